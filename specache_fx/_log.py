@@ -1,0 +1,24 @@
+"""Logging helpers: one logger a module, and warnings that are said once."""
+
+from __future__ import annotations
+
+import logging
+
+_said: set[str] = set()
+
+
+def warn_once(logger: logging.Logger, message: str) -> None:
+    """Log `message` as a warning, the first time it is given in this process.
+
+    Args:
+        logger: Where to log it.
+        message: The whole text; two messages that differ are two warnings.
+    """
+    if message not in _said:
+        _said.add(message)
+        logger.warning(message)
+
+
+def forget_warnings() -> None:
+    """Let every warning be said again (`torch.compiler.reset()` calls this through the backend)."""
+    _said.clear()

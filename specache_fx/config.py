@@ -1,0 +1,121 @@
+"""`SpecacheConfig`: every option of the backend, checked in one place."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from specache_fx.errors import ConfigError
+
+PolicyName = Literal["specache", "kivi"]
+Lookahead = Literal["token", "query", "none"]
+HostKind = Literal["auto", "pinned", "memory", "disk"]
+Lowering = Literal["inductor", "eager"]
+
+BITS = (1, 2, 4, 8, 16)
+
+
+@dataclass(frozen=True)
+class SpecacheConfig:
+    """The options of `torch.compile(model, backend="specache", options={...})`.
+
+    Attributes:
+        policy: "specache" keeps the 16-bit KV pairs on the host and prefetches; "kivi" keeps the low-bit copy alone.
+        bits: Width of the device copy's codes: 1, 2, 4, 8, or 16 (the exact pairs).
+        group_size: Tokens (keys) or channels (values) that share one scale and zero.
+        residual_length: Newest tokens that stay at 16 bits on the device; up to `group_size - 1` more while a
+            group fills.
+        top_k: KV pairs that are prefetched for each batch row and kv head.
+        lookahead: What chooses them: "token" decodes a speculative token beside the output token (SpeCache);
+            "query" uses the output token's own scores, one step late; "none" selects and fetches in the same step.
+        quantizer: Name of a quantiser in `specache_fx.runtime.quant.QUANTIZERS`.
+        host: Where the 16-bit pairs live: "pinned" (CUDA), "memory", "disk" (a memory-mapped file), or "auto".
+        host_dir: Folder for `host="disk"`; the system's temporary folder by default. Its file is never left behind.
+        kernel: Name of a kernel in `specache_fx.runtime.kernels.KERNELS`, or "auto".
+        lowering: "inductor" compiles the rewritten graphs; "eager" runs them as they are (no compile time).
+        strict: Raise where an attention can't be rewritten, instead of leaving it alone with a warning.
+        track_hit_rates: Measure `topk_hit_rate` (one more top-k a layer and step).
+
+    Raises:
+        ConfigError: On a value outside its range or a contradiction; also a `ValueError`.
+    """
+
+    policy: PolicyName = "specache"
+    bits: int = 2
+    group_size: int = 64
+    residual_length: int = 64
+    top_k: int = 64
+    lookahead: Lookahead = "token"
+    quantizer: str = "kivi"
+    host: HostKind = "auto"
+    host_dir: str | None = None
+    kernel: str = "auto"
+    lowering: Lowering = "inductor"
+    strict: bool = False
+    track_hit_rates: bool = True
+
+    def __post_init__(self) -> None:
+        self._one_of("policy", get_args(PolicyName))
+        self._one_of("bits", BITS)
+        self._one_of("lookahead", get_args(Lookahead))
+        self._one_of("host", get_args(HostKind))
+        self._one_of("lowering", get_args(Lowering))
+        self._integer("group_size", 1)
+        self._integer("residual_length", 0)
+        self._integer("top_k", 1)
+        for name in ("strict", "track_hit_rates"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name}={getattr(self, name)!r}: give True or False.")
+        for name in ("quantizer", "kernel"):
+            if not isinstance(getattr(self, name), str):
+                raise ConfigError(f"{name}={getattr(self, name)!r}: give a name (a string).")
+        if self.host_dir is not None:
+            if not isinstance(self.host_dir, (str, Path)):
+                raise ConfigError(f"host_dir={self.host_dir!r}: give the path of a folder.")
+            object.__setattr__(self, "host_dir", str(self.host_dir))
+            if self.host != "disk":
+                raise ConfigError(f'host_dir is given, but host={self.host!r}: host_dir goes with host="disk".')
+
+    def _one_of(self, name: str, valid: tuple[Any, ...]) -> None:
+        value = getattr(self, name)
+        if isinstance(value, bool) or value not in valid:
+            raise ConfigError(f"{name}={value!r} is not valid: choose one of {', '.join(map(repr, valid))}.")
+
+    def _integer(self, name: str, least: int) -> None:
+        value = getattr(self, name)
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ConfigError(f"{name}={value!r} is not valid: give a whole number >= {least}.")
+
+    def num_quantized(self, kv_len: int) -> int:
+        """How many of the oldest tokens are quantised when the cache holds `kv_len` tokens.
+
+        A function of the length alone, so that prefill, appending and cropping agree (DESIGN §2, residual window).
+        """
+        return max(0, (kv_len - self.residual_length) // self.group_size) * self.group_size
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, Any] | SpecacheConfig | None) -> SpecacheConfig:
+        """Build a config from what `torch.compile(..., options=...)` was given.
+
+        Raises:
+            ConfigError: If an option is unknown; the message lists the valid ones.
+        """
+        if options is None:
+            return cls()
+        if isinstance(options, cls):
+            return options
+        if not isinstance(options, Mapping):
+            raise ConfigError(f"options={options!r}: give a dict of options, such as {{'bits': 1}}.")
+        valid = [field.name for field in fields(cls)]
+        unknown = [name for name in options if name not in valid]
+        if unknown:
+            close = difflib.get_close_matches(str(unknown[0]), valid, n=1)
+            hint = f" Did you mean {close[0]!r}?" if close else ""
+            raise ConfigError(
+                f"Unknown option{'s' if len(unknown) > 1 else ''} {', '.join(map(repr, unknown))}.{hint}"
+                f" Valid options: {', '.join(valid)}."
+            )
+        return cls(**options)

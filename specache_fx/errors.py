@@ -1,0 +1,31 @@
+"""The errors that a user can meet. Each message names the thing, the reason and the remedy."""
+
+from __future__ import annotations
+
+
+class SpecacheError(Exception):
+    """Base of every error that this package raises on purpose."""
+
+
+class ConfigError(SpecacheError, ValueError):
+    """An option is unknown, has a value outside its range, or contradicts another."""
+
+
+class UnsupportedGraphError(SpecacheError):
+    """An attention can't be rewritten: the message has the node, its source line, the reason and the remedy."""
+
+
+class CacheHandleError(SpecacheError):
+    """What was passed as past KV is not what this package handed out, or was changed in a way it can't follow."""
+
+
+class PassInvariantError(SpecacheError):
+    """A pass left a graph that breaks one of the pipeline's invariants: a defect of this package."""
+
+
+class KernelUnavailableError(SpecacheError):
+    """A kernel was asked for by name and can't run here."""
+
+
+class HostMemoryError(SpecacheError, MemoryError):
+    """The host tier could not get the bytes that it asked for. The session is gone; the model is usable."""
