@@ -1,0 +1,246 @@
+"""Algorithms 1-3 of the SpeCache paper, dense, slow and plain: what kernels, passes and sessions must equal.
+
+Nothing here imports the runtime or the passes. The full 16-bit cache is kept in memory, the low-bit copy is
+recomputed from it, attention is one product and one softmax over all keys, selection is Python's `sorted`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from support.models import TinyDecoder, attention_mask_4d, positions_from_mask
+from support.oracle_cache import OracleCache
+from support.oracle_quant import (
+    Indices,
+    Quantized,
+    quantize_dequantize_key,
+    quantize_dequantize_value,
+    quantize_key,
+    quantize_value,
+    select,
+)
+from support.oracle_records import DecodeStep, HitCount, OracleRun, overlap
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from specache_fx.config import SpecacheConfig
+
+__all__ = [
+    "DecodeStep",
+    "HitCount",
+    "Indices",
+    "OracleCache",
+    "OracleDecoder",
+    "OracleRun",
+    "Quantized",
+    "quantize_dequantize_key",
+    "quantize_dequantize_value",
+    "quantize_key",
+    "quantize_value",
+    "select",
+]
+
+
+class OracleDecoder:
+    """Runs a `TinyDecoder` as DESIGN §2 says; one generation at a time.
+
+    Args:
+        model: Its weights and everything but its attention.
+        config: policy, lookahead, bits, group_size, residual_length, top_k; the rest is ignored.
+        compute_dtype: Of the decode attention.
+        select_after_append: Choose K_{t+1} among the positions that are quantised once T_t is appended, rather
+            than among those that were quantised before.
+    """
+
+    def __init__(
+        self,
+        model: TinyDecoder,
+        config: SpecacheConfig,
+        compute_dtype: torch.dtype = torch.float32,
+        select_after_append: bool = False,
+    ) -> None:
+        self.model, self.config, self.compute_dtype = model, config, compute_dtype
+        self.select_after_append = select_after_append
+        self.caches: list[OracleCache] = []
+        self._forget_lookahead()
+
+    @property
+    def two_lanes(self) -> bool:
+        return self.config.policy == "specache" and self.config.lookahead == "token"
+
+    @property
+    def looks_ahead(self) -> bool:
+        return self.config.policy == "specache" and self.config.lookahead != "none"
+
+    @property
+    def kv_len(self) -> int:
+        return self.caches[0].kv_len if self.caches else 0
+
+    def _forget_lookahead(self) -> None:
+        self.lookahead_ready = False
+        self.speculative: Tensor | None = None  # T'_{t+1}, for the next step's lane 1
+        self.expected: Tensor | None = None  # what the last step's lane 1 took the next token to be
+        self.next_staged: list[Indices] = []
+
+    @torch.no_grad()
+    def prefill(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        """Algorithm 1: exact. Returns logits [batch, q_len, vocab_size]."""
+        self.caches = []
+        return self.extend(input_ids, attention_mask)
+
+    @torch.no_grad()
+    def extend(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        """More tokens at once, on 16-bit history (policy "kivi": low-bit history, since it has no other).
+
+        Args:
+            input_ids: int64 [batch, q_len].
+            attention_mask: [batch, q_len], of the new tokens alone; all real by default.
+        """
+        self._forget_lookahead()
+        batch, q_len = input_ids.shape
+        new_mask = torch.ones_like(input_ids).bool() if attention_mask is None else attention_mask.bool()
+        key_mask = torch.cat((self.caches[0].key_mask, new_mask), dim=1) if self.caches else new_mask
+        mask = attention_mask_4d(key_mask, batch, q_len, key_mask.shape[1], input_ids.device)
+        first, new_caches = not self.caches, []
+
+        def attention(layer_idx: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+            new_caches.append((k, v))
+            if not first:
+                cache = self.caches[layer_idx]
+                past_k, past_v = cache.device_pairs() if self.config.policy == "kivi" else (cache.k, cache.v)
+                k, v = torch.cat((past_k, k), dim=2), torch.cat((past_v, v), dim=2)
+            return self.model.sdpa(q, k, v, mask)
+
+        logits = self.model.run(input_ids, positions_from_mask(key_mask, q_len), attention)
+        if first:
+            self.caches = [
+                OracleCache(self.config, k, v, new_mask, self.compute_dtype) for k, v in new_caches
+            ]
+        else:
+            for cache, (k, v) in zip(self.caches, new_caches, strict=True):
+                cache.append(k, v, new_mask)
+        return logits
+
+    def crop(self, kv_len: int) -> None:
+        """Roll back to the oldest `kv_len` tokens; to the present length it changes nothing."""
+        if kv_len == self.kv_len:
+            return
+        for cache in self.caches:
+            cache.crop(kv_len)
+        self._forget_lookahead()
+
+    def _step(self, tokens: list[Tensor], staged: list[Indices] | None) -> _Pass:
+        """One forward pass of one or two lanes over the caches as they are; appends nothing."""
+        lanes, key_mask = len(tokens), self.caches[0].key_mask
+        position = key_mask.sum(-1, keepdim=True)
+        scores: list[Tensor] = []
+        own_scores: list[Tensor] = []
+        pairs: list[tuple[Tensor, Tensor]] = []
+        used: list[Indices] = []
+
+        def attention(layer_idx: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+            cache = self.caches[layer_idx]
+            q, k, v = (x.unflatten(0, (lanes, -1)) for x in (q, k, v))
+            layer_staged = staged[layer_idx] if staged else None
+            if self.config.policy == "specache" and self.config.lookahead == "none":
+                _, alone = cache.attend(q, k, v, None, scale)
+                layer_staged = select(alone[0], key_mask, self.config.top_k)
+                out, probabilities = cache.attend_all(q, k, v, layer_staged, scale)
+                scores.append(alone[0])
+            else:
+                out, probabilities = cache.attend_all(q, k, v, layer_staged, scale)
+                scores.append(probabilities[-1])
+            own_scores.append(probabilities[0, ..., : cache.num_quantized])
+            pairs.append((k[0], v[0]))
+            used.append(layer_staged or [])
+            return out.flatten(0, 1)
+
+        position_ids = torch.cat([position + lane for lane in range(lanes)])
+        logits = self.model.run(torch.cat(tokens)[:, None], position_ids, attention)[:, -1]
+        return _Pass(list(logits.unflatten(0, (lanes, -1))), scores, own_scores, pairs, used)
+
+    def _select(self, scores: list[Tensor], count: int) -> list[Indices]:
+        return [select(layer[..., :count], self.caches[0].key_mask, self.config.top_k) for layer in scores]
+
+    def predecode(self, token: Tensor) -> None:
+        """Algorithm 2: `token` int64 [batch] against C' alone gives T'_2 and K_1; keeps nothing of it."""
+        done = self._step([token], None)
+        self.next_staged = self._select(done.scores, self.caches[0].num_quantized)
+        self.speculative = done.logits[0].argmax(-1) if self.two_lanes else None
+        self.lookahead_ready = True
+
+    @torch.no_grad()
+    def decode(self, token: Tensor) -> DecodeStep:
+        """Algorithm 3, after Algorithm 2 where it is due. `token` is T_t, int64 [batch]."""
+        predecoded = self.looks_ahead and not self.lookahead_ready
+        if predecoded:
+            self.predecode(token)
+        lane1_token = self.speculative
+        tokens = [token] if lane1_token is None else [token, lane1_token]
+        before = self.caches[0].num_quantized
+        done = self._step(tokens, self.next_staged if self.looks_ahead else None)
+
+        exact_hits, topk_hits = HitCount(), HitCount()
+        if self.expected is not None:
+            exact_hits = HitCount(int((self.expected == token).sum()), len(token))
+        if self.config.policy == "specache":
+            for guessed, wanted in zip(done.used, self._select(done.own_scores, before), strict=True):
+                topk_hits += overlap(guessed, wanted)
+
+        for cache, (k, v) in zip(self.caches, done.pairs, strict=True):
+            cache.append(k, v)
+        selected = done.used
+        if self.looks_ahead:
+            count = self.caches[0].num_quantized if self.select_after_append else before
+            selected = self._select(done.scores, count)
+            self.next_staged = selected
+        if lane1_token is not None:
+            self.expected, self.speculative = lane1_token, done.logits[1].argmax(-1)
+        return DecodeStep(
+            token=token,
+            logits=done.logits[0],
+            lane1_token=lane1_token,
+            lane1_logits=done.logits[1] if lane1_token is not None else None,
+            speculative=self.speculative,
+            staged=done.used,
+            selected=selected,
+            scores=[layer[..., :before] for layer in done.scores],
+            predecoded=predecoded,
+            exact_hits=exact_hits,
+            topk_hits=topk_hits,
+        )
+
+    def generate(
+        self,
+        input_ids: Tensor,
+        num_tokens: int,
+        attention_mask: Tensor | None = None,
+        forced: Tensor | None = None,
+    ) -> OracleRun:
+        """Prefill and `num_tokens - 1` steps, greedy or fed with `forced` int64 [batch, num_tokens - 1]."""
+        prefill_logits = self.prefill(input_ids, attention_mask)
+        all_logits, steps = [prefill_logits[:, -1]], []
+        for step in range(num_tokens - 1):
+            steps.append(self.decode(all_logits[-1].argmax(-1) if forced is None else forced[:, step]))
+            all_logits.append(steps[-1].logits)
+        logits = torch.stack(all_logits, dim=1)
+        return OracleRun(prefill_logits, logits.argmax(-1), logits, steps)
+
+
+class _Pass(NamedTuple):
+    """What `OracleDecoder._step` returns, by lane or by layer.
+
+    Attributes:
+        logits: Of each lane, [batch, vocab_size].
+        scores: What selection goes by, of each layer: [batch, num_kv_heads, num_quantized or more].
+        own_scores: Lane 0's, with what it staged, of each layer: [batch, num_kv_heads, num_quantized].
+        pairs: Lane 0's own k and v, of each layer.
+        used: K_t of each layer.
+    """
+
+    logits: list[Tensor]
+    scores: list[Tensor]
+    own_scores: list[Tensor]
+    pairs: list[tuple[Tensor, Tensor]]
+    used: list[Indices]

@@ -1,0 +1,137 @@
+"""The oracle's KV cache: one attention layer, C in full, C' computed from it, one dense softmax."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from support.oracle_quant import Indices, quantize_dequantize_key, quantize_dequantize_value
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from specache_fx.config import SpecacheConfig
+
+
+class OracleCache:
+    """The KV cache of one attention layer: C in full; C' is computed from it when asked for.
+
+    Args:
+        config: bits, group_size, residual_length, policy.
+        k: First pairs, [batch, num_kv_heads, tokens, head_dim].
+        v: First pairs, [batch, num_kv_heads, tokens, value_dim].
+        mask: bool [batch, tokens], True where a token is real; all by default.
+        compute_dtype: Of attention; scores are always handed out as float32.
+    """
+
+    def __init__(
+        self,
+        config: SpecacheConfig,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None = None,
+        compute_dtype: torch.dtype = torch.float32,
+    ) -> None:
+        self.config, self.compute_dtype = config, compute_dtype
+        self.k, self.v = k[:, :, :0], v[:, :, :0]
+        self.key_mask = torch.ones(k.shape[0], 0, dtype=torch.bool, device=k.device)
+        self.append(k, v, mask)
+
+    @property
+    def kv_len(self) -> int:
+        return self.k.shape[2]
+
+    def num_quantized_at(self, kv_len: int) -> int:
+        """How many of `kv_len` tokens are quantised: whole groups, and never the newest `residual_length`."""
+        count = 0
+        while kv_len - (count + self.config.group_size) >= self.config.residual_length:
+            count += self.config.group_size
+        return count
+
+    @property
+    def num_quantized(self) -> int:
+        return self.num_quantized_at(self.kv_len)
+
+    def append(self, k: Tensor, v: Tensor, mask: Tensor | None = None) -> None:
+        """Add pairs at 16 bits; what falls out of the window by that is low-bit from now on."""
+        if mask is None:
+            mask = self.key_mask.new_ones(k.shape[0], k.shape[2])
+        self.k, self.v = torch.cat((self.k, k), dim=2), torch.cat((self.v, v), dim=2)
+        self.key_mask = torch.cat((self.key_mask, mask.bool()), dim=1)
+
+    def crop(self, kv_len: int) -> None:
+        """Forget all but the oldest `kv_len` tokens; the window reaches back into C for its 16-bit pairs."""
+        if self.config.policy == "kivi" and self.num_quantized_at(kv_len) < self.num_quantized:
+            raise NotImplementedError("kivi has no 16-bit pairs to go back to: its crop is not defined here")
+        self.k, self.v, self.key_mask = (
+            self.k[:, :, :kv_len],
+            self.v[:, :, :kv_len],
+            self.key_mask[:, :kv_len],
+        )
+
+    def low_bit(self) -> tuple[Tensor, Tensor]:
+        """(K', V') of the quantised positions, [batch, num_kv_heads, num_quantized, ...]."""
+        bits, group_size, count = self.config.bits, self.config.group_size, self.num_quantized
+        return (
+            quantize_dequantize_key(self.k[:, :, :count], bits, group_size),
+            quantize_dequantize_value(self.v[:, :, :count], bits, group_size),
+        )
+
+    def device_pairs(self, staged: Indices | None = None) -> tuple[Tensor, Tensor]:
+        """K and V as decoding sees them: C' with the staged pairs at 16 bits, then the residual window."""
+        k_low, v_low = self.low_bit()
+        count = self.num_quantized
+        k, v = (
+            torch.cat((k_low, self.k[:, :, count:]), dim=2),
+            torch.cat((v_low, self.v[:, :, count:]), dim=2),
+        )
+        for batch, heads in enumerate(staged or []):
+            for head, positions in enumerate(heads):
+                for position in positions:
+                    assert position < count
+                    k[batch, head, position] = self.k[batch, head, position]
+                    v[batch, head, position] = self.v[batch, head, position]
+        return k, v
+
+    def attend(
+        self, q_lanes: Tensor, k_lanes: Tensor, v_lanes: Tensor, staged: Indices | None, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """One decode step: the cache, then lane 0's own pair, then (lane 1 alone) lane 1's own.
+
+        Paper: SpeCache Alg. 2, Alg. 3.
+
+        Args:
+            q_lanes: [lanes, batch, num_heads, 1, head_dim], one or two lanes.
+            k_lanes: Own pairs, [lanes, batch, num_kv_heads, 1, head_dim].
+            v_lanes: Own pairs, [lanes, batch, num_kv_heads, 1, value_dim].
+            staged: K_t, the positions that are at 16 bits; None for none.
+            scale: Of the logits.
+
+        Returns:
+            out [lanes, batch, num_heads, 1, value_dim], and scores, float32
+            [lanes, batch, num_kv_heads, num_quantized]: probabilities of the quantised positions, mean over the
+            query heads that share the kv head.
+        """
+        out, probabilities = self.attend_all(q_lanes, k_lanes, v_lanes, staged, scale)
+        return out, probabilities[..., : self.num_quantized]
+
+    def attend_all(
+        self, q_lanes: Tensor, k_lanes: Tensor, v_lanes: Tensor, staged: Indices | None, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """As `attend`, with scores of the window and of lane 0's own pair too: [..., kv_len + 1]."""
+        k, v = self.device_pairs(staged)
+        num_kv_groups = q_lanes.shape[2] // k.shape[1]
+        own_mask = self.key_mask.new_ones(k.shape[0], 1)
+        outs, scores = [], []
+        for lane in range(q_lanes.shape[0]):
+            lane_k = torch.cat([k, *k_lanes[: lane + 1]], dim=2).to(self.compute_dtype)
+            lane_v = torch.cat([v, *v_lanes[: lane + 1]], dim=2).to(self.compute_dtype)
+            lane_mask = torch.cat([self.key_mask] + [own_mask] * (lane + 1), dim=1)
+            lane_k = lane_k.repeat_interleave(num_kv_groups, dim=1)
+            lane_v = lane_v.repeat_interleave(num_kv_groups, dim=1)
+            logits = q_lanes[lane].to(self.compute_dtype) @ lane_k.transpose(-1, -2) * scale
+            logits = logits.masked_fill(~lane_mask[:, None, None, :], float("-inf"))
+            probabilities = logits.softmax(-1)
+            outs.append((probabilities @ lane_v).to(q_lanes.dtype))
+            by_kv_head = probabilities[:, :, 0].unflatten(1, (-1, num_kv_groups)).mean(2)
+            scores.append(by_kv_head[..., : self.kv_len + 1].float())
+        return torch.stack(outs), torch.stack(scores)

@@ -1,0 +1,82 @@
+"""What the oracle reports of its decode steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from support.oracle_quant import Indices
+from torch import Tensor
+
+
+class HitCount(NamedTuple):
+    """`hits` of `total`; the rate of nothing is None."""
+
+    hits: int = 0
+    total: int = 0
+
+    def __add__(self, other: HitCount) -> HitCount:  # type: ignore[override]
+        return HitCount(self.hits + other.hits, self.total + other.total)
+
+    @property
+    def rate(self) -> float | None:
+        return self.hits / self.total if self.total else None
+
+
+@dataclass(frozen=True)
+class DecodeStep:
+    """What one decode step did.
+
+    Attributes:
+        token: T_t, int64 [batch].
+        logits: Lane 0's, [batch, vocab_size].
+        lane1_token: T'_{t+1}, which went into lane 1, int64 [batch]; None where there is one lane.
+        lane1_logits: [batch, vocab_size] or None.
+        speculative: T'_{t+2}, the argmax of lane 1, for the next step's lane 1; None where there is one lane.
+        staged: K_t of each layer: what this step attended to at 16 bits.
+        selected: K_{t+1} of each layer; as `staged` for lookahead "none", empty for policy "kivi".
+        scores: What `selected` went by, of each layer, float32 [batch, num_kv_heads, num_quantized].
+        predecoded: Whether Algorithm 2 ran before this step.
+        exact_hits: Rows whose `token` is what the step before had speculated for this position.
+        topk_hits: |K_t and top-k of lane 0's own scores at this step| of |the latter|, over all layers, rows
+            and heads.
+    """
+
+    token: Tensor
+    logits: Tensor
+    lane1_token: Tensor | None
+    lane1_logits: Tensor | None
+    speculative: Tensor | None
+    staged: list[Indices]
+    selected: list[Indices]
+    scores: list[Tensor]
+    predecoded: bool
+    exact_hits: HitCount
+    topk_hits: HitCount
+
+
+@dataclass(frozen=True)
+class OracleRun:
+    """A generation: prefill logits [batch, q_len, vocab_size]; tokens, logits as `models.generate` has them."""
+
+    prefill_logits: Tensor
+    tokens: Tensor
+    logits: Tensor
+    steps: list[DecodeStep]
+
+    @property
+    def exact_hits(self) -> HitCount:
+        return sum((step.exact_hits for step in self.steps), start=HitCount())
+
+    @property
+    def topk_hits(self) -> HitCount:
+        return sum((step.topk_hits for step in self.steps), start=HitCount())
+
+
+def overlap(guessed: Indices, wanted: Indices) -> HitCount:
+    """How many of the wanted positions were guessed, over all batch rows and kv heads."""
+    count = HitCount()
+    for guessed_row, wanted_row in zip(guessed, wanted, strict=True):
+        for guessed_head, wanted_head in zip(guessed_row, wanted_row, strict=True):
+            count += HitCount(len(set(guessed_head) & set(wanted_head)), len(wanted_head))
+    return count
