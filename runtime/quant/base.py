@@ -1,0 +1,91 @@
+"""`Quantizer`: what a method must offer to keep the low-bit copy C' of the KV cache on the device."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import ClassVar, Literal
+
+import torch
+
+Planes = tuple[torch.Tensor, ...]
+"""The quantised form of keys or values. Each plane is 4-D, `[batch, num_kv_heads, rows, width]`, with the
+same number of rows for every `group_size` tokens: a store appends, crops and permutes planes without knowing
+the method."""
+
+KVKind = Literal["key", "value"]
+
+
+class Quantizer(ABC):
+    """Turns 16-bit keys and values into planes and back, by whole groups of `group_size` tokens.
+
+    The result for a group depends on that group alone, so that quantising groups as they fill during decoding
+    gives the planes that quantising them all at prefill would give (DESIGN §2, law 4). Inputs are finite.
+
+    A new method is a subclass in a file of its own and one line in `QUANTIZERS`.
+
+    Attributes:
+        name: The method's name in `QUANTIZERS`.
+        valid_bits: The widths that it can be built with.
+        bits: Width of a code.
+        group_size: Tokens that are quantised together.
+    """
+
+    name: ClassVar[str]
+    valid_bits: ClassVar[tuple[int, ...]]
+
+    def __init__(self, bits: int, group_size: int) -> None:
+        self.bits = bits
+        self.group_size = group_size
+
+    @abstractmethod
+    def quantize_key(self, x: torch.Tensor) -> Planes:
+        """Quantise keys.
+
+        Args:
+            x: `[batch, num_kv_heads, tokens, head_dim]`, of the KV dtype, any strides, any device; `tokens` a
+                multiple of `group_size` (0 too).
+
+        Returns:
+            The planes, on x's device.
+        """
+
+    @abstractmethod
+    def quantize_value(self, x: torch.Tensor) -> Planes:
+        """Quantise values; as `quantize_key`."""
+
+    @abstractmethod
+    def dequantize_key(self, planes: Planes, head_dim: int, dtype: torch.dtype) -> torch.Tensor:
+        """Bring keys back.
+
+        Args:
+            planes: What `quantize_key` gave, or whole groups of it.
+            head_dim: Channels of a key; packing may have padded them.
+            dtype: The KV dtype.
+
+        Returns:
+            `[batch, num_kv_heads, tokens, head_dim]` of `dtype`.
+        """
+
+    @abstractmethod
+    def dequantize_value(self, planes: Planes, head_dim: int, dtype: torch.dtype) -> torch.Tensor:
+        """Bring values back; as `dequantize_key`."""
+
+    @abstractmethod
+    def bytes_per_group(self, head_dim: int, itemsize: int, kind: KVKind) -> int:
+        """Bytes that one group takes on the device.
+
+        Args:
+            head_dim: Channels of a key or value.
+            itemsize: Bytes of one element of the KV dtype.
+            kind: "key" or "value".
+
+        Returns:
+            Bytes for each batch row, kv head and `group_size` tokens, all planes together.
+        """
+
+    def _check_whole_groups(self, x: torch.Tensor) -> None:
+        if x.shape[2] % self.group_size:
+            raise ValueError(
+                f"{self.name}: {x.shape[2]} tokens are not a multiple of group_size={self.group_size};"
+                " quantise whole groups and keep the rest in the residual window."
+            )

@@ -1,0 +1,38 @@
+"""`bits=16`: the copy on the device is the cache itself."""
+
+from __future__ import annotations
+
+import torch
+
+from specache_fx.runtime.quant.base import KVKind, Planes, Quantizer
+
+
+class IdentityQuantizer(Quantizer):
+    """Keeps the pairs as they are: one plane, `[batch, num_kv_heads, tokens, head_dim]` of the KV dtype.
+
+    A law (DESIGN §2, law 1) needs it, and so does whoever measures what quantisation alone costs.
+    """
+
+    name = "identity"
+    valid_bits = (16,)
+
+    def quantize_key(self, x: torch.Tensor) -> Planes:
+        """A contiguous copy: what the model does to x later must not reach the cache."""
+        self._check_whole_groups(x)
+        return (x.clone(memory_format=torch.contiguous_format),)
+
+    def quantize_value(self, x: torch.Tensor) -> Planes:
+        """As `quantize_key`."""
+        return self.quantize_key(x)
+
+    def dequantize_key(self, planes: Planes, head_dim: int, dtype: torch.dtype) -> torch.Tensor:
+        """The plane itself, without a copy."""
+        return planes[0].to(dtype)
+
+    def dequantize_value(self, planes: Planes, head_dim: int, dtype: torch.dtype) -> torch.Tensor:
+        """As `dequantize_key`."""
+        return self.dequantize_key(planes, head_dim, dtype)
+
+    def bytes_per_group(self, head_dim: int, itemsize: int, kind: KVKind) -> int:
+        """The bytes of the pairs themselves."""
+        return self.group_size * head_dim * itemsize
