@@ -1,0 +1,171 @@
+"""Where `HostCache` gets blocks: plain memory, page-locked memory, or a mapped file that leaves no trace."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import tempfile
+import weakref
+from abc import ABC, abstractmethod
+from math import prod
+
+import psutil
+import torch
+
+from specache_fx.errors import ConfigError, HostMemoryError
+
+_CHECKED_BYTES = 1 << 20
+
+
+def resolve_host(host: str, device: torch.device) -> str:
+    """Turn the option `host` into the kind of store for a session on `device`.
+
+    Args:
+        host: "auto", "pinned", "memory" or "disk".
+        device: Where the model runs.
+
+    Returns:
+        "pinned", "memory" or "disk"; "auto" is "pinned" for CUDA, where copies run beside compute only from
+        page-locked memory, and "memory" elsewhere.
+
+    Raises:
+        ConfigError: If "pinned" is asked for without a CUDA device.
+    """
+    if host == "auto":
+        return "pinned" if device.type == "cuda" else "memory"
+    if host == "pinned" and not torch.cuda.is_available():
+        raise ConfigError('host="pinned" needs a CUDA device, and there is none: use host="auto".')
+    return host
+
+
+class BlockStore(ABC):
+    """Hands out blocks and counts them.
+
+    Attributes:
+        nbytes: Bytes handed out so far.
+    """
+
+    def __init__(self, host_dir: str | None) -> None:
+        self.nbytes = 0
+        self._host_dir = host_dir
+
+    def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Hand out a block of that shape on the CPU; what it holds is undefined.
+
+        Raises:
+            HostMemoryError: If it can't be had; nothing has changed then.
+        """
+        nbytes = prod(shape) * dtype.itemsize
+        # Not an inference tensor, whoever asks: worker threads write to it later, outside of the caller's
+        # mode.
+        with torch.inference_mode(False):
+            block = self._allocate(shape, dtype, nbytes)
+        self.nbytes += nbytes
+        return block
+
+    @abstractmethod
+    def _allocate(self, shape: tuple[int, ...], dtype: torch.dtype, nbytes: int) -> torch.Tensor: ...
+
+    def close(self) -> None:
+        """Give back what the blocks' own end does not; the caller has dropped them."""
+        self.nbytes = 0
+
+
+class MemoryStore(BlockStore):
+    """Plain memory."""
+
+    _pinned = False
+
+    def _allocate(self, shape: tuple[int, ...], dtype: torch.dtype, nbytes: int) -> torch.Tensor:
+        # The kernel promises memory that it doesn't have, and kills the process when it is written to: ask
+        # first.
+        available = psutil.virtual_memory().available if nbytes >= _CHECKED_BYTES else nbytes
+        if nbytes > available:
+            raise HostMemoryError(
+                f"The host tier asked for {nbytes:,} bytes more (it holds {self.nbytes:,}), and {available:,}"
+                ' bytes of memory are available. Use host="disk", a smaller batch or a shorter context.'
+            )
+        try:
+            return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=self._pinned)
+        except RuntimeError as error:
+            kind, other = ("page-locked memory", "memory") if self._pinned else ("memory", "disk")
+            raise HostMemoryError(
+                f"The host tier asked for {nbytes:,} bytes of {kind} more (it holds {self.nbytes:,}) and got:"
+                f' {error}. Use host="{other}", a smaller batch or a shorter context.'
+            ) from error
+
+
+class PinnedStore(MemoryStore):
+    """Page-locked memory, which a CUDA device copies from while it computes."""
+
+    _pinned = True
+
+
+class DiskStore(BlockStore):
+    """Mapped parts of one file without a name: the system frees it when the process ends, however it ends.
+
+    The file is opened with the first block. Space is reserved before it is mapped: on a full disk a write to
+    a sparse mapping would end the process by SIGBUS, where `posix_fallocate` returns an error.
+    """
+
+    def __init__(self, host_dir: str | None) -> None:
+        super().__init__(host_dir)
+        self._fd: int | None = None
+        self._size = 0
+        self._closer: weakref.finalize[[int], DiskStore] | None = None
+
+    def _allocate(self, shape: tuple[int, ...], dtype: torch.dtype, nbytes: int) -> torch.Tensor:
+        folder = self._host_dir or tempfile.gettempdir()
+        mapped = -(-nbytes // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
+        try:
+            if self._fd is None:
+                self._fd = _open_unnamed(folder)
+                self._closer = weakref.finalize(self, os.close, self._fd)
+            memory = self._map(self._fd, mapped)
+        except (OSError, OverflowError, ValueError) as error:
+            raise HostMemoryError(
+                f"The host tier asked for {nbytes:,} bytes more in a file under {folder!r} (it holds"
+                f" {self.nbytes:,}) and got: {error}. Give host_dir= a folder that exists, can be written to"
+                ' and has room, or use host="memory".'
+            ) from error
+        self._size += mapped
+        # The tensor keeps the mapping alive, and the last view of it unmaps.
+        return torch.frombuffer(memory, dtype=dtype, count=prod(shape)).view(shape)
+
+    def _map(self, fd: int, nbytes: int) -> mmap.mmap:
+        try:
+            os.posix_fallocate(fd, self._size, nbytes)
+            return mmap.mmap(fd, nbytes, offset=self._size)
+        except BaseException:
+            # A reservation that failed half-way may have lengthened the file.
+            os.ftruncate(fd, self._size)
+            raise
+
+    def close(self) -> None:
+        """Close the file; its space is free once no view of a block is left."""
+        super().close()
+        self._size = 0
+        if self._closer is not None:
+            self._closer()
+        self._fd = self._closer = None
+
+
+def _open_unnamed(folder: str) -> int:
+    """Open a file in `folder` that has no name, or loses it at once.
+
+    Raises:
+        OSError: If that can't be.
+    """
+    try:
+        return os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        # Not every file system has files without a name (overlay and network ones, say).
+        if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL):
+            raise
+    fd, path = tempfile.mkstemp(prefix="specache-", dir=folder)
+    os.unlink(path)
+    return fd
+
+
+STORES: dict[str, type[BlockStore]] = {"memory": MemoryStore, "pinned": PinnedStore, "disk": DiskStore}

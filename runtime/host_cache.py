@@ -1,0 +1,195 @@
+"""`HostCache`: the 16-bit KV pairs of one session, off the device.
+
+One row for each (batch row, kv head, token) holds K and V side by side, so that a pair is one contiguous
+read. A layer's rows live in blocks, `[batch, num_kv_heads, block tokens, key_dim + value_dim]` each: growing
+adds a block and moves nothing. What the blocks are made of (page-locked memory, plain memory, a mapped file)
+is `host_blocks`' part.
+
+Paper: SpeCache §3.2 (the 16-bit cache is offloaded to CPU memory).
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Sequence
+
+import torch
+
+from specache_fx.errors import SpecacheError
+from specache_fx.runtime.host_blocks import STORES, resolve_host
+
+__all__ = ["HostCache", "RowShape", "resolve_host"]
+
+_ALIGN_TOKENS = 64
+
+
+RowShape = tuple[int, int, int]
+"""A layer's `(num_kv_heads, key_dim, value_dim)`."""
+
+
+class _Rows:
+    """One layer's blocks; block i holds the tokens from `starts[i]` to `starts[i + 1]`."""
+
+    def __init__(self, shape: RowShape) -> None:
+        self.num_kv_heads, self.key_dim, self.value_dim = shape
+        self.dim = self.key_dim + self.value_dim
+        self.blocks: list[torch.Tensor] = []
+        self.starts: list[int] = [0]
+        self.length = 0
+
+    def parts(self, start: int, stop: int) -> list[tuple[torch.Tensor, slice, slice]]:
+        """The blocks that hold tokens `start` to `stop`: each with its slice inside and its slice outside."""
+        parts = []
+        index = bisect.bisect_right(self.starts, start) - 1
+        at = start
+        while at < stop:
+            first, end = self.starts[index], min(self.starts[index + 1], stop)
+            parts.append((self.blocks[index], slice(at - first, end - first), slice(at - start, end - start)))
+            at, index = end, index + 1
+        return parts
+
+    def gather(self, index: int, row: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
+        """Rows of block `index`: `row` counts (batch row, kv head) pairs, `token` counts from the block's start."""
+        block = self.blocks[index]
+        return block.view(-1, self.dim).index_select(0, row * block.shape[2] + token)
+
+
+class HostCache:
+    """Rows of every layer of one session; see the module's docstring for the layout.
+
+    Not locked: one thread appends and truncates. Another may gather at the same time, of tokens that are neither
+    truncated nor yet to come (`CopyEngine.reset` comes before `truncate`).
+
+    Args:
+        batch: Batch rows.
+        shapes: `(num_kv_heads, key_dim, value_dim)` of each layer.
+        dtype: The KV dtype.
+        host: "pinned", "memory" or "disk"; `resolve_host` turns "auto" into one of them.
+        host_dir: Folder for "disk"; the system's temporary folder by default.
+        block_tokens: Tokens that a layer grows by. The first block is sized for the first append (prefill).
+    """
+
+    def __init__(
+        self,
+        batch: int,
+        shapes: Sequence[RowShape],
+        dtype: torch.dtype,
+        host: str = "memory",
+        host_dir: str | None = None,
+        *,
+        block_tokens: int = 1024,
+    ) -> None:
+        self.batch, self.shapes, self.dtype = batch, tuple(shapes), dtype
+        self.block_tokens = block_tokens
+        self._layers = [_Rows(shape) for shape in self.shapes]
+        self._store = STORES[host](host_dir)
+        self._closed = False
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes reserved for all layers, filled or not."""
+        return self._store.nbytes
+
+    def length(self, layer: int) -> int:
+        """Tokens that a layer holds."""
+        return self._layers[layer].length
+
+    def append(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Put tokens at a layer's end; all of them, or none where it raises.
+
+        Args:
+            layer: Layer number.
+            k: `[batch, num_kv_heads, tokens, key_dim]` of the KV dtype, any device, any strides.
+            v: `[batch, num_kv_heads, tokens, value_dim]`, likewise.
+
+        Raises:
+            HostMemoryError: If the bytes can't be had. What was there stays readable.
+        """
+        self._check_open()
+        rows, tokens = self._layers[layer], k.shape[2]
+        for name, x, dim in (("k", k, rows.key_dim), ("v", v, rows.value_dim)):
+            expected = (self.batch, rows.num_kv_heads, tokens, dim)
+            if tuple(x.shape) != expected or x.dtype != self.dtype:
+                raise ValueError(f"{name} is {x.dtype} {tuple(x.shape)}: expected {self.dtype} {expected}.")
+        self._reserve(rows, rows.length + tokens)
+        for block, inside, outside in rows.parts(rows.length, rows.length + tokens):
+            block[:, :, inside, : rows.key_dim].copy_(k.detach()[:, :, outside])
+            block[:, :, inside, rows.key_dim :].copy_(v.detach()[:, :, outside])
+        rows.length += tokens
+
+    def read(self, layer: int, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Copy the tokens from `start` to `stop` out.
+
+        Returns:
+            k `[batch, num_kv_heads, stop - start, key_dim]` and v `[..., value_dim]`: contiguous, on the CPU,
+            the caller's own.
+        """
+        self._check_open()
+        rows = self._layers[layer]
+        if not 0 <= start <= stop <= rows.length:
+            raise IndexError(f"Tokens {start} to {stop} of layer {layer}, which holds {rows.length}.")
+        shape = (self.batch, rows.num_kv_heads, stop - start)
+        k = torch.empty(*shape, rows.key_dim, dtype=self.dtype, device="cpu")
+        v = torch.empty(*shape, rows.value_dim, dtype=self.dtype, device="cpu")
+        for block, inside, outside in rows.parts(start, stop):
+            k[:, :, outside] = block[:, :, inside, : rows.key_dim]
+            v[:, :, outside] = block[:, :, inside, rows.key_dim :]
+        return k, v
+
+    def gather_rows(
+        self, layer: int, batch_idx: torch.Tensor, head_idx: torch.Tensor, token_idx: torch.Tensor
+    ) -> torch.Tensor:
+        """Copy single rows out.
+
+        Args:
+            layer: Layer number.
+            batch_idx: int64 `[n]` on the CPU.
+            head_idx: int64 `[n]` on the CPU: kv heads.
+            token_idx: int64 `[n]` on the CPU.
+
+        Returns:
+            `[n, key_dim + value_dim]` of the KV dtype, on the CPU.
+        """
+        self._check_open()
+        rows = self._layers[layer]
+        n = token_idx.shape[0]
+        if n and not (int(token_idx.min()) >= 0 and int(token_idx.max()) < rows.length):
+            raise IndexError(f"Token {int(token_idx.max())} of layer {layer}, which holds {rows.length}.")
+        row = batch_idx * rows.num_kv_heads + head_idx
+        if len(rows.blocks) == 1:
+            return rows.gather(0, row, token_idx)
+        out = torch.empty(n, rows.dim, dtype=self.dtype, device="cpu")
+        ends = torch.tensor(rows.starts[1:], dtype=torch.int64, device="cpu")
+        block_idx = torch.bucketize(token_idx, ends, right=True)
+        for index in block_idx.unique().tolist():
+            here = (block_idx == index).nonzero().squeeze(1)
+            out[here] = rows.gather(index, row[here], token_idx[here] - rows.starts[index])
+        return out
+
+    def truncate(self, layer: int, tokens: int) -> None:
+        """Forget a layer's newest tokens, so that `tokens` remain. Their space stays: appends will follow."""
+        rows = self._layers[layer]
+        if not 0 <= tokens <= rows.length:
+            raise IndexError(f"Layer {layer} can't be cut to {tokens} tokens: it holds {rows.length}.")
+        rows.length = tokens
+
+    def close(self) -> None:
+        """Give every byte back. Reading or appending afterwards is an error; closing again is not."""
+        self._closed = True
+        self._layers = [_Rows(shape) for shape in self.shapes]
+        self._store.close()
+
+    def _reserve(self, rows: _Rows, tokens: int) -> None:
+        missing = tokens - rows.starts[-1]
+        if missing <= 0:
+            return
+        # The first block fits the prompt: a short one shouldn't reserve block_tokens in every layer.
+        wanted = missing if not rows.blocks else max(missing, self.block_tokens)
+        capacity = -(-wanted // _ALIGN_TOKENS) * _ALIGN_TOKENS
+        block = self._store.allocate((self.batch, rows.num_kv_heads, capacity, rows.dim), self.dtype)
+        rows.blocks.append(block)
+        rows.starts.append(rows.starts[-1] + capacity)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise SpecacheError("This host cache is closed: its session has ended.")
