@@ -73,7 +73,7 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(size))
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = x.float()
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
         return self.weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
 
 
@@ -162,7 +162,7 @@ class TinyDecoder(nn.Module):
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
     ) -> tuple[Tensor, KVPairs]:
-        """Logits [batch, q_len, vocab_size] and present KV, (k, v) a layer; `attention_mask` covers all keys."""
+        """Logits [batch, q_len, vocab_size] and each layer's present KV; `attention_mask` covers all keys."""
         batch, q_len = input_ids.shape
         past_len = 0 if past is None else past[0][0].shape[-2]
         if position_ids is None:

@@ -34,6 +34,7 @@ __all__ = [
     "OracleDecoder",
     "OracleRun",
     "Quantized",
+    "overlap",
     "quantize_dequantize_key",
     "quantize_dequantize_value",
     "quantize_key",
@@ -49,8 +50,8 @@ class OracleDecoder:
         model: Its weights and everything but its attention.
         config: policy, lookahead, bits, group_size, residual_length, top_k; the rest is ignored.
         compute_dtype: Of the decode attention.
-        select_after_append: Choose K_{t+1} among the positions that are quantised once T_t is appended, rather
-            than among those that were quantised before.
+        select_after_append: Choose K_{t+1} among the positions that are quantised once T_t is appended,
+            rather than among those that were quantised before.
     """
 
     def __init__(

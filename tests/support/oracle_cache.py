@@ -108,8 +108,8 @@ class OracleCache:
 
         Returns:
             out [lanes, batch, num_heads, 1, value_dim], and scores, float32
-            [lanes, batch, num_kv_heads, num_quantized]: probabilities of the quantised positions, mean over the
-            query heads that share the kv head.
+            [lanes, batch, num_kv_heads, num_quantized]: probabilities of the quantised positions, mean over
+            the query heads that share the kv head.
         """
         out, probabilities = self.attend_all(q_lanes, k_lanes, v_lanes, staged, scale)
         return out, probabilities[..., : self.num_quantized]

@@ -32,7 +32,9 @@ class Quantized:
 
 def _quantize_group(x: Tensor, dim: int, bits: int) -> Quantized:
     """Quantise `x`, all of whose elements along `dim` share one scale and zero (eq. 2; eq. 3 at 1 bit)."""
-    low, high = x.float().amin(dim, keepdim=True), x.float().amax(dim, keepdim=True)
+    # float32, or float64 for a model in float64: wider than any KV dtype.
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    low, high = wide.amin(dim, keepdim=True), wide.amax(dim, keepdim=True)
     if bits == 1:
         zero, scale = (3 * low + high) / 4, (high - low) / 2
     else:
@@ -43,10 +45,10 @@ def _quantize_group(x: Tensor, dim: int, bits: int) -> Quantized:
     zero, scale = zero.to(x.dtype), scale.to(x.dtype)
 
     # A scale can also round to 0 in float16: then, too, the zero stands for the whole group.
-    divisor = torch.where(scale == 0, 1.0, scale.float())
-    codes = torch.round((x.float() - zero.float()) / divisor).clamp(0, 2**bits - 1)
+    divisor = torch.where(scale == 0, 1.0, scale.to(wide.dtype))
+    codes = torch.round((wide - zero) / divisor).clamp(0, 2**bits - 1)
     codes = torch.where(scale == 0, 0.0, codes)
-    dequantized = (codes * scale.float() + zero.float()).to(x.dtype)
+    dequantized = (codes * scale + zero).to(x.dtype)
     return Quantized(codes.to(torch.uint8), scale, zero, dequantized)
 
 

@@ -57,7 +57,7 @@ class DecodeStep:
 
 @dataclass(frozen=True)
 class OracleRun:
-    """A generation: prefill logits [batch, q_len, vocab_size]; tokens, logits as `models.generate` has them."""
+    """A generation: prefill logits [batch, q_len, vocab_size]; the rest as `models.generate` has it."""
 
     prefill_logits: Tensor
     tokens: Tensor

@@ -1,0 +1,31 @@
+"""Hypothesis profiles, threads, and a clean Dynamo for those tests that compile."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+# Drawing a model builds it, which hypothesis would call slow data generation.
+_SLOW_IS_FINE = [HealthCheck.too_slow, HealthCheck.data_too_large]
+
+settings.register_profile(
+    "ci", derandomize=True, deadline=None, max_examples=20, suppress_health_check=_SLOW_IS_FINE, database=None
+)
+settings.register_profile("nightly", deadline=None, max_examples=2_000, suppress_health_check=_SLOW_IS_FINE)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # One process a core already: more threads only get into each other's way.
+    torch.set_num_threads(1)
+
+
+@pytest.fixture
+def fresh_dynamo() -> Iterator[None]:
+    """Forget compiled code before and after, so that recompile counts and limits are the test's own."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()

@@ -1,0 +1,166 @@
+"""Every hypothesis strategy of the tests.
+
+Structure is drawn (shapes, layouts, options, seeds); values come from a seeded generator, so that examples
+stay small to print and to replay, with the adversarial fills that random values never hit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from hypothesis import strategies as st
+from support.models import TinyConfig, TinyDecoder
+from torch import Tensor
+
+from specache_fx.config import BITS, SpecacheConfig
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+LOW_BITS = (1, 2, 4, 8)
+HEAD_DIMS = (8, 16, 20, 32)
+# "random" comes first: hypothesis shrinks towards it.
+FILLS = ("random", "constant", "constant_huge", "ties", "zeros", "extremes", "outlier")
+
+seeds = st.integers(0, 2**16)
+dtypes = st.sampled_from(DTYPES)
+low_bits = st.sampled_from(LOW_BITS)
+bits = st.sampled_from(BITS)
+group_sizes = st.sampled_from((4, 8, 16))
+residual_lengths = st.integers(0, 24)
+top_ks = st.integers(1, 20)
+lookaheads = st.sampled_from(("token", "query", "none"))
+
+
+@st.composite
+def configs(draw: st.DrawFn, **fixed: object) -> SpecacheConfig:
+    """Options that act within a few dozen tokens; `fixed` ones are taken as given."""
+    drawn: dict[str, object] = {
+        "bits": draw(bits),
+        "group_size": draw(group_sizes),
+        "residual_length": draw(residual_lengths),
+        "top_k": draw(top_ks),
+        "lookahead": draw(lookaheads),
+    }
+    return SpecacheConfig(**{**drawn, **fixed})  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    """Sizes of one attention; `num_heads` is a multiple of `num_kv_heads`."""
+
+    batch: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    value_dim: int
+
+
+@st.composite
+def attention_shapes(draw: st.DrawFn) -> AttentionShape:
+    """Batch 1 to 3; MHA, GQA and MQA; keys and values as wide as each other or not."""
+    num_kv_heads, num_kv_groups = draw(st.sampled_from(((1, 1), (2, 1), (4, 1), (2, 2), (1, 4), (2, 3))))
+    head_dim = draw(st.sampled_from(HEAD_DIMS))
+    value_dim = draw(st.one_of(st.just(head_dim), st.sampled_from(HEAD_DIMS)))
+    return AttentionShape(
+        draw(st.integers(1, 3)), num_kv_heads * num_kv_groups, num_kv_heads, head_dim, value_dim
+    )
+
+
+@st.composite
+def left_paddings(draw: st.DrawFn, batch: int, kv_len: int) -> Tensor:
+    """Key mask, bool [batch, kv_len], True where real: rows start with 0 to `kv_len - 1` padded tokens."""
+    padding = [draw(st.integers(0, kv_len - 1)) for _ in range(batch)]
+    return torch.arange(kv_len)[None, :] >= torch.tensor(padding)[:, None]
+
+
+@st.composite
+def key_masks(draw: st.DrawFn, batch: int, kv_len: int) -> Tensor:
+    """Key mask, bool [batch, kv_len]: all real, left-padded, or with holes (the newest token is real)."""
+    kind = draw(st.sampled_from(("real", "left", "holes")))
+    if kind == "real":
+        return torch.ones(batch, kv_len, dtype=torch.bool)
+    if kind == "left":
+        return draw(left_paddings(batch, kv_len))
+    generator = torch.Generator().manual_seed(draw(seeds))
+    mask = torch.rand(batch, kv_len, generator=generator) < draw(st.sampled_from((0.1, 0.5, 0.9)))
+    mask[:, -1] = True
+    return mask
+
+
+def filled(shape: tuple[int, ...], dtype: torch.dtype, fill: str, seed: int) -> Tensor:
+    """A finite tensor [..., tokens, channels] of `shape`.
+
+    "extremes" stays at a quarter of the dtype's range: the top code of a group that spans all of it can
+    overflow the dtype when dequantised. A constant group must survive at the very end of the range.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    random = torch.randn(shape, generator=generator)
+    if fill == "constant":  # along tokens and channels, so that K's groups and V's are both constant
+        random = random[..., :1, :1].expand(shape) * 3
+    elif fill == "constant_huge":
+        random = torch.full(shape, torch.finfo(dtype).max) * (1 if seed % 2 else -1)
+    elif fill == "ties":
+        random = random.round()
+    elif fill == "zeros":
+        random = torch.zeros(shape)
+    elif fill == "extremes":
+        info = torch.finfo(dtype)
+        choices = torch.tensor([info.max / 4, -info.max / 4, info.tiny, -info.tiny, 0.0, 1.0])
+        random = choices[torch.randint(len(choices), shape, generator=generator)]
+    elif fill == "outlier":  # one channel far from the others, as keys have them
+        random = random.clone()
+        random[..., 0] *= 100
+    return random.to(dtype).contiguous()
+
+
+@st.composite
+def tensors(draw: st.DrawFn, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
+    """`filled` with a fill and a seed of its choice."""
+    return filled(shape, dtype or draw(dtypes), draw(st.sampled_from(FILLS)), draw(seeds))
+
+
+@st.composite
+def scores(draw: st.DrawFn, batch: int, num_kv_heads: int, tokens: int) -> Tensor:
+    """Selection scores, float32 [batch, num_kv_heads, tokens] 0..1: distinct, or with ties, or all 0 or 1."""
+    generator = torch.Generator().manual_seed(draw(seeds))
+    values = torch.rand(batch, num_kv_heads, tokens, generator=generator)
+    levels = draw(st.sampled_from((0, 4, 1)))
+    return (values * levels).round() / levels if levels else values
+
+
+@st.composite
+def tiny_configs(draw: st.DrawFn) -> TinyConfig:
+    """Small decoders of every build that `TinyConfig` knows."""
+    shape = draw(attention_shapes())
+    return TinyConfig(
+        num_layers=draw(st.integers(1, 2)),
+        num_heads=shape.num_heads,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        value_dim=shape.value_dim,
+        positions=draw(st.sampled_from(("rotary", "learned"))),
+        norm=draw(st.sampled_from(("rms", "layer"))),
+        repeat_kv=draw(st.sampled_from(("sdpa", "expand"))),
+        seed=draw(st.integers(0, 7)),
+    )
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A model, and a batch of left-padded prompts for it: int64 and bool [batch, prompt_len]."""
+
+    model: TinyDecoder
+    input_ids: Tensor
+    attention_mask: Tensor
+
+
+@st.composite
+def prompts(
+    draw: st.DrawFn, dtype: torch.dtype = torch.float32, min_len: int = 1, max_len: int = 40
+) -> Prompt:
+    """A tiny decoder in `dtype` with a prompt of `min_len` to `max_len` tokens, batch 1 to 3."""
+    config = draw(tiny_configs())
+    batch, prompt_len = draw(st.integers(1, 3)), draw(st.integers(min_len, max_len))
+    generator = torch.Generator().manual_seed(draw(seeds))
+    input_ids = torch.randint(config.vocab_size, (batch, prompt_len), generator=generator)
+    return Prompt(TinyDecoder(config).to(dtype), input_ids, draw(left_paddings(batch, prompt_len)))
