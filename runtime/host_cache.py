@@ -49,7 +49,7 @@ class _Rows:
         return parts
 
     def gather(self, index: int, row: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
-        """Rows of block `index`: `row` counts (batch row, kv head) pairs, `token` counts from the block's start."""
+        """Rows of block `index`: `row` is batch row * num_kv_heads + head, `token` counts from its start."""
         block = self.blocks[index]
         return block.view(-1, self.dim).index_select(0, row * block.shape[2] + token)
 
@@ -57,8 +57,8 @@ class _Rows:
 class HostCache:
     """Rows of every layer of one session; see the module's docstring for the layout.
 
-    Not locked: one thread appends and truncates. Another may gather at the same time, of tokens that are neither
-    truncated nor yet to come (`CopyEngine.reset` comes before `truncate`).
+    Not locked: one thread appends and truncates. Another may gather at the same time, of tokens that are
+    neither truncated nor yet to come (`CopyEngine.reset` comes before `truncate`).
 
     Args:
         batch: Batch rows.

@@ -1,0 +1,171 @@
+"""`CopyEngine`: brings chosen 16-bit rows from the host to a layer's staging slots, beside compute.
+
+A layer has one set of slots, not two. In a step the order for layer i is: wait, attention (which reads the
+slots), selection, prefetch (which overwrites them). The next read is behind the next step's wait, so a copy
+never meets a reader. On the CPU a copy starts when attention has returned; on CUDA the copy stream first
+waits for an event that is recorded behind attention.
+
+Paper: SpeCache §3.3, Alg. 3 (the top-k pairs of the next step are prefetched while this one computes).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future
+from queue import SimpleQueue
+
+import torch
+
+from specache_fx.errors import SpecacheError
+from specache_fx.runtime.copy_job import CopyJob, CopyMetrics
+from specache_fx.runtime.host_cache import HostCache
+from specache_fx.runtime.staging import Staging
+
+__all__ = ["CopyEngine", "CopyMetrics"]
+
+_EXIT_PATIENCE_S = 5.0
+
+
+class CopyEngine:
+    """The copies of one session: `prefetch` starts one, `wait` orders what reads its rows behind it.
+
+    One daemon thread gathers rows from the host, in the order of the prefetches. Not locked: one thread calls
+    the methods.
+
+    Args:
+        host: Where the rows come from.
+        top_k: Slots for each layer, batch row and kv head.
+        device: Where the rows go.
+        synchronous: Copy within `prefetch`, on the caller's thread (law 3 compares the two).
+        delay: Called before each copy on the thread that copies; for tests.
+
+    Attributes:
+        metrics: What was copied.
+    """
+
+    def __init__(
+        self,
+        host: HostCache,
+        top_k: int,
+        device: torch.device,
+        *,
+        synchronous: bool = False,
+        delay: Callable[[], None] | None = None,
+    ) -> None:
+        self.metrics = CopyMetrics()
+        self._host, self._top_k, self._device = host, top_k, device
+        self._synchronous, self._delay = synchronous, delay
+        self._staging: dict[int, Staging] = {}
+        self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._stop: Callable[[], object] | None = None
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._closed = False
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of the staging slots on the device."""
+        return sum(staging.nbytes for staging in self._staging.values())
+
+    def prefetch(self, layer: int, indices: torch.Tensor) -> None:
+        """Start to bring rows to the layer's slots. Rows that are there stay in their slots and are not
+        copied.
+
+        Args:
+            layer: Layer number.
+            indices: int32 `[batch, num_kv_heads, top_k]` on the device: tokens that the host holds, unique in
+                a row; -1 is none. The caller may overwrite it at once.
+        """
+        if self._closed:
+            raise SpecacheError("This copy engine is closed: its session has ended.")
+        staging = self._of(layer)
+        staging.join()
+        # A copy of our own: a compiled graph reuses the caller's buffer without asking.
+        staging.wanted.copy_(indices)
+        selected = None
+        if self._stream is not None:
+            selected = torch.cuda.Event()
+            selected.record(torch.cuda.current_stream(self._device))
+        staging.job = future = Future()
+        # What the job holds keeps host and slots alive, not the engine: dropping the engine then stops its
+        # thread.
+        job = CopyJob(
+            host=self._host,
+            layer=layer,
+            staging=staging,
+            metrics=self.metrics,
+            future=future,
+            delay=self._delay,
+            stream=self._stream,
+            selected=selected,
+        )
+        if self._synchronous:
+            job()
+            return
+        if self._stop is None:
+            thread = threading.Thread(target=_work, args=(self._jobs,), name="specache-copy", daemon=True)
+            thread.start()
+            # Runs at interpreter exit too: a daemon thread must not be inside of torch when Python goes away.
+            self._stop = weakref.finalize(self, _stop_worker, self._jobs, thread)
+        self._jobs.put(job)
+
+    def wait(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Order what comes next on the current stream (or thread) behind the layer's last prefetch.
+
+        Returns:
+            rows `[batch, num_kv_heads, top_k, key_dim + value_dim]` and indices int32 `[batch, num_kv_heads,
+            top_k]`, on the device, valid until the layer's next prefetch. An empty slot has index -1, and a
+            row that means nothing. All are empty before the first prefetch.
+
+        Raises:
+            Exception: Whatever the copy failed with, once; the slots are empty then.
+        """
+        staging = self._of(layer)
+        staging.join()
+        if staging.done is not None:
+            torch.cuda.current_stream(self._device).wait_event(staging.done)
+        return staging.rows, staging.indices
+
+    def reset(self, layer: int) -> None:
+        """Empty the layer's slots: the tokens there are about to change (crop, extend).
+
+        Raises:
+            Exception: As `wait`.
+        """
+        if layer in self._staging:
+            self.wait(layer)
+            self._staging[layer].clear()
+
+    def close(self) -> None:
+        """Wait for the copies under way, then let go of thread and slots; twice is fine. Errors end here."""
+        self._closed = True
+        for staging in self._staging.values():
+            with contextlib.suppress(Exception):
+                staging.join()
+        if self._stop is not None:
+            self._stop()
+        if self._stream is not None:
+            self._stream.synchronize()
+        self._staging.clear()
+
+    def _of(self, layer: int) -> Staging:
+        if layer not in self._staging:
+            num_kv_heads, key_dim, value_dim = self._host.shapes[layer]
+            shape = (self._host.batch, num_kv_heads, self._top_k)
+            row_dim = key_dim + value_dim
+            self._staging[layer] = Staging.empty(shape, row_dim, self._host.dtype, self._device)
+        return self._staging[layer]
+
+
+def _work(jobs: SimpleQueue[Callable[[], None] | None]) -> None:
+    while (job := jobs.get()) is not None:
+        job()
+        del job  # else it would keep its session's memory until the next one
+
+
+def _stop_worker(jobs: SimpleQueue[Callable[[], None] | None], thread: threading.Thread) -> None:
+    jobs.put(None)
+    if thread is not threading.current_thread():
+        thread.join(_EXIT_PATIENCE_S)

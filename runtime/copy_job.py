@@ -1,0 +1,100 @@
+"""`CopyJob`: one copy of rows from the host to a layer's slots, as the copy engine's thread runs it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+import torch
+
+from specache_fx.runtime.host_cache import HostCache
+from specache_fx.runtime.staging import SlotPlan, Staging, plan_slots
+
+
+@dataclass
+class CopyMetrics:
+    """What an engine has copied; up to date for a layer after its `wait`.
+
+    Attributes:
+        fetched_rows: Rows (a key with its value) brought from the host.
+        reused_rows: Rows asked for that were staged already.
+        fetched_bytes: Bytes of the fetched rows.
+    """
+
+    fetched_rows: int = 0
+    reused_rows: int = 0
+    fetched_bytes: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class CopyJob:
+    """Brings what `staging.wanted` names to the slots; a failure empties them and goes to `future`.
+
+    Attributes:
+        host: Where the rows come from.
+        layer: Layer number.
+        staging: The layer's slots.
+        metrics: Counts the rows.
+        future: Told when the copy is through (CUDA: issued).
+        delay: Called first; for tests.
+        stream: CUDA: where the copy is issued.
+        selected: CUDA: recorded behind the selection.
+    """
+
+    host: HostCache
+    layer: int
+    staging: Staging
+    metrics: CopyMetrics
+    future: Future[None]
+    delay: Callable[[], None] | None
+    stream: torch.cuda.Stream | None
+    selected: torch.cuda.Event | None
+
+    def __call__(self) -> None:
+        """Copy."""
+        try:
+            # The mode is per thread; in it, tensors of either kind may be written.
+            with torch.inference_mode():
+                if self.delay is not None:
+                    self.delay()
+                if self.stream is None:
+                    self._copy()
+                else:
+                    self._copy_to_cuda(self.stream)
+        except BaseException as error:
+            # Told first: whoever waits must not hang, even if a broken device can't empty the slots.
+            self.staging.failed = True
+            self.future.set_exception(error)
+        else:
+            self.future.set_result(None)
+
+    def _copy(self) -> None:
+        staging = self.staging
+        plan = plan_slots(staging.slots, staging.wanted)
+        staging.flat_rows.index_copy_(0, plan.slot_idx, self._gather(plan))
+        staging.slots.copy_(plan.slots)
+
+    def _copy_to_cuda(self, stream: torch.cuda.Stream) -> None:
+        assert self.selected is not None
+        staging = self.staging
+        device = staging.rows.device
+        with torch.cuda.device(device), torch.cuda.stream(stream):
+            # Behind the selection, and so behind the attention that read these slots.
+            stream.wait_event(self.selected)
+            plan = plan_slots(staging.slots, staging.wanted.cpu())
+            # Fresh page-locked buffers: the allocator hands one out again only when its copy is through.
+            rows = self._gather(plan).pin_memory().to(device, non_blocking=True)
+            slot_idx = plan.slot_idx.pin_memory().to(device, non_blocking=True)
+            staging.flat_rows.index_copy_(0, slot_idx, rows)
+            staging.indices.copy_(plan.slots.pin_memory(), non_blocking=True)
+            staging.slots.copy_(plan.slots)
+            staging.done = torch.cuda.Event()
+            staging.done.record(stream)
+
+    def _gather(self, plan: SlotPlan) -> torch.Tensor:
+        rows = self.host.gather_rows(self.layer, plan.batch_idx, plan.head_idx, plan.token_idx)
+        self.metrics.fetched_rows += len(rows)
+        self.metrics.fetched_bytes += rows.nbytes
+        self.metrics.reused_rows += plan.num_kept
+        return rows

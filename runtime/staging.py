@@ -1,0 +1,130 @@
+"""`Staging`: a layer's prefetched rows on the device, and how the next ones find their slots."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass
+class Staging:
+    """The `top_k` slots of one layer.
+
+    Attributes:
+        rows: `[batch, num_kv_heads, top_k, key_dim + value_dim]` of the KV dtype, on the device.
+        indices: int32 `[batch, num_kv_heads, top_k]` on the device: the token in each slot, -1 where it is
+            empty.
+        slots: The same on the CPU; the same tensor where the device is the CPU.
+        wanted: int32 like `indices`, on the device: the engine's own copy of what was asked for last.
+        job: The copy under way.
+        done: CUDA: recorded on the copy stream after the last copy.
+        failed: The last copy broke off, and what the slots hold is unknown.
+    """
+
+    rows: torch.Tensor
+    indices: torch.Tensor
+    slots: torch.Tensor
+    wanted: torch.Tensor
+    job: Future[None] | None = None
+    done: torch.cuda.Event | None = None
+    failed: bool = False
+
+    @classmethod
+    def empty(
+        cls, shape: tuple[int, int, int], row_dim: int, dtype: torch.dtype, device: torch.device
+    ) -> Staging:
+        """Slots that hold nothing; `shape` is `(batch, num_kv_heads, top_k)`."""
+        # Not inference tensors, whoever asks first: they are written by a thread of its own, and read in any
+        # mode.
+        with torch.inference_mode(False):
+            slots = torch.full(shape, -1, dtype=torch.int32, device="cpu")
+            return cls(
+                # Zeros: kernels may multiply what an empty slot holds by 0, and NaN would survive that.
+                rows=torch.zeros(*shape, row_dim, dtype=dtype, device=device),
+                indices=slots if device.type == "cpu" else slots.to(device),
+                slots=slots,
+                wanted=torch.full(shape, -1, dtype=torch.int32, device=device),
+            )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the device."""
+        return self.rows.nbytes + self.indices.nbytes + self.wanted.nbytes
+
+    @property
+    def flat_rows(self) -> torch.Tensor:
+        """`rows` as `[batch * num_kv_heads * top_k, key_dim + value_dim]`; a view."""
+        return self.rows.view(-1, self.rows.shape[-1])
+
+    def join(self) -> None:
+        """Return when the copy under way is through; raise what it failed with, once, the slots empty."""
+        if self.job is None:
+            return
+        try:
+            self.job.result()
+        finally:
+            # An interrupted wait leaves the job: it is still writing.
+            if self.job.done():
+                self.job = None
+            if self.failed:
+                self.failed = False
+                self.clear()
+
+    def clear(self) -> None:
+        """Empty every slot. No copy may be under way."""
+        self.slots.fill_(-1)
+        self.indices.fill_(-1)
+
+
+@dataclass(frozen=True)
+class SlotPlan:
+    """What changes between two selections; every tensor is on the CPU.
+
+    Attributes:
+        slots: int32 `[batch, num_kv_heads, top_k]`: the token in each slot afterwards, -1 where it is empty.
+        batch_idx: int64 `[n]`: of each row to fetch.
+        head_idx: int64 `[n]`.
+        token_idx: int64 `[n]`.
+        slot_idx: int64 `[n]`: where it goes, counted over all of `slots` flattened.
+        num_kept: Rows that stay where they are.
+    """
+
+    slots: torch.Tensor
+    batch_idx: torch.Tensor
+    head_idx: torch.Tensor
+    token_idx: torch.Tensor
+    slot_idx: torch.Tensor
+    num_kept: int
+
+
+def plan_slots(staged: torch.Tensor, wanted: torch.Tensor) -> SlotPlan:
+    """Give every wanted token a slot: the one that it has, or one whose token is no longer wanted.
+
+    By sorting, not by comparing all with all: `top_k` may be as large as the context.
+
+    Args:
+        staged: int32 `[batch, num_kv_heads, top_k]` on the CPU: the token in each slot, -1 where it is empty.
+        wanted: The same shape: the tokens to hold, unique in a row, in any order; -1 is none.
+    """
+    top_k = staged.shape[-1]
+    staged, wanted = staged.long(), wanted.long()
+    in_order, slot_of = staged.sort(dim=-1)
+    at = torch.searchsorted(in_order, wanted).clamp_(max=top_k - 1)
+    held = (wanted >= 0) & (in_order.gather(-1, at) == wanted)
+    # One column more takes what is not held.
+    keep = torch.zeros(*staged.shape[:-1], top_k + 1, dtype=torch.bool, device="cpu")
+    keep.scatter_(-1, torch.where(held, slot_of.gather(-1, at), top_k), True)
+    keep = keep[..., :top_k]
+    missing = (wanted >= 0) & ~held
+    # The free slots first, in order: the i-th missing token takes the i-th of them. Tokens that stay and
+    # tokens that come are top_k together at most, so they suffice.
+    free = keep.to(torch.uint8).argsort(dim=-1, stable=True)
+    slot = free.gather(-1, (missing.long().cumsum(-1) - 1).clamp_(min=0))
+    batch_idx, head_idx, place = missing.nonzero(as_tuple=True)
+    token_idx = wanted[batch_idx, head_idx, place]
+    slot_idx = (batch_idx * staged.shape[1] + head_idx) * top_k + slot[batch_idx, head_idx, place]
+    slots = torch.where(keep, staged, -1)
+    slots.view(-1)[slot_idx] = token_idx
+    return SlotPlan(slots.to(torch.int32), batch_idx, head_idx, token_idx, slot_idx, int(held.sum()))
