@@ -32,7 +32,7 @@ lookaheads = st.sampled_from(("token", "query", "none"))
 
 
 @st.composite
-def configs(draw: st.DrawFn, **fixed: object) -> SpecacheConfig:
+def configs(draw: st.DrawFn, /, **fixed: object) -> SpecacheConfig:
     """Options that act within a few dozen tokens; `fixed` ones are taken as given."""
     drawn: dict[str, object] = {
         "bits": draw(bits),
