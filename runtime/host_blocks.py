@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import mmap
 import os
@@ -122,8 +123,8 @@ class DiskStore(BlockStore):
             if self._fd is None:
                 self._fd = _open_unnamed(folder)
                 self._closer = weakref.finalize(self, os.close, self._fd)
-            memory = self._map(self._fd, mapped)
-        except (OSError, OverflowError, ValueError) as error:
+            memory = self._reserve_and_map(self._fd, mapped)
+        except (OSError, OverflowError) as error:
             raise HostMemoryError(
                 f"The host tier asked for {nbytes:,} bytes more in a file under {folder!r} (it holds"
                 f" {self.nbytes:,}) and got: {error}. Give host_dir= a folder that exists, can be written to"
@@ -133,10 +134,10 @@ class DiskStore(BlockStore):
         # The tensor keeps the mapping alive, and the last view of it unmaps.
         return torch.frombuffer(memory, dtype=dtype, count=prod(shape)).view(shape)
 
-    def _map(self, fd: int, nbytes: int) -> mmap.mmap:
+    def _reserve_and_map(self, fd: int, nbytes: int) -> ctypes.Array[ctypes.c_char]:
         try:
             os.posix_fallocate(fd, self._size, nbytes)
-            return mmap.mmap(fd, nbytes, offset=self._size)
+            return _map_shared(fd, self._size, nbytes)
         except BaseException:
             # A reservation that failed half-way may have lengthened the file.
             os.ftruncate(fd, self._size)
@@ -166,6 +167,24 @@ def _open_unnamed(folder: str) -> int:
     fd, path = tempfile.mkstemp(prefix="specache-", dir=folder)
     os.unlink(path)
     return fd
+
+
+def _map_shared(fd: int, offset: int, nbytes: int) -> ctypes.Array[ctypes.c_char]:
+    """Map a part of a file; the last reference to the result unmaps it.
+
+    Python's own `mmap` duplicates the descriptor for each mapping: a long cache would run out of descriptors.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_int64]
+    libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    address = libc.mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, fd, offset)
+    if address == ctypes.c_void_p(-1).value:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    memory = (ctypes.c_char * nbytes).from_address(address)
+    # Not at exit: a copy may be under way then, and the system unmaps anyway.
+    weakref.finalize(memory, libc.munmap, address, nbytes).atexit = False
+    return memory
 
 
 STORES: dict[str, type[BlockStore]] = {"memory": MemoryStore, "pinned": PinnedStore, "disk": DiskStore}

@@ -1,0 +1,293 @@
+"""`CopyEngine`: what is staged after any sequence of prefetches, waits and resets; how it fails and ends."""
+
+from __future__ import annotations
+
+import gc
+import random
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
+
+from specache_fx.errors import SpecacheError
+from specache_fx.runtime.copy_engine import CopyEngine
+from specache_fx.runtime.host_cache import HostCache, resolve_host
+from specache_fx.runtime.staging import plan_slots
+
+SHAPES = [(2, 3, 5), (1, 4, 4)]
+BATCH = 2
+TOP_K = 6
+DEVICES = [
+    "cpu",
+    pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")),
+]
+
+
+def make_host(tokens: int, device: str = "cpu") -> tuple[HostCache, list[torch.Tensor]]:
+    """A filled host cache, and its rows `[batch, heads, tokens, dim]` by layer."""
+    host = HostCache(
+        BATCH, SHAPES, torch.float32, resolve_host("auto", torch.device(device)), block_tokens=64
+    )
+    rows = []
+    for layer, (heads, key_dim, value_dim) in enumerate(SHAPES):
+        gen = torch.Generator().manual_seed(layer)
+        rows.append(torch.randn(BATCH, heads, tokens, key_dim + value_dim, generator=gen))
+        for start in range(0, tokens, 50):  # several blocks
+            part = rows[layer][:, :, start : start + 50]
+            host.append(layer, part[..., :key_dim], part[..., key_dim:])
+    return host, rows
+
+
+def choose(layer: int, tokens: int, seed: int, spread: int) -> torch.Tensor:
+    """A selection of up to TOP_K of the first `spread` tokens for each row, so that selections overlap."""
+    rng = random.Random(seed)
+    rows = []
+    for _ in range(BATCH * SHAPES[layer][0]):
+        chosen = rng.sample(range(min(spread, tokens)), rng.randint(0, min(TOP_K, spread, tokens)))
+        chosen += [-1] * (TOP_K - len(chosen))
+        rows.append(chosen if rng.random() < 0.5 else rng.sample(chosen, TOP_K))
+    return torch.tensor(rows, dtype=torch.int32).reshape(BATCH, SHAPES[layer][0], TOP_K)
+
+
+def tokens_of(row: torch.Tensor) -> set[int]:
+    return {token for token in row.flatten().tolist() if token >= 0}
+
+
+def assert_staged(
+    rows: torch.Tensor, indices: torch.Tensor, wanted: torch.Tensor, source: torch.Tensor
+) -> None:
+    """The slots hold the wanted tokens, each once, with the rows that the host has for them."""
+    for b in range(indices.shape[0]):
+        for h in range(indices.shape[1]):
+            held = [token for token in indices[b, h].tolist() if token >= 0]
+            assert sorted(held) == sorted(tokens_of(wanted[b, h]))
+            for slot, token in enumerate(indices[b, h].tolist()):
+                if token >= 0:
+                    assert torch.equal(rows[b, h, slot].cpu(), source[b, h, token])
+
+
+SELECTIONS = st.lists(st.integers(-1, 9), min_size=5, max_size=5).map(
+    lambda row: [token if token not in row[:place] else -1 for place, token in enumerate(row)]
+)
+
+
+@settings(max_examples=150)
+@given(rows=st.lists(st.tuples(SELECTIONS, SELECTIONS), min_size=6, max_size=6))
+def test_plan_keeps_what_is_wanted_and_fetches_the_rest_into_free_slots(rows):
+    staged, wanted = (
+        torch.tensor([row[i] for row in rows], dtype=torch.int32).reshape(2, 3, 5) for i in (0, 1)
+    )
+    plan = plan_slots(staged, wanted)
+    after = plan.slots.clone().view(-1)
+    expected_kept = 0
+    for old, new, now in zip(*(t.view(6, 5).tolist() for t in (staged, wanted, plan.slots)), strict=True):
+        kept = (set(old) & set(new)) - {-1}
+        expected_kept += len(kept)
+        assert all(now[old.index(token)] == token for token in kept)
+        assert sorted(token for token in now if token >= 0) == sorted(token for token in new if token >= 0)
+    assert plan.num_kept == expected_kept
+    assert len(plan.slot_idx) == int((wanted >= 0).sum()) - expected_kept
+    assert after[plan.slot_idx].tolist() == plan.token_idx.tolist()
+    assert torch.equal(plan.slot_idx // 5, plan.batch_idx * 3 + plan.head_idx)
+    assert staged.view(-1)[plan.slot_idx].tolist() != plan.token_idx.tolist() or not len(plan.slot_idx)
+
+
+class EngineMachine(RuleBasedStateMachine):
+    """Prefetches, waits, resets and appends in any order; random delays on the worker."""
+
+    device = "cpu"
+    synchronous = False
+    layers = st.integers(0, len(SHAPES) - 1)
+
+    @initialize(seed=st.integers(0, 99))
+    def open(self, seed):
+        rng = random.Random(seed)
+        self.host, self.rows = make_host(150, self.device)
+        self.engine = CopyEngine(
+            self.host,
+            TOP_K,
+            torch.device(self.device),
+            synchronous=self.synchronous,
+            delay=lambda: time.sleep(rng.choice([0, 0, 1e-4, 1e-3])),
+        )
+        self.wanted = [torch.full((BATCH, heads, TOP_K), -1, dtype=torch.int32) for heads, _, _ in SHAPES]
+        self.fetched = self.reused = self.fetched_bytes = 0
+
+    @rule(layer=layers, seed=st.integers(0, 999), spread=st.sampled_from([4, 8, 150]))
+    def prefetch(self, layer, seed, spread):
+        wanted = choose(layer, self.rows[layer].shape[2], seed, spread)
+        for old, new in zip(self.wanted[layer].view(-1, TOP_K), wanted.view(-1, TOP_K), strict=True):
+            missing = tokens_of(new) - tokens_of(old)
+            self.fetched += len(missing)
+            self.fetched_bytes += len(missing) * self.rows[layer].shape[3] * 4
+            self.reused += len(tokens_of(new) & tokens_of(old))
+        self.wanted[layer] = wanted
+        given_away = wanted.to(self.device, copy=True)
+        self.engine.prefetch(layer, given_away)
+        given_away.fill_(3)  # a compiled graph reuses its buffers at once
+
+    @rule(layer=layers)
+    def wait(self, layer):
+        rows, indices = self.engine.wait(layer)
+        assert_staged(rows, indices, self.wanted[layer], self.rows[layer])
+
+    @rule(layer=layers)
+    def reset(self, layer):
+        self.engine.reset(layer)
+        self.wanted[layer] = torch.full_like(self.wanted[layer], -1)
+
+    @rule(layer=layers, seed=st.integers(0, 9))
+    def append(self, layer, seed):
+        """The host may grow while a copy is under way."""
+        _, key_dim, _ = SHAPES[layer]
+        shape = list(self.rows[layer].shape)
+        shape[2] = 40
+        new = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+        self.host.append(layer, new[..., :key_dim], new[..., key_dim:])
+        self.rows[layer] = torch.cat([self.rows[layer], new], dim=2)
+
+    @rule(layer=layers)
+    def crop(self, layer):
+        """A crop forgets tokens, and others take their places."""
+        self.reset(layer)
+        keep = self.rows[layer].shape[2] // 2
+        self.host.truncate(layer, keep)
+        self.rows[layer] = self.rows[layer][:, :, :keep]
+
+    def teardown(self):
+        if not hasattr(self, "engine"):
+            return
+        for layer in range(len(SHAPES)):
+            self.wait(layer)
+        metrics = self.engine.metrics
+        assert (metrics.fetched_rows, metrics.reused_rows) == (self.fetched, self.reused)
+        assert metrics.fetched_bytes == self.fetched_bytes
+        self.engine.close()
+        self.engine.close()
+        self.host.close()
+
+
+class SynchronousMachine(EngineMachine):
+    synchronous = True
+
+
+class CudaMachine(EngineMachine):
+    device = "cuda"
+
+
+MACHINE = settings(max_examples=25, stateful_step_count=20, deadline=None)
+TestAsynchronous = EngineMachine.TestCase
+TestAsynchronous.settings = MACHINE
+TestSynchronous = SynchronousMachine.TestCase
+TestSynchronous.settings = MACHINE
+TestCuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")(CudaMachine.TestCase)
+TestCuda.settings = MACHINE
+
+
+def wanted_of(*tokens: int, layer: int = 0) -> torch.Tensor:
+    row = list(tokens) + [-1] * (TOP_K - len(tokens))
+    return torch.tensor(row, dtype=torch.int32).expand(BATCH, SHAPES[layer][0], TOP_K).contiguous()
+
+
+def test_wait_before_any_prefetch_gives_empty_slots():
+    host, _ = make_host(10)
+    engine = CopyEngine(host, TOP_K, torch.device("cpu"))
+    rows, indices = engine.wait(1)
+    assert rows.shape == (BATCH, 1, TOP_K, 8)
+    assert (indices == -1).all()
+    assert engine.device_bytes == rows.nbytes + 2 * indices.nbytes
+
+
+def test_prefetch_returns_at_once_and_wait_and_reset_do_not():
+    host, source = make_host(10)
+    go = threading.Event()
+    engine = CopyEngine(host, TOP_K, torch.device("cpu"), delay=lambda: go.wait() and None)
+    for method in (engine.wait, engine.reset):
+        go.clear()
+        engine.prefetch(0, wanted_of(1, 2))
+        waiter = threading.Thread(target=method, args=(0,))
+        waiter.start()
+        waiter.join(0.05)
+        assert waiter.is_alive()
+        go.set()
+        waiter.join(10)
+        assert not waiter.is_alive()
+    assert (engine.wait(0)[1] == -1).all()
+    engine.prefetch(0, wanted_of(4))
+    assert_staged(*engine.wait(0), wanted_of(4), source[0])
+    engine.close()
+
+
+@pytest.mark.parametrize("synchronous", [False, True])
+@pytest.mark.parametrize("device", DEVICES)
+def test_error_of_a_copy_is_raised_by_the_next_wait_once(device, synchronous):
+    host, source = make_host(10, device)
+    engine = CopyEngine(host, TOP_K, torch.device(device), synchronous=synchronous)
+    engine.prefetch(0, wanted_of(1, 2).to(device))
+    engine.prefetch(0, wanted_of(1, 10).to(device))  # the host has ten tokens, 0 to 9
+    engine.prefetch(1, wanted_of(3, layer=1).to(device))
+    assert_staged(*engine.wait(1), wanted_of(3, layer=1), source[1])
+    with pytest.raises(IndexError, match="Token 10 of layer 0, which holds 10"):
+        engine.wait(0)
+    assert (engine.wait(0)[1] == -1).all()
+    engine.prefetch(0, wanted_of(5).to(device))
+    assert_staged(*engine.wait(0), wanted_of(5), source[0])
+    for surface in (lambda: engine.prefetch(0, wanted_of(1).to(device)), lambda: engine.reset(0)):
+        engine.prefetch(0, wanted_of(11).to(device))
+        with pytest.raises(IndexError, match="Token 11"):
+            surface()
+    engine.prefetch(0, wanted_of(12).to(device))
+    engine.close()
+    with pytest.raises(SpecacheError, match="closed"):
+        engine.prefetch(0, wanted_of(1).to(device))
+
+
+def test_rows_are_written_and_read_across_inference_mode():
+    host, source = make_host(10)
+    with torch.inference_mode():
+        engine = CopyEngine(host, TOP_K, torch.device("cpu"))
+        engine.prefetch(0, wanted_of(1, 2))
+        engine.wait(0)
+    engine.prefetch(0, wanted_of(2, 3))
+    rows, indices = engine.wait(0)
+    assert not rows.is_inference()
+    assert_staged(rows, indices, wanted_of(2, 3), source[0])
+    engine.close()
+
+
+@pytest.mark.parametrize("end", ["close", "drop"])
+def test_thread_ends_with_its_engine(end):
+    host, _ = make_host(10)
+    before = set(threading.enumerate())
+    engine = CopyEngine(host, TOP_K, torch.device("cpu"), delay=lambda: time.sleep(0.01))
+    engine.prefetch(0, wanted_of(1))
+    (worker,) = set(threading.enumerate()) - before
+    if end == "close":
+        engine.close()
+    del engine
+    gc.collect()
+    worker.join(10)
+    assert not worker.is_alive()
+
+
+def test_interpreter_exits_with_a_copy_under_way():
+    code = """
+        import time, torch
+        from specache_fx.runtime.copy_engine import CopyEngine
+        from specache_fx.runtime.host_cache import HostCache
+        host = HostCache(1, [(1, 64, 64)], torch.float32)
+        host.append(0, torch.zeros(1, 1, 5000, 64), torch.zeros(1, 1, 5000, 64))
+        engine = CopyEngine(host, 4096, torch.device("cpu"), delay=lambda: time.sleep(0.05))
+        engine.prefetch(0, torch.arange(4096, dtype=torch.int32).view(1, 1, -1))
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")

@@ -1,0 +1,330 @@
+"""`HostCache` against a list of tokens for each layer, and what the machine can refuse it."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from specache_fx.errors import ConfigError, HostMemoryError, SpecacheError
+from specache_fx.runtime.host_cache import HostCache, resolve_host
+
+SHAPES = [(2, 3, 5), (1, 4, 4)]
+BATCH = 2
+
+
+def pairs(
+    layer: int, tokens: int, seed: int, dtype: torch.dtype = torch.bfloat16
+) -> tuple[torch.Tensor, torch.Tensor]:
+    heads, key_dim, value_dim = SHAPES[layer]
+    gen = torch.Generator().manual_seed(seed)
+    k = torch.randn(BATCH, tokens, heads, key_dim, generator=gen).to(dtype).transpose(1, 2)
+    return k, torch.randn(BATCH, heads, tokens, value_dim, generator=gen).to(dtype)
+
+
+class HostCacheMachine(RuleBasedStateMachine):
+    """Appends, cuts, reads and gathers, in any order; the model keeps each layer as one tensor."""
+
+    host = "memory"
+    layers = st.integers(0, len(SHAPES) - 1)
+
+    @initialize(block_tokens=st.sampled_from([1, 64, 100]))
+    def open(self, block_tokens):
+        self.cache = HostCache(BATCH, SHAPES, torch.bfloat16, self.host, block_tokens=block_tokens)
+        self.model = [pairs(layer, 0, 0) for layer in range(len(SHAPES))]
+
+    @rule(layer=layers, tokens=st.sampled_from([0, 1, 3, 63, 64, 65, 200]), seed=st.integers(0, 9))
+    def append(self, layer, tokens, seed):
+        k, v = pairs(layer, tokens, seed)
+        self.cache.append(layer, k, v)
+        old_k, old_v = self.model[layer]
+        self.model[layer] = torch.cat([old_k, k], dim=2), torch.cat([old_v, v], dim=2)
+
+    @rule(layer=layers, part=st.floats(0, 1))
+    def truncate(self, layer, part):
+        k, v = self.model[layer]
+        keep = int(part * k.shape[2])
+        reserved = self.cache.nbytes
+        self.cache.truncate(layer, keep)
+        self.model[layer] = k[:, :, :keep], v[:, :, :keep]
+        assert self.cache.nbytes == reserved
+
+    @rule(layer=layers, a=st.floats(0, 1), b=st.floats(0, 1))
+    def read(self, layer, a, b):
+        k, v = self.model[layer]
+        start, stop = sorted((int(a * k.shape[2]), int(b * k.shape[2])))
+        got_k, got_v = self.cache.read(layer, start, stop)
+        assert got_k.is_contiguous()
+        assert got_v.is_contiguous()
+        assert torch.equal(got_k, k[:, :, start:stop])
+        assert torch.equal(got_v, v[:, :, start:stop])
+        got_k.zero_()  # the caller's own: the next read must not see this
+        got_v.zero_()
+
+    @rule(layer=layers, n=st.integers(0, 20), seed=st.integers(0, 9))
+    def gather(self, layer, n, seed):
+        k, v = self.model[layer]
+        n = n if k.shape[2] else 0
+        gen = torch.Generator().manual_seed(seed)
+        b, h, t = (torch.randint(max(size, 1), (n,), generator=gen) for size in k.shape[:3])
+        assert torch.equal(self.cache.gather_rows(layer, b, h, t), torch.cat([k, v], dim=3)[b, h, t])
+
+    @invariant()
+    def lengths_agree(self):
+        for layer, (k, _) in enumerate(self.model):
+            assert self.cache.length(layer) == k.shape[2]
+
+    @invariant()
+    def reserved_bytes_hold_what_is_there(self):
+        assert self.cache.nbytes >= sum(k.nbytes + v.nbytes for k, v in self.model)
+
+    def teardown(self):
+        if hasattr(self, "cache"):
+            self.cache.close()
+            self.cache.close()
+            assert self.cache.nbytes == 0
+
+
+class DiskCacheMachine(HostCacheMachine):
+    host = "disk"
+
+
+TestMemory = HostCacheMachine.TestCase
+TestMemory.settings = settings(max_examples=25, stateful_step_count=20, deadline=None)
+TestDisk = DiskCacheMachine.TestCase
+TestDisk.settings = settings(max_examples=15, stateful_step_count=20, deadline=None)
+
+
+@pytest.mark.parametrize("host", ["memory", "disk"])
+def test_first_block_fits_the_prompt_and_later_ones_the_block_size(host):
+    cache = HostCache(1, [(1, 4, 4)] * 2, torch.float16, host, block_tokens=256)
+    row = 8 * 2
+    cache.append(0, torch.zeros(1, 1, 70, 4).half(), torch.zeros(1, 1, 70, 4).half())
+    assert cache.nbytes == 128 * row
+    cache.append(0, torch.zeros(1, 1, 59, 4).half(), torch.zeros(1, 1, 59, 4).half())
+    assert cache.nbytes == (128 + 256) * row
+    cache.append(0, torch.zeros(1, 1, 600, 4).half(), torch.zeros(1, 1, 600, 4).half())
+    assert cache.nbytes == (128 + 256 + 384) * row
+    cache.close()
+
+
+@pytest.mark.parametrize("host", ["memory", "disk"])
+def test_cache_is_usable_across_inference_and_grad_modes(host):
+    cache = HostCache(BATCH, SHAPES, torch.float32, host)
+    k, v = pairs(0, 8, 0, torch.float32)
+    with torch.inference_mode():
+        cache.append(0, k, v)
+    cache.append(0, k.clone().requires_grad_(), v)
+    read, _ = cache.read(0, 0, 16)
+    assert not read.requires_grad
+    assert torch.equal(read, torch.cat([k, k], dim=2))
+    cache.close()
+
+
+def test_wrong_shape_or_dtype_is_refused_and_changes_nothing():
+    cache = HostCache(BATCH, SHAPES, torch.bfloat16)
+    k, v = pairs(0, 8, 0)
+    for bad_k, bad_v in ((k[:1], v), (k, v[:, :, :7]), (k.float(), v), (k, v[..., :4])):
+        with pytest.raises(ValueError, match=r"expected torch.bfloat16 \(2, 2, 8, [35]\)"):
+            cache.append(0, bad_k, bad_v)
+    assert cache.length(0) == cache.nbytes == 0
+
+
+def test_tokens_that_are_not_there_are_refused():
+    cache = HostCache(BATCH, SHAPES, torch.bfloat16)
+    cache.append(0, *pairs(0, 8, 0))
+    zero = torch.zeros(1, dtype=torch.int64)
+    for use in (
+        lambda: cache.read(0, 0, 9),
+        lambda: cache.read(0, -1, 4),
+        lambda: cache.gather_rows(0, zero, zero, zero + 8),
+        lambda: cache.gather_rows(0, zero, zero, zero - 1),
+        lambda: cache.truncate(0, 9),
+    ):
+        with pytest.raises(IndexError, match=r"layer 0|Layer 0"):
+            use()
+
+
+@pytest.mark.parametrize("host", ["memory", "disk"])
+def test_closed_cache_says_so(host):
+    cache = HostCache(BATCH, SHAPES, torch.bfloat16, host)
+    cache.append(0, *pairs(0, 8, 0))
+    cache.close()
+    with pytest.raises(SpecacheError, match="closed"):
+        cache.append(0, *pairs(0, 8, 0))
+    with pytest.raises(SpecacheError, match="closed"):
+        cache.read(0, 0, 0)
+
+
+@pytest.mark.parametrize(("host", "folder"), [("memory", None), ("disk", tempfile.gettempdir())])
+def test_more_than_the_machine_has_is_refused_and_the_rest_stays_readable(host, folder):
+    cache = HostCache(BATCH, SHAPES, torch.bfloat16, host, folder, block_tokens=10**13)
+    k, v = pairs(0, 64, 0)
+    cache.append(0, k, v)
+    reserved = cache.nbytes
+    asked = f"{BATCH * 2 * -(-(10**13) // 64) * 64 * 8 * 2:,}"
+    with pytest.raises(HostMemoryError, match=re.escape(f"asked for {asked} bytes more")) as caught:
+        cache.append(0, k, v)
+    assert 'Use host="disk"' in str(caught.value) or "host_dir=" in str(caught.value)
+    assert (cache.length(0), cache.nbytes) == (64, reserved)
+    assert torch.equal(cache.read(0, 0, 64)[0], k)
+    cache.append(0, k[:, :, :0], v[:, :, :0])
+    cache.append(1, *pairs(1, 64, 0))
+    cache.close()
+
+
+def test_folder_that_cannot_hold_a_file_is_named(tmp_path: Path):
+    (tmp_path / "file").write_text("not a folder")
+    for folder, reason in (
+        (tmp_path / "missing", "No such file or directory"),
+        (tmp_path / "file", "Not a directory"),
+        (tmp_path / "file" / "below", "Not a directory"),
+        (Path("/proc/self"), ""),
+    ):
+        cache = HostCache(BATCH, SHAPES, torch.bfloat16, "disk", str(folder))
+        with pytest.raises(
+            HostMemoryError, match=rf"bytes more in a file under '{folder}'.*{reason}.*host_dir="
+        ):
+            cache.append(0, *pairs(0, 8, 0))
+        assert cache.length(0) == cache.nbytes == 0
+        cache.close()
+
+
+def python(code: str, *arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(code), *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_folder_without_permission_is_named(tmp_path: Path):
+    """In a process of its own: root, which may write anywhere, becomes nobody for it."""
+    code = """
+        import os, sys, torch
+        from specache_fx.errors import HostMemoryError
+        from specache_fx.runtime.host_cache import HostCache
+        cache = HostCache(1, [(1, 4, 4)], torch.float16, "disk", sys.argv[1])
+        os.chmod(sys.argv[1], 0o500)
+        if os.geteuid() == 0:
+            os.seteuid(65534)
+        try:
+            cache.append(0, torch.zeros(1, 1, 8, 4).half(), torch.zeros(1, 1, 8, 4).half())
+        except HostMemoryError as error:
+            print(error)
+    """
+    out, err = python(code, str(tmp_path)).communicate(timeout=60)
+    assert "asked for 1,024 bytes more in a file under" in out, err
+    assert "Permission denied" in out
+
+
+def test_full_disk_raises_and_what_was_stored_stays_readable(tmp_path: Path):
+    """A limit on file size stands for the full disk: `posix_fallocate` fails in the same way."""
+    code = """
+        import resource, sys, torch
+        from specache_fx.errors import HostMemoryError
+        from specache_fx.runtime.host_cache import HostCache
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+        cache = HostCache(1, [(1, 64, 64)], torch.float16, "disk", sys.argv[1], block_tokens=1024)
+        k = torch.randn(1, 1, 512, 64).half()
+        stored = 0
+        try:
+            for _ in range(100):
+                cache.append(0, k, k)
+                stored += 512
+        except HostMemoryError as error:
+            assert "File too large" in str(error) and "host_dir=" in str(error), error
+        else:
+            raise AssertionError("the limit did not hold")
+        assert 1024 <= stored == cache.length(0), stored
+        assert torch.equal(cache.read(0, stored - 512, stored)[1], k)
+        cache.truncate(0, 512)
+        cache.append(0, k, k)
+        cache.close()
+        print("fine")
+    """
+    out, err = python(code, str(tmp_path)).communicate(timeout=60)
+    assert out.strip() == "fine", err
+    assert not list(tmp_path.iterdir())
+
+
+def test_killed_process_leaves_no_file(tmp_path: Path):
+    code = """
+        import sys, time, torch
+        from specache_fx.runtime.host_cache import HostCache
+        cache = HostCache(1, [(1, 64, 64)], torch.float16, "disk", sys.argv[1])
+        k = torch.randn(1, 1, 512, 64).half()
+        cache.append(0, k, k)
+        print("stored", flush=True)
+        time.sleep(60)
+    """
+    process = python(code, str(tmp_path))
+    assert process.stdout is not None
+    assert process.stdout.readline().strip() == "stored"
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert not list(tmp_path.iterdir())
+
+
+def test_many_blocks_need_one_descriptor(tmp_path: Path):
+    cache = HostCache(1, [(1, 1, 1)], torch.bfloat16, "disk", str(tmp_path), block_tokens=1)
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(100):
+        cache.append(0, torch.zeros(1, 1, 64, 1).bfloat16(), torch.ones(1, 1, 64, 1).bfloat16())
+    assert len(os.listdir("/proc/self/fd")) == before + 1
+    assert torch.equal(cache.read(0, 0, 6400)[1], torch.ones(1, 1, 6400, 1).bfloat16())
+    cache.close()
+
+
+def open_files_under(folder: Path) -> int:
+    links = [Path("/proc/self/fd") / name for name in os.listdir("/proc/self/fd")]
+    mapped = Path("/proc/self/maps").read_text().count(str(folder))
+    return mapped + sum(str(folder) in os.readlink(link) for link in links if link.is_symlink())
+
+
+@pytest.mark.parametrize("close", [True, False])
+def test_disk_space_is_given_back_when_closed_or_dropped(tmp_path: Path, close):
+    cache = HostCache(BATCH, SHAPES, torch.bfloat16, "disk", str(tmp_path))
+    for _ in range(3):
+        cache.append(0, *pairs(0, 2000, 0))
+    assert 2 <= open_files_under(tmp_path) <= 4  # one descriptor; neighbouring mappings may be merged
+    if close:
+        cache.close()
+    else:
+        del cache
+    assert open_files_under(tmp_path) == 0
+
+
+def test_file_without_o_tmpfile_has_no_name_either(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Without the flag, opening a folder fails as it does on file systems that lack the feature."""
+    monkeypatch.setattr(os, "O_TMPFILE", 0)
+    cache = HostCache(BATCH, SHAPES, torch.bfloat16, "disk", str(tmp_path))
+    k, v = pairs(0, 8, 0)
+    cache.append(0, k, v)
+    assert not list(tmp_path.iterdir())
+    assert torch.equal(cache.read(0, 0, 8)[1], v)
+    cache.close()
+
+
+def test_auto_is_pinned_for_cuda_and_memory_elsewhere():
+    assert resolve_host("auto", torch.device("cuda")) == "pinned"
+    assert resolve_host("auto", torch.device("cpu")) == "memory"
+    assert resolve_host("disk", torch.device("cuda")) == "disk"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+def test_pinned_without_cuda_is_an_error():
+    with pytest.raises(ConfigError, match='host="pinned" needs a CUDA device'):
+        resolve_host("pinned", torch.device("cpu"))
