@@ -19,6 +19,25 @@ BITS = (1, 2, 4, 8, 16)
 
 
 @dataclass(frozen=True)
+class Policy:
+    """Where the KV pairs live: data that passes and runtime read, never a code path of its own.
+
+    Attributes:
+        offload: The 16-bit pairs of quantised tokens are kept on the host.
+        prefetch: A few of them are brought back for each decode step.
+    """
+
+    offload: bool
+    prefetch: bool
+
+
+POLICIES: dict[str, Policy] = {
+    "specache": Policy(offload=True, prefetch=True),
+    "kivi": Policy(offload=False, prefetch=False),
+}
+
+
+@dataclass(frozen=True)
 class SpecacheConfig:
     """The options of `torch.compile(model, backend="specache", options={...})`.
 
@@ -58,7 +77,7 @@ class SpecacheConfig:
     track_hit_rates: bool = True
 
     def __post_init__(self) -> None:
-        self._one_of("policy", get_args(PolicyName))
+        self._one_of("policy", tuple(POLICIES))
         self._one_of("bits", BITS)
         self._one_of("lookahead", get_args(Lookahead))
         self._one_of("host", get_args(HostKind))
@@ -88,6 +107,16 @@ class SpecacheConfig:
         value = getattr(self, name)
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise ConfigError(f"{name}={value!r} is not valid: give a whole number >= {least}.")
+
+    @property
+    def placement(self) -> Policy:
+        """The policy's data."""
+        return POLICIES[self.policy]
+
+    @property
+    def num_lanes(self) -> int:
+        """Lanes that the decode graph should have: 2 with a speculative token, else 1."""
+        return 2 if self.placement.prefetch and self.lookahead == "token" else 1
 
     def num_quantized(self, kv_len: int) -> int:
         """How many of the oldest tokens are quantised when the cache holds `kv_len` tokens.

@@ -1,1 +1,31 @@
-"""."""
+"""Attention kernels: a table, and the choice of one by name or by device."""
+
+from __future__ import annotations
+
+import torch
+
+from specache_fx.errors import ConfigError, KernelUnavailableError
+from specache_fx.runtime.kernels.base import DecodeInputs, Kernel
+from specache_fx.runtime.kernels.reference import ReferenceKernel
+
+__all__ = ["KERNELS", "DecodeInputs", "Kernel", "choose_kernel"]
+
+# In the order in which "auto" tries them: the fastest first, the reference last.
+KERNELS: dict[str, Kernel] = {kernel.name: kernel for kernel in (ReferenceKernel(),)}
+
+
+def choose_kernel(name: str, device: torch.device) -> Kernel:
+    """The kernel of that name, or the first that runs on `device` for "auto".
+
+    Raises:
+        ConfigError: If there is no kernel of that name.
+        KernelUnavailableError: If it can't run on `device`. A kernel asked for by name is never replaced.
+    """
+    if name == "auto":
+        return next(kernel for kernel in KERNELS.values() if kernel.unavailable_reason(device) is None)
+    if name not in KERNELS:
+        raise ConfigError(f"kernel={name!r} is not known: choose one of 'auto', {', '.join(map(repr, KERNELS))}.")
+    reason = KERNELS[name].unavailable_reason(device)
+    if reason is not None:
+        raise KernelUnavailableError(f"kernel={name!r} can't run on {device}: {reason}. Use kernel='auto'.")
+    return KERNELS[name]

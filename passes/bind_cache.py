@@ -1,0 +1,168 @@
+"""`bind_cache`: the KV cache leaves the graph.
+
+Past and present KV become handles. What moves the pairs depends on the phase:
+
+    prefill   out = sdpa(q, k, v, mask)                 ->  out = sdpa(q, k, v, mask)
+              return keys, values, logits                   specache.store(k, v, mask[..., -1, :], state, layer)
+                                                            return logits
+
+    extend    keys = cat([past_keys, k], -2)            ->  pk, pv = specache.load(past_keys, past_values, state, layer)
+              out = sdpa(q, keys, values, mask)             keys = cat([pk, k], -2); out = sdpa(q, keys, values, mask)
+              return keys, values, logits                   specache.store(k, v, mask[..., -1, :], state, layer)
+                                                            return logits
+
+    decode    out = sdpa(q, cat([past_keys, k], -2), ..) ->  out = specache.attention(q, k, v, layer, scale)
+              return keys, values, logits                   return logits
+
+Storing right after each attention is what keeps one layer's 16-bit pairs alive at a time. In decode nothing reads
+the masks any more, so they and all that knew `kv_len` die here; what they would have said is checked at run time by
+`state.sources.mask_probe`.
+
+Expects sites from `match_attention`; without any it leaves the graph as it is.
+"""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from specache_fx.passes.base import AttentionSite, OutputPlan, Pass, PassState, Phase
+from specache_fx.passes.graph_utils import (
+    add_placeholder,
+    call,
+    eliminate_dead_code,
+    extract,
+    finish,
+    is_integer,
+    output_node,
+    placeholders,
+    shape_of,
+    value_of,
+)
+from specache_fx.passes.positions import find_sources
+from specache_fx.runtime import ops  # noqa: F401  (registers torch.ops.specache)
+
+STATE = "specache_state"
+
+
+def _plan_outputs(graph: Graph, state: PassState) -> OutputPlan:
+    """Take handles, constants and (in decode) integers out of the graph's outputs."""
+    output = output_node(graph)
+    outs = list(output.args[0])  # type: ignore[arg-type]
+    slots = {}
+    for site in state.sites:
+        slots[site.key_root], slots[site.value_root] = 2 * site.layer, 2 * site.layer + 1
+    plan = OutputPlan(total=len(outs))
+    for i, out in enumerate(outs):
+        if not isinstance(out, Node):
+            plan.constants[i] = out
+        elif out in slots:
+            plan.handles[i] = slots[out]
+        elif state.phase is Phase.DECODE and is_integer(out):
+            plan.lengths.append(i)
+        else:
+            plan.kept.append(i)
+    output.args = (tuple(outs[i] for i in plan.kept),)
+    return plan
+
+
+def _find_logits(graph: Graph, vocabulary: int | None) -> int | None:
+    """Which of the outputs has a number for every token of the vocabulary; the last one computed, if several."""
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    outs = enumerate(output_node(graph).args[0])  # type: ignore[arg-type]
+    found = [
+        (order[out], i)
+        for i, out in outs
+        if isinstance(out, Node) and (shape := shape_of(out)) and len(shape) in (2, 3) and shape[-1] == vocabulary
+    ]
+    return max(found)[1] if found else None
+
+
+def _mask_row(graph: Graph, site: AttentionSite) -> Node | None:
+    """The mask of the newest query: which keys are real. Inserted at the graph's insertion point."""
+    if site.mask is None:
+        return None
+    shape = shape_of(site.mask)
+    assert shape is not None
+    row = call(graph, torch.select, (site.mask, -2, shape[-2] - 1), site.node)
+    return call(graph, torch.reshape, (row, (-1, shape[-1])), site.node)
+
+
+def _bind_prefill(graph: Graph, site: AttentionSite, state_node: Node) -> None:
+    if site.key_root is not site.new_key:
+        site.key_root.replace_all_uses_with(site.new_key)  # a cat with nothing: a copy that nobody needs
+        site.value_root.replace_all_uses_with(site.new_value)
+    _store(graph, site, state_node)
+
+
+def _store(graph: Graph, site: AttentionSite, state_node: Node) -> None:
+    following = site.node.next
+    with graph.inserting_before(following):
+        row = _mask_row(graph, site)
+        args = (site.new_key, site.new_value, row, state_node, site.layer)
+        call(graph, torch.ops.specache.store.default, args, site.node)
+
+
+def _bind_extend(graph: Graph, site: AttentionSite, state_node: Node) -> None:
+    assert site.past_key is not None and site.past_value is not None
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    with graph.inserting_before(min(site.key_root, site.value_root, key=lambda root: order[root])):
+        args = (site.past_key, site.past_value, state_node, site.layer)
+        pair = call(graph, torch.ops.specache.load.default, args, site.node)
+        past = [call(graph, operator.getitem, (pair, i), site.node) for i in (0, 1)]
+    site.key_root.replace_input_with(site.past_key, past[0])
+    site.value_root.replace_input_with(site.past_value, past[1])
+    _store(graph, site, state_node)
+
+
+def _bind_decode(graph: Graph, site: AttentionSite) -> None:
+    with graph.inserting_before(site.node):
+        args = (site.query, site.new_key, site.new_value, site.layer, site.scale)
+        marker = call(graph, torch.ops.specache.attention.default, args, site.node)
+    site.node.replace_all_uses_with(marker)
+    graph.erase_node(site.node)
+
+
+def bind_cache(gm: GraphModule, state: PassState) -> GraphModule:
+    """Replace the KV cache by handles and ops. Sets `state.outputs`, `state.past_inputs` and `state.sources`."""
+    if not state.sites:
+        return gm
+    graph = gm.graph
+    inputs = placeholders(graph)
+    position = {node: i for i, node in enumerate(inputs)}
+    state.past_inputs = [
+        position[past] for site in state.sites for past in (site.past_key, site.past_value) if past is not None
+    ]
+    if state.phase is Phase.DECODE:
+        state.sources = find_sources(gm, state)
+    original = list(output_node(graph).args[0])  # type: ignore[arg-type]
+    plan = state.outputs = _plan_outputs(graph, state)
+    if state.sources is not None:
+        state.logits = _find_logits(graph, state.sources.vocabulary)
+    if plan.lengths:
+        results = [original[i] for i in plan.lengths]
+        needed = [node for node in inputs if is_integer(node)]
+        plan.length_graph = extract(gm, results, needed)
+        plan.length_inputs = [position[node] for node in needed]
+
+    if state.phase is Phase.DECODE:
+        for site in state.sites:
+            _bind_decode(graph, site)
+        eliminate_dead_code(graph)
+        for node in placeholders(graph):
+            node.meta["specache_input"] = position[node]
+    else:
+        state_node = add_placeholder(graph, STATE, inputs[0], torch.zeros(1, dtype=torch.int64))
+        for site in state.sites:
+            if state.phase is Phase.PREFILL:
+                _bind_prefill(graph, site, state_node)
+            else:
+                _bind_extend(graph, site, state_node)
+        eliminate_dead_code(graph)
+    assert all(value_of(node) is not None for node in placeholders(graph))
+    return finish(gm)
+
+
+BIND_CACHE = Pass("bind_cache", bind_cache)

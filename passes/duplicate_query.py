@@ -1,0 +1,68 @@
+"""`duplicate_query`: the decode graph for two tokens at once, the output token and the speculative one.
+
+    out = specache.attention(q, k, v, layer, scale)               # q [batch, num_heads, 1, key_dim]
+        -> out = specache.attention_lanes(q, k, v, layer, scale)  # q [lanes, batch, num_heads, 1, key_dim]
+
+The graph is traced again under `torch.vmap` over lanes: token ids and prelude tensors carry a leading lane
+dimension, everything else is shared, so that each weight is read once for both. Result: an ATen graph of static
+shapes whose outputs have a leading lane dimension too.
+
+With one lane (lookahead "query" or "none", policy "kivi", or where lanes can't be had) it is traced as it is.
+
+Unlike the passes before it, this one needs real inputs: it runs when the first decode step does.
+Paper: SpeCache §3.3 and Alg. 3, "simultaneously decode two tokens".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from specache_fx.passes.base import PassState
+from specache_fx.passes.graph_utils import finish, placeholders
+
+
+def lane_inputs(gm: GraphModule, state: PassState) -> list[bool]:
+    """Which of the graph's inputs differ from lane to lane: the token ids and the prelude tensors."""
+    token = None if state.sources is None else state.sources.token
+    return [
+        "specache_prelude" in node.meta or (token is not None and node.meta.get("specache_input") == token)
+        for node in placeholders(gm.graph)
+    ]
+
+
+def duplicate_query(gm: GraphModule, state: PassState, inputs: Sequence[Any]) -> GraphModule:
+    """Trace the decode graph for `state.lanes` lanes.
+
+    Args:
+        gm: The graph after `split_prelude`.
+        state: Its `lanes` says how many.
+        inputs: One per placeholder; with two lanes, those of `lane_inputs` have a leading dimension of 2. Integers
+            become constants of the result.
+
+    Returns:
+        The ATen graph; its inputs are the tensors among `inputs`, in order.
+    """
+    per_lane = lane_inputs(gm, state)
+    tensors = [i for i, value in enumerate(inputs) if isinstance(value, torch.Tensor)]
+
+    def one_lane(*values: torch.Tensor) -> Any:
+        full = list(inputs)
+        for i, value in zip(tensors, values, strict=True):
+            full[i] = value
+        return gm(*full)
+
+    function = one_lane
+    if state.lanes > 1:
+        in_dims = tuple(0 if per_lane[i] else None for i in tensors)
+        function = torch.vmap(one_lane, in_dims=in_dims, randomness="different")
+    trace = make_fx(function, tracing_mode="fake", _allow_non_fake_inputs=True)
+    with torch.no_grad():
+        traced = trace(*(inputs[i] for i in tensors))
+    for node, i in zip(placeholders(traced.graph), tensors, strict=True):
+        node.meta["specache_name"] = placeholders(gm.graph)[i].name
+    return finish(traced)

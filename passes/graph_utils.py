@@ -1,0 +1,204 @@
+"""Small tools on FX graphs that every pass needs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx import Graph, GraphModule, Node
+
+_VIEWS = {
+    "to", "type", "transpose", "expand", "reshape", "view", "contiguous", "permute", "float", "type_as", "unsqueeze",
+    "flatten", "repeat", "repeat_interleave", "detach", "getitem", "squeeze", "clone",
+}  # fmt: skip
+_IN_PLACE_FUNCTIONS = {"setitem", "iadd", "isub", "imul", "itruediv", "iand", "ior"}
+
+
+def copy_graph(gm: GraphModule) -> GraphModule:
+    """A copy that may be edited: Dynamo goes on using its own graph."""
+    graph, copied = Graph(), {}
+    graph.output(graph.graph_copy(gm.graph, copied))
+    for old, new in copied.items():
+        new.meta = dict(old.meta)
+    output = next(iter(reversed(graph.nodes)))
+    output.meta = dict(next(iter(reversed(gm.graph.nodes))).meta)
+    return GraphModule(gm, graph)
+
+
+def value_of(node: Any) -> Any:
+    """The fake value of a node (`example_value` in Dynamo's graphs, `val` in ATen's), or the constant itself."""
+    if not isinstance(node, Node):
+        return node
+    return node.meta.get("example_value", node.meta.get("val"))
+
+
+def shape_of(node: Any) -> tuple[Any, ...] | None:
+    """Shape of a tensor node; None for what is no tensor."""
+    value = value_of(node)
+    return tuple(value.shape) if isinstance(value, torch.Tensor) else None
+
+
+def is_integer(node: Any) -> bool:
+    """Whether a node is a Python or symbolic integer."""
+    return isinstance(node, Node) and isinstance(value_of(node), (int, torch.SymInt)) and not isinstance(
+        value_of(node), bool
+    )
+
+
+def symbols_of(size: Any) -> set[Any]:
+    """The free symbols of a size."""
+    return set(size.node.expr.free_symbols) if isinstance(size, torch.SymInt) else set()
+
+
+def is_static_input(node: Node) -> bool:
+    """Whether a placeholder is a parameter or buffer of the model."""
+    return "_dynamo_static_input_type" in node.meta.get("tensor_dict", {})
+
+
+def target_name(node: Node) -> str:
+    """Short name of what a node calls: `cat`, `softmax`, `getitem`, ..."""
+    if node.op == "call_function":
+        return str(getattr(node.target, "__name__", node.target))
+    return str(node.target) if node.op == "call_method" else node.op
+
+
+def source_of(node: Node) -> str:
+    """The line of the model that made a node, "file:line: code"."""
+    frames = re.findall(r'File "([^"]+)", line (\d+), in [^\n]*\n\s*([^\n]*)', node.meta.get("stack_trace") or "")
+    return f"{frames[-1][0]}:{frames[-1][1]}: {frames[-1][2].strip()}" if frames else ""
+
+
+def placeholders(graph: Graph) -> list[Node]:
+    """The graph's inputs, in order."""
+    return [node for node in graph.nodes if node.op == "placeholder"]
+
+
+def output_node(graph: Graph) -> Node:
+    """The graph's output."""
+    return next(node for node in reversed(graph.nodes) if node.op == "output")
+
+
+def add_placeholder(graph: Graph, name: str, like: Node, value: Any) -> Node:
+    """A new last input, with a fake value in the same fake mode as `like`'s."""
+    last = placeholders(graph)[-1]
+    with graph.inserting_after(last):
+        node = graph.placeholder(name)
+    mode = _fake_mode([value_of(like)])
+    key = "example_value" if "example_value" in like.meta else "val"
+    node.meta[key] = mode.from_tensor(value) if mode is not None and isinstance(value, torch.Tensor) else value
+    return node
+
+
+def _fake_mode(values: Iterable[Any]) -> FakeTensorMode | None:
+    """The fake mode of the values. Not the ambient one: Dynamo changes it before it calls a backend."""
+    for value in values:
+        for item in value if isinstance(value, (tuple, list)) else (value,):
+            if isinstance(item, FakeTensor):
+                return item.fake_mode
+    return None
+
+
+def call(graph: Graph, target: Any, args: tuple[Any, ...], origin: Node) -> Node:
+    """Insert a call at the graph's insertion point, with its fake value and where it comes from.
+
+    Args:
+        graph: The graph, within `inserting_before` or `inserting_after`.
+        target: A function or operator.
+        args: Nodes and constants.
+        origin: The node that this call stands for: its source line is kept.
+    """
+    node = graph.call_function(target, args)
+    node.meta = {k: v for k, v in origin.meta.items() if k in ("stack_trace", "nn_module_stack", "source_fn_stack")}
+    tensors = [value_of(arg) for arg in node.all_input_nodes]
+    mode = _fake_mode(tensors)
+    if mode is not None:
+        with mode, torch.no_grad():
+            value = target(*torch.fx.node.map_arg(args, value_of))
+        node.meta["example_value" if "example_value" in origin.meta else "val"] = value
+    return node
+
+
+def ancestors(nodes: Iterable[Node]) -> set[Node]:
+    """The nodes and everything that they are computed from."""
+    seen: set[Node] = set()
+    work = list(nodes)
+    while work:
+        node = work.pop()
+        if node not in seen:
+            seen.add(node)
+            work.extend(node.all_input_nodes)
+    return seen
+
+
+def extract(gm: GraphModule, results: list[Node], inputs: list[Node]) -> GraphModule:
+    """A graph of its own that computes `results` from `inputs`, in the order given."""
+    graph = Graph()
+    copied: dict[Node, Node] = {}
+    for node in inputs:
+        copied[node] = graph.placeholder(node.name)
+        copied[node].meta = dict(node.meta)
+    needed = ancestors(results)
+    for node in gm.graph.nodes:
+        if node in needed and node not in copied:
+            copied[node] = graph.node_copy(node, lambda old: copied[old])
+    graph.output(tuple(copied[node] for node in results))
+    return GraphModule(gm, graph)
+
+
+def _mutates(node: Node) -> bool:
+    name = target_name(node)
+    in_place = name.endswith("_") and not name.endswith("__")
+    if node.op == "call_method":
+        return in_place
+    return node.op == "call_function" and (in_place or name in _IN_PLACE_FUNCTIONS or "out" in node.kwargs)
+
+
+def eliminate_dead_code(graph: Graph, keep: Iterable[Node] = ()) -> int:
+    """Erase what no output needs. FX's own pass erases in-place calls on live tensors; this one keeps them.
+
+    Args:
+        graph: The graph.
+        keep: Nodes that are needed though nothing reads them.
+
+    Returns:
+        Number of nodes erased.
+    """
+
+    def base(node: Any) -> Any:
+        while isinstance(node, Node) and target_name(node) in _VIEWS and node.args and isinstance(node.args[0], Node):
+            node = node.args[0]
+        return node
+
+    mutations: dict[Node, list[Node]] = {}
+    work = list(keep)
+    for node in graph.nodes:
+        if node.op in ("placeholder", "output") or (node.op == "call_function" and _is_effectful(node)):
+            work.append(node)
+        elif _mutates(node) and node.args:
+            mutations.setdefault(base(node.args[0]), []).append(node)
+    live: set[Node] = set()
+    while work:
+        node = work.pop()
+        if node not in live:
+            live.add(node)
+            work.extend(node.all_input_nodes)
+            work.extend(mutations.get(node, []))
+    dead = [node for node in reversed(graph.nodes) if node not in live]
+    for node in dead:
+        graph.erase_node(node)
+    return len(dead)
+
+
+def _is_effectful(node: Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and schema.name.startswith("specache::") and schema.is_mutable
+
+
+def finish(gm: GraphModule) -> GraphModule:
+    """Check the graph and make its code again; every pass ends with it."""
+    gm.graph.lint()
+    gm.recompile()
+    return gm

@@ -1,0 +1,30 @@
+"""`insert_prefetch`: start each transfer right after its selection, beside what the device computes next.
+
+    indices = specache.topk(scores, ...)
+        -> indices = specache.topk(scores, ...)
+           specache.prefetch(indices, state, layer)
+
+Paper: SpeCache Alg. 3, Pre-fetch.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import GraphModule
+
+from specache_fx.passes.base import Pass, PassState
+from specache_fx.passes.graph_utils import call, finish
+
+
+def insert_prefetch(gm: GraphModule, state: PassState) -> GraphModule:
+    """Insert a prefetch behind each selection that has none."""
+    graph, ops = gm.graph, torch.ops.specache
+    for topk in [node for node in graph.nodes if node.target is ops.topk.default]:
+        if any(user.target is ops.prefetch.default for user in topk.users):
+            continue
+        with graph.inserting_after(topk):
+            call(graph, ops.prefetch.default, (topk, topk.args[1], topk.args[2]), topk)
+    return finish(gm)
+
+
+INSERT_PREFETCH = Pass("insert_prefetch", insert_prefetch)

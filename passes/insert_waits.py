@@ -1,0 +1,36 @@
+"""`insert_waits`: order every read of prefetched pairs behind their arrival.
+
+    out, scores = specache.quantized_attention(q, k, v, None, state, layer, scale)
+        -> staged = specache.wait_prefetch(state, layer)
+           out, scores = specache.quantized_attention(q, k, v, staged, state, layer, scale)
+
+Right before the attention: as late as can be, so that the transfer has all the compute in front of it to hide behind.
+The prefetch itself was started one step before (in the same step with lookahead "none").
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import GraphModule
+
+from specache_fx.passes.base import Pass, PassState
+from specache_fx.passes.graph_utils import call, finish
+from specache_fx.passes.select_topk import PROBE, attentions
+
+
+def insert_waits(gm: GraphModule, state: PassState) -> GraphModule:
+    """Give each attention that may read staged pairs its wait."""
+    if not state.config.placement.prefetch:
+        return gm
+    graph = gm.graph
+    for attention in attentions(gm):
+        if attention.args[3] is not None or attention.meta.get(PROBE):
+            continue
+        session, layer = attention.args[4], attention.args[5]
+        with graph.inserting_before(attention):
+            staged = call(graph, torch.ops.specache.wait_prefetch.default, (session, layer), attention)
+        attention.update_arg(3, staged)
+    return finish(gm)
+
+
+INSERT_WAITS = Pass("insert_waits", insert_waits)

@@ -1,0 +1,212 @@
+"""`match_attention`: find the attentions over a growing KV cache, or say why one is none.
+
+    keys   = cat([past_keys, k], -2)        # output; in prefill the past is empty, or there is no cat
+    values = cat([past_values, v], -2)      # output
+    out    = scaled_dot_product_attention(q, repeat_kv(keys), repeat_kv(values), mask)
+        -> AttentionSite(q, k, v, past_keys, past_values, keys, values, mask, scale)
+
+Decides the graph's phase too: prefill has no past, decode has `q_len == 1` and a past, all else is an extend.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.fx import GraphModule, Node
+
+from specache_fx.passes.base import AttentionSite, Pass, PassState, Phase, Refusal
+from specache_fx.passes.graph_utils import output_node, placeholders, shape_of, source_of, target_name, value_of
+from specache_fx.runtime.handle import unfit_reason
+
+_METADATA = {"size", "numel", "dim", "stride", "ndimension", "is_contiguous", "data_ptr", "element_size"}
+_METADATA_ATTRIBUTES = {"shape", "dtype", "device", "ndim", "is_cuda"}
+_SDPA_ARGS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
+_LEAVE = 'To use this model nevertheless, compile it with backend="inductor"'
+
+
+class _NoMatch(Exception):
+    """Not a rewritable attention; `remedy` is "" where no user would expect one (no cache was asked for)."""
+
+    def __init__(self, reason: str, remedy: str = f"{_LEAVE}.") -> None:
+        super().__init__(reason)
+        self.reason, self.remedy = reason, remedy
+
+
+@dataclass(frozen=True)
+class _Side:
+    """The keys or the values of one attention."""
+
+    root: Node
+    new: Node
+    past: Node | None
+
+
+def _argument(node: Node, name: str, default: Any = None) -> Any:
+    index = _SDPA_ARGS.index(name)
+    return node.args[index] if index < len(node.args) else node.kwargs.get(name, default)
+
+
+def _is_metadata(user: Node) -> bool:
+    if user.op == "call_method":
+        return user.target in _METADATA
+    if user.op == "call_function" and user.target is getattr:
+        return user.args[1] in _METADATA_ATTRIBUTES
+    return target_name(user).startswith("sym_size") or target_name(user) == "is_tracing"
+
+
+def _without_repeat(node: Node) -> tuple[Node, list[Node]]:
+    """Strip repeat_kv: `[:, :, None].expand(b, h, g, n, d).reshape(b, h * g, n, d)`, or repeat_interleave."""
+    if target_name(node) == "repeat_interleave" and len(node.args) > 1 and isinstance(node.args[0], Node):
+        dim = node.args[2] if len(node.args) > 2 else node.kwargs.get("dim")
+        if dim in (1, -3) and isinstance(node.args[1], int):
+            return node.args[0], [node]
+    chain = [node]
+    for names in (("reshape", "view", "flatten"), ("expand",), ("getitem", "unsqueeze")):
+        if target_name(chain[-1]) not in names or not isinstance(chain[-1].args[0], Node):
+            return node, []
+        chain.append(chain[-1].args[0])
+    merged, expanded, inserted, root = (shape_of(step) for step in chain)
+    if merged is None or expanded is None or inserted is None or root is None or len(root) != 4:
+        return node, []
+    is_repeat = (
+        len(expanded) == 5
+        and inserted == (*root[:2], 1, *root[2:])
+        and expanded[:2] == root[:2]
+        and merged == (root[0], root[1] * expanded[2], *root[2:])
+    )
+    return (chain[-1], chain[:-1]) if is_repeat else (node, [])
+
+
+def _side(tensor: Node, attention: Node, what: str, outputs: set[Node]) -> _Side:
+    """Follow one side of an attention back to what is cached."""
+    root, repeat = _without_repeat(tensor)
+    shape = shape_of(root)
+    if shape is None or len(shape) != 4:
+        raise _NoMatch(f"its {what} have shape {shape}, not [batch, num_kv_heads, kv_len, head_dim]")
+    past: Node | None = None
+    new = root
+    if root.op == "call_function" and root.target is torch.cat:
+        parts = root.args[0]
+        dim = root.args[1] if len(root.args) > 1 else root.kwargs.get("dim", 0)
+        if isinstance(parts, (list, tuple)) and len(parts) == 2 and dim in (-2, 2):
+            first, second = parts
+            if first.op == "placeholder" and shape_of(first)[2] != 0:  # type: ignore[index]
+                past, new = first, second
+            elif first.op == "placeholder" or shape_of(first) == (0,):
+                new = second
+    if root not in outputs:
+        if past is not None or any(target_name(user) == "getitem" and user in outputs for user in root.users):
+            raise _NoMatch(
+                f"its whole {what} are not what the model returns as its cache (a sliding window?)",
+                f"Layers with a cache of their own shape are not supported yet. {_LEAVE}.",
+            )
+        raise _NoMatch(f"its {what} are not returned as a KV cache", "")
+    inside = {attention, *repeat}
+    for user in root.users:
+        if user not in inside and user.op != "output" and not _is_metadata(user):
+            raise _NoMatch(f"its {what} are also used by `{user.name}` ({target_name(user)})")
+    if past is not None:
+        for user in past.users:
+            if user is not root and not _is_metadata(user):
+                raise _NoMatch(f"its past {what} are also used by `{user.name}` ({target_name(user)})")
+    return _Side(root, new, past)
+
+
+def _match(node: Node, outputs: set[Node], layer: int) -> AttentionSite:
+    query, key, value = (_argument(node, name) for name in _SDPA_ARGS[:3])
+    keys, values = _side(key, node, "keys", outputs), _side(value, node, "values", outputs)
+    q, k, v = value_of(query), value_of(keys.root), value_of(values.root)
+    if (keys.past is None) != (values.past is None):
+        raise _NoMatch("only one of its keys and values has a past")
+    if q.dim() != 4 or k.shape[1] != v.shape[1] or q.shape[1] % k.shape[1]:
+        raise _NoMatch(f"its {q.shape[1]} query heads and {k.shape[1]} kv heads don't form groups")
+    if keys.root is values.root:
+        raise _NoMatch("its keys and values are one tensor")
+    if k.dtype != v.dtype:
+        raise _NoMatch(f"its keys are {k.dtype} and its values {v.dtype}")
+    for side in (k, v):
+        if reason := unfit_reason(side.dtype, side.shape[-1]):
+            raise _NoMatch(reason)
+    if _argument(node, "dropout_p", 0.0) != 0.0:
+        raise _NoMatch("it has dropout", "Call model.eval() first.")
+    mask = _argument(node, "attn_mask")
+    if mask is not None and len(shape_of(mask) or ()) == 4 and shape_of(mask)[1] != 1:  # type: ignore[index]
+        raise _NoMatch("its mask differs from head to head")
+    decode = keys.past is not None and q.shape[2] == 1
+    if decode and _argument(node, "is_causal", False):
+        raise _NoMatch("it is causal with one query, which hides all keys but the first")
+    scale = _argument(node, "scale")
+    if scale is not None and not isinstance(scale, (int, float)):
+        raise _NoMatch("its scale is computed in the graph")
+    return AttentionSite(
+        layer=layer,
+        node=node,
+        query=query,
+        new_key=keys.new,
+        new_value=values.new,
+        past_key=keys.past,
+        past_value=values.past,
+        key_root=keys.root,
+        value_root=values.root,
+        mask=mask,
+        scale=float(scale) if scale is not None else q.shape[-1] ** -0.5,
+        num_kv_heads=int(k.shape[1]),
+        key_dim=int(k.shape[-1]),
+        value_dim=int(v.shape[-1]),
+        source=source_of(node),
+    )
+
+
+def _phase(sites: list[AttentionSite]) -> Phase:
+    if not sites:
+        return Phase.NO_CACHE
+    if sites[0].past_key is None:
+        return Phase.PREFILL
+    return Phase.DECODE if shape_of(sites[0].query)[2] == 1 else Phase.EXTEND  # type: ignore[index]
+
+
+def match_attention(gm: GraphModule, state: PassState) -> GraphModule:
+    """Fill in `state.sites`, `state.refusals` and `state.phase`. The graph stays as it is."""
+    outputs = {out for out in output_node(gm.graph).all_input_nodes}
+    state.inputs = [node.name for node in placeholders(gm.graph)]
+    for node in gm.graph.nodes:
+        if node.op != "call_function" or node.target is not F.scaled_dot_product_attention:
+            continue
+        try:
+            site = _match(node, outputs, len(state.sites))
+            if state.sites and (site.past_key is None) != (state.sites[0].past_key is None):
+                raise _NoMatch("it has a past and others in the graph have none, or the reverse")
+            state.sites.append(site)
+        except _NoMatch as no:
+            if no.remedy:
+                state.refusals.append(Refusal(node.name, source_of(node), no.reason, no.remedy))
+    state.refusals.extend(_appends_without_sdpa(gm, state, outputs))
+    state.phase = _phase(state.sites)
+    return gm
+
+
+def _appends_without_sdpa(gm: GraphModule, state: PassState, outputs: set[Node]) -> list[Refusal]:
+    """KV caches whose attention is no SDPA call: named once a graph, by the softmax that reads them."""
+    bound = {root for site in state.sites for root in (site.key_root, site.value_root)}
+    grown = [
+        node
+        for node in gm.graph.nodes
+        if node.target is torch.cat and node in outputs and node not in bound and len(shape_of(node) or ()) == 4
+    ]
+    softmax = [node for node in gm.graph.nodes if target_name(node) == "softmax"]
+    if not grown or not softmax:
+        return []
+    return [
+        Refusal(
+            softmax[0].name,
+            source_of(softmax[0]),
+            "it is computed by matmul and softmax, not by scaled_dot_product_attention",
+            'Load the model with attn_implementation="sdpa" (model.set_attn_implementation("sdpa")).',
+        )
+    ]
+
+
+MATCH_ATTENTION = Pass("match_attention", match_attention)

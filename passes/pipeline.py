@@ -1,0 +1,75 @@
+"""The passes in their order, and how they are run.
+
+Dynamo's graph goes through `CAPTURE_PASSES` when it is compiled. A decode graph goes on through `duplicate_query` and
+`DECODE_PASSES` when its first step runs, with that step's inputs: shapes are static from then on.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch._logging import trace_structured
+from torch.fx import GraphModule
+
+from specache_fx.passes.base import Pass, PassState
+from specache_fx.passes.bind_cache import BIND_CACHE
+from specache_fx.passes.duplicate_query import duplicate_query
+from specache_fx.passes.insert_prefetch import INSERT_PREFETCH
+from specache_fx.passes.insert_waits import INSERT_WAITS
+from specache_fx.passes.match_attention import MATCH_ATTENTION
+from specache_fx.passes.quantize_attention import QUANTIZE_ATTENTION
+from specache_fx.passes.select_topk import SELECT_TOPK
+from specache_fx.passes.split_prelude import SPLIT_PRELUDE
+from specache_fx.passes.verify import VERIFY
+
+logger = logging.getLogger(__name__)
+
+CAPTURE_PASSES: tuple[Pass, ...] = (MATCH_ATTENTION, BIND_CACHE, SPLIT_PRELUDE)
+DECODE_PASSES: tuple[Pass, ...] = (QUANTIZE_ATTENTION, SELECT_TOPK, INSERT_PREFETCH, INSERT_WAITS, VERIFY)
+
+Observer = Callable[[str, GraphModule], None]
+"""Called with a pass's name and the graph that it left."""
+
+
+def run_passes(
+    gm: GraphModule, state: PassState, passes: Sequence[Pass], observe: Observer | None = None
+) -> GraphModule:
+    """Run passes in order; each one's node count and time go to the debug log."""
+    for step in passes:
+        before, start = len(gm.graph.nodes), time.perf_counter()
+        gm = step.run(gm, state)
+        logger.debug(
+            "%s: %d attentions, %+d nodes, %.1f ms",
+            step.name,
+            len(state.sites),
+            len(gm.graph.nodes) - before,
+            1e3 * (time.perf_counter() - start),
+        )
+        if observe is not None:
+            observe(step.name, gm)
+    trace_structured(
+        "artifact",
+        metadata_fn=lambda: {"name": f"specache_{state.phase.name.lower()}_{passes[-1].name}", "encoding": "string"},
+        payload_fn=lambda: gm.print_readable(print_output=False),
+    )
+    return gm
+
+
+def build_decode_graph(
+    gm: GraphModule, state: PassState, inputs: Sequence[Any], observe: Observer | None = None
+) -> GraphModule:
+    """The whole way from a captured decode graph to the one that is compiled.
+
+    Args:
+        gm: After `CAPTURE_PASSES`.
+        state: Its state; `lanes` is set.
+        inputs: The first step's, see `duplicate_query`.
+        observe: See `Observer`.
+    """
+    traced = duplicate_query(gm, state, inputs)
+    if observe is not None:
+        observe("duplicate_query", traced)
+    return run_passes(traced, state, DECODE_PASSES, observe)

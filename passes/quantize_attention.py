@@ -1,0 +1,53 @@
+"""`quantize_attention`: attention markers become attention over the quantised cache, and an append.
+
+    out = specache.attention_lanes(q, k, v, layer, scale)
+        -> out, scores = specache.quantized_attention(q, k, v, None, state, layer, scale)
+           specache.append(k[0], v[0], state, layer)
+
+Only the output token's pair (lane 0) is kept; the speculative one's is dropped. A marker without lanes
+(`specache.attention`) gets a lane dimension of 1. `None` stands for the pairs that `insert_waits` will bring.
+Paper: SpeCache eq. 1 and Alg. 3.
+"""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch.fx import GraphModule
+
+from specache_fx.passes.base import Pass, PassState
+from specache_fx.passes.bind_cache import STATE
+from specache_fx.passes.graph_utils import add_placeholder, call, finish, placeholders, shape_of
+
+_MARKERS = ("specache::attention", "specache::attention_lanes")
+
+
+def quantize_attention(gm: GraphModule, state: PassState) -> GraphModule:
+    """Replace the markers; adds the `state` input where there is one."""
+    graph, ops, aten = gm.graph, torch.ops.specache, torch.ops.aten
+    markers = [node for node in graph.nodes if getattr(node.target, "name", lambda: "")() in _MARKERS]
+    if not markers:
+        return gm
+    session = add_placeholder(graph, STATE, placeholders(graph)[0], torch.zeros(1, dtype=torch.int64))
+    for marker in markers:
+        query, key, value, layer, scale = marker.args
+        has_lanes = len(shape_of(query) or ()) == 5
+        with graph.inserting_before(marker):
+            if not has_lanes:
+                query, key, value = (
+                    call(graph, aten.unsqueeze.default, (side, 0), marker) for side in (query, key, value)
+                )
+            args = (query, key, value, None, session, layer, scale)
+            attention = call(graph, ops.quantized_attention.default, args, marker)
+            out = call(graph, operator.getitem, (attention, 0), marker)
+            if not has_lanes:
+                out = call(graph, aten.select.int, (out, 0, 0), marker)
+            own = [call(graph, aten.select.int, (side, 0, 0), marker) for side in (key, value)]
+            call(graph, ops.append.default, (*own, session, layer), marker)
+        marker.replace_all_uses_with(out)
+        graph.erase_node(marker)
+    return finish(gm)
+
+
+QUANTIZE_ATTENTION = Pass("quantize_attention", quantize_attention)

@@ -1,0 +1,61 @@
+"""`select_topk`: choose the KV pairs whose 16-bit originals are worth fetching.
+
+    out, scores = specache.quantized_attention(q, k, v, None, state, layer, scale)
+        -> out, scores = specache.quantized_attention(...)
+           specache.append(...)
+           indices = specache.topk(scores, state, layer, batch, num_kv_heads, top_k)
+
+With lookahead "token" and "query" the choice is for the next step. With "none" it is for this one: a first attention
+against the low-bit copy alone gives the scores, and the one that computes the output comes after the fetch.
+
+Does nothing where the policy prefetches nothing. Paper: SpeCache Alg. 3, ArgTopK; "none" is Table 4's baseline.
+"""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch.fx import GraphModule, Node
+
+from specache_fx.passes.base import Pass, PassState
+from specache_fx.passes.graph_utils import call, finish, shape_of
+
+PROBE = "specache_probe"  # in the meta of an attention that runs for its scores alone
+
+
+def attentions(gm: GraphModule) -> list[Node]:
+    """The quantised attentions of a graph, probes too."""
+    return [node for node in gm.graph.nodes if node.target is torch.ops.specache.quantized_attention.default]
+
+
+def _append_of(gm: GraphModule, layer: int) -> Node:
+    append = torch.ops.specache.append.default
+    return next(node for node in gm.graph.nodes if node.target is append and node.args[3] == layer)
+
+
+def select_topk(gm: GraphModule, state: PassState) -> GraphModule:
+    """Insert a selection for each attention."""
+    if not state.config.placement.prefetch:
+        return gm
+    graph = gm.graph
+    for attention in attentions(gm):
+        _, key, _, _, session, layer, _ = attention.args
+        source = attention
+        if state.config.lookahead == "none":
+            with graph.inserting_before(attention):
+                source = call(graph, attention.target, attention.args, attention)
+            source.meta[PROBE] = True
+        shape = shape_of(key)
+        assert shape is not None
+        # After the append, so that a group that this step quantises can be chosen for the next.
+        after = source if source is not attention else _append_of(gm, layer)
+        with graph.inserting_after(source):
+            scores = call(graph, operator.getitem, (source, 1), attention)
+        with graph.inserting_after(scores if after is source else after):
+            args = (scores, session, layer, shape[1], shape[2], state.config.top_k)
+            call(graph, torch.ops.specache.topk.default, args, attention)
+    return finish(gm)
+
+
+SELECT_TOPK = Pass("select_topk", select_topk)

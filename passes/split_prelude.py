@@ -1,0 +1,108 @@
+"""`split_prelude`: what depends on positions and lengths alone leaves the decode graph.
+
+    cos = f(position_ids); out = g(token, cos)   ->   prelude: cos = f(position_ids)
+                                                      graph:   out = g(token, cos)
+
+The runner evaluates the prelude for the output token and, where there are two lanes, once more for the token after
+it. What is left of the graph has static shapes: it knows no length and no position.
+
+Works on decode graphs that `bind_cache` has been through; leaves every other graph as it is.
+"""
+
+from __future__ import annotations
+
+from torch.fx import GraphModule, Node
+
+from specache_fx.passes.base import Pass, PassState, Phase
+from specache_fx.passes.graph_utils import (
+    eliminate_dead_code,
+    extract,
+    finish,
+    is_integer,
+    is_static_input,
+    placeholders,
+    shape_of,
+    target_name,
+)
+from specache_fx.passes.positions import Prelude
+
+
+def _clamp_embeddings(gm: GraphModule) -> GraphModule:
+    """Hold every embedding's indices inside its table."""
+    for node in list(gm.graph.nodes):
+        if target_name(node) == "embedding":
+            table = shape_of(node.args[1])
+            assert table is not None
+            with gm.graph.inserting_before(node):
+                held = gm.graph.call_method("clamp", (node.args[0],), {"max": int(table[0]) - 1})
+            node.args = (held, *node.args[1:])
+    return finish(gm)
+
+
+def split_prelude(gm: GraphModule, state: PassState) -> GraphModule:
+    """Cut the graph where position-only tensors enter the rest; sets `state.prelude`."""
+    if state.phase is not Phase.DECODE or state.sources is None:
+        return gm
+    graph, sources = gm.graph, state.sources
+    inputs = placeholders(graph)
+    moving = sources.lengths | sources.positions | sources.masks
+    origin = {node: node.meta["specache_input"] for node in inputs}
+
+    # A node is of the prelude if a position reaches it and no data does. Parameters are neutral: a table of
+    # position embeddings is read with positions alone.
+    positional: dict[Node, bool] = {}
+    data: dict[Node, bool] = {}
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            positional[node] = origin[node] in moving
+            data[node] = not (positional[node] or is_static_input(node) or is_integer(node))
+        else:
+            positional[node] = any(positional[arg] for arg in node.all_input_nodes)
+            data[node] = any(data[arg] for arg in node.all_input_nodes)
+    prelude = {
+        node for node in graph.nodes if node.op != "output" and positional[node] and not data[node]
+    }
+    boundary = [
+        node
+        for node in graph.nodes
+        if node in prelude and shape_of(node) is not None and any(user not in prelude for user in node.users)
+    ]
+    if boundary:
+        needed = [node for node in inputs if node in prelude or is_static_input(node) or is_integer(node)]
+        plain = eliminate_inputs(extract(gm, boundary, needed))
+        names = {node.name for node in placeholders(plain.graph)}
+        state.prelude = Prelude(
+            graph=plain,
+            graph_ahead=_clamp_embeddings(extract(plain, _results(plain), placeholders(plain.graph))),
+            inputs=tuple(origin[node] for node in needed if node.name in names),
+            sources=sources,
+        )
+    for i, node in enumerate(boundary):
+        with graph.inserting_after(inputs[-1]):
+            entry = graph.placeholder(f"specache_prelude_{i}")
+        entry.meta = {k: v for k, v in node.meta.items() if k in ("example_value", "stack_trace")}
+        entry.meta["specache_prelude"] = i
+        for user in list(node.users):
+            if user not in prelude:
+                user.replace_input_with(node, entry)
+        inputs.append(entry)
+    eliminate_dead_code(graph)
+    for node in placeholders(graph):
+        if not node.users:
+            graph.erase_node(node)
+    return finish(gm)
+
+
+def _results(gm: GraphModule) -> list[Node]:
+    return list(next(node for node in gm.graph.nodes if node.op == "output").args[0])  # type: ignore[arg-type]
+
+
+def eliminate_inputs(gm: GraphModule) -> GraphModule:
+    """Erase the inputs that nothing reads."""
+    for node in placeholders(gm.graph):
+        if not node.users:
+            gm.graph.erase_node(node)
+    return finish(gm)
+
+
+SPLIT_PRELUDE = Pass("split_prelude", split_prelude)

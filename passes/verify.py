@@ -1,0 +1,72 @@
+"""`verify`: what must hold of every decode graph before it is compiled (DESIGN §2, law 6; §3, pass 9).
+
+Changes nothing. A failure is a defect of the passes, not of the model.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from specache_fx.errors import PassInvariantError
+from specache_fx.passes.base import Pass, PassState
+from specache_fx.passes.graph_utils import placeholders, value_of
+from specache_fx.passes.select_topk import PROBE
+
+
+def _fail(node: Node, what: str) -> None:
+    raise PassInvariantError(f"`{node.name}` = {node.format_node()}: {what}. This is a defect: please report it.")
+
+
+def verify(gm: GraphModule, state: PassState) -> GraphModule:
+    """Check waits, appends, markers and shapes.
+
+    Raises:
+        PassInvariantError: Names the node and what is wrong with it.
+    """
+    ops = torch.ops.specache
+    pending: dict[Any, bool] = {}  # layer -> a prefetch may be under way: always, when a step begins
+    appends: Counter[Any] = Counter()
+    readers: Counter[Any] = Counter()
+    for node in gm.graph.nodes:
+        if node.target in (ops.attention.default, ops.attention_lanes.default):
+            _fail(node, "a marker was left behind")
+        elif node.target is ops.wait_prefetch.default:
+            pending[node.args[1]] = False
+        elif node.target is ops.prefetch.default:
+            if node.args[0].target is not ops.topk.default or node.args[0].args[2] != node.args[2]:
+                _fail(node, "it does not fetch what its own layer selected")
+            pending[node.args[2]] = True
+        elif node.target is ops.append.default:
+            appends[node.args[3]] += 1
+        elif node.target is ops.quantized_attention.default and not node.meta.get(PROBE):
+            layer, staged = node.args[5], node.args[3]
+            readers[layer] += 1
+            if state.config.placement.prefetch:
+                if staged is None or staged.target is not ops.wait_prefetch.default or staged.args[1] != layer:
+                    _fail(node, "no wait of its layer guards the staged pairs that it reads")
+                if pending.get(layer, True):
+                    _fail(node, "a prefetch lies between its wait and its read")
+    if appends != readers or any(count != 1 for count in appends.values()) or len(appends) != len(state.sites):
+        raise PassInvariantError(
+            f"{len(state.sites)} attentions became {dict(readers)} reads and {dict(appends)} appends (layer: count),"
+            " not one each. This is a defect: please report it."
+        )
+    past = {state.inputs[i] for i in state.past_inputs}
+    for node in placeholders(gm.graph):
+        if node.meta.get("specache_name") in past:
+            _fail(node, "the graph still reads the contents of a handle")
+    for node in gm.graph.nodes:
+        value = value_of(node)
+        for tensor in value if isinstance(value, (tuple, list)) else (value,):
+            if isinstance(tensor, torch.SymInt) or (
+                isinstance(tensor, torch.Tensor) and any(isinstance(size, torch.SymInt) for size in tensor.shape)
+            ):
+                _fail(node, "its shape is not static: the graph still knows a length")
+    return gm
+
+
+VERIFY = Pass("verify", verify)

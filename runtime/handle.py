@@ -1,0 +1,133 @@
+"""Handles: what the model passes around in place of its KV cache.
+
+A handle has the shape that the model expects, `[batch, num_kv_heads, kv_len, head_dim]`, and next to no memory: it
+is one row of `head_dim` elements per batch row, expanded with stride 0 over heads and tokens. All the handles of a
+session are views of one storage, so storage identity names the session, and the storage dies with the last handle.
+
+The row's elements are NaNs whose payload bits spell (magic, session, slot, row). They survive every copy, so that a
+permuted or copied cache can be told from the original, and whatever reads a handle as if it were a KV cache gets
+NaN, never an answer that is a little wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+MAGIC = 0x5CA
+_FIELDS = (("magic", 12), ("session", 24), ("slot", 12), ("row", 16))  # 64 bits
+_CODE_BITS = sum(bits for _, bits in _FIELDS)
+MAX_SESSION = 1 << 24
+
+
+@dataclass(frozen=True)
+class _NanBox:
+    """How NaN payloads look in one dtype: the integer view, the quiet NaN, and the free payload bits below it."""
+
+    integer: torch.dtype
+    quiet_nan: int
+    bits: int
+
+
+_BOXES = {
+    torch.bfloat16: _NanBox(torch.int16, 0x7FC0, 6),
+    torch.float16: _NanBox(torch.int16, 0x7E00, 9),
+    torch.float32: _NanBox(torch.int32, 0x7FC00000, 22),
+    torch.float64: _NanBox(torch.int64, 0x7FF8000000000000, 50),
+}
+
+
+@dataclass(frozen=True)
+class HandleCode:
+    """What one batch row of a handle says: its session, its slot (2 * layer, + 1 for values), its row."""
+
+    session: int
+    slot: int
+    row: int
+
+
+def unfit_reason(dtype: torch.dtype, head_dim: int) -> str | None:
+    """Say why no handle fits into rows of `head_dim` elements of `dtype`, or None if one does."""
+    box = _BOXES.get(dtype)
+    if box is None:
+        return f"its KV cache has dtype {dtype}, not one of {', '.join(str(d) for d in _BOXES)}"
+    if head_dim * box.bits < _CODE_BITS:
+        return f"its head_dim of {head_dim} is under {-(-_CODE_BITS // box.bits)}, the least for {dtype}"
+    return None
+
+
+def _encode(session: int, slot: int, batch: int, head_dim: int, dtype: torch.dtype) -> torch.Tensor:
+    """NaN-boxed rows `[batch, head_dim]` on the CPU."""
+    box = _BOXES[dtype]
+    rows = torch.full((batch, head_dim), box.quiet_nan, dtype=torch.int64)
+    for row in range(batch):
+        code, shift = 0, 0
+        for (_, bits), value in zip(_FIELDS, (MAGIC, session, slot, row), strict=True):
+            code |= value << shift
+            shift += bits
+        for element in range(-(-_CODE_BITS // box.bits)):
+            rows[row, element] += (code >> (element * box.bits)) & ((1 << box.bits) - 1)
+    return rows.to(box.integer).view(dtype)
+
+
+def decode(handle: torch.Tensor) -> list[HandleCode] | None:
+    """Read the codes of a handle, or of a copy of one (a device-to-host copy of a few bytes).
+
+    Args:
+        handle: `[batch, num_kv_heads, kv_len, head_dim]`.
+
+    Returns:
+        One code per batch row, or None if the tensor is no handle.
+    """
+    box = _BOXES.get(handle.dtype)
+    if box is None or handle.dim() != 4 or 0 in handle.shape or unfit_reason(handle.dtype, handle.shape[-1]):
+        return None
+    payload = handle[:, 0, 0].detach().cpu().contiguous().view(box.integer).to(torch.int64) - box.quiet_nan
+    codes = []
+    for row in payload.tolist():
+        if any(not 0 <= element < 1 << box.bits for element in row):
+            return None
+        code, fields = sum(element << (i * box.bits) for i, element in enumerate(row)), {}
+        for name, bits in _FIELDS:
+            fields[name] = code & ((1 << bits) - 1)
+            code >>= bits
+        if fields.pop("magic") != MAGIC or code:
+            return None
+        codes.append(HandleCode(**fields))
+    return codes
+
+
+def issue(
+    session: int, heads_and_dims: Sequence[tuple[int, int]], batch: int, kv_len: int, dtype: torch.dtype, device: torch.device
+) -> list[torch.Tensor]:
+    """Make the handles of a session, all in one fresh storage.
+
+    Args:
+        session: The session's number, below `MAX_SESSION`.
+        heads_and_dims: `(num_kv_heads, head_dim)` of each slot, in order.
+        batch: Batch rows.
+        kv_len: Tokens that the cache holds.
+        dtype: The KV cache's dtype.
+        device: The KV cache's device.
+
+    Returns:
+        One handle per slot, `[batch, num_kv_heads, kv_len, head_dim]`.
+    """
+    rows = [_encode(session, slot, batch, dim, dtype).flatten() for slot, (_, dim) in enumerate(heads_and_dims)]
+    flat = torch.cat(rows).to(device)
+    handles, offset = [], 0
+    for heads, dim in heads_and_dims:
+        handles.append(flat.as_strided((batch, heads, kv_len, dim), (dim, 0, 0, 1), offset))
+        offset += batch * dim
+    return handles
+
+
+def resize(handle: torch.Tensor, kv_len: int) -> torch.Tensor:
+    """The same handle for a cache of `kv_len` tokens; shares the storage."""
+    batch, heads, _, dim = handle.shape
+    # Dynamo would make the growing length static twice before it gives up; tell it at once.
+    resized = handle.as_strided((batch, heads, kv_len, dim), (dim, 0, 0, 1), handle.storage_offset())
+    torch._dynamo.maybe_mark_dynamic(resized, 2)
+    return resized

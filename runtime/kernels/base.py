@@ -1,0 +1,67 @@
+"""What an attention kernel gets and gives."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from specache_fx.runtime.quant import Planes, Quantizer
+
+
+@dataclass(frozen=True)
+class DecodeInputs:
+    """One layer's decode attention: `lanes` queries a batch row against the cache in its three tiers.
+
+    Attributes:
+        query: `[lanes, batch, num_heads, 1, key_dim]`.
+        key: The lanes' own keys, `[lanes, batch, num_kv_heads, 1, key_dim]`.
+        value: The lanes' own values, `[lanes, batch, num_kv_heads, 1, value_dim]`.
+        quantizer: Reads the planes.
+        key_planes: The low-bit keys of the `num_quantized` oldest tokens.
+        value_planes: The low-bit values.
+        num_quantized: Tokens in the planes.
+        window_key: 16-bit keys of the newest tokens, `[batch, num_kv_heads, window_len, key_dim]`.
+        window_value: Their values, `[batch, num_kv_heads, window_len, value_dim]`.
+        staged_rows: 16-bit pairs that replace low-bit ones, key and value side by side,
+            `[batch, num_kv_heads, top_k, key_dim + value_dim]`; None where nothing is staged.
+        staged_indices: Their token indices, int32 `[batch, num_kv_heads, top_k]`, -1 where a slot is empty.
+        key_mask: bool `[batch, num_quantized + window_len]`, True where a token is real; None where all are.
+        scale: Factor on the scores.
+        independent_lanes: Each lane sees its own pair only (pre-decode). Else lane 1 also sees lane 0's (Alg. 3).
+    """
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    quantizer: Quantizer
+    key_planes: Planes
+    value_planes: Planes
+    num_quantized: int
+    window_key: torch.Tensor
+    window_value: torch.Tensor
+    staged_rows: torch.Tensor | None
+    staged_indices: torch.Tensor | None
+    key_mask: torch.Tensor | None
+    scale: float
+    independent_lanes: bool
+
+
+class Kernel(Protocol):
+    """A way of computing decode attention. `reference` defines the answer; every other one must agree with it."""
+
+    name: str
+
+    def unavailable_reason(self, device: torch.device) -> str | None:
+        """Say why this kernel can't run on `device`, or None if it can."""
+
+    def attention(self, inputs: DecodeInputs) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attend with every lane.
+
+        Returns:
+            The output, `[lanes, batch, num_heads, 1, value_dim]` of the query's dtype, and the selection scores,
+            float32 `[lanes, batch, num_kv_heads, num_quantized + window_len + 1]`: softmax probabilities of the
+            stored tokens and of lane 0's own, averaged over the query heads of the group, -1 where a token is
+            padding. Tokens of the window count because appending lane 0's pair may push them out of it.
+        """

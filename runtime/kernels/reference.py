@@ -1,0 +1,66 @@
+"""The reference kernel: plain ATen, float32, one softmax over all tiers. It defines correctness."""
+
+from __future__ import annotations
+
+import torch
+
+from specache_fx.runtime.kernels.base import DecodeInputs
+
+
+class ReferenceKernel:
+    """Dequantises the whole low-bit copy, then attends densely. Runs on every device."""
+
+    name = "reference"
+
+    def unavailable_reason(self, device: torch.device) -> str | None:
+        """Never: it needs nothing but ATen."""
+        return None
+
+    def attention(self, inputs: DecodeInputs) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attend with every lane; see `Kernel.attention`. Paper: SpeCache eq. 1, Algorithm 3."""
+        lanes, batch, num_heads, _, key_dim = inputs.query.shape
+        num_kv_heads, value_dim = inputs.key.shape[2], inputs.value.shape[4]
+        compute = torch.promote_types(inputs.query.dtype, torch.float32)
+        keys, values = (side.to(compute) for side in _stored_pairs(inputs, key_dim, value_dim))
+
+        query = inputs.query.reshape(lanes, batch, num_kv_heads, -1, key_dim).to(compute)
+        own_key, own_value = inputs.key.squeeze(3).to(compute), inputs.value.squeeze(3).to(compute)
+        stored = torch.einsum("lbhgd,bhnd->lbhgn", query, keys) * inputs.scale
+        if inputs.key_mask is not None:
+            stored = stored.masked_fill(~inputs.key_mask[None, :, None, None, :], -torch.inf)
+        own = torch.einsum("lbhgd,mbhd->lbhgm", query, own_key) * inputs.scale
+        seen = torch.eye(lanes, dtype=torch.bool, device=own.device)
+        if not inputs.independent_lanes:
+            seen = torch.ones_like(seen).tril()
+        own = own.masked_fill(~seen[:, None, None, None, :], -torch.inf)
+
+        probs = torch.cat([stored, own], dim=-1).softmax(dim=-1)
+        stored_probs, own_probs = probs.split([keys.shape[2], lanes], dim=-1)
+        out = torch.einsum("lbhgn,bhnd->lbhgd", stored_probs, values)
+        out = out + torch.einsum("lbhgm,mbhd->lbhgd", own_probs, own_value)
+
+        scores = probs[..., : keys.shape[2] + 1].mean(dim=3).to(torch.float32)
+        if inputs.key_mask is not None:
+            scores[..., :-1].masked_fill_(~inputs.key_mask[None, :, None, :], -1.0)
+        return out.reshape(lanes, batch, num_heads, 1, value_dim).to(inputs.query.dtype), scores
+
+
+def _stored_pairs(inputs: DecodeInputs, key_dim: int, value_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """C' with the staged pairs in place, then the window: `[batch, num_kv_heads, kv_len, dim]` each."""
+    window_key, window_value = inputs.window_key, inputs.window_value
+    if not inputs.num_quantized:
+        return window_key, window_value
+    low_key = inputs.quantizer.dequantize_key(inputs.key_planes, key_dim, window_key.dtype)
+    low_value = inputs.quantizer.dequantize_value(inputs.value_planes, value_dim, window_key.dtype)
+    if inputs.staged_rows is not None and inputs.staged_indices is not None:
+        low_key = _replaced(low_key, inputs.staged_rows[..., :key_dim], inputs.staged_indices)
+        low_value = _replaced(low_value, inputs.staged_rows[..., key_dim:], inputs.staged_indices)
+    return torch.cat([low_key, window_key], dim=2), torch.cat([low_value, window_value], dim=2)
+
+
+def _replaced(low_bit: torch.Tensor, rows: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+    """`low_bit` with the rows of `indices` replaced; an empty slot (-1) lands in a row that is cut off again."""
+    batch, heads, tokens, dim = low_bit.shape
+    padded = torch.cat([low_bit, low_bit.new_empty(batch, heads, 1, dim)], dim=2)
+    target = torch.where(indices < 0, tokens, indices).to(torch.int64)
+    return padded.scatter_(2, target[..., None].expand(-1, -1, -1, dim), rows)[:, :, :tokens]

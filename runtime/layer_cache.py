@@ -1,0 +1,164 @@
+"""`LayerCache`: one layer's KV cache in its three tiers (codes, 16-bit window, host rows)."""
+
+from __future__ import annotations
+
+import torch
+
+from specache_fx.config import SpecacheConfig
+from specache_fx.runtime.host_cache import HostCache
+from specache_fx.runtime.planes import PlaneStore
+from specache_fx.runtime.quant import Quantizer
+
+# Tokens quantised at a time in prefill: bounds the float32 temporaries of quantisation, whatever the prompt's length.
+_QUANTIZE_CHUNK_TOKENS = 4096
+
+
+class LayerCache:
+    """One layer's keys and values: quantised oldest tokens, then a 16-bit window of the newest.
+
+    Which tokens are quantised is a function of the length alone (`SpecacheConfig.num_quantized`). Keys are
+    `[batch, num_kv_heads, kv_len, key_dim]`, values `[batch, num_kv_heads, kv_len, value_dim]`, of the model's dtype.
+
+    Args:
+        config: The session's options.
+        quantizer: Makes the codes.
+        host: Keeps the 16-bit originals of the quantised tokens; None where the policy keeps the codes alone.
+        layer: Index of this layer's rows in `host`.
+    """
+
+    def __init__(self, config: SpecacheConfig, quantizer: Quantizer, host: HostCache | None, layer: int) -> None:
+        self.config = config
+        self.quantizer = quantizer
+        self.host = host
+        self.layer = layer
+        self.key_planes = PlaneStore(config.group_size)
+        self.value_planes = PlaneStore(config.group_size)
+        self._window_key = torch.empty(0)
+        self._window_value = torch.empty(0)
+        self.window_len = 0
+
+    @property
+    def num_quantized(self) -> int:
+        """Tokens in the low-bit copy."""
+        return self.key_planes.num_tokens
+
+    @property
+    def kv_len(self) -> int:
+        """Tokens held in all."""
+        return self.num_quantized + self.window_len
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes on the device: codes with their scales, and the window."""
+        window = self._window_key.untyped_storage().nbytes() + self._window_value.untyped_storage().nbytes()
+        return self.key_planes.nbytes + self.value_planes.nbytes + window
+
+    def window(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The 16-bit keys and values of the newest tokens; views, no copy."""
+        return self._window_key[:, :, : self.window_len], self._window_value[:, :, : self.window_len]
+
+    def append(self, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Append new pairs (a prompt, a chunk, or one decoded token) and quantise and offload what overflows.
+
+        Args:
+            key: `[batch, num_kv_heads, q_len, key_dim]`.
+            value: `[batch, num_kv_heads, q_len, value_dim]`.
+
+        Raises:
+            HostMemoryError: If the host tier can't take the overflow.
+        """
+        overflow = self.config.num_quantized(self.kv_len + key.shape[2]) - self.num_quantized
+        if not overflow:
+            self._extend_window(key, value)
+            return
+        if self.window_len:
+            window_key, window_value = self.window()
+            key, value = torch.cat([window_key, key], 2), torch.cat([window_value, value], 2)
+        self._quantize(key[:, :, :overflow], value[:, :, :overflow])
+        self.window_len = 0
+        self._extend_window(key[:, :, overflow:], value[:, :, overflow:])
+
+    def _extend_window(self, key: torch.Tensor, value: torch.Tensor) -> None:
+        new_len = self.window_len + key.shape[2]
+        if self._window_key.dim() != 4 or self._window_key.shape[2] < new_len:
+            # A prompt takes exactly what it needs; the first decoded token makes room for a whole group.
+            full = self.config.residual_length + self.config.group_size
+            room = max(new_len, full) if self._window_key.dim() == 4 else new_len
+            self._window_key = self._grown(self._window_key, key, room)
+            self._window_value = self._grown(self._window_value, value, room)
+        self._window_key[:, :, self.window_len : new_len] = key
+        self._window_value[:, :, self.window_len : new_len] = value
+        self.window_len = new_len
+
+    def _grown(self, old: torch.Tensor, like: torch.Tensor, room: int) -> torch.Tensor:
+        batch, heads, _, dim = like.shape
+        buffer = like.new_empty((batch, heads, room, dim))
+        if self.window_len:
+            buffer[:, :, : self.window_len] = old[:, :, : self.window_len]
+        return buffer
+
+    def _quantize(self, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Offload and quantise whole groups, the oldest of the window."""
+        if self.host is not None:
+            self.host.append(self.layer, key, value)
+        tokens, group_size = key.shape[2], self.config.group_size
+        chunk = max(_QUANTIZE_CHUNK_TOKENS // group_size, 1) * group_size
+        total_groups = self.key_planes.num_groups + tokens // group_size
+        for start in range(0, tokens, chunk):
+            part = slice(start, min(start + chunk, tokens))
+            size = part.stop - part.start
+            for store, planes in (
+                (self.key_planes, self.quantizer.quantize_key(key[:, :, part])),
+                (self.value_planes, self.quantizer.quantize_value(value[:, :, part])),
+            ):
+                if start == 0 and size < tokens:
+                    store.reserve(total_groups, planes, size // group_size)
+                store.put(planes, size)
+
+    def history(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """All keys and values at 16 bits, for exact attention (extend).
+
+        Without a host tier the quantised tokens come back as their low-bit copies, which are all there is.
+
+        Returns:
+            Fresh tensors `[batch, num_kv_heads, kv_len, key_dim]` and `[..., value_dim]` on the device.
+        """
+        window_key, window_value = self.window()
+        if not self.num_quantized:
+            return window_key.clone(), window_value.clone()
+        key, value = self.originals(0, self.num_quantized)
+        return torch.cat([key, window_key], 2), torch.cat([value, window_value], 2)
+
+    def originals(self, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The best pairs there are of quantised tokens `start` to `stop`, on the device."""
+        window = self._window_key
+        if self.host is not None:
+            key, value = self.host.read(self.layer, start, stop)
+            return key.to(window.device, window.dtype), value.to(window.device, window.dtype)
+        key = self.quantizer.dequantize_key(self.key_planes.view(), self._window_key.shape[3], window.dtype)
+        value = self.quantizer.dequantize_value(self.value_planes.view(), self._window_value.shape[3], window.dtype)
+        return key[:, :, start:stop], value[:, :, start:stop]
+
+    def truncate(self, kv_len: int) -> None:
+        """Keep the first `kv_len` tokens (crop, or undoing a step that failed midway).
+
+        Tokens that leave the low-bit copy return to the window at 16 bits, from the host.
+        """
+        if kv_len >= self.kv_len:
+            return
+        keep = self.config.num_quantized(kv_len)
+        window_key, window_value = self.window()
+        if keep == self.num_quantized:
+            self.window_len = kv_len - keep
+            return
+        stop = min(kv_len, self.num_quantized)
+        key, value = self.originals(keep, stop)
+        rest = kv_len - stop
+        key = torch.cat([key, window_key[:, :, :rest]], 2)
+        value = torch.cat([value, window_value[:, :, :rest]], 2)
+        self.key_planes.truncate(keep)
+        self.value_planes.truncate(keep)
+        if self.host is not None:
+            self.host.truncate(self.layer, keep)
+        self.window_len = 0
+        self._extend_window(key, value)

@@ -1,0 +1,136 @@
+"""The `specache::` operators: what a rewritten graph calls.
+
+Every op that touches a session takes `state`, a one-element int64 CPU tensor with the session's number, and says
+that it mutates it. That orders them all: no compiler may drop, reorder or duplicate one. Their results are fresh
+tensors of static shape. What grows with the context stays in the session: `staged` and `scores` are tickets, int64
+`[1]` tensors that carry the data edge and nothing else, so that no decode graph knows `kv_len`.
+
+    prefill   store
+    extend    load, store
+    decode    wait_prefetch -> quantized_attention -> append -> topk -> prefetch
+
+`attention` and `attention_lanes` are markers: passes put the first where an attention was, `torch.vmap` turns it
+into the second, and a later pass replaces either. Neither runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specache_fx.runtime import registry
+
+# `Library.define` and `impl` cost 3 us a call where `custom_op` costs 13 to 16, and a decode step makes five a layer.
+_library = torch.library.Library("specache", "DEF")
+
+
+def _define(schema: str, real: Callable[..., Any], fake: Callable[..., Any]) -> None:
+    name = schema.split("(")[0]
+    _library.define(schema, tags=(torch.Tag.cudagraph_unsafe,))
+    _library.impl(name, real, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"specache::{name}", fake, lib=_library)
+
+
+def _ticket(*_: Any) -> Tensor:
+    return torch.empty(1, dtype=torch.int64)
+
+
+def _nothing(*_: Any) -> None:
+    return None
+
+
+def _store(key: Tensor, value: Tensor, mask: Tensor | None, state: Tensor, layer: int) -> None:
+    registry.by_state(state).store(layer, key, value, mask)
+
+
+def _load(past_key: Tensor, past_value: Tensor, state: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+    return registry.by_state(state).load(layer)
+
+
+def _load_fake(past_key: Tensor, past_value: Tensor, state: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+    return past_key.new_empty(past_key.shape), past_value.new_empty(past_value.shape)
+
+
+def _attention_fake(query: Tensor, key: Tensor, value: Tensor, layer: int, scale: float) -> Tensor:
+    return query.new_empty((*query.shape[:-1], value.shape[-1]))
+
+
+def _marker(*_: Any) -> Tensor:
+    raise AssertionError("a specache marker op was run: no pass replaced it")
+
+
+def _wait_prefetch(state: Tensor, layer: int) -> Tensor:
+    registry.by_state(state).wait_prefetch(layer)
+    return _ticket()
+
+
+def _quantized_attention(
+    query: Tensor, key: Tensor, value: Tensor, staged: Tensor | None, state: Tensor, layer: int, scale: float
+) -> tuple[Tensor, Tensor]:
+    session = registry.by_state(state)
+    return session.attend(layer, query, key, value, scale, staged is not None), _ticket()
+
+
+def _quantized_attention_fake(
+    query: Tensor, key: Tensor, value: Tensor, staged: Tensor | None, state: Tensor, layer: int, scale: float
+) -> tuple[Tensor, Tensor]:
+    return query.new_empty((*query.shape[:-1], value.shape[-1])), _ticket()
+
+
+def _topk(scores: Tensor, state: Tensor, layer: int, batch: int, num_kv_heads: int, top_k: int) -> Tensor:
+    return registry.by_state(state).select(layer)
+
+
+def _topk_fake(scores: Tensor, state: Tensor, layer: int, batch: int, num_kv_heads: int, top_k: int) -> Tensor:
+    return scores.new_empty((batch, num_kv_heads, top_k), dtype=torch.int32)
+
+
+def _prefetch(indices: Tensor, state: Tensor, layer: int) -> None:
+    registry.by_state(state).prefetch(layer, indices)
+
+
+def _append(key: Tensor, value: Tensor, state: Tensor, layer: int) -> None:
+    registry.by_state(state).append(layer, key, value)
+
+
+_define("store(Tensor key, Tensor value, Tensor? mask, Tensor(a!) state, int layer) -> ()", _store, _nothing)
+_define("load(Tensor past_key, Tensor past_value, Tensor(a!) state, int layer) -> (Tensor, Tensor)", _load, _load_fake)
+_define(
+    "attention(Tensor query, Tensor key, Tensor value, int layer, float scale) -> Tensor", _marker, _attention_fake
+)
+_define(
+    "attention_lanes(Tensor query, Tensor key, Tensor value, int layer, float scale) -> Tensor",
+    _marker,
+    _attention_fake,
+)
+_define("wait_prefetch(Tensor(a!) state, int layer) -> Tensor", _wait_prefetch, _ticket)
+_define(
+    "quantized_attention(Tensor query, Tensor key, Tensor value, Tensor? staged, Tensor(a!) state, int layer,"
+    " float scale) -> (Tensor, Tensor)",
+    _quantized_attention,
+    _quantized_attention_fake,
+)
+_define(
+    "topk(Tensor scores, Tensor(a!) state, int layer, int batch, int num_kv_heads, int top_k) -> Tensor",
+    _topk,
+    _topk_fake,
+)
+_define("prefetch(Tensor indices, Tensor(a!) state, int layer) -> ()", _prefetch, _nothing)
+_define("append(Tensor key, Tensor value, Tensor(a!) state, int layer) -> ()", _append, _nothing)
+
+
+def _lanes(
+    info: Any, in_dims: tuple[int | None, ...], query: Tensor, key: Tensor, value: Tensor, layer: int, scale: float
+) -> tuple[Tensor, int]:
+    """Batching rule: the lanes go to the front, one op for all of them."""
+    sides = [
+        side.unsqueeze(0).expand(info.batch_size, *side.shape) if dim is None else side.movedim(dim, 0)
+        for side, dim in zip((query, key, value), in_dims[:3], strict=True)
+    ]
+    return torch.ops.specache.attention_lanes(*sides, layer, scale), 0
+
+
+torch.library.register_vmap("specache::attention", _lanes, lib=_library)

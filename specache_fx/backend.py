@@ -1,0 +1,115 @@
+"""The `torch.compile` backend: from Dynamo's graph to a runner."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+from specache_fx._log import forget_warnings, warn_once
+from specache_fx.config import SpecacheConfig
+from specache_fx.errors import ConfigError, UnsupportedGraphError
+from specache_fx.lowering import Compiled, lower
+from specache_fx.passes.base import PassState, Phase
+from specache_fx.passes.graph_utils import copy_graph, is_static_input, placeholders, shape_of, value_of
+from specache_fx.passes.pipeline import CAPTURE_PASSES, Observer, run_passes
+from specache_fx.runners import Decode, Extend, LeftAlone, Prefill
+from specache_fx.runtime.kernels import choose_kernel
+from specache_fx.runtime.quant import make_quantizer
+
+logger = logging.getLogger(__name__)
+
+
+class Backend:
+    """What `torch.compile(model, backend="specache")` calls, once a graph."""
+
+    def __call__(
+        self,
+        gm: GraphModule,
+        example_inputs: Sequence[Any],
+        *,
+        options: Mapping[str, Any] | SpecacheConfig | None = None,
+        mode: str | None = None,
+        observe: Observer | None = None,
+    ) -> Compiled:
+        """Compile one graph of Dynamo's.
+
+        Args:
+            gm: The graph. It is copied, never edited.
+            example_inputs: Its inputs.
+            options: See `SpecacheConfig`.
+            mode: Not supported: Inductor's modes don't apply.
+            observe: Sees every graph on the way (`specache_fx.explain`).
+
+        Raises:
+            ConfigError: On a mode, an unknown option or a bad value.
+            UnsupportedGraphError: Under `strict=True`, if an attention can't be rewritten.
+        """
+        if mode is not None:
+            raise ConfigError(
+                f"mode={mode!r} is not supported by backend=\"specache\": its options are set with options={{...}}."
+                f" Valid options: {', '.join(SpecacheConfig.__dataclass_fields__)}."
+            )
+        config = SpecacheConfig.from_options(options)
+        make_quantizer(config)
+        state = PassState(config)
+        if torch.is_grad_enabled() and any(getattr(value, "requires_grad", False) for value in example_inputs):
+            return self._without_cache(gm, example_inputs, state, "gradients are enabled")
+        rewritten = copy_graph(gm)
+        if observe is not None:
+            observe("dynamo", gm)
+        rewritten = run_passes(rewritten, state, CAPTURE_PASSES, observe)
+        self._report(state)
+        if state.phase is Phase.NO_CACHE:
+            return LeftAlone(lower(gm, example_inputs, config.lowering), state, _kv_inputs(gm, state))
+        first = state.sites[0].new_key
+        kv = value_of(first)
+        choose_kernel(config.kernel, kv.device)
+        if state.phase is Phase.DECODE:
+            return Decode(rewritten, state, observe)
+        inputs = [*example_inputs, torch.zeros(1, dtype=torch.int64)]
+        compiled = lower(rewritten, inputs, config.lowering)
+        if state.phase is Phase.PREFILL:
+            return Prefill(compiled, state, kv.dtype, kv.device)
+        return Extend(compiled, state)
+
+    def reset(self) -> None:
+        """Called by `torch.compiler.reset()`."""
+        forget_warnings()
+
+    def _without_cache(
+        self, gm: GraphModule, inputs: Sequence[Any], state: PassState, reason: str
+    ) -> Compiled:
+        kv_inputs = _kv_inputs(gm, state)
+        if kv_inputs or any(len(shape_of(out) or ()) == 4 for out in gm.graph.output_node().all_input_nodes):
+            warn_once(
+                logger,
+                f"specache leaves this model as it is, because {reason}: it is for inference. Call it under"
+                " torch.no_grad() (model.generate() does).",
+            )
+        return LeftAlone(lower(gm, inputs, state.config.lowering), state, kv_inputs)
+
+    def _report(self, state: PassState) -> None:
+        if state.refusals and state.config.strict:
+            raise UnsupportedGraphError(" ".join(map(str, state.refusals)))
+        for refusal in state.refusals:
+            warn_once(logger, f"specache: {refusal}")
+        logger.info("%s: %d attentions rewritten, %d left alone", state.phase.value, len(state.sites), len(state.refusals))
+
+
+def _kv_inputs(gm: GraphModule, state: PassState) -> list[int]:
+    """Inputs that could be KV tensors: 4-D, floating point, no parameters."""
+    return [
+        i
+        for i, node in enumerate(placeholders(gm.graph))
+        if not is_static_input(node)
+        and isinstance(value_of(node), torch.Tensor)
+        and value_of(node).is_floating_point()
+        and value_of(node).dim() == 4
+    ]
+
+
+specache = Backend()

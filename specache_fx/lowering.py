@@ -1,0 +1,48 @@
+"""From a rewritten graph to something that runs: Inductor, or the graph itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch._guards import TracingContext, tracing
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import GraphModule
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from specache_fx.config import Lowering
+
+Compiled = Callable[..., Any]
+
+
+def lower(gm: GraphModule, inputs: Sequence[Any], lowering: Lowering) -> Compiled:
+    """Compile a graph of Dynamo's, in Dynamo's context (prefill, extend, graphs that are left alone).
+
+    Args:
+        gm: The graph.
+        inputs: Example inputs, as Dynamo gave them.
+        lowering: "inductor" or "eager".
+    """
+    if lowering == "eager":
+        return gm.forward
+    from torch._inductor.compile_fx import compile_fx  # imported late: it loads all of Inductor
+
+    return compile_fx(gm, list(inputs))
+
+
+def lower_static(gm: GraphModule, inputs: Sequence[torch.Tensor], lowering: Lowering) -> Compiled:
+    """Compile a traced graph of static shapes, at run time (decode).
+
+    Args:
+        gm: The graph.
+        inputs: Real inputs.
+        lowering: "inductor" or "eager".
+    """
+    if lowering == "eager":
+        return gm.forward
+    from torch._inductor.compile_fx import compile_fx
+
+    # A context of its own: Dynamo's belongs to the graph that this one was made from.
+    with tracing(TracingContext(FakeTensorMode(shape_env=ShapeEnv()))):
+        return compile_fx(gm, list(inputs))
