@@ -88,7 +88,8 @@ class CopyEngine:
         if self._stream is not None:
             selected = torch.cuda.Event()
             selected.record(torch.cuda.current_stream(self._device))
-        staging.job = future = Future()
+        future: Future[None] = Future()
+        staging.job = future
         # What the job holds keeps host and slots alive, not the engine: dropping the engine then stops its
         # thread.
         job = CopyJob(

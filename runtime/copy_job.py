@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from specache_fx.runtime.host_cache import HostCache
+from specache_fx.runtime.host_cache import HostCache, row_bytes
 from specache_fx.runtime.staging import SlotPlan, Staging, plan_slots
 
 
@@ -72,7 +72,7 @@ class CopyJob:
     def _copy(self) -> None:
         staging = self.staging
         plan = plan_slots(staging.slots, staging.wanted)
-        staging.flat_rows.index_copy_(0, plan.slot_idx, self._gather(plan))
+        row_bytes(staging.rows)[plan.slot_idx.numpy()] = row_bytes(self._gather(plan))
         staging.slots.copy_(plan.slots)
 
     def _copy_to_cuda(self, stream: torch.cuda.Stream) -> None:

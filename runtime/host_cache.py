@@ -13,12 +13,13 @@ from __future__ import annotations
 import bisect
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from specache_fx.errors import SpecacheError
 from specache_fx.runtime.host_blocks import STORES, resolve_host
 
-__all__ = ["HostCache", "RowShape", "resolve_host"]
+__all__ = ["HostCache", "RowShape", "resolve_host", "row_bytes"]
 
 _ALIGN_TOKENS = 64
 
@@ -48,10 +49,23 @@ class _Rows:
             at, index = end, index + 1
         return parts
 
-    def gather(self, index: int, row: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
-        """Rows of block `index`: `row` is batch row * num_kv_heads + head, `token` counts from its start."""
+    def gather(self, index: int, row: np.ndarray, token: np.ndarray) -> np.ndarray:
+        """Copy rows of block `index` out, as uint8 `[n, bytes of a row]`.
+
+        Args:
+            index: Number of the block.
+            row: int64 `[n]`: batch row * num_kv_heads + head.
+            token: int64 `[n]`, counted from the block's start.
+        """
         block = self.blocks[index]
-        return block.view(-1, self.dim).index_select(0, row * block.shape[2] + token)
+        # NumPy, not `index_select`: the copy thread runs beside a forward pass that has every core, where waiting
+        # for an OpenMP team costs a time slice.
+        return row_bytes(block).take(row * block.shape[2] + token, axis=0)
+
+
+def row_bytes(rows: torch.Tensor) -> np.ndarray:
+    """`[..., dim]`, contiguous, as uint8 `[rows, bytes of a row]`; shares memory."""
+    return rows.view(-1, rows.shape[-1]).view(torch.uint8).numpy()
 
 
 class HostCache:
@@ -152,18 +166,15 @@ class HostCache:
         """
         self._check_open()
         rows = self._layers[layer]
-        n = token_idx.shape[0]
-        if n and not (int(token_idx.min()) >= 0 and int(token_idx.max()) < rows.length):
-            raise IndexError(f"Token {int(token_idx.max())} of layer {layer}, which holds {rows.length}.")
-        row = batch_idx * rows.num_kv_heads + head_idx
-        if len(rows.blocks) == 1:
-            return rows.gather(0, row, token_idx)
-        out = torch.empty(n, rows.dim, dtype=self.dtype, device="cpu")
-        ends = torch.tensor(rows.starts[1:], dtype=torch.int64, device="cpu")
-        block_idx = torch.bucketize(token_idx, ends, right=True)
-        for index in block_idx.unique().tolist():
-            here = (block_idx == index).nonzero().squeeze(1)
-            out[here] = rows.gather(index, row[here], token_idx[here] - rows.starts[index])
+        row = batch_idx.numpy() * rows.num_kv_heads + head_idx.numpy()
+        token = token_idx.numpy()
+        if token.size and not (token.min() >= 0 and token.max() < rows.length):
+            raise IndexError(f"Token {token.max()} of layer {layer}, which holds {rows.length}.")
+        out = torch.empty(token.size, rows.dim, dtype=self.dtype, device="cpu")
+        block_idx = np.searchsorted(rows.starts[1:], token, side="right")
+        for index in np.unique(block_idx).tolist():
+            here = np.flatnonzero(block_idx == index)
+            row_bytes(out)[here] = rows.gather(index, row[here], token[here] - rows.starts[index])
         return out
 
     def truncate(self, layer: int, tokens: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from concurrent.futures import Future
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 
@@ -102,29 +103,36 @@ class SlotPlan:
 def plan_slots(staged: torch.Tensor, wanted: torch.Tensor) -> SlotPlan:
     """Give every wanted token a slot: the one that it has, or one whose token is no longer wanted.
 
-    By sorting, not by comparing all with all: `top_k` may be as large as the context.
+    By sorting, not by comparing all with all: `top_k` may be as large as the context. In NumPy: the copy
+    thread runs beside a forward pass that has every core, where waiting for an OpenMP team costs a time slice.
 
     Args:
         staged: int32 `[batch, num_kv_heads, top_k]` on the CPU: the token in each slot, -1 where it is empty.
         wanted: The same shape: the tokens to hold, unique in a row, in any order; -1 is none.
     """
-    top_k = staged.shape[-1]
-    staged, wanted = staged.long(), wanted.long()
-    in_order, slot_of = staged.sort(dim=-1)
-    at = torch.searchsorted(in_order, wanted).clamp_(max=top_k - 1)
-    held = (wanted >= 0) & (in_order.gather(-1, at) == wanted)
-    # One column more takes what is not held.
-    keep = torch.zeros(*staged.shape[:-1], top_k + 1, dtype=torch.bool, device="cpu")
-    keep.scatter_(-1, torch.where(held, slot_of.gather(-1, at), top_k), True)
-    keep = keep[..., :top_k]
-    missing = (wanted >= 0) & ~held
-    # The free slots first, in order: the i-th missing token takes the i-th of them. Tokens that stay and
-    # tokens that come are top_k together at most, so they suffice.
-    free = keep.to(torch.uint8).argsort(dim=-1, stable=True)
-    slot = free.gather(-1, (missing.long().cumsum(-1) - 1).clamp_(min=0))
-    batch_idx, head_idx, place = missing.nonzero(as_tuple=True)
-    token_idx = wanted[batch_idx, head_idx, place]
-    slot_idx = (batch_idx * staged.shape[1] + head_idx) * top_k + slot[batch_idx, head_idx, place]
-    slots = torch.where(keep, staged, -1)
-    slots.view(-1)[slot_idx] = token_idx
-    return SlotPlan(slots.to(torch.int32), batch_idx, head_idx, token_idx, slot_idx, int(held.sum()))
+    num_kv_heads, top_k = staged.shape[1:]
+    old, new = staged.reshape(-1).numpy(), wanted.reshape(-1).numpy()
+    row = np.arange(old.size) // top_k
+    # One sorted list for all rows; an empty slot's key, one below its row's first token, is nobody's.
+    old_key, new_key = (row << 32) + old, (row << 32) + new
+    order = old_key.argsort()
+    at = np.minimum(np.searchsorted(old_key, new_key, sorter=order), old.size - 1)
+    held = (new >= 0) & (old_key[order[at]] == new_key)
+    keep = np.zeros(old.size, dtype=bool)
+    keep[order[at[held]]] = True
+    # In each row the i-th missing token takes the i-th free slot. Tokens that stay and tokens that come are
+    # top_k together at most, so the free slots suffice.
+    missing, free = np.flatnonzero((new >= 0) & ~held), np.flatnonzero(~keep)
+    missing_row = row[missing]
+    rank = np.arange(missing.size) - np.searchsorted(missing_row, missing_row)
+    slot_idx = free[np.searchsorted(row[free], missing_row) + rank]
+    slots = np.where(keep, old, np.int32(-1))
+    slots[slot_idx] = new[missing]
+    return SlotPlan(
+        slots=torch.from_numpy(slots).view(staged.shape),
+        batch_idx=torch.from_numpy(missing_row // num_kv_heads),
+        head_idx=torch.from_numpy(missing_row % num_kv_heads),
+        token_idx=torch.from_numpy(new[missing].astype(np.int64)),
+        slot_idx=torch.from_numpy(slot_idx),
+        num_kept=int(held.sum()),
+    )

@@ -24,10 +24,10 @@ def select_topk(scores: torch.Tensor, top_k: int) -> torch.Tensor:
     Paper: SpeCache Alg. 3 (the top-k of the speculative token's attention).
     """
     tokens = scores.shape[-1]
-    # + 0.0 turns -0.0, whose bits are negative, into 0.0.
+    # A score below 0 has negative bits, and so a negative key. + 0.0 turns -0.0, whose bits are too, into 0.0.
     order = (scores + 0.0).view(torch.int32).to(torch.int64)
     positions = torch.arange(tokens, device=scores.device)
-    keys = torch.where(scores < 0, -1, (order << 32) | (tokens - 1 - positions))
+    keys = (order << 32) | (tokens - 1 - positions)
     best = keys.topk(min(top_k, tokens), dim=-1, sorted=True).values
     chosen = torch.where(best < 0, -1, tokens - 1 - (best & 0xFFFFFFFF))
     return torch.nn.functional.pad(chosen, (0, top_k - chosen.shape[-1]), value=-1).to(torch.int32)

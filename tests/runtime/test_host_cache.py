@@ -119,6 +119,18 @@ def test_first_block_fits_the_prompt_and_later_ones_the_block_size(host):
     cache.close()
 
 
+def test_gather_finds_every_token_across_blocks():
+    cache = HostCache(BATCH, SHAPES, torch.bfloat16, block_tokens=64)
+    k, v = pairs(0, 300, 0)
+    for start in range(0, 300, 50):
+        cache.append(0, k[:, :, start : start + 50], v[:, :, start : start + 50])
+    b, h, t = (index.flatten() for index in torch.meshgrid(*map(torch.arange, k.shape[:3]), indexing="ij"))
+    mixed = torch.randperm(len(t), generator=torch.Generator().manual_seed(0))
+    b, h, t = b[mixed], h[mixed], t[mixed]
+    assert torch.equal(cache.gather_rows(0, b, h, t), torch.cat([k, v], dim=3)[b, h, t])
+    cache.close()
+
+
 @pytest.mark.parametrize("host", ["memory", "disk"])
 def test_cache_is_usable_across_inference_and_grad_modes(host):
     cache = HostCache(BATCH, SHAPES, torch.float32, host)

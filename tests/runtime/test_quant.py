@@ -103,6 +103,7 @@ def test_dequantised_value_lies_within_half_a_scale(name, bits, kind, drawn):
     ulp = info.eps / 2 if x.dtype != torch.float32 else 4 * info.eps
     smallest = info.tiny * info.eps
     s, z = (expand_to_elements(quantizer, kind, plane, x.shape[3]) for plane in (scale, zero))
+    assert (codes[(s == 0).expand_as(codes)] == 0).all()
     top = 2**bits - 1
     bound = s / 2 + ulp * (top * s + z.abs() + x.double().abs()) + smallest * (top + 2)
     # Overflow of the result (a value that rounds up past the largest of its dtype) is the dtype's, not ours.
@@ -187,12 +188,15 @@ def scalar_codes(values: list[float], bits: int, dtype: torch.dtype) -> tuple[li
     return codes, scale, zero
 
 
+@pytest.mark.parametrize("ties", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("bits", [1, 2, 4, 8])
-def test_kivi_codes_equal_the_papers_formulas(bits, dtype):
+def test_kivi_codes_equal_the_papers_formulas(bits, dtype, ties):
     gen = torch.Generator().manual_seed(bits)
     # Multiples of 1/8 make many exact ties, where half goes to even.
-    x = (torch.randint(-40, 40, (2, 2, 16, 20), generator=gen) / 8).to(dtype)
+    shape = (2, 2, 16, 20)
+    x = torch.randint(-40, 40, shape, generator=gen) / 8 if ties else torch.randn(shape, generator=gen)
+    x = x.to(dtype)
     quantizer = quantizer_of("kivi", bits, 8)
     codes, scale, zero = quantizer.quantize_key(x)
     codes = unpack(codes, bits, 20)
