@@ -58,8 +58,8 @@ class _Rows:
             token: int64 `[n]`, counted from the block's start.
         """
         block = self.blocks[index]
-        # NumPy, not `index_select`: the copy thread runs beside a forward pass that has every core, where waiting
-        # for an OpenMP team costs a time slice.
+        # NumPy, not `index_select`: the copy thread runs beside a forward pass that has every core, where an
+        # OpenMP team is slow to gather.
         return row_bytes(block).take(row * block.shape[2] + token, axis=0)
 
 

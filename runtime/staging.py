@@ -104,7 +104,7 @@ def plan_slots(staged: torch.Tensor, wanted: torch.Tensor) -> SlotPlan:
     """Give every wanted token a slot: the one that it has, or one whose token is no longer wanted.
 
     By sorting, not by comparing all with all: `top_k` may be as large as the context. In NumPy: the copy
-    thread runs beside a forward pass that has every core, where waiting for an OpenMP team costs a time slice.
+    thread runs beside a forward pass that has every core, where an OpenMP team is slow to gather.
 
     Args:
         staged: int32 `[batch, num_kv_heads, top_k]` on the CPU: the token in each slot, -1 where it is empty.

@@ -24,7 +24,7 @@ def select_topk(scores: torch.Tensor, top_k: int) -> torch.Tensor:
     Paper: SpeCache Alg. 3 (the top-k of the speculative token's attention).
     """
     tokens = scores.shape[-1]
-    # A score below 0 has negative bits, and so a negative key. + 0.0 turns -0.0, whose bits are too, into 0.0.
+    # A score below 0 has negative bits, and so a negative key; -0.0 does too: + 0.0 makes it 0.0.
     order = (scores + 0.0).view(torch.int32).to(torch.int64)
     positions = torch.arange(tokens, device=scores.device)
     keys = (order << 32) | (tokens - 1 - positions)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -245,10 +246,17 @@ def test_folder_without_permission_is_named(tmp_path: Path):
 def test_full_disk_raises_and_what_was_stored_stays_readable(tmp_path: Path):
     """A limit on file size stands for the full disk: `posix_fallocate` fails in the same way."""
     code = """
-        import resource, sys, torch
+        import os, resource, sys, torch
         from specache_fx.errors import HostMemoryError
         from specache_fx.runtime.host_cache import HostCache
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+
+        def file_bytes():
+            links = (f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd"))
+            return sum(os.stat(link).st_size for link in links
+                       if os.path.islink(link) and sys.argv[1] in os.readlink(link))
+
+        hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
         cache = HostCache(1, [(1, 64, 64)], torch.float16, "disk", sys.argv[1], block_tokens=1024)
         k = torch.randn(1, 1, 512, 64).half()
         stored = 0
@@ -264,12 +272,53 @@ def test_full_disk_raises_and_what_was_stored_stays_readable(tmp_path: Path):
         assert torch.equal(cache.read(0, stored - 512, stored)[1], k)
         cache.truncate(0, 512)
         cache.append(0, k, k)
+
+        # The disk has room, but the address space has none: what was reserved on the disk is given back.
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+        resource.setrlimit(resource.RLIMIT_AS, (1 << 30, resource.getrlimit(resource.RLIMIT_AS)[1]))
+        used = file_bytes()
+        cache.block_tokens = 1 << 22
+        try:
+            for _ in range(8):
+                cache.append(0, k, k)
+        except HostMemoryError as error:
+            assert "Cannot allocate memory" in str(error), error
+        else:
+            raise AssertionError("the limit did not hold")
+        assert file_bytes() == used > 0
         cache.close()
         print("fine")
     """
     out, err = python(code, str(tmp_path)).communicate(timeout=60)
     assert out.strip() == "fine", err
     assert not list(tmp_path.iterdir())
+
+
+def test_full_file_system_raises_instead_of_ending_the_process(tmp_path: Path):
+    """A file system of 1 MiB, where this user may mount one."""
+    mount = ["unshare", "-m", "sh", "-c", 'mount -t tmpfs -o size=1m none "$0" && exec "$@"', str(tmp_path)]
+    if (
+        not shutil.which("unshare")
+        or subprocess.run([*mount, "true"], check=False, capture_output=True).returncode
+    ):
+        pytest.skip("no right to mount a file system")
+    code = """
+        import sys, torch
+        from specache_fx.errors import HostMemoryError
+        from specache_fx.runtime.host_cache import HostCache
+        cache = HostCache(1, [(1, 64, 64)], torch.float16, "disk", sys.argv[1], block_tokens=1024)
+        k = torch.randn(1, 1, 512, 64).half()
+        try:
+            for _ in range(100):
+                cache.append(0, k, k)
+        except HostMemoryError as error:
+            print(error)
+        assert torch.equal(cache.read(0, 0, 512)[0], k) and cache.length(0) >= 1024
+    """
+    command = [*mount, sys.executable, "-c", textwrap.dedent(code), str(tmp_path)]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "No space left on device" in done.stdout
 
 
 def test_killed_process_leaves_no_file(tmp_path: Path):
@@ -288,6 +337,18 @@ def test_killed_process_leaves_no_file(tmp_path: Path):
     process.send_signal(signal.SIGKILL)
     process.communicate()
     assert not list(tmp_path.iterdir())
+
+
+def test_disk_space_is_reserved_before_it_is_written(tmp_path: Path):
+    """A mapping of space that the disk then lacks would end the process by SIGBUS."""
+    cache = HostCache(1, [(1, 64, 64)], torch.float16, "disk", str(tmp_path), block_tokens=8192)
+    k = torch.zeros(1, 1, 64, 64).half()
+    cache.append(0, k, k)
+    cache.append(0, k, k)
+    links = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
+    (file,) = (link for link in links if os.path.islink(link) and str(tmp_path) in os.readlink(link))
+    assert os.stat(file).st_blocks * 512 >= cache.nbytes == (64 + 8192) * 256
+    cache.close()
 
 
 def test_many_blocks_need_one_descriptor(tmp_path: Path):
