@@ -275,9 +275,10 @@ def test_full_disk_raises_and_what_was_stored_stays_readable(tmp_path: Path):
 
         # The disk has room, but the address space has none: what was reserved on the disk is given back.
         resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
-        resource.setrlimit(resource.RLIMIT_AS, (1 << 30, resource.getrlimit(resource.RLIMIT_AS)[1]))
+        taken = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (taken + (64 << 20), hard))
         used = file_bytes()
-        cache.block_tokens = 1 << 22
+        cache.block_tokens = 1 << 19
         try:
             for _ in range(8):
                 cache.append(0, k, k)
