@@ -1,0 +1,51 @@
+# Each target does all of its own set-up, and nothing twice.
+#   make test     lint, types, tests         make demo    the needle demo on a trained model
+#   make format   rewrite in house style     make clean   remove all that make has made
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+# Tests run in so many processes, one torch thread each.
+WORKERS ?= 2
+PYTEST_ARGS ?=
+
+STAMP := $(VENV)/installed
+# What mypy reads: the package as it will be installed. It can't follow setuptools' mapping of passes/ and runtime/.
+TYPES := build/types
+
+.DEFAULT_GOAL := test
+.PHONY: install lint types check test demo format clean
+
+# torch is named here, so that it and all that needs it are resolved together, to the version in constraints.txt.
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch --editable '.[test]'
+	touch $@
+
+install: $(STAMP)
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(STAMP)
+	rm -rf $(TYPES)
+	mkdir -p $(TYPES)/specache_fx
+	ln -s $(CURDIR)/specache_fx/* $(CURDIR)/passes $(CURDIR)/runtime $(CURDIR)/examples $(TYPES)/specache_fx/
+	MYPYPATH=$(TYPES) $(BIN)/mypy --package specache_fx
+
+check: lint types
+
+test: check
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) $(PYTEST_ARGS)
+
+demo: $(STAMP)
+	$(BIN)/specache-fx demo
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) build dist specache_fx.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
