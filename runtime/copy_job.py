@@ -54,14 +54,12 @@ class CopyJob:
     def __call__(self) -> None:
         """Copy."""
         try:
-            # The mode is per thread; in it, tensors of either kind may be written.
-            with torch.inference_mode():
-                if self.delay is not None:
-                    self.delay()
-                if self.stream is None:
-                    self._copy()
-                else:
-                    self._copy_to_cuda(self.stream)
+            if self.delay is not None:
+                self.delay()
+            if self.stream is None:
+                self._copy()
+            else:
+                self._copy_to_cuda(self.stream)
         except BaseException as error:
             # Told first: whoever waits must not hang, even if a broken device can't empty the slots.
             self.staging.failed = True
