@@ -66,8 +66,9 @@ def target_name(node: Node) -> str:
 
 
 def source_of(node: Node) -> str:
-    """The line of the model that made a node, "file:line: code"."""
+    """The line of the model that made a node, "file:line: code": where it calls into transformers' integrations."""
     frames = re.findall(r'File "([^"]+)", line (\d+), in [^\n]*\n\s*([^\n]*)', node.meta.get("stack_trace") or "")
+    frames = [frame for frame in frames if "transformers/integrations" not in frame[0]] or frames
     return f"{frames[-1][0]}:{frames[-1][1]}: {frames[-1][2].strip()}" if frames else ""
 
 

@@ -30,8 +30,8 @@ logger = logging.getLogger(__name__)
 CAPTURE_PASSES: tuple[Pass, ...] = (MATCH_ATTENTION, BIND_CACHE, SPLIT_PRELUDE)
 DECODE_PASSES: tuple[Pass, ...] = (QUANTIZE_ATTENTION, SELECT_TOPK, INSERT_PREFETCH, INSERT_WAITS, VERIFY)
 
-Observer = Callable[[str, GraphModule], None]
-"""Called with a pass's name and the graph that it left."""
+Observer = Callable[[str, GraphModule, PassState], None]
+"""Called with a pass's name, the graph that it left and what is known by then; first with "dynamo" and its graph."""
 
 
 def run_passes(
@@ -49,7 +49,7 @@ def run_passes(
             1e3 * (time.perf_counter() - start),
         )
         if observe is not None:
-            observe(step.name, gm)
+            observe(step.name, gm, state)
     trace_structured(
         "artifact",
         metadata_fn=lambda: {"name": f"specache_{state.phase.name.lower()}_{passes[-1].name}", "encoding": "string"},
@@ -71,5 +71,5 @@ def build_decode_graph(
     """
     traced = duplicate_query(gm, state, inputs)
     if observe is not None:
-        observe("duplicate_query", traced)
+        observe("duplicate_query", traced, state)
     return run_passes(traced, state, DECODE_PASSES, observe)

@@ -56,11 +56,11 @@ class Backend:
         config = SpecacheConfig.from_options(options)
         make_quantizer(config)
         state = PassState(config)
+        if observe is not None:
+            observe("dynamo", gm, state)
         if torch.is_grad_enabled() and any(getattr(value, "requires_grad", False) for value in example_inputs):
             return self._without_cache(gm, example_inputs, state, "gradients are enabled")
         rewritten = copy_graph(gm)
-        if observe is not None:
-            observe("dynamo", gm)
         rewritten = run_passes(rewritten, state, CAPTURE_PASSES, observe)
         self._report(state)
         if state.phase is Phase.NO_CACHE:

@@ -235,20 +235,20 @@ def test_top_k_of_everything_equals_plain_decoding(lookahead: Lookahead) -> None
     model, input_ids, attention_mask = _padded_prompt()
     plain = generate(model, input_ids, 14, attention_mask)
     config = SpecacheConfig(bits=1, top_k=64, lookahead=lookahead, **SMALL)
-    decoder = OracleDecoder(model, config, select_after_append=True)
+    decoder = OracleDecoder(model, config)
     run = decoder.generate(input_ids, 14, attention_mask)
     torch.testing.assert_close(run.logits, plain.logits, **TOLERANCE)
     assert torch.equal(run.tokens, plain.tokens)
     assert run.topk_hits.rate == 1
 
 
-def test_selecting_before_the_append_leaves_a_fresh_group_low_bit_for_a_step() -> None:
+def test_a_fresh_group_is_selected_in_the_step_that_quantises_it() -> None:
     model, input_ids, attention_mask = _padded_prompt(23)
     config = SpecacheConfig(bits=1, top_k=64, **SMALL)
     run = OracleDecoder(model, config).generate(input_ids, 6, attention_mask)
     staged = [step.staged[0][1][0] for step in run.steps]
     # Past lengths 23 to 27: a group of 4 leaves the window of 4 when the length reaches 24.
-    assert [len(positions) for positions in staged] == [16, 16, 20, 20, 20]
+    assert [len(positions) for positions in staged] == [16, 20, 20, 20, 20]
     assert [step.scores[0].shape[-1] for step in run.steps] == [16, 20, 20, 20, 20]
 
 

@@ -42,7 +42,7 @@ class ReferenceKernel:
         scores = probs[..., : keys.shape[2] + 1].mean(dim=3).to(torch.float32)
         if inputs.key_mask is not None:
             scores[..., :-1].masked_fill_(~inputs.key_mask[None, :, None, :], -1.0)
-        return out.reshape(lanes, batch, num_heads, 1, value_dim).to(inputs.query.dtype), scores
+        return out.reshape(lanes, batch, num_heads, 1, value_dim).to(inputs.query.dtype).contiguous(), scores
 
 
 def _stored_pairs(inputs: DecodeInputs, key_dim: int, value_dim: int) -> tuple[torch.Tensor, torch.Tensor]:

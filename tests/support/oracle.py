@@ -50,8 +50,6 @@ class OracleDecoder:
         model: Its weights and everything but its attention.
         config: policy, lookahead, bits, group_size, residual_length, top_k; the rest is ignored.
         compute_dtype: Of the decode attention.
-        select_after_append: Choose K_{t+1} among the positions that are quantised once T_t is appended,
-            rather than among those that were quantised before.
     """
 
     def __init__(
@@ -59,10 +57,8 @@ class OracleDecoder:
         model: TinyDecoder,
         config: SpecacheConfig,
         compute_dtype: torch.dtype = torch.float32,
-        select_after_append: bool = False,
     ) -> None:
         self.model, self.config, self.compute_dtype = model, config, compute_dtype
-        self.select_after_append = select_after_append
         self.caches: list[OracleCache] = []
         self._forget_lookahead()
 
@@ -193,8 +189,8 @@ class OracleDecoder:
             cache.append(k, v)
         selected = done.used
         if self.looks_ahead:
-            count = self.caches[0].num_quantized if self.select_after_append else before
-            selected = self._select(done.scores, count)
+            # What T_t pushed out of the window is low-bit in the next step, so it can be chosen for that.
+            selected = self._select(done.scores, self.caches[0].num_quantized)
             self.next_staged = selected
         if lane1_token is not None:
             self.expected, self.speculative = lane1_token, done.logits[1].argmax(-1)

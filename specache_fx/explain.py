@@ -1,0 +1,158 @@
+"""`explain`: run a model once and say what became of each of its attentions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx import GraphModule, Node
+
+from specache_fx.backend import Backend
+from specache_fx.lowering import Compiled
+from specache_fx.passes.base import PassState, Phase, Refusal
+from specache_fx.passes.graph_utils import shape_of, target_name, value_of
+
+
+_SDPA = "scaled_dot_product_attention"
+_LEAD = 9  # nodes shown before an attention that is not rewritten: cat and repeat_kv
+_GAP = 6  # most nodes between two calls that belong to one attention
+
+
+@dataclass
+class GraphReport:
+    """What happened to one graph of Dynamo's.
+
+    Attributes:
+        phase: Prefill, extend, decode, or no cache.
+        rewritten: Source line of each rewritten attention.
+        refusals: The attentions that were left alone.
+        lanes: Tokens that a decode step computes at once; 0 in other phases.
+        fallback: Why there is one lane though two were asked for.
+        before: The first attention as Dynamo saw it.
+        after: The same, rewritten.
+    """
+
+    phase: Phase
+    rewritten: list[str]
+    refusals: list[Refusal]
+    lanes: int = 0
+    fallback: str | None = None
+    before: str = ""
+    after: str = ""
+
+
+@dataclass
+class Explanation:
+    """Every graph that the run compiled, in order. `print` it."""
+
+    graphs: list[GraphReport] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        lines: list[str] = []
+        for i, graph in enumerate(self.graphs):
+            lanes = f", {graph.lanes} lane{'s' if graph.lanes > 1 else ''}" if graph.lanes else ""
+            lines.append(
+                f"graph {i}: {graph.phase.value}{lanes}, {len(graph.rewritten)} attentions rewritten,"
+                f" {len(graph.refusals)} left alone"
+            )
+            lines += [f"  rewritten: {source}" for source in dict.fromkeys(graph.rewritten)]
+            lines += [f"  {refusal}" for refusal in graph.refusals]
+            if graph.fallback:
+                lines.append(f'  lookahead "query" instead of "token": {graph.fallback}')
+            if graph.after:
+                lines += ["  before:", graph.before, "  after:", graph.after]
+        return "\n".join(lines) if lines else "Nothing was compiled."
+
+
+class _Recorder:
+    """A backend that notes what the passes did."""
+
+    def __init__(self, backend: Backend, options: dict[str, Any]) -> None:
+        self.backend, self.options = backend, options
+        self.explanation = Explanation()
+
+    def __call__(self, gm: GraphModule, example_inputs: Sequence[Any], **_: Any) -> Compiled:
+        report = GraphReport(Phase.NO_CACHE, [], [])
+        self.explanation.graphs.append(report)
+
+        def observe(name: str, graph: GraphModule, state: PassState) -> None:
+            if name == "dynamo":
+                report.before = _around_attention(graph)
+            report.phase, report.refusals, report.fallback = state.phase, state.refusals, state.fallback
+            report.rewritten = [site.source for site in state.sites]
+            if name == "verify":  # the last pass of a decode graph
+                report.lanes, report.after = state.lanes, _around_attention(graph)
+
+        return self.backend(gm, example_inputs, options=self.options, observe=observe)
+
+
+def _is_attention(node: Node) -> bool:
+    return "specache" in str(node.target) or target_name(node) == _SDPA
+
+
+def _around_attention(gm: GraphModule) -> str:
+    """The graph's first attention with what leads up to it, one line a node."""
+    nodes = [node for node in gm.graph.nodes if node.op not in ("placeholder", "output")]
+    found = [i for i, node in enumerate(nodes) if _is_attention(node)]
+    if not found:
+        return ""
+    last = found[0]
+    for i in found:
+        if i - last <= _GAP:
+            last = i
+    lead = _LEAD if target_name(nodes[found[0]]) == _SDPA else 0
+    return "\n".join(f"    {_line(node)}" for node in nodes[max(found[0] - lead, 0) : last + 1])
+
+
+def _line(node: Node) -> str:
+    shape = shape_of(node)
+    dtype = str(value_of(node).dtype).removeprefix("torch.") if shape is not None else ""
+    name = str(node.target).removesuffix(".default") if "specache" in str(node.target) else target_name(node)
+    kwargs = [f"{key}={value}" for key, value in node.kwargs.items()]
+    result = f"  # {dtype}{list(shape)}" if shape is not None else ""
+    return f"{node.name} = {name}({', '.join([*map(str, node.args), *kwargs])}){result}"
+
+
+def explain(
+    model: nn.Module,
+    *,
+    options: dict[str, Any] | None = None,
+    run: Callable[[nn.Module], Any] | None = None,
+    **inputs: Any,
+) -> Explanation:
+    """Run a model for a few tokens and say what was rewritten, what was left alone and why, and how.
+
+    The model is not changed: it is compiled aside, without Inductor.
+
+    Args:
+        model: A transformers model, or any module.
+        options: See `SpecacheConfig`.
+        run: Drives a model without `generate()`: called with the compiled model; should make it run a prompt and a
+            few decode steps.
+        **inputs: For `generate()`, such as `input_ids` and `attention_mask`; for a model without `generate()` and
+            with no `run`, one call's arguments.
+
+    Returns:
+        A report to print.
+    """
+    recorder = _Recorder(Backend(), {**(options or {}), "lowering": "eager"})
+    torch._dynamo.reset()
+    compiled: Any = torch.compile(model, backend=recorder)
+    with torch.no_grad():
+        if run is not None:
+            run(compiled)
+        elif hasattr(model, "generate"):
+            inner: Any = model
+            saved = inner._compiled_call_impl
+            inner._compiled_call_impl = compiled.dynamo_ctx(inner._call_impl)
+            try:
+                inner.generate(**{"max_new_tokens": 4, "do_sample": False, **inputs})
+            finally:
+                inner._compiled_call_impl = saved
+        else:
+            compiled(**inputs)
+    torch._dynamo.reset()
+    return recorder.explanation
