@@ -1,0 +1,177 @@
+"""The command line: `specache-fx plan` and `specache-fx demo`.
+
+What needs torch or transformers is imported inside the commands, so that `--help` and bad options answer at once.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.metadata import version
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from specache_fx.config import BITS, SpecacheConfig
+from specache_fx.errors import ConfigError
+from specache_fx.sizes import DTYPE_BYTES, parse_size
+
+_DEFAULTS = SpecacheConfig()
+
+app = typer.Typer(
+    no_args_is_help=True, add_completion=False, help="Speculative low-bit KV caching for PyTorch decoders."
+)
+
+JsonFile = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the numbers there too.")]
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"specache-fx {version('specache-fx')}")
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    show_version: Annotated[
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit."),
+    ] = False,
+) -> None:
+    """Speculative low-bit KV caching for PyTorch decoders."""
+
+
+@contextmanager
+def _as_bad_parameter() -> Iterator[None]:
+    """Errors in what the user gave end in a usage message and exit code 2, not in a traceback."""
+    try:
+        yield
+    except ConfigError as error:
+        raise typer.BadParameter(str(error)) from error
+
+
+def _check_dtype(dtype: str) -> None:
+    if dtype not in DTYPE_BYTES:
+        raise typer.BadParameter(f"--dtype {dtype}: choose one of {', '.join(DTYPE_BYTES)}.")
+
+
+def _check_folder(file: Path | None) -> None:
+    """Complain about `--json` before the work, not after it."""
+    if file is not None and (file.is_dir() or not file.absolute().parent.is_dir()):
+        raise typer.BadParameter(f"--json {file}: give a file in a folder that exists.")
+
+
+@app.command("plan")
+def plan_command(
+    layers: Annotated[int | None, typer.Option(help="Attention layers.")] = None,
+    kv_heads: Annotated[int | None, typer.Option(help="Key/value heads of a layer.")] = None,
+    head_dim: Annotated[int | None, typer.Option(help="Channels of a key and of a value.")] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(metavar="CONFIG", help="Instead: a transformers model's folder, config.json or name."),
+    ] = None,
+    context: Annotated[
+        int | None, typer.Option(help="Tokens of a sequence; the model's longest by default.")
+    ] = None,
+    batch: Annotated[int, typer.Option(help="Sequences.")] = 1,
+    bits: Annotated[
+        int | None, typer.Option(help="Width of the device copy's codes; all by default.")
+    ] = None,
+    group_size: Annotated[
+        int, typer.Option(help="Tokens or channels that share a scale.")
+    ] = _DEFAULTS.group_size,
+    residual_length: Annotated[
+        int, typer.Option(help="Newest tokens at 16 bits.")
+    ] = _DEFAULTS.residual_length,
+    top_k: Annotated[int, typer.Option(help="KV pairs prefetched for each head.")] = _DEFAULTS.top_k,
+    policy: Annotated[str, typer.Option(help="specache or kivi.")] = _DEFAULTS.policy,
+    dtype: Annotated[
+        str | None, typer.Option(help="The model's: bfloat16 (default), float16 or float32.")
+    ] = None,
+    budget: Annotated[
+        str | None, typer.Option(help="Device bytes for KV, such as 40GiB: the largest batch.")
+    ] = None,
+    json_file: JsonFile = None,
+) -> None:
+    """Say what a KV cache will take on the device and on the host."""
+    from specache_fx.plan_report import plan_rows, plan_table
+
+    _check_folder(json_file)
+    with _as_bad_parameter():
+        budget_bytes = None if budget is None else parse_size(budget)
+        shape = {"layers": layers, "num_kv_heads": kv_heads, "head_dim": head_dim}
+        if model is not None:
+            if any(size is not None for size in shape.values()):
+                raise ConfigError(
+                    "--model brings --layers, --kv-heads and --head-dim: give one or the others."
+                )
+            from specache_fx.model_shape import load_model_shape
+
+            read = load_model_shape(model)
+            shape = {"layers": read.layers, "num_kv_heads": read.num_kv_heads, "head_dim": read.head_dim}
+            context, dtype = context or read.max_context, dtype or read.dtype
+        shape["context"] = context
+        if missing := [name for name, size in shape.items() if size is None]:
+            options = ", ".join("--" + name.removeprefix("num_").replace("_", "-") for name in missing)
+            raise ConfigError(f"{options} missing: give them, or --model with a transformers model.")
+        dtype = dtype or "bfloat16"
+        _check_dtype(dtype)
+        settings: dict[str, Any] = {**shape, "batch": batch, "dtype": dtype, "budget_bytes": budget_bytes}
+        options = {
+            "policy": policy,
+            "group_size": group_size,
+            "residual_length": residual_length,
+            "top_k": top_k,
+        }
+        rows = plan_rows(settings, options, sorted(BITS, reverse=True) if bits is None else [bits])
+    Console().print(plan_table(settings, options, rows))
+    if json_file is not None:
+        report = {"settings": settings, "options": options, "rows": rows}
+        json_file.write_text(json.dumps(report, indent=2) + "\n")
+
+
+@app.command("demo")
+def demo_command(
+    prompts: Annotated[int, typer.Option(min=1, help="Unseen prompts for each method.")] = 50,
+    context: Annotated[int, typer.Option(min=8, help="Tokens of each prompt.")] = 2000,
+    records: Annotated[int, typer.Option(min=1, help="Records hidden in each prompt.")] = 48,
+    seed: Annotated[int, typer.Option(min=0, help="Of the prompts.")] = 0,
+    batch_size: Annotated[int, typer.Option(min=1, help="Prompts at a time.")] = 10,
+    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
+    lowering: Annotated[str, typer.Option(help="inductor, or eager: no compile time.")] = "inductor",
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="CPU threads; torch's choice by default.")
+    ] = None,
+    model: Annotated[
+        Path | None, typer.Option(help="Folder of the needle model; the trained one by default.")
+    ] = None,
+    json_file: JsonFile = None,
+) -> None:
+    """Ask a trained model about records in long prompts, with the full KV cache, KIVI's and SpeCache's."""
+    _check_folder(json_file)
+    _check_dtype(dtype)
+    with _as_bad_parameter():
+        SpecacheConfig.from_options({"lowering": lowering})
+    from specache_fx import demo
+    from specache_fx.demo_report import demo_json, demo_table
+
+    console = Console()
+    columns = (TextColumn("{task.description:<28}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console) as progress, demo.quiet(threads), _as_bad_parameter():
+        settings = demo.DemoSettings(
+            str(model or demo.MODEL_DIR), prompts, context, records, seed, batch_size, dtype, lowering
+        )
+        task = progress.add_task("loading", total=len(demo.METHODS) * prompts)
+
+        def on_batch(method: str, done: int) -> None:
+            first = "" if done or demo.METHODS[method] is None else ": compiling"
+            progress.update(task, advance=done, description=method + first)
+
+        rows = demo.run_demo(settings, on_batch)
+    console.print(demo_table(settings, rows))
+    if json_file is not None:
+        json_file.write_text(json.dumps(demo_json(settings, rows, threads), indent=2) + "\n")

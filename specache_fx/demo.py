@@ -1,0 +1,149 @@
+"""The demo: a trained model, long prompts, and what each KV cache remembers and takes.
+
+Every row runs the same model on the same prompts through the public way: `model.compile(backend="specache")`, then
+`model.generate(...)`. The first row is transformers' own cache, uncompiled.
+
+Paper: SpeCache §4.1 (KIVI with 128 residual tokens; SpeCache with 64 and 64 prefetched, for equal memory), Table 1.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+from specache_fx.demo_report import DemoRow, DemoSettings
+from specache_fx.errors import ConfigError
+from specache_fx.examples import needle
+from specache_fx.examples.needle.task import ANSWER_LEN, Prompts, make_prompts
+
+MODEL_DIR = Path(needle.__file__).parent / "model"
+
+_KIVI = {"policy": "kivi", "group_size": 64, "residual_length": 128}
+_SPECACHE = {"policy": "specache", "group_size": 64, "residual_length": 64, "top_k": 64}
+
+# None: the full cache of transformers, uncompiled.
+METHODS: dict[str, dict[str, Any] | None] = {
+    "full cache": None,
+    "KIVI 2-bit": {**_KIVI, "bits": 2},
+    "KIVI 1-bit": {**_KIVI, "bits": 1},
+    "SpeCache 2-bit": {**_SPECACHE, "bits": 2},
+    "SpeCache 1-bit": {**_SPECACHE, "bits": 1},
+}
+
+
+_CHATTY = ("transformers", "torchao", "torch")
+
+
+def load_model(settings: DemoSettings) -> PreTrainedModel:
+    """Load the demo's model.
+
+    Raises:
+        ConfigError: If there is none in that folder.
+    """
+    if not (Path(settings.model) / "config.json").is_file():
+        raise ConfigError(
+            f"There is no model in {settings.model!r}. The trained one is in examples/needle/model of the repository;"
+            " `python -m specache_fx.examples.needle.train` trains it anew. Give its folder with --model."
+        )
+    return AutoModelForCausalLM.from_pretrained(settings.model, dtype=getattr(torch, settings.dtype)).eval()
+
+
+def run_demo(
+    settings: DemoSettings, on_batch: Callable[[str, int], None] = lambda method, batch: None
+) -> list[DemoRow]:
+    """Run every method on the same prompts.
+
+    Args:
+        settings: What to run on.
+        on_batch: Called with the method's name before its first batch (0 prompts done) and after each batch.
+
+    Raises:
+        ConfigError: If the model or the prompts can't be had.
+    """
+    try:
+        prompts = make_prompts(settings.prompts, settings.context, settings.records, settings.seed)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    model = load_model(settings)
+    rows = []
+    for method, options in METHODS.items():
+        on_batch(method, 0)
+        if options is not None:
+            options = {**options, "lowering": settings.lowering}
+            model.compile(backend="specache", options=options)
+        try:
+            rows.append(
+                _run_method(model, prompts, DemoRow(method, options=options or {}), settings, on_batch)
+            )
+        finally:
+            uncompile(model)
+    return rows
+
+
+def _run_method(
+    model: PreTrainedModel,
+    prompts: Prompts,
+    row: DemoRow,
+    settings: DemoSettings,
+    on_batch: Callable[[str, int], None],
+) -> DemoRow:
+    began = time.perf_counter()
+    for input_ids, answers in zip(
+        prompts.input_ids.split(settings.batch_size), prompts.answers.split(settings.batch_size), strict=True
+    ):
+        out = model.generate(
+            input_ids,
+            attention_mask=torch.ones_like(input_ids),
+            max_new_tokens=ANSWER_LEN,
+            min_new_tokens=ANSWER_LEN,  # all answers are this long: an early end would only skip decode steps
+            do_sample=False,
+            return_dict_in_generate=True,
+        )
+        correct = int((out.sequences[:, input_ids.shape[1] :] == answers).all(dim=1).sum())
+        row.add(out.past_key_values, correct, len(input_ids), len(prompts))
+        on_batch(row.method, len(input_ids))
+    row.seconds = time.perf_counter() - began
+    return row
+
+
+def uncompile(model: nn.Module) -> None:
+    """Undo `model.compile(...)` and drop its graphs, so that the next method compiles its own."""
+    model._compiled_call_impl = None
+    torch._dynamo.reset()
+
+
+@contextlib.contextmanager
+def quiet(threads: int | None = None) -> Iterator[None]:
+    """Keep other packages' notices out of the progress bar; errors, and this package's own warnings, are shown.
+
+    Args:
+        threads: CPU threads meanwhile; torch's choice by default.
+    """
+    loggers = [logging.getLogger(name) for name in _CHATTY]
+    levels, num_threads = [logger.level for logger in loggers], torch.get_num_threads()
+    bars = transformers_logging.is_progress_bar_enabled()
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    transformers_logging.disable_progress_bar()
+    torch.set_num_threads(threads or num_threads)
+    try:
+        with warnings.catch_warnings():
+            for module in _CHATTY:
+                warnings.filterwarnings("ignore", module=module.replace(".", r"\."))
+            yield
+    finally:
+        torch.set_num_threads(num_threads)
+        if bars:
+            transformers_logging.enable_progress_bar()
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)

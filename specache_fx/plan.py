@@ -1,0 +1,147 @@
+"""The memory plan: what a KV cache will take, before there is one.
+
+Each part is asked of the class that will allocate it, with sizes alone: the quantiser for its codes, `Staging` for
+its slots (on the meta device), `HostCache` for what it rounds to. A test compares plans with real sessions.
+
+Paper: SpeCache §4.1 and Table 1, column "KV Cache Size".
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from specache_fx.config import SpecacheConfig
+from specache_fx.errors import ConfigError
+from specache_fx.runtime.host_cache import _ALIGN_TOKENS
+from specache_fx.runtime.quant import make_quantizer
+from specache_fx.runtime.staging import Staging
+
+_DTYPES = {2: torch.bfloat16, 4: torch.float32}  # by bytes: the plan depends on nothing else of a dtype
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes that one KV cache takes, all layers and batch rows together.
+
+    Attributes:
+        device_bytes: On the device right after prefill: codes with their scales, the 16-bit window, the staging
+            slots with their indices. Not a padding mask (`batch * context` bytes where a prompt is padded).
+        device_bytes_peak: On the device once decoding has quantised a group (`group_size` tokens at most after
+            prefill): the window's buffer has grown to `residual_length + group_size` rows, and the codes have room
+            for an eighth more. Holds until that eighth is full. Not what a step needs for itself (activations; while
+            one layer's codes move to a larger buffer, its old ones).
+        host_bytes: Reserved on the host right after prefill.
+        full_bytes: The whole cache on the device in the model's dtype.
+    """
+
+    device_bytes: int
+    device_bytes_peak: int
+    host_bytes: int
+    full_bytes: int
+
+    @property
+    def ratio(self) -> float:
+        """`device_bytes / full_bytes`: the paper's "KV Cache Size"."""
+        return self.device_bytes / self.full_bytes
+
+
+def plan(
+    layers: int,
+    num_kv_heads: int,
+    head_dim: int,
+    context: int,
+    batch: int,
+    config: SpecacheConfig,
+    value_dim: int | None = None,
+    dtype_bytes: int = 2,
+) -> MemoryPlan:
+    """Say what the cache of a prompt will take.
+
+    Args:
+        layers: Attention layers, all alike.
+        num_kv_heads: Key/value heads of a layer.
+        head_dim: Channels of a key.
+        context: Tokens of the prompt.
+        batch: Sequences.
+        config: The options.
+        value_dim: Channels of a value; `head_dim` by default.
+        dtype_bytes: Bytes of one element of the KV dtype: 2 (bfloat16, float16) or 4 (float32).
+
+    Raises:
+        ConfigError: If a size is not a whole number of at least 1, or the dtype is of another width.
+    """
+    value_dim = head_dim if value_dim is None else value_dim
+    sizes = {
+        "layers": layers,
+        "num_kv_heads": num_kv_heads,
+        "head_dim": head_dim,
+        "context": context,
+        "batch": batch,
+        "value_dim": value_dim,
+    }
+    for name, size in sizes.items():
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise ConfigError(f"{name}={size!r} is not valid: give a whole number >= 1.")
+    if dtype_bytes not in _DTYPES:
+        raise ConfigError(
+            f"dtype_bytes={dtype_bytes!r} is not valid: choose one of {', '.join(map(str, _DTYPES))}."
+        )
+    quantizer = make_quantizer(config)
+    pair = (head_dim + value_dim) * dtype_bytes
+    group = sum(
+        quantizer.bytes_per_group(dim, dtype_bytes, kind)
+        for dim, kind in ((head_dim, "key"), (value_dim, "value"))
+    )
+    num_quantized = config.num_quantized(context)
+    num_groups = num_quantized // config.group_size
+    window = context - num_quantized
+    # A window that already has room for all but the token that makes it overflow is never grown.
+    full_window = config.residual_length + config.group_size
+    window_peak = window if window == full_window - 1 else full_window
+    staged = _staging_bytes(config, head_dim + value_dim, _DTYPES[dtype_bytes])
+    host_tokens = -(-num_quantized // _ALIGN_TOKENS) * _ALIGN_TOKENS if config.placement.offload else 0
+    heads = layers * batch * num_kv_heads
+    return MemoryPlan(
+        device_bytes=heads * (num_groups * group + window * pair + staged),
+        device_bytes_peak=heads
+        * ((num_groups + max(1, num_groups // 8)) * group + window_peak * pair + staged),
+        host_bytes=heads * host_tokens * pair,
+        full_bytes=heads * context * pair,
+    )
+
+
+def largest_batch(
+    budget_bytes: int,
+    layers: int,
+    num_kv_heads: int,
+    head_dim: int,
+    context: int,
+    config: SpecacheConfig,
+    value_dim: int | None = None,
+    dtype_bytes: int = 2,
+) -> int:
+    """The most sequences whose cache stays within a budget of device bytes while decoding; 0 if not even one does.
+
+    Counts `MemoryPlan.device_bytes_peak`, the cache alone: take weights and activations off the budget before.
+
+    Args:
+        budget_bytes: Device bytes for the KV cache.
+        layers: As `plan`, like the rest.
+        num_kv_heads: See `plan`.
+        head_dim: See `plan`.
+        context: See `plan`.
+        config: See `plan`.
+        value_dim: See `plan`.
+        dtype_bytes: See `plan`.
+    """
+    one = plan(layers, num_kv_heads, head_dim, context, 1, config, value_dim, dtype_bytes)
+    return max(budget_bytes, 0) // one.device_bytes_peak  # every part is proportional to the batch
+
+
+def _staging_bytes(config: SpecacheConfig, row_dim: int, dtype: torch.dtype) -> int:
+    """Bytes of the staging slots of one batch row and kv head."""
+    if not config.placement.prefetch:
+        return 0
+    return Staging.empty((1, 1, config.top_k), row_dim, dtype, torch.device("meta")).nbytes
