@@ -1,0 +1,153 @@
+"""What every pass in the tables keeps to, whatever it does (STYLE, "Tests")."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+from support import graphs
+from support.graphs import Captured
+from torch import Tensor, nn
+from torch.fx import GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from specache_fx.config import SpecacheConfig
+from specache_fx.passes.base import Pass, PassState, Phase
+from specache_fx.passes.graph_utils import copy_graph
+from specache_fx.passes.pipeline import CAPTURE_PASSES, DECODE_PASSES, run_passes
+
+CACHED = (Phase.PREFILL, Phase.EXTEND, Phase.DECODE)
+MODELS = ("tiny", "unpadded", "llama")
+CONFIGS = {
+    "token": SpecacheConfig(group_size=4, residual_length=4, top_k=4),
+    "query": SpecacheConfig(group_size=4, residual_length=4, top_k=4, lookahead="query"),
+    "none": SpecacheConfig(group_size=4, residual_length=4, top_k=4, lookahead="none"),
+    "kivi": SpecacheConfig(group_size=4, residual_length=4, policy="kivi"),
+}
+
+
+@cache
+def captured(model: str) -> dict[Phase, Captured]:
+    """A model's graph of each phase, traced once a process."""
+    if model == "llama":
+        return graphs.by_phase(graphs.capture(graphs.tiny_llama(), graphs.drive_transformers))
+    tiny = graphs.tiny_decoder(num_layers=2, repeat_kv="expand" if model == "unpadded" else "sdpa")
+    return graphs.by_phase(graphs.capture(tiny, lambda f: graphs.drive_tiny(f, padded=model == "tiny")))
+
+
+@cache
+def traced(model: str, config: SpecacheConfig) -> tuple[GraphModule, PassState]:
+    """A model's decode graph before the first of `DECODE_PASSES`."""
+    return graphs.decode_graph(captured(model)[Phase.DECODE], config)
+
+
+def before(step: Pass, phase: Phase, model: str, config: SpecacheConfig) -> tuple[GraphModule, PassState]:
+    """The graph and the state that a pass gets."""
+    if step in DECODE_PASSES:
+        decode, state = traced(model, config)  # which these passes read, and leave as it is
+        gm, passes = copy_graph(decode), DECODE_PASSES
+    else:
+        gm, state, passes = captured(model)[phase].copy(), PassState(config), CAPTURE_PASSES
+    for earlier in passes[: passes.index(step)]:
+        gm = earlier.run(gm, state)
+    return gm, state
+
+
+CASES = [
+    pytest.param(step, phase, model, config, id=f"{step.name}-{phase.name.lower()}-{model}-{name}")
+    for step in CAPTURE_PASSES + DECODE_PASSES
+    for phase in (CACHED if step in CAPTURE_PASSES else (Phase.DECODE,))
+    for model in MODELS
+    for name, config in CONFIGS.items()
+    if name == "token" or (step in DECODE_PASSES and model == "tiny")
+]
+over_cases = pytest.mark.parametrize(("step", "phase", "model", "config"), CASES)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_capture_finds_every_phase(model: str) -> None:
+    assert set(captured(model)) == set(CACHED)
+
+
+@over_cases
+def test_pass_run_twice_gives_the_same_graph(
+    step: Pass, phase: Phase, model: str, config: SpecacheConfig
+) -> None:
+    gm, state = before(step, phase, model, config)
+    once = step.run(gm, state)
+    code, sites, refusals = graphs.code(once), len(state.sites), len(state.refusals)
+    twice = step.run(once, state)
+    assert graphs.code(twice) == code
+    assert (len(state.sites), len(state.refusals)) == (sites, refusals)
+
+
+@over_cases
+@pytest.mark.filterwarnings("error:Raw SymInt")
+def test_pass_leaves_a_sound_graph_whose_new_nodes_have_values_and_origins(
+    step: Pass, phase: Phase, model: str, config: SpecacheConfig
+) -> None:
+    gm, state = before(step, phase, model, config)
+    old = set(gm.graph.nodes)
+    gm = step.run(gm, state)
+    inserted = [node for node in gm.graph.nodes if node not in old]
+    assert [node.name for node in inserted if not graphs.has_value(node)] == []
+    # `specache_state` comes from no line of the model.
+    made = [node for node in inserted if node.op != "placeholder"]
+    assert [node.name for node in made if not node.meta.get("stack_trace")] == []
+    gm.graph.lint()
+    code = gm.code
+    gm.recompile()
+    assert gm.code == code
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("phase", CACHED)
+def test_passes_leave_the_graph_of_dynamo_alone(model: str, phase: Phase) -> None:
+    graph = captured(model)[phase]
+    code, names = graph.gm.code, graphs.code(graph.gm)
+    run_passes(graph.copy(), PassState(CONFIGS["token"]), CAPTURE_PASSES)
+    if phase is Phase.DECODE:
+        traced(model, CONFIGS["token"])
+    graph.gm.recompile()
+    assert (graph.gm.code, graphs.code(graph.gm)) == (code, names)
+    assert not any("specache" in key for node in graph.gm.graph.nodes for key in node.meta)
+
+
+class NoCache(nn.Module):
+    """An encoder's attention: no past, and nothing returned but the result."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.nn.functional.scaled_dot_product_attention(x, x * 2, x * 3)
+        return x.softmax(-1)
+
+
+@pytest.mark.parametrize("step", CAPTURE_PASSES, ids=lambda step: step.name)
+def test_capture_pass_without_a_match_leaves_the_graph_as_it_is(step: Pass) -> None:
+    (graph,) = graphs.capture(NoCache(), lambda forward: forward(torch.ones(1, 2, 3, 4)))
+    gm, state = graph.copy(), PassState(CONFIGS["token"])
+    code = graphs.code(gm)
+    gm = run_passes(gm, state, CAPTURE_PASSES[: CAPTURE_PASSES.index(step) + 1])
+    assert graphs.code(gm) == code
+    assert (state.phase, state.sites, state.refusals) == (Phase.NO_CACHE, [], [])
+
+
+@pytest.mark.parametrize("step", DECODE_PASSES, ids=lambda step: step.name)
+def test_decode_pass_without_a_match_leaves_the_graph_as_it_is(step: Pass) -> None:
+    gm = make_fx(lambda x: x.sin() + 1, tracing_mode="fake")(torch.ones(2, 3))
+    code = graphs.code(gm)
+    assert graphs.code(step.run(gm, PassState(CONFIGS["token"]))) == code
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_decode_graph_knows_no_length_and_reads_no_handle(model: str) -> None:
+    decode, state = traced(model, CONFIGS["token"])
+    gm = run_passes(copy_graph(decode), state, DECODE_PASSES)
+    past = {state.inputs[i] for i in state.past_inputs}
+    inputs = {
+        node.meta.get("specache_name", node.name) for node in gm.graph.nodes if node.op == "placeholder"
+    }
+    assert not past & inputs
+    for node in gm.graph.nodes:
+        for value in torch.utils._pytree.tree_leaves(graphs.value_of(node)):
+            assert not isinstance(value, Tensor) or all(isinstance(size, int) for size in value.shape)

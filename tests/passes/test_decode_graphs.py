@@ -1,0 +1,135 @@
+"""The attention of a decode graph, whole, after each pass. The graph is a one-layer `TinyDecoder`'s."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from textwrap import dedent
+
+import pytest
+from support import graphs
+from support.graphs import Captured
+
+from specache_fx.config import SpecacheConfig
+from specache_fx.passes.base import PassState, Phase
+from specache_fx.passes.pipeline import CAPTURE_PASSES, DECODE_PASSES, run_passes
+
+SMALL = {"group_size": 4, "residual_length": 4, "top_k": 4}
+
+
+@cache
+def captured() -> dict[Phase, Captured]:
+    return graphs.by_phase(graphs.capture(graphs.tiny_decoder(scale=0.5), graphs.drive_tiny))
+
+
+def after_capture(phase: Phase) -> str:
+    return graphs.calls(run_passes(captured()[phase].copy(), PassState(SpecacheConfig()), CAPTURE_PASSES))
+
+
+def after(name: str, config: SpecacheConfig) -> str:
+    """The calls after the pass of that name; after tracing, if it is "duplicate_query"."""
+    gm, state = graphs.decode_graph(captured()[Phase.DECODE], config)
+    if name != "duplicate_query":
+        count = 1 + [step.name for step in DECODE_PASSES].index(name)
+        gm = run_passes(gm, state, DECODE_PASSES[:count])
+    # The second result of the attention is named after however many `getitem`s tracing left.
+    return re.sub(r"topk\(getitem(_\d+)?,", "topk(SCORES,", graphs.calls(gm))
+
+
+# Query, key and value of a graph that has one lane.
+QKV = "unsqueeze, unsqueeze_1, unsqueeze_2"
+
+
+def text(block: str) -> str:
+    return dedent(block).strip()
+
+
+def test_prefill_stores_each_layer_after_its_own_attention() -> None:
+    assert after_capture(Phase.PREFILL) == text(
+        """
+        scaled_dot_product_attention = scaled_dot_product_attention(q_1, k_1, v)
+        store = store(k_1, v, select, specache_state, 0)
+        """
+    )
+
+
+def test_extend_loads_the_past_and_stores_what_is_new() -> None:
+    assert after_capture(Phase.EXTEND) == text(
+        """
+        load = load(l_past_0_0_, l_past_0_1_, specache_state, 0)
+        scaled_dot_product_attention = scaled_dot_product_attention(q_1, k_2, v_1)
+        store = store(k_1, v, select, specache_state, 0)
+        """
+    )
+
+
+def test_decode_has_a_marker_for_its_attention() -> None:
+    assert after_capture(Phase.DECODE) == "attention = attention(q_1, k_1, v, 0, 0.5)"
+
+
+GOLDEN = {
+    "duplicate_query": """
+        attention_lanes = attention_lanes(permute, permute_1, permute_2, 0, 0.5)
+        """,
+    "quantize_attention": """
+        quantized_attention = quantized_attention(permute, permute_1, permute_2, None, specache_state, 0, 0.5)
+        append = append(select_int, select_int_1, specache_state, 0)
+        """,
+    "select_topk": """
+        quantized_attention = quantized_attention(permute, permute_1, permute_2, None, specache_state, 0, 0.5)
+        append = append(select_int, select_int_1, specache_state, 0)
+        topk = topk(SCORES, specache_state, 0, 2, 2, 4)
+        """,
+    "insert_prefetch": """
+        quantized_attention = quantized_attention(permute, permute_1, permute_2, None, specache_state, 0, 0.5)
+        append = append(select_int, select_int_1, specache_state, 0)
+        topk = topk(SCORES, specache_state, 0, 2, 2, 4)
+        prefetch = prefetch(topk, specache_state, 0)
+        """,
+    "insert_waits": """
+        wait_prefetch = wait_prefetch(specache_state, 0)
+        quantized_attention = quantized_attention(permute, permute_1, permute_2, wait_prefetch, specache_state, 0, 0.5)
+        append = append(select_int, select_int_1, specache_state, 0)
+        topk = topk(SCORES, specache_state, 0, 2, 2, 4)
+        prefetch = prefetch(topk, specache_state, 0)
+        """,
+}  # fmt: skip
+# A pass that changes nothing shows what the one before it does.
+GOLDEN["verify"] = GOLDEN["insert_waits"]
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_decode_with_two_lanes(name: str) -> None:
+    assert after(name, SpecacheConfig(**SMALL)) == text(GOLDEN[name])
+
+
+def test_every_decode_pass_has_a_golden_graph() -> None:
+    assert list(GOLDEN) == ["duplicate_query", *(step.name for step in DECODE_PASSES)]
+
+
+def test_decode_that_selects_by_its_own_query_differs_only_in_its_single_lane() -> None:
+    lanes = text(GOLDEN["verify"]).replace("permute, permute_1, permute_2", QKV)
+    single = lanes.replace("(select_int, select_int_1", "(select_int_1, select_int_2")
+    assert after("verify", SpecacheConfig(**SMALL, lookahead="query")) == single
+
+
+def test_decode_without_lookahead_selects_and_fetches_before_it_attends() -> None:
+    assert after("verify", SpecacheConfig(**SMALL, lookahead="none")) == text(
+        f"""
+        quantized_attention_1 = quantized_attention({QKV}, None, specache_state, 0, 0.5)
+        topk = topk(SCORES, specache_state, 0, 2, 2, 4)
+        prefetch = prefetch(topk, specache_state, 0)
+        wait_prefetch = wait_prefetch(specache_state, 0)
+        quantized_attention = quantized_attention({QKV}, wait_prefetch, specache_state, 0, 0.5)
+        append = append(select_int_1, select_int_2, specache_state, 0)
+        """
+    )
+
+
+def test_decode_under_kivi_fetches_nothing() -> None:
+    assert after("verify", SpecacheConfig(group_size=4, residual_length=4, policy="kivi")) == text(
+        f"""
+        quantized_attention = quantized_attention({QKV}, None, specache_state, 0, 0.5)
+        append = append(select_int_1, select_int_2, specache_state, 0)
+        """
+    )

@@ -1,0 +1,251 @@
+"""Every reason why `match_attention` leaves an attention alone: what it says, where it points, what to do about it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support import graphs
+from torch import Tensor, nn
+
+from specache_fx.config import SpecacheConfig
+from specache_fx.passes.base import PassState, Phase
+from specache_fx.passes.match_attention import match_attention
+
+HERE = Path(__file__).name
+LEAVE = 'To use this model nevertheless, compile it with backend="inductor".'
+
+
+class Attention(nn.Module):
+    """Makes a module of a function over q, k, v and the past, so that Dynamo sees no parameter."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *args: Tensor) -> Any:
+        return self.function(*args)
+
+
+def tensors(
+    head_dim: int = 8, dtype: torch.dtype = torch.float32, q_len: int = 1, past: int = 5
+) -> list[Tensor]:
+    """q, k, v, past keys and past values: 4 query heads, 2 kv heads."""
+    shapes = [(2, 4, q_len), (2, 2, q_len), (2, 2, q_len), (2, 2, past), (2, 2, past)]
+    return [torch.randn(*shape, head_dim, dtype=dtype) for shape in shapes]
+
+
+def match(function: Callable[..., Any], *args: Tensor) -> PassState:
+    """What the pass says about a function's graph."""
+    with torch.no_grad():
+        (captured,) = graphs.capture(Attention(function), lambda forward: forward(*(args or tensors())))
+    state = PassState(SpecacheConfig())
+    match_attention(captured.copy(), state)
+    return state
+
+
+def sdpa(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, enable_gqa=True, **options)
+
+
+def append(past: Tensor, new: Tensor) -> Tensor:
+    return torch.cat([past, new], dim=-2)
+
+
+def plain(q: Tensor, k: Tensor, v: Tensor, pk: Tensor, pv: Tensor) -> Any:
+    keys, values = append(pk, k), append(pv, v)
+    return sdpa(q, keys, values), keys, values
+
+
+def with_dropout(q: Tensor, k: Tensor, v: Tensor, pk: Tensor, pv: Tensor) -> Any:
+    keys, values = append(pk, k), append(pv, v)
+    return sdpa(q, keys, values, dropout_p=0.1), keys, values
+
+
+def with_mask_per_head(q: Tensor, k: Tensor, v: Tensor, pk: Tensor, pv: Tensor) -> Any:
+    keys, values = append(pk, k), append(pv, v)
+    slopes = -torch.arange(4.0)[:, None, None] * torch.arange(keys.shape[-2]).flip(0)
+    return sdpa(q, keys, values, attn_mask=slopes[None]), keys, values
+
+
+def keys_used_elsewhere(q: Tensor, k: Tensor, v: Tensor, pk: Tensor, pv: Tensor) -> Any:
+    keys, values = append(pk, k), append(pv, v)
+    return sdpa(q, keys, values), keys, values, keys.sum()
+
+
+def past_used_elsewhere(q: Tensor, k: Tensor, v: Tensor, pk: Tensor, pv: Tensor) -> Any:
+    keys, values = append(pk, k), append(pv, v)
+    return sdpa(q, keys, values), keys, values, pk.mean()
+
+
+def cache_not_returned(q: Tensor, k: Tensor, v: Tensor, pk: Tensor, pv: Tensor) -> Any:
+    keys, values = append(pk, k), append(pv, v)
+    return sdpa(q, keys, values)
+
+
+def sliding_window(q: Tensor, k: Tensor, v: Tensor, pk: Tensor, pv: Tensor) -> Any:
+    keys, values = append(pk, k), append(pv, v)
+    return sdpa(q, keys, values), keys[:, :, -4:], values[:, :, -4:]
+
+
+def one_tensor_for_both(q: Tensor, k: Tensor, v: Tensor, pk: Tensor, pv: Tensor) -> Any:
+    keys = append(pk, k)
+    return sdpa(q, keys, keys), keys
+
+
+def causal_with_one_query(q: Tensor, k: Tensor, v: Tensor, pk: Tensor, pv: Tensor) -> Any:
+    keys, values = append(pk, k), append(pv, v)
+    return sdpa(q, keys, values, is_causal=True), keys, values
+
+
+def past_of_keys_alone(q: Tensor, k: Tensor, v: Tensor, pk: Tensor, pv: Tensor) -> Any:
+    keys, values = append(pk, k), v.expand(2, 2, 6, 8).contiguous()
+    return sdpa(q, keys, values), keys, values
+
+
+def values_of_more_heads(q: Tensor, k: Tensor, v: Tensor, pk: Tensor, pv: Tensor) -> Any:
+    keys, values = append(pk, k)[:, :1].contiguous(), append(pv, v)
+    return F.scaled_dot_product_attention(q[:, :2], keys, values), keys, values
+
+
+def past_comes_last(q: Tensor, k: Tensor, v: Tensor, pk: Tensor, pv: Tensor) -> Any:
+    keys, values = append(k * 1, pk), append(v * 1, pv)
+    return sdpa(q, keys, values), keys, values
+
+
+def past_is_changed_first(q: Tensor, k: Tensor, v: Tensor, pk: Tensor, pv: Tensor) -> Any:
+    keys, values = append(pk * 2, k), append(pv * 2, v)
+    return sdpa(q, keys, values), keys, values
+
+
+def written_into_the_past(q: Tensor, k: Tensor, v: Tensor, pk: Tensor, pv: Tensor) -> Any:
+    index = torch.tensor([4])
+    keys, values = pk.index_copy(2, index, k), pv.index_copy(2, index, v)
+    return sdpa(q, keys, values), keys, values
+
+
+def three_parts(q: Tensor, k: Tensor, v: Tensor, pk: Tensor, pv: Tensor) -> Any:
+    keys, values = torch.cat([pk, k, k], -2), torch.cat([pv, v, v], -2)
+    return sdpa(q, keys, values), keys, values
+
+
+def matmul_and_softmax(q: Tensor, k: Tensor, v: Tensor, pk: Tensor, pv: Tensor) -> Any:
+    keys, values = append(pk, k), append(pv, v)
+    scores = q @ keys.repeat_interleave(2, 1).mT
+    return F.softmax(scores, dim=-1) @ values.repeat_interleave(2, 1), keys, values
+
+
+REASONS: dict[Callable[..., Any], tuple[str, str]] = {
+    with_dropout: ("it has dropout", "Call model.eval() first."),
+    with_mask_per_head: ("its mask differs from head to head", LEAVE),
+    keys_used_elsewhere: ("its keys are also used by `sum_1` (sum)", LEAVE),
+    past_used_elsewhere: ("its past keys are also used by `mean` (mean)", LEAVE),
+    cache_not_returned: (
+        "its whole keys are not what the model returns as its cache (a sliding window?)",
+        f"Layers with a cache of their own shape are not supported yet. {LEAVE}",
+    ),
+    sliding_window: (
+        "its whole keys are not what the model returns as its cache (a sliding window?)",
+        f"Layers with a cache of their own shape are not supported yet. {LEAVE}",
+    ),
+    one_tensor_for_both: ("its keys and values are one tensor", LEAVE),
+    causal_with_one_query: ("it is causal with one query, which hides all keys but the first", LEAVE),
+    past_of_keys_alone: ("only one of its keys and values has a past", LEAVE),
+}
+
+
+def test_plain_attention_is_matched() -> None:
+    state = match(plain)
+    assert (state.phase, len(state.sites), state.refusals) == (Phase.DECODE, 1, [])
+    assert (state.sites[0].num_kv_heads, state.sites[0].key_dim, state.sites[0].scale) == (2, 8, 8**-0.5)
+
+
+@pytest.mark.parametrize("function", REASONS, ids=lambda function: function.__name__)
+def test_refusal_says_the_reason_the_line_and_the_remedy(function: Callable[..., Any]) -> None:
+    state = match(function)
+    assert (state.phase, state.sites) == (Phase.NO_CACHE, [])
+    (refusal,) = state.refusals
+    assert (refusal.reason, refusal.remedy) == REASONS[function]
+    assert f"{HERE}:" in refusal.source
+    assert "scaled_dot_product_attention(q, k, v, enable_gqa=True, **options)" in refusal.source
+    assert str(refusal) == (
+        f"attention `{refusal.node}` ({refusal.source}) is left alone: {refusal.reason}. {refusal.remedy}"
+    )
+
+
+@pytest.mark.parametrize(
+    "function",
+    [values_of_more_heads, past_comes_last, past_is_changed_first, written_into_the_past, three_parts],
+    ids=lambda function: function.__name__,
+)
+def test_cache_that_is_no_append_to_the_past_is_refused_and_not_taken_for_a_prompt(
+    function: Callable[..., Any],
+) -> None:
+    # Taken for a prefill it would read the handles' NaN.
+    state = match(function)
+    assert (state.phase, state.sites) == (Phase.NO_CACHE, [])
+    assert len(state.refusals) == 1
+
+
+def test_refusal_of_rows_too_small_for_a_handle_names_the_least_head_dim() -> None:
+    (refusal,) = match(plain, *tensors(head_dim=1)).refusals
+    assert refusal.reason.startswith("its head_dim of 1 is under ")
+
+
+def test_refusal_of_keys_without_heads_says_their_shape() -> None:
+    def flat(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        keys, values = k * 2, v * 2
+        return F.scaled_dot_product_attention(q, keys, values), keys, values
+
+    (refusal,) = match(flat, *(torch.randn(2, 3, 8) for _ in range(3))).refusals
+    assert refusal.reason == "its keys have shape (2, 3, 8), not [batch, num_kv_heads, kv_len, head_dim]"
+
+
+def test_refusal_of_a_past_beside_none_says_so() -> None:
+    def mixed(q: Tensor, k: Tensor, v: Tensor, pk: Tensor, pv: Tensor) -> Any:
+        keys, values, own_keys, own_values = append(pk, k), append(pv, v), k * 2, v * 2
+        return sdpa(q, keys, values) + sdpa(q, own_keys, own_values), keys, values, own_keys, own_values
+
+    state = match(mixed)
+    assert len(state.sites) == 1
+    assert [refusal.reason for refusal in state.refusals] == [
+        "it has a past and others in the graph have none, or the reverse"
+    ]
+
+
+def test_attention_over_no_cache_is_left_without_a_word() -> None:
+    state = match(lambda q, k, v: sdpa(q, k * 2, v), *tensors()[:3])
+    assert (state.phase, state.sites, state.refusals) == (Phase.NO_CACHE, [], [])
+
+
+def test_refusal_of_matmul_and_softmax_points_to_the_softmax() -> None:
+    (refusal,) = match(matmul_and_softmax).refusals
+    assert refusal.reason == "it is computed by matmul and softmax, not by scaled_dot_product_attention"
+    assert refusal.remedy == (
+        'Load the model with attn_implementation="sdpa" (model.set_attn_implementation("sdpa")).'
+    )
+    assert f"{HERE}:" in refusal.source
+    assert "F.softmax(scores, dim=-1)" in refusal.source
+
+
+def test_refusal_of_eager_attention_in_transformers_points_into_the_model() -> None:
+    captured = graphs.capture(graphs.tiny_llama("eager"), graphs.drive_transformers)
+    states = []
+    for graph in captured:
+        states.append(PassState(SpecacheConfig()))
+        match_attention(graph.copy(), states[-1])
+    assert all(not state.sites for state in states)
+    (refusal,) = states[-1].refusals
+    assert "modeling_llama.py:" in refusal.source
+    assert "softmax" in refusal.source
+
+
+def test_refusals_leave_the_graph_as_it_is() -> None:
+    (captured,) = graphs.capture(Attention(with_dropout), lambda forward: forward(*tensors()))
+    gm = captured.copy()
+    before = graphs.code(gm)
+    assert graphs.code(match_attention(gm, PassState(SpecacheConfig()))) == before

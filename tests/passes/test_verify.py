@@ -1,0 +1,133 @@
+"""`verify` stops every broken decode graph: each test breaks a good one in one way."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support import graphs
+from torch.fx import GraphModule, Node
+
+from specache_fx.config import SpecacheConfig
+from specache_fx.errors import PassInvariantError
+from specache_fx.passes.base import PassState, Phase
+from specache_fx.passes.graph_utils import call, copy_graph, placeholders
+from specache_fx.passes.pipeline import DECODE_PASSES, run_passes
+from specache_fx.passes.verify import verify
+from specache_fx.runtime import ops  # noqa: F401  (registers torch.ops.specache)
+
+OPS = torch.ops.specache
+
+
+@pytest.fixture(scope="module")
+def decode() -> tuple[GraphModule, PassState]:
+    """The finished decode graph of two layers."""
+    config = SpecacheConfig(group_size=4, residual_length=4, top_k=4)
+    captured = graphs.by_phase(graphs.capture(graphs.tiny_decoder(num_layers=2), graphs.drive_tiny))
+    gm, state = graphs.decode_graph(captured[Phase.DECODE], config)
+    return run_passes(gm, state, DECODE_PASSES), state
+
+
+@pytest.fixture
+def gm(decode: tuple[GraphModule, PassState]) -> GraphModule:
+    """A copy to break."""
+    return copy_graph(decode[0])
+
+
+@pytest.fixture
+def state(decode: tuple[GraphModule, PassState]) -> PassState:
+    return decode[1]
+
+
+def first(gm: GraphModule, op: object, layer: int = 0) -> Node:
+    return graphs.nodes_of(gm, op)[layer]
+
+
+def test_verify_accepts_the_finished_graph(gm: GraphModule, state: PassState) -> None:
+    before = graphs.code(gm)
+    assert graphs.code(verify(gm, state)) == before
+
+
+def test_verify_refuses_a_read_without_a_wait(gm: GraphModule, state: PassState) -> None:
+    wait = first(gm, OPS.wait_prefetch.default)
+    first(gm, OPS.quantized_attention.default).update_arg(3, None)
+    gm.graph.erase_node(wait)
+    with pytest.raises(PassInvariantError, match="no wait of its layer guards the staged pairs"):
+        verify(gm, state)
+
+
+def test_verify_refuses_the_wait_of_another_layer(gm: GraphModule, state: PassState) -> None:
+    first(gm, OPS.quantized_attention.default, 1).update_arg(3, first(gm, OPS.wait_prefetch.default, 0))
+    with pytest.raises(PassInvariantError, match="no wait of its layer guards the staged pairs"):
+        verify(gm, state)
+
+
+def test_verify_refuses_a_prefetch_between_a_wait_and_its_read(gm: GraphModule, state: PassState) -> None:
+    attention, topk = first(gm, OPS.quantized_attention.default, 1), first(gm, OPS.topk.default, 0)
+    with gm.graph.inserting_before(attention):
+        early = call(gm.graph, OPS.topk.default, (*topk.args[:2], 1, *topk.args[3:]), topk)
+        call(gm.graph, OPS.prefetch.default, (early, topk.args[1], 1), topk)
+    with pytest.raises(PassInvariantError, match="a prefetch lies between its wait and its read"):
+        verify(gm, state)
+
+
+def test_verify_refuses_a_prefetch_of_what_another_layer_selected(gm: GraphModule, state: PassState) -> None:
+    first(gm, OPS.prefetch.default, 1).update_arg(0, first(gm, OPS.topk.default, 0))
+    with pytest.raises(PassInvariantError, match="does not fetch what its own layer selected"):
+        verify(gm, state)
+
+
+def test_verify_refuses_a_layer_that_is_not_appended(gm: GraphModule, state: PassState) -> None:
+    gm.graph.erase_node(first(gm, OPS.append.default))
+    with pytest.raises(PassInvariantError, match=r"2 attentions became .* not one each"):
+        verify(gm, state)
+
+
+def test_verify_refuses_a_layer_that_is_appended_twice(gm: GraphModule, state: PassState) -> None:
+    append = first(gm, OPS.append.default)
+    with gm.graph.inserting_after(append):
+        gm.graph.node_copy(append)
+    with pytest.raises(PassInvariantError, match=r"2 attentions became .* not one each"):
+        verify(gm, state)
+
+
+def test_verify_refuses_a_marker_that_was_left_behind(gm: GraphModule, state: PassState) -> None:
+    attention = first(gm, OPS.quantized_attention.default)
+    with gm.graph.inserting_before(attention):
+        gm.graph.call_function(OPS.attention_lanes.default, (*attention.args[:3], 0, 0.5))
+    with pytest.raises(PassInvariantError, match="a marker was left behind"):
+        verify(gm, state)
+
+
+def test_verify_refuses_a_graph_that_reads_a_handle(gm: GraphModule, state: PassState) -> None:
+    placeholders(gm.graph)[0].meta["specache_name"] = state.inputs[state.past_inputs[0]]
+    with pytest.raises(PassInvariantError, match="still reads the contents of a handle"):
+        verify(gm, state)
+
+
+def test_verify_refuses_a_shape_that_is_not_static(gm: GraphModule, state: PassState) -> None:
+    dynamic = graphs.by_phase(graphs.capture(graphs.tiny_decoder(), graphs.drive_tiny))[Phase.EXTEND]
+    symbolic = next(
+        value
+        for node in dynamic.gm.graph.nodes
+        if isinstance(value := graphs.value_of(node), torch.Tensor)
+        and any(isinstance(size, torch.SymInt) for size in value.shape)
+    )
+    first(gm, OPS.append.default).args[0].meta["val"] = symbolic  # type: ignore[union-attr]
+    with pytest.raises(PassInvariantError, match="its shape is not static"):
+        verify(gm, state)
+
+
+def test_verify_names_the_node_and_asks_for_a_report(gm: GraphModule, state: PassState) -> None:
+    first(gm, OPS.quantized_attention.default).update_arg(3, None)
+    with pytest.raises(
+        PassInvariantError, match=r"`quantized_attention_default\w*` = .*This is a defect: please report it"
+    ):
+        verify(gm, state)
+
+
+def test_verify_asks_for_no_wait_where_nothing_is_fetched(decode: tuple[GraphModule, PassState]) -> None:
+    captured = graphs.by_phase(graphs.capture(graphs.tiny_decoder(), graphs.drive_tiny))
+    config = SpecacheConfig(group_size=4, residual_length=4, policy="kivi")
+    gm, state = graphs.decode_graph(captured[Phase.DECODE], config)
+    run_passes(gm, state, DECODE_PASSES)
+    assert graphs.nodes_of(gm, OPS.wait_prefetch.default) == []

@@ -1,0 +1,170 @@
+"""Real Dynamo graphs, caught on their way to a backend, and the passes run over them one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from support.models import TinyConfig, TinyDecoder
+from torch import nn
+from torch.fx import GraphModule, Node
+
+from specache_fx.config import SpecacheConfig
+from specache_fx.passes.base import PassState, Phase
+from specache_fx.passes.duplicate_query import duplicate_query, lane_inputs
+from specache_fx.passes.graph_utils import copy_graph, placeholders, value_of
+from specache_fx.passes.match_attention import match_attention
+from specache_fx.passes.pipeline import CAPTURE_PASSES, run_passes
+
+
+@dataclass(frozen=True)
+class Captured:
+    """One graph of Dynamo's with the inputs of the call that made it."""
+
+    gm: GraphModule
+    inputs: tuple[Any, ...]
+
+    def copy(self) -> GraphModule:
+        """One that passes may edit."""
+        return copy_graph(self.gm)
+
+
+@dataclass
+class Recorder:
+    """A `torch.compile` backend that keeps every graph and runs it as it is."""
+
+    graphs: list[Captured] = field(default_factory=list)
+
+    def __call__(self, gm: GraphModule, example_inputs: list[Any], **_: Any) -> Callable[..., Any]:
+        slot = len(self.graphs)
+        self.graphs.append(Captured(gm, tuple(example_inputs)))
+
+        def run(*args: Any) -> Any:
+            self.graphs[slot] = Captured(gm, args)  # real tensors: Dynamo's example inputs are fake
+            return gm(*args)
+
+        return run
+
+
+@torch.no_grad()
+def capture(model: nn.Module, drive: Callable[[Any], Any]) -> list[Captured]:
+    """The graphs that `drive(compiled model)` makes Dynamo trace."""
+    torch._dynamo.reset()
+    recorder = Recorder()
+    drive(torch.compile(model, backend=recorder))
+    torch._dynamo.reset()
+    return recorder.graphs
+
+
+def drive_tiny(forward: Any, padded: bool = True) -> None:
+    """Prompt of 6, extend by 3, two decode steps, for a batch of 2."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(61, (2, 11), generator=generator)
+    mask = torch.ones(2, 11, dtype=torch.bool)
+    if padded:
+        mask[0, :2] = False
+    past = None
+    for start, stop in ((0, 6), (6, 9), (9, 10), (10, 11)):
+        keys = mask[:, :stop] if padded else None
+        _, past = forward(ids[:, start:stop], past=past, attention_mask=keys)
+
+
+def drive_transformers(forward: Any) -> None:
+    """The same for a transformers causal LM."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(1, 61, (2, 11), generator=generator)
+    mask = torch.ones(2, 11, dtype=torch.int64)
+    mask[0, :2] = 0
+    past = None
+    for start, stop in ((0, 6), (6, 9), (9, 10), (10, 11)):
+        out = forward(ids[:, start:stop], attention_mask=mask[:, :stop], past_key_values=past, use_cache=True)
+        past = out.past_key_values
+
+
+def tiny_llama(attention: str = "sdpa") -> nn.Module:
+    """A transformers llama of one layer, random weights."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=61,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        attn_implementation=attention,
+    )
+    return LlamaForCausalLM(config).eval().requires_grad_(False)
+
+
+def tiny_decoder(**changes: Any) -> TinyDecoder:
+    """A one-layer `TinyDecoder`."""
+    return TinyDecoder(TinyConfig(**{"num_layers": 1, **changes}))
+
+
+def phase_of(captured: Captured) -> Phase:
+    """What `match_attention` takes the graph for."""
+    state = PassState(SpecacheConfig())
+    match_attention(captured.copy(), state)
+    return state.phase
+
+
+def by_phase(graphs: list[Captured]) -> dict[Phase, Captured]:
+    """The last graph of each phase (its shapes are the dynamic ones)."""
+    return {phase_of(captured): captured for captured in graphs}
+
+
+def decode_inputs(gm: GraphModule, state: PassState, args: tuple[Any, ...]) -> list[Any]:
+    """What `duplicate_query` is given: as the runner binds them, the speculative token being the token itself."""
+    boundary = state.prelude(args, 0) if state.prelude is not None else ()
+    inputs: list[Any] = []
+    for node, per_lane in zip(placeholders(gm.graph), lane_inputs(gm, state), strict=True):
+        cut = node.meta.get("specache_prelude")
+        value = boundary[cut] if cut is not None else args[node.meta["specache_input"]]
+        inputs.append(torch.stack([value, value]) if per_lane and state.lanes > 1 else value)
+    return inputs
+
+
+def decode_graph(captured: Captured, config: SpecacheConfig) -> tuple[GraphModule, PassState]:
+    """The decode graph as the first of `DECODE_PASSES` gets it."""
+    state = PassState(config)
+    gm = run_passes(captured.copy(), state, CAPTURE_PASSES)
+    assert state.phase is Phase.DECODE
+    state.lanes = config.num_lanes
+    return duplicate_query(gm, state, decode_inputs(gm, state, captured.inputs)), state
+
+
+def code(gm: GraphModule) -> str:
+    """The whole graph, one line a node, with the passes' own marks: equal strings are equal graphs."""
+    return "\n".join(
+        f"{node.format_node()} {sorted(key for key in node.meta if key.startswith('specache'))}"
+        for node in gm.graph.nodes
+    )
+
+
+def calls(gm: GraphModule) -> str:
+    """The `specache::` calls and SDPAs, one line each, arguments by name; names without FX's "_default"."""
+    lines = []
+    for node in gm.graph.nodes:
+        name = getattr(node.target, "__name__", str(node.target)).removesuffix(".default")
+        if node.op == "call_function" and (is_specache(node) or name == "scaled_dot_product_attention"):
+            lines.append(f"{node.name} = {name}({', '.join(map(str, node.args))})")
+    return "\n".join(lines).replace("_default", "")
+
+
+def is_specache(node: Node) -> bool:
+    """Whether a node calls one of our operators."""
+    return node.op == "call_function" and str(node.target).startswith("specache.")
+
+
+def nodes_of(gm: GraphModule, op: Any) -> list[Node]:
+    """The calls of one operator."""
+    return [node for node in gm.graph.nodes if node.target is op]
+
+
+def has_value(node: Node) -> bool:
+    """Whether a node carries its fake value; operators without a result have None for it."""
+    return "example_value" in node.meta or "val" in node.meta or value_of(node) is not None

@@ -1,0 +1,157 @@
+"""Imports follow the data (DESIGN, "Layout"): a module imports only what stands below it.
+
+`RANKS` is the whole order, from the command line down to the leaves; a new module has to be given its place.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDERS = {"specache_fx": "specache_fx", "passes": "specache_fx.passes", "runtime": "specache_fx.runtime"}
+
+# Highest first. A name stands for itself and, if it is a package, for all in it that has no line of its own.
+RANKS: tuple[tuple[str, ...], ...] = (
+    ("specache_fx.cli",),
+    ("specache_fx.demo_report",),
+    ("specache_fx.demo",),
+    ("specache_fx.examples",),
+    ("specache_fx",),
+    ("specache_fx.explain", "specache_fx.api", "specache_fx.plan"),
+    ("specache_fx.backend",),
+    ("specache_fx.runners",),
+    ("specache_fx.lowering",),
+    ("specache_fx.passes",),
+    ("specache_fx.runtime.ops",),
+    ("specache_fx.runtime.registry",),
+    ("specache_fx.runtime.session",),
+    ("specache_fx.runtime.layer_cache", "specache_fx.runtime.copy_engine"),
+    ("specache_fx.runtime.copy_job", "specache_fx.runtime.planes", "specache_fx.runtime.metrics"),
+    ("specache_fx.runtime.host_cache", "specache_fx.runtime.staging", "specache_fx.runtime.kernels"),
+    ("specache_fx.runtime.host_blocks", "specache_fx.runtime.handle"),
+    ("specache_fx.runtime.quant", "specache_fx.runtime.select"),
+    ("specache_fx.runtime",),  # only its __init__, which imports nothing
+    ("specache_fx.config", "specache_fx.sizes", "specache_fx.model_shape"),
+    ("specache_fx.errors", "specache_fx._log"),
+)
+RANK = {name: len(RANKS) - i for i, names in enumerate(RANKS) for name in names}
+# Packages whose modules may import one another.
+PACKAGES = (
+    "specache_fx.passes",
+    "specache_fx.examples",
+    "specache_fx.runtime.kernels",
+    "specache_fx.runtime.quant",
+    "specache_fx.runtime.select",
+)
+
+
+def modules() -> dict[str, Path]:
+    """Every module of the package by its name."""
+    found = {}
+    for folder, package in {**FOLDERS, "examples": "specache_fx.examples"}.items():
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            parts = path.relative_to(ROOT / folder).with_suffix("").parts
+            found[".".join((package, *parts)).removesuffix(".__init__")] = path
+    return found
+
+
+MODULES = modules()
+
+
+def place(module: str) -> str | None:
+    """The line of `RANKS` that a module falls under."""
+    if module in RANK:
+        return module
+    parent = module.rpartition(".")[0]
+    # The bare package names stand for their `__init__` alone: a new module of theirs needs a line.
+    return None if parent in ("", "specache_fx", "specache_fx.runtime") else place(parent)
+
+
+def imports(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Line and module of each import of ours that runs, `if TYPE_CHECKING` ones left out."""
+    skipped = {
+        id(node)
+        for block in ast.walk(tree)
+        if isinstance(block, ast.If) and "TYPE_CHECKING" in ast.unparse(block.test)
+        for node in ast.walk(block)
+    }
+    for node in ast.walk(tree):
+        if id(node) in skipped:
+            continue
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"line {node.lineno}: imports within the package are absolute"
+            base = node.module or ""
+            for alias in node.names:
+                yield node.lineno, f"{base}.{alias.name}" if f"{base}.{alias.name}" in MODULES else base
+
+
+def offences(module: str, source: str) -> list[str]:
+    """Imports of a module that break the order, each as "module:line imports other"."""
+    here = place(module)
+    assert here is not None, f"{module} has no place in RANKS of {Path(__file__).name}: give it one"
+    found = []
+    for line, target in imports(ast.parse(source)):
+        if target.split(".")[0] != "specache_fx":
+            continue
+        there = place(target)
+        assert there is not None, f"{module}:{line} imports {target}, which has no place in RANKS"
+        same = here == there and here in PACKAGES
+        if not same and RANK[there] >= RANK[here]:
+            found.append(f"{module}:{line} imports {target}")
+    return found
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_module_imports_only_what_stands_below_it(module: str) -> None:
+    assert offences(module, MODULES[module].read_text()) == []
+
+
+def test_runtime_knows_no_pass() -> None:
+    found = [
+        f"{module}:{line} imports {target}"
+        for module, path in MODULES.items()
+        if module.startswith("specache_fx.runtime")
+        for line, target in imports(ast.parse(path.read_text()))
+        if target.startswith("specache_fx.passes")
+    ]
+    assert found == []
+
+
+def test_every_line_of_the_order_is_a_module() -> None:
+    assert set(RANK) - set(MODULES) == set()
+
+
+@pytest.mark.parametrize(
+    ("module", "line", "named"),
+    [
+        (
+            "specache_fx.runtime.session",
+            "from specache_fx.runtime import registry",
+            "specache_fx.runtime.registry",
+        ),
+        ("specache_fx.runtime.ops", "import specache_fx.passes.base", "specache_fx.passes.base"),
+        ("specache_fx.runtime.quant.kivi", "from specache_fx.runtime.select import select_topk", ".select"),
+        ("specache_fx.passes.verify", "def f():\n  from specache_fx.backend import specache", ".backend"),
+        ("specache_fx.errors", "from specache_fx import _log", "specache_fx._log"),
+    ],
+)
+def test_import_upwards_is_named(module: str, line: str, named: str) -> None:
+    (offence,) = offences(module, line)
+    assert offence.startswith(f"{module}:")
+    assert offence.endswith(named)
+
+
+def test_import_for_types_alone_is_free() -> None:
+    source = "if TYPE_CHECKING:\n    from specache_fx.backend import specache\n"
+    assert offences("specache_fx.passes.base", source) == []
+
+
+def test_new_module_without_a_place_fails() -> None:
+    with pytest.raises(AssertionError, match=r"runtime\.brand_new has no place in RANKS"):
+        offences("specache_fx.runtime.brand_new", "")

@@ -1,0 +1,149 @@
+"""The wheel holds what an installed package needs, and the documents name only what exists."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Iterator
+from configparser import ConfigParser
+from importlib.metadata import entry_points
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = {
+    "specache_fx": "specache_fx",
+    "passes": "specache_fx/passes",
+    "runtime": "specache_fx/runtime",
+    "examples": "specache_fx/examples",
+}
+MODEL = ROOT / "examples" / "needle" / "model"
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[zipfile.ZipFile]:
+    """A wheel of this checkout, built aside: `build/` of the checkout may hold files that are gone."""
+    source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
+    for name in (*PACKAGES, "pyproject.toml", "README.md", "LICENSE"):
+        path = ROOT / name
+        if path.is_dir():
+            shutil.copytree(path, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(path, source)
+    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
+    done = subprocess.run(
+        [*command, "--no-index", "--wheel-dir", str(out), str(source)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    (path,) = out.glob("specache_fx-*.whl")
+    with zipfile.ZipFile(path) as archive:
+        yield archive
+
+
+def sources(pattern: str) -> set[str]:
+    """Paths in the wheel that the checkout's files of a pattern should have."""
+    return {
+        f"{inside}/{path.relative_to(ROOT / outside).as_posix()}"
+        for outside, inside in PACKAGES.items()
+        for path in (ROOT / outside).rglob(pattern)
+    }
+
+
+def test_wheel_holds_every_module(wheel: zipfile.ZipFile) -> None:
+    assert {name for name in wheel.namelist() if name.endswith(".py")} == sources("*.py")
+
+
+def test_every_folder_of_modules_is_a_package() -> None:
+    folders = {name.rpartition("/")[0] for name in sources("*.py")}
+    assert folders == {name.rpartition("/")[0] for name in sources("__init__.py")}
+
+
+def test_wheel_says_that_it_is_typed(wheel: zipfile.ZipFile) -> None:
+    assert "specache_fx/py.typed" in wheel.namelist()
+
+
+def test_wheel_holds_the_trained_model(wheel: zipfile.ZipFile) -> None:
+    if not MODEL.is_dir():
+        pytest.skip("examples/needle/model is not trained yet")
+    expected = {f"specache_fx/examples/needle/model/{path.name}" for path in MODEL.iterdir()}
+    assert expected <= set(wheel.namelist())
+
+
+def test_wheel_declares_the_backend_and_the_command(wheel: zipfile.ZipFile) -> None:
+    (name,) = (name for name in wheel.namelist() if name.endswith(".dist-info/entry_points.txt"))
+    declared = ConfigParser()
+    declared.read_string(wheel.read(name).decode())
+    assert dict(declared["torch_dynamo_backends"]) == {"specache": "specache_fx.backend:specache"}
+    assert dict(declared["console_scripts"]) == {"specache-fx": "specache_fx.cli:app"}
+
+
+def test_torch_finds_the_backend_by_its_name() -> None:
+    import torch
+
+    from specache_fx.backend import specache
+
+    (entry,) = entry_points(group="torch_dynamo_backends", name="specache")
+    assert entry.load() is specache
+    assert "specache" in torch._dynamo.list_backends()
+    assert torch._dynamo.lookup_backend("specache") is specache
+
+
+def test_constraints_pin_every_dependency_within_its_range() -> None:
+    import tomllib
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    pins = {}
+    for line in (ROOT / "constraints.txt").read_text().splitlines():
+        if line and not line.startswith("#"):
+            name, version = line.split("==")
+            pins[name.lower().replace("_", "-")] = version
+    for text in project["dependencies"] + project["optional-dependencies"]["test"]:
+        requirement = Requirement(text)
+        assert requirement.specifier.contains(pins[requirement.name]), text
+
+
+def test_import_of_a_folder_by_its_own_name_is_forbidden(tmp_path: Path) -> None:
+    bad = tmp_path / "bad.py"
+    bad.write_text("import passes\nfrom runtime import ops\nfrom passes.base import Pass\n")
+    command = [
+        sys.executable,
+        "-m",
+        "ruff",
+        "check",
+        "--config",
+        str(ROOT / "pyproject.toml"),
+        "--select",
+        "TID251",
+    ]
+    done = subprocess.run([*command, str(bad)], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stdout.count("TID251") == 3
+    assert "import specache_fx.passes: `import passes` makes a second copy of the module" in done.stdout
+
+
+@pytest.mark.parametrize("document", ["CONTRIBUTING.md", "docs/paper_map.md"])
+def test_document_names_only_files_and_functions_that_exist(document: str) -> None:
+    text = (ROOT / document).read_text()
+    named = set(re.findall(r"`((?:[\w.-]+/)*[\w-]+\.(?:py|md|toml|txt)(?:::\w+(?:\.\w+)?)?)`", text))
+    assert named, f"{document} names no file"
+    missing = []
+    for name in sorted(named):
+        path, _, attribute = name.partition("::")
+        if not (ROOT / path).is_file():
+            missing.append(name)
+            continue
+        source = (ROOT / path).read_text()
+        missing += [
+            name
+            for part in filter(None, attribute.split("."))
+            if not re.search(rf"^\s*(?:(?:class|def) {part}\b|{part}\b[^=\n]*=)", source, re.MULTILINE)
+        ]
+    assert missing == []
