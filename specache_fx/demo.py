@@ -21,7 +21,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from specache_fx.demo_report import DemoRow, DemoSettings
+import specache_fx
+from specache_fx.demo_report import BatchResult, DemoRow, DemoSettings
 from specache_fx.errors import ConfigError
 from specache_fx.examples import needle
 from specache_fx.examples.needle.task import ANSWER_LEN, Prompts, make_prompts
@@ -78,28 +79,24 @@ def run_demo(
     rows = []
     for method, options in METHODS.items():
         on_batch(method, 0)
-        if options is not None:
-            options = {**options, "lowering": settings.lowering}
-            model.compile(backend="specache", options=options)
+        options_used = {} if options is None else {**options, "lowering": settings.lowering}
+        if options_used:
+            model.compile(backend="specache", options=options_used)
+        began = time.perf_counter()
+        results = []
         try:
-            rows.append(
-                _run_method(model, prompts, DemoRow(method, options=options or {}), settings, on_batch)
-            )
+            for result in _answer(model, prompts, settings.batch_size):
+                results.append(result)
+                on_batch(method, result.prompts)
         finally:
             uncompile(model)
+        rows.append(DemoRow.of(method, options_used, results, time.perf_counter() - began))
     return rows
 
 
-def _run_method(
-    model: PreTrainedModel,
-    prompts: Prompts,
-    row: DemoRow,
-    settings: DemoSettings,
-    on_batch: Callable[[str, int], None],
-) -> DemoRow:
-    began = time.perf_counter()
+def _answer(model: PreTrainedModel, prompts: Prompts, batch_size: int) -> Iterator[BatchResult]:
     for input_ids, answers in zip(
-        prompts.input_ids.split(settings.batch_size), prompts.answers.split(settings.batch_size), strict=True
+        prompts.input_ids.split(batch_size), prompts.answers.split(batch_size), strict=True
     ):
         out = model.generate(
             input_ids,
@@ -110,10 +107,12 @@ def _run_method(
             return_dict_in_generate=True,
         )
         correct = int((out.sequences[:, input_ids.shape[1] :] == answers).all(dim=1).sum())
-        row.add(out.past_key_values, correct, len(input_ids), len(prompts))
-        on_batch(row.method, len(input_ids))
-    row.seconds = time.perf_counter() - began
-    return row
+        cache = out.past_key_values
+        stats = None if model._compiled_call_impl is None else specache_fx.stats(cache)
+        device_bytes = (
+            stats.device_bytes if stats else sum(x.keys.nbytes + x.values.nbytes for x in cache.layers)
+        )
+        yield BatchResult(len(input_ids), correct, device_bytes, stats)
 
 
 def uncompile(model: nn.Module) -> None:

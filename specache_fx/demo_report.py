@@ -6,7 +6,8 @@ import os
 import platform
 import subprocess
 import sys
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from specache_fx.api import stats
+from specache_fx.api import SessionStats
 from specache_fx.sizes import format_size
 
 _PACKAGES = ("specache-fx", "torch", "transformers", "torchao")
@@ -34,7 +35,24 @@ class DemoSettings:
     lowering: str = "inductor"
 
 
-@dataclass
+@dataclass(frozen=True)
+class BatchResult:
+    """What one `generate` call gave; bytes of the whole batch.
+
+    Attributes:
+        prompts: How many.
+        correct: Of how many every answer token is right.
+        device_bytes: Of the KV cache at the end.
+        stats: Of the KV cache; None for transformers' own.
+    """
+
+    prompts: int
+    correct: int
+    device_bytes: int
+    stats: SessionStats | None
+
+
+@dataclass(frozen=True)
 class DemoRow:
     """One line of the table. Bytes are of one sequence; None where the method has no such thing.
 
@@ -42,50 +60,57 @@ class DemoRow:
         method: A name in `METHODS`.
         exact_match: Share of prompts of which every answer token is right.
         device_bytes: Of the KV cache at the end, counted on its tensors.
-        full_bytes: Of the full cache at the same length.
+        ratio: `device_bytes` to the full cache of the same length: the paper's "KV Cache Size".
         host_bytes: Reserved on the host.
         exact_hit_rate: Share of speculative tokens that were the next token.
         topk_hit_rate: Share of the pairs wanted that had been prefetched.
         prefetched_bytes_per_step: Brought to the device for each decoded token.
         seconds: For all prompts, compiling included.
+        options: Given to `model.compile`; empty for the full cache.
     """
 
     method: str
-    exact_match: float = 0.0
-    device_bytes: float = 0.0
-    full_bytes: float = 0.0
-    host_bytes: float = 0.0
-    exact_hit_rate: float | None = None
-    topk_hit_rate: float | None = None
-    prefetched_bytes_per_step: float | None = None
-    seconds: float = 0.0
-    options: dict[str, Any] = field(default_factory=dict)
+    exact_match: float
+    device_bytes: float
+    ratio: float
+    host_bytes: float | None
+    exact_hit_rate: float | None
+    topk_hit_rate: float | None
+    prefetched_bytes_per_step: float | None
+    seconds: float
+    options: dict[str, Any]
 
-    @property
-    def ratio(self) -> float:
-        """`device_bytes / full_bytes`: the paper's "KV Cache Size"."""
-        return self.device_bytes / self.full_bytes
+    @classmethod
+    def of(
+        cls, method: str, options: dict[str, Any], results: Sequence[BatchResult], seconds: float
+    ) -> DemoRow:
+        """Sum batches up; every prompt weighs the same."""
+        prompts = sum(result.prompts for result in results)
+        device_bytes = sum(result.device_bytes for result in results)
+        found = [result.stats for result in results if result.stats is not None]
+        offloads = any(stats.host_bytes for stats in found)
+        steps = [(stats.prefetched_bytes / stats.steps) for stats in found]
 
-    def add(self, past_key_values: Any, correct: int, batch: int, total: int) -> None:
-        """Take in one batch of `total` prompts' `batch`; every prompt weighs the same."""
-        share = batch / total
-        self.exact_match += correct / total
-        if not self.options:
-            full = sum(x.nbytes for layer in past_key_values.layers for x in (layer.keys, layer.values))
-            self.device_bytes += full / total
-            self.full_bytes += full / total
-            return
-        found = stats(past_key_values)
-        self.device_bytes += found.device_bytes / total
-        self.full_bytes += found.full_bytes / total
-        self.host_bytes += found.host_bytes / total
-        if self.options["policy"] == "specache":
-            per_step = (self.prefetched_bytes_per_step or 0.0) + found.prefetched_bytes / found.steps / total
-            self.prefetched_bytes_per_step = per_step
-        if found.exact_hit_rate is not None:
-            self.exact_hit_rate = (self.exact_hit_rate or 0.0) + found.exact_hit_rate * share
-        if found.topk_hit_rate is not None:
-            self.topk_hit_rate = (self.topk_hit_rate or 0.0) + found.topk_hit_rate * share
+        def mean(rates: Sequence[float | None]) -> float | None:
+            known = [
+                (rate, result.prompts)
+                for rate, result in zip(rates, results, strict=True)
+                if rate is not None
+            ]
+            return sum(rate * weight for rate, weight in known) / sum(w for _, w in known) if known else None
+
+        return cls(
+            method=method,
+            exact_match=sum(result.correct for result in results) / prompts,
+            device_bytes=device_bytes / prompts,
+            ratio=device_bytes / sum(stats.full_bytes for stats in found) if found else 1.0,
+            host_bytes=sum(stats.host_bytes for stats in found) / prompts if offloads else None,
+            exact_hit_rate=mean([stats.exact_hit_rate for stats in found]) if found else None,
+            topk_hit_rate=mean([stats.topk_hit_rate for stats in found]) if found else None,
+            prefetched_bytes_per_step=sum(steps) / prompts if offloads else None,
+            seconds=seconds,
+            options=options,
+        )
 
 
 def demo_table(settings: DemoSettings, rows: list[DemoRow]) -> Table:
@@ -113,16 +138,16 @@ def demo_table(settings: DemoSettings, rows: list[DemoRow]) -> Table:
             f"{row.exact_match:.2f}",
             format_size(row.device_bytes),
             f"{row.ratio:.2f}x",
-            format_size(row.host_bytes) if row.host_bytes else "-",
-            _share(row.exact_hit_rate),
-            _share(row.topk_hit_rate),
-            "-" if row.prefetched_bytes_per_step is None else format_size(row.prefetched_bytes_per_step),
+            _or_dash(format_size, row.host_bytes),
+            _or_dash("{:.2f}".format, row.exact_hit_rate),
+            _or_dash("{:.2f}".format, row.topk_hit_rate),
+            _or_dash(format_size, row.prefetched_bytes_per_step),
         )
     return table
 
 
-def _share(share: float | None) -> str:
-    return "-" if share is None else f"{share:.2f}"
+def _or_dash(write: Callable[[float], str], value: float | None) -> str:
+    return "-" if value is None else write(value)
 
 
 def demo_json(settings: DemoSettings, rows: list[DemoRow], threads: int | None = None) -> dict[str, Any]:
@@ -145,7 +170,7 @@ def demo_json(settings: DemoSettings, rows: list[DemoRow], threads: int | None =
         "versions": {"python": platform.python_version()} | {name: version(name) for name in _PACKAGES},
         "commit": git_commit(),
         "settings": asdict(settings),
-        "rows": [{**asdict(row), "ratio": row.ratio} for row in rows],
+        "rows": [asdict(row) for row in rows],
     }
 
 
