@@ -82,12 +82,7 @@ def _find_logits(graph: Graph, vocabulary: int | None) -> int | None:
 
 def _mask_row(graph: Graph, site: AttentionSite) -> Node | None:
     """The mask of the newest query: which keys are real. Inserted at the graph's insertion point."""
-    if site.mask is None:
-        return None
-    shape = shape_of(site.mask)
-    assert shape is not None
-    row = call(graph, torch.select, (site.mask, -2, shape[-2] - 1), site.node)
-    return call(graph, torch.reshape, (row, (-1, shape[-1])), site.node)
+    return None if site.mask is None else call(graph, torch.select, (site.mask, -2, -1), site.node)
 
 
 def _bind_prefill(graph: Graph, site: AttentionSite, state_node: Node) -> None:
@@ -154,7 +149,7 @@ def bind_cache(gm: GraphModule, state: PassState) -> GraphModule:
         for node in placeholders(graph):
             node.meta["specache_input"] = position[node]
     else:
-        state_node = add_placeholder(graph, STATE, inputs[0], torch.zeros(1, dtype=torch.int64))
+        state_node = add_placeholder(graph, STATE, torch.zeros(1, dtype=torch.int64))
         for site in state.sites:
             if state.phase is Phase.PREFILL:
                 _bind_prefill(graph, site, state_node)

@@ -82,13 +82,13 @@ def output_node(graph: Graph) -> Node:
     return next(node for node in reversed(graph.nodes) if node.op == "output")
 
 
-def add_placeholder(graph: Graph, name: str, like: Node, value: Any) -> Node:
-    """A new last input, with a fake value in the same fake mode as `like`'s."""
-    last = placeholders(graph)[-1]
-    with graph.inserting_after(last):
+def add_placeholder(graph: Graph, name: str, value: Any) -> Node:
+    """A new last input, with a fake value in the fake mode of the others."""
+    others = placeholders(graph)
+    with graph.inserting_after(others[-1]):
         node = graph.placeholder(name)
-    mode = _fake_mode([value_of(like)])
-    key = "example_value" if "example_value" in like.meta else "val"
+    mode = _fake_mode(value_of(other) for other in others)
+    key = "example_value" if "example_value" in others[-1].meta else "val"
     node.meta[key] = mode.from_tensor(value) if mode is not None and isinstance(value, torch.Tensor) else value
     return node
 

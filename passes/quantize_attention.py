@@ -18,7 +18,7 @@ from torch.fx import GraphModule
 
 from specache_fx.passes.base import Pass, PassState
 from specache_fx.passes.bind_cache import STATE
-from specache_fx.passes.graph_utils import add_placeholder, call, finish, placeholders, shape_of
+from specache_fx.passes.graph_utils import add_placeholder, call, finish, shape_of
 
 _MARKERS = ("specache::attention", "specache::attention_lanes")
 
@@ -29,7 +29,7 @@ def quantize_attention(gm: GraphModule, state: PassState) -> GraphModule:
     markers = [node for node in graph.nodes if getattr(node.target, "name", lambda: "")() in _MARKERS]
     if not markers:
         return gm
-    session = add_placeholder(graph, STATE, placeholders(graph)[0], torch.zeros(1, dtype=torch.int64))
+    session = add_placeholder(graph, STATE, torch.zeros(1, dtype=torch.int64))
     for marker in markers:
         query, key, value, layer, scale = marker.args
         has_lanes = len(shape_of(query) or ()) == 5

@@ -12,7 +12,7 @@ from torch.fx import GraphModule
 from specache_fx._log import forget_warnings, warn_once
 from specache_fx.config import SpecacheConfig
 from specache_fx.errors import ConfigError, UnsupportedGraphError
-from specache_fx.lowering import Compiled, lower
+from specache_fx.lowering import Compiled, example_state, lower
 from specache_fx.passes.base import PassState, Phase
 from specache_fx.passes.graph_utils import copy_graph, is_static_input, placeholders, shape_of, value_of
 from specache_fx.passes.pipeline import CAPTURE_PASSES, Observer, run_passes
@@ -70,8 +70,7 @@ class Backend:
         choose_kernel(config.kernel, kv.device)
         if state.phase is Phase.DECODE:
             return Decode(rewritten, state, observe)
-        inputs = [*example_inputs, torch.zeros(1, dtype=torch.int64)]
-        compiled = lower(rewritten, inputs, config.lowering)
+        compiled = lower(rewritten, [*example_inputs, example_state()], config.lowering)
         if state.phase is Phase.PREFILL:
             return Prefill(compiled, state, kv.dtype, kv.device)
         return Extend(compiled, state)

@@ -16,6 +16,13 @@ from specache_fx.config import Lowering
 Compiled = Callable[..., Any]
 
 
+def example_state() -> torch.Tensor:
+    """An example of the `state` input, fake where Dynamo's own example inputs are."""
+    context = TracingContext.try_get()
+    state = torch.zeros(1, dtype=torch.int64)
+    return state if context is None or context.fake_mode is None else context.fake_mode.from_tensor(state)
+
+
 def lower(gm: GraphModule, inputs: Sequence[Any], lowering: Lowering) -> Compiled:
     """Compile a graph of Dynamo's, in Dynamo's context (prefill, extend, graphs that are left alone).
 

@@ -1,0 +1,186 @@
+"""A session against the oracle's caches: append, prefetch, wait, crop, sessions interleaved, delays at random."""
+
+from __future__ import annotations
+
+import random
+import time
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from support import strategies
+from support.oracle import Indices, OracleCache, select
+
+from specache_fx.config import SpecacheConfig
+from specache_fx.errors import CacheHandleError
+from specache_fx.runtime import session as session_module
+from specache_fx.runtime.copy_engine import CopyEngine
+from specache_fx.runtime.session import LayerShape, Session
+
+CPU = torch.device("cpu")
+LAYERS = 2
+CLOSE = {"rtol": 1e-4, "atol": 1e-5}
+
+
+class _Pair:
+    """A session and the oracle's caches of the same tokens."""
+
+    def __init__(self, config: SpecacheConfig, shape: strategies.AttentionShape, generator: torch.Generator) -> None:
+        self.config, self.shape, self.generator = config, shape, generator
+        shapes = (LayerShape(shape.num_kv_heads, shape.head_dim, shape.value_dim),) * LAYERS
+        self.session = Session(config, shapes, torch.float32, CPU)
+        self.oracles: list[OracleCache] = []
+        self.staged: list[Indices | None] = [None] * LAYERS
+
+    def random(self, *shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=self.generator)
+
+    def pairs(self, tokens: int, *lanes: int) -> tuple[torch.Tensor, torch.Tensor]:
+        heads = (*lanes, self.shape.batch, self.shape.num_kv_heads, tokens)
+        return self.random(*heads, self.shape.head_dim), self.random(*heads, self.shape.value_dim)
+
+    def extend(self, tokens: int, new_mask: torch.Tensor) -> None:
+        old = self.oracles[0].key_mask if self.oracles else new_mask[:, :0]
+        row = torch.cat([old, new_mask], dim=1)
+        for layer in range(LAYERS):
+            key, value = self.pairs(tokens)
+            if self.session.kv_len:
+                history = self.session.load(layer)
+                if self.config.placement.offload:
+                    assert torch.equal(history[0], self.oracles[layer].k)
+                    assert torch.equal(history[1], self.oracles[layer].v)
+            self.session.store(layer, key, value, row[:, None])
+            if len(self.oracles) <= layer:
+                self.oracles.append(OracleCache(self.config, key, value, new_mask))
+            else:
+                self.oracles[layer].append(key, value, new_mask)
+        self.session.forget_lookahead()
+        self.session.advance(tokens, decoded=False)
+        self.staged = [None] * LAYERS
+
+    def step(self, lanes: int, predecode: bool) -> None:
+        """One decode step, layer by layer, as a graph's ops make it."""
+        session, config = self.session, self.config
+        if predecode:
+            self.staged = [None] * LAYERS
+            lanes = 1
+        session.predecoding = predecode
+        for layer, oracle in enumerate(self.oracles):
+            query = self.random(lanes, self.shape.batch, self.shape.num_heads, 1, self.shape.head_dim)
+            key, value = self.pairs(1, lanes)
+            session.wait_prefetch(layer)
+            out = session.attend(layer, query, key, value, 0.3, staged=True)
+            expected, scores = oracle.attend_all(query, key, value, self.staged[layer], 0.3)
+            torch.testing.assert_close(out, expected, **CLOSE)
+            session.append(layer, key[0], value[0])
+            if not predecode:
+                oracle.append(key[0], value[0])
+            if config.placement.prefetch:
+                chosen = session.select(layer)
+                session.prefetch(layer, chosen)
+                ours = [[[i for i in head if i >= 0] for head in row] for row in chosen.tolist()]
+                count = oracle.num_quantized
+                wanted = select(scores[-1][..., :count], oracle.key_mask[:, :count], config.top_k)
+                # The same scores up to rounding: where two are that close, either may be chosen.
+                for b, row in enumerate(wanted):
+                    for h, positions in enumerate(row):
+                        assert len(ours[b][h]) == len(positions) == len(set(ours[b][h]))
+                        probabilities = scores[-1][b, h]
+                        torch.testing.assert_close(probabilities[ours[b][h]], probabilities[positions], **CLOSE)
+                self.staged[layer] = ours
+        session.predecoding = False
+        if not predecode:
+            session.advance(1, decoded=True)
+
+
+class SessionMachine(RuleBasedStateMachine):
+    """Two sessions with options and shapes of their own, stepped in any order, copies delayed at random."""
+
+    @initialize(data=st.data())
+    def open(self, data: st.DataObject) -> None:
+        seed = data.draw(strategies.seeds)
+        delays = random.Random(seed)
+        synchronous = data.draw(st.booleans())
+        self.patch = pytest.MonkeyPatch()
+        engine = partial(CopyEngine, synchronous=synchronous, delay=lambda: time.sleep(delays.random() * 2e-3))
+        self.patch.setattr(session_module, "CopyEngine", engine)
+        self.pairs = []
+        for number in range(2):
+            policy = data.draw(st.sampled_from(("specache", "specache", "kivi")))
+            config = data.draw(strategies.configs(policy=policy, host=data.draw(st.sampled_from(("memory", "disk")))))
+            shape = data.draw(strategies.attention_shapes())
+            self.pairs.append(_Pair(config, shape, torch.Generator().manual_seed(seed + number)))
+
+    @rule(data=st.data(), which=st.integers(0, 1), tokens=st.integers(1, 30))
+    def extend(self, data: st.DataObject, which: int, tokens: int) -> None:
+        pair = self.pairs[which]
+        if pair.config.policy == "kivi" and pair.oracles and pair.session.layers[0].num_quantized:
+            return  # its history is low-bit: another answer than the oracle's 16-bit one
+        pair.extend(tokens, data.draw(strategies.key_masks(pair.shape.batch, tokens)))
+
+    @precondition(lambda self: any(pair.oracles for pair in self.pairs))
+    @rule(which=st.integers(0, 1), lanes=st.integers(1, 2), steps=st.integers(1, 10))
+    def decode(self, which: int, lanes: int, steps: int) -> None:
+        pair = self.pairs[which] if self.pairs[which].oracles else self.pairs[1 - which]
+        if pair.session.staged_for != pair.session.kv_len:
+            pair.step(lanes, predecode=True)
+        for _ in range(steps):
+            pair.step(lanes, predecode=False)
+
+    @precondition(lambda self: any(pair.oracles for pair in self.pairs))
+    @rule(which=st.integers(0, 1), share=st.floats(0.01, 1))
+    def crop(self, which: int, share: float) -> None:
+        pair = self.pairs[which] if self.pairs[which].oracles else self.pairs[1 - which]
+        kv_len = max(int(pair.session.kv_len * share), 1)
+        if pair.config.policy == "kivi" and pair.config.num_quantized(kv_len) < pair.session.layers[0].num_quantized:
+            return
+        if kv_len < pair.session.kv_len:
+            pair.staged = [None] * LAYERS
+        pair.session.rewind(kv_len)
+        for oracle in pair.oracles:
+            oracle.crop(kv_len)
+
+    @precondition(lambda self: any(pair.oracles for pair in self.pairs))
+    @rule(which=st.integers(0, 1))
+    def a_longer_cache_than_there_is_is_refused(self, which: int) -> None:
+        pair = self.pairs[which] if self.pairs[which].oracles else self.pairs[1 - which]
+        with pytest.raises(CacheHandleError, match="claims"):
+            pair.session.rewind(pair.session.kv_len + 1)
+
+    def teardown(self) -> None:
+        for pair in getattr(self, "pairs", []):
+            pair.session.close()
+        if hasattr(self, "patch"):
+            self.patch.undo()
+
+
+TestSession = SessionMachine.TestCase
+TestSession.settings = settings(max_examples=30, stateful_step_count=12)
+
+
+def test_a_failed_step_leaves_a_session_that_can_go_on() -> None:
+    config = SpecacheConfig(bits=2, group_size=4, residual_length=4, top_k=4)
+    shape = strategies.AttentionShape(2, 4, 2, 8, 8)
+    pair = _Pair(config, shape, torch.Generator().manual_seed(0))
+    pair.extend(21, torch.ones(2, 21, dtype=torch.bool))
+    key, value = pair.pairs(1)
+    for _ in range(3):  # layer 0 is some tokens ahead of layer 1, past the overflow of its window
+        pair.session.append(0, key, value)
+    pair.session.rewind(21)
+    assert [layer.kv_len for layer in pair.session.layers] == [21, 21]
+    assert torch.equal(pair.session.load(0)[0], pair.oracles[0].k)
+    pair.step(2, predecode=True)
+    pair.step(2, predecode=False)
+
+
+def test_a_closed_session_has_no_tensors() -> None:
+    config = SpecacheConfig(bits=2, group_size=4, residual_length=4, top_k=4)
+    pair = _Pair(config, strategies.AttentionShape(2, 4, 2, 8, 8), torch.Generator())
+    pair.extend(21, torch.ones(2, 21, dtype=torch.bool))
+    assert pair.session.device_bytes > 0 and pair.session.host_bytes > 0
+    pair.session.close()
+    pair.session.close()
+    assert pair.session.device_bytes == pair.session.host_bytes == 0

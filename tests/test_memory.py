@@ -1,0 +1,179 @@
+"""Real memory: what prefill has alive at once, what a failing host does, what is freed and when."""
+
+from __future__ import annotations
+
+import gc
+import resource
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.models import TinyConfig, TinyDecoder, generate
+
+import specache_fx
+from specache_fx.runtime import registry
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
+OPTIONS: dict[str, Any] = {"bits": 1, "group_size": 8, "residual_length": 8, "top_k": 4, "lowering": "eager"}
+WIDE = {"hidden_size": 64, "num_heads": 8, "num_kv_heads": 8, "head_dim": 32, "max_positions": 4096}
+
+
+def peak_bytes(run: Callable[[], object]) -> int:
+    """Most bytes that torch's CPU allocator had handed out at once during `run`, above what it had before."""
+    with torch.profiler.profile(profile_memory=True) as profile:
+        run()
+    now = peak = 0
+    results = profile.profiler.kineto_results  # type: ignore[union-attr]
+    for event in sorted((e for e in results.events() if e.name() == "[memory]"), key=lambda e: e.start_ns()):
+        now += event.nbytes()
+        peak = max(peak, now)
+    return peak
+
+
+@pytest.mark.parametrize("lowering", ["eager", "inductor"])
+def test_prefill_keeps_one_layers_pairs_alive(lowering: str) -> None:
+    tokens, peaks, copies = 1024, {}, {}
+    layer_bytes = 2 * tokens * WIDE["num_kv_heads"] * WIDE["head_dim"] * 4
+    input_ids = torch.randint(61, (1, tokens), generator=torch.Generator().manual_seed(0))
+    for layers in (2, 8):
+        model = TinyDecoder(TinyConfig(num_layers=layers, **WIDE))
+        # On disk: the host tier's memory-mapped blocks are not the allocator's.
+        options = {**OPTIONS, "group_size": 32, "lowering": lowering, "host": "disk"}
+        compiled = torch.compile(model, backend="specache", options=options)
+        with torch.no_grad():
+            compiled(input_ids)  # compiles
+            gc.collect()
+            registry.sweep()  # what the first call left must not be freed, and so counted, within the second
+            peaks["plain", layers] = peak_bytes(lambda m=model: m(input_ids))
+            kept: list[Any] = []
+            peaks["ours", layers] = peak_bytes(lambda c=compiled, kept=kept: kept.append(c(input_ids)))
+            copies[layers] = specache_fx.stats(kept).device_bytes
+        torch._dynamo.reset()
+    plain_growth = peaks["plain", 8] - peaks["plain", 2]
+    growth = peaks["ours", 8] - peaks["ours", 2]
+    assert plain_growth >= 5.9 * layer_bytes  # the plain model keeps all of its six more layers
+    # Ours keeps six more low-bit copies. One more layer's 16-bit pairs alive at the peak would show.
+    assert growth - (copies[8] - copies[2]) < 0.5 * layer_bytes
+
+
+def _prompt(model: TinyDecoder, tokens: int = 40) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randint(model.config.vocab_size, (2, tokens), generator=generator)
+
+
+def test_host_dir_that_does_not_exist_is_named_and_the_model_stays_usable(tmp_path: Path) -> None:
+    model = TinyDecoder(TinyConfig())
+    folder = tmp_path / "kv"
+    compiled = torch.compile(
+        model, backend="specache", options={**OPTIONS, "host": "disk", "host_dir": str(folder)}
+    )
+    with pytest.raises(specache_fx.HostMemoryError, match="kv"):
+        generate(compiled, _prompt(model), 4)
+    folder.mkdir()
+    assert generate(compiled, _prompt(model), 4).tokens.shape == (2, 4)
+    assert list(folder.iterdir()) == []
+
+
+_DISK_FULL = """
+    import resource, sys, torch
+    sys.path.insert(0, "tests")
+    from support.models import TinyConfig, TinyDecoder, generate
+    import specache_fx
+    model = TinyDecoder(TinyConfig(max_positions=8192))
+    plain = generate(model, torch.arange(40)[None] % 61, 4)
+    options = {"bits": 16, "group_size": 8, "residual_length": 8, "top_k": 4, "lowering": "eager", "host": "disk"}
+    compiled = torch.compile(model, backend="specache", options=options)
+    hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
+    try:
+        generate(compiled, torch.arange(4000)[None] % 61, 4)
+    except specache_fx.HostMemoryError as error:
+        print("refused:", error)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+    again = generate(compiled, torch.arange(40)[None] % 61, 4)
+    print("usable:", torch.equal(again.tokens, plain.tokens))
+"""
+
+
+def test_disk_full_in_prefill_names_the_bytes_and_the_model_stays_usable() -> None:
+    root = Path(__file__).parent.parent
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(_DISK_FULL)], cwd=root, capture_output=True, text=True, check=False
+    )
+    assert "usable: True" in done.stdout, done.stderr[-2000:]
+    refused = next(line for line in done.stdout.splitlines() if line.startswith("refused:"))
+    assert "bytes" in refused and "host" in refused
+
+
+@pytest.fixture
+def few_file_bytes() -> Iterator[Callable[[int], None]]:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    yield lambda nbytes: resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_disk_full_in_decode_loses_no_token(few_file_bytes: Callable[[int], None]) -> None:
+    model = TinyDecoder(TinyConfig())
+    plain = generate(model, _prompt(model, 16), 40)
+    compiled = torch.compile(model, backend="specache", options={**OPTIONS, "bits": 16, "host": "disk"})
+    ours = generate(compiled, _prompt(model, 16), 4)
+    session = registry.find(ours.past[0][0])
+    assert session is not None
+    mask, past, token = ours.attention_mask, ours.past, ours.tokens[:, -1:]
+    few_file_bytes(session.host_bytes)
+    tokens, failures = [], 0
+    for _ in range(36):
+        mask = torch.cat([mask, mask.new_ones(2, 1)], dim=1)
+        try:
+            with torch.no_grad():
+                logits, past = compiled(token, past=past, attention_mask=mask)
+        except specache_fx.HostMemoryError:
+            failures += 1
+            few_file_bytes(1 << 30)  # the user makes room, and the same call goes through
+            with torch.no_grad():
+                logits, past = compiled(token, past=past, attention_mask=mask)
+        token = logits[:, -1].argmax(-1, keepdim=True)
+        tokens.append(token)
+    assert torch.equal(torch.cat(tokens, dim=1), plain.tokens[:, 4:])
+    if session.host_bytes > 1 << 20:
+        assert failures
+
+
+def test_the_session_ends_with_its_last_handle_at_the_next_forward() -> None:
+    model = TinyDecoder(TinyConfig())
+    compiled = torch.compile(model, backend="specache", options=OPTIONS)
+    ours = generate(compiled, _prompt(model), 4)
+    session = registry.find(ours.past[0][0])
+    assert session is not None
+    kept = ours.past[1][1]
+    del ours
+    gc.collect()
+    generate(compiled, _prompt(model), 2)
+    assert not session.closed  # one handle lives: so does the cache
+    del kept
+    gc.collect()
+    generate(compiled, _prompt(model), 2)
+    assert session.closed and session.host_bytes == session.device_bytes == 0
+
+
+def test_device_bytes_do_not_grow_with_what_is_offloaded() -> None:
+    model = TinyDecoder(TinyConfig(max_positions=4096))
+    sizes = {}
+    for policy in ("specache", "kivi"):
+        compiled = torch.compile(model, backend="specache", options={**OPTIONS, "policy": policy})
+        for tokens in (256, 2048):
+            ours = generate(compiled, _prompt(model, tokens), 2)
+            sizes[policy, tokens] = specache_fx.stats(ours.past)
+        torch._dynamo.reset()
+    for policy in ("specache", "kivi"):
+        small, large = sizes[policy, 256], sizes[policy, 2048]
+        codes = (large.device_bytes - small.device_bytes) / (large.full_bytes - small.full_bytes)
+        # 1/32 for codes; scales and zeros: 2/8 for keys (groups of 8 tokens), 2/8 for values (8 channels).
+        assert codes == pytest.approx(1 / 32 + 0.25, rel=1e-6)
+    assert sizes["kivi", 2048].host_bytes == 0 < sizes["specache", 2048].host_bytes
