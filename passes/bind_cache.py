@@ -75,7 +75,10 @@ def _find_logits(graph: Graph, vocabulary: int | None) -> int | None:
     found = [
         (order[out], i)
         for i, out in outs
-        if isinstance(out, Node) and (shape := shape_of(out)) and len(shape) in (2, 3) and shape[-1] == vocabulary
+        if isinstance(out, Node)
+        and (shape := shape_of(out))
+        and len(shape) in (2, 3)
+        and shape[-1] == vocabulary
     ]
     return max(found)[1] if found else None
 
@@ -128,7 +131,10 @@ def bind_cache(gm: GraphModule, state: PassState) -> GraphModule:
     inputs = placeholders(graph)
     position = {node: i for i, node in enumerate(inputs)}
     state.past_inputs = [
-        position[past] for site in state.sites for past in (site.past_key, site.past_value) if past is not None
+        position[past]
+        for site in state.sites
+        for past in (site.past_key, site.past_value)
+        if past is not None
     ]
     if state.phase is Phase.DECODE:
         state.sources = find_sources(gm, state)

@@ -19,7 +19,8 @@ _IN_PLACE_FUNCTIONS = {"setitem", "iadd", "isub", "imul", "itruediv", "iand", "i
 
 def copy_graph(gm: GraphModule) -> GraphModule:
     """A copy that may be edited: Dynamo goes on using its own graph."""
-    graph, copied = Graph(), {}
+    graph = Graph()
+    copied: dict[Node, Node] = {}
     graph.output(graph.graph_copy(gm.graph, copied))
     for old, new in copied.items():
         new.meta = dict(old.meta)
@@ -43,8 +44,10 @@ def shape_of(node: Any) -> tuple[Any, ...] | None:
 
 def is_integer(node: Any) -> bool:
     """Whether a node is a Python or symbolic integer."""
-    return isinstance(node, Node) and isinstance(value_of(node), (int, torch.SymInt)) and not isinstance(
-        value_of(node), bool
+    return (
+        isinstance(node, Node)
+        and isinstance(value_of(node), (int, torch.SymInt))
+        and not isinstance(value_of(node), bool)
     )
 
 
@@ -67,7 +70,9 @@ def target_name(node: Node) -> str:
 
 def source_of(node: Node) -> str:
     """The line of the model that made a node, "file:line: code": where it calls into transformers' integrations."""
-    frames = re.findall(r'File "([^"]+)", line (\d+), in [^\n]*\n\s*([^\n]*)', node.meta.get("stack_trace") or "")
+    frames = re.findall(
+        r'File "([^"]+)", line (\d+), in [^\n]*\n\s*([^\n]*)', node.meta.get("stack_trace") or ""
+    )
     frames = [frame for frame in frames if "transformers/integrations" not in frame[0]] or frames
     return f"{frames[-1][0]}:{frames[-1][1]}: {frames[-1][2].strip()}" if frames else ""
 
@@ -89,7 +94,9 @@ def add_placeholder(graph: Graph, name: str, value: Any) -> Node:
         node = graph.placeholder(name)
     mode = _fake_mode(value_of(other) for other in others)
     key = "example_value" if "example_value" in others[-1].meta else "val"
-    node.meta[key] = mode.from_tensor(value) if mode is not None and isinstance(value, torch.Tensor) else value
+    node.meta[key] = (
+        mode.from_tensor(value) if mode is not None and isinstance(value, torch.Tensor) else value
+    )
     return node
 
 
@@ -112,7 +119,9 @@ def call(graph: Graph, target: Any, args: tuple[Any, ...], origin: Node) -> Node
         origin: The node that this call stands for: its source line is kept.
     """
     node = graph.call_function(target, args)
-    node.meta = {k: v for k, v in origin.meta.items() if k in ("stack_trace", "nn_module_stack", "source_fn_stack")}
+    node.meta = {
+        k: v for k, v in origin.meta.items() if k in ("stack_trace", "nn_module_stack", "source_fn_stack")
+    }
     tensors = [value_of(arg) for arg in node.all_input_nodes]
     mode = _fake_mode(tensors)
     if mode is not None:
@@ -169,7 +178,12 @@ def eliminate_dead_code(graph: Graph, keep: Iterable[Node] = ()) -> int:
     """
 
     def base(node: Any) -> Any:
-        while isinstance(node, Node) and target_name(node) in _VIEWS and node.args and isinstance(node.args[0], Node):
+        while (
+            isinstance(node, Node)
+            and target_name(node) in _VIEWS
+            and node.args
+            and isinstance(node.args[0], Node)
+        ):
             node = node.args[0]
         return node
 

@@ -18,7 +18,14 @@ import torch.nn.functional as F
 from torch.fx import GraphModule, Node
 
 from specache_fx.passes.base import AttentionSite, Pass, PassState, Phase, Refusal
-from specache_fx.passes.graph_utils import output_node, placeholders, shape_of, source_of, target_name, value_of
+from specache_fx.passes.graph_utils import (
+    output_node,
+    placeholders,
+    shape_of,
+    source_of,
+    target_name,
+    value_of,
+)
 from specache_fx.runtime.handle import unfit_reason
 
 _METADATA = {"size", "numel", "dim", "stride", "ndimension", "is_contiguous", "data_ptr", "element_size"}
@@ -89,7 +96,7 @@ def _side(tensor: Node, attention: Node, what: str, outputs: set[Node]) -> _Side
     past: Node | None = None
     new = root
     if root.op == "call_function" and root.target is torch.cat:
-        parts = root.args[0]
+        parts: Any = root.args[0]
         dim = root.args[1] if len(root.args) > 1 else root.kwargs.get("dim", 0)
         if isinstance(parts, (list, tuple)) and len(parts) == 2 and dim in (-2, 2):
             first, second = parts
@@ -170,7 +177,7 @@ def _phase(sites: list[AttentionSite]) -> Phase:
 
 def match_attention(gm: GraphModule, state: PassState) -> GraphModule:
     """Fill in `state.sites`, `state.refusals` and `state.phase`. The graph stays as it is."""
-    outputs = {out for out in output_node(gm.graph).all_input_nodes}
+    outputs = set(output_node(gm.graph).all_input_nodes)
     state.inputs = [node.name for node in placeholders(gm.graph)]
     for node in gm.graph.nodes:
         if node.op != "call_function" or node.target is not F.scaled_dot_product_attention:
@@ -194,7 +201,10 @@ def _appends_without_sdpa(gm: GraphModule, state: PassState, outputs: set[Node])
     grown = [
         node
         for node in gm.graph.nodes
-        if node.target is torch.cat and node in outputs and node not in bound and len(shape_of(node) or ()) == 4
+        if node.target is torch.cat
+        and node in outputs
+        and node not in bound
+        and len(shape_of(node) or ()) == 4
     ]
     softmax = [node for node in gm.graph.nodes if target_name(node) == "softmax"]
     if not grown or not softmax:

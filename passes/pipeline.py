@@ -52,7 +52,10 @@ def run_passes(
             observe(step.name, gm, state)
     trace_structured(
         "artifact",
-        metadata_fn=lambda: {"name": f"specache_{state.phase.name.lower()}_{passes[-1].name}", "encoding": "string"},
+        metadata_fn=lambda: {
+            "name": f"specache_{state.phase.name.lower()}_{passes[-1].name}",
+            "encoding": "string",
+        },
         payload_fn=lambda: gm.print_readable(print_output=False),
     )
     return gm

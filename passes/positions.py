@@ -186,9 +186,9 @@ def find_sources(gm: GraphModule, state: PassState) -> Sources:
             sources.positions.add(index[node])
     for node in inputs:
         # An integer that is also the size of a tensor that does not grow (the batch) is no length.
-        if is_integer(node) and isinstance(value_of(node), torch.SymInt):
-            if not symbols_of(value_of(node)) & sizes_of_others:
-                sources.lengths.add(index[node])
+        symbols = symbols_of(value_of(node)) if is_integer(node) else set()
+        if symbols and not symbols & sizes_of_others:
+            sources.lengths.add(index[node])
 
     static = all(isinstance(shape_of(node)[2], int) for node in past)  # type: ignore[index]
     sources.knows_next = bool(sources.positions) or not static
@@ -197,7 +197,9 @@ def find_sources(gm: GraphModule, state: PassState) -> Sources:
         roots = [node for node in ancestors(masks) if node.op == "placeholder"]
         for node in roots:
             # Lengths of handles are read from their shapes (`numel`): that is metadata, not contents.
-            known = is_integer(node) or is_static_input(node) or index[node] in sources.masks | sources.positions
+            known = (
+                is_integer(node) or is_static_input(node) or index[node] in sources.masks | sources.positions
+            )
             if not known:
                 site = next(site for site in state.sites if site.mask is not None)
                 raise UnsupportedGraphError(

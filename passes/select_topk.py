@@ -14,6 +14,7 @@ Does nothing where the policy prefetches nothing. Paper: SpeCache Alg. 3, ArgTop
 from __future__ import annotations
 
 import operator
+from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
@@ -29,7 +30,7 @@ def attentions(gm: GraphModule) -> list[Node]:
     return [node for node in gm.graph.nodes if node.target is torch.ops.specache.quantized_attention.default]
 
 
-def _append_of(gm: GraphModule, layer: int) -> Node:
+def _append_of(gm: GraphModule, layer: Any) -> Node:
     append = torch.ops.specache.append.default
     return next(node for node in gm.graph.nodes if node.target is append and node.args[3] == layer)
 

@@ -59,9 +59,7 @@ def split_prelude(gm: GraphModule, state: PassState) -> GraphModule:
         else:
             positional[node] = any(positional[arg] for arg in node.all_input_nodes)
             data[node] = any(data[arg] for arg in node.all_input_nodes)
-    prelude = {
-        node for node in graph.nodes if node.op != "output" and positional[node] and not data[node]
-    }
+    prelude = {node for node in graph.nodes if node.op != "output" and positional[node] and not data[node]}
     boundary = [
         node
         for node in graph.nodes
@@ -94,7 +92,7 @@ def split_prelude(gm: GraphModule, state: PassState) -> GraphModule:
 
 
 def _results(gm: GraphModule) -> list[Node]:
-    return list(next(node for node in gm.graph.nodes if node.op == "output").args[0])  # type: ignore[arg-type]
+    return list(next(node for node in gm.graph.nodes if node.op == "output").args[0])
 
 
 def eliminate_inputs(gm: GraphModule) -> GraphModule:

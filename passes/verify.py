@@ -18,7 +18,9 @@ from specache_fx.passes.select_topk import PROBE
 
 
 def _fail(node: Node, what: str) -> None:
-    raise PassInvariantError(f"`{node.name}` = {node.format_node()}: {what}. This is a defect: please report it.")
+    raise PassInvariantError(
+        f"`{node.name}` = {node.format_node()}: {what}. This is a defect: please report it."
+    )
 
 
 def verify(gm: GraphModule, state: PassState) -> GraphModule:
@@ -46,11 +48,19 @@ def verify(gm: GraphModule, state: PassState) -> GraphModule:
             layer, staged = node.args[5], node.args[3]
             readers[layer] += 1
             if state.config.placement.prefetch:
-                if staged is None or staged.target is not ops.wait_prefetch.default or staged.args[1] != layer:
+                if (
+                    staged is None
+                    or staged.target is not ops.wait_prefetch.default
+                    or staged.args[1] != layer
+                ):
                     _fail(node, "no wait of its layer guards the staged pairs that it reads")
                 if pending.get(layer, True):
                     _fail(node, "a prefetch lies between its wait and its read")
-    if appends != readers or any(count != 1 for count in appends.values()) or len(appends) != len(state.sites):
+    if (
+        appends != readers
+        or any(count != 1 for count in appends.values())
+        or len(appends) != len(state.sites)
+    ):
         raise PassInvariantError(
             f"{len(state.sites)} attentions became {dict(readers)} reads and {dict(appends)} appends (layer: count),"
             " not one each. This is a defect: please report it."
@@ -63,7 +73,8 @@ def verify(gm: GraphModule, state: PassState) -> GraphModule:
         value = value_of(node)
         for tensor in value if isinstance(value, (tuple, list)) else (value,):
             if isinstance(tensor, torch.SymInt) or (
-                isinstance(tensor, torch.Tensor) and any(isinstance(size, torch.SymInt) for size in tensor.shape)
+                isinstance(tensor, torch.Tensor)
+                and any(isinstance(size, torch.SymInt) for size in tensor.shape)
             ):
                 _fail(node, "its shape is not static: the graph still knows a length")
     return gm

@@ -100,7 +100,12 @@ def decode(handle: torch.Tensor) -> list[HandleCode] | None:
 
 
 def issue(
-    session: int, heads_and_dims: Sequence[tuple[int, int]], batch: int, kv_len: int, dtype: torch.dtype, device: torch.device
+    session: int,
+    heads_and_dims: Sequence[tuple[int, int]],
+    batch: int,
+    kv_len: int,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> list[torch.Tensor]:
     """Make the handles of a session, all in one fresh storage.
 
@@ -115,7 +120,9 @@ def issue(
     Returns:
         One handle per slot, `[batch, num_kv_heads, kv_len, head_dim]`.
     """
-    rows = [_encode(session, slot, batch, dim, dtype).flatten() for slot, (_, dim) in enumerate(heads_and_dims)]
+    rows = [
+        _encode(session, slot, batch, dim, dtype).flatten() for slot, (_, dim) in enumerate(heads_and_dims)
+    ]
     flat = torch.cat(rows).to(device)
     handles, offset = [], 0
     for heads, dim in heads_and_dims:

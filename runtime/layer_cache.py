@@ -26,7 +26,9 @@ class LayerCache:
         layer: Index of this layer's rows in `host`.
     """
 
-    def __init__(self, config: SpecacheConfig, quantizer: Quantizer, host: HostCache | None, layer: int) -> None:
+    def __init__(
+        self, config: SpecacheConfig, quantizer: Quantizer, host: HostCache | None, layer: int
+    ) -> None:
         self.config = config
         self.quantizer = quantizer
         self.host = host
@@ -136,7 +138,9 @@ class LayerCache:
             key, value = self.host.read(self.layer, start, stop)
             return key.to(window.device, window.dtype), value.to(window.device, window.dtype)
         key = self.quantizer.dequantize_key(self.key_planes.view(), self._window_key.shape[3], window.dtype)
-        value = self.quantizer.dequantize_value(self.value_planes.view(), self._window_value.shape[3], window.dtype)
+        value = self.quantizer.dequantize_value(
+            self.value_planes.view(), self._window_value.shape[3], window.dtype
+        )
         return key[:, :, start:stop], value[:, :, start:stop]
 
     def truncate(self, kv_len: int) -> None:

@@ -28,7 +28,7 @@ _library = torch.library.Library("specache", "DEF")
 
 
 def _define(schema: str, real: Callable[..., Any], fake: Callable[..., Any]) -> None:
-    name = schema.split("(")[0]
+    name = schema.split("(", maxsplit=1)[0]
     _library.define(schema, tags=(torch.Tag.cudagraph_unsafe,))
     _library.impl(name, real, "CompositeExplicitAutograd")
     torch.library.register_fake(f"specache::{name}", fake, lib=_library)
@@ -84,7 +84,9 @@ def _topk(scores: Tensor, state: Tensor, layer: int, batch: int, num_kv_heads: i
     return registry.by_state(state).select(layer)
 
 
-def _topk_fake(scores: Tensor, state: Tensor, layer: int, batch: int, num_kv_heads: int, top_k: int) -> Tensor:
+def _topk_fake(
+    scores: Tensor, state: Tensor, layer: int, batch: int, num_kv_heads: int, top_k: int
+) -> Tensor:
     return scores.new_empty((batch, num_kv_heads, top_k), dtype=torch.int32)
 
 
@@ -97,9 +99,15 @@ def _append(key: Tensor, value: Tensor, state: Tensor, layer: int) -> None:
 
 
 _define("store(Tensor key, Tensor value, Tensor? mask, Tensor(a!) state, int layer) -> ()", _store, _nothing)
-_define("load(Tensor past_key, Tensor past_value, Tensor(a!) state, int layer) -> (Tensor, Tensor)", _load, _load_fake)
 _define(
-    "attention(Tensor query, Tensor key, Tensor value, int layer, float scale) -> Tensor", _marker, _attention_fake
+    "load(Tensor past_key, Tensor past_value, Tensor(a!) state, int layer) -> (Tensor, Tensor)",
+    _load,
+    _load_fake,
+)
+_define(
+    "attention(Tensor query, Tensor key, Tensor value, int layer, float scale) -> Tensor",
+    _marker,
+    _attention_fake,
 )
 _define(
     "attention_lanes(Tensor query, Tensor key, Tensor value, int layer, float scale) -> Tensor",
@@ -123,7 +131,13 @@ _define("append(Tensor key, Tensor value, Tensor(a!) state, int layer) -> ()", _
 
 
 def _lanes(
-    info: Any, in_dims: tuple[int | None, ...], query: Tensor, key: Tensor, value: Tensor, layer: int, scale: float
+    info: Any,
+    in_dims: tuple[int | None, ...],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layer: int,
+    scale: float,
 ) -> tuple[Tensor, int]:
     """Batching rule: the lanes go to the front, one op for all of them."""
     sides = [

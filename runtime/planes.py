@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import torch
-
 from specache_fx.runtime.quant import Planes
 
 
@@ -47,7 +45,9 @@ class PlaneStore:
             per_group = rows // groups_in_like
             buffer = plane.new_empty((batch, heads, num_groups * per_group, width))
             if self.num_groups:
-                buffer[:, :, : self.num_groups * per_group] = self._planes[i][:, :, : self.num_groups * per_group]
+                buffer[:, :, : self.num_groups * per_group] = self._planes[i][
+                    :, :, : self.num_groups * per_group
+                ]
             grown.append(buffer)
         self._planes, self._capacity = tuple(grown), num_groups
 

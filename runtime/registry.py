@@ -131,7 +131,9 @@ def _adopt(past: Sequence[torch.Tensor]) -> Session:
                 " Keep the cache that the model returned, or start from the prompt."
             )
         rows = [code.row for code in codes]
-        if any(code.session != codes[0].session for code in codes) or rows != list(range(entry.session.batch or 0)):
+        if any(code.session != codes[0].session for code in codes) or rows != list(
+            range(entry.session.batch or 0)
+        ):
             raise CacheHandleError(
                 f"The past KV cache was reordered: its batch rows are now rows {rows} of a session with"
                 f" {entry.session.batch}. {_NOT_YET}"

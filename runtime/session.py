@@ -62,7 +62,9 @@ class Session:
         self.closed = False
         self.predecoding = False
         self.speculative_token: torch.Tensor | None = None  # what lane 1 decodes next
-        self.guessed_token: torch.Tensor | None = None  # what it decoded last: a guess at the next output token
+        self.guessed_token: torch.Tensor | None = (
+            None  # what it decoded last: a guess at the next output token
+        )
         self.staged_for: int | None = None  # the length at which the staged pairs are those of the next token
         self.metrics = Metrics()
         self.layers: list[LayerCache] = []
@@ -81,7 +83,9 @@ class Session:
         if self.host is not None and self.config.placement.prefetch:
             self.engine = CopyEngine(self.host, self.config.top_k, self.device)
             for layer in range(len(self.shapes)):
-                self.engine.wait(layer)  # allocates the staging: a session's device bytes are there from the start
+                self.engine.wait(
+                    layer
+                )  # allocates the staging: a session's device bytes are there from the start
         quantizer = make_quantizer(self.config)
         self.layers = [LayerCache(self.config, quantizer, self.host, i) for i in range(len(self.shapes))]
 
@@ -136,7 +140,13 @@ class Session:
             self.engine.wait(layer)
 
     def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, staged: bool
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scale: float,
+        staged: bool,
     ) -> torch.Tensor:
         """Attend with every lane and keep the selection scores until `select`.
 
@@ -159,7 +169,9 @@ class Session:
         mask = self.key_mask
         if mask is not None and mask.shape[1] < cache.kv_len:
             # Decoded tokens are real; a step's first layer lengthens the mask for all.
-            mask = self.key_mask = torch.nn.functional.pad(mask, (0, cache.kv_len - mask.shape[1]), value=True)
+            mask = self.key_mask = torch.nn.functional.pad(
+                mask, (0, cache.kv_len - mask.shape[1]), value=True
+            )
         out, scores = self._kernel.attention(
             DecodeInputs(
                 query=query,

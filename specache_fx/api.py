@@ -51,7 +51,7 @@ def compile(module: Module, **options: Any) -> Module:
     backend = _backend_of(module)
     if not isinstance(backend, Backend):
         raise ConfigError(
-            f"This module was compiled with backend {backend!r}, not with \"specache\". Give specache_fx.compile() the"
+            f'This module was compiled with backend {backend!r}, not with "specache". Give specache_fx.compile() the'
             " module that is not compiled."
         )
     inner: Any = module._orig_mod

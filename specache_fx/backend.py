@@ -50,7 +50,7 @@ class Backend:
         """
         if mode is not None:
             raise ConfigError(
-                f"mode={mode!r} is not supported by backend=\"specache\": its options are set with options={{...}}."
+                f'mode={mode!r} is not supported by backend="specache": its options are set with options={{...}}.'
                 f" Valid options: {', '.join(SpecacheConfig.__dataclass_fields__)}."
             )
         config = SpecacheConfig.from_options(options)
@@ -58,7 +58,9 @@ class Backend:
         state = PassState(config)
         if observe is not None:
             observe("dynamo", gm, state)
-        if torch.is_grad_enabled() and any(getattr(value, "requires_grad", False) for value in example_inputs):
+        if torch.is_grad_enabled() and any(
+            getattr(value, "requires_grad", False) for value in example_inputs
+        ):
             return self._without_cache(gm, example_inputs, state, "gradients are enabled")
         rewritten = copy_graph(gm)
         rewritten = run_passes(rewritten, state, CAPTURE_PASSES, observe)
@@ -96,7 +98,12 @@ class Backend:
             raise UnsupportedGraphError(" ".join(map(str, state.refusals)))
         for refusal in state.refusals:
             warn_once(logger, f"specache: {refusal}")
-        logger.info("%s: %d attentions rewritten, %d left alone", state.phase.value, len(state.sites), len(state.refusals))
+        logger.info(
+            "%s: %d attentions rewritten, %d left alone",
+            state.phase.value,
+            len(state.sites),
+            len(state.refusals),
+        )
 
 
 def _kv_inputs(gm: GraphModule, state: PassState) -> list[int]:

@@ -15,7 +15,6 @@ from specache_fx.lowering import Compiled
 from specache_fx.passes.base import PassState, Phase, Refusal
 from specache_fx.passes.graph_utils import shape_of, target_name, value_of
 
-
 _SDPA = "scaled_dot_product_attention"
 _LEAD = 9  # nodes shown before an attention that is not rewritten: cat and repeat_kv
 _GAP = 6  # most nodes between two calls that belong to one attention

@@ -35,7 +35,8 @@ def lower(gm: GraphModule, inputs: Sequence[Any], lowering: Lowering) -> Compile
         return gm.forward
     from torch._inductor.compile_fx import compile_fx  # imported late: it loads all of Inductor
 
-    return compile_fx(gm, list(inputs))
+    compiled: Any = compile_fx(gm, list(inputs))
+    return compiled
 
 
 def lower_static(gm: GraphModule, inputs: Sequence[torch.Tensor], lowering: Lowering) -> Compiled:
@@ -52,4 +53,5 @@ def lower_static(gm: GraphModule, inputs: Sequence[torch.Tensor], lowering: Lowe
 
     # A context of its own: Dynamo's belongs to the graph that this one was made from.
     with tracing(TracingContext(FakeTensorMode(shape_env=ShapeEnv()))):
-        return compile_fx(gm, list(inputs))
+        compiled: Any = compile_fx(gm, list(inputs))
+    return compiled

@@ -6,8 +6,9 @@ compiled graph with the session's `state`, and puts handles where Dynamo expects
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -29,7 +30,9 @@ def _shapes(state: PassState) -> tuple[LayerShape, ...]:
     return tuple(LayerShape(site.num_kv_heads, site.key_dim, site.value_dim) for site in state.sites)
 
 
-def _assemble(plan: OutputPlan, kept: Sequence[Any], handles: Sequence[torch.Tensor], args: Sequence[Any]) -> tuple[Any, ...]:
+def _assemble(
+    plan: OutputPlan, kept: Sequence[Any], handles: Sequence[torch.Tensor], args: Sequence[Any]
+) -> tuple[Any, ...]:
     """Dynamo's outputs from the graph's and the handles."""
     outputs: list[Any] = [None] * plan.total
     for i, value in zip(plan.kept, kept, strict=True):
@@ -45,17 +48,11 @@ def _assemble(plan: OutputPlan, kept: Sequence[Any], handles: Sequence[torch.Ten
     return tuple(outputs)
 
 
-class _Inference:
+@contextlib.contextmanager
+def _inference() -> Iterator[None]:
     """No gradients, and no inference tensors: a session outlives the mode that its prompt ran in."""
-
-    def __enter__(self) -> None:
-        self._modes = (torch.inference_mode(False), torch.no_grad())
-        for mode in self._modes:
-            mode.__enter__()
-
-    def __exit__(self, *exc: object) -> None:
-        for mode in reversed(self._modes):
-            mode.__exit__(*exc)  # type: ignore[arg-type]
+    with torch.inference_mode(False), torch.no_grad():
+        yield
 
 
 class LeftAlone:
@@ -65,6 +62,11 @@ class LeftAlone:
         self._compiled, self._state, self._kv_inputs = compiled, state, tuple(kv_inputs)
 
     def __call__(self, *args: Any) -> Any:
+        """Run the graph, unless an input is a handle.
+
+        Raises:
+            CacheHandleError: With the reasons why it was left alone.
+        """
         for i in self._kv_inputs:
             if registry.is_handle(args[i]):
                 reasons = " ".join(map(str, self._state.refusals)) or "It has no attention over this cache."
@@ -78,15 +80,20 @@ class LeftAlone:
 class Prefill:
     """Makes a session for every prompt."""
 
-    def __init__(self, compiled: Compiled, state: PassState, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, compiled: Compiled, state: PassState, dtype: torch.dtype, device: torch.device
+    ) -> None:
         self._compiled, self._state, self._dtype, self._device = compiled, state, dtype, device
         assert state.outputs is not None
         self._plan = state.outputs
 
     def __call__(self, *args: Any) -> Any:
+        """Run the prompt; the graph stores each layer's pairs on the way."""
         registry.sweep()
-        with _Inference():
-            session = registry.open_session(self._state.config, _shapes(self._state), self._dtype, self._device)
+        with _inference():
+            session = registry.open_session(
+                self._state.config, _shapes(self._state), self._dtype, self._device
+            )
             try:
                 kept = self._compiled(*args, session.state)
                 session.advance(session.layers[0].kv_len, decoded=False)
@@ -117,7 +124,8 @@ class Extend:
         self._plan = state.outputs
 
     def __call__(self, *args: Any) -> Any:
-        with _Inference():
+        """Run the new tokens on the 16-bit history."""
+        with _inference():
             session, past = _resolve(self._state, args)
             session.forget_lookahead()
             kept = self._compiled(*args, session.state)
@@ -135,16 +143,20 @@ class Decode:
         self._plan, self._sources = state.outputs, state.sources
         self._steps: dict[tuple[Any, ...], Compiled] = {}
         self._inputs = [
-            (node.meta.get("specache_input"), node.meta.get("specache_prelude")) for node in placeholders(gm.graph)
+            (node.meta.get("specache_input", -1), node.meta.get("specache_prelude"))
+            for node in placeholders(gm.graph)
         ]
         state.lanes = state.config.num_lanes
         if state.lanes > 1 and self._sources.token is None:
-            self._fall_back("this graph takes no token ids (a graph break inside the model, or embeddings as input)")
+            self._fall_back(
+                "this graph takes no token ids (a graph break inside the model, or embeddings as input)"
+            )
         elif state.lanes > 1 and state.logits is None:
             self._fall_back("this graph returns no logits over its vocabulary")
 
     def __call__(self, *args: Any) -> Any:
-        with _Inference():
+        """Decode one token (Algorithm 3), after Algorithm 2 where a run of them begins."""
+        with _inference():
             session, past = _resolve(self._state, args)
             if session.staged_for != session.kv_len:
                 self._begin(session, args)

@@ -26,13 +26,17 @@ def compiled(model: TinyDecoder, config: SpecacheConfig) -> Callable[..., Any]:
     return torch.compile(model, backend="specache", options=options)
 
 
-def run(prompt: strategies.Prompt, config: SpecacheConfig, tokens: int, forced: torch.Tensor | None = None) -> Generated:
+def run(
+    prompt: strategies.Prompt, config: SpecacheConfig, tokens: int, forced: torch.Tensor | None = None
+) -> Generated:
     return generate(compiled(prompt.model, config), prompt.input_ids, tokens, prompt.attention_mask, forced)
 
 
 def forced_tokens(prompt: strategies.Prompt, tokens: int, seed: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(prompt.model.config.vocab_size, (len(prompt.input_ids), tokens - 1), generator=generator)
+    return torch.randint(
+        prompt.model.config.vocab_size, (len(prompt.input_ids), tokens - 1), generator=generator
+    )
 
 
 @settings(max_examples=15)
@@ -72,7 +76,9 @@ def test_decoding_equals_the_dense_oracle(data: st.DataObject) -> None:
     config = data.draw(strategies.configs(bits=data.draw(strategies.low_bits)))
     tokens = 14
     forced = forced_tokens(prompt, tokens, data.draw(strategies.seeds))
-    truth = OracleDecoder(prompt.model, config).generate(prompt.input_ids, tokens, prompt.attention_mask, forced)
+    truth = OracleDecoder(prompt.model, config).generate(
+        prompt.input_ids, tokens, prompt.attention_mask, forced
+    )
     ours = run(prompt, config, tokens, forced)
     torch.testing.assert_close(ours.logits, truth.logits, **EXACT)
     session = registry.find(ours.past[0][0])

@@ -24,7 +24,9 @@ def choose_kernel(name: str, device: torch.device) -> Kernel:
     if name == "auto":
         return next(kernel for kernel in KERNELS.values() if kernel.unavailable_reason(device) is None)
     if name not in KERNELS:
-        raise ConfigError(f"kernel={name!r} is not known: choose one of 'auto', {', '.join(map(repr, KERNELS))}.")
+        raise ConfigError(
+            f"kernel={name!r} is not known: choose one of 'auto', {', '.join(map(repr, KERNELS))}."
+        )
     reason = KERNELS[name].unavailable_reason(device)
     if reason is not None:
         raise KernelUnavailableError(f"kernel={name!r} can't run on {device}: {reason}. Use kernel='auto'.")
