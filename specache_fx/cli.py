@@ -116,8 +116,8 @@ def plan_command(
             context, dtype = context or read.max_context, dtype or read.dtype
         shape["context"] = context
         if missing := [name for name, size in shape.items() if size is None]:
-            options = ", ".join("--" + name.removeprefix("num_").replace("_", "-") for name in missing)
-            raise ConfigError(f"{options} missing: give them, or --model with a transformers model.")
+            names = ", ".join("--" + name.removeprefix("num_").replace("_", "-") for name in missing)
+            raise ConfigError(f"{names} missing: give them, or --model with a transformers model.")
         dtype = dtype or "bfloat16"
         _check_dtype(dtype)
         settings: dict[str, Any] = {**shape, "batch": batch, "dtype": dtype, "budget_bytes": budget_bytes}
@@ -156,22 +156,25 @@ def demo_command(
     _check_dtype(dtype)
     with _as_bad_parameter():
         SpecacheConfig.from_options({"lowering": lowering})
-    from specache_fx import demo
-    from specache_fx.demo_report import demo_json, demo_table
+    from specache_fx.quiet import quiet
 
     console = Console()
     columns = (TextColumn("{task.description:<28}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console) as progress, demo.quiet(threads), _as_bad_parameter():
-        settings = demo.DemoSettings(
-            str(model or demo.MODEL_DIR), prompts, context, records, seed, batch_size, dtype, lowering
+    with Progress(*columns, console=console) as progress, quiet(threads), _as_bad_parameter():
+        # Inside: importing what they need is what torchao and transformers talk most about.
+        from specache_fx.demo import METHODS, MODEL_DIR, run_demo
+        from specache_fx.demo_report import DemoSettings, demo_json, demo_table
+
+        settings = DemoSettings(
+            str(model or MODEL_DIR), prompts, context, records, seed, batch_size, dtype, lowering
         )
-        task = progress.add_task("loading", total=len(demo.METHODS) * prompts)
+        task = progress.add_task("loading", total=len(METHODS) * prompts)
 
         def on_batch(method: str, done: int) -> None:
-            first = "" if done or demo.METHODS[method] is None else ": compiling"
+            first = "" if done or METHODS[method] is None else ": compiling"
             progress.update(task, advance=done, description=method + first)
 
-        rows = demo.run_demo(settings, on_batch)
+        rows = run_demo(settings, on_batch)
     console.print(demo_table(settings, rows))
     if json_file is not None:
         json_file.write_text(json.dumps(demo_json(settings, rows, threads), indent=2) + "\n")

@@ -8,10 +8,7 @@ Paper: SpeCache §4.1 (KIVI with 128 residual tokens; SpeCache with 64 and 64 pr
 
 from __future__ import annotations
 
-import contextlib
-import logging
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +16,6 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
-from transformers.utils import logging as transformers_logging
 
 import specache_fx
 from specache_fx.demo_report import BatchResult, DemoRow, DemoSettings
@@ -40,9 +36,6 @@ METHODS: dict[str, dict[str, Any] | None] = {
     "SpeCache 2-bit": {**_SPECACHE, "bits": 2},
     "SpeCache 1-bit": {**_SPECACHE, "bits": 1},
 }
-
-
-_CHATTY = ("transformers", "torchao", "torch")
 
 
 def load_model(settings: DemoSettings) -> PreTrainedModel:
@@ -119,30 +112,3 @@ def uncompile(model: nn.Module) -> None:
     """Undo `model.compile(...)` and drop its graphs, so that the next method compiles its own."""
     model._compiled_call_impl = None
     torch._dynamo.reset()
-
-
-@contextlib.contextmanager
-def quiet(threads: int | None = None) -> Iterator[None]:
-    """Keep other packages' notices out of the progress bar; errors, and this package's own warnings, are shown.
-
-    Args:
-        threads: CPU threads meanwhile; torch's choice by default.
-    """
-    loggers = [logging.getLogger(name) for name in _CHATTY]
-    levels, num_threads = [logger.level for logger in loggers], torch.get_num_threads()
-    bars = transformers_logging.is_progress_bar_enabled()
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
-    transformers_logging.disable_progress_bar()
-    torch.set_num_threads(threads or num_threads)
-    try:
-        with warnings.catch_warnings():
-            for module in _CHATTY:
-                warnings.filterwarnings("ignore", module=module.replace(".", r"\."))
-            yield
-    finally:
-        torch.set_num_threads(num_threads)
-        if bars:
-            transformers_logging.enable_progress_bar()
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)

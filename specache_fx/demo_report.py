@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich import box
 from rich.table import Table
 
 from specache_fx.api import SessionStats
@@ -120,18 +121,14 @@ def demo_table(settings: DemoSettings, rows: list[DemoRow]) -> Table:
         " bytes for one sequence",
         caption="ratio: KV bytes on the device to the full cache's. token hits: the speculative token was the next"
         " one. top-k hits: the KV pairs wanted had been prefetched.",
+        box=box.SIMPLE_HEAD,  # fits into 80 columns, like the headers in two lines
+        pad_edge=False,
+        collapse_padding=True,
     )
     table.add_column("method", no_wrap=True)
-    for header in (
-        "exact match",
-        "device KV",
-        "ratio",
-        "host KV",
-        "token hits",
-        "top-k hits",
-        "prefetched a step",
-    ):
-        table.add_column(header, justify="right")
+    for header in ("exact\nmatch", "device\nKV", "\nratio", "host\nKV", "token\nhits", "top-k\nhits"):
+        table.add_column(header, justify="right", no_wrap=True)
+    table.add_column("fetched\na step", justify="right", no_wrap=True)
     for row in rows:
         table.add_row(
             row.method,

@@ -90,10 +90,8 @@ def plan(
         )
     quantizer = make_quantizer(config)
     pair = (head_dim + value_dim) * dtype_bytes
-    group = sum(
-        quantizer.bytes_per_group(dim, dtype_bytes, kind)
-        for dim, kind in ((head_dim, "key"), (value_dim, "value"))
-    )
+    key_group = quantizer.bytes_per_group(head_dim, dtype_bytes, "key")
+    group = key_group + quantizer.bytes_per_group(value_dim, dtype_bytes, "value")
     num_quantized = config.num_quantized(context)
     num_groups = num_quantized // config.group_size
     window = context - num_quantized
