@@ -30,7 +30,7 @@ def quiet(threads: int | None = None) -> Iterator[None]:
     try:
         with warnings.catch_warnings():
             for module in _CHATTY:
-                warnings.filterwarnings("ignore", module=module.replace(".", r"\."))
+                warnings.filterwarnings("ignore", module=module)
             yield
     finally:
         torch.set_num_threads(num_threads)
