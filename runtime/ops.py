@@ -140,10 +140,10 @@ def _lanes(
     scale: float,
 ) -> tuple[Tensor, int]:
     """Batching rule: the lanes go to the front, one op for all of them."""
-    sides = [
-        side.unsqueeze(0).expand(info.batch_size, *side.shape) if dim is None else side.movedim(dim, 0)
-        for side, dim in zip((query, key, value), in_dims[:3], strict=True)
-    ]
+    sides = []
+    for side, dim in zip((query, key, value), in_dims[:3], strict=True):
+        lanes = side.unsqueeze(0).expand(info.batch_size, *side.shape) if dim is None else side
+        sides.append(lanes.movedim(dim, 0) if dim else lanes)
     return torch.ops.specache.attention_lanes(*sides, layer, scale), 0
 
 

@@ -20,7 +20,7 @@ from specache_fx.runtime.kernels import DecodeInputs, choose_kernel
 from specache_fx.runtime.layer_cache import LayerCache
 from specache_fx.runtime.metrics import Metrics
 from specache_fx.runtime.quant import make_quantizer
-from specache_fx.runtime.select import select_topk
+from specache_fx.runtime.select import make_selector
 
 _numbers = itertools.count(1)
 
@@ -71,6 +71,7 @@ class Session:
         self.host: HostCache | None = None
         self.engine: CopyEngine | None = None
         self._kernel = choose_kernel(config.kernel, device)
+        self._select_pairs = make_selector(config)
         self._scores: dict[int, tuple[torch.Tensor, int]] = {}
 
     def _open(self, batch: int) -> None:
@@ -200,10 +201,10 @@ class Session:
         pushed out of the window can be fetched for the very next step.
         """
         scores, quantized_before = self._scores.pop(layer)
-        chosen = select_topk(scores[-1][..., : self.layers[layer].num_quantized], self.config.top_k)
+        chosen = self._select_pairs(scores[-1][..., : self.layers[layer].num_quantized], self.config.top_k)
         ahead = self.config.lookahead != "none" and not self.predecoding
         if self.config.track_hit_rates and ahead and self.engine is not None:
-            needed = select_topk(scores[0][..., :quantized_before], self.config.top_k)
+            needed = self._select_pairs(scores[0][..., :quantized_before], self.config.top_k)
             self.metrics.count_topk(needed, self.engine.wait(layer)[1])
         return chosen
 

@@ -19,6 +19,7 @@ from specache_fx.passes.pipeline import CAPTURE_PASSES, Observer, run_passes
 from specache_fx.runners import Decode, Extend, LeftAlone, Prefill
 from specache_fx.runtime.kernels import choose_kernel
 from specache_fx.runtime.quant import make_quantizer
+from specache_fx.runtime.select import make_selector
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +55,10 @@ class Backend:
                 f" Valid options: {', '.join(SpecacheConfig.__dataclass_fields__)}."
             )
         config = SpecacheConfig.from_options(options)
-        make_quantizer(config)
+        (
+            make_quantizer(config),
+            make_selector(config),
+        )  # unknown names are refused now, not in the first prompt
         state = PassState(config)
         if observe is not None:
             observe("dynamo", gm, state)

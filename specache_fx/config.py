@@ -51,6 +51,7 @@ class SpecacheConfig:
         lookahead: What chooses them: "token" decodes a speculative token beside the output token (SpeCache);
             "query" uses the output token's own scores, one step late; "none" selects and fetches in the same step.
         quantizer: Name of a quantiser in `specache_fx.runtime.quant.QUANTIZERS`.
+        selector: Name of a selection policy in `specache_fx.runtime.select.SELECTORS`.
         host: Where the 16-bit pairs live: "pinned" (CUDA), "memory", "disk" (a memory-mapped file), or "auto".
         host_dir: Folder for `host="disk"`; the system's temporary folder by default. Its file is never left behind.
         kernel: Name of a kernel in `specache_fx.runtime.kernels.KERNELS`, or "auto".
@@ -69,6 +70,7 @@ class SpecacheConfig:
     top_k: int = 64
     lookahead: Lookahead = "token"
     quantizer: str = "kivi"
+    selector: str = "topk"
     host: HostKind = "auto"
     host_dir: str | None = None
     kernel: str = "auto"
@@ -88,7 +90,7 @@ class SpecacheConfig:
         for name in ("strict", "track_hit_rates"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name}={getattr(self, name)!r}: give True or False.")
-        for name in ("quantizer", "kernel"):
+        for name in ("quantizer", "selector", "kernel"):
             if not isinstance(getattr(self, name), str):
                 raise ConfigError(f"{name}={getattr(self, name)!r}: give a name (a string).")
         if self.host_dir is not None:
@@ -96,7 +98,9 @@ class SpecacheConfig:
                 raise ConfigError(f"host_dir={self.host_dir!r}: give the path of a folder.")
             object.__setattr__(self, "host_dir", str(self.host_dir))
             if self.host != "disk":
-                raise ConfigError(f'host_dir is given, but host={self.host!r}: host_dir goes with host="disk".')
+                raise ConfigError(
+                    f'host_dir is given, but host={self.host!r}: host_dir goes with host="disk".'
+                )
 
     def _one_of(self, name: str, valid: tuple[Any, ...]) -> None:
         value = getattr(self, name)

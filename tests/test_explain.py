@@ -1,0 +1,114 @@
+"""`explain()`: what it says of rewritten graphs, of refusals and of fallbacks."""
+
+from __future__ import annotations
+
+import logging
+import re
+
+import pytest
+import torch
+from support.models import TinyConfig, TinyDecoder, generate
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import specache_fx
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
+DECODE_LAYER = ["wait_prefetch", "quantized_attention", "append", "topk", "prefetch"]
+
+
+def _run(model: torch.nn.Module) -> None:
+    generate(model, torch.arange(24).view(2, 12) % 61, 4)
+
+
+def _llama(**kwargs: object) -> LlamaForCausalLM:
+    config = LlamaConfig(
+        vocab_size=128,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        eos_token_id=None,
+        **kwargs,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+def test_every_graph_is_named_with_its_phase_and_the_decode_ops_are_shown() -> None:
+    report = specache_fx.explain(TinyDecoder(TinyConfig()), options={"bits": 1, "top_k": 4}, run=_run)
+    assert [graph.phase.value for graph in report.graphs][:2] == ["prefill", "decode"]
+    assert "graph 0: prefill, 2 attentions rewritten, 0 left alone" in str(report)
+    assert "decode, 2 lanes, 2 attentions rewritten" in str(report)
+    assert "support/models.py" in report.graphs[0].rewritten[0]
+    assert "scaled_dot_product_attention" in report.graphs[1].before
+    assert re.findall(r"= specache\.(\w+)\(", report.graphs[1].after) == DECODE_LAYER
+    assert report.graphs[1].after in str(report)
+    assert "float32[2, 2, 4, 1, 8]" in report.graphs[1].after  # lanes, batch, num_heads, 1, head_dim
+
+
+def test_a_transformers_model_is_driven_through_generate_and_left_as_it_was() -> None:
+    model = _llama()
+    input_ids = torch.arange(3, 20)[None]
+    report = specache_fx.explain(model, input_ids=input_ids)
+    assert "decode, 2 lanes, 2 attentions rewritten" in str(report)
+    assert "modeling_llama.py" in report.graphs[0].rewritten[0]
+    assert model._compiled_call_impl is None
+    out = model.generate(input_ids, max_new_tokens=2, do_sample=False, return_dict_in_generate=True)
+    with pytest.raises(specache_fx.CacheHandleError, match=r"no KV cache of specache"):
+        specache_fx.stats(out.past_key_values)
+
+
+def test_eager_attention_is_refused_with_its_line_and_the_remedy() -> None:
+    report = specache_fx.explain(_llama(attn_implementation="eager"), input_ids=torch.arange(3, 20)[None])
+    text = str(report)
+    assert "0 attentions rewritten, 1 left alone" in text
+    assert "modeling_llama.py" in text and "nn.functional.softmax" in text
+    assert 'attn_implementation="sdpa"' in text
+
+
+class _Broken(TinyDecoder):
+    """A graph break between embedding and layers: the second graph takes no token."""
+
+    def embed_inputs(self, *args: object) -> object:
+        out = super().embed_inputs(*args)  # type: ignore[arg-type]
+        torch._dynamo.graph_break()
+        return out
+
+
+def test_a_graph_break_falls_back_to_query_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+    model = _Broken(TinyConfig())
+    plain = generate(model, torch.arange(60).view(2, 30) % 61, 20)
+    options = {"bits": 16, "group_size": 4, "residual_length": 4, "top_k": 4, "lowering": "eager"}
+    compiled = torch.compile(model, backend="specache", options=options)
+    torch.compiler.reset()
+    with caplog.at_level(logging.WARNING, logger="specache_fx"):
+        ours = generate(compiled, torch.arange(60).view(2, 30) % 61, 20)
+    assert torch.equal(ours.tokens, plain.tokens)
+    warnings = [record.message for record in caplog.records if "lookahead" in record.message]
+    assert len(warnings) == 1 and "takes no token ids" in warnings[0]
+    stats = specache_fx.stats(ours.past)
+    assert stats.exact_hit_rate is None and stats.prefetched_rows > 0
+    report = specache_fx.explain(model, options=options, run=_run)
+    assert "1 lane," in str(report) and 'lookahead "query" instead of "token"' in str(report)
+
+
+class _InPlace(TinyDecoder):
+    """An op that can't be batched stands in the way of lanes."""
+
+    def embed_inputs(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> object:
+        hidden, rotary = super().embed_inputs(input_ids, position_ids)
+        total = torch.zeros(())
+        total.add_(hidden.mean())  # in place on a tensor that all lanes share
+        return hidden + total, rotary
+
+
+def test_an_op_that_cannot_be_batched_falls_back_to_query(caplog: pytest.LogCaptureFixture) -> None:
+    model = _InPlace(TinyConfig())
+    plain = generate(model, torch.arange(60).view(2, 30) % 61, 12)
+    options = {"bits": 16, "group_size": 4, "residual_length": 4, "top_k": 4, "lowering": "eager"}
+    compiled = torch.compile(model, backend="specache", options=options)
+    with caplog.at_level(logging.WARNING, logger="specache_fx"):
+        ours = generate(compiled, torch.arange(60).view(2, 30) % 61, 12)
+    assert torch.equal(ours.tokens, plain.tokens)
+    assert any("traced for two tokens at once" in record.message for record in caplog.records)
