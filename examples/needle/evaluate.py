@@ -69,7 +69,7 @@ def evaluate(model: PreTrainedModel, num_prompts: int, seed: int) -> list[Score]
 
 def main(
     model_dir: Annotated[Path, typer.Argument(help="Folder of the model.")] = Path(__file__).parent / "model",
-    prompts: Annotated[int, typer.Option(help="Prompts for each score.")] = 512,
+    prompts: Annotated[int, typer.Option(help="Prompts for each score.")] = 256,
     seed: Annotated[int, typer.Option(help="Seed of the prompts.")] = 0,
 ) -> None:
     """Score a saved needle model in float32 and in bfloat16."""

@@ -5,7 +5,7 @@
 The curriculum starts with copying (a repeated span in noise), which makes the induction heads, then asks for
 records in contexts that double from 64 to 2,048 tokens, each time the running accuracy passes 95%. The
 learning rate falls with the clock, so a run ends when it should on any machine; the price is that the same
-seed gives the same weights only at the same speed.
+seed gives the same weights only at the same speed. `--resume DIR` trains a saved model further, at the last stage.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import time
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -26,7 +26,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from specache_fx.examples.needle import MODEL_DIR, task
-from specache_fx.examples.needle.evaluate import evaluate
+from specache_fx.examples.needle.evaluate import EVALUATIONS, evaluate, exact_match
 from specache_fx.examples.needle.tokenizer import build_tokenizer
 
 FIRST_LEN, LAST_LEN = 64, 2048
@@ -96,9 +96,10 @@ class Curriculum:
         return int(torch.randint(bound, (1,), generator=self.generator))
 
 
-def fit(model: LlamaForCausalLM, curriculum: Curriculum, seconds: float, console: Console) -> int:
+def fit(
+    model: LlamaForCausalLM, curriculum: Curriculum, seconds: float, peak_lr: float, console: Console
+) -> int:
     """Trains in place for so many seconds and returns the number of steps."""
-    peak_lr = 2e-3
     optimizer = torch.optim.AdamW(model.parameters(), lr=peak_lr, weight_decay=0.01, betas=(0.9, 0.98))
     columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
     start, step, elapsed = time.monotonic(), 0, 0.0
@@ -128,56 +129,75 @@ def fit(model: LlamaForCausalLM, curriculum: Curriculum, seconds: float, console
     return step
 
 
-def save(model: LlamaForCausalLM, out: Path) -> None:
-    """Writes the model and its tokenizer, ready for `AutoModelForCausalLM` and `AutoTokenizer`."""
+def save(model: LlamaForCausalLM, record: dict[str, Any], out: Path) -> None:
+    """Writes the model, its tokenizer, ready for `AutoModelForCausalLM` and `AutoTokenizer`, and the record."""
     model.save_pretrained(out)
     build_tokenizer().save_pretrained(out)
+    (out / "training.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+
+
+def score(model: LlamaForCausalLM, num_prompts: int) -> tuple[LlamaForCausalLM, dict[str, Any]]:
+    """Chooses the dtype to save in, and scores the weights as they will be saved.
+
+    Returns:
+        The model to save, and the part of `training.json` that says how good it is.
+    """
+    # bfloat16 weights halve the file; they are kept unless the rounding alone costs answers.
+    hardest = task.make_prompts(num_prompts, *EVALUATIONS[-1], seed=0)
+    rounded = copy.deepcopy(model).to(torch.bfloat16)
+    before, after = (exact_match(candidate, hardest) for candidate in (model, copy.deepcopy(rounded).float()))
+    saved = rounded if before - after <= 0.01 else model
+    scores = {
+        "float32": evaluate(copy.deepcopy(saved).float(), num_prompts, seed=0),
+        "bfloat16": evaluate(rounded, num_prompts, seed=0),
+    }
+    rounding = {"float32_weights": before, "bfloat16_weights": after}
+    return saved, {
+        "saved_as": str(saved.dtype).removeprefix("torch."),
+        "rounding": rounding,
+        "scores": scores,
+    }
 
 
 def main(
     minutes: Annotated[float, typer.Option(help="Minutes of training.")] = 15.0,
     out: Annotated[Path, typer.Option(help="Folder to write the model to.")] = MODEL_DIR,
+    resume: Annotated[Path | None, typer.Option(help="Folder of a saved model to train further.")] = None,
+    learning_rate: Annotated[float, typer.Option(help="Its peak.")] = 2e-3,
     seed: Annotated[
         int, typer.Option(min=0, max=task.EVALUATION_SEED - 1, help="Seed of weights and data.")
     ] = 0,
     threads: Annotated[int, typer.Option(help="CPU threads.")] = 2,
-    prompts: Annotated[int, typer.Option(help="Prompts for each score.")] = 512,
+    prompts: Annotated[int, typer.Option(help="Prompts for each score.")] = 256,
 ) -> None:
     """Train the needle model, score it in float32 and bfloat16, and save it."""
     torch.set_num_threads(threads)
     torch.manual_seed(seed)
     console = Console(soft_wrap=True)
-    model = build_model()
     curriculum = Curriculum(torch.Generator().manual_seed(seed))
+    options = f"--minutes {minutes:g} --seed {seed} --threads {threads} --learning-rate {learning_rate:g}"
+    runs = []
+    if resume is None:
+        model = build_model()
+    else:
+        model = LlamaForCausalLM.from_pretrained(resume, dtype=torch.float32)
+        curriculum.retrieval, curriculum.context_len = True, LAST_LEN
+        runs = json.loads((resume / "training.json").read_text(encoding="utf-8"))["runs"]
+        options += " --resume DIR"
     console.print(f"{model.num_parameters():,} parameters")
-    steps = fit(model, curriculum, 60 * minutes, console)
-    model.eval()
-    save(model, out)
-    trained = evaluate(model, prompts, seed=0)
-    rounded = copy.deepcopy(model).to(torch.bfloat16)
-    half_scores = evaluate(rounded, prompts, seed=0)
-    scores = evaluate(rounded.to(torch.float32), prompts, seed=0)
-    # bfloat16 weights halve the file; they are kept unless the rounding itself costs answers.
-    keep_rounded = all(
-        a["exact_match"] - b["exact_match"] <= 0.01 for a, b in zip(trained, scores, strict=True)
-    )
-    if keep_rounded:
-        save(rounded.to(torch.bfloat16), out)
-    options = f"--minutes {minutes:g} --seed {seed} --threads {threads}"
+    steps = fit(model.train(), curriculum, 60 * minutes, learning_rate, console)
+    run = {"command": f"python -m specache_fx.examples.needle.train {options}", "seed": seed}
     record = {
-        "command": f"python -m specache_fx.examples.needle.train {options}",
+        "runs": [*runs, {**run, "minutes": minutes, "steps": steps, "stage_reached": str(curriculum)}],
         "device": f"CPU, {platform.machine()}, {threads} threads",
         "versions": {name: version(name) for name in ("torch", "transformers", "tokenizers")},
-        "seed": seed,
-        "minutes": minutes,
-        "steps": steps,
         "parameters": model.num_parameters(),
-        "stage_reached": str(curriculum),
-        "saved_as": "bfloat16" if keep_rounded else "float32",
-        "scores": {"float32": scores if keep_rounded else trained, "bfloat16": half_scores},
     }
-    (out / "training.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-    console.print_json(data=record)
+    # Saved before it is scored as well: scoring takes minutes, and the weights shouldn't depend on its end.
+    save(model.eval(), record, out)
+    saved, quality = score(model, prompts)
+    save(saved, record | quality, out)
+    console.print_json(data=record | quality)
 
 
 if __name__ == "__main__":
