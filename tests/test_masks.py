@@ -1,0 +1,107 @@
+"""Masks that are not the prompt's padding are never dropped silently."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.models import TinyConfig, TinyDecoder, generate
+from torch import Tensor
+
+import specache_fx
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
+OPTIONS: dict[str, Any] = {"bits": 16, "group_size": 4, "residual_length": 4, "top_k": 4, "lowering": "eager"}
+
+
+def compiled(model: torch.nn.Module) -> Any:
+    return torch.compile(model, backend="specache", options=OPTIONS)
+
+
+def prompt(tokens: int = 20) -> tuple[Tensor, Tensor]:
+    mask = torch.ones(2, tokens, dtype=torch.bool)
+    mask[0, :5] = False
+    return torch.randint(61, (2, tokens), generator=torch.Generator().manual_seed(0)), mask
+
+
+def step(model: Any, past: Any, mask: Tensor | None) -> Tensor:
+    with torch.no_grad():
+        return model(torch.tensor([[3], [4]]), past=past, attention_mask=mask)[0]
+
+
+def test_a_mask_that_changed_after_the_prompt_is_refused() -> None:
+    model = compiled(TinyDecoder(TinyConfig()))
+    input_ids, mask = prompt()
+    with torch.no_grad():
+        past = model(input_ids, attention_mask=mask)[1]
+    longer = torch.cat([mask, mask.new_ones(2, 1)], dim=1)
+    longer[1, 7] = False
+    with pytest.raises(specache_fx.UnsupportedGraphError, match="hides other keys than the prompt's padding"):
+        step(model, past, longer)
+
+
+def test_a_mask_that_is_left_out_after_a_padded_prompt_is_refused() -> None:
+    class Maskless(TinyDecoder):
+        def sdpa(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+            if q.shape[2] == 1:
+                return F.scaled_dot_product_attention(q, k, v, scale=self.scale, enable_gqa=True)
+            return super().sdpa(q, k, v, mask)
+
+    model = compiled(Maskless(TinyConfig()))
+    input_ids, mask = prompt()
+    with torch.no_grad():
+        past = model(input_ids, attention_mask=mask)[1]
+    with pytest.raises(specache_fx.UnsupportedGraphError, match="The prompt had padding"):
+        step(model, past, torch.cat([mask, mask.new_ones(2, 1)], dim=1))
+
+
+class Window(TinyDecoder):
+    """A sliding window of 24 tokens that lives in the mask alone; the cache is whole."""
+
+    def sdpa(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        newest = k.shape[2] - q.shape[2] + torch.arange(q.shape[2])[:, None]
+        return super().sdpa(q, k, v, mask & (torch.arange(k.shape[2])[None, :] > newest - 24))
+
+
+def test_a_sliding_window_is_refused_before_it_hides_a_key() -> None:
+    plain = Window(TinyConfig())
+    model = compiled(plain)
+    input_ids = prompt(10)[0]
+    expected = generate(plain, input_ids, 30)
+    mask = torch.ones(2, 10, dtype=torch.bool)
+    with torch.no_grad():
+        logits, past = model(input_ids, attention_mask=mask)
+        tokens = [logits[:, -1].argmax(-1)]
+        with pytest.raises(specache_fx.UnsupportedGraphError, match="sliding window"):
+            for _ in range(30):
+                mask = torch.cat([mask, mask.new_ones(2, 1)], dim=1)
+                logits, past = model(tokens[-1][:, None], past=past, attention_mask=mask)
+                tokens.append(logits[:, -1].argmax(-1))
+    # Every token that came out before is the right one, and none came after the window began to slide.
+    assert 2 < len(tokens) <= 24 - 10 + 1
+    assert torch.equal(torch.stack(tokens, dim=1), expected.tokens[:, : len(tokens)])
+
+
+def test_a_bias_in_an_additive_mask_is_refused() -> None:
+    class Biased(TinyDecoder):
+        def sdpa(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+            bias = torch.zeros(mask.shape).masked_fill(~mask, -torch.inf) - 0.5 * torch.arange(k.shape[2])
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=self.scale, enable_gqa=True)
+
+    with pytest.raises(specache_fx.UnsupportedGraphError, match="a bias"), torch.no_grad():
+        compiled(Biased(TinyConfig()))(prompt()[0])
+
+
+def test_an_additive_padding_mask_equals_plain_decoding() -> None:
+    class Additive(TinyDecoder):
+        def sdpa(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+            added = torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min)
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=added, scale=self.scale, enable_gqa=True)
+
+    model = Additive(TinyConfig())
+    input_ids, mask = prompt()
+    plain = generate(model, input_ids, 20, mask)
+    assert torch.equal(generate(compiled(model), input_ids, 20, mask).tokens, plain.tokens)
