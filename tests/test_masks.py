@@ -75,7 +75,7 @@ def test_a_sliding_window_is_refused_before_it_hides_a_key() -> None:
     with torch.no_grad():
         logits, past = model(input_ids, attention_mask=mask)
         tokens = [logits[:, -1].argmax(-1)]
-        with pytest.raises(specache_fx.UnsupportedGraphError, match="sliding window"):
+        with pytest.raises(specache_fx.UnsupportedGraphError, match="sliding window"):  # noqa: PT012
             for _ in range(30):
                 mask = torch.cat([mask, mask.new_ones(2, 1)], dim=1)
                 logits, past = model(tokens[-1][:, None], past=past, attention_mask=mask)
