@@ -1,8 +1,8 @@
 """specache_fx: a `torch.compile` backend that keeps the KV cache off the device.
 
-    model.compile(backend="specache", options={"bits": 1})
-    out = model.generate(**inputs, return_dict_in_generate=True)
-    specache_fx.stats(out.past_key_values)
+model.compile(backend="specache", options={"bits": 1})
+out = model.generate(**inputs, return_dict_in_generate=True)
+specache_fx.stats(out.past_key_values)
 """
 
 from specache_fx.api import SessionStats, compile, stats

@@ -104,7 +104,11 @@ _DISK_FULL = """
 def test_disk_full_in_prefill_names_the_bytes_and_the_model_stays_usable() -> None:
     root = Path(__file__).parent.parent
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(_DISK_FULL)], cwd=root, capture_output=True, text=True, check=False
+        [sys.executable, "-c", textwrap.dedent(_DISK_FULL)],
+        cwd=root,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert "usable: True" in done.stdout, done.stderr[-2000:]
     refused = next(line for line in done.stdout.splitlines() if line.startswith("refused:"))

@@ -28,7 +28,9 @@ CLOSE = {"rtol": 1e-4, "atol": 1e-5}
 class _Pair:
     """A session and the oracle's caches of the same tokens."""
 
-    def __init__(self, config: SpecacheConfig, shape: strategies.AttentionShape, generator: torch.Generator) -> None:
+    def __init__(
+        self, config: SpecacheConfig, shape: strategies.AttentionShape, generator: torch.Generator
+    ) -> None:
         self.config, self.shape, self.generator = config, shape, generator
         shapes = (LayerShape(shape.num_kv_heads, shape.head_dim, shape.value_dim),) * LAYERS
         self.session = Session(config, shapes, torch.float32, CPU)
@@ -89,7 +91,9 @@ class _Pair:
                     for h, positions in enumerate(row):
                         assert len(ours[b][h]) == len(positions) == len(set(ours[b][h]))
                         probabilities = scores[-1][b, h]
-                        torch.testing.assert_close(probabilities[ours[b][h]], probabilities[positions], **CLOSE)
+                        torch.testing.assert_close(
+                            probabilities[ours[b][h]], probabilities[positions], **CLOSE
+                        )
                 self.staged[layer] = ours
         session.predecoding = False
         if not predecode:
@@ -105,12 +109,16 @@ class SessionMachine(RuleBasedStateMachine):
         delays = random.Random(seed)
         synchronous = data.draw(st.booleans())
         self.patch = pytest.MonkeyPatch()
-        engine = partial(CopyEngine, synchronous=synchronous, delay=lambda: time.sleep(delays.random() * 2e-3))
+        engine = partial(
+            CopyEngine, synchronous=synchronous, delay=lambda: time.sleep(delays.random() * 2e-3)
+        )
         self.patch.setattr(session_module, "CopyEngine", engine)
         self.pairs = []
         for number in range(2):
             policy = data.draw(st.sampled_from(("specache", "specache", "kivi")))
-            config = data.draw(strategies.configs(policy=policy, host=data.draw(st.sampled_from(("memory", "disk")))))
+            config = data.draw(
+                strategies.configs(policy=policy, host=data.draw(st.sampled_from(("memory", "disk"))))
+            )
             shape = data.draw(strategies.attention_shapes())
             self.pairs.append(_Pair(config, shape, torch.Generator().manual_seed(seed + number)))
 
@@ -135,7 +143,10 @@ class SessionMachine(RuleBasedStateMachine):
     def crop(self, which: int, share: float) -> None:
         pair = self.pairs[which] if self.pairs[which].oracles else self.pairs[1 - which]
         kv_len = max(int(pair.session.kv_len * share), 1)
-        if pair.config.policy == "kivi" and pair.config.num_quantized(kv_len) < pair.session.layers[0].num_quantized:
+        if (
+            pair.config.policy == "kivi"
+            and pair.config.num_quantized(kv_len) < pair.session.layers[0].num_quantized
+        ):
             return
         if kv_len < pair.session.kv_len:
             pair.staged = [None] * LAYERS
