@@ -37,7 +37,7 @@ types: $(STAMP)
 check: lint types
 
 test: check
-	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadgroup $(PYTEST_ARGS)
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal $(PYTEST_ARGS)
 
 demo: $(STAMP)
 	$(BIN)/specache-fx demo

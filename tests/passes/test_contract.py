@@ -17,8 +17,6 @@ from specache_fx.passes.base import Pass, PassState, Phase
 from specache_fx.passes.graph_utils import copy_graph
 from specache_fx.passes.pipeline import CAPTURE_PASSES, DECODE_PASSES, run_passes
 
-pytestmark = pytest.mark.xdist_group("contract")  # one process traces the models, once
-
 CACHED = (Phase.PREFILL, Phase.EXTEND, Phase.DECODE)
 MODELS = ("tiny", "unpadded", "llama")
 CONFIGS = {

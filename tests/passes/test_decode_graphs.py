@@ -14,8 +14,6 @@ from specache_fx.config import SpecacheConfig
 from specache_fx.passes.base import PassState, Phase
 from specache_fx.passes.pipeline import CAPTURE_PASSES, DECODE_PASSES, run_passes
 
-pytestmark = pytest.mark.xdist_group("goldens")  # one process traces the models, once
-
 SMALL = {"group_size": 4, "residual_length": 4, "top_k": 4}
 
 

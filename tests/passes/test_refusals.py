@@ -16,8 +16,6 @@ from specache_fx.config import SpecacheConfig
 from specache_fx.passes.base import PassState, Phase
 from specache_fx.passes.match_attention import match_attention
 
-pytestmark = pytest.mark.xdist_group("refusals")  # one process traces the models, once
-
 HERE = Path(__file__).name
 LEAVE = 'To use this model nevertheless, compile it with backend="inductor".'
 

@@ -15,8 +15,6 @@ from specache_fx.passes.pipeline import DECODE_PASSES, run_passes
 from specache_fx.passes.verify import verify
 from specache_fx.runtime import ops  # noqa: F401  (registers torch.ops.specache)
 
-pytestmark = pytest.mark.xdist_group("verify")  # one process traces the models, once
-
 OPS = torch.ops.specache
 
 
