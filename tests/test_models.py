@@ -1,0 +1,139 @@
+"""Every supported transformers architecture: exactly eager's tokens, two graphs and no more, static decode shapes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cache, partial
+from typing import Any
+
+import pytest
+import torch
+from support.zoo import NAMES, SMALL, build, left_padded
+from torch import Tensor, nn
+from torch.fx import GraphModule
+from transformers.generation.streamers import BaseStreamer
+
+import specache_fx
+from specache_fx.backend import Backend
+from specache_fx.passes.base import PassState, Phase
+from specache_fx.passes.graph_utils import placeholders
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
+NEW_TOKENS = 200
+_, PROMPT_LEN = left_padded()["input_ids"].shape
+
+
+@dataclass
+class Watch(BaseStreamer):
+    """A streamer that counts the tokens, and notes after how many of them a graph was compiled."""
+
+    num_tokens: int = -1  # the prompt is streamed first
+    captured: list[tuple[int, PassState]] = field(default_factory=list)  # Dynamo's graphs
+    decode: list[tuple[int, GraphModule]] = field(default_factory=list)  # what decode steps run
+
+    def put(self, value: Tensor) -> None:
+        self.num_tokens += 1
+
+    def end(self) -> None:
+        pass
+
+    def observe(self, name: str, gm: GraphModule, state: PassState) -> None:
+        if name == "dynamo":
+            self.captured.append((self.num_tokens, state))
+        elif name == "verify":
+            self.decode.append((self.num_tokens, gm))
+
+
+def generate(model: nn.Module, new_tokens: int, **kwargs: Any) -> Any:
+    return model.generate(
+        **left_padded(), max_new_tokens=new_tokens, do_sample=False, return_dict_in_generate=True, **kwargs
+    )
+
+
+def watched(name: str, new_tokens: int, **options: Any) -> tuple[Any, Watch]:
+    watch, model = Watch(), build(name)
+    model.compile(backend=partial(Backend(), options={**SMALL, **options}, observe=watch.observe))
+    return generate(model, new_tokens, streamer=watch), watch
+
+
+@cache
+def eager_tokens(name: str) -> Tensor:
+    tokens = generate(build(name), NEW_TOKENS).sequences
+    assert len(tokens[:, -NEW_TOKENS:].unique()) > 20  # a model that repeats itself would prove little
+    return tokens
+
+
+def assert_nothing_is_compiled_late(watch: Watch) -> None:
+    """After the third decode step, that is the fourth token, no graph is made."""
+    assert max(after for after, _ in watch.captured) <= 3
+    assert max(after for after, _ in watch.decode) <= 3
+    phases = [state.phase for _, state in watch.captured]
+    assert phases.count(Phase.PREFILL) == 1 and set(phases) == {Phase.PREFILL, Phase.DECODE}
+
+
+def assert_static(gm: GraphModule) -> None:
+    for node in gm.graph.nodes:
+        value = node.meta.get("val")
+        for leaf in value if isinstance(value, (tuple, list)) else (value,):
+            assert not isinstance(leaf, torch.SymInt), node.format_node()
+            if isinstance(leaf, Tensor):
+                assert all(isinstance(size, int) for size in leaf.shape), node.format_node()
+    for node in placeholders(gm.graph):  # nor was a length that is about to grow made a constant
+        assert not {PROMPT_LEN, PROMPT_LEN + 1} & set(node.meta["val"].shape), node.name
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_tokens_equal_eager_with_bits_16(name: str) -> None:
+    out, watch = watched(name, NEW_TOKENS, bits=16)
+    assert torch.equal(out.sequences, eager_tokens(name))
+    stats = specache_fx.stats(out.past_key_values)
+    assert stats.steps == NEW_TOKENS - 1
+    # Lane 1 has what lane 0 will have: only the top-k, and so nothing of its token, depends on low bits.
+    assert stats.exact_hit_rate == 1.0
+    assert_nothing_is_compiled_late(watch)
+    (_, graph), *_ = watch.decode
+    assert_static(graph)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_tokens_equal_eager_with_every_pair_prefetched(name: str) -> None:
+    # Fewer tokens than above: with all pairs staged a step costs several times as much.
+    new_tokens = 90
+    out, watch = watched(name, new_tokens, bits=1, top_k=128)
+    assert torch.equal(out.sequences, eager_tokens(name)[:, : PROMPT_LEN + new_tokens])
+    stats = specache_fx.stats(out.past_key_values)
+    assert stats.topk_hit_rate == 1.0 and stats.prefetched_rows > 0
+    assert_nothing_is_compiled_late(watch)
+
+
+@pytest.mark.parametrize("name", ["llama", "opt", "mixtral"])
+def test_low_bits_change_the_tokens(name: str) -> None:
+    """The two tests above can fail: where pairs are missing at 16 bits, the tokens are others."""
+    out, _ = watched(name, 60, bits=1, top_k=1)
+    assert not torch.equal(out.sequences, eager_tokens(name)[:, : PROMPT_LEN + 60])
+
+
+@pytest.mark.parametrize("lookahead", ["query", "none"])
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_other_lookaheads_equal_eager(name: str, lookahead: str) -> None:
+    out, watch = watched(name, 60, bits=1, top_k=128, lookahead=lookahead)
+    assert torch.equal(out.sequences, eager_tokens(name)[:, : PROMPT_LEN + 60])
+    assert_nothing_is_compiled_late(watch)
+
+
+@pytest.mark.parametrize("policy", ["specache", "kivi"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_low_bits_run_in_every_dtype(dtype: torch.dtype, policy: str) -> None:
+    model = build("llama").to(dtype)
+    model.compile(backend="specache", options={**SMALL, "bits": 2, "policy": policy})
+    out = generate(model, 60, output_logits=True)
+    assert all(logits.isfinite().all() for logits in out.logits)
+    assert specache_fx.stats(out.past_key_values).steps == 59
+
+
+def test_inductor_equals_eager() -> None:
+    """The graphs compiled for real, once."""
+    out, watch = watched("llama", 60, bits=16, lowering="inductor")
+    assert torch.equal(out.sequences, eager_tokens("llama")[:, : PROMPT_LEN + 60])
+    assert_nothing_is_compiled_late(watch)
