@@ -1,0 +1,308 @@
+"""Ways of generating: each equals the uncompiled model (bits=16), or raises a `CacheHandleError` that says so."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from support.zoo import SMALL, build, left_padded
+from torch import Tensor, nn
+from transformers.generation.streamers import BaseStreamer
+
+import specache_fx
+from specache_fx import CacheHandleError
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
+EXACT = {"rtol": 2e-4, "atol": 2e-4}  # float32, another order of sums
+PADDED = left_padded()
+# Row 1 has no padding.
+ALONE = {"input_ids": PADDED["input_ids"][1:2].clone()}
+REPEATS = {"input_ids": torch.tensor([[5, 6, 7, 8, 9, 5, 6, 7, 8, 9, 5, 6, 7]])}
+
+
+def compiled(name: str = "llama", /, **options: Any) -> nn.Module:
+    model = build(name)
+    model.compile(backend="specache", options={**SMALL, "bits": 16, **options})
+    return model
+
+
+@cache
+def eager(name: str = "llama") -> nn.Module:
+    return build(name)
+
+
+def generate(
+    model: nn.Module, prompt: dict[str, Tensor] = PADDED, new_tokens: int = 30, **kwargs: Any
+) -> Tensor:
+    torch.manual_seed(3)
+    return model.generate(**prompt, **{"max_new_tokens": new_tokens, "do_sample": False, **kwargs})
+
+
+@torch.no_grad()
+def step(model: nn.Module, token: Tensor, past: Any = None, **kwargs: Any) -> tuple[Tensor, Any]:
+    """Logits of the last token [batch, vocab_size], and the cache."""
+    out = model(token, past_key_values=past, use_cache=True, **kwargs)
+    return out.logits[:, -1], out.past_key_values
+
+
+def own_loop(model: nn.Module, prompt: Tensor, steps: int, past: Any = None, **kwargs: Any) -> Tensor:
+    """Greedy, without attention_mask and position_ids: logits [steps, batch, vocab_size]."""
+    found = []
+    for _ in range(steps):
+        logits, past = step(model, prompt, past, **kwargs)
+        prompt = logits.argmax(-1)[:, None]
+        found.append(logits)
+    return torch.stack(found)
+
+
+class Listener(BaseStreamer):
+    """Keeps what is streamed; calls `then` after every token."""
+
+    def __init__(self, then: Callable[[], None] = lambda: None) -> None:
+        self.pieces: list[Tensor] = []
+        self.ended = False
+        self.then = then
+
+    def put(self, value: Tensor) -> None:
+        self.pieces.append(value.reshape(value.shape[0], -1))
+        self.then()
+
+    def end(self) -> None:
+        self.ended = True
+
+
+# Equal to eager -----------------------------------------------------------------------------------------------------
+
+DRAFT = "draft"
+WAYS: dict[str, tuple[dict[str, Tensor], dict[str, Any]]] = {
+    "greedy": (PADDED, {}),
+    "sampling": (PADDED, {"do_sample": True}),
+    "sampling_top_p": (PADDED, {"do_sample": True, "top_p": 0.8, "top_k": 0, "temperature": 0.7}),
+    "return_sequences_sampling": (PADDED, {"do_sample": True, "num_return_sequences": 2}),
+    "no_attention_mask": (ALONE, {}),
+    "no_cache": (PADDED, {"use_cache": False, "max_new_tokens": 6}),
+    "prefill_chunk_size": (left_padded((20, 13, 17)), {"prefill_chunk_size": 6}),
+    "prompt_lookup": (REPEATS, {"prompt_lookup_num_tokens": 3}),
+    "assistant_model": (ALONE, {"assistant_model": DRAFT}),
+    "one_token_prompt": ({"input_ids": torch.tensor([[5], [9]])}, {}),
+    "two_token_prompt": ({"input_ids": torch.tensor([[5, 7], [9, 8]])}, {}),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_way_equals_eager(name: str, way: str) -> None:
+    prompt, kwargs = WAYS[way]
+    if kwargs.get("assistant_model") == DRAFT:
+        small = {"gpt2": {"n_layer": 1}}.get(name, {"num_hidden_layers": 1})
+        kwargs = {**kwargs, "assistant_model": build(name, **small)}
+    expected = generate(eager(name), prompt, **kwargs)
+    assert torch.equal(generate(compiled(name), prompt, **kwargs), expected)
+
+
+# The next version makes these work; until then they say so.
+REFUSED: dict[str, dict[str, Any]] = {
+    "beams": {"num_beams": 2},
+    "beams_sampling": {"num_beams": 2, "do_sample": True},
+    "beams_return_sequences": {"num_beams": 2, "num_return_sequences": 2},
+}
+
+
+@pytest.mark.parametrize("way", REFUSED)
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_way_is_refused(name: str, way: str) -> None:
+    model = compiled(name)
+    with pytest.raises(CacheHandleError, match=r"was reordered.*Beam search.*not supported"):
+        generate(model, **REFUSED[way])
+    assert torch.equal(generate(model), generate(eager(name)))  # and the model is none the worse for it
+
+
+@pytest.mark.parametrize("bits", [1, 2])
+def test_every_way_runs_at_low_bits(bits: int) -> None:
+    model = compiled(bits=bits)
+    for way in ("sampling", "prefill_chunk_size", "prompt_lookup"):
+        prompt, kwargs = WAYS[way]
+        out = generate(model, prompt, return_dict_in_generate=True, output_logits=True, **kwargs)
+        assert all(logits.isfinite().all() for logits in out.logits)
+
+
+# Several generations ------------------------------------------------------------------------------------------------
+
+
+def test_generations_of_other_sizes_on_one_model() -> None:
+    model = compiled()
+    for batch, width in ((1, 5), (3, 30), (2, 17), (1, 9)):
+        prompt = left_padded(tuple(width - 2 * row for row in range(batch)), seed=batch)
+        assert torch.equal(generate(model, prompt), generate(eager(), prompt))
+
+
+def test_two_caches_stepped_by_turns() -> None:
+    prompts = PADDED["input_ids"][1:3], PADDED["input_ids"][1:3, 4:].flip(0)
+    expected = [own_loop(eager(), prompt, 24) for prompt in prompts]
+    model = compiled()
+    tokens, pasts = list(prompts), [None, None]
+    for i in range(24):
+        for which in (0, 1):
+            logits, pasts[which] = step(model, tokens[which], pasts[which])
+            torch.testing.assert_close(logits, expected[which][i], **EXACT)
+            tokens[which] = logits.argmax(-1)[:, None]
+    assert [specache_fx.stats(past).steps for past in pasts] == [23, 23]
+
+
+def test_generate_within_generate() -> None:
+    model, inner = compiled(), []
+    outer = Listener(lambda: inner.append(generate(model, ALONE, new_tokens=12)))
+    assert torch.equal(generate(model, streamer=outer, new_tokens=20), generate(eager(), new_tokens=20))
+    expected = generate(eager(), ALONE, new_tokens=12)
+    assert len(inner) == 21 and all(torch.equal(tokens, expected) for tokens in inner)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_conversation_on_one_cache(name: str) -> None:
+    def converse(model: nn.Module) -> Tensor:
+        sequence, mask, past = PADDED["input_ids"], PADDED["attention_mask"], None
+        for turn in range(3):
+            out = generate(
+                model,
+                {"input_ids": sequence, "attention_mask": mask},
+                new_tokens=11,
+                past_key_values=past,
+                return_dict_in_generate=True,
+            )
+            past = out.past_key_values
+            sequence = torch.cat(
+                [out.sequences, PADDED["input_ids"][[1, 1, 1], turn : turn + 1 + 2 * turn]], dim=1
+            )
+            mask = torch.cat([mask, mask.new_ones(3, sequence.shape[1] - mask.shape[1])], dim=1)
+        return sequence
+
+    assert torch.equal(converse(compiled(name)), converse(eager(name)))
+
+
+@pytest.mark.parametrize("removed", [1, 7, 19])
+def test_continuing_a_cropped_cache(removed: int) -> None:
+    """Into the window, over its edge, and deep into what was quantised."""
+
+    def crop_and_go_on(model: nn.Module) -> Tensor:
+        out = generate(model, ALONE, new_tokens=30, return_dict_in_generate=True)
+        past = out.past_key_values
+        kept = past.get_seq_length() - removed
+        past.crop(-removed)
+        assert past.get_seq_length() == kept
+        return own_loop(model, torch.tensor([[77]]), 24, past)
+
+    torch.testing.assert_close(crop_and_go_on(compiled()), crop_and_go_on(eager()), **EXACT)
+
+
+def test_extending_a_cropped_cache() -> None:
+    def crop_and_extend(model: nn.Module) -> Tensor:
+        past = generate(model, ALONE, new_tokens=30, return_dict_in_generate=True).past_key_values
+        past.crop(-9)
+        return own_loop(model, torch.tensor([[77, 3, 4, 77, 12]]), 12, past)
+
+    torch.testing.assert_close(crop_and_extend(compiled()), crop_and_extend(eager()), **EXACT)
+
+
+def test_fork_is_refused_and_leaves_the_original_usable() -> None:
+    model, prompt = compiled(), PADDED["input_ids"][1:]
+    logits, past = step(model, prompt)
+    fork = copy.deepcopy(past)
+    token = logits.argmax(-1)[:, None]
+    with pytest.raises(CacheHandleError, match=r"copy of one that is still in use \(a fork\)"):
+        step(model, token, fork)
+    torch.testing.assert_close(own_loop(model, token, 9, past), own_loop(eager(), prompt, 10)[1:], **EXACT)
+
+
+def test_copy_takes_over_once_the_original_is_dropped() -> None:
+    model, prompt = compiled(), PADDED["input_ids"][1:]
+    logits, past = step(model, prompt)
+    moved = copy.deepcopy(past)
+    del past
+    token = logits.argmax(-1)[:, None]
+    torch.testing.assert_close(own_loop(model, token, 9, moved), own_loop(eager(), prompt, 10)[1:], **EXACT)
+
+
+# How the model is called --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "qwen3"])
+def test_own_loop_without_positions_or_mask(name: str) -> None:
+    prompt = PADDED["input_ids"][1:]
+    torch.testing.assert_close(
+        own_loop(compiled(name), prompt, 25), own_loop(eager(name), prompt, 25), **EXACT
+    )
+
+
+def test_streamer_gets_every_token() -> None:
+    listener = Listener()
+    tokens = generate(compiled(), streamer=listener)
+    assert listener.ended and torch.equal(torch.cat(listener.pieces, dim=1), tokens)
+
+
+def test_inference_mode_and_no_grad_by_turns() -> None:
+    prompt = PADDED["input_ids"][1:]
+    expected, model = own_loop(eager(), prompt, 25), compiled()
+    token, past = prompt, None
+    for i in range(25):
+        mode = (torch.inference_mode, torch.no_grad)[(i // 5) % 2]
+        with mode():
+            out = model(token, past_key_values=past, use_cache=True)
+        past, token = out.past_key_values, out.logits[:, -1].argmax(-1)[:, None]
+        torch.testing.assert_close(out.logits[:, -1], expected[i], **EXACT)
+
+
+def test_inference_mode_generate_equals_eager() -> None:
+    with torch.inference_mode():
+        assert torch.equal(generate(compiled()), generate(eager()))
+
+
+def test_hidden_states_are_those_of_the_output_token() -> None:
+    kwargs = {"output_hidden_states": True, "return_dict_in_generate": True, "new_tokens": 20}
+    ours, plain = generate(compiled(), **kwargs), generate(eager(), **kwargs)
+    assert torch.equal(ours.sequences, plain.sequences)
+    for our_step, plain_step in zip(ours.hidden_states, plain.hidden_states, strict=True):
+        torch.testing.assert_close(our_step, plain_step, **EXACT)
+
+
+@pytest.mark.parametrize("logits_to_keep", [0, 1])
+def test_logits_to_keep(logits_to_keep: int) -> None:
+    prompt, kwargs = PADDED["input_ids"][1:], {"logits_to_keep": logits_to_keep}
+    torch.testing.assert_close(
+        own_loop(compiled(), prompt, 12, **kwargs), own_loop(eager(), prompt, 12, **kwargs), **EXACT
+    )
+
+
+def test_gradients_leave_the_model_alone_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    model, plain = compiled().train(), build("llama").train()
+    with caplog.at_level(logging.WARNING, logger="specache_fx"):
+        ours = model(**PADDED, labels=PADDED["input_ids"])
+    assert "gradients are enabled" in caplog.text and "torch.no_grad()" in caplog.text
+    expected = plain(**PADDED, labels=PADDED["input_ids"])
+    torch.testing.assert_close(ours.logits, expected.logits, **EXACT)
+    ours.loss.backward()
+    expected.loss.backward()
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad, **EXACT)
+    with pytest.raises(CacheHandleError, match="There is no KV cache of specache"):
+        specache_fx.stats(ours.past_key_values)
+    with pytest.raises(CacheHandleError, match="with gradients enabled"):
+        step(model.eval(), torch.tensor([[5]] * 3), ours.past_key_values)
+
+
+@pytest.mark.parametrize("lookahead", ["token", "query"])
+def test_generation_up_to_the_last_learned_position(lookahead: str) -> None:
+    """At the end the speculative lane asks for a position that the table does not have."""
+    prompt_len = PADDED["input_ids"].shape[1]
+    small = {"n_positions": 48}
+    model = build("gpt2", **small)
+    model.compile(backend="specache", options={**SMALL, "bits": 16, "lookahead": lookahead})
+    for prompt in (PADDED, ALONE):
+        expected = generate(build("gpt2", **small), prompt, new_tokens=48 - prompt_len + 1)
+        assert torch.equal(generate(model, prompt, new_tokens=48 - prompt_len + 1), expected)
+        assert expected.shape[1] == 49

@@ -1,0 +1,290 @@
+"""Handles: small, poisonous to whoever reads them as numbers, traceable through copies, freed with their session."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from support.zoo import SMALL, build, left_padded
+from torch import Tensor, nn
+
+import specache_fx
+from specache_fx import CacheHandleError
+from specache_fx.runtime import handle, registry
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+PROMPT = left_padded()
+
+
+@pytest.fixture
+def model(fresh_dynamo: None) -> nn.Module:
+    model = build("llama")
+    model.compile(backend="specache", options={**SMALL, "bits": 2})
+    return model
+
+
+def generate(model: nn.Module, new_tokens: int = 30) -> Any:
+    return model.generate(**PROMPT, max_new_tokens=new_tokens, do_sample=False, return_dict_in_generate=True)
+
+
+@torch.no_grad()
+def step(model: Callable[..., Any], past: Any, token: int = 5) -> Tensor:
+    return model(torch.full((3, 1), token), past_key_values=past, use_cache=True).logits
+
+
+def pairs(past: Any) -> list[Tensor]:
+    return [tensor for layer in past.layers for tensor in (layer.keys, layer.values)]
+
+
+# What a cache says about itself -------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def test_length_is_right_after_every_step(model: nn.Module) -> None:
+    out = model(PROMPT["input_ids"], use_cache=True)
+    for kv_len in range(12, 40):
+        assert out.past_key_values.get_seq_length() == kv_len == specache_fx.stats(out.past_key_values).kv_len
+        assert all(tensor.shape == (3, 2, kv_len, 16) for tensor in pairs(out.past_key_values))
+        out = model(torch.full((3, 1), 7), past_key_values=out.past_key_values, use_cache=True)
+    out = model(torch.full((3, 6), 7), past_key_values=out.past_key_values, use_cache=True)
+    assert out.past_key_values.get_seq_length() == 46
+
+
+def test_returned_cache_takes_next_to_nothing(model: nn.Module) -> None:
+    past = generate(model).past_key_values
+    storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in pairs(past)}
+    # One row of head_dim floats for each of the 4 slots and 3 batch rows, however long the sequence.
+    assert sum(storages.values()) == 4 * 3 * 16 * 4
+    assert specache_fx.stats(past).full_bytes == 41 * 4 * 3 * 2 * 16 * 4
+
+
+# Nobody reads a handle as numbers -----------------------------------------------------------------------------------
+
+
+def assert_never_finite(run: Callable[[], Tensor]) -> None:
+    try:
+        logits = run()
+    except CacheHandleError:
+        return
+    assert logits.isnan().all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_uncompiled_model_gets_nan_from_a_handle(dtype: torch.dtype, fresh_dynamo: None) -> None:
+    model = build("llama").to(dtype)
+    model.compile(backend="specache", options={**SMALL, "bits": 2})
+    past = generate(model).past_key_values
+    plain = build("llama").to(dtype)
+    assert step(plain, past).isnan().all()
+    assert step(plain, copy.deepcopy(past)).isnan().all()
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_every_attention_gets_nan_from_a_handle(model: nn.Module, attention: str) -> None:
+    past = generate(model).past_key_values
+    assert step(build("llama", attn_implementation=attention), past).isnan().all()
+
+
+def test_force_eager_gets_nan_from_a_handle(model: nn.Module) -> None:
+    past = generate(model).past_key_values
+    with torch.compiler.set_stance("force_eager"):
+        assert_never_finite(lambda: step(model, past))
+
+
+def test_another_compiler_gets_nan_from_a_handle(model: nn.Module) -> None:
+    past = generate(model).past_key_values
+    assert_never_finite(lambda: step(torch.compile(build("llama"), backend="eager"), past))
+
+
+def test_graph_that_is_left_alone_refuses_a_handle(model: nn.Module) -> None:
+    past = generate(model).past_key_values
+    other = build("llama", attn_implementation="eager")
+    other.compile(backend="specache", options=SMALL)
+    with pytest.raises(CacheHandleError, match=r"did not rewrite.*attn_implementation=\"sdpa\""):
+        step(other, past)
+
+
+def test_gradients_refuse_a_handle(model: nn.Module) -> None:
+    past = generate(model).past_key_values
+    with pytest.raises(CacheHandleError):
+        model(torch.full((3, 1), 5), past_key_values=past, use_cache=True)
+
+
+# Foreign caches -----------------------------------------------------------------------------------------------------
+
+
+def test_cache_of_an_uncompiled_prefill_is_refused(model: nn.Module) -> None:
+    past = generate(build("llama"), new_tokens=4).past_key_values
+    with pytest.raises(
+        CacheHandleError, match=r"not made by a model compiled with specache.*Run the prompt through"
+    ):
+        step(model, past)
+    with pytest.raises(CacheHandleError, match=r"There is no KV cache of specache"):
+        specache_fx.stats(past)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"options": {"bits": 4}}, {"options": {"top_k": 3}}, {"overrides": {"num_hidden_layers": 3}}],
+    ids=str,
+)
+def test_cache_of_another_compiled_model_is_refused(
+    model: nn.Module, other: dict[str, dict[str, Any]]
+) -> None:
+    past = generate(model).past_key_values
+    second = build("llama", **other.get("overrides", {}))
+    second.compile(backend="specache", options={**SMALL, "bits": 2, **other.get("options", {})})
+    if other.get("overrides"):  # its own third layer never saw a prompt
+        second_past = generate(second, new_tokens=2).past_key_values
+        for mine, theirs in zip(second_past.layers, past.layers, strict=False):
+            mine.keys, mine.values = theirs.keys, theirs.values
+        past = second_past
+    with pytest.raises(CacheHandleError, match=r"another|several caches|different lengths|was made with"):
+        step(second, past)
+
+
+def test_layers_of_two_caches_are_refused(model: nn.Module) -> None:
+    first, second = generate(model).past_key_values, generate(model).past_key_values
+    first.layers[1].keys = second.layers[1].keys
+    with pytest.raises(CacheHandleError, match="come from several caches"):
+        step(model, first)
+
+
+def test_layers_of_different_lengths_are_refused(model: nn.Module) -> None:
+    past = generate(model).past_key_values
+    past.layers[1].keys, past.layers[1].values = (
+        x[:, :, :-3] for x in (past.layers[1].keys, past.layers[1].values)
+    )
+    with pytest.raises(CacheHandleError, match="different lengths"):
+        step(model, past)
+
+
+def test_cache_of_an_ended_session_is_refused(model: nn.Module) -> None:
+    past = generate(model).past_key_values
+    kept = copy.deepcopy(past)
+    del past
+    generate(model, new_tokens=3)
+    with pytest.raises(CacheHandleError, match="session that has ended"):
+        step(model, kept)
+
+
+# Life and death -----------------------------------------------------------------------------------------------------
+
+
+def test_dropping_the_cache_frees_the_session(model: nn.Module) -> None:
+    past = generate(model).past_key_values
+    session = registry.find(past.layers[0].keys)
+    assert session is not None and session.device_bytes > 0 and session.host_bytes > 0
+    del past
+    generate(model, new_tokens=2)
+    assert session.closed
+    assert session.device_bytes <= 3 * 64 and session.host_bytes == 0  # the padding mask at most
+
+
+def test_a_view_of_a_handle_keeps_the_session(model: nn.Module) -> None:
+    past = generate(model).past_key_values
+    view = past.layers[1].values[:, :, 3:]
+    session = registry.find(view)
+    del past
+    generate(model, new_tokens=2)
+    assert session is not None and not session.closed
+    assert registry.find(view) is session
+
+
+def test_many_generations_leave_one_session(model: nn.Module) -> None:
+    before = len(registry._entries)
+    for _ in range(4):
+        generate(model, new_tokens=3)
+    assert len(registry._entries) <= before + 1  # the last one goes with the next forward pass
+
+
+# Codes --------------------------------------------------------------------------------------------------------------
+
+
+def codes_of(session: int, slot: int, rows: list[int]) -> list[handle.HandleCode]:
+    return [handle.HandleCode(session, slot, row) for row in rows]
+
+
+@given(
+    session=st.integers(0, handle.MAX_SESSION - 1),
+    layers=st.integers(1, 3),
+    heads=st.integers(1, 4),
+    head_dim=st.sampled_from((16, 20, 64, 128)),
+    batch=st.integers(1, 5),
+    kv_len=st.integers(1, 9),
+    dtype=st.sampled_from((*DTYPES, torch.float64)),
+)
+def test_codes_are_read_back(
+    session: int, layers: int, heads: int, head_dim: int, batch: int, kv_len: int, dtype: torch.dtype
+) -> None:
+    issued = handle.issue(
+        session, [(heads, head_dim)] * (2 * layers), batch, kv_len, dtype, torch.device("cpu")
+    )
+    for slot, tensor in enumerate(issued):
+        assert tensor.shape == (batch, heads, kv_len, head_dim) and tensor.dtype == dtype
+        assert tensor.isnan().all()
+        assert handle.decode(tensor) == codes_of(session, slot, list(range(batch)))
+        assert handle.decode(handle.resize(tensor, kv_len + 100)) == handle.decode(tensor)
+
+
+def through_a_file(tensor: Tensor) -> Tensor:
+    file = io.BytesIO()
+    torch.save(tensor, file)
+    file.seek(0)
+    return torch.load(file)
+
+
+COPIES: dict[str, tuple[Callable[[Tensor], Tensor], list[int]]] = {
+    "clone": (lambda x: x.clone(), [0, 1, 2]),
+    "contiguous": (lambda x: x.contiguous(), [0, 1, 2]),
+    "deepcopy": (copy.deepcopy, [0, 1, 2]),
+    "save_load": (through_a_file, [0, 1, 2]),
+    "index_select": (lambda x: x.index_select(0, torch.tensor([2, 0, 0])), [2, 0, 0]),
+    "index": (lambda x: x[torch.tensor([1, 2])], [1, 2]),
+    "repeat_interleave": (lambda x: x.repeat_interleave(2, dim=0), [0, 0, 1, 1, 2, 2]),
+    "cat": (lambda x: torch.cat([x[1:], x[:1]]), [1, 2, 0]),
+    "crop": (lambda x: x[:, :, :-2], [0, 1, 2]),
+    "cropped_copy": (lambda x: x[:, :, :-2].contiguous(), [0, 1, 2]),
+    "stack": (lambda x: torch.stack(list(x)), [0, 1, 2]),
+}
+
+
+@pytest.mark.parametrize("how", COPIES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_codes_survive_a_copy(dtype: torch.dtype, how: str) -> None:
+    copied, rows = COPIES[how]
+    for slot, tensor in enumerate(
+        handle.issue(9_000_001, [(2, 16), (2, 24)], 3, 7, dtype, torch.device("cpu"))
+    ):
+        moved = copied(tensor)
+        assert moved.isnan().all()
+        assert handle.decode(moved) == codes_of(9_000_001, slot, rows)
+
+
+@given(st.sampled_from(DTYPES), st.integers(0, 2**16))
+def test_other_tensors_are_no_handles(dtype: torch.dtype, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    random = torch.randn(2, 2, 3, 16, generator=generator).to(dtype)
+    for tensor in (
+        random,
+        torch.full_like(random, torch.nan),
+        torch.zeros_like(random),
+        random[:, :, :0],
+        random[0],
+    ):
+        assert handle.decode(tensor) is None
+    spoiled = handle.issue(5, [(2, 16)], 2, 3, dtype, torch.device("cpu"))[0].clone()
+    spoiled[1, 0, 0, int(torch.randint(16, (), generator=generator))] = 1.0
+    assert handle.decode(spoiled) is None
+
+
+def test_heads_too_narrow_for_a_code_are_named() -> None:
+    assert "head_dim of 4 is under" in str(handle.unfit_reason(torch.bfloat16, 4))
+    assert handle.unfit_reason(torch.bfloat16, 16) is None
+    assert "dtype torch.int8" in str(handle.unfit_reason(torch.int8, 64))

@@ -1,0 +1,228 @@
+"""A plain `nn.Module` that keeps its own past KV, and the ways into the backend."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.zoo import SMALL, build, left_padded
+from torch import Tensor, nn
+from torch._dynamo.exc import BackendCompilerFailed
+
+import specache_fx
+from specache_fx import CacheHandleError, ConfigError, UnsupportedGraphError
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
+EXACT = {"rtol": 2e-4, "atol": 2e-4}
+OPTIONS = {**SMALL, "bits": 16}
+Past = list[tuple[Tensor, Tensor]]
+
+
+class Attention(nn.Module):
+    """nanoGPT's: one projection for q, k and v; `softcap` makes it one that can't be rewritten."""
+
+    def __init__(self, width: int, num_heads: int, softcap: bool) -> None:
+        super().__init__()
+        self.num_heads, self.softcap = num_heads, softcap
+        self.c_attn, self.c_proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor, past: tuple[Tensor, Tensor] | None) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        batch, q_len, width = x.shape
+        q, k, v = (
+            part.view(batch, q_len, self.num_heads, -1).transpose(1, 2)
+            for part in self.c_attn(x).split(width, dim=2)
+        )
+        if past is not None:
+            k, v = torch.cat((past[0], k), dim=2), torch.cat((past[1], v), dim=2)
+        kv_len = k.shape[2]
+        rows = torch.arange(q_len, device=x.device)[:, None] + (kv_len - q_len)
+        mask = torch.arange(kv_len, device=x.device)[None, :] <= rows
+        if self.softcap:
+            scores = (q @ k.transpose(-2, -1) * q.shape[-1] ** -0.5).tanh()
+            y = scores.masked_fill(~mask, float("-inf")).softmax(-1) @ v
+        else:
+            y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        return self.c_proj(y.transpose(1, 2).reshape(batch, q_len, width)), (k, v)
+
+
+class NanoGPT(nn.Module):
+    """Learned positions, tied embeddings, multi-head attention, past KV as a list of tuples."""
+
+    def __init__(
+        self, num_layers: int = 2, width: int = 64, num_heads: int = 4, softcap: bool = False
+    ) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.wte, self.wpe = nn.Embedding(97, width), nn.Embedding(256, width)
+        self.ln = nn.ModuleList(nn.LayerNorm(width) for _ in range(2 * num_layers + 1))
+        self.attn = nn.ModuleList(Attention(width, num_heads, softcap) for _ in range(num_layers))
+        self.mlp = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+            for _ in range(num_layers)
+        )
+        self.eval().requires_grad_(False)
+
+    def forward(self, idx: Tensor, past: Past | None = None) -> tuple[Tensor, Past]:
+        start = 0 if past is None else past[0][0].shape[2]
+        x = self.wte(idx) + self.wpe(torch.arange(start, start + idx.shape[1], device=idx.device))
+        presents: Past = []
+        for i, (attn, mlp) in enumerate(zip(self.attn, self.mlp, strict=True)):
+            y, present = attn(self.ln[2 * i](x), None if past is None else past[i])
+            presents.append(present)
+            x = x + y
+            x = x + mlp(self.ln[2 * i + 1](x))
+        return self.ln[-1](x) @ self.wte.weight.T, presents
+
+
+def by_torch_compile(module: nn.Module, **options: Any) -> Any:
+    return torch.compile(module, backend="specache", options={**OPTIONS, **options})
+
+
+def by_method(module: nn.Module, **options: Any) -> Any:
+    module.compile(backend="specache", options={**OPTIONS, **options})
+    return module
+
+
+def by_specache(module: nn.Module, **options: Any) -> Any:
+    return specache_fx.compile(module, **{**OPTIONS, **options})
+
+
+def by_specache_on_wrapper(module: nn.Module, **options: Any) -> Any:
+    return specache_fx.compile(torch.compile(module, backend="specache", options={**OPTIONS, **options}))
+
+
+ENTRIES = (by_torch_compile, by_method, by_specache, by_specache_on_wrapper)
+
+
+def tokens(count: int, seed: int) -> Tensor:
+    return torch.randint(97, (2, count), generator=torch.Generator().manual_seed(seed))
+
+
+@torch.no_grad()
+def drive(model: Callable[..., tuple[Tensor, Past]]) -> tuple[list[Tensor], Past]:
+    """Prompt, decode, extend, decode, crop by slicing, decode, extend: the logits of every call."""
+    found: list[Tensor] = []
+    past: Past | None = None
+    for turn, (count, steps) in enumerate([(21, 20), (6, 12), (1, 10), (9, 2)]):
+        if turn == 2:
+            assert past is not None
+            past = [(k[:, :, :-17], v[:, :, :-17]) for k, v in past]
+        for step in range(steps + 1):
+            logits, past = model(tokens(1 if step else count, seed=100 * turn + step), past)
+            found.append(logits)
+    assert past is not None
+    return found, past
+
+
+@pytest.mark.parametrize("enter", ENTRIES)
+def test_own_module_equals_itself_uncompiled(enter: Callable[..., Any]) -> None:
+    expected, plain_past = drive(NanoGPT())
+    found, past = drive(enter(NanoGPT()))
+    torch.testing.assert_close(found, expected, **EXACT)
+    stats = specache_fx.stats(past)
+    assert stats.kv_len == plain_past[0][0].shape[2] == past[0][0].shape[2]
+    assert stats.full_bytes == sum(k.nbytes + v.nbytes for k, v in plain_past)
+    assert stats.steps == 20 + 12 + 11 + 2 and stats.prefetched_rows > 0
+
+
+def test_own_module_at_low_bits_is_near() -> None:
+    expected, _ = drive(NanoGPT())
+    found, past = drive(by_torch_compile(NanoGPT(), bits=8, top_k=4))
+    assert specache_fx.stats(past).topk_hit_rate is not None
+    differences = [(mine - theirs).abs().max() for mine, theirs in zip(found, expected, strict=True)]
+    assert 0 < max(differences) < 0.5 and differences[0] < 1e-4  # the prompt is exact
+
+
+def test_explain_drives_an_own_module() -> None:
+    text = str(specache_fx.explain(NanoGPT(), run=drive))
+    assert "2 attentions rewritten, 0 left alone" in text and "test_own_module.py" in text
+    assert "specache.quantized_attention" in text and "specache.prefetch" in text
+
+
+# Refusals -----------------------------------------------------------------------------------------------------------
+
+
+def test_strict_raises_what_stands_in_the_way() -> None:
+    model = by_torch_compile(NanoGPT(softcap=True), strict=True)
+    with pytest.raises(BackendCompilerFailed) as raised:
+        drive(
+            model
+        )  # in a prompt's graph, nothing tells such keys from any other tensor: the first step says it
+    inner = raised.value.inner_exception
+    assert isinstance(inner, UnsupportedGraphError)
+    assert "softmax" in str(inner) and "scaled_dot_product_attention" in str(inner)
+    assert "test_own_module.py" in str(inner)  # the model's own line
+    assert str(inner) in str(raised.value)
+
+
+def test_not_strict_leaves_it_alone_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    expected, _ = drive(NanoGPT(softcap=True))
+    with caplog.at_level("WARNING", logger="specache_fx"):
+        found, past = drive(by_torch_compile(NanoGPT(softcap=True)))
+    torch.testing.assert_close(found, expected, **EXACT)
+    assert "is left alone" in caplog.text and "test_own_module.py" in caplog.text
+    with pytest.raises(CacheHandleError, match=r"left alone: specache_fx.explain\(\) says why"):
+        specache_fx.stats(past)
+
+
+def cause(error: BaseException) -> BaseException:
+    return error.inner_exception if isinstance(error, BackendCompilerFailed) else error
+
+
+@pytest.mark.parametrize("mode", ["max-autotune", "reduce-overhead"])
+def test_mode_is_refused(mode: str) -> None:
+    with pytest.raises((ConfigError, BackendCompilerFailed)) as raised, torch.no_grad():
+        torch.compile(NanoGPT(), backend="specache", mode=mode)(tokens(8, seed=0))
+    error = cause(raised.value)
+    assert isinstance(error, ConfigError)
+    assert f"mode={mode!r} is not supported" in str(error) and "bits, group_size" in str(error)
+
+
+@pytest.mark.parametrize("enter", [by_torch_compile, by_method, by_specache])
+def test_unknown_option_is_refused(enter: Callable[..., Any]) -> None:
+    with pytest.raises((ConfigError, BackendCompilerFailed)) as raised, torch.no_grad():
+        enter(NanoGPT(), group_sise=64)(tokens(8, seed=0))
+    error = cause(raised.value)
+    assert isinstance(error, ConfigError) and isinstance(error, ValueError)
+    assert "Unknown option 'group_sise'. Did you mean 'group_size'?" in str(error)
+    assert "Valid options: policy, bits, group_size" in str(error)
+
+
+def test_bad_value_is_refused_before_anything_runs() -> None:
+    with pytest.raises(ConfigError, match=r"bits=3 is not valid: choose one of 1, 2, 4, 8, 16"):
+        specache_fx.compile(NanoGPT(), bits=3)
+
+
+def test_wrapper_takes_no_second_options() -> None:
+    with pytest.raises(ConfigError, match="bits: this module is compiled already"):
+        specache_fx.compile(by_torch_compile(NanoGPT()), bits=2)
+
+
+def test_wrapper_of_another_backend_is_refused() -> None:
+    with pytest.raises(ConfigError, match='not with "specache"'):
+        specache_fx.compile(torch.compile(NanoGPT(), backend="eager"))
+
+
+# generate() ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("enter", [by_method, by_specache, by_specache_on_wrapper])
+def test_generate_really_uses_the_backend(enter: Callable[..., Any]) -> None:
+    kwargs = {**left_padded(), "max_new_tokens": 20, "do_sample": False}
+    expected = build("llama").generate(**kwargs)
+    out = enter(build("llama")).generate(**kwargs, return_dict_in_generate=True)
+    assert torch.equal(out.sequences, expected)
+    stats = specache_fx.stats(out.past_key_values)
+    assert stats.steps == 19 and stats.kv_len == 31
+
+
+def test_generate_of_a_bare_wrapper_bypasses_the_backend() -> None:
+    """Why `specache_fx.compile` takes wrappers: torch binds `generate` to the module inside."""
+    wrapper = by_torch_compile(build("llama"))
+    out = wrapper.generate(**left_padded(), max_new_tokens=4, do_sample=False, return_dict_in_generate=True)
+    with pytest.raises(CacheHandleError, match="There is no KV cache of specache"):
+        specache_fx.stats(out.past_key_values)
