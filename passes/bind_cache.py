@@ -125,7 +125,7 @@ def _bind_decode(graph: Graph, site: AttentionSite) -> None:
 
 def bind_cache(gm: GraphModule, state: PassState) -> GraphModule:
     """Replace the KV cache by handles and ops. Sets `state.outputs`, `state.past_inputs` and `state.sources`."""
-    if not state.sites:
+    if not state.sites or state.outputs is not None:
         return gm
     graph = gm.graph
     inputs = placeholders(graph)

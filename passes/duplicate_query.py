@@ -19,8 +19,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Interpreter
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.traceback import preserve_node_meta
 
 from specache_fx.passes.base import PassState
 from specache_fx.passes.graph_utils import finish, placeholders
@@ -54,14 +55,14 @@ def duplicate_query(gm: GraphModule, state: PassState, inputs: Sequence[Any]) ->
         full = list(inputs)
         for i, value in zip(tensors, values, strict=True):
             full[i] = value
-        return gm(*full)
+        return Interpreter(gm).run(*full)  # not gm(...): new nodes shall know the lines of the model
 
     function = one_lane
     if state.lanes > 1:
         in_dims = tuple(0 if per_lane[i] else None for i in tensors)
         function = torch.vmap(one_lane, in_dims=in_dims, randomness="different")
     trace = make_fx(function, tracing_mode="fake", _allow_non_fake_inputs=True)
-    with torch.no_grad():
+    with torch.no_grad(), preserve_node_meta():
         traced = trace(*(inputs[i] for i in tensors))
     for node, i in zip(placeholders(traced.graph), tensors, strict=True):
         node.meta["specache_name"] = placeholders(gm.graph)[i].name

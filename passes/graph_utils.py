@@ -12,6 +12,8 @@ from torch.fx import Graph, GraphModule, Node
 
 _VIEWS = {
     "to", "type", "transpose", "expand", "reshape", "view", "contiguous", "permute", "float", "type_as", "unsqueeze",
+    "chunk", "split", "select", "narrow", "unbind", "diagonal", "movedim", "swapaxes", "swapdims", "t", "getattr",
+    "unflatten", "view_as", "expand_as", "slice",
     "flatten", "repeat", "repeat_interleave", "detach", "getitem", "squeeze", "clone",
 }  # fmt: skip
 _IN_PLACE_FUNCTIONS = {"setitem", "iadd", "isub", "imul", "itruediv", "iand", "ior"}

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch.fx import GraphModule, Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from specache_fx.passes.base import AttentionSite, Pass, PassState, Phase, Refusal
 from specache_fx.passes.graph_utils import (
@@ -130,6 +131,12 @@ def _match(node: Node, outputs: set[Node], layer: int) -> AttentionSite:
         raise _NoMatch("only one of its keys and values has a past")
     if q.dim() != 4 or k.shape[1] != v.shape[1] or q.shape[1] % k.shape[1]:
         raise _NoMatch(f"its {q.shape[1]} query heads and {k.shape[1]} kv heads don't form groups")
+    if keys.past is None and not statically_known_true(k.shape[2] == q.shape[2]):
+        raise _NoMatch(
+            "its keys are not those of this call alone, nor an append of them to a past that is an input"
+            " (cross-attention, or a cache of fixed length?)",
+            f"Such caches are not supported yet. {_LEAVE}.",
+        )
     if keys.root is values.root:
         raise _NoMatch("its keys and values are one tensor")
     if k.dtype != v.dtype:
@@ -179,6 +186,7 @@ def match_attention(gm: GraphModule, state: PassState) -> GraphModule:
     """Fill in `state.sites`, `state.refusals` and `state.phase`. The graph stays as it is."""
     outputs = set(output_node(gm.graph).all_input_nodes)
     state.inputs = [node.name for node in placeholders(gm.graph)]
+    state.sites, state.refusals = [], []
     for node in gm.graph.nodes:
         if node.op != "call_function" or node.target is not F.scaled_dot_product_attention:
             continue

@@ -42,6 +42,10 @@ def select_topk(gm: GraphModule, state: PassState) -> GraphModule:
     graph = gm.graph
     for attention in attentions(gm):
         _, key, _, _, session, layer, _ = attention.args
+        if any(
+            node.target is torch.ops.specache.topk.default and node.args[2] == layer for node in graph.nodes
+        ):
+            continue
         source = attention
         if state.config.lookahead == "none":
             with graph.inserting_before(attention):

@@ -41,7 +41,7 @@ def _clamp_embeddings(gm: GraphModule) -> GraphModule:
 
 def split_prelude(gm: GraphModule, state: PassState) -> GraphModule:
     """Cut the graph where position-only tensors enter the rest; sets `state.prelude`."""
-    if state.phase is not Phase.DECODE or state.sources is None:
+    if state.phase is not Phase.DECODE or state.sources is None or state.prelude is not None:
         return gm
     graph, sources = gm.graph, state.sources
     inputs = placeholders(graph)

@@ -21,7 +21,7 @@ from specache_fx.runtime.host_blocks import STORES, resolve_host
 
 __all__ = ["HostCache", "RowShape", "resolve_host", "row_bytes"]
 
-_ALIGN_TOKENS = 64
+ALIGN_TOKENS = 64
 
 
 RowShape = tuple[int, int, int]
@@ -196,7 +196,7 @@ class HostCache:
             return
         # The first block fits the prompt: a short one shouldn't reserve block_tokens in every layer.
         wanted = missing if not rows.blocks else max(missing, self.block_tokens)
-        capacity = -(-wanted // _ALIGN_TOKENS) * _ALIGN_TOKENS
+        capacity = -(-wanted // ALIGN_TOKENS) * ALIGN_TOKENS
         block = self._store.allocate((self.batch, rows.num_kv_heads, capacity, rows.dim), self.dtype)
         rows.blocks.append(block)
         rows.starts.append(rows.starts[-1] + capacity)

@@ -269,6 +269,11 @@ class Session:
         per_token = sum(shape.num_kv_heads * (shape.key_dim + shape.value_dim) for shape in self.shapes)
         return (self.batch or 0) * self.kv_len * per_token * self.dtype.itemsize
 
+    def settle(self) -> None:
+        """Wait for the copies under way, so that what was counted is final."""
+        for layer in range(len(self.layers)):
+            self.wait_prefetch(layer)
+
     def close(self) -> None:
         """Free every tier; twice is fine."""
         self.closed = True

@@ -124,6 +124,8 @@ def stats(past_key_values: Any) -> SessionStats:
             " model's attention was left alone: specache_fx.explain() says why."
         )
     found = list(sessions.values())
+    for session in found:
+        session.settle()
     copies = [session.engine.metrics for session in found if session.engine is not None]
     metrics = [session.metrics for session in found]
     return SessionStats(

@@ -14,7 +14,7 @@ import torch
 
 from specache_fx.config import SpecacheConfig
 from specache_fx.errors import ConfigError
-from specache_fx.runtime.host_cache import _ALIGN_TOKENS
+from specache_fx.runtime.host_cache import ALIGN_TOKENS
 from specache_fx.runtime.quant import make_quantizer
 from specache_fx.runtime.staging import Staging
 
@@ -99,7 +99,7 @@ def plan(
     full_window = config.residual_length + config.group_size
     window_peak = window if window == full_window - 1 else full_window
     staged = _staging_bytes(config, head_dim + value_dim, _DTYPES[dtype_bytes])
-    host_tokens = -(-num_quantized // _ALIGN_TOKENS) * _ALIGN_TOKENS if config.placement.offload else 0
+    host_tokens = -(-num_quantized // ALIGN_TOKENS) * ALIGN_TOKENS if config.placement.offload else 0
     heads = layers * batch * num_kv_heads
     return MemoryPlan(
         device_bytes=heads * (num_groups * group + window * pair + staged),
