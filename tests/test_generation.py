@@ -115,21 +115,18 @@ REFUSED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("way", REFUSED)
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_way_is_refused(name: str, way: str) -> None:
-    model = compiled(name)
+def test_way_is_refused(way: str) -> None:
+    model = compiled()
     with pytest.raises(CacheHandleError, match=r"was reordered.*Beam search.*not supported"):
         generate(model, **REFUSED[way])
-    assert torch.equal(generate(model), generate(eager(name)))  # and the model is none the worse for it
+    assert torch.equal(generate(model), generate(eager()))  # and the model is none the worse for it
 
 
-@pytest.mark.parametrize("bits", [1, 2])
-def test_every_way_runs_at_low_bits(bits: int) -> None:
-    model = compiled(bits=bits)
-    for way in ("sampling", "prefill_chunk_size", "prompt_lookup"):
-        prompt, kwargs = WAYS[way]
-        out = generate(model, prompt, return_dict_in_generate=True, output_logits=True, **kwargs)
-        assert all(logits.isfinite().all() for logits in out.logits)
+@pytest.mark.parametrize("way", ["sampling", "prefill_chunk_size", "prompt_lookup"])
+def test_way_runs_at_low_bits(way: str) -> None:
+    prompt, kwargs = WAYS[way]
+    out = generate(compiled(bits=1), prompt, return_dict_in_generate=True, output_logits=True, **kwargs)
+    assert all(logits.isfinite().all() for logits in out.logits)
 
 
 # Several generations ------------------------------------------------------------------------------------------------

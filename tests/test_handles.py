@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 from collections.abc import Callable
 from typing import Any
@@ -97,6 +98,18 @@ def test_force_eager_gets_nan_from_a_handle(model: nn.Module) -> None:
         assert_never_finite(lambda: step(model, past))
 
 
+def test_model_past_the_recompile_limit_gets_nan_from_a_handle(model: nn.Module) -> None:
+    """Dynamo then runs the model as it is, and no backend is asked."""
+    past = generate(model).past_key_values
+    with torch._dynamo.config.patch(recompile_limit=1):
+        assert_never_finite(lambda: model_with_more_tokens(model, past))
+
+
+@torch.no_grad()
+def model_with_more_tokens(model: nn.Module, past: Any) -> Tensor:
+    return model(torch.full((3, 5), 7), past_key_values=past, use_cache=True).logits
+
+
 def test_another_compiler_gets_nan_from_a_handle(model: nn.Module) -> None:
     past = generate(model).past_key_values
     assert_never_finite(lambda: step(torch.compile(build("llama"), backend="eager"), past))
@@ -169,6 +182,7 @@ def test_cache_of_an_ended_session_is_refused(model: nn.Module) -> None:
     past = generate(model).past_key_values
     kept = copy.deepcopy(past)
     del past
+    gc.collect()
     generate(model, new_tokens=3)
     with pytest.raises(CacheHandleError, match="session that has ended"):
         step(model, kept)
@@ -178,6 +192,9 @@ def test_cache_of_an_ended_session_is_refused(model: nn.Module) -> None:
 
 
 def test_dropping_the_cache_frees_the_session(model: nn.Module) -> None:
+    generate(
+        model
+    )  # the call that compiles leaves cycles of Dynamo's behind, which hold its cache until a collection
     past = generate(model).past_key_values
     session = registry.find(past.layers[0].keys)
     assert session is not None and session.device_bytes > 0 and session.host_bytes > 0
