@@ -111,7 +111,7 @@ def _fake_mode(values: Iterable[Any]) -> FakeTensorMode | None:
     return None
 
 
-def call(graph: Graph, target: Any, args: tuple[Any, ...], origin: Node) -> Node:
+def call(graph: Graph, target: Any, args: tuple[Any, ...], origin: Node, name: str | None = None) -> Node:
     """Insert a call at the graph's insertion point, with its fake value and where it comes from.
 
     Args:
@@ -119,8 +119,9 @@ def call(graph: Graph, target: Any, args: tuple[Any, ...], origin: Node) -> Node
         target: A function or operator.
         args: Nodes and constants.
         origin: The node that this call stands for: its source line is kept.
+        name: What to call its result; FX makes it unique.
     """
-    node = graph.call_function(target, args)
+    node = graph.create_node("call_function", target, args, name=name)
     node.meta = {
         k: v for k, v in origin.meta.items() if k in ("stack_trace", "nn_module_stack", "source_fn_stack")
     }

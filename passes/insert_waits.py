@@ -28,7 +28,9 @@ def insert_waits(gm: GraphModule, state: PassState) -> GraphModule:
             continue
         session, layer = attention.args[4], attention.args[5]
         with graph.inserting_before(attention):
-            staged = call(graph, torch.ops.specache.wait_prefetch.default, (session, layer), attention)
+            staged = call(
+                graph, torch.ops.specache.wait_prefetch.default, (session, layer), attention, "staged"
+            )
         attention.update_arg(3, staged)
     return finish(gm)
 

@@ -39,11 +39,14 @@ def quantize_attention(gm: GraphModule, state: PassState) -> GraphModule:
                     call(graph, aten.unsqueeze.default, (side, 0), marker) for side in (query, key, value)
                 )
             args = (query, key, value, None, session, layer, scale)
-            attention = call(graph, ops.quantized_attention.default, args, marker)
-            out = call(graph, operator.getitem, (attention, 0), marker)
+            attention = call(graph, ops.quantized_attention.default, args, marker, "attention")
+            out = call(graph, operator.getitem, (attention, 0), marker, "out")
             if not has_lanes:
                 out = call(graph, aten.select.int, (out, 0, 0), marker)
-            own = [call(graph, aten.select.int, (side, 0, 0), marker) for side in (key, value)]
+            own = [
+                call(graph, aten.select.int, (side, 0, 0), marker, name)
+                for side, name in ((key, "new_key"), (value, "new_value"))
+            ]
             call(graph, ops.append.default, (*own, session, layer), marker)
         marker.replace_all_uses_with(out)
         graph.erase_node(marker)

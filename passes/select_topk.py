@@ -49,17 +49,17 @@ def select_topk(gm: GraphModule, state: PassState) -> GraphModule:
         source = attention
         if state.config.lookahead == "none":
             with graph.inserting_before(attention):
-                source = call(graph, attention.target, attention.args, attention)
+                source = call(graph, attention.target, attention.args, attention, "probe")
             source.meta[PROBE] = True
         shape = shape_of(key)
         assert shape is not None
         # After the append, so that a group that this step quantises can be chosen for the next.
         after = source if source is not attention else _append_of(gm, layer)
         with graph.inserting_after(source):
-            scores = call(graph, operator.getitem, (source, 1), attention)
+            scores = call(graph, operator.getitem, (source, 1), attention, "scores")
         with graph.inserting_after(scores if after is source else after):
             args = (scores, session, layer, shape[1], shape[2], state.config.top_k)
-            call(graph, torch.ops.specache.topk.default, args, attention)
+            call(graph, torch.ops.specache.topk.default, args, attention, "indices")
     return finish(gm)
 
 

@@ -99,7 +99,7 @@ class Session:
             layer: Index of the layer.
             key: `[batch, num_kv_heads, q_len, key_dim]`.
             value: `[batch, num_kv_heads, q_len, value_dim]`.
-            mask: The attention mask's last row, `[batch or 1, 1, kv_len]`: bool, or float that is added to scores.
+            mask: The attention mask's last row, `[kv_len]` or `[batch or 1, ..., kv_len]`: bool, or float that is added to scores.
                 It tells the padding.
 
         Raises:
@@ -117,7 +117,7 @@ class Session:
         if mask is None:
             return None
         assert self.batch is not None
-        row = mask.reshape(mask.shape[0], mask.shape[-1]).expand(self.batch, -1)
+        row = mask.reshape(-1, mask.shape[-1]).expand(self.batch, -1)
         if row.dtype != torch.bool:
             keep = row == 0
             if not bool((keep | (row <= torch.finfo(row.dtype).min / 2)).all()):

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torch._dynamo
+from torch._guards import CompileContext
 from torch.fx import GraphModule
 
 from specache_fx._log import forget_warnings, warn_once
@@ -74,6 +76,7 @@ class Backend:
         first = state.sites[0].new_key
         kv = value_of(first)
         choose_kernel(config.kernel, kv.device)
+        _warn_near_recompile_limit()
         if state.phase is Phase.DECODE:
             return Decode(rewritten, state, observe)
         compiled = lower(rewritten, [*example_inputs, example_state()], config.lowering)
@@ -107,6 +110,19 @@ class Backend:
             state.phase.value,
             len(state.sites),
             len(state.refusals),
+        )
+
+
+def _warn_near_recompile_limit() -> None:
+    """Say so before Dynamo gives up compiling a model and runs it uncompiled, on handles: its logits are NaN then."""
+    compile_id = CompileContext.current_compile_id()
+    limit = torch._dynamo.config.recompile_limit
+    if compile_id is not None and (compile_id.frame_compile_id or 0) + 1 >= limit:
+        warn_once(
+            logger,
+            f"This model has been compiled {limit} times, for different shapes and ways of generating. Past"
+            " torch._dynamo.config.recompile_limit Dynamo runs a model uncompiled, and its logits would be NaN. Raise"
+            f" the limit (torch._dynamo.config.recompile_limit = {8 * limit}), or call torch._dynamo.reset().",
         )
 
 

@@ -162,8 +162,9 @@ def demo_command(
     columns = (TextColumn("{task.description:<28}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console) as progress, quiet(threads), _as_bad_parameter():
         # Inside: importing what they need is what torchao and transformers talk most about.
-        from specache_fx.demo import METHODS, MODEL_DIR, run_demo
+        from specache_fx.demo import METHODS, run_demo
         from specache_fx.demo_report import DemoSettings, demo_json, demo_table
+        from specache_fx.examples.needle import MODEL_DIR
 
         settings = DemoSettings(
             str(model or MODEL_DIR), prompts, context, records, seed, batch_size, dtype, lowering

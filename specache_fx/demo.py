@@ -20,10 +20,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 import specache_fx
 from specache_fx.demo_report import BatchResult, DemoRow, DemoSettings
 from specache_fx.errors import ConfigError
-from specache_fx.examples import needle
 from specache_fx.examples.needle.task import ANSWER_LEN, Prompts, make_prompts
-
-MODEL_DIR = Path(needle.__file__).parent / "model"
 
 _KIVI = {"policy": "kivi", "group_size": 64, "residual_length": 128}
 _SPECACHE = {"policy": "specache", "group_size": 64, "residual_length": 64, "top_k": 64}

@@ -166,7 +166,7 @@ def demo_json(settings: DemoSettings, rows: list[DemoRow], threads: int | None =
         },
         "versions": {"python": platform.python_version()} | {name: version(name) for name in _PACKAGES},
         "commit": git_commit(),
-        "settings": asdict(settings),
+        "settings": asdict(settings) | {"model": os.path.relpath(settings.model)},
         "rows": [asdict(row) for row in rows],
     }
 

@@ -18,9 +18,8 @@ settings.register_profile(
 settings.register_profile("nightly", deadline=None, max_examples=2_000, suppress_health_check=_SLOW_IS_FINE)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
-if "PYTEST_XDIST_WORKER" in os.environ:
-    # One process a core already: more threads only get into each other's way.
-    torch.set_num_threads(1)
+# The tensors are small, and one process a core runs already: more threads only get into each other's way.
+torch.set_num_threads(1)
 
 
 @pytest.fixture

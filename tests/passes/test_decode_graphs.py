@@ -34,6 +34,7 @@ def after(name: str, config: SpecacheConfig) -> str:
         gm = run_passes(gm, state, DECODE_PASSES[:count])
     # By what they are, not by the names that tracing happens to give.
     shown = re.sub(r"attention(_lanes)?\(\w+, \w+, \w+,", r"attention\1(q, k, v,", graphs.calls(gm))
+    shown = re.sub(r"\battention_1 = ", "attention = ", shown)
     shown = re.sub(r"append\(\w+, \w+,", "append(own_k, own_v,", shown)
     return re.sub(r"topk\(\w+,", "topk(scores,", shown)
 
@@ -70,26 +71,26 @@ GOLDEN = {
         attention_lanes = attention_lanes(q, k, v, 0, 0.5)
         """,
     "quantize_attention": """
-        quantized_attention = quantized_attention(q, k, v, None, specache_state, 0, 0.5)
+        attention = quantized_attention(q, k, v, None, specache_state, 0, 0.5)
         append = append(own_k, own_v, specache_state, 0)
         """,
     "select_topk": """
-        quantized_attention = quantized_attention(q, k, v, None, specache_state, 0, 0.5)
+        attention = quantized_attention(q, k, v, None, specache_state, 0, 0.5)
         append = append(own_k, own_v, specache_state, 0)
-        topk = topk(scores, specache_state, 0, 2, 2, 4)
+        indices = topk(scores, specache_state, 0, 2, 2, 4)
         """,
     "insert_prefetch": """
-        quantized_attention = quantized_attention(q, k, v, None, specache_state, 0, 0.5)
+        attention = quantized_attention(q, k, v, None, specache_state, 0, 0.5)
         append = append(own_k, own_v, specache_state, 0)
-        topk = topk(scores, specache_state, 0, 2, 2, 4)
-        prefetch = prefetch(topk, specache_state, 0)
+        indices = topk(scores, specache_state, 0, 2, 2, 4)
+        prefetch = prefetch(indices, specache_state, 0)
         """,
     "insert_waits": """
-        wait_prefetch = wait_prefetch(specache_state, 0)
-        quantized_attention = quantized_attention(q, k, v, wait_prefetch, specache_state, 0, 0.5)
+        staged = wait_prefetch(specache_state, 0)
+        attention = quantized_attention(q, k, v, staged, specache_state, 0, 0.5)
         append = append(own_k, own_v, specache_state, 0)
-        topk = topk(scores, specache_state, 0, 2, 2, 4)
-        prefetch = prefetch(topk, specache_state, 0)
+        indices = topk(scores, specache_state, 0, 2, 2, 4)
+        prefetch = prefetch(indices, specache_state, 0)
         """,
 }  # fmt: skip
 # A pass that changes nothing shows what the one before it does.
@@ -112,11 +113,11 @@ def test_decode_that_selects_by_its_own_query_has_the_same_calls_for_its_single_
 def test_decode_without_lookahead_selects_and_fetches_before_it_attends() -> None:
     assert after("verify", SpecacheConfig(**SMALL, lookahead="none")) == text(
         """
-        quantized_attention_1 = quantized_attention(q, k, v, None, specache_state, 0, 0.5)
-        topk = topk(scores, specache_state, 0, 2, 2, 4)
-        prefetch = prefetch(topk, specache_state, 0)
-        wait_prefetch = wait_prefetch(specache_state, 0)
-        quantized_attention = quantized_attention(q, k, v, wait_prefetch, specache_state, 0, 0.5)
+        probe = quantized_attention(q, k, v, None, specache_state, 0, 0.5)
+        indices = topk(scores, specache_state, 0, 2, 2, 4)
+        prefetch = prefetch(indices, specache_state, 0)
+        staged = wait_prefetch(specache_state, 0)
+        attention = quantized_attention(q, k, v, staged, specache_state, 0, 0.5)
         append = append(own_k, own_v, specache_state, 0)
         """
     )
@@ -125,7 +126,7 @@ def test_decode_without_lookahead_selects_and_fetches_before_it_attends() -> Non
 def test_decode_under_kivi_fetches_nothing() -> None:
     assert after("verify", SpecacheConfig(group_size=4, residual_length=4, policy="kivi")) == text(
         """
-        quantized_attention = quantized_attention(q, k, v, None, specache_state, 0, 0.5)
+        attention = quantized_attention(q, k, v, None, specache_state, 0, 0.5)
         append = append(own_k, own_v, specache_state, 0)
         """
     )
