@@ -99,8 +99,8 @@ class Session:
             layer: Index of the layer.
             key: `[batch, num_kv_heads, q_len, key_dim]`.
             value: `[batch, num_kv_heads, q_len, value_dim]`.
-            mask: The attention mask's last row, `[kv_len]` or `[batch or 1, ..., kv_len]`: bool, or float that is added to scores.
-                It tells the padding.
+            mask: The attention mask's last row, `[kv_len]` or `[batch or 1, ..., kv_len]`: bool, or float that is
+                added to scores. It tells the padding.
 
         Raises:
             HostMemoryError: If the host tier can't take them.
