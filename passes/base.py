@@ -119,6 +119,7 @@ class PassState:
         inputs: Names of Dynamo's placeholders, in order.
         outputs: Set by `bind_cache`.
         past_inputs: Positions of the past KV inputs among Dynamo's, keys and values in turn.
+        other_kv_inputs: Positions of inputs that could be KV tensors too, and stay as they are.
         sources: Token, lengths, positions and masks among the inputs (decode).
         prelude: What depends on positions and lengths alone (decode).
         logits: Position of the logits among the kept outputs; None where there are none.
@@ -133,6 +134,7 @@ class PassState:
     inputs: list[str] = field(default_factory=list)
     outputs: OutputPlan | None = None
     past_inputs: list[int] = field(default_factory=list)
+    other_kv_inputs: list[int] = field(default_factory=list)
     sources: Sources | None = None
     prelude: Prelude | None = None
     logits: int | None = None

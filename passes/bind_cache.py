@@ -31,6 +31,7 @@ from torch.fx import Graph, GraphModule, Node
 from specache_fx.passes.base import AttentionSite, OutputPlan, Pass, PassState, Phase
 from specache_fx.passes.graph_utils import (
     add_placeholder,
+    ancestors,
     call,
     eliminate_dead_code,
     extract,
@@ -144,7 +145,8 @@ def bind_cache(gm: GraphModule, state: PassState) -> GraphModule:
         state.logits = _find_logits(graph, state.sources.vocabulary)
     if plan.lengths:
         results = [original[i] for i in plan.lengths]
-        needed = [node for node in inputs if is_integer(node)]
+        used = ancestors(results)
+        needed = [node for node in inputs if node in used]
         plan.length_graph = extract(gm, results, needed)
         plan.length_inputs = [position[node] for node in needed]
 

@@ -16,6 +16,8 @@ _VIEWS = {
     "unflatten", "view_as", "expand_as", "slice",
     "flatten", "repeat", "repeat_interleave", "detach", "getitem", "squeeze", "clone",
 }  # fmt: skip
+_METADATA = {"size", "numel", "dim", "stride", "ndimension", "is_contiguous", "data_ptr", "element_size"}
+_METADATA_ATTRIBUTES = {"shape", "dtype", "device", "ndim", "is_cuda"}
 _IN_PLACE_FUNCTIONS = {"setitem", "iadd", "isub", "imul", "itruediv", "iand", "ior"}
 
 
@@ -68,6 +70,15 @@ def target_name(node: Node) -> str:
     if node.op == "call_function":
         return str(getattr(node.target, "__name__", node.target))
     return str(node.target) if node.op == "call_method" else node.op
+
+
+def reads_shape_only(user: Node) -> bool:
+    """Whether a node reads nothing of its input but shape, dtype or device."""
+    if user.op == "call_method":
+        return user.target in _METADATA
+    if user.op == "call_function" and user.target is getattr:
+        return user.args[1] in _METADATA_ATTRIBUTES
+    return target_name(user).startswith("sym_size") or target_name(user) == "is_tracing"
 
 
 def source_of(node: Node) -> str:

@@ -22,6 +22,7 @@ from specache_fx.passes.base import AttentionSite, Pass, PassState, Phase, Refus
 from specache_fx.passes.graph_utils import (
     output_node,
     placeholders,
+    reads_shape_only,
     shape_of,
     source_of,
     target_name,
@@ -29,8 +30,6 @@ from specache_fx.passes.graph_utils import (
 )
 from specache_fx.runtime.handle import unfit_reason
 
-_METADATA = {"size", "numel", "dim", "stride", "ndimension", "is_contiguous", "data_ptr", "element_size"}
-_METADATA_ATTRIBUTES = {"shape", "dtype", "device", "ndim", "is_cuda"}
 _SDPA_ARGS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 _LEAVE = 'To use this model nevertheless, compile it with backend="inductor"'
 
@@ -55,14 +54,6 @@ class _Side:
 def _argument(node: Node, name: str, default: Any = None) -> Any:
     index = _SDPA_ARGS.index(name)
     return node.args[index] if index < len(node.args) else node.kwargs.get(name, default)
-
-
-def _is_metadata(user: Node) -> bool:
-    if user.op == "call_method":
-        return user.target in _METADATA
-    if user.op == "call_function" and user.target is getattr:
-        return user.args[1] in _METADATA_ATTRIBUTES
-    return target_name(user).startswith("sym_size") or target_name(user) == "is_tracing"
 
 
 def _without_repeat(node: Node) -> tuple[Node, list[Node]]:
@@ -114,11 +105,11 @@ def _side(tensor: Node, attention: Node, what: str, outputs: set[Node]) -> _Side
         raise _NoMatch(f"its {what} are not returned as a KV cache", "")
     inside = {attention, *repeat}
     for user in root.users:
-        if user not in inside and user.op != "output" and not _is_metadata(user):
+        if user not in inside and user.op != "output" and not reads_shape_only(user):
             raise _NoMatch(f"its {what} are also used by `{user.name}` ({target_name(user)})")
     if past is not None:
         for user in past.users:
-            if user is not root and not _is_metadata(user):
+            if user is not root and not reads_shape_only(user):
                 raise _NoMatch(f"its past {what} are also used by `{user.name}` ({target_name(user)})")
     return _Side(root, new, past)
 

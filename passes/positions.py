@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from specache_fx.errors import UnsupportedGraphError
 from specache_fx.passes.base import PassState
@@ -24,6 +25,7 @@ from specache_fx.passes.graph_utils import (
     is_static_input,
     output_node,
     placeholders,
+    reads_shape_only,
     shape_of,
     symbols_of,
     target_name,
@@ -43,6 +45,7 @@ class Sources:
         lengths: Integers that grow by one per token.
         positions: Integer tensors that grow by one per token.
         masks: Masks over keys, whose last dimension grows by one per token.
+        shapes: Past KV tensors; where only their shape is read, that is a length too.
         mask_graph: Computes the attentions' masks; None where they have none.
         mask_inputs: Positions of its inputs.
         knows_next: The next token's position can be told. Not where Dynamo made the length a constant of the graph
@@ -54,6 +57,7 @@ class Sources:
     lengths: set[int] = field(default_factory=set)
     positions: set[int] = field(default_factory=set)
     masks: set[int] = field(default_factory=set)
+    shapes: set[int] = field(default_factory=set)
     mask_graph: GraphModule | None = None
     mask_inputs: list[int] = field(default_factory=list)
     knows_next: bool = True
@@ -75,6 +79,9 @@ class Sources:
                 value = value + num_tokens
             elif i in self.masks:
                 value = torch.cat([value, value.new_ones((*value.shape[:-1], num_tokens))], dim=-1)
+            elif i in self.shapes:
+                batch, heads, kv_len, dim = value.shape
+                value = value.new_empty(1).expand(batch, heads, kv_len + num_tokens, dim)
             moved.append(value)
         return moved
 
@@ -165,10 +172,18 @@ def find_sources(gm: GraphModule, state: PassState) -> Sources:
     sources = Sources(index[token] if token is not None else None, vocabulary)
     token_shape = shape_of(token) if token is not None else None
 
+    past_len = shape_of(inputs[state.past_inputs[0]])[2]  # type: ignore[index]
     sizes_of_others: set[Any] = set()
     for node in inputs:
         shape = shape_of(node)
-        if shape is None or node in past or is_static_input(node):
+        if shape is None or is_static_input(node):
+            continue
+        if node in past or (
+            len(shape) == 4
+            and value_of(node).is_floating_point()
+            and statically_known_true(shape[2] == past_len)
+        ):
+            sources.shapes.add(index[node])
             continue
         is_mask = (
             node is not token
@@ -194,13 +209,16 @@ def find_sources(gm: GraphModule, state: PassState) -> Sources:
     sources.knows_next = bool(sources.positions) or not static
     masks = list(dict.fromkeys(site.mask for site in state.sites if site.mask is not None))
     if masks:
-        roots = [node for node in ancestors(masks) if node.op == "placeholder"]
+        needed = ancestors(masks)
+        roots = [node for node in inputs if node in needed]
         for node in roots:
-            # Lengths of handles are read from their shapes (`numel`): that is metadata, not contents.
             known = (
                 is_integer(node) or is_static_input(node) or index[node] in sources.masks | sources.positions
             )
-            if not known:
+            shape_only = index[node] in sources.shapes and all(
+                reads_shape_only(user) for user in node.users if user in needed
+            )
+            if not known and not shape_only:
                 site = next(site for site in state.sites if site.mask is not None)
                 raise UnsupportedGraphError(
                     f"The mask of attention `{site.node.name}` ({site.source}) is computed from input `{node.name}`,"

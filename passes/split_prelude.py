@@ -21,6 +21,7 @@ from specache_fx.passes.graph_utils import (
     is_integer,
     is_static_input,
     placeholders,
+    reads_shape_only,
     shape_of,
     target_name,
 )
@@ -57,8 +58,13 @@ def split_prelude(gm: GraphModule, state: PassState) -> GraphModule:
             positional[node] = origin[node] in moving
             data[node] = not (positional[node] or is_static_input(node) or is_integer(node))
         else:
-            positional[node] = any(positional[arg] for arg in node.all_input_nodes)
-            data[node] = any(data[arg] for arg in node.all_input_nodes)
+            length = (
+                bool(node.all_input_nodes)
+                and reads_shape_only(node)
+                and all(origin.get(arg) in sources.shapes for arg in node.all_input_nodes)
+            )
+            positional[node] = length or any(positional[arg] for arg in node.all_input_nodes)
+            data[node] = not length and any(data[arg] for arg in node.all_input_nodes)
     prelude = {node for node in graph.nodes if node.op != "output" and positional[node] and not data[node]}
     boundary = [
         node
@@ -66,7 +72,11 @@ def split_prelude(gm: GraphModule, state: PassState) -> GraphModule:
         if node in prelude and shape_of(node) is not None and any(user not in prelude for user in node.users)
     ]
     if boundary:
-        needed = [node for node in inputs if node in prelude or is_static_input(node) or is_integer(node)]
+        needed = [
+            node
+            for node in inputs
+            if node in prelude or is_static_input(node) or is_integer(node) or origin[node] in sources.shapes
+        ]
         plain = eliminate_inputs(extract(gm, boundary, needed))
         names = {node.name for node in placeholders(plain.graph)}
         state.prelude = Prelude(

@@ -86,7 +86,7 @@ def resolve(past: Sequence[torch.Tensor]) -> tuple[Session, list[torch.Tensor]]:
         past: The inputs, keys and values in turn, layer by layer.
 
     Returns:
-        The session, rewound to the length that the handles claim, and handles in the session's storage.
+        The session, and handles in its storage. Their length is what the caller believes: `Session.rewind` to it.
 
     Raises:
         CacheHandleError: If they are no handles, are of several sessions or lengths, of a session that has ended, or
@@ -100,7 +100,7 @@ def resolve(past: Sequence[torch.Tensor]) -> tuple[Session, list[torch.Tensor]]:
     session = find(past[0])
     if session is None:
         session = _adopt(past)
-        past = issue(session)
+        past = issue(session)  # in place of copies, which may take as much memory as a real cache
     else:
         key = past[0].untyped_storage()._cdata
         offsets = [tensor.storage_offset() for tensor in past]
@@ -109,8 +109,8 @@ def resolve(past: Sequence[torch.Tensor]) -> tuple[Session, list[torch.Tensor]]:
                 "The past KV tensors of this call come from several caches, or in another order than the model"
                 " returned them. Pass the cache of one call back as it was."
             )
-    session.rewind(next(iter(lengths)))
-    return session, list(past)
+    kv_len = next(iter(lengths))
+    return session, [handles.resize(tensor, kv_len) for tensor in past]
 
 
 def _adopt(past: Sequence[torch.Tensor]) -> Session:

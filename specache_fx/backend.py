@@ -71,8 +71,9 @@ class Backend:
         rewritten = copy_graph(gm)
         rewritten = run_passes(rewritten, state, CAPTURE_PASSES, observe)
         self._report(state)
+        state.other_kv_inputs = [i for i in _kv_inputs(gm) if i not in state.past_inputs]
         if state.phase is Phase.NO_CACHE:
-            return LeftAlone(lower(gm, example_inputs, config.lowering), state, _kv_inputs(gm, state))
+            return LeftAlone(lower(gm, example_inputs, config.lowering), state)
         first = state.sites[0].new_key
         kv = value_of(first)
         choose_kernel(config.kernel, kv.device)
@@ -91,14 +92,16 @@ class Backend:
     def _without_cache(
         self, gm: GraphModule, inputs: Sequence[Any], state: PassState, reason: str
     ) -> Compiled:
-        kv_inputs = _kv_inputs(gm, state)
-        if kv_inputs or any(len(shape_of(out) or ()) == 4 for out in gm.graph.output_node().all_input_nodes):
+        state.other_kv_inputs = _kv_inputs(gm)
+        if state.other_kv_inputs or any(
+            len(shape_of(out) or ()) == 4 for out in gm.graph.output_node().all_input_nodes
+        ):
             warn_once(
                 logger,
                 f"specache leaves this model as it is, because {reason}: it is for inference. Call it under"
                 " torch.no_grad() (model.generate() does).",
             )
-        return LeftAlone(lower(gm, inputs, state.config.lowering), state, kv_inputs)
+        return LeftAlone(lower(gm, inputs, state.config.lowering), state)
 
     def _report(self, state: PassState) -> None:
         if state.refusals and state.config.strict:
@@ -126,7 +129,7 @@ def _warn_near_recompile_limit() -> None:
         )
 
 
-def _kv_inputs(gm: GraphModule, state: PassState) -> list[int]:
+def _kv_inputs(gm: GraphModule) -> list[int]:
     """Inputs that could be KV tensors: 4-D, floating point, no parameters."""
     return [
         i

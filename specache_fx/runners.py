@@ -58,8 +58,8 @@ def _inference() -> Iterator[None]:
 class LeftAlone:
     """A graph without a rewritten attention. It must never read a handle."""
 
-    def __init__(self, compiled: Compiled, state: PassState, kv_inputs: Sequence[int]) -> None:
-        self._compiled, self._state, self._kv_inputs = compiled, state, tuple(kv_inputs)
+    def __init__(self, compiled: Compiled, state: PassState) -> None:
+        self._compiled, self._state = compiled, state
 
     def __call__(self, *args: Any) -> Any:
         """Run the graph, unless an input is a handle.
@@ -67,14 +67,18 @@ class LeftAlone:
         Raises:
             CacheHandleError: With the reasons why it was left alone.
         """
-        for i in self._kv_inputs:
-            if registry.is_handle(args[i]):
-                reasons = " ".join(map(str, self._state.refusals)) or "It has no attention over this cache."
-                raise CacheHandleError(
-                    "A KV cache that is managed by specache reached a graph that specache did not rewrite, and would"
-                    f" be read as numbers there. {reasons}"
-                )
+        for i in self._state.other_kv_inputs:
+            _refuse_handle(args[i], self._state)
         return self._compiled(*args)
+
+
+def _refuse_handle(tensor: torch.Tensor, state: PassState) -> None:
+    if registry.is_handle(tensor):
+        reasons = " ".join(map(str, state.refusals)) or "The graph has no attention over this cache."
+        raise CacheHandleError(
+            "A KV cache that is managed by specache reached an attention that specache did not rewrite, and would be"
+            f" read as numbers there. {reasons}"
+        )
 
 
 class Prefill:
@@ -111,6 +115,9 @@ def _resolve(state: PassState, args: Sequence[Any]) -> tuple[Session, list[torch
             f"The past KV cache was made with {session.config} for {len(session.shapes)} layers; this graph was"
             f" compiled with {state.config} for {len(state.sites)}. Use a cache with the compiled model that made it."
         )
+    for i in state.other_kv_inputs:
+        _refuse_handle(args[i], state)
+    session.rewind(past[0].shape[2])
     registry.sweep()
     return session, past
 

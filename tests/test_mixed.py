@@ -1,0 +1,89 @@
+"""Graphs in which one attention is rewritten and another is left alone, and calls that must not change a session."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support.models import TinyConfig, TinyDecoder, attention_mask_4d, generate, positions_from_mask
+from torch import Tensor
+
+import specache_fx
+from specache_fx.runtime import registry
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
+OPTIONS: dict[str, Any] = {"bits": 16, "group_size": 4, "residual_length": 4, "top_k": 4, "lowering": "eager"}
+PROMPT = torch.randint(61, (2, 20), generator=torch.Generator().manual_seed(0))
+
+
+class HalfEager(TinyDecoder):
+    """The second layer computes its attention by matmul and softmax."""
+
+    def eager(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        groups = self.config.num_heads // self.config.num_kv_heads
+        k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
+        scores = (q @ k.transpose(-1, -2) * self.scale).masked_fill(~mask, -torch.inf)
+        return scores.softmax(-1) @ v
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        past: Any = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+    ) -> Any:
+        batch, q_len = input_ids.shape
+        assert attention_mask is not None
+        past_len = 0 if past is None else past[0][0].shape[-2]
+        mask = attention_mask_4d(attention_mask, batch, q_len, past_len + q_len, input_ids.device)
+        hidden, rotary = self.embed_inputs(input_ids, positions_from_mask(attention_mask, q_len))
+        presents = []
+        for layer, block in enumerate(self.blocks):
+            q, k, v = block.qkv(hidden, rotary)  # type: ignore[operator]
+            if past is not None:
+                k, v = (torch.cat((old, new), dim=-2) for old, new in zip(past[layer], (k, v), strict=True))
+            presents.append((k, v))
+            hidden = block.finish(hidden, (self.eager if layer else self.sdpa)(q, k, v, mask))  # type: ignore[operator]
+        return self.head(self.norm(hidden)), presents
+
+
+def test_a_graph_may_be_rewritten_in_part() -> None:
+    model = HalfEager(TinyConfig())
+    plain = generate(model, PROMPT, 24)
+    ours = generate(torch.compile(model, backend="specache", options=OPTIONS), PROMPT, 24)
+    assert torch.equal(ours.tokens, plain.tokens)
+    assert registry.find(ours.past[0][0]) is not None
+    assert registry.find(ours.past[1][0]) is None  # a real cache, as the layer expects it
+    torch.testing.assert_close(ours.past[1][0], plain.past[1][0], rtol=1e-4, atol=1e-4)
+
+
+def test_a_handle_in_the_place_of_a_real_cache_is_refused() -> None:
+    compiled = torch.compile(HalfEager(TinyConfig()), backend="specache", options=OPTIONS)
+    ours = generate(compiled, PROMPT, 4)
+    swapped = [ours.past[0], ours.past[0]]
+    mask = torch.cat([ours.attention_mask, ours.attention_mask.new_ones(2, 1)], dim=1)
+    with pytest.raises(specache_fx.CacheHandleError, match="did not rewrite"), torch.no_grad():
+        compiled(ours.tokens[:, -1:], past=swapped, attention_mask=mask)
+
+
+def test_a_call_of_another_model_leaves_the_session_as_it_was() -> None:
+    models = [TinyDecoder(TinyConfig(seed=seed)) for seed in range(2)]
+    plain = generate(models[0], PROMPT, 12)
+    first = torch.compile(models[0], backend="specache", options=OPTIONS)
+    other = torch.compile(models[1], backend="specache", options={**OPTIONS, "top_k": 8})
+    generate(other, PROMPT, 4)
+    ours = generate(first, PROMPT, 8)
+    cropped = [(k[:, :, :10], v[:, :, :10]) for k, v in ours.past]
+    with pytest.raises(specache_fx.CacheHandleError, match="was made with"), torch.no_grad():
+        other(PROMPT[:, :1], past=cropped, attention_mask=torch.ones(2, 11, dtype=torch.bool))
+    # Nothing was cut: the generation goes on where it was.
+    past, token, mask, tokens = ours.past, ours.tokens[:, -1:], ours.attention_mask, []
+    with torch.no_grad():
+        for _ in range(4):
+            mask = torch.cat([mask, mask.new_ones(2, 1)], dim=1)
+            logits, past = first(token, past=past, attention_mask=mask)
+            token = logits[:, -1].argmax(-1, keepdim=True)
+            tokens.append(token)
+    assert torch.equal(torch.cat(tokens, dim=1), plain.tokens[:, 8:])
