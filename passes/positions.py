@@ -133,6 +133,16 @@ def _is_integer_tensor(node: Node) -> bool:
     return isinstance(value, torch.Tensor) and value.dtype in (torch.int64, torch.int32, torch.bool)
 
 
+def _is_mask(node: Node, shape: tuple[Any, ...], past_len: Any) -> bool:
+    """Whether an input looks like a mask over keys: integers or booleans, or floats of the cache's length."""
+    if len(shape) < 2:
+        return False
+    if _is_integer_tensor(node):
+        return isinstance(shape[-1], torch.SymInt) or shape[-1] > 1
+    grows = isinstance(shape[-1], torch.SymInt) or statically_known_true(shape[-1] == past_len + 1)
+    return bool(len(shape) == 2 and value_of(node).is_floating_point() and grows)
+
+
 def _find_token(gm: GraphModule) -> tuple[Node | None, int | None]:
     """The integer input that indexes an embedding whose table has a row per logit, and the table's rows."""
     last_dims = {shape[-1] for out in output_node(gm.graph).all_input_nodes if (shape := shape_of(out))}
@@ -185,13 +195,7 @@ def find_sources(gm: GraphModule, state: PassState) -> Sources:
         ):
             sources.shapes.add(index[node])
             continue
-        is_mask = (
-            node is not token
-            and _is_integer_tensor(node)
-            and len(shape) >= 2
-            and (isinstance(shape[-1], torch.SymInt) or shape[-1] > 1)
-        )
-        if is_mask:
+        if node is not token and _is_mask(node, shape, past_len):
             sources.masks.add(index[node])
             continue
         for size in shape:

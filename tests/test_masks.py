@@ -105,3 +105,25 @@ def test_an_additive_padding_mask_equals_plain_decoding() -> None:
     input_ids, mask = prompt()
     plain = generate(model, input_ids, 20, mask)
     assert torch.equal(generate(compiled(model), input_ids, 20, mask).tokens, plain.tokens)
+
+
+def test_a_mask_of_floats_equals_plain_decoding() -> None:
+    class Floats(TinyDecoder):
+        def forward(self, *args: Any, attention_mask: Tensor, **kwargs: Any) -> Any:
+            return super().forward(*args, attention_mask=attention_mask.bool(), **kwargs)
+
+    model = Floats(TinyConfig())
+    input_ids, mask = prompt()
+
+    def run(forward: Any) -> Tensor:
+        keys, tokens = mask.float(), []
+        with torch.no_grad():
+            logits, past = forward(input_ids, attention_mask=keys)
+            for _ in range(20):
+                tokens.append(logits[:, -1].argmax(-1, keepdim=True))
+                keys = torch.cat([keys, keys.new_ones(2, 1)], dim=1)
+                logits, past = forward(tokens[-1], past=past, attention_mask=keys)
+        return torch.cat(tokens, dim=1)
+
+    expected = run(model)
+    assert torch.equal(run(compiled(model)), expected)
