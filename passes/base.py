@@ -123,6 +123,7 @@ class PassState:
         sources: Token, lengths, positions and masks among the inputs (decode).
         prelude: What depends on positions and lengths alone (decode).
         logits: Position of the logits among the kept outputs; None where there are none.
+        mutated: Name of an input that the decode graph writes to, if there is one.
         lanes: Lanes that the decode graph has.
         fallback: Why it has one lane though two were asked for.
     """
@@ -138,6 +139,7 @@ class PassState:
     sources: Sources | None = None
     prelude: Prelude | None = None
     logits: int | None = None
+    mutated: str | None = None
     lanes: int = 1
     fallback: str | None = None
 

@@ -16,7 +16,7 @@ Past and present KV become handles. What moves the pairs depends on the phase:
 
 Storing right after each attention is what keeps one layer's 16-bit pairs alive at a time. In decode nothing reads
 the masks any more, so they and all that knew `kv_len` die here; what they would have said is checked at run time by
-`state.sources.mask_probe`.
+`check_masks` in `specache_fx/runners.py`.
 
 Expects sites from `match_attention`; without any it leaves the graph as it is.
 """
@@ -37,6 +37,7 @@ from specache_fx.passes.graph_utils import (
     extract,
     finish,
     is_integer,
+    mutated_inputs,
     output_node,
     placeholders,
     shape_of,
@@ -142,6 +143,7 @@ def bind_cache(gm: GraphModule, state: PassState) -> GraphModule:
     original = list(output_node(graph).args[0])  # type: ignore[arg-type]
     plan = state.outputs = _plan_outputs(graph, state)
     if state.sources is not None:
+        state.mutated = next((node.name for node in mutated_inputs(graph)), None)
         state.logits = _find_logits(graph, state.sources.vocabulary)
     if plan.lengths:
         results = [original[i] for i in plan.lengths]

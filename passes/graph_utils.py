@@ -177,7 +177,32 @@ def _mutates(node: Node) -> bool:
     in_place = name.endswith("_") and not name.endswith("__")
     if node.op == "call_method":
         return in_place
-    return node.op == "call_function" and (in_place or name in _IN_PLACE_FUNCTIONS or "out" in node.kwargs)
+    schema = getattr(node.target, "_schema", None)
+    mutable = (
+        in_place
+        or name in _IN_PLACE_FUNCTIONS
+        or "out" in node.kwargs
+        or getattr(schema, "is_mutable", False)
+    )
+    return node.op == "call_function" and bool(mutable)
+
+
+def _base(node: Any) -> Any:
+    """The tensor that a view, or a view of a view, looks at."""
+    while (
+        isinstance(node, Node)
+        and target_name(node) in _VIEWS
+        and node.args
+        and isinstance(node.args[0], Node)
+    ):
+        node = node.args[0]
+    return node
+
+
+def mutated_inputs(graph: Graph) -> list[Node]:
+    """The inputs that the graph writes to: a recurrent state, a counter."""
+    written = [_base(node.args[0]) for node in graph.nodes if _mutates(node) and node.args]
+    return [node for node in dict.fromkeys(written) if isinstance(node, Node) and node.op == "placeholder"]
 
 
 def eliminate_dead_code(graph: Graph, keep: Iterable[Node] = ()) -> int:
@@ -190,24 +215,13 @@ def eliminate_dead_code(graph: Graph, keep: Iterable[Node] = ()) -> int:
     Returns:
         Number of nodes erased.
     """
-
-    def base(node: Any) -> Any:
-        while (
-            isinstance(node, Node)
-            and target_name(node) in _VIEWS
-            and node.args
-            and isinstance(node.args[0], Node)
-        ):
-            node = node.args[0]
-        return node
-
     mutations: dict[Node, list[Node]] = {}
     work = list(keep)
     for node in graph.nodes:
         if node.op in ("placeholder", "output") or (node.op == "call_function" and _is_effectful(node)):
             work.append(node)
         elif _mutates(node) and node.args:
-            mutations.setdefault(base(node.args[0]), []).append(node)
+            mutations.setdefault(_base(node.args[0]), []).append(node)
     live: set[Node] = set()
     while work:
         node = work.pop()

@@ -20,6 +20,8 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from specache_fx.passes.base import AttentionSite, Pass, PassState, Phase, Refusal
 from specache_fx.passes.graph_utils import (
+    ancestors,
+    is_static_input,
     output_node,
     placeholders,
     reads_shape_only,
@@ -30,6 +32,7 @@ from specache_fx.passes.graph_utils import (
 )
 from specache_fx.runtime.handle import unfit_reason
 
+_RELAYOUTS = {"cat", "stack", "transpose", "permute", "contiguous", "view", "reshape", "clone", "unsqueeze"}
 _SDPA_ARGS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 _LEAVE = 'To use this model nevertheless, compile it with backend="inductor"'
 
@@ -102,6 +105,12 @@ def _side(tensor: Node, attention: Node, what: str, outputs: set[Node]) -> _Side
                 f"its whole {what} are not what the model returns as its cache (a sliding window?)",
                 f"Layers with a cache of their own shape are not supported yet. {_LEAVE}.",
             )
+        if _is_cached_elsewhere(root, outputs):
+            raise _NoMatch(
+                f"its {what} are cached, but not as a [batch, num_kv_heads, kv_len, head_dim] tensor that grows by cat"
+                " and is returned as it is (another layout, a stack, a cache of fixed length?)",
+                f"Return cat([past, new], dim=-2) itself, or use a DynamicCache. {_LEAVE}.",
+            )
         raise _NoMatch(f"its {what} are not returned as a KV cache", "")
     inside = {attention, *repeat}
     for user in root.users:
@@ -112,6 +121,25 @@ def _side(tensor: Node, attention: Node, what: str, outputs: set[Node]) -> _Side
             if user is not root and not reads_shape_only(user):
                 raise _NoMatch(f"its past {what} are also used by `{user.name}` ({target_name(user)})")
     return _Side(root, new, past)
+
+
+def _is_cached_elsewhere(root: Node, outputs: set[Node]) -> bool:
+    """Whether keys that are no output come from a past that is an input, or are returned in another form."""
+    for node in ancestors([root]):
+        if node.op == "placeholder" and not is_static_input(node):
+            value = value_of(node)
+            if isinstance(value, torch.Tensor) and value.is_floating_point() and value.dim() >= 4:
+                return True
+    work, seen = [root, *root.all_input_nodes], set()
+    while work:
+        node = work.pop()
+        if node in seen or len(shape_of(node) or ()) < 4:
+            continue
+        seen.add(node)
+        if node in outputs:
+            return True
+        work.extend(user for user in node.users if target_name(user) in _RELAYOUTS)
+    return False
 
 
 def _match(node: Node, outputs: set[Node], layer: int) -> AttentionSite:
@@ -138,8 +166,9 @@ def _match(node: Node, outputs: set[Node], layer: int) -> AttentionSite:
     if _argument(node, "dropout_p", 0.0) != 0.0:
         raise _NoMatch("it has dropout", "Call model.eval() first.")
     mask = _argument(node, "attn_mask")
-    if mask is not None and len(shape_of(mask) or ()) == 4 and shape_of(mask)[1] != 1:  # type: ignore[index]
-        raise _NoMatch("its mask differs from head to head")
+    dims = shape_of(mask) if mask is not None else None
+    if dims is not None and (len(dims) not in (2, 3, 4) or (len(dims) > 2 and dims[-3] != 1)):
+        raise _NoMatch(f"its mask of shape {list(dims)} differs from head to head")
     decode = keys.past is not None and q.shape[2] == 1
     if decode and _argument(node, "is_causal", False):
         raise _NoMatch("it is causal with one query, which hides all keys but the first")

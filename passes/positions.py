@@ -145,7 +145,8 @@ def _is_mask(node: Node, shape: tuple[Any, ...], past_len: Any) -> bool:
 
 def _find_token(gm: GraphModule) -> tuple[Node | None, int | None]:
     """The integer input that indexes an embedding whose table has a row per logit, and the table's rows."""
-    last_dims = {shape[-1] for out in output_node(gm.graph).all_input_nodes if (shape := shape_of(out))}
+    shapes = [shape_of(out) for out in output_node(gm.graph).all_input_nodes]
+    last_dims = {shape[-1] for shape in shapes if shape and isinstance(shape[-1], int)}
     found: list[tuple[bool, Node, int]] = []
     for start in placeholders(gm.graph):
         if not _is_integer_tensor(start) or is_static_input(start):

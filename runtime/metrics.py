@@ -12,7 +12,6 @@ class Metrics:
     """Counters of one session; the tensors live on the device and are read by `stats()` alone."""
 
     steps: int = 0
-    predecodes: int = 0
     token_checks: int = 0
     token_hits: torch.Tensor | int = 0
     topk_needed: torch.Tensor | int = 0

@@ -6,6 +6,7 @@ at the next forward pass (a cache that is reordered or copied drops all its old 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from weakref import WeakValueDictionary
@@ -22,16 +23,36 @@ _NOT_YET = (
     "Beam search, num_return_sequences with beams and copies of a cache are not supported yet: use greedy search or"
     " sampling, or run this call on a model that is not compiled with specache."
 )
+_MIXED = (
+    "The past KV tensors of this call come from several caches, or in another order than the model returned them."
+    " Pass the cache of one call back as it was."
+)
+_ENDED = (
+    "The past KV cache belongs to a session that has ended (all of its tensors were dropped), or to a branch that was"
+    " left: the same cache went on from an earlier token since. Keep the cache that the model returned last, or start"
+    " from the prompt."
+)
 
 
 @dataclass
-class _Entry:
+class _Issue:
+    """One set of handles.
+
+    Attributes:
+        session: Whose.
+        storage: Dies with the last of them.
+        valid_len: Tokens up to which they tell the session's history: fewer than they had once the session was rolled
+            back and went on otherwise. None for the newest set.
+    """
+
     session: Session
     storage: StorageWeakRef
+    valid_len: int | None = None
 
 
-_entries: dict[int, _Entry] = {}  # by session number: the sessions that have handles
-_open: WeakValueDictionary[int, Session] = WeakValueDictionary()  # those, and the ones in their first prefill
+_codes = itertools.count(1)
+_issues: dict[int, _Issue] = {}  # by the code that the handles carry
+_open: WeakValueDictionary[int, Session] = WeakValueDictionary()  # also those in their first prefill
 
 
 def open_session(
@@ -49,28 +70,36 @@ def by_state(state: torch.Tensor) -> Session:
 
 
 def issue(session: Session) -> list[torch.Tensor]:
-    """Make the session's handles, keys and values in turn, layer by layer, and remember whose they are."""
+    """Make handles for a session, keys and values in turn, layer by layer, and remember whose they are."""
     assert session.batch is not None
     slots = [
         (shape.num_kv_heads, dim) for shape in session.shapes for dim in (shape.key_dim, shape.value_dim)
     ]
-    made = handles.issue(session.number, slots, session.batch, session.kv_len, session.dtype, session.device)
-    _entries[session.number] = _Entry(session, StorageWeakRef(made[0].untyped_storage()))
-    return [handles.resize(handle, session.kv_len) for handle in made]
+    code = next(_codes) % handles.MAX_SESSION
+    made = handles.issue(code, slots, session.batch, session.kv_len, session.dtype, session.device)
+    _issues[code] = _Issue(session, StorageWeakRef(made[0].untyped_storage()))
+    return made
 
 
 def sweep() -> None:
     """Free the sessions whose last handle is gone."""
-    for number in [number for number, entry in _entries.items() if entry.storage.expired()]:
-        _entries.pop(number).session.close()
+    for code in [code for code, issued in _issues.items() if issued.storage.expired()]:
+        session = _issues.pop(code).session
+        if all(issued.session is not session for issued in _issues.values()):
+            session.close()
 
 
 def find(tensor: torch.Tensor) -> Session | None:
-    """The live session of a handle, or None (the fast path of `resolve`, and `stats()`)."""
+    """The live session of a handle, or None (`stats()`, and the fast path of `resolve`)."""
+    issued = _issue_of(tensor)
+    return None if issued is None else issued.session
+
+
+def _issue_of(tensor: torch.Tensor) -> _Issue | None:
     key = tensor.untyped_storage()._cdata
-    for entry in _entries.values():
-        if entry.storage.cdata == key and not entry.storage.expired():
-            return entry.session
+    for issued in _issues.values():
+        if issued.storage.cdata == key and not issued.storage.expired():
+            return issued
     return None
 
 
@@ -79,74 +108,102 @@ def is_handle(tensor: torch.Tensor) -> bool:
     return find(tensor) is not None or handles.decode(tensor) is not None
 
 
-def resolve(past: Sequence[torch.Tensor]) -> tuple[Session, list[torch.Tensor]]:
-    """Find the session that the past KV inputs of one graph belong to.
+@dataclass(frozen=True)
+class Claim:
+    """What the past KV inputs of a call say.
+
+    Attributes:
+        session: Whose they are.
+        kv_len: Tokens that the caller believes to be there.
+        past: The inputs, where they are the session's own handles; None where they are copies.
+    """
+
+    session: Session
+    kv_len: int
+    past: list[torch.Tensor] | None
+
+
+def resolve(past: Sequence[torch.Tensor]) -> Claim:
+    """Find the session that the past KV inputs of one graph belong to. Changes nothing.
 
     Args:
         past: The inputs, keys and values in turn, layer by layer.
 
-    Returns:
-        The session, and handles in its storage. Their length is what the caller believes: `Session.rewind` to it.
-
     Raises:
-        CacheHandleError: If they are no handles, are of several sessions or lengths, of a session that has ended, or
-            were permuted, repeated or forked.
+        CacheHandleError: If they are no handles, are of several sessions or lengths, of a session that has ended or a
+            branch that was left, or were permuted, repeated or forked.
     """
     lengths = {tensor.shape[2] for tensor in past}
     if len(lengths) != 1:
         raise CacheHandleError(
             f"The layers of the past KV cache have different lengths {sorted(lengths)}: crop all of them, or none."
         )
-    session = find(past[0])
-    if session is None:
-        session = _adopt(past)
-        past = issue(session)  # in place of copies, which may take as much memory as a real cache
-    else:
-        key = past[0].untyped_storage()._cdata
-        offsets = [tensor.storage_offset() for tensor in past]
-        if any(tensor.untyped_storage()._cdata != key for tensor in past) or offsets != sorted(set(offsets)):
-            raise CacheHandleError(
-                "The past KV tensors of this call come from several caches, or in another order than the model"
-                " returned them. Pass the cache of one call back as it was."
-            )
     kv_len = next(iter(lengths))
-    return session, [handles.resize(tensor, kv_len) for tensor in past]
+    issued = _issue_of(past[0])
+    own = issued is not None
+    if issued is None:
+        issued = _adopt(past)
+    else:
+        key, offset = past[0].untyped_storage()._cdata, 0
+        for tensor in past:
+            if tensor.untyped_storage()._cdata != key or tensor.storage_offset() != offset:
+                raise CacheHandleError(_MIXED)
+            if tensor.shape[0] != issued.session.batch:
+                raise CacheHandleError(
+                    f"The past KV cache was cut to {tensor.shape[0]} of its {issued.session.batch} batch rows."
+                    f" {_NOT_YET}"
+                )
+            offset += tensor.shape[0] * tensor.shape[3]
+    if issued.valid_len is not None and kv_len > issued.valid_len:
+        raise CacheHandleError(_ENDED)
+    return Claim(issued.session, kv_len, list(past) if own else None)
 
 
-def _adopt(past: Sequence[torch.Tensor]) -> Session:
+def take(claim: Claim) -> list[torch.Tensor]:
+    """Bring the session to the length that the caller believes, and give handles of it.
+
+    Where that discards tokens, the handles that counted them are void from then on (another branch): the ones returned
+    are new.
+    """
+    session = claim.session
+    discards = claim.kv_len < session.kv_len
+    session.rewind(claim.kv_len)
+    if claim.past is not None and not discards:
+        return claim.past
+    for issued in _issues.values():
+        if issued.session is session and (discards or issued.valid_len is None):
+            known = session.kv_len if issued.valid_len is None else issued.valid_len
+            issued.valid_len = min(known, session.kv_len)
+    return issue(session)
+
+
+def _adopt(past: Sequence[torch.Tensor]) -> _Issue:
     """Recognise handles that were copied: only in the same rows, and only if the original is gone."""
-    found: Session | None = None
+    found: _Issue | None = None
     for slot, tensor in enumerate(past):
         codes = handles.decode(tensor)
         if codes is None:
             raise CacheHandleError(
                 f"The past KV tensor of shape {tuple(tensor.shape)} was not made by a model compiled with specache"
-                " (its prompt ran elsewhere, or before compiling, or with gradients enabled). Run the prompt through"
-                " the compiled model, under torch.no_grad(), and pass on the cache that it returns."
+                " (its prompt ran elsewhere, or before compiling, or with gradients enabled, or its attention was left"
+                " alone then). Run the prompt through the compiled model, under torch.no_grad(), and pass on the cache"
+                " that it returns; specache_fx.explain() says what was left alone."
             )
-        entry = _entries.get(codes[0].session)
-        if entry is None:
+        issued = _issues.get(codes[0].session)
+        if issued is None:
+            raise CacheHandleError(_ENDED)
+        batch, rows = issued.session.batch or 0, [code.row for code in codes]
+        if any(code.session != codes[0].session for code in codes) or rows != list(range(batch)):
             raise CacheHandleError(
-                "The past KV cache belongs to a session that has ended, because all of its tensors were dropped."
-                " Keep the cache that the model returned, or start from the prompt."
+                f"The past KV cache was reordered: its batch rows are now rows {rows} of a session with {batch}."
+                f" {_NOT_YET}"
             )
-        rows = [code.row for code in codes]
-        if any(code.session != codes[0].session for code in codes) or rows != list(
-            range(entry.session.batch or 0)
-        ):
-            raise CacheHandleError(
-                f"The past KV cache was reordered: its batch rows are now rows {rows} of a session with"
-                f" {entry.session.batch}. {_NOT_YET}"
-            )
-        if any(code.slot != slot for code in codes) or found not in (None, entry.session):
-            raise CacheHandleError(
-                "The past KV tensors of this call come from several caches, or in another order than the model"
-                " returned them. Pass the cache of one call back as it was."
-            )
-        if not entry.storage.expired():
+        if any(code.slot != slot for code in codes) or found not in (None, issued):
+            raise CacheHandleError(_MIXED)
+        if not issued.storage.expired():
             raise CacheHandleError(
                 f"The past KV cache is a copy of one that is still in use (a fork). {_NOT_YET}"
             )
-        found = entry.session
+        found = issued
     assert found is not None
     return found

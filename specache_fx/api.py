@@ -50,8 +50,9 @@ def compile(module: Module, **options: Any) -> Module:
         )
     backend = _backend_of(module)
     if not isinstance(backend, Backend):
+        name = getattr(backend, "_compiler_name", backend)
         raise ConfigError(
-            f'This module was compiled with backend {backend!r}, not with "specache". Give specache_fx.compile() the'
+            f'This module was compiled with backend {name!r}, not with "specache". Give specache_fx.compile() the'
             " module that is not compiled."
         )
     inner: Any = module._orig_mod
@@ -120,8 +121,9 @@ def stats(past_key_values: Any) -> SessionStats:
     if not sessions:
         raise CacheHandleError(
             "There is no KV cache of specache in what stats() was given. Give it the past_key_values of a compiled"
-            " model, such as model.generate(..., return_dict_in_generate=True).past_key_values. If this is one, the"
-            " model's attention was left alone: specache_fx.explain() says why."
+            " model, such as model.generate(..., return_dict_in_generate=True).past_key_values. If this is one: the"
+            " generate() of what torch.compile(model) returned runs uncompiled (use specache_fx.compile() or"
+            " model.compile()), or the model's attention was left alone (specache_fx.explain() says why)."
         )
     found = list(sessions.values())
     for session in found:

@@ -15,7 +15,7 @@ from specache_fx._log import forget_warnings, warn_once
 from specache_fx.config import SpecacheConfig
 from specache_fx.errors import ConfigError, UnsupportedGraphError
 from specache_fx.lowering import Compiled, example_state, lower
-from specache_fx.passes.base import PassState, Phase
+from specache_fx.passes.base import PassState, Phase, Refusal
 from specache_fx.passes.graph_utils import copy_graph, is_static_input, placeholders, shape_of, value_of
 from specache_fx.passes.pipeline import CAPTURE_PASSES, Observer, run_passes
 from specache_fx.runners import Decode, Extend, LeftAlone, Prefill
@@ -106,8 +106,12 @@ class Backend:
     def _report(self, state: PassState) -> None:
         if state.refusals and state.config.strict:
             raise UnsupportedGraphError(" ".join(map(str, state.refusals)))
+        alike: dict[tuple[str, str], list[Refusal]] = {}
         for refusal in state.refusals:
-            warn_once(logger, f"specache: {refusal}")
+            alike.setdefault((refusal.source, refusal.reason), []).append(refusal)
+        for first, *others in alike.values():
+            more = f" {len(others)} more like it." if others else ""
+            warn_once(logger, f"specache: {first}{more}")
         logger.info(
             "%s: %d attentions rewritten, %d left alone",
             state.phase.value,

@@ -101,23 +101,26 @@ class Prefill:
             try:
                 kept = self._compiled(*args, session.state)
                 session.advance(session.layers[0].kv_len, decoded=False)
-                handles = registry.issue(session)
+                handles = [handle.resize(tensor, session.kv_len) for tensor in registry.issue(session)]
             except BaseException:
                 session.close()  # nothing was handed out: give the memory back at once
                 raise
             return _assemble(self._plan, kept, handles, args)
 
 
-def _resolve(state: PassState, args: Sequence[Any]) -> tuple[Session, list[torch.Tensor]]:
-    session, past = registry.resolve([args[i] for i in state.past_inputs])
-    if session.config != state.config or session.shapes != _shapes(state):
+def _resolve(
+    state: PassState, shapes: tuple[LayerShape, ...], args: Sequence[Any]
+) -> tuple[Session, list[torch.Tensor]]:
+    claim = registry.resolve([args[i] for i in state.past_inputs])
+    session = claim.session
+    if session.config != state.config or session.shapes != shapes:
         raise CacheHandleError(
             f"The past KV cache was made with {session.config} for {len(session.shapes)} layers; this graph was"
-            f" compiled with {state.config} for {len(state.sites)}. Use a cache with the compiled model that made it."
+            f" compiled with {state.config} for {len(shapes)}. Use a cache with the compiled model that made it."
         )
     for i in state.other_kv_inputs:
         _refuse_handle(args[i], state)
-    session.rewind(past[0].shape[2])
+    past = registry.take(claim)
     registry.sweep()
     return session, past
 
@@ -126,14 +129,14 @@ class Extend:
     """Continues a session by several tokens at once, exactly."""
 
     def __init__(self, compiled: Compiled, state: PassState) -> None:
-        self._compiled, self._state = compiled, state
+        self._compiled, self._state, self._layers = compiled, state, _shapes(state)
         assert state.outputs is not None
         self._plan = state.outputs
 
     def __call__(self, *args: Any) -> Any:
         """Run the new tokens on the 16-bit history."""
         with _inference():
-            session, past = _resolve(self._state, args)
+            session, past = _resolve(self._state, self._layers, args)
             session.forget_lookahead()
             kept = self._compiled(*args, session.state)
             session.advance(session.layers[0].kv_len - session.kv_len, decoded=False)
@@ -147,14 +150,18 @@ class Decode:
     def __init__(self, gm: GraphModule, state: PassState, observe: Observer | None = None) -> None:
         self._gm, self._state, self._observe = gm, state, observe
         assert state.outputs is not None and state.sources is not None
-        self._plan, self._sources = state.outputs, state.sources
+        self._plan, self._sources, self._layers = state.outputs, state.sources, _shapes(state)
         self._steps: dict[tuple[Any, ...], Compiled] = {}
         self._inputs = [
             (node.meta.get("specache_input", -1), node.meta.get("specache_prelude"))
             for node in placeholders(gm.graph)
         ]
         state.lanes = state.config.num_lanes
-        if state.lanes > 1 and self._sources.token is None:
+        if state.mutated is not None:
+            # Lanes and pre-decode run what is in the graph for a token that may never come: state would move twice.
+            if state.config.placement.prefetch and state.config.lookahead != "none":
+                self._fall_back(f"the model updates a state of its own in place (`{state.mutated}`)")
+        elif state.lanes > 1 and self._sources.token is None:
             self._fall_back(
                 "this graph takes no token ids (a graph break inside the model, or embeddings as input)"
             )
@@ -164,11 +171,12 @@ class Decode:
     def __call__(self, *args: Any) -> Any:
         """Decode one token (Algorithm 3), after Algorithm 2 where a run of them begins."""
         with _inference():
-            session, past = _resolve(self._state, args)
-            if session.staged_for != session.kv_len:
+            session, past = _resolve(self._state, self._layers, args)
+            lost = self._state.lanes > 1 and session.speculative_token is None
+            if session.staged_for != session.kv_len or lost:
                 self._begin(session, args)
-            elif not session.kv_len % session.config.group_size:
-                check_masks(session, self._state, args)
+            else:
+                check_masks(session, self._state, args, ahead=not session.kv_len % session.config.group_size)
             kept = self._step(session, args, ahead=1)
             session.advance(1, decoded=True)
             if self._state.lanes > 1 and not self._sources.knows_next:
@@ -178,10 +186,10 @@ class Decode:
 
     def _begin(self, session: Session, args: Sequence[Any]) -> None:
         """Before a run of decode steps: check the masks, then pre-decode (Algorithm 2)."""
-        check_masks(session, self._state, args)
+        check_masks(session, self._state, args, ahead=True)
         session.forget_lookahead()
         config = self._state.config
-        if config.placement.prefetch and config.lookahead != "none":
+        if self._state.mutated is None and config.placement.prefetch and config.lookahead != "none":
             session.predecoding = True
             try:
                 self._step(session, args, ahead=0)
@@ -209,6 +217,7 @@ class Decode:
             self._steps[key] = step
         results = self._steps[key](*(x for x in inputs if isinstance(x, torch.Tensor)), session.state)
         if self._state.lanes == 1:
+            session.speculative_token = session.guessed_token = None
             return list(results)
         assert token is not None and self._state.logits is not None
         session.guessed_token = speculative if ahead else None
@@ -257,11 +266,17 @@ class Decode:
         )
 
 
-def check_masks(session: Session, state: PassState, args: Sequence[Any]) -> None:
+def check_masks(session: Session, state: PassState, args: Sequence[Any], ahead: bool) -> None:
     """Make sure that what the model's masks would hide is just the padding, now and for a group of tokens to come.
 
     The decode graph has no masks: it hides what the prompt's mask called padding and nothing else. A mask that hides
     more (a sliding window, a mask that the caller changed) or less must not be dropped silently.
+
+    Args:
+        session: The session.
+        state: What the passes found.
+        args: Dynamo's inputs.
+        ahead: Look a group of tokens ahead as well: at the start and whenever a group fills.
 
     Raises:
         UnsupportedGraphError: Names the attention.
@@ -274,7 +289,7 @@ def check_masks(session: Session, state: PassState, args: Sequence[Any]) -> None
             f"The prompt had padding, but attention `{site.node.name}` ({site.source}) has no mask in this step and"
             " would attend to it. Pass the prompt's attention_mask, extended by ones, in every step."
         )
-    horizons = (0, session.config.group_size) if sources.knows_next else (0,)
+    horizons = (0, session.config.group_size) if ahead and sources.knows_next else (0,)
     for num_tokens in horizons:
         real = session.key_mask
         if real is not None:

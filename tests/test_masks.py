@@ -43,6 +43,38 @@ def test_a_mask_that_changed_after_the_prompt_is_refused() -> None:
         step(model, past, longer)
 
 
+def test_a_mask_that_changes_in_a_later_step_is_refused_in_that_step() -> None:
+    model = torch.compile(
+        TinyDecoder(TinyConfig()), backend="specache", options={**OPTIONS, "group_size": 64}
+    )
+    input_ids, mask = prompt()
+    with torch.no_grad():
+        past = model(input_ids, attention_mask=mask)[1]
+        for _ in range(5):
+            mask = torch.cat([mask, mask.new_ones(2, 1)], dim=1)
+            past = model(torch.tensor([[3], [4]]), past=past, attention_mask=mask)[1]
+        mask = torch.cat([mask, mask.new_zeros(2, 1)], dim=1)  # a finished row, as some servers mask it
+        with pytest.raises(specache_fx.UnsupportedGraphError, match="hides other keys"):
+            model(torch.tensor([[3], [4]]), past=past, attention_mask=mask)
+
+
+def test_a_mask_per_head_is_left_alone() -> None:
+    class PerHead(TinyDecoder):
+        def sdpa(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+            groups = self.config.num_heads // self.config.num_kv_heads
+            k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
+            hidden = torch.arange(k.shape[2]) < torch.arange(q.shape[1])[:, None, None]  # [heads, 1, kv_len]
+            allowed = (mask[0] & ~hidden).expand(q.shape[1], q.shape[2], -1)
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=allowed, scale=self.scale)
+
+    model = PerHead(TinyConfig(num_heads=2, num_kv_heads=2))  # as many heads as batch rows
+    input_ids = prompt()[0]
+    plain = generate(model, input_ids, 8)
+    assert torch.equal(generate(compiled(model), input_ids, 8).tokens, plain.tokens)
+    report = specache_fx.explain(model, run=lambda m: m(input_ids))
+    assert "differs from head to head" in str(report)
+
+
 def test_a_mask_that_is_left_out_after_a_padded_prompt_is_refused() -> None:
     class Maskless(TinyDecoder):
         def sdpa(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:

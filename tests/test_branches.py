@@ -1,0 +1,136 @@
+"""Past KV as a value: branches, crops and copies are followed or refused, never mixed up."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from support.models import KVPairs, TinyConfig, TinyDecoder
+from torch import Tensor
+
+import specache_fx
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
+OPTIONS: dict[str, Any] = {"bits": 16, "group_size": 4, "residual_length": 4, "top_k": 4, "lowering": "eager"}
+PROMPT = torch.randint(61, (2, 20), generator=torch.Generator().manual_seed(0))
+A, B, C = (torch.tensor([[i], [i + 1]]) for i in (5, 17, 40))
+
+
+@pytest.fixture
+def models(fresh_dynamo: None) -> tuple[Any, Any]:
+    plain = TinyDecoder(TinyConfig())
+    return plain, torch.compile(plain, backend="specache", options=OPTIONS)
+
+
+@torch.no_grad()
+def feed(model: Any, past: KVPairs | None, token: Tensor) -> tuple[Tensor, KVPairs]:
+    kv_len = (0 if past is None else past[0][0].shape[2]) + token.shape[1]
+    return model(token, past=past, attention_mask=torch.ones(2, kv_len, dtype=torch.bool))
+
+
+def test_branches_of_one_prompt_each_see_their_own_history(models: tuple[Any, Any]) -> None:
+    plain, ours = models
+    _, trunk = feed(plain, None, PROMPT)
+    _, our_trunk = feed(ours, None, PROMPT)
+    for token in (A, B, C, A):  # the prompt's cache may be gone on from as often as one likes
+        torch.testing.assert_close(
+            feed(ours, our_trunk, token)[0], feed(plain, trunk, token)[0], rtol=1e-4, atol=1e-4
+        )
+
+
+def test_a_branch_that_was_left_is_refused(models: tuple[Any, Any]) -> None:
+    _, ours = models
+    _, trunk = feed(ours, None, PROMPT)
+    _, first = feed(ours, trunk, A)
+    _, second = feed(ours, trunk, B)
+    with pytest.raises(specache_fx.CacheHandleError, match="branch that was left"):
+        feed(ours, first, C)
+    feed(ours, second, C)  # the branch that was taken goes on
+
+
+def test_the_second_of_two_copies_is_refused(models: tuple[Any, Any]) -> None:
+    plain, ours = models
+    _, trunk = feed(plain, None, PROMPT)
+    _, past = feed(ours, None, PROMPT)
+    first, second = copy.deepcopy(past), copy.deepcopy(past)
+    del past
+    logits, first = feed(ours, first, A)
+    torch.testing.assert_close(logits, feed(plain, trunk, A)[0], rtol=1e-4, atol=1e-4)
+    with pytest.raises(specache_fx.CacheHandleError, match="branch that was left"):
+        feed(ours, second, B)
+
+
+def test_fewer_batch_rows_are_refused(models: tuple[Any, Any]) -> None:
+    _, ours = models
+    _, past = feed(ours, None, PROMPT)
+    _, past = feed(ours, past, A)
+    cut = [(k[:1], v[:1]) for k, v in past]
+    with pytest.raises(specache_fx.CacheHandleError, match="1 of its 2 batch rows"), torch.no_grad():
+        ours(A[:1], past=cut, attention_mask=torch.ones(1, 22, dtype=torch.bool))
+
+
+class Counting(TinyDecoder):
+    """A state of its own that every call moves on, as recurrent layers have."""
+
+    def __init__(self, config: TinyConfig) -> None:
+        super().__init__(config)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def embed_inputs(self, input_ids: Tensor, position_ids: Tensor) -> Any:
+        hidden, rotary = super().embed_inputs(input_ids, position_ids)
+        self.calls += 1
+        return hidden * (1 + 0.1 * self.calls), rotary
+
+
+@pytest.mark.parametrize("lookahead", ["token", "query", "none"])
+def test_a_model_with_a_state_of_its_own_moves_it_once_a_token(lookahead: str) -> None:
+    plain = Counting(TinyConfig())
+    model = copy.deepcopy(plain)
+    ours = torch.compile(model, backend="specache", options={**OPTIONS, "lookahead": lookahead})
+    logits, past = feed(plain, None, PROMPT)
+    _, our_past = feed(ours, None, PROMPT)
+    for token in (A, B, C, A, B, C):
+        logits, past = feed(plain, past, token)
+        our_logits, our_past = feed(ours, our_past, token)
+        torch.testing.assert_close(our_logits, logits, rtol=1e-4, atol=1e-4)
+    assert torch.equal(model.calls, plain.calls)
+
+
+class OtherLayout(TinyDecoder):
+    """Keeps keys and values as [batch, kv_len, num_kv_heads, head_dim]."""
+
+    def forward(self, input_ids: Tensor, past: Any = None, **kwargs: Any) -> Any:
+        past = past and [(k.transpose(1, 2), v.transpose(1, 2)) for k, v in past]
+        logits, presents = super().forward(input_ids, past, **kwargs)
+        return logits, [(k.transpose(1, 2), v.transpose(1, 2)) for k, v in presents]
+
+
+def test_a_cache_of_another_layout_is_named() -> None:
+    model = OtherLayout(TinyConfig())
+    report = specache_fx.explain(model, run=lambda m: m(PROMPT))
+    assert "0 attentions rewritten, 2 left alone" in str(report)
+    assert "another layout" in str(report)
+    strict = torch.compile(model, backend="specache", options={**OPTIONS, "strict": True})
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="another layout"), torch.no_grad():
+        strict(PROMPT)
+
+
+def test_an_output_as_long_as_the_context_is_no_obstacle() -> None:
+    class Lengths(TinyDecoder):
+        def forward(self, input_ids: Tensor, past: Any = None, **kwargs: Any) -> Any:
+            logits, presents = super().forward(input_ids, past, **kwargs)
+            return logits, presents, torch.ones(input_ids.shape[0], presents[0][0].shape[2])
+
+    plain = Lengths(TinyConfig())
+    ours = torch.compile(plain, backend="specache", options=OPTIONS)
+    with torch.no_grad():
+        logits, past, _ = plain(PROMPT)
+        _, our_past, _ = ours(PROMPT)
+        for token in (A, B, C):
+            logits, past, ones = plain(token, past)
+            our_logits, our_past, our_ones = ours(token, our_past)
+            torch.testing.assert_close(our_logits, logits, rtol=1e-4, atol=1e-4)
+            assert our_ones.shape == ones.shape
