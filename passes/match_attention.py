@@ -105,7 +105,7 @@ def _side(tensor: Node, attention: Node, what: str, outputs: set[Node]) -> _Side
                 f"its whole {what} are not what the model returns as its cache (a sliding window?)",
                 f"Layers with a cache of their own shape are not supported yet. {_LEAVE}.",
             )
-        if _is_cached_elsewhere(root, outputs):
+        if _is_cached_elsewhere(root, attention, outputs):
             raise _NoMatch(
                 f"its {what} are cached, but not as a [batch, num_kv_heads, kv_len, head_dim] tensor that grows by cat"
                 " and is returned as it is (another layout, a stack, a cache of fixed length?)",
@@ -123,9 +123,10 @@ def _side(tensor: Node, attention: Node, what: str, outputs: set[Node]) -> _Side
     return _Side(root, new, past)
 
 
-def _is_cached_elsewhere(root: Node, outputs: set[Node]) -> bool:
+def _is_cached_elsewhere(root: Node, attention: Node, outputs: set[Node]) -> bool:
     """Whether keys that are no output come from a past that is an input, or are returned in another form."""
-    for node in ancestors([root]):
+    # A past is an input that the keys come from and the query does not. An image, say, feeds both.
+    for node in ancestors([root]) - ancestors([_argument(attention, "query")]):
         if node.op == "placeholder" and not is_static_input(node):
             value = value_of(node)
             if isinstance(value, torch.Tensor) and value.is_floating_point() and value.dim() >= 4:
@@ -168,7 +169,7 @@ def _match(node: Node, outputs: set[Node], layer: int) -> AttentionSite:
     mask = _argument(node, "attn_mask")
     dims = shape_of(mask) if mask is not None else None
     if dims is not None and (len(dims) not in (2, 3, 4) or (len(dims) > 2 and dims[-3] != 1)):
-        raise _NoMatch(f"its mask of shape {list(dims)} differs from head to head")
+        raise _NoMatch("its mask differs from head to head")
     decode = keys.past is not None and q.shape[2] == 1
     if decode and _argument(node, "is_causal", False):
         raise _NoMatch("it is causal with one query, which hides all keys but the first")

@@ -215,10 +215,10 @@ def test_a_view_of_a_handle_keeps_the_session(model: nn.Module) -> None:
 
 
 def test_many_generations_leave_one_session(model: nn.Module) -> None:
-    before = len(registry._entries)
+    before = len(registry._issues)
     for _ in range(4):
         generate(model, new_tokens=3)
-    assert len(registry._entries) <= before + 1  # the last one goes with the next forward pass
+    assert len(registry._issues) <= before + 1  # the last one goes with the next forward pass
 
 
 # Codes --------------------------------------------------------------------------------------------------------------
