@@ -21,7 +21,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from specache_fx.passes.base import AttentionSite, Pass, PassState, Phase, Refusal
 from specache_fx.passes.graph_utils import (
     ancestors,
-    is_static_input,
+    mutated_inputs,
     output_node,
     placeholders,
     reads_shape_only,
@@ -105,7 +105,7 @@ def _side(tensor: Node, attention: Node, what: str, outputs: set[Node]) -> _Side
                 f"its whole {what} are not what the model returns as its cache (a sliding window?)",
                 f"Layers with a cache of their own shape are not supported yet. {_LEAVE}.",
             )
-        if _is_cached_elsewhere(root, attention, outputs):
+        if _is_cached_elsewhere(root, outputs):
             raise _NoMatch(
                 f"its {what} are cached, but not as a [batch, num_kv_heads, kv_len, head_dim] tensor that grows by cat"
                 " and is returned as it is (another layout, a stack, a cache of fixed length?)",
@@ -123,14 +123,11 @@ def _side(tensor: Node, attention: Node, what: str, outputs: set[Node]) -> _Side
     return _Side(root, new, past)
 
 
-def _is_cached_elsewhere(root: Node, attention: Node, outputs: set[Node]) -> bool:
-    """Whether keys that are no output come from a past that is an input, or are returned in another form."""
-    # A past is an input that the keys come from and the query does not. An image, say, feeds both.
-    for node in ancestors([root]) - ancestors([_argument(attention, "query")]):
-        if node.op == "placeholder" and not is_static_input(node):
-            value = value_of(node)
-            if isinstance(value, torch.Tensor) and value.is_floating_point() and value.dim() >= 4:
-                return True
+def _is_cached_elsewhere(root: Node, outputs: set[Node]) -> bool:
+    """Whether keys that are no output are written into an input (a static cache) or returned in another form."""
+    written = set(mutated_inputs(root.graph))
+    if any(node in written for node in ancestors([root])):
+        return True
     work, seen = [root, *root.all_input_nodes], set()
     while work:
         node = work.pop()

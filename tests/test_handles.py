@@ -218,6 +218,7 @@ def test_many_generations_leave_one_session(model: nn.Module) -> None:
     before = len(registry._issues)
     for _ in range(4):
         generate(model, new_tokens=3)
+        gc.collect()  # the call that compiles leaves cycles of Dynamo's, which hold its cache
     assert len(registry._issues) <= before + 1  # the last one goes with the next forward pass
 
 
