@@ -136,7 +136,7 @@ def plan_command(
 
 @app.command("demo")
 def demo_command(
-    prompts: Annotated[int, typer.Option(min=1, help="Unseen prompts for each method.")] = 50,
+    prompts: Annotated[int, typer.Option(min=1, help="Unseen prompts for each method.")] = 100,
     context: Annotated[int, typer.Option(min=8, help="Tokens of each prompt.")] = 2000,
     records: Annotated[int, typer.Option(min=1, help="Records hidden in each prompt.")] = 48,
     seed: Annotated[int, typer.Option(min=0, help="Of the prompts.")] = 0,

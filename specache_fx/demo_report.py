@@ -27,7 +27,7 @@ class DemoSettings:
     """What the demo runs on; see `specache-fx demo --help`."""
 
     model: str
-    prompts: int = 50
+    prompts: int = 100
     context: int = 2000
     records: int = 48
     seed: int = 0

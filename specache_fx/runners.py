@@ -159,7 +159,7 @@ class Decode:
         state.lanes = state.config.num_lanes
         if state.mutated is not None:
             # Lanes and pre-decode run what is in the graph for a token that may never come: state would move twice.
-            if state.config.placement.prefetch and state.config.lookahead != "none":
+            if state.lanes > 1:
                 self._fall_back(f"the model updates a state of its own in place (`{state.mutated}`)")
         elif state.lanes > 1 and self._sources.token is None:
             self._fall_back(
