@@ -11,6 +11,8 @@ Works on decode graphs that `bind_cache` has been through; leaves every other gr
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch.fx import GraphModule, Node
 
 from specache_fx.passes.base import Pass, PassState, Phase
@@ -20,6 +22,7 @@ from specache_fx.passes.graph_utils import (
     finish,
     is_integer,
     is_static_input,
+    output_node,
     placeholders,
     reads_shape_only,
     shape_of,
@@ -77,11 +80,12 @@ def split_prelude(gm: GraphModule, state: PassState) -> GraphModule:
             for node in inputs
             if node in prelude or is_static_input(node) or is_integer(node) or origin[node] in sources.shapes
         ]
-        plain = eliminate_inputs(extract(gm, boundary, needed))
+        plain = _without_unread_inputs(extract(gm, boundary, needed))
+        results: Any = output_node(plain.graph).args[0]
         names = {node.name for node in placeholders(plain.graph)}
         state.prelude = Prelude(
             graph=plain,
-            graph_ahead=_clamp_embeddings(extract(plain, _results(plain), placeholders(plain.graph))),
+            graph_ahead=_clamp_embeddings(extract(plain, list(results), placeholders(plain.graph))),
             inputs=tuple(origin[node] for node in needed if node.name in names),
             sources=sources,
         )
@@ -101,11 +105,7 @@ def split_prelude(gm: GraphModule, state: PassState) -> GraphModule:
     return finish(gm)
 
 
-def _results(gm: GraphModule) -> list[Node]:
-    return list(next(node for node in gm.graph.nodes if node.op == "output").args[0])
-
-
-def eliminate_inputs(gm: GraphModule) -> GraphModule:
+def _without_unread_inputs(gm: GraphModule) -> GraphModule:
     """Erase the inputs that nothing reads."""
     for node in placeholders(gm.graph):
         if not node.users:

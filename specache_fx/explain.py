@@ -124,7 +124,8 @@ def explain(
 ) -> Explanation:
     """Run a model for a few tokens and say what was rewritten, what was left alone and why, and how.
 
-    The model is not changed: it is compiled aside, without Inductor.
+    The model is not changed: it is compiled aside, without Inductor. Dynamo is reset before and after
+    (`torch._dynamo.reset()`), so other models that are compiled in this process compile anew at their next call.
 
     Args:
         model: A transformers model, or any module.

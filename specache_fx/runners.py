@@ -251,7 +251,7 @@ class Decode:
         except Exception as error:
             if self._state.lanes == 1:
                 raise
-            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
             self._fall_back(f"the graph can't be traced for two tokens at once: {reason}")
             return None
         tensors = [x for x in inputs if isinstance(x, torch.Tensor)]
