@@ -67,13 +67,13 @@ class LeftAlone:
         Raises:
             CacheHandleError: With the reasons why it was left alone.
         """
-        for i in self._state.other_kv_inputs:
-            _refuse_handle(args[i], self._state)
+        _refuse_handles(args, self._state)
         return self._compiled(*args)
 
 
-def _refuse_handle(tensor: torch.Tensor, state: PassState) -> None:
-    if registry.is_handle(tensor):
+def _refuse_handles(args: Sequence[Any], state: PassState) -> None:
+    """No input that stays a tensor may be a handle."""
+    if registry.first_handle([args[i] for i in state.other_kv_inputs]) is not None:
         reasons = " ".join(map(str, state.refusals)) or "The graph has no attention over this cache."
         raise CacheHandleError(
             "A KV cache that is managed by specache reached an attention that specache did not rewrite, and would be"
@@ -118,8 +118,7 @@ def _resolve(
             f"The past KV cache was made with {session.config} for {len(session.shapes)} layers; this graph was"
             f" compiled with {state.config} for {len(shapes)}. Use a cache with the compiled model that made it."
         )
-    for i in state.other_kv_inputs:
-        _refuse_handle(args[i], state)
+    _refuse_handles(args, state)
     past = registry.take(claim)
     registry.sweep()
     return session, past
