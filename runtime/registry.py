@@ -201,7 +201,8 @@ def _adopt(past: Sequence[torch.Tensor]) -> _Issue:
             raise CacheHandleError(
                 f"The past KV tensor of shape {tuple(tensor.shape)} was not made by a model compiled with specache"
                 " (its prompt ran elsewhere, or before compiling, or with gradients enabled, or its attention was left"
-                " alone then; or the oldest tokens of a copy were cut off). Run the prompt through the compiled model, under torch.no_grad(), and pass on the cache"
+                " alone then; or the oldest tokens of a copy were cut off). Run the prompt through the compiled"
+                " model, under torch.no_grad(), and pass on the cache"
                 " that it returns; specache_fx.explain() says what was left alone."
             )
         issued = _issues.get(codes[0].session)

@@ -227,7 +227,7 @@ def test_dropping_the_oldest_tokens_is_refused(model: nn.Module, tokens: int, co
     """It can't be served: the pairs that stay have other positions in the session."""
     past = generate(model).past_key_values
     drop_oldest(past, tokens, copied)
-    with pytest.raises(CacheHandleError, match="oldest tokens|reordered|in use"):
+    with pytest.raises(CacheHandleError, match=r"oldest tokens|reordered|in use"):
         step(model, past)
 
 
