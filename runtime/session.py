@@ -206,9 +206,9 @@ class Session:
         scores, quantized_before = self._scores.pop(layer)
         chosen = self._select_pairs(scores[-1][..., : self.layers[layer].num_quantized], self.config.top_k)
         ahead = self.config.lookahead != "none" and not self.predecoding
-        if self.config.track_hit_rates and ahead and self.engine is not None:
-            needed = self._select_pairs(scores[0][..., :quantized_before], self.config.top_k)
-            self.metrics.count_topk(needed, self._staged[layer][1])
+        if self.config.track_hit_rates and ahead and self.engine is not None and quantized_before:
+            needed = scores[0][..., :quantized_before]
+            self.metrics.count_topk(needed, self.config.top_k, self._staged[layer][1])
         return chosen
 
     def prefetch(self, layer: int, indices: torch.Tensor) -> None:

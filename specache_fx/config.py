@@ -57,7 +57,7 @@ class SpecacheConfig:
         kernel: Name of a kernel in `specache_fx.runtime.kernels.KERNELS`, or "auto".
         lowering: "inductor" compiles the rewritten graphs; "eager" runs them as they are (no compile time).
         strict: Raise where an attention can't be rewritten, instead of leaving it alone with a warning.
-        track_hit_rates: Measure `topk_hit_rate` (one more top-k a layer and step).
+        track_hit_rates: Measure `topk_hit_rate` (one more top-k a layer and step, without a sort).
 
     Raises:
         ConfigError: On a value outside its range or a contradiction; also a `ValueError`.
