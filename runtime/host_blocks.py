@@ -40,6 +40,28 @@ def resolve_host(host: str, device: torch.device) -> str:
     return host
 
 
+def check_host_dir(host: str, host_dir: str | None) -> None:
+    """Say at once, not in the first prompt, that the folder of a disk tier can't be used. Leaves nothing there.
+
+    Args:
+        host: The option. Only for "disk" is a folder needed.
+        host_dir: The option; None is the system's temporary folder.
+
+    Raises:
+        ConfigError: If no file can be made in the folder.
+    """
+    if host != "disk":
+        return
+    folder = host_dir or tempfile.gettempdir()
+    try:
+        os.close(_open_unnamed(folder))
+    except OSError as error:
+        raise ConfigError(
+            f'host="disk" can\'t keep a file under {folder!r}: {error.strerror}. Give host_dir= a folder that exists'
+            ' and can be written to, or use host="memory".'
+        ) from error
+
+
 class BlockStore(ABC):
     """Hands out blocks and counts them.
 

@@ -227,8 +227,10 @@ def test_folder_without_permission_is_named(tmp_path: Path):
     """In a process of its own: root, which may write anywhere, becomes nobody for it."""
     code = """
         import os, sys, torch
-        from specache_fx.errors import HostMemoryError
+        from specache_fx.errors import ConfigError, HostMemoryError
+        from specache_fx.runtime.host_blocks import check_host_dir
         from specache_fx.runtime.host_cache import HostCache
+        check_host_dir("disk", sys.argv[1])
         cache = HostCache(1, [(1, 4, 4)], torch.float16, "disk", sys.argv[1])
         os.chmod(sys.argv[1], 0o500)
         if os.geteuid() == 0:
@@ -237,10 +239,19 @@ def test_folder_without_permission_is_named(tmp_path: Path):
             cache.append(0, torch.zeros(1, 1, 8, 4).half(), torch.zeros(1, 1, 8, 4).half())
         except HostMemoryError as error:
             print(error)
+        try:
+            check_host_dir("disk", sys.argv[1])
+        except ConfigError as error:
+            print(error)
     """
     out, err = python(code, str(tmp_path)).communicate(timeout=60)
-    assert "asked for 1,024 bytes more in a file under" in out, err
-    assert "Permission denied" in out
+    late, early = out.splitlines()
+    assert "asked for 1,024 bytes more in a file under" in late, err
+    assert "Permission denied" in late
+    assert early.startswith(
+        f"host=\"disk\" can't keep a file under '{tmp_path}': Permission denied. Give host_dir="
+    )
+    assert not list(tmp_path.iterdir())
 
 
 def test_full_disk_raises_and_what_was_stored_stays_readable(tmp_path: Path):
