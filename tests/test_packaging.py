@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+import textwrap
 import zipfile
 from collections.abc import Iterator
 from configparser import ConfigParser
@@ -92,6 +93,37 @@ def test_torch_finds_the_backend_by_its_name() -> None:
     assert entry.load() is specache
     assert "specache" in torch._dynamo.list_backends()
     assert torch._dynamo.lookup_backend("specache") is specache
+
+
+def test_import_and_help_load_no_torch() -> None:
+    code = """
+        import sys
+        import specache_fx
+        from specache_fx import ConfigError, SpecacheConfig
+        from specache_fx.cli import app
+        sys.argv = ["specache-fx", "plan", "--help"]
+        try:
+            app()
+        except SystemExit as end:
+            assert not end.code
+        assert not {"torch", "transformers", "numpy"} & set(sys.modules)
+        import specache_fx.api, specache_fx.explanation  # whatever was imported first, names are what they say
+        assert set(specache_fx.__all__) <= set(dir(specache_fx))
+        assert all(callable(getattr(specache_fx, name)) for name in specache_fx.__all__)
+        assert specache_fx.explain is specache_fx.explanation.explain
+        assert not hasattr(specache_fx, "nothing")
+        import torch
+        assert torch.compile(torch.nn.Linear(2, 2), backend="specache") is not None
+    """
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_no_module_has_the_name_of_a_public_function() -> None:
+    import specache_fx
+
+    assert not {path.stem for path in (ROOT / "specache_fx").iterdir()} & set(specache_fx.__all__)
 
 
 def test_constraints_pin_every_dependency_within_its_range() -> None:
