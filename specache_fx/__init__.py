@@ -41,8 +41,8 @@ __all__ = [
     "stats",
 ]
 
-# What loads torch is loaded when it is asked for: else `specache-fx --help` takes seconds. No module of this package may
-# have one of these names: importing it would put the module in the function's place.
+# What loads torch is loaded when it is asked for: else `specache-fx --help` takes seconds. No module of this package
+# may have one of these names: importing it would put the module in the function's place.
 _LAZY = {
     "SessionStats": "specache_fx.api",
     "compile": "specache_fx.api",
