@@ -177,3 +177,18 @@ def test_document_names_only_files_and_functions_that_exist(document: str) -> No
             if not re.search(rf"^\s*(?:(?:class|def) {part}\b|{part}\b[^=\n]*=)", source, re.MULTILINE)
         ]
     assert missing == []
+
+
+@pytest.mark.slow
+def test_first_example_of_the_readme_runs_as_written() -> None:
+    readme = (ROOT / "README.md").read_text()
+    example = re.search(r"```python\n(.*?)```", readme, re.DOTALL)
+    assert example is not None
+    assert len([line for line in example[1].splitlines() if line]) == 5
+    command = [sys.executable, "-c", example[1]]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    promised = re.findall(r"\b(\w+)=(\d+),", example[1].splitlines()[-1])
+    assert len(promised) == 3
+    for name, number in promised:
+        assert f"{name}={number}," in done.stdout
