@@ -77,12 +77,13 @@ class Session:
         # them, and no longer.
         self._staged: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
-    def _open(self, batch: int) -> None:
-        """Make the tiers, once the batch is known."""
+    def _open(self, batch: int, tokens: int) -> None:
+        """Make the tiers, once the batch and the length of the first prompt are known."""
         self.batch = batch
         if self.config.placement.offload:
-            host = resolve_host(self.config.host, self.device)
             rows = [(shape.num_kv_heads, shape.key_dim, shape.value_dim) for shape in self.shapes]
+            nbytes = HostCache.first_bytes(batch, rows, self.dtype, self.config.num_quantized(tokens))
+            host = resolve_host(self.config.host, self.device, nbytes, self.config.host_dir)
             self.host = HostCache(batch, rows, self.dtype, host, self.config.host_dir)
         if self.host is not None and self.config.placement.prefetch:
             self.engine = CopyEngine(self.host, self.config.top_k, self.device)
@@ -110,7 +111,7 @@ class Session:
             UnsupportedGraphError: If the mask is neither "attend" nor "don't" somewhere.
         """
         if self.batch is None:
-            self._open(key.shape[0])
+            self._open(key.shape[0], key.shape[2])
         self.layers[layer].append(key, value)
         if layer == 0:
             self.key_mask = self.real_keys(mask)
