@@ -73,13 +73,17 @@ class Session:
         self._kernel = choose_kernel(config.kernel, device)
         self._select_pairs = make_selector(config)
         self._scores: dict[int, tuple[torch.Tensor, int]] = {}
+        # Rows and indices of the layers that have waited in this step: from the wait to the prefetch that overwrites
+        # them, and no longer.
+        self._staged: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
-    def _open(self, batch: int) -> None:
-        """Make the tiers, once the batch is known."""
+    def _open(self, batch: int, tokens: int) -> None:
+        """Make the tiers, once the batch and the length of the first prompt are known."""
         self.batch = batch
         if self.config.placement.offload:
-            host = resolve_host(self.config.host, self.device)
             rows = [(shape.num_kv_heads, shape.key_dim, shape.value_dim) for shape in self.shapes]
+            nbytes = HostCache.first_bytes(batch, rows, self.dtype, self.config.num_quantized(tokens))
+            host = resolve_host(self.config.host, self.device, nbytes, self.config.host_dir)
             self.host = HostCache(batch, rows, self.dtype, host, self.config.host_dir)
         if self.host is not None and self.config.placement.prefetch:
             self.engine = CopyEngine(self.host, self.config.top_k, self.device)
@@ -107,7 +111,7 @@ class Session:
             UnsupportedGraphError: If the mask is neither "attend" nor "don't" somewhere.
         """
         if self.batch is None:
-            self._open(key.shape[0])
+            self._open(key.shape[0], key.shape[2])
         self.layers[layer].append(key, value)
         if layer == 0:
             self.key_mask = self.real_keys(mask)
@@ -138,7 +142,7 @@ class Session:
     def wait_prefetch(self, layer: int) -> None:
         """Return when the pairs that were prefetched for this layer's next attention have arrived."""
         if self.engine is not None and not self.predecoding:
-            self.engine.wait(layer)
+            self._staged[layer] = self.engine.wait(layer)
 
     def attend(
         self,
@@ -165,7 +169,7 @@ class Session:
         cache = self.layers[layer]
         rows = indices = None
         if staged and self.engine is not None and not self.predecoding:
-            rows, indices = self.engine.wait(layer)
+            rows, indices = self._staged[layer]
         window_key, window_value = cache.window()
         mask = self.key_mask
         if mask is not None and mask.shape[1] < cache.kv_len:
@@ -203,14 +207,15 @@ class Session:
         scores, quantized_before = self._scores.pop(layer)
         chosen = self._select_pairs(scores[-1][..., : self.layers[layer].num_quantized], self.config.top_k)
         ahead = self.config.lookahead != "none" and not self.predecoding
-        if self.config.track_hit_rates and ahead and self.engine is not None:
-            needed = self._select_pairs(scores[0][..., :quantized_before], self.config.top_k)
-            self.metrics.count_topk(needed, self.engine.wait(layer)[1])
+        if self.config.track_hit_rates and ahead and self.engine is not None and quantized_before:
+            needed = scores[0][..., :quantized_before]
+            self.metrics.count_topk(needed, self.config.top_k, self._staged[layer][1])
         return chosen
 
     def prefetch(self, layer: int, indices: torch.Tensor) -> None:
         """Start bringing the 16-bit pairs of `indices` to the device, beside what the device computes next."""
         assert self.engine is not None
+        self._staged.pop(layer, None)
         self.engine.prefetch(layer, indices)
 
     def append(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
@@ -236,6 +241,7 @@ class Session:
         if self.key_mask is not None:
             self.key_mask = self.key_mask[:, :kv_len]
         self._scores.clear()
+        self._staged.clear()
         self.kv_len = kv_len
         self.forget_lookahead()
 
@@ -283,3 +289,4 @@ class Session:
             self.host.close()
         self.layers, self.host, self.engine = [], None, None
         self._scores.clear()
+        self._staged.clear()

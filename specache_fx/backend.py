@@ -19,6 +19,7 @@ from specache_fx.passes.base import PassState, Phase, Refusal
 from specache_fx.passes.graph_utils import copy_graph, is_static_input, placeholders, shape_of, value_of
 from specache_fx.passes.pipeline import CAPTURE_PASSES, Observer, run_passes
 from specache_fx.runners import Decode, Extend, LeftAlone, Prefill
+from specache_fx.runtime.host_blocks import check_host_dir
 from specache_fx.runtime.kernels import choose_kernel
 from specache_fx.runtime.quant import make_quantizer
 from specache_fx.runtime.select import make_selector
@@ -48,7 +49,7 @@ class Backend:
             observe: Sees every graph on the way (`specache_fx.explain`).
 
         Raises:
-            ConfigError: On a mode, an unknown option or a bad value.
+            ConfigError: On a mode, an unknown option, a bad value or a `host_dir` that can't be used.
             UnsupportedGraphError: Under `strict=True`, if an attention can't be rewritten.
         """
         if mode is not None:
@@ -80,6 +81,8 @@ class Backend:
         _warn_near_recompile_limit()
         if state.phase is Phase.DECODE:
             return Decode(rewritten, state, observe)
+        if state.phase is Phase.PREFILL and config.placement.offload:  # where sessions are made
+            check_host_dir(config.host, config.host_dir)
         compiled = lower(rewritten, [*example_inputs, example_state()], config.lowering)
         if state.phase is Phase.PREFILL:
             return Prefill(compiled, state, kv.dtype, kv.device)

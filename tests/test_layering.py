@@ -21,7 +21,7 @@ RANKS: tuple[tuple[str, ...], ...] = (
     ("specache_fx.demo_report", "specache_fx.plan_report"),
     ("specache_fx.examples",),
     ("specache_fx",),  # only its __init__
-    ("specache_fx.explain", "specache_fx.api", "specache_fx.plan"),
+    ("specache_fx.explanation", "specache_fx.api", "specache_fx.plan"),
     ("specache_fx.backend",),
     ("specache_fx.runners",),
     ("specache_fx.lowering",),
