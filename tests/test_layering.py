@@ -36,6 +36,7 @@ RANKS: tuple[tuple[str, ...], ...] = (
     ("specache_fx.runtime.quant", "specache_fx.runtime.select"),
     ("specache_fx.runtime",),  # only its __init__, which imports nothing
     ("specache_fx.config", "specache_fx.sizes", "specache_fx.model_shape", "specache_fx.quiet"),
+    ("specache_fx.recompile_limit",),
     ("specache_fx.errors", "specache_fx._log"),
 )
 RANK = {name: len(RANKS) - i for i, names in enumerate(RANKS) for name in names}
