@@ -11,13 +11,14 @@ from torch.fx import GraphModule
 
 from specache_fx._log import forget_warnings, warn_once
 from specache_fx.config import SpecacheConfig
+from specache_fx.decode_runner import Decode
 from specache_fx.errors import ConfigError, UnsupportedGraphError
 from specache_fx.lowering import Compiled, example_state, lower
 from specache_fx.passes.base import PassState, Phase, Refusal
 from specache_fx.passes.graph_utils import copy_graph, is_static_input, placeholders, shape_of, value_of
 from specache_fx.passes.pipeline import CAPTURE_PASSES, Observer, run_passes
 from specache_fx.recompile_limit import make_room
-from specache_fx.runners import Decode, Extend, LeftAlone, Prefill
+from specache_fx.runners import Extend, LeftAlone, Prefill
 from specache_fx.runtime.kernels import choose_kernel
 from specache_fx.runtime.quant import make_quantizer
 from specache_fx.runtime.select import make_selector

@@ -23,7 +23,8 @@ RANKS: tuple[tuple[str, ...], ...] = (
     ("specache_fx",),  # only its __init__
     ("specache_fx.explain", "specache_fx.api", "specache_fx.plan"),
     ("specache_fx.backend",),
-    ("specache_fx.runners",),
+    ("specache_fx.decode_runner",),
+    ("specache_fx.runners", "specache_fx.mask_check"),
     ("specache_fx.lowering",),
     ("specache_fx.passes",),
     ("specache_fx.runtime.ops",),

@@ -117,14 +117,14 @@ def by_phase(graphs: list[Captured]) -> dict[Phase, Captured]:
     return {phase_of(captured): captured for captured in graphs}
 
 
-def decode_inputs(gm: GraphModule, state: PassState, args: tuple[Any, ...]) -> list[Any]:
+def decode_inputs(gm: GraphModule, state: PassState, args: tuple[Any, ...], lanes: int) -> list[Any]:
     """What `duplicate_query` is given: as the runner binds them, the speculative token being the token itself."""
     boundary = state.prelude(args, 0) if state.prelude is not None else ()
     inputs: list[Any] = []
     for node, per_lane in zip(placeholders(gm.graph), lane_inputs(gm, state), strict=True):
         cut = node.meta.get("specache_prelude")
         value = boundary[cut] if cut is not None else args[node.meta["specache_input"]]
-        inputs.append(torch.stack([value, value]) if per_lane and state.lanes > 1 else value)
+        inputs.append(torch.stack([value, value]) if per_lane and lanes > 1 else value)
     return inputs
 
 
@@ -133,8 +133,8 @@ def decode_graph(captured: Captured, config: SpecacheConfig) -> tuple[GraphModul
     state = PassState(config)
     gm = run_passes(captured.copy(), state, CAPTURE_PASSES)
     assert state.phase is Phase.DECODE
-    state.lanes = config.num_lanes
-    return duplicate_query(gm, state, decode_inputs(gm, state, captured.inputs)), state
+    lanes = config.num_lanes
+    return duplicate_query(gm, state, decode_inputs(gm, state, captured.inputs, lanes), lanes), state
 
 
 def code(gm: GraphModule) -> str:
