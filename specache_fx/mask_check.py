@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
 from specache_fx.errors import UnsupportedGraphError
 from specache_fx.passes.base import PassState
 from specache_fx.runtime.session import Session
@@ -28,22 +26,17 @@ def check_masks(session: Session, state: PassState, args: Sequence[Any], ahead: 
         UnsupportedGraphError: Names the attention.
     """
     sources = state.sources
-    assert sources is not None
+    assert sources is not None and session.batch is not None
     site = next((site for site in state.sites if site.mask is None), None)
-    if site is not None and session.key_mask is not None:
+    if site is not None and session.key_mask.has_padding:
         raise UnsupportedGraphError(
             f"The prompt had padding, but attention `{site.node.name}` ({site.source}) has no mask in this step and"
             " would attend to it. Pass the prompt's attention_mask, extended by ones, in every step."
         )
     horizons = (0, session.config.group_size) if ahead and sources.knows_next else (0,)
     for num_tokens in horizons:
-        real = session.key_mask
-        if real is not None:
-            missing = session.kv_len + 1 + num_tokens - real.shape[1]
-            real = torch.nn.functional.pad(real, (0, missing), value=True)
         for mask in sources.masks_at(args, num_tokens):
-            seen = session.real_keys(mask)
-            if seen is real or (seen is not None and real is not None and torch.equal(seen, real)):
+            if session.key_mask.agrees(mask, session.batch, session.kv_len + 1 + num_tokens):
                 continue
             site = next(site for site in state.sites if site.mask is not None)
             when = f"{num_tokens} tokens from now" if num_tokens else "now"
