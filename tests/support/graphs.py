@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from support.models import TinyConfig, TinyDecoder
+from support.zoo import build
 from torch import nn
 from torch.fx import GraphModule, Node
 
@@ -85,19 +86,7 @@ def drive_transformers(forward: Any) -> None:
 
 def tiny_llama(attention: str = "sdpa") -> nn.Module:
     """A transformers llama of one layer, random weights."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=61,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        attn_implementation=attention,
-    )
-    return LlamaForCausalLM(config).eval().requires_grad_(False)
+    return build("llama", num_hidden_layers=1, attn_implementation=attention).requires_grad_(False)
 
 
 def tiny_decoder(**changes: Any) -> TinyDecoder:
