@@ -35,8 +35,8 @@ def limits(fresh_dynamo: None) -> Iterator[None]:
 
 
 def prompts(model: nn.Module) -> Iterator[dict[str, Tensor]]:
-    """Batches of one to three, as tokens, as padded tokens, as embeddings, as tokens after a prompt of one token."""
-    for batch in range(1, 4):
+    """Batches of one and two, as tokens, as padded tokens, as embeddings, as tokens after a prompt of one token."""
+    for batch in range(1, 3):
         lengths = tuple(range(4, 4 + batch))
         padded = left_padded(lengths, seed=batch)
         ids = torch.randint(3, VOCAB_SIZE, (batch, 7 + batch), generator=torch.Generator().manual_seed(batch))
@@ -80,18 +80,15 @@ def compiled(name: str = "llama", **how: Any) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("limit", [2, 3])
-def test_generating_in_many_ways_raises_the_limit_and_equals_eager(
-    limit: int, caplog: pytest.LogCaptureFixture
-) -> None:
-    config.recompile_limit = limit
+def test_generating_in_many_ways_raises_the_limit_and_equals_eager(caplog: pytest.LogCaptureFixture) -> None:
+    config.recompile_limit = 3
     plain, model = build("llama"), compiled()
     with caplog.at_level(logging.WARNING, logger="specache_fx"):
         for prompt in prompts(plain):
             assert_as_eager(model, plain, prompt)
     said = [record.message for record in caplog.records if "TORCH_LOGS=recompiles" in record.message]
-    assert config.recompile_limit == limit * 2 ** len(said) > limit
-    assert f"compiled {limit} times" in said[0] and f"the limit is now {2 * limit}" in said[0]
+    assert config.recompile_limit == 3 * 2 ** len(said) > 3
+    assert "compiled 3 times" in said[0] and "the limit is now 6" in said[0]
 
 
 @torch.no_grad()
@@ -100,7 +97,7 @@ def test_graphs_that_are_left_alone_count() -> None:
     plain, model = build("llama"), compiled()
     ids = torch.arange(3, 11)[None]
     out = model(ids, use_cache=True)
-    for batch in (1, 2, 3):
+    for batch in (1, 2):
         model(ids.expand(batch, -1), use_cache=False)  # no cache
         with torch.enable_grad():
             model(ids.expand(batch, -1), use_cache=False)
@@ -124,7 +121,7 @@ def test_the_limit_holds_for_a_thread_for_each_request() -> None:
         except Exception as error:
             failures.append(error)
 
-    for prompt in list(prompts(plain))[:6]:
+    for prompt in list(prompts(plain))[:3]:
         thread = threading.Thread(target=request, args=(prompt,))
         thread.start()
         thread.join()
@@ -136,7 +133,7 @@ def test_a_limit_of_the_region_is_raised_too() -> None:
         pytest.skip("this torch has no limit for a region")
     before = config.recompile_limit
     plain, model = build("llama"), compiled(recompile_limit=2, isolate_recompiles=True)
-    for prompt in list(prompts(plain))[:5]:
+    for prompt in list(prompts(plain))[:3]:
         assert_as_eager(model, plain, prompt)
     assert config.recompile_limit == before
 
