@@ -12,11 +12,12 @@ from dataclasses import dataclass
 import torch
 
 from specache_fx.config import SpecacheConfig
-from specache_fx.errors import CacheHandleError, UnsupportedGraphError
+from specache_fx.errors import CacheHandleError
 from specache_fx.runtime.copy_engine import CopyEngine
 from specache_fx.runtime.handle import MAX_SESSION
 from specache_fx.runtime.host_cache import HostCache, resolve_host
 from specache_fx.runtime.kernels import DecodeInputs, choose_kernel
+from specache_fx.runtime.key_mask import KeyMask
 from specache_fx.runtime.layer_cache import LayerCache
 from specache_fx.runtime.metrics import Metrics
 from specache_fx.runtime.quant import make_quantizer
@@ -58,7 +59,7 @@ class Session:
         self.state = torch.tensor([self.number])
         self.batch: int | None = None
         self.kv_len = 0
-        self.key_mask: torch.Tensor | None = None
+        self.key_mask = KeyMask()
         self.closed = False
         self.predecoding = False
         self.speculative_token: torch.Tensor | None = None  # what lane 1 decodes next
@@ -114,24 +115,7 @@ class Session:
             self._open(key.shape[0], key.shape[2])
         self.layers[layer].append(key, value)
         if layer == 0:
-            self.key_mask = self.real_keys(mask)
-
-    def real_keys(self, mask: torch.Tensor | None) -> torch.Tensor | None:
-        """Bool `[batch, kv_len]` from the last row of an attention mask; None where every token is real."""
-        if mask is None:
-            return None
-        assert self.batch is not None
-        row = mask.reshape(-1, mask.shape[-1]).expand(self.batch, -1)
-        if row.dtype != torch.bool:
-            keep = row == 0
-            if not bool((keep | (row <= torch.finfo(row.dtype).min / 2)).all()):
-                raise UnsupportedGraphError(
-                    "An additive attention mask holds values that are neither 0 nor the least of its dtype, so it is"
-                    " a bias and no padding mask. Biases in attention are not supported: compile this model with"
-                    ' backend="inductor".'
-                )
-            row = keep
-        return None if bool(row.all()) else row.clone()
+            self.key_mask.read(mask, key.shape[0])
 
     def load(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """A layer's whole history at 16 bits, for an exact extend."""
@@ -171,12 +155,6 @@ class Session:
         if staged and self.engine is not None and not self.predecoding:
             rows, indices = self._staged[layer]
         window_key, window_value = cache.window()
-        mask = self.key_mask
-        if mask is not None and mask.shape[1] < cache.kv_len:
-            # Decoded tokens are real; a step's first layer lengthens the mask for all.
-            mask = self.key_mask = torch.nn.functional.pad(
-                mask, (0, cache.kv_len - mask.shape[1]), value=True
-            )
         out, scores = self._kernel.attention(
             DecodeInputs(
                 query=query,
@@ -190,7 +168,7 @@ class Session:
                 window_value=window_value,
                 staged_rows=rows,
                 staged_indices=indices,
-                key_mask=mask,
+                key_mask=self.key_mask.grow(cache.kv_len),
                 scale=scale,
                 independent_lanes=self.predecoding,
             )
@@ -238,8 +216,7 @@ class Session:
             if self.engine is not None:
                 self.engine.reset(i)
             layer.truncate(kv_len)
-        if self.key_mask is not None:
-            self.key_mask = self.key_mask[:, :kv_len]
+        self.key_mask.crop(kv_len)
         self._scores.clear()
         self._staged.clear()
         self.kv_len = kv_len
@@ -260,9 +237,8 @@ class Session:
     @property
     def device_bytes(self) -> int:
         """Bytes that the cache takes on the device, counted on its tensors."""
-        mask = 0 if self.key_mask is None else self.key_mask.untyped_storage().nbytes()
         staged = 0 if self.engine is None else self.engine.device_bytes
-        return sum(layer.device_bytes for layer in self.layers) + staged + mask
+        return sum(layer.device_bytes for layer in self.layers) + staged + self.key_mask.device_bytes
 
     @property
     def host_bytes(self) -> int:
