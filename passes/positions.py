@@ -50,6 +50,7 @@ class Sources:
         mask_inputs: Positions of its inputs.
         knows_next: The next token's position can be told. Not where Dynamo made the length a constant of the graph
             (it compiles such a graph once, for the first decode step of some models) and no position is passed in.
+        fixed_length: The past's length is a constant of the graph: it can't say what a longer one would be.
     """
 
     token: int | None = None
@@ -61,6 +62,7 @@ class Sources:
     mask_graph: GraphModule | None = None
     mask_inputs: list[int] = field(default_factory=list)
     knows_next: bool = True
+    fixed_length: bool = False
 
     def ahead(self, args: Sequence[Any], inputs: Sequence[int], num_tokens: int) -> list[Any]:
         """The inputs as they would be `num_tokens` later.
@@ -210,8 +212,8 @@ def find_sources(gm: GraphModule, state: PassState) -> Sources:
         if symbols and not symbols & sizes_of_others:
             sources.lengths.add(index[node])
 
-    static = all(isinstance(shape_of(node)[2], int) for node in past)  # type: ignore[index]
-    sources.knows_next = bool(sources.positions) or not static
+    sources.fixed_length = all(isinstance(shape_of(node)[2], int) for node in past)  # type: ignore[index]
+    sources.knows_next = bool(sources.positions) or not sources.fixed_length
     masks = list(dict.fromkeys(site.mask for site in state.sites if site.mask is not None))
     if masks:
         needed = ancestors(masks)

@@ -7,6 +7,7 @@ a few of them back for each step, and the graph's ops (`runtime/ops.py`) call th
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -60,6 +61,7 @@ class Session:
         self.kv_len = 0
         self.key_mask: torch.Tensor | None = None
         self.closed = False
+        self.thread: int | None = None  # that ran it last
         self.predecoding = False
         self.speculative_token: torch.Tensor | None = None  # what lane 1 decodes next
         self.guessed_token: torch.Tensor | None = (
@@ -238,6 +240,40 @@ class Session:
         self._scores.clear()
         self.kv_len = kv_len
         self.forget_lookahead()
+
+    def reorder(self, rows: Sequence[int]) -> None:
+        """Make batch row i what row `rows[i]` was (beam search): as many rows as before."""
+        index = torch.tensor(rows, device=self.device)
+        if self.engine is not None:
+            self.engine.reorder(index)
+        for layer in self.layers:
+            layer.take(layer, index)
+        self._take_rows(self, index)
+
+    def fork(self, rows: Sequence[int]) -> Session:
+        """A session of its own that holds what this one does, of batch rows `rows` in that order.
+
+        Raises:
+            HostMemoryError: If the host tier can't take a copy. This session is as it was.
+        """
+        twin = Session(self.config, self.shapes, self.dtype, self.device)
+        index = torch.tensor(rows, device=self.device)
+        try:
+            twin._open(len(rows))
+            for mine, theirs in zip(twin.layers, self.layers, strict=True):
+                mine.take(theirs, index)
+        except BaseException:
+            twin.close()
+            raise
+        twin.kv_len = self.kv_len
+        twin._take_rows(self, index)
+        twin.forget_lookahead()  # its staged pairs are not copied
+        return twin
+
+    def _take_rows(self, source: Session, index: torch.Tensor) -> None:
+        for name in ("key_mask", "speculative_token", "guessed_token"):
+            value = getattr(source, name)
+            setattr(self, name, None if value is None else value.index_select(0, index))
 
     def forget_lookahead(self) -> None:
         """What was speculated is void: the tokens to come are others (extend, crop, a new run of decode steps)."""

@@ -111,17 +111,42 @@ class Prefill:
 def _resolve(
     state: PassState, shapes: tuple[LayerShape, ...], args: Sequence[Any]
 ) -> tuple[Session, list[torch.Tensor]]:
-    claim = registry.resolve([args[i] for i in state.past_inputs])
-    session = claim.session
-    if session.config != state.config or session.shapes != shapes:
-        raise CacheHandleError(
-            f"The past KV cache was made with {session.config} for {len(session.shapes)} layers; this graph was"
-            f" compiled with {state.config} for {len(shapes)}. Use a cache with the compiled model that made it."
-        )
+    """The session that a call goes on with, and its handles."""
+    past = [args[i] for i in state.past_inputs]
     _refuse_handles(args, state)
-    past = registry.take(claim)
+    if registry.first_handle(past) is None:
+        session, past = _adopt(state, shapes, past, args)
+    else:
+        claim = registry.resolve(past)
+        session = claim.session
+        if session.config != state.config or session.shapes != shapes:
+            raise CacheHandleError(
+                f"The past KV cache was made with {session.config} for {len(session.shapes)} layers; this graph was"
+                f" compiled with {state.config} for {len(shapes)}. Use a cache with the compiled model that made it."
+            )
+        session, past = registry.take(claim)
     registry.sweep()
     return session, past
+
+
+def _adopt(
+    state: PassState, shapes: tuple[LayerShape, ...], past: Sequence[torch.Tensor], args: Sequence[Any]
+) -> tuple[Session, list[torch.Tensor]]:
+    """Take over a cache of plain tensors: its prompt ran elsewhere, or in a graph that was left alone."""
+    session = registry.open_session(state.config, shapes, past[0].dtype, past[0].device)
+    try:
+        for layer in range(len(shapes)):
+            session.store(layer, past[2 * layer], past[2 * layer + 1], None)
+        session.advance(session.layers[0].kv_len, decoded=False)
+        if state.sources is not None:
+            # In an extend the graph's own store op tells the padding.
+            for mask in state.sources.masks_at(args, 0)[:1]:
+                real = session.real_keys(mask)
+                session.key_mask = None if real is None else real[:, :-1]
+        return session, registry.issue(session)
+    except BaseException:
+        session.close()
+        raise
 
 
 class Extend:
@@ -288,7 +313,7 @@ def check_masks(session: Session, state: PassState, args: Sequence[Any], ahead: 
             f"The prompt had padding, but attention `{site.node.name}` ({site.source}) has no mask in this step and"
             " would attend to it. Pass the prompt's attention_mask, extended by ones, in every step."
         )
-    horizons = (0, session.config.group_size) if ahead and sources.knows_next else (0,)
+    horizons = (0, session.config.group_size) if ahead and not sources.fixed_length else (0,)
     for num_tokens in horizons:
         real = session.key_mask
         if real is not None:
