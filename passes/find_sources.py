@@ -110,8 +110,8 @@ def find_sources(gm: GraphModule, state: PassState) -> Sources:
         if symbols and not symbols & sizes_of_others:
             sources.lengths.add(index[node])
 
-    static = all(isinstance(shape_of(node)[2], int) for node in past)  # type: ignore[index]
-    sources.knows_next = bool(sources.positions) or not static
+    sources.fixed_length = all(isinstance(shape_of(node)[2], int) for node in past)  # type: ignore[index]
+    sources.knows_next = bool(sources.positions) or not sources.fixed_length
     masks = list(dict.fromkeys(site.mask for site in state.sites if site.mask is not None))
     if masks:
         needed = ancestors(masks)

@@ -31,6 +31,7 @@ class Sources:
         mask_inputs: Positions of its inputs.
         knows_next: The next token's position can be told. Not where Dynamo made the length a constant of the graph
             (it compiles such a graph once, for the first decode step of some models) and no position is passed in.
+        fixed_length: The past's length is a constant of the graph: it can't say what a longer one would be.
     """
 
     token: int | None = None
@@ -42,6 +43,7 @@ class Sources:
     mask_graph: GraphModule | None = None
     mask_inputs: list[int] = field(default_factory=list)
     knows_next: bool = True
+    fixed_length: bool = False
 
     def ahead(self, args: Sequence[Any], inputs: Sequence[int], num_tokens: int) -> list[Any]:
         """The inputs as they would be `num_tokens` later.

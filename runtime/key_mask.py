@@ -64,7 +64,14 @@ class KeyMask:
     def crop(self, kv_len: int) -> None:
         """Keep the first `kv_len` keys."""
         if self._real is not None:
-            self._real = self._real[:, :kv_len]
+            self._set(self._real[:, :kv_len])
+
+    def take(self, source: KeyMask, rows: torch.Tensor) -> None:
+        """Say what `source` says of batch rows `rows`, int64 `[batch]` on the device. `source` may be self."""
+        self._set(None if source._real is None else source._real.index_select(0, rows))
+
+    def _set(self, real: torch.Tensor | None) -> None:
+        self._real = None if real is None or bool(real.all()) else real
 
     def agrees(self, row: torch.Tensor, batch: int, kv_len: int) -> bool:
         """Whether a mask hides just the padding at a length of now or later.

@@ -7,6 +7,7 @@ a few of them back for each step, and the graph's ops (`runtime/ops.py`) call th
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -61,6 +62,7 @@ class Session:
         self.kv_len = 0
         self.key_mask = KeyMask()
         self.closed = False
+        self.thread: int | None = None  # that ran it last
         self.predecoding = False
         self.speculative_token: torch.Tensor | None = None  # what lane 1 decodes next
         self.guessed_token: torch.Tensor | None = (
@@ -221,6 +223,42 @@ class Session:
         self._staged.clear()
         self.kv_len = kv_len
         self.forget_lookahead()
+
+    def reorder(self, rows: Sequence[int]) -> None:
+        """Make batch row i what row `rows[i]` was (beam search): as many rows as before."""
+        index = torch.tensor(rows, device=self.device)
+        self._staged.clear()
+        if self.engine is not None:
+            self.engine.reorder(index)
+        for layer in self.layers:
+            layer.take(layer, index)
+        self._take_rows(self, index)
+
+    def fork(self, rows: Sequence[int]) -> Session:
+        """A session of its own that holds what this one does, of batch rows `rows` in that order.
+
+        Raises:
+            HostMemoryError: If the host tier can't take a copy. This session is as it was.
+        """
+        twin = Session(self.config, self.shapes, self.dtype, self.device)
+        index = torch.tensor(rows, device=self.device)
+        try:
+            twin._open(len(rows), self.kv_len)
+            for mine, theirs in zip(twin.layers, self.layers, strict=True):
+                mine.take(theirs, index)
+        except BaseException:
+            twin.close()
+            raise
+        twin.kv_len = self.kv_len
+        twin._take_rows(self, index)
+        twin.forget_lookahead()  # its staged pairs are not copied
+        return twin
+
+    def _take_rows(self, source: Session, index: torch.Tensor) -> None:
+        self.key_mask.take(source.key_mask, index)
+        for name in ("speculative_token", "guessed_token"):
+            value = getattr(source, name)
+            setattr(self, name, None if value is None else value.index_select(0, index))
 
     def forget_lookahead(self) -> None:
         """What was speculated is void: the tokens to come are others (extend, crop, a new run of decode steps)."""

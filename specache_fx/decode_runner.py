@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,6 +22,9 @@ from specache_fx.runtime import handle
 from specache_fx.runtime.session import Session
 
 logger = logging.getLogger(__name__)
+
+# Dynamo has a lock of its own for what it compiles; a decode graph is compiled when it runs, maybe in several threads.
+_compiling = threading.RLock()
 
 
 class Decode:
@@ -93,14 +97,18 @@ class Decode:
         if ahead and token is not None and session.guessed_token is not None:
             session.metrics.count_token(token, session.guessed_token)
         speculative = session.speculative_token if ahead else token
+        lanes = self.lanes
         inputs = self._bind(args, speculative, ahead)
         key = tuple(tuple(x.shape) if isinstance(x, torch.Tensor) else x for x in inputs)
-        if key not in self._steps:
-            step = self._compile(inputs, session)
+        step = self._steps.get(key)
+        if step is None:
+            with _compiling:
+                if lanes == self.lanes:
+                    step = self._steps.get(key) or self._compile(inputs, session)
             if step is None:  # lanes are not to be had, and were just given up
                 return self._step(session, args, ahead)
             self._steps[key] = step
-        results = self._steps[key](*(x for x in inputs if isinstance(x, torch.Tensor)), session.state)
+        results = step(*(x for x in inputs if isinstance(x, torch.Tensor)), session.state)
         if self.lanes == 1:
             session.speculative_token = session.guessed_token = None
             return list(results)

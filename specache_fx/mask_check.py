@@ -33,7 +33,7 @@ def check_masks(session: Session, state: PassState, args: Sequence[Any], ahead: 
             f"The prompt had padding, but attention `{site.node.name}` ({site.source}) has no mask in this step and"
             " would attend to it. Pass the prompt's attention_mask, extended by ones, in every step."
         )
-    horizons = (0, session.config.group_size) if ahead and sources.knows_next else (0,)
+    horizons = (0, session.config.group_size) if ahead and not sources.fixed_length else (0,)
     for num_tokens in horizons:
         for mask in sources.masks_at(args, num_tokens):
             if session.key_mask.agrees(mask, session.batch, session.kv_len + 1 + num_tokens):

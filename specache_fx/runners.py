@@ -105,7 +105,7 @@ class Prefill:
 def resolve(
     state: PassState, shapes: tuple[LayerShape, ...], args: Sequence[Any]
 ) -> tuple[Session, list[torch.Tensor]]:
-    """The session that past KV inputs belong to, and the handles to give back.
+    """The session that a call goes on with, and the handles to give back.
 
     Args:
         state: What the passes found.
@@ -116,19 +116,43 @@ def resolve(
         The session, at the length that the handles claim, and one handle per slot.
 
     Raises:
-        CacheHandleError: If an input is no handle where it should be one, or a handle of something else.
+        CacheHandleError: If an input is a handle of something else, or one where there should be none.
+        HostMemoryError: If a fork, or a cache that is taken over, doesn't fit.
     """
-    claim = registry.resolve([args[i] for i in state.past_inputs])
-    session = claim.session
-    if session.config != state.config or session.shapes != shapes:
-        raise CacheHandleError(
-            f"The past KV cache was made with {session.config} for {len(session.shapes)} layers; this graph was"
-            f" compiled with {state.config} for {len(shapes)}. Use a cache with the compiled model that made it."
-        )
+    past = [args[i] for i in state.past_inputs]
     _refuse_handles(args, state)
-    past = registry.take(claim)
+    if registry.first_handle(past) is None:
+        session, past = _take_over(state, shapes, past, args)
+    else:
+        claim = registry.resolve(past)
+        session = claim.session
+        if session.config != state.config or session.shapes != shapes:
+            raise CacheHandleError(
+                f"The past KV cache was made with {session.config} for {len(session.shapes)} layers; this graph was"
+                f" compiled with {state.config} for {len(shapes)}. Use a cache with the compiled model that made it."
+            )
+        session, past = registry.take(claim)
     registry.sweep()
     return session, past
+
+
+def _take_over(
+    state: PassState, shapes: tuple[LayerShape, ...], past: Sequence[torch.Tensor], args: Sequence[Any]
+) -> tuple[Session, list[torch.Tensor]]:
+    """A session for a cache of plain tensors: its prompt ran elsewhere, or in a graph that was left alone."""
+    session = registry.open_session(state.config, shapes, past[0].dtype, past[0].device)
+    try:
+        for layer in range(len(shapes)):
+            session.store(layer, past[2 * layer], past[2 * layer + 1], None)
+        session.advance(session.layers[0].kv_len, decoded=False)
+        if state.sources is not None:
+            # In an extend the graph's own store op tells the padding.
+            for mask in state.sources.masks_at(args, 0)[:1]:
+                session.key_mask.read(mask[..., :-1], past[0].shape[0])
+        return session, registry.issue(session)
+    except BaseException:
+        session.close()
+        raise
 
 
 class Extend:

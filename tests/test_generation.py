@@ -1,8 +1,7 @@
-"""Ways of generating: each equals the uncompiled model (bits=16), or raises a `CacheHandleError` that says so."""
+"""Ways of generating: each equals the uncompiled model (bits=16)."""
 
 from __future__ import annotations
 
-import copy
 import logging
 import threading
 from collections.abc import Callable
@@ -93,6 +92,11 @@ WAYS: dict[str, tuple[dict[str, Tensor], dict[str, Any]]] = {
     "prefill_chunk_size": (left_padded((20, 13, 17)), {"prefill_chunk_size": 6}),
     "prompt_lookup": (REPEATS, {"prompt_lookup_num_tokens": 3}),
     "assistant_model": (ALONE, {"assistant_model": DRAFT}),
+    "assistant_model_sampling": (ALONE, {"assistant_model": DRAFT, "do_sample": True}),
+    "early_exit": (ALONE, {"assistant_early_exit": 1}),
+    "beams": (PADDED, {"num_beams": 3}),
+    "beams_sampling": (PADDED, {"num_beams": 2, "do_sample": True}),
+    "beams_return_sequences": (PADDED, {"num_beams": 4, "num_return_sequences": 2}),
     "one_token_prompt": ({"input_ids": torch.tensor([[5], [9]])}, {}),
     "two_token_prompt": ({"input_ids": torch.tensor([[5, 7], [9, 8]])}, {}),
 }
@@ -109,23 +113,7 @@ def test_way_equals_eager(name: str, way: str) -> None:
     assert torch.equal(generate(compiled(name), prompt, **kwargs), expected)
 
 
-# The next version makes these work; until then they say so.
-REFUSED: dict[str, dict[str, Any]] = {
-    "beams": {"num_beams": 2},
-    "beams_sampling": {"num_beams": 2, "do_sample": True},
-    "beams_return_sequences": {"num_beams": 2, "num_return_sequences": 2},
-}
-
-
-@pytest.mark.parametrize("way", REFUSED)
-def test_way_is_refused(way: str) -> None:
-    model = compiled()
-    with pytest.raises(CacheHandleError, match=r"was reordered.*Beam search.*not supported"):
-        generate(model, **REFUSED[way])
-    assert torch.equal(generate(model), generate(eager()))  # and the model is none the worse for it
-
-
-@pytest.mark.parametrize("way", ["sampling", "prefill_chunk_size", "prompt_lookup"])
+@pytest.mark.parametrize("way", ["sampling", "prefill_chunk_size", "prompt_lookup", "beams"])
 def test_way_runs_at_low_bits(way: str) -> None:
     prompt, kwargs = WAYS[way]
     out = generate(compiled(bits=1), prompt, return_dict_in_generate=True, output_logits=True, **kwargs)
@@ -207,25 +195,6 @@ def test_extending_a_cropped_cache() -> None:
         return own_loop(model, torch.tensor([[77, 3, 4, 77, 12]]), 12, past)
 
     torch.testing.assert_close(crop_and_extend(compiled()), crop_and_extend(eager()), **EXACT)
-
-
-def test_fork_is_refused_and_leaves_the_original_usable() -> None:
-    model, prompt = compiled(), PADDED["input_ids"][1:]
-    logits, past = step(model, prompt)
-    fork = copy.deepcopy(past)
-    token = logits.argmax(-1)[:, None]
-    with pytest.raises(CacheHandleError, match=r"copy of one that is still in use \(a fork\)"):
-        step(model, token, fork)
-    torch.testing.assert_close(own_loop(model, token, 9, past), own_loop(eager(), prompt, 10)[1:], **EXACT)
-
-
-def test_copy_takes_over_once_the_original_is_dropped() -> None:
-    model, prompt = compiled(), PADDED["input_ids"][1:]
-    logits, past = step(model, prompt)
-    moved = copy.deepcopy(past)
-    del past
-    token = logits.argmax(-1)[:, None]
-    torch.testing.assert_close(own_loop(model, token, 9, moved), own_loop(eager(), prompt, 10)[1:], **EXACT)
 
 
 # How the model is called --------------------------------------------------------------------------------------------

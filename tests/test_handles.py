@@ -132,12 +132,8 @@ def test_gradients_refuse_a_handle(model: nn.Module) -> None:
 # Foreign caches -----------------------------------------------------------------------------------------------------
 
 
-def test_cache_of_an_uncompiled_prefill_is_refused(model: nn.Module) -> None:
+def test_stats_of_an_uncompiled_models_cache_are_refused(model: nn.Module) -> None:
     past = generate(build("llama"), new_tokens=4).past_key_values
-    with pytest.raises(
-        CacheHandleError, match=r"not made by a model compiled with specache.*Run the prompt through"
-    ):
-        step(model, past)
     with pytest.raises(CacheHandleError, match=r"There is no KV cache of specache"):
         specache_fx.stats(past)
 
