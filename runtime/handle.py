@@ -26,6 +26,7 @@ MAGIC = 0x5CA
 _FIELDS = (("magic", 12), ("session", 24), ("slot", 12), ("row", 16))  # 64 bits
 _CODE_BITS = sum(bits for _, bits in _FIELDS)
 MAX_SESSION = 1 << 24
+_FILLER = 0x2A  # payload of the NaNs that spell nothing: no computation makes such a one
 _SLACK = 512  # elements by which a ruler grows at least
 
 
@@ -68,13 +69,15 @@ def unfit_reason(dtype: torch.dtype, head_dim: int) -> str | None:
 def _encode(session: int, slot: int, batch: int, head_dim: int, dtype: torch.dtype) -> torch.Tensor:
     """NaN-boxed rows `[batch, head_dim]` on the CPU."""
     box = _BOXES[dtype]
-    rows = torch.full((batch, head_dim), box.quiet_nan, dtype=torch.int64)
+    rows = torch.full((batch, head_dim), box.quiet_nan + _FILLER, dtype=torch.int64)
+    length = -(-_CODE_BITS // box.bits)
+    rows[:, :length] = box.quiet_nan
     for row in range(batch):
         code, shift = 0, 0
         for (_, bits), value in zip(_FIELDS, (MAGIC, session, slot, row), strict=True):
             code |= value << shift
             shift += bits
-        for element in range(-(-_CODE_BITS // box.bits)):
+        for element in range(length):
             rows[row, element] += (code >> (element * box.bits)) & ((1 << box.bits) - 1)
     return rows.to(box.integer).view(dtype)
 
@@ -96,7 +99,8 @@ def decode(handle: torch.Tensor) -> list[HandleCode] | None:
     for row in payload.tolist():
         if any(not 0 <= element < 1 << box.bits for element in row):
             return None
-        code, fields = sum(element << (i * box.bits) for i, element in enumerate(row)), {}
+        length = -(-_CODE_BITS // box.bits)
+        code, fields = sum(element << (i * box.bits) for i, element in enumerate(row[:length])), {}
         for name, bits in _FIELDS:
             fields[name] = code & ((1 << bits) - 1)
             code >>= bits
@@ -104,6 +108,20 @@ def decode(handle: torch.Tensor) -> list[HandleCode] | None:
             return None
         codes.append(HandleCode(**fields))
     return codes
+
+
+def is_poisoned(tensor: torch.Tensor) -> bool:
+    """Whether a tensor begins with what a handle is made of, legible or not (its oldest tokens were cut off).
+
+    Args:
+        tensor: `[batch, num_kv_heads, kv_len, head_dim]`.
+    """
+    box = _BOXES.get(tensor.dtype)
+    if box is None or tensor.dim() != 4 or 0 in tensor.shape:
+        return False
+    row = tensor[0, 0, 0].detach().cpu().contiguous()
+    payload = row.view(box.integer).to(torch.int64) - box.quiet_nan
+    return bool((row.isnan() & (payload > 0) & (payload < 1 << box.bits)).any())
 
 
 def issue(
@@ -165,5 +183,6 @@ def _look(
         capacity = needed + max(_SLACK, kv_len // 2)
         storage.resize_(capacity * dtype.itemsize)
         tail = torch.empty(0, dtype=dtype, device=device).set_(storage, held, (capacity - held,), (1,))
-        tail.fill_(torch.nan)
+        box = _BOXES[dtype]
+        tail.view(box.integer).fill_(box.quiet_nan + _FILLER)
     return torch.empty(0, dtype=dtype, device=device).set_(storage, offset, shape, (dim, 0, 1, 1))

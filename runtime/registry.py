@@ -136,7 +136,7 @@ def _issue_of(tensor: torch.Tensor) -> _Issue | None:
 
 @_locked
 def first_handle(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """The first of several floating-point 4-D tensors that is a handle or a copy of one.
+    """The first of several floating-point 4-D tensors that is a handle, a copy of one, or a piece of one.
 
     Costs one read of the device, whatever their number: only what begins with NaN is looked at closely.
     """
@@ -148,7 +148,7 @@ def first_handle(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
         return None
     starts = torch.stack([tensor.detach()[0, 0, 0, 0].to(full[0].device, torch.float32) for tensor in full])
     for tensor, is_nan in zip(full, starts.isnan().tolist(), strict=True):
-        if is_nan and handles.decode(tensor) is not None:
+        if is_nan and handles.is_poisoned(tensor):
             return tensor
     return None
 

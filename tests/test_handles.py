@@ -345,3 +345,13 @@ def test_heads_too_narrow_for_a_code_are_named() -> None:
     assert "head_dim of 4 is under" in str(handle.unfit_reason(torch.bfloat16, 4))
     assert handle.unfit_reason(torch.bfloat16, 16) is None
     assert "dtype torch.int8" in str(handle.unfit_reason(torch.int8, 64))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("batch", [1, 3])
+def test_no_piece_of_a_handle_passes_for_numbers(dtype: torch.dtype, batch: int) -> None:
+    issued = handle.issue(77, [(2, 16), (2, 24)], batch, 70, dtype, torch.device("cpu"))
+    for tensor in issued:
+        for begin in range(70):
+            assert registry.first_handle([tensor[:, :, begin:].clone()]) is not None
+    assert registry.first_handle([torch.full((batch, 2, 5, 16), torch.nan, dtype=dtype)]) is None
