@@ -43,12 +43,45 @@ class Refusal:
 
 
 @dataclass(frozen=True)
+class AttentionCore:
+    """One attention in normal form, whatever it is made of: `normalize_attention` finds them.
+
+        s = softcap * tanh(scale * q @ k^T / softcap) + mask        softmax over s and the head's sink        w @ v
+
+    Attributes:
+        node: Its output, `[batch, num_heads, q_len, value_dim]`, or with batch and heads in one dimension.
+        query: `[batch, num_heads, q_len, key_dim]`.
+        key: `[batch, num_heads or fewer, kv_len, key_dim]`: what repeat_kv made, or what it is made of.
+        value: `[batch, num_heads or fewer, kv_len, value_dim]`.
+        mask: bool (True where a key is seen) or float that is added, up to
+            `[batch or 1, num_heads or 1, q_len or 1, kv_len]`; its last row is the newest query's. None where nothing
+            is hidden or added.
+        scale: Factor on the products.
+        softcap: Bound of the scaled products; None where there is none.
+        sinks: `[num_heads]`: what a column without a value scores; None where there is none.
+        inner: The nodes from query, key, value, masks and sinks to `node`, that included.
+        problem: Reason and remedy where it can't be rewritten whatever its cache; None where it can.
+    """
+
+    node: Node
+    query: Node
+    key: Node
+    value: Node
+    mask: Node | None
+    scale: float
+    softcap: float | None = None
+    sinks: Node | None = None
+    inner: frozenset[Node] = frozenset()
+    problem: tuple[str, str] | None = None
+
+
+@dataclass(frozen=True)
 class AttentionSite:
     """One attention that will be rewritten. Nodes are those of the graph that `match_attention` saw.
 
     Attributes:
         layer: Its index among the rewritten ones, in graph order.
-        node: The `scaled_dot_product_attention` call.
+        node: Its output: a `scaled_dot_product_attention` call, or a product with the values.
         query: `[batch, num_heads, q_len, key_dim]`.
         new_key: This call's keys, `[batch, num_kv_heads, q_len, key_dim]`, before repeat_kv.
         new_value: This call's values.
@@ -58,6 +91,8 @@ class AttentionSite:
         value_root: The whole values: a graph output.
         mask: The mask node, if there is one.
         scale: Factor on the scores.
+        softcap: Bound of the scaled scores; None where there is none.
+        sinks: `[num_heads]`; None where there are none.
         num_kv_heads: KV heads.
         key_dim: Elements of a key.
         value_dim: Elements of a value.
@@ -75,6 +110,8 @@ class AttentionSite:
     value_root: Node
     mask: Node | None
     scale: float
+    softcap: float | None
+    sinks: Node | None
     num_kv_heads: int
     key_dim: int
     value_dim: int
@@ -113,6 +150,8 @@ class PassState:
     Attributes:
         config: The options.
         phase: Set by `match_attention`.
+        cores: The attentions in normal form; None until `normalize_attention` has run.
+        unknown: Softmaxes around which no attention in normal form was found, and why.
         sites: The attentions that are rewritten.
         refusals: Those that are not, and why.
         inputs: Names of Dynamo's placeholders, in order.
@@ -127,6 +166,8 @@ class PassState:
 
     config: SpecacheConfig
     phase: Phase = Phase.NO_CACHE
+    cores: list[AttentionCore] | None = None
+    unknown: dict[Node, str] = field(default_factory=dict)
     sites: list[AttentionSite] = field(default_factory=list)
     refusals: list[Refusal] = field(default_factory=list)
     inputs: list[str] = field(default_factory=list)

@@ -11,7 +11,8 @@ Past and present KV become handles. What moves the pairs depends on the phase:
               return keys, values, logits                   specache.store(k, v, mask[..., -1, :], state, layer)
                                                             return logits
 
-    decode    out = sdpa(q, cat([past_keys, k], -2), ..) ->  out = specache.attention(q, k, v, layer, scale)
+    decode    out = sdpa(q, cat([past_keys, k], -2), ..) ->  out = specache.attention(q, k, v, layer, scale,
+                                                                                  softcap, sinks)
               return keys, values, logits                   return logits
 
 Storing right after each attention is what keeps one layer's 16-bit pairs alive at a time. In decode nothing reads
@@ -118,10 +119,15 @@ def _bind_extend(graph: Graph, site: AttentionSite, state_node: Node) -> None:
 
 
 def _bind_decode(graph: Graph, site: AttentionSite) -> None:
+    more = () if site.softcap is None and site.sinks is None else (site.softcap, site.sinks)
     with graph.inserting_before(site.node):
-        args = (site.query, site.new_key, site.new_value, site.layer, site.scale)
-        marker = call(graph, torch.ops.specache.attention.default, args, site.node)
-    site.node.replace_all_uses_with(marker)
+        args = (site.query, site.new_key, site.new_value, site.layer, site.scale, *more)
+        out = call(graph, torch.ops.specache.attention.default, args, site.node)
+        if len(shape_of(site.node) or ()) == 3:  # batch and heads in one dimension
+            out = call(graph, torch.flatten, (out, 0, 1), site.node)
+        if value_of(out).dtype != value_of(site.node).dtype:
+            out = call(graph, torch.Tensor.to, (out, value_of(site.node).dtype), site.node)
+    site.node.replace_all_uses_with(out)
     graph.erase_node(site.node)
 
 

@@ -5,16 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from specache_fx.errors import UnsupportedGraphError
 from specache_fx.passes.base import PassState
 from specache_fx.passes.graph_utils import (
-    ancestors,
     extract,
     is_integer,
     is_static_input,
+    mutated_inputs,
+    needed_for,
     output_node,
     placeholders,
     reads_shape_only,
@@ -43,12 +44,12 @@ def _is_mask(node: Node, shape: tuple[Any, ...], past_len: Any) -> bool:
     return bool(len(shape) == 2 and value_of(node).is_floating_point() and grows)
 
 
-def _find_token(gm: GraphModule) -> tuple[Node | None, int | None]:
+def find_token(graph: Graph) -> tuple[Node | None, int | None]:
     """The integer input that indexes an embedding whose table has a row per logit, and the table's rows."""
-    shapes = [shape_of(out) for out in output_node(gm.graph).all_input_nodes]
+    shapes = [shape_of(out) for out in output_node(graph).all_input_nodes]
     last_dims = {shape[-1] for shape in shapes if shape and isinstance(shape[-1], int)}
     found: list[tuple[bool, Node, int]] = []
-    for start in placeholders(gm.graph):
+    for start in placeholders(graph):
         if not _is_integer_tensor(start) or is_static_input(start):
             continue
         work, seen = [start], set()
@@ -79,7 +80,7 @@ def find_sources(gm: GraphModule, state: PassState) -> Sources:
     inputs = placeholders(gm.graph)
     index = {node: i for i, node in enumerate(inputs)}
     past = {inputs[i] for i in state.past_inputs}
-    token, vocabulary = _find_token(gm)
+    token, vocabulary = find_token(gm.graph)
     sources = Sources(index[token] if token is not None else None, vocabulary)
     token_shape = shape_of(token) if token is not None else None
 
@@ -114,8 +115,9 @@ def find_sources(gm: GraphModule, state: PassState) -> Sources:
     sources.knows_next = bool(sources.positions) or not sources.fixed_length
     masks = list(dict.fromkeys(site.mask for site in state.sites if site.mask is not None))
     if masks:
-        needed = ancestors(masks)
+        needed = needed_for(gm.graph, masks)
         roots = [node for node in inputs if node in needed]
+        written = set(mutated_inputs(gm.graph))
         for node in roots:
             known = (
                 is_integer(node) or is_static_input(node) or index[node] in sources.masks | sources.positions
@@ -123,7 +125,7 @@ def find_sources(gm: GraphModule, state: PassState) -> Sources:
             shape_only = index[node] in sources.shapes and all(
                 reads_shape_only(user) for user in node.users if user in needed
             )
-            if not known and not shape_only:
+            if node in written or not (known or shape_only):
                 site = next(site for site in state.sites if site.mask is not None)
                 raise UnsupportedGraphError(
                     f"The mask of attention `{site.node.name}` ({site.source}) is computed from input `{node.name}`,"
@@ -132,4 +134,7 @@ def find_sources(gm: GraphModule, state: PassState) -> Sources:
                 )
         sources.mask_graph = extract(gm, masks, roots)
         sources.mask_inputs = [index[node] for node in roots]
+        sources.layer_masks = {
+            site.layer: masks.index(site.mask) for site in state.sites if site.mask is not None
+        }
     return sources

@@ -2,8 +2,8 @@
 
     keys   = cat([past_keys, k], -2)        # output; in prefill the past is empty, or there is no cat
     values = cat([past_values, v], -2)      # output
-    out    = scaled_dot_product_attention(q, repeat_kv(keys), repeat_kv(values), mask)
-        -> AttentionSite(q, k, v, past_keys, past_values, keys, values, mask, scale)
+    AttentionCore(out, q, repeat_kv(keys), repeat_kv(values), mask, scale, softcap, sinks)
+        -> AttentionSite(q, k, v, past_keys, past_values, keys, values, mask, scale, softcap, sinks)
 
 Decides the graph's phase too: prefill has no past, decode has `q_len == 1` and a past, all else is an extend.
 """
@@ -14,13 +14,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from specache_fx.passes.base import AttentionSite, Pass, PassState, Phase, Refusal
+from specache_fx.passes.base import AttentionCore, AttentionSite, Pass, PassState, Phase, Refusal
+from specache_fx.passes.find_sources import find_token
 from specache_fx.passes.graph_utils import (
     ancestors,
+    is_static_input,
     mutated_inputs,
     output_node,
     placeholders,
@@ -33,7 +34,9 @@ from specache_fx.passes.graph_utils import (
 from specache_fx.runtime.handle import unfit_reason
 
 _RELAYOUTS = {"cat", "stack", "transpose", "permute", "contiguous", "view", "reshape", "clone", "unsqueeze"}
-_SDPA_ARGS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
+_MAKES_LIKE = {
+    "new_ones", "new_zeros", "new_full", "new_empty", "ones_like", "zeros_like", "full_like", "empty_like",
+}  # fmt: skip
 _LEAVE = 'To use this model nevertheless, compile it with backend="inductor"'
 
 
@@ -52,11 +55,6 @@ class _Side:
     root: Node
     new: Node
     past: Node | None
-
-
-def _argument(node: Node, name: str, default: Any = None) -> Any:
-    index = _SDPA_ARGS.index(name)
-    return node.args[index] if index < len(node.args) else node.kwargs.get(name, default)
 
 
 def _without_repeat(node: Node) -> tuple[Node, list[Node]]:
@@ -82,7 +80,7 @@ def _without_repeat(node: Node) -> tuple[Node, list[Node]]:
     return (chain[-1], chain[:-1]) if is_repeat else (node, [])
 
 
-def _side(tensor: Node, attention: Node, what: str, outputs: set[Node]) -> _Side:
+def _side(tensor: Node, core: AttentionCore, what: str, outputs: set[Node]) -> _Side:
     """Follow one side of an attention back to what is cached."""
     root, repeat = _without_repeat(tensor)
     shape = shape_of(root)
@@ -112,7 +110,7 @@ def _side(tensor: Node, attention: Node, what: str, outputs: set[Node]) -> _Side
                 f"Return cat([past, new], dim=-2) itself, or use a DynamicCache. {_LEAVE}.",
             )
         raise _NoMatch(f"its {what} are not returned as a KV cache", "")
-    inside = {attention, *repeat}
+    inside = {*core.inner, *repeat}
     for user in root.users:
         if user not in inside and user.op != "output" and not reads_shape_only(user):
             raise _NoMatch(f"its {what} are also used by `{user.name}` ({target_name(user)})")
@@ -140,10 +138,9 @@ def _is_cached_elsewhere(root: Node, outputs: set[Node]) -> bool:
     return False
 
 
-def _match(node: Node, outputs: set[Node], layer: int) -> AttentionSite:
-    query, key, value = (_argument(node, name) for name in _SDPA_ARGS[:3])
-    keys, values = _side(key, node, "keys", outputs), _side(value, node, "values", outputs)
-    q, k, v = value_of(query), value_of(keys.root), value_of(values.root)
+def _match(core: AttentionCore, outputs: set[Node], layer: int) -> AttentionSite:
+    keys, values = _side(core.key, core, "keys", outputs), _side(core.value, core, "values", outputs)
+    q, k, v = value_of(core.query), value_of(keys.root), value_of(values.root)
     if (keys.past is None) != (values.past is None):
         raise _NoMatch("only one of its keys and values has a past")
     if q.dim() != 4 or k.shape[1] != v.shape[1] or q.shape[1] % k.shape[1]:
@@ -161,35 +158,60 @@ def _match(node: Node, outputs: set[Node], layer: int) -> AttentionSite:
     for side in (k, v):
         if reason := unfit_reason(side.dtype, side.shape[-1]):
             raise _NoMatch(reason)
-    if _argument(node, "dropout_p", 0.0) != 0.0:
-        raise _NoMatch("it has dropout", "Call model.eval() first.")
-    mask = _argument(node, "attn_mask")
-    dims = shape_of(mask) if mask is not None else None
-    if dims is not None and (len(dims) not in (2, 3, 4) or (len(dims) > 2 and dims[-3] != 1)):
-        raise _NoMatch("its mask differs from head to head")
-    decode = keys.past is not None and q.shape[2] == 1
-    if decode and _argument(node, "is_causal", False):
-        raise _NoMatch("it is causal with one query, which hides all keys but the first")
-    scale = _argument(node, "scale")
-    if scale is not None and not isinstance(scale, (int, float)):
-        raise _NoMatch("its scale is computed in the graph")
+    if core.problem is not None:
+        raise _NoMatch(*core.problem)
+    dims = shape_of(core.mask) if core.mask is not None else None
+    if dims is not None and len(dims) > 4:
+        raise _NoMatch(f"its mask has {len(dims)} dimensions")
+    if dims is not None and len(dims) > 2 and dims[-3] != 1 and value_of(core.mask).dtype == torch.bool:
+        raise _NoMatch("its mask hides other keys from head to head")
+    if core.mask is not None and (data := _data_behind(core, keys, values)) is not None:
+        raise _NoMatch(
+            f"its mask is computed from data (`{data.name}`), not from positions and padding alone"
+        )
     return AttentionSite(
         layer=layer,
-        node=node,
-        query=query,
+        node=core.node,
+        query=core.query,
         new_key=keys.new,
         new_value=values.new,
         past_key=keys.past,
         past_value=values.past,
         key_root=keys.root,
         value_root=values.root,
-        mask=mask,
-        scale=float(scale) if scale is not None else q.shape[-1] ** -0.5,
+        mask=core.mask,
+        scale=core.scale,
+        softcap=core.softcap,
+        sinks=core.sinks,
         num_kv_heads=int(k.shape[1]),
         key_dim=int(k.shape[-1]),
         value_dim=int(v.shape[-1]),
-        source=source_of(node),
+        source=source_of(core.node),
     )
+
+
+def _data_behind(core: AttentionCore, keys: _Side, values: _Side) -> Node | None:
+    """What a mask reads, of tokens, embeddings, queries, keys and values; their shapes don't count."""
+    assert core.mask is not None
+    graph = core.mask.graph
+    data = {core.query, keys.new, values.new, keys.past, values.past}
+    token, vocabulary = find_token(graph)
+    if any((shape_of(out) or (None,))[-1] == vocabulary for out in output_node(graph).all_input_nodes):
+        data.add(token)
+    data |= {
+        node
+        for node in placeholders(graph)
+        if len(shape_of(node) or ()) == 3 and value_of(node).is_floating_point() and not is_static_input(node)
+    }
+    work, seen = [core.mask], set[Node]()
+    while work:
+        node = work.pop()
+        if node in data:
+            return node
+        if node not in seen and not reads_shape_only(node) and target_name(node) not in _MAKES_LIKE:
+            seen.add(node)
+            work.extend(node.all_input_nodes)
+    return None
 
 
 def _phase(sites: list[AttentionSite]) -> Phase:
@@ -205,44 +227,40 @@ def match_attention(gm: GraphModule, state: PassState) -> GraphModule:
     outputs = set(output_node(gm.graph).all_input_nodes)
     state.inputs = [node.name for node in placeholders(gm.graph)]
     state.sites, state.refusals = [], []
-    for node in gm.graph.nodes:
-        if node.op != "call_function" or node.target is not F.scaled_dot_product_attention:
-            continue
+    for core in state.cores or []:
         try:
-            site = _match(node, outputs, len(state.sites))
+            site = _match(core, outputs, len(state.sites))
             if state.sites and (site.past_key is None) != (state.sites[0].past_key is None):
                 raise _NoMatch("it has a past and others in the graph have none, or the reverse")
             state.sites.append(site)
         except _NoMatch as no:
             if no.remedy:
-                state.refusals.append(Refusal(node.name, source_of(node), no.reason, no.remedy))
-    state.refusals.extend(_appends_without_sdpa(gm, state, outputs))
+                state.refusals.append(Refusal(core.node.name, source_of(core.node), no.reason, no.remedy))
+    state.refusals.extend(_unknown_forms(gm, state, outputs))
     state.phase = _phase(state.sites)
     return gm
 
 
-def _appends_without_sdpa(gm: GraphModule, state: PassState, outputs: set[Node]) -> list[Refusal]:
-    """KV caches whose attention is no SDPA call: named once a graph, by the softmax that reads them."""
-    bound = {root for site in state.sites for root in (site.key_root, site.value_root)}
-    grown = [
-        node
-        for node in gm.graph.nodes
-        if node.target is torch.cat
-        and node in outputs
-        and node not in bound
-        and len(shape_of(node) or ()) == 4
-    ]
-    softmax = [node for node in gm.graph.nodes if target_name(node) == "softmax"]
-    if not grown or not softmax:
-        return []
-    return [
-        Refusal(
-            softmax[0].name,
-            source_of(softmax[0]),
-            "it is computed by matmul and softmax, not by scaled_dot_product_attention",
-            'Load the model with attn_implementation="sdpa" (model.set_attn_implementation("sdpa")).',
-        )
-    ]
+def _unknown_forms(gm: GraphModule, state: PassState, outputs: set[Node]) -> list[Refusal]:
+    """KV caches whose attention has no normal form: each named by the softmax that reads it first."""
+    known = {core.node for core in state.cores or []}
+    refusals: dict[Node, Refusal] = {}
+    for root in gm.graph.nodes:
+        if root.target is not torch.cat or root not in outputs or len(shape_of(root) or ()) != 4:
+            continue
+        work, seen = list(root.users), set[Node]()
+        while work:
+            node = work.pop(0)
+            if node in seen or node in known or reads_shape_only(node):
+                continue
+            seen.add(node)
+            if node not in state.unknown:
+                work.extend(node.users)
+                continue
+            remedy = f'Load it with attn_implementation="sdpa" if it can be. {_LEAVE}.'
+            refusals.setdefault(node, Refusal(node.name, source_of(node), state.unknown[node], remedy))
+            break
+    return list(refusals.values())
 
 
 MATCH_ATTENTION = Pass("match_attention", match_attention)

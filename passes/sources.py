@@ -29,6 +29,7 @@ class Sources:
         shapes: Past KV tensors; where only their shape is read, that is a length too.
         mask_graph: Computes the attentions' masks; None where they have none.
         mask_inputs: Positions of its inputs.
+        layer_masks: Which of its results is the mask of a layer; layers without a mask are left out.
         knows_next: The next token's position can be told. Not where Dynamo made the length a constant of the graph
             (it compiles such a graph once, for the first decode step of some models) and no position is passed in.
         fixed_length: The past's length is a constant of the graph: it can't say what a longer one would be.
@@ -42,6 +43,7 @@ class Sources:
     shapes: set[int] = field(default_factory=set)
     mask_graph: GraphModule | None = None
     mask_inputs: list[int] = field(default_factory=list)
+    layer_masks: dict[int, int] = field(default_factory=dict)
     knows_next: bool = True
     fixed_length: bool = False
 
@@ -69,10 +71,11 @@ class Sources:
         return moved
 
     def masks_at(self, args: Sequence[Any], num_tokens: int) -> tuple[torch.Tensor, ...]:
-        """The masks that the model would apply `num_tokens` later, `[batch or 1, 1, 1, kv_len]` each."""
+        """The masks that the model would apply `num_tokens` later: their newest query's rows, see `masks.split_row`."""
         if self.mask_graph is None:
             return ()
-        return self.mask_graph(*self.ahead(args, self.mask_inputs, num_tokens))
+        masks = self.mask_graph(*self.ahead(args, self.mask_inputs, num_tokens))
+        return tuple(mask if mask.dim() < 2 else mask[..., -1, :] for mask in masks)
 
 
 @dataclass(frozen=True)

@@ -4,35 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from specache_fx.errors import UnsupportedGraphError
-
-
-def real_keys(row: torch.Tensor | None, batch: int) -> torch.Tensor | None:
-    """Which keys an attention mask lets the newest query see.
-
-    Args:
-        row: The mask's last row, `[kv_len]` or `[batch or 1, ..., kv_len]`: bool, or float that is added to scores.
-        batch: Rows of the session.
-
-    Returns:
-        Bool `[batch, kv_len]`; None where every key is real.
-
-    Raises:
-        UnsupportedGraphError: If the mask is neither "attend" nor "don't" somewhere.
-    """
-    if row is None:
-        return None
-    row = row.reshape(-1, row.shape[-1]).expand(batch, -1)
-    if row.dtype != torch.bool:
-        keep = row == 0
-        if not bool((keep | (row <= torch.finfo(row.dtype).min / 2)).all()):
-            raise UnsupportedGraphError(
-                "An additive attention mask holds values that are neither 0 nor the least of its dtype, so it is"
-                " a bias and no padding mask. Biases in attention are not supported: compile this model with"
-                ' backend="inductor".'
-            )
-        row = keep
-    return None if bool(row.all()) else row.clone()
+from specache_fx.runtime.masks import split_row
 
 
 class KeyMask:
@@ -47,8 +19,8 @@ class KeyMask:
         return self._real is not None
 
     def read(self, row: torch.Tensor | None, batch: int) -> None:
-        """Take over what a mask says, see `real_keys`."""
-        self._real = real_keys(row, batch)
+        """Take over what the newest query's row of a mask says about padding, see `split_row`."""
+        self._real = None if row is None else split_row(row, batch)[0]
 
     def at(self, kv_len: int) -> torch.Tensor | None:
         """Bool `[batch, kv_len]` for a length of now or later; None where every key is real."""
@@ -73,15 +45,14 @@ class KeyMask:
     def _set(self, real: torch.Tensor | None) -> None:
         self._real = None if real is None or bool(real.all()) else real
 
-    def agrees(self, row: torch.Tensor, batch: int, kv_len: int) -> bool:
+    def agrees(self, seen: torch.Tensor | None, kv_len: int) -> bool:
         """Whether a mask hides just the padding at a length of now or later.
 
         Args:
-            row: See `real_keys`.
-            batch: Rows of the session.
+            seen: The keys that it shows, bool `[batch, kv_len]`; None where it shows all.
             kv_len: Keys that the attention will have, its own included.
         """
-        seen, real = real_keys(row, batch), self.at(kv_len)
+        real = self.at(kv_len)
         if seen is None or real is None:
             return seen is real
         return torch.equal(seen, real)

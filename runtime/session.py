@@ -68,6 +68,8 @@ class Session:
         self.guessed_token: torch.Tensor | None = (
             None  # what it decoded last: a guess at the next output token
         )
+        # What the model adds to the scores of each layer in the step to come; see `DecodeInputs.bias`.
+        self.biases: dict[int, torch.Tensor] = {}
         self.staged_for: int | None = None  # the length at which the staged pairs are those of the next token
         self.metrics = Metrics()
         self.layers: list[LayerCache] = []
@@ -138,6 +140,8 @@ class Session:
         value: torch.Tensor,
         scale: float,
         staged: bool,
+        softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Attend with every lane and keep the selection scores until `select`.
 
@@ -148,6 +152,8 @@ class Session:
             value: `[lanes, batch, num_kv_heads, 1, value_dim]`.
             scale: Factor on the scores.
             staged: Replace low-bit pairs by those that were prefetched (never in pre-decode).
+            softcap: See `DecodeInputs`.
+            sinks: See `DecodeInputs`.
 
         Returns:
             `[lanes, batch, num_heads, 1, value_dim]`.
@@ -173,6 +179,9 @@ class Session:
                 key_mask=self.key_mask.grow(cache.kv_len),
                 scale=scale,
                 independent_lanes=self.predecoding,
+                softcap=softcap,
+                bias=self.biases.get(layer),
+                sinks=sinks,
             )
         )
         self._scores[layer] = (scores, cache.num_quantized)

@@ -13,7 +13,7 @@ from torch.fx import GraphModule
 from specache_fx._log import warn_once
 from specache_fx.errors import SpecacheError
 from specache_fx.lowering import Compiled, lower_static
-from specache_fx.mask_check import check_masks
+from specache_fx.mask_check import check_masks, step_biases
 from specache_fx.passes.base import PassState
 from specache_fx.passes.graph_utils import placeholders
 from specache_fx.passes.pipeline import Observer, build_decode_graph
@@ -63,34 +63,39 @@ class Decode:
             session, past = resolve(self._state, self._layers, args)
             lost = self.lanes > 1 and session.speculative_token is None
             if session.staged_for != session.kv_len or lost:
-                self._begin(session, args)
+                biases = self._begin(session, args)
             else:
-                check_masks(session, self._state, args, ahead=not session.kv_len % session.config.group_size)
-            kept = self._step(session, args, ahead=1)
+                fills = not session.kv_len % session.config.group_size
+                biases = check_masks(session, self._state, args, ahead=fills)
+            kept = self._step(session, args, biases, ahead=1)
             session.advance(1, decoded=True)
             if self.lanes > 1 and not self._sources.knows_next:
                 session.staged_for = None  # lane 1 had no position of its own: start over with the next token
             handles = [handle.resize(tensor, session.kv_len) for tensor in past]
             return assemble(self._plan, kept, handles, args)
 
-    def _begin(self, session: Session, args: Sequence[Any]) -> None:
-        """Before a run of decode steps: check the masks, then pre-decode (Algorithm 2)."""
-        check_masks(session, self._state, args, ahead=True)
+    def _begin(self, session: Session, args: Sequence[Any]) -> list[torch.Tensor | None]:
+        """Before a run of decode steps: check the masks, then pre-decode (Algorithm 2). Returns the masks' biases."""
+        biases = check_masks(session, self._state, args, ahead=True)
         session.forget_lookahead()
         config = self._state.config
         if self._state.mutated is None and config.placement.prefetch and config.lookahead != "none":
             session.predecoding = True
             try:
-                self._step(session, args, ahead=0)
+                self._step(session, args, biases, ahead=0)
             finally:
                 session.predecoding = False
+        return biases
 
-    def _step(self, session: Session, args: Sequence[Any], ahead: int) -> Sequence[Any]:
+    def _step(
+        self, session: Session, args: Sequence[Any], biases: list[torch.Tensor | None], ahead: int
+    ) -> Sequence[Any]:
         """Run the graph once and return lane 0's outputs.
 
         Args:
             session: The session.
             args: Dynamo's inputs.
+            biases: What the masks add to the output token's scores, see `check_masks`.
             ahead: Tokens from lane 0 to lane 1: 1 in a decode step. In pre-decode 0, both lanes are the first token.
         """
         token = None if self._sources.token is None else args[self._sources.token]
@@ -106,8 +111,9 @@ class Decode:
                 if lanes == self.lanes:
                     step = self._steps.get(key) or self._compile(inputs, session)
             if step is None:  # lanes are not to be had, and were just given up
-                return self._step(session, args, ahead)
+                return self._step(session, args, biases, ahead)
             self._steps[key] = step
+        session.biases = step_biases(session, self._sources, args, biases, lanes, ahead)
         results = step(*(x for x in inputs if isinstance(x, torch.Tensor)), session.state)
         if self.lanes == 1:
             session.speculative_token = session.guessed_token = None

@@ -45,12 +45,15 @@ def test_a_transformers_model_is_driven_through_generate_and_left_as_it_was() ->
         specache_fx.stats(out.past_key_values)
 
 
-def test_eager_attention_is_refused_with_its_line_and_the_remedy() -> None:
+def test_attention_that_is_left_alone_has_its_line_and_the_remedy() -> None:
     report = specache_fx.explain(
-        build("llama", attn_implementation="eager"), input_ids=torch.arange(3, 20)[None]
+        build("llama", attn_implementation="eager"),
+        input_ids=torch.arange(3, 20)[None],
+        use_cache=True,
+        output_attentions=True,
     )
     text = str(report)
-    assert "0 attentions rewritten, 1 left alone" in text
+    assert "0 attentions rewritten, 2 left alone" in text
     assert "modeling_llama.py" in text and "nn.functional.softmax" in text
     assert 'attn_implementation="sdpa"' in text
 

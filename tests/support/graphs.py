@@ -17,6 +17,7 @@ from specache_fx.passes.base import PassState, Phase
 from specache_fx.passes.duplicate_query import duplicate_query, lane_inputs
 from specache_fx.passes.graph_utils import copy_graph, placeholders, value_of
 from specache_fx.passes.match_attention import match_attention
+from specache_fx.passes.normalize_attention import normalize_attention
 from specache_fx.passes.pipeline import CAPTURE_PASSES, run_passes
 
 
@@ -96,9 +97,14 @@ def tiny_decoder(**changes: Any) -> TinyDecoder:
 
 def phase_of(captured: Captured) -> Phase:
     """What `match_attention` takes the graph for."""
+    return matched(captured).phase
+
+
+def matched(captured: Captured) -> PassState:
+    """What `normalize_attention` and `match_attention` say about a graph."""
     state = PassState(SpecacheConfig())
-    match_attention(captured.copy(), state)
-    return state.phase
+    match_attention(normalize_attention(captured.copy(), state), state)
+    return state
 
 
 def by_phase(graphs: list[Captured]) -> dict[Phase, Captured]:
