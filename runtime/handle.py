@@ -160,7 +160,9 @@ def resize(handle: torch.Tensor, kv_len: int) -> torch.Tensor:
     """The same handle for a cache of `kv_len` tokens; shares the storage."""
     batch, heads, _, dim = handle.shape
     shape = (batch, heads, kv_len, dim)
-    resized = _look(handle.untyped_storage(), handle.dtype, handle.device, handle.storage_offset(), shape)
+    resized = _look(
+        handle.untyped_storage(), handle.dtype, handle.device, int(handle.storage_offset()), shape
+    )
     # Dynamo would make the growing length static twice before it gives up; tell it at once.
     torch._dynamo.maybe_mark_dynamic(resized, 2)
     return resized
