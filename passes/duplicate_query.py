@@ -4,7 +4,8 @@
         -> out = specache.attention_lanes(q, k, v, layer, scale)  # q [lanes, batch, num_heads, 1, key_dim]
 
 The graph is traced again under `torch.vmap` over lanes: token ids and prelude tensors carry a leading lane
-dimension, everything else is shared, so that each weight is read once for both. Result: an ATen graph of static
+dimension, everything else is shared, so that each weight is read once for both (`batching_rules` has the operators
+that vmap doesn't know). Result: an ATen graph of static
 shapes whose outputs have a leading lane dimension too.
 
 With one lane (lookahead "query" or "none", policy "kivi", or where lanes can't be had) it is traced as it is.
@@ -24,6 +25,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.traceback import preserve_node_meta
 
 from specache_fx.passes.base import PassState
+from specache_fx.passes.batching_rules import register_batching_rules
 from specache_fx.passes.graph_utils import finish, placeholders
 
 
@@ -60,6 +62,7 @@ def duplicate_query(gm: GraphModule, state: PassState, inputs: Sequence[Any], la
 
     function = one_lane
     if lanes > 1:
+        register_batching_rules()
         in_dims = tuple(0 if per_lane[i] else None for i in tensors)
         function = torch.vmap(one_lane, in_dims=in_dims, randomness="different")
     trace = make_fx(function, tracing_mode="fake", _allow_non_fake_inputs=True)

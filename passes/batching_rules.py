@@ -1,0 +1,74 @@
+"""How operators that `torch.vmap` has no rule for take two lanes at once.
+
+Without a rule vmap calls an operator once for each lane and stacks the results: right, but each weight is read twice.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# Products of each token with its own expert's weight, over tokens sorted by expert: transformers' own operator, and
+# PyTorch's, which transformers takes where it can run.
+_GROUPED = ("transformers::grouped_mm_fallback", "aten::_grouped_mm")
+
+
+def register_batching_rules() -> None:
+    """Register the rules of the operators that exist by now; cheap to call again."""
+    for name in _GROUPED:
+        namespace, op = name.split("::")
+        if hasattr(getattr(torch.ops, namespace), op):
+            _register_grouped(name)
+
+
+@cache
+def _register_grouped(name: str) -> torch.library.Library:
+    namespace, op = name.split("::")
+    call = getattr(getattr(torch.ops, namespace), op).default
+
+    def rule(info: Any, in_dims: tuple[int | None, ...], tokens: Tensor, weight: Tensor, *rest: Any) -> Any:
+        offsets = rest[0] if rest else None
+        if in_dims[1] is not None or offsets is None or any(dim is not None for dim in in_dims[3:]):
+            return _one_by_one(call, info.batch_size, in_dims, (tokens, weight, *rest)), 0
+        lanes = [
+            side.expand(info.batch_size, *side.shape) if dim is None else side.movedim(dim, 0)
+            for side, dim in ((tokens, in_dims[0]), (offsets, in_dims[2]))
+        ]
+        return _merged(call, lanes[0], weight, lanes[1], rest[1:]), 0
+
+    library = torch.library.Library(namespace, "FRAGMENT")
+    torch.library.register_vmap(name, rule, lib=library)
+    return library  # its rules end with it
+
+
+def _merged(call: Any, tokens: Tensor, weight: Tensor, offsets: Tensor, rest: tuple[Any, ...]) -> Tensor:
+    """One product for the tokens of every lane, sorted by expert again.
+
+    Args:
+        call: The operator.
+        tokens: `[lanes, tokens, features]`, sorted by expert within a lane.
+        weight: `[experts, features, outputs]`, of every lane.
+        offsets: int `[lanes, experts]`: where each expert's tokens end. Tokens after the last one have no expert.
+        rest: Further arguments.
+    """
+    lanes, num_tokens, _ = tokens.shape
+    index = torch.arange(num_tokens, device=tokens.device, dtype=offsets.dtype)
+    expert = (index[None, :, None] >= offsets[:, None, :]).sum(-1)
+    order = torch.argsort(expert.flatten(), stable=True)
+    # Counts of all lanes add up, and so do their running sums.
+    out = call(tokens.flatten(0, 1)[order], weight, offsets.sum(0, dtype=offsets.dtype), *rest)
+    return out[torch.argsort(order)].unflatten(0, (lanes, num_tokens))
+
+
+def _one_by_one(call: Any, lanes: int, in_dims: tuple[int | None, ...], args: tuple[Any, ...]) -> Tensor:
+    return torch.stack(
+        [
+            call(
+                *(arg if dim is None else arg.select(dim, i) for arg, dim in zip(args, in_dims, strict=True))
+            )
+            for i in range(lanes)
+        ]
+    )

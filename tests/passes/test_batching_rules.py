@@ -1,0 +1,62 @@
+"""Operators that two lanes share: the same numbers as lane by lane, and each weight read once."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+import transformers.integrations.moe  # noqa: F401  (defines the operator)
+from hypothesis import given
+from hypothesis import strategies as st
+from support.graphs import by_phase, capture, decode_graph, drive_transformers
+from support.zoo import build
+from torch import Tensor
+
+from specache_fx.config import SpecacheConfig
+from specache_fx.passes.base import Phase
+from specache_fx.passes.batching_rules import register_batching_rules
+
+OPS = {
+    "transformers": (torch.ops.transformers.grouped_mm_fallback, torch.float32),
+    "aten": (torch.ops.aten._grouped_mm, torch.bfloat16),
+}
+PRODUCTS = {"mm", "addmm", "bmm", "grouped_mm_fallback", "_grouped_mm"}
+
+
+@pytest.mark.parametrize("name", OPS)
+@given(data=st.data())
+def test_grouped_product_equals_lane_by_lane(name: str, data: st.DataObject) -> None:
+    op, dtype = OPS[name]
+    lanes, experts, tokens = (data.draw(st.integers(1, top)) for top in (3, 5, 9))
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
+    x = torch.randn(lanes, tokens, 16, generator=generator).to(dtype)
+    weight = torch.randn(experts, 16, 8, generator=generator).to(dtype)
+    # Where each expert's tokens end; the last ones may have no expert.
+    ends = torch.randint(tokens + 1, (lanes, experts), generator=generator).sort(-1).values.int()
+    register_batching_rules()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # vmap warns where it goes lane by lane
+        found: Tensor = torch.vmap(lambda x, ends: op(x, weight, ends))(x, ends)
+    for lane in range(lanes):
+        held = int(ends[lane, -1])
+        torch.testing.assert_close(found[lane, :held], op(x[lane], weight, ends[lane])[:held])
+
+
+@pytest.mark.parametrize("model", ["llama", "mixtral", "qwen3_moe"])
+def test_no_weight_is_read_twice(model: str, fresh_dynamo: None) -> None:
+    """As many products for two lanes as for one."""
+
+    def products(lanes: int) -> Counter[Any]:
+        lookahead = "token" if lanes == 2 else "query"
+        config = SpecacheConfig(bits=2, group_size=4, residual_length=4, top_k=3, lookahead=lookahead)
+        gm, _ = decode_graph(graph, config)
+        names = [str(getattr(node.target, "_opname", "")) for node in gm.graph.nodes]
+        return Counter(name for name in names if name in PRODUCTS)
+
+    graph = by_phase(capture(build(model), drive_transformers))[Phase.DECODE]
+    one, two = products(1), products(2)
+    assert sum(one.values()) == sum(two.values()) >= 7
+    assert model == "llama" or two["grouped_mm_fallback"] >= 2
