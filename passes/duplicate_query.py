@@ -27,6 +27,7 @@ from torch.fx.traceback import preserve_node_meta
 from specache_fx.passes.base import PassState
 from specache_fx.passes.batching_rules import register_batching_rules
 from specache_fx.passes.graph_utils import finish, placeholders
+from specache_fx.passes.subclasses import flatten, unflatten
 
 
 def lane_inputs(gm: GraphModule, state: PassState) -> list[bool]:
@@ -49,25 +50,31 @@ def duplicate_query(gm: GraphModule, state: PassState, inputs: Sequence[Any], la
         lanes: 1 or 2.
 
     Returns:
-        The ATen graph; its inputs are the tensors among `inputs`, in order.
+        The ATen graph; its inputs are the plain tensors among `inputs`, in order (see `subclasses.flatten`).
     """
-    per_lane = lane_inputs(gm, state)
-    tensors = [i for i, value in enumerate(inputs) if isinstance(value, torch.Tensor)]
+    per_lane = [
+        on_lanes
+        for on_lanes, value in zip(lane_inputs(gm, state), inputs, strict=True)
+        for _ in flatten([value])
+    ]
+    names = [
+        node.name
+        for node, value in zip(placeholders(gm.graph), inputs, strict=True)
+        for _ in flatten([value])
+    ]
 
     def one_lane(*values: torch.Tensor) -> Any:
-        full = list(inputs)
-        for i, value in zip(tensors, values, strict=True):
-            full[i] = value
+        full = unflatten(inputs, values)
         return Interpreter(gm).run(*full)  # not gm(...): new nodes shall know the lines of the model
 
     function = one_lane
     if lanes > 1:
         register_batching_rules()
-        in_dims = tuple(0 if per_lane[i] else None for i in tensors)
+        in_dims = tuple(0 if on_lanes else None for on_lanes in per_lane)
         function = torch.vmap(one_lane, in_dims=in_dims, randomness="different")
     trace = make_fx(function, tracing_mode="fake", _allow_non_fake_inputs=True)
     with torch.no_grad(), preserve_node_meta():
-        traced = trace(*(inputs[i] for i in tensors))
-    for node, i in zip(placeholders(traced.graph), tensors, strict=True):
-        node.meta["specache_name"] = placeholders(gm.graph)[i].name
+        traced = trace(*flatten(inputs))
+    for node, name in zip(placeholders(traced.graph), names, strict=True):
+        node.meta["specache_name"] = name
     return finish(traced)

@@ -15,6 +15,7 @@ from specache_fx.passes.graph_utils import (
     is_integer,
     is_static_input,
     mutated_inputs,
+    mutates,
     needed_for,
     output_node,
     placeholders,
@@ -71,6 +72,16 @@ def find_token(graph: Graph) -> tuple[Node | None, int | None]:
     return node, rows
 
 
+def _read_by(graph: Graph, needed: set[Node]) -> set[Node]:
+    """The nodes among `needed` whose numbers are read, not just their shapes."""
+    ends = {node for node in needed if not any(user in needed for user in node.users)}
+    read = ends | {node for node in needed if mutates(node)}
+    for node in reversed(graph.nodes):
+        if node in read and not reads_shape_only(node):
+            read.update(node.all_input_nodes)
+    return read
+
+
 def find_sources(gm: GraphModule, state: PassState) -> Sources:
     """Name the inputs of a decode graph before the cache is taken out of it.
 
@@ -116,15 +127,15 @@ def find_sources(gm: GraphModule, state: PassState) -> Sources:
     masks = list(dict.fromkeys(site.mask for site in state.sites if site.mask is not None))
     if masks:
         needed = needed_for(gm.graph, masks)
+        read = _read_by(gm.graph, needed)
         roots = [node for node in inputs if node in needed]
         written = set(mutated_inputs(gm.graph))
         for node in roots:
             known = (
                 is_integer(node) or is_static_input(node) or index[node] in sources.masks | sources.positions
             )
-            shape_only = index[node] in sources.shapes and all(
-                reads_shape_only(user) for user in node.users if user in needed
-            )
+            grows = any(symbols_of(size) & symbols_of(past_len) for size in shape_of(node) or ())
+            shape_only = node not in read and (index[node] in sources.shapes or not grows)
             if node in written or not (known or shape_only):
                 site = next(site for site in state.sites if site.mask is not None)
                 raise UnsupportedGraphError(

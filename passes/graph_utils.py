@@ -164,7 +164,7 @@ def needed_for(graph: Graph, results: Iterable[Node], inputs: Iterable[Node] = (
     order = {node: i for i, node in enumerate(graph.nodes)}
     results, inputs = list(results), set(inputs)
     last = max((order[node] for node in results), default=-1)
-    writes = [node for node in graph.nodes if _mutates(node) and node.args and order[node] < last]
+    writes = [node for node in graph.nodes if mutates(node) and node.args and order[node] < last]
     needed = ancestors(results, inputs)
     while more := [
         node
@@ -206,7 +206,8 @@ def extract(gm: GraphModule, results: list[Node], inputs: list[Node]) -> GraphMo
     return GraphModule(gm, graph)
 
 
-def _mutates(node: Node) -> bool:
+def mutates(node: Node) -> bool:
+    """Whether a node writes to its first argument."""
     name = target_name(node)
     in_place = name.endswith("_") and not name.endswith("__")
     if node.op == "call_method":
@@ -235,7 +236,7 @@ def _base(node: Any) -> Any:
 
 def mutated_inputs(graph: Graph) -> list[Node]:
     """The inputs that the graph writes to: a recurrent state, a counter."""
-    written = [_base(node.args[0]) for node in graph.nodes if _mutates(node) and node.args]
+    written = [_base(node.args[0]) for node in graph.nodes if mutates(node) and node.args]
     return [node for node in dict.fromkeys(written) if isinstance(node, Node) and node.op == "placeholder"]
 
 
@@ -254,7 +255,7 @@ def eliminate_dead_code(graph: Graph, keep: Iterable[Node] = ()) -> int:
     for node in graph.nodes:
         if node.op in ("placeholder", "output") or (node.op == "call_function" and _is_effectful(node)):
             work.append(node)
-        elif _mutates(node) and node.args:
+        elif mutates(node) and node.args:
             mutations.setdefault(_base(node.args[0]), []).append(node)
     live: set[Node] = set()
     while work:

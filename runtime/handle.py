@@ -10,20 +10,22 @@ then a ruler of about `kv_len` elements:
 Stride 0 over heads, stride 1 over tokens: cutting tokens off the end keeps the offset (a crop, which a session can
 follow), cutting off the oldest ones moves it (which it can't, and so must see).
 
-All elements are NaNs. Those of the rows have payload bits that spell (magic, session, slot, row). They survive every
-copy, so that a permuted or copied cache can be told from the original, and whatever reads a handle as if it were a KV
-cache gets NaN, never an answer that is a little wrong.
+All elements are NaNs. Those of the rows have payload bits that spell (magic, session, slot, row, process). They survive
+every copy, so that a permuted or copied cache can be told from the original, and whatever reads a handle as if it were
+a KV cache gets NaN, never an answer that is a little wrong.
 """
 
 from __future__ import annotations
 
+import os
+import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 MAGIC = 0x5CA
-_FIELDS = (("magic", 12), ("session", 24), ("slot", 12), ("row", 16))  # 64 bits
+_FIELDS = (("magic", 12), ("session", 24), ("slot", 12), ("row", 16), ("process", 24))  # 88 bits
 _CODE_BITS = sum(bits for _, bits in _FIELDS)
 MAX_SESSION = 1 << 24
 _FILLER = 0x2A  # payload of the NaNs that spell nothing: no computation makes such a one
@@ -49,11 +51,31 @@ _BOXES = {
 
 @dataclass(frozen=True)
 class HandleCode:
-    """What one batch row of a handle says: its session, its slot (2 * layer, + 1 for values), its row."""
+    """What one batch row of a handle says: its session, its slot (2 * layer, + 1 for values), its row, its process."""
 
     session: int
     slot: int
     row: int
+    process: int
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether this process made it. One that was saved and loaded elsewhere names no session here."""
+        return self.process == _process.number
+
+
+class _Process:
+    """A number that no other process has, not even a child of this one."""
+
+    def __init__(self) -> None:
+        self.renew()
+        os.register_at_fork(after_in_child=self.renew)
+
+    def renew(self) -> None:
+        self.number = secrets.randbits(24)
+
+
+_process = _Process()
 
 
 def unfit_reason(dtype: torch.dtype, head_dim: int) -> str | None:
@@ -74,7 +96,7 @@ def _encode(session: int, slot: int, batch: int, head_dim: int, dtype: torch.dty
     rows[:, :length] = box.quiet_nan
     for row in range(batch):
         code, shift = 0, 0
-        for (_, bits), value in zip(_FIELDS, (MAGIC, session, slot, row), strict=True):
+        for (_, bits), value in zip(_FIELDS, (MAGIC, session, slot, row, _process.number), strict=True):
             code |= value << shift
             shift += bits
         for element in range(length):

@@ -76,28 +76,49 @@ class LayerCache:
         if self.window_len:
             window_key, window_value = self.window()
             key, value = torch.cat([window_key, key], 2), torch.cat([window_value, value], 2)
-        self._quantize(key[:, :, :overflow], value[:, :, :overflow])
-        self.window_len = 0
-        self._extend_window(key[:, :, overflow:], value[:, :, overflow:])
+        held = self.num_quantized
+        try:
+            self._quantize(key[:, :, :overflow], value[:, :, :overflow])
+            window = self._window_of(key[:, :, overflow:]), self._window_of(value[:, :, overflow:])
+        except BaseException:
+            self._keep_quantized(held)  # all of it or nothing: a step that failed may be repeated
+            raise
+        self._set_window(*window, key.shape[2] - overflow)
 
     def _extend_window(self, key: torch.Tensor, value: torch.Tensor) -> None:
         new_len = self.window_len + key.shape[2]
         if self._window_key.dim() != 4 or self._window_key.shape[2] < new_len:
-            # A prompt takes exactly what it needs; the first decoded token makes room for a whole group.
-            full = self.config.residual_length + self.config.group_size
-            room = max(new_len, full) if self._window_key.dim() == 4 else new_len
-            self._window_key = self._grown(self._window_key, key, room)
-            self._window_value = self._grown(self._window_value, value, room)
+            held_key, held_value = self.window() if self.window_len else (key[:, :, :0], value[:, :, :0])
+            grown = self._window_of(held_key, key), self._window_of(held_value, value)
+            self._set_window(*grown, new_len)
+            return
         self._window_key[:, :, self.window_len : new_len] = key
         self._window_value[:, :, self.window_len : new_len] = value
         self.window_len = new_len
 
-    def _grown(self, old: torch.Tensor, like: torch.Tensor, room: int) -> torch.Tensor:
-        batch, heads, _, dim = like.shape
-        buffer = like.new_empty((batch, heads, room, dim))
-        if self.window_len:
-            buffer[:, :, : self.window_len] = old[:, :, : self.window_len]
+    def _window_of(self, *parts: torch.Tensor) -> torch.Tensor:
+        """A fresh buffer that begins with these tokens, one part after the other."""
+        batch, heads, _, dim = parts[0].shape
+        tokens = sum(part.shape[2] for part in parts)
+        # A prompt takes exactly what it needs; the first decoded token makes room for a whole group.
+        first = self._window_key.dim() != 4
+        room = tokens if first else max(tokens, self.config.residual_length + self.config.group_size)
+        buffer = parts[0].new_empty((batch, heads, room, dim))
+        at = 0
+        for part in parts:
+            buffer[:, :, at : at + part.shape[2]] = part
+            at += part.shape[2]
         return buffer
+
+    def _set_window(self, key: torch.Tensor, value: torch.Tensor, window_len: int) -> None:
+        self._window_key, self._window_value, self.window_len = key, value, window_len
+
+    def _keep_quantized(self, num_tokens: int) -> None:
+        """Forget the quantised tokens from `num_tokens` on, in every tier."""
+        self.key_planes.truncate(num_tokens)
+        self.value_planes.truncate(num_tokens)
+        if self.host is not None and self.host.length(self.layer) > num_tokens:
+            self.host.truncate(self.layer, num_tokens)
 
     def _quantize(self, key: torch.Tensor, value: torch.Tensor) -> None:
         """Offload and quantise whole groups, the oldest of the window."""
@@ -180,11 +201,9 @@ class LayerCache:
         stop = min(kv_len, self.num_quantized)
         key, value = self.originals(keep, stop)
         rest = kv_len - stop
-        key = torch.cat([key, window_key[:, :, :rest]], 2)
-        value = torch.cat([value, window_value[:, :, :rest]], 2)
-        self.key_planes.truncate(keep)
-        self.value_planes.truncate(keep)
-        if self.host is not None:
-            self.host.truncate(self.layer, keep)
-        self.window_len = 0
-        self._extend_window(key, value)
+        window = (
+            self._window_of(key, window_key[:, :, :rest]),
+            self._window_of(value, window_value[:, :, :rest]),
+        )
+        self._keep_quantized(keep)
+        self._set_window(*window, kv_len - keep)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ParamSpec, TypeVar
@@ -35,9 +36,16 @@ _REORDERED = (
     " the cache, at the length that it has."
 )
 _ENDED = (
-    "The past KV cache belongs to a session that has ended (all of its tensors were dropped), or to a branch that was"
-    " left: the same cache went on from an earlier token since. Keep the cache that the model returned last, or start"
-    " from the prompt."
+    "The past KV cache belongs to a session that has ended: all tensors of the cache that it is a copy of were dropped,"
+    " and a model was called since. Keep the original until the copy is used, or start from the prompt."
+)
+_LEFT = (
+    "The past KV cache belongs to a branch that was left: the same cache went on from an earlier token since. Keep the"
+    " cache that the model returned last, or start from the prompt."
+)
+_ELSEWHERE = (
+    "The past KV cache was made in another process: what it stands for is not in this one. A cache of specache can't be"
+    " saved and loaded; start from the prompt."
 )
 
 
@@ -50,11 +58,14 @@ class _Issue:
         storage: Dies with the last of them.
         valid_len: Tokens up to which they tell the session's history: fewer than they had once the session was rolled
             back and went on otherwise. None for the newest set.
+        moved: Rows that a copy had when the session's rows were put into that order: the copy may come again, if the
+            step that it came for failed. Other copies of the set are void.
     """
 
     session: Session
     storage: StorageWeakRef
     valid_len: int | None = None
+    moved: list[int] | None = None
 
 
 _codes = itertools.count(1)
@@ -62,6 +73,7 @@ _issues: dict[int, _Issue] = {}  # by the code that the handles carry
 _by_storage: dict[int, _Issue] = {}  # those whose handles live
 _open: WeakValueDictionary[int, Session] = WeakValueDictionary()  # also those in their first prefill
 _lock = threading.RLock()  # generations may run in threads, each with a cache of its own
+_PATIENCE_S = 60.0  # how long a cache that another thread ran may be nothing but copies
 
 
 def _locked(function: Callable[P, R]) -> Callable[P, R]:
@@ -79,7 +91,7 @@ def open_session(
 ) -> Session:
     """Make a session for a prefill that is about to run; it lasts once `issue` has made its handles."""
     session = Session(config, shapes, dtype, device)
-    session.thread = threading.get_ident()
+    _touch(session)
     _open[session.number] = session
     return session
 
@@ -87,6 +99,10 @@ def open_session(
 def by_state(state: torch.Tensor) -> Session:
     """The session that an op's `state` names."""
     return _open[int(state)]
+
+
+def _touch(session: Session) -> None:
+    session.thread, session.used_at = threading.get_ident(), time.monotonic()
 
 
 @_locked
@@ -107,12 +123,12 @@ def issue(session: Session) -> list[torch.Tensor]:
 def sweep() -> None:
     """Free the sessions whose last handle is gone.
 
-    Only those that this thread ran last, or a thread that has ended: another may be reordering its cache just now.
+    Those that another thread ran last only after a while: it may be reordering its cache just now.
     """
-    alive = {thread.ident for thread in threading.enumerate()} - {threading.get_ident()}
+    recent = time.monotonic() - _PATIENCE_S
     for key in [key for key, issued in _by_storage.items() if issued.storage.expired()]:
         session = _by_storage[key].session
-        if session.thread in alive:
+        if session.thread != threading.get_ident() and session.used_at > recent:
             continue
         del _by_storage[key]
         if any(issued.session is session for issued in _by_storage.values()):
@@ -176,16 +192,40 @@ class Claim:
 
 
 @_locked
-def resolve(past: Sequence[torch.Tensor]) -> Claim:
-    """Find the session that the past KV inputs of one graph belong to. Changes nothing.
+def go_on(
+    past: Sequence[torch.Tensor], config: SpecacheConfig, shapes: tuple[LayerShape, ...]
+) -> tuple[Session, list[torch.Tensor]]:
+    """Give the session that the past KV inputs of a call belong to, at the length that the caller believes.
+
+    The session's own handles, uncut, go on as they are. Cut: new ones; what else counted the tokens that are discarded
+    is void from then on (another branch). Copies: the session itself with its batch rows reordered, where nobody holds
+    the original any more (beam search), else a session of its own (a fork).
 
     Args:
         past: The inputs, keys and values in turn, layer by layer.
+        config: What the graph was compiled with.
+        shapes: The graph's layers.
+
+    Returns:
+        The session, and handles of it in the order of `past`.
 
     Raises:
-        CacheHandleError: If they are no handles, are of several sessions or lengths, of a session that has ended or a
-            branch that was left, or were cut.
+        CacheHandleError: If they are no handles, are of several sessions or lengths, of a session that has ended, a
+            branch that was left or another model, or were cut.
+        HostMemoryError: If the host tier can't take a fork.
     """
+    claim = _claim(past)
+    session = claim.session
+    if session.config != config or session.shapes != shapes:
+        raise CacheHandleError(
+            f"The past KV cache was made with {session.config} for {len(session.shapes)} layers; this graph was"
+            f" compiled with {config} for {len(shapes)}. Use a cache with the compiled model that made it."
+        )
+    with session.lock:  # a step of the original may be under way in another thread
+        return _take(claim)
+
+
+def _claim(past: Sequence[torch.Tensor]) -> Claim:
     lengths = {tensor.shape[2] for tensor in past}
     if len(lengths) != 1:
         raise CacheHandleError(
@@ -196,7 +236,7 @@ def resolve(past: Sequence[torch.Tensor]) -> Claim:
     claim = _recognise(past, kv_len) if issued is None else _own(issued, past, kv_len)
     valid_len = claim.issued.valid_len
     if valid_len is not None and kv_len > valid_len:
-        raise CacheHandleError(_ENDED)
+        raise CacheHandleError(_LEFT)
     return claim
 
 
@@ -228,6 +268,8 @@ def _recognise(past: Sequence[torch.Tensor], kv_len: int) -> Claim:
                 " though other layers' are, or the oldest tokens of a copy were cut off. Pass the cache of one call"
                 " back as the model returned it."
             )
+        if not codes[0].is_ours:
+            raise CacheHandleError(_ELSEWHERE)
         issued = _issues.get(codes[0].session)
         if issued is None:
             raise CacheHandleError(_ENDED)
@@ -238,6 +280,10 @@ def _recognise(past: Sequence[torch.Tensor], kv_len: int) -> Claim:
         found, first = issued, rows
     assert found is not None and first is not None
     session = found.session
+    if found.moved is not None:
+        if first != found.moved or kv_len != session.kv_len:
+            raise CacheHandleError(_LEFT)
+        first = list(range(session.batch or 0))
     if first != list(range(session.batch or 0)) and kv_len != session.kv_len:
         # Rows that were moved can't be told from tokens that were cut off, unless the length is whole.
         raise CacheHandleError(
@@ -247,31 +293,19 @@ def _recognise(past: Sequence[torch.Tensor], kv_len: int) -> Claim:
     return Claim(found, kv_len, None, first)
 
 
-@_locked
-def take(claim: Claim) -> tuple[Session, list[torch.Tensor]]:
-    """Give the session that a call goes on with, at the length that the caller believes, and handles of it.
-
-    The session's own handles, uncut: these. Cut: new ones; what else counted the tokens that are discarded is void from
-    then on (another branch). Copies: the session itself with its batch rows reordered, where nobody holds the
-    original any more (beam search), else a session of its own (a fork).
-
-    Raises:
-        HostMemoryError: If the host tier can't take a fork.
-    """
+def _take(claim: Claim) -> tuple[Session, list[torch.Tensor]]:
     session, rows = claim.session, claim.rows
-    session.thread = threading.get_ident()
     if claim.past is None:
         alone = not any(i.session is session and not i.storage.expired() for i in _by_storage.values())
         if not alone or len(rows) != session.batch:
             session = session.fork(rows)
             session.rewind(claim.kv_len)
+            _touch(session)
             _open[session.number] = session
-            session.thread = threading.get_ident()
             return session, issue(session)
         if rows != list(range(len(rows))):
-            session.reorder(rows)
-            for code in [code for code, issued in _issues.items() if issued.session is session]:
-                del _issues[code]  # their rows are others now
+            _reorder(claim)
+    _touch(session)
     discards = claim.kv_len < session.kv_len
     session.rewind(claim.kv_len)
     if claim.past is not None and not discards:
@@ -281,3 +315,18 @@ def take(claim: Claim) -> tuple[Session, list[torch.Tensor]]:
             known = session.kv_len if issued.valid_len is None else issued.valid_len
             issued.valid_len = min(known, session.kv_len)
     return session, issue(session)
+
+
+def _reorder(claim: Claim) -> None:
+    session = claim.session
+    for code in [code for code, issued in _issues.items() if issued.session is session]:
+        if _issues[code] is not claim.issued:
+            del _issues[code]  # their rows are others now
+    try:
+        session.reorder(claim.rows)
+    except BaseException:
+        # Some layers have moved and some have not.
+        session.close()
+        del _issues[next(code for code, issued in _issues.items() if issued is claim.issued)]
+        raise
+    claim.issued.moved = claim.rows

@@ -7,6 +7,7 @@ a few of them back for each step, and the graph's ops (`runtime/ops.py`) call th
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -63,6 +64,8 @@ class Session:
         self.key_mask = KeyMask()
         self.closed = False
         self.thread: int | None = None  # that ran it last
+        self.used_at = 0.0  # `time.monotonic()` then
+        self.lock = threading.RLock()  # held while a step runs: a fork in another thread waits for its end
         self.predecoding = False
         self.speculative_token: torch.Tensor | None = None  # what lane 1 decodes next
         self.guessed_token: torch.Tensor | None = (

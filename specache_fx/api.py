@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch._dynamo import OptimizedModule
 
-from specache_fx.backend import Backend
+from specache_fx.backend import Backend, check_names
 from specache_fx.config import SpecacheConfig
 from specache_fx.errors import CacheHandleError, ConfigError
 from specache_fx.runtime import registry
@@ -43,6 +43,7 @@ def compile(module: Module, **options: Any) -> Module:
     """
     if not isinstance(module, OptimizedModule):
         config = SpecacheConfig.from_options(options)
+        check_names(config)
         if config.placement.offload:
             check_host_dir(config.host, config.host_dir)
         module.compile(backend="specache", options=options)

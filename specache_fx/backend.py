@@ -19,12 +19,25 @@ from specache_fx.passes.graph_utils import copy_graph, is_static_input, placehol
 from specache_fx.passes.pipeline import CAPTURE_PASSES, Observer, run_passes
 from specache_fx.recompile_limit import make_room
 from specache_fx.runners import Extend, LeftAlone, Prefill
-from specache_fx.runtime.host_blocks import check_host_dir
-from specache_fx.runtime.kernels import choose_kernel
+from specache_fx.runtime.host_blocks import check_host_dir, resolve_host
+from specache_fx.runtime.kernels import check_kernel, choose_kernel
 from specache_fx.runtime.quant import make_quantizer
 from specache_fx.runtime.select import make_selector
 
 logger = logging.getLogger(__name__)
+
+
+def check_names(config: SpecacheConfig) -> None:
+    """Refuse what only a table of quantisers, selectors or kernels knows now, not in the first prompt.
+
+    Raises:
+        ConfigError: On an unknown name, or `host="pinned"` without a CUDA device.
+    """
+    make_quantizer(config)
+    make_selector(config)
+    check_kernel(config.kernel)
+    if config.host == "pinned":
+        resolve_host(config.host, torch.device("cuda"))
 
 
 class Backend:
@@ -59,10 +72,7 @@ class Backend:
                 f" Valid options: {', '.join(SpecacheConfig.__dataclass_fields__)}."
             )
         config = SpecacheConfig.from_options(options)
-        (
-            make_quantizer(config),
-            make_selector(config),
-        )  # unknown names are refused now, not in the first prompt
+        check_names(config)
         make_room()
         state = PassState(config)
         if observe is not None:

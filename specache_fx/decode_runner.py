@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from torch._dynamo.convert_frame import compile_lock
 from torch.fx import GraphModule
 
 from specache_fx._log import warn_once
@@ -17,14 +18,28 @@ from specache_fx.mask_check import check_masks, step_biases
 from specache_fx.passes.base import PassState
 from specache_fx.passes.graph_utils import placeholders
 from specache_fx.passes.pipeline import Observer, build_decode_graph
+from specache_fx.passes.subclasses import flatten
 from specache_fx.runners import assemble, inference, layer_shapes, resolve
 from specache_fx.runtime import handle
 from specache_fx.runtime.session import Session
 
 logger = logging.getLogger(__name__)
 
-# Dynamo has a lock of its own for what it compiles; a decode graph is compiled when it runs, maybe in several threads.
-_compiling = threading.RLock()
+
+@contextlib.contextmanager
+def _compiling() -> Iterator[None]:
+    """As Dynamo compiles: one thread at a time, and tracing is said to be compiling.
+
+    A decode graph is compiled when it first runs, outside of Dynamo. While FX traces, all threads see that it does, and
+    Dynamo refuses to run in any, unless it is part of a compile.
+    """
+    with compile_lock:
+        before = torch.compiler._is_compiling_flag
+        torch.compiler._is_compiling_flag = True
+        try:
+            yield
+        finally:
+            torch.compiler._is_compiling_flag = before
 
 
 class Decode:
@@ -61,17 +76,20 @@ class Decode:
         """Decode one token (Algorithm 3), after Algorithm 2 where a run of them begins."""
         with inference():
             session, past = resolve(self._state, self._layers, args)
-            lost = self.lanes > 1 and session.speculative_token is None
-            if session.staged_for != session.kv_len or lost:
-                biases = self._begin(session, args)
-            else:
-                fills = not session.kv_len % session.config.group_size
-                biases = check_masks(session, self._state, args, ahead=fills)
-            kept = self._step(session, args, biases, ahead=1)
-            session.advance(1, decoded=True)
-            if self.lanes > 1 and not self._sources.knows_next:
-                session.staged_for = None  # lane 1 had no position of its own: start over with the next token
-            handles = [handle.resize(tensor, session.kv_len) for tensor in past]
+            with session.lock:
+                lost = self.lanes > 1 and session.speculative_token is None
+                if session.staged_for != session.kv_len or lost:
+                    biases = self._begin(session, args)
+                else:
+                    fills = not session.kv_len % session.config.group_size
+                    biases = check_masks(session, self._state, args, ahead=fills)
+                kept = self._step(session, args, biases, ahead=1)
+                session.advance(1, decoded=True)
+                if self.lanes > 1 and not self._sources.knows_next:
+                    session.staged_for = (
+                        None  # lane 1 had no position of its own: start over with the next token
+                    )
+                handles = [handle.resize(tensor, session.kv_len) for tensor in past]
             return assemble(self._plan, kept, handles, args)
 
     def _begin(self, session: Session, args: Sequence[Any]) -> list[torch.Tensor | None]:
@@ -107,14 +125,14 @@ class Decode:
         key = tuple(tuple(x.shape) if isinstance(x, torch.Tensor) else x for x in inputs)
         step = self._steps.get(key)
         if step is None:
-            with _compiling:
+            with _compiling():
                 if lanes == self.lanes:
                     step = self._steps.get(key) or self._compile(inputs, session)
             if step is None:  # lanes are not to be had, and were just given up
                 return self._step(session, args, biases, ahead)
             self._steps[key] = step
         session.biases = step_biases(session, self._sources, args, biases, lanes, ahead)
-        results = step(*(x for x in inputs if isinstance(x, torch.Tensor)), session.state)
+        results = step(*flatten(inputs), session.state)
         if self.lanes == 1:
             session.speculative_token = session.guessed_token = None
             return list(results)
@@ -153,8 +171,7 @@ class Decode:
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
             self._fall_back(f"the graph can't be traced for two tokens at once: {reason}")
             return None
-        tensors = [x for x in inputs if isinstance(x, torch.Tensor)]
-        return lower_static(graph, [*tensors, session.state], self._state.config.lowering)
+        return lower_static(graph, [*flatten(inputs), session.state], self._state.config.lowering)
 
     def _fall_back(self, reason: str) -> None:
         self.lanes, self.fallback = 1, reason

@@ -124,14 +124,7 @@ def resolve(
     if registry.first_handle(past) is None:
         session, past = _take_over(state, shapes, past, args)
     else:
-        claim = registry.resolve(past)
-        session = claim.session
-        if session.config != state.config or session.shapes != shapes:
-            raise CacheHandleError(
-                f"The past KV cache was made with {session.config} for {len(session.shapes)} layers; this graph was"
-                f" compiled with {state.config} for {len(shapes)}. Use a cache with the compiled model that made it."
-            )
-        session, past = registry.take(claim)
+        session, past = registry.go_on(past, state.config, shapes)
     registry.sweep()
     return session, past
 
@@ -167,8 +160,9 @@ class Extend:
         """Run the new tokens on the 16-bit history."""
         with inference():
             session, past = resolve(self._state, self._layers, args)
-            session.forget_lookahead()
-            kept = self._compiled(*args, session.state)
-            session.advance(session.layers[0].kv_len - session.kv_len, decoded=False)
+            with session.lock:
+                session.forget_lookahead()
+                kept = self._compiled(*args, session.state)
+                session.advance(session.layers[0].kv_len - session.kv_len, decoded=False)
             handles = [handle.resize(tensor, session.kv_len) for tensor in past]
             return assemble(self._plan, kept, handles, args)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +15,10 @@ from torch import Tensor, nn
 
 import specache_fx
 from specache_fx import CacheHandleError
+from specache_fx.runtime import handle
+from specache_fx.runtime.layer_cache import LayerCache
+from specache_fx.runtime.quant.identity import IdentityQuantizer
+from specache_fx.runtime.quant.kivi import KiviQuantizer
 
 EXACT = {"bits=16": {"bits": 16}, "top_k": {"bits": 1, "top_k": 512}}
 ONE = {"input_ids": torch.tensor([[5, 9, 17, 5, 9, 33, 5, 9, 17, 40, 2, 5, 9]])}
@@ -162,8 +167,11 @@ def test_a_cache_of_the_uncompiled_model_goes_on_with_several_tokens(models: tup
 # Threads --------------------------------------------------------------------------------------------------------------
 
 
-def test_generations_in_threads_do_not_mix(models: tuple[Any, Any]) -> None:
-    plain, compiled = models
+def test_generations_in_threads_do_not_mix() -> None:
+    """From the first call on: two of them compile the model while the others wait, or run what is there."""
+    torch._dynamo.reset()
+    plain, compiled = build("llama"), build("llama")
+    compiled.compile(backend="specache", options={**SMALL, "bits": 16})
     jobs: list[Callable[[Any], Tensor]] = [
         lambda model: greedy(model, PADDED),
         lambda model: greedy(model, PADDED, num_beams=2),
@@ -172,8 +180,10 @@ def test_generations_in_threads_do_not_mix(models: tuple[Any, Any]) -> None:
     ]
     expected = [job(plain) for job in jobs]
     found: dict[int, Any] = {}
+    start = threading.Barrier(len(jobs))
 
     def run(i: int) -> None:
+        start.wait()
         try:
             found[i] = jobs[i](compiled)
         except BaseException as error:
@@ -187,3 +197,78 @@ def test_generations_in_threads_do_not_mix(models: tuple[Any, Any]) -> None:
     for i, tokens in enumerate(expected):
         assert isinstance(found[i], Tensor), found[i]
         assert torch.equal(found[i], tokens)
+
+
+# Steps that fail ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", ["quantize_key", "quantize_value"])
+@pytest.mark.parametrize("nth", [1, 2])
+def test_a_step_that_failed_in_a_layer_can_be_repeated(
+    models: tuple[Any, Any], method: str, nth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A quantiser runs out of memory once, in the first layer or the second, for keys or for values."""
+    plain, compiled = models
+    theirs, mine = prompt(plain), prompt(compiled)
+    expected = decode(plain, theirs, list(range(20)))
+    logits = decode(compiled, mine, [0])
+    for quantizer in (KiviQuantizer, IdentityQuantizer):
+        fail_once(monkeypatch, quantizer, method, nth)
+    failures = 0
+    for token in range(1, 20):
+        try:
+            logits += decode(compiled, mine, [token])
+        except torch.OutOfMemoryError:
+            failures += 1
+            logits += decode(compiled, mine, [token])
+    assert failures == 1 and close(logits, expected)
+
+
+@pytest.mark.parametrize("nth", [1, 2])
+def test_a_reordering_that_failed_is_never_wrong(
+    models: tuple[Any, Any], nth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    past = prompt(models[1])
+    past.reorder_cache(torch.tensor([2, 0, 0]))
+    fail_once(monkeypatch, LayerCache, "take", nth)
+    with pytest.raises(torch.OutOfMemoryError):
+        decode(models[1], past, [3])
+    with pytest.raises(CacheHandleError, match="session that has ended"):
+        decode(models[1], past, [3])
+
+
+def test_a_step_that_failed_after_a_reordering_can_be_repeated(
+    models: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, compiled = models
+    theirs, mine = prompt(plain), prompt(compiled)
+    for past in (theirs, mine):
+        past.reorder_cache(torch.tensor([2, 0, 0]))
+    fail_once(monkeypatch, LayerCache, "append", 2)
+    with pytest.raises(torch.OutOfMemoryError):
+        decode(compiled, mine, [3])
+    assert close(decode(compiled, mine, [3, 4, 5]), decode(plain, theirs, [3, 4, 5]))
+
+
+def fail_once(monkeypatch: pytest.MonkeyPatch, owner: type, method: str, nth: int) -> None:
+    right, calls = getattr(owner, method), itertools.count(1)
+
+    def fails(self: Any, *args: Any) -> Any:
+        if next(calls) == nth:
+            raise torch.OutOfMemoryError("none left")
+        return right(self, *args)
+
+    monkeypatch.setattr(owner, method, fails)
+
+
+# Other processes ------------------------------------------------------------------------------------------------------
+
+
+def test_a_cache_of_another_process_is_refused(
+    models: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    past = prompt(models[1])
+    saved = copy.deepcopy(past)
+    monkeypatch.setattr(handle._process, "number", handle._process.number ^ 1)
+    with pytest.raises(CacheHandleError, match="made in another process"):
+        decode(models[1], saved, [3])

@@ -265,7 +265,7 @@ def test_many_generations_leave_one_session(model: nn.Module) -> None:
 
 
 def codes_of(session: int, slot: int, rows: list[int]) -> list[handle.HandleCode]:
-    return [handle.HandleCode(session, slot, row) for row in rows]
+    return [handle.HandleCode(session, slot, row, handle._process.number) for row in rows]
 
 
 @given(

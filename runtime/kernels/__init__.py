@@ -8,10 +8,22 @@ from specache_fx.errors import ConfigError, KernelUnavailableError
 from specache_fx.runtime.kernels.base import DecodeInputs, Kernel
 from specache_fx.runtime.kernels.reference import ReferenceKernel
 
-__all__ = ["KERNELS", "DecodeInputs", "Kernel", "choose_kernel"]
+__all__ = ["KERNELS", "DecodeInputs", "Kernel", "check_kernel", "choose_kernel"]
 
 # In the order in which "auto" tries them: the fastest first, the reference last.
 KERNELS: dict[str, Kernel] = {kernel.name: kernel for kernel in (ReferenceKernel(),)}
+
+
+def check_kernel(name: str) -> None:
+    """Refuse a name that no kernel has.
+
+    Raises:
+        ConfigError: Lists the names.
+    """
+    if name != "auto" and name not in KERNELS:
+        raise ConfigError(
+            f"kernel={name!r} is not known: choose one of 'auto', {', '.join(map(repr, KERNELS))}."
+        )
 
 
 def choose_kernel(name: str, device: torch.device) -> Kernel:
@@ -23,10 +35,7 @@ def choose_kernel(name: str, device: torch.device) -> Kernel:
     """
     if name == "auto":
         return next(kernel for kernel in KERNELS.values() if kernel.unavailable_reason(device) is None)
-    if name not in KERNELS:
-        raise ConfigError(
-            f"kernel={name!r} is not known: choose one of 'auto', {', '.join(map(repr, KERNELS))}."
-        )
+    check_kernel(name)
     reason = KERNELS[name].unavailable_reason(device)
     if reason is not None:
         raise KernelUnavailableError(f"kernel={name!r} can't run on {device}: {reason}. Use kernel='auto'.")

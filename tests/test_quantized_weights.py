@@ -1,0 +1,52 @@
+"""Weights that are tensor subclasses: a model that torchao has quantised equals itself uncompiled, in both lanes."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from support.zoo import SMALL, build, left_padded
+from torch import nn
+from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig, quantize_
+
+import specache_fx
+from specache_fx.passes.subclasses import flatten, unflatten
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
+QUANTISED: dict[str, Any] = {"int8": Int8WeightOnlyConfig, "float8": Float8WeightOnlyConfig}
+PROMPT = left_padded()
+
+
+def quantised(weights: str) -> nn.Module:
+    model = build("llama")
+    quantize_(model, QUANTISED[weights]())
+    return model
+
+
+@pytest.mark.parametrize("weights", QUANTISED)
+def test_quantised_model_equals_itself_uncompiled(weights: str) -> None:
+    plain = quantised(weights)
+    model = copy.deepcopy(plain)
+    model.compile(backend="specache", options={**SMALL, "bits": 16, "lowering": "eager"})
+    kwargs: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False, "return_dict_in_generate": True}
+    expected = plain.generate(**PROMPT, output_logits=True, **kwargs)
+    found = model.generate(**PROMPT, output_logits=True, **kwargs)
+    assert torch.equal(found.sequences, expected.sequences)
+    for mine, theirs in zip(found.logits, expected.logits, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
+    # The cache is exact, so the speculative token is the next one: the second lane is right too.
+    assert specache_fx.stats(found.past_key_values).exact_hit_rate == 1.0
+
+
+@pytest.mark.parametrize("weights", QUANTISED)
+def test_a_subclass_is_put_together_again(weights: str) -> None:
+    weight = quantised(weights).model.layers[0].mlp.up_proj.weight  # type: ignore[union-attr, index]
+    values = [torch.ones(2), 3, weight]
+    plain = flatten(values)
+    assert len(plain) >= 3 and all(type(tensor) is torch.Tensor for tensor in plain[1:])
+    ones, three, again = unflatten(values, plain)
+    assert ones is plain[0] and three == 3 and type(again) is type(weight)
+    torch.testing.assert_close(again.dequantize(), weight.dequantize())
