@@ -5,12 +5,16 @@
     out    = scaled_dot_product_attention(q, repeat_kv(keys), repeat_kv(values), mask)
         -> AttentionSite(q, k, v, past_keys, past_values, keys, values, mask, scale)
 
+A layer with a sliding window, or that attends within chunks, returns `keys[:, :, -window + 1 :]` as its cache instead:
+a site with a `window`. Where several attentions read the same keys and values, the first one's cache is theirs
+(`shared` sites).
+
 Decides the graph's phase too: prefill has no past, decode has `q_len == 1` and a past, all else is an extend.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -47,11 +51,13 @@ class _NoMatch(Exception):
 
 @dataclass(frozen=True)
 class _Side:
-    """The keys or the values of one attention."""
+    """The keys or the values of one attention: what it reads, this call's part, the past, and what is returned."""
 
     root: Node
     new: Node
     past: Node | None
+    output: Node
+    window: int | None
 
 
 def _argument(node: Node, name: str, default: Any = None) -> Any:
@@ -82,9 +88,32 @@ def _without_repeat(node: Node) -> tuple[Node, list[Node]]:
     return (chain[-1], chain[:-1]) if is_repeat else (node, [])
 
 
-def _side(tensor: Node, attention: Node, what: str, outputs: set[Node]) -> _Side:
+def _readers(gm: GraphModule) -> dict[Node, set[Node]]:
+    """What leads from keys or values to the attentions that read them, by their root; the attentions included."""
+    readers: dict[Node, set[Node]] = {}
+    for node in gm.graph.nodes:
+        if node.op == "call_function" and node.target is F.scaled_dot_product_attention:
+            for name in _SDPA_ARGS[1:3]:
+                root, repeat = _without_repeat(_argument(node, name))
+                readers.setdefault(root, set()).update((node, *repeat))
+    return readers
+
+
+def _newest(node: Node) -> int | None:
+    """How many of the newest tokens a slice of keys keeps, `[:, :, -n:]`; None where it is another one."""
+    index = node.args[1] if target_name(node) == "getitem" and len(node.args) > 1 else None
+    if not isinstance(index, tuple) or not 3 <= len(index) <= 4:
+        return None
+    whole = slice(None)
+    start = index[2].start if isinstance(index[2], slice) else None
+    if not isinstance(start, int) or start >= 0 or index[2] != slice(start, None):
+        return None
+    return -start if all(part == whole for i, part in enumerate(index) if i != 2) else None
+
+
+def _side(tensor: Node, what: str, outputs: set[Node], readers: dict[Node, set[Node]]) -> _Side:
     """Follow one side of an attention back to what is cached."""
-    root, repeat = _without_repeat(tensor)
+    root, _ = _without_repeat(tensor)
     shape = shape_of(root)
     if shape is None or len(shape) != 4:
         raise _NoMatch(f"its {what} have shape {shape}, not [batch, num_kv_heads, kv_len, head_dim]")
@@ -99,11 +128,13 @@ def _side(tensor: Node, attention: Node, what: str, outputs: set[Node]) -> _Side
                 past, new = first, second
             elif first.op == "placeholder" or shape_of(first) == (0,):
                 new = second
-    if root not in outputs:
+    kept = [user for user in root.users if user in outputs and target_name(user) == "getitem"]
+    newest = _newest(kept[0]) if len(kept) == 1 and root not in outputs else None
+    if root not in outputs and newest is None:
         if past is not None or any(target_name(user) == "getitem" and user in outputs for user in root.users):
             raise _NoMatch(
-                f"its whole {what} are not what the model returns as its cache (a sliding window?)",
-                f"Layers with a cache of their own shape are not supported yet. {_LEAVE}.",
+                f"neither its whole {what} nor the newest of them are what the model returns as its cache",
+                f"Return cat([past, new], dim=-2) itself or its last tokens, [:, :, -n:]. {_LEAVE}.",
             )
         if _is_cached_elsewhere(root, outputs):
             raise _NoMatch(
@@ -112,7 +143,8 @@ def _side(tensor: Node, attention: Node, what: str, outputs: set[Node]) -> _Side
                 f"Return cat([past, new], dim=-2) itself, or use a DynamicCache. {_LEAVE}.",
             )
         raise _NoMatch(f"its {what} are not returned as a KV cache", "")
-    inside = {attention, *repeat}
+    output = root if newest is None else kept[0]
+    inside = {output, *readers[root]}
     for user in root.users:
         if user not in inside and user.op != "output" and not reads_shape_only(user):
             raise _NoMatch(f"its {what} are also used by `{user.name}` ({target_name(user)})")
@@ -120,7 +152,7 @@ def _side(tensor: Node, attention: Node, what: str, outputs: set[Node]) -> _Side
         for user in past.users:
             if user is not root and not reads_shape_only(user):
                 raise _NoMatch(f"its past {what} are also used by `{user.name}` ({target_name(user)})")
-    return _Side(root, new, past)
+    return _Side(root, new, past, output, None if newest is None else newest + 1)
 
 
 def _is_cached_elsewhere(root: Node, outputs: set[Node]) -> bool:
@@ -140,15 +172,23 @@ def _is_cached_elsewhere(root: Node, outputs: set[Node]) -> bool:
     return False
 
 
-def _match(node: Node, outputs: set[Node], layer: int) -> AttentionSite:
+def _match(
+    node: Node, outputs: set[Node], readers: dict[Node, set[Node]], owners: dict[Node, AttentionSite]
+) -> AttentionSite:
     query, key, value = (_argument(node, name) for name in _SDPA_ARGS[:3])
-    keys, values = _side(key, node, "keys", outputs), _side(value, node, "values", outputs)
+    keys, values = _side(key, "keys", outputs, readers), _side(value, "values", outputs, readers)
+    owner = owners.get(keys.root)
+    if owner is not owners.get(values.root):
+        raise _NoMatch("its keys and its values are those of different caches")
     q, k, v = value_of(query), value_of(keys.root), value_of(values.root)
     if (keys.past is None) != (values.past is None):
         raise _NoMatch("only one of its keys and values has a past")
     if q.dim() != 4 or k.shape[1] != v.shape[1] or q.shape[1] % k.shape[1]:
         raise _NoMatch(f"its {q.shape[1]} query heads and {k.shape[1]} kv heads don't form groups")
-    if keys.past is None and not statically_known_true(k.shape[2] == q.shape[2]):
+    if keys.window != values.window:
+        raise _NoMatch("its keys and its values are cached for different numbers of tokens")
+    # Where others keep the pairs, the prompt's last queries alone may go on.
+    if keys.past is None and owner is None and not statically_known_true(k.shape[2] == q.shape[2]):
         raise _NoMatch(
             "its keys are not those of this call alone, nor an append of them to a past that is an input"
             " (cross-attention, or a cache of fixed length?)",
@@ -174,7 +214,7 @@ def _match(node: Node, outputs: set[Node], layer: int) -> AttentionSite:
     if scale is not None and not isinstance(scale, (int, float)):
         raise _NoMatch("its scale is computed in the graph")
     return AttentionSite(
-        layer=layer,
+        layer=len(owners) // 2 if owner is None else owner.layer,
         node=node,
         query=query,
         new_key=keys.new,
@@ -183,12 +223,16 @@ def _match(node: Node, outputs: set[Node], layer: int) -> AttentionSite:
         past_value=values.past,
         key_root=keys.root,
         value_root=values.root,
+        key_output=keys.output,
+        value_output=values.output,
         mask=mask,
         scale=float(scale) if scale is not None else q.shape[-1] ** -0.5,
         num_kv_heads=int(k.shape[1]),
         key_dim=int(k.shape[-1]),
         value_dim=int(v.shape[-1]),
         source=source_of(node),
+        window=keys.window,
+        shared=owner is not None,
     )
 
 
@@ -205,20 +249,43 @@ def match_attention(gm: GraphModule, state: PassState) -> GraphModule:
     outputs = set(output_node(gm.graph).all_input_nodes)
     state.inputs = [node.name for node in placeholders(gm.graph)]
     state.sites, state.refusals = [], []
+    readers, owners = _readers(gm), dict[Node, AttentionSite]()
     for node in gm.graph.nodes:
         if node.op != "call_function" or node.target is not F.scaled_dot_product_attention:
             continue
         try:
-            site = _match(node, outputs, len(state.sites))
+            site = _match(node, outputs, readers, owners)
             if state.sites and (site.past_key is None) != (state.sites[0].past_key is None):
                 raise _NoMatch("it has a past and others in the graph have none, or the reverse")
             state.sites.append(site)
+            for root in (site.key_root, site.value_root):
+                owners.setdefault(root, site)
         except _NoMatch as no:
             if no.remedy:
                 state.refusals.append(Refusal(node.name, source_of(node), no.reason, no.remedy))
+    _drop_half_shared(state, readers)
     state.refusals.extend(_appends_without_sdpa(gm, state, outputs))
     state.phase = _phase(state.sites)
     return gm
+
+
+def _drop_half_shared(state: PassState, readers: dict[Node, set[Node]]) -> None:
+    """Leave attentions alone whose cache is also read by one that is left alone: it would read handles."""
+    matched = {site.node for site in state.sites}
+
+    def stranger(site: AttentionSite) -> Node | None:
+        both = readers[site.key_root] | readers[site.value_root]
+        sdpa = (node for node in both if node.target is F.scaled_dot_product_attention)
+        return next((node for node in sdpa if node not in matched), None)
+
+    strangers = {site: stranger(site) for site in state.sites}
+    for site, node in strangers.items():
+        if node is not None:
+            reason = f"its cache is also read by attention `{node.name}`, which is left alone"
+            state.refusals.append(Refusal(site.node.name, site.source, reason, f"{_LEAVE}."))
+    kept = [site for site in state.sites if strangers[site] is None]
+    layers = {layer: i for i, layer in enumerate(dict.fromkeys(site.layer for site in kept))}
+    state.sites = [replace(site, layer=layers[site.layer]) for site in kept]
 
 
 def _appends_without_sdpa(gm: GraphModule, state: PassState, outputs: set[Node]) -> list[Refusal]:

@@ -17,7 +17,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from specache_fx.errors import UnsupportedGraphError
-from specache_fx.passes.base import PassState
+from specache_fx.passes.base import AttentionSite, PassState
 from specache_fx.passes.graph_utils import (
     ancestors,
     extract,
@@ -46,6 +46,7 @@ class Sources:
         positions: Integer tensors that grow by one per token.
         masks: Masks over keys, whose last dimension grows by one per token.
         shapes: Past KV tensors; where only their shape is read, that is a length too.
+        most: The most tokens that such a tensor gets to have, where its layer keeps a window.
         mask_graph: Computes the attentions' masks; None where they have none.
         mask_inputs: Positions of its inputs.
         knows_next: The next token's position can be told. Not where Dynamo made the length a constant of the graph
@@ -58,6 +59,7 @@ class Sources:
     positions: set[int] = field(default_factory=set)
     masks: set[int] = field(default_factory=set)
     shapes: set[int] = field(default_factory=set)
+    most: dict[int, int] = field(default_factory=dict)
     mask_graph: GraphModule | None = None
     mask_inputs: list[int] = field(default_factory=list)
     knows_next: bool = True
@@ -81,7 +83,8 @@ class Sources:
                 value = torch.cat([value, value.new_ones((*value.shape[:-1], num_tokens))], dim=-1)
             elif i in self.shapes:
                 batch, heads, kv_len, dim = value.shape
-                value = value.new_empty(1).expand(batch, heads, kv_len + num_tokens, dim)
+                kv_len = min(kv_len + num_tokens, self.most.get(i, kv_len + num_tokens))
+                value = value.new_empty(1).expand(batch, heads, kv_len, dim)
             moved.append(value)
         return moved
 
@@ -183,7 +186,11 @@ def find_sources(gm: GraphModule, state: PassState) -> Sources:
     sources = Sources(index[token] if token is not None else None, vocabulary)
     token_shape = shape_of(token) if token is not None else None
 
-    past_len = shape_of(inputs[state.past_inputs[0]])[2]  # type: ignore[index]
+    for site in state.owners:
+        if site.window is not None and site.past_key is not None and site.past_value is not None:
+            sources.most |= {index[side]: site.window - 1 for side in (site.past_key, site.past_value)}
+    growing = [i for i in state.past_inputs if i not in sources.most] or state.past_inputs
+    past_len = shape_of(inputs[growing[0]])[2]  # type: ignore[index]
     sizes_of_others: set[Any] = set()
     for node in inputs:
         shape = shape_of(node)
@@ -210,26 +217,42 @@ def find_sources(gm: GraphModule, state: PassState) -> Sources:
         if symbols and not symbols & sizes_of_others:
             sources.lengths.add(index[node])
 
-    static = all(isinstance(shape_of(node)[2], int) for node in past)  # type: ignore[index]
+    static = all(isinstance(shape_of(node)[2], int) for node in past) and not sources.lengths  # type: ignore[index]
     sources.knows_next = bool(sources.positions) or not static
-    masks = list(dict.fromkeys(site.mask for site in state.sites if site.mask is not None))
+    checked = [site for site in state.sites if site.window is None and site.mask is not None]
+    masks = list(dict.fromkeys(site.mask for site in checked if site.mask is not None))
     if masks:
-        needed = ancestors(masks)
-        roots = [node for node in inputs if node in needed]
-        for node in roots:
-            known = (
-                is_integer(node) or is_static_input(node) or index[node] in sources.masks | sources.positions
-            )
-            shape_only = index[node] in sources.shapes and all(
-                reads_shape_only(user) for user in node.users if user in needed
-            )
-            if not known and not shape_only:
-                site = next(site for site in state.sites if site.mask is not None)
-                raise UnsupportedGraphError(
-                    f"The mask of attention `{site.node.name}` ({site.source}) is computed from input `{node.name}`,"
-                    " which is neither a length, a position nor a mask over keys. Pass a key padding mask of integers"
-                    ' or booleans, [batch, kv_len], or compile this model with backend="inductor".'
-                )
+        roots = mask_inputs(gm, masks, sources, checked[0])
         sources.mask_graph = extract(gm, masks, roots)
         sources.mask_inputs = [index[node] for node in roots]
     return sources
+
+
+def mask_inputs(gm: GraphModule, masks: list[Node], sources: Sources, site: AttentionSite) -> list[Node]:
+    """The inputs that masks are computed from.
+
+    Args:
+        gm: The graph.
+        masks: The masks.
+        sources: What is known of its inputs.
+        site: An attention that uses one of them, for the error.
+
+    Raises:
+        UnsupportedGraphError: If one of them can't be followed.
+    """
+    inputs = placeholders(gm.graph)
+    index = {node: i for i, node in enumerate(inputs)}
+    needed = ancestors(masks)
+    roots = [node for node in inputs if node in needed]
+    for node in roots:
+        known = is_integer(node) or is_static_input(node) or index[node] in sources.masks | sources.positions
+        shape_only = index[node] in sources.shapes and all(
+            reads_shape_only(user) for user in node.users if user in needed
+        )
+        if not known and not shape_only:
+            raise UnsupportedGraphError(
+                f"The mask of attention `{site.node.name}` ({site.source}) is computed from input `{node.name}`,"
+                " which is neither a length, a position nor a mask over keys. Pass a key padding mask of integers"
+                ' or booleans, [batch, kv_len], or compile this model with backend="inductor".'
+            )
+    return roots

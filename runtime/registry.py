@@ -7,6 +7,7 @@ at the next forward pass (a cache that is reordered or copied drops all its old 
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from weakref import WeakValueDictionary
@@ -77,8 +78,17 @@ def issue(session: Session) -> list[torch.Tensor]:
     ]
     code = next(_codes) % handles.MAX_SESSION
     made = handles.issue(code, slots, session.batch, session.kv_len, session.dtype, session.device)
+    made = resized(session, made)
     _issues[code] = _Issue(session, StorageWeakRef(made[0].untyped_storage()))
     return made
+
+
+def resized(session: Session, made: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """A session's handles at its present length; each call gets them from here."""
+    lengths = session.handle_lengths()
+    newest = [handles.resize(tensor, length) for tensor, length in zip(made, lengths, strict=True)]
+    session.newest = weakref.ref(newest[0])
+    return newest
 
 
 def sweep() -> None:
@@ -133,12 +143,6 @@ def resolve(past: Sequence[torch.Tensor]) -> Claim:
         CacheHandleError: If they are no handles, are of several sessions or lengths, of a session that has ended or a
             branch that was left, or were permuted, repeated or forked.
     """
-    lengths = {tensor.shape[2] for tensor in past}
-    if len(lengths) != 1:
-        raise CacheHandleError(
-            f"The layers of the past KV cache have different lengths {sorted(lengths)}: crop all of them, or none."
-        )
-    kv_len = next(iter(lengths))
     issued = _issue_of(past[0])
     own = issued is not None
     if issued is None:
@@ -154,9 +158,45 @@ def resolve(past: Sequence[torch.Tensor]) -> Claim:
                     f" {_NOT_YET}"
                 )
             offset += tensor.shape[0] * tensor.shape[3]
+    kv_len = _claimed_length(issued.session, past)
     if issued.valid_len is not None and kv_len > issued.valid_len:
         raise CacheHandleError(_ENDED)
     return Claim(issued.session, kv_len, list(past) if own else None)
+
+
+def _claimed_length(session: Session, past: Sequence[torch.Tensor]) -> int:
+    """Tokens that the caller believes to be there, by the lengths of the handles.
+
+    A layer that keeps a window tells it until that is full. Where no layer tells more, only the handles that the last
+    call returned are known to be up to date.
+
+    Raises:
+        CacheHandleError: If the layers disagree, or it can't be told.
+    """
+    shapes = [shape for shape in session.shapes for _ in range(2)]
+    lengths = [tensor.shape[2] for tensor in past]
+    if len(lengths) != len(shapes):
+        raise CacheHandleError(_MIXED)
+    telling = {
+        length
+        for length, shape in zip(lengths, shapes, strict=True)
+        if shape.window is None or length < shape.window - 1
+    }
+    if not telling:
+        newest = session.newest() if session.newest is not None else None
+        if past[0] is not newest and session.kv_len != max(lengths):
+            raise CacheHandleError(
+                "How many tokens this past KV cache holds can't be told: each of its layers keeps a window, all of them"
+                " are full, and it is not the one that the model returned last (a copy, or an earlier one). Go on from"
+                " the newest cache, or start from the prompt."
+            )
+        return session.kv_len
+    kv_len = max(telling)
+    if lengths != [shape.tokens(kv_len) for shape in shapes]:
+        raise CacheHandleError(
+            f"The layers of the past KV cache have different lengths {sorted(set(lengths))}: crop all of them, or none."
+        )
+    return kv_len
 
 
 def take(claim: Claim) -> list[torch.Tensor]:

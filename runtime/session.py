@@ -7,6 +7,7 @@ a few of them back for each step, and the graph's ops (`runtime/ops.py`) call th
 from __future__ import annotations
 
 import itertools
+import weakref
 from dataclasses import dataclass
 
 import torch
@@ -21,17 +22,23 @@ from specache_fx.runtime.layer_cache import LayerCache
 from specache_fx.runtime.metrics import Metrics
 from specache_fx.runtime.quant import make_quantizer
 from specache_fx.runtime.select import make_selector
+from specache_fx.runtime.window_cache import WindowCache, WindowMask
 
 _numbers = itertools.count(1)
 
 
 @dataclass(frozen=True)
 class LayerShape:
-    """What a layer's KV pairs look like, whatever the batch and the length."""
+    """What a layer's KV pairs look like, whatever the batch."""
 
     num_kv_heads: int
     key_dim: int
     value_dim: int
+    window: int | None = None  # tokens that a query reaches, where the layer keeps no more
+
+    def tokens(self, kv_len: int) -> int:
+        """Tokens that the layer keeps of `kv_len`."""
+        return kv_len if self.window is None else min(kv_len, self.window - 1)
 
 
 class Session:
@@ -39,7 +46,7 @@ class Session:
 
     Args:
         config: The options it was made with.
-        shapes: One per rewritten attention, in graph order.
+        shapes: One per layer, in graph order.
         dtype: Of keys and values.
         device: Where the model runs.
 
@@ -66,8 +73,14 @@ class Session:
             None  # what it decoded last: a guess at the next output token
         )
         self.staged_for: int | None = None  # the length at which the staged pairs are those of the next token
+        self.newest: weakref.ref[torch.Tensor] | None = (
+            None  # the first of the handles that were returned last
+        )
         self.metrics = Metrics()
-        self.layers: list[LayerCache] = []
+        self.layers: list[LayerCache | WindowCache] = []
+        self.window_masks: dict[int, tuple[WindowMask, ...]] = {}  # of this step's lanes, by layer
+        self._global = [i for i, shape in enumerate(shapes) if shape.window is None]
+        self._quantizer = make_quantizer(config)
         self.host: HostCache | None = None
         self.engine: CopyEngine | None = None
         self._kernel = choose_kernel(config.kernel, device)
@@ -83,12 +96,16 @@ class Session:
             self.host = HostCache(batch, rows, self.dtype, host, self.config.host_dir)
         if self.host is not None and self.config.placement.prefetch:
             self.engine = CopyEngine(self.host, self.config.top_k, self.device)
-            for layer in range(len(self.shapes)):
+            for layer in self._global:
                 self.engine.wait(
                     layer
                 )  # allocates the staging: a session's device bytes are there from the start
-        quantizer = make_quantizer(self.config)
-        self.layers = [LayerCache(self.config, quantizer, self.host, i) for i in range(len(self.shapes))]
+        self.layers = [
+            LayerCache(self.config, self._quantizer, self.host, i)
+            if shape.window is None
+            else WindowCache(shape.window)
+            for i, shape in enumerate(self.shapes)
+        ]
 
     # Prefill and extend -------------------------------------------------------------------------------------------
 
@@ -109,13 +126,23 @@ class Session:
         if self.batch is None:
             self._open(key.shape[0])
         self.layers[layer].append(key, value)
-        if layer == 0:
+        if layer in self._global[:1]:
             self.key_mask = self.real_keys(mask)
 
     def real_keys(self, mask: torch.Tensor | None) -> torch.Tensor | None:
         """Bool `[batch, kv_len]` from the last row of an attention mask; None where every token is real."""
         if mask is None:
             return None
+        assert self.batch is not None
+        row = self.attended(mask)
+        return None if bool(row.all()) else row.clone()
+
+    def attended(self, mask: torch.Tensor) -> torch.Tensor:
+        """Bool `[batch, keys]` from the last row of an attention mask.
+
+        Raises:
+            UnsupportedGraphError: If it is neither "attend" nor "don't" somewhere.
+        """
         assert self.batch is not None
         row = mask.reshape(-1, mask.shape[-1]).expand(self.batch, -1)
         if row.dtype != torch.bool:
@@ -127,7 +154,7 @@ class Session:
                     ' backend="inductor".'
                 )
             row = keep
-        return None if bool(row.all()) else row.clone()
+        return row
 
     def load(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """A layer's whole history at 16 bits, for an exact extend."""
@@ -163,6 +190,8 @@ class Session:
             `[lanes, batch, num_heads, 1, value_dim]`.
         """
         cache = self.layers[layer]
+        if isinstance(cache, WindowCache):
+            return self._attend_to_window(layer, cache, query, key, value, scale)
         rows = indices = None
         if staged and self.engine is not None and not self.predecoding:
             rows, indices = self.engine.wait(layer)
@@ -191,8 +220,51 @@ class Session:
                 independent_lanes=self.predecoding,
             )
         )
+        if layer in self._scores:  # attentions that share a layer choose together
+            scores = self._scores[layer][0] + scores
         self._scores[layer] = (scores, cache.num_quantized)
         return out
+
+    def _attend_to_window(
+        self,
+        layer: int,
+        cache: WindowCache,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scale: float,
+    ) -> torch.Tensor:
+        window_key, window_value = cache.window()
+        masks = self.window_masks.get(layer, (None,) * query.shape[0])
+        out, _ = self._kernel.attention(
+            DecodeInputs(
+                query=query,
+                key=key,
+                value=value,
+                quantizer=self._quantizer,
+                key_planes=(),
+                value_planes=(),
+                num_quantized=0,
+                window_key=window_key,
+                window_value=window_value,
+                staged_rows=None,
+                staged_indices=None,
+                key_mask=None,
+                scale=scale,
+                independent_lanes=self.predecoding,
+                visible=cache.visible(masks, self.predecoding),
+            )
+        )
+        return out
+
+    def begin_step(self, window_masks: dict[int, tuple[WindowMask, ...]]) -> None:
+        """Before the graph of a decode step runs.
+
+        Args:
+            window_masks: What each lane may see of the layers that keep a window, where the model has masks there.
+        """
+        self._scores.clear()
+        self.window_masks = window_masks
 
     def select(self, layer: int) -> torch.Tensor:
         """The pairs to prefetch: the top-k of the last lane's scores, int32 `[batch, num_kv_heads, top_k]`, -1 fills.
@@ -201,7 +273,9 @@ class Session:
         pushed out of the window can be fetched for the very next step.
         """
         scores, quantized_before = self._scores.pop(layer)
-        chosen = self._select_pairs(scores[-1][..., : self.layers[layer].num_quantized], self.config.top_k)
+        cache = self.layers[layer]
+        assert isinstance(cache, LayerCache)
+        chosen = self._select_pairs(scores[-1][..., : cache.num_quantized], self.config.top_k)
         ahead = self.config.lookahead != "none" and not self.predecoding
         if self.config.track_hit_rates and ahead and self.engine is not None:
             needed = self._select_pairs(scores[0][..., :quantized_before], self.config.top_k)
@@ -229,8 +303,11 @@ class Session:
                 f"The past KV cache claims {kv_len} tokens, but its session holds {self.kv_len}. A cache that is left"
                 " over from a step that failed, or was padded by hand, can't be continued: start from the prompt."
             )
+        for layer in self.layers:  # all can go back, or none does
+            if isinstance(layer, WindowCache):
+                layer.check_truncate(kv_len)
         for i, layer in enumerate(self.layers):
-            if self.engine is not None:
+            if self.engine is not None and i in self._global:
                 self.engine.reset(i)
             layer.truncate(kv_len)
         if self.key_mask is not None:
@@ -252,6 +329,15 @@ class Session:
     # Size -----------------------------------------------------------------------------------------------------------
 
     @property
+    def has_global_layers(self) -> bool:
+        """Whether a layer keeps all tokens: only there is something quantised, offloaded and selected."""
+        return bool(self._global)
+
+    def handle_lengths(self) -> list[int]:
+        """Tokens that each handle has, keys and values in turn, layer by layer."""
+        return [shape.tokens(self.kv_len) for shape in self.shapes for _ in range(2)]
+
+    @property
     def device_bytes(self) -> int:
         """Bytes that the cache takes on the device, counted on its tensors."""
         mask = 0 if self.key_mask is None else self.key_mask.untyped_storage().nbytes()
@@ -266,12 +352,15 @@ class Session:
     @property
     def full_bytes(self) -> int:
         """Bytes that the whole cache would take on the device in the model's dtype."""
-        per_token = sum(shape.num_kv_heads * (shape.key_dim + shape.value_dim) for shape in self.shapes)
-        return (self.batch or 0) * self.kv_len * per_token * self.dtype.itemsize
+        elements = sum(
+            shape.tokens(self.kv_len) * shape.num_kv_heads * (shape.key_dim + shape.value_dim)
+            for shape in self.shapes
+        )
+        return (self.batch or 0) * elements * self.dtype.itemsize
 
     def settle(self) -> None:
         """Wait for the copies under way, so that what was counted is final."""
-        for layer in range(len(self.layers)):
+        for layer in self._global if self.layers else ():
             self.wait_prefetch(layer)
 
     def close(self) -> None:

@@ -20,14 +20,16 @@ from specache_fx.lowering import Compiled, lower_static
 from specache_fx.passes.base import OutputPlan, PassState
 from specache_fx.passes.graph_utils import placeholders
 from specache_fx.passes.pipeline import Observer, build_decode_graph
-from specache_fx.runtime import handle, registry
+from specache_fx.runtime import registry
 from specache_fx.runtime.session import LayerShape, Session
 
 logger = logging.getLogger(__name__)
 
 
 def _shapes(state: PassState) -> tuple[LayerShape, ...]:
-    return tuple(LayerShape(site.num_kv_heads, site.key_dim, site.value_dim) for site in state.sites)
+    return tuple(
+        LayerShape(site.num_kv_heads, site.key_dim, site.value_dim, site.window) for site in state.owners
+    )
 
 
 def _assemble(
@@ -101,7 +103,7 @@ class Prefill:
             try:
                 kept = self._compiled(*args, session.state)
                 session.advance(session.layers[0].kv_len, decoded=False)
-                handles = [handle.resize(tensor, session.kv_len) for tensor in registry.issue(session)]
+                handles = registry.issue(session)
             except BaseException:
                 session.close()  # nothing was handed out: give the memory back at once
                 raise
@@ -140,7 +142,7 @@ class Extend:
             session.forget_lookahead()
             kept = self._compiled(*args, session.state)
             session.advance(session.layers[0].kv_len - session.kv_len, decoded=False)
-            handles = [handle.resize(tensor, session.kv_len) for tensor in past]
+            handles = registry.resized(session, past)
             return _assemble(self._plan, kept, handles, args)
 
 
@@ -152,11 +154,13 @@ class Decode:
         assert state.outputs is not None and state.sources is not None
         self._plan, self._sources, self._layers = state.outputs, state.sources, _shapes(state)
         self._steps: dict[tuple[Any, ...], Compiled] = {}
+        self._window_ahead = True  # the last step's lane 1 saw what its token will see
         self._inputs = [
             (node.meta.get("specache_input", -1), node.meta.get("specache_prelude"))
             for node in placeholders(gm.graph)
         ]
-        state.lanes = state.config.num_lanes
+        # Where every layer keeps a window nothing is selected, and no speculative token is needed.
+        state.lanes = state.config.num_lanes if len(state.window_layers) < len(state.owners) else 1
         if state.mutated is not None:
             # Lanes and pre-decode run what is in the graph for a token that may never come: state would move twice.
             if state.lanes > 1:
@@ -179,9 +183,9 @@ class Decode:
                 check_masks(session, self._state, args, ahead=not session.kv_len % session.config.group_size)
             kept = self._step(session, args, ahead=1)
             session.advance(1, decoded=True)
-            if self._state.lanes > 1 and not self._sources.knows_next:
+            if self._state.lanes > 1 and not (self._sources.knows_next and self._window_ahead):
                 session.staged_for = None  # lane 1 had no position of its own: start over with the next token
-            handles = [handle.resize(tensor, session.kv_len) for tensor in past]
+            handles = registry.resized(session, past)
             return _assemble(self._plan, kept, handles, args)
 
     def _begin(self, session: Session, args: Sequence[Any]) -> None:
@@ -189,7 +193,12 @@ class Decode:
         check_masks(session, self._state, args, ahead=True)
         session.forget_lookahead()
         config = self._state.config
-        if self._state.mutated is None and config.placement.prefetch and config.lookahead != "none":
+        if (
+            self._state.mutated is None
+            and session.has_global_layers
+            and config.placement.prefetch
+            and config.lookahead != "none"
+        ):
             session.predecoding = True
             try:
                 self._step(session, args, ahead=0)
@@ -215,6 +224,7 @@ class Decode:
             if step is None:  # lanes are not to be had, and were just given up
                 return self._step(session, args, ahead)
             self._steps[key] = step
+        session.begin_step(self._window_masks(session, args, ahead))
         results = self._steps[key](*(x for x in inputs if isinstance(x, torch.Tensor)), session.state)
         if self._state.lanes == 1:
             session.speculative_token = session.guessed_token = None
@@ -224,6 +234,25 @@ class Decode:
         logits = results[self._state.logits][1]
         session.speculative_token = logits.argmax(-1).reshape(token.shape).to(token.dtype)
         return [result[0] for result in results]
+
+    def _window_masks(
+        self, session: Session, args: Sequence[Any], ahead: int
+    ) -> dict[int, tuple[torch.Tensor | None, ...]]:
+        """What the model's own masks let each lane see of the layers that keep a window."""
+        windows, lanes = self._state.window_masks, self._state.lanes
+        self._window_ahead = True
+        if windows is None:
+            return {}
+        masks = windows.seen(session, args, 0)
+        assert masks is not None
+        if lanes == 1:
+            return {layer: (mask,) for layer, mask in masks.items()}
+        following = windows.seen(session, args, ahead) if ahead else masks
+        self._window_ahead = following is not None
+        # Without a mask of its own lane 1 guesses; what it selects is not used.
+        return {
+            layer: (mask, None if following is None else following[layer]) for layer, mask in masks.items()
+        }
 
     def _bind(self, args: Sequence[Any], speculative: torch.Tensor | None, ahead: int) -> list[Any]:
         """The graph's inputs, those that differ from lane to lane stacked."""
@@ -283,7 +312,7 @@ def check_masks(session: Session, state: PassState, args: Sequence[Any], ahead: 
     """
     sources = state.sources
     assert sources is not None
-    site = next((site for site in state.sites if site.mask is None), None)
+    site = next((site for site in state.sites if site.mask is None and site.window is None), None)
     if site is not None and session.key_mask is not None:
         raise UnsupportedGraphError(
             f"The prompt had padding, but attention `{site.node.name}` ({site.source}) has no mask in this step and"
@@ -299,7 +328,7 @@ def check_masks(session: Session, state: PassState, args: Sequence[Any], ahead: 
             seen = session.real_keys(mask)
             if seen is real or (seen is not None and real is not None and torch.equal(seen, real)):
                 continue
-            site = next(site for site in state.sites if site.mask is not None)
+            site = next(site for site in state.sites if site.mask is not None and site.window is None)
             when = f"{num_tokens} tokens from now" if num_tokens else "now"
             raise UnsupportedGraphError(
                 f"The mask of attention `{site.node.name}` ({site.source}) hides other keys than the prompt's padding"

@@ -29,6 +29,9 @@ class DecodeInputs:
         staged_indices: Their token indices, int32 `[batch, num_kv_heads, top_k]`, -1 where a slot is empty.
         key_mask: bool `[batch, num_quantized + window_len]`, True where a token is real; None where all are.
         scale: Factor on the scores.
+        visible: bool `[lanes, batch, num_quantized + window_len + lanes]`: which stored tokens and which lanes' own
+            pairs each lane sees, in place of `key_mask` and the lanes' rule (a layer whose window moves from lane to
+            lane); None elsewhere.
         independent_lanes: Each lane sees its own pair only (pre-decode). Else lane 1 also sees lane 0's (Alg. 3).
     """
 
@@ -46,6 +49,7 @@ class DecodeInputs:
     key_mask: torch.Tensor | None
     scale: float
     independent_lanes: bool
+    visible: torch.Tensor | None = None
 
 
 class Kernel(Protocol):

@@ -32,7 +32,11 @@ class ReferenceKernel:
         seen = torch.eye(lanes, dtype=torch.bool, device=own.device)
         if not inputs.independent_lanes:
             seen = torch.ones_like(seen).tril()
-        own = own.masked_fill(~seen[:, None, None, None, :], -torch.inf)
+        seen = seen[:, None, :]
+        if inputs.visible is not None:
+            stored_seen, seen = inputs.visible.split([keys.shape[2], lanes], dim=-1)
+            stored = stored.masked_fill(~stored_seen[:, :, None, None, :], -torch.inf)
+        own = own.masked_fill(~seen[:, :, None, None, :], -torch.inf)
 
         probs = torch.cat([stored, own], dim=-1).softmax(dim=-1)
         stored_probs, own_probs = probs.split([keys.shape[2], lanes], dim=-1)

@@ -46,13 +46,49 @@ _OWN: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
 }
 NAMES = tuple(_OWN)
+WINDOW = 16
+_WINDOW_AND_ALL = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
+_SHARED: dict[str, Any] = {
+    "sliding_window": WINDOW,
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "num_kv_shared_layers": 2,
+    "vocab_size_per_layer_input": VOCAB_SIZE,
+    "hidden_size_per_layer_input": 8,
+}
+_WINDOWED: dict[str, dict[str, Any]] = {
+    "gemma3_text": _WINDOW_AND_ALL,
+    "mistral-window": {"sliding_window": WINDOW},
+    "exaone4": {**_WINDOW_AND_ALL, "sliding_window_pattern": 2},
+    "cohere2": _WINDOW_AND_ALL,
+    "llama4_text": {
+        "attention_chunk_size": WINDOW,
+        "layer_types": ["chunked_attention", "full_attention"],
+        "no_rope_layers": [1, 0],
+        "intermediate_size_mlp": 128,
+        "num_local_experts": 2,
+        "num_experts_per_tok": 1,
+    },
+    "qwen2-window": {"sliding_window": WINDOW, "use_sliding_window": True, "max_window_layers": 1},
+    "olmo3": _WINDOW_AND_ALL,
+    "gemma3n_text": {
+        **_SHARED,
+        "laurel_rank": 4,
+        "altup_num_inputs": 2,
+        "intermediate_size": [128] * 4,
+        "activation_sparsity_pattern": [0.0] * 4,
+    },
+    "gemma4_text": {**_SHARED, "global_head_dim": 32},
+}
+WINDOWED_NAMES = tuple(_WINDOWED)
+"""Models with a sliding window or chunks of `WINDOW` tokens in some layers or all, and two with layers that share KV."""
 
 
 def build(name: str, **overrides: Any) -> nn.Module:
     """A random decoder of one architecture: 2 layers, hidden size 64, heads of 16, GQA 4 to 2 where it has it.
 
     Args:
-        name: One of `NAMES`.
+        name: One of `NAMES` or `WINDOWED_NAMES`.
         **overrides: Fields of its config.
 
     Returns:
@@ -60,7 +96,8 @@ def build(name: str, **overrides: Any) -> nn.Module:
     """
     transformers.logging.set_verbosity_error()
     torch.manual_seed(0)
-    config = AutoConfig.for_model(name, **{**_COMMON, **_OWN[name], **overrides})
+    own = {**_OWN, **_WINDOWED}[name]
+    config = AutoConfig.for_model(name.removesuffix("-window"), **{**_COMMON, **own, **overrides})
     model = AutoModelForCausalLM.from_config(config).eval()
     # Random weights of std 0.02 make near-uniform attention and logits: nothing that is forgotten would be missed.
     generator = torch.Generator().manual_seed(0)

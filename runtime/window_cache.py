@@ -1,0 +1,145 @@
+"""`WindowCache`: the pairs of a layer that attends to its newest tokens alone, exact and on the device."""
+
+from __future__ import annotations
+
+import torch
+
+from specache_fx.errors import CacheHandleError, UnsupportedGraphError
+
+WindowMask = torch.Tensor | None
+"""Bool `[batch, pairs + 1]`, True where a lane may look: the window's pairs and then its own. None: everywhere."""
+
+
+class WindowCache:
+    """The newest `window - 1` keys and values of a layer (a sliding window, or the chunk that is being written).
+
+    With the query's own pair these are all that the model itself keeps. Nothing is quantised, offloaded or selected.
+    The buffer has an eighth more rows: pairs move to its front when it is full, and not with every token, and the last
+    token can be taken back (`truncate`).
+
+    Args:
+        window: Tokens that a query reaches, its own included.
+    """
+
+    def __init__(self, window: int) -> None:
+        self.window_size = window - 1
+        self.kv_len = 0
+        self._filled = 0
+        self._key = torch.empty(0)
+        self._value = torch.empty(0)
+
+    @property
+    def held(self) -> int:
+        """Pairs that a query attends to, without its own."""
+        return min(self.kv_len, self.window_size)
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes on the device."""
+        return self._key.untyped_storage().nbytes() + self._value.untyped_storage().nbytes()
+
+    def window(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The newest pairs in order, `[batch, num_kv_heads, held, dim]` each; views, no copy."""
+        rows = slice(self._filled - self.held, self._filled)
+        return self._key[:, :, rows], self._value[:, :, rows]
+
+    def history(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the model would have as its past, for an exact extend: fresh tensors."""
+        key, value = self.window()
+        return key.clone(), value.clone()
+
+    def append(self, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Append new pairs: a prompt, a chunk, or one decoded token.
+
+        Args:
+            key: `[batch, num_kv_heads, q_len, key_dim]`.
+            value: `[batch, num_kv_heads, q_len, value_dim]`.
+        """
+        q_len = key.shape[2]
+        self.kv_len += q_len
+        new_len = min(q_len, self.window_size)
+        most = buffer_rows(self.window_size)
+        if self._filled + new_len > most:
+            # One token leaves the whole window before it in place, for `truncate`; of several, only what is needed.
+            self._compact(self.window_size if q_len == 1 else self.window_size - new_len)
+        needed = self._filled + new_len
+        if self._key.dim() != 4 or self._key.shape[2] < needed:
+            room = needed
+            if self._key.dim() == 4:  # a prompt takes exactly what it needs
+                room = min(most, max(needed, self._key.shape[2] + self._key.shape[2] // 8))
+            self._key, self._value = self._grown(self._key, key, room), self._grown(self._value, value, room)
+        self._key[:, :, self._filled : needed] = key[:, :, q_len - new_len :]
+        self._value[:, :, self._filled : needed] = value[:, :, q_len - new_len :]
+        self._filled = needed
+
+    def _compact(self, keep: int) -> None:
+        """Move the newest pairs to the front."""
+        for buffer in (self._key, self._value):
+            buffer[:, :, :keep] = buffer[:, :, self._filled - keep : self._filled].clone()
+        self._filled = keep
+
+    def _grown(self, old: torch.Tensor, like: torch.Tensor, room: int) -> torch.Tensor:
+        batch, heads, _, dim = like.shape
+        buffer = like.new_empty((batch, heads, room, dim))
+        if self._filled:
+            buffer[:, :, : self._filled] = old[:, :, : self._filled]
+        return buffer
+
+    def check_truncate(self, kv_len: int) -> None:
+        """Make sure that `truncate` can be served.
+
+        Raises:
+            CacheHandleError: If it would need pairs that have left the window.
+        """
+        if min(kv_len, self.window_size) > self._filled - max(0, self.kv_len - kv_len):
+            raise CacheHandleError(
+                f"The KV cache can't go back from {self.kv_len} tokens to {kv_len}: a layer with a window of"
+                f" {self.window_size + 1} tokens has dropped pairs that it would need again. Crop such a cache before"
+                " its window is full, or start from the prompt."
+            )
+
+    def truncate(self, kv_len: int) -> None:
+        """Keep the first `kv_len` tokens (crop, or undoing a step that failed midway); see `check_truncate`."""
+        self.check_truncate(kv_len)
+        if kv_len < self.kv_len:
+            self._filled -= self.kv_len - kv_len
+            self.kv_len = kv_len
+
+    def visible(self, masks: tuple[WindowMask, ...], independent: bool) -> torch.Tensor | None:
+        """Which pairs each lane attends to.
+
+        Lane 1 is one token later: the oldest pair has left its window when that is full, and lane 0's is in it.
+
+        Args:
+            masks: The model's own, one a lane. Lane 1's covers the window as it will be.
+            independent: The lanes are the same token and don't see each other (pre-decode).
+
+        Returns:
+            Bool `[lanes, batch, held + lanes]`: the window's pairs, then the lanes' own; None where a single lane
+            attends to all of them.
+
+        Raises:
+            UnsupportedGraphError: If a mask is not as wide as the window.
+        """
+        lanes, held, key = len(masks), self.held, self._key
+        if lanes == 1 and masks[0] is None:
+            return None
+        seen = torch.zeros(lanes, key.shape[0], held + lanes, dtype=torch.bool, device=key.device)
+        for lane, mask in enumerate(masks):
+            ahead = 0 if independent else lane
+            wide = min(self.kv_len + ahead, self.window_size)  # what lane `lane` finds cached
+            if mask is not None and mask.shape[-1] != wide + 1:
+                raise UnsupportedGraphError(
+                    f"The mask of a layer with a window covers {mask.shape[-1]} keys, where the layer has {wide} and"
+                    ' the token\'s own. Compile this model with backend="inductor".'
+                )
+            stored = wide - ahead
+            seen[lane, :, held - stored : held] = True if mask is None else mask[:, :stored]
+            for back in range(ahead + 1):
+                seen[lane, :, held + lane - back] = True if mask is None else mask[:, wide - back]
+        return seen
+
+
+def buffer_rows(window_size: int) -> int:
+    """Rows that a window's buffer grows to."""
+    return window_size + max(1, window_size // 8)
