@@ -6,6 +6,8 @@ import torch
 
 from specache_fx.errors import CacheHandleError, UnsupportedGraphError
 
+_GROW_ROWS = 64
+
 WindowMask = torch.Tensor | None
 """Bool `[batch, pairs + 1]`, True where a lane may look: the window's pairs and then its own. None: everywhere."""
 
@@ -66,7 +68,7 @@ class WindowCache:
         if self._key.dim() != 4 or self._key.shape[2] < needed:
             room = needed
             if self._key.dim() == 4:  # a prompt takes exactly what it needs
-                room = min(most, max(needed, self._key.shape[2] + self._key.shape[2] // 8))
+                room = max(needed, grown_rows(self._key.shape[2], self.window_size))
             self._key, self._value = self._grown(self._key, key, room), self._grown(self._value, value, room)
         self._key[:, :, self._filled : needed] = key[:, :, q_len - new_len :]
         self._value[:, :, self._filled : needed] = value[:, :, q_len - new_len :]
@@ -141,5 +143,10 @@ class WindowCache:
 
 
 def buffer_rows(window_size: int) -> int:
-    """Rows that a window's buffer grows to."""
+    """Rows that a window's buffer grows to at most."""
     return window_size + max(1, window_size // 8)
+
+
+def grown_rows(rows: int, window_size: int) -> int:
+    """Rows that a buffer of `rows` grows to when it is full."""
+    return min(buffer_rows(window_size), rows + max(_GROW_ROWS, rows // 8))

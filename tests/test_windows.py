@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import pytest
@@ -11,9 +11,7 @@ import torch
 from support.zoo import SMALL, WINDOW, WINDOWED_NAMES, build, left_padded
 from torch import Tensor
 
-import specache_fx
 from specache_fx import runners
-from specache_fx.backend import Backend
 from specache_fx.runtime.session import Session
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")

@@ -81,7 +81,7 @@ _WINDOWED: dict[str, dict[str, Any]] = {
     "gemma4_text": {**_SHARED, "global_head_dim": 32},
 }
 WINDOWED_NAMES = tuple(_WINDOWED)
-"""Models with a sliding window or chunks of `WINDOW` tokens in some layers or all, and two with layers that share KV."""
+"""Models with a sliding window or chunks of `WINDOW` tokens in some layers or all; two have layers that share KV."""
 
 
 def build(name: str, **overrides: Any) -> nn.Module:
