@@ -45,7 +45,7 @@ def forced_tokens(prompt: strategies.Prompt, tokens: int, seed: int) -> Tensor:
     )
 
 
-@settings(max_examples=10)
+@settings(max_examples=6)
 @given(st.data())
 def test_windows_equal_the_dense_oracle(data: st.DataObject) -> None:
     prompt = data.draw(windowed())

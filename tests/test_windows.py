@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -11,8 +11,12 @@ import torch
 from support.zoo import SMALL, WINDOW, WINDOWED_NAMES, build, left_padded
 from torch import Tensor
 
+import specache_fx
 from specache_fx import runners
+from specache_fx.backend import Backend
+from specache_fx.runtime import registry
 from specache_fx.runtime.session import Session
+from specache_fx.runtime.window_cache import buffer_rows
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -106,3 +110,35 @@ def test_tokens_and_logits_of_both_lanes_equal_eager(
     assert max(ahead) < 1e-4
     # Lane 1 is void in one step alone: the one that fills the window.
     assert len(ahead) == STEPS - 2 - (prompt_len < WINDOW)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "late"), [(LONG, 3), (SHORT, WINDOW - max(SHORT) + 3)], ids=["long", "short"]
+)
+def test_nothing_is_compiled_once_the_window_is_full(lengths: tuple[int, ...], late: int) -> None:
+    model, steps = build("gemma3_text"), 110
+    made: list[int] = []
+    tokens: list[Tensor] = []
+
+    def observe(name: str, *_: Any) -> None:
+        if name in ("dynamo", "verify"):
+            made.append(len(tokens))
+
+    model.compile(backend=partial(Backend(), options={**OPTIONS, "bits": 16}, observe=observe))
+    prompt = left_padded(lengths)
+    mask, token, past, sizes = prompt["attention_mask"], prompt["input_ids"], None, set[int]()
+    with torch.no_grad():
+        for _ in range(steps):
+            out = model(token, attention_mask=mask, past_key_values=past, use_cache=True)
+            past, token = out.past_key_values, out.logits[:, -1:].argmax(-1)
+            tokens.append(token)
+            mask = torch.cat([mask, mask.new_ones(2, 1)], 1)
+            session = registry.find(past.layers[0].keys)
+            assert session is not None
+            sizes.add(session.layers[0].device_bytes)
+    # Dynamo has a graph of its own for the step that fills the window, and one for all that follow.
+    assert max(made) <= late
+    pair = 2 * 2 * (16 + 16) * 4  # batch, heads, key and value, float32
+    assert max(sizes) == buffer_rows(WINDOW - 1) * pair
+    stats = specache_fx.stats(past)
+    assert stats.full_bytes == (WINDOW - 1 + max(lengths) + steps - 1) * pair
