@@ -191,8 +191,10 @@ class OracleDecoder:
         if self.expected is not None:
             exact_hits = HitCount(int((self.expected == token).sum()), len(token))
         if self.config.policy == "specache":
-            for guessed, wanted in zip(done.used, self._select(done.own_scores, before), strict=True):
-                topk_hits += overlap(guessed, wanted)
+            wanted = self._select(done.own_scores, before)
+            for cache, guessed, needed in zip(self.caches, done.used, wanted, strict=True):
+                if cache.window is None:
+                    topk_hits += overlap(guessed, needed)
 
         for cache, (k, v) in zip(self.caches, done.pairs, strict=True):
             cache.append(k, v)
