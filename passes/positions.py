@@ -46,7 +46,8 @@ class Sources:
         positions: Integer tensors that grow by one per token.
         masks: Masks over keys, whose last dimension grows by one per token.
         shapes: Past KV tensors; where only their shape is read, that is a length too.
-        most: The most tokens that such a tensor gets to have, where its layer keeps a window.
+        most: The most tokens that such a tensor, or the integer that is its length, gets to have, where its layer keeps
+            a window.
         mask_graph: Computes the attentions' masks; None where they have none.
         mask_inputs: Positions of its inputs.
         knows_next: The next token's position can be told. Not where Dynamo made the length a constant of the graph
@@ -78,7 +79,7 @@ class Sources:
         for i in inputs:
             value = args[i]
             if i in self.lengths or i in self.positions:
-                value = value + num_tokens
+                value = min(value + num_tokens, self.most[i]) if i in self.most else value + num_tokens
             elif i in self.masks:
                 value = torch.cat([value, value.new_ones((*value.shape[:-1], num_tokens))], dim=-1)
             elif i in self.shapes:
@@ -211,11 +212,17 @@ def find_sources(gm: GraphModule, state: PassState) -> Sources:
         same_shape = token_shape is not None and (shape == token_shape or shape[-2:] == token_shape)
         if node is not token and _is_integer_tensor(node) and len(shape) and (same_shape or shape == (1,)):
             sources.positions.add(index[node])
+    whole = set().union(*(symbols_of(shape_of(inputs[i])[2]) for i in growing if i not in sources.most))  # type: ignore[index]
+    windows = list(sources.most)
     for node in inputs:
         # An integer that is also the size of a tensor that does not grow (the batch) is no length.
         symbols = symbols_of(value_of(node)) if is_integer(node) else set()
         if symbols and not symbols & sizes_of_others:
             sources.lengths.add(index[node])
+            # The length of a window's past comes in as an integer too. One that is also a whole cache's isn't full yet.
+            for i in windows:
+                if symbols == symbols_of(shape_of(inputs[i])[2]) and not symbols & whole:  # type: ignore[index]
+                    sources.most[index[node]] = sources.most[i]
 
     static = all(isinstance(shape_of(node)[2], int) for node in past) and not sources.lengths  # type: ignore[index]
     sources.knows_next = bool(sources.positions) or not static

@@ -61,6 +61,26 @@ def test_windows_equal_the_dense_oracle(data: st.DataObject) -> None:
         assert session.metrics.token_checks == truth.exact_hits.total
 
 
+@pytest.mark.parametrize(
+    ("lookahead", "window", "layer"),
+    [("token", 9, 1), ("token", 20, 0), ("token", 4, 0), ("query", 5, 0), ("none", 6, 0)],
+)
+def test_window_of_one_layer_equals_the_dense_oracle(lookahead: Any, window: int, layer: int) -> None:
+    # Window 9: the past's length came in as an integer too, and lane 1 was given one more than the window has.
+    model = TinyDecoder(TinyConfig(num_layers=2, window=window, window_layers=(layer,)))
+    config = SpecacheConfig(bits=1, group_size=4, residual_length=2, top_k=3, lookahead=lookahead)
+    mask = torch.ones(2, 14, dtype=torch.bool)
+    mask[0, :3] = False
+    truth = OracleDecoder(model, config).generate(ids(14), 14, mask, ids(13, 1))
+    ours = generate(compiled(model, config), ids(14), 14, mask, ids(13, 1))
+    torch.testing.assert_close(ours.logits, truth.logits, **EXACT)
+    session = registry.find(ours.past[0][0])
+    assert session is not None
+    assert session.metrics.token_checks == truth.exact_hits.total
+    if lookahead != "none":
+        assert int(session.metrics.topk_hits) == truth.topk_hits.hits
+
+
 @settings(max_examples=6)
 @given(windowed())
 def test_windows_equal_plain_decoding(prompt: strategies.Prompt) -> None:
