@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 from torch.fx import GraphModule, Node
 
 from specache_fx.config import SpecacheConfig
+from specache_fx.passes.sources import Prelude, Sources
 
 if TYPE_CHECKING:
-    from specache_fx.passes.positions import Prelude, Sources
     from specache_fx.passes.window_masks import WindowMasks
 
 
@@ -47,12 +47,45 @@ class Refusal:
 
 
 @dataclass(frozen=True)
+class AttentionCore:
+    """One attention in normal form, whatever it is made of: `normalize_attention` finds them.
+
+        s = softcap * tanh(scale * q @ k^T / softcap) + mask        softmax over s and the head's sink        w @ v
+
+    Attributes:
+        node: Its output, `[batch, num_heads, q_len, value_dim]`, or with batch and heads in one dimension.
+        query: `[batch, num_heads, q_len, key_dim]`.
+        key: `[batch, num_heads or fewer, kv_len, key_dim]`: what repeat_kv made, or what it is made of.
+        value: `[batch, num_heads or fewer, kv_len, value_dim]`.
+        mask: bool (True where a key is seen) or float that is added, up to
+            `[batch or 1, num_heads or 1, q_len or 1, kv_len]`; its last row is the newest query's. None where nothing
+            is hidden or added.
+        scale: Factor on the products.
+        softcap: Bound of the scaled products; None where there is none.
+        sinks: `[num_heads]`: what a column without a value scores; None where there is none.
+        inner: The nodes from query, key, value, masks and sinks to `node`, that included.
+        problem: Reason and remedy where it can't be rewritten whatever its cache; None where it can.
+    """
+
+    node: Node
+    query: Node
+    key: Node
+    value: Node
+    mask: Node | None
+    scale: float
+    softcap: float | None = None
+    sinks: Node | None = None
+    inner: frozenset[Node] = frozenset()
+    problem: tuple[str, str] | None = None
+
+
+@dataclass(frozen=True)
 class AttentionSite:
     """One attention that will be rewritten. Nodes are those of the graph that `match_attention` saw.
 
     Attributes:
         layer: Index of its cache, in graph order.
-        node: The `scaled_dot_product_attention` call.
+        node: Its output: a `scaled_dot_product_attention` call, or a product with the values.
         query: `[batch, num_heads, q_len, key_dim]`.
         new_key: This call's keys, `[batch, num_kv_heads, q_len, key_dim]`, before repeat_kv.
         new_value: This call's values.
@@ -64,6 +97,8 @@ class AttentionSite:
         value_output: The same of the values.
         mask: The mask node, if there is one.
         scale: Factor on the scores.
+        softcap: Bound of the scaled scores; None where there is none.
+        sinks: `[num_heads]`; None where there are none.
         num_kv_heads: KV heads.
         key_dim: Elements of a key.
         value_dim: Elements of a value.
@@ -86,6 +121,8 @@ class AttentionSite:
     value_output: Node
     mask: Node | None
     scale: float
+    softcap: float | None
+    sinks: Node | None
     num_kv_heads: int
     key_dim: int
     value_dim: int
@@ -121,9 +158,13 @@ class OutputPlan:
 class PassState:
     """What the passes of one graph tell each other. Earlier passes fill in what later ones read.
 
+    It is complete, and written to no more, when the graph's runner is made.
+
     Attributes:
         config: The options.
         phase: Set by `match_attention`.
+        cores: The attentions in normal form; None until `normalize_attention` has run.
+        unknown: Softmaxes around which no attention in normal form was found, and why.
         sites: The attentions that are rewritten.
         refusals: Those that are not, and why.
         inputs: Names of Dynamo's placeholders, in order.
@@ -135,12 +176,12 @@ class PassState:
         window_masks: The masks of attentions over a window (decode); None where there are none.
         logits: Position of the logits among the kept outputs; None where there are none.
         mutated: Name of an input that the decode graph writes to, if there is one.
-        lanes: Lanes that the decode graph has.
-        fallback: Why it has one lane though two were asked for.
     """
 
     config: SpecacheConfig
     phase: Phase = Phase.NO_CACHE
+    cores: list[AttentionCore] | None = None
+    unknown: dict[Node, str] = field(default_factory=dict)
     sites: list[AttentionSite] = field(default_factory=list)
     refusals: list[Refusal] = field(default_factory=list)
     inputs: list[str] = field(default_factory=list)
@@ -152,8 +193,6 @@ class PassState:
     window_masks: WindowMasks | None = None
     logits: int | None = None
     mutated: str | None = None
-    lanes: int = 1
-    fallback: str | None = None
 
     @property
     def owners(self) -> list[AttentionSite]:

@@ -11,12 +11,13 @@ Past and present KV become handles. What moves the pairs depends on the phase:
               return keys, values, logits                   specache.store(k, v, mask[..., -1, :], state, layer)
                                                             return logits
 
-    decode    out = sdpa(q, cat([past_keys, k], -2), ..) ->  out = specache.attention(q, k, v, layer, scale)
+    decode    out = sdpa(q, cat([past_keys, k], -2), ..) ->  out = specache.attention(q, k, v, layer, scale,
+                                                                                  softcap, sinks)
               return keys, values, logits                   return logits
 
 Storing right after each attention is what keeps one layer's 16-bit pairs alive at a time. In decode nothing reads
 the masks any more, so they and all that knew `kv_len` die here; what they would have said is checked at run time by
-`check_masks` in `specache_fx/runners.py`. The masks of windows are applied as they are (`window_masks.py`).
+`check_masks` in `specache_fx/mask_check.py`. The masks of windows are applied as they are (`window_masks.py`).
 
 Attentions that share a cache: the first one's pairs are stored and loaded, and in decode each gets a marker with its
 own query and the first one's layer and new pair.
@@ -32,6 +33,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from specache_fx.passes.base import AttentionSite, OutputPlan, Pass, PassState, Phase
+from specache_fx.passes.find_sources import find_sources
 from specache_fx.passes.graph_utils import (
     add_placeholder,
     ancestors,
@@ -46,7 +48,6 @@ from specache_fx.passes.graph_utils import (
     shape_of,
     value_of,
 )
-from specache_fx.passes.positions import find_sources
 from specache_fx.passes.window_masks import find_window_masks
 from specache_fx.runtime import ops  # noqa: F401  (registers torch.ops.specache)
 
@@ -122,10 +123,15 @@ def _bind_extend(graph: Graph, site: AttentionSite, state_node: Node) -> None:
 
 
 def _bind_decode(graph: Graph, site: AttentionSite) -> None:
+    more = () if site.softcap is None and site.sinks is None else (site.softcap, site.sinks)
     with graph.inserting_before(site.node):
-        args = (site.query, site.new_key, site.new_value, site.layer, site.scale)
-        marker = call(graph, torch.ops.specache.attention.default, args, site.node)
-    site.node.replace_all_uses_with(marker)
+        args = (site.query, site.new_key, site.new_value, site.layer, site.scale, *more)
+        out = call(graph, torch.ops.specache.attention.default, args, site.node)
+        if len(shape_of(site.node) or ()) == 3:  # batch and heads in one dimension
+            out = call(graph, torch.flatten, (out, 0, 1), site.node)
+        if value_of(out).dtype != value_of(site.node).dtype:
+            out = call(graph, torch.Tensor.to, (out, value_of(site.node).dtype), site.node)
+    site.node.replace_all_uses_with(out)
     graph.erase_node(site.node)
 
 

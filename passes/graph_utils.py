@@ -18,6 +18,7 @@ _VIEWS = {
 }  # fmt: skip
 _METADATA = {"size", "numel", "dim", "stride", "ndimension", "is_contiguous", "data_ptr", "element_size"}
 _METADATA_ATTRIBUTES = {"shape", "dtype", "device", "ndim", "is_cuda"}
+_CONSTANT_NODES = 50  # a factor is computed in fewer
 _IN_PLACE_FUNCTIONS = {"setitem", "iadd", "isub", "imul", "itruediv", "iand", "ior"}
 
 
@@ -145,26 +146,59 @@ def call(graph: Graph, target: Any, args: tuple[Any, ...], origin: Node, name: s
     return node
 
 
-def ancestors(nodes: Iterable[Node]) -> set[Node]:
-    """The nodes and everything that they are computed from."""
-    seen: set[Node] = set()
+def ancestors(nodes: Iterable[Node], stop: Iterable[Node] = ()) -> set[Node]:
+    """The nodes and everything that they are computed from; of what is in `stop`, not what lies behind."""
+    ends, seen = set(stop), set[Node]()
     work = list(nodes)
     while work:
         node = work.pop()
         if node not in seen:
             seen.add(node)
-            work.extend(node.all_input_nodes)
+            if node not in ends:
+                work.extend(node.all_input_nodes)
     return seen
 
 
+def needed_for(graph: Graph, results: Iterable[Node], inputs: Iterable[Node] = ()) -> set[Node]:
+    """What computes `results` from `inputs`: their ancestors, and the in-place calls that change these on the way."""
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    results, inputs = list(results), set(inputs)
+    last = max((order[node] for node in results), default=-1)
+    writes = [node for node in graph.nodes if _mutates(node) and node.args and order[node] < last]
+    needed = ancestors(results, inputs)
+    while more := [
+        node
+        for node in writes
+        if node not in needed and _base(node.args[0]) in needed and _base(node.args[0]) not in inputs
+    ]:
+        needed |= ancestors(more, inputs)
+    return needed
+
+
+def constant_of(gm: GraphModule, value: Any) -> float | None:
+    """The number that a constant, or a one-element tensor that is computed from constants alone, stands for."""
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return float(value)
+    if not isinstance(value, Node) or not isinstance(value_of(value), torch.Tensor):
+        return None
+    needed = needed_for(gm.graph, [value])
+    computed = all(node.op in ("call_function", "call_method") for node in needed)
+    if not computed or any(not isinstance(size, int) for size in shape_of(value) or ()):
+        return None
+    if value_of(value).numel() != 1 or len(needed) > _CONSTANT_NODES:
+        return None
+    with torch.no_grad():
+        return float(extract(gm, [value], [])()[0])
+
+
 def extract(gm: GraphModule, results: list[Node], inputs: list[Node]) -> GraphModule:
-    """A graph of its own that computes `results` from `inputs`, in the order given."""
+    """A graph of its own that computes `results` from `inputs`, in the order given; these may be any nodes."""
     graph = Graph()
     copied: dict[Node, Node] = {}
     for node in inputs:
         copied[node] = graph.placeholder(node.name)
         copied[node].meta = dict(node.meta)
-    needed = ancestors(results)
+    needed = needed_for(gm.graph, results, inputs)
     for node in gm.graph.nodes:
         if node in needed and node not in copied:
             copied[node] = graph.node_copy(node, lambda old: copied[old])

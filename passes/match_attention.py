@@ -2,8 +2,8 @@
 
     keys   = cat([past_keys, k], -2)        # output; in prefill the past is empty, or there is no cat
     values = cat([past_values, v], -2)      # output
-    out    = scaled_dot_product_attention(q, repeat_kv(keys), repeat_kv(values), mask)
-        -> AttentionSite(q, k, v, past_keys, past_values, keys, values, mask, scale)
+    AttentionCore(out, q, repeat_kv(keys), repeat_kv(values), mask, scale, softcap, sinks)
+        -> AttentionSite(q, k, v, past_keys, past_values, keys, values, mask, scale, softcap, sinks)
 
 A layer with a sliding window, or that attends within chunks, returns `keys[:, :, -window + 1 :]` as its cache instead:
 a site with a `window`. Where several attentions read the same keys and values, the first one's cache is theirs
@@ -18,13 +18,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from specache_fx.passes.base import AttentionSite, Pass, PassState, Phase, Refusal
+from specache_fx.passes.base import AttentionCore, AttentionSite, Pass, PassState, Phase, Refusal
+from specache_fx.passes.find_sources import find_token
 from specache_fx.passes.graph_utils import (
     ancestors,
+    is_static_input,
     mutated_inputs,
     output_node,
     placeholders,
@@ -37,7 +38,9 @@ from specache_fx.passes.graph_utils import (
 from specache_fx.runtime.handle import unfit_reason
 
 _RELAYOUTS = {"cat", "stack", "transpose", "permute", "contiguous", "view", "reshape", "clone", "unsqueeze"}
-_SDPA_ARGS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
+_MAKES_LIKE = {
+    "new_ones", "new_zeros", "new_full", "new_empty", "ones_like", "zeros_like", "full_like", "empty_like",
+}  # fmt: skip
 _LEAVE = 'To use this model nevertheless, compile it with backend="inductor"'
 
 
@@ -58,11 +61,6 @@ class _Side:
     past: Node | None
     output: Node
     window: int | None
-
-
-def _argument(node: Node, name: str, default: Any = None) -> Any:
-    index = _SDPA_ARGS.index(name)
-    return node.args[index] if index < len(node.args) else node.kwargs.get(name, default)
 
 
 def _without_repeat(node: Node) -> tuple[Node, list[Node]]:
@@ -88,14 +86,26 @@ def _without_repeat(node: Node) -> tuple[Node, list[Node]]:
     return (chain[-1], chain[:-1]) if is_repeat else (node, [])
 
 
-def _readers(gm: GraphModule) -> dict[Node, set[Node]]:
-    """What leads from keys or values to the attentions that read them, by their root; the attentions included."""
-    readers: dict[Node, set[Node]] = {}
-    for node in gm.graph.nodes:
-        if node.op == "call_function" and node.target is F.scaled_dot_product_attention:
-            for name in _SDPA_ARGS[1:3]:
-                root, repeat = _without_repeat(_argument(node, name))
-                readers.setdefault(root, set()).update((node, *repeat))
+@dataclass(frozen=True)
+class _Reader:
+    """An attention that reads keys or values, and what leads from these to it (repeat_kv)."""
+
+    core: AttentionCore
+    repeat: tuple[Node, ...]
+
+    @property
+    def inside(self) -> set[Node]:
+        """What reads the keys or values for it."""
+        return {*self.core.inner, *self.repeat}
+
+
+def _readers(cores: list[AttentionCore]) -> dict[Node, list[_Reader]]:
+    """Who reads keys or values, by their root."""
+    readers: dict[Node, list[_Reader]] = {}
+    for core in cores:
+        for side in (core.key, core.value):
+            root, repeat = _without_repeat(side)
+            readers.setdefault(root, []).append(_Reader(core, tuple(repeat)))
     return readers
 
 
@@ -111,7 +121,7 @@ def _newest(node: Node) -> int | None:
     return -start if all(part == whole for i, part in enumerate(index) if i != 2) else None
 
 
-def _side(tensor: Node, what: str, outputs: set[Node], readers: dict[Node, set[Node]]) -> _Side:
+def _side(tensor: Node, what: str, outputs: set[Node], readers: dict[Node, list[_Reader]]) -> _Side:
     """Follow one side of an attention back to what is cached."""
     root, _ = _without_repeat(tensor)
     shape = shape_of(root)
@@ -144,7 +154,7 @@ def _side(tensor: Node, what: str, outputs: set[Node], readers: dict[Node, set[N
             )
         raise _NoMatch(f"its {what} are not returned as a KV cache", "")
     output = root if newest is None else kept[0]
-    inside = {output, *readers[root]}
+    inside = {output}.union(*(reader.inside for reader in readers[root]))
     for user in root.users:
         if user not in inside and user.op != "output" and not reads_shape_only(user):
             raise _NoMatch(f"its {what} are also used by `{user.name}` ({target_name(user)})")
@@ -173,14 +183,16 @@ def _is_cached_elsewhere(root: Node, outputs: set[Node]) -> bool:
 
 
 def _match(
-    node: Node, outputs: set[Node], readers: dict[Node, set[Node]], owners: dict[Node, AttentionSite]
+    core: AttentionCore,
+    outputs: set[Node],
+    readers: dict[Node, list[_Reader]],
+    owners: dict[Node, AttentionSite],
 ) -> AttentionSite:
-    query, key, value = (_argument(node, name) for name in _SDPA_ARGS[:3])
-    keys, values = _side(key, "keys", outputs, readers), _side(value, "values", outputs, readers)
+    keys, values = _side(core.key, "keys", outputs, readers), _side(core.value, "values", outputs, readers)
     owner = owners.get(keys.root)
     if owner is not owners.get(values.root):
         raise _NoMatch("its keys and its values are those of different caches")
-    q, k, v = value_of(query), value_of(keys.root), value_of(values.root)
+    q, k, v = value_of(core.query), value_of(keys.root), value_of(values.root)
     if (keys.past is None) != (values.past is None):
         raise _NoMatch("only one of its keys and values has a past")
     if q.dim() != 4 or k.shape[1] != v.shape[1] or q.shape[1] % k.shape[1]:
@@ -201,22 +213,23 @@ def _match(
     for side in (k, v):
         if reason := unfit_reason(side.dtype, side.shape[-1]):
             raise _NoMatch(reason)
-    if _argument(node, "dropout_p", 0.0) != 0.0:
-        raise _NoMatch("it has dropout", "Call model.eval() first.")
-    mask = _argument(node, "attn_mask")
-    dims = shape_of(mask) if mask is not None else None
-    if dims is not None and (len(dims) not in (2, 3, 4) or (len(dims) > 2 and dims[-3] != 1)):
-        raise _NoMatch("its mask differs from head to head")
-    decode = keys.past is not None and q.shape[2] == 1
-    if decode and _argument(node, "is_causal", False):
-        raise _NoMatch("it is causal with one query, which hides all keys but the first")
-    scale = _argument(node, "scale")
-    if scale is not None and not isinstance(scale, (int, float)):
-        raise _NoMatch("its scale is computed in the graph")
+    if core.problem is not None:
+        raise _NoMatch(*core.problem)
+    dims = shape_of(core.mask) if core.mask is not None else None
+    if dims is not None and len(dims) > 4:
+        raise _NoMatch(f"its mask has {len(dims)} dimensions")
+    if dims is not None and len(dims) > 2 and dims[-3] != 1 and value_of(core.mask).dtype == torch.bool:
+        raise _NoMatch("its mask hides other keys from head to head")
+    if core.mask is not None and (data := _data_behind(core, keys, values)) is not None:
+        raise _NoMatch(
+            f"its mask is computed from data (`{data.name}`), not from positions and padding alone"
+        )
+    if owner is not None and keys.past is not None and q.shape[2] == 1 and core.mask is not owner.mask:
+        raise _NoMatch(f"it reads the cache of attention `{owner.node.name}` with another mask")
     return AttentionSite(
         layer=len(owners) // 2 if owner is None else owner.layer,
-        node=node,
-        query=query,
+        node=core.node,
+        query=core.query,
         new_key=keys.new,
         new_value=values.new,
         past_key=keys.past,
@@ -225,15 +238,41 @@ def _match(
         value_root=values.root,
         key_output=keys.output,
         value_output=values.output,
-        mask=mask,
-        scale=float(scale) if scale is not None else q.shape[-1] ** -0.5,
+        mask=core.mask,
+        scale=core.scale,
+        softcap=core.softcap,
+        sinks=core.sinks,
         num_kv_heads=int(k.shape[1]),
         key_dim=int(k.shape[-1]),
         value_dim=int(v.shape[-1]),
-        source=source_of(node),
+        source=source_of(core.node),
         window=keys.window,
         shared=owner is not None,
     )
+
+
+def _data_behind(core: AttentionCore, keys: _Side, values: _Side) -> Node | None:
+    """What a mask reads, of tokens, embeddings, queries, keys and values; their shapes don't count."""
+    assert core.mask is not None
+    graph = core.mask.graph
+    data = {core.query, keys.new, values.new, keys.past, values.past}
+    token, vocabulary = find_token(graph)
+    if any((shape_of(out) or (None,))[-1] == vocabulary for out in output_node(graph).all_input_nodes):
+        data.add(token)
+    data |= {
+        node
+        for node in placeholders(graph)
+        if len(shape_of(node) or ()) == 3 and value_of(node).is_floating_point() and not is_static_input(node)
+    }
+    work, seen = [core.mask], set[Node]()
+    while work:
+        node = work.pop()
+        if node in data:
+            return node
+        if node not in seen and not reads_shape_only(node) and target_name(node) not in _MAKES_LIKE:
+            seen.add(node)
+            work.extend(node.all_input_nodes)
+    return None
 
 
 def _phase(sites: list[AttentionSite]) -> Phase:
@@ -249,12 +288,11 @@ def match_attention(gm: GraphModule, state: PassState) -> GraphModule:
     outputs = set(output_node(gm.graph).all_input_nodes)
     state.inputs = [node.name for node in placeholders(gm.graph)]
     state.sites, state.refusals = [], []
-    readers, owners = _readers(gm), dict[Node, AttentionSite]()
-    for node in gm.graph.nodes:
-        if node.op != "call_function" or node.target is not F.scaled_dot_product_attention:
-            continue
+    cores = state.cores or []
+    readers, owners = _readers(cores), dict[Node, AttentionSite]()
+    for core in cores:
         try:
-            site = _match(node, outputs, readers, owners)
+            site = _match(core, outputs, readers, owners)
             if state.sites and (site.past_key is None) != (state.sites[0].past_key is None):
                 raise _NoMatch("it has a past and others in the graph have none, or the reverse")
             state.sites.append(site)
@@ -262,21 +300,20 @@ def match_attention(gm: GraphModule, state: PassState) -> GraphModule:
                 owners.setdefault(root, site)
         except _NoMatch as no:
             if no.remedy:
-                state.refusals.append(Refusal(node.name, source_of(node), no.reason, no.remedy))
+                state.refusals.append(Refusal(core.node.name, source_of(core.node), no.reason, no.remedy))
     _drop_half_shared(state, readers)
-    state.refusals.extend(_appends_without_sdpa(gm, state, outputs))
+    state.refusals.extend(_unknown_forms(gm, state, outputs))
     state.phase = _phase(state.sites)
     return gm
 
 
-def _drop_half_shared(state: PassState, readers: dict[Node, set[Node]]) -> None:
+def _drop_half_shared(state: PassState, readers: dict[Node, list[_Reader]]) -> None:
     """Leave attentions alone whose cache is also read by one that is left alone: it would read handles."""
     matched = {site.node for site in state.sites}
 
     def stranger(site: AttentionSite) -> Node | None:
-        both = readers[site.key_root] | readers[site.value_root]
-        sdpa = (node for node in both if node.target is F.scaled_dot_product_attention)
-        return next((node for node in sdpa if node not in matched), None)
+        both = readers[site.key_root] + readers[site.value_root]
+        return next((reader.core.node for reader in both if reader.core.node not in matched), None)
 
     strangers = {site: stranger(site) for site in state.sites}
     for site, node in strangers.items():
@@ -288,28 +325,28 @@ def _drop_half_shared(state: PassState, readers: dict[Node, set[Node]]) -> None:
     state.sites = [replace(site, layer=layers[site.layer]) for site in kept]
 
 
-def _appends_without_sdpa(gm: GraphModule, state: PassState, outputs: set[Node]) -> list[Refusal]:
-    """KV caches whose attention is no SDPA call: named once a graph, by the softmax that reads them."""
-    bound = {root for site in state.sites for root in (site.key_root, site.value_root)}
-    grown = [
-        node
-        for node in gm.graph.nodes
-        if node.target is torch.cat
-        and node in outputs
-        and node not in bound
-        and len(shape_of(node) or ()) == 4
-    ]
-    softmax = [node for node in gm.graph.nodes if target_name(node) == "softmax"]
-    if not grown or not softmax:
-        return []
-    return [
-        Refusal(
-            softmax[0].name,
-            source_of(softmax[0]),
-            "it is computed by matmul and softmax, not by scaled_dot_product_attention",
-            'Load the model with attn_implementation="sdpa" (model.set_attn_implementation("sdpa")).',
-        )
-    ]
+def _unknown_forms(gm: GraphModule, state: PassState, outputs: set[Node]) -> list[Refusal]:
+    """KV caches whose attention has no normal form: each named by the softmax that reads it first."""
+    known = {core.node for core in state.cores or []}
+    refusals: dict[Node, Refusal] = {}
+    for root in gm.graph.nodes:
+        if root.target is not torch.cat or len(shape_of(root) or ()) != 4:
+            continue
+        if root not in outputs and not any(user in outputs and _newest(user) for user in root.users):
+            continue
+        work, seen = list(root.users), set[Node]()
+        while work:
+            node = work.pop(0)
+            if node in seen or node in known or reads_shape_only(node):
+                continue
+            seen.add(node)
+            if node not in state.unknown:
+                work.extend(node.users)
+                continue
+            remedy = f'Load it with attn_implementation="sdpa" if it can be. {_LEAVE}.'
+            refusals.setdefault(node, Refusal(node.name, source_of(node), state.unknown[node], remedy))
+            break
+    return list(refusals.values())
 
 
 MATCH_ATTENTION = Pass("match_attention", match_attention)

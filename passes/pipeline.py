@@ -20,6 +20,7 @@ from specache_fx.passes.duplicate_query import duplicate_query
 from specache_fx.passes.insert_prefetch import INSERT_PREFETCH
 from specache_fx.passes.insert_waits import INSERT_WAITS
 from specache_fx.passes.match_attention import MATCH_ATTENTION
+from specache_fx.passes.normalize_attention import NORMALIZE_ATTENTION
 from specache_fx.passes.quantize_attention import QUANTIZE_ATTENTION
 from specache_fx.passes.select_topk import SELECT_TOPK
 from specache_fx.passes.split_prelude import SPLIT_PRELUDE
@@ -27,7 +28,7 @@ from specache_fx.passes.verify import VERIFY
 
 logger = logging.getLogger(__name__)
 
-CAPTURE_PASSES: tuple[Pass, ...] = (MATCH_ATTENTION, BIND_CACHE, SPLIT_PRELUDE)
+CAPTURE_PASSES: tuple[Pass, ...] = (NORMALIZE_ATTENTION, MATCH_ATTENTION, BIND_CACHE, SPLIT_PRELUDE)
 DECODE_PASSES: tuple[Pass, ...] = (QUANTIZE_ATTENTION, SELECT_TOPK, INSERT_PREFETCH, INSERT_WAITS, VERIFY)
 
 Observer = Callable[[str, GraphModule, PassState], None]
@@ -62,17 +63,18 @@ def run_passes(
 
 
 def build_decode_graph(
-    gm: GraphModule, state: PassState, inputs: Sequence[Any], observe: Observer | None = None
+    gm: GraphModule, state: PassState, inputs: Sequence[Any], lanes: int, observe: Observer | None = None
 ) -> GraphModule:
     """The whole way from a captured decode graph to the one that is compiled.
 
     Args:
         gm: After `CAPTURE_PASSES`.
-        state: Its state; `lanes` is set.
+        state: Its state.
         inputs: The first step's, see `duplicate_query`.
+        lanes: See `duplicate_query`.
         observe: See `Observer`.
     """
-    traced = duplicate_query(gm, state, inputs)
+    traced = duplicate_query(gm, state, inputs, lanes)
     if observe is not None:
         observe("duplicate_query", traced, state)
     return run_passes(traced, state, DECODE_PASSES, observe)

@@ -34,14 +34,14 @@ def quantize_attention(gm: GraphModule, state: PassState) -> GraphModule:
     last = {marker.args[3]: marker for marker in markers}
     session = add_placeholder(graph, STATE, torch.zeros(1, dtype=torch.int64))
     for marker in markers:
-        query, key, value, layer, scale = marker.args
+        query, key, value, layer, *form = marker.args  # scale, and softcap and sinks where there are any
         has_lanes = len(shape_of(query) or ()) == 5
         with graph.inserting_before(marker):
             if not has_lanes:
                 query, key, value = (
                     call(graph, aten.unsqueeze.default, (side, 0), marker) for side in (query, key, value)
                 )
-            args = (query, key, value, None, session, layer, scale)
+            args = (query, key, value, None, session, layer, *form)
             attention = call(graph, ops.quantized_attention.default, args, marker, "attention")
             out = call(graph, operator.getitem, (attention, 0), marker, "out")
             if not has_lanes:

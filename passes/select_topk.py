@@ -43,7 +43,7 @@ def select_topk(gm: GraphModule, state: PassState) -> GraphModule:
         return gm
     graph = gm.graph
     for attention in attentions(gm):
-        _, key, _, _, session, layer, _ = attention.args
+        _, key, _, _, session, layer, *_ = attention.args
         if layer in state.window_layers or any(
             node.target is torch.ops.specache.topk.default and node.args[2] == layer for node in graph.nodes
         ):

@@ -11,14 +11,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch.fx import GraphModule, Node
 
-from specache_fx.errors import UnsupportedGraphError
 from specache_fx.passes.base import PassState
+from specache_fx.passes.find_sources import mask_inputs
 from specache_fx.passes.graph_utils import extract, is_integer, placeholders, symbols_of, value_of
-from specache_fx.passes.positions import Sources, mask_inputs
+from specache_fx.passes.sources import Sources
 from specache_fx.runtime.session import Session
+from specache_fx.runtime.window_cache import WindowMask
 
 
 @dataclass(frozen=True)
@@ -39,12 +39,12 @@ class WindowMasks:
     sources: Sources
     moves: bool
 
-    def seen(self, session: Session, args: Sequence[Any], num_tokens: int) -> dict[int, torch.Tensor] | None:
-        """Which keys the model lets its token see, now or `num_tokens` later.
+    def at(self, session: Session, args: Sequence[Any], num_tokens: int) -> dict[int, WindowMask] | None:
+        """What the model lets its token see, now or `num_tokens` later, and what it adds to the scores.
 
         Returns:
-            Layer to bool `[batch, keys]`, the token's own last. None where it can't be told: Dynamo makes a graph of
-            its own for the step in which a window fills up, and moved on it would ask for a token that is not there.
+            By layer. None where it can't be told: Dynamo makes a graph of its own for the step in which a window fills
+            up, and moved on it would ask for a token that is not there.
         """
         if self.graph is None:
             return {}
@@ -52,10 +52,12 @@ class WindowMasks:
         fills = any(session.shapes[layer].window == session.kv_len + 1 for layer in self.layers)
         if num_tokens and (fills or not self.moves):
             return None
-        masks = self.graph(*self.sources.ahead(args, self.inputs, num_tokens))
-        seen = {layer: session.attended(masks[i]) for layer, i in self.layers.items()}
-        told = all(seen[layer].shape[-1] == lengths[layer] + 1 for layer in seen)
-        return seen if told or not num_tokens else None
+        assert session.batch is not None
+        rows = self.graph(*self.sources.ahead(args, self.inputs, num_tokens))
+        if num_tokens and any(rows[i].shape[-1] != lengths[layer] + 1 for layer, i in self.layers.items()):
+            return None
+        masks = [WindowMask.of(row if row.dim() < 2 else row[..., -1, :], session.batch) for row in rows]
+        return {layer: masks[i] for layer, i in self.layers.items()}
 
 
 def find_window_masks(gm: GraphModule, state: PassState, sources: Sources) -> WindowMasks | None:
@@ -71,13 +73,6 @@ def find_window_masks(gm: GraphModule, state: PassState, sources: Sources) -> Wi
     masks: list[Node] = list(dict.fromkeys(site.mask for site in masked if site.mask is not None))
     if not masks:
         return WindowMasks(None, (), {}, sources, True)
-    for site in windows:
-        owner = state.owners[site.layer]
-        if site.mask is not owner.mask:
-            raise UnsupportedGraphError(
-                f"Attention `{site.node.name}` ({site.source}) reads the cache of `{owner.node.name}` with another"
-                ' mask. Compile this model with backend="inductor".'
-            )
     roots = mask_inputs(gm, masks, sources, masked[0])
     index = {node: i for i, node in enumerate(placeholders(gm.graph))}
     return WindowMasks(

@@ -139,6 +139,19 @@ class CopyEngine:
             self.wait(layer)
             self._staging[layer].clear()
 
+    def reorder(self, batch_rows: torch.Tensor) -> None:
+        """Reorder the batch rows of every layer's slots: row i becomes a copy of row `batch_rows[i]`.
+
+        Args:
+            batch_rows: int64 `[batch]` on the device.
+
+        Raises:
+            Exception: As `wait`.
+        """
+        for layer, staging in self._staging.items():
+            self.wait(layer)
+            staging.reorder(batch_rows)
+
     def close(self) -> None:
         """Wait for the copies under way, then let go of thread and slots; twice is fine. Errors end here."""
         self._closed = True

@@ -1,12 +1,18 @@
 """Handles: what the model passes around in place of its KV cache.
 
-A handle has the shape that the model expects, `[batch, num_kv_heads, kv_len, head_dim]`, and next to no memory: it
-is one row of `head_dim` elements per batch row, expanded with stride 0 over heads and tokens. All the handles of a
-session are views of one storage, so storage identity names the session, and the storage dies with the last handle.
+A handle has the shape that the model expects, `[batch, num_kv_heads, kv_len, head_dim]`, and next to no memory: all
+the handles of a session look at one storage, so storage identity names the session, and the storage dies with the
+last handle. It holds one row of `head_dim` elements per slot and batch row, where a handle's first token begins,
+then a ruler of about `kv_len` elements:
 
-The row's elements are NaNs whose payload bits spell (magic, session, slot, row). They survive every copy, so that a
-permuted or copied cache can be told from the original, and whatever reads a handle as if it were a KV cache gets
-NaN, never an answer that is a little wrong.
+    element [b, h, t, d] of slot s  =  storage[offset(s) + b * head_dim + t + d]
+
+Stride 0 over heads, stride 1 over tokens: cutting tokens off the end keeps the offset (a crop, which a session can
+follow), cutting off the oldest ones moves it (which it can't, and so must see).
+
+All elements are NaNs. Those of the rows have payload bits that spell (magic, session, slot, row). They survive every
+copy, so that a permuted or copied cache can be told from the original, and whatever reads a handle as if it were a KV
+cache gets NaN, never an answer that is a little wrong.
 """
 
 from __future__ import annotations
@@ -20,6 +26,8 @@ MAGIC = 0x5CA
 _FIELDS = (("magic", 12), ("session", 24), ("slot", 12), ("row", 16))  # 64 bits
 _CODE_BITS = sum(bits for _, bits in _FIELDS)
 MAX_SESSION = 1 << 24
+_FILLER = 0x2A  # payload of the NaNs that spell nothing: no computation makes such a one
+_SLACK = 512  # elements by which a ruler grows at least
 
 
 @dataclass(frozen=True)
@@ -61,13 +69,15 @@ def unfit_reason(dtype: torch.dtype, head_dim: int) -> str | None:
 def _encode(session: int, slot: int, batch: int, head_dim: int, dtype: torch.dtype) -> torch.Tensor:
     """NaN-boxed rows `[batch, head_dim]` on the CPU."""
     box = _BOXES[dtype]
-    rows = torch.full((batch, head_dim), box.quiet_nan, dtype=torch.int64)
+    rows = torch.full((batch, head_dim), box.quiet_nan + _FILLER, dtype=torch.int64)
+    length = -(-_CODE_BITS // box.bits)
+    rows[:, :length] = box.quiet_nan
     for row in range(batch):
         code, shift = 0, 0
         for (_, bits), value in zip(_FIELDS, (MAGIC, session, slot, row), strict=True):
             code |= value << shift
             shift += bits
-        for element in range(-(-_CODE_BITS // box.bits)):
+        for element in range(length):
             rows[row, element] += (code >> (element * box.bits)) & ((1 << box.bits) - 1)
     return rows.to(box.integer).view(dtype)
 
@@ -89,7 +99,8 @@ def decode(handle: torch.Tensor) -> list[HandleCode] | None:
     for row in payload.tolist():
         if any(not 0 <= element < 1 << box.bits for element in row):
             return None
-        code, fields = sum(element << (i * box.bits) for i, element in enumerate(row)), {}
+        length = -(-_CODE_BITS // box.bits)
+        code, fields = sum(element << (i * box.bits) for i, element in enumerate(row[:length])), {}
         for name, bits in _FIELDS:
             fields[name] = code & ((1 << bits) - 1)
             code >>= bits
@@ -97,6 +108,20 @@ def decode(handle: torch.Tensor) -> list[HandleCode] | None:
             return None
         codes.append(HandleCode(**fields))
     return codes
+
+
+def is_poisoned(tensor: torch.Tensor) -> bool:
+    """Whether a tensor begins with what a handle is made of, legible or not (its oldest tokens were cut off).
+
+    Args:
+        tensor: `[batch, num_kv_heads, kv_len, head_dim]`.
+    """
+    box = _BOXES.get(tensor.dtype)
+    if box is None or tensor.dim() != 4 or 0 in tensor.shape:
+        return False
+    row = tensor[0, 0, 0].detach().cpu().contiguous()
+    payload = row.view(box.integer).to(torch.int64) - box.quiet_nan
+    return bool((row.isnan() & (payload > 0) & (payload < 1 << box.bits)).any())
 
 
 def issue(
@@ -123,10 +148,10 @@ def issue(
     rows = [
         _encode(session, slot, batch, dim, dtype).flatten() for slot, (_, dim) in enumerate(heads_and_dims)
     ]
-    flat = torch.cat(rows).to(device)
+    storage = torch.cat(rows).to(device).untyped_storage()
     handles, offset = [], 0
     for heads, dim in heads_and_dims:
-        handles.append(flat.as_strided((batch, heads, kv_len, dim), (dim, 0, 0, 1), offset))
+        handles.append(_look(storage, dtype, device, offset, (batch, heads, kv_len, dim)))
         offset += batch * dim
     return handles
 
@@ -134,7 +159,32 @@ def issue(
 def resize(handle: torch.Tensor, kv_len: int) -> torch.Tensor:
     """The same handle for a cache of `kv_len` tokens; shares the storage."""
     batch, heads, _, dim = handle.shape
+    shape = (batch, heads, kv_len, dim)
+    resized = _look(
+        handle.untyped_storage(), handle.dtype, handle.device, int(handle.storage_offset()), shape
+    )
     # Dynamo would make the growing length static twice before it gives up; tell it at once.
-    resized = handle.as_strided((batch, heads, kv_len, dim), (dim, 0, 0, 1), handle.storage_offset())
     torch._dynamo.maybe_mark_dynamic(resized, 2)
     return resized
+
+
+def _look(
+    storage: torch.UntypedStorage,
+    dtype: torch.dtype,
+    device: torch.device,
+    offset: int,
+    shape: tuple[int, int, int, int],
+) -> torch.Tensor:
+    """A handle in `storage`, whose ruler grows as needed: in place, so that all its handles stay as they are.
+
+    No view of another tensor: Dynamo traces a view with its base, whose size would be known to the graph.
+    """
+    batch, _, kv_len, dim = shape
+    held, needed = storage.nbytes() // dtype.itemsize, offset + batch * dim + kv_len
+    if held < needed:
+        capacity = needed + max(_SLACK, kv_len // 2)
+        storage.resize_(capacity * dtype.itemsize)
+        tail = torch.empty(0, dtype=dtype, device=device).set_(storage, held, (capacity - held,), (1,))
+        box = _BOXES[dtype]
+        tail.view(box.integer).fill_(box.quiet_nan + _FILLER)
+    return torch.empty(0, dtype=dtype, device=device).set_(storage, offset, shape, (dim, 0, 1, 1))

@@ -68,6 +68,10 @@ def row_bytes(rows: torch.Tensor) -> np.ndarray:
     return rows.view(-1, rows.shape[-1]).view(torch.uint8).numpy()
 
 
+def _aligned(tokens: int) -> int:
+    return -(-tokens // ALIGN_TOKENS) * ALIGN_TOKENS
+
+
 class HostCache:
     """Rows of every layer of one session; see the module's docstring for the layout.
 
@@ -177,6 +181,38 @@ class HostCache:
             row_bytes(out)[here] = rows.gather(index, row[here], token[here] - rows.starts[index])
         return out
 
+    def reorder(self, layer: int, batch_rows: torch.Tensor) -> None:
+        """Make batch row i what row `batch_rows[i]` was, int64 `[batch]` on the CPU; moves only what changes."""
+        self._check_open()
+        rows = self._layers[layer]
+        changed = (batch_rows != torch.arange(self.batch)).nonzero().flatten()
+        if not len(changed):
+            return
+        for block, inside, _ in rows.parts(0, rows.length):
+            block[changed, :, inside] = block[batch_rows[changed], :, inside]
+
+    def take(self, layer: int, source: HostCache, batch_rows: torch.Tensor) -> None:
+        """Fill a layer that is empty with batch rows of another cache's.
+
+        Args:
+            layer: Layer number, in both.
+            source: A cache of the same layers and dtype.
+            batch_rows: int64 `[batch]` on the CPU: which of its batch rows.
+
+        Raises:
+            HostMemoryError: If the bytes can't be had.
+        """
+        self._check_open()
+        theirs, mine = source._layers[layer], self._layers[layer]
+        if mine.length:
+            raise IndexError(f"Layer {layer} holds {mine.length} tokens already.")
+        self._reserve(mine, theirs.length)
+        for block, inside, outside in theirs.parts(0, theirs.length):
+            for own, own_inside, own_outside in mine.parts(outside.start, outside.stop):
+                part = slice(inside.start + own_outside.start, inside.start + own_outside.stop)
+                own[:, :, own_inside] = block[batch_rows, :, part]
+        mine.length = theirs.length
+
     def truncate(self, layer: int, tokens: int) -> None:
         """Forget a layer's newest tokens, so that `tokens` remain. Their space stays: appends will follow."""
         rows = self._layers[layer]
@@ -190,13 +226,19 @@ class HostCache:
         self._layers = [_Rows(shape) for shape in self.shapes]
         self._store.close()
 
+    @staticmethod
+    def first_bytes(batch: int, shapes: Sequence[RowShape], dtype: torch.dtype, tokens: int) -> int:
+        """Bytes that a first append of `tokens` to every layer reserves."""
+        row = sum(num_kv_heads * (key_dim + value_dim) for num_kv_heads, key_dim, value_dim in shapes)
+        return batch * _aligned(tokens) * row * dtype.itemsize
+
     def _reserve(self, rows: _Rows, tokens: int) -> None:
         missing = tokens - rows.starts[-1]
         if missing <= 0:
             return
         # The first block fits the prompt: a short one shouldn't reserve block_tokens in every layer.
         wanted = missing if not rows.blocks else max(missing, self.block_tokens)
-        capacity = -(-wanted // ALIGN_TOKENS) * ALIGN_TOKENS
+        capacity = _aligned(wanted)
         block = self._store.allocate((self.batch, rows.num_kv_heads, capacity, rows.dim), self.dtype)
         rows.blocks.append(block)
         rows.starts.append(rows.starts[-1] + capacity)

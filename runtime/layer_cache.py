@@ -143,6 +143,28 @@ class LayerCache:
         )
         return key[:, :, start:stop], value[:, :, start:stop]
 
+    def take(self, source: LayerCache, rows: torch.Tensor) -> None:
+        """Hold what `source` holds, of its batch rows `rows`: a reordering of this cache, or a copy of another.
+
+        Args:
+            source: This cache itself, or the cache of the same layer in another session, with as many tokens.
+            rows: int64 `[batch]` on the device: row i becomes a copy of the source's row `rows[i]`. Of another
+                session's cache it may be any number of rows.
+
+        Raises:
+            HostMemoryError: If the host tier can't take a copy.
+        """
+        if self.host is not None and source.host is not None:
+            if source is self:
+                self.host.reorder(self.layer, rows.cpu())
+            else:
+                self.host.take(self.layer, source.host, rows.cpu())
+        self.key_planes.take(source.key_planes, rows)
+        self.value_planes.take(source.value_planes, rows)
+        self._window_key = source._window_key.index_select(0, rows)
+        self._window_value = source._window_value.index_select(0, rows)
+        self.window_len = source.window_len
+
     def truncate(self, kv_len: int) -> None:
         """Keep the first `kv_len` tokens (crop, or undoing a step that failed midway).
 

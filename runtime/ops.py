@@ -54,7 +54,15 @@ def _load_fake(past_key: Tensor, past_value: Tensor, state: Tensor, layer: int) 
     return past_key.new_empty(past_key.shape), past_value.new_empty(past_value.shape)
 
 
-def _attention_fake(query: Tensor, key: Tensor, value: Tensor, layer: int, scale: float) -> Tensor:
+def _attention_fake(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layer: int,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
     return query.new_empty((*query.shape[:-1], value.shape[-1]))
 
 
@@ -68,14 +76,31 @@ def _wait_prefetch(state: Tensor, layer: int) -> Tensor:
 
 
 def _quantized_attention(
-    query: Tensor, key: Tensor, value: Tensor, staged: Tensor | None, state: Tensor, layer: int, scale: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    staged: Tensor | None,
+    state: Tensor,
+    layer: int,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     session = registry.by_state(state)
-    return session.attend(layer, query, key, value, scale, staged is not None), _ticket()
+    out = session.attend(layer, query, key, value, scale, staged is not None, softcap, sinks)
+    return out, _ticket()
 
 
 def _quantized_attention_fake(
-    query: Tensor, key: Tensor, value: Tensor, staged: Tensor | None, state: Tensor, layer: int, scale: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    staged: Tensor | None,
+    state: Tensor,
+    layer: int,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     return query.new_empty((*query.shape[:-1], value.shape[-1])), _ticket()
 
@@ -105,19 +130,21 @@ _define(
     _load_fake,
 )
 _define(
-    "attention(Tensor query, Tensor key, Tensor value, int layer, float scale) -> Tensor",
+    "attention(Tensor query, Tensor key, Tensor value, int layer, float scale, float? softcap=None,"
+    " Tensor? sinks=None) -> Tensor",
     _marker,
     _attention_fake,
 )
 _define(
-    "attention_lanes(Tensor query, Tensor key, Tensor value, int layer, float scale) -> Tensor",
+    "attention_lanes(Tensor query, Tensor key, Tensor value, int layer, float scale, float? softcap=None,"
+    " Tensor? sinks=None) -> Tensor",
     _marker,
     _attention_fake,
 )
 _define("wait_prefetch(Tensor(a!) state, int layer) -> Tensor", _wait_prefetch, _ticket)
 _define(
     "quantized_attention(Tensor query, Tensor key, Tensor value, Tensor? staged, Tensor(a!) state, int layer,"
-    " float scale) -> (Tensor, Tensor)",
+    " float scale, float? softcap=None, Tensor? sinks=None) -> (Tensor, Tensor)",
     _quantized_attention,
     _quantized_attention_fake,
 )
@@ -138,13 +165,18 @@ def _lanes(
     value: Tensor,
     layer: int,
     scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, int]:
-    """Batching rule: the lanes go to the front, one op for all of them."""
+    """Batching rule: the lanes go to the front, one op for all of them. They share the sinks, which are parameters."""
+    if sinks is not None and in_dims[6] is not None:
+        raise NotImplementedError("attention sinks that differ from token to token")
     sides = []
     for side, dim in zip((query, key, value), in_dims[:3], strict=True):
         lanes = side.unsqueeze(0).expand(info.batch_size, *side.shape) if dim is None else side
         sides.append(lanes.movedim(dim, 0) if dim else lanes)
-    return torch.ops.specache.attention_lanes(*sides, layer, scale), 0
+    form = () if softcap is None and sinks is None else (softcap, sinks)
+    return torch.ops.specache.attention_lanes(*sides, layer, scale, *form), 0
 
 
 torch.library.register_vmap("specache::attention", _lanes, lib=_library)

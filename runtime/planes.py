@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from specache_fx.runtime.quant import Planes
 
 
@@ -61,6 +63,11 @@ class PlaneStore:
             per_group = plane.shape[2] // groups
             buffer[:, :, self.num_groups * per_group : needed * per_group] = plane
         self.num_groups = needed
+
+    def take(self, source: PlaneStore, rows: torch.Tensor) -> None:
+        """Hold what `source` holds, of its batch rows `rows`, int64 `[batch]` on the device. `source` may be self."""
+        self._planes = tuple(plane.index_select(0, rows) for plane in source.view())
+        self.num_groups = self._capacity = source.num_groups
 
     def truncate(self, num_tokens: int) -> None:
         """Keep the first `num_tokens` tokens, a multiple of `group_size`."""

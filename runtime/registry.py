@@ -6,10 +6,13 @@ at the next forward pass (a cache that is reordered or copied drops all its old 
 
 from __future__ import annotations
 
+import functools
 import itertools
+import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import ParamSpec, TypeVar
 from weakref import WeakValueDictionary
 
 import torch
@@ -20,13 +23,17 @@ from specache_fx.errors import CacheHandleError
 from specache_fx.runtime import handle as handles
 from specache_fx.runtime.session import LayerShape, Session
 
-_NOT_YET = (
-    "Beam search, num_return_sequences with beams and copies of a cache are not supported yet: use greedy search or"
-    " sampling, or run this call on a model that is not compiled with specache."
-)
+P = ParamSpec("P")
+R = TypeVar("R")
+
 _MIXED = (
-    "The past KV tensors of this call come from several caches, or in another order than the model returned them."
-    " Pass the cache of one call back as it was."
+    "The past KV tensors of this call come from several caches, or in another order than the model returned them, or"
+    " their oldest tokens were cut off. Pass the cache of one call back as it was: only its newest tokens can be cut"
+    " off (crop)."
+)
+_REORDERED = (
+    "Copy batch rows with index_select (Cache.reorder_cache, batch_select_indices, batch_repeat_interleave) or deepcopy"
+    " the cache, at the length that it has."
 )
 _ENDED = (
     "The past KV cache belongs to a session that has ended (all of its tensors were dropped), or to a branch that was"
@@ -37,7 +44,7 @@ _ENDED = (
 
 @dataclass
 class _Issue:
-    """One set of handles.
+    """One set of handles. It is remembered as long as its session, since copies of it may outlive it.
 
     Attributes:
         session: Whose.
@@ -53,14 +60,27 @@ class _Issue:
 
 _codes = itertools.count(1)
 _issues: dict[int, _Issue] = {}  # by the code that the handles carry
+_by_storage: dict[int, _Issue] = {}  # those whose handles live
 _open: WeakValueDictionary[int, Session] = WeakValueDictionary()  # also those in their first prefill
+_lock = threading.RLock()  # generations may run in threads, each with a cache of its own
 
 
+def _locked(function: Callable[P, R]) -> Callable[P, R]:
+    @functools.wraps(function)
+    def locked(*args: P.args, **kwargs: P.kwargs) -> R:
+        with _lock:
+            return function(*args, **kwargs)
+
+    return locked
+
+
+@_locked
 def open_session(
     config: SpecacheConfig, shapes: tuple[LayerShape, ...], dtype: torch.dtype, device: torch.device
 ) -> Session:
     """Make a session for a prefill that is about to run; it lasts once `issue` has made its handles."""
     session = Session(config, shapes, dtype, device)
+    session.thread = threading.get_ident()
     _open[session.number] = session
     return session
 
@@ -70,6 +90,7 @@ def by_state(state: torch.Tensor) -> Session:
     return _open[int(state)]
 
 
+@_locked
 def issue(session: Session) -> list[torch.Tensor]:
     """Make handles for a session, keys and values in turn, layer by layer, and remember whose they are."""
     assert session.batch is not None
@@ -79,7 +100,8 @@ def issue(session: Session) -> list[torch.Tensor]:
     code = next(_codes) % handles.MAX_SESSION
     made = handles.issue(code, slots, session.batch, session.kv_len, session.dtype, session.device)
     made = resized(session, made)
-    _issues[code] = _Issue(session, StorageWeakRef(made[0].untyped_storage()))
+    storage = StorageWeakRef(made[0].untyped_storage())
+    _issues[code] = _by_storage[storage.cdata] = _Issue(session, storage)
     return made
 
 
@@ -91,31 +113,54 @@ def resized(session: Session, made: Sequence[torch.Tensor]) -> list[torch.Tensor
     return newest
 
 
+@_locked
 def sweep() -> None:
-    """Free the sessions whose last handle is gone."""
-    for code in [code for code, issued in _issues.items() if issued.storage.expired()]:
-        session = _issues.pop(code).session
-        if all(issued.session is not session for issued in _issues.values()):
-            session.close()
+    """Free the sessions whose last handle is gone.
+
+    Only those that this thread ran last, or a thread that has ended: another may be reordering its cache just now.
+    """
+    alive = {thread.ident for thread in threading.enumerate()} - {threading.get_ident()}
+    for key in [key for key, issued in _by_storage.items() if issued.storage.expired()]:
+        session = _by_storage[key].session
+        if session.thread in alive:
+            continue
+        del _by_storage[key]
+        if any(issued.session is session for issued in _by_storage.values()):
+            continue
+        session.close()
+        for code in [code for code, issued in _issues.items() if issued.session is session]:
+            del _issues[code]
 
 
+@_locked
 def find(tensor: torch.Tensor) -> Session | None:
-    """The live session of a handle, or None (`stats()`, and the fast path of `resolve`)."""
+    """The live session of a handle, or None (`stats()`)."""
     issued = _issue_of(tensor)
     return None if issued is None else issued.session
 
 
 def _issue_of(tensor: torch.Tensor) -> _Issue | None:
-    key = tensor.untyped_storage()._cdata
-    for issued in _issues.values():
-        if issued.storage.cdata == key and not issued.storage.expired():
-            return issued
+    issued = _by_storage.get(tensor.untyped_storage()._cdata)
+    return None if issued is None or issued.storage.expired() else issued
+
+
+@_locked
+def first_handle(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """The first of several floating-point 4-D tensors that is a handle, a copy of one, or a piece of one.
+
+    Costs one read of the device, whatever their number: only what begins with NaN is looked at closely.
+    """
+    for tensor in tensors:
+        if _issue_of(tensor) is not None:
+            return tensor
+    full = [tensor for tensor in tensors if tensor.numel()]
+    if not full:
+        return None
+    starts = torch.stack([tensor.detach()[0, 0, 0, 0].to(full[0].device, torch.float32) for tensor in full])
+    for tensor, is_nan in zip(full, starts.isnan().tolist(), strict=True):
+        if is_nan and handles.is_poisoned(tensor):
+            return tensor
     return None
-
-
-def is_handle(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is a handle or a copy of one."""
-    return find(tensor) is not None or handles.decode(tensor) is not None
 
 
 @dataclass(frozen=True)
@@ -123,16 +168,24 @@ class Claim:
     """What the past KV inputs of a call say.
 
     Attributes:
-        session: Whose they are.
+        issued: The set of handles that they are, or are copies of.
         kv_len: Tokens that the caller believes to be there.
         past: The inputs, where they are the session's own handles; None where they are copies.
+        rows: Batch rows of the session, in the order of the inputs'.
     """
 
-    session: Session
+    issued: _Issue
     kv_len: int
     past: list[torch.Tensor] | None
+    rows: list[int]
+
+    @property
+    def session(self) -> Session:
+        """Whose they are."""
+        return self.issued.session
 
 
+@_locked
 def resolve(past: Sequence[torch.Tensor]) -> Claim:
     """Find the session that the past KV inputs of one graph belong to. Changes nothing.
 
@@ -141,27 +194,14 @@ def resolve(past: Sequence[torch.Tensor]) -> Claim:
 
     Raises:
         CacheHandleError: If they are no handles, are of several sessions or lengths, of a session that has ended or a
-            branch that was left, or were permuted, repeated or forked.
+            branch that was left, or were cut.
     """
     issued = _issue_of(past[0])
-    own = issued is not None
-    if issued is None:
-        issued = _adopt(past)
-    else:
-        key, offset = past[0].untyped_storage()._cdata, 0
-        for tensor in past:
-            if tensor.untyped_storage()._cdata != key or tensor.storage_offset() != offset:
-                raise CacheHandleError(_MIXED)
-            if tensor.shape[0] != issued.session.batch:
-                raise CacheHandleError(
-                    f"The past KV cache was cut to {tensor.shape[0]} of its {issued.session.batch} batch rows."
-                    f" {_NOT_YET}"
-                )
-            offset += tensor.shape[0] * tensor.shape[3]
-    kv_len = _claimed_length(issued.session, past)
-    if issued.valid_len is not None and kv_len > issued.valid_len:
+    claim = _recognise(past) if issued is None else _own(issued, past)
+    valid_len = claim.issued.valid_len
+    if valid_len is not None and claim.kv_len > valid_len:
         raise CacheHandleError(_ENDED)
-    return Claim(issued.session, kv_len, list(past) if own else None)
+    return claim
 
 
 def _claimed_length(session: Session, past: Sequence[torch.Tensor]) -> int:
@@ -199,51 +239,85 @@ def _claimed_length(session: Session, past: Sequence[torch.Tensor]) -> int:
     return kv_len
 
 
-def take(claim: Claim) -> list[torch.Tensor]:
-    """Bring the session to the length that the caller believes, and give handles of it.
-
-    Where that discards tokens, the handles that counted them are void from then on (another branch): the ones returned
-    are new.
-    """
-    session = claim.session
-    discards = claim.kv_len < session.kv_len
-    session.rewind(claim.kv_len)
-    if claim.past is not None and not discards:
-        return claim.past
-    for issued in _issues.values():
-        if issued.session is session and (discards or issued.valid_len is None):
-            known = session.kv_len if issued.valid_len is None else issued.valid_len
-            issued.valid_len = min(known, session.kv_len)
-    return issue(session)
+def _own(issued: _Issue, past: Sequence[torch.Tensor]) -> Claim:
+    batch = issued.session.batch or 0
+    key, offset = past[0].untyped_storage()._cdata, 0
+    for tensor in past:
+        if tensor.untyped_storage()._cdata != key:
+            raise CacheHandleError(_MIXED)
+        if tensor.shape[0] != batch:
+            raise CacheHandleError(
+                f"The past KV cache was cut to {tensor.shape[0]} of its {batch} batch rows by slicing. {_REORDERED}"
+            )
+        if tensor.storage_offset() != offset:
+            raise CacheHandleError(_MIXED)
+        offset += tensor.shape[0] * tensor.shape[3]
+    return Claim(issued, _claimed_length(issued.session, past), list(past), list(range(batch)))
 
 
-def _adopt(past: Sequence[torch.Tensor]) -> _Issue:
-    """Recognise handles that were copied: only in the same rows, and only if the original is gone."""
+def _recognise(past: Sequence[torch.Tensor]) -> Claim:
+    """Read off copies of handles whose they are."""
     found: _Issue | None = None
+    first: list[int] | None = None
     for slot, tensor in enumerate(past):
         codes = handles.decode(tensor)
         if codes is None:
             raise CacheHandleError(
-                f"The past KV tensor of shape {tuple(tensor.shape)} was not made by a model compiled with specache"
-                " (its prompt ran elsewhere, or before compiling, or with gradients enabled, or its attention was left"
-                " alone then). Run the prompt through the compiled model, under torch.no_grad(), and pass on the cache"
-                " that it returns; specache_fx.explain() says what was left alone."
+                f"The past KV tensor of shape {tuple(tensor.shape)} is no cache of a model compiled with specache,"
+                " though other layers' are, or the oldest tokens of a copy were cut off. Pass the cache of one call"
+                " back as the model returned it."
             )
         issued = _issues.get(codes[0].session)
         if issued is None:
             raise CacheHandleError(_ENDED)
-        batch, rows = issued.session.batch or 0, [code.row for code in codes]
-        if any(code.session != codes[0].session for code in codes) or rows != list(range(batch)):
-            raise CacheHandleError(
-                f"The past KV cache was reordered: its batch rows are now rows {rows} of a session with {batch}."
-                f" {_NOT_YET}"
-            )
-        if any(code.slot != slot for code in codes) or found not in (None, issued):
+        rows = [code.row for code in codes]
+        same = all(code.session == codes[0].session and code.slot == slot for code in codes)
+        if not same or found not in (None, issued) or first not in (None, rows):
             raise CacheHandleError(_MIXED)
-        if not issued.storage.expired():
-            raise CacheHandleError(
-                f"The past KV cache is a copy of one that is still in use (a fork). {_NOT_YET}"
-            )
-        found = issued
-    assert found is not None
-    return found
+        found, first = issued, rows
+    assert found is not None and first is not None
+    session = found.session
+    kv_len = _claimed_length(session, past)
+    if first != list(range(session.batch or 0)) and kv_len != session.kv_len:
+        # Rows that were moved can't be told from tokens that were cut off, unless the length is whole.
+        raise CacheHandleError(
+            f"The past KV cache holds rows {first} of a session's {session.batch} at {kv_len} tokens, where the session"
+            f" has {session.kv_len}. {_REORDERED}"
+        )
+    return Claim(found, kv_len, None, first)
+
+
+@_locked
+def take(claim: Claim) -> tuple[Session, list[torch.Tensor]]:
+    """Give the session that a call goes on with, at the length that the caller believes, and handles of it.
+
+    The session's own handles, uncut: these. Cut: new ones; what else counted the tokens that are discarded is void from
+    then on (another branch). Copies: the session itself with its batch rows reordered, where nobody holds the
+    original any more (beam search), else a session of its own (a fork).
+
+    Raises:
+        HostMemoryError: If the host tier can't take a fork.
+    """
+    session, rows = claim.session, claim.rows
+    session.thread = threading.get_ident()
+    if claim.past is None:
+        alone = not any(i.session is session and not i.storage.expired() for i in _by_storage.values())
+        if not alone or len(rows) != session.batch:
+            session = session.fork(rows)
+            session.rewind(claim.kv_len)
+            _open[session.number] = session
+            session.thread = threading.get_ident()
+            return session, issue(session)
+        if rows != list(range(len(rows))):
+            session.reorder(rows)
+            for code in [code for code, issued in _issues.items() if issued.session is session]:
+                del _issues[code]  # their rows are others now
+    discards = claim.kv_len < session.kv_len
+    session.rewind(claim.kv_len)
+    if claim.past is not None and not discards:
+        return session, claim.past
+    for issued in _issues.values():
+        if issued.session is session and (discards or issued.valid_len is None):
+            known = session.kv_len if issued.valid_len is None else issued.valid_len
+            issued.valid_len = min(known, session.kv_len)
+    return session, issue(session)

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from specache_fx.config import SpecacheConfig
-from specache_fx.errors import CacheHandleError, UnsupportedGraphError
+from specache_fx.errors import CacheHandleError
 from specache_fx.runtime.copy_engine import CopyEngine
 from specache_fx.runtime.handle import MAX_SESSION
 from specache_fx.runtime.host_cache import HostCache, resolve_host
 from specache_fx.runtime.kernels import DecodeInputs, choose_kernel
+from specache_fx.runtime.key_mask import KeyMask
 from specache_fx.runtime.layer_cache import LayerCache
 from specache_fx.runtime.metrics import Metrics
 from specache_fx.runtime.quant import make_quantizer
@@ -65,20 +67,22 @@ class Session:
         self.state = torch.tensor([self.number])
         self.batch: int | None = None
         self.kv_len = 0
-        self.key_mask: torch.Tensor | None = None
+        self.key_mask = KeyMask()
         self.closed = False
+        self.thread: int | None = None  # that ran it last
         self.predecoding = False
         self.speculative_token: torch.Tensor | None = None  # what lane 1 decodes next
         self.guessed_token: torch.Tensor | None = (
             None  # what it decoded last: a guess at the next output token
         )
+        self.biases: dict[int, torch.Tensor] = {}  # see `begin_step`
         self.staged_for: int | None = None  # the length at which the staged pairs are those of the next token
         self.newest: weakref.ref[torch.Tensor] | None = (
             None  # the first of the handles that were returned last
         )
         self.metrics = Metrics()
         self.layers: list[LayerCache | WindowCache] = []
-        self.window_masks: dict[int, tuple[WindowMask, ...]] = {}  # of this step's lanes, by layer
+        self.window_masks: dict[int, tuple[WindowMask | None, ...]] = {}  # of this step's lanes, by layer
         self._global = [i for i, shape in enumerate(shapes) if shape.window is None]
         self._quantizer = make_quantizer(config)
         self.host: HostCache | None = None
@@ -86,13 +90,18 @@ class Session:
         self._kernel = choose_kernel(config.kernel, device)
         self._select_pairs = make_selector(config)
         self._scores: dict[int, tuple[torch.Tensor, int]] = {}
+        # Rows and indices of the layers that have waited in this step: from the wait to the prefetch that overwrites
+        # them, and no longer.
+        self._staged: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
-    def _open(self, batch: int) -> None:
-        """Make the tiers, once the batch is known."""
+    def _open(self, batch: int, tokens: int) -> None:
+        """Make the tiers, once the batch and the length of the first prompt are known."""
         self.batch = batch
         if self.config.placement.offload:
-            host = resolve_host(self.config.host, self.device)
             rows = [(shape.num_kv_heads, shape.key_dim, shape.value_dim) for shape in self.shapes]
+            kept = [rows[i] for i in self._global]
+            nbytes = HostCache.first_bytes(batch, kept, self.dtype, self.config.num_quantized(tokens))
+            host = resolve_host(self.config.host, self.device, nbytes, self.config.host_dir)
             self.host = HostCache(batch, rows, self.dtype, host, self.config.host_dir)
         if self.host is not None and self.config.placement.prefetch:
             self.engine = CopyEngine(self.host, self.config.top_k, self.device)
@@ -124,37 +133,10 @@ class Session:
             UnsupportedGraphError: If the mask is neither "attend" nor "don't" somewhere.
         """
         if self.batch is None:
-            self._open(key.shape[0])
+            self._open(key.shape[0], key.shape[2])
         self.layers[layer].append(key, value)
         if layer in self._global[:1]:
-            self.key_mask = self.real_keys(mask)
-
-    def real_keys(self, mask: torch.Tensor | None) -> torch.Tensor | None:
-        """Bool `[batch, kv_len]` from the last row of an attention mask; None where every token is real."""
-        if mask is None:
-            return None
-        assert self.batch is not None
-        row = self.attended(mask)
-        return None if bool(row.all()) else row.clone()
-
-    def attended(self, mask: torch.Tensor) -> torch.Tensor:
-        """Bool `[batch, keys]` from the last row of an attention mask.
-
-        Raises:
-            UnsupportedGraphError: If it is neither "attend" nor "don't" somewhere.
-        """
-        assert self.batch is not None
-        row = mask.reshape(-1, mask.shape[-1]).expand(self.batch, -1)
-        if row.dtype != torch.bool:
-            keep = row == 0
-            if not bool((keep | (row <= torch.finfo(row.dtype).min / 2)).all()):
-                raise UnsupportedGraphError(
-                    "An additive attention mask holds values that are neither 0 nor the least of its dtype, so it is"
-                    " a bias and no padding mask. Biases in attention are not supported: compile this model with"
-                    ' backend="inductor".'
-                )
-            row = keep
-        return row
+            self.key_mask.read(mask, key.shape[0])
 
     def load(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """A layer's whole history at 16 bits, for an exact extend."""
@@ -165,7 +147,7 @@ class Session:
     def wait_prefetch(self, layer: int) -> None:
         """Return when the pairs that were prefetched for this layer's next attention have arrived."""
         if self.engine is not None and not self.predecoding:
-            self.engine.wait(layer)
+            self._staged[layer] = self.engine.wait(layer)
 
     def attend(
         self,
@@ -175,6 +157,8 @@ class Session:
         value: torch.Tensor,
         scale: float,
         staged: bool,
+        softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Attend with every lane and keep the selection scores until `select`.
 
@@ -185,23 +169,19 @@ class Session:
             value: `[lanes, batch, num_kv_heads, 1, value_dim]`.
             scale: Factor on the scores.
             staged: Replace low-bit pairs by those that were prefetched (never in pre-decode).
+            softcap: See `DecodeInputs`.
+            sinks: See `DecodeInputs`.
 
         Returns:
             `[lanes, batch, num_heads, 1, value_dim]`.
         """
         cache = self.layers[layer]
         if isinstance(cache, WindowCache):
-            return self._attend_to_window(layer, cache, query, key, value, scale)
+            return self._attend_to_window(layer, cache, query, key, value, scale, softcap, sinks)
         rows = indices = None
         if staged and self.engine is not None and not self.predecoding:
-            rows, indices = self.engine.wait(layer)
+            rows, indices = self._staged[layer]
         window_key, window_value = cache.window()
-        mask = self.key_mask
-        if mask is not None and mask.shape[1] < cache.kv_len:
-            # Decoded tokens are real; a step's first layer lengthens the mask for all.
-            mask = self.key_mask = torch.nn.functional.pad(
-                mask, (0, cache.kv_len - mask.shape[1]), value=True
-            )
         out, scores = self._kernel.attention(
             DecodeInputs(
                 query=query,
@@ -215,9 +195,12 @@ class Session:
                 window_value=window_value,
                 staged_rows=rows,
                 staged_indices=indices,
-                key_mask=mask,
+                key_mask=self.key_mask.grow(cache.kv_len),
                 scale=scale,
                 independent_lanes=self.predecoding,
+                softcap=softcap,
+                bias=self.biases.get(layer),
+                sinks=sinks,
             )
         )
         if layer in self._scores:  # attentions that share a layer choose together
@@ -233,9 +216,12 @@ class Session:
         key: torch.Tensor,
         value: torch.Tensor,
         scale: float,
+        softcap: float | None,
+        sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         window_key, window_value = cache.window()
         masks = self.window_masks.get(layer, (None,) * query.shape[0])
+        visible, bias = cache.masked(masks, self.predecoding)
         out, _ = self._kernel.attention(
             DecodeInputs(
                 query=query,
@@ -252,19 +238,31 @@ class Session:
                 key_mask=None,
                 scale=scale,
                 independent_lanes=self.predecoding,
-                visible=cache.visible(masks, self.predecoding),
+                visible=visible,
+                softcap=softcap,
+                bias=bias,
+                sinks=sinks,
             )
         )
         return out
 
-    def begin_step(self, window_masks: dict[int, tuple[WindowMask, ...]]) -> None:
+    def begin_step(
+        self, biases: dict[int, torch.Tensor], window_masks: dict[int, tuple[WindowMask | None, ...]]
+    ) -> None:
         """Before the graph of a decode step runs.
 
         Args:
-            window_masks: What each lane may see of the layers that keep a window, where the model has masks there.
+            biases: What the model adds to the scores of layers that keep all tokens; see `DecodeInputs.bias`.
+            window_masks: The masks of the layers that keep a window, one a lane, where the model has masks there; None
+                for a lane whose mask can't be told: what it selects is void.
         """
         self._scores.clear()
-        self.window_masks = window_masks
+        self.biases, self.window_masks = biases, window_masks
+
+    @property
+    def windows_told(self) -> bool:
+        """Whether each lane of this step saw of the windows what its token will see."""
+        return all(mask is not None for masks in self.window_masks.values() for mask in masks)
 
     def select(self, layer: int) -> torch.Tensor:
         """The pairs to prefetch: the top-k of the last lane's scores, int32 `[batch, num_kv_heads, top_k]`, -1 fills.
@@ -277,14 +275,15 @@ class Session:
         assert isinstance(cache, LayerCache)
         chosen = self._select_pairs(scores[-1][..., : cache.num_quantized], self.config.top_k)
         ahead = self.config.lookahead != "none" and not self.predecoding
-        if self.config.track_hit_rates and ahead and self.engine is not None:
-            needed = self._select_pairs(scores[0][..., :quantized_before], self.config.top_k)
-            self.metrics.count_topk(needed, self.engine.wait(layer)[1])
+        if self.config.track_hit_rates and ahead and self.engine is not None and quantized_before:
+            needed = scores[0][..., :quantized_before]
+            self.metrics.count_topk(needed, self.config.top_k, self._staged[layer][1])
         return chosen
 
     def prefetch(self, layer: int, indices: torch.Tensor) -> None:
         """Start bringing the 16-bit pairs of `indices` to the device, beside what the device computes next."""
         assert self.engine is not None
+        self._staged.pop(layer, None)
         self.engine.prefetch(layer, indices)
 
     def append(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
@@ -310,11 +309,47 @@ class Session:
             if self.engine is not None and i in self._global:
                 self.engine.reset(i)
             layer.truncate(kv_len)
-        if self.key_mask is not None:
-            self.key_mask = self.key_mask[:, :kv_len]
+        self.key_mask.crop(kv_len)
         self._scores.clear()
+        self._staged.clear()
         self.kv_len = kv_len
         self.forget_lookahead()
+
+    def reorder(self, rows: Sequence[int]) -> None:
+        """Make batch row i what row `rows[i]` was (beam search): as many rows as before."""
+        index = torch.tensor(rows, device=self.device)
+        self._staged.clear()
+        if self.engine is not None:
+            self.engine.reorder(index)
+        for layer in self.layers:
+            _take(layer, layer, index)
+        self._take_rows(self, index)
+
+    def fork(self, rows: Sequence[int]) -> Session:
+        """A session of its own that holds what this one does, of batch rows `rows` in that order.
+
+        Raises:
+            HostMemoryError: If the host tier can't take a copy. This session is as it was.
+        """
+        twin = Session(self.config, self.shapes, self.dtype, self.device)
+        index = torch.tensor(rows, device=self.device)
+        try:
+            twin._open(len(rows), self.kv_len)
+            for mine, theirs in zip(twin.layers, self.layers, strict=True):
+                _take(mine, theirs, index)
+        except BaseException:
+            twin.close()
+            raise
+        twin.kv_len = self.kv_len
+        twin._take_rows(self, index)
+        twin.forget_lookahead()  # its staged pairs are not copied
+        return twin
+
+    def _take_rows(self, source: Session, index: torch.Tensor) -> None:
+        self.key_mask.take(source.key_mask, index)
+        for name in ("speculative_token", "guessed_token"):
+            value = getattr(source, name)
+            setattr(self, name, None if value is None else value.index_select(0, index))
 
     def forget_lookahead(self) -> None:
         """What was speculated is void: the tokens to come are others (extend, crop, a new run of decode steps)."""
@@ -340,9 +375,8 @@ class Session:
     @property
     def device_bytes(self) -> int:
         """Bytes that the cache takes on the device, counted on its tensors."""
-        mask = 0 if self.key_mask is None else self.key_mask.untyped_storage().nbytes()
         staged = 0 if self.engine is None else self.engine.device_bytes
-        return sum(layer.device_bytes for layer in self.layers) + staged + mask
+        return sum(layer.device_bytes for layer in self.layers) + staged + self.key_mask.device_bytes
 
     @property
     def host_bytes(self) -> int:
@@ -372,3 +406,14 @@ class Session:
             self.host.close()
         self.layers, self.host, self.engine = [], None, None
         self._scores.clear()
+        self._staged.clear()
+
+
+def _take(mine: LayerCache | WindowCache, theirs: LayerCache | WindowCache, rows: torch.Tensor) -> None:
+    """Let a layer hold what the same layer of another session (or it itself) does, of batch rows `rows`."""
+    if isinstance(mine, WindowCache):
+        assert isinstance(theirs, WindowCache)
+        mine.take(theirs, rows)
+    else:
+        assert isinstance(theirs, LayerCache)
+        mine.take(theirs, rows)

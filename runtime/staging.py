@@ -73,6 +73,13 @@ class Staging:
                 self.failed = False
                 self.clear()
 
+    def reorder(self, batch_rows: torch.Tensor) -> None:
+        """Row i becomes a copy of row `batch_rows[i]`, int64 `[batch]` on the device. No copy may be under way."""
+        for tensor in (self.rows, self.indices, self.wanted):
+            tensor.copy_(tensor.index_select(0, batch_rows))
+        if self.slots is not self.indices:
+            self.slots.copy_(self.slots.index_select(0, batch_rows.cpu()))
+
     def clear(self) -> None:
         """Empty every slot. No copy may be under way."""
         self.slots.fill_(-1)

@@ -2,14 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import torch
 
 from specache_fx.errors import CacheHandleError, UnsupportedGraphError
+from specache_fx.runtime.masks import split_row
 
 _GROW_ROWS = 64
 
-WindowMask = torch.Tensor | None
-"""Bool `[batch, pairs + 1]`, True where a lane may look: the window's pairs and then its own. None: everywhere."""
+
+@dataclass(frozen=True)
+class WindowMask:
+    """What a model's mask says of a window's pairs and, last, of the token's own.
+
+    Attributes:
+        width: Pairs that it covers, the token's own included.
+        seen: bool `[batch, width]`, True where the token may look; None: everywhere.
+        bias: Added to the scores, `[batch or 1, num_heads or 1, width]`; None where nothing is.
+    """
+
+    width: int
+    seen: torch.Tensor | None
+    bias: torch.Tensor | None
+
+    @classmethod
+    def of(cls, row: torch.Tensor, batch: int) -> WindowMask:
+        """Read the newest query's row of a mask, see `split_row`."""
+        return cls(row.shape[-1], *split_row(row, batch))
 
 
 class WindowCache:
@@ -107,39 +128,80 @@ class WindowCache:
             self._filled -= self.kv_len - kv_len
             self.kv_len = kv_len
 
-    def visible(self, masks: tuple[WindowMask, ...], independent: bool) -> torch.Tensor | None:
-        """Which pairs each lane attends to.
+    def take(self, source: WindowCache, rows: torch.Tensor) -> None:
+        """Hold what `source` holds, of its batch rows `rows`: a reordering of this cache, or a copy of another.
+
+        Args:
+            source: This cache itself, or the cache of the same layer in another session.
+            rows: int64, on the device: row i becomes a copy of the source's row `rows[i]`.
+        """
+        self._key = source._key.index_select(0, rows)
+        self._value = source._value.index_select(0, rows)
+        self._filled, self.kv_len = source._filled, source.kv_len
+
+    def masked(
+        self, masks: Sequence[WindowMask | None], independent: bool
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Which pairs each lane attends to, and what is added to their scores.
 
         Lane 1 is one token later: the oldest pair has left its window when that is full, and lane 0's is in it.
 
         Args:
-            masks: The model's own, one a lane. Lane 1's covers the window as it will be.
+            masks: The model's own, one a lane; None hides and adds nothing. Lane 1's covers the window as it will be.
             independent: The lanes are the same token and don't see each other (pre-decode).
 
         Returns:
             Bool `[lanes, batch, held + lanes]`: the window's pairs, then the lanes' own; None where a single lane
-            attends to all of them.
+            attends to all of them. And `[lanes, batch or 1, num_heads or 1, held + lanes]` of the masks' dtype; None
+            where nothing is added.
 
         Raises:
             UnsupportedGraphError: If a mask is not as wide as the window.
         """
-        lanes, held, key = len(masks), self.held, self._key
-        if lanes == 1 and masks[0] is None:
-            return None
-        seen = torch.zeros(lanes, key.shape[0], held + lanes, dtype=torch.bool, device=key.device)
         for lane, mask in enumerate(masks):
-            ahead = 0 if independent else lane
-            wide = min(self.kv_len + ahead, self.window_size)  # what lane `lane` finds cached
-            if mask is not None and mask.shape[-1] != wide + 1:
+            wide = self._cached(lane, independent)
+            if mask is not None and mask.width != wide + 1:
                 raise UnsupportedGraphError(
-                    f"The mask of a layer with a window covers {mask.shape[-1]} keys, where the layer has {wide} and"
+                    f"The mask of a layer with a window covers {mask.width} keys, where the layer has {wide} and"
                     ' the token\'s own. Compile this model with backend="inductor".'
                 )
+        seen = [None if mask is None else mask.seen for mask in masks]
+        visible = None
+        if len(masks) > 1 or seen[0] is not None:
+            empty = torch.zeros(len(masks), self._key.shape[0], 0, dtype=torch.bool, device=self._key.device)
+            visible = self._by_lane(seen, empty, True, independent)
+        biases = [None if mask is None else mask.bias for mask in masks]
+        known = [bias for bias in biases if bias is not None]
+        if not known:
+            return visible, None
+        shape = torch.broadcast_shapes(*(bias.shape[:2] for bias in known))
+        return visible, self._by_lane(biases, known[0].new_zeros((len(masks), *shape, 0)), 0, independent)
+
+    def _cached(self, lane: int, independent: bool) -> int:
+        """Pairs that a lane finds in its window, besides its own."""
+        return min(self.kv_len + (0 if independent else lane), self.window_size)
+
+    def _by_lane(
+        self, rows: Sequence[torch.Tensor | None], empty: torch.Tensor, default: float, independent: bool
+    ) -> torch.Tensor:
+        """Lay out one row a lane over the columns of all: `[..., held + lanes]`, 0 where a lane has no such pair.
+
+        Args:
+            rows: `[..., pairs + 1]` each; None stands for `default` everywhere.
+            empty: `[lanes, ..., 0]`: shape, dtype and device.
+            default: What None stands for.
+            independent: See `masked`.
+        """
+        held = self.held
+        out = empty.new_zeros((*empty.shape[:-1], held + len(rows)))
+        for lane, row in enumerate(rows):
+            ahead = 0 if independent else lane
+            wide = self._cached(lane, independent)
             stored = wide - ahead
-            seen[lane, :, held - stored : held] = True if mask is None else mask[:, :stored]
+            out[lane, ..., held - stored : held] = default if row is None else row[..., :stored]
             for back in range(ahead + 1):
-                seen[lane, :, held + lane - back] = True if mask is None else mask[:, wide - back]
-        return seen
+                out[lane, ..., held + lane - back] = default if row is None else row[..., wide - back]
+        return out
 
 
 def buffer_rows(window_size: int) -> int:

@@ -1,9 +1,9 @@
-"""Ways of generating: each equals the uncompiled model (bits=16), or raises a `CacheHandleError` that says so."""
+"""Ways of generating: each equals the uncompiled model (bits=16)."""
 
 from __future__ import annotations
 
-import copy
 import logging
+import threading
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -12,10 +12,12 @@ import pytest
 import torch
 from support.zoo import SMALL, build, left_padded
 from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoTokenizer, TextIteratorStreamer, TextStreamer
 from transformers.generation.streamers import BaseStreamer
 
 import specache_fx
 from specache_fx import CacheHandleError
+from specache_fx.examples.needle import MODEL_DIR, make_prompts
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -90,6 +92,11 @@ WAYS: dict[str, tuple[dict[str, Tensor], dict[str, Any]]] = {
     "prefill_chunk_size": (left_padded((20, 13, 17)), {"prefill_chunk_size": 6}),
     "prompt_lookup": (REPEATS, {"prompt_lookup_num_tokens": 3}),
     "assistant_model": (ALONE, {"assistant_model": DRAFT}),
+    "assistant_model_sampling": (ALONE, {"assistant_model": DRAFT, "do_sample": True}),
+    "early_exit": (ALONE, {"assistant_early_exit": 1}),
+    "beams": (PADDED, {"num_beams": 3}),
+    "beams_sampling": (PADDED, {"num_beams": 2, "do_sample": True}),
+    "beams_return_sequences": (PADDED, {"num_beams": 4, "num_return_sequences": 2}),
     "one_token_prompt": ({"input_ids": torch.tensor([[5], [9]])}, {}),
     "two_token_prompt": ({"input_ids": torch.tensor([[5, 7], [9, 8]])}, {}),
 }
@@ -106,23 +113,7 @@ def test_way_equals_eager(name: str, way: str) -> None:
     assert torch.equal(generate(compiled(name), prompt, **kwargs), expected)
 
 
-# The next version makes these work; until then they say so.
-REFUSED: dict[str, dict[str, Any]] = {
-    "beams": {"num_beams": 2},
-    "beams_sampling": {"num_beams": 2, "do_sample": True},
-    "beams_return_sequences": {"num_beams": 2, "num_return_sequences": 2},
-}
-
-
-@pytest.mark.parametrize("way", REFUSED)
-def test_way_is_refused(way: str) -> None:
-    model = compiled()
-    with pytest.raises(CacheHandleError, match=r"was reordered.*Beam search.*not supported"):
-        generate(model, **REFUSED[way])
-    assert torch.equal(generate(model), generate(eager()))  # and the model is none the worse for it
-
-
-@pytest.mark.parametrize("way", ["sampling", "prefill_chunk_size", "prompt_lookup"])
+@pytest.mark.parametrize("way", ["sampling", "prefill_chunk_size", "prompt_lookup", "beams"])
 def test_way_runs_at_low_bits(way: str) -> None:
     prompt, kwargs = WAYS[way]
     out = generate(compiled(bits=1), prompt, return_dict_in_generate=True, output_logits=True, **kwargs)
@@ -206,25 +197,6 @@ def test_extending_a_cropped_cache() -> None:
     torch.testing.assert_close(crop_and_extend(compiled()), crop_and_extend(eager()), **EXACT)
 
 
-def test_fork_is_refused_and_leaves_the_original_usable() -> None:
-    model, prompt = compiled(), PADDED["input_ids"][1:]
-    logits, past = step(model, prompt)
-    fork = copy.deepcopy(past)
-    token = logits.argmax(-1)[:, None]
-    with pytest.raises(CacheHandleError, match=r"copy of one that is still in use \(a fork\)"):
-        step(model, token, fork)
-    torch.testing.assert_close(own_loop(model, token, 9, past), own_loop(eager(), prompt, 10)[1:], **EXACT)
-
-
-def test_copy_takes_over_once_the_original_is_dropped() -> None:
-    model, prompt = compiled(), PADDED["input_ids"][1:]
-    logits, past = step(model, prompt)
-    moved = copy.deepcopy(past)
-    del past
-    token = logits.argmax(-1)[:, None]
-    torch.testing.assert_close(own_loop(model, token, 9, moved), own_loop(eager(), prompt, 10)[1:], **EXACT)
-
-
 # How the model is called --------------------------------------------------------------------------------------------
 
 
@@ -240,6 +212,40 @@ def test_streamer_gets_every_token() -> None:
     listener = Listener()
     tokens = generate(compiled(), streamer=listener)
     assert listener.ended and torch.equal(torch.cat(listener.pieces, dim=1), tokens)
+
+
+def streamed(model: nn.Module, tokenizer: Any, inputs: dict[str, Tensor]) -> str:
+    """What a `TextIteratorStreamer` gives while `generate()` runs in a thread of its own."""
+    streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=120)
+    kwargs = {**inputs, "streamer": streamer, "max_new_tokens": 24, "do_sample": False}
+    thread = threading.Thread(target=model.generate, kwargs=kwargs)
+    thread.start()
+    pieces = list(streamer)
+    thread.join()
+    assert len(pieces) > 4
+    return "".join(pieces)
+
+
+def test_text_streamers_give_the_text_of_eager(capsys: pytest.CaptureFixture[str]) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(MODEL_DIR)
+    model = AutoModelForCausalLM.from_pretrained(MODEL_DIR, dtype=torch.float32)
+    inputs = dict(tokenizer(make_prompts(1, 300, 8, seed=5).texts, return_tensors="pt"))
+    printed, expected = {}, streamed(model, tokenizer, inputs)
+    for name in ("eager", "specache"):
+        if name == "specache":
+            model.compile(backend="specache", options={**SMALL, "bits": 16})
+            assert streamed(model, tokenizer, inputs) == expected
+        capsys.readouterr()
+        out = model.generate(
+            **inputs,
+            streamer=TextStreamer(tokenizer, skip_prompt=True),
+            max_new_tokens=24,
+            do_sample=False,
+            return_dict_in_generate=True,
+        )
+        printed[name] = capsys.readouterr().out
+    assert printed["specache"] == printed["eager"] == expected + "\n"
+    assert specache_fx.stats(out.past_key_values).steps == 23
 
 
 def test_inference_mode_and_no_grad_by_turns() -> None:

@@ -72,7 +72,7 @@ def test_a_mask_per_head_is_left_alone() -> None:
     plain = generate(model, input_ids, 8)
     assert torch.equal(generate(compiled(model), input_ids, 8).tokens, plain.tokens)
     report = specache_fx.explain(model, run=lambda m: m(input_ids))
-    assert "differs from head to head" in str(report)
+    assert "hides other keys from head to head" in str(report)
 
 
 def test_a_mask_that_is_left_out_after_a_padded_prompt_is_refused() -> None:
@@ -117,14 +117,51 @@ def test_a_sliding_window_is_refused_before_it_hides_a_key() -> None:
     assert torch.equal(torch.stack(tokens, dim=1), expected.tokens[:, : len(tokens)])
 
 
-def test_a_bias_in_an_additive_mask_is_refused() -> None:
+def test_a_bias_in_an_additive_mask_equals_plain_decoding() -> None:
     class Biased(TinyDecoder):
         def sdpa(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
             bias = torch.zeros(mask.shape).masked_fill(~mask, -torch.inf) - 0.5 * torch.arange(k.shape[2])
             return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=self.scale, enable_gqa=True)
 
-    with pytest.raises(specache_fx.UnsupportedGraphError, match="a bias"), torch.no_grad():
-        compiled(Biased(TinyConfig()))(prompt()[0])
+    model = Biased(TinyConfig())
+    input_ids, mask = prompt()
+    plain = generate(model, input_ids, 20, mask)
+    assert torch.equal(generate(compiled(model), input_ids, 20, mask).tokens, plain.tokens)
+
+
+def test_a_bias_that_is_written_in_place_equals_plain_decoding() -> None:
+    class InPlace(TinyDecoder):
+        def sdpa(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+            bias = torch.zeros(q.shape[1], q.shape[2], k.shape[2])
+            bias[1:, :, :] = -0.3 * torch.arange(k.shape[2])
+            bias = bias + torch.zeros(mask.shape).masked_fill(~mask, -torch.inf)
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=self.scale, enable_gqa=True)
+
+    model = InPlace(TinyConfig())
+    input_ids, mask = prompt()
+    plain = generate(model, input_ids, 20, mask)
+    assert torch.equal(generate(compiled(model), input_ids, 20, mask).tokens, plain.tokens)
+
+
+def test_a_bias_that_is_not_finite_is_refused() -> None:
+    class Infinite(TinyDecoder):
+        def sdpa(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+            bias = torch.zeros(mask.shape).masked_fill(torch.arange(k.shape[2]) == 3, torch.inf)
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=self.scale, enable_gqa=True)
+
+    with pytest.raises(specache_fx.UnsupportedGraphError, match="neither finite nor -inf"), torch.no_grad():
+        compiled(Infinite(TinyConfig()))(prompt()[0])
+
+
+def test_an_additive_mask_that_hides_from_some_heads_only_is_refused() -> None:
+    class PerHead(TinyDecoder):
+        def sdpa(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+            hidden = torch.arange(k.shape[2]) < torch.arange(q.shape[1])[:, None, None]
+            added = torch.zeros(hidden.shape).masked_fill(hidden, -torch.inf).expand(-1, q.shape[2], -1)
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=added, scale=self.scale, enable_gqa=True)
+
+    with pytest.raises(specache_fx.UnsupportedGraphError, match="some heads only"), torch.no_grad():
+        compiled(PerHead(TinyConfig()))(prompt()[0])
 
 
 def test_an_additive_padding_mask_equals_plain_decoding() -> None:

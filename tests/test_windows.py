@@ -12,7 +12,7 @@ from support.zoo import SMALL, WINDOW, WINDOWED_NAMES, build, left_padded
 from torch import Tensor
 
 import specache_fx
-from specache_fx import runners
+from specache_fx import decode_runner
 from specache_fx.backend import Backend
 from specache_fx.runtime import registry
 from specache_fx.runtime.session import Session
@@ -55,13 +55,13 @@ class Lanes:
     logits: list[Tensor] = field(default_factory=list)
 
     def watch(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        step, lower = runners.Decode._step, runners.lower_static
+        step, lower = decode_runner.Decode._step, decode_runner.lower_static
 
-        def forced(runner: runners.Decode, session: Session, args: Any, ahead: int) -> Any:
-            if ahead and runner._state.lanes > 1 and session.kv_len + 1 < self.truth.shape[1]:
+        def forced(runner: decode_runner.Decode, session: Session, args: Any, biases: Any, ahead: int) -> Any:
+            if ahead and runner.lanes > 1 and session.kv_len + 1 < self.truth.shape[1]:
                 session.speculative_token = self.truth[:, session.kv_len + 1, None]
-            out = step(runner, session, args, ahead)
-            if ahead and runner._window_ahead and runner._state.lanes > 1:
+            out = step(runner, session, args, biases, ahead)
+            if ahead and session.windows_told and runner.lanes > 1:
                 self.kv_len.append(session.kv_len)
                 self.logits.append(self.last)
             return out
@@ -78,9 +78,9 @@ class Lanes:
 
             return run
 
-        monkeypatch.setattr(runners.Decode, "_step", forced)
+        monkeypatch.setattr(decode_runner.Decode, "_step", forced)
         if self.truth.numel():
-            monkeypatch.setattr(runners, "lower_static", kept)
+            monkeypatch.setattr(decode_runner, "lower_static", kept)
 
 
 @pytest.mark.parametrize("bits", [16, 1])

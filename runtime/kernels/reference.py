@@ -26,9 +26,14 @@ class ReferenceKernel:
         query = inputs.query.reshape(lanes, batch, num_kv_heads, -1, key_dim).to(compute)
         own_key, own_value = inputs.key.squeeze(3).to(compute), inputs.value.squeeze(3).to(compute)
         stored = torch.einsum("lbhgd,bhnd->lbhgn", query, keys) * inputs.scale
+        own = torch.einsum("lbhgd,mbhd->lbhgm", query, own_key) * inputs.scale
+        if inputs.softcap is not None:
+            stored, own = (inputs.softcap * torch.tanh(s / inputs.softcap) for s in (stored, own))
+        if inputs.bias is not None:
+            bias = _by_kv_head(inputs.bias, num_kv_heads).to(compute)
+            stored, own = stored + bias[..., : keys.shape[2]], own + bias[..., keys.shape[2] :]
         if inputs.key_mask is not None:
             stored = stored.masked_fill(~inputs.key_mask[None, :, None, None, :], -torch.inf)
-        own = torch.einsum("lbhgd,mbhd->lbhgm", query, own_key) * inputs.scale
         seen = torch.eye(lanes, dtype=torch.bool, device=own.device)
         if not inputs.independent_lanes:
             seen = torch.ones_like(seen).tril()
@@ -38,8 +43,12 @@ class ReferenceKernel:
             stored = stored.masked_fill(~stored_seen[:, :, None, None, :], -torch.inf)
         own = own.masked_fill(~seen[:, :, None, None, :], -torch.inf)
 
-        probs = torch.cat([stored, own], dim=-1).softmax(dim=-1)
-        stored_probs, own_probs = probs.split([keys.shape[2], lanes], dim=-1)
+        columns = [stored, own]
+        if inputs.sinks is not None:
+            sinks = inputs.sinks.reshape(num_kv_heads, -1, 1).to(compute)
+            columns.append(sinks.expand(lanes, batch, *sinks.shape))
+        probs = torch.cat(columns, dim=-1).softmax(dim=-1)
+        stored_probs, own_probs = probs[..., : keys.shape[2]], probs[..., keys.shape[2] :][..., :lanes]
         out = torch.einsum("lbhgn,bhnd->lbhgd", stored_probs, values)
         out = out + torch.einsum("lbhgm,mbhd->lbhgd", own_probs, own_value)
 
@@ -47,6 +56,11 @@ class ReferenceKernel:
         if inputs.key_mask is not None:
             scores[..., :-1].masked_fill_(~inputs.key_mask[None, :, None, :], -1.0)
         return out.reshape(lanes, batch, num_heads, 1, value_dim).to(inputs.query.dtype).contiguous(), scores
+
+
+def _by_kv_head(bias: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
+    """`[lanes, batch or 1, num_heads or 1, columns]` with the heads of a group in a dimension of their own."""
+    return bias.unsqueeze(3) if bias.shape[2] == 1 else bias.unflatten(2, (num_kv_heads, -1))
 
 
 def _stored_pairs(inputs: DecodeInputs, key_dim: int, value_dim: int) -> tuple[torch.Tensor, torch.Tensor]:

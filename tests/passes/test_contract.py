@@ -18,7 +18,7 @@ from specache_fx.passes.graph_utils import copy_graph
 from specache_fx.passes.pipeline import CAPTURE_PASSES, DECODE_PASSES, run_passes
 
 CACHED = (Phase.PREFILL, Phase.EXTEND, Phase.DECODE)
-MODELS = ("tiny", "unpadded", "llama")
+MODELS = ("tiny", "unpadded", "llama", "eager", "sinks")
 CONFIGS = {
     "token": SpecacheConfig(group_size=4, residual_length=4, top_k=4),
     "query": SpecacheConfig(group_size=4, residual_length=4, top_k=4, lookahead="query"),
@@ -30,8 +30,12 @@ CONFIGS = {
 @cache
 def captured(model: str) -> dict[Phase, Captured]:
     """A model's graph of each phase, traced once a process."""
-    if model == "llama":
-        return graphs.by_phase(graphs.capture(graphs.tiny_llama(), graphs.drive_transformers))
+    if model in ("llama", "eager"):
+        llama = graphs.tiny_llama("eager" if model == "eager" else "sdpa")
+        return graphs.by_phase(graphs.capture(llama, graphs.drive_transformers))
+    if model == "sinks":
+        every = graphs.tiny_decoder(softcap=2.0, sinks=True, alibi=True)
+        return graphs.by_phase(graphs.capture(every, graphs.drive_tiny))
     tiny = graphs.tiny_decoder(num_layers=2, repeat_kv="expand" if model == "unpadded" else "sdpa")
     return graphs.by_phase(graphs.capture(tiny, lambda f: graphs.drive_tiny(f, padded=model == "tiny")))
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from specache_fx.config import SpecacheConfig
 from specache_fx.passes.base import PassState, Phase
 from specache_fx.passes.match_attention import match_attention
+from specache_fx.passes.normalize_attention import normalize_attention
 
 HERE = Path(__file__).name
 LEAVE = 'To use this model nevertheless, compile it with backend="inductor".'
@@ -43,9 +44,7 @@ def match(function: Callable[..., Any], *args: Tensor) -> PassState:
     """What the pass says about a function's graph."""
     with torch.no_grad():
         (captured,) = graphs.capture(Attention(function), lambda forward: forward(*(args or tensors())))
-    state = PassState(SpecacheConfig())
-    match_attention(captured.copy(), state)
-    return state
+    return graphs.matched(captured)
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
@@ -68,8 +67,13 @@ def with_dropout(q: Tensor, k: Tensor, v: Tensor, pk: Tensor, pv: Tensor) -> Any
 
 def with_mask_per_head(q: Tensor, k: Tensor, v: Tensor, pk: Tensor, pv: Tensor) -> Any:
     keys, values = append(pk, k), append(pv, v)
-    slopes = -torch.arange(4.0)[:, None, None] * torch.arange(keys.shape[-2]).flip(0)
-    return sdpa(q, keys, values, attn_mask=slopes[None]), keys, values
+    shown = torch.arange(4)[:, None, None] <= torch.arange(keys.shape[-2])
+    return sdpa(q, keys, values, attn_mask=shown[None]), keys, values
+
+
+def with_mask_from_queries(q: Tensor, k: Tensor, v: Tensor, pk: Tensor, pv: Tensor) -> Any:
+    keys, values = append(pk, k), append(pv, v)
+    return sdpa(q, keys, values, attn_mask=q[:, :1, :, :1].expand(2, 1, 1, 6)), keys, values
 
 
 def keys_used_elsewhere(q: Tensor, k: Tensor, v: Tensor, pk: Tensor, pv: Tensor) -> Any:
@@ -153,15 +157,13 @@ def three_parts(q: Tensor, k: Tensor, v: Tensor, pk: Tensor, pv: Tensor) -> Any:
     return sdpa(q, keys, values), keys, values
 
 
-def matmul_and_softmax(q: Tensor, k: Tensor, v: Tensor, pk: Tensor, pv: Tensor) -> Any:
-    keys, values = append(pk, k), append(pv, v)
-    scores = q @ keys.repeat_interleave(2, 1).mT
-    return F.softmax(scores, dim=-1) @ values.repeat_interleave(2, 1), keys, values
-
-
 REASONS: dict[Callable[..., Any], tuple[str, str]] = {
     with_dropout: ("it has dropout", "Call model.eval() first."),
-    with_mask_per_head: ("its mask differs from head to head", LEAVE),
+    with_mask_per_head: ("its mask hides other keys from head to head", LEAVE),
+    with_mask_from_queries: (
+        "its mask is computed from data (`l_args_0_`), not from positions and padding alone",
+        LEAVE,
+    ),
     keys_used_elsewhere: ("its keys are also used by `sum_1` (sum)", LEAVE),
     past_used_elsewhere: ("its past keys are also used by `mean` (mean)", LEAVE),
     cache_not_returned: (
@@ -264,30 +266,8 @@ def test_attention_over_no_cache_is_left_without_a_word() -> None:
     assert (state.phase, state.sites, state.refusals) == (Phase.NO_CACHE, [], [])
 
 
-def test_refusal_of_matmul_and_softmax_points_to_the_softmax() -> None:
-    (refusal,) = match(matmul_and_softmax).refusals
-    assert refusal.reason == "it is computed by matmul and softmax, not by scaled_dot_product_attention"
-    assert refusal.remedy == (
-        'Load the model with attn_implementation="sdpa" (model.set_attn_implementation("sdpa")).'
-    )
-    assert f"{HERE}:" in refusal.source
-    assert "F.softmax(scores, dim=-1)" in refusal.source
-
-
-def test_refusal_of_eager_attention_in_transformers_points_into_the_model() -> None:
-    captured = graphs.capture(graphs.tiny_llama("eager"), graphs.drive_transformers)
-    states = []
-    for graph in captured:
-        states.append(PassState(SpecacheConfig()))
-        match_attention(graph.copy(), states[-1])
-    assert all(not state.sites for state in states)
-    (refusal,) = states[-1].refusals
-    assert "modeling_llama.py:" in refusal.source
-    assert "softmax" in refusal.source
-
-
 def test_refusals_leave_the_graph_as_it_is() -> None:
     (captured,) = graphs.capture(Attention(with_dropout), lambda forward: forward(*tensors()))
     gm = captured.copy()
-    before = graphs.code(gm)
-    assert graphs.code(match_attention(gm, PassState(SpecacheConfig()))) == before
+    before, state = graphs.code(gm), PassState(SpecacheConfig())
+    assert graphs.code(match_attention(normalize_attention(gm, state), state)) == before

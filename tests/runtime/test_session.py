@@ -12,7 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 from support import strategies
-from support.oracle import Indices, OracleCache, select
+from support.oracle import Indices, OracleCache, ScoreForm, select
 
 from specache_fx.config import SpecacheConfig
 from specache_fx.errors import CacheHandleError
@@ -29,13 +29,34 @@ class _Pair:
     """A session and the oracle's caches of the same tokens."""
 
     def __init__(
-        self, config: SpecacheConfig, shape: strategies.AttentionShape, generator: torch.Generator
+        self,
+        config: SpecacheConfig,
+        shape: strategies.AttentionShape,
+        generator: torch.Generator,
+        forms: tuple[bool, bool, bool] = (False, False, False),
     ) -> None:
         self.config, self.shape, self.generator = config, shape, generator
         shapes = (LayerShape(shape.num_kv_heads, shape.head_dim, shape.value_dim),) * LAYERS
         self.session = Session(config, shapes, torch.float32, CPU)
         self.oracles: list[OracleCache] = []
         self.staged: list[Indices | None] = [None] * LAYERS
+        softcap, slopes, sinks = forms
+        self.form = ScoreForm(
+            2.0 if softcap else None,
+            self.random(shape.num_heads).abs() if slopes else None,
+            self.random(shape.num_heads) if sinks else None,
+        )
+
+    def biases(self, lanes: int) -> dict[int, torch.Tensor]:
+        """The form's slopes as a runner hands them to the session: minus the distance to each stored and own key."""
+        if self.form.slopes is None:
+            return {}
+        kv_len = self.session.kv_len
+        keys = torch.arange(kv_len + lanes)
+        query = kv_len + torch.arange(lanes)
+        return dict.fromkeys(
+            range(LAYERS), (keys - query[:, None])[:, None, None] * self.form.slopes[:, None]
+        )
 
     def random(self, *shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=self.generator)
@@ -70,12 +91,14 @@ class _Pair:
             self.staged = [None] * LAYERS
             lanes = 1
         session.predecoding = predecode
+        session.biases = self.biases(lanes)
         for layer, oracle in enumerate(self.oracles):
             query = self.random(lanes, self.shape.batch, self.shape.num_heads, 1, self.shape.head_dim)
             key, value = self.pairs(1, lanes)
             session.wait_prefetch(layer)
-            out = session.attend(layer, query, key, value, 0.3, staged=True)
-            expected, scores = oracle.attend_all(query, key, value, self.staged[layer], 0.3)
+            form = self.form
+            out = session.attend(layer, query, key, value, 0.3, True, form.softcap, form.sinks)
+            expected, scores = oracle.attend_all(query, key, value, self.staged[layer], 0.3, form)
             torch.testing.assert_close(out, expected, **CLOSE)
             session.append(layer, key[0], value[0])
             if not predecode:
@@ -120,7 +143,8 @@ class SessionMachine(RuleBasedStateMachine):
                 strategies.configs(policy=policy, host=data.draw(st.sampled_from(("memory", "disk"))))
             )
             shape = data.draw(strategies.attention_shapes())
-            self.pairs.append(_Pair(config, shape, torch.Generator().manual_seed(seed + number)))
+            forms = data.draw(st.tuples(st.booleans(), st.booleans(), st.booleans()))
+            self.pairs.append(_Pair(config, shape, torch.Generator().manual_seed(seed + number), forms))
 
     @rule(data=st.data(), which=st.integers(0, 1), tokens=st.integers(1, 30))
     def extend(self, data: st.DataObject, which: int, tokens: int) -> None:
@@ -195,3 +219,22 @@ def test_a_closed_session_has_no_tensors() -> None:
     pair.session.close()
     pair.session.close()
     assert pair.session.device_bytes == pair.session.host_bytes == 0
+
+
+def test_a_step_waits_once_a_layer_and_reads_nothing_that_a_prefetch_may_overwrite() -> None:
+    config = SpecacheConfig(bits=2, group_size=4, residual_length=4, top_k=4)
+    pair = _Pair(config, strategies.AttentionShape(2, 4, 2, 8, 8), torch.Generator().manual_seed(0))
+    pair.extend(21, torch.ones(2, 21, dtype=torch.bool))
+    pair.step(2, predecode=True)
+    waits = []
+    with pytest.MonkeyPatch.context() as patch:
+        wait = CopyEngine.wait
+        patch.setattr(CopyEngine, "wait", lambda engine, layer: (waits.append(layer), wait(engine, layer))[1])
+        for _ in range(3):
+            pair.step(2, predecode=False)
+    assert waits == [0, 1] * 3
+    # After a layer's prefetch its slots may change at any moment: nobody reads them without waiting again.
+    query, (key, value) = pair.random(2, 2, 4, 1, 8), pair.pairs(1, 2)
+    with pytest.raises(KeyError):
+        pair.session.attend(0, query, key, value, 0.3, staged=True)
+    pair.session.close()

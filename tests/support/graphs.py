@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from support.models import TinyConfig, TinyDecoder
+from support.zoo import build
 from torch import nn
 from torch.fx import GraphModule, Node
 
@@ -16,6 +17,7 @@ from specache_fx.passes.base import PassState, Phase
 from specache_fx.passes.duplicate_query import duplicate_query, lane_inputs
 from specache_fx.passes.graph_utils import copy_graph, placeholders, value_of
 from specache_fx.passes.match_attention import match_attention
+from specache_fx.passes.normalize_attention import normalize_attention
 from specache_fx.passes.pipeline import CAPTURE_PASSES, run_passes
 
 
@@ -85,19 +87,7 @@ def drive_transformers(forward: Any) -> None:
 
 def tiny_llama(attention: str = "sdpa") -> nn.Module:
     """A transformers llama of one layer, random weights."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=61,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        attn_implementation=attention,
-    )
-    return LlamaForCausalLM(config).eval().requires_grad_(False)
+    return build("llama", num_hidden_layers=1, attn_implementation=attention).requires_grad_(False)
 
 
 def tiny_decoder(**changes: Any) -> TinyDecoder:
@@ -107,9 +97,14 @@ def tiny_decoder(**changes: Any) -> TinyDecoder:
 
 def phase_of(captured: Captured) -> Phase:
     """What `match_attention` takes the graph for."""
+    return matched(captured).phase
+
+
+def matched(captured: Captured) -> PassState:
+    """What `normalize_attention` and `match_attention` say about a graph."""
     state = PassState(SpecacheConfig())
-    match_attention(captured.copy(), state)
-    return state.phase
+    match_attention(normalize_attention(captured.copy(), state), state)
+    return state
 
 
 def by_phase(graphs: list[Captured]) -> dict[Phase, Captured]:
@@ -117,14 +112,14 @@ def by_phase(graphs: list[Captured]) -> dict[Phase, Captured]:
     return {phase_of(captured): captured for captured in graphs}
 
 
-def decode_inputs(gm: GraphModule, state: PassState, args: tuple[Any, ...]) -> list[Any]:
+def decode_inputs(gm: GraphModule, state: PassState, args: tuple[Any, ...], lanes: int) -> list[Any]:
     """What `duplicate_query` is given: as the runner binds them, the speculative token being the token itself."""
     boundary = state.prelude(args, 0) if state.prelude is not None else ()
     inputs: list[Any] = []
     for node, per_lane in zip(placeholders(gm.graph), lane_inputs(gm, state), strict=True):
         cut = node.meta.get("specache_prelude")
         value = boundary[cut] if cut is not None else args[node.meta["specache_input"]]
-        inputs.append(torch.stack([value, value]) if per_lane and state.lanes > 1 else value)
+        inputs.append(torch.stack([value, value]) if per_lane and lanes > 1 else value)
     return inputs
 
 
@@ -133,8 +128,8 @@ def decode_graph(captured: Captured, config: SpecacheConfig) -> tuple[GraphModul
     state = PassState(config)
     gm = run_passes(captured.copy(), state, CAPTURE_PASSES)
     assert state.phase is Phase.DECODE
-    state.lanes = config.num_lanes
-    return duplicate_query(gm, state, decode_inputs(gm, state, captured.inputs)), state
+    lanes = config.num_lanes
+    return duplicate_query(gm, state, decode_inputs(gm, state, captured.inputs, lanes), lanes), state
 
 
 def code(gm: GraphModule) -> str:

@@ -40,6 +40,9 @@ class TinyConfig:
     norm: Literal["rms", "layer"] = "rms"
     repeat_kv: Literal["sdpa", "expand"] = "sdpa"
     scale: float | None = None
+    softcap: float | None = None
+    sinks: bool = False
+    alibi: bool = False
     seed: int = 0
     window: int | None = None
     window_layers: tuple[int, ...] = ()
@@ -147,6 +150,11 @@ class TinyDecoder(nn.Module):
                 gain = 2.0 if ("q_proj" in name or "k_proj" in name) else 1.0
                 std = 1.0 if "embed" in name else gain * weight.shape[1] ** -0.5
                 weight.data = torch.randn(weight.shape, generator=generator) * std
+        # Of a size that matters beside scores of size 1.
+        self.sinks = (
+            nn.Parameter(1 + torch.randn(config.num_heads, generator=generator)) if config.sinks else None
+        )
+        self.slopes = 2.0 ** -torch.arange(1.0, config.num_heads + 1) if config.alibi else None
         self.requires_grad_(False)
         self.eval()
 
@@ -166,6 +174,10 @@ class TinyDecoder(nn.Module):
 
     def sdpa(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
         """The model's own attention on whole 16-bit k and v."""
+        if self.slopes is not None:
+            mask = self.biased(mask, q, k)
+        if self.config.softcap is not None or self.sinks is not None:
+            return self.spelt_out(q, k, v, mask)
         if self.config.repeat_kv == "expand":
             groups = self.config.num_heads // self.config.num_kv_heads
             k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
@@ -178,6 +190,30 @@ class TinyDecoder(nn.Module):
                 return k.shape[-2]
         assert attention_mask is not None
         return attention_mask.shape[-1] - q_len
+
+    def biased(self, mask: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        """An additive mask with ALiBi: each head's slope times the distance from query to key."""
+        assert self.slopes is not None
+        keys = torch.arange(k.shape[2], device=q.device)
+        distance = keys[None, :] - (
+            torch.arange(q.shape[2], device=q.device)[:, None] + (k.shape[2] - q.shape[2])
+        )
+        bias = self.slopes.to(q.dtype)[:, None, None] * distance
+        return torch.where(mask, bias, torch.finfo(q.dtype).min)
+
+    def spelt_out(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        """Softcap and sinks, which `scaled_dot_product_attention` has not."""
+        groups = self.config.num_heads // self.config.num_kv_heads
+        k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
+        scores = q @ k.transpose(-1, -2) * self.scale
+        if self.config.softcap is not None:
+            scores = self.config.softcap * torch.tanh(scores / self.config.softcap)
+        hidden = torch.finfo(q.dtype).min
+        scores = scores.masked_fill(~mask, hidden) if mask.dtype == torch.bool else scores + mask
+        if self.sinks is None:
+            return scores.softmax(-1) @ v
+        sinks = self.sinks[None, :, None, None].expand(*scores.shape[:3], 1)
+        return torch.cat((scores, sinks), dim=-1).softmax(-1)[..., :-1] @ v
 
     def forward(
         self,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from support.models import TinyDecoder, attention_mask_4d, positions_from_mask, within_window
-from support.oracle_cache import OracleCache
+from support.oracle_cache import OracleCache, ScoreForm
 from support.oracle_quant import (
     Indices,
     Quantized,
@@ -34,6 +34,7 @@ __all__ = [
     "OracleDecoder",
     "OracleRun",
     "Quantized",
+    "ScoreForm",
     "overlap",
     "quantize_dequantize_key",
     "quantize_dequantize_value",
@@ -59,6 +60,7 @@ class OracleDecoder:
         compute_dtype: torch.dtype = torch.float32,
     ) -> None:
         self.model, self.config, self.compute_dtype = model, config, compute_dtype
+        self.form = ScoreForm(model.config.softcap, model.slopes, model.sinks)
         self.caches: list[OracleCache] = []
         self._forget_lookahead()
 
@@ -143,12 +145,12 @@ class OracleDecoder:
             q, k, v = (x.unflatten(0, (lanes, -1)) for x in (q, k, v))
             layer_staged = staged[layer_idx] if staged else None
             if self.config.policy == "specache" and self.config.lookahead == "none" and cache.window is None:
-                _, alone = cache.attend(q, k, v, None, scale)
+                _, alone = cache.attend(q, k, v, None, scale, self.form)
                 layer_staged = select(alone[0], key_mask, self.config.top_k)
-                out, probabilities = cache.attend_all(q, k, v, layer_staged, scale)
+                out, probabilities = cache.attend_all(q, k, v, layer_staged, scale, self.form)
                 scores.append(alone[0])
             else:
-                out, probabilities = cache.attend_all(q, k, v, layer_staged, scale)
+                out, probabilities = cache.attend_all(q, k, v, layer_staged, scale, self.form)
                 scores.append(probabilities[-1])
             own_scores.append(probabilities[0, ..., : cache.num_quantized])
             pairs.append((k[0], v[0]))

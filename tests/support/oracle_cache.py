@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,6 +11,40 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from specache_fx.config import SpecacheConfig
+
+
+@dataclass(frozen=True)
+class ScoreForm:
+    """What becomes of scaled products before the softmax.
+
+    Attributes:
+        softcap: They are bounded by it.
+        slopes: [num_heads], ALiBi: times the distance from query to key, and subtracted.
+        sinks: [num_heads], a column more that has no value.
+    """
+
+    softcap: float | None = None
+    slopes: Tensor | None = None
+    sinks: Tensor | None = None
+
+    def probabilities(self, products: Tensor, mask: Tensor) -> Tensor:
+        """Of scaled products [batch, num_heads, 1, keys]; the newest key is the query's own token."""
+        keys = products.shape[-1]
+        if self.softcap is not None:
+            products = self.softcap * (products / self.softcap).tanh()
+        if self.slopes is not None:
+            distance = torch.tensor([keys - 1 - key for key in range(keys)])
+            products = products - self.slopes.to(products.dtype)[None, :, None, None] * distance
+        products = products.masked_fill(~mask[:, None, None, :], float("-inf"))
+        weights = (products - products.amax(-1, keepdim=True)).exp()
+        total = weights.sum(-1, keepdim=True)
+        if self.sinks is not None:
+            sinks = self.sinks.to(products.dtype)[None, :, None, None]
+            total = total + (sinks - products.amax(-1, keepdim=True)).exp()
+        return weights / total
+
+
+PLAIN = ScoreForm()
 
 
 class OracleCache:
@@ -95,7 +130,13 @@ class OracleCache:
         return k, v
 
     def attend(
-        self, q_lanes: Tensor, k_lanes: Tensor, v_lanes: Tensor, staged: Indices | None, scale: float
+        self,
+        q_lanes: Tensor,
+        k_lanes: Tensor,
+        v_lanes: Tensor,
+        staged: Indices | None,
+        scale: float,
+        form: ScoreForm = PLAIN,
     ) -> tuple[Tensor, Tensor]:
         """One decode step: the cache, then lane 0's own pair, then (lane 1 alone) lane 1's own.
 
@@ -107,17 +148,24 @@ class OracleCache:
             v_lanes: Own pairs, [lanes, batch, num_kv_heads, 1, value_dim].
             staged: K_t, the positions that are at 16 bits; None for none.
             scale: Of the logits.
+            form: What else is done to them.
 
         Returns:
             out [lanes, batch, num_heads, 1, value_dim], and scores, float32
             [lanes, batch, num_kv_heads, num_quantized]: probabilities of the quantised positions, mean over
             the query heads that share the kv head.
         """
-        out, probabilities = self.attend_all(q_lanes, k_lanes, v_lanes, staged, scale)
+        out, probabilities = self.attend_all(q_lanes, k_lanes, v_lanes, staged, scale, form)
         return out, probabilities[..., : self.num_quantized]
 
     def attend_all(
-        self, q_lanes: Tensor, k_lanes: Tensor, v_lanes: Tensor, staged: Indices | None, scale: float
+        self,
+        q_lanes: Tensor,
+        k_lanes: Tensor,
+        v_lanes: Tensor,
+        staged: Indices | None,
+        scale: float,
+        form: ScoreForm = PLAIN,
     ) -> tuple[Tensor, Tensor]:
         """As `attend`, with scores of the window and of lane 0's own pair too: [..., kv_len + 1]."""
         k, v = self.device_pairs(staged)
@@ -133,8 +181,7 @@ class OracleCache:
             lane_k = lane_k.repeat_interleave(num_kv_groups, dim=1)
             lane_v = lane_v.repeat_interleave(num_kv_groups, dim=1)
             logits = q_lanes[lane].to(self.compute_dtype) @ lane_k.transpose(-1, -2) * scale
-            logits = logits.masked_fill(~lane_mask[:, None, None, :], float("-inf"))
-            probabilities = logits.softmax(-1)
+            probabilities = form.probabilities(logits, lane_mask)
             outs.append((probabilities @ lane_v).to(q_lanes.dtype))
             by_kv_head = probabilities[:, :, 0].unflatten(1, (-1, num_kv_groups)).mean(2)
             scores.append(by_kv_head[..., : self.kv_len + 1].float())

@@ -141,6 +141,9 @@ def tiny_configs(draw: st.DrawFn) -> TinyConfig:
         positions=draw(st.sampled_from(("rotary", "learned"))),
         norm=draw(st.sampled_from(("rms", "layer"))),
         repeat_kv=draw(st.sampled_from(("sdpa", "expand"))),
+        softcap=draw(st.sampled_from((None, None, 2.0))),
+        sinks=draw(st.sampled_from((False, False, True))),
+        alibi=draw(st.sampled_from((False, False, True))),
         seed=draw(st.integers(0, 7)),
     )
 

@@ -1,4 +1,4 @@
-"""Small random transformers models: the twelve architectures that are supported, and prompts for them."""
+"""Small random transformers models: the twelve architectures that are supported, a hybrid, and prompts for them."""
 
 from __future__ import annotations
 
@@ -82,13 +82,38 @@ _WINDOWED: dict[str, dict[str, Any]] = {
 }
 WINDOWED_NAMES = tuple(_WINDOWED)
 """Models with a sliding window or chunks of `WINDOW` tokens in some layers or all; two have layers that share KV."""
+# Attention and short convolutions in turn: a state that is updated in place beside the KV cache.
+_HYBRID: dict[str, dict[str, Any]] = {
+    "lfm2": {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]}
+}
+# Attention that is no SDPA call, or one with biases in its mask.
+_SPELT_OUT: dict[str, dict[str, Any]] = {
+    "bloom": {"n_layer": 2, "n_head": 4},
+    "mpt": {"d_model": 64, "n_heads": 4, "n_layers": 2, "use_cache": True},
+    "falcon": {"alibi": True, "num_kv_heads": 2},
+    "gptj": {"n_embd": 64, "n_layer": 2, "n_head": 4, "rotary_dim": 8, "n_positions": MAX_POSITIONS},
+    "codegen": {
+        "n_embd": 64,
+        "n_layer": 2,
+        "n_head": 4,
+        "rotary_dim": 8,
+        "n_positions": MAX_POSITIONS,
+        "n_ctx": MAX_POSITIONS,
+    },
+    "xglm": {"d_model": 64, "ffn_dim": 128, "num_layers": 2, "attention_heads": 4},
+    "gemma2": {"layer_types": ["full_attention"] * 2},
+    "gpt_oss": {"layer_types": ["full_attention"] * 2, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "gpt_neo": {"num_layers": 2, "num_heads": 4, "attention_types": [[["global"], 2]]},
+}
+# Fields that their configs compute from others, or whose name they have for another thing.
+_NOT_OF = {"falcon": {"head_dim"}, "gpt_neo": {"num_hidden_layers", "num_attention_heads"}}
 
 
 def build(name: str, **overrides: Any) -> nn.Module:
     """A random decoder of one architecture: 2 layers, hidden size 64, heads of 16, GQA 4 to 2 where it has it.
 
     Args:
-        name: One of `NAMES` or `WINDOWED_NAMES`.
+        name: One of `NAMES` or `WINDOWED_NAMES`, "lfm2", or one whose attention is spelt out (bloom, gpt_oss, ...).
         **overrides: Fields of its config.
 
     Returns:
@@ -96,9 +121,11 @@ def build(name: str, **overrides: Any) -> nn.Module:
     """
     transformers.logging.set_verbosity_error()
     torch.manual_seed(0)
-    own = {**_OWN, **_WINDOWED}[name]
-    config = AutoConfig.for_model(name.removesuffix("-window"), **{**_COMMON, **own, **overrides})
-    model = AutoModelForCausalLM.from_config(config).eval()
+    fields = {**_COMMON, **{**_OWN, **_HYBRID, **_SPELT_OUT, **_WINDOWED}[name], **overrides}
+    attention = fields.pop("attn_implementation", None)
+    fields = {field: value for field, value in fields.items() if field not in _NOT_OF.get(name, ())}
+    config = AutoConfig.for_model(name.removesuffix("-window"), **fields)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
     # Random weights of std 0.02 make near-uniform attention and logits: nothing that is forgotten would be missed.
     generator = torch.Generator().manual_seed(0)
     for weight in model.parameters():

@@ -1,28 +1,21 @@
-"""Which inputs of a decode graph are the token, the positions, the lengths and the masks: by dependence, not by name.
-
-A decode graph says where it is in the sequence in several ways: position ids, the length of the past, masks that
-grow by one. `Sources` names these inputs; `Sources.ahead` makes what they would be some tokens later. What is computed
-from them alone (the *prelude*: cos and sin, position embeddings) can so be evaluated for the output token and for
-the speculative token that follows it.
-"""
+"""Which inputs of a decode graph are the token, positions, lengths and masks: by dependence, not by name."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from specache_fx.errors import UnsupportedGraphError
 from specache_fx.passes.base import AttentionSite, PassState
 from specache_fx.passes.graph_utils import (
-    ancestors,
     extract,
     is_integer,
     is_static_input,
+    mutated_inputs,
+    needed_for,
     output_node,
     placeholders,
     reads_shape_only,
@@ -31,105 +24,9 @@ from specache_fx.passes.graph_utils import (
     target_name,
     value_of,
 )
+from specache_fx.passes.sources import Sources
 
 _LAYOUT = {"view", "reshape", "unsqueeze", "squeeze", "flatten", "contiguous", "to", "long", "int", "clone"}
-
-
-@dataclass
-class Sources:
-    """Positions among Dynamo's inputs.
-
-    Attributes:
-        token: The token ids, int `[batch, 1]`; None where the graph takes none.
-        vocabulary: Rows of the token's embedding table.
-        lengths: Integers that grow by one per token.
-        positions: Integer tensors that grow by one per token.
-        masks: Masks over keys, whose last dimension grows by one per token.
-        shapes: Past KV tensors; where only their shape is read, that is a length too.
-        most: The most tokens that such a tensor, or the integer that is its length, gets to have, where its layer keeps
-            a window.
-        mask_graph: Computes the attentions' masks; None where they have none.
-        mask_inputs: Positions of its inputs.
-        knows_next: The next token's position can be told. Not where Dynamo made the length a constant of the graph
-            (it compiles such a graph once, for the first decode step of some models) and no position is passed in.
-    """
-
-    token: int | None = None
-    vocabulary: int | None = None
-    lengths: set[int] = field(default_factory=set)
-    positions: set[int] = field(default_factory=set)
-    masks: set[int] = field(default_factory=set)
-    shapes: set[int] = field(default_factory=set)
-    most: dict[int, int] = field(default_factory=dict)
-    mask_graph: GraphModule | None = None
-    mask_inputs: list[int] = field(default_factory=list)
-    knows_next: bool = True
-
-    def ahead(self, args: Sequence[Any], inputs: Sequence[int], num_tokens: int) -> list[Any]:
-        """The inputs as they would be `num_tokens` later.
-
-        Args:
-            args: Dynamo's inputs.
-            inputs: Which of them are wanted.
-            num_tokens: How far ahead; 0 gives them as they are.
-        """
-        if not num_tokens:
-            return [args[i] for i in inputs]
-        moved: list[Any] = []
-        for i in inputs:
-            value = args[i]
-            if i in self.lengths or i in self.positions:
-                value = min(value + num_tokens, self.most[i]) if i in self.most else value + num_tokens
-            elif i in self.masks:
-                value = torch.cat([value, value.new_ones((*value.shape[:-1], num_tokens))], dim=-1)
-            elif i in self.shapes:
-                batch, heads, kv_len, dim = value.shape
-                kv_len = min(kv_len + num_tokens, self.most.get(i, kv_len + num_tokens))
-                value = value.new_empty(1).expand(batch, heads, kv_len, dim)
-            moved.append(value)
-        return moved
-
-    def masks_at(self, args: Sequence[Any], num_tokens: int) -> tuple[torch.Tensor, ...]:
-        """The masks that the model would apply `num_tokens` later, `[batch or 1, 1, 1, kv_len]` each."""
-        if self.mask_graph is None:
-            return ()
-        return self.mask_graph(*self.ahead(args, self.mask_inputs, num_tokens))
-
-
-@dataclass(frozen=True)
-class Prelude:
-    """The part of a decode graph that depends on positions and lengths alone.
-
-    Attributes:
-        graph: Computes the boundary tensors.
-        graph_ahead: The same, with embedding indices held inside their tables: the token after the last one that a
-            model can take has no position, and only the speculative lane would ask for it.
-        inputs: Positions of its inputs among Dynamo's.
-        sources: How they move.
-    """
-
-    graph: GraphModule
-    graph_ahead: GraphModule
-    inputs: tuple[int, ...]
-    sources: Sources
-
-    def __call__(self, args: Sequence[Any], num_tokens: int) -> tuple[torch.Tensor, ...]:
-        """The boundary tensors for the token `num_tokens` after the current one."""
-        graph = self.graph_ahead if num_tokens else self.graph
-        return graph(*self.sources.ahead(args, self.inputs, num_tokens))
-
-    def following(
-        self, args: Sequence[Any], num_tokens: int, current: tuple[torch.Tensor, ...]
-    ) -> tuple[torch.Tensor, ...]:
-        """As a call, but `current` where the model has no such position (the end of a table of rotations)."""
-        if not num_tokens:
-            return current
-        try:
-            ahead = self(args, num_tokens)
-        except IndexError:
-            return current
-        fits = all(new.shape == old.shape for new, old in zip(ahead, current, strict=True))
-        return ahead if fits else current
 
 
 def _is_integer_tensor(node: Node) -> bool:
@@ -147,12 +44,12 @@ def _is_mask(node: Node, shape: tuple[Any, ...], past_len: Any) -> bool:
     return bool(len(shape) == 2 and value_of(node).is_floating_point() and grows)
 
 
-def _find_token(gm: GraphModule) -> tuple[Node | None, int | None]:
+def find_token(graph: Graph) -> tuple[Node | None, int | None]:
     """The integer input that indexes an embedding whose table has a row per logit, and the table's rows."""
-    shapes = [shape_of(out) for out in output_node(gm.graph).all_input_nodes]
+    shapes = [shape_of(out) for out in output_node(graph).all_input_nodes]
     last_dims = {shape[-1] for shape in shapes if shape and isinstance(shape[-1], int)}
     found: list[tuple[bool, Node, int]] = []
-    for start in placeholders(gm.graph):
+    for start in placeholders(graph):
         if not _is_integer_tensor(start) or is_static_input(start):
             continue
         work, seen = [start], set()
@@ -183,7 +80,7 @@ def find_sources(gm: GraphModule, state: PassState) -> Sources:
     inputs = placeholders(gm.graph)
     index = {node: i for i, node in enumerate(inputs)}
     past = {inputs[i] for i in state.past_inputs}
-    token, vocabulary = _find_token(gm)
+    token, vocabulary = find_token(gm.graph)
     sources = Sources(index[token] if token is not None else None, vocabulary)
     token_shape = shape_of(token) if token is not None else None
 
@@ -224,14 +121,18 @@ def find_sources(gm: GraphModule, state: PassState) -> Sources:
                 if symbols == symbols_of(shape_of(inputs[i])[2]) and not symbols & whole:  # type: ignore[index]
                     sources.most[index[node]] = sources.most[i]
 
-    static = all(isinstance(shape_of(node)[2], int) for node in past) and not sources.lengths  # type: ignore[index]
-    sources.knows_next = bool(sources.positions) or not static
+    fixed = all(isinstance(shape_of(inputs[i])[2], int) for i in growing)  # type: ignore[index]
+    sources.fixed_length = fixed
+    sources.knows_next = bool(sources.positions) or not fixed or bool(sources.lengths)
     checked = [site for site in state.sites if site.window is None and site.mask is not None]
     masks = list(dict.fromkeys(site.mask for site in checked if site.mask is not None))
     if masks:
         roots = mask_inputs(gm, masks, sources, checked[0])
         sources.mask_graph = extract(gm, masks, roots)
         sources.mask_inputs = [index[node] for node in roots]
+        sources.layer_masks = {
+            site.layer: masks.index(site.mask) for site in checked if site.mask is not None
+        }
     return sources
 
 
@@ -249,14 +150,15 @@ def mask_inputs(gm: GraphModule, masks: list[Node], sources: Sources, site: Atte
     """
     inputs = placeholders(gm.graph)
     index = {node: i for i, node in enumerate(inputs)}
-    needed = ancestors(masks)
+    needed = needed_for(gm.graph, masks)
     roots = [node for node in inputs if node in needed]
+    written = set(mutated_inputs(gm.graph))
     for node in roots:
         known = is_integer(node) or is_static_input(node) or index[node] in sources.masks | sources.positions
         shape_only = index[node] in sources.shapes and all(
             reads_shape_only(user) for user in node.users if user in needed
         )
-        if not known and not shape_only:
+        if node in written or not (known or shape_only):
             raise UnsupportedGraphError(
                 f"The mask of attention `{site.node.name}` ({site.source}) is computed from input `{node.name}`,"
                 " which is neither a length, a position nor a mask over keys. Pass a key padding mask of integers"

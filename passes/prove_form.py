@@ -1,0 +1,161 @@
+"""Proof of what was read from attention that is spelt out: both are computed on random numbers and compared.
+
+The operations from query, key, value, masks and sinks to the output are taken out of the graph and run once, on small
+random tensors that hide some keys; the normal form (`dense`) is computed from the same numbers. Sizes that Dynamo left
+open are given small values. A form that is read wrongly (heads in another order, a scale on the wrong side of a
+mask) shows as a difference far above rounding.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from specache_fx.passes.base import AttentionCore
+from specache_fx.passes.graph_utils import constant_of, extract, shape_of, symbols_of, value_of
+from specache_fx.runtime.masks import hides
+
+# Scores of a prompt's proof, at most: its numbers stay the model's own, nothing hangs on it. A decode step's is always
+# made.
+_MAX_SCORES = 2**20
+# Sizes that are open get these, one after another: no two alike, none a power of 2.
+_SIZES = (5, 3, 7, 6, 9, 10, 11, 12, 13, 14, 15)
+
+
+def dense(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """The normal form, for one query a head.
+
+    Args:
+        query: `[batch, num_heads, 1, key_dim]`.
+        key: `[batch, num_heads or 1, kv_len, key_dim]`.
+        value: `[batch, num_heads or 1, kv_len, value_dim]`.
+        mask: Added to the scores, `[..., 1, kv_len]`, or None.
+        scale: Factor on the products.
+        softcap: Bound of the scaled products.
+        sinks: `[num_heads]`: a column more, without a value.
+    """
+    scores = query @ key.transpose(-1, -2) * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if mask is not None:
+        scores = scores + mask
+    if sinks is not None:
+        scores = torch.cat([scores, sinks[None, :, None, None].expand(*scores.shape[:3], 1)], dim=-1)
+    return scores.softmax(-1)[..., : key.shape[2]] @ value
+
+
+class _Numbers:
+    """Random values for the nodes that a proof starts from."""
+
+    def __init__(self, gm: GraphModule) -> None:
+        self.gm = gm
+        self.sizes: dict[Any, int] = {}
+        self.generator = torch.Generator().manual_seed(0)
+
+    def integer(self, size: Any) -> int:
+        """A size, open ones given a value."""
+        if not isinstance(size, torch.SymInt):
+            return int(size)
+        for symbol in sorted(symbols_of(size), key=str):
+            self.sizes.setdefault(symbol, _SIZES[len(self.sizes) % len(_SIZES)])
+        return int(size.node.expr.xreplace(self.sizes))
+
+    def value(self, node: Node, spread: float | None) -> Any:
+        """A value for a node: random numbers, its own where it is a constant.
+
+        Args:
+            node: The node.
+            spread: Standard deviation; None for what masks: a third of it hides.
+        """
+        fake = value_of(node)
+        if not isinstance(fake, torch.Tensor):
+            return self.integer(fake) if isinstance(fake, (int, torch.SymInt)) else fake
+        number = constant_of(self.gm, node)
+        shape = [self.integer(size) for size in shape_of(node) or ()]
+        if number is not None:
+            return torch.full(shape, number, dtype=fake.dtype, device=fake.device)
+        random = torch.randn(shape, generator=self.generator)
+        hidden = torch.rand(shape, generator=self.generator) < 1 / 3
+        if fake.dtype == torch.bool:
+            random = hidden
+        elif not fake.is_floating_point():
+            random = (random * 4).round()
+        elif spread is not None:
+            random = random * spread
+        elif len(shape) > 1:
+            random = random.masked_fill(hidden, torch.finfo(fake.dtype).min)
+        return random.to(device=fake.device, dtype=fake.dtype)
+
+
+def is_proved(core: AttentionCore) -> bool:
+    """Whether a proof has to be made, or is small enough to be made for an early refusal."""
+    numbers = _Numbers(core.node.graph.owning_module)  # type: ignore[arg-type]
+    batch, heads, q_len, _ = (numbers.integer(size) for size in shape_of(core.query) or ())
+    kv_len = numbers.integer((shape_of(core.key) or ())[2])
+    return q_len == 1 or batch * heads * q_len * kv_len <= _MAX_SCORES
+
+
+def differs(gm: GraphModule, core: AttentionCore) -> str | None:
+    """Compute a core as the graph does and as the normal form does.
+
+    Returns:
+        What is wrong; None where they agree.
+    """
+    leaves = list(
+        dict.fromkeys(arg for node in core.inner for arg in node.all_input_nodes if arg not in core.inner)
+    )
+    results = [core.node, core.query, *([core.mask] if core.mask is not None else [])]
+    graph = extract(gm, results, leaves)
+    key_dim = (shape_of(core.key) or ())[3]
+    sides = {core.key: 1.0, core.value: 1.0, core.sinks: 1.0}
+    # Of size 1 after scaling, and once more at the bound, where it acts.
+    for size in (1.0, core.softcap) if core.softcap is not None else (1.0,):
+        numbers = _Numbers(gm)
+        query_spread = size / (abs(core.scale) * key_dim**0.5)
+        spreads = {
+            **sides,
+            core.query: query_spread,
+            **dict.fromkeys(core.query.all_input_nodes, query_spread),
+        }
+        values = {leaf: numbers.value(leaf, spreads.get(leaf)) for leaf in leaves}
+        with torch.no_grad():
+            try:
+                out, query, *masks = graph(
+                    *(v.clone() if isinstance(v, torch.Tensor) else v for v in values.values())
+                )
+                wide = torch.promote_types(query.dtype, torch.float32)
+                mask = masks[0].to(wide) if masks else None
+                expected = dense(
+                    query[:, :, -1:].to(wide),
+                    values[core.key].to(wide),
+                    values[core.value].to(wide),
+                    mask,
+                    core.scale,
+                    core.softcap,
+                    values[core.sinks].to(wide) if core.sinks is not None else None,
+                )
+                out = out.to(wide).reshape(*query.shape[:3], -1)[:, :, -1:]
+                seen = torch.ones(expected.shape[:3], dtype=torch.bool, device=out.device)
+                if mask is not None:
+                    seen = seen & ~hides(masks[0]).all(-1)
+            except (RuntimeError, TypeError, ValueError, IndexError) as error:
+                return f"it can't be computed on small tensors ({(str(error).splitlines() or [''])[0]})"
+        if not bool(seen.any()):
+            return "its masks hide all"
+        epsilon = max(
+            torch.finfo(value_of(v).dtype).eps for v in (core.node, core.query, core.key, core.value)
+        )
+        distance = float((out - expected)[seen].abs().max())
+        if not distance <= (8 * epsilon + 1e-5) * size * float(expected[seen].abs().max()):
+            return f"on random numbers it differs from scale, softcap, masks, sinks and softmax by {distance:.2g}"
+    return None

@@ -1,0 +1,211 @@
+"""Reads attention that is spelt out as products and a softmax into the parts of the normal form.
+
+    p = q @ k^T                              p may be [batch * num_heads, q_len, kv_len]; baddbmm adds a bias
+    s = softcap * tanh(scale * p / softcap)  either may be missing
+    s = s + mask                             any number of masks and biases; masked_fill and where with a huge negative
+    w = softmax(cat([s, sinks]))[..., :-1]   with or without sinks; the maximum may be subtracted first
+    out = w @ v
+
+Changes of dtype, flattened heads and dropout that is off don't matter. Every other operation on the way is an
+`UnknownFormError` that names it: nothing is skipped over. What was read is proved afterwards (`passes/prove_form.py`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch.fx import GraphModule, Node
+
+from specache_fx.passes.graph_utils import ancestors, shape_of
+from specache_fx.passes.mask_row import MaskRow
+from specache_fx.passes.score_chain import ScoreChain
+from specache_fx.passes.score_ops import (
+    CASTS,
+    PRODUCTS,
+    RESHAPES,
+    UnknownFormError,
+    drops_last,
+    is_off_dropout,
+    name_of,
+    real_users,
+    swaps_last_two,
+)
+
+
+@dataclass
+class SoftmaxForm:
+    """What was read.
+
+    Attributes:
+        output: The weighted sum of the values, `[batch, num_heads, q_len, value_dim]`, or the first two as one.
+        query: `[batch, num_heads, q_len, key_dim]`, or the first two as one.
+        key: `[batch, num_heads, kv_len, key_dim]`.
+        value: `[batch, num_heads, kv_len, value_dim]`.
+        num_heads: Heads of the key, after repeat_kv.
+        mask: The newest query's, as `MaskRow` builds it; None where nothing is added.
+        scale: Factor on the products.
+        softcap: Bound of the scaled products.
+        sinks: `[num_heads]`, computed from parameters alone.
+        inner: All nodes from query, key, value, masks and sinks to the output, that included.
+    """
+
+    output: Node
+    query: Node
+    key: Node
+    value: Node
+    num_heads: int
+    mask: Node | None = None
+    scale: float = 1.0
+    softcap: float | None = None
+    sinks: Node | None = None
+    inner: set[Node] = field(default_factory=set)
+
+
+class _Reader:
+    """Reads one softmax."""
+
+    def __init__(self, gm: GraphModule, softmax: Node, outputs: set[Node], rows: MaskRow) -> None:
+        self.gm, self.softmax, self.outputs, self.rows = gm, softmax, outputs, rows
+        self._dead_ends: dict[Node, UnknownFormError] = {}
+
+    def read(self) -> SoftmaxForm:
+        self._check_softmax()
+        path = self._scores(self.softmax.args[0])
+        after, output = self._weighted_values()
+        product = path[0]
+        query, key, alpha, bias, beta = self._factors(product)
+        key, key_path = self._side(key, transposed=True)
+        value, value_path = self._side(output.args[1], transposed=False)
+        num_heads = (shape_of(key) or ())[1]
+        chain = ScoreChain(self.gm, self.softmax, num_heads, self.rows)
+        chain.start(product, alpha, bias, beta)
+        chain.follow(path)
+        if any(drops_last(node) for node in after) != (chain.sinks is not None):
+            raise UnknownFormError(self.softmax, "and the columns that it is taken over")
+        inner = {*path, self.softmax, *after, output, *key_path, *value_path, *chain.inner}
+        return SoftmaxForm(
+            output, query, key, value, num_heads, chain.mask, chain.scale, chain.softcap, chain.sinks, inner
+        )
+
+    def _check_softmax(self) -> None:
+        node, dims = self.softmax, shape_of(self.softmax)
+        dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
+        if dims is None or len(dims) not in (3, 4) or dim not in (-1, len(dims) - 1):
+            raise UnknownFormError(node, "is not over the last of 3 or 4 dimensions")
+
+    def _scores(self, node: Any) -> list[Node]:
+        """The nodes from the product of queries and keys to `node`, along the scores."""
+        if (
+            not isinstance(node, Node)
+            or shape_of(node) is None
+            or node.op not in ("call_function", "call_method")
+        ):
+            raise UnknownFormError(node if isinstance(node, Node) else self.softmax)
+        name = name_of(node)
+        if name in PRODUCTS:
+            return [node]
+        if name in CASTS | RESHAPES | {"tanh", "masked_fill", "sub", "truediv", "clamp", "clamp_min"}:
+            candidates = [node.args[0]]
+        elif name in ("add", "mul", "max", "maximum"):
+            candidates = list(node.args[:2])
+        elif name == "where" and len(node.args) == 3:
+            candidates = list(node.args[1:])
+        elif name == "cat" and isinstance(node.args[0], (list, tuple)) and len(node.args[0]) == 2:
+            candidates = [node.args[0][0]]
+        else:
+            raise UnknownFormError(node)
+        found: list[list[Node]] = []
+        failed: list[Node] = []
+        for candidate in candidates:
+            if not isinstance(candidate, Node) or shape_of(candidate) is None:
+                continue
+            if candidate not in self._dead_ends:
+                try:
+                    found.append(self._scores(candidate))
+                    continue
+                except UnknownFormError as failure:
+                    self._dead_ends[candidate] = failure
+            failed.append(candidate)
+        if len(found) == 1:
+            return [*found[0], node]
+        if found or not failed:
+            raise UnknownFormError(node)
+        # The one that comes from a product says more than one that is a mask anyhow.
+        raise self._dead_ends[
+            max(failed, key=lambda one: any(name_of(origin) in PRODUCTS for origin in ancestors([one])))
+        ]
+
+    def _weighted_values(self) -> tuple[list[Node], Node]:
+        """The nodes from the softmax to the product with the values, and that product."""
+        node = self.softmax
+        path: list[Node] = []
+        while True:
+            users = real_users(node)
+            if len(users) != 1:
+                other = next((user for user in users if name_of(user) not in PRODUCTS), self.softmax)
+                raise UnknownFormError(
+                    other, "reads its probabilities: call the model with output_attentions=False"
+                )
+            (user,) = users
+            if name_of(user) in ("matmul", "bmm") and user.args[0] is node:
+                return path, user
+            if name_of(user) == "dropout" and not is_off_dropout(user):
+                raise UnknownFormError(user, "is on: call model.eval() first")
+            known = name_of(user) in CASTS | RESHAPES | {"dropout"} or drops_last(user)
+            if not known or user.args[0] is not node:
+                raise UnknownFormError(user, "changes its probabilities")
+            path.append(user)
+            node = user
+
+    def _factors(self, product: Node) -> tuple[Any, Any, float, Any, float]:
+        """Query, key, factor, bias and the bias's factor of the product of queries and keys."""
+        names = ("input", "batch1", "batch2") if name_of(product) == "baddbmm" else ("input", "other")
+        args = [
+            *product.args,
+            *(product.kwargs[n] for n in names[len(product.args) :] if n in product.kwargs),
+        ]
+        factors: list[Any] = [product.kwargs.get(name, 1) for name in ("alpha", "beta")]
+        if len(args) != len(names) or not all(isinstance(factor, (int, float)) for factor in factors):
+            raise UnknownFormError(product)
+        alpha, beta = map(float, factors)
+        bias = args[0] if len(args) == 3 and beta else None
+        return args[-2], args[-1], alpha, bias, beta
+
+    def _side(self, node: Any, transposed: bool) -> tuple[Node, list[Node]]:
+        """Keys or values as `[batch, num_heads, kv_len, dim]`, and the nodes that make the product's operand of it."""
+        start, path = node, []
+        while isinstance(node, Node) and node not in self.outputs and node.args:
+            name, dims = name_of(node), shape_of(node)
+            source = node.args[0]
+            before = shape_of(source)
+            if dims is None or before is None:
+                break
+            if name in CASTS:
+                pass
+            elif transposed and swaps_last_two(node):
+                transposed = False
+            elif not (name in RESHAPES and len(dims) == 3 and len(before) == 4 and before[2:] == dims[1:]):
+                break
+            path.append(node)
+            node = source
+        if transposed or len(shape_of(node) or ()) != 4 or not isinstance(shape_of(node)[1], int):  # type: ignore[index]
+            raise UnknownFormError(
+                start if isinstance(start, Node) else self.softmax, "is no [..., kv_len, dim]"
+            )
+        return node, path
+
+
+def read_form(gm: GraphModule, softmax: Node, outputs: set[Node], rows: MaskRow) -> SoftmaxForm:
+    """Read the attention around a softmax.
+
+    Args:
+        gm: The graph.
+        softmax: The softmax.
+        outputs: What the graph returns: the walk to the cached keys and values ends there.
+        rows: Builds the masks; it may insert nodes before the softmax.
+
+    Raises:
+        UnknownFormError: Names the first operation that has no place in the normal form.
+    """
+    return _Reader(gm, softmax, outputs, rows).read()

@@ -1,0 +1,63 @@
+"""`KeyMask`: which keys of a session are real and which are padding."""
+
+from __future__ import annotations
+
+import torch
+
+from specache_fx.runtime.masks import split_row
+
+
+class KeyMask:
+    """What the mask of the prompt (or of the last extend) called padding; decoded tokens are real."""
+
+    def __init__(self) -> None:
+        self._real: torch.Tensor | None = None
+
+    @property
+    def has_padding(self) -> bool:
+        """Whether any key is padding."""
+        return self._real is not None
+
+    def read(self, row: torch.Tensor | None, batch: int) -> None:
+        """Take over what the newest query's row of a mask says about padding, see `split_row`."""
+        self._real = None if row is None else split_row(row, batch)[0]
+
+    def at(self, kv_len: int) -> torch.Tensor | None:
+        """Bool `[batch, kv_len]` for a length of now or later; None where every key is real."""
+        if self._real is None or self._real.shape[1] == kv_len:
+            return self._real
+        return torch.nn.functional.pad(self._real, (0, kv_len - self._real.shape[1]), value=True)
+
+    def grow(self, kv_len: int) -> torch.Tensor | None:
+        """As `at`, and keep it: a step's first layer lengthens the mask for all."""
+        self._real = self.at(kv_len)
+        return self._real
+
+    def crop(self, kv_len: int) -> None:
+        """Keep the first `kv_len` keys."""
+        if self._real is not None:
+            self._set(self._real[:, :kv_len])
+
+    def take(self, source: KeyMask, rows: torch.Tensor) -> None:
+        """Say what `source` says of batch rows `rows`, int64 `[batch]` on the device. `source` may be self."""
+        self._set(None if source._real is None else source._real.index_select(0, rows))
+
+    def _set(self, real: torch.Tensor | None) -> None:
+        self._real = None if real is None or bool(real.all()) else real
+
+    def agrees(self, seen: torch.Tensor | None, kv_len: int) -> bool:
+        """Whether a mask hides just the padding at a length of now or later.
+
+        Args:
+            seen: The keys that it shows, bool `[batch, kv_len]`; None where it shows all.
+            kv_len: Keys that the attention will have, its own included.
+        """
+        real = self.at(kv_len)
+        if seen is None or real is None:
+            return seen is real
+        return torch.equal(seen, real)
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of the mask."""
+        return 0 if self._real is None else self._real.untyped_storage().nbytes()

@@ -1,0 +1,81 @@
+"""Attention masks as a session reads them: which keys are real, and what is added to the scores of those that are."""
+
+from __future__ import annotations
+
+import torch
+
+from specache_fx.errors import UnsupportedGraphError
+
+_LEAVE = 'Compile this model with backend="inductor".'
+
+
+def hides(row: torch.Tensor) -> torch.Tensor:
+    """Where an additive mask hides: at so low a value that the key gets no weight, whatever its score.
+
+    Models use the least number of their dtype, -inf, or a part of either (codegen divides the sum of scores and mask).
+    Half precision has no room for that: there it is a number that no bias comes near.
+    """
+    least = torch.finfo(row.dtype).min
+    return row <= (least / 2 if row.dtype == torch.float16 else least / 2**16)
+
+
+def split_row(row: torch.Tensor, batch: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Split the newest query's row of an attention mask into padding and bias.
+
+    Args:
+        row: bool (True where a key is real) or float that is added to the scores: `[kv_len]`,
+            `[num_heads or 1, kv_len]` or `[batch or 1, num_heads or 1, kv_len]`.
+        batch: Sequences.
+
+    Returns:
+        Which keys are real, bool `[batch, kv_len]`, None where all are; and the bias,
+        `[batch or 1, num_heads or 1, kv_len]` of the mask's dtype, 0 at hidden keys, None where it is 0 everywhere.
+
+    Raises:
+        UnsupportedGraphError: If it hides keys from some heads only, or a bias is not finite.
+    """
+    row = row.reshape((1,) * (3 - row.dim()) + tuple(row.shape))
+    bias: torch.Tensor | None = None
+    if row.dtype == torch.bool:
+        real = row
+    else:
+        hidden = hides(row)
+        real, bias = ~hidden, row.masked_fill(hidden, 0)
+        if not bool(bias.any()):
+            bias = None
+        elif not bool(bias.isfinite().all()):
+            raise UnsupportedGraphError(
+                f"An additive attention mask holds values that are neither finite nor -inf. {_LEAVE}"
+            )
+    if real.shape[1] > 1 and not torch.equal(real, real[:, :1].expand_as(real)):
+        raise UnsupportedGraphError(f"An attention mask hides keys from some heads only. {_LEAVE}")
+    real = real[:, 0].expand(batch, -1)
+    return (None if bool(real.all()) else real.clone()), bias
+
+
+def lane_bias(rows: list[torch.Tensor | None], kv_len: int, independent: bool) -> torch.Tensor | None:
+    """The biases of a decode step as a kernel reads them.
+
+    Args:
+        rows: One per lane, `[batch or 1, num_heads or 1, at least kv_len + 1]`; None where a lane has none.
+        kv_len: Tokens stored; a row goes on with the lanes' own pairs.
+        independent: Each lane sees its own pair only: all lanes are the same token, so all own columns are the same.
+
+    Returns:
+        `[lanes, batch or 1, num_heads or 1, kv_len + lanes]`: the stored tokens' and each lane's own; None where all
+        are None.
+    """
+    known = [row for row in rows if row is not None]
+    if not known:
+        return None
+    lanes = len(rows)
+    shape = torch.broadcast_shapes(*(row.shape[:2] for row in known))
+    out = known[0].new_zeros((lanes, *shape, kv_len + lanes))
+    for lane, row in enumerate(rows):
+        if row is not None and independent:
+            out[lane, ..., :kv_len] = row[..., :kv_len]
+            out[lane, ..., kv_len:] = row[..., kv_len : kv_len + 1]
+        elif row is not None:
+            seen = min(row.shape[-1], kv_len + lane + 1)
+            out[lane, ..., :seen] = row[..., :seen]
+    return out

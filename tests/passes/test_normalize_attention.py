@@ -1,0 +1,248 @@
+"""What `normalize_attention` reads from attention that is spelt out, and what it refuses to read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support import graphs
+from torch import Tensor, nn
+
+from specache_fx.passes.base import PassState, Phase
+from specache_fx.passes.graph_utils import shape_of
+
+HERE = Path(__file__).name
+MIN = torch.finfo(torch.float32).min
+Core = Callable[..., Tensor]  # (query, keys, values, mask, sinks) -> output
+CORES: list[tuple[Core, dict[str, Any]]] = []
+UNKNOWN: list[tuple[Core, str]] = []
+
+
+class Attention(nn.Module):
+    """One attention over an appended cache; `mask` is a padding mask, bool [batch, kv_len]."""
+
+    def __init__(self, core: Core) -> None:
+        super().__init__()
+        self.core = core
+        self.sinks = nn.Parameter(torch.randn(4))
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, pk: Tensor, pv: Tensor, mask: Tensor) -> Any:
+        keys, values = torch.cat([pk, k], dim=-2), torch.cat([pv, v], dim=-2)
+        return self.core(q, keys, values, mask[:, None, None, :], self.sinks), keys, values
+
+
+def state_of(core: Core, kv_heads: int = 4) -> PassState:
+    shapes = [
+        (2, 4, 1, 8),
+        (2, kv_heads, 1, 8),
+        (2, kv_heads, 1, 12),
+        (2, kv_heads, 5, 8),
+        (2, kv_heads, 5, 12),
+    ]
+    inputs = [*(torch.randn(shape) for shape in shapes), torch.ones(2, 6, dtype=torch.bool)]
+    with torch.no_grad():
+        (captured,) = graphs.capture(Attention(core), lambda forward: forward(*inputs))
+    return graphs.matched(captured)
+
+
+def reads(**expected: Any) -> Callable[[Core], Core]:
+    """A core that is read; `expected` are the scale, the softcap and the shapes of mask and sinks."""
+
+    def register(core: Core) -> Core:
+        CORES.append((core, expected))
+        return core
+
+    return register
+
+
+def names(operation: str) -> Callable[[Core], Core]:
+    """A core that is refused; `operation` is what the reason names."""
+
+    def register(core: Core) -> Core:
+        UNKNOWN.append((core, operation))
+        return core
+
+    return register
+
+
+def minimum(mask: Tensor) -> Tensor:
+    return torch.where(mask, 0.0, MIN)
+
+
+@reads(scale=1.0)
+def nothing_but_products(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sinks: Tensor) -> Tensor:
+    return (q @ k.transpose(-1, -2)).softmax(-1) @ v
+
+
+@reads(scale=0.5, mask=(2, 1, 1, 6))
+def scale_then_mask(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sinks: Tensor) -> Tensor:
+    scores = torch.matmul(q, k.transpose(2, 3)) * 0.5 + minimum(mask)
+    weights = F.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype)
+    return torch.matmul(F.dropout(weights, p=0.1, training=False), v)
+
+
+@reads(scale=0.25, mask=(2, 1, 1, 6))
+def mask_then_scale(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sinks: Tensor) -> Tensor:
+    return ((torch.matmul(q, k.mT) + minimum(mask)) / 4.0).softmax(-1) @ v
+
+
+@reads(scale=0.5, mask=(2, 1, 1, 6))
+def fill_and_floor(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sinks: Tensor) -> Tensor:
+    scores = (q @ k.permute(0, 1, 3, 2) / torch.full([], 2.0)).masked_fill(~mask, MIN)
+    return torch.max(scores, torch.tensor(MIN)).softmax(3) @ v
+
+
+@reads(scale=1.0, mask=(2, 1, 1, 6))
+def two_masks(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sinks: Tensor) -> Tensor:
+    scores = torch.where(torch.arange(6) < 6, q @ k.mT, torch.tensor(MIN)) + minimum(mask)
+    return scores.softmax(-1) @ v
+
+
+@reads(scale=0.1, softcap=3.0, mask=(2, 1, 1, 6))
+def softcap_before_mask(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sinks: Tensor) -> Tensor:
+    return (3.0 * torch.tanh(q @ k.mT * 0.1 / 3.0) + minimum(mask)).softmax(-1) @ v
+
+
+@reads(scale=1.0, mask=(2, 1, 1, 6), sinks=(4,))
+def sinks_without_the_maximum(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sinks: Tensor) -> Tensor:
+    column = sinks.reshape(1, -1, 1, 1).expand(2, -1, 1, -1)
+    scores = torch.cat([q @ k.mT + minimum(mask), column], dim=-1)
+    scores = scores - scores.max(dim=-1, keepdim=True).values
+    return scores.softmax(-1)[..., :-1] @ v
+
+
+@reads(scale=0.5, mask=(2, 4, 1, 6))
+def flat_heads_and_a_bias(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sinks: Tensor) -> Tensor:
+    bias = (torch.arange(4.0)[:, None] * torch.arange(6)).repeat(2, 1)[:, None]
+    flat = [x.reshape(8, -1, x.shape[-1]) for x in (q, k, v)]
+    scores = bias.baddbmm(flat[0], flat[1].transpose(1, 2), beta=1.0, alpha=0.5)
+    weights = (scores.view(2, 4, 1, 6) + minimum(mask)).softmax(-1).view(8, 1, 6)
+    return torch.bmm(weights, flat[2]).view(2, 4, 1, 12)
+
+
+@reads(scale=1.0, mask=(2, 1, 1, 6))
+def written_in_place(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sinks: Tensor) -> Tensor:
+    scores = q @ k.mT
+    scores += minimum(mask)
+    return scores.masked_fill_(~mask, MIN).softmax(-1) @ v
+
+
+@names("relu")
+def another_nonlinearity(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sinks: Tensor) -> Tensor:
+    return (torch.relu(q @ k.mT) + minimum(mask)).softmax(-1) @ v
+
+
+@names("tanh_scores")
+def tanh_alone(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sinks: Tensor) -> Tensor:
+    tanh_scores = torch.tanh(q @ k.mT)
+    return tanh_scores.softmax(-1) @ v
+
+
+@names("tanh")
+def softcap_after_mask(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sinks: Tensor) -> Tensor:
+    return (3.0 * torch.tanh((q @ k.mT + minimum(mask)) / 3.0)).softmax(-1) @ v
+
+
+@names("masked_fill")
+def a_fill_that_hides_nothing(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sinks: Tensor) -> Tensor:
+    return (q @ k.mT).masked_fill(~mask, -3.0).softmax(-1) @ v
+
+
+@names("clamp")
+def a_bound_that_acts(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sinks: Tensor) -> Tensor:
+    return torch.clamp(q @ k.mT, min=-100.0).softmax(-1) @ v
+
+
+@names("factor that is computed in the graph")
+def a_scale_from_data(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sinks: Tensor) -> Tensor:
+    return (q @ k.mT * q.norm(dim=-1, keepdim=True)).softmax(-1) @ v
+
+
+@names("changes its probabilities")
+def weights_per_head(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sinks: Tensor) -> Tensor:
+    return ((q @ k.mT).softmax(-1) * sinks[None, :, None, None]) @ v
+
+
+@names("is on")
+def dropout_that_is_on(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sinks: Tensor) -> Tensor:
+    return F.dropout((q @ k.mT).softmax(-1), p=0.5, training=True) @ v
+
+
+@names("is not over the last")
+def softmax_over_heads(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sinks: Tensor) -> Tensor:
+    return (q @ k.mT).softmax(1) @ v
+
+
+@names("column")
+def sinks_from_data(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sinks: Tensor) -> Tensor:
+    scores = torch.cat([q @ k.mT, q[..., :1]], dim=-1)
+    return scores.softmax(-1)[..., :-1] @ v
+
+
+@names("columns that it is taken over")
+def the_newest_key_is_dropped(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sinks: Tensor) -> Tensor:
+    return (q @ k.mT).softmax(-1)[..., :-1] @ v[:, :, :-1]
+
+
+@names("it differs from")
+def softmax_over_halves(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sinks: Tensor) -> Tensor:
+    # No single operation is at fault here: only the proof finds it.
+    return (q @ k.mT).view(2, 4, 2, 3).softmax(-1).view(2, 4, 1, 6) @ v
+
+
+@names("it can't be computed on small tensors")
+def a_bias_for_other_heads(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sinks: Tensor) -> Tensor:
+    scores = (q @ k.mT).view(1, 8, 1, 6) + torch.arange(8.0)[:, None, None] * torch.arange(6)
+    return scores.view(2, 4, 1, 6).softmax(-1) @ v
+
+
+@pytest.mark.parametrize(("core", "expected"), CORES, ids=lambda value: getattr(value, "__name__", ""))
+def test_attention_that_is_spelt_out_is_read(core: Core, expected: dict[str, Any]) -> None:
+    state = state_of(core)
+    assert state.refusals == []
+    assert (state.phase, len(state.sites)) == (Phase.DECODE, 1)
+    (site,) = state.sites
+    assert site.scale == pytest.approx(expected["scale"])
+    assert site.softcap == expected.get("softcap")
+    assert (site.mask and shape_of(site.mask)) == expected.get("mask")
+    assert (site.sinks and shape_of(site.sinks)) == expected.get("sinks")
+    assert (site.num_kv_heads, site.key_dim, site.value_dim) == (4, 8, 12)
+
+
+@pytest.mark.parametrize(("core", "operation"), UNKNOWN, ids=lambda value: getattr(value, "__name__", ""))
+def test_another_form_is_refused_by_the_operation_that_it_has(core: Core, operation: str) -> None:
+    state = state_of(core)
+    assert (state.phase, state.sites) == (Phase.NO_CACHE, [])
+    (refusal,) = state.refusals
+    assert refusal.reason.startswith("its form is not one that specache knows: `")
+    assert operation in refusal.reason
+    assert f"{HERE}:" in refusal.source
+    assert "softmax" in refusal.source
+
+
+def test_probabilities_that_are_returned_are_refused() -> None:
+    class Returning(Attention):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor, pk: Tensor, pv: Tensor, mask: Tensor) -> Any:
+            keys, values = torch.cat([pk, k], dim=-2), torch.cat([pv, v], dim=-2)
+            weights = (q @ keys.mT).softmax(-1)
+            return weights @ values, keys, values, weights.sum()
+
+    inputs = [torch.randn(2, 4, n, 8) for n in (1, 1, 1, 5, 5)]
+    with torch.no_grad():
+        (captured,) = graphs.capture(
+            Returning(nothing_but_products),
+            lambda forward: forward(*inputs, torch.ones(2, 6, dtype=torch.bool)),
+        )
+    (refusal,) = graphs.matched(captured).refusals
+    assert "`sum_1` (sum) reads its probabilities" in refusal.reason
+
+
+def test_layers_that_add_the_same_mask_share_one_row() -> None:
+    captured = graphs.by_phase(graphs.capture(graphs.tiny_llama("eager"), graphs.drive_transformers))
+    for phase in (Phase.PREFILL, Phase.EXTEND, Phase.DECODE):
+        state = graphs.matched(captured[phase])
+        assert len({site.mask for site in state.sites}) == 1

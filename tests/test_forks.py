@@ -1,0 +1,189 @@
+"""Copies of a cache, caches of other calls, generations in threads: each equals the uncompiled model's."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from support.zoo import SMALL, build, left_padded
+from torch import Tensor, nn
+
+import specache_fx
+from specache_fx import CacheHandleError
+
+EXACT = {"bits=16": {"bits": 16}, "top_k": {"bits": 1, "top_k": 512}}
+ONE = {"input_ids": torch.tensor([[5, 9, 17, 5, 9, 33, 5, 9, 17, 40, 2, 5, 9]])}
+PADDED = left_padded()
+
+
+@pytest.fixture(scope="module", params=EXACT, ids=str)
+def models(request: pytest.FixtureRequest) -> tuple[Any, Any]:
+    """A model, and the same one compiled."""
+    torch._dynamo.reset()
+    compiled = build("llama")
+    compiled.compile(backend="specache", options={**SMALL, "lowering": "eager", **EXACT[request.param]})
+    return build("llama"), compiled
+
+
+def greedy(model: Any, inputs: dict[str, Tensor], **kwargs: Any) -> Any:
+    return model.generate(**inputs, do_sample=False, **{"max_new_tokens": 30, **kwargs})
+
+
+def two_turns(model: Any) -> Tensor:
+    first = greedy(model, PADDED, return_dict_in_generate=True)
+    more = torch.cat([first.sequences, torch.tensor([[7, 8, 9]]).expand(3, -1)], 1)
+    mask = torch.cat([PADDED["attention_mask"], torch.ones(3, more.shape[1] - 12, dtype=torch.long)], 1)
+    return greedy(model, {"input_ids": more, "attention_mask": mask}, past_key_values=first.past_key_values)
+
+
+# Copies of a cache ----------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def decode(model: Any, past: Any, tokens: list[int], batch: int = 3) -> list[Tensor]:
+    return [
+        model(torch.full((batch, 1), token), past_key_values=past, use_cache=True).logits for token in tokens
+    ]
+
+
+@torch.no_grad()
+def prompt(model: Any, tokens: int = 21) -> Any:
+    ids = torch.arange(3 * tokens).view(3, tokens) * 7 % 97
+    return model(ids, use_cache=True).past_key_values
+
+
+def close(mine: list[Tensor], theirs: list[Tensor]) -> bool:
+    return all(torch.allclose(a, b, atol=2e-5) for a, b in zip(mine, theirs, strict=True))
+
+
+def fork_and_go_on_with_both(model: Any) -> list[Tensor]:
+    first = prompt(model)
+    decode(model, first, [3, 4])
+    second = copy.deepcopy(first)
+    logits = decode(model, second, [5, 6, 7, 8, 9, 10, 11, 12, 13, 14])
+    third = copy.deepcopy(second)
+    logits += (
+        decode(model, first, [15, 16, 17]) + decode(model, third, [18, 19]) + decode(model, second, [20])
+    )
+    return logits
+
+
+def fork_twice_after_the_original_went_on(model: Any) -> list[Tensor]:
+    first = prompt(model)
+    copies = copy.deepcopy(first), copy.deepcopy(first)
+    logits = decode(model, first, list(range(12)))
+    for each in copies:
+        logits += decode(model, each, [30, 31])
+    return logits
+
+
+def fork_whose_original_is_gone(model: Any) -> list[Tensor]:
+    first = prompt(model)
+    copies = copy.deepcopy(first), copy.deepcopy(first)
+    del first
+    return decode(model, copies[0], list(range(12))) + decode(model, copies[1], [30, 31])
+
+
+def rows_selected(model: Any) -> list[Tensor]:
+    past = prompt(model)
+    decode(model, past, [3, 4, 5])
+    past.batch_select_indices(torch.tensor([2, 0]))
+    return decode(model, past, [6, 7, 8], batch=2)
+
+
+def rows_repeated(model: Any) -> list[Tensor]:
+    past = prompt(model)
+    past.batch_repeat_interleave(2)
+    logits = decode(model, past, [6, 7, 8], batch=6)
+    past.reorder_cache(torch.tensor([5, 0, 0, 3, 1, 2]))
+    return logits + decode(model, past, [9, 10], batch=6)
+
+
+FORKS = [
+    fork_and_go_on_with_both,
+    fork_twice_after_the_original_went_on,
+    fork_whose_original_is_gone,
+    rows_selected,
+    rows_repeated,
+]
+
+
+@pytest.mark.parametrize("use", FORKS, ids=lambda use: use.__name__)
+def test_copies_of_a_cache_are_caches_of_their_own(
+    models: tuple[nn.Module, nn.Module], use: Callable[[Any], list[Tensor]]
+) -> None:
+    plain, compiled = models
+    assert close(use(compiled), use(plain))
+
+
+def test_rows_of_an_earlier_length_are_refused(models: tuple[Any, Any]) -> None:
+    """Rows that were moved could be tokens that were cut off: only the whole length tells them apart."""
+    past = prompt(models[1], tokens=40)
+    decode(models[1], past, [3])
+    for layer in past.layers:
+        layer.keys, layer.values = layer.keys[:2, :, 16:].clone(), layer.values[:2, :, 16:].clone()
+    with pytest.raises(CacheHandleError, match=r"holds rows \[1, 2\]|come from several caches"):
+        decode(models[1], past, [4], batch=2)
+
+
+# Caches of other calls ------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def test_a_cache_of_the_uncompiled_model_is_taken_over(models: tuple[Any, Any]) -> None:
+    plain, compiled = models
+    mask = PADDED["attention_mask"]
+    theirs = plain(**PADDED, use_cache=True).past_key_values
+    mine = copy.deepcopy(theirs)
+    for length in (13, 14, 15, 20, 21):
+        mask = torch.nn.functional.pad(mask, (0, length - mask.shape[1]), value=1)
+        ids = torch.full((3, length - theirs.get_seq_length()), length)
+        expected = plain(ids, attention_mask=mask, past_key_values=theirs, use_cache=True).logits
+        logits = compiled(ids, attention_mask=mask, past_key_values=mine, use_cache=True).logits
+        torch.testing.assert_close(logits, expected, atol=2e-5, rtol=0)
+    assert specache_fx.stats(mine).kv_len == 21
+
+
+@torch.no_grad()
+def test_a_cache_of_the_uncompiled_model_goes_on_with_several_tokens(models: tuple[Any, Any]) -> None:
+    plain, compiled = models
+    theirs = prompt(plain)
+    mine = copy.deepcopy(theirs)
+    ids = torch.arange(12).view(3, 4)
+    expected = [plain(ids, past_key_values=theirs, use_cache=True).logits, *decode(plain, theirs, [1, 2, 3])]
+    logits = [compiled(ids, past_key_values=mine, use_cache=True).logits, *decode(compiled, mine, [1, 2, 3])]
+    assert close(logits, expected)
+
+
+# Threads --------------------------------------------------------------------------------------------------------------
+
+
+def test_generations_in_threads_do_not_mix(models: tuple[Any, Any]) -> None:
+    plain, compiled = models
+    jobs: list[Callable[[Any], Tensor]] = [
+        lambda model: greedy(model, PADDED),
+        lambda model: greedy(model, PADDED, num_beams=2),
+        lambda model: greedy(model, ONE),
+        two_turns,
+    ]
+    expected = [job(plain) for job in jobs]
+    found: dict[int, Any] = {}
+
+    def run(i: int) -> None:
+        try:
+            found[i] = jobs[i](compiled)
+        except BaseException as error:
+            found[i] = error
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(len(jobs))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for i, tokens in enumerate(expected):
+        assert isinstance(found[i], Tensor), found[i]
+        assert torch.equal(found[i], tokens)
