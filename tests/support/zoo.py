@@ -79,6 +79,8 @@ _WINDOWED: dict[str, dict[str, Any]] = {
         "activation_sparsity_pattern": [0.0] * 4,
     },
     "gemma4_text": {**_SHARED, "global_head_dim": 32},
+    "gemma2-window": _WINDOW_AND_ALL,
+    "gpt_oss-window": {**_WINDOW_AND_ALL, "num_local_experts": 4, "num_experts_per_tok": 2},
 }
 WINDOWED_NAMES = tuple(_WINDOWED)
 """Models with a sliding window or chunks of `WINDOW` tokens in some layers or all; two have layers that share KV."""
