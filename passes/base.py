@@ -176,6 +176,7 @@ class PassState:
         window_masks: The masks of attentions over a window (decode); None where there are none.
         logits: Position of the logits among the kept outputs; None where there are none.
         mutated: Name of an input that the decode graph writes to, if there is one.
+        kept_cache: Name of a cache that is left alone and so goes on growing in the decode graph, if there is one.
     """
 
     config: SpecacheConfig
@@ -193,6 +194,7 @@ class PassState:
     window_masks: WindowMasks | None = None
     logits: int | None = None
     mutated: str | None = None
+    kept_cache: str | None = None
 
     @property
     def owners(self) -> list[AttentionSite]:

@@ -41,6 +41,7 @@ from specache_fx.passes.graph_utils import (
     eliminate_dead_code,
     extract,
     finish,
+    grows,
     is_integer,
     mutated_inputs,
     output_node,
@@ -156,6 +157,8 @@ def bind_cache(gm: GraphModule, state: PassState) -> GraphModule:
     if state.sources is not None:
         state.mutated = next((node.name for node in mutated_inputs(graph)), None)
         state.logits = _find_logits(graph, state.sources.vocabulary)
+        kept = (original[i] for i in plan.kept)
+        state.kept_cache = next((node.name for node in kept if grows(node)), None)
     if plan.lengths:
         results = [original[i] for i in plan.lengths]
         used = ancestors(results)

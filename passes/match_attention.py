@@ -25,6 +25,7 @@ from specache_fx.passes.base import AttentionCore, AttentionSite, Pass, PassStat
 from specache_fx.passes.find_sources import find_token
 from specache_fx.passes.graph_utils import (
     ancestors,
+    grows,
     is_static_input,
     mutated_inputs,
     output_node,
@@ -152,6 +153,11 @@ def _side(tensor: Node, what: str, outputs: set[Node], readers: dict[Node, list[
                 " and is returned as it is (another layout, a stack, a cache of fixed length?)",
                 f"Return cat([past, new], dim=-2) itself, or use a DynamicCache. {_LEAVE}.",
             )
+        if _is_made_from_cache(root, outputs, readers):
+            raise _NoMatch(
+                f"its {what} are no KV cache themselves, but computed anew in each step from what is cached (multi-head"
+                " latent attention, MLA)"
+            )
         raise _NoMatch(f"its {what} are not returned as a KV cache", "")
     output = root if newest is None else kept[0]
     inside = {output}.union(*(reader.inside for reader in readers[root]))
@@ -163,6 +169,12 @@ def _side(tensor: Node, what: str, outputs: set[Node], readers: dict[Node, list[
             if user is not root and not reads_shape_only(user):
                 raise _NoMatch(f"its past {what} are also used by `{user.name}` ({target_name(user)})")
     return _Side(root, new, past, output, None if newest is None else newest + 1)
+
+
+def _is_made_from_cache(root: Node, outputs: set[Node], readers: dict[Node, list[_Reader]]) -> bool:
+    """Whether keys are computed from what grows with every token and is returned; not across an attention."""
+    attentions = {reader.core.node for who in readers.values() for reader in who}
+    return any(grows(node) for node in ancestors([root], stop=attentions) & outputs)
 
 
 def _is_cached_elsewhere(root: Node, outputs: set[Node]) -> bool:

@@ -56,6 +56,11 @@ class Decode:
             self._fall_back(
                 "this graph takes no token ids (a graph break inside the model, or embeddings as input)"
             )
+        elif self.lanes > 1 and state.kept_cache is not None:
+            self._fall_back(
+                f"the cache of an attention that is left alone stays in the graph (`{state.kept_cache}`), where the"
+                " speculative token would not see the output token"
+            )
         elif self.lanes > 1 and state.logits is None:
             self._fall_back("this graph returns no logits over its vocabulary")
 
