@@ -213,26 +213,44 @@ def _claimed_length(session: Session, past: Sequence[torch.Tensor]) -> int:
     Raises:
         CacheHandleError: If the layers disagree, or it can't be told.
     """
-    shapes = [shape for shape in session.shapes for _ in range(2)]
-    lengths = [tensor.shape[2] for tensor in past]
-    if len(lengths) != len(shapes):
-        raise CacheHandleError(_MIXED)
-    telling = {
-        length
-        for length, shape in zip(lengths, shapes, strict=True)
-        if shape.window is None or length < shape.window - 1
-    }
-    if not telling:
+    kv_len = told_length(session.shapes, past)
+    if kv_len is None:
         newest = session.newest() if session.newest is not None else None
-        if past[0] is not newest and session.kv_len != max(lengths):
+        if past[0] is not newest and session.kv_len != max(tensor.shape[2] for tensor in past):
             raise CacheHandleError(
                 "How many tokens this past KV cache holds can't be told: each of its layers keeps a window, all of them"
                 " are full, and it is not the one that the model returned last (a copy, or an earlier one). Go on from"
                 " the newest cache, or start from the prompt."
             )
         return session.kv_len
-    kv_len = max(telling)
-    if lengths != [shape.tokens(kv_len) for shape in shapes]:
+    return kv_len
+
+
+def told_length(shapes: Sequence[LayerShape], past: Sequence[torch.Tensor]) -> int | None:
+    """Tokens that a cache holds, by the lengths of its tensors; None where all are windows that are full.
+
+    Args:
+        shapes: Of the layers.
+        past: Keys and values in turn, layer by layer.
+
+    Raises:
+        CacheHandleError: If the layers disagree.
+    """
+    pairs = [shape for shape in shapes for _ in range(2)]
+    lengths = [tensor.shape[2] for tensor in past]
+    if len(lengths) != len(pairs):
+        raise CacheHandleError(_MIXED)
+    telling = [
+        length
+        for length, shape in zip(lengths, pairs, strict=True)
+        if shape.window is None or length < shape.window - 1
+    ]
+    if not telling and all(
+        length == shape.tokens(length) for length, shape in zip(lengths, pairs, strict=True)
+    ):
+        return None
+    kv_len = max(telling, default=0)
+    if lengths != [shape.tokens(kv_len) for shape in pairs]:
         raise CacheHandleError(
             f"The layers of the past KV cache have different lengths {sorted(set(lengths))}: crop all of them, or none."
         )

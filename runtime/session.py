@@ -118,7 +118,14 @@ class Session:
 
     # Prefill and extend -------------------------------------------------------------------------------------------
 
-    def store(self, layer: int, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> None:
+    def store(
+        self,
+        layer: int,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+        kv_len: int | None = None,
+    ) -> None:
         """Take a layer's new pairs, right after its attention.
 
         Args:
@@ -127,6 +134,8 @@ class Session:
             value: `[batch, num_kv_heads, q_len, value_dim]`.
             mask: The attention mask's last row, `[kv_len]` or `[batch or 1, ..., kv_len]`: bool, or float that is
                 added to scores. It tells the padding.
+            kv_len: Tokens that the layer has had, where these are what is left of them (the full window of a cache
+                that is taken over).
 
         Raises:
             HostMemoryError: If the host tier can't take them.
@@ -134,7 +143,10 @@ class Session:
         """
         if self.batch is None:
             self._open(key.shape[0], key.shape[2])
-        self.layers[layer].append(key, value)
+        cache = self.layers[layer]
+        cache.append(key, value)
+        if kv_len is not None and isinstance(cache, WindowCache):
+            cache.kv_len = kv_len
         if layer in self._global[:1]:
             self.key_mask.read(mask, key.shape[0])
 

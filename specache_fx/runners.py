@@ -142,11 +142,17 @@ def _take_over(
     state: PassState, shapes: tuple[LayerShape, ...], past: Sequence[torch.Tensor], args: Sequence[Any]
 ) -> tuple[Session, list[torch.Tensor]]:
     """A session for a cache of plain tensors: its prompt ran elsewhere, or in a graph that was left alone."""
+    kv_len = registry.told_length(shapes, past)
+    if kv_len is None:
+        raise CacheHandleError(
+            "This past KV cache was made by a call that specache did not compile, and how many tokens it holds can't be"
+            " told: each of its layers keeps a window, and all are full. Run the prompt with the compiled model."
+        )
     session = registry.open_session(state.config, shapes, past[0].dtype, past[0].device)
     try:
         for layer in range(len(shapes)):
-            session.store(layer, past[2 * layer], past[2 * layer + 1], None)
-        session.advance(session.layers[0].kv_len, decoded=False)
+            session.store(layer, past[2 * layer], past[2 * layer + 1], None, kv_len)
+        session.advance(kv_len, decoded=False)
         if state.sources is not None:
             # In an extend the graph's own store op tells the padding.
             for mask in state.sources.masks_at(args, 0)[:1]:
