@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import TYPE_CHECKING
 
 from torch.fx import GraphModule, Node
 
 from specache_fx.config import SpecacheConfig
 from specache_fx.passes.sources import Prelude, Sources
+
+if TYPE_CHECKING:
+    from specache_fx.passes.window_masks import WindowMasks
 
 
 class Phase(Enum):
@@ -80,15 +84,17 @@ class AttentionSite:
     """One attention that will be rewritten. Nodes are those of the graph that `match_attention` saw.
 
     Attributes:
-        layer: Its index among the rewritten ones, in graph order.
+        layer: Index of its cache, in graph order.
         node: Its output: a `scaled_dot_product_attention` call, or a product with the values.
         query: `[batch, num_heads, q_len, key_dim]`.
         new_key: This call's keys, `[batch, num_kv_heads, q_len, key_dim]`, before repeat_kv.
         new_value: This call's values.
         past_key: Placeholder of the past keys; None in prefill.
         past_value: Placeholder of the past values.
-        key_root: The whole keys, past and new: a graph output.
-        value_root: The whole values: a graph output.
+        key_root: The keys that attention reads, past and new.
+        value_root: The values.
+        key_output: What the model returns as its cache: the root, or its newest `window - 1` tokens.
+        value_output: The same of the values.
         mask: The mask node, if there is one.
         scale: Factor on the scores.
         softcap: Bound of the scaled scores; None where there is none.
@@ -97,6 +103,9 @@ class AttentionSite:
         key_dim: Elements of a key.
         value_dim: Elements of a value.
         source: The model's line.
+        window: Tokens that a query reaches, its own included, where the cache keeps no more (a sliding window or a
+            chunk); None where it keeps all.
+        shared: It reads the cache of an earlier attention, `layer`, and keeps no pairs of its own.
     """
 
     layer: int
@@ -108,6 +117,8 @@ class AttentionSite:
     past_value: Node | None
     key_root: Node
     value_root: Node
+    key_output: Node
+    value_output: Node
     mask: Node | None
     scale: float
     softcap: float | None
@@ -116,6 +127,8 @@ class AttentionSite:
     key_dim: int
     value_dim: int
     source: str
+    window: int | None = None
+    shared: bool = False
 
 
 @dataclass
@@ -160,8 +173,10 @@ class PassState:
         other_kv_inputs: Positions of inputs that could be KV tensors too, and stay as they are.
         sources: Token, lengths, positions and masks among the inputs (decode).
         prelude: What depends on positions and lengths alone (decode).
+        window_masks: The masks of attentions over a window (decode); None where there are none.
         logits: Position of the logits among the kept outputs; None where there are none.
         mutated: Name of an input that the decode graph writes to, if there is one.
+        kept_cache: Name of a cache that is left alone and so goes on growing in the decode graph, if there is one.
     """
 
     config: SpecacheConfig
@@ -176,8 +191,20 @@ class PassState:
     other_kv_inputs: list[int] = field(default_factory=list)
     sources: Sources | None = None
     prelude: Prelude | None = None
+    window_masks: WindowMasks | None = None
     logits: int | None = None
     mutated: str | None = None
+    kept_cache: str | None = None
+
+    @property
+    def owners(self) -> list[AttentionSite]:
+        """The attentions that have a cache of their own: one a layer."""
+        return [site for site in self.sites if not site.shared]
+
+    @property
+    def window_layers(self) -> set[int]:
+        """The layers whose cache is a window."""
+        return {site.layer for site in self.sites if site.window is not None}
 
 
 @dataclass(frozen=True)

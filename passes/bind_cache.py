@@ -17,7 +17,10 @@ Past and present KV become handles. What moves the pairs depends on the phase:
 
 Storing right after each attention is what keeps one layer's 16-bit pairs alive at a time. In decode nothing reads
 the masks any more, so they and all that knew `kv_len` die here; what they would have said is checked at run time by
-`check_masks` in `specache_fx/mask_check.py`.
+`check_masks` in `specache_fx/mask_check.py`. The masks of windows are applied as they are (`window_masks.py`).
+
+Attentions that share a cache: the first one's pairs are stored and loaded, and in decode each gets a marker with its
+own query and the first one's layer and new pair.
 
 Expects sites from `match_attention`; without any it leaves the graph as it is.
 """
@@ -38,6 +41,7 @@ from specache_fx.passes.graph_utils import (
     eliminate_dead_code,
     extract,
     finish,
+    grows,
     is_integer,
     mutated_inputs,
     output_node,
@@ -45,6 +49,7 @@ from specache_fx.passes.graph_utils import (
     shape_of,
     value_of,
 )
+from specache_fx.passes.window_masks import find_window_masks
 from specache_fx.runtime import ops  # noqa: F401  (registers torch.ops.specache)
 
 STATE = "specache_state"
@@ -55,8 +60,8 @@ def _plan_outputs(graph: Graph, state: PassState) -> OutputPlan:
     output = output_node(graph)
     outs = list(output.args[0])  # type: ignore[arg-type]
     slots = {}
-    for site in state.sites:
-        slots[site.key_root], slots[site.value_root] = 2 * site.layer, 2 * site.layer + 1
+    for site in state.owners:
+        slots[site.key_output], slots[site.value_output] = 2 * site.layer, 2 * site.layer + 1
     plan = OutputPlan(total=len(outs))
     for i, out in enumerate(outs):
         if not isinstance(out, Node):
@@ -101,7 +106,7 @@ def _bind_prefill(graph: Graph, site: AttentionSite, state_node: Node) -> None:
 def _store(graph: Graph, site: AttentionSite, state_node: Node) -> None:
     following = site.node.next
     with graph.inserting_before(following):
-        row = _mask_row(graph, site)
+        row = _mask_row(graph, site) if site.window is None else None
         args = (site.new_key, site.new_value, row, state_node, site.layer)
         call(graph, torch.ops.specache.store.default, args, site.node)
 
@@ -140,17 +145,20 @@ def bind_cache(gm: GraphModule, state: PassState) -> GraphModule:
     position = {node: i for i, node in enumerate(inputs)}
     state.past_inputs = [
         position[past]
-        for site in state.sites
+        for site in state.owners
         for past in (site.past_key, site.past_value)
         if past is not None
     ]
     if state.phase is Phase.DECODE:
         state.sources = find_sources(gm, state)
+        state.window_masks = find_window_masks(gm, state, state.sources)
     original = list(output_node(graph).args[0])  # type: ignore[arg-type]
     plan = state.outputs = _plan_outputs(graph, state)
     if state.sources is not None:
         state.mutated = next((node.name for node in mutated_inputs(graph)), None)
         state.logits = _find_logits(graph, state.sources.vocabulary)
+        kept = (original[i] for i in plan.kept)
+        state.kept_cache = next((node.name for node in kept if grows(node)), None)
     if plan.lengths:
         results = [original[i] for i in plan.lengths]
         used = ancestors(results)
@@ -166,7 +174,7 @@ def bind_cache(gm: GraphModule, state: PassState) -> GraphModule:
             node.meta["specache_input"] = position[node]
     else:
         state_node = add_placeholder(graph, STATE, torch.zeros(1, dtype=torch.int64))
-        for site in state.sites:
+        for site in state.owners:
             if state.phase is Phase.PREFILL:
                 _bind_prefill(graph, site, state_node)
             else:

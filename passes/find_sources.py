@@ -9,7 +9,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from specache_fx.errors import UnsupportedGraphError
-from specache_fx.passes.base import PassState
+from specache_fx.passes.base import AttentionSite, PassState
 from specache_fx.passes.graph_utils import (
     extract,
     is_integer,
@@ -95,7 +95,11 @@ def find_sources(gm: GraphModule, state: PassState) -> Sources:
     sources = Sources(index[token] if token is not None else None, vocabulary)
     token_shape = shape_of(token) if token is not None else None
 
-    past_len = shape_of(inputs[state.past_inputs[0]])[2]  # type: ignore[index]
+    for site in state.owners:
+        if site.window is not None and site.past_key is not None and site.past_value is not None:
+            sources.most |= {index[side]: site.window - 1 for side in (site.past_key, site.past_value)}
+    growing = [i for i in state.past_inputs if i not in sources.most] or state.past_inputs
+    past_len = shape_of(inputs[growing[0]])[2]  # type: ignore[index]
     sizes_of_others: set[Any] = set()
     for node in inputs:
         shape = shape_of(node)
@@ -116,36 +120,60 @@ def find_sources(gm: GraphModule, state: PassState) -> Sources:
         same_shape = token_shape is not None and (shape == token_shape or shape[-2:] == token_shape)
         if node is not token and _is_integer_tensor(node) and len(shape) and (same_shape or shape == (1,)):
             sources.positions.add(index[node])
+    whole = set().union(*(symbols_of(shape_of(inputs[i])[2]) for i in growing if i not in sources.most))  # type: ignore[index]
+    windows = list(sources.most)
     for node in inputs:
         # An integer that is also the size of a tensor that does not grow (the batch) is no length.
         symbols = symbols_of(value_of(node)) if is_integer(node) else set()
         if symbols and not symbols & sizes_of_others:
             sources.lengths.add(index[node])
+            # The length of a window's past comes in as an integer too. One that is also a whole cache's isn't full yet.
+            for i in windows:
+                if symbols == symbols_of(shape_of(inputs[i])[2]) and not symbols & whole:  # type: ignore[index]
+                    sources.most[index[node]] = sources.most[i]
 
-    sources.fixed_length = all(isinstance(shape_of(node)[2], int) for node in past)  # type: ignore[index]
-    sources.knows_next = bool(sources.positions) or not sources.fixed_length
-    masks = list(dict.fromkeys(site.mask for site in state.sites if site.mask is not None))
+    fixed = all(isinstance(shape_of(inputs[i])[2], int) for i in growing)  # type: ignore[index]
+    sources.fixed_length = fixed
+    sources.knows_next = bool(sources.positions) or not fixed or bool(sources.lengths)
+    checked = [site for site in state.sites if site.window is None and site.mask is not None]
+    masks = list(dict.fromkeys(site.mask for site in checked if site.mask is not None))
     if masks:
-        needed = needed_for(gm.graph, masks)
-        read = _read_by(gm.graph, needed)
-        roots = [node for node in inputs if node in needed]
-        written = set(mutated_inputs(gm.graph))
-        for node in roots:
-            known = (
-                is_integer(node) or is_static_input(node) or index[node] in sources.masks | sources.positions
-            )
-            grows = any(symbols_of(size) & symbols_of(past_len) for size in shape_of(node) or ())
-            shape_only = node not in read and (index[node] in sources.shapes or not grows)
-            if node in written or not (known or shape_only):
-                site = next(site for site in state.sites if site.mask is not None)
-                raise UnsupportedGraphError(
-                    f"The mask of attention `{site.node.name}` ({site.source}) is computed from input `{node.name}`,"
-                    " which is neither a length, a position nor a mask over keys. Pass a key padding mask of integers"
-                    ' or booleans, [batch, kv_len], or compile this model with backend="inductor".'
-                )
+        roots = mask_inputs(gm, masks, sources, checked[0])
         sources.mask_graph = extract(gm, masks, roots)
         sources.mask_inputs = [index[node] for node in roots]
         sources.layer_masks = {
-            site.layer: masks.index(site.mask) for site in state.sites if site.mask is not None
+            site.layer: masks.index(site.mask) for site in checked if site.mask is not None
         }
     return sources
+
+
+def mask_inputs(gm: GraphModule, masks: list[Node], sources: Sources, site: AttentionSite) -> list[Node]:
+    """The inputs that masks are computed from.
+
+    Args:
+        gm: The graph.
+        masks: The masks.
+        sources: What is known of its inputs.
+        site: An attention that uses one of them, for the error.
+
+    Raises:
+        UnsupportedGraphError: If one of them can't be followed.
+    """
+    inputs = placeholders(gm.graph)
+    index = {node: i for i, node in enumerate(inputs)}
+    needed = needed_for(gm.graph, masks)
+    roots = [node for node in inputs if node in needed]
+    written, read = set(mutated_inputs(gm.graph)), _read_by(gm.graph, needed)
+    growing = {symbol for i in sources.shapes for symbol in symbols_of(shape_of(inputs[i])[2])}  # type: ignore[index]
+    for node in roots:
+        known = is_integer(node) or is_static_input(node) or index[node] in sources.masks | sources.positions
+        # Of what grows with the context only the caches' shapes are known ahead.
+        grows = any(symbols_of(size) & growing for size in shape_of(node) or ())
+        shape_only = node not in read and (index[node] in sources.shapes or not grows)
+        if node in written or not (known or shape_only):
+            raise UnsupportedGraphError(
+                f"The mask of attention `{site.node.name}` ({site.source}) is computed from input `{node.name}`,"
+                " which is neither a length, a position nor a mask over keys. Pass a key padding mask of integers"
+                ' or booleans, [batch, kv_len], or compile this model with backend="inductor".'
+            )
+    return roots

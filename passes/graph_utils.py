@@ -19,6 +19,9 @@ _VIEWS = {
 _METADATA = {"size", "numel", "dim", "stride", "ndimension", "is_contiguous", "data_ptr", "element_size"}
 _METADATA_ATTRIBUTES = {"shape", "dtype", "device", "ndim", "is_cuda"}
 _CONSTANT_NODES = 50  # a factor is computed in fewer
+_SAME_TOKENS = {"getitem", "contiguous", "clone", "to", "slice", "narrow"}
+_VMAP_DATA = {"_add_batch_dim", "_remove_batch_dim"}
+_VMAP_LEVELS = {"_vmap_increment_nesting", "_vmap_decrement_nesting", "lazy_load_decompositions"}
 _IN_PLACE_FUNCTIONS = {"setitem", "iadd", "isub", "imul", "itruediv", "iand", "ior"}
 
 
@@ -160,7 +163,10 @@ def ancestors(nodes: Iterable[Node], stop: Iterable[Node] = ()) -> set[Node]:
 
 
 def needed_for(graph: Graph, results: Iterable[Node], inputs: Iterable[Node] = ()) -> set[Node]:
-    """What computes `results` from `inputs`: their ancestors, and the in-place calls that change these on the way."""
+    """What computes `results` from `inputs`: their ancestors, and the in-place calls that change these on the way.
+
+    Where these run under `torch.vmap`, the calls that begin and end its levels too: no edge leads there.
+    """
     order = {node: i for i, node in enumerate(graph.nodes)}
     results, inputs = list(results), set(inputs)
     last = max((order[node] for node in results), default=-1)
@@ -172,7 +178,14 @@ def needed_for(graph: Graph, results: Iterable[Node], inputs: Iterable[Node] = (
         if node not in needed and _base(node.args[0]) in needed and _base(node.args[0]) not in inputs
     ]:
         needed |= ancestors(more, inputs)
-    return needed
+    return needed | _vmap_levels(graph, needed)
+
+
+def _vmap_levels(graph: Graph, live: set[Node]) -> set[Node]:
+    """The calls that begin and end the levels of `torch.vmap`, if a live node runs in one: all, in pairs."""
+    if not any(target_name(node) in _VMAP_DATA for node in live):
+        return set()
+    return {node for node in graph.nodes if target_name(node) in _VMAP_LEVELS}
 
 
 def constant_of(gm: GraphModule, value: Any) -> float | None:
@@ -240,6 +253,19 @@ def mutated_inputs(graph: Graph) -> list[Node]:
     return [node for node in dict.fromkeys(written) if isinstance(node, Node) and node.op == "placeholder"]
 
 
+def grows(node: Any) -> bool:
+    """Whether a result is a cache with this call's tokens appended, `cat([past, new])`, or the newest part of one."""
+    while isinstance(node, Node) and target_name(node) in _SAME_TOKENS and node.args:
+        node = node.args[0]
+    if not isinstance(node, Node) or node.target is not torch.cat or len(shape_of(node) or ()) not in (3, 4):
+        return False
+    parts: Any = node.args[0]
+    if not isinstance(parts, (list, tuple)) or len(parts) < 2:
+        return False
+    past = _base(parts[0])
+    return isinstance(past, Node) and (past.op == "placeholder" or shape_of(past) == (0,))
+
+
 def eliminate_dead_code(graph: Graph, keep: Iterable[Node] = ()) -> int:
     """Erase what no output needs. FX's own pass erases in-place calls on live tensors; this one keeps them.
 
@@ -264,6 +290,7 @@ def eliminate_dead_code(graph: Graph, keep: Iterable[Node] = ()) -> int:
             live.add(node)
             work.extend(node.all_input_nodes)
             work.extend(mutations.get(node, []))
+    live |= _vmap_levels(graph, live)
     dead = [node for node in reversed(graph.nodes) if node not in live]
     for node in dead:
         graph.erase_node(node)

@@ -5,12 +5,16 @@
     AttentionCore(out, q, repeat_kv(keys), repeat_kv(values), mask, scale, softcap, sinks)
         -> AttentionSite(q, k, v, past_keys, past_values, keys, values, mask, scale, softcap, sinks)
 
+A layer with a sliding window, or that attends within chunks, returns `keys[:, :, -window + 1 :]` as its cache instead:
+a site with a `window`. Where several attentions read the same keys and values, the first one's cache is theirs
+(`shared` sites).
+
 Decides the graph's phase too: prefill has no past, decode has `q_len == 1` and a past, all else is an extend.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,6 +25,7 @@ from specache_fx.passes.base import AttentionCore, AttentionSite, Pass, PassStat
 from specache_fx.passes.find_sources import find_token
 from specache_fx.passes.graph_utils import (
     ancestors,
+    grows,
     is_static_input,
     mutated_inputs,
     output_node,
@@ -50,11 +55,13 @@ class _NoMatch(Exception):
 
 @dataclass(frozen=True)
 class _Side:
-    """The keys or the values of one attention."""
+    """The keys or the values of one attention: what it reads, this call's part, the past, and what is returned."""
 
     root: Node
     new: Node
     past: Node | None
+    output: Node
+    window: int | None
 
 
 def _without_repeat(node: Node) -> tuple[Node, list[Node]]:
@@ -80,9 +87,44 @@ def _without_repeat(node: Node) -> tuple[Node, list[Node]]:
     return (chain[-1], chain[:-1]) if is_repeat else (node, [])
 
 
-def _side(tensor: Node, core: AttentionCore, what: str, outputs: set[Node]) -> _Side:
+@dataclass(frozen=True)
+class _Reader:
+    """An attention that reads keys or values, and what leads from these to it (repeat_kv)."""
+
+    core: AttentionCore
+    repeat: tuple[Node, ...]
+
+    @property
+    def inside(self) -> set[Node]:
+        """What reads the keys or values for it."""
+        return {*self.core.inner, *self.repeat}
+
+
+def _readers(cores: list[AttentionCore]) -> dict[Node, list[_Reader]]:
+    """Who reads keys or values, by their root."""
+    readers: dict[Node, list[_Reader]] = {}
+    for core in cores:
+        for side in (core.key, core.value):
+            root, repeat = _without_repeat(side)
+            readers.setdefault(root, []).append(_Reader(core, tuple(repeat)))
+    return readers
+
+
+def _newest(node: Node) -> int | None:
+    """How many of the newest tokens a slice of keys keeps, `[:, :, -n:]`; None where it is another one."""
+    index = node.args[1] if target_name(node) == "getitem" and len(node.args) > 1 else None
+    if not isinstance(index, tuple) or not 3 <= len(index) <= 4:
+        return None
+    whole = slice(None)
+    start = index[2].start if isinstance(index[2], slice) else None
+    if not isinstance(start, int) or start >= 0 or index[2] != slice(start, None):
+        return None
+    return -start if all(part == whole for i, part in enumerate(index) if i != 2) else None
+
+
+def _side(tensor: Node, what: str, outputs: set[Node], readers: dict[Node, list[_Reader]]) -> _Side:
     """Follow one side of an attention back to what is cached."""
-    root, repeat = _without_repeat(tensor)
+    root, _ = _without_repeat(tensor)
     shape = shape_of(root)
     if shape is None or len(shape) != 4:
         raise _NoMatch(f"its {what} have shape {shape}, not [batch, num_kv_heads, kv_len, head_dim]")
@@ -97,11 +139,13 @@ def _side(tensor: Node, core: AttentionCore, what: str, outputs: set[Node]) -> _
                 past, new = first, second
             elif first.op == "placeholder" or shape_of(first) == (0,):
                 new = second
-    if root not in outputs:
+    kept = [user for user in root.users if user in outputs and target_name(user) == "getitem"]
+    newest = _newest(kept[0]) if len(kept) == 1 and root not in outputs else None
+    if root not in outputs and newest is None:
         if past is not None or any(target_name(user) == "getitem" and user in outputs for user in root.users):
             raise _NoMatch(
-                f"its whole {what} are not what the model returns as its cache (a sliding window?)",
-                f"Layers with a cache of their own shape are not supported yet. {_LEAVE}.",
+                f"neither its whole {what} nor the newest of them are what the model returns as its cache",
+                f"Return cat([past, new], dim=-2) itself or its last tokens, [:, :, -n:]. {_LEAVE}.",
             )
         if _is_cached_elsewhere(root, outputs):
             raise _NoMatch(
@@ -109,8 +153,14 @@ def _side(tensor: Node, core: AttentionCore, what: str, outputs: set[Node]) -> _
                 " and is returned as it is (another layout, a stack, a cache of fixed length?)",
                 f"Return cat([past, new], dim=-2) itself, or use a DynamicCache. {_LEAVE}.",
             )
+        if _is_made_from_cache(root, outputs, readers):
+            raise _NoMatch(
+                f"its {what} are no KV cache themselves, but computed anew in each step from what is cached (multi-head"
+                " latent attention, MLA)"
+            )
         raise _NoMatch(f"its {what} are not returned as a KV cache", "")
-    inside = {*core.inner, *repeat}
+    output = root if newest is None else kept[0]
+    inside = {output}.union(*(reader.inside for reader in readers[root]))
     for user in root.users:
         if user not in inside and user.op != "output" and not reads_shape_only(user):
             raise _NoMatch(f"its {what} are also used by `{user.name}` ({target_name(user)})")
@@ -118,7 +168,13 @@ def _side(tensor: Node, core: AttentionCore, what: str, outputs: set[Node]) -> _
         for user in past.users:
             if user is not root and not reads_shape_only(user):
                 raise _NoMatch(f"its past {what} are also used by `{user.name}` ({target_name(user)})")
-    return _Side(root, new, past)
+    return _Side(root, new, past, output, None if newest is None else newest + 1)
+
+
+def _is_made_from_cache(root: Node, outputs: set[Node], readers: dict[Node, list[_Reader]]) -> bool:
+    """Whether keys are computed from what grows with every token and is returned; not across an attention."""
+    attentions = {reader.core.node for who in readers.values() for reader in who}
+    return any(grows(node) for node in ancestors([root], stop=attentions) & outputs)
 
 
 def _is_cached_elsewhere(root: Node, outputs: set[Node]) -> bool:
@@ -138,14 +194,25 @@ def _is_cached_elsewhere(root: Node, outputs: set[Node]) -> bool:
     return False
 
 
-def _match(core: AttentionCore, outputs: set[Node], layer: int) -> AttentionSite:
-    keys, values = _side(core.key, core, "keys", outputs), _side(core.value, core, "values", outputs)
+def _match(
+    core: AttentionCore,
+    outputs: set[Node],
+    readers: dict[Node, list[_Reader]],
+    owners: dict[Node, AttentionSite],
+) -> AttentionSite:
+    keys, values = _side(core.key, "keys", outputs, readers), _side(core.value, "values", outputs, readers)
+    owner = owners.get(keys.root)
+    if owner is not owners.get(values.root):
+        raise _NoMatch("its keys and its values are those of different caches")
     q, k, v = value_of(core.query), value_of(keys.root), value_of(values.root)
     if (keys.past is None) != (values.past is None):
         raise _NoMatch("only one of its keys and values has a past")
     if q.dim() != 4 or k.shape[1] != v.shape[1] or q.shape[1] % k.shape[1]:
         raise _NoMatch(f"its {q.shape[1]} query heads and {k.shape[1]} kv heads don't form groups")
-    if keys.past is None and not statically_known_true(k.shape[2] == q.shape[2]):
+    if keys.window != values.window:
+        raise _NoMatch("its keys and its values are cached for different numbers of tokens")
+    # Where others keep the pairs, the prompt's last queries alone may go on.
+    if keys.past is None and owner is None and not statically_known_true(k.shape[2] == q.shape[2]):
         raise _NoMatch(
             "its keys are not those of this call alone, nor an append of them to a past that is an input"
             " (cross-attention, or a cache of fixed length?)",
@@ -169,8 +236,10 @@ def _match(core: AttentionCore, outputs: set[Node], layer: int) -> AttentionSite
         raise _NoMatch(
             f"its mask is computed from data (`{data.name}`), not from positions and padding alone"
         )
+    if owner is not None and keys.past is not None and q.shape[2] == 1 and core.mask is not owner.mask:
+        raise _NoMatch(f"it reads the cache of attention `{owner.node.name}` with another mask")
     return AttentionSite(
-        layer=layer,
+        layer=len(owners) // 2 if owner is None else owner.layer,
         node=core.node,
         query=core.query,
         new_key=keys.new,
@@ -179,6 +248,8 @@ def _match(core: AttentionCore, outputs: set[Node], layer: int) -> AttentionSite
         past_value=values.past,
         key_root=keys.root,
         value_root=values.root,
+        key_output=keys.output,
+        value_output=values.output,
         mask=core.mask,
         scale=core.scale,
         softcap=core.softcap,
@@ -187,6 +258,8 @@ def _match(core: AttentionCore, outputs: set[Node], layer: int) -> AttentionSite
         key_dim=int(k.shape[-1]),
         value_dim=int(v.shape[-1]),
         source=source_of(core.node),
+        window=keys.window,
+        shared=owner is not None,
     )
 
 
@@ -227,18 +300,41 @@ def match_attention(gm: GraphModule, state: PassState) -> GraphModule:
     outputs = set(output_node(gm.graph).all_input_nodes)
     state.inputs = [node.name for node in placeholders(gm.graph)]
     state.sites, state.refusals = [], []
-    for core in state.cores or []:
+    cores = state.cores or []
+    readers, owners = _readers(cores), dict[Node, AttentionSite]()
+    for core in cores:
         try:
-            site = _match(core, outputs, len(state.sites))
+            site = _match(core, outputs, readers, owners)
             if state.sites and (site.past_key is None) != (state.sites[0].past_key is None):
                 raise _NoMatch("it has a past and others in the graph have none, or the reverse")
             state.sites.append(site)
+            for root in (site.key_root, site.value_root):
+                owners.setdefault(root, site)
         except _NoMatch as no:
             if no.remedy:
                 state.refusals.append(Refusal(core.node.name, source_of(core.node), no.reason, no.remedy))
+    _drop_half_shared(state, readers)
     state.refusals.extend(_unknown_forms(gm, state, outputs))
     state.phase = _phase(state.sites)
     return gm
+
+
+def _drop_half_shared(state: PassState, readers: dict[Node, list[_Reader]]) -> None:
+    """Leave attentions alone whose cache is also read by one that is left alone: it would read handles."""
+    matched = {site.node for site in state.sites}
+
+    def stranger(site: AttentionSite) -> Node | None:
+        both = readers[site.key_root] + readers[site.value_root]
+        return next((reader.core.node for reader in both if reader.core.node not in matched), None)
+
+    strangers = {site: stranger(site) for site in state.sites}
+    for site, node in strangers.items():
+        if node is not None:
+            reason = f"its cache is also read by attention `{node.name}`, which is left alone"
+            state.refusals.append(Refusal(site.node.name, site.source, reason, f"{_LEAVE}."))
+    kept = [site for site in state.sites if strangers[site] is None]
+    layers = {layer: i for i, layer in enumerate(dict.fromkeys(site.layer for site in kept))}
+    state.sites = [replace(site, layer=layers[site.layer]) for site in kept]
 
 
 def _unknown_forms(gm: GraphModule, state: PassState, outputs: set[Node]) -> list[Refusal]:
@@ -246,7 +342,9 @@ def _unknown_forms(gm: GraphModule, state: PassState, outputs: set[Node]) -> lis
     known = {core.node for core in state.cores or []}
     refusals: dict[Node, Refusal] = {}
     for root in gm.graph.nodes:
-        if root.target is not torch.cat or root not in outputs or len(shape_of(root) or ()) != 4:
+        if root.target is not torch.cat or len(shape_of(root) or ()) != 4:
+            continue
+        if root not in outputs and not any(user in outputs and _newest(user) for user in root.users):
             continue
         work, seen = list(root.users), set[Node]()
         while work:

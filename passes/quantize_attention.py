@@ -5,7 +5,9 @@
            specache.append(k[0], v[0], state, layer)
 
 Only the output token's pair (lane 0) is kept; the speculative one's is dropped. A marker without lanes
-(`specache.attention`) gets a lane dimension of 1. `None` stands for the pairs that `insert_waits` will bring.
+(`specache.attention`) gets a lane dimension of 1. Where several attentions share a layer, the last one appends.
+A layer that keeps a window gets the same ops; what the passes after this one insert, it does without.
+`None` stands for the pairs that `insert_waits` will bring.
 Paper: SpeCache eq. 1 and Alg. 3.
 """
 
@@ -29,6 +31,7 @@ def quantize_attention(gm: GraphModule, state: PassState) -> GraphModule:
     markers = [node for node in graph.nodes if getattr(node.target, "name", lambda: "")() in _MARKERS]
     if not markers:
         return gm
+    last = {marker.args[3]: marker for marker in markers}
     session = add_placeholder(graph, STATE, torch.zeros(1, dtype=torch.int64))
     for marker in markers:
         query, key, value, layer, *form = marker.args  # scale, and softcap and sinks where there are any
@@ -43,11 +46,14 @@ def quantize_attention(gm: GraphModule, state: PassState) -> GraphModule:
             out = call(graph, operator.getitem, (attention, 0), marker, "out")
             if not has_lanes:
                 out = call(graph, aten.select.int, (out, 0, 0), marker)
-            own = [
-                call(graph, aten.select.int, (side, 0, 0), marker, name)
-                for side, name in ((key, "new_key"), (value, "new_value"))
-            ]
-            call(graph, ops.append.default, (*own, session, layer), marker)
+            if (
+                last[layer] is marker
+            ):  # whoever else reads this layer has its own lane's pair, not a stored one
+                own = [
+                    call(graph, aten.select.int, (side, 0, 0), marker, name)
+                    for side, name in ((key, "new_key"), (value, "new_value"))
+                ]
+                call(graph, ops.append.default, (*own, session, layer), marker)
         marker.replace_all_uses_with(out)
         graph.erase_node(marker)
     return finish(gm)

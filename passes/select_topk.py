@@ -8,7 +8,9 @@
 With lookahead "token" and "query" the choice is for the next step. With "none" it is for this one: a first attention
 against the low-bit copy alone gives the scores, and the one that computes the output comes after the fetch.
 
-Does nothing where the policy prefetches nothing. Paper: SpeCache Alg. 3, ArgTopK; "none" is Table 4's baseline.
+Where several attentions share a layer there is one selection, by the scores of all of them (with "none" of the first).
+Does nothing where the policy prefetches nothing, nor for a layer that keeps a window: all of it is on the device.
+Paper: SpeCache Alg. 3, ArgTopK; "none" is Table 4's baseline.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ def select_topk(gm: GraphModule, state: PassState) -> GraphModule:
     graph = gm.graph
     for attention in attentions(gm):
         _, key, _, _, session, layer, *_ = attention.args
-        if any(
+        if layer in state.window_layers or any(
             node.target is torch.ops.specache.topk.default and node.args[2] == layer for node in graph.nodes
         ):
             continue

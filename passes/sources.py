@@ -27,7 +27,9 @@ class Sources:
         positions: Integer tensors that grow by one per token.
         masks: Masks over keys, whose last dimension grows by one per token.
         shapes: Past KV tensors; where only their shape is read, that is a length too.
-        mask_graph: Computes the attentions' masks; None where they have none.
+        most: The most tokens that such a tensor, or the integer that is its length, gets to have, where its layer keeps
+            a window.
+        mask_graph: Computes the masks of attentions to all tokens; None where they have none.
         mask_inputs: Positions of its inputs.
         layer_masks: Which of its results is the mask of a layer; layers without a mask are left out.
         knows_next: The next token's position can be told. Not where Dynamo made the length a constant of the graph
@@ -41,6 +43,7 @@ class Sources:
     positions: set[int] = field(default_factory=set)
     masks: set[int] = field(default_factory=set)
     shapes: set[int] = field(default_factory=set)
+    most: dict[int, int] = field(default_factory=dict)
     mask_graph: GraphModule | None = None
     mask_inputs: list[int] = field(default_factory=list)
     layer_masks: dict[int, int] = field(default_factory=dict)
@@ -61,12 +64,13 @@ class Sources:
         for i in inputs:
             value = args[i]
             if i in self.lengths or i in self.positions:
-                value = value + num_tokens
+                value = min(value + num_tokens, self.most[i]) if i in self.most else value + num_tokens
             elif i in self.masks:
                 value = torch.cat([value, value.new_ones((*value.shape[:-1], num_tokens))], dim=-1)
             elif i in self.shapes:
                 batch, heads, kv_len, dim = value.shape
-                value = value.new_empty(1).expand(batch, heads, kv_len + num_tokens, dim)
+                kv_len = min(kv_len + num_tokens, self.most.get(i, kv_len + num_tokens))
+                value = value.new_empty(1).expand(batch, heads, kv_len, dim)
             moved.append(value)
         return moved
 

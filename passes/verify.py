@@ -31,6 +31,7 @@ def verify(gm: GraphModule, state: PassState) -> GraphModule:
     """
     ops = torch.ops.specache
     pending: dict[Any, bool] = {}  # layer -> a prefetch may be under way: always, when a step begins
+    windows = state.window_layers
     appends: Counter[Any] = Counter()
     readers: Counter[Any] = Counter()
     for node in gm.graph.nodes:
@@ -42,12 +43,16 @@ def verify(gm: GraphModule, state: PassState) -> GraphModule:
             if node.args[0].target is not ops.topk.default or node.args[0].args[2] != node.args[2]:
                 _fail(node, "it does not fetch what its own layer selected")
             pending[node.args[2]] = True
+            if node.args[2] in windows:
+                _fail(node, "it fetches pairs of a window, which are all on the device")
         elif node.target is ops.append.default:
             appends[node.args[3]] += 1
         elif node.target is ops.quantized_attention.default and not node.meta.get(PROBE):
             layer, staged = node.args[5], node.args[3]
             readers[layer] += 1
-            if state.config.placement.prefetch:
+            if appends[layer]:
+                _fail(node, "its layer has been appended to: its own pair would count twice")
+            if state.config.placement.prefetch and layer not in windows:
                 if (
                     staged is None
                     or staged.target is not ops.wait_prefetch.default
@@ -56,14 +61,13 @@ def verify(gm: GraphModule, state: PassState) -> GraphModule:
                     _fail(node, "no wait of its layer guards the staged pairs that it reads")
                 if pending.get(layer, True):
                     _fail(node, "a prefetch lies between its wait and its read")
-    if (
-        appends != readers
-        or any(count != 1 for count in appends.values())
-        or len(appends) != len(state.sites)
+    if readers != Counter(site.layer for site in state.sites) or appends != Counter(
+        site.layer for site in state.owners
     ):
         raise PassInvariantError(
             f"{len(state.sites)} attentions became {dict(readers)} reads and {dict(appends)} appends (layer: count),"
-            " not one each. This is a defect: please report it."
+            f" not one each (and one append for each of {len(state.owners)} layers). This is a defect: please report"
+            " it."
         )
     past = {state.inputs[i] for i in state.past_inputs}
     for node in placeholders(gm.graph):

@@ -10,6 +10,7 @@ import functools
 import itertools
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ParamSpec, TypeVar
@@ -114,9 +115,18 @@ def issue(session: Session) -> list[torch.Tensor]:
     ]
     code = next(_codes) % handles.MAX_SESSION
     made = handles.issue(code, slots, session.batch, session.kv_len, session.dtype, session.device)
+    made = resized(session, made)
     storage = StorageWeakRef(made[0].untyped_storage())
     _issues[code] = _by_storage[storage.cdata] = _Issue(session, storage)
     return made
+
+
+def resized(session: Session, made: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """A session's handles at its present length; each call gets them from here."""
+    lengths = session.handle_lengths()
+    newest = [handles.resize(tensor, length) for tensor, length in zip(made, lengths, strict=True)]
+    session.newest = weakref.ref(newest[0])
+    return newest
 
 
 @_locked
@@ -226,21 +236,68 @@ def go_on(
 
 
 def _claim(past: Sequence[torch.Tensor]) -> Claim:
-    lengths = {tensor.shape[2] for tensor in past}
-    if len(lengths) != 1:
-        raise CacheHandleError(
-            f"The layers of the past KV cache have different lengths {sorted(lengths)}: crop all of them, or none."
-        )
-    kv_len = next(iter(lengths))
     issued = _issue_of(past[0])
-    claim = _recognise(past, kv_len) if issued is None else _own(issued, past, kv_len)
+    claim = _recognise(past) if issued is None else _own(issued, past)
     valid_len = claim.issued.valid_len
-    if valid_len is not None and kv_len > valid_len:
+    if valid_len is not None and claim.kv_len > valid_len:
         raise CacheHandleError(_LEFT)
     return claim
 
 
-def _own(issued: _Issue, past: Sequence[torch.Tensor], kv_len: int) -> Claim:
+def _claimed_length(session: Session, past: Sequence[torch.Tensor]) -> int:
+    """Tokens that the caller believes to be there, by the lengths of the handles.
+
+    A layer that keeps a window tells it until that is full. Where no layer tells more, only the handles that the last
+    call returned are known to be up to date.
+
+    Raises:
+        CacheHandleError: If the layers disagree, or it can't be told.
+    """
+    kv_len = told_length(session.shapes, past)
+    if kv_len is None:
+        newest = session.newest() if session.newest is not None else None
+        if past[0] is not newest and session.kv_len != max(tensor.shape[2] for tensor in past):
+            raise CacheHandleError(
+                "How many tokens this past KV cache holds can't be told: each of its layers keeps a window, all of them"
+                " are full, and it is not the one that the model returned last (a copy, or an earlier one). Go on from"
+                " the newest cache, or start from the prompt."
+            )
+        return session.kv_len
+    return kv_len
+
+
+def told_length(shapes: Sequence[LayerShape], past: Sequence[torch.Tensor]) -> int | None:
+    """Tokens that a cache holds, by the lengths of its tensors; None where all are windows that are full.
+
+    Args:
+        shapes: Of the layers.
+        past: Keys and values in turn, layer by layer.
+
+    Raises:
+        CacheHandleError: If the layers disagree.
+    """
+    pairs = [shape for shape in shapes for _ in range(2)]
+    lengths = [tensor.shape[2] for tensor in past]
+    if len(lengths) != len(pairs):
+        raise CacheHandleError(_MIXED)
+    telling = [
+        length
+        for length, shape in zip(lengths, pairs, strict=True)
+        if shape.window is None or length < shape.window - 1
+    ]
+    if not telling and all(
+        length == shape.tokens(length) for length, shape in zip(lengths, pairs, strict=True)
+    ):
+        return None
+    kv_len = max(telling, default=0)
+    if lengths != [shape.tokens(kv_len) for shape in pairs]:
+        raise CacheHandleError(
+            f"The layers of the past KV cache have different lengths {sorted(set(lengths))}: crop all of them, or none."
+        )
+    return kv_len
+
+
+def _own(issued: _Issue, past: Sequence[torch.Tensor]) -> Claim:
     batch = issued.session.batch or 0
     key, offset = past[0].untyped_storage()._cdata, 0
     for tensor in past:
@@ -253,10 +310,10 @@ def _own(issued: _Issue, past: Sequence[torch.Tensor], kv_len: int) -> Claim:
         if tensor.storage_offset() != offset:
             raise CacheHandleError(_MIXED)
         offset += tensor.shape[0] * tensor.shape[3]
-    return Claim(issued, kv_len, list(past), list(range(batch)))
+    return Claim(issued, _claimed_length(issued.session, past), list(past), list(range(batch)))
 
 
-def _recognise(past: Sequence[torch.Tensor], kv_len: int) -> Claim:
+def _recognise(past: Sequence[torch.Tensor]) -> Claim:
     """Read off copies of handles whose they are."""
     found: _Issue | None = None
     first: list[int] | None = None
@@ -280,6 +337,7 @@ def _recognise(past: Sequence[torch.Tensor], kv_len: int) -> Claim:
         found, first = issued, rows
     assert found is not None and first is not None
     session = found.session
+    kv_len = _claimed_length(session, past)
     if found.moved is not None:
         if first != found.moved or kv_len != session.kv_len:
             raise CacheHandleError(_LEFT)

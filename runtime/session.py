@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -24,17 +25,23 @@ from specache_fx.runtime.layer_cache import LayerCache
 from specache_fx.runtime.metrics import Metrics
 from specache_fx.runtime.quant import make_quantizer
 from specache_fx.runtime.select import make_selector
+from specache_fx.runtime.window_cache import WindowCache, WindowMask
 
 _numbers = itertools.count(1)
 
 
 @dataclass(frozen=True)
 class LayerShape:
-    """What a layer's KV pairs look like, whatever the batch and the length."""
+    """What a layer's KV pairs look like, whatever the batch."""
 
     num_kv_heads: int
     key_dim: int
     value_dim: int
+    window: int | None = None  # tokens that a query reaches, where the layer keeps no more
+
+    def tokens(self, kv_len: int) -> int:
+        """Tokens that the layer keeps of `kv_len`."""
+        return kv_len if self.window is None else min(kv_len, self.window - 1)
 
 
 class Session:
@@ -42,7 +49,7 @@ class Session:
 
     Args:
         config: The options it was made with.
-        shapes: One per rewritten attention, in graph order.
+        shapes: One per layer, in graph order.
         dtype: Of keys and values.
         device: Where the model runs.
 
@@ -71,11 +78,16 @@ class Session:
         self.guessed_token: torch.Tensor | None = (
             None  # what it decoded last: a guess at the next output token
         )
-        # What the model adds to the scores of each layer in the step to come; see `DecodeInputs.bias`.
-        self.biases: dict[int, torch.Tensor] = {}
+        self.biases: dict[int, torch.Tensor] = {}  # see `begin_step`
         self.staged_for: int | None = None  # the length at which the staged pairs are those of the next token
+        self.newest: weakref.ref[torch.Tensor] | None = (
+            None  # the first of the handles that were returned last
+        )
         self.metrics = Metrics()
-        self.layers: list[LayerCache] = []
+        self.layers: list[LayerCache | WindowCache] = []
+        self.window_masks: dict[int, tuple[WindowMask | None, ...]] = {}  # of this step's lanes, by layer
+        self._global = [i for i, shape in enumerate(shapes) if shape.window is None]
+        self._quantizer = make_quantizer(config)
         self.host: HostCache | None = None
         self.engine: CopyEngine | None = None
         self._kernel = choose_kernel(config.kernel, device)
@@ -90,21 +102,33 @@ class Session:
         self.batch = batch
         if self.config.placement.offload:
             rows = [(shape.num_kv_heads, shape.key_dim, shape.value_dim) for shape in self.shapes]
-            nbytes = HostCache.first_bytes(batch, rows, self.dtype, self.config.num_quantized(tokens))
+            kept = [rows[i] for i in self._global]
+            nbytes = HostCache.first_bytes(batch, kept, self.dtype, self.config.num_quantized(tokens))
             host = resolve_host(self.config.host, self.device, nbytes, self.config.host_dir)
             self.host = HostCache(batch, rows, self.dtype, host, self.config.host_dir)
         if self.host is not None and self.config.placement.prefetch:
             self.engine = CopyEngine(self.host, self.config.top_k, self.device)
-            for layer in range(len(self.shapes)):
+            for layer in self._global:
                 self.engine.wait(
                     layer
                 )  # allocates the staging: a session's device bytes are there from the start
-        quantizer = make_quantizer(self.config)
-        self.layers = [LayerCache(self.config, quantizer, self.host, i) for i in range(len(self.shapes))]
+        self.layers = [
+            LayerCache(self.config, self._quantizer, self.host, i)
+            if shape.window is None
+            else WindowCache(shape.window)
+            for i, shape in enumerate(self.shapes)
+        ]
 
     # Prefill and extend -------------------------------------------------------------------------------------------
 
-    def store(self, layer: int, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> None:
+    def store(
+        self,
+        layer: int,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+        kv_len: int | None = None,
+    ) -> None:
         """Take a layer's new pairs, right after its attention.
 
         Args:
@@ -113,6 +137,8 @@ class Session:
             value: `[batch, num_kv_heads, q_len, value_dim]`.
             mask: The attention mask's last row, `[kv_len]` or `[batch or 1, ..., kv_len]`: bool, or float that is
                 added to scores. It tells the padding.
+            kv_len: Tokens that the layer has had, where these are what is left of them (the full window of a cache
+                that is taken over).
 
         Raises:
             HostMemoryError: If the host tier can't take them.
@@ -120,8 +146,11 @@ class Session:
         """
         if self.batch is None:
             self._open(key.shape[0], key.shape[2])
-        self.layers[layer].append(key, value)
-        if layer == 0:
+        cache = self.layers[layer]
+        cache.append(key, value)
+        if kv_len is not None and isinstance(cache, WindowCache):
+            cache.kv_len = kv_len
+        if layer in self._global[:1]:
             self.key_mask.read(mask, key.shape[0])
 
     def load(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -162,6 +191,8 @@ class Session:
             `[lanes, batch, num_heads, 1, value_dim]`.
         """
         cache = self.layers[layer]
+        if isinstance(cache, WindowCache):
+            return self._attend_to_window(layer, cache, query, key, value, scale, softcap, sinks)
         rows = indices = None
         if staged and self.engine is not None and not self.predecoding:
             rows, indices = self._staged[layer]
@@ -187,8 +218,66 @@ class Session:
                 sinks=sinks,
             )
         )
+        if layer in self._scores:  # attentions that share a layer choose together
+            scores = self._scores[layer][0] + scores
         self._scores[layer] = (scores, cache.num_quantized)
         return out
+
+    def _attend_to_window(
+        self,
+        layer: int,
+        cache: WindowCache,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scale: float,
+        softcap: float | None,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
+        window_key, window_value = cache.window()
+        masks = self.window_masks.get(layer, (None,) * query.shape[0])
+        visible, bias = cache.masked(masks, self.predecoding)
+        out, _ = self._kernel.attention(
+            DecodeInputs(
+                query=query,
+                key=key,
+                value=value,
+                quantizer=self._quantizer,
+                key_planes=(),
+                value_planes=(),
+                num_quantized=0,
+                window_key=window_key,
+                window_value=window_value,
+                staged_rows=None,
+                staged_indices=None,
+                key_mask=None,
+                scale=scale,
+                independent_lanes=self.predecoding,
+                visible=visible,
+                softcap=softcap,
+                bias=bias,
+                sinks=sinks,
+            )
+        )
+        return out
+
+    def begin_step(
+        self, biases: dict[int, torch.Tensor], window_masks: dict[int, tuple[WindowMask | None, ...]]
+    ) -> None:
+        """Before the graph of a decode step runs.
+
+        Args:
+            biases: What the model adds to the scores of layers that keep all tokens; see `DecodeInputs.bias`.
+            window_masks: The masks of the layers that keep a window, one a lane, where the model has masks there; None
+                for a lane whose mask can't be told: what it selects is void.
+        """
+        self._scores.clear()
+        self.biases, self.window_masks = biases, window_masks
+
+    @property
+    def windows_told(self) -> bool:
+        """Whether each lane of this step saw of the windows what its token will see."""
+        return all(mask is not None for masks in self.window_masks.values() for mask in masks)
 
     def select(self, layer: int) -> torch.Tensor:
         """The pairs to prefetch: the top-k of the last lane's scores, int32 `[batch, num_kv_heads, top_k]`, -1 fills.
@@ -197,7 +286,9 @@ class Session:
         pushed out of the window can be fetched for the very next step.
         """
         scores, quantized_before = self._scores.pop(layer)
-        chosen = self._select_pairs(scores[-1][..., : self.layers[layer].num_quantized], self.config.top_k)
+        cache = self.layers[layer]
+        assert isinstance(cache, LayerCache)
+        chosen = self._select_pairs(scores[-1][..., : cache.num_quantized], self.config.top_k)
         ahead = self.config.lookahead != "none" and not self.predecoding
         if self.config.track_hit_rates and ahead and self.engine is not None and quantized_before:
             needed = scores[0][..., :quantized_before]
@@ -226,8 +317,11 @@ class Session:
                 f"The past KV cache claims {kv_len} tokens, but its session holds {self.kv_len}. A cache that is left"
                 " over from a step that failed, or was padded by hand, can't be continued: start from the prompt."
             )
+        for layer in self.layers:  # all can go back, or none does
+            if isinstance(layer, WindowCache):
+                layer.check_truncate(kv_len)
         for i, layer in enumerate(self.layers):
-            if self.engine is not None:
+            if self.engine is not None and i in self._global:
                 self.engine.reset(i)
             layer.truncate(kv_len)
         self.key_mask.crop(kv_len)
@@ -243,7 +337,7 @@ class Session:
         if self.engine is not None:
             self.engine.reorder(index)
         for layer in self.layers:
-            layer.take(layer, index)
+            _take(layer, layer, index)
         self._take_rows(self, index)
 
     def fork(self, rows: Sequence[int]) -> Session:
@@ -257,7 +351,7 @@ class Session:
         try:
             twin._open(len(rows), self.kv_len)
             for mine, theirs in zip(twin.layers, self.layers, strict=True):
-                mine.take(theirs, index)
+                _take(mine, theirs, index)
         except BaseException:
             twin.close()
             raise
@@ -285,6 +379,15 @@ class Session:
     # Size -----------------------------------------------------------------------------------------------------------
 
     @property
+    def has_global_layers(self) -> bool:
+        """Whether a layer keeps all tokens: only there is something quantised, offloaded and selected."""
+        return bool(self._global)
+
+    def handle_lengths(self) -> list[int]:
+        """Tokens that each handle has, keys and values in turn, layer by layer."""
+        return [shape.tokens(self.kv_len) for shape in self.shapes for _ in range(2)]
+
+    @property
     def device_bytes(self) -> int:
         """Bytes that the cache takes on the device, counted on its tensors."""
         staged = 0 if self.engine is None else self.engine.device_bytes
@@ -298,12 +401,15 @@ class Session:
     @property
     def full_bytes(self) -> int:
         """Bytes that the whole cache would take on the device in the model's dtype."""
-        per_token = sum(shape.num_kv_heads * (shape.key_dim + shape.value_dim) for shape in self.shapes)
-        return (self.batch or 0) * self.kv_len * per_token * self.dtype.itemsize
+        elements = sum(
+            shape.tokens(self.kv_len) * shape.num_kv_heads * (shape.key_dim + shape.value_dim)
+            for shape in self.shapes
+        )
+        return (self.batch or 0) * elements * self.dtype.itemsize
 
     def settle(self) -> None:
         """Wait for the copies under way, so that what was counted is final."""
-        for layer in range(len(self.layers)):
+        for layer in self._global if self.layers else ():
             self.wait_prefetch(layer)
 
     def close(self) -> None:
@@ -316,3 +422,13 @@ class Session:
         self.layers, self.host, self.engine = [], None, None
         self._scores.clear()
         self._staged.clear()
+
+
+def _take(mine: LayerCache | WindowCache, theirs: LayerCache | WindowCache, rows: torch.Tensor) -> None:
+    """Let a layer hold what the same layer of another session (or it itself) does, of batch rows `rows`."""
+    if isinstance(mine, WindowCache):
+        assert isinstance(theirs, WindowCache)
+        mine.take(theirs, rows)
+    else:
+        assert isinstance(theirs, LayerCache)
+        mine.take(theirs, rows)

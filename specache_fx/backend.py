@@ -15,7 +15,14 @@ from specache_fx.decode_runner import Decode
 from specache_fx.errors import ConfigError, UnsupportedGraphError
 from specache_fx.lowering import Compiled, example_state, lower
 from specache_fx.passes.base import PassState, Phase, Refusal
-from specache_fx.passes.graph_utils import copy_graph, is_static_input, placeholders, shape_of, value_of
+from specache_fx.passes.graph_utils import (
+    copy_graph,
+    is_static_input,
+    placeholders,
+    reads_shape_only,
+    shape_of,
+    value_of,
+)
 from specache_fx.passes.pipeline import CAPTURE_PASSES, Observer, run_passes
 from specache_fx.recompile_limit import make_room
 from specache_fx.runners import Extend, LeftAlone, Prefill
@@ -135,7 +142,7 @@ class Backend:
 
 
 def _kv_inputs(gm: GraphModule) -> list[int]:
-    """Inputs that could be KV tensors: 4-D, floating point, no parameters."""
+    """Inputs that could be KV tensors: 4-D, floating point, no parameters, and not read for their shape alone."""
     return [
         i
         for i, node in enumerate(placeholders(gm.graph))
@@ -143,6 +150,7 @@ def _kv_inputs(gm: GraphModule) -> list[int]:
         and isinstance(value_of(node), torch.Tensor)
         and value_of(node).is_floating_point()
         and value_of(node).dim() == 4
+        and not all(reads_shape_only(user) for user in node.users)
     ]
 
 

@@ -20,8 +20,9 @@ from specache_fx.passes.graph_utils import placeholders
 from specache_fx.passes.pipeline import Observer, build_decode_graph
 from specache_fx.passes.subclasses import flatten
 from specache_fx.runners import assemble, inference, layer_shapes, resolve
-from specache_fx.runtime import handle
+from specache_fx.runtime import registry
 from specache_fx.runtime.session import Session
+from specache_fx.runtime.window_cache import WindowMask
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +60,8 @@ class Decode:
             (node.meta.get("specache_input", -1), node.meta.get("specache_prelude"))
             for node in placeholders(gm.graph)
         ]
-        self.lanes = state.config.num_lanes
+        # Where every layer keeps a window nothing is selected, and no speculative token is needed.
+        self.lanes = state.config.num_lanes if len(state.window_layers) < len(state.owners) else 1
         self.fallback: str | None = None
         if state.mutated is not None:
             # Lanes and pre-decode run what is in the graph for a token that may never come: state would move twice.
@@ -68,6 +70,11 @@ class Decode:
         elif self.lanes > 1 and self._sources.token is None:
             self._fall_back(
                 "this graph takes no token ids (a graph break inside the model, or embeddings as input)"
+            )
+        elif self.lanes > 1 and state.kept_cache is not None:
+            self._fall_back(
+                f"the cache of an attention that is left alone stays in the graph (`{state.kept_cache}`), where the"
+                " speculative token would not see the output token"
             )
         elif self.lanes > 1 and state.logits is None:
             self._fall_back("this graph returns no logits over its vocabulary")
@@ -85,11 +92,9 @@ class Decode:
                     biases = check_masks(session, self._state, args, ahead=fills)
                 kept = self._step(session, args, biases, ahead=1)
                 session.advance(1, decoded=True)
-                if self.lanes > 1 and not self._sources.knows_next:
-                    session.staged_for = (
-                        None  # lane 1 had no position of its own: start over with the next token
-                    )
-                handles = [handle.resize(tensor, session.kv_len) for tensor in past]
+                if self.lanes > 1 and not (self._sources.knows_next and session.windows_told):
+                    session.staged_for = None  # lane 1 had no position of its own: start over
+                handles = registry.resized(session, past)
             return assemble(self._plan, kept, handles, args)
 
     def _begin(self, session: Session, args: Sequence[Any]) -> list[torch.Tensor | None]:
@@ -97,7 +102,12 @@ class Decode:
         biases = check_masks(session, self._state, args, ahead=True)
         session.forget_lookahead()
         config = self._state.config
-        if self._state.mutated is None and config.placement.prefetch and config.lookahead != "none":
+        if (
+            self._state.mutated is None
+            and session.has_global_layers
+            and config.placement.prefetch
+            and config.lookahead != "none"
+        ):
             session.predecoding = True
             try:
                 self._step(session, args, biases, ahead=0)
@@ -121,7 +131,7 @@ class Decode:
             session.metrics.count_token(token, session.guessed_token)
         speculative = session.speculative_token if ahead else token
         lanes = self.lanes
-        inputs = self._bind(args, speculative, ahead)
+        inputs = self._bind(args, speculative, lanes, ahead)
         key = tuple(tuple(x.shape) if isinstance(x, torch.Tensor) else x for x in inputs)
         step = self._steps.get(key)
         if step is None:
@@ -131,9 +141,12 @@ class Decode:
             if step is None:  # lanes are not to be had, and were just given up
                 return self._step(session, args, biases, ahead)
             self._steps[key] = step
-        session.biases = step_biases(session, self._sources, args, biases, lanes, ahead)
+        session.begin_step(
+            step_biases(session, self._sources, args, biases, lanes, ahead),
+            self._window_masks(session, args, lanes, ahead),
+        )
         results = step(*flatten(inputs), session.state)
-        if self.lanes == 1:
+        if lanes == 1:
             session.speculative_token = session.guessed_token = None
             return list(results)
         assert token is not None and self._state.logits is not None
@@ -142,9 +155,27 @@ class Decode:
         session.speculative_token = logits.argmax(-1).reshape(token.shape).to(token.dtype)
         return [result[0] for result in results]
 
-    def _bind(self, args: Sequence[Any], speculative: torch.Tensor | None, ahead: int) -> list[Any]:
+    def _window_masks(
+        self, session: Session, args: Sequence[Any], lanes: int, ahead: int
+    ) -> dict[int, tuple[WindowMask | None, ...]]:
+        """What the model's own masks let each lane see of the layers that keep a window."""
+        windows = self._state.window_masks
+        if windows is None:
+            return {}
+        masks = windows.at(session, args, 0)
+        assert masks is not None
+        if lanes == 1:
+            return {layer: (mask,) for layer, mask in masks.items()}
+        following = windows.at(session, args, ahead) if ahead else masks
+        return {
+            layer: (mask, None if following is None else following[layer]) for layer, mask in masks.items()
+        }
+
+    def _bind(
+        self, args: Sequence[Any], speculative: torch.Tensor | None, lanes: int, ahead: int
+    ) -> list[Any]:
         """The graph's inputs, those that differ from lane to lane stacked."""
-        prelude, lanes = self._state.prelude, self.lanes
+        prelude = self._state.prelude
         boundary = prelude(args, 0) if prelude is not None else ()
         if lanes > 1:
             following = prelude.following(args, ahead, boundary) if prelude is not None else ()

@@ -38,7 +38,7 @@ def check_masks(
     """
     sources = state.sources
     assert sources is not None and session.batch is not None
-    site = next((site for site in state.sites if site.mask is None), None)
+    site = next((site for site in state.sites if site.mask is None and site.window is None), None)
     if site is not None and session.key_mask.has_padding:
         raise UnsupportedGraphError(
             f"The prompt had padding, but attention `{site.node.name}` ({site.source}) has no mask in this step and"
@@ -59,7 +59,7 @@ def check_masks(
                 biases.append(bias)
             if session.key_mask.agrees(seen, session.kv_len + 1 + num_tokens):
                 continue
-            site = next(site for site in state.sites if site.mask is not None)
+            site = next(site for site in state.sites if site.mask is not None and site.window is None)
             when = f"{num_tokens} tokens from now" if num_tokens else "now"
             raise UnsupportedGraphError(
                 f"The mask of attention `{site.node.name}` ({site.source}) hides other keys than the prompt's padding"

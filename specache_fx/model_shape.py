@@ -20,11 +20,13 @@ class ModelShape:
     """Sizes of a model's KV cache.
 
     Attributes:
-        layers: Attention layers.
+        layers: Attention layers that keep KV pairs of their own.
         num_kv_heads: Key/value heads of a layer.
         head_dim: Channels of a key, and of a value.
         max_context: The longest context that the config names; None where it names none.
         dtype: Name of the dtype that the weights were saved in; None where the config doesn't say.
+        window_layers: How many of the layers keep a window of the newest tokens.
+        window: Tokens that a query of theirs reaches, its own included; None where no layer keeps a window.
     """
 
     layers: int
@@ -32,6 +34,8 @@ class ModelShape:
     head_dim: int
     max_context: int | None = None
     dtype: str | None = None
+    window_layers: int = 0
+    window: int | None = None
 
 
 def load_model_shape(model: str) -> ModelShape:
@@ -41,7 +45,7 @@ def load_model_shape(model: str) -> ModelShape:
         model: A folder with a `config.json`, that file itself, or a name on the Hugging Face hub.
 
     Raises:
-        ConfigError: If there is no such config, or its layers' caches are not all of one shape and length.
+        ConfigError: If there is no such config, or its layers' caches are of other shapes.
     """
     path = Path(model)
     if path.is_dir() and not (path / "config.json").is_file():
@@ -65,11 +69,11 @@ def shape_of(config: Any) -> ModelShape:
     """The shape in a transformers config; a model with several parts is asked for its text decoder.
 
     Raises:
-        ConfigError: If an attribute is missing, or the layers' caches are not all of one shape and length.
+        ConfigError: If an attribute is missing, or the layers' caches are of other shapes.
     """
     kind = config.model_type
     config = config.get_text_config(decoder=True)
-    _refuse_other_caches(config, kind)
+    layers, window_layers, window = _layers(config, kind)
     num_heads = _number(config, kind, "num_attention_heads")
     # Absent in models without grouped queries; None in configs that were saved so.
     num_kv_heads = getattr(config, "num_key_value_heads", None) or getattr(config, "num_kv_heads", None)
@@ -78,11 +82,13 @@ def shape_of(config: Any) -> ModelShape:
     head_dim = getattr(config, "head_dim", None) or _number(config, kind, "hidden_size") // num_heads
     dtype = getattr(config, "dtype", None)
     return ModelShape(
-        layers=_number(config, kind, "num_hidden_layers"),
+        layers=layers,
         num_kv_heads=num_kv_heads or num_heads,
         head_dim=head_dim,
         max_context=getattr(config, "max_position_embeddings", None),
         dtype=None if dtype is None else str(dtype).removeprefix("torch."),
+        window_layers=window_layers,
+        window=window,
     )
 
 
@@ -94,11 +100,23 @@ def _number(config: Any, kind: str, name: str) -> int:
     return value
 
 
-def _refuse_other_caches(config: Any, kind: str) -> None:
-    """A plan for layers that keep another cache than one pair a token and head would be silently wrong."""
-    others = sorted(set(getattr(config, "layer_types", None) or ()) - {"full_attention"})
-    if not others and getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True):
-        others = [f"sliding_window={config.sliding_window}"]
+def _layers(config: Any, kind: str) -> tuple[int, int, int | None]:
+    """Layers that have a cache, how many of them keep a window, and its tokens.
+
+    A plan for layers that keep another cache than pairs a token and head would be silently wrong.
+    """
+    sliding = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
+    windows = {
+        "sliding_attention": sliding,
+        "chunked_attention": getattr(config, "attention_chunk_size", None),
+    }
+    types = getattr(config, "layer_types", None)
+    if types is None:
+        everywhere = next((name for name, window in windows.items() if window), "full_attention")
+        types = [everywhere] * _number(config, kind, "num_hidden_layers")
+    sharing = getattr(config, "kv_sharing_modes", None) or [None] * len(types)
+    types = [name for name, mode in zip(types, sharing, strict=True) if mode != "reuse"]
+    others = sorted(set(types) - {"full_attention", *windows})
     if getattr(config, "kv_lora_rank", None):
         others = ["kv_lora_rank: multi-head latent attention"]
     if others:
@@ -106,3 +124,15 @@ def _refuse_other_caches(config: Any, kind: str) -> None:
             f"This {kind} model has layers that don't keep one key and value a token and head ({', '.join(others)});"
             f" the plan knows no others yet. {_REMEDY}"
         )
+    used = {windows[name] for name in types if name in windows}
+    shapes = {
+        (getattr(layer, "head_dim", None), getattr(layer, "num_key_value_heads", None))
+        for layer in getattr(config, "per_layer_config", None) or ()
+    }
+    if len(used) > 1 or len(shapes) > 1:
+        raise ConfigError(
+            f"The layers of this {kind} model have caches of different shapes; the plan knows one shape and one window"
+            f" yet. {_REMEDY}"
+        )
+    window = next(iter(used), None)
+    return len(types), sum(name in windows for name in types), window

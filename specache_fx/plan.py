@@ -17,6 +17,7 @@ from specache_fx.errors import ConfigError
 from specache_fx.runtime.host_cache import ALIGN_TOKENS
 from specache_fx.runtime.quant import make_quantizer
 from specache_fx.runtime.staging import Staging
+from specache_fx.runtime.window_cache import grown_rows
 
 _DTYPES = {2: torch.bfloat16, 4: torch.float32}  # by bytes: the plan depends on nothing else of a dtype
 
@@ -30,8 +31,9 @@ class MemoryPlan:
             slots with their indices. Not a padding mask (`batch * context` bytes where a prompt is padded).
         device_bytes_peak: On the device once decoding has quantised a group (`group_size` tokens at most after
             prefill): the window's buffer has grown to `residual_length + group_size` rows, and the codes have room
-            for an eighth more. Holds until that eighth is full. Not what a step needs for itself (activations; while
-            one layer's codes move to a larger buffer, its old ones).
+            for an eighth more; so has the buffer of a layer that keeps a window (64 rows at least, and at most an
+            eighth more than the window). Holds until that is full. Not what a step needs for itself (activations;
+            while one layer's codes move to a larger buffer, its old ones).
         host_bytes: Reserved on the host right after prefill.
         full_bytes: The whole cache on the device in the model's dtype.
     """
@@ -56,11 +58,13 @@ def plan(
     config: SpecacheConfig,
     value_dim: int | None = None,
     dtype_bytes: int = 2,
+    window_layers: int = 0,
+    window: int | None = None,
 ) -> MemoryPlan:
     """Say what the cache of a prompt will take.
 
     Args:
-        layers: Attention layers, all alike.
+        layers: Attention layers, all alike but for `window_layers`; of those that share KV the ones that store it.
         num_kv_heads: Key/value heads of a layer.
         head_dim: Channels of a key.
         context: Tokens of the prompt.
@@ -68,6 +72,8 @@ def plan(
         config: The options.
         value_dim: Channels of a value; `head_dim` by default.
         dtype_bytes: Bytes of one element of the KV dtype: 2 (bfloat16, float16) or 4 (float32).
+        window_layers: How many of the layers keep a window of the newest tokens: exact, on the device.
+        window: Tokens that a query of theirs reaches, its own included.
 
     Raises:
         ConfigError: If a size is not a whole number of at least 1, or the dtype is of another width.
@@ -88,25 +94,34 @@ def plan(
         raise ConfigError(
             f"dtype_bytes={dtype_bytes!r} is not valid: choose one of {', '.join(map(str, _DTYPES))}."
         )
+    if not 0 <= window_layers <= layers or (window_layers and (window is None or window < 2)):
+        raise ConfigError(
+            f"window_layers={window_layers!r} with window={window!r} is not valid: give a window of at least 2 tokens"
+            f" for at most all of the {layers} layers."
+        )
     quantizer = make_quantizer(config)
     pair = (head_dim + value_dim) * dtype_bytes
     key_group = quantizer.bytes_per_group(head_dim, dtype_bytes, "key")
     group = key_group + quantizer.bytes_per_group(value_dim, dtype_bytes, "value")
     num_quantized = config.num_quantized(context)
     num_groups = num_quantized // config.group_size
-    window = context - num_quantized
+    residual = context - num_quantized
     # A window that already has room for all but the token that makes it overflow is never grown.
     full_window = config.residual_length + config.group_size
-    window_peak = window if window == full_window - 1 else full_window
+    residual_peak = residual if residual == full_window - 1 else full_window
     staged = _staging_bytes(config, head_dim + value_dim, _DTYPES[dtype_bytes])
     host_tokens = -(-num_quantized // ALIGN_TOKENS) * ALIGN_TOKENS if config.placement.offload else 0
-    heads = layers * batch * num_kv_heads
+    heads = (layers - window_layers) * batch * num_kv_heads
+    kept = window_layers * batch * num_kv_heads * pair
+    rows = min(context, window - 1) if window is not None else 0
+    rows_peak = grown_rows(rows, window - 1) if window is not None else 0
     return MemoryPlan(
-        device_bytes=heads * (num_groups * group + window * pair + staged),
+        device_bytes=heads * (num_groups * group + residual * pair + staged) + kept * rows,
         device_bytes_peak=heads
-        * ((num_groups + max(1, num_groups // 8)) * group + window_peak * pair + staged),
+        * ((num_groups + max(1, num_groups // 8)) * group + residual_peak * pair + staged)
+        + kept * rows_peak,
         host_bytes=heads * host_tokens * pair,
-        full_bytes=heads * context * pair,
+        full_bytes=heads * context * pair + kept * rows,
     )
 
 
@@ -119,6 +134,8 @@ def largest_batch(
     config: SpecacheConfig,
     value_dim: int | None = None,
     dtype_bytes: int = 2,
+    window_layers: int = 0,
+    window: int | None = None,
 ) -> int:
     """The most sequences whose cache stays within a budget of device bytes while decoding; 0 if not even one does.
 
@@ -133,8 +150,12 @@ def largest_batch(
         config: See `plan`.
         value_dim: See `plan`.
         dtype_bytes: See `plan`.
+        window_layers: See `plan`.
+        window: See `plan`.
     """
-    one = plan(layers, num_kv_heads, head_dim, context, 1, config, value_dim, dtype_bytes)
+    one = plan(
+        layers, num_kv_heads, head_dim, context, 1, config, value_dim, dtype_bytes, window_layers, window
+    )
     return max(budget_bytes, 0) // one.device_bytes_peak  # every part is proportional to the batch
 
 

@@ -19,7 +19,7 @@ def plan_rows(
 
     Args:
         settings: `layers`, `num_kv_heads`, `head_dim`, `context`, `batch`, `dtype` (a name) and `budget_bytes` (or
-            None).
+            None); also `window_layers` and `window` where layers keep one.
         options: Of `SpecacheConfig`, without `bits`.
         widths: The values of `bits`.
 
@@ -30,7 +30,8 @@ def plan_rows(
     Raises:
         ConfigError: If a setting or an option is not valid.
     """
-    shape = {name: settings[name] for name in ("layers", "num_kv_heads", "head_dim", "context")}
+    names = ("layers", "num_kv_heads", "head_dim", "context", "window_layers", "window")
+    shape = {name: settings[name] for name in names if name in settings}
     rows = []
     for bits in widths:
         config = SpecacheConfig.from_options({**options, "bits": bits})
@@ -44,13 +45,20 @@ def plan_rows(
     return rows
 
 
+def _windows(settings: Mapping[str, Any]) -> str:
+    if not settings.get("window_layers"):
+        return ""
+    return f"; {settings['window_layers']} layers keep a window of {settings['window']:,} tokens"
+
+
 def plan_table(
     settings: Mapping[str, Any], options: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]
 ) -> Table:
     """What `plan_rows` gave, below the full cache of the model itself."""
     table = Table(
         title="{layers} layers x {num_kv_heads} kv heads x {head_dim}, {context:,} tokens x batch {batch},"
-        " {dtype}".format(**settings),
+        " {dtype}".format(**settings)
+        + _windows(settings),
         caption=", ".join(f"{name} {value}" for name, value in options.items()),
     )
     budget = settings["budget_bytes"]

@@ -15,13 +15,15 @@ import torch
 from specache_fx.errors import CacheHandleError
 from specache_fx.lowering import Compiled
 from specache_fx.passes.base import OutputPlan, PassState
-from specache_fx.runtime import handle, registry
+from specache_fx.runtime import registry
 from specache_fx.runtime.session import LayerShape, Session
 
 
 def layer_shapes(state: PassState) -> tuple[LayerShape, ...]:
-    """What the pairs of each rewritten attention look like, in graph order."""
-    return tuple(LayerShape(site.num_kv_heads, site.key_dim, site.value_dim) for site in state.sites)
+    """What the pairs of each layer of the session look like, in graph order."""
+    return tuple(
+        LayerShape(site.num_kv_heads, site.key_dim, site.value_dim, site.window) for site in state.owners
+    )
 
 
 def assemble(
@@ -95,7 +97,7 @@ class Prefill:
             try:
                 kept = self._compiled(*args, session.state)
                 session.advance(session.layers[0].kv_len, decoded=False)
-                handles = [handle.resize(tensor, session.kv_len) for tensor in registry.issue(session)]
+                handles = registry.issue(session)
             except BaseException:
                 session.close()  # nothing was handed out: give the memory back at once
                 raise
@@ -133,11 +135,17 @@ def _take_over(
     state: PassState, shapes: tuple[LayerShape, ...], past: Sequence[torch.Tensor], args: Sequence[Any]
 ) -> tuple[Session, list[torch.Tensor]]:
     """A session for a cache of plain tensors: its prompt ran elsewhere, or in a graph that was left alone."""
+    kv_len = registry.told_length(shapes, past)
+    if kv_len is None:
+        raise CacheHandleError(
+            "This past KV cache was made by a call that specache did not compile, and how many tokens it holds can't be"
+            " told: each of its layers keeps a window, and all are full. Run the prompt with the compiled model."
+        )
     session = registry.open_session(state.config, shapes, past[0].dtype, past[0].device)
     try:
         for layer in range(len(shapes)):
-            session.store(layer, past[2 * layer], past[2 * layer + 1], None)
-        session.advance(session.layers[0].kv_len, decoded=False)
+            session.store(layer, past[2 * layer], past[2 * layer + 1], None, kv_len)
+        session.advance(kv_len, decoded=False)
         if state.sources is not None:
             # In an extend the graph's own store op tells the padding.
             for mask in state.sources.masks_at(args, 0)[:1]:
@@ -164,5 +172,5 @@ class Extend:
                 session.forget_lookahead()
                 kept = self._compiled(*args, session.state)
                 session.advance(session.layers[0].kv_len - session.kv_len, decoded=False)
-            handles = [handle.resize(tensor, session.kv_len) for tensor in past]
+                handles = registry.resized(session, past)
             return assemble(self._plan, kept, handles, args)

@@ -11,7 +11,10 @@ from click.testing import Result
 from transformers import (
     DeepseekV3Config,
     FalconConfig,
+    Gemma3nTextConfig,
+    Gemma3TextConfig,
     GPT2Config,
+    Llama4TextConfig,
     LlamaConfig,
     MistralConfig,
     PreTrainedConfig,
@@ -124,12 +127,34 @@ def test_plan_reads_a_models_config(
 
 
 @pytest.mark.parametrize(
+    ("config", "windows"),
+    [
+        (MistralConfig(**TINY, num_key_value_heads=2, sliding_window=64), (3, 3, 64)),
+        (Gemma3TextConfig(**TINY, num_key_value_heads=2, sliding_window=32), (3, 3, 32)),
+        (Gemma3TextConfig(**{**TINY, "num_hidden_layers": 12}, sliding_window=32), (12, 10, 32)),
+        (Llama4TextConfig(**{**TINY, "num_hidden_layers": 8}, attention_chunk_size=128), (8, 6, 128)),
+        (Gemma3nTextConfig(num_hidden_layers=20, num_kv_shared_layers=10), (10, 8, 512)),
+    ],
+    ids=["mistral", "gemma3-windows-alone", "gemma3", "llama4", "gemma3n"],
+)
+def test_plan_reads_windows_and_shared_layers(
+    tmp_path: Path, config: PreTrainedConfig, windows: tuple[int, int, int]
+) -> None:
+    config.save_pretrained(tmp_path)
+    report = planned(tmp_path, "--model", tmp_path, "--context", 1000)
+    settings = report["settings"]
+    assert (settings["layers"], settings["window_layers"], settings["window"]) == windows
+    assert f"{windows[1]} layers keep a window of {windows[2]} tokens" in said(
+        run("plan", "--model", tmp_path, "--context", 1000)
+    )
+
+
+@pytest.mark.parametrize(
     ("config", "reason"),
     [
-        (MistralConfig(**TINY, num_key_value_heads=2, sliding_window=64), "sliding_window=64"),
         (DeepseekV3Config(num_hidden_layers=2), "multi-head latent attention"),
     ],
-    ids=["window", "mla"],
+    ids=["mla"],
 )
 def test_plan_refuses_models_with_other_caches(tmp_path: Path, config: PreTrainedConfig, reason: str) -> None:
     config.save_pretrained(tmp_path)

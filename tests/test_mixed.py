@@ -19,13 +19,13 @@ PROMPT = torch.randint(61, (2, 20), generator=torch.Generator().manual_seed(0))
 
 
 class HalfEager(TinyDecoder):
-    """The second layer computes its attention by matmul and softmax."""
+    """The second layer takes the square roots of its weights: no attention in normal form."""
 
     def eager(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
         groups = self.config.num_heads // self.config.num_kv_heads
         k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
         scores = (q @ k.transpose(-1, -2) * self.scale).masked_fill(~mask, -torch.inf)
-        return scores.softmax(-1) @ v
+        return scores.softmax(-1).sqrt() @ v
 
     def forward(
         self,
@@ -47,6 +47,12 @@ class HalfEager(TinyDecoder):
             presents.append((k, v))
             hidden = block.finish(hidden, (self.eager if layer else self.sdpa)(q, k, v, mask))  # type: ignore[operator]
         return self.head(self.norm(hidden)), presents
+
+
+def test_a_cache_that_stays_in_the_graph_leaves_one_lane(caplog: pytest.LogCaptureFixture) -> None:
+    """Lane 1 would not see lane 0's pair there."""
+    generate(torch.compile(HalfEager(TinyConfig()), backend="specache", options=OPTIONS), PROMPT, 3)
+    assert "stays in the graph" in caplog.text
 
 
 def test_a_graph_may_be_rewritten_in_part() -> None:

@@ -50,12 +50,12 @@ def test_ratio_equals_the_papers_table_1(
 
 
 def session_of(
-    config: SpecacheConfig, layers: int, shape: LayerShape, kv: tuple[int, int, torch.dtype]
+    config: SpecacheConfig, shapes: tuple[LayerShape, ...], kv: tuple[int, int, torch.dtype]
 ) -> Session:
     """A session right after the prefill of `(batch, context)` random tokens."""
     batch, context, dtype = kv
-    session = Session(config, (shape,) * layers, dtype, torch.device("cpu"))
-    for layer in range(layers):
+    session = Session(config, shapes, dtype, torch.device("cpu"))
+    for layer, shape in enumerate(shapes):
         key = torch.randn(batch, shape.num_kv_heads, context, shape.key_dim, dtype=dtype)
         value = torch.randn(batch, shape.num_kv_heads, context, shape.value_dim, dtype=dtype)
         session.store(layer, key, value, None)
@@ -94,6 +94,7 @@ def tokens_until_a_group(config: SpecacheConfig, context: int) -> int:
     sizes=st.tuples(st.integers(1, 2), st.integers(1, 3), st.integers(1, 3), st.integers(1, 200)),
     dims=st.tuples(st.sampled_from(HEAD_DIMS), st.sampled_from(HEAD_DIMS)),
     dtype=st.sampled_from((torch.float32, torch.bfloat16, torch.float16)),
+    windows=st.tuples(st.sampled_from((0, 1, 2)), st.integers(2, 150)),
 )
 def test_plan_equals_what_a_session_allocates(
     config: SpecacheConfig,
@@ -101,18 +102,24 @@ def test_plan_equals_what_a_session_allocates(
     sizes: tuple[int, int, int, int],
     dims: tuple[int, int],
     dtype: torch.dtype,
+    windows: tuple[int, int],
 ) -> None:
     config = replace(config, policy=policy)
     layers, heads, batch, context = sizes
-    session = session_of(config, layers, LayerShape(heads, *dims), (batch, context, dtype))
-    planned = plan(layers, heads, dims[0], context, batch, config, dims[1], dtype.itemsize)
+    window_layers, window = min(windows[0], layers), windows[1]
+    shapes = (LayerShape(heads, *dims),) * (layers - window_layers)
+    shapes = (LayerShape(heads, *dims, window),) * window_layers + shapes
+    session = session_of(config, shapes, (batch, context, dtype))
+    planned = plan(
+        layers, heads, dims[0], context, batch, config, dims[1], dtype.itemsize, window_layers, window
+    )
     assert allocated(session, tokens_until_a_group(config, context)) == planned
 
 
 @pytest.mark.parametrize("context", [1, 63, 64, 127, 128, 191, 192, 255, 4096, 5000])
 def test_plan_equals_a_session_where_lengths_meet_groups(context: int) -> None:
     config = SpecacheConfig(bits=1)
-    session = session_of(config, 1, LayerShape(1, 32, 32), (1, context, torch.bfloat16))
+    session = session_of(config, (LayerShape(1, 32, 32),), (1, context, torch.bfloat16))
     planned = plan(1, 1, 32, context, 1, config)
     assert allocated(session, tokens_until_a_group(config, context)) == planned
 
@@ -123,7 +130,7 @@ def test_plan_equals_a_session_where_lengths_meet_groups(context: int) -> None:
 def test_session_of_llama_3s_layer_has_the_papers_ratio(bits: int, group_size: int, ratio: str) -> None:
     _, heads, head_dim, context = LLAMA_3_8B
     config = SpecacheConfig(bits=bits, group_size=group_size)
-    session = session_of(config, 1, LayerShape(heads, head_dim, head_dim), (1, context, torch.bfloat16))
+    session = session_of(config, (LayerShape(heads, head_dim, head_dim),), (1, context, torch.bfloat16))
     measured = session.device_bytes / session.full_bytes
     session.close()
     assert f"{measured:.2f}" == ratio
@@ -148,6 +155,8 @@ def test_largest_batch_fits_and_one_more_does_not() -> None:
         ({"batch": 1.5}, "batch=1.5"),
         ({"value_dim": 0}, "value_dim=0"),
         ({"dtype_bytes": 3}, "dtype_bytes=3"),
+        ({"window_layers": 2, "window": 8}, "window_layers=2"),
+        ({"window_layers": 1}, "window=None"),
     ],
 )
 def test_plan_refuses_sizes_that_cannot_be(change: dict[str, object], message: str) -> None:

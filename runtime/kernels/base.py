@@ -29,6 +29,9 @@ class DecodeInputs:
         staged_indices: Their token indices, int32 `[batch, num_kv_heads, top_k]`, -1 where a slot is empty.
         key_mask: bool `[batch, num_quantized + window_len]`, True where a token is real; None where all are.
         scale: Factor on the products of query and keys.
+        visible: bool `[lanes, batch, num_quantized + window_len + lanes]`: which stored tokens and which lanes' own
+            pairs each lane sees, in place of `key_mask` and the lanes' rule (a layer whose window moves from lane to
+            lane); None elsewhere.
         softcap: Scaled products s become `softcap * tanh(s / softcap)`; None where they stay as they are.
         bias: Added to the scores, `[lanes, batch or 1, num_heads or 1, num_quantized + window_len + lanes]`: the
             stored tokens' and each lane's own; None where there is none.
@@ -50,6 +53,7 @@ class DecodeInputs:
     key_mask: torch.Tensor | None
     scale: float
     independent_lanes: bool
+    visible: torch.Tensor | None = None
     softcap: float | None = None
     bias: torch.Tensor | None = None
     sinks: torch.Tensor | None = None

@@ -37,7 +37,11 @@ class ReferenceKernel:
         seen = torch.eye(lanes, dtype=torch.bool, device=own.device)
         if not inputs.independent_lanes:
             seen = torch.ones_like(seen).tril()
-        own = own.masked_fill(~seen[:, None, None, None, :], -torch.inf)
+        seen = seen[:, None, :]
+        if inputs.visible is not None:
+            stored_seen, seen = inputs.visible.split([keys.shape[2], lanes], dim=-1)
+            stored = stored.masked_fill(~stored_seen[:, :, None, None, :], -torch.inf)
+        own = own.masked_fill(~seen[:, :, None, None, :], -torch.inf)
 
         columns = [stored, own]
         if inputs.sinks is not None:

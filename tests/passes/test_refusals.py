@@ -96,6 +96,26 @@ def sliding_window(q: Tensor, k: Tensor, v: Tensor, pk: Tensor, pv: Tensor) -> A
     return sdpa(q, keys, values), keys[:, :, -4:], values[:, :, -4:]
 
 
+def oldest_tokens_returned(q: Tensor, k: Tensor, v: Tensor, pk: Tensor, pv: Tensor) -> Any:
+    keys, values = append(pk, k), append(pv, v)
+    return sdpa(q, keys, values), keys[:, :, :4], values[:, :, :4]
+
+
+def windows_that_differ(q: Tensor, k: Tensor, v: Tensor, pk: Tensor, pv: Tensor) -> Any:
+    keys, values = append(pk, k), append(pv, v)
+    return sdpa(q, keys, values), keys[:, :, -4:], values[:, :, -3:]
+
+
+def shared_cache(q: Tensor, k: Tensor, v: Tensor, pk: Tensor, pv: Tensor) -> Any:
+    keys, values = append(pk, k), append(pv, v)
+    return sdpa(sdpa(q, keys, values), keys, values), keys, values
+
+
+def shared_with_dropout(q: Tensor, k: Tensor, v: Tensor, pk: Tensor, pv: Tensor) -> Any:
+    keys, values = append(pk, k), append(pv, v)
+    return sdpa(sdpa(q, keys, values), keys, values, dropout_p=0.1), keys, values
+
+
 def one_tensor_for_both(q: Tensor, k: Tensor, v: Tensor, pk: Tensor, pv: Tensor) -> Any:
     keys = append(pk, k)
     return sdpa(q, keys, keys), keys
@@ -147,13 +167,14 @@ REASONS: dict[Callable[..., Any], tuple[str, str]] = {
     keys_used_elsewhere: ("its keys are also used by `sum_1` (sum)", LEAVE),
     past_used_elsewhere: ("its past keys are also used by `mean` (mean)", LEAVE),
     cache_not_returned: (
-        "its whole keys are not what the model returns as its cache (a sliding window?)",
-        f"Layers with a cache of their own shape are not supported yet. {LEAVE}",
+        "neither its whole keys nor the newest of them are what the model returns as its cache",
+        f"Return cat([past, new], dim=-2) itself or its last tokens, [:, :, -n:]. {LEAVE}",
     ),
-    sliding_window: (
-        "its whole keys are not what the model returns as its cache (a sliding window?)",
-        f"Layers with a cache of their own shape are not supported yet. {LEAVE}",
+    oldest_tokens_returned: (
+        "neither its whole keys nor the newest of them are what the model returns as its cache",
+        f"Return cat([past, new], dim=-2) itself or its last tokens, [:, :, -n:]. {LEAVE}",
     ),
+    windows_that_differ: ("its keys and its values are cached for different numbers of tokens", LEAVE),
     one_tensor_for_both: ("its keys and values are one tensor", LEAVE),
     causal_with_one_query: ("it is causal with one query, which hides all keys but the first", LEAVE),
     past_of_keys_alone: ("only one of its keys and values has a past", LEAVE),
@@ -164,6 +185,27 @@ def test_plain_attention_is_matched() -> None:
     state = match(plain)
     assert (state.phase, len(state.sites), state.refusals) == (Phase.DECODE, 1, [])
     assert (state.sites[0].num_kv_heads, state.sites[0].key_dim, state.sites[0].scale) == (2, 8, 8**-0.5)
+
+
+def test_window_is_matched_with_its_length() -> None:
+    state = match(sliding_window)
+    assert (state.phase, state.refusals) == (Phase.DECODE, [])
+    assert [(site.window, site.shared) for site in state.sites] == [(5, False)]
+
+
+def test_second_attention_over_a_cache_is_matched_as_its_sharer() -> None:
+    state = match(shared_cache)
+    assert (state.phase, state.refusals) == (Phase.DECODE, [])
+    assert [(site.layer, site.shared) for site in state.sites] == [(0, False), (0, True)]
+
+
+def test_cache_that_a_refused_attention_reads_too_is_left_alone() -> None:
+    state = match(shared_with_dropout)
+    assert (state.phase, state.sites) == (Phase.NO_CACHE, [])
+    assert [refusal.reason for refusal in state.refusals] == [
+        "it has dropout",
+        "its cache is also read by attention `scaled_dot_product_attention_1`, which is left alone",
+    ]
 
 
 @pytest.mark.parametrize("function", REASONS, ids=lambda function: function.__name__)

@@ -22,7 +22,11 @@ Attention = Callable[[int, Tensor, Tensor, Tensor, float], Tensor]
 
 @dataclass(frozen=True)
 class TinyConfig:
-    """Shape of a `TinyDecoder`; `value_dim=None` means `head_dim`, `scale=None` means `head_dim ** -0.5`."""
+    """Shape of a `TinyDecoder`; `value_dim=None` means `head_dim`, `scale=None` means `head_dim ** -0.5`.
+
+    Layers of `window_layers` attend to the newest `window` tokens and return the newest `window - 1` as their cache.
+    Where all layers do, a call with a past needs an `attention_mask`: nothing else tells the length.
+    """
 
     vocab_size: int = 61
     hidden_size: int = 32
@@ -40,6 +44,12 @@ class TinyConfig:
     sinks: bool = False
     alibi: bool = False
     seed: int = 0
+    window: int | None = None
+    window_layers: tuple[int, ...] = ()
+
+    def window_of(self, layer_idx: int) -> int | None:
+        """Tokens that a query of this layer reaches, its own included; None for all."""
+        return self.window if layer_idx in self.window_layers else None
 
 
 def rotary_tables(position_ids: Tensor, head_dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -63,6 +73,13 @@ def attention_mask_4d(key_mask: Tensor | None, batch: int, q_len: int, kv_len: i
     if key_mask is not None:
         mask = mask & key_mask.to(torch.bool)[:, None, None, :]
     return mask.expand(batch, 1, q_len, kv_len)
+
+
+def within_window(mask: Tensor, window: int) -> Tensor:
+    """A mask [..., q_len, kv_len] that also hides what is `window` tokens or more behind its query."""
+    q_len, kv_len = mask.shape[-2:]
+    query_index = torch.arange(q_len, device=mask.device)[:, None] + (kv_len - q_len)
+    return mask & (torch.arange(kv_len, device=mask.device)[None] > query_index - window)
 
 
 def positions_from_mask(key_mask: Tensor, q_len: int) -> Tensor:
@@ -167,6 +184,13 @@ class TinyDecoder(nn.Module):
             return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=self.scale)
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=self.scale, enable_gqa=True)
 
+    def _past_len(self, past: KVPairs, attention_mask: Tensor | None, q_len: int) -> int:
+        for layer_idx, (k, _) in enumerate(past):
+            if self.config.window_of(layer_idx) is None:
+                return k.shape[-2]
+        assert attention_mask is not None
+        return attention_mask.shape[-1] - q_len
+
     def biased(self, mask: Tensor, q: Tensor, k: Tensor) -> Tensor:
         """An additive mask with ALiBi: each head's slope times the distance from query to key."""
         assert self.slopes is not None
@@ -200,7 +224,7 @@ class TinyDecoder(nn.Module):
     ) -> tuple[Tensor, KVPairs]:
         """Logits [batch, q_len, vocab_size] and each layer's present KV; `attention_mask` covers all keys."""
         batch, q_len = input_ids.shape
-        past_len = 0 if past is None else past[0][0].shape[-2]
+        past_len = 0 if past is None else self._past_len(past, attention_mask, q_len)
         if position_ids is None:
             if attention_mask is None:
                 position_ids = (torch.arange(q_len, device=input_ids.device) + past_len)[None].expand(
@@ -216,8 +240,14 @@ class TinyDecoder(nn.Module):
             if past is not None:
                 k = torch.cat((past[layer_idx][0], k), dim=-2)
                 v = torch.cat((past[layer_idx][1], v), dim=-2)
-            presents.append((k, v))
-            hidden = block.finish(hidden, self.sdpa(q, k, v, mask))  # type: ignore[operator]
+            window = self.config.window_of(layer_idx)
+            if window is None:
+                presents.append((k, v))
+                hidden = block.finish(hidden, self.sdpa(q, k, v, mask))  # type: ignore[operator]
+            else:
+                presents.append((k[:, :, 1 - window :], v[:, :, 1 - window :]))
+                near = within_window(mask, window)[..., -k.shape[-2] :]
+                hidden = block.finish(hidden, self.sdpa(q, k, v, near))  # type: ignore[operator]
         return self.head(self.norm(hidden)), presents
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from support.models import TinyDecoder, attention_mask_4d, positions_from_mask
+from support.models import TinyDecoder, attention_mask_4d, positions_from_mask, within_window
 from support.oracle_cache import OracleCache, ScoreForm
 from support.oracle_quant import (
     Indices,
@@ -109,12 +109,14 @@ class OracleDecoder:
                 cache = self.caches[layer_idx]
                 past_k, past_v = cache.device_pairs() if self.config.policy == "kivi" else (cache.k, cache.v)
                 k, v = torch.cat((past_k, k), dim=2), torch.cat((past_v, v), dim=2)
-            return self.model.sdpa(q, k, v, mask)
+            window = self.model.config.window_of(layer_idx)
+            return self.model.sdpa(q, k, v, mask if window is None else within_window(mask, window))
 
         logits = self.model.run(input_ids, positions_from_mask(key_mask, q_len), attention)
         if first:
             self.caches = [
-                OracleCache(self.config, k, v, new_mask, self.compute_dtype) for k, v in new_caches
+                OracleCache(self.config, k, v, new_mask, self.compute_dtype, self.model.config.window_of(i))
+                for i, (k, v) in enumerate(new_caches)
             ]
         else:
             for cache, (k, v) in zip(self.caches, new_caches, strict=True):
@@ -142,7 +144,7 @@ class OracleDecoder:
             cache = self.caches[layer_idx]
             q, k, v = (x.unflatten(0, (lanes, -1)) for x in (q, k, v))
             layer_staged = staged[layer_idx] if staged else None
-            if self.config.policy == "specache" and self.config.lookahead == "none":
+            if self.config.policy == "specache" and self.config.lookahead == "none" and cache.window is None:
                 _, alone = cache.attend(q, k, v, None, scale, self.form)
                 layer_staged = select(alone[0], key_mask, self.config.top_k)
                 out, probabilities = cache.attend_all(q, k, v, layer_staged, scale, self.form)
@@ -160,12 +162,19 @@ class OracleDecoder:
         return _Pass(list(logits.unflatten(0, (lanes, -1))), scores, own_scores, pairs, used)
 
     def _select(self, scores: list[Tensor], count: int) -> list[Indices]:
-        return [select(layer[..., :count], self.caches[0].key_mask, self.config.top_k) for layer in scores]
+        return [
+            select(layer[..., : 0 if cache.window else count], cache.key_mask, self.config.top_k)
+            for layer, cache in zip(scores, self.caches, strict=True)
+        ]
+
+    @property
+    def num_quantized(self) -> int:
+        return max(cache.num_quantized for cache in self.caches)
 
     def predecode(self, token: Tensor) -> None:
         """Algorithm 2: `token` int64 [batch] against C' alone gives T'_2 and K_1; keeps nothing of it."""
         done = self._step([token], None)
-        self.next_staged = self._select(done.scores, self.caches[0].num_quantized)
+        self.next_staged = self._select(done.scores, self.num_quantized)
         self.speculative = done.logits[0].argmax(-1) if self.two_lanes else None
         self.lookahead_ready = True
 
@@ -177,25 +186,30 @@ class OracleDecoder:
             self.predecode(token)
         lane1_token = self.speculative
         tokens = [token] if lane1_token is None else [token, lane1_token]
-        before = self.caches[0].num_quantized
+        before = self.num_quantized
         done = self._step(tokens, self.next_staged if self.looks_ahead else None)
 
         exact_hits, topk_hits = HitCount(), HitCount()
         if self.expected is not None:
             exact_hits = HitCount(int((self.expected == token).sum()), len(token))
         if self.config.policy == "specache":
-            for guessed, wanted in zip(done.used, self._select(done.own_scores, before), strict=True):
-                topk_hits += overlap(guessed, wanted)
+            wanted = self._select(done.own_scores, before)
+            for cache, guessed, needed in zip(self.caches, done.used, wanted, strict=True):
+                if cache.window is None:
+                    topk_hits += overlap(guessed, needed)
 
         for cache, (k, v) in zip(self.caches, done.pairs, strict=True):
             cache.append(k, v)
         selected = done.used
         if self.looks_ahead:
             # What T_t pushed out of the window is low-bit in the next step, so it can be chosen for that.
-            selected = self._select(done.scores, self.caches[0].num_quantized)
+            selected = self._select(done.scores, self.num_quantized)
             self.next_staged = selected
         if lane1_token is not None:
             self.expected, self.speculative = lane1_token, done.logits[1].argmax(-1)
+            # The step that fills a window doesn't know lane 1's mask: lookahead starts over (window_masks.py).
+            if any(cache.window == cache.kv_len for cache in self.caches):
+                self._forget_lookahead()
         return DecodeStep(
             token=token,
             logits=done.logits[0],

@@ -56,6 +56,7 @@ class OracleCache:
         v: First pairs, [batch, num_kv_heads, tokens, value_dim].
         mask: bool [batch, tokens], True where a token is real; all by default.
         compute_dtype: Of attention; scores are always handed out as float32.
+        window: Tokens that a query reaches, its own included; the cache is then exact. None for all.
     """
 
     def __init__(
@@ -65,8 +66,9 @@ class OracleCache:
         v: Tensor,
         mask: Tensor | None = None,
         compute_dtype: torch.dtype = torch.float32,
+        window: int | None = None,
     ) -> None:
-        self.config, self.compute_dtype = config, compute_dtype
+        self.config, self.compute_dtype, self.window = config, compute_dtype, window
         self.k, self.v = k[:, :, :0], v[:, :, :0]
         self.key_mask = torch.ones(k.shape[0], 0, dtype=torch.bool, device=k.device)
         self.append(k, v, mask)
@@ -84,7 +86,7 @@ class OracleCache:
 
     @property
     def num_quantized(self) -> int:
-        return self.num_quantized_at(self.kv_len)
+        return 0 if self.window is not None else self.num_quantized_at(self.kv_len)
 
     def append(self, k: Tensor, v: Tensor, mask: Tensor | None = None) -> None:
         """Add pairs at 16 bits; what falls out of the window by that is low-bit from now on."""
@@ -174,6 +176,8 @@ class OracleCache:
             lane_k = torch.cat([k, *k_lanes[: lane + 1]], dim=2).to(self.compute_dtype)
             lane_v = torch.cat([v, *v_lanes[: lane + 1]], dim=2).to(self.compute_dtype)
             lane_mask = torch.cat([self.key_mask] + [own_mask] * (lane + 1), dim=1)
+            if self.window is not None:
+                lane_mask[:, : max(0, lane_mask.shape[1] - self.window)] = False
             lane_k = lane_k.repeat_interleave(num_kv_groups, dim=1)
             lane_v = lane_v.repeat_interleave(num_kv_groups, dim=1)
             logits = q_lanes[lane].to(self.compute_dtype) @ lane_k.transpose(-1, -2) * scale

@@ -46,6 +46,44 @@ _OWN: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
 }
 NAMES = tuple(_OWN)
+WINDOW = 16
+_WINDOW_AND_ALL = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
+_SHARED: dict[str, Any] = {
+    "sliding_window": WINDOW,
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "num_kv_shared_layers": 2,
+    "vocab_size_per_layer_input": VOCAB_SIZE,
+    "hidden_size_per_layer_input": 8,
+}
+_WINDOWED: dict[str, dict[str, Any]] = {
+    "gemma3_text": _WINDOW_AND_ALL,
+    "mistral-window": {"sliding_window": WINDOW},
+    "exaone4": {**_WINDOW_AND_ALL, "sliding_window_pattern": 2},
+    "cohere2": _WINDOW_AND_ALL,
+    "llama4_text": {
+        "attention_chunk_size": WINDOW,
+        "layer_types": ["chunked_attention", "full_attention"],
+        "no_rope_layers": [1, 0],
+        "intermediate_size_mlp": 128,
+        "num_local_experts": 2,
+        "num_experts_per_tok": 1,
+    },
+    "qwen2-window": {"sliding_window": WINDOW, "use_sliding_window": True, "max_window_layers": 1},
+    "olmo3": _WINDOW_AND_ALL,
+    "gemma3n_text": {
+        **_SHARED,
+        "laurel_rank": 4,
+        "altup_num_inputs": 2,
+        "intermediate_size": [128] * 4,
+        "activation_sparsity_pattern": [0.0] * 4,
+    },
+    "gemma4_text": {**_SHARED, "global_head_dim": 32},
+    "gemma2-window": _WINDOW_AND_ALL,
+    "gpt_oss-window": {**_WINDOW_AND_ALL, "num_local_experts": 4, "num_experts_per_tok": 2},
+}
+WINDOWED_NAMES = tuple(_WINDOWED)
+"""Models with a sliding window or chunks of `WINDOW` tokens in some layers or all; two have layers that share KV."""
 # Attention and short convolutions in turn: a state that is updated in place beside the KV cache.
 _HYBRID: dict[str, dict[str, Any]] = {
     "lfm2": {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]}
@@ -77,7 +115,7 @@ def build(name: str, **overrides: Any) -> nn.Module:
     """A random decoder of one architecture: 2 layers, hidden size 64, heads of 16, GQA 4 to 2 where it has it.
 
     Args:
-        name: One of `NAMES`, "lfm2", or one whose attention is spelt out (bloom, gpt_oss, ...).
+        name: One of `NAMES` or `WINDOWED_NAMES`, "lfm2", or one whose attention is spelt out (bloom, gpt_oss, ...).
         **overrides: Fields of its config.
 
     Returns:
@@ -85,10 +123,10 @@ def build(name: str, **overrides: Any) -> nn.Module:
     """
     transformers.logging.set_verbosity_error()
     torch.manual_seed(0)
-    fields = {**_COMMON, **{**_OWN, **_HYBRID, **_SPELT_OUT}[name], **overrides}
+    fields = {**_COMMON, **{**_OWN, **_HYBRID, **_SPELT_OUT, **_WINDOWED}[name], **overrides}
     attention = fields.pop("attn_implementation", None)
     fields = {field: value for field, value in fields.items() if field not in _NOT_OF.get(name, ())}
-    config = AutoConfig.for_model(name, **fields)
+    config = AutoConfig.for_model(name.removesuffix("-window"), **fields)
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
     # Random weights of std 0.02 make near-uniform attention and logits: nothing that is forgotten would be missed.
     generator = torch.Generator().manual_seed(0)

@@ -1,0 +1,213 @@
+"""Layers with a window in a module of our own: the laws over random windows and lengths, crop, errors, sizes."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support import strategies
+from support.models import TinyConfig, TinyDecoder, generate
+from support.oracle import OracleDecoder
+from torch import Tensor
+
+import specache_fx
+from specache_fx.config import SpecacheConfig
+from specache_fx.runtime import registry
+from specache_fx.runtime.window_cache import WindowCache, buffer_rows
+
+EXACT = {"rtol": 2e-4, "atol": 2e-4}
+OPTIONS: dict[str, Any] = {"bits": 16, "group_size": 8, "residual_length": 8, "top_k": 8, "lowering": "eager"}
+
+
+def compiled(model: TinyDecoder, config: SpecacheConfig | None = None) -> Any:
+    torch._dynamo.reset()
+    options = OPTIONS if config is None else {**asdict(config), "lowering": "eager"}
+    return torch.compile(model, backend="specache", options=options)
+
+
+@st.composite
+def windowed(draw: st.DrawFn) -> strategies.Prompt:
+    """A prompt for a decoder of two layers, one of which or both keep a window."""
+    prompt = draw(strategies.prompts(min_len=2, max_len=30))
+    layers = draw(st.sampled_from(((0,), (1,), (0, 1))))
+    config = replace(prompt.model.config, num_layers=2, window=draw(st.integers(2, 24)), window_layers=layers)
+    return strategies.Prompt(TinyDecoder(config), prompt.input_ids, prompt.attention_mask)
+
+
+def forced_tokens(prompt: strategies.Prompt, tokens: int, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(
+        prompt.model.config.vocab_size, (len(prompt.input_ids), tokens - 1), generator=generator
+    )
+
+
+@settings(max_examples=6)
+@given(st.data())
+def test_windows_equal_the_dense_oracle(data: st.DataObject) -> None:
+    prompt = data.draw(windowed())
+    config = data.draw(strategies.configs(bits=data.draw(strategies.low_bits)))
+    forced = forced_tokens(prompt, 14, data.draw(strategies.seeds))
+    truth = OracleDecoder(prompt.model, config).generate(prompt.input_ids, 14, prompt.attention_mask, forced)
+    ours = generate(compiled(prompt.model, config), prompt.input_ids, 14, prompt.attention_mask, forced)
+    torch.testing.assert_close(ours.logits, truth.logits, **EXACT)
+    session = registry.find(ours.past[0][0])
+    assert session is not None and session.metrics.steps == 13
+    if config.num_lanes == 2 and session.has_global_layers:
+        assert int(session.metrics.token_hits) == truth.exact_hits.hits
+        assert session.metrics.token_checks == truth.exact_hits.total
+
+
+@pytest.mark.parametrize(
+    ("lookahead", "window", "layer"),
+    [("token", 9, 1), ("token", 20, 0), ("token", 4, 0), ("query", 5, 0), ("none", 6, 0)],
+)
+def test_window_of_one_layer_equals_the_dense_oracle(lookahead: Any, window: int, layer: int) -> None:
+    # Window 9: the past's length came in as an integer too, and lane 1 was given one more than the window has.
+    model = TinyDecoder(TinyConfig(num_layers=2, window=window, window_layers=(layer,)))
+    config = SpecacheConfig(bits=1, group_size=4, residual_length=2, top_k=3, lookahead=lookahead)
+    mask = torch.ones(2, 14, dtype=torch.bool)
+    mask[0, :3] = False
+    truth = OracleDecoder(model, config).generate(ids(14), 14, mask, ids(13, 1))
+    ours = generate(compiled(model, config), ids(14), 14, mask, ids(13, 1))
+    torch.testing.assert_close(ours.logits, truth.logits, **EXACT)
+    session = registry.find(ours.past[0][0])
+    assert session is not None
+    assert session.metrics.token_checks == truth.exact_hits.total
+    if lookahead != "none":
+        assert int(session.metrics.topk_hits) == truth.topk_hits.hits
+
+
+@settings(max_examples=6)
+@given(windowed())
+def test_windows_equal_plain_decoding(prompt: strategies.Prompt) -> None:
+    plain = generate(prompt.model, prompt.input_ids, 30, prompt.attention_mask)
+    ours = generate(compiled(prompt.model), prompt.input_ids, 30, prompt.attention_mask)
+    torch.testing.assert_close(ours.logits, plain.logits, **EXACT)
+    assert torch.equal(ours.tokens, plain.tokens)
+
+
+@given(
+    window=st.integers(2, 40),
+    sizes=st.lists(st.sampled_from((1, 1, 1, 2, 5, 30)), min_size=1, max_size=20),
+    seed=strategies.seeds,
+)
+def test_window_cache_holds_the_newest_pairs_and_takes_the_last_token_back(
+    window: int, sizes: list[int], seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    cache, key, value = WindowCache(window), torch.empty(2, 3, 0, 4), torch.empty(2, 3, 0, 5)
+    for q_len in sizes:
+        new_key, new_value = (torch.randn(2, 3, q_len, dim, generator=generator) for dim in (4, 5))
+        for again in (True, False):
+            cache.append(new_key, new_value)
+            if again and q_len == 1 and cache.kv_len > 1:
+                cache.truncate(cache.kv_len - 1)  # a step that failed after this layer
+                for held, all_of_it in zip(cache.window(), (key, value), strict=True):
+                    assert torch.equal(held, all_of_it[:, :, -(window - 1) :])
+            elif again:
+                break
+        key, value = torch.cat([key, new_key], 2), torch.cat([value, new_value], 2)
+        assert cache.kv_len == key.shape[2]
+        for held, all_of_it in zip(cache.window(), (key, value), strict=True):
+            assert torch.equal(held, all_of_it[:, :, -(window - 1) :])
+        assert cache.device_bytes <= buffer_rows(window - 1) * 2 * 3 * 9 * 4
+
+
+# Crop, several turns, handles -----------------------------------------------------------------------------------
+
+WINDOW = 12
+MIXED = TinyConfig(num_layers=2, window=WINDOW, window_layers=(0,))
+ALONE = TinyConfig(num_layers=2, window=WINDOW, window_layers=(0, 1))
+
+
+def ids(tokens: int, seed: int = 0) -> Tensor:
+    return torch.randint(61, (2, tokens), generator=torch.Generator().manual_seed(seed))
+
+
+@torch.no_grad()
+def turns(forward: Any, lengths: tuple[int, ...], tokens: Tensor) -> Tensor:
+    """Logits of `tokens`, given in pieces of these lengths."""
+    past, start, logits = None, 0, []
+    for length in lengths:
+        mask = torch.ones(2, start + length, dtype=torch.bool)
+        mask[0, :2] = False
+        out, past = forward(tokens[:, start : start + length], past=past, attention_mask=mask)
+        logits.append(out)
+        start += length
+    return torch.cat(logits, 1)
+
+
+@pytest.mark.parametrize("config", [MIXED, ALONE], ids=["mixed", "windows-alone"])
+@pytest.mark.parametrize("lengths", [(5, 3, 1, 1, 9, 1, 1, 4), (20, 1, 7, 1, 1), (6, 6, 6, 6)], ids=str)
+def test_turns_and_chunks_equal_the_plain_model(config: TinyConfig, lengths: tuple[int, ...]) -> None:
+    model, tokens = TinyDecoder(config), ids(sum(lengths))
+    torch.testing.assert_close(
+        turns(compiled(model), lengths, tokens), turns(model, lengths, tokens), **EXACT
+    )
+
+
+def cropped(past: Any, kv_len: int) -> Any:
+    return [(key[:, :, :kv_len], value[:, :, :kv_len]) for key, value in past]
+
+
+@pytest.mark.parametrize("config", [MIXED, ALONE], ids=["mixed", "windows-alone"])
+@torch.no_grad()
+def test_crop_before_the_window_is_full_equals_the_plain_model(config: TinyConfig) -> None:
+    model = TinyDecoder(config)
+    forward = compiled(model)
+    results = []
+    for run in (model, forward):
+        _, past = run(ids(9), attention_mask=torch.ones(2, 9).bool())
+        _, past = run(ids(1, 1), past=past, attention_mask=torch.ones(2, 10).bool())
+        past = cropped(past, 7)
+        logits = []
+        for step in range(8):
+            out, past = run(ids(1, step), past=past, attention_mask=torch.ones(2, 8 + step).bool())
+            logits.append(out)
+        results.append(torch.cat(logits, 1))
+    torch.testing.assert_close(results[1], results[0], **EXACT)
+
+
+@torch.no_grad()
+def test_going_back_beyond_a_full_window_is_refused_with_the_remedy() -> None:
+    forward = compiled(TinyDecoder(MIXED))
+    _, first = forward(ids(20), attention_mask=torch.ones(2, 20).bool())
+    past = first
+    for step in range(4):
+        _, past = forward(ids(1, step), past=past, attention_mask=torch.ones(2, 21 + step).bool())
+    with pytest.raises(specache_fx.CacheHandleError, match="has dropped pairs that it would need again"):
+        forward(ids(1), past=first, attention_mask=torch.ones(2, 21).bool())
+    _, past = forward(ids(1), past=past, attention_mask=torch.ones(2, 25).bool())  # the newest goes on
+    assert specache_fx.stats(past).kv_len == 25
+
+
+@torch.no_grad()
+def test_an_earlier_cache_of_full_windows_alone_is_refused() -> None:
+    forward = compiled(TinyDecoder(ALONE))
+    _, first = forward(ids(20), attention_mask=torch.ones(2, 20).bool())
+    _, second = forward(ids(1), past=first, attention_mask=torch.ones(2, 21).bool())
+    with pytest.raises(specache_fx.CacheHandleError, match="can't be told"):
+        forward(ids(1), past=first, attention_mask=torch.ones(2, 21).bool())
+    forward(ids(1), past=second, attention_mask=torch.ones(2, 22).bool())
+
+
+@torch.no_grad()
+def test_handles_have_the_lengths_of_their_layers_and_bytes_are_bounded() -> None:
+    model = TinyDecoder(MIXED)
+    forward = compiled(model)
+    ours = generate(forward, ids(5), 60)
+    assert [key.shape[2] for key, _ in ours.past] == [WINDOW - 1, 64]
+    stats = specache_fx.stats(ours.past)
+    pair = 2 * 2 * (8 + 8) * 4  # batch, heads, key and value, float32
+    assert stats.full_bytes == (WINDOW - 1 + 64) * pair
+    session = registry.find(ours.past[0][0])
+    assert session is not None
+    assert session.layers[0].device_bytes == buffer_rows(WINDOW - 1) * pair
+    assert session.host is not None and session.host.length(0) == 0
+    longer = generate(forward, ids(5), 120)
+    found = registry.find(longer.past[0][0])
+    assert found is not None and found.layers[0].device_bytes == session.layers[0].device_bytes
