@@ -337,8 +337,20 @@ def _drop_half_shared(state: PassState, readers: dict[Node, list[_Reader]]) -> N
     state.sites = [replace(site, layer=layers[site.layer]) for site in kept]
 
 
+def _appends_to_input(root: Node) -> bool:
+    parts: Any = root.args[0]
+    dim = root.args[1] if len(root.args) > 1 else root.kwargs.get("dim", 0)
+    first = parts[0] if isinstance(parts, (list, tuple)) and parts else None
+    return (
+        dim in (-2, 2)
+        and isinstance(first, Node)
+        and first.op == "placeholder"
+        and not is_static_input(first)
+    )
+
+
 def _unknown_forms(gm: GraphModule, state: PassState, outputs: set[Node]) -> list[Refusal]:
-    """KV caches whose attention has no normal form: each named by the softmax that reads it first."""
+    """KV caches whose attention has no normal form: each named by the softmax that reads it first, or by itself."""
     known = {core.node for core in state.cores or []}
     refusals: dict[Node, Refusal] = {}
     for root in gm.graph.nodes:
@@ -347,9 +359,13 @@ def _unknown_forms(gm: GraphModule, state: PassState, outputs: set[Node]) -> lis
         if root not in outputs and not any(user in outputs and _newest(user) for user in root.users):
             continue
         work, seen = list(root.users), set[Node]()
+        named = False
         while work:
             node = work.pop(0)
-            if node in seen or node in known or reads_shape_only(node):
+            if node in seen or reads_shape_only(node):
+                continue
+            if node in known:
+                named = True  # rewritten, or refused with a reason of its own
                 continue
             seen.add(node)
             if node not in state.unknown:
@@ -357,7 +373,12 @@ def _unknown_forms(gm: GraphModule, state: PassState, outputs: set[Node]) -> lis
                 continue
             remedy = f'Load it with attn_implementation="sdpa" if it can be. {_LEAVE}.'
             refusals.setdefault(node, Refusal(node.name, source_of(node), state.unknown[node], remedy))
+            named = True
             break
+        if not named and _appends_to_input(root):
+            reason = "no attention that specache knows reads this cache (it knows softmax and SDPA over query, keys)"
+            remedy = f"Use torch.nn.functional.scaled_dot_product_attention there. {_LEAVE}."
+            refusals.setdefault(root, Refusal(root.name, source_of(root), reason, remedy))
     return list(refusals.values())
 
 

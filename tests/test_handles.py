@@ -115,12 +115,21 @@ def test_another_compiler_gets_nan_from_a_handle(model: nn.Module) -> None:
     assert_never_finite(lambda: step(torch.compile(build("llama"), backend="eager"), past))
 
 
+class Sigmoid(nn.Module):
+    """Attention without a softmax."""
+
+    def forward(self, x: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        keys, values = torch.cat([keys, x], dim=2), torch.cat([values, 2 * x], dim=2)
+        return torch.sigmoid(x @ keys.transpose(-1, -2)) @ values, keys, values
+
+
+@torch.no_grad()
 def test_graph_that_is_left_alone_refuses_a_handle(model: nn.Module) -> None:
     past = generate(model).past_key_values
-    other = build("llama", attn_implementation="eager")
-    other.compile(backend="specache", options=SMALL)
-    with pytest.raises(CacheHandleError, match=r"did not rewrite.*attn_implementation=\"sdpa\""):
-        step(other, past)
+    other = torch.compile(Sigmoid(), backend="specache", options=SMALL)
+    keys, values = past.layers[0].keys, past.layers[0].values
+    with pytest.raises(CacheHandleError, match=r"did not rewrite.*scaled_dot_product_attention there"):
+        other(torch.randn(3, 2, 1, 16), keys, values)
 
 
 def test_gradients_refuse_a_handle(model: nn.Module) -> None:

@@ -199,6 +199,9 @@ class TinyDecoder(nn.Module):
             torch.arange(q.shape[2], device=q.device)[:, None] + (k.shape[2] - q.shape[2])
         )
         bias = self.slopes.to(q.dtype)[:, None, None] * distance
+        mask = mask | (
+            distance == 0
+        )  # a query that is padding sees itself; else all that it sees is the length
         return torch.where(mask, bias, torch.finfo(q.dtype).min)
 
     def spelt_out(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
