@@ -97,6 +97,8 @@ _SWA = {
     "swa_qk_rope_head_dim": 8,
     "swa_v_head_dim": 16,
 }
+_ADAPTER = {"adapter_in_dim": 64, "adapter_input_size": 64, "adapter_out_dim": 64}
+_BLT = {"hidden_size_global": 64, "num_key_value_heads": 4, "vocab_size": 260}
 _QWEN4 = {
     "indexer_n_heads": 2,
     "indexer_kv_heads": 1,
@@ -108,6 +110,14 @@ _QWEN4 = {
 }
 _OWN: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1], **_MAMBA2},
+    "blt": {
+        "vocab_size": 260,
+        "encoder_hash_byte_group_vocab": 100,
+        "encoder_config": _BLT,
+        "decoder_config": _BLT,
+        "patcher_config": {"num_key_value_heads": 4, "vocab_size": 260},
+        "global_config": {"num_key_value_heads": 4},
+    },
     "cohere_compass_text": {
         **_SLIDING_AND_FULL,
         "rope_parameters": {
@@ -122,7 +132,7 @@ _OWN: dict[str, dict[str, Any]] = {
         "ffn_config": {"ffn_hidden_size": 32, "moe_top_k": 2},
     },
     "dots1": {"n_shared_experts": 1, **_SLIDING_AND_FULL},
-    "dots3_note": {"text_config": _SWA, "audio_config": {"adapter_input_size": 64, "adapter_out_dim": 64}},
+    "dots3_note": {"text_config": _SWA, "audio_config": _ADAPTER, "vision_config": _ADAPTER},
     "dots3_note_text": _SWA,
     "falcon_h1": {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_ssm": 64, "mamba_chunk_size": 8},
     "gemma3n_text": {
@@ -176,7 +186,16 @@ _OWN: dict[str, dict[str, Any]] = {
 NOT_BUILT: dict[str, str] = {
     "gemma4_assistant": "drafts for another model and reads that model's KV pairs",
     "gemma4_unified_assistant": "drafts for another model and reads that model's KV pairs",
+    "musicgen": "it makes sound out of another encoder's states: generate() takes no tokens alone",
+    "musicgen_melody": "it makes sound out of another encoder's states: generate() takes no tokens alone",
     "gemma3n": "its vision tower needs the timm package (gemma3n_text is its decoder)",
+}
+
+# What `generate()` of a type needs besides.
+GENERATE: dict[str, dict[str, Any]] = {
+    "blt": {
+        "use_cache": False
+    },  # with a cache, transformers' own generate() asks its config for a field it hasn't
 }
 
 
@@ -241,3 +260,8 @@ def build(model_type: str) -> nn.Module:
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = PAD_TOKEN_ID
     return model
+
+
+def recipe(model_type: str) -> str:
+    """All that decides what `build` and `generate()` do for a type, as text."""
+    return repr([table.get(model_type) for table in (_OWN, NOT_BUILT, GENERATE)] + [_SIZES])
