@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import traceback
-import warnings
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.fx import GraphModule
 
 import specache_fx.backend
@@ -171,7 +170,7 @@ def _case(
 ) -> dict[str, Any]:
     """One compiled run against eager's."""
     watch = Watch(eager)
-    specache_fx.backend.Decode = watch.decode_class()  # type: ignore[misc]
+    specache_fx.backend.Decode = watch.decode_class()
     torch._dynamo.reset()
     row: dict[str, Any] = {}
     try:
@@ -184,6 +183,7 @@ def _case(
     except Exception as error:
         row["error"] = f"{_brief(error)} [{_where(error)}]"
     finally:
+        specache_fx.backend.Decode = Decode
         model._compiled_call_impl = None
         torch._dynamo.reset()
     row["lane_difference"] = largest(watch.lane_differences)
@@ -214,9 +214,13 @@ def verdict(kv_layers: int, cases: dict[str, dict[str, Any]]) -> str:
     return "rewritten" if rewritten >= kv_layers else "partly"
 
 
-def measure(model_type: str) -> dict[str, Any]:
-    """The row of a type."""
-    warnings.simplefilter("ignore")
+def measure(model_type: str, names: Iterable[str] = CASES) -> dict[str, Any]:
+    """The row of a type.
+
+    Args:
+        model_type: One of `TYPES`.
+        names: Which of `CASES` to run.
+    """
     if model_type in NOT_BUILT:
         return {"verdict": "not built", "reason": NOT_BUILT[model_type]}
     try:
@@ -226,7 +230,8 @@ def measure(model_type: str) -> dict[str, Any]:
         return {"verdict": "not built", "reason": f"transformers itself: {_brief(error)} [{_where(error)}]"}
     kv_layers, kinds = _kv_layers(eager[True].cache)
     cases: dict[str, dict[str, Any]] = {}
-    for name, (options, padded) in CASES.items():
+    for name in names:
+        options, padded = CASES[name]
         if options is EXACT or any(row["rewritten"] for row in cases.values()):  # else no option has a say
             cases[name] = _case(model, model_type, eager[padded], options, padded)
     return {

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import transformers
 
-from architectures.configs import TYPES, recipe
+from architectures.configs import recipe
 from architectures.measure import CASES, NEW_TOKENS, PADDING, PROMPT_LEN, TOLERANCE, largest
 
 ROOT = Path(__file__).parents[2]
@@ -55,6 +55,11 @@ def load() -> dict[str, dict[str, Any]]:
     """The committed rows by type; none if there is no table yet."""
     rows: dict[str, dict[str, Any]] = json.loads(JSON.read_text())["types"] if JSON.exists() else {}
     return rows
+
+
+def made_with() -> str:
+    """The transformers version of the committed table."""
+    return str(json.loads(JSON.read_text())["transformers"]) if JSON.exists() else ""
 
 
 def save(rows: dict[str, dict[str, Any]]) -> None:
@@ -151,8 +156,3 @@ def worse(new: dict[str, Any], old: dict[str, Any]) -> list[str]:
             if after[key] < before[key]:
                 found.append(f"{name}: {key} {before[key]} became {after[key]}: {reasons(new)}")
     return found
-
-
-def covers_all(rows: dict[str, dict[str, Any]]) -> list[str]:
-    """Types of the installed transformers without a row."""
-    return [name for name in TYPES if name not in rows]

@@ -13,6 +13,7 @@ import multiprocessing
 import os
 import sys
 import time
+import warnings
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Annotated, Any
@@ -41,6 +42,7 @@ _FORK = multiprocessing.get_context("fork")  # the parent has imported what take
 def _child(model_type: str, pipe: Connection) -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # compilers and models are noisy; what matters is in the row
     logging.disable(logging.CRITICAL)
+    warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     pipe.send(measure(model_type))
 
