@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 import transformers
-
 from architectures.configs import recipe
 from architectures.measure import CASES, NEW_TOKENS, PADDING, PROMPT_LEN, TOLERANCE, largest
 

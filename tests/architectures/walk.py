@@ -22,6 +22,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 import typer
+from architectures import table
+from architectures.configs import TYPES, build
+from architectures.measure import measure
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -31,10 +34,6 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
-
-from architectures import table
-from architectures.configs import TYPES, build
-from architectures.measure import measure
 
 _FORK = multiprocessing.get_context("fork")  # the parent has imported what takes seconds to import
 
