@@ -5,14 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING
 
 from torch.fx import GraphModule, Node
 
 from specache_fx.config import SpecacheConfig
-
-if TYPE_CHECKING:
-    from specache_fx.passes.positions import Prelude, Sources
+from specache_fx.passes.sources import Prelude, Sources
 
 
 class Phase(Enum):
@@ -111,6 +108,8 @@ class OutputPlan:
 class PassState:
     """What the passes of one graph tell each other. Earlier passes fill in what later ones read.
 
+    It is complete, and written to no more, when the graph's runner is made.
+
     Attributes:
         config: The options.
         phase: Set by `match_attention`.
@@ -124,8 +123,6 @@ class PassState:
         prelude: What depends on positions and lengths alone (decode).
         logits: Position of the logits among the kept outputs; None where there are none.
         mutated: Name of an input that the decode graph writes to, if there is one.
-        lanes: Lanes that the decode graph has.
-        fallback: Why it has one lane though two were asked for.
     """
 
     config: SpecacheConfig
@@ -140,8 +137,6 @@ class PassState:
     prelude: Prelude | None = None
     logits: int | None = None
     mutated: str | None = None
-    lanes: int = 1
-    fallback: str | None = None
 
 
 @dataclass(frozen=True)

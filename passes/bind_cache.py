@@ -16,7 +16,7 @@ Past and present KV become handles. What moves the pairs depends on the phase:
 
 Storing right after each attention is what keeps one layer's 16-bit pairs alive at a time. In decode nothing reads
 the masks any more, so they and all that knew `kv_len` die here; what they would have said is checked at run time by
-`check_masks` in `specache_fx/runners.py`.
+`check_masks` in `specache_fx/mask_check.py`.
 
 Expects sites from `match_attention`; without any it leaves the graph as it is.
 """
@@ -29,6 +29,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from specache_fx.passes.base import AttentionSite, OutputPlan, Pass, PassState, Phase
+from specache_fx.passes.find_sources import find_sources
 from specache_fx.passes.graph_utils import (
     add_placeholder,
     ancestors,
@@ -43,7 +44,6 @@ from specache_fx.passes.graph_utils import (
     shape_of,
     value_of,
 )
-from specache_fx.passes.positions import find_sources
 from specache_fx.runtime import ops  # noqa: F401  (registers torch.ops.specache)
 
 STATE = "specache_state"

@@ -36,14 +36,15 @@ def lane_inputs(gm: GraphModule, state: PassState) -> list[bool]:
     ]
 
 
-def duplicate_query(gm: GraphModule, state: PassState, inputs: Sequence[Any]) -> GraphModule:
-    """Trace the decode graph for `state.lanes` lanes.
+def duplicate_query(gm: GraphModule, state: PassState, inputs: Sequence[Any], lanes: int) -> GraphModule:
+    """Trace the decode graph for that many lanes.
 
     Args:
         gm: The graph after `split_prelude`.
-        state: Its `lanes` says how many.
+        state: Its state.
         inputs: One per placeholder; with two lanes, those of `lane_inputs` have a leading dimension of 2. Integers
             become constants of the result.
+        lanes: 1 or 2.
 
     Returns:
         The ATen graph; its inputs are the tensors among `inputs`, in order.
@@ -58,7 +59,7 @@ def duplicate_query(gm: GraphModule, state: PassState, inputs: Sequence[Any]) ->
         return Interpreter(gm).run(*full)  # not gm(...): new nodes shall know the lines of the model
 
     function = one_lane
-    if state.lanes > 1:
+    if lanes > 1:
         in_dims = tuple(0 if per_lane[i] else None for i in tensors)
         function = torch.vmap(one_lane, in_dims=in_dims, randomness="different")
     trace = make_fx(function, tracing_mode="fake", _allow_non_fake_inputs=True)

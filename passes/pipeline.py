@@ -62,17 +62,18 @@ def run_passes(
 
 
 def build_decode_graph(
-    gm: GraphModule, state: PassState, inputs: Sequence[Any], observe: Observer | None = None
+    gm: GraphModule, state: PassState, inputs: Sequence[Any], lanes: int, observe: Observer | None = None
 ) -> GraphModule:
     """The whole way from a captured decode graph to the one that is compiled.
 
     Args:
         gm: After `CAPTURE_PASSES`.
-        state: Its state; `lanes` is set.
+        state: Its state.
         inputs: The first step's, see `duplicate_query`.
+        lanes: See `duplicate_query`.
         observe: See `Observer`.
     """
-    traced = duplicate_query(gm, state, inputs)
+    traced = duplicate_query(gm, state, inputs, lanes)
     if observe is not None:
         observe("duplicate_query", traced, state)
     return run_passes(traced, state, DECODE_PASSES, observe)

@@ -28,7 +28,7 @@ from specache_fx.passes.graph_utils import (
     shape_of,
     target_name,
 )
-from specache_fx.passes.positions import Prelude
+from specache_fx.passes.sources import Prelude
 
 
 def _clamp_embeddings(gm: GraphModule) -> GraphModule:

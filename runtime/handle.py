@@ -1,12 +1,18 @@
 """Handles: what the model passes around in place of its KV cache.
 
-A handle has the shape that the model expects, `[batch, num_kv_heads, kv_len, head_dim]`, and next to no memory: it
-is one row of `head_dim` elements per batch row, expanded with stride 0 over heads and tokens. All the handles of a
-session are views of one storage, so storage identity names the session, and the storage dies with the last handle.
+A handle has the shape that the model expects, `[batch, num_kv_heads, kv_len, head_dim]`, and next to no memory: all
+the handles of a session look at one storage, so storage identity names the session, and the storage dies with the
+last handle. It holds one row of `head_dim` elements per slot and batch row, where a handle's first token begins,
+then a ruler of about `kv_len` elements:
 
-The row's elements are NaNs whose payload bits spell (magic, session, slot, row). They survive every copy, so that a
-permuted or copied cache can be told from the original, and whatever reads a handle as if it were a KV cache gets
-NaN, never an answer that is a little wrong.
+    element [b, h, t, d] of slot s  =  storage[offset(s) + b * head_dim + t + d]
+
+Stride 0 over heads, stride 1 over tokens: cutting tokens off the end keeps the offset (a crop, which a session can
+follow), cutting off the oldest ones moves it (which it can't, and so must see).
+
+All elements are NaNs. Those of the rows have payload bits that spell (magic, session, slot, row). They survive every
+copy, so that a permuted or copied cache can be told from the original, and whatever reads a handle as if it were a KV
+cache gets NaN, never an answer that is a little wrong.
 """
 
 from __future__ import annotations
@@ -20,6 +26,7 @@ MAGIC = 0x5CA
 _FIELDS = (("magic", 12), ("session", 24), ("slot", 12), ("row", 16))  # 64 bits
 _CODE_BITS = sum(bits for _, bits in _FIELDS)
 MAX_SESSION = 1 << 24
+_SLACK = 512  # elements by which a ruler grows at least
 
 
 @dataclass(frozen=True)
@@ -123,10 +130,10 @@ def issue(
     rows = [
         _encode(session, slot, batch, dim, dtype).flatten() for slot, (_, dim) in enumerate(heads_and_dims)
     ]
-    flat = torch.cat(rows).to(device)
+    storage = torch.cat(rows).to(device).untyped_storage()
     handles, offset = [], 0
     for heads, dim in heads_and_dims:
-        handles.append(flat.as_strided((batch, heads, kv_len, dim), (dim, 0, 0, 1), offset))
+        handles.append(_look(storage, dtype, device, offset, (batch, heads, kv_len, dim)))
         offset += batch * dim
     return handles
 
@@ -134,7 +141,29 @@ def issue(
 def resize(handle: torch.Tensor, kv_len: int) -> torch.Tensor:
     """The same handle for a cache of `kv_len` tokens; shares the storage."""
     batch, heads, _, dim = handle.shape
+    shape = (batch, heads, kv_len, dim)
+    resized = _look(handle.untyped_storage(), handle.dtype, handle.device, handle.storage_offset(), shape)
     # Dynamo would make the growing length static twice before it gives up; tell it at once.
-    resized = handle.as_strided((batch, heads, kv_len, dim), (dim, 0, 0, 1), handle.storage_offset())
     torch._dynamo.maybe_mark_dynamic(resized, 2)
     return resized
+
+
+def _look(
+    storage: torch.UntypedStorage,
+    dtype: torch.dtype,
+    device: torch.device,
+    offset: int,
+    shape: tuple[int, int, int, int],
+) -> torch.Tensor:
+    """A handle in `storage`, whose ruler grows as needed: in place, so that all its handles stay as they are.
+
+    No view of another tensor: Dynamo traces a view with its base, whose size would be known to the graph.
+    """
+    batch, _, kv_len, dim = shape
+    held, needed = storage.nbytes() // dtype.itemsize, offset + batch * dim + kv_len
+    if held < needed:
+        capacity = needed + max(_SLACK, kv_len // 2)
+        storage.resize_(capacity * dtype.itemsize)
+        tail = torch.empty(0, dtype=dtype, device=device).set_(storage, held, (capacity - held,), (1,))
+        tail.fill_(torch.nan)
+    return torch.empty(0, dtype=dtype, device=device).set_(storage, offset, shape, (dim, 0, 1, 1))

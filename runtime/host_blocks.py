@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import logging
 import mmap
 import os
+import resource
 import tempfile
 import weakref
 from abc import ABC, abstractmethod
@@ -14,30 +16,74 @@ from math import prod
 import psutil
 import torch
 
+from specache_fx._log import warn_once
 from specache_fx.errors import ConfigError, HostMemoryError
+
+logger = logging.getLogger(__name__)
 
 _CHECKED_BYTES = 1 << 20
 
 
-def resolve_host(host: str, device: torch.device) -> str:
+def resolve_host(host: str, device: torch.device, nbytes: int = 0, host_dir: str | None = None) -> str:
     """Turn the option `host` into the kind of store for a session on `device`.
 
     Args:
         host: "auto", "pinned", "memory" or "disk".
         device: Where the model runs.
+        nbytes: What the session's first prompt will ask for.
+        host_dir: The option, for the warning.
 
     Returns:
         "pinned", "memory" or "disk"; "auto" is "pinned" for CUDA, where copies run beside compute only from
-        page-locked memory, and "memory" elsewhere.
+        page-locked memory, and "memory" elsewhere, but "disk", with a warning, where that memory is not there.
 
     Raises:
         ConfigError: If "pinned" is asked for without a CUDA device.
     """
     if host == "auto":
+        if nbytes >= _CHECKED_BYTES and nbytes > (available := available_bytes()):
+            warn_once(
+                logger,
+                f"The 16-bit KV pairs of this prompt take {nbytes:,} bytes, and {available:,} bytes of memory are"
+                f" available: they go to a file under {host_dir or tempfile.gettempdir()!r}, which is slower. Choose"
+                ' the folder with host_dir=, or use host="disk" to have it always and without this warning.',
+            )
+            return "disk"
         return "pinned" if device.type == "cuda" else "memory"
     if host == "pinned" and not torch.cuda.is_available():
         raise ConfigError('host="pinned" needs a CUDA device, and there is none: use host="auto".')
     return host
+
+
+def available_bytes() -> int:
+    """Memory that this process can still get: what the machine has, within the process's limit on data."""
+    available = int(psutil.virtual_memory().available)
+    limit = resource.getrlimit(resource.RLIMIT_DATA)[0]
+    if limit != resource.RLIM_INFINITY:
+        available = min(available, max(limit - psutil.Process().memory_info().data, 0))
+    return available
+
+
+def check_host_dir(host: str, host_dir: str | None) -> None:
+    """Say at once, not in the first prompt, that the folder of a disk tier can't be used. Leaves nothing there.
+
+    Args:
+        host: The option. A folder is needed for "disk", and for "auto" if one is given.
+        host_dir: The option; None is the system's temporary folder.
+
+    Raises:
+        ConfigError: If no file can be made in the folder.
+    """
+    if host != "disk" and (host != "auto" or host_dir is None):
+        return
+    folder = host_dir or tempfile.gettempdir()
+    try:
+        os.close(_open_unnamed(folder))
+    except OSError as error:
+        raise ConfigError(
+            f'host="disk" can\'t keep a file under {folder!r}: {error.strerror}. Give host_dir= a folder that exists'
+            ' and can be written to, or use host="memory".'
+        ) from error
 
 
 class BlockStore(ABC):
@@ -81,7 +127,7 @@ class MemoryStore(BlockStore):
     def _allocate(self, shape: tuple[int, ...], dtype: torch.dtype, nbytes: int) -> torch.Tensor:
         # The kernel promises memory that it doesn't have, and kills the process when it is written to: ask
         # first.
-        available = psutil.virtual_memory().available if nbytes >= _CHECKED_BYTES else nbytes
+        available = available_bytes() if nbytes >= _CHECKED_BYTES else nbytes
         if nbytes > available:
             raise HostMemoryError(
                 f"The host tier asked for {nbytes:,} bytes more (it holds {self.nbytes:,}), and {available:,}"

@@ -68,6 +68,10 @@ def row_bytes(rows: torch.Tensor) -> np.ndarray:
     return rows.view(-1, rows.shape[-1]).view(torch.uint8).numpy()
 
 
+def _aligned(tokens: int) -> int:
+    return -(-tokens // ALIGN_TOKENS) * ALIGN_TOKENS
+
+
 class HostCache:
     """Rows of every layer of one session; see the module's docstring for the layout.
 
@@ -190,13 +194,19 @@ class HostCache:
         self._layers = [_Rows(shape) for shape in self.shapes]
         self._store.close()
 
+    @staticmethod
+    def first_bytes(batch: int, shapes: Sequence[RowShape], dtype: torch.dtype, tokens: int) -> int:
+        """Bytes that a first append of `tokens` to every layer reserves."""
+        row = sum(num_kv_heads * (key_dim + value_dim) for num_kv_heads, key_dim, value_dim in shapes)
+        return batch * _aligned(tokens) * row * dtype.itemsize
+
     def _reserve(self, rows: _Rows, tokens: int) -> None:
         missing = tokens - rows.starts[-1]
         if missing <= 0:
             return
         # The first block fits the prompt: a short one shouldn't reserve block_tokens in every layer.
         wanted = missing if not rows.blocks else max(missing, self.block_tokens)
-        capacity = -(-wanted // ALIGN_TOKENS) * ALIGN_TOKENS
+        capacity = _aligned(wanted)
         block = self._store.allocate((self.batch, rows.num_kv_heads, capacity, rows.dim), self.dtype)
         rows.blocks.append(block)
         rows.starts.append(rows.starts[-1] + capacity)

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from specache_fx.runtime.select import count_topk
+
 
 @dataclass
 class Metrics:
@@ -22,17 +24,17 @@ class Metrics:
         self.token_checks += token.numel()
         self.token_hits = self.token_hits + (token.reshape(-1) == speculative.reshape(-1)).sum()
 
-    def count_topk(self, needed: torch.Tensor, staged: torch.Tensor) -> None:
+    def count_topk(self, scores: torch.Tensor, top_k: int, staged: torch.Tensor) -> None:
         """Count how much of what lane 0 needed had been prefetched: the top-k hit rate of the paper's rebuttal.
 
         Args:
-            needed: int32 `[batch, num_kv_heads, top_k]`, the top-k by lane 0's own scores, -1 fills.
+            scores: float32 `[batch, num_kv_heads, num_quantized]`, lane 0's own.
+            top_k: How many of them it needed.
             staged: int32 `[batch, num_kv_heads, top_k]`, what was staged for the step, -1 fills.
         """
-        real = needed >= 0
-        hit = (needed[..., :, None] == staged[..., None, :]).any(-1) & real
-        self.topk_needed = self.topk_needed + real.sum()
-        self.topk_hits = self.topk_hits + hit.sum()
+        hits, needed = count_topk(scores, top_k, staged)
+        self.topk_needed = self.topk_needed + needed
+        self.topk_hits = self.topk_hits + hits
 
 
 def rate(hits: torch.Tensor | int, total: torch.Tensor | int) -> float | None:

@@ -24,8 +24,9 @@ _NOT_YET = (
     " sampling, or run this call on a model that is not compiled with specache."
 )
 _MIXED = (
-    "The past KV tensors of this call come from several caches, or in another order than the model returned them."
-    " Pass the cache of one call back as it was."
+    "The past KV tensors of this call come from several caches, or in another order than the model returned them, or"
+    " their oldest tokens were cut off. Pass the cache of one call back as it was: only its newest tokens can be cut"
+    " off (crop)."
 )
 _ENDED = (
     "The past KV cache belongs to a session that has ended (all of its tensors were dropped), or to a branch that was"
@@ -103,9 +104,23 @@ def _issue_of(tensor: torch.Tensor) -> _Issue | None:
     return None
 
 
-def is_handle(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is a handle or a copy of one."""
-    return find(tensor) is not None or handles.decode(tensor) is not None
+def first_handle(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """The first of several floating-point 4-D tensors that is a handle or a copy of one.
+
+    Costs one read of the device, whatever their number: only what begins with NaN is looked at closely.
+    """
+    known = {issued.storage.cdata for issued in _issues.values() if not issued.storage.expired()}
+    for tensor in tensors:
+        if tensor.untyped_storage()._cdata in known:
+            return tensor
+    full = [tensor for tensor in tensors if tensor.numel()]
+    if not full:
+        return None
+    starts = torch.stack([tensor.detach()[0, 0, 0, 0].to(full[0].device, torch.float32) for tensor in full])
+    for tensor, is_nan in zip(full, starts.isnan().tolist(), strict=True):
+        if is_nan and handles.decode(tensor) is not None:
+            return tensor
+    return None
 
 
 @dataclass(frozen=True)
@@ -186,7 +201,8 @@ def _adopt(past: Sequence[torch.Tensor]) -> _Issue:
             raise CacheHandleError(
                 f"The past KV tensor of shape {tuple(tensor.shape)} was not made by a model compiled with specache"
                 " (its prompt ran elsewhere, or before compiling, or with gradients enabled, or its attention was left"
-                " alone then). Run the prompt through the compiled model, under torch.no_grad(), and pass on the cache"
+                " alone then; or the oldest tokens of a copy were cut off). Run the prompt through the compiled"
+                " model, under torch.no_grad(), and pass on the cache"
                 " that it returns; specache_fx.explain() says what was left alone."
             )
         issued = _issues.get(codes[0].session)

@@ -12,11 +12,12 @@ from dataclasses import dataclass
 import torch
 
 from specache_fx.config import SpecacheConfig
-from specache_fx.errors import CacheHandleError, UnsupportedGraphError
+from specache_fx.errors import CacheHandleError
 from specache_fx.runtime.copy_engine import CopyEngine
 from specache_fx.runtime.handle import MAX_SESSION
 from specache_fx.runtime.host_cache import HostCache, resolve_host
 from specache_fx.runtime.kernels import DecodeInputs, choose_kernel
+from specache_fx.runtime.key_mask import KeyMask
 from specache_fx.runtime.layer_cache import LayerCache
 from specache_fx.runtime.metrics import Metrics
 from specache_fx.runtime.quant import make_quantizer
@@ -58,7 +59,7 @@ class Session:
         self.state = torch.tensor([self.number])
         self.batch: int | None = None
         self.kv_len = 0
-        self.key_mask: torch.Tensor | None = None
+        self.key_mask = KeyMask()
         self.closed = False
         self.predecoding = False
         self.speculative_token: torch.Tensor | None = None  # what lane 1 decodes next
@@ -73,13 +74,17 @@ class Session:
         self._kernel = choose_kernel(config.kernel, device)
         self._select_pairs = make_selector(config)
         self._scores: dict[int, tuple[torch.Tensor, int]] = {}
+        # Rows and indices of the layers that have waited in this step: from the wait to the prefetch that overwrites
+        # them, and no longer.
+        self._staged: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
-    def _open(self, batch: int) -> None:
-        """Make the tiers, once the batch is known."""
+    def _open(self, batch: int, tokens: int) -> None:
+        """Make the tiers, once the batch and the length of the first prompt are known."""
         self.batch = batch
         if self.config.placement.offload:
-            host = resolve_host(self.config.host, self.device)
             rows = [(shape.num_kv_heads, shape.key_dim, shape.value_dim) for shape in self.shapes]
+            nbytes = HostCache.first_bytes(batch, rows, self.dtype, self.config.num_quantized(tokens))
+            host = resolve_host(self.config.host, self.device, nbytes, self.config.host_dir)
             self.host = HostCache(batch, rows, self.dtype, host, self.config.host_dir)
         if self.host is not None and self.config.placement.prefetch:
             self.engine = CopyEngine(self.host, self.config.top_k, self.device)
@@ -107,27 +112,10 @@ class Session:
             UnsupportedGraphError: If the mask is neither "attend" nor "don't" somewhere.
         """
         if self.batch is None:
-            self._open(key.shape[0])
+            self._open(key.shape[0], key.shape[2])
         self.layers[layer].append(key, value)
         if layer == 0:
-            self.key_mask = self.real_keys(mask)
-
-    def real_keys(self, mask: torch.Tensor | None) -> torch.Tensor | None:
-        """Bool `[batch, kv_len]` from the last row of an attention mask; None where every token is real."""
-        if mask is None:
-            return None
-        assert self.batch is not None
-        row = mask.reshape(-1, mask.shape[-1]).expand(self.batch, -1)
-        if row.dtype != torch.bool:
-            keep = row == 0
-            if not bool((keep | (row <= torch.finfo(row.dtype).min / 2)).all()):
-                raise UnsupportedGraphError(
-                    "An additive attention mask holds values that are neither 0 nor the least of its dtype, so it is"
-                    " a bias and no padding mask. Biases in attention are not supported: compile this model with"
-                    ' backend="inductor".'
-                )
-            row = keep
-        return None if bool(row.all()) else row.clone()
+            self.key_mask.read(mask, key.shape[0])
 
     def load(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """A layer's whole history at 16 bits, for an exact extend."""
@@ -138,7 +126,7 @@ class Session:
     def wait_prefetch(self, layer: int) -> None:
         """Return when the pairs that were prefetched for this layer's next attention have arrived."""
         if self.engine is not None and not self.predecoding:
-            self.engine.wait(layer)
+            self._staged[layer] = self.engine.wait(layer)
 
     def attend(
         self,
@@ -165,14 +153,8 @@ class Session:
         cache = self.layers[layer]
         rows = indices = None
         if staged and self.engine is not None and not self.predecoding:
-            rows, indices = self.engine.wait(layer)
+            rows, indices = self._staged[layer]
         window_key, window_value = cache.window()
-        mask = self.key_mask
-        if mask is not None and mask.shape[1] < cache.kv_len:
-            # Decoded tokens are real; a step's first layer lengthens the mask for all.
-            mask = self.key_mask = torch.nn.functional.pad(
-                mask, (0, cache.kv_len - mask.shape[1]), value=True
-            )
         out, scores = self._kernel.attention(
             DecodeInputs(
                 query=query,
@@ -186,7 +168,7 @@ class Session:
                 window_value=window_value,
                 staged_rows=rows,
                 staged_indices=indices,
-                key_mask=mask,
+                key_mask=self.key_mask.grow(cache.kv_len),
                 scale=scale,
                 independent_lanes=self.predecoding,
             )
@@ -203,14 +185,15 @@ class Session:
         scores, quantized_before = self._scores.pop(layer)
         chosen = self._select_pairs(scores[-1][..., : self.layers[layer].num_quantized], self.config.top_k)
         ahead = self.config.lookahead != "none" and not self.predecoding
-        if self.config.track_hit_rates and ahead and self.engine is not None:
-            needed = self._select_pairs(scores[0][..., :quantized_before], self.config.top_k)
-            self.metrics.count_topk(needed, self.engine.wait(layer)[1])
+        if self.config.track_hit_rates and ahead and self.engine is not None and quantized_before:
+            needed = scores[0][..., :quantized_before]
+            self.metrics.count_topk(needed, self.config.top_k, self._staged[layer][1])
         return chosen
 
     def prefetch(self, layer: int, indices: torch.Tensor) -> None:
         """Start bringing the 16-bit pairs of `indices` to the device, beside what the device computes next."""
         assert self.engine is not None
+        self._staged.pop(layer, None)
         self.engine.prefetch(layer, indices)
 
     def append(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
@@ -233,9 +216,9 @@ class Session:
             if self.engine is not None:
                 self.engine.reset(i)
             layer.truncate(kv_len)
-        if self.key_mask is not None:
-            self.key_mask = self.key_mask[:, :kv_len]
+        self.key_mask.crop(kv_len)
         self._scores.clear()
+        self._staged.clear()
         self.kv_len = kv_len
         self.forget_lookahead()
 
@@ -254,9 +237,8 @@ class Session:
     @property
     def device_bytes(self) -> int:
         """Bytes that the cache takes on the device, counted on its tensors."""
-        mask = 0 if self.key_mask is None else self.key_mask.untyped_storage().nbytes()
         staged = 0 if self.engine is None else self.engine.device_bytes
-        return sum(layer.device_bytes for layer in self.layers) + staged + mask
+        return sum(layer.device_bytes for layer in self.layers) + staged + self.key_mask.device_bytes
 
     @property
     def host_bytes(self) -> int:
@@ -283,3 +265,4 @@ class Session:
             self.host.close()
         self.layers, self.host, self.engine = [], None, None
         self._scores.clear()
+        self._staged.clear()

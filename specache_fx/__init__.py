@@ -5,7 +5,11 @@ out = model.generate(**inputs, return_dict_in_generate=True)
 specache_fx.stats(out.past_key_values)
 """
 
-from specache_fx.api import SessionStats, compile, stats
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from specache_fx.config import SpecacheConfig
 from specache_fx.errors import (
     CacheHandleError,
@@ -16,7 +20,10 @@ from specache_fx.errors import (
     SpecacheError,
     UnsupportedGraphError,
 )
-from specache_fx.explain import Explanation, explain
+
+if TYPE_CHECKING:
+    from specache_fx.api import SessionStats, compile, stats
+    from specache_fx.explanation import Explanation, explain
 
 __all__ = [
     "CacheHandleError",
@@ -33,3 +40,24 @@ __all__ = [
     "explain",
     "stats",
 ]
+
+# What loads torch is loaded when it is asked for: else `specache-fx --help` takes seconds. No module of this package
+# may have one of these names: importing it would put the module in the function's place.
+_LAZY = {
+    "SessionStats": "specache_fx.api",
+    "compile": "specache_fx.api",
+    "stats": "specache_fx.api",
+    "Explanation": "specache_fx.explanation",
+    "explain": "specache_fx.explanation",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(_LAZY[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -16,6 +16,7 @@ from specache_fx.backend import Backend
 from specache_fx.config import SpecacheConfig
 from specache_fx.errors import CacheHandleError, ConfigError
 from specache_fx.runtime import registry
+from specache_fx.runtime.host_blocks import check_host_dir
 from specache_fx.runtime.metrics import rate
 from specache_fx.runtime.session import Session
 
@@ -37,10 +38,13 @@ def compile(module: Module, **options: Any) -> Module:
         What was given.
 
     Raises:
-        ConfigError: On unknown or bad options, on options for a wrapper, on a wrapper of another backend.
+        ConfigError: On unknown or bad options, a `host_dir` that can't be used, options for a wrapper, or a wrapper of
+            another backend.
     """
     if not isinstance(module, OptimizedModule):
-        SpecacheConfig.from_options(options)
+        config = SpecacheConfig.from_options(options)
+        if config.placement.offload:
+            check_host_dir(config.host, config.host_dir)
         module.compile(backend="specache", options=options)
         return module
     if options:

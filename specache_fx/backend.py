@@ -7,18 +7,19 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-import torch._dynamo
-from torch._guards import CompileContext
 from torch.fx import GraphModule
 
 from specache_fx._log import forget_warnings, warn_once
 from specache_fx.config import SpecacheConfig
+from specache_fx.decode_runner import Decode
 from specache_fx.errors import ConfigError, UnsupportedGraphError
 from specache_fx.lowering import Compiled, example_state, lower
 from specache_fx.passes.base import PassState, Phase, Refusal
 from specache_fx.passes.graph_utils import copy_graph, is_static_input, placeholders, shape_of, value_of
 from specache_fx.passes.pipeline import CAPTURE_PASSES, Observer, run_passes
-from specache_fx.runners import Decode, Extend, LeftAlone, Prefill
+from specache_fx.recompile_limit import make_room
+from specache_fx.runners import Extend, LeftAlone, Prefill
+from specache_fx.runtime.host_blocks import check_host_dir
 from specache_fx.runtime.kernels import choose_kernel
 from specache_fx.runtime.quant import make_quantizer
 from specache_fx.runtime.select import make_selector
@@ -48,8 +49,9 @@ class Backend:
             observe: Sees every graph on the way (`specache_fx.explain`).
 
         Raises:
-            ConfigError: On a mode, an unknown option or a bad value.
-            UnsupportedGraphError: Under `strict=True`, if an attention can't be rewritten.
+            ConfigError: On a mode, an unknown option, a bad value or a `host_dir` that can't be used.
+            UnsupportedGraphError: Under `strict=True`, if an attention can't be rewritten; or if Dynamo is about to
+                give this model up (see `make_room`).
         """
         if mode is not None:
             raise ConfigError(
@@ -61,6 +63,7 @@ class Backend:
             make_quantizer(config),
             make_selector(config),
         )  # unknown names are refused now, not in the first prompt
+        make_room()
         state = PassState(config)
         if observe is not None:
             observe("dynamo", gm, state)
@@ -77,9 +80,10 @@ class Backend:
         first = state.sites[0].new_key
         kv = value_of(first)
         choose_kernel(config.kernel, kv.device)
-        _warn_near_recompile_limit()
         if state.phase is Phase.DECODE:
             return Decode(rewritten, state, observe)
+        if state.phase is Phase.PREFILL and config.placement.offload:  # where sessions are made
+            check_host_dir(config.host, config.host_dir)
         compiled = lower(rewritten, [*example_inputs, example_state()], config.lowering)
         if state.phase is Phase.PREFILL:
             return Prefill(compiled, state, kv.dtype, kv.device)
@@ -117,19 +121,6 @@ class Backend:
             state.phase.value,
             len(state.sites),
             len(state.refusals),
-        )
-
-
-def _warn_near_recompile_limit() -> None:
-    """Say so before Dynamo gives up compiling a model and runs it uncompiled, on handles: its logits are NaN then."""
-    compile_id = CompileContext.current_compile_id()
-    limit = torch._dynamo.config.recompile_limit
-    if compile_id is not None and (compile_id.frame_compile_id or 0) + 1 >= limit:
-        warn_once(
-            logger,
-            f"This model has been compiled {limit} times, for different shapes and ways of generating. Past"
-            " torch._dynamo.config.recompile_limit Dynamo runs a model uncompiled, and its logits would be NaN. Raise"
-            f" the limit (torch._dynamo.config.recompile_limit = {8 * limit}), or call torch._dynamo.reset().",
         )
 
 

@@ -52,12 +52,13 @@ class SpecacheConfig:
             "query" uses the output token's own scores, one step late; "none" selects and fetches in the same step.
         quantizer: Name of a quantiser in `specache_fx.runtime.quant.QUANTIZERS`.
         selector: Name of a selection policy in `specache_fx.runtime.select.SELECTORS`.
-        host: Where the 16-bit pairs live: "pinned" (CUDA), "memory", "disk" (a memory-mapped file), or "auto".
-        host_dir: Folder for `host="disk"`; the system's temporary folder by default. Its file is never left behind.
+        host: Where the 16-bit pairs live: "pinned" (CUDA), "memory", "disk" (a memory-mapped file), or "auto":
+            "pinned" or "memory", or "disk" with a warning where there is too little memory for the prompt's.
+        host_dir: Folder for the file; the system's temporary folder by default. It is never left behind.
         kernel: Name of a kernel in `specache_fx.runtime.kernels.KERNELS`, or "auto".
         lowering: "inductor" compiles the rewritten graphs; "eager" runs them as they are (no compile time).
         strict: Raise where an attention can't be rewritten, instead of leaving it alone with a warning.
-        track_hit_rates: Measure `topk_hit_rate` (one more top-k a layer and step).
+        track_hit_rates: Measure `topk_hit_rate` (one more top-k a layer and step, without a sort).
 
     Raises:
         ConfigError: On a value outside its range or a contradiction; also a `ValueError`.
@@ -97,9 +98,9 @@ class SpecacheConfig:
             if not isinstance(self.host_dir, (str, Path)):
                 raise ConfigError(f"host_dir={self.host_dir!r}: give the path of a folder.")
             object.__setattr__(self, "host_dir", str(self.host_dir))
-            if self.host != "disk":
+            if self.host not in ("auto", "disk"):
                 raise ConfigError(
-                    f'host_dir is given, but host={self.host!r}: host_dir goes with host="disk".'
+                    f'host_dir is given, but host={self.host!r}: host_dir goes with host="disk" or "auto".'
                 )
 
     def _one_of(self, name: str, valid: tuple[Any, ...]) -> None:

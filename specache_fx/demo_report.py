@@ -19,7 +19,7 @@ from rich.table import Table
 from specache_fx.api import SessionStats
 from specache_fx.sizes import format_size
 
-_PACKAGES = ("specache-fx", "torch", "transformers", "torchao")
+_PACKAGES = ("specache-fx", "torch", "transformers")
 
 
 @dataclass(frozen=True)

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from specache_fx.errors import ConfigError
 
 _REMEDY = "Give --layers, --kv-heads and --head-dim instead of --model."
+_GIVE = (
+    "Give --model a folder with a config.json, or the name of a model on the Hugging Face hub; or give --layers,"
+    " --kv-heads and --head-dim instead."
+)
 
 
 @dataclass(frozen=True)
@@ -38,14 +43,20 @@ def load_model_shape(model: str) -> ModelShape:
     Raises:
         ConfigError: If there is no such config, or its layers' caches are not all of one shape and length.
     """
+    path = Path(model)
+    if path.is_dir() and not (path / "config.json").is_file():
+        raise ConfigError(f"The folder {model!r} has no config.json. {_GIVE}")
+    # A name on the hub is "name" or "owner/name".
+    if not path.exists() and (path.is_absolute() or len(path.parts) > 2 or model.startswith((".", "~"))):
+        raise ConfigError(f"There is no file or folder {model!r}. {_GIVE}")
     from transformers import AutoConfig
 
     try:
         config = AutoConfig.from_pretrained(model)
     except (OSError, ValueError, KeyError) as error:
+        said = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ConfigError(
-            f"The config of model {model!r} can't be read: {str(error).strip().splitlines()[0]} Give a folder with a"
-            f" config.json, or the name of a model on the Hugging Face hub. {_REMEDY}"
+            f"The config of model {model!r} can't be read. {_GIVE} (transformers says: {said})"
         ) from error
     return shape_of(config)
 

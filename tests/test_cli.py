@@ -148,7 +148,15 @@ def test_plan_refuses_models_with_other_caches(tmp_path: Path, config: PreTraine
         ([*MISTRAL_7B, "--policy", "magic"], "choose one of 'specache', 'kivi'"),
         ([*MISTRAL_7B, "--dtype", "int8"], "choose one of bfloat16, float16, float32"),
         ([*MISTRAL_7B, "--model", "somewhere"], "give one or the others"),
-        (["--model", "/nowhere"], "can't be read"),
+        (
+            ["--model", "/nowhere"],
+            "Invalid value: There is no file or folder '/nowhere'. Give --model a folder",
+        ),
+        (["--model", "tests"], "Invalid value: The folder 'tests' has no config.json. Give --model a folder"),
+        (
+            ["--model", "pyproject.toml"],
+            "Invalid value: The config of model 'pyproject.toml' can't be read. Give",
+        ),
         ([*MISTRAL_7B, "--json", "/nowhere/plan.json"], "a folder that exists"),
     ],
 )

@@ -8,7 +8,7 @@ import re
 import pytest
 import torch
 from support.models import TinyConfig, TinyDecoder, generate
-from transformers import LlamaConfig, LlamaForCausalLM
+from support.zoo import build
 
 import specache_fx
 
@@ -19,20 +19,6 @@ DECODE_LAYER = ["wait_prefetch", "quantized_attention", "append", "topk", "prefe
 
 def _run(model: torch.nn.Module) -> None:
     generate(model, torch.arange(24).view(2, 12) % 61, 4)
-
-
-def _llama(**kwargs: object) -> LlamaForCausalLM:
-    config = LlamaConfig(
-        vocab_size=128,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        eos_token_id=None,
-        **kwargs,
-    )
-    return LlamaForCausalLM(config).eval()
 
 
 def test_every_graph_is_named_with_its_phase_and_the_decode_ops_are_shown() -> None:
@@ -48,7 +34,7 @@ def test_every_graph_is_named_with_its_phase_and_the_decode_ops_are_shown() -> N
 
 
 def test_a_transformers_model_is_driven_through_generate_and_left_as_it_was() -> None:
-    model = _llama()
+    model = build("llama")
     input_ids = torch.arange(3, 20)[None]
     report = specache_fx.explain(model, input_ids=input_ids)
     assert "decode, 2 lanes, 2 attentions rewritten" in str(report)
@@ -60,7 +46,9 @@ def test_a_transformers_model_is_driven_through_generate_and_left_as_it_was() ->
 
 
 def test_eager_attention_is_refused_with_its_line_and_the_remedy() -> None:
-    report = specache_fx.explain(_llama(attn_implementation="eager"), input_ids=torch.arange(3, 20)[None])
+    report = specache_fx.explain(
+        build("llama", attn_implementation="eager"), input_ids=torch.arange(3, 20)[None]
+    )
     text = str(report)
     assert "0 attentions rewritten, 1 left alone" in text
     assert "modeling_llama.py" in text and "nn.functional.softmax" in text

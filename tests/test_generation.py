@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import threading
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -12,10 +13,12 @@ import pytest
 import torch
 from support.zoo import SMALL, build, left_padded
 from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoTokenizer, TextIteratorStreamer, TextStreamer
 from transformers.generation.streamers import BaseStreamer
 
 import specache_fx
 from specache_fx import CacheHandleError
+from specache_fx.examples.needle import MODEL_DIR, make_prompts
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -240,6 +243,40 @@ def test_streamer_gets_every_token() -> None:
     listener = Listener()
     tokens = generate(compiled(), streamer=listener)
     assert listener.ended and torch.equal(torch.cat(listener.pieces, dim=1), tokens)
+
+
+def streamed(model: nn.Module, tokenizer: Any, inputs: dict[str, Tensor]) -> str:
+    """What a `TextIteratorStreamer` gives while `generate()` runs in a thread of its own."""
+    streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=120)
+    kwargs = {**inputs, "streamer": streamer, "max_new_tokens": 24, "do_sample": False}
+    thread = threading.Thread(target=model.generate, kwargs=kwargs)
+    thread.start()
+    pieces = list(streamer)
+    thread.join()
+    assert len(pieces) > 4
+    return "".join(pieces)
+
+
+def test_text_streamers_give_the_text_of_eager(capsys: pytest.CaptureFixture[str]) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(MODEL_DIR)
+    model = AutoModelForCausalLM.from_pretrained(MODEL_DIR, dtype=torch.float32)
+    inputs = dict(tokenizer(make_prompts(1, 300, 8, seed=5).texts, return_tensors="pt"))
+    printed, expected = {}, streamed(model, tokenizer, inputs)
+    for name in ("eager", "specache"):
+        if name == "specache":
+            model.compile(backend="specache", options={**SMALL, "bits": 16})
+            assert streamed(model, tokenizer, inputs) == expected
+        capsys.readouterr()
+        out = model.generate(
+            **inputs,
+            streamer=TextStreamer(tokenizer, skip_prompt=True),
+            max_new_tokens=24,
+            do_sample=False,
+            return_dict_in_generate=True,
+        )
+        printed[name] = capsys.readouterr().out
+    assert printed["specache"] == printed["eager"] == expected + "\n"
+    assert specache_fx.stats(out.past_key_values).steps == 23
 
 
 def test_inference_mode_and_no_grad_by_turns() -> None:

@@ -60,8 +60,8 @@ def test_length_is_right_after_every_step(model: nn.Module) -> None:
 def test_returned_cache_takes_next_to_nothing(model: nn.Module) -> None:
     past = generate(model).past_key_values
     storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in pairs(past)}
-    # One row of head_dim floats for each of the 4 slots and 3 batch rows, however long the sequence.
-    assert sum(storages.values()) == 4 * 3 * 16 * 4
+    # One storage: a row of head_dim floats for each of the 4 slots and 3 batch rows, and a ruler of a float a token.
+    assert len(storages) == 1 and sum(storages.values()) <= 4 * (4 * 3 * 16 + 41 + 2 * 512)
     assert specache_fx.stats(past).full_bytes == 41 * 4 * 3 * 2 * 16 * 4
 
 
@@ -212,6 +212,49 @@ def test_a_view_of_a_handle_keeps_the_session(model: nn.Module) -> None:
     generate(model, new_tokens=2)
     assert session is not None and not session.closed
     assert registry.find(view) is session
+
+
+def drop_oldest(past: Any, tokens: int, copied: bool) -> None:
+    for layer in past.layers:
+        layer.keys, layer.values = (
+            x[:, :, tokens:].clone() if copied else x[:, :, tokens:] for x in (layer.keys, layer.values)
+        )
+
+
+@pytest.mark.parametrize("copied", [False, True], ids=["view", "copy"])
+@pytest.mark.parametrize("tokens", [1, 16, 17, 40])
+def test_dropping_the_oldest_tokens_is_refused(model: nn.Module, tokens: int, copied: bool) -> None:
+    """It can't be served: the pairs that stay have other positions in the session."""
+    past = generate(model).past_key_values
+    drop_oldest(past, tokens, copied)
+    with pytest.raises(CacheHandleError, match=r"oldest tokens|reordered|in use"):
+        step(model, past)
+
+
+@torch.no_grad()
+def test_the_ruler_grows_in_place(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Longer handles need more of it: the storage stays the same, older handles too, and nothing is compiled."""
+    monkeypatch.setattr(handle, "_SLACK", 8)
+    out = model(PROMPT["input_ids"], use_cache=True)
+    first = out.past_key_values.layers[0].keys
+    storage, began = first.untyped_storage()._cdata, first.untyped_storage().nbytes()
+    for i in range(40):
+        if i == 3:
+            graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+        out = model(torch.full((3, 1), 7), past_key_values=out.past_key_values, use_cache=True)
+        assert all(x.isnan().all() for x in pairs(out.past_key_values))
+    newest = out.past_key_values.layers[0].keys
+    assert newest.untyped_storage()._cdata == storage and newest.untyped_storage().nbytes() > began
+    assert handle.decode(first) == handle.decode(newest)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
+
+
+@pytest.mark.parametrize("others", [0, 1, 5])
+def test_a_handle_among_other_tensors_is_found(others: int) -> None:
+    numbers = [torch.randn(2, 2, 3, 16), torch.full((2, 2, 3, 16), torch.nan), torch.empty(2, 2, 0, 16)]
+    mine = handle.issue(6, [(2, 16)], 2, 3, torch.bfloat16, torch.device("cpu"))[0].clone()
+    assert registry.first_handle(numbers * others) is None
+    assert registry.first_handle([*numbers * others, mine, *numbers]) is mine
 
 
 def test_many_generations_leave_one_session(model: nn.Module) -> None:

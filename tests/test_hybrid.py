@@ -8,7 +8,6 @@ import pytest
 import torch
 from support.zoo import build
 from torch import Tensor
-from transformers import Lfm2Config, Lfm2ForCausalLM
 
 import specache_fx
 
@@ -19,19 +18,7 @@ PROMPT = torch.randint(3, 97, (2, 21), generator=torch.Generator().manual_seed(0
 
 
 def test_a_hybrid_of_convolutions_and_attention_equals_eager() -> None:
-    torch.manual_seed(0)
-    config = Lfm2Config(
-        vocab_size=97,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        layer_types=["conv", "full_attention", "conv"],
-        eos_token_id=None,
-        pad_token_id=0,
-    )
-    model = Lfm2ForCausalLM(config).eval()
+    model = build("lfm2")
     expected = model.generate(PROMPT, max_new_tokens=24, do_sample=False)
     model.compile(backend="specache", options=OPTIONS)
     out = model.generate(PROMPT, max_new_tokens=24, do_sample=False, return_dict_in_generate=True)

@@ -21,9 +21,10 @@ RANKS: tuple[tuple[str, ...], ...] = (
     ("specache_fx.demo_report", "specache_fx.plan_report"),
     ("specache_fx.examples",),
     ("specache_fx",),  # only its __init__
-    ("specache_fx.explain", "specache_fx.api", "specache_fx.plan"),
+    ("specache_fx.explanation", "specache_fx.api", "specache_fx.plan"),
     ("specache_fx.backend",),
-    ("specache_fx.runners",),
+    ("specache_fx.decode_runner",),
+    ("specache_fx.runners", "specache_fx.mask_check"),
     ("specache_fx.lowering",),
     ("specache_fx.passes",),
     ("specache_fx.runtime.ops",),
@@ -32,10 +33,11 @@ RANKS: tuple[tuple[str, ...], ...] = (
     ("specache_fx.runtime.layer_cache", "specache_fx.runtime.copy_engine"),
     ("specache_fx.runtime.copy_job", "specache_fx.runtime.planes", "specache_fx.runtime.metrics"),
     ("specache_fx.runtime.host_cache", "specache_fx.runtime.staging", "specache_fx.runtime.kernels"),
-    ("specache_fx.runtime.host_blocks", "specache_fx.runtime.handle"),
+    ("specache_fx.runtime.host_blocks", "specache_fx.runtime.handle", "specache_fx.runtime.key_mask"),
     ("specache_fx.runtime.quant", "specache_fx.runtime.select"),
     ("specache_fx.runtime",),  # only its __init__, which imports nothing
     ("specache_fx.config", "specache_fx.sizes", "specache_fx.model_shape", "specache_fx.quiet"),
+    ("specache_fx.recompile_limit",),
     ("specache_fx.errors", "specache_fx._log"),
 )
 RANK = {name: len(RANKS) - i for i, names in enumerate(RANKS) for name in names}

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from support.models import TinyConfig, TinyDecoder, generate
+from torch._dynamo.exc import BackendCompilerFailed
 
 import specache_fx
 from specache_fx.runtime import registry
@@ -67,16 +68,44 @@ def _prompt(model: TinyDecoder, tokens: int = 40) -> torch.Tensor:
     return torch.randint(model.config.vocab_size, (2, tokens), generator=generator)
 
 
-def test_host_dir_that_does_not_exist_is_named_and_the_model_stays_usable(tmp_path: Path) -> None:
-    model = TinyDecoder(TinyConfig())
-    folder = tmp_path / "kv"
-    compiled = torch.compile(
-        model, backend="specache", options={**OPTIONS, "host": "disk", "host_dir": str(folder)}
-    )
-    with pytest.raises(specache_fx.HostMemoryError, match="kv"):
+@pytest.mark.parametrize("kind", ["missing", "file"])
+def test_bad_host_dir_is_named_when_the_model_is_compiled_and_the_model_stays_usable(
+    tmp_path: Path, kind: str
+) -> None:
+    folder, model = tmp_path / "kv", TinyDecoder(TinyConfig())
+    if kind == "file":
+        folder.write_text("")
+    options = {**OPTIONS, "host": "disk", "host_dir": str(folder)}
+    reason = {"missing": "No such file or directory", "file": "Not a directory"}[kind]
+    message = rf"can't keep a file under '{folder}': {reason}\. Give host_dir="
+    with pytest.raises(specache_fx.ConfigError, match=message):
+        specache_fx.compile(model, **options)
+    compiled = torch.compile(model, backend="specache", options=options)
+    with pytest.raises(BackendCompilerFailed, match=message) as raised:
         generate(compiled, _prompt(model), 4)
+    assert isinstance(raised.value.inner_exception, specache_fx.ConfigError)
+    folder.unlink(missing_ok=True)
     folder.mkdir()
     assert generate(compiled, _prompt(model), 4).tokens.shape == (2, 4)
+    assert list(folder.iterdir()) == []
+
+
+def test_host_dir_is_no_matter_where_nothing_is_offloaded(tmp_path: Path) -> None:
+    options = {**OPTIONS, "policy": "kivi", "host": "disk", "host_dir": str(tmp_path / "missing")}
+    model = TinyDecoder(TinyConfig())
+    assert generate(specache_fx.compile(model, **options), _prompt(model), 4).tokens.shape == (2, 4)
+
+
+def test_host_dir_that_goes_away_is_named_and_the_model_stays_usable(tmp_path: Path) -> None:
+    folder, model = tmp_path / "kv", TinyDecoder(TinyConfig())
+    folder.mkdir()
+    specache_fx.compile(model, **OPTIONS, host="disk", host_dir=folder)
+    generate(model, _prompt(model), 4)
+    folder.rmdir()
+    with pytest.raises(specache_fx.HostMemoryError, match="kv"):
+        generate(model, _prompt(model), 4)
+    folder.mkdir()
+    assert generate(model, _prompt(model), 4).tokens.shape == (2, 4)
     assert list(folder.iterdir()) == []
 
 

@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+import textwrap
 import zipfile
 from collections.abc import Iterator
 from configparser import ConfigParser
@@ -94,6 +95,37 @@ def test_torch_finds_the_backend_by_its_name() -> None:
     assert torch._dynamo.lookup_backend("specache") is specache
 
 
+def test_import_and_help_load_no_torch() -> None:
+    code = """
+        import sys
+        import specache_fx
+        from specache_fx import ConfigError, SpecacheConfig
+        from specache_fx.cli import app
+        sys.argv = ["specache-fx", "plan", "--help"]
+        try:
+            app()
+        except SystemExit as end:
+            assert not end.code
+        assert not {"torch", "transformers", "numpy"} & set(sys.modules)
+        import specache_fx.api, specache_fx.explanation  # whatever was imported first, names are what they say
+        assert set(specache_fx.__all__) <= set(dir(specache_fx))
+        assert all(callable(getattr(specache_fx, name)) for name in specache_fx.__all__)
+        assert specache_fx.explain is specache_fx.explanation.explain
+        assert not hasattr(specache_fx, "nothing")
+        import torch
+        assert torch.compile(torch.nn.Linear(2, 2), backend="specache") is not None
+    """
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_no_module_has_the_name_of_a_public_function() -> None:
+    import specache_fx
+
+    assert not {path.stem for path in (ROOT / "specache_fx").iterdir()} & set(specache_fx.__all__)
+
+
 def test_constraints_pin_every_dependency_within_its_range() -> None:
     import tomllib
 
@@ -145,3 +177,18 @@ def test_document_names_only_files_and_functions_that_exist(document: str) -> No
             if not re.search(rf"^\s*(?:(?:class|def) {part}\b|{part}\b[^=\n]*=)", source, re.MULTILINE)
         ]
     assert missing == []
+
+
+@pytest.mark.slow
+def test_first_example_of_the_readme_runs_as_written() -> None:
+    readme = (ROOT / "README.md").read_text()
+    example = re.search(r"```python\n(.*?)```", readme, re.DOTALL)
+    assert example is not None
+    assert len([line for line in example[1].splitlines() if line]) == 5
+    command = [sys.executable, "-c", example[1]]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    promised = re.findall(r"\b(\w+)=(\d+),", example[1].splitlines()[-1])
+    assert len(promised) == 3
+    for name, number in promised:
+        assert f"{name}={number}," in done.stdout

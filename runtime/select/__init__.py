@@ -8,9 +8,9 @@ import torch
 
 from specache_fx.config import SpecacheConfig
 from specache_fx.errors import ConfigError
-from specache_fx.runtime.select.topk import select_topk
+from specache_fx.runtime.select.topk import count_topk, select_topk
 
-__all__ = ["SELECTORS", "Selector", "make_selector", "select_topk"]
+__all__ = ["SELECTORS", "Selector", "count_topk", "make_selector", "select_topk"]
 
 Selector = Callable[[torch.Tensor, int], torch.Tensor]
 """float32 scores `[batch, num_kv_heads, tokens]`, top_k -> int32 `[batch, num_kv_heads, top_k]`."""

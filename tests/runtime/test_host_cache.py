@@ -227,8 +227,10 @@ def test_folder_without_permission_is_named(tmp_path: Path):
     """In a process of its own: root, which may write anywhere, becomes nobody for it."""
     code = """
         import os, sys, torch
-        from specache_fx.errors import HostMemoryError
+        from specache_fx.errors import ConfigError, HostMemoryError
+        from specache_fx.runtime.host_blocks import check_host_dir
         from specache_fx.runtime.host_cache import HostCache
+        check_host_dir("disk", sys.argv[1])
         cache = HostCache(1, [(1, 4, 4)], torch.float16, "disk", sys.argv[1])
         os.chmod(sys.argv[1], 0o500)
         if os.geteuid() == 0:
@@ -237,10 +239,19 @@ def test_folder_without_permission_is_named(tmp_path: Path):
             cache.append(0, torch.zeros(1, 1, 8, 4).half(), torch.zeros(1, 1, 8, 4).half())
         except HostMemoryError as error:
             print(error)
+        try:
+            check_host_dir("disk", sys.argv[1])
+        except ConfigError as error:
+            print(error)
     """
     out, err = python(code, str(tmp_path)).communicate(timeout=60)
-    assert "asked for 1,024 bytes more in a file under" in out, err
-    assert "Permission denied" in out
+    late, early = out.splitlines()
+    assert "asked for 1,024 bytes more in a file under" in late, err
+    assert "Permission denied" in late
+    assert early.startswith(
+        f"host=\"disk\" can't keep a file under '{tmp_path}': Permission denied. Give host_dir="
+    )
+    assert not list(tmp_path.iterdir())
 
 
 def test_full_disk_raises_and_what_was_stored_stays_readable(tmp_path: Path):
@@ -399,6 +410,51 @@ def test_auto_is_pinned_for_cuda_and_memory_elsewhere():
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+def test_auto_takes_the_disk_where_the_prompt_does_not_fit_into_memory(tmp_path: Path):
+    """Under a real limit on the process's data: 256 MiB of pairs, room for 192 MiB."""
+    code = """
+        import os, resource, sys, torch
+        from specache_fx.config import SpecacheConfig
+        from specache_fx.errors import HostMemoryError
+        from specache_fx.runtime.session import LayerShape, Session
+
+        torch.set_num_threads(1)
+        hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
+        data = next(line for line in open("/proc/self/status") if line.startswith("VmData"))
+        resource.setrlimit(resource.RLIMIT_DATA, (int(data.split()[1]) * 1024 + (192 << 20), hard))
+        k = torch.randn(1, 8, 4096, 64)
+
+        def prompt(**options):
+            config = SpecacheConfig(group_size=64, residual_length=0, **options)
+            session = Session(config, (LayerShape(8, 64, 64),) * 16, torch.float32, torch.device("cpu"))
+            try:
+                for layer in range(16):
+                    session.store(layer, k, k, None)
+                assert session.host_bytes == 256 << 20
+                assert torch.equal(session.load(15)[0], k)
+                links = (f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd"))
+                assert any(os.path.islink(link) and sys.argv[1] in os.readlink(link) for link in links)
+            finally:
+                session.close()
+
+        prompt(host_dir=sys.argv[1])
+        try:
+            prompt(host="memory")
+        except HostMemoryError as error:
+            print("memory is as asked for:", error)
+        small = Session(SpecacheConfig(), (LayerShape(8, 64, 64),), torch.float32, torch.device("cpu"))
+        small.store(0, k, k, None)
+        assert small.host._store.__class__.__name__ == "MemoryStore"
+    """
+    out, err = python(code, str(tmp_path)).communicate(timeout=120)
+    assert out.startswith("memory is as asked for: The host tier asked for"), err
+    assert err.count("they go to a file") == 1
+    assert re.search(
+        rf"take 268,435,456 bytes, and [\d,]+ bytes of memory are available.*under '{tmp_path}'", err
+    )
+    assert not list(tmp_path.iterdir())
+
+
 def test_pinned_without_cuda_is_an_error():
     with pytest.raises(ConfigError, match='host="pinned" needs a CUDA device'):
         resolve_host("pinned", torch.device("cpu"))

@@ -195,3 +195,22 @@ def test_a_closed_session_has_no_tensors() -> None:
     pair.session.close()
     pair.session.close()
     assert pair.session.device_bytes == pair.session.host_bytes == 0
+
+
+def test_a_step_waits_once_a_layer_and_reads_nothing_that_a_prefetch_may_overwrite() -> None:
+    config = SpecacheConfig(bits=2, group_size=4, residual_length=4, top_k=4)
+    pair = _Pair(config, strategies.AttentionShape(2, 4, 2, 8, 8), torch.Generator().manual_seed(0))
+    pair.extend(21, torch.ones(2, 21, dtype=torch.bool))
+    pair.step(2, predecode=True)
+    waits = []
+    with pytest.MonkeyPatch.context() as patch:
+        wait = CopyEngine.wait
+        patch.setattr(CopyEngine, "wait", lambda engine, layer: (waits.append(layer), wait(engine, layer))[1])
+        for _ in range(3):
+            pair.step(2, predecode=False)
+    assert waits == [0, 1] * 3
+    # After a layer's prefetch its slots may change at any moment: nobody reads them without waiting again.
+    query, (key, value) = pair.random(2, 2, 4, 1, 8), pair.pairs(1, 2)
+    with pytest.raises(KeyError):
+        pair.session.attend(0, query, key, value, 0.3, staged=True)
+    pair.session.close()

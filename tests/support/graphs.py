@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from support.models import TinyConfig, TinyDecoder
+from support.zoo import build
 from torch import nn
 from torch.fx import GraphModule, Node
 
@@ -85,19 +86,7 @@ def drive_transformers(forward: Any) -> None:
 
 def tiny_llama(attention: str = "sdpa") -> nn.Module:
     """A transformers llama of one layer, random weights."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=61,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        attn_implementation=attention,
-    )
-    return LlamaForCausalLM(config).eval().requires_grad_(False)
+    return build("llama", num_hidden_layers=1, attn_implementation=attention).requires_grad_(False)
 
 
 def tiny_decoder(**changes: Any) -> TinyDecoder:
@@ -117,14 +106,14 @@ def by_phase(graphs: list[Captured]) -> dict[Phase, Captured]:
     return {phase_of(captured): captured for captured in graphs}
 
 
-def decode_inputs(gm: GraphModule, state: PassState, args: tuple[Any, ...]) -> list[Any]:
+def decode_inputs(gm: GraphModule, state: PassState, args: tuple[Any, ...], lanes: int) -> list[Any]:
     """What `duplicate_query` is given: as the runner binds them, the speculative token being the token itself."""
     boundary = state.prelude(args, 0) if state.prelude is not None else ()
     inputs: list[Any] = []
     for node, per_lane in zip(placeholders(gm.graph), lane_inputs(gm, state), strict=True):
         cut = node.meta.get("specache_prelude")
         value = boundary[cut] if cut is not None else args[node.meta["specache_input"]]
-        inputs.append(torch.stack([value, value]) if per_lane and state.lanes > 1 else value)
+        inputs.append(torch.stack([value, value]) if per_lane and lanes > 1 else value)
     return inputs
 
 
@@ -133,8 +122,8 @@ def decode_graph(captured: Captured, config: SpecacheConfig) -> tuple[GraphModul
     state = PassState(config)
     gm = run_passes(captured.copy(), state, CAPTURE_PASSES)
     assert state.phase is Phase.DECODE
-    state.lanes = config.num_lanes
-    return duplicate_query(gm, state, decode_inputs(gm, state, captured.inputs)), state
+    lanes = config.num_lanes
+    return duplicate_query(gm, state, decode_inputs(gm, state, captured.inputs, lanes), lanes), state
 
 
 def code(gm: GraphModule) -> str:

@@ -1,4 +1,4 @@
-"""Small random transformers models: the twelve architectures that are supported, and prompts for them."""
+"""Small random transformers models: the twelve architectures that are supported, a hybrid, and prompts for them."""
 
 from __future__ import annotations
 
@@ -46,13 +46,17 @@ _OWN: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
 }
 NAMES = tuple(_OWN)
+# Attention and short convolutions in turn: a state that is updated in place beside the KV cache.
+_HYBRID: dict[str, dict[str, Any]] = {
+    "lfm2": {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]}
+}
 
 
 def build(name: str, **overrides: Any) -> nn.Module:
     """A random decoder of one architecture: 2 layers, hidden size 64, heads of 16, GQA 4 to 2 where it has it.
 
     Args:
-        name: One of `NAMES`.
+        name: One of `NAMES`, or "lfm2".
         **overrides: Fields of its config.
 
     Returns:
@@ -60,7 +64,7 @@ def build(name: str, **overrides: Any) -> nn.Module:
     """
     transformers.logging.set_verbosity_error()
     torch.manual_seed(0)
-    config = AutoConfig.for_model(name, **{**_COMMON, **_OWN[name], **overrides})
+    config = AutoConfig.for_model(name, **{**_COMMON, **{**_OWN, **_HYBRID}[name], **overrides})
     model = AutoModelForCausalLM.from_config(config).eval()
     # Random weights of std 0.02 make near-uniform attention and logits: nothing that is forgotten would be missed.
     generator = torch.Generator().manual_seed(0)

@@ -11,6 +11,7 @@ from torch import nn
 from torch.fx import GraphModule, Node
 
 from specache_fx.backend import Backend
+from specache_fx.decode_runner import Decode
 from specache_fx.lowering import Compiled
 from specache_fx.passes.base import PassState, Phase, Refusal
 from specache_fx.passes.graph_utils import shape_of, target_name, value_of
@@ -80,12 +81,15 @@ class _Recorder:
         def observe(name: str, graph: GraphModule, state: PassState) -> None:
             if name == "dynamo":
                 report.before = _around_attention(graph)
-            report.phase, report.refusals, report.fallback = state.phase, state.refusals, state.fallback
+            report.phase, report.refusals = state.phase, state.refusals
             report.rewritten = [site.source for site in state.sites]
-            if name == "verify":  # the last pass of a decode graph
-                report.lanes, report.after = state.lanes, _around_attention(graph)
+            if name == "verify":  # the last pass of a decode graph, which its runner had made
+                assert isinstance(runner, Decode)
+                report.lanes, report.fallback = runner.lanes, runner.fallback
+                report.after = _around_attention(graph)
 
-        return self.backend(gm, example_inputs, options=self.options, observe=observe)
+        runner = self.backend(gm, example_inputs, options=self.options, observe=observe)
+        return runner
 
 
 def _is_attention(node: Node) -> bool:

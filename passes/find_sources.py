@@ -1,15 +1,7 @@
-"""Which inputs of a decode graph are the token, the positions, the lengths and the masks: by dependence, not by name.
-
-A decode graph says where it is in the sequence in several ways: position ids, the length of the past, masks that
-grow by one. `Sources` names these inputs; `Sources.ahead` makes what they would be some tokens later. What is computed
-from them alone (the *prelude*: cos and sin, position embeddings) can so be evaluated for the output token and for
-the speculative token that follows it.
-"""
+"""Which inputs of a decode graph are the token, positions, lengths and masks: by dependence, not by name."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -31,101 +23,9 @@ from specache_fx.passes.graph_utils import (
     target_name,
     value_of,
 )
+from specache_fx.passes.sources import Sources
 
 _LAYOUT = {"view", "reshape", "unsqueeze", "squeeze", "flatten", "contiguous", "to", "long", "int", "clone"}
-
-
-@dataclass
-class Sources:
-    """Positions among Dynamo's inputs.
-
-    Attributes:
-        token: The token ids, int `[batch, 1]`; None where the graph takes none.
-        vocabulary: Rows of the token's embedding table.
-        lengths: Integers that grow by one per token.
-        positions: Integer tensors that grow by one per token.
-        masks: Masks over keys, whose last dimension grows by one per token.
-        shapes: Past KV tensors; where only their shape is read, that is a length too.
-        mask_graph: Computes the attentions' masks; None where they have none.
-        mask_inputs: Positions of its inputs.
-        knows_next: The next token's position can be told. Not where Dynamo made the length a constant of the graph
-            (it compiles such a graph once, for the first decode step of some models) and no position is passed in.
-    """
-
-    token: int | None = None
-    vocabulary: int | None = None
-    lengths: set[int] = field(default_factory=set)
-    positions: set[int] = field(default_factory=set)
-    masks: set[int] = field(default_factory=set)
-    shapes: set[int] = field(default_factory=set)
-    mask_graph: GraphModule | None = None
-    mask_inputs: list[int] = field(default_factory=list)
-    knows_next: bool = True
-
-    def ahead(self, args: Sequence[Any], inputs: Sequence[int], num_tokens: int) -> list[Any]:
-        """The inputs as they would be `num_tokens` later.
-
-        Args:
-            args: Dynamo's inputs.
-            inputs: Which of them are wanted.
-            num_tokens: How far ahead; 0 gives them as they are.
-        """
-        if not num_tokens:
-            return [args[i] for i in inputs]
-        moved: list[Any] = []
-        for i in inputs:
-            value = args[i]
-            if i in self.lengths or i in self.positions:
-                value = value + num_tokens
-            elif i in self.masks:
-                value = torch.cat([value, value.new_ones((*value.shape[:-1], num_tokens))], dim=-1)
-            elif i in self.shapes:
-                batch, heads, kv_len, dim = value.shape
-                value = value.new_empty(1).expand(batch, heads, kv_len + num_tokens, dim)
-            moved.append(value)
-        return moved
-
-    def masks_at(self, args: Sequence[Any], num_tokens: int) -> tuple[torch.Tensor, ...]:
-        """The masks that the model would apply `num_tokens` later, `[batch or 1, 1, 1, kv_len]` each."""
-        if self.mask_graph is None:
-            return ()
-        return self.mask_graph(*self.ahead(args, self.mask_inputs, num_tokens))
-
-
-@dataclass(frozen=True)
-class Prelude:
-    """The part of a decode graph that depends on positions and lengths alone.
-
-    Attributes:
-        graph: Computes the boundary tensors.
-        graph_ahead: The same, with embedding indices held inside their tables: the token after the last one that a
-            model can take has no position, and only the speculative lane would ask for it.
-        inputs: Positions of its inputs among Dynamo's.
-        sources: How they move.
-    """
-
-    graph: GraphModule
-    graph_ahead: GraphModule
-    inputs: tuple[int, ...]
-    sources: Sources
-
-    def __call__(self, args: Sequence[Any], num_tokens: int) -> tuple[torch.Tensor, ...]:
-        """The boundary tensors for the token `num_tokens` after the current one."""
-        graph = self.graph_ahead if num_tokens else self.graph
-        return graph(*self.sources.ahead(args, self.inputs, num_tokens))
-
-    def following(
-        self, args: Sequence[Any], num_tokens: int, current: tuple[torch.Tensor, ...]
-    ) -> tuple[torch.Tensor, ...]:
-        """As a call, but `current` where the model has no such position (the end of a table of rotations)."""
-        if not num_tokens:
-            return current
-        try:
-            ahead = self(args, num_tokens)
-        except IndexError:
-            return current
-        fits = all(new.shape == old.shape for new, old in zip(ahead, current, strict=True))
-        return ahead if fits else current
 
 
 def _is_integer_tensor(node: Node) -> bool:

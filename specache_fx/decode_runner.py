@@ -1,0 +1,151 @@
+"""The runner of decode graphs: one output token a call, and where there are two lanes a speculative one beside it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+from specache_fx._log import warn_once
+from specache_fx.errors import SpecacheError
+from specache_fx.lowering import Compiled, lower_static
+from specache_fx.mask_check import check_masks
+from specache_fx.passes.base import PassState
+from specache_fx.passes.graph_utils import placeholders
+from specache_fx.passes.pipeline import Observer, build_decode_graph
+from specache_fx.runners import assemble, inference, layer_shapes, resolve
+from specache_fx.runtime import handle
+from specache_fx.runtime.session import Session
+
+logger = logging.getLogger(__name__)
+
+
+class Decode:
+    """One token a call; the graph is made and compiled when the first one comes, for its batch size.
+
+    Attributes:
+        lanes: Tokens that a step computes at once.
+        fallback: Why that is one though two were asked for.
+    """
+
+    def __init__(self, gm: GraphModule, state: PassState, observe: Observer | None = None) -> None:
+        self._gm, self._state, self._observe = gm, state, observe
+        assert state.outputs is not None and state.sources is not None
+        self._plan, self._sources, self._layers = state.outputs, state.sources, layer_shapes(state)
+        self._steps: dict[tuple[Any, ...], Compiled] = {}
+        self._inputs = [
+            (node.meta.get("specache_input", -1), node.meta.get("specache_prelude"))
+            for node in placeholders(gm.graph)
+        ]
+        self.lanes = state.config.num_lanes
+        self.fallback: str | None = None
+        if state.mutated is not None:
+            # Lanes and pre-decode run what is in the graph for a token that may never come: state would move twice.
+            if self.lanes > 1:
+                self._fall_back(f"the model updates a state of its own in place (`{state.mutated}`)")
+        elif self.lanes > 1 and self._sources.token is None:
+            self._fall_back(
+                "this graph takes no token ids (a graph break inside the model, or embeddings as input)"
+            )
+        elif self.lanes > 1 and state.logits is None:
+            self._fall_back("this graph returns no logits over its vocabulary")
+
+    def __call__(self, *args: Any) -> Any:
+        """Decode one token (Algorithm 3), after Algorithm 2 where a run of them begins."""
+        with inference():
+            session, past = resolve(self._state, self._layers, args)
+            lost = self.lanes > 1 and session.speculative_token is None
+            if session.staged_for != session.kv_len or lost:
+                self._begin(session, args)
+            else:
+                check_masks(session, self._state, args, ahead=not session.kv_len % session.config.group_size)
+            kept = self._step(session, args, ahead=1)
+            session.advance(1, decoded=True)
+            if self.lanes > 1 and not self._sources.knows_next:
+                session.staged_for = None  # lane 1 had no position of its own: start over with the next token
+            handles = [handle.resize(tensor, session.kv_len) for tensor in past]
+            return assemble(self._plan, kept, handles, args)
+
+    def _begin(self, session: Session, args: Sequence[Any]) -> None:
+        """Before a run of decode steps: check the masks, then pre-decode (Algorithm 2)."""
+        check_masks(session, self._state, args, ahead=True)
+        session.forget_lookahead()
+        config = self._state.config
+        if self._state.mutated is None and config.placement.prefetch and config.lookahead != "none":
+            session.predecoding = True
+            try:
+                self._step(session, args, ahead=0)
+            finally:
+                session.predecoding = False
+
+    def _step(self, session: Session, args: Sequence[Any], ahead: int) -> Sequence[Any]:
+        """Run the graph once and return lane 0's outputs.
+
+        Args:
+            session: The session.
+            args: Dynamo's inputs.
+            ahead: Tokens from lane 0 to lane 1: 1 in a decode step. In pre-decode 0, both lanes are the first token.
+        """
+        token = None if self._sources.token is None else args[self._sources.token]
+        if ahead and token is not None and session.guessed_token is not None:
+            session.metrics.count_token(token, session.guessed_token)
+        speculative = session.speculative_token if ahead else token
+        inputs = self._bind(args, speculative, ahead)
+        key = tuple(tuple(x.shape) if isinstance(x, torch.Tensor) else x for x in inputs)
+        if key not in self._steps:
+            step = self._compile(inputs, session)
+            if step is None:  # lanes are not to be had, and were just given up
+                return self._step(session, args, ahead)
+            self._steps[key] = step
+        results = self._steps[key](*(x for x in inputs if isinstance(x, torch.Tensor)), session.state)
+        if self.lanes == 1:
+            session.speculative_token = session.guessed_token = None
+            return list(results)
+        assert token is not None and self._state.logits is not None
+        session.guessed_token = speculative if ahead else None
+        logits = results[self._state.logits][1]
+        session.speculative_token = logits.argmax(-1).reshape(token.shape).to(token.dtype)
+        return [result[0] for result in results]
+
+    def _bind(self, args: Sequence[Any], speculative: torch.Tensor | None, ahead: int) -> list[Any]:
+        """The graph's inputs, those that differ from lane to lane stacked."""
+        prelude, lanes = self._state.prelude, self.lanes
+        boundary = prelude(args, 0) if prelude is not None else ()
+        if lanes > 1:
+            following = prelude.following(args, ahead, boundary) if prelude is not None else ()
+            boundary = tuple(torch.stack(pair) for pair in zip(boundary, following, strict=True))
+        inputs: list[Any] = []
+        for index, cut in self._inputs:
+            if cut is not None:
+                inputs.append(boundary[cut])
+            elif lanes > 1 and index == self._sources.token:
+                assert speculative is not None
+                inputs.append(torch.stack([args[index], speculative]))
+            else:
+                inputs.append(args[index])
+        return inputs
+
+    def _compile(self, inputs: list[Any], session: Session) -> Compiled | None:
+        try:
+            graph = build_decode_graph(self._gm, self._state, inputs, self.lanes, self._observe)
+        except SpecacheError:
+            raise
+        except Exception as error:
+            if self.lanes == 1:
+                raise
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+            self._fall_back(f"the graph can't be traced for two tokens at once: {reason}")
+            return None
+        tensors = [x for x in inputs if isinstance(x, torch.Tensor)]
+        return lower_static(graph, [*tensors, session.state], self._state.config.lowering)
+
+    def _fall_back(self, reason: str) -> None:
+        self.lanes, self.fallback = 1, reason
+        warn_once(
+            logger,
+            f'lookahead="token" is not possible here, "query" is used instead: {reason}. specache_fx.explain() shows'
+            " the graph.",
+        )

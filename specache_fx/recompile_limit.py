@@ -1,0 +1,96 @@
+"""Keeps Dynamo from giving a model up.
+
+Dynamo compiles a function for a limited number of shapes and ways of being called, and runs it uncompiled from then on
+(`torch/_dynamo/cache_size.py`). That is slow for other models and wrong for ours: an uncompiled attention reads the
+handles of the KV cache as numbers, and the logits are NaN. No backend is asked at that point, so the limit has to be
+raised in the compile before.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from types import FrameType
+from typing import Any
+
+import torch
+import torch._dynamo
+from torch._dynamo.convert_frame import ConvertFrameAssert
+from torch._guards import CompileContext
+
+from specache_fx._log import warn_once
+from specache_fx.errors import UnsupportedGraphError
+
+logger = logging.getLogger(__name__)
+
+_LIMIT = "recompile_limit"
+_ACCUMULATED = "accumulated_recompile_limit"
+
+
+def make_room() -> None:
+    """Raise Dynamo's recompile limit if the compile at hand is the last that it allows. Called for every graph.
+
+    The number of the compile counts for what the limit is compared to, the compiled versions that are kept: it is
+    never less. A limit of the region's own, `torch.compile(..., recompile_limit=...)` of torch 2.12 and later, is
+    raised likewise.
+
+    Raises:
+        UnsupportedGraphError: At `accumulated_recompile_limit`, Dynamo's stop for a function that is compiled without
+            end. So is every later compile of the function, until Dynamo is reset.
+    """
+    compile_id = CompileContext.current_compile_id()
+    if compile_id is None or compile_id.frame_compile_id is None:
+        return
+    count = compile_id.frame_compile_id + 1
+    config: Any = torch._dynamo.config
+    accumulated = config.accumulated_recompile_limit
+    if count >= accumulated:
+        _raise_to(_ACCUMULATED, count + 1)  # just so that the next compile comes here as well
+        raise UnsupportedGraphError(
+            f"This model has been compiled {count} times, which is as often as Dynamo allows"
+            f" (torch._dynamo.config.{_ACCUMULATED}); it would run uncompiled from now on, and take the handles of the"
+            " KV cache for numbers. Call torch._dynamo.reset() and begin with the prompt. TORCH_LOGS=recompiles shows"
+            " why it is compiled so often."
+        )
+    limit = config.recompile_limit
+    if count < limit:
+        return
+    raised = max(2 * limit, 2 * count)
+    region = _region()
+    if region is not None:
+        region._recompile_limit = raised
+        name = "torch.compile(recompile_limit=...)"
+    else:
+        _raise_to(_LIMIT, raised)
+        name = f"torch._dynamo.config.{_LIMIT}"
+    warn_once(
+        logger,
+        f"This model has been compiled {count} times, for different shapes and ways of generating. Past {name},"
+        f" {limit}, Dynamo would run it uncompiled and take the handles of the KV cache for numbers: its logits would"
+        f" be NaN. So the limit is now {raised}. TORCH_LOGS=recompiles shows why it is compiled anew.",
+    )
+
+
+def _raise_to(name: str, value: int) -> None:
+    """Set one of Dynamo's limits for all threads.
+
+    What a thread sets holds for that thread alone (torch 2.12 and later), while compiled versions are shared: another
+    thread, with the limit as it was, would give the model up. So the default moves, and what this thread has set only
+    where that is lower.
+    """
+    config: Any = torch._dynamo.config
+    entry = config._config[name]
+    entry.default = max(entry.default, value)
+    if getattr(config, name) < value:
+        setattr(config, name, value)
+
+
+def _region() -> Any | None:
+    """The converter of the compile at hand, where its `torch.compile` call has a limit of its own."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, ConvertFrameAssert):
+            return owner if getattr(owner, "_recompile_limit", None) is not None else None
+        frame = frame.f_back
+    return None
