@@ -6,6 +6,7 @@ Runs in a process of its own (`walk.py`): whatever a model does to Dynamo ends w
 from __future__ import annotations
 
 import math
+import re
 import traceback
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -21,9 +22,9 @@ from torch.fx import GraphModule
 
 import specache_fx.backend
 from specache_fx.backend import Backend
+from specache_fx.decode_runner import Decode
 from specache_fx.lowering import Compiled
 from specache_fx.passes.base import PassState
-from specache_fx.runners import Decode
 from specache_fx.runtime.session import Session
 
 NEW_TOKENS = 24
@@ -59,7 +60,7 @@ class Watch:
     eager: Eager
     states: list[PassState] = field(default_factory=list)
     layers: Counter[int] = field(default_factory=Counter)  # by step: attentions that ran rewritten
-    lanes: set[int] = field(default_factory=set)
+    runners: list[Decode] = field(default_factory=list)  # those that ran
     starts: dict[int, int] = field(default_factory=dict)  # by session: tokens held at its first decode step
     session: Session | None = None  # whose step runs
     lane_differences: list[float] = field(default_factory=list)
@@ -85,12 +86,12 @@ class Watch:
                 outputs = super()._step(session, args, ahead)
                 if ahead:
                     watch.layers[step] += len(self._layers)
-                    watch.lanes.add(self._state.lanes)
+                    watch.runners.append(self)
                 return outputs
 
             def _compile(self, inputs: list[Any], session: Session) -> Compiled | None:
                 compiled = super()._compile(inputs, session)
-                if compiled is None or self._state.lanes == 1 or self._state.logits is None:
+                if compiled is None or self.lanes == 1 or self._state.logits is None:
                     return compiled
                 logits = self._state.logits
 
@@ -142,6 +143,11 @@ def _generate(model: Any, model_type: str, padded: bool) -> Eager:
     return Eager(out.sequences[:, -NEW_TOKENS:], torch.stack(out.logits), out.get("past_key_values"))
 
 
+def _plain(reason: str) -> str:
+    """Without the numbers of FX's node names, which differ from graph to graph."""
+    return re.sub(r"`(\w+?)_\d+`", r"`\1`", reason)
+
+
 def _where(error: BaseException) -> str:
     """The innermost lines of the project and of the model."""
     frames = traceback.extract_tb(error.__traceback__)
@@ -186,8 +192,8 @@ def _case(model: Any, model_type: str, eager: Eager, options: dict[str, Any], pa
         torch._dynamo.reset()
     row["lane_difference"] = largest(watch.lane_differences)
     row["rewritten"] = max(watch.layers.values(), default=0)
-    row["lanes"] = max(watch.lanes, default=0)
-    row["fallback"] = next((state.fallback for state in watch.states if state.fallback), None)
+    row["lanes"] = min((runner.lanes for runner in watch.runners), default=0)
+    row["fallback"] = next((runner.fallback for runner in watch.runners if runner.fallback), None)
     row["refusals"] = list(
         dict.fromkeys(refusal.reason for state in watch.states for refusal in state.refusals)
     )
