@@ -195,7 +195,7 @@ def _case(model: Any, model_type: str, eager: Eager, options: dict[str, Any], pa
     row["lanes"] = min((runner.lanes for runner in watch.runners), default=0)
     row["fallback"] = next((runner.fallback for runner in watch.runners if runner.fallback), None)
     row["refusals"] = list(
-        dict.fromkeys(refusal.reason for state in watch.states for refusal in state.refusals)
+        dict.fromkeys(_plain(refusal.reason) for state in watch.states for refusal in state.refusals)
     )
     row["graphs"] = len(watch.states)
     return row
