@@ -42,6 +42,10 @@ def test_no_row_is_wrong() -> None:
     } == {}
 
 
+def test_every_type_that_is_left_alone_has_its_reason() -> None:
+    assert [name for name, row in table.load().items() if table.reasons(row) == table.NO_REASON] == []
+
+
 @SAME_VERSIONS
 def test_what_is_to_be_read_is_what_was_measured() -> None:
     assert table.MARKDOWN.read_text() == table.markdown(table.load())

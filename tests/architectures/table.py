@@ -30,6 +30,7 @@ VERDICTS: dict[str, str] = {
     "NaN": "the logits are not finite",
     "WRONG": "the logits are finite and others than eager's",
 }
+NO_REASON = "no reason was named"
 # Those that no release may have: silent, or loud where plain PyTorch would run.
 BAD = ("lane wrong", "error", "NaN", "WRONG")
 
@@ -127,7 +128,7 @@ def reasons(row: dict[str, Any]) -> str:
         found += case["refusals"]
         found += [f"one lane: {case['fallback']}"] if case["fallback"] else []
     if not found and row["verdict"] == "left alone":
-        found = ["no attention over a KV cache that grows" if row["kv_layers"] else "it has no KV cache"]
+        found = [NO_REASON if row["kv_layers"] else "it has no KV cache"]
     return "; ".join(dict.fromkeys(found)) or row.get("reason", "")
 
 

@@ -11,6 +11,7 @@ import gc
 import logging
 import multiprocessing
 import os
+import signal
 import sys
 import time
 import warnings
@@ -46,7 +47,7 @@ def _child(model_type: str, pipe: Connection) -> None:
     pipe.send(measure(model_type))
 
 
-def measure_apart(model_type: str, limit_s: float = 180) -> dict[str, Any]:
+def measure_apart(model_type: str, limit_s: float = 600) -> dict[str, Any]:
     """`measure` in a process of its own.
 
     Args:
@@ -90,7 +91,7 @@ def main(
     again: Annotated[
         bool, typer.Option(help="Measure those as well that this version has measured.")
     ] = False,
-    limit: Annotated[float, typer.Option(help="Seconds that one type may take.")] = 180,
+    limit: Annotated[float, typer.Option(help="Seconds that one type may take.")] = 600,
 ) -> None:
     """Measure model types and write docs/architectures.json and docs/architectures.md."""
     unknown = [name for name in only or () if name not in TYPES]
@@ -109,6 +110,8 @@ def main(
         TimeRemainingColumn(),
         TextColumn("{task.description}"),
     )
+    for number in (signal.SIGINT, signal.SIGTERM):  # a shell's background jobs start with SIGINT ignored
+        signal.signal(number, signal.default_int_handler)
     with Progress(*columns, console=console) as progress, contextlib.suppress(KeyboardInterrupt):
         task = progress.add_task("imports", total=len(todo))
         warm_up()
