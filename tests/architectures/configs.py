@@ -19,6 +19,7 @@ TYPES: tuple[str, ...] = tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 VOCAB_SIZE = 128
 PAD_TOKEN_ID = 0
 
+_WINDOWS = ("sliding_window", "sliding_window_size", "attention_window_size", "local_attention")
 # Every config that has a field of this name gets this value.
 _SIZES: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
@@ -179,6 +180,7 @@ _OWN: dict[str, dict[str, Any]] = {
     },
     "xlm": {"causal": True, "mask_token_id": 5},
     "xlstm": {"hidden_size": 128, "chunk_size": 16},
+    "zaya": {"num_experts_per_tok": 1},
     "xmod": {"default_language": "en_XX"},
 }
 
@@ -216,6 +218,9 @@ def shrink(config_class: type[PreTrainedConfig], own: dict[str, Any] | None = No
     default = config_class()
     names = {field.name for field in fields(config_class)}
     changed: dict[str, Any] = {name: value for name, value in _SIZES.items() if name in names}
+    for name in _WINDOWS:
+        if name in changed and getattr(default, name) is None:
+            del changed[name]  # as it comes, the type has no window
     layers = next((name for name in ("num_hidden_layers", "n_layer", "num_layers") if name in changed), None)
     for pattern in ("layer_types", "mlp_layer_types", "layers_block_type", "indexer_types"):
         values = getattr(default, pattern, None)
