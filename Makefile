@@ -1,6 +1,7 @@
 # Each target does all of its own set-up, and nothing twice.
 #   make test     lint, types, tests         make demo    the needle demo on a trained model
 #   make format   rewrite in house style     make clean   remove all that make has made
+#   make architectures   the table of all model types; ONLY="llama opt" for some, ARGS=--again for all anew
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -14,7 +15,7 @@ STAMP := $(VENV)/installed
 TYPES := build/types
 
 .DEFAULT_GOAL := test
-.PHONY: install lint types check test demo format clean
+.PHONY: install lint types check test demo architectures format clean
 
 # torch is named here, so that it and all that needs it are resolved together, to the version in constraints.txt.
 $(STAMP): pyproject.toml constraints.txt
@@ -41,6 +42,10 @@ test: check
 
 demo: $(STAMP)
 	$(BIN)/specache-fx demo
+
+# About 25 minutes on 2 cores, and it goes on where it was interrupted.
+architectures: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python tests/architectures/walk.py $(ONLY) $(ARGS)
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .
