@@ -175,7 +175,7 @@ def needed_for(graph: Graph, results: Iterable[Node], inputs: Iterable[Node] = (
     while more := [
         node
         for node in writes
-        if node not in needed and _base(node.args[0]) in needed and _base(node.args[0]) not in inputs
+        if node not in needed and base_of(node.args[0]) in needed and base_of(node.args[0]) not in inputs
     ]:
         needed |= ancestors(more, inputs)
     return needed | _vmap_levels(graph, needed)
@@ -235,7 +235,7 @@ def mutates(node: Node) -> bool:
     return node.op == "call_function" and bool(mutable)
 
 
-def _base(node: Any) -> Any:
+def base_of(node: Any) -> Any:
     """The tensor that a view, or a view of a view, looks at."""
     while (
         isinstance(node, Node)
@@ -249,7 +249,7 @@ def _base(node: Any) -> Any:
 
 def mutated_inputs(graph: Graph) -> list[Node]:
     """The inputs that the graph writes to: a recurrent state, a counter."""
-    written = [_base(node.args[0]) for node in graph.nodes if mutates(node) and node.args]
+    written = [base_of(node.args[0]) for node in graph.nodes if mutates(node) and node.args]
     return [node for node in dict.fromkeys(written) if isinstance(node, Node) and node.op == "placeholder"]
 
 
@@ -262,7 +262,7 @@ def grows(node: Any) -> bool:
     parts: Any = node.args[0]
     if not isinstance(parts, (list, tuple)) or len(parts) < 2:
         return False
-    past = _base(parts[0])
+    past = base_of(parts[0])
     return isinstance(past, Node) and (past.op == "placeholder" or shape_of(past) == (0,))
 
 
@@ -282,7 +282,7 @@ def eliminate_dead_code(graph: Graph, keep: Iterable[Node] = ()) -> int:
         if node.op in ("placeholder", "output") or (node.op == "call_function" and _is_effectful(node)):
             work.append(node)
         elif mutates(node) and node.args:
-            mutations.setdefault(_base(node.args[0]), []).append(node)
+            mutations.setdefault(base_of(node.args[0]), []).append(node)
     live: set[Node] = set()
     while work:
         node = work.pop()

@@ -25,9 +25,11 @@ from specache_fx.passes.base import AttentionCore, AttentionSite, Pass, PassStat
 from specache_fx.passes.find_sources import find_token
 from specache_fx.passes.graph_utils import (
     ancestors,
+    base_of,
     grows,
     is_static_input,
     mutated_inputs,
+    mutates,
     output_node,
     placeholders,
     reads_shape_only,
@@ -370,6 +372,8 @@ def _unknown_forms(gm: GraphModule, state: PassState, outputs: set[Node]) -> lis
             seen.add(node)
             if node not in state.unknown:
                 work.extend(node.users)
+                if mutates(node):  # read on under the name of what it was written into
+                    work.extend(base_of(node.args[0]).users)
                 continue
             remedy = f'Load it with attn_implementation="sdpa" if it can be. {_LEAVE}.'
             refusals.setdefault(node, Refusal(node.name, source_of(node), state.unknown[node], remedy))

@@ -144,19 +144,21 @@ def explain(
     """
     recorder = _Recorder(Backend(), {**(options or {}), "lowering": "eager"})
     torch._dynamo.reset()
-    compiled: Any = torch.compile(model, backend=recorder)
-    with torch.no_grad():
-        if run is not None:
-            run(compiled)
-        elif hasattr(model, "generate"):
-            inner: Any = model
-            saved = inner._compiled_call_impl
-            inner._compiled_call_impl = compiled.dynamo_ctx(inner._call_impl)
-            try:
-                inner.generate(**{"max_new_tokens": 4, "do_sample": False, **inputs})
-            finally:
-                inner._compiled_call_impl = saved
-        else:
-            compiled(**inputs)
-    torch._dynamo.reset()
+    try:
+        compiled: Any = torch.compile(model, backend=recorder)
+        with torch.no_grad():
+            if run is not None:
+                run(compiled)
+            elif hasattr(model, "generate"):
+                inner: Any = model
+                saved = inner._compiled_call_impl
+                inner._compiled_call_impl = compiled.dynamo_ctx(inner._call_impl)
+                try:
+                    inner.generate(**{"max_new_tokens": 4, "do_sample": False, **inputs})
+                finally:
+                    inner._compiled_call_impl = saved
+            else:
+                compiled(**inputs)
+    finally:
+        torch._dynamo.reset()
     return recorder.explanation

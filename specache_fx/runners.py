@@ -15,7 +15,7 @@ import torch
 from specache_fx.errors import CacheHandleError
 from specache_fx.lowering import Compiled
 from specache_fx.passes.base import OutputPlan, PassState
-from specache_fx.runtime import registry
+from specache_fx.runtime import claims, registry
 from specache_fx.runtime.session import LayerShape, Session
 
 
@@ -126,7 +126,7 @@ def resolve(
     if registry.first_handle(past) is None:
         session, past = _take_over(state, shapes, past, args)
     else:
-        session, past = registry.go_on(past, state.config, shapes)
+        session, past = claims.go_on(past, state.config, shapes)
     registry.sweep()
     return session, past
 
@@ -135,7 +135,7 @@ def _take_over(
     state: PassState, shapes: tuple[LayerShape, ...], past: Sequence[torch.Tensor], args: Sequence[Any]
 ) -> tuple[Session, list[torch.Tensor]]:
     """A session for a cache of plain tensors: its prompt ran elsewhere, or in a graph that was left alone."""
-    kv_len = registry.told_length(shapes, past)
+    kv_len = claims.told_length(shapes, past)
     if kv_len is None:
         raise CacheHandleError(
             "This past KV cache was made by a call that specache did not compile, and how many tokens it holds can't be"

@@ -28,6 +28,7 @@ RANKS: tuple[tuple[str, ...], ...] = (
     ("specache_fx.lowering",),
     ("specache_fx.passes",),
     ("specache_fx.runtime.ops",),
+    ("specache_fx.runtime.claims",),
     ("specache_fx.runtime.registry",),
     ("specache_fx.runtime.session",),
     (

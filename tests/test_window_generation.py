@@ -13,7 +13,7 @@ from torch import Tensor
 
 import specache_fx
 from specache_fx import CacheHandleError
-from specache_fx.runtime import registry
+from specache_fx.runtime import claims
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -98,8 +98,8 @@ def test_forks_go_their_own_ways(tokens: int) -> None:
 def test_cut_handles_are_refused(layer: int, tokens: int, copied: bool) -> None:
     past = prompt(compiled("gemma3_text"), tokens)
     handles = [tensor for each in past.layers for tensor in (each.keys, each.values)]
-    assert registry.resolve(handles).kv_len == tokens
+    assert claims.read_claim(handles).kv_len == tokens
     for i in (2 * layer, 2 * layer + 1):
         handles[i] = handles[i][:, :, 1:].clone() if copied else handles[i][:, :, 1:]
     with pytest.raises(CacheHandleError):
-        registry.resolve(handles)
+        claims.read_claim(handles)

@@ -1,0 +1,253 @@
+"""What the past KV inputs of a call stand for: a session as it is, cut, reordered or copied.
+
+Handles are known by their storage, copies of handles by what their NaN-boxed rows say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from specache_fx.config import SpecacheConfig
+from specache_fx.errors import CacheHandleError
+from specache_fx.runtime import handle as handles
+from specache_fx.runtime import registry
+from specache_fx.runtime.session import LayerShape, Session
+
+_MIXED = (
+    "The past KV tensors of this call come from several caches, or in another order than the model returned them, or"
+    " their oldest tokens were cut off. Pass the cache of one call back as it was: only its newest tokens can be cut"
+    " off (crop)."
+)
+_REORDERED = (
+    "Copy batch rows with index_select (Cache.reorder_cache, batch_select_indices, batch_repeat_interleave) or deepcopy"
+    " the cache, at the length that it has."
+)
+_ENDED = (
+    "The past KV cache belongs to a session that has ended: all tensors of the cache that it is a copy of were dropped,"
+    " and a model was called since. Keep the original until the copy is used, or start from the prompt."
+)
+_LEFT = (
+    "The past KV cache belongs to a branch that was left: the same cache went on from an earlier token since. Keep the"
+    " cache that the model returned last, or start from the prompt."
+)
+_ELSEWHERE = (
+    "The past KV cache was made in another process: what it stands for is not in this one. A cache of specache can't be"
+    " saved and loaded; start from the prompt."
+)
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What the past KV inputs of a call say.
+
+    Attributes:
+        issued: The set of handles that they are, or are copies of.
+        kv_len: Tokens that the caller believes to be there.
+        past: The inputs, where they are the session's own handles; None where they are copies.
+        rows: Batch rows of the session, in the order of the inputs'.
+    """
+
+    issued: registry.Issue
+    kv_len: int
+    past: list[torch.Tensor] | None
+    rows: list[int]
+
+    @property
+    def session(self) -> Session:
+        """Whose they are."""
+        return self.issued.session
+
+
+@registry.locked
+def go_on(
+    past: Sequence[torch.Tensor], config: SpecacheConfig, shapes: tuple[LayerShape, ...]
+) -> tuple[Session, list[torch.Tensor]]:
+    """Give the session that the past KV inputs of a call belong to, at the length that the caller believes.
+
+    The session's own handles, uncut, go on as they are. Cut: new ones; what else counted the tokens that are discarded
+    is void from then on (another branch). Copies: the session itself with its batch rows reordered, where nobody holds
+    the original any more (beam search), else a session of its own (a fork).
+
+    Args:
+        past: The inputs, keys and values in turn, layer by layer.
+        config: What the graph was compiled with.
+        shapes: The graph's layers.
+
+    Returns:
+        The session, and handles of it in the order of `past`.
+
+    Raises:
+        CacheHandleError: If they are no handles, are of several sessions or lengths, of a session that has ended, a
+            branch that was left or another model, or were cut.
+        HostMemoryError: If the host tier can't take a fork.
+    """
+    claim = read_claim(past)
+    session = claim.session
+    if session.config != config or session.shapes != shapes:
+        raise CacheHandleError(
+            f"The past KV cache was made with {session.config} for {len(session.shapes)} layers; this graph was"
+            f" compiled with {config} for {len(shapes)}. Use a cache with the compiled model that made it."
+        )
+    with session.lock:  # a step of the original may be under way in another thread
+        return _take(claim)
+
+
+def read_claim(past: Sequence[torch.Tensor]) -> Claim:
+    """Say what past KV inputs stand for. Changes nothing.
+
+    Raises:
+        CacheHandleError: As `go_on`.
+    """
+    issued = registry.issue_of(past[0])
+    claim = _recognise(past) if issued is None else _own(issued, past)
+    valid_len = claim.issued.valid_len
+    if valid_len is not None and claim.kv_len > valid_len:
+        raise CacheHandleError(_LEFT)
+    return claim
+
+
+def _claimed_length(session: Session, past: Sequence[torch.Tensor]) -> int:
+    """Tokens that the caller believes to be there, by the lengths of the handles.
+
+    A layer that keeps a window tells it until that is full. Where no layer tells more, only the handles that the last
+    call returned are known to be up to date.
+
+    Raises:
+        CacheHandleError: If the layers disagree, or it can't be told.
+    """
+    kv_len = told_length(session.shapes, past)
+    if kv_len is None:
+        newest = session.newest() if session.newest is not None else None
+        if past[0] is not newest and session.kv_len != max(tensor.shape[2] for tensor in past):
+            raise CacheHandleError(
+                "How many tokens this past KV cache holds can't be told: each of its layers keeps a window, all of them"
+                " are full, and it is not the one that the model returned last (a copy, or an earlier one). Go on from"
+                " the newest cache, or start from the prompt."
+            )
+        return session.kv_len
+    return kv_len
+
+
+def told_length(shapes: Sequence[LayerShape], past: Sequence[torch.Tensor]) -> int | None:
+    """Tokens that a cache holds, by the lengths of its tensors; None where all are windows that are full.
+
+    Args:
+        shapes: Of the layers.
+        past: Keys and values in turn, layer by layer.
+
+    Raises:
+        CacheHandleError: If the layers disagree.
+    """
+    pairs = [shape for shape in shapes for _ in range(2)]
+    lengths = [tensor.shape[2] for tensor in past]
+    if len(lengths) != len(pairs):
+        raise CacheHandleError(_MIXED)
+    telling = [
+        length
+        for length, shape in zip(lengths, pairs, strict=True)
+        if shape.window is None or length < shape.window - 1
+    ]
+    if not telling and all(
+        length == shape.tokens(length) for length, shape in zip(lengths, pairs, strict=True)
+    ):
+        return None
+    kv_len = max(telling, default=0)
+    if lengths != [shape.tokens(kv_len) for shape in pairs]:
+        raise CacheHandleError(
+            f"The layers of the past KV cache have different lengths {sorted(set(lengths))}: crop all of them, or none."
+        )
+    return kv_len
+
+
+def _own(issued: registry.Issue, past: Sequence[torch.Tensor]) -> Claim:
+    batch = issued.session.batch or 0
+    key, offset = past[0].untyped_storage()._cdata, 0
+    for tensor in past:
+        if tensor.untyped_storage()._cdata != key:
+            raise CacheHandleError(_MIXED)
+        if tensor.shape[0] != batch:
+            raise CacheHandleError(
+                f"The past KV cache was cut to {tensor.shape[0]} of its {batch} batch rows by slicing. {_REORDERED}"
+            )
+        if tensor.storage_offset() != offset:
+            raise CacheHandleError(_MIXED)
+        offset += tensor.shape[0] * tensor.shape[3]
+    return Claim(issued, _claimed_length(issued.session, past), list(past), list(range(batch)))
+
+
+def _recognise(past: Sequence[torch.Tensor]) -> Claim:
+    """Read off copies of handles whose they are."""
+    found: registry.Issue | None = None
+    first: list[int] | None = None
+    for slot, tensor in enumerate(past):
+        codes = handles.decode(tensor)
+        if codes is None:
+            raise CacheHandleError(
+                f"The past KV tensor of shape {tuple(tensor.shape)} is no cache of a model compiled with specache,"
+                " though other layers' are, or the oldest tokens of a copy were cut off. Pass the cache of one call"
+                " back as the model returned it."
+            )
+        if not codes[0].is_ours:
+            raise CacheHandleError(_ELSEWHERE)
+        issued = registry.by_code(codes[0].session)
+        if issued is None:
+            raise CacheHandleError(_ENDED)
+        rows = [code.row for code in codes]
+        same = all(code.session == codes[0].session and code.slot == slot for code in codes)
+        if not same or found not in (None, issued) or first not in (None, rows):
+            raise CacheHandleError(_MIXED)
+        found, first = issued, rows
+    assert found is not None and first is not None
+    session = found.session
+    kv_len = _claimed_length(session, past)
+    if found.moved is not None:
+        if first != found.moved or kv_len != session.kv_len:
+            raise CacheHandleError(_LEFT)
+        first = list(range(session.batch or 0))
+    if first != list(range(session.batch or 0)) and kv_len != session.kv_len:
+        # Rows that were moved can't be told from tokens that were cut off, unless the length is whole.
+        raise CacheHandleError(
+            f"The past KV cache holds rows {first} of a session's {session.batch} at {kv_len} tokens, where the session"
+            f" has {session.kv_len}. {_REORDERED}"
+        )
+    return Claim(found, kv_len, None, first)
+
+
+def _take(claim: Claim) -> tuple[Session, list[torch.Tensor]]:
+    session, rows = claim.session, claim.rows
+    if claim.past is None:
+        alone = not registry.is_held(session)
+        if not alone or len(rows) != session.batch:
+            session = session.fork(rows)
+            session.rewind(claim.kv_len)
+            registry.touch(session)
+            return session, registry.issue(session)
+        if rows != list(range(len(rows))):
+            _reorder(claim)
+    registry.touch(session)
+    discards = claim.kv_len < session.kv_len
+    session.rewind(claim.kv_len)
+    if claim.past is not None and not discards:
+        return session, claim.past
+    for issued in registry.issues_of(session):
+        if discards or issued.valid_len is None:
+            known = session.kv_len if issued.valid_len is None else issued.valid_len
+            issued.valid_len = min(known, session.kv_len)
+    return session, registry.issue(session)
+
+
+def _reorder(claim: Claim) -> None:
+    session = claim.session
+    # The rows of other sets are others now.
+    registry.forget([issued for issued in registry.issues_of(session) if issued is not claim.issued])
+    try:
+        session.reorder(claim.rows)
+    except BaseException:
+        # Some layers have moved and some have not.
+        session.close()
+        registry.forget([claim.issued])
+        raise
+    claim.issued.moved = claim.rows
