@@ -355,6 +355,7 @@ def _unknown_forms(gm: GraphModule, state: PassState, outputs: set[Node]) -> lis
     """KV caches whose attention has no normal form: each named by the softmax that reads it first, or by itself."""
     known = {core.node for core in state.cores or []}
     refusals: dict[Node, Refusal] = {}
+    silent: list[Node] = []
     for root in gm.graph.nodes:
         if root.target is not torch.cat or len(shape_of(root) or ()) != 4:
             continue
@@ -380,9 +381,11 @@ def _unknown_forms(gm: GraphModule, state: PassState, outputs: set[Node]) -> lis
             named = True
             break
         if not named and _appends_to_input(root):
-            reason = "no attention that specache knows reads this cache (it knows softmax and SDPA over query, keys)"
-            remedy = f"Use torch.nn.functional.scaled_dot_product_attention there. {_LEAVE}."
-            refusals.setdefault(root, Refusal(root.name, source_of(root), reason, remedy))
+            silent.append(root)
+    if not refusals and not state.refusals:  # else it may be the other side of an attention that is named
+        reason = "no attention that specache knows reads this cache (it knows SDPA and softmax of query times keys)"
+        remedy = f"Use torch.nn.functional.scaled_dot_product_attention there. {_LEAVE}."
+        refusals = {root: Refusal(root.name, source_of(root), reason, remedy) for root in silent}
     return list(refusals.values())
 
 

@@ -106,9 +106,7 @@ def plan(
     num_quantized = config.num_quantized(context)
     num_groups = num_quantized // config.group_size
     residual = context - num_quantized
-    # A window that already has room for all but the token that makes it overflow is never grown.
-    full_window = config.residual_length + config.group_size
-    residual_peak = residual if residual == full_window - 1 else full_window
+    residual_peak = config.residual_length + config.group_size
     staged = _staging_bytes(config, head_dim + value_dim, _DTYPES[dtype_bytes])
     host_tokens = -(-num_quantized // ALIGN_TOKENS) * ALIGN_TOKENS if config.placement.offload else 0
     heads = (layers - window_layers) * batch * num_kv_heads

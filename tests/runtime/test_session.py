@@ -91,7 +91,7 @@ class _Pair:
             self.staged = [None] * LAYERS
             lanes = 1
         session.predecoding = predecode
-        session.biases = self.biases(lanes)
+        session.begin_step(self.biases(lanes), {})
         for layer, oracle in enumerate(self.oracles):
             query = self.random(lanes, self.shape.batch, self.shape.num_heads, 1, self.shape.head_dim)
             key, value = self.pairs(1, lanes)
