@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 from collections.abc import Callable
@@ -102,12 +103,16 @@ WAYS: dict[str, tuple[dict[str, Tensor], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
+# transformers' own early exit breaks gpt2.
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [
+        *itertools.product(["llama"], WAYS),
+        *itertools.product(["gpt2"], sorted(WAYS.keys() - {"early_exit"})),
+    ],
+)
 def test_way_equals_eager(name: str, way: str) -> None:
     prompt, kwargs = WAYS[way]
-    if name == "gpt2" and way == "early_exit":
-        pytest.skip("transformers' own early exit breaks gpt2")
     if kwargs.get("assistant_model") == DRAFT:
         small = {"gpt2": {"n_layer": 1}}.get(name, {"num_hidden_layers": 1})
         kwargs = {**kwargs, "assistant_model": build(name, **small)}
