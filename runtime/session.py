@@ -17,9 +17,10 @@ import torch
 from specache_fx.config import SpecacheConfig
 from specache_fx.errors import CacheHandleError
 from specache_fx.runtime.copy_engine import CopyEngine
+from specache_fx.runtime.decode_inputs import Lanes, layer_inputs, window_inputs
 from specache_fx.runtime.handle import MAX_SESSION
 from specache_fx.runtime.host_cache import HostCache, resolve_host
-from specache_fx.runtime.kernels import DecodeInputs, choose_kernel
+from specache_fx.runtime.kernels import choose_kernel
 from specache_fx.runtime.key_mask import KeyMask
 from specache_fx.runtime.layer_cache import LayerCache
 from specache_fx.runtime.metrics import Metrics
@@ -191,74 +192,18 @@ class Session:
             `[lanes, batch, num_heads, 1, value_dim]`.
         """
         cache = self.layers[layer]
+        lanes = Lanes(query, key, value, scale, self.predecoding, softcap, sinks)
         if isinstance(cache, WindowCache):
-            return self._attend_to_window(layer, cache, query, key, value, scale, softcap, sinks)
-        rows = indices = None
-        if staged and self.engine is not None and not self.predecoding:
-            rows, indices = self._staged[layer]
-        window_key, window_value = cache.window()
+            masks = self.window_masks.get(layer, (None,) * query.shape[0])
+            return self._kernel.attention(window_inputs(lanes, cache, masks, self._quantizer))[0]
+        rows = self._staged[layer] if staged and self.engine is not None and not self.predecoding else None
+        key_mask = self.key_mask.grow(cache.kv_len)
         out, scores = self._kernel.attention(
-            DecodeInputs(
-                query=query,
-                key=key,
-                value=value,
-                quantizer=cache.quantizer,
-                key_planes=cache.key_planes.view(),
-                value_planes=cache.value_planes.view(),
-                num_quantized=cache.num_quantized,
-                window_key=window_key,
-                window_value=window_value,
-                staged_rows=rows,
-                staged_indices=indices,
-                key_mask=self.key_mask.grow(cache.kv_len),
-                scale=scale,
-                independent_lanes=self.predecoding,
-                softcap=softcap,
-                bias=self.biases.get(layer),
-                sinks=sinks,
-            )
+            layer_inputs(lanes, cache, rows, key_mask, self.biases.get(layer))
         )
         if layer in self._scores:  # attentions that share a layer choose together
             scores = self._scores[layer][0] + scores
         self._scores[layer] = (scores, cache.num_quantized)
-        return out
-
-    def _attend_to_window(
-        self,
-        layer: int,
-        cache: WindowCache,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scale: float,
-        softcap: float | None,
-        sinks: torch.Tensor | None,
-    ) -> torch.Tensor:
-        window_key, window_value = cache.window()
-        masks = self.window_masks.get(layer, (None,) * query.shape[0])
-        visible, bias = cache.masked(masks, self.predecoding)
-        out, _ = self._kernel.attention(
-            DecodeInputs(
-                query=query,
-                key=key,
-                value=value,
-                quantizer=self._quantizer,
-                key_planes=(),
-                value_planes=(),
-                num_quantized=0,
-                window_key=window_key,
-                window_value=window_value,
-                staged_rows=None,
-                staged_indices=None,
-                key_mask=None,
-                scale=scale,
-                independent_lanes=self.predecoding,
-                visible=visible,
-                softcap=softcap,
-                bias=bias,
-                sinks=sinks,
-            )
-        )
         return out
 
     def begin_step(
