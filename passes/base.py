@@ -13,6 +13,7 @@ from specache_fx.config import SpecacheConfig
 from specache_fx.passes.sources import Prelude, Sources
 
 if TYPE_CHECKING:
+    from specache_fx.passes.expansion import Expansion
     from specache_fx.passes.window_masks import WindowMasks
 
 
@@ -99,13 +100,14 @@ class AttentionSite:
         scale: Factor on the scores.
         softcap: Bound of the scaled scores; None where there is none.
         sinks: `[num_heads]`; None where there are none.
-        num_kv_heads: KV heads.
-        key_dim: Elements of a key.
-        value_dim: Elements of a value.
+        num_kv_heads: KV heads of the cache.
+        key_dim: Elements of a cached key.
+        value_dim: Elements of a cached value.
         source: The model's line.
         window: Tokens that a query reaches, its own included, where the cache keeps no more (a sliding window or a
             chunk); None where it keeps all.
         shared: It reads the cache of an earlier attention, `layer`, and keeps no pairs of its own.
+        expansion: How its keys and values are computed from what is cached (MLA); None where they are what is cached.
     """
 
     layer: int
@@ -129,6 +131,7 @@ class AttentionSite:
     source: str
     window: int | None = None
     shared: bool = False
+    expansion: Expansion | None = None
 
 
 @dataclass

@@ -19,6 +19,9 @@ Storing right after each attention is what keeps one layer's 16-bit pairs alive 
 the masks any more, so they and all that knew `kv_len` die here; what they would have said is checked at run time by
 `check_masks` in `specache_fx/mask_check.py`. The masks of windows are applied as they are (`window_masks.py`).
 
+Where keys and values are computed from what is cached (MLA), the marker gets what is cached of the new token, the
+attention's index (of its expansion) and the width of its output.
+
 Attentions that share a cache: the first one's pairs are stored and loaded, and in decode each gets a marker with its
 own query and the first one's layer and new pair.
 
@@ -28,6 +31,7 @@ Expects sites from `match_attention`; without any it leaves the graph as it is.
 from __future__ import annotations
 
 import operator
+from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -123,8 +127,10 @@ def _bind_extend(graph: Graph, site: AttentionSite, state_node: Node) -> None:
     _store(graph, site, state_node)
 
 
-def _bind_decode(graph: Graph, site: AttentionSite) -> None:
-    more = () if site.softcap is None and site.sinks is None else (site.softcap, site.sinks)
+def _bind_decode(graph: Graph, site: AttentionSite, index: int) -> None:
+    more: tuple[Any, ...] = () if site.softcap is None and site.sinks is None else (site.softcap, site.sinks)
+    if site.expansion is not None:
+        more = (site.softcap, site.sinks, index, value_of(site.node).shape[-1])
     with graph.inserting_before(site.node):
         args = (site.query, site.new_key, site.new_value, site.layer, site.scale, *more)
         out = call(graph, torch.ops.specache.attention.default, args, site.node)
@@ -167,8 +173,8 @@ def bind_cache(gm: GraphModule, state: PassState) -> GraphModule:
         plan.length_inputs = [position[node] for node in needed]
 
     if state.phase is Phase.DECODE:
-        for site in state.sites:
-            _bind_decode(graph, site)
+        for i, site in enumerate(state.sites):
+            _bind_decode(graph, site, i)
         eliminate_dead_code(graph)
         for node in placeholders(graph):
             node.meta["specache_input"] = position[node]

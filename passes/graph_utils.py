@@ -162,14 +162,22 @@ def ancestors(nodes: Iterable[Node], stop: Iterable[Node] = ()) -> set[Node]:
     return seen
 
 
-def needed_for(graph: Graph, results: Iterable[Node], inputs: Iterable[Node] = ()) -> set[Node]:
+def needed_for(
+    graph: Graph, results: Iterable[Node], inputs: Iterable[Node] = (), reader: Node | None = None
+) -> set[Node]:
     """What computes `results` from `inputs`: their ancestors, and the in-place calls that change these on the way.
 
     Where these run under `torch.vmap`, the calls that begin and end its levels too: no edge leads there.
+
+    Args:
+        graph: The graph.
+        results: What is wanted.
+        inputs: What is given.
+        reader: As this node finds the results, after all in-place calls before it; None for the last of them.
     """
     order = {node: i for i, node in enumerate(graph.nodes)}
     results, inputs = list(results), set(inputs)
-    last = max((order[node] for node in results), default=-1)
+    last = max((order[node] for node in results), default=-1) if reader is None else order[reader]
     writes = [node for node in graph.nodes if mutates(node) and node.args and order[node] < last]
     needed = ancestors(results, inputs)
     while more := [
@@ -204,14 +212,19 @@ def constant_of(gm: GraphModule, value: Any) -> float | None:
         return float(extract(gm, [value], [])()[0])
 
 
-def extract(gm: GraphModule, results: list[Node], inputs: list[Node]) -> GraphModule:
-    """A graph of its own that computes `results` from `inputs`, in the order given; these may be any nodes."""
+def extract(
+    gm: GraphModule, results: list[Node], inputs: list[Node], reader: Node | None = None
+) -> GraphModule:
+    """A graph of its own that computes `results` from `inputs`, in the order given; these may be any nodes.
+
+    `reader`: see `needed_for`.
+    """
     graph = Graph()
     copied: dict[Node, Node] = {}
     for node in inputs:
         copied[node] = graph.placeholder(node.name)
         copied[node].meta = dict(node.meta)
-    needed = needed_for(gm.graph, results, inputs)
+    needed = needed_for(gm.graph, results, inputs, reader)
     for node in gm.graph.nodes:
         if node in needed and node not in copied:
             copied[node] = graph.node_copy(node, lambda old: copied[old])

@@ -54,7 +54,7 @@ def dense(
     return scores.softmax(-1)[..., : key.shape[2]] @ value
 
 
-class _Numbers:
+class Numbers:
     """Random values for the nodes that a proof starts from."""
 
     def __init__(self, gm: GraphModule) -> None:
@@ -99,7 +99,7 @@ class _Numbers:
 
 def is_proved(core: AttentionCore) -> bool:
     """Whether a proof has to be made, or is small enough to be made for an early refusal."""
-    numbers = _Numbers(core.node.graph.owning_module)  # type: ignore[arg-type]
+    numbers = Numbers(core.node.graph.owning_module)  # type: ignore[arg-type]
     batch, heads, q_len, _ = (numbers.integer(size) for size in shape_of(core.query) or ())
     kv_len = numbers.integer((shape_of(core.key) or ())[2])
     return q_len == 1 or batch * heads * q_len * kv_len <= _MAX_SCORES
@@ -120,7 +120,7 @@ def differs(gm: GraphModule, core: AttentionCore) -> str | None:
     sides = {core.key: 1.0, core.value: 1.0, core.sinks: 1.0}
     # Of size 1 after scaling, and once more at the bound, where it acts.
     for size in (1.0, core.softcap) if core.softcap is not None else (1.0,):
-        numbers = _Numbers(gm)
+        numbers = Numbers(gm)
         query_spread = size / (abs(core.scale) * key_dim**0.5)
         spreads = {
             **sides,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from specache_fx.runtime.kernels import DecodeInputs
+from specache_fx.runtime.kernels import DecodeInputs, Expand
 from specache_fx.runtime.layer_cache import LayerCache
 from specache_fx.runtime.quant import Quantizer
 from specache_fx.runtime.window_cache import WindowCache, WindowMask
@@ -24,6 +24,7 @@ class Lanes:
     independent: bool
     softcap: float | None
     sinks: torch.Tensor | None
+    expand: Expand | None = None
 
 
 def layer_inputs(
@@ -62,6 +63,7 @@ def layer_inputs(
         softcap=lanes.softcap,
         bias=bias,
         sinks=lanes.sinks,
+        expand=lanes.expand,
     )
 
 
@@ -97,4 +99,5 @@ def window_inputs(
         softcap=lanes.softcap,
         bias=bias,
         sinks=lanes.sinks,
+        expand=lanes.expand,
     )

@@ -62,8 +62,10 @@ def _attention_fake(
     scale: float,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    expansion: int | None = None,
+    value_dim: int | None = None,
 ) -> Tensor:
-    return query.new_empty((*query.shape[:-1], value.shape[-1]))
+    return query.new_empty((*query.shape[:-1], value_dim or value.shape[-1]))
 
 
 def _marker(*_: Any) -> Tensor:
@@ -85,9 +87,11 @@ def _quantized_attention(
     scale: float,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    expansion: int | None = None,
+    value_dim: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     session = registry.by_state(state)
-    out = session.attend(layer, query, key, value, scale, staged is not None, softcap, sinks)
+    out = session.attend(layer, query, key, value, scale, staged is not None, softcap, sinks, expansion)
     return out, _ticket()
 
 
@@ -101,8 +105,10 @@ def _quantized_attention_fake(
     scale: float,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    expansion: int | None = None,
+    value_dim: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    return query.new_empty((*query.shape[:-1], value.shape[-1])), _ticket()
+    return query.new_empty((*query.shape[:-1], value_dim or value.shape[-1])), _ticket()
 
 
 def _topk(scores: Tensor, state: Tensor, layer: int, batch: int, num_kv_heads: int, top_k: int) -> Tensor:
@@ -131,20 +137,23 @@ _define(
 )
 _define(
     "attention(Tensor query, Tensor key, Tensor value, int layer, float scale, float? softcap=None,"
-    " Tensor? sinks=None) -> Tensor",
+    " Tensor? sinks=None, int? expansion=None,"
+    " int? value_dim=None) -> Tensor",
     _marker,
     _attention_fake,
 )
 _define(
     "attention_lanes(Tensor query, Tensor key, Tensor value, int layer, float scale, float? softcap=None,"
-    " Tensor? sinks=None) -> Tensor",
+    " Tensor? sinks=None, int? expansion=None,"
+    " int? value_dim=None) -> Tensor",
     _marker,
     _attention_fake,
 )
 _define("wait_prefetch(Tensor(a!) state, int layer) -> Tensor", _wait_prefetch, _ticket)
 _define(
     "quantized_attention(Tensor query, Tensor key, Tensor value, Tensor? staged, Tensor(a!) state, int layer,"
-    " float scale, float? softcap=None, Tensor? sinks=None) -> (Tensor, Tensor)",
+    " float scale, float? softcap=None, Tensor? sinks=None, int? expansion=None,"
+    " int? value_dim=None) -> (Tensor, Tensor)",
     _quantized_attention,
     _quantized_attention_fake,
 )
@@ -167,6 +176,8 @@ def _lanes(
     scale: float,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    expansion: int | None = None,
+    value_dim: int | None = None,
 ) -> tuple[Tensor, int]:
     """Batching rule: the lanes go to the front, one op for all of them. They share the sinks, which are parameters."""
     if sinks is not None and in_dims[6] is not None:
@@ -175,7 +186,9 @@ def _lanes(
     for side, dim in zip((query, key, value), in_dims[:3], strict=True):
         lanes = side.unsqueeze(0).expand(info.batch_size, *side.shape) if dim is None else side
         sides.append(lanes.movedim(dim, 0) if dim else lanes)
-    form = () if softcap is None and sinks is None else (softcap, sinks)
+    form: tuple[Any, ...] = () if softcap is None and sinks is None else (softcap, sinks)
+    if expansion is not None:
+        form = (softcap, sinks, expansion, value_dim)
     return torch.ops.specache.attention_lanes(*sides, layer, scale, *form), 0
 
 

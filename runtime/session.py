@@ -20,7 +20,7 @@ from specache_fx.runtime.copy_engine import CopyEngine
 from specache_fx.runtime.decode_inputs import Lanes, layer_inputs, window_inputs
 from specache_fx.runtime.handle import MAX_SESSION
 from specache_fx.runtime.host_cache import HostCache, resolve_host
-from specache_fx.runtime.kernels import choose_kernel
+from specache_fx.runtime.kernels import Expand, choose_kernel
 from specache_fx.runtime.key_mask import KeyMask
 from specache_fx.runtime.layer_cache import LayerCache
 from specache_fx.runtime.metrics import Metrics
@@ -87,6 +87,7 @@ class Session:
         self.metrics = Metrics()
         self.layers: list[LayerCache | WindowCache] = []
         self.window_masks: dict[int, tuple[WindowMask | None, ...]] = {}  # of this step's lanes, by layer
+        self._expansions: dict[int, Expand] = {}
         self._global = [i for i, shape in enumerate(shapes) if shape.window is None]
         self._quantizer = make_quantizer(config)
         self.host: HostCache | None = None
@@ -175,6 +176,7 @@ class Session:
         staged: bool,
         softcap: float | None = None,
         sinks: torch.Tensor | None = None,
+        expansion: int | None = None,
     ) -> torch.Tensor:
         """Attend with every lane and keep the selection scores until `select`.
 
@@ -187,12 +189,14 @@ class Session:
             staged: Replace low-bit pairs by those that were prefetched (never in pre-decode).
             softcap: See `DecodeInputs`.
             sinks: See `DecodeInputs`.
+            expansion: Which of the step's expansions makes keys and values of what is cached; None for none.
 
         Returns:
             `[lanes, batch, num_heads, 1, value_dim]`.
         """
         cache = self.layers[layer]
-        lanes = Lanes(query, key, value, scale, self.predecoding, softcap, sinks)
+        expand = None if expansion is None else self._expansions[expansion]
+        lanes = Lanes(query, key, value, scale, self.predecoding, softcap, sinks, expand)
         if isinstance(cache, WindowCache):
             masks = self.window_masks.get(layer, (None,) * query.shape[0])
             return self._kernel.attention(window_inputs(lanes, cache, masks, self._quantizer))[0]
@@ -207,7 +211,10 @@ class Session:
         return out
 
     def begin_step(
-        self, biases: dict[int, torch.Tensor], window_masks: dict[int, tuple[WindowMask | None, ...]]
+        self,
+        biases: dict[int, torch.Tensor],
+        window_masks: dict[int, tuple[WindowMask | None, ...]],
+        expansions: dict[int, Expand] | None = None,
     ) -> None:
         """Before the graph of a decode step runs.
 
@@ -215,9 +222,10 @@ class Session:
             biases: What the model adds to the scores of layers that keep all tokens; see `DecodeInputs.bias`.
             window_masks: The masks of the layers that keep a window, one a lane, where the model has masks there; None
                 for a lane whose mask can't be told: what it selects is void.
+            expansions: By attention, where keys and values are computed from what is cached: see `DecodeInputs.expand`.
         """
         self._scores.clear()
-        self.biases, self.window_masks = biases, window_masks
+        self.biases, self.window_masks, self._expansions = biases, window_masks, expansions or {}
 
     @property
     def windows_told(self) -> bool:

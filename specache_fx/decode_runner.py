@@ -144,6 +144,7 @@ class Decode:
         session.begin_step(
             step_biases(session, self._sources, args, biases, lanes, ahead),
             self._window_masks(session, args, lanes, ahead),
+            {i: site.expansion.bind(args) for i, site in enumerate(self._state.sites) if site.expansion},
         )
         results = step(*flatten(inputs), session.state)
         if lanes == 1:

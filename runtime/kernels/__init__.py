@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 
 from specache_fx.errors import ConfigError, KernelUnavailableError
-from specache_fx.runtime.kernels.base import DecodeInputs, Kernel
+from specache_fx.runtime.kernels.base import DecodeInputs, Expand, Kernel
 from specache_fx.runtime.kernels.reference import ReferenceKernel
 
-__all__ = ["KERNELS", "DecodeInputs", "Kernel", "check_kernel", "choose_kernel"]
+__all__ = ["KERNELS", "DecodeInputs", "Expand", "Kernel", "check_kernel", "choose_kernel"]
 
 # In the order in which "auto" tries them: the fastest first, the reference last.
 KERNELS: dict[str, Kernel] = {kernel.name: kernel for kernel in (ReferenceKernel(),)}

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 from specache_fx.runtime.quant import Planes, Quantizer
+
+Expand = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,9 @@ class DecodeInputs:
         bias: Added to the scores, `[lanes, batch or 1, num_heads or 1, num_quantized + window_len + lanes]`: the
             stored tokens' and each lane's own; None where there is none.
         sinks: `[num_heads]`, one more score in the softmax that has no value; None where there are none.
+        expand: Of cached keys and values `[batch, num_kv_heads, tokens, dim]`, the keys and values that attention
+            reads, with as many heads as it likes: multi-head latent attention. `key_dim` and `value_dim` above are
+            then those of the cache; query and output have their own. None where what is cached is read as it is.
         independent_lanes: Each lane sees its own pair only (pre-decode). Else lane 1 also sees lane 0's (Alg. 3).
     """
 
@@ -57,6 +63,7 @@ class DecodeInputs:
     softcap: float | None = None
     bias: torch.Tensor | None = None
     sinks: torch.Tensor | None = None
+    expand: Expand | None = None
 
 
 class Kernel(Protocol):

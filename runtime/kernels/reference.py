@@ -19,12 +19,11 @@ class ReferenceKernel:
     def attention(self, inputs: DecodeInputs) -> tuple[torch.Tensor, torch.Tensor]:
         """Attend with every lane; see `Kernel.attention`. Paper: SpeCache eq. 1, Algorithm 3."""
         lanes, batch, num_heads, _, key_dim = inputs.query.shape
-        num_kv_heads, value_dim = inputs.key.shape[2], inputs.value.shape[4]
         compute = torch.promote_types(inputs.query.dtype, torch.float32)
-        keys, values = (side.to(compute) for side in _stored_pairs(inputs, key_dim, value_dim))
+        keys, values, own_key, own_value = (side.to(compute) for side in _pairs(inputs))
+        num_kv_heads, value_dim = keys.shape[1], values.shape[3]
 
         query = inputs.query.reshape(lanes, batch, num_kv_heads, -1, key_dim).to(compute)
-        own_key, own_value = inputs.key.squeeze(3).to(compute), inputs.value.squeeze(3).to(compute)
         stored = torch.einsum("lbhgd,bhnd->lbhgn", query, keys) * inputs.scale
         own = torch.einsum("lbhgd,mbhd->lbhgm", query, own_key) * inputs.scale
         if inputs.softcap is not None:
@@ -53,6 +52,9 @@ class ReferenceKernel:
         out = out + torch.einsum("lbhgm,mbhd->lbhgd", own_probs, own_value)
 
         scores = probs[..., : keys.shape[2] + 1].mean(dim=3).to(torch.float32)
+        scores = scores.unflatten(2, (inputs.key.shape[2], -1)).mean(
+            dim=3
+        )  # of the heads that share what is cached
         if inputs.key_mask is not None:
             scores[..., :-1].masked_fill_(~inputs.key_mask[None, :, None, :], -1.0)
         return out.reshape(lanes, batch, num_heads, 1, value_dim).to(inputs.query.dtype).contiguous(), scores
@@ -63,9 +65,25 @@ def _by_kv_head(bias: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
     return bias.unsqueeze(3) if bias.shape[2] == 1 else bias.unflatten(2, (num_kv_heads, -1))
 
 
-def _stored_pairs(inputs: DecodeInputs, key_dim: int, value_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _pairs(inputs: DecodeInputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What attention reads: `[batch, num_kv_heads, kv_len, dim]` twice, and the lanes' own, `[lanes, batch, ...]`."""
+    keys, values = _stored_pairs(inputs)
+    own_key, own_value = inputs.key.squeeze(3), inputs.value.squeeze(3)
+    if inputs.expand is None:
+        return keys, values, own_key, own_value
+    lanes, tokens = own_key.shape[0], keys.shape[2]
+    own = (side.permute(1, 2, 0, 3) for side in (own_key, own_value))
+    keys, values = inputs.expand(
+        *(torch.cat(parts, dim=2) for parts in zip((keys, values), own, strict=True))
+    )
+    (keys, own_key), (values, own_value) = (side.split([tokens, lanes], dim=2) for side in (keys, values))
+    return keys, values, own_key.permute(2, 0, 1, 3), own_value.permute(2, 0, 1, 3)
+
+
+def _stored_pairs(inputs: DecodeInputs) -> tuple[torch.Tensor, torch.Tensor]:
     """C' with the staged pairs in place, then the window: `[batch, num_kv_heads, kv_len, dim]` each."""
     window_key, window_value = inputs.window_key, inputs.window_value
+    key_dim, value_dim = inputs.key.shape[4], inputs.value.shape[4]
     if not inputs.num_quantized:
         return window_key, window_value
     low_key = inputs.quantizer.dequantize_key(inputs.key_planes, key_dim, window_key.dtype)

@@ -26,6 +26,9 @@ class TinyConfig:
 
     Layers of `window_layers` attend to the newest `window` tokens and return the newest `window - 1` as their cache.
     Where all layers do, a call with a past needs an `attention_mask`: nothing else tells the length.
+
+    With `latent_dim` attention is latent (MLA): what is cached has one head, a rotated key of `head_dim // 2` channels
+    that all heads share, and a latent that the rest of the keys and the values are projected from in each step.
     """
 
     vocab_size: int = 61
@@ -46,6 +49,15 @@ class TinyConfig:
     seed: int = 0
     window: int | None = None
     window_layers: tuple[int, ...] = ()
+    latent_dim: int | None = None
+
+    def __post_init__(self) -> None:
+        assert self.latent_dim is None or self.num_kv_heads == 1
+
+    @property
+    def rotary_dim(self) -> int:
+        """Channels of queries and keys that are rotated: half of them where there is a latent."""
+        return self.head_dim if self.latent_dim is None else self.head_dim // 2
 
     def window_of(self, layer_idx: int) -> int | None:
         """Tokens that a query of this layer reaches, its own included; None for all."""
@@ -107,8 +119,13 @@ class Block(nn.Module):
         make_norm = RMSNorm if config.norm == "rms" else nn.LayerNorm
         self.attention_norm, self.mlp_norm = make_norm(hidden), make_norm(hidden)
         self.q_proj = nn.Linear(hidden, config.num_heads * dim, bias=False)
-        self.k_proj = nn.Linear(hidden, config.num_kv_heads * dim, bias=False)
-        self.v_proj = nn.Linear(hidden, config.num_kv_heads * value_dim, bias=False)
+        self.k_proj = nn.Linear(hidden, config.num_kv_heads * config.rotary_dim, bias=False)
+        self.v_proj = nn.Linear(hidden, config.num_kv_heads * (config.latent_dim or value_dim), bias=False)
+        if config.latent_dim is not None:
+            self.up_nope = dim - config.rotary_dim
+            self.kv_up_proj = nn.Linear(
+                config.latent_dim, config.num_heads * (self.up_nope + value_dim), bias=False
+            )
         self.o_proj = nn.Linear(config.num_heads * value_dim, hidden, bias=False)
         self.gate_proj = nn.Linear(hidden, 2 * hidden, bias=False)
         self.up_proj = nn.Linear(hidden, 2 * hidden, bias=False)
@@ -120,9 +137,21 @@ class Block(nn.Module):
         q = self.q_proj(normed).view(batch, q_len, config.num_heads, -1).transpose(1, 2)
         k = self.k_proj(normed).view(batch, q_len, config.num_kv_heads, -1).transpose(1, 2)
         v = self.v_proj(normed).view(batch, q_len, config.num_kv_heads, -1).transpose(1, 2)
-        if rotary is not None:
+        if rotary is not None and config.latent_dim is not None:
+            plain, rotated = q.split([self.up_nope, config.rotary_dim], dim=-1)
+            q, k = torch.cat((plain, rotate(rotated, *rotary)), dim=-1), rotate(k, *rotary)
+        elif rotary is not None:
             q, k = rotate(q, *rotary), rotate(k, *rotary)
         return q, k, v
+
+    def expand(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """The keys and values that attention reads, of what is cached."""
+        if self.config.latent_dim is None:
+            return k, v
+        batch, _, tokens, _ = v.shape
+        up = self.kv_up_proj(v).view(batch, tokens, self.config.num_heads, -1).transpose(1, 2)
+        nope, values = up.split([self.up_nope, up.shape[-1] - self.up_nope], dim=-1)
+        return torch.cat((nope, k.expand(-1, self.config.num_heads, -1, -1)), dim=-1), values
 
     def finish(self, hidden: Tensor, attended: Tensor) -> Tensor:
         hidden = hidden + self.o_proj(attended.transpose(1, 2).flatten(2))
@@ -162,7 +191,7 @@ class TinyDecoder(nn.Module):
         hidden = self.embed(input_ids)
         if self.position_embed is not None:
             return hidden + self.position_embed(position_ids), None
-        return hidden, rotary_tables(position_ids, self.config.head_dim, hidden.dtype)
+        return hidden, rotary_tables(position_ids, self.config.rotary_dim, hidden.dtype)
 
     def run(self, input_ids: Tensor, position_ids: Tensor, attention: Attention) -> Tensor:
         """Logits [batch, q_len, vocab_size] with `attention` in place of the model's own."""
@@ -179,7 +208,7 @@ class TinyDecoder(nn.Module):
         if self.config.softcap is not None or self.sinks is not None:
             return self.spelt_out(q, k, v, mask)
         if self.config.repeat_kv == "expand":
-            groups = self.config.num_heads // self.config.num_kv_heads
+            groups = self.config.num_heads // k.shape[1]
             k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
             return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=self.scale)
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=self.scale, enable_gqa=True)
@@ -206,7 +235,7 @@ class TinyDecoder(nn.Module):
 
     def spelt_out(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
         """Softcap and sinks, which `scaled_dot_product_attention` has not."""
-        groups = self.config.num_heads // self.config.num_kv_heads
+        groups = self.config.num_heads // k.shape[1]
         k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
         scores = q @ k.transpose(-1, -2) * self.scale
         if self.config.softcap is not None:
@@ -246,11 +275,13 @@ class TinyDecoder(nn.Module):
             window = self.config.window_of(layer_idx)
             if window is None:
                 presents.append((k, v))
-                hidden = block.finish(hidden, self.sdpa(q, k, v, mask))  # type: ignore[operator]
+                keys, values = block.expand(k, v)  # type: ignore[operator]
+                hidden = block.finish(hidden, self.sdpa(q, keys, values, mask))  # type: ignore[operator]
             else:
                 presents.append((k[:, :, 1 - window :], v[:, :, 1 - window :]))
                 near = within_window(mask, window)[..., -k.shape[-2] :]
-                hidden = block.finish(hidden, self.sdpa(q, k, v, near))  # type: ignore[operator]
+                keys, values = block.expand(k, v)  # type: ignore[operator]
+                hidden = block.finish(hidden, self.sdpa(q, keys, values, near))  # type: ignore[operator]
         return self.head(self.norm(hidden)), presents
 
 

@@ -109,13 +109,22 @@ class OracleDecoder:
                 cache = self.caches[layer_idx]
                 past_k, past_v = cache.device_pairs() if self.config.policy == "kivi" else (cache.k, cache.v)
                 k, v = torch.cat((past_k, k), dim=2), torch.cat((past_v, v), dim=2)
+            k, v = self.model.blocks[layer_idx].expand(k, v)
             window = self.model.config.window_of(layer_idx)
             return self.model.sdpa(q, k, v, mask if window is None else within_window(mask, window))
 
         logits = self.model.run(input_ids, positions_from_mask(key_mask, q_len), attention)
         if first:
             self.caches = [
-                OracleCache(self.config, k, v, new_mask, self.compute_dtype, self.model.config.window_of(i))
+                OracleCache(
+                    self.config,
+                    k,
+                    v,
+                    new_mask,
+                    self.compute_dtype,
+                    self.model.config.window_of(i),
+                    self.model.blocks[i].expand,
+                )
                 for i, (k, v) in enumerate(new_caches)
             ]
         else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -57,6 +58,7 @@ class OracleCache:
         mask: bool [batch, tokens], True where a token is real; all by default.
         compute_dtype: Of attention; scores are always handed out as float32.
         window: Tokens that a query reaches, its own included; the cache is then exact. None for all.
+        expand: Of cached k and v, the keys and values that attention reads; None where they are the same.
     """
 
     def __init__(
@@ -67,8 +69,9 @@ class OracleCache:
         mask: Tensor | None = None,
         compute_dtype: torch.dtype = torch.float32,
         window: int | None = None,
+        expand: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None,
     ) -> None:
-        self.config, self.compute_dtype, self.window = config, compute_dtype, window
+        self.config, self.compute_dtype, self.window, self.expand = config, compute_dtype, window, expand
         self.k, self.v = k[:, :, :0], v[:, :, :0]
         self.key_mask = torch.ones(k.shape[0], 0, dtype=torch.bool, device=k.device)
         self.append(k, v, mask)
@@ -169,20 +172,25 @@ class OracleCache:
     ) -> tuple[Tensor, Tensor]:
         """As `attend`, with scores of the window and of lane 0's own pair too: [..., kv_len + 1]."""
         k, v = self.device_pairs(staged)
-        num_kv_groups = q_lanes.shape[2] // k.shape[1]
+        num_kv_heads, num_heads = k.shape[1], q_lanes.shape[2]
         own_mask = self.key_mask.new_ones(k.shape[0], 1)
         outs, scores = [], []
         for lane in range(q_lanes.shape[0]):
-            lane_k = torch.cat([k, *k_lanes[: lane + 1]], dim=2).to(self.compute_dtype)
-            lane_v = torch.cat([v, *v_lanes[: lane + 1]], dim=2).to(self.compute_dtype)
+            lane_k, lane_v = (
+                torch.cat([k, *k_lanes[: lane + 1]], 2),
+                torch.cat([v, *v_lanes[: lane + 1]], 2),
+            )
+            if self.expand is not None:
+                lane_k, lane_v = self.expand(lane_k, lane_v)
+            lane_k, lane_v = lane_k.to(self.compute_dtype), lane_v.to(self.compute_dtype)
             lane_mask = torch.cat([self.key_mask] + [own_mask] * (lane + 1), dim=1)
             if self.window is not None:
                 lane_mask[:, : max(0, lane_mask.shape[1] - self.window)] = False
-            lane_k = lane_k.repeat_interleave(num_kv_groups, dim=1)
-            lane_v = lane_v.repeat_interleave(num_kv_groups, dim=1)
+            lane_k = lane_k.repeat_interleave(num_heads // lane_k.shape[1], dim=1)
+            lane_v = lane_v.repeat_interleave(num_heads // lane_v.shape[1], dim=1)
             logits = q_lanes[lane].to(self.compute_dtype) @ lane_k.transpose(-1, -2) * scale
             probabilities = form.probabilities(logits, lane_mask)
             outs.append((probabilities @ lane_v).to(q_lanes.dtype))
-            by_kv_head = probabilities[:, :, 0].unflatten(1, (-1, num_kv_groups)).mean(2)
+            by_kv_head = probabilities[:, :, 0].unflatten(1, (num_kv_heads, -1)).mean(2)
             scores.append(by_kv_head[..., : self.kv_len + 1].float())
         return torch.stack(outs), torch.stack(scores)

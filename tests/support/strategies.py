@@ -132,10 +132,13 @@ def scores(draw: st.DrawFn, batch: int, num_kv_heads: int, tokens: int) -> Tenso
 def tiny_configs(draw: st.DrawFn) -> TinyConfig:
     """Small decoders of every build that `TinyConfig` knows."""
     shape = draw(attention_shapes())
+    # Where latent, half of a head's channels are cached; handles need 16 of them in 16 bits.
+    latent_dim = draw(st.sampled_from((None, None, 16, 20))) if shape.head_dim == 32 else None
     return TinyConfig(
         num_layers=draw(st.integers(1, 2)),
         num_heads=shape.num_heads,
-        num_kv_heads=shape.num_kv_heads,
+        num_kv_heads=shape.num_kv_heads if latent_dim is None else 1,
+        latent_dim=latent_dim,
         head_dim=shape.head_dim,
         value_dim=shape.value_dim,
         positions=draw(st.sampled_from(("rotary", "learned"))),

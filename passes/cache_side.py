@@ -1,0 +1,171 @@
+"""One side of an attention, its keys or its values, and what a model caches of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from specache_fx.passes.graph_utils import (
+    ancestors,
+    mutated_inputs,
+    reads_shape_only,
+    shape_of,
+    target_name,
+)
+
+LEAVE = 'To use this model nevertheless, compile it with backend="inductor"'
+_RELAYOUTS = {"cat", "stack", "transpose", "permute", "contiguous", "view", "reshape", "clone", "unsqueeze"}
+
+
+class NoMatch(Exception):
+    """Not a rewritable attention; `remedy` is "" where no user would expect one (no cache was asked for)."""
+
+    def __init__(self, reason: str, remedy: str = f"{LEAVE}.") -> None:
+        super().__init__(reason)
+        self.reason, self.remedy = reason, remedy
+
+
+@dataclass(frozen=True)
+class Side:
+    """Keys or values that a model caches.
+
+    Attributes:
+        root: Past and new, `[batch, num_kv_heads, kv_len, head_dim]`.
+        new: This call's part.
+        past: The placeholder of the past; None in prefill.
+        output: What is returned: the root, or its newest `window - 1` tokens.
+        window: Tokens that a query reaches; None where all are kept.
+    """
+
+    root: Node
+    new: Node
+    past: Node | None
+    output: Node
+    window: int | None
+
+
+def without_repeat(node: Node) -> tuple[Node, list[Node]]:
+    """Strip repeat_kv: `[:, :, None].expand(b, h, g, n, d).reshape(b, h * g, n, d)`, or repeat_interleave."""
+    if target_name(node) == "repeat_interleave" and len(node.args) > 1 and isinstance(node.args[0], Node):
+        dim = node.args[2] if len(node.args) > 2 else node.kwargs.get("dim")
+        if dim in (1, -3) and isinstance(node.args[1], int):
+            return node.args[0], [node]
+    chain = [node]
+    for names in (("reshape", "view", "flatten"), ("expand",), ("getitem", "unsqueeze")):
+        if target_name(chain[-1]) not in names or not isinstance(chain[-1].args[0], Node):
+            return node, []
+        chain.append(chain[-1].args[0])
+    merged, expanded, inserted, root = (shape_of(step) for step in chain)
+    if merged is None or expanded is None or inserted is None or root is None or len(root) != 4:
+        return node, []
+    is_repeat = (
+        len(expanded) == 5
+        and inserted == (*root[:2], 1, *root[2:])
+        and expanded[:2] == root[:2]
+        and merged == (root[0], root[1] * expanded[2], *root[2:])
+    )
+    return (chain[-1], chain[:-1]) if is_repeat else (node, [])
+
+
+def newest(node: Node) -> int | None:
+    """How many of the newest tokens a slice of keys keeps, `[:, :, -n:]`; None where it is another one."""
+    index = node.args[1] if target_name(node) == "getitem" and len(node.args) > 1 else None
+    if not isinstance(index, tuple) or not 3 <= len(index) <= 4:
+        return None
+    whole = slice(None)
+    start = index[2].start if isinstance(index[2], slice) else None
+    if not isinstance(start, int) or start >= 0 or index[2] != slice(start, None):
+        return None
+    return -start if all(part == whole for i, part in enumerate(index) if i != 2) else None
+
+
+def _kept_slice(root: Node, outputs: set[Node]) -> Node | None:
+    """The one slice of keys that is returned in their place."""
+    kept = [user for user in root.users if user in outputs and target_name(user) == "getitem"]
+    return kept[0] if len(kept) == 1 and newest(kept[0]) is not None else None
+
+
+def is_cache(node: Node, outputs: set[Node]) -> bool:
+    """Whether a model returns this 4-D tensor, or its newest tokens."""
+    if len(shape_of(node) or ()) != 4:
+        return False
+    return node in outputs or _kept_slice(node, outputs) is not None
+
+
+def _appended(root: Node) -> tuple[Node | None, Node]:
+    """The past and the new part of `cat([past, new], -2)`; no past where there is none."""
+    if root.op == "call_function" and root.target is torch.cat:
+        parts: Any = root.args[0]
+        dim = root.args[1] if len(root.args) > 1 else root.kwargs.get("dim", 0)
+        if isinstance(parts, (list, tuple)) and len(parts) == 2 and dim in (-2, 2):
+            first, second = parts
+            if first.op == "placeholder" and shape_of(first)[2] != 0:  # type: ignore[index]
+                return first, second
+            if first.op == "placeholder" or shape_of(first) == (0,):
+                return None, second
+    return None, root
+
+
+def side_of(root: Node, what: str, outputs: set[Node], inside: set[Node]) -> Side:
+    """Describe a cache (`is_cache`).
+
+    Args:
+        root: Past and new.
+        what: "keys" or "values", for messages.
+        outputs: The graph's.
+        inside: What may read it: the attentions over it, and what leads to them.
+
+    Raises:
+        NoMatch: If something else reads it, which handles would not serve.
+    """
+    past, new = _appended(root)
+    output = root if root in outputs else _kept_slice(root, outputs)
+    assert output is not None
+    for user in root.users:
+        if user not in inside and user is not output and user.op != "output" and not reads_shape_only(user):
+            raise NoMatch(f"its {what} are also used by `{user.name}` ({target_name(user)})")
+    for user in () if past is None else past.users:
+        if user is not root and not reads_shape_only(user):
+            raise NoMatch(f"its past {what} are also used by `{user.name}` ({target_name(user)})")
+    kept = None if output is root else newest(output)
+    return Side(root, new, past, output, None if kept is None else kept + 1)
+
+
+def why_not_cached(root: Node, what: str, outputs: set[Node]) -> NoMatch:
+    """What to say of keys or values that are no cache."""
+    shape = shape_of(root)
+    if shape is None or len(shape) != 4:
+        return NoMatch(f"its {what} have shape {shape}, not [batch, num_kv_heads, kv_len, head_dim]")
+    cut = any(target_name(user) == "getitem" and user in outputs for user in root.users)
+    if cut or _appended(root)[0] is not None:
+        return NoMatch(
+            f"neither its whole {what} nor the newest of them are what the model returns as its cache",
+            f"Return cat([past, new], dim=-2) itself or its last tokens, [:, :, -n:]. {LEAVE}.",
+        )
+    if _is_cached_elsewhere(root, outputs):
+        return NoMatch(
+            f"its {what} are cached, but not as a [batch, num_kv_heads, kv_len, head_dim] tensor that grows by cat"
+            " and is returned as it is (another layout, a stack, a cache of fixed length?)",
+            f"Return cat([past, new], dim=-2) itself, or use a DynamicCache. {LEAVE}.",
+        )
+    return NoMatch(f"its {what} are not returned as a KV cache", "")
+
+
+def _is_cached_elsewhere(root: Node, outputs: set[Node]) -> bool:
+    """Whether keys that are no output are written into an input (a static cache) or returned in another form."""
+    written = set(mutated_inputs(root.graph))
+    if any(node in written for node in ancestors([root])):
+        return True
+    work, seen = [root, *root.all_input_nodes], set()
+    while work:
+        node = work.pop()
+        if node in seen or len(shape_of(node) or ()) < 4:
+            continue
+        seen.add(node)
+        if node in outputs:
+            return True
+        work.extend(user for user in node.users if target_name(user) in _RELAYOUTS)
+    return False

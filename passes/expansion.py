@@ -1,0 +1,197 @@
+"""Keys and values that are computed from what is cached, token by token: multi-head latent attention (MLA).
+
+    keys, values = expand(k_rot, latent)     # cached: [batch, 1, kv_len, rope_dim], [batch, 1, kv_len, kv_lora_rank]
+
+The cache keeps what the model caches. The operations in between are cut out of the graph, made to take any number of
+tokens, and proved on random numbers to treat every token alike and by itself. In decode the kernel runs them on what
+the cache holds and on the lanes' own tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.fx.node import map_aggregate
+
+from specache_fx.passes.cache_side import NoMatch
+from specache_fx.passes.graph_utils import (
+    extract,
+    finish,
+    is_static_input,
+    needed_for,
+    placeholders,
+    shape_of,
+    symbols_of,
+    target_name,
+    value_of,
+)
+from specache_fx.passes.prove_form import Numbers
+from specache_fx.passes.reading import Reading
+from specache_fx.runtime.kernels import Expand
+
+_LAYOUTS = {"view", "reshape", "expand", "new_empty", "new_zeros", "new_ones", "empty", "zeros", "unflatten"}
+_PROOF_TOKENS = (6, 3)
+
+
+@dataclass(frozen=True)
+class Expansion:
+    """How the keys and values of an attention are computed from its cache.
+
+    Attributes:
+        graph: `(cached keys, cached values, tokens, *inputs) -> (keys, values)`.
+        inputs: Positions of its further inputs (weights) among Dynamo's.
+        chunk: Tokens that it takes at a time; None where it takes any number.
+    """
+
+    graph: GraphModule
+    inputs: tuple[int, ...]
+    chunk: int | None
+
+    def bind(self, args: Sequence[Any]) -> Expand:
+        """The function, with the weights of a call.
+
+        Args:
+            args: Dynamo's inputs.
+
+        Returns:
+            Of cached keys `[batch, heads, tokens, dim]` and cached values of the same tokens, the keys
+            `[batch, num_kv_heads, tokens, key_dim]` and the values `[batch, num_kv_heads, tokens, value_dim]`.
+        """
+        more = [args[i] for i in self.inputs]
+
+        def expand(key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return self._run(key, value, more)
+
+        return expand
+
+    def _run(
+        self, key: torch.Tensor, value: torch.Tensor, more: list[Any]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        tokens = key.shape[2]
+        if self.chunk is None:
+            out: tuple[torch.Tensor, torch.Tensor] = self.graph(key, value, tokens, *more)
+            return out
+        missing = -tokens % self.chunk
+        sides = [torch.nn.functional.pad(side, (0, 0, 0, missing)) for side in (key, value)]
+        chunks = zip(*(side.split(self.chunk, dim=2) for side in sides), strict=True)
+        parts = [self.graph(*chunk, self.chunk, *more) for chunk in chunks]
+        keys, values = (torch.cat(part, dim=2)[:, :, :tokens] for part in zip(*parts, strict=True))
+        return keys, values
+
+
+def find_expansion(gm: GraphModule, reading: Reading) -> Expansion:
+    """Cut out what lies between the cache and an attention, and prove what is asked of it.
+
+    Raises:
+        NoMatch: If it is not a function of each token's cached numbers alone.
+    """
+    results, caches = [reading.key, reading.value], [reading.key_cache, reading.value_cache]
+    reader, tokens = reading.core.node, (shape_of(reading.key_cache) or ())[2]
+    lengths = [
+        node
+        for node in needed_for(gm.graph, results, caches, reader)
+        if isinstance(value_of(node), torch.SymInt) and statically_known_true(value_of(node) == tokens)
+    ]
+    needed = needed_for(gm.graph, results, [*caches, *lengths], reader)
+    leaves = [node for node in placeholders(gm.graph) if node in needed and node not in (*caches, *lengths)]
+    for leaf in leaves:
+        if symbols_of(value_of(leaf)) & symbols_of(tokens) or (
+            isinstance(value_of(leaf), torch.Tensor) and not is_static_input(leaf)
+        ):
+            raise NoMatch(
+                f"its keys and values are computed in each step from what is cached and from `{leaf.name}`"
+            )
+    position = {node: i for i, node in enumerate(placeholders(gm.graph))}
+    inputs = tuple(position[leaf] for leaf in leaves)
+    # A graph that Dynamo made for one length has it in its views: taken for any length's first, then as it is.
+    takes_any = [True] if isinstance(tokens, torch.SymInt) else [True, False]
+    for any_length in takes_any:
+        graph = _cut(gm, reading, lengths, leaves, tokens if any_length else None)
+        expansion = Expansion(graph, inputs, None if any_length else tokens)
+        problem = _differs(gm, reading, expansion, leaves)
+        if problem is None:
+            return expansion
+    raise NoMatch(f"its keys and values are computed in each step from what is cached, and {problem}")
+
+
+def _cut(
+    gm: GraphModule, reading: Reading, lengths: list[Node], leaves: list[Node], tokens: Any
+) -> GraphModule:
+    """The operations between cache and attention, the length an input.
+
+    Args:
+        gm: Dynamo's graph.
+        reading: The attention.
+        lengths: Nodes that are the number of tokens.
+        leaves: The further inputs.
+        tokens: The number of tokens in Dynamo's graph where it is a constant that stands for it; None to keep it.
+    """
+    inputs = [reading.key_cache, reading.value_cache, *lengths, *leaves]
+    cut = extract(gm, [reading.key, reading.value], inputs, reading.core.node)
+    ends = placeholders(cut.graph)
+    with cut.graph.inserting_after(ends[1]):
+        num_tokens = cut.graph.placeholder("num_tokens")
+    for length in ends[2 : 2 + len(lengths)]:
+        length.replace_all_uses_with(num_tokens)
+        cut.graph.erase_node(length)
+
+    def as_input(value: Any) -> Any:
+        same = isinstance(value, int) and not isinstance(value, bool) and value == tokens
+        return num_tokens if same else value
+
+    for node in cut.graph.nodes:
+        if target_name(node) in _LAYOUTS and isinstance(tokens, int):
+            node.args = map_aggregate(node.args, as_input)
+            node.kwargs = map_aggregate(node.kwargs, as_input)
+    return finish(cut)
+
+
+def _differs(gm: GraphModule, reading: Reading, expansion: Expansion, leaves: list[Node]) -> str | None:
+    """Whether tokens are treated alike and each by itself, and batch rows too: on random numbers.
+
+    Returns:
+        What is wrong; None where all holds.
+    """
+    numbers = Numbers(gm)
+    more = [numbers.value(leaf, 1.0) for leaf in leaves]
+    results = (reading.key, reading.value)
+    for tokens in _PROOF_TOKENS if expansion.chunk is None else (expansion.chunk,):
+
+        def sized(node: Node, tokens: int = tokens) -> tuple[int, ...]:
+            batch, heads, _, dim = (numbers.integer(size) for size in shape_of(node) or ())
+            return batch, heads, tokens, dim
+
+        def random(node: Node) -> torch.Tensor:
+            like = value_of(node)
+            numbers_of = torch.randn(sized(node), generator=numbers.generator)
+            return numbers_of.to(device=like.device, dtype=like.dtype)
+
+        def run(sides: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+            with torch.no_grad():
+                return tuple(expansion.graph(*(side.clone() for side in sides), tokens, *more))  # noqa: B023
+
+        sides, others = ([random(cache) for cache in (reading.key_cache, reading.value_cache)] for _ in "xy")
+        try:
+            plain = run(sides)
+            if any(out.shape != sized(node) for out, node in zip(plain, results, strict=True)):
+                return "they have other shapes for another number of tokens"
+            moved = run([side.roll((1, 1), (0, 2)) for side in sides])
+            changed = run(
+                [torch.cat([x[:, :, :1], y[:, :, 1:]], 2) for x, y in zip(others, sides, strict=True)]
+            )
+        except (RuntimeError, TypeError, ValueError, IndexError) as error:
+            return (
+                f"it can't be computed for another number of tokens ({(str(error).splitlines() or [''])[0]})"
+            )
+        for out, rolled, other in zip(plain, moved, changed, strict=True):
+            bound = 32 * torch.finfo(out.dtype).eps * float(out.abs().max())
+            if not float((out.roll((1, 1), (0, 2)) - rolled).abs().max()) <= bound:
+                return "what becomes of a token depends on its place"
+            if not float((out - other)[:, :, 1:].abs().max()) <= bound:
+                return "what becomes of a token depends on other tokens"
+    return None

@@ -1,0 +1,139 @@
+"""What an attention reads of a KV cache: the cached tensors themselves, or what is computed from them.
+
+keys, values are cached                         -> read as they are
+keys, values = expand(latent, k_rot)            -> latent and k_rot are cached (multi-head latent attention)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch.fx import GraphModule, Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from specache_fx.passes.base import AttentionCore
+from specache_fx.passes.cache_side import NoMatch, is_cache, why_not_cached, without_repeat
+from specache_fx.passes.graph_utils import (
+    base_of,
+    mutates,
+    needed_for,
+    reads_shape_only,
+    shape_of,
+    target_name,
+)
+
+
+@dataclass(frozen=True)
+class Reading:
+    """One attention's way to its cache.
+
+    Attributes:
+        core: The attention.
+        key: Its keys without repeat_kv.
+        value: Its values.
+        key_cache: What is cached, and keys are computed from: `key` itself where that is cached.
+        value_cache: What is cached, and values are computed from; of two latents the one that they need.
+        inside: What leads from the caches to the attention's output, that included.
+    """
+
+    core: AttentionCore
+    key: Node
+    value: Node
+    key_cache: Node
+    value_cache: Node
+    inside: frozenset[Node]
+
+    @property
+    def is_expanded(self) -> bool:
+        """Whether keys or values are computed from what is cached."""
+        return (self.key, self.value) != (self.key_cache, self.value_cache)
+
+
+def readings_of(
+    gm: GraphModule, cores: Sequence[AttentionCore], outputs: set[Node]
+) -> dict[Node, Reading | NoMatch]:
+    """How each attention reads its cache, by its node; or why that is none that could be followed."""
+    caches = {node for node in gm.graph.nodes if is_cache(node, outputs)}
+    attentions = {core.node for core in cores}
+    found: dict[Node, Reading | NoMatch] = {}
+    for core in cores:
+        (key, key_repeat), (value, value_repeat) = without_repeat(core.key), without_repeat(core.value)
+        inside = {*core.inner, *key_repeat, *value_repeat}
+        if key in caches and value in caches:
+            found[core.node] = Reading(core, key, value, key, value, frozenset(inside))
+            continue
+        try:
+            pair, between = _behind(gm, core, (key, value), caches, attentions, outputs)
+            found[core.node] = Reading(core, key, value, *pair, frozenset(inside | between))
+        except NoMatch as no:
+            found[core.node] = no
+    return found
+
+
+def _behind(
+    gm: GraphModule,
+    core: AttentionCore,
+    sides: tuple[Node, Node],
+    caches: set[Node],
+    attentions: set[Node],
+    outputs: set[Node],
+) -> tuple[tuple[Node, Node], set[Node]]:
+    """The two cached tensors that keys and values are computed from, and the nodes in between."""
+    key, value = sides
+    stops = caches | attentions
+    needed = needed_for(gm.graph, sides, stops, core.node)
+    order = {node: i for i, node in enumerate(gm.graph.nodes)}
+    cached = sorted(needed & caches, key=order.__getitem__)
+    made = "its keys and values are computed in each step from"
+    cached = [node for node in cached if _same_tokens(node, key) and _same_tokens(node, value)]
+    if not cached:
+        side, what = (key, "keys") if key not in caches else (value, "values")
+        raise why_not_cached(side, what, outputs)
+    if len(cached) != 2:
+        names = ", ".join(f"`{node.name}`" for node in cached)
+        raise NoMatch(f"{made} what is cached ({names}), which is not a pair of tensors")
+    if more := needed & attentions:
+        raise NoMatch(f"{made} what is cached and from another attention (`{more.pop().name}`)")
+    between = _made_from(cached, needed)
+    for_value = needed_for(gm.graph, [value], stops, core.node)
+    latent = next((node for node in cached if node in for_value), cached[1])
+    rest = next(node for node in cached if node is not latent)
+    if rest in for_value:  # both are needed for both: as the model returns them
+        rest, latent = cached
+    return (rest, latent), between
+
+
+def _made_from(caches: list[Node], needed: set[Node]) -> set[Node]:
+    """The nodes among `needed` whose numbers come from the caches; not what computes a shape."""
+    made, work = set[Node](), list(caches)
+    while work:
+        node = work.pop()
+        more = [user for user in node.users if user in needed and not reads_shape_only(user)]
+        if mutates(node):
+            more.append(base_of(node.args[0]))
+        work.extend(user for user in more if user not in made)
+        made.update(more)
+    return made
+
+
+def _same_tokens(cache: Node, side: Node) -> bool:
+    """Whether a cache has a row for each row of keys or values."""
+    shapes = shape_of(cache), shape_of(side)
+    return all(shape is not None and len(shape) == 4 for shape in shapes) and statically_known_true(
+        shapes[0][2] == shapes[1][2]  # type: ignore[index]
+    )
+
+
+def check_between(reading: Reading, inside: set[Node]) -> None:
+    """Make sure that nothing but attentions needs what is computed from the cache.
+
+    Raises:
+        NoMatch: Names what does.
+    """
+    if not reading.is_expanded:
+        return
+    for node in reading.inside - reading.core.inner:
+        for user in node.users:
+            if user not in inside and not reads_shape_only(user):
+                raise NoMatch(f"`{user.name}` ({target_name(user)}) reads its `{node.name}` too")

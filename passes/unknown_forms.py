@@ -1,0 +1,66 @@
+"""KV caches that no attention in normal form reads: what to say of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from specache_fx.passes.base import PassState, Refusal
+from specache_fx.passes.cache_side import LEAVE, is_cache
+from specache_fx.passes.graph_utils import (
+    base_of,
+    is_static_input,
+    mutates,
+    reads_shape_only,
+    source_of,
+)
+
+
+def _appends_to_input(root: Node) -> bool:
+    parts: Any = root.args[0]
+    dim = root.args[1] if len(root.args) > 1 else root.kwargs.get("dim", 0)
+    first = parts[0] if isinstance(parts, (list, tuple)) and parts else None
+    return (
+        dim in (-2, 2)
+        and isinstance(first, Node)
+        and first.op == "placeholder"
+        and not is_static_input(first)
+    )
+
+
+def unknown_forms(gm: GraphModule, state: PassState, outputs: set[Node]) -> list[Refusal]:
+    """KV caches whose attention has no normal form: each named by the softmax that reads it first, or by itself."""
+    known = {core.node for core in state.cores or []}
+    refusals: dict[Node, Refusal] = {}
+    silent: list[Node] = []
+    for root in gm.graph.nodes:
+        if root.target is not torch.cat or not is_cache(root, outputs):
+            continue
+        work, seen = list(root.users), set[Node]()
+        named = False
+        while work:
+            node = work.pop(0)
+            if node in seen or reads_shape_only(node):
+                continue
+            if node in known:
+                named = True  # rewritten, or refused with a reason of its own
+                continue
+            seen.add(node)
+            if node not in state.unknown:
+                work.extend(node.users)
+                if mutates(node):  # read on under the name of what it was written into
+                    work.extend(base_of(node.args[0]).users)
+                continue
+            remedy = f'Load it with attn_implementation="sdpa" if it can be. {LEAVE}.'
+            refusals.setdefault(node, Refusal(node.name, source_of(node), state.unknown[node], remedy))
+            named = True
+            break
+        if not named and _appends_to_input(root):
+            silent.append(root)
+    if not refusals and not state.refusals:  # else it may be the other side of an attention that is named
+        reason = "no attention that specache knows reads this cache (it knows SDPA and softmax of query times keys)"
+        remedy = f"Use torch.nn.functional.scaled_dot_product_attention there. {LEAVE}."
+        refusals = {root: Refusal(root.name, source_of(root), reason, remedy) for root in silent}
+    return list(refusals.values())
