@@ -104,7 +104,7 @@ def plan_command(
     with _as_bad_parameter():
         budget_bytes = None if budget is None else parse_size(budget)
         shape = {"layers": layers, "num_kv_heads": kv_heads, "head_dim": head_dim}
-        windows: dict[str, int] = {}
+        more: dict[str, int] = {}
         if model is not None:
             if any(size is not None for size in shape.values()):
                 raise ConfigError(
@@ -114,7 +114,8 @@ def plan_command(
 
             read = load_model_shape(model)
             shape = {"layers": read.layers, "num_kv_heads": read.num_kv_heads, "head_dim": read.head_dim}
-            windows = {"window_layers": read.window_layers, "window": read.window} if read.window else {}
+            more = {"window_layers": read.window_layers, "window": read.window} if read.window else {}
+            more |= {"value_dim": read.value_dim} if read.value_dim else {}
             context, dtype = context or read.max_context, dtype or read.dtype
         shape["context"] = context
         if missing := [name for name, size in shape.items() if size is None]:
@@ -124,7 +125,7 @@ def plan_command(
         _check_dtype(dtype)
         settings: dict[str, Any] = {
             **shape,
-            **windows,
+            **more,
             "batch": batch,
             "dtype": dtype,
             "budget_bytes": budget_bytes,

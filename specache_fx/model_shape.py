@@ -22,11 +22,12 @@ class ModelShape:
     Attributes:
         layers: Attention layers that keep KV pairs of their own.
         num_kv_heads: Key/value heads of a layer.
-        head_dim: Channels of a key, and of a value.
+        head_dim: Channels of a key, and of a value; of the rotated key where attention is latent (MLA).
         max_context: The longest context that the config names; None where it names none.
         dtype: Name of the dtype that the weights were saved in; None where the config doesn't say.
         window_layers: How many of the layers keep a window of the newest tokens.
         window: Tokens that a query of theirs reaches, its own included; None where no layer keeps a window.
+        value_dim: Channels of a value where they are others: the latent's.
     """
 
     layers: int
@@ -36,6 +37,7 @@ class ModelShape:
     dtype: str | None = None
     window_layers: int = 0
     window: int | None = None
+    value_dim: int | None = None
 
 
 def load_model_shape(model: str) -> ModelShape:
@@ -74,22 +76,24 @@ def shape_of(config: Any) -> ModelShape:
     kind = config.model_type
     config = config.get_text_config(decoder=True)
     layers, window_layers, window = _layers(config, kind)
+    dtype = getattr(config, "dtype", None)
+    common: dict[str, Any] = {
+        "layers": layers,
+        "max_context": getattr(config, "max_position_embeddings", None),
+        "dtype": None if dtype is None else str(dtype).removeprefix("torch."),
+        "window_layers": window_layers,
+        "window": window,
+    }
+    if getattr(config, "kv_lora_rank", None):  # one head for all: a rotated key and a latent
+        rope_dim = _number(config, kind, "qk_rope_head_dim")
+        return ModelShape(num_kv_heads=1, head_dim=rope_dim, value_dim=config.kv_lora_rank, **common)
     num_heads = _number(config, kind, "num_attention_heads")
     # Absent in models without grouped queries; None in configs that were saved so.
     num_kv_heads = getattr(config, "num_key_value_heads", None) or getattr(config, "num_kv_heads", None)
     if getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", False):
         num_kv_heads = 1  # Falcon-7B, GPTBigCode
     head_dim = getattr(config, "head_dim", None) or _number(config, kind, "hidden_size") // num_heads
-    dtype = getattr(config, "dtype", None)
-    return ModelShape(
-        layers=layers,
-        num_kv_heads=num_kv_heads or num_heads,
-        head_dim=head_dim,
-        max_context=getattr(config, "max_position_embeddings", None),
-        dtype=None if dtype is None else str(dtype).removeprefix("torch."),
-        window_layers=window_layers,
-        window=window,
-    )
+    return ModelShape(num_kv_heads=num_kv_heads or num_heads, head_dim=head_dim, **common)
 
 
 def _number(config: Any, kind: str, name: str) -> int:
@@ -117,8 +121,8 @@ def _layers(config: Any, kind: str) -> tuple[int, int, int | None]:
     sharing = getattr(config, "kv_sharing_modes", None) or [None] * len(types)
     types = [name for name, mode in zip(types, sharing, strict=True) if mode != "reuse"]
     others = sorted(set(types) - {"full_attention", *windows})
-    if getattr(config, "kv_lora_rank", None):
-        others = ["kv_lora_rank: multi-head latent attention"]
+    if getattr(config, "index_topk", None):
+        others.append("index_topk: an index of keys besides")
     if others:
         raise ConfigError(
             f"This {kind} model has layers that don't keep one key and value a token and head ({', '.join(others)});"

@@ -19,7 +19,7 @@ def plan_rows(
 
     Args:
         settings: `layers`, `num_kv_heads`, `head_dim`, `context`, `batch`, `dtype` (a name) and `budget_bytes` (or
-            None); also `window_layers` and `window` where layers keep one.
+            None); also `window_layers` and `window` where layers keep one, and `value_dim` where it is not `head_dim`.
         options: Of `SpecacheConfig`, without `bits`.
         widths: The values of `bits`.
 
@@ -30,7 +30,7 @@ def plan_rows(
     Raises:
         ConfigError: If a setting or an option is not valid.
     """
-    names = ("layers", "num_kv_heads", "head_dim", "context", "window_layers", "window")
+    names = ("layers", "num_kv_heads", "head_dim", "context", "window_layers", "window", "value_dim")
     shape = {name: settings[name] for name in names if name in settings}
     rows = []
     for bits in widths:
@@ -45,6 +45,11 @@ def plan_rows(
     return rows
 
 
+def _width(settings: Mapping[str, Any]) -> str:
+    value_dim = settings.get("value_dim")
+    return f"{settings['head_dim']}" if value_dim is None else f"({settings['head_dim']} + {value_dim})"
+
+
 def _windows(settings: Mapping[str, Any]) -> str:
     if not settings.get("window_layers"):
         return ""
@@ -56,8 +61,9 @@ def plan_table(
 ) -> Table:
     """What `plan_rows` gave, below the full cache of the model itself."""
     table = Table(
-        title="{layers} layers x {num_kv_heads} kv heads x {head_dim}, {context:,} tokens x batch {batch},"
-        " {dtype}".format(**settings)
+        title="{layers} layers x {num_kv_heads} kv heads x {width}, {context:,} tokens x batch {batch}, {dtype}".format(
+            width=_width(settings), **settings
+        )
         + _windows(settings),
         caption=", ".join(f"{name} {value}" for name, value in options.items()),
     )

@@ -10,6 +10,7 @@ import pytest
 from click.testing import Result
 from transformers import (
     DeepseekV3Config,
+    DeepseekV32Config,
     FalconConfig,
     Gemma3nTextConfig,
     Gemma3TextConfig,
@@ -19,6 +20,7 @@ from transformers import (
     MistralConfig,
     PreTrainedConfig,
     Qwen2Config,
+    Qwen3NextConfig,
 )
 from typer.testing import CliRunner
 
@@ -149,12 +151,27 @@ def test_plan_reads_windows_and_shared_layers(
     )
 
 
+def test_plan_reads_latent_attention(tmp_path: Path) -> None:
+    DeepseekV3Config(num_hidden_layers=61).save_pretrained(tmp_path)
+    report = planned(tmp_path, "--model", tmp_path, "--context", 1000)
+    settings = report["settings"]
+    assert [settings[name] for name in ("layers", "num_kv_heads", "head_dim", "value_dim")] == [
+        61,
+        1,
+        64,
+        512,
+    ]
+    assert report["rows"][0]["full_bytes"] == 61 * 1000 * (64 + 512) * 2
+    assert "1 kv heads x (64 + 512)" in said(run("plan", "--model", tmp_path, "--context", 1000))
+
+
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
-        (DeepseekV3Config(num_hidden_layers=2), "multi-head latent attention"),
+        (DeepseekV32Config(num_hidden_layers=2), "index_topk"),
+        (Qwen3NextConfig(num_hidden_layers=4), "linear_attention"),
     ],
-    ids=["mla"],
+    ids=["index", "hybrid"],
 )
 def test_plan_refuses_models_with_other_caches(tmp_path: Path, config: PreTrainedConfig, reason: str) -> None:
     config.save_pretrained(tmp_path)
