@@ -6,7 +6,7 @@ stay small to print and to replay, with the adversarial fills that random values
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from hypothesis import strategies as st
@@ -129,11 +129,14 @@ def scores(draw: st.DrawFn, batch: int, num_kv_heads: int, tokens: int) -> Tenso
 
 
 @st.composite
-def tiny_configs(draw: st.DrawFn) -> TinyConfig:
-    """Small decoders of every build that `TinyConfig` knows."""
+def tiny_configs(draw: st.DrawFn, latent: bool = False) -> TinyConfig:
+    """Small decoders of every build that `TinyConfig` knows; `latent`: with latent attention for sure."""
     shape = draw(attention_shapes())
+    if latent:
+        shape = replace(shape, head_dim=32)
     # Where latent, half of a head's channels are cached; handles need 16 of them in 16 bits.
-    latent_dim = draw(st.sampled_from((None, None, 16, 20))) if shape.head_dim == 32 else None
+    widths = (16, 20) if latent else (None, None, 16, 20)
+    latent_dim = draw(st.sampled_from(widths)) if shape.head_dim == 32 else None
     return TinyConfig(
         num_layers=draw(st.integers(1, 2)),
         num_heads=shape.num_heads,
@@ -162,10 +165,14 @@ class Prompt:
 
 @st.composite
 def prompts(
-    draw: st.DrawFn, dtype: torch.dtype = torch.float32, min_len: int = 1, max_len: int = 40
+    draw: st.DrawFn,
+    dtype: torch.dtype = torch.float32,
+    min_len: int = 1,
+    max_len: int = 40,
+    latent: bool = False,
 ) -> Prompt:
     """A tiny decoder in `dtype` with a prompt of `min_len` to `max_len` tokens, batch 1 to 3."""
-    config = draw(tiny_configs())
+    config = draw(tiny_configs(latent))
     batch, prompt_len = draw(st.integers(1, 3)), draw(st.integers(min_len, max_len))
     generator = torch.Generator().manual_seed(draw(seeds))
     input_ids = torch.randint(config.vocab_size, (batch, prompt_len), generator=generator)

@@ -84,6 +84,23 @@ _WINDOWED: dict[str, dict[str, Any]] = {
 }
 WINDOWED_NAMES = tuple(_WINDOWED)
 """Models with a sliding window or chunks of `WINDOW` tokens in some layers or all; two have layers that share KV."""
+# What is cached is a rotated key and a latent, one head of each.
+_LATENT: dict[str, dict[str, Any]] = {
+    "deepseek_v3": {
+        "num_key_value_heads": 4,
+        "kv_lora_rank": 20,
+        "q_lora_rank": 24,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 16,
+        "v_head_dim": 12,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "moe_intermediate_size": 32,
+        "first_k_dense_replace": 1,
+    },
+}
 # Attention and short convolutions in turn: a state that is updated in place beside the KV cache.
 _HYBRID: dict[str, dict[str, Any]] = {
     "lfm2": {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]}
@@ -108,14 +125,19 @@ _SPELT_OUT: dict[str, dict[str, Any]] = {
     "gpt_neo": {"num_layers": 2, "num_heads": 4, "attention_types": [[["global"], 2]]},
 }
 # Fields that their configs compute from others, or whose name they have for another thing.
-_NOT_OF = {"falcon": {"head_dim"}, "gpt_neo": {"num_hidden_layers", "num_attention_heads"}}
+_NOT_OF = {
+    "falcon": {"head_dim"},
+    "gpt_neo": {"num_hidden_layers", "num_attention_heads"},
+    "deepseek_v3": {"head_dim"},
+}
 
 
 def build(name: str, **overrides: Any) -> nn.Module:
     """A random decoder of one architecture: 2 layers, hidden size 64, heads of 16, GQA 4 to 2 where it has it.
 
     Args:
-        name: One of `NAMES` or `WINDOWED_NAMES`, "lfm2", or one whose attention is spelt out (bloom, gpt_oss, ...).
+        name: One of `NAMES` or `WINDOWED_NAMES`, "lfm2", "deepseek_v3", or one whose attention is spelt
+            out (bloom, gpt_oss, ...).
         **overrides: Fields of its config.
 
     Returns:
@@ -123,7 +145,7 @@ def build(name: str, **overrides: Any) -> nn.Module:
     """
     transformers.logging.set_verbosity_error()
     torch.manual_seed(0)
-    fields = {**_COMMON, **{**_OWN, **_HYBRID, **_SPELT_OUT, **_WINDOWED}[name], **overrides}
+    fields = {**_COMMON, **{**_OWN, **_HYBRID, **_SPELT_OUT, **_WINDOWED, **_LATENT}[name], **overrides}
     attention = fields.pop("attn_implementation", None)
     fields = {field: value for field, value in fields.items() if field not in _NOT_OF.get(name, ())}
     config = AutoConfig.for_model(name.removesuffix("-window"), **fields)
