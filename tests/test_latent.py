@@ -85,8 +85,8 @@ def test_extend_and_crop_go_on_with_latents(policy: str) -> None:
 
 def test_what_is_kept_is_what_the_model_caches() -> None:
     model = TinyDecoder(LATENT)
-    config = SpecacheConfig(bits=1, group_size=8, residual_length=8, top_k=4)
-    ids = torch.randint(LATENT.vocab_size, (2, 64), generator=torch.Generator().manual_seed(0))
+    config = SpecacheConfig(bits=1, group_size=16, residual_length=8, top_k=4)
+    ids = torch.randint(LATENT.vocab_size, (2, 200), generator=torch.Generator().manual_seed(0))
     ours, plain = generate(compiled(model, config), ids, 5), generate(model, ids, 5)
     session = registry.find(ours.past[0][0])
     assert session is not None
