@@ -1,5 +1,6 @@
 # Each target does all of its own set-up, and nothing twice.
 #   make test     lint, types, tests         make demo    the needle demo on a trained model
+#   make test-all   the tests that take minutes too
 #   make format   rewrite in house style     make clean   remove all that make has made
 #   make architectures   the table of all model types; ONLY="llama opt" for some, ARGS=--again for all anew
 
@@ -15,7 +16,7 @@ STAMP := $(VENV)/installed
 TYPES := build/types
 
 .DEFAULT_GOAL := test
-.PHONY: install lint types check test demo architectures format clean
+.PHONY: install lint types check test test-all demo architectures format clean
 
 # torch is named here, so that it and all that needs it are resolved together, to the version in constraints.txt.
 $(STAMP): pyproject.toml constraints.txt
@@ -39,6 +40,9 @@ check: lint types
 
 test: check
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal $(PYTEST_ARGS)
+
+test-all: PYTEST_ARGS += -m ""
+test-all: test
 
 demo: $(STAMP)
 	$(BIN)/specache-fx demo

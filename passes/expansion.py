@@ -18,7 +18,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.fx.node import map_aggregate
 
-from specache_fx.passes.cache_side import NoMatch
+from specache_fx.passes.cache_side import LEAVE, NoMatch
 from specache_fx.passes.graph_utils import (
     extract,
     finish,
@@ -26,6 +26,7 @@ from specache_fx.passes.graph_utils import (
     needed_for,
     placeholders,
     shape_of,
+    source_of,
     symbols_of,
     target_name,
     value_of,
@@ -36,6 +37,8 @@ from specache_fx.runtime.kernels import Expand
 
 _LAYOUTS = {"view", "reshape", "expand", "new_empty", "new_zeros", "new_ones", "empty", "zeros", "unflatten"}
 _PROOF_TOKENS = (6, 3)
+_LINES = 4  # of the model are named, where a cache can't be followed
+_REMEDY = f"Do that before the append, and cache what attention reads. {LEAVE}."
 
 
 @dataclass(frozen=True)
@@ -103,9 +106,7 @@ def find_expansion(gm: GraphModule, reading: Reading) -> Expansion:
         if symbols_of(value_of(leaf)) & symbols_of(tokens) or (
             isinstance(value_of(leaf), torch.Tensor) and not is_static_input(leaf)
         ):
-            raise NoMatch(
-                f"its keys and values are computed in each step from what is cached and from `{leaf.name}`"
-            )
+            raise NoMatch(f"{_made(reading)} and from `{leaf.name}`", _REMEDY)
     position = {node: i for i, node in enumerate(placeholders(gm.graph))}
     inputs = tuple(position[leaf] for leaf in leaves)
     # A graph that Dynamo made for one length has it in its views: taken for any length's first, then as it is.
@@ -116,7 +117,17 @@ def find_expansion(gm: GraphModule, reading: Reading) -> Expansion:
         problem = _differs(gm, reading, expansion, leaves)
         if problem is None:
             return expansion
-    raise NoMatch(f"its keys and values are computed in each step from what is cached, and {problem}")
+    raise NoMatch(f"{_made(reading)}, and {problem}", _REMEDY)
+
+
+def _made(reading: Reading) -> str:
+    """Where keys and values come from, with the model's lines."""
+    between = reading.inside - reading.core.inner
+    order = (node for node in reading.core.node.graph.nodes if node in between)
+    lines = [line for line in dict.fromkeys(map(source_of, order)) if line]
+    shown = "; ".join(lines[:_LINES]) + ("; ..." if len(lines) > _LINES else "")
+    where = f" ({shown})" if lines else ""
+    return f"its keys and values are computed in each step from what is cached{where}"
 
 
 def _cut(

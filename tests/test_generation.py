@@ -11,6 +11,18 @@ from typing import Any
 
 import pytest
 import torch
+from support.ways import (
+    ALONE,
+    EXACT,
+    PADDED,
+    WAYS,
+    arguments,
+    conversation,
+    crop_and_go_on,
+    generate,
+    own_loop,
+    step,
+)
 from support.zoo import SMALL, build, left_padded
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, TextIteratorStreamer, TextStreamer
@@ -22,12 +34,6 @@ from specache_fx.examples.needle import MODEL_DIR, make_prompts
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
-EXACT = {"rtol": 2e-4, "atol": 2e-4}  # float32, another order of sums
-PADDED = left_padded()
-# Row 1 has no padding.
-ALONE = {"input_ids": PADDED["input_ids"][1:2].clone()}
-REPEATS = {"input_ids": torch.tensor([[5, 6, 7, 8, 9, 5, 6, 7, 8, 9, 5, 6, 7]])}
-
 
 def compiled(name: str = "llama", /, **options: Any) -> nn.Module:
     model = build(name)
@@ -38,30 +44,6 @@ def compiled(name: str = "llama", /, **options: Any) -> nn.Module:
 @cache
 def eager(name: str = "llama") -> nn.Module:
     return build(name)
-
-
-def generate(
-    model: nn.Module, prompt: dict[str, Tensor] = PADDED, new_tokens: int = 30, **kwargs: Any
-) -> Tensor:
-    torch.manual_seed(3)
-    return model.generate(**prompt, **{"max_new_tokens": new_tokens, "do_sample": False, **kwargs})
-
-
-@torch.no_grad()
-def step(model: nn.Module, token: Tensor, past: Any = None, **kwargs: Any) -> tuple[Tensor, Any]:
-    """Logits of the last token [batch, vocab_size], and the cache."""
-    out = model(token, past_key_values=past, use_cache=True, **kwargs)
-    return out.logits[:, -1], out.past_key_values
-
-
-def own_loop(model: nn.Module, prompt: Tensor, steps: int, past: Any = None, **kwargs: Any) -> Tensor:
-    """Greedy, without attention_mask and position_ids: logits [steps, batch, vocab_size]."""
-    found = []
-    for _ in range(steps):
-        logits, past = step(model, prompt, past, **kwargs)
-        prompt = logits.argmax(-1)[:, None]
-        found.append(logits)
-    return torch.stack(found)
 
 
 class Listener(BaseStreamer):
@@ -82,26 +64,6 @@ class Listener(BaseStreamer):
 
 # Equal to eager -----------------------------------------------------------------------------------------------------
 
-DRAFT = "draft"
-WAYS: dict[str, tuple[dict[str, Tensor], dict[str, Any]]] = {
-    "greedy": (PADDED, {}),
-    "sampling": (PADDED, {"do_sample": True}),
-    "sampling_top_p": (PADDED, {"do_sample": True, "top_p": 0.8, "top_k": 0, "temperature": 0.7}),
-    "return_sequences_sampling": (PADDED, {"do_sample": True, "num_return_sequences": 2}),
-    "no_attention_mask": (ALONE, {}),
-    "no_cache": (PADDED, {"use_cache": False, "max_new_tokens": 6}),
-    "prefill_chunk_size": (left_padded((20, 13, 17)), {"prefill_chunk_size": 6}),
-    "prompt_lookup": (REPEATS, {"prompt_lookup_num_tokens": 3}),
-    "assistant_model": (ALONE, {"assistant_model": DRAFT}),
-    "assistant_model_sampling": (ALONE, {"assistant_model": DRAFT, "do_sample": True}),
-    "early_exit": (ALONE, {"assistant_early_exit": 1}),
-    "beams": (PADDED, {"num_beams": 3}),
-    "beams_sampling": (PADDED, {"num_beams": 2, "do_sample": True}),
-    "beams_return_sequences": (PADDED, {"num_beams": 4, "num_return_sequences": 2}),
-    "one_token_prompt": ({"input_ids": torch.tensor([[5], [9]])}, {}),
-    "two_token_prompt": ({"input_ids": torch.tensor([[5, 7], [9, 8]])}, {}),
-}
-
 
 # transformers' own early exit breaks gpt2.
 @pytest.mark.parametrize(
@@ -112,10 +74,7 @@ WAYS: dict[str, tuple[dict[str, Tensor], dict[str, Any]]] = {
     ],
 )
 def test_way_equals_eager(name: str, way: str) -> None:
-    prompt, kwargs = WAYS[way]
-    if kwargs.get("assistant_model") == DRAFT:
-        small = {"gpt2": {"n_layer": 1}}.get(name, {"num_hidden_layers": 1})
-        kwargs = {**kwargs, "assistant_model": build(name, **small)}
+    prompt, kwargs = arguments(way, name)
     expected = generate(eager(name), prompt, **kwargs)
     assert torch.equal(generate(compiled(name), prompt, **kwargs), expected)
 
@@ -160,39 +119,13 @@ def test_generate_within_generate() -> None:
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_conversation_on_one_cache(name: str) -> None:
-    def converse(model: nn.Module) -> Tensor:
-        sequence, mask, past = PADDED["input_ids"], PADDED["attention_mask"], None
-        for turn in range(3):
-            out = generate(
-                model,
-                {"input_ids": sequence, "attention_mask": mask},
-                new_tokens=11,
-                past_key_values=past,
-                return_dict_in_generate=True,
-            )
-            past = out.past_key_values
-            sequence = torch.cat(
-                [out.sequences, PADDED["input_ids"][[1, 1, 1], turn : turn + 1 + 2 * turn]], dim=1
-            )
-            mask = torch.cat([mask, mask.new_ones(3, sequence.shape[1] - mask.shape[1])], dim=1)
-        return sequence
-
-    assert torch.equal(converse(compiled(name)), converse(eager(name)))
+    assert torch.equal(conversation(compiled(name)), conversation(eager(name)))
 
 
 @pytest.mark.parametrize("removed", [1, 7, 19])
 def test_continuing_a_cropped_cache(removed: int) -> None:
     """Into the window, over its edge, and deep into what was quantised."""
-
-    def crop_and_go_on(model: nn.Module) -> Tensor:
-        out = generate(model, ALONE, new_tokens=30, return_dict_in_generate=True)
-        past = out.past_key_values
-        kept = past.get_seq_length() - removed
-        past.crop(-removed)
-        assert past.get_seq_length() == kept
-        return own_loop(model, torch.tensor([[77]]), 24, past)
-
-    torch.testing.assert_close(crop_and_go_on(compiled()), crop_and_go_on(eager()), **EXACT)
+    torch.testing.assert_close(crop_and_go_on(compiled(), removed), crop_and_go_on(eager(), removed), **EXACT)
 
 
 def test_extending_a_cropped_cache() -> None:

@@ -177,3 +177,9 @@ def test_what_is_not_is_refused(expand: Expand, reason: str, pasts: tuple[int, .
     (refusal,) = state.refusals
     assert reason in refusal.reason, refusal.reason
     assert "scaled_dot_product_attention" in refusal.source
+
+
+def test_a_refusal_names_the_lines_in_between() -> None:
+    (refusal,) = matched(Latent(rotated_after_caching), 5).refusals
+    assert "return up_projected(model, keys * angles.cos(), latents)" in refusal.reason
+    assert "cache what attention reads" in refusal.remedy

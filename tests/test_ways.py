@@ -1,0 +1,104 @@
+"""Ways of generating, one after another on one compiled model, for models whose caches have other shapes.
+
+All of them take minutes: `make test-all`.
+"""
+
+from __future__ import annotations
+
+import threading
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from support.ways import (
+    EXACT,
+    PADDED,
+    WAYS,
+    arguments,
+    conversation,
+    crop_and_go_on,
+    fork_and_go_on_with_both,
+    generate,
+    own_loop,
+    step,
+)
+from support.zoo import SMALL, WINDOW, build
+from torch import nn
+
+import specache_fx
+
+# Windows beside global layers; windows, sinks and experts; latents and experts; experts.
+NAMES = ("gemma3_text", "gpt_oss-window", "deepseek_v3", "mixtral")
+_WINDOWED = NAMES[:2]
+FEW = ("greedy", "prompt_lookup", "beams_return_sequences")
+
+
+@cache
+def eager(name: str) -> nn.Module:
+    return build(name)
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def pair(request: pytest.FixtureRequest) -> tuple[str, nn.Module]:
+    torch._dynamo.reset()
+    model = build(request.param)
+    model.compile(backend="specache", options={**SMALL, "bits": 16})
+    return request.param, model
+
+
+@pytest.mark.parametrize(
+    "ways", [FEW, pytest.param(tuple(WAYS), marks=pytest.mark.nightly)], ids=["some", "all"]
+)
+def test_ways_equal_eager(pair: tuple[str, nn.Module], ways: tuple[str, ...]) -> None:
+    name, model = pair
+    for way in ways:
+        prompt, kwargs = arguments(way, name)
+        expected = generate(eager(name), prompt, **kwargs)
+        assert torch.equal(generate(model, prompt, **kwargs), expected), way
+
+
+def test_one_cache_over_several_calls(pair: tuple[str, nn.Module]) -> None:
+    name, model = pair
+    assert torch.equal(conversation(model), conversation(eager(name)))
+    for use in (fork_and_go_on_with_both, *(() if name in _WINDOWED else (crop_and_go_on,))):
+        torch.testing.assert_close(use(model), use(eager(name)), **EXACT)
+
+
+def test_a_cache_of_the_uncompiled_model_is_taken_over(pair: tuple[str, nn.Module]) -> None:
+    name, model = pair
+    ids = PADDED["input_ids"][1:2].repeat(1, 2)
+    assert ids.shape[1] > WINDOW
+    token = torch.tensor([[7]])
+    ours = own_loop(model, token, 12, step(eager(name), ids)[1])
+    theirs = own_loop(eager(name), token, 12, step(eager(name), ids)[1])
+    torch.testing.assert_close(ours, theirs, **EXACT)
+
+
+@pytest.mark.nightly
+def test_threads_do_not_mix(pair: tuple[str, nn.Module]) -> None:
+    name, model = pair
+    prompts = [{key: side[row : row + 1] for key, side in PADDED.items()} for row in range(3)]
+    expected = [eager(name).generate(**prompt, max_new_tokens=20, do_sample=False) for prompt in prompts]
+    found: dict[int, Any] = {}
+
+    def run(i: int) -> None:
+        found[i] = model.generate(**prompts[i], max_new_tokens=20, do_sample=False)  # type: ignore[operator]
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(torch.equal(found[i], expected[i]) for i in range(3))
+
+
+@pytest.mark.nightly
+def test_ways_run_at_low_bits(pair: tuple[str, nn.Module]) -> None:
+    name, _ = pair
+    torch._dynamo.reset()
+    model: Any = specache_fx.compile(build(name), **SMALL, bits=1)
+    for way in ("greedy", "sampling", "prefill_chunk_size", "prompt_lookup", "beams"):
+        prompt, kwargs = arguments(way, name)
+        out: Any = generate(model, prompt, return_dict_in_generate=True, output_logits=True, **kwargs)
+        assert all(logits.isfinite().all() for logits in out.logits), way
