@@ -108,7 +108,7 @@ def _quantized_attention_fake(
     expansion: int | None = None,
     value_dim: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    return query.new_empty((*query.shape[:-1], value_dim or value.shape[-1])), _ticket()
+    return _attention_fake(query, key, value, layer, scale, softcap, sinks, expansion, value_dim), _ticket()
 
 
 def _topk(scores: Tensor, state: Tensor, layer: int, batch: int, num_kv_heads: int, top_k: int) -> Tensor:

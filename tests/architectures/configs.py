@@ -11,13 +11,12 @@ from typing import Any
 
 import torch
 import transformers
+from support.zoo import PAD_TOKEN_ID, VOCAB_SIZE, made_to_tell
 from torch import nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 TYPES: tuple[str, ...] = tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
-VOCAB_SIZE = 128
-PAD_TOKEN_ID = 0
 
 _WINDOWS = ("sliding_window", "sliding_window_size", "attention_window_size", "local_attention")
 # Every config that has a field of this name gets this value.
@@ -257,14 +256,7 @@ def build(model_type: str) -> nn.Module:
     transformers.logging.set_verbosity_error()
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(small_config(model_type)).float().eval()
-    # Random weights of std 0.02 make near-uniform attention and logits: nothing that is forgotten would be missed.
-    generator = torch.Generator().manual_seed(0)
-    for weight in model.parameters():
-        if weight.dim() >= 2:
-            weight.data.normal_(std=0.15, generator=generator)
-    model.generation_config.eos_token_id = None
-    model.generation_config.pad_token_id = PAD_TOKEN_ID
-    return model
+    return made_to_tell(model)
 
 
 def recipe(model_type: str) -> str:

@@ -150,14 +150,21 @@ def build(name: str, **overrides: Any) -> nn.Module:
     fields = {field: value for field, value in fields.items() if field not in _NOT_OF.get(name, ())}
     config = AutoConfig.for_model(name.removesuffix("-window"), **fields)
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
-    # Random weights of std 0.02 make near-uniform attention and logits: nothing that is forgotten would be missed.
+    return made_to_tell(model)
+
+
+def made_to_tell(model: Any) -> nn.Module:
+    """A model whose attention matters, and whose `generate()` never stops early.
+
+    Random weights of std 0.02 make near-uniform attention and logits: nothing that is forgotten would be missed.
+    """
     generator = torch.Generator().manual_seed(0)
     for weight in model.parameters():
         if weight.dim() >= 2:
             weight.data.normal_(std=0.15, generator=generator)
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = PAD_TOKEN_ID
-    return model
+    return model  # type: ignore[no-any-return]
 
 
 def left_padded(lengths: tuple[int, ...] = (5, 12, 9), seed: int = 0) -> dict[str, Tensor]:
