@@ -13,22 +13,24 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 
 from specache_fx.passes.base import Pass, PassState, Phase
 from specache_fx.passes.graph_utils import (
+    base_of,
     eliminate_dead_code,
     extract,
     finish,
     is_integer,
     is_static_input,
+    mutates,
     output_node,
     placeholders,
     reads_shape_only,
     shape_of,
     target_name,
 )
-from specache_fx.passes.sources import Prelude
+from specache_fx.passes.sources import Prelude, Sources
 
 
 def _clamp_embeddings(gm: GraphModule) -> GraphModule:
@@ -43,32 +45,50 @@ def _clamp_embeddings(gm: GraphModule) -> GraphModule:
     return finish(gm)
 
 
+def _origins(graph: Graph, sources: Sources) -> tuple[set[Node], set[Node]]:
+    """The nodes that a position reaches, and those that data reaches.
+
+    Parameters are neutral: a table of position embeddings is read with positions alone. What data is written into, in
+    place, is data from the start: it can't be computed apart.
+    """
+    moving = sources.lengths | sources.positions | sources.masks
+    positional, data, written = set[Node](), set[Node](), set[Node]()
+    while True:
+        for node in graph.nodes:
+            if node.op == "placeholder":
+                origin = node.meta["specache_input"]
+                if origin in moving and node not in written:
+                    positional.add(node)
+                elif not is_static_input(node) and not is_integer(node):
+                    data.add(node)
+                continue
+            inputs = node.all_input_nodes
+            length = bool(inputs) and reads_shape_only(node)
+            if length and all(arg.meta.get("specache_input") in sources.shapes for arg in inputs):
+                positional.add(node)
+                continue
+            if any(arg in positional for arg in inputs):
+                positional.add(node)
+            if node in written or any(arg in data for arg in inputs):
+                data.add(node)
+        bases = {
+            base_of(node.args[0]) for node in graph.nodes if node in data and mutates(node) and node.args
+        }
+        if bases <= written:
+            return positional, data
+        written |= bases
+
+
 def split_prelude(gm: GraphModule, state: PassState) -> GraphModule:
     """Cut the graph where position-only tensors enter the rest; sets `state.prelude`."""
     if state.phase is not Phase.DECODE or state.sources is None or state.prelude is not None:
         return gm
     graph, sources = gm.graph, state.sources
     inputs = placeholders(graph)
-    moving = sources.lengths | sources.positions | sources.masks
     origin = {node: node.meta["specache_input"] for node in inputs}
 
-    # A node is of the prelude if a position reaches it and no data does. Parameters are neutral: a table of
-    # position embeddings is read with positions alone.
-    positional: dict[Node, bool] = {}
-    data: dict[Node, bool] = {}
-    for node in graph.nodes:
-        if node.op == "placeholder":
-            positional[node] = origin[node] in moving
-            data[node] = not (positional[node] or is_static_input(node) or is_integer(node))
-        else:
-            length = (
-                bool(node.all_input_nodes)
-                and reads_shape_only(node)
-                and all(origin.get(arg) in sources.shapes for arg in node.all_input_nodes)
-            )
-            positional[node] = length or any(positional[arg] for arg in node.all_input_nodes)
-            data[node] = not length and any(data[arg] for arg in node.all_input_nodes)
-    prelude = {node for node in graph.nodes if node.op != "output" and positional[node] and not data[node]}
+    positional, data = _origins(graph, sources)
+    prelude = {node for node in graph.nodes if node.op != "output" and node in positional - data}
     boundary = [
         node
         for node in graph.nodes

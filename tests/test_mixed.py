@@ -93,3 +93,22 @@ def test_a_call_of_another_model_leaves_the_session_as_it_was() -> None:
             token = logits[:, -1].argmax(-1, keepdim=True)
             tokens.append(token)
     assert torch.equal(torch.cat(tokens, dim=1), plain.tokens[:, 8:])
+
+
+class GatedByPosition(TinyDecoder):
+    """A factor on the embeddings that is made from the positions, and then written into with data."""
+
+    def embed_inputs(self, input_ids: Tensor, position_ids: Tensor) -> tuple[Tensor, Any]:
+        hidden, rotary = super().embed_inputs(input_ids, position_ids)
+        factor = torch.ones_like(position_ids, dtype=hidden.dtype) + 0.1 * position_ids.cos()
+        factor[:] += hidden.mean(-1).sigmoid()
+        return hidden * factor[..., None], rotary
+
+
+def test_data_that_is_written_into_a_tensor_of_positions_stays_in_the_graph() -> None:
+    model = GatedByPosition(TinyConfig())
+    plain = generate(model, PROMPT, 24)
+    ours = generate(torch.compile(model, backend="specache", options=OPTIONS), PROMPT, 24)
+    torch.testing.assert_close(ours.logits, plain.logits, rtol=2e-4, atol=2e-4)
+    session = registry.find(ours.past[0][0])
+    assert session is not None and int(session.metrics.token_hits) == session.metrics.token_checks
