@@ -94,22 +94,26 @@ def find_expansion(gm: GraphModule, reading: Reading) -> Expansion:
         NoMatch: If it is not a function of each token's cached numbers alone.
     """
     results, caches = [reading.key, reading.value], [reading.key_cache, reading.value_cache]
-    reader, tokens = reading.core.node, (shape_of(reading.key_cache) or ())[2]
+    reader = reading.core.node
+    # Dynamo may have a symbol of its own for the length of each.
+    sizes = [(shape_of(cache) or ())[2] for cache in caches]
     lengths = [
         node
         for node in needed_for(gm.graph, results, caches, reader)
-        if isinstance(value_of(node), torch.SymInt) and statically_known_true(value_of(node) == tokens)
+        if isinstance(value_of(node), torch.SymInt)
+        and any(statically_known_true(value_of(node) == size) for size in sizes)
     ]
     needed = needed_for(gm.graph, results, [*caches, *lengths], reader)
     leaves = [node for node in placeholders(gm.graph) if node in needed and node not in (*caches, *lengths)]
     for leaf in leaves:
-        if symbols_of(value_of(leaf)) & symbols_of(tokens) or (
+        if symbols_of(value_of(leaf)) & set().union(*map(symbols_of, sizes)) or (
             isinstance(value_of(leaf), torch.Tensor) and not is_static_input(leaf)
         ):
             raise NoMatch(f"{_made(reading)} and from `{leaf.name}`", _REMEDY)
     position = {node: i for i, node in enumerate(placeholders(gm.graph))}
     inputs = tuple(position[leaf] for leaf in leaves)
     # A graph that Dynamo made for one length has it in its views: taken for any length's first, then as it is.
+    tokens = sizes[0]
     takes_any = [True] if isinstance(tokens, torch.SymInt) else [True, False]
     for any_length in takes_any:
         graph = _cut(gm, reading, lengths, leaves, tokens if any_length else None)

@@ -133,7 +133,11 @@ def _check_mask(core: AttentionCore, keys: Side, values: Side) -> None:
     if dims is not None and len(dims) > 2 and dims[-3] != 1 and value_of(core.mask).dtype == torch.bool:
         raise NoMatch("its mask hides other keys from head to head")
     if core.mask is not None and (data := _data_behind(core, keys, values)) is not None:
-        raise NoMatch(f"its mask is computed from data (`{data.name}`), not from positions and padding alone")
+        where = f", {line}" if (line := source_of(core.mask)) and line != source_of(core.node) else ""
+        raise NoMatch(
+            f"its mask (`{core.mask.name}`{where}) is computed from data (`{data.name}`), not from positions and"
+            " padding alone"
+        )
 
 
 def _data_behind(core: AttentionCore, keys: Side, values: Side) -> Node | None:

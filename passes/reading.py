@@ -86,7 +86,7 @@ def _behind(
     order = {node: i for i, node in enumerate(gm.graph.nodes)}
     cached = sorted(needed & caches, key=order.__getitem__)
     made = "its keys and values are computed in each step from"
-    cached = [node for node in cached if _same_tokens(node, key) and _same_tokens(node, value)]
+    cached = [node for node in cached if any(_same_tokens(node, side) for side in sides)]
     if not cached:
         side, what = (key, "keys") if key not in caches else (value, "values")
         raise why_not_cached(side, what, outputs)
