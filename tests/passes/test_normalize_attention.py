@@ -35,15 +35,15 @@ class Attention(nn.Module):
         return self.core(q, keys, values, mask[:, None, None, :], self.sinks), keys, values
 
 
-def state_of(core: Core, kv_heads: int = 4) -> PassState:
+def state_of(core: Core, kv_heads: int = 4, batch: int = 2, past: int = 5) -> PassState:
     shapes = [
-        (2, 4, 1, 8),
-        (2, kv_heads, 1, 8),
-        (2, kv_heads, 1, 12),
-        (2, kv_heads, 5, 8),
-        (2, kv_heads, 5, 12),
+        (batch, 4, 1, 8),
+        (batch, kv_heads, 1, 8),
+        (batch, kv_heads, 1, 12),
+        (batch, kv_heads, past, 8),
+        (batch, kv_heads, past, 12),
     ]
-    inputs = [*(torch.randn(shape) for shape in shapes), torch.ones(2, 6, dtype=torch.bool)]
+    inputs = [*(torch.randn(shape) for shape in shapes), torch.ones(batch, past + 1, dtype=torch.bool)]
     with torch.no_grad():
         (captured,) = graphs.capture(Attention(core), lambda forward: forward(*inputs))
     return graphs.matched(captured)
@@ -211,6 +211,18 @@ def test_attention_that_is_spelt_out_is_read(core: Core, expected: dict[str, Any
     assert (site.mask and shape_of(site.mask)) == expected.get("mask")
     assert (site.sinks and shape_of(site.sinks)) == expected.get("sinks")
     assert (site.num_kv_heads, site.key_dim, site.value_dim) == (4, 8, 12)
+
+
+@pytest.mark.parametrize("past", [2, 3, 4, 5])
+def test_a_proof_goes_on_where_its_random_masks_hide_all(past: int) -> None:
+    def four_fills(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sinks: Tensor) -> Tensor:
+        scores = q @ k.mT
+        for _ in range(4):  # each hides a third in the proof: the first numbers hide all
+            scores = scores.masked_fill(~(mask | mask.clone()), MIN)
+        return scores.softmax(-1) @ v
+
+    state = state_of(four_fills, batch=1, past=past)
+    assert state.refusals == [] and len(state.sites) == 1
 
 
 @pytest.mark.parametrize(("core", "operation"), UNKNOWN, ids=lambda value: getattr(value, "__name__", ""))
