@@ -196,12 +196,32 @@ def _is_cached_elsewhere(root: Node, outputs: set[Node]) -> bool:
     return False
 
 
+def _comes_whole(core: AttentionCore) -> bool:
+    """Whether keys are an input of the graph, and not just those of this call's tokens."""
+    root, _ = _without_repeat(core.key)
+    dims, queries = shape_of(root), shape_of(core.query)
+    return (
+        root.op == "placeholder"
+        and not is_static_input(root)
+        and dims is not None
+        and queries is not None
+        and len(dims) == 4
+        and not statically_known_true(dims[2] == queries[2])
+    )
+
+
 def _match(
     core: AttentionCore,
     outputs: set[Node],
     readers: dict[Node, list[_Reader]],
     owners: dict[Node, AttentionSite],
 ) -> AttentionSite:
+    if _comes_whole(core):
+        raise _NoMatch(
+            "its keys come into the graph whole, they are not appended to a past there (cross-attention, or a graph"
+            " break between cat([past, new], dim=-2) and the attention)",
+            f'TORCH_LOGS="graph_breaks" shows where graphs break. {_LEAVE}.',
+        )
     keys, values = _side(core.key, "keys", outputs, readers), _side(core.value, "values", outputs, readers)
     owner = owners.get(keys.root)
     if owner is not owners.get(values.root):

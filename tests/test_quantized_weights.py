@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from support.zoo import SMALL, build, left_padded
 from torch import nn
-from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig, quantize_
+from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig, IntxWeightOnlyConfig, quantize_
+from torchao.quantization.granularity import PerGroup
 
 import specache_fx
 from specache_fx.passes.subclasses import flatten, unflatten
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
-QUANTISED: dict[str, Any] = {"int8": Int8WeightOnlyConfig, "float8": Float8WeightOnlyConfig}
+# Int4WeightOnlyConfig packs for kernels that no CPU has (mslk, CUDA, XPU); this one runs anywhere.
+INT4 = partial(IntxWeightOnlyConfig, weight_dtype=torch.int4, granularity=PerGroup(32))
+QUANTISED: dict[str, Any] = {"int8": Int8WeightOnlyConfig, "float8": Float8WeightOnlyConfig, "int4": INT4}
 PROMPT = left_padded()
 
 
