@@ -69,6 +69,19 @@ def test_any_shape_is_rewritten_and_equal(
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("kind", ["gpt", "llama"])
+def test_a_prompt_of_one_token_costs_no_guess(kind: Literal["gpt", "llama"]) -> None:
+    """Dynamo makes its length a constant of the first step's graph: the next position can't be told there."""
+    model = OwnDecoder(OwnConfig(kind, num_kv_heads=4 if kind == "gpt" else 2))
+    plain = greedy(model, padded=False, prompt=1)
+    ours = greedy(
+        torch.compile(model, backend="specache", options={**OPTIONS, "bits": 16}), padded=False, prompt=1
+    )
+    assert_equal(ours, plain)
+    assert specache_fx.stats(ours.cache).exact_hit_rate == 1.0
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
 def test_explain_names_lanes_and_line_of_an_own_module() -> None:
     report = specache_fx.explain(OwnDecoder(OwnConfig(container="dicts")), run=lambda m: greedy(m, True, 4))
     assert "prefill, 2 attentions rewritten, 0 left alone" in str(report)
