@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 VOCAB_SIZE = 89
 Pair = tuple[Tensor, Tensor]
 Cache = tuple[Any, ...]
+RepeatKV = Literal["sdpa", "interleave", "expand"]
 Layout = Literal["heads first", "tokens first", "one tensor a layer", "one tensor"]
 
 
@@ -80,6 +81,7 @@ class OwnConfig:
     num_heads: int = 4
     num_kv_heads: int = 2
     head_dim: int = 8
+    repeat_kv: RepeatKV = "sdpa"
 
     @property
     def width(self) -> int:
@@ -135,6 +137,7 @@ class Attention(nn.Module):
             if past is not None:
                 k, v = torch.cat((past[0], k), dim=1), torch.cat((past[1], v), dim=1)
             present = k, v
+            k, v = self.repeat_kv(k), self.repeat_kv(v)
             q, k, v = (side.transpose(1, 2) for side in (q, k, v))
         else:
             q, k, v = (side.transpose(1, 2) for side in (q, k, v))
@@ -149,9 +152,19 @@ class Attention(nn.Module):
             v,
             attn_mask=mask,
             is_causal=mask is None and x.shape[1] > 1,
-            enable_gqa=self.config.num_kv_heads < self.config.num_heads,
+            enable_gqa=k.shape[1] < q.shape[1],
         )
         return self.wo(y.transpose(1, 2).flatten(2)), present
+
+
+    def repeat_kv(self, x: Tensor) -> Tensor:
+        """`[batch, kv_len, num_kv_heads, head_dim]` with the query's heads, where that is not left to SDPA."""
+        groups = self.config.num_heads // self.config.num_kv_heads
+        if self.config.repeat_kv == "interleave":
+            return x.repeat_interleave(groups, dim=2)
+        if self.config.repeat_kv == "expand":
+            return x[:, :, :, None, :].expand(-1, -1, -1, groups, -1).flatten(2, 3)
+        return x
 
 
 class OwnDecoder(nn.Module):
