@@ -103,7 +103,9 @@ def _past_of(root: Node) -> tuple[Node, Node] | None:
     return past, new
 
 
-def _swap_cache(graph: Graph, root: Node, reads: list[tuple[Node, int]], past: tuple[Node, Node] | None) -> Node:
+def _swap_cache(
+    graph: Graph, root: Node, reads: list[tuple[Node, int]], past: tuple[Node, Node] | None
+) -> Node:
     """Put the cache with heads first behind `root`; returns it."""
     with graph.inserting_after(root):
         if past is None:

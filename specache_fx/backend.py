@@ -100,7 +100,11 @@ class Backend:
         return TokensFirst(self._runner(rewritten, swapped, state, observe), state)
 
     def _runner(
-        self, rewritten: GraphModule, example_inputs: Sequence[Any], state: PassState, observe: Observer | None
+        self,
+        rewritten: GraphModule,
+        example_inputs: Sequence[Any],
+        state: PassState,
+        observe: Observer | None,
     ) -> Compiled:
         """The runner of a graph in which attentions are rewritten."""
         config = state.config

@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, get_args
+import copy
+from typing import Any, Literal
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.own_modules import CONTAINERS, Layout, OwnConfig, OwnDecoder, Run, greedy
+from support.own_modules import (
+    CONTAINERS,
+    VOCAB_SIZE,
+    Layout,
+    OwnConfig,
+    OwnDecoder,
+    RepeatKV,
+    Run,
+    greedy,
+)
+from torch import Tensor
 
 import specache_fx
 
 OPTIONS: dict[str, Any] = {"group_size": 8, "residual_length": 8, "top_k": 8, "lowering": "eager"}
 # Two ways of being exact: nothing is lost by quantising, or every low-bit pair is replaced by its original in time.
 EXACT: dict[str, dict[str, Any]] = {"16 bits": {"bits": 16}, "all staged": {"bits": 1, "top_k": 64}}
-LAYOUTS = [layout for layout in get_args(Layout) if layout != "heads first"]
+STACKS: tuple[Layout, ...] = ("one tensor a layer", "one tensor")
 
 
 def assert_rewritten_and_equal(config: OwnConfig, padded: bool, **options: Any) -> None:
@@ -46,12 +57,61 @@ def test_every_container_is_rewritten_and_equal(container: str, kind: Literal["g
     assert_rewritten_and_equal(config, padded=gpt, **EXACT["all staged" if gpt else "16 bits"])
 
 
+@pytest.mark.parametrize("repeat_kv", ["interleave", "expand"])
+def test_tokens_before_heads_are_rewritten_and_equal(repeat_kv: RepeatKV) -> None:
+    config = OwnConfig("llama", "tuples", "tokens first", repeat_kv=repeat_kv)
+    assert_rewritten_and_equal(config, padded=repeat_kv == "expand", **EXACT["all staged"])
+
+
+@torch.no_grad()
+def converse(model: Any) -> tuple[list[Tensor], Any]:
+    """Tokens before heads: prompt, decode, extend, decode, crop, fork, decode both, reorder, decode."""
+    found: list[Tensor] = []
+    state: Any = [torch.ones(2, 0, dtype=torch.bool), []]
+
+    def call(count: int, seed: int, on: Any) -> None:
+        ids = torch.randint(VOCAB_SIZE, (2, count), generator=torch.Generator().manual_seed(seed))
+        on[0] = torch.cat((on[0], on[0].new_ones(2, count)), dim=1)
+        logits, *on[1] = model(ids, on[0], *on[1])
+        found.append(logits)
+
+    for turn, counts in enumerate(([13, 1, 1, 1, 5, 1, 1, 1, 1], [1, 1, 1])):
+        for i, count in enumerate(counts):
+            call(count, 10 * turn + i, state)
+        state = [state[0][:, :-4], [tuple((k[:, :-4], v[:, :-4]) for k, v in state[1][0])]]
+    fork = copy.deepcopy(state)
+    for i in range(3):
+        call(1, 30 + i, state)
+        call(1, 40 + i, fork)
+    rows = torch.tensor([1, 0])
+    pairs = tuple((k.index_select(0, rows), v.index_select(0, rows)) for k, v in fork[1][0])
+    fork = [fork[0], [pairs]]
+    for i in range(3):
+        call(1, 50 + i, fork)
+    return found, fork[1]
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_tokens_before_heads_through_a_conversation() -> None:
+    model = OwnDecoder(OwnConfig(layout="tokens first"))
+    expected, plain = converse(model)
+    options = {**OPTIONS, "bits": 16}
+    counters = torch._dynamo.utils.counters["stats"]
+    counters.clear()
+    found, cache = converse(torch.compile(model, backend="specache", options=options))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    assert cache[0][0][0].shape == plain[0][0][0].shape
+    assert specache_fx.stats(cache).kv_len == plain[0][0][0].shape[1]
+    assert counters["unique_graphs"] <= 4
+
+
 @settings(max_examples=4)
 @given(
     kind=st.sampled_from(["gpt", "llama"]),
     container=st.sampled_from(sorted(CONTAINERS)),
     num_layers=st.integers(1, 3),
     heads=st.sampled_from([(1, 1), (4, 1), (4, 4), (6, 2)]),
+    layout=st.sampled_from(["heads first", "tokens first"]),
     padded=st.booleans(),
     exact=st.sampled_from(sorted(EXACT)),
 )
@@ -60,11 +120,12 @@ def test_any_shape_is_rewritten_and_equal(
     container: str,
     num_layers: int,
     heads: tuple[int, int],
+    layout: Layout,
     padded: bool,
     exact: str,
 ) -> None:
     num_heads, num_kv_heads = heads
-    config = OwnConfig(kind, container, "heads first", num_layers, num_heads, num_kv_heads)
+    config = OwnConfig(kind, container, layout, num_layers, num_heads, num_kv_heads)
     assert_rewritten_and_equal(config, padded, **EXACT[exact])
 
 
@@ -90,7 +151,7 @@ def test_explain_names_lanes_and_line_of_an_own_module() -> None:
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", STACKS)
 def test_another_layout_is_left_alone_with_the_remedy(
     layout: Layout, caplog: pytest.LogCaptureFixture
 ) -> None:

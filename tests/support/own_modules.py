@@ -156,7 +156,6 @@ class Attention(nn.Module):
         )
         return self.wo(y.transpose(1, 2).flatten(2)), present
 
-
     def repeat_kv(self, x: Tensor) -> Tensor:
         """`[batch, kv_len, num_kv_heads, head_dim]` with the query's heads, where that is not left to SDPA."""
         groups = self.config.num_heads // self.config.num_kv_heads
