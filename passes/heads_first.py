@@ -34,6 +34,7 @@ from specache_fx.passes.graph_utils import (
 )
 
 _COUNTS = {"numel", "dim", "ndimension"}  # read the same of either layout
+_OTHER = {1: 2, 2: 1, -2: -3, -3: -2}
 
 
 def _swaps(node: Node) -> bool:
@@ -46,6 +47,27 @@ def _swaps(node: Node) -> bool:
     if target_name(node) == "permute":
         return tuple(dim % 4 for dim in dims) == (0, 2, 1, 3)
     return target_name(node) in ("transpose", "swapaxes", "swapdims") and {dim % 4 for dim in dims} == {1, 2}
+
+
+def _sizes(node: Node) -> list[Node] | None:
+    """The nodes that name a dimension of what `node` reads the shape of; None where it reads no shape, or all of it."""
+    if target_name(node) == "size" and len(node.args) == 2:
+        return [node] if isinstance(node.args[1], int) else None
+    whole = target_name(node) == "size" or (target_name(node) == "getattr" and node.args[1] == "shape")
+    items = list(node.users)
+    named = all(target_name(item) == "getitem" and isinstance(item.args[1], int) for item in items)
+    return items if whole and named else None
+
+
+def _swap_sizes(tensor: Node) -> None:
+    for user in list(tensor.users):
+        for item in _sizes(user) or ():
+            item.args = (item.args[0], _OTHER.get(item.args[1], item.args[1]))  # type: ignore[arg-type]
+
+
+def _harmless(user: Node) -> bool:
+    """Whether a node reads a cache in a way that does not depend on the layout, or can follow it."""
+    return user.op == "output" or target_name(user) in _COUNTS or _sizes(user) is not None
 
 
 def _repeated(node: Node, root: Node) -> tuple[Node, int] | None:
@@ -76,7 +98,7 @@ def _swapped_reads(root: Node) -> list[tuple[Node, int]] | None:
     """The nodes that read a cache with heads and tokens swapped, each with its repeats; None if others read it too."""
     reads: list[tuple[Node, int]] = []
     for user in root.users:
-        if user.op == "output" or target_name(user) in _COUNTS:
+        if _harmless(user):
             continue
         end, groups = (root, 1) if _swaps(user) else (_repeated(user, root) or (None, 1))
         if end is None:
@@ -98,7 +120,7 @@ def _past_of(root: Node) -> tuple[Node, Node] | None:
         return None
     past, new = parts
     is_past = isinstance(past, Node) and past.op == "placeholder" and not is_static_input(past)
-    if not is_past or not all(user is root or target_name(user) in _COUNTS for user in past.users):
+    if not is_past or not all(user is root or _harmless(user) for user in past.users):
         return None
     return past, new
 
@@ -113,6 +135,7 @@ def _swap_cache(
         else:
             key = "example_value" if "example_value" in past[0].meta else "val"
             past[0].meta = {**past[0].meta, key: value_of(past[0]).transpose(1, 2)}
+            _swap_sizes(past[0])
             new = call(graph, torch.transpose, (past[1], 1, 2), root)
             with graph.inserting_after(new):
                 keys = call(graph, torch.cat, ([past[0], new], 2), root)
@@ -141,6 +164,7 @@ def heads_first(gm: GraphModule, state: PassState) -> GraphModule:
         state.swapped_outputs += places
         if past is not None:
             state.swapped_inputs.append(inputs.index(past[0]))
+            _swap_sizes(root)
             root.replace_all_uses_with(keys)
     if not state.swapped_outputs:
         return gm

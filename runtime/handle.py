@@ -191,7 +191,7 @@ def resize(handle: torch.Tensor, kv_len: int) -> torch.Tensor:
 
 
 def tokens_first(handle: torch.Tensor) -> torch.Tensor:
-    """The same handle, or any KV tensor, as `[batch, kv_len, num_kv_heads, head_dim]`; shares the storage.
+    """The same handle as `[batch, kv_len, num_kv_heads, head_dim]`; shares the storage.
 
     Args:
         handle: `[batch, num_kv_heads, kv_len, head_dim]`.

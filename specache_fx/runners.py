@@ -194,9 +194,12 @@ class TokensFirst:
 
     def __call__(self, *args: Any) -> Any:
         """Run it."""
-        results = self.runner(*swap_inputs(self._state, args))
+        results = list(self.runner(*swap_inputs(self._state, args)))
+        assert self._state.outputs is not None
         with inference():
-            return tuple(
-                tokens_first(result) if i in self._state.swapped_outputs else result
-                for i, result in enumerate(results)
-            )
+            for i in self._state.swapped_outputs:
+                if i in self._state.outputs.handles:
+                    results[i] = tokens_first(results[i])
+                else:  # a cache that is left alone: in memory as the model's own cat would have it
+                    results[i] = results[i].transpose(1, 2).contiguous()
+        return tuple(results)

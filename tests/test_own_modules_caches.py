@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from support.own_modules import (
     CONTAINERS,
     VOCAB_SIZE,
+    Attention,
     Layout,
     OwnConfig,
     OwnDecoder,
@@ -103,6 +104,36 @@ def test_tokens_before_heads_through_a_conversation() -> None:
     assert cache[0][0][0].shape == plain[0][0][0].shape
     assert specache_fx.stats(cache).kv_len == plain[0][0][0].shape[1]
     assert counters["unique_graphs"] <= 4
+
+
+class OddAttention(Attention):
+    """Its weights' square roots make it no attention in normal form: its cache stays in the graph."""
+
+    def forward(
+        self, x: Tensor, position_ids: Tensor, past: tuple[Tensor, Tensor] | None, mask: Tensor | None
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        q, k, v = (
+            linear(x).unflatten(2, (-1, self.config.head_dim)) for linear in (self.wq, self.wk, self.wv)
+        )
+        if past is not None:
+            k, v = torch.cat((past[0], k), dim=1), torch.cat((past[1], v), dim=1)
+        assert mask is not None
+        scores = q.transpose(1, 2) @ k.permute(0, 2, 3, 1)
+        weights = scores.masked_fill(~mask, -torch.inf).softmax(-1).sqrt()
+        return self.wo((weights @ v.transpose(1, 2)).transpose(1, 2).flatten(2)), (k, v)
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_tokens_before_heads_where_one_layer_is_left_alone() -> None:
+    model = OwnDecoder(OwnConfig("gpt", num_kv_heads=4, layout="tokens first"))
+    model.attentions[1].__class__ = OddAttention
+    plain = greedy(model, padded=True)
+    ours = greedy(torch.compile(model, backend="specache", options={**OPTIONS, "bits": 16}), padded=True)
+    assert_equal(ours, plain)
+    handle, left = ours.cache[0][0][0], ours.cache[0][1][1]
+    assert handle.isnan().all() and specache_fx.stats(ours.cache).steps == 23
+    torch.testing.assert_close(left, plain.cache[0][1][1], rtol=1e-4, atol=1e-4)
+    assert left.stride() == plain.cache[0][1][1].stride()
 
 
 @settings(max_examples=4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch.fx import GraphModule
 
 from specache_fx.config import SpecacheConfig
 from specache_fx.passes.base import PassState
-from specache_fx.passes.graph_utils import placeholders, shape_of, target_name
+from specache_fx.passes.graph_utils import output_node, placeholders, shape_of, target_name
 from specache_fx.passes.heads_first import heads_first
 from specache_fx.runners import swap_inputs
 
@@ -70,6 +71,22 @@ def expanded(q: Tensor, k: Tensor, past: Tensor) -> Any:
     keys = torch.cat([past, k], dim=1)
     repeated = keys[:, :, :, None, :].expand(2, 6, 2, 2, 8).reshape(2, 6, 4, 8)
     return sdpa(q, repeated.transpose(1, 2)), keys
+
+
+def test_sizes_are_read_in_the_new_layout() -> None:
+    """`size()` stands in graphs whose length Dynamo took for dynamic and then found to be a constant."""
+    (captured,) = graphs.capture(Attention(plain), lambda forward: forward(Q, K, PAST))
+    gm, state = captured.copy(), PassState(SpecacheConfig())
+    past = next(node for node in placeholders(gm.graph) if shape_of(node) == (2, 5, 2, 8))
+    output = output_node(gm.graph)
+    with gm.graph.inserting_before(output):
+        size = gm.graph.call_method("size", (past,))
+        one = gm.graph.call_method("size", (past, -3))
+        tokens, batch = (gm.graph.call_function(operator.getitem, (size, i)) for i in (1, 0))
+    output.args = ((*output.args[0], tokens, batch, one),)  # type: ignore[misc]
+    gm = heads_first(gm, state)
+    assert len(state.swapped_inputs) == 1
+    assert gm(*swap_inputs(state, captured.inputs))[-3:] == (5, 2, 5)
 
 
 @pytest.mark.parametrize("function", [plain, permuted, interleaved, expanded])
