@@ -171,6 +171,9 @@ class PassState:
         sites: The attentions that are rewritten.
         refusals: Those that are not, and why.
         inputs: Names of Dynamo's placeholders, in order.
+        swapped_inputs: Positions of the inputs whose dimensions 1 and 2 `heads_first` swapped, caches that have tokens
+            first.
+        swapped_outputs: Positions of such outputs.
         outputs: Set by `bind_cache`.
         past_inputs: Positions of the past KV inputs among Dynamo's, keys and values in turn.
         other_kv_inputs: Positions of inputs that could be KV tensors too, and stay as they are.
@@ -189,6 +192,8 @@ class PassState:
     sites: list[AttentionSite] = field(default_factory=list)
     refusals: list[Refusal] = field(default_factory=list)
     inputs: list[str] = field(default_factory=list)
+    swapped_inputs: list[int] = field(default_factory=list)
+    swapped_outputs: list[int] = field(default_factory=list)
     outputs: OutputPlan | None = None
     past_inputs: list[int] = field(default_factory=list)
     other_kv_inputs: list[int] = field(default_factory=list)

@@ -14,14 +14,17 @@ from torch import Tensor
 # Products of each token with its own expert's weight, over tokens sorted by expert: transformers' own operator, and
 # PyTorch's, which transformers takes where it can run.
 _GROUPED = ("transformers::grouped_mm_fallback", "aten::_grouped_mm")
+# Products of rows with a packed weight of 4 or 8 bits.
+_PACKED = ("aten::_weight_int4pack_mm", "aten::_weight_int4pack_mm_for_cpu", "aten::_weight_int8pack_mm")
 
 
 def register_batching_rules() -> None:
     """Register the rules of the operators that exist by now; cheap to call again."""
-    for name in _GROUPED:
-        namespace, op = name.split("::")
-        if hasattr(getattr(torch.ops, namespace), op):
-            _register_grouped(name)
+    for names, register in ((_GROUPED, _register_grouped), (_PACKED, _register_packed)):
+        for name in names:
+            namespace, op = name.split("::")
+            if hasattr(getattr(torch.ops, namespace), op):
+                register(name)
 
 
 @cache
@@ -42,6 +45,22 @@ def _register_grouped(name: str) -> torch.library.Library:
     library = torch.library.Library(namespace, "FRAGMENT")
     torch.library.register_vmap(name, rule, lib=library)
     return library  # its rules end with it
+
+
+@cache
+def _register_packed(name: str) -> torch.library.Library:
+    namespace, op = name.split("::")
+    call = getattr(getattr(torch.ops, namespace), op).default
+
+    def rule(info: Any, in_dims: tuple[int | None, ...], rows: Tensor, weight: Tensor, *rest: Any) -> Any:
+        if in_dims[0] is None or any(dim is not None for dim in in_dims[1:]):
+            return _one_by_one(call, info.batch_size, in_dims, (rows, weight, *rest)), 0
+        lanes = rows.movedim(in_dims[0], 0)  # [lanes, rows, features]: rows don't know each other
+        return call(lanes.flatten(0, 1), weight, *rest).unflatten(0, lanes.shape[:2]), 0
+
+    library = torch.library.Library(namespace, "FRAGMENT")
+    torch.library.register_vmap(name, rule, lib=library)
+    return library
 
 
 def _merged(call: Any, tokens: Tensor, weight: Tensor, offsets: Tensor, rest: tuple[Any, ...]) -> Tensor:

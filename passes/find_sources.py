@@ -123,8 +123,9 @@ def find_sources(gm: GraphModule, state: PassState) -> Sources:
     whole = set().union(*(symbols_of(shape_of(inputs[i])[2]) for i in growing if i not in sources.most))  # type: ignore[index]
     windows = list(sources.most)
     for node in inputs:
-        # An integer that is also the size of a tensor that does not grow (the batch) is no length.
-        symbols = symbols_of(value_of(node)) if is_integer(node) else set()
+        # An integer that is also the size of a tensor that does not grow (the batch) is no length. One that nothing
+        # reads tells none either: where a handle begins in its storage.
+        symbols = symbols_of(value_of(node)) if is_integer(node) and node.users else set()
         if symbols and not symbols & sizes_of_others:
             sources.lengths.add(index[node])
             # The length of a window's past comes in as an integer too. One that is also a whole cache's isn't full yet.

@@ -21,7 +21,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from specache_fx.passes.base import AttentionCore, AttentionSite, Pass, PassState, Phase, Refusal
-from specache_fx.passes.cache_side import LEAVE, NoMatch, Side, side_of
+from specache_fx.passes.cache_side import LEAVE, NoMatch, Side, side_of, without_repeat
 from specache_fx.passes.expansion import Expansion, find_expansion
 from specache_fx.passes.find_sources import find_token
 from specache_fx.passes.graph_utils import (
@@ -41,6 +41,20 @@ from specache_fx.runtime.handle import unfit_reason
 _MAKES_LIKE = {
     "new_ones", "new_zeros", "new_full", "new_empty", "ones_like", "zeros_like", "full_like", "empty_like",
 }  # fmt: skip
+
+
+def _comes_whole(core: AttentionCore) -> bool:
+    """Whether keys are an input of the graph, and not just those of this call's tokens."""
+    root, _ = without_repeat(core.key)
+    dims, queries = shape_of(root), shape_of(core.query)
+    return (
+        root.op == "placeholder"
+        and not is_static_input(root)
+        and dims is not None
+        and queries is not None
+        and len(dims) == 4
+        and not statically_known_true(dims[2] == queries[2])
+    )
 
 
 def _match(
@@ -186,6 +200,12 @@ def match_attention(gm: GraphModule, state: PassState) -> GraphModule:
                 readers.setdefault(cache, []).append(reading)
     for core in cores:
         try:
+            if _comes_whole(core):
+                raise NoMatch(
+                    "its keys come into the graph whole, they are not appended to a past there (cross-attention, or a"
+                    " graph break between cat([past, new], dim=-2) and the attention)",
+                    f'TORCH_LOGS="graph_breaks" shows where graphs break. {LEAVE}.',
+                )
             reading = readings[core.node]
             if isinstance(reading, NoMatch):
                 raise reading

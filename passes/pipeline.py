@@ -17,6 +17,7 @@ from torch.fx import GraphModule
 from specache_fx.passes.base import Pass, PassState
 from specache_fx.passes.bind_cache import BIND_CACHE
 from specache_fx.passes.duplicate_query import duplicate_query
+from specache_fx.passes.heads_first import HEADS_FIRST
 from specache_fx.passes.insert_prefetch import INSERT_PREFETCH
 from specache_fx.passes.insert_waits import INSERT_WAITS
 from specache_fx.passes.match_attention import MATCH_ATTENTION
@@ -28,7 +29,13 @@ from specache_fx.passes.verify import VERIFY
 
 logger = logging.getLogger(__name__)
 
-CAPTURE_PASSES: tuple[Pass, ...] = (NORMALIZE_ATTENTION, MATCH_ATTENTION, BIND_CACHE, SPLIT_PRELUDE)
+CAPTURE_PASSES: tuple[Pass, ...] = (
+    HEADS_FIRST,
+    NORMALIZE_ATTENTION,
+    MATCH_ATTENTION,
+    BIND_CACHE,
+    SPLIT_PRELUDE,
+)
 DECODE_PASSES: tuple[Pass, ...] = (QUANTIZE_ATTENTION, SELECT_TOPK, INSERT_PREFETCH, INSERT_WAITS, VERIFY)
 
 Observer = Callable[[str, GraphModule, PassState], None]

@@ -190,6 +190,19 @@ def resize(handle: torch.Tensor, kv_len: int) -> torch.Tensor:
     return resized
 
 
+def tokens_first(handle: torch.Tensor) -> torch.Tensor:
+    """The same handle as `[batch, kv_len, num_kv_heads, head_dim]`; shares the storage.
+
+    Args:
+        handle: `[batch, num_kv_heads, kv_len, head_dim]`.
+    """
+    swapped = handle.transpose(1, 2)
+    place = (handle.untyped_storage(), handle.storage_offset(), swapped.shape, swapped.stride())
+    alone = torch.empty(0, dtype=handle.dtype, device=handle.device).set_(*place)  # no view, see `_look`
+    torch._dynamo.maybe_mark_dynamic(alone, 1)
+    return alone
+
+
 def _look(
     storage: torch.UntypedStorage,
     dtype: torch.dtype,

@@ -25,7 +25,7 @@ from specache_fx.passes.graph_utils import (
 )
 from specache_fx.passes.pipeline import CAPTURE_PASSES, Observer, run_passes
 from specache_fx.recompile_limit import make_room
-from specache_fx.runners import Extend, LeftAlone, Prefill
+from specache_fx.runners import Extend, LeftAlone, Prefill, TokensFirst, swap_inputs
 from specache_fx.runtime.host_blocks import check_host_dir, resolve_host
 from specache_fx.runtime.kernels import check_kernel, choose_kernel
 from specache_fx.runtime.quant import make_quantizer
@@ -94,8 +94,21 @@ class Backend:
         state.other_kv_inputs = [i for i in _kv_inputs(gm) if i not in state.past_inputs]
         if state.phase is Phase.NO_CACHE:
             return LeftAlone(lower(gm, example_inputs, config.lowering), state)
-        first = state.sites[0].new_key
-        kv = value_of(first)
+        if not state.swapped_outputs:
+            return self._runner(rewritten, example_inputs, state, observe)
+        swapped = swap_inputs(state, example_inputs)
+        return TokensFirst(self._runner(rewritten, swapped, state, observe), state)
+
+    def _runner(
+        self,
+        rewritten: GraphModule,
+        example_inputs: Sequence[Any],
+        state: PassState,
+        observe: Observer | None,
+    ) -> Compiled:
+        """The runner of a graph in which attentions are rewritten."""
+        config = state.config
+        kv = value_of(state.sites[0].new_key)
         choose_kernel(config.kernel, kv.device)
         if state.phase is Phase.DECODE:
             return Decode(rewritten, state, observe)

@@ -15,6 +15,7 @@ from specache_fx.decode_runner import Decode
 from specache_fx.lowering import Compiled
 from specache_fx.passes.base import PassState, Phase, Refusal
 from specache_fx.passes.graph_utils import shape_of, target_name, value_of
+from specache_fx.runners import TokensFirst
 
 _SDPA = "scaled_dot_product_attention"
 _LEAD = 9  # nodes shown before an attention that is not rewritten: cat and repeat_kv
@@ -84,8 +85,9 @@ class _Recorder:
             report.phase, report.refusals = state.phase, state.refusals
             report.rewritten = [site.source for site in state.sites]
             if name == "verify":  # the last pass of a decode graph, which its runner had made
-                assert isinstance(runner, Decode)
-                report.lanes, report.fallback = runner.lanes, runner.fallback
+                decode = runner.runner if isinstance(runner, TokensFirst) else runner
+                assert isinstance(decode, Decode)
+                report.lanes, report.fallback = decode.lanes, decode.fallback
                 report.after = _around_attention(graph)
 
         runner = self.backend(gm, example_inputs, options=self.options, observe=observe)

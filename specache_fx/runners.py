@@ -16,6 +16,7 @@ from specache_fx.errors import CacheHandleError
 from specache_fx.lowering import Compiled
 from specache_fx.passes.base import OutputPlan, PassState
 from specache_fx.runtime import claims, registry
+from specache_fx.runtime.handle import tokens_first
 from specache_fx.runtime.session import LayerShape, Session
 
 
@@ -174,3 +175,31 @@ class Extend:
                 session.advance(session.layers[0].kv_len - session.kv_len, decoded=False)
                 handles = registry.resized(session, past)
             return assemble(self._plan, kept, handles, args)
+
+
+def swap_inputs(state: PassState, args: Sequence[Any]) -> list[Any]:
+    """Dynamo's inputs with heads first, as the graph takes them after `heads_first`."""
+    return [arg.transpose(1, 2) if i in state.swapped_inputs else arg for i, arg in enumerate(args)]
+
+
+class TokensFirst:
+    """Another runner for a model whose caches are `[batch, kv_len, num_kv_heads, head_dim]`; see `heads_first`.
+
+    Attributes:
+        runner: Gets and gives them with heads first.
+    """
+
+    def __init__(self, runner: Compiled, state: PassState) -> None:
+        self.runner, self._state = runner, state
+
+    def __call__(self, *args: Any) -> Any:
+        """Run it."""
+        results = list(self.runner(*swap_inputs(self._state, args)))
+        assert self._state.outputs is not None
+        with inference():
+            for i in self._state.swapped_outputs:
+                if i in self._state.outputs.handles:
+                    results[i] = tokens_first(results[i])
+                else:  # a cache that is left alone: in memory as the model's own cat would have it
+                    results[i] = results[i].transpose(1, 2).contiguous()
+        return tuple(results)

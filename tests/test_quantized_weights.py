@@ -3,20 +3,32 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from support.zoo import SMALL, build, left_padded
 from torch import nn
-from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig, quantize_
+from torchao.prototype.quantization.int4 import PrototypeInt4WeightOnlyConfig
+from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig, IntxWeightOnlyConfig, quantize_
+from torchao.quantization.granularity import PerGroup
 
 import specache_fx
 from specache_fx.passes.subclasses import flatten, unflatten
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
-QUANTISED: dict[str, Any] = {"int8": Int8WeightOnlyConfig, "float8": Float8WeightOnlyConfig}
+# Int4WeightOnlyConfig packs for kernels that no CPU has (mslk, CUDA, XPU). This one runs anywhere, unpacked; the other
+# is packed for PyTorch's own CPU kernel.
+INT4 = partial(IntxWeightOnlyConfig, weight_dtype=torch.int4, granularity=PerGroup(32))
+PACKED_INT4 = partial(PrototypeInt4WeightOnlyConfig, group_size=32, set_inductor_config=False)
+QUANTISED: dict[str, Any] = {
+    "int8": Int8WeightOnlyConfig,
+    "float8": Float8WeightOnlyConfig,
+    "int4": INT4,
+    "packed int4": PACKED_INT4,
+}
 PROMPT = left_padded()
 
 
@@ -49,4 +61,5 @@ def test_a_subclass_is_put_together_again(weights: str) -> None:
     assert len(plain) >= 3 and all(type(tensor) is torch.Tensor for tensor in plain[1:])
     ones, three, again = unflatten(values, plain)
     assert ones is plain[0] and three == 3 and type(again) is type(weight)
-    torch.testing.assert_close(again.dequantize(), weight.dequantize())
+    x = torch.randn(3, weight.shape[1])
+    torch.testing.assert_close(nn.functional.linear(x, again), nn.functional.linear(x, weight))

@@ -45,6 +45,47 @@ def test_grouped_product_equals_lane_by_lane(name: str, data: st.DataObject) -> 
         torch.testing.assert_close(found[lane, :held], op(x[lane], weight, ends[lane])[:held])
 
 
+def packed_int4(generator: torch.Generator) -> tuple[Any, ...]:
+    codes = torch.randint(16, (64, 64), generator=generator, dtype=torch.int32)
+    weight = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1)
+    return weight, 32, torch.randn(2, 64, 2, generator=generator)
+
+
+def packed_int8(generator: torch.Generator) -> tuple[Any, ...]:
+    codes = torch.randint(-128, 128, (64, 64), generator=generator, dtype=torch.int8)
+    return codes, torch.rand(64, generator=generator)
+
+
+@pytest.mark.parametrize(
+    ("op", "packed"),
+    [
+        (torch.ops.aten._weight_int4pack_mm_for_cpu, packed_int4),
+        (torch.ops.aten._weight_int8pack_mm, packed_int8),
+    ],
+    ids=["int4", "int8"],
+)
+@pytest.mark.parametrize("in_dim", [0, 1])
+def test_packed_product_equals_lane_by_lane(op: Any, packed: Any, in_dim: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    rest = packed(generator)
+    x = torch.randn(2, 3, 64, generator=generator)
+    register_batching_rules()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = torch.vmap(lambda rows: op(rows, *rest), in_dims=in_dim)(x.movedim(0, in_dim))
+    torch.testing.assert_close(found, torch.stack([op(lane, *rest) for lane in x]))
+
+
+def test_packed_product_with_a_weight_a_lane_goes_lane_by_lane() -> None:
+    generator = torch.Generator().manual_seed(0)
+    codes, scales = packed_int8(generator)
+    register_batching_rules()
+    x, both = torch.randn(3, 64, generator=generator), torch.stack([scales, 2 * scales])
+    op = torch.ops.aten._weight_int8pack_mm
+    found = torch.vmap(lambda scale: op(x, codes, scale))(both)
+    torch.testing.assert_close(found[1], op(x, codes, both[1]))
+
+
 @pytest.mark.parametrize("model", ["llama", "mixtral", "qwen3_moe"])
 def test_no_weight_is_read_twice(model: str, fresh_dynamo: None) -> None:
     """As many products for two lanes as for one."""

@@ -8,6 +8,7 @@ import pytest
 import torch
 from support import graphs
 from support.graphs import Captured
+from support.own_modules import OwnConfig, OwnDecoder
 from torch import Tensor, nn
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -18,7 +19,7 @@ from specache_fx.passes.graph_utils import copy_graph
 from specache_fx.passes.pipeline import CAPTURE_PASSES, DECODE_PASSES, run_passes
 
 CACHED = (Phase.PREFILL, Phase.EXTEND, Phase.DECODE)
-MODELS = ("tiny", "unpadded", "llama", "eager", "sinks")
+MODELS = ("tiny", "unpadded", "llama", "eager", "sinks", "tokens first")
 CONFIGS = {
     "token": SpecacheConfig(group_size=4, residual_length=4, top_k=4),
     "query": SpecacheConfig(group_size=4, residual_length=4, top_k=4, lookahead="query"),
@@ -33,6 +34,9 @@ def captured(model: str) -> dict[Phase, Captured]:
     if model in ("llama", "eager"):
         llama = graphs.tiny_llama("eager" if model == "eager" else "sdpa")
         return graphs.by_phase(graphs.capture(llama, graphs.drive_transformers))
+    if model == "tokens first":
+        own = OwnDecoder(OwnConfig(layout="tokens first", num_layers=1, repeat_kv="expand"))
+        return graphs.by_phase(graphs.capture(own, graphs.drive_own))
     if model == "sinks":
         every = graphs.tiny_decoder(softcap=2.0, sinks=True, alibi=True)
         return graphs.by_phase(graphs.capture(every, graphs.drive_tiny))

@@ -16,9 +16,11 @@ from specache_fx.config import SpecacheConfig
 from specache_fx.passes.base import PassState, Phase
 from specache_fx.passes.duplicate_query import duplicate_query, lane_inputs
 from specache_fx.passes.graph_utils import copy_graph, placeholders, value_of
+from specache_fx.passes.heads_first import heads_first
 from specache_fx.passes.match_attention import match_attention
 from specache_fx.passes.normalize_attention import normalize_attention
 from specache_fx.passes.pipeline import CAPTURE_PASSES, run_passes
+from specache_fx.runners import swap_inputs
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,16 @@ def drive_transformers(forward: Any) -> None:
         past = out.past_key_values
 
 
+def drive_own(forward: Any) -> None:
+    """The same for an `OwnDecoder`."""
+    ids = torch.randint(61, (2, 11), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones(2, 11, dtype=torch.bool)
+    mask[0, :2] = False
+    cache: list[Any] = []
+    for start, stop in ((0, 6), (6, 9), (9, 10), (10, 11)):
+        _, *cache = forward(ids[:, start:stop], mask[:, :stop], *cache)
+
+
 def tiny_llama(attention: str = "sdpa") -> nn.Module:
     """A transformers llama of one layer, random weights."""
     return build("llama", num_hidden_layers=1, attn_implementation=attention).requires_grad_(False)
@@ -101,9 +113,9 @@ def phase_of(captured: Captured) -> Phase:
 
 
 def matched(captured: Captured) -> PassState:
-    """What `normalize_attention` and `match_attention` say about a graph."""
+    """What the passes up to `match_attention` say about a graph."""
     state = PassState(SpecacheConfig())
-    match_attention(normalize_attention(captured.copy(), state), state)
+    match_attention(normalize_attention(heads_first(captured.copy(), state), state), state)
     return state
 
 
@@ -128,8 +140,8 @@ def decode_graph(captured: Captured, config: SpecacheConfig) -> tuple[GraphModul
     state = PassState(config)
     gm = run_passes(captured.copy(), state, CAPTURE_PASSES)
     assert state.phase is Phase.DECODE
-    lanes = config.num_lanes
-    return duplicate_query(gm, state, decode_inputs(gm, state, captured.inputs, lanes), lanes), state
+    lanes, args = config.num_lanes, tuple(swap_inputs(state, captured.inputs))
+    return duplicate_query(gm, state, decode_inputs(gm, state, args, lanes), lanes), state
 
 
 def code(gm: GraphModule) -> str:

@@ -1,0 +1,176 @@
+"""`heads_first`: KV caches `[batch, kv_len, num_kv_heads, head_dim]` in the layout that the other passes know.
+
+    keys = cat([past_keys, k], 1)                          # output
+    out  = sdpa(q, repeat_kv(keys).transpose(1, 2), ...)
+        -> keys = cat([past_keys, k.transpose(1, 2)], 2)   # output; past_keys [batch, num_kv_heads, kv_len, head_dim]
+           out  = sdpa(q, repeat_interleave(keys, groups, 1), ...)
+
+Nothing but the layout changes, and only of what is read with heads and tokens swapped and in no other way: the graph
+computes the same, whatever its attention turns out to be. Inputs and outputs have their dimensions 1 and 2 swapped from
+then on; `TokensFirst` in `specache_fx/runners.py` swaps them where Dynamo's tensors come in and go out.
+
+A prompt's keys are such a cache if they are an output and read swapped. Sets `state.swapped_inputs` and
+`state.swapped_outputs`; leaves every other graph as it is.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from specache_fx.passes.base import Pass, PassState
+from specache_fx.passes.graph_utils import (
+    call,
+    eliminate_dead_code,
+    finish,
+    is_static_input,
+    output_node,
+    placeholders,
+    shape_of,
+    target_name,
+    value_of,
+)
+
+_COUNTS = {"numel", "dim", "ndimension"}  # read the same of either layout
+_OTHER = {1: 2, 2: 1, -2: -3, -3: -2}
+
+
+def _swaps(node: Node) -> bool:
+    """Whether a node swaps dimensions 1 and 2 of a 4-D tensor."""
+    dims: Any = node.args[1:]
+    if len(dims) == 1 and isinstance(dims[0], (tuple, list)):
+        dims = tuple(dims[0])
+    if not all(isinstance(dim, int) for dim in dims):
+        return False
+    if target_name(node) == "permute":
+        return tuple(dim % 4 for dim in dims) == (0, 2, 1, 3)
+    return target_name(node) in ("transpose", "swapaxes", "swapdims") and {dim % 4 for dim in dims} == {1, 2}
+
+
+def _sizes(node: Node) -> list[Node] | None:
+    """The nodes that name a dimension of what `node` reads the shape of; None where it reads no shape, or all of it."""
+    if target_name(node) == "size" and len(node.args) == 2:
+        return [node] if isinstance(node.args[1], int) else None
+    whole = target_name(node) == "size" or (target_name(node) == "getattr" and node.args[1] == "shape")
+    items = list(node.users)
+    named = all(target_name(item) == "getitem" and isinstance(item.args[1], int) for item in items)
+    return items if whole and named else None
+
+
+def _swap_sizes(tensor: Node) -> None:
+    for user in list(tensor.users):
+        for item in _sizes(user) or ():
+            item.args = (item.args[0], _OTHER.get(item.args[1], item.args[1]))  # type: ignore[arg-type]
+
+
+def _harmless(user: Node) -> bool:
+    """Whether a node reads a cache in a way that does not depend on the layout, or can follow it."""
+    return user.op == "output" or target_name(user) in _COUNTS or _sizes(user) is not None
+
+
+def _repeated(node: Node, root: Node) -> tuple[Node, int] | None:
+    """Where repeat_kv of `root` that begins with `node` ends, and how often it repeats each head."""
+    args = node.args
+    if target_name(node) == "repeat_interleave" and len(args) > 1 and isinstance(args[1], int):
+        dim = args[2] if len(args) > 2 else node.kwargs.get("dim")
+        return (node, args[1]) if dim in (2, -2) else None
+    chain = [node]
+    for names in (("expand",), ("reshape", "view", "flatten")):
+        users = list(chain[-1].users)
+        if len(users) != 1 or target_name(users[0]) not in names:
+            return None
+        chain.append(users[0])
+    batch, tokens, heads, dim = shape_of(root) or (None,) * 4
+    inserted, expanded, merged = (shape_of(step) or () for step in chain)
+    groups = expanded[3] if len(expanded) == 5 else 0
+    is_repeat = (
+        target_name(node) in ("getitem", "unsqueeze")
+        and inserted == (batch, tokens, heads, 1, dim)
+        and expanded == (batch, tokens, heads, groups, dim)
+        and merged == (batch, tokens, heads * groups, dim)
+    )
+    return (chain[-1], groups) if is_repeat else None
+
+
+def _swapped_reads(root: Node) -> list[tuple[Node, int]] | None:
+    """The nodes that read a cache with heads and tokens swapped, each with its repeats; None if others read it too."""
+    reads: list[tuple[Node, int]] = []
+    for user in root.users:
+        if _harmless(user):
+            continue
+        end, groups = (root, 1) if _swaps(user) else (_repeated(user, root) or (None, 1))
+        if end is None:
+            return None
+        swaps = [user] if end is root else list(end.users)
+        if not swaps or not all(_swaps(swap) for swap in swaps):
+            return None
+        reads += [(swap, groups) for swap in swaps]
+    return reads or None
+
+
+def _past_of(root: Node) -> tuple[Node, Node] | None:
+    """The past and the new part of `cat([past, new], 1)`, where nothing else reads that input."""
+    if root.target is not torch.cat:
+        return None
+    parts: Any = root.args[0]
+    dim = root.args[1] if len(root.args) > 1 else root.kwargs.get("dim", 0)
+    if not isinstance(parts, (list, tuple)) or len(parts) != 2 or dim not in (1, -3):
+        return None
+    past, new = parts
+    is_past = isinstance(past, Node) and past.op == "placeholder" and not is_static_input(past)
+    if not is_past or not all(user is root or _harmless(user) for user in past.users):
+        return None
+    return past, new
+
+
+def _swap_cache(
+    graph: Graph, root: Node, reads: list[tuple[Node, int]], past: tuple[Node, Node] | None
+) -> Node:
+    """Put the cache with heads first behind `root`; returns it."""
+    with graph.inserting_after(root):
+        if past is None:
+            keys = call(graph, torch.transpose, (root, 1, 2), root)
+        else:
+            key = "example_value" if "example_value" in past[0].meta else "val"
+            past[0].meta = {**past[0].meta, key: value_of(past[0]).transpose(1, 2)}
+            _swap_sizes(past[0])
+            new = call(graph, torch.transpose, (past[1], 1, 2), root)
+            with graph.inserting_after(new):
+                keys = call(graph, torch.cat, ([past[0], new], 2), root)
+    for swap, groups in reads:
+        with graph.inserting_before(swap):
+            read = keys if groups == 1 else call(graph, torch.repeat_interleave, (keys, groups, 1), swap)
+        swap.replace_all_uses_with(read)
+    return keys
+
+
+def heads_first(gm: GraphModule, state: PassState) -> GraphModule:
+    """Swap heads and tokens of the caches that have tokens first."""
+    graph = gm.graph
+    output, inputs = output_node(graph), placeholders(graph)
+    outs: list[Any] = list(output.args[0])  # type: ignore[arg-type]
+    for root in dict.fromkeys(out for out in outs if isinstance(out, Node)):
+        if root.op == "placeholder" or len(shape_of(root) or ()) != 4:
+            continue
+        reads, past = _swapped_reads(root), _past_of(root)
+        if reads is None or (past is None and root.target is torch.cat):
+            continue
+        keys = _swap_cache(graph, root, reads, past)
+        places = [i for i, out in enumerate(outs) if out is root]
+        for i in places:
+            outs[i] = keys
+        state.swapped_outputs += places
+        if past is not None:
+            state.swapped_inputs.append(inputs.index(past[0]))
+            _swap_sizes(root)
+            root.replace_all_uses_with(keys)
+    if not state.swapped_outputs:
+        return gm
+    output.args = (tuple(outs),)
+    eliminate_dead_code(graph)
+    return finish(gm)
+
+
+HEADS_FIRST = Pass("heads_first", heads_first)

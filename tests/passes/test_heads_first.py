@@ -1,0 +1,155 @@
+"""`heads_first`: which caches change their layout, and that nothing else changes."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support import graphs
+from torch import Tensor, nn
+from torch.fx import GraphModule
+
+from specache_fx.config import SpecacheConfig
+from specache_fx.passes.base import PassState
+from specache_fx.passes.graph_utils import output_node, placeholders, shape_of, target_name
+from specache_fx.passes.heads_first import heads_first
+from specache_fx.runners import swap_inputs
+
+Q, K, PAST = torch.randn(2, 4, 1, 8), torch.randn(2, 1, 2, 8), torch.randn(2, 5, 2, 8)
+
+
+class Attention(nn.Module):
+    """One attention as a function."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *tensors: Tensor) -> Any:
+        return self.function(*tensors)
+
+
+def sdpa(q: Tensor, keys: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q, keys, keys, enable_gqa=True)
+
+
+def run(function: Callable[..., Any], *tensors: Tensor) -> tuple[str, GraphModule, PassState, Any]:
+    """The graph before and after the pass, its state, and what it then returns."""
+    (captured,) = graphs.capture(Attention(function), lambda forward: forward(*tensors))
+    gm, state = captured.copy(), PassState(SpecacheConfig())
+    before = graphs.code(gm)
+    gm = heads_first(gm, state)
+    for i in state.swapped_inputs:
+        assert shape_of(placeholders(gm.graph)[i])[1:3] == (2, 5)  # type: ignore[index]
+    results = gm(*swap_inputs(state, captured.inputs))
+    swapped = [out.transpose(1, 2) if i in state.swapped_outputs else out for i, out in enumerate(results)]
+    for mine, theirs in zip(swapped, captured.gm(*captured.inputs), strict=True):
+        torch.testing.assert_close(mine, theirs)
+    return before, gm, state, results
+
+
+def plain(q: Tensor, k: Tensor, past: Tensor) -> Any:
+    keys = torch.cat([past, k], 1)
+    return sdpa(q, keys.transpose(1, 2)), keys
+
+
+def permuted(q: Tensor, k: Tensor, past: Tensor) -> Any:
+    keys = torch.cat([past, k], dim=-3)
+    return sdpa(q, keys.permute(0, 2, 1, 3)), keys
+
+
+def interleaved(q: Tensor, k: Tensor, past: Tensor) -> Any:
+    keys = torch.cat([past, k], dim=1)
+    return sdpa(q, keys.repeat_interleave(2, dim=2).transpose(2, 1)), keys
+
+
+def expanded(q: Tensor, k: Tensor, past: Tensor) -> Any:
+    keys = torch.cat([past, k], dim=1)
+    repeated = keys[:, :, :, None, :].expand(2, 6, 2, 2, 8).reshape(2, 6, 4, 8)
+    return sdpa(q, repeated.transpose(1, 2)), keys
+
+
+def test_sizes_are_read_in_the_new_layout() -> None:
+    """`size()` stands in graphs whose length Dynamo took for dynamic and then found to be a constant."""
+    (captured,) = graphs.capture(Attention(plain), lambda forward: forward(Q, K, PAST))
+    gm, state = captured.copy(), PassState(SpecacheConfig())
+    past = next(node for node in placeholders(gm.graph) if shape_of(node) == (2, 5, 2, 8))
+    output = output_node(gm.graph)
+    with gm.graph.inserting_before(output):
+        size = gm.graph.call_method("size", (past,))
+        one = gm.graph.call_method("size", (past, -3))
+        tokens, batch = (gm.graph.call_function(operator.getitem, (size, i)) for i in (1, 0))
+    output.args = ((*output.args[0], tokens, batch, one),)  # type: ignore[misc]
+    gm = heads_first(gm, state)
+    assert len(state.swapped_inputs) == 1
+    assert gm(*swap_inputs(state, captured.inputs))[-3:] == (5, 2, 5)
+
+
+@pytest.mark.parametrize("function", [plain, permuted, interleaved, expanded])
+def test_append_to_tokens_becomes_one_to_heads(function: Callable[..., Any]) -> None:
+    _, gm, state, results = run(function, Q, K, PAST)
+    assert (len(state.swapped_inputs), len(state.swapped_outputs)) == (1, 1)
+    assert results[state.swapped_outputs[0]].shape == (2, 2, 6, 8)
+    names = [target_name(node) for node in gm.graph.nodes if node.op not in ("placeholder", "output")]
+    repeats = ["repeat_interleave"] * (function in (interleaved, expanded))
+    assert names == ["transpose", "cat", *repeats, "scaled_dot_product_attention"]
+
+
+def test_a_prompt_is_known_by_its_swapped_output() -> None:
+    def prompt(q: Tensor, k: Tensor) -> Any:
+        keys = k * 2
+        return sdpa(q, keys.transpose(1, 2)), keys
+
+    _, _, state, results = run(prompt, Q, K)
+    assert state.swapped_inputs == [] and len(state.swapped_outputs) == 1
+    assert results[state.swapped_outputs[0]].shape == (2, 2, 1, 8)
+
+
+def past_read_elsewhere(q: Tensor, k: Tensor, past: Tensor) -> Any:
+    keys = torch.cat([past, k], 1)
+    return sdpa(q, keys.transpose(1, 2)), keys, past.sum()
+
+
+def cache_read_elsewhere(q: Tensor, k: Tensor, past: Tensor) -> Any:
+    keys = torch.cat([past, k], 1)
+    return sdpa(q, keys.transpose(1, 2)), keys, keys.sum()
+
+
+def repeated_in_other_order(q: Tensor, k: Tensor, past: Tensor) -> Any:
+    keys = torch.cat([past, k], 1)
+    return sdpa(q, keys.repeat(1, 1, 2, 1).transpose(1, 2)), keys
+
+
+def past_comes_last(q: Tensor, k: Tensor, past: Tensor) -> Any:
+    keys = torch.cat([k * 1, past], 1)
+    return sdpa(q, keys.transpose(1, 2)), keys
+
+
+def read_as_it_is(q: Tensor, k: Tensor, past: Tensor) -> Any:
+    keys = torch.cat([past, k], 1)
+    return F.scaled_dot_product_attention(q[:, :, :, :], keys[:, :4], keys[:, :4]), keys
+
+
+def newest_returned(q: Tensor, k: Tensor, past: Tensor) -> Any:
+    keys = torch.cat([past, k], 1)
+    return sdpa(q, keys.transpose(1, 2)), keys[:, -3:]
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        past_read_elsewhere,
+        cache_read_elsewhere,
+        repeated_in_other_order,
+        past_comes_last,
+        read_as_it_is,
+        newest_returned,
+    ],
+)
+def test_what_is_read_in_another_way_stays(function: Callable[..., Any]) -> None:
+    before, gm, state, _ = run(function, Q, K, PAST)
+    assert before == graphs.code(gm) and (state.swapped_inputs, state.swapped_outputs) == ([], [])
