@@ -17,7 +17,7 @@ Past and present KV become handles. What moves the pairs depends on the phase:
 
 Storing right after each attention is what keeps one layer's 16-bit pairs alive at a time. In decode nothing reads
 the masks any more, so they and all that knew `kv_len` die here; what they would have said is checked at run time by
-`check_masks` in `specache_fx/mask_check.py`. The masks of windows are applied as they are (`window_masks.py`).
+`read_masks` in `specache_fx/step_masks.py`. The masks of windows are applied as they are (`window_masks.py`).
 
 Where keys and values are computed from what is cached (MLA), the marker gets what is cached of the new token, the
 attention's index (of its expansion) and the width of its output.
@@ -36,7 +36,8 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from specache_fx.passes.base import AttentionSite, OutputPlan, Pass, PassState, Phase
+from specache_fx.errors import UnsupportedGraphError
+from specache_fx.passes.base import AttentionSite, OutputPlan, Pass, PassState, Phase, Refusal
 from specache_fx.passes.find_sources import find_sources
 from specache_fx.passes.graph_utils import (
     add_placeholder,
@@ -47,6 +48,7 @@ from specache_fx.passes.graph_utils import (
     finish,
     grows,
     is_integer,
+    is_static_input,
     mutated_inputs,
     output_node,
     placeholders,
@@ -142,6 +144,26 @@ def _bind_decode(graph: Graph, site: AttentionSite, index: int) -> None:
     graph.erase_node(site.node)
 
 
+def _leave_alone(state: PassState, reason: str) -> None:
+    """Give a decode graph up: what the prompt stored is given back (`LeftAlone`)."""
+    state.refusals += [Refusal(site.node.name, site.source, reason, "") for site in state.sites]
+    state.sites, state.past_inputs, state.sources, state.phase = [], [], None, Phase.NO_CACHE
+
+
+def _carried_state(inputs: list[Node], kept: list[Node], state: PassState) -> str | None:
+    """An input that comes out again as another number: the state of a recurrent layer."""
+    past = {inputs[i] for i in state.past_inputs}
+    for node in inputs:
+        value = value_of(node)
+        if node in past or is_static_input(node) or not isinstance(value, torch.Tensor):
+            continue
+        if value.is_floating_point() and value.dim() > 1:
+            moved = [out for out in kept if shape_of(out) == shape_of(node) and out is not node]
+            if any(node in ancestors([out]) for out in moved):
+                return node.name
+    return None
+
+
 def bind_cache(gm: GraphModule, state: PassState) -> GraphModule:
     """Replace the KV cache by handles and ops. Sets `state.outputs`, `state.past_inputs` and `state.sources`."""
     if not state.sites or state.outputs is not None:
@@ -156,15 +178,20 @@ def bind_cache(gm: GraphModule, state: PassState) -> GraphModule:
         if past is not None
     ]
     if state.phase is Phase.DECODE:
-        state.sources = find_sources(gm, state)
-        state.window_masks = find_window_masks(gm, state, state.sources)
+        try:
+            state.sources = find_sources(gm, state)
+            state.window_masks = find_window_masks(gm, state, state.sources)
+        except UnsupportedGraphError as error:
+            _leave_alone(state, str(error))
+            return gm
     original = list(output_node(graph).args[0])  # type: ignore[arg-type]
     plan = state.outputs = _plan_outputs(graph, state)
     if state.sources is not None:
         state.mutated = next((node.name for node in mutated_inputs(graph)), None)
         state.logits = _find_logits(graph, state.sources.vocabulary)
-        kept = (original[i] for i in plan.kept)
+        kept = [original[i] for i in plan.kept]
         state.kept_cache = next((node.name for node in kept if grows(node)), None)
+        state.carried = _carried_state(inputs, kept, state)
     if plan.lengths:
         results = [original[i] for i in plan.lengths]
         used = ancestors(results)

@@ -11,6 +11,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from specache_fx.errors import UnsupportedGraphError
 from specache_fx.passes.base import AttentionSite, PassState
 from specache_fx.passes.graph_utils import (
+    base_of,
     extract,
     is_integer,
     is_static_input,
@@ -74,11 +75,15 @@ def find_token(graph: Graph) -> tuple[Node | None, int | None]:
 
 def _read_by(graph: Graph, needed: set[Node]) -> set[Node]:
     """The nodes among `needed` whose numbers are read, not just their shapes."""
-    ends = {node for node in needed if not any(user in needed for user in node.users)}
-    read = ends | {node for node in needed if mutates(node)}
-    for node in reversed(graph.nodes):
-        if node in read and not reads_shape_only(node):
-            read.update(node.all_input_nodes)
+    read = {node for node in needed if not any(user in needed for user in node.users) and not mutates(node)}
+    writes = [node for node in needed if mutates(node) and node.args]
+    work = list(read)
+    while work:
+        node = work.pop()
+        more = [] if reads_shape_only(node) else list(node.all_input_nodes)
+        more += [write for write in writes if base_of(write.args[0]) is base_of(node)]
+        work.extend(one for one in more if one not in read)
+        read.update(more)
     return read
 
 

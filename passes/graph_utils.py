@@ -18,6 +18,9 @@ _VIEWS = {
 }  # fmt: skip
 _METADATA = {"size", "numel", "dim", "stride", "ndimension", "is_contiguous", "data_ptr", "element_size"}
 _METADATA_ATTRIBUTES = {"shape", "dtype", "device", "ndim", "is_cuda"}
+_MAKES_LIKE = {
+    "new_ones", "new_zeros", "new_full", "new_empty", "ones_like", "zeros_like", "full_like", "empty_like",
+}  # fmt: skip
 _CONSTANT_NODES = 50  # a factor is computed in fewer
 _SAME_TOKENS = {"getitem", "contiguous", "clone", "to", "slice", "narrow"}
 _VMAP_DATA = {"_add_batch_dim", "_remove_batch_dim"}
@@ -78,6 +81,8 @@ def target_name(node: Node) -> str:
 
 def reads_shape_only(user: Node) -> bool:
     """Whether a node reads nothing of its input but shape, dtype or device."""
+    if target_name(user) in _MAKES_LIKE:
+        return not any(shape_of(other) for other in user.all_input_nodes[1:])
     if user.op == "call_method":
         return user.target in _METADATA
     if user.op == "call_function" and user.target is getattr:

@@ -31,16 +31,11 @@ from specache_fx.passes.graph_utils import (
     reads_shape_only,
     shape_of,
     source_of,
-    target_name,
     value_of,
 )
 from specache_fx.passes.reading import Reading, check_between, readings_of
 from specache_fx.passes.unknown_forms import unknown_forms
 from specache_fx.runtime.handle import unfit_reason
-
-_MAKES_LIKE = {
-    "new_ones", "new_zeros", "new_full", "new_empty", "ones_like", "zeros_like", "full_like", "empty_like",
-}  # fmt: skip
 
 
 def _comes_whole(core: AttentionCore) -> bool:
@@ -172,7 +167,7 @@ def _data_behind(core: AttentionCore, keys: Side, values: Side) -> Node | None:
         node = work.pop()
         if node in data:
             return node
-        if node not in seen and not reads_shape_only(node) and target_name(node) not in _MAKES_LIKE:
+        if node not in seen and not reads_shape_only(node):
             seen.add(node)
             work.extend(node.all_input_nodes)
     return None

@@ -22,6 +22,12 @@ class KeyMask:
         """Take over what the newest query's row of a mask says about padding, see `split_row`."""
         self._real = None if row is None else split_row(row, batch)[0]
 
+    def widen(self, row: torch.Tensor | None, batch: int) -> None:
+        """Keys that another layer's mask shows are real as well: what hides them elsewhere is no padding."""
+        if self._real is not None:
+            real = None if row is None else split_row(row, batch)[0]
+            self._set(None if real is None else self._real | real)
+
     def at(self, kv_len: int) -> torch.Tensor | None:
         """Bool `[batch, kv_len]` for a length of now or later; None where every key is real."""
         if self._real is None or self._real.shape[1] == kv_len:
@@ -56,6 +62,15 @@ class KeyMask:
         if seen is None or real is None:
             return seen is real
         return torch.equal(seen, real)
+
+    def show(self, seen: torch.Tensor | None, kv_len: int) -> bool:
+        """Keys that a mask shows while decoding are no padding from now on; whether any were. See `agrees`."""
+        stored = kv_len - 1  # without the token's own
+        real = self.at(stored)
+        if real is None or (seen is not None and not bool((seen[:, :stored] & ~real).any())):
+            return False
+        self._set(None if seen is None else real | seen[:, :stored])
+        return True
 
     @property
     def device_bytes(self) -> int:

@@ -19,6 +19,11 @@ def hides(row: torch.Tensor) -> torch.Tensor:
     return row <= (least / 2 if row.dtype == torch.float16 else least / 2**16)
 
 
+def over_keys(row: torch.Tensor, kv_len: int) -> torch.Tensor:
+    """A row of a mask `[..., kv_len]`, also where it has one column for all keys."""
+    return row.expand(*row.shape[:-1], kv_len) if row.shape[-1] == 1 else row
+
+
 def split_row(row: torch.Tensor, batch: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Split the newest query's row of an attention mask into padding and bias.
 
@@ -51,6 +56,20 @@ def split_row(row: torch.Tensor, batch: int) -> tuple[torch.Tensor | None, torch
         raise UnsupportedGraphError(f"An attention mask hides keys from some heads only. {_LEAVE}")
     real = real[:, 0].expand(batch, -1)
     return (None if bool(real.all()) else real.clone()), bias
+
+
+def hidden_bias(seen: torch.Tensor | None, bias: torch.Tensor | None) -> torch.Tensor | None:
+    """One bias for what `split_row` tells apart: -inf where a key is hidden.
+
+    Returns:
+        `[batch or 1, num_heads or 1, kv_len]`; None where nothing is hidden and nothing added.
+    """
+    if seen is None:
+        return bias
+    hidden = ~seen[:, None]
+    return (torch.zeros(hidden.shape, device=seen.device) if bias is None else bias).masked_fill(
+        hidden, -torch.inf
+    )
 
 
 def lane_bias(rows: list[torch.Tensor | None], kv_len: int, independent: bool) -> torch.Tensor | None:

@@ -70,6 +70,7 @@ class Session:
         self.batch: int | None = None
         self.kv_len = 0
         self.key_mask = KeyMask()
+        self.masks_move = False  # the model's masks hide more than the padding, now or soon
         self.closed = False
         self.thread: int | None = None  # that ran it last
         self.used_at = 0.0  # `time.monotonic()` then
@@ -154,6 +155,8 @@ class Session:
             cache.kv_len = kv_len
         if layer in self._global[:1]:
             self.key_mask.read(mask, key.shape[0])
+        elif layer in self._global:
+            self.key_mask.widen(mask, key.shape[0])
 
     def load(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """A layer's whole history at 16 bits, for an exact extend."""

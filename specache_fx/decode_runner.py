@@ -14,7 +14,6 @@ from torch.fx import GraphModule
 from specache_fx._log import warn_once
 from specache_fx.errors import SpecacheError
 from specache_fx.lowering import Compiled, lower_static
-from specache_fx.mask_check import check_masks, step_biases
 from specache_fx.passes.base import PassState
 from specache_fx.passes.graph_utils import placeholders
 from specache_fx.passes.pipeline import Observer, build_decode_graph
@@ -23,6 +22,7 @@ from specache_fx.runners import assemble, inference, layer_shapes, resolve
 from specache_fx.runtime import registry
 from specache_fx.runtime.session import Session
 from specache_fx.runtime.window_cache import WindowMask
+from specache_fx.step_masks import read_masks, step_biases
 
 logger = logging.getLogger(__name__)
 
@@ -76,6 +76,11 @@ class Decode:
                 f"the cache of an attention that is left alone stays in the graph (`{state.kept_cache}`), where the"
                 " speculative token would not see the output token"
             )
+        elif self.lanes > 1 and state.carried is not None:
+            self._fall_back(
+                f"the model carries a state of its own from token to token (`{state.carried}`), which the speculative"
+                " token would not find moved on"
+            )
         elif self.lanes > 1 and state.logits is None:
             self._fall_back("this graph returns no logits over its vocabulary")
 
@@ -89,17 +94,20 @@ class Decode:
                     biases = self._begin(session, args)
                 else:
                     fills = not session.kv_len % session.config.group_size
-                    biases = check_masks(session, self._state, args, ahead=fills)
+                    biases, shows_padding = read_masks(session, self._state, args, ahead=fills)
+                    if shows_padding:
+                        biases = self._begin(session, args)
                 kept = self._step(session, args, biases, ahead=1)
                 session.advance(1, decoded=True)
-                if self.lanes > 1 and not (self._sources.knows_next and session.windows_told):
-                    session.staged_for = None  # lane 1 had no position of its own: start over
+                told = self._sources.knows_next and session.windows_told
+                if self.lanes > 1 and not (told and not (self._sources.fixed_length and session.masks_move)):
+                    session.staged_for = None  # lane 1 had no position, or no mask, of its own: start over
                 handles = registry.resized(session, past)
             return assemble(self._plan, kept, handles, args)
 
     def _begin(self, session: Session, args: Sequence[Any]) -> list[torch.Tensor | None]:
         """Before a run of decode steps: check the masks, then pre-decode (Algorithm 2). Returns the masks' biases."""
-        biases = check_masks(session, self._state, args, ahead=True)
+        biases, _ = read_masks(session, self._state, args, ahead=True)
         session.forget_lookahead()
         config = self._state.config
         if (
@@ -123,7 +131,7 @@ class Decode:
         Args:
             session: The session.
             args: Dynamo's inputs.
-            biases: What the masks add to the output token's scores, see `check_masks`.
+            biases: What the masks add to the output token's scores, see `read_masks`.
             ahead: Tokens from lane 0 to lane 1: 1 in a decode step. In pre-decode 0, both lanes are the first token.
         """
         token = None if self._sources.token is None else args[self._sources.token]

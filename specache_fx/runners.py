@@ -149,8 +149,10 @@ def _take_over(
         session.advance(kv_len, decoded=False)
         if state.sources is not None:
             # In an extend the graph's own store op tells the padding.
-            for mask in state.sources.masks_at(args, 0)[:1]:
-                session.key_mask.read(mask[..., :-1], past[0].shape[0])
+            masks = state.sources.masks_at(args, 0)
+            for i, mask in enumerate(masks):
+                take = session.key_mask.widen if i else session.key_mask.read
+                take(mask[..., :-1], past[0].shape[0])
         return session, registry.issue(session)
     except BaseException:
         session.close()

@@ -24,7 +24,7 @@ RANKS: tuple[tuple[str, ...], ...] = (
     ("specache_fx.explanation", "specache_fx.api", "specache_fx.plan"),
     ("specache_fx.backend",),
     ("specache_fx.decode_runner",),
-    ("specache_fx.runners", "specache_fx.mask_check"),
+    ("specache_fx.runners", "specache_fx.step_masks"),
     ("specache_fx.lowering",),
     ("specache_fx.passes",),
     ("specache_fx.runtime.ops",),

@@ -1,4 +1,4 @@
-"""Masks that are not the prompt's padding are never dropped silently."""
+"""Masks that are not the prompt's padding are applied, or refused; never dropped."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from support.models import TinyConfig, TinyDecoder, generate
 from torch import Tensor
 
 import specache_fx
+from specache_fx.runtime import registry
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -32,30 +33,71 @@ def step(model: Any, past: Any, mask: Tensor | None) -> Tensor:
         return model(torch.tensor([[3], [4]]), past=past, attention_mask=mask)[0]
 
 
-def test_a_mask_that_changed_after_the_prompt_is_refused() -> None:
-    model = compiled(TinyDecoder(TinyConfig()))
-    input_ids, mask = prompt()
+def drive(model: Any, masks: list[Tensor]) -> Tensor:
+    """Logits of the prompt's next token, then of one step per further mask."""
     with torch.no_grad():
-        past = model(input_ids, attention_mask=mask)[1]
-    longer = torch.cat([mask, mask.new_ones(2, 1)], dim=1)
-    longer[1, 7] = False
-    with pytest.raises(specache_fx.UnsupportedGraphError, match="hides other keys than the prompt's padding"):
-        step(model, past, longer)
+        logits, past = model(prompt()[0], attention_mask=masks[0])
+        found = [logits[:, -1]]
+        for i, mask in enumerate(masks[1:]):
+            logits, past = model(torch.tensor([[3 + i], [40 - i]]), past=past, attention_mask=mask)
+            found.append(logits[:, -1])
+    return torch.stack(found)
 
 
-def test_a_mask_that_changes_in_a_later_step_is_refused_in_that_step() -> None:
-    model = torch.compile(
-        TinyDecoder(TinyConfig()), backend="specache", options={**OPTIONS, "group_size": 64}
-    )
-    input_ids, mask = prompt()
-    with torch.no_grad():
-        past = model(input_ids, attention_mask=mask)[1]
-        for _ in range(5):
-            mask = torch.cat([mask, mask.new_ones(2, 1)], dim=1)
-            past = model(torch.tensor([[3], [4]]), past=past, attention_mask=mask)[1]
-        mask = torch.cat([mask, mask.new_zeros(2, 1)], dim=1)  # a finished row, as some servers mask it
-        with pytest.raises(specache_fx.UnsupportedGraphError, match="hides other keys"):
-            model(torch.tensor([[3], [4]]), past=past, attention_mask=mask)
+def extended(mask: Tensor, steps: int) -> list[Tensor]:
+    return [torch.cat([mask, mask.new_ones(2, i)], dim=1) for i in range(steps + 1)]
+
+
+def key_hidden_after_the_prompt(masks: list[Tensor]) -> None:
+    for mask in masks[1:]:
+        mask[1, 7] = False
+
+
+def key_hidden_in_a_later_step(masks: list[Tensor]) -> None:
+    for mask in masks[6:]:
+        mask[0, 9] = False
+
+
+def row_that_is_finished(masks: list[Tensor]) -> None:
+    for i, mask in enumerate(masks[6:], 5):  # as some servers mask it
+        mask[1, 20 + i - 3 :] = False
+
+
+def key_hidden_for_a_while(masks: list[Tensor]) -> None:
+    for mask in masks[3:6]:
+        mask[1, 2] = False
+
+
+def padding_that_is_shown_again(masks: list[Tensor]) -> None:
+    for mask in masks[4:]:
+        mask[0, 3] = True
+
+
+def row_without_any_key(masks: list[Tensor]) -> None:
+    masks[5][0] = False
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        key_hidden_after_the_prompt,
+        key_hidden_in_a_later_step,
+        row_that_is_finished,
+        key_hidden_for_a_while,
+        padding_that_is_shown_again,
+        row_without_any_key,
+    ],
+    ids=lambda change: change.__name__,
+)
+@pytest.mark.parametrize("options", [{}, {"bits": 1, "top_k": 64}], ids=["bits 16", "all prefetched"])
+def test_a_mask_that_changes_after_the_prompt_is_applied(change: Any, options: dict[str, Any]) -> None:
+    plain = TinyDecoder(TinyConfig())
+    masks = extended(prompt()[1], 14)
+    change(masks)
+    expected = drive(plain, masks)
+    assert not torch.allclose(expected, drive(plain, extended(prompt()[1], 14)), atol=1e-3)
+    model = torch.compile(plain, backend="specache", options={**OPTIONS, **options})
+    torch.testing.assert_close(drive(model, masks), expected, rtol=2e-4, atol=2e-4)
 
 
 def test_a_mask_per_head_is_left_alone() -> None:
@@ -75,46 +117,33 @@ def test_a_mask_per_head_is_left_alone() -> None:
     assert "hides other keys from head to head" in str(report)
 
 
-def test_a_mask_that_is_left_out_after_a_padded_prompt_is_refused() -> None:
+def test_a_mask_that_is_left_out_after_a_padded_prompt_hides_nothing_any_more() -> None:
     class Maskless(TinyDecoder):
         def sdpa(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
             if q.shape[2] == 1:
                 return F.scaled_dot_product_attention(q, k, v, scale=self.scale, enable_gqa=True)
             return super().sdpa(q, k, v, mask)
 
-    model = compiled(Maskless(TinyConfig()))
-    input_ids, mask = prompt()
-    with torch.no_grad():
-        past = model(input_ids, attention_mask=mask)[1]
-    with pytest.raises(specache_fx.UnsupportedGraphError, match="The prompt had padding"):
-        step(model, past, torch.cat([mask, mask.new_ones(2, 1)], dim=1))
+    plain, masks = Maskless(TinyConfig()), extended(prompt()[1], 8)
+    torch.testing.assert_close(drive(compiled(plain), masks), drive(plain, masks), rtol=2e-4, atol=2e-4)
 
 
-class Window(TinyDecoder):
-    """A sliding window of 24 tokens that lives in the mask alone; the cache is whole."""
-
-    def sdpa(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-        newest = k.shape[2] - q.shape[2] + torch.arange(q.shape[2])[:, None]
-        return super().sdpa(q, k, v, mask & (torch.arange(k.shape[2])[None, :] > newest - 24))
-
-
-def test_a_sliding_window_is_refused_before_it_hides_a_key() -> None:
-    plain = Window(TinyConfig())
-    model = compiled(plain)
-    input_ids = prompt(10)[0]
-    expected = generate(plain, input_ids, 30)
-    mask = torch.ones(2, 10, dtype=torch.bool)
-    with torch.no_grad():
-        logits, past = model(input_ids, attention_mask=mask)
-        tokens = [logits[:, -1].argmax(-1)]
-        with pytest.raises(specache_fx.UnsupportedGraphError, match="sliding window"):  # noqa: PT012
-            for _ in range(30):
-                mask = torch.cat([mask, mask.new_ones(2, 1)], dim=1)
-                logits, past = model(tokens[-1][:, None], past=past, attention_mask=mask)
-                tokens.append(logits[:, -1].argmax(-1))
-    # Every token that came out before is the right one, and none came after the window began to slide.
-    assert 2 < len(tokens) <= 24 - 10 + 1
-    assert torch.equal(torch.stack(tokens, dim=1), expected.tokens[:, : len(tokens)])
+@pytest.mark.parametrize("tokens", [10, 23, 24, 40], ids=lambda tokens: f"prompt of {tokens}")
+@pytest.mark.parametrize("layers", [(0, 1), (0,), (1,)], ids=str)
+def test_a_sliding_window_over_a_whole_cache_is_applied(layers: tuple[int, ...], tokens: int) -> None:
+    plain = TinyDecoder(TinyConfig(local_reach=24, local_layers=layers))
+    input_ids, mask = prompt(tokens)
+    expected = generate(plain, input_ids, 30, mask)
+    for options in ({}, {"bits": 1, "top_k": 128}):
+        torch._dynamo.reset()
+        ours = generate(
+            torch.compile(plain, backend="specache", options={**OPTIONS, **options}), input_ids, 30, mask
+        )
+        torch.testing.assert_close(ours.logits, expected.logits, rtol=2e-4, atol=2e-4)
+        session = registry.find(ours.past[0][0])
+        assert session is not None
+        if not options:  # lane 1 hides what its own token will not see
+            assert session.metrics.token_checks == int(session.metrics.token_hits) > 50
 
 
 def test_a_bias_in_an_additive_mask_equals_plain_decoding() -> None:

@@ -46,7 +46,7 @@ class ReferenceKernel:
         if inputs.sinks is not None:
             sinks = inputs.sinks.reshape(num_kv_heads, -1, 1).to(compute)
             columns.append(sinks.expand(lanes, batch, *sinks.shape))
-        probs = torch.cat(columns, dim=-1).softmax(dim=-1)
+        probs = torch.ops.aten._safe_softmax(torch.cat(columns, dim=-1), -1)  # 0 where all is hidden, as SDPA
         stored_probs, own_probs = probs[..., : keys.shape[2]], probs[..., keys.shape[2] :][..., :lanes]
         out = torch.einsum("lbhgn,bhnd->lbhgd", stored_probs, values)
         out = out + torch.einsum("lbhgm,mbhd->lbhgd", own_probs, own_value)

@@ -27,6 +27,8 @@ class TinyConfig:
     Layers of `window_layers` attend to the newest `window` tokens and return the newest `window - 1` as their cache.
     Where all layers do, a call with a past needs an `attention_mask`: nothing else tells the length.
 
+    Layers of `local_layers` attend to the newest `local_reach` tokens as well, but keep all as their cache.
+
     With `latent_dim` attention is latent (MLA): what is cached has one head, a rotated key of `head_dim // 2` channels
     that all heads share, and a latent that the rest of the keys and the values are projected from in each step.
     """
@@ -50,6 +52,8 @@ class TinyConfig:
     window: int | None = None
     window_layers: tuple[int, ...] = ()
     latent_dim: int | None = None
+    local_reach: int | None = None
+    local_layers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         assert self.latent_dim is None or self.num_kv_heads == 1
@@ -276,7 +280,10 @@ class TinyDecoder(nn.Module):
             if window is None:
                 presents.append((k, v))
                 keys, values = block.expand(k, v)  # type: ignore[operator]
-                hidden = block.finish(hidden, self.sdpa(q, keys, values, mask))  # type: ignore[operator]
+                seen = mask
+                if self.config.local_reach is not None and layer_idx in self.config.local_layers:
+                    seen = within_window(mask, self.config.local_reach)
+                hidden = block.finish(hidden, self.sdpa(q, keys, values, seen))  # type: ignore[operator]
             else:
                 presents.append((k[:, :, 1 - window :], v[:, :, 1 - window :]))
                 near = within_window(mask, window)[..., -k.shape[-2] :]

@@ -1,0 +1,122 @@
+"""What a model's masks say while it decodes, beyond the padding that its session knows."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from specache_fx.errors import UnsupportedGraphError
+from specache_fx.passes.base import PassState
+from specache_fx.passes.sources import Sources
+from specache_fx.runtime.masks import hidden_bias, lane_bias, over_keys, split_row
+from specache_fx.runtime.session import Session
+
+
+def read_masks(
+    session: Session, state: PassState, args: Sequence[Any], ahead: bool
+) -> tuple[list[torch.Tensor | None], bool]:
+    """Evaluate the model's own masks for the output token.
+
+    The decode graph has no masks: it hides what the prompt's mask called padding and nothing else. What a mask hides
+    besides (by a sliding window over a cache that keeps all tokens, an attention_mask that changed) gets a bias of
+    -inf.
+
+    Args:
+        session: The session. `masks_move` is set where a mask hides, or in the next `group_size` tokens will hide, more
+            than the padding.
+        state: What the passes found.
+        args: Dynamo's inputs.
+        ahead: Look a group of tokens ahead as well: at the start and whenever a group fills.
+
+    Returns:
+        What is added to the scores, `[batch or 1, num_heads or 1, kv_len + 1]` each, one per result of
+        `Sources.mask_graph`; None where nothing is. And whether keys that were padding are shown: what is staged was
+        not chosen from them.
+
+    Raises:
+        UnsupportedGraphError: If an additive mask hides every key of a row.
+    """
+    sources = state.sources
+    assert sources is not None and session.batch is not None
+    kv_len = session.kv_len + 1
+    rows = [over_keys(mask, kv_len) for mask in sources.masks_at(args, 0)]
+    split = [split_row(row, session.batch) for row in rows]
+    for row, (seen, _) in zip(rows, split, strict=True):
+        _check_hidden(row, seen, state)
+    shows_padding = False
+    if session.key_mask.has_padding:
+        shown = [seen for seen, _ in split]
+        if any(site.mask is None and site.window is None for site in state.sites):
+            shown.append(None)
+        for seen in shown:
+            shows_padding |= session.key_mask.show(seen, kv_len)
+    agree = [session.key_mask.agrees(seen, kv_len) for seen, _ in split]
+    moves = not all(agree) or (session.masks_move and not ahead)
+    if ahead and not moves and not sources.fixed_length:
+        moves = _moves_soon(session, sources, args)
+    session.masks_move = moves
+    biases = [
+        bias if agrees else hidden_bias(seen, bias) for (seen, bias), agrees in zip(split, agree, strict=True)
+    ]
+    return biases, shows_padding
+
+
+def _check_hidden(row: torch.Tensor, seen: torch.Tensor | None, state: PassState) -> None:
+    """SDPA gives 0 where a row has no key to see; an additive mask makes numbers of it that are the model's own."""
+    if seen is not None and row.dtype != torch.bool and not bool(seen.any(-1).all()):
+        site = next(site for site in state.sites if site.mask is not None and site.window is None)
+        raise UnsupportedGraphError(
+            f"The mask of attention `{site.node.name}` ({site.source}) hides every key of a row. Give each row a token"
+            ' that it sees, or compile this model with backend="inductor".'
+        )
+
+
+def _moves_soon(session: Session, sources: Sources, args: Sequence[Any]) -> bool:
+    """Whether a mask will hide more than the padding within a group of tokens, or that can't be told."""
+    assert session.batch is not None
+    kv_len = session.kv_len + 1 + session.config.group_size
+    try:
+        masks = sources.masks_at(args, session.config.group_size)
+    except (IndexError, RuntimeError):
+        return True  # the model has no such position
+    seen = (split_row(over_keys(mask, kv_len), session.batch)[0] for mask in masks)
+    return not all(session.key_mask.agrees(each, kv_len) for each in seen)
+
+
+def step_biases(
+    session: Session,
+    sources: Sources,
+    args: Sequence[Any],
+    biases: Sequence[torch.Tensor | None],
+    lanes: int,
+    ahead: int,
+) -> dict[int, torch.Tensor]:
+    """What the model adds to each layer's scores in a step, by layer; see `DecodeInputs.bias`.
+
+    Args:
+        session: The session.
+        sources: Of the decode graph.
+        args: Dynamo's inputs.
+        biases: Of the output token, from `read_masks`.
+        lanes: Tokens of the step.
+        ahead: Tokens from lane 0 to lane 1, 0 in pre-decode.
+    """
+    if all(bias is None for bias in biases) and (lanes == 1 or not session.masks_move):
+        return {}
+    assert session.batch is not None
+    rows = [biases]
+    if lanes > 1:
+        following = biases  # also where the model has no further position: nothing will come of that lane
+        if ahead:
+            with contextlib.suppress(IndexError, RuntimeError):
+                kv_len = session.kv_len + 1 + ahead
+                rows_ahead = (over_keys(mask, kv_len) for mask in sources.masks_at(args, ahead))
+                masks = [split_row(row, session.batch) for row in rows_ahead]
+                following = [hidden_bias(*mask) if session.masks_move else mask[1] for mask in masks]
+        rows.append(following)
+    stacked = [lane_bias(list(row), session.kv_len, independent=not ahead) for row in zip(*rows, strict=True)]
+    chosen = {layer: stacked[mask] for layer, mask in sources.layer_masks.items()}
+    return {layer: bias for layer, bias in chosen.items() if bias is not None}
