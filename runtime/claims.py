@@ -95,6 +95,51 @@ def go_on(
         return _take(claim)
 
 
+@registry.locked
+def give_back(tensors: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
+    """The numbers that handles stand for, for a graph that reads them itself.
+
+    Args:
+        tensors: Inputs of a call, handles among them, in any order. Of a session all, or some as it gave them last.
+
+    Returns:
+        By place among `tensors`: 16-bit keys or values on the device, as the model would have cached them. Where the
+        policy keeps no 16-bit copy, the low-bit one's numbers.
+
+    Raises:
+        CacheHandleError: As `go_on`.
+        HostMemoryError: If the host tier can't take a fork.
+    """
+    places: dict[int, list[tuple[int, int]]] = {}
+    for place, tensor in enumerate(tensors):
+        for code in (handles.decode(tensor) or [])[:1]:
+            places.setdefault(code.session, []).append((code.slot, place))
+    real: dict[int, torch.Tensor] = {}
+    for found in places.values():
+        slots, order = zip(*sorted(found), strict=True)
+        swapped = {place for place in order if tensors[place].stride()[1:3] == (1, 0)}  # tokens before heads
+        past = [tensors[place].transpose(1, 2) if place in swapped else tensors[place] for place in order]
+        for place, side in zip(order, _numbers(slots, past), strict=True):
+            real[place] = (side.transpose(1, 2) if place in swapped else side).contiguous()
+    return real
+
+
+def _numbers(slots: Sequence[int], past: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """What handles of one session stand for: of all its slots, or of some where they are as the last call gave them."""
+    issued = registry.issue_of(past[0])
+    if issued is not None and len(slots) < 2 * len(issued.session.shapes):
+        session, lengths = issued.session, issued.session.handle_lengths()
+        same = all(registry.issue_of(tensor) is issued for tensor in past)
+        if not same or any(tensor.shape[2] != lengths[i] for i, tensor in zip(slots, past, strict=True)):
+            raise CacheHandleError(_MIXED)
+    else:
+        session = read_claim(past).session
+        session, _ = go_on(past, session.config, session.shapes)
+    with session.lock:
+        layers = {layer: session.load(layer) for layer in dict.fromkeys(slot // 2 for slot in slots)}
+    return [layers[slot // 2][slot % 2] for slot in slots]
+
+
 def read_claim(past: Sequence[torch.Tensor]) -> Claim:
     """Say what past KV inputs stand for. Changes nothing.
 

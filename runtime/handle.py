@@ -190,6 +190,11 @@ def resize(handle: torch.Tensor, kv_len: int) -> torch.Tensor:
     return resized
 
 
+def is_laid_out(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has the strides of a handle, which no tensor of numbers has: heads 0, tokens and channels 1."""
+    return tensor.dim() == 4 and tensor.stride()[1:] in ((0, 1, 1), (1, 0, 1))
+
+
 def tokens_first(handle: torch.Tensor) -> torch.Tensor:
     """The same handle as `[batch, kv_len, num_kv_heads, head_dim]`; shares the storage.
 

@@ -26,6 +26,7 @@ from specache_fx.passes.graph_utils import (
 from specache_fx.passes.pipeline import CAPTURE_PASSES, Observer, run_passes
 from specache_fx.recompile_limit import make_room
 from specache_fx.runners import Extend, LeftAlone, Prefill, TokensFirst, swap_inputs
+from specache_fx.runtime.handle import is_laid_out
 from specache_fx.runtime.host_blocks import check_host_dir, resolve_host
 from specache_fx.runtime.kernels import check_kernel, choose_kernel
 from specache_fx.runtime.quant import make_quantizer
@@ -93,7 +94,7 @@ class Backend:
         self._report(state)
         state.other_kv_inputs = [i for i in _kv_inputs(gm) if i not in state.past_inputs]
         if state.phase is Phase.NO_CACHE:
-            return LeftAlone(lower(gm, example_inputs, config.lowering), state)
+            return self._left_alone(gm, example_inputs, state)
         if not state.swapped_outputs:
             return self._runner(rewritten, example_inputs, state, observe)
         swapped = swap_inputs(state, example_inputs)
@@ -135,7 +136,12 @@ class Backend:
                 f"specache leaves this model as it is, because {reason}: it is for inference. Call it under"
                 " torch.no_grad() (model.generate() does).",
             )
-        return LeftAlone(lower(gm, inputs, state.config.lowering), state)
+        return self._left_alone(gm, inputs, state)
+
+    def _left_alone(self, gm: GraphModule, inputs: Sequence[Any], state: PassState) -> Compiled:
+        # Dynamo makes a graph for the layout of handles, which runs once: the cache that it returns is of numbers.
+        once = any(is_laid_out(inputs[i]) for i in state.other_kv_inputs)
+        return LeftAlone(lower(gm, inputs, "eager" if once else state.config.lowering), state)
 
     def _report(self, state: PassState) -> None:
         if state.refusals and state.config.strict:

@@ -7,17 +7,22 @@ compiled graph with the session's `state`, and puts handles where Dynamo expects
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
+from specache_fx._log import warn_once
 from specache_fx.errors import CacheHandleError
 from specache_fx.lowering import Compiled
 from specache_fx.passes.base import OutputPlan, PassState
 from specache_fx.runtime import claims, registry
 from specache_fx.runtime.handle import tokens_first
 from specache_fx.runtime.session import LayerShape, Session
+
+logger = logging.getLogger(__name__)
+_NO_ATTENTION = "The graph has no attention over this cache."
 
 
 def layer_shapes(state: PassState) -> tuple[LayerShape, ...]:
@@ -53,25 +58,44 @@ def inference() -> Iterator[None]:
 
 
 class LeftAlone:
-    """A graph without a rewritten attention. It must never read a handle."""
+    """A graph without a rewritten attention. Handles are replaced by the numbers that they stand for."""
 
     def __init__(self, compiled: Compiled, state: PassState) -> None:
         self._compiled, self._state = compiled, state
 
     def __call__(self, *args: Any) -> Any:
-        """Run the graph, unless an input is a handle.
+        """Run the graph.
 
         Raises:
-            CacheHandleError: With the reasons why it was left alone.
+            CacheHandleError: If handles come in that are not a whole cache of one call.
         """
-        _refuse_handles(args, self._state)
-        return self._compiled(*args)
+        kv = self._state.other_kv_inputs
+        if registry.first_handle([args[i] for i in kv]) is None:
+            return self._compiled(*args)
+        reasons = " ".join(map(str, self._state.refusals)) or _NO_ATTENTION
+        with inference():
+            try:
+                real = claims.give_back([args[i] for i in kv])
+            except CacheHandleError as error:
+                raise CacheHandleError(
+                    f"{error} A graph that specache leaves alone was to get its numbers. {reasons}"
+                ) from error
+        inputs = list(args)
+        for place, tensor in real.items():
+            inputs[kv[place]] = tensor
+        _refuse_handles(inputs, self._state)  # a mere piece of one
+        warn_once(
+            logger,
+            "specache gives a KV cache back, at 16 bits and on the device, to a graph that it leaves alone; it stays"
+            f" there. {reasons}",
+        )
+        return self._compiled(*inputs)
 
 
 def _refuse_handles(args: Sequence[Any], state: PassState) -> None:
     """No input that stays a tensor may be a handle."""
     if registry.first_handle([args[i] for i in state.other_kv_inputs]) is not None:
-        reasons = " ".join(map(str, state.refusals)) or "The graph has no attention over this cache."
+        reasons = " ".join(map(str, state.refusals)) or _NO_ATTENTION
         raise CacheHandleError(
             "A KV cache that is managed by specache reached an attention that specache did not rewrite, and would be"
             f" read as numbers there. {reasons}"

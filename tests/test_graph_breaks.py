@@ -124,7 +124,7 @@ class BrokenSteps(Broken):
         return super().forward(input_ids, past, attention_mask)
 
 
-def test_handles_that_reach_an_attention_outside_of_a_rewritten_graph_are_an_error() -> None:
+def test_handles_that_are_appended_to_outside_of_any_graph_are_an_error() -> None:
     compiled = torch.compile(BrokenSteps(TinyConfig()), backend="specache", options=OPTIONS)
     with pytest.raises(specache_fx.CacheHandleError, match="come into the graph whole"):
         generate(compiled, PROMPT, 4)

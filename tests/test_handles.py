@@ -21,12 +21,20 @@ from specache_fx.runtime import handle, registry
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 PROMPT = left_padded()
+CLOSE = {"rtol": 2e-4, "atol": 2e-4}
 
 
 @pytest.fixture
 def model(fresh_dynamo: None) -> nn.Module:
     model = build("llama")
     model.compile(backend="specache", options={**SMALL, "bits": 2})
+    return model
+
+
+@pytest.fixture
+def exact_model(fresh_dynamo: None) -> nn.Module:
+    model = build("llama")
+    model.compile(backend="specache", options={**SMALL, "bits": 16})
     return model
 
 
@@ -123,19 +131,47 @@ class Sigmoid(nn.Module):
         return torch.sigmoid(x @ keys.transpose(-1, -2)) @ values, keys, values
 
 
+def attended(model: nn.Module, past: Any, layer: int) -> Tensor:
+    cached = past.layers[layer]
+    return model(torch.ones(3, 2, 1, 16), cached.keys, cached.values)[0]
+
+
 @torch.no_grad()
-def test_graph_that_is_left_alone_refuses_a_handle(model: nn.Module) -> None:
-    past = generate(model).past_key_values
+def test_graph_that_is_left_alone_gets_the_numbers_of_a_handle(
+    exact_model: nn.Module, caplog: pytest.LogCaptureFixture
+) -> None:
+    past, plain = generate(exact_model).past_key_values, generate(build("llama")).past_key_values
     other = torch.compile(Sigmoid(), backend="specache", options=SMALL)
-    keys, values = past.layers[0].keys, past.layers[0].values
-    with pytest.raises(CacheHandleError, match=r"did not rewrite.*scaled_dot_product_attention there"):
-        other(torch.randn(3, 2, 1, 16), keys, values)
+    for layer in (1, 0):
+        torch.testing.assert_close(attended(other, past, layer), attended(Sigmoid(), plain, layer), **CLOSE)
+    assert "gives a KV cache back" in caplog.text and "scaled_dot_product_attention there" in caplog.text
 
 
-def test_gradients_refuse_a_handle(model: nn.Module) -> None:
+@torch.no_grad()
+def test_graph_that_is_left_alone_refuses_a_part_of_another_length(model: nn.Module) -> None:
     past = generate(model).past_key_values
-    with pytest.raises(CacheHandleError):
-        model(torch.full((3, 1), 5), past_key_values=past, use_cache=True)
+    past.crop(-3)
+    other = torch.compile(Sigmoid(), backend="specache", options=SMALL)
+    with pytest.raises(
+        CacheHandleError, match=r"one call back as it was.*scaled_dot_product_attention there"
+    ):
+        attended(other, past, 0)
+
+
+@pytest.mark.parametrize("cut", [0, 7])
+@pytest.mark.parametrize("copied", [False, True], ids=["own", "copy"])
+def test_gradients_get_the_numbers_of_a_cache(exact_model: nn.Module, cut: int, copied: bool) -> None:
+    def logits(model: nn.Module) -> Tensor:
+        with torch.no_grad():
+            past = generate(model).past_key_values
+        past.crop(-cut) if cut else None
+        past = copy.deepcopy(past) if copied else past
+        out = [model(torch.full((3, 1), 5), past_key_values=past, use_cache=True).logits]
+        with torch.no_grad():  # and goes on with what it got
+            out.append(model(torch.full((3, 1), 9), past_key_values=past, use_cache=True).logits)
+        return torch.cat(out).detach()
+
+    torch.testing.assert_close(logits(exact_model), logits(build("llama")), **CLOSE)
 
 
 # Foreign caches -----------------------------------------------------------------------------------------------------

@@ -68,7 +68,7 @@ def test_a_graph_may_be_rewritten_in_part() -> None:
 def test_a_handle_in_the_place_of_a_real_cache_is_refused() -> None:
     compiled = torch.compile(HalfEager(TinyConfig()), backend="specache", options=OPTIONS)
     ours = generate(compiled, PROMPT, 4)
-    swapped = [ours.past[0], ours.past[0]]
+    swapped = [ours.past[0], tuple(side.clone() for side in ours.past[0])]
     mask = torch.cat([ours.attention_mask, ours.attention_mask.new_ones(2, 1)], dim=1)
     with pytest.raises(specache_fx.CacheHandleError, match="did not rewrite"), torch.no_grad():
         compiled(ours.tokens[:, -1:], past=swapped, attention_mask=mask)
