@@ -5,11 +5,15 @@ Without a rule vmap calls an operator once for each lane and stacks the results:
 
 from __future__ import annotations
 
+import operator
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx import Graph, Node
+
+from specache_fx.passes.graph_utils import shape_of, value_of
 
 # Products of each token with its own expert's weight, over tokens sorted by expert: transformers' own operator, and
 # PyTorch's, which transformers takes where it can run.
@@ -25,6 +29,21 @@ def register_batching_rules() -> None:
             namespace, op = name.split("::")
             if hasattr(getattr(torch.ops, namespace), op):
                 register(name)
+
+
+def fill_where_masked(graph: Graph) -> None:
+    """Write `x[mask] = number` as `x.masked_fill_(mask, number)`: the same, and vmap has no rule for the first."""
+    for node in list(graph.nodes):
+        if node.op != "call_function" or node.target is not operator.setitem:
+            continue
+        written, mask, number = node.args
+        value = value_of(mask) if isinstance(mask, Node) else None
+        boolean = isinstance(value, Tensor) and value.dtype == torch.bool
+        if boolean and shape_of(mask) == shape_of(written) and isinstance(number, (int, float)):
+            with graph.inserting_before(node):
+                fill = graph.call_method("masked_fill_", (written, mask, number))
+            fill.meta = dict(node.meta)
+            graph.erase_node(node)
 
 
 @cache

@@ -59,6 +59,7 @@ from specache_fx.passes.window_masks import find_window_masks
 from specache_fx.runtime import ops  # noqa: F401  (registers torch.ops.specache)
 
 STATE = "specache_state"
+_NEVER_PREDICTED = 32  # rows of a table of embeddings, at most, that logits have no number for
 
 
 def _plan_outputs(graph: Graph, state: PassState) -> OutputPlan:
@@ -83,18 +84,26 @@ def _plan_outputs(graph: Graph, state: PassState) -> OutputPlan:
 
 
 def _find_logits(graph: Graph, vocabulary: int | None) -> int | None:
-    """Which of the outputs has a number for every token of the vocabulary; the last one computed, if several."""
+    """Which of the outputs has a number for every token of the vocabulary; the last one computed, if several.
+
+    A table of embeddings may have some rows more, for tokens that are put in but never predicted (pictures). What is
+    taken here decides what lane 1 speculates on, and no output.
+    """
+    if vocabulary is None:
+        return None
     order = {node: i for i, node in enumerate(graph.nodes)}
     outs = enumerate(output_node(graph).args[0])  # type: ignore[arg-type]
     found = [
-        (order[out], i)
+        (shape[-1] == vocabulary, order[out], i)
         for i, out in outs
         if isinstance(out, Node)
         and (shape := shape_of(out))
         and len(shape) in (2, 3)
-        and shape[-1] == vocabulary
+        and isinstance(shape[-1], int)
+        and vocabulary - min(_NEVER_PREDICTED, vocabulary // 10) <= shape[-1] <= vocabulary
+        and value_of(out).is_floating_point()
     ]
-    return max(found)[1] if found else None
+    return max(found)[2] if found else None
 
 
 def _mask_row(graph: Graph, site: AttentionSite) -> Node | None:

@@ -25,7 +25,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.traceback import preserve_node_meta
 
 from specache_fx.passes.base import PassState
-from specache_fx.passes.batching_rules import register_batching_rules
+from specache_fx.passes.batching_rules import fill_where_masked, register_batching_rules
 from specache_fx.passes.graph_utils import finish, placeholders
 from specache_fx.passes.subclasses import flatten, unflatten
 
@@ -70,6 +70,7 @@ def duplicate_query(gm: GraphModule, state: PassState, inputs: Sequence[Any], la
     function = one_lane
     if lanes > 1:
         register_batching_rules()
+        fill_where_masked(gm.graph)
         in_dims = tuple(0 if on_lanes else None for on_lanes in per_lane)
         function = torch.vmap(one_lane, in_dims=in_dims, randomness="different")
     trace = make_fx(function, tracing_mode="fake", _allow_non_fake_inputs=True)

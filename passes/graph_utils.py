@@ -14,7 +14,7 @@ _VIEWS = {
     "to", "type", "transpose", "expand", "reshape", "view", "contiguous", "permute", "float", "type_as", "unsqueeze",
     "chunk", "split", "select", "narrow", "unbind", "diagonal", "movedim", "swapaxes", "swapdims", "t", "getattr",
     "unflatten", "view_as", "expand_as", "slice",
-    "flatten", "repeat", "repeat_interleave", "detach", "getitem", "squeeze", "clone",
+    "flatten", "detach", "getitem", "squeeze",
 }  # fmt: skip
 _METADATA = {"size", "numel", "dim", "stride", "ndimension", "is_contiguous", "data_ptr", "element_size"}
 _METADATA_ATTRIBUTES = {"shape", "dtype", "device", "ndim", "is_cuda"}

@@ -14,7 +14,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from specache_fx.passes.base import AttentionCore
-from specache_fx.passes.graph_utils import constant_of, extract, shape_of, symbols_of, value_of
+from specache_fx.passes.graph_utils import constant_of, extract, placeholders, shape_of, symbols_of, value_of
 from specache_fx.runtime.masks import hides
 
 # Scores of a prompt's proof, at most: its numbers stay the model's own, nothing hangs on it. A decode step's is always
@@ -116,6 +116,8 @@ def differs(gm: GraphModule, core: AttentionCore) -> str | None:
     leaves = [node for node in gm.graph.nodes if node in read]  # in order: the same numbers every time
     results = [core.node, core.query, *([core.mask] if core.mask is not None else [])]
     graph = extract(gm, results, leaves)
+    if len(placeholders(graph.graph)) > len(leaves):
+        return "its queries or masks can't be told from what they are computed from"
     # Of size 1 after scaling, and once more at the bound, where it acts.
     for size in (1.0, core.softcap) if core.softcap is not None else (1.0,):
         for seed in range(_SEEDS):

@@ -12,12 +12,14 @@ import transformers.integrations.moe  # noqa: F401  (defines the operator)
 from hypothesis import given
 from hypothesis import strategies as st
 from support.graphs import by_phase, capture, decode_graph, drive_transformers
+from support.models import TinyConfig, TinyDecoder, generate
 from support.zoo import build
 from torch import Tensor
 
 from specache_fx.config import SpecacheConfig
 from specache_fx.passes.base import Phase
 from specache_fx.passes.batching_rules import register_batching_rules
+from specache_fx.runtime import registry
 
 OPS = {
     "transformers": (torch.ops.transformers.grouped_mm_fallback, torch.float32),
@@ -101,3 +103,26 @@ def test_no_weight_is_read_twice(model: str, fresh_dynamo: None) -> None:
     one, two = products(1), products(2)
     assert sum(one.values()) == sum(two.values()) >= 7
     assert model == "llama" or two["grouped_mm_fallback"] >= 2
+
+
+class MasksTokens(TinyDecoder):
+    """Tokens that stand for something else are replaced in a copy of the input, as models with pictures do."""
+
+    def embed_inputs(self, input_ids: Tensor, position_ids: Tensor) -> tuple[Tensor, Any]:
+        ids = input_ids.clone()
+        ids[input_ids == 7] = 0
+        return super().embed_inputs(ids, position_ids)
+
+
+def test_tokens_that_are_replaced_in_a_copy_keep_both_lanes(caplog: pytest.LogCaptureFixture) -> None:
+    torch._dynamo.reset()
+    model = MasksTokens(TinyConfig())
+    ids = torch.randint(61, (2, 12), generator=torch.Generator().manual_seed(0))
+    ids[:, 4] = 7
+    plain = generate(model, ids, 20)
+    options = {"bits": 16, "group_size": 4, "residual_length": 4, "top_k": 4, "lowering": "eager"}
+    ours = generate(torch.compile(model, backend="specache", options=options), ids, 20)
+    torch.testing.assert_close(ours.logits, plain.logits, rtol=2e-4, atol=2e-4)
+    session = registry.find(ours.past[0][0])
+    assert session is not None and session.metrics.token_checks == int(session.metrics.token_hits) == 36
+    assert "not possible here" not in caplog.text
