@@ -44,16 +44,19 @@ def read_masks(
     kv_len = session.kv_len + 1
     rows = [over_keys(mask, kv_len) for mask in sources.masks_at(args, 0)]
     split = [split_row(row, session.batch) for row in rows]
-    for row, (seen, _) in zip(rows, split, strict=True):
-        _check_hidden(row, seen, state)
-    shows_padding = False
-    if session.key_mask.has_padding:
-        shown = [seen for seen, _ in split]
-        if any(site.mask is None and site.window is None for site in state.sites):
-            shown.append(None)
-        for seen in shown:
-            shows_padding |= session.key_mask.show(seen, kv_len)
     agree = [session.key_mask.agrees(seen, kv_len) for seen, _ in split]
+    shown: list[torch.Tensor | None] = []
+    for row, (seen, _), agrees in zip(rows, split, agree, strict=True):
+        if not agrees:
+            _check_hidden(row, seen, state)
+            shown.append(seen)
+    if any(site.mask is None and site.window is None for site in state.sites):
+        shown.append(None)
+    shows_padding = False
+    for seen in shown if session.key_mask.has_padding else ():
+        shows_padding |= session.key_mask.show(seen, kv_len)
+    if shows_padding:
+        agree = [session.key_mask.agrees(seen, kv_len) for seen, _ in split]
     moves = not all(agree) or (session.masks_move and not ahead)
     if ahead and not moves and not sources.fixed_length:
         moves = _moves_soon(session, sources, args)
