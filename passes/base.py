@@ -228,3 +228,9 @@ class Pass:
 
     name: str
     run: Callable[[GraphModule, PassState], GraphModule]
+
+
+def leave_alone(state: PassState, reason: str, remedy: str) -> None:
+    """Give a decode graph up after it was matched: what its prompt stored is given back (`LeftAlone`)."""
+    state.refusals += [Refusal(site.node.name, site.source, reason, remedy) for site in state.sites]
+    state.sites, state.past_inputs, state.sources, state.phase = [], [], None, Phase.NO_CACHE

@@ -37,7 +37,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from specache_fx.errors import UnsupportedGraphError
-from specache_fx.passes.base import AttentionSite, OutputPlan, Pass, PassState, Phase, Refusal
+from specache_fx.passes.base import AttentionSite, OutputPlan, Pass, PassState, Phase, leave_alone
 from specache_fx.passes.find_sources import find_sources
 from specache_fx.passes.graph_utils import (
     add_placeholder,
@@ -153,12 +153,6 @@ def _bind_decode(graph: Graph, site: AttentionSite, index: int) -> None:
     graph.erase_node(site.node)
 
 
-def _leave_alone(state: PassState, reason: str) -> None:
-    """Give a decode graph up: what the prompt stored is given back (`LeftAlone`)."""
-    state.refusals += [Refusal(site.node.name, site.source, reason, "") for site in state.sites]
-    state.sites, state.past_inputs, state.sources, state.phase = [], [], None, Phase.NO_CACHE
-
-
 def _carried_state(inputs: list[Node], kept: list[Node], state: PassState) -> str | None:
     """An input that comes out again as another number: the state of a recurrent layer."""
     past = {inputs[i] for i in state.past_inputs}
@@ -191,7 +185,7 @@ def bind_cache(gm: GraphModule, state: PassState) -> GraphModule:
             state.sources = find_sources(gm, state)
             state.window_masks = find_window_masks(gm, state, state.sources)
         except UnsupportedGraphError as error:
-            _leave_alone(state, str(error))
+            leave_alone(state, str(error), "")
             return gm
     original = list(output_node(graph).args[0])  # type: ignore[arg-type]
     plan = state.outputs = _plan_outputs(graph, state)

@@ -37,6 +37,7 @@ from specache_fx.runtime.kernels import Expand
 
 _LAYOUTS = {"view", "reshape", "expand", "new_empty", "new_zeros", "new_ones", "empty", "zeros", "unflatten"}
 _PROOF_TOKENS = (6, 3)
+_PROOF_SIZES = (1.0, 30.0)  # of the numbers that are cached
 _LINES = 4  # of the model are named, where a cache can't be followed
 _REMEDY = f"Do that before the append, and cache what attention reads. {LEAVE}."
 
@@ -167,46 +168,68 @@ def _cut(
 
 
 def _differs(gm: GraphModule, reading: Reading, expansion: Expansion, leaves: list[Node]) -> str | None:
-    """Whether tokens are treated alike and each by itself, and batch rows too: on random numbers.
+    """Whether every token is treated alike and by itself, whatever the others are and how many: on random numbers.
+
+    A token's numbers stay while all others, of its batch row and of the other rows, become a thousand times larger or
+    smaller; the tokens are moved; some are left out. What a token becomes has to stay the same but for rounding.
 
     Returns:
         What is wrong; None where all holds.
     """
     numbers = Numbers(gm)
     more = [numbers.value(leaf, 1.0) for leaf in leaves]
+    tokens = _PROOF_TOKENS[0] if expansion.chunk is None else expansion.chunk
+    caches = (reading.key_cache, reading.value_cache)
+
+    def sized(node: Node, tokens: int) -> tuple[int, ...]:
+        batch, heads, _, dim = (numbers.integer(size) for size in shape_of(node) or ())
+        return batch, heads, tokens, dim
+
+    def random(scale: float) -> list[torch.Tensor]:
+        like = [value_of(cache) for cache in caches]
+        sizes = [sized(cache, tokens) for cache in caches]
+        made = (torch.randn(size, generator=numbers.generator) * scale for size in sizes)
+        return [side.to(device=x.device, dtype=x.dtype) for side, x in zip(made, like, strict=True)]
+
+    def run(sides: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        count = sides[0].shape[2]
+        with torch.no_grad():
+            found = tuple(expansion.graph.forward(*(side.clone() for side in sides), count, *more))
+        if any(out.shape != sized(node, count) for out, node in zip(found, results, strict=True)):
+            raise ValueError("they have other shapes for another number of tokens")
+        return found
+
     results = (reading.key, reading.value)
-    for tokens in _PROOF_TOKENS if expansion.chunk is None else (expansion.chunk,):
-
-        def sized(node: Node, tokens: int = tokens) -> tuple[int, ...]:
-            batch, heads, _, dim = (numbers.integer(size) for size in shape_of(node) or ())
-            return batch, heads, tokens, dim
-
-        def random(node: Node) -> torch.Tensor:
-            like = value_of(node)
-            numbers_of = torch.randn(sized(node), generator=numbers.generator)
-            return numbers_of.to(device=like.device, dtype=like.dtype)
-
-        def run(sides: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-            with torch.no_grad():
-                return tuple(expansion.graph.forward(*(side.clone() for side in sides), tokens, *more))  # noqa: B023
-
-        sides, others = ([random(cache) for cache in (reading.key_cache, reading.value_cache)] for _ in "xy")
-        try:
+    try:
+        for size in _PROOF_SIZES:
+            sides = random(size)
             plain = run(sides)
-            if any(out.shape != sized(node) for out, node in zip(plain, results, strict=True)):
-                return "they have other shapes for another number of tokens"
-            moved = run([side.roll((1, 1), (0, 2)) for side in sides])
-            changed = run(
-                [torch.cat([x[:, :, :1], y[:, :, 1:]], 2) for x, y in zip(others, sides, strict=True)]
-            )
-        except (RuntimeError, TypeError, ValueError, IndexError) as error:
-            return (
-                f"it can't be computed for another number of tokens ({(str(error).splitlines() or [''])[0]})"
-            )
-        for out, rolled, other in zip(plain, moved, changed, strict=True):
-            bound = 32 * torch.finfo(out.dtype).eps * out.abs().max()
-            if not ((out.roll((1, 1), (0, 2)) - rolled).abs() <= bound).all():
+            moved = [out.roll((-1, -1), (0, 2)) for out in run([side.roll((1, 1), (0, 2)) for side in sides])]
+            if not _alike(plain, moved):
                 return "what becomes of a token depends on its place"
-            if not ((out - other)[:, :, 1:].abs() <= bound).all():
-                return "what becomes of a token depends on other tokens"
+            fewer = _PROOF_TOKENS[1]
+            if expansion.chunk is None and not _alike(
+                [out[:, :, :fewer] for out in plain], run([side[:, :, :fewer] for side in sides])
+            ):
+                return "what becomes of a token depends on how many there are"
+            for row, token in ((0, 0), (-1, tokens // 2), (-1, -1)):
+                for scale in (1e3 * size, 1e-3 * size):
+                    others = random(scale)
+                    for other, side in zip(others, sides, strict=True):
+                        other[row, :, token] = side[row, :, token]
+                    pairs = ([out[row, :, token] for out in each] for each in (plain, run(others)))
+                    if not _alike(*pairs):
+                        return "what becomes of a token depends on other tokens"
+    except ValueError as error:
+        return str(error)
+    except (RuntimeError, TypeError, IndexError) as error:
+        return f"they can't be computed for another number of tokens ({(str(error).splitlines() or [''])[0]})"
     return None
+
+
+def _alike(expected: Sequence[torch.Tensor], found: Sequence[torch.Tensor]) -> bool:
+    """Whether numbers are the same but for rounding."""
+    for x, y in zip(expected, found, strict=True):
+        if not bool(((x - y).abs() <= 8 * torch.finfo(x.dtype).eps * x.abs().max()).all()):
+            return False
+    return True

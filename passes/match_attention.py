@@ -71,6 +71,8 @@ def _match(
     owner = owners.get(keys.root)
     if owner is not owners.get(values.root):
         raise NoMatch("its keys and its values are those of different caches")
+    if owner is not None and (keys.root, values.root) != (owner.key_root, owner.value_root):
+        raise NoMatch(f"it reads as values what attention `{owner.node.name}` reads as keys")
     if (keys.past is None) != (values.past is None):
         raise NoMatch("only one of its keys and values has a past")
     q, k, v = value_of(core.query), value_of(keys.root), value_of(values.root)
@@ -86,6 +88,8 @@ def _match(
         )
     if keys.root is values.root:
         raise NoMatch("its keys and values are one tensor")
+    if (other := _of_other_tokens(keys, owners)) is not None:
+        raise NoMatch(f"its cache is not of the same tokens as that of attention `{other.node.name}`")
     if k.dtype != v.dtype:
         raise NoMatch(f"its keys are {k.dtype} and its values {v.dtype}")
     for side in (k, v):
@@ -126,13 +130,30 @@ def _match(
     )
 
 
+def _of_other_tokens(keys: Side, owners: dict[Node, AttentionSite]) -> AttentionSite | None:
+    """An attention whose cache has another length, now or before: a session has one for all."""
+    for site in owners.values():
+        if not statically_known_true(value_of(keys.new).shape[2] == value_of(site.new_key).shape[2]):
+            return site
+        whole = keys.window is None and site.window is None
+        if whole and keys.past is not None and site.past_key is not None:
+            # Dynamo has a symbol for each: as they are in the call that it traces.
+            now = [value_of(past).shape[2] for past in (keys.past, site.past_key)]
+            if len({size if isinstance(size, int) else size.node.hint for size in now}) > 1:
+                return site
+    return None
+
+
 def _check_heads(reading: Reading) -> None:
     q, k, v = (value_of(node) for node in (reading.core.query, reading.key, reading.value))
     if q.dim() != 4 or k.shape[1] != v.shape[1] or q.shape[1] % k.shape[1]:
         raise NoMatch(f"its {q.shape[1]} query heads and {k.shape[1]} kv heads don't form groups")
     cached = [value_of(node).shape[1] for node in (reading.key_cache, reading.value_cache)]
-    if cached[0] != cached[1] or q.shape[1] % cached[0]:
-        raise NoMatch(f"its cache has {cached[0]} heads of keys and {cached[1]} of values")
+    if cached[0] != cached[1] or k.shape[1] % cached[0]:
+        raise NoMatch(
+            f"its cache has {cached[0]} heads of keys and {cached[1]} of values, which are no groups of the"
+            f" {k.shape[1]} heads that are computed from them"
+        )
 
 
 def _check_mask(core: AttentionCore, keys: Side, values: Side) -> None:

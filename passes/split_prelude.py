@@ -13,9 +13,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch.fx import Graph, GraphModule, Node
 
-from specache_fx.passes.base import Pass, PassState, Phase
+from specache_fx.passes.base import Pass, PassState, Phase, leave_alone
 from specache_fx.passes.graph_utils import (
     base_of,
     eliminate_dead_code,
@@ -28,9 +29,13 @@ from specache_fx.passes.graph_utils import (
     placeholders,
     reads_shape_only,
     shape_of,
+    source_of,
     target_name,
+    value_of,
 )
 from specache_fx.passes.sources import Prelude, Sources
+
+_NUMBERS = (torch.SymInt, torch.SymFloat)
 
 
 def _clamp_embeddings(gm: GraphModule) -> GraphModule:
@@ -79,6 +84,16 @@ def _origins(graph: Graph, sources: Sources) -> tuple[set[Node], set[Node]]:
         written |= bases
 
 
+def _number_in_the_graph(prelude: set[Node]) -> Node | None:
+    """What computes data with a length that is a Python number; its shape may be read."""
+    for node in prelude:
+        if shape_of(node) is None and isinstance(value_of(node), _NUMBERS):
+            for user in node.users:
+                if user not in prelude and user.op != "output" and not reads_shape_only(user):
+                    return user
+    return None
+
+
 def split_prelude(gm: GraphModule, state: PassState) -> GraphModule:
     """Cut the graph where position-only tensors enter the rest; sets `state.prelude`."""
     if state.phase is not Phase.DECODE or state.sources is None or state.prelude is not None:
@@ -89,6 +104,14 @@ def split_prelude(gm: GraphModule, state: PassState) -> GraphModule:
 
     positional, data = _origins(graph, sources)
     prelude = {node for node in graph.nodes if node.op != "output" and node in positional - data}
+    if (number := _number_in_the_graph(prelude)) is not None:
+        leave_alone(
+            state,
+            f"`{number.name}` ({source_of(number)}) computes with the number of tokens as a Python number, so that"
+            " every length would be a graph of its own",
+            "Make it a tensor, of position_ids or a mask.",
+        )
+        return gm
     boundary = [
         node
         for node in graph.nodes

@@ -138,8 +138,8 @@ class LayerCache:
                     store.reserve(total_groups, planes, size // group_size)
                 store.put(planes, size)
 
-    def history(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """All keys and values at 16 bits, for exact attention (extend).
+    def history(self, kv_len: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """All keys and values at 16 bits, for exact attention (extend), or those of the first `kv_len` tokens.
 
         Without a host tier the quantised tokens come back as their low-bit copies, which are all there is.
 
@@ -148,9 +148,11 @@ class LayerCache:
         """
         window_key, window_value = self.window()
         if not self.num_quantized:
-            return window_key.clone(), window_value.clone()
+            return window_key[:, :, :kv_len].clone(), window_value[:, :, :kv_len].clone()
         key, value = self.originals(0, self.num_quantized)
-        return torch.cat([key, window_key], 2), torch.cat([value, window_value], 2)
+        return torch.cat([key, window_key], 2)[:, :, :kv_len], torch.cat([value, window_value], 2)[
+            :, :, :kv_len
+        ]
 
     def originals(self, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The best pairs there are of quantised tokens `start` to `stop`, on the device."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from specache_fx.config import SpecacheConfig
-from specache_fx.errors import CacheHandleError
+from specache_fx.errors import CacheHandleError, UnsupportedGraphError
 from specache_fx.runtime.copy_engine import CopyEngine
 from specache_fx.runtime.decode_inputs import Lanes, layer_inputs, window_inputs
 from specache_fx.runtime.handle import MAX_SESSION
@@ -158,9 +158,27 @@ class Session:
         elif layer in self._global:
             self.key_mask.widen(mask, key.shape[0])
 
-    def load(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """A layer's whole history at 16 bits, for an exact extend."""
-        return self.layers[layer].history()
+    def load(self, layer: int, kv_len: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """A layer's history at 16 bits, or what it was at an earlier length: fresh tensors.
+
+        Raises:
+            CacheHandleError: If a window has dropped what it would need.
+        """
+        return self.layers[layer].history(kv_len)
+
+    def stored_length(self) -> int:
+        """Tokens that every layer has after a prompt or an extend.
+
+        Raises:
+            UnsupportedGraphError: If they have different ones.
+        """
+        lengths = {layer.kv_len for layer in self.layers}
+        if len(lengths) > 1:
+            raise UnsupportedGraphError(
+                f"The KV caches of this graph hold different numbers of tokens ({sorted(lengths)}): specache keeps one"
+                ' length for all. Compile this model with backend="inductor".'
+            )
+        return lengths.pop()
 
     # Decode ---------------------------------------------------------------------------------------------------------
 

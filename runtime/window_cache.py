@@ -66,10 +66,17 @@ class WindowCache:
         rows = slice(self._filled - self.held, self._filled)
         return self._key[:, :, rows], self._value[:, :, rows]
 
-    def history(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """What the model would have as its past, for an exact extend: fresh tensors."""
-        key, value = self.window()
-        return key.clone(), value.clone()
+    def history(self, kv_len: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the model would have as its past now, or had at an earlier length: fresh tensors.
+
+        Raises:
+            CacheHandleError: If it would need pairs that have left the window.
+        """
+        kv_len = self.kv_len if kv_len is None else kv_len
+        self.check_truncate(kv_len)
+        end = self._filled - (self.kv_len - kv_len)
+        rows = slice(end - min(kv_len, self.window_size), end)
+        return self._key[:, :, rows].clone(), self._value[:, :, rows].clone()
 
     def append(self, key: torch.Tensor, value: torch.Tensor) -> None:
         """Append new pairs: a prompt, a chunk, or one decoded token.

@@ -131,11 +131,13 @@ class Backend:
         if state.other_kv_inputs or any(
             len(shape_of(out) or ()) == 4 for out in gm.graph.output_node().all_input_nodes
         ):
-            warn_once(
-                logger,
+            message = (
                 f"specache leaves this model as it is, because {reason}: it is for inference. Call it under"
-                " torch.no_grad() (model.generate() does).",
+                " torch.no_grad() (model.generate() does)."
             )
+            if state.config.strict:
+                raise UnsupportedGraphError(message)
+            warn_once(logger, message)
         return self._left_alone(gm, inputs, state)
 
     def _left_alone(self, gm: GraphModule, inputs: Sequence[Any], state: PassState) -> Compiled:

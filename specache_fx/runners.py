@@ -121,7 +121,7 @@ class Prefill:
             )
             try:
                 kept = self._compiled(*args, session.state)
-                session.advance(session.layers[0].kv_len, decoded=False)
+                session.advance(session.stored_length(), decoded=False)
                 handles = registry.issue(session)
             except BaseException:
                 session.close()  # nothing was handed out: give the memory back at once
@@ -198,7 +198,7 @@ class Extend:
             with session.lock:
                 session.forget_lookahead()
                 kept = self._compiled(*args, session.state)
-                session.advance(session.layers[0].kv_len - session.kv_len, decoded=False)
+                session.advance(session.stored_length() - session.kv_len, decoded=False)
                 handles = registry.resized(session, past)
             return assemble(self._plan, kept, handles, args)
 

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.zoo import SMALL, build, left_padded
 from torch import Tensor, nn
+from torch._dynamo.exc import BackendCompilerFailed
 
 import specache_fx
 from specache_fx import CacheHandleError
@@ -156,6 +157,49 @@ def test_graph_that_is_left_alone_refuses_a_part_of_another_length(model: nn.Mod
         CacheHandleError, match=r"one call back as it was.*scaled_dot_product_attention there"
     ):
         attended(other, past, 0)
+
+
+def branch_of(past: Any) -> Any:
+    """A cache with the tensors that another has now."""
+    branch = copy.copy(past)
+    branch.layers = [copy.copy(layer) for layer in past.layers]
+    return branch
+
+
+@pytest.mark.parametrize("copied", [False, True], ids=["own", "copy"])
+def test_numbers_of_an_earlier_length_are_read_and_the_cache_goes_on(
+    exact_model: nn.Module, copied: bool
+) -> None:
+    def logits(model: nn.Module) -> Tensor:
+        past = generate(model).past_key_values
+        older = branch_of(past)
+        found = [step(model, past, 5)]
+        # With gradients the graph is left alone, and gets numbers.
+        older = copy.deepcopy(older) if copied else older
+        found.append(model(torch.full((3, 1), 6), past_key_values=older, use_cache=True).logits.detach())
+        return torch.cat([*found, step(model, past, 7)])
+
+    torch.testing.assert_close(logits(exact_model), logits(build("llama")), **CLOSE)
+
+
+@torch.no_grad()
+def test_a_part_of_a_branch_that_was_left_is_refused(exact_model: nn.Module) -> None:
+    past = generate(exact_model).past_key_values
+    branches = [branch_of(past), branch_of(past)]
+    for token, branch in enumerate(branches, 5):
+        step(exact_model, branch, token)
+    other = torch.compile(Sigmoid(), backend="specache", options=SMALL)
+    attended(other, branches[1], 0)
+    with pytest.raises(CacheHandleError, match="a branch that was left"):
+        attended(other, branches[0], 0)
+
+
+def test_strict_raises_with_gradients() -> None:
+    torch._dynamo.reset()
+    model = build("llama")
+    model.compile(backend="specache", options={**SMALL, "strict": True})
+    with pytest.raises(BackendCompilerFailed, match="gradients are enabled"):
+        model(torch.full((3, 4), 5), use_cache=True)
 
 
 @pytest.mark.parametrize("cut", [0, 7])

@@ -112,3 +112,65 @@ def test_data_that_is_written_into_a_tensor_of_positions_stays_in_the_graph() ->
     torch.testing.assert_close(ours.logits, plain.logits, rtol=2e-4, atol=2e-4)
     session = registry.find(ours.past[0][0])
     assert session is not None and int(session.metrics.token_hits) == session.metrics.token_checks
+
+
+class TwoCaches(TinyDecoder):
+    """The second layer's cache begins with other tokens of the prompt than the first one's."""
+
+    kept = slice(-4, None)
+
+    def forward(self, input_ids: Tensor, past: Any = None, **_: Any) -> Any:
+        hidden, rotary = self.embed_inputs(input_ids, torch.arange(input_ids.shape[1])[None])
+        presents = []
+        for layer, block in enumerate(self.blocks):
+            q, k, v = block.qkv(hidden, rotary)  # type: ignore[operator]
+            if past is not None:
+                k, v = (torch.cat((old, new), dim=-2) for old, new in zip(past[layer], (k, v), strict=True))
+            elif layer == 1:
+                k, v = k[:, :, self.kept], v[:, :, self.kept]
+            presents.append((k, v))
+            groups = self.config.num_heads // self.config.num_kv_heads
+            k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+            hidden = block.finish(hidden, torch.nn.functional.scaled_dot_product_attention(q, k, v))  # type: ignore[operator]
+        return self.head(self.norm(hidden)), presents
+
+
+@torch.no_grad()
+def test_caches_of_different_tokens_are_not_taken_for_one() -> None:
+    plain = TwoCaches(TinyConfig())
+    compiled = torch.compile(plain, backend="specache", options=OPTIONS)
+    mine, theirs = compiled(PROMPT), plain(PROMPT)
+    for token in range(12):
+        step = torch.full((2, 1), token)
+        mine, theirs = compiled(step, mine[1]), plain(step, theirs[1])
+        torch.testing.assert_close(mine[0], theirs[0], rtol=2e-4, atol=2e-4)
+    assert [k.shape for k, _ in mine[1]] == [k.shape for k, _ in theirs[1]]
+
+
+class Swapped(TinyDecoder):
+    """A second attention over the same cache reads keys as values and values as keys."""
+
+    def sdpa(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        return super().sdpa(q, k, v, mask) + super().sdpa(q, v, k, mask)
+
+
+def test_keys_that_are_read_as_values_are_left_alone() -> None:
+    model = Swapped(TinyConfig())
+    plain = generate(model, PROMPT, 20)
+    ours = generate(torch.compile(model, backend="specache", options=OPTIONS), PROMPT, 20)
+    torch.testing.assert_close(ours.logits, plain.logits, rtol=2e-4, atol=2e-4)
+
+
+class LengthScaled(TinyDecoder):
+    """Queries grow with the length, as a Python number."""
+
+    def sdpa(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        return super().sdpa(q * (k.shape[2] / 20), k, v, mask)
+
+
+def test_a_length_as_a_python_number_is_left_alone_and_named(caplog: pytest.LogCaptureFixture) -> None:
+    model = LengthScaled(TinyConfig())
+    plain = generate(model, PROMPT, 20)
+    ours = generate(torch.compile(model, backend="specache", options=OPTIONS), PROMPT, 20)
+    torch.testing.assert_close(ours.logits, plain.logits, rtol=2e-4, atol=2e-4)
+    assert "q * (k.shape[2] / 20)" in caplog.text and "Make it a tensor" in caplog.text

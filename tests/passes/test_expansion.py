@@ -15,7 +15,7 @@ from specache_fx.passes.base import PassState
 from specache_fx.passes.expansion import Expansion
 
 Expand = Callable[["Latent", Tensor, Tensor], Any]
-BATCH, HEADS, ROPE, LATENT, NOPE, VALUE = 2, 4, 8, 20, 6, 12
+BATCH, HEADS, ROPE, LATENT, NOPE, VALUE = 2, 4, 16, 20, 6, 12
 
 
 class Latent(nn.Module):
@@ -76,6 +76,18 @@ def normed_over_tokens(model: Latent, keys: Tensor, latents: Tensor) -> tuple[Te
     return up_projected(model, keys, latents / latents.norm(dim=2, keepdim=True))
 
 
+def newest_taken_off(model: Latent, keys: Tensor, latents: Tensor) -> tuple[Tensor, Tensor]:
+    return up_projected(model, keys, latents - 0.2 * latents[:, :, -1:])
+
+
+def scaled_by_the_length(model: Latent, keys: Tensor, latents: Tensor) -> tuple[Tensor, Tensor]:
+    return up_projected(model, keys, latents * (keys.shape[2] / 10))
+
+
+def clipped_by_all(model: Latent, keys: Tensor, latents: Tensor) -> tuple[Tensor, Tensor]:
+    return up_projected(model, keys, latents * (100 / latents.norm()).clamp(max=1))
+
+
 def mixed_over_the_batch(model: Latent, keys: Tensor, latents: Tensor) -> tuple[Tensor, Tensor]:
     return up_projected(model, keys, latents - latents[:1])
 
@@ -97,18 +109,20 @@ def of_one_of_them(model: Latent, keys: Tensor, latents: Tensor) -> tuple[Tensor
     return up[..., :NOPE], up[..., NOPE:]
 
 
-def inputs(past: int, query_dim: int = NOPE + ROPE) -> tuple[Tensor, ...]:
+def inputs(past: int, query_dim: int = NOPE + ROPE, dtype: torch.dtype = torch.float32) -> tuple[Tensor, ...]:
     generator = torch.Generator().manual_seed(past)
     sizes = ((HEADS, 1, query_dim), (1, 1, ROPE), (1, 1, LATENT), (1, past, ROPE), (1, past, LATENT))
-    return tuple(torch.randn(BATCH, *size, generator=generator) for size in sizes)
+    return tuple(torch.randn(BATCH, *size, generator=generator).to(dtype) for size in sizes)
 
 
-def matched(model: Latent, *pasts: int, query_dim: int = NOPE + ROPE) -> PassState:
+def matched(
+    model: Latent, *pasts: int, query_dim: int = NOPE + ROPE, dtype: torch.dtype = torch.float32
+) -> PassState:
     """What is made of the last graph of calls with so many past tokens."""
 
     def drive(forward: Any) -> None:
         for past in pasts:
-            forward(*inputs(past, query_dim))
+            forward(*inputs(past, query_dim, dtype))
 
     return graphs.matched(graphs.capture(model, drive)[-1])
 
@@ -162,21 +176,31 @@ def test_a_length_that_is_another_size_too_is_not_mistaken(expand: Expand, kv_le
     [
         (rotated_after_caching, "what becomes of a token depends on its place"),
         (summed_over_tokens, "what becomes of a token depends on"),
-        (normed_over_tokens, "what becomes of a token depends on other tokens"),
+        (normed_over_tokens, "what becomes of a token depends on"),
+        (newest_taken_off, "what becomes of a token depends on"),
+        (clipped_by_all, "what becomes of a token depends on other tokens"),
         (mixed_over_the_batch, "what becomes of a token depends on its place"),
         (read_by_something_else, "reads its `values` too"),
         (latent_read_by_something_else, "its values are also used by `square`"),
         (of_one_of_them, "which is not a pair of tensors"),
     ],
 )
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("pasts", [(5,), (5, 9)], ids=["one length", "any length"])
-def test_what_is_not_is_refused(expand: Expand, reason: str, pasts: tuple[int, ...]) -> None:
+def test_what_is_not_is_refused(
+    expand: Expand, reason: str, pasts: tuple[int, ...], dtype: torch.dtype
+) -> None:
     query_dim = NOPE if expand is of_one_of_them else NOPE + ROPE
-    state = matched(Latent(expand), *pasts, query_dim=query_dim)
+    state = matched(Latent(expand).to(dtype), *pasts, query_dim=query_dim, dtype=dtype)
     assert not state.sites
     (refusal,) = state.refusals
     assert reason in refusal.reason, refusal.reason
     assert "scaled_dot_product_attention" in refusal.source
+
+
+def test_a_factor_of_the_number_of_tokens_is_refused() -> None:
+    (refusal,) = matched(Latent(scaled_by_the_length), 5, 9).refusals
+    assert "what becomes of a token depends on how many there are" in refusal.reason
 
 
 def test_a_refusal_names_the_lines_in_between() -> None:
