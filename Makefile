@@ -39,7 +39,7 @@ types: $(STAMP)
 check: lint types
 
 test: check
-	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal $(PYTEST_ARGS)
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal --durations 15 $(PYTEST_ARGS)
 
 test-all: PYTEST_ARGS += -m ""
 test-all: test

@@ -13,7 +13,7 @@ from architectures.configs import TYPES
 from architectures.measure import CASES, measure
 
 # One of each kind: plain, learned positions, ALiBi, sliding and full layers, mixture, softmax with sinks, latent
-# attention, convolutions beside attention, KV pairs shared between layers, no KV cache.
+# attention, convolutions beside attention, no KV cache.
 FEW = (
     "llama",
     "opt",
@@ -23,7 +23,6 @@ FEW = (
     "gpt_oss",
     "deepseek_v3",
     "lfm2",
-    "gemma3n_text",
     "mamba",
 )
 SAME_VERSIONS = pytest.mark.skipif(

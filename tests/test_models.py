@@ -83,7 +83,12 @@ def assert_static(gm: GraphModule) -> None:
         assert not {PROMPT_LEN, PROMPT_LEN + 1} & set(node.meta["val"].shape), node.name
 
 
-@pytest.mark.parametrize("name", NAMES)
+# One of each kind; `make test-all` has the others.
+_KINDS = {"llama", "gpt2", "mixtral"}
+_BY_KIND = [pytest.param(name, marks=[] if name in _KINDS else pytest.mark.nightly) for name in NAMES]
+
+
+@pytest.mark.parametrize("name", _BY_KIND)
 def test_tokens_equal_eager_with_bits_16(name: str) -> None:
     out, watch = watched(name, NEW_TOKENS, bits=16)
     assert torch.equal(out.sequences, eager_tokens(name))

@@ -31,7 +31,7 @@ import specache_fx
 # Windows beside global layers; windows, sinks and experts; latents and experts; experts.
 NAMES = ("gemma3_text", "gpt_oss-window", "deepseek_v3", "mixtral")
 _WINDOWED = NAMES[:2]
-FEW = ("greedy", "prompt_lookup", "beams_return_sequences")
+FEW = ("prompt_lookup", "beams_return_sequences")
 
 
 @cache
@@ -58,6 +58,7 @@ def test_ways_equal_eager(pair: tuple[str, nn.Module], ways: tuple[str, ...]) ->
         assert torch.equal(generate(model, prompt, **kwargs), expected), way
 
 
+@pytest.mark.nightly
 def test_one_cache_over_several_calls(pair: tuple[str, nn.Module]) -> None:
     name, model = pair
     assert torch.equal(conversation(model), conversation(eager(name)))
