@@ -16,8 +16,8 @@ Past and present KV become handles. What moves the pairs depends on the phase:
               return keys, values, logits                   return logits
 
 Storing right after each attention is what keeps one layer's 16-bit pairs alive at a time. In decode nothing reads
-the masks any more, so they and all that knew `kv_len` die here; what they would have said is checked at run time by
-`read_masks` in `specache_fx/step_masks.py`. The masks of windows are applied as they are (`window_masks.py`).
+the masks any more, so they and all that knew `kv_len` die here; what they say besides padding is applied at run time by
+`specache_fx/step_masks.py`, and for windows by `window_masks.py`.
 
 Where keys and values are computed from what is cached (MLA), the marker gets what is cached of the new token, the
 attention's index (of its expansion) and the width of its output.

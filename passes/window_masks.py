@@ -1,8 +1,8 @@
 """The masks of attentions over a window: which of the pairs that it keeps each lane attends to.
 
-A layer with a sliding window or with chunks hides more than padding, and what it hides moves with every token. So its
-mask is not checked but applied: the model's own mask graph is evaluated in each step, for the output token and, with
-everything moved on by one, for the speculative one. Both are as wide as the window, whatever the context.
+A layer with a sliding window or with chunks hides more than padding, and what it hides moves with every token. The
+model's own mask graph is evaluated in each step, for the output token and, with everything moved on by one, for the
+speculative one. Both are as wide as the window, whatever the context.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from specache_fx.runtime.masks import split_row
 
 
 class KeyMask:
-    """What the mask of the prompt (or of the last extend) called padding; decoded tokens are real."""
+    """What the masks of the prompt (or of the last extend) called padding, and no mask has shown since."""
 
     def __init__(self) -> None:
         self._real: torch.Tensor | None = None

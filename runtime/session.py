@@ -145,7 +145,7 @@ class Session:
 
         Raises:
             HostMemoryError: If the host tier can't take them.
-            UnsupportedGraphError: If the mask is neither "attend" nor "don't" somewhere.
+            UnsupportedGraphError: If the mask hides keys from some heads only, or adds what is not finite.
         """
         if self.batch is None:
             self._open(key.shape[0], key.shape[2])

@@ -56,8 +56,8 @@ class Explanation:
         for i, graph in enumerate(self.graphs):
             lanes = f", {graph.lanes} lane{'s' if graph.lanes > 1 else ''}" if graph.lanes else ""
             lines.append(
-                f"graph {i}: {graph.phase.value}{lanes}, {len(graph.rewritten)} attentions rewritten,"
-                f" {len(graph.refusals)} left alone"
+                f"graph {i}: {graph.phase.value}{lanes}, {len(graph.rewritten)} attention"
+                f"{'' if len(graph.rewritten) == 1 else 's'} rewritten, {len(graph.refusals)} left alone"
             )
             lines += [f"  rewritten: {source}" for source in dict.fromkeys(graph.rewritten)]
             lines += [f"  {refusal}" for refusal in graph.refusals]
@@ -65,6 +65,11 @@ class Explanation:
                 lines.append(f'  lookahead "query" instead of "token": {graph.fallback}')
             if graph.after:
                 lines += ["  before:", graph.before, "  after:", graph.after]
+        if self.graphs and not any(graph.phase is Phase.DECODE for graph in self.graphs):
+            lines.append(
+                "No decode graph with a rewritten attention was seen. Where one call was all that ran, give explain() a"
+                " run= that makes a prompt and a few steps."
+            )
         return "\n".join(lines) if lines else "Nothing was compiled."
 
 

@@ -86,7 +86,7 @@ class Lanes:
 
 
 def cases() -> Iterator[Any]:
-    """The hardest has a prompt that is shorter than the window, and every pair prefetched; two models have the others."""
+    """The hardest has a prompt shorter than the window, and every pair prefetched; two models have the others too."""
     for name, length, bits in itertools.product(WINDOWED_NAMES, ("short", "long"), (1, 16)):
         always = (length, bits) == ("short", 1) or name in ("gemma3_text", "qwen2-window")
         lengths = SHORT if length == "short" else LONG

@@ -52,9 +52,8 @@ class ReferenceKernel:
         out = out + torch.einsum("lbhgm,mbhd->lbhgd", own_probs, own_value)
 
         scores = probs[..., : keys.shape[2] + 1].mean(dim=3).to(torch.float32)
-        scores = scores.unflatten(2, (inputs.key.shape[2], -1)).mean(
-            dim=3
-        )  # of the heads that share what is cached
+        # Of the heads that share what is cached.
+        scores = scores.unflatten(2, (inputs.key.shape[2], -1)).mean(dim=3)
         if inputs.key_mask is not None:
             scores[..., :-1].masked_fill_(~inputs.key_mask[None, :, None, :], -1.0)
         return out.reshape(lanes, batch, num_heads, 1, value_dim).to(inputs.query.dtype).contiguous(), scores
