@@ -20,6 +20,7 @@ from specache_fx.passes.graph_utils import (
     needed_for,
     reads_shape_only,
     shape_of,
+    source_of,
     target_name,
 )
 
@@ -96,9 +97,10 @@ def _behind(
     if more := needed & attentions:
         raise NoMatch(f"{made} what is cached and from another attention (`{more.pop().name}`)")
     between = _made_from(cached, needed)
-    if any(_takes_some(node) for node in between):
-        # All there is of a prompt, fewer of what comes after it: a window over a cache that keeps more.
-        raise why_not_cached(key, "keys", outputs)
+    for node in between:
+        # It may be all there is of a prompt, and fewer of what comes after it: a window over a cache that keeps more.
+        if _takes_some(node):
+            raise NoMatch(f"it reads some of the tokens that are cached (`{node.name}`, {source_of(node)})")
     for_value = needed_for(gm.graph, [value], stops, core.node)
     latent = next((node for node in cached if node in for_value), cached[1])
     rest = next(node for node in cached if node is not latent)
@@ -123,7 +125,9 @@ def _made_from(caches: list[Node], needed: set[Node]) -> set[Node]:
 def _takes_some(node: Node) -> bool:
     """Whether a node takes some of the tokens of a 4-D tensor."""
     index = node.args[1] if target_name(node) == "getitem" and len(node.args) > 1 else None
-    return isinstance(index, tuple) and len(index) > 2 and Ellipsis not in index and index[2] != slice(None)
+    if not isinstance(index, tuple) or len(index) < 3 or Ellipsis in index[:3]:
+        return False
+    return isinstance(index[2], slice) and index[2] != slice(None)
 
 
 def _same_tokens(cache: Node, side: Node) -> bool:

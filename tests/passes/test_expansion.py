@@ -80,6 +80,10 @@ def newest_taken_off(model: Latent, keys: Tensor, latents: Tensor) -> tuple[Tens
     return up_projected(model, keys, latents - 0.2 * latents[:, :, -1:])
 
 
+def last_row_taken_off(model: Latent, keys: Tensor, latents: Tensor) -> tuple[Tensor, Tensor]:
+    return up_projected(model, keys, latents - 0.2 * latents.select(2, -1).unsqueeze(2))
+
+
 def scaled_by_the_length(model: Latent, keys: Tensor, latents: Tensor) -> tuple[Tensor, Tensor]:
     return up_projected(model, keys, latents * (keys.shape[2] / 10))
 
@@ -177,7 +181,8 @@ def test_a_length_that_is_another_size_too_is_not_mistaken(expand: Expand, kv_le
         (rotated_after_caching, "what becomes of a token depends on its place"),
         (summed_over_tokens, "what becomes of a token depends on"),
         (normed_over_tokens, "what becomes of a token depends on"),
-        (newest_taken_off, "what becomes of a token depends on"),
+        (newest_taken_off, "it reads some of the tokens that are cached"),
+        (last_row_taken_off, "what becomes of a token depends on"),
         (clipped_by_all, "what becomes of a token depends on other tokens"),
         (mixed_over_the_batch, "what becomes of a token depends on its place"),
         (read_by_something_else, "reads its `values` too"),
