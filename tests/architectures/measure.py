@@ -153,8 +153,8 @@ def _generate(model: Any, model_type: str, padded: bool) -> Eager:
 
 
 def _plain(reason: str) -> str:
-    """Without the numbers of FX's node names, which differ from graph to graph."""
-    return re.sub(r"`(\w+?)_\d+`", r"`\1`", reason)
+    """Without the numbers of FX's node names, which differ from graph to graph, and where packages are installed."""
+    return re.sub(r"/[^ \"`(]*?/site-packages/", "", re.sub(r"`(\w+?)_\d+`", r"`\1`", reason))
 
 
 def _where(error: BaseException) -> str:
