@@ -243,7 +243,9 @@ def test_cache_of_another_compiled_model_is_refused(
         for mine, theirs in zip(second_past.layers, past.layers, strict=False):
             mine.keys, mine.values = theirs.keys, theirs.values
         past = second_past
-    with pytest.raises(CacheHandleError, match=r"another|several caches|not of the same tokens|was made with"):
+    with pytest.raises(
+        CacheHandleError, match=r"another|several caches|not of the same tokens|was made with"
+    ):
         step(second, past)
 
 
