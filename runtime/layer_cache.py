@@ -150,9 +150,9 @@ class LayerCache:
         if not self.num_quantized:
             return window_key[:, :, :kv_len].clone(), window_value[:, :, :kv_len].clone()
         key, value = self.originals(0, self.num_quantized)
-        return torch.cat([key, window_key], 2)[:, :, :kv_len], torch.cat([value, window_value], 2)[
-            :, :, :kv_len
-        ]
+        key = torch.cat([key, window_key], 2)  # one after the other: at no time both twice
+        value = torch.cat([value, window_value], 2)
+        return key[:, :, :kv_len], value[:, :, :kv_len]
 
     def originals(self, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The best pairs there are of quantised tokens `start` to `stop`, on the device."""
