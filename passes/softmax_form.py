@@ -4,7 +4,7 @@
     s = softcap * tanh(scale * p / softcap)  either may be missing
     s = s + mask                             any number of masks and biases; masked_fill and where with a huge negative
     w = softmax(cat([s, sinks]))[..., :-1]   with or without sinks; the maximum may be subtracted first
-    out = w @ v
+    out = w @ v                              sinks may be a gate behind it (`passes/sink_gate.py`)
 
 Changes of dtype, flattened heads and dropout that is off don't matter. Every other operation on the way is an
 `UnknownFormError` that names it: nothing is skipped over. What was read is proved afterwards (`passes/prove_form.py`).
@@ -17,7 +17,8 @@ from typing import Any
 
 from torch.fx import GraphModule, Node
 
-from specache_fx.passes.graph_utils import ancestors, shape_of
+from specache_fx.passes.graph_slices import ancestors
+from specache_fx.passes.graph_utils import shape_of
 from specache_fx.passes.mask_row import MaskRow
 from specache_fx.passes.score_chain import ScoreChain
 from specache_fx.passes.score_ops import (
@@ -31,6 +32,7 @@ from specache_fx.passes.score_ops import (
     real_users,
     swaps_last_two,
 )
+from specache_fx.passes.sink_gate import sink_gate
 
 
 @dataclass
@@ -84,8 +86,12 @@ class _Reader:
         if any(drops_last(node) for node in after) != (chain.sinks is not None):
             raise UnknownFormError(self.softmax, "and the columns that it is taken over")
         inner = {*path, self.softmax, *after, output, *key_path, *value_path, *chain.inner}
+        sinks, gate = chain.sinks, sink_gate(path[-1], output, num_heads)
+        if sinks is None and gate is not None:
+            output, sinks = gate.output, gate.sinks
+            inner |= gate.inner
         return SoftmaxForm(
-            output, query, key, value, num_heads, chain.mask, chain.scale, chain.softcap, chain.sinks, inner
+            output, query, key, value, num_heads, chain.mask, chain.scale, chain.softcap, sinks, inner
         )
 
     def _check_softmax(self) -> None:

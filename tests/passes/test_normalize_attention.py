@@ -107,6 +107,13 @@ def softcap_before_mask(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sinks: Te
     return (3.0 * torch.tanh(q @ k.mT * 0.1 / 3.0) + minimum(mask)).softmax(-1) @ v
 
 
+@reads(scale=0.5, mask=(2, 1, 1, 6), sinks=(4,))
+def sinks_as_a_gate(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sinks: Tensor) -> Tensor:
+    scores = (q @ k.mT * 0.5).masked_fill(~mask, torch.finfo(q.dtype).min)
+    gate = (torch.logsumexp(scores, dim=-1) - sinks.view(1, -1, 1)).to(torch.float32).sigmoid()
+    return F.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype) @ v * gate.unsqueeze(-1).to(q.dtype)
+
+
 @reads(scale=1.0, mask=(2, 1, 1, 6), sinks=(4,))
 def sinks_without_the_maximum(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sinks: Tensor) -> Tensor:
     column = sinks.reshape(1, -1, 1, 1).expand(2, -1, 1, -1)
@@ -234,6 +241,24 @@ def test_another_form_is_refused_by_the_operation_that_it_has(core: Core, operat
     assert operation in refusal.reason
     assert f"{HERE}:" in refusal.source
     assert "softmax" in refusal.source
+
+
+def test_a_gate_that_is_no_sink_is_refused() -> None:
+    def the_other_way_round(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sinks: Tensor) -> Tensor:
+        scores = q @ k.mT
+        gate = (sinks.view(1, -1, 1) - torch.logsumexp(scores, dim=-1)).sigmoid()
+        return scores.softmax(-1) @ v * gate[..., None]
+
+    def of_other_scores(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sinks: Tensor) -> Tensor:
+        scores = q @ k.mT
+        gate = (torch.logsumexp(scores, dim=-1) - sinks.view(1, -1, 1)).sigmoid()
+        return (scores + minimum(mask)).softmax(-1) @ v * gate[..., None]
+
+    for core in (the_other_way_round, of_other_scores):
+        state = state_of(core)
+        assert state.sites == []
+        (refusal,) = state.refusals
+        assert "(logsumexp) reads its `" in refusal.reason
 
 
 def test_probabilities_that_are_returned_are_refused() -> None:
