@@ -39,13 +39,9 @@ from torch.fx import Graph, GraphModule, Node
 from specache_fx.errors import UnsupportedGraphError
 from specache_fx.passes.base import AttentionSite, OutputPlan, Pass, PassState, Phase, leave_alone
 from specache_fx.passes.find_sources import find_sources
+from specache_fx.passes.graph_edit import add_placeholder, call, finish
+from specache_fx.passes.graph_slices import ancestors, eliminate_dead_code, extract
 from specache_fx.passes.graph_utils import (
-    add_placeholder,
-    ancestors,
-    call,
-    eliminate_dead_code,
-    extract,
-    finish,
     grows,
     is_integer,
     is_static_input,

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
-import torch
 from torch.fx import Node
 
+from specache_fx.passes.graph_slices import ancestors
 from specache_fx.passes.graph_utils import (
-    ancestors,
+    concatenated,
     mutated_inputs,
     reads_shape_only,
     shape_of,
@@ -97,15 +96,13 @@ def is_cache(node: Node, outputs: set[Node]) -> bool:
 
 def _appended(root: Node) -> tuple[Node | None, Node]:
     """The past and the new part of `cat([past, new], -2)`; no past where there is none."""
-    if root.op == "call_function" and root.target is torch.cat:
-        parts: Any = root.args[0]
-        dim = root.args[1] if len(root.args) > 1 else root.kwargs.get("dim", 0)
-        if isinstance(parts, (list, tuple)) and len(parts) == 2 and dim in (-2, 2):
-            first, second = parts
-            if first.op == "placeholder" and shape_of(first)[2] != 0:  # type: ignore[index]
-                return first, second
-            if first.op == "placeholder" or shape_of(first) == (0,):
-                return None, second
+    parts, dim = concatenated(root) or ([], 0)
+    if len(parts) == 2 and dim == 2:
+        first, second = parts
+        if first.op == "placeholder" and shape_of(first)[2] != 0:  # type: ignore[index]
+            return first, second
+        if first.op == "placeholder" or shape_of(first) == (0,):
+            return None, second
     return None, root
 
 

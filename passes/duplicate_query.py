@@ -26,7 +26,8 @@ from torch.fx.traceback import preserve_node_meta
 
 from specache_fx.passes.base import PassState
 from specache_fx.passes.batching_rules import fill_where_masked, register_batching_rules
-from specache_fx.passes.graph_utils import finish, placeholders
+from specache_fx.passes.graph_edit import finish
+from specache_fx.passes.graph_utils import placeholders
 from specache_fx.passes.subclasses import flatten, unflatten
 
 

@@ -19,11 +19,10 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.fx.node import map_aggregate
 
 from specache_fx.passes.cache_side import LEAVE, NoMatch
+from specache_fx.passes.graph_edit import finish
+from specache_fx.passes.graph_slices import extract, needed_for
 from specache_fx.passes.graph_utils import (
-    extract,
-    finish,
     is_static_input,
-    needed_for,
     placeholders,
     shape_of,
     source_of,

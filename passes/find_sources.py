@@ -10,14 +10,13 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from specache_fx.errors import UnsupportedGraphError
 from specache_fx.passes.base import AttentionSite, PassState
+from specache_fx.passes.graph_slices import extract, needed_for
 from specache_fx.passes.graph_utils import (
     base_of,
-    extract,
     is_integer,
     is_static_input,
     mutated_inputs,
     mutates,
-    needed_for,
     output_node,
     placeholders,
     reads_shape_only,

@@ -21,10 +21,10 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from specache_fx.passes.base import Pass, PassState
+from specache_fx.passes.graph_edit import call, finish
+from specache_fx.passes.graph_slices import eliminate_dead_code
 from specache_fx.passes.graph_utils import (
-    call,
-    eliminate_dead_code,
-    finish,
+    concatenated,
     is_static_input,
     output_node,
     placeholders,
@@ -112,14 +112,11 @@ def _swapped_reads(root: Node) -> list[tuple[Node, int]] | None:
 
 def _past_of(root: Node) -> tuple[Node, Node] | None:
     """The past and the new part of `cat([past, new], 1)`, where nothing else reads that input."""
-    if root.target is not torch.cat:
-        return None
-    parts: Any = root.args[0]
-    dim = root.args[1] if len(root.args) > 1 else root.kwargs.get("dim", 0)
-    if not isinstance(parts, (list, tuple)) or len(parts) != 2 or dim not in (1, -3):
+    parts, dim = concatenated(root) or ([], 0)
+    if len(parts) != 2 or dim != 1:
         return None
     past, new = parts
-    is_past = isinstance(past, Node) and past.op == "placeholder" and not is_static_input(past)
+    is_past = past.op == "placeholder" and not is_static_input(past)
     if not is_past or not all(user is root or _harmless(user) for user in past.users):
         return None
     return past, new

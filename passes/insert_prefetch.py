@@ -13,7 +13,7 @@ import torch
 from torch.fx import GraphModule
 
 from specache_fx.passes.base import Pass, PassState
-from specache_fx.passes.graph_utils import call, finish
+from specache_fx.passes.graph_edit import call, finish
 
 
 def insert_prefetch(gm: GraphModule, state: PassState) -> GraphModule:

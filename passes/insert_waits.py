@@ -14,7 +14,7 @@ import torch
 from torch.fx import GraphModule
 
 from specache_fx.passes.base import Pass, PassState
-from specache_fx.passes.graph_utils import call, finish
+from specache_fx.passes.graph_edit import call, finish
 from specache_fx.passes.select_topk import PROBE, attentions
 
 

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from specache_fx.passes.graph_utils import call, shape_of, value_of
+from specache_fx.passes.graph_edit import call
+from specache_fx.passes.graph_utils import shape_of, value_of
 
 _LAST_QUERY = (Ellipsis, slice(-1, None, None), slice(None, None, None))
 

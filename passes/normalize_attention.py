@@ -22,7 +22,8 @@ import torch.nn.functional as F
 from torch.fx import GraphModule, Node
 
 from specache_fx.passes.base import AttentionCore, Pass, PassState
-from specache_fx.passes.graph_utils import call, finish, output_node, shape_of, target_name
+from specache_fx.passes.graph_edit import call, finish
+from specache_fx.passes.graph_utils import output_node, shape_of, target_name
 from specache_fx.passes.mask_row import MaskRow
 from specache_fx.passes.prove_form import differs, is_proved
 from specache_fx.passes.score_ops import UnknownFormError, real_users

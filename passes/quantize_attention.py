@@ -20,7 +20,8 @@ from torch.fx import GraphModule
 
 from specache_fx.passes.base import Pass, PassState
 from specache_fx.passes.bind_cache import STATE
-from specache_fx.passes.graph_utils import add_placeholder, call, finish, shape_of
+from specache_fx.passes.graph_edit import add_placeholder, call, finish
+from specache_fx.passes.graph_utils import shape_of
 
 _MARKERS = ("specache::attention", "specache::attention_lanes")
 

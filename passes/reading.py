@@ -14,10 +14,10 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from specache_fx.passes.base import AttentionCore
 from specache_fx.passes.cache_side import NoMatch, is_cache, why_not_cached, without_repeat
+from specache_fx.passes.graph_slices import needed_for
 from specache_fx.passes.graph_utils import (
     base_of,
     mutates,
-    needed_for,
     reads_shape_only,
     shape_of,
     source_of,

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from specache_fx.passes.graph_utils import ancestors, constant_of, is_static_input, shape_of, value_of
+from specache_fx.passes.graph_slices import ancestors, constant_of
+from specache_fx.passes.graph_utils import is_static_input, shape_of, value_of
 from specache_fx.passes.mask_row import MaskRow
 from specache_fx.passes.score_ops import CASTS, RESHAPES, UnknownFormError, adds_dimensions, is_float, name_of
 

@@ -22,7 +22,8 @@ import torch
 from torch.fx import GraphModule, Node
 
 from specache_fx.passes.base import Pass, PassState
-from specache_fx.passes.graph_utils import call, finish, shape_of
+from specache_fx.passes.graph_edit import call, finish
+from specache_fx.passes.graph_utils import shape_of
 
 PROBE = "specache_probe"  # in the meta of an attention that runs for its scores alone
 

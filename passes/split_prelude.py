@@ -17,11 +17,10 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from specache_fx.passes.base import Pass, PassState, Phase, leave_alone
+from specache_fx.passes.graph_edit import finish
+from specache_fx.passes.graph_slices import eliminate_dead_code, extract
 from specache_fx.passes.graph_utils import (
     base_of,
-    eliminate_dead_code,
-    extract,
-    finish,
     is_integer,
     is_static_input,
     mutates,

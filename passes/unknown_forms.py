@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch.fx import GraphModule, Node
 
@@ -11,6 +9,7 @@ from specache_fx.passes.base import PassState, Refusal
 from specache_fx.passes.cache_side import LEAVE, is_cache
 from specache_fx.passes.graph_utils import (
     base_of,
+    concatenated,
     is_static_input,
     mutates,
     reads_shape_only,
@@ -19,15 +18,8 @@ from specache_fx.passes.graph_utils import (
 
 
 def _appends_to_input(root: Node) -> bool:
-    parts: Any = root.args[0]
-    dim = root.args[1] if len(root.args) > 1 else root.kwargs.get("dim", 0)
-    first = parts[0] if isinstance(parts, (list, tuple)) and parts else None
-    return (
-        dim in (-2, 2)
-        and isinstance(first, Node)
-        and first.op == "placeholder"
-        and not is_static_input(first)
-    )
+    parts, dim = concatenated(root) or ([], 0)
+    return dim == 2 and bool(parts) and parts[0].op == "placeholder" and not is_static_input(parts[0])
 
 
 def unknown_forms(gm: GraphModule, state: PassState, outputs: set[Node]) -> list[Refusal]:

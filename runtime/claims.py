@@ -16,20 +16,20 @@ from specache_fx.runtime import handle as handles
 from specache_fx.runtime import registry
 from specache_fx.runtime.session import LayerShape, Session
 
-_MIXED = (
+MIXED = (
     "The past KV tensors of this call come from several caches, or in another order than the model returned them, or"
     " their oldest tokens were cut off. Pass the cache of one call back as it was: only its newest tokens can be cut"
     " off (crop)."
 )
-_REORDERED = (
+REORDERED = (
     "Copy batch rows with index_select (Cache.reorder_cache, batch_select_indices, batch_repeat_interleave) or deepcopy"
     " the cache, at the length that it has."
 )
-_ENDED = (
+ENDED = (
     "The past KV cache belongs to a session that has ended: all tensors of the cache that it is a copy of were dropped,"
     " and a model was called since. Keep the original until the copy is used, or start from the prompt."
 )
-_LEFT = (
+LEFT = (
     "The past KV cache belongs to a branch that was left: the same cache went on from an earlier token since. Keep the"
     " cache that the model returned last, or start from the prompt."
 )
@@ -95,80 +95,6 @@ def go_on(
         return _take(claim)
 
 
-@registry.locked
-def give_back(tensors: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
-    """The numbers that handles stand for, for a graph that reads them itself.
-
-    Args:
-        tensors: Inputs of a call, handles among them, in any order. Of a session all, or some as it gave them last.
-
-    Returns:
-        By place among `tensors`: 16-bit keys or values on the device, as the model would have cached them. Where the
-        policy keeps no 16-bit copy, the low-bit one's numbers.
-
-    Raises:
-        CacheHandleError: As `go_on`.
-    """
-    places: dict[int, list[tuple[int, int]]] = {}
-    for place, tensor in enumerate(tensors):
-        for code in (handles.decode(tensor) or [])[:1]:
-            places.setdefault(code.session, []).append((code.slot, place))
-    real: dict[int, torch.Tensor] = {}
-    for number, found in places.items():
-        slots, order = zip(*sorted(found), strict=True)
-        issued = registry.by_code(number)
-        if issued is None:
-            raise CacheHandleError(_ENDED)
-        shapes = issued.session.shapes
-        swapped = [
-            _has_tokens_first(tensors[place], shapes[slot // 2].num_kv_heads)
-            for slot, place in zip(slots, order, strict=True)
-        ]
-        past = [
-            tensors[place].transpose(1, 2) if swap else tensors[place]
-            for place, swap in zip(order, swapped, strict=True)
-        ]
-        sides = _numbers(slots, past)
-        for place, swap, side in zip(order, swapped, sides, strict=True):
-            real[place] = (side.transpose(1, 2) if swap else side).contiguous()
-    return real
-
-
-def _has_tokens_first(tensor: torch.Tensor, num_kv_heads: int) -> bool:
-    """Whether a handle, or a copy of one, is `[batch, kv_len, num_kv_heads, head_dim]`.
-
-    Raises:
-        CacheHandleError: If a copy has as many tokens as heads, which tells nothing.
-    """
-    if handles.is_laid_out(tensor):
-        return tensor.stride(2) == 0
-    if tensor.shape[1] == tensor.shape[2] and num_kv_heads > 1:
-        raise CacheHandleError(_REORDERED)
-    return tensor.shape[1] != num_kv_heads
-
-
-def _numbers(slots: Sequence[int], past: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """What handles of one session stand for, read and no more: of all slots, or of some as the last call gave them."""
-    issued = registry.issue_of(past[0])
-    if issued is not None and len(slots) < 2 * len(issued.session.shapes):
-        session, lengths = issued.session, issued.session.handle_lengths()
-        same = all(registry.issue_of(tensor) is issued for tensor in past)
-        if not same or any(tensor.shape[2] != lengths[i] for i, tensor in zip(slots, past, strict=True)):
-            raise CacheHandleError(_MIXED)
-        if issued.valid_len is not None and session.kv_len > issued.valid_len:
-            raise CacheHandleError(_LEFT)
-        kv_len, rows = session.kv_len, list(range(past[0].shape[0]))
-    else:
-        claim = read_claim(past)
-        session, kv_len, rows = claim.session, claim.kv_len, claim.rows
-    with session.lock:
-        if kv_len > session.kv_len:
-            raise CacheHandleError(_MIXED)
-        layers = {layer: session.load(layer, kv_len) for layer in dict.fromkeys(slot // 2 for slot in slots)}
-    index = torch.tensor(rows, device=session.device)
-    return [layers[slot // 2][slot % 2].index_select(0, index) for slot in slots]
-
-
 def read_claim(past: Sequence[torch.Tensor]) -> Claim:
     """Say what past KV inputs stand for. Changes nothing.
 
@@ -179,7 +105,7 @@ def read_claim(past: Sequence[torch.Tensor]) -> Claim:
     claim = _recognise(past) if issued is None else _own(issued, past)
     valid_len = claim.issued.valid_len
     if valid_len is not None and claim.kv_len > valid_len:
-        raise CacheHandleError(_LEFT)
+        raise CacheHandleError(LEFT)
     return claim
 
 
@@ -218,7 +144,7 @@ def told_length(shapes: Sequence[LayerShape], past: Sequence[torch.Tensor]) -> i
     pairs = [shape for shape in shapes for _ in range(2)]
     lengths = [tensor.shape[2] for tensor in past]
     if len(lengths) != len(pairs):
-        raise CacheHandleError(_MIXED)
+        raise CacheHandleError(MIXED)
     telling = [
         length
         for length, shape in zip(lengths, pairs, strict=True)
@@ -241,13 +167,13 @@ def _own(issued: registry.Issue, past: Sequence[torch.Tensor]) -> Claim:
     key, offset = past[0].untyped_storage()._cdata, 0
     for tensor in past:
         if tensor.untyped_storage()._cdata != key:
-            raise CacheHandleError(_MIXED)
+            raise CacheHandleError(MIXED)
         if tensor.shape[0] != batch:
             raise CacheHandleError(
-                f"The past KV cache was cut to {tensor.shape[0]} of its {batch} batch rows by slicing. {_REORDERED}"
+                f"The past KV cache was cut to {tensor.shape[0]} of its {batch} batch rows by slicing. {REORDERED}"
             )
         if tensor.storage_offset() != offset:
-            raise CacheHandleError(_MIXED)
+            raise CacheHandleError(MIXED)
         offset += tensor.shape[0] * tensor.shape[3]
     return Claim(issued, _claimed_length(issued.session, past), list(past), list(range(batch)))
 
@@ -268,24 +194,24 @@ def _recognise(past: Sequence[torch.Tensor]) -> Claim:
             raise CacheHandleError(_ELSEWHERE)
         issued = registry.by_code(codes[0].session)
         if issued is None:
-            raise CacheHandleError(_ENDED)
+            raise CacheHandleError(ENDED)
         rows = [code.row for code in codes]
         same = all(code.session == codes[0].session and code.slot == slot for code in codes)
         if not same or found not in (None, issued) or first not in (None, rows):
-            raise CacheHandleError(_MIXED)
+            raise CacheHandleError(MIXED)
         found, first = issued, rows
     assert found is not None and first is not None
     session = found.session
     kv_len = _claimed_length(session, past)
     if found.moved is not None:
         if first != found.moved or kv_len != session.kv_len:
-            raise CacheHandleError(_LEFT)
+            raise CacheHandleError(LEFT)
         first = list(range(session.batch or 0))
     if first != list(range(session.batch or 0)) and kv_len != session.kv_len:
         # Rows that were moved can't be told from tokens that were cut off, unless the length is whole.
         raise CacheHandleError(
             f"The past KV cache holds rows {first} of a session's {session.batch} at {kv_len} tokens, where the session"
-            f" has {session.kv_len}. {_REORDERED}"
+            f" has {session.kv_len}. {REORDERED}"
         )
     return Claim(found, kv_len, None, first)
 

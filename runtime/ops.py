@@ -21,7 +21,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specache_fx.runtime import registry
+from specache_fx.runtime import decode_step, registry
+
+_SIDES = "Tensor query, Tensor key, Tensor value"
+# What an attention has beyond scale: `passes/base.py` says what.
+_FORM = "float? softcap=None, Tensor? sinks=None, int? expansion=None, int? value_dim=None"
 
 # `Library.define` and `impl` cost 3 us a call where `custom_op` costs 13 to 16, and a decode step makes five a layer.
 _library = torch.library.Library("specache", "DEF")
@@ -73,7 +77,7 @@ def _marker(*_: Any) -> Tensor:
 
 
 def _wait_prefetch(state: Tensor, layer: int) -> Tensor:
-    registry.by_state(state).wait_prefetch(layer)
+    decode_step.by_state(state).wait_prefetch(layer)
     return _ticket()
 
 
@@ -85,14 +89,11 @@ def _quantized_attention(
     state: Tensor,
     layer: int,
     scale: float,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    expansion: int | None = None,
-    value_dim: int | None = None,
+    *form: Any,
 ) -> tuple[Tensor, Tensor]:
-    session = registry.by_state(state)
-    out = session.attend(layer, query, key, value, scale, staged is not None, softcap, sinks, expansion)
-    return out, _ticket()
+    return decode_step.by_state(state).attend(
+        layer, query, key, value, scale, staged is not None, *form[:3]
+    ), _ticket()
 
 
 def _quantized_attention_fake(
@@ -103,16 +104,13 @@ def _quantized_attention_fake(
     state: Tensor,
     layer: int,
     scale: float,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    expansion: int | None = None,
-    value_dim: int | None = None,
+    *form: Any,
 ) -> tuple[Tensor, Tensor]:
-    return _attention_fake(query, key, value, layer, scale, softcap, sinks, expansion, value_dim), _ticket()
+    return _attention_fake(query, key, value, layer, scale, *form), _ticket()
 
 
 def _topk(scores: Tensor, state: Tensor, layer: int, batch: int, num_kv_heads: int, top_k: int) -> Tensor:
-    return registry.by_state(state).select(layer)
+    return decode_step.by_state(state).select(layer)
 
 
 def _topk_fake(
@@ -122,11 +120,11 @@ def _topk_fake(
 
 
 def _prefetch(indices: Tensor, state: Tensor, layer: int) -> None:
-    registry.by_state(state).prefetch(layer, indices)
+    decode_step.by_state(state).prefetch(layer, indices)
 
 
 def _append(key: Tensor, value: Tensor, state: Tensor, layer: int) -> None:
-    registry.by_state(state).append(layer, key, value)
+    decode_step.by_state(state).append(layer, key, value)
 
 
 _define("store(Tensor key, Tensor value, Tensor? mask, Tensor(a!) state, int layer) -> ()", _store, _nothing)
@@ -135,25 +133,12 @@ _define(
     _load,
     _load_fake,
 )
-_define(
-    "attention(Tensor query, Tensor key, Tensor value, int layer, float scale, float? softcap=None,"
-    " Tensor? sinks=None, int? expansion=None,"
-    " int? value_dim=None) -> Tensor",
-    _marker,
-    _attention_fake,
-)
-_define(
-    "attention_lanes(Tensor query, Tensor key, Tensor value, int layer, float scale, float? softcap=None,"
-    " Tensor? sinks=None, int? expansion=None,"
-    " int? value_dim=None) -> Tensor",
-    _marker,
-    _attention_fake,
-)
+_define(f"attention({_SIDES}, int layer, float scale, {_FORM}) -> Tensor", _marker, _attention_fake)
+_define(f"attention_lanes({_SIDES}, int layer, float scale, {_FORM}) -> Tensor", _marker, _attention_fake)
 _define("wait_prefetch(Tensor(a!) state, int layer) -> Tensor", _wait_prefetch, _ticket)
 _define(
-    "quantized_attention(Tensor query, Tensor key, Tensor value, Tensor? staged, Tensor(a!) state, int layer,"
-    " float scale, float? softcap=None, Tensor? sinks=None, int? expansion=None,"
-    " int? value_dim=None) -> (Tensor, Tensor)",
+    f"quantized_attention({_SIDES}, Tensor? staged, Tensor(a!) state, int layer, float scale, {_FORM})"
+    " -> (Tensor, Tensor)",
     _quantized_attention,
     _quantized_attention_fake,
 )
@@ -174,21 +159,15 @@ def _lanes(
     value: Tensor,
     layer: int,
     scale: float,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    expansion: int | None = None,
-    value_dim: int | None = None,
+    *form: Any,
 ) -> tuple[Tensor, int]:
     """Batching rule: the lanes go to the front, one op for all of them. They share the sinks, which are parameters."""
-    if sinks is not None and in_dims[6] is not None:
+    if any(dim is not None for dim in in_dims[3:]):
         raise NotImplementedError("attention sinks that differ from token to token")
     sides = []
     for side, dim in zip((query, key, value), in_dims[:3], strict=True):
         lanes = side.unsqueeze(0).expand(info.batch_size, *side.shape) if dim is None else side
         sides.append(lanes.movedim(dim, 0) if dim else lanes)
-    form: tuple[Any, ...] = () if softcap is None and sinks is None else (softcap, sinks)
-    if expansion is not None:
-        form = (softcap, sinks, expansion, value_dim)
     return torch.ops.specache.attention_lanes(*sides, layer, scale, *form), 0
 
 

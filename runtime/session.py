@@ -1,7 +1,7 @@
-"""`Session`: one KV cache in all its tiers, and what the ops of a rewritten graph do to it.
+"""`Session`: one KV cache in all its tiers.
 
 A session lives from a prefill until the last of its handles dies. Its layers hold the pairs, the copy engine brings
-a few of them back for each step, and the graph's ops (`runtime/ops.py`) call the methods below in graph order.
+a few of them back for each decode step (`runtime/decode_step.py`).
 """
 
 from __future__ import annotations
@@ -17,16 +17,15 @@ import torch
 from specache_fx.config import SpecacheConfig
 from specache_fx.errors import CacheHandleError, UnsupportedGraphError
 from specache_fx.runtime.copy_engine import CopyEngine
-from specache_fx.runtime.decode_inputs import Lanes, layer_inputs, window_inputs
 from specache_fx.runtime.handle import MAX_SESSION
 from specache_fx.runtime.host_cache import HostCache, resolve_host
-from specache_fx.runtime.kernels import Expand, choose_kernel
+from specache_fx.runtime.kernels import choose_kernel
 from specache_fx.runtime.key_mask import KeyMask
 from specache_fx.runtime.layer_cache import LayerCache
 from specache_fx.runtime.metrics import Metrics
 from specache_fx.runtime.quant import make_quantizer
 from specache_fx.runtime.select import make_selector
-from specache_fx.runtime.window_cache import WindowCache, WindowMask
+from specache_fx.runtime.window_cache import WindowCache
 
 _numbers = itertools.count(1)
 
@@ -62,43 +61,33 @@ class Session:
         self, config: SpecacheConfig, shapes: tuple[LayerShape, ...], dtype: torch.dtype, device: torch.device
     ) -> None:
         self.number = next(_numbers) % MAX_SESSION
-        self.config = config
-        self.shapes = shapes
-        self.dtype = dtype
-        self.device = device
-        self.state = torch.tensor([self.number])
+        self.state = torch.tensor([self.number])  # what the ops of a graph know it by
+        self.config, self.shapes, self.dtype, self.device = config, shapes, dtype, device
         self.batch: int | None = None
         self.kv_len = 0
         self.key_mask = KeyMask()
         self.masks_move = False  # the model's masks hide more than the padding, now or soon
+        self.metrics = Metrics()
+        # The tiers; a layer's codes are on the device, in the layer.
+        self.layers: list[LayerCache | WindowCache] = []
+        self.host: HostCache | None = None
+        self.engine: CopyEngine | None = None
+        self.quantizer = make_quantizer(config)
+        self.kernel = choose_kernel(config.kernel, device)
+        self.select_pairs = make_selector(config)
+        self._global = [i for i, shape in enumerate(shapes) if shape.window is None]
+        # Lookahead.
+        self.speculative_token: torch.Tensor | None = None  # what lane 1 decodes next
+        # What it decoded last: a guess at the next output token.
+        self.guessed_token: torch.Tensor | None = None
+        self.staged_for: int | None = None  # the length at which the staged pairs are those of the next token
+        # Who uses it.
         self.closed = False
         self.thread: int | None = None  # that ran it last
         self.used_at = 0.0  # `time.monotonic()` then
         self.lock = threading.RLock()  # held while a step runs: a fork in another thread waits for its end
-        self.predecoding = False
-        self.speculative_token: torch.Tensor | None = None  # what lane 1 decodes next
-        self.guessed_token: torch.Tensor | None = (
-            None  # what it decoded last: a guess at the next output token
-        )
-        self.biases: dict[int, torch.Tensor] = {}  # see `begin_step`
-        self.staged_for: int | None = None  # the length at which the staged pairs are those of the next token
-        self.newest: weakref.ref[torch.Tensor] | None = (
-            None  # the first of the handles that were returned last
-        )
-        self.metrics = Metrics()
-        self.layers: list[LayerCache | WindowCache] = []
-        self.window_masks: dict[int, tuple[WindowMask | None, ...]] = {}  # of this step's lanes, by layer
-        self._expansions: dict[int, Expand] = {}
-        self._global = [i for i, shape in enumerate(shapes) if shape.window is None]
-        self._quantizer = make_quantizer(config)
-        self.host: HostCache | None = None
-        self.engine: CopyEngine | None = None
-        self._kernel = choose_kernel(config.kernel, device)
-        self._select_pairs = make_selector(config)
-        self._scores: dict[int, tuple[torch.Tensor, int]] = {}
-        # Rows and indices of the layers that have waited in this step: from the wait to the prefetch that overwrites
-        # them, and no longer.
-        self._staged: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        # The first of the handles that were returned last.
+        self.newest: weakref.ref[torch.Tensor] | None = None
 
     def _open(self, batch: int, tokens: int) -> None:
         """Make the tiers, once the batch and the length of the first prompt are known."""
@@ -116,7 +105,7 @@ class Session:
                     layer
                 )  # allocates the staging: a session's device bytes are there from the start
         self.layers = [
-            LayerCache(self.config, self._quantizer, self.host, i)
+            LayerCache(self.config, self.quantizer, self.host, i)
             if shape.window is None
             else WindowCache(shape.window)
             for i, shape in enumerate(self.shapes)
@@ -180,106 +169,6 @@ class Session:
             )
         return lengths.pop()
 
-    # Decode ---------------------------------------------------------------------------------------------------------
-
-    def wait_prefetch(self, layer: int) -> None:
-        """Return when the pairs that were prefetched for this layer's next attention have arrived."""
-        if self.engine is not None and not self.predecoding:
-            self._staged[layer] = self.engine.wait(layer)
-
-    def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scale: float,
-        staged: bool,
-        softcap: float | None = None,
-        sinks: torch.Tensor | None = None,
-        expansion: int | None = None,
-    ) -> torch.Tensor:
-        """Attend with every lane and keep the selection scores until `select`.
-
-        Args:
-            layer: Index of the layer.
-            query: `[lanes, batch, num_heads, 1, key_dim]`.
-            key: `[lanes, batch, num_kv_heads, 1, key_dim]`.
-            value: `[lanes, batch, num_kv_heads, 1, value_dim]`.
-            scale: Factor on the scores.
-            staged: Replace low-bit pairs by those that were prefetched (never in pre-decode).
-            softcap: See `DecodeInputs`.
-            sinks: See `DecodeInputs`.
-            expansion: Which of the step's expansions makes keys and values of what is cached; None for none.
-
-        Returns:
-            `[lanes, batch, num_heads, 1, value_dim]`.
-        """
-        cache = self.layers[layer]
-        expand = None if expansion is None else self._expansions[expansion]
-        lanes = Lanes(query, key, value, scale, self.predecoding, softcap, sinks, expand)
-        if isinstance(cache, WindowCache):
-            masks = self.window_masks.get(layer, (None,) * query.shape[0])
-            return self._kernel.attention(window_inputs(lanes, cache, masks, self._quantizer))[0]
-        rows = self._staged[layer] if staged and self.engine is not None and not self.predecoding else None
-        key_mask = self.key_mask.grow(cache.kv_len)
-        out, scores = self._kernel.attention(
-            layer_inputs(lanes, cache, rows, key_mask, self.biases.get(layer))
-        )
-        if layer in self._scores:  # attentions that share a layer choose together
-            scores = self._scores[layer][0] + scores
-        self._scores[layer] = (scores, cache.num_quantized)
-        return out
-
-    def begin_step(
-        self,
-        biases: dict[int, torch.Tensor],
-        window_masks: dict[int, tuple[WindowMask | None, ...]],
-        expansions: dict[int, Expand] | None = None,
-    ) -> None:
-        """Before the graph of a decode step runs.
-
-        Args:
-            biases: What the model adds to the scores of layers that keep all tokens; see `DecodeInputs.bias`.
-            window_masks: The masks of the layers that keep a window, one a lane, where the model has masks there; None
-                for a lane whose mask can't be told: what it selects is void.
-            expansions: By attention, where keys and values are computed from what is cached: see `DecodeInputs.expand`.
-        """
-        self._scores.clear()
-        self.biases, self.window_masks, self._expansions = biases, window_masks, expansions or {}
-
-    @property
-    def windows_told(self) -> bool:
-        """Whether each lane of this step saw of the windows what its token will see."""
-        return all(mask is not None for masks in self.window_masks.values() for mask in masks)
-
-    def select(self, layer: int) -> torch.Tensor:
-        """The pairs to prefetch: the top-k of the last lane's scores, int32 `[batch, num_kv_heads, top_k]`, -1 fills.
-
-        Chosen among the tokens that are quantised now: after this step's append, so that a group that it has just
-        pushed out of the window can be fetched for the very next step.
-        """
-        scores, quantized_before = self._scores.pop(layer)
-        cache = self.layers[layer]
-        assert isinstance(cache, LayerCache)
-        chosen = self._select_pairs(scores[-1][..., : cache.num_quantized], self.config.top_k)
-        ahead = self.config.lookahead != "none" and not self.predecoding
-        if self.config.track_hit_rates and ahead and self.engine is not None and quantized_before:
-            needed = scores[0][..., :quantized_before]
-            self.metrics.count_topk(needed, self.config.top_k, self._staged[layer][1])
-        return chosen
-
-    def prefetch(self, layer: int, indices: torch.Tensor) -> None:
-        """Start bringing the 16-bit pairs of `indices` to the device, beside what the device computes next."""
-        assert self.engine is not None
-        self._staged.pop(layer, None)
-        self.engine.prefetch(layer, indices)
-
-    def append(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Keep the output token's own pair, `[batch, num_kv_heads, 1, dim]` each. Pre-decode keeps nothing."""
-        if not self.predecoding:
-            self.layers[layer].append(key, value)
-
     # Length ---------------------------------------------------------------------------------------------------------
 
     def rewind(self, kv_len: int) -> None:
@@ -299,15 +188,12 @@ class Session:
                 self.engine.reset(i)
             layer.truncate(kv_len)
         self.key_mask.crop(kv_len)
-        self._scores.clear()
-        self._staged.clear()
         self.kv_len = kv_len
         self.forget_lookahead()
 
     def reorder(self, rows: Sequence[int]) -> None:
         """Make batch row i what row `rows[i]` was (beam search): as many rows as before."""
         index = torch.tensor(rows, device=self.device)
-        self._staged.clear()
         if self.engine is not None:
             self.engine.reorder(index)
         for layer in self.layers:
@@ -383,8 +269,9 @@ class Session:
 
     def settle(self) -> None:
         """Wait for the copies under way, so that what was counted is final."""
-        for layer in self._global if self.layers else ():
-            self.wait_prefetch(layer)
+        if self.engine is not None:
+            for layer in self._global:
+                self.engine.wait(layer)
 
     def close(self) -> None:
         """Free every tier; twice is fine."""
@@ -394,8 +281,6 @@ class Session:
         if self.host is not None:
             self.host.close()
         self.layers, self.host, self.engine = [], None, None
-        self._scores.clear()
-        self._staged.clear()
 
 
 def _take(mine: LayerCache | WindowCache, theirs: LayerCache | WindowCache, rows: torch.Tensor) -> None:

@@ -15,14 +15,8 @@ from specache_fx.decode_runner import Decode
 from specache_fx.errors import ConfigError, UnsupportedGraphError
 from specache_fx.lowering import Compiled, example_state, lower
 from specache_fx.passes.base import PassState, Phase, Refusal
-from specache_fx.passes.graph_utils import (
-    copy_graph,
-    is_static_input,
-    placeholders,
-    reads_shape_only,
-    shape_of,
-    value_of,
-)
+from specache_fx.passes.graph_edit import copy_graph
+from specache_fx.passes.graph_utils import is_static_input, placeholders, reads_shape_only, shape_of, value_of
 from specache_fx.passes.pipeline import CAPTURE_PASSES, Observer, run_passes
 from specache_fx.recompile_limit import make_room
 from specache_fx.runners import Extend, LeftAlone, Prefill, TokensFirst, swap_inputs

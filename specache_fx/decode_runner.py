@@ -20,6 +20,7 @@ from specache_fx.passes.pipeline import Observer, build_decode_graph
 from specache_fx.passes.subclasses import flatten
 from specache_fx.runners import assemble, inference, layer_shapes, resolve
 from specache_fx.runtime import registry
+from specache_fx.runtime.decode_step import DecodeStep
 from specache_fx.runtime.session import Session
 from specache_fx.runtime.window_cache import WindowMask
 from specache_fx.step_masks import read_masks, step_biases
@@ -55,7 +56,7 @@ class Decode:
         self._gm, self._state, self._observe = gm, state, observe
         assert state.outputs is not None and state.sources is not None
         self._plan, self._sources, self._layers = state.outputs, state.sources, layer_shapes(state)
-        self._steps: dict[tuple[Any, ...], Compiled] = {}
+        self._graphs: dict[tuple[Any, ...], Compiled] = {}
         self._inputs = [
             (node.meta.get("specache_input", -1), node.meta.get("specache_prelude"))
             for node in placeholders(gm.graph)
@@ -97,9 +98,9 @@ class Decode:
                     biases, shows_padding = read_masks(session, self._state, args, ahead=fills)
                     if shows_padding:
                         biases = self._begin(session, args)
-                kept = self._step(session, args, biases, ahead=1)
+                kept, windows_told = self._step(session, args, biases, ahead=1)
                 session.advance(1, decoded=True)
-                told = self._sources.knows_next and session.windows_told
+                told = self._sources.knows_next and windows_told
                 if self.lanes > 1 and not (told and not (self._sources.fixed_length and session.masks_move)):
                     session.staged_for = None  # lane 1 had no position, or no mask, of its own: start over
                 handles = registry.resized(session, past)
@@ -116,17 +117,13 @@ class Decode:
             and config.placement.prefetch
             and config.lookahead != "none"
         ):
-            session.predecoding = True
-            try:
-                self._step(session, args, biases, ahead=0)
-            finally:
-                session.predecoding = False
+            self._step(session, args, biases, ahead=0)
         return biases
 
     def _step(
         self, session: Session, args: Sequence[Any], biases: list[torch.Tensor | None], ahead: int
-    ) -> Sequence[Any]:
-        """Run the graph once and return lane 0's outputs.
+    ) -> tuple[list[Any], bool]:
+        """Run the graph once. Returns lane 0's outputs, and `DecodeStep.windows_told`.
 
         Args:
             session: The session.
@@ -141,28 +138,33 @@ class Decode:
         lanes = self.lanes
         inputs = self._bind(args, speculative, lanes, ahead)
         key = tuple(tuple(x.shape) if isinstance(x, torch.Tensor) else x for x in inputs)
-        step = self._steps.get(key)
-        if step is None:
+        run = self._graphs.get(key)
+        if run is None:
             with _compiling():
                 if lanes == self.lanes:
-                    step = self._steps.get(key) or self._compile(inputs, session)
-            if step is None:  # lanes are not to be had, and were just given up
+                    run = self._graphs.get(key) or self._compile(inputs, session)
+            if run is None:  # lanes are not to be had, and were just given up
                 return self._step(session, args, biases, ahead)
-            self._steps[key] = step
-        session.begin_step(
-            step_biases(session, self._sources, args, biases, lanes, ahead),
-            self._window_masks(session, args, lanes, ahead),
-            {i: site.expansion.bind(args) for i, site in enumerate(self._state.sites) if site.expansion},
+            self._graphs[key] = run
+        step = DecodeStep(
+            session,
+            predecoding=not ahead,
+            biases=step_biases(session, self._sources, args, biases, lanes, ahead),
+            window_masks=self._window_masks(session, args, lanes, ahead),
+            expansions={
+                i: site.expansion.bind(args) for i, site in enumerate(self._state.sites) if site.expansion
+            },
         )
-        results = step(*flatten(inputs), session.state)
+        with step.running():
+            results = run(*flatten(inputs), session.state)
         if lanes == 1:
             session.speculative_token = session.guessed_token = None
-            return list(results)
+            return list(results), step.windows_told
         assert token is not None and self._state.logits is not None
         session.guessed_token = speculative if ahead else None
         logits = results[self._state.logits][1]
         session.speculative_token = logits.argmax(-1).reshape(token.shape).to(token.dtype)
-        return [result[0] for result in results]
+        return [result[0] for result in results], step.windows_told
 
     def _window_masks(
         self, session: Session, args: Sequence[Any], lanes: int, ahead: int

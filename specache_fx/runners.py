@@ -18,6 +18,7 @@ from specache_fx.errors import CacheHandleError
 from specache_fx.lowering import Compiled
 from specache_fx.passes.base import OutputPlan, PassState
 from specache_fx.runtime import claims, registry
+from specache_fx.runtime.give_back import give_back
 from specache_fx.runtime.handle import tokens_first
 from specache_fx.runtime.session import LayerShape, Session
 
@@ -75,7 +76,7 @@ class LeftAlone:
         reasons = " ".join(map(str, self._state.refusals)) or _NO_ATTENTION
         with inference():
             try:
-                real = claims.give_back([args[i] for i in kv])
+                real = give_back([args[i] for i in kv])
             except CacheHandleError as error:
                 raise CacheHandleError(
                     f"{error} A graph that specache leaves alone was to get its numbers. {reasons}"

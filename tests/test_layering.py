@@ -28,8 +28,9 @@ RANKS: tuple[tuple[str, ...], ...] = (
     ("specache_fx.lowering",),
     ("specache_fx.passes",),
     ("specache_fx.runtime.ops",),
+    ("specache_fx.runtime.give_back",),
     ("specache_fx.runtime.claims",),
-    ("specache_fx.runtime.registry",),
+    ("specache_fx.runtime.registry", "specache_fx.runtime.decode_step"),
     ("specache_fx.runtime.session",),
     ("specache_fx.runtime.decode_inputs",),
     (

@@ -73,7 +73,7 @@ def allocated(session: Session, decoded: int) -> MemoryPlan:
                 torch.randn(batch, shape.num_kv_heads, 1, dim).to(session.dtype)
                 for dim in (shape.key_dim, shape.value_dim)
             ]
-            session.append(layer, *token)
+            session.layers[layer].append(*token)
     peak = session.device_bytes
     session.close()
     return MemoryPlan(device, peak, host, full)

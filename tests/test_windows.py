@@ -63,7 +63,7 @@ class Lanes:
             if ahead and runner.lanes > 1 and session.kv_len + 1 < self.truth.shape[1]:
                 session.speculative_token = self.truth[:, session.kv_len + 1, None]
             out = step(runner, session, args, biases, ahead)
-            if ahead and session.windows_told and runner.lanes > 1:
+            if ahead and out[1] and runner.lanes > 1:
                 self.kv_len.append(session.kv_len)
                 self.logits.append(self.last)
             return out

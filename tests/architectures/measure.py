@@ -25,6 +25,7 @@ from specache_fx.backend import Backend
 from specache_fx.decode_runner import Decode
 from specache_fx.lowering import Compiled
 from specache_fx.passes.base import PassState
+from specache_fx.runtime import decode_step
 from specache_fx.runtime.session import Session
 
 NEW_TOKENS = 24
@@ -80,7 +81,7 @@ class Watch:
                 args: Sequence[Any],
                 biases: list[Tensor | None],
                 ahead: int,
-            ) -> Sequence[Any]:
+            ) -> tuple[list[Any], bool]:
                 start = watch.starts.setdefault(session.number, session.kv_len)
                 step = session.kv_len - start
                 if ahead and session.speculative_token is not None and step + 1 < NEW_TOKENS:
@@ -101,20 +102,21 @@ class Watch:
                     return compiled
                 logits = self._state.logits
 
-                def run(*args: Any) -> Any:
+                def compared(*args: Any) -> Any:
                     results, session = compiled(*args), watch.session
                     assert session is not None
+                    run = decode_step.by_state(session.state)
                     step = session.kv_len - watch.starts[session.number]
                     # Where the next position or window can't be told the second lane is void, and speculation
                     # starts over with the next token.
-                    used = self._sources.knows_next and session.windows_told
-                    if used and not session.predecoding and step + 2 < NEW_TOKENS:
+                    used = self._sources.knows_next and run.windows_told
+                    if used and not run.predecoding and step + 2 < NEW_TOKENS:
                         watch.lane_differences.append(
                             difference(results[logits][1][:, -1], watch.eager.logits[step + 2])
                         )
                     return results
 
-                return run
+                return compared
 
         return Watched
 

@@ -15,7 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from specache_fx.config import SpecacheConfig
 from specache_fx.passes.base import Pass, PassState, Phase
-from specache_fx.passes.graph_utils import copy_graph
+from specache_fx.passes.graph_edit import copy_graph
 from specache_fx.passes.pipeline import CAPTURE_PASSES, DECODE_PASSES, run_passes
 
 CACHED = (Phase.PREFILL, Phase.EXTEND, Phase.DECODE)

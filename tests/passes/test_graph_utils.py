@@ -8,7 +8,9 @@ import torch
 from support import graphs
 from torch import Tensor, fx
 
-from specache_fx.passes.graph_utils import copy_graph, eliminate_dead_code, finish, target_name
+from specache_fx.passes.graph_edit import copy_graph, finish
+from specache_fx.passes.graph_slices import eliminate_dead_code
+from specache_fx.passes.graph_utils import target_name
 from specache_fx.runtime import ops  # noqa: F401  (registers torch.ops.specache)
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support import graphs
-from torch import Tensor, nn
+from torch import Tensor
 from torch.fx import GraphModule
 
 from specache_fx.config import SpecacheConfig
@@ -22,24 +22,13 @@ from specache_fx.runners import swap_inputs
 Q, K, PAST = torch.randn(2, 4, 1, 8), torch.randn(2, 1, 2, 8), torch.randn(2, 5, 2, 8)
 
 
-class Attention(nn.Module):
-    """One attention as a function."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, *tensors: Tensor) -> Any:
-        return self.function(*tensors)
-
-
 def sdpa(q: Tensor, keys: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, keys, keys, enable_gqa=True)
 
 
 def run(function: Callable[..., Any], *tensors: Tensor) -> tuple[str, GraphModule, PassState, Any]:
     """The graph before and after the pass, its state, and what it then returns."""
-    (captured,) = graphs.capture(Attention(function), lambda forward: forward(*tensors))
+    (captured,) = graphs.capture(graphs.FunctionModule(function), lambda forward: forward(*tensors))
     gm, state = captured.copy(), PassState(SpecacheConfig())
     before = graphs.code(gm)
     gm = heads_first(gm, state)
@@ -75,7 +64,7 @@ def expanded(q: Tensor, k: Tensor, past: Tensor) -> Any:
 
 def test_sizes_are_read_in_the_new_layout() -> None:
     """`size()` stands in graphs whose length Dynamo took for dynamic and then found to be a constant."""
-    (captured,) = graphs.capture(Attention(plain), lambda forward: forward(Q, K, PAST))
+    (captured,) = graphs.capture(graphs.FunctionModule(plain), lambda forward: forward(Q, K, PAST))
     gm, state = captured.copy(), PassState(SpecacheConfig())
     past = next(node for node in placeholders(gm.graph) if shape_of(node) == (2, 5, 2, 8))
     output = output_node(gm.graph)

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support import graphs
-from torch import Tensor, nn
+from torch import Tensor
 
 from specache_fx.config import SpecacheConfig
 from specache_fx.passes.base import PassState, Phase
@@ -20,17 +20,6 @@ from specache_fx.passes.normalize_attention import normalize_attention
 
 HERE = Path(__file__).name
 LEAVE = 'To use this model nevertheless, compile it with backend="inductor".'
-
-
-class Attention(nn.Module):
-    """Makes a module of a function over q, k, v and the past, so that Dynamo sees no parameter."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, *args: Tensor) -> Any:
-        return self.function(*args)
 
 
 def tensors(
@@ -44,7 +33,9 @@ def tensors(
 def match(function: Callable[..., Any], *args: Tensor) -> PassState:
     """What the pass says about a function's graph."""
     with torch.no_grad():
-        (captured,) = graphs.capture(Attention(function), lambda forward: forward(*(args or tensors())))
+        (captured,) = graphs.capture(
+            graphs.FunctionModule(function), lambda forward: forward(*(args or tensors()))
+        )
     return graphs.matched(captured)
 
 
@@ -270,7 +261,7 @@ def test_attention_over_no_cache_is_left_without_a_word() -> None:
 
 
 def test_refusals_leave_the_graph_as_it_is() -> None:
-    (captured,) = graphs.capture(Attention(with_dropout), lambda forward: forward(*tensors()))
+    (captured,) = graphs.capture(graphs.FunctionModule(with_dropout), lambda forward: forward(*tensors()))
     gm = captured.copy()
     before, state = graphs.code(gm), PassState(SpecacheConfig())
     assert graphs.code(match_attention(normalize_attention(gm, state), state)) == before

@@ -10,7 +10,8 @@ from torch.fx import GraphModule, Node
 from specache_fx.config import SpecacheConfig
 from specache_fx.errors import PassInvariantError
 from specache_fx.passes.base import PassState, Phase
-from specache_fx.passes.graph_utils import call, copy_graph, placeholders
+from specache_fx.passes.graph_edit import call, copy_graph
+from specache_fx.passes.graph_utils import placeholders
 from specache_fx.passes.pipeline import DECODE_PASSES, run_passes
 from specache_fx.passes.verify import verify
 from specache_fx.runtime import ops  # noqa: F401  (registers torch.ops.specache)

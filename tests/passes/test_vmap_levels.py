@@ -8,14 +8,9 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from specache_fx.passes.graph_utils import (
-    copy_graph,
-    eliminate_dead_code,
-    extract,
-    output_node,
-    placeholders,
-    target_name,
-)
+from specache_fx.passes.graph_edit import copy_graph
+from specache_fx.passes.graph_slices import eliminate_dead_code, extract
+from specache_fx.passes.graph_utils import output_node, placeholders, target_name
 
 
 def captured() -> tuple[GraphModule, tuple[Tensor, ...]]:

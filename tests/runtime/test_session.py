@@ -18,6 +18,7 @@ from specache_fx.config import SpecacheConfig
 from specache_fx.errors import CacheHandleError
 from specache_fx.runtime import session as session_module
 from specache_fx.runtime.copy_engine import CopyEngine
+from specache_fx.runtime.decode_step import DecodeStep
 from specache_fx.runtime.session import LayerShape, Session
 
 CPU = torch.device("cpu")
@@ -90,22 +91,21 @@ class _Pair:
         if predecode:
             self.staged = [None] * LAYERS
             lanes = 1
-        session.predecoding = predecode
-        session.begin_step(self.biases(lanes), {})
+        run = DecodeStep(session, predecode, self.biases(lanes))
         for layer, oracle in enumerate(self.oracles):
             query = self.random(lanes, self.shape.batch, self.shape.num_heads, 1, self.shape.head_dim)
             key, value = self.pairs(1, lanes)
-            session.wait_prefetch(layer)
+            run.wait_prefetch(layer)
             form = self.form
-            out = session.attend(layer, query, key, value, 0.3, True, form.softcap, form.sinks)
+            out = run.attend(layer, query, key, value, 0.3, True, form.softcap, form.sinks)
             expected, scores = oracle.attend_all(query, key, value, self.staged[layer], 0.3, form)
             torch.testing.assert_close(out, expected, **CLOSE)
-            session.append(layer, key[0], value[0])
+            run.append(layer, key[0], value[0])
             if not predecode:
                 oracle.append(key[0], value[0])
             if config.placement.prefetch:
-                chosen = session.select(layer)
-                session.prefetch(layer, chosen)
+                chosen = run.select(layer)
+                run.prefetch(layer, chosen)
                 ours = [[[i for i in head if i >= 0] for head in row] for row in chosen.tolist()]
                 count = oracle.num_quantized
                 wanted = select(scores[-1][..., :count], oracle.key_mask[:, :count], config.top_k)
@@ -118,7 +118,6 @@ class _Pair:
                             probabilities[ours[b][h]], probabilities[positions], **CLOSE
                         )
                 self.staged[layer] = ours
-        session.predecoding = False
         if not predecode:
             session.advance(1, decoded=True)
 
@@ -203,7 +202,7 @@ def test_a_failed_step_leaves_a_session_that_can_go_on() -> None:
     pair.extend(21, torch.ones(2, 21, dtype=torch.bool))
     key, value = pair.pairs(1)
     for _ in range(3):  # layer 0 is some tokens ahead of layer 1, past the overflow of its window
-        pair.session.append(0, key, value)
+        pair.session.layers[0].append(key, value)
     pair.session.rewind(21)
     assert [layer.kv_len for layer in pair.session.layers] == [21, 21]
     assert torch.equal(pair.session.load(0)[0], pair.oracles[0].k)
@@ -235,6 +234,10 @@ def test_a_step_waits_once_a_layer_and_reads_nothing_that_a_prefetch_may_overwri
     assert waits == [0, 1] * 3
     # After a layer's prefetch its slots may change at any moment: nobody reads them without waiting again.
     query, (key, value) = pair.random(2, 2, 4, 1, 8), pair.pairs(1, 2)
+    run = DecodeStep(pair.session)
+    run.wait_prefetch(0)
+    run.attend(0, query, key, value, 0.3, staged=True)
+    run.prefetch(0, run.select(0))
     with pytest.raises(KeyError):
-        pair.session.attend(0, query, key, value, 0.3, staged=True)
+        run.attend(0, query, key, value, 0.3, staged=True)
     pair.session.close()

@@ -9,13 +9,14 @@ from typing import Any
 import torch
 from support.models import TinyConfig, TinyDecoder
 from support.zoo import build
-from torch import nn
+from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
 from specache_fx.config import SpecacheConfig
 from specache_fx.passes.base import PassState, Phase
 from specache_fx.passes.duplicate_query import duplicate_query, lane_inputs
-from specache_fx.passes.graph_utils import copy_graph, placeholders, value_of
+from specache_fx.passes.graph_edit import copy_graph
+from specache_fx.passes.graph_utils import placeholders, value_of
 from specache_fx.passes.heads_first import heads_first
 from specache_fx.passes.match_attention import match_attention
 from specache_fx.passes.normalize_attention import normalize_attention
@@ -33,6 +34,17 @@ class Captured:
     def copy(self) -> GraphModule:
         """One that passes may edit."""
         return copy_graph(self.gm)
+
+
+class FunctionModule(nn.Module):
+    """Makes a module of a function over tensors, so that Dynamo sees no parameter."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *tensors: Tensor) -> Any:
+        return self.function(*tensors)
 
 
 @dataclass

@@ -1,0 +1,76 @@
+"""What edits an FX graph: copies, calls, inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx import Graph, GraphModule, Node
+
+from specache_fx.passes.graph_utils import placeholders, value_of
+
+
+def copy_graph(gm: GraphModule) -> GraphModule:
+    """A copy that may be edited: Dynamo goes on using its own graph."""
+    graph = Graph()
+    copied: dict[Node, Node] = {}
+    graph.output(graph.graph_copy(gm.graph, copied))
+    for old, new in copied.items():
+        new.meta = dict(old.meta)
+    output = next(iter(reversed(graph.nodes)))
+    output.meta = dict(next(iter(reversed(gm.graph.nodes))).meta)
+    return GraphModule(gm, graph)
+
+
+def add_placeholder(graph: Graph, name: str, value: Any) -> Node:
+    """A new last input, with a fake value in the fake mode of the others."""
+    others = placeholders(graph)
+    with graph.inserting_after(others[-1]):
+        node = graph.placeholder(name)
+    mode = _fake_mode(value_of(other) for other in others)
+    key = "example_value" if "example_value" in others[-1].meta else "val"
+    node.meta[key] = (
+        mode.from_tensor(value) if mode is not None and isinstance(value, torch.Tensor) else value
+    )
+    return node
+
+
+def _fake_mode(values: Iterable[Any]) -> FakeTensorMode | None:
+    """The fake mode of the values. Not the ambient one: Dynamo changes it before it calls a backend."""
+    for value in values:
+        for item in value if isinstance(value, (tuple, list)) else (value,):
+            if isinstance(item, FakeTensor):
+                return item.fake_mode
+    return None
+
+
+def call(graph: Graph, target: Any, args: tuple[Any, ...], origin: Node, name: str | None = None) -> Node:
+    """Insert a call at the graph's insertion point, with its fake value and where it comes from.
+
+    Args:
+        graph: The graph, within `inserting_before` or `inserting_after`.
+        target: A function or operator.
+        args: Nodes and constants.
+        origin: The node that this call stands for: its source line is kept.
+        name: What to call its result; FX makes it unique.
+    """
+    node = graph.create_node("call_function", target, args, name=name)
+    node.meta = {
+        k: v for k, v in origin.meta.items() if k in ("stack_trace", "nn_module_stack", "source_fn_stack")
+    }
+    tensors = [value_of(arg) for arg in node.all_input_nodes]
+    mode = _fake_mode(tensors)
+    if mode is not None:
+        with mode, torch.no_grad():
+            value = target(*torch.fx.node.map_arg(args, value_of))
+        node.meta["example_value" if "example_value" in origin.meta else "val"] = value
+    return node
+
+
+def finish(gm: GraphModule) -> GraphModule:
+    """Check the graph and make its code again; every pass ends with it."""
+    gm.graph.lint()
+    gm.recompile()
+    return gm

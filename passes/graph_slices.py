@@ -1,0 +1,134 @@
+"""What computes what in an FX graph: dependence, in-place writes included, and the parts that it tells."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from specache_fx.passes.graph_utils import base_of, mutates, shape_of, target_name, value_of
+
+_CONSTANT_NODES = 50  # a factor is computed in fewer
+_VMAP_DATA = {"_add_batch_dim", "_remove_batch_dim"}
+_VMAP_LEVELS = {"_vmap_increment_nesting", "_vmap_decrement_nesting", "lazy_load_decompositions"}
+
+
+def ancestors(nodes: Iterable[Node], stop: Iterable[Node] = ()) -> set[Node]:
+    """The nodes and everything that they are computed from; of what is in `stop`, not what lies behind."""
+    ends, seen = set(stop), set[Node]()
+    work = list(nodes)
+    while work:
+        node = work.pop()
+        if node not in seen:
+            seen.add(node)
+            if node not in ends:
+                work.extend(node.all_input_nodes)
+    return seen
+
+
+def needed_for(
+    graph: Graph, results: Iterable[Node], inputs: Iterable[Node] = (), reader: Node | None = None
+) -> set[Node]:
+    """What computes `results` from `inputs`: their ancestors, and the in-place calls that change these on the way.
+
+    Where these run under `torch.vmap`, the calls that begin and end its levels too: no edge leads there.
+
+    Args:
+        graph: The graph.
+        results: What is wanted.
+        inputs: What is given.
+        reader: As this node finds the results, after all in-place calls before it; None for the last of them.
+    """
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    results, inputs = list(results), set(inputs)
+    last = max((order[node] for node in results), default=-1) if reader is None else order[reader]
+    writes = [node for node in graph.nodes if mutates(node) and node.args and order[node] < last]
+    needed = ancestors(results, inputs)
+    while more := [
+        node
+        for node in writes
+        if node not in needed and base_of(node.args[0]) in needed and base_of(node.args[0]) not in inputs
+    ]:
+        needed |= ancestors(more, inputs)
+    return needed | _vmap_levels(graph, needed)
+
+
+def _vmap_levels(graph: Graph, live: set[Node]) -> set[Node]:
+    """The calls that begin and end the levels of `torch.vmap`, if a live node runs in one: all, in pairs."""
+    if not any(target_name(node) in _VMAP_DATA for node in live):
+        return set()
+    return {node for node in graph.nodes if target_name(node) in _VMAP_LEVELS}
+
+
+def extract(
+    gm: GraphModule, results: list[Node], inputs: list[Node], reader: Node | None = None
+) -> GraphModule:
+    """A graph of its own that computes `results` from `inputs`, in the order given; these may be any nodes.
+
+    `reader`: see `needed_for`.
+    """
+    graph = Graph()
+    copied: dict[Node, Node] = {}
+    for node in inputs:
+        copied[node] = graph.placeholder(node.name)
+        copied[node].meta = dict(node.meta)
+    needed = needed_for(gm.graph, results, inputs, reader)
+    for node in gm.graph.nodes:
+        if node in needed and node not in copied:
+            copied[node] = graph.node_copy(node, lambda old: copied[old])
+    graph.output(tuple(copied[node] for node in results))
+    return GraphModule(gm, graph)
+
+
+def constant_of(gm: GraphModule, value: Any) -> float | None:
+    """The number that a constant, or a one-element tensor that is computed from constants alone, stands for."""
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return float(value)
+    if not isinstance(value, Node) or not isinstance(value_of(value), torch.Tensor):
+        return None
+    needed = needed_for(gm.graph, [value])
+    computed = all(node.op in ("call_function", "call_method") for node in needed)
+    if not computed or any(not isinstance(size, int) for size in shape_of(value) or ()):
+        return None
+    if value_of(value).numel() != 1 or len(needed) > _CONSTANT_NODES:
+        return None
+    with torch.no_grad():
+        return float(extract(gm, [value], [])()[0])
+
+
+def eliminate_dead_code(graph: Graph, keep: Iterable[Node] = ()) -> int:
+    """Erase what no output needs. FX's own pass erases in-place calls on live tensors; this one keeps them.
+
+    Args:
+        graph: The graph.
+        keep: Nodes that are needed though nothing reads them.
+
+    Returns:
+        Number of nodes erased.
+    """
+    mutations: dict[Node, list[Node]] = {}
+    work = list(keep)
+    for node in graph.nodes:
+        if node.op in ("placeholder", "output") or (node.op == "call_function" and _is_effectful(node)):
+            work.append(node)
+        elif mutates(node) and node.args:
+            mutations.setdefault(base_of(node.args[0]), []).append(node)
+    live: set[Node] = set()
+    while work:
+        node = work.pop()
+        if node not in live:
+            live.add(node)
+            work.extend(node.all_input_nodes)
+            work.extend(mutations.get(node, []))
+    live |= _vmap_levels(graph, live)
+    dead = [node for node in reversed(graph.nodes) if node not in live]
+    for node in dead:
+        graph.erase_node(node)
+    return len(dead)
+
+
+def _is_effectful(node: Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and schema.name.startswith("specache::") and schema.is_mutable

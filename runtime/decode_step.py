@@ -1,0 +1,143 @@
+"""`DecodeStep`: what the ops of a decode graph do to a session, in graph order.
+
+    wait_prefetch -> attend -> append -> select -> prefetch        once a layer
+
+It lasts for one run of the graph. What its ops hand on to each other is in here, and what the model's masks say of this
+token; what outlasts the token is in the session.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+
+from specache_fx.runtime.decode_inputs import Lanes, layer_inputs, window_inputs
+from specache_fx.runtime.kernels import Expand
+from specache_fx.runtime.layer_cache import LayerCache
+from specache_fx.runtime.session import Session
+from specache_fx.runtime.window_cache import WindowCache, WindowMask
+
+_running: dict[int, DecodeStep] = {}  # by the number of its session, which runs one at a time
+
+
+@dataclass
+class DecodeStep:
+    """One token of a session, or its first one twice (pre-decode, Algorithm 2).
+
+    Attributes:
+        session: Whose.
+        predecoding: Nothing is kept of the token, and no pairs have been prefetched for it.
+        biases: By layer that keeps all tokens, what the model adds to its scores: see `DecodeInputs.bias`.
+        window_masks: By layer that keeps a window, its masks, one a lane, where the model has masks there; None for a
+            lane whose mask can't be told: what it selects is void.
+        expansions: By attention, where keys and values are computed from what is cached: see `DecodeInputs.expand`.
+    """
+
+    session: Session
+    predecoding: bool = False
+    biases: dict[int, torch.Tensor] = field(default_factory=dict)
+    window_masks: dict[int, tuple[WindowMask | None, ...]] = field(default_factory=dict)
+    expansions: dict[int, Expand] = field(default_factory=dict)
+    _scores: dict[int, tuple[torch.Tensor, int]] = field(default_factory=dict, init=False)
+    # Rows and indices of the layers that have waited: until the prefetch that overwrites them, and no longer.
+    _staged: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict, init=False)
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """While the graph runs: its ops find the step by the session's `state`."""
+        _running[self.session.number] = self
+        try:
+            yield
+        finally:
+            del _running[self.session.number]
+
+    @property
+    def windows_told(self) -> bool:
+        """Whether each lane sees of the windows what its token will see."""
+        return all(mask is not None for masks in self.window_masks.values() for mask in masks)
+
+    def wait_prefetch(self, layer: int) -> None:
+        """Return when the pairs that were prefetched for this layer's attention have arrived."""
+        if self.session.engine is not None and not self.predecoding:
+            self._staged[layer] = self.session.engine.wait(layer)
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scale: float,
+        staged: bool,
+        softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
+        expansion: int | None = None,
+    ) -> torch.Tensor:
+        """Attend with every lane and keep the selection scores until `select`.
+
+        Args:
+            layer: Index of the layer.
+            query: `[lanes, batch, num_heads, 1, key_dim]`.
+            key: `[lanes, batch, num_kv_heads, 1, key_dim]`.
+            value: `[lanes, batch, num_kv_heads, 1, value_dim]`.
+            scale: Factor on the scores.
+            staged: Replace low-bit pairs by those that were prefetched (never in pre-decode).
+            softcap: See `DecodeInputs`.
+            sinks: See `DecodeInputs`.
+            expansion: Which of `expansions` makes keys and values of what is cached; None for none.
+
+        Returns:
+            `[lanes, batch, num_heads, 1, value_dim]`.
+        """
+        session = self.session
+        cache = session.layers[layer]
+        expand = None if expansion is None else self.expansions[expansion]
+        lanes = Lanes(query, key, value, scale, self.predecoding, softcap, sinks, expand)
+        if isinstance(cache, WindowCache):
+            masks = self.window_masks.get(layer, (None,) * query.shape[0])
+            return session.kernel.attention(window_inputs(lanes, cache, masks, session.quantizer))[0]
+        rows = self._staged[layer] if staged and session.engine is not None and not self.predecoding else None
+        key_mask = session.key_mask.grow(cache.kv_len)
+        out, scores = session.kernel.attention(
+            layer_inputs(lanes, cache, rows, key_mask, self.biases.get(layer))
+        )
+        if layer in self._scores:  # attentions that share a layer choose together
+            scores = self._scores[layer][0] + scores
+        self._scores[layer] = (scores, cache.num_quantized)
+        return out
+
+    def append(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Keep the output token's own pair, `[batch, num_kv_heads, 1, dim]` each. Pre-decode keeps nothing."""
+        if not self.predecoding:
+            self.session.layers[layer].append(key, value)
+
+    def select(self, layer: int) -> torch.Tensor:
+        """The pairs to prefetch: the top-k of the last lane's scores, int32 `[batch, num_kv_heads, top_k]`, -1 fills.
+
+        Chosen among the tokens that are quantised now: after this step's append, so that a group that it has just
+        pushed out of the window can be fetched for the very next step.
+        """
+        session, config = self.session, self.session.config
+        scores, quantized_before = self._scores.pop(layer)
+        cache = session.layers[layer]
+        assert isinstance(cache, LayerCache)
+        chosen = session.select_pairs(scores[-1][..., : cache.num_quantized], config.top_k)
+        ahead = config.lookahead != "none" and not self.predecoding
+        if config.track_hit_rates and ahead and session.engine is not None and quantized_before:
+            needed = scores[0][..., :quantized_before]
+            session.metrics.count_topk(needed, config.top_k, self._staged[layer][1])
+        return chosen
+
+    def prefetch(self, layer: int, indices: torch.Tensor) -> None:
+        """Start bringing the 16-bit pairs of `indices` to the device, beside what the device computes next."""
+        assert self.session.engine is not None
+        self._staged.pop(layer, None)
+        self.session.engine.prefetch(layer, indices)
+
+
+def by_state(state: torch.Tensor) -> DecodeStep:
+    """The step that an op's `state` names."""
+    return _running[int(state)]

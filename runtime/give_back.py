@@ -1,0 +1,86 @@
+"""Handles turned back into the numbers that they stand for, for a graph that reads them itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from specache_fx.errors import CacheHandleError
+from specache_fx.runtime import handle as handles
+from specache_fx.runtime import registry
+from specache_fx.runtime.claims import ENDED, LEFT, MIXED, REORDERED, read_claim
+
+
+@registry.locked
+def give_back(tensors: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
+    """The numbers that handles stand for, for a graph that reads them itself.
+
+    Args:
+        tensors: Inputs of a call, handles among them, in any order. Of a session all, or some as it gave them last.
+
+    Returns:
+        By place among `tensors`: 16-bit keys or values on the device, as the model would have cached them. Where the
+        policy keeps no 16-bit copy, the low-bit one's numbers.
+
+    Raises:
+        CacheHandleError: As `go_on`.
+    """
+    places: dict[int, list[tuple[int, int]]] = {}
+    for place, tensor in enumerate(tensors):
+        for code in (handles.decode(tensor) or [])[:1]:
+            places.setdefault(code.session, []).append((code.slot, place))
+    real: dict[int, torch.Tensor] = {}
+    for number, found in places.items():
+        slots, order = zip(*sorted(found), strict=True)
+        issued = registry.by_code(number)
+        if issued is None:
+            raise CacheHandleError(ENDED)
+        shapes = issued.session.shapes
+        swapped = [
+            _has_tokens_first(tensors[place], shapes[slot // 2].num_kv_heads)
+            for slot, place in zip(slots, order, strict=True)
+        ]
+        past = [
+            tensors[place].transpose(1, 2) if swap else tensors[place]
+            for place, swap in zip(order, swapped, strict=True)
+        ]
+        sides = _numbers(slots, past)
+        for place, swap, side in zip(order, swapped, sides, strict=True):
+            real[place] = (side.transpose(1, 2) if swap else side).contiguous()
+    return real
+
+
+def _has_tokens_first(tensor: torch.Tensor, num_kv_heads: int) -> bool:
+    """Whether a handle, or a copy of one, is `[batch, kv_len, num_kv_heads, head_dim]`.
+
+    Raises:
+        CacheHandleError: If a copy has as many tokens as heads, which tells nothing.
+    """
+    if handles.is_laid_out(tensor):
+        return tensor.stride(2) == 0
+    if tensor.shape[1] == tensor.shape[2] and num_kv_heads > 1:
+        raise CacheHandleError(REORDERED)
+    return tensor.shape[1] != num_kv_heads
+
+
+def _numbers(slots: Sequence[int], past: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """What handles of one session stand for, read and no more: of all slots, or of some as the last call gave them."""
+    issued = registry.issue_of(past[0])
+    if issued is not None and len(slots) < 2 * len(issued.session.shapes):
+        session, lengths = issued.session, issued.session.handle_lengths()
+        same = all(registry.issue_of(tensor) is issued for tensor in past)
+        if not same or any(tensor.shape[2] != lengths[i] for i, tensor in zip(slots, past, strict=True)):
+            raise CacheHandleError(MIXED)
+        if issued.valid_len is not None and session.kv_len > issued.valid_len:
+            raise CacheHandleError(LEFT)
+        kv_len, rows = session.kv_len, list(range(past[0].shape[0]))
+    else:
+        claim = read_claim(past)
+        session, kv_len, rows = claim.session, claim.kv_len, claim.rows
+    with session.lock:
+        if kv_len > session.kv_len:
+            raise CacheHandleError(MIXED)
+        layers = {layer: session.load(layer, kv_len) for layer in dict.fromkeys(slot // 2 for slot in slots)}
+    index = torch.tensor(rows, device=session.device)
+    return [layers[slot // 2][slot % 2].index_select(0, index) for slot in slots]
