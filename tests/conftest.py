@@ -15,7 +15,7 @@ _SLOW_IS_FINE = [HealthCheck.too_slow, HealthCheck.data_too_large]
 settings.register_profile(
     "ci", derandomize=True, deadline=None, max_examples=20, suppress_health_check=_SLOW_IS_FINE, database=None
 )
-settings.register_profile("nightly", deadline=None, max_examples=2_000, suppress_health_check=_SLOW_IS_FINE)
+settings.register_profile("nightly", deadline=None, max_examples=500, suppress_health_check=_SLOW_IS_FINE)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 # The tensors are small, and one process a core runs already: more threads only get into each other's way.

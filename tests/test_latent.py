@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import strategies
+from support.cases import examples
 from support.models import TinyConfig, TinyDecoder, generate
 from support.oracle import OracleDecoder
 from support.zoo import SMALL, build, left_padded
@@ -27,7 +28,7 @@ def compiled(model: TinyDecoder, config: SpecacheConfig) -> torch.nn.Module:
     return torch.compile(model, backend="specache", options={**asdict(config), "lowering": "eager"})  # type: ignore[return-value]
 
 
-@settings(max_examples=8)
+@settings(max_examples=examples(5))
 @given(st.data(), st.sampled_from(("bits", "top_k")), strategies.lookaheads)
 def test_exact_settings_equal_plain_decoding(data: st.DataObject, how: str, lookahead: str) -> None:
     prompt = data.draw(strategies.prompts(latent=True))
@@ -41,7 +42,7 @@ def test_exact_settings_equal_plain_decoding(data: st.DataObject, how: str, look
     assert torch.equal(ours.tokens, plain.tokens)
 
 
-@settings(max_examples=10)
+@settings(max_examples=examples(6))
 @given(st.data())
 def test_decoding_equals_the_dense_oracle(data: st.DataObject) -> None:
     prompt = data.draw(strategies.prompts(min_len=2, latent=True))

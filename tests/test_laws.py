@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import strategies
+from support.cases import examples
 from support.models import Generated, TinyDecoder, generate
 from support.oracle import OracleDecoder
 
@@ -39,7 +40,7 @@ def forced_tokens(prompt: strategies.Prompt, tokens: int, seed: int) -> torch.Te
     )
 
 
-@settings(max_examples=15)
+@settings(max_examples=examples(10))
 @given(st.data(), st.sampled_from(("bits", "residual", "top_k")), strategies.lookaheads)
 def test_law_1_exact_settings_equal_plain_decoding(data: st.DataObject, how: str, lookahead: str) -> None:
     prompt = data.draw(strategies.prompts())
@@ -51,7 +52,7 @@ def test_law_1_exact_settings_equal_plain_decoding(data: st.DataObject, how: str
     assert torch.equal(ours.tokens, plain.tokens)
 
 
-@settings(max_examples=8)
+@settings(max_examples=examples(6))
 @given(st.data(), st.sampled_from((torch.bfloat16, torch.float16)))
 def test_law_1_holds_within_rounding_in_16_bits(data: st.DataObject, dtype: torch.dtype) -> None:
     prompt = data.draw(strategies.prompts(dtype))
@@ -67,7 +68,7 @@ def test_law_1_holds_within_rounding_in_16_bits(data: st.DataObject, dtype: torc
     assert (ours.logits.float() - truth.logits).abs().max() <= 2 * budget + 1e-3
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(15))
 @given(st.data())
 def test_decoding_equals_the_dense_oracle(data: st.DataObject) -> None:
     # From 2 tokens: after a prompt of one, Dynamo makes the length a constant of the first decode graph, and lookahead
@@ -92,7 +93,7 @@ def test_decoding_equals_the_dense_oracle(data: st.DataObject) -> None:
         assert int(session.metrics.topk_needed) == truth.topk_hits.total
 
 
-@settings(max_examples=8)
+@settings(max_examples=examples(6))
 @given(st.data())
 def test_kivi_equals_the_dense_oracle(data: st.DataObject) -> None:
     prompt = data.draw(strategies.prompts())

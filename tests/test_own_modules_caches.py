@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.cases import examples
 from support.own_modules import (
     CONTAINERS,
     VOCAB_SIZE,
@@ -136,7 +137,7 @@ def test_tokens_before_heads_where_one_layer_is_left_alone() -> None:
     assert left.stride() == plain.cache[0][1][1].stride()
 
 
-@settings(max_examples=4)
+@settings(max_examples=examples(4))
 @given(
     kind=st.sampled_from(["gpt", "llama"]),
     container=st.sampled_from(sorted(CONTAINERS)),

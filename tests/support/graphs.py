@@ -43,8 +43,8 @@ class FunctionModule(nn.Module):
         super().__init__()
         self.function = function
 
-    def forward(self, *tensors: Tensor) -> Any:
-        return self.function(*tensors)
+    def forward(self, *args: Tensor) -> Any:
+        return self.function(*args)
 
 
 @dataclass
