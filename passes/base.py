@@ -182,6 +182,7 @@ class PassState:
         window_masks: The masks of attentions over a window (decode); None where there are none.
         logits: Position of the logits among the kept outputs; None where there are none.
         mutated: Name of an input that the decode graph writes to, if there is one.
+        random: Name of an operation of the decode graph that draws random numbers, if there is one.
         carried: Name of a state that the decode graph takes and gives back changed, if there is one.
         kept_cache: Name of a cache that is left alone and so goes on growing in the decode graph, if there is one.
     """
@@ -203,6 +204,7 @@ class PassState:
     window_masks: WindowMasks | None = None
     logits: int | None = None
     mutated: str | None = None
+    random: str | None = None
     carried: str | None = None
     kept_cache: str | None = None
 

@@ -38,20 +38,20 @@ from torch.fx import Graph, GraphModule, Node
 
 from specache_fx.errors import UnsupportedGraphError
 from specache_fx.passes.base import AttentionSite, OutputPlan, Pass, PassState, Phase, leave_alone
+from specache_fx.passes.cache_side import grows
 from specache_fx.passes.find_sources import find_sources
 from specache_fx.passes.graph_edit import add_placeholder, call, finish
 from specache_fx.passes.graph_slices import ancestors, eliminate_dead_code, extract
 from specache_fx.passes.graph_utils import (
-    grows,
     is_integer,
     is_static_input,
-    mutated_inputs,
     output_node,
     placeholders,
     shape_of,
     value_of,
 )
 from specache_fx.passes.window_masks import find_window_masks
+from specache_fx.passes.writes import draws_random_numbers, mutated_inputs
 from specache_fx.runtime import ops  # noqa: F401  (registers torch.ops.specache)
 
 STATE = "specache_state"
@@ -187,6 +187,7 @@ def bind_cache(gm: GraphModule, state: PassState) -> GraphModule:
     plan = state.outputs = _plan_outputs(graph, state)
     if state.sources is not None:
         state.mutated = next((node.name for node in mutated_inputs(graph)), None)
+        state.random = next((node.name for node in graph.nodes if draws_random_numbers(node)), None)
         state.logits = _find_logits(graph, state.sources.vocabulary)
         kept = [original[i] for i in plan.kept]
         state.kept_cache = next((node.name for node in kept if grows(node)), None)
@@ -195,7 +196,7 @@ def bind_cache(gm: GraphModule, state: PassState) -> GraphModule:
         results = [original[i] for i in plan.lengths]
         used = ancestors(results)
         needed = [node for node in inputs if node in used]
-        plan.length_graph = extract(gm, results, needed)
+        plan.length_graph = extract(gm, results, needed, reader=output_node(graph))
         plan.length_inputs = [position[node] for node in needed]
 
     if state.phase is Phase.DECODE:

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from torch.fx import Node
 
 from specache_fx.passes.graph_slices import ancestors
-from specache_fx.passes.graph_utils import (
-    concatenated,
-    mutated_inputs,
-    reads_shape_only,
-    shape_of,
-    target_name,
-)
+from specache_fx.passes.graph_utils import concatenated, reads_shape_only, shape_of, target_name
+from specache_fx.passes.writes import base_of, mutated_inputs
 
 LEAVE = 'To use this model nevertheless, compile it with backend="inductor"'
+_SAME_TOKENS = {"getitem", "contiguous", "clone", "to", "slice", "narrow"}
 _RELAYOUTS = {"cat", "stack", "transpose", "permute", "contiguous", "view", "reshape", "clone", "unsqueeze"}
 
 
@@ -92,6 +89,17 @@ def is_cache(node: Node, outputs: set[Node]) -> bool:
     if len(shape_of(node) or ()) != 4:
         return False
     return node in outputs or _kept_slice(node, outputs) is not None
+
+
+def grows(node: Any) -> bool:
+    """Whether a result is a cache with this call's tokens appended, `cat([past, new])`, or the newest part of one."""
+    while isinstance(node, Node) and target_name(node) in _SAME_TOKENS and node.args:
+        node = node.args[0]
+    parts, _ = concatenated(node) or ([], 0)
+    if len(parts) < 2 or len(shape_of(node) or ()) not in (3, 4):
+        return False
+    past = base_of(parts[0])
+    return isinstance(past, Node) and (past.op == "placeholder" or shape_of(past) == (0,))
 
 
 def _appended(root: Node) -> tuple[Node | None, Node]:

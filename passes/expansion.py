@@ -99,11 +99,11 @@ def find_expansion(gm: GraphModule, reading: Reading) -> Expansion:
     sizes = [(shape_of(cache) or ())[2] for cache in caches]
     lengths = [
         node
-        for node in needed_for(gm.graph, results, caches, reader)
+        for node in needed_for(gm.graph, results, caches, reader=reader)
         if isinstance(value_of(node), torch.SymInt)
         and any(statically_known_true(value_of(node) == size) for size in sizes)
     ]
-    needed = needed_for(gm.graph, results, [*caches, *lengths], reader)
+    needed = needed_for(gm.graph, results, [*caches, *lengths], reader=reader)
     leaves = [node for node in placeholders(gm.graph) if node in needed and node not in (*caches, *lengths)]
     for leaf in leaves:
         if symbols_of(value_of(leaf)) & set().union(*map(symbols_of, sizes)) or (
@@ -147,7 +147,7 @@ def _cut(
         tokens: The number of tokens in Dynamo's graph where it is a constant that stands for it; None to keep it.
     """
     inputs = [reading.key_cache, reading.value_cache, *lengths, *leaves]
-    cut = extract(gm, [reading.key, reading.value], inputs, reading.core.node)
+    cut = extract(gm, [reading.key, reading.value], inputs, reader=reading.core.node)
     ends = placeholders(cut.graph)
     with cut.graph.inserting_after(ends[1]):
         num_tokens = cut.graph.placeholder("num_tokens")

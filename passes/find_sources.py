@@ -10,13 +10,10 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from specache_fx.errors import UnsupportedGraphError
 from specache_fx.passes.base import AttentionSite, PassState
-from specache_fx.passes.graph_slices import extract, needed_for
+from specache_fx.passes.graph_slices import changes_between, extract, needed_for
 from specache_fx.passes.graph_utils import (
-    base_of,
     is_integer,
     is_static_input,
-    mutated_inputs,
-    mutates,
     output_node,
     placeholders,
     reads_shape_only,
@@ -26,6 +23,7 @@ from specache_fx.passes.graph_utils import (
     value_of,
 )
 from specache_fx.passes.sources import Sources
+from specache_fx.passes.writes import base_of, mutated_inputs, mutates, written_bases
 
 _LAYOUT = {"view", "reshape", "unsqueeze", "squeeze", "flatten", "contiguous", "to", "long", "int", "clone"}
 
@@ -75,12 +73,12 @@ def find_token(graph: Graph) -> tuple[Node | None, int | None]:
 def _read_by(graph: Graph, needed: set[Node]) -> set[Node]:
     """The nodes among `needed` whose numbers are read, not just their shapes."""
     read = {node for node in needed if not any(user in needed for user in node.users) and not mutates(node)}
-    writes = [node for node in needed if mutates(node) and node.args]
+    writes = {node: bases for node in needed if (bases := written_bases(node))}
     work = list(read)
     while work:
         node = work.pop()
         more = [] if reads_shape_only(node) else list(node.all_input_nodes)
-        more += [write for write in writes if base_of(write.args[0]) is base_of(node)]
+        more += [write for write, bases in writes.items() if base_of(node) in bases]
         work.extend(one for one in more if one not in read)
         read.update(more)
     return read
@@ -143,8 +141,8 @@ def find_sources(gm: GraphModule, state: PassState) -> Sources:
     checked = [site for site in state.sites if site.window is None and site.mask is not None]
     masks = list(dict.fromkeys(site.mask for site in checked if site.mask is not None))
     if masks:
-        roots = mask_inputs(gm, masks, sources, checked[0])
-        sources.mask_graph = extract(gm, masks, roots)
+        roots = mask_inputs(gm, masks, sources, checked)
+        sources.mask_graph = extract(gm, masks, roots, reader=checked[-1].node)
         sources.mask_inputs = [index[node] for node in roots]
         sources.layer_masks = {
             site.layer: masks.index(site.mask) for site in checked if site.mask is not None
@@ -152,21 +150,30 @@ def find_sources(gm: GraphModule, state: PassState) -> Sources:
     return sources
 
 
-def mask_inputs(gm: GraphModule, masks: list[Node], sources: Sources, site: AttentionSite) -> list[Node]:
+def mask_inputs(
+    gm: GraphModule, masks: list[Node], sources: Sources, sites: list[AttentionSite]
+) -> list[Node]:
     """The inputs that masks are computed from.
 
     Args:
         gm: The graph.
         masks: The masks.
         sources: What is known of its inputs.
-        site: An attention that uses one of them, for the error.
+        sites: The attentions that use them, in graph order.
 
     Raises:
         UnsupportedGraphError: If one of them can't be followed.
     """
     inputs = placeholders(gm.graph)
     index = {node: i for i, node in enumerate(inputs)}
-    needed = needed_for(gm.graph, masks)
+    site = sites[0]
+    for reader in sites:
+        if reader.mask is not None and changes_between(gm.graph, reader.mask, reader.node, sites[-1].node):
+            raise UnsupportedGraphError(
+                f"The mask of attention `{reader.node.name}` ({reader.source}) is written to again for a later"
+                " attention. Make a mask of its own for each."
+            )
+    needed = needed_for(gm.graph, masks, reader=sites[-1].node)
     roots = [node for node in inputs if node in needed]
     written, read = set(mutated_inputs(gm.graph)), _read_by(gm.graph, needed)
     growing = {symbol for i in sources.shapes for symbol in symbols_of(shape_of(inputs[i])[2])}  # type: ignore[index]

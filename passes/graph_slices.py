@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from specache_fx.passes.graph_utils import base_of, mutates, shape_of, target_name, value_of
+from specache_fx.passes.graph_utils import output_node, shape_of, target_name, value_of
+from specache_fx.passes.writes import base_of, written_bases
 
 _CONSTANT_NODES = 50  # a factor is computed in fewer
 _VMAP_DATA = {"_add_batch_dim", "_remove_batch_dim"}
@@ -29,7 +31,7 @@ def ancestors(nodes: Iterable[Node], stop: Iterable[Node] = ()) -> set[Node]:
 
 
 def needed_for(
-    graph: Graph, results: Iterable[Node], inputs: Iterable[Node] = (), reader: Node | None = None
+    graph: Graph, results: Iterable[Node], inputs: Iterable[Node] = (), *, reader: Node
 ) -> set[Node]:
     """What computes `results` from `inputs`: their ancestors, and the in-place calls that change these on the way.
 
@@ -38,21 +40,26 @@ def needed_for(
     Args:
         graph: The graph.
         results: What is wanted.
-        inputs: What is given.
-        reader: As this node finds the results, after all in-place calls before it; None for the last of them.
+        inputs: What is given: nothing that is written into it on the way is needed.
+        reader: As this node finds the results: after all in-place calls before it.
     """
-    order = {node: i for i, node in enumerate(graph.nodes)}
-    results, inputs = list(results), set(inputs)
-    last = max((order[node] for node in results), default=-1) if reader is None else order[reader]
-    writes = [node for node in graph.nodes if mutates(node) and node.args and order[node] < last]
+    inputs = set(inputs)
+    before = list(itertools.takewhile(lambda node: node is not reader, graph.nodes))
+    writes = {node: bases for node in before if (bases := set(written_bases(node)) - inputs)}
     needed = ancestors(results, inputs)
-    while more := [
-        node
-        for node in writes
-        if node not in needed and base_of(node.args[0]) in needed and base_of(node.args[0]) not in inputs
-    ]:
+    while more := [node for node, bases in writes.items() if node not in needed and bases & needed]:
         needed |= ancestors(more, inputs)
     return needed | _vmap_levels(graph, needed)
+
+
+def changes_between(graph: Graph, result: Node, first: Node, last: Node) -> Node | None:
+    """What writes to a result, or to what it is a view of, from one of its readers on until another one."""
+    nodes = list(graph.nodes)
+    base = base_of(result)
+    for node in nodes[nodes.index(first) : nodes.index(last)]:
+        if base in written_bases(node):
+            return node
+    return None
 
 
 def _vmap_levels(graph: Graph, live: set[Node]) -> set[Node]:
@@ -62,9 +69,7 @@ def _vmap_levels(graph: Graph, live: set[Node]) -> set[Node]:
     return {node for node in graph.nodes if target_name(node) in _VMAP_LEVELS}
 
 
-def extract(
-    gm: GraphModule, results: list[Node], inputs: list[Node], reader: Node | None = None
-) -> GraphModule:
+def extract(gm: GraphModule, results: list[Node], inputs: list[Node], *, reader: Node) -> GraphModule:
     """A graph of its own that computes `results` from `inputs`, in the order given; these may be any nodes.
 
     `reader`: see `needed_for`.
@@ -74,7 +79,7 @@ def extract(
     for node in inputs:
         copied[node] = graph.placeholder(node.name)
         copied[node].meta = dict(node.meta)
-    needed = needed_for(gm.graph, results, inputs, reader)
+    needed = needed_for(gm.graph, results, inputs, reader=reader)
     for node in gm.graph.nodes:
         if node in needed and node not in copied:
             copied[node] = graph.node_copy(node, lambda old: copied[old])
@@ -88,14 +93,14 @@ def constant_of(gm: GraphModule, value: Any) -> float | None:
         return float(value)
     if not isinstance(value, Node) or not isinstance(value_of(value), torch.Tensor):
         return None
-    needed = needed_for(gm.graph, [value])
+    needed = needed_for(gm.graph, [value], reader=output_node(gm.graph))
     computed = all(node.op in ("call_function", "call_method") for node in needed)
     if not computed or any(not isinstance(size, int) for size in shape_of(value) or ()):
         return None
     if value_of(value).numel() != 1 or len(needed) > _CONSTANT_NODES:
         return None
     with torch.no_grad():
-        return float(extract(gm, [value], [])()[0])
+        return float(extract(gm, [value], [], reader=output_node(gm.graph))()[0])
 
 
 def eliminate_dead_code(graph: Graph, keep: Iterable[Node] = ()) -> int:
@@ -113,8 +118,8 @@ def eliminate_dead_code(graph: Graph, keep: Iterable[Node] = ()) -> int:
     for node in graph.nodes:
         if node.op in ("placeholder", "output") or (node.op == "call_function" and _is_effectful(node)):
             work.append(node)
-        elif mutates(node) and node.args:
-            mutations.setdefault(base_of(node.args[0]), []).append(node)
+        for base in written_bases(node):
+            mutations.setdefault(base, []).append(node)
     live: set[Node] = set()
     while work:
         node = work.pop()

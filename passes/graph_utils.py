@@ -1,4 +1,4 @@
-"""What a node of an FX graph is: its value, its name, where it comes from, what it reads and writes."""
+"""What a node of an FX graph is: its value, its name, where it comes from, what it reads."""
 
 from __future__ import annotations
 
@@ -8,19 +8,12 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-_VIEWS = {
-    "to", "type", "transpose", "expand", "reshape", "view", "contiguous", "permute", "float", "type_as", "unsqueeze",
-    "chunk", "split", "select", "narrow", "unbind", "diagonal", "movedim", "swapaxes", "swapdims", "t", "getattr",
-    "unflatten", "view_as", "expand_as", "slice",
-    "flatten", "detach", "getitem", "squeeze",
-}  # fmt: skip
+_CAT = (torch.cat, torch.concat, torch.concatenate)
 _METADATA = {"size", "numel", "dim", "stride", "ndimension", "is_contiguous", "data_ptr", "element_size"}
 _METADATA_ATTRIBUTES = {"shape", "dtype", "device", "ndim", "is_cuda"}
 _MAKES_LIKE = {
     "new_ones", "new_zeros", "new_full", "new_empty", "ones_like", "zeros_like", "full_like", "empty_like",
 }  # fmt: skip
-_SAME_TOKENS = {"getitem", "contiguous", "clone", "to", "slice", "narrow"}
-_IN_PLACE_FUNCTIONS = {"setitem", "iadd", "isub", "imul", "itruediv", "iand", "ior"}
 
 
 def value_of(node: Any) -> Any:
@@ -92,57 +85,12 @@ def output_node(graph: Graph) -> Node:
     return next(node for node in reversed(graph.nodes) if node.op == "output")
 
 
-def mutates(node: Node) -> bool:
-    """Whether a node writes to its first argument."""
-    name = target_name(node)
-    in_place = name.endswith("_") and not name.endswith("__")
-    if node.op == "call_method":
-        return in_place
-    schema = getattr(node.target, "_schema", None)
-    mutable = (
-        in_place
-        or name in _IN_PLACE_FUNCTIONS
-        or "out" in node.kwargs
-        or getattr(schema, "is_mutable", False)
-    )
-    return node.op == "call_function" and bool(mutable)
-
-
-def base_of(node: Any) -> Any:
-    """The tensor that a view, or a view of a view, looks at."""
-    while (
-        isinstance(node, Node)
-        and target_name(node) in _VIEWS
-        and node.args
-        and isinstance(node.args[0], Node)
-    ):
-        node = node.args[0]
-    return node
-
-
-def mutated_inputs(graph: Graph) -> list[Node]:
-    """The inputs that the graph writes to: a recurrent state, a counter."""
-    written = [base_of(node.args[0]) for node in graph.nodes if mutates(node) and node.args]
-    return [node for node in dict.fromkeys(written) if isinstance(node, Node) and node.op == "placeholder"]
-
-
 def concatenated(node: Any) -> tuple[list[Node], int] | None:
     """The parts of a `cat`, and its dimension counted from the front; None for what is none."""
-    if not isinstance(node, Node) or node.target is not torch.cat:
+    if not isinstance(node, Node) or node.target not in _CAT:
         return None
     parts: Any = node.args[0]
     dim: Any = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)
     if not isinstance(parts, (list, tuple)) or not all(isinstance(part, Node) for part in parts):
         return None
     return list(parts), dim % len(shape_of(node) or (1,))
-
-
-def grows(node: Any) -> bool:
-    """Whether a result is a cache with this call's tokens appended, `cat([past, new])`, or the newest part of one."""
-    while isinstance(node, Node) and target_name(node) in _SAME_TOKENS and node.args:
-        node = node.args[0]
-    parts, _ = concatenated(node) or ([], 0)
-    if len(parts) < 2 or len(shape_of(node) or ()) not in (3, 4):
-        return False
-    past = base_of(parts[0])
-    return isinstance(past, Node) and (past.op == "placeholder" or shape_of(past) == (0,))

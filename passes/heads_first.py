@@ -152,7 +152,7 @@ def heads_first(gm: GraphModule, state: PassState) -> GraphModule:
         if root.op == "placeholder" or len(shape_of(root) or ()) != 4:
             continue
         reads, past = _swapped_reads(root), _past_of(root)
-        if reads is None or (past is None and root.target is torch.cat):
+        if reads is None or (past is None and concatenated(root) is not None):
             continue
         keys = _swap_cache(graph, root, reads, past)
         places = [i for i, out in enumerate(outs) if out is root]

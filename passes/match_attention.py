@@ -14,6 +14,7 @@ Decides the graph's phase too: prefill has no past, decode has `q_len == 1` and 
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import torch
@@ -35,6 +36,7 @@ from specache_fx.passes.graph_utils import (
 )
 from specache_fx.passes.reading import Reading, check_between, readings_of
 from specache_fx.passes.unknown_forms import unknown_forms
+from specache_fx.passes.writes import base_of, written_bases
 from specache_fx.runtime.handle import unfit_reason
 
 
@@ -183,6 +185,8 @@ def _data_behind(core: AttentionCore, keys: Side, values: Side) -> Node | None:
         for node in placeholders(graph)
         if len(shape_of(node) or ()) == 3 and value_of(node).is_floating_point() and not is_static_input(node)
     }
+    before = itertools.takewhile(lambda node: node is not core.node, graph.nodes)
+    writes = {node: bases for node in before if (bases := written_bases(node))}
     work, seen = [core.mask], set[Node]()
     while work:
         node = work.pop()
@@ -191,6 +195,7 @@ def _data_behind(core: AttentionCore, keys: Side, values: Side) -> Node | None:
         if node not in seen and not reads_shape_only(node):
             seen.add(node)
             work.extend(node.all_input_nodes)
+            work.extend(write for write, bases in writes.items() if base_of(node) in bases)
     return None
 
 

@@ -116,7 +116,7 @@ def differs(gm: GraphModule, core: AttentionCore) -> str | None:
     read = {arg for node in core.inner for arg in node.all_input_nodes} - core.inner
     leaves = [node for node in gm.graph.nodes if node in read]  # in order: the same numbers every time
     results = [core.node, core.query, *([core.mask] if core.mask is not None else [])]
-    graph = extract(gm, results, leaves)
+    graph = extract(gm, results, leaves, reader=core.node)
     if len(placeholders(graph.graph)) > len(leaves):
         return "its queries or masks can't be told from what they are computed from"
     # Of size 1 after scaling, and once more at the bound, where it acts.

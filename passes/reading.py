@@ -15,14 +15,8 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from specache_fx.passes.base import AttentionCore
 from specache_fx.passes.cache_side import NoMatch, is_cache, why_not_cached, without_repeat
 from specache_fx.passes.graph_slices import needed_for
-from specache_fx.passes.graph_utils import (
-    base_of,
-    mutates,
-    reads_shape_only,
-    shape_of,
-    source_of,
-    target_name,
-)
+from specache_fx.passes.graph_utils import reads_shape_only, shape_of, source_of, target_name
+from specache_fx.passes.writes import written_bases
 
 
 @dataclass(frozen=True)
@@ -83,7 +77,7 @@ def _behind(
     """The two cached tensors that keys and values are computed from, and the nodes in between."""
     key, value = sides
     stops = caches | attentions
-    needed = needed_for(gm.graph, sides, stops, core.node)
+    needed = needed_for(gm.graph, sides, stops, reader=core.node)
     order = {node: i for i, node in enumerate(gm.graph.nodes)}
     cached = sorted(needed & caches, key=order.__getitem__)
     made = "its keys and values are computed in each step from"
@@ -101,7 +95,7 @@ def _behind(
         # It may be all there is of a prompt, and fewer of what comes after it: a window over a cache that keeps more.
         if _takes_some(node):
             raise NoMatch(f"it reads some of the tokens that are cached (`{node.name}`, {source_of(node)})")
-    for_value = needed_for(gm.graph, [value], stops, core.node)
+    for_value = needed_for(gm.graph, [value], stops, reader=core.node)
     latent = next((node for node in cached if node in for_value), cached[1])
     rest = next(node for node in cached if node is not latent)
     if rest in for_value:  # both are needed for both: as the model returns them
@@ -115,8 +109,7 @@ def _made_from(caches: list[Node], needed: set[Node]) -> set[Node]:
     while work:
         node = work.pop()
         more = [user for user in node.users if user in needed and not reads_shape_only(user)]
-        if mutates(node):
-            more.append(base_of(node.args[0]))
+        more += written_bases(node)
         work.extend(user for user in more if user not in made)
         made.update(more)
     return made

@@ -8,6 +8,7 @@ import torch
 from torch.fx import Node
 
 from specache_fx.passes.graph_utils import reads_shape_only, shape_of, target_name, value_of
+from specache_fx.passes.writes import mutates
 
 PRODUCTS = {"matmul", "bmm", "baddbmm"}
 CASTS = {"to", "type", "type_as", "float", "half", "bfloat16", "contiguous", "clone", "detach"}
@@ -36,7 +37,7 @@ def real_users(node: Node) -> list[Node]:
         user
         for user in node.users
         if not reads_shape_only(user)
-        and (user.users or user.op == "output" or user.is_impure() or _writes(user))
+        and (user.users or user.op == "output" or user.is_impure() or mutates(user))
     ]
 
 
@@ -44,11 +45,6 @@ def is_float(node: Any) -> bool:
     """Whether a node is a tensor of floating point numbers that could be a mask."""
     value = value_of(node) if isinstance(node, Node) else None
     return isinstance(value, torch.Tensor) and bool(value.dtype.is_floating_point and 0 < value.dim() <= 4)
-
-
-def _writes(node: Node) -> bool:
-    name = target_name(node)
-    return (name.endswith("_") and not name.endswith("__")) or name == "setitem" or name in _IN_PLACE
 
 
 def name_of(node: Node) -> str:

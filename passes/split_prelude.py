@@ -20,10 +20,8 @@ from specache_fx.passes.base import Pass, PassState, Phase, leave_alone
 from specache_fx.passes.graph_edit import finish
 from specache_fx.passes.graph_slices import eliminate_dead_code, extract
 from specache_fx.passes.graph_utils import (
-    base_of,
     is_integer,
     is_static_input,
-    mutates,
     output_node,
     placeholders,
     reads_shape_only,
@@ -33,6 +31,7 @@ from specache_fx.passes.graph_utils import (
     value_of,
 )
 from specache_fx.passes.sources import Prelude, Sources
+from specache_fx.passes.writes import base_of, mutated_inputs, written_bases
 
 _NUMBERS = (torch.SymInt, torch.SymFloat)
 
@@ -53,18 +52,21 @@ def _origins(graph: Graph, sources: Sources) -> tuple[set[Node], set[Node]]:
     """The nodes that a position reaches, and those that data reaches.
 
     Parameters are neutral: a table of position embeddings is read with positions alone. What data is written into, in
-    place, is data from the start: it can't be computed apart.
+    place, is data from the start: it can't be computed apart. So is an input that anything is written into: once a
+    step, before it is read.
     """
     moving = sources.lengths | sources.positions | sources.masks
-    positional, data, written = set[Node](), set[Node](), set[Node]()
+    positional, data, written = set[Node](), set[Node](), set[Node](mutated_inputs(graph))
     while True:
         for node in graph.nodes:
             if node.op == "placeholder":
                 origin = node.meta["specache_input"]
-                if origin in moving and node not in written:
-                    positional.add(node)
-                elif not is_static_input(node) and not is_integer(node):
+                if node in written or (
+                    origin not in moving and not is_static_input(node) and not is_integer(node)
+                ):
                     data.add(node)
+                elif origin in moving:
+                    positional.add(node)
                 continue
             inputs = node.all_input_nodes
             length = bool(inputs) and reads_shape_only(node)
@@ -75,9 +77,7 @@ def _origins(graph: Graph, sources: Sources) -> tuple[set[Node], set[Node]]:
                 positional.add(node)
             if node in written or any(arg in data for arg in inputs):
                 data.add(node)
-        bases = {
-            base_of(node.args[0]) for node in graph.nodes if node in data and mutates(node) and node.args
-        }
+        bases = {base for node in graph.nodes if node in data for base in written_bases(node)}
         if bases <= written:
             return positional, data
         written |= bases
@@ -116,18 +116,25 @@ def split_prelude(gm: GraphModule, state: PassState) -> GraphModule:
         for node in graph.nodes
         if node in prelude and shape_of(node) is not None and any(user not in prelude for user in node.users)
     ]
+    if (early := _read_before_it_is_written(graph, boundary, prelude)) is not None:
+        leave_alone(
+            state,
+            f"`{early.name}` ({source_of(early)}) reads what depends on positions before all of it was written",
+            "Compute it in one expression, or write to a copy.",
+        )
+        return gm
     if boundary:
         needed = [
             node
             for node in inputs
             if node in prelude or is_static_input(node) or is_integer(node) or origin[node] in sources.shapes
         ]
-        plain = _without_unread_inputs(extract(gm, boundary, needed))
+        plain = _without_unread_inputs(extract(gm, boundary, needed, reader=output_node(graph)))
         results: Any = output_node(plain.graph).args[0]
         names = {node.name for node in placeholders(plain.graph)}
         state.prelude = Prelude(
             graph=plain,
-            graph_ahead=_clamp_embeddings(extract(plain, list(results), placeholders(plain.graph))),
+            graph_ahead=_clamp_embeddings(_copy_of(plain, list(results))),
             inputs=tuple(origin[node] for node in needed if node.name in names),
             sources=sources,
         )
@@ -145,6 +152,23 @@ def split_prelude(gm: GraphModule, state: PassState) -> GraphModule:
         if not node.users:
             graph.erase_node(node)
     return finish(gm)
+
+
+def _read_before_it_is_written(graph: Graph, boundary: list[Node], prelude: set[Node]) -> Node | None:
+    """What reads a boundary tensor in the rest of the graph, with a write of the prelude's to come."""
+    nodes = list(graph.nodes)
+    for node in boundary:
+        base = base_of(node)
+        for at, reader in enumerate(nodes):
+            if node in reader.all_input_nodes and reader not in prelude and not reads_shape_only(reader):
+                if any(base in written_bases(later) for later in nodes[at:] if later in prelude):
+                    return reader
+                break
+    return None
+
+
+def _copy_of(gm: GraphModule, results: list[Node]) -> GraphModule:
+    return extract(gm, results, placeholders(gm.graph), reader=output_node(gm.graph))
 
 
 def _without_unread_inputs(gm: GraphModule) -> GraphModule:

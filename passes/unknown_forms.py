@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-import torch
 from torch.fx import GraphModule, Node
 
 from specache_fx.passes.base import PassState, Refusal
 from specache_fx.passes.cache_side import LEAVE, is_cache
-from specache_fx.passes.graph_utils import (
-    base_of,
-    concatenated,
-    is_static_input,
-    mutates,
-    reads_shape_only,
-    source_of,
-)
+from specache_fx.passes.graph_utils import concatenated, is_static_input, reads_shape_only, source_of
+from specache_fx.passes.writes import written_bases
 
 
 def _appends_to_input(root: Node) -> bool:
@@ -28,7 +21,7 @@ def unknown_forms(gm: GraphModule, state: PassState, outputs: set[Node]) -> list
     refusals: dict[Node, Refusal] = {}
     silent: list[Node] = []
     for root in gm.graph.nodes:
-        if root.target is not torch.cat or not is_cache(root, outputs):
+        if concatenated(root) is None or not is_cache(root, outputs):
             continue
         work, seen = list(root.users), set[Node]()
         named = False
@@ -42,8 +35,8 @@ def unknown_forms(gm: GraphModule, state: PassState, outputs: set[Node]) -> list
             seen.add(node)
             if node not in state.unknown:
                 work.extend(node.users)
-                if mutates(node):  # read on under the name of what it was written into
-                    work.extend(base_of(node.args[0]).users)
+                for base in written_bases(node):  # read on under the name of what it was written into
+                    work.extend(base.users)
                 continue
             remedy = f'Load it with attn_implementation="sdpa" if it can be. {LEAVE}.'
             refusals.setdefault(node, Refusal(node.name, source_of(node), state.unknown[node], remedy))

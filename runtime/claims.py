@@ -25,6 +25,10 @@ REORDERED = (
     "Copy batch rows with index_select (Cache.reorder_cache, batch_select_indices, batch_repeat_interleave) or deepcopy"
     " the cache, at the length that it has."
 )
+CHOSEN = (
+    "The past KV cache was edited: its tokens are not those that the model returned, one after the other from the first"
+    " on. Only its newest tokens can be cut off (crop). To evict tokens use the model uncompiled."
+)
 ENDED = (
     "The past KV cache belongs to a session that has ended: all tensors of the cache that it is a copy of were dropped,"
     " and a model was called since. Keep the original until the copy is used, or start from the prompt."
@@ -174,6 +178,13 @@ def _own(issued: registry.Issue, past: Sequence[torch.Tensor]) -> Claim:
             )
         if tensor.storage_offset() != offset:
             raise CacheHandleError(MIXED)
+        if any(
+            size > 1 and stride != wanted
+            for size, stride, wanted in zip(
+                tensor.shape, tensor.stride(), (tensor.shape[3], 0, 1, 1), strict=True
+            )
+        ):
+            raise CacheHandleError(CHOSEN)
         offset += tensor.shape[0] * tensor.shape[3]
     return Claim(issued, _claimed_length(issued.session, past), list(past), list(range(batch)))
 
@@ -182,6 +193,7 @@ def _recognise(past: Sequence[torch.Tensor]) -> Claim:
     """Read off copies of handles whose they are."""
     found: registry.Issue | None = None
     first: list[int] | None = None
+    number = 0
     for slot, tensor in enumerate(past):
         codes = handles.decode(tensor)
         if codes is None:
@@ -199,10 +211,12 @@ def _recognise(past: Sequence[torch.Tensor]) -> Claim:
         same = all(code.session == codes[0].session and code.slot == slot for code in codes)
         if not same or found not in (None, issued) or first not in (None, rows):
             raise CacheHandleError(MIXED)
-        found, first = issued, rows
+        found, first, number = issued, rows, codes[0].session
     assert found is not None and first is not None
     session = found.session
     kv_len = _claimed_length(session, past)
+    if not handles.matches(past, number, session.batch or 0, first):
+        raise CacheHandleError(CHOSEN)
     if found.moved is not None:
         if first != found.moved or kv_len != session.kv_len:
             raise CacheHandleError(LEFT)

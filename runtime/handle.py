@@ -10,9 +10,10 @@ then a ruler of about `kv_len` elements:
 Stride 0 over heads, stride 1 over tokens: cutting tokens off the end keeps the offset (a crop, which a session can
 follow), cutting off the oldest ones moves it (which it can't, and so must see).
 
-All elements are NaNs. Those of the rows have payload bits that spell (magic, session, slot, row, process). They survive
-every copy, so that a permuted or copied cache can be told from the original, and whatever reads a handle as if it were
-a KV cache gets NaN, never an answer that is a little wrong.
+All elements are NaNs. Those of the rows have payload bits that spell (magic, session, slot, row, process), those of
+the ruler a sequence in which no stretch comes twice. They survive every copy, so that a permuted or copied cache can be
+told from the original, and one whose tokens were chosen from one that was cropped (`matches`). Whatever reads a handle
+as if it were a KV cache gets NaN, never an answer that is a little wrong.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ MAGIC = 0x5CA
 _FIELDS = (("magic", 12), ("session", 24), ("slot", 12), ("row", 16), ("process", 24))  # 88 bits
 _CODE_BITS = sum(bits for _, bits in _FIELDS)
 MAX_SESSION = 1 << 24
-_FILLER = 0x2A  # payload of the NaNs that spell nothing: no computation makes such a one
+_FILLER = 0x2A  # payload of the NaNs behind a row's code: no computation makes such a one
 _SLACK = 512  # elements by which a ruler grows at least
 
 
@@ -132,6 +133,47 @@ def decode(handle: torch.Tensor) -> list[HandleCode] | None:
     return codes
 
 
+def _ruler(start: int, stop: int, dtype: torch.dtype) -> torch.Tensor:
+    """Elements `start` to `stop` of a storage where they belong to the ruler: `[stop - start]` on the CPU.
+
+    Payloads are bits of a hash of the place (a multiplicative one, of 63 values at least), never 0.
+    """
+    box = _BOXES[dtype]
+    place = torch.arange(start, stop, dtype=torch.int64)
+    mixed = (place * 0x5851F42D4C957F2D + 0x14057B7EF767814F) >> 33  # int64 wraps around
+    mixed = (mixed ^ (mixed >> 15)) * 0x2C1B3C6D >> 7
+    payload = mixed.remainder((1 << box.bits) - 1) + 1
+    return (payload + box.quiet_nan).to(box.integer).view(dtype)
+
+
+def matches(copies: Sequence[torch.Tensor], session: int, batch: int, rows: Sequence[int]) -> bool:
+    """Whether tensors are copies of a session's handles, token by token as they were issued, none left out.
+
+    Args:
+        copies: One per slot, `[len(rows), num_kv_heads, kv_len, head_dim]`; each may have lost its newest tokens.
+        session: The number that the handles were issued with.
+        batch: Their batch rows.
+        rows: Which of these the copies have, in order.
+    """
+    dtype = copies[0].dtype
+    coded = torch.cat(
+        [_encode(session, slot, batch, copy.shape[3], dtype).flatten() for slot, copy in enumerate(copies)]
+    )
+    longest = max(copy.shape[2] for copy in copies)
+    ruler = _ruler(len(coded), len(coded) + longest + max(copy.shape[3] for copy in copies), dtype)
+    storage = torch.cat([coded, ruler]).view(_BOXES[dtype].integer).to(copies[0].device)
+    offset = 0
+    for copy in copies:
+        _, _, kv_len, dim = copy.shape
+        issued = storage.as_strided((batch, kv_len, dim), (dim, 1, 1), offset)
+        index = torch.tensor(rows, device=storage.device)
+        seen = copy.detach().contiguous().view(_BOXES[dtype].integer)
+        if copy.dtype != dtype or not bool((seen == issued.index_select(0, index)[:, None]).all()):
+            return False
+        offset += batch * dim
+    return True
+
+
 def is_poisoned(tensor: torch.Tensor) -> bool:
     """Whether a tensor begins with what a handle is made of, legible or not (its oldest tokens were cut off).
 
@@ -225,6 +267,5 @@ def _look(
         capacity = needed + max(_SLACK, kv_len // 2)
         storage.resize_(capacity * dtype.itemsize)
         tail = torch.empty(0, dtype=dtype, device=device).set_(storage, held, (capacity - held,), (1,))
-        box = _BOXES[dtype]
-        tail.view(box.integer).fill_(box.quiet_nan + _FILLER)
+        tail.copy_(_ruler(held, capacity, dtype))
     return torch.empty(0, dtype=dtype, device=device).set_(storage, offset, shape, (dim, 0, 1, 1))

@@ -16,7 +16,14 @@ from specache_fx.errors import ConfigError, UnsupportedGraphError
 from specache_fx.lowering import Compiled, example_state, lower
 from specache_fx.passes.base import PassState, Phase, Refusal
 from specache_fx.passes.graph_edit import copy_graph
-from specache_fx.passes.graph_utils import is_static_input, placeholders, reads_shape_only, shape_of, value_of
+from specache_fx.passes.graph_utils import (
+    is_static_input,
+    placeholders,
+    reads_shape_only,
+    shape_of,
+    target_name,
+    value_of,
+)
 from specache_fx.passes.pipeline import CAPTURE_PASSES, Observer, run_passes
 from specache_fx.recompile_limit import make_room
 from specache_fx.runners import Extend, LeftAlone, Prefill, TokensFirst, swap_inputs
@@ -82,7 +89,11 @@ class Backend:
         if torch.is_grad_enabled() and any(
             getattr(value, "requires_grad", False) for value in example_inputs
         ):
-            return self._without_cache(gm, example_inputs, state, "gradients are enabled")
+            remedy = "it is for inference. Call it under torch.no_grad() (model.generate() does)"
+            return self._without_cache(gm, example_inputs, state, "gradients are enabled", remedy)
+        if _is_under_autocast(gm, example_inputs):
+            remedy = "the graph doesn't say what dtype anything has then. Load the model in 16 bits instead (dtype=...)"
+            return self._without_cache(gm, example_inputs, state, "torch.autocast is on", remedy)
         rewritten = copy_graph(gm)
         rewritten = run_passes(rewritten, state, CAPTURE_PASSES, observe)
         self._report(state)
@@ -119,16 +130,13 @@ class Backend:
         forget_warnings()
 
     def _without_cache(
-        self, gm: GraphModule, inputs: Sequence[Any], state: PassState, reason: str
+        self, gm: GraphModule, inputs: Sequence[Any], state: PassState, reason: str, remedy: str
     ) -> Compiled:
         state.other_kv_inputs = _kv_inputs(gm)
         if state.other_kv_inputs or any(
             len(shape_of(out) or ()) == 4 for out in gm.graph.output_node().all_input_nodes
         ):
-            message = (
-                f"specache leaves this model as it is, because {reason}: it is for inference. Call it under"
-                " torch.no_grad() (model.generate() does)."
-            )
+            message = f"specache leaves this model as it is, because {reason}: {remedy}."
             if state.config.strict:
                 raise UnsupportedGraphError(message)
             warn_once(logger, message)
@@ -154,6 +162,13 @@ class Backend:
             len(state.sites),
             len(state.refusals),
         )
+
+
+def _is_under_autocast(gm: GraphModule, inputs: Sequence[Any]) -> bool:
+    """Whether autocast is on, around a graph or in it; to turn it off where it is off means nothing."""
+    devices = {value.device.type for value in inputs if isinstance(value, torch.Tensor)}
+    entered = [node.args for node in gm.graph.nodes if target_name(node) == "_enter_autocast"]
+    return any(map(torch.is_autocast_enabled, devices)) or any(len(args) < 3 or args[2] for args in entered)
 
 
 def _kv_inputs(gm: GraphModule) -> list[int]:

@@ -68,6 +68,11 @@ class Decode:
             # Lanes and pre-decode run what is in the graph for a token that may never come: state would move twice.
             if self.lanes > 1:
                 self._fall_back(f"the model updates a state of its own in place (`{state.mutated}`)")
+        elif state.random is not None:
+            if self.lanes > 1:
+                self._fall_back(
+                    f"the model draws random numbers (`{state.random}`), and would draw more of them"
+                )
         elif self.lanes > 1 and self._sources.token is None:
             self._fall_back(
                 "this graph takes no token ids (a graph break inside the model, or embeddings as input)"
@@ -113,6 +118,7 @@ class Decode:
         config = self._state.config
         if (
             self._state.mutated is None
+            and self._state.random is None
             and session.has_global_layers
             and config.placement.prefetch
             and config.lookahead != "none"

@@ -319,6 +319,45 @@ def test_dropping_the_oldest_tokens_is_refused(model: nn.Module, tokens: int, co
         step(model, past)
 
 
+CHOICES = {
+    "sinks and the newest": lambda kv_len: [*range(4), *range(kv_len - 20, kv_len)],
+    "many sinks and the newest": lambda kv_len: [*range(20), *range(kv_len - 20, kv_len)],
+    "every second": lambda kv_len: range(0, kv_len, 2),
+    "all but one": lambda kv_len: [i for i in range(kv_len) if i != 30],
+    "two swapped": lambda kv_len: [*range(32), 33, 32, *range(34, kv_len)],
+    "one twice": lambda kv_len: [*range(kv_len), kv_len - 1],
+}
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+def test_a_choice_of_tokens_is_refused(model: nn.Module, choice: str) -> None:
+    """Eviction by hand, as StreamingLLM and H2O do it: no crop, though the first tokens are the same."""
+    past = generate(model).past_key_values
+    chosen = torch.tensor(list(CHOICES[choice](past.get_seq_length())))
+    for layer in past.layers:
+        layer.keys, layer.values = (x.index_select(2, chosen) for x in (layer.keys, layer.values))
+    with pytest.raises(CacheHandleError, match=r"edited: its tokens are not those|claims \d+ tokens"):
+        step(model, past)
+
+
+def test_every_second_token_of_a_handle_is_refused(model: nn.Module) -> None:
+    past = generate(model).past_key_values
+    for layer in past.layers:
+        layer.keys, layer.values = layer.keys[:, :, ::2], layer.values[:, :, ::2]
+    with pytest.raises(CacheHandleError, match="edited: its tokens are not those"):
+        step(model, past)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
+def test_no_stretch_of_a_ruler_comes_twice(dtype: torch.dtype) -> None:
+    integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
+    ruler = handle._ruler(0, 200_000, dtype)
+    assert bool(ruler.isnan().all())
+    stretches = ruler.view(integer).unfold(0, 15, 1)  # bf16 needs heads of 15
+    assert len(stretches.unique(dim=0)) == len(stretches)
+    assert torch.equal(handle._ruler(77, 99, dtype).view(integer), ruler[77:99].view(integer))
+
+
 @torch.no_grad()
 def test_the_ruler_grows_in_place(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     """Longer handles need more of it: the storage stays the same, older handles too, and nothing is compiled."""

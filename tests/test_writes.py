@@ -1,0 +1,214 @@
+"""Models that write in place, in every way and to everything: masks, positions, data, buffers; prompts and steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.ways import own_loop
+from support.zoo import SMALL, build
+from torch import Tensor, nn
+
+import specache_fx
+from specache_fx import UnsupportedGraphError
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+Write = Callable[[Tensor], Any]
+NEW_TOKENS = 10
+
+# What a write does to x, float32, at least `[..., 16]`.
+WRITES: dict[str, Write] = {
+    "method": lambda x: x.mul_(0.5),
+    "method of a view": lambda x: x[..., ::2].add_(0.3),
+    "augmented": lambda x: x.__iadd__(0.3),
+    "augmented item": lambda x: x[..., :8].__imul__(2),
+    "item": lambda x: x.__setitem__((..., slice(0, 8)), 0.5),
+    "chunk": lambda x: x.chunk(2, -1)[0].mul_(2.0),
+    "flag": lambda x: F.relu(x, inplace=True),
+    "flag of a module": nn.ReLU(inplace=True),
+    "foreach": lambda x: torch._foreach_mul_([x], 2.0),
+    "out": lambda x: torch.mul(x, 0.5, out=x),
+    "copy": lambda x: x.copy_(x * 0.5),
+    "index": lambda x: x.index_add_(x.dim() - 1, torch.tensor([0, 3]), x[..., :2].clone()),
+    "two": lambda x: (x.mul_(2.0), x[..., 1:].sub_(0.1)),
+}
+
+
+class Writing(nn.Module):
+    """One attention; `where` says to what `write` is applied."""
+
+    def __init__(self, where: str, write: Write) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.where, self.write = where, write
+        self.embed, self.qkv, self.head = nn.Embedding(89, 32), nn.Linear(32, 96), nn.Linear(32, 89)
+        self.register_buffer("rates", torch.arange(1, 33) * 0.05)
+        self.register_buffer("calls", torch.zeros(32))
+        for parameter in self.parameters():
+            parameter.data.normal_(std=0.5, generator=generator)
+        self.eval().requires_grad_(False)
+
+    def _apply_write(self, where: str, x: Tensor) -> None:
+        if where == self.where:
+            self.write(x)
+
+    def forward(
+        self, ids: Tensor, past: tuple[Tensor, Tensor] | None = None
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        start = 0 if past is None else past[0].shape[2]
+        position = torch.arange(start, start + ids.shape[1])
+        x = self.embed(ids)
+        self._apply_write("data", x)
+        if self.where == "counter":
+            self.calls.add_(1)
+        if self.where == "buffer":
+            self.rates.copy_(torch.where(position.max() > 14, 2.0, 1.0) * torch.arange(1, 33) * 0.05)
+        angles = torch.sin(position[:, None].float() * self.rates)[None]
+        self._apply_write("positions", angles)
+        x = x + angles + self.calls
+        q, k, v = (side.view(*ids.shape, 2, 16).transpose(1, 2) for side in self.qkv(x).chunk(3, -1))
+        if past is not None:
+            k, v = torch.cat((past[0], k), 2), torch.cat((past[1], v), 2)
+        distance = position[:, None] - torch.arange(k.shape[2])[None]
+        mask = torch.zeros(distance.shape)
+        mask.masked_fill_(distance < 0, -torch.inf)
+        if self.where == "mask":
+            mask.sub_(0.3 * distance.abs())
+            mask[:, 3] -= 1.0
+        if self.where == "window":
+            mask.masked_fill_(distance >= 6, -torch.inf)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        return self.head(out.transpose(1, 2).flatten(2) + x), (k, v)
+
+
+@torch.no_grad()
+def logits(model: Any) -> Tensor:
+    ids = torch.randint(89, (2, 10), generator=torch.Generator().manual_seed(1))
+    out, past = model(ids)
+    found = [out[:, -1]]
+    for i in range(NEW_TOKENS):
+        out, past = model(torch.tensor([[3 + i], [7 + i]]), past)
+        found.append(out[:, -1])
+    return torch.stack(found)
+
+
+CASES = [
+    *(("positions", name) for name in WRITES),
+    *(("data", name) for name in WRITES),
+    *((where, "") for where in ("mask", "window", "buffer", "counter")),
+]
+
+
+@pytest.mark.parametrize("lookahead", ["token", "query"])
+@pytest.mark.parametrize(("where", "name"), CASES, ids=lambda value: value or "-")
+def test_a_write_is_seen_by_what_reads_after_it(where: str, name: str, lookahead: str) -> None:
+    write = WRITES.get(name, lambda x: None)
+    expected = logits(Writing(where, write))
+    options = {**SMALL, "bits": 16, "lookahead": lookahead, "strict": True}
+    found = logits(torch.compile(Writing(where, write), backend="specache", options=options))
+    torch.testing.assert_close(found, expected, rtol=2e-4, atol=2e-4)
+
+
+def test_every_write_changes_the_logits() -> None:
+    plain = logits(Writing("", lambda x: None))
+    for where, name in CASES:
+        written = logits(Writing(where, WRITES.get(name, lambda x: None)))
+        assert (written - plain).abs().max() > 0.05, (where, name)
+
+
+def test_positions_that_are_read_before_all_of_them_are_written_are_left_alone() -> None:
+    class Early(Writing):
+        def forward(self, ids: Tensor, past: Any = None) -> Any:
+            start = 0 if past is None else past[0].shape[2]
+            angles = torch.sin(torch.arange(start, start + ids.shape[1])[:, None].float() * self.rates)[None]
+            x = self.embed(ids) + angles
+            angles.mul_(3)
+            q, k, v = (
+                side.view(*ids.shape, 2, 16).transpose(1, 2) for side in self.qkv(x + angles).chunk(3, -1)
+            )
+            if past is not None:
+                k, v = torch.cat((past[0], k), 2), torch.cat((past[1], v), 2)
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=past is None)
+            return self.head(out.transpose(1, 2).flatten(2) + x), (k, v)
+
+    expected = logits(Early("", lambda x: None))
+    found = logits(
+        torch.compile(Early("", lambda x: None), backend="specache", options={**SMALL, "bits": 16})
+    )
+    torch.testing.assert_close(found, expected, rtol=2e-4, atol=2e-4)
+
+
+def test_a_rope_that_changes_on_the_way_equals_eager() -> None:
+    """LongRoPE of transformers copies other frequencies into a buffer once the context exceeds the original one."""
+    rope = {
+        "rope_type": "longrope",
+        "factor": 2.0,
+        "rope_theta": 1e4,
+        "original_max_position_embeddings": 20,
+        "short_factor": [1.0] * 8,
+        "long_factor": [2.0 + i for i in range(8)],
+    }
+    prompt = torch.randint(5, 90, (1, 10), generator=torch.Generator().manual_seed(0))
+    found = []
+    for compiled in (False, True):
+        model = build("llama", max_position_embeddings=64, rope_parameters=dict(rope))
+        if compiled:
+            model.compile(backend="specache", options={**SMALL, "bits": 16})
+        found.append(own_loop(model, prompt, 20))
+    torch.testing.assert_close(found[1], found[0], rtol=2e-4, atol=2e-4)
+
+
+@pytest.mark.parametrize("around", [True, False], ids=["around", "inside"])
+def test_autocast_leaves_a_model_alone_and_says_so(around: bool, caplog: pytest.LogCaptureFixture) -> None:
+    class Inside(Writing):
+        def forward(self, ids: Tensor, past: Any = None) -> Any:
+            with torch.autocast("cpu", torch.bfloat16):
+                return super().forward(ids, past)
+
+    def run(model: Any) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=around):
+            return logits(model)
+
+    kind = Writing if around else Inside
+    expected = run(kind("", lambda x: None))
+    found = run(torch.compile(kind("", lambda x: None), backend="specache", options={**SMALL, "bits": 16}))
+    assert torch.equal(found, expected)
+    assert "torch.autocast is on" in caplog.text and "Load the model in 16 bits" in caplog.text
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match=r"torch\.autocast is on") as raised:
+        run(torch.compile(kind("", lambda x: None), backend="specache", options={**SMALL, "strict": True}))
+    assert isinstance(getattr(raised.value, "inner_exception", raised.value), UnsupportedGraphError)
+
+
+def test_autocast_that_is_turned_off_where_it_is_off_means_nothing() -> None:
+    class Outside(Writing):
+        def forward(self, ids: Tensor, past: Any = None) -> Any:
+            with torch.autocast("cpu", enabled=False):
+                return super().forward(ids, past)
+
+    expected = logits(Outside("", lambda x: None))
+    options = {**SMALL, "bits": 16, "strict": True}
+    model = torch.compile(Outside("", lambda x: None), backend="specache", options=options)
+    torch.testing.assert_close(logits(model), expected, rtol=2e-4, atol=2e-4)
+    with torch.no_grad():
+        assert specache_fx.stats(model(torch.arange(9)[None])[1]).kv_len == 9
+
+
+@pytest.mark.parametrize("lookahead", ["token", "query"])
+def test_random_numbers_are_drawn_as_often_as_by_the_model(lookahead: str) -> None:
+    class Noisy(Writing):
+        def forward(self, ids: Tensor, past: Any = None) -> Any:
+            out, past = super().forward(ids, past)
+            return out + torch.randn_like(out) * 0.1, past
+
+    def run(model: Any) -> Tensor:
+        torch.manual_seed(5)
+        return logits(model)
+
+    expected = run(Noisy("", lambda x: None))
+    options = {**SMALL, "bits": 16, "lookahead": lookahead, "strict": True}
+    found = run(torch.compile(Noisy("", lambda x: None), backend="specache", options=options))
+    torch.testing.assert_close(found, expected, rtol=2e-4, atol=2e-4)
