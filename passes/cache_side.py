@@ -9,7 +9,7 @@ from torch.fx import Node
 
 from specache_fx.passes.graph_slices import ancestors
 from specache_fx.passes.graph_utils import concatenated, reads_shape_only, shape_of, target_name
-from specache_fx.passes.writes import base_of, mutated_inputs
+from specache_fx.passes.writes import base_of, mutated_inputs, written_bases
 
 LEAVE = 'To use this model nevertheless, compile it with backend="inductor"'
 _SAME_TOKENS = {"getitem", "contiguous", "clone", "to", "slice", "narrow"}
@@ -129,8 +129,14 @@ def side_of(root: Node, what: str, outputs: set[Node], inside: set[Node]) -> Sid
     past, new = _appended(root)
     output = root if root in outputs else _kept_slice(root, outputs)
     assert output is not None
+    inputs = set(mutated_inputs(root.graph))
     for user in root.users:
         if user not in inside and user is not output and user.op != "output" and not reads_shape_only(user):
+            if inputs & set(written_bases(user)):
+                raise NoMatch(
+                    f"its {what} are written into a cache of fixed length (`{user.name}`, {target_name(user)})",
+                    f"Use a DynamicCache (cache_implementation=None, or past_key_values=DynamicCache()). {LEAVE}.",
+                )
             raise NoMatch(f"its {what} are also used by `{user.name}` ({target_name(user)})")
     for user in () if past is None else past.users:
         if user is not root and not reads_shape_only(user):

@@ -23,10 +23,11 @@ from torch.fx import GraphModule, Node
 
 from specache_fx.passes.base import AttentionCore, Pass, PassState
 from specache_fx.passes.graph_edit import call, finish
+from specache_fx.passes.graph_slices import ancestors
 from specache_fx.passes.graph_utils import output_node, shape_of, target_name
 from specache_fx.passes.mask_row import MaskRow
 from specache_fx.passes.prove_form import differs, is_proved
-from specache_fx.passes.score_ops import UnknownFormError, real_users
+from specache_fx.passes.score_ops import UnknownFormError, name_of, real_users
 from specache_fx.passes.softmax_form import SoftmaxForm, read_form
 
 _SDPA_ARGS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
@@ -91,7 +92,11 @@ def _read_elsewhere(form: SoftmaxForm) -> tuple[str, str] | None:
         for user in real_users(node):
             if user not in form.inner:
                 reason = f"`{user.name}` ({target_name(user)}) reads its `{node.name}`"
-                return reason, f"Call the model with output_attentions=False. {_LEAVE}"
+                returned = any(name_of(origin) == "softmax" for origin in ancestors([node]) & form.inner)
+                return (
+                    reason,
+                    f"Call the model with output_attentions=False. {_LEAVE}" if returned else _LEAVE,
+                )
     return None
 
 
