@@ -41,7 +41,7 @@ from specache_fx.passes.base import AttentionSite, OutputPlan, Pass, PassState, 
 from specache_fx.passes.cache_side import grows
 from specache_fx.passes.find_sources import find_sources
 from specache_fx.passes.graph_edit import add_placeholder, call, finish
-from specache_fx.passes.graph_slices import ancestors, eliminate_dead_code, extract
+from specache_fx.passes.graph_slices import ancestors, eliminate_dead_code, extract, needed_for
 from specache_fx.passes.graph_utils import (
     is_integer,
     is_static_input,
@@ -50,8 +50,9 @@ from specache_fx.passes.graph_utils import (
     shape_of,
     value_of,
 )
+from specache_fx.passes.randomness import draws_random_numbers
 from specache_fx.passes.window_masks import find_window_masks
-from specache_fx.passes.writes import draws_random_numbers, mutated_inputs
+from specache_fx.passes.writes import mutated_inputs
 from specache_fx.runtime import ops  # noqa: F401  (registers torch.ops.specache)
 
 STATE = "specache_state"
@@ -194,7 +195,7 @@ def bind_cache(gm: GraphModule, state: PassState) -> GraphModule:
         state.carried = _carried_state(inputs, kept, state)
     if plan.lengths:
         results = [original[i] for i in plan.lengths]
-        used = ancestors(results)
+        used = needed_for(graph, results, reader=output_node(graph))
         needed = [node for node in inputs if node in used]
         plan.length_graph = extract(gm, results, needed, reader=output_node(graph))
         plan.length_inputs = [position[node] for node in needed]

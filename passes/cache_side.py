@@ -9,10 +9,22 @@ from torch.fx import Node
 
 from specache_fx.passes.graph_slices import ancestors
 from specache_fx.passes.graph_utils import concatenated, reads_shape_only, shape_of, target_name
-from specache_fx.passes.writes import base_of, mutated_inputs, written_bases
+from specache_fx.passes.writes import mutated_inputs, storages, written_storages
 
 LEAVE = 'To use this model nevertheless, compile it with backend="inductor"'
 _SAME_TOKENS = {"getitem", "contiguous", "clone", "to", "slice", "narrow"}
+_VIEWS = {
+    *_SAME_TOKENS,
+    "transpose",
+    "permute",
+    "expand",
+    "view",
+    "reshape",
+    "unsqueeze",
+    "squeeze",
+    "detach",
+    "chunk",
+}
 _RELAYOUTS = {"cat", "stack", "transpose", "permute", "contiguous", "view", "reshape", "clone", "unsqueeze"}
 
 
@@ -98,8 +110,10 @@ def grows(node: Any) -> bool:
     parts, _ = concatenated(node) or ([], 0)
     if len(parts) < 2 or len(shape_of(node) or ()) not in (3, 4):
         return False
-    past = base_of(parts[0])
-    return isinstance(past, Node) and (past.op == "placeholder" or shape_of(past) == (0,))
+    past = parts[0]
+    while target_name(past) in _VIEWS and isinstance(past.args[0], Node):
+        past = past.args[0]
+    return past.op == "placeholder" or shape_of(past) == (0,)
 
 
 def _appended(root: Node) -> tuple[Node | None, Node]:
@@ -132,7 +146,7 @@ def side_of(root: Node, what: str, outputs: set[Node], inside: set[Node]) -> Sid
     inputs = set(mutated_inputs(root.graph))
     for user in root.users:
         if user not in inside and user is not output and user.op != "output" and not reads_shape_only(user):
-            if inputs & set(written_bases(user)):
+            if any(storages(node) & written_storages(user) for node in inputs):
                 raise NoMatch(
                     f"its {what} are written into a cache of fixed length (`{user.name}`, {target_name(user)})",
                     f"Use a DynamicCache (cache_implementation=None, or past_key_values=DynamicCache()). {LEAVE}.",

@@ -10,7 +10,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from specache_fx.errors import UnsupportedGraphError
 from specache_fx.passes.base import AttentionSite, PassState
-from specache_fx.passes.graph_slices import changes_between, extract, needed_for
+from specache_fx.passes.graph_slices import change_between, extract, needed_for
 from specache_fx.passes.graph_utils import (
     is_integer,
     is_static_input,
@@ -18,12 +18,13 @@ from specache_fx.passes.graph_utils import (
     placeholders,
     reads_shape_only,
     shape_of,
+    source_of,
     symbols_of,
     target_name,
     value_of,
 )
 from specache_fx.passes.sources import Sources
-from specache_fx.passes.writes import base_of, mutated_inputs, mutates, written_bases
+from specache_fx.passes.writes import mutated_inputs, mutates, storages, writes_of
 
 _LAYOUT = {"view", "reshape", "unsqueeze", "squeeze", "flatten", "contiguous", "to", "long", "int", "clone"}
 
@@ -73,12 +74,13 @@ def find_token(graph: Graph) -> tuple[Node | None, int | None]:
 def _read_by(graph: Graph, needed: set[Node]) -> set[Node]:
     """The nodes among `needed` whose numbers are read, not just their shapes."""
     read = {node for node in needed if not any(user in needed for user in node.users) and not mutates(node)}
-    writes = {node: bases for node in needed if (bases := written_bases(node))}
+    writes = writes_of(needed)
     work = list(read)
     while work:
         node = work.pop()
         more = [] if reads_shape_only(node) else list(node.all_input_nodes)
-        more += [write for write, bases in writes.items() if base_of(node) in bases]
+        memory = storages(node) if writes else frozenset()
+        more += [write for write, changed in writes.items() if changed & memory]
         work.extend(one for one in more if one not in read)
         read.update(more)
     return read
@@ -167,11 +169,13 @@ def mask_inputs(
     inputs = placeholders(gm.graph)
     index = {node: i for i, node in enumerate(inputs)}
     site = sites[0]
-    for reader in sites:
-        if reader.mask is not None and changes_between(gm.graph, reader.mask, reader.node, sites[-1].node):
+    for other in sites:
+        if other.mask is not None and (
+            write := change_between(gm.graph, other.mask, other.node, sites[-1].node)
+        ):
             raise UnsupportedGraphError(
-                f"The mask of attention `{reader.node.name}` ({reader.source}) is written to again for a later"
-                " attention. Make a mask of its own for each."
+                f"The mask of attention `{other.node.name}` ({other.source}) is written to again (`{write.name}`,"
+                f" {source_of(write)}) for a later attention. Make a mask of its own for each."
             )
     needed = needed_for(gm.graph, masks, reader=sites[-1].node)
     roots = [node for node in inputs if node in needed]

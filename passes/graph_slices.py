@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from specache_fx.passes.graph_utils import output_node, shape_of, target_name, value_of
-from specache_fx.passes.writes import base_of, written_bases
+from specache_fx.passes.graph_utils import output_node, reads_shape_only, shape_of, target_name, value_of
+from specache_fx.passes.writes import storages, writes_of, written_storages
 
 _CONSTANT_NODES = 50  # a factor is computed in fewer
 _VMAP_DATA = {"_add_batch_dim", "_remove_batch_dim"}
@@ -43,23 +43,29 @@ def needed_for(
         inputs: What is given: nothing that is written into it on the way is needed.
         reader: As this node finds the results: after all in-place calls before it.
     """
-    inputs = set(inputs)
-    before = list(itertools.takewhile(lambda node: node is not reader, graph.nodes))
-    writes = {node: bases for node in before if (bases := set(written_bases(node)) - inputs)}
+    results, inputs = list(results), set(inputs)
+    writes = writes_of(itertools.takewhile(lambda node: node is not reader, graph.nodes))
+    given = frozenset().union(*map(storages, inputs))
     needed = ancestors(results, inputs)
-    while more := [node for node, bases in writes.items() if node not in needed and bases & needed]:
+    while True:
+        read = frozenset().union(*(storages(node) for node in needed if _is_read(node, needed, results)))
+        more = [node for node, changed in writes.items() if node not in needed and changed & read - given]
+        if not more:
+            return needed | _vmap_levels(graph, needed)
         needed |= ancestors(more, inputs)
-    return needed | _vmap_levels(graph, needed)
 
 
-def changes_between(graph: Graph, result: Node, first: Node, last: Node) -> Node | None:
-    """What writes to a result, or to what it is a view of, from one of its readers on until another one."""
+def _is_read(node: Node, needed: set[Node], results: list[Node]) -> bool:
+    """Whether the numbers of a needed node are, and not its shape alone."""
+    return node in results or any(user in needed and not reads_shape_only(user) for user in node.users)
+
+
+def change_between(graph: Graph, result: Node, first: Node, last: Node) -> Node | None:
+    """What writes to the memory of a result, from one of its readers on until another one."""
     nodes = list(graph.nodes)
-    base = base_of(result)
-    for node in nodes[nodes.index(first) : nodes.index(last)]:
-        if base in written_bases(node):
-            return node
-    return None
+    memory = storages(result)
+    between = nodes[nodes.index(first) : nodes.index(last)]
+    return next((node for node, changed in writes_of(between).items() if changed & memory), None)
 
 
 def _vmap_levels(graph: Graph, live: set[Node]) -> set[Node]:
@@ -113,20 +119,21 @@ def eliminate_dead_code(graph: Graph, keep: Iterable[Node] = ()) -> int:
     Returns:
         Number of nodes erased.
     """
-    mutations: dict[Node, list[Node]] = {}
+    mutations: dict[Hashable, list[Node]] = {}
     work = list(keep)
     for node in graph.nodes:
         if node.op in ("placeholder", "output") or (node.op == "call_function" and _is_effectful(node)):
             work.append(node)
-        for base in written_bases(node):
-            mutations.setdefault(base, []).append(node)
+        for memory in written_storages(node):
+            mutations.setdefault(memory, []).append(node)
     live: set[Node] = set()
     while work:
         node = work.pop()
         if node not in live:
             live.add(node)
             work.extend(node.all_input_nodes)
-            work.extend(mutations.get(node, []))
+            for memory in storages(node) if mutations else ():
+                work.extend(mutations.get(memory, ()))
     live |= _vmap_levels(graph, live)
     dead = [node for node in reversed(graph.nodes) if node not in live]
     for node in dead:

@@ -25,6 +25,7 @@ from specache_fx.passes.base import AttentionCore, AttentionSite, Pass, PassStat
 from specache_fx.passes.cache_side import LEAVE, NoMatch, Side, side_of, without_repeat
 from specache_fx.passes.expansion import Expansion, find_expansion
 from specache_fx.passes.find_sources import find_token
+from specache_fx.passes.graph_slices import change_between
 from specache_fx.passes.graph_utils import (
     is_static_input,
     output_node,
@@ -36,7 +37,7 @@ from specache_fx.passes.graph_utils import (
 )
 from specache_fx.passes.reading import Reading, check_between, readings_of
 from specache_fx.passes.unknown_forms import unknown_forms
-from specache_fx.passes.writes import base_of, written_bases
+from specache_fx.passes.writes import storages, writes_of
 from specache_fx.runtime.handle import unfit_reason
 
 
@@ -86,7 +87,7 @@ def _match(
         raise NoMatch(
             "its keys are not those of this call alone, nor an append of them to a past that is an input"
             " (cross-attention, or a cache of fixed length?)",
-            f"Such caches are not supported yet. {LEAVE}.",
+            f"Use a DynamicCache if it is one of fixed length. {LEAVE}.",
         )
     if keys.root is values.root:
         raise NoMatch("its keys and values are one tensor")
@@ -100,6 +101,14 @@ def _match(
     if core.problem is not None:
         raise NoMatch(*core.problem)
     _check_mask(core, keys, values)
+    for side in (keys, values):
+        # What is stored is read where the attention is.
+        if side.root is not side.new and (
+            write := change_between(gm.graph, side.new, side.root, core.node.next)
+        ):
+            raise NoMatch(
+                f"`{write.name}` ({source_of(write)}) writes to its new pairs after they were appended"
+            )
     if owner is not None and keys.past is not None and q.shape[2] == 1 and core.mask is not owner.mask:
         raise NoMatch(f"it reads the cache of attention `{owner.node.name}` with another mask")
     expansion: Expansion | None = None
@@ -186,7 +195,7 @@ def _data_behind(core: AttentionCore, keys: Side, values: Side) -> Node | None:
         if len(shape_of(node) or ()) == 3 and value_of(node).is_floating_point() and not is_static_input(node)
     }
     before = itertools.takewhile(lambda node: node is not core.node, graph.nodes)
-    writes = {node: bases for node in before if (bases := written_bases(node))}
+    writes = writes_of(before)
     work, seen = [core.mask], set[Node]()
     while work:
         node = work.pop()
@@ -195,7 +204,8 @@ def _data_behind(core: AttentionCore, keys: Side, values: Side) -> Node | None:
         if node not in seen and not reads_shape_only(node):
             seen.add(node)
             work.extend(node.all_input_nodes)
-            work.extend(write for write, bases in writes.items() if base_of(node) in bases)
+            memory = storages(node) if writes else frozenset()
+            work.extend(write for write, changed in writes.items() if changed & memory)
     return None
 
 

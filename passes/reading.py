@@ -16,7 +16,7 @@ from specache_fx.passes.base import AttentionCore
 from specache_fx.passes.cache_side import NoMatch, is_cache, why_not_cached, without_repeat
 from specache_fx.passes.graph_slices import needed_for
 from specache_fx.passes.graph_utils import reads_shape_only, shape_of, source_of, target_name
-from specache_fx.passes.writes import written_bases
+from specache_fx.passes.writes import storages, written_storages
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,8 @@ def _made_from(caches: list[Node], needed: set[Node]) -> set[Node]:
     while work:
         node = work.pop()
         more = [user for user in node.users if user in needed and not reads_shape_only(user)]
-        more += written_bases(node)
+        if changed := written_storages(node):
+            more += [other for other in needed if storages(other) & changed]
         work.extend(user for user in more if user not in made)
         made.update(more)
     return made

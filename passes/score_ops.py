@@ -55,15 +55,6 @@ def name_of(node: Node) -> str:
     return _ALIASES.get(name, name)
 
 
-def is_off_dropout(node: Node) -> bool:
-    """Whether a node is a dropout that changes nothing."""
-    if name_of(node) != "dropout":
-        return False
-    rate = node.args[1] if len(node.args) > 1 else node.kwargs.get("p", 0.5)
-    training = node.args[2] if len(node.args) > 2 else node.kwargs.get("training", True)
-    return bool(rate == 0 or training is False)
-
-
 def adds_dimensions(node: Node) -> bool:
     """Whether a node is `x[None, :, None]`."""
     if name_of(node) != "getitem" or not isinstance(node.args[1], tuple):

@@ -20,6 +20,7 @@ from torch.fx import GraphModule, Node
 from specache_fx.passes.graph_slices import ancestors
 from specache_fx.passes.graph_utils import shape_of
 from specache_fx.passes.mask_row import MaskRow
+from specache_fx.passes.randomness import is_off_dropout
 from specache_fx.passes.score_chain import ScoreChain
 from specache_fx.passes.score_ops import (
     CASTS,
@@ -27,7 +28,6 @@ from specache_fx.passes.score_ops import (
     RESHAPES,
     UnknownFormError,
     drops_last,
-    is_off_dropout,
     name_of,
     real_users,
     swaps_last_two,

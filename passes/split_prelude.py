@@ -11,6 +11,7 @@ Works on decode graphs that `bind_cache` has been through; leaves every other gr
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ from specache_fx.passes.graph_utils import (
     value_of,
 )
 from specache_fx.passes.sources import Prelude, Sources
-from specache_fx.passes.writes import base_of, mutated_inputs, written_bases
+from specache_fx.passes.writes import mutated_inputs, storages, writes_of
 
 _NUMBERS = (torch.SymInt, torch.SymFloat)
 
@@ -56,16 +57,19 @@ def _origins(graph: Graph, sources: Sources) -> tuple[set[Node], set[Node]]:
     step, before it is read.
     """
     moving = sources.lengths | sources.positions | sources.masks
-    positional, data, written = set[Node](), set[Node](), set[Node](mutated_inputs(graph))
+    positional, data = set[Node](), set[Node](mutated_inputs(graph))
+    writes = writes_of(graph.nodes)
+    placed, written = (
+        frozenset[Hashable](),
+        frozenset[Hashable](),
+    )  # memory that positions, and data, are written to
     while True:
         for node in graph.nodes:
             if node.op == "placeholder":
                 origin = node.meta["specache_input"]
-                if node in written or (
-                    origin not in moving and not is_static_input(node) and not is_integer(node)
-                ):
+                if origin not in moving and not is_static_input(node) and not is_integer(node):
                     data.add(node)
-                elif origin in moving:
+                elif origin in moving and node not in data:
                     positional.add(node)
                 continue
             inputs = node.all_input_nodes
@@ -73,14 +77,15 @@ def _origins(graph: Graph, sources: Sources) -> tuple[set[Node], set[Node]]:
             if length and all(arg.meta.get("specache_input") in sources.shapes for arg in inputs):
                 positional.add(node)
                 continue
-            if any(arg in positional for arg in inputs):
+            if any(arg in positional for arg in inputs) or storages(node) & placed:
                 positional.add(node)
-            if node in written or any(arg in data for arg in inputs):
+            if any(arg in data for arg in inputs) or storages(node) & written:
                 data.add(node)
-        bases = {base for node in graph.nodes if node in data for base in written_bases(node)}
-        if bases <= written:
+        before = placed, written
+        placed = placed.union(*(changed for node, changed in writes.items() if node in positional))
+        written = written.union(*(changed for node, changed in writes.items() if node in data))
+        if before == (placed, written):
             return positional, data
-        written |= bases
 
 
 def _number_in_the_graph(prelude: set[Node]) -> Node | None:
@@ -134,7 +139,9 @@ def split_prelude(gm: GraphModule, state: PassState) -> GraphModule:
         names = {node.name for node in placeholders(plain.graph)}
         state.prelude = Prelude(
             graph=plain,
-            graph_ahead=_clamp_embeddings(_copy_of(plain, list(results))),
+            graph_ahead=_clamp_embeddings(
+                extract(plain, list(results), placeholders(plain.graph), reader=output_node(plain.graph))
+            ),
             inputs=tuple(origin[node] for node in needed if node.name in names),
             sources=sources,
         )
@@ -142,6 +149,8 @@ def split_prelude(gm: GraphModule, state: PassState) -> GraphModule:
         with graph.inserting_after(inputs[-1]):
             entry = graph.placeholder(f"specache_prelude_{i}")
         entry.meta = {k: v for k, v in node.meta.items() if k in ("example_value", "stack_trace")}
+        # Memory of its own: what the prelude wrote to it on the way is not written again.
+        entry.meta["example_value"] = value_of(node).clone()
         entry.meta["specache_prelude"] = i
         for user in list(node.users):
             if user not in prelude:
@@ -156,19 +165,15 @@ def split_prelude(gm: GraphModule, state: PassState) -> GraphModule:
 
 def _read_before_it_is_written(graph: Graph, boundary: list[Node], prelude: set[Node]) -> Node | None:
     """What reads a boundary tensor in the rest of the graph, with a write of the prelude's to come."""
-    nodes = list(graph.nodes)
-    for node in boundary:
-        base = base_of(node)
-        for at, reader in enumerate(nodes):
-            if node in reader.all_input_nodes and reader not in prelude and not reads_shape_only(reader):
-                if any(base in written_bases(later) for later in nodes[at:] if later in prelude):
-                    return reader
-                break
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    writes = writes_of(node for node in graph.nodes if node in prelude)
+    for node in boundary if writes else ():
+        memory = storages(node)
+        readers = [user for user in node.users if user not in prelude and not reads_shape_only(user)]
+        last = max((order[write] for write, changed in writes.items() if changed & memory), default=-1)
+        if early := [reader for reader in readers if order[reader] < last]:
+            return early[0]
     return None
-
-
-def _copy_of(gm: GraphModule, results: list[Node]) -> GraphModule:
-    return extract(gm, results, placeholders(gm.graph), reader=output_node(gm.graph))
 
 
 def _without_unread_inputs(gm: GraphModule) -> GraphModule:

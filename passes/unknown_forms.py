@@ -7,7 +7,7 @@ from torch.fx import GraphModule, Node
 from specache_fx.passes.base import PassState, Refusal
 from specache_fx.passes.cache_side import LEAVE, is_cache
 from specache_fx.passes.graph_utils import concatenated, is_static_input, reads_shape_only, source_of
-from specache_fx.passes.writes import written_bases
+from specache_fx.passes.writes import storages, written_storages
 
 
 def _appends_to_input(root: Node) -> bool:
@@ -35,8 +35,9 @@ def unknown_forms(gm: GraphModule, state: PassState, outputs: set[Node]) -> list
             seen.add(node)
             if node not in state.unknown:
                 work.extend(node.users)
-                for base in written_bases(node):  # read on under the name of what it was written into
-                    work.extend(base.users)
+                if changed := written_storages(node):  # read on under other names of what it was written into
+                    same = [other for other in gm.graph.nodes if storages(other) & changed]
+                    work.extend(user for other in same for user in other.users)
                 continue
             remedy = f'Load it with attn_implementation="sdpa" if it can be. {LEAVE}.'
             refusals.setdefault(node, Refusal(node.name, source_of(node), state.unknown[node], remedy))

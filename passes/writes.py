@@ -3,29 +3,30 @@
     x.add_(1)   x += 1   x[0] = 1   relu(x, inplace=True)   torch.mul(a, b, out=x)   torch._foreach_mul_([x, y], 2)
 
 No edge leads from a write to what reads its tensor afterwards under another name. Whoever cuts a part out of a graph,
-or drops what nothing needs, asks here.
+or drops what nothing needs, asks here. Names are told apart by storage: Dynamo's fake tensors share it as the real ones
+will, whatever the views are called.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch.fx import Graph, Node
 
-from specache_fx.passes.graph_utils import target_name
+from specache_fx.passes.graph_utils import target_name, value_of
+from specache_fx.passes.randomness import is_off_dropout
 
 _VIEWS = {
-    "to", "type", "type_as", "float", "half", "bfloat16", "double", "contiguous", "detach", "alias", "conj", "positive",
-    "transpose", "permute", "t", "movedim", "moveaxis", "swapaxes", "swapdims", "adjoint", "real", "imag",
-    "view_as_real", "view_as_complex", "getattr", "getitem", "select", "narrow", "slice", "diagonal", "unfold",
-    "as_strided", "expand", "expand_as", "broadcast_to", "reshape", "reshape_as", "view", "view_as", "flatten", "ravel",
-    "unflatten", "squeeze", "unsqueeze", "chunk", "split", "split_with_sizes", "tensor_split", "hsplit", "vsplit",
-    "dsplit", "unbind", "unsafe_chunk", "unsafe_split", "atleast_1d", "atleast_2d", "atleast_3d",
+    "to", "type", "type_as", "float", "contiguous", "detach", "transpose", "permute", "t", "movedim", "swapaxes",
+    "swapdims", "getattr", "getitem", "select", "narrow", "slice", "diagonal", "expand", "expand_as", "reshape", "view",
+    "view_as", "flatten", "unflatten", "squeeze", "unsqueeze", "chunk", "split", "unbind",
 }  # fmt: skip
+_KEYWORDS = {"and_", "or_", "not_", "is_"}  # of Python's operator module
 _IN_PLACE_FUNCTIONS = {
     "setitem", "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "imatmul", "iand", "ior", "ixor",
     "ilshift", "irshift",
@@ -33,11 +34,11 @@ _IN_PLACE_FUNCTIONS = {
 
 
 def _in_place_name(name: str) -> bool:
-    return name.endswith("_") and not name.endswith("__")
+    return name.endswith("_") and not name.endswith("__") and name not in _KEYWORDS
 
 
 @functools.lru_cache(maxsize=512)
-def _signature(target: Callable[..., Any]) -> inspect.Signature | None:
+def _inplace_signature(target: Callable[..., Any]) -> inspect.Signature | None:
     try:
         found = inspect.signature(target)
     except (TypeError, ValueError):  # built in
@@ -49,7 +50,7 @@ def _is_flagged(node: Node) -> bool:
     """Whether a function was called with `inplace=True`."""
     if node.kwargs.get("inplace"):
         return True
-    signature = _signature(node.target) if callable(node.target) else None
+    signature = _inplace_signature(node.target) if callable(node.target) else None
     if signature is None:
         return False
     try:
@@ -59,6 +60,8 @@ def _is_flagged(node: Node) -> bool:
 
 
 def _nodes(value: Any) -> list[Node]:
+    if isinstance(value, dict):
+        value = list(value.values())
     if isinstance(value, (list, tuple)):
         return [node for item in value for node in _nodes(item)]
     return [value] if isinstance(value, Node) else []
@@ -78,11 +81,14 @@ def written_by(node: Node) -> list[Node]:
         ]
         return _nodes(written)
     name = target_name(node)
+    if name == "triton_kernel_wrapper_mutation":  # which of its arguments, only the kernel knows
+        return _nodes(node.kwargs)
     if name.startswith("__"):
         name = name.strip("_")  # x.__iadd__(y)
     in_place = _in_place_name(name) or name in _IN_PLACE_FUNCTIONS
     in_place = in_place or (node.op == "call_function" and _is_flagged(node))
-    return out + (_nodes(node.args[:1]) if in_place else [])
+    target = node.args[:1] or (node.kwargs.get("input", node.kwargs.get("self")),)
+    return out + (_nodes(target) if in_place else [])
 
 
 def mutates(node: Node) -> bool:
@@ -90,60 +96,47 @@ def mutates(node: Node) -> bool:
     return bool(written_by(node))
 
 
-def base_of(node: Any) -> Any:
-    """The tensor that a view, or a view of a view, looks at; of what was written in place, what it was written into."""
-    while isinstance(node, Node):
-        written = written_by(node)
-        if len(written) == 1 and target_name(node).strip("_") != "setitem":
-            node = written[0]
-        elif target_name(node) in _VIEWS and node.args and isinstance(node.args[0], Node):
-            node = node.args[0]
-        else:
-            break
-    return node
+def storages(node: Node) -> frozenset[Hashable]:
+    """The memory that a node's tensors lie in."""
+    if is_off_dropout(node):  # gives its input back, which its fake tensor does not show
+        return storages(node.all_input_nodes[0])
+    value = value_of(node)
+    with contextlib.suppress(NotImplementedError):  # of a batched tensor under vmap
+        if value is not None:
+            return frozenset(tensor.untyped_storage()._cdata for tensor in _tensors(value))
+    source = _same_memory(node)
+    return frozenset((node,)) if source is None else storages(source)
 
 
-def written_bases(node: Node) -> list[Any]:
-    """The tensors that a node changes, seen through all views."""
-    return [base_of(target) for target in written_by(node)]
+def _same_memory(node: Node) -> Node | None:
+    """What a node is a view of, by its name: where there is no fake tensor to tell."""
+    written = written_by(node)
+    if len(written) == 1 and target_name(node) != "setitem":
+        return written[0]
+    if target_name(node) in _VIEWS and node.args and isinstance(node.args[0], Node):
+        return node.args[0]
+    return None
 
 
-def writes_to(graph: Graph, bases: Iterable[Node]) -> list[Node]:
-    """The nodes that change one of these tensors, in order."""
-    wanted = set(bases)
-    return [node for node in graph.nodes if any(base in wanted for base in written_bases(node))]
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors(item)
+
+
+def written_storages(node: Node) -> frozenset[Hashable]:
+    """The memory that a node changes."""
+    return frozenset().union(*map(storages, written_by(node)))
+
+
+def writes_of(nodes: Iterable[Node]) -> dict[Node, frozenset[Hashable]]:
+    """Those of the nodes that write, and the memory that each changes."""
+    return {node: changed for node in nodes if (changed := written_storages(node))}
 
 
 def mutated_inputs(graph: Graph) -> list[Node]:
     """The inputs that the graph writes to: a recurrent state, a counter."""
-    written = [base for node in graph.nodes for base in written_bases(node)]
-    return [node for node in dict.fromkeys(written) if isinstance(node, Node) and node.op == "placeholder"]
-
-
-_RANDOM = {
-    "rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like", "bernoulli", "multinomial",
-    "normal", "poisson", "binomial", "rrelu", "gumbel_softmax", "uniform_", "normal_", "bernoulli_", "exponential_",
-    "random_", "geometric_", "cauchy_", "log_normal_",
-}  # fmt: skip
-_DROPOUTS = {
-    "dropout",
-    "dropout1d",
-    "dropout2d",
-    "dropout3d",
-    "alpha_dropout",
-    "feature_alpha_dropout",
-}
-
-
-def draws_random_numbers(node: Node) -> bool:
-    """Whether a node's result is another one each time."""
-    if node.op not in ("call_function", "call_method"):
-        return False
-    if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
-        return True
-    name = target_name(node)
-    if name not in _DROPOUTS:
-        return name in _RANDOM
-    rate = node.args[1] if len(node.args) > 1 else node.kwargs.get("p", 0.5)
-    training = node.args[2] if len(node.args) > 2 else node.kwargs.get("training", True)
-    return bool(rate != 0 and training)
+    written = frozenset().union(*writes_of(graph.nodes).values())
+    return [node for node in graph.nodes if node.op == "placeholder" and storages(node) & written]

@@ -168,7 +168,9 @@ def _is_under_autocast(gm: GraphModule, inputs: Sequence[Any]) -> bool:
     """Whether autocast is on, around a graph or in it; to turn it off where it is off means nothing."""
     devices = {value.device.type for value in inputs if isinstance(value, torch.Tensor)}
     entered = [node.args for node in gm.graph.nodes if target_name(node) == "_enter_autocast"]
-    return any(map(torch.is_autocast_enabled, devices)) or any(len(args) < 3 or args[2] for args in entered)
+    return any(map(torch.is_autocast_enabled, devices)) or any(
+        args[0] in devices and (len(args) < 3 or args[2]) for args in entered
+    )
 
 
 def _kv_inputs(gm: GraphModule) -> list[int]:

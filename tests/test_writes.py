@@ -13,7 +13,7 @@ from support.zoo import SMALL, build
 from torch import Tensor, nn
 
 import specache_fx
-from specache_fx import UnsupportedGraphError
+from specache_fx import UnsupportedGraphError, decode_runner
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 Write = Callable[[Tensor], Any]
@@ -34,6 +34,10 @@ WRITES: dict[str, Write] = {
     "copy": lambda x: x.copy_(x * 0.5),
     "index": lambda x: x.index_add_(x.dim() - 1, torch.tensor([0, 3]), x[..., :2].clone()),
     "two": lambda x: (x.mul_(2.0), x[..., 1:].sub_(0.1)),
+    "dropout that is off": lambda x: F.dropout(x, 0.1, False).mul_(3),
+    "cast to the same": lambda x: x.float().mul_(3),
+    "broadcast": lambda x: torch.broadcast_tensors(x, x)[1].copy_(x.detach() * 3),
+    "by keyword": lambda x: F.relu(input=x, inplace=True),
 }
 
 
@@ -67,11 +71,22 @@ class Writing(nn.Module):
         if self.where == "buffer":
             self.rates.copy_(torch.where(position.max() > 14, 2.0, 1.0) * torch.arange(1, 33) * 0.05)
         angles = torch.sin(position[:, None].float() * self.rates)[None]
+        if self.where == "fresh":  # as everyone writes sinusoids
+            angles, both = torch.zeros(1, ids.shape[1], 32), angles
+            angles[..., 0::2] = both[..., 0::2]
+            angles[..., 1::2] = both[..., 1::2].cos()
+        if self.where == "cast of positions":
+            moved = position.long()
+            moved.mul_(3)
+            angles = torch.sin(position[:, None].float() * self.rates)[None]
         self._apply_write("positions", angles)
         x = x + angles + self.calls
         q, k, v = (side.view(*ids.shape, 2, 16).transpose(1, 2) for side in self.qkv(x).chunk(3, -1))
         if past is not None:
+            new = k
             k, v = torch.cat((past[0], k), 2), torch.cat((past[1], v), 2)
+            if self.where == "new keys":
+                new.mul_(3)
         distance = position[:, None] - torch.arange(k.shape[2])[None]
         mask = torch.zeros(distance.shape)
         mask.masked_fill_(distance < 0, -torch.inf)
@@ -98,7 +113,7 @@ def logits(model: Any) -> Tensor:
 CASES = [
     *(("positions", name) for name in WRITES),
     *(("data", name) for name in WRITES),
-    *((where, "") for where in ("mask", "window", "buffer", "counter")),
+    *((where, "") for where in ("mask", "window", "buffer", "counter", "fresh", "cast of positions")),
 ]
 
 
@@ -137,6 +152,48 @@ def test_positions_that_are_read_before_all_of_them_are_written_are_left_alone()
     expected = logits(Early("", lambda x: None))
     found = logits(
         torch.compile(Early("", lambda x: None), backend="specache", options={**SMALL, "bits": 16})
+    )
+    torch.testing.assert_close(found, expected, rtol=2e-4, atol=2e-4)
+
+
+def test_new_keys_that_are_written_to_after_they_were_appended_are_left_alone() -> None:
+    expected = logits(Writing("new keys", lambda x: None))
+    model = torch.compile(
+        Writing("new keys", lambda x: None), backend="specache", options={**SMALL, "bits": 16}
+    )
+    torch.testing.assert_close(logits(model), expected, rtol=2e-4, atol=2e-4)
+
+
+def test_sinusoids_in_a_fresh_tensor_are_compiled_once() -> None:
+    model = Writing("fresh", lambda x: None)
+    compiled = torch.compile(model, backend="specache", options={**SMALL, "bits": 16, "strict": True})
+    with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
+        counted: list[int] = []
+        lower = decode_runner.lower_static
+        patch.setattr(decode_runner, "lower_static", lambda *args: (counted.append(1), lower(*args))[1])
+        logits(compiled)
+    assert len(counted) <= 2
+
+
+def test_positions_that_are_read_between_two_writes_are_left_alone() -> None:
+    class Between(Writing):
+        def forward(self, ids: Tensor, past: Any = None) -> Any:
+            start = 0 if past is None else past[0].shape[2]
+            position = torch.arange(start, start + ids.shape[1])
+            moved = torch.zeros(1, ids.shape[1], 32).add_(torch.sin(position[:, None].float() * self.rates))
+            x = self.embed(ids) + moved
+            moved.mul_(3)
+            q, k, v = (
+                side.view(*ids.shape, 2, 16).transpose(1, 2) for side in self.qkv(x + moved).chunk(3, -1)
+            )
+            if past is not None:
+                k, v = torch.cat((past[0], k), 2), torch.cat((past[1], v), 2)
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=past is None)
+            return self.head(out.transpose(1, 2).flatten(2) + x), (k, v)
+
+    expected = logits(Between("", lambda x: None))
+    found = logits(
+        torch.compile(Between("", lambda x: None), backend="specache", options={**SMALL, "bits": 16})
     )
     torch.testing.assert_close(found, expected, rtol=2e-4, atol=2e-4)
 
