@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from support.ways import own_loop
 from support.cases import nightly_unless
+from support.ways import own_loop
 from support.zoo import SMALL, build
 from torch import Tensor, nn
 
