@@ -137,11 +137,16 @@ def test_every_write_changes_the_logits() -> None:
         assert (written - plain).abs().max() > 0.05, (where, name)
 
 
-def test_positions_that_are_read_before_all_of_them_are_written_are_left_alone() -> None:
+@pytest.mark.parametrize("fresh", [False, True], ids=["computed", "written into a fresh tensor"])
+def test_positions_that_are_read_before_all_of_them_are_written_are_left_alone(
+    fresh: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     class Early(Writing):
         def forward(self, ids: Tensor, past: Any = None) -> Any:
             start = 0 if past is None else past[0].shape[2]
             angles = torch.sin(torch.arange(start, start + ids.shape[1])[:, None].float() * self.rates)[None]
+            if fresh:
+                angles = torch.zeros(1, ids.shape[1], 32).add_(angles)
             x = self.embed(ids) + angles
             angles.mul_(3)
             q, k, v = (
@@ -157,14 +162,18 @@ def test_positions_that_are_read_before_all_of_them_are_written_are_left_alone()
         torch.compile(Early("", lambda x: None), backend="specache", options={**SMALL, "bits": 16})
     )
     torch.testing.assert_close(found, expected, rtol=2e-4, atol=2e-4)
+    assert "reads what depends on positions before all of it was written" in caplog.text
 
 
-def test_new_keys_that_are_written_to_after_they_were_appended_are_left_alone() -> None:
+def test_new_keys_that_are_written_to_after_they_were_appended_are_left_alone(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     expected = logits(Writing("new keys", lambda x: None))
     model = torch.compile(
         Writing("new keys", lambda x: None), backend="specache", options={**SMALL, "bits": 16}
     )
     torch.testing.assert_close(logits(model), expected, rtol=2e-4, atol=2e-4)
+    assert "writes to its new pairs after they were appended" in caplog.text
 
 
 def test_sinusoids_in_a_fresh_tensor_are_compiled_once() -> None:
@@ -176,29 +185,6 @@ def test_sinusoids_in_a_fresh_tensor_are_compiled_once() -> None:
         patch.setattr(decode_runner, "lower_static", lambda *args: (counted.append(1), lower(*args))[1])
         logits(compiled)
     assert len(counted) <= 2
-
-
-def test_positions_that_are_read_between_two_writes_are_left_alone() -> None:
-    class Between(Writing):
-        def forward(self, ids: Tensor, past: Any = None) -> Any:
-            start = 0 if past is None else past[0].shape[2]
-            position = torch.arange(start, start + ids.shape[1])
-            moved = torch.zeros(1, ids.shape[1], 32).add_(torch.sin(position[:, None].float() * self.rates))
-            x = self.embed(ids) + moved
-            moved.mul_(3)
-            q, k, v = (
-                side.view(*ids.shape, 2, 16).transpose(1, 2) for side in self.qkv(x + moved).chunk(3, -1)
-            )
-            if past is not None:
-                k, v = torch.cat((past[0], k), 2), torch.cat((past[1], v), 2)
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=past is None)
-            return self.head(out.transpose(1, 2).flatten(2) + x), (k, v)
-
-    expected = logits(Between("", lambda x: None))
-    found = logits(
-        torch.compile(Between("", lambda x: None), backend="specache", options={**SMALL, "bits": 16})
-    )
-    torch.testing.assert_close(found, expected, rtol=2e-4, atol=2e-4)
 
 
 def test_a_rope_that_changes_on_the_way_equals_eager() -> None:
