@@ -30,6 +30,7 @@ _FIELDS = (("magic", 12), ("session", 24), ("slot", 12), ("row", 16), ("process"
 _CODE_BITS = sum(bits for _, bits in _FIELDS)
 MAX_SESSION = 1 << 24
 _FILLER = 0x2A  # payload of the NaNs behind a row's code: no computation makes such a one
+_CHANNELS = 4  # of each token of a copy that are looked at
 _SLACK = 512  # elements by which a ruler grows at least
 
 
@@ -149,29 +150,32 @@ def _ruler(start: int, stop: int, dtype: torch.dtype) -> torch.Tensor:
 def matches(copies: Sequence[torch.Tensor], session: int, batch: int, rows: Sequence[int]) -> bool:
     """Whether tensors are copies of a session's handles, token by token as they were issued, none left out.
 
+    Four channels of each token are compared: enough to tell it from others, a quarter of the work of a copy or less.
+
     Args:
         copies: One per slot, `[len(rows), num_kv_heads, kv_len, head_dim]`; each may have lost its newest tokens.
         session: The number that the handles were issued with.
         batch: Their batch rows.
         rows: Which of these the copies have, in order.
     """
-    dtype = copies[0].dtype
+    dtype, device = copies[0].dtype, copies[0].device
+    if any((copy.dtype, copy.device) != (dtype, device) for copy in copies):
+        return False
     coded = torch.cat(
         [_encode(session, slot, batch, copy.shape[3], dtype).flatten() for slot, copy in enumerate(copies)]
     )
-    longest = max(copy.shape[2] for copy in copies)
-    ruler = _ruler(len(coded), len(coded) + longest + max(copy.shape[3] for copy in copies), dtype)
-    storage = torch.cat([coded, ruler]).view(_BOXES[dtype].integer).to(copies[0].device)
-    offset = 0
+    longest = max(copy.shape[2] + copy.shape[3] for copy in copies)
+    storage = torch.cat([coded, _ruler(len(coded), len(coded) + longest, dtype)])
+    storage = storage.view(_BOXES[dtype].integer).to(device)
+    index, offset, same = torch.tensor(rows, device=device), 0, []
     for copy in copies:
         _, _, kv_len, dim = copy.shape
-        issued = storage.as_strided((batch, kv_len, dim), (dim, 1, 1), offset)
-        index = torch.tensor(rows, device=storage.device)
-        seen = copy.detach().contiguous().view(_BOXES[dtype].integer)
-        if copy.dtype != dtype or not bool((seen == issued.index_select(0, index)[:, None]).all()):
-            return False
+        step = max(1, dim // _CHANNELS)
+        issued = storage.as_strided((batch, kv_len, -(-dim // step)), (dim, 1, step), offset)
+        seen = copy.detach()[..., ::step].view(_BOXES[dtype].integer)
+        same.append((seen == issued.index_select(0, index)[:, None]).all())
         offset += batch * dim
-    return True
+    return bool(torch.stack(same).all())
 
 
 def is_poisoned(tensor: torch.Tensor) -> bool:
