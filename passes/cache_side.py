@@ -143,10 +143,9 @@ def side_of(root: Node, what: str, outputs: set[Node], inside: set[Node]) -> Sid
     past, new = _appended(root)
     output = root if root in outputs else _kept_slice(root, outputs)
     assert output is not None
-    inputs = set(mutated_inputs(root.graph))
     for user in root.users:
         if user not in inside and user is not output and user.op != "output" and not reads_shape_only(user):
-            if any(storages(node) & written_storages(user) for node in inputs):
+            if any(storages(node) & written_storages(user) for node in mutated_inputs(root.graph)):
                 raise NoMatch(
                     f"its {what} are written into a cache of fixed length (`{user.name}`, {target_name(user)})",
                     f"Use a DynamicCache (cache_implementation=None, or past_key_values=DynamicCache()). {LEAVE}.",

@@ -118,7 +118,7 @@ def find_expansion(gm: GraphModule, reading: Reading) -> Expansion:
     for any_length in takes_any:
         graph = _cut(gm, reading, lengths, leaves, tokens if any_length else None)
         expansion = Expansion(graph, inputs, None if any_length else tokens)
-        problem = _differs(gm, reading, expansion, leaves)
+        problem = _differs(reading, expansion, leaves)
         if problem is None:
             return expansion
     raise NoMatch(f"{_made(reading)}, and {problem}", _REMEDY)
@@ -166,7 +166,7 @@ def _cut(
     return finish(cut)
 
 
-def _differs(gm: GraphModule, reading: Reading, expansion: Expansion, leaves: list[Node]) -> str | None:
+def _differs(reading: Reading, expansion: Expansion, leaves: list[Node]) -> str | None:
     """Whether every token is treated alike and by itself, whatever the others are and how many: on random numbers.
 
     A token's numbers stay while all others, of its batch row and of the other rows, become a thousand times larger or
@@ -175,7 +175,7 @@ def _differs(gm: GraphModule, reading: Reading, expansion: Expansion, leaves: li
     Returns:
         What is wrong; None where all holds.
     """
-    numbers = Numbers(gm)
+    numbers = Numbers(reading.core.node)
     more = [numbers.value(leaf, 1.0) for leaf in leaves]
     tokens = _PROOF_TOKENS[0] if expansion.chunk is None else expansion.chunk
     caches = (reading.key_cache, reading.value_cache)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from specache_fx.passes.graph_utils import output_node, reads_shape_only, shape_of, target_name, value_of
+from specache_fx.passes.graph_utils import reads_shape_only, shape_of, target_name, value_of
 from specache_fx.passes.writes import storages, writes_of, written_storages
 
 _CONSTANT_NODES = 50  # a factor is computed in fewer
@@ -93,20 +93,23 @@ def extract(gm: GraphModule, results: list[Node], inputs: list[Node], *, reader:
     return GraphModule(gm, graph)
 
 
-def constant_of(gm: GraphModule, value: Any) -> float | None:
-    """The number that a constant, or a one-element tensor that is computed from constants alone, stands for."""
+def constant_of(gm: GraphModule, value: Any, reader: Node) -> float | None:
+    """The number that a constant, or a one-element tensor that is computed from constants alone, stands for.
+
+    `reader`: see `needed_for`.
+    """
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return float(value)
     if not isinstance(value, Node) or not isinstance(value_of(value), torch.Tensor):
         return None
-    needed = needed_for(gm.graph, [value], reader=output_node(gm.graph))
+    needed = needed_for(gm.graph, [value], reader=reader)
     computed = all(node.op in ("call_function", "call_method") for node in needed)
     if not computed or any(not isinstance(size, int) for size in shape_of(value) or ()):
         return None
     if value_of(value).numel() != 1 or len(needed) > _CONSTANT_NODES:
         return None
     with torch.no_grad():
-        return float(extract(gm, [value], [], reader=output_node(gm.graph))()[0])
+        return float(extract(gm, [value], [], reader=reader)()[0])
 
 
 def eliminate_dead_code(graph: Graph, keep: Iterable[Node] = ()) -> int:

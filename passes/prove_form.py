@@ -57,10 +57,10 @@ def dense(
 
 
 class Numbers:
-    """Random values for the nodes that a proof starts from."""
+    """Random values for the nodes that a proof about `reader` starts from."""
 
-    def __init__(self, gm: GraphModule, seed: int = 0) -> None:
-        self.gm = gm
+    def __init__(self, reader: Node, seed: int = 0) -> None:
+        self.reader = reader
         self.sizes: dict[Any, int] = {}
         self.generator = torch.Generator().manual_seed(seed)
 
@@ -82,7 +82,7 @@ class Numbers:
         fake = value_of(node)
         if not isinstance(fake, torch.Tensor):
             return self.integer(fake) if isinstance(fake, (int, torch.SymInt)) else fake
-        number = constant_of(self.gm, node)
+        number = constant_of(self.reader.graph.owning_module, node, self.reader)  # type: ignore[arg-type]
         shape = [self.integer(size) for size in shape_of(node) or ()]
         if number is not None:
             return torch.full(shape, number, dtype=fake.dtype, device=fake.device)
@@ -101,7 +101,7 @@ class Numbers:
 
 def is_proved(core: AttentionCore) -> bool:
     """Whether a proof has to be made, or is small enough to be made for an early refusal."""
-    numbers = Numbers(core.node.graph.owning_module)  # type: ignore[arg-type]
+    numbers = Numbers(core.node)
     batch, heads, q_len, _ = (numbers.integer(size) for size in shape_of(core.query) or ())
     kv_len = numbers.integer((shape_of(core.key) or ())[2])
     return q_len == 1 or batch * heads * q_len * kv_len <= _MAX_SCORES
@@ -123,7 +123,7 @@ def differs(gm: GraphModule, core: AttentionCore) -> str | None:
     for size in (1.0, core.softcap) if core.softcap is not None else (1.0,):
         for seed in range(_SEEDS):
             try:
-                distance, bound = _distance(graph, core, leaves, Numbers(gm, seed), size)
+                distance, bound = _distance(graph, core, leaves, Numbers(core.node, seed), size)
             except (RuntimeError, TypeError, ValueError, IndexError) as error:
                 return f"it can't be computed on small tensors ({(str(error).splitlines() or [''])[0]})"
             if distance is not None:

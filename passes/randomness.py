@@ -33,5 +33,7 @@ def draws_random_numbers(node: Node) -> bool:
     if node.op not in ("call_function", "call_method") or is_off_dropout(node):
         return False
     name = target_name(node)
+    if name == "scaled_dot_product_attention":
+        return bool(_argument(node, 4, "dropout_p", 0.0))
     tagged = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
     return tagged or name in _RANDOM or name.rstrip("_") in _DROPOUTS

@@ -92,7 +92,7 @@ class ScoreChain:
             raise UnknownFormError(node)
 
     def _scale(self, node: Node, other: Any) -> None:
-        factor, multiplies = constant_of(self._gm, other), name_of(node) == "mul"
+        factor, multiplies = constant_of(self._gm, other, node), name_of(node) == "mul"
         if not factor:
             raise UnknownFormError(node, "has a factor that is computed in the graph")
         if self._capped and self.softcap is None and multiplies and factor > 0:
@@ -122,7 +122,7 @@ class ScoreChain:
         filled = name_of(node) == "masked_fill"
         mask = node.args[1] if filled else node.args[0]
         fill = node.args[2] if filled or node.args[1] is previous else node.args[1]
-        number = constant_of(self._gm, fill)
+        number = constant_of(self._gm, fill, node)
         if number is None or number > _FILL_AT_MOST:
             raise UnknownFormError(node, "puts something else than a huge negative in the place of scores")
         if not isinstance(mask, Node) or value_of(mask).dtype != torch.bool:
@@ -137,7 +137,7 @@ class ScoreChain:
         bounds = [arg for arg in node.args if arg is not previous]
         if clamps and "min" in node.kwargs and set(node.kwargs) == {"min"}:
             bounds = [node.kwargs["min"]]
-        bound = constant_of(self._gm, bounds[0]) if len(bounds) == 1 else None
+        bound = constant_of(self._gm, bounds[0], node) if len(bounds) == 1 else None
         if bound is None or bound > torch.finfo(value_of(previous).dtype).min:
             raise UnknownFormError(node, "bounds the scores")
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from support import graphs
 from torch import Tensor, fx
 
 from specache_fx.passes.graph_edit import copy_graph, finish
-from specache_fx.passes.graph_slices import eliminate_dead_code
-from specache_fx.passes.graph_utils import target_name
+from specache_fx.passes.graph_slices import constant_of, eliminate_dead_code
+from specache_fx.passes.graph_utils import concatenated, output_node, target_name
+from specache_fx.passes.randomness import draws_random_numbers
 from specache_fx.runtime import ops  # noqa: F401  (registers torch.ops.specache)
 
 
@@ -129,3 +132,53 @@ def test_copy_has_its_own_nodes_and_meta() -> None:
     for node in copied.graph.nodes:
         node.meta["specache_mark"] = 1
     assert not any("specache_mark" in node.meta for node in captured.gm.graph.nodes)
+
+
+def captured(function: Callable[..., Any], *args: Any) -> fx.GraphModule:
+    """Dynamo's graph of a function."""
+
+    class Module(torch.nn.Module):
+        def forward(self, *args: Any) -> Any:
+            return function(*args)
+
+    (graph,) = graphs.capture(Module(), lambda forward: forward(*args))
+    return graph.gm
+
+
+@pytest.mark.parametrize(
+    "join",
+    [
+        lambda x: torch.cat([x, x], 1),
+        lambda x: torch.cat([x, x], dim=-1),
+        lambda x: torch.concat([x, x], axis=1),
+        lambda x: torch.concatenate(tensors=[x, x], axis=-1),
+    ],
+    ids=["place", "dim", "axis", "keywords"],
+)
+def test_a_cat_is_known_however_it_is_spelt(join: Callable[[Tensor], Tensor]) -> None:
+    gm = captured(lambda x: join(x).exp(), torch.ones(2, 3))
+    found = [parts for node in gm.graph.nodes if (parts := concatenated(node)) is not None]
+    assert [([part.op for part in parts], dim) for parts, dim in found] == [(["placeholder"] * 2, 1)]
+
+
+def test_a_constant_is_what_it_was_when_it_was_read() -> None:
+    def function(x: Tensor) -> Tensor:
+        factor = torch.ones(1) * 0.5
+        first = x * factor
+        factor.mul_(3)
+        return first + x.sub(factor)
+
+    gm = captured(function, torch.ones(2))
+    nodes = {target_name(node): node for node in gm.graph.nodes}
+    factor = nodes["sub"].args[1]
+    first = next(node for node in factor.users if target_name(node) == "mul")
+    assert constant_of(gm, factor, first) == 0.5
+    assert constant_of(gm, factor, nodes["sub"]) == 1.5
+    assert constant_of(gm, factor, output_node(gm.graph)) == 1.5
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_an_attention_with_dropout_draws_random_numbers(dropout: float) -> None:
+    attend = torch.nn.functional.scaled_dot_product_attention
+    gm = captured(lambda x: attend(x, x, x, dropout_p=dropout), torch.ones(1, 1, 2, 8))
+    assert any(map(draws_random_numbers, gm.graph.nodes)) == bool(dropout)
