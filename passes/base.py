@@ -142,7 +142,8 @@ class OutputPlan:
         total: Number of outputs that Dynamo expects.
         handles: Output index to slot (2 * layer, + 1 for values).
         kept: Output indices that the rewritten graph still computes, in its order.
-        lengths: Output indices that are integers, computed apart from the decode graph.
+        lengths: Output indices that are integers, or tensors that grow with the context and are computed from
+            positions alone: computed apart from the decode graph.
         length_graph: Computes them from `length_inputs`.
         length_inputs: Positions of its inputs among Dynamo's.
         constants: Output indices that are plain values.
@@ -181,7 +182,8 @@ class PassState:
         prelude: What depends on positions and lengths alone (decode).
         window_masks: The masks of attentions over a window (decode); None where there are none.
         logits: Position of the logits among the kept outputs; None where there are none.
-        mutated: Name of an input that the decode graph writes to, if there is one.
+        mutated: Name of an input that the decode graph writes to, or of a call that is there for its effect, if there
+            is one.
         random: Name of an operation of the decode graph that draws random numbers, if there is one.
         carried: Name of a state that the decode graph takes and gives back changed, if there is one.
         kept_cache: Name of a cache that is left alone and so goes on growing in the decode graph, if there is one.

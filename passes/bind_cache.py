@@ -41,7 +41,7 @@ from specache_fx.passes.base import AttentionSite, OutputPlan, Pass, PassState, 
 from specache_fx.passes.cache_side import grows
 from specache_fx.passes.find_sources import find_sources
 from specache_fx.passes.graph_edit import add_placeholder, call, finish
-from specache_fx.passes.graph_slices import ancestors, eliminate_dead_code, extract, needed_for
+from specache_fx.passes.graph_slices import ancestors, eliminate_dead_code, extract, is_effectful, needed_for
 from specache_fx.passes.graph_utils import (
     is_integer,
     is_static_input,
@@ -72,12 +72,25 @@ def _plan_outputs(graph: Graph, state: PassState) -> OutputPlan:
             plan.constants[i] = out
         elif out in slots:
             plan.handles[i] = slots[out]
-        elif state.phase is Phase.DECODE and is_integer(out):
+        elif state.phase is Phase.DECODE and (is_integer(out) or _tells_length(out, state)):
             plan.lengths.append(i)
         else:
             plan.kept.append(i)
     output.args = (tuple(outs[i] for i in plan.kept),)
     return plan
+
+
+def _tells_length(out: Node, state: PassState) -> bool:
+    """Whether an output that grows with the context is computed from lengths, positions and masks alone."""
+    if not any(isinstance(size, torch.SymInt) for size in shape_of(out) or ()) or state.sources is None:
+        return False
+    moving = state.sources.lengths | state.sources.positions | state.sources.masks | state.sources.shapes
+    needed = needed_for(out.graph, [out], reader=output_node(out.graph))
+    return all(
+        i in moving or is_static_input(node) or is_integer(node)
+        for i, node in enumerate(placeholders(out.graph))
+        if node in needed
+    )
 
 
 def _find_logits(graph: Graph, vocabulary: int | None) -> int | None:
@@ -105,7 +118,9 @@ def _find_logits(graph: Graph, vocabulary: int | None) -> int | None:
 
 def _mask_row(graph: Graph, site: AttentionSite) -> Node | None:
     """The mask of the newest query: which keys are real. Inserted at the graph's insertion point."""
-    return None if site.mask is None else call(graph, torch.select, (site.mask, -2, -1), site.node)
+    if site.mask is None or len(shape_of(site.mask) or ()) < 2:
+        return site.mask
+    return call(graph, torch.select, (site.mask, -2, -1), site.node)
 
 
 def _bind_prefill(graph: Graph, site: AttentionSite, state_node: Node) -> None:
@@ -187,7 +202,8 @@ def bind_cache(gm: GraphModule, state: PassState) -> GraphModule:
     original = list(output_node(graph).args[0])  # type: ignore[arg-type]
     plan = state.outputs = _plan_outputs(graph, state)
     if state.sources is not None:
-        state.mutated = next((node.name for node in mutated_inputs(graph)), None)
+        changed = [*mutated_inputs(graph), *filter(is_effectful, graph.nodes)]
+        state.mutated = next((node.name for node in changed), None)
         state.random = next((node.name for node in graph.nodes if draws_random_numbers(node)), None)
         state.logits = _find_logits(graph, state.sources.vocabulary)
         kept = [original[i] for i in plan.kept]

@@ -32,6 +32,7 @@ from specache_fx.passes.graph_utils import (
 )
 from specache_fx.passes.prove_form import Numbers
 from specache_fx.passes.reading import Reading
+from specache_fx.passes.writes import mutated_inputs
 from specache_fx.runtime.kernels import Expand
 
 _LAYOUTS = {"view", "reshape", "expand", "new_empty", "new_zeros", "new_ones", "empty", "zeros", "unflatten"}
@@ -105,9 +106,12 @@ def find_expansion(gm: GraphModule, reading: Reading) -> Expansion:
     ]
     needed = needed_for(gm.graph, results, [*caches, *lengths], reader=reader)
     leaves = [node for node in placeholders(gm.graph) if node in needed and node not in (*caches, *lengths)]
+    written = set(mutated_inputs(gm.graph)) if leaves else set()
     for leaf in leaves:
-        if symbols_of(value_of(leaf)) & set().union(*map(symbols_of, sizes)) or (
-            isinstance(value_of(leaf), torch.Tensor) and not is_static_input(leaf)
+        if (
+            leaf in written
+            or symbols_of(value_of(leaf)) & set().union(*map(symbols_of, sizes))
+            or (isinstance(value_of(leaf), torch.Tensor) and not is_static_input(leaf))
         ):
             raise NoMatch(f"{_made(reading)} and from `{leaf.name}`", _REMEDY)
     position = {node: i for i, node in enumerate(placeholders(gm.graph))}

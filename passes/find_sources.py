@@ -10,7 +10,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from specache_fx.errors import UnsupportedGraphError
 from specache_fx.passes.base import AttentionSite, PassState
-from specache_fx.passes.graph_slices import change_between, extract, needed_for
+from specache_fx.passes.graph_slices import extract, needed_for
 from specache_fx.passes.graph_utils import (
     is_integer,
     is_static_input,
@@ -24,6 +24,7 @@ from specache_fx.passes.graph_utils import (
     value_of,
 )
 from specache_fx.passes.sources import Sources
+from specache_fx.passes.write_log import WriteLog
 from specache_fx.passes.writes import mutated_inputs, mutates, storages, writes_of
 
 _LAYOUT = {"view", "reshape", "unsqueeze", "squeeze", "flatten", "contiguous", "to", "long", "int", "clone"}
@@ -31,15 +32,16 @@ _LAYOUT = {"view", "reshape", "unsqueeze", "squeeze", "flatten", "contiguous", "
 
 def _is_integer_tensor(node: Node) -> bool:
     value = value_of(node)
-    return isinstance(value, torch.Tensor) and value.dtype in (torch.int64, torch.int32, torch.bool)
+    return isinstance(value, torch.Tensor) and value.dtype in (torch.int64, torch.int32)
 
 
 def _is_mask(node: Node, shape: tuple[Any, ...], past_len: Any) -> bool:
     """Whether an input looks like a mask over keys: integers or booleans, or floats of the cache's length."""
     if len(shape) < 2:
         return False
-    if _is_integer_tensor(node):
-        return isinstance(shape[-1], torch.SymInt) or shape[-1] > 1
+    if _is_integer_tensor(node) or value_of(node).dtype == torch.bool:
+        # Where Dynamo knows that the context grows, it knows so of its masks.
+        return isinstance(shape[-1], torch.SymInt) or (isinstance(past_len, int) and shape[-1] > 1)
     grows = isinstance(shape[-1], torch.SymInt) or statically_known_true(shape[-1] == past_len + 1)
     return bool(len(shape) == 2 and value_of(node).is_floating_point() and grows)
 
@@ -169,10 +171,10 @@ def mask_inputs(
     inputs = placeholders(gm.graph)
     index = {node: i for i, node in enumerate(inputs)}
     site = sites[0]
+    log = WriteLog(gm.graph)
     for other in sites:
-        if other.mask is not None and (
-            write := change_between(gm.graph, other.mask, other.node, sites[-1].node)
-        ):
+        writes = log.between(other.mask, other.node, sites[-1].node) if other.mask is not None else []
+        for write in writes:
             raise UnsupportedGraphError(
                 f"The mask of attention `{other.node.name}` ({other.source}) is written to again (`{write.name}`,"
                 f" {source_of(write)}) for a later attention. Make a mask of its own for each."

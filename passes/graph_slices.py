@@ -7,10 +7,11 @@ from collections.abc import Hashable, Iterable
 from typing import Any
 
 import torch
+from torch._ops import OpOverload, OpOverloadPacket
 from torch.fx import Graph, GraphModule, Node
 
 from specache_fx.passes.graph_utils import reads_shape_only, shape_of, target_name, value_of
-from specache_fx.passes.writes import storages, writes_of, written_storages
+from specache_fx.passes.writes import schemas_of, storages, writes_of, written_storages
 
 _CONSTANT_NODES = 50  # a factor is computed in fewer
 _VMAP_DATA = {"_add_batch_dim", "_remove_batch_dim"}
@@ -58,14 +59,6 @@ def needed_for(
 def _is_read(node: Node, needed: set[Node], results: list[Node]) -> bool:
     """Whether the numbers of a needed node are, and not its shape alone."""
     return node in results or any(user in needed and not reads_shape_only(user) for user in node.users)
-
-
-def change_between(graph: Graph, result: Node, first: Node, last: Node) -> Node | None:
-    """What writes to the memory of a result, from one of its readers on until another one."""
-    nodes = list(graph.nodes)
-    memory = storages(result)
-    between = nodes[nodes.index(first) : nodes.index(last)]
-    return next((node for node, changed in writes_of(between).items() if changed & memory), None)
 
 
 def _vmap_levels(graph: Graph, live: set[Node]) -> set[Node]:
@@ -125,7 +118,7 @@ def eliminate_dead_code(graph: Graph, keep: Iterable[Node] = ()) -> int:
     mutations: dict[Hashable, list[Node]] = {}
     work = list(keep)
     for node in graph.nodes:
-        if node.op in ("placeholder", "output") or (node.op == "call_function" and _is_effectful(node)):
+        if node.op in ("placeholder", "output") or (node.op == "call_function" and is_effectful(node)):
             work.append(node)
         for memory in written_storages(node):
             mutations.setdefault(memory, []).append(node)
@@ -144,6 +137,12 @@ def eliminate_dead_code(graph: Graph, keep: Iterable[Node] = ()) -> int:
     return len(dead)
 
 
-def _is_effectful(node: Node) -> bool:
-    schema = getattr(node.target, "_schema", None)
-    return schema is not None and schema.name.startswith("specache::") and schema.is_mutable
+def is_effectful(node: Node) -> bool:
+    """Whether a call is there for what it does: ours on a session, and operators of others that return nothing."""
+    if isinstance(node.target, (OpOverload, OpOverloadPacket)):
+        (schema, *_) = schemas_of(node.target)
+        space = schema.name.split("::")[0]
+        if space == "specache":
+            return bool(schema.is_mutable)
+        return space not in ("aten", "prims") and not schema.returns
+    return False

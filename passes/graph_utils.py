@@ -89,8 +89,8 @@ def concatenated(node: Any) -> tuple[list[Node], int] | None:
     """The parts of a `cat`, and its dimension counted from the front; None for what is none."""
     if not isinstance(node, Node) or node.target not in _CAT:
         return None
-    parts: Any = node.args[0] if node.args else node.kwargs.get("tensors")
-    dim: Any = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", node.kwargs.get("axis", 0))
+    parts: Any = node.args[0]
+    dim: Any = node.args[1] if len(node.args) > 1 else 0
     if not isinstance(parts, (list, tuple)) or not all(isinstance(part, Node) for part in parts):
         return None
     return list(parts), dim % len(shape_of(node) or (1,))

@@ -17,6 +17,7 @@ from torch.fx import Graph, Node
 
 from specache_fx.passes.graph_edit import call
 from specache_fx.passes.graph_utils import shape_of, value_of
+from specache_fx.passes.write_log import WriteLog
 
 _LAST_QUERY = (Ellipsis, slice(-1, None, None), slice(None, None, None))
 
@@ -30,6 +31,7 @@ class MaskRow:
 
     def __init__(self, graph: Graph) -> None:
         self._graph = graph
+        self.log = WriteLog(graph)
         self._known: dict[Any, Node] = {}
         self.inserted: list[Node] = []
 
@@ -66,7 +68,9 @@ class MaskRow:
         return self._call(torch.where, (mask, least, base) if hides else (mask, base, least), before)
 
     def _call(self, target: Any, args: tuple[Any, ...], before: Node) -> Node:
-        key = (target, repr(args))
+        # The same operation on a tensor that was written to since is another one.
+        since = [self.log.between(arg, None, before) for arg in args if isinstance(arg, Node)]
+        key = (target, repr(args), repr(since))
         if key not in self._known:
             with self._graph.inserting_before(before):
                 self._known[key] = call(self._graph, target, args, before)

@@ -25,7 +25,6 @@ from specache_fx.passes.base import AttentionCore, AttentionSite, Pass, PassStat
 from specache_fx.passes.cache_side import LEAVE, NoMatch, Side, side_of, without_repeat
 from specache_fx.passes.expansion import Expansion, find_expansion
 from specache_fx.passes.find_sources import find_token
-from specache_fx.passes.graph_slices import change_between
 from specache_fx.passes.graph_utils import (
     is_static_input,
     output_node,
@@ -37,6 +36,7 @@ from specache_fx.passes.graph_utils import (
 )
 from specache_fx.passes.reading import Reading, check_between, readings_of
 from specache_fx.passes.unknown_forms import unknown_forms
+from specache_fx.passes.write_log import WriteLog
 from specache_fx.passes.writes import storages, writes_of
 from specache_fx.runtime.handle import unfit_reason
 
@@ -61,6 +61,7 @@ def _match(
     outputs: set[Node],
     readers: dict[Node, list[Reading]],
     owners: dict[Node, AttentionSite],
+    log: WriteLog,
 ) -> AttentionSite:
     core = reading.core
     inside = {
@@ -103,11 +104,11 @@ def _match(
     _check_mask(core, keys, values)
     for side in (keys, values):
         # What is stored is read where the attention is.
-        if side.root is not side.new and (
-            write := change_between(gm.graph, side.new, side.root, core.node.next)
-        ):
+        end = output_node(gm.graph)
+        appended = log.between(side.new, side.root, core.node.next) if side.root is not side.new else []
+        if write := next(iter(appended + log.between(side.root, core.node.next, end)), None):
             raise NoMatch(
-                f"`{write.name}` ({source_of(write)}) writes to its new pairs after they were appended"
+                f"`{write.name}` ({source_of(write)}) writes to its new pairs after they were appended or read"
             )
     if owner is not None and keys.past is not None and q.shape[2] == 1 and core.mask is not owner.mask:
         raise NoMatch(f"it reads the cache of attention `{owner.node.name}` with another mask")
@@ -225,6 +226,7 @@ def match_attention(gm: GraphModule, state: PassState) -> GraphModule:
     cores = state.cores or []
     readings = readings_of(gm, cores, outputs)
     readers, owners = dict[Node, list[Reading]](), dict[Node, AttentionSite]()
+    log = WriteLog(gm.graph)
     for reading in readings.values():
         if isinstance(reading, Reading):
             for cache in (reading.key_cache, reading.value_cache):
@@ -240,7 +242,7 @@ def match_attention(gm: GraphModule, state: PassState) -> GraphModule:
             reading = readings[core.node]
             if isinstance(reading, NoMatch):
                 raise reading
-            site = _match(gm, reading, outputs, readers, owners)
+            site = _match(gm, reading, outputs, readers, owners, log)
             if state.sites and (site.past_key is None) != (state.sites[0].past_key is None):
                 raise NoMatch("it has a past and others in the graph have none, or the reverse")
             state.sites.append(site)

@@ -24,11 +24,12 @@ from torch.fx import GraphModule, Node
 from specache_fx.passes.base import AttentionCore, Pass, PassState
 from specache_fx.passes.graph_edit import call, finish
 from specache_fx.passes.graph_slices import ancestors
-from specache_fx.passes.graph_utils import output_node, shape_of, target_name
+from specache_fx.passes.graph_utils import output_node, shape_of, source_of, target_name
 from specache_fx.passes.mask_row import MaskRow
 from specache_fx.passes.prove_form import differs, is_proved
 from specache_fx.passes.score_ops import UnknownFormError, name_of, real_users
 from specache_fx.passes.softmax_form import SoftmaxForm, read_form
+from specache_fx.passes.write_log import WriteLog
 
 _SDPA_ARGS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 _LEAVE = 'To use this model nevertheless, compile it with backend="inductor".'
@@ -79,7 +80,7 @@ def _from_softmax(gm: GraphModule, softmax: Node, outputs: set[Node], rows: Mask
         softcap=form.softcap,
         sinks=form.sinks,
         inner=frozenset(form.inner),
-        problem=_read_elsewhere(form),
+        problem=_read_elsewhere(form) or _written_meanwhile(form, rows.log),
     )
     if is_proved(core) and (reason := differs(gm, core)) is not None:
         raise UnknownFormError(softmax, f"was taken for an attention, but {reason}")
@@ -97,6 +98,16 @@ def _read_elsewhere(form: SoftmaxForm) -> tuple[str, str] | None:
                     reason,
                     f"Call the model with output_attentions=False. {_LEAVE}" if returned else _LEAVE,
                 )
+    return None
+
+
+def _written_meanwhile(form: SoftmaxForm, log: WriteLog) -> tuple[str, str] | None:
+    """Whether something writes to what an attention reads before its output is there: it is read there and then."""
+    for node in form.inner:
+        for leaf in node.all_input_nodes:
+            if leaf not in form.inner and (writes := log.between(leaf, node, form.output)):
+                where = f"`{writes[0].name}` ({source_of(writes[0])})"
+                return f"{where} may write to its `{leaf.name}` while it is computed", _LEAVE
     return None
 
 

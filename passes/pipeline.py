@@ -22,6 +22,7 @@ from specache_fx.passes.insert_prefetch import INSERT_PREFETCH
 from specache_fx.passes.insert_waits import INSERT_WAITS
 from specache_fx.passes.match_attention import MATCH_ATTENTION
 from specache_fx.passes.normalize_attention import NORMALIZE_ATTENTION
+from specache_fx.passes.normalize_calls import NORMALIZE_CALLS
 from specache_fx.passes.quantize_attention import QUANTIZE_ATTENTION
 from specache_fx.passes.select_topk import SELECT_TOPK
 from specache_fx.passes.split_prelude import SPLIT_PRELUDE
@@ -30,6 +31,7 @@ from specache_fx.passes.verify import VERIFY
 logger = logging.getLogger(__name__)
 
 CAPTURE_PASSES: tuple[Pass, ...] = (
+    NORMALIZE_CALLS,
     HEADS_FIRST,
     NORMALIZE_ATTENTION,
     MATCH_ATTENTION,

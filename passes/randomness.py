@@ -12,9 +12,11 @@ from specache_fx.passes.graph_utils import target_name
 _RANDOM = {
     "rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like", "bernoulli", "multinomial",
     "normal", "poisson", "binomial", "gumbel_softmax", "uniform_", "normal_", "bernoulli_", "exponential_", "random_",
-    "geometric_", "cauchy_", "log_normal_",
+    "geometric_", "cauchy_", "log_normal_", "fractional_max_pool2d", "fractional_max_pool3d",
 }  # fmt: skip
-_DROPOUTS = {"dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout"}
+_DROPOUTS = {
+    "dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_dropout", "feature_alpha_dropout",
+}  # fmt: skip
 
 
 def _argument(node: Node, place: int, name: str, default: Any) -> Any:
@@ -33,6 +35,8 @@ def draws_random_numbers(node: Node) -> bool:
     if node.op not in ("call_function", "call_method") or is_off_dropout(node):
         return False
     name = target_name(node)
+    if name.startswith("rrelu"):
+        return bool(_argument(node, 3, "training", False))
     if name == "scaled_dot_product_attention":
         return bool(_argument(node, 4, "dropout_p", 0.0))
     tagged = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())

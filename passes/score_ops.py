@@ -41,10 +41,10 @@ def real_users(node: Node) -> list[Node]:
     ]
 
 
-def is_float(node: Any) -> bool:
-    """Whether a node is a tensor of floating point numbers that could be a mask."""
+def is_float(node: Any, dims: int = 4) -> bool:
+    """Whether a node is a tensor of floating point numbers, of one dimension or up to that many."""
     value = value_of(node) if isinstance(node, Node) else None
-    return isinstance(value, torch.Tensor) and bool(value.dtype.is_floating_point and 0 < value.dim() <= 4)
+    return isinstance(value, torch.Tensor) and bool(value.dtype.is_floating_point and 0 < value.dim() <= dims)
 
 
 def name_of(node: Node) -> str:

@@ -78,7 +78,8 @@ class Sources:
         """The masks that the model would apply `num_tokens` later: their newest query's rows, see `masks.split_row`."""
         if self.mask_graph is None:
             return ()
-        masks = self.mask_graph(*self.ahead(args, self.mask_inputs, num_tokens))
+        # Not mask_graph(...), which prints its code where it raises.
+        masks = self.mask_graph.forward(*self.ahead(args, self.mask_inputs, num_tokens))
         return tuple(mask if mask.dim() < 2 else mask[..., -1, :] for mask in masks)
 
 
@@ -102,7 +103,8 @@ class Prelude:
     def __call__(self, args: Sequence[Any], num_tokens: int) -> tuple[torch.Tensor, ...]:
         """The boundary tensors for the token `num_tokens` after the current one."""
         graph = self.graph_ahead if num_tokens else self.graph
-        return graph(*self.sources.ahead(args, self.inputs, num_tokens))
+        boundary: tuple[torch.Tensor, ...] = graph.forward(*self.sources.ahead(args, self.inputs, num_tokens))
+        return boundary
 
     def following(
         self, args: Sequence[Any], num_tokens: int, current: tuple[torch.Tensor, ...]
@@ -112,7 +114,7 @@ class Prelude:
             return current
         try:
             ahead = self(args, num_tokens)
-        except IndexError:
+        except (IndexError, RuntimeError):
             return current
         fits = all(new.shape == old.shape for new, old in zip(ahead, current, strict=True))
         return ahead if fits else current

@@ -31,6 +31,7 @@ from specache_fx.passes.graph_utils import (
     target_name,
     value_of,
 )
+from specache_fx.passes.randomness import draws_random_numbers
 from specache_fx.passes.sources import Prelude, Sources
 from specache_fx.passes.writes import mutated_inputs, storages, writes_of
 
@@ -59,10 +60,8 @@ def _origins(graph: Graph, sources: Sources) -> tuple[set[Node], set[Node]]:
     moving = sources.lengths | sources.positions | sources.masks
     positional, data = set[Node](), set[Node](mutated_inputs(graph))
     writes = writes_of(graph.nodes)
-    placed, written = (
-        frozenset[Hashable](),
-        frozenset[Hashable](),
-    )  # memory that positions, and data, are written to
+    # Memory that positions, and data, are written to.
+    placed, written = frozenset[Hashable](), frozenset[Hashable]()
     while True:
         for node in graph.nodes:
             if node.op == "placeholder":
@@ -79,7 +78,7 @@ def _origins(graph: Graph, sources: Sources) -> tuple[set[Node], set[Node]]:
                 continue
             if any(arg in positional for arg in inputs) or storages(node) & placed:
                 positional.add(node)
-            if any(arg in data for arg in inputs) or storages(node) & written:
+            if any(arg in data for arg in inputs) or storages(node) & written or draws_random_numbers(node):
                 data.add(node)
         before = placed, written
         placed = placed.union(*(changed for node, changed in writes.items() if node in positional))
@@ -89,11 +88,11 @@ def _origins(graph: Graph, sources: Sources) -> tuple[set[Node], set[Node]]:
 
 
 def _number_in_the_graph(prelude: set[Node]) -> Node | None:
-    """What computes data with a length that is a Python number; its shape may be read."""
+    """What computes data with a length that is a Python number."""
     for node in prelude:
         if shape_of(node) is None and isinstance(value_of(node), _NUMBERS):
             for user in node.users:
-                if user not in prelude and user.op != "output" and not reads_shape_only(user):
+                if user not in prelude and user.op != "output":
                     return user
     return None
 
@@ -156,6 +155,9 @@ def split_prelude(gm: GraphModule, state: PassState) -> GraphModule:
             if user not in prelude:
                 user.replace_input_with(node, entry)
         inputs.append(entry)
+    for node in reversed(graph.nodes):  # calls without a result that are made with positions alone
+        if node in prelude and not node.users and node.op != "placeholder":
+            graph.erase_node(node)
     eliminate_dead_code(graph)
     for node in placeholders(graph):
         if not node.users:

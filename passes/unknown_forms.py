@@ -2,17 +2,61 @@
 
 from __future__ import annotations
 
+from torch._ops import HigherOrderOperator
 from torch.fx import GraphModule, Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from specache_fx.passes.base import PassState, Refusal
 from specache_fx.passes.cache_side import LEAVE, is_cache
-from specache_fx.passes.graph_utils import concatenated, is_static_input, reads_shape_only, source_of
+from specache_fx.passes.graph_utils import (
+    concatenated,
+    is_static_input,
+    placeholders,
+    reads_shape_only,
+    shape_of,
+    source_of,
+    target_name,
+)
+from specache_fx.passes.score_ops import is_float
 from specache_fx.passes.writes import storages, written_storages
 
 
 def _appends_to_input(root: Node) -> bool:
     parts, dim = concatenated(root) or ([], 0)
     return dim == 2 and bool(parts) and parts[0].op == "placeholder" and not is_static_input(parts[0])
+
+
+def _grew(out: Node, past: Node) -> bool:
+    """Whether an output is an input with more rows."""
+    size, before = shape_of(out) or (), shape_of(past) or ()
+    if len(size) != len(before) or len(size) < 3:
+        return False
+    more = [pair for pair in zip(size, before, strict=True) if not statically_known_true(pair[0] == pair[1])]
+    return len(more) == 1 and statically_known_true(more[0][0] > more[0][1])
+
+
+def _grown(gm: GraphModule, outputs: set[Node]) -> list[Node]:
+    """Outputs that are inputs with more rows, if they are two or more: caches in a form of their own."""
+    pasts = [node for node in placeholders(gm.graph) if is_float(node, 5) and not is_static_input(node)]
+    outs = [node for node in gm.graph.nodes if node in outputs and is_float(node, 5)]
+    found = [out for out in outs if any(_grew(out, past) for past in pasts)]
+    return found if len(found) > 1 else []
+
+
+def _unread(out: Node) -> Refusal:
+    """What to say of a cache in a form of its own."""
+    made_by = next(
+        (node for node in out.all_input_nodes if isinstance(node.target, HigherOrderOperator)), None
+    )
+    if made_by is not None:
+        reason = f"it runs inside `{target_name(made_by)}`, where specache does not look"
+        remedy = f"Call the layers themselves (model.gradient_checkpointing_disable()). {LEAVE}."
+    else:
+        reason = (
+            f"its cache has shape {tuple(shape_of(out) or ())}, and no attention that specache knows reads it"
+        )
+        remedy = f"Cache keys and values as [batch, num_kv_heads, kv_len, head_dim]. {LEAVE}."
+    return Refusal(out.name, source_of(out), reason, remedy)
 
 
 def unknown_forms(gm: GraphModule, state: PassState, outputs: set[Node]) -> list[Refusal]:
@@ -49,4 +93,6 @@ def unknown_forms(gm: GraphModule, state: PassState, outputs: set[Node]) -> list
         reason = "no attention that specache knows reads this cache (it knows SDPA and softmax of query times keys)"
         remedy = f"Use torch.nn.functional.scaled_dot_product_attention there. {LEAVE}."
         refusals = {root: Refusal(root.name, source_of(root), reason, remedy) for root in silent}
+        if not refusals and not state.sites:
+            refusals = {out: _unread(out) for out in _grown(gm, outputs)}
     return list(refusals.values())

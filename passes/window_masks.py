@@ -54,7 +54,12 @@ class WindowMasks:
         if num_tokens and (fills or not self.moves):
             return None
         assert session.batch is not None
-        rows = self.graph(*self.sources.ahead(args, self.inputs, num_tokens))
+        try:
+            rows = self.graph.forward(*self.sources.ahead(args, self.inputs, num_tokens))
+        except (IndexError, RuntimeError):
+            if num_tokens:
+                return None  # the model has no such position
+            raise
         if num_tokens and any(rows[i].shape[-1] != lengths[layer] + 1 for layer, i in self.layers.items()):
             return None
         masks = [WindowMask.of(row if row.dim() < 2 else row[..., -1, :], session.batch) for row in rows]

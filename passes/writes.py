@@ -16,6 +16,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Any
 
 import torch
+from torch._ops import OpOverload, OpOverloadPacket
 from torch.fx import Graph, Node
 
 from specache_fx.passes.graph_utils import target_name, value_of
@@ -30,6 +31,9 @@ _KEYWORDS = {"and_", "or_", "not_", "is_"}  # of Python's operator module
 _IN_PLACE_FUNCTIONS = {
     "setitem", "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "imatmul", "iand", "ior", "ixor",
     "ilshift", "irshift",
+}  # fmt: skip
+_NUMPY_IN_PLACE = {
+    "fill", "sort", "partition", "put", "copyto", "place", "putmask", "fill_diagonal", "resize", "itemset",
 }  # fmt: skip
 
 
@@ -67,25 +71,33 @@ def _nodes(value: Any) -> list[Node]:
     return [value] if isinstance(value, Node) else []
 
 
+def schemas_of(target: Any) -> list[Any]:
+    """The schemas of an operator, those of all overloads where none was chosen; empty for what is none."""
+    if isinstance(target, OpOverloadPacket):
+        return [getattr(target, overload)._schema for overload in target.overloads()]
+    return [target._schema] if isinstance(target, OpOverload) else []
+
+
 def written_by(node: Node) -> list[Node]:
     """The tensors that a node writes to, under the names that it has for them."""
     if node.op not in ("call_function", "call_method"):
         return []
     out = _nodes(node.kwargs.get("out"))
-    schema = getattr(node.target, "_schema", None)
-    if schema is not None:
+    if schemas := schemas_of(node.target):
         written = [
             node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
+            for schema in schemas
             for i, argument in enumerate(schema.arguments)
             if argument.alias_info is not None and argument.alias_info.is_write
         ]
-        return _nodes(written)
-    name = target_name(node)
+        return list(dict.fromkeys(_nodes(written)))
+    name = target_name(node).removeprefix("wrapped_")  # Dynamo's name of a function of NumPy's
     if name == "triton_kernel_wrapper_mutation":  # which of its arguments, only the kernel knows
         return _nodes(node.kwargs)
     if name.startswith("__"):
         name = name.strip("_")  # x.__iadd__(y)
     in_place = _in_place_name(name) or name in _IN_PLACE_FUNCTIONS
+    in_place = in_place or (name in _NUMPY_IN_PLACE and target_name(node) != name)
     in_place = in_place or (node.op == "call_function" and _is_flagged(node))
     target = node.args[:1] or (node.kwargs.get("input", node.kwargs.get("self")),)
     return out + (_nodes(target) if in_place else [])

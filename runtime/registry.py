@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import sys
 import threading
 import time
 import weakref
@@ -134,12 +135,13 @@ def resized(session: Session, made: Sequence[torch.Tensor]) -> list[torch.Tensor
 def sweep() -> None:
     """Free the sessions whose last handle is gone.
 
-    Those that another thread ran last only after a while: it may be reordering its cache just now.
+    Those that another living thread ran last only after a while: it may be reordering its cache just now.
     """
     recent = time.monotonic() - _PATIENCE_S
     for key in [key for key, issued in _by_storage.items() if issued.storage.expired()]:
         session = _by_storage[key].session
-        if session.thread != threading.get_ident() and session.used_at > recent:
+        own = session.thread == threading.get_ident()
+        if not own and session.used_at > recent and session.thread in sys._current_frames():
             continue
         del _by_storage[key]
         if any(issued.session is session for issued in _by_storage.values()):

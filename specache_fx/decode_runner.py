@@ -27,6 +27,8 @@ from specache_fx.step_masks import read_masks, step_biases
 
 logger = logging.getLogger(__name__)
 
+_MANY_GRAPHS = 8
+
 
 @contextlib.contextmanager
 def _compiling() -> Iterator[None]:
@@ -67,7 +69,7 @@ class Decode:
         if state.mutated is not None:
             # Lanes and pre-decode run what is in the graph for a token that may never come: state would move twice.
             if self.lanes > 1:
-                self._fall_back(f"the model updates a state of its own in place (`{state.mutated}`)")
+                self._fall_back(f"the model updates a state of its own (`{state.mutated}`)")
         elif state.random is not None:
             if self.lanes > 1:
                 self._fall_back(
@@ -152,6 +154,12 @@ class Decode:
             if run is None:  # lanes are not to be had, and were just given up
                 return self._step(session, args, biases, ahead)
             self._graphs[key] = run
+            if len(self._graphs) == _MANY_GRAPHS:
+                warn_once(
+                    logger,
+                    f"A decode graph was compiled for {_MANY_GRAPHS} shapes of its inputs: slow if each step has one of"
+                    " its own. specache_fx.explain() shows the graph.",
+                )
         step = DecodeStep(
             session,
             predecoding=not ahead,

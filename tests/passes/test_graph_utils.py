@@ -10,9 +10,12 @@ import torch
 from support import graphs
 from torch import Tensor, fx
 
+from specache_fx.config import SpecacheConfig
+from specache_fx.passes.base import PassState
 from specache_fx.passes.graph_edit import copy_graph, finish
 from specache_fx.passes.graph_slices import constant_of, eliminate_dead_code
 from specache_fx.passes.graph_utils import concatenated, output_node, target_name
+from specache_fx.passes.normalize_calls import NORMALIZE_CALLS
 from specache_fx.passes.randomness import draws_random_numbers
 from specache_fx.runtime import ops  # noqa: F401  (registers torch.ops.specache)
 
@@ -156,7 +159,8 @@ def captured(function: Callable[..., Any], *args: Any) -> fx.GraphModule:
     ids=["place", "dim", "axis", "keywords"],
 )
 def test_a_cat_is_known_however_it_is_spelt(join: Callable[[Tensor], Tensor]) -> None:
-    gm = captured(lambda x: join(x).exp(), torch.ones(2, 3))
+    state = PassState(SpecacheConfig())
+    gm = NORMALIZE_CALLS.run(captured(lambda x: join(x).exp(), torch.ones(2, 3)), state)
     found = [parts for node in gm.graph.nodes if (parts := concatenated(node)) is not None]
     assert [([part.op for part in parts], dim) for parts, dim in found] == [(["placeholder"] * 2, 1)]
 

@@ -17,6 +17,7 @@ from specache_fx.config import SpecacheConfig
 from specache_fx.passes.base import PassState
 from specache_fx.passes.graph_utils import output_node, placeholders, shape_of, target_name
 from specache_fx.passes.heads_first import heads_first
+from specache_fx.passes.normalize_calls import normalize_calls
 from specache_fx.runners import swap_inputs
 
 Q, K, PAST = torch.randn(2, 4, 1, 8), torch.randn(2, 1, 2, 8), torch.randn(2, 5, 2, 8)
@@ -29,7 +30,8 @@ def sdpa(q: Tensor, keys: Tensor) -> Tensor:
 def run(function: Callable[..., Any], *tensors: Tensor) -> tuple[str, GraphModule, PassState, Any]:
     """The graph before and after the pass, its state, and what it then returns."""
     (captured,) = graphs.capture(graphs.FunctionModule(function), lambda forward: forward(*tensors))
-    gm, state = captured.copy(), PassState(SpecacheConfig())
+    state = PassState(SpecacheConfig())
+    gm = normalize_calls(captured.copy(), state)
     before = graphs.code(gm)
     gm = heads_first(gm, state)
     for i in state.swapped_inputs:

@@ -20,6 +20,7 @@ from specache_fx.passes.graph_utils import placeholders, value_of
 from specache_fx.passes.heads_first import heads_first
 from specache_fx.passes.match_attention import match_attention
 from specache_fx.passes.normalize_attention import normalize_attention
+from specache_fx.passes.normalize_calls import normalize_calls
 from specache_fx.passes.pipeline import CAPTURE_PASSES, run_passes
 from specache_fx.runners import swap_inputs
 
@@ -127,7 +128,9 @@ def phase_of(captured: Captured) -> Phase:
 def matched(captured: Captured) -> PassState:
     """What the passes up to `match_attention` say about a graph."""
     state = PassState(SpecacheConfig())
-    match_attention(normalize_attention(heads_first(captured.copy(), state), state), state)
+    gm = captured.copy()
+    for step in (normalize_calls, heads_first, normalize_attention, match_attention):
+        gm = step(gm, state)
     return state
 
 

@@ -1,0 +1,370 @@
+"""How people spell things in modules of their own: each is rewritten and equal, or left alone with what to change."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.hooked import HEAD_DIM, HEADS, HIDDEN, Hooked, Pairs, SpeltOut, logits
+from torch import Tensor
+from torch._dynamo.exc import BackendCompilerFailed
+from torch.utils.checkpoint import checkpoint
+
+import specache_fx
+from specache_fx import decode_runner
+from specache_fx.runtime import registry
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+OPTIONS: dict[str, Any] = {"bits": 16, "group_size": 4, "residual_length": 4, "top_k": 4, "lowering": "eager"}
+
+
+@pytest.fixture
+def compiled_graphs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The lanes of each decode graph that is made."""
+    made: list[int] = []
+    build = decode_runner.build_decode_graph
+
+    def counting(gm: Any, state: Any, inputs: Any, lanes: int, observe: Any = None) -> Any:
+        graph = build(gm, state, inputs, lanes, observe)
+        made.append(lanes)
+        return graph
+
+    monkeypatch.setattr(decode_runner, "build_decode_graph", counting)
+    return made
+
+
+@pytest.fixture(scope="module", autouse=True)
+def rescale() -> Iterator[None]:
+    """An operator that writes to its input, and one that is there for its effect."""
+    library = torch.library.Library("spellings", "DEF")
+    library.define("rescale(Tensor(a!) x, float factor) -> ()")
+    library.impl("rescale", lambda x, factor: (x.mul_(factor), None)[1], "CompositeExplicitAutograd")
+    torch.library.register_fake("spellings::rescale", lambda x, factor: None, lib=library)
+    library.define("note(Tensor x) -> ()")
+    library.impl("note", lambda x: NOTES.append(x.shape[1]), "CompositeExplicitAutograd")
+    torch.library.register_fake("spellings::note", lambda x: None, lib=library)
+    yield
+    library._destroy()
+
+
+NOTES: list[int] = []
+
+
+def equals_plain(model: Hooked, more: Callable[[int], tuple[Tensor, ...]] = lambda q_len: ()) -> float:
+    """Largest difference of the compiled model's logits."""
+    plain = logits(model, more)
+    torch.manual_seed(0)
+    compiled = logits(torch.compile(model, backend="specache", options=OPTIONS), more)
+    assert plain.abs().mean() > 1
+    return float((plain - compiled).abs().max())
+
+
+def written_by(write: Callable[[Tensor], Any], where: str) -> Hooked:
+    """A model that writes to a copy of its hidden states, its positions, or its state."""
+
+    class Writing(Hooked):
+        def positions(self, ids: Tensor, start: int) -> Tensor:
+            x = super().positions(ids, start)
+            if where == "positions":
+                write(x)
+            return x
+
+        def hidden(self, x: Tensor, *more: Tensor) -> Tensor:
+            x = x.clone()
+            if where == "data":
+                write(x)
+            if where == "state":
+                write(self.state)
+            return x * self.state
+
+    return Writing()
+
+
+def numpy_write(change: Callable[[Any], Any]) -> Callable[[Tensor], Any]:
+    return lambda x: change(x.numpy())
+
+
+WRITES: dict[str, Callable[[Tensor], Any]] = {
+    "an operator": lambda x: torch.ops.spellings.rescale(x, 1.5),
+    "an overload": lambda x: torch.ops.spellings.rescale.default(x, 1.5),
+    "aten's": lambda x: torch.ops.aten.mul_(x, 1.5),
+    "numpy augmented": numpy_write(lambda a: a.__imul__(1.5)),
+    "numpy item": numpy_write(lambda a: a.__setitem__((..., slice(0, 8)), 0.5)),
+    "numpy fill": numpy_write(lambda a: a.fill(0.7)),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "where"),
+    [
+        (name, where)
+        for name in WRITES
+        for where in ("data", "positions", "state")
+        if where != "state" or "numpy" not in name  # Dynamo breaks the graph at NumPy's view of a buffer
+    ],
+)
+def test_a_write_by_another_library_is_seen(name: str, where: str, compiled_graphs: list[int]) -> None:
+    model, same = written_by(WRITES[name], where), written_by(lambda x: None, where)
+    assert (logits(written_by(WRITES[name], where)) - logits(same)).abs().max() > 1
+    plain = logits(written_by(WRITES[name], where))
+    compiled = logits(torch.compile(model, backend="specache", options=OPTIONS))
+    assert (plain - compiled).abs().max() < 0.02
+    assert len(compiled_graphs) == 1
+
+
+def test_an_operator_that_is_there_for_its_effect_runs_as_often_as_in_the_model() -> None:
+    class Noting(Hooked):
+        def hidden(self, x: Tensor, *more: Tensor) -> Tensor:
+            torch.ops.spellings.note(x)
+            return x
+
+    NOTES.clear()
+    logits(Noting())
+    expected = NOTES.copy()
+    NOTES.clear()
+    logits(torch.compile(Noting(), backend="specache", options=OPTIONS))
+    assert expected == NOTES
+
+
+class MaskWrittenBetweenLayers(SpeltOut):
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, hide: Tensor) -> Tensor:
+        if layer:
+            hide[..., 2:5] = True
+        return super().attend(layer, q, k, v, hide)
+
+
+class BiasWrittenAfterItWasAdded(SpeltOut):
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, hide: Tensor) -> Tensor:
+        bias = torch.zeros(hide.shape).masked_fill(hide, -1e30)
+        scores = q @ k.transpose(-1, -2) + bias
+        bias[..., 1:3] = 5.0
+        return scores.softmax(-1) @ v
+
+
+class QueryWrittenBeforeTheValues(SpeltOut):
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, hide: Tensor) -> Tensor:
+        q = q.clone()
+        scores = (q @ k.transpose(-1, -2) * HEAD_DIM**-0.5).masked_fill(hide, -1e30)
+        gate = q.sigmoid_()
+        return (scores.softmax(-1) @ v) * gate
+
+
+class KeysWrittenUnderAnotherName(Hooked):
+    def run_layer(
+        self, layer: int, x: Tensor, hide: Tensor, past: tuple[Tensor, Tensor] | None
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        q, flat, v = self.qkv[layer](x).split(HIDDEN, -1)
+        flat = flat.clone()
+        q, k, v = (side.view(*x.shape[:2], HEADS, HEAD_DIM).transpose(1, 2) for side in (q, flat, v))
+        if past is not None:
+            k, v = self.append(past[0], k), self.append(past[1], v)
+        out = self.attend(layer, q, k, v, hide)
+        if past is None:
+            flat.mul_(0.5)
+        return x + out.transpose(1, 2).flatten(2), (k, v)
+
+
+class QueryScaledBesideItsKeys(Hooked):
+    """All three are views of one projection; the query alone is written to."""
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, hide: Tensor) -> Tensor:
+        q *= 1.5
+        return super().attend(layer, q, k, v, hide)
+
+
+@pytest.mark.parametrize(
+    ("model", "told"),
+    [
+        (MaskWrittenBetweenLayers, ""),
+        (BiasWrittenAfterItWasAdded, "may write to its `bias"),
+        (QueryWrittenBeforeTheValues, "may write to its `q"),
+        (KeysWrittenUnderAnotherName, "writes to its new pairs"),
+        (QueryScaledBesideItsKeys, ""),
+    ],
+)
+def test_what_is_written_between_its_readers(
+    model: type[Hooked], told: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert equals_plain(model()) < 0.02
+    assert told in caplog.text
+    assert bool(told) == ("is left alone" in caplog.text)
+
+
+class ByKeyword(SpeltOut):
+    def positions(self, ids: Tensor, start: int) -> Tensor:
+        return F.embedding(torch.arange(start, start + ids.shape[1]), weight=self.table)[None]
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, hide: Tensor) -> Tensor:
+        scores = torch.matmul(input=q, other=k.transpose(dim0=-1, dim1=-2)) * HEAD_DIM**-0.5
+        weights = F.softmax(input=torch.masked_fill(input=scores, mask=hide, value=-1e30), dim=-1)
+        return torch.matmul(weights, other=v)
+
+    def append(self, past: Tensor, new: Tensor) -> Tensor:
+        return torch.concatenate(tensors=[past, new], axis=2)
+
+
+class EmbeddingOfTorch(Hooked):
+    def positions(self, ids: Tensor, start: int) -> Tensor:
+        return torch.embedding(self.table, torch.arange(start, start + ids.shape[1]))[None]
+
+
+class FullLike(Hooked):
+    def positions(self, ids: Tensor, start: int) -> Tensor:
+        place = torch.full_like(ids, start) + torch.arange(ids.shape[1])
+        return torch.sin(place[..., None].float() * self.rates)
+
+
+class NewFull(Hooked):
+    def positions(self, ids: Tensor, start: int) -> Tensor:
+        place = ids.new_full((1, 1), start) + torch.arange(ids.shape[1])
+        return torch.sin(place[..., None].float() * self.rates)
+
+
+class OneDimensionalBias(SpeltOut):
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, hide: Tensor) -> Tensor:
+        scores = q @ k.transpose(-1, -2) * HEAD_DIM**-0.5 + torch.arange(k.shape[2]) * 0.01
+        return scores.softmax(-1) @ v
+
+
+class ReturnsItsMask(Hooked):
+    def forward(self, ids: Tensor, past: Pairs | None = None, *more: Tensor) -> tuple[Any, ...]:
+        start = 0 if past is None else past[0][0].shape[2]
+        return *super().forward(ids, past), torch.ones(2, start + ids.shape[1], dtype=torch.bool)
+
+
+@pytest.mark.parametrize(
+    "model", [ByKeyword, EmbeddingOfTorch, FullLike, NewFull, OneDimensionalBias, ReturnsItsMask]
+)
+def test_a_spelling_is_rewritten_and_compiled_once(
+    model: type[Hooked], compiled_graphs: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    assert equals_plain(model()) < 0.02
+    assert compiled_graphs == [2]
+    assert not caplog.text
+
+
+def test_the_speculative_token_finds_its_place_in_a_table_of_torch() -> None:
+    """Indices are held inside the table for it, and the table is left as it is."""
+    rates = []
+    for model in (ByKeyword(), EmbeddingOfTorch()):
+        torch._dynamo.reset()
+        options = {**OPTIONS, "track_hit_rates": True, "top_k": 2}
+        compiled = torch.compile(model, backend="specache", options=options)
+        ids = torch.randint(89, (2, 10), generator=torch.Generator().manual_seed(1))
+        with torch.no_grad():
+            out, past = compiled(ids)
+            for _ in range(12):
+                out, past = compiled(out[:, -1:].argmax(-1), past)
+        rates.append(specache_fx.stats(past).topk_hit_rate)
+    assert rates[0] == rates[1]
+
+
+class TableByGather(Hooked):
+    def positions(self, ids: Tensor, start: int) -> Tensor:
+        place = torch.arange(start, start + ids.shape[1])
+        return self.table[:20].gather(0, place[:, None].expand(-1, HIDDEN))[None]
+
+
+def test_a_table_of_positions_is_read_to_its_last_row() -> None:
+    assert equals_plain(TableByGather()) < 0.02
+
+
+@pytest.mark.parametrize(
+    ("extra", "use"),
+    [
+        (lambda q_len: (torch.tensor([[1, 2, 3, 4]] * 2),), lambda x, ids: x + ids.float().mean() * 0.1),
+        (
+            lambda q_len: (torch.arange(2 * q_len).view(2, q_len) % 2 == 0,),
+            lambda x, flag: torch.where(flag[..., None], x, x * 0.5),
+        ),
+    ],
+    ids=["numbers to condition on", "a flag for each token"],
+)
+def test_a_further_input_is_no_mask_and_no_position(
+    extra: Callable[[int], tuple[Tensor, ...]], use: Callable[[Tensor, Tensor], Tensor]
+) -> None:
+    class Conditioned(Hooked):
+        def hidden(self, x: Tensor, *more: Tensor) -> Tensor:
+            return use(x, *more)
+
+    assert equals_plain(Conditioned(), extra) < 0.02
+
+
+class Checkpointed(Hooked):
+    def run_layer(self, *args: Any) -> Any:
+        return checkpoint(super().run_layer, *args, use_reentrant=False)
+
+
+class FlatCaches(Hooked):
+    def run_layer(
+        self, layer: int, x: Tensor, hide: Tensor, past: tuple[Tensor, Tensor] | None
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        q, k, v = self.qkv[layer](x).chunk(3, -1)
+        if past is not None:
+            k, v = torch.cat([past[0], k], 1), torch.cat([past[1], v], 1)
+        heads = (side.view(2, -1, HEADS, HEAD_DIM).transpose(1, 2) for side in (q, k, v))
+        return x + self.attend(layer, *heads, hide).transpose(1, 2).flatten(2), (k, v)  # type: ignore[call-arg]
+
+    def forward(self, ids: Tensor, past: Pairs | None = None, *more: Tensor) -> tuple[Any, ...]:
+        start = 0 if past is None else past[0][0].shape[1]
+        x = self.embed(ids) + self.positions(ids, start)
+        place = torch.arange(start + ids.shape[1])
+        hide = place[start:, None] - place[None] < 0
+        x, pair = self.run_layer(0, x, hide, None if past is None else past[0])
+        return self.head(x), (pair,)
+
+
+@pytest.mark.parametrize(
+    ("model", "told"),
+    [
+        (Checkpointed, "gradient_checkpointing_disable"),
+        (FlatCaches, r"Cache keys and values as \[batch, num_kv_heads, kv_len, head_dim\]"),
+    ],
+)
+def test_a_cache_in_a_form_of_its_own_is_named(model: type[Hooked], told: str) -> None:
+    assert equals_plain(model()) == 0
+    torch._dynamo.reset()
+    with pytest.raises(BackendCompilerFailed, match=told):
+        logits(specache_fx.compile(model(), strict=True, lowering="eager"))
+
+
+@pytest.mark.parametrize("first", ["data", "positions"])
+def test_random_numbers_are_drawn_in_the_models_order(first: str) -> None:
+    class Noisy(Hooked):
+        def positions(self, ids: Tensor, start: int) -> Tensor:
+            return torch.randn_like(super().positions(ids, start))
+
+        def forward(self, ids: Tensor, past: Pairs | None = None, *more: Tensor) -> tuple[Any, ...]:
+            x, start = self.embed(ids), 0 if past is None else past[0][0].shape[2]
+            if first == "data":
+                x = x + torch.randn_like(x)
+                x = x + self.positions(ids, start)
+            else:
+                place = self.positions(ids, start)
+                x = x + place + torch.randn_like(x)
+            place = torch.arange(start + ids.shape[1])
+            hide = place[start:, None] - place[None] < 0
+            x, pair = self.run_layer(0, x, hide, None if past is None else past[0])
+            return self.head(F.rrelu(x, training=True)), (pair,)
+
+    torch.manual_seed(0)
+    plain = logits(Noisy())
+    torch.manual_seed(0)
+    compiled = logits(torch.compile(Noisy(), backend="specache", options=OPTIONS))
+    assert (plain - compiled).abs().max() < 0.02
+
+
+def test_sessions_of_a_thread_that_ended_are_freed_by_the_next_sweep() -> None:
+    model = torch.compile(Hooked(), backend="specache", options=OPTIONS)
+    logits(model, steps=1)
+    registry.sweep()
+    before = len(registry._by_storage)
+    thread = threading.Thread(target=logits, args=(model,), kwargs={"steps": 1})
+    thread.start()
+    thread.join()
+    registry.sweep()
+    assert len(registry._by_storage) == before
