@@ -98,7 +98,7 @@ def cases() -> Iterator[Any]:
         yield pytest.param(name, lengths, bits, marks=marks, id=f"{name}-{length}-{bits}")
 
 
-@pytest.mark.parametrize(("name", "lengths", "bits"), cases())
+@pytest.mark.parametrize(("name", "lengths", "bits"), list(cases()))
 def test_tokens_and_logits_of_both_lanes_equal_eager(
     name: str, lengths: tuple[int, ...], bits: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
