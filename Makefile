@@ -47,7 +47,7 @@ test-all: test
 demo: $(STAMP)
 	$(BIN)/specache-fx demo
 
-# About 25 minutes on 2 cores, and it goes on where it was interrupted.
+# 25 to 50 minutes on 2 cores, and it goes on where it was interrupted.
 architectures: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/architectures/walk.py $(ONLY) $(ARGS)
 
