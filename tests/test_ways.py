@@ -32,6 +32,8 @@ import specache_fx
 NAMES = ("gemma3_text", "gpt_oss-window", "deepseek_v3", "mixtral")
 _WINDOWED = NAMES[:2]
 FEW = ("prompt_lookup", "beams_return_sequences")
+# transformers itself leaves no layer out there, and runs past the end of the shorter cache.
+NOT_BY_TRANSFORMERS = {("gpt_oss-window", "early_exit")}
 
 
 @cache
@@ -54,6 +56,11 @@ def test_ways_equal_eager(pair: tuple[str, nn.Module], ways: tuple[str, ...]) ->
     name, model = pair
     for way in ways:
         prompt, kwargs = arguments(way, name)
+        if (name, way) in NOT_BY_TRANSFORMERS:
+            with pytest.raises(IndexError):
+                generate(eager(name), prompt, **kwargs)
+            eager.cache_clear()
+            continue
         expected = generate(eager(name), prompt, **kwargs)
         assert torch.equal(generate(model, prompt, **kwargs), expected), way
 

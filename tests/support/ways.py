@@ -6,7 +6,7 @@ import copy
 from typing import Any
 
 import torch
-from support.zoo import build, left_padded
+from support.zoo import WINDOWED_NAMES, build, left_padded
 from torch import Tensor, nn
 
 EXACT = {"rtol": 2e-4, "atol": 2e-4}  # float32, another order of sums
@@ -65,7 +65,9 @@ def arguments(way: str, architecture: str) -> tuple[dict[str, Tensor], dict[str,
     """Prompt and arguments of one of `WAYS` for `generate`, with a draft model where it needs one."""
     prompt, kwargs = WAYS[way]
     if kwargs.get("assistant_model") == DRAFT:
-        small = {"gpt2": {"n_layer": 1}}.get(architecture, {"num_hidden_layers": 1})
+        small: dict[str, Any] = {"gpt2": {"n_layer": 1}}.get(architecture, {"num_hidden_layers": 1})
+        if architecture in WINDOWED_NAMES:
+            small = {**small, "layer_types": ["full_attention"]}
         kwargs = {**kwargs, "assistant_model": build(architecture, **small)}
     return prompt, kwargs
 
