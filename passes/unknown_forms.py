@@ -8,6 +8,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from specache_fx.passes.base import PassState, Refusal
 from specache_fx.passes.cache_side import LEAVE, is_cache
+from specache_fx.passes.graph_slices import ancestors
 from specache_fx.passes.graph_utils import (
     concatenated,
     is_static_input,
@@ -27,16 +28,18 @@ def _appends_to_input(root: Node) -> bool:
 
 
 def _grew(out: Node, past: Node) -> bool:
-    """Whether an output is an input with more rows."""
+    """Whether an output is an input with one more row: what a decode step returns of a cache."""
     size, before = shape_of(out) or (), shape_of(past) or ()
     if len(size) != len(before) or len(size) < 3:
         return False
     more = [pair for pair in zip(size, before, strict=True) if not statically_known_true(pair[0] == pair[1])]
-    return len(more) == 1 and statically_known_true(more[0][0] > more[0][1])
+    if len(more) != 1 or more[0][1] == 1 or not statically_known_true(more[0][0] == more[0][1] + 1):
+        return False
+    return past in ancestors([out])
 
 
 def _grown(gm: GraphModule, outputs: set[Node]) -> list[Node]:
-    """Outputs that are inputs with more rows, if they are two or more: caches in a form of their own."""
+    """Outputs that are inputs with one more row, if they are two or more: caches in a form of their own."""
     pasts = [node for node in placeholders(gm.graph) if is_float(node, 5) and not is_static_input(node)]
     outs = [node for node in gm.graph.nodes if node in outputs and is_float(node, 5)]
     found = [out for out in outs if any(_grew(out, past) for past in pasts)]

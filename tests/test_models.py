@@ -101,7 +101,7 @@ def test_tokens_equal_eager_with_bits_16(name: str) -> None:
     assert_static(graph)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", _BY_KIND)
 def test_tokens_equal_eager_with_every_pair_prefetched(name: str) -> None:
     # Fewer tokens than above: with all pairs staged a step costs several times as much.
     new_tokens = 90

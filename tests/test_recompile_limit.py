@@ -80,6 +80,7 @@ def compiled(name: str = "llama", **how: Any) -> nn.Module:
     return model
 
 
+@pytest.mark.nightly
 def test_generating_in_many_ways_raises_the_limit_and_equals_eager(caplog: pytest.LogCaptureFixture) -> None:
     config.recompile_limit = 3
     plain, model = build("llama"), compiled()

@@ -1,6 +1,6 @@
 """Ways of generating, one after another on one compiled model, for models whose caches have other shapes.
 
-All of them take minutes: `make test-all`.
+All of them take minutes: CI runs some of the shorter ones for one model, `make test-all` the others.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.cases import nightly_unless
 from support.ways import (
     EXACT,
     PADDED,
@@ -41,7 +42,7 @@ def eager(name: str) -> nn.Module:
     return build(name)
 
 
-@pytest.fixture(scope="module", params=NAMES)
+@pytest.fixture(scope="module", params=nightly_unless(lambda name: name == "deepseek_v3", NAMES))
 def pair(request: pytest.FixtureRequest) -> tuple[str, nn.Module]:
     torch._dynamo.reset()
     model = build(request.param)

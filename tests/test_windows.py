@@ -85,7 +85,8 @@ class Lanes:
             monkeypatch.setattr(decode_runner, "lower_static", kept)
 
 
-_ALIKE = ("gemma4_text", "olmo3", "cohere2", "exaone4")  # as gemma3n, gemma3 and llama4 are in CI
+# As gemma3n, gemma3 and llama4 are in CI.
+_ALIKE = ("gemma4_text", "olmo3", "cohere2", "exaone4", "gemma2-window")
 
 
 def cases() -> Iterator[Any]:
