@@ -27,6 +27,8 @@ _PLACES: dict[str, tuple[str, ...]] = {
     "masked_fill": ("input", "mask", "value"),
     "where": ("condition", *_PAIR),
     "embedding": ("input", "weight"),
+    "full_like": ("input", "fill_value"),
+    "new_full": ("input", "size", "fill_value"),
     "repeat_interleave": ("input", "repeats", "dim"),
     "transpose": ("input", "dim0", "dim1"),
     "permute": ("input", "dims"),
@@ -35,6 +37,7 @@ _PLACES: dict[str, tuple[str, ...]] = {
         ("matmul", "add", "sub", "mul", "multiply", "div", "divide", "true_divide", "max", "maximum"), _PAIR
     ),
 }
+_NUMBERS = (int, float, torch.SymInt, torch.SymFloat)
 _ALIASES = {"self": "input", "x": "input", "axis": "dim"}  # NumPy's, and those of tensors' methods
 
 
@@ -66,9 +69,10 @@ def _as_functional(node: Node) -> bool:
 def _without_example(node: Node) -> bool:
     """Take the tensor out of `full_like(x, n)` or `x.new_full(size, n)` where n is a node. Returns whether it did."""
     name, size, value = target_name(node), shape_of(node), value_of(node)
-    if name not in ("full_like", "new_full") or not isinstance(node.args[-1], Node):
+    places = _PLACES[name] if name in ("full_like", "new_full") else ()
+    if not places or len(node.args) != len(places) or set(node.kwargs) - {"dtype", "device"}:
         return False
-    if len(node.args) != (2 if name == "full_like" else 3) or set(node.kwargs) - {"dtype", "device"}:
+    if not isinstance(node.args[-1], Node) or not isinstance(value_of(node.args[-1]), _NUMBERS):
         return False
     if size is None or not all(isinstance(each, int) for each in size):
         return False

@@ -218,6 +218,12 @@ class FullLike(Hooked):
         return torch.sin(place[..., None].float() * self.rates)
 
 
+class FullLikeByKeyword(Hooked):
+    def positions(self, ids: Tensor, start: int) -> Tensor:
+        place = torch.full_like(input=ids, fill_value=start) + torch.arange(ids.shape[1])
+        return torch.sin(place[..., None].float() * self.rates)
+
+
 class NewFull(Hooked):
     def positions(self, ids: Tensor, start: int) -> Tensor:
         place = ids.new_full((1, 1), start) + torch.arange(ids.shape[1])
@@ -237,7 +243,8 @@ class ReturnsItsMask(Hooked):
 
 
 @pytest.mark.parametrize(
-    "model", [ByKeyword, EmbeddingOfTorch, FullLike, NewFull, OneDimensionalBias, ReturnsItsMask]
+    "model",
+    [ByKeyword, EmbeddingOfTorch, FullLike, FullLikeByKeyword, NewFull, OneDimensionalBias, ReturnsItsMask],
 )
 def test_a_spelling_is_rewritten_and_compiled_once(
     model: type[Hooked], compiled_graphs: list[int], caplog: pytest.LogCaptureFixture
