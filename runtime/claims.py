@@ -26,8 +26,10 @@ REORDERED = (
     " the cache, at the length that it has."
 )
 CHOSEN = (
-    "The past KV cache was edited: its tokens are not those that the model returned, one after the other from the first"
-    " on. Only its newest tokens can be cut off (crop). To evict tokens use the model uncompiled."
+    "The past KV cache was edited: its elements are not those that the model returned, token after token from the first"
+    " on. They stand for numbers that are kept elsewhere: only the newest tokens can be cut off (crop). To change"
+    " the numbers, evict tokens, or return the new tokens' pairs alone and put the cache together outside of the model,"
+    " use it uncompiled."
 )
 ENDED = (
     "The past KV cache belongs to a session that has ended: all tensors of the cache that it is a copy of were dropped,"
@@ -174,7 +176,8 @@ def _own(issued: registry.Issue, past: Sequence[torch.Tensor]) -> Claim:
             raise CacheHandleError(MIXED)
         if tensor.shape[0] != batch:
             raise CacheHandleError(
-                f"The past KV cache was cut to {tensor.shape[0]} of its {batch} batch rows by slicing. {REORDERED}"
+                f"The past KV cache has {tensor.shape[0]} batch rows, and had {batch}: they were chosen by slicing or"
+                f" expanding. {REORDERED}"
             )
         if tensor.storage_offset() != offset:
             raise CacheHandleError(MIXED)

@@ -10,10 +10,13 @@ then a ruler of about `kv_len` elements:
 Stride 0 over heads, stride 1 over tokens: cutting tokens off the end keeps the offset (a crop, which a session can
 follow), cutting off the oldest ones moves it (which it can't, and so must see).
 
-All elements are NaNs. Those of the rows have payload bits that spell (magic, session, slot, row, process), those of
-the ruler a sequence in which no stretch comes twice. They survive every copy, so that a permuted or copied cache can be
-told from the original, and one whose tokens were chosen from one that was cropped (`matches`). Whatever reads a handle
-as if it were a KV cache gets NaN, never an answer that is a little wrong.
+Most elements are NaNs. Those of the rows have payload bits that spell (magic, session, slot, row, process), those of
+the ruler a sequence in which no stretch comes twice. They survive every copy, so that a copied cache, or one whose rows
+were permuted, can be told from the original, and one whose tokens were chosen from one that was cropped (`matches`).
+Whatever reads a handle as if it were a KV cache gets NaN, never an answer that is a little wrong.
+
+NaNs survive arithmetic too. So every eighth element is a number: a cache that was scaled, clamped or averaged is no
+copy any more. Heads alone can't be told apart.
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ _FIELDS = (("magic", 12), ("session", 24), ("slot", 12), ("row", 16), ("process"
 _CODE_BITS = sum(bits for _, bits in _FIELDS)
 MAX_SESSION = 1 << 24
 _FILLER = 0x2A  # payload of the NaNs behind a row's code: no computation makes such a one
-_CHANNELS = 4  # of each token of a copy that are looked at
+_NUMBER_EVERY = 8  # elements; heads have room for a number behind the code
 _SLACK = 512  # elements by which a ruler grows at least
 
 
@@ -41,6 +44,11 @@ class _NanBox:
     integer: torch.dtype
     quiet_nan: int
     bits: int
+
+    @property
+    def code_length(self) -> int:
+        """Elements that a code takes."""
+        return -(-_CODE_BITS // self.bits)
 
 
 _BOXES = {
@@ -85,25 +93,44 @@ def unfit_reason(dtype: torch.dtype, head_dim: int) -> str | None:
     box = _BOXES.get(dtype)
     if box is None:
         return f"its KV cache has dtype {dtype}, not one of {', '.join(str(d) for d in _BOXES)}"
-    if head_dim * box.bits < _CODE_BITS:
-        return f"its head_dim of {head_dim} is under {-(-_CODE_BITS // box.bits)}, the least for {dtype}"
+    if head_dim <= box.code_length:
+        return f"its head_dim of {head_dim} is under {box.code_length + 1}, the least for {dtype}"
     return None
 
 
-def _encode(session: int, slot: int, batch: int, head_dim: int, dtype: torch.dtype) -> torch.Tensor:
-    """NaN-boxed rows `[batch, head_dim]` on the CPU."""
+def _encode(session: int, slot: int, rows: Sequence[int], head_dim: int, dtype: torch.dtype) -> torch.Tensor:
+    """The rows `[len(rows), head_dim]` of a slot, on the CPU: the code, then filler with numbers in it."""
     box = _BOXES[dtype]
-    rows = torch.full((batch, head_dim), box.quiet_nan + _FILLER, dtype=torch.int64)
-    length = -(-_CODE_BITS // box.bits)
-    rows[:, :length] = box.quiet_nan
-    for row in range(batch):
+    coded = torch.full((len(rows), head_dim), box.quiet_nan + _FILLER, dtype=torch.int64)
+    coded[:, : box.code_length] = box.quiet_nan
+    for i, row in enumerate(rows):
         code, shift = 0, 0
         for (_, bits), value in zip(_FIELDS, (MAGIC, session, slot, row, _process.number), strict=True):
             code |= value << shift
             shift += bits
-        for element in range(length):
-            rows[row, element] += (code >> (element * box.bits)) & ((1 << box.bits) - 1)
-    return rows.to(box.integer).view(dtype)
+        for element in range(box.code_length):
+            coded[i, element] += (code >> (element * box.bits)) & ((1 << box.bits) - 1)
+    place = torch.arange(head_dim)
+    numbers = (place >= box.code_length) & ((place % _NUMBER_EVERY == 7) | (place == head_dim - 1))
+    seeds = (torch.tensor(rows, dtype=torch.int64)[:, None] << 12) + place + (slot << 40) + session
+    coded = torch.where(numbers, _as_integers(_numbers(_hash(seeds)), dtype), coded)
+    return coded.to(box.integer).view(dtype)
+
+
+def _hash(place: torch.Tensor) -> torch.Tensor:
+    """A multiplicative hash, int64 as its argument, of 30 bits or so."""
+    mixed = (place * 0x5851F42D4C957F2D + 0x14057B7EF767814F) >> 33  # int64 wraps around
+    return (mixed ^ (mixed >> 15)) * 0x2C1B3C6D >> 7
+
+
+def _numbers(hashes: torch.Tensor) -> torch.Tensor:
+    """Negative numbers between -4 and -2 that every dtype of `_BOXES` holds exactly, few of them whole."""
+    return -2 - hashes.remainder(128).to(torch.float64) / 64
+
+
+def _as_integers(numbers: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The bits of numbers in a dtype, as int64."""
+    return numbers.to(dtype).view(_BOXES[dtype].integer).to(torch.int64)
 
 
 def decode(handle: torch.Tensor) -> list[HandleCode] | None:
@@ -118,13 +145,13 @@ def decode(handle: torch.Tensor) -> list[HandleCode] | None:
     box = _BOXES.get(handle.dtype)
     if box is None or handle.dim() != 4 or 0 in handle.shape or unfit_reason(handle.dtype, handle.shape[-1]):
         return None
-    payload = handle[:, 0, 0].detach().cpu().contiguous().view(box.integer).to(torch.int64) - box.quiet_nan
+    seen = handle[:, 0, 0].detach().cpu().contiguous().view(box.integer)
     codes = []
-    for row in payload.tolist():
-        if any(not 0 <= element < 1 << box.bits for element in row):
+    for row in seen.to(torch.int64) - box.quiet_nan:
+        elements = row[: box.code_length].tolist()
+        if any(not 0 <= element < 1 << box.bits for element in elements):
             return None
-        length = -(-_CODE_BITS // box.bits)
-        code, fields = sum(element << (i * box.bits) for i, element in enumerate(row[:length])), {}
+        code, fields = sum(element << (i * box.bits) for i, element in enumerate(elements)), {}
         for name, bits in _FIELDS:
             fields[name] = code & ((1 << bits) - 1)
             code >>= bits
@@ -137,20 +164,20 @@ def decode(handle: torch.Tensor) -> list[HandleCode] | None:
 def _ruler(start: int, stop: int, dtype: torch.dtype) -> torch.Tensor:
     """Elements `start` to `stop` of a storage where they belong to the ruler: `[stop - start]` on the CPU.
 
-    Payloads are bits of a hash of the place (a multiplicative one, of 63 values at least), never 0.
+    Payloads are bits of a hash of the place, of 63 values at least, never 0.
     """
     box = _BOXES[dtype]
     place = torch.arange(start, stop, dtype=torch.int64)
-    mixed = (place * 0x5851F42D4C957F2D + 0x14057B7EF767814F) >> 33  # int64 wraps around
-    mixed = (mixed ^ (mixed >> 15)) * 0x2C1B3C6D >> 7
-    payload = mixed.remainder((1 << box.bits) - 1) + 1
-    return (payload + box.quiet_nan).to(box.integer).view(dtype)
+    mixed = _hash(place)
+    payload = mixed.remainder((1 << box.bits) - 1) + 1 + box.quiet_nan
+    elements = torch.where(place % _NUMBER_EVERY == 7, _as_integers(_numbers(mixed >> 6), dtype), payload)
+    return elements.to(box.integer).view(dtype)
 
 
 def matches(copies: Sequence[torch.Tensor], session: int, batch: int, rows: Sequence[int]) -> bool:
     """Whether tensors are copies of a session's handles, token by token as they were issued, none left out.
 
-    Four channels of each token are compared: enough to tell it from others, a quarter of the work of a copy or less.
+    All elements are compared, which is as much work as to copy them.
 
     Args:
         copies: One per slot, `[len(rows), num_kv_heads, kv_len, head_dim]`; each may have lost its newest tokens.
@@ -162,7 +189,10 @@ def matches(copies: Sequence[torch.Tensor], session: int, batch: int, rows: Sequ
     if any((copy.dtype, copy.device) != (dtype, device) for copy in copies):
         return False
     coded = torch.cat(
-        [_encode(session, slot, batch, copy.shape[3], dtype).flatten() for slot, copy in enumerate(copies)]
+        [
+            _encode(session, slot, range(batch), copy.shape[3], dtype).flatten()
+            for slot, copy in enumerate(copies)
+        ]
     )
     longest = max(copy.shape[2] + copy.shape[3] for copy in copies)
     storage = torch.cat([coded, _ruler(len(coded), len(coded) + longest, dtype)])
@@ -170,9 +200,8 @@ def matches(copies: Sequence[torch.Tensor], session: int, batch: int, rows: Sequ
     index, offset, same = torch.tensor(rows, device=device), 0, []
     for copy in copies:
         _, _, kv_len, dim = copy.shape
-        step = max(1, dim // _CHANNELS)
-        issued = storage.as_strided((batch, kv_len, -(-dim // step)), (dim, 1, step), offset)
-        seen = copy.detach()[..., ::step].view(_BOXES[dtype].integer)
+        issued = storage.as_strided((batch, kv_len, dim), (dim, 1, 1), offset)
+        seen = copy.detach().view(_BOXES[dtype].integer)
         same.append((seen == issued.index_select(0, index)[:, None]).all())
         offset += batch * dim
     return bool(torch.stack(same).all())
@@ -214,7 +243,8 @@ def issue(
         One handle per slot, `[batch, num_kv_heads, kv_len, head_dim]`.
     """
     rows = [
-        _encode(session, slot, batch, dim, dtype).flatten() for slot, (_, dim) in enumerate(heads_and_dims)
+        _encode(session, slot, range(batch), dim, dtype).flatten()
+        for slot, (_, dim) in enumerate(heads_and_dims)
     ]
     storage = torch.cat(rows).to(device).untyped_storage()
     handles, offset = [], 0

@@ -175,8 +175,10 @@ def first_handle(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
     full = [tensor for tensor in tensors if tensor.numel()]
     if not full:
         return None
-    starts = torch.stack([tensor.detach()[0, 0, 0, 0].to(full[0].device, torch.float32) for tensor in full])
-    for tensor, is_nan in zip(full, starts.isnan().tolist(), strict=True):
+    starts = [tensor.detach()[0, 0, 0, :3].isnan().any() for tensor in full]  # no three in a row are numbers
+    for tensor, is_nan in zip(
+        full, torch.stack([start.to(starts[0].device) for start in starts]).tolist(), strict=True
+    ):
         if is_nan and handles.is_poisoned(tensor):
             return tensor
     return None

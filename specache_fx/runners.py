@@ -16,7 +16,7 @@ import torch
 from specache_fx._log import warn_once
 from specache_fx.errors import CacheHandleError
 from specache_fx.lowering import Compiled
-from specache_fx.passes.base import OutputPlan, PassState
+from specache_fx.passes.base import OutputPlan, PassState, alike
 from specache_fx.runtime import claims, registry
 from specache_fx.runtime.give_back import give_back
 from specache_fx.runtime.handle import tokens_first
@@ -24,6 +24,10 @@ from specache_fx.runtime.session import LayerShape, Session
 
 logger = logging.getLogger(__name__)
 _NO_ATTENTION = "The graph has no attention over this cache."
+_NOT_NUMBERS = (
+    "The past KV cache has NaNs in it: it is a cache of specache that was edited or cast to another dtype, or what made"
+    " it gave NaN. Pass a cache of specache back as the model returned it; its numbers can't be read or changed."
+)
 
 
 def layer_shapes(state: PassState) -> tuple[LayerShape, ...]:
@@ -73,7 +77,7 @@ class LeftAlone:
         kv = self._state.other_kv_inputs
         if registry.first_handle([args[i] for i in kv]) is None:
             return self._compiled(*args)
-        reasons = " ".join(map(str, self._state.refusals)) or _NO_ATTENTION
+        reasons = _reasons(self._state)
         with inference():
             try:
                 real = give_back([args[i] for i in kv])
@@ -93,10 +97,14 @@ class LeftAlone:
         return self._compiled(*inputs)
 
 
+def _reasons(state: PassState) -> str:
+    return state.left_alone or " ".join(alike(state.refusals)) or _NO_ATTENTION
+
+
 def _refuse_handles(args: Sequence[Any], state: PassState) -> None:
     """No input that stays a tensor may be a handle."""
     if registry.first_handle([args[i] for i in state.other_kv_inputs]) is not None:
-        reasons = " ".join(map(str, state.refusals)) or _NO_ATTENTION
+        reasons = _reasons(state)
         raise CacheHandleError(
             "A KV cache that is managed by specache reached an attention that specache did not rewrite, and would be"
             f" read as numbers there. {reasons}"
@@ -167,6 +175,8 @@ def _take_over(
             "This past KV cache was made by a call that specache did not compile, and how many tokens it holds can't be"
             " told: each of its layers keeps a window, and all are full. Run the prompt with the compiled model."
         )
+    if any(bool(tensor.isnan().any()) for tensor in past):
+        raise CacheHandleError(_NOT_NUMBERS)
     session = registry.open_session(state.config, shapes, past[0].dtype, past[0].device)
     try:
         for layer in range(len(shapes)):
