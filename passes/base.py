@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
@@ -45,6 +46,16 @@ class Refusal:
     def __str__(self) -> str:
         where = f" ({self.source})" if self.source else ""
         return f"attention `{self.node}`{where} is left alone: {self.reason}. {self.remedy}"
+
+
+def alike(refusals: Sequence[Refusal]) -> list[str]:
+    """What to say of refusals: layers that differ in the names of their nodes alone are one message."""
+    groups: dict[tuple[str, str], list[Refusal]] = {}
+    for refusal in refusals:
+        groups.setdefault((refusal.source, re.sub("`[^`]*`", "``", refusal.reason)), []).append(refusal)
+    return [
+        f"{first}{f' {len(others)} more like it.' if others else ''}" for first, *others in groups.values()
+    ]
 
 
 @dataclass(frozen=True)
@@ -187,6 +198,7 @@ class PassState:
         random: Name of an operation of the decode graph that draws random numbers, if there is one.
         carried: Name of a state that the decode graph takes and gives back changed, if there is one.
         kept_cache: Name of a cache that is left alone and so goes on growing in the decode graph, if there is one.
+        left_alone: Why the graph is left alone whatever is in it, if it is: a whole message.
     """
 
     config: SpecacheConfig
@@ -209,6 +221,7 @@ class PassState:
     random: str | None = None
     carried: str | None = None
     kept_cache: str | None = None
+    left_alone: str | None = None
 
     @property
     def owners(self) -> list[AttentionSite]:

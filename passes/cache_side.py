@@ -8,10 +8,12 @@ from typing import Any
 from torch.fx import Node
 
 from specache_fx.passes.graph_slices import ancestors
-from specache_fx.passes.graph_utils import concatenated, reads_shape_only, shape_of, target_name
+from specache_fx.passes.graph_utils import concatenated, described, reads_shape_only, shape_of, target_name
 from specache_fx.passes.writes import mutated_inputs, storages, written_storages
 
 LEAVE = 'To use this model nevertheless, compile it with backend="inductor"'
+GROWING = f"Use a DynamicCache (cache_implementation=None, or past_key_values=DynamicCache()). {LEAVE}."
+ONLY_ATTENTION = f"Let nothing but attention, and cat([past, new], dim=-2), read the cached tensors. {LEAVE}."
 _SAME_TOKENS = {"getitem", "contiguous", "clone", "to", "slice", "narrow"}
 _VIEWS = {
     *_SAME_TOKENS,
@@ -128,6 +130,17 @@ def _appended(root: Node) -> tuple[Node | None, Node]:
     return None, root
 
 
+def changed_past(root: Node) -> Node | None:
+    """What changes the past before this call's tokens are appended to it, `cat([0.9 * past, new], -2)`."""
+    parts, dim = concatenated(root) or ([], 0)
+    if len(parts) != 2 or dim != 2 or parts[0].op == "placeholder" or shape_of(parts[0]) == (0,):
+        return None
+    read = [
+        node for node in ancestors([parts[0]]) if node.op == "placeholder" and len(shape_of(node) or ()) == 4
+    ]
+    return parts[0] if read else None
+
+
 def side_of(root: Node, what: str, outputs: set[Node], inside: set[Node]) -> Side:
     """Describe a cache (`is_cache`).
 
@@ -147,13 +160,13 @@ def side_of(root: Node, what: str, outputs: set[Node], inside: set[Node]) -> Sid
         if user not in inside and user is not output and user.op != "output" and not reads_shape_only(user):
             if any(storages(node) & written_storages(user) for node in mutated_inputs(root.graph)):
                 raise NoMatch(
-                    f"its {what} are written into a cache of fixed length (`{user.name}`, {target_name(user)})",
-                    f"Use a DynamicCache (cache_implementation=None, or past_key_values=DynamicCache()). {LEAVE}.",
+                    f"its {what} are written into a cache of fixed length: {described(user)}",
+                    GROWING,
                 )
-            raise NoMatch(f"its {what} are also used by `{user.name}` ({target_name(user)})")
+            raise NoMatch(f"its {what} are also used by {described(user)}", ONLY_ATTENTION)
     for user in () if past is None else past.users:
         if user is not root and not reads_shape_only(user):
-            raise NoMatch(f"its past {what} are also used by `{user.name}` ({target_name(user)})")
+            raise NoMatch(f"its past {what} are also used by {described(user)}", ONLY_ATTENTION)
     kept = None if output is root else newest(output)
     return Side(root, new, past, output, None if kept is None else kept + 1)
 

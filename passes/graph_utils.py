@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -68,11 +69,30 @@ def reads_shape_only(user: Node) -> bool:
 
 def source_of(node: Node) -> str:
     """The line of the model that made a node, "file:line: code": where it calls into transformers' integrations."""
+    file, place = _line_of(node)
+    return f"{file}{place}"
+
+
+def described(node: Node) -> str:
+    """How a message names a node on its way: what it is called, what it calls, and the model's line, without folder."""
+    file, place = _line_of(node)
+    return f"`{node.name}` ({target_name(node)}{f', {Path(file).name}{place}' if file else ''})"
+
+
+def _line_of(node: Node) -> tuple[str, str]:
+    """File, and line with its code; empty where they are not known."""
     frames = re.findall(
         r'File "([^"]+)", line (\d+), in [^\n]*\n\s*([^\n]*)', node.meta.get("stack_trace") or ""
     )
     frames = [frame for frame in frames if "transformers/integrations" not in frame[0]] or frames
-    return f"{frames[-1][0]}:{frames[-1][1]}: {frames[-1][2].strip()}" if frames else ""
+    if not frames:
+        return "", ""
+    file, line, code = frames[-1]
+    code = code.strip()
+    return (
+        file,
+        f":{line}: {code}{'...)' if code.endswith('(') else ''}",
+    )  # a call of several lines: its first
 
 
 def placeholders(graph: Graph) -> list[Node]:

@@ -22,10 +22,11 @@ from torch.fx import GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from specache_fx.passes.base import AttentionCore, AttentionSite, Pass, PassState, Phase, Refusal
-from specache_fx.passes.cache_side import LEAVE, NoMatch, Side, side_of, without_repeat
+from specache_fx.passes.cache_side import GROWING, LEAVE, NoMatch, Side, changed_past, side_of, without_repeat
 from specache_fx.passes.expansion import Expansion, find_expansion
 from specache_fx.passes.find_sources import find_token
 from specache_fx.passes.graph_utils import (
+    described,
     is_static_input,
     output_node,
     placeholders,
@@ -37,7 +38,7 @@ from specache_fx.passes.graph_utils import (
 from specache_fx.passes.reading import Reading, check_between, readings_of
 from specache_fx.passes.unknown_forms import unknown_forms
 from specache_fx.passes.write_log import WriteLog
-from specache_fx.passes.writes import storages, writes_of
+from specache_fx.passes.writes import mutated_inputs, storages, writes_of
 from specache_fx.runtime.handle import unfit_reason
 
 
@@ -77,6 +78,12 @@ def _match(
         raise NoMatch("its keys and its values are those of different caches")
     if owner is not None and (keys.root, values.root) != (owner.key_root, owner.value_root):
         raise NoMatch(f"it reads as values what attention `{owner.node.name}` reads as keys")
+    for side in (keys, values):
+        if (changed := changed_past(side.root)) is not None:
+            raise NoMatch(
+                f"what is appended to is not the past as it came in, but what {described(changed)} makes of it",
+                f"Append this call's tokens to the past itself: cat([past, new], dim=-2). {LEAVE}.",
+            )
     if (keys.past is None) != (values.past is None):
         raise NoMatch("only one of its keys and values has a past")
     q, k, v = value_of(core.query), value_of(keys.root), value_of(values.root)
@@ -107,9 +114,7 @@ def _match(
         end = output_node(gm.graph)
         appended = log.between(side.new, side.root, core.node.next) if side.root is not side.new else []
         if write := next(iter(appended + log.between(side.root, core.node.next, end)), None):
-            raise NoMatch(
-                f"`{write.name}` ({source_of(write)}) writes to its new pairs after they were appended or read"
-            )
+            raise NoMatch(f"{described(write)} writes to its new pairs after they were appended or read")
     if owner is not None and keys.past is not None and q.shape[2] == 1 and core.mask is not owner.mask:
         raise NoMatch(f"it reads the cache of attention `{owner.node.name}` with another mask")
     expansion: Expansion | None = None
@@ -234,6 +239,8 @@ def match_attention(gm: GraphModule, state: PassState) -> GraphModule:
     for core in cores:
         try:
             if _comes_whole(core):
+                if without_repeat(core.key)[0] in mutated_inputs(gm.graph):
+                    raise NoMatch("its keys are written into a cache of fixed length", GROWING)
                 raise NoMatch(
                     "its keys come into the graph whole, they are not appended to a past there (cross-attention, or a"
                     " graph break between cat([past, new], dim=-2) and the attention)",

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from specache_fx.passes.graph_utils import reads_shape_only, shape_of, target_name, value_of
+from specache_fx.passes.graph_utils import described, reads_shape_only, shape_of, target_name, value_of
 from specache_fx.passes.writes import mutates
 
 PRODUCTS = {"matmul", "bmm", "baddbmm"}
@@ -27,8 +27,9 @@ class UnknownFormError(Exception):
     """
 
     def __init__(self, node: Node, why: str = "") -> None:
-        what = f"`{node.name}` ({target_name(node)})"
-        super().__init__(f"its form is not one that specache knows: {what}{f' {why}' if why else ''}")
+        super().__init__(
+            f"its form is not one that specache knows: {described(node)}{f' {why}' if why else ''}"
+        )
 
 
 def real_users(node: Node) -> list[Node]:

@@ -150,9 +150,9 @@ class _Reader:
             users = real_users(node)
             if len(users) != 1:
                 other = next((user for user in users if name_of(user) not in PRODUCTS), self.softmax)
-                raise UnknownFormError(
-                    other, "reads its probabilities: call the model with output_attentions=False"
-                )
+                returned = other.op == "output" or not self.outputs.isdisjoint((other, node))
+                why = ": call the model with output_attentions=False" if returned else ""
+                raise UnknownFormError(other, f"reads its probabilities{why}")
             (user,) = users
             if name_of(user) in ("matmul", "bmm") and user.args[0] is node:
                 return path, user

@@ -18,8 +18,10 @@ from specache_fx.passes.graph_utils import (
     source_of,
     target_name,
 )
-from specache_fx.passes.score_ops import is_float
+from specache_fx.passes.score_ops import PRODUCTS, is_float
 from specache_fx.passes.writes import storages, written_storages
+
+_READERS = {*PRODUCTS, "einsum", "mul", "linear", "dot", "tensordot"}
 
 
 def _appends_to_input(root: Node) -> bool:
@@ -44,6 +46,25 @@ def _grown(gm: GraphModule, outputs: set[Node]) -> list[Node]:
     outs = [node for node in gm.graph.nodes if node in outputs and is_float(node, 5)]
     found = [out for out in outs if any(_grew(out, past) for past in pasts)]
     return found if len(found) > 1 else []
+
+
+def _reader(root: Node) -> Node:
+    """Where a cache is read: the first product of what it goes through, or the cache itself."""
+    work, seen = [root], set[Node]()
+    while work:
+        node = work.pop(0)
+        if target_name(node) in _READERS:
+            return node
+        if node not in seen:
+            seen.add(node)
+            work.extend(user for user in node.users if not reads_shape_only(user) and user.op != "output")
+    return root
+
+
+def _remedy(softmax: Node) -> str:
+    if "/transformers/" in source_of(softmax):
+        return f'Load it with attn_implementation="sdpa" if it can be. {LEAVE}.'
+    return f"Use torch.nn.functional.scaled_dot_product_attention there if it can be. {LEAVE}."
 
 
 def _unread(out: Node) -> Refusal:
@@ -86,8 +107,7 @@ def unknown_forms(gm: GraphModule, state: PassState, outputs: set[Node]) -> list
                     same = [other for other in gm.graph.nodes if storages(other) & changed]
                     work.extend(user for other in same for user in other.users)
                 continue
-            remedy = f'Load it with attn_implementation="sdpa" if it can be. {LEAVE}.'
-            refusals.setdefault(node, Refusal(node.name, source_of(node), state.unknown[node], remedy))
+            refusals.setdefault(node, Refusal(node.name, source_of(node), state.unknown[node], _remedy(node)))
             named = True
             break
         if not named and _appends_to_input(root):
@@ -95,7 +115,8 @@ def unknown_forms(gm: GraphModule, state: PassState, outputs: set[Node]) -> list
     if not refusals and not state.refusals:  # else it may be the other side of an attention that is named
         reason = "no attention that specache knows reads this cache (it knows SDPA and softmax of query times keys)"
         remedy = f"Use torch.nn.functional.scaled_dot_product_attention there. {LEAVE}."
-        refusals = {root: Refusal(root.name, source_of(root), reason, remedy) for root in silent}
+        for reader in map(_reader, silent):
+            refusals[reader] = Refusal(reader.name, source_of(reader), reason, remedy)
         if not refusals and not state.sites:
             refusals = {out: _unread(out) for out in _grown(gm, outputs)}
     return list(refusals.values())

@@ -38,9 +38,14 @@ def compile(module: Module, **options: Any) -> Module:
         What was given.
 
     Raises:
-        ConfigError: On unknown or bad options, a `host_dir` that can't be used, options for a wrapper, or a wrapper of
-            another backend.
+        ConfigError: On unknown or bad options, a `host_dir` that can't be used, options for a wrapper, a wrapper of
+            another backend, or what is no module.
     """
+    if not isinstance(module, nn.Module):
+        raise ConfigError(
+            f"specache_fx.compile() got {module!r}: give it a model (a torch.nn.Module). A function that runs one is"
+            ' compiled with torch.compile(function, backend="specache").'
+        )
     if not isinstance(module, OptimizedModule):
         config = SpecacheConfig.from_options(options)
         check_names(config)

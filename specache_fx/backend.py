@@ -14,7 +14,7 @@ from specache_fx.config import SpecacheConfig
 from specache_fx.decode_runner import Decode
 from specache_fx.errors import ConfigError, UnsupportedGraphError
 from specache_fx.lowering import Compiled, example_state, lower
-from specache_fx.passes.base import PassState, Phase, Refusal
+from specache_fx.passes.base import PassState, Phase, alike
 from specache_fx.passes.graph_edit import copy_graph
 from specache_fx.passes.graph_utils import (
     is_static_input,
@@ -90,10 +90,10 @@ class Backend:
             getattr(value, "requires_grad", False) for value in example_inputs
         ):
             remedy = "it is for inference. Call it under torch.no_grad() (model.generate() does)"
-            return self._without_cache(gm, example_inputs, state, "gradients are enabled", remedy)
+            return self._without_cache(gm, example_inputs, state, observe, "gradients are enabled", remedy)
         if _is_under_autocast(gm, example_inputs):
             remedy = "the graph doesn't say what dtype anything has then. Load the model in 16 bits instead (dtype=...)"
-            return self._without_cache(gm, example_inputs, state, "torch.autocast is on", remedy)
+            return self._without_cache(gm, example_inputs, state, observe, "torch.autocast is on", remedy)
         rewritten = copy_graph(gm)
         rewritten = run_passes(rewritten, state, CAPTURE_PASSES, observe)
         self._report(state)
@@ -130,13 +130,22 @@ class Backend:
         forget_warnings()
 
     def _without_cache(
-        self, gm: GraphModule, inputs: Sequence[Any], state: PassState, reason: str, remedy: str
+        self,
+        gm: GraphModule,
+        inputs: Sequence[Any],
+        state: PassState,
+        observe: Observer | None,
+        reason: str,
+        remedy: str,
     ) -> Compiled:
         state.other_kv_inputs = _kv_inputs(gm)
+        message = f"specache leaves this model as it is, because {reason}: {remedy}."
+        state.left_alone = message
+        if observe is not None:
+            observe("leave_alone", gm, state)
         if state.other_kv_inputs or any(
             len(shape_of(out) or ()) == 4 for out in gm.graph.output_node().all_input_nodes
         ):
-            message = f"specache leaves this model as it is, because {reason}: {remedy}."
             if state.config.strict:
                 raise UnsupportedGraphError(message)
             warn_once(logger, message)
@@ -149,13 +158,9 @@ class Backend:
 
     def _report(self, state: PassState) -> None:
         if state.refusals and state.config.strict:
-            raise UnsupportedGraphError(" ".join(map(str, state.refusals)))
-        alike: dict[tuple[str, str], list[Refusal]] = {}
-        for refusal in state.refusals:
-            alike.setdefault((refusal.source, refusal.reason), []).append(refusal)
-        for first, *others in alike.values():
-            more = f" {len(others)} more like it." if others else ""
-            warn_once(logger, f"specache: {first}{more}")
+            raise UnsupportedGraphError(" ".join(alike(state.refusals)))
+        for message in alike(state.refusals):
+            warn_once(logger, f"specache: {message}")
         logger.info(
             "%s: %d attentions rewritten, %d left alone",
             state.phase.value,

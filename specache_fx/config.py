@@ -105,7 +105,7 @@ class SpecacheConfig:
 
     def _one_of(self, name: str, valid: tuple[Any, ...]) -> None:
         value = getattr(self, name)
-        if isinstance(value, bool) or value not in valid:
+        if isinstance(value, (bool, float)) or value not in valid:
             raise ConfigError(f"{name}={value!r} is not valid: choose one of {', '.join(map(repr, valid))}.")
 
     def _integer(self, name: str, least: int) -> None:

@@ -10,15 +10,24 @@ import torch
 from torch import nn
 from torch.fx import GraphModule, Node
 
-from specache_fx.backend import Backend
+from specache_fx.backend import Backend, check_names
+from specache_fx.config import SpecacheConfig
 from specache_fx.decode_runner import Decode
 from specache_fx.lowering import Compiled
-from specache_fx.passes.base import PassState, Phase, Refusal
-from specache_fx.passes.graph_utils import shape_of, target_name, value_of
+from specache_fx.passes.base import PassState, Phase, Refusal, alike
+from specache_fx.passes.graph_utils import (
+    concatenated,
+    is_static_input,
+    output_node,
+    placeholders,
+    shape_of,
+    target_name,
+    value_of,
+)
+from specache_fx.passes.score_ops import is_float
 from specache_fx.runners import TokensFirst
 
 _SDPA = "scaled_dot_product_attention"
-_LEAD = 9  # nodes shown before an attention that is not rewritten: cat and repeat_kv
 _GAP = 6  # most nodes between two calls that belong to one attention
 
 
@@ -32,6 +41,8 @@ class GraphReport:
         refusals: The attentions that were left alone.
         lanes: Tokens that a decode step computes at once; 0 in other phases.
         fallback: Why there is one lane though two were asked for.
+        left_alone: Why the whole graph was left alone, whatever is in it.
+        has_cache: Whether it takes or returns what could be a KV cache.
         before: The first attention as Dynamo saw it.
         after: The same, rewritten.
     """
@@ -41,6 +52,8 @@ class GraphReport:
     refusals: list[Refusal]
     lanes: int = 0
     fallback: str | None = None
+    left_alone: str | None = None
+    has_cache: bool = False
     before: str = ""
     after: str = ""
 
@@ -50,26 +63,34 @@ class Explanation:
     """Every graph that the run compiled, in order. `print` it."""
 
     graphs: list[GraphReport] = field(default_factory=list)
+    is_driven: bool = False
 
     def __str__(self) -> str:
         lines: list[str] = []
         for i, graph in enumerate(self.graphs):
             lanes = f", {graph.lanes} lane{'s' if graph.lanes > 1 else ''}" if graph.lanes else ""
+            unread = graph.phase is Phase.NO_CACHE and graph.has_cache
             lines.append(
-                f"graph {i}: {graph.phase.value}{lanes}, {len(graph.rewritten)} attention"
+                f"graph {i}: {'left alone' if unread else graph.phase.value}{lanes}, {len(graph.rewritten)} attention"
                 f"{'' if len(graph.rewritten) == 1 else 's'} rewritten, {len(graph.refusals)} left alone"
             )
             lines += [f"  rewritten: {source}" for source in dict.fromkeys(graph.rewritten)]
-            lines += [f"  {refusal}" for refusal in graph.refusals]
+            lines += [f"  {message}" for message in alike(graph.refusals)]
+            if graph.left_alone:
+                lines.append(f"  {graph.left_alone}")
             if graph.fallback:
                 lines.append(f'  lookahead "query" instead of "token": {graph.fallback}')
             if graph.after:
                 lines += ["  before:", graph.before, "  after:", graph.after]
-        if self.graphs and not any(graph.phase is Phase.DECODE for graph in self.graphs):
+        if self.graphs and not any(graph.has_cache for graph in self.graphs):
             lines.append(
-                "No decode graph with a rewritten attention was seen. Where one call was all that ran, give explain() a"
-                " run= that makes a prompt and a few steps."
+                "No graph takes or returns a KV cache as 4-D tensors: the model has none, or was called without"
+                " (use_cache=False?)."
             )
+        elif (
+            self.graphs and not self.is_driven and all(graph.phase is Phase.PREFILL for graph in self.graphs)
+        ):
+            lines.append("Only a prompt was run: give explain() a run= that makes a prompt and a few steps.")
         return "\n".join(lines) if lines else "Nothing was compiled."
 
 
@@ -86,8 +107,8 @@ class _Recorder:
 
         def observe(name: str, graph: GraphModule, state: PassState) -> None:
             if name == "dynamo":
-                report.before = _around_attention(graph)
-            report.phase, report.refusals = state.phase, state.refusals
+                report.before, report.has_cache = _around_attention(graph), _has_cache(graph)
+            report.phase, report.refusals, report.left_alone = state.phase, state.refusals, state.left_alone
             report.rewritten = [site.source for site in state.sites]
             if name == "verify":  # the last pass of a decode graph, which its runner had made
                 decode = runner.runner if isinstance(runner, TokensFirst) else runner
@@ -103,18 +124,45 @@ def _is_attention(node: Node) -> bool:
     return "specache" in str(node.target) or target_name(node) == _SDPA
 
 
+def _has_cache(gm: GraphModule) -> bool:
+    """Whether a graph takes or returns 4-D tensors of floating point numbers that are no parameters."""
+    inputs = [node for node in placeholders(gm.graph) if not is_static_input(node)]
+    return any(
+        is_float(node) and len(shape_of(node) or ()) == 4
+        for node in (*inputs, *output_node(gm.graph).all_input_nodes)
+    )
+
+
 def _around_attention(gm: GraphModule) -> str:
     """The graph's first attention with what leads up to it, one line a node."""
     nodes = [node for node in gm.graph.nodes if node.op not in ("placeholder", "output")]
     found = [i for i, node in enumerate(nodes) if _is_attention(node)]
     if not found:
         return ""
+    first = nodes[found[0]]
+    if target_name(first) == _SDPA:
+        shown = {first, *_back_to_cat(first)}
+        return "\n".join(f"    {_line(node)}" for node in nodes if node in shown)
     last = found[0]
     for i in found:
         if i - last <= _GAP:
             last = i
-    lead = _LEAD if target_name(nodes[found[0]]) == _SDPA else 0
-    return "\n".join(f"    {_line(node)}" for node in nodes[max(found[0] - lead, 0) : last + 1])
+    return "\n".join(f"    {_line(node)}" for node in nodes[found[0] : last + 1])
+
+
+def _back_to_cat(attention: Node) -> set[Node]:
+    """The appends to the cache that an attention reads, and what makes its keys and values of them."""
+    shown: set[Node] = set()
+    for side in attention.args[1:3]:
+        path: list[Node] = []
+        node: Any = side
+        while isinstance(node, Node) and node.op.startswith("call"):
+            path.append(node)
+            if concatenated(node) is not None:
+                shown.update(path)
+                break
+            node = node.args[0] if node.args else None
+    return shown
 
 
 def _line(node: Node) -> str:
@@ -139,7 +187,7 @@ def explain(
     (`torch._dynamo.reset()`), so other models that are compiled in this process compile anew at their next call.
 
     Args:
-        model: A transformers model, or any module.
+        model: A transformers model, or any module; compiled or not.
         options: See `SpecacheConfig`.
         run: Drives a model without `generate()`: called with the compiled model; should make it run a prompt and a
             few decode steps.
@@ -148,8 +196,14 @@ def explain(
 
     Returns:
         A report to print.
+
+    Raises:
+        ConfigError: On unknown or bad options.
     """
+    check_names(SpecacheConfig.from_options(options))
     recorder = _Recorder(Backend(), {**(options or {}), "lowering": "eager"})
+    recorder.explanation.is_driven = run is not None
+    model = getattr(model, "_orig_mod", model)  # a wrapper of torch.compile
     torch._dynamo.reset()
     try:
         compiled: Any = torch.compile(model, backend=recorder)

@@ -58,6 +58,58 @@ def test_attention_that_is_left_alone_has_its_line_and_the_remedy() -> None:
     assert 'attn_implementation="sdpa"' in text
 
 
+class _Cacheless(torch.nn.Module):
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        return input_ids.float().cumsum(-1)
+
+
+class _OwnAttention(torch.nn.Module):
+    """Attention by sigmoid over a cache, in two layers."""
+
+    def forward(self, x: torch.Tensor, past: list[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        new = []
+        for past_keys, past_values in zip(past[::2], past[1::2], strict=True):
+            keys, values = torch.cat([past_keys, x], 2), torch.cat([past_values, x], 2)
+            weights = torch.sigmoid(x @ keys.mT)
+            x = weights @ values
+            new += [keys, values]
+        return x, new
+
+
+def test_a_compiled_wrapper_is_explained_as_the_model_inside() -> None:
+    model = build("llama")
+    wrapper = torch.compile(model, backend="specache")
+    report = specache_fx.explain(wrapper, input_ids=torch.arange(3, 20)[None])
+    assert "decode, 2 lanes, 2 attentions rewritten" in str(report)
+    assert [line.split(" = ")[0].strip() for line in report.graphs[1].before.splitlines()] == [
+        "keys",
+        "values",
+        "attn_output",
+    ]
+
+
+def test_bad_options_are_named_at_once() -> None:
+    with pytest.raises(specache_fx.ConfigError, match="Did you mean 'bits'"):
+        specache_fx.explain(build("llama"), options={"bit": 1}, input_ids=torch.arange(3, 20)[None])
+    with pytest.raises(specache_fx.ConfigError, match=r"give it a model \(a torch.nn.Module\)"):
+        specache_fx.compile(lambda x: x)  # type: ignore[type-var]
+
+
+def test_a_model_without_a_cache_is_said_to_have_none() -> None:
+    report = specache_fx.explain(_Cacheless(), input_ids=torch.arange(20)[None])
+    assert "graph 0: no cache" in str(report) and "No graph takes or returns a KV cache" in str(report)
+
+
+def test_layers_alike_are_one_message_with_the_line_to_change() -> None:
+    past = [torch.randn(1, 2, 5, 8) for _ in range(4)]
+    report = specache_fx.explain(_OwnAttention(), run=lambda model: model(torch.randn(1, 2, 1, 8), past))
+    text = str(report)
+    assert "graph 0: left alone, 0 attentions rewritten" in text
+    assert re.search(r"test_explain\.py:\d+: weights = torch\.sigmoid\(x @ keys\.mT\)\) is left alone", text)
+    assert re.search(r"test_explain\.py:\d+: x = weights @ values\) is left alone", text)
+    assert text.count("is left alone:") == 2 and text.count("1 more like it.") == 2
+
+
 class _Broken(TinyDecoder):
     """A graph break between embedding and layers: the second graph takes no token."""
 

@@ -275,7 +275,8 @@ def test_probabilities_that_are_returned_are_refused() -> None:
             lambda forward: forward(*inputs, torch.ones(2, 6, dtype=torch.bool)),
         )
     (refusal,) = graphs.matched(captured).refusals
-    assert "`sum_1` (sum) reads its probabilities" in refusal.reason
+    assert "`sum_1` (sum, test_normalize_attention.py" in refusal.reason
+    assert refusal.reason.endswith("reads its probabilities: call the model with output_attentions=False")
 
 
 def test_layers_that_add_the_same_mask_share_one_row() -> None:

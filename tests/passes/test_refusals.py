@@ -19,6 +19,7 @@ from specache_fx.passes.match_attention import match_attention
 from specache_fx.passes.normalize_attention import normalize_attention
 
 HERE = Path(__file__).name
+ALONE = "Let nothing but attention, and cat([past, new], dim=-2), read the cached tensors."
 LEAVE = 'To use this model nevertheless, compile it with backend="inductor".'
 
 
@@ -157,8 +158,19 @@ REASONS: dict[Callable[..., Any], tuple[str, str]] = {
         " values) is computed from data (`l_args_0_`), not from positions and padding alone",
         LEAVE,
     ),
-    keys_used_elsewhere: ("its keys are also used by `sum_1` (sum)", LEAVE),
-    past_used_elsewhere: ("its past keys are also used by `mean` (mean)", LEAVE),
+    keys_used_elsewhere: (
+        "its keys are also used by `sum_1` (sum, HERE: return sdpa(q, keys, values), keys, values, keys.sum())",
+        f"{ALONE} {LEAVE}",
+    ),
+    past_used_elsewhere: (
+        "its past keys are also used by `mean` (mean, HERE: return sdpa(q, keys, values), keys, values, pk.mean())",
+        f"{ALONE} {LEAVE}",
+    ),
+    past_is_changed_first: (
+        "what is appended to is not the past as it came in, but what `mul` (mul, HERE: keys, values = append(pk * 2,"
+        " k), append(pv * 2, v)) makes of it",
+        f"Append this call's tokens to the past itself: cat([past, new], dim=-2). {LEAVE}",
+    ),
     cache_not_returned: (
         "neither its whole keys nor the newest of them are what the model returns as its cache",
         f"Return cat([past, new], dim=-2) itself or its last tokens, [:, :, -n:]. {LEAVE}",
