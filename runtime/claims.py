@@ -176,8 +176,8 @@ def _own(issued: registry.Issue, past: Sequence[torch.Tensor]) -> Claim:
             raise CacheHandleError(MIXED)
         if tensor.shape[0] != batch:
             raise CacheHandleError(
-                f"The past KV cache has {tensor.shape[0]} batch rows, and had {batch}: they were chosen by slicing or"
-                f" expanding. {REORDERED}"
+                f"The past KV cache has {tensor.shape[0]} of its {batch} batch rows, by slicing or expanding."
+                f" {REORDERED}"
             )
         if tensor.storage_offset() != offset:
             raise CacheHandleError(MIXED)

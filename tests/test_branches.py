@@ -70,7 +70,7 @@ def test_fewer_batch_rows_are_refused(models: tuple[Any, Any]) -> None:
     _, past = feed(ours, None, PROMPT)
     _, past = feed(ours, past, A)
     cut = [(k[:1], v[:1]) for k, v in past]
-    with pytest.raises(specache_fx.CacheHandleError, match="1 of its 2 batch rows"), torch.no_grad():
+    with pytest.raises(specache_fx.CacheHandleError, match="has 1 of its 2 batch rows"), torch.no_grad():
         ours(A[:1], past=cut, attention_mask=torch.ones(1, 22, dtype=torch.bool))
 
 

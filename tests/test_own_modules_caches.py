@@ -132,7 +132,7 @@ def test_tokens_before_heads_where_one_layer_is_left_alone() -> None:
     ours = greedy(torch.compile(model, backend="specache", options={**OPTIONS, "bits": 16}), padded=True)
     assert_equal(ours, plain)
     handle, left = ours.cache[0][0][0], ours.cache[0][1][1]
-    assert handle.isnan().all() and specache_fx.stats(ours.cache).steps == 23
+    assert handle.isnan().any(-1).all() and specache_fx.stats(ours.cache).steps == 23
     torch.testing.assert_close(left, plain.cache[0][1][1], rtol=1e-4, atol=1e-4)
     assert left.stride() == plain.cache[0][1][1].stride()
 
