@@ -89,10 +89,8 @@ def _line_of(node: Node) -> tuple[str, str]:
         return "", ""
     file, line, code = frames[-1]
     code = code.strip()
-    return (
-        file,
-        f":{line}: {code}{'...)' if code.endswith('(') else ''}",
-    )  # a call of several lines: its first
+    rest = "...)" if code.endswith("(") else ""  # of a call over several lines
+    return file, f":{line}: {code}{rest}"
 
 
 def placeholders(graph: Graph) -> list[Node]:

@@ -111,7 +111,9 @@ def _encode(session: int, slot: int, rows: Sequence[int], head_dim: int, dtype: 
         for element in range(box.code_length):
             coded[i, element] += (code >> (element * box.bits)) & ((1 << box.bits) - 1)
     place = torch.arange(head_dim)
-    numbers = (place >= box.code_length) & ((place % _NUMBER_EVERY == 7) | (place == head_dim - 1))
+    numbers = (place >= box.code_length) & (
+        (place % _NUMBER_EVERY == _NUMBER_EVERY - 1) | (place == head_dim - 1)
+    )
     seeds = (torch.tensor(rows, dtype=torch.int64)[:, None] << 12) + place + (slot << 40) + session
     coded = torch.where(numbers, _as_integers(_numbers(_hash(seeds)), dtype), coded)
     return coded.to(box.integer).view(dtype)
@@ -170,7 +172,9 @@ def _ruler(start: int, stop: int, dtype: torch.dtype) -> torch.Tensor:
     place = torch.arange(start, stop, dtype=torch.int64)
     mixed = _hash(place)
     payload = mixed.remainder((1 << box.bits) - 1) + 1 + box.quiet_nan
-    elements = torch.where(place % _NUMBER_EVERY == 7, _as_integers(_numbers(mixed >> 6), dtype), payload)
+    elements = torch.where(
+        place % _NUMBER_EVERY == _NUMBER_EVERY - 1, _as_integers(_numbers(mixed >> 6), dtype), payload
+    )
     return elements.to(box.integer).view(dtype)
 
 

@@ -175,10 +175,11 @@ def first_handle(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
     full = [tensor for tensor in tensors if tensor.numel()]
     if not full:
         return None
-    starts = [tensor.detach()[0, 0, 0, :3].isnan().any() for tensor in full]  # no three in a row are numbers
-    for tensor, is_nan in zip(
-        full, torch.stack([start.to(starts[0].device) for start in starts]).tolist(), strict=True
-    ):
+    # No three elements in a row are numbers, and a sum with NaN is NaN.
+    starts = torch.stack(
+        [tensor.detach()[0, 0, 0, :3].sum().to(full[0].device, torch.float32) for tensor in full]
+    )
+    for tensor, is_nan in zip(full, starts.isnan().tolist(), strict=True):
         if is_nan and handles.is_poisoned(tensor):
             return tensor
     return None
