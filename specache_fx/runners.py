@@ -175,7 +175,7 @@ def _take_over(
             "This past KV cache was made by a call that specache did not compile, and how many tokens it holds can't be"
             " told: each of its layers keeps a window, and all are full. Run the prompt with the compiled model."
         )
-    if bool(torch.stack([tensor.isnan().any() for tensor in past]).any()):
+    if bool(torch.stack([tensor.isnan().any().to(past[0].device) for tensor in past]).any()):
         raise CacheHandleError(_NOT_NUMBERS)
     session = registry.open_session(state.config, shapes, past[0].dtype, past[0].device)
     try:
