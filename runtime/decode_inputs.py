@@ -33,6 +33,7 @@ def layer_inputs(
     staged: tuple[torch.Tensor, torch.Tensor] | None,
     key_mask: torch.Tensor | None,
     bias: torch.Tensor | None,
+    scored_lanes: int,
 ) -> DecodeInputs:
     """For a layer that keeps all tokens.
 
@@ -42,6 +43,7 @@ def layer_inputs(
         staged: Rows that were prefetched, and their tokens. The layer's sinks go to the kernel with them.
         key_mask: Which tokens are real, bool `[batch, kv_len]`.
         bias: See `DecodeInputs`.
+        scored_lanes: See `DecodeInputs`.
     """
     window_key, window_value = cache.window()
     if cache.sinks is not None:
@@ -67,6 +69,7 @@ def layer_inputs(
         sinks=lanes.sinks,
         expand=lanes.expand,
         aggregation=cache.config.aggregation,
+        scored_lanes=scored_lanes,
     )
 
 
@@ -103,4 +106,5 @@ def window_inputs(
         bias=bias,
         sinks=lanes.sinks,
         expand=lanes.expand,
+        scored_lanes=0,
     )

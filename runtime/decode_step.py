@@ -104,10 +104,13 @@ class DecodeStep:
             return session.kernel.attention(window_inputs(lanes, cache, masks, session.quantizer))[0]
         rows = self._staged[layer] if staged and session.engine is not None and not self.predecoding else None
         key_mask = session.key_mask.grow(cache.kv_len)
+        selects = session.engine is not None and not cache.resident
+        # Of the last lane, which selects; for the rates, of the first too, which tells what was needed.
+        scored = 0 if not selects else query.shape[0] if session.config.track_hit_rates else 1
         out, scores = session.kernel.attention(
-            layer_inputs(lanes, cache, rows, key_mask, self.biases.get(layer))
+            layer_inputs(lanes, cache, rows, key_mask, self.biases.get(layer), scored)
         )
-        if cache.resident:  # nothing is selected there
+        if not selects:
             return out
         if layer in self._scores:  # attentions that share a layer choose together
             both = AGGREGATIONS[session.config.aggregation].of_attentions

@@ -46,6 +46,7 @@ class DecodeInputs:
             then those of the cache; query and output have their own. None where what is cached is read as it is.
         aggregation: How the selection scores of the query heads that share a kv head become one: a name in
             `specache_fx.runtime.select.AGGREGATIONS`.
+        scored_lanes: Of how many of the last lanes the selection scores are wanted; None for all.
         independent_lanes: Each lane sees its own pair only (pre-decode). Else lane 1 also sees lane 0's (Alg. 3).
     """
 
@@ -69,6 +70,12 @@ class DecodeInputs:
     sinks: torch.Tensor | None = None
     expand: Expand | None = None
     aggregation: str = "mean"
+    scored_lanes: int | None = None
+
+    @property
+    def num_scored(self) -> int:
+        """Lanes whose selection scores are wanted."""
+        return self.query.shape[0] if self.scored_lanes is None else self.scored_lanes
 
 
 class Kernel(Protocol):
@@ -84,7 +91,7 @@ class Kernel(Protocol):
 
         Returns:
             The output, `[lanes, batch, num_heads, 1, value_dim]` of the query's dtype, and the selection scores,
-            float32 `[lanes, batch, num_kv_heads, num_quantized + window_len + 1]`: softmax probabilities of the
+            float32 `[num_scored, batch, num_kv_heads, num_quantized + window_len + 1]`: softmax probabilities of the
             stored tokens and of lane 0's own, made one over the query heads of the group as `aggregation` says, -1
             where a token is padding. Tokens of the window count because appending lane 0's pair may push them out of
             it.

@@ -53,7 +53,8 @@ class ReferenceKernel:
         out = out + torch.einsum("lbhgm,mbhd->lbhgd", own_probs, own_value)
 
         # Of the heads that share what is cached: of one kv head's group, or of all that read a latent.
-        shared = probs[..., : keys.shape[2] + 1].flatten(2, 3).unflatten(2, (inputs.key.shape[2], -1))
+        shared = probs[lanes - inputs.num_scored :, ..., : keys.shape[2] + 1].flatten(2, 3)
+        shared = shared.unflatten(2, (inputs.key.shape[2], -1))
         scores = AGGREGATIONS[inputs.aggregation].of_heads(shared, 3).to(torch.float32)
         if inputs.key_mask is not None:
             scores[..., :-1].masked_fill_(~inputs.key_mask[None, :, None, :], -1.0)

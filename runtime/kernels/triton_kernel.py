@@ -99,8 +99,9 @@ def _launch(inputs: DecodeInputs) -> tuple[torch.Tensor, torch.Tensor]:
             BLOCK_S=16,
             **_of(merge_parts, arguments | {"VALUE_PAD": triton_ops.power_of_two(value_dim)}),
         )
-        selection_scores[(tiles, splits)](out=scores, **_of(selection_scores, arguments))
-    return out, scores
+        if inputs.num_scored:
+            selection_scores[(tiles, splits)](out=scores, **_of(selection_scores, arguments))
+    return out, scores[lanes - inputs.num_scored :]
 
 
 def _of(kernel: Any, arguments: dict[str, Any]) -> dict[str, Any]:

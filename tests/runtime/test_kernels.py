@@ -39,9 +39,7 @@ def check_budget(kernel: Kernel, inputs: DecodeInputs) -> None:
     `u` is half the spacing of the dtype at 1. The reference rounds dequantised pairs and its output to the dtype and
     computes in float32: its error is some `u` of the values and, through the softmax, of the logits.
 
-    The CPU kernel rounds no pairs, but factors. Of two bytes: by 2^-16 of the largest one, at most. float32 has more:
-    its budget here is 2^-18 of the logits. Of one byte (bfloat16 at 1 and 2 bits): a score is off by SCORE_TOLERANCE
-    (rms), but only where a probability is below 1/64.
+    The CPU kernel rounds no pairs, but factors of codes: see `rounding_of_factors`.
     """
     out, scores = kernel.attention(inputs)
     truth = truth_of(inputs)
@@ -49,18 +47,35 @@ def check_budget(kernel: Kernel, inputs: DecodeInputs) -> None:
     assert scores.dtype == torch.float32 and scores.shape == truth.scores.shape
     assert bool(out.isfinite().all()) and bool(scores.isfinite().all())
     u = torch.finfo(inputs.query.dtype).eps / 2
-    rounding = {torch.float32: 2.0**-18}.get(inputs.query.dtype, u)
-    error = rounding * (1 + truth.largest_logit)
-    narrow = (
-        inputs.query.dtype == torch.bfloat16 and inputs.quantizer.bits <= 2 and isinstance(kernel, CpuKernel)
-    )
-    narrow_error = 5 * SCORE_TOLERANCE if narrow else 0.0  # 5 sigma
+    error, coarse, of_values = max(u, 2.0**-20) * (1 + truth.largest_logit), 0.0, 0.0
+    if isinstance(kernel, CpuKernel) and inputs.num_quantized:
+        of_scores, coarse, of_values = rounding_of_factors(inputs)
+        error += of_scores
     # One in 64 probabilities at most is rounded coarsely and off at once: hence the 1/8.
-    close(out, truth.out, 0, 2 * truth.largest_value * (error + narrow_error / 8))
-    close(scores, truth.scores, 2 * error + 2 * narrow_error, 1e-6)
+    close(out, truth.out, 0, 2 * truth.largest_value * (error + coarse / 8 + of_values))
+    close(scores, truth.scores, 2 * error + 2 * coarse, 1e-6)
     if inputs.key_mask is not None:
         hidden = ~inputs.key_mask[None, :, None].expand(*scores.shape[:3], -1)
         assert bool((scores[..., :-1][hidden] == -1).all())
+
+
+def rounding_of_factors(inputs: DecodeInputs) -> tuple[float, float, float]:
+    """What the CPU kernel's integers cost, five standard deviations each.
+
+    A factor is rounded to a step, evenly spread over it: a standard deviation of step / sqrt(12). Codes less their mean
+    have, evenly spread over their range, one of range / sqrt(12). A score sums `key_dim` products of the two.
+
+    Returns:
+        The error of scores from factors of two bytes; the further one from one byte (bfloat16 at 1 and 2 bits), which
+        only probabilities below 1/64 have; and the output's from rounding probabilities, as a share of the values.
+    """
+    bits, key_dim = inputs.quantizer.bits, inputs.query.shape[-1]
+    largest_factor = float(inputs.query.abs().max() * inputs.key_planes[1].abs().max() * inputs.scale)
+    of_scores = 5 * largest_factor / 32639 * (2**bits - 1) * key_dim**0.5 / 12
+    narrow = inputs.query.dtype == torch.bfloat16 and bits <= 2
+    # No probability above 1/64 is rounded, and as many steps as 64 of them have are spread over all tokens.
+    of_values = 5 * inputs.num_quantized**0.5 / 12 / 64 / (126 if narrow else 32639)
+    return of_scores, 5 * SCORE_TOLERANCE if narrow else 0.0, of_values
 
 
 def close(got: Tensor, wanted: Tensor, relative: float, absolute: float) -> None:

@@ -43,18 +43,20 @@ class KernelCase:
     softcap: float | None = None
     sinks: bool = False
     independent: bool = False
+    aggregation: str = "mean"
+    scored_lanes: int | None = None
     seed: int = 0
 
 
 @st.composite
 def kernel_cases(draw: st.DrawFn) -> KernelCase:
     """Shapes small enough for CI, of every kind."""
-    bits = draw(strategies.low_bits)
+    bits, lanes = draw(strategies.low_bits), draw(st.integers(1, 2))
     return KernelCase(
         bits=bits,
         group_size=draw(st.sampled_from((8, 16, 24, 40, 64, 128))),
         groups=draw(st.integers(0, 5)),
-        lanes=draw(st.integers(1, 2)),
+        lanes=lanes,
         batch=draw(st.integers(1, 2)),
         num_kv_heads=draw(st.integers(1, 3)),
         num_kv_groups=draw(st.sampled_from((1, 2, 3, 4, 8))),
@@ -70,6 +72,8 @@ def kernel_cases(draw: st.DrawFn) -> KernelCase:
         softcap=draw(st.sampled_from((None, 2.0, 30.0))),
         sinks=draw(st.booleans()),
         independent=draw(st.booleans()),
+        aggregation=draw(st.sampled_from(("mean", "max"))),
+        scored_lanes=draw(st.sampled_from((None, *range(lanes + 1)))),
         seed=draw(strategies.seeds),
     )
 
@@ -132,6 +136,8 @@ def make_inputs(case: KernelCase) -> DecodeInputs:
         independent_lanes=case.independent,
         softcap=case.softcap,
         sinks=random(num_heads).to(case.dtype) if case.sinks else None,
+        aggregation=case.aggregation,
+        scored_lanes=case.scored_lanes,
     )
     return replace(inputs, **_masks(case, stored, num_heads, generator))
 
@@ -213,7 +219,9 @@ def truth_of(inputs: DecodeInputs) -> Truth:
     mass = weights.sum(-1, keepdim=True)
     probs = (weights / torch.where(mass == 0, 1.0, mass))[..., : stored + lanes]
     out = torch.einsum("lbhn,bhnd->lbhd", probs, values.repeat_interleave(repeat, 1))
-    scores = probs[..., : stored + 1].unflatten(2, (num_kv_heads, repeat)).mean(3)
+    scored = probs if inputs.scored_lanes is None else probs[lanes - inputs.scored_lanes :]
+    scored = scored[..., : stored + 1].unflatten(2, (num_kv_heads, repeat))
+    scores = scored.amax(3) if inputs.aggregation == "max" else scored.mean(3)
     if inputs.key_mask is not None:
         scores[..., :-1].masked_fill_(~inputs.key_mask[None, :, None], -1.0)
     return Truth(out[:, :, :, None], scores, float(values.abs().max()), largest_logit)

@@ -28,6 +28,7 @@ class InputsC(ctypes.Structure):
         *((name, _i64) for name in ("lanes", "batch", "kv_heads", "heads_per_kv", "key_dim", "value_dim")),
         *((name, _i64) for name in ("num_quantized", "window_len", "num_staged")),
         *((name, _i64) for name in ("independent_lanes", "threads")),
+        *((name, _i64) for name in ("scored_lanes", "max_of_heads")),
         *((name, _i64) for name in ("bias_lane_stride", "bias_batch_stride", "bias_head_stride")),
         *((name, _f32) for name in ("scale", "softcap", "tolerance")),
         *((name, _address) for name in ("query", "own_key", "own_value")),

@@ -33,41 +33,50 @@ inline void write_out(const Head& h) {
   }
 }
 
-// What probabilities of query q against a reference have to be multiplied with to be its share of the group's mean.
+// What probabilities of query q against a reference have to be multiplied with to be its share of the scores.
 inline float share_of(const Head& h, int64_t q, float reference) {
   const float mass = h.result->mass[q];
   if (mass == 0) return 0.0f;
-  return exponential(reference - h.result->maximum[q]) / (mass * static_cast<float>(h.in.heads_per_kv));
+  const int64_t heads = h.in.max_of_heads ? 1 : h.in.heads_per_kv;
+  return exponential(reference - h.result->maximum[q]) / (mass * static_cast<float>(heads));
 }
 
+// Of the group's heads, mean or maximum.
 inline void write_scores(const Head& h) {
   const SpecacheInputs& in = h.in;
   const Sizes& s = h.s;
-  for (int64_t lane = 0; lane < in.lanes; lane++) {
+  for (int64_t lane = in.lanes - in.scored_lanes; lane < in.lanes; lane++) {
     const int64_t first = lane * in.heads_per_kv, last = first + in.heads_per_kv;
-    float* scores = in.scores + ((lane * in.batch + h.batch_row) * in.kv_heads + h.kv_head) * (s.stored + 1);
+    const int64_t row = (lane - in.lanes + in.scored_lanes) * in.batch + h.batch_row;
+    float* scores = in.scores + (row * in.kv_heads + h.kv_head) * (s.stored + 1);
     for (int64_t chunk = 0; chunk < s.chunks; chunk++) {
       const int64_t begin = chunk * s.chunk;
       const int64_t n = in.num_quantized - begin < s.chunk ? in.num_quantized - begin : s.chunk;
+      const float* probs = h.probs->stored + chunk * (s.queries - s.first_scored) * s.chunk_pad;
       float share[kMaxQueries];
       for (int64_t q = first; q < last; q++) share[q] = share_of(h, q, h.probs->reference[chunk * s.queries + q]);
       for (int64_t t = 0; t < n; t += kLanes) {
-        Floats mean{};
-        for (int64_t q = first; q < last; q++)
-          mean += load_floats(h.probs->stored + q * s.probs_pad + begin + t) * share[q];
+        Floats score{};
+        for (int64_t q = first; q < last; q++) {
+          const Floats each = load_floats(probs + (q - s.first_scored) * s.chunk_pad + t) * share[q];
+          score = in.max_of_heads ? larger(each, score) : score + each;
+        }
         if (t + kLanes <= n)
-          store(scores + begin + t, mean);
+          store(scores + begin + t, score);
         else
-          memcpy(scores + begin + t, &mean, 4 * (n - t));
+          memcpy(scores + begin + t, &score, 4 * (n - t));
       }
     }
     for (int64_t i = 0; i < in.num_staged + in.window_len + 1; i++) {
       const int64_t pair = exact_pair(h, i).pair;
       if (pair < 0) continue;
-      float mean = 0;
-      for (int64_t q = first; q < last; q++)
-        mean += h.probs->exact[q * s.exact_pad + i] * share_of(h, q, h.probs->reference[s.chunks * s.queries + q]);
-      scores[pair] = mean;
+      float score = 0;
+      for (int64_t q = first; q < last; q++) {
+        const float reference = h.probs->reference[s.chunks * s.queries + q];
+        const float each = h.probs->exact[q * s.exact_pad + i] * share_of(h, q, reference);
+        score = in.max_of_heads ? (each > score ? each : score) : score + each;
+      }
+      scores[pair] = score;
     }
     if (in.key_mask != nullptr)
       for (int64_t t = 0; t < s.stored; t++)

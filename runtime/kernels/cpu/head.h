@@ -2,27 +2,25 @@
 #pragma once
 
 #include <cmath>
-#include <numeric>
 
 #include "inputs.h"
-#include "unpack.h"
 #include "vec.h"
 
 namespace specache {
 
 constexpr int64_t kChunk = 1024;     // tokens whose probabilities are taken together
 constexpr int64_t kMaxQueries = 1024; // rows of one kv head that Python may ask for
-constexpr int64_t kValueBlock = 128;  // tokens of values that are multiplied together; a multiple of 4 * kLanes
+constexpr int64_t kValueBlock = 256;  // tokens of values that are multiplied together; a multiple of 4 * kLanes
 
 // Sizes that follow from the inputs, once a call. Floats are padded with zeros to whole vectors.
 struct Sizes {
   explicit Sizes(const SpecacheInputs& in) {
     const int64_t per_byte = in.bits < 8 ? 8 / in.bits : 1, digits = in.bits < 8 ? 1 : 2;
     queries = in.lanes * in.heads_per_kv;
+    first_scored = (in.lanes - in.scored_lanes) * in.heads_per_kv;
     stored = in.num_quantized + in.window_len;
     exact = in.num_staged + in.window_len + in.lanes;
     exact_pad = round_up(exact, kLanes);
-    probs_pad = round_up(in.num_quantized, kLanes);
     key_bytes = (in.key_dim * in.bits + 7) / 8;
     value_bytes = (in.value_dim * in.bits + 7) / 8;
     key_words = round_up(key_bytes, 4) / 4;
@@ -35,25 +33,22 @@ struct Sizes {
     column_pad = round_up(group_bytes, kLanes);
     columns = column_pad * per_byte;
     words_pad = round_up(value_groups * group_bytes, 16) + kLanes;
-    // Whole groups, and whole vectors: two threads never write to the same one.
-    const int64_t unit = std::lcm(in.group_size, int64_t{16});
-    chunk = unit < kChunk ? kChunk / unit * unit : unit;
+    chunk = in.group_size < kChunk ? kChunk / in.group_size * in.group_size : in.group_size;  // whole groups
     chunks = (in.num_quantized + chunk - 1) / chunk;
-    const int64_t key_fields = digits * key_steps * group_pad, value_fields = digits * kValueBlock / 4 * columns;
-    fields = key_fields > value_fields ? key_fields : value_fields;
+    chunk_pad = round_up(chunk, 4 * kLanes);
     const int64_t key_raw = round_up(key_bytes, 16) / 4 * group_pad, value_raw = kValueBlock / 4 * words_pad;
     words = key_raw > value_raw ? key_raw : value_raw;
-    const int64_t widest = group_pad > columns ? group_pad : columns;
-    sums = digits * 2 * queries * widest;
-    const int64_t steps = key_steps > kValueBlock / 4 ? key_steps : kValueBlock / 4;
-    factors = 2 * queries * round_up(steps, kLanes);
+    value_sums = digits * 2 * queries * columns;
+    const int64_t key_sums = digits * 2 * queries * group_pad;
+    sums = key_sums > value_groups * value_sums ? key_sums : value_groups * value_sums;
+    factors = 2 * queries * (key_pad > kValueBlock ? key_pad : kValueBlock) / 4;
     dims = key_pad > value_pad ? key_pad : value_pad;
   }
 
-  int64_t queries, stored, exact, exact_pad, probs_pad, chunk, chunks;
+  int64_t queries, first_scored, stored, exact, exact_pad, chunk, chunks, chunk_pad;
   int64_t key_bytes, key_words, key_steps, key_pad, group_pad;
   int64_t value_bytes, value_pad, value_groups, group_bytes, column_pad, columns, words_pad;
-  int64_t fields, words, sums, factors, dims;
+  int64_t words, sums, value_sums, factors, dims;
 };
 
 // Hands out parts of one allocation; without one it only counts.
@@ -82,11 +77,11 @@ struct Result {
 // Probabilities, each e^(score - reference), kept until the whole mass is known: selection goes by them.
 struct Probs {
   Probs(Arena& arena, const Sizes& s) {
-    stored = arena.take<float>(s.queries * s.probs_pad);
+    stored = arena.take<float>(s.chunks * (s.queries - s.first_scored) * s.chunk_pad);
     exact = arena.take<float>(s.queries * s.exact_pad);
     reference = arena.take<float>((s.chunks + 1) * s.queries);
   }
-  float* stored;     // [queries, probs_pad]: of the codes
+  float* stored;     // [chunks, scored queries, chunk_pad]: of the codes
   float* exact;      // [queries, exact_pad]: staged, window, own
   float* reference;  // [chunks + 1, queries]: the last is of `exact`
 };
@@ -102,20 +97,21 @@ struct Head {
     query = arena.take<float>(s.queries * s.key_pad);
     packed_query = arena.take<float>(s.queries * s.key_pad);
     row = arena.take<float>(s.dims);
-    key_scales = arena.take<float>(s.key_pad);
-    key_zeros = arena.take<float>(s.key_pad);
-    packed_scales = arena.take<float>(s.key_pad);
-    value_rows = arena.take<float>(s.value_groups * kValueBlock);
-    value_scales = arena.take<float>(s.value_groups * kValueBlock);
-    value_zeros = arena.take<float>(s.value_groups * kValueBlock);
-    block_probs = arena.take<float>(s.queries * kValueBlock);
+    spare = arena.take<float>(s.dims);
+    key_scales = arena.take<float>(s.chunk / in.group_size * s.key_pad);
+    key_zeros = arena.take<float>(s.chunk / in.group_size * s.key_pad);
+    value_rows = arena.take<float>(s.value_groups * s.chunk);
+    value_scales = arena.take<float>(s.value_groups * s.chunk_pad);
+    value_zeros = arena.take<float>(s.value_groups * s.chunk_pad);
+    chunk_probs = arena.take<float>(s.queries * s.chunk_pad);
     steps = arena.take<float>(s.queries);
-    lost = arena.take<float>(s.queries);
+    offsets = arena.take<float>(s.queries);
+    tops = arena.take<float>(s.queries);
+    value_steps = arena.take<float>(s.queries * s.value_groups);
     packed_out = arena.take<float>(s.queries * s.value_groups * s.columns);
     constants = arena.take<float>(s.queries * s.value_groups);
     large = arena.take<Large>(64 * s.queries);
     words = arena.take<int32_t>(s.words);
-    fields = arena.take<int32_t>(s.fields);
     factors = arena.take<int32_t>(s.factors);
     sums = arena.take<int32_t>(s.sums);
   }
@@ -128,16 +124,18 @@ struct Head {
   Probs* probs = nullptr;
 
   float* query;         // [queries, key_pad], times `scale`
-  float* packed_query;  // the same in the order of `split_fields`
-  float* row;           // one key or value
-  float *key_scales, *key_zeros, *packed_scales;        // of a group of tokens, [key_pad]
-  float *value_rows, *value_scales, *value_zeros;        // of a block, [value_groups, kValueBlock]
-  float* block_probs;    // [queries, kValueBlock]
-  float *steps, *lost;   // [queries]: of the factors last rounded
+  float* packed_query;  // the same in the order of `packed_order`
+  float *row, *spare;   // one key or value each
+  float *key_scales, *key_zeros;                   // of a chunk, [groups, key_pad] in the order of packed_query
+  float *value_rows, *value_scales, *value_zeros;  // of a chunk, [value_groups, chunk_pad]
+  float* chunk_probs;       // [queries, chunk_pad]: scores of a chunk, then probabilities; 0 behind its end
+  float *steps, *offsets;   // [queries]: what a score's integers are worth, and what is added to them
+  float* tops;              // [queries]: the largest probability of a chunk
+  float* value_steps;       // [queries, value_groups]
   float* packed_out;  // [queries, value_groups, columns]: the codes' share of `out`
   float* constants;   // [queries, value_groups]: what all channels of a group get
   Large* large;       // [queries, 64]
-  int32_t *words, *fields, *factors, *sums;
+  int32_t *words, *factors, *sums;
 
   const void* at(const SpecachePlane& plane, int64_t row, int64_t width) const {
     return row_of(plane.data, batch_row * plane.batch_stride + kv_head * plane.head_stride + row * width, in.dtype);

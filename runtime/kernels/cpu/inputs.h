@@ -17,6 +17,7 @@ struct SpecacheInputs {
   int64_t lanes, batch, kv_heads, heads_per_kv, key_dim, value_dim;
   int64_t num_quantized, window_len, num_staged;
   int64_t independent_lanes, threads;
+  int64_t scored_lanes, max_of_heads;  // the last so many; 0: the mean of a group's heads
   int64_t bias_lane_stride, bias_batch_stride, bias_head_stride;
   float scale, softcap;  // softcap: 0 for none
   float tolerance;       // of a score (rms): how far factors of one byte may be off; 0: always two bytes
@@ -29,6 +30,6 @@ struct SpecacheInputs {
   const float* bias;              // [lanes, batch or 1, heads or 1, stored + lanes]; null for none
   const float* sinks;             // [heads]; null for none
   void* out;                      // [lanes, batch, heads, value_dim]
-  float* scores;                  // [lanes, batch, kv_heads, stored + 1]
+  float* scores;                  // [scored_lanes, batch, kv_heads, stored + 1]
 };
 }

@@ -24,6 +24,39 @@ inline void dot(Sums& sums, Ints codes, Ints factors) {
 
 inline Ints total(Sums sums) { return (Ints)sums; }
 
+inline float sum(Floats v) { return _mm512_reduce_add_ps(v); }
+inline float largest(Floats v) { return _mm512_reduce_max_ps(v); }
+
+// Within each 16 bytes: the first halves of a and b interleaved, then the second ones.
+inline Ints low_bytes(Ints a, Ints b) { return (Ints)_mm512_unpacklo_epi8((__m512i)a, (__m512i)b); }
+inline Ints high_bytes(Ints a, Ints b) { return (Ints)_mm512_unpackhi_epi8((__m512i)a, (__m512i)b); }
+inline Ints low_halves(Ints a, Ints b) { return (Ints)_mm512_unpacklo_epi16((__m512i)a, (__m512i)b); }
+inline Ints high_halves(Ints a, Ints b) { return (Ints)_mm512_unpackhi_epi16((__m512i)a, (__m512i)b); }
+inline Ints low_words(Ints a, Ints b) { return (Ints)_mm512_unpacklo_epi32((__m512i)a, (__m512i)b); }
+inline Ints high_words(Ints a, Ints b) { return (Ints)_mm512_unpackhi_epi32((__m512i)a, (__m512i)b); }
+inline Ints low_longs(Ints a, Ints b) { return (Ints)_mm512_unpacklo_epi64((__m512i)a, (__m512i)b); }
+inline Ints high_longs(Ints a, Ints b) { return (Ints)_mm512_unpackhi_epi64((__m512i)a, (__m512i)b); }
+
+// 16 bytes from each row, `step` rows apart.
+inline Ints rows_of_16(const uint8_t* const* row, int64_t step) {
+  __m512i x = _mm512_castsi128_si512(_mm_loadu_si128(reinterpret_cast<const __m128i*>(row[0])));
+  x = _mm512_inserti32x4(x, _mm_loadu_si128(reinterpret_cast<const __m128i*>(row[step])), 1);
+  x = _mm512_inserti32x4(x, _mm_loadu_si128(reinterpret_cast<const __m128i*>(row[2 * step])), 2);
+  return (Ints)_mm512_inserti32x4(x, _mm_loadu_si128(reinterpret_cast<const __m128i*>(row[3 * step])), 3);
+}
+
+// The i-th 16 bytes of each of four vectors, side by side, to row i of `to`.
+inline void store_by_16(const Ints* x, int32_t* to, int64_t width) {
+  const __m512i a = _mm512_shuffle_i32x4((__m512i)x[0], (__m512i)x[1], 0x44);
+  const __m512i b = _mm512_shuffle_i32x4((__m512i)x[2], (__m512i)x[3], 0x44);
+  const __m512i c = _mm512_shuffle_i32x4((__m512i)x[0], (__m512i)x[1], 0xee);
+  const __m512i d = _mm512_shuffle_i32x4((__m512i)x[2], (__m512i)x[3], 0xee);
+  _mm512_storeu_si512(to, _mm512_shuffle_i32x4(a, b, 0x88));
+  _mm512_storeu_si512(to + width, _mm512_shuffle_i32x4(a, b, 0xdd));
+  _mm512_storeu_si512(to + 2 * width, _mm512_shuffle_i32x4(c, d, 0x88));
+  _mm512_storeu_si512(to + 3 * width, _mm512_shuffle_i32x4(c, d, 0xdd));
+}
+
 // The larger of two in each lane; b where a is NaN.
 inline Floats larger(Floats a, Floats b) { return _mm512_max_ps(a, b); }
 

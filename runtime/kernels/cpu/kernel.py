@@ -54,7 +54,7 @@ class CpuKernel:
         tensors = (inputs.key, inputs.value, inputs.window_key, inputs.window_value, inputs.staged_rows)
         if dtype not in DTYPES or any(x is not None and x.dtype != dtype for x in tensors):
             return False
-        if inputs.expand is not None or inputs.aggregation != "mean" or inputs.query.device.type != "cpu":
+        if inputs.expand is not None or inputs.query.device.type != "cpu":
             return False
         queries = inputs.query.shape[0] * inputs.query.shape[2] // inputs.key.shape[2]
         if queries > MAX_QUERIES or max(inputs.key.shape[4], inputs.value.shape[4]) > MAX_DIM:
@@ -79,7 +79,7 @@ class CpuKernel:
         num_kv_heads, value_dim = inputs.key.shape[2], inputs.value.shape[4]
         out = inputs.query.new_empty((lanes, batch, num_heads, 1, value_dim))
         stored = inputs.num_quantized + inputs.window_key.shape[2]
-        scores = torch.empty((lanes, batch, num_kv_heads, stored + 1), dtype=torch.float32)
+        scores = torch.empty((inputs.num_scored, batch, num_kv_heads, stored + 1), dtype=torch.float32)
         addresses = Addresses()
         arguments = _arguments(inputs, addresses)
         arguments.out, arguments.scores = addresses.of(out), addresses.of(scores)
@@ -119,6 +119,7 @@ def _arguments(inputs: DecodeInputs, at: Addresses) -> InputsC:
         *(lanes, batch, num_kv_heads, num_heads // num_kv_heads, key_dim, value_dim),
         *(inputs.num_quantized, inputs.window_key.shape[2], 0 if rows is None else rows.shape[2]),
         *(inputs.independent_lanes, torch.get_num_threads()),
+        *(inputs.num_scored, inputs.aggregation == "max"),
         *strides,
         *(inputs.scale, inputs.softcap or 0.0, tolerance),
         *(at.of(inputs.query), at.of(inputs.key), at.of(inputs.value)),

@@ -1,29 +1,60 @@
 // sums[row][n] = codes . factors[row]: the one loop in which almost all of the time goes by.
 //
-// Codes are bytes, four to a 32-bit word, `codes[step][n]`; factors are signed bytes, `factors[row][step]`. For keys a
-// word holds four channels of token n; for values four tokens of channel n. Rows are the queries that read these codes,
-// so every code is loaded once for all of them.
+// Codes are bytes, four to a 32-bit word; factors are signed bytes, four to a word, `factors[row][step]`. For keys a word
+// holds four channels of token n, and each place in the bytes is a step of its own; for values four tokens of one byte
+// of channels, and the places are n. Rows are the queries that read these codes: each word is loaded, and its fields
+// are taken from it, once for all of them.
 #pragma once
 
-#include "vec.h"
+#include "unpack.h"
 
 namespace specache {
 
-template <int ROWS, int VECS>
-inline void tile(const int32_t* codes, int64_t width, const int32_t* factors, int64_t factor_width, int64_t steps,
-                 int32_t* sums, bool add) {
+// `words[row][width]`. Keys: n goes from 0 to `columns`. Values: through `columns` bytes for each place in them.
+struct Codes {
+  const int32_t* words;
+  int64_t width, rows, columns;
+};
+
+// One vector of n: where its words are, and by how much they are shifted.
+struct Place {
+  int64_t column;
+  int32_t shift;
+};
+
+template <int BITS, int PLACES, int ROWS, int VECS>
+inline void tile(const Codes& codes, int64_t first, int64_t count, const Place* at, const int32_t* factors,
+                 int64_t factor_width, int32_t* sums, int64_t width, bool add) {
+  using F = Format<BITS>;
   Sums acc[ROWS][VECS];
+  Ints shift[VECS];
+  const int32_t* from[VECS];
   for (int r = 0; r < ROWS; r++)
     for (int v = 0; v < VECS; v++) acc[r][v] = Sums{};
-  int64_t step = 0;
+  for (int v = 0; v < VECS; v++) {
+    shift[v] = splat(at[v].shift);
+    from[v] = codes.words + first * codes.width + at[v].column;
+  }
+  const int32_t* factor = factors + first * PLACES;
+  int64_t row = 0;
   do {  // there is at least one: said so, the compiler needs no copies of the sums for none
-    Ints code[VECS];
-    for (int v = 0; v < VECS; v++) code[v] = load<Ints>(codes + step * width + v * kLanes);
-    for (int r = 0; r < ROWS; r++) {
-      const Ints factor = splat(factors[r * factor_width + step]);
-      for (int v = 0; v < VECS; v++) dot(acc[r][v], code[v], factor);
+    Ints word[VECS];
+    for (int v = 0; v < VECS; v++) {
+      word[v] = load<Ints>(from[v] + row * codes.width);
+      if (PLACES == 1) word[v] = word[v] >> shift[v];
     }
-  } while (++step < steps);
+    for (int place = 0; place < PLACES; place++, factor++) {
+      Ints code[VECS];
+      for (int v = 0; v < VECS; v++) {
+        code[v] = word[v] & (0x01010101 * F::kMaxField);
+        word[v] = word[v] >> F::kFieldBits;
+      }
+      for (int r = 0; r < ROWS; r++) {
+        const Ints each = splat(factor[r * factor_width]);
+        for (int v = 0; v < VECS; v++) dot(acc[r][v], code[v], each);
+      }
+    }
+  } while (++row < count);
   for (int r = 0; r < ROWS; r++) {
     for (int v = 0; v < VECS; v++) {
       int32_t* to = sums + r * width + v * kLanes;
@@ -32,27 +63,54 @@ inline void tile(const int32_t* codes, int64_t width, const int32_t* factors, in
   }
 }
 
-template <int ROWS>
-inline void row_tile(const int32_t* codes, int64_t width, const int32_t* factors, int64_t factor_width,
-                     int64_t steps, int64_t safe, int32_t* sums) {
-  for (int64_t first = 0; first < steps; first += safe) {
-    const int64_t count = steps - first < safe ? steps - first : safe;
-    int64_t n = 0;
-    for (; n + 2 * kLanes <= width; n += 2 * kLanes)
-      tile<ROWS, 2>(codes + first * width + n, width, factors + first, factor_width, count, sums + n, first > 0);
-    for (; n < width; n += kLanes)
-      tile<ROWS, 1>(codes + first * width + n, width, factors + first, factor_width, count, sums + n, first > 0);
+template <int BITS, int PLACES, int ROWS>
+inline void row_tile(const Codes& codes, int digit, const int32_t* factors, int64_t factor_width, int32_t* sums,
+                     int64_t width, bool add) {
+  constexpr int64_t safe = safe_steps(Format<BITS>::kMaxField) / PLACES;  // rows that sums hold for sure
+  static_assert(safe > 0, "a row of words overflows the sums");
+  for (int64_t first = 0; first < codes.rows; first += safe) {
+    const int64_t count = codes.rows - first < safe ? codes.rows - first : safe;
+    Place at[2], next{0, digit * Format<BITS>::kFieldBits};
+    for (int64_t n = 0; n < width; n += 2 * kLanes) {
+      for (int v = 0; v < 2; v++) {
+        at[v] = next;
+        next.column += kLanes;
+        if (next.column == codes.columns) next = {0, next.shift + BITS};
+      }
+      if (n + kLanes < width)
+        tile<BITS, PLACES, ROWS, 2>(codes, first, count, at, factors, factor_width, sums + n, width, add || first > 0);
+      else
+        tile<BITS, PLACES, ROWS, 1>(codes, first, count, at, factors, factor_width, sums + n, width, add || first > 0);
+    }
   }
 }
 
-// Args: `width`, a multiple of kLanes, is the number of n; `safe` the steps that sums hold for sure.
-inline void products(const int32_t* codes, int64_t width, const int32_t* factors, int64_t factor_width,
-                     int64_t steps, int64_t safe, int32_t* sums, int64_t rows) {
-  int64_t r = 0;
-  for (; r + kTileRows <= rows; r += kTileRows)
-    row_tile<kTileRows>(codes, width, factors + r * factor_width, factor_width, steps, safe, sums + r * width);
-  for (; r < rows; r++)
-    row_tile<1>(codes, width, factors + r * factor_width, factor_width, steps, safe, sums + r * width);
+// `sums[digit][rows][width]`, width a multiple of kLanes. `add`: to what is there.
+template <int BITS, int PLACES>
+inline void products(const Codes& codes, const int32_t* factors, int64_t factor_width, int32_t* sums, int64_t rows,
+                     int64_t width, bool add) {
+  for (int digit = 0; digit < Format<BITS>::kDigits; digit++, sums += rows * width) {
+    int64_t r = 0;
+    for (; r + kTileRows <= rows; r += kTileRows)
+      row_tile<BITS, PLACES, kTileRows>(codes, digit, factors + r * factor_width, factor_width, sums + r * width, width,
+                                        add);
+    for (; r + 2 <= rows; r += 2)
+      row_tile<BITS, PLACES, 2>(codes, digit, factors + r * factor_width, factor_width, sums + r * width, width, add);
+    for (; r < rows; r++)
+      row_tile<BITS, PLACES, 1>(codes, digit, factors + r * factor_width, factor_width, sums + r * width, width, add);
+  }
+}
+
+// Sums of one query's row (or two: high bytes, then low ones) as floats.
+template <int BITS>
+inline Floats joined(const int32_t* sums, int64_t digit_size, int64_t width, int64_t n, int64_t bytes) {
+  Floats all{};
+  for (int digit = Format<BITS>::kDigits - 1; digit >= 0; digit--) {
+    const int32_t* from = sums + digit * digit_size + n;
+    const Ints whole = bytes == 1 ? load<Ints>(from) : (load<Ints>(from) << 8) + load<Ints>(from + width);
+    all = all * 16.0f + to_floats(whole);
+  }
+  return all;
 }
 
 }  // namespace specache

@@ -12,8 +12,9 @@ inline float finished(const Head& h, int64_t q, int64_t pair, float score) {
   return h.in.bias == nullptr ? score : score + h.bias_of(q)[pair];
 }
 
-// The same for n scores of consecutive stored tokens; `scores` is padded to whole vectors.
-inline void finish_scores(const Head& h, int64_t q, int64_t first, int64_t n, float* scores) {
+// The same for the n scores of a chunk.
+inline void finish_scores(const Head& h, int64_t q, int64_t first, int64_t n) {
+  float* scores = h.chunk_probs + q * h.s.chunk_pad;
   if (h.in.softcap != 0)
     for (int64_t t = 0; t < n; t += kLanes) store(scores + t, capped(load_floats(scores + t), h.in.softcap));
   if (h.in.bias == nullptr) return;
@@ -22,16 +23,16 @@ inline void finish_scores(const Head& h, int64_t q, int64_t first, int64_t n, fl
 }
 
 // Scores of stored tokens that a lane does not see, or that staged pairs replace, become -inf.
-inline void hide(const Head& h, int64_t first, int64_t n, float* scores, int64_t stride) {
+inline void hide(const Head& h, int64_t first, int64_t n) {
   const SpecacheInputs& in = h.in;
   const int32_t* staged = in.staged_indices + (h.batch_row * in.kv_heads + h.kv_head) * in.num_staged;
   for (int64_t i = 0; i < in.num_staged; i++)
     if (staged[i] >= first && staged[i] < first + n)
-      for (int64_t q = 0; q < h.s.queries; q++) scores[q * stride + staged[i] - first] = -kInfinity;
+      for (int64_t q = 0; q < h.s.queries; q++) h.chunk_probs[q * h.s.chunk_pad + staged[i] - first] = -kInfinity;
   if (in.key_mask == nullptr && in.visible == nullptr) return;
   for (int64_t q = 0; q < h.s.queries; q++)
     for (int64_t t = 0; t < n; t++)
-      if (!h.sees(q / in.heads_per_kv, first + t)) scores[q * stride + t] = -kInfinity;
+      if (!h.sees(q / in.heads_per_kv, first + t)) h.chunk_probs[q * h.s.chunk_pad + t] = -kInfinity;
 }
 
 // Takes over a new maximum: what was summed so far shrinks. Returns what scores are to be measured against.
@@ -51,11 +52,16 @@ inline float raise_maximum(const Head& h, int64_t q, float maximum) {
   return known == -kInfinity ? 0.0f : known;
 }
 
-// scores[0..n) of query q become probabilities. Returns the largest. Rows are padded to whole vectors, with -inf.
-inline float to_probs(const Head& h, int64_t q, float* scores, int64_t n, float* reference) {
+// n is a multiple of kLanes.
+inline float largest_of(const float* x, int64_t n) {
   Floats top = splat(-kInfinity);
-  for (int64_t t = 0; t < n; t += kLanes) top = larger(load_floats(scores + t), top);
-  const float maximum = largest(top);
+  for (int64_t t = 0; t < n; t += kLanes) top = larger(load_floats(x + t), top);
+  return largest(top);
+}
+
+// scores[0..n) of query q become probabilities, n a multiple of kLanes. Returns the largest.
+inline float to_probs(const Head& h, int64_t q, float* scores, int64_t n, float* reference) {
+  const float maximum = largest_of(scores, n);
   *reference = raise_maximum(h, q, maximum);
   Floats mass{};
   for (int64_t t = 0; t < n; t += kLanes) {
@@ -90,24 +96,29 @@ inline int64_t recompute_large(const Head& h, int64_t q, int64_t first, int64_t 
 template <int BITS>
 inline void add_chunk(const Head& h, int64_t first, int64_t n) {
   const Sizes& s = h.s;
-  const int64_t padded = round_up(n, kLanes), stride = s.probs_pad;
-  float* probs = h.probs->stored + first;
-  for (int64_t t = 0; t < n; t += h.in.group_size)
-    score_group<BITS>(h, (first + t) / h.in.group_size, probs + t, stride);
-  for (int64_t q = 0; q < s.queries; q++) finish_scores(h, q, first, n, probs + q * stride);
-  hide(h, first, n, probs, stride);
-  float* references = h.probs->reference + first / s.chunk * s.queries;
+  const int64_t chunk = first / s.chunk, padded = round_up(n, 4 * kLanes);
+  float* references = h.probs->reference + chunk * s.queries;
+  score_chunk<BITS>(h, first, n);
+  for (int64_t q = 0; q < s.queries; q++) finish_scores(h, q, first, n);
+  hide(h, first, n);
   int64_t num_large = 0;
   for (int64_t q = 0; q < s.queries; q++) {
-    float* row = probs + q * stride;
+    float* row = h.chunk_probs + q * s.chunk_pad;
     for (int64_t t = n; t < padded; t++) row[t] = -kInfinity;
-    const float top = to_probs(h, q, row, n, references + q);
-    if (top > h.result->mass[q] / 64)
+    h.tops[q] = to_probs(h, q, row, padded, references + q);
+    if (h.tops[q] > h.result->mass[q] / 64) {
       num_large = recompute_large<BITS>(h, q, first, n, row, references[q], num_large);
+      h.tops[q] = largest_of(row, padded);
+    }
   }
-  for (int64_t t = 0; t < n; t += kValueBlock)
-    add_values<BITS>(h, first + t, n - t < kValueBlock ? n - t : kValueBlock, probs + t, stride);
-  for (int64_t i = 0; i < num_large; i++) probs[h.large[i].query * stride + h.large[i].token] = h.large[i].prob;
+  if (h.in.tolerance > 0)
+    add_values<BITS, 1>(h, first, n);
+  else
+    add_values<BITS, 2>(h, first, n);
+  for (int64_t i = 0; i < num_large; i++)
+    h.chunk_probs[h.large[i].query * s.chunk_pad + h.large[i].token] = h.large[i].prob;
+  const int64_t scored = (s.queries - s.first_scored) * s.chunk_pad;
+  memcpy(h.probs->stored + chunk * scored, h.chunk_probs + s.first_scored * s.chunk_pad, 4 * scored);
 }
 
 }  // namespace specache

@@ -1,25 +1,26 @@
 // Values of low-bit pairs, weighted: p . V'_c = sum_t (p_t s_t) code_tc + sum_t p_t z_t, where the scales s and zeros z
-// are those of the token and the channel's group. The factors p_t s_t become integers once a block of tokens.
+// are those of the token and the channel's group. The factors p_t s_t become integers.
 #pragma once
 
 #include "keys.h"
 
 namespace specache {
 
-// Rows [tokens, groups] of the KV dtype to float [groups, kValueBlock].
+// Rows [tokens, groups] of the KV dtype to float [groups, chunk_pad].
 template <int GROUPS>
-inline void by_group(const void* from, int64_t tokens, int64_t groups, int64_t dtype, float* rows, float* to) {
-  const int64_t n = GROUPS > 0 ? GROUPS : groups;
-  to_float(rows, from, tokens * n, dtype);
+inline void by_group(const Head& h, const void* from, int64_t tokens, float* to) {
+  const int64_t n = GROUPS > 0 ? GROUPS : h.s.value_groups;
+  to_float(n == 1 ? to : h.value_rows, from, tokens * n, h.in.dtype);
+  if (n == 1) return;
   for (int64_t g = 0; g < n; g++)
-    for (int64_t t = 0; t < tokens; t++) to[g * kValueBlock + t] = rows[t * n + g];
+    for (int64_t t = 0; t < tokens; t++) to[g * h.s.chunk_pad + t] = h.value_rows[t * n + g];
 }
 
-inline void by_group(const void* from, int64_t tokens, int64_t groups, int64_t dtype, float* rows, float* to) {
-  if (groups == 1) return to_float(to, from, tokens, dtype);
-  if (groups == 2) return by_group<2>(from, tokens, groups, dtype, rows, to);
-  if (groups == 4) return by_group<4>(from, tokens, groups, dtype, rows, to);
-  by_group<0>(from, tokens, groups, dtype, rows, to);
+inline void by_group(const Head& h, const void* from, int64_t tokens, float* to) {
+  if (h.s.value_groups == 1) return by_group<1>(h, from, tokens, to);
+  if (h.s.value_groups == 2) return by_group<2>(h, from, tokens, to);
+  if (h.s.value_groups == 4) return by_group<4>(h, from, tokens, to);
+  by_group<0>(h, from, tokens, to);
 }
 
 // Added to a token's factors of one byte before they are rounded: many small ones are then right in the mean, where they
@@ -37,42 +38,54 @@ struct Dither {
 };
 static const Dither kDither;
 
-// Adds the values of `tokens` <= kValueBlock tokens from `first` on; `probs[queries][stride]` begins with the first.
-template <int BITS>
-inline void add_values(const Head& h, int64_t first, int64_t tokens, const float* probs, int64_t stride) {
+// Values of a block of a chunk: `tokens` <= kValueBlock of them from the chunk's `first` + `at` on.
+template <int BITS, int BYTES>
+inline void add_block(const Head& h, int64_t first, int64_t at, int64_t tokens) {
   using F = Format<BITS>;
   const Sizes& s = h.s;
-  const int64_t padded = round_up(tokens, 4 * kLanes), steps = padded / 4, bytes = h.in.tolerance > 0 ? 1 : 2;
-  const int64_t digit_size = s.queries * bytes * s.columns;
-  float* rows = h.value_rows;
-  by_group(h.at(h.in.value_scale, first, s.value_groups), tokens, s.value_groups, h.in.dtype, rows, h.value_scales);
-  by_group(h.at(h.in.value_zero, first, s.value_groups), tokens, s.value_groups, h.in.dtype, rows, h.value_zeros);
-  const uint8_t* codes = h.codes_at(h.in.value_codes, first, s.value_bytes);
+  const int64_t padded = round_up(tokens, 4 * kLanes), steps = padded / 4;
+  const uint8_t* codes = h.codes_at(h.in.value_codes, first + at, s.value_bytes);
   prefetch(codes + tokens * s.value_bytes, tokens * s.value_bytes);
   words_by_token(codes, s.value_bytes, tokens, h.words, s.words_pad);
-  if (padded != tokens) {  // behind the block's end are others' probabilities
-    for (int64_t q = 0; q < s.queries; q++) {
-      memcpy(h.block_probs + q * kValueBlock, probs + q * stride, 4 * tokens);
-      memset(h.block_probs + q * kValueBlock + tokens, 0, 4 * (padded - tokens));
-    }
-    probs = h.block_probs;
-    stride = kValueBlock;
-  }
   for (int64_t g = 0; g < s.value_groups; g++) {
-    split_fields<BITS>(h.words + g * s.group_bytes, s.words_pad, steps, s.column_pad, h.fields);
-    measure_factors(h, probs, stride, h.value_scales + g * kValueBlock, padded);
-    if (bytes == 1)
-      round_factors<1>(h, probs, stride, h.value_scales + g * kValueBlock, padded, kDither.at);
-    else
-      round_factors<2>(h, probs, stride, h.value_scales + g * kValueBlock, padded, nullptr);
-    all_products<BITS>(h, steps, s.columns, s.queries * bytes);
+    const float *scales = h.value_scales + g * s.chunk_pad + at, *zeros = h.value_zeros + g * s.chunk_pad + at;
     for (int64_t q = 0; q < s.queries; q++) {
-      h.constants[q * s.value_groups + g] +=
-          dot_floats(probs + q * stride, h.value_zeros + g * kValueBlock, padded) + h.lost[q] * (F::kMaxCode / 2.0f);
+      const float *p = h.chunk_probs + q * s.chunk_pad + at, step = h.value_steps[q * s.value_groups + g];
+      Floats constant{};
+      const Floats lost = round_factors<BYTES>(p, scales, inverse_of(step), padded, BYTES == 1 ? kDither.at : nullptr,
+                                               p, zeros, constant, h.factors + BYTES * q * steps);
+      h.constants[q * s.value_groups + g] += sum(constant + lost * (step * (F::kMaxCode / 2.0f)));
+    }
+    products<BITS, 1>({h.words + g * s.group_bytes, s.words_pad, steps, s.column_pad}, h.factors, steps,
+                      h.sums + g * s.value_sums, s.queries * BYTES, s.columns, at > 0);
+  }
+}
+
+// Adds the values of a chunk, `tokens` from `first` on, weighted by `chunk_probs`.
+template <int BITS, int BYTES>
+inline void add_values(const Head& h, int64_t first, int64_t tokens) {
+  const Sizes& s = h.s;
+  by_group(h, h.at(h.in.value_scale, first, s.value_groups), tokens, h.value_scales);
+  by_group(h, h.at(h.in.value_zero, first, s.value_groups), tokens, h.value_zeros);
+  for (int64_t g = 0; g < s.value_groups; g++) {
+    float* scales = h.value_scales + g * s.chunk_pad;
+    memset(scales + tokens, 0, 4 * (s.chunk_pad - tokens));
+    memset(h.value_zeros + g * s.chunk_pad + tokens, 0, 4 * (s.chunk_pad - tokens));
+    Floats top{};
+    for (int64_t t = 0; t < s.chunk_pad; t += kLanes) top = larger(magnitude(load_floats(scales + t)), top);
+    for (int64_t q = 0; q < s.queries; q++)
+      h.value_steps[q * s.value_groups + g] = h.tops[q] * largest(top) / kLimit[BYTES];
+  }
+  for (int64_t at = 0; at < tokens; at += kValueBlock)
+    add_block<BITS, BYTES>(h, first, at, tokens - at < kValueBlock ? tokens - at : kValueBlock);
+  const int64_t digit_size = s.queries * BYTES * s.columns;
+  for (int64_t q = 0; q < s.queries; q++) {
+    for (int64_t g = 0; g < s.value_groups; g++) {
       float* out = h.packed_out + (q * s.value_groups + g) * s.columns;
-      const int32_t* sums = h.sums + q * bytes * s.columns;
+      const int32_t* sums = h.sums + g * s.value_sums + q * BYTES * s.columns;
+      const float step = h.value_steps[q * s.value_groups + g];
       for (int64_t n = 0; n < s.columns; n += kLanes)
-        store(out + n, load_floats(out + n) + joined<BITS>(sums, digit_size, s.columns, n, bytes) * h.steps[q]);
+        store(out + n, load_floats(out + n) + joined<BITS>(sums, digit_size, s.columns, n, BYTES) * step);
     }
   }
 }
@@ -83,13 +96,13 @@ inline void add_value(const Head& h, int64_t token, int64_t q, float p) {
   using F = Format<BITS>;
   const Sizes& s = h.s;
   const uint8_t* codes = h.codes_at(h.in.value_codes, token, s.value_bytes);
-  to_float(h.value_scales, h.at(h.in.value_scale, token, s.value_groups), s.value_groups, h.in.dtype);
-  to_float(h.value_zeros, h.at(h.in.value_zero, token, s.value_groups), s.value_groups, h.in.dtype);
+  to_float(h.spare, h.at(h.in.value_scale, token, s.value_groups), s.value_groups, h.in.dtype);
+  to_float(h.row, h.at(h.in.value_zero, token, s.value_groups), s.value_groups, h.in.dtype);
   float* out = h.result->out + q * s.value_pad;
   for (int64_t c = 0; c < h.in.value_dim; c++) {
     const float code = static_cast<float>(codes[c / F::kPerByte] >> (c % F::kPerByte * BITS) & F::kMaxCode);
     const int64_t g = c / h.in.value_group;
-    out[c] += p * (h.value_scales[g] * code + h.value_zeros[g]);
+    out[c] += p * (h.spare[g] * code + h.row[g]);
   }
 }
 

@@ -14,8 +14,6 @@
 
 namespace specache {
 
-typedef float Floats4 __attribute__((vector_size(16)));
-
 constexpr float kInfinity = __builtin_inff();
 constexpr int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
 
@@ -36,21 +34,6 @@ inline Floats splat(float x) { return x - Floats{}; }
 inline Ints splat(int32_t x) { return x - Ints{}; }
 inline Floats to_floats(Ints x) { return __builtin_convertvector(x, Floats); }
 inline Floats magnitude(Floats x) { return (Floats)((Ints)x & 0x7fffffff); }
-
-inline Floats4 quarter(Floats v, int i) { return load<Floats4>(reinterpret_cast<const float*>(&v) + 4 * i); }
-
-inline float largest(Floats v) {
-  Floats4 m = quarter(v, 0);
-  for (int i = 1; i < kLanes / 4; i++) m = quarter(v, i) > m ? quarter(v, i) : m;
-  const float a = m[0] > m[1] ? m[0] : m[1], b = m[2] > m[3] ? m[2] : m[3];
-  return a > b ? a : b;
-}
-
-inline float sum(Floats v) {
-  Floats4 s = quarter(v, 0);
-  for (int i = 1; i < kLanes / 4; i++) s += quarter(v, i);
-  return (s[0] + s[1]) + (s[2] + s[3]);
-}
 
 // Adding 1.5 * 2^23 leaves the nearest integer in the lowest bits of the sum. |x| < 2^22.
 constexpr float kRounder = 12582912.0f;
