@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from specache_fx.runtime import native
 from specache_fx.runtime.host_cache import HostCache, row_bytes
 from specache_fx.runtime.staging import SlotPlan, Staging, plan_slots
 from specache_fx.runtime.tracing import span
@@ -80,6 +81,14 @@ class CopyJob:
 
     def _copy(self) -> None:
         staging = self.staging
+        if (library := native.library()) is not None:
+            blocks, starts = self.host.blocks(self.layer)
+            length = self.host.length(self.layer)
+            came, stayed = native.stage_rows(
+                library, self.layer, blocks, starts, length, staging.wanted, staging.slots, staging.rows
+            )
+            self._count(came, stayed)
+            return
         plan = plan_slots(staging.slots, staging.wanted)
         row_bytes(staging.rows)[plan.slot_idx.numpy()] = row_bytes(self._gather(plan))
         staging.slots.copy_(plan.slots)
@@ -103,8 +112,12 @@ class CopyJob:
 
     def _gather(self, plan: SlotPlan) -> torch.Tensor:
         rows = self.host.gather_rows(self.layer, plan.batch_idx, plan.head_idx, plan.token_idx)
-        self.metrics.fetched_rows += len(rows)
-        self.metrics.fetched_bytes += rows.nbytes
-        self.metrics.reused_rows += plan.num_kept
-        self.metrics.reused_bytes += plan.num_kept * rows.shape[-1] * rows.itemsize
+        self._count(len(rows), plan.num_kept)
         return rows
+
+    def _count(self, came: int, stayed: int) -> None:
+        rows = self.staging.rows
+        self.metrics.fetched_rows += came
+        self.metrics.fetched_bytes += came * rows.shape[3] * rows.element_size()
+        self.metrics.reused_rows += stayed
+        self.metrics.reused_bytes += stayed * rows.shape[3] * rows.element_size()

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from specache_fx.runtime import triton_ops
+from specache_fx.runtime import native, triton_ops
 
 _MOST_IN_A_KERNEL = 512
 
@@ -33,6 +33,13 @@ def select_topk(scores: torch.Tensor, top_k: int) -> torch.Tensor:
         from specache_fx.runtime.select import triton_topk
 
         return triton_topk.select_topk(scores, top_k)
+    if scores.device.type == "cpu" and (library := native.library()) is not None:
+        return native.select_topk(library, scores, top_k)
+    return sorted_topk(scores, top_k)
+
+
+def sorted_topk(scores: torch.Tensor, top_k: int) -> torch.Tensor:
+    """`select_topk` by PyTorch alone, for devices and machines that have nothing faster."""
     tokens = scores.shape[-1]
     best = _keys(scores).topk(min(top_k, tokens), dim=-1, sorted=True).values
     chosen = torch.where(best < 0, -1, tokens - 1 - (best & 0xFFFFFFFF))

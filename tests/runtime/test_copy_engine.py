@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from specache_fx.errors import SpecacheError
+from specache_fx.runtime import copy_job, native
 from specache_fx.runtime.copy_engine import CopyEngine
 from specache_fx.runtime.host_cache import HostCache, resolve_host
 from specache_fx.runtime.staging import plan_slots
@@ -97,6 +98,35 @@ def test_plan_keeps_what_is_wanted_and_fetches_the_rest_into_free_slots(rows):
     assert after[plan.slot_idx].tolist() == plan.token_idx.tolist()
     assert torch.equal(plan.slot_idx // 5, plan.batch_idx * 3 + plan.head_idx)
     assert staged.view(-1)[plan.slot_idx].tolist() != plan.token_idx.tolist() or not len(plan.slot_idx)
+
+
+@settings(max_examples=150)
+@given(rows=st.lists(st.tuples(SELECTIONS, SELECTIONS), min_size=6, max_size=6))
+def test_cpp_stages_as_planned(rows):
+    library = native.library()
+    assert library is not None
+    slots, wanted = (
+        torch.tensor([row[i] for row in rows], dtype=torch.int32).reshape(2, 3, 5) for i in (0, 1)
+    )
+    plan = plan_slots(slots, wanted)
+    source = torch.arange(60.0).reshape(2, 3, 10, 1).expand(-1, -1, -1, 3)
+    blocks = [source[:, :, :4].contiguous(), source[:, :, 4:9].contiguous(), source[:, :, 9:].contiguous()]
+    there = torch.full((2, 3, 5, 3), -1.0)
+    expected = there.clone()
+    expected.view(-1, 3)[plan.slot_idx] = source[plan.batch_idx, plan.head_idx, plan.token_idx]
+    came, stayed = native.stage_rows(library, 0, blocks, [0, 4, 9, 10], 10, wanted, slots, there)
+    assert (came, stayed) == (len(plan.slot_idx), plan.num_kept)
+    assert torch.equal(slots, plan.slots) and torch.equal(there, expected)
+
+
+def test_cpp_changes_nothing_where_a_token_is_not_there():
+    slots, wanted = torch.tensor([[[0, 1]], [[2, -1]]], dtype=torch.int32), torch.full((2, 1, 2), -1)
+    before, rows = slots.clone(), torch.zeros(2, 1, 2, 3)
+    wanted = wanted.to(torch.int32)
+    wanted[1, 0, 1] = 4
+    with pytest.raises(IndexError, match="Token 4 of layer 7, which holds 4"):
+        native.stage_rows(native.library(), 7, [torch.ones(2, 1, 8, 3)], [0, 8], 4, wanted, slots, rows)
+    assert torch.equal(slots, before) and not rows.any()
 
 
 class EngineMachine(RuleBasedStateMachine):
@@ -180,6 +210,19 @@ class SynchronousMachine(EngineMachine):
     synchronous = True
 
 
+class PlainMachine(EngineMachine):
+    """Where C++ can't be built."""
+
+    @initialize()
+    def without_cpp(self):
+        self.patch = pytest.MonkeyPatch()
+        self.patch.setattr(copy_job.native, "library", lambda: None)
+
+    def teardown(self):
+        super().teardown()
+        self.patch.undo()
+
+
 class CudaMachine(EngineMachine):
     device = "cuda"
 
@@ -189,6 +232,8 @@ TestAsynchronous = EngineMachine.TestCase
 TestAsynchronous.settings = MACHINE
 TestSynchronous = SynchronousMachine.TestCase
 TestSynchronous.settings = MACHINE
+TestPlain = PlainMachine.TestCase
+TestPlain.settings = MACHINE
 TestCuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")(CudaMachine.TestCase)
 TestCuda.settings = MACHINE
 

@@ -10,7 +10,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from specache_fx.config import Aggregation
+from specache_fx.runtime import native
 from specache_fx.runtime.select import AGGREGATIONS, SELECTORS, select_topk, topk_overlap
+from specache_fx.runtime.select.topk import sorted_topk
 
 # Few different values, so that most rows have ties; the padding mark; the neighbours of zero.
 SCORES = st.sampled_from([-1.0, -0.0, 0.0, 1e-45, 1e-38, 0.25, 0.5, 0.5000001, 1.0])
@@ -22,7 +24,7 @@ def best(row: list[float], top_k: int) -> list[int]:
     return chosen + [-1] * (top_k - len(chosen))
 
 
-@pytest.mark.parametrize("name", SELECTORS)
+@pytest.mark.parametrize("select", [*SELECTORS.values(), sorted_topk])
 @settings(max_examples=150, deadline=None)
 @given(
     rows=st.integers(0, 12).flatmap(
@@ -34,18 +36,29 @@ def best(row: list[float], top_k: int) -> list[int]:
 @example(rows=[[-1.0] * 4] * 6, top_k=3)
 @example(rows=[[]] * 6, top_k=2)
 @example(rows=[[-0.0, 0.0]] * 6, top_k=1)
-def test_selection_equals_a_sort_by_score_and_position(name, rows, top_k):
+def test_selection_equals_a_sort_by_score_and_position(select, rows, top_k):
     scores = torch.tensor(rows, dtype=torch.float32).reshape(2, 3, -1)
-    chosen = SELECTORS[name](scores, top_k)
+    chosen = select(scores, top_k)
     assert chosen.dtype == torch.int32
     assert chosen.tolist() == [[best(row, top_k) for row in rows[:3]], [best(row, top_k) for row in rows[3:]]]
 
 
+@pytest.mark.parametrize("select", [select_topk, sorted_topk])
 @pytest.mark.parametrize("top_k", [1, 64, 4095, 4096, 5000])
-def test_selection_is_exact_on_long_rows_with_ties(top_k):
+def test_selection_is_exact_on_long_rows_with_ties(top_k, select):
     scores = torch.rand(1, 2, 4096, generator=torch.Generator().manual_seed(0)).mul(50).round().div(50)
     scores[0, 1, ::3] = -1
-    assert select_topk(scores, top_k)[0].tolist() == [best(row, top_k) for row in scores[0].tolist()]
+    assert select(scores, top_k)[0].tolist() == [best(row, top_k) for row in scores[0].tolist()]
+
+
+def test_selection_on_the_cpu_is_in_cpp_where_it_can_be_built():
+    assert native.library() is not None
+
+
+def test_selection_takes_a_slice_of_more_tokens():
+    scores = torch.rand(2, 3, 9)
+    for part in (scores[..., :5], scores[..., 4:], scores[:1], scores[:, 1:]):
+        assert torch.equal(select_topk(part, 2), sorted_topk(part.contiguous(), 2))
 
 
 def test_selection_takes_scores_of_any_layout_and_leaves_them_alone():
