@@ -1,34 +1,13 @@
-"""The word-level tokenizer of the needle task: one word, one token."""
+"""The tokenizer of the needle task."""
 
 from __future__ import annotations
 
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import WhitespaceSplit
-from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from specache_fx.examples.needle.task import BOS_ID, EOS_ID, PAD_ID, words
+from specache_fx.examples.word_tokenizer import word_tokenizer
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """A tokenizer that splits at spaces, puts `<bos>` first and pads on the left, as generation needs.
-
-    There is no unknown token: a word outside the vocabulary raises rather than becoming something else.
-    """
-    table = words()
-    tokenizer = Tokenizer(WordLevel({word: i for i, word in enumerate(table)}))
-    tokenizer.pre_tokenizer = WhitespaceSplit()
-    tokenizer.post_processor = TemplateProcessing(
-        single="<bos> $A", pair="<bos> $A $B", special_tokens=[("<bos>", BOS_ID)]
-    )
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token=table[PAD_ID],
-        bos_token=table[BOS_ID],
-        eos_token=table[EOS_ID],
-        padding_side="left",
-        clean_up_tokenization_spaces=False,
-        model_max_length=16384,
-        model_input_names=["input_ids", "attention_mask"],
-    )
+    """See `word_tokenizer`."""
+    return word_tokenizer(words(), PAD_ID, BOS_ID, EOS_ID)
