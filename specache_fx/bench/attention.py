@@ -88,6 +88,7 @@ def decode_inputs(
         key_mask=None,
         scale=shape.head_dim**-0.5,
         independent_lanes=False,
+        scored_lanes=1,
     )
     read = [*planes[0], *planes[1], inputs.window_key, inputs.window_value, rows]
     return inputs, sum(tensor.nbytes for tensor in read)

@@ -96,13 +96,14 @@ struct Head {
   Head(const SpecacheInputs& in, const Sizes& s, Arena& arena) : in(in), s(s) {
     query = arena.take<float>(s.queries * s.key_pad);
     packed_query = arena.take<float>(s.queries * s.key_pad);
+    scaled_query = arena.take<float>(s.queries * s.key_pad);
     row = arena.take<float>(s.dims);
     spare = arena.take<float>(s.dims);
     key_scales = arena.take<float>(s.chunk / in.group_size * s.key_pad);
-    key_zeros = arena.take<float>(s.chunk / in.group_size * s.key_pad);
+    key_middles = arena.take<float>(s.chunk / in.group_size * s.key_pad);
     value_rows = arena.take<float>(s.value_groups * s.chunk);
     value_scales = arena.take<float>(s.value_groups * s.chunk_pad);
-    value_zeros = arena.take<float>(s.value_groups * s.chunk_pad);
+    value_middles = arena.take<float>(s.value_groups * s.chunk_pad);
     chunk_probs = arena.take<float>(s.queries * s.chunk_pad);
     steps = arena.take<float>(s.queries);
     offsets = arena.take<float>(s.queries);
@@ -125,9 +126,11 @@ struct Head {
 
   float* query;         // [queries, key_pad], times `scale`
   float* packed_query;  // the same in the order of `packed_order`
+  float* scaled_query;  // that in steps of a chunk's factors
   float *row, *spare;   // one key or value each
-  float *key_scales, *key_zeros;                   // of a chunk, [groups, key_pad] in the order of packed_query
-  float *value_rows, *value_scales, *value_zeros;  // of a chunk, [value_groups, chunk_pad]
+  // Of a chunk, [groups, key_pad] in the order of packed_query and [value_groups, chunk_pad]. "Middles" are what the code
+  // in the middle of the range stands for.
+  float *key_scales, *key_middles, *value_rows, *value_scales, *value_middles;
   float* chunk_probs;       // [queries, chunk_pad]: scores of a chunk, then probabilities; 0 behind its end
   float *steps, *offsets;   // [queries]: what a score's integers are worth, and what is added to them
   float* tops;              // [queries]: the largest probability of a chunk

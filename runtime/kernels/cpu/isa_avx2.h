@@ -45,10 +45,10 @@ inline Ints high_words(Ints a, Ints b) { return (Ints)_mm256_unpackhi_epi32((__m
 inline Ints low_longs(Ints a, Ints b) { return (Ints)_mm256_unpacklo_epi64((__m256i)a, (__m256i)b); }
 inline Ints high_longs(Ints a, Ints b) { return (Ints)_mm256_unpackhi_epi64((__m256i)a, (__m256i)b); }
 
-// 16 bytes from each row, `step` rows apart.
-inline Ints rows_of_16(const uint8_t* const* row, int64_t step) {
-  const __m128i first = _mm_loadu_si128(reinterpret_cast<const __m128i*>(row[0]));
-  const __m128i second = _mm_loadu_si128(reinterpret_cast<const __m128i*>(row[step]));
+// 16 bytes from each of two rows.
+inline Ints rows_of_16(const uint8_t* row, int64_t stride) {
+  const __m128i first = _mm_loadu_si128(reinterpret_cast<const __m128i*>(row));
+  const __m128i second = _mm_loadu_si128(reinterpret_cast<const __m128i*>(row + stride));
   return (Ints)_mm256_inserti128_si256(_mm256_castsi128_si256(first), second, 1);
 }
 

@@ -37,12 +37,12 @@ inline Ints high_words(Ints a, Ints b) { return (Ints)_mm512_unpackhi_epi32((__m
 inline Ints low_longs(Ints a, Ints b) { return (Ints)_mm512_unpacklo_epi64((__m512i)a, (__m512i)b); }
 inline Ints high_longs(Ints a, Ints b) { return (Ints)_mm512_unpackhi_epi64((__m512i)a, (__m512i)b); }
 
-// 16 bytes from each row, `step` rows apart.
-inline Ints rows_of_16(const uint8_t* const* row, int64_t step) {
-  __m512i x = _mm512_castsi128_si512(_mm_loadu_si128(reinterpret_cast<const __m128i*>(row[0])));
-  x = _mm512_inserti32x4(x, _mm_loadu_si128(reinterpret_cast<const __m128i*>(row[step])), 1);
-  x = _mm512_inserti32x4(x, _mm_loadu_si128(reinterpret_cast<const __m128i*>(row[2 * step])), 2);
-  return (Ints)_mm512_inserti32x4(x, _mm_loadu_si128(reinterpret_cast<const __m128i*>(row[3 * step])), 3);
+// 16 bytes from each of four rows.
+inline Ints rows_of_16(const uint8_t* row, int64_t stride) {
+  __m512i x = _mm512_castsi128_si512(_mm_loadu_si128(reinterpret_cast<const __m128i*>(row)));
+  x = _mm512_inserti32x4(x, _mm_loadu_si128(reinterpret_cast<const __m128i*>(row + stride)), 1);
+  x = _mm512_inserti32x4(x, _mm_loadu_si128(reinterpret_cast<const __m128i*>(row + 2 * stride)), 2);
+  return (Ints)_mm512_inserti32x4(x, _mm_loadu_si128(reinterpret_cast<const __m128i*>(row + 3 * stride)), 3);
 }
 
 // The i-th 16 bytes of each of four vectors, side by side, to row i of `to`.

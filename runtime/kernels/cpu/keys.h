@@ -29,14 +29,16 @@ inline int64_t start_keys(const Head& h, int64_t first, int64_t groups) {
   memset(h.row, 0, 4 * s.key_pad);
   memset(h.spare, 0, 4 * s.dims);
   for (int64_t g = 0; g < groups; g++) {
-    float* row = h.spare;
-    to_float(row, h.at(h.in.key_zero, first + g, h.in.key_dim), h.in.key_dim, h.in.dtype);
-    packed_order<BITS>(row, s.key_steps, h.key_zeros + g * s.key_pad);
-    to_float(row, h.at(h.in.key_scale, first + g, h.in.key_dim), h.in.key_dim, h.in.dtype);
-    float* scales = h.key_scales + g * s.key_pad;
-    packed_order<BITS>(row, s.key_steps, scales);
-    for (int64_t i = 0; i < s.key_pad; i += kLanes)
-      store(h.row + i, larger(magnitude(load_floats(scales + i)), load_floats(h.row + i)));
+    float *scales = h.key_scales + g * s.key_pad, *middles = h.key_middles + g * s.key_pad;
+    to_float(h.spare, h.at(h.in.key_zero, first + g, h.in.key_dim), h.in.key_dim, h.in.dtype);
+    packed_order<BITS>(h.spare, s.key_steps, middles);
+    to_float(h.spare, h.at(h.in.key_scale, first + g, h.in.key_dim), h.in.key_dim, h.in.dtype);
+    packed_order<BITS>(h.spare, s.key_steps, scales);
+    for (int64_t i = 0; i < s.key_pad; i += kLanes) {
+      const Floats scale = load_floats(scales + i);
+      store(middles + i, load_floats(middles + i) + scale * (Format<BITS>::kMaxCode / 2.0f));
+      store(h.row + i, larger(magnitude(scale), load_floats(h.row + i)));
+    }
   }
   float top = 0;
   for (int64_t q = 0; q < s.queries; q++) {
@@ -44,7 +46,12 @@ inline int64_t start_keys(const Head& h, int64_t first, int64_t groups) {
     top = h.steps[q] > top ? h.steps[q] : top;
   }
   const int64_t bytes = h.in.tolerance > 0 && one_byte_will_do<BITS>(h, top) ? 1 : 2;
-  for (int64_t q = 0; q < s.queries; q++) h.steps[q] *= 1.0f / kLimit[bytes];
+  for (int64_t q = 0; q < s.queries; q++) {
+    h.steps[q] *= 1.0f / kLimit[bytes];
+    const float inverse = inverse_of(h.steps[q]);
+    for (int64_t i = 0; i < s.key_pad; i += kLanes)
+      store(h.scaled_query + q * s.key_pad + i, load_floats(h.packed_query + q * s.key_pad + i) * inverse);
+  }
   return bytes;
 }
 
@@ -57,13 +64,13 @@ inline void score_group(const Head& h, int64_t first, int64_t g) {
   const uint8_t* codes = h.codes_at(h.in.key_codes, (first + g) * tokens, s.key_bytes);
   prefetch(codes + tokens * s.key_bytes, tokens * s.key_bytes);
   words_by_channel(codes, s.key_bytes, tokens, h.words, s.group_pad);
-  const float *scales = h.key_scales + g * s.key_pad, *zeros = h.key_zeros + g * s.key_pad;
+  const float *scales = h.key_scales + g * s.key_pad, *middles = h.key_middles + g * s.key_pad;
   for (int64_t q = 0; q < s.queries; q++) {
-    const float* query = h.packed_query + q * s.key_pad;
-    Floats offset{};
-    const Floats lost = round_factors<BYTES>(query, scales, inverse_of(h.steps[q]), s.key_pad, nullptr, query, zeros,
-                                             offset, h.factors + BYTES * q * s.key_pad / 4);
-    h.offsets[q] = sum(offset + lost * (h.steps[q] * (F::kMaxCode / 2.0f)));
+    Floats middle{};
+    const Ints integers = round_factors<BYTES, false, false>(
+        h.scaled_query + q * s.key_pad, scales, 1.0f, nullptr, s.key_pad, h.packed_query + q * s.key_pad, middles,
+        middle, h.factors + BYTES * q * s.key_pad / 4);
+    h.offsets[q] = sum(middle - to_floats(integers) * (h.steps[q] * (F::kMaxCode / 2.0f)));
   }
   products<BITS, F::kPerByte>({h.words, s.group_pad, s.key_words, s.group_pad}, h.factors, s.key_pad / 4, h.sums,
                               s.queries * BYTES, s.group_pad, false);

@@ -15,20 +15,22 @@ struct Format {
   static constexpr int kMaxCode = (1 << BITS) - 1;
 };
 
-// 4 * kLanes rows of 16 bytes: those at `codes + row_bytes * t`, or, near the rows' end, copies with zeros behind it.
+// Up to 4 * kLanes rows of 16 bytes, `stride` apart: where they are, or, near the end, a copy with zeros behind each row.
 struct Rows {
-  // Rows behind `tokens` are the last one.
   inline void read(const uint8_t* codes, int64_t row_bytes, int64_t tokens, int64_t at, int64_t count) {
-    const int64_t left = row_bytes - at;
-    for (int64_t i = 0; i < count; i++) row[i] = codes + (i < tokens ? i : tokens - 1) * row_bytes + at;
-    if (left >= 16) return;
+    const int64_t left = row_bytes - at < 16 ? row_bytes - at : 16;
+    first = codes + at;
+    stride = row_bytes;
+    if (left == 16 && count <= tokens) return;
     for (int64_t i = 0; i < count; i++) {
       memset(copy[i], 0, 16);
-      memcpy(copy[i], row[i], left);
-      row[i] = copy[i];
+      if (i < tokens) memcpy(copy[i], first + i * row_bytes, left);
     }
+    first = copy[0];
+    stride = 16;
   }
-  const uint8_t* row[4 * kLanes];
+  const uint8_t* first;
+  int64_t stride;
   uint8_t copy[4 * kLanes][16];
 };
 
@@ -39,7 +41,7 @@ inline void words_by_channel(const uint8_t* codes, int64_t row_bytes, int64_t to
     for (int64_t at = 0; at < row_bytes; at += 16) {
       rows.read(codes + t * row_bytes, row_bytes, tokens - t, at, kLanes);
       Ints x[4];
-      for (int i = 0; i < 4; i++) x[i] = rows_of_16(rows.row + i, 4);
+      for (int i = 0; i < 4; i++) x[i] = rows_of_16(rows.first + i * rows.stride, 4 * rows.stride);
       const Ints ab = low_words(x[0], x[1]), cd = low_words(x[2], x[3]);
       const Ints ef = high_words(x[0], x[1]), gh = high_words(x[2], x[3]);
       int32_t* to = words + at / 4 * width + t;
@@ -60,7 +62,7 @@ inline void words_by_token(const uint8_t* codes, int64_t row_bytes, int64_t toke
       rows.read(codes + t * row_bytes, row_bytes, tokens - t, at, 4 * kLanes);
       for (int64_t step = 0; step < kLanes; step += kLanes / 4) {
         Ints x[4], to[4];
-        for (int i = 0; i < 4; i++) x[i] = rows_of_16(rows.row + step + i * kLanes, 1);
+        for (int i = 0; i < 4; i++) x[i] = rows_of_16(rows.first + (step + i * kLanes) * rows.stride, rows.stride);
         const Ints ab = low_bytes(x[0], x[1]), cd = low_bytes(x[2], x[3]);
         const Ints ef = high_bytes(x[0], x[1]), gh = high_bytes(x[2], x[3]);
         to[0] = low_halves(ab, cd);

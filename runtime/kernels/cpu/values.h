@@ -23,16 +23,16 @@ inline void by_group(const Head& h, const void* from, int64_t tokens, float* to)
   by_group<0>(h, from, tokens, to);
 }
 
-// Added to a token's factors of one byte before they are rounded: many small ones are then right in the mean, where they
-// would all have become 0. Multiples of the golden ratio, so that any few in a row are spread evenly. At two bytes nothing
-// is so small. No probability in here is above 1/64 of the mass, see `recompute_large`: one byte then leaves an error of
-// at most 1e-3 (rms) of the range of the values.
+// Added to a token's factors of one byte before they are cut to integers: many small ones are then right in the mean, where
+// they would all have become 0. Multiples of the golden ratio, so that any few in a row are spread evenly. At two bytes
+// nothing is so small. No probability in here is above 1/64 of the mass, see `recompute_large`: one byte then leaves an
+// error of at most 1e-3 (rms) of the range of the values.
 struct Dither {
   float at[kValueBlock];
   Dither() : at() {
     for (int64_t t = 0; t < kValueBlock; t++) {
       const double turns = static_cast<double>(t) * 0.6180339887498949;
-      at[t] = static_cast<float>(0.998 * (turns - static_cast<double>(static_cast<int64_t>(turns)) - 0.5));
+      at[t] = kFloor + static_cast<float>(turns - static_cast<double>(static_cast<int64_t>(turns)));
     }
   }
 };
@@ -48,13 +48,13 @@ inline void add_block(const Head& h, int64_t first, int64_t at, int64_t tokens) 
   prefetch(codes + tokens * s.value_bytes, tokens * s.value_bytes);
   words_by_token(codes, s.value_bytes, tokens, h.words, s.words_pad);
   for (int64_t g = 0; g < s.value_groups; g++) {
-    const float *scales = h.value_scales + g * s.chunk_pad + at, *zeros = h.value_zeros + g * s.chunk_pad + at;
+    const float *scales = h.value_scales + g * s.chunk_pad + at, *middles = h.value_middles + g * s.chunk_pad + at;
     for (int64_t q = 0; q < s.queries; q++) {
       const float *p = h.chunk_probs + q * s.chunk_pad + at, step = h.value_steps[q * s.value_groups + g];
-      Floats constant{};
-      const Floats lost = round_factors<BYTES>(p, scales, inverse_of(step), padded, BYTES == 1 ? kDither.at : nullptr,
-                                               p, zeros, constant, h.factors + BYTES * q * steps);
-      h.constants[q * s.value_groups + g] += sum(constant + lost * (step * (F::kMaxCode / 2.0f)));
+      Floats middle{};
+      const Ints integers = round_factors<BYTES, BYTES == 1, true>(p, scales, inverse_of(h.tops[q]), kDither.at, padded, p,
+                                                                   middles, middle, h.factors + BYTES * q * steps);
+      h.constants[q * s.value_groups + g] += sum(middle - to_floats(integers) * (step * (F::kMaxCode / 2.0f)));
     }
     products<BITS, 1>({h.words + g * s.group_bytes, s.words_pad, steps, s.column_pad}, h.factors, steps,
                       h.sums + g * s.value_sums, s.queries * BYTES, s.columns, at > 0);
@@ -66,15 +66,20 @@ template <int BITS, int BYTES>
 inline void add_values(const Head& h, int64_t first, int64_t tokens) {
   const Sizes& s = h.s;
   by_group(h, h.at(h.in.value_scale, first, s.value_groups), tokens, h.value_scales);
-  by_group(h, h.at(h.in.value_zero, first, s.value_groups), tokens, h.value_zeros);
+  by_group(h, h.at(h.in.value_zero, first, s.value_groups), tokens, h.value_middles);
   for (int64_t g = 0; g < s.value_groups; g++) {
-    float* scales = h.value_scales + g * s.chunk_pad;
+    float *scales = h.value_scales + g * s.chunk_pad, *middles = h.value_middles + g * s.chunk_pad;
     memset(scales + tokens, 0, 4 * (s.chunk_pad - tokens));
-    memset(h.value_zeros + g * s.chunk_pad + tokens, 0, 4 * (s.chunk_pad - tokens));
-    Floats top{};
-    for (int64_t t = 0; t < s.chunk_pad; t += kLanes) top = larger(magnitude(load_floats(scales + t)), top);
-    for (int64_t q = 0; q < s.queries; q++)
-      h.value_steps[q * s.value_groups + g] = h.tops[q] * largest(top) / kLimit[BYTES];
+    memset(middles + tokens, 0, 4 * (s.chunk_pad - tokens));
+    Floats tops{};
+    for (int64_t t = 0; t < s.chunk_pad; t += kLanes) tops = larger(magnitude(load_floats(scales + t)), tops);
+    const float top = largest(tops), inverse = inverse_of(top / kLimit[BYTES]);
+    for (int64_t t = 0; t < s.chunk_pad; t += kLanes) {
+      const Floats scale = load_floats(scales + t);
+      store(middles + t, load_floats(middles + t) + scale * (Format<BITS>::kMaxCode / 2.0f));
+      store(scales + t, scale * inverse);
+    }
+    for (int64_t q = 0; q < s.queries; q++) h.value_steps[q * s.value_groups + g] = h.tops[q] * top / kLimit[BYTES];
   }
   for (int64_t at = 0; at < tokens; at += kValueBlock)
     add_block<BITS, BYTES>(h, first, at, tokens - at < kValueBlock ? tokens - at : kValueBlock);

@@ -37,20 +37,17 @@ inline Floats magnitude(Floats x) { return (Floats)((Ints)x & 0x7fffffff); }
 
 // Adding 1.5 * 2^23 leaves the nearest integer in the lowest bits of the sum. |x| < 2^22.
 constexpr float kRounder = 12582912.0f;
-inline Ints rounded(Floats x) { return (Ints)(x + kRounder) - (Ints)splat(kRounder); }
 
-// e^x within 2 ulp; 0 below -87 (also for -inf), NaN for NaN. x <= 88.
+// e^x within 2 ulp and 2^-24 of x; 0 below -87 (also for -inf), NaN for NaN. x <= 88. As 2^n times 2^f, f within a half.
 inline Floats exponential(Floats x) {
-  const Floats n = (x * 1.44269504f + kRounder) - kRounder;
-  const Floats r = (x - n * 0.693359375f) + n * 2.12194440e-4f;  // ln 2 in two parts
-  Floats y = r * 1.9875691500e-4f + 1.3981999507e-3f;
-  y = y * r + 8.3334519073e-3f;
-  y = y * r + 4.1665795894e-2f;
-  y = y * r + 1.6666665459e-1f;
-  y = y * r + 5.0000001201e-1f;
-  y = y * (r * r) + r + 1.0f;
-  const Floats power = (Floats)((rounded(n) + 127) << 23);
-  return x < -87.0f ? Floats{} : y * power;
+  const Floats y = x * 1.44269504f, rounded = y + kRounder, f = y - (rounded - kRounder);
+  Floats z = f * 1.3276470e-3f + 9.6755405e-3f;
+  z = z * f + 5.5507131e-2f;
+  z = z * f + 2.4022120e-1f;
+  z = z * f + 6.9314694e-1f;
+  z = z * f + 1.0000001f;
+  const Floats power = (Floats)(((Ints)rounded + 127) << 23);
+  return x < -87.0f ? Floats{} : z * power;
 }
 
 inline float exponential(float x) { return exponential(splat(x))[0]; }
