@@ -17,9 +17,12 @@ typedef __m512i Sums;
 // Sums are of 32 bits: no number of steps that a head can have overflows them.
 constexpr int64_t safe_steps(int) { return 1 << 16; }
 
-// sums += codes x factors: four unsigned bytes times four signed ones in every 32-bit lane.
+// sums += codes x factors: four unsigned bytes times four signed ones in every 32-bit lane. In assembly, for GCC moves
+// every sum to another register and back with the intrinsic.
 inline void dot(Sums& sums, Ints codes, Ints factors) {
-  sums = _mm512_dpbusd_epi32(sums, (__m512i)codes, (__m512i)factors);
+  Sums all = sums;
+  asm("vpdpbusd %2, %1, %0" : "+v"(all) : "v"(codes), "v"(factors));
+  sums = all;
 }
 
 inline Ints total(Sums sums) { return (Ints)sums; }

@@ -45,7 +45,7 @@ inline void add_block(const Head& h, int64_t first, int64_t at, int64_t tokens) 
   const Sizes& s = h.s;
   const int64_t padded = round_up(tokens, 4 * kLanes), steps = padded / 4;
   const uint8_t* codes = h.codes_at(h.in.value_codes, first + at, s.value_bytes);
-  prefetch(codes + tokens * s.value_bytes, tokens * s.value_bytes);
+  prefetch(codes + 2 * tokens * s.value_bytes, tokens * s.value_bytes);
   words_by_token(codes, s.value_bytes, tokens, h.words, s.words_pad);
   for (int64_t g = 0; g < s.value_groups; g++) {
     const float *scales = h.value_scales + g * s.chunk_pad + at, *middles = h.value_middles + g * s.chunk_pad + at;
