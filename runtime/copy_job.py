@@ -81,7 +81,7 @@ class CopyJob:
 
     def _copy(self) -> None:
         staging = self.staging
-        if (library := native.library()) is not None:
+        if (library := native.load()) is not None:
             blocks, starts = self.host.blocks(self.layer)
             length = self.host.length(self.layer)
             came, stayed = native.stage_rows(

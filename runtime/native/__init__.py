@@ -30,7 +30,7 @@ class _StageC(ctypes.Structure):
 
 
 @functools.cache
-def library() -> ctypes.CDLL | None:
+def load() -> ctypes.CDLL | None:
     """The library, built at first use; None where it can't be."""
     try:
         loaded = load_library("rows", Path(__file__).parent, usable_instruction_sets()[0])
@@ -43,11 +43,11 @@ def library() -> ctypes.CDLL | None:
     return loaded
 
 
-def select_topk(native: ctypes.CDLL, scores: torch.Tensor, top_k: int) -> torch.Tensor:
+def select_topk(library: ctypes.CDLL, scores: torch.Tensor, top_k: int) -> torch.Tensor:
     """See `specache_fx.runtime.select.topk.select_topk`.
 
     Args:
-        native: `library()`.
+        library: What `load()` gave.
         scores: float32 `[batch, num_kv_heads, tokens]` on the CPU.
         top_k: How many.
     """
@@ -56,7 +56,7 @@ def select_topk(native: ctypes.CDLL, scores: torch.Tensor, top_k: int) -> torch.
     if scores.stride(2) != 1 or scores.stride(0) != heads * scores.stride(1):
         scores = scores.contiguous()
     chosen = torch.empty((batch, heads, top_k), dtype=torch.int32)
-    failed = native.specache_topk(
+    failed = library.specache_topk(
         scores.data_ptr(), batch * heads, scores.stride(1), tokens, top_k, chosen.data_ptr()
     )
     if failed:
@@ -65,7 +65,7 @@ def select_topk(native: ctypes.CDLL, scores: torch.Tensor, top_k: int) -> torch.
 
 
 def stage_rows(
-    native: ctypes.CDLL,
+    library: ctypes.CDLL,
     layer: int,
     blocks: Sequence[torch.Tensor],
     starts: Sequence[int],
@@ -77,7 +77,7 @@ def stage_rows(
     """Bring the rows of `wanted` to the slots: those that are there stay, the others take slots that are free.
 
     Args:
-        native: `library()`.
+        library: What `load()` gave.
         layer: Layer number, for messages.
         blocks: `[batch, num_kv_heads, tokens of the block, row_dim]` each, contiguous, on the CPU.
         starts: The first token of each block and, last, one past the end of the last.
@@ -104,7 +104,7 @@ def stage_rows(
         *(ctypes.addressof(block_list), ctypes.addressof(start_list)),
         *(wanted.data_ptr(), slots.data_ptr(), rows.data_ptr(), 0, 0),
     )
-    failed = native.specache_stage(ctypes.byref(stage))
+    failed = library.specache_stage(ctypes.byref(stage))
     if failed == _NO_TOKEN:
         raise IndexError(f"Token {stage.fetched} of layer {layer}, which holds {length}.")
     if failed == _NO_MEMORY:

@@ -3,7 +3,8 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
-#include <new>
+#include <exception>
+#include <functional>
 #include <vector>
 
 namespace {
@@ -94,10 +95,10 @@ int64_t specache_topk(const float* scores, int64_t rows, int64_t stride, int64_t
                       int32_t* chosen) {
   try {
     std::vector<Key> keys;
-    keys.reserve(2 * top_k + 64 + kBlock);
+    keys.reserve(2 * std::min(top_k, tokens) + 64 + kBlock);
     for (int64_t row = 0; row < rows && top_k > 0; row++)
       choose(scores + row * stride, tokens, top_k, keys, chosen + row * top_k);
-  } catch (const std::bad_alloc&) {
+  } catch (const std::exception&) {
     return 1;
   }
   return 0;
@@ -146,7 +147,8 @@ int64_t specache_stage(SpecacheStage* s) {
           free.push_back(i);
         }
       }
-      // Tokens that stay and tokens that come are top_k together at most: the free slots suffice.
+      // No token is in two slots, or wanted twice, so those that stay and those that come are top_k together at most:
+      // the free slots suffice.
       int64_t next = 0;
       for (int64_t i = 0; i < s->top_k; i++) {
         if (wanted[i] < 0 || held[i]) continue;
@@ -159,7 +161,7 @@ int64_t specache_stage(SpecacheStage* s) {
         s->fetched++;
       }
     }
-  } catch (const std::bad_alloc&) {
+  } catch (const std::exception&) {
     return 1;
   }
   return 0;

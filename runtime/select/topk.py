@@ -33,7 +33,7 @@ def select_topk(scores: torch.Tensor, top_k: int) -> torch.Tensor:
         from specache_fx.runtime.select import triton_topk
 
         return triton_topk.select_topk(scores, top_k)
-    if scores.device.type == "cpu" and (library := native.library()) is not None:
+    if scores.device.type == "cpu" and (library := native.load()) is not None:
         return native.select_topk(library, scores, top_k)
     return sorted_topk(scores, top_k)
 

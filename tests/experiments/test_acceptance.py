@@ -1,4 +1,4 @@
-"""What the committed results have to show (`results/*.json`); skipped while they are not there."""
+"""What the committed results have to show (`results/*.json`), and what they are known not to show."""
 
 from __future__ import annotations
 
@@ -17,10 +17,9 @@ RESULTS = Path(__file__).resolve().parents[2] / "results"
 
 def committed(name: str) -> tuple[Scale, Results]:
     file = RESULTS / f"{name}.json"
-    if not file.is_file():
-        pytest.skip(f"results/{name}.json is not there yet: `specache-fx experiment {name}` makes it")
+    assert file.is_file(), f"results/{name}.json is missing: `specache-fx experiment {name}` makes it"
     _, scale, results, _ = report.read(file)
-    assert not scale.quick, f"results/{name}.json is of a quick run: run it whole"
+    assert (scale.model, scale.length, scale.prompts, scale.quick) == ("suite", 4096, 24, False), name
     return scale, results
 
 
@@ -30,52 +29,67 @@ def average(scale: Scale, results: Results, method: Method, match: Method | None
     return found
 
 
-def test_one_bit_specache_is_near_the_full_cache_where_kivi_loses() -> None:
-    scale, results = committed("table1")
-    full = average(scale, results, FULL)
-    assert full.score - average(scale, results, specache(1, 64)).score <= 2
-    assert full.score - average(scale, results, kivi(1, 64)).score >= 20
+def lost(name: str, method: Method) -> float:
+    """Points below the full cache."""
+    scale, results = committed(name)
+    return average(scale, results, FULL).score - average(scale, results, method).score
+
+
+@pytest.mark.parametrize(
+    "group_size",
+    [64, pytest.param(32, marks=pytest.mark.xfail(reason="2.3 points are lost", strict=True))],
+)
+def test_one_bit_specache_is_within_two_points_of_the_full_cache(group_size: int) -> None:
+    assert lost("table1", specache(1, group_size)) <= 2
+
+
+@pytest.mark.parametrize("group_size", [32, 64])
+def test_one_bit_kivi_loses_twenty_points(group_size: int) -> None:
+    assert lost("table1", kivi(1, group_size)) >= 20
 
 
 def test_refetching_where_the_token_was_wrong_brings_one_bit_nearer() -> None:
-    scale, results = committed("refetch")
-    full, kept, refetched = (
-        average(scale, results, method).score
-        for method in (FULL, specache(1), specache(1, on_miss="refetch"))
-    )
-    assert full - refetched <= 1 and refetched >= kept
+    assert lost("refetch", specache(1, on_miss="refetch")) <= 1
+    assert lost("refetch", specache(1, on_miss="refetch")) < lost("refetch", specache(1))
 
 
-def test_kcache_with_128_values_is_near_the_full_cache() -> None:
-    """With the layer whole that its paper recommends."""
-    scale, results = committed("kcache")
-    full = average(scale, results, FULL)
-    assert abs(full.score - average(scale, results, kcache(128, 1)).score) <= 1
+@pytest.mark.parametrize(
+    "layers",
+    [1, 2, 3, pytest.param(0, marks=pytest.mark.xfail(reason="1.04 points are lost", strict=True))],
+)
+def test_kcache_with_128_values_is_within_a_point_of_the_full_cache(layers: int) -> None:
+    assert abs(lost("kcache", kcache(128, layers))) <= 1
 
 
 @pytest.mark.parametrize("bits", [1, 2])
-def test_what_is_prefetched_has_nine_tenths_of_the_attention_that_any_pairs_could_have(bits: int) -> None:
-    """By attention, as the paper's Figure 2 counts. By number it is less, and docs/results.md says so."""
+@pytest.mark.parametrize(
+    "rate",
+    [
+        "attention_hit_rate",
+        pytest.param("topk_hit_rate", marks=pytest.mark.xfail(reason="0.61 and 0.62", strict=True)),
+    ],
+)
+def test_nine_tenths_of_what_is_needed_was_prefetched(rate: str, bits: int) -> None:
+    """By attention, as the paper's Figure 2 counts, and by number, as its authors' answers do."""
     scale, results = committed("refetch")
-    rate = average(scale, results, specache(bits)).stat("attention_hit_rate")
-    assert rate is not None and rate >= 0.9
+    found = average(scale, results, specache(bits)).stat(rate)
+    assert found is not None and found >= 0.9
 
 
 def test_one_bit_formulas_come_in_the_papers_order() -> None:
     scale, results = committed("table5")
-    original, original_specache, improved, improved_specache = (
+    scores = [
         average(scale, results, formula(quantizer, with_specache)).score
         for quantizer in ("kivi-original", "kivi")
         for with_specache in (False, True)
-    )
-    assert original <= original_specache < improved_specache
-    assert original <= improved < improved_specache
+    ]
+    assert scores == sorted(scores) and len(set(scores)) == len(scores)
 
 
-@pytest.mark.parametrize("bits", [1, 2])
+@pytest.mark.parametrize("bits", [1, 2, 4])
 @pytest.mark.parametrize("name", PRESSES)
 def test_specache_is_ahead_of_eviction_with_as_many_bytes_or_more(name: str, bits: int) -> None:
-    scale, results = committed("table2")
+    scale, results = committed("pareto")
     ours = average(scale, results, specache(bits))
     theirs = average(scale, results, press(name), specache(bits))
     for mine, other in zip(ours.records, theirs.records, strict=True):

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from specache_fx.errors import SpecacheError
-from specache_fx.runtime import copy_job, native
+from specache_fx.runtime import copy_job, cpp_build, native
 from specache_fx.runtime.copy_engine import CopyEngine
 from specache_fx.runtime.host_cache import HostCache, resolve_host
 from specache_fx.runtime.staging import plan_slots
@@ -25,6 +25,7 @@ from specache_fx.runtime.staging import plan_slots
 SHAPES = [(2, 3, 5), (1, 4, 4)]
 BATCH = 2
 TOP_K = 6
+NEEDS_CPP = pytest.mark.skipif(cpp_build.find_compiler() is None, reason="no C++ compiler")
 DEVICES = [
     "cpu",
     pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")),
@@ -100,11 +101,11 @@ def test_plan_keeps_what_is_wanted_and_fetches_the_rest_into_free_slots(rows):
     assert staged.view(-1)[plan.slot_idx].tolist() != plan.token_idx.tolist() or not len(plan.slot_idx)
 
 
+@NEEDS_CPP
 @settings(max_examples=150)
 @given(rows=st.lists(st.tuples(SELECTIONS, SELECTIONS), min_size=6, max_size=6))
 def test_cpp_stages_as_planned(rows):
-    library = native.library()
-    assert library is not None
+    library = native.load()
     slots, wanted = (
         torch.tensor([row[i] for row in rows], dtype=torch.int32).reshape(2, 3, 5) for i in (0, 1)
     )
@@ -119,13 +120,14 @@ def test_cpp_stages_as_planned(rows):
     assert torch.equal(slots, plan.slots) and torch.equal(there, expected)
 
 
+@NEEDS_CPP
 def test_cpp_changes_nothing_where_a_token_is_not_there():
     slots, wanted = torch.tensor([[[0, 1]], [[2, -1]]], dtype=torch.int32), torch.full((2, 1, 2), -1)
     before, rows = slots.clone(), torch.zeros(2, 1, 2, 3)
     wanted = wanted.to(torch.int32)
     wanted[1, 0, 1] = 4
     with pytest.raises(IndexError, match="Token 4 of layer 7, which holds 4"):
-        native.stage_rows(native.library(), 7, [torch.ones(2, 1, 8, 3)], [0, 8], 4, wanted, slots, rows)
+        native.stage_rows(native.load(), 7, [torch.ones(2, 1, 8, 3)], [0, 8], 4, wanted, slots, rows)
     assert torch.equal(slots, before) and not rows.any()
 
 
@@ -216,11 +218,13 @@ class PlainMachine(EngineMachine):
     @initialize()
     def without_cpp(self):
         self.patch = pytest.MonkeyPatch()
-        self.patch.setattr(copy_job.native, "library", lambda: None)
+        self.patch.setattr(copy_job.native, "load", lambda: None)
 
     def teardown(self):
-        super().teardown()
-        self.patch.undo()
+        try:
+            super().teardown()
+        finally:
+            self.patch.undo()
 
 
 class CudaMachine(EngineMachine):

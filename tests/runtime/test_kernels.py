@@ -88,6 +88,7 @@ def close(got: Tensor, wanted: Tensor, relative: float, absolute: float) -> None
 @example(case=KernelCase(group_size=127, groups=2))  # no multiple of a vector
 @example(case=KernelCase(bits=1, group_size=64, groups=40, key_dim=128, value_dim=128, dtype=torch.bfloat16))
 @example(case=KernelCase(bits=8, group_size=16, groups=70, key_dim=128, value_dim=128))  # chunks
+@example(case=KernelCase(bits=4, group_size=4096, groups=1, content="constant"))  # the longest sums
 @example(case=KernelCase(bits=4, group_size=4, groups=3, value_dim=20))  # a shorter last group of channels
 @example(case=KernelCase(groups=0, window_len=0))
 @example(case=KernelCase(masked="all", bias="hiding", independent=True))
@@ -166,8 +167,10 @@ def test_what_the_cpu_kernel_is_not_made_for_goes_to_the_reference() -> None:
     doubles = {"query": inputs.query.double()}
     straddling = make_inputs(KernelCase(bits=1, group_size=4, groups=8, value_dim=20))
     latent = replace(inputs, expand=lambda key, value: (key, value))
+    # Sums of 32 bits would overflow in a group of so many tokens.
+    huge = make_inputs(KernelCase(bits=4, group_size=4104, groups=1, num_kv_heads=1))
     assert kernel.fits(inputs)
-    for other in (replace(inputs, **doubles), straddling, latent):
+    for other in (replace(inputs, **doubles), straddling, latent, huge):
         assert not kernel.fits(other)
         for got, wanted in zip(kernel.attention(other), ReferenceKernel().attention(other), strict=True):
             assert torch.equal(got, wanted)

@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from specache_fx.config import Aggregation
-from specache_fx.runtime import native
+from specache_fx.runtime import cpp_build, native
 from specache_fx.runtime.select import AGGREGATIONS, SELECTORS, select_topk, topk_overlap
 from specache_fx.runtime.select.topk import sorted_topk
 
@@ -51,8 +51,9 @@ def test_selection_is_exact_on_long_rows_with_ties(top_k, select):
     assert select(scores, top_k)[0].tolist() == [best(row, top_k) for row in scores[0].tolist()]
 
 
+@pytest.mark.skipif(cpp_build.find_compiler() is None, reason="no C++ compiler")
 def test_selection_on_the_cpu_is_in_cpp_where_it_can_be_built():
-    assert native.library() is not None
+    assert native.load() is not None
 
 
 def test_selection_takes_a_slice_of_more_tokens():

@@ -32,7 +32,7 @@ inline float largest_product(const float* a, const float* b, int64_t n) {
 
 // One byte of each of four vectors of integers, side by side.
 template <int SHIFT>
-inline Ints bytes_of(const Ints* x) {
+inline Ints packed_bytes(const Ints* x) {
   const Ints first = SHIFT == 0 ? x[0] : x[0] >> 8, second = SHIFT == 0 ? x[1] << 8 : x[1];
   const Ints third = SHIFT == 0 ? x[2] << 16 : x[2] << 8, fourth = SHIFT == 0 ? x[3] << 24 : x[3] << 16;
   return (first & 0xff) | (second & 0xff00) | (third & 0xff0000) | (fourth & static_cast<int>(0xff000000));
@@ -42,11 +42,11 @@ inline Ints bytes_of(const Ints* x) {
 constexpr float kFloor = 49152.0f;
 
 // Factors a * b, times `scale` where it is given, as integers to `to`: n of them, a multiple of 4 * kLanes, in words of four
-// that are kLanes apart; the low bytes behind the n / 4 words of high ones. Returns their sum, by lanes. `sum` += c * d.
+// that are kLanes apart; the low bytes behind the n / 4 words of high ones. Returns their sum, by lanes. `also` += c * d.
 // DITHER: one byte, rounded up or down by `dither`, which has kFloor in it.
 template <int BYTES, bool DITHER, bool SCALE>
 inline Ints round_factors(const float* a, const float* b, float scale, const float* dither, int64_t n, const float* c,
-                          const float* d, Floats& sum, int32_t* to) {
+                          const float* d, Floats& also, int32_t* to) {
   // With half a high byte more, the high byte is the nearest one, and the low byte is off by its top bit.
   const Floats rounder = splat(BYTES == 1 ? kRounder : kRounder + 128);
   Ints integers{};
@@ -56,13 +56,13 @@ inline Ints round_factors(const float* a, const float* b, float scale, const flo
       const int64_t at = i + j * kLanes;
       const Floats factor = SCALE ? load_floats(a + at) * scale : load_floats(a + at);
       x[j] = (Ints)(factor * load_floats(b + at) + (DITHER ? load_floats(dither + at) : rounder));
-      sum += load_floats(c + at) * load_floats(d + at);
+      also += load_floats(c + at) * load_floats(d + at);
     }
-    const Ints high = bytes_of<BYTES == 2 || DITHER ? 8 : 0>(x);
+    const Ints high = packed_bytes<BYTES == 2 || DITHER ? 8 : 0>(x);
     store(to + i / 4, high);
     integers += sum_of_bytes(high) << (BYTES == 2 ? 8 : 0);
     if (BYTES == 1) continue;
-    const Ints low = bytes_of<0>(x) ^ static_cast<int>(0x80808080);
+    const Ints low = packed_bytes<0>(x) ^ static_cast<int>(0x80808080);
     store(to + n / 4 + i / 4, low);
     integers += sum_of_bytes(low);
   }

@@ -59,7 +59,8 @@ inline void write_scores(const Head& h) {
         Floats score{};
         for (int64_t q = first; q < last; q++) {
           const Floats each = load_floats(probs + (q - s.first_scored) * s.chunk_pad + t) * share[q];
-          score = in.max_of_heads ? larger(each, score) : score + each;
+          // A maximum that NaN survives, as in the mean.
+          score = !in.max_of_heads ? score + each : ((each > score) | (each != each)) ? each : score;
         }
         if (t + kLanes <= n)
           store(scores + begin + t, score);
@@ -74,7 +75,7 @@ inline void write_scores(const Head& h) {
       for (int64_t q = first; q < last; q++) {
         const float reference = h.probs->reference[s.chunks * s.queries + q];
         const float each = h.probs->exact[q * s.exact_pad + i] * share_of(h, q, reference);
-        score = in.max_of_heads ? (each > score ? each : score) : score + each;
+        score = !in.max_of_heads ? score + each : each > score || each != each ? each : score;
       }
       scores[pair] = score;
     }

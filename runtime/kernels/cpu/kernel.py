@@ -17,7 +17,7 @@ from specache_fx.runtime.kernels.reference import ReferenceKernel
 
 SOURCES = Path(__file__).parent
 MAX_QUERIES = 1024  # kMaxQueries of head.h
-MAX_DIM = 4096  # sums of 32 bits hold the products of so many channels
+MAX_DIM = 4096  # sums of 32 bits hold the products of so many channels, or tokens of a group
 SCORE_TOLERANCE = 1 / 64  # rms error of a score that bfloat16 models at 1 and 2 bits may have
 
 
@@ -62,7 +62,7 @@ class CpuKernel:
         if not inputs.num_quantized:
             return True
         quantizer, value_dim = inputs.quantizer, inputs.value.shape[4]
-        if not quantizer.is_affine:
+        if not quantizer.is_affine or quantizer.group_size > MAX_DIM:
             return False
         # No byte of codes may have channels of two groups.
         return value_dim <= quantizer.group_size or quantizer.group_size * quantizer.bits % 8 == 0
