@@ -41,12 +41,19 @@ def _provenance(scale: Scale, saved: dict[str, Any]) -> str:
     device = saved["device"]
     machine = f"{device['name']} ({device['threads']} of {device['cores']} cores)"
     versions = ", ".join(f"{name} {number}" for name, number in saved["versions"].items())
+    peers = saved.get("peers") if any(_is_press(cell) for cell in saved["cells"]) else None
+    if peers:
+        versions += "; presses: " + ", ".join(f"{name} {number}" for name, number in peers.items())
     return (
         f"`{saved['command']}`: model {saved['model']} ({saved['model_fingerprint']}), {saved['dtype']}, seed"
         f" {saved['seed']}, {machine}, {saved['seconds'] / 60:.0f} minutes,"
         f" commit {(saved['commit'] or 'unknown')[:12]}, {saved['date']}; {versions}."
         f"{' A quick run: few prompts, not for conclusions.' if scale.quick else ''}"
     )
+
+
+def _is_press(cell: dict[str, Any]) -> bool:
+    return bool(cell["cell"]["method"]["name"].startswith("press:"))
 
 
 def _not_run(saved: dict[str, Any]) -> str:
