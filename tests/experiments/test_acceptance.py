@@ -35,12 +35,8 @@ def lost(name: str, method: Method) -> float:
     return average(scale, results, FULL).score - average(scale, results, method).score
 
 
-@pytest.mark.parametrize(
-    "group_size",
-    [64, pytest.param(32, marks=pytest.mark.xfail(reason="2.3 points are lost", strict=True))],
-)
-def test_one_bit_specache_is_within_two_points_of_the_full_cache(group_size: int) -> None:
-    assert lost("table1", specache(1, group_size)) <= 2
+def test_one_bit_specache_is_within_two_points_of_the_full_cache() -> None:
+    assert lost("table1", specache(1, 64)) <= 2
 
 
 @pytest.mark.parametrize("group_size", [32, 64])
@@ -53,27 +49,35 @@ def test_refetching_where_the_token_was_wrong_brings_one_bit_nearer() -> None:
     assert lost("refetch", specache(1, on_miss="refetch")) < lost("refetch", specache(1))
 
 
-@pytest.mark.parametrize(
-    "layers",
-    [1, 2, 3, pytest.param(0, marks=pytest.mark.xfail(reason="1.04 points are lost", strict=True))],
-)
+@pytest.mark.parametrize("layers", [1, 2, 3])
 def test_kcache_with_128_values_is_within_a_point_of_the_full_cache(layers: int) -> None:
     assert abs(lost("kcache", kcache(128, layers))) <= 1
 
 
-@pytest.mark.parametrize("bits", [1, 2])
-@pytest.mark.parametrize(
-    "rate",
-    [
-        "attention_hit_rate",
-        pytest.param("topk_hit_rate", marks=pytest.mark.xfail(reason="0.61 and 0.62", strict=True)),
-    ],
-)
-def test_nine_tenths_of_what_is_needed_was_prefetched(rate: str, bits: int) -> None:
-    """By attention, as the paper's Figure 2 counts, and by number, as its authors' answers do."""
+def hit_rate(name: str, bits: int) -> float:
     scale, results = committed("refetch")
-    found = average(scale, results, specache(bits)).stat(rate)
-    assert found is not None and found >= 0.9
+    rate = average(scale, results, specache(bits)).stat(name)
+    assert rate is not None
+    return rate
+
+
+@pytest.mark.parametrize("bits", [1, 2])
+def test_what_was_prefetched_has_nine_tenths_of_the_attention_that_it_could_have(bits: int) -> None:
+    """As the paper's Figure 2 counts a hit rate."""
+    assert hit_rate("attention_hit_rate", bits) >= 0.9
+
+
+def test_the_page_says_what_does_not_hold() -> None:
+    """Each with the figure of the committed results: what changes there has to change on the page."""
+    page = " ".join((RESULTS.parent / "docs" / "results.md").read_text(encoding="utf-8").split())
+    small_groups, no_layer = lost("table1", specache(1, 32)), lost("kcache", kcache(128, 0))
+    assert small_groups > 2 and f"and {small_groups:.1f} (g = 32) at 1 bit" in page
+    assert "within 2 points at g = 64, not at g = 32" in page
+    assert no_layer > 1 and f"and {no_layer:.2f} at N = 128" in page
+    for bits in (1, 2):
+        by_number = hit_rate("topk_hit_rate", bits)
+        assert by_number < 0.9 and f"| {by_number:.2f} |" in page
+    assert "**At least 90% does not hold here.**" in page and "does not hold by number" in page
 
 
 def test_one_bit_formulas_come_in_the_papers_order() -> None:

@@ -62,6 +62,7 @@ inline void score_group(const Head& h, int64_t first, int64_t g) {
   const Sizes& s = h.s;
   const int64_t tokens = h.in.group_size, digit_size = s.queries * BYTES * s.group_pad;
   const uint8_t* codes = h.codes_at(h.in.key_codes, (first + g) * tokens, s.key_bytes);
+  // Far enough ahead for memory, near enough to stay in the first cache. Behind the end it does nothing.
   prefetch(codes + 3 * tokens * s.key_bytes, tokens * s.key_bytes);
   words_by_channel(codes, s.key_bytes, tokens, h.words, s.group_pad);
   const float *scales = h.key_scales + g * s.key_pad, *middles = h.key_middles + g * s.key_pad;
