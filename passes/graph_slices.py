@@ -89,10 +89,13 @@ def extract(gm: GraphModule, results: list[Node], inputs: list[Node], *, reader:
 def constant_of(gm: GraphModule, value: Any, reader: Node) -> float | None:
     """The number that a constant, or a one-element tensor that is computed from constants alone, stands for.
 
-    `reader`: see `needed_for`.
+    So does a float that Dynamo has made a symbol, as where two models of one class differ in it: a guard then says
+    which it is, and another one compiles anew. `reader`: see `needed_for`.
     """
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return float(value)
+    if isinstance(value, Node) and isinstance(value_of(value), torch.SymFloat):
+        return float(value_of(value))
     if not isinstance(value, Node) or not isinstance(value_of(value), torch.Tensor):
         return None
     needed = needed_for(gm.graph, [value], reader=reader)

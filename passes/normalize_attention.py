@@ -23,7 +23,7 @@ from torch.fx import GraphModule, Node
 
 from specache_fx.passes.base import AttentionCore, Pass, PassState
 from specache_fx.passes.graph_edit import call, finish
-from specache_fx.passes.graph_slices import ancestors
+from specache_fx.passes.graph_slices import ancestors, constant_of
 from specache_fx.passes.graph_utils import output_node, shape_of, source_of, target_name
 from specache_fx.passes.mask_row import MaskRow
 from specache_fx.passes.prove_form import differs, is_proved
@@ -40,15 +40,16 @@ def _argument(node: Node, name: str, default: Any = None) -> Any:
     return node.args[index] if index < len(node.args) else node.kwargs.get(name, default)
 
 
-def _from_sdpa(node: Node) -> AttentionCore:
+def _from_sdpa(gm: GraphModule, node: Node) -> AttentionCore:
     query, key, value = (_argument(node, name) for name in _SDPA_ARGS[:3])
-    scale, problem = _argument(node, "scale"), None
+    given, problem = _argument(node, "scale"), None
+    scale = None if given is None else constant_of(gm, given, node)
     dims = shape_of(query) or ()
     if _argument(node, "dropout_p", 0.0) != 0.0:
         problem = ("it has dropout", "Call model.eval() first.")
     elif _argument(node, "is_causal", False) and len(dims) == 4 and dims[2] == 1 and shape_of(key)[2] != 1:  # type: ignore[index]
         problem = ("it is causal with one query, which hides all keys but the first", _LEAVE)
-    elif scale is not None and not isinstance(scale, (int, float)):
+    elif given is not None and scale is None:
         # Dynamo makes symbols of all numbers, head_dim too, if it is told to.
         problem = ("its scale is computed in the graph", f"Compile without dynamic=True. {_LEAVE}")
     return AttentionCore(
@@ -57,7 +58,7 @@ def _from_sdpa(node: Node) -> AttentionCore:
         key=key,
         value=value,
         mask=_argument(node, "attn_mask"),
-        scale=float(scale) if isinstance(scale, (int, float)) else dims[-1] ** -0.5,
+        scale=dims[-1] ** -0.5 if scale is None else scale,
         inner=frozenset({node}),
         problem=problem,
     )
@@ -121,7 +122,7 @@ def normalize_attention(gm: GraphModule, state: PassState) -> GraphModule:
     rows = MaskRow(gm.graph)
     for node in list(gm.graph.nodes):
         if node.op == "call_function" and node.target is F.scaled_dot_product_attention:
-            state.cores.append(_from_sdpa(node))
+            state.cores.append(_from_sdpa(gm, node))
         elif caches and node.op in ("call_function", "call_method") and target_name(node) == "softmax":
             before = len(rows.inserted)
             try:

@@ -80,6 +80,8 @@ class Numbers:
             spread: Standard deviation; None for what masks: a third of it hides.
         """
         fake = value_of(node)
+        if isinstance(fake, torch.SymFloat):
+            return float(fake)
         if not isinstance(fake, torch.Tensor):
             return self.integer(fake) if isinstance(fake, (int, torch.SymInt)) else fake
         number = constant_of(self.reader.graph.owning_module, node, self.reader)  # type: ignore[arg-type]

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.cases import nightly_unless
 from support.zoo import NAMES, SMALL, build, left_padded
 from torch import Tensor, nn
 from torch.fx import GraphModule
@@ -127,14 +128,40 @@ def test_other_lookaheads_equal_eager(name: str, lookahead: str) -> None:
     assert_nothing_is_compiled_late(watch)
 
 
-@pytest.mark.parametrize("policy", ["specache", "kivi"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "dtype",
+    nightly_unless(lambda dtype: dtype != torch.float32, [torch.float32, torch.bfloat16, torch.float16]),
+    ids=str,
+)
+@pytest.mark.parametrize("policy", nightly_unless(lambda policy: policy == "specache", ["specache", "kivi"]))
 def test_low_bits_run_in_every_dtype(dtype: torch.dtype, policy: str) -> None:
     model = build("llama").to(dtype)
     model.compile(backend="specache", options={**SMALL, "bits": 2, "policy": policy})
     out = generate(model, 60, output_logits=True)
     assert all(logits.isfinite().all() for logits in out.logits)
     assert specache_fx.stats(out.past_key_values).steps == 59
+
+
+@pytest.mark.parametrize(
+    ("name", "differ"),
+    [
+        ("llama", [{"head_dim": 16}, {"head_dim": 32}, {"head_dim": 8}]),
+        ("llama", [{"head_dim": size, "attn_implementation": "eager"} for size in (16, 32)]),
+        ("gemma2", [{"attn_logit_softcapping": cap} for cap in (0.5, 2.0)]),
+    ],
+    ids=["head_dim", "head_dim spelt out", "softcap"],
+)
+def test_models_of_one_class_that_differ_in_a_number_are_rewritten(
+    name: str, differ: list[dict[str, Any]]
+) -> None:
+    """Dynamo traces one code for all of them, and makes symbols of what it has seen differ."""
+    for overrides in differ:
+        model = build(name, **overrides)
+        expected = generate(model, 12).sequences
+        model.compile(backend="specache", options={**SMALL, "bits": 16, "strict": True})
+        out = generate(model, 12)
+        assert torch.equal(out.sequences, expected)
+        assert specache_fx.stats(out.past_key_values).exact_hit_rate == 1.0
 
 
 def test_inductor_equals_eager() -> None:
