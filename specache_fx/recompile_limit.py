@@ -28,11 +28,11 @@ _ACCUMULATED = "accumulated_recompile_limit"
 
 
 def make_room() -> None:
-    """Raise Dynamo's recompile limit if the compile at hand is the last that it allows. Called for every graph.
+    """Raise Dynamo's recompile limit once compiles have used up half of it. Called for every graph of this backend.
 
-    The number of the compile counts for what the limit is compared to, the compiled versions that are kept: it is
-    never less. A limit of the region's own, `torch.compile(..., recompile_limit=...)` of torch 2.12 and later, is
-    raised likewise.
+    The other half is for compiles of the same code by other backends, which do not come here. The number of the
+    compile counts for what the limit is compared to, the compiled versions that are kept: it is never less. A limit of
+    the region's own, `torch.compile(..., recompile_limit=...)` of torch 2.12 and later, is raised likewise.
 
     Raises:
         UnsupportedGraphError: At `accumulated_recompile_limit`, Dynamo's stop for a function that is compiled without
@@ -53,7 +53,7 @@ def make_room() -> None:
             " why it is compiled so often."
         )
     limit = config.recompile_limit
-    if count < limit:
+    if 2 * count <= limit:
         return
     raised = max(2 * limit, 2 * count)
     region = _region()
