@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 
@@ -21,6 +22,13 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 # The tensors are small, and one process a core runs already: more threads only get into each other's way.
 torch.set_num_threads(1)
+
+
+def pytest_collection_finish() -> None:
+    """Keep what was imported out of garbage collections: Dynamo's many objects set one off again and again."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.cases import nightly_unless
 from support.models import Block, TinyConfig, TinyDecoder, generate
 from support.own_modules import OwnConfig, OwnDecoder, SwiGLU, greedy
 from support.zoo import SMALL, build, left_padded
@@ -71,7 +72,9 @@ def test_an_own_module_with_a_break_in_each_layer_equals_itself(
     assert stats.exact_hit_rate is None and stats.topk_hit_rate == 1.0 and stats.kv_len == 36
 
 
-@pytest.mark.parametrize("place", ["", "self_attn.k_proj"], ids=["layer", "k_proj"])
+@pytest.mark.parametrize(
+    "place", nightly_unless(lambda place: not place, ["", "self_attn.k_proj"]), ids=["layer", "k_proj"]
+)
 def test_llama_with_a_break_in_each_layer_equals_itself(place: str, caplog: pytest.LogCaptureFixture) -> None:
     model = build("llama")
     kwargs: dict[str, Any] = {**left_padded(), "max_new_tokens": 12, "do_sample": False}

@@ -27,15 +27,17 @@ PROMPT = left_padded()
 CLOSE = {"rtol": 2e-4, "atol": 2e-4}
 
 
-@pytest.fixture
-def model(fresh_dynamo: None) -> nn.Module:
+@pytest.fixture(scope="module")
+def model() -> nn.Module:
+    torch._dynamo.reset()
     model = build("llama")
     model.compile(backend="specache", options={**SMALL, "bits": 2})
     return model
 
 
-@pytest.fixture
-def exact_model(fresh_dynamo: None) -> nn.Module:
+@pytest.fixture(scope="module")
+def exact_model() -> nn.Module:
+    torch._dynamo.reset()
     model = build("llama")
     model.compile(backend="specache", options={**SMALL, "bits": 16})
     return model
@@ -109,7 +111,7 @@ def test_force_eager_gets_nan_from_a_handle(model: nn.Module) -> None:
         assert_never_finite(lambda: step(model, past))
 
 
-def test_model_past_the_recompile_limit_gets_nan_from_a_handle(model: nn.Module) -> None:
+def test_model_past_the_recompile_limit_gets_nan_from_a_handle(fresh_dynamo: None, model: nn.Module) -> None:
     """Dynamo then runs the model as it is, and no backend is asked."""
     past = generate(model).past_key_values
     with torch._dynamo.config.patch(recompile_limit=1):
@@ -204,8 +206,10 @@ def test_strict_raises_with_gradients() -> None:
         model(torch.full((3, 4), 5), use_cache=True)
 
 
-@pytest.mark.parametrize("cut", [0, 7])
-@pytest.mark.parametrize("copied", [False, True], ids=["own", "copy"])
+@pytest.mark.parametrize(
+    ("cut", "copied"),
+    nightly_unless(lambda case: case in ((0, False), (7, True)), itertools.product((0, 7), (False, True))),
+)
 def test_gradients_get_the_numbers_of_a_cache(exact_model: nn.Module, cut: int, copied: bool) -> None:
     def logits(model: nn.Module) -> Tensor:
         with torch.no_grad():
@@ -263,7 +267,7 @@ def test_layers_of_different_lengths_are_refused(model: nn.Module) -> None:
     past.layers[1].keys, past.layers[1].values = (
         x[:, :, :-3] for x in (past.layers[1].keys, past.layers[1].values)
     )
-    with pytest.raises(CacheHandleError, match="not of the same tokens"):
+    with pytest.raises(CacheHandleError, match=r"not of the same tokens|different lengths"):
         step(model, past)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.cases import nightly_unless
 from support.models import TinyConfig, TinyDecoder, generate
 from torch._dynamo.exc import BackendCompilerFailed
 
@@ -37,7 +38,9 @@ def peak_bytes(run: Callable[[], object]) -> int:
     return peak
 
 
-@pytest.mark.parametrize("lowering", ["eager", "inductor"])
+@pytest.mark.parametrize(
+    "lowering", nightly_unless(lambda lowering: lowering == "eager", ["eager", "inductor"])
+)
 def test_prefill_keeps_one_layers_pairs_alive(lowering: str) -> None:
     tokens, peaks, copies = 1024, {}, {}
     layer_bytes = 2 * tokens * WIDE["num_kv_heads"] * WIDE["head_dim"] * 4
