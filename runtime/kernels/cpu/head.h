@@ -30,7 +30,8 @@ struct Sizes {
     value_pad = round_up(in.value_dim, 16);
     value_groups = (in.value_dim + in.value_group - 1) / in.value_group;
     group_bytes = (in.value_group * in.bits + 7) / 8;
-    column_pad = round_up(group_bytes, kLanes);
+    value_copies = group_bytes * 2 == kLanes && per_byte % 2 == 0 ? 2 : group_bytes * 4 == kLanes && per_byte % 4 == 0 ? 4 : 1;
+    column_pad = value_copies > 1 ? group_bytes : round_up(group_bytes, kLanes);
     columns = column_pad * per_byte;
     words_pad = round_up(value_groups * group_bytes, 16) + kLanes;
     chunk = in.group_size < kChunk ? kChunk / in.group_size * in.group_size : in.group_size;  // whole groups
@@ -47,7 +48,7 @@ struct Sizes {
 
   int64_t queries, first_scored, stored, exact, exact_pad, chunk, chunks, chunk_pad;
   int64_t key_bytes, key_words, key_steps, key_pad, group_pad;
-  int64_t value_bytes, value_pad, value_groups, group_bytes, column_pad, columns, words_pad;
+  int64_t value_bytes, value_pad, value_groups, group_bytes, value_copies, column_pad, columns, words_pad;
   int64_t words, sums, value_sums, factors, dims;
 };
 

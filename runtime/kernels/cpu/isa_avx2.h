@@ -61,6 +61,14 @@ inline void store_by_16(const Ints* x, int32_t* to, int64_t width) {
   }
 }
 
+// The first half, or quarter, of a vector's words, to every one of it.
+inline Ints load_halves(const int32_t* from) {
+  return (Ints)_mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+}
+inline Ints load_quarters(const int32_t* from) {
+  return (Ints)_mm256_broadcastq_epi64(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)));
+}
+
 // The larger of two in each lane; b where a is NaN.
 inline Floats larger(Floats a, Floats b) { return _mm256_max_ps(a, b); }
 

@@ -60,6 +60,14 @@ inline void store_by_16(const Ints* x, int32_t* to, int64_t width) {
   _mm512_storeu_si512(to + 3 * width, _mm512_shuffle_i32x4(c, d, 0xdd));
 }
 
+// The first half, or quarter, of a vector's words, to every one of it.
+inline Ints load_halves(const int32_t* from) {
+  return (Ints)_mm512_broadcast_i64x4(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+}
+inline Ints load_quarters(const int32_t* from) {
+  return (Ints)_mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+}
+
 // The larger of two in each lane; b where a is NaN.
 inline Floats larger(Floats a, Floats b) { return _mm512_max_ps(a, b); }
 

@@ -68,6 +68,10 @@ inline Ints rows_of_16(const uint8_t* row, int64_t) {
 // The i-th 16 bytes of each of four vectors, side by side, to row i of `to`: here one row.
 inline void store_by_16(const Ints* x, int32_t* to, int64_t) { memcpy(to, x, 64); }
 
+// The first half, or quarter, of a vector's words, to every one of it.
+inline Ints load_halves(const int32_t* from) { return Ints{from[0], from[1], from[0], from[1]}; }
+inline Ints load_quarters(const int32_t* from) { return Ints{from[0], from[0], from[0], from[0]}; }
+
 // The larger of two in each lane; b where a is NaN.
 inline Floats larger(Floats a, Floats b) { return a > b ? a : b; }
 

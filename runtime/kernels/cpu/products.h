@@ -22,7 +22,21 @@ struct Place {
   int32_t shift;
 };
 
-template <int BITS, int PLACES, int ROWS, int VECS>
+// Groups of values may have fewer bytes than a vector lanes: words are then loaded to each 1/COPIES of it, for as many
+// places in their bytes at a time.
+template <int BITS, int COPIES>
+inline Ints place_shifts(int32_t shift) {
+  Ints shifts = splat(shift);
+  for (int i = 0; i < kLanes; i++) shifts[i] += i / (kLanes / COPIES) * BITS;
+  return shifts;
+}
+
+template <int COPIES>
+inline Ints load_copies(const int32_t* from) {
+  return COPIES == 1 ? load<Ints>(from) : COPIES == 2 ? load_halves(from) : load_quarters(from);
+}
+
+template <int BITS, int PLACES, int COPIES, int ROWS, int VECS>
 inline void tile(const Codes& codes, int64_t first, int64_t count, const Place* at, const int32_t* factors,
                  int64_t factor_width, int32_t* sums, int64_t width, bool add) {
   using F = Format<BITS>;
@@ -32,7 +46,7 @@ inline void tile(const Codes& codes, int64_t first, int64_t count, const Place* 
   for (int r = 0; r < ROWS; r++)
     for (int v = 0; v < VECS; v++) acc[r][v] = Sums{};
   for (int v = 0; v < VECS; v++) {
-    shift[v] = splat(at[v].shift);
+    shift[v] = place_shifts<BITS, COPIES>(at[v].shift);
     from[v] = codes.words + first * codes.width + at[v].column;
   }
   const int32_t* factor = factors + first * PLACES;
@@ -40,7 +54,7 @@ inline void tile(const Codes& codes, int64_t first, int64_t count, const Place* 
   do {  // there is at least one: said so, the compiler needs no copies of the sums for none
     Ints word[VECS];
     for (int v = 0; v < VECS; v++) {
-      word[v] = load<Ints>(from[v] + row * codes.width);
+      word[v] = load_copies<COPIES>(from[v] + row * codes.width);
       if (PLACES == 1) word[v] = word[v] >> shift[v];
     }
     for (int place = 0; place < PLACES; place++, factor++) {
@@ -63,7 +77,7 @@ inline void tile(const Codes& codes, int64_t first, int64_t count, const Place* 
   }
 }
 
-template <int BITS, int PLACES, int ROWS>
+template <int BITS, int PLACES, int COPIES, int ROWS>
 inline void row_tile(const Codes& codes, int digit, const int32_t* factors, int64_t factor_width, int32_t* sums,
                      int64_t width, bool add) {
   constexpr int64_t safe = safe_steps(Format<BITS>::kMaxField) / PLACES;  // rows that sums hold for sure
@@ -74,30 +88,30 @@ inline void row_tile(const Codes& codes, int digit, const int32_t* factors, int6
     for (int64_t n = 0; n < width; n += 2 * kLanes) {
       for (int v = 0; v < 2; v++) {
         at[v] = next;
-        next.column += kLanes;
-        if (next.column == codes.columns) next = {0, next.shift + BITS};
+        next.column += kLanes / COPIES;
+        if (next.column == codes.columns) next = {0, next.shift + COPIES * BITS};
       }
       if (n + kLanes < width)
-        tile<BITS, PLACES, ROWS, 2>(codes, first, count, at, factors, factor_width, sums + n, width, add || first > 0);
+        tile<BITS, PLACES, COPIES, ROWS, 2>(codes, first, count, at, factors, factor_width, sums + n, width, add || first > 0);
       else
-        tile<BITS, PLACES, ROWS, 1>(codes, first, count, at, factors, factor_width, sums + n, width, add || first > 0);
+        tile<BITS, PLACES, COPIES, ROWS, 1>(codes, first, count, at, factors, factor_width, sums + n, width, add || first > 0);
     }
   }
 }
 
 // `sums[digit][rows][width]`, width a multiple of kLanes. `add`: to what is there.
-template <int BITS, int PLACES>
+template <int BITS, int PLACES, int COPIES = 1>
 inline void products(const Codes& codes, const int32_t* factors, int64_t factor_width, int32_t* sums, int64_t rows,
                      int64_t width, bool add) {
   for (int digit = 0; digit < Format<BITS>::kDigits; digit++, sums += rows * width) {
     int64_t r = 0;
     for (; r + kTileRows <= rows; r += kTileRows)
-      row_tile<BITS, PLACES, kTileRows>(codes, digit, factors + r * factor_width, factor_width, sums + r * width, width,
+      row_tile<BITS, PLACES, COPIES, kTileRows>(codes, digit, factors + r * factor_width, factor_width, sums + r * width, width,
                                         add);
     for (; r + 2 <= rows; r += 2)
-      row_tile<BITS, PLACES, 2>(codes, digit, factors + r * factor_width, factor_width, sums + r * width, width, add);
+      row_tile<BITS, PLACES, COPIES, 2>(codes, digit, factors + r * factor_width, factor_width, sums + r * width, width, add);
     for (; r < rows; r++)
-      row_tile<BITS, PLACES, 1>(codes, digit, factors + r * factor_width, factor_width, sums + r * width, width, add);
+      row_tile<BITS, PLACES, COPIES, 1>(codes, digit, factors + r * factor_width, factor_width, sums + r * width, width, add);
   }
 }
 

@@ -56,8 +56,11 @@ inline void add_block(const Head& h, int64_t first, int64_t at, int64_t tokens) 
                                                                    middles, middle, h.factors + BYTES * q * steps);
       h.constants[q * s.value_groups + g] += sum(middle - to_floats(integers) * (step * (F::kMaxCode / 2.0f)));
     }
-    products<BITS, 1>({h.words + g * s.group_bytes, s.words_pad, steps, s.column_pad}, h.factors, steps,
-                      h.sums + g * s.value_sums, s.queries * BYTES, s.columns, at > 0);
+    const Codes words{h.words + g * s.group_bytes, s.words_pad, steps, s.column_pad};
+    int32_t* sums = h.sums + g * s.value_sums;
+    if (s.value_copies == 1) products<BITS, 1>(words, h.factors, steps, sums, s.queries * BYTES, s.columns, at > 0);
+    if (s.value_copies == 2) products<BITS, 1, 2>(words, h.factors, steps, sums, s.queries * BYTES, s.columns, at > 0);
+    if (s.value_copies == 4) products<BITS, 1, 4>(words, h.factors, steps, sums, s.queries * BYTES, s.columns, at > 0);
   }
 }
 
