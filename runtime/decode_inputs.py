@@ -10,6 +10,7 @@ import torch
 from specache_fx.runtime.kernels import DecodeInputs, Expand
 from specache_fx.runtime.layer_cache import LayerCache
 from specache_fx.runtime.quant import Quantizer
+from specache_fx.runtime.score_buffers import ScoreBuffers
 from specache_fx.runtime.window_cache import WindowCache, WindowMask
 
 
@@ -34,6 +35,7 @@ def layer_inputs(
     key_mask: torch.Tensor | None,
     bias: torch.Tensor | None,
     scored_lanes: int,
+    buffers: ScoreBuffers,
 ) -> DecodeInputs:
     """For a layer that keeps all tokens.
 
@@ -44,11 +46,14 @@ def layer_inputs(
         key_mask: Which tokens are real, bool `[batch, kv_len]`.
         bias: See `DecodeInputs`.
         scored_lanes: See `DecodeInputs`.
+        buffers: For the scores, if any are wanted.
     """
     window_key, window_value = cache.window()
     if cache.sinks is not None:
         staged = cache.sinks.staged(staged)
     rows, indices = (None, None) if staged is None else staged
+    batch, num_kv_heads, window_len, _ = window_key.shape
+    shape = (scored_lanes, batch, num_kv_heads, cache.num_quantized + window_len + 1)
     return DecodeInputs(
         query=lanes.query,
         key=lanes.key,
@@ -70,6 +75,7 @@ def layer_inputs(
         expand=lanes.expand,
         aggregation=cache.config.aggregation,
         scored_lanes=scored_lanes,
+        scores_out=buffers.take(shape) if scored_lanes and lanes.query.device.type == "cpu" else None,
     )
 
 

@@ -45,6 +45,7 @@ class DecodeStep:
     expansions: dict[int, Expand] = field(default_factory=dict)
     missed: torch.Tensor | None = None
     _scores: dict[int, tuple[torch.Tensor, int]] = field(default_factory=dict, init=False)
+    _borrowed: dict[int, torch.Tensor] = field(default_factory=dict, init=False)  # where scores may be
     # Rows and indices of the layers that have waited: until the prefetch that overwrites them, and no longer.
     _staged: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict, init=False)
 
@@ -107,14 +108,18 @@ class DecodeStep:
         selects = session.engine is not None and not cache.resident
         # Of the last lane, which selects; for the rates, of the first too, which tells what was needed.
         scored = 0 if not selects else query.shape[0] if session.config.track_hit_rates else 1
-        out, scores = session.kernel.attention(
-            layer_inputs(lanes, cache, rows, key_mask, self.biases.get(layer), scored)
-        )
+        bias, buffers = self.biases.get(layer), session.score_buffers
+        inputs = layer_inputs(lanes, cache, rows, key_mask, bias, scored, buffers)
+        out, scores = session.kernel.attention(inputs)
         if not selects:
             return out
         if layer in self._scores:  # attentions that share a layer choose together
             both = AGGREGATIONS[session.config.aggregation].of_attentions
             scores = both(self._scores[layer][0], scores)
+            if inputs.scores_out is not None:
+                buffers.give_back(inputs.scores_out)
+        elif inputs.scores_out is not None:
+            self._borrowed[layer] = inputs.scores_out
         self._scores[layer] = (scores, cache.num_quantized)
         return out
 
@@ -140,6 +145,8 @@ class DecodeStep:
         if config.track_hit_rates and ahead and session.engine is not None and quantized_before:
             needed = scores[0][..., :quantized_before]
             session.metrics.count_topk(needed, config.top_k, self._staged[layer][1])
+        if layer in self._borrowed:
+            session.score_buffers.give_back(self._borrowed.pop(layer))
         if self.missed is not None and session.engine is not None:
             chosen = torch.where(self.missed[:, None, None], chosen, session.engine.wait(layer)[1])
         return chosen

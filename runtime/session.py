@@ -24,6 +24,7 @@ from specache_fx.runtime.key_mask import KeyMask
 from specache_fx.runtime.layer_cache import LayerCache
 from specache_fx.runtime.metrics import Metrics
 from specache_fx.runtime.quant import make_quantizer
+from specache_fx.runtime.score_buffers import ScoreBuffers
 from specache_fx.runtime.select import make_selector
 from specache_fx.runtime.window_cache import WindowCache
 
@@ -74,6 +75,7 @@ class Session:
         self.engine: CopyEngine | None = None
         self.quantizer = make_quantizer(config)
         self.kernel = choose_kernel(config.kernel, device)
+        self.score_buffers = ScoreBuffers()
         self.select_pairs = make_selector(config)
         self._global = [i for i, shape in enumerate(shapes) if shape.window is None]
         # Of these, the ones whose older tokens leave the device: the first `resident_layers` keep all there.

@@ -47,6 +47,8 @@ class DecodeInputs:
         aggregation: How the selection scores of the query heads that share a kv head become one: a name in
             `specache_fx.runtime.select.AGGREGATIONS`.
         scored_lanes: Of how many of the last lanes the selection scores are wanted; None for all.
+        scores_out: Where a kernel may write the scores, float32 `[num_scored, batch, num_kv_heads, num_quantized +
+            window_len + 1]`; None where it is to find memory itself.
         independent_lanes: Each lane sees its own pair only (pre-decode). Else lane 1 also sees lane 0's (Alg. 3).
     """
 
@@ -71,6 +73,7 @@ class DecodeInputs:
     expand: Expand | None = None
     aggregation: str = "mean"
     scored_lanes: int | None = None
+    scores_out: torch.Tensor | None = None
 
     @property
     def num_scored(self) -> int:

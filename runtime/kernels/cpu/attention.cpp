@@ -50,7 +50,7 @@ void load_queries(const Head& h) {
 
 // Part `part` of `num_parts` of a head; the first one reads the exact pairs.
 template <int BITS>
-void read_part(const Head& h, int64_t part, int64_t num_parts) {
+void read_part(Head& h, int64_t part, int64_t num_parts) {
   const Sizes& s = h.s;
   load_queries<BITS>(h);
   for (int64_t q = 0; q < s.queries; q++) {

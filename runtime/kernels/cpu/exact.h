@@ -34,7 +34,9 @@ inline void add_exact(const Head& h) {
   for (int64_t q = 0; q < s.queries; q++)
     for (int64_t i = 0; i < s.exact_pad; i++) probs[q * s.exact_pad + i] = -kInfinity;
   for (int64_t i = 0; i < s.exact; i++) {
-    const ExactPair pair = exact_pair(h, i);
+    const ExactPair pair = exact_pair(h, i), later = exact_pair(h, i + 8 < s.exact ? i + 8 : i);
+    prefetch(later.key, in.key_dim * bytes_of(in.dtype));
+    prefetch(later.value, in.value_dim * bytes_of(in.dtype));
     if (pair.pair < 0) continue;  // an empty slot
     to_float(h.row, pair.key, in.key_dim, in.dtype);
     memset(h.row + in.key_dim, 0, 4 * (s.key_pad - in.key_dim));

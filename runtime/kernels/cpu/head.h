@@ -30,7 +30,9 @@ struct Sizes {
     value_pad = round_up(in.value_dim, 16);
     value_groups = (in.value_dim + in.value_group - 1) / in.value_group;
     group_bytes = (in.value_group * in.bits + 7) / 8;
-    value_copies = group_bytes * 2 == kLanes && per_byte % 2 == 0 ? 2 : group_bytes * 4 == kLanes && per_byte % 4 == 0 ? 4 : 1;
+    value_copies = 1;  // see `load_copies`
+    for (int64_t copies = 2; copies <= 4; copies *= 2)
+      if (group_bytes * copies == kLanes && per_byte % copies == 0) value_copies = copies;
     column_pad = value_copies > 1 ? group_bytes : round_up(group_bytes, kLanes);
     columns = column_pad * per_byte;
     words_pad = round_up(value_groups * group_bytes, 16) + kLanes;
@@ -105,13 +107,13 @@ struct Head {
     value_rows = arena.take<float>(s.value_groups * s.chunk);
     value_scales = arena.take<float>(s.value_groups * s.chunk_pad);
     value_middles = arena.take<float>(s.value_groups * s.chunk_pad);
-    chunk_probs = arena.take<float>(s.queries * s.chunk_pad);
+    unscored_probs = arena.take<float>(s.first_scored * s.chunk_pad);
     steps = arena.take<float>(s.queries);
     offsets = arena.take<float>(s.queries);
     tops = arena.take<float>(s.queries);
     value_steps = arena.take<float>(s.queries * s.value_groups);
     packed_out = arena.take<float>(s.queries * s.value_groups * s.columns);
-    constants = arena.take<float>(s.queries * s.value_groups);
+    constants = arena.take<float>(s.queries * s.value_groups * kLanes);
     large = arena.take<Large>(64 * s.queries);
     words = arena.take<int32_t>(s.words);
     factors = arena.take<int32_t>(s.factors);
@@ -132,15 +134,20 @@ struct Head {
   // Of a chunk, [groups, key_pad] in the order of packed_query and [value_groups, chunk_pad]. "Middles" are what the code
   // in the middle of the range stands for.
   float *key_scales, *key_middles, *value_rows, *value_scales, *value_middles;
-  float* chunk_probs;       // [queries, chunk_pad]: scores of a chunk, then probabilities; 0 behind its end
+  float* unscored_probs;    // [queries whose selection scores nobody wants, chunk_pad]
+  float* scored_probs = nullptr;  // [the others, chunk_pad], of this chunk in `probs`
   float *steps, *offsets;   // [queries]: what a score's integers are worth, and what is added to them
   float* tops;              // [queries]: the largest probability of a chunk
   float* value_steps;       // [queries, value_groups]
   float* packed_out;  // [queries, value_groups, columns]: the codes' share of `out`
-  float* constants;   // [queries, value_groups]: what all channels of a group get
+  float* constants;   // [queries, value_groups, kLanes]: what all channels of a group get, to be summed
   Large* large;       // [queries, 64]
   int32_t *words, *factors, *sums;
 
+  // Scores of a chunk, then probabilities, [chunk_pad].
+  float* probs_of(int64_t q) const {
+    return q < s.first_scored ? unscored_probs + q * s.chunk_pad : scored_probs + (q - s.first_scored) * s.chunk_pad;
+  }
   const void* at(const SpecachePlane& plane, int64_t row, int64_t width) const {
     return row_of(plane.data, batch_row * plane.batch_stride + kv_head * plane.head_stride + row * width, in.dtype);
   }

@@ -10,6 +10,12 @@ namespace specache {
 constexpr int kLanes = 8;  // 32-bit lanes of a vector
 constexpr int kTileRows = 4;  // rows of sums that registers have room for, two vectors each
 
+// Where words go that are made of the i-th 16 bytes of rows which lie one behind the other.
+template <int ROW_BYTES>
+constexpr int64_t offset_of_16(int64_t i, int64_t width) {
+  return 16 * i / ROW_BYTES * width + 16 * i % ROW_BYTES;
+}
+
 typedef float Floats __attribute__((vector_size(4 * kLanes)));
 typedef int32_t Ints __attribute__((vector_size(4 * kLanes)));
 typedef __m256i Sums;
@@ -52,12 +58,14 @@ inline Ints rows_of_16(const uint8_t* row, int64_t stride) {
   return (Ints)_mm256_inserti128_si256(_mm256_castsi128_si256(first), second, 1);
 }
 
-// The i-th 16 bytes of each of four vectors, side by side, to row i of `to`.
+// The i-th 16 bytes of each of four vectors, side by side, to where words of the i-th 16 bytes of rows belong.
+template <int ROW_BYTES>
 inline void store_by_16(const Ints* x, int32_t* to, int64_t width) {
   for (int j = 0; j < 2; j++) {
     const __m256i a = (__m256i)x[2 * j], b = (__m256i)x[2 * j + 1];
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + 8 * j), _mm256_permute2x128_si256(a, b, 0x20));
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + width + 8 * j), _mm256_permute2x128_si256(a, b, 0x31));
+    int32_t* second = to + offset_of_16<ROW_BYTES>(1, width) + 8 * j;
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(second), _mm256_permute2x128_si256(a, b, 0x31));
   }
 }
 

@@ -10,6 +10,12 @@ namespace specache {
 constexpr int kLanes = 16;  // 32-bit lanes of a vector
 constexpr int kTileRows = 8;  // rows of sums that registers have room for, two vectors each
 
+// Where words go that are made of the i-th 16 bytes of rows which lie one behind the other.
+template <int ROW_BYTES>
+constexpr int64_t offset_of_16(int64_t i, int64_t width) {
+  return 16 * i / ROW_BYTES * width + 16 * i % ROW_BYTES;
+}
+
 typedef float Floats __attribute__((vector_size(4 * kLanes)));
 typedef int32_t Ints __attribute__((vector_size(4 * kLanes)));
 typedef __m512i Sums;
@@ -48,16 +54,17 @@ inline Ints rows_of_16(const uint8_t* row, int64_t stride) {
   return (Ints)_mm512_inserti32x4(x, _mm_loadu_si128(reinterpret_cast<const __m128i*>(row + 3 * stride)), 3);
 }
 
-// The i-th 16 bytes of each of four vectors, side by side, to row i of `to`.
+// The i-th 16 bytes of each of four vectors, side by side, to where words of the i-th 16 bytes of rows belong.
+template <int ROW_BYTES>
 inline void store_by_16(const Ints* x, int32_t* to, int64_t width) {
   const __m512i a = _mm512_shuffle_i32x4((__m512i)x[0], (__m512i)x[1], 0x44);
   const __m512i b = _mm512_shuffle_i32x4((__m512i)x[2], (__m512i)x[3], 0x44);
   const __m512i c = _mm512_shuffle_i32x4((__m512i)x[0], (__m512i)x[1], 0xee);
   const __m512i d = _mm512_shuffle_i32x4((__m512i)x[2], (__m512i)x[3], 0xee);
-  _mm512_storeu_si512(to, _mm512_shuffle_i32x4(a, b, 0x88));
-  _mm512_storeu_si512(to + width, _mm512_shuffle_i32x4(a, b, 0xdd));
-  _mm512_storeu_si512(to + 2 * width, _mm512_shuffle_i32x4(c, d, 0x88));
-  _mm512_storeu_si512(to + 3 * width, _mm512_shuffle_i32x4(c, d, 0xdd));
+  _mm512_storeu_si512(to + offset_of_16<ROW_BYTES>(0, width), _mm512_shuffle_i32x4(a, b, 0x88));
+  _mm512_storeu_si512(to + offset_of_16<ROW_BYTES>(1, width), _mm512_shuffle_i32x4(a, b, 0xdd));
+  _mm512_storeu_si512(to + offset_of_16<ROW_BYTES>(2, width), _mm512_shuffle_i32x4(c, d, 0x88));
+  _mm512_storeu_si512(to + offset_of_16<ROW_BYTES>(3, width), _mm512_shuffle_i32x4(c, d, 0xdd));
 }
 
 // The first half, or quarter, of a vector's words, to every one of it.

@@ -65,7 +65,8 @@ inline Ints rows_of_16(const uint8_t* row, int64_t) {
   return x;
 }
 
-// The i-th 16 bytes of each of four vectors, side by side, to row i of `to`: here one row.
+// The i-th 16 bytes of each of four vectors, side by side, to where words of the i-th 16 bytes of rows belong.
+template <int ROW_BYTES>
 inline void store_by_16(const Ints* x, int32_t* to, int64_t) { memcpy(to, x, 64); }
 
 // The first half, or quarter, of a vector's words, to every one of it.

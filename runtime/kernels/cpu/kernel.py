@@ -79,7 +79,9 @@ class CpuKernel:
         num_kv_heads, value_dim = inputs.key.shape[2], inputs.value.shape[4]
         out = inputs.query.new_empty((lanes, batch, num_heads, 1, value_dim))
         stored = inputs.num_quantized + inputs.window_key.shape[2]
-        scores = torch.empty((inputs.num_scored, batch, num_kv_heads, stored + 1), dtype=torch.float32)
+        scores = inputs.scores_out
+        if scores is None:
+            scores = torch.empty((inputs.num_scored, batch, num_kv_heads, stored + 1), dtype=torch.float32)
         addresses = Addresses()
         arguments = _arguments(inputs, addresses)
         arguments.out, arguments.scores = addresses.of(out), addresses.of(scores)

@@ -34,6 +34,10 @@ inline int64_t start_keys(const Head& h, int64_t first, int64_t groups) {
     packed_order<BITS>(h.spare, s.key_steps, middles);
     to_float(h.spare, h.at(h.in.key_scale, first + g, h.in.key_dim), h.in.key_dim, h.in.dtype);
     packed_order<BITS>(h.spare, s.key_steps, scales);
+  }
+  // In a loop of its own: what was just written in pieces is slow to be read in vectors.
+  for (int64_t g = 0; g < groups; g++) {
+    float *scales = h.key_scales + g * s.key_pad, *middles = h.key_middles + g * s.key_pad;
     for (int64_t i = 0; i < s.key_pad; i += kLanes) {
       const Floats scale = load_floats(scales + i);
       store(middles + i, load_floats(middles + i) + scale * (Format<BITS>::kMaxCode / 2.0f));
@@ -55,15 +59,13 @@ inline int64_t start_keys(const Head& h, int64_t first, int64_t groups) {
   return bytes;
 }
 
-// Scores of the tokens of group `first + g` to `chunk_probs`, products alone.
+// Scores of the tokens of group `first + g` to `probs_of`, products alone.
 template <int BITS, int BYTES>
 inline void score_group(const Head& h, int64_t first, int64_t g) {
   using F = Format<BITS>;
   const Sizes& s = h.s;
   const int64_t tokens = h.in.group_size, digit_size = s.queries * BYTES * s.group_pad;
   const uint8_t* codes = h.codes_at(h.in.key_codes, (first + g) * tokens, s.key_bytes);
-  // Far enough ahead for memory, near enough to stay in the first cache. Behind the end it does nothing.
-  prefetch(codes + 3 * tokens * s.key_bytes, tokens * s.key_bytes);
   words_by_channel(codes, s.key_bytes, tokens, h.words, s.group_pad);
   const float *scales = h.key_scales + g * s.key_pad, *middles = h.key_middles + g * s.key_pad;
   for (int64_t q = 0; q < s.queries; q++) {
@@ -74,10 +76,10 @@ inline void score_group(const Head& h, int64_t first, int64_t g) {
     h.offsets[q] = sum(middle - to_floats(integers) * (h.steps[q] * (F::kMaxCode / 2.0f)));
   }
   products<BITS, F::kPerByte>({h.words, s.group_pad, s.key_words, s.group_pad}, h.factors, s.key_pad / 4, h.sums,
-                              s.queries * BYTES, s.group_pad, false);
+                              s.queries * BYTES, s.group_pad, false, codes + kAhead, tokens * s.key_bytes);
   for (int64_t q = 0; q < s.queries; q++) {
     const int32_t* sums = h.sums + q * BYTES * s.group_pad;
-    float* scores = h.chunk_probs + q * s.chunk_pad + g * tokens;
+    float* scores = h.probs_of(q) + g * tokens;
     for (int64_t t = 0; t < tokens; t += kLanes) {
       const Floats score = joined<BITS>(sums, digit_size, s.group_pad, t, BYTES) * h.steps[q] + h.offsets[q];
       if (t + kLanes <= tokens)

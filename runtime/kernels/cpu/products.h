@@ -16,6 +16,15 @@ struct Codes {
   int64_t width, rows, columns;
 };
 
+// What is asked for from memory in the meantime: it comes at its own pace, and a stretch at once would be waited for.
+struct Ahead {
+  const uint8_t* at;
+  int64_t step;  // bytes
+};
+
+// Bytes of codes between what is read and what is asked for. Half or twice as many are as good.
+constexpr int64_t kAhead = 8192;
+
 // One vector of n: where its words are, and by how much they are shifted.
 struct Place {
   int64_t column;
@@ -38,8 +47,9 @@ inline Ints load_copies(const int32_t* from) {
 
 template <int BITS, int PLACES, int COPIES, int ROWS, int VECS>
 inline void tile(const Codes& codes, int64_t first, int64_t count, const Place* at, const int32_t* factors,
-                 int64_t factor_width, int32_t* sums, int64_t width, bool add) {
+                 int64_t factor_width, int32_t* sums, int64_t width, bool add, Ahead& ahead) {
   using F = Format<BITS>;
+  const uint8_t* asked = ahead.at;
   Sums acc[ROWS][VECS];
   Ints shift[VECS];
   const int32_t* from[VECS];
@@ -59,6 +69,8 @@ inline void tile(const Codes& codes, int64_t first, int64_t count, const Place* 
     }
     for (int place = 0; place < PLACES; place++, factor++) {
       Ints code[VECS];
+      __builtin_prefetch(asked);
+      asked += ahead.step;
       for (int v = 0; v < VECS; v++) {
         code[v] = word[v] & (0x01010101 * F::kMaxField);
         word[v] = word[v] >> F::kFieldBits;
@@ -69,6 +81,7 @@ inline void tile(const Codes& codes, int64_t first, int64_t count, const Place* 
       }
     }
   } while (++row < count);
+  ahead.at = asked;
   for (int r = 0; r < ROWS; r++) {
     for (int v = 0; v < VECS; v++) {
       int32_t* to = sums + r * width + v * kLanes;
@@ -79,7 +92,7 @@ inline void tile(const Codes& codes, int64_t first, int64_t count, const Place* 
 
 template <int BITS, int PLACES, int COPIES, int ROWS>
 inline void row_tile(const Codes& codes, int digit, const int32_t* factors, int64_t factor_width, int32_t* sums,
-                     int64_t width, bool add) {
+                     int64_t width, bool add, Ahead& ahead) {
   constexpr int64_t safe = safe_steps(Format<BITS>::kMaxField) / PLACES;  // rows that sums hold for sure
   static_assert(safe > 0, "a row of words overflows the sums");
   for (int64_t first = 0; first < codes.rows; first += safe) {
@@ -92,26 +105,32 @@ inline void row_tile(const Codes& codes, int digit, const int32_t* factors, int6
         if (next.column == codes.columns) next = {0, next.shift + COPIES * BITS};
       }
       if (n + kLanes < width)
-        tile<BITS, PLACES, COPIES, ROWS, 2>(codes, first, count, at, factors, factor_width, sums + n, width, add || first > 0);
+        tile<BITS, PLACES, COPIES, ROWS, 2>(codes, first, count, at, factors, factor_width, sums + n, width, add || first > 0, ahead);
       else
-        tile<BITS, PLACES, COPIES, ROWS, 1>(codes, first, count, at, factors, factor_width, sums + n, width, add || first > 0);
+        tile<BITS, PLACES, COPIES, ROWS, 1>(codes, first, count, at, factors, factor_width, sums + n, width, add || first > 0, ahead);
     }
   }
 }
 
-// `sums[digit][rows][width]`, width a multiple of kLanes. `add`: to what is there.
+// `sums[digit][rows][width]`, width a multiple of kLanes. `add`: to what is there. Asks for `next_bytes` from `next` on;
+// behind the end of all codes that does nothing.
 template <int BITS, int PLACES, int COPIES = 1>
 inline void products(const Codes& codes, const int32_t* factors, int64_t factor_width, int32_t* sums, int64_t rows,
-                     int64_t width, bool add) {
+                     int64_t width, bool add, const uint8_t* next, int64_t next_bytes) {
+  const int64_t tiles = rows / kTileRows + rows % kTileRows / 2 + rows % 2;
+  const int64_t turns = Format<BITS>::kDigits * tiles * ((width + 2 * kLanes - 1) / (2 * kLanes)) * codes.rows * PLACES;
+  Ahead ahead{next, next_bytes / turns + 1};
   for (int digit = 0; digit < Format<BITS>::kDigits; digit++, sums += rows * width) {
     int64_t r = 0;
     for (; r + kTileRows <= rows; r += kTileRows)
       row_tile<BITS, PLACES, COPIES, kTileRows>(codes, digit, factors + r * factor_width, factor_width, sums + r * width, width,
-                                        add);
+                                        add, ahead);
     for (; r + 2 <= rows; r += 2)
-      row_tile<BITS, PLACES, COPIES, 2>(codes, digit, factors + r * factor_width, factor_width, sums + r * width, width, add);
+      row_tile<BITS, PLACES, COPIES, 2>(codes, digit, factors + r * factor_width, factor_width, sums + r * width, width,
+                                        add, ahead);
     for (; r < rows; r++)
-      row_tile<BITS, PLACES, COPIES, 1>(codes, digit, factors + r * factor_width, factor_width, sums + r * width, width, add);
+      row_tile<BITS, PLACES, COPIES, 1>(codes, digit, factors + r * factor_width, factor_width, sums + r * width, width,
+                                        add, ahead);
   }
 }
 

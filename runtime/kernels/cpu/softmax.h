@@ -14,7 +14,7 @@ inline float finished(const Head& h, int64_t q, int64_t pair, float score) {
 
 // The same for the n scores of a chunk.
 inline void finish_scores(const Head& h, int64_t q, int64_t first, int64_t n) {
-  float* scores = h.chunk_probs + q * h.s.chunk_pad;
+  float* scores = h.probs_of(q);
   if (h.in.softcap != 0)
     for (int64_t t = 0; t < n; t += kLanes) store(scores + t, capped(load_floats(scores + t), h.in.softcap));
   if (h.in.bias == nullptr) return;
@@ -28,11 +28,11 @@ inline void hide(const Head& h, int64_t first, int64_t n) {
   const int32_t* staged = in.staged_indices + (h.batch_row * in.kv_heads + h.kv_head) * in.num_staged;
   for (int64_t i = 0; i < in.num_staged; i++)
     if (staged[i] >= first && staged[i] < first + n)
-      for (int64_t q = 0; q < h.s.queries; q++) h.chunk_probs[q * h.s.chunk_pad + staged[i] - first] = -kInfinity;
+      for (int64_t q = 0; q < h.s.queries; q++) h.probs_of(q)[staged[i] - first] = -kInfinity;
   if (in.key_mask == nullptr && in.visible == nullptr) return;
   for (int64_t q = 0; q < h.s.queries; q++)
     for (int64_t t = 0; t < n; t++)
-      if (!h.sees(q / in.heads_per_kv, first + t)) h.chunk_probs[q * h.s.chunk_pad + t] = -kInfinity;
+      if (!h.sees(q / in.heads_per_kv, first + t)) h.probs_of(q)[t] = -kInfinity;
 }
 
 // Takes over a new maximum: what was summed so far shrinks. Returns what scores are to be measured against.
@@ -47,7 +47,8 @@ inline float raise_maximum(const Head& h, int64_t q, float maximum) {
     for (int64_t c = 0; c < s.value_pad; c++) out[c] *= shrink;
     float* packed = h.packed_out + q * s.value_groups * s.columns;
     for (int64_t n = 0; n < s.value_groups * s.columns; n++) packed[n] *= shrink;
-    for (int64_t g = 0; g < s.value_groups; g++) h.constants[q * s.value_groups + g] *= shrink;
+    float* constants = h.constants + q * s.value_groups * kLanes;
+    for (int64_t i = 0; i < s.value_groups * kLanes; i++) constants[i] *= shrink;
   }
   return known == -kInfinity ? 0.0f : known;
 }
@@ -94,16 +95,17 @@ inline int64_t recompute_large(const Head& h, int64_t q, int64_t first, int64_t 
 
 // One chunk of low-bit pairs, `first` and `n` whole groups.
 template <int BITS>
-inline void add_chunk(const Head& h, int64_t first, int64_t n) {
+inline void add_chunk(Head& h, int64_t first, int64_t n) {
   const Sizes& s = h.s;
   const int64_t chunk = first / s.chunk, padded = round_up(n, 4 * kLanes);
   float* references = h.probs->reference + chunk * s.queries;
+  h.scored_probs = h.probs->stored + chunk * (s.queries - s.first_scored) * s.chunk_pad;
   score_chunk<BITS>(h, first, n);
   for (int64_t q = 0; q < s.queries; q++) finish_scores(h, q, first, n);
   hide(h, first, n);
   int64_t num_large = 0;
   for (int64_t q = 0; q < s.queries; q++) {
-    float* row = h.chunk_probs + q * s.chunk_pad;
+    float* row = h.probs_of(q);
     for (int64_t t = n; t < padded; t++) row[t] = -kInfinity;
     h.tops[q] = to_probs(h, q, row, padded, references + q);
     if (h.tops[q] > h.result->mass[q] / 64) {
@@ -115,10 +117,7 @@ inline void add_chunk(const Head& h, int64_t first, int64_t n) {
     add_values<BITS, 1>(h, first, n);
   else
     add_values<BITS, 2>(h, first, n);
-  for (int64_t i = 0; i < num_large; i++)
-    h.chunk_probs[h.large[i].query * s.chunk_pad + h.large[i].token] = h.large[i].prob;
-  const int64_t scored = (s.queries - s.first_scored) * s.chunk_pad;
-  memcpy(h.probs->stored + chunk * scored, h.chunk_probs + s.first_scored * s.chunk_pad, 4 * scored);
+  for (int64_t i = 0; i < num_large; i++) h.probs_of(h.large[i].query)[h.large[i].token] = h.large[i].prob;
 }
 
 }  // namespace specache

@@ -53,23 +53,47 @@ inline void words_by_channel(const uint8_t* codes, int64_t row_bytes, int64_t to
   }
 }
 
+// In each 16 bytes: x[j] becomes the words of byte 4 * j to 4 * j + 3 of all four.
+inline void bytes_side_by_side(Ints* x) {
+  const Ints ab = low_bytes(x[0], x[1]), cd = low_bytes(x[2], x[3]);
+  const Ints ef = high_bytes(x[0], x[1]), gh = high_bytes(x[2], x[3]);
+  x[0] = low_halves(ab, cd);
+  x[1] = high_halves(ab, cd);
+  x[2] = low_halves(ef, gh);
+  x[3] = high_halves(ef, gh);
+}
+
+// `words_by_token` of whole blocks, where vectors hold whole rows: each is read in one piece.
+template <int ROW_BYTES>
+inline void words_of_rows(const uint8_t* codes, int64_t tokens, int32_t* words, int64_t width) {
+  constexpr int per_vector = 4 * kLanes / ROW_BYTES;
+  for (int64_t t = 0; t < tokens; t += 4 * kLanes) {
+    for (int64_t step = 0; step < kLanes; step += per_vector) {
+      Ints x[4];
+      for (int i = 0; i < 4; i++) x[i] = load<Ints>(codes + (t + step + i * kLanes) * ROW_BYTES);
+      bytes_side_by_side(x);
+      store_by_16<ROW_BYTES>(x, words + (t / 4 + step) * width, width);
+    }
+  }
+}
+
 // Values: `words[step][byte]` = that byte of four tokens that are kLanes apart, the first being `step`'s of its block of
 // 4 * kLanes tokens: probabilities become words of factors in this order without any shuffling.
 inline void words_by_token(const uint8_t* codes, int64_t row_bytes, int64_t tokens, int32_t* words, int64_t width) {
+  if (tokens % (4 * kLanes) == 0) {
+    if (row_bytes == 16) return words_of_rows<16>(codes, tokens, words, width);
+    if (row_bytes == 32 && kLanes >= 8) return words_of_rows<kLanes >= 8 ? 32 : 16>(codes, tokens, words, width);
+    if (row_bytes == 64 && kLanes >= 16) return words_of_rows<kLanes >= 16 ? 64 : 16>(codes, tokens, words, width);
+  }
   Rows rows;
   for (int64_t t = 0; t < tokens; t += 4 * kLanes) {
     for (int64_t at = 0; at < row_bytes; at += 16) {
       rows.read(codes + t * row_bytes, row_bytes, tokens - t, at, 4 * kLanes);
       for (int64_t step = 0; step < kLanes; step += kLanes / 4) {
-        Ints x[4], to[4];
+        Ints x[4];
         for (int i = 0; i < 4; i++) x[i] = rows_of_16(rows.first + (step + i * kLanes) * rows.stride, rows.stride);
-        const Ints ab = low_bytes(x[0], x[1]), cd = low_bytes(x[2], x[3]);
-        const Ints ef = high_bytes(x[0], x[1]), gh = high_bytes(x[2], x[3]);
-        to[0] = low_halves(ab, cd);
-        to[1] = high_halves(ab, cd);
-        to[2] = low_halves(ef, gh);
-        to[3] = high_halves(ef, gh);
-        store_by_16(to, words + (t / 4 + step) * width + at, width);
+        bytes_side_by_side(x);
+        store_by_16<16>(x, words + (t / 4 + step) * width + at, width);
       }
     }
   }

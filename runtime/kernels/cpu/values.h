@@ -10,6 +10,19 @@ namespace specache {
 template <int GROUPS>
 inline void by_group(const Head& h, const void* from, int64_t tokens, float* to) {
   const int64_t n = GROUPS > 0 ? GROUPS : h.s.value_groups;
+  if (GROUPS == 2 && h.in.dtype == kBFloat16) {  // a word has both; behind the end zeros are put later
+    const char* words = static_cast<const char*>(from);
+    for (int64_t t = 0; t < tokens; t += kLanes) {
+      Ints word{};
+      if (t + kLanes <= tokens)
+        word = load<Ints>(words + 4 * t);
+      else
+        memcpy(&word, words + 4 * t, 4 * (tokens - t));
+      store(to + t, word << 16);
+      store(to + h.s.chunk_pad + t, word & static_cast<int32_t>(0xffff0000));
+    }
+    return;
+  }
   to_float(n == 1 ? to : h.value_rows, from, tokens * n, h.in.dtype);
   if (n == 1) return;
   for (int64_t g = 0; g < n; g++)
@@ -45,26 +58,31 @@ inline void add_block(const Head& h, int64_t first, int64_t at, int64_t tokens) 
   const Sizes& s = h.s;
   const int64_t padded = round_up(tokens, 4 * kLanes), steps = padded / 4;
   const uint8_t* codes = h.codes_at(h.in.value_codes, first + at, s.value_bytes);
-  prefetch(codes + 2 * tokens * s.value_bytes, tokens * s.value_bytes);
   words_by_token(codes, s.value_bytes, tokens, h.words, s.words_pad);
   for (int64_t g = 0; g < s.value_groups; g++) {
     const float *scales = h.value_scales + g * s.chunk_pad + at, *middles = h.value_middles + g * s.chunk_pad + at;
     for (int64_t q = 0; q < s.queries; q++) {
-      const float *p = h.chunk_probs + q * s.chunk_pad + at, step = h.value_steps[q * s.value_groups + g];
+      const float *p = h.probs_of(q) + at, step = h.value_steps[q * s.value_groups + g];
       Floats middle{};
       const Ints integers = round_factors<BYTES, BYTES == 1, true>(p, scales, inverse_of(h.tops[q]), kDither.at, padded, p,
                                                                    middles, middle, h.factors + BYTES * q * steps);
-      h.constants[q * s.value_groups + g] += sum(middle - to_floats(integers) * (step * (F::kMaxCode / 2.0f)));
+      float* constants = h.constants + (q * s.value_groups + g) * kLanes;
+      store(constants, load_floats(constants) + middle - to_floats(integers) * (step * (F::kMaxCode / 2.0f)));
     }
     const Codes words{h.words + g * s.group_bytes, s.words_pad, steps, s.column_pad};
     int32_t* sums = h.sums + g * s.value_sums;
-    if (s.value_copies == 1) products<BITS, 1>(words, h.factors, steps, sums, s.queries * BYTES, s.columns, at > 0);
-    if (s.value_copies == 2) products<BITS, 1, 2>(words, h.factors, steps, sums, s.queries * BYTES, s.columns, at > 0);
-    if (s.value_copies == 4) products<BITS, 1, 4>(words, h.factors, steps, sums, s.queries * BYTES, s.columns, at > 0);
+    const int64_t share = tokens * s.value_bytes / s.value_groups;
+    const uint8_t* next = codes + kAhead + g * share;
+    if (s.value_copies == 1)
+      products<BITS, 1>(words, h.factors, steps, sums, s.queries * BYTES, s.columns, at > 0, next, share);
+    if (s.value_copies == 2)
+      products<BITS, 1, 2>(words, h.factors, steps, sums, s.queries * BYTES, s.columns, at > 0, next, share);
+    if (s.value_copies == 4)
+      products<BITS, 1, 4>(words, h.factors, steps, sums, s.queries * BYTES, s.columns, at > 0, next, share);
   }
 }
 
-// Adds the values of a chunk, `tokens` from `first` on, weighted by `chunk_probs`.
+// Adds the values of a chunk, `tokens` from `first` on, weighted by `probs_of`.
 template <int BITS, int BYTES>
 inline void add_values(const Head& h, int64_t first, int64_t tokens) {
   const Sizes& s = h.s;
@@ -119,12 +137,14 @@ template <int BITS>
 inline void join_out(const Head& h) {
   using F = Format<BITS>;
   const Sizes& s = h.s;
+  for (int64_t row = 0; row < s.queries * s.value_groups; row++)
+    h.constants[row * kLanes] = sum(load_floats(h.constants + row * kLanes));
   for (int64_t q = 0; q < s.queries; q++) {
     for (int64_t c = 0; c < h.in.value_dim; c++) {
       const int64_t g = c / h.in.value_group, in_group = c % h.in.value_group;
       const int64_t n = in_group % F::kPerByte * s.column_pad + in_group / F::kPerByte;
       const int64_t row = q * s.value_groups + g;
-      h.result->out[q * s.value_pad + c] += h.packed_out[row * s.columns + n] + h.constants[row];
+      h.result->out[q * s.value_pad + c] += h.packed_out[row * s.columns + n] + h.constants[row * kLanes];
     }
   }
 }

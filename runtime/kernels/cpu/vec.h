@@ -64,7 +64,7 @@ enum Dtype : int64_t { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };
 
 inline int64_t bytes_of(int64_t dtype) { return dtype == kFloat32 ? 4 : 2; }
 
-// Codes come from memory in order, but in short rows that the hardware does not follow far.
+// Asks for so many bytes.
 inline void prefetch(const void* from, int64_t bytes) {
   for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(static_cast<const char*>(from) + i);
 }
