@@ -53,7 +53,12 @@ RANKS: tuple[tuple[str, ...], ...] = (
         "specache_fx.runtime.metrics",
     ),
     ("specache_fx.runtime.host_cache", "specache_fx.runtime.staging", "specache_fx.runtime.kernels"),
-    ("specache_fx.runtime.host_blocks", "specache_fx.runtime.handle", "specache_fx.runtime.key_mask", "specache_fx.runtime.score_buffers"),
+    (
+        "specache_fx.runtime.host_blocks",
+        "specache_fx.runtime.handle",
+        "specache_fx.runtime.key_mask",
+        "specache_fx.runtime.score_buffers",
+    ),
     ("specache_fx.runtime.quant", "specache_fx.runtime.select", "specache_fx.runtime.masks"),
     ("specache_fx.runtime.native",),
     ("specache_fx.runtime.tracing", "specache_fx.runtime.triton_ops", "specache_fx.runtime.cpp_build"),

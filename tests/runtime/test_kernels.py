@@ -88,7 +88,9 @@ def close(got: Tensor, wanted: Tensor, relative: float, absolute: float) -> None
 @example(case=KernelCase(group_size=127, groups=2))  # no multiple of a vector
 @example(case=KernelCase(bits=1, group_size=64, groups=40, key_dim=128, value_dim=128, dtype=torch.bfloat16))
 @example(case=KernelCase(bits=1, group_size=32, groups=40, key_dim=128, value_dim=128, dtype=torch.bfloat16))
-@example(case=KernelCase(bits=2, group_size=32, groups=40, key_dim=64, value_dim=64))  # half a vector of lanes
+@example(
+    case=KernelCase(bits=2, group_size=32, groups=40, key_dim=64, value_dim=64)
+)  # half a vector of lanes
 @example(case=KernelCase(bits=2, group_size=64, groups=20, key_dim=256, value_dim=256))  # a vector a row
 @example(case=KernelCase(bits=8, group_size=16, groups=70, key_dim=128, value_dim=128))  # chunks
 @example(case=KernelCase(bits=4, group_size=4096, groups=1, content="constant"))  # the longest sums
