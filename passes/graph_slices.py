@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.fx import Graph, GraphModule, Node
+from torch.utils._sympy.symbol import SymT, symbol_is_type
 
 from specache_fx.passes.graph_utils import reads_shape_only, shape_of, target_name, value_of
 from specache_fx.passes.writes import schemas_of, storages, writes_of, written_storages
@@ -86,16 +87,25 @@ def extract(gm: GraphModule, results: list[Node], inputs: list[Node], *, reader:
     return GraphModule(gm, graph)
 
 
+def float_of(symbol: torch.SymFloat) -> float | None:
+    """A float of the model that Dynamo made a symbol, as where two models of one class differ in it.
+
+    A guard then says which it is, and another one compiles anew. None where it is computed from sizes, which change in
+    each step, or from a tensor.
+    """
+    symbols = symbol.node.expr.free_symbols
+    return float(symbol) if all(symbol_is_type(one, SymT.FLOAT) for one in symbols) else None
+
+
 def constant_of(gm: GraphModule, value: Any, reader: Node) -> float | None:
     """The number that a constant, or a one-element tensor that is computed from constants alone, stands for.
 
-    So does a float that Dynamo has made a symbol, as where two models of one class differ in it: a guard then says
-    which it is, and another one compiles anew. `reader`: see `needed_for`.
+    So does a float that Dynamo has made a symbol, see `float_of`. `reader`: see `needed_for`.
     """
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return float(value)
     if isinstance(value, Node) and isinstance(value_of(value), torch.SymFloat):
-        return float(value_of(value))
+        return float_of(value_of(value))
     if not isinstance(value, Node) or not isinstance(value_of(value), torch.Tensor):
         return None
     needed = needed_for(gm.graph, [value], reader=reader)

@@ -26,6 +26,7 @@ from specache_fx.passes.normalize_attention import NORMALIZE_ATTENTION
 from specache_fx.passes.normalize_calls import NORMALIZE_CALLS
 from specache_fx.passes.quantize_attention import QUANTIZE_ATTENTION
 from specache_fx.passes.select_topk import SELECT_TOPK
+from specache_fx.passes.specialize_floats import SPECIALIZE_FLOATS
 from specache_fx.passes.split_prelude import SPLIT_PRELUDE
 from specache_fx.passes.turn_products import TURN_PRODUCTS
 from specache_fx.passes.verify import VERIFY
@@ -33,6 +34,7 @@ from specache_fx.passes.verify import VERIFY
 logger = logging.getLogger(__name__)
 
 CAPTURE_PASSES: tuple[Pass, ...] = (
+    SPECIALIZE_FLOATS,
     NORMALIZE_CALLS,
     HEADS_FIRST,
     NORMALIZE_ATTENTION,

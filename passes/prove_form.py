@@ -14,7 +14,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from specache_fx.passes.base import AttentionCore
-from specache_fx.passes.graph_slices import constant_of, extract
+from specache_fx.passes.graph_slices import constant_of, extract, float_of
 from specache_fx.passes.graph_utils import placeholders, shape_of, symbols_of, value_of
 from specache_fx.runtime.masks import hides
 
@@ -81,7 +81,8 @@ class Numbers:
         """
         fake = value_of(node)
         if isinstance(fake, torch.SymFloat):
-            return float(fake)
+            number = float_of(fake)
+            return fake if number is None else number
         if not isinstance(fake, torch.Tensor):
             return self.integer(fake) if isinstance(fake, (int, torch.SymInt)) else fake
         number = constant_of(self.reader.graph.owning_module, node, self.reader)  # type: ignore[arg-type]

@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 
 _LIMIT = "recompile_limit"
 _ACCUMULATED = "accumulated_recompile_limit"
+_raised: dict[int, int] = {}  # the limit that was found, and to what it was raised last
 
 
 def make_room() -> None:
@@ -55,6 +56,9 @@ def make_room() -> None:
     limit = config.recompile_limit
     if 2 * count <= limit:
         return
+    if limit not in _raised.values():  # not ours: the user's, or Dynamo's own
+        _raised.clear()
+    allowed = next(iter(_raised), limit)
     raised = max(2 * limit, 2 * count)
     region = _region()
     if region is not None:
@@ -62,7 +66,10 @@ def make_room() -> None:
         name = "torch.compile(recompile_limit=...)"
     else:
         _raise_to(_LIMIT, raised)
+        _raised[allowed] = raised
         name = f"torch._dynamo.config.{_LIMIT}"
+    if count < allowed:
+        return
     warn_once(
         logger,
         f"This model has been compiled {count} times, for different shapes and ways of generating. Past {name},"

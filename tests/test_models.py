@@ -164,6 +164,15 @@ def test_models_of_one_class_that_differ_in_a_number_are_rewritten(
         assert specache_fx.stats(out.past_key_values).exact_hit_rate == 1.0
 
 
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_dynamic_true_changes_nothing(name: str) -> None:
+    model = build(name)
+    model.compile(backend="specache", dynamic=True, options={**SMALL, "bits": 16, "strict": True})
+    out = generate(model, 30)
+    assert torch.equal(out.sequences, eager_tokens(name)[:, : PROMPT_LEN + 30])
+    assert specache_fx.stats(out.past_key_values).exact_hit_rate == 1.0
+
+
 def test_inductor_equals_eager() -> None:
     """The graphs compiled for real, once."""
     out, watch = watched("llama", 60, bits=16, lowering="inductor")
