@@ -45,7 +45,7 @@ class DecodeStep:
     expansions: dict[int, Expand] = field(default_factory=dict)
     missed: torch.Tensor | None = None
     _scores: dict[int, tuple[torch.Tensor, int]] = field(default_factory=dict, init=False)
-    _borrowed: dict[int, torch.Tensor] = field(default_factory=dict, init=False)  # where scores may be
+    _borrowed: dict[int, list[torch.Tensor]] = field(default_factory=dict, init=False)  # where scores may be
     # Rows and indices of the layers that have waited: until the prefetch that overwrites them, and no longer.
     _staged: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict, init=False)
 
@@ -57,6 +57,8 @@ class DecodeStep:
             yield
         finally:
             del _running[self.session.number]
+            for layer in list(self._borrowed):  # where nothing was selected, or the step failed
+                self._give_back_scores(layer)
 
     @property
     def windows_told(self) -> bool:
@@ -110,16 +112,14 @@ class DecodeStep:
         scored = 0 if not selects else query.shape[0] if session.config.track_hit_rates else 1
         bias, buffers = self.biases.get(layer), session.score_buffers
         inputs = layer_inputs(lanes, cache, rows, key_mask, bias, scored, buffers)
+        if inputs.scores_out is not None:
+            self._borrowed.setdefault(layer, []).append(inputs.scores_out)
         out, scores = session.kernel.attention(inputs)
         if not selects:
             return out
         if layer in self._scores:  # attentions that share a layer choose together
             both = AGGREGATIONS[session.config.aggregation].of_attentions
             scores = both(self._scores[layer][0], scores)
-            if inputs.scores_out is not None:
-                buffers.give_back(inputs.scores_out)
-        elif inputs.scores_out is not None:
-            self._borrowed[layer] = inputs.scores_out
         self._scores[layer] = (scores, cache.num_quantized)
         return out
 
@@ -145,11 +145,15 @@ class DecodeStep:
         if config.track_hit_rates and ahead and session.engine is not None and quantized_before:
             needed = scores[0][..., :quantized_before]
             session.metrics.count_topk(needed, config.top_k, self._staged[layer][1])
-        if layer in self._borrowed:
-            session.score_buffers.give_back(self._borrowed.pop(layer))
+        self._give_back_scores(layer)
         if self.missed is not None and session.engine is not None:
             chosen = torch.where(self.missed[:, None, None], chosen, session.engine.wait(layer)[1])
         return chosen
+
+    def _give_back_scores(self, layer: int) -> None:
+        """Nobody reads them any more."""
+        for scores in self._borrowed.pop(layer, ()):
+            self.session.score_buffers.give_back(scores)
 
     def prefetch(self, layer: int, indices: torch.Tensor) -> None:
         """Start bringing the 16-bit pairs of `indices` to the device, beside what the device computes next."""

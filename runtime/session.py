@@ -289,7 +289,7 @@ class Session:
             self.engine.close()
         if self.host is not None:
             self.host.close()
-        self.layers, self.host, self.engine = [], None, None
+        self.layers, self.host, self.engine, self.score_buffers = [], None, None, ScoreBuffers()
 
 
 def _take(mine: LayerCache | WindowCache, theirs: LayerCache | WindowCache, rows: torch.Tensor) -> None:
