@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import torch
 from transformers.utils import logging as transformers_logging
 
-_CHATTY = ("transformers", "torchao", "torch")
+_CHATTY = ("transformers", "torchao", "torch", "huggingface_hub")
 
 
 @contextlib.contextmanager

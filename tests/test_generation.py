@@ -72,7 +72,6 @@ _ALIKE = (
     "sampling_top_p",
     "return_sequences_sampling",
     "beams_sampling",
-    "two_token_prompt",
     "no_attention_mask",
 )
 

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from support.cases import nightly_unless
 from support.models import TinyConfig, TinyDecoder, generate
 from torch._dynamo.exc import BackendCompilerFailed
 
@@ -38,14 +37,12 @@ def peak_bytes(run: Callable[[], object]) -> int:
     return peak
 
 
-@pytest.mark.parametrize(
-    "lowering", nightly_unless(lambda lowering: lowering == "eager", ["eager", "inductor"])
-)
-def test_prefill_keeps_one_layers_pairs_alive(lowering: str) -> None:
+@pytest.mark.parametrize(("lowering", "most"), [("eager", 8), ("inductor", 4)])
+def test_prefill_keeps_one_layers_pairs_alive(lowering: str, most: int) -> None:
     tokens, peaks, copies = 1024, {}, {}
     layer_bytes = 2 * tokens * WIDE["num_kv_heads"] * WIDE["head_dim"] * 4
     input_ids = torch.randint(61, (1, tokens), generator=torch.Generator().manual_seed(0))
-    for layers in (2, 8):
+    for layers in (2, most):
         model = TinyDecoder(TinyConfig(num_layers=layers, **WIDE))
         # On disk: the host tier's memory-mapped blocks are not the allocator's.
         options = {**OPTIONS, "group_size": 32, "lowering": lowering, "host": "disk"}
@@ -59,11 +56,11 @@ def test_prefill_keeps_one_layers_pairs_alive(lowering: str) -> None:
             peaks["ours", layers] = peak_bytes(lambda c=compiled, kept=kept: kept.append(c(input_ids)))
             copies[layers] = specache_fx.stats(kept).device_bytes
         torch._dynamo.reset()
-    plain_growth = peaks["plain", 8] - peaks["plain", 2]
-    growth = peaks["ours", 8] - peaks["ours", 2]
-    assert plain_growth >= 5.9 * layer_bytes  # the plain model keeps all of its six more layers
-    # Ours keeps six more low-bit copies. One more layer's 16-bit pairs alive at the peak would show.
-    assert growth - (copies[8] - copies[2]) < 0.5 * layer_bytes
+    plain_growth = peaks["plain", most] - peaks["plain", 2]
+    growth = peaks["ours", most] - peaks["ours", 2]
+    assert plain_growth >= (most - 2.1) * layer_bytes  # the plain model keeps all of its layers
+    # Ours keeps as many more low-bit copies. One more layer's 16-bit pairs alive at the peak would show.
+    assert growth - (copies[most] - copies[2]) < 0.5 * layer_bytes
 
 
 def _prompt(model: TinyDecoder, tokens: int = 40) -> torch.Tensor:

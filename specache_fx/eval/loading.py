@@ -6,6 +6,7 @@ from importlib import import_module
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from specache_fx.errors import ConfigError
@@ -48,10 +49,14 @@ def load(model: str, device: str, dtype: str) -> tuple[str, PreTrainedModel, Pre
         raise ConfigError(f"dtype={dtype!r}: choose one of {', '.join(DTYPE_BYTES)}.")
     place = _device(device)
     folder = str(own_model_folder(model)) if model in OWN_MODELS else model
+    if model.startswith(("/", ".", "~")) and not Path(model).expanduser().is_dir():
+        raise ConfigError(
+            f"There is no folder {model}: give --model the folder of a model, or a name on the hub."
+        )
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder)
         loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise ConfigError(
             f"The model {model!r} can't be loaded ({str(error).strip().splitlines()[0]}). Give a folder of a causal"
             f" language model with its tokenizer, a name on the hub, or one of {', '.join(OWN_MODELS)}."

@@ -274,7 +274,7 @@ def test_prompt_longer_than_the_models_context_is_refused(english: Bench) -> Non
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"model": "/nowhere"}, "The model '/nowhere' can't be loaded"),
+        ({"model": "/nowhere"}, "There is no folder /nowhere: give --model"),
         ({"model": "needle", "dtype": "int8"}, "dtype='int8': choose one of bfloat16"),
         ({"model": "needle", "device": "tpu"}, "device='tpu': choose one of auto, cpu, cuda"),
     ],

@@ -123,7 +123,7 @@ def test_table_shows_what_was_measured() -> None:
         (["--task", "single,seed=3"], "seed has an option of its own"),
         (["--task", "single", "--dtype", "int8"], "choose one of bfloat16, float16, float32"),
         (["--task", "single", "--json", "/nowhere/x.json"], "a folder that exists"),
-        (["--task", "single", "--model", "/nowhere"], "can't be loaded"),
+        (["--task", "single", "--model", "/nowhere"], "There is no folder /nowhere"),
         (["--task", "ruler/vt"], "needs its data"),
         (
             ["--task", "single", "--method", "press:h2o,bytes=9", "--peers", "/no"],

@@ -175,6 +175,35 @@ def test_broken_files_are_named(content: str, message: str, tmp_path: Path, engl
         made("longbench/qasper", tmp_path, english)
 
 
+@pytest.mark.parametrize("answers", ["1679215", [], None, [None]], ids=repr)
+def test_answers_that_are_no_list_of_texts_are_refused(
+    answers: object, tmp_path: Path, english: Bench
+) -> None:
+    """A text would be taken for a list of its letters, and scored."""
+    write(tmp_path / "qasper.jsonl", [longbench(0, answers=answers)])
+    with pytest.raises(ConfigError, match=r"'answers' is .*, and should be a list of one or more texts"):
+        made("longbench/qasper", tmp_path, english, num_prompts=1)
+
+
+def test_lines_end_where_json_says(tmp_path: Path, english: Bench) -> None:
+    record = longbench(0, "one\u2028two\x85three")
+    (tmp_path / "qasper.jsonl").write_text(json.dumps(record, ensure_ascii=False) + "\n", encoding="utf-8")
+    (sample,) = made("longbench/qasper", tmp_path, english, num_prompts=1, length=4000)
+    assert "one\u2028two\x85three" in sample.prompt
+
+
+def test_other_encodings_and_files_in_the_place_of_folders_are_named(tmp_path: Path, english: Bench) -> None:
+    file = tmp_path / "qasper.jsonl"
+    file.write_bytes(json.dumps(longbench(0, "\xe9"), ensure_ascii=False).encode("latin-1"))
+    with pytest.raises(ConfigError, match=r"qasper.jsonl can't be read as UTF-8 text"):
+        made("longbench/qasper", tmp_path, english)
+    for task in ("longbench/qasper", "ruler/vt"):
+        with pytest.raises(ConfigError, match="is a file: give --data the folder that it is in"):
+            made(task, file, english)
+        with pytest.raises(ConfigError, match="There is no folder"):
+            made(task, tmp_path / "nowhere", english)
+
+
 def test_folder_without_the_task_says_what_it_has(tmp_path: Path, english: Bench) -> None:
     write(tmp_path / "qasper.jsonl", [longbench(0)])
     with pytest.raises(ConfigError, match=r"has no hotpotqa.jsonl \(it has qasper\). Give --data"):

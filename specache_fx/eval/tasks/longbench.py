@@ -14,7 +14,7 @@ from typing import Any
 from specache_fx.errors import ConfigError
 from specache_fx.eval.sample import Sample
 from specache_fx.eval.tasks.building import Writer
-from specache_fx.eval.tasks.records import Record, choose, read_hub, read_jsonl
+from specache_fx.eval.tasks.records import Record, check_folder, choose, read_hub, read_jsonl, texts
 
 _FIELDS = ("input", "context", "answers", "all_classes")
 KINDS: dict[str, dict[str, Any]] = json.loads(
@@ -39,7 +39,7 @@ def load(
         text = cut_middle(spec["prompt"].format(**record), length, writer, tokenizer)
         if writer.chat is not None and spec["chat"]:
             text = writer.chat(text)
-        answers, classes = tuple(record["answers"]), tuple(record["all_classes"] or ())
+        answers, classes = texts(record, "answers", where), tuple(record["all_classes"] or ())
         samples.append(Sample(text, answers, spec["max_new_tokens"], task, length, classes=classes))
     return samples
 
@@ -56,12 +56,12 @@ def cut_middle(text: str, length: int, writer: Writer, tokenizer: Any) -> str:
 
 def _records(kind: str, data: str | Path) -> tuple[list[Record], str]:
     folder = Path(data)
-    if not folder.is_dir():
+    if not check_folder(data):
         return read_hub(str(data), kind, _FIELDS), f"{data}, {kind}"
     for file in (folder / f"{kind}.jsonl", folder / "data" / f"{kind}.jsonl"):
         if file.is_file():
             return read_jsonl(file, _FIELDS), str(file)
-    here = sorted(path.stem for path in folder.glob("*.jsonl"))
+    here = sorted({path.stem for pattern in ("*.jsonl", "data/*.jsonl") for path in folder.glob(pattern)})
     raise ConfigError(
         f"{folder} has no {kind}.jsonl (it has {', '.join(here) or 'no jsonl file'}). Give --data the folder of"
         " LongBench's data.zip, unpacked."

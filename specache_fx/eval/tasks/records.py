@@ -17,10 +17,16 @@ def read_jsonl(file: Path, fields: Sequence[str]) -> list[Record]:
     """All records of a file, one in a line.
 
     Raises:
-        ConfigError: On what is no JSON, or a record that lacks a field.
+        ConfigError: On what is no UTF-8 or no JSON, or a record that lacks a field.
     """
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file} can't be read as UTF-8 text ({error}).") from error
     records = []
-    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):
+    for number, line in enumerate(
+        text.split("\n"), start=1
+    ):  # JSON may hold what splitlines() takes for an end
         if not line.strip():
             continue
         try:
@@ -67,6 +73,36 @@ def choose(records: Sequence[Record], num_prompts: int, seed: int, where: str) -
             f"{where} has {len(records)} records: ask for as many prompts or fewer, not {num_prompts}."
         )
     return [records[i] for i in sorted(random.Random(seed).sample(range(len(records)), num_prompts))]
+
+
+def texts(record: Record, field: str, where: str) -> tuple[str, ...]:
+    """The texts of a field that is a list of one or more.
+
+    Raises:
+        ConfigError: If it is something else: a text of its own would be taken for a list of letters.
+    """
+    value = record[field]
+    if (
+        not isinstance(value, list)
+        or not value
+        or not all(isinstance(each, (str, int, float)) for each in value)
+    ):
+        raise ConfigError(f"{where}: {field!r} is {value!r:.60}, and should be a list of one or more texts.")
+    return tuple(map(str, value))
+
+
+def check_folder(data: str | Path) -> bool:
+    """Whether the data are in a folder here, and not on the hub.
+
+    Raises:
+        ConfigError: If they are a file, or a path to nothing.
+    """
+    path = Path(data).expanduser()
+    if path.is_file():
+        raise ConfigError(f"{data} is a file: give --data the folder that it is in.")
+    if not path.is_dir() and str(data).startswith(("/", ".", "~")):
+        raise ConfigError(f"There is no folder {data}.")
+    return path.is_dir()
 
 
 def _checked(record: Any, fields: Sequence[str], where: str) -> Record:

@@ -13,7 +13,7 @@ from typing import Any
 from specache_fx.errors import ConfigError
 from specache_fx.eval.sample import Sample
 from specache_fx.eval.tasks.building import Writer
-from specache_fx.eval.tasks.records import Record, choose, read_hub, read_jsonl
+from specache_fx.eval.tasks.records import Record, check_folder, choose, read_hub, read_jsonl, texts
 
 _FIELDS = ("input", "outputs")
 
@@ -59,14 +59,14 @@ def load(
     for record in choose(records, num_prompts, seed, where):
         text, prefix = record["input"], record.get("answer_prefix") or ""
         prompt = text + prefix if writer.chat is None else writer.chat(text) + prefix.lstrip()
-        answers = tuple(map(str, record["outputs"]))
+        answers = texts(record, "outputs", where)
         samples.append(Sample(prompt, answers, KINDS[kind].max_new_tokens, task, length))
     return samples
 
 
 def _records(kind: str, data: str | Path, length: int) -> tuple[list[Record], str]:
     folder = Path(data)
-    if not folder.is_dir():
+    if not check_folder(data):
         return _of_length(
             read_hub(str(data), str(length), (*_FIELDS, "task")), kind, f"{data}, {length}"
         ), str(data)
@@ -89,7 +89,8 @@ def _records(kind: str, data: str | Path, length: int) -> tuple[list[Record], st
     lengths = sorted(int(path.name) for path in folder.iterdir() if path.name.isdecimal())
     held = f"lengths there: {', '.join(map(str, lengths))}" if lengths else "there are no lengths in it"
     raise ConfigError(
-        f"{folder} has no {own[0]} ({held}). Give --data the folder that RULER's scripts wrote."
+        f"{folder} has no {own[0]} ({held}). Give --data the folder that RULER's scripts"
+        " wrote the lengths to: ROOT/MODEL/synthetic."
     )
 
 
