@@ -118,6 +118,19 @@ class Bench(Subject):
         seconds = time.perf_counter() - began
         return Outcome(predictions=tuple(predictions), scores=scores, seconds=seconds, **summed_up(results))
 
+    def check_windows(self, windows: torch.Tensor, decoded: int) -> None:
+        """Refuse windows that `perplexity` can't score.
+
+        Raises:
+            ConfigError: If they are too short for so many tokens that count, or too long for the model.
+        """
+        longest = windows.shape[1] - 2
+        if not 1 <= decoded <= longest:
+            raise ConfigError(
+                f"decoded={decoded}: of windows of {longest + 2:,} tokens, 1 to {longest:,} can count."
+            )
+        self.check_length("a window", windows.shape[1])
+
     @torch.inference_mode()
     def perplexity(
         self,
@@ -140,12 +153,7 @@ class Bench(Subject):
         Raises:
             ConfigError: On an unknown method or option, or windows that are too short or too long.
         """
-        longest = windows.shape[1] - 2
-        if not 1 <= decoded <= longest:
-            raise ConfigError(
-                f"decoded={decoded}: of windows of {longest + 2:,} tokens, 1 to {longest:,} can count."
-            )
-        self.check_length("a window", windows.shape[1])
+        self.check_windows(windows, decoded)
         began = time.perf_counter()
         running = self._running(method)
         losses: list[float] = []

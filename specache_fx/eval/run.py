@@ -99,7 +99,7 @@ def text_cells(
     """Windows of a text, for each length; see `Bench.perplexity`.
 
     Raises:
-        ConfigError: If the text can't be read, or is too short.
+        ConfigError: If the text can't be read or is too short, or windows of a length can't be scored.
     """
 
     def scoring(windows: Any) -> Callable[[Method, Callable[[int], None]], Measured]:
@@ -107,10 +107,10 @@ def text_cells(
             method, windows, decoded=decoded, batch_size=batch_size, progress=progress
         )
 
-    return [
-        Cell(file.name, n, None, scoring(read_windows(bench.tokenizer, file, n, prompts, seed)))
-        for n in lengths
-    ]
+    drawn = {n: read_windows(bench.tokenizer, file, n, prompts, seed) for n in lengths}
+    for windows in drawn.values():  # all before the first is run
+        bench.check_windows(windows, decoded)
+    return [Cell(file.name, n, None, scoring(windows)) for n, windows in drawn.items()]
 
 
 def run_all(
