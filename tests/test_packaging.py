@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
@@ -200,3 +201,17 @@ def test_first_example_of_the_readme_runs_as_written() -> None:
     assert len(promised) == 3
     for name, number in promised:
         assert f"{name}={number}," in done.stdout
+
+
+def test_speeds_in_the_readme_are_those_of_the_committed_runs() -> None:
+    readme = (ROOT / "README.md").read_text()
+    (attention,) = json.loads((ROOT / "results" / "bench_attention.json").read_text())["results"]
+    rows = {row["name"]: row["median_ms"] for row in attention["rows"]}
+    for name, label in (("specache 2-bit", "SpeCache, 2 bits"), ("specache 1-bit", "SpeCache, 1 bit")):
+        times = [rows["sdpa float32"] / rows[name], rows["grouped matmul bfloat16"] / rows[name]]
+        assert f"| {label} | 2 | {rows[name]:.1f} | {times[0]:.1f}x | {times[1]:.1f}x |" in readme
+    short, long = json.loads((ROOT / "results" / "bench_decode.json").read_text())["results"]
+    assert (short["kv_len"], long["kv_len"]) == (256, 16384)
+    for few, many in zip(short["rows"], long["rows"], strict=True):
+        speed = f"{few['median_ms']:.1f} | {many['median_ms']:.1f} | {many['tokens_per_s']:.0f}"
+        assert f"| {few['name']} | {speed} | {many['device_bytes'] / 2**20:.1f} MiB |" in readme
