@@ -262,12 +262,14 @@ def test_layers_of_two_caches_are_refused(model: nn.Module) -> None:
         step(model, first)
 
 
-def test_layers_of_different_lengths_are_refused(model: nn.Module) -> None:
+def test_layers_of_different_lengths_are_refused(fresh_dynamo: None) -> None:
+    model = build("llama")  # of its own: Dynamo's graphs have seen all layers grow alike
+    model.compile(backend="specache", options={**SMALL, "bits": 2})
     past = generate(model).past_key_values
     past.layers[1].keys, past.layers[1].values = (
         x[:, :, :-3] for x in (past.layers[1].keys, past.layers[1].values)
     )
-    with pytest.raises(CacheHandleError, match=r"not of the same tokens|different lengths"):
+    with pytest.raises(CacheHandleError, match="not of the same tokens"):
         step(model, past)
 
 
