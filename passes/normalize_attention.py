@@ -50,8 +50,10 @@ def _from_sdpa(gm: GraphModule, node: Node) -> AttentionCore:
     elif _argument(node, "is_causal", False) and len(dims) == 4 and dims[2] == 1 and shape_of(key)[2] != 1:  # type: ignore[index]
         problem = ("it is causal with one query, which hides all keys but the first", _LEAVE)
     elif given is not None and scale is None:
-        # Dynamo makes symbols of all numbers, head_dim too, if it is told to.
-        problem = ("its scale is computed in the graph", f"Compile without dynamic=True. {_LEAVE}")
+        problem = (
+            "its scale is computed in the graph",
+            f"Multiply the queries by it instead, as a tensor. {_LEAVE}",
+        )
     return AttentionCore(
         node=node,
         query=query,

@@ -174,3 +174,25 @@ def test_a_length_as_a_python_number_is_left_alone_and_named(caplog: pytest.LogC
     ours = generate(torch.compile(model, backend="specache", options=OPTIONS), PROMPT, 20)
     torch.testing.assert_close(ours.logits, plain.logits, rtol=2e-4, atol=2e-4)
     assert "q * (k.shape[2] / 20)" in caplog.text and "Make it a tensor" in caplog.text
+
+
+class ScaledByLength(TinyDecoder):
+    """The scale shrinks with the length, as a Python number."""
+
+    def sdpa(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        groups = self.config.num_heads // self.config.num_kv_heads
+        k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
+        scores = (q @ k.transpose(-1, -2) * (k.shape[2] ** -0.5)).masked_fill(~mask, -torch.inf)
+        return scores.softmax(-1) @ v
+
+
+def test_a_scale_that_is_computed_from_a_size_is_not_made_a_constant(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A guard on it would compile each step anew."""
+    model, stats = ScaledByLength(TinyConfig()), torch._dynamo.utils.counters["stats"]
+    plain, before = generate(model, PROMPT, 20), stats["unique_graphs"]
+    ours = generate(torch.compile(model, backend="specache", options=OPTIONS), PROMPT, 20)
+    torch.testing.assert_close(ours.logits, plain.logits, rtol=2e-4, atol=2e-4)
+    assert "is left alone" in caplog.text
+    assert stats["unique_graphs"] - before <= 3
