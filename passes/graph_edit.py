@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
@@ -76,6 +76,14 @@ def call(
             value = target(*torch.fx.node.map_arg(args, value_of), **kwargs)
         node.meta["example_value" if "example_value" in origin.meta else "val"] = value
     return node
+
+
+def erase_unused(node: object, targets: Collection[Any]) -> None:
+    """Take a chain of calls of `targets` out of its graph, from its last on, as far as nothing else reads it."""
+    while isinstance(node, Node) and not node.users and node.target in targets:
+        source = node.args[0]
+        node.graph.erase_node(node)
+        node = source
 
 
 def finish(gm: GraphModule) -> GraphModule:

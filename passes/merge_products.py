@@ -15,7 +15,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from specache_fx.passes.base import Pass, PassState
-from specache_fx.passes.graph_edit import call, finish
+from specache_fx.passes.graph_edit import call, erase_unused, finish
 from specache_fx.passes.graph_utils import value_of
 
 aten = torch.ops.aten
@@ -43,7 +43,7 @@ def merge_products(gm: GraphModule, state: PassState) -> GraphModule:
         expanded = node.args[1]
         node.replace_all_uses_with(merged)
         graph.erase_node(node)
-        _erase_unused(expanded)
+        erase_unused(expanded, _VIEWS)
         changed = True
     return finish(gm) if changed else gm
 
@@ -61,14 +61,6 @@ def _shared_matrix(node: Node) -> Node | None:
     found = value_of(source)
     same = tuple(found.shape) == tuple(wanted.shape[1:]) and found.stride() == wanted.stride()[1:]
     return source if same else None
-
-
-def _erase_unused(node: object) -> None:
-    """Take a chain of views out of the graph, as far as nothing else reads it."""
-    while isinstance(node, Node) and not node.users and node.target in _VIEWS:
-        source = node.args[0]
-        node.graph.erase_node(node)
-        node = source
 
 
 MERGE_PRODUCTS = Pass("merge_products", merge_products)

@@ -17,6 +17,7 @@ from torch.fx import GraphModule
 from specache_fx.passes.base import Pass, PassState
 from specache_fx.passes.bind_cache import BIND_CACHE
 from specache_fx.passes.duplicate_query import duplicate_query
+from specache_fx.passes.few_row_products import FEW_ROW_PRODUCTS
 from specache_fx.passes.heads_first import HEADS_FIRST
 from specache_fx.passes.insert_prefetch import INSERT_PREFETCH
 from specache_fx.passes.insert_waits import INSERT_WAITS
@@ -28,7 +29,6 @@ from specache_fx.passes.quantize_attention import QUANTIZE_ATTENTION
 from specache_fx.passes.select_topk import SELECT_TOPK
 from specache_fx.passes.specialize_floats import SPECIALIZE_FLOATS
 from specache_fx.passes.split_prelude import SPLIT_PRELUDE
-from specache_fx.passes.turn_products import TURN_PRODUCTS
 from specache_fx.passes.verify import VERIFY
 
 logger = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ DECODE_PASSES: tuple[Pass, ...] = (
     INSERT_PREFETCH,
     INSERT_WAITS,
     MERGE_PRODUCTS,
-    TURN_PRODUCTS,
+    FEW_ROW_PRODUCTS,
     VERIFY,
 )
 

@@ -9,6 +9,8 @@ tensors of static shape. What grows with the context stays in the session: `stag
     extend    load, store
     decode    wait_prefetch -> quantized_attention -> append -> topk -> prefetch
 
+`products` touches no session: a few rows times weights, see `runtime/native/products.py`.
+
 `attention` and `attention_lanes` are markers: passes put the first where an attention was, `torch.vmap` turns it
 into the second, and a later pass replaces either. Neither runs.
 """
@@ -24,6 +26,7 @@ from torch import Tensor
 
 from specache_fx.runtime import decode_step, registry
 from specache_fx.runtime.decode_step import DecodeStep
+from specache_fx.runtime.native.products import multiply
 from specache_fx.runtime.tracing import span
 
 _SIDES = "Tensor query, Tensor key, Tensor value"
@@ -143,6 +146,10 @@ def _append(key: Tensor, value: Tensor, state: Tensor, layer: int) -> None:
         step.append(layer, key, value)
 
 
+def _products_fake(rows: Tensor, weights: list[Tensor]) -> list[Tensor]:
+    return [rows.new_empty((rows.shape[0], weight.shape[0])) for weight in weights]
+
+
 _define("store(Tensor key, Tensor value, Tensor? mask, Tensor(a!) state, int layer) -> ()", _store, _nothing)
 _define(
     "load(Tensor past_key, Tensor past_value, Tensor(a!) state, int layer) -> (Tensor, Tensor)",
@@ -165,6 +172,7 @@ _define(
 )
 _define("prefetch(Tensor indices, Tensor(a!) state, int layer) -> ()", _prefetch, _nothing)
 _define("append(Tensor key, Tensor value, Tensor(a!) state, int layer) -> ()", _append, _nothing)
+_define("products(Tensor rows, Tensor[] weights) -> Tensor[]", multiply, _products_fake)
 
 
 def _lanes(

@@ -128,7 +128,8 @@ class _Recorder:
 
 
 def _is_attention(node: Node) -> bool:
-    return "specache" in str(node.target) or target_name(node) == _SDPA
+    ours = "specache" in str(node.target) and node.target is not torch.ops.specache.products.default
+    return ours or target_name(node) == _SDPA
 
 
 def _has_cache(gm: GraphModule) -> bool:

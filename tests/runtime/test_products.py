@@ -1,0 +1,109 @@
+"""Products of a few rows: PyTorch's numbers within rounding, on every instruction set, and without a compiler."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from specache_fx.runtime import cpp_build
+from specache_fx.runtime.native import products
+
+
+def library(instruction_set: str) -> ctypes.CDLL:
+    loaded = cpp_build.load_library("products", products.SOURCES, instruction_set)
+    return products.typed(loaded)
+
+
+def check(rows: Tensor, weights: list[Tensor], got: list[Tensor]) -> None:
+    """Sums of float32 in any order, rounded once: an error of the sum of magnitudes, and half a step of the dtype."""
+    assert len(got) == len(weights)
+    for weight, result in zip(weights, got, strict=True):
+        wanted = rows.double() @ weight.double().t()
+        magnitudes = rows.double().abs() @ weight.double().abs().t()
+        bound = magnitudes * rows.shape[1] * 2.0**-24 + wanted.abs() * torch.finfo(rows.dtype).eps + 1e-30
+        assert result.dtype is rows.dtype
+        assert result.is_contiguous()
+        assert result.shape == wanted.shape
+        assert ((result.double() - wanted).abs() <= bound).all()
+
+
+@pytest.mark.parametrize("instruction_set", cpp_build.usable_instruction_sets())
+@settings(max_examples=60)
+@given(
+    count=st.integers(1, products.MAX_ROWS),
+    width=st.integers(1, 300),
+    outs=st.lists(st.integers(1, 90), min_size=1, max_size=4),
+    dtype=st.sampled_from(products.DTYPES),
+    seed=st.integers(0, 99),
+)
+def test_products_are_those_of_float64(
+    instruction_set: str, count: int, width: int, outs: list[int], dtype: torch.dtype, seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.randn(count, width, generator=generator).to(dtype)
+    weights = [torch.randn(out, width, generator=generator).to(dtype) for out in outs]
+    check(rows, weights, products.multiply(rows, weights, library(instruction_set)))
+
+
+@pytest.mark.parametrize("dtype", products.DTYPES)
+@pytest.mark.parametrize("count", range(1, products.MAX_ROWS + 1))
+def test_large_weights_are_shared_out_among_threads(count: int, dtype: torch.dtype) -> None:
+    rows = torch.randn(count, 1000).to(dtype)
+    weights = [torch.randn(out, 1000).to(dtype) for out in (700, 3, 1100)]
+    before = torch.get_num_threads()
+    results = []
+    try:
+        for threads in (1, 2, 5):
+            torch.set_num_threads(threads)
+            results.append(products.multiply(rows, weights))
+    finally:
+        torch.set_num_threads(before)
+    check(rows, weights, results[0])
+    for others in results[1:]:
+        assert all(map(torch.equal, results[0], others))
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_without_a_compiler_blas_multiplies(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "load", lambda: None)
+    rows, weights = torch.randn(count, 40), [torch.randn(7, 40), torch.randn(64, 40)]
+    check(rows, weights, products.multiply(rows, weights))
+
+
+def test_infinities_and_nan_stay_what_they_are() -> None:
+    rows = torch.tensor([[1.0, 1.0], [torch.inf, 1.0], [torch.nan, 1.0], [3e38, 3e38]])
+    weight = torch.tensor([[1.0, 1.0], [0.0, 1.0]])
+    for dtype in products.DTYPES:
+        (got,) = products.multiply(rows.to(dtype), [weight.to(dtype)])
+        wanted = rows.to(dtype).float() @ weight.t()
+        torch.testing.assert_close(got, wanted.to(dtype), equal_nan=True)
+
+
+def test_rows_that_do_not_lie_side_by_side_are_read_as_they_are() -> None:
+    rows, weight = torch.randn(64, 2).t(), torch.randn(5, 64)
+    check(rows, [weight], products.multiply(rows, [weight]))
+
+
+def test_threads_multiply_at_the_same_time() -> None:
+    rows, weights = torch.randn(2, 256), [torch.randn(512, 256)]
+    wanted = products.multiply(rows, weights)[0]
+    wrong: list[Tensor] = []
+
+    def repeat() -> None:
+        for _ in range(50):
+            (got,) = products.multiply(rows, weights)
+            if not torch.equal(got, wanted):
+                wrong.append(got)
+
+    threads = [threading.Thread(target=repeat) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
