@@ -12,10 +12,18 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
 
 def flatten(values: Sequence[Any]) -> list[torch.Tensor]:
     """The plain tensors of all tensors among `values`, in order; what is no tensor is left out."""
-    return [plain for value in values if isinstance(value, torch.Tensor) for plain in _plain(value)]
+    flat: list[torch.Tensor] = []
+    for value in values:
+        if type(value) in _PLAIN:
+            flat.append(value)
+        elif isinstance(value, torch.Tensor):
+            flat.extend(_plain(value))
+    return flat
 
 
 def _plain(tensor: Any) -> Iterator[torch.Tensor]:

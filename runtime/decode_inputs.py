@@ -14,7 +14,7 @@ from specache_fx.runtime.score_buffers import ScoreBuffers
 from specache_fx.runtime.window_cache import WindowCache, WindowMask
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Lanes:
     """What the graph hands over, whatever the layer keeps; shapes as in `DecodeInputs`."""
 
@@ -48,12 +48,11 @@ def layer_inputs(
         scored_lanes: See `DecodeInputs`.
         buffers: For the scores, if any are wanted.
     """
-    window_key, window_value = cache.window()
     if cache.sinks is not None:
         staged = cache.sinks.staged(staged)
     rows, indices = (None, None) if staged is None else staged
-    batch, num_kv_heads, window_len, _ = window_key.shape
-    shape = (scored_lanes, batch, num_kv_heads, cache.num_quantized + window_len + 1)
+    _, batch, num_kv_heads, _, _ = lanes.key.shape
+    shape = (scored_lanes, batch, num_kv_heads, cache.kv_len + 1)
     return DecodeInputs(
         query=lanes.query,
         key=lanes.key,
@@ -62,8 +61,8 @@ def layer_inputs(
         key_planes=cache.key_planes.view(),
         value_planes=cache.value_planes.view(),
         num_quantized=cache.num_quantized,
-        window_key=window_key,
-        window_value=window_value,
+        window_rows=cache.window_rows,
+        window_len=cache.window_len,
         staged_rows=rows,
         staged_indices=indices,
         key_mask=key_mask,
@@ -76,6 +75,7 @@ def layer_inputs(
         aggregation=cache.config.aggregation,
         scored_lanes=scored_lanes,
         scores_out=buffers.take(shape) if scored_lanes and lanes.query.device.type == "cpu" else None,
+        memory=cache.kernel_memory,
     )
 
 
@@ -90,7 +90,6 @@ def window_inputs(
         masks: What the model hides, one a lane; None where it has no mask.
         quantizer: Any; it has nothing to do.
     """
-    window_key, window_value = cache.window()
     visible, bias = cache.masked(masks, lanes.independent)
     return DecodeInputs(
         query=lanes.query,
@@ -100,8 +99,8 @@ def window_inputs(
         key_planes=(),
         value_planes=(),
         num_quantized=0,
-        window_key=window_key,
-        window_value=window_value,
+        window_rows=cache.window(),
+        window_len=cache.held,
         staged_rows=None,
         staged_indices=None,
         key_mask=None,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from specache_fx.config import SpecacheConfig
@@ -52,6 +54,7 @@ class LayerCache:
         self._key_mask = key_mask
         self.key_planes = PlaneStore(config.group_size)
         self.value_planes = PlaneStore(config.group_size)
+        self.kernel_memory: dict[str, Any] = {}  # see `DecodeInputs.memory`
         self._window_key = torch.empty(0)
         self._window_value = torch.empty(0)
         self.window_len = 0
@@ -76,9 +79,18 @@ class LayerCache:
         sinks = 0 if self.sinks is None else self.sinks.nbytes
         return self.key_planes.nbytes + self.value_planes.nbytes + window + sinks
 
+    @property
+    def window_rows(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The buffers of the window, `[batch, num_kv_heads, room, dim]` each; it is their first `window_len` rows."""
+        return self._window_key, self._window_value
+
     def window(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The 16-bit keys and values of the newest tokens; views, no copy."""
-        return self._window_key[:, :, : self.window_len], self._window_value[:, :, : self.window_len]
+        if self._window_key.dim() != 4:
+            return self._window_key, self._window_value  # nothing yet
+        return self._window_key.narrow(2, 0, self.window_len), self._window_value.narrow(
+            2, 0, self.window_len
+        )
 
     def append(self, key: torch.Tensor, value: torch.Tensor, hold: bool = False) -> None:
         """Append new pairs (a prompt, a chunk, or one decoded token) and quantise and offload what overflows.
@@ -141,6 +153,7 @@ class LayerCache:
 
     def _set_window(self, key: torch.Tensor, value: torch.Tensor, window_len: int) -> None:
         self._window_key, self._window_value, self.window_len = key, value, window_len
+        self.kernel_memory.clear()  # what it holds would outlive what has just been replaced
 
     def _keep_quantized(self, num_tokens: int) -> None:
         """Forget the quantised tokens from `num_tokens` on, in every tier."""
@@ -225,9 +238,8 @@ class LayerCache:
         self.key_planes.take(source.key_planes, rows)
         self.value_planes.take(source.value_planes, rows)
         self.sinks = None if source.sinks is None else source.sinks.taken(rows)
-        self._window_key = source._window_key.index_select(0, rows)
-        self._window_value = source._window_value.index_select(0, rows)
-        self.window_len = source.window_len
+        window_value = source._window_value.index_select(0, rows)
+        self._set_window(source._window_key.index_select(0, rows), window_value, source.window_len)
 
     def truncate(self, kv_len: int) -> None:
         """Keep the first `kv_len` tokens (crop, or undoing a step that failed midway).

@@ -85,27 +85,30 @@ class Metrics:
 
     def __init__(self, device: torch.device, *, keep_steps: bool = False) -> None:
         self.steps = self.refetched_steps = 0
-        self._device, self._keep_steps = device, keep_steps
-        self._total = self._zeros()
+        self._keep_steps = keep_steps
+        with torch.inference_mode(False):
+            # float64 in the order of `Hits`: sums of whole numbers stay exact.
+            self._total = torch.zeros(len(Hits._fields), dtype=torch.float64, device=device)
         # The series: `kv_len` and `refetched` by step, and rows of counters; old ones are joined, since a device gives
         # each tensor far more memory than six numbers take.
         self._told: list[tuple[int, bool]] = []
         self._blocks: list[torch.Tensor] = []
         self._recent: list[torch.Tensor] = []
+        self._missed: list[torch.Tensor] = []  # of steps that are through, not yet in the total
         self.begin_step()
-
-    def _zeros(self) -> torch.Tensor:
-        """Counters, float64 `[6]` in the order of `Hits`: sums of whole numbers stay exact."""
-        with torch.inference_mode(False):
-            return torch.zeros(len(Hits._fields), dtype=torch.float64, device=self._device)
 
     def begin_step(self) -> None:
         """Start to count a step, and forget what one counted that broke off."""
-        self._row, self._refetched = self._zeros(), False
+        self._step_missed: torch.Tensor | None = None
+        self._step_topk: torch.Tensor | None = None  # float64, the last four of `Hits`
+        self._refetched = False
 
     def count_token(self, missed: torch.Tensor) -> None:
-        """Count the batch rows, bool `[batch]`, whose token was not the one speculated (exact hit rate)."""
-        self._row[:2] += torch.stack([~missed, torch.ones_like(missed)]).sum(dim=1)
+        """Count the batch rows, bool `[batch]`, whose token was not the one speculated (exact hit rate).
+
+        The tensor is kept: a step has no time for sums of so few numbers.
+        """
+        self._step_missed = missed
 
     def count_refetch(self) -> None:
         """Note that the step's pairs were chosen anew."""
@@ -120,25 +123,52 @@ class Metrics:
             staged: int32 `[batch, num_kv_heads, top_k]`, -1 fills.
         """
         overlap = topk_overlap(scores, top_k, staged)
-        self._row[2:] += torch.stack([count.to(torch.float64) for count in overlap])
+        counts = torch.stack([count.to(torch.float64) for count in overlap])
+        self._step_topk = counts if self._step_topk is None else self._step_topk + counts
 
     def end_step(self, kv_len: int) -> None:
         """Count the step: it is through, and the cache holds `kv_len` tokens."""
         self.steps += 1
         self.refetched_steps += self._refetched
-        self._total = self._total + self._row
         if self._keep_steps:
+            missed = [] if self._step_missed is None else [self._step_missed]
+            row = torch.cat([self._tokens(missed), self._topk()])
+            self._total = self._total + row
             self._told.append((kv_len, self._refetched))
-            self._recent.append(self._row)
+            self._recent.append(row)
             if len(self._recent) == _BLOCK_STEPS:
                 self._blocks.append(torch.stack(self._recent))
                 self._recent = []
+        else:
+            if self._step_missed is not None:
+                self._missed.append(self._step_missed)
+            if self._step_topk is not None:
+                self._total = self._total + torch.cat([self._tokens([]), self._topk()])
+            if len(self._missed) == _BLOCK_STEPS:
+                self._add_tokens()
         self.begin_step()
+
+    def _tokens(self, missed: list[torch.Tensor]) -> torch.Tensor:
+        """The first two of `Hits`, float64 `[2]`."""
+        if not missed:
+            return self._total.new_zeros(2)
+        rows = torch.cat(missed)
+        return torch.stack([(~rows).sum(), torch.ones_like(rows).sum()]).to(torch.float64)
+
+    def _topk(self) -> torch.Tensor:
+        return self._total.new_zeros(4) if self._step_topk is None else self._step_topk
+
+    def _add_tokens(self) -> None:
+        tokens = self._tokens(self._missed)
+        self._total = self._total + torch.cat([tokens, self._total.new_zeros(4)])
+        self._missed = []
 
     @property
     def hits(self) -> Hits:
         """Of all steps; waits for the device."""
-        return Hits(*self._total.tolist())
+        with torch.inference_mode(False), torch.no_grad():
+            counts = torch.cat([self._tokens(list(self._missed)), self._total.new_zeros(4)])
+            return Hits(*(self._total + counts).tolist())
 
     def series(self) -> list[Step]:
         """Each step in the order in which they ran, where they are kept; waits for the device."""

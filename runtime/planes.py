@@ -20,6 +20,7 @@ class PlaneStore:
         self.num_groups = 0
         self._capacity = 0
         self._planes: Planes = ()
+        self._view: Planes | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -32,10 +33,12 @@ class PlaneStore:
         return sum(plane.untyped_storage().nbytes() for plane in self._planes)
 
     def view(self) -> Planes:
-        """The planes of the tokens that are held; no copy."""
-        return tuple(
-            plane[:, :, : self.num_groups * (plane.shape[2] // self._capacity)] for plane in self._planes
-        )
+        """The planes of the tokens that are held; no copy. The same tensors each time, until a group comes or goes."""
+        if self._view is None:
+            self._view = tuple(
+                plane[:, :, : self.num_groups * (plane.shape[2] // self._capacity)] for plane in self._planes
+            )
+        return self._view
 
     def reserve(self, num_groups: int, like: Planes, groups_in_like: int) -> None:
         """Make room for `num_groups` groups in all, with planes that look like `like`."""
@@ -51,7 +54,7 @@ class PlaneStore:
                     :, :, : self.num_groups * per_group
                 ]
             grown.append(buffer)
-        self._planes, self._capacity = tuple(grown), num_groups
+        self._planes, self._capacity, self._view = tuple(grown), num_groups, None
 
     def put(self, planes: Planes, num_tokens: int) -> None:
         """Append the planes of `num_tokens` tokens, a multiple of `group_size`."""
@@ -62,13 +65,15 @@ class PlaneStore:
         for buffer, plane in zip(self._planes, planes, strict=True):
             per_group = plane.shape[2] // groups
             buffer[:, :, self.num_groups * per_group : needed * per_group] = plane
-        self.num_groups = needed
+        self.num_groups, self._view = needed, None
 
     def take(self, source: PlaneStore, rows: torch.Tensor) -> None:
         """Hold what `source` holds, of its batch rows `rows`, int64 `[batch]` on the device. `source` may be self."""
         self._planes = tuple(plane.index_select(0, rows) for plane in source.view())
         self.num_groups = self._capacity = source.num_groups
+        self._view = None
 
     def truncate(self, num_tokens: int) -> None:
         """Keep the first `num_tokens` tokens, a multiple of `group_size`."""
         self.num_groups = min(self.num_groups, num_tokens // self.group_size)
+        self._view = None

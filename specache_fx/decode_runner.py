@@ -15,7 +15,7 @@ from specache_fx._log import warn_once
 from specache_fx.errors import SpecacheError
 from specache_fx.lowering import Compiled, lower_static
 from specache_fx.passes.base import PassState
-from specache_fx.passes.graph_utils import placeholders
+from specache_fx.passes.graph_utils import is_static_input, placeholders
 from specache_fx.passes.pipeline import Observer, build_decode_graph
 from specache_fx.passes.subclasses import flatten
 from specache_fx.runners import assemble, inference, layer_shapes, resolve
@@ -64,6 +64,8 @@ class Decode:
             (node.meta.get("specache_input", -1), node.meta.get("specache_prelude"))
             for node in placeholders(gm.graph)
         ]
+        # A parameter's shape is Dynamo's to guard.
+        self._varying = [i for i, node in enumerate(placeholders(gm.graph)) if not is_static_input(node)]
         # Where every layer is exact nothing is selected, and no speculative token is needed.
         self.lanes = state.config.num_lanes if len(state.exact_layers) < len(state.owners) else 1
         self.fallback: str | None = None
@@ -172,7 +174,8 @@ class Decode:
         speculative = session.speculative_token if ahead else token
         lanes = self.lanes
         inputs = self._bind(args, speculative, lanes, ahead)
-        key = tuple(tuple(x.shape) if isinstance(x, torch.Tensor) else x for x in inputs)
+        varying = (inputs[i] for i in self._varying)
+        key = tuple(tuple(x.shape) if isinstance(x, torch.Tensor) else x for x in varying)
         run = self._graphs.get(key)
         if run is None:
             with _compiling():

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 
@@ -13,7 +13,7 @@ from specache_fx.runtime.quant import Planes, Quantizer
 Expand = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class DecodeInputs:
     """One layer's decode attention: `lanes` queries a batch row against the cache in its three tiers.
 
@@ -25,8 +25,9 @@ class DecodeInputs:
         key_planes: The low-bit keys of the `num_quantized` oldest tokens.
         value_planes: The low-bit values.
         num_quantized: Tokens in the planes.
-        window_key: 16-bit keys of the newest tokens, `[batch, num_kv_heads, window_len, key_dim]`.
-        window_value: Their values, `[batch, num_kv_heads, window_len, value_dim]`.
+        window_rows: 16-bit keys and values of the newest tokens, `[batch, num_kv_heads, room, dim]` each: of these the
+            first `window_len` rows.
+        window_len: How many they are.
         staged_rows: 16-bit pairs that replace low-bit ones, key and value side by side: prefetched ones, then sinks,
             `[batch, num_kv_heads, top_k + sink_tokens, key_dim + value_dim]`, or values alone, `[..., value_dim]`,
             where the planes hold keys exactly; None where nothing is staged.
@@ -49,6 +50,8 @@ class DecodeInputs:
         scored_lanes: Of how many of the last lanes the selection scores are wanted; None for all.
         scores_out: Where a kernel may write the scores, float32 `[num_scored, batch, num_kv_heads, num_quantized +
             window_len + 1]`; None where it is to find memory itself.
+        memory: A layer's: where a kernel may keep what it made of tensors that the next step has too. Nothing in it may
+            change an answer.
         independent_lanes: Each lane sees its own pair only (pre-decode). Else lane 1 also sees lane 0's (Alg. 3).
     """
 
@@ -59,8 +62,8 @@ class DecodeInputs:
     key_planes: Planes
     value_planes: Planes
     num_quantized: int
-    window_key: torch.Tensor
-    window_value: torch.Tensor
+    window_rows: tuple[torch.Tensor, torch.Tensor]
+    window_len: int
     staged_rows: torch.Tensor | None
     staged_indices: torch.Tensor | None
     key_mask: torch.Tensor | None
@@ -74,6 +77,17 @@ class DecodeInputs:
     aggregation: str = "mean"
     scored_lanes: int | None = None
     scores_out: torch.Tensor | None = None
+    memory: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def window_key(self) -> torch.Tensor:
+        """The newest keys, `[batch, num_kv_heads, window_len, key_dim]`; a view."""
+        return self.window_rows[0].narrow(2, 0, self.window_len)
+
+    @property
+    def window_value(self) -> torch.Tensor:
+        """The newest values, `[batch, num_kv_heads, window_len, value_dim]`; a view."""
+        return self.window_rows[1].narrow(2, 0, self.window_len)
 
     @property
     def num_scored(self) -> int:

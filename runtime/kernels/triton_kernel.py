@@ -47,7 +47,7 @@ def supports(inputs: DecodeInputs) -> bool:
     """Whether these inputs have the form that the Triton kernels are written for."""
     dtype = inputs.query.dtype
     most_channels = _MOST_CHANNELS_FLOAT32 if dtype == torch.float32 else _MOST_CHANNELS
-    others = [inputs.key, inputs.value, inputs.window_key, inputs.window_value]
+    others = [inputs.key, inputs.value, *inputs.window_rows]
     if inputs.num_quantized:
         if not inputs.quantizer.is_affine:
             return False

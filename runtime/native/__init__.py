@@ -37,7 +37,7 @@ def load() -> ctypes.CDLL | None:
     except BuildError as error:
         _log.info("selection and copies without C++: %s", error)
         return None
-    loaded.specache_topk.argtypes = (_address, _i64, _i64, _i64, _i64, _address)
+    loaded.specache_topk.argtypes = (_address, _i64, _i64, _i64, _i64, _address, _i64)
     loaded.specache_stage.argtypes = (ctypes.POINTER(_StageC),)
     loaded.specache_topk.restype = loaded.specache_stage.restype = _i64
     return loaded
@@ -57,7 +57,8 @@ def select_topk(library: ctypes.CDLL, scores: torch.Tensor, top_k: int) -> torch
         scores = scores.contiguous()
     chosen = torch.empty((batch, heads, top_k), dtype=torch.int32)
     failed = library.specache_topk(
-        scores.data_ptr(), batch * heads, scores.stride(1), tokens, top_k, chosen.data_ptr()
+        *(scores.data_ptr(), batch * heads, scores.stride(1), tokens, top_k, chosen.data_ptr()),
+        torch.get_num_threads(),
     )
     if failed:
         raise HostMemoryError("There is no memory to select pairs: free some, or lower top_k.")

@@ -18,7 +18,7 @@ constexpr int kBytes = 32;
 constexpr int kBytes = 16;
 #endif
 constexpr int kLanes = kBytes / 4;
-constexpr int kMaxRows = 8;
+constexpr int kMaxRows = 8, kMaxWeights = 8;
 constexpr int64_t kTaskBytes = 1 << 17;  // of weights: microseconds of reading
 
 typedef float Floats __attribute__((vector_size(kBytes)));
@@ -106,10 +106,10 @@ extern "C" {
 struct SpecacheProducts {
   int64_t num_rows, in, bfloat16;  // 1 to 8 rows; weights and results of one dtype
   int64_t num_weights, threads;
-  const float* rows;           // [num_rows][in]
-  const void* const* weights;  // [out[i]][in] each
-  const int64_t* out;          // [num_weights]
-  void* const* results;        // [num_rows][out[i]] each
+  const float* rows;                 // [num_rows][in]
+  const void* weights[kMaxWeights];  // [out[i]][in] each
+  int64_t out[kMaxWeights];
+  void* results[kMaxWeights];        // [num_rows][out[i]] each
 };
 }
 

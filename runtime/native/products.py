@@ -15,6 +15,7 @@ from specache_fx.runtime.cpp_build import BuildError, load_library, usable_instr
 _log = logging.getLogger(__name__)
 
 MAX_ROWS = 8  # kMaxRows of products.cpp
+MAX_WEIGHTS = 8  # kMaxWeights
 DTYPES = (torch.float32, torch.bfloat16)
 SOURCES = Path(__file__).parent
 _i64, _address = ctypes.c_int64, ctypes.c_void_p
@@ -25,7 +26,12 @@ class _ProductsC(ctypes.Structure):
 
     _fields_ = (
         *((name, _i64) for name in ("num_rows", "in", "bfloat16", "num_weights", "threads")),
-        *((name, _address) for name in ("rows", "weights", "out", "results")),
+        ("rows", _address),
+        *(
+            ("weights", _address * MAX_WEIGHTS),
+            ("out", _i64 * MAX_WEIGHTS),
+            ("results", _address * MAX_WEIGHTS),
+        ),
     )
 
 
@@ -64,19 +70,22 @@ def multiply(
     library = library or load()
     if library is None:
         return [_by_blas(rows, weight) for weight in weights]
+    if len(weights) > MAX_WEIGHTS:
+        return multiply(rows, weights[:MAX_WEIGHTS], library) + multiply(rows, weights[MAX_WEIGHTS:], library)
     count, width = rows.shape
-    results = [rows.new_empty((count, weight.shape[0])) for weight in weights]
-    flat = rows.to(torch.float32).contiguous()
-    num = len(weights)
-    addresses = _address * num
-    arguments = _ProductsC(
-        *(count, width, rows.dtype is torch.bfloat16, num, torch.get_num_threads(), flat.data_ptr()),
-        ctypes.addressof(weight_list := addresses(*(weight.data_ptr() for weight in weights))),
-        ctypes.addressof(sizes := (_i64 * num)(*(weight.shape[0] for weight in weights))),
-        ctypes.addressof(result_list := addresses(*(result.data_ptr() for result in results))),
-    )
+    half = rows.dtype is torch.bfloat16
+    if half or not rows.is_contiguous():
+        rows = rows.to(torch.float32).contiguous()
+    outs = [weight.shape[0] for weight in weights]
+    results = [torch.empty((count, out), dtype=weights[0].dtype) for out in outs]
+    arguments = _ProductsC(count, width, half, len(outs), torch.get_num_threads(), rows.data_ptr())
+    for i, (weight, out, result) in enumerate(zip(weights, outs, results, strict=True)):
+        arguments.weights[i], arguments.out[i], arguments.results[i] = (
+            weight.data_ptr(),
+            out,
+            result.data_ptr(),
+        )
     library.specache_products(ctypes.byref(arguments))
-    del weight_list, sizes, result_list  # which lived until here
     return results
 
 

@@ -1,6 +1,7 @@
 // Choosing pairs and bringing them from the host, one call each: what PyTorch and NumPy need a dozen passes for, and
 // hold Python's lock meanwhile. They define the answers: see select/topk.py and staging.py.
 #include <algorithm>
+#include <atomic>
 #include <cstdint>
 #include <cstring>
 #include <exception>
@@ -13,6 +14,8 @@ namespace {
 using Key = uint64_t;
 
 constexpr int64_t kBlock = 32;  // scores that are looked at together
+constexpr int64_t kRowsAhead = 4, kLine = 64;
+constexpr int64_t kWorthAThread = 1 << 14;
 
 inline int32_t order_of(float score) {
   const float positive = score + 0.0f;  // -0 becomes 0
@@ -21,38 +24,58 @@ inline int32_t order_of(float score) {
   return bits;
 }
 
-// Leaves the best `count` keys, unsorted, and returns the bits of the worst of them.
-int32_t keep_best(std::vector<Key>& keys, int64_t count) {
+// Leaves the best `count` keys, unsorted.
+void keep_best(std::vector<Key>& keys, int64_t count) {
   std::nth_element(keys.begin(), keys.begin() + count - 1, keys.end(), std::greater<Key>());
   keys.resize(count);
-  return static_cast<int32_t>(keys.back() >> 32);
 }
 
-// Adds the scores above `bar` of `count` <= kBlock; the usual case, a whole block without any, is a few instructions.
-inline void add_above(const float* scores, int64_t first, int64_t count, int32_t bar, std::vector<Key>& keys) {
-  int32_t order[kBlock], any = 0;
-  for (int64_t i = 0; i < count; i++) order[i] = order_of(scores[first + i]);
-  for (int64_t i = 0; i < count; i++) any |= order[i] > bar ? -1 : 0;
-  if (!any) return;
-  for (int64_t i = 0; i < count; i++)
-    if (order[i] > bar) keys.push_back(static_cast<Key>(order[i]) << 32 | static_cast<uint32_t>(~(first + i)));
+// The largest order of `count` <= kBlock scores; a whole block is a few instructions.
+inline int32_t block_maximum(const float* scores, int64_t count) {
+  int32_t most = -1;
+  for (int64_t i = 0; i < count; i++) most = std::max(most, order_of(scores[i]));
+  return most;
 }
 
-void choose(const float* scores, int64_t tokens, int64_t top_k, std::vector<Key>& keys, int32_t* chosen) {
-  keys.clear();
-  const int64_t room = 2 * top_k + 64;
-  int32_t bar = -1;  // what a score has to be above; a later one that equals it loses by its position
-  int64_t first = 0;
-  for (; first + kBlock <= tokens; first += kBlock) {
-    add_above(scores, first, kBlock, bar, keys);
-    if (static_cast<int64_t>(keys.size()) >= room) bar = keep_best(keys, top_k);
+// What one row needs while it is looked at.
+struct Scratch {
+  std::vector<Key> keys;
+  std::vector<int32_t> maxima, sorted;  // of blocks
+};
+
+void choose(const float* scores, int64_t tokens, int64_t top_k, Scratch& own, int32_t* chosen) {
+  const int64_t blocks = (tokens + kBlock - 1) / kBlock, whole = tokens / kBlock;
+  own.keys.clear();
+  own.maxima.resize(blocks);
+  for (int64_t b = 0; b < whole; b++) own.maxima[b] = block_maximum(scores + b * kBlock, kBlock);
+  if (whole < blocks) own.maxima[whole] = block_maximum(scores + whole * kBlock, tokens - whole * kBlock);
+  // So many blocks have a score that reaches it, so the chosen ones do, too. Below 0 they are padding.
+  int32_t bar = 0;
+  if (blocks > top_k) {
+    own.sorted = own.maxima;
+    std::nth_element(own.sorted.begin(), own.sorted.begin() + top_k - 1, own.sorted.end(), std::greater<int32_t>());
+    bar = std::max(own.sorted[top_k - 1], 0);
   }
-  add_above(scores, first, tokens - first, bar, keys);
-  if (static_cast<int64_t>(keys.size()) > top_k) keep_best(keys, top_k);
-  std::sort(keys.begin(), keys.end(), std::greater<Key>());
+  int64_t at_bar = 0;  // of those that equal it, the first ones suffice
+  for (int64_t b = 0; b < blocks; b++) {
+    if (own.maxima[b] < bar || (own.maxima[b] == bar && at_bar >= top_k)) continue;
+    for (int64_t i = b * kBlock; i < std::min((b + 1) * kBlock, tokens); i++) {
+      const int32_t order = order_of(scores[i]);
+      if (order > bar || (order == bar && at_bar++ < top_k))
+        own.keys.push_back(static_cast<Key>(order) << 32 | static_cast<uint32_t>(~i));
+    }
+  }
+  if (static_cast<int64_t>(own.keys.size()) > top_k) keep_best(own.keys, top_k);
+  std::sort(own.keys.begin(), own.keys.end(), std::greater<Key>());
+  const int64_t found = own.keys.size();
   for (int64_t i = 0; i < top_k; i++)
-    chosen[i] = i < static_cast<int64_t>(keys.size()) ? static_cast<int32_t>(~static_cast<uint32_t>(keys[i])) : -1;
+    chosen[i] = i < found ? static_cast<int32_t>(~static_cast<uint32_t>(own.keys[i])) : -1;
 }
+
+struct Copy {
+  const uint8_t* from;
+  uint8_t* to;
+};
 
 // The places of one row's wanted tokens, by token: open addressing.
 class Places {
@@ -91,17 +114,24 @@ class Places {
 extern "C" {
 
 // 0, or 1 where memory ran out. `scores[rows][tokens]`, rows `stride` apart; `chosen[rows][top_k]`.
-int64_t specache_topk(const float* scores, int64_t rows, int64_t stride, int64_t tokens, int64_t top_k,
-                      int32_t* chosen) {
-  try {
-    std::vector<Key> keys;
-    keys.reserve(2 * std::min(top_k, tokens) + 64 + kBlock);
-    for (int64_t row = 0; row < rows && top_k > 0; row++)
-      choose(scores + row * stride, tokens, top_k, keys, chosen + row * top_k);
-  } catch (const std::exception&) {
-    return 1;
+int64_t specache_topk(const float* scores, int64_t rows, int64_t stride, int64_t tokens, int64_t top_k, int32_t* chosen,
+                      int64_t threads) {
+  if (top_k < 1) return 0;
+  // Small work is done before another thread has woken up.
+  if (rows * tokens < kWorthAThread) threads = 1;
+  std::atomic<bool> failed{false};
+#ifdef _OPENMP
+#pragma omp parallel for schedule(dynamic) num_threads(threads) if (threads > 1)
+#endif
+  for (int64_t row = 0; row < rows; row++) {
+    try {
+      thread_local Scratch own;
+      choose(scores + row * stride, tokens, top_k, own, chosen + row * top_k);
+    } catch (const std::exception&) {
+      failed = true;  // none may leave the loop
+    }
   }
-  return 0;
+  return failed;
 }
 
 struct SpecacheStage {
@@ -124,11 +154,13 @@ int64_t specache_stage(SpecacheStage* s) {
       return 2;
     }
   }
+  std::vector<Copy> copies;
   try {
     Places places(s->top_k);
     std::vector<char> held(s->top_k);
     std::vector<int64_t> free;
     free.reserve(s->top_k);
+    copies.reserve(s->rows * s->top_k);  // nothing fails once a slot has changed
     for (int64_t row = 0; row < s->rows; row++) {
       const int32_t* wanted = s->wanted + row * s->top_k;
       int32_t* slots = s->slots + row * s->top_k;
@@ -156,13 +188,19 @@ int64_t specache_stage(SpecacheStage* s) {
         const int64_t block = std::upper_bound(s->starts + 1, s->starts + s->num_blocks, token) - s->starts - 1;
         const int64_t tokens = s->starts[block + 1] - s->starts[block];
         const uint8_t* from = s->blocks[block] + (row * tokens + token - s->starts[block]) * s->row_bytes;
-        memcpy(s->staged + (row * s->top_k + slot) * s->row_bytes, from, s->row_bytes);
+        copies.push_back({from, s->staged + (row * s->top_k + slot) * s->row_bytes});
         slots[slot] = wanted[i];
-        s->fetched++;
       }
     }
   } catch (const std::exception&) {
     return 1;
+  }
+  s->fetched = copies.size();
+  for (int64_t i = 0; i < s->fetched; i++) {
+    // A row lies anywhere in the host's memory: the next ones come while this one is copied.
+    if (i + kRowsAhead < s->fetched)
+      for (int64_t at = 0; at < s->row_bytes; at += kLine) __builtin_prefetch(copies[i + kRowsAhead].from + at);
+    memcpy(copies[i].to, copies[i].from, s->row_bytes);
   }
   return 0;
 }

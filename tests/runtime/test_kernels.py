@@ -21,7 +21,8 @@ from specache_fx.errors import ConfigError, KernelUnavailableError
 from specache_fx.runtime import cpp_build
 from specache_fx.runtime.kernels import KERNELS, DecodeInputs, Kernel, check_kernel, choose_kernel
 from specache_fx.runtime.kernels.cpu import CpuKernel
-from specache_fx.runtime.kernels.cpu.kernel import SCORE_TOLERANCE, SOURCES
+from specache_fx.runtime.kernels.cpu.kernel import SOURCES
+from specache_fx.runtime.kernels.cpu.prepared import SCORE_TOLERANCE
 from specache_fx.runtime.kernels.reference import ReferenceKernel
 
 CPU = torch.device("cpu")

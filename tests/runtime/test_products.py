@@ -38,7 +38,7 @@ def check(rows: Tensor, weights: list[Tensor], got: list[Tensor]) -> None:
 @given(
     count=st.integers(1, products.MAX_ROWS),
     width=st.integers(1, 300),
-    outs=st.lists(st.integers(1, 90), min_size=1, max_size=4),
+    outs=st.lists(st.integers(1, 90), min_size=1, max_size=9),
     dtype=st.sampled_from(products.DTYPES),
     seed=st.integers(0, 99),
 )

@@ -51,6 +51,21 @@ def test_selection_is_exact_on_long_rows_with_ties(top_k, select):
     assert select(scores, top_k)[0].tolist() == [best(row, top_k) for row in scores[0].tolist()]
 
 
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_rows_are_shared_out_among_threads(threads):
+    scores = torch.rand(2, 4, 8000, generator=torch.Generator().manual_seed(0))
+    scores[0, 0] = 0.25  # all alike
+    scores[0, 1] = -1
+    scores[1, 0] = torch.linspace(0, 1, 8000)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        chosen = select_topk(scores, 64)
+    finally:
+        torch.set_num_threads(before)
+    assert chosen.flatten(0, 1).tolist() == [best(row, 64) for row in scores.flatten(0, 1).tolist()]
+
+
 @pytest.mark.skipif(cpp_build.find_compiler() is None, reason="no C++ compiler")
 def test_selection_on_the_cpu_is_in_cpp_where_it_can_be_built():
     assert native.load() is not None

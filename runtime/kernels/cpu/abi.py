@@ -17,7 +17,7 @@ class PlaneC(ctypes.Structure):
     _fields_ = (("data", _address), ("batch_stride", _i64), ("head_stride", _i64))
 
 
-_PLANES = ("key_codes", "key_scale", "key_zero", "value_codes", "value_scale", "value_zero")
+CODE_PLANES = ("key_codes", "key_scale", "key_zero", "value_codes", "value_scale", "value_zero")
 
 
 class InputsC(ctypes.Structure):
@@ -32,26 +32,29 @@ class InputsC(ctypes.Structure):
         *((name, _i64) for name in ("bias_lane_stride", "bias_batch_stride", "bias_head_stride")),
         *((name, _f32) for name in ("scale", "softcap", "tolerance")),
         *((name, _address) for name in ("query", "own_key", "own_value")),
-        *((name, PlaneC) for name in (*_PLANES, "window_key", "window_value", "staged_rows")),
+        *((name, PlaneC) for name in (*CODE_PLANES, "window_key", "window_value", "staged_rows")),
         *((name, _address) for name in ("staged_indices", "key_mask", "visible", "bias", "sinks")),
         *((name, _address) for name in ("out", "scores")),
     )
 
 
 class Addresses:
-    """Addresses of tensors, which it keeps alive: copies are made where a layout is not what the kernel reads."""
+    """Addresses of tensors, which it keeps alive: copies are made where a layout is not what the kernel reads.
+
+    Attributes:
+        copied: Whether one was.
+    """
 
     def __init__(self) -> None:
         self._kept: list[torch.Tensor] = []
+        self.copied = False
 
     def of(self, x: torch.Tensor | None, dtype: torch.dtype | None = None) -> int | None:
         """Of a contiguous tensor of that dtype (its own by default); None for None."""
         if x is None:
             return None
-        if dtype is not None and x.dtype != dtype:
-            x = x.to(dtype)
-        if not x.is_contiguous():
-            x = x.contiguous()
+        if (dtype is not None and x.dtype != dtype) or not x.is_contiguous():
+            x, self.copied = x.to(dtype).contiguous(), True
         self._kept.append(x)
         return x.data_ptr()
 
@@ -60,6 +63,6 @@ class Addresses:
         if x is None:
             return PlaneC()
         if x.stride(3) != 1 or x.stride(2) != x.shape[3]:
-            x = x.contiguous()
+            x, self.copied = x.contiguous(), True
         self._kept.append(x)
         return PlaneC(x.data_ptr(), x.stride(0), x.stride(1))

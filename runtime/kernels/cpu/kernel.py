@@ -12,13 +12,13 @@ import torch
 from specache_fx.errors import HostMemoryError
 from specache_fx.runtime.cpp_build import BuildError, load_library, usable_instruction_sets
 from specache_fx.runtime.kernels.base import DecodeInputs
-from specache_fx.runtime.kernels.cpu.abi import DTYPES, Addresses, InputsC
+from specache_fx.runtime.kernels.cpu.abi import DTYPES, Addresses
+from specache_fx.runtime.kernels.cpu.prepared import Prepared
 from specache_fx.runtime.kernels.reference import ReferenceKernel
 
 SOURCES = Path(__file__).parent
 MAX_QUERIES = 1024  # kMaxQueries of head.h
 MAX_DIM = 4096  # sums of 32 bits hold the products of so many channels, or tokens of a group
-SCORE_TOLERANCE = 1 / 64  # rms error of a score that bfloat16 models at 1 and 2 bits may have
 
 
 class CpuKernel:
@@ -51,7 +51,7 @@ class CpuKernel:
     def fits(self, inputs: DecodeInputs) -> bool:
         """Whether the library computes this; else the reference kernel does."""
         dtype = inputs.query.dtype
-        tensors = (inputs.key, inputs.value, inputs.window_key, inputs.window_value, inputs.staged_rows)
+        tensors = (inputs.key, inputs.value, *inputs.window_rows, inputs.staged_rows)
         if dtype not in DTYPES or any(x is not None and x.dtype != dtype for x in tensors):
             return False
         if inputs.expand is not None or inputs.query.device.type != "cpu":
@@ -73,18 +73,25 @@ class CpuKernel:
         Raises:
             HostMemoryError: If there is no memory to work in.
         """
-        if not self.fits(inputs):
-            return self._reference.attention(inputs)
-        lanes, batch, num_heads = inputs.query.shape[:3]
-        num_kv_heads, value_dim = inputs.key.shape[2], inputs.value.shape[4]
-        out = inputs.query.new_empty((lanes, batch, num_heads, 1, value_dim))
-        stored = inputs.num_quantized + inputs.window_key.shape[2]
+        prepared = inputs.memory.get(self.name)
+        if prepared is None or not prepared.serves(inputs):
+            if not self.fits(inputs):
+                return self._reference.attention(inputs)
+            prepared = inputs.memory[self.name] = Prepared(inputs)
+        arguments = prepared.arguments
+        (lanes, batch, num_heads, _, _), (_, _, num_kv_heads, _, _) = inputs.query.shape, inputs.key.shape
+        out = inputs.query.new_empty((lanes, batch, num_heads, 1, inputs.value.shape[4]))
+        stored = inputs.num_quantized + inputs.window_len
         scores = inputs.scores_out
         if scores is None:
             scores = torch.empty((inputs.num_scored, batch, num_kv_heads, stored + 1), dtype=torch.float32)
-        addresses = Addresses()
-        arguments = _arguments(inputs, addresses)
-        arguments.out, arguments.scores = addresses.of(out), addresses.of(scores)
+        own = Addresses()
+        arguments.query, arguments.own_key = own.of(inputs.query), own.of(inputs.key)
+        arguments.own_value, arguments.out = own.of(inputs.value), out.data_ptr()
+        arguments.scores = scores.data_ptr()
+        arguments.num_quantized, arguments.window_len = inputs.num_quantized, inputs.window_len
+        arguments.independent_lanes, arguments.scored_lanes = inputs.independent_lanes, inputs.num_scored
+        arguments.threads = torch.get_num_threads()
         if self._library().specache_attention(ctypes.byref(arguments)):
             raise HostMemoryError(
                 "There is no memory for the attention of a step: free some, or shorten the context."
@@ -95,37 +102,3 @@ class CpuKernel:
     def _library(self) -> functools.partial[ctypes.CDLL]:
         name = self.instruction_set or usable_instruction_sets()[0]
         return functools.partial(load_library, "attention", SOURCES, name)
-
-
-def _arguments(inputs: DecodeInputs, at: Addresses) -> InputsC:
-    lanes, batch, num_heads, _, key_dim = inputs.query.shape
-    num_kv_heads, value_dim = inputs.key.shape[2], inputs.value.shape[4]
-    bits, group_size = 2, 16  # where nothing is quantised
-    planes: tuple[torch.Tensor | None, ...] = (None,) * 6
-    if inputs.num_quantized:
-        bits, group_size = inputs.quantizer.bits, inputs.quantizer.group_size
-        planes = (*inputs.key_planes, *inputs.value_planes)
-    rows, indices = inputs.staged_rows, inputs.staged_indices
-    if not inputs.num_quantized or rows is None or indices is None:
-        rows = indices = None
-    bias = inputs.bias
-    strides: tuple[int, ...] = (0, 0, 0)
-    if bias is not None:
-        bias = bias.to(torch.float32).contiguous()
-        strides = tuple(0 if bias.shape[i] == 1 else bias.stride(i) for i in range(3))
-    # What bfloat16 and codes of so few bits lose anyway is several times that.
-    tolerance = SCORE_TOLERANCE if inputs.query.dtype == torch.bfloat16 and bits <= 2 else 0.0
-    return InputsC(
-        DTYPES[inputs.query.dtype],
-        *(bits, group_size, min(group_size, value_dim)),
-        *(lanes, batch, num_kv_heads, num_heads // num_kv_heads, key_dim, value_dim),
-        *(inputs.num_quantized, inputs.window_key.shape[2], 0 if rows is None else rows.shape[2]),
-        *(inputs.independent_lanes, torch.get_num_threads()),
-        *(inputs.num_scored, inputs.aggregation == "max"),
-        *strides,
-        *(inputs.scale, inputs.softcap or 0.0, tolerance),
-        *(at.of(inputs.query), at.of(inputs.key), at.of(inputs.value)),
-        *(at.plane(plane) for plane in (*planes, inputs.window_key, inputs.window_value, rows)),
-        *(at.of(x) for x in (indices, inputs.key_mask, inputs.visible, bias)),
-        at.of(inputs.sinks, torch.float32),
-    )
