@@ -36,7 +36,12 @@ def trace(path: str | Path) -> Iterator[None]:
         try:
             yield
         finally:
-            file.write_text(json.dumps({"traceEvents": events(recorder.finish())}) + "\n", encoding="utf-8")
+            write_trace(file, recorder.finish())
+
+
+def write_trace(file: Path, spans: Sequence[Span]) -> None:
+    """Write recorded spans in the Trace Event Format."""
+    file.write_text(json.dumps({"traceEvents": events(spans)}) + "\n", encoding="utf-8")
 
 
 def events(spans: Sequence[Span]) -> list[dict[str, Any]]:

@@ -137,6 +137,10 @@ def decode_command(
     device: Device = "auto",
     json_file: JsonFile = None,
     png_file: PngFile = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write some steps there, of the last case, for ui.perfetto.dev."),
+    ] = None,
 ) -> None:
     """Time whole decode steps, for each batch and context."""
     from specache_fx.quiet import quiet
@@ -145,6 +149,8 @@ def decode_command(
         widths = _prepare(bits, dtype, (json_file, png_file))
         if heads % kv_heads:
             raise ConfigError(f"--heads {heads} is no multiple of --kv-heads {kv_heads}.")
+        if trace is not None and (trace.is_dir() or not trace.absolute().parent.is_dir()):
+            raise ConfigError(f"--trace {trace}: give a file in a folder that exists.")
         console, results = Console(), []
         with _progress(console) as progress, quiet(threads):
             import torch
@@ -163,8 +169,9 @@ def decode_command(
                     progress.update(task, advance=1, description=f"{at}: {name}")
 
                 made = bench_decode(
-                    size, sequences, length, chosen, getattr(torch, dtype), rounds, steps, where, on_method
-                )
+                    size, sequences, length, chosen, getattr(torch, dtype), rounds, steps, where, on_method,
+                    trace if (sequences, length) == cases[-1] else None,
+                )  # fmt: skip
                 results.append(made)
             settings = {"rounds": rounds, "steps": steps, "methods": chosen}
             _write(json_file, where, settings, results)

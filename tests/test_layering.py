@@ -19,7 +19,7 @@ RANKS: tuple[tuple[str, ...], ...] = (
     ("specache_fx.cli",),
     ("specache_fx.cli_bench", "specache_fx.cli_eval", "specache_fx.cli_experiment"),
     ("specache_fx.bench.decode", "specache_fx.bench.report"),
-    ("specache_fx.bench.attention",),
+    ("specache_fx.bench.attention", "specache_fx.bench.overlap"),
     ("specache_fx.bench",),
     ("specache_fx.experiments",),
     ("specache_fx.cli_common",),

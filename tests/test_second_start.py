@@ -1,4 +1,4 @@
-"""A second process finds what Inductor compiled for the first one: the graphs that we make are ones that it can keep."""
+"""A second process finds what Inductor compiled for the first one: it can keep the graphs that we make."""
 
 from __future__ import annotations
 
@@ -32,7 +32,12 @@ def start(cache: Path) -> dict[str, object]:
     environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(cache), "OMP_NUM_THREADS": "1"}
     environment.pop("TORCHINDUCTOR_FORCE_DISABLE_CACHES", None)
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, check=False, timeout=300
+        [sys.executable, "-c", SCRIPT],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr[-2000:]
     found: dict[str, object] = json.loads(done.stdout.splitlines()[-1])

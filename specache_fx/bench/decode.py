@@ -7,13 +7,16 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import Cache, DynamicCache, LlamaConfig, LlamaForCausalLM, QuantizedCache
 
 from specache_fx.api import stats
+from specache_fx.bench.overlap import hidden_share, record_steps
 from specache_fx.bench.timing import memory_bandwidth, time_in_turn
+from specache_fx.chrome_trace import write_trace
 from specache_fx.config import SpecacheConfig
 
 _WARM_UP_STEPS = 4
@@ -156,6 +159,7 @@ def bench_decode(
     steps: int,
     device: torch.device,
     on_method: Callable[[str], object] = lambda name: None,
+    trace: Path | None = None,
 ) -> dict[str, Any]:
     """Time decode steps of all methods in turn, on the same weights and the same context.
 
@@ -169,12 +173,14 @@ def bench_decode(
         steps: Steps of each in a turn.
         device: Where.
         on_method: Told what is compiled, and of every round.
+        trace: Where to write some steps of the first SpeCache method that is chosen, see `specache_fx.trace`.
 
     Returns:
         `{"size", "batch", "kv_len", "dtype", "bandwidth_gb_s", "weight_bytes", "rows"}`. A row has `name`,
         `compile_s` (what its first steps took beyond the others), times of a step in ms, `tokens_per_s`, `floor_ms`
-        (weights and cache at the memory's bandwidth), `device_bytes`, `host_bytes`, `moved_bytes_per_step`, and
-        `hidden_share` (of the time of the copies, what no step waited for).
+        (weights and cache at the memory's bandwidth), `device_bytes`, `host_bytes`, `moved_bytes_per_step`,
+        `hidden_share` (of the time of the copies, what no step waited for, as counted in all steps), and
+        `hidden_in_trace` (the same, read off the trace of some steps).
     """
     torch.compiler.reset()  # graphs of another batch or model would count against the limits of compiling
     model = size.build(dtype, device)
@@ -196,6 +202,10 @@ def bench_decode(
     for name, method in chosen.items():
         timing = asdict(timings[name])
         taken = cache_bytes(decoders[name], method)
+        spans = record_steps(decoders[name].step) if method["kind"] == "specache" else []
+        if trace is not None and method.get("policy", "specache") == "specache" and spans:
+            write_trace(trace, spans)
+            trace = None
         rows.append(
             {
                 "name": name,
@@ -204,6 +214,7 @@ def bench_decode(
                 "tokens_per_s": 1e3 * batch / timing["median_ms"],
                 "floor_ms": 1e3 * (weights + taken["device_bytes"]) / bandwidth,
                 **taken,
+                "hidden_in_trace": hidden_share(spans),
             }
         )
     return {

@@ -57,10 +57,12 @@ def decode_tables(result: Mapping[str, Any], base: str) -> list[Table]:
         caption=f"floor: {format_size(result['weight_bytes'])} of weights and the device's part of the cache at"
         f" {result['bandwidth_gb_s']:.1f} GB/s, measured in this run by copying.",
     )
-    sizes = Table(caption="hidden: of the time that copies took, what no step waited for.")
+    sizes = Table(
+        caption="hidden: of the time that copies took, what no step waited for, by its counters and in a trace."
+    )
     headers = {
         times: ("ms", "p10", "p90", "tokens/s", "ratio", "floor ms", "compile s"),
-        sizes: ("device KV", "host KV", "moved a step", "hidden"),
+        sizes: ("device KV", "host KV", "moved a step", "hidden", "in a trace"),
     }
     for table, names in headers.items():
         table.box, table.collapse_padding, table.pad_edge = box.SIMPLE_HEAD, True, False
@@ -81,7 +83,10 @@ def decode_tables(result: Mapping[str, Any], base: str) -> list[Table]:
                 format_size(row[name]) if row[name] else "-"
                 for name in ("device_bytes", "host_bytes", "moved_bytes_per_step")
             ),
-            "-" if row["hidden_share"] is None else f"{row['hidden_share']:.0%}",
+            *(
+                "-" if row[name] is None else f"{row[name]:.0%}"
+                for name in ("hidden_share", "hidden_in_trace")
+            ),
         )
     return [times, sizes]
 

@@ -1,0 +1,91 @@
+"""`specache-fx bench`: what its numbers are of, and what it says to bad input. Not how fast anything is."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from specache_fx.bench.decode import ModelSize, bench_decode, methods
+from specache_fx.bench.overlap import hidden_share
+from specache_fx.cli import app
+from specache_fx.runtime.tracing import Span
+
+CPU = torch.device("cpu")
+
+
+def span(name: str, start: float, stop: float) -> Span:
+    return Span(name, "track", 0, start, stop, {})
+
+
+def test_share_of_copies_that_nobody_waited_for_is_read_off_a_trace() -> None:
+    copies = [span("prefetch", 0, 4), span("prefetch", 10, 14)]
+    assert hidden_share([]) is None
+    assert hidden_share(copies) == 1
+    assert hidden_share([*copies, span("wait for prefetch", 4, 9), span("attention", 0, 4)]) == 1
+    assert hidden_share([*copies, span("wait for prefetch", 3, 11)]) == 1 - 2 / 8
+    assert hidden_share([*copies, span("wait for prefetch", 0, 14)]) == 0
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_decode_steps_of_all_kinds_are_timed_and_traced(tmp_path: Path) -> None:
+    size = ModelSize(layers=2, hidden=32, intermediate=48, num_heads=4, num_kv_heads=2, head_dim=8, vocab=32)
+    known = methods([2], lowering="eager")
+    chosen = {name: known[name] for name in ("transformers", "kivi 2-bit", "specache 2-bit")}
+    trace = tmp_path / "trace.json"
+    result = bench_decode(
+        size,
+        batch=2,
+        kv_len=300,
+        chosen=chosen,
+        dtype=torch.float32,
+        rounds=2,
+        steps=3,
+        device=CPU,
+        trace=trace,
+    )
+    rows = {row["name"]: row for row in result["rows"]}
+    assert list(rows) == list(chosen)
+    assert all(
+        row["median_ms"] > 0 and row["tokens_per_s"] > 0 and row["floor_ms"] > 0 for row in rows.values()
+    )
+    # Prompt, four steps to warm up and 2 x 3 that were timed, and whatever a cache adds to make room.
+    assert rows["transformers"]["device_bytes"] == 2 * 2 * 2 * 2 * 8 * 4 * 310
+    assert rows["kivi 2-bit"]["device_bytes"] < rows["transformers"]["device_bytes"]
+    assert rows["kivi 2-bit"]["hidden_in_trace"] is None
+    assert 0 <= rows["specache 2-bit"]["hidden_in_trace"] <= 1
+    assert rows["specache 2-bit"]["moved_bytes_per_step"] > 0
+    names = [event["name"] for event in json.loads(trace.read_text())["traceEvents"] if event["ph"] == "X"]
+    assert names.count("decode step") == 8
+    assert names.count("prefetch") == names.count("wait for prefetch") == 8 * size.layers
+
+
+def test_attention_is_timed_beside_what_others_offer(tmp_path: Path) -> None:
+    file = tmp_path / "attention.json"
+    command = ["bench", "attention", "--kv-len", "256", "--heads", "4", "--kv-heads", "2", "--head-dim", "16"]
+    done = CliRunner().invoke(app, [*command, "--rounds", "2", "--device", "cpu", "--json", str(file)])
+    assert done.exit_code == 0, done.output
+    (result,) = json.loads(file.read_text())["results"]
+    names = [row["name"] for row in result["rows"]]
+    assert {"sdpa float32", "specache 2-bit", "specache 1-bit"} <= set(names)
+    assert result["shape"]["kv_len"] == 256
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["attention", "--heads", "3", "--kv-heads", "2"], "is no multiple of"),
+        (["decode", "--bits", "3"], "choose one of"),
+        (["decode", "--dtype", "int8"], "choose one of"),
+        (["decode", "--trace", "missing/trace.json"], "give a file in a folder that exists"),
+        (["decode", "--json", "missing/file.json"], "give a file in a folder that exists"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_bad_options_are_named(options: list[str], message: str) -> None:
+    done = CliRunner(env={"COLUMNS": "200", "TERM": "dumb"}).invoke(app, ["bench", *options])
+    assert done.exit_code == 2
+    assert message in done.output
