@@ -27,38 +27,62 @@ class ReferenceKernel:
         query = inputs.query.reshape(lanes, batch, num_kv_heads, -1, key_dim).to(compute)
         stored = torch.einsum("lbhgd,bhnd->lbhgn", query, keys) * inputs.scale
         own = torch.einsum("lbhgd,mbhd->lbhgm", query, own_key) * inputs.scale
-        if inputs.softcap is not None:
-            stored, own = (inputs.softcap * torch.tanh(s / inputs.softcap) for s in (stored, own))
-        if inputs.bias is not None:
-            bias = _by_kv_head(inputs.bias, num_kv_heads).to(compute)
-            stored, own = stored + bias[..., : keys.shape[2]], own + bias[..., keys.shape[2] :]
-        if inputs.key_mask is not None:
-            stored = stored.masked_fill(~inputs.key_mask[None, :, None, None, :], -torch.inf)
-        seen = torch.eye(lanes, dtype=torch.bool, device=own.device)
-        if not inputs.independent_lanes:
-            seen = torch.ones_like(seen).tril()
-        seen = seen[:, None, :]
-        if inputs.visible is not None:
-            stored_seen, seen = inputs.visible.split([keys.shape[2], lanes], dim=-1)
-            stored = stored.masked_fill(~stored_seen[:, :, None, None, :], -torch.inf)
-        own = own.masked_fill(~seen[:, :, None, None, :], -torch.inf)
-
-        columns = [stored, own]
-        if inputs.sinks is not None:
-            sinks = inputs.sinks.reshape(num_kv_heads, -1, 1).to(compute)
-            columns.append(sinks.expand(lanes, batch, *sinks.shape))
-        probs = torch.ops.aten._safe_softmax(torch.cat(columns, dim=-1), -1)  # 0 where all is hidden, as SDPA
-        stored_probs, own_probs = probs[..., : keys.shape[2]], probs[..., keys.shape[2] :][..., :lanes]
+        probs = probabilities(inputs, stored, own)
+        stored_probs, own_probs = probs.split([keys.shape[2], lanes], dim=-1)
         out = torch.einsum("lbhgn,bhnd->lbhgd", stored_probs, values)
         out = out + torch.einsum("lbhgm,mbhd->lbhgd", own_probs, own_value)
 
-        # Of the heads that share what is cached: of one kv head's group, or of all that read a latent.
-        shared = probs[lanes - inputs.num_scored :, ..., : keys.shape[2] + 1].flatten(2, 3)
-        shared = shared.unflatten(2, (inputs.key.shape[2], -1))
-        scores = AGGREGATIONS[inputs.aggregation].of_heads(shared, 3).to(torch.float32)
-        if inputs.key_mask is not None:
-            scores[..., :-1].masked_fill_(~inputs.key_mask[None, :, None, :], -1.0)
-        return out.reshape(lanes, batch, num_heads, 1, value_dim).to(inputs.query.dtype).contiguous(), scores
+        out = out.reshape(lanes, batch, num_heads, 1, value_dim).to(inputs.query.dtype).contiguous()
+        return out, selection_scores(inputs, probs)
+
+
+def probabilities(inputs: DecodeInputs, stored: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+    """What the softmax makes of scaled products: all but the sinks' share.
+
+    Args:
+        inputs: Says what the model does to them, and what is hidden.
+        stored: Of the stored tokens, `[lanes, batch, num_kv_heads, num_kv_groups, tokens]`.
+        own: Of the lanes' own pairs, `[lanes, batch, num_kv_heads, num_kv_groups, lanes]`.
+
+    Returns:
+        `[lanes, batch, num_kv_heads, num_kv_groups, tokens + lanes]`.
+    """
+    lanes, _, num_kv_heads, _, tokens = stored.shape
+    if inputs.softcap is not None:
+        stored, own = (inputs.softcap * torch.tanh(s / inputs.softcap) for s in (stored, own))
+    if inputs.bias is not None:
+        bias = _by_kv_head(inputs.bias, num_kv_heads).to(stored.dtype)
+        stored, own = stored + bias[..., :tokens], own + bias[..., tokens:]
+    if inputs.key_mask is not None:
+        stored = stored.masked_fill(~inputs.key_mask[None, :, None, None, :], -torch.inf)
+    seen = torch.eye(lanes, dtype=torch.bool, device=own.device)
+    if not inputs.independent_lanes:
+        seen = torch.ones_like(seen).tril()
+    seen = seen[:, None, :]
+    if inputs.visible is not None:
+        stored_seen, seen = inputs.visible.split([tokens, lanes], dim=-1)
+        stored = stored.masked_fill(~stored_seen[:, :, None, None, :], -torch.inf)
+    own = own.masked_fill(~seen[:, :, None, None, :], -torch.inf)
+    columns = [stored, own]
+    if inputs.sinks is not None:
+        sinks = inputs.sinks.reshape(num_kv_heads, -1, 1).to(stored.dtype)
+        columns.append(sinks.expand(*stored.shape[:2], *sinks.shape))
+    probs: torch.Tensor = torch.ops.aten._safe_softmax(
+        torch.cat(columns, dim=-1), -1
+    )  # all hidden: 0, as SDPA
+    return probs[..., : tokens + lanes]
+
+
+def selection_scores(inputs: DecodeInputs, probs: torch.Tensor) -> torch.Tensor:
+    """The selection scores of `Kernel.attention` from what `probabilities` returned."""
+    lanes, tokens = inputs.query.shape[0], probs.shape[-1] - inputs.query.shape[0]
+    # Of the heads that share what is cached: of one kv head's group, or of all that read a latent.
+    shared = probs[lanes - inputs.num_scored :, ..., : tokens + 1].flatten(2, 3)
+    shared = shared.unflatten(2, (inputs.key.shape[2], -1))
+    scores = AGGREGATIONS[inputs.aggregation].of_heads(shared, 3).to(torch.float32)
+    if inputs.key_mask is not None:
+        scores[..., :-1].masked_fill_(~inputs.key_mask[None, :, None, :], -1.0)
+    return scores
 
 
 def _by_kv_head(bias: torch.Tensor, num_kv_heads: int) -> torch.Tensor:

@@ -11,7 +11,7 @@ import torch
 
 from specache_fx.runtime import triton_ops
 from specache_fx.runtime.kernels.base import DecodeInputs
-from specache_fx.runtime.kernels.reference import ReferenceKernel
+from specache_fx.runtime.kernels.exact_pairs import ExactPairsKernel
 from specache_fx.runtime.kernels.triton_arguments import arguments_of, cut_keys, tile_widths
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -24,15 +24,15 @@ _MOST_LANES = 8
 class TritonKernel:
     """Runs on NVIDIA GPUs, and on the CPU in Triton's interpreter.
 
-    What it has no code for goes to the reference kernel: other quantisers than KIVI's (`bits=16` too), aggregation
-    "max", expansions, keys or values of more than 256 channels (128 of float32), dtypes that differ or are wider than
-    float32.
+    What it has no code for goes to `ExactPairsKernel` or the reference: other quantisers than KIVI's (`bits=16` too),
+    aggregation "max", expansions, keys or values of more than 256 channels (128 of float32), dtypes that differ or are
+    wider than float32.
     """
 
     name = "triton"
 
     def __init__(self) -> None:
-        self._reference = ReferenceKernel()
+        self._others = ExactPairsKernel()
 
     def unavailable_reason(self, device: torch.device) -> str | None:
         """Say what is missing, or None."""
@@ -40,7 +40,7 @@ class TritonKernel:
 
     def attention(self, inputs: DecodeInputs) -> tuple[torch.Tensor, torch.Tensor]:
         """Attend with every lane; see `Kernel.attention`. Paper: SpeCache eq. 1, Algorithm 3."""
-        return _launch(inputs) if supports(inputs) else self._reference.attention(inputs)
+        return _launch(inputs) if supports(inputs) else self._others.attention(inputs)
 
 
 def supports(inputs: DecodeInputs) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -58,7 +58,8 @@ def test_attention_equals_the_dense_softmax_within_its_budget(shape):
 
 def test_attention_leaves_its_inputs_alone():
     inputs = DecodeCase(CaseShape(forms=frozenset(FORMS))).inputs(DEVICE)
-    tensors = {name: x for name, x in vars(inputs).items() if isinstance(x, torch.Tensor)}
+    values = {field.name: getattr(inputs, field.name) for field in fields(inputs)}
+    tensors = {name: x for name, x in values.items() if isinstance(x, torch.Tensor)}
     before = {name: x.clone() for name, x in tensors.items()}
     TritonKernel().attention(inputs)
     assert all(torch.equal(x, before[name]) for name, x in tensors.items())

@@ -14,7 +14,7 @@ from specache_fx.runtime.cpp_build import BuildError, load_library, usable_instr
 from specache_fx.runtime.kernels.base import DecodeInputs
 from specache_fx.runtime.kernels.cpu.abi import DTYPES, Addresses
 from specache_fx.runtime.kernels.cpu.prepared import Prepared
-from specache_fx.runtime.kernels.reference import ReferenceKernel
+from specache_fx.runtime.kernels.exact_pairs import ExactPairsKernel
 
 SOURCES = Path(__file__).parent
 MAX_QUERIES = 1024  # kMaxQueries of head.h
@@ -24,7 +24,7 @@ MAX_DIM = 4096  # sums of 32 bits hold the products of so many channels, or toke
 class CpuKernel:
     """Attention in one pass over the packed codes, each read once for all lanes and the whole group of heads.
 
-    What it is not made for (another quantiser, latent attention, float64) goes to the reference kernel.
+    What it is not made for (another quantiser, latent attention, float64) goes to `ExactPairsKernel` or the reference.
 
     Args:
         instruction_set: A name in `cpp_build.INSTRUCTION_SETS`; the best that the processor has by default.
@@ -34,7 +34,7 @@ class CpuKernel:
 
     def __init__(self, instruction_set: str | None = None) -> None:
         self.instruction_set = instruction_set
-        self._reference = ReferenceKernel()
+        self._others = ExactPairsKernel()
 
     def unavailable_reason(self, device: torch.device) -> str | None:
         """Say why it can't run: another device, or a library that can't be built. The first call builds it."""
@@ -76,7 +76,7 @@ class CpuKernel:
         prepared = inputs.memory.get(self.name)
         if prepared is None or not prepared.serves(inputs):
             if not self.fits(inputs):
-                return self._reference.attention(inputs)
+                return self._others.attention(inputs)
             prepared = inputs.memory[self.name] = Prepared(inputs)
         arguments = prepared.arguments
         (lanes, batch, num_heads, _, _), (_, _, num_kv_heads, _, _) = inputs.query.shape, inputs.key.shape
