@@ -18,7 +18,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from concurrent.futures import Future
 from queue import SimpleQueue
 
 import torch
@@ -27,7 +26,7 @@ from specache_fx.errors import SpecacheError
 from specache_fx.runtime import device_copy
 from specache_fx.runtime.copy_job import CopyJob, CopyMetrics
 from specache_fx.runtime.host_cache import HostCache
-from specache_fx.runtime.staging import Staging
+from specache_fx.runtime.staging import Outcome, Staging
 
 __all__ = ["CopyEngine", "CopyMetrics"]
 
@@ -125,8 +124,7 @@ class CopyEngine:
         if self._stream is not None:
             selected = torch.cuda.Event()
             selected.record(torch.cuda.current_stream(self._device))
-        future: Future[None] = Future()
-        staging.job = future
+        outcome = staging.job = Outcome()
         # What the job holds keeps host and slots alive, not the engine: dropping the engine then stops its
         # thread.
         job = CopyJob(
@@ -134,7 +132,7 @@ class CopyEngine:
             layer=layer,
             staging=staging,
             metrics=self._metrics,
-            future=future,
+            outcome=outcome,
             delay=self._delay,
             stream=self._stream,
             selected=selected,

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
 from dataclasses import dataclass
 
 import torch
 
 from specache_fx.runtime import native
 from specache_fx.runtime.host_cache import HostCache, row_bytes
-from specache_fx.runtime.staging import SlotPlan, Staging, plan_slots
+from specache_fx.runtime.staging import Outcome, SlotPlan, Staging, plan_slots
 from specache_fx.runtime.tracing import span
 
 
@@ -36,16 +35,16 @@ class CopyMetrics:
     waited_seconds: float = 0.0
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class CopyJob:
-    """Brings what `staging.wanted` names to the slots; a failure empties them and goes to `future`.
+    """Brings what `staging.wanted` names to the slots; a failure empties them and goes to `outcome`.
 
     Attributes:
         host: Where the rows come from.
         layer: Layer number.
         staging: The layer's slots.
         metrics: Counts the rows.
-        future: Told when the copy is through (CUDA: issued).
+        outcome: Told when the copy is through (CUDA: issued).
         delay: Called first; for tests.
         stream: CUDA: where the copy is issued.
         selected: CUDA: recorded behind the selection.
@@ -55,7 +54,7 @@ class CopyJob:
     layer: int
     staging: Staging
     metrics: CopyMetrics
-    future: Future[None]
+    outcome: Outcome
     delay: Callable[[], None] | None
     stream: torch.cuda.Stream | None
     selected: torch.cuda.Event | None
@@ -75,9 +74,9 @@ class CopyJob:
         except BaseException as error:
             # Told first: whoever waits must not hang, even if a broken device can't empty the slots.
             self.staging.failed = True
-            self.future.set_exception(error)
+            self.outcome.set(error)
         else:
-            self.future.set_result(None)
+            self.outcome.set()
 
     def _copy(self) -> None:
         staging = self.staging

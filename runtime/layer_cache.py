@@ -132,8 +132,9 @@ class LayerCache:
             grown = self._window_of(held_key, key), self._window_of(held_value, value)
             self._set_window(*grown, new_len)
             return
-        self._window_key[:, :, self.window_len : new_len] = key
-        self._window_value[:, :, self.window_len : new_len] = value
+        # `narrow` and `copy_`: two operators a side, where an assignment to a slice takes four.
+        self._window_key.narrow(2, self.window_len, key.shape[2]).copy_(key)
+        self._window_value.narrow(2, self.window_len, key.shape[2]).copy_(value)
         self.window_len = new_len
 
     def _window_of(self, *parts: torch.Tensor) -> torch.Tensor:

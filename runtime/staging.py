@@ -2,11 +2,41 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future
+import threading
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+
+
+class Outcome:
+    """What becomes of a copy, for the thread that waits for it.
+
+    As `concurrent.futures.Future`, which takes several times as long to make, once a layer and step.
+    """
+
+    __slots__ = ("_error", "_running")
+
+    def __init__(self) -> None:
+        self._running = threading.Lock()
+        self._running.acquire()
+        self._error: BaseException | None = None
+
+    def set(self, error: BaseException | None = None) -> None:
+        """The copy is through, or failed with `error`. Called once, by the thread that copies."""
+        self._error = error
+        self._running.release()
+
+    def done(self) -> bool:
+        """Whether `result` returns at once."""
+        return not self._running.locked()
+
+    def result(self) -> None:
+        """Return when the copy is through; raise what it failed with."""
+        with self._running:
+            pass
+        if self._error is not None:
+            raise self._error
 
 
 @dataclass
@@ -28,7 +58,7 @@ class Staging:
     indices: torch.Tensor
     slots: torch.Tensor
     wanted: torch.Tensor
-    job: Future[None] | None = None
+    job: Outcome | None = None
     done: torch.cuda.Event | None = None
     failed: bool = False
 
