@@ -58,6 +58,7 @@ def test_decode_steps_of_all_kinds_are_timed_and_traced(tmp_path: Path) -> None:
     assert rows["kivi 2-bit"]["hidden_in_trace"] is None
     assert 0 <= rows["specache 2-bit"]["hidden_in_trace"] <= 1
     assert rows["specache 2-bit"]["moved_bytes_per_step"] > 0
+    assert all(row["operator_calls"] > 10 * size.layers for row in rows.values())
     names = [event["name"] for event in json.loads(trace.read_text())["traceEvents"] if event["ph"] == "X"]
     assert names.count("decode step") == 8
     assert names.count("prefetch") == names.count("wait for prefetch") == 8 * size.layers

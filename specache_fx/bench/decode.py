@@ -14,7 +14,7 @@ import torch
 from transformers import Cache, DynamicCache, LlamaConfig, LlamaForCausalLM, QuantizedCache
 
 from specache_fx.api import stats
-from specache_fx.bench.overlap import hidden_share, record_steps
+from specache_fx.bench.overlap import hidden_share, operator_calls, record_steps
 from specache_fx.bench.timing import memory_bandwidth, time_in_turn
 from specache_fx.chrome_trace import write_trace
 from specache_fx.config import SpecacheConfig
@@ -179,8 +179,8 @@ def bench_decode(
         `{"size", "batch", "kv_len", "dtype", "bandwidth_gb_s", "weight_bytes", "rows"}`. A row has `name`,
         `compile_s` (what its first steps took beyond the others), times of a step in ms, `tokens_per_s`, `floor_ms`
         (weights and cache at the memory's bandwidth), `device_bytes`, `host_bytes`, `moved_bytes_per_step`,
-        `hidden_share` (of the time of the copies, what no step waited for, as counted in all steps), and
-        `hidden_in_trace` (the same, read off the trace of some steps).
+        `hidden_share` (of the time of the copies, what no step waited for, as counted in all steps),
+        `hidden_in_trace` (the same, read off the trace of some steps), and `operator_calls` a step.
     """
     torch.compiler.reset()  # graphs of another batch or model would count against the limits of compiling
     model = size.build(dtype, device)
@@ -215,6 +215,7 @@ def bench_decode(
                 "floor_ms": 1e3 * (weights + taken["device_bytes"]) / bandwidth,
                 **taken,
                 "hidden_in_trace": hidden_share(spans),
+                "operator_calls": operator_calls(decoders[name].step),
             }
         )
     return {

@@ -1,12 +1,30 @@
-"""How much of the copies lies beside compute: read off a trace, not off the counters of those who copy."""
+"""What a step is made of: operators that are called one by one, and copies that lie beside compute or don't."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import torch
+
 from specache_fx.runtime.tracing import Span, recording
 
 TRACED_STEPS = 8
+_PROFILED_STEPS = 4
+
+
+def operator_calls(step: Callable[[], object]) -> float:
+    """PyTorch operators that a step calls, those that others call too: what is paid for one by one.
+
+    Kernels that Inductor made are called by its own code, and are not among them.
+    """
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, acc_events=True) as profile:
+        for _ in range(_PROFILED_STEPS):
+            step()
+    counts = [
+        event.count for event in profile.key_averages() if event.key.startswith(("aten::", "specache::"))
+    ]
+    return sum(counts) / _PROFILED_STEPS
 
 
 def record_steps(step: Callable[[], object], steps: int = TRACED_STEPS) -> list[Span]:

@@ -58,11 +58,12 @@ def decode_tables(result: Mapping[str, Any], base: str) -> list[Table]:
         f" {result['bandwidth_gb_s']:.1f} GB/s, measured in this run by copying.",
     )
     sizes = Table(
-        caption="hidden: of the time that copies took, what no step waited for, by its counters and in a trace."
+        caption="hidden: of the time that copies took, what no step waited for, by its counters and in a trace;"
+        " operators: of PyTorch that a step calls."
     )
     headers = {
         times: ("ms", "p10", "p90", "tokens/s", "ratio", "floor ms", "compile s"),
-        sizes: ("device KV", "host KV", "moved a step", "hidden", "in a trace"),
+        sizes: ("device KV", "host KV", "moved a step", "hidden", "in a trace", "operators"),
     }
     for table, names in headers.items():
         table.box, table.collapse_padding, table.pad_edge = box.SIMPLE_HEAD, True, False
@@ -87,6 +88,7 @@ def decode_tables(result: Mapping[str, Any], base: str) -> list[Table]:
                 "-" if row[name] is None else f"{row[name]:.0%}"
                 for name in ("hidden_share", "hidden_in_trace")
             ),
+            f"{row['operator_calls']:.0f}",
         )
     return [times, sizes]
 
