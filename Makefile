@@ -21,10 +21,11 @@ TYPES := build/types
 .DEFAULT_GOAL := test
 .PHONY: install lint types check test test-all demo peers experiments page architectures format clean
 
-# torch is named here, so that it and all that needs it are resolved together, to the version in constraints.txt.
+# torch is named here, so that it and all that needs it are resolved together, to the version in constraints.txt. Triton
+# is not in there: a torch for CUDA brings the one that it was built with, and the newest does for the interpreter.
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch --editable '.[test,eval]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch --editable '.[test,eval,triton]'
 	touch $@
 
 install: $(STAMP)
