@@ -5,18 +5,19 @@
 
 A decode step has a row or two for each sequence and is bound by reading the weights. BLAS takes a few rows for a
 general product, whose packing costs more than the arithmetic, and reads the weight of a single row at half of the
-memory's speed: see `runtime/native/products.py`. Products of the same rows are one call.
+memory's speed: see `runtime/native/products.py`. Products of the same rows are one call, as far as their weights are
+inputs of the graph and nothing is written in place between them.
 
-It matches float32 and bfloat16 on the CPU alone, and weights that lie row by row.
+It matches float32 on the CPU, and bfloat16 without a bias; weights that lie row by row.
 """
 
 from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from dataclasses import dataclass
 
 import torch
+from torch._ops import OpOverload
 from torch.fx import GraphModule, Node
 
 from specache_fx.passes.base import Pass, PassState
@@ -29,51 +30,60 @@ aten = torch.ops.aten
 _VIEWS = (aten.view.default, aten._unsafe_view.default)
 
 
-@dataclass(frozen=True)
-class _Product:
-    """`rows @ weight.T + bias`, and the node that is it."""
-
-    node: Node
-    rows: Node
-    weight: Node
-    transposed: Node
-    bias: Node | None
-
-
 def few_row_products(gm: GraphModule, state: PassState) -> GraphModule:
     """Make one call of all products of the same few rows."""
-    groups: dict[tuple[object, ...], list[_Product]] = defaultdict(list)
+    groups: dict[tuple[object, ...], list[Node]] = defaultdict(list)
+    writes = 0
     for node in gm.graph.nodes:
-        if (product := _product(node)) is not None:
-            same = (_viewed(product.rows), *value_of(product.rows).shape)
-            # A weight that is computed is not there yet where another product of these rows is.
-            is_input = product.weight.op == "placeholder"
-            groups[same if is_input else (*same, node)].append(product)
+        # What is multiplied before something is written in place is not what is multiplied afterwards.
+        writes += _writes(node)
+        if not _is_few_rows(node):
+            continue
+        rows, weight, _ = _operands(node)
+        same = (writes, _viewed(rows), *value_of(rows).shape)
+        # A weight that is computed is not there yet where another product of these rows is.
+        groups[same if weight.op == "placeholder" else (*same, node)].append(node)
     for products in groups.values():
         _replace(gm, products)
     return finish(gm) if groups else gm
 
 
-def _replace(gm: GraphModule, products: list[_Product]) -> None:
+def _replace(gm: GraphModule, products: list[Node]) -> None:
     graph, first = gm.graph, products[0]
-    with graph.inserting_before(first.node):
-        weights = [product.weight for product in products]
-        results = call(
-            graph, torch.ops.specache.products.default, (first.rows, weights), first.node, "products"
-        )
+    # Operands are read when they are needed: one that was a product may be another call's result by then.
+    with graph.inserting_before(first):
+        arguments = (_operands(first)[0], [_operands(node)[1] for node in products])
+        results = call(graph, torch.ops.specache.products.default, arguments, first, "products")
         outs = [
-            call(graph, operator.getitem, (results, i), product.node, "product")
-            for i, product in enumerate(products)
+            call(graph, operator.getitem, (results, i), node, "product") for i, node in enumerate(products)
         ]
-    for product, out in zip(products, outs, strict=True):
-        node = product.node
+    for node, out in zip(products, outs, strict=True):
+        (rows, _, bias), transposed = _operands(node), node.args[-1]
         with graph.inserting_before(node):
-            biased = (out, product.bias)
-            whole = out if product.bias is None else call(graph, aten.add.Tensor, biased, node, "biased")
+            whole = out if bias is None else call(graph, aten.add.Tensor, (out, bias), node, "biased")
         node.replace_all_uses_with(whole)
         graph.erase_node(node)
-        erase_unused(product.transposed, (aten.t.default,))
-        erase_unused(product.rows, _VIEWS)
+        erase_unused(transposed, (aten.t.default,))
+        erase_unused(rows, _VIEWS)
+
+
+def _operands(node: Node) -> tuple[Node, Node, Node | None]:
+    """Rows, weight and bias of a product that `_is_few_rows`."""
+    *bias, rows, transposed = node.args
+    assert isinstance(rows, Node) and isinstance(transposed, Node)
+    weight = transposed.args[0]
+    assert isinstance(weight, Node)
+    if not bias:
+        return rows, weight, None
+    assert isinstance(bias[0], Node)
+    return rows, weight, bias[0]
+
+
+def _writes(node: Node) -> bool:
+    """Whether a call changes a tensor of the model in place. Of ours only `state` is said to be changed."""
+    target = node.target
+    ours = isinstance(target, OpOverload) and target.namespace == "specache"
+    return isinstance(target, OpOverload) and target._schema.is_mutable and not ours
 
 
 def _viewed(node: Node) -> Node:
@@ -85,23 +95,20 @@ def _viewed(node: Node) -> Node:
     return node
 
 
-def _product(node: Node) -> _Product | None:
-    """What a node multiplies; None where that is not a few rows and a weight."""
-    bias: Node | None = None
-    if node.target is aten.mm.default:
-        rows, transposed = node.args
-    elif node.target is aten.addmm.default and not node.kwargs:
-        bias, rows, transposed = node.args  # type: ignore[assignment]
-    else:
-        return None
-    assert isinstance(rows, Node) and isinstance(transposed, Node)
-    if transposed.target is not aten.t.default:
-        return None
-    weight = transposed.args[0]
-    assert isinstance(weight, Node)
+def _is_few_rows(node: Node) -> bool:
+    """Whether a node is a product of a few rows with a weight."""
+    biased = node.target is aten.addmm.default and not node.kwargs
+    if node.target is not aten.mm.default and not biased:
+        return False
+    transposed = node.args[-1]
+    if not isinstance(transposed, Node) or transposed.target is not aten.t.default:
+        return False
+    rows, weight, _ = _operands(node)
     x, w = value_of(rows), value_of(weight)
-    fits = x.device.type == "cpu" and x.dtype in DTYPES and w.dtype is x.dtype and w.is_contiguous()
-    return _Product(node, rows, weight, transposed, bias) if fits and 0 < len(x) <= MAX_ROWS else None
+    if x.device.type != "cpu" or x.dtype not in DTYPES or w.dtype is not x.dtype or not w.is_contiguous():
+        return False
+    # With a bias, bfloat16 would be rounded twice.
+    return 0 < x.shape[0] <= MAX_ROWS and x.shape[1] > 0 and not (biased and x.dtype is torch.bfloat16)
 
 
 FEW_ROW_PRODUCTS = Pass("few_row_products", few_row_products)

@@ -110,6 +110,7 @@ class LayerCache:
         if not overflow:
             self._extend_window(key, value)
             return
+        self.kernel_memory.clear()  # else what it holds would live on beside what replaces it
         if self.window_len:
             window_key, window_value = self.window()
             key, value = torch.cat([window_key, key], 2), torch.cat([window_value, value], 2)
@@ -154,7 +155,7 @@ class LayerCache:
 
     def _set_window(self, key: torch.Tensor, value: torch.Tensor, window_len: int) -> None:
         self._window_key, self._window_value, self.window_len = key, value, window_len
-        self.kernel_memory.clear()  # what it holds would outlive what has just been replaced
+        self.kernel_memory.clear()
 
     def _keep_quantized(self, num_tokens: int) -> None:
         """Forget the quantised tokens from `num_tokens` on, in every tier."""
@@ -236,6 +237,7 @@ class LayerCache:
                 self.host.reorder(self.layer, rows.cpu())
             else:
                 self.host.take(self.layer, source.host, rows.cpu())
+        self.kernel_memory.clear()
         self.key_planes.take(source.key_planes, rows)
         self.value_planes.take(source.value_planes, rows)
         self.sinks = None if source.sinks is None else source.sinks.taken(rows)

@@ -30,6 +30,12 @@ def test_share_of_copies_that_nobody_waited_for_is_read_off_a_trace() -> None:
     assert hidden_share([*copies, span("wait for prefetch", 0, 14)]) == 0
 
 
+def test_copy_with_nothing_to_compute_beside_it_is_waited_for_from_its_start() -> None:
+    spans = [span("attention", 0, 1), span("start prefetch", 1, 2), span("prefetch", 1.5, 3.5)]
+    assert hidden_share([*spans, span("wait for prefetch", 3, 4)]) == 0
+    assert hidden_share([*spans, span("attention", 2, 3), span("wait for prefetch", 3, 4)]) == 0.75
+
+
 @pytest.mark.usefixtures("fresh_dynamo")
 def test_decode_steps_of_all_kinds_are_timed_and_traced(tmp_path: Path) -> None:
     size = ModelSize(layers=2, hidden=32, intermediate=48, num_heads=4, num_kv_heads=2, head_dim=8, vocab=32)

@@ -30,8 +30,12 @@ class ExactPairsKernel:
 
     def fits(self, inputs: DecodeInputs) -> bool:
         """Whether this computes it; else the reference kernel does."""
-        exact = isinstance(inputs.quantizer, IdentityQuantizer)
-        return exact and inputs.expand is None and inputs.query.dtype in _WIDE and inputs.num_quantized > 0
+        if not isinstance(inputs.quantizer, IdentityQuantizer) or inputs.expand is not None:
+            return False
+        planes = *inputs.key_planes, *inputs.value_planes, *inputs.window_rows
+        tensors = inputs.query, inputs.key, inputs.value, *planes, inputs.staged_rows
+        dtypes = {x.dtype for x in tensors if x is not None}
+        return inputs.num_quantized > 0 and len(dtypes) == 1 and inputs.query.dtype in _WIDE
 
     def attention(self, inputs: DecodeInputs) -> tuple[torch.Tensor, torch.Tensor]:
         """Attend with every lane; see `Kernel.attention`. Paper: KCache §3.1, where values are fetched."""

@@ -60,8 +60,8 @@ def multiply(
     Sums are of float32, in an order of their own: they differ from BLAS's by rounding.
 
     Args:
-        rows: `[num_rows, in]` on the CPU, 1 to `MAX_ROWS` rows of a dtype in `DTYPES`.
-        weights: `[out, in]` each, contiguous, of the same dtype.
+        rows: `[num_rows, in]` on the CPU, 1 to `MAX_ROWS` rows, not empty, of a dtype in `DTYPES`.
+        weights: `[out, in]` each, of the same dtype.
         library: What `typed` gave; by default what `load` gives.
 
     Returns:
@@ -76,6 +76,7 @@ def multiply(
     half = rows.dtype is torch.bfloat16
     if half or not rows.is_contiguous():
         rows = rows.to(torch.float32).contiguous()
+    weights = [weight if weight.is_contiguous() else weight.contiguous() for weight in weights]
     outs = [weight.shape[0] for weight in weights]
     results = [torch.empty((count, out), dtype=weights[0].dtype) for out in outs]
     arguments = _ProductsC(count, width, half, len(outs), torch.get_num_threads(), rows.data_ptr())

@@ -39,10 +39,11 @@ def hidden_share(spans: Sequence[Span]) -> float | None:
     """Of the time in which pairs were copied, what compute did not spend waiting; None where nothing was copied.
 
     Args:
-        spans: Of steps: "prefetch" on the copies' track, "wait for prefetch" on that of compute.
+        spans: Of steps, in the order of their starts: "prefetch" on the copies' track, "start prefetch", "attention"
+            and "wait for prefetch" on that of compute.
     """
     copies = [(span.start, span.stop) for span in spans if span.name == "prefetch"]
-    waits = [(span.start, span.stop) for span in spans if span.name == "wait for prefetch"]
+    waits = [_wait_for(span, spans) for span in spans if span.name == "wait for prefetch"]
     total = sum(stop - start for start, stop in copies)
     if not total:
         return None
@@ -51,3 +52,14 @@ def hidden_share(spans: Sequence[Span]) -> float | None:
         max(0.0, min(stop, ended) - max(start, begun)) for start, stop in copies for begun, ended in waits
     )
     return 1 - waited / total
+
+
+def _wait_for(wait: Span, spans: Sequence[Span]) -> tuple[float, float]:
+    """When a wait began and ended: from the start of the prefetch on, where nothing was computed in between."""
+    before = [span for span in spans if span.start < wait.start]
+    for span in reversed(before):
+        if span.name == "attention":
+            break
+        if span.name == "start prefetch" and span.args == wait.args:
+            return span.start, wait.stop
+    return wait.start, wait.stop

@@ -68,6 +68,37 @@ def test_weight_that_is_computed_after_another_product_has_a_call_of_its_own() -
     torch.testing.assert_close(gm(*inputs), chained(*inputs))
 
 
+@pytest.mark.parametrize(
+    "chained",
+    [
+        lambda x, w, b: x.mm(w.t()).mm(w.t()),
+        lambda x, w, b: torch.addmm(b, x, w.t()).mm(w.t()),
+        lambda x, w, b: torch.addmm(x.mm(w.t()), x, w.t()),
+        lambda x, w, b: x.mm(w.mm(w.t()).t()),
+    ],
+    ids=["rows", "biased rows", "bias", "weight"],
+)
+def test_product_of_a_product_is_replaced_too(chained: Callable[..., Tensor]) -> None:
+    inputs = (torch.randn(5, 5), torch.randn(5, 5), torch.randn(5))
+    gm = few_row_products(traced(chained, *inputs), STATE)
+    assert (count(gm, aten.mm.default), count(gm, aten.addmm.default)) == (0, 0)
+    torch.testing.assert_close(gm(*inputs), chained(*inputs))
+
+
+@pytest.mark.parametrize("what", ["rows", "weight"])
+def test_what_is_written_in_place_between_two_products_is_seen_by_the_second(what: str) -> None:
+    def written(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        first = x.mm(w.t())
+        (x if what == "rows" else w)[0].mul_(2)
+        return first, x.mm(w.t())
+
+    inputs = (torch.randn(2, 5), torch.randn(4, 5))
+    wanted = written(*(x.clone() for x in inputs))
+    gm = few_row_products(traced(written, *inputs), STATE)
+    assert count(gm, PRODUCTS) == 2
+    torch.testing.assert_close(gm(*(x.clone() for x in inputs)), wanted)
+
+
 def test_other_rows_of_the_same_elements_are_another_call() -> None:
     def viewed(x: Tensor, w: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         return x.view(2, 6).mm(w.t()), x.view(4, 3).mm(v.t())
@@ -84,11 +115,19 @@ def test_other_rows_of_the_same_elements_are_another_call() -> None:
         (torch.ones(9, 5), torch.ones(16, 5)),
         (torch.ones(2, 5, dtype=torch.float64), torch.ones(16, 5, dtype=torch.float64)),
         (torch.ones(2, 5), torch.ones(5, 16).t()),
+        (torch.ones(2, 0), torch.ones(16, 0)),
     ],
-    ids=["many rows", "float64", "columns"],
+    ids=["many rows", "float64", "columns", "nothing to sum"],
 )
 def test_other_products_are_left_as_they_are(rows: Tensor, weight: Tensor) -> None:
     gm = traced(lambda x, w: x.mm(w.t()), rows, weight)
+    before = graphs.code(gm)
+    assert graphs.code(few_row_products(gm, STATE)) == before
+
+
+def test_product_in_bfloat16_with_a_bias_is_left_as_it_is() -> None:
+    inputs = (torch.ones(3).bfloat16(), torch.ones(2, 5).bfloat16(), torch.ones(3, 5).bfloat16())
+    gm = traced(lambda b, x, w: torch.addmm(b, x, w.t()), *inputs)
     before = graphs.code(gm)
     assert graphs.code(few_row_products(gm, STATE)) == before
 

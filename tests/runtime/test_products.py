@@ -21,7 +21,7 @@ def library(instruction_set: str) -> ctypes.CDLL:
 
 
 def check(rows: Tensor, weights: list[Tensor], got: list[Tensor]) -> None:
-    """Sums of float32 in any order, rounded once: an error of the sum of magnitudes, and half a step of the dtype."""
+    """Sums of float32 in any order, rounded once: an error of the sum of magnitudes, and a step of the dtype."""
     assert len(got) == len(weights)
     for weight, result in zip(weights, got, strict=True):
         wanted = rows.double() @ weight.double().t()

@@ -49,7 +49,7 @@ class CpuKernel:
         return None
 
     def fits(self, inputs: DecodeInputs) -> bool:
-        """Whether the library computes this; else the reference kernel does."""
+        """Whether the library computes this; else `ExactPairsKernel` does, or the reference."""
         dtype = inputs.query.dtype
         tensors = (inputs.key, inputs.value, *inputs.window_rows, inputs.staged_rows)
         if dtype not in DTYPES or any(x is not None and x.dtype != dtype for x in tensors):
@@ -89,6 +89,8 @@ class CpuKernel:
         arguments.query, arguments.own_key = own.of(inputs.query), own.of(inputs.key)
         arguments.own_value, arguments.out = own.of(inputs.value), out.data_ptr()
         arguments.scores = scores.data_ptr()
+        # The model's own, and not ours to remember: their memory may be another's by the next step.
+        arguments.sinks = own.of(inputs.sinks, torch.float32)
         arguments.num_quantized, arguments.window_len = inputs.num_quantized, inputs.window_len
         arguments.independent_lanes, arguments.scored_lanes = inputs.independent_lanes, inputs.num_scored
         arguments.threads = torch.get_num_threads()

@@ -22,8 +22,8 @@ class Prepared:
         inputs: A step's; the kernel computes them (`CpuKernel.fits`).
 
     Attributes:
-        arguments: To be completed by `query`, `own_key`, `own_value`, `out`, `scores`, `num_quantized`, `window_len`,
-            `scored_lanes`, `independent_lanes` and `threads`.
+        arguments: To be completed by `query`, `own_key`, `own_value`, `sinks`, `out`, `scores`, `num_quantized`,
+            `window_len`, `scored_lanes`, `independent_lanes` and `threads`.
     """
 
     def __init__(self, inputs: DecodeInputs) -> None:
@@ -34,9 +34,9 @@ class Prepared:
     def serves(self, inputs: DecodeInputs) -> bool:
         """Whether these are the same layer's inputs, in the same memory."""
         masked = inputs.key_mask is not None or inputs.visible is not None or inputs.bias is not None
-        if masked or inputs.expand is not None or self._addresses.copied:
+        if masked or self._addresses.copied:
             return False
-        # The same objects, and alive: nothing else can have their addresses.
+        # The same objects, all of them the session's, which does not change where one lies.
         return all(map(operator.is_, self._tensors, _tensors(inputs))) and self._numbers == _numbers(inputs)
 
 
@@ -48,7 +48,7 @@ def _tensors(inputs: DecodeInputs) -> tuple[object, ...]:
         inputs.staged_rows,
         inputs.staged_indices,
     )
-    return *pairs, inputs.key_mask, inputs.visible, inputs.bias, inputs.sinks, inputs.quantizer
+    return *pairs, inputs.key_mask, inputs.visible, inputs.bias, inputs.quantizer
 
 
 def _numbers(inputs: DecodeInputs) -> tuple[Any, ...]:
@@ -101,5 +101,4 @@ def _arguments(inputs: DecodeInputs, at: Addresses) -> InputsC:
         key_mask=at.of(inputs.key_mask),
         visible=at.of(inputs.visible),
         bias=at.of(bias),
-        sinks=at.of(inputs.sinks, torch.float32),
     )
