@@ -215,7 +215,7 @@ def test_speeds_in_the_readme_are_those_of_the_committed_runs() -> None:
     by_name = [{row["name"]: row for row in result["rows"]} for result in results]
     for name, row in by_name[2].items():
         times = " | ".join(f"{rows[name]['median_ms']:.1f}" for rows in by_name)
-        hidden = "-" if row["hidden_share"] is None else f"{row['hidden_share']:.0%}"
+        hidden = "-" if row["hidden_in_trace"] is None else f"{row['hidden_in_trace']:.0%}"
         held = f"{row['tokens_per_s']:.0f} | {row['device_bytes'] / 2**20:.1f} MiB | {hidden}"
         assert f"| {name} | {times} | {held} |" in readme
     for name in ("specache 2-bit", "specache 1-bit"):
