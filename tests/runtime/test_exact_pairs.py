@@ -68,7 +68,8 @@ def test_cpu_kernel_leaves_exact_pairs_to_it(keys_only: bool) -> None:
 
 def test_codes_and_narrow_dtypes_go_to_the_reference() -> None:
     half = exact_inputs(KernelCase(dtype=torch.bfloat16), keys_only=True)
-    for inputs in (make_inputs(KernelCase()), half):
+    mixed = replace(half, query=half.query.float())
+    for inputs in (make_inputs(KernelCase()), half, mixed):
         kernel = ExactPairsKernel()
         assert not kernel.fits(inputs)
         assert all(map(torch.equal, kernel.attention(inputs), ReferenceKernel().attention(inputs)))
