@@ -118,3 +118,19 @@ def test_layer_forgets_what_kernels_kept_when_its_memory_changes() -> None:
         change()
         assert cache.kernel_memory == {}
         assert cache.key_planes.view() is not planes
+
+
+def test_view_of_planes_grows_and_shrinks_with_their_groups() -> None:
+    config = SpecacheConfig(bits=2, group_size=8, residual_length=8, policy="kivi")
+    cache = LayerCache(config, make_quantizer(config), None, 0, KeyMask())
+    cache.append(torch.randn(1, 2, 300, 8), torch.randn(1, 2, 300, 8))
+    for _ in range(40):  # room is made by an eighth: most groups find it made
+        cache.append(torch.randn(1, 2, 1, 8), torch.randn(1, 2, 1, 8))
+        for store in (cache.key_planes, cache.value_planes):
+            groups = store.num_tokens // config.group_size
+            assert {plane.shape[2] % groups for plane in store.view()} == {0}
+            assert cache.quantizer.dequantize_value(cache.value_planes.view(), 8, torch.float32).shape[2] == (
+                cache.num_quantized
+            )
+    cache.truncate(100)
+    assert cache.value_planes.view()[0].shape[2] == cache.num_quantized
