@@ -66,6 +66,28 @@ void read_part(Head& h, int64_t part, int64_t num_parts) {
   join_out<BITS>(h);
 }
 
+// A head, or one of the parts that it is read in.
+struct Item {
+  int64_t head, part, num_parts;
+  int64_t slot, result;  // where its probabilities go (those of one head to one place), and what it comes to
+};
+
+// All heads, in the order in which threads take them. Cores may differ in speed, and one may be asked for something else:
+// the fewer heads are left, the smaller the pieces, so that threads come to an end together.
+inline std::vector<Item> items_of(int64_t heads, int64_t chunks, int64_t threads) {
+  std::vector<Item> items;
+  int64_t slot = threads, result = threads;  // a head in one piece is finished before its thread takes the next
+  for (int64_t head = 0; head < heads; head++) {
+    const int64_t left = heads - head, wanted = threads == 1 ? 1 : (threads + left - 1) / left;
+    const int64_t num_parts = wanted < chunks ? wanted : chunks > 0 ? chunks : 1;
+    for (int64_t part = 0; part < num_parts; part++) items.push_back({head, part, num_parts, slot, result + part});
+    if (num_parts == 1) continue;
+    slot++;
+    result += num_parts;
+  }
+  return items;
+}
+
 template <int BITS>
 void attention(const SpecacheInputs& in) {
   const Sizes s(in);
@@ -73,27 +95,26 @@ void attention(const SpecacheInputs& in) {
   // Small work is done before another thread has woken up.
   const int64_t work = heads * (s.stored + in.num_staged) * s.queries * (in.key_dim + in.value_dim);
   const int64_t threads = work < (1 << 20) ? 1 : in.threads;
-  int64_t num_parts = heads >= 4 * threads ? 1 : (4 * threads + heads - 1) / heads;
-  num_parts = threads == 1 || s.chunks == 0 ? 1 : (num_parts < s.chunks ? num_parts : s.chunks);
+  const std::vector<Item> items = items_of(heads, s.chunks, threads);
 
   thread_local Buffer buffer;
   Arena counted{nullptr};
   Head(in, s, counted);
   const int64_t head_size = counted.used;
-  const int64_t slots = num_parts == 1 ? threads : heads;  // a head in one piece is finished before the next
+  const int64_t num_slots = items.back().slot + 1, num_results = items.back().result + 1;
   Arena sizes{nullptr, threads * head_size};
-  for (int64_t i = 0; i < slots; i++) Probs(sizes, s);
-  for (int64_t i = 0; i < slots * num_parts; i++) Result(sizes, s);
+  for (int64_t i = 0; i < num_slots; i++) Probs(sizes, s);
+  for (int64_t i = 0; i < num_results; i++) Result(sizes, s);
   Arena arena{buffer.of_size(sizes.used), threads * head_size};
   std::vector<Probs> probs;
   std::vector<Result> results;
-  for (int64_t i = 0; i < slots; i++) probs.emplace_back(arena, s);
-  for (int64_t i = 0; i < slots * num_parts; i++) results.emplace_back(arena, s);
+  for (int64_t i = 0; i < num_slots; i++) probs.emplace_back(arena, s);
+  for (int64_t i = 0; i < num_results; i++) results.emplace_back(arena, s);
   char* const base = arena.base;
 
   std::vector<std::atomic<int64_t>> parts_left(heads);
-  for (auto& left : parts_left) left = num_parts;
-  std::atomic<int64_t> next{0};
+  for (const Item& item : items) parts_left[item.head] = item.num_parts;
+  std::atomic<size_t> next{0};
 #ifdef _OPENMP
 #pragma omp parallel num_threads(threads) if (threads > 1)
 #endif
@@ -103,20 +124,22 @@ void attention(const SpecacheInputs& in) {
 #else
     const int64_t thread = 0;
 #endif
-    for (int64_t item = next++; item < heads * num_parts; item = next++) {
-      const int64_t number = item / num_parts, part = item % num_parts, slot = num_parts == 1 ? thread : number;
+    for (size_t i = next++; i < items.size(); i = next++) {
+      const Item& item = items[i];
+      const bool whole = item.num_parts == 1;
+      Result* const result = &results[whole ? thread : item.result];
       // Zeros: what is padded must not hold NaN, which would survive being multiplied with 0.
       memset(base + thread * head_size, 0, head_size);
       Arena own{base + thread * head_size};
       Head h(in, s, own);
-      h.batch_row = number / in.kv_heads;
-      h.kv_head = number % in.kv_heads;
-      h.probs = &probs[slot];
-      h.result = &results[slot * num_parts + part];
-      read_part<BITS>(h, part, num_parts);
-      if (--parts_left[number] > 0) continue;
-      h.result = &results[slot * num_parts];
-      if (num_parts > 1) merge(h.result, num_parts, s);
+      h.batch_row = item.head / in.kv_heads;
+      h.kv_head = item.head % in.kv_heads;
+      h.probs = &probs[whole ? thread : item.slot];
+      h.result = result;
+      read_part<BITS>(h, item.part, item.num_parts);
+      if (--parts_left[item.head] > 0) continue;
+      h.result = result - item.part;
+      if (!whole) merge(h.result, item.num_parts, s);
       write_out(h);
       write_scores(h);
     }

@@ -8,7 +8,7 @@
 
 namespace specache {
 
-constexpr int64_t kChunk = 1024;     // tokens whose probabilities are taken together
+constexpr int64_t kChunk = 2048;     // tokens whose probabilities are taken together
 constexpr int64_t kMaxQueries = 1024; // rows of one kv head that Python may ask for
 constexpr int64_t kValueBlock = 256;  // tokens of values that are multiplied together; a multiple of 4 * kLanes
 
