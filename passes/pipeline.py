@@ -18,6 +18,7 @@ from specache_fx.passes.base import Pass, PassState
 from specache_fx.passes.bind_cache import BIND_CACHE
 from specache_fx.passes.duplicate_query import duplicate_query
 from specache_fx.passes.few_row_products import FEW_ROW_PRODUCTS
+from specache_fx.passes.fuse_layer_steps import FUSE_LAYER_STEPS
 from specache_fx.passes.heads_first import HEADS_FIRST
 from specache_fx.passes.insert_prefetch import INSERT_PREFETCH
 from specache_fx.passes.insert_waits import INSERT_WAITS
@@ -50,6 +51,7 @@ DECODE_PASSES: tuple[Pass, ...] = (
     MERGE_PRODUCTS,
     FEW_ROW_PRODUCTS,
     VERIFY,
+    FUSE_LAYER_STEPS,
 )
 
 Observer = Callable[[str, GraphModule, PassState], None]

@@ -117,6 +117,20 @@ class CopyEngine:
             )  # it may still read what was wanted
         # A copy of our own: a compiled graph reuses the caller's buffer without asking.
         staging.wanted.copy_(indices)
+        self._start(layer, staging)
+
+    def wanted(self, layer: int) -> torch.Tensor | None:
+        """Where the indices of the layer's next `prefetch_wanted` are to be written; None where only `prefetch` goes.
+
+        After the layer's `wait`: until then the last ones are being read.
+        """
+        return self._of(layer).wanted if self._device.type == "cpu" and not self._closed else None
+
+    def prefetch_wanted(self, layer: int) -> None:
+        """As `prefetch`, of what was written to `wanted`."""
+        self._start(layer, self._of(layer))
+
+    def _start(self, layer: int, staging: Staging) -> None:
         if self._on_device is not None:
             self._launch(self._on_device, layer, staging)
             return

@@ -9,6 +9,7 @@ token; what outlasts the token is in the session.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -17,8 +18,10 @@ import torch
 from specache_fx.runtime.decode_inputs import Lanes, layer_inputs, window_inputs
 from specache_fx.runtime.kernels import Expand
 from specache_fx.runtime.layer_cache import LayerCache
-from specache_fx.runtime.select import AGGREGATIONS
+from specache_fx.runtime.plain_step import plain_step
+from specache_fx.runtime.select import AGGREGATIONS, select_topk
 from specache_fx.runtime.session import Session
+from specache_fx.runtime.tracing import is_recording
 from specache_fx.runtime.window_cache import WindowCache, WindowMask
 
 _running: dict[int, DecodeStep] = {}  # by the number of its session, which runs one at a time
@@ -64,6 +67,40 @@ class DecodeStep:
     def windows_told(self) -> bool:
         """Whether each lane sees of the windows what its token will see."""
         return all(mask is not None for masks in self.window_masks.values() for mask in masks)
+
+    def run(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scale: float,
+        softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
+        expansion: int | None = None,
+    ) -> torch.Tensor | None:
+        """All that the ops of a layer do, at once; None where they have to. Arguments as in `attend`."""
+        if not self._is_plain or expansion is not None:
+            return None
+        session = self.session
+        cache, engine = session.layers[layer], session.engine
+        assert isinstance(cache, LayerCache) and engine is not None
+        own = query, key, value
+        return plain_step(
+            session.kernel, cache, engine, session.score_buffers, layer, own, scale, softcap, sinks
+        )
+
+    @functools.cached_property
+    def _is_plain(self) -> bool:
+        """Whether this step differs from the last in its length alone, as far as one can tell for all layers."""
+        session = self.session
+        special = (
+            self.predecoding or self.missed is not None or bool(self.biases) or session.key_mask.has_padding
+        )
+        watched = session.config.track_hit_rates or is_recording()
+        return (
+            not special and not watched and session.engine is not None and session.select_pairs is select_topk
+        )
 
     def wait_prefetch(self, layer: int) -> None:
         """Return when the pairs that were prefetched for this layer's attention have arrived."""

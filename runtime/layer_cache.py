@@ -92,6 +92,17 @@ class LayerCache:
             2, 0, self.window_len
         )
 
+    @property
+    def has_room(self) -> bool:
+        """Whether one more pair just goes to the window, and nothing else changes."""
+        window = self._window_key
+        full = window.dim() != 4 or self.window_len == window.shape[2]
+        return not full and self._num_quantized_at(self.kv_len + 1) == self.num_quantized
+
+    def was_appended(self) -> None:
+        """A pair was written behind the window's last one, where there was room."""
+        self.window_len += 1
+
     def append(self, key: torch.Tensor, value: torch.Tensor, hold: bool = False) -> None:
         """Append new pairs (a prompt, a chunk, or one decoded token) and quantise and offload what overflows.
 

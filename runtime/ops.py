@@ -7,7 +7,7 @@ tensors of static shape. What grows with the context stays in the session: `stag
 
     prefill   store
     extend    load, store
-    decode    wait_prefetch -> quantized_attention -> append -> topk -> prefetch
+    decode    wait_prefetch -> quantized_attention -> append -> topk -> prefetch, or all as one: layer_step
 
 `products` touches no session: a few rows times weights, see `runtime/native/products.py`.
 
@@ -146,6 +146,27 @@ def _append(key: Tensor, value: Tensor, state: Tensor, layer: int) -> None:
         step.append(layer, key, value)
 
 
+def _layer_step(
+    query: Tensor, key: Tensor, value: Tensor, state: Tensor, layer: int, scale: float, *form: Any
+) -> Tensor:
+    step = decode_step.by_state(state)
+    out = step.run(layer, query, key, value, scale, *form[:3])
+    if out is None:
+        staged = _wait_prefetch(state, layer)
+        out, scores = _quantized_attention(query, key, value, staged, state, layer, scale, *form)
+        _append(key[0], value[0], state, layer)
+        batch, num_kv_heads = key.shape[1:3]
+        indices = _topk(scores, state, layer, batch, num_kv_heads, step.session.config.top_k)
+        _prefetch(indices, state, layer)
+    return out
+
+
+def _layer_step_fake(
+    query: Tensor, key: Tensor, value: Tensor, state: Tensor, layer: int, scale: float, *form: Any
+) -> Tensor:
+    return _attention_fake(query, key, value, layer, scale, *form)
+
+
 def _products_fake(rows: Tensor, weights: list[Tensor]) -> list[Tensor]:
     return [rows.new_empty((rows.shape[0], weight.shape[0])) for weight in weights]
 
@@ -172,6 +193,11 @@ _define(
 )
 _define("prefetch(Tensor indices, Tensor(a!) state, int layer) -> ()", _prefetch, _nothing)
 _define("append(Tensor key, Tensor value, Tensor(a!) state, int layer) -> ()", _append, _nothing)
+_define(
+    f"layer_step({_SIDES}, Tensor(a!) state, int layer, float scale, {_FORM}) -> Tensor",
+    _layer_step,
+    _layer_step_fake,
+)
 _define("products(Tensor rows, Tensor[] weights) -> Tensor[]", multiply, _products_fake)
 
 

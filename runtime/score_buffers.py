@@ -20,11 +20,15 @@ class ScoreBuffers:
     def take(self, shape: tuple[int, ...]) -> torch.Tensor:
         """A float32 tensor of that shape, with anything in it, for as long as it is not given back."""
         size = math.prod(shape)
+        return self.take_flat(size)[:size].view(shape)
+
+    def take_flat(self, size: int) -> torch.Tensor:
+        """So many elements, or more."""
         flat = self._free.pop() if self._free else None
         if flat is None or flat.numel() < size:
             flat = torch.empty(size + size // 8, dtype=torch.float32)  # a context grows
         self._taken[flat.data_ptr()] = flat
-        return flat[:size].view(shape)
+        return flat
 
     def give_back(self, scores: torch.Tensor) -> None:
         """Nobody reads this tensor, one of `take`, any more."""

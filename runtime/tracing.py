@@ -117,6 +117,11 @@ def span(
     return _recorders[-1].span(name, track, stream, args)
 
 
+def is_recording() -> bool:
+    """Whether somebody wants to know."""
+    return bool(_recorders)
+
+
 @contextlib.contextmanager
 def recording() -> Iterator[Recorder]:
     """Record in this block, in all threads. Of two that are nested the inner one records."""

@@ -39,7 +39,7 @@ RANKS: tuple[tuple[str, ...], ...] = (
     ("specache_fx.runtime.claims",),
     ("specache_fx.runtime.registry", "specache_fx.runtime.decode_step"),
     ("specache_fx.runtime.session",),
-    ("specache_fx.runtime.decode_inputs",),
+    ("specache_fx.runtime.decode_inputs", "specache_fx.runtime.plain_step"),
     (
         "specache_fx.runtime.layer_cache",
         "specache_fx.runtime.window_cache",

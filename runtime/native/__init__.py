@@ -43,6 +43,13 @@ def load() -> ctypes.CDLL | None:
     return loaded
 
 
+@functools.cache
+def topk_address() -> int | None:
+    """Of `specache_topk`, for C++ to call; None where it can't be built."""
+    library = load()
+    return None if library is None else ctypes.cast(library.specache_topk, _address).value
+
+
 def select_topk(library: ctypes.CDLL, scores: torch.Tensor, top_k: int) -> torch.Tensor:
     """See `specache_fx.runtime.select.topk.select_topk`.
 

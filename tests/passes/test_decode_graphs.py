@@ -36,7 +36,7 @@ def after(name: str, config: SpecacheConfig) -> str:
     # By what they are, not by the names that tracing happens to give.
     # Those of products are looked at in test_products.py.
     shown = "\n".join(line for line in graphs.calls(gm).splitlines() if not line.startswith("products"))
-    shown = re.sub(r"attention(_lanes)?\(\w+, \w+, \w+,", r"attention\1(q, k, v,", shown)
+    shown = re.sub(r"(attention|attention_lanes|layer_step)\(\w+, \w+, \w+,", r"\1(q, k, v,", shown)
     shown = re.sub(r"\battention_1 = ", "attention = ", shown)
     shown = re.sub(r"append\(\w+, \w+,", "append(own_k, own_v,", shown)
     return re.sub(r"topk\(\w+,", "topk(scores,", shown)
@@ -95,6 +95,9 @@ GOLDEN = {
         indices = topk(scores, specache_state, 0, 2, 2, 4)
         prefetch = prefetch(indices, specache_state, 0)
         """,
+    "fuse_layer_steps": """
+        attended = layer_step(q, k, v, specache_state, 0, 0.5)
+        """,
 }  # fmt: skip
 # Passes that change no call of ours show what the one before them does.
 GOLDEN |= dict.fromkeys(("merge_products", "few_row_products", "verify"), GOLDEN["insert_waits"])
@@ -106,11 +109,21 @@ def test_decode_with_two_lanes(name: str) -> None:
 
 
 def test_every_decode_pass_has_a_golden_graph() -> None:
-    assert list(GOLDEN) == ["duplicate_query", *(step.name for step in DECODE_PASSES)]
+    assert set(GOLDEN) == {"duplicate_query", *(step.name for step in DECODE_PASSES)}
 
 
 def test_decode_that_selects_by_its_own_query_has_the_same_calls_for_its_single_lane() -> None:
     assert after("verify", SpecacheConfig(**SMALL, lookahead="query")) == text(GOLDEN["verify"])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"lookahead": "none"}, {"policy": "kcache"}, {"policy": "kivi"}, {"resident_layers": 1}],
+    ids=str,
+)
+def test_steps_of_other_operators_are_not_fused(options: dict[str, Any]) -> None:
+    config = SpecacheConfig(**{**SMALL, **options} if options.get("policy") != "kivi" else options)
+    assert after("fuse_layer_steps", config) == after("verify", config)
 
 
 @pytest.mark.parametrize("options", [{"lookahead": "none"}, {"policy": "kcache"}], ids=str)

@@ -86,8 +86,8 @@ class _Pair:
         self.session.advance(tokens, decoded=False)
         self.staged = [None] * LAYERS
 
-    def step(self, lanes: int, predecode: bool) -> None:
-        """One decode step, layer by layer, as a graph's ops make it."""
+    def step(self, lanes: int, predecode: bool, whole: bool = False) -> None:
+        """One decode step, layer by layer, as a graph's ops make it; `whole`: as one op a layer does."""
         session, config = self.session, self.config
         if predecode:
             self.staged = [None] * LAYERS
@@ -96,17 +96,27 @@ class _Pair:
         for layer, oracle in enumerate(self.oracles):
             query = self.random(lanes, self.shape.batch, self.shape.num_heads, 1, self.shape.head_dim)
             key, value = self.pairs(1, lanes)
-            run.wait_prefetch(layer)
-            form = self.form
-            out = run.attend(layer, query, key, value, 0.3, True, form.softcap, form.sinks)
+            form, chosen = self.form, None
+            selects = config.placement.prefetch and not oracle.is_exact
+            out = None
+            if whole and selects:
+                out = run.run(layer, query, key, value, 0.3, form.softcap, form.sinks)
+            if out is not None:
+                assert session.engine is not None
+                chosen = session.engine.wanted(layer)
+            else:
+                run.wait_prefetch(layer)
+                out = run.attend(layer, query, key, value, 0.3, True, form.softcap, form.sinks)
             expected, scores = oracle.attend_all(query, key, value, self.staged[layer], 0.3, form)
             torch.testing.assert_close(out, expected, **CLOSE)
-            run.append(layer, key[0], value[0])
+            if chosen is None:
+                run.append(layer, key[0], value[0])
             if not predecode:
                 oracle.append(key[0], value[0])
-            if config.placement.prefetch and not oracle.is_exact:
-                chosen = run.select(layer)
-                run.prefetch(layer, chosen)
+            if selects:
+                if chosen is None:
+                    chosen = run.select(layer)
+                    run.prefetch(layer, chosen)
                 ours = [[[i for i in head if i >= 0] for head in row] for row in chosen.tolist()]
                 count = oracle.num_quantized
                 wanted = select(scores[-1][..., :count], oracle.selectable[:, :count], config.top_k)
@@ -140,7 +150,11 @@ class SessionMachine(RuleBasedStateMachine):
         for number in range(2):
             policy = data.draw(st.sampled_from(("specache", "specache", "kivi", "kcache")))
             config = data.draw(
-                strategies.configs(policy=policy, host=data.draw(st.sampled_from(("memory", "disk"))))
+                strategies.configs(
+                    policy=policy,
+                    host=data.draw(st.sampled_from(("memory", "disk"))),
+                    track_hit_rates=data.draw(st.booleans()),
+                )
             )
             shape = data.draw(strategies.attention_shapes())
             forms = data.draw(st.tuples(st.booleans(), st.booleans(), st.booleans()))
@@ -154,13 +168,13 @@ class SessionMachine(RuleBasedStateMachine):
         pair.extend(tokens, data.draw(strategies.key_masks(pair.shape.batch, tokens)))
 
     @precondition(lambda self: any(pair.oracles for pair in self.pairs))
-    @rule(which=st.integers(0, 1), lanes=st.integers(1, 2), steps=st.integers(1, 10))
-    def decode(self, which: int, lanes: int, steps: int) -> None:
+    @rule(which=st.integers(0, 1), lanes=st.integers(1, 2), steps=st.integers(1, 10), whole=st.booleans())
+    def decode(self, which: int, lanes: int, steps: int, whole: bool) -> None:
         pair = self.pairs[which] if self.pairs[which].oracles else self.pairs[1 - which]
         if pair.session.staged_for != pair.session.kv_len:
             pair.step(lanes, predecode=True)
         for _ in range(steps):
-            pair.step(lanes, predecode=False)
+            pair.step(lanes, predecode=False, whole=whole)
 
     @precondition(lambda self: any(pair.oracles for pair in self.pairs))
     @rule(which=st.integers(0, 1), share=st.floats(0.01, 1))

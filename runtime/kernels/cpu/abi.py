@@ -38,6 +38,12 @@ class InputsC(ctypes.Structure):
     )
 
 
+class StepC(ctypes.Structure):
+    """`SpecacheStep` of inputs.h."""
+
+    _fields_ = (("top_k", _i64), ("chosen", _address), ("topk", _address))
+
+
 class Addresses:
     """Addresses of tensors, which it keeps alive: copies are made where a layout is not what the kernel reads.
 

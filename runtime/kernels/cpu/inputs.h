@@ -32,4 +32,12 @@ struct SpecacheInputs {
   void* out;                      // [lanes, batch, heads, value_dim]
   float* scores;                  // [scored_lanes, batch, kv_heads, stored + 1]
 };
+
+// What a decode step does of a layer beside the attention. Mirrored in abi.py.
+struct SpecacheStep {
+  int64_t top_k;
+  int32_t* chosen;  // [batch, kv_heads, top_k]
+  int64_t (*topk)(const float* scores, int64_t rows, int64_t stride, int64_t tokens, int64_t top_k, int32_t* chosen,
+                  int64_t threads);  // `specache_topk` of runtime/native/rows.cpp
+};
 }

@@ -12,11 +12,12 @@ import torch
 from specache_fx.errors import HostMemoryError
 from specache_fx.runtime.cpp_build import BuildError, load_library, usable_instruction_sets
 from specache_fx.runtime.kernels.base import DecodeInputs
-from specache_fx.runtime.kernels.cpu.abi import DTYPES, Addresses
+from specache_fx.runtime.kernels.cpu.abi import DTYPES, Addresses, StepC
 from specache_fx.runtime.kernels.cpu.prepared import Prepared
 from specache_fx.runtime.kernels.exact_pairs import ExactPairsKernel
 
 SOURCES = Path(__file__).parent
+_NO_MEMORY = "There is no memory for the attention of a step: free some, or shorten the context."
 MAX_QUERIES = 1024  # kMaxQueries of head.h
 MAX_DIM = 4096  # sums of 32 bits hold the products of so many channels, or tokens of a group
 
@@ -43,7 +44,7 @@ class CpuKernel:
         if sys.byteorder != "little":
             return "it reads codes as little-endian words"
         try:
-            self._library()
+            self._library  # noqa: B018  (loads it)
         except BuildError as error:
             return str(error)
         return None
@@ -94,13 +95,53 @@ class CpuKernel:
         arguments.num_quantized, arguments.window_len = inputs.num_quantized, inputs.window_len
         arguments.independent_lanes, arguments.scored_lanes = inputs.independent_lanes, inputs.num_scored
         arguments.threads = torch.get_num_threads()
-        if self._library().specache_attention(ctypes.byref(arguments)):
-            raise HostMemoryError(
-                "There is no memory for the attention of a step: free some, or shorten the context."
-            )
+        if self._library.specache_attention(ctypes.byref(arguments)):
+            raise HostMemoryError(_NO_MEMORY)
         return out, scores
 
+    def step(
+        self,
+        prepared: Prepared,
+        own: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        sinks: torch.Tensor | None,
+        window_len: int,
+        scores: torch.Tensor,
+        chosen: torch.Tensor,
+        topk: int,
+    ) -> torch.Tensor:
+        """Attention of a decode step, the selection by its last lane, and lane 0's pair to the window, in one call.
+
+        Args:
+            prepared: The layer's, which goes on (`Prepared.goes_on`); its window has room for a pair.
+            own: The lanes' queries, keys and values.
+            sinks: See `DecodeInputs`.
+            window_len: See `DecodeInputs`.
+            scores: float32, at least one lane's: memory to work in.
+            chosen: int32 `[batch, num_kv_heads, top_k]`: gets what `select_topk` chooses of the low-bit pairs.
+            topk: Address of `specache_topk`.
+
+        Raises:
+            HostMemoryError: If there is no memory to work in; nothing is appended then.
+        """
+        query, key, value = own
+        out = query.new_empty((*query.shape[:4], value.shape[4]))
+        arguments = prepared.arguments
+        arguments.query, arguments.own_key, arguments.own_value = (
+            query.data_ptr(),
+            key.data_ptr(),
+            value.data_ptr(),
+        )
+        arguments.out, arguments.scores = out.data_ptr(), scores.data_ptr()
+        if sinks is not None:
+            sinks = sinks.to(torch.float32).contiguous()
+        arguments.sinks = None if sinks is None else sinks.data_ptr()
+        arguments.window_len, arguments.scored_lanes, arguments.independent_lanes = window_len, 1, False
+        arguments.threads = torch.get_num_threads()
+        step = StepC(chosen.shape[2], chosen.data_ptr(), topk)
+        if self._library.specache_step(ctypes.byref(arguments), ctypes.byref(step)):
+            raise HostMemoryError(_NO_MEMORY)
+        return out
+
     @functools.cached_property
-    def _library(self) -> functools.partial[ctypes.CDLL]:
-        name = self.instruction_set or usable_instruction_sets()[0]
-        return functools.partial(load_library, "attention", SOURCES, name)
+    def _library(self) -> ctypes.CDLL:
+        return load_library("attention", SOURCES, self.instruction_set or usable_instruction_sets()[0])

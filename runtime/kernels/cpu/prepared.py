@@ -22,6 +22,7 @@ class Prepared:
         inputs: A step's; the kernel computes them (`CpuKernel.fits`).
 
     Attributes:
+        staged_rows: See `DecodeInputs`.
         arguments: To be completed by `query`, `own_key`, `own_value`, `sinks`, `out`, `scores`, `num_quantized`,
             `window_len`, `scored_lanes`, `independent_lanes` and `threads`.
     """
@@ -29,15 +30,41 @@ class Prepared:
     def __init__(self, inputs: DecodeInputs) -> None:
         self._addresses = Addresses()
         self.arguments = _arguments(inputs, self._addresses)
+        self.staged_rows = inputs.staged_rows
         self._tensors, self._numbers = _tensors(inputs), _numbers(inputs)
+        own = inputs.query, inputs.key, inputs.value
+        self._own = (*(x.shape for x in own), *(x.dtype for x in own))
+        self._form = inputs.scale, inputs.softcap
+        self._steady = (
+            inputs.num_quantized > 0 and inputs.staged_rows is not None and not self._differs(inputs)
+        )
 
     def serves(self, inputs: DecodeInputs) -> bool:
         """Whether these are the same layer's inputs, in the same memory."""
-        masked = inputs.key_mask is not None or inputs.visible is not None or inputs.bias is not None
-        if masked or self._addresses.copied:
+        if self._differs(inputs):
             return False
         # The same objects, all of them the session's, which does not change where one lies.
         return all(map(operator.is_, self._tensors, _tensors(inputs))) and self._numbers == _numbers(inputs)
+
+    def _differs(self, inputs: DecodeInputs) -> bool:
+        """Whether some of it is another step's by its nature."""
+        masked = inputs.key_mask is not None or inputs.visible is not None or inputs.bias is not None
+        return masked or self._addresses.copied
+
+    def goes_on(self, own: tuple[torch.Tensor, ...], scale: float, softcap: float | None) -> bool:
+        """Whether a step of this layer, in which nothing but its length has changed, may be `CpuKernel.step`.
+
+        Args:
+            own: The lanes' queries, keys and values.
+            scale: See `DecodeInputs`.
+            softcap: See `DecodeInputs`.
+        """
+        query, key, value = own
+        if not self._steady or self._form != (scale, softcap):
+            return False
+        if self._own != (query.shape, key.shape, value.shape, query.dtype, key.dtype, value.dtype):
+            return False
+        return query.is_contiguous() and key.is_contiguous() and value.is_contiguous()
 
 
 def _tensors(inputs: DecodeInputs) -> tuple[object, ...]:

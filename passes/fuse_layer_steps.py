@@ -1,0 +1,69 @@
+"""`fuse_layer_steps`: the five operators of a layer become one.
+
+    staged = specache.wait_prefetch(state, layer)
+    out, scores = specache.quantized_attention(q, k, v, staged, state, layer, scale)
+    specache.append(k[0], v[0], state, layer)
+    indices = specache.topk(scores, state, layer, batch, num_kv_heads, top_k)
+    specache.prefetch(indices, state, layer)
+        -> attended = specache.layer_step(q, k, v, state, layer, scale)
+
+After `verify`, which has seen that they are in order. It saves four calls through the dispatcher a layer and step, and
+lets the runtime do all of it in one (`runtime/plain_step.py`). Layers that attentions share, exact ones, and lookahead
+"none", where more than these five run, keep their operators.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import defaultdict
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from specache_fx.passes.base import Pass, PassState
+from specache_fx.passes.graph_edit import call, erase_unused, finish
+
+_ops, _aten = torch.ops.specache, torch.ops.aten
+
+
+def fuse_layer_steps(gm: GraphModule, state: PassState) -> GraphModule:
+    """Make one operator of each layer that has just the five."""
+    # Which argument of an operator says its layer.
+    layer_of = {
+        _ops.wait_prefetch.default: 1,
+        _ops.quantized_attention.default: 5,
+        _ops.append.default: 3,
+        _ops.topk.default: 2,
+        _ops.prefetch.default: 2,
+    }
+    steps: dict[Any, list[Node]] = defaultdict(list)
+    for node in gm.graph.nodes:
+        if node.target in layer_of:
+            steps[node.args[layer_of[node.target]]].append(node)
+    for nodes in steps.values():
+        if [node.target for node in nodes] == list(layer_of):
+            _fuse(gm, *nodes)
+    return finish(gm)
+
+
+def _fuse(gm: GraphModule, wait: Node, attention: Node, append: Node, topk: Node, prefetch: Node) -> None:
+    query, key, value, _, *rest = attention.args  # state, layer, scale, and the form where there is any
+    with gm.graph.inserting_before(attention):
+        args = (query, key, value, *rest)
+        out = call(gm.graph, _ops.layer_step.default, args, attention, "attended")
+    own = append.args[:2]
+    for node in (prefetch, topk, append):
+        gm.graph.erase_node(node)
+    for side in own:
+        erase_unused(side, (_aten.select.int,))
+    for result in list(attention.users):
+        assert result.target is operator.getitem
+        if result.args[1] == 0:
+            result.replace_all_uses_with(out)
+        gm.graph.erase_node(result)
+    gm.graph.erase_node(attention)
+    gm.graph.erase_node(wait)
+
+
+FUSE_LAYER_STEPS = Pass("fuse_layer_steps", fuse_layer_steps)

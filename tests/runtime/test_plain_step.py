@@ -1,0 +1,226 @@
+"""A layer's step in one call gives the bits that its operators give one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support import strategies
+
+from specache_fx.config import SpecacheConfig
+from specache_fx.errors import HostMemoryError
+from specache_fx.runtime import native
+from specache_fx.runtime.decode_step import DecodeStep
+from specache_fx.runtime.kernels.cpu import CpuKernel
+from specache_fx.runtime.session import LayerShape, Session
+from specache_fx.runtime.tracing import recording
+
+CPU = torch.device("cpu")
+pytestmark = pytest.mark.skipif(native.topk_address() is None, reason="there is no C++ compiler")
+Own = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+class Twins:
+    """Two sessions of the same tokens: one is stepped by operators, the other in one call where that goes."""
+
+    def __init__(
+        self, config: SpecacheConfig, shape: strategies.AttentionShape, dtype: torch.dtype, tokens: int
+    ) -> None:
+        self.shape, self.dtype = shape, dtype
+        self.generator = torch.Generator().manual_seed(0)
+        layer = LayerShape(shape.num_kv_heads, shape.head_dim, shape.value_dim)
+        self.sessions = [Session(config, (layer,), dtype, CPU) for _ in range(2)]
+        key, value = (
+            self.random(shape.num_kv_heads, tokens, dim) for dim in (shape.head_dim, shape.value_dim)
+        )
+        for session in self.sessions:
+            session.store(0, key, value, None)
+            session.advance(tokens, decoded=False)
+        self.whole = 0
+        self.step(predecode=True)
+
+    def random(self, heads: int, tokens: int, dim: int, *lanes: int) -> torch.Tensor:
+        shape = (*lanes, self.shape.batch, heads, tokens, dim)
+        return torch.randn(shape, generator=self.generator).to(self.dtype)
+
+    def own(self, lanes: int) -> Own:
+        shape = self.shape
+        sides = (shape.num_heads, shape.head_dim), (shape.num_kv_heads, shape.head_dim)
+        query, key = (self.random(heads, 1, dim, lanes) for heads, dim in sides)
+        return query, key, self.random(shape.num_kv_heads, 1, shape.value_dim, lanes)
+
+    def step(self, lanes: int = 2, predecode: bool = False, **form: Any) -> bool:
+        """One step of both. Returns whether the second made it in one call."""
+        own = self.own(lanes)
+        scale = form.pop("scale", 0.3)
+        by_ops, in_one = (DecodeStep(session, predecode) for session in self.sessions)
+        out = in_one.run(0, *own, scale, **form)
+        whole = out is not None
+        outs = [self.by_operators(by_ops, own, scale, form)]
+        outs.append(self.by_operators(in_one, own, scale, form) if out is None else out)
+        assert torch.equal(*outs)
+        assert self.sessions[0].layers[0].kv_len == self.sessions[1].layers[0].kv_len
+        states = [self.state(session) for session in self.sessions]
+        assert all(torch.equal(x, y) for x, y in zip(*states, strict=True))
+        if not predecode:
+            for session in self.sessions:
+                session.advance(1, decoded=True)
+        self.whole += whole
+        return whole
+
+    @staticmethod
+    def by_operators(step: DecodeStep, own: Own, scale: float, form: dict[str, Any]) -> torch.Tensor:
+        query, key, value = own
+        step.wait_prefetch(0)
+        out = step.attend(0, query, key, value, scale, True, **form)
+        step.append(0, key[0], value[0])
+        step.prefetch(0, step.select(0))
+        return out
+
+    @staticmethod
+    def state(session: Session) -> list[torch.Tensor]:
+        cache, engine = session.layers[0], session.engine
+        assert engine is not None
+        rows, indices = engine.wait(0)
+        wanted = engine.wanted(0)
+        assert wanted is not None
+        return [*cache.window(), *session.load(0), rows[indices >= 0], indices, wanted]
+
+    def close(self) -> None:
+        for session in self.sessions:
+            session.close()
+
+
+SHAPE = strategies.AttentionShape(batch=2, num_heads=4, num_kv_heads=2, head_dim=8, value_dim=8)
+
+
+def twins(tokens: int = 40, dtype: torch.dtype = torch.float32, **options: Any) -> Twins:
+    config = SpecacheConfig(
+        **{"bits": 2, "group_size": 8, "residual_length": 8, "top_k": 4, "track_hit_rates": False, **options}
+    )
+    return Twins(config, SHAPE, dtype, tokens)
+
+
+@settings(max_examples=40)
+@given(
+    config=strategies.configs(policy="specache", track_hit_rates=False),
+    shape=strategies.attention_shapes(),
+    dtype=st.sampled_from((torch.float32, torch.bfloat16)),
+    lanes=st.integers(1, 2),
+    tokens=st.integers(1, 90),
+)
+def test_steps_are_the_same_bits(
+    config: SpecacheConfig,
+    shape: strategies.AttentionShape,
+    dtype: torch.dtype,
+    lanes: int,
+    tokens: int,
+) -> None:
+    if config.resident_layers:
+        return  # its graph has no such step
+    pair = Twins(config, shape, dtype, tokens)
+    for _ in range(6):
+        pair.step(lanes)
+    pair.close()
+
+
+def test_all_steps_but_those_around_a_new_group_are_one_call() -> None:
+    pair = twins()
+    # A window that grows, too, has another memory from then on.
+    first, group = [False, False] + [True] * 5 + [False], [False] + [True] * 6 + [False]
+    assert [pair.step() for _ in range(24)] == first + group + group
+    pair.close()
+
+
+@pytest.mark.parametrize(
+    "form",
+    [{"softcap": 2.0}, {"sinks": torch.tensor([0.5, -1.0, 2.0, 0.0])}, {"scale": 0.5}],
+    ids=lambda form: next(iter(form)),
+)
+def test_forms_of_attention_go_in_one_call_too(form: dict[str, Any]) -> None:
+    pair = twins()
+    assert [pair.step(**form) for _ in range(4)] == [False, False, True, True]
+    # Of another form nothing is known yet.
+    assert pair.step(softcap=3.0) is False
+    pair.close()
+
+
+def changes() -> dict[str, Callable[[Twins], Any]]:
+    def crop(pair: Twins) -> None:
+        for session in pair.sessions:
+            session.rewind(session.kv_len - 20)
+
+    def reorder(pair: Twins) -> None:
+        for session in pair.sessions:
+            session.reorder([1, 0])
+
+    def extend(pair: Twins) -> None:
+        key, value = pair.random(2, 3, 8), pair.random(2, 3, 8)
+        for session in pair.sessions:
+            session.store(0, key, value, None)
+            session.forget_lookahead()
+            session.advance(3, decoded=False)
+
+    return {"crop": crop, "reorder": reorder, "extend": extend}
+
+
+@pytest.mark.parametrize("name", changes())
+def test_what_changes_a_session_between_two_steps_is_seen(name: str) -> None:
+    pair = twins(tokens=44)
+    for _ in range(3):
+        pair.step()
+    changes()[name](pair)
+    for _ in range(4):
+        pair.step()
+    assert pair.whole
+    pair.close()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"sink_tokens": 2}, {"track_hit_rates": True}, {"kernel": "reference"}],
+    ids=lambda o: next(iter(o)),
+)
+def test_what_one_call_does_not_know_is_left_to_the_operators(options: dict[str, Any]) -> None:
+    pair = twins(**options)
+    for _ in range(4):
+        pair.step()
+    assert not pair.whole
+    pair.close()
+
+
+def test_a_trace_shows_the_operators() -> None:
+    pair = twins()
+    for _ in range(3):
+        pair.step()
+    with recording() as recorder:
+        assert not pair.step()
+    assert recorder is not None
+    pair.close()
+
+
+def test_without_memory_nothing_is_appended(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = twins()
+    for _ in range(3):
+        pair.step()
+    session = pair.sessions[1]
+    kernel = session.kernel
+    assert isinstance(kernel, CpuKernel)
+
+    class OutOfMemory:
+        """The library, where the system gives nothing: the one thing that can't be had for real."""
+
+        specache_step = staticmethod(lambda *_: 1)
+
+    before = session.layers[0].kv_len, len(session.score_buffers._taken)
+    with monkeypatch.context() as patch:
+        patch.setitem(kernel.__dict__, "_library", OutOfMemory)
+        with pytest.raises(HostMemoryError, match="shorten the context"):
+            DecodeStep(session).run(0, *pair.own(2), 0.3)
+    assert (session.layers[0].kv_len, len(session.score_buffers._taken)) == before
+    assert pair.step()
+    pair.close()
