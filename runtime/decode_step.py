@@ -85,9 +85,19 @@ class DecodeStep:
         session = self.session
         cache, engine = session.layers[layer], session.engine
         assert isinstance(cache, LayerCache) and engine is not None
-        own = query, key, value
+        config = session.config
+        tracked = config.track_hit_rates and config.lookahead != "none"
         return plain_step(
-            session.kernel, cache, engine, session.score_buffers, layer, own, scale, softcap, sinks
+            session.kernel,
+            cache,
+            engine,
+            session.score_buffers,
+            layer,
+            (query, key, value),
+            scale,
+            softcap,
+            sinks,
+            session.metrics.step_counts() if tracked else None,
         )
 
     @functools.cached_property
@@ -97,10 +107,8 @@ class DecodeStep:
         special = (
             self.predecoding or self.missed is not None or bool(self.biases) or session.key_mask.has_padding
         )
-        watched = session.config.track_hit_rates or is_recording()
-        return (
-            not special and not watched and session.engine is not None and session.select_pairs is select_topk
-        )
+        chooses = session.engine is not None and session.select_pairs is select_topk
+        return chooses and not special and not is_recording()
 
     def wait_prefetch(self, layer: int) -> None:
         """Return when the pairs that were prefetched for this layer's attention have arrived."""

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from specache_fx.runtime.select import topk_overlap
+from specache_fx.runtime.select import count_overlap
 
 _BLOCK_STEPS = 256
 
@@ -94,7 +94,9 @@ class Metrics:
         self._told: list[tuple[int, bool]] = []
         self._blocks: list[torch.Tensor] = []
         self._recent: list[torch.Tensor] = []
-        self._missed: list[torch.Tensor] = []  # of steps that are through, not yet in the total
+        # Of steps that are through, not yet in the total: a step has no time for sums of so few numbers.
+        self._missed: list[torch.Tensor] = []
+        self._topks: list[torch.Tensor] = []
         self.begin_step()
 
     def begin_step(self) -> None:
@@ -104,10 +106,7 @@ class Metrics:
         self._refetched = False
 
     def count_token(self, missed: torch.Tensor) -> None:
-        """Count the batch rows, bool `[batch]`, whose token was not the one speculated (exact hit rate).
-
-        The tensor is kept: a step has no time for sums of so few numbers.
-        """
+        """Count the batch rows, bool `[batch]`, whose token was not the one speculated (exact hit rate). It is kept."""
         self._step_missed = missed
 
     def count_refetch(self) -> None:
@@ -122,9 +121,13 @@ class Metrics:
             top_k: How many it would choose.
             staged: int32 `[batch, num_kv_heads, top_k]`, -1 fills.
         """
-        overlap = topk_overlap(scores, top_k, staged)
-        counts = torch.stack([count.to(torch.float64) for count in overlap])
-        self._step_topk = counts if self._step_topk is None else self._step_topk + counts
+        count_overlap(scores, top_k, staged, self.step_counts())
+
+    def step_counts(self) -> torch.Tensor:
+        """The last four of the step's `Hits` so far, float64 `[4]`, to be added to (`select.count_overlap`)."""
+        if self._step_topk is None:
+            self._step_topk = torch.zeros(4, dtype=torch.float64, device=self._total.device)
+        return self._step_topk
 
     def end_step(self, kv_len: int) -> None:
         """Count the step: it is through, and the cache holds `kv_len` tokens."""
@@ -132,7 +135,7 @@ class Metrics:
         self.refetched_steps += self._refetched
         if self._keep_steps:
             missed = [] if self._step_missed is None else [self._step_missed]
-            row = torch.cat([self._tokens(missed), self._topk()])
+            row = torch.cat([self._tokens(missed), self.step_counts()])
             self._total = self._total + row
             self._told.append((kv_len, self._refetched))
             self._recent.append(row)
@@ -143,9 +146,9 @@ class Metrics:
             if self._step_missed is not None:
                 self._missed.append(self._step_missed)
             if self._step_topk is not None:
-                self._total = self._total + torch.cat([self._tokens([]), self._topk()])
-            if len(self._missed) == _BLOCK_STEPS:
-                self._add_tokens()
+                self._topks.append(self._step_topk)
+            if _BLOCK_STEPS in (len(self._missed), len(self._topks)):
+                self._total, self._missed, self._topks = self._sum(), [], []
         self.begin_step()
 
     def _tokens(self, missed: list[torch.Tensor]) -> torch.Tensor:
@@ -155,20 +158,15 @@ class Metrics:
         rows = torch.cat(missed)
         return torch.stack([(~rows).sum(), torch.ones_like(rows).sum()]).to(torch.float64)
 
-    def _topk(self) -> torch.Tensor:
-        return self._total.new_zeros(4) if self._step_topk is None else self._step_topk
-
-    def _add_tokens(self) -> None:
-        tokens = self._tokens(self._missed)
-        self._total = self._total + torch.cat([tokens, self._total.new_zeros(4)])
-        self._missed = []
+    def _sum(self) -> torch.Tensor:
+        topks = torch.stack([self._total.new_zeros(4), *self._topks]).sum(0)
+        return self._total + torch.cat([self._tokens(list(self._missed)), topks])
 
     @property
     def hits(self) -> Hits:
         """Of all steps; waits for the device."""
         with torch.inference_mode(False), torch.no_grad():
-            counts = torch.cat([self._tokens(list(self._missed)), self._total.new_zeros(4)])
-            return Hits(*(self._total + counts).tolist())
+            return Hits(*self._sum().tolist())
 
     def series(self) -> list[Step]:
         """Each step in the order in which they ran, where they are kept; waits for the device."""

@@ -28,6 +28,7 @@ def plain_step(
     scale: float,
     softcap: float | None,
     sinks: torch.Tensor | None,
+    counts: torch.Tensor | None,
 ) -> torch.Tensor | None:
     """Wait, attend, select, append and prefetch.
 
@@ -41,13 +42,14 @@ def plain_step(
         scale: See `DecodeInputs`.
         softcap: See `DecodeInputs`.
         sinks: See `DecodeInputs`.
+        counts: See `CpuKernel.step`.
 
     Returns:
         What attention gives, `[lanes, batch, num_heads, 1, value_dim]`; None, and nothing is done but the wait, where
         the ops have to do it.
     """
-    prepared, topk = cache.kernel_memory.get(CpuKernel.name), native.topk_address()
-    if not isinstance(prepared, Prepared) or not isinstance(kernel, CpuKernel) or topk is None:
+    prepared = cache.kernel_memory.get(CpuKernel.name)
+    if not isinstance(prepared, Prepared) or not isinstance(kernel, CpuKernel) or native.addresses() is None:
         return None
     if cache.config.sink_tokens or not cache.has_room or not prepared.goes_on(own, scale, softcap):
         return None
@@ -55,9 +57,10 @@ def plain_step(
     wanted = engine.wanted(layer)
     if wanted is None or rows is not prepared.staged_rows:
         return None
-    scores = buffers.take_flat(wanted.shape[0] * wanted.shape[1] * (cache.kv_len + 1))
+    scored = 1 if counts is None else own[0].shape[0]
+    scores = buffers.take_flat(scored * wanted.shape[0] * wanted.shape[1] * (cache.kv_len + 1))
     try:
-        out = kernel.step(prepared, own, sinks, cache.window_len, scores, wanted, topk)
+        out = kernel.step(prepared, own, sinks, cache.window_len, scores, wanted, counts)
     finally:
         buffers.give_back(scores)
     cache.was_appended()

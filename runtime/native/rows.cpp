@@ -43,7 +43,8 @@ struct Scratch {
   std::vector<int32_t> maxima, sorted;  // of blocks
 };
 
-void choose(const float* scores, int64_t tokens, int64_t top_k, Scratch& own, int32_t* chosen) {
+// Leaves the keys of the `top_k` best scores in `own`, or of all that are no padding, unsorted.
+void find_best(const float* scores, int64_t tokens, int64_t top_k, Scratch& own) {
   const int64_t blocks = (tokens + kBlock - 1) / kBlock, whole = tokens / kBlock;
   own.keys.clear();
   own.maxima.resize(blocks);
@@ -66,10 +67,36 @@ void choose(const float* scores, int64_t tokens, int64_t top_k, Scratch& own, in
     }
   }
   if (static_cast<int64_t>(own.keys.size()) > top_k) keep_best(own.keys, top_k);
+}
+
+void choose(const float* scores, int64_t tokens, int64_t top_k, Scratch& own, int32_t* chosen) {
+  find_best(scores, tokens, top_k, own);
   std::sort(own.keys.begin(), own.keys.end(), std::greater<Key>());
   const int64_t found = own.keys.size();
   for (int64_t i = 0; i < top_k; i++)
     chosen[i] = i < found ? static_cast<int32_t>(~static_cast<uint32_t>(own.keys[i])) : -1;
+}
+
+// What `slots` positions have of the best scores; see `TopkOverlap`.
+struct Overlap {
+  double hits = 0, needed = 0, mass = 0, best_mass = 0;
+};
+
+Overlap compare(const float* scores, int64_t tokens, int64_t top_k, Scratch& own, const int32_t* staged, int64_t slots) {
+  find_best(scores, tokens, top_k, own);
+  Overlap overlap;
+  overlap.needed = static_cast<double>(own.keys.size());
+  for (const Key key : own.keys) overlap.best_mass += scores[~static_cast<uint32_t>(key)];
+  // Where fewer than top_k are no padding, all of these are the best.
+  const bool all = static_cast<int64_t>(own.keys.size()) < top_k;
+  const Key bar = all || own.keys.empty() ? 0 : *std::min_element(own.keys.begin(), own.keys.end());
+  for (int64_t i = 0; i < slots; i++) {
+    const int32_t token = staged[i], order = token < 0 ? -1 : order_of(scores[token]);
+    if (order < 0) continue;
+    overlap.hits += (static_cast<Key>(order) << 32 | static_cast<uint32_t>(~token)) >= bar;
+    overlap.mass += scores[token];
+  }
+  return overlap;
 }
 
 struct Copy {
@@ -132,6 +159,39 @@ int64_t specache_topk(const float* scores, int64_t rows, int64_t stride, int64_t
     }
   }
   return failed;
+}
+
+// Adds to `counts` what `staged[rows][slots]` has of what `specache_topk` would choose, summed over the rows; see
+// `TopkOverlap`. 0, or 1 where memory ran out: then nothing is added.
+int64_t specache_overlap(const float* scores, int64_t rows, int64_t stride, int64_t tokens, int64_t top_k,
+                         const int32_t* staged, int64_t slots, double* counts, int64_t threads) {
+  if (rows * tokens < kWorthAThread) threads = 1;
+  std::atomic<bool> failed{false};
+  std::vector<Overlap> each;
+  try {
+    each.resize(rows);
+  } catch (const std::exception&) {
+    return 1;
+  }
+#ifdef _OPENMP
+#pragma omp parallel for schedule(dynamic) num_threads(threads) if (threads > 1)
+#endif
+  for (int64_t row = 0; row < rows; row++) {
+    try {
+      thread_local Scratch own;
+      each[row] = compare(scores + row * stride, tokens, top_k, own, staged + row * slots, slots);
+    } catch (const std::exception&) {
+      failed = true;
+    }
+  }
+  if (failed) return 1;
+  for (const Overlap& row : each) {
+    counts[0] += row.hits;
+    counts[1] += row.needed;
+    counts[2] += row.mass;
+    counts[3] += row.best_mass;
+  }
+  return 0;
 }
 
 struct SpecacheStage {

@@ -9,7 +9,7 @@ import torch
 from specache_fx.config import SpecacheConfig
 from specache_fx.errors import ConfigError
 from specache_fx.runtime.select.aggregate import AGGREGATIONS, Aggregation
-from specache_fx.runtime.select.topk import TopkOverlap, select_topk, topk_overlap
+from specache_fx.runtime.select.topk import TopkOverlap, count_overlap, select_topk, topk_overlap
 
 __all__ = [
     "AGGREGATIONS",
@@ -17,6 +17,7 @@ __all__ = [
     "Aggregation",
     "Selector",
     "TopkOverlap",
+    "count_overlap",
     "make_selector",
     "select_topk",
     "topk_overlap",

@@ -89,6 +89,14 @@ def topk_overlap(scores: torch.Tensor, top_k: int, positions: torch.Tensor) -> T
     )
 
 
+def count_overlap(scores: torch.Tensor, top_k: int, positions: torch.Tensor, counts: torch.Tensor) -> None:
+    """Add what `topk_overlap` says to `counts`, float64 `[4]` on the scores' device."""
+    if scores.device.type == "cpu" and (library := native.load()) is not None:
+        native.count_overlap(library, scores, top_k, positions, counts)
+    else:
+        counts += torch.stack([count.to(torch.float64) for count in topk_overlap(scores, top_k, positions)])
+
+
 def _keys(scores: torch.Tensor) -> torch.Tensor:
     """One int64 a token, unique in a row, ordered as `select_topk` says; below 0 for padding."""
     tokens = scores.shape[-1]

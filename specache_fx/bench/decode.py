@@ -89,7 +89,7 @@ def methods(widths: Sequence[int], lowering: str = "inductor") -> dict[str, dict
     }
     if find_spec("optimum") and find_spec("optimum.quanto"):
         known["QuantizedCache 2-bit"] = {"kind": "quantized", "nbits": 2}
-    common = {"lowering": lowering, "track_hit_rates": False}
+    common = {"lowering": lowering}
     known["kivi 2-bit"] = {"kind": "specache", "policy": "kivi", "bits": 2, **common}
     known["kcache"] = {"kind": "specache", "policy": "kcache", "top_k": 128, "resident_layers": 1, **common}
     known |= {f"specache {bits}-bit": {"kind": "specache", "bits": bits, **common} for bits in widths}

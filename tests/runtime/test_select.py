@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from specache_fx.config import Aggregation
 from specache_fx.runtime import cpp_build, native
-from specache_fx.runtime.select import AGGREGATIONS, SELECTORS, select_topk, topk_overlap
+from specache_fx.runtime.select import AGGREGATIONS, SELECTORS, count_overlap, select_topk, topk_overlap
 from specache_fx.runtime.select.topk import sorted_topk
 
 # Few different values, so that most rows have ties; the padding mark; the neighbours of zero.
@@ -113,6 +113,10 @@ def check_overlap(rows, top_k, positions):
         for sets in (positions, wanted)
     ]
     assert (float(overlap.mass), float(overlap.best_mass)) == pytest.approx(masses, rel=1e-12)
+    counts = torch.arange(4, dtype=torch.float64)
+    count_overlap(scores.reshape(2, 3, -1), top_k, staged.reshape(2, 3, -1), counts)
+    expected = [float(overlap.hits), 1 + float(overlap.needed), 2 + masses[0], 3 + masses[1]]
+    assert counts.tolist() == pytest.approx(expected, rel=1e-12)
 
 
 def test_every_aggregation_is_an_option():

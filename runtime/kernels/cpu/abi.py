@@ -41,7 +41,7 @@ class InputsC(ctypes.Structure):
 class StepC(ctypes.Structure):
     """`SpecacheStep` of inputs.h."""
 
-    _fields_ = (("top_k", _i64), ("chosen", _address), ("topk", _address))
+    _fields_ = (("top_k", _i64), *((name, _address) for name in ("chosen", "topk", "counts", "overlap")))
 
 
 class Addresses:

@@ -183,12 +183,17 @@ int64_t specache_attention(const SpecacheInputs* in) {
   return 0;
 }
 
-// Attention, the selection by its scores (of one lane), and lane 0's pair to the window, which has room for it. 0, or 1
-// where memory ran out: then nothing is appended.
+// Attention, the selection by the last lane's scores, what was staged beside what lane 0 would choose (where that is
+// counted, and its scores are wanted), and lane 0's pair to the window, which has room for it. 0, or 1 where memory ran
+// out: then nothing is counted or appended.
 int64_t specache_step(const SpecacheInputs* in, const SpecacheStep* step) {
   if (specache_attention(in)) return 1;
   const int64_t rows = in->batch * in->kv_heads, stride = in->num_quantized + in->window_len + 1;
-  if (step->topk(in->scores, rows, stride, in->num_quantized, step->top_k, step->chosen, in->threads)) return 1;
+  const float* const last = in->scores + (in->scored_lanes - 1) * rows * stride;
+  if (step->topk(last, rows, stride, in->num_quantized, step->top_k, step->chosen, in->threads)) return 1;
+  if (step->counts != nullptr && step->overlap(in->scores, rows, stride, in->num_quantized, step->top_k,
+                                               in->staged_indices, in->num_staged, step->counts, in->threads))
+    return 1;
   specache::append_pair(*in);
   return 0;
 }
