@@ -123,13 +123,15 @@ def test_rounding_to_one_byte_shifts_nothing(name: str) -> None:
     assert float(error.pow(2).mean().sqrt()) < 4e-3 * truth.largest_value
 
 
+@pytest.mark.parametrize(("num_kv_heads", "num_threads"), [(1, 2), (5, 3)])
 @pytest.mark.parametrize("name", CPU_KERNELS)
-def test_threads_change_nothing_but_rounding(name: str) -> None:
-    # Parts know less of the whole mass than a head in one piece: other pairs are read in float arithmetic.
-    inputs = make_inputs(KernelCase(groups=300, num_kv_heads=1, num_kv_groups=4, key_dim=64, value_dim=64))
+def test_threads_change_nothing_but_rounding(name: str, num_kv_heads: int, num_threads: int) -> None:
+    # Some heads whole, others in parts. Parts know less of the whole mass: other pairs are read in float arithmetic.
+    shape = {"num_kv_heads": num_kv_heads, "num_kv_groups": 4, "key_dim": 64, "value_dim": 64}
+    inputs = make_inputs(KernelCase(groups=300, **shape))
     alone = TESTED[name].attention(inputs)
     threads = torch.get_num_threads()
-    torch.set_num_threads(2)
+    torch.set_num_threads(num_threads)
     try:
         together = TESTED[name].attention(inputs)
     finally:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given, settings, target
 from hypothesis import strategies as st
 from support import strategies
 
@@ -102,9 +102,7 @@ SHAPE = strategies.AttentionShape(batch=2, num_heads=4, num_kv_heads=2, head_dim
 
 
 def twins(tokens: int = 40, dtype: torch.dtype = torch.float32, **options: Any) -> Twins:
-    config = SpecacheConfig(
-        **{"bits": 2, "group_size": 8, "residual_length": 8, "top_k": 4, "track_hit_rates": False, **options}
-    )
+    config = SpecacheConfig(**{"bits": 2, "group_size": 8, "residual_length": 8, "top_k": 4, **options})
     return Twins(config, SHAPE, dtype, tokens)
 
 
@@ -125,10 +123,23 @@ def test_steps_are_the_same_bits(
     lanes: int,
     tokens: int,
 ) -> None:
-    # The graph of a resident layer has no such step.
-    pair = Twins(replace(config, track_hit_rates=tracked, resident_layers=0), shape, dtype, tokens)
-    for _ in range(6):
+    # The graph of a resident layer has no such step, and sinks are left to the operators.
+    options = {"track_hit_rates": tracked, "resident_layers": 0, "sink_tokens": 0}
+    pair = Twins(replace(config, **options), shape, dtype, tokens)
+    for _ in range(12):
         pair.step(lanes)
+    target(pair.whole)
+    pair.close()
+
+
+@pytest.mark.parametrize("lanes", [1, 2])
+@pytest.mark.parametrize("tracked", [True, False, "steps"])
+def test_one_call_chooses_by_the_last_lane_and_counts_by_the_first(lanes: int, tracked: Any) -> None:
+    pair = twins(tokens=200, track_hit_rates=tracked, group_size=16, residual_length=16)
+    for _ in range(14):
+        pair.step(lanes)
+    assert pair.whole == 10  # a window grows, a group fills
+    assert (pair.sessions[1].metrics.hits.topk_needed > 0) == bool(tracked)
     pair.close()
 
 
