@@ -42,9 +42,15 @@ def fuse_layer_steps(gm: GraphModule, state: PassState) -> GraphModule:
         if node.target in layer_of:
             steps[node.args[layer_of[node.target]]].append(node)
     for nodes in steps.values():
-        if [node.target for node in nodes] == list(layer_of):
+        if [node.target for node in nodes] == list(layer_of) and _appends_own(*nodes):
             _fuse(gm, *nodes)
     return finish(gm)
+
+
+def _appends_own(_wait: Node, attention: Node, append: Node, *_: Node) -> bool:
+    """Whether what is appended is lane 0's of what the attention got: that is what the one operator appends."""
+    lane_0 = [(_aten.select.int, (side, 0, 0)) for side in attention.args[1:3]]
+    return lane_0 == [(node.target, node.args) for node in append.args[:2] if isinstance(node, Node)]
 
 
 def _fuse(gm: GraphModule, wait: Node, attention: Node, append: Node, topk: Node, prefetch: Node) -> None:

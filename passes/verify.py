@@ -1,4 +1,4 @@
-"""`verify`: what must hold of every decode graph before it is compiled (DESIGN §2, law 6; §3, pass 9).
+"""`verify`: what must hold of every decode graph before its operators are fused (DESIGN §2, law 6; §3, pass 9).
 
 Changes nothing. A failure is a defect of the passes, not of the model.
 """

@@ -127,7 +127,7 @@ class CopyEngine:
         return self._of(layer).wanted if self._device.type == "cpu" and not self._closed else None
 
     def prefetch_wanted(self, layer: int) -> None:
-        """As `prefetch`, of what was written to `wanted`."""
+        """As `prefetch`, of what was written to `wanted`, which was asked for after the layer's `wait`."""
         self._start(layer, self._of(layer))
 
     def _start(self, layer: int, staging: Staging) -> None:

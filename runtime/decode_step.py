@@ -97,18 +97,15 @@ class DecodeStep:
             scale,
             softcap,
             sinks,
-            session.metrics.step_counts() if tracked else None,
+            session.metrics.step_counts if tracked else None,
         )
 
     @functools.cached_property
     def _is_plain(self) -> bool:
-        """Whether this step differs from the last in its length alone, as far as one can tell for all layers."""
+        """Whether no more than its length can be new to all layers. Padding and what is hidden are theirs to see."""
         session = self.session
-        special = (
-            self.predecoding or self.missed is not None or bool(self.biases) or session.key_mask.has_padding
-        )
         chooses = session.engine is not None and session.select_pairs is select_topk
-        return chooses and not special and not is_recording()
+        return chooses and not self.predecoding and not self.biases and not is_recording()
 
     def wait_prefetch(self, layer: int) -> None:
         """Return when the pairs that were prefetched for this layer's attention have arrived."""

@@ -97,7 +97,9 @@ class LayerCache:
         """Whether one more pair just goes to the window, and nothing else changes."""
         window = self._window_key
         full = window.dim() != 4 or self.window_len == window.shape[2]
-        return not full and self._num_quantized_at(self.kv_len + 1) == self.num_quantized
+        if full or (self.config.sink_tokens and not self.resident):
+            return False
+        return self._num_quantized_at(self.kv_len + 1) == self.num_quantized
 
     def was_appended(self) -> None:
         """A pair was written behind the window's last one, where there was room."""

@@ -7,6 +7,8 @@ bits.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from specache_fx.runtime import native
@@ -28,7 +30,7 @@ def plain_step(
     scale: float,
     softcap: float | None,
     sinks: torch.Tensor | None,
-    counts: torch.Tensor | None,
+    counts: Callable[[], torch.Tensor] | None,
 ) -> torch.Tensor | None:
     """Wait, attend, select, append and prefetch.
 
@@ -42,7 +44,7 @@ def plain_step(
         scale: See `DecodeInputs`.
         softcap: See `DecodeInputs`.
         sinks: See `DecodeInputs`.
-        counts: See `CpuKernel.step`.
+        counts: Gives the `counts` of `CpuKernel.step`; None for none.
 
     Returns:
         What attention gives, `[lanes, batch, num_heads, 1, value_dim]`; None, and nothing is done but the wait, where
@@ -51,7 +53,7 @@ def plain_step(
     prepared = cache.kernel_memory.get(CpuKernel.name)
     if not isinstance(prepared, Prepared) or not isinstance(kernel, CpuKernel) or native.addresses() is None:
         return None
-    if cache.config.sink_tokens or not cache.has_room or not prepared.goes_on(own, scale, softcap):
+    if not cache.has_room or not prepared.goes_on(own, scale, softcap):
         return None
     rows, _ = engine.wait(layer)
     wanted = engine.wanted(layer)
@@ -60,7 +62,9 @@ def plain_step(
     scored = 1 if counts is None else own[0].shape[0]
     scores = buffers.take_flat(scored * wanted.shape[0] * wanted.shape[1] * (cache.kv_len + 1))
     try:
-        out = kernel.step(prepared, own, sinks, cache.window_len, scores, wanted, counts)
+        out = kernel.step(
+            prepared, own, sinks, cache.window_len, scores, wanted, None if counts is None else counts()
+        )
     finally:
         buffers.give_back(scores)
     cache.was_appended()

@@ -116,7 +116,9 @@ class _Recorder:
                 report.before, report.has_cache = _around_attention(graph), _has_cache(graph)
             report.phase, report.refusals, report.left_alone = state.phase, state.refusals, state.left_alone
             report.rewritten = [site.source for site in state.sites]
-            if name == "verify":  # the last pass of a decode graph, which its runner had made
+            if (
+                name == "verify"
+            ):  # of a decode graph, which its runner had made; after it a layer's ops are one
                 decode = runner.runner if isinstance(runner, TokensFirst) else runner
                 assert isinstance(decode, Decode)
                 report.lanes, report.fallback = decode.lanes, decode.fallback

@@ -91,7 +91,7 @@ Overlap compare(const float* scores, int64_t tokens, int64_t top_k, Scratch& own
   const bool all = static_cast<int64_t>(own.keys.size()) < top_k;
   const Key bar = all || own.keys.empty() ? 0 : *std::min_element(own.keys.begin(), own.keys.end());
   for (int64_t i = 0; i < slots; i++) {
-    const int32_t token = staged[i], order = token < 0 ? -1 : order_of(scores[token]);
+    const int32_t token = staged[i], order = token < 0 || token >= tokens ? -1 : order_of(scores[token]);
     if (order < 0) continue;
     overlap.hits += (static_cast<Key>(order) << 32 | static_cast<uint32_t>(~token)) >= bar;
     overlap.mass += scores[token];

@@ -12,10 +12,11 @@ from torch.fx import GraphModule, Node
 from specache_fx.config import SpecacheConfig
 from specache_fx.errors import PassInvariantError
 from specache_fx.passes.base import PassState, Phase
+from specache_fx.passes.fuse_layer_steps import FUSE_LAYER_STEPS
 from specache_fx.passes.graph_edit import call, copy_graph
 from specache_fx.passes.graph_utils import placeholders
 from specache_fx.passes.pipeline import DECODE_PASSES, run_passes
-from specache_fx.passes.verify import verify
+from specache_fx.passes.verify import VERIFY, verify
 from specache_fx.runtime import ops  # noqa: F401  (registers torch.ops.specache)
 
 OPS = torch.ops.specache
@@ -23,11 +24,11 @@ OPS = torch.ops.specache
 
 @pytest.fixture(scope="module")
 def decode() -> tuple[GraphModule, PassState]:
-    """The finished decode graph of two layers."""
+    """The decode graph of two layers, as it is before its operators are fused."""
     config = SpecacheConfig(group_size=4, residual_length=4, top_k=4)
     captured = graphs.by_phase(graphs.capture(graphs.tiny_decoder(num_layers=2), graphs.drive_tiny))
     gm, state = graphs.decode_graph(captured[Phase.DECODE], config)
-    return run_passes(gm, state, DECODE_PASSES), state
+    return run_passes(gm, state, DECODE_PASSES[: DECODE_PASSES.index(VERIFY) + 1]), state
 
 
 @pytest.fixture
@@ -140,3 +141,11 @@ def test_verify_asks_for_no_wait_where_nothing_is_fetched(decode: tuple[GraphMod
     gm, state = graphs.decode_graph(captured[Phase.DECODE], config)
     run_passes(gm, state, DECODE_PASSES)
     assert graphs.nodes_of(gm, OPS.wait_prefetch.default) == []
+
+
+def test_what_appends_another_pair_is_not_fused(gm: GraphModule, state: PassState) -> None:
+    append = first(gm, OPS.append.default)
+    append.args[0].update_arg(2, 1)  # lane 1's key
+    fused = FUSE_LAYER_STEPS.run(gm, state)
+    assert len(graphs.nodes_of(fused, OPS.append.default)) == 1
+    assert [node.args[4] for node in graphs.nodes_of(fused, OPS.layer_step.default)] == [1]

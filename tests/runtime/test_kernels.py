@@ -88,12 +88,12 @@ def close(got: Tensor, wanted: Tensor, relative: float, absolute: float) -> None
 @given(case=kernel_cases())
 @example(case=KernelCase(group_size=127, groups=2))  # no multiple of a vector
 @example(case=KernelCase(bits=1, group_size=64, groups=40, key_dim=128, value_dim=128, dtype=torch.bfloat16))
-@example(case=KernelCase(bits=1, group_size=32, groups=40, key_dim=128, value_dim=128, dtype=torch.bfloat16))
+@example(case=KernelCase(bits=1, group_size=32, groups=80, key_dim=128, value_dim=128, dtype=torch.bfloat16))
 @example(
-    case=KernelCase(bits=2, group_size=32, groups=40, key_dim=64, value_dim=64)
+    case=KernelCase(bits=2, group_size=32, groups=80, key_dim=64, value_dim=64)
 )  # half a vector of lanes
 @example(case=KernelCase(bits=2, group_size=64, groups=20, key_dim=256, value_dim=256))  # a vector a row
-@example(case=KernelCase(bits=8, group_size=16, groups=70, key_dim=128, value_dim=128))  # chunks
+@example(case=KernelCase(bits=8, group_size=16, groups=140, key_dim=128, value_dim=128))  # chunks
 @example(case=KernelCase(bits=4, group_size=4096, groups=1, content="constant"))  # the longest sums
 @example(case=KernelCase(bits=4, group_size=4, groups=3, value_dim=20))  # a shorter last group of channels
 @example(case=KernelCase(groups=0, window_len=0))
@@ -282,11 +282,13 @@ def test_library_depends_on_the_sources_the_flags_and_nothing_else(tmp_path: Pat
 def test_python_and_c_agree_on_the_inputs() -> None:
     import ctypes
 
-    from specache_fx.runtime.kernels.cpu.abi import InputsC
+    from specache_fx.runtime.kernels.cpu.abi import InputsC, StepC
 
     library = cpp_build.load_library("attention", SOURCES, "portable")
     library.specache_inputs_size.restype = ctypes.c_int64
+    library.specache_step_size.restype = ctypes.c_int64
     assert library.specache_inputs_size() == ctypes.sizeof(InputsC)
+    assert library.specache_step_size() == ctypes.sizeof(StepC)
     fields = [name for name, _ in InputsC._fields_]
     header = (SOURCES / "inputs.h").read_text().partition("struct SpecacheInputs {")[2]
     assert [f for f in fields if f not in header] == []

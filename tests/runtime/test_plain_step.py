@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -16,7 +17,8 @@ from specache_fx.config import SpecacheConfig
 from specache_fx.errors import HostMemoryError
 from specache_fx.runtime import native
 from specache_fx.runtime.decode_step import DecodeStep
-from specache_fx.runtime.kernels.cpu import CpuKernel
+from specache_fx.runtime.layer_cache import LayerCache
+from specache_fx.runtime.select import SELECTORS, select_topk
 from specache_fx.runtime.session import LayerShape, Session
 from specache_fx.runtime.tracing import recording
 
@@ -54,11 +56,15 @@ class Twins:
         query, key = (self.random(heads, 1, dim, lanes) for heads, dim in sides)
         return query, key, self.random(shape.num_kv_heads, 1, shape.value_dim, lanes)
 
-    def step(self, lanes: int = 2, predecode: bool = False, **form: Any) -> bool:
+    def step(
+        self, lanes: int = 2, predecode: bool = False, biases: Any = None, turned: bool = False, **form: Any
+    ) -> bool:
         """One step of both. Returns whether the second made it in one call."""
         own = self.own(lanes)
+        if turned:  # in memory batch rows come last
+            own = tuple(x.transpose(1, 4).contiguous().transpose(1, 4) for x in own)
         scale = form.pop("scale", 0.3)
-        by_ops, in_one = (DecodeStep(session, predecode) for session in self.sessions)
+        by_ops, in_one = (DecodeStep(session, predecode, biases or {}) for session in self.sessions)
         out = in_one.run(0, *own, scale, **form)
         whole = out is not None
         outs = [self.by_operators(by_ops, own, scale, form)]
@@ -208,6 +214,52 @@ def test_what_one_call_does_not_know_is_left_to_the_operators(options: dict[str,
     pair.close()
 
 
+def test_a_mask_that_begins_to_hide_and_one_that_ends_are_seen() -> None:
+    pair = twins()
+    for _ in range(4):
+        pair.step()
+    stored = pair.sessions[0].kv_len
+    bias = torch.zeros(2, 2, 1, stored + 2).index_fill(3, torch.tensor([3, 20, stored]), -torch.inf)
+    assert not pair.step(biases={0: bias})
+    assert [pair.step() for _ in range(2)] == [False, True]
+    pair.close()
+
+
+def test_other_lanes_and_layouts_are_seen() -> None:
+    pair = twins()
+    assert [pair.step() for _ in range(3)] == [False, False, True]
+    assert [pair.step(lanes=1) for _ in range(2)] == [False, True]
+    assert not pair.step(lanes=1, turned=True)
+    pair.close()
+
+
+def test_another_selector_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def selector(scores: torch.Tensor, top_k: int) -> torch.Tensor:
+        asked.append(top_k)
+        return select_topk(scores, top_k)
+
+    monkeypatch.setitem(SELECTORS, "asked", selector)
+    pair = twins(selector="asked")
+    for _ in range(4):
+        pair.step()
+    assert not pair.whole and len(asked) == 2 * 5
+    pair.close()
+
+
+def test_a_full_window_has_no_room() -> None:
+    pair = twins()
+    room = []
+    for _ in range(4):
+        cache = pair.sessions[0].layers[0]
+        assert isinstance(cache, LayerCache)
+        room.append((cache.has_room, cache.window_rows[0].shape[2] > cache.window_len))
+        pair.step()
+    assert room == [(False, False)] + [(True, True)] * 3
+    pair.close()
+
+
 def test_a_trace_shows_the_operators() -> None:
     pair = twins()
     for _ in range(3):
@@ -218,24 +270,22 @@ def test_a_trace_shows_the_operators() -> None:
     pair.close()
 
 
-def test_without_memory_nothing_is_appended(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("which", [0, 1], ids=["selection", "counts"])
+def test_without_memory_nothing_is_appended_or_counted(which: int, monkeypatch: pytest.MonkeyPatch) -> None:
     pair = twins()
     for _ in range(3):
         pair.step()
-    session = pair.sessions[1]
-    kernel = session.kernel
-    assert isinstance(kernel, CpuKernel)
-
-    class OutOfMemory:
-        """The library, where the system gives nothing: the one thing that can't be had for real."""
-
-        specache_step = staticmethod(lambda *_: 1)
-
-    before = session.layers[0].kv_len, len(session.score_buffers._taken)
+    session, real = pair.sessions[1], native.addresses()
+    assert real is not None
+    # Memory that runs out in the middle of the call is the one thing that can't be had for real.
+    fails = ctypes.CFUNCTYPE(ctypes.c_int64)(lambda: 1)
+    broken = list(real)
+    broken[which] = ctypes.cast(fails, ctypes.c_void_p).value
+    before = session.layers[0].kv_len, len(session.score_buffers._taken), session.metrics.hits
     with monkeypatch.context() as patch:
-        patch.setitem(kernel.__dict__, "_library", OutOfMemory)
+        patch.setattr(native, "addresses", lambda: tuple(broken))
         with pytest.raises(HostMemoryError, match="shorten the context"):
             DecodeStep(session).run(0, *pair.own(2), 0.3)
-    assert (session.layers[0].kv_len, len(session.score_buffers._taken)) == before
+    assert (session.layers[0].kv_len, len(session.score_buffers._taken), session.metrics.hits) == before
     assert pair.step()
     pair.close()

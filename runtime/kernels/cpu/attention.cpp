@@ -101,7 +101,12 @@ void attention(const SpecacheInputs& in) {
   Arena counted{nullptr};
   Head(in, s, counted);
   const int64_t head_size = counted.used;
-  const int64_t num_slots = items.back().slot + 1, num_results = items.back().result + 1;
+  int64_t num_slots = threads, num_results = threads;
+  for (const Item& item : items) {
+    if (item.num_parts == 1) continue;
+    num_slots = item.slot + 1;
+    num_results = item.result + 1;
+  }
   Arena sizes{nullptr, threads * head_size};
   for (int64_t i = 0; i < num_slots; i++) Probs(sizes, s);
   for (int64_t i = 0; i < num_results; i++) Result(sizes, s);
@@ -169,6 +174,7 @@ extern "C" {
 
 // Whoever loads an old build of another layout is to notice.
 int64_t specache_inputs_size() { return sizeof(SpecacheInputs); }
+int64_t specache_step_size() { return sizeof(SpecacheStep); }
 
 // 0, or 1 where memory ran out.
 int64_t specache_attention(const SpecacheInputs* in) {
@@ -185,7 +191,7 @@ int64_t specache_attention(const SpecacheInputs* in) {
 
 // Attention, the selection by the last lane's scores, what was staged beside what lane 0 would choose (where that is
 // counted, and its scores are wanted), and lane 0's pair to the window, which has room for it. 0, or 1 where memory ran
-// out: then nothing is counted or appended.
+// out: then nothing is counted or appended, and `chosen` may have been written.
 int64_t specache_step(const SpecacheInputs* in, const SpecacheStep* step) {
   if (specache_attention(in)) return 1;
   const int64_t rows = in->batch * in->kv_heads, stride = in->num_quantized + in->window_len + 1;
