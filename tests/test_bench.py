@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 from typer.testing import CliRunner
 
 from specache_fx.bench.decode import ModelSize, bench_decode, methods
 from specache_fx.bench.overlap import hidden_share
+from specache_fx.bench.report import attention_table, decode_tables
 from specache_fx.cli import app
 from specache_fx.runtime.tracing import Span
 
@@ -34,6 +37,18 @@ def test_copy_with_nothing_to_compute_beside_it_is_waited_for_from_its_start() -
     spans = [span("attention", 0, 1), span("start prefetch", 1, 2), span("prefetch", 1.5, 3.5)]
     assert hidden_share([*spans, span("wait for prefetch", 3, 4)]) == 0
     assert hidden_share([*spans, span("attention", 2, 3), span("wait for prefetch", 3, 4)]) == 0.75
+
+
+def test_tables_of_the_committed_runs_show_every_digit_in_80_columns() -> None:
+    results = Path(__file__).resolve().parent.parent / "results"
+    (attention,) = json.loads((results / "bench_attention.json").read_text())["results"]
+    tables = [attention_table(attention, "sdpa float32")]
+    for decode in json.loads((results / "bench_decode.json").read_text())["results"]:
+        tables += decode_tables(decode, "transformers")
+    console = Console(width=80, file=io.StringIO())
+    for table in tables:
+        console.print(table)
+    assert isinstance(console.file, io.StringIO) and "…" not in console.file.getvalue()
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
