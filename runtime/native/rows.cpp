@@ -99,6 +99,26 @@ Overlap compare(const float* scores, int64_t tokens, int64_t top_k, Scratch& own
   return overlap;
 }
 
+// Calls `function(row, scratch)` for each row of so many tokens, on `threads` threads. Whether memory ran out.
+template <class F>
+bool for_rows(int64_t rows, int64_t tokens, int64_t threads, F function) {
+  // Small work is done before another thread has woken up.
+  if (rows * tokens < kWorthAThread) threads = 1;
+  std::atomic<bool> failed{false};
+#ifdef _OPENMP
+#pragma omp parallel for schedule(dynamic) num_threads(threads) if (threads > 1)
+#endif
+  for (int64_t row = 0; row < rows; row++) {
+    try {
+      thread_local Scratch own;
+      function(row, own);
+    } catch (const std::exception&) {
+      failed = true;  // none may leave the loop
+    }
+  }
+  return failed;
+}
+
 struct Copy {
   const uint8_t* from;
   uint8_t* to;
@@ -144,46 +164,24 @@ extern "C" {
 int64_t specache_topk(const float* scores, int64_t rows, int64_t stride, int64_t tokens, int64_t top_k, int32_t* chosen,
                       int64_t threads) {
   if (top_k < 1) return 0;
-  // Small work is done before another thread has woken up.
-  if (rows * tokens < kWorthAThread) threads = 1;
-  std::atomic<bool> failed{false};
-#ifdef _OPENMP
-#pragma omp parallel for schedule(dynamic) num_threads(threads) if (threads > 1)
-#endif
-  for (int64_t row = 0; row < rows; row++) {
-    try {
-      thread_local Scratch own;
-      choose(scores + row * stride, tokens, top_k, own, chosen + row * top_k);
-    } catch (const std::exception&) {
-      failed = true;  // none may leave the loop
-    }
-  }
-  return failed;
+  return for_rows(rows, tokens, threads, [&](int64_t row, Scratch& own) {
+    choose(scores + row * stride, tokens, top_k, own, chosen + row * top_k);
+  });
 }
 
 // Adds to `counts` what `staged[rows][slots]` has of what `specache_topk` would choose, summed over the rows; see
 // `TopkOverlap`. 0, or 1 where memory ran out: then nothing is added.
 int64_t specache_overlap(const float* scores, int64_t rows, int64_t stride, int64_t tokens, int64_t top_k,
                          const int32_t* staged, int64_t slots, double* counts, int64_t threads) {
-  if (rows * tokens < kWorthAThread) threads = 1;
-  std::atomic<bool> failed{false};
   std::vector<Overlap> each;
   try {
     each.resize(rows);
   } catch (const std::exception&) {
     return 1;
   }
-#ifdef _OPENMP
-#pragma omp parallel for schedule(dynamic) num_threads(threads) if (threads > 1)
-#endif
-  for (int64_t row = 0; row < rows; row++) {
-    try {
-      thread_local Scratch own;
-      each[row] = compare(scores + row * stride, tokens, top_k, own, staged + row * slots, slots);
-    } catch (const std::exception&) {
-      failed = true;
-    }
-  }
+  const bool failed = for_rows(rows, tokens, threads, [&](int64_t row, Scratch& own) {
+    each[row] = compare(scores + row * stride, tokens, top_k, own, staged + row * slots, slots);
+  });
   if (failed) return 1;
   for (const Overlap& row : each) {
     counts[0] += row.hits;
