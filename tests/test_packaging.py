@@ -224,5 +224,6 @@ def test_speeds_in_the_readme_are_those_of_the_committed_runs() -> None:
         growth = longer["median_ms"] / shorter["median_ms"]
         assert growth < longer["device_bytes"] / shorter["device_bytes"]
         assert shorter["hidden_in_trace"] > 0.8
+        assert {f"{rows[name]['hidden_share']:.0%}" for rows in by_name} == {"100%"}
     long, longest = (by_name[i]["specache 2-bit"]["median_ms"] for i in (2, 3))
     assert f"a step takes {longest / long:.1f} times" in readme.replace("\n", " ")

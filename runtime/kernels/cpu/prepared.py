@@ -32,9 +32,6 @@ class Prepared:
         self.arguments = _arguments(inputs, self._addresses)
         self.staged_rows = inputs.staged_rows
         self._tensors, self._numbers = _tensors(inputs), _numbers(inputs)
-        own = inputs.query, inputs.key, inputs.value
-        self._own = (*(x.shape for x in own), *(x.dtype for x in own))
-        self._form = inputs.scale, inputs.softcap
         self._steady = (
             inputs.num_quantized > 0 and inputs.staged_rows is not None and not self._differs(inputs)
         )
@@ -60,9 +57,8 @@ class Prepared:
             softcap: See `DecodeInputs`.
         """
         query, key, value = own
-        if not self._steady or self._form != (scale, softcap):
-            return False
-        if self._own != (query.shape, key.shape, value.shape, query.dtype, key.dtype, value.dtype):
+        shapes, dtypes = (query.shape, key.shape, value.shape), (query.dtype, key.dtype, value.dtype)
+        if not self._steady or self._numbers[:8] != (*shapes, *dtypes, scale, softcap):
             return False
         return query.is_contiguous() and key.is_contiguous() and value.is_contiguous()
 
