@@ -24,7 +24,7 @@ from specache_fx.passes.base import Pass, PassState
 from specache_fx.passes.graph_edit import call, erase_unused, finish
 from specache_fx.passes.graph_utils import value_of
 from specache_fx.runtime import ops  # noqa: F401  (defines the operator)
-from specache_fx.runtime.native.products import DTYPES, MAX_ROWS
+from specache_fx.runtime.native.products import DTYPES, MAX_ROWS, load
 
 aten = torch.ops.aten
 _VIEWS = (aten.view.default, aten._unsafe_view.default)
@@ -43,6 +43,8 @@ def few_row_products(gm: GraphModule, state: PassState) -> GraphModule:
         same = (writes, _viewed(rows), *value_of(rows).shape)
         # A weight that is computed is not there yet where another product of these rows is.
         groups[same if weight.op == "placeholder" else (*same, node)].append(node)
+    if groups:
+        load()
     for products in groups.values():
         _replace(gm, products)
     return finish(gm) if groups else gm

@@ -1,7 +1,7 @@
 """C++ sources of this package as shared libraries: built by the system's compiler at first use, then kept in a cache.
 
-The libraries have a plain C interface and include no header of torch: they build in seconds and work with any torch.
-They link OpenMP by the name under which torch has already loaded it, so that both use the same threads.
+The libraries have a plain C interface and include no header of torch, or those of its stable ABI alone: they build in
+seconds. They link OpenMP by the name under which torch has already loaded it, so that both use the same threads.
 """
 
 from __future__ import annotations
@@ -20,10 +20,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 _log = logging.getLogger(__name__)
 
 _FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-fopenmp", "-fwrapv", "-Wno-psabi")
 _TIMEOUT_S = 300
+_STABLE_ABI = "-DTORCH_TARGET_VERSION=0x020b000000000000"  # of torch 2.11, the oldest that we support
 
 
 class BuildError(Exception):
@@ -99,13 +102,14 @@ def cache_dir() -> Path:
 
 
 @functools.cache
-def load_library(name: str, sources: Path, instruction_set: str) -> ctypes.CDLL:
+def load_library(name: str, sources: Path, instruction_set: str, *, with_torch: bool = False) -> ctypes.CDLL:
     """Load a library, building it unless the cache has it.
 
     Args:
         name: Of the source with the entry points, `<name>.cpp` in `sources`.
         sources: Folder of that source and its headers.
         instruction_set: A name in `INSTRUCTION_SETS`.
+        with_torch: The source includes headers of torch's stable ABI, and what is loaded registers operators.
 
     Raises:
         BuildError: If there is no compiler, it fails, or the result can't be loaded.
@@ -116,11 +120,12 @@ def load_library(name: str, sources: Path, instruction_set: str) -> ctypes.CDLL:
         reason = f"CXX={named!r} is not a program" if named else "there is no g++ or clang++"
         raise BuildError(f"{reason}; install a C++ compiler, or name one by CXX")
     isa = INSTRUCTION_SETS[instruction_set]
-    command = (compiler, *_FLAGS, *isa.flags, str(sources / f"{name}.cpp"))
-    library = cache_dir() / f"{name}_{isa.name}_{_key(sources, command)}.so"
+    flags = (*_FLAGS, *isa.flags, *((_STABLE_ABI,) if with_torch else ()))
+    library = cache_dir() / f"{name}_{isa.name}_{_key(sources, (compiler, *flags))}.so"
     with _locked(library.with_suffix(".lock")):
         if not library.exists():
-            _build(command, library)
+            source = str(sources / f"{name}.cpp")
+            _build((compiler, *flags, source, *(_torch_flags() if with_torch else ())), library)
     try:
         return ctypes.CDLL(str(library))
     except OSError as error:
@@ -129,12 +134,18 @@ def load_library(name: str, sources: Path, instruction_set: str) -> ctypes.CDLL:
 
 def _key(sources: Path, command: Sequence[str]) -> str:
     """Changes with all that the library depends on. Paths are left out but for the compiler's."""
-    digest = hashlib.sha256(repr((command[:-1], platform.machine())).encode())
+    digest = hashlib.sha256(repr((command, platform.machine(), torch.__version__)).encode())
     compiler = Path(command[0]).stat()
     digest.update(f"{compiler.st_size} {compiler.st_mtime_ns}".encode())
     for path in sorted((*sources.glob("*.h"), *sources.glob("*.cpp"))):
         digest.update(path.name.encode() + path.read_bytes())
     return digest.hexdigest()[:16]
+
+
+def _torch_flags() -> tuple[str, ...]:
+    """Where torch's headers and its library are. `torch.utils.cpp_extension` knows too, and needs setuptools."""
+    home = Path(torch.__file__).parent
+    return f"-I{home / 'include'}", f"-L{home / 'lib'}", "-ltorch_cpu"
 
 
 @contextlib.contextmanager

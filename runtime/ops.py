@@ -9,7 +9,8 @@ tensors of static shape. What grows with the context stays in the session: `stag
     extend    load, store
     decode    wait_prefetch -> quantized_attention -> append -> topk -> prefetch, or all as one: layer_step
 
-`products` touches no session: a few rows times weights, see `runtime/native/products.py`.
+`products` touches no session: a few rows times weights. On the CPU it is C++ once `runtime/native/products.py` has
+loaded it.
 
 `attention` and `attention_lanes` are markers: passes put the first where an attention was, `torch.vmap` turns it
 into the second, and a later pass replaces either. Neither runs.
@@ -26,7 +27,7 @@ from torch import Tensor
 
 from specache_fx.runtime import decode_step, registry
 from specache_fx.runtime.decode_step import DecodeStep
-from specache_fx.runtime.native.products import multiply
+from specache_fx.runtime.native.products import by_blas
 from specache_fx.runtime.tracing import span
 
 _SIDES = "Tensor query, Tensor key, Tensor value"
@@ -198,7 +199,7 @@ _define(
     _layer_step,
     _layer_step_fake,
 )
-_define("products(Tensor rows, Tensor[] weights) -> Tensor[]", multiply, _products_fake)
+_define("products(Tensor rows, Tensor[] weights) -> Tensor[]", by_blas, _products_fake)
 
 
 def _lanes(

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-import ctypes
+import os
+import subprocess
+import sys
 import threading
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support import c_products
 from torch import Tensor
 
-from specache_fx.runtime import cpp_build
+from specache_fx.runtime import cpp_build, ops  # noqa: F401  (defines the operator)
 from specache_fx.runtime.native import products
 
 
-def library(instruction_set: str) -> ctypes.CDLL:
-    loaded = cpp_build.load_library("products", products.SOURCES, instruction_set)
-    return products.typed(loaded)
+def multiply(rows: Tensor, weights: list[Tensor]) -> list[Tensor]:
+    """As a graph does, in C++."""
+    assert products.load()
+    return list(torch.ops.specache.products.default(rows, weights))
 
 
 def check(rows: Tensor, weights: list[Tensor], got: list[Tensor]) -> None:
@@ -38,7 +43,7 @@ def check(rows: Tensor, weights: list[Tensor], got: list[Tensor]) -> None:
 @given(
     count=st.integers(1, products.MAX_ROWS),
     width=st.integers(1, 300),
-    outs=st.lists(st.integers(1, 90), min_size=1, max_size=9),
+    outs=st.lists(st.integers(1, 90), min_size=1, max_size=c_products.MAX_WEIGHTS),
     dtype=st.sampled_from(products.DTYPES),
     seed=st.integers(0, 99),
 )
@@ -48,7 +53,7 @@ def test_products_are_those_of_float64(
     generator = torch.Generator().manual_seed(seed)
     rows = torch.randn(count, width, generator=generator).to(dtype)
     weights = [torch.randn(out, width, generator=generator).to(dtype) for out in outs]
-    check(rows, weights, products.multiply(rows, weights, library(instruction_set)))
+    check(rows, weights, c_products.multiply(instruction_set, rows, weights))
 
 
 @pytest.mark.parametrize("dtype", products.DTYPES)
@@ -61,7 +66,7 @@ def test_large_weights_are_shared_out_among_threads(count: int, dtype: torch.dty
     try:
         for threads in (1, 2, 5):
             torch.set_num_threads(threads)
-            results.append(products.multiply(rows, weights))
+            results.append(multiply(rows, weights))
     finally:
         torch.set_num_threads(before)
     check(rows, weights, results[0])
@@ -71,33 +76,79 @@ def test_large_weights_are_shared_out_among_threads(count: int, dtype: torch.dty
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_without_a_compiler_blas_multiplies(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products, "load", lambda: None)
     rows, weights = torch.randn(count, 40), [torch.randn(7, 40), torch.randn(64, 40)]
-    check(rows, weights, products.multiply(rows, weights))
+    check(rows, weights, products.by_blas(rows, weights))
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setattr(products, "load_library", cpp_build.load_library.__wrapped__)
+    assert not products.load.__wrapped__()
+
+
+def test_operator_is_there_before_cpp_is(tmp_path: Path) -> None:
+    program = """
+import torch
+from specache_fx.runtime import ops
+from specache_fx.runtime.native import products
+
+rows, weights = torch.randn(2, 40), [torch.randn(5, 40)]
+multiply = torch.ops.specache.products.default
+by_blas = multiply(rows, weights)
+assert torch.equal(by_blas[0], products.by_blas(rows, weights)[0])
+assert products.load() is COMPILES
+torch.testing.assert_close(multiply(rows, weights), by_blas)
+"""
+    for compiler in (None, "no-such-compiler"):
+        env = os.environ | ({} if compiler is None else {"CXX": compiler, "XDG_CACHE_HOME": str(tmp_path)})
+        run = program.replace("COMPILES", str(compiler is None))
+        done = subprocess.run(
+            [sys.executable, "-c", run], env=env, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("rows", "weight", "message"),
+    [
+        (torch.ones(2, 4, dtype=torch.float64), torch.ones(3, 4, dtype=torch.float64), "neither float32"),
+        (torch.ones(9, 4), torch.ones(3, 4), "1 to 8"),
+        (torch.ones(0, 4), torch.ones(3, 4), "1 to 8"),
+        (torch.ones(2, 4), torch.ones(3, 5), r"\[out, in\]"),
+        (torch.ones(2, 4), torch.ones(4, 3).t(), "contiguous"),
+        (torch.ones(2, 4), torch.ones(3, 4, dtype=torch.bfloat16), "dtype of the rows"),
+    ],
+)
+def test_what_cpp_does_not_multiply_is_refused(rows: Tensor, weight: Tensor, message: str) -> None:
+    with pytest.raises(RuntimeError, match=message):
+        multiply(rows, [weight])
+
+
+def test_more_weights_than_one_call_takes() -> None:
+    rows, weights = torch.randn(2, 24), [torch.randn(out, 24) for out in range(1, 20)]
+    check(rows, weights, multiply(rows, weights))
+    assert multiply(rows, []) == []
 
 
 def test_infinities_and_nan_stay_what_they_are() -> None:
     rows = torch.tensor([[1.0, 1.0], [torch.inf, 1.0], [torch.nan, 1.0], [3e38, 3e38]])
     weight = torch.tensor([[1.0, 1.0], [0.0, 1.0]])
     for dtype in products.DTYPES:
-        (got,) = products.multiply(rows.to(dtype), [weight.to(dtype)])
+        (got,) = multiply(rows.to(dtype), [weight.to(dtype)])
         wanted = rows.to(dtype).float() @ weight.t()
         torch.testing.assert_close(got, wanted.to(dtype), equal_nan=True)
 
 
 def test_rows_that_do_not_lie_side_by_side_are_read_as_they_are() -> None:
     rows, weight = torch.randn(64, 2).t(), torch.randn(5, 64)
-    check(rows, [weight], products.multiply(rows, [weight]))
+    check(rows, [weight], multiply(rows, [weight]))
 
 
 def test_threads_multiply_at_the_same_time() -> None:
     rows, weights = torch.randn(2, 256), [torch.randn(512, 256)]
-    wanted = products.multiply(rows, weights)[0]
+    wanted = multiply(rows, weights)[0]
     wrong: list[Tensor] = []
 
     def repeat() -> None:
         for _ in range(50):
-            (got,) = products.multiply(rows, weights)
+            (got,) = multiply(rows, weights)
             if not torch.equal(got, wanted):
                 wrong.append(got)
 

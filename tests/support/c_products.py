@@ -1,0 +1,47 @@
+"""products.cpp by its C interface, so that each instruction set can be tried beside the one that the operator has."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from specache_fx.runtime.cpp_build import load_library
+from specache_fx.runtime.native.products import SOURCES
+
+MAX_WEIGHTS = 8  # kMaxWeights
+_i64, _address = ctypes.c_int64, ctypes.c_void_p
+
+
+class _ProductsC(ctypes.Structure):
+    """`SpecacheProducts` of products.cpp."""
+
+    _fields_ = (
+        *((name, _i64) for name in ("num_rows", "in", "bfloat16", "num_weights", "threads")),
+        ("rows", _address),
+        ("weights", _address * MAX_WEIGHTS),
+        ("out", _i64 * MAX_WEIGHTS),
+        ("results", _address * MAX_WEIGHTS),
+    )
+
+
+def multiply(instruction_set: str, rows: Tensor, weights: list[Tensor]) -> list[Tensor]:
+    """`rows @ weight.T` of up to `MAX_WEIGHTS` weights."""
+    floats = rows.float().contiguous()
+    results = [torch.empty((len(rows), len(weight)), dtype=rows.dtype) for weight in weights]
+    pointers = _address * MAX_WEIGHTS
+    arguments = _ProductsC(
+        *(
+            *rows.shape,
+            rows.dtype is torch.bfloat16,
+            len(weights),
+            torch.get_num_threads(),
+            floats.data_ptr(),
+        ),
+        pointers(*(weight.data_ptr() for weight in weights)),
+        (_i64 * MAX_WEIGHTS)(*map(len, weights)),
+        pointers(*(result.data_ptr() for result in results)),
+    )
+    load_library("products", SOURCES, instruction_set).specache_products(ctypes.byref(arguments))
+    return results
