@@ -5,8 +5,9 @@ slots), selection, prefetch (which overwrites them). The next read is behind the
 never meets a reader. On the CPU a copy starts when attention has returned; on CUDA the copy stream first
 waits for an event that is recorded behind attention.
 
-Two ways lead there. Where the device can read the host's rows by itself (CUDA, page-locked memory, Triton), two kernels
-on a side stream do everything (`device_copy`). Else a thread gathers the rows (`copy_job`).
+Three ways lead there. Where the device reads the host's rows by itself (CUDA, page-locked memory, Triton), two kernels
+on a side stream do everything (`device_copy`). Where it is the CPU, and the rows are in memory, the threads of the next
+product copy (`shared_copy`), if there are products that do. Else a thread gathers the rows (`copy_job`).
 
 Paper: SpeCache §3.3, Alg. 3 (the top-k pairs of the next step are prefetched while this one computes).
 """
@@ -26,6 +27,8 @@ from specache_fx.errors import SpecacheError
 from specache_fx.runtime import device_copy
 from specache_fx.runtime.copy_job import CopyJob, CopyMetrics
 from specache_fx.runtime.host_cache import HostCache
+from specache_fx.runtime.native import copies
+from specache_fx.runtime.shared_copy import SharedCopy
 from specache_fx.runtime.staging import Outcome, Staging
 
 __all__ = ["CopyEngine", "CopyMetrics"]
@@ -61,6 +64,7 @@ class CopyEngine:
         self._host, self._top_k, self._device = host, top_k, device
         self._synchronous, self._delay = synchronous, delay
         self._staging: dict[int, Staging] = {}
+        self._shared: dict[int, SharedCopy] = {}
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._stop: Callable[[], object] | None = None
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -69,6 +73,8 @@ class CopyEngine:
         if self._on_device is not None and self._stream is not None:
             # Dropped without `close`: what the kernels read and write must not be given to others meanwhile.
             weakref.finalize(self, self._stream.synchronize).atexit = False
+        plain = device.type == "cpu" and self._on_device is None and not synchronous and delay is None
+        self._sharing = copies.load() if plain and host.in_memory else None
         self._closed = False
 
     @property
@@ -90,12 +96,8 @@ class CopyEngine:
             self._stream.synchronize()
         total = CopyMetrics()
         for layer in self._on_device.layers():
-            came, stayed = self._on_device.count(layer)
             rows = self._staging[layer].rows
-            total.fetched_rows += came
-            total.fetched_bytes += came * rows.shape[3] * rows.element_size()
-            total.reused_rows += stayed
-            total.reused_bytes += stayed * rows.shape[3] * rows.element_size()
+            total.count(*self._on_device.count(layer), rows.shape[3] * rows.element_size())
         return total
 
     def prefetch(self, layer: int, indices: torch.Tensor) -> None:
@@ -133,6 +135,12 @@ class CopyEngine:
     def _start(self, layer: int, staging: Staging) -> None:
         if self._on_device is not None:
             self._launch(self._on_device, layer, staging)
+            return
+        if self._sharing is not None and not self._metrics.unclaimed:
+            if layer not in self._shared:
+                self._shared[layer] = SharedCopy(self._sharing, self._host, layer, staging, self._metrics)
+            staging.job = self._shared[layer]
+            self._shared[layer].start()
             return
         selected = None
         if self._stream is not None:
@@ -240,6 +248,7 @@ class CopyEngine:
         if self._stream is not None:
             self._stream.synchronize()
         self._staging.clear()
+        self._shared.clear()
 
     def _of(self, layer: int) -> Staging:
         if layer not in self._staging:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from specache_fx.runtime import native
 from specache_fx.runtime.host_cache import HostCache, row_bytes
+from specache_fx.runtime.native import copies
 from specache_fx.runtime.staging import Outcome, SlotPlan, Staging, plan_slots
 from specache_fx.runtime.tracing import span
 
@@ -25,6 +25,7 @@ class CopyMetrics:
         reused_bytes: Bytes of the reused rows, which were not moved.
         copy_seconds: What the copies took on the thread that made them.
         waited_seconds: What was waited for them.
+        unclaimed: Copies that were left to a product (`SharedCopy`), of which none came.
     """
 
     fetched_rows: int = 0
@@ -33,6 +34,14 @@ class CopyMetrics:
     reused_bytes: int = 0
     copy_seconds: float = 0.0
     waited_seconds: float = 0.0
+    unclaimed: int = 0
+
+    def count(self, came: int, stayed: int, row_bytes: int) -> None:
+        """Count a copy's rows of so many bytes each."""
+        self.fetched_rows += came
+        self.fetched_bytes += came * row_bytes
+        self.reused_rows += stayed
+        self.reused_bytes += stayed * row_bytes
 
 
 @dataclass(slots=True, kw_only=True)
@@ -80,13 +89,10 @@ class CopyJob:
 
     def _copy(self) -> None:
         staging = self.staging
-        if (library := native.load()) is not None:
-            blocks, starts = self.host.blocks(self.layer)
-            length = self.host.length(self.layer)
-            came, stayed = native.stage_rows(
-                library, self.layer, blocks, starts, length, staging.wanted, staging.slots, staging.rows
-            )
-            self._count(came, stayed)
+        if (library := copies.load()) is not None:
+            arguments = copies.StageArguments(staging.wanted, staging.slots, staging.rows)
+            arguments.of_host(*self.host.blocks(self.layer), self.host.length(self.layer))
+            self._count(*copies.stage_rows(library, self.layer, arguments))
             return
         plan = plan_slots(staging.slots, staging.wanted)
         row_bytes(staging.rows)[plan.slot_idx.numpy()] = row_bytes(self._gather(plan))
@@ -116,7 +122,4 @@ class CopyJob:
 
     def _count(self, came: int, stayed: int) -> None:
         rows = self.staging.rows
-        self.metrics.fetched_rows += came
-        self.metrics.fetched_bytes += came * rows.shape[3] * rows.element_size()
-        self.metrics.reused_rows += stayed
-        self.metrics.reused_bytes += stayed * rows.shape[3] * rows.element_size()
+        self.metrics.count(came, stayed, rows.shape[3] * rows.element_size())

@@ -102,6 +102,7 @@ class HostCache:
         self._layers = [_Rows(shape) for shape in self.shapes]
         self._store = STORES[host](host_dir)
         self.is_pinned = host == "pinned"  # a CUDA device can read the blocks by itself
+        self.in_memory = host != "disk"  # reading a row takes no longer than its bytes do
         self._closed = False
 
     @property

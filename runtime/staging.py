@@ -4,9 +4,20 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
+
+
+class Job(Protocol):
+    """A copy that was started."""
+
+    def done(self) -> bool:
+        """Whether `result` returns at once."""
+
+    def result(self) -> None:
+        """Return when the copy is through; raise what it failed with."""
 
 
 class Outcome:
@@ -58,7 +69,7 @@ class Staging:
     indices: torch.Tensor
     slots: torch.Tensor
     wanted: torch.Tensor
-    job: Outcome | None = None
+    job: Job | None = None
     done: torch.cuda.Event | None = None
     failed: bool = False
 
@@ -95,6 +106,9 @@ class Staging:
             return
         try:
             self.job.result()
+        except Exception:
+            self.failed = True
+            raise
         finally:
             # An interrupted wait leaves the job: it is still writing.
             if self.job.done():

@@ -117,6 +117,12 @@ def span(
     return _recorders[-1].span(name, track, stream, args)
 
 
+def record(name: str, track: str, thread: int, start: float, stop: float, **args: int | str) -> None:
+    """Record what is over, if somebody wants to know; see `Span`."""
+    if _recorders:
+        _recorders[-1].spans.append(Span(name, track, thread, start, stop, args))
+
+
 def is_recording() -> bool:
     """Whether somebody wants to know."""
     return bool(_recorders)

@@ -20,8 +20,8 @@ def trace(path: str | Path) -> Iterator[None]:
             model.generate(...)
 
     Each step of each session is there with its attentions, selections, waits and appends; what lies between is the
-    model's own. The copies of the prefetch are on a track of their own: on the CPU their thread's, on CUDA the copy
-    stream's (by its events).
+    model's own. The copies of the prefetch are on tracks of their own: on the CPU one for each thread that made some,
+    on CUDA the copy stream's (by its events).
 
     Args:
         path: A JSON file; written when the block ends, also where it ends with an error.

@@ -1,11 +1,10 @@
-"""Selection and copies on the CPU as one C++ call each; PyTorch and NumPy do the same where it can't be built."""
+"""Selection on the CPU as one C++ call; PyTorch does the same where it can't be built."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
 import logging
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -16,17 +15,6 @@ from specache_fx.runtime.cpp_build import BuildError, load_library, usable_instr
 _log = logging.getLogger(__name__)
 
 _i64, _address = ctypes.c_int64, ctypes.c_void_p
-_NO_MEMORY, _NO_TOKEN = 1, 2
-
-
-class _StageC(ctypes.Structure):
-    """`SpecacheStage` of rows.cpp."""
-
-    _fields_ = (
-        *((name, _i64) for name in ("rows", "top_k", "row_bytes", "length", "num_blocks")),
-        *((name, _address) for name in ("blocks", "starts", "wanted", "slots", "staged")),
-        *((name, _i64) for name in ("fetched", "kept")),
-    )
 
 
 @functools.cache
@@ -35,12 +23,11 @@ def load() -> ctypes.CDLL | None:
     try:
         loaded = load_library("rows", Path(__file__).parent, usable_instruction_sets()[0])
     except BuildError as error:
-        _log.info("selection and copies without C++: %s", error)
+        _log.info("selection without C++: %s", error)
         return None
     loaded.specache_topk.argtypes = (_address, _i64, _i64, _i64, _i64, _address, _i64)
-    loaded.specache_stage.argtypes = (ctypes.POINTER(_StageC),)
     loaded.specache_overlap.argtypes = (_address, *(_i64,) * 4, _address, _i64, _address, _i64)
-    for function in (loaded.specache_topk, loaded.specache_stage, loaded.specache_overlap):
+    for function in (loaded.specache_topk, loaded.specache_overlap):
         function.restype = _i64
     return loaded
 
@@ -105,51 +92,3 @@ def _even_rows(scores: torch.Tensor) -> torch.Tensor:
     """Rows may lie apart (a slice of more tokens), but evenly."""
     even = scores.stride(2) == 1 and scores.stride(0) == scores.shape[1] * scores.stride(1)
     return scores if even else scores.contiguous()
-
-
-def stage_rows(
-    library: ctypes.CDLL,
-    layer: int,
-    blocks: Sequence[torch.Tensor],
-    starts: Sequence[int],
-    length: int,
-    wanted: torch.Tensor,
-    slots: torch.Tensor,
-    rows: torch.Tensor,
-) -> tuple[int, int]:
-    """Bring the rows of `wanted` to the slots: those that are there stay, the others take slots that are free.
-
-    Args:
-        library: What `load()` gave.
-        layer: Layer number, for messages.
-        blocks: `[batch, num_kv_heads, tokens of the block, row_dim]` each, contiguous, on the CPU.
-        starts: The first token of each block and, last, one past the end of the last.
-        length: Tokens that the host holds.
-        wanted: int32 `[batch, num_kv_heads, top_k]`, unique in a row; -1 is none.
-        slots: The same shape: the token in each slot, -1 where it is empty. Changed.
-        rows: `[batch, num_kv_heads, top_k, row_dim]`, contiguous. Changed.
-
-    Returns:
-        Rows that were fetched, and rows that stayed.
-
-    Raises:
-        IndexError: If a token is not on the host; nothing has changed then.
-        HostMemoryError: If there is no memory to plan in.
-    """
-    batch, heads, top_k = wanted.shape
-    # Another thread may be adding a block: it is listed first, and its end afterwards.
-    ends = tuple(starts)
-    blocks = blocks[: len(ends) - 1]
-    block_list = (ctypes.c_void_p * len(blocks))(*(block.data_ptr() for block in blocks))
-    start_list = (_i64 * len(ends))(*ends)
-    stage = _StageC(
-        *(batch * heads, top_k, rows.shape[3] * rows.element_size(), length, len(blocks)),
-        *(ctypes.addressof(block_list), ctypes.addressof(start_list)),
-        *(wanted.data_ptr(), slots.data_ptr(), rows.data_ptr(), 0, 0),
-    )
-    failed = library.specache_stage(ctypes.byref(stage))
-    if failed == _NO_TOKEN:
-        raise IndexError(f"Token {stage.fetched} of layer {layer}, which holds {length}.")
-    if failed == _NO_MEMORY:
-        raise HostMemoryError("There is no memory to stage pairs: free some, or lower top_k.")
-    return stage.fetched, stage.kept

@@ -110,6 +110,7 @@ struct SpecacheProducts {
   const void* weights[kMaxWeights];  // [out[i]][in] each
   int64_t out[kMaxWeights];
   void* results[kMaxWeights];        // [num_rows][out[i]] each
+  void (*beside)();                  // what each of several threads does first; may be null
 };
 }
 
@@ -127,16 +128,19 @@ void multiply(const SpecacheProducts& p) {
 #ifdef _OPENMP
 #pragma omp parallel num_threads(threads) if (threads > 1)
 #endif
-  for (int64_t task = next++; task < num_tasks; task = next++) {
-    int64_t i = 0, left = task;
-    while (left >= (p.out[i] + per_task - 1) / per_task) left -= (p.out[i++] + per_task - 1) / per_task;
-    const int64_t first = left * per_task, end = first + per_task < p.out[i] ? first + per_task : p.out[i];
-    const T* weight = static_cast<const T*>(p.weights[i]);
-    T* result = static_cast<T*>(p.results[i]);
-    int64_t o = first;
-    for (; o + kCount <= end; o += kCount)
-      times<T, ROWS, kCount>(p.rows, weight + o * p.in, p.in, result + o, p.out[i]);
-    for (; o < end; o++) times<T, ROWS, 1>(p.rows, weight + o * p.in, p.in, result + o, p.out[i]);
+  {
+    if (threads > 1 && p.beside != nullptr) p.beside();
+    for (int64_t task = next++; task < num_tasks; task = next++) {
+      int64_t i = 0, left = task;
+      while (left >= (p.out[i] + per_task - 1) / per_task) left -= (p.out[i++] + per_task - 1) / per_task;
+      const int64_t first = left * per_task, end = first + per_task < p.out[i] ? first + per_task : p.out[i];
+      const T* weight = static_cast<const T*>(p.weights[i]);
+      T* result = static_cast<T*>(p.results[i]);
+      int64_t o = first;
+      for (; o + kCount <= end; o += kCount)
+        times<T, ROWS, kCount>(p.rows, weight + o * p.in, p.in, result + o, p.out[i]);
+      for (; o < end; o++) times<T, ROWS, 1>(p.rows, weight + o * p.in, p.in, result + o, p.out[i]);
+    }
   }
 }
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from specache_fx.runtime.cpp_build import BuildError, load_library, usable_instruction_sets
+from specache_fx.runtime.native import copies
 
 _log = logging.getLogger(__name__)
 
@@ -23,13 +24,15 @@ def load() -> bool:
     """Have `specache::products` run in C++ on the CPU from now on; whether it does. Built at first use.
 
     Every weight is read once then, by all threads of PyTorch. Sums are of float32, in an order of their own: they
-    differ from BLAS's by rounding.
+    differ from BLAS's by rounding. Several threads make the copies that are left to them (`SharedCopy`) before that.
     """
     try:
-        load_library("products_op", SOURCES, usable_instruction_sets()[0], with_torch=True)
+        library = load_library("products_op", SOURCES, usable_instruction_sets()[0], with_torch=True)
     except BuildError as error:
         _log.info("products without C++: %s", error)
         return False
+    if (beside := copies.load()) is not None:
+        library.specache_do_beside(beside.specache_copies_make)
     return True
 
 

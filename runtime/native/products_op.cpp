@@ -14,6 +14,8 @@ namespace {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
+void (*beside)() = nullptr;
+
 Tensor empty(int64_t rows, int64_t columns, ScalarType dtype) {
   const int64_t sizes[] = {rows, columns}, strides[] = {columns, 1};
   const int32_t type = dtype == ScalarType::Float ? aoti_torch_dtype_float32() : aoti_torch_dtype_bfloat16();
@@ -48,6 +50,7 @@ std::vector<Tensor> products(Tensor rows, std::vector<Tensor> weights) {
   const bool half = rows.scalar_type() == ScalarType::BFloat16;
   SpecacheProducts p = {rows.size(0), rows.size(1), half};
   p.threads = torch::stable::get_num_threads();
+  p.beside = beside;
   std::unique_ptr<float[]> floats;
   if (half || !rows.is_contiguous()) {
     floats.reset(new float[p.num_rows * p.in]);
@@ -71,5 +74,8 @@ std::vector<Tensor> products(Tensor rows, std::vector<Tensor> weights) {
 }
 
 }  // namespace
+
+// What threads do before their share of a product: see copies.cpp.
+extern "C" void specache_do_beside(void (*function)()) { beside = function; }
 
 STABLE_TORCH_LIBRARY_IMPL(specache, CPU, m) { m.impl("products", TORCH_BOX(&products)); }

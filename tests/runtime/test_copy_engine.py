@@ -17,9 +17,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from specache_fx.errors import SpecacheError
-from specache_fx.runtime import copy_job, cpp_build, native
+from specache_fx.runtime import copy_job, cpp_build, ops, tracing  # noqa: F401  (ops defines the operator)
 from specache_fx.runtime.copy_engine import CopyEngine
 from specache_fx.runtime.host_cache import HostCache, resolve_host
+from specache_fx.runtime.native import copies, products
 from specache_fx.runtime.staging import plan_slots
 
 SHAPES = [(2, 3, 5), (1, 4, 4)]
@@ -30,6 +31,17 @@ DEVICES = [
     "cpu",
     pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")),
 ]
+
+
+def multiply(threads: int) -> None:
+    """A product that is large enough for several threads."""
+    assert products.load()
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        torch.ops.specache.products.default(torch.ones(2, 512), [torch.ones(1024, 512)])
+    finally:
+        torch.set_num_threads(before)
 
 
 def make_host(tokens: int, device: str = "cpu") -> tuple[HostCache, list[torch.Tensor]]:
@@ -105,7 +117,7 @@ def test_plan_keeps_what_is_wanted_and_fetches_the_rest_into_free_slots(rows):
 @settings(max_examples=150)
 @given(rows=st.lists(st.tuples(SELECTIONS, SELECTIONS), min_size=6, max_size=6))
 def test_cpp_stages_as_planned(rows):
-    library = native.load()
+    library = copies.load()
     slots, wanted = (
         torch.tensor([row[i] for row in rows], dtype=torch.int32).reshape(2, 3, 5) for i in (0, 1)
     )
@@ -115,8 +127,9 @@ def test_cpp_stages_as_planned(rows):
     there = torch.full((2, 3, 5, 3), -1.0)
     expected = there.clone()
     expected.view(-1, 3)[plan.slot_idx] = source[plan.batch_idx, plan.head_idx, plan.token_idx]
-    came, stayed = native.stage_rows(library, 0, blocks, [0, 4, 9, 10], 10, wanted, slots, there)
-    assert (came, stayed) == (len(plan.slot_idx), plan.num_kept)
+    arguments = copies.StageArguments(wanted, slots, there)
+    arguments.of_host(blocks, [0, 4, 9, 10], 10)
+    assert copies.stage_rows(library, 0, arguments) == (len(plan.slot_idx), plan.num_kept)
     assert torch.equal(slots, plan.slots) and torch.equal(there, expected)
 
 
@@ -126,8 +139,10 @@ def test_cpp_changes_nothing_where_a_token_is_not_there():
     before, rows = slots.clone(), torch.zeros(2, 1, 2, 3)
     wanted = wanted.to(torch.int32)
     wanted[1, 0, 1] = 4
+    arguments = copies.StageArguments(wanted, slots, rows)
+    arguments.of_host([torch.ones(2, 1, 8, 3)], [0, 8], 4)
     with pytest.raises(IndexError, match="Token 4 of layer 7, which holds 4"):
-        native.stage_rows(native.load(), 7, [torch.ones(2, 1, 8, 3)], [0, 8], 4, wanted, slots, rows)
+        copies.stage_rows(copies.load(), 7, arguments)
     assert torch.equal(slots, before) and not rows.any()
 
 
@@ -142,15 +157,18 @@ class EngineMachine(RuleBasedStateMachine):
     def open(self, seed):
         rng = random.Random(seed)
         self.host, self.rows = make_host(150, self.device)
-        self.engine = CopyEngine(
+        self.engine = self.make_engine(rng)
+        self.wanted = [torch.full((BATCH, heads, TOP_K), -1, dtype=torch.int32) for heads, _, _ in SHAPES]
+        self.fetched = self.reused = self.fetched_bytes = self.reused_bytes = 0
+
+    def make_engine(self, rng):
+        return CopyEngine(
             self.host,
             TOP_K,
             torch.device(self.device),
             synchronous=self.synchronous,
             delay=lambda: time.sleep(rng.choice([0, 0, 1e-4, 1e-3])),
         )
-        self.wanted = [torch.full((BATCH, heads, TOP_K), -1, dtype=torch.int32) for heads, _, _ in SHAPES]
-        self.fetched = self.reused = self.fetched_bytes = self.reused_bytes = 0
 
     @rule(layer=layers, seed=st.integers(0, 999), spread=st.sampled_from([4, 8, 150]))
     def prefetch(self, layer, seed, spread):
@@ -215,16 +233,34 @@ class SynchronousMachine(EngineMachine):
 class PlainMachine(EngineMachine):
     """Where C++ can't be built."""
 
-    @initialize()
-    def without_cpp(self):
+    @initialize(seed=st.integers(0, 99))
+    def open(self, seed):
         self.patch = pytest.MonkeyPatch()
-        self.patch.setattr(copy_job.native, "load", lambda: None)
+        self.patch.setattr(copy_job.copies, "load", lambda: None)
+        super().open(seed)
 
     def teardown(self):
         try:
             super().teardown()
         finally:
-            self.patch.undo()
+            if hasattr(self, "patch"):
+                self.patch.undo()
+
+
+class SharingMachine(EngineMachine):
+    """Copies are made by products that come in between, or by who waits."""
+
+    def make_engine(self, rng):
+        return CopyEngine(self.host, TOP_K, torch.device("cpu"))
+
+    @rule()
+    def multiply(self):
+        multiply(threads=2)
+
+    @rule()
+    def share_again(self):
+        """An engine that has seen no product goes on with a thread."""
+        self.engine.metrics.unclaimed = 0
 
 
 class CudaMachine(EngineMachine):
@@ -238,6 +274,8 @@ TestSynchronous = SynchronousMachine.TestCase
 TestSynchronous.settings = MACHINE
 TestPlain = PlainMachine.TestCase
 TestPlain.settings = MACHINE
+TestSharing = NEEDS_CPP(SharingMachine.TestCase)
+TestSharing.settings = MACHINE
 TestCuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")(CudaMachine.TestCase)
 TestCuda.settings = MACHINE
 
@@ -299,6 +337,79 @@ def test_error_of_a_copy_is_raised_by_the_next_wait_once(device, synchronous):
     engine.close()
     with pytest.raises(SpecacheError, match="closed"):
         engine.prefetch(0, wanted_of(1).to(device))
+
+
+@NEEDS_CPP
+def test_next_product_of_several_threads_makes_the_copies():
+    host, source = make_host(10)
+    engine = CopyEngine(host, TOP_K, torch.device("cpu"))
+    before = set(threading.enumerate())
+    with tracing.recording() as recorder:
+        for first in (1, 4):
+            wanted = [wanted_of(first, 2, layer=layer) for layer in range(len(SHAPES))]
+            for layer, chosen in enumerate(wanted):
+                engine.prefetch(layer, chosen)
+            multiply(threads=1)  # nothing would be beside it
+            assert not any(engine._staging[layer].job.done() for layer in range(len(SHAPES)))
+            multiply(threads=2)
+            assert all(engine._staging[layer].job.done() for layer in range(len(SHAPES)))
+            stop = time.perf_counter()
+            for layer, chosen in enumerate(wanted):
+                assert_staged(*engine.wait(layer), chosen, source[layer])
+    metrics = engine.metrics
+    assert (metrics.unclaimed, metrics.waited_seconds) == (0, 0)
+    assert metrics.copy_seconds > 0
+    assert set(threading.enumerate()) == before
+    spans = recorder.finish()
+    assert {(span.name, span.track) for span in spans} == {("prefetch", "copies")}
+    assert sorted(span.args["layer"] for span in spans) == [0, 0, 1, 1]  # two threads: in any order
+    assert all(span.thread > 0 and span.start < span.stop <= stop for span in spans)
+    assert sum(span.stop - span.start for span in spans) == pytest.approx(metrics.copy_seconds)
+    engine.close()
+
+
+@NEEDS_CPP
+def test_copy_that_no_product_takes_is_made_by_who_waits_and_the_next_by_a_thread():
+    host, source = make_host(10)
+    engine = CopyEngine(host, TOP_K, torch.device("cpu"))
+    before = set(threading.enumerate())
+    engine.prefetch(0, wanted_of(1, 2))
+    assert set(threading.enumerate()) == before
+    assert_staged(*engine.wait(0), wanted_of(1, 2), source[0])
+    assert engine.metrics.unclaimed == 1
+    assert engine.metrics.waited_seconds >= engine.metrics.copy_seconds > 0
+    engine.prefetch(0, wanted_of(3))
+    assert len(set(threading.enumerate()) - before) == 1
+    assert_staged(*engine.wait(0), wanted_of(3), source[0])
+    engine.close()
+
+
+@NEEDS_CPP
+def test_engine_that_is_dropped_leaves_no_copy_to_a_product():
+    host, _ = make_host(10)
+    engine = CopyEngine(host, TOP_K, torch.device("cpu"))
+    for layer in range(len(SHAPES)):
+        engine.prefetch(layer, wanted_of(1, layer=layer))
+    shared = list(engine._shared.values())
+    copies_of = [copy._copy for copy in shared]
+    del engine, shared
+    gc.collect()
+    assert all(copy.state == 3 for copy in copies_of)  # made: nothing points to their memory any more
+    multiply(threads=2)
+
+
+@NEEDS_CPP
+def test_rows_in_a_file_are_copied_by_a_thread(tmp_path):
+    host = HostCache(BATCH, SHAPES, torch.float32, "disk", str(tmp_path))
+    for layer, (heads, key_dim, value_dim) in enumerate(SHAPES):
+        host.append(layer, torch.ones(BATCH, heads, 8, key_dim), torch.ones(BATCH, heads, 8, value_dim))
+    engine = CopyEngine(host, TOP_K, torch.device("cpu"))
+    before = set(threading.enumerate())
+    engine.prefetch(0, wanted_of(1))
+    assert len(set(threading.enumerate()) - before) == 1
+    assert (engine.wait(0)[0][:, :, 0] == 1).all()
+    engine.close()
+    host.close()
 
 
 def test_rows_are_written_and_read_across_inference_mode():
