@@ -24,7 +24,8 @@ from specache_fx.passes.base import Pass, PassState
 from specache_fx.passes.graph_edit import call, erase_unused, finish
 from specache_fx.passes.graph_utils import value_of
 from specache_fx.runtime import ops  # noqa: F401  (defines the operator)
-from specache_fx.runtime.native.products import DTYPES, MAX_ROWS, load
+from specache_fx.runtime.native import graph_ops
+from specache_fx.runtime.native.products import DTYPES, MAX_ROWS
 
 aten = torch.ops.aten
 _VIEWS = (aten.view.default, aten._unsafe_view.default)
@@ -44,7 +45,7 @@ def few_row_products(gm: GraphModule, state: PassState) -> GraphModule:
         # A weight that is computed is not there yet where another product of these rows is.
         groups[same if weight.op == "placeholder" else (*same, node)].append(node)
     if groups:
-        load()
+        graph_ops.load()
     for products in groups.values():
         _replace(gm, products)
     return finish(gm) if groups else gm

@@ -8,8 +8,8 @@
         -> attended = specache.layer_step(q, k, v, state, layer, scale)
 
 After `verify`, which has seen that they are in order. It saves four calls through the dispatcher a layer and step, and
-lets the runtime do all of it in one (`runtime/plain_step.py`). Layers that attentions share, exact ones, and lookahead
-"none", where more than these five run, keep their operators.
+lets C++ do all of it at once on the CPU (`runtime/plain_layers.py`). Layers that attentions share, exact ones, and
+lookahead "none", where more than these five run, keep their operators.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from torch.fx import GraphModule, Node
 
 from specache_fx.passes.base import Pass, PassState
 from specache_fx.passes.graph_edit import call, erase_unused, finish
+from specache_fx.passes.graph_utils import value_of
+from specache_fx.runtime.native import graph_ops
 
 _ops, _aten = torch.ops.specache, torch.ops.aten
 
@@ -41,9 +43,15 @@ def fuse_layer_steps(gm: GraphModule, state: PassState) -> GraphModule:
     for node in gm.graph.nodes:
         if node.target in layer_of:
             steps[node.args[layer_of[node.target]]].append(node)
-    for nodes in steps.values():
-        if [node.target for node in nodes] == list(layer_of) and _appends_own(*nodes):
-            _fuse(gm, *nodes)
+    fused = [
+        nodes
+        for nodes in steps.values()
+        if [node.target for node in nodes] == list(layer_of) and _appends_own(*nodes)
+    ]
+    if any(value_of(attention.args[0]).device.type == "cpu" for _, attention, *_ in fused):
+        graph_ops.load()
+    for nodes in fused:
+        _fuse(gm, *nodes)
     return finish(gm)
 
 

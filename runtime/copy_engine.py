@@ -132,20 +132,43 @@ class CopyEngine:
         """As `prefetch`, of what was written to `wanted`, which was asked for after the layer's `wait`."""
         self._start(layer, self._of(layer))
 
+    def is_copying(self, layer: int) -> bool:
+        """Whether `wait` would wait."""
+        job = self._of(layer).job
+        return job is not None and not job.done()
+
+    def shared(self, layer: int) -> SharedCopy | None:
+        """The layer's next copy where products make it, for C++ to start (`SharedCopy.starter`); else None.
+
+        After the layer's `wait`.
+        """
+        if self._sharing is None or self._metrics.unclaimed:
+            return None
+        if layer not in self._shared:
+            self._shared[layer] = SharedCopy(self._sharing, self._host, layer, self._of(layer), self._metrics)
+        return self._shared[layer]
+
+    def was_started(self, layer: int) -> None:
+        """The copy that `shared` gave was started."""
+        self._of(layer).job = self._shared[layer]
+
     def _start(self, layer: int, staging: Staging) -> None:
         if self._on_device is not None:
             self._launch(self._on_device, layer, staging)
             return
-        if self._sharing is not None and not self._metrics.unclaimed:
-            if layer not in self._shared:
-                self._shared[layer] = SharedCopy(self._sharing, self._host, layer, staging, self._metrics)
-            staging.job = self._shared[layer]
-            self._shared[layer].start()
+        if (shared := self.shared(layer)) is not None:
+            shared.start()
+            staging.job = shared
             return
         selected = None
         if self._stream is not None:
             selected = torch.cuda.Event()
             selected.record(torch.cuda.current_stream(self._device))
+        if self._stop is None and not self._synchronous:
+            thread = threading.Thread(target=_work, args=(self._jobs,), name="specache-copy", daemon=True)
+            thread.start()  # may fail: nobody waits for the copy yet
+            # Runs at interpreter exit too: a daemon thread must not be inside of torch when Python goes away.
+            self._stop = weakref.finalize(self, _stop_worker, self._jobs, thread)
         outcome = staging.job = Outcome()
         # What the job holds keeps host and slots alive, not the engine: dropping the engine then stops its
         # thread.
@@ -161,13 +184,8 @@ class CopyEngine:
         )
         if self._synchronous:
             job()
-            return
-        if self._stop is None:
-            thread = threading.Thread(target=_work, args=(self._jobs,), name="specache-copy", daemon=True)
-            thread.start()
-            # Runs at interpreter exit too: a daemon thread must not be inside of torch when Python goes away.
-            self._stop = weakref.finalize(self, _stop_worker, self._jobs, thread)
-        self._jobs.put(job)
+        else:
+            self._jobs.put(job)
 
     def _launch(self, copies: device_copy.DeviceCopy, layer: int, staging: Staging) -> None:
         """Let the device plan and copy, behind what the current stream has been given so far."""
@@ -197,7 +215,7 @@ class CopyEngine:
             Exception: Whatever the copy failed with, once; the slots are empty then.
         """
         staging = self._of(layer)
-        if staging.job is not None and not staging.job.done():
+        if self.is_copying(layer):
             start = time.perf_counter()
             staging.join()
             self._metrics.waited_seconds += time.perf_counter() - start

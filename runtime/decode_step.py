@@ -9,7 +9,6 @@ token; what outlasts the token is in the session.
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -18,7 +17,7 @@ import torch
 from specache_fx.runtime.decode_inputs import Lanes, layer_inputs, window_inputs
 from specache_fx.runtime.kernels import Expand
 from specache_fx.runtime.layer_cache import LayerCache
-from specache_fx.runtime.plain_step import plain_step
+from specache_fx.runtime.plain_layers import PlainLayers
 from specache_fx.runtime.select import AGGREGATIONS, select_topk
 from specache_fx.runtime.session import Session
 from specache_fx.runtime.tracing import is_recording
@@ -39,6 +38,8 @@ class DecodeStep:
             lane whose mask can't be told: what it selects is void.
         expansions: By attention, where keys and values are computed from what is cached: see `DecodeInputs.expand`.
         missed: Batch rows that choose pairs, bool `[batch]`; the others keep those that are staged. None for all rows.
+        failure: What an operator failed with, where C++ called it.
+        num_plain: Layers that C++ has run (`PlainLayers`).
     """
 
     session: Session
@@ -47,6 +48,8 @@ class DecodeStep:
     window_masks: dict[int, tuple[WindowMask | None, ...]] = field(default_factory=dict)
     expansions: dict[int, Expand] = field(default_factory=dict)
     missed: torch.Tensor | None = None
+    failure: BaseException | None = field(default=None, init=False)
+    num_plain: int = field(default=0, init=False)
     _scores: dict[int, tuple[torch.Tensor, int]] = field(default_factory=dict, init=False)
     _borrowed: dict[int, list[torch.Tensor]] = field(default_factory=dict, init=False)  # where scores may be
     # Rows and indices of the layers that have waited: until the prefetch that overwrites them, and no longer.
@@ -55,56 +58,34 @@ class DecodeStep:
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """While the graph runs: its ops find the step by the session's `state`."""
+        plain = PlainLayers.get_ready(self.session) if self._is_plain else None
         _running[self.session.number] = self
         try:
             yield
+        except RuntimeError:
+            if self.failure is not None:
+                raise self.failure from None
+            raise
         finally:
             del _running[self.session.number]
             for layer in list(self._borrowed):  # where nothing was selected, or the step failed
                 self._give_back_scores(layer)
+            if plain is not None:
+                plain.end()
+                self.num_plain = plain.num_run
+        if plain is not None:
+            plain.check()
 
     @property
     def windows_told(self) -> bool:
         """Whether each lane sees of the windows what its token will see."""
         return all(mask is not None for masks in self.window_masks.values() for mask in masks)
 
-    def run(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scale: float,
-        softcap: float | None = None,
-        sinks: torch.Tensor | None = None,
-        expansion: int | None = None,
-    ) -> torch.Tensor | None:
-        """All that the ops of a layer do, at once; None where they have to. Arguments as in `attend`."""
-        if not self._is_plain or expansion is not None:
-            return None
-        session = self.session
-        cache, engine = session.layers[layer], session.engine
-        assert isinstance(cache, LayerCache) and engine is not None
-        config = session.config
-        tracked = config.track_hit_rates and config.lookahead != "none"
-        return plain_step(
-            session.kernel,
-            cache,
-            engine,
-            session.score_buffers,
-            layer,
-            (query, key, value),
-            scale,
-            softcap,
-            sinks,
-            session.metrics.step_counts if tracked else None,
-        )
-
-    @functools.cached_property
+    @property
     def _is_plain(self) -> bool:
         """Whether no more than its length can be new to all layers. Padding and what is hidden are theirs to see."""
         session = self.session
-        chooses = session.engine is not None and session.select_pairs is select_topk
+        chooses = session.select_pairs is select_topk and session.config.lookahead != "none"
         return chooses and not self.predecoding and not self.biases and not is_recording()
 
     def wait_prefetch(self, layer: int) -> None:

@@ -9,8 +9,8 @@ tensors of static shape. What grows with the context stays in the session: `stag
     extend    load, store
     decode    wait_prefetch -> quantized_attention -> append -> topk -> prefetch, or all as one: layer_step
 
-`products` touches no session: a few rows times weights. On the CPU it is C++ once `runtime/native/products.py` has
-loaded it.
+`products` touches no session: a few rows times weights. On the CPU it and `layer_step` are C++ once
+`runtime/native/graph_ops.py` has loaded that; `layer_step` calls `layer_operators` where it doesn't do a step itself.
 
 `attention` and `attention_lanes` are markers: passes put the first where an attention was, `torch.vmap` turns it
 into the second, and a later pass replaces either. Neither runs.
@@ -150,16 +150,22 @@ def _append(key: Tensor, value: Tensor, state: Tensor, layer: int) -> None:
 def _layer_step(
     query: Tensor, key: Tensor, value: Tensor, state: Tensor, layer: int, scale: float, *form: Any
 ) -> Tensor:
-    step = decode_step.by_state(state)
-    out = step.run(layer, query, key, value, scale, *form[:3])
-    if out is None:
-        staged = _wait_prefetch(state, layer)
-        out, scores = _quantized_attention(query, key, value, staged, state, layer, scale, *form)
-        _append(key[0], value[0], state, layer)
-        batch, num_kv_heads = key.shape[1:3]
-        indices = _topk(scores, state, layer, batch, num_kv_heads, step.session.config.top_k)
-        _prefetch(indices, state, layer)
+    staged = _wait_prefetch(state, layer)
+    out, scores = _quantized_attention(query, key, value, staged, state, layer, scale, *form)
+    _append(key[0], value[0], state, layer)
+    batch, num_kv_heads = key.shape[1:3]
+    top_k = decode_step.by_state(state).session.config.top_k
+    _prefetch(_topk(scores, state, layer, batch, num_kv_heads, top_k), state, layer)
     return out
+
+
+def _layer_operators(query: Tensor, key: Tensor, value: Tensor, state: Tensor, *rest: Any) -> Tensor:
+    """What `layer_step` in C++ calls where it can't do a step itself. Errors would not come through as they are."""
+    try:
+        return _layer_step(query, key, value, state, *rest)
+    except BaseException as error:
+        decode_step.by_state(state).failure = error
+        return query.new_empty(0)
 
 
 def _layer_step_fake(
@@ -197,6 +203,11 @@ _define("append(Tensor key, Tensor value, Tensor(a!) state, int layer) -> ()", _
 _define(
     f"layer_step({_SIDES}, Tensor(a!) state, int layer, float scale, {_FORM}) -> Tensor",
     _layer_step,
+    _layer_step_fake,
+)
+_define(
+    f"layer_operators({_SIDES}, Tensor(a!) state, int layer, float scale, {_FORM}) -> Tensor",
+    _layer_operators,
     _layer_step_fake,
 )
 _define("products(Tensor rows, Tensor[] weights) -> Tensor[]", by_blas, _products_fake)

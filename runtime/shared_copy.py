@@ -35,16 +35,26 @@ class SharedCopy:
     ) -> None:
         self._library, self._host, self._layer, self._metrics = library, host, layer, metrics
         self._copy = copies.CopyC()
-        self._reference = ctypes.byref(self._copy)
+        function = ctypes.cast(library.specache_copy_start, ctypes.c_void_p).value
+        assert function is not None
+        self._starter = function, ctypes.addressof(self._copy)
         self._arguments = copies.StageArguments(staging.wanted, staging.slots, staging.rows, self._copy.stage)
         # Dropped while it is pending: what it reads and writes is there until nobody does.
         weakref.finalize(self, _let_go, library, self._copy, self._arguments)
 
-    def start(self) -> None:
-        """Leave what `staging.wanted` names to the next product."""
+    @property
+    def starter(self) -> tuple[int, int]:
+        """Addresses of a function that leaves what `staging.wanted` then names to the next product, and its argument.
+
+        For C++ to call before the host's rows change; `result` is called once for each time.
+        """
         blocks, starts = self._host.blocks(self._layer)
         self._arguments.of_host(blocks, starts, self._host.length(self._layer))
-        self._library.specache_copy_start(self._reference)
+        return self._starter
+
+    def start(self) -> None:
+        """Leave what `staging.wanted` names to the next product."""
+        self._library.specache_copy_start(self.starter[1])
 
     def done(self) -> bool:
         """Whether `result` returns at once."""
@@ -56,7 +66,7 @@ class SharedCopy:
         Called once for each `start`.
         """
         copy, stage = self._copy, self._copy.stage
-        self._metrics.unclaimed += self._library.specache_copy_finish(self._reference)
+        self._metrics.unclaimed += self._library.specache_copy_finish(self._starter[1])
         self._arguments.check(copy.failed, self._layer)
         self._metrics.count(stage.fetched, stage.kept, stage.row_bytes)
         self._metrics.copy_seconds += copy.stop - copy.start
@@ -64,4 +74,4 @@ class SharedCopy:
 
 
 def _let_go(library: ctypes.CDLL, copy: copies.CopyC, arguments: copies.StageArguments) -> None:
-    library.specache_copy_finish(ctypes.byref(copy))
+    library.specache_copy_finish(ctypes.addressof(copy))

@@ -38,13 +38,15 @@ RANKS: tuple[tuple[str, ...], ...] = (
     ("specache_fx.runtime.give_back",),
     ("specache_fx.runtime.claims",),
     ("specache_fx.runtime.registry", "specache_fx.runtime.decode_step"),
+    ("specache_fx.runtime.plain_layers",),
     ("specache_fx.runtime.session",),
-    ("specache_fx.runtime.decode_inputs", "specache_fx.runtime.plain_step"),
+    ("specache_fx.runtime.decode_inputs",),
     (
         "specache_fx.runtime.layer_cache",
         "specache_fx.runtime.window_cache",
         "specache_fx.runtime.copy_engine",
     ),
+    ("specache_fx.runtime.shared_copy",),
     (
         "specache_fx.runtime.copy_job",
         "specache_fx.runtime.device_copy",
@@ -76,6 +78,7 @@ PACKAGES = (
     "specache_fx.experiments",
     "specache_fx.examples",
     "specache_fx.runtime.kernels",
+    "specache_fx.runtime.native",
     "specache_fx.runtime.quant",
     "specache_fx.runtime.select",
 )

@@ -52,7 +52,7 @@ def load() -> ctypes.CDLL | None:
         loaded.specache_copy_finish.restype
     ) = _i64
     loaded.specache_stage.argtypes = (ctypes.POINTER(StageC),)
-    loaded.specache_copy_start.argtypes = loaded.specache_copy_finish.argtypes = (ctypes.POINTER(CopyC),)
+    loaded.specache_copy_start.argtypes = loaded.specache_copy_finish.argtypes = (_address,)
     loaded.specache_copy_start.restype = loaded.specache_copies_make.restype = None
     assert loaded.specache_copy_size() == ctypes.sizeof(CopyC)
     return loaded
@@ -88,10 +88,10 @@ class StageArguments:
             length: Tokens that the host holds.
         """
         self.c.length = length
+        if self._lists and len(starts) == self.c.num_blocks + 1:
+            return  # blocks come, and none ever changes
         # Another thread may be adding a block: it is listed first, and its end afterwards.
         ends = tuple(starts)
-        if self._lists and len(ends) == self.c.num_blocks + 1:
-            return  # blocks come, and none ever changes
         held = tuple(blocks[: len(ends) - 1])
         block_list = (_address * len(held))(*(block.data_ptr() for block in held))
         start_list = (_i64 * len(ends))(*ends)

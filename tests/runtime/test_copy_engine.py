@@ -20,7 +20,7 @@ from specache_fx.errors import SpecacheError
 from specache_fx.runtime import copy_job, cpp_build, ops, tracing  # noqa: F401  (ops defines the operator)
 from specache_fx.runtime.copy_engine import CopyEngine
 from specache_fx.runtime.host_cache import HostCache, resolve_host
-from specache_fx.runtime.native import copies, products
+from specache_fx.runtime.native import copies, graph_ops
 from specache_fx.runtime.staging import plan_slots
 
 SHAPES = [(2, 3, 5), (1, 4, 4)]
@@ -35,7 +35,7 @@ DEVICES = [
 
 def multiply(threads: int) -> None:
     """A product that is large enough for several threads."""
-    assert products.load()
+    assert graph_ops.load() is not None
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:

@@ -10,10 +10,9 @@ from pathlib import Path
 import torch
 
 from specache_fx.errors import HostMemoryError
-from specache_fx.runtime import native
 from specache_fx.runtime.cpp_build import BuildError, load_library, usable_instruction_sets
 from specache_fx.runtime.kernels.base import DecodeInputs
-from specache_fx.runtime.kernels.cpu.abi import DTYPES, Addresses, StepC
+from specache_fx.runtime.kernels.cpu.abi import DTYPES, Addresses
 from specache_fx.runtime.kernels.cpu.prepared import Prepared
 from specache_fx.runtime.kernels.exact_pairs import ExactPairsKernel
 
@@ -100,54 +99,12 @@ class CpuKernel:
             raise HostMemoryError(_NO_MEMORY)
         return out, scores
 
-    def step(
-        self,
-        prepared: Prepared,
-        own: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-        sinks: torch.Tensor | None,
-        window_len: int,
-        scores: torch.Tensor,
-        chosen: torch.Tensor,
-        counts: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """Attention of a decode step, the selection by its last lane, and lane 0's pair to the window, in one call.
-
-        Where `native.addresses()` gives any.
-
-        Args:
-            prepared: The layer's, which goes on (`Prepared.goes_on`); its window has room for a pair.
-            own: The lanes' queries, keys and values.
-            sinks: See `DecodeInputs`.
-            window_len: See `DecodeInputs`.
-            scores: float32, of the last lane, or of all where it is counted: memory to work in.
-            chosen: int32 `[batch, num_kv_heads, top_k]`: gets what `select_topk` chooses of the low-bit pairs.
-            counts: float64 `[4]`: `select.count_overlap` of lane 0's scores and what is staged is added; None for not.
-
-        Raises:
-            HostMemoryError: If there is no memory to work in; nothing is appended then.
-        """
-        query, key, value = own
-        out = query.new_empty((*query.shape[:4], value.shape[4]))
-        arguments = prepared.arguments
-        arguments.query, arguments.own_key, arguments.own_value = (
-            query.data_ptr(),
-            key.data_ptr(),
-            value.data_ptr(),
-        )
-        arguments.out, arguments.scores = out.data_ptr(), scores.data_ptr()
-        if sinks is not None:
-            sinks = sinks.to(torch.float32).contiguous()
-        arguments.sinks = None if sinks is None else sinks.data_ptr()
-        arguments.scored_lanes = 1 if counts is None else query.shape[0]
-        arguments.window_len, arguments.independent_lanes = window_len, False
-        arguments.threads = torch.get_num_threads()
-        functions = native.addresses()
-        assert functions is not None  # what built this library built that one
-        added = None if counts is None else counts.data_ptr()
-        step = StepC(chosen.shape[2], chosen.data_ptr(), functions[0], added, functions[1])
-        if self._library.specache_step(ctypes.byref(arguments), ctypes.byref(step)):
-            raise HostMemoryError(_NO_MEMORY)
-        return out
+    @functools.cached_property
+    def step_address(self) -> int:
+        """Of `specache_step`: a layer's step, for C++ to call."""
+        address = ctypes.cast(self._library.specache_step, ctypes.c_void_p).value
+        assert address is not None
+        return address
 
     @functools.cached_property
     def _library(self) -> ctypes.CDLL:

@@ -23,6 +23,11 @@ class Prepared:
 
     Attributes:
         staged_rows: See `DecodeInputs`.
+        shapes: Of the lanes' queries, keys and values.
+        dtypes: Likewise.
+        scale: See `DecodeInputs`.
+        softcap: See `DecodeInputs`.
+        is_steady: Whether a step in which nothing but the length has changed has these arguments, too.
         arguments: To be completed by `query`, `own_key`, `own_value`, `sinks`, `out`, `scores`, `num_quantized`,
             `window_len`, `scored_lanes`, `independent_lanes` and `threads`.
     """
@@ -32,7 +37,10 @@ class Prepared:
         self.arguments = _arguments(inputs, self._addresses)
         self.staged_rows = inputs.staged_rows
         self._tensors, self._numbers = _tensors(inputs), _numbers(inputs)
-        self._steady = (
+        own = inputs.query, inputs.key, inputs.value
+        self.shapes, self.dtypes = [tuple(x.shape) for x in own], [x.dtype for x in own]
+        self.scale, self.softcap = inputs.scale, inputs.softcap
+        self.is_steady = (
             inputs.num_quantized > 0 and inputs.staged_rows is not None and not self._differs(inputs)
         )
 
@@ -47,20 +55,6 @@ class Prepared:
         """Whether some of it is another step's by its nature."""
         masked = inputs.key_mask is not None or inputs.visible is not None or inputs.bias is not None
         return masked or self._addresses.copied
-
-    def goes_on(self, own: tuple[torch.Tensor, ...], scale: float, softcap: float | None) -> bool:
-        """Whether a step of this layer, in which nothing but its length has changed, may be `CpuKernel.step`.
-
-        Args:
-            own: The lanes' queries, keys and values.
-            scale: See `DecodeInputs`.
-            softcap: See `DecodeInputs`.
-        """
-        query, key, value = own
-        shapes, dtypes = (query.shape, key.shape, value.shape), (query.dtype, key.dtype, value.dtype)
-        if not self._steady or self._numbers[:8] != (*shapes, *dtypes, scale, softcap):
-            return False
-        return query.is_contiguous() and key.is_contiguous() and value.is_contiguous()
 
 
 def _tensors(inputs: DecodeInputs) -> tuple[object, ...]:

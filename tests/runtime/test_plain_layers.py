@@ -1,8 +1,10 @@
-"""A layer's step in one call gives the bits that its operators give one by one."""
+"""A layer's step in C++ alone gives the bits that its operators give one by one."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -15,17 +17,27 @@ from support import strategies
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from specache_fx.config import SpecacheConfig
-from specache_fx.errors import HostMemoryError
-from specache_fx.runtime import decode_step, native
+from specache_fx.errors import SpecacheError
+from specache_fx.runtime import native, ops, registry  # noqa: F401  (ops defines the operators)
 from specache_fx.runtime.decode_step import DecodeStep
 from specache_fx.runtime.layer_cache import LayerCache
+from specache_fx.runtime.native import graph_ops
+from specache_fx.runtime.plain_layers import PlainLayers
 from specache_fx.runtime.select import SELECTORS, select_topk
 from specache_fx.runtime.session import LayerShape, Session
 from specache_fx.runtime.tracing import recording
 
 CPU = torch.device("cpu")
-pytestmark = pytest.mark.skipif(native.addresses() is None, reason="there is no C++ compiler")
+pytestmark = pytest.mark.skipif(graph_ops.load() is None, reason="there is no C++ compiler")
 Own = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def in_one_call(
+    own: Own, session: Session, scale: float, softcap: float | None = None, sinks: Any = None
+) -> torch.Tensor:
+    out = torch.ops.specache.layer_step.default(*own, session.state, 0, scale, softcap, sinks)
+    assert isinstance(out, torch.Tensor)
+    return out
 
 
 class Twins:
@@ -66,11 +78,10 @@ class Twins:
             own = tuple(x.transpose(1, 4).contiguous().transpose(1, 4) for x in own)
         scale = form.pop("scale", 0.3)
         by_ops, in_one = (DecodeStep(session, predecode, biases or {}) for session in self.sessions)
-        out = in_one.run(0, *own, scale, **form)
-        whole = out is not None
-        outs = [self.by_operators(by_ops, own, scale, form)]
-        outs.append(self.by_operators(in_one, own, scale, form) if out is None else out)
-        assert torch.equal(*outs)
+        with in_one.running():
+            out = in_one_call(own, self.sessions[1], scale, **form)
+        whole = in_one.num_plain == 1
+        assert torch.equal(out, self.by_operators(by_ops, own, scale, form))
         assert self.sessions[0].layers[0].kv_len == self.sessions[1].layers[0].kv_len
         states = [self.state(session) for session in self.sessions]
         assert all(torch.equal(x, y) for x, y in zip(*states, strict=True))
@@ -272,30 +283,132 @@ def test_a_trace_shows_the_operators() -> None:
 
 
 @pytest.mark.parametrize("which", [0, 1], ids=["selection", "counts"])
-def test_without_memory_nothing_is_appended_or_counted(which: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_memory_nothing_is_changed_and_the_operators_go_on(
+    which: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pair = twins()
     for _ in range(3):
         pair.step()
-    session, real = pair.sessions[1], native.addresses()
+    real = native.addresses()
     assert real is not None
     # Memory that runs out in the middle of the call is the one thing that can't be had for real.
-    fails = ctypes.CFUNCTYPE(ctypes.c_int64)(lambda: 1)
+    failed = []
+    fails = ctypes.CFUNCTYPE(ctypes.c_int64)(lambda: failed.append(which) or 1)
     broken = list(real)
     broken[which] = ctypes.cast(fails, ctypes.c_void_p).value
-    before = session.layers[0].kv_len, len(session.score_buffers._taken), session.metrics.hits
+    memory = pair.sessions[1].layers[0].kernel_memory
     with monkeypatch.context() as patch:
         patch.setattr(native, "addresses", lambda: tuple(broken))
-        with pytest.raises(HostMemoryError, match="shorten the context"):
-            DecodeStep(session).run(0, *pair.own(2), 0.3)
-    assert (session.layers[0].kv_len, len(session.score_buffers._taken), session.metrics.hits) == before
+        del memory["plain"]
+        assert not pair.step()
+    del memory["plain"]
+    assert failed == [which]
+    assert not pair.sessions[1].score_buffers._taken
     assert pair.step()
     pair.close()
 
 
+def test_what_an_operator_fails_with_comes_out_as_it_is(capfd: pytest.CaptureFixture[str]) -> None:
+    pair = twins()
+    session = pair.sessions[1]
+    assert session.engine is not None
+    session.engine.close()
+    kv_len, step = session.kv_len, DecodeStep(session)
+    with pytest.raises(SpecacheError, match="copy engine is closed") as raised, step.running():
+        in_one_call(pair.own(2), session, 0.3)
+    assert raised.value is step.failure
+    assert raised.traceback[-1].name == "prefetch"
+    assert session.kv_len == kv_len
+    assert capfd.readouterr() == ("", "")
+    pair.close()
+
+
+def test_what_a_copy_failed_with_is_raised_before_the_step() -> None:
+    pair = twins()
+    for _ in range(3):
+        pair.step()
+    session = pair.sessions[1]
+    wanted = session.engine.wanted(0)
+    session.engine.wait(0)
+    wanted[0, 0, 0] = 10_000
+    session.engine.prefetch_wanted(0)
+    while session.engine.is_copying(0):
+        torch.ops.specache.products.default(torch.ones(2, 512), [torch.ones(1024, 512)])
+    kv_len = session.layers[0].kv_len
+    with pytest.raises(IndexError, match="Token 10000 of layer 0"), DecodeStep(session).running():
+        pytest.fail("the graph was run")
+    assert session.layers[0].kv_len == kv_len and not session.score_buffers._taken
+    pair.close()
+
+
+def test_a_copy_that_can_not_be_started_is_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = twins()
+    for _ in range(3):
+        pair.step()
+    session = pair.sessions[1]
+    # No product has come for its copies, so the engine has a thread: end it, and let there be no other.
+    session.engine._stop()
+    session.engine._stop = None
+
+    def start(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    step, own = DecodeStep(session), pair.own(2)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start)
+        with pytest.raises(RuntimeError, match="can't start new thread"), step.running():
+            in_one_call(own, session, 0.3)
+    assert step.failure is None and step.num_plain == 1
+    pair.close()
+
+
+def test_a_step_that_fails_between_two_layers_has_done_the_first() -> None:
+    pair = twins()
+    for _ in range(3):
+        pair.step()
+    session = pair.sessions[1]
+    kv_len, step = session.layers[0].kv_len, DecodeStep(session)
+    with contextlib.suppress(ZeroDivisionError), step.running():
+        in_one_call(pair.own(2), session, 0.3)
+        raise ZeroDivisionError
+    assert (step.num_plain, session.layers[0].kv_len) == (1, kv_len + 1)
+    assert not session.score_buffers._taken
+    # Nobody is ready any more.
+    with pytest.raises(RuntimeError, match="layer_operators"):
+        in_one_call(pair.own(2), session, 0.3)
+    pair.close()
+
+
+def test_layers_are_ready_in_their_own_thread() -> None:
+    """Two generations at once, each in a thread: what is ready in one is nothing to the other."""
+    pairs = [twins(), twins(tokens=44)]
+    failures = []
+
+    def generate(pair: Twins) -> None:
+        try:
+            for _ in range(30):
+                pair.step()
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=generate, args=(pair,)) for pair in pairs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    assert all(pair.whole >= 20 for pair in pairs)
+    for pair in pairs:
+        pair.close()
+
+
 @pytest.mark.usefixtures("fresh_dynamo")
-def test_a_compiled_model_takes_one_call_and_says_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_compiled_model_takes_one_call_and_says_the_same(
+    threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = LlamaConfig(
-        vocab_size=64,
+        vocab_size=4096,  # several threads multiply
         hidden_size=64,
         intermediate_size=96,
         num_hidden_layers=2,
@@ -306,12 +419,11 @@ def test_a_compiled_model_takes_one_call_and_says_the_same(monkeypatch: pytest.M
     model = LlamaForCausalLM(config).eval()
     options = {"group_size": 8, "residual_length": 8, "top_k": 4, "lowering": "eager"}
     model.compile(backend="specache", options=options)
-    taken, plain_step = [], decode_step.plain_step
+    run, metrics, end = [], [], PlainLayers.end
 
-    def counted(*args: Any) -> torch.Tensor | None:
-        out = plain_step(*args)
-        taken.append(out is not None)
-        return out
+    def counted(layers: PlainLayers) -> None:
+        end(layers)
+        run.append(layers.num_run)
 
     def answer() -> list[torch.Tensor]:
         done = model.generate(
@@ -321,12 +433,23 @@ def test_a_compiled_model_takes_one_call_and_says_the_same(monkeypatch: pytest.M
             return_dict_in_generate=True,
             output_logits=True,
         )
+        session = registry.find(done.past_key_values.layers[0].keys)
+        assert session is not None and session.engine is not None
+        metrics.append(session.engine.metrics)
         return [done.sequences, *done.logits]
 
-    with monkeypatch.context() as patch:
-        patch.setattr(decode_step, "plain_step", counted)
-        ours = answer()
-        patch.setattr(decode_step, "plain_step", lambda *_: None)
-        theirs = answer()
-    assert sum(taken) > len(taken) / 2
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(PlainLayers, "end", counted)
+            ours = answer()
+            patch.setattr(PlainLayers, "get_ready", lambda session: None)
+            theirs = answer()
+    finally:
+        torch.set_num_threads(before)
+    assert run.count(2) > 12
     assert all(torch.equal(x, y) for x, y in zip(ours, theirs, strict=True))
+    # One thread multiplies and can't copy beside that: the engine has seen it, and has a thread of its own.
+    assert [each.unclaimed > 0 for each in metrics] == [threads == 1] * 2
+    assert metrics[0].fetched_rows == metrics[1].fetched_rows > 0

@@ -1,0 +1,180 @@
+// Operators that a graph calls on the CPU without Python between: `specache::products` (see products.py) and
+// `specache::layer_step` (see plain_layers.py).
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <algorithm>
+#include <memory>
+#include <vector>
+
+#include "products.cpp"
+
+namespace {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+void (*beside)() = nullptr;
+
+// A contiguous tensor on the CPU, of the dtype of `like`.
+template <size_t DIMS>
+Tensor empty(const int64_t (&sizes)[DIMS], const Tensor& like) {
+  int64_t strides[DIMS], stride = 1;
+  for (size_t i = DIMS; i-- > 0; stride *= sizes[i]) strides[i] = stride;
+  int32_t dtype;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(like.get(), &dtype));
+  AtenTensorHandle made = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(DIMS, sizes, strides, dtype, aoti_torch_device_type_cpu(), 0, &made));
+  return Tensor(made);
+}
+
+template <class T>
+void read(const Tensor& rows, float* to) {
+  const T* from = static_cast<const T*>(rows.data_ptr());
+  const int64_t width = rows.size(1);
+  for (int64_t r = 0; r < rows.size(0); r++)
+    for (int64_t c = 0; c < width; c++) to[r * width + c] = to_float(from[r * rows.stride(0) + c * rows.stride(1)]);
+}
+
+void check(const Tensor& rows, const std::vector<Tensor>& weights) {
+  const ScalarType dtype = rows.scalar_type();
+  STD_TORCH_CHECK(dtype == ScalarType::Float || dtype == ScalarType::BFloat16,
+                  "specache::products: rows are neither float32 nor bfloat16");
+  STD_TORCH_CHECK(rows.dim() == 2 && rows.size(0) >= 1 && rows.size(0) <= kMaxRows && rows.size(1) > 0,
+                  "specache::products: rows are to be [1 to ", kMaxRows, ", in]");
+  for (const Tensor& weight : weights)
+    STD_TORCH_CHECK(weight.dim() == 2 && weight.size(1) == rows.size(1) && weight.scalar_type() == dtype &&
+                        weight.is_contiguous(),
+                    "specache::products: a weight is to be [out, in], contiguous, of the dtype of the rows");
+}
+
+std::vector<Tensor> products(Tensor rows, std::vector<Tensor> weights) {
+  check(rows, weights);
+  const bool half = rows.scalar_type() == ScalarType::BFloat16;
+  SpecacheProducts p = {rows.size(0), rows.size(1), half};
+  p.threads = torch::stable::get_num_threads();
+  p.beside = beside;
+  std::unique_ptr<float[]> floats;
+  if (half || !rows.is_contiguous()) {
+    floats.reset(new float[p.num_rows * p.in]);
+    half ? read<Bfloat16>(rows, floats.get()) : read<float>(rows, floats.get());
+  }
+  p.rows = floats ? floats.get() : static_cast<const float*>(rows.data_ptr());
+  std::vector<Tensor> results;
+  results.reserve(weights.size());
+  for (size_t first = 0; first < weights.size(); first += kMaxWeights) {
+    p.num_weights = std::min<int64_t>(weights.size() - first, kMaxWeights);
+    for (int64_t i = 0; i < p.num_weights; i++) {
+      const Tensor& weight = weights[first + i];
+      p.weights[i] = weight.data_ptr();
+      p.out[i] = weight.size(0);
+      results.push_back(empty({p.num_rows, p.out[i]}, rows));
+      p.results[i] = results.back().data_ptr();
+    }
+    specache_products(&p);
+  }
+  return results;
+}
+
+}  // namespace
+
+extern "C" {
+
+// A layer whose next step C++ can run. Mirrored in plain_layers.py.
+struct SpecacheLayer {
+  int64_t has_run;  // out
+  int64_t lanes, batch, num_heads, num_kv_heads, key_dim, value_dim;
+  int64_t dtype;  // as in inputs.h
+  double scale, softcap;  // softcap: 0 for none
+  // Where the step's arguments want the graph's tensors.
+  const void **query, **key, **value, **sinks;
+  void** out;
+  int64_t (*step)(const void* inputs, const void* step);  // `specache_step` of attention.cpp
+  const void *inputs, *rest;
+  void (*start)(void* copy);  // what follows: of what was chosen
+  void* copy;
+};
+
+// Those of a session, by layer; null where there is none.
+struct SpecacheLayers {
+  int64_t state, num_layers;
+  SpecacheLayer* const* layers;
+};
+}
+
+namespace {
+
+thread_local const SpecacheLayers* ready = nullptr;
+
+SpecacheLayer* ready_layer(const Tensor& state, int64_t layer) {
+  if (ready == nullptr || *static_cast<const int64_t*>(state.data_ptr()) != ready->state) return nullptr;
+  return layer < ready->num_layers ? ready->layers[layer] : nullptr;
+}
+
+int64_t dtype_of(const Tensor& x) {
+  const ScalarType type = x.scalar_type();
+  return type == ScalarType::Float ? 0 : type == ScalarType::BFloat16 ? 1 : type == ScalarType::Half ? 2 : -1;
+}
+
+bool is(const Tensor& x, const SpecacheLayer& layer, int64_t heads, int64_t dim) {
+  return x.dim() == 5 && x.size(0) == layer.lanes && x.size(1) == layer.batch && x.size(2) == heads && x.size(3) == 1 &&
+         x.size(4) == dim && dtype_of(x) == layer.dtype && x.is_contiguous();
+}
+
+Tensor by_operators(Tensor query, Tensor key, Tensor value, Tensor state, int64_t layer, double scale,
+                    std::optional<double> softcap, std::optional<Tensor> sinks, std::optional<int64_t> expansion,
+                    std::optional<int64_t> value_dim) {
+  using torch::stable::detail::from;
+  StableIValue stack[] = {from(query), from(key),     from(value), from(state),     from(layer),
+                          from(scale), from(softcap), from(sinks), from(expansion), from(value_dim)};
+  TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("specache::layer_operators", "", stack, TORCH_ABI_VERSION));
+  Tensor out = torch::stable::detail::to<Tensor>(stack[0]);
+  // Python's errors don't come through here: it keeps them, and gives nothing.
+  STD_TORCH_CHECK(out.numel() > 0, "a layer's operators failed; DecodeStep.running raises what they failed with");
+  return out;
+}
+
+Tensor layer_step(Tensor query, Tensor key, Tensor value, Tensor state, int64_t layer, double scale,
+                  std::optional<double> softcap, std::optional<Tensor> sinks, std::optional<int64_t> expansion,
+                  std::optional<int64_t> value_dim) {
+  SpecacheLayer* const own = ready_layer(state, layer);
+  const bool plain = own != nullptr && !own->has_run && is(query, *own, own->num_heads, own->key_dim) &&
+                     is(key, *own, own->num_kv_heads, own->key_dim) &&
+                     is(value, *own, own->num_kv_heads, own->value_dim) && scale == own->scale &&
+                     softcap.value_or(0) == own->softcap && !expansion &&
+                     (!sinks || (sinks->scalar_type() == ScalarType::Float && sinks->is_contiguous()));
+  if (plain) {
+    Tensor out = empty({own->lanes, own->batch, own->num_heads, 1, own->value_dim}, query);
+    *own->query = query.data_ptr();
+    *own->key = key.data_ptr();
+    *own->value = value.data_ptr();
+    *own->sinks = sinks ? sinks->data_ptr() : nullptr;
+    *own->out = out.data_ptr();
+    // Without memory nothing has changed, and the operators say so.
+    if (own->step(own->inputs, own->rest) == 0) {
+      own->has_run = 1;
+      own->start(own->copy);
+      return out;
+    }
+  }
+  return by_operators(query, key, value, state, layer, scale, softcap, sinks, expansion, value_dim);
+}
+
+}  // namespace
+
+extern "C" {
+
+int64_t specache_layer_size() { return sizeof(SpecacheLayer); }
+
+// What threads do before their share of a product: see copies.cpp.
+void specache_do_beside(void (*function)()) { beside = function; }
+
+// Layers of the step that this thread runs next; null for none.
+void specache_get_ready(const SpecacheLayers* layers) { ready = layers; }
+}
+
+STABLE_TORCH_LIBRARY_IMPL(specache, CPU, m) {
+  m.impl("products", TORCH_BOX(&products));
+  m.impl("layer_step", TORCH_BOX(&layer_step));
+}

@@ -1,0 +1,35 @@
+"""Operators of decode graphs that are C++ on the CPU: `specache::products` and `specache::layer_step`.
+
+Products: every weight is read once, by all threads of PyTorch, which first make the copies that are left to them
+(`SharedCopy`). Sums are of float32, in an order of their own: they differ from BLAS's by rounding.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+from pathlib import Path
+
+from specache_fx.runtime.cpp_build import BuildError, load_library, usable_instruction_sets
+from specache_fx.runtime.native import copies
+
+_log = logging.getLogger(__name__)
+
+SOURCES = Path(__file__).parent
+
+
+@functools.cache
+def load() -> ctypes.CDLL | None:
+    """Have them run in C++ from now on, built at first use; None where it can't be."""
+    try:
+        loaded = load_library("graph_ops", SOURCES, usable_instruction_sets()[0], with_torch=True)
+    except BuildError as error:
+        _log.info("decode graphs without operators in C++: %s", error)
+        return None
+    loaded.specache_layer_size.restype = ctypes.c_int64
+    loaded.specache_get_ready.argtypes = (ctypes.c_void_p,)
+    loaded.specache_get_ready.restype = None
+    if (beside := copies.load()) is not None:
+        loaded.specache_do_beside(beside.specache_copies_make)
+    return loaded
