@@ -15,12 +15,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
+from support import c_products
 
 from specache_fx.errors import SpecacheError
-from specache_fx.runtime import copy_job, cpp_build, ops, tracing  # noqa: F401  (ops defines the operator)
+from specache_fx.runtime import copy_job, cpp_build, tracing
 from specache_fx.runtime.copy_engine import CopyEngine
 from specache_fx.runtime.host_cache import HostCache, resolve_host
-from specache_fx.runtime.native import copies, graph_ops
+from specache_fx.runtime.native import copies
 from specache_fx.runtime.staging import plan_slots
 
 SHAPES = [(2, 3, 5), (1, 4, 4)]
@@ -31,17 +32,6 @@ DEVICES = [
     "cpu",
     pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")),
 ]
-
-
-def multiply(threads: int) -> None:
-    """A product that is large enough for several threads."""
-    assert graph_ops.load() is not None
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        torch.ops.specache.products.default(torch.ones(2, 512), [torch.ones(1024, 512)])
-    finally:
-        torch.set_num_threads(before)
 
 
 def make_host(tokens: int, device: str = "cpu") -> tuple[HostCache, list[torch.Tensor]]:
@@ -255,7 +245,7 @@ class SharingMachine(EngineMachine):
 
     @rule()
     def multiply(self):
-        multiply(threads=2)
+        c_products.run_in_threads(2)
 
     @rule()
     def share_again(self):
@@ -349,9 +339,9 @@ def test_next_product_of_several_threads_makes_the_copies():
             wanted = [wanted_of(first, 2, layer=layer) for layer in range(len(SHAPES))]
             for layer, chosen in enumerate(wanted):
                 engine.prefetch(layer, chosen)
-            multiply(threads=1)  # nothing would be beside it
+            c_products.run_in_threads(1)  # nothing would be beside it
             assert not any(engine._staging[layer].job.done() for layer in range(len(SHAPES)))
-            multiply(threads=2)
+            c_products.run_in_threads(2)
             assert all(engine._staging[layer].job.done() for layer in range(len(SHAPES)))
             stop = time.perf_counter()
             for layer, chosen in enumerate(wanted):
@@ -395,7 +385,7 @@ def test_engine_that_is_dropped_leaves_no_copy_to_a_product():
     del engine, shared
     gc.collect()
     assert all(copy.state == 3 for copy in copies_of)  # made: nothing points to their memory any more
-    multiply(threads=2)
+    c_products.run_in_threads(2)
 
 
 @NEEDS_CPP

@@ -1,4 +1,4 @@
-"""A session against the oracle's caches: append, prefetch, wait, crop, sessions interleaved, delays at random."""
+"""A session against the oracle's caches: append, prefetch, wait, crop, sessions interleaved, copies late."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
-from support import strategies
+from support import c_products, strategies
 from support.oracle import Indices, OracleCache, ScoreForm, select
 
 from specache_fx.config import Aggregation, SpecacheConfig
@@ -19,6 +19,7 @@ from specache_fx.errors import CacheHandleError
 from specache_fx.runtime import session as session_module
 from specache_fx.runtime.copy_engine import CopyEngine
 from specache_fx.runtime.decode_step import DecodeStep
+from specache_fx.runtime.native import graph_ops
 from specache_fx.runtime.session import LayerShape, Session
 
 CPU = torch.device("cpu")
@@ -93,48 +94,54 @@ class _Pair:
             self.staged = [None] * LAYERS
             lanes = 1
         run = DecodeStep(session, predecode, self.biases(lanes))
-        for layer, oracle in enumerate(self.oracles):
-            query = self.random(lanes, self.shape.batch, self.shape.num_heads, 1, self.shape.head_dim)
-            key, value = self.pairs(1, lanes)
-            form, chosen = self.form, None
-            selects = config.placement.prefetch and not oracle.is_exact
-            out = None
-            if whole and selects:
-                out = run.run(layer, query, key, value, 0.3, form.softcap, form.sinks)
-            if out is not None:
-                assert session.engine is not None
-                chosen = session.engine.wanted(layer)
-            else:
-                run.wait_prefetch(layer)
-                out = run.attend(layer, query, key, value, 0.3, True, form.softcap, form.sinks)
-            expected, scores = oracle.attend_all(query, key, value, self.staged[layer], 0.3, form)
-            torch.testing.assert_close(out, expected, **CLOSE)
-            if chosen is None:
-                run.append(layer, key[0], value[0])
-            if not predecode:
-                oracle.append(key[0], value[0])
-            if selects:
-                if chosen is None:
-                    chosen = run.select(layer)
-                    run.prefetch(layer, chosen)
-                ours = [[[i for i in head if i >= 0] for head in row] for row in chosen.tolist()]
-                count = oracle.num_quantized
-                wanted = select(scores[-1][..., :count], oracle.selectable[:, :count], config.top_k)
-                # The same scores up to rounding: where two are that close, either may be chosen.
-                for b, row in enumerate(wanted):
-                    for h, positions in enumerate(row):
-                        assert len(ours[b][h]) == len(positions) == len(set(ours[b][h]))
-                        probabilities = scores[-1][b, h]
-                        torch.testing.assert_close(
-                            probabilities[ours[b][h]], probabilities[positions], **CLOSE
-                        )
-                self.staged[layer] = ours
+        with run.running():
+            for layer, oracle in enumerate(self.oracles):
+                self.step_layer(run, layer, oracle, lanes, whole)
         if not predecode:
             session.advance(1, decoded=True)
 
+    def step_layer(self, run: DecodeStep, layer: int, oracle: OracleCache, lanes: int, whole: bool) -> None:
+        session, config, form = self.session, self.config, self.form
+        query = self.random(lanes, self.shape.batch, self.shape.num_heads, 1, self.shape.head_dim)
+        key, value = self.pairs(1, lanes)
+        selects = config.placement.prefetch and not oracle.is_exact
+        whole &= selects
+        if whole:
+            out = torch.ops.specache.layer_step.default(
+                query, key, value, session.state, layer, 0.3, form.softcap, form.sinks
+            )
+        else:
+            run.wait_prefetch(layer)
+            out = run.attend(layer, query, key, value, 0.3, True, form.softcap, form.sinks)
+        expected, scores = oracle.attend_all(query, key, value, self.staged[layer], 0.3, form)
+        torch.testing.assert_close(out, expected, **CLOSE)
+        if not whole:
+            run.append(layer, key[0], value[0])
+        if not run.predecoding:
+            oracle.append(key[0], value[0])
+        if not selects:
+            return
+        if whole:
+            assert session.engine is not None
+            chosen = session.engine.wanted(layer)
+            assert chosen is not None
+        else:
+            chosen = run.select(layer)
+            run.prefetch(layer, chosen)
+        ours = [[[i for i in head if i >= 0] for head in row] for row in chosen.tolist()]
+        count = oracle.num_quantized
+        wanted = select(scores[-1][..., :count], oracle.selectable[:, :count], config.top_k)
+        # The same scores up to rounding: where two are that close, either may be chosen.
+        for b, row in enumerate(wanted):
+            for h, positions in enumerate(row):
+                assert len(ours[b][h]) == len(positions) == len(set(ours[b][h]))
+                probabilities = scores[-1][b, h]
+                torch.testing.assert_close(probabilities[ours[b][h]], probabilities[positions], **CLOSE)
+        self.staged[layer] = ours
+
 
 class SessionMachine(RuleBasedStateMachine):
-    """Two sessions with options and shapes of their own, stepped in any order, copies delayed at random."""
+    """Two sessions with options and shapes of their own, stepped in any order, copies late at random."""
 
     @initialize(data=st.data())
     def open(self, data: st.DataObject) -> None:
@@ -145,7 +152,9 @@ class SessionMachine(RuleBasedStateMachine):
         engine = partial(
             CopyEngine, synchronous=synchronous, delay=lambda: time.sleep(delays.random() * 2e-3)
         )
-        self.patch.setattr(session_module, "CopyEngine", engine)
+        self.shares = data.draw(st.booleans()) and graph_ops.load() is not None
+        if not self.shares:
+            self.patch.setattr(session_module, "CopyEngine", engine)
         self.pairs = []
         for number in range(2):
             policy = data.draw(st.sampled_from(("specache", "specache", "kivi", "kcache")))
@@ -168,13 +177,23 @@ class SessionMachine(RuleBasedStateMachine):
         pair.extend(tokens, data.draw(strategies.key_masks(pair.shape.batch, tokens)))
 
     @precondition(lambda self: any(pair.oracles for pair in self.pairs))
-    @rule(which=st.integers(0, 1), lanes=st.integers(1, 2), steps=st.integers(1, 10), whole=st.booleans())
-    def decode(self, which: int, lanes: int, steps: int, whole: bool) -> None:
+    @rule(
+        which=st.integers(0, 1),
+        lanes=st.integers(1, 2),
+        steps=st.integers(1, 10),
+        whole=st.booleans(),
+        products=st.booleans(),
+    )
+    def decode(self, which: int, lanes: int, steps: int, whole: bool, products: bool) -> None:
         pair = self.pairs[which] if self.pairs[which].oracles else self.pairs[1 - which]
+        if self.shares and pair.session.engine is not None:
+            pair.session.engine.metrics.unclaimed = 0  # else it goes on with a thread
         if pair.session.staged_for != pair.session.kv_len:
             pair.step(lanes, predecode=True)
         for _ in range(steps):
             pair.step(lanes, predecode=False, whole=whole)
+            if self.shares and products:
+                c_products.run_in_threads(2)
 
     @precondition(lambda self: any(pair.oracles for pair in self.pairs))
     @rule(which=st.integers(0, 1), share=st.floats(0.01, 1))
