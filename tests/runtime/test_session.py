@@ -89,7 +89,7 @@ class _Pair:
 
     def step(self, lanes: int, predecode: bool, whole: bool = False) -> None:
         """One decode step, layer by layer, as a graph's ops make it; `whole`: as one op a layer does."""
-        session, config = self.session, self.config
+        session = self.session
         if predecode:
             self.staged = [None] * LAYERS
             lanes = 1
