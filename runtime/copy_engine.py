@@ -187,17 +187,17 @@ class CopyEngine:
         else:
             self._jobs.put(job)
 
-    def _launch(self, copies: device_copy.DeviceCopy, layer: int, staging: Staging) -> None:
+    def _launch(self, device_copies: device_copy.DeviceCopy, layer: int, staging: Staging) -> None:
         """Let the device plan and copy, behind what the current stream has been given so far."""
         if self._delay is not None:
             self._delay()
         if self._stream is None:
-            copies.copy(layer, staging)
+            device_copies.copy(layer, staging)
             return
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
-            copies.copy(layer, staging)
+            device_copies.copy(layer, staging)
             staging.done = staging.done or torch.cuda.Event()
             staging.done.record(self._stream)
         if self._synchronous:

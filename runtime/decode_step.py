@@ -17,7 +17,7 @@ import torch
 from specache_fx.runtime.decode_inputs import Lanes, layer_inputs, window_inputs
 from specache_fx.runtime.kernels import Expand
 from specache_fx.runtime.layer_cache import LayerCache
-from specache_fx.runtime.plain_layers import PlainLayers
+from specache_fx.runtime.plain_layers import PlainLayers, forget
 from specache_fx.runtime.select import AGGREGATIONS, select_topk
 from specache_fx.runtime.session import Session
 from specache_fx.runtime.tracing import is_recording
@@ -58,23 +58,28 @@ class DecodeStep:
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """While the graph runs: its ops find the step by the session's `state`."""
-        plain = PlainLayers.get_ready(self.session) if self._is_plain else None
-        _running[self.session.number] = self
+        plain = failure = None
+        forget()
         try:
+            plain = PlainLayers.get_ready(self.session) if self._is_plain else None
+            _running[self.session.number] = self
             yield
         except RuntimeError:
-            if self.failure is not None:
-                raise self.failure from None
-            raise
+            failure, self.failure = self.failure, None
+            if failure is None:
+                raise
         finally:
-            del _running[self.session.number]
-            for layer in list(self._borrowed):  # where nothing was selected, or the step failed
-                self._give_back_scores(layer)
             if plain is not None:
                 plain.end()
                 self.num_plain = plain.num_run
-        if plain is not None:
-            plain.check()
+            _running.pop(self.session.number, None)
+            for layer in list(self._borrowed):  # where nothing was selected, or the step failed
+                self._give_back_scores(layer)
+        if failure is not None:
+            try:
+                raise failure
+            finally:
+                del failure  # it knows this frame
 
     @property
     def windows_told(self) -> bool:

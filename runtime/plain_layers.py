@@ -3,13 +3,14 @@
 What Python does between two products of weights is slow: they have read so much that its own memory is cold. So C++ is
 told of all layers before the graph runs, and asked afterwards which of them have run. In between `specache::layer_step`
 attends, selects, appends and starts the next copy; it has none to wait for. The two steps around a group that fills,
-and all that is out of the ordinary, go by the operators one by one. The answers are the same bits.
+and all that is out of the ordinary, go by the operators one by one, and so does all where a thread makes the copies
+(`CopyEngine`). The answers are the same bits.
 """
 
 from __future__ import annotations
 
 import ctypes
-import functools
+import threading
 from typing import Self
 
 import torch
@@ -22,31 +23,9 @@ from specache_fx.runtime.kernels.cpu.prepared import Prepared
 from specache_fx.runtime.layer_cache import LayerCache
 from specache_fx.runtime.native import graph_ops
 from specache_fx.runtime.session import Session
+from specache_fx.runtime.shared_copy import SharedCopy
 
-_i64, _address = ctypes.c_int64, ctypes.c_void_p
-_StartC = ctypes.CFUNCTYPE(None, _address)
 _MEMORY = "plain"  # in `LayerCache.kernel_memory`, which ends with what `Prepared` is of
-
-
-class _LayerC(ctypes.Structure):
-    """`SpecacheLayer` of graph_ops.cpp."""
-
-    _fields_ = (
-        ("has_run", _i64),
-        *(
-            (name, _i64)
-            for name in ("lanes", "batch", "num_heads", "num_kv_heads", "key_dim", "value_dim", "dtype")
-        ),
-        *((name, ctypes.c_double) for name in ("scale", "softcap")),
-        *((name, _address) for name in ("query", "key", "value", "sinks", "out")),
-        *((name, _address) for name in ("step", "inputs", "rest", "start", "copy")),
-    )
-
-
-class _LayersC(ctypes.Structure):
-    """`SpecacheLayers` of graph_ops.cpp."""
-
-    _fields_ = (("state", _i64), ("num_layers", _i64), ("layers", _address))
 
 
 class PlainLayer:
@@ -68,7 +47,7 @@ class PlainLayer:
         layer: int,
         functions: tuple[int, int],
     ) -> None:
-        self.prepared, self._engine, self._layer = prepared, engine, layer
+        self.prepared = prepared
         wanted = engine.wanted(layer)
         assert wanted is not None
         self._rest = StepC(wanted.shape[2], wanted.data_ptr(), functions[0], None, functions[1])
@@ -78,7 +57,7 @@ class PlainLayer:
         fields = {
             name: ctypes.addressof(inputs) + getattr(InputsC, field).offset for name, field in names.items()
         }
-        self.c = _LayerC(
+        self.c = graph_ops.LayerC(
             *(0, lanes, batch, num_heads, num_kv_heads, key_dim, value_dim, DTYPES[prepared.dtypes[0]]),
             *(prepared.scale, prepared.softcap or 0.0),
             **fields,
@@ -88,31 +67,40 @@ class PlainLayer:
         )
         self.address = ctypes.addressof(self.c)
         self._scores = batch * num_kv_heads
-        self.failures: list[Exception] = []
-        # Where the engine's thread copies C++ calls back. Not a method, which would keep all of this for the collector.
-        self._start = _StartC(functools.partial(_prefetch, engine, layer, self.failures))
-        self._called = ctypes.cast(self._start, _address).value, None
 
     def num_scores(self, kv_len: int, counted: bool) -> int:
         """How many numbers a step's selection scores are."""
         return (self.c.lanes if counted else 1) * self._scores * (kv_len + 1)
 
-    def get_ready(self, window_len: int, threads: int, scores: int, counts: int | None) -> None:
+    def get_ready(
+        self, copy: SharedCopy, window_len: int, threads: int, scores: int, counts: int | None
+    ) -> None:
         """Fill in what differs from step to step.
 
         Args:
+            copy: What brings the pairs that the step chooses.
             window_len: Tokens in the window; there is room for one more.
             threads: Of PyTorch.
             scores: Address of memory to work in: float32, `num_scores` of them or more.
             counts: Address of `Metrics.step_counts`; None for not to count.
         """
-        inputs, shared = self.prepared.arguments, self._engine.shared(self._layer)
+        inputs = self.prepared.arguments
         inputs.window_len, inputs.independent_lanes = window_len, False
         inputs.scores, inputs.scored_lanes = scores, 1 if counts is None else self.c.lanes
         inputs.threads = threads
         self._rest.counts = counts
-        self.c.start, self.c.copy = self._called if shared is None else shared.starter
+        self.c.start, self.c.copy = copy.starter
         self.c.has_run = 0
+
+
+_told = threading.local()  # what C++ was told in this thread, which must stay until it is told otherwise
+
+
+def forget() -> None:
+    """Have C++ run no layer that it was told of in this thread: also what an interrupted step has left."""
+    if (told := getattr(_told, "memory", None)) is not None:
+        told[-1].specache_get_ready(None)
+        _told.memory = None
 
 
 class PlainLayers:
@@ -129,9 +117,11 @@ class PlainLayers:
         Raises:
             Exception: What a layer's last copy failed with.
         """
-        functions, library = native.addresses(), graph_ops.load()
         engine, kernel = session.engine, session.kernel
-        if functions is None or library is None or engine is None or not isinstance(kernel, CpuKernel):
+        if engine is None or not isinstance(kernel, CpuKernel):
+            return None
+        functions, library = native.addresses(), graph_ops.load()
+        if functions is None or library is None:
             return None
         layers = {
             i: plain
@@ -143,24 +133,28 @@ class PlainLayers:
 
     def __init__(self, session: Session, layers: dict[int, PlainLayer], library: ctypes.CDLL) -> None:
         self.num_run = 0
-        self._session, self._layers, self._library = session, layers, library
+        self._session, self._layers = session, layers
+        engine = session.engine
+        assert engine is not None
         counts = session.metrics.step_counts().data_ptr() if session.config.track_hit_rates else None
         # One after the other: they share the memory.
-        size = max(plain.num_scores(session.kv_len, counts is not None) for plain in layers.values())
+        kv_len = max(session.layers[i].kv_len for i in layers)
+        size = max(plain.num_scores(kv_len, counts is not None) for plain in layers.values())
         self._scores = session.score_buffers.take_flat(size)
         threads, scores = torch.get_num_threads(), self._scores.data_ptr()
-        pointers = (_address * len(session.layers))()
+        pointers = (ctypes.c_void_p * len(session.layers))()
         for i, plain in layers.items():
-            cache = session.layers[i]
-            assert isinstance(cache, LayerCache)
-            plain.get_ready(cache.window_len, threads, scores, counts)
+            cache, copy = session.layers[i], engine.shared(i)
+            assert isinstance(cache, LayerCache) and copy is not None
+            plain.get_ready(copy, cache.window_len, threads, scores, counts)
             pointers[i] = plain.address
-        self._c = _LayersC(session.number, len(pointers), ctypes.addressof(pointers)), pointers
-        library.specache_get_ready(ctypes.addressof(self._c[0]))
+        told = graph_ops.LayersC(session.number, len(pointers), ctypes.addressof(pointers))
+        _told.memory = told, pointers, layers, library
+        library.specache_get_ready(ctypes.addressof(told))
 
     def end(self) -> None:
         """Tell the session what has been done, also where the graph failed midway."""
-        self._library.specache_get_ready(None)
+        forget()
         session, engine = self._session, self._session.engine
         session.score_buffers.give_back(self._scores)
         assert engine is not None
@@ -171,21 +165,7 @@ class PlainLayers:
             cache = session.layers[i]
             assert isinstance(cache, LayerCache)
             cache.was_appended()
-            if plain.c.copy is not None:
-                engine.was_started(i)
-
-    def check(self) -> None:
-        """Raise what the start of a copy failed with, if it did."""
-        for plain in self._layers.values():
-            if plain.failures:
-                raise plain.failures.pop()
-
-
-def _prefetch(engine: CopyEngine, layer: int, failures: list[Exception], _: int | None) -> None:
-    try:
-        engine.prefetch_wanted(layer)
-    except Exception as error:  # C++ has called: nobody would see it
-        failures.append(error)
+            engine.was_started(i)
 
 
 def _plain(
@@ -195,7 +175,10 @@ def _plain(
     prepared = cache.kernel_memory.get(CpuKernel.name)
     if not isinstance(prepared, Prepared) or not prepared.is_steady or not cache.has_room:
         return None
-    if engine.is_copying(layer) or engine.wait(layer)[0] is not prepared.staged_rows:
+    # Where a thread copies, it is Python's to start the copy.
+    if engine.shared(layer) is None or engine.is_copying(layer):
+        return None
+    if engine.wait(layer)[0] is not prepared.staged_rows:
         return None
     plain = cache.kernel_memory.get(_MEMORY)
     if not isinstance(plain, PlainLayer) or plain.prepared is not prepared:

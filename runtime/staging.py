@@ -107,7 +107,7 @@ class Staging:
         try:
             self.job.result()
         except Exception:
-            self.failed = True
+            self.failed |= self.job.done()  # else it was the wait that broke off
             raise
         finally:
             # An interrupted wait leaves the job: it is still writing.

@@ -67,7 +67,10 @@ int64_t specache_stage(SpecacheStage* stage) { return specache::stage(stage); }
 
 // Leaves a copy to the next product. It, and what it points to, must stay until `specache_copy_finish`.
 void specache_copy_start(SpecacheCopy* copy) {
+  // An interrupt may have kept Python from noting that it was started before.
+  while (copy->state.load(std::memory_order_acquire) == kRunning) std::this_thread::yield();
   const std::lock_guard<std::mutex> held(lock);
+  if (copy->state.load(std::memory_order_relaxed) == kPending) return;
   copy->state.store(kPending, std::memory_order_relaxed);
   copy->next = nullptr;
   (oldest == nullptr ? oldest : newest->next) = copy;

@@ -1,4 +1,4 @@
-// Operators that a graph calls on the CPU without Python between: `specache::products` (see products.py) and
+// Operators that a graph calls on the CPU without Python between: `specache::products` (see graph_ops.py) and
 // `specache::layer_step` (see plain_layers.py).
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
@@ -139,17 +139,24 @@ Tensor layer_step(Tensor query, Tensor key, Tensor value, Tensor state, int64_t 
                   std::optional<double> softcap, std::optional<Tensor> sinks, std::optional<int64_t> expansion,
                   std::optional<int64_t> value_dim) {
   SpecacheLayer* const own = ready_layer(state, layer);
-  const bool plain = own != nullptr && !own->has_run && is(query, *own, own->num_heads, own->key_dim) &&
+  STD_TORCH_CHECK(own == nullptr || !own->has_run, "specache::layer_step: twice for layer ", layer, " in a step");
+  const bool plain = own != nullptr && is(query, *own, own->num_heads, own->key_dim) &&
                      is(key, *own, own->num_kv_heads, own->key_dim) &&
                      is(value, *own, own->num_kv_heads, own->value_dim) && scale == own->scale &&
                      softcap.value_or(0) == own->softcap && !expansion &&
-                     (!sinks || (sinks->scalar_type() == ScalarType::Float && sinks->is_contiguous()));
+                     (!sinks || (sinks->is_contiguous() && (dtype_of(*sinks) == 0 || dtype_of(*sinks) == 1)));
   if (plain) {
     Tensor out = empty({own->lanes, own->batch, own->num_heads, 1, own->value_dim}, query);
     *own->query = query.data_ptr();
     *own->key = key.data_ptr();
     *own->value = value.data_ptr();
+    std::vector<float> floats;
     *own->sinks = sinks ? sinks->data_ptr() : nullptr;
+    if (sinks && dtype_of(*sinks) == 1) {
+      const Bfloat16* from = static_cast<const Bfloat16*>(sinks->data_ptr());
+      for (int64_t i = 0; i < sinks->numel(); i++) floats.push_back(to_float(from[i]));
+      *own->sinks = floats.data();
+    }
     *own->out = out.data_ptr();
     // Without memory nothing has changed, and the operators say so.
     if (own->step(own->inputs, own->rest) == 0) {

@@ -14,9 +14,31 @@ from pathlib import Path
 from specache_fx.runtime.cpp_build import BuildError, load_library, usable_instruction_sets
 from specache_fx.runtime.native import copies
 
+_i64, _address = ctypes.c_int64, ctypes.c_void_p
 _log = logging.getLogger(__name__)
 
 SOURCES = Path(__file__).parent
+
+
+class LayerC(ctypes.Structure):
+    """`SpecacheLayer` of graph_ops.cpp."""
+
+    _fields_ = (
+        ("has_run", _i64),
+        *(
+            (name, _i64)
+            for name in ("lanes", "batch", "num_heads", "num_kv_heads", "key_dim", "value_dim", "dtype")
+        ),
+        *((name, ctypes.c_double) for name in ("scale", "softcap")),
+        *((name, _address) for name in ("query", "key", "value", "sinks", "out")),
+        *((name, _address) for name in ("step", "inputs", "rest", "start", "copy")),
+    )
+
+
+class LayersC(ctypes.Structure):
+    """`SpecacheLayers` of graph_ops.cpp."""
+
+    _fields_ = (("state", _i64), ("num_layers", _i64), ("layers", _address))
 
 
 @functools.cache
@@ -28,6 +50,7 @@ def load() -> ctypes.CDLL | None:
         _log.info("decode graphs without operators in C++: %s", error)
         return None
     loaded.specache_layer_size.restype = ctypes.c_int64
+    assert loaded.specache_layer_size() == ctypes.sizeof(LayerC)
     loaded.specache_get_ready.argtypes = (ctypes.c_void_p,)
     loaded.specache_get_ready.restype = None
     if (beside := copies.load()) is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+import signal
 import subprocess
 import sys
 import textwrap
@@ -160,7 +161,7 @@ class EngineMachine(RuleBasedStateMachine):
             delay=lambda: time.sleep(rng.choice([0, 0, 1e-4, 1e-3])),
         )
 
-    @rule(layer=layers, seed=st.integers(0, 999), spread=st.sampled_from([4, 8, 150]))
+    @rule(layer=layers, seed=st.integers(0, 999), spread=st.sampled_from([4, 8, 1000]))
     def prefetch(self, layer, seed, spread):
         wanted = choose(layer, self.rows[layer].shape[2], seed, spread)
         for old, new in zip(self.wanted[layer].view(-1, TOP_K), wanted.view(-1, TOP_K), strict=True):
@@ -247,10 +248,10 @@ class SharingMachine(EngineMachine):
     def multiply(self):
         c_products.run_in_threads(2)
 
-    @rule()
-    def share_again(self):
-        """An engine that has seen no product goes on with a thread."""
-        self.engine.metrics.unclaimed = 0
+    @rule(layer=EngineMachine.layers, seed=st.integers(0, 999), spread=st.sampled_from([4, 8, 1000]))
+    def prefetch(self, layer, seed, spread):
+        self.engine.metrics.unclaimed = 0  # else it goes on with a thread
+        super().prefetch(layer, seed, spread)
 
 
 class CudaMachine(EngineMachine):
@@ -371,6 +372,46 @@ def test_copy_that_no_product_takes_is_made_by_who_waits_and_the_next_by_a_threa
     engine.prefetch(0, wanted_of(3))
     assert len(set(threading.enumerate()) - before) == 1
     assert_staged(*engine.wait(0), wanted_of(3), source[0])
+    engine.close()
+
+
+@NEEDS_CPP
+def test_error_of_a_copy_that_a_product_made_is_raised_by_the_next_wait_once():
+    host, source = make_host(10)
+    engine = CopyEngine(host, TOP_K, torch.device("cpu"))
+    engine.prefetch(0, wanted_of(1, 10))  # the host has ten tokens, 0 to 9
+    engine.prefetch(1, wanted_of(3, layer=1))
+    c_products.run_in_threads(2)
+    assert_staged(*engine.wait(1), wanted_of(3, layer=1), source[1])
+    with pytest.raises(IndexError, match="Token 10 of layer 0, which holds 10"):
+        engine.wait(0)
+    assert (engine.wait(0)[1] == -1).all()
+    engine.prefetch(0, wanted_of(5))
+    c_products.run_in_threads(2)
+    assert_staged(*engine.wait(0), wanted_of(5), source[0])
+    assert engine.metrics.unclaimed == 0
+    engine.close()
+
+
+def test_wait_that_is_interrupted_leaves_the_copy():
+    host, source = make_host(10)
+    go = threading.Event()
+    engine = CopyEngine(host, TOP_K, torch.device("cpu"), delay=lambda: go.wait() and None)
+    engine.prefetch(0, wanted_of(1, 2))
+
+    def interrupt(*_):
+        raise TimeoutError
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        with pytest.raises(TimeoutError):
+            engine.wait(0)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    go.set()
+    assert_staged(*engine.wait(0), wanted_of(1, 2), source[0])
+    assert engine.metrics.fetched_rows == 2 * BATCH * SHAPES[0][0]
     engine.close()
 
 

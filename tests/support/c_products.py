@@ -24,6 +24,7 @@ class _ProductsC(ctypes.Structure):
         ("weights", _address * MAX_WEIGHTS),
         ("out", _i64 * MAX_WEIGHTS),
         ("results", _address * MAX_WEIGHTS),
+        ("beside", _address),
     )
 
 
