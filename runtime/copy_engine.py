@@ -122,15 +122,11 @@ class CopyEngine:
         self._start(layer, staging)
 
     def wanted(self, layer: int) -> torch.Tensor | None:
-        """Where the indices of the layer's next `prefetch_wanted` are to be written; None where only `prefetch` goes.
+        """Where C++ is to write the indices for the copy that `shared` gives; None where only `prefetch` goes.
 
         After the layer's `wait`: until then the last ones are being read.
         """
         return self._of(layer).wanted if self._device.type == "cpu" and not self._closed else None
-
-    def prefetch_wanted(self, layer: int) -> None:
-        """As `prefetch`, of what was written to `wanted`, which was asked for after the layer's `wait`."""
-        self._start(layer, self._of(layer))
 
     def is_copying(self, layer: int) -> bool:
         """Whether `wait` would wait."""

@@ -18,7 +18,7 @@ import torch
 from specache_fx.runtime import native
 from specache_fx.runtime.copy_engine import CopyEngine
 from specache_fx.runtime.kernels.cpu import CpuKernel
-from specache_fx.runtime.kernels.cpu.abi import DTYPES, InputsC, StepC
+from specache_fx.runtime.kernels.cpu.abi import InputsC, StepC
 from specache_fx.runtime.kernels.cpu.prepared import Prepared
 from specache_fx.runtime.layer_cache import LayerCache
 from specache_fx.runtime.native import graph_ops
@@ -58,7 +58,7 @@ class PlainLayer:
             name: ctypes.addressof(inputs) + getattr(InputsC, field).offset for name, field in names.items()
         }
         self.c = graph_ops.LayerC(
-            *(0, lanes, batch, num_heads, num_kv_heads, key_dim, value_dim, DTYPES[prepared.dtypes[0]]),
+            *(0, lanes, batch, num_heads, num_kv_heads, key_dim, value_dim, inputs.dtype),
             *(prepared.scale, prepared.softcap or 0.0),
             **fields,
             step=kernel.step_address,

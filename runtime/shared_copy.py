@@ -39,8 +39,9 @@ class SharedCopy:
         assert function is not None
         self._starter = function, ctypes.addressof(self._copy)
         self._arguments = copies.StageArguments(staging.wanted, staging.slots, staging.rows, self._copy.stage)
-        # Dropped while it is pending: what it reads and writes is there until nobody does.
-        weakref.finalize(self, _let_go, library, self._copy, self._arguments)
+        # Dropped while it is pending: what it reads and writes is there until nobody does. Not at exit, when nobody
+        # makes copies any more: a forked process would wait for a thread that it does not have.
+        weakref.finalize(self, _let_go, library, self._copy, self._arguments).atexit = False
 
     @property
     def starter(self) -> tuple[int, int]:

@@ -331,10 +331,9 @@ def test_what_a_copy_failed_with_is_raised_before_the_step() -> None:
     for _ in range(3):
         pair.step()
     session = pair.sessions[1]
-    wanted = session.engine.wanted(0)
-    session.engine.wait(0)
-    wanted[0, 0, 0] = 10_000
-    session.engine.prefetch_wanted(0)
+    chosen = session.engine.wanted(0).clone()
+    chosen[0, 0, 0] = 10_000
+    session.engine.prefetch(0, chosen)
     c_products.run_in_threads(2)
     kv_len = session.layers[0].kv_len
     with pytest.raises(IndexError, match="Token 10000 of layer 0"), DecodeStep(session).running():

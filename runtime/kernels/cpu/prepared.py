@@ -24,7 +24,6 @@ class Prepared:
     Attributes:
         staged_rows: See `DecodeInputs`.
         shapes: Of the lanes' queries, keys and values.
-        dtypes: Likewise.
         scale: See `DecodeInputs`.
         softcap: See `DecodeInputs`.
         is_steady: Whether a step in which nothing but the length has changed has these arguments, too.
@@ -38,7 +37,7 @@ class Prepared:
         self.staged_rows = inputs.staged_rows
         self._tensors, self._numbers = _tensors(inputs), _numbers(inputs)
         own = inputs.query, inputs.key, inputs.value
-        self.shapes, self.dtypes = [tuple(x.shape) for x in own], [x.dtype for x in own]
+        self.shapes = [tuple(x.shape) for x in own]
         self.scale, self.softcap = inputs.scale, inputs.softcap
         self.is_steady = (
             inputs.num_quantized > 0 and inputs.staged_rows is not None and not self._differs(inputs)
