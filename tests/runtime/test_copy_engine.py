@@ -393,6 +393,23 @@ def test_error_of_a_copy_that_a_product_made_is_raised_by_the_next_wait_once():
     engine.close()
 
 
+@NEEDS_CPP
+def test_products_find_rows_in_blocks_that_came_later():
+    host, source = make_host(10)
+    engine = CopyEngine(host, TOP_K, torch.device("cpu"))
+    for tokens in (10, 110, 210):
+        last = wanted_of(2, tokens - 1)
+        engine.prefetch(0, last)
+        c_products.run_in_threads(2)
+        assert_staged(*engine.wait(0), last, source[0])
+        heads, key_dim, value_dim = SHAPES[0]
+        new = torch.randn(BATCH, heads, 100, key_dim + value_dim)
+        host.append(0, new[..., :key_dim], new[..., key_dim:])
+        source[0] = torch.cat([source[0], new], dim=2)
+    assert engine.metrics.unclaimed == 0
+    engine.close()
+
+
 def test_wait_that_is_interrupted_leaves_the_copy():
     host, source = make_host(10)
     go = threading.Event()
