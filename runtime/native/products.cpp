@@ -92,12 +92,13 @@ inline void times(const float* rows, const T* weight, int64_t in, T* out, int64_
     }
 }
 
-// Rows of the weight at a time: with more than two rows, reading these takes as long as reading the weight. Sums,
-// those rows' parts and the weight's are to fit in registers.
+// Rows of the weight at a time where reading `rows` takes as long as reading the weight: with more than two, or where
+// they don't stay in the first-level cache. Sums, those rows' parts and the weight's are to fit in registers.
 constexpr int count_of(int rows) {
-  const int most = (kBytes == 64 ? 24 : 12) / rows;
-  return rows <= 2 ? 1 : most < 4 ? most : 4;
+  const int most = (kBytes == 64 ? 24 : 12) / rows, wanted = rows <= 2 && kBytes == 64 ? 8 : 4;
+  return most < wanted ? most : wanted;
 }
+constexpr int64_t kNearBytes = 1 << 14;  // of `rows`: fewer stay there, and the weight is read best from end to end
 
 }  // namespace
 
@@ -116,11 +117,10 @@ struct SpecacheProducts {
 
 namespace {
 
-template <class T, int ROWS>
-void multiply(const SpecacheProducts& p) {
-  constexpr int kCount = count_of(ROWS);
+template <class T, int ROWS, int COUNT>
+void multiply_by(const SpecacheProducts& p) {
   int64_t per_task = kTaskBytes / static_cast<int64_t>(p.in * sizeof(T));
-  per_task = per_task < kCount ? kCount : per_task / kCount * kCount;
+  per_task = per_task < COUNT ? COUNT : per_task / COUNT * COUNT;
   int64_t num_tasks = 0;
   for (int64_t i = 0; i < p.num_weights; i++) num_tasks += (p.out[i] + per_task - 1) / per_task;
   const int64_t threads = num_tasks < 2 * p.threads ? 1 : p.threads;
@@ -137,11 +137,17 @@ void multiply(const SpecacheProducts& p) {
       const T* weight = static_cast<const T*>(p.weights[i]);
       T* result = static_cast<T*>(p.results[i]);
       int64_t o = first;
-      for (; o + kCount <= end; o += kCount)
-        times<T, ROWS, kCount>(p.rows, weight + o * p.in, p.in, result + o, p.out[i]);
+      for (; o + COUNT <= end; o += COUNT)
+        times<T, ROWS, COUNT>(p.rows, weight + o * p.in, p.in, result + o, p.out[i]);
       for (; o < end; o++) times<T, ROWS, 1>(p.rows, weight + o * p.in, p.in, result + o, p.out[i]);
     }
   }
+}
+
+template <class T, int ROWS>
+void multiply(const SpecacheProducts& p) {
+  if (ROWS <= 2 && 4 * ROWS * p.in < kNearBytes) return multiply_by<T, ROWS, 1>(p);
+  multiply_by<T, ROWS, count_of(ROWS)>(p);
 }
 
 template <class T>
