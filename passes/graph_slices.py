@@ -62,9 +62,14 @@ def _is_read(node: Node, needed: set[Node], results: list[Node]) -> bool:
     return node in results or any(user in needed and not reads_shape_only(user) for user in node.users)
 
 
+def borders_vmap(node: Node) -> bool:
+    """Whether a node is where data enters a level of `torch.vmap`, or leaves it."""
+    return target_name(node) in _VMAP_DATA
+
+
 def _vmap_levels(graph: Graph, live: set[Node]) -> set[Node]:
     """The calls that begin and end the levels of `torch.vmap`, if a live node runs in one: all, in pairs."""
-    if not any(target_name(node) in _VMAP_DATA for node in live):
+    if not any(map(borders_vmap, live)):
         return set()
     return {node for node in graph.nodes if target_name(node) in _VMAP_LEVELS}
 

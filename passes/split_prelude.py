@@ -18,6 +18,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from specache_fx.passes.base import Pass, PassState, Phase, leave_alone
+from specache_fx.passes.equal_nodes import merge_equal_nodes
 from specache_fx.passes.graph_edit import finish
 from specache_fx.passes.graph_slices import eliminate_dead_code, extract
 from specache_fx.passes.graph_utils import (
@@ -115,6 +116,7 @@ def split_prelude(gm: GraphModule, state: PassState) -> GraphModule:
             "Make it a tensor, of position_ids or a mask.",
         )
         return gm
+    prelude -= merge_equal_nodes(graph, prelude)
     boundary = [
         node
         for node in graph.nodes
