@@ -6,8 +6,8 @@ never meets a reader. On the CPU a copy starts when attention has returned; on C
 waits for an event that is recorded behind attention.
 
 Three ways lead there. Where the device reads the host's rows by itself (CUDA, page-locked memory, Triton), two kernels
-on a side stream do everything (`device_copy`). Where it is the CPU, and the rows are in memory, the threads of the next
-product copy (`shared_copy`), if there are products that do. Else a thread gathers the rows (`copy_job`).
+on a side stream do everything (`device_copy`). Where it is the CPU, C++ does, in the threads of the next product or in
+one of its own (`shared_copy`). Else a thread of Python's gathers the rows (`copy_job`).
 
 Paper: SpeCache §3.3, Alg. 3 (the top-k pairs of the next step are prefetched while this one computes).
 """
@@ -28,7 +28,7 @@ from specache_fx.runtime import device_copy
 from specache_fx.runtime.copy_job import CopyJob, CopyMetrics
 from specache_fx.runtime.host_cache import HostCache
 from specache_fx.runtime.native import copies
-from specache_fx.runtime.shared_copy import SharedCopy
+from specache_fx.runtime.shared_copy import CopyMakers, SharedCopy
 from specache_fx.runtime.staging import Outcome, Staging
 
 __all__ = ["CopyEngine", "CopyMetrics"]
@@ -74,7 +74,8 @@ class CopyEngine:
             # Dropped without `close`: what the kernels read and write must not be given to others meanwhile.
             weakref.finalize(self, self._stream.synchronize).atexit = False
         plain = device.type == "cpu" and self._on_device is None and not synchronous and delay is None
-        self._sharing = copies.load() if plain and host.in_memory else None
+        library = copies.load() if plain else None
+        self._makers = None if library is None else CopyMakers(library, host)
         self._closed = False
 
     @property
@@ -134,14 +135,14 @@ class CopyEngine:
         return job is not None and not job.done()
 
     def shared(self, layer: int) -> SharedCopy | None:
-        """The layer's next copy where products make it, for C++ to start (`SharedCopy.starter`); else None.
+        """The layer's next copy where C++ makes it, which it may also start (`SharedCopy.starter`); else None.
 
         After the layer's `wait`.
         """
-        if self._sharing is None or self._metrics.unclaimed:
+        if self._makers is None:
             return None
         if layer not in self._shared:
-            self._shared[layer] = SharedCopy(self._sharing, self._host, layer, self._of(layer), self._metrics)
+            self._shared[layer] = SharedCopy(self._makers, layer, self._of(layer), self._metrics)
         return self._shared[layer]
 
     def was_started(self, layer: int) -> None:
@@ -259,6 +260,8 @@ class CopyEngine:
                 staging.join()
         if self._stop is not None:
             self._stop()
+        if self._makers is not None:
+            self._makers.close()
         if self._stream is not None:
             self._stream.synchronize()
         self._staging.clear()

@@ -3,8 +3,7 @@
 What Python does between two products of weights is slow: they have read so much that its own memory is cold. So C++ is
 told of all layers before the graph runs, and asked afterwards which of them have run. In between `specache::layer_step`
 attends, selects, appends and starts the next copy; it has none to wait for. The two steps around a group that fills,
-and all that is out of the ordinary, go by the operators one by one, and so does all where a thread makes the copies
-(`CopyEngine`). The answers are the same bits.
+and all that is out of the ordinary, go by the operators one by one. The answers are the same bits.
 """
 
 from __future__ import annotations
@@ -175,7 +174,7 @@ def _plain(
     prepared = cache.kernel_memory.get(CpuKernel.name)
     if not isinstance(prepared, Prepared) or not prepared.is_steady or not cache.has_room:
         return None
-    # Where a thread copies, it is Python's to start the copy.
+    # A copy of Python's is not C++'s to start, nor one that is under way its to wait for.
     if engine.shared(layer) is None or engine.is_copying(layer):
         return None
     if engine.wait(layer)[0] is not prepared.staged_rows:

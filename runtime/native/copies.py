@@ -29,6 +29,12 @@ class StageC(ctypes.Structure):
     )
 
 
+class QueueC(ctypes.Structure):
+    """`SpecacheCopyQueue` of copies.cpp."""
+
+    _fields_ = (("oldest", _address), ("newest", _address), ("ended", _i64))
+
+
 class CopyC(ctypes.Structure):
     """`SpecacheCopy` of copies.cpp."""
 
@@ -36,6 +42,7 @@ class CopyC(ctypes.Structure):
         ("stage", StageC),
         *((name, _i64) for name in ("failed", "state", "thread")),
         *((name, ctypes.c_double) for name in ("start", "stop")),
+        ("queue", _address),
         ("next", _address),
     )
 
@@ -52,8 +59,11 @@ def load() -> ctypes.CDLL | None:
         loaded.specache_copy_finish.restype
     ) = _i64
     loaded.specache_stage.argtypes = (ctypes.POINTER(StageC),)
-    loaded.specache_copy_start.argtypes = loaded.specache_copy_finish.argtypes = (_address,)
-    loaded.specache_copy_start.restype = loaded.specache_copies_make.restype = None
+    loaded.specache_copy_finish.argtypes = (_address, ctypes.c_double)
+    for name in ("copy_start", "copies_serve", "copies_end"):
+        getattr(loaded, f"specache_{name}").argtypes = (_address,)
+        getattr(loaded, f"specache_{name}").restype = None
+    loaded.specache_copies_make.restype = None
     assert loaded.specache_copy_size() == ctypes.sizeof(CopyC)
     return loaded
 

@@ -119,7 +119,21 @@ int64_t dtype_of(const Tensor& x) {
 
 bool is(const Tensor& x, const SpecacheLayer& layer, int64_t heads, int64_t dim) {
   return x.dim() == 5 && x.size(0) == layer.lanes && x.size(1) == layer.batch && x.size(2) == heads && x.size(3) == 1 &&
-         x.size(4) == dim && dtype_of(x) == layer.dtype && x.is_contiguous();
+         x.size(4) == dim && dtype_of(x) == layer.dtype && (dim == 1 || x.stride(4) == 1);
+}
+
+// Of what `is` has let through, the rows one behind the other: parts of a fused projection lie apart.
+Tensor packed(const Tensor& x) {
+  if (x.is_contiguous()) return x;
+  const int64_t sizes[] = {x.size(0), x.size(1), x.size(2), 1, x.size(4)}, size = dtype_of(x) == 0 ? 4 : 2, row = sizes[4] * size;
+  Tensor out = empty(sizes, x);
+  char* to = static_cast<char*>(out.data_ptr());
+  const char* const from = static_cast<const char*>(x.data_ptr());
+  for (int64_t lane = 0; lane < sizes[0]; lane++)
+    for (int64_t batch = 0; batch < sizes[1]; batch++)
+      for (int64_t head = 0; head < sizes[2]; head++, to += row)
+        memcpy(to, from + (lane * x.stride(0) + batch * x.stride(1) + head * x.stride(2)) * size, row);
+  return out;
 }
 
 Tensor by_operators(Tensor query, Tensor key, Tensor value, Tensor state, int64_t layer, double scale,
@@ -147,9 +161,10 @@ Tensor layer_step(Tensor query, Tensor key, Tensor value, Tensor state, int64_t 
                      (!sinks || (sinks->is_contiguous() && (dtype_of(*sinks) == 0 || dtype_of(*sinks) == 1)));
   if (plain) {
     Tensor out = empty({own->lanes, own->batch, own->num_heads, 1, own->value_dim}, query);
-    *own->query = query.data_ptr();
-    *own->key = key.data_ptr();
-    *own->value = value.data_ptr();
+    const Tensor own_query = packed(query), own_key = packed(key), own_value = packed(value);
+    *own->query = own_query.data_ptr();
+    *own->key = own_key.data_ptr();
+    *own->value = own_value.data_ptr();
     std::vector<float> floats;
     *own->sinks = sinks ? sinks->data_ptr() : nullptr;
     if (sinks && dtype_of(*sinks) == 1) {

@@ -35,11 +35,10 @@ DEVICES = [
 ]
 
 
-def make_host(tokens: int, device: str = "cpu") -> tuple[HostCache, list[torch.Tensor]]:
+def make_host(tokens: int, device: str = "cpu", kind: str = "auto") -> tuple[HostCache, list[torch.Tensor]]:
     """A filled host cache, and its rows `[batch, heads, tokens, dim]` by layer."""
-    host = HostCache(
-        BATCH, SHAPES, torch.float32, resolve_host("auto", torch.device(device)), block_tokens=64
-    )
+    kind = resolve_host(kind, torch.device(device))
+    host = HostCache(BATCH, SHAPES, torch.float32, kind, block_tokens=64)
     rows = []
     for layer, (heads, key_dim, value_dim) in enumerate(SHAPES):
         gen = torch.Generator().manual_seed(layer)
@@ -141,13 +140,14 @@ class EngineMachine(RuleBasedStateMachine):
     """Prefetches, waits, resets and appends in any order; random delays on the worker."""
 
     device = "cpu"
+    host_kind = "auto"
     synchronous = False
     layers = st.integers(0, len(SHAPES) - 1)
 
     @initialize(seed=st.integers(0, 99))
     def open(self, seed):
         rng = random.Random(seed)
-        self.host, self.rows = make_host(150, self.device)
+        self.host, self.rows = make_host(150, self.device, self.host_kind)
         self.engine = self.make_engine(rng)
         self.wanted = [torch.full((BATCH, heads, TOP_K), -1, dtype=torch.int32) for heads, _, _ in SHAPES]
         self.fetched = self.reused = self.fetched_bytes = self.reused_bytes = 0
@@ -248,10 +248,19 @@ class SharingMachine(EngineMachine):
     def multiply(self):
         c_products.run_in_threads(2)
 
-    @rule(layer=EngineMachine.layers, seed=st.integers(0, 999), spread=st.sampled_from([4, 8, 1000]))
-    def prefetch(self, layer, seed, spread):
-        self.engine.metrics.unclaimed = 0  # else it goes on with a thread
-        super().prefetch(layer, seed, spread)
+    @rule(by_thread=st.booleans())
+    def leave_to(self, by_thread):
+        """Copies go both ways, as where products come to an end."""
+        self.engine._makers._by_thread = by_thread
+
+
+class FileMachine(EngineMachine):
+    """Rows are in files: a thread of C++ makes all copies."""
+
+    host_kind = "disk"
+
+    def make_engine(self, rng):
+        return CopyEngine(self.host, TOP_K, torch.device("cpu"))
 
 
 class CudaMachine(EngineMachine):
@@ -267,6 +276,8 @@ TestPlain = PlainMachine.TestCase
 TestPlain.settings = MACHINE
 TestSharing = NEEDS_CPP(SharingMachine.TestCase)
 TestSharing.settings = MACHINE
+TestFile = NEEDS_CPP(FileMachine.TestCase)
+TestFile.settings = MACHINE
 TestCuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")(CudaMachine.TestCase)
 TestCuda.settings = MACHINE
 
@@ -360,18 +371,93 @@ def test_next_product_of_several_threads_makes_the_copies():
 
 
 @NEEDS_CPP
-def test_copy_that_no_product_takes_is_made_by_who_waits_and_the_next_by_a_thread():
+def test_copies_that_no_product_takes_are_made_by_who_waits_and_after_two_in_a_row_by_a_thread():
     host, source = make_host(10)
     engine = CopyEngine(host, TOP_K, torch.device("cpu"))
     before = set(threading.enumerate())
-    engine.prefetch(0, wanted_of(1, 2))
+
+    def copy(token: int, threads: int | None = None) -> None:
+        engine.prefetch(0, wanted_of(token))
+        if threads is not None:
+            c_products.run_in_threads(threads)
+        assert_staged(*engine.wait(0), wanted_of(token), source[0])
+
+    for token in range(3):  # one at a time, as steps that failed leave them behind
+        copy(token)
+        assert engine.metrics.waited_seconds >= engine.metrics.copy_seconds > 0
+        copy(token + 1, threads=2)
+    assert engine.metrics.unclaimed == 3
+    copy(4)
+    copy(5)
+    assert engine.metrics.unclaimed == 5
     assert set(threading.enumerate()) == before
-    assert_staged(*engine.wait(0), wanted_of(1, 2), source[0])
-    assert engine.metrics.unclaimed == 1
-    assert engine.metrics.waited_seconds >= engine.metrics.copy_seconds > 0
-    engine.prefetch(0, wanted_of(3))
-    assert len(set(threading.enumerate()) - before) == 1
-    assert_staged(*engine.wait(0), wanted_of(3), source[0])
+    for token in range(6, 9):
+        copy(token, threads=2)
+    assert engine.metrics.unclaimed == 5
+    (thread,) = set(threading.enumerate()) - before
+    engine.close()
+    assert not thread.is_alive()
+
+
+@NEEDS_CPP
+def test_thread_of_cpp_copies_without_being_waited_for():
+    host, source = make_host(10)
+    engine = CopyEngine(host, TOP_K, torch.device("cpu"))
+    engine._makers._by_thread = True
+    for token in range(4):
+        for layer in range(len(SHAPES)):
+            engine.prefetch(layer, wanted_of(token, layer=layer))
+        end = time.monotonic() + 10
+        while any(map(engine.is_copying, range(len(SHAPES)))) and time.monotonic() < end:
+            time.sleep(1e-3)
+        for layer in range(len(SHAPES)):
+            assert_staged(*engine.wait(layer), wanted_of(token, layer=layer), source[layer])
+    assert (engine.metrics.waited_seconds, engine.metrics.unclaimed) == (0, 0)
+    engine.close()
+
+
+@NEEDS_CPP
+@pytest.mark.parametrize("end", ["close", "drop"])
+def test_thread_of_cpp_ends_with_its_engine_and_makes_what_is_pending(end):
+    host, _ = make_host(10)
+    before = set(threading.enumerate())
+    engine = CopyEngine(host, TOP_K, torch.device("cpu"))
+    engine._makers._by_thread = True
+    for layer in range(len(SHAPES)):
+        engine.prefetch(layer, wanted_of(1, layer=layer))
+    copies_of = [copy._copy for copy in engine._shared.values()]
+    (worker,) = set(threading.enumerate()) - before
+    if end == "close":
+        engine.close()
+    del engine
+    gc.collect()
+    worker.join(10)
+    assert not worker.is_alive()
+    assert all(copy.state == 3 for copy in copies_of)
+
+
+@NEEDS_CPP
+def test_wait_for_the_thread_of_cpp_sees_signals_and_leaves_the_copy():
+    host, source = make_host(10)
+    engine = CopyEngine(host, TOP_K, torch.device("cpu"))
+    engine.prefetch(0, wanted_of(1))
+    c_products.run_in_threads(2)
+    job, copy = engine._staging[0].job, engine._shared[0]._copy
+    copy.state = 2  # as while it is being made
+
+    def interrupt(*_):
+        raise TimeoutError
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.01)
+        with pytest.raises(TimeoutError):
+            engine.wait(0)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert engine._staging[0].job is job
+    copy.state = 3
+    assert_staged(*engine.wait(0), wanted_of(1), source[0])
     engine.close()
 
 
@@ -488,17 +574,30 @@ def test_thread_ends_with_its_engine(end):
     assert not worker.is_alive()
 
 
-def test_interpreter_exits_with_a_copy_under_way():
+@pytest.mark.parametrize(
+    "how",
+    [
+        'CopyEngine(host, 4096, torch.device("cpu"), delay=lambda: time.sleep(0.05))',
+        pytest.param('CopyEngine(host, 4096, torch.device("cpu"))', marks=NEEDS_CPP),
+    ],
+)
+def test_interpreter_exits_with_a_copy_under_way(how):
     code = """
         import time, torch
         from specache_fx.runtime.copy_engine import CopyEngine
         from specache_fx.runtime.host_cache import HostCache
         host = HostCache(1, [(1, 64, 64)], torch.float32)
         host.append(0, torch.zeros(1, 1, 5000, 64), torch.zeros(1, 1, 5000, 64))
-        engine = CopyEngine(host, 4096, torch.device("cpu"), delay=lambda: time.sleep(0.05))
+        engine = HOW
+        if engine._makers is not None:
+            engine._makers._by_thread = True
         engine.prefetch(0, torch.arange(4096, dtype=torch.int32).view(1, 1, -1))
     """
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", textwrap.dedent(code).replace("HOW", how)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
     )
     assert (done.returncode, done.stderr) == (0, "")

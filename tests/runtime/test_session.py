@@ -187,7 +187,7 @@ class SessionMachine(RuleBasedStateMachine):
     def decode(self, which: int, lanes: int, steps: int, whole: bool, products: bool) -> None:
         pair = self.pairs[which] if self.pairs[which].oracles else self.pairs[1 - which]
         if self.shares and pair.session.engine is not None:
-            pair.session.engine.metrics.unclaimed = 0  # else it goes on with a thread
+            pair.session.engine._makers._by_thread = False  # as long as products come
         if pair.session.staged_for != pair.session.kv_len:
             pair.step(lanes, predecode=True)
         for _ in range(steps):
