@@ -28,18 +28,16 @@ from specache_fx.runtime import device_copy
 from specache_fx.runtime.copy_job import CopyJob, CopyMetrics
 from specache_fx.runtime.host_cache import HostCache
 from specache_fx.runtime.native import copies
-from specache_fx.runtime.shared_copy import CopyMakers, SharedCopy
+from specache_fx.runtime.shared_copy import EXIT_PATIENCE_S, CopyMakers, SharedCopy
 from specache_fx.runtime.staging import Outcome, Staging
 
 __all__ = ["CopyEngine", "CopyMetrics"]
-
-_EXIT_PATIENCE_S = 5.0
 
 
 class CopyEngine:
     """The copies of one session: `prefetch` starts one, `wait` orders what reads its rows behind it.
 
-    Copies are made in the order of the prefetches. Not locked: one thread calls the methods.
+    A layer's copies are made in the order of its prefetches. Not locked: one thread calls the methods.
 
     Args:
         host: Where the rows come from.
@@ -145,17 +143,17 @@ class CopyEngine:
             self._shared[layer] = SharedCopy(self._makers, layer, self._of(layer), self._metrics)
         return self._shared[layer]
 
-    def was_started(self, layer: int) -> None:
-        """The copy that `shared` gave was started."""
-        self._of(layer).job = self._shared[layer]
+    def expect(self, layer: int) -> SharedCopy:
+        """The copy that `shared` gives, which may be started from now on, or not: what comes next waits for it."""
+        shared = self._of(layer).job = self._shared[layer]
+        return shared
 
     def _start(self, layer: int, staging: Staging) -> None:
         if self._on_device is not None:
             self._launch(self._on_device, layer, staging)
             return
-        if (shared := self.shared(layer)) is not None:
-            shared.start()
-            staging.job = shared
+        if self.shared(layer) is not None:
+            self.expect(layer).start()
             return
         selected = None
         if self._stream is not None:
@@ -285,4 +283,4 @@ def _work(jobs: SimpleQueue[Callable[[], None] | None]) -> None:
 def _stop_worker(jobs: SimpleQueue[Callable[[], None] | None], thread: threading.Thread) -> None:
     jobs.put(None)
     if thread is not threading.current_thread():
-        thread.join(_EXIT_PATIENCE_S)
+        thread.join(EXIT_PATIENCE_S)

@@ -25,7 +25,6 @@ class CopyMetrics:
         reused_bytes: Bytes of the reused rows, which were not moved.
         copy_seconds: What the copies took on the thread that made them.
         waited_seconds: What was waited for them.
-        unclaimed: Copies that were left to a product (`SharedCopy`), of which none came.
     """
 
     fetched_rows: int = 0
@@ -34,7 +33,6 @@ class CopyMetrics:
     reused_bytes: int = 0
     copy_seconds: float = 0.0
     waited_seconds: float = 0.0
-    unclaimed: int = 0
 
     def count(self, came: int, stayed: int, row_bytes: int) -> None:
         """Count a copy's rows of so many bytes each."""

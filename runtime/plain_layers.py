@@ -143,9 +143,9 @@ class PlainLayers:
         threads, scores = torch.get_num_threads(), self._scores.data_ptr()
         pointers = (ctypes.c_void_p * len(session.layers))()
         for i, plain in layers.items():
-            cache, copy = session.layers[i], engine.shared(i)
-            assert isinstance(cache, LayerCache) and copy is not None
-            plain.get_ready(copy, cache.window_len, threads, scores, counts)
+            cache = session.layers[i]
+            assert isinstance(cache, LayerCache)
+            plain.get_ready(engine.expect(i), cache.window_len, threads, scores, counts)
             pointers[i] = plain.address
         told = graph_ops.LayersC(session.number, len(pointers), ctypes.addressof(pointers))
         _told.memory = told, pointers, layers, library
@@ -154,9 +154,8 @@ class PlainLayers:
     def end(self) -> None:
         """Tell the session what has been done, also where the graph failed midway."""
         forget()
-        session, engine = self._session, self._session.engine
+        session = self._session
         session.score_buffers.give_back(self._scores)
-        assert engine is not None
         for i, plain in self._layers.items():
             if not plain.c.has_run:
                 continue
@@ -164,7 +163,6 @@ class PlainLayers:
             cache = session.layers[i]
             assert isinstance(cache, LayerCache)
             cache.was_appended()
-            engine.was_started(i)
 
 
 def _plain(

@@ -18,10 +18,10 @@ from specache_fx.runtime.native import copies
 from specache_fx.runtime.staging import Staging
 from specache_fx.runtime.tracing import record
 
-_PENDING, _RUNNING = 1, 2  # `State` of copies.cpp
+_IDLE, _PENDING, _RUNNING = 0, 1, 2  # `State` of copies.cpp
 _MADE_HERE, _NOT_YET = 1, 2  # what `specache_copy_finish` returns
 _WAIT_S = 0.05  # so often Python sees signals while it waits
-_EXIT_PATIENCE_S = 5.0
+EXIT_PATIENCE_S = 5.0
 
 
 class CopyMakers:
@@ -32,8 +32,8 @@ class CopyMakers:
         host: Where the rows come from.
 
     Attributes:
-        library: The same.
-        host: The same.
+        library: See above.
+        host: See above.
     """
 
     def __init__(self, library: ctypes.CDLL, host: HostCache) -> None:
@@ -52,7 +52,10 @@ class CopyMakers:
             thread = threading.Thread(
                 target=lambda: serve(ctypes.addressof(queue)), name="specache-copy", daemon=True
             )
-            thread.start()  # may fail: nobody waits for the copy yet
+            try:
+                thread.start()
+            except RuntimeError:  # no more threads are to be had: who waits makes the copies
+                return None
             self._queue = queue
             # Runs at interpreter exit too: a daemon thread must not be inside of a copy when Python goes away.
             self._end = weakref.finalize(self, _end, self.library, queue, thread)
@@ -90,20 +93,17 @@ class SharedCopy:
         assert function is not None
         self._starter = function, ctypes.addressof(self._copy)
         self._arguments = copies.StageArguments(staging.wanted, staging.slots, staging.rows, self._copy.stage)
-        # Dropped while it is pending: what it reads and writes is there until nobody does. Not at exit, when nobody
-        # makes copies any more: a forked process would wait for a thread that it does not have.
-        kept = self._arguments, makers
-        weakref.finalize(self, _let_go, self._library, self._copy, kept).atexit = False
+        # Dropped while it is pending: what it reads and writes is there until nobody does.
+        weakref.finalize(self, _let_go, self._library, self._copy, (self._arguments, makers))
 
     @property
     def starter(self) -> tuple[int, int]:
         """Addresses of a function that starts the copy of what `staging.wanted` then names, and its argument.
 
-        For C++ to call before the host's rows change; `result` is called once for each time. Not while it is pending.
-
-        Raises:
-            RuntimeError: If a thread is needed and can't be started.
+        For C++ to call before the host's rows change, once. The last copy is through, and whoever may start this one
+        has noted that `result` is to be called: an interrupt may come as soon as it is started.
         """
+        assert self.done()
         host = self._makers.host
         self._copy.queue = self._makers.queue()
         self._arguments.of_host(*host.blocks(self._layer), host.length(self._layer))
@@ -118,15 +118,17 @@ class SharedCopy:
         return self._copy.state not in (_PENDING, _RUNNING)
 
     def result(self) -> None:
-        """Return when the copy is through, made here where nobody has begun it; raise what it failed with.
+        """Return when the copy is through, made here where nobody has begun it; raise what it failed with, once.
 
-        Called once for each `start`.
+        Does nothing where none was started.
         """
         copy, stage = self._copy, self._copy.stage
         while (how := self._library.specache_copy_finish(self._starter[1], _WAIT_S)) == _NOT_YET:
             pass
+        if copy.state == _IDLE:
+            return
+        copy.state = _IDLE
         if copy.queue is None:
-            self._metrics.unclaimed += how == _MADE_HERE
             self._makers.made(unclaimed=how == _MADE_HERE)
         self._arguments.check(copy.failed, self._layer)
         self._metrics.count(stage.fetched, stage.kept, stage.row_bytes)
@@ -142,4 +144,4 @@ def _let_go(library: ctypes.CDLL, copy: copies.CopyC, _: object) -> None:
 def _end(library: ctypes.CDLL, queue: copies.QueueC, thread: threading.Thread) -> None:
     library.specache_copies_end(ctypes.addressof(queue))
     if thread is not threading.current_thread():
-        thread.join(_EXIT_PATIENCE_S)
+        thread.join(EXIT_PATIENCE_S)

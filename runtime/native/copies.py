@@ -32,7 +32,10 @@ class StageC(ctypes.Structure):
 class QueueC(ctypes.Structure):
     """`SpecacheCopyQueue` of copies.cpp."""
 
-    _fields_ = (("oldest", _address), ("newest", _address), ("ended", _i64))
+    _fields_ = (
+        *((name, _address) for name in ("oldest", "newest")),
+        *(("ended", _i64), ("came", _address), ("process", _i64)),
+    )
 
 
 class CopyC(ctypes.Structure):

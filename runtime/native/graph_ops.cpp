@@ -119,13 +119,14 @@ int64_t dtype_of(const Tensor& x) {
 
 bool is(const Tensor& x, const SpecacheLayer& layer, int64_t heads, int64_t dim) {
   return x.dim() == 5 && x.size(0) == layer.lanes && x.size(1) == layer.batch && x.size(2) == heads && x.size(3) == 1 &&
-         x.size(4) == dim && dtype_of(x) == layer.dtype && (dim == 1 || x.stride(4) == 1);
+         x.size(4) == dim && dtype_of(x) == layer.dtype && x.stride(4) == 1;
 }
 
 // Of what `is` has let through, the rows one behind the other: parts of a fused projection lie apart.
 Tensor packed(const Tensor& x) {
   if (x.is_contiguous()) return x;
-  const int64_t sizes[] = {x.size(0), x.size(1), x.size(2), 1, x.size(4)}, size = dtype_of(x) == 0 ? 4 : 2, row = sizes[4] * size;
+  const int64_t sizes[] = {x.size(0), x.size(1), x.size(2), 1, x.size(4)};
+  const int64_t size = dtype_of(x) == 0 ? 4 : 2, row = sizes[4] * size;
   Tensor out = empty(sizes, x);
   char* to = static_cast<char*>(out.data_ptr());
   const char* const from = static_cast<const char*>(x.data_ptr());

@@ -77,6 +77,26 @@ def test_what_is_returned_is_not_shared() -> None:
     assert merged(function, torch.randn(3)) == Counter(clone=2)
 
 
+def test_views_of_what_is_returned_are_not_shared() -> None:
+    def function(x: Tensor) -> tuple[Tensor, Tensor]:
+        a, b = x.clone(), x.clone()
+        return a.view(-1), b.view(-1)
+
+    assert merged(function, torch.randn(3, 4)) == Counter(clone=2, view=2)
+
+
+def test_calls_without_a_result_stay() -> None:
+    def function(x: Tensor) -> tuple[Tensor, Tensor]:
+        with torch.enable_grad():
+            a = x.cos()
+        a = a + 1
+        with torch.enable_grad():
+            b = x.sin()
+        return a * 2, b + 1
+
+    assert merged(function, torch.randn(3))["_set_grad_enabled"] == 4
+
+
 def test_levels_of_vmap_are_left_alone() -> None:
     def function(x: Tensor) -> tuple[Tensor, Tensor]:
         a, b = (torch.vmap(lambda row: row.sum())(x) for _ in range(2))

@@ -472,7 +472,7 @@ def test_a_compiled_model_takes_one_call_and_says_the_same(
     model = LlamaForCausalLM(config).eval()
     options = {"group_size": 8, "residual_length": 8, "top_k": 4, "lowering": "eager"}
     model.compile(backend="specache", options=options)
-    run, metrics, end = [], [], PlainLayers.end
+    run, engines, end = [], [], PlainLayers.end
 
     def counted(layers: PlainLayers) -> None:
         end(layers)
@@ -488,7 +488,7 @@ def test_a_compiled_model_takes_one_call_and_says_the_same(
         )
         session = registry.find(done.past_key_values.layers[0].keys)
         assert session is not None and session.engine is not None
-        metrics.append(session.engine.metrics)
+        engines.append(session.engine)
         return [done.sequences, *done.logits]
 
     before = torch.get_num_threads()
@@ -503,7 +503,6 @@ def test_a_compiled_model_takes_one_call_and_says_the_same(
         torch.set_num_threads(before)
     assert run.count(2) > 12 if threads == 2 else sum(run) > 12  # a copy may be under way when a step begins
     assert all(torch.equal(x, y) for x, y in zip(ours, theirs, strict=True))
-    # One thread multiplies and can't copy beside that: two copies told the engine, which has a thread
-    # of its own since; a third was on its way.
-    assert [each.unclaimed for each in metrics] == [3 if threads == 1 else 0] * 2
-    assert metrics[0].fetched_rows == metrics[1].fetched_rows > 0
+    # One thread multiplies and can't copy beside that: two copies told the engine, which has a thread of its own since.
+    assert [engine._makers._by_thread for engine in engines] == [threads == 1] * 2
+    assert engines[0].metrics.fetched_rows == engines[1].metrics.fetched_rows > 0
