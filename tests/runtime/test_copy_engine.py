@@ -504,21 +504,37 @@ def test_forked_process_copies_with_an_engine_of_its_own_and_with_its_parents():
         import os, torch
         from specache_fx.runtime.copy_engine import CopyEngine
         from specache_fx.runtime.host_cache import HostCache
-        host = HostCache(1, [(1, 64, 64)], torch.float32)
-        host.append(0, torch.zeros(1, 1, 5000, 64), torch.zeros(1, 1, 5000, 64))
-        def copies(engine):
+
+        def engine_of(tokens, dim, top_k):
+            host = HostCache(1, [(1, dim, dim)], torch.float32)
+            host.append(0, *(torch.arange(tokens).float().view(1, 1, -1, 1).expand(1, 1, tokens, dim),) * 2)
+            engine = CopyEngine(host, top_k, torch.device("cpu"))
             engine._makers._by_thread = True
+            return engine
+
+        def copy(engine, first, tokens):
+            engine.prefetch(0, torch.arange(first, first + tokens, dtype=torch.int32).view(1, 1, -1))
+
+        def check(engine, first, tokens):
+            rows, indices = engine.wait(0)
+            assert indices.sort().values.flatten().tolist() == list(range(first, first + tokens))
+            assert torch.equal(rows[0, 0, :, -1], indices[0, 0].float())
+
+        def use(engine):
             for first in range(50):
-                engine.prefetch(0, torch.arange(first * 16, first * 16 + 64, dtype=torch.int32).view(1, 1, -1))
-                engine.wait(0)
-        ours = CopyEngine(host, 64, torch.device("cpu"))
-        copies(ours)
-        ours.prefetch(0, torch.arange(4000, 4064, dtype=torch.int32).view(1, 1, -1))
+                copy(engine, first, 64)
+                check(engine, first, 64)
+
+        ours, large = engine_of(5000, 64, 64), engine_of(4096, 2048, 4096)
+        use(ours)
+        copy(large, 0, 4096)  # 64 MiB: milliseconds
+        while large._shared[0]._copy.state == 1:
+            pass  # until it has begun
         child = os.fork()
+        check(large, 0, 4096)
         if not child:
-            copies(CopyEngine(host, 64, torch.device("cpu")))
-            assert ours.wait(0)[1].sort().values[0, 0, 0] == 4000
-        copies(ours)
+            use(engine_of(5000, 64, 64))
+        use(ours)
         if child:
             assert os.waitpid(child, 0)[1] == 0
     """
