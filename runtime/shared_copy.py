@@ -16,7 +16,7 @@ from specache_fx.runtime.copy_job import CopyMetrics
 from specache_fx.runtime.host_cache import HostCache
 from specache_fx.runtime.native import copies
 from specache_fx.runtime.staging import Staging
-from specache_fx.runtime.tracing import record
+from specache_fx.runtime.tracing import record, will_record
 
 _IDLE, _PENDING, _RUNNING = 0, 1, 2  # `State` of copies.cpp
 _MADE_HERE, _NOT_YET = 1, 2  # what `specache_copy_finish` returns
@@ -95,6 +95,8 @@ class SharedCopy:
         self._arguments = copies.StageArguments(staging.wanted, staging.slots, staging.rows, self._copy.stage)
         # Dropped while it is pending: what it reads and writes is there until nobody does.
         weakref.finalize(self, _let_go, self._library, self._copy, (self._arguments, makers))
+        self._recorded = False
+        will_record(self)
 
     @property
     def starter(self) -> tuple[int, int]:
@@ -123,22 +125,35 @@ class SharedCopy:
         Does nothing where none was started.
         """
         copy, stage = self._copy, self._copy.stage
-        while (how := self._library.specache_copy_finish(self._starter[1], _WAIT_S)) == _NOT_YET:
-            pass
+        how = _finish(self._library, copy)
         if copy.state == _IDLE:
             return
-        copy.state = _IDLE
+        self.record()
+        copy.state, self._recorded = _IDLE, False
         if copy.queue is None:
             self._makers.made(unclaimed=how == _MADE_HERE)
         self._arguments.check(copy.failed, self._layer)
         self._metrics.count(stage.fetched, stage.kept, stage.row_bytes)
         self._metrics.copy_seconds += copy.stop - copy.start
-        record("prefetch", "copies", copy.thread, copy.start, copy.stop, layer=self._layer)
+
+    def record(self) -> None:
+        """Have a trace show the copy that was started last, once: when it is waited for, or when the trace ends."""
+        copy = self._copy
+        _finish(self._library, copy)
+        if copy.state != _IDLE and not self._recorded:
+            self._recorded = True
+            record("prefetch", "copies", copy.thread, copy.start, copy.stop, layer=self._layer)
+
+
+def _finish(library: ctypes.CDLL, copy: copies.CopyC) -> int:
+    """Return when a copy is through, with what C++ says of who made it."""
+    while (how := library.specache_copy_finish(ctypes.addressof(copy), _WAIT_S)) == _NOT_YET:
+        pass
+    return int(how)
 
 
 def _let_go(library: ctypes.CDLL, copy: copies.CopyC, _: object) -> None:
-    while library.specache_copy_finish(ctypes.addressof(copy), _WAIT_S) == _NOT_YET:
-        pass
+    _finish(library, copy)
 
 
 def _end(library: ctypes.CDLL, queue: copies.QueueC, thread: threading.Thread) -> None:

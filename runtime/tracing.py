@@ -8,8 +8,10 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 
@@ -41,9 +43,11 @@ class Recorder:
 
     Attributes:
         spans: Those that are over.
+        begun: Seconds of `time.perf_counter`; what was over then is left out.
     """
 
     spans: list[Span] = field(default_factory=list)
+    begun: float = field(default_factory=time.perf_counter)
     _on_device: list[tuple[str, str, torch.cuda.Event, torch.cuda.Event, dict[str, int | str]]] = field(
         default_factory=list
     )
@@ -78,7 +82,11 @@ class Recorder:
         return begun
 
     def finish(self) -> list[Span]:
-        """All spans in the order of their starts; waits for the device."""
+        """All spans in the order of their starts; waits for the device, and for what is known to record itself late."""
+        with _lock:
+            late = list(_late)
+        for what in late:
+            what.record()
         if self._base is not None:
             torch.cuda.synchronize()
             at, base = self._base
@@ -89,6 +97,15 @@ class Recorder:
         return sorted(self.spans, key=lambda span: span.start)
 
 
+class Late(Protocol):
+    """What records itself when somebody asks what came of it."""
+
+    def record(self) -> None:
+        """Do so now, if it is over or under way, and hasn't done so."""
+
+
+_late: weakref.WeakSet[Late] = weakref.WeakSet()
+_lock = threading.Lock()  # of `_late`
 _recorders: list[Recorder] = []
 _NOTHING = contextlib.nullcontext()
 
@@ -118,9 +135,15 @@ def span(
 
 
 def record(name: str, track: str, thread: int, start: float, stop: float, **args: int | str) -> None:
-    """Record what is over, if somebody wants to know; see `Span`."""
-    if _recorders:
+    """Record what is over, if somebody wants to know, and wanted to when it was not; see `Span`."""
+    if _recorders and stop >= _recorders[-1].begun:
         _recorders[-1].spans.append(Span(name, track, thread, start, stop, args))
+
+
+def will_record(what: Late) -> None:
+    """Have it record itself before a recording ends."""
+    with _lock:
+        _late.add(what)
 
 
 def is_recording() -> bool:

@@ -25,6 +25,7 @@ def captured(function: Callable[..., Any], *inputs: Tensor) -> GraphModule:
     return graph.copy()
 
 
+@torch.no_grad()  # a graph that sets the mode leaves it so
 def merged(function: Callable[..., Any], *inputs: Tensor) -> Counter[str]:
     """The calls that are left; the graph computes what the function does."""
     gm = captured(function, *inputs)

@@ -505,6 +505,8 @@ def test_forked_process_copies_with_an_engine_of_its_own_and_with_its_parents():
         from specache_fx.runtime.copy_engine import CopyEngine
         from specache_fx.runtime.host_cache import HostCache
 
+        torch.set_num_threads(1)  # OpenMP's don't survive a fork
+
         def engine_of(tokens, dim, top_k):
             host = HostCache(1, [(1, dim, dim)], torch.float32)
             host.append(0, *(torch.arange(tokens).float().view(1, 1, -1, 1).expand(1, 1, tokens, dim),) * 2)
@@ -570,6 +572,22 @@ def test_wait_for_the_thread_of_cpp_sees_signals_and_leaves_the_copy():
     assert engine._staging[0].job is job
     copy.state = 3
     assert_staged(*engine.wait(0), wanted_of(1), source[0])
+    engine.close()
+
+
+@NEEDS_CPP
+def test_copy_that_nobody_has_waited_for_is_in_a_trace_once():
+    host, _ = make_host(10)
+    engine = CopyEngine(host, TOP_K, torch.device("cpu"))
+    engine.prefetch(0, wanted_of(1))
+    c_products.run_in_threads(2)
+    with tracing.recording() as recorder:
+        engine.prefetch(1, wanted_of(1, layer=1))
+        spans = recorder.finish()
+        engine.wait(0)
+        engine.wait(1)
+        assert recorder.finish() == spans
+    assert [span.args["layer"] for span in spans] == [1]  # the other was over before
     engine.close()
 
 

@@ -64,6 +64,8 @@ def test_steps_equal_the_reference_kernels_while_groups_fill():
                 session.advance(1, decoded=True)
         quantized.add(sessions[0].layers[0].num_quantized)
     assert len(quantized) == 2  # a group filled on the way
+    for session in sessions:
+        session.settle()
     fetched = [session.engine.metrics for session in sessions]
     # The device doesn't say how long its copies took, and leaves none to a product.
     times = {"copy_seconds": 0.0, "waited_seconds": 0.0}
