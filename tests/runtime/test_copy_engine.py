@@ -283,6 +283,19 @@ TestCuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")(C
 TestCuda.settings = MACHINE
 
 
+def run_alone(code: str) -> str:
+    """What a program prints that runs in a process of its own, ends well and complains of nothing."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", textwrap.dedent(code)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout
+
+
 def wanted_of(*tokens: int, layer: int = 0) -> torch.Tensor:
     row = list(tokens) + [-1] * (TOP_K - len(tokens))
     return torch.tensor(row, dtype=torch.int32).expand(BATCH, SHAPES[layer][0], TOP_K).contiguous()
@@ -540,14 +553,7 @@ def test_forked_process_copies_with_an_engine_of_its_own_and_with_its_parents():
         if child:
             assert os.waitpid(child, 0)[1] == 0
     """
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", textwrap.dedent(code)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert (done.returncode, done.stderr) == (0, "")
+    run_alone(code)
 
 
 @NEEDS_CPP
@@ -725,12 +731,4 @@ def test_interpreter_exits_with_a_copy_under_way(how):
             engine._makers._by_thread = True
         engine.prefetch(0, torch.arange(4096, dtype=torch.int32).view(1, 1, -1))
     """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code).replace("HOW", how)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout == "['MainThread']\n"
+    assert run_alone(code.replace("HOW", how)) == "['MainThread']\n"
