@@ -128,7 +128,7 @@ class SharedCopy:
         how = _finish(self._library, copy)
         if copy.state == _IDLE:
             return
-        self.record()
+        self._record()
         copy.state, self._recorded = _IDLE, False
         if copy.queue is None:
             self._makers.made(unclaimed=how == _MADE_HERE)
@@ -138,10 +138,13 @@ class SharedCopy:
 
     def record(self) -> None:
         """Have a trace show the copy that was started last, once: when it is waited for, or when the trace ends."""
-        copy = self._copy
-        _finish(self._library, copy)
-        if copy.state != _IDLE and not self._recorded:
-            self._recorded = True
+        _finish(self._library, self._copy)
+        if self._copy.state != _IDLE:
+            self._record()
+
+    def _record(self) -> None:
+        if not self._recorded:
+            copy, self._recorded = self._copy, True
             record("prefetch", "copies", copy.thread, copy.start, copy.stop, layer=self._layer)
 
 
