@@ -4,6 +4,7 @@
 #   make format   rewrite in house style     make clean   remove all that make has made
 #   make experiments   the papers' experiments into results/, and docs/results.md; ONLY="table1 hits", ARGS=--quick
 #   make page     docs/results.md from results/
+#   make models   two real models and two texts, for specache-fx eval; ONLY="smollm2 austen" for some
 #   make peers    the environment of the methods that specache-fx eval compares with (kvpress)
 #   make architectures   the table of all model types; ONLY="llama opt" for some, ARGS=--again for all anew
 
@@ -19,7 +20,7 @@ STAMP := $(VENV)/installed
 TYPES := build/types
 
 .DEFAULT_GOAL := test
-.PHONY: install lint types check test test-all demo peers experiments page architectures format clean
+.PHONY: install lint types check test test-all demo models peers experiments page architectures format clean
 
 # torch is named here, so that it and all that needs it are resolved together, to the version in constraints.txt. Triton
 # is not in there: a torch for CUDA brings the one that it was built with, and the newest does for the interpreter.
@@ -50,6 +51,10 @@ test-all: test
 
 demo: $(STAMP)
 	$(BIN)/specache-fx demo
+
+# Into $SPECACHE_DATA or the cache folder of the user; what is there is not fetched again.
+models: $(STAMP)
+	$(BIN)/specache-fx models $(ONLY)
 
 # Under 2 hours on 2 cores, and it goes on where it was interrupted. Presses run where `make peers` was run before.
 experiments: $(STAMP)

@@ -189,7 +189,10 @@ class PassState:
         outputs: Set by `bind_cache`.
         past_inputs: Positions of the past KV inputs among Dynamo's, keys and values in turn.
         other_kv_inputs: Positions of inputs that could be KV tensors too, and stay as they are.
+        token: Position of the token ids among Dynamo's inputs; None where there are none.
         sources: Token, lengths, positions and masks among the inputs (decode).
+        fixed_sizes: Position to dimension of inputs that grow with the context, where Dynamo took the size for a
+            constant (decode).
         prelude: What depends on positions and lengths alone (decode).
         window_masks: The masks of attentions over a window (decode); None where there are none.
         logits: Position of the logits among the kept outputs; None where there are none.
@@ -213,7 +216,9 @@ class PassState:
     outputs: OutputPlan | None = None
     past_inputs: list[int] = field(default_factory=list)
     other_kv_inputs: list[int] = field(default_factory=list)
+    token: int | None = None
     sources: Sources | None = None
+    fixed_sizes: dict[int, int] = field(default_factory=dict)
     prelude: Prelude | None = None
     window_masks: WindowMasks | None = None
     logits: int | None = None

@@ -39,7 +39,7 @@ from torch.fx import Graph, GraphModule, Node
 from specache_fx.errors import UnsupportedGraphError
 from specache_fx.passes.base import AttentionSite, OutputPlan, Pass, PassState, Phase, leave_alone
 from specache_fx.passes.cache_side import grows
-from specache_fx.passes.find_sources import find_sources
+from specache_fx.passes.find_sources import find_sources, find_token
 from specache_fx.passes.graph_edit import add_placeholder, call, finish
 from specache_fx.passes.graph_slices import ancestors, eliminate_dead_code, extract, is_effectful, needed_for
 from specache_fx.passes.graph_utils import (
@@ -180,7 +180,7 @@ def _carried_state(inputs: list[Node], kept: list[Node], state: PassState) -> st
 
 
 def bind_cache(gm: GraphModule, state: PassState) -> GraphModule:
-    """Replace the KV cache by handles and ops. Sets `state.outputs`, `state.past_inputs` and `state.sources`."""
+    """Replace the KV cache by handles and ops. Sets `state.outputs`, `past_inputs`, `token` and `sources`."""
     if not state.sites or state.outputs is not None:
         return gm
     graph = gm.graph
@@ -192,6 +192,8 @@ def bind_cache(gm: GraphModule, state: PassState) -> GraphModule:
         for past in (site.past_key, site.past_value)
         if past is not None
     ]
+    token, _ = find_token(graph)
+    state.token = None if token is None else position[token]
     if state.phase is Phase.DECODE:
         try:
             state.sources = find_sources(gm, state)

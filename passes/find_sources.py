@@ -41,7 +41,7 @@ def _is_mask(node: Node, shape: tuple[Any, ...], past_len: Any) -> bool:
         return False
     if _is_integer_tensor(node) or value_of(node).dtype == torch.bool:
         # Where Dynamo knows that the context grows, it knows so of its masks.
-        return isinstance(shape[-1], torch.SymInt) or (isinstance(past_len, int) and shape[-1] > 1)
+        return isinstance(shape[-1], torch.SymInt) or (not symbols_of(past_len) and shape[-1] > 1)
     grows = isinstance(shape[-1], torch.SymInt) or statically_known_true(shape[-1] == past_len + 1)
     return bool(len(shape) == 2 and value_of(node).is_floating_point() and grows)
 
@@ -139,8 +139,9 @@ def find_sources(gm: GraphModule, state: PassState) -> Sources:
                 if symbols == symbols_of(shape_of(inputs[i])[2]) and not symbols & whole:  # type: ignore[index]
                     sources.most[index[node]] = sources.most[i]
 
-    fixed = all(isinstance(shape_of(inputs[i])[2], int) for i in growing)  # type: ignore[index]
+    fixed = all(not symbols_of(shape_of(inputs[i])[2]) for i in growing)  # type: ignore[index]
     sources.fixed_length = fixed
+    state.fixed_sizes = _fixed_sizes(inputs, state, sources)
     sources.knows_next = bool(sources.positions) or not fixed or bool(sources.lengths)
     checked = [site for site in state.sites if site.window is None and site.mask is not None]
     masks = list(dict.fromkeys(site.mask for site in checked if site.mask is not None))
@@ -152,6 +153,18 @@ def find_sources(gm: GraphModule, state: PassState) -> Sources:
             site.layer: masks.index(site.mask) for site in checked if site.mask is not None
         }
     return sources
+
+
+def _fixed_sizes(inputs: list[Node], state: PassState, sources: Sources) -> dict[int, int]:
+    """Inputs that grow with the context and are of constant size here, and in which dimension of Dynamo's tensor."""
+    token_dims = {i: 1 if i in state.swapped_inputs else 2 for i in state.past_inputs}
+    mask_dims = {i: len(shape_of(inputs[i]) or ()) - 1 for i in sources.masks}
+    return {
+        i: dim
+        for i, dim in (token_dims | mask_dims).items()
+        # Dynamo makes a constant of 1 whatever it is told.
+        if not symbols_of(size := (shape_of(inputs[i]) or ())[2 if i in token_dims else -1]) and size > 1
+    }
 
 
 def mask_inputs(

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
+from specache_fx.runtime import handle_tensor
+
 _CAT = (torch.cat, torch.concat, torch.concatenate)
 _METADATA = {"size", "numel", "dim", "stride", "ndimension", "is_contiguous", "data_ptr", "element_size"}
 _METADATA_ATTRIBUTES = {"shape", "dtype", "device", "ndim", "is_cuda"}
@@ -84,6 +86,7 @@ def _line_of(node: Node) -> tuple[str, str]:
     frames = re.findall(
         r'File "([^"]+)", line (\d+), in [^\n]*\n\s*([^\n]*)', node.meta.get("stack_trace") or ""
     )
+    frames = [frame for frame in frames if frame[0] != handle_tensor.__file__]  # Dynamo traces through it
     frames = [frame for frame in frames if "transformers/integrations" not in frame[0]] or frames
     if not frames:
         return "", ""

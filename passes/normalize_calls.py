@@ -4,6 +4,7 @@ F.softmax(input=s, dim=-1)          ->  F.softmax(s, dim=-1)
 torch.matmul(w, other=v)            ->  torch.matmul(w, v)
 torch.cat(tensors=[a, b], axis=2)   ->  torch.cat([a, b], 2)
 torch.embedding(table, ids)         ->  F.embedding(ids, table)
+x.mT, x.mH, of a matrix x.T         ->  torch.transpose(x, -2, -1)    numbers are real
 torch.full_like(x, n)               ->  torch.full(shape of x, n)     n computed in the graph: of x only dtype is read
 """
 
@@ -38,6 +39,9 @@ _PLACES: dict[str, tuple[str, ...]] = {
     ),
 }
 _NUMBERS = (int, float, torch.SymInt, torch.SymFloat)
+# Of the attribute, and from torch 2.15 on of an operator.
+_TRANSPOSED = {"mT", "mH"}
+_TRANSPOSED_MATRIX = {"T", "H", "numpy_T", "matrix_H"}
 _ALIASES = {"self": "input", "x": "input", "axis": "dim"}  # NumPy's, and those of tensors' methods
 
 
@@ -66,6 +70,20 @@ def _as_functional(node: Node) -> bool:
     return True
 
 
+def _as_transpose(node: Node) -> bool:
+    """Make a `torch.transpose` of an attribute that is one. Returns whether it was."""
+    name = str(node.args[1]) if node.target is getattr else target_name(node).partition(".")[0]
+    if name not in _TRANSPOSED | _TRANSPOSED_MATRIX or node.op != "call_function":
+        return False
+    found = value_of(node)
+    if not isinstance(found, torch.Tensor) or found.is_complex() or found.dim() < 2:
+        return False
+    if name in _TRANSPOSED_MATRIX and found.dim() != 2:
+        return False
+    node.target, node.args = torch.transpose, (node.args[0], -2, -1)
+    return True
+
+
 def _without_example(node: Node) -> bool:
     """Take the tensor out of `full_like(x, n)` or `x.new_full(size, n)` where n is a node. Returns whether it did."""
     name, size, value = target_name(node), shape_of(node), value_of(node)
@@ -86,7 +104,7 @@ def normalize_calls(gm: GraphModule, state: PassState) -> GraphModule:
     changed = False
     for node in gm.graph.nodes:
         if node.op in ("call_function", "call_method"):
-            for step in (_fill_places, _as_functional, _without_example):
+            for step in (_fill_places, _as_functional, _as_transpose, _without_example):
                 changed |= step(node)
     return finish(gm) if changed else gm
 

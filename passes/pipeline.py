@@ -31,6 +31,7 @@ from specache_fx.passes.select_topk import SELECT_TOPK
 from specache_fx.passes.specialize_floats import SPECIALIZE_FLOATS
 from specache_fx.passes.split_prelude import SPLIT_PRELUDE
 from specache_fx.passes.verify import VERIFY
+from specache_fx.progress import say_step
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +64,7 @@ def run_passes(
 ) -> GraphModule:
     """Run passes in order; each one's node count and time go to the debug log."""
     for step in passes:
+        say_step(step.name)
         before, start = len(gm.graph.nodes), time.perf_counter()
         gm = step.run(gm, state)
         logger.debug(
@@ -97,6 +99,7 @@ def build_decode_graph(
         lanes: See `duplicate_query`.
         observe: See `Observer`.
     """
+    say_step("duplicate_query")
     traced = duplicate_query(gm, state, inputs, lanes)
     if observe is not None:
         observe("duplicate_query", traced, state)

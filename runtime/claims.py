@@ -26,14 +26,19 @@ REORDERED = (
     " the cache, at the length that it has."
 )
 CHOSEN = (
-    "The past KV cache was edited: its elements are not those that the model returned, token after token from the first"
-    " on. They stand for numbers that are kept elsewhere: only the newest tokens can be cut off (crop). To change"
-    " the numbers, evict tokens, or return the new tokens' pairs alone and put the cache together outside of the model,"
-    " use it uncompiled."
+    "The past KV cache was edited: its elements are not those that the model returned, head by head and token after"
+    " token from the first on. They stand for numbers that are kept elsewhere: only the newest tokens can be cut off"
+    " (crop). To change the numbers, permute heads, evict tokens, or return the new tokens' pairs alone and put the"
+    " cache together outside of the model, use it uncompiled."
 )
-ENDED = (
-    "The past KV cache belongs to a session that has ended: all tensors of the cache that it is a copy of were dropped,"
-    " and a model was called since. Keep the original until the copy is used, or start from the prompt."
+_ENDED = (
+    "The past KV cache belongs to a session that has ended: all tensors of the cache that it is a copy of were dropped."
+    " A copy that was saved and loaded, or made within a compiled function, does not keep it. Keep the original until"
+    " such a copy is used, or start from the prompt."
+)
+_RELEASED = (
+    "The past KV cache was released (specache_fx.release, or a call that failed midway): nothing of what it stood for"
+    " is left. Start from the prompt, and release a cache when it is not needed any more."
 )
 LEFT = (
     "The past KV cache belongs to a branch that was left: the same cache went on from an earlier token since. Keep the"
@@ -108,11 +113,24 @@ def read_claim(past: Sequence[torch.Tensor]) -> Claim:
         CacheHandleError: As `go_on`.
     """
     issued = registry.issue_of(past[0])
-    claim = _recognise(past) if issued is None else _own(issued, past)
+    claim = _recognise(past) if issued is None else _own(living(issued), past)
     valid_len = claim.issued.valid_len
     if valid_len is not None and claim.kv_len > valid_len:
         raise CacheHandleError(LEFT)
     return claim
+
+
+def living(issued: registry.Issue | None) -> registry.Issue:
+    """A set of handles whose session is still there.
+
+    Raises:
+        CacheHandleError: If there is no such set, or its session was released.
+    """
+    if issued is None:
+        raise CacheHandleError(_ENDED)
+    if issued.session.closed:
+        raise CacheHandleError(_RELEASED)
+    return issued
 
 
 def _claimed_length(session: Session, past: Sequence[torch.Tensor]) -> int:
@@ -181,12 +199,7 @@ def _own(issued: registry.Issue, past: Sequence[torch.Tensor]) -> Claim:
             )
         if tensor.storage_offset() != offset:
             raise CacheHandleError(MIXED)
-        if any(
-            size > 1 and stride != wanted
-            for size, stride, wanted in zip(
-                tensor.shape, tensor.stride(), (tensor.shape[3], 0, 1, 1), strict=True
-            )
-        ):
+        if not handles.is_whole(tensor) or handles.was_written(tensor):
             raise CacheHandleError(CHOSEN)
         offset += tensor.shape[0] * tensor.shape[3]
     return Claim(issued, _claimed_length(issued.session, past), list(past), list(range(batch)))
@@ -202,14 +215,12 @@ def _recognise(past: Sequence[torch.Tensor]) -> Claim:
         if codes is None:
             raise CacheHandleError(
                 f"The past KV tensor of shape {tuple(tensor.shape)} is no cache of a model compiled with specache,"
-                " though other layers' are, or the oldest tokens of a copy were cut off. Pass the cache of one call"
-                " back as the model returned it."
+                " though other layers' are, or heads of a copy were permuted, or its oldest tokens cut off. Pass the"
+                " cache of one call back as the model returned it."
             )
         if not codes[0].is_ours:
             raise CacheHandleError(_ELSEWHERE)
-        issued = registry.by_code(codes[0].session)
-        if issued is None:
-            raise CacheHandleError(ENDED)
+        issued = living(registry.by_code(codes[0].session))
         rows = [code.row for code in codes]
         same = all(code.session == codes[0].session and code.slot == slot for code in codes)
         if not same or found not in (None, issued) or first not in (None, rows):

@@ -15,12 +15,13 @@ import os
 import platform
 import shutil
 import subprocess
-import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+
+from specache_fx.runtime.library_cache import building, is_whole, kept_folder, private_folder, seal
 
 _log = logging.getLogger(__name__)
 
@@ -84,23 +85,6 @@ def find_compiler() -> str | None:
     return next(filter(None, map(shutil.which, [named] if named else ["g++", "clang++"])), None)
 
 
-def cache_dir() -> Path:
-    """Where libraries are kept; made if it isn't there.
-
-    Raises:
-        BuildError: If it can't be written to.
-    """
-    base = os.environ.get("XDG_CACHE_HOME")
-    folder = (Path(base) if base else Path.home() / ".cache") / "specache_fx"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise BuildError(
-            f"{folder} can't be made ({error}); set XDG_CACHE_HOME to a folder that can"
-        ) from error
-    return folder
-
-
 @functools.cache
 def load_library(name: str, sources: Path, instruction_set: str, *, with_torch: bool = False) -> ctypes.CDLL:
     """Load a library, building it unless the cache has it.
@@ -122,15 +106,29 @@ def load_library(name: str, sources: Path, instruction_set: str, *, with_torch: 
     isa = INSTRUCTION_SETS[instruction_set]
     flags = (*_FLAGS, *isa.flags, *((_STABLE_ABI,) if with_torch else ()))
     key = _key(sources, (compiler, *flags, *((torch.__version__,) if with_torch else ())))
-    library = cache_dir() / f"{name}_{isa.name}_{key}.so"
-    with _locked(library.with_suffix(".lock")):
-        if not library.exists():
-            source = str(sources / f"{name}.cpp")
-            _build((compiler, *flags, source, *(_torch_flags() if with_torch else ())), library)
+    file = f"{name}_{isa.name}_{key}.so"
+    source = str(sources / f"{name}.cpp")
+    command = (compiler, *flags, source, *(_torch_flags() if with_torch else ()))
+    kept = kept_folder(file)
+    if kept is not None:
+        return _load(kept / file, command)
+    try:
+        with private_folder() as folder:
+            return _load(folder / file, command)
+    except OSError as error:
+        raise BuildError(f"there is no folder to build in ({error}); set TMPDIR to one") from error
+
+
+def _load(library: Path, command: Sequence[str]) -> ctypes.CDLL:
+    if not is_whole(library):
+        _build(command, library)
     try:
         return ctypes.CDLL(str(library))
     except OSError as error:
-        raise BuildError(f"{library} can't be loaded ({error}); delete it to have it built again") from error
+        raise BuildError(
+            f"{library} can't be loaded ({error}); set CXX to another C++ compiler, or XDG_CACHE_HOME to a folder"
+            " that programs may be run from"
+        ) from error
 
 
 def _key(sources: Path, command: Sequence[str]) -> str:
@@ -149,27 +147,14 @@ def _torch_flags() -> tuple[str, ...]:
     return f"-I{home / 'include'}", f"-L{home / 'lib'}", "-ltorch_cpu"
 
 
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """One process builds, others wait for it. Where files can't be locked they all build, which is as right."""
-    try:
-        import fcntl
-
-        handle = path.open("w")
-    except (ImportError, OSError):
-        yield
-        return
-    with handle:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
-
-
 def _build(command: Sequence[str], library: Path) -> None:
     """Build into a file of its own and rename it: nobody ever loads half a library."""
-    _log.info("building %s (a few seconds, once)", library)
     try:
-        with tempfile.TemporaryDirectory(dir=library.parent) as folder:
-            built = Path(folder) / library.name
+        with building(library.parent) as folder:
+            if is_whole(library):
+                return  # another process has built it meanwhile
+            _log.info("building %s (a few seconds, once)", library)
+            built = folder / library.name
             done = subprocess.run(
                 [*command, "-o", str(built)], capture_output=True, text=True, check=False, timeout=_TIMEOUT_S
             )
@@ -178,6 +163,6 @@ def _build(command: Sequence[str], library: Path) -> None:
                     (line for line in done.stderr.splitlines() if "error" in line), done.stderr[:300]
                 )
                 raise BuildError(f"{command[0]} failed: {first.strip()}; set CXX to another C++ compiler")
-            os.replace(built, library)
+            seal(built, library)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise BuildError(f"{library} can't be built ({error})") from error

@@ -17,6 +17,7 @@ import torch
 from specache_fx.runtime.decode_inputs import Lanes, layer_inputs, window_inputs
 from specache_fx.runtime.kernels import Expand
 from specache_fx.runtime.layer_cache import LayerCache
+from specache_fx.runtime.native.graph_ops import take_failure
 from specache_fx.runtime.plain_layers import PlainLayers, forget
 from specache_fx.runtime.select import AGGREGATIONS, select_topk
 from specache_fx.runtime.session import Session
@@ -38,7 +39,8 @@ class DecodeStep:
             lane whose mask can't be told: what it selects is void.
         expansions: By attention, where keys and values are computed from what is cached: see `DecodeInputs.expand`.
         missed: Batch rows that choose pairs, bool `[batch]`; the others keep those that are staged. None for all rows.
-        failure: What an operator failed with, where C++ called it.
+        shares: What the speculative token's scores weigh in the selection, float32 `[batch]` from 0 to 1; the output
+            token's weigh the rest. None: they are all of it (Algorithm 3).
         num_plain: Layers that C++ has run (`PlainLayers`).
     """
 
@@ -48,7 +50,7 @@ class DecodeStep:
     window_masks: dict[int, tuple[WindowMask | None, ...]] = field(default_factory=dict)
     expansions: dict[int, Expand] = field(default_factory=dict)
     missed: torch.Tensor | None = None
-    failure: BaseException | None = field(default=None, init=False)
+    shares: torch.Tensor | None = None
     num_plain: int = field(default=0, init=False)
     _scores: dict[int, tuple[torch.Tensor, int]] = field(default_factory=dict, init=False)
     _borrowed: dict[int, list[torch.Tensor]] = field(default_factory=dict, init=False)  # where scores may be
@@ -61,12 +63,12 @@ class DecodeStep:
         plain = failure = None
         forget()
         try:
-            plain = PlainLayers.get_ready(self.session) if self._is_plain else None
+            plain = PlainLayers.get_ready(self.session, self.shares) if self._is_plain else None
             _running[self.session.number] = self
             yield
-        except RuntimeError:
-            failure, self.failure = self.failure, None
-            if failure is None:
+        except BaseException as error:
+            failure = take_failure()
+            if failure is None or not isinstance(error, RuntimeError):
                 raise
         finally:
             if plain is not None:
@@ -136,8 +138,9 @@ class DecodeStep:
         rows = self._staged[layer] if staged and session.engine is not None and not self.predecoding else None
         key_mask = session.key_mask.grow(cache.kv_len)
         selects = session.engine is not None and not cache.resident
-        # Of the last lane, which selects; for the rates, of the first too, which tells what was needed.
-        scored = 0 if not selects else query.shape[0] if session.config.track_hit_rates else 1
+        # Of the last lane, which selects; of the first too where it has a share, or tells the rates what was needed.
+        both = session.config.track_hit_rates or self.shares is not None
+        scored = 0 if not selects else query.shape[0] if both else 1
         bias, buffers = self.biases.get(layer), session.score_buffers
         inputs = layer_inputs(lanes, cache, rows, key_mask, bias, scored, buffers)
         if inputs.scores_out is not None:
@@ -146,8 +149,8 @@ class DecodeStep:
         if not selects:
             return out
         if layer in self._scores:  # attentions that share a layer choose together
-            both = AGGREGATIONS[session.config.aggregation].of_attentions
-            scores = both(self._scores[layer][0], scores)
+            joined = AGGREGATIONS[session.config.aggregation].of_attentions
+            scores = joined(self._scores[layer][0], scores)
         self._scores[layer] = (scores, cache.num_quantized)
         return out
 
@@ -157,7 +160,9 @@ class DecodeStep:
             self.session.layers[layer].append(key, value)
 
     def select(self, layer: int) -> torch.Tensor:
-        """The pairs to prefetch: the top-k of the last lane's scores, int32 `[batch, num_kv_heads, top_k]`, -1 fills.
+        """The pairs to prefetch: the top-k by the lanes' scores (see `shares`).
+
+        Int32 `[batch, num_kv_heads, top_k]`, -1 fills.
 
         Chosen among the tokens that are quantised now: after this step's append, so that a group that it has just
         pushed out of the window can be fetched for the very next step.
@@ -168,7 +173,10 @@ class DecodeStep:
         assert isinstance(cache, LayerCache)
         if cache.sinks is not None:
             scores = cache.sinks.hide(scores)
-        chosen = session.select_pairs(scores[-1][..., : cache.num_quantized], config.top_k)
+        chooses = scores[-1]
+        if self.shares is not None:
+            chooses = torch.lerp(scores[0], chooses, self.shares[:, None, None])
+        chosen = session.select_pairs(chooses[..., : cache.num_quantized], config.top_k)
         ahead = config.lookahead != "none" and not self.predecoding
         if config.track_hit_rates and ahead and session.engine is not None and quantized_before:
             needed = scores[0][..., :quantized_before]

@@ -9,7 +9,7 @@ import torch
 from specache_fx.errors import CacheHandleError
 from specache_fx.runtime import handle as handles
 from specache_fx.runtime import registry
-from specache_fx.runtime.claims import ENDED, LEFT, MIXED, REORDERED, read_claim
+from specache_fx.runtime.claims import LEFT, MIXED, REORDERED, living, read_claim
 
 
 @registry.locked
@@ -33,9 +33,7 @@ def give_back(tensors: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
     real: dict[int, torch.Tensor] = {}
     for number, found in places.items():
         slots, order = zip(*sorted(found), strict=True)
-        issued = registry.by_code(number)
-        if issued is None:
-            raise CacheHandleError(ENDED)
+        issued = living(registry.by_code(number))
         shapes = issued.session.shapes
         swapped = [
             _has_tokens_first(tensors[place], shapes[slot // 2].num_kv_heads)
@@ -58,7 +56,7 @@ def _has_tokens_first(tensor: torch.Tensor, num_kv_heads: int) -> bool:
         CacheHandleError: If a copy has as many tokens as heads, which tells nothing.
     """
     if handles.is_laid_out(tensor):
-        return tensor.stride(2) == 0
+        return handles.has_tokens_first(tensor)
     if tensor.shape[1] == tensor.shape[2] and num_kv_heads > 1:
         raise CacheHandleError(REORDERED)
     return tensor.shape[1] != num_kv_heads

@@ -5,10 +5,11 @@ the handles of a session look at one storage, so storage identity names the sess
 last handle. It holds one row of `head_dim` elements per slot and batch row, where a handle's first token begins,
 then a ruler of about `kv_len` elements:
 
-    element [b, h, t, d] of slot s  =  storage[offset(s) + b * head_dim + t + d]
+    element [b, h, t, d] of slot s  =  storage[offset(s) + b * head_dim + 2 * h + t + d]
 
-Stride 0 over heads, stride 1 over tokens: cutting tokens off the end keeps the offset (a crop, which a session can
-follow), cutting off the oldest ones moves it (which it can't, and so must see).
+Stride 2 over heads, stride 1 over tokens: cutting tokens off the end keeps the offset (a crop, which a session can
+follow), cutting off the oldest ones moves it (which it can't, and so must see). No two heads are alike: a copy whose
+heads were permuted is no copy.
 
 Most elements are NaNs. Those of the rows have payload bits that spell (magic, session, slot, row, process), those of
 the ruler a sequence in which no stretch comes twice. They survive every copy, so that a copied cache, or one whose rows
@@ -16,7 +17,7 @@ were permuted, can be told from the original, and one whose tokens were chosen f
 Whatever reads a handle as if it were a KV cache gets NaN, never an answer that is a little wrong.
 
 NaNs survive arithmetic too. So every eighth element is a number: a cache that was scaled, clamped or averaged is no
-copy any more. Heads alone can't be told apart.
+copy any more. Code outside of graphs doesn't get so far: to it a handle is a `Handle` (`handle_tensor.py`).
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ MAX_SESSION = 1 << 24
 _FILLER = 0x2A  # payload of the NaNs behind a row's code: no computation makes such a one
 _NUMBER_EVERY = 8  # elements; heads have room for a number behind the code
 _SLACK = 512  # elements by which a ruler grows at least
+_HEAD_STRIDE = 2  # elements; not that of tokens, so that the two can be told apart
 
 
 @dataclass(frozen=True)
@@ -198,15 +200,15 @@ def matches(copies: Sequence[torch.Tensor], session: int, batch: int, rows: Sequ
             for slot, copy in enumerate(copies)
         ]
     )
-    longest = max(copy.shape[2] + copy.shape[3] for copy in copies)
+    longest = max(copy.shape[2] + copy.shape[3] + _HEAD_STRIDE * copy.shape[1] for copy in copies)
     storage = torch.cat([coded, _ruler(len(coded), len(coded) + longest, dtype)])
     storage = storage.view(_BOXES[dtype].integer).to(device)
     index, offset, same = torch.tensor(rows, device=device), 0, []
     for copy in copies:
-        _, _, kv_len, dim = copy.shape
-        issued = storage.as_strided((batch, kv_len, dim), (dim, 1, 1), offset)
+        _, heads, kv_len, dim = copy.shape
+        issued = storage.as_strided((batch, heads, kv_len, dim), (dim, _HEAD_STRIDE, 1, 1), offset)
         seen = copy.detach().view(_BOXES[dtype].integer)
-        same.append((seen == issued.index_select(0, index)[:, None]).all())
+        same.append((seen == issued.index_select(0, index)).all())
         offset += batch * dim
     return bool(torch.stack(same).all())
 
@@ -271,8 +273,27 @@ def resize(handle: torch.Tensor, kv_len: int) -> torch.Tensor:
 
 
 def is_laid_out(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has the strides of a handle, which no tensor of numbers has: heads 0, tokens and channels 1."""
-    return tensor.dim() == 4 and tensor.stride()[1:] in ((0, 1, 1), (1, 0, 1))
+    """Whether a tensor has the strides of a handle, which no tensor of numbers has: heads 2, tokens and channels 1."""
+    return tensor.dim() == 4 and tensor.stride()[1:] in ((_HEAD_STRIDE, 1, 1), (1, _HEAD_STRIDE, 1))
+
+
+def has_tokens_first(handle: torch.Tensor) -> bool:
+    """Whether a tensor that `is_laid_out` is `[batch, kv_len, num_kv_heads, head_dim]`."""
+    return handle.stride(2) == _HEAD_STRIDE
+
+
+def was_written(handle: torch.Tensor) -> bool:
+    """Whether somebody wrote into a handle, or into what it is a view of: `_look` has counted to 1."""
+    return handle._version > 1
+
+
+def is_whole(handle: torch.Tensor) -> bool:
+    """Whether the strides are those of a handle with heads first: all heads and tokens, one after the other."""
+    wanted = (handle.shape[3], _HEAD_STRIDE, 1, 1)
+    return all(
+        size <= 1 or stride == want
+        for size, stride, want in zip(handle.shape, handle.stride(), wanted, strict=True)
+    )
 
 
 def tokens_first(handle: torch.Tensor) -> torch.Tensor:
@@ -299,11 +320,12 @@ def _look(
 
     No view of another tensor: Dynamo traces a view with its base, whose size would be known to the graph.
     """
-    batch, _, kv_len, dim = shape
-    held, needed = storage.nbytes() // dtype.itemsize, offset + batch * dim + kv_len
+    batch, heads, kv_len, dim = shape
+    held = storage.nbytes() // dtype.itemsize
+    needed = offset + batch * dim + _HEAD_STRIDE * heads + kv_len
     if held < needed:
         capacity = needed + max(_SLACK, kv_len // 2)
         storage.resize_(capacity * dtype.itemsize)
         tail = torch.empty(0, dtype=dtype, device=device).set_(storage, held, (capacity - held,), (1,))
         tail.copy_(_ruler(held, capacity, dtype))
-    return torch.empty(0, dtype=dtype, device=device).set_(storage, offset, shape, (dim, 0, 1, 1))
+    return torch.empty(0, dtype=dtype, device=device).set_(storage, offset, shape, (dim, _HEAD_STRIDE, 1, 1))

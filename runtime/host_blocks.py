@@ -7,17 +7,16 @@ import errno
 import logging
 import mmap
 import os
-import resource
 import tempfile
 import weakref
 from abc import ABC, abstractmethod
 from math import prod
 
-import psutil
 import torch
 
 from specache_fx._log import warn_once
 from specache_fx.errors import ConfigError, HostMemoryError
+from specache_fx.runtime.machine_memory import available_bytes, disk_folder, memory_file_system
 
 logger = logging.getLogger(__name__)
 
@@ -39,14 +38,24 @@ def resolve_host(host: str, device: torch.device, nbytes: int = 0, host_dir: str
 
     Raises:
         ConfigError: If "pinned" is asked for without a CUDA device.
+        HostMemoryError: If there is too little memory for "auto", and the folder is in memory too.
     """
     if host == "auto":
         if nbytes >= _CHECKED_BYTES and nbytes > (available := available_bytes()):
+            folder = disk_folder(host_dir)
+            seen = (
+                f"The 16-bit KV pairs of this prompt take {nbytes:,} bytes, and {available:,} bytes of memory are"
+                " available"
+            )
+            if (kind := memory_file_system(folder)) is not None:
+                raise HostMemoryError(
+                    f"{seen}; {folder!r} is a {kind}, which is memory too. Give host_dir= a folder on a disk, or use a"
+                    " smaller batch or a shorter context."
+                )
             warn_once(
                 logger,
-                f"The 16-bit KV pairs of this prompt take {nbytes:,} bytes, and {available:,} bytes of memory are"
-                f" available: they go to a file under {host_dir or tempfile.gettempdir()!r}, which is slower. Choose"
-                ' the folder with host_dir=, or use host="disk" to have it always and without this warning.',
+                f"{seen}: they go to a file under {folder!r}, which is slower. Choose the folder with host_dir=, or use"
+                ' host="disk" to have it always and without this warning.',
             )
             return "disk"
         return "pinned" if device.type == "cuda" else "memory"
@@ -55,17 +64,10 @@ def resolve_host(host: str, device: torch.device, nbytes: int = 0, host_dir: str
     return host
 
 
-def available_bytes() -> int:
-    """Memory that this process can still get: what the machine has, within the process's limit on data."""
-    available = int(psutil.virtual_memory().available)
-    limit = resource.getrlimit(resource.RLIMIT_DATA)[0]
-    if limit != resource.RLIM_INFINITY:
-        available = min(available, max(limit - psutil.Process().memory_info().data, 0))
-    return available
-
-
 def check_host_dir(host: str, host_dir: str | None) -> None:
-    """Say at once, not in the first prompt, that the folder of a disk tier can't be used. Leaves nothing there.
+    """Say at once, not in the first prompt, that the folder of a disk tier can't be used, or is no disk's.
+
+    Leaves nothing there.
 
     Args:
         host: The option. A folder is needed for "disk", and for "auto" if one is given.
@@ -76,7 +78,13 @@ def check_host_dir(host: str, host_dir: str | None) -> None:
     """
     if host != "disk" and (host != "auto" or host_dir is None):
         return
-    folder = host_dir or tempfile.gettempdir()
+    folder = disk_folder(host_dir)
+    if (kind := memory_file_system(folder)) is not None:
+        warn_once(
+            logger,
+            f"The 16-bit KV pairs are to go to a file under {folder!r}, but that is a {kind}: memory, and no disk. Give"
+            ' host_dir= a folder on a disk, or use host="memory", which is faster.',
+        )
     try:
         os.close(_open_unnamed(folder))
     except OSError as error:
@@ -163,9 +171,11 @@ class DiskStore(BlockStore):
         self._closer: weakref.finalize[[int], DiskStore] | None = None
 
     def _allocate(self, shape: tuple[int, ...], dtype: torch.dtype, nbytes: int) -> torch.Tensor:
-        folder = self._host_dir or tempfile.gettempdir()
+        folder = disk_folder(self._host_dir)
         mapped = -(-nbytes // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
         try:
+            if memory_file_system(folder) is not None and mapped > (available := available_bytes()):
+                raise OSError(f"it is in memory, of which {available:,} bytes are available")
             if self._fd is None:
                 self._fd = _open_unnamed(folder)
                 self._closer = weakref.finalize(self, os.close, self._fd)

@@ -83,8 +83,9 @@ class HostCache:
         shapes: `(num_kv_heads, key_dim, value_dim)` of each layer.
         dtype: The KV dtype.
         host: "pinned", "memory" or "disk"; `resolve_host` turns "auto" into one of them.
-        host_dir: Folder for "disk"; the system's temporary folder by default.
-        block_tokens: Tokens that a layer grows by. The first block is sized for the first append (prefill).
+        host_dir: Folder for "disk"; see `machine_memory.disk_folder`.
+        block_tokens: Tokens that a layer grows by at most, unless more are appended at once. It grows by a quarter of
+            what it has room for; the first block is sized for the first append (prefill).
     """
 
     def __init__(
@@ -109,6 +110,12 @@ class HostCache:
     def nbytes(self) -> int:
         """Bytes reserved for all layers, filled or not."""
         return self._store.nbytes
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of the tokens that the layers hold."""
+        row_sizes = (rows.length * rows.num_kv_heads * rows.dim for rows in self._layers)
+        return self.batch * sum(row_sizes) * self.dtype.itemsize
 
     def length(self, layer: int) -> int:
         """Tokens that a layer holds."""
@@ -247,8 +254,8 @@ class HostCache:
         missing = tokens - rows.starts[-1]
         if missing <= 0:
             return
-        # The first block fits the prompt: a short one shouldn't reserve block_tokens in every layer.
-        wanted = missing if not rows.blocks else max(missing, self.block_tokens)
+        # The first block fits the prompt, and later ones what there is: a short cache shouldn't reserve many times it.
+        wanted = max(missing, min(self.block_tokens, rows.starts[-1] // 4))
         capacity = _aligned(wanted)
         block = self._store.allocate((self.batch, rows.num_kv_heads, capacity, rows.dim), self.dtype)
         rows.blocks.append(block)

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
+from specache_fx._log import warn_once
 from specache_fx.runtime.select import count_overlap
 
+logger = logging.getLogger(__name__)
+
 _BLOCK_STEPS = 256
+_HINT_STEPS, _HINT_RATE = 64, 0.1
 
 
 class Hits(NamedTuple):
@@ -51,6 +56,32 @@ class Hits(NamedTuple):
         return _rate(self.mass, self.best_mass)
 
 
+@dataclass(frozen=True)
+class SplitHits:
+    """The same steps, split by whether the speculative token was right; a step without one is in the whole alone.
+
+    Attributes:
+        all: Of all batch rows.
+        right: Of the batch rows whose token was the one speculated.
+        wrong: Of those whose token was another.
+        longest_miss_run: The most steps in a row in which one batch row's token was another, of those with a guess.
+    """
+
+    all: Hits
+    right: Hits
+    wrong: Hits
+    longest_miss_run: int
+
+    def plus(self, other: SplitHits) -> SplitHits:
+        """Both together."""
+        return SplitHits(
+            self.all.plus(other.all),
+            self.right.plus(other.right),
+            self.wrong.plus(other.wrong),
+            max(self.longest_miss_run, other.longest_miss_run),
+        )
+
+
 def _rate(part: float, whole: float) -> float | None:
     # Both masses are rounded sums.
     return min(part / whole, 1.0) if whole else None
@@ -71,6 +102,25 @@ class Step:
     hits: Hits
 
 
+@dataclass
+class _Counts:
+    """What one step counted; None where nothing was there to count.
+
+    Attributes:
+        missed: bool `[batch]`.
+        topk: float64 `[batch, 4]`, the last four of `Hits`.
+    """
+
+    missed: torch.Tensor | None = None
+    topk: torch.Tensor | None = None
+
+    @property
+    def batch(self) -> int | None:
+        """Rows that were counted."""
+        counted = self.missed if self.topk is None else self.topk
+        return None if counted is None else len(counted)
+
+
 class Metrics:
     """Counters of one session. A step counts when it is through: once, if it failed midway and was repeated.
 
@@ -87,27 +137,25 @@ class Metrics:
         self.steps = self.refetched_steps = 0
         self._keep_steps = keep_steps
         with torch.inference_mode(False):
-            # float64 in the order of `Hits`: sums of whole numbers stay exact.
-            self._total = torch.zeros(len(Hits._fields), dtype=torch.float64, device=device)
-        # The series: `kv_len` and `refetched` by step, and rows of counters; old ones are joined, since a device gives
-        # each tensor far more memory than six numbers take.
+            # float64 in the order of `Hits`, of all rows, of those guessed right, and wrong: whole numbers stay exact.
+            self._total = torch.zeros(3, len(Hits._fields), dtype=torch.float64, device=device)
+            self._longest = torch.zeros((), dtype=torch.int64, device=device)
+            self._run = self._longest.new_zeros(0)  # misses in a row up to now, int64 `[batch]`
+        # The series: `kv_len` and `refetched` by step, and rows of counters by block.
         self._told: list[tuple[int, bool]] = []
         self._blocks: list[torch.Tensor] = []
-        self._recent: list[torch.Tensor] = []
-        # Of steps that are through, not yet in the total: a step has no time for sums of so few numbers.
-        self._missed: list[torch.Tensor] = []
-        self._topks: list[torch.Tensor] = []
+        # Steps that are through, not yet in the total: a step has no time for sums of so few numbers.
+        self._recent: list[_Counts] = []
         self.begin_step()
 
     def begin_step(self) -> None:
         """Start to count a step, and forget what one counted that broke off."""
-        self._step_missed: torch.Tensor | None = None
-        self._step_topk: torch.Tensor | None = None  # float64, the last four of `Hits`
+        self._step = _Counts()
         self._refetched = False
 
     def count_token(self, missed: torch.Tensor) -> None:
         """Count the batch rows, bool `[batch]`, whose token was not the one speculated (exact hit rate). It is kept."""
-        self._step_missed = missed
+        self._step.missed = missed
 
     def count_refetch(self) -> None:
         """Note that the step's pairs were chosen anew."""
@@ -121,55 +169,97 @@ class Metrics:
             top_k: How many it would choose.
             staged: int32 `[batch, num_kv_heads, top_k]`, -1 fills.
         """
-        count_overlap(scores, top_k, staged, self.step_counts())
+        count_overlap(scores, top_k, staged, self.step_counts(len(scores)))
 
-    def step_counts(self) -> torch.Tensor:
-        """The last four of the step's `Hits` so far, float64 `[4]`, to be added to (`select.count_overlap`)."""
-        if self._step_topk is None:
-            self._step_topk = torch.zeros(4, dtype=torch.float64, device=self._total.device)
-        return self._step_topk
+    def step_counts(self, batch: int) -> torch.Tensor:
+        """The last four of the step's `Hits` so far, float64 `[batch, 4]`, to be added to (`select.count_overlap`)."""
+        if self._step.topk is None:
+            self._step.topk = torch.zeros(batch, 4, dtype=torch.float64, device=self._total.device)
+        return self._step.topk
 
     def end_step(self, kv_len: int) -> None:
         """Count the step: it is through, and the cache holds `kv_len` tokens."""
         self.steps += 1
         self.refetched_steps += self._refetched
+        if self._recent and self._step.batch not in (None, self._recent[-1].batch):
+            self._fold()  # what is summed together is of one batch size
+        self._recent.append(self._step)
         if self._keep_steps:
-            missed = [] if self._step_missed is None else [self._step_missed]
-            row = torch.cat([self._tokens(missed), self.step_counts()])
-            self._total = self._total + row
             self._told.append((kv_len, self._refetched))
-            self._recent.append(row)
-            if len(self._recent) == _BLOCK_STEPS:
-                self._blocks.append(torch.stack(self._recent))
-                self._recent = []
-        else:
-            if self._step_missed is not None:
-                self._missed.append(self._step_missed)
-            if self._step_topk is not None:
-                self._topks.append(self._step_topk)
-            if _BLOCK_STEPS in (len(self._missed), len(self._topks)):
-                self._total, self._missed, self._topks = self._sum(), [], []
+        if len(self._recent) == _BLOCK_STEPS:
+            self._fold()
+        # Elsewhere the host would wait for the device: `stats()` does.
+        if self.steps == _HINT_STEPS and self._total.device.type == "cpu":
+            self.split()
         self.begin_step()
 
-    def _tokens(self, missed: list[torch.Tensor]) -> torch.Tensor:
-        """The first two of `Hits`, float64 `[2]`."""
-        if not missed:
-            return self._total.new_zeros(2)
-        rows = torch.cat(missed)
-        return torch.stack([(~rows).sum(), torch.ones_like(rows).sum()]).to(torch.float64)
+    def _fold(self) -> None:
+        """Bring the newest steps into the total."""
+        self._total, self._longest, self._run = self._sum()
+        if self._keep_steps:
+            self._blocks.append(self._rows())
+        self._recent = []
 
-    def _sum(self) -> torch.Tensor:
-        topks = torch.stack([self._total.new_zeros(4), *self._topks]).sum(0)
-        return self._total + torch.cat([self._tokens(list(self._missed)), topks])
+    def _sum(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The total, the longest run of misses and the runs up to now, with the newest steps."""
+        total, longest, run = self._total.clone(), self._longest, self._run
+        if topks := [step.topk for step in self._recent if step.topk is not None]:
+            total[0, 2:] += torch.cat(topks).sum(0)
+        guessed = [step.missed for step in self._recent if step.missed is not None]
+        if not guessed:
+            return total, longest, run
+        missed = torch.stack(guessed)  # [steps, batch]
+        checked = torch.stack([(~missed).sum(), missed.sum()]).to(torch.float64)
+        total[0, :2] += torch.stack([checked[0], checked.sum()])
+        total[1, :2] += checked[0]
+        total[2, 1] += checked[1]
+        both = [step for step in self._recent if step.missed is not None and step.topk is not None]
+        if both:
+            wrong = torch.cat([step.missed for step in both]).to(torch.float64)[:, None]  # type: ignore[misc]
+            counts = torch.cat([step.topk for step in both])  # type: ignore[misc]
+            total[1, 2:] += (counts * (1 - wrong)).sum(0)
+            total[2, 2:] += (counts * wrong).sum(0)
+        steps = torch.arange(1, len(missed) + 1, device=missed.device)[:, None]
+        last_hit = torch.where(missed, 0, steps).cummax(dim=0).values
+        before = run if run.shape == missed.shape[1:] else torch.zeros_like(missed[0], dtype=torch.int64)
+        runs = steps - last_hit + torch.where(last_hit == 0, before, 0)
+        return total, torch.maximum(longest, runs.max()), runs[-1]
+
+    def _rows(self) -> torch.Tensor:
+        """The newest steps' counters, float64 `[steps, 6]`."""
+        rows = self._total.new_zeros(len(self._recent), len(Hits._fields))
+        for row, step in zip(rows, self._recent, strict=True):
+            if step.missed is not None:
+                row[0], row[1] = (~step.missed).sum(), len(step.missed)
+            if step.topk is not None:
+                row[2:] = step.topk.sum(0)
+        return rows
 
     @property
     def hits(self) -> Hits:
         """Of all steps; waits for the device."""
+        return self.split().all
+
+    def split(self) -> SplitHits:
+        """Of all steps, and of those guessed right and wrong; waits for the device. Says once if nearly none is."""
         with torch.inference_mode(False), torch.no_grad():
-            return Hits(*self._sum().tolist())
+            total, longest, _ = self._sum()
+            every, right, wrong = (Hits(*row) for row in total.tolist())
+            found = SplitHits(every, right, wrong, int(longest))
+        rate = found.all.exact_rate
+        if self.steps >= _HINT_STEPS and rate is not None and rate < _HINT_RATE:
+            warn_once(
+                logger,
+                f"Fewer than {_HINT_RATE:.0%} of the speculative tokens are right after {_HINT_STEPS} decode steps, so"
+                " pairs are prefetched for tokens that don't come. Compare lookahead='query' and on_miss='refetch' on"
+                " this model and text; specache_fx.stats(cache) has the rates.",
+            )
+        return found
 
     def series(self) -> list[Step]:
         """Each step in the order in which they ran, where they are kept; waits for the device."""
-        recent = [torch.stack(self._recent)] if self._recent else []
-        rows = torch.cat(self._blocks + recent).tolist() if self._told else []
+        if not self._told:
+            return []
+        with torch.inference_mode(False), torch.no_grad():
+            rows = torch.cat([*self._blocks, self._rows()]).tolist()
         return [Step(*told, Hits(*row)) for told, row in zip(self._told, rows, strict=True)]

@@ -10,7 +10,7 @@ tensors of static shape. What grows with the context stays in the session: `stag
     decode    wait_prefetch -> quantized_attention -> append -> topk -> prefetch, or all as one: layer_step
 
 `products` touches no session: a few rows times weights. On the CPU it and `layer_step` are C++ once
-`runtime/native/graph_ops.py` has loaded that; `layer_step` calls `layer_operators` where it doesn't do a step itself.
+`runtime/native/graph_ops.py` has loaded that; `layer_step` calls `_layer_operators` where it doesn't do a step itself.
 
 `attention` and `attention_lanes` are markers: passes put the first where an attention was, `torch.vmap` turns it
 into the second, and a later pass replaces either. Neither runs.
@@ -27,6 +27,7 @@ from torch import Tensor
 
 from specache_fx.runtime import decode_step, registry
 from specache_fx.runtime.decode_step import DecodeStep
+from specache_fx.runtime.native import graph_ops
 from specache_fx.runtime.native.products import by_blas
 from specache_fx.runtime.tracing import span
 
@@ -36,6 +37,8 @@ _FORM = "float? softcap=None, Tensor? sinks=None, int? expansion=None, int? valu
 
 # `Library.define` and `impl` cost 3 us a call where `custom_op` costs 13 to 16; a decode step makes up to five a layer.
 _library = torch.library.Library("specache", "DEF")
+_ARGUMENTS = "Tensor, Tensor, Tensor, Tensor, int, float, float?, Tensor?, int?, int?"  # of `layer_step`
+_ANY = torch.empty(0)  # tells the dispatcher where to look
 
 
 def _define(schema: str, real: Callable[..., Any], fake: Callable[..., Any]) -> None:
@@ -159,13 +162,9 @@ def _layer_step(
     return out
 
 
-def _layer_operators(query: Tensor, key: Tensor, value: Tensor, state: Tensor, *rest: Any) -> Tensor:
-    """What `layer_step` in C++ calls where it can't do a step itself. Errors would not come through as they are."""
-    try:
-        return _layer_step(query, key, value, state, *rest)
-    except BaseException as error:
-        decode_step.by_state(state).failure = error
-        return query.new_empty(0)
+def _layer_operators() -> None:
+    """What `layer_step` in C++ calls where it can't do a step itself."""
+    torch.ops.specache.layer_result(_layer_step(*torch.ops.specache.layer_arguments(_ANY)))
 
 
 def _layer_step_fake(
@@ -205,11 +204,10 @@ _define(
     _layer_step,
     _layer_step_fake,
 )
-_define(
-    f"layer_operators({_SIDES}, Tensor(a!) state, int layer, float scale, {_FORM}) -> Tensor",
-    _layer_operators,
-    _layer_step_fake,
-)
+# Of C++ alone, for `_layer_operators`; no graph has them.
+_library.define(f"layer_arguments(Tensor any) -> ({_ARGUMENTS})")
+_library.define("layer_result(Tensor out) -> ()")
+graph_ops.run_layers_by(_layer_operators)
 _define("products(Tensor rows, Tensor[] weights) -> Tensor[]", by_blas, _products_fake)
 
 

@@ -67,12 +67,18 @@ class PlainLayer:
         self.address = ctypes.addressof(self.c)
         self._scores = batch * num_kv_heads
 
-    def num_scores(self, kv_len: int, counted: bool) -> int:
+    def num_scores(self, kv_len: int, all_lanes: bool) -> int:
         """How many numbers a step's selection scores are."""
-        return (self.c.lanes if counted else 1) * self._scores * (kv_len + 1)
+        return (self.c.lanes if all_lanes else 1) * self._scores * (kv_len + 1)
 
     def get_ready(
-        self, copy: SharedCopy, window_len: int, threads: int, scores: int, counts: int | None
+        self,
+        copy: SharedCopy,
+        window_len: int,
+        threads: int,
+        scores: int,
+        counts: int | None,
+        shares: int | None,
     ) -> None:
         """Fill in what differs from step to step.
 
@@ -82,10 +88,12 @@ class PlainLayer:
             threads: Of PyTorch.
             scores: Address of memory to work in: float32, `num_scores` of them or more.
             counts: Address of `Metrics.step_counts`; None for not to count.
+            shares: Address of `DecodeStep.shares`; None for none.
         """
         inputs = self.prepared.arguments
         inputs.window_len, inputs.independent_lanes = window_len, False
-        inputs.scores, inputs.scored_lanes = scores, 1 if counts is None else self.c.lanes
+        inputs.scores, inputs.shares = scores, shares
+        inputs.scored_lanes = 1 if counts is None and shares is None else self.c.lanes
         inputs.threads = threads
         self._rest.counts = counts
         self.c.start, self.c.copy = copy.starter
@@ -110,8 +118,12 @@ class PlainLayers:
     """
 
     @classmethod
-    def get_ready(cls, session: Session) -> Self | None:
+    def get_ready(cls, session: Session, shares: torch.Tensor | None) -> Self | None:
         """Tell C++ of the layers that it may run next on this thread; None where there are none.
+
+        Args:
+            session: Whose.
+            shares: See `DecodeStep`; they stay until `end`.
 
         Raises:
             Exception: What a layer's last copy failed with.
@@ -128,24 +140,42 @@ class PlainLayers:
             if isinstance(cache, LayerCache)
             and (plain := _plain(kernel, cache, engine, i, functions)) is not None
         }
-        return cls(session, layers, library) if layers else None
+        return cls(session, layers, library, shares) if layers else None
 
-    def __init__(self, session: Session, layers: dict[int, PlainLayer], library: ctypes.CDLL) -> None:
+    def __init__(
+        self,
+        session: Session,
+        layers: dict[int, PlainLayer],
+        library: ctypes.CDLL,
+        shares: torch.Tensor | None,
+    ) -> None:
         self.num_run = 0
         self._session, self._layers = session, layers
         engine = session.engine
         assert engine is not None
-        counts = session.metrics.step_counts().data_ptr() if session.config.track_hit_rates else None
+        counts = None
+        if session.config.track_hit_rates:
+            assert session.batch is not None
+            counts = session.metrics.step_counts(session.batch).data_ptr()
         # One after the other: they share the memory.
         kv_len = max(session.layers[i].kv_len for i in layers)
-        size = max(plain.num_scores(kv_len, counts is not None) for plain in layers.values())
+        size = max(
+            plain.num_scores(kv_len, counts is not None or shares is not None) for plain in layers.values()
+        )
         self._scores = session.score_buffers.take_flat(size)
         threads, scores = torch.get_num_threads(), self._scores.data_ptr()
         pointers = (ctypes.c_void_p * len(session.layers))()
         for i, plain in layers.items():
             cache = session.layers[i]
             assert isinstance(cache, LayerCache)
-            plain.get_ready(engine.expect(i), cache.window_len, threads, scores, counts)
+            plain.get_ready(
+                engine.expect(i),
+                cache.window_len,
+                threads,
+                scores,
+                counts,
+                None if shares is None else shares.data_ptr(),
+            )
             pointers[i] = plain.address
         told = graph_ops.LayersC(session.number, len(pointers), ctypes.addressof(pointers))
         _told.memory = told, pointers, layers, library

@@ -1,17 +1,16 @@
 """Which sessions there are, and whose a handle is.
 
-The registry holds sessions by the storage of their handles, weakly: once the last handle is gone, so is the session,
-at the next forward pass (a cache that is reordered or copied drops all its old handles before it uses the new ones).
+A session ends with the last of its handles, their views and copies (`Lease`), wherever that is dropped. A cache that
+is reordered drops all its old handles before it uses the new ones: these are copies, and keep the session.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
-import sys
 import threading
-import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ParamSpec, TypeVar
@@ -22,6 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from specache_fx.config import SpecacheConfig
 from specache_fx.runtime import handle as handles
+from specache_fx.runtime.handle_tensor import Handle, Lease, bare, mark
 from specache_fx.runtime.session import LayerShape, Session
 
 P = ParamSpec("P")
@@ -51,16 +51,16 @@ _codes = itertools.count(1)
 _issues: dict[int, Issue] = {}  # by the code that the handles carry
 _by_storage: dict[int, Issue] = {}  # those whose handles live
 _open: WeakValueDictionary[int, Session] = WeakValueDictionary()  # also those in their first prefill
+_ended: deque[Session] = deque()  # whose last handle is gone, and which are still to be closed
 _lock = threading.RLock()  # generations may run in threads, each with a cache of its own
-_PATIENCE_S = 60.0  # how long a cache that another thread ran may be nothing but copies
 
 
 def locked(function: Callable[P, R]) -> Callable[P, R]:
-    """One thread at a time in all functions that are so marked."""
+    """One thread at a time in all functions that are so marked; handles are plain tensors in there."""
 
     @functools.wraps(function)
     def alone(*args: P.args, **kwargs: P.kwargs) -> R:
-        with _lock:
+        with _lock, bare():
             return function(*args, **kwargs)
 
     return alone
@@ -82,8 +82,7 @@ def by_state(state: torch.Tensor) -> Session:
 
 
 def touch(session: Session) -> None:
-    """Note that this thread runs a session now; ops find it from then on."""
-    session.thread, session.used_at = threading.get_ident(), time.monotonic()
+    """Have ops find a session from now on."""
     _open[session.number] = session
 
 
@@ -125,36 +124,68 @@ def issue(session: Session) -> list[torch.Tensor]:
 
 def resized(session: Session, made: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """A session's handles at its present length; each call gets them from here."""
-    lengths = session.handle_lengths()
-    newest = [handles.resize(tensor, length) for tensor, length in zip(made, lengths, strict=True)]
+    lengths, lease = session.handle_lengths(), _lease(session)
+    with bare():
+        newest: list[torch.Tensor] = [
+            mark(handles.resize(tensor, length), lease) for tensor, length in zip(made, lengths, strict=True)
+        ]
     session.newest = weakref.ref(newest[0])
     return newest
 
 
+def _lease(session: Session) -> Lease:
+    """What all handles of a session hold."""
+    lease = session.lease() if session.lease is not None else None
+    if lease is None:
+        lease = Lease(session)
+        session.lease = weakref.ref(lease)
+        weakref.finalize(lease, _end, session).atexit = False
+    return lease
+
+
+def _end(session: Session) -> None:
+    """Free a session whose last handle is gone.
+
+    Runs wherever that was dropped, in a garbage collection too: it must not wait for a lock, nor change the registry
+    under a function of it that this thread is in. Then the next forward pass frees the session.
+    """
+    _ended.append(session)
+    if not _lock._is_owned() and _lock.acquire(blocking=False):  # type: ignore[attr-defined]
+        try:
+            sweep()
+        finally:
+            _lock.release()
+
+
 @locked
 def sweep() -> None:
-    """Free the sessions whose last handle is gone.
-
-    Those that another living thread ran last only after a while: it may be reordering its cache just now.
-    """
-    recent = time.monotonic() - _PATIENCE_S
-    for key in [key for key, issued in _by_storage.items() if issued.storage.expired()]:
-        session = _by_storage[key].session
-        own = session.thread == threading.get_ident()
-        if not own and session.used_at > recent and session.thread in sys._current_frames():
-            continue
-        del _by_storage[key]
-        if any(issued.session is session for issued in _by_storage.values()):
-            continue
+    """Free the sessions whose last handle is gone and which are still there, and forget storages that are gone."""
+    while _ended:
+        session = _ended.popleft()
         session.close()
         forget(issues_of(session))
+    for key in [key for key, issued in _by_storage.items() if issued.storage.expired()]:
+        del _by_storage[key]
 
 
 @locked
 def find(tensor: torch.Tensor) -> Session | None:
-    """The live session of a handle, or None (`stats()`)."""
+    """The session of a handle or a copy of one, which may be released; None for what is neither."""
     issued = issue_of(tensor)
-    return None if issued is None else issued.session
+    if issued is not None:
+        return issued.session
+    session = tensor.lease.session if isinstance(tensor, Handle) else None
+    assert session is None or isinstance(session, Session)
+    return session
+
+
+@locked
+def release(session: Session, tensors: Sequence[torch.Tensor]) -> None:
+    """Free a session whose handles, or copies of them, are among `tensors`; not for copies alone if handles live."""
+    originals = any(issued.session is session for issued in map(issue_of, tensors) if issued is not None)
+    if originals or not is_held(session):
+        with session.lock:  # a step may be under way in another thread
+            session.close()
 
 
 def issue_of(tensor: torch.Tensor) -> Issue | None:

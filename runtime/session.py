@@ -18,6 +18,7 @@ from specache_fx.config import SpecacheConfig
 from specache_fx.errors import CacheHandleError, UnsupportedGraphError
 from specache_fx.runtime.copy_engine import CopyEngine
 from specache_fx.runtime.handle import MAX_SESSION
+from specache_fx.runtime.handle_tensor import Lease
 from specache_fx.runtime.host_cache import HostCache, resolve_host
 from specache_fx.runtime.kernels import choose_kernel
 from specache_fx.runtime.key_mask import KeyMask
@@ -26,9 +27,14 @@ from specache_fx.runtime.metrics import Metrics
 from specache_fx.runtime.quant import make_quantizer
 from specache_fx.runtime.score_buffers import ScoreBuffers
 from specache_fx.runtime.select import make_selector
+from specache_fx.runtime.token_history import TokenHistory
 from specache_fx.runtime.window_cache import WindowCache
 
 _numbers = itertools.count(1)
+
+# The weight of the speculative token's scores in the selection; the output token's have the rest. Chosen by the
+# attention captured in trials on one model (SmolLM2): more than by either token's scores alone.
+SHARE_AFTER_HIT, SHARE_AFTER_MISS = 0.8, 0.4
 
 
 @dataclass(frozen=True)
@@ -84,11 +90,11 @@ class Session:
         self.speculative_token: torch.Tensor | None = None  # what lane 1 decodes next
         # What it decoded last: a guess at the next output token.
         self.guessed_token: torch.Tensor | None = None
+        self.tokens = TokenHistory(device) if config.on_miss == "recover" else None
         self.staged_for: int | None = None  # the length at which the staged pairs are those of the next token
         # Who uses it.
         self.closed = False
-        self.thread: int | None = None  # that ran it last
-        self.used_at = 0.0  # `time.monotonic()` then
+        self.lease: weakref.ref[Lease] | None = None  # of its handles; it ends with that
         self.lock = threading.RLock()  # held while a step runs: a fork in another thread waits for its end
         # The first of the handles that were returned last.
         self.newest: weakref.ref[torch.Tensor] | None = None
@@ -196,6 +202,8 @@ class Session:
                 self.engine.reset(i)
             layer.truncate(kv_len)
         self.key_mask.crop(kv_len)
+        if self.tokens is not None:
+            self.tokens.crop(kv_len)
         self.kv_len = kv_len
         self.forget_lookahead()
 
@@ -230,6 +238,8 @@ class Session:
 
     def _take_rows(self, source: Session, index: torch.Tensor) -> None:
         self.key_mask.take(source.key_mask, index)
+        if self.tokens is not None and source.tokens is not None:
+            self.tokens.take(source.tokens, index)
         for name in ("speculative_token", "guessed_token"):
             value = getattr(source, name)
             setattr(self, name, None if value is None else value.index_select(0, index))
@@ -238,8 +248,40 @@ class Session:
         """What was speculated is void: the tokens to come are others (extend, crop, a new run of decode steps)."""
         self.staged_for = self.speculative_token = self.guessed_token = None
 
-    def advance(self, num_tokens: int, decoded: bool) -> None:
-        """A forward pass of `num_tokens` went through; after a decode step the staged pairs fit the next one."""
+    def recover(self, token: torch.Tensor, missed: torch.Tensor) -> torch.Tensor:
+        """Go on where some rows' tokens were not the speculated ones; nothing waits for the device.
+
+        The speculative token of such a row is a guess at what follows another token. Where the newest tokens stood
+        before in the sequence, what followed there is the better guess.
+
+        Args:
+            token: The output token, `[batch, 1]` or of as many elements.
+            missed: bool, of its shape.
+
+        Returns:
+            `DecodeStep.shares`.
+        """
+        assert self.tokens is not None and self.speculative_token is not None
+        self.tokens.append(token.reshape(-1, 1), self.kv_len)
+        if missed.is_cuda or bool(missed.any()):
+            following, found = self.tokens.following()
+            guess = following.reshape(token.shape).to(token.dtype)
+            self.speculative_token = torch.where(
+                missed & found.reshape(token.shape), guess, self.speculative_token
+            )
+        shares = torch.where(missed.reshape(-1), SHARE_AFTER_MISS, SHARE_AFTER_HIT)
+        return shares.to(torch.float32)  # else of the default dtype, which is the user's
+
+    def advance(self, num_tokens: int, decoded: bool, tokens: torch.Tensor | None = None) -> None:
+        """A forward pass of `num_tokens` went through; after a decode step the staged pairs fit the next one.
+
+        Args:
+            num_tokens: How many they were.
+            decoded: Whether it was a decode step.
+            tokens: Which, integers `[batch, num_tokens]`, where the graph takes tokens.
+        """
+        if self.tokens is not None and tokens is not None:
+            self.tokens.append(tokens, self.kv_len)
         self.kv_len += num_tokens
         self.staged_for = self.kv_len if decoded else None
         if decoded:
@@ -268,6 +310,11 @@ class Session:
         return 0 if self.host is None else self.host.nbytes
 
     @property
+    def host_used_bytes(self) -> int:
+        """Bytes of these that hold pairs."""
+        return 0 if self.host is None else self.host.used_bytes
+
+    @property
     def full_bytes(self) -> int:
         """Bytes that the whole cache would take on the device in the model's dtype."""
         elements = sum(
@@ -285,11 +332,13 @@ class Session:
     def close(self) -> None:
         """Free every tier; twice is fine."""
         self.closed = True
+        self.forget_lookahead()
         if self.engine is not None:
             self.engine.close()
         if self.host is not None:
             self.host.close()
         self.layers, self.host, self.engine, self.score_buffers = [], None, None, ScoreBuffers()
+        self.key_mask = KeyMask()
 
 
 def _take(mine: LayerCache | WindowCache, theirs: LayerCache | WindowCache, rows: torch.Tensor) -> None:

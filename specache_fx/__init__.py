@@ -22,7 +22,7 @@ from specache_fx.errors import (
 )
 
 if TYPE_CHECKING:
-    from specache_fx.api import compile, stats
+    from specache_fx.api import compile, release, stats
     from specache_fx.chrome_trace import trace
     from specache_fx.explanation import Explanation, explain
     from specache_fx.session_stats import SessionStats, StepHits
@@ -41,6 +41,7 @@ __all__ = [
     "UnsupportedGraphError",
     "compile",
     "explain",
+    "release",
     "stats",
     "trace",
 ]
@@ -51,6 +52,7 @@ _LAZY = {
     "SessionStats": "specache_fx.session_stats",
     "StepHits": "specache_fx.session_stats",
     "compile": "specache_fx.api",
+    "release": "specache_fx.api",
     "stats": "specache_fx.api",
     "Explanation": "specache_fx.explanation",
     "explain": "specache_fx.explanation",

@@ -1,4 +1,4 @@
-"""The public functions: `compile` and `stats`."""
+"""The public functions: `compile`, `stats` and `release`."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ Module = TypeVar("Module", bound=nn.Module)
 def compile(module: Module, **options: Any) -> Module:
     """Compile a model with this backend so that its `generate()` uses it.
 
-    For a module, the same as `module.compile(backend="specache", options=options)`. `torch.compile(module)` returns a
-    wrapper whose `generate()` belongs to the module inside and so runs uncompiled; given such a wrapper, this makes
-    the module inside run the wrapper's compiled forward.
+    For a module, the same as `module.compile(backend="specache", options=options)`, and the same for each module inside
+    that has a `generate()` of its own: that of a wrapper (a PEFT model) calls the one inside. `torch.compile(module)`
+    returns a wrapper whose `generate()` belongs to the module inside and so runs uncompiled; given such a wrapper, this
+    compiles the module inside, and those in it, as the wrapper is.
 
     Args:
         module: A model, or what `torch.compile(model, backend="specache")` returned.
@@ -50,7 +51,8 @@ def compile(module: Module, **options: Any) -> Module:
         check_names(config)
         if config.placement.offload:
             check_host_dir(config.host, config.host_dir)
-        module.compile(backend="specache", options=options)
+        for each in _with_generators(module):
+            each.compile(backend="specache", options=options)
         return module
     if options:
         raise ConfigError(
@@ -64,9 +66,14 @@ def compile(module: Module, **options: Any) -> Module:
             f'This module was compiled with backend {name!r}, not with "specache". Give specache_fx.compile() the'
             " module that is not compiled."
         )
-    inner: Any = module._orig_mod
-    inner._compiled_call_impl = module.dynamo_ctx(inner._call_impl)
+    for inner in _with_generators(module._orig_mod):
+        inner._compiled_call_impl = module.dynamo_ctx(inner._call_impl)
     return module
+
+
+def _with_generators(module: nn.Module) -> list[Any]:
+    """A module and those inside whose class has a `generate()`: they are called by that, past the module around."""
+    return [each for each in module.modules() if each is module or hasattr(type(each), "generate")]
 
 
 def _backend_of(module: OptimizedModule) -> Any:
@@ -91,18 +98,49 @@ def stats(past_key_values: Any) -> SessionStats:
     Raises:
         CacheHandleError: If there is no tensor of this backend in it.
     """
+    sessions = _sessions(past_key_values, "stats")
+    if any(session.closed for session in sessions):
+        raise CacheHandleError(
+            "The KV cache that stats() was given was released: nothing of it is left to count."
+        )
+    return summarise(sessions)
+
+
+def release(past_key_values: Any) -> None:
+    """Free all that a KV cache takes, on the device and on the host, now.
+
+    A cache is freed by itself as soon as the last of its tensors, and of their copies and views, is dropped: `del out`
+    is enough where nothing else holds them. The call that compiles a model's first decode step leaves a reference cycle
+    of Dynamo's around its cache, which goes with `gc.collect()`. This is for caches that something still holds.
+
+    Whoever uses a released cache, or a copy of it, gets a `CacheHandleError`, and so does `stats()`. To release it
+    again does nothing, nor to release a copy whose original is held. A copy that a model has gone on from is a cache of
+    its own. A step that another thread runs is waited for.
+
+    Args:
+        past_key_values: As for `stats`.
+
+    Raises:
+        CacheHandleError: If there is no tensor of this backend in it.
+    """
+    for session in _sessions(past_key_values, "release"):
+        registry.release(session, list(_tensors(past_key_values)))
+
+
+def _sessions(past_key_values: Any, function: str) -> list[Session]:
+    """The sessions that the tensors of a cache belong to."""
     sessions: dict[int, Session] = {}
     for tensor in _tensors(past_key_values):
         if (session := registry.find(tensor)) is not None:
             sessions[session.number] = session
     if not sessions:
         raise CacheHandleError(
-            "There is no KV cache of specache in what stats() was given. Give it the past_key_values of a compiled"
-            " model, such as model.generate(..., return_dict_in_generate=True).past_key_values. If this is one: the"
-            " generate() of what torch.compile(model) returned runs uncompiled (use specache_fx.compile() or"
+            f"There is no KV cache of specache in what {function}() was given. Give it the past_key_values of a"
+            " compiled model, such as model.generate(..., return_dict_in_generate=True).past_key_values. If this is"
+            " one: the generate() of what torch.compile(model) returned runs uncompiled (use specache_fx.compile() or"
             " model.compile()), or the model's attention was left alone (specache_fx.explain() says why)."
         )
-    return summarise(list(sessions.values()))
+    return list(sessions.values())
 
 
 def _tensors(tree: Any, depth: int = 4) -> Iterator[torch.Tensor]:

@@ -12,7 +12,7 @@ from torch.fx import GraphModule
 from specache_fx._log import forget_warnings, warn_once
 from specache_fx.config import SpecacheConfig
 from specache_fx.decode_runner import Decode
-from specache_fx.errors import ConfigError, UnsupportedGraphError
+from specache_fx.errors import ConfigError, SpecacheError, UnsupportedGraphError
 from specache_fx.lowering import Compiled, example_state, lower
 from specache_fx.passes.base import PassState, Phase, alike
 from specache_fx.passes.graph_edit import copy_graph
@@ -25,11 +25,13 @@ from specache_fx.passes.graph_utils import (
     value_of,
 )
 from specache_fx.passes.pipeline import CAPTURE_PASSES, Observer, run_passes
+from specache_fx.progress import announced
 from specache_fx.recompile_limit import make_room
-from specache_fx.runners import Extend, LeftAlone, Prefill, TokensFirst, swap_inputs
+from specache_fx.retrace import trace_as_growing
+from specache_fx.runners import Extend, LeftAlone, Prefill, Refused, TokensFirst, swap_inputs
 from specache_fx.runtime.handle import is_laid_out
 from specache_fx.runtime.host_blocks import check_host_dir, resolve_host
-from specache_fx.runtime.kernels import check_kernel, choose_kernel
+from specache_fx.runtime.kernels import LayerForm, check_forms, check_kernel, choose_kernel
 from specache_fx.runtime.quant import make_quantizer
 from specache_fx.runtime.select import make_selector
 
@@ -63,6 +65,9 @@ class Backend:
     ) -> Compiled:
         """Compile one graph of Dynamo's.
 
+        Under `torch._dynamo.config.suppress_errors` an error here would be swallowed, and the model run uncompiled: a
+        refusal is raised by what is returned then.
+
         Args:
             gm: The graph. It is copied, never edited.
             example_inputs: Its inputs.
@@ -75,6 +80,21 @@ class Backend:
             UnsupportedGraphError: Under `strict=True`, if an attention can't be rewritten; or if Dynamo is about to
                 give this model up (see `make_room`).
         """
+        try:
+            return self._compile(gm, example_inputs, options, mode, observe)
+        except SpecacheError as error:
+            if not torch._dynamo.config.suppress_errors:
+                raise
+            return Refused(error)
+
+    def _compile(
+        self,
+        gm: GraphModule,
+        example_inputs: Sequence[Any],
+        options: Mapping[str, Any] | SpecacheConfig | None,
+        mode: str | None,
+        observe: Observer | None,
+    ) -> Compiled:
         if mode is not None:
             raise ConfigError(
                 f'mode={mode!r} is not supported by backend="specache": its options are set with options={{...}}.'
@@ -96,6 +116,7 @@ class Backend:
             return self._without_cache(gm, example_inputs, state, observe, "torch.autocast is on", remedy)
         rewritten = copy_graph(gm)
         rewritten = run_passes(rewritten, state, CAPTURE_PASSES, observe)
+        trace_as_growing(gm, state.fixed_sizes)
         self._report(state)
         state.other_kv_inputs = [i for i in _kv_inputs(gm) if i not in state.past_inputs]
         if state.phase is Phase.NO_CACHE:
@@ -116,11 +137,14 @@ class Backend:
         config = state.config
         kv = value_of(state.sites[0].new_key)
         choose_kernel(config.kernel, kv.device)
+        check_forms(config.kernel, _forms(state))
         if state.phase is Phase.DECODE:
             return Decode(rewritten, state, observe)
         if state.phase is Phase.PREFILL and config.placement.offload:  # where sessions are made
             check_host_dir(config.host, config.host_dir)
-        compiled = lower(rewritten, [*example_inputs, example_state()], config.lowering)
+        what = "the prompt" if state.phase is Phase.PREFILL else "the next turn"
+        with announced(what, config.lowering, len(state.owners)):
+            compiled = lower(rewritten, [*example_inputs, example_state()], config.lowering)
         if state.phase is Phase.PREFILL:
             return Prefill(compiled, state, kv.dtype, kv.device)
         return Extend(compiled, state)
@@ -154,7 +178,9 @@ class Backend:
     def _left_alone(self, gm: GraphModule, inputs: Sequence[Any], state: PassState) -> Compiled:
         # Dynamo makes a graph for the layout of handles, which runs once: the cache that it returns is of numbers.
         once = any(is_laid_out(inputs[i]) for i in state.other_kv_inputs)
-        return LeftAlone(lower(gm, inputs, "eager" if once else state.config.lowering), state)
+        lowering = "eager" if once else state.config.lowering
+        with announced("a graph that is left alone", lowering):
+            return LeftAlone(lower(gm, inputs, lowering), state)
 
     def _report(self, state: PassState) -> None:
         if state.refusals and state.config.strict:
@@ -167,6 +193,25 @@ class Backend:
             len(state.sites),
             len(state.refusals),
         )
+
+
+def _forms(state: PassState) -> list[LayerForm]:
+    """What a kernel will be asked for by a graph's attentions, one lane's query a token."""
+    config, sites = state.config, state.sites
+    resident = sorted({site.layer for site in sites if site.window is None})[: config.resident_layers]
+    return [
+        LayerForm(
+            frozenset({value_of(site.query).dtype, value_of(site.new_key).dtype}),
+            make_quantizer(config) if site.window is None and site.layer not in resident else None,
+            site.key_dim,
+            site.value_dim,
+            config.num_lanes,
+            config.num_lanes * (shape_of(site.query) or (1, 1))[1] // site.num_kv_heads,
+            site.expansion is not None,
+            config.aggregation,
+        )
+        for site in sites
+    ]
 
 
 def _is_under_autocast(gm: GraphModule, inputs: Sequence[Any]) -> bool:

@@ -1,4 +1,4 @@
-"""The command line: `specache-fx plan`, `demo`, `eval`, `experiment` and `bench`.
+"""The command line: `specache-fx plan`, `demo`, `models`, `eval`, `experiment` and `bench`.
 
 What needs torch or transformers is imported inside the commands, so that `--help` and bad options answer at once.
 """
@@ -18,6 +18,7 @@ from specache_fx.cli_bench import bench_app
 from specache_fx.cli_common import JsonFile, as_bad_parameter, check_dtype, check_folder
 from specache_fx.cli_eval import eval_command
 from specache_fx.cli_experiment import HELP, experiment_command
+from specache_fx.cli_models import models_command
 from specache_fx.config import POLICIES, SpecacheConfig
 from specache_fx.errors import ConfigError
 from specache_fx.sizes import parse_size
@@ -30,6 +31,7 @@ app = typer.Typer(
 
 app.add_typer(bench_app, name="bench")
 app.command("eval")(eval_command)
+app.command("models")(models_command)
 app.command("experiment", help=HELP, no_args_is_help=True)(experiment_command)
 
 

@@ -22,15 +22,19 @@ def eval_command(
     task: Annotated[
         list[str] | None,
         typer.Option(
-            help="single, multikey, multivalue, multiquery, tracking, frequent, copying, topics, ruler/NAME or"
-            " longbench/NAME; knobs as in multikey,records=16. Several: repeat it.",
+            help="single, multikey, multivalue, multiquery, tracking, frequent, copying, topics, table, turns,"
+            " ruler/NAME or longbench/NAME; knobs as in multikey,records=16. Several: repeat it.",
         ),
     ] = None,
     text: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Instead: perplexity while decoding this text.")
+        str | None,
+        typer.Option(metavar="FILE", help="Instead: decode this text; or austen or kjv, of make models."),
     ] = None,
     model: Annotated[
-        str, typer.Option(help="Folder or name of a transformers model, or ours: needle, suite.")
+        str,
+        typer.Option(
+            help="Folder or name of a transformers model; needle, suite (ours); smollm2, gemma3 (make models)."
+        ),
     ] = "needle",
     method: Annotated[
         list[str] | None,
@@ -56,6 +60,13 @@ def eval_command(
     decoded: Annotated[
         int | None, typer.Option(min=1, help="With --text: tokens of a window that count. [default: 64]")
     ] = None,
+    generate: Annotated[
+        int | None,
+        typer.Option(min=1, help="With --text, instead: go on by itself for so many tokens of a window."),
+    ] = None,
+    temperature: Annotated[
+        float | None, typer.Option(help="With --generate: draw tokens; the likeliest by default.")
+    ] = None,
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     lowering: Annotated[
@@ -75,9 +86,17 @@ def eval_command(
     tasks, lengths, depths = task or [], length or [1000], depth or []
     if bool(tasks) == (text is not None):
         raise typer.BadParameter("Give either --task NAME or --text FILE.")
-    unused = {"--data": data, "--chat": chat, "--depth": depths} if text else {"--decoded": decoded}
+    unused = (
+        {"--data": data, "--chat": chat, "--depth": depths}
+        if text
+        else {"--decoded": decoded, "--generate": generate, "--temperature": temperature}
+    )
     if given := [name for name, value in unused.items() if value]:
         raise typer.BadParameter(f"{', '.join(given)}: not with {'--text' if text else '--task'}.")
+    if generate and decoded:
+        raise typer.BadParameter("--decoded: not with --generate.")
+    if temperature is not None and not generate:
+        raise typer.BadParameter("--temperature: only with --generate.")
     from specache_fx.quiet import quiet
 
     console = Console()
@@ -120,7 +139,12 @@ def eval_command(
                     chat=chat,
                 )
             else:
-                settings |= {"text": str(text), "decoded": decoded or 64}
+                settings |= {"text": text}
+                settings |= (
+                    {"generate": generate, "temperature": temperature}
+                    if generate
+                    else {"decoded": decoded or 64}
+                )
                 cells = text_cells(
                     bench,
                     text,
@@ -129,6 +153,8 @@ def eval_command(
                     seed=seed,
                     batch_size=batch_size,
                     decoded=decoded or 64,
+                    new_tokens=generate,
+                    temperature=temperature,
                 )
             progress.update(bar, total=len(cells) * len(methods) * prompts)
             rows = run_all(

@@ -15,7 +15,7 @@ Lookahead = Literal["token", "query", "none"]
 HostKind = Literal["auto", "pinned", "memory", "disk"]
 Lowering = Literal["inductor", "eager"]
 Aggregation = Literal["mean", "max"]
-OnMiss = Literal["keep", "refetch"]
+OnMiss = Literal["recover", "keep", "refetch"]
 HitTracking = bool | Literal["steps"]
 
 BITS = (1, 2, 4, 8, 16)
@@ -34,6 +34,7 @@ class Policy:
         prefetch: What the host keeps of a few pairs is brought back for each decode step.
         bits: Widths of what stays on the device; the first is the default.
         lookaheads: What may choose the pairs that are brought back; the first is the default.
+        quantizer: Makes the codes, unless an option says otherwise.
     """
 
     codes: bool
@@ -42,6 +43,7 @@ class Policy:
     prefetch: bool
     bits: tuple[int, ...] = (2, 1, 4, 8, 16)
     lookaheads: tuple[Lookahead, ...] = get_args(Lookahead)
+    quantizer: str = "turboquant"
 
     @property
     def offload(self) -> bool:
@@ -55,7 +57,7 @@ class Policy:
 
 POLICIES: dict[str, Policy] = {
     "specache": Policy(codes=True, host_keys=True, host_values=True, prefetch=True),
-    "kivi": Policy(codes=True, host_keys=False, host_values=False, prefetch=False),
+    "kivi": Policy(codes=True, host_keys=False, host_values=False, prefetch=False, quantizer="kivi"),
     "kcache": Policy(
         codes=False, host_keys=False, host_values=True, prefetch=True, bits=(16,), lookaheads=("none",)
     ),
@@ -84,16 +86,21 @@ class SpecacheConfig:
         lookahead: What chooses the pairs: "token" (the default) decodes a speculative token beside the output token
             (SpeCache); "query" uses the output token's own scores, one step late; "none" selects and fetches in the
             same step, as "kcache" always does.
-        on_miss: What becomes of the pairs that were prefetched for a speculative token, where another token came: with
-            "keep" they are used all the same (the paper); with "refetch" they are chosen and fetched anew for the right
-            token, in one more pass before the step. For lookahead "token".
+        on_miss: What follows when another token comes than the speculative one. "recover" (the default): the scores of
+            both tokens choose the next pairs, and the speculative token becomes the one that followed the newest tokens
+            where they stood before. "keep": the speculative lane goes on from its own token, and its scores alone
+            choose (the paper's Algorithm 3). "refetch": pairs are chosen and fetched anew for the right token, in one
+            more pass before the step. For lookahead "token".
         aggregation: How the selection scores of the query heads that share a kv head become one: "mean" or "max".
-        quantizer: Name of a quantiser in `specache_fx.runtime.quant.QUANTIZERS`.
+        quantizer: Name of a quantiser in `specache_fx.runtime.quant.QUANTIZERS`: "turboquant" by default, the paper's
+            "kivi" with policy "kivi".
         selector: Name of a selection policy in `specache_fx.runtime.select.SELECTORS`.
         host: Where the 16-bit pairs live: "pinned" (CUDA), "memory", "disk" (a memory-mapped file), or "auto":
             "pinned" or "memory", or "disk" with a warning where there is too little memory for the prompt's.
-        host_dir: Folder for the file; the system's temporary folder by default. It is never left behind.
-        kernel: Name of a kernel in `specache_fx.runtime.kernels.KERNELS`, or "auto".
+        host_dir: Folder for the file; by default the system's temporary folder, or `/var/tmp` where that is in memory.
+            The file is never left behind.
+        kernel: "auto", or the name of a kernel in `specache_fx.runtime.kernels.KERNELS`: an error where that one can't
+            compute a layer of the model.
         lowering: "inductor" compiles the rewritten graphs; "eager" runs them as they are (no compile time).
         strict: Raise where an attention can't be rewritten, instead of leaving it alone with a warning.
         track_hit_rates: Measure `topk_hit_rate` and `attention_hit_rate` (one more top-k a layer and step, without a
@@ -111,9 +118,9 @@ class SpecacheConfig:
     resident_layers: int = 0
     sink_tokens: int = 0
     lookahead: Lookahead = _OF_POLICY
-    on_miss: OnMiss = "keep"
+    on_miss: OnMiss = _OF_POLICY
     aggregation: Aggregation = "mean"
-    quantizer: str = "kivi"
+    quantizer: str = _OF_POLICY
     selector: str = "topk"
     host: HostKind = "auto"
     host_dir: str | None = None
@@ -128,14 +135,15 @@ class SpecacheConfig:
             ("bits", BITS, self.placement.bits),
             ("lookahead", get_args(Lookahead), self.placement.lookaheads),
         ):
-            if getattr(self, name) is None:
-                object.__setattr__(self, name, valid[0])
+            self._default(name, valid[0])
             self._one_of(name, all_valid)
             if getattr(self, name) not in valid:
                 raise ConfigError(
                     f"{name}={getattr(self, name)!r} contradicts policy={self.policy!r}, which has"
                     f" {' or '.join(map(repr, valid))} alone: leave {name} out, or choose another policy."
                 )
+        self._default("quantizer", self.placement.quantizer)
+        self._default("on_miss", "recover" if self.num_lanes > 1 else "keep")
         self._one_of("on_miss", get_args(OnMiss))
         self._one_of("aggregation", get_args(Aggregation))
         self._one_of("host", get_args(HostKind))
@@ -157,13 +165,13 @@ class SpecacheConfig:
         for name in ("quantizer", "selector", "kernel"):
             if not isinstance(getattr(self, name), str):
                 raise ConfigError(f"{name}={getattr(self, name)!r}: give a name (a string).")
-        if self.on_miss == "refetch" and self.num_lanes == 1:
+        if self.on_miss != "keep" and self.num_lanes == 1:
             speculates = (
                 f"lookahead={self.lookahead!r}" if self.placement.prefetch else f"policy={self.policy!r}"
             )
             raise ConfigError(
-                f'on_miss="refetch" is given, but {speculates} speculates on no token, so none is missed: leave on_miss'
-                ' out, or use policy="specache" with lookahead="token".'
+                f'on_miss="{self.on_miss}" is given, but {speculates} speculates on no token, so none is missed: leave'
+                ' on_miss out, or use policy="specache" with lookahead="token".'
             )
         if self.host_dir is not None:
             if not isinstance(self.host_dir, (str, Path)):
@@ -173,6 +181,11 @@ class SpecacheConfig:
                 raise ConfigError(
                     f'host_dir is given, but host={self.host!r}: host_dir goes with host="disk" or "auto".'
                 )
+
+    def _default(self, name: str, value: Any) -> None:
+        """What the policy decides, where nothing was given."""
+        if getattr(self, name) is None:
+            object.__setattr__(self, name, value)
 
     def _one_of(self, name: str, valid: tuple[Any, ...]) -> None:
         value = getattr(self, name)

@@ -18,7 +18,8 @@ from specache_fx.passes.base import PassState
 from specache_fx.passes.graph_utils import is_static_input, placeholders
 from specache_fx.passes.pipeline import Observer, build_decode_graph
 from specache_fx.passes.subclasses import flatten
-from specache_fx.runners import assemble, inference, layer_shapes, resolve
+from specache_fx.progress import announced
+from specache_fx.runners import assemble, inference, layer_shapes, overriding, resolve
 from specache_fx.runtime import registry
 from specache_fx.runtime.decode_step import DecodeStep
 from specache_fx.runtime.session import Session
@@ -42,7 +43,8 @@ def _compiling() -> Iterator[None]:
         before = torch.compiler._is_compiling_flag
         torch.compiler._is_compiling_flag = True
         try:
-            yield
+            with overriding():
+                yield
         finally:
             torch.compiler._is_compiling_flag = before
 
@@ -102,6 +104,7 @@ class Decode:
             with session.lock:
                 session.metrics.begin_step()
                 lost = self.lanes > 1 and session.speculative_token is None
+                shares = None
                 if session.staged_for != session.kv_len or lost:
                     biases = self._begin(session, args)
                 else:
@@ -110,9 +113,10 @@ class Decode:
                     if shows_padding:
                         biases = self._begin(session, args)
                     else:
-                        self._check_guess(session, args, biases)
-                kept, windows_told = self._step(session, args, biases, ahead=1)
-                session.advance(1, decoded=True)
+                        shares = self._check_guess(session, args, biases)
+                kept, windows_told = self._step(session, args, biases, ahead=1, shares=shares)
+                token = None if self._sources.token is None else args[self._sources.token]
+                session.advance(1, decoded=True, tokens=None if token is None else token.reshape(-1, 1))
                 told = self._sources.knows_next and windows_told
                 if self.lanes > 1 and not (told and not (self._sources.fixed_length and session.masks_move)):
                     session.staged_for = None  # lane 1 had no position, or no mask, of its own: start over
@@ -134,18 +138,29 @@ class Decode:
             self._step(session, args, biases, ahead=0)
         return biases
 
-    def _check_guess(self, session: Session, args: Sequence[Any], biases: list[torch.Tensor | None]) -> None:
-        """Compare the token with what had been speculated, and choose anew where that was wrong and it is asked for.
+    def _check_guess(
+        self, session: Session, args: Sequence[Any], biases: list[torch.Tensor | None]
+    ) -> torch.Tensor | None:
+        """Compare the token with what had been speculated, and mend what was wrong as `on_miss` says.
 
-        Only the batch rows that missed choose and speculate anew: what becomes of a row depends on no other row. To
-        know whether one did, the host waits for the token.
+        What becomes of a batch row depends on no other row. Returns `DecodeStep.shares`.
         """
         if self._sources.token is None or session.guessed_token is None:
-            return
+            return None
         token = args[self._sources.token]
         missed = token != session.guessed_token
         session.metrics.count_token(missed.reshape(-1))
-        if self._state.config.on_miss == "keep" or not bool(missed.any()):
+        if self._state.config.on_miss == "recover":
+            return session.recover(token, missed)
+        if self._state.config.on_miss == "refetch":
+            self._refetch(session, args, biases, missed)
+        return None
+
+    def _refetch(
+        self, session: Session, args: Sequence[Any], biases: list[torch.Tensor | None], missed: torch.Tensor
+    ) -> None:
+        """Choose and speculate anew for the batch rows that missed. To know whether one did, the host waits."""
+        if not bool(missed.any()):
             return
         kept = session.speculative_token
         self._step(session, args, biases, ahead=0, missed=missed.reshape(-1))
@@ -160,6 +175,7 @@ class Decode:
         biases: list[torch.Tensor | None],
         ahead: int,
         missed: torch.Tensor | None = None,
+        shares: torch.Tensor | None = None,
     ) -> tuple[list[Any], bool]:
         """Run the graph once. Returns lane 0's outputs, and `DecodeStep.windows_told`.
 
@@ -169,6 +185,7 @@ class Decode:
             biases: What the masks add to the output token's scores, see `read_masks`.
             ahead: Tokens from lane 0 to lane 1: 1 in a decode step. In pre-decode 0, both lanes are the first token.
             missed: See `DecodeStep`.
+            shares: See `DecodeStep`.
         """
         token = None if self._sources.token is None else args[self._sources.token]
         speculative = session.speculative_token if ahead else token
@@ -180,9 +197,9 @@ class Decode:
         if run is None:
             with _compiling():
                 if lanes == self.lanes:
-                    run = self._graphs.get(key) or self._compile(inputs, session)
+                    run = self._graphs.get(key) or self._announced(inputs, session)
             if run is None:  # lanes are not to be had, and were just given up
-                return self._step(session, args, biases, ahead, missed)
+                return self._step(session, args, biases, ahead, missed, shares)
             self._graphs[key] = run
             if len(self._graphs) == _MANY_GRAPHS:
                 warn_once(
@@ -194,6 +211,7 @@ class Decode:
             session,
             predecoding=not ahead,
             missed=missed,
+            shares=shares,
             biases=step_biases(session, self._sources, args, biases, lanes, ahead),
             window_masks=self._window_masks(session, args, lanes, ahead),
             expansions={
@@ -247,6 +265,10 @@ class Decode:
             else:
                 inputs.append(args[index])
         return inputs
+
+    def _announced(self, inputs: list[Any], session: Session) -> Compiled | None:
+        with announced("the decode step", self._state.config.lowering, len(self._layers)):
+            return self._compile(inputs, session)
 
     def _compile(self, inputs: list[Any], session: Session) -> Compiled | None:
         try:

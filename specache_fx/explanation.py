@@ -109,7 +109,6 @@ class _Recorder:
 
     def __call__(self, gm: GraphModule, example_inputs: Sequence[Any], **_: Any) -> Compiled:
         report = GraphReport(Phase.NO_CACHE, [], [])
-        self.explanation.graphs.append(report)
 
         def observe(name: str, graph: GraphModule, state: PassState) -> None:
             if name == "dynamo":
@@ -126,6 +125,7 @@ class _Recorder:
                 report.after = _around_attention(graph)
 
         runner = self.backend(gm, example_inputs, options=self.options, observe=observe)
+        self.explanation.graphs.append(report)  # not before: Dynamo may trace it once more
         return runner
 
 

@@ -12,6 +12,7 @@ from torch.fx import GraphModule
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from specache_fx.config import Lowering
+from specache_fx.progress import say_step
 
 Compiled = Callable[..., Any]
 
@@ -35,6 +36,8 @@ def lower(gm: GraphModule, inputs: Sequence[Any], lowering: Lowering) -> Compile
         return gm.forward
     from torch._inductor.compile_fx import compile_fx  # imported late: it loads all of Inductor
 
+    say_step("Inductor")
+
     compiled: Any = compile_fx(gm, list(inputs))
     return compiled
 
@@ -51,6 +54,7 @@ def lower_static(gm: GraphModule, inputs: Sequence[torch.Tensor], lowering: Lowe
         return gm.forward
     from torch._inductor.compile_fx import compile_fx
 
+    say_step("Inductor")
     # A context of its own: Dynamo's belongs to the graph that this one was made from.
     with tracing(TracingContext(FakeTensorMode(shape_env=ShapeEnv()))):
         compiled: Any = compile_fx(gm, list(inputs))

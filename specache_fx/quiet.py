@@ -10,12 +10,16 @@ from collections.abc import Iterator
 import torch
 from transformers.utils import logging as transformers_logging
 
+from specache_fx.progress import muted
+
 _CHATTY = ("transformers", "torchao", "torch", "huggingface_hub")
 
 
 @contextlib.contextmanager
 def quiet(threads: int | None = None) -> Iterator[None]:
-    """Keep other packages' notices out of the progress bar; errors, and this package's own warnings, are shown.
+    """Keep other packages' notices, and what is being compiled, out of the progress bar.
+
+    Errors, and this package's own warnings, are shown.
 
     Args:
         threads: CPU threads meanwhile; torch's choice by default.
@@ -28,7 +32,7 @@ def quiet(threads: int | None = None) -> Iterator[None]:
     transformers_logging.disable_progress_bar()
     torch.set_num_threads(threads or num_threads)
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), muted():
             for module in _CHATTY:
                 warnings.filterwarnings("ignore", module=module)
             yield

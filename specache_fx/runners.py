@@ -14,12 +14,13 @@ from typing import Any
 import torch
 
 from specache_fx._log import warn_once
-from specache_fx.errors import CacheHandleError
+from specache_fx.errors import CacheHandleError, SpecacheError
 from specache_fx.lowering import Compiled
 from specache_fx.passes.base import OutputPlan, PassState, alike
 from specache_fx.runtime import claims, registry
 from specache_fx.runtime.give_back import give_back
 from specache_fx.runtime.handle import tokens_first
+from specache_fx.runtime.handle_tensor import Handle, bare, mark, plain
 from specache_fx.runtime.session import LayerShape, Session
 
 logger = logging.getLogger(__name__)
@@ -62,6 +63,13 @@ def inference() -> Iterator[None]:
         yield
 
 
+overriding = torch._C._EnableTorchFunction
+"""Within it weights of a tensor subclass (torchao's) act as such.
+
+Dynamo calls a graph without it where handles, a subclass too, are among the inputs.
+"""
+
+
 class LeftAlone:
     """A graph without a rewritten attention. Handles are replaced by the numbers that they stand for."""
 
@@ -94,7 +102,8 @@ class LeftAlone:
             "specache gives a KV cache back, at 16 bits and on the device, to a graph that it leaves alone; it stays"
             f" there. {reasons}",
         )
-        return self._compiled(*inputs)
+        with overriding():
+            return self._compiled(*inputs)
 
 
 def _reasons(state: PassState) -> str:
@@ -109,6 +118,21 @@ def _refuse_handles(args: Sequence[Any], state: PassState) -> None:
             "A KV cache that is managed by specache reached an attention that specache did not rewrite, and would be"
             f" read as numbers there. {reasons}"
         )
+
+
+class Refused:
+    """Raises, in each call, what the compile would have raised: see `Backend.__call__`."""
+
+    def __init__(self, error: SpecacheError) -> None:
+        self._error = error
+
+    def __call__(self, *args: Any) -> Any:
+        """Raise it.
+
+        Raises:
+            SpecacheError: Always.
+        """
+        raise self._error.with_traceback(None)
 
 
 class Prefill:
@@ -130,12 +154,23 @@ class Prefill:
             )
             try:
                 kept = self._compiled(*args, session.state)
-                session.advance(session.stored_length(), decoded=False)
+                _advance(session, self._state, args)
                 handles = registry.issue(session)
             except BaseException:
                 session.close()  # nothing was handed out: give the memory back at once
                 raise
             return assemble(self._plan, kept, handles, args)
+
+
+def _advance(session: Session, state: PassState, args: Sequence[Any]) -> None:
+    """Note that a prompt or several tokens went through."""
+    num_tokens = session.stored_length() - session.kv_len
+    tokens = None if state.token is None else args[state.token]
+    if tokens is not None and tokens.numel() != (session.batch or 0) * num_tokens:
+        tokens = None  # several codes a token
+    session.advance(
+        num_tokens, decoded=False, tokens=None if tokens is None else tokens.reshape(-1, num_tokens)
+    )
 
 
 def resolve(
@@ -209,8 +244,9 @@ class Extend:
             session, past = resolve(self._state, self._layers, args)
             with session.lock:
                 session.forget_lookahead()
-                kept = self._compiled(*args, session.state)
-                session.advance(session.stored_length() - session.kv_len, decoded=False)
+                with overriding():
+                    kept = self._compiled(*map(plain, args), session.state)
+                _advance(session, self._state, args)
                 handles = registry.resized(session, past)
             return assemble(self._plan, kept, handles, args)
 
@@ -218,6 +254,12 @@ class Extend:
 def swap_inputs(state: PassState, args: Sequence[Any]) -> list[Any]:
     """Dynamo's inputs with heads first, as the graph takes them after `heads_first`."""
     return [arg.transpose(1, 2) if i in state.swapped_inputs else arg for i, arg in enumerate(args)]
+
+
+def _tokens_first(handle: Handle) -> Handle:
+    """The same handle as `[batch, kv_len, num_kv_heads, head_dim]`."""
+    with bare():
+        return mark(tokens_first(handle), handle.lease)
 
 
 class TokensFirst:
@@ -237,7 +279,7 @@ class TokensFirst:
         with inference():
             for i in self._state.swapped_outputs:
                 if i in self._state.outputs.handles:
-                    results[i] = tokens_first(results[i])
+                    results[i] = _tokens_first(results[i])
                 else:  # a cache that is left alone: in memory as the model's own cat would have it
                     results[i] = results[i].transpose(1, 2).contiguous()
         return tuple(results)

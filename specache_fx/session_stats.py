@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
 
-from specache_fx.runtime.metrics import Hits, Step
+from specache_fx.runtime.metrics import SplitHits, Step
 from specache_fx.runtime.session import Session
 
 
@@ -43,7 +43,9 @@ class SessionStats:
 
     Attributes:
         device_bytes: Bytes on the device: codes, scales, window, staged pairs, padding mask; counted on the tensors.
-        host_bytes: Bytes reserved on the host.
+        host_bytes: Bytes reserved on the host, with room for tokens to come: a quarter more than a layer holds, and
+            1,024 tokens more, at most.
+        host_used_bytes: Bytes of these that hold pairs.
         full_bytes: Bytes that the whole cache would take on the device in the model's dtype.
         kv_len: Tokens held.
         steps: Decode steps so far.
@@ -60,11 +62,19 @@ class SessionStats:
         attention_hit_rate: The output token's attention on what had been prefetched, divided by its attention on its
             own top-k: 1.0 where no other pairs would have had more. Attention is the selection score: the softmax
             probability, made one over the query heads of a group as `aggregation` says. None as `topk_hit_rate`.
+        topk_hit_rate_if_right: The same in steps whose speculative token was right, by batch row; None where there was
+            none, or nothing was measured.
+        topk_hit_rate_if_wrong: The same where it was wrong.
+        attention_hit_rate_if_right: As `topk_hit_rate_if_right`.
+        attention_hit_rate_if_wrong: As `topk_hit_rate_if_wrong`.
+        longest_miss_run: The most steps in a row in which the speculative token of one batch row was wrong; steps
+            without one, as the first after a prompt, are left out.
         hit_series: The rates of each step, in the order in which they ran; empty unless `track_hit_rates="steps"`.
     """
 
     device_bytes: int
     host_bytes: int
+    host_used_bytes: int
     full_bytes: int
     kv_len: int
     steps: int
@@ -78,6 +88,11 @@ class SessionStats:
     exact_hit_rate: float | None
     topk_hit_rate: float | None
     attention_hit_rate: float | None
+    topk_hit_rate_if_right: float | None = None
+    topk_hit_rate_if_wrong: float | None = None
+    attention_hit_rate_if_right: float | None = None
+    attention_hit_rate_if_wrong: float | None = None
+    longest_miss_run: int = 0
     hit_series: tuple[StepHits, ...] = ()
 
     @property
@@ -99,10 +114,11 @@ def summarise(sessions: Sequence[Session]) -> SessionStats:
         session.settle()
     copies = [session.engine.metrics for session in sessions if session.engine is not None]
     metrics = [session.metrics for session in sessions]
-    hits = reduce(Hits.plus, [counted.hits for counted in metrics])
+    hits = reduce(SplitHits.plus, [counted.split() for counted in metrics])
     return SessionStats(
         device_bytes=sum(session.device_bytes for session in sessions),
         host_bytes=sum(session.host_bytes for session in sessions),
+        host_used_bytes=sum(session.host_used_bytes for session in sessions),
         full_bytes=sum(session.full_bytes for session in sessions),
         kv_len=sessions[0].kv_len,
         steps=metrics[0].steps,
@@ -113,9 +129,14 @@ def summarise(sessions: Sequence[Session]) -> SessionStats:
         reused_rows=sum(copy.reused_rows for copy in copies),
         prefetch_seconds=sum(copy.copy_seconds for copy in copies),
         waited_seconds=sum(copy.waited_seconds for copy in copies),
-        exact_hit_rate=hits.exact_rate,
-        topk_hit_rate=hits.topk_rate,
-        attention_hit_rate=hits.attention_rate,
+        exact_hit_rate=hits.all.exact_rate,
+        topk_hit_rate=hits.all.topk_rate,
+        attention_hit_rate=hits.all.attention_rate,
+        topk_hit_rate_if_right=hits.right.topk_rate,
+        topk_hit_rate_if_wrong=hits.wrong.topk_rate,
+        attention_hit_rate_if_right=hits.right.attention_rate,
+        attention_hit_rate_if_wrong=hits.wrong.attention_rate,
+        longest_miss_run=hits.longest_miss_run,
         hit_series=_series([counted.series() for counted in metrics]),
     )
 

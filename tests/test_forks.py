@@ -19,7 +19,7 @@ from specache_fx import CacheHandleError
 from specache_fx.runtime import handle
 from specache_fx.runtime.layer_cache import LayerCache
 from specache_fx.runtime.quant.identity import IdentityQuantizer
-from specache_fx.runtime.quant.kivi import KiviQuantizer
+from specache_fx.runtime.quant.turboquant import TurboQuantizer
 
 EXACT = {"bits=16": {"bits": 16}, "top_k": {"bits": 1, "top_k": 512, "resident_layers": 1, "sink_tokens": 3}}
 EVERY = {**EXACT, "kcache": {"policy": "kcache", "top_k": 512, "resident_layers": 1}}
@@ -214,7 +214,7 @@ def test_a_step_that_failed_in_a_layer_can_be_repeated(
     theirs, mine = prompt(plain), prompt(compiled)
     expected = decode(plain, theirs, list(range(20)))
     logits = decode(compiled, mine, [0])
-    for quantizer in (KiviQuantizer, IdentityQuantizer):
+    for quantizer in (TurboQuantizer, IdentityQuantizer):
         fail_once(monkeypatch, quantizer, method, nth)
     failures = 0
     for token in range(1, 20):

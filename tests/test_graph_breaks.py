@@ -132,5 +132,7 @@ class BrokenSteps(Broken):
 
 def test_handles_that_are_appended_to_outside_of_any_graph_are_an_error() -> None:
     compiled = torch.compile(BrokenSteps(TinyConfig()), backend="specache", options=OPTIONS)
-    with pytest.raises(specache_fx.CacheHandleError, match="come into the graph whole"):
+    with pytest.raises(
+        specache_fx.CacheHandleError, match="`cat` was called on a tensor of a KV cache of specache"
+    ):
         generate(compiled, PROMPT, 4)

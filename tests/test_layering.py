@@ -17,7 +17,7 @@ FOLDERS = {"specache_fx": "specache_fx", "passes": "specache_fx.passes", "runtim
 # Highest first. A name stands for itself and, if it is a package, for all in it that has no line of its own.
 RANKS: tuple[tuple[str, ...], ...] = (
     ("specache_fx.cli",),
-    ("specache_fx.cli_bench", "specache_fx.cli_eval", "specache_fx.cli_experiment"),
+    ("specache_fx.cli_bench", "specache_fx.cli_eval", "specache_fx.cli_experiment", "specache_fx.cli_models"),
     ("specache_fx.bench.decode", "specache_fx.bench.report"),
     ("specache_fx.bench.attention", "specache_fx.bench.overlap"),
     ("specache_fx.bench",),
@@ -31,7 +31,7 @@ RANKS: tuple[tuple[str, ...], ...] = (
     ("specache_fx.explanation", "specache_fx.api", "specache_fx.plan", "specache_fx.chrome_trace"),
     ("specache_fx.backend",),
     ("specache_fx.decode_runner", "specache_fx.session_stats"),
-    ("specache_fx.runners", "specache_fx.step_masks"),
+    ("specache_fx.runners", "specache_fx.step_masks", "specache_fx.retrace"),
     ("specache_fx.lowering",),
     ("specache_fx.passes",),
     ("specache_fx.runtime.ops",),
@@ -58,14 +58,19 @@ RANKS: tuple[tuple[str, ...], ...] = (
     (
         "specache_fx.runtime.host_blocks",
         "specache_fx.runtime.handle",
+        "specache_fx.runtime.handle_tensor",
         "specache_fx.runtime.key_mask",
+        "specache_fx.runtime.token_history",
         "specache_fx.runtime.score_buffers",
     ),
     ("specache_fx.runtime.quant", "specache_fx.runtime.select", "specache_fx.runtime.masks"),
     ("specache_fx.runtime.native",),
     ("specache_fx.runtime.tracing", "specache_fx.runtime.triton_ops", "specache_fx.runtime.cpp_build"),
+    ("specache_fx.runtime.library_cache", "specache_fx.runtime.machine_memory"),
     ("specache_fx.runtime",),  # only its __init__, which imports nothing
-    ("specache_fx.config", "specache_fx.sizes", "specache_fx.model_shape", "specache_fx.quiet"),
+    ("specache_fx.quiet",),
+    ("specache_fx.progress",),
+    ("specache_fx.config", "specache_fx.sizes", "specache_fx.model_shape"),
     ("specache_fx.provenance",),
     ("specache_fx.recompile_limit",),
     ("specache_fx.errors", "specache_fx._log"),

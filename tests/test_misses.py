@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import asdict
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -69,7 +70,10 @@ def test_right_guesses_are_never_refetched_and_wrong_ones_always() -> None:
     model = TinyDecoder(TinyConfig())
     always, never = torch.ones_like(GUESSED), torch.zeros_like(GUESSED)
     runs: dict[tuple[str, bool], Generated] = {}
-    tokens = {right: fed(truth_of(model, config(), always if right else never)) for right in (True, False)}
+    tokens = {
+        right: fed(truth_of(model, config(on_miss="keep"), always if right else never))
+        for right in (True, False)
+    }
     for on_miss in ("keep", "refetch"):
         torch._dynamo.reset()
         forward = compiled(model, config(on_miss=on_miss))
@@ -89,6 +93,45 @@ def test_right_guesses_are_never_refetched_and_wrong_ones_always() -> None:
     rates = {key: specache_fx.stats(run.past).attention_hit_rate for key, run in runs.items()}
     kept, anew = rates["keep", False], rates["refetch", False]
     assert kept is not None and anew is not None and kept < anew
+
+
+def test_recovering_rows_depend_on_no_other_row_and_are_the_oracles() -> None:
+    model = TinyDecoder(TinyConfig(vocab_size=5))  # n-grams come again
+    prompt, forced = PROMPT % 5, FORCED % 5
+    recover = config(top_k=2)
+    oracle = OracleDecoder(model, recover)
+    truth = oracle.generate(prompt, TOKENS, PADDED, forced, GUESSED)
+    tokens = fed(truth)
+    reseeded = [
+        step.lane1_token != before.speculative
+        for before, step in pairwise(truth.steps)
+        if step.lane1_token is not None
+    ]
+    assert sum(int(rows.sum()) for rows in reseeded) > 3  # a guess was replaced by what followed before
+    forward = compiled(model, recover)
+    ours = generate(forward, prompt, TOKENS, PADDED, tokens)
+    torch.testing.assert_close(ours.logits, truth.logits, **CLOSE)
+    for row in range(3):
+        alone = generate(forward, prompt[row : row + 1], TOKENS, PADDED[row : row + 1], tokens[row : row + 1])
+        torch.testing.assert_close(alone.logits, ours.logits[row : row + 1], **CLOSE)
+    torch._dynamo.reset()
+    kept = generate(compiled(model, config(top_k=2, on_miss="keep")), prompt, TOKENS, PADDED, tokens)
+    assert not torch.allclose(kept.logits, ours.logits, **CLOSE)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_recovering_does_not_depend_on_the_default_dtype(dtype: torch.dtype) -> None:
+    model = TinyDecoder(TinyConfig(num_layers=1))
+    forward = compiled(model, config())
+    ours = generate(forward, PROMPT, TOKENS, PADDED, FORCED)
+    torch._dynamo.reset()
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        again = generate(forward, PROMPT, TOKENS, PADDED, FORCED)
+    finally:
+        torch.set_default_dtype(before)
+    assert torch.equal(again.logits, ours.logits)
 
 
 def test_refetch_goes_on_after_beams_were_reordered() -> None:
@@ -133,6 +176,25 @@ def test_series_adds_up_to_the_rates() -> None:
     off = specache_fx.stats(past)
     assert off.topk_hit_rate is off.attention_hit_rate is None
     assert off.exact_hit_rate == stats.exact_hit_rate
+
+
+def test_rates_are_split_by_whether_the_token_was_right() -> None:
+    model = TinyDecoder(TinyConfig())
+    keep = config()
+    tokens = fed(truth_of(model, keep))
+    # A row alone: then a step is right or wrong as a whole, and each needs as many pairs.
+    past = generate(compiled(model, keep), PROMPT[:1], TOKENS, PADDED[:1], tokens[:1]).past
+    stats = specache_fx.stats(past)
+    exact = [step.exact_hit_rate for step in stats.hit_series[1:]]
+    assert set(exact) == {0.0, 1.0}
+    for was, rate in ((1.0, stats.topk_hit_rate_if_right), (0.0, stats.topk_hit_rate_if_wrong)):
+        rates = [step.topk_hit_rate for step in stats.hit_series[1:] if step.exact_hit_rate == was]
+        assert rate == pytest.approx(sum(rates) / len(rates))  # type: ignore[arg-type]
+    right, wrong = stats.attention_hit_rate_if_right, stats.attention_hit_rate_if_wrong
+    assert right is not None and wrong is not None
+    assert min(right, wrong) < stats.attention_hit_rate < max(right, wrong)  # type: ignore[operator]
+    runs = "".join("-" if rate else "m" for rate in exact).split("-")
+    assert stats.longest_miss_run == max(map(len, runs)) > 0
 
 
 def test_rates_are_whole_where_all_that_is_quantised_is_fetched() -> None:
@@ -220,7 +282,7 @@ def test_refetch_without_a_speculative_token_is_refused(options: dict[str, Any],
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"on_miss": "retry"}, "on_miss='retry' is not valid: choose one of 'keep', 'refetch'"),
+        ({"on_miss": "retry"}, "on_miss='retry' is not valid: choose one of 'recover', 'keep', 'refetch'"),
         ({"aggregation": "sum"}, "aggregation='sum' is not valid: choose one of 'mean', 'max'"),
         ({"track_hit_rates": "step"}, "track_hit_rates='step': give True, False or \"steps\""),
         ({"track_hit_rates": 1}, "track_hit_rates=1: give True"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -148,7 +149,7 @@ def test_residual_window_moves_by_whole_groups() -> None:
 
 def test_attend_two_lanes_by_hand() -> None:
     # Zero queries weigh all visible pairs alike: each output is a mean that shows who saw what.
-    config = SpecacheConfig(bits=1, group_size=2, residual_length=1)
+    config = SpecacheConfig(bits=1, group_size=2, residual_length=1, quantizer="kivi")
     v = torch.tensor([0.0, 4.0, 10.0]).view(1, 1, 3, 1)
     cache = OracleCache(config, torch.zeros(1, 1, 3, 1), v)
     assert cache.num_quantized == 2
@@ -162,7 +163,7 @@ def test_attend_two_lanes_by_hand() -> None:
 
 
 def test_attend_sees_staged_pairs_at_16_bits() -> None:
-    config = SpecacheConfig(bits=1, group_size=4, residual_length=0)
+    config = SpecacheConfig(bits=1, group_size=4, residual_length=0, quantizer="kivi")
     k = torch.tensor([-4.0, -1.0, 0.5, 4.0]).view(1, 1, 4, 1)
     cache = OracleCache(config, k, k)
     assert cache.device_pairs(None)[0].flatten().tolist() == [-2.0, -2.0, 2.0, 2.0]
@@ -205,7 +206,9 @@ def test_attend_never_sees_padding(
             assert len(positions) == len(set(positions)) == min(config.top_k, len(real))
             assert set(positions) <= set(real)
     assert (scores.masked_select(~mask[None, :, None, : cache.num_quantized]) == 0).all()
-    # Values of padding alone (grouped token by token) cannot reach the output.
+    # Values of padding alone cannot reach the output where they are grouped token by token.
+    config = replace(config, quantizer="kivi")
+    cache = OracleCache(config, k, v, mask)
     other = OracleCache(config, k, v.masked_fill(~mask[:, None, :, None], 1e4), mask)
     torch.testing.assert_close(
         other.attend(q, own_k, own_v, chosen, 0.3)[0], cache.attend(q, own_k, own_v, chosen, 0.3)[0]

@@ -126,6 +126,7 @@ def test_own_module_equals_itself_uncompiled(enter: Callable[..., Any]) -> None:
     stats = specache_fx.stats(past)
     assert stats.kv_len == plain_past[0][0].shape[2] == past[0][0].shape[2]
     assert stats.full_bytes == sum(k.nbytes + v.nbytes for k, v in plain_past)
+    assert 0 < stats.host_used_bytes <= stats.host_bytes
     assert stats.steps == 20 + 12 + 11 + 2 and stats.prefetched_rows > 0
 
 

@@ -41,11 +41,12 @@ TABLE_1 = [
 def test_ratio_equals_the_papers_table_1(
     shape: tuple[int, int, int, int], bits: int, group_size: int, ratio: str
 ) -> None:
-    config = SpecacheConfig(bits=bits, group_size=group_size, residual_length=64, top_k=64)
+    sizes = {"group_size": group_size, "residual_length": 64, "top_k": 64}
+    config = SpecacheConfig(bits=bits, quantizer="kivi", **sizes)
     assert f"{plan(*shape, 1, config).ratio:.2f}" == ratio
     # The paper's KIVI rows keep 128 residual tokens and stage none, and are given the same size. They are smaller,
     # by the codes and indices of the 64 tokens that are staged: it shows at 4k tokens, by 0.003.
-    kivi = replace(config, policy="kivi", residual_length=128)
+    kivi = replace(config, policy="kivi", on_miss="keep", residual_length=128)
     assert float(ratio) - 0.01 < plan(*shape, 1, kivi).ratio < plan(*shape, 1, config).ratio
 
 
@@ -130,7 +131,7 @@ def test_plan_equals_a_session_where_lengths_meet_groups(context: int) -> None:
 )
 def test_session_of_llama_3s_layer_has_the_papers_ratio(bits: int, group_size: int, ratio: str) -> None:
     _, heads, head_dim, context = LLAMA_3_8B
-    config = SpecacheConfig(bits=bits, group_size=group_size)
+    config = SpecacheConfig(bits=bits, group_size=group_size, quantizer="kivi")
     session = session_of(config, (LayerShape(heads, head_dim, head_dim),), (1, context, torch.bfloat16))
     measured = session.device_bytes / session.full_bytes
     session.close()

@@ -54,6 +54,15 @@ def test_quantised_model_equals_itself_uncompiled(weights: str) -> None:
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
     # The cache is exact, so the speculative token is the next one: the second lane is right too.
     assert specache_fx.stats(found.past_key_values).exact_hit_rate == 1.0
+    # Several tokens more, of the next turn.
+    more, pads = PROMPT["input_ids"][:, -5:], PROMPT["attention_mask"]
+    mask = torch.cat([pads, torch.ones(len(pads), 23 + 5, dtype=pads.dtype)], 1)
+    with torch.no_grad():
+        mine, theirs = (
+            each(more, attention_mask=mask, past_key_values=out.past_key_values).logits
+            for each, out in ((model, found), (plain, expected))
+        )
+    torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("weights", QUANTISED)

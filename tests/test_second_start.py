@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,12 +16,14 @@ SCRIPT = """
 import json
 import torch
 from torch._dynamo.utils import counters
+from specache_fx import progress
 from transformers import LlamaConfig, LlamaForCausalLM
 
 torch.manual_seed(0)
 model = LlamaForCausalLM(
     LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2)
 ).eval()
+progress.QUIET_SECONDS = 0.0
 model.compile(backend="specache", options={"group_size": 8, "residual_length": 8, "top_k": 8})
 tokens = model.generate(torch.arange(20)[None], max_new_tokens=4, min_new_tokens=4, do_sample=False)
 found = {name: counters["inductor"][f"fxgraph_cache_{name}"] for name in ("hit", "miss", "bypass")}
@@ -41,6 +44,7 @@ def start(cache: Path) -> dict[str, object]:
     )
     assert done.returncode == 0, done.stderr[-2000:]
     found: dict[str, object] = json.loads(done.stdout.splitlines()[-1])
+    found["said"] = re.findall(r"specache: compiling (.*?) with", done.stderr)
     return found
 
 
@@ -48,6 +52,7 @@ def start(cache: Path) -> dict[str, object]:
 def test_second_start_compiles_nothing_anew(tmp_path: Path) -> None:
     first, second = start(tmp_path), start(tmp_path)
     assert (first["hit"], first["bypass"]) == (0, 0)
+    assert first["said"] == ["the prompt (1 layer)", "the decode step (1 layer)"]
     assert first["miss"] == 2  # prefill, and the step with its two lanes
     assert (second["hit"], second["miss"], second["bypass"]) == (2, 0, 0)
     assert second["tokens"] == first["tokens"]

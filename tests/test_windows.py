@@ -60,10 +60,12 @@ class Lanes:
     def watch(self, monkeypatch: pytest.MonkeyPatch) -> None:
         step, lower = decode_runner.Decode._step, decode_runner.lower_static
 
-        def forced(runner: decode_runner.Decode, session: Session, args: Any, biases: Any, ahead: int) -> Any:
+        def forced(
+            runner: decode_runner.Decode, session: Session, args: Any, biases: Any, ahead: int, **more: Any
+        ) -> Any:
             if ahead and runner.lanes > 1 and session.kv_len + 1 < self.truth.shape[1]:
                 session.speculative_token = self.truth[:, session.kv_len + 1, None]
-            out = step(runner, session, args, biases, ahead)
+            out = step(runner, session, args, biases, ahead, **more)
             if ahead and out[1] and runner.lanes > 1:
                 self.kv_len.append(session.kv_len)
                 self.logits.append(self.last)

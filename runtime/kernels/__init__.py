@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 
 import torch
 
 from specache_fx._log import warn_once
 from specache_fx.errors import ConfigError, KernelUnavailableError
-from specache_fx.runtime.kernels.base import DecodeInputs, Expand, Kernel
+from specache_fx.runtime.kernels.base import DecodeInputs, Expand, Kernel, LayerForm, refuse
 from specache_fx.runtime.kernels.cpu import CpuKernel
+from specache_fx.runtime.kernels.exact_pairs import ExactPairsKernel
 from specache_fx.runtime.kernels.reference import ReferenceKernel
 from specache_fx.runtime.kernels.triton_kernel import TritonKernel
 
-__all__ = ["KERNELS", "DecodeInputs", "Expand", "Kernel", "check_kernel", "choose_kernel"]
+__all__ = [
+    "KERNELS",
+    "DecodeInputs",
+    "Expand",
+    "Kernel",
+    "LayerForm",
+    "check_forms",
+    "check_kernel",
+    "choose_kernel",
+]
 
 _log = logging.getLogger(__name__)
 
@@ -40,6 +51,8 @@ def check_kernel(name: str) -> None:
 def choose_kernel(name: str, device: torch.device) -> Kernel:
     """The kernel of that name, or the first that runs on `device` for "auto".
 
+    That one hands over to slower ones what it can't compute, and says so; one that was asked for by name raises.
+
     Raises:
         ConfigError: If there is no kernel of that name.
         KernelUnavailableError: If it can't run on `device`. A kernel asked for by name is never replaced.
@@ -56,9 +69,20 @@ def choose_kernel(name: str, device: torch.device) -> Kernel:
                 f"Attention will be slow: the CPU kernel can't run ({KERNELS['cpu'].unavailable_reason(device)}), so"
                 f" kernel={kernel.name!r} takes its place.",
             )
-        return kernel
+        return kernel.or_else(ExactPairsKernel())
     check_kernel(name)
     reason = KERNELS[name].unavailable_reason(device)
     if reason is not None:
         raise KernelUnavailableError(f"kernel={name!r} can't run on {device}: {reason}. Use kernel='auto'.")
     return KERNELS[name]
+
+
+def check_forms(name: str, forms: Iterable[LayerForm]) -> None:
+    """Refuse, before a graph has run, a kernel that was asked for by name and can't compute a layer of it.
+
+    Raises:
+        KernelUnavailableError: With the reason and what to do.
+    """
+    for form in forms if name != "auto" else ():
+        if (reason := KERNELS[name].misfit(form)) is not None:
+            raise refuse(name, reason)

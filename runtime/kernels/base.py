@@ -2,15 +2,45 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 
+from specache_fx._log import warn_once
+from specache_fx.errors import KernelUnavailableError
 from specache_fx.runtime.quant import Planes, Quantizer
 
+_log = logging.getLogger(__name__)
+
 Expand = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerForm:
+    """What decides whether a kernel computes a layer's decode attention: of a step, or of a graph that hasn't run.
+
+    Attributes:
+        dtypes: Of all numbers that it reads, but codes.
+        quantizer: Reads the low-bit tokens; None where there are none.
+        key_dim: Elements of a query.
+        value_dim: Elements of a cached value.
+        lanes: Lanes.
+        num_queries: Queries of all lanes that share a kv head.
+        expands: Keys and values are computed from what is cached (`DecodeInputs.expand`).
+        aggregation: See `DecodeInputs`.
+    """
+
+    dtypes: frozenset[torch.dtype]
+    quantizer: Quantizer | None
+    key_dim: int
+    value_dim: int
+    lanes: int
+    num_queries: int
+    expands: bool
+    aggregation: str
 
 
 @dataclass(slots=True)
@@ -90,6 +120,24 @@ class DecodeInputs:
         return self.window_rows[1].narrow(2, 0, self.window_len)
 
     @property
+    def form(self) -> LayerForm:
+        """Of this step."""
+        numbers = [self.query, self.key, self.value, *self.window_rows]
+        numbers += [] if self.staged_rows is None else [self.staged_rows]
+        numbers += [*self.key_planes, *self.value_planes] if self.num_quantized else []
+        lanes, _, num_heads, _, key_dim = self.query.shape
+        return LayerForm(
+            frozenset(x.dtype for x in numbers if x.is_floating_point()),
+            self.quantizer if self.num_quantized else None,
+            key_dim,
+            self.value.shape[4],
+            lanes,
+            lanes * num_heads // self.key.shape[2],
+            self.expand is not None,
+            self.aggregation,
+        )
+
+    @property
     def num_scored(self) -> int:
         """Lanes whose selection scores are wanted."""
         return self.query.shape[0] if self.scored_lanes is None else self.scored_lanes
@@ -103,8 +151,17 @@ class Kernel(Protocol):
     def unavailable_reason(self, device: torch.device) -> str | None:
         """Say why this kernel can't run on `device`, or None if it can."""
 
+    def misfit(self, form: LayerForm) -> str | None:
+        """Say why this kernel can't compute a layer of that form, or None if it can."""
+
+    def or_else(self, others: Kernel) -> Kernel:
+        """This kernel, with `others` for the layers that it can't compute: "auto". By itself it refuses them."""
+
     def attention(self, inputs: DecodeInputs) -> tuple[torch.Tensor, torch.Tensor]:
         """Attend with every lane.
+
+        Raises:
+            KernelUnavailableError: If it can't compute this layer, and nobody else is to.
 
         Returns:
             The output, `[lanes, batch, num_heads, 1, value_dim]` of the query's dtype, and the selection scores,
@@ -113,3 +170,34 @@ class Kernel(Protocol):
             where a token is padding. Tokens of the window count because appending lane 0's pair may push them out of
             it.
         """
+
+
+def listed(dtypes: frozenset[torch.dtype]) -> str:
+    """Names of dtypes, for a message."""
+    return " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+
+
+def refuse(name: str, reason: str) -> KernelUnavailableError:
+    """The error of a kernel that was asked for by name and can't compute a layer, for `reason`."""
+    return KernelUnavailableError(
+        f"kernel={name!r} can't compute a layer of this model: {reason}. Use kernel='auto'."
+    )
+
+
+def hand_over(
+    name: str, others: Kernel | None, inputs: DecodeInputs, reason: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Have `others` compute what kernel `name` can't, for `reason`; said once where that is slow.
+
+    Raises:
+        KernelUnavailableError: If there are no others.
+    """
+    if others is None:
+        raise refuse(name, reason)
+    if others.misfit(inputs.form) is not None:
+        warn_once(
+            _log,
+            f"Attention will be slow: kernel={name!r} can't compute a layer of this model ({reason}), so"
+            " kernel='reference' takes its place.",
+        )
+    return others.attention(inputs)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from specache_fx.runtime.kernels.base import DecodeInputs
+from specache_fx.runtime.kernels.base import DecodeInputs, Kernel, LayerForm
 from specache_fx.runtime.kernels.reference import ReferenceKernel, probabilities, selection_scores
 from specache_fx.runtime.quant.identity import IdentityQuantizer
 from specache_fx.runtime.quant.keys_only import KeysOnlyQuantizer
 
-_WIDE = (torch.float32, torch.float64)
+_WIDE = frozenset({torch.float32, torch.float64})
 
 
 class ExactPairsKernel:
@@ -28,18 +28,21 @@ class ExactPairsKernel:
         """Never: it needs nothing but ATen."""
         return None
 
-    def fits(self, inputs: DecodeInputs) -> bool:
-        """Whether this computes it; else the reference kernel does."""
-        if not isinstance(inputs.quantizer, IdentityQuantizer) or inputs.expand is not None:
-            return False
-        planes = *inputs.key_planes, *inputs.value_planes, *inputs.window_rows
-        tensors = inputs.query, inputs.key, inputs.value, *planes, inputs.staged_rows
-        dtypes = {x.dtype for x in tensors if x is not None}
-        return inputs.num_quantized > 0 and len(dtypes) == 1 and inputs.query.dtype in _WIDE
+    def misfit(self, form: LayerForm) -> str | None:
+        """Say what it has no code for, and leaves to the reference kernel."""
+        if not isinstance(form.quantizer, IdentityQuantizer) or form.expands:
+            return "it is for pairs that are kept as they are"
+        if len(form.dtypes) != 1 or not form.dtypes <= _WIDE:
+            return "it is for float32 and float64"
+        return None
+
+    def or_else(self, others: Kernel) -> Kernel:
+        """Itself: the reference kernel computes the rest."""
+        return self
 
     def attention(self, inputs: DecodeInputs) -> tuple[torch.Tensor, torch.Tensor]:
         """Attend with every lane; see `Kernel.attention`. Paper: KCache §3.1, where values are fetched."""
-        if not self.fits(inputs):
+        if self.misfit(inputs.form) is not None:
             return self._reference.attention(inputs)
         lanes, batch, num_heads, _, key_dim = inputs.query.shape
         num_kv_heads, value_dim = inputs.key.shape[2], inputs.value.shape[4]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from specache_fx.runtime.kernels.base import DecodeInputs
+from specache_fx.runtime.kernels.base import DecodeInputs, Kernel, LayerForm
 from specache_fx.runtime.select import AGGREGATIONS
 
 
@@ -16,6 +16,14 @@ class ReferenceKernel:
     def unavailable_reason(self, device: torch.device) -> str | None:
         """Never: it needs nothing but ATen."""
         return None
+
+    def misfit(self, form: LayerForm) -> str | None:
+        """Never."""
+        return None
+
+    def or_else(self, others: Kernel) -> Kernel:
+        """Itself: there is nothing that it can't compute."""
+        return self
 
     def attention(self, inputs: DecodeInputs) -> tuple[torch.Tensor, torch.Tensor]:
         """Attend with every lane; see `Kernel.attention`. Paper: SpeCache eq. 1, Algorithm 3."""

@@ -10,6 +10,7 @@ import torch
 from specache_fx.runtime import triton_ops
 from specache_fx.runtime.kernels.base import DecodeInputs
 from specache_fx.runtime.quant import Planes
+from specache_fx.runtime.quant.hadamard import rotation
 from specache_fx.runtime.triton_ops import power_of_two
 
 _LEAST_ROWS = 16  # of a product in tensor cores, and channels of its operands
@@ -20,10 +21,8 @@ _PROGRAMS_OF_INTERPRETER = 6
 _SLOTS_AT_ONCE = 1024
 
 
-def tile_widths(inputs: DecodeInputs) -> tuple[int, int]:
+def tile_widths(bits: int, dims: tuple[int, int]) -> tuple[int, int]:
     """Columns of a tile of keys and of values: whole bytes of a packed row, a power of two of them."""
-    bits = _bits(inputs)
-    dims = inputs.query.shape[4], inputs.value.shape[4]
     key, value = (max(power_of_two(-(-dim * bits // 8)) * (8 // bits), _LEAST_ROWS) for dim in dims)
     return key, value
 
@@ -58,8 +57,9 @@ def arguments_of(inputs: DecodeInputs) -> dict[str, Any]:
     query = inputs.query.contiguous()
     lanes, batch, num_heads, _, key_dim = query.shape
     num_kv_heads, value_dim = inputs.key.shape[2], inputs.value.shape[4]
+    centred = inputs.num_quantized > 0 and inputs.quantizer.code_form == "centred"
     rows, heads = _query_tile(lanes, num_heads // num_kv_heads, _most_rows(query.dtype))
-    key_pad, value_pad = tile_widths(inputs)
+    key_pad, value_pad = tile_widths(_bits(inputs), (key_dim, value_dim))
     kv = triton_ops.dtype(query.dtype)
     return {
         "query": query,
@@ -87,6 +87,8 @@ def arguments_of(inputs: DecodeInputs) -> dict[str, Any]:
         "HAS_MASK": inputs.key_mask is not None,
         "HAS_VISIBLE": inputs.visible is not None,
         "INDEPENDENT": inputs.independent_lanes,
+        "CENTRED": centred,
+        "code_query": query.float() @ rotation(key_dim, query.device)[0] if centred else query,
         **_stored(inputs, query),
         **_staged(inputs, query),
         **_masks(inputs, query),
@@ -104,8 +106,6 @@ def _stored(inputs: DecodeInputs, query: torch.Tensor) -> dict[str, Any]:
         codes, scale, zero = (
             map(_stacked, planes) if inputs.num_quantized else (query.view(torch.uint8), query, query)
         )
-        if inputs.num_quantized and _stride(scale) != _stride(zero):
-            scale, zero = scale.contiguous(), zero.contiguous()
         window = _stacked(unstacked)
         arguments |= {
             f"{side}_codes": codes,
@@ -113,6 +113,7 @@ def _stored(inputs: DecodeInputs, query: torch.Tensor) -> dict[str, Any]:
             f"{side}_zero": zero,
             f"{side}_stride": _stride(codes) if inputs.num_quantized else 0,
             f"{side}_scale_stride": _stride(scale) if inputs.num_quantized else 0,
+            f"{side}_zero_stride": _stride(zero) if inputs.num_quantized else 0,
             f"window_{side}": window,
             f"window_{side}_stride": _stride(window),
             "window_len": window.shape[2],

@@ -4,6 +4,8 @@ A program takes one (batch row, kv head), one tile of its queries and one stretc
 rows (staged, window, the lanes' own). Codes are read once, unpacked and dequantised in registers. What it leaves is the
 softmax over its stretch, not normalised: greatest score, sum and output. `triton_merge` puts the parts together.
 
+Centred codes are of rotated pairs: their stretches take rotated queries, and leave rotated outputs.
+
 No length is a constant of a compiled kernel: a growing context compiles nothing.
 """
 
@@ -43,6 +45,7 @@ def partial_attention(
     part_sum,
     part_out,
     query,
+    code_query,
     own_key,
     own_value,
     key_codes,
@@ -60,8 +63,10 @@ def partial_attention(
     bias,
     key_stride,
     key_scale_stride,
+    key_zero_stride,
     value_stride,
     value_scale_stride,
+    value_zero_stride,
     window_key_stride,
     window_value_stride,
     bias_lane,
@@ -96,6 +101,7 @@ def partial_attention(
     HAS_MASK: tl.constexpr,
     HAS_VISIBLE: tl.constexpr,
     INDEPENDENT: tl.constexpr,
+    CENTRED: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
     """Leave one stretch's softmax in `part_*`, float32 `[batch, lanes, num_heads, splits(, VALUE_DIM)]`."""
@@ -111,6 +117,24 @@ def partial_attention(
     q = query_tile(
         query, batch_row, kv_head, lane, head, row_ok, batch, num_kv_heads, kc, k_ok, NUM_GROUPS, KEY_DIM, DOT
     )
+    if CENTRED:
+        code_q = query_tile(
+            code_query,
+            batch_row,
+            kv_head,
+            lane,
+            head,
+            row_ok,
+            batch,
+            num_kv_heads,
+            kc,
+            k_ok,
+            NUM_GROUPS,
+            KEY_DIM,
+            DOT,
+        )
+    else:
+        code_q = q
     greatest = tl.full([M], float("-inf"), tl.float32)
     total = tl.zeros([M], tl.float32)
     out = tl.zeros([M, VALUE_PAD], tl.float32)
@@ -124,7 +148,7 @@ def partial_attention(
         keys = key_tile(
             key_codes + head_row * key_stride,
             key_scale + head_row * key_scale_stride,
-            key_zero + head_row * key_scale_stride,
+            key_zero + head_row * key_zero_stride,
             first,
             ok,
             kc,
@@ -137,11 +161,12 @@ def partial_attention(
             BLOCK_N,
             KV,
             DOT,
+            CENTRED,
         )
         values = value_tile(
             value_codes + head_row * value_stride,
             value_scale + head_row * value_scale_stride,
-            value_zero + head_row * value_scale_stride,
+            value_zero + head_row * value_zero_stride,
             first,
             ok,
             vc,
@@ -154,9 +179,10 @@ def partial_attention(
             BLOCK_N,
             KV,
             DOT,
+            CENTRED,
         )
         scores = formed_scores(
-            tl.dot(q, tl.trans(keys), input_precision="ieee"),
+            tl.dot(code_q, tl.trans(keys), input_precision="ieee"),
             token,
             ok & without_staged(first, indices, top_k, BLOCK_N, BLOCK_T),
             kv_len,

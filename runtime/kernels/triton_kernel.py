@@ -10,11 +10,11 @@ from typing import Any
 import torch
 
 from specache_fx.runtime import triton_ops
-from specache_fx.runtime.kernels.base import DecodeInputs
-from specache_fx.runtime.kernels.exact_pairs import ExactPairsKernel
+from specache_fx.runtime.kernels.base import DecodeInputs, Kernel, LayerForm, hand_over, listed
 from specache_fx.runtime.kernels.triton_arguments import arguments_of, cut_keys, tile_widths
+from specache_fx.runtime.quant.hadamard import rotation
 
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+_DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32})
 # Of a tile: wider keys would not fit into registers. Exact products of float32 take more of them.
 _MOST_CHANNELS = 256
 _MOST_CHANNELS_FLOAT32 = 128
@@ -24,44 +24,51 @@ _MOST_LANES = 8
 class TritonKernel:
     """Runs on NVIDIA GPUs, and on the CPU in Triton's interpreter.
 
-    What it has no code for goes to `ExactPairsKernel` or the reference: other quantisers than KIVI's (`bits=16` too),
-    aggregation "max", expansions, keys or values of more than 256 channels (128 of float32), dtypes that differ or are
-    wider than float32.
+    Args:
+        others: Computes what it has no code for: quantisers but KIVI's and TurboQuant's (`bits=16` too), aggregation
+            "max", expansions, keys or values of more than 256 channels (128 of float32), dtypes that differ or are
+            wider than float32. None: an error.
     """
 
     name = "triton"
 
-    def __init__(self) -> None:
-        self._others = ExactPairsKernel()
+    def __init__(self, others: Kernel | None = None) -> None:
+        self._others = others
 
     def unavailable_reason(self, device: torch.device) -> str | None:
         """Say what is missing, or None."""
         return triton_ops.unavailable_reason(device)
 
+    def misfit(self, form: LayerForm) -> str | None:
+        """Say what these kernels have no code for, or None."""
+        if len(form.dtypes) != 1 or not form.dtypes <= _DTYPES:
+            return f"it is for one of float32, bfloat16 and float16, and this has {listed(form.dtypes)}"
+        if form.expands:
+            return "keys and values are computed from what is cached (latent attention)"
+        if form.aggregation != "mean":
+            return f"it has no aggregation={form.aggregation!r}"
+        quantizer, most = form.quantizer, _MOST_CHANNELS
+        if quantizer is not None and quantizer.code_form is None:
+            return (
+                f"it reads KIVI's and TurboQuant's codes, and the quantiser is {quantizer.name!r} with"
+                f" bits={quantizer.bits}"
+            )
+        if torch.float32 in form.dtypes:
+            most = _MOST_CHANNELS_FLOAT32
+        bits = 8 if quantizer is None else quantizer.bits
+        if max(tile_widths(bits, (form.key_dim, form.value_dim))) > most or form.lanes > _MOST_LANES:
+            return f"it takes {most} channels of this dtype and {_MOST_LANES} lanes at most"
+        return None
+
+    def or_else(self, others: Kernel) -> Kernel:
+        """See `Kernel.or_else`."""
+        return TritonKernel(others)
+
     def attention(self, inputs: DecodeInputs) -> tuple[torch.Tensor, torch.Tensor]:
         """Attend with every lane; see `Kernel.attention`. Paper: SpeCache eq. 1, Algorithm 3."""
-        return _launch(inputs) if supports(inputs) else self._others.attention(inputs)
-
-
-def supports(inputs: DecodeInputs) -> bool:
-    """Whether these inputs have the form that the Triton kernels are written for."""
-    dtype = inputs.query.dtype
-    most_channels = _MOST_CHANNELS_FLOAT32 if dtype == torch.float32 else _MOST_CHANNELS
-    others = [inputs.key, inputs.value, *inputs.window_rows]
-    if inputs.num_quantized:
-        if not inputs.quantizer.is_affine:
-            return False
-        others += inputs.key_planes[1:] + inputs.value_planes[1:]
-        if inputs.staged_rows is not None:
-            others.append(inputs.staged_rows)
-    return (
-        inputs.expand is None
-        and inputs.aggregation == "mean"
-        and dtype in _DTYPES
-        and all(x.dtype == dtype for x in others)
-        and max(tile_widths(inputs)) <= most_channels
-        and inputs.query.shape[0] <= _MOST_LANES
-    )
+        if (reason := self.misfit(inputs.form)) is not None:
+            return hand_over(self.name, self._others, inputs, reason)
+        return _launch(inputs)
 
 
 def _launch(inputs: DecodeInputs) -> tuple[torch.Tensor, torch.Tensor]:
@@ -87,12 +94,16 @@ def _launch(inputs: DecodeInputs) -> tuple[torch.Tensor, torch.Tensor]:
         "part_out": part_max.new_empty((*part_max.shape, value_dim)),
         "norm": part_max.new_empty((batch, lanes, num_heads)),
     }
-    out = query.new_empty((lanes, batch, num_heads, 1, value_dim))
+    centred = arguments["CENTRED"]
+    shape = (lanes, batch, num_heads, 1, value_dim)
+    out = query.new_empty(shape, dtype=torch.float32 if centred else query.dtype)
+    code_out = torch.empty_like(out) if centred else out
     scores = part_max.new_empty((lanes, batch, num_kv_heads, kv_len + 1))
     with triton_ops.on(query.device):
         partial_attention[(tiles, splits, arguments["TILES"])](**_of(partial_attention, arguments))
         merge_parts[(batch * lanes * num_heads,)](
             out=out,
+            code_out=code_out,
             sinks=triton_ops.pointer_or(inputs.sinks, query),
             num_heads=num_heads,
             HAS_SINKS=inputs.sinks is not None,
@@ -101,6 +112,11 @@ def _launch(inputs: DecodeInputs) -> tuple[torch.Tensor, torch.Tensor]:
         )
         if inputs.num_scored:
             selection_scores[(tiles, splits)](out=scores, **_of(selection_scores, arguments))
+    if centred:  # both were rotated by the same matrix, and the pairs at 16 bits were not
+        out = torch.addmm(
+            out.view(-1, value_dim), code_out.view(-1, value_dim), rotation(value_dim, out.device)[1]
+        )
+        out = out.view(shape).to(query.dtype)
     return out, scores[lanes - inputs.num_scored :]
 
 

@@ -29,6 +29,7 @@ def selection_scores(
     out,
     norm,
     query,
+    code_query,
     own_key,
     key_codes,
     key_scale,
@@ -41,6 +42,7 @@ def selection_scores(
     bias,
     key_stride,
     key_scale_stride,
+    key_zero_stride,
     window_key_stride,
     bias_lane,
     bias_batch,
@@ -73,6 +75,7 @@ def selection_scores(
     HAS_MASK: tl.constexpr,
     HAS_VISIBLE: tl.constexpr,
     INDEPENDENT: tl.constexpr,
+    CENTRED: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
     """Write a stretch of `out`, float32 `[lanes, batch, num_kv_heads, num_quantized + window_len + 1]`; see `Kernel`.
@@ -100,7 +103,7 @@ def selection_scores(
             keys = key_tile(
                 key_codes + head_row * key_stride,
                 key_scale + head_row * key_scale_stride,
-                key_zero + head_row * key_scale_stride,
+                key_zero + head_row * key_zero_stride,
                 first,
                 ok,
                 kc,
@@ -113,6 +116,7 @@ def selection_scores(
                 BLOCK_N,
                 KV,
                 DOT,
+                CENTRED,
             )
             position = token
             ok = ok & without_staged(first, indices, top_k, BLOCK_N, BLOCK_T)
@@ -140,21 +144,39 @@ def selection_scores(
         for tile in tl.static_range(TILES):
             lane, head, row_ok = query_rows(tile, NUM_GROUPS, LANES, M, HEADS)
             query_head = kv_head * NUM_GROUPS + head
-            q = query_tile(
-                query,
-                batch_row,
-                kv_head,
-                lane,
-                head,
-                row_ok,
-                batch,
-                num_kv_heads,
-                kc,
-                k_ok,
-                NUM_GROUPS,
-                KEY_DIM,
-                DOT,
-            )
+            # Codes may be of rotated keys; `code_query` is `query` where they are not.
+            if is_code:
+                q = query_tile(
+                    code_query,
+                    batch_row,
+                    kv_head,
+                    lane,
+                    head,
+                    row_ok,
+                    batch,
+                    num_kv_heads,
+                    kc,
+                    k_ok,
+                    NUM_GROUPS,
+                    KEY_DIM,
+                    DOT,
+                )
+            else:
+                q = query_tile(
+                    query,
+                    batch_row,
+                    kv_head,
+                    lane,
+                    head,
+                    row_ok,
+                    batch,
+                    num_kv_heads,
+                    kc,
+                    k_ok,
+                    NUM_GROUPS,
+                    KEY_DIM,
+                    DOT,
+                )
             scores = formed_scores(
                 tl.dot(q, tl.trans(keys), input_precision="ieee"),
                 position,

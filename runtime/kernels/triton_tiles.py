@@ -51,6 +51,37 @@ def unpacked(codes, token, token_ok, byte, shift, channel_ok, BITS: tl.constexpr
 
 
 @triton.jit
+def centred_tile(
+    codes,
+    scale,
+    mean,
+    start,
+    token_ok,
+    channel,
+    byte,
+    shift,
+    channel_ok,
+    BITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    KV: tl.constexpr,
+    DOT: tl.constexpr,
+):
+    """Keys or values of `TurboQuantizer`'s codes, still rotated: a scale a token, a mean a channel and group."""
+    token = start + tl.arange(0, BLOCK_N)
+    x = unpacked(codes, token, token_ok, byte, shift, channel_ok, BITS, DIM) - (2**BITS - 1) / 2
+    s = tl.load(scale + token, mask=token_ok, other=0).to(tl.float32)[:, None]
+    if GROUP % BLOCK_N == 0:
+        at = (start // GROUP) * DIM + channel
+        m = tl.load(mean + at, mask=channel_ok, other=0).to(tl.float32)[None, :]
+    else:
+        at = (token // GROUP)[:, None].to(tl.int64) * DIM + channel[None, :]
+        m = tl.load(mean + at, mask=token_ok[:, None] & channel_ok[None, :], other=0).to(tl.float32)
+    return rounded(x * s + m, KV, DOT)
+
+
+@triton.jit
 def key_tile(
     codes,
     scale,
@@ -67,8 +98,30 @@ def key_tile(
     BLOCK_N: tl.constexpr,
     KV: tl.constexpr,
     DOT: tl.constexpr,
+    CENTRED: tl.constexpr,
 ):
-    """Dequantised keys of the tokens from `start` on, `[BLOCK_N, columns]`: one scale a channel and group of tokens."""
+    """Dequantised keys of the tokens from `start` on, `[BLOCK_N, columns]`: one scale a channel and group of tokens.
+
+    CENTRED: see `centred_tile`.
+    """
+    if CENTRED:
+        return centred_tile(
+            codes,
+            scale,
+            zero,
+            start,
+            token_ok,
+            channel,
+            byte,
+            shift,
+            channel_ok,
+            BITS,
+            GROUP,
+            DIM,
+            BLOCK_N,
+            KV,
+            DOT,
+        )
     token = start + tl.arange(0, BLOCK_N)
     x = unpacked(codes, token, token_ok, byte, shift, channel_ok, BITS, DIM)
     if GROUP % BLOCK_N == 0:
@@ -101,8 +154,27 @@ def value_tile(
     BLOCK_N: tl.constexpr,
     KV: tl.constexpr,
     DOT: tl.constexpr,
+    CENTRED: tl.constexpr,
 ):
     """Dequantised values, as `key_tile`: one scale a token and group of channels."""
+    if CENTRED:
+        return centred_tile(
+            codes,
+            scale,
+            zero,
+            start,
+            token_ok,
+            channel,
+            byte,
+            shift,
+            channel_ok,
+            BITS,
+            GROUP,
+            DIM,
+            BLOCK_N,
+            KV,
+            DOT,
+        )
     WIDTH: tl.constexpr = GROUP if GROUP < DIM else DIM
     NUM_GROUPS: tl.constexpr = (DIM + WIDTH - 1) // WIDTH
     token = start + tl.arange(0, BLOCK_N)

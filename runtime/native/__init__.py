@@ -26,7 +26,7 @@ def load() -> ctypes.CDLL | None:
         _log.info("selection without C++: %s", error)
         return None
     loaded.specache_topk.argtypes = (_address, _i64, _i64, _i64, _i64, _address, _i64)
-    loaded.specache_overlap.argtypes = (_address, *(_i64,) * 4, _address, _i64, _address, _i64)
+    loaded.specache_overlap.argtypes = (_address, *(_i64,) * 5, _address, _i64, _address, _i64)
     for function in (loaded.specache_topk, loaded.specache_overlap):
         function.restype = _i64
     return loaded
@@ -76,12 +76,12 @@ def count_overlap(
         scores: float32 `[batch, num_kv_heads, tokens]`.
         top_k: How many would be chosen.
         positions: int32 `[batch, num_kv_heads, n]`.
-        counts: float64 `[4]`, added to.
+        counts: float64 `[batch, 4]`, contiguous, added to.
     """
     batch, heads, tokens = scores.shape
     scores, positions = _even_rows(scores), positions.contiguous()
     failed = library.specache_overlap(
-        *(scores.data_ptr(), batch * heads, scores.stride(1), tokens, top_k, positions.data_ptr()),
+        *(scores.data_ptr(), batch, heads, scores.stride(1), tokens, top_k, positions.data_ptr()),
         *(positions.shape[2], counts.data_ptr(), torch.get_num_threads()),
     )
     if failed:

@@ -5,6 +5,7 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include <algorithm>
+#include <iterator>
 #include <memory>
 #include <vector>
 
@@ -96,6 +97,18 @@ struct SpecacheLayer {
   void* copy;
 };
 
+// Functions of Python's C interface, and what it is to call for a layer. Mirrored in graph_ops.py.
+struct SpecachePython {
+  int (*ensure)();
+  void (*release)(int gil);
+  void* (*call)(void* callable);
+  void (*fetch)(void** type, void** error, void** traceback);
+  void (*normalize)(void** type, void** error, void** traceback);
+  int (*set_traceback)(void* error, void* traceback);
+  void (*drop)(void* object);  // null is fine
+  void* operators;
+};
+
 // Those of a session, by layer; null where there is none.
 struct SpecacheLayers {
   int64_t state, num_layers;
@@ -137,17 +150,62 @@ Tensor packed(const Tensor& x) {
   return out;
 }
 
-Tensor by_operators(Tensor query, Tensor key, Tensor value, Tensor state, int64_t layer, double scale,
-                    std::optional<double> softcap, std::optional<Tensor> sinks, std::optional<int64_t> expansion,
-                    std::optional<int64_t> value_dim) {
+// A layer that Python is asked to do.
+struct Call {
+  const Tensor &query, &key, &value, &state;
+  int64_t layer;
+  double scale;
+  const std::optional<double>& softcap;
+  const std::optional<Tensor>& sinks;
+  const std::optional<int64_t>&expansion, &value_dim;
+  std::optional<Tensor> out;
+};
+
+const SpecachePython* python = nullptr;
+thread_local Call* pending = nullptr;
+thread_local void* failure = nullptr;  // the error of Python's that a call ended with
+
+void keep_failure() {
+  void *type = nullptr, *error = nullptr, *traceback = nullptr;
+  python->fetch(&type, &error, &traceback);
+  python->normalize(&type, &error, &traceback);
+  if (traceback != nullptr) python->set_traceback(error, traceback);
+  python->drop(failure);
+  failure = error;
+  python->drop(type);
+  python->drop(traceback);
+}
+
+// By Python's own interface: of an error the dispatcher would leave no more than the text. What is called could not keep
+// all errors itself: a signal's handler may raise before its first line.
+Tensor by_operators(Call call) {
+  STD_TORCH_CHECK(python != nullptr && python->operators != nullptr, "specache::layer_step: Python isn't known");
+  Call* const outer = pending;
+  pending = &call;
+  const int gil = python->ensure();
+  void* const result = python->call(python->operators);
+  if (result == nullptr) keep_failure();
+  python->drop(result);
+  python->release(gil);
+  pending = outer;
+  STD_TORCH_CHECK(result != nullptr && call.out, "a layer's operators failed; DecodeStep.running raises their error");
+  return *call.out;
+}
+
+void layer_arguments(StableIValue* stack, uint64_t, uint64_t) {
   using torch::stable::detail::from;
-  StableIValue stack[] = {from(query), from(key),     from(value), from(state),     from(layer),
-                          from(scale), from(softcap), from(sinks), from(expansion), from(value_dim)};
-  TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("specache::layer_operators", "", stack, TORCH_ABI_VERSION));
-  Tensor out = torch::stable::detail::to<Tensor>(stack[0]);
-  // Python's errors don't come through here: it keeps them, and gives nothing.
-  STD_TORCH_CHECK(out.numel() > 0, "a layer's operators failed; DecodeStep.running raises what they failed with");
-  return out;
+  torch::stable::detail::to<Tensor>(stack[0]);
+  STD_TORCH_CHECK(pending != nullptr, "specache::layer_arguments: no layer is asked for");
+  const Call& call = *pending;
+  const StableIValue arguments[] = {from(call.query), from(call.key),     from(call.value), from(call.state),
+                                    from(call.layer), from(call.scale),   from(call.softcap), from(call.sinks),
+                                    from(call.expansion), from(call.value_dim)};
+  std::copy(std::begin(arguments), std::end(arguments), stack);
+}
+
+void layer_result(Tensor out) {
+  STD_TORCH_CHECK(pending != nullptr, "specache::layer_result: no layer is asked for");
+  pending->out = out;
 }
 
 Tensor layer_step(Tensor query, Tensor key, Tensor value, Tensor state, int64_t layer, double scale,
@@ -181,7 +239,7 @@ Tensor layer_step(Tensor query, Tensor key, Tensor value, Tensor state, int64_t 
       return out;
     }
   }
-  return by_operators(query, key, value, state, layer, scale, softcap, sinks, expansion, value_dim);
+  return by_operators({query, key, value, state, layer, scale, softcap, sinks, expansion, value_dim, {}});
 }
 
 }  // namespace
@@ -193,6 +251,15 @@ int64_t specache_layer_size() { return sizeof(SpecacheLayer); }
 // What threads do before their share of a product: see copies.cpp.
 void specache_do_beside(void (*function)()) { beside = function; }
 
+void specache_use_python(const SpecachePython* functions) { python = functions; }
+
+// What `layer_step` failed with on this thread, the caller's own; null for nothing.
+void* specache_take_failure() {
+  void* const taken = failure;
+  failure = nullptr;
+  return taken;
+}
+
 // Layers of the step that this thread runs next; null for none.
 void specache_get_ready(const SpecacheLayers* layers) { ready = layers; }
 }
@@ -200,4 +267,6 @@ void specache_get_ready(const SpecacheLayers* layers) { ready = layers; }
 STABLE_TORCH_LIBRARY_IMPL(specache, CPU, m) {
   m.impl("products", TORCH_BOX(&products));
   m.impl("layer_step", TORCH_BOX(&layer_step));
+  m.impl("layer_arguments", &layer_arguments);
+  m.impl("layer_result", TORCH_BOX(&layer_result));
 }

@@ -131,10 +131,11 @@ int64_t specache_topk(const float* scores, int64_t rows, int64_t stride, int64_t
   });
 }
 
-// Adds to `counts` what `staged[rows][slots]` has of what `specache_topk` would choose, summed over the rows; see
-// `TopkOverlap`. 0, or 1 where memory ran out: then nothing is added.
-int64_t specache_overlap(const float* scores, int64_t rows, int64_t stride, int64_t tokens, int64_t top_k,
-                         const int32_t* staged, int64_t slots, double* counts, int64_t threads) {
+// Adds to `counts[batch][4]` what `staged[batch][heads][slots]` has of what `specache_topk` would choose, summed over the
+// heads; see `TopkOverlap`. 0, or 1 where memory ran out: then nothing is added.
+int64_t specache_overlap(const float* scores, int64_t batch, int64_t heads, int64_t stride, int64_t tokens,
+                         int64_t top_k, const int32_t* staged, int64_t slots, double* counts, int64_t threads) {
+  const int64_t rows = batch * heads;
   std::vector<Overlap> each;
   try {
     each.resize(rows);
@@ -145,11 +146,12 @@ int64_t specache_overlap(const float* scores, int64_t rows, int64_t stride, int6
     each[row] = compare(scores + row * stride, tokens, top_k, own, staged + row * slots, slots);
   });
   if (failed) return 1;
-  for (const Overlap& row : each) {
-    counts[0] += row.hits;
-    counts[1] += row.needed;
-    counts[2] += row.mass;
-    counts[3] += row.best_mass;
+  for (int64_t row = 0; row < rows; row++) {
+    double* const of_batch_row = counts + row / heads * 4;
+    of_batch_row[0] += each[row].hits;
+    of_batch_row[1] += each[row].needed;
+    of_batch_row[2] += each[row].mass;
+    of_batch_row[3] += each[row].best_mass;
   }
   return 0;
 }

@@ -11,6 +11,7 @@ from specache_fx.runtime.quant.kivi import KiviQuantizer
 from specache_fx.runtime.quant.kivi_original import OriginalKiviQuantizer
 from specache_fx.runtime.quant.nuq import NonUniformQuantizer
 from specache_fx.runtime.quant.rotated import RotatedQuantizer
+from specache_fx.runtime.quant.turboquant import TurboQuantizer
 from specache_fx.runtime.quant.zipcache import ZipCacheQuantizer
 
 __all__ = ["QUANTIZERS", "KVKind", "Planes", "Quantizer", "make_quantizer"]
@@ -20,6 +21,7 @@ QUANTIZERS: dict[str, type[Quantizer]] = {
     OriginalKiviQuantizer.name: OriginalKiviQuantizer,
     NonUniformQuantizer.name: NonUniformQuantizer,
     RotatedQuantizer.name: RotatedQuantizer,
+    TurboQuantizer.name: TurboQuantizer,
     ZipCacheQuantizer.name: ZipCacheQuantizer,
     IdentityQuantizer.name: IdentityQuantizer,
 }

@@ -13,6 +13,7 @@ same number of rows for every `group_size` tokens: a store appends, crops and pe
 the method."""
 
 KVKind = Literal["key", "value"]
+CodeForm = Literal["affine", "centred"]
 
 
 def saturated(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -36,15 +37,15 @@ class Quantizer(ABC):
     Attributes:
         name: The method's name in `QUANTIZERS`.
         valid_bits: The widths that it can be built with.
-        is_affine: Planes are KIVI's (`KiviQuantizer`), and `code * scale + zero` is all of dequantisation: kernels
-            that read codes themselves ask for it. False unless a method says so.
+        code_form: For kernels that read codes themselves. "affine": planes are KIVI's (`KiviQuantizer`), and `code *
+            scale + zero` is all of dequantisation. "centred": they are `TurboQuantizer`'s. None: kernels can't.
         bits: Width of a code.
         group_size: Tokens that are quantised together.
     """
 
     name: ClassVar[str]
     valid_bits: ClassVar[tuple[int, ...]]
-    is_affine: ClassVar[bool] = False
+    code_form: ClassVar[CodeForm | None] = None
 
     def __init__(self, bits: int, group_size: int) -> None:
         self.bits = bits

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 
@@ -49,3 +51,36 @@ def transform(x: torch.Tensor, block: int) -> torch.Tensor:
         rows, other = other, rows
         size *= 2
     return rows.t().reshape(x.shape)
+
+
+def rotate(x: torch.Tensor) -> torch.Tensor:
+    """Float32 `[..., channels]`, rotated by blocks; no number is larger than the largest of x's block.
+
+    The rotation is Hadamard's with fixed signs, orthonormal up to a power of two. An odd number of channels is not
+    rotated at all.
+    """
+    block = block_size(x.shape[-1])
+    return transform(x.float() * _all_signs(x, block), block)
+
+
+def rotate_back(x: torch.Tensor) -> torch.Tensor:
+    """Undo `rotate`, of float32."""
+    block = block_size(x.shape[-1])
+    # The factor comes last: sums of numbers at the end of the range would else be infinity minus infinity.
+    return transform(x, block) * (_all_signs(x, block) * block)
+
+
+@functools.cache
+def rotation(head_dim: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Matrices for kernels that read rotated codes, float32 `[head_dim, head_dim]`, to be multiplied from the right.
+
+    Returns:
+        One for queries, so that products with rotated keys are those of both before; and one for sums of rotated
+        values, `rotate_back`.
+    """
+    one = torch.eye(head_dim, device=device)
+    return rotate(one) * block_size(head_dim), rotate_back(one)
+
+
+def _all_signs(x: torch.Tensor, block: int) -> torch.Tensor:
+    return signs(block, x.device).repeat(x.shape[-1] // block)

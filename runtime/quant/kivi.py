@@ -11,10 +11,12 @@ On a GPU one kernel gives the same bits (`on_gpu`).
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 
 from specache_fx.runtime.quant import on_gpu
-from specache_fx.runtime.quant.base import Planes
+from specache_fx.runtime.quant.base import CodeForm, Planes
 from specache_fx.runtime.quant.groupwise import GroupwiseQuantizer
 
 
@@ -42,7 +44,7 @@ class KiviQuantizer(GroupwiseQuantizer):
 
     name = "kivi"
     valid_bits = (1, 2, 4, 8)
-    is_affine = True
+    code_form: ClassVar[CodeForm | None] = "affine"
 
     def quantize_key(self, x: torch.Tensor) -> Planes:
         """See `Quantizer.quantize_key`; on a GPU by one kernel."""

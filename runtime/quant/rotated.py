@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from specache_fx.runtime.quant.base import KVKind, Planes, saturated
-from specache_fx.runtime.quant.hadamard import block_size, signs, transform
+from specache_fx.runtime.quant.hadamard import block_size, rotate, rotate_back
 from specache_fx.runtime.quant.kivi import KiviQuantizer
 
 
@@ -36,42 +36,26 @@ class RotatedQuantizer(KiviQuantizer):
     """
 
     name = "rotated"
-    is_affine = False
+    code_form = None
 
     def quantize_key(self, x: torch.Tensor) -> Planes:
         """See `Quantizer.quantize_key`."""
-        return self._quantize_by_channel(_rotate(x), x.dtype)
+        return self._quantize_by_channel(rotate(x), x.dtype)
 
     def quantize_value(self, x: torch.Tensor) -> Planes:
         """See `Quantizer.quantize_value`."""
-        return self._quantize_by_token(_rotate(x), x.dtype)
+        return self._quantize_by_token(rotate(x), x.dtype)
 
     def dequantize_key(self, planes: Planes, head_dim: int, dtype: torch.dtype) -> torch.Tensor:
         """See `Quantizer.dequantize_key`."""
-        return saturated(_rotate_back(super().dequantize_key(planes, head_dim, torch.float32)), dtype)
+        return saturated(rotate_back(super().dequantize_key(planes, head_dim, torch.float32)), dtype)
 
     def dequantize_value(self, planes: Planes, head_dim: int, dtype: torch.dtype) -> torch.Tensor:
         """See `Quantizer.dequantize_value`."""
-        return saturated(_rotate_back(super().dequantize_value(planes, head_dim, torch.float32)), dtype)
+        return saturated(rotate_back(super().dequantize_value(planes, head_dim, torch.float32)), dtype)
 
     def error_bound(self, planes: Planes, head_dim: int, kind: KVKind) -> torch.Tensor:
         """`Quantizer.error_bound`: each rotated number's half scale may add up in each of its block."""
         halves = super().error_bound(planes, head_dim, kind)
         blocks = halves.unflatten(3, (-1, block_size(head_dim)))
         return blocks.sum(4, keepdim=True).expand_as(blocks).flatten(3)
-
-
-def _rotate(x: torch.Tensor) -> torch.Tensor:
-    """Float32; no number is larger than the largest of x's block."""
-    block = block_size(x.shape[3])
-    return transform(x.float() * _all_signs(x, block), block)
-
-
-def _rotate_back(x: torch.Tensor) -> torch.Tensor:
-    block = block_size(x.shape[3])
-    # The factor comes last: sums of numbers at the end of the range would else be infinity minus infinity.
-    return transform(x, block) * (_all_signs(x, block) * block)
-
-
-def _all_signs(x: torch.Tensor, block: int) -> torch.Tensor:
-    return signs(block, x.device).repeat(x.shape[3] // block)

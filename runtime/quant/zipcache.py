@@ -35,7 +35,7 @@ class ZipCacheQuantizer(KiviQuantizer):
     """
 
     name = "zipcache"
-    is_affine = False
+    code_form = None
 
     def quantize_value(self, x: torch.Tensor) -> Planes:
         """See `Quantizer.quantize_value`."""

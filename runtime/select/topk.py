@@ -47,7 +47,7 @@ def sorted_topk(scores: torch.Tensor, top_k: int) -> torch.Tensor:
 
 
 class TopkOverlap(NamedTuple):
-    """What some positions have of a top-k, summed over batch rows and kv heads; scalars on the scores' device.
+    """What some positions have of a top-k, summed over kv heads; each `[batch]`, on the scores' device.
 
     Attributes:
         hits: How many of them would be chosen, int64.
@@ -84,17 +84,22 @@ def topk_overlap(scores: torch.Tensor, top_k: int, positions: torch.Tensor) -> T
     held = torch.where(there, scores.gather(-1, at), 0.0).clamp_(min=0.0)
     # The upper half of a key is its score's bits.
     most = (best >> 32).clamp_(min=0).to(torch.int32).view(torch.float32)
+    heads = (1, 2)
     return TopkOverlap(
-        hits.sum(), (best >= 0).sum(), held.sum(dtype=torch.float64), most.sum(dtype=torch.float64)
+        hits.sum(heads),
+        (best >= 0).sum(heads),
+        held.sum(heads, dtype=torch.float64),
+        most.sum(heads, dtype=torch.float64),
     )
 
 
 def count_overlap(scores: torch.Tensor, top_k: int, positions: torch.Tensor, counts: torch.Tensor) -> None:
-    """Add what `topk_overlap` says to `counts`, float64 `[4]` on the scores' device."""
+    """Add what `topk_overlap` says to `counts`, float64 `[batch, 4]` on the scores' device."""
     if scores.device.type == "cpu" and (library := native.load()) is not None:
         native.count_overlap(library, scores, top_k, positions, counts)
     else:
-        counts += torch.stack([count.to(torch.float64) for count in topk_overlap(scores, top_k, positions)])
+        found = topk_overlap(scores, top_k, positions)
+        counts += torch.stack([count.to(torch.float64) for count in found], dim=1)
 
 
 def _keys(scores: torch.Tensor) -> torch.Tensor:

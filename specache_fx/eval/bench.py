@@ -10,13 +10,16 @@ from typing import Any
 import torch
 
 from specache_fx.errors import ConfigError
+from specache_fx.eval.decode import Sampling
 from specache_fx.eval.loading import stop_ids
 from specache_fx.eval.methods import Generated, Loaded, Running, Watch, open_method
-from specache_fx.eval.outcome import Outcome, TextOutcome, batches, summed_up
+from specache_fx.eval.on_text import check_new_tokens, continue_text, decode_text
+from specache_fx.eval.outcome import ContinuationOutcome, Outcome, TextOutcome, batches, summed_up
 from specache_fx.eval.peers import Peers, find_python
 from specache_fx.eval.reading import DEFAULT_LIMIT, Reader
+from specache_fx.eval.reference import Reference
 from specache_fx.eval.sample import Sample
-from specache_fx.eval.scoring import score
+from specache_fx.eval.scoring import score_turns
 from specache_fx.eval.subject import Subject
 
 
@@ -47,7 +50,8 @@ class Bench(Subject):
     A method stays compiled until another one is run: go through lengths and depths inside, methods outside.
 
     Args:
-        model: A folder, a name on the hub, or "needle" or "suite" (the project's own).
+        model: A folder, a name on the hub, "needle" or "suite" (the project's own), or "smollm2" or "gemma3"
+            (`make models`).
         device: "auto" (CUDA where there is one), "cpu" or "cuda".
         dtype: "bfloat16", "float16" or "float32".
         threads: CPU threads; torch's choice by default.
@@ -71,7 +75,9 @@ class Bench(Subject):
         if threads is not None:
             torch.set_num_threads(threads)
         super().__init__(model, device, dtype)
-        self._loaded = Loaded(self.model, self.folder, Reader(self.model, read_limit), dtype, self._peers)
+        reader = Reader(self.model, read_limit)
+        reference = Reference(self.model, reader)
+        self._loaded = Loaded(self.model, self.folder, reader, reference, dtype, self._peers)
         self._peers_python = peers_python
         self._worker: Peers | None = None
         self._open: tuple[Method, Running] | None = None
@@ -89,7 +95,7 @@ class Bench(Subject):
 
         Args:
             method: How to keep the cache.
-            samples: Prompts; those of equal length run together.
+            samples: Prompts; those of equal length run together, those with turns alone.
             batch_size: At most so many at a time.
             progress: Called after each batch with the number of its samples.
             watch: Called after each decode step of a batch, with the step's number and a function that measures.
@@ -102,21 +108,33 @@ class Bench(Subject):
         prompts = self.fitting(samples)
         running = self._running(method)
         stops = stop_ids(self.model, self.tokenizer)
-        predictions = [""] * len(samples)
+        answers: list[list[str]] = [[] for _ in samples]
         results: list[tuple[int, Generated]] = []
-        for rows in batches(
-            [(len(p), s.max_new_tokens) for p, s in zip(prompts, samples, strict=True)], batch_size
-        ):
-            ids = torch.tensor([prompts[row] for row in rows])
-            result = running.generate(ids, samples[rows[0]].max_new_tokens, stops, watch)
-            for row, new in zip(rows, result.ids, strict=True):
-                predictions[row] = self.decode(new)
+        kinds = [
+            (len(prompt), sample.max_new_tokens, row if sample.turns else None)
+            for row, (prompt, sample) in enumerate(zip(prompts, samples, strict=True))
+        ]
+        for rows in batches(kinds, batch_size):
+            ids, first = [prompts[row] for row in rows], samples[rows[0]]
+            if first.turns:
+                turns = [self.encode_more(turn.question) for turn in first.turns]
+                result = running.converse(ids[0], turns, first.max_new_tokens, stops)
+                answers[rows[0]] = [self.decode(new) for new in result.ids]
+            else:
+                result = running.generate(torch.tensor(ids), first.max_new_tokens, stops, watch)
+                for row, new in zip(rows, result.ids, strict=True):
+                    answers[row] = [self.decode(new)]
             results.append((len(rows), result))
             if progress is not None:
                 progress(len(rows))
-        scores = tuple(score(sample, said) for sample, said in zip(samples, predictions, strict=True))
-        seconds = time.perf_counter() - began
-        return Outcome(predictions=tuple(predictions), scores=scores, seconds=seconds, **summed_up(results))
+        scores = [score_turns(sample, said) for sample, said in zip(samples, answers, strict=True)]
+        return Outcome(
+            predictions=tuple("\n".join(said) for said in answers),
+            scores=tuple(sum(turns) / len(turns) for turns in scores),
+            turn_scores=tuple(scores) if samples[0].turns else (),
+            seconds=time.perf_counter() - began,
+            **summed_up(results),
+        )
 
     def check_windows(self, windows: torch.Tensor, decoded: int) -> None:
         """Refuse windows that `perplexity` can't score.
@@ -141,7 +159,7 @@ class Bench(Subject):
         batch_size: int = 8,
         progress: Callable[[int], None] | None = None,
     ) -> TextOutcome:
-        """Feed a text token by token: how likely its last tokens are to the model with that cache.
+        """Feed a text token by token: how likely its last tokens are to the model with that cache, and to the full one.
 
         Args:
             method: How to keep the cache.
@@ -154,20 +172,36 @@ class Bench(Subject):
             ConfigError: On an unknown method or option, or windows that are too short or too long.
         """
         self.check_windows(windows, decoded)
-        began = time.perf_counter()
-        running = self._running(method)
-        losses: list[float] = []
-        results: list[tuple[int, Generated]] = []
-        for batch in windows.split(batch_size):
-            result = running.score(batch[:, : -decoded - 1], batch[:, -decoded - 1 :])
-            assert result.losses is not None
-            losses += result.losses.double().mean(dim=1).tolist()
-            results.append((len(batch), result))
-            if progress is not None:
-                progress(len(batch))
-        seconds = time.perf_counter() - began
-        tokens = decoded * len(windows)
-        return TextOutcome(losses=tuple(losses), tokens=tokens, seconds=seconds, **summed_up(results))
+        return decode_text(self._running(method), windows, decoded, batch_size, progress)
+
+    @torch.inference_mode()
+    def continuation(
+        self,
+        method: Method,
+        windows: torch.Tensor,
+        *,
+        new_tokens: int = 64,
+        sampling: Sampling | None = None,
+        batch_size: int = 8,
+        progress: Callable[[int], None] | None = None,
+    ) -> ContinuationOutcome:
+        """Let a method go on behind a text: how far as the full cache does, and how likely to the full cache.
+
+        Args:
+            method: How to keep the cache.
+            windows: Token ids from `read_windows`, int64 `[num_windows, length]`.
+            new_tokens: How many follow each window; stop tokens stop nothing.
+            sampling: Temperature and seed, the same random numbers for every method; greedy by default.
+            batch_size: Windows at a time.
+            progress: Called after each batch with the number of its windows.
+
+        Raises:
+            ConfigError: On an unknown method or option, no tokens, or windows that are too long.
+        """
+        check_new_tokens(new_tokens, sampling)
+        self.check_length("a window", windows.shape[1], new_tokens)
+        running, reference = self._running(method), self._loaded.reference
+        return continue_text(running, reference, windows, new_tokens, sampling, batch_size, progress)
 
     def _running(self, method: Method) -> Running:
         if self._open is not None and self._open[0] == method:

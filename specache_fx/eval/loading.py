@@ -10,9 +10,11 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from specache_fx.errors import ConfigError
+from specache_fx.eval.real import MODELS, model_folder
 from specache_fx.sizes import DTYPE_BYTES
 
 OWN_MODELS = ("needle", "suite")
+NAMED_MODELS = (*OWN_MODELS, *MODELS)
 
 
 def own_model_folder(name: str) -> Path:
@@ -35,7 +37,7 @@ def load(model: str, device: str, dtype: str) -> tuple[str, PreTrainedModel, Pre
     """Load a model with its tokenizer.
 
     Args:
-        model: A folder, a name on the hub, "needle" or "suite".
+        model: A folder, a name on the hub, or one of `NAMED_MODELS`.
         device: "auto", "cpu" or "cuda".
         dtype: A name of `DTYPE_BYTES`.
 
@@ -48,7 +50,9 @@ def load(model: str, device: str, dtype: str) -> tuple[str, PreTrainedModel, Pre
     if dtype not in DTYPE_BYTES:
         raise ConfigError(f"dtype={dtype!r}: choose one of {', '.join(DTYPE_BYTES)}.")
     place = _device(device)
-    folder = str(own_model_folder(model)) if model in OWN_MODELS else model
+    folder = model
+    if model in NAMED_MODELS:
+        folder = str(own_model_folder(model) if model in OWN_MODELS else model_folder(model))
     if model.startswith(("/", ".", "~")) and not Path(model).expanduser().is_dir():
         raise ConfigError(
             f"There is no folder {model}: give --model the folder of a model, or a name on the hub."
@@ -59,7 +63,7 @@ def load(model: str, device: str, dtype: str) -> tuple[str, PreTrainedModel, Pre
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise ConfigError(
             f"The model {model!r} can't be loaded ({str(error).strip().splitlines()[0]}). Give a folder of a causal"
-            f" language model with its tokenizer, a name on the hub, or one of {', '.join(OWN_MODELS)}."
+            f" language model with its tokenizer, a name on the hub, or one of {', '.join(NAMED_MODELS)}."
         ) from error
     return folder, loaded.eval().to(place), tokenizer
 

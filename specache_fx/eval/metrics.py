@@ -45,6 +45,15 @@ def copying(prediction: str, answers: Sequence[str], classes: Sequence[str] = ()
     return len(longest_common_subsequence(words, prediction.split())) / len(words)
 
 
+def fields(prediction: str, answers: Sequence[str], classes: Sequence[str] = ()) -> float:
+    """The share of the table's fields that the prediction has in its row; rows are found by their first field."""
+    said = [[field.strip() for field in line.split("|")] for line in prediction.splitlines()]
+    rows = {row[0]: row for row in reversed(said)}  # of rows that say the same first, the first counts
+    right = [[field.strip() for field in answer.split("|")] for answer in answers]
+    hits = sum(a == b for row in right for a, b in zip(row, rows.get(row[0], []), strict=False))
+    return hits / sum(map(len, right))
+
+
 def qa_f1(prediction: str, answers: Sequence[str], classes: Sequence[str] = ()) -> float:
     """F1 of the words, without case, punctuation and articles; the best of the references."""
     return max(_f1(_normalized(prediction).split(), _normalized(answer).split()) for answer in answers)
@@ -99,6 +108,7 @@ METRICS: dict[str, Metric] = {
     "whole_words": whole_words,
     "words_in_place": words_in_place,
     "copying": copying,
+    "fields": fields,
     "qa_f1": qa_f1,
     "rouge": rouge,
     "classification": classification,

@@ -44,12 +44,14 @@ class Outcome(Measured):
     """What a method made of samples.
 
     Attributes:
-        predictions: What was generated, one a sample, in their order.
-        scores: 0 to 1, one a sample.
+        predictions: What was generated, one a sample, in their order; answers to turns are parted by line ends.
+        scores: 0 to 1, one a sample; the mean over its turns.
+        turn_scores: 0 to 1 for each turn, one row a sample; empty where there are none.
     """
 
     predictions: tuple[str, ...]
     scores: tuple[float, ...]
+    turn_scores: tuple[tuple[float, ...], ...] = ()
 
     @property
     def score(self) -> float:
@@ -64,15 +66,54 @@ class TextOutcome(Measured):
     Attributes:
         losses: Mean negative log-likelihood of the decoded tokens, one a window.
         tokens: How many were decoded, of all windows.
+        loss_at: The same of each token, by window.
+        kl_at: KL(full || method) of the distribution that predicts each token, in nats, by window; None where another
+            process has the logits.
+        same_top_at: 1 where the likeliest token is the full cache's, else 0, by window; None as `kl_at`.
     """
 
     losses: tuple[float, ...]
     tokens: int
+    loss_at: list[list[float]]
+    kl_at: list[list[float]] | None
+    same_top_at: list[list[int]] | None
 
     @property
     def perplexity(self) -> float:
         """Of the decoded tokens; windows weigh the same, for they have the same number of them."""
         return math.exp(sum(self.losses) / len(self.losses))
+
+    @property
+    def kl(self) -> float | None:
+        """The mean over all tokens."""
+        return _mean(self.kl_at)
+
+    @property
+    def same_top(self) -> float | None:
+        """The share of tokens at which the likeliest one is the full cache's."""
+        return _mean(self.same_top_at)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ContinuationOutcome(Measured):
+    """How a method goes on behind a text, beside the full cache.
+
+    Attributes:
+        ids: New tokens of each window.
+        agreement: Share of the new tokens that are the full cache's at the same place, one a window.
+        until_difference: Share of the new tokens before the first that differs, one a window.
+        losses: Mean negative log-likelihood of the new tokens under the full cache, one a window.
+    """
+
+    ids: tuple[tuple[int, ...], ...]
+    agreement: tuple[float, ...]
+    until_difference: tuple[float, ...]
+    losses: tuple[float, ...]
+
+
+def _mean(rows: Sequence[Sequence[float]] | None) -> float | None:
+    """Over all values of all rows."""
+    return None if rows is None else sum(map(sum, rows)) / sum(map(len, rows))
 
 
 def batches(kinds: Sequence[Any], batch_size: int) -> Iterator[list[int]]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections import OrderedDict
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,6 +59,16 @@ def kv_tensors(cache: Any) -> list[torch.Tensor]:
     return [tensor for layer in layers for tensor in (layer.keys, layer.values)]
 
 
+@contextlib.contextmanager
+def uncompiled(model: PreTrainedModel) -> Iterator[None]:
+    """Run the plain model, whatever method is compiled into it."""
+    compiled, model._compiled_call_impl = model._compiled_call_impl, None
+    try:
+        yield
+    finally:
+        model._compiled_call_impl = compiled
+
+
 class Reader:
     """Reads batches of prompts and remembers the newest up to a number of bytes."""
 
@@ -66,7 +78,7 @@ class Reader:
 
     @torch.inference_mode()
     def read(self, input_ids: torch.Tensor) -> Read:
-        """Prefill, or remember it.
+        """Prefill with the plain model, or remember it: what it gives is the same for every method.
 
         Args:
             input_ids: int64 `[batch, prompt_len]`.
@@ -75,12 +87,13 @@ class Reader:
         if key in self._kept:
             self._kept.move_to_end(key)
             return self._kept[key]
-        out = self._model(
-            input_ids=input_ids.to(self._model.device),
-            past_key_values=DynamicCache(config=self._model.config),
-            use_cache=True,
-            **last_logits_only(self._model),
-        )
+        with uncompiled(self._model):
+            out = self._model(
+                input_ids=input_ids.to(self._model.device),
+                past_key_values=DynamicCache(config=self._model.config),
+                use_cache=True,
+                **last_logits_only(self._model),
+            )
         read = Read(out.past_key_values, out.logits[:, -1].clone(), input_ids.shape[1])
         self._kept[key] = read
         while len(self._kept) > 1 and sum(each.nbytes for each in self._kept.values()) > self._limit:

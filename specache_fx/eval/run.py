@@ -9,7 +9,10 @@ from typing import Any
 
 from specache_fx.errors import ConfigError
 from specache_fx.eval.bench import Bench, Method
+from specache_fx.eval.decode import Sampling
+from specache_fx.eval.on_text import check_new_tokens
 from specache_fx.eval.outcome import Measured
+from specache_fx.eval.real import TEXTS, text_file
 from specache_fx.eval.report import Row, make_row
 from specache_fx.eval.request import needs_budget, read_spelling
 from specache_fx.eval.sample import Sample
@@ -88,29 +91,58 @@ def task_cells(
 
 def text_cells(
     bench: Bench,
-    file: Path,
+    text: str,
     lengths: Sequence[int],
     *,
     prompts: int,
     seed: int,
     batch_size: int,
-    decoded: int,
+    decoded: int = 64,
+    new_tokens: int | None = None,
+    temperature: float | None = None,
 ) -> list[Cell]:
-    """Windows of a text, for each length; see `Bench.perplexity`.
+    """Windows of a text, for each length: its own tokens, or how a method goes on behind it.
+
+    Args:
+        bench: The model.
+        text: A file, or a name of `TEXTS`.
+        lengths: Tokens of a window, those that are decoded included.
+        prompts: Windows for each.
+        seed: Of the windows, and of random tokens.
+        batch_size: Windows at a time.
+        decoded: See `Bench.perplexity`.
+        new_tokens: Instead: see `Bench.continuation`.
+        temperature: Of random tokens; greedy by default.
 
     Raises:
         ConfigError: If the text can't be read or is too short, or windows of a length can't be scored.
     """
+    sampling = None if temperature is None else Sampling(temperature, seed)
+    if new_tokens is not None:
+        check_new_tokens(new_tokens, sampling)
 
     def scoring(windows: Any) -> Callable[[Method, Callable[[int], None]], Measured]:
-        return lambda method, progress: bench.perplexity(
-            method, windows, decoded=decoded, batch_size=batch_size, progress=progress
+        if new_tokens is None:
+            return lambda method, progress: bench.perplexity(
+                method, windows, decoded=decoded, batch_size=batch_size, progress=progress
+            )
+        return lambda method, progress: bench.continuation(
+            method,
+            windows[:, :-new_tokens],
+            new_tokens=new_tokens,
+            sampling=sampling,
+            batch_size=batch_size,
+            progress=progress,
         )
 
+    file = text_file(text) if text in TEXTS else Path(text)
     drawn = {n: read_windows(bench.tokenizer, file, n, prompts, seed) for n in lengths}
     for windows in drawn.values():  # all before the first is run
-        bench.check_windows(windows, decoded)
-    return [Cell(file.name, n, None, scoring(windows)) for n, windows in drawn.items()]
+        bench.check_windows(windows, new_tokens or decoded)
+    return [
+        Cell(file.stem if text in TEXTS else file.name, n, None, scoring(windows))
+        for n, windows in drawn.items()
+    ]
 
 
 def run_all(

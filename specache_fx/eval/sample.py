@@ -6,6 +6,19 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
+class Turn:
+    """A further question, asked on the cache that the turns before it left.
+
+    Attributes:
+        question: Text with all that goes before the answer.
+        answers: What must be found.
+    """
+
+    question: str
+    answers: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Sample:
     """One prompt and what should follow.
 
@@ -19,6 +32,7 @@ class Sample:
         depth: 0 (beginning) to 1 (end): where the needle lies; None where there is no such thing.
         metric: In `METRICS`; the task's own by default.
         classes: Labels to choose from, for a task of classification.
+        turns: Asked one after another behind the answer to the prompt; each answer has `max_new_tokens`.
     """
 
     prompt: str
@@ -29,3 +43,4 @@ class Sample:
     depth: float | None = None
     metric: str | None = None
     classes: tuple[str, ...] = ()
+    turns: tuple[Turn, ...] = ()

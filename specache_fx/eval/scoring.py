@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from specache_fx.errors import ConfigError
 from specache_fx.eval.metrics import METRICS
@@ -26,13 +27,22 @@ class Scoring:
 
 SCORING: dict[str, Scoring] = {
     # In English words and in our own models' alike.
-    **{task: Scoring("copying" if task == "copying" else "string_match_all") for task in ENGLISH},
+    **{
+        task: Scoring({"copying": "copying", "table": "fields"}.get(task, "string_match_all"))
+        for task in ENGLISH
+    },
     **{f"ruler/{name}": Scoring(kind.metric) for name, kind in ruler.KINDS.items()},
     **{
         f"longbench/{name}": Scoring(kind["metric"], kind["first_line"])
         for name, kind in longbench.KINDS.items()
     },
 }
+
+
+def score_turns(sample: Sample, predictions: Sequence[str]) -> tuple[float, ...]:
+    """0 to 1 for each turn of a sample, the prompt's first."""
+    turns = [sample, *(replace(sample, answers=turn.answers) for turn in sample.turns)]
+    return tuple(score(turn, said) for turn, said in zip(turns, predictions, strict=True))
 
 
 def score(sample: Sample, prediction: str) -> float:

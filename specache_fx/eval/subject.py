@@ -13,7 +13,8 @@ class Subject:
     """A model with its tokenizer.
 
     Args:
-        model: A folder, a name on the hub, or "needle" or "suite" (the project's own).
+        model: A folder, a name on the hub, "needle" or "suite" (the project's own), or "smollm2" or "gemma3"
+            (`make models`).
         device: "auto" (CUDA where there is one), "cpu" or "cuda".
         dtype: "bfloat16", "float16" or "float32".
 
@@ -35,6 +36,11 @@ class Subject:
         """The tokens of a prompt, the tokenizer's special tokens included."""
         return encode(self.tokenizer, prompt)
 
+    def encode_more(self, text: str) -> list[int]:
+        """The tokens of a text that goes on behind others."""
+        ids: list[int] = self.tokenizer(text, add_special_tokens=False, verbose=False).input_ids
+        return ids
+
     def decode(self, ids: list[int]) -> str:
         """The text of new tokens."""
         return str(self.tokenizer.decode(ids, skip_special_tokens=True))
@@ -52,7 +58,8 @@ class Subject:
         """
         prompts = [self.encode(sample.prompt) for sample in samples]
         for ids, sample in zip(prompts, samples, strict=True):
-            self.check_length(f"a prompt of {sample.task!r}", len(ids), sample.max_new_tokens)
+            more = sum(len(self.encode_more(turn.question)) + sample.max_new_tokens for turn in sample.turns)
+            self.check_length(f"a prompt of {sample.task!r}", len(ids), sample.max_new_tokens + more)
         return prompts
 
     def check_length(self, what: str, num_tokens: int, max_new_tokens: int = 0) -> None:

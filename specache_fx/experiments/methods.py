@@ -26,8 +26,8 @@ def kivi(bits: int, group_size: int = GROUP_SIZE, **more: Any) -> Method:
 
 
 def specache(bits: int, group_size: int = GROUP_SIZE, **more: Any) -> Method:
-    """SpeCache as its §4.1 has it: 64 residual tokens and 64 prefetched pairs."""
-    settings = {"residual_length": 64, "top_k": TOP_K} | more
+    """SpeCache as its §4.1 has it: 64 residual tokens, 64 prefetched pairs, KIVI's codes, Algorithm 3 to the letter."""
+    settings = {"residual_length": 64, "top_k": TOP_K, "quantizer": "kivi", "on_miss": "keep"} | more
     return _sorted("specache", bits=bits, group_size=group_size, **settings)
 
 

@@ -19,13 +19,13 @@ BITS = (2, 1)
 
 
 def names(bits: int) -> list[str]:
-    """Quantisers with codes of that width; Table 5 has KIVI's original formula."""
-    apart = ("identity", "kivi-original")
+    """Quantisers with codes of that width; Table 5 has KIVI's original formula, the real models have TurboQuant's."""
+    apart = ("identity", "kivi-original", "turboquant")
     return [name for name, made in QUANTIZERS.items() if bits in made.valid_bits and name not in apart]
 
 
 def method(bits: int, quantizer: str, with_specache: bool) -> Method:
-    """KIVI's quantiser is the default and not named, for equal cells."""
+    """`specache` has KIVI's codes unless told otherwise: for cells equal to those of others."""
     more: dict[str, Any] = {} if quantizer == "kivi" else {"quantizer": quantizer}
     return specache(bits, **more) if with_specache else kivi(bits, **more)
 

@@ -20,7 +20,7 @@ WAYS = {"KIVI": "nothing is fetched", "keep": "keep (the paper)", "refetch": "re
 
 
 def method(bits: int, way: str) -> Method:
-    """The default, keep, is not named, so that its cells are those of the other experiments."""
+    """`specache` keeps unless told otherwise; its cells are those of the other experiments."""
     if way == "KIVI":
         return kivi(bits)
     named: dict[str, Any] = {} if way == "keep" else {"on_miss": way}

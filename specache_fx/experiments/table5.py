@@ -18,7 +18,7 @@ FORMULAS = (("original (eq. 2)", "kivi-original"), ("improved (eq. 3)", "kivi"))
 
 
 def method(quantizer: str, with_specache: bool) -> Method:
-    """1 bit, groups of 64. KIVI's quantiser is the default: named only where it is another, for equal cells."""
+    """1 bit, groups of 64. `specache` has KIVI's codes unless told otherwise: for cells equal to those of others."""
     named: dict[str, Any] = {} if quantizer == "kivi" else {"quantizer": quantizer}
     return specache(1, **named) if with_specache else kivi(1, **named)
 

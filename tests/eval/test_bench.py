@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from specache_fx.eval.methods import METHODS, Footprint, Generated
 from specache_fx.eval.methods.specache import Specache
 from specache_fx.eval.outcome import batches, summed_up
 from specache_fx.eval.reading import Reader
-from specache_fx.eval.sample import Sample
+from specache_fx.eval.sample import Sample, Turn
 from specache_fx.eval.tasks import make_samples
 from specache_fx.eval.text import read_windows
 from specache_fx.examples.needle import MODEL_DIR, make_prompts
@@ -87,6 +88,49 @@ def test_specache_at_1_bit_tells_its_bytes_and_rates(needle: Bench) -> None:
     assert 0 < low.stats["topk_hit_rate"] <= 1
     assert low.stats["steps"] == 3
     assert low.stats["prefetched_bytes"] == low.stats["prefetched_rows"] * 2 * 64 * 4
+
+
+def turned(bench: Bench, asked: list[Sample], follow: list[str]) -> list[Sample]:
+    return [replace(sample, turns=tuple(Turn(text, sample.answers) for text in follow)) for sample in asked]
+
+
+def test_turns_are_answered_on_the_cache_of_those_before(shared: Bench) -> None:
+    first, second = samples(shared, 2)
+    follow = [" ".join(second.prompt.split()[-9:]), " ".join(first.prompt.split()[-2:])]
+    (asked,) = turned(shared, [first], follow)
+    outcome = shared.run(Method.of("full"), [asked])
+    model = AutoModelForCausalLM.from_pretrained(MODEL_DIR, dtype=torch.float32)
+    ids, said = shared.encode(first.prompt), []
+    for text in ["", *follow]:
+        ids = ids + shared.encode_more(text)
+        whole = torch.tensor([ids])
+        done = model.generate(whole, attention_mask=torch.ones_like(whole), max_new_tokens=4, do_sample=False)
+        said.append(shared.tokenizer.decode(done[0, len(ids) :]))
+        ids = done[0].tolist()
+    assert outcome.predictions == ("\n".join(said),)
+    expected = tuple(float(text == first.answers[0]) for text in said)
+    assert outcome.turn_scores == (expected,)
+    assert outcome.scores == (sum(expected) / 3,)
+    assert expected[0] == expected[2] == 1
+    assert outcome.device_bytes == outcome.full_bytes == (len(ids) - 1) * KV_BYTES
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_turns_go_on_in_a_compiled_model(needle: Bench) -> None:
+    one, other = samples(needle, 2)
+    asked = turned(needle, [one, other], [" ".join(one.prompt.split()[-2:]), other.prompt])
+    full = needle.run(Method.of("full"), asked)
+    exact = needle.run(Method.of("specache", bits=16), asked)
+    assert exact.predictions == full.predictions
+    assert exact.turn_scores == full.turn_scores
+    assert [len(row) for row in full.turn_scores] == [3, 3]
+    assert exact.stats["steps"] == 9
+
+
+def test_turns_that_do_not_fit_are_refused(english: Bench) -> None:
+    sample = Sample("x" * 3000, ("x",), 100, "turns", 4000, turns=(Turn("y" * 900, ("y",)),))
+    with pytest.raises(ConfigError, match=r"holds 4,096 tokens: .* has 3,001, and 1,100 are to follow"):
+        english.run(Method.of("full"), [sample])
 
 
 def test_model_whose_attention_is_left_alone_is_an_error_and_no_result(shared: Bench) -> None:

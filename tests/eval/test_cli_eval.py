@@ -92,7 +92,27 @@ def test_text_gives_perplexity(tmp_path: Path) -> None:
     assert full["tokens"] == 15
     assert 1 < full["perplexity"] != fp8["perplexity"]
     assert "score" not in full
+    assert full["kl"] == 0 < fp8["kl"]
+    assert full["same_top"] == 1
+    assert [len(row) for row in fp8["kl_at"]] == [len(row) for row in fp8["loss_at"]] == [5, 5, 5]
     assert report["settings"]["decoded"] == 5
+
+
+def test_text_is_gone_on_with(tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text(" ".join(make_prompts(4, 298, 20, seed=2).texts))
+    report = evaluated(
+        tmp_path,
+        *("--text", text, "--length", 200, "--length", 240, "--prompts", 2, "--generate", 12),
+        *("--temperature", 1, "--method", "full", "--method", "quantized,backend=fp8"),
+    )
+    assert [(row["length"], row["method"]) for row in report["rows"]] == [
+        (length, method) for length in (200, 240) for method in ("full", "quantized")
+    ]
+    full = report["rows"][0]
+    assert full["agreement"] == full["until_difference"] == 1
+    assert [len(row) for row in full["ids"]] == [12, 12]
+    assert report["settings"] | {"generate": 12, "temperature": 1.0} == report["settings"]
 
 
 def test_table_shows_what_was_measured() -> None:
@@ -110,6 +130,9 @@ def test_table_shows_what_was_measured() -> None:
         (["--task", "single", "--text", "x"], "Give either --task NAME or --text FILE"),
         (["--task", "single", "--decoded", 3], "--decoded: not with --task"),
         (["--text", "x", "--chat", "--depth", 0.5], "--chat, --depth: not with --text"),
+        (["--task", "single", "--generate", 3], "--generate: not with --task"),
+        (["--text", "x", "--generate", 3, "--decoded", 3], "--decoded: not with --generate"),
+        (["--text", "x", "--temperature", 1], "--temperature: only with --generate"),
         (["--text", "/nowhere"], "can't be read as UTF-8 text"),
         (["--task", "nothing"], "There is no task 'nothing'. Tasks: single, multikey"),
         (

@@ -16,13 +16,14 @@ from specache_fx.eval.tasks import make_samples
 from specache_fx.eval.tasks.building import Writer, fit, hide
 from specache_fx.eval.tasks.english import ENGLISH
 
-NEEDLES = ("single", "multikey", "multivalue", "multiquery", "tracking", "copying")
+NEEDLES = ("single", "multikey", "multivalue", "multiquery", "tracking", "copying", "table", "turns")
 
 
 @pytest.mark.parametrize("task", ENGLISH)
 def test_prompt_is_as_long_as_can_be_and_holds_its_answers(task: str, english: Bench) -> None:
     (sample,) = make_samples(task, english, num_prompts=1, length=2500, seed=3)
     taken = len(english.encode(sample.prompt)) + sample.max_new_tokens
+    taken += sum(len(english.encode(turn.question)) + sample.max_new_tokens for turn in sample.turns)
     assert 2500 - 80 < taken <= 2500  # a sentence more has at most 80 letters
     assert len(set(sample.answers)) == len(sample.answers)
     assert all(answer in sample.prompt for answer in sample.answers)
@@ -41,7 +42,7 @@ def test_same_seed_gives_the_same_prompts_and_another_gives_others(task: str, en
 
 @given(
     task=st.sampled_from(list(ENGLISH)),
-    length=st.integers(300, 900),
+    length=st.integers(400, 900),
     seed=st.integers(0, 99),
     depth=st.none() | st.floats(0, 1),
 )
@@ -52,7 +53,9 @@ def test_fit_leaves_no_room_for_one_more(task: str, length: int, seed: int, dept
         return ENGLISH[task](random.Random(seed), size, depth)
 
     def taken(size: int) -> int:
-        return len(writer.encode(writer.prompt(write(size)))) + write(size).max_new_tokens
+        draft = write(size)
+        more = sum(len(turn.question.split()) + draft.max_new_tokens for turn in draft.turns)
+        return len(writer.encode(writer.prompt(draft))) + draft.max_new_tokens + more
 
     draft = fit(task, length, write, writer)
     fitting = next(size for size in range(length) if taken(size + 1) > length)
@@ -91,6 +94,33 @@ def test_tracking_asks_for_one_chain_and_tells_each_link_after_the_one_before(en
         values[name] = values.get(source, source)
     assert all(value.isdecimal() for value in values.values())
     assert {name for name, value in values.items() if value == asked[1]} == set(sample.answers)
+
+
+def test_table_that_is_asked_is_one_of_several_in_the_text(english: Bench) -> None:
+    (sample,) = make_samples("table", english, num_prompts=1, length=3000, rows=5, tables=3)
+    found = re.findall(r"Table of the ([\w ]+):\n((?:\d+ \| \w+ \| \w+ \| \w+\n)+)\n", sample.prompt)
+    tables = {name: rows.splitlines() for name, rows in found}
+    assert [len(rows) for rows in tables.values()] == [5, 5, 5]
+    asked = re.search(r"What is in the table of the ([\w ]+)\?", sample.prompt)
+    assert asked is not None
+    first, *others = tables[asked[1]]
+    assert sample.answers == tuple(others)
+    assert sample.prompt.endswith(f"Table of the {asked[1]}:\n{first}\n")
+    numbers = [row.split(" | ")[0] for rows in tables.values() for row in rows]
+    assert len(set(numbers)) == 15
+
+
+def test_turns_ask_for_other_keys_of_the_same_text(english: Bench) -> None:
+    (sample,) = make_samples("turns", english, num_prompts=1, length=3000, records=6, questions=4)
+    told = dict(re.findall(r"numbers for (\S+) is: (\d+)\.", sample.prompt))
+    asked = [
+        re.findall(r"for (\S+) is:$", text)[0]
+        for text in (sample.prompt, *(t.question for t in sample.turns))
+    ]
+    answers = [sample.answers, *(turn.answers for turn in sample.turns)]
+    assert len(told) == 6
+    assert len(set(asked)) == 4
+    assert answers == [(told[key],) for key in asked]
 
 
 @pytest.mark.parametrize("length", [300, 1000, 4000])
@@ -139,6 +169,8 @@ def test_needle_model_is_asked_in_its_own_words(task: str, depth: float | None, 
         ({"data": "somewhere"}, "is built, not read"),
         ({"records": 3}, "can't be made with {'records': 3}"),
         ({"task": "multikey", "records": 0}, "can't be made with {'records': 0}"),
+        ({"task": "turns", "questions": 9}, "can't be made with {'questions': 9}"),
+        ({"task": "turns", "chat": True}, "is asked in plain text: leave --chat out"),
         ({"task": "ruler/vt"}, "needs its data: give --data"),
         ({"task": "longbench/qasper", "data": ".", "depth": 0.1}, "is a data set: it takes neither a depth"),
     ],

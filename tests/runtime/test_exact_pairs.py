@@ -51,7 +51,7 @@ def test_exact_pairs_are_attended_to_as_the_reference_does(
     case: KernelCase, keys_only: bool, dtype: torch.dtype
 ) -> None:
     kernel, inputs = ExactPairsKernel(), exact_inputs(replace(case, dtype=dtype), keys_only=keys_only)
-    assert kernel.fits(inputs) == (inputs.num_quantized > 0)
+    assert (kernel.misfit(inputs.form) is None) == (inputs.num_quantized > 0)
     got, wanted = kernel.attention(inputs), ReferenceKernel().attention(inputs)
     for mine, reference in zip(got, wanted, strict=True):
         assert mine.dtype == reference.dtype
@@ -62,7 +62,7 @@ def test_exact_pairs_are_attended_to_as_the_reference_does(
 @pytest.mark.parametrize("keys_only", [False, True])
 def test_cpu_kernel_leaves_exact_pairs_to_it(keys_only: bool) -> None:
     inputs = exact_inputs(KernelCase(), keys_only=keys_only)
-    got, wanted = CpuKernel().attention(inputs), ExactPairsKernel().attention(inputs)
+    got, wanted = CpuKernel(others=ExactPairsKernel()).attention(inputs), ExactPairsKernel().attention(inputs)
     assert all(map(torch.equal, got, wanted))
 
 
@@ -71,5 +71,5 @@ def test_codes_and_narrow_dtypes_go_to_the_reference() -> None:
     mixed = replace(half, query=half.query.float())
     for inputs in (make_inputs(KernelCase()), half, mixed):
         kernel = ExactPairsKernel()
-        assert not kernel.fits(inputs)
+        assert kernel.misfit(inputs.form) is not None
         assert all(map(torch.equal, kernel.attention(inputs), ReferenceKernel().attention(inputs)))

@@ -108,15 +108,28 @@ TestDisk.settings = settings(max_examples=15, stateful_step_count=20, deadline=N
 
 
 @pytest.mark.parametrize("host", ["memory", "disk"])
-def test_first_block_fits_the_prompt_and_later_ones_the_block_size(host):
+def test_blocks_fit_what_is_appended_and_grow_with_what_there_is(host):
     cache = HostCache(1, [(1, 4, 4)] * 2, torch.float16, host, block_tokens=256)
     row = 8 * 2
-    cache.append(0, torch.zeros(1, 1, 70, 4).half(), torch.zeros(1, 1, 70, 4).half())
-    assert cache.nbytes == 128 * row
-    cache.append(0, torch.zeros(1, 1, 59, 4).half(), torch.zeros(1, 1, 59, 4).half())
-    assert cache.nbytes == (128 + 256) * row
-    cache.append(0, torch.zeros(1, 1, 600, 4).half(), torch.zeros(1, 1, 600, 4).half())
-    assert cache.nbytes == (128 + 256 + 384) * row
+    reserved = 0
+    # The prompt's, what is missing, a quarter of 640, and at most the block size.
+    for tokens, block in ((70, 128), (59, 64), (500, 448), (64, 192), (64, 0), (1000, 960), (64, 256)):
+        cache.append(0, torch.zeros(1, 1, tokens, 4).half(), torch.zeros(1, 1, tokens, 4).half())
+        reserved += block
+        assert cache.nbytes == reserved * row
+    assert cache.used_bytes == cache.length(0) * row == 1821 * row
+    cache.close()
+
+
+@pytest.mark.parametrize("prompt", [0, 384, 2048, 8192])
+def test_a_quarter_more_than_is_used_is_reserved_at_most(prompt: int):
+    cache = HostCache(1, [(1, 1, 1)], torch.float16)
+    if prompt:
+        cache.append(0, torch.zeros(1, 1, prompt, 1).half(), torch.zeros(1, 1, prompt, 1).half())
+    for _ in range(100):
+        cache.append(0, torch.zeros(1, 1, 64, 1).half(), torch.zeros(1, 1, 64, 1).half())
+        assert cache.used_bytes <= cache.nbytes <= 1.25 * cache.used_bytes
+    assert len(cache.blocks(0)[0]) < 20  # which copies look through
     cache.close()
 
 
@@ -182,13 +195,14 @@ def test_closed_cache_says_so(host):
 
 @pytest.mark.parametrize(("host", "folder"), [("memory", None), ("disk", tempfile.gettempdir())])
 def test_more_than_the_machine_has_is_refused_and_the_rest_stays_readable(host, folder):
-    cache = HostCache(BATCH, SHAPES, torch.bfloat16, host, folder, block_tokens=10**13)
+    cache = HostCache(BATCH, SHAPES, torch.bfloat16, host, folder)
     k, v = pairs(0, 64, 0)
     cache.append(0, k, v)
     reserved = cache.nbytes
-    asked = f"{BATCH * 2 * -(-(10**13) // 64) * 64 * 8 * 2:,}"
+    many = [x[:, :, :1].expand(-1, -1, 64 * 10**11, -1) for x in (k, v)]
+    asked = f"{BATCH * 2 * 64 * 10**11 * 8 * 2:,}"
     with pytest.raises(HostMemoryError, match=re.escape(f"asked for {asked} bytes more")) as caught:
-        cache.append(0, k, v)
+        cache.append(0, *many)
     assert 'Use host="disk"' in str(caught.value) or "host_dir=" in str(caught.value)
     assert (cache.length(0), cache.nbytes) == (64, reserved)
     assert torch.equal(cache.read(0, 0, 64)[0], k)
@@ -291,10 +305,9 @@ def test_full_disk_raises_and_what_was_stored_stays_readable(tmp_path: Path):
         taken = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (taken + (64 << 20), hard))
         used = file_bytes()
-        cache.block_tokens = 1 << 19
+        many = k[:, :, :1].expand(-1, -1, 1 << 19, -1)
         try:
-            for _ in range(8):
-                cache.append(0, k, k)
+            cache.append(0, many, many)
         except HostMemoryError as error:
             assert "Cannot allocate memory" in str(error), error
         else:
@@ -356,13 +369,13 @@ def test_killed_process_leaves_no_file(tmp_path: Path):
 
 def test_disk_space_is_reserved_before_it_is_written(tmp_path: Path):
     """A mapping of space that the disk then lacks would end the process by SIGBUS."""
-    cache = HostCache(1, [(1, 64, 64)], torch.float16, "disk", str(tmp_path), block_tokens=8192)
-    k = torch.zeros(1, 1, 64, 64).half()
+    cache = HostCache(1, [(1, 64, 64)], torch.float16, "disk", str(tmp_path))
+    k = torch.zeros(1, 1, 8192, 64).half()
     cache.append(0, k, k)
-    cache.append(0, k, k)
+    cache.append(0, k[:, :, :64], k[:, :, :64])
     links = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
     (file,) = (link for link in links if os.path.islink(link) and str(tmp_path) in os.readlink(link))
-    assert os.stat(file).st_blocks * 512 >= cache.nbytes == (64 + 8192) * 256
+    assert os.stat(file).st_blocks * 512 >= cache.nbytes == (8192 + 1024) * 256
     cache.close()
 
 

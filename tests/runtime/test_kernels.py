@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +20,9 @@ from specache_fx.runtime.kernels import KERNELS, DecodeInputs, Kernel, check_ker
 from specache_fx.runtime.kernels.cpu import CpuKernel
 from specache_fx.runtime.kernels.cpu.kernel import SOURCES
 from specache_fx.runtime.kernels.cpu.prepared import SCORE_TOLERANCE
+from specache_fx.runtime.kernels.exact_pairs import ExactPairsKernel
 from specache_fx.runtime.kernels.reference import ReferenceKernel
+from specache_fx.runtime.quant.hadamard import block_size
 
 CPU = torch.device("cpu")
 # The processor may lack the best instruction set; the portable code is always there.
@@ -71,7 +70,10 @@ def rounding_of_factors(inputs: DecodeInputs) -> tuple[float, float, float]:
         only probabilities below 1/64 have; and the output's from rounding probabilities, as a share of the values.
     """
     bits, key_dim = inputs.quantizer.bits, inputs.query.shape[-1]
-    largest_factor = float(inputs.query.abs().max() * inputs.key_planes[1].abs().max() * inputs.scale)
+    largest_query = inputs.query.abs().max()
+    if inputs.quantizer.code_form == "centred":  # rotated, and divided by as much as keys lack
+        largest_query = inputs.query.float().norm(dim=-1).max() * block_size(key_dim) ** 0.5
+    largest_factor = float(largest_query * inputs.key_planes[1].abs().max() * inputs.scale)
     of_scores = 5 * largest_factor / 32639 * (2**bits - 1) * key_dim**0.5 / 12
     narrow = inputs.query.dtype == torch.bfloat16 and bits <= 2
     # No probability above 1/64 is rounded, and as many steps as 64 of them have are spread over all tokens.
@@ -97,6 +99,10 @@ def close(got: Tensor, wanted: Tensor, relative: float, absolute: float) -> None
 @example(case=KernelCase(bits=4, group_size=4096, groups=1, content="constant"))  # the longest sums
 @example(case=KernelCase(bits=4, group_size=4, groups=3, value_dim=20))  # a shorter last group of channels
 @example(case=KernelCase(groups=0, window_len=0))
+@example(case=KernelCase(1, 64, "turboquant", groups=40, key_dim=128, value_dim=128, dtype=torch.bfloat16))
+@example(case=KernelCase(2, 32, "turboquant", groups=80, key_dim=64, value_dim=64))
+@example(case=KernelCase(2, 127, "turboquant", groups=2, key_dim=80, value_dim=20))
+@example(case=KernelCase(8, 16, "turboquant", groups=140, key_dim=256, value_dim=256, softcap=2.0))
 @example(case=KernelCase(masked="all", bias="hiding", independent=True))
 def test_kernel_is_within_its_error_budget(name: str, case: KernelCase) -> None:
     check_budget(TESTED[name], make_inputs(case))
@@ -104,9 +110,13 @@ def test_kernel_is_within_its_error_budget(name: str, case: KernelCase) -> None:
 
 @pytest.mark.parametrize("content", CONTENTS)
 @pytest.mark.parametrize("bits", [1, 2])
+@pytest.mark.parametrize("quantizer", ["kivi", "turboquant"])
 @pytest.mark.parametrize("name", CPU_KERNELS)
-def test_long_context_in_bfloat16_is_within_its_error_budget(name: str, bits: int, content: str) -> None:
-    case = KernelCase(bits, 64, groups=40, key_dim=64, value_dim=64, dtype=torch.bfloat16, content=content)
+def test_long_context_in_bfloat16_is_within_its_error_budget(
+    name: str, quantizer: str, bits: int, content: str
+) -> None:
+    case = KernelCase(bits, 64, quantizer, groups=40, key_dim=64, value_dim=64, content=content)
+    case = replace(case, dtype=torch.bfloat16)
     check_budget(TESTED[name], make_inputs(replace(case, num_kv_heads=1)))
 
 
@@ -114,7 +124,15 @@ def test_long_context_in_bfloat16_is_within_its_error_budget(name: str, bits: in
 def test_rounding_to_one_byte_shifts_nothing(name: str) -> None:
     # 4,032 of 4,096 tokens have a probability far below half a step of their block, and all of them the same value.
     case = KernelCase(
-        2, 64, 64, num_kv_heads=1, key_dim=64, value_dim=64, content="many_small", top_k=0, window_len=0
+        2,
+        64,
+        groups=64,
+        num_kv_heads=1,
+        key_dim=64,
+        value_dim=64,
+        content="many_small",
+        top_k=0,
+        window_len=0,
     )
     inputs = make_inputs(replace(case, dtype=torch.bfloat16))
     truth = truth_of(inputs)
@@ -170,17 +188,24 @@ def test_nan_comes_out_as_nan(name: str, what: str) -> None:
     assert bool(TESTED[name].attention(inputs)[0].isnan().all())
 
 
-def test_what_the_cpu_kernel_is_not_made_for_goes_to_the_reference() -> None:
+def test_what_the_cpu_kernel_is_not_made_for_is_refused_by_name_and_goes_to_the_reference_by_itself() -> None:
     kernel, inputs = CpuKernel(), make_inputs(KernelCase())
     doubles = {"query": inputs.query.double()}
     straddling = make_inputs(KernelCase(bits=1, group_size=4, groups=8, value_dim=20))
     latent = replace(inputs, expand=lambda key, value: (key, value))
     # Sums of 32 bits would overflow in a group of so many tokens.
     huge = make_inputs(KernelCase(bits=4, group_size=4104, groups=1, num_kv_heads=1))
-    assert kernel.fits(inputs)
-    for other in (replace(inputs, **doubles), straddling, latent, huge):
-        assert not kernel.fits(other)
-        for got, wanted in zip(kernel.attention(other), ReferenceKernel().attention(other), strict=True):
+    assert kernel.misfit(inputs.form) is None
+    for other, reason in (
+        (replace(inputs, **doubles), "this has float32 and float64"),
+        (straddling, "codes of two groups"),
+        (latent, "latent attention"),
+        (huge, "in groups of 4,096 at most"),
+    ):
+        with pytest.raises(KernelUnavailableError, match=rf"kernel='cpu' can't compute a layer .*{reason}"):
+            kernel.attention(other)
+        by_itself = kernel.or_else(ExactPairsKernel()).attention(other)
+        for got, wanted in zip(by_itself, ReferenceKernel().attention(other), strict=True):
             assert torch.equal(got, wanted)
 
 
@@ -234,32 +259,6 @@ def test_compiler_that_fails_is_named(nothing_built: Path, monkeypatch: pytest.M
     ):
         choose_kernel("cpu", CPU)
     assert not list(nothing_built.rglob("*.so"))
-
-
-def test_cache_that_cannot_be_written_is_named(nothing_built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (nothing_built / "file").write_text("")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(nothing_built / "file"))
-    with pytest.raises(
-        KernelUnavailableError, match=r"can't be made .*set XDG_CACHE_HOME to a folder that can"
-    ):
-        choose_kernel("cpu", CPU)
-
-
-def test_two_processes_that_build_at_once_share_one_library(tmp_path: Path) -> None:
-    # A small library: what is shared is the building, not the kernel.
-    (tmp_path / "sources").mkdir()
-    (tmp_path / "sources" / "tiny.cpp").write_text('extern "C" int answer() { return 42; }\n')
-    code = (
-        "from pathlib import Path; from specache_fx.runtime.cpp_build import load_library;"
-        f"print(load_library('tiny', Path({str(tmp_path / 'sources')!r}), 'portable').answer())"
-    )
-    env = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
-    running = [
-        subprocess.Popen([sys.executable, "-c", code], env=env, stdout=subprocess.PIPE, text=True)
-        for _ in range(2)
-    ]
-    assert [process.communicate()[0].strip() for process in running] == ["42", "42"]
-    assert len(list(tmp_path.rglob("tiny_portable_*.so"))) == 1
 
 
 def test_library_depends_on_the_sources_the_flags_and_nothing_else(tmp_path: Path) -> None:

@@ -171,6 +171,36 @@ def test_zipcache_keys_lose_less_by_channel_than_as_values(bits: int) -> None:
 # What the documents say
 
 
+# turboquant
+
+
+@pytest.mark.parametrize("bits", [1, 2, 4])
+def test_turboquant_keeps_the_norm_of_what_is_centred(bits: int) -> None:
+    x = keys_with_offsets()
+    _, back = roundtrip(quantizer_of("turboquant", bits), "key", x)
+    # By group, the mean is kept too: lengths from there are those of before, but for rounding of what rotates back.
+    groups, held = (y.unflatten(2, (-1, 64)) for y in (x, back))
+    torch.testing.assert_close(
+        (held - groups.mean(3, keepdim=True)).norm(dim=-1),
+        (groups - groups.mean(3, keepdim=True)).norm(dim=-1),
+        rtol=1e-4,
+        atol=1e-3,
+    )
+
+
+@pytest.mark.parametrize("bits", [1, 2])
+def test_turboquant_gives_better_scores_than_others_of_as_many_bytes(bits: int) -> None:
+    """The default because of this, and what it is measured by: products with queries, on keys as LLMs have them."""
+    keys = keys_with_offsets()
+    queries = keys + torch.randn(keys.shape, generator=torch.Generator().manual_seed(1))
+    scores = queries @ keys.mT / 128**0.5
+    errors = {}
+    for name in ("turboquant", "kivi", "rotated", "nuq"):
+        _, back = roundtrip(quantizer_of(name, bits), "key", keys)
+        errors[name] = float((queries @ back.mT / 128**0.5 - scores).var())
+    assert min(errors, key=errors.__getitem__) == "turboquant", errors
+
+
 def test_paper_map_has_the_bits_per_value() -> None:
     """The table of quantisers there: head_dim 128, group_size 64, 16-bit scales."""
     rows = re.findall(r"^\| `([\w-]+)` \|.*\| ([\d., ]+) \|$", PAPER_MAP.read_text(), re.MULTILINE)

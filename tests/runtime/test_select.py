@@ -105,18 +105,20 @@ def check_overlap(rows, top_k, positions):
     overlap = topk_overlap(scores.reshape(2, 3, -1), top_k, staged.reshape(2, 3, -1))
     rows = scores.tolist()
     wanted = [set(best(row, top_k)) - {-1} for row in rows]
-    assert int(overlap.needed) == sum(map(len, wanted))
-    assert int(overlap.hits) == sum(len(w & set(found)) for w, found in zip(wanted, positions, strict=True))
+    needed = [len(chosen) for chosen in wanted]
+    hits = [len(w & set(found)) for w, found in zip(wanted, positions, strict=True)]
     # Padding (below 0) has no mass.
     masses = [
-        sum(max(row[i], 0.0) for row, chosen in zip(rows, sets, strict=True) for i in chosen if i >= 0)
+        [sum(max(row[i], 0.0) for i in chosen if i >= 0) for row, chosen in zip(rows, sets, strict=True)]
         for sets in (positions, wanted)
     ]
-    assert (float(overlap.mass), float(overlap.best_mass)) == pytest.approx(masses, rel=1e-12)
-    counts = torch.arange(4, dtype=torch.float64)
+    # Two batch rows of three kv heads each.
+    expected = torch.tensor([hits, needed, *masses], dtype=torch.float64).reshape(4, 2, 3).sum(2)
+    torch.testing.assert_close(torch.stack([each.double() for each in overlap]), expected, rtol=1e-12, atol=0)
+    before = torch.arange(8, dtype=torch.float64).reshape(2, 4)
+    counts = before.clone()
     count_overlap(scores.reshape(2, 3, -1), top_k, staged.reshape(2, 3, -1), counts)
-    expected = [float(overlap.hits), 1 + float(overlap.needed), 2 + masses[0], 3 + masses[1]]
-    assert counts.tolist() == pytest.approx(expected, rel=1e-12)
+    torch.testing.assert_close(counts, before + expected.T, rtol=1e-12, atol=0)
 
 
 def test_every_aggregation_is_an_option():

@@ -13,7 +13,8 @@ from support.triton_mode import DEVICE, needs_triton
 
 from specache_fx.errors import KernelUnavailableError
 from specache_fx.runtime.kernels import choose_kernel
-from specache_fx.runtime.kernels.triton_kernel import TritonKernel, supports
+from specache_fx.runtime.kernels.exact_pairs import ExactPairsKernel
+from specache_fx.runtime.kernels.triton_kernel import TritonKernel
 
 pytestmark = needs_triton
 FORMS = ("mask", "visible", "bias", "softcap", "sinks", "hidden_row")
@@ -31,6 +32,7 @@ def shapes(draw: st.DrawFn) -> CaseShape:
         value_dim=draw(st.sampled_from((16, 8, 20, 48))),
         bits=draw(st.sampled_from((1, 2, 4, 8))),
         group_size=group_size,
+        quantizer=draw(st.sampled_from(("kivi", "turboquant"))),
         groups=draw(st.integers(0, 150 // group_size)),
         window_len=draw(st.sampled_from((0, 1, 5, 70))),
         top_k=draw(st.sampled_from((0, 1, 7, 40))),
@@ -46,13 +48,15 @@ def shapes(draw: st.DrawFn) -> CaseShape:
 @example(shape=CaseShape(groups=0, window_len=0, top_k=0))
 @example(shape=CaseShape(num_kv_groups=40, lanes=2, batch=1, num_kv_heads=1, groups=1))  # several query tiles
 @example(shape=CaseShape(group_size=64, groups=2, key_dim=64, value_dim=64, forms=frozenset(FORMS)))
+@example(shape=CaseShape(group_size=64, groups=2, quantizer="turboquant", key_dim=64, forms=frozenset(FORMS)))
+@example(shape=CaseShape(group_size=5, groups=20, quantizer="turboquant", bits=1, dtype=torch.bfloat16))
 @example(
     shape=CaseShape(group_size=4, groups=20, value_dim=48, bits=1)
 )  # a scale for each channel's own group
 def test_attention_equals_the_dense_softmax_within_its_budget(shape):
     case = DecodeCase(shape)
     inputs = case.inputs(DEVICE)
-    assert supports(inputs)
+    assert TritonKernel().misfit(inputs.form) is None
     case.check(*TritonKernel().attention(inputs))
 
 
@@ -65,8 +69,17 @@ def test_attention_leaves_its_inputs_alone():
     assert all(torch.equal(x, before[name]) for name, x in tensors.items())
 
 
-@pytest.mark.parametrize("change", ["bits", "expand", "wide", "float64", "mixed"])
-def test_other_inputs_go_to_the_reference(change):
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ("bits", r"it reads KIVI's and TurboQuant's codes, and the quantiser is 'identity' with bits=16"),
+        ("expand", r"latent attention"),
+        ("wide", r"it takes 128 channels of this dtype and 8 lanes at most"),
+        ("float64", r"it is for one of float32, bfloat16 and float16, and this has float64"),
+        ("mixed", r"and this has float16 and float32"),
+    ],
+)
+def test_other_inputs_are_refused_by_name_and_go_to_the_reference_by_themselves(change, reason):
     shape = CaseShape(groups=2, top_k=2)
     if change == "bits":
         shape = replace(shape, bits=16)
@@ -80,8 +93,9 @@ def test_other_inputs_go_to_the_reference(change):
         inputs = replace(inputs, expand=lambda key, value: (key, value))
     if change == "mixed":
         inputs = replace(inputs, query=inputs.query.half())
-    assert not supports(inputs)
-    out, scores = TritonKernel().attention(inputs)
+    with pytest.raises(KernelUnavailableError, match=rf"kernel='triton' can't compute a layer .*{reason}"):
+        TritonKernel().attention(inputs)
+    out, scores = TritonKernel().or_else(ExactPairsKernel()).attention(inputs)
     assert out.dtype == inputs.query.dtype
     if change != "mixed":
         case.check(out, scores)

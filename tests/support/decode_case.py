@@ -31,6 +31,7 @@ class CaseShape:
     value_dim: int = 16
     bits: int = 2
     group_size: int = 8
+    quantizer: str = "kivi"
     groups: int = 9
     window_len: int = 5
     top_k: int = 4
@@ -104,7 +105,9 @@ class DecodeCase:
     def inputs(self, device: torch.device) -> DecodeInputs:
         """For a kernel. Tensors have the strides that a session's have: parts of longer buffers."""
         s, n = self.shape, self.num_quantized
-        quantizer = make_quantizer(SpecacheConfig(bits=s.bits, group_size=s.group_size))
+        quantizer = make_quantizer(
+            SpecacheConfig(bits=s.bits, group_size=s.group_size, quantizer=s.quantizer)
+        )
         rows = None
         if self.staged is not None:
             at = self.staged.clamp(min=0).long()[..., None]
@@ -157,8 +160,8 @@ class DecodeCase:
         """
         s, n = self.shape, self.num_quantized
         low = (
-            quantize_dequantize_key(self.key[:, :, :n], s.bits, s.group_size),
-            quantize_dequantize_value(self.value[:, :, :n], s.bits, s.group_size),
+            quantize_dequantize_key(self.key[:, :, :n], s.bits, s.group_size, s.quantizer),
+            quantize_dequantize_value(self.value[:, :, :n], s.bits, s.group_size, s.quantizer),
         )
         keys, values = (
             torch.cat([low_bit, whole[:, :, n:]], 2).double()
@@ -190,6 +193,10 @@ class DecodeCase:
                     products = terms.sum(1)
                     # Sums of float32 products, and float32's exp.
                     slack = 64 * 2**-24 * (1 + terms.abs().sum(1)) + fused * unit * terms.abs().amax(1)
+                    rotated = s.quantizer == "turboquant"
+                    if rotated:  # rounded in the rotated basis there, and in the other one here
+                        length = self.query[lane, b, head, 0].double().norm() * self.scale
+                        slack = slack + 2 * unit * length * k.norm(dim=1)
                     if self.softcap is not None:
                         products = self.softcap * torch.tanh(products / self.softcap)
                     if self.bias is not None:
@@ -205,6 +212,7 @@ class DecodeCase:
                     # Probabilities are rounded before they meet the values, a value may be its neighbour, and the
                     # result is rounded.
                     out_budget[lane, b, head, 0] = (3 * unit + relative) * (p @ v.abs()) + 1e-7
+                    out_budget[lane, b, head, 0] += rotated * 2 * unit * (p @ v.norm(dim=1))
                     scores[lane, b, h] += p[: self.kv_len + 1] / s.num_kv_groups
                     scores_budget[lane, b, h] += p[: self.kv_len + 1] * relative / s.num_kv_groups + 1e-9
                 if self.mask is not None:

@@ -1,7 +1,7 @@
 """Inputs of decode attention of every kind, and what comes out of them in float64: the judge of all kernels.
 
 Nothing here asks the package for an answer: codes are unpacked bit by bit and the formula of `DecodeInputs` is written
-down once more. `KiviQuantizer` only makes the planes.
+down once more. The quantiser only makes the planes.
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ from dataclasses import dataclass, replace
 import torch
 from hypothesis import strategies as st
 from support import strategies
+from support.oracle_methods import largest_power_of_two, rudin_shapiro
 from torch import Tensor
 
 from specache_fx.runtime.kernels.base import DecodeInputs
-from specache_fx.runtime.quant.kivi import KiviQuantizer
+from specache_fx.runtime.quant import QUANTIZERS
 
 # What scores and values are like. "random" comes first: hypothesis shrinks towards it.
 CONTENTS = ("random", "constant", "one_huge_score", "peaked", "outlier", "many_small", "zeros")
@@ -26,6 +27,7 @@ class KernelCase:
 
     bits: int = 2
     group_size: int = 16
+    quantizer: str = "kivi"
     groups: int = 4
     lanes: int = 2
     batch: int = 1
@@ -55,6 +57,7 @@ def kernel_cases(draw: st.DrawFn) -> KernelCase:
     return KernelCase(
         bits=bits,
         group_size=draw(st.sampled_from((8, 16, 24, 40, 64, 128))),
+        quantizer=draw(st.sampled_from(("kivi", "turboquant"))),
         groups=draw(st.integers(0, 5)),
         lanes=lanes,
         batch=draw(st.integers(1, 2)),
@@ -117,7 +120,7 @@ def make_inputs(case: KernelCase) -> DecodeInputs:
         key, value = torch.zeros_like(key), torch.zeros_like(value)
     key, value = key.to(case.dtype), value.to(case.dtype)
 
-    quantizer = KiviQuantizer(case.bits, case.group_size)
+    quantizer = QUANTIZERS[case.quantizer](case.bits, case.group_size)
     top_k = min(case.top_k, quantized)
     indices = torch.full((*outer, top_k), -1, dtype=torch.int32)
     for row in indices.flatten(0, 1):
@@ -242,6 +245,15 @@ def _codes(inputs: DecodeInputs, key_dim: int, value_dim: int) -> tuple[Tensor, 
         stream = stream[..., : channels * bits].unflatten(-1, (channels, bits)).double()
         return (stream * torch.tensor([2.0**bit for bit in range(bits)])).sum(-1)
 
+    if inputs.quantizer.name == "turboquant":
+        key, value = (
+            _rotated_back(
+                (bit_by_bit(codes, dim) - (2**bits - 1) / 2) * scale.double()
+                + mean.double().repeat_interleave(group_size, 2)
+            )
+            for (codes, scale, mean), dim in ((inputs.key_planes, key_dim), (inputs.value_planes, value_dim))
+        )
+        return key, value
     codes, scale, zero = inputs.key_planes
     by_token = (x.double().repeat_interleave(group_size, 2) for x in (scale, zero))
     key_scale, key_zero = by_token
@@ -252,3 +264,15 @@ def _codes(inputs: DecodeInputs, key_dim: int, value_dim: int) -> tuple[Tensor, 
         x.double().repeat_interleave(channels, 3)[..., :value_dim] for x in (scale, zero)
     )
     return key, bit_by_bit(codes, value_dim) * value_scale + value_zero
+
+
+def _rotated_back(x: Tensor) -> Tensor:
+    """Times Hadamard's matrix with its signs, in blocks of channels; float64."""
+    block = largest_power_of_two(x.shape[-1])
+    number = torch.arange(block)
+    both = number[:, None] & number
+    matrix = torch.ones(block, block, dtype=torch.float64)
+    for place in range(block.bit_length()):
+        matrix = torch.where((both >> place) & 1 == 1, -matrix, matrix)
+    parts = [part @ matrix * rudin_shapiro(block).double() for part in x.split(block, dim=-1)]
+    return torch.cat(parts, dim=-1)

@@ -26,6 +26,9 @@ from torch import Tensor
 if TYPE_CHECKING:
     from specache_fx.config import SpecacheConfig
 
+# What lane 1's scores weigh in the selection where `on_miss="recover"`.
+SHARE_AFTER_HIT, SHARE_AFTER_MISS = 0.8, 0.4
+
 __all__ = [
     "DecodeStep",
     "HitCount",
@@ -62,6 +65,7 @@ class OracleDecoder:
         self.model, self.config, self.compute_dtype = model, config, compute_dtype
         self.form = ScoreForm(model.config.softcap, model.slopes, model.sinks)
         self.caches: list[OracleCache] = []
+        self.tokens: list[list[int]] = []  # by batch row
         self._forget_lookahead()
 
     @property
@@ -86,7 +90,7 @@ class OracleDecoder:
     @torch.no_grad()
     def prefill(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         """Algorithm 1: exact. Returns logits [batch, q_len, vocab_size]."""
-        self.caches = []
+        self.caches, self.tokens = [], [[] for _ in input_ids]
         return self.extend(input_ids, attention_mask)
 
     @torch.no_grad()
@@ -115,6 +119,8 @@ class OracleDecoder:
             return self.model.sdpa(q, k, v, mask if window is None else within_window(mask, window))
 
         logits = self.model.run(input_ids, positions_from_mask(key_mask, q_len), attention)
+        for row, new in zip(self.tokens, input_ids.tolist(), strict=True):
+            row.extend(new)
         if first:
             self.caches = [
                 OracleCache(
@@ -145,10 +151,16 @@ class OracleDecoder:
             return
         for cache in self.caches:
             cache.crop(kv_len)
+        self.tokens = [row[:kv_len] for row in self.tokens]
         self._forget_lookahead()
 
-    def _step(self, tokens: list[Tensor], staged: list[Indices] | None) -> _Pass:
-        """One forward pass of one or two lanes over the caches as they are; appends nothing."""
+    def _step(
+        self, tokens: list[Tensor], staged: list[Indices] | None, shares: Tensor | None = None
+    ) -> _Pass:
+        """One forward pass of one or two lanes over the caches as they are; appends nothing.
+
+        Selection goes by the last lane's scores, or by those of both lanes: `shares` [batch] is what lane 1's weigh.
+        """
         lanes, key_mask = len(tokens), self.caches[0].key_mask
         position = key_mask.sum(-1, keepdim=True)
         scores: list[Tensor] = []
@@ -168,7 +180,11 @@ class OracleDecoder:
                 scores.append(alone[0])
             else:
                 out, probabilities = cache.attend_all(q, k, v, layer_staged, scale, self.form)
-                scores.append(probabilities[-1])
+                last = probabilities[-1]
+                if shares is not None:
+                    weights = shares[:, None, None]
+                    last = weights * last + (1 - weights) * probabilities[0]
+                scores.append(last)
             own_scores.append(probabilities[0, ..., : cache.num_quantized])
             pairs.append((k[0], v[0]))
             used.append(layer_staged or [])
@@ -197,7 +213,7 @@ class OracleDecoder:
 
     def refetch(self, token: Tensor) -> Tensor | None:
         """Algorithm 2 again for the rows whose `token` was not speculated, if any: bool [batch], or None."""
-        if self.config.on_miss == "keep" or self.expected is None or torch.equal(self.expected, token):
+        if self.config.on_miss != "refetch" or self.expected is None or torch.equal(self.expected, token):
             return None
         kept, spoken, missed = self.next_staged, self.speculative, self.expected != token
         self.predecode(token)
@@ -209,6 +225,19 @@ class OracleDecoder:
             self.speculative = torch.where(missed, self.speculative, spoken)
         return missed
 
+    def recover(self, token: Tensor) -> Tensor | None:
+        """After a miss: speculate on what followed the newest tokens before. Returns `_step`'s shares, or None."""
+        if self.config.on_miss != "recover" or self.expected is None or self.speculative is None:
+            return None
+        shares, speculative = [], self.speculative.tolist()
+        for row, (came, guess) in enumerate(zip(token.tolist(), self.expected.tolist(), strict=True)):
+            missed = came != guess
+            shares.append(SHARE_AFTER_MISS if missed else SHARE_AFTER_HIT)
+            if missed and (found := following(self.tokens[row])) is not None:
+                speculative[row] = found
+        self.speculative = torch.tensor(speculative)
+        return torch.tensor(shares)
+
     @torch.no_grad()
     def decode(self, token: Tensor) -> DecodeStep:
         """Algorithm 3, after Algorithm 2 where it is due. `token` is T_t, int64 [batch]."""
@@ -216,10 +245,13 @@ class OracleDecoder:
         if predecoded:
             self.predecode(token)
         refetched = None if predecoded else self.refetch(token)
+        for row, new in zip(self.tokens, token.tolist(), strict=True):
+            row.append(new)
+        shares = None if predecoded else self.recover(token)
         lane1_token = self.speculative
         tokens = [token] if lane1_token is None else [token, lane1_token]
         before = self.num_quantized
-        done = self._step(tokens, self.next_staged if self.looks_ahead else None)
+        done = self._step(tokens, self.next_staged if self.looks_ahead else None, shares)
 
         exact_hits, topk_hits, mass = HitCount(), HitCount(), Mass()
         if self.expected is not None:
@@ -283,6 +315,15 @@ class OracleDecoder:
             all_logits.append(steps[-1].logits)
         logits = torch.stack(all_logits, dim=1)
         return OracleRun(prefill_logits, logits.argmax(-1), logits, steps)
+
+
+def following(tokens: list[int]) -> int | None:
+    """What followed the longest run of 2 to 4 newest tokens where it stood last before; None where it never did."""
+    for length in (4, 3, 2):
+        for start in range(len(tokens) - length - 1, -1, -1):
+            if tokens[start : start + length] == tokens[-length:]:
+                return tokens[start + length]
+    return None
 
 
 class _Pass(NamedTuple):

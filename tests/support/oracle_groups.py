@@ -28,7 +28,7 @@ class Quantized:
 
 def in_range(x: Tensor, dtype: torch.dtype) -> Tensor:
     """The same numbers as `dtype`, its largest number in place of infinity."""
-    largest = torch.finfo(dtype).max
+    largest = min(torch.finfo(dtype).max, torch.finfo(x.dtype).max)
     return x.clamp(-largest, largest).to(dtype)
 
 

@@ -111,6 +111,30 @@ def rotated(inner: Callable[[Callable[[Tensor, int], Tensor]], Method]) -> Metho
     return method
 
 
+LEVEL_DISTANCE = {1: 1.5958, 2: 0.9957, 4: 0.3352, 8: 0.0308}  # Max 1960, table II
+
+
+def norm_kept(x: Tensor, bits: int, group_size: int) -> Tensor:
+    """TurboQuant: rotated, less the group's mean, levels for normal numbers, each token as long as it was."""
+    block = largest_power_of_two(x.shape[3])
+    signs = rudin_shapiro(block)
+    y = torch.cat([hadamard(part.float() * signs) for part in x.split(block, dim=3)], dim=3)
+    groups = []
+    for group in y.split(group_size, dim=2):
+        mean = in_range(group.double().mean(2, keepdim=True).float(), x.dtype).float()
+        token = group - mean
+        length = token.double().norm(dim=3, keepdim=True)
+        deviation = (length / x.shape[3] ** 0.5).float()
+        unit = token / torch.where(deviation == 0, 1.0, deviation) / LEVEL_DISTANCE[bits]
+        # Levels lie at odd halves; the one above where a number lies in the middle.
+        offset = (unit.floor() + 0.5).clamp(0.5 - 2 ** (bits - 1), 2 ** (bits - 1) - 0.5)
+        scale = in_range((length / offset.double().norm(dim=3, keepdim=True)).float(), x.dtype)
+        groups.append(offset * scale.float() + mean)
+    z = torch.cat(groups, dim=2)
+    back = torch.cat([hadamard(part) * block * signs for part in z.split(block, dim=3)], dim=3)
+    return in_range(back, x.dtype)
+
+
 def channel_separable(x: Tensor, bits: int, group_size: int) -> Tensor:
     """ZipCache's values: channels brought to a common size in each group of tokens, then token by token."""
     groups = []
@@ -135,11 +159,13 @@ DEQUANTIZED_KEY: dict[str, Method] = {
     "kivi-original": by_channel(original),
     "nuq": by_channel(nearest_level),
     "rotated": rotated(by_channel),
+    "turboquant": norm_kept,
     "zipcache": by_channel(improved),
 }
 DEQUANTIZED_VALUE: dict[str, Method] = {
     "kivi-original": by_token(original),
     "nuq": by_token(nearest_level),
     "rotated": rotated(by_token),
+    "turboquant": norm_kept,
     "zipcache": channel_separable,
 }

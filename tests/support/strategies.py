@@ -35,7 +35,7 @@ resident_layers = st.sampled_from((0, 0, 0, 1, 2))
 sink_tokens = st.sampled_from((0, 0, 1, 3, 9))
 lookaheads = st.sampled_from(("token", "query", "none"))
 aggregations = st.sampled_from(("mean", "max"))
-misses = st.sampled_from(("keep", "refetch"))
+misses = st.sampled_from(("keep", "recover", "refetch"))
 tracking = st.sampled_from((True, "steps", False))
 
 
@@ -50,6 +50,7 @@ def configs(draw: st.DrawFn, /, **fixed: object) -> SpecacheConfig:
         "group_size": draw(group_sizes),
         "residual_length": draw(residual_lengths),
         "top_k": draw(top_ks),
+        "quantizer": draw(st.sampled_from(("kivi", "turboquant"))),
         "lookahead": draw(lookaheads),
         "aggregation": draw(aggregations),
         "on_miss": draw(misses),

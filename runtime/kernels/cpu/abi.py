@@ -24,7 +24,7 @@ class InputsC(ctypes.Structure):
     """`SpecacheInputs`; see `inputs.h` for what each field is."""
 
     _fields_ = (
-        *((name, _i64) for name in ("dtype", "bits", "group_size", "value_group")),
+        *((name, _i64) for name in ("dtype", "bits", "group_size", "value_group", "centred")),
         *((name, _i64) for name in ("lanes", "batch", "kv_heads", "heads_per_kv", "key_dim", "value_dim")),
         *((name, _i64) for name in ("num_quantized", "window_len", "num_staged")),
         *((name, _i64) for name in ("independent_lanes", "threads")),
@@ -34,7 +34,7 @@ class InputsC(ctypes.Structure):
         *((name, _address) for name in ("query", "own_key", "own_value")),
         *((name, PlaneC) for name in (*CODE_PLANES, "window_key", "window_value", "staged_rows")),
         *((name, _address) for name in ("staged_indices", "key_mask", "visible", "bias", "sinks")),
-        *((name, _address) for name in ("out", "scores")),
+        *((name, _address) for name in ("out", "scores", "shares")),
     )
 
 

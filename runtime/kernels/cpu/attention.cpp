@@ -44,7 +44,12 @@ void load_queries(const Head& h) {
     float* query = h.query + q * s.key_pad;
     to_float(query, row_of(in.query, h.query_row(q) * in.key_dim, in.dtype), in.key_dim, in.dtype);
     for (int64_t c = 0; c < in.key_dim; c++) query[c] *= in.scale;
-    packed_order<BITS>(query, s.key_steps, h.packed_query + q * s.key_pad);
+    float* code_query = h.code_query + q * s.key_pad;
+    if (in.centred) {
+      memcpy(code_query, query, 4 * s.key_pad);
+      rotate(code_query, in.key_dim);
+    }
+    packed_order<BITS>(code_query, s.key_steps, h.packed_query + q * s.key_pad);
   }
 }
 
@@ -197,8 +202,8 @@ int64_t specache_step(const SpecacheInputs* in, const SpecacheStep* step) {
   const int64_t rows = in->batch * in->kv_heads, stride = in->num_quantized + in->window_len + 1;
   const float* const last = in->scores + (in->scored_lanes - 1) * rows * stride;
   if (step->topk(last, rows, stride, in->num_quantized, step->top_k, step->chosen, in->threads)) return 1;
-  if (step->counts != nullptr && step->overlap(in->scores, rows, stride, in->num_quantized, step->top_k,
-                                               in->staged_indices, in->num_staged, step->counts, in->threads))
+  if (step->counts != nullptr && step->overlap(in->scores, in->batch, in->kv_heads, stride, in->num_quantized,
+                                               step->top_k, in->staged_indices, in->num_staged, step->counts, in->threads))
     return 1;
   specache::append_pair(*in);
   return 0;

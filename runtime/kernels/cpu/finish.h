@@ -41,7 +41,7 @@ inline float share_of(const Head& h, int64_t q, float reference) {
   return exponential(reference - h.result->maximum[q]) / (mass * static_cast<float>(heads));
 }
 
-// Of the group's heads, mean or maximum.
+// Of the group's heads, mean or maximum. The last lane's are mixed with the first one's where `shares` says so.
 inline void write_scores(const Head& h) {
   const SpecacheInputs& in = h.in;
   const Sizes& s = h.s;
@@ -49,6 +49,9 @@ inline void write_scores(const Head& h) {
     const int64_t first = lane * in.heads_per_kv, last = first + in.heads_per_kv;
     const int64_t row = (lane - in.lanes + in.scored_lanes) * in.batch + h.batch_row;
     float* scores = in.scores + (row * in.kv_heads + h.kv_head) * (s.stored + 1);
+    const bool mixed = in.shares != nullptr && lane + 1 == in.lanes && in.scored_lanes == 2;
+    const float* others = scores - in.batch * in.kv_heads * (s.stored + 1);  // the first lane's, which are written
+    const float weight = mixed ? in.shares[h.batch_row] : 1.0f;
     for (int64_t chunk = 0; chunk < s.chunks; chunk++) {
       const int64_t begin = chunk * s.chunk;
       const int64_t n = in.num_quantized - begin < s.chunk ? in.num_quantized - begin : s.chunk;
@@ -61,6 +64,14 @@ inline void write_scores(const Head& h) {
           const Floats each = load_floats(probs + (q - s.first_scored) * s.chunk_pad + t) * share[q];
           // A maximum that NaN survives, as in the mean.
           score = !in.max_of_heads ? score + each : ((each > score) | (each != each)) ? each : score;
+        }
+        if (mixed) {
+          Floats other{};
+          if (t + kLanes <= n)
+            other = load_floats(others + begin + t);
+          else
+            memcpy(&other, others + begin + t, 4 * (n - t));
+          score = other + (score - other) * weight;
         }
         if (t + kLanes <= n)
           store(scores + begin + t, score);
@@ -77,7 +88,7 @@ inline void write_scores(const Head& h) {
         const float each = h.probs->exact[q * s.exact_pad + i] * share_of(h, q, reference);
         score = !in.max_of_heads ? score + each : each > score || each != each ? each : score;
       }
-      scores[pair] = score;
+      scores[pair] = mixed ? others[pair] + (score - others[pair]) * weight : score;
     }
     if (in.key_mask != nullptr)
       for (int64_t t = 0; t < s.stored; t++)

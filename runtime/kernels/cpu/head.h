@@ -100,6 +100,9 @@ struct Head {
     query = arena.take<float>(s.queries * s.key_pad);
     packed_query = arena.take<float>(s.queries * s.key_pad);
     scaled_query = arena.take<float>(s.queries * s.key_pad);
+    code_query = in.centred ? arena.take<float>(s.queries * s.key_pad) : query;
+    rotated_out = in.centred ? arena.take<float>(s.queries * s.value_pad) : nullptr;
+    token_scales = arena.take<float>(in.centred ? s.chunk_pad + kLanes : 0);
     row = arena.take<float>(s.dims);
     spare = arena.take<float>(s.dims);
     key_scales = arena.take<float>(s.chunk / in.group_size * s.key_pad);
@@ -110,6 +113,7 @@ struct Head {
     unscored_probs = arena.take<float>(s.first_scored * s.chunk_pad);
     steps = arena.take<float>(s.queries);
     offsets = arena.take<float>(s.queries);
+    means = arena.take<float>(s.queries);
     tops = arena.take<float>(s.queries);
     value_steps = arena.take<float>(s.queries * s.value_groups);
     packed_out = arena.take<float>(s.queries * s.value_groups * s.columns);
@@ -128,8 +132,11 @@ struct Head {
   Probs* probs = nullptr;
 
   float* query;         // [queries, key_pad], times `scale`
-  float* packed_query;  // the same in the order of `packed_order`
+  float* code_query;    // the same in the basis of the codes: rotated, where they are
+  float* packed_query;  // that in the order of `packed_order`
   float* scaled_query;  // that in steps of a chunk's factors
+  float* rotated_out;   // [queries, value_pad]: what joins `out` once it is rotated back; null where nothing is rotated
+  float* token_scales;  // [chunk_pad]: scales of a chunk's keys, divided by the largest; of centred codes
   float *row, *spare;   // one key or value each
   // Of a chunk, [groups, key_pad] in the order of packed_query and [value_groups, chunk_pad]. "Middles" are what the code
   // in the middle of the range stands for.
@@ -137,6 +144,7 @@ struct Head {
   float* unscored_probs;    // [queries whose selection scores nobody wants, chunk_pad]
   float* scored_probs = nullptr;  // [the others, chunk_pad], of this chunk in `probs`
   float *steps, *offsets;   // [queries]: what a score's integers are worth, and what is added to them
+  float* means;             // [queries]: the product with the mean key of a group; of centred codes
   float* tops;              // [queries]: the largest probability of a chunk
   float* value_steps;       // [queries, value_groups]
   float* packed_out;  // [queries, value_groups, columns]: the codes' share of `out`
@@ -151,6 +159,8 @@ struct Head {
   const void* at(const SpecachePlane& plane, int64_t row, int64_t width) const {
     return row_of(plane.data, batch_row * plane.batch_stride + kv_head * plane.head_stride + row * width, in.dtype);
   }
+  // [queries, value_pad]: where values that codes stand for are summed.
+  float* code_out() const { return rotated_out != nullptr ? rotated_out : result->out; }
   const uint8_t* codes_at(const SpecachePlane& plane, int64_t row, int64_t width) const {
     return static_cast<const uint8_t*>(plane.data) + batch_row * plane.batch_stride + kv_head * plane.head_stride +
            row * width;

@@ -14,6 +14,7 @@ struct SpecachePlane {
 struct SpecacheInputs {
   int64_t dtype;  // of all but codes, indices, masks, bias and sinks: see Dtype in vec.h
   int64_t bits, group_size, value_group;  // tokens of a key's group; channels of a value's
+  int64_t centred;  // codes are `TurboQuantizer`'s: scales by token, zeros (means) by channel, both of rotated pairs
   int64_t lanes, batch, kv_heads, heads_per_kv, key_dim, value_dim;
   int64_t num_quantized, window_len, num_staged;
   int64_t independent_lanes, threads;
@@ -31,6 +32,8 @@ struct SpecacheInputs {
   const float* sinks;             // [heads]; null for none
   void* out;                      // [lanes, batch, heads, value_dim]
   float* scores;                  // [scored_lanes, batch, kv_heads, stored + 1]
+  const float* shares;            // [batch], of two lanes: what the last one's scores weigh in its own row, beside the
+                                  // first one's; null for all
 };
 
 // What a decode step does of a layer beside the attention. Mirrored in abi.py.
@@ -39,8 +42,8 @@ struct SpecacheStep {
   int32_t* chosen;  // [batch, kv_heads, top_k]
   int64_t (*topk)(const float* scores, int64_t rows, int64_t stride, int64_t tokens, int64_t top_k, int32_t* chosen,
                   int64_t threads);  // `specache_topk` of runtime/native/rows.cpp
-  double* counts;  // [4], see `specache_overlap`; null where nobody counts
-  int64_t (*overlap)(const float* scores, int64_t rows, int64_t stride, int64_t tokens, int64_t top_k,
+  double* counts;  // [batch, 4], see `specache_overlap`; null where nobody counts
+  int64_t (*overlap)(const float* scores, int64_t batch, int64_t heads, int64_t stride, int64_t tokens, int64_t top_k,
                      const int32_t* staged, int64_t slots, double* counts, int64_t threads);
 };
 }

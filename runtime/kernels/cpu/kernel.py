@@ -11,10 +11,9 @@ import torch
 
 from specache_fx.errors import HostMemoryError
 from specache_fx.runtime.cpp_build import BuildError, load_library, usable_instruction_sets
-from specache_fx.runtime.kernels.base import DecodeInputs
+from specache_fx.runtime.kernels.base import DecodeInputs, Kernel, LayerForm, hand_over, listed
 from specache_fx.runtime.kernels.cpu.abi import DTYPES, Addresses
 from specache_fx.runtime.kernels.cpu.prepared import Prepared
-from specache_fx.runtime.kernels.exact_pairs import ExactPairsKernel
 
 SOURCES = Path(__file__).parent
 _NO_MEMORY = "There is no memory for the attention of a step: free some, or shorten the context."
@@ -25,17 +24,16 @@ MAX_DIM = 4096  # sums of 32 bits hold the products of so many channels, or toke
 class CpuKernel:
     """Attention in one pass over the packed codes, each read once for all lanes and the whole group of heads.
 
-    What it is not made for (another quantiser, latent attention, float64) goes to `ExactPairsKernel` or the reference.
-
     Args:
         instruction_set: A name in `cpp_build.INSTRUCTION_SETS`; the best that the processor has by default.
+        others: Computes what this is not made for (another quantiser, latent attention, float64); None: an error.
     """
 
     name = "cpu"
 
-    def __init__(self, instruction_set: str | None = None) -> None:
+    def __init__(self, instruction_set: str | None = None, others: Kernel | None = None) -> None:
         self.instruction_set = instruction_set
-        self._others = ExactPairsKernel()
+        self._others = others
 
     def unavailable_reason(self, device: torch.device) -> str | None:
         """Say why it can't run: another device, or a library that can't be built. The first call builds it."""
@@ -49,35 +47,42 @@ class CpuKernel:
             return str(error)
         return None
 
-    def fits(self, inputs: DecodeInputs) -> bool:
-        """Whether the library computes this; else `ExactPairsKernel` does, or the reference."""
-        dtype = inputs.query.dtype
-        tensors = (inputs.key, inputs.value, *inputs.window_rows, inputs.staged_rows)
-        if dtype not in DTYPES or any(x is not None and x.dtype != dtype for x in tensors):
-            return False
-        if inputs.expand is not None or inputs.query.device.type != "cpu":
-            return False
-        queries = inputs.query.shape[0] * inputs.query.shape[2] // inputs.key.shape[2]
-        if queries > MAX_QUERIES or max(inputs.key.shape[4], inputs.value.shape[4]) > MAX_DIM:
-            return False
-        if not inputs.num_quantized:
-            return True
-        quantizer, value_dim = inputs.quantizer, inputs.value.shape[4]
-        if not quantizer.is_affine or quantizer.group_size > MAX_DIM:
-            return False
-        # No byte of codes may have channels of two groups.
-        return value_dim <= quantizer.group_size or quantizer.group_size * quantizer.bits % 8 == 0
+    def misfit(self, form: LayerForm) -> str | None:
+        """Say what the library has no code for, or None."""
+        if len(form.dtypes) != 1 or not form.dtypes <= DTYPES.keys():
+            return f"it is for one of float32, bfloat16 and float16, and this has {listed(form.dtypes)}"
+        if form.expands:
+            return "keys and values are computed from what is cached (latent attention)"
+        if form.num_queries > MAX_QUERIES or max(form.key_dim, form.value_dim) > MAX_DIM:
+            return f"it takes {MAX_QUERIES:,} queries a kv head and {MAX_DIM:,} channels at most"
+        quantizer = form.quantizer
+        if quantizer is None:
+            return None
+        if quantizer.code_form is None or quantizer.group_size > MAX_DIM:
+            return (
+                f"it reads KIVI's and TurboQuant's codes in groups of {MAX_DIM:,} at most, and the quantiser is"
+                f" {quantizer.name!r} with bits={quantizer.bits}, group_size={quantizer.group_size}"
+            )
+        shared = form.value_dim > quantizer.group_size and quantizer.code_form == "affine"
+        if shared and quantizer.group_size * quantizer.bits % 8:
+            return f"group_size={quantizer.group_size} has bytes with codes of two groups in it"
+        return None
+
+    def or_else(self, others: Kernel) -> Kernel:
+        """See `Kernel.or_else`."""
+        return CpuKernel(self.instruction_set, others)
 
     def attention(self, inputs: DecodeInputs) -> tuple[torch.Tensor, torch.Tensor]:
         """Attend with every lane; see `Kernel.attention`. Paper: SpeCache eq. 1, Algorithm 3.
 
         Raises:
             HostMemoryError: If there is no memory to work in.
+            KernelUnavailableError: If it can't compute this, and nobody else is to.
         """
         prepared = inputs.memory.get(self.name)
         if prepared is None or not prepared.serves(inputs):
-            if not self.fits(inputs):
-                return self._others.attention(inputs)
+            if (reason := self.misfit(inputs.form)) is not None:
+                return hand_over(self.name, self._others, inputs, reason)
             prepared = inputs.memory[self.name] = Prepared(inputs)
         arguments = prepared.arguments
         (lanes, batch, num_heads, _, _), (_, _, num_kv_heads, _, _) = inputs.query.shape, inputs.key.shape
@@ -89,7 +94,7 @@ class CpuKernel:
         own = Addresses()
         arguments.query, arguments.own_key = own.of(inputs.query), own.of(inputs.key)
         arguments.own_value, arguments.out = own.of(inputs.value), out.data_ptr()
-        arguments.scores = scores.data_ptr()
+        arguments.scores, arguments.shares = scores.data_ptr(), None
         # The model's own, and not ours to remember: their memory may be another's by the next step.
         arguments.sinks = own.of(inputs.sinks, torch.float32)
         arguments.num_quantized, arguments.window_len = inputs.num_quantized, inputs.window_len

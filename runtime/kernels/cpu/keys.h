@@ -21,13 +21,11 @@ inline bool one_byte_will_do(const Head& h, float top) {
   return top / kLimit[1] * Format<BITS>::kMaxCode * h.root_key_dim / 12.0f <= h.in.tolerance;
 }
 
-// Reads the scales of a chunk of tokens, `groups` groups from `first` on, and fits the factors' steps to them. Returns how
-// many bytes a factor gets.
+// Reads scales and zeros of a chunk of tokens, `groups` groups from `first` on. Leaves in `h.row` the largest scale of each
+// channel.
 template <int BITS>
-inline int64_t start_keys(const Head& h, int64_t first, int64_t groups) {
+inline void read_affine(const Head& h, int64_t first, int64_t groups) {
   const Sizes& s = h.s;
-  memset(h.row, 0, 4 * s.key_pad);
-  memset(h.spare, 0, 4 * s.dims);
   for (int64_t g = 0; g < groups; g++) {
     float *scales = h.key_scales + g * s.key_pad, *middles = h.key_middles + g * s.key_pad;
     to_float(h.spare, h.at(h.in.key_zero, first + g, h.in.key_dim), h.in.key_dim, h.in.dtype);
@@ -44,6 +42,38 @@ inline int64_t start_keys(const Head& h, int64_t first, int64_t groups) {
       store(h.row + i, larger(magnitude(scale), load_floats(h.row + i)));
     }
   }
+}
+
+// The same for centred codes. A token's scale is taken out of the product: the factors are the query's numbers, times the
+// largest scale of the chunk.
+template <int BITS>
+inline void read_centred(const Head& h, int64_t first, int64_t groups) {
+  const Sizes& s = h.s;
+  const int64_t tokens = groups * h.in.group_size, padded = round_up(tokens, kLanes);
+  to_float(h.token_scales, h.at(h.in.key_scale, first * h.in.group_size, 1), tokens, h.in.dtype);
+  for (int64_t t = tokens; t < padded; t++) h.token_scales[t] = 0;
+  Floats tops{};
+  for (int64_t t = 0; t < padded; t += kLanes) tops = larger(load_floats(h.token_scales + t), tops);
+  const float top = largest(tops), inverse = inverse_of(top);
+  for (int64_t t = 0; t < padded; t += kLanes) store(h.token_scales + t, load_floats(h.token_scales + t) * inverse);
+  for (int64_t g = 0; g < groups; g++) {
+    to_float(h.spare, h.at(h.in.key_zero, first + g, h.in.key_dim), h.in.key_dim, h.in.dtype);
+    packed_order<BITS>(h.spare, s.key_steps, h.key_middles + g * s.key_pad);
+  }
+  for (int64_t i = 0; i < groups * s.key_pad; i += kLanes) store(h.key_scales + i, splat(top));
+  for (int64_t i = 0; i < s.key_pad; i += kLanes) store(h.row + i, splat(top));
+}
+
+// Reads scales and zeros, and fits the factors' steps to them. Returns how many bytes a factor gets.
+template <int BITS>
+inline int64_t start_keys(const Head& h, int64_t first, int64_t groups) {
+  const Sizes& s = h.s;
+  memset(h.row, 0, 4 * s.key_pad);
+  memset(h.spare, 0, 4 * s.dims);
+  if (h.in.centred)
+    read_centred<BITS>(h, first, groups);
+  else
+    read_affine<BITS>(h, first, groups);
   float top = 0;
   for (int64_t q = 0; q < s.queries; q++) {
     h.steps[q] = largest_product(h.packed_query + q * s.key_pad, h.row, s.key_pad);
@@ -73,7 +103,9 @@ inline void score_group(const Head& h, int64_t first, int64_t g) {
     const Ints integers = round_factors<BYTES, false, false>(
         h.scaled_query + q * s.key_pad, scales, 1.0f, nullptr, s.key_pad, h.packed_query + q * s.key_pad, middles,
         middle, h.factors + BYTES * q * s.key_pad / 4);
-    h.offsets[q] = sum(middle - to_floats(integers) * (h.steps[q] * (F::kMaxCode / 2.0f)));
+    const Floats rounding = to_floats(integers) * (h.steps[q] * (F::kMaxCode / 2.0f));
+    h.offsets[q] = h.in.centred ? -sum(rounding) : sum(middle - rounding);
+    h.means[q] = sum(middle);
   }
   products<BITS, F::kPerByte>({h.words, s.group_pad, s.key_words, s.group_pad}, h.factors, s.key_pad / 4, h.sums,
                               s.queries * BYTES, s.group_pad, false, codes + kAhead, tokens * s.key_bytes);
@@ -81,7 +113,8 @@ inline void score_group(const Head& h, int64_t first, int64_t g) {
     const int32_t* sums = h.sums + q * BYTES * s.group_pad;
     float* scores = h.probs_of(q) + g * tokens;
     for (int64_t t = 0; t < tokens; t += kLanes) {
-      const Floats score = joined<BITS>(sums, digit_size, s.group_pad, t, BYTES) * h.steps[q] + h.offsets[q];
+      Floats score = joined<BITS>(sums, digit_size, s.group_pad, t, BYTES) * h.steps[q] + h.offsets[q];
+      if (h.in.centred) score = score * load_floats(h.token_scales + g * tokens + t) + h.means[q];
       if (t + kLanes <= tokens)
         store(scores + t, score);
       else
@@ -109,12 +142,18 @@ inline float score_token(const Head& h, int64_t token, int64_t q) {
   using F = Format<BITS>;
   const uint8_t* codes = h.codes_at(h.in.key_codes, token, h.s.key_bytes);
   const int64_t group = token / h.in.group_size;
-  to_float(h.spare, h.at(h.in.key_scale, group, h.in.key_dim), h.in.key_dim, h.in.dtype);
-  to_float(h.row, h.at(h.in.key_zero, group, h.in.key_dim), h.in.key_dim, h.in.dtype);
-  memset(h.row + h.in.key_dim, 0, 4 * (h.s.key_pad - h.in.key_dim));
-  for (int64_t c = 0; c < h.in.key_dim; c++)
-    h.row[c] += h.spare[c] * static_cast<float>(codes[c / F::kPerByte] >> (c % F::kPerByte * BITS) & F::kMaxCode);
-  return dot_floats(h.query + q * h.s.key_pad, h.row, h.s.key_pad);
+  const int64_t dim = h.in.key_dim;
+  to_float(h.row, h.at(h.in.key_zero, group, dim), dim, h.in.dtype);
+  memset(h.row + dim, 0, 4 * (h.s.key_pad - dim));
+  if (h.in.centred)
+    to_float(h.spare, h.at(h.in.key_scale, token, 1), 1, h.in.dtype);
+  else
+    to_float(h.spare, h.at(h.in.key_scale, group, dim), dim, h.in.dtype);
+  for (int64_t c = 0; c < dim; c++) {
+    const float code = static_cast<float>(codes[c / F::kPerByte] >> (c % F::kPerByte * BITS) & F::kMaxCode);
+    h.row[c] += h.in.centred ? h.spare[0] * (code - F::kMaxCode / 2.0f) : h.spare[c] * code;
+  }
+  return dot_floats(h.code_query + q * h.s.key_pad, h.row, h.s.key_pad);
 }
 
 }  // namespace specache

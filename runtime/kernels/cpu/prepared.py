@@ -27,8 +27,8 @@ class Prepared:
         scale: See `DecodeInputs`.
         softcap: See `DecodeInputs`.
         is_steady: Whether a step in which nothing but the length has changed has these arguments, too.
-        arguments: To be completed by `query`, `own_key`, `own_value`, `sinks`, `out`, `scores`, `num_quantized`,
-            `window_len`, `scored_lanes`, `independent_lanes` and `threads`.
+        arguments: To be completed by `query`, `own_key`, `own_value`, `sinks`, `out`, `scores`, `shares`,
+            `num_quantized`, `window_len`, `scored_lanes`, `independent_lanes` and `threads`.
     """
 
     def __init__(self, inputs: DecodeInputs) -> None:
@@ -76,10 +76,11 @@ def _numbers(inputs: DecodeInputs) -> tuple[Any, ...]:
 def _arguments(inputs: DecodeInputs, at: Addresses) -> InputsC:
     lanes, batch, num_heads, _, key_dim = inputs.query.shape
     num_kv_heads, value_dim = inputs.key.shape[2], inputs.value.shape[4]
-    bits, group_size = 2, 16  # where nothing is quantised
+    bits, group_size, centred = 2, 16, False  # where nothing is quantised
     planes: tuple[torch.Tensor | None, ...] = (None,) * 6
     if inputs.num_quantized:
         bits, group_size = inputs.quantizer.bits, inputs.quantizer.group_size
+        centred = inputs.quantizer.code_form == "centred"
         planes = (*inputs.key_planes, *inputs.value_planes)
     rows, indices = inputs.staged_rows, inputs.staged_indices
     if not inputs.num_quantized or rows is None or indices is None:
@@ -93,7 +94,8 @@ def _arguments(inputs: DecodeInputs, at: Addresses) -> InputsC:
         dtype=DTYPES[inputs.query.dtype],
         bits=bits,
         group_size=group_size,
-        value_group=min(group_size, value_dim),
+        value_group=value_dim if centred else min(group_size, value_dim),
+        centred=centred,
         lanes=lanes,
         batch=batch,
         kv_heads=num_kv_heads,

@@ -45,6 +45,8 @@ inline float raise_maximum(const Head& h, int64_t q, float maximum) {
     h.result->mass[q] *= shrink;
     float* out = h.result->out + q * s.value_pad;
     for (int64_t c = 0; c < s.value_pad; c++) out[c] *= shrink;
+    if (h.rotated_out != nullptr)
+      for (int64_t c = 0; c < s.value_pad; c++) h.rotated_out[q * s.value_pad + c] *= shrink;
     float* packed = h.packed_out + q * s.value_groups * s.columns;
     for (int64_t n = 0; n < s.value_groups * s.columns; n++) packed[n] *= shrink;
     float* constants = h.constants + q * s.value_groups * kLanes;
@@ -113,6 +115,7 @@ inline void add_chunk(Head& h, int64_t first, int64_t n) {
       h.tops[q] = largest_of(row, padded);
     }
   }
+  if (h.in.centred) add_means(h, first, n);
   if (h.in.tolerance > 0)
     add_values<BITS, 1>(h, first, n);
   else

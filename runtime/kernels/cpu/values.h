@@ -3,6 +3,7 @@
 #pragma once
 
 #include "keys.h"
+#include "rotation.h"
 
 namespace specache {
 
@@ -87,7 +88,7 @@ template <int BITS, int BYTES>
 inline void add_values(const Head& h, int64_t first, int64_t tokens) {
   const Sizes& s = h.s;
   by_group(h, h.at(h.in.value_scale, first, s.value_groups), tokens, h.value_scales);
-  by_group(h, h.at(h.in.value_zero, first, s.value_groups), tokens, h.value_middles);
+  if (!h.in.centred) by_group(h, h.at(h.in.value_zero, first, s.value_groups), tokens, h.value_middles);
   for (int64_t g = 0; g < s.value_groups; g++) {
     float *scales = h.value_scales + g * s.chunk_pad, *middles = h.value_middles + g * s.chunk_pad;
     memset(scales + tokens, 0, 4 * (s.chunk_pad - tokens));
@@ -97,7 +98,9 @@ inline void add_values(const Head& h, int64_t first, int64_t tokens) {
     const float top = largest(tops), inverse = inverse_of(top / kLimit[BYTES]);
     for (int64_t t = 0; t < s.chunk_pad; t += kLanes) {
       const Floats scale = load_floats(scales + t);
-      store(middles + t, load_floats(middles + t) + scale * (Format<BITS>::kMaxCode / 2.0f));
+      // What the middle code stands for; of centred codes the mean, which `add_means` adds.
+      const Floats middle = load_floats(middles + t) + scale * (Format<BITS>::kMaxCode / 2.0f);
+      store(middles + t, h.in.centred ? Floats{} : middle);
       store(scales + t, scale * inverse);
     }
     for (int64_t q = 0; q < s.queries; q++) h.value_steps[q * s.value_groups + g] = h.tops[q] * top / kLimit[BYTES];
@@ -116,6 +119,21 @@ inline void add_values(const Head& h, int64_t first, int64_t tokens) {
   }
 }
 
+// Adds the mean values of a chunk's groups, weighted by the groups' share of `probs_of`; of centred codes.
+inline void add_means(const Head& h, int64_t first, int64_t tokens) {
+  const int64_t size = h.in.group_size, dim = h.in.value_dim;
+  for (int64_t at = 0; at < tokens; at += size) {
+    to_float(h.row, h.at(h.in.value_zero, (first + at) / size, dim), dim, h.in.dtype);
+    for (int64_t q = 0; q < h.s.queries; q++) {
+      const float* p = h.probs_of(q) + at;
+      float share = 0;
+      for (int64_t t = 0; t < size; t++) share += p[t];
+      float* out = h.code_out() + q * h.s.value_pad;
+      for (int64_t c = 0; c < dim; c++) out[c] += share * h.row[c];
+    }
+  }
+}
+
 // out[q] += p times the value of one token, in float arithmetic.
 template <int BITS>
 inline void add_value(const Head& h, int64_t token, int64_t q, float p) {
@@ -123,16 +141,19 @@ inline void add_value(const Head& h, int64_t token, int64_t q, float p) {
   const Sizes& s = h.s;
   const uint8_t* codes = h.codes_at(h.in.value_codes, token, s.value_bytes);
   to_float(h.spare, h.at(h.in.value_scale, token, s.value_groups), s.value_groups, h.in.dtype);
-  to_float(h.row, h.at(h.in.value_zero, token, s.value_groups), s.value_groups, h.in.dtype);
-  float* out = h.result->out + q * s.value_pad;
+  if (h.in.centred)
+    to_float(h.row, h.at(h.in.value_zero, token / h.in.group_size, h.in.value_dim), h.in.value_dim, h.in.dtype);
+  else
+    to_float(h.row, h.at(h.in.value_zero, token, s.value_groups), s.value_groups, h.in.dtype);
+  float* out = h.code_out() + q * s.value_pad;
   for (int64_t c = 0; c < h.in.value_dim; c++) {
     const float code = static_cast<float>(codes[c / F::kPerByte] >> (c % F::kPerByte * BITS) & F::kMaxCode);
     const int64_t g = c / h.in.value_group;
-    out[c] += p * (h.spare[g] * code + h.row[g]);
+    out[c] += p * (h.in.centred ? h.spare[0] * (code - F::kMaxCode / 2.0f) + h.row[c] : h.spare[g] * code + h.row[g]);
   }
 }
 
-// The codes' share, which is in the order of the fields, to where the channels are in `out`.
+// The codes' share, which is in the order of the fields, to where the channels are in `out`, rotated back.
 template <int BITS>
 inline void join_out(const Head& h) {
   using F = Format<BITS>;
@@ -144,8 +165,12 @@ inline void join_out(const Head& h) {
       const int64_t g = c / h.in.value_group, in_group = c % h.in.value_group;
       const int64_t n = in_group % F::kPerByte * s.column_pad + in_group / F::kPerByte;
       const int64_t row = q * s.value_groups + g;
-      h.result->out[q * s.value_pad + c] += h.packed_out[row * s.columns + n] + h.constants[row * kLanes];
+      h.code_out()[q * s.value_pad + c] += h.packed_out[row * s.columns + n] + h.constants[row * kLanes];
     }
+    if (h.rotated_out == nullptr) continue;
+    rotate_back(h.rotated_out + q * s.value_pad, h.in.value_dim);
+    for (int64_t c = 0; c < h.in.value_dim; c++)
+      h.result->out[q * s.value_pad + c] += h.rotated_out[q * s.value_pad + c];
   }
 }
 

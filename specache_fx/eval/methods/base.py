@@ -7,7 +7,7 @@ counts its bytes. One that runs elsewhere (kvpress, `press.py`) is a `Running` b
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
@@ -15,8 +15,19 @@ import torch
 from transformers import PreTrainedModel
 
 from specache_fx.errors import ConfigError
-from specache_fx.eval.decode import Chooser, Decoded, Forced, Greedy, decode
+from specache_fx.eval.decode import (
+    AgainstFull,
+    Chooser,
+    Decoded,
+    Forced,
+    Greedy,
+    Sampling,
+    choose,
+    decode,
+    last_logits_only,
+)
 from specache_fx.eval.reading import Reader
+from specache_fx.eval.reference import Reference
 
 
 @dataclass(frozen=True)
@@ -45,6 +56,7 @@ class Generated:
         footprint: At the end.
         full_bytes: What the full cache of the same length takes, for all rows.
         step_ms: Of each decode step that is no warm-up: neither a batch's first nor one that compiles.
+        against_full: Of forced tokens; None when generating, and where another process has the logits.
     """
 
     ids: list[list[int]]
@@ -52,6 +64,7 @@ class Generated:
     footprint: Footprint
     full_bytes: int
     step_ms: list[float]
+    against_full: AgainstFull | None = None
 
 
 # Called after each decode step with its number from 0 and a function that measures.
@@ -62,9 +75,19 @@ class Running(Protocol):
     """A method that is ready to run on one model."""
 
     def generate(
-        self, input_ids: torch.Tensor, max_new_tokens: int, stop_ids: frozenset[int], watch: Watch | None
+        self,
+        input_ids: torch.Tensor,
+        max_new_tokens: int,
+        stop_ids: frozenset[int],
+        watch: Watch | None,
+        sampling: Sampling | None = None,
     ) -> Generated:
-        """Decode greedily behind prompts of equal length, int64 `[batch, prompt_len]`."""
+        """Decode behind prompts of equal length, int64 `[batch, prompt_len]`: greedily, or as `sampling` says."""
+
+    def converse(
+        self, prompt: list[int], turns: Sequence[list[int]], max_new_tokens: int, stop_ids: frozenset[int]
+    ) -> Generated:
+        """Answer a prompt greedily, then each turn on the cache that is there; the ids are one row an answer."""
 
     def score(self, input_ids: torch.Tensor, forced: torch.Tensor) -> Generated:
         """Feed given tokens, int64 `[batch, steps + 1]`, behind prompts; see `Generated.losses`."""
@@ -81,6 +104,7 @@ class Loaded:
         model: In this process.
         folder: Its folder or name, for those that load it elsewhere.
         reader: Reads prompts with the plain model, each once.
+        reference: What the full cache says of a text.
         dtype: "bfloat16", "float16" or "float32".
         peers: Gives a worker of the peers' environment.
     """
@@ -88,6 +112,7 @@ class Loaded:
     model: PreTrainedModel
     folder: str
     reader: Reader
+    reference: Reference
     dtype: str
     peers: Callable[[], Any]
 
@@ -147,20 +172,47 @@ class InProcess:
     """A `CacheMethod` on a model of this process."""
 
     def __init__(self, method: CacheMethod, loaded: Loaded) -> None:
-        self._method, self._model, self._reader = method, loaded.model, loaded.reader
+        self._method, self._model, self._loaded = method, loaded.model, loaded
         self._warm: set[int] = set()
         method.prepare(loaded.model)
 
     def generate(
-        self, input_ids: torch.Tensor, max_new_tokens: int, stop_ids: frozenset[int], watch: Watch | None
+        self,
+        input_ids: torch.Tensor,
+        max_new_tokens: int,
+        stop_ids: frozenset[int],
+        watch: Watch | None,
+        sampling: Sampling | None = None,
     ) -> Generated:
-        """Decode greedily; see `Running`."""
-        chooser = Greedy(max_new_tokens, stop_ids)
-        return self._run(input_ids, chooser, watch)
+        """Decode greedily or draw tokens; see `Running`."""
+        return self._run(input_ids, choose(max_new_tokens, stop_ids, sampling), watch)
+
+    @torch.inference_mode()
+    def converse(
+        self, prompt: list[int], turns: Sequence[list[int]], max_new_tokens: int, stop_ids: frozenset[int]
+    ) -> Generated:
+        """Answer turn after turn; see `Running`."""
+        read = self._loaded.reader.read(torch.tensor([prompt]))
+        cache, logits, kv_len = self._method.begin(self._model, read.copy()), read.logits, len(prompt)
+        answers: list[list[int]] = []
+        step_ms: list[float] = []
+        unfed: list[int] = []  # the last token of an answer, which was chosen and no more
+        for turn in [None, *turns]:
+            if turn is not None:
+                tokens = torch.tensor([[*unfed, *turn]], device=self._model.device)
+                arguments = last_logits_only(self._model)
+                out = self._model(input_ids=tokens, past_key_values=cache, use_cache=True, **arguments)
+                cache, logits, kv_len = out.past_key_values, out.logits[:, -1], kv_len + tokens.shape[1]
+            chooser = Greedy(max_new_tokens, stop_ids)
+            done = decode(self._model, logits, cache, chooser)
+            cache, kv_len = done.cache, kv_len + len(done.step_ms)
+            answers, unfed = answers + chooser.ids(), [chooser.last]
+            step_ms += done.step_ms[2:]
+        return Generated(answers, None, self._method.measure(cache), read.full_bytes(kv_len), step_ms)
 
     def score(self, input_ids: torch.Tensor, forced: torch.Tensor) -> Generated:
         """Feed given tokens; see `Running`."""
-        return self._run(input_ids, Forced(forced), None)
+        return self._run(input_ids, Forced(forced, self._loaded.reference.log_probs(input_ids, forced)), None)
 
     def close(self) -> None:
         """Undo what `prepare` did."""
@@ -168,12 +220,7 @@ class InProcess:
 
     @torch.inference_mode()
     def _run(self, input_ids: torch.Tensor, chooser: Chooser, watch: Watch | None) -> Generated:
-        # The prompt is read uncompiled: what it gives is the same for every method.
-        compiled, self._model._compiled_call_impl = self._model._compiled_call_impl, None
-        try:
-            read = self._reader.read(input_ids)
-        finally:
-            self._model._compiled_call_impl = compiled
+        read = self._loaded.reader.read(input_ids)
 
         def watched(step: int, cache: Any) -> None:
             if watch is not None:
@@ -190,4 +237,5 @@ class InProcess:
             self._method.measure(done.cache),
             read.full_bytes(input_ids.shape[1] + len(done.step_ms)),
             done.step_ms[warm_up:],
+            chooser.against_full(),
         )

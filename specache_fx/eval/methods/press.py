@@ -7,14 +7,14 @@ case for those that go by the last queries. Nothing is evicted while decoding. k
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from specache_fx.errors import ConfigError
-from specache_fx.eval.decode import until
+from specache_fx.eval.decode import Sampling, until
 from specache_fx.eval.methods.base import Footprint, Generated, Loaded, Running, Watch, refuse_unknown
 
 
@@ -82,18 +82,37 @@ class Evicting:
         return cls(name, options, loaded)
 
     def generate(
-        self, input_ids: torch.Tensor, max_new_tokens: int, stop_ids: frozenset[int], watch: Watch | None
+        self,
+        input_ids: torch.Tensor,
+        max_new_tokens: int,
+        stop_ids: frozenset[int],
+        watch: Watch | None,
+        sampling: Sampling | None = None,
     ) -> Generated:
         """Decode greedily; see `Running`.
 
         Raises:
-            ConfigError: On a watch: the worker's steps can't be watched from here.
+            ConfigError: On a watch or sampling: the worker's steps are out of reach from here.
         """
+        if sampling is not None:
+            raise ConfigError(f"{self._press.name} decodes greedily alone: leave --temperature out.")
         if watch is not None:
             raise ConfigError(
                 f"The steps of {self._press.name} can't be watched: it runs in another process."
             )
         return self._ask(input_ids, None, max_new_tokens, stop_ids)
+
+    def converse(
+        self, prompt: list[int], turns: Sequence[list[int]], max_new_tokens: int, stop_ids: frozenset[int]
+    ) -> Generated:
+        """Not to be had.
+
+        Raises:
+            ConfigError: Always: the worker's caches can't be gone on with from here.
+        """
+        raise ConfigError(
+            f"{self._press.name} answers one question a prompt: leave it out for tasks of turns."
+        )
 
     def score(self, input_ids: torch.Tensor, forced: torch.Tensor) -> Generated:
         """Feed given tokens; see `Running`."""

@@ -26,6 +26,8 @@ __all__ = ["TASKS", "make_samples"]
 
 # What is asked lies everywhere, or in both halves.
 _NO_DEPTH = ("frequent", "topics")
+# Questions that follow an answer are in no template's words.
+_NO_CHAT = ("turns",)
 
 TASKS: tuple[str, ...] = (*ENGLISH, *ruler.NAMES, *longbench.NAMES)
 
@@ -84,6 +86,8 @@ def make_samples(
         return _OWN[subject.name](task, num_prompts, length, seed, depth, **knobs)
     if depth is not None and task in _NO_DEPTH:
         raise ConfigError(f"Task {task!r} has no depth: leave it out.")
+    if chat and task in _NO_CHAT:
+        raise ConfigError(f"Task {task!r} is asked in plain text: leave --chat out.")
     return [_english(task, index, length, seed, depth, writer, knobs) for index in range(num_prompts)]
 
 
@@ -103,7 +107,9 @@ def _english(
             raise ConfigError(f"Task {task!r} can't be made with {knobs}: {error}.") from error
 
     draft = fit(task, length, write, writer)
-    return Sample(writer.prompt(draft), draft.answers, draft.max_new_tokens, task, length, depth)
+    return Sample(
+        writer.prompt(draft), draft.answers, draft.max_new_tokens, task, length, depth, turns=draft.turns
+    )
 
 
 def _chat(subject: Subject) -> Callable[[str], str]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from specache_fx.errors import ConfigError
+from specache_fx.eval.sample import Turn
 from specache_fx.eval.tasks.words import ADJECTIVES, NOUNS, TIMES, VERBS
 
 
@@ -21,7 +22,8 @@ class Draft:
         question: About it.
         opening: Of the answer, put into the model's mouth.
         answers: What must be found.
-        max_new_tokens: To answer with.
+        max_new_tokens: To answer with; each turn has as many.
+        turns: Further questions with their answers.
     """
 
     before: str
@@ -30,6 +32,7 @@ class Draft:
     opening: str
     answers: tuple[str, ...]
     max_new_tokens: int
+    turns: tuple[Turn, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -65,7 +68,8 @@ def fit(task: str, length: int, write: Callable[[int], Draft], writer: Writer) -
 
     def tokens(size: int) -> int:
         draft = write(size)
-        return len(writer.encode(writer.prompt(draft))) + draft.max_new_tokens
+        more = sum(len(writer.encode(turn.question)) + draft.max_new_tokens for turn in draft.turns)
+        return len(writer.encode(writer.prompt(draft))) + draft.max_new_tokens + more
 
     if (least := tokens(0)) > length:
         raise ConfigError(

@@ -1,23 +1,29 @@
 """The synthetic tasks in English, for any model: needles, variable tracking and frequent words in RULER's manner, long
-copying, and a topic that changes midway.
+copying, a topic that changes midway, a table to be written out, and questions turn after turn.
 
 Each function writes one draft from a random generator: the same generator and a larger size give the same things to
-find in a larger haystack. Paper: RULER (Hsieh et al., COLM 2024) for the kinds of task.
+find in a larger haystack. Papers: RULER (Hsieh et al., COLM 2024) for the kinds of task; arXiv 2604.08426 for tables:
+much of the context has to be found, not one needle.
 """
 
 from __future__ import annotations
 
 import random
+import re
 import string
 from collections.abc import Callable
+from dataclasses import replace
 
+from specache_fx.eval.sample import Turn
 from specache_fx.eval.tasks.building import Draft, depths, haystack, hide, listed
-from specache_fx.eval.tasks.words import ADJECTIVES, COOKING, NOUNS, SAILING
+from specache_fx.eval.tasks.words import ADJECTIVES, CITIES, COLORS, COOKING, NOUNS, SAILING
 
 # (random generator, size, depth, **knobs) -> Draft
 Task = Callable[..., Draft]
 
 _NEEDLE = "One of the special magic numbers for {} is: {}."
+_ASKED = "Question: Which special magic number does the text above give for {}?"
+_OPENING = "Answer: The special magic number for {} is:"
 
 
 def single(rng: random.Random, size: int, depth: float | None) -> Draft:
@@ -120,6 +126,41 @@ def topics(rng: random.Random, size: int, depth: float | None, facts: int = 3) -
     )
 
 
+def table(rng: random.Random, size: int, depth: float | None, rows: int = 8, tables: int = 2) -> Draft:
+    """Tables of numbered things in a text; one is to be written out, and each of its fields counts."""
+    numbers = rng.sample(range(1000, 10000), rows * tables)
+    names = [f"{rng.choice(ADJECTIVES)} {noun}" for noun in rng.sample(NOUNS, tables)]
+    needles, lines = [], []
+    for which, name in enumerate(names):
+        things = zip(numbers[which * rows : (which + 1) * rows], rng.sample(NOUNS, rows), strict=True)
+        own = [f"{n} | {thing} | {rng.choice(CITIES)} | {rng.choice(COLORS)}" for n, thing in things]
+        lines.append(own)
+        needles.append("\n\n".join(["", f"Table of the {name}:\n" + "\n".join(own), ""]))
+    return Draft(
+        "There are tables in the following text. Memorise them.",
+        hide(haystack(size, rng), needles, depths(tables, depth, rng)),
+        f"Question: What is in the table of the {names[0]}?",
+        # Its first row is given: the form of a row is not what is asked.
+        f"\nAnswer: Table of the {names[0]}:\n{lines[0][0]}\n",
+        tuple(lines[0][1:]),
+        18 * rows,
+    )
+
+
+def turns(rng: random.Random, size: int, depth: float | None, records: int = 8, questions: int = 4) -> Draft:
+    """Several keys with a number each; some are asked, one after another on the same cache."""
+    draft = _numbers(rng, size, depth, keys=records, values=1, asked=1)
+    found = re.findall(r"One of the special magic numbers for (\S+) is: (\d+)\.", draft.body)
+    others = [(key, number) for key, number in found if number != draft.answers[0]]
+    asked = rng.sample(others, questions - 1)
+    return replace(
+        draft,
+        turns=tuple(
+            Turn(f"\n\n{_ASKED.format(key)} {_OPENING.format(key)}", (number,)) for key, number in asked
+        ),
+    )
+
+
 ENGLISH: dict[str, Task] = {
     "single": single,
     "multikey": multikey,
@@ -129,6 +170,8 @@ ENGLISH: dict[str, Task] = {
     "frequent": frequent,
     "copying": copying,
     "topics": topics,
+    "table": table,
+    "turns": turns,
 }
 
 

@@ -33,6 +33,10 @@ TIMES = _split(
     "once a year;long ago;for a while;near the end;in the morning;as usual",
     ";",
 )
+CITIES = _split(
+    "Athens Berlin Cairo Dublin Geneva Havana Lisbon Madrid Oslo Paris Prague Rome Tokyo Vienna Warsaw Zurich"
+)
+COLORS = _split("black blue brown gray green orange pink purple red white yellow")
 # Two topics that share no word, for a text and an answer that change from one to the other.
 SAILING = _split("anchor beacon captain compass deck harbor helm keel lighthouse mast rudder sail")
 COOKING = _split("apron butter dough flour kettle ladle oven pepper saucepan skillet spice whisk")

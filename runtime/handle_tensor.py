@@ -1,0 +1,151 @@
+"""`Handle`: the tensor class of handles. Outside of a graph one can be looked at, moved and copied, and no more.
+
+What a handle stands for is kept elsewhere (`handle.py`). A module that is not compiled would read its NaNs as keys and
+values, and what is written into it would be lost. So every other operation on one is an error at the place where it is
+called. Dynamo traces `__torch_function__` with the model: within a graph a handle is a plain tensor, and what becomes
+of it there is the passes' to know.
+
+A copy of a handle, or a view, is one too. All of a session hold one `Lease`: the session ends with the last of them.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Self
+
+import torch
+from torch._dynamo.eval_frame import set_code_exec_strategy
+from torch._dynamo.types import FrameAction, FrameExecStrategy
+
+from specache_fx.errors import CacheHandleError
+
+bare = torch._C.DisableTorchFunctionSubclass
+"""Within it, on this thread, handles are plain tensors: for code that knows them."""
+
+
+class Lease:
+    """Held by the handles of a session, their views and copies.
+
+    Attributes:
+        session: The `Session`, which knows its lease weakly.
+    """
+
+    def __init__(self, session: object) -> None:
+        self.session = session
+
+
+# Names of functions, of methods and of `torch`. These tell about a tensor, or make one like it.
+_LOOKING = (
+    "size dim ndimension numel nelement stride storage_offset is_contiguous element_size get_device untyped_storage"
+    " data_ptr dim_order __len__ __hash__ record_stream"
+    " new_empty new_zeros new_ones new_full new_tensor empty_like zeros_like ones_like full_like"
+)
+# These leave elements what they are. Which ones were taken is for `claims.py` to see.
+_MOVING = (
+    "detach clone contiguous to cpu cuda pin_memory __getitem__ narrow select index_select take_along_dim"
+    " repeat_interleave repeat expand expand_as view view_as reshape transpose permute swapaxes movedim unsqueeze"
+    " squeeze flatten unflatten split chunk unbind flip roll cat concat concatenate stack"
+)
+_LOOKS, _MOVES = frozenset(_LOOKING.split()), frozenset(_MOVING.split())
+_JOINS = frozenset(("cat", "concat", "concatenate", "stack"))
+
+
+class Handle(torch.Tensor):
+    """A tensor that stands for keys or values of a session; see the module's docstring.
+
+    Attributes:
+        lease: Keeps the session.
+    """
+
+    lease: Lease
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Run what may be run on a handle outside of a graph, and refuse all else."""
+        if torch.compiler.is_dynamo_compiling():
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        return _outside(func, args, kwargs or {})
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        with bare():
+            return f"Handle(shape={tuple(self.shape)}, dtype={self.dtype}, device={str(self.device)!r})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        if id(self) not in memo:
+            with bare():
+                memo[id(self)] = mark(copy.deepcopy(plain(self), memo), self.lease)
+        return memo[id(self)]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # Whoever loads it has no session to keep: what comes back is known by its elements.
+        with bare():
+            return plain(self).__reduce_ex__(protocol)
+
+
+# A frame of its own is never compiled, nor what it calls: between two graphs of a model it runs as it is.
+_code = Handle.__torch_function__.__code__
+set_code_exec_strategy(_code, FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP))
+
+
+def mark(tensor: torch.Tensor, lease: Lease) -> Handle:
+    """Make a plain tensor a handle; it is the same object."""
+    tensor.__class__ = Handle
+    assert isinstance(tensor, Handle)
+    tensor.lease = lease
+    return tensor
+
+
+def plain(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of its own over the same memory, which is no handle; what is none is returned as it is."""
+    if not isinstance(tensor, Handle):
+        return tensor
+    with bare():
+        return tensor.as_subclass(torch.Tensor)
+
+
+def _outside(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    name = getattr(func, "__name__", str(func))
+    if name in _LOOKS or name.startswith("is_") or _is_dynamos(name):
+        with bare():
+            return func(*args, **kwargs)
+    moves = name in _MOVES or name == "__get__"  # a property
+    first: Any = args[0] if args else None
+    sources = list(first) if name in _JOINS and isinstance(first, (list, tuple)) else [first]
+    if not moves or not all(isinstance(source, Handle) for source in sources):
+        raise CacheHandleError(_refusal(name))
+    with bare():
+        moved = func(*args, **kwargs)
+        results = moved if isinstance(moved, (list, tuple)) else [moved]
+        tensors = [result for result in results if isinstance(result, torch.Tensor)]
+        if any(tensor.dtype != sources[0].dtype for tensor in tensors):
+            raise CacheHandleError(_refusal(f"{name} (to another dtype)"))
+        for tensor in tensors:
+            if not isinstance(tensor, Handle):
+                mark(tensor, sources[0].lease)
+    return moved
+
+
+def _is_dynamos(name: str) -> bool:
+    """Whether it is Dynamo that looks at a handle, for a guard or while it compiles."""
+    private = name.startswith("_") and not name.startswith("__")
+    return private or torch._guards.CompileContext.try_get() is not None
+
+
+def _refusal(name: str) -> str:
+    return (
+        f"`{name}` was called on a tensor of a KV cache of specache, outside of a graph that specache compiled. Such a"
+        " tensor holds no numbers: what it stands for is kept elsewhere, and can't be read or changed there. If a model"
+        " called it, that model's forward ran uncompiled: generate() of a wrapper (PEFT, torch.compile(model)) calls"
+        " the module inside, so compile with specache_fx.compile(model), which finds that one; and Dynamo runs a model"
+        ' uncompiled under torch.compiler.set_stance("force_eager"), torch._dynamo.config.suppress_errors or'
+        " disable. If you did: batch rows can be chosen and copied and the newest tokens cut off; to edit keys and"
+        " values, or to read them, make the cache with the model uncompiled."
+    )

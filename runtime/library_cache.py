@@ -1,0 +1,114 @@
+"""Where built libraries are kept from process to process, and what of it may be loaded.
+
+Loading a library runs it. So the folder has to be this user's alone, and a file has to end with its own checksum: a
+file that was cut short loads without a complaint, and ends the process by SIGBUS when it is first called.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import os
+import shutil
+import stat
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from specache_fx._log import warn_once
+
+_log = logging.getLogger(__name__)
+
+_BUILD = "build-"  # what names of the folders begin with in which libraries are built
+
+
+def kept_folder(file: str) -> Path | None:
+    """The folder to load library `file` from, and to build it in where it isn't there.
+
+    Returns:
+        The folder, made if need be; None, with a warning, where there is none that can be trusted or written to.
+    """
+    try:
+        folder = _cache_home() / "specache_fx"
+        folder.mkdir(mode=0o755, parents=True, exist_ok=True)
+        problem = _distrust(folder)
+        if problem is None and not is_whole(folder / file) and not os.access(folder, os.W_OK):
+            problem = f"{folder} can't be written to"
+    except (OSError, RuntimeError) as error:  # `Path.home()` raises the latter
+        problem = f"they can't be kept ({error})"
+    if problem is None:
+        return folder
+    warn_once(
+        _log,
+        f"specache builds its C++ libraries anew in each process, which takes some seconds: {problem}. Set"
+        " XDG_CACHE_HOME to a folder that is yours alone.",
+    )
+    return None
+
+
+@contextlib.contextmanager
+def private_folder() -> Iterator[Path]:
+    """A folder for this process, gone afterwards: what was loaded from it stays loaded."""
+    with tempfile.TemporaryDirectory(prefix="specache-fx-", ignore_cleanup_errors=True) as folder:
+        yield Path(folder)
+
+
+def is_whole(library: Path) -> bool:
+    """Whether a file is what `seal` left, and nobody else can have written to it."""
+    try:
+        content = library.read_bytes()
+        return _sum(content[:-32]) == content[-32:] and _distrust(library) is None
+    except OSError:
+        return False
+
+
+def seal(built: Path, library: Path) -> None:
+    """Put a library in its place. Its checksum is appended (loaders read no further than the headers say), so that
+    one renaming brings both.
+    """
+    with built.open("ab") as file:
+        file.write(_sum(built.read_bytes()))
+    built.chmod(0o755)
+    os.replace(built, library)
+
+
+@contextlib.contextmanager
+def building(folder: Path) -> Iterator[Path]:
+    """One process builds, others wait for it. Where files can't be locked they all build, which is as right.
+
+    Yields:
+        A folder to build in, within `folder`. Those that killed processes have left there are removed.
+    """
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(ImportError, OSError):
+            import fcntl
+
+            lock = stack.enter_context((folder / "lock").open("w"))
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            for left in folder.glob(f"{_BUILD}*"):
+                shutil.rmtree(left, ignore_errors=True)
+        place = tempfile.TemporaryDirectory(prefix=_BUILD, dir=folder, ignore_cleanup_errors=True)
+        yield Path(stack.enter_context(place))
+
+
+def _cache_home() -> Path:
+    """`$XDG_CACHE_HOME`, or `~/.cache`; the specification says to ignore a relative path."""
+    named = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    return named if named.is_absolute() else Path.home() / ".cache"
+
+
+def _distrust(path: Path) -> str | None:
+    """Reason not to load anything of `path`, or None. As for ssh, root's files are as good as one's own."""
+    if not hasattr(os, "geteuid"):
+        return None
+    found = path.stat()
+    if found.st_uid not in (0, os.geteuid()):
+        return f"{path} belongs to another user"
+    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        return f"others may write to {path} (chmod go-w would mend that)"
+    return None
+
+
+def _sum(content: bytes) -> bytes:
+    return hashlib.sha256(content).digest()

@@ -1,0 +1,95 @@
+"""Codes of rotated, centred keys and values that keep each token's norm.
+
+Paper: TurboQuant (Zandieh et al., 2025), in its spirit: a rotation, levels for normal numbers, a norm for each token.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from specache_fx.runtime.quant.base import KVKind, Planes, Quantizer, saturated
+from specache_fx.runtime.quant.hadamard import block_size, rotate, rotate_back
+from specache_fx.runtime.quant.packing import pack, packed_width, unpack
+
+# Of evenly spaced levels, the distance with the least mean squared error on standard normal numbers (Max 1960, table
+# II). At one bit only the sign counts.
+_LEVEL_DISTANCE = {1: 1.5958, 2: 0.9957, 4: 0.3352, 8: 0.0308}
+
+
+class TurboQuantizer(Quantizer):
+    """`(code - middle) * scale + mean` in a rotated basis: a scale for each token, a mean for each channel and group.
+
+    Planes are `(codes, scale, mean)`, of keys and of values alike. Codes are uint8 `[batch, num_kv_heads, tokens,
+    ceil(head_dim * bits / 8)]`, packed along the rotated channels, and count from `middle = (2**bits - 1) / 2`. The
+    scale is `[batch, num_kv_heads, tokens, 1]`, the mean `[batch, num_kv_heads, tokens / group_size, head_dim]`, both
+    of the KV dtype.
+
+    1. Rotation (`hadamard.rotate`): a large channel spreads over all, and numbers become nearly normal.
+    2. Centring: an offset that the tokens of a group share goes into the mean, at 16 bits. Keys have large ones.
+    3. Levels: evenly spaced, for normal numbers; at one and two bits they lose as little as Lloyd's and Max's.
+    4. Norm: the scale gives the token the length that it had. The scale of least squared error makes it shorter, so
+       that attention becomes flatter than it was (by a fifth at one bit).
+
+    TurboQuant differs: its rotation is random, it does not centre, and it corrects inner products by the signs of a
+    random projection of the error instead of by the norm.
+
+    The error of a token, rotated or not, is at most sqrt(2) times its centred norm: a code has the sign of its number.
+    Equal tokens come back as their rotated mean does, rounded to the KV dtype.
+
+    Bits per value at group_size 64: the code's, 0.25 for the mean, and 16 / head_dim for the scale.
+    """
+
+    name = "turboquant"
+    valid_bits = (1, 2, 4, 8)
+    code_form = "centred"
+
+    def quantize_key(self, x: torch.Tensor) -> Planes:
+        """See `Quantizer.quantize_key`."""
+        self._check_whole_groups(x)
+        groups = rotate(x).unflatten(2, (x.shape[2] // self.group_size, self.group_size))
+        # Sums in float64 do not depend on how many groups come at once (law 4), and never overflow.
+        mean = saturated(groups.mean(3, keepdim=True, dtype=torch.float64).float(), x.dtype)
+        centred = groups - mean.float()
+        norm = _norm(centred)
+        deviation = (norm / x.shape[3] ** 0.5).float()
+        unit = centred.div_(torch.where(deviation == 0, 1.0, deviation)).div_(_LEVEL_DISTANCE[self.bits])
+        # Levels lie at odd halves: a number of either sign gets a code of that sign.
+        codes = unit.floor_().add_(2 ** (self.bits - 1)).clamp_(0, 2**self.bits - 1)
+        scale = saturated((norm / _norm(codes - self._middle)).float(), x.dtype)
+        return pack(codes.to(torch.uint8).flatten(2, 3), self.bits), scale.flatten(2, 3), mean.squeeze(3)
+
+    def quantize_value(self, x: torch.Tensor) -> Planes:
+        """See `Quantizer.quantize_value`."""
+        return self.quantize_key(x)
+
+    def dequantize_key(self, planes: Planes, head_dim: int, dtype: torch.dtype) -> torch.Tensor:
+        """See `Quantizer.dequantize_key`."""
+        codes, scale, mean = planes
+        offsets = unpack(codes, self.bits, head_dim).float() - self._middle
+        groups = (offsets * scale.float()).unflatten(2, (mean.shape[2], self.group_size))
+        return saturated(rotate_back((groups + mean.float().unsqueeze(3)).flatten(2, 3)), dtype)
+
+    def dequantize_value(self, planes: Planes, head_dim: int, dtype: torch.dtype) -> torch.Tensor:
+        """See `Quantizer.dequantize_value`."""
+        return self.dequantize_key(planes, head_dim, dtype)
+
+    def bytes_per_group(self, head_dim: int, itemsize: int, kind: KVKind) -> int:
+        """See `Quantizer.bytes_per_group`."""
+        return self.group_size * (packed_width(head_dim, self.bits) + itemsize) + head_dim * itemsize
+
+    def error_bound(self, planes: Planes, head_dim: int, kind: KVKind) -> torch.Tensor:
+        """`Quantizer.error_bound`: sqrt(2) times the token's centred norm, in the basis before the rotation."""
+        codes, scale, _ = planes
+        offsets = unpack(codes, self.bits, head_dim).float() - self._middle
+        norm = scale.float() * _norm(offsets).float() * block_size(head_dim) ** 0.5
+        return 2**0.5 * norm * (1 + 2 * torch.finfo(scale.dtype).eps)  # the scale was rounded
+
+    @property
+    def _middle(self) -> float:
+        """What codes count from."""
+        return (2**self.bits - 1) / 2
+
+
+def _norm(x: torch.Tensor) -> torch.Tensor:
+    """Of each token's numbers, float64 `[..., 1]`."""
+    return torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float64)

@@ -1,0 +1,74 @@
+"""`TokenHistory`: the tokens of a session, and what followed where the newest of them stood before."""
+
+from __future__ import annotations
+
+import torch
+
+# Of the newest tokens, how many must have stood in the same order before, and how many more are looked at.
+LEAST_NGRAM, MOST_NGRAM = 2, 4
+_UNKNOWN = -1  # a token that no graph was seen to take; no token equals it
+
+
+class TokenHistory:
+    """Token ids `[batch, kv_len]` of one session, on its device.
+
+    A place is unknown where the tokens did not come through a rewritten graph: a cache that was taken over.
+
+    Args:
+        device: Where the session lives.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._rows = torch.empty((0, 0), dtype=torch.int32, device=device)
+        self._length = 0
+
+    def append(self, tokens: torch.Tensor, kv_len: int) -> None:
+        """Put tokens `[batch, q_len]` behind place `kv_len`; what comes before and was never given is unknown."""
+        batch, q_len = tokens.shape
+        needed = kv_len + q_len
+        if self._rows.shape[0] != batch or self._rows.shape[1] < needed:
+            # The rows of a prompt; then an eighth more each time.
+            room = needed if not self._length else max(needed, self._length + self._length // 8 + 64)
+            grown = self._rows.new_full((batch, room), _UNKNOWN)
+            if self._rows.shape[0] == batch:
+                grown[:, : self._length] = self._rows[:, : self._length]
+            self._rows = grown
+        elif self._length < kv_len:
+            self._rows[:, self._length : kv_len] = _UNKNOWN
+        self._rows[:, kv_len:needed] = tokens
+        self._length = needed
+
+    def crop(self, kv_len: int) -> None:
+        """Forget the tokens from `kv_len` on."""
+        self._length = min(self._length, kv_len)
+
+    def take(self, source: TokenHistory, rows: torch.Tensor) -> None:
+        """Hold what `source` holds, of its batch rows `rows`, int64 `[batch]` on the device."""
+        if source._rows.shape[0]:
+            self._rows, self._length = source._rows.index_select(0, rows), source._length
+
+    def following(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The token that followed where the newest tokens stood last: of the longest match, the latest place.
+
+        Nothing waits for the device. Two to four of the newest tokens are compared.
+
+        Returns:
+            int32 `[batch]` and bool `[batch]`: whether there is such a place; the token is any where there is none.
+        """
+        known = self._rows[:, : self._length]
+        places = self._length - 1  # where an n-gram may end that something follows
+        if places < 1:
+            return known.new_zeros(len(known)), known.new_zeros(len(known), dtype=torch.bool)
+        matched = torch.zeros_like(known[:, :places])
+        going_on = torch.ones_like(matched, dtype=torch.bool)
+        for back in range(min(MOST_NGRAM, places)):
+            newest = known[:, places - back, None]
+            same = (known[:, : places - back] == newest) & (newest != _UNKNOWN)
+            going_on[:, :back] = False
+            going_on[:, back:] &= same
+            matched += going_on
+        # The longest match counts first, then the latest place.
+        numbers = torch.arange(places, device=known.device)
+        best = (matched.to(torch.int64) * places + numbers).argmax(-1, keepdim=True)
+        found = matched.gather(1, best) >= LEAST_NGRAM
+        return known.gather(1, best + 1).squeeze(1), found.squeeze(1)

@@ -1,0 +1,160 @@
+"""Says that a model is being compiled, which takes a minute in silence else.
+
+On a terminal a line with what is compiled, the step and the seconds so far, which vanishes, and then one line with the
+time it took. Elsewhere (a pipe, a notebook) one line in the log. All of it goes to stderr, as a warning of the logger
+`specache_fx.progress`: whoever sets its level higher hears nothing. A compile of a few seconds says nothing either.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from specache_fx.config import Lowering
+
+logger = logging.getLogger(__name__)
+
+QUIET_SECONDS = 3.0
+
+_lock = threading.Lock()
+_running: list[Compile] = []  # one at most: a display has one line
+_muted: list[object] = []
+
+
+class Compile:
+    """A compile that is under way.
+
+    Attributes:
+        what: What is compiled.
+        step: What is being done.
+        thread: Who does it.
+    """
+
+    def __init__(self, what: str) -> None:
+        self.what, self.step, self.thread = what, "", threading.get_ident()
+        self._begun = time.perf_counter()
+        self._display: Any = None
+        self._said, self._over = False, False
+        self._lock = threading.RLock()
+        self._timer = threading.Timer(QUIET_SECONDS, self._say)
+        self._timer.daemon = True
+        self._timer.start()
+
+    def _say(self) -> None:
+        with self._lock:
+            if self._over or _muted or not logger.isEnabledFor(logging.WARNING):
+                return
+            self._said = True
+            if _is_terminal():
+                self._display = _display(self)
+                self._display.start()
+            else:
+                logger.warning(
+                    "specache: compiling %s with Inductor; this can take a minute, and later processes find most of it"
+                    " in Inductor's cache",
+                    self.what,
+                )
+
+    def end(self, done: bool) -> None:
+        """Take the line away; say how long it took if it is done."""
+        self._timer.cancel()
+        with self._lock:
+            self._over = True
+            if self._display is not None:
+                with contextlib.suppress(OSError, ValueError):  # a terminal that is gone is no failed compile
+                    self._display.stop()
+                    if done:
+                        told = f"specache: compiled {self.what} in {self._seconds:.0f} s"
+                        self._display.console.print(told, highlight=False)
+            elif self._said and done:
+                logger.info("specache: compiled %s in %.0f s", self.what, self._seconds)
+
+    @property
+    def _seconds(self) -> float:
+        return time.perf_counter() - self._begun
+
+    def __rich__(self) -> str:
+        step = f": {self.step}" if self.step else ""
+        return f"specache: compiling {self.what}{step}, {self._seconds:.0f} s"
+
+
+def _is_terminal() -> bool:
+    """Whether stderr is one that can take a line back, and no other display of rich's has it."""
+    from rich.console import Console
+    from rich.file_proxy import FileProxy
+
+    return (
+        sys.stderr is not None
+        and sys.stderr.isatty()
+        and not isinstance(sys.stderr, FileProxy)
+        and not Console(stderr=True).is_dumb_terminal
+    )
+
+
+def _display(compile: Compile) -> Any:
+    from rich.console import Console
+    from rich.live import Live
+    from rich.spinner import Spinner
+    from rich.table import Table
+
+    grid = Table.grid(padding=(0, 1))
+    grid.add_row(Spinner("dots"), compile)
+    # The program's own stdout and stderr stay what they are.
+    return Live(
+        grid,
+        console=Console(stderr=True),
+        transient=True,
+        refresh_per_second=4,
+        redirect_stdout=False,
+        redirect_stderr=False,
+    )
+
+
+@contextlib.contextmanager
+def announced(what: str, lowering: Lowering, num_layers: int = 0) -> Iterator[None]:
+    """Say so while the block runs, if it takes long. Within another one, or without Inductor, nothing is said.
+
+    Args:
+        what: What is compiled: "the prompt".
+        lowering: How.
+        num_layers: Layers of it that have a cache, 0 where that says nothing.
+    """
+    if num_layers:
+        what = f"{what} ({num_layers} layer{'s' if num_layers > 1 else ''})"
+    with _lock:
+        if lowering == "inductor" and not _running:
+            mine = Compile(what)
+            _running.append(mine)
+        else:
+            mine = None
+    done = False
+    try:
+        yield
+        done = True
+    finally:
+        if mine is not None:
+            _running.remove(mine)
+            mine.end(done)
+
+
+def say_step(step: str) -> None:
+    """Name what is being done, if this thread compiles anything."""
+    for current in _running:
+        if current.thread == threading.get_ident():
+            current.step = step
+
+
+@contextlib.contextmanager
+def muted() -> Iterator[None]:
+    """Say nothing meanwhile: the terminal has another display."""
+    mine = object()
+    _muted.append(mine)
+    try:
+        yield
+    finally:
+        _muted.remove(mine)

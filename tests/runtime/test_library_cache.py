@@ -1,0 +1,218 @@
+"""Built libraries: only whole ones of our own are loaded, and nothing is left behind."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from specache_fx import _log
+from specache_fx.runtime import cpp_build, library_cache
+
+pytestmark = pytest.mark.skipif(cpp_build.find_compiler() is None, reason="no C++ compiler")
+
+
+@pytest.fixture
+def sources(tmp_path: Path) -> Path:
+    """A small library: what is tested is how it is kept."""
+    folder = tmp_path / "sources"
+    folder.mkdir()
+    write(folder, 42)
+    return folder
+
+
+def write(folder: Path, answer: int) -> None:
+    (folder / "tiny.cpp").write_text(f'extern "C" int answer() {{ return {answer}; }}\n')
+
+
+def load(sources: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> int:
+    """What the library answers that is loaded from a cache in `cache`, or built there."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+    answer: int = cpp_build.load_library.__wrapped__("tiny", sources, "portable").answer()
+    return answer
+
+
+def kept(cache: Path) -> Path:
+    (library,) = (cache / "specache_fx").glob("tiny_portable_*.so")
+    return library
+
+
+def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.message for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+@pytest.mark.parametrize("damage", ["none left", "half", "last byte", "one bit"])
+def test_library_that_is_damaged_is_built_anew(
+    sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str
+) -> None:
+    load(sources, tmp_path / "a", monkeypatch)
+    whole = kept(tmp_path / "a").read_bytes()
+    flipped = bytearray(whole)
+    flipped[len(whole) // 2] ^= 1
+    damaged = {
+        "none left": b"",
+        "half": whole[: len(whole) // 2],
+        "last byte": whole[:-1],
+        "one bit": flipped,
+    }
+    # In another folder: a library of the same path is not loaded twice.
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    kept(tmp_path / "b").write_bytes(damaged[damage])
+    assert load(sources, tmp_path / "b", monkeypatch) == 42
+    assert library_cache.is_whole(kept(tmp_path / "b"))
+
+
+def test_library_that_is_whole_is_not_built_again(
+    sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load(sources, tmp_path, monkeypatch)
+    before = kept(tmp_path).stat()
+    assert load(sources, tmp_path, monkeypatch) == 42
+    assert kept(tmp_path).stat() == before
+
+
+def test_folder_that_others_may_write_to_is_not_loaded_from(
+    sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    load(sources, tmp_path / "a", monkeypatch)
+    name = kept(tmp_path / "a").name
+    write(sources, 666)
+    load(sources, tmp_path / "b", monkeypatch)
+    write(sources, 42)
+    shared = tmp_path / "shared" / "specache_fx"
+    shared.mkdir(parents=True)
+    kept(tmp_path / "b").rename(shared / name)
+    assert load(sources, tmp_path / "shared", monkeypatch) == 666  # a planted one would run
+    other = tmp_path / "other"
+    shared.parent.rename(other)
+    shared = other / "specache_fx"
+    shared.chmod(0o777)
+    content = {path: path.read_bytes() for path in shared.iterdir()}
+    _log.forget_warnings()
+    for _ in range(2):
+        assert load(sources, other, monkeypatch) == 42
+    assert {path: path.read_bytes() for path in shared.iterdir()} == content
+    assert warnings_of(caplog) == [
+        "specache builds its C++ libraries anew in each process, which takes some seconds: others may write to"
+        f" {shared} (chmod go-w would mend that). Set XDG_CACHE_HOME to a folder that is yours alone."
+    ]
+
+
+def test_library_that_others_may_write_to_is_built_anew(
+    sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load(sources, tmp_path, monkeypatch)
+    kept(tmp_path).chmod(0o775)
+    assert load(sources, tmp_path, monkeypatch) == 42
+    assert stat.S_IMODE(kept(tmp_path).stat().st_mode) == 0o755
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to give a folder away")
+def test_folder_of_another_user_is_not_loaded_from(
+    sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "specache_fx"
+    folder.mkdir()
+    os.chown(folder, 54321, 54321)
+    _log.forget_warnings()
+    assert load(sources, tmp_path, monkeypatch) == 42
+    assert not list(folder.iterdir())
+    assert f"{folder} belongs to another user" in warnings_of(caplog)[0]
+
+
+def test_cache_that_cannot_be_made_is_named_and_done_without(
+    sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("")
+    _log.forget_warnings()
+    assert load(sources, tmp_path / "file", monkeypatch) == 42
+    assert f"Not a directory: '{tmp_path / 'file' / 'specache_fx'}'" in warnings_of(caplog)[0]
+
+
+def test_relative_cache_home_is_ignored(
+    sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert load(sources, Path("relative"), monkeypatch) == 42
+    assert not list((tmp_path / "here").iterdir())
+    assert kept(tmp_path / "home" / ".cache").exists()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become a user that the system doesn't know")
+def test_user_without_a_home_builds_in_a_folder_that_does_not_stay(sources: Path) -> None:
+    code = """
+        import fcntl, os, sys, tempfile, pathlib
+        from specache_fx.runtime import cpp_build
+        os.environ.pop("HOME", None), os.environ.pop("XDG_CACHE_HOME", None)
+        os.setgid(54321), os.setuid(54321)
+        print(cpp_build.load_library("tiny", pathlib.Path(sys.argv[1]), "portable").answer())
+    """
+    with tempfile.TemporaryDirectory() as folder:  # where another user can come to
+        os.chmod(folder, 0o777)
+        shutil.copytree(sources, Path(folder) / "sources")
+        (Path(folder) / "tmp").mkdir()
+        (Path(folder) / "tmp").chmod(0o777)
+        done = run(code, f"{folder}/sources", env={**os.environ, "TMPDIR": f"{folder}/tmp"})
+        assert not list((Path(folder) / "tmp").iterdir())
+    assert done.stdout.strip() == "42", done.stderr
+    assert "Could not determine home directory" in done.stderr  # said, and no error
+
+
+def test_two_processes_that_build_at_once_share_one_library(sources: Path, tmp_path: Path) -> None:
+    code = """
+        import pathlib, sys
+        from specache_fx.runtime import cpp_build
+        print(cpp_build.load_library("tiny", pathlib.Path(sys.argv[1]), "portable").answer())
+    """
+    env = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
+    running = [start(code, str(sources), env=env) for _ in range(2)]
+    assert [process.communicate()[0].strip() for process in running] == ["42", "42"]
+    assert {path.suffix for path in (tmp_path / "specache_fx").iterdir()} == {"", ".so"}
+    assert kept(tmp_path)
+
+
+def test_build_that_was_killed_is_cleared_away_by_the_next_one(
+    sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow = tmp_path / "slow"
+    slow.write_text("#!/bin/sh\nexec sleep 100\n")
+    slow.chmod(0o755)
+    code = """
+        import pathlib, sys
+        from specache_fx.runtime import cpp_build
+        cpp_build.load_library("tiny", pathlib.Path(sys.argv[1]), "portable")
+    """
+    cache = tmp_path / "specache_fx"
+    env = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "CXX": str(slow)}
+    process = start(code, str(sources), env=env)
+    while not (left := [path for path in cache.glob("*") if path.is_dir()]):
+        assert process.poll() is None
+        time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    assert left[0].is_dir()
+    assert load(sources, tmp_path, monkeypatch) == 42
+    assert [path for path in cache.iterdir() if path.is_dir()] == []
+
+
+def start(code: str, *args: str, env: dict[str, str]) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", textwrap.dedent(code), *args]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, env=env, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
+
+
+def run(code: str, *args: str, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", textwrap.dedent(code), *args]
+    return subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=120)

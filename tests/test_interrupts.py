@@ -1,0 +1,84 @@
+"""What a signal's handler raises comes out of a step as it is, wherever it strikes, and the step can be repeated."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from support.zoo import SMALL, build, left_padded
+from torch import Tensor
+
+import specache_fx
+from specache_fx.runtime import ops
+
+IDS = left_padded((12, 12, 12))["input_ids"]
+LENGTH = 400
+
+
+@torch.no_grad()
+def step(model: Any, past: Any, token: int) -> Tensor:
+    return model(torch.full((3, 1), token), past_key_values=past, use_cache=True).logits
+
+
+@torch.no_grad()
+def prompt(model: Any) -> Any:
+    return model(IDS, use_cache=True).past_key_values
+
+
+class Timer:
+    """A timer of the system's, whose signal raises `error` while it is armed: once.
+
+    Attributes:
+        code: The function that it raises in; None for any.
+    """
+
+    def __init__(self, error: type[BaseException]) -> None:
+        self.error, self.armed, self.code = error, False, None
+
+    def strike(self, _: int, frame: Any) -> None:
+        if self.armed and self.code in (None, frame.f_code):
+            self.armed = False
+            raise self.error("struck")
+
+
+@pytest.fixture(params=[KeyboardInterrupt, TimeoutError])
+def timer(request: pytest.FixtureRequest) -> Iterator[Timer]:
+    timer = Timer(request.param)
+    before = signal.signal(signal.SIGALRM, timer.strike)
+    signal.setitimer(signal.ITIMER_REAL, 1e-3, 7e-4)
+    yield timer
+    timer.armed = False
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.parametrize(
+    ("code", "wanted"), [(None, 30), (ops._layer_operators.__code__, 4)], ids=["any", "first"]
+)
+def test_an_interrupt_comes_out_of_a_step_as_it_is(
+    timer: Timer, code: Any, wanted: int, fresh_dynamo: None
+) -> None:
+    """Also before the first line of what C++ calls: there Python looks for the signals that came while C++ ran."""
+    plain = build("llama", max_position_embeddings=LENGTH)
+    compiled = specache_fx.compile(build("llama", max_position_embeddings=LENGTH), **SMALL, bits=16)
+    mine, theirs, timer.code = prompt(compiled), prompt(plain), code
+    step(compiled, mine, 3)
+    step(plain, theirs, 3)
+    struck = 0
+    while struck < wanted and mine.get_seq_length() < LENGTH:
+        token = struck % 100
+        held = [(layer.keys, layer.values) for layer in mine.layers]
+        try:
+            timer.armed = True
+            logits = step(compiled, mine, token)
+            timer.armed = False
+        except timer.error:
+            struck += 1
+            for layer, pair in zip(mine.layers, held, strict=True):  # some may have been exchanged already
+                layer.keys, layer.values = pair
+            logits = step(compiled, mine, token)
+        torch.testing.assert_close(logits, step(plain, theirs, token), rtol=1e-3, atol=1e-3)
+    assert struck >= min(wanted, 20)

@@ -1,0 +1,127 @@
+"""A session ends with the last of its handles, their views and copies, or when it is released."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import threading
+from typing import Any
+
+import pytest
+import torch
+from support.zoo import SMALL, build, left_padded
+from torch import Tensor, nn
+
+import specache_fx
+from specache_fx import CacheHandleError
+from specache_fx.runtime import registry
+from specache_fx.runtime.session import Session
+
+PROMPT = left_padded()
+
+
+@pytest.fixture(scope="module")
+def model() -> nn.Module:
+    torch._dynamo.reset()
+    model = specache_fx.compile(build("llama"), **SMALL, bits=2)
+    generate(model, num_beams=2)
+    step(model, generate(model))
+    gc.collect()  # a call that compiles leaves a cycle of Dynamo's around its cache
+    return model
+
+
+def generate(model: Any, **kwargs: Any) -> Any:
+    out = model.generate(**PROMPT, max_new_tokens=20, do_sample=False, return_dict_in_generate=True, **kwargs)
+    return out.past_key_values
+
+
+@torch.no_grad()
+def step(model: Any, past: Any) -> Tensor:
+    return model(torch.full((3, 1), 5), past_key_values=past, use_cache=True).logits
+
+
+def session_of(past: Any) -> Session:
+    session = registry.find(past.layers[0].keys)
+    assert session is not None and session.device_bytes > 0 and session.host_bytes > 0
+    return session
+
+
+def is_free(session: Session) -> bool:
+    return session.closed and not session.device_bytes and not session.host_bytes
+
+
+@pytest.mark.parametrize("beams", [1, 2])
+def test_dropping_a_cache_frees_its_session_at_once(model: nn.Module, beams: int) -> None:
+    past = generate(model, num_beams=beams)
+    session = session_of(past)
+    del past
+    assert is_free(session) and session not in [issued.session for issued in registry._issues.values()]
+
+
+def test_a_view_and_a_copy_keep_the_session(model: nn.Module) -> None:
+    past = generate(model)
+    session, kept = session_of(past), copy.deepcopy(past)
+    view = past.layers[1].values[:, :, 3:]
+    del past
+    assert not session.closed
+    del view
+    generate(model)
+    assert not session.closed
+    step(model, kept)
+    assert session_of(kept) is session
+    del kept
+    assert is_free(session)
+
+
+def test_a_session_ends_while_the_registry_is_busy(model: nn.Module) -> None:
+    """Garbage may be collected anywhere: in the registry itself, or in a thread while another holds its lock."""
+    pasts = [generate(model) for _ in range(2)]
+    sessions = [session_of(past) for past in pasts]
+
+    def drop() -> None:
+        pasts.pop()
+
+    registry.locked(drop)()
+    assert not sessions[1].closed
+    thread = threading.Thread(target=drop)
+    with registry._lock:
+        thread.start()
+        thread.join(timeout=20)
+        assert not thread.is_alive() and not sessions[0].closed
+    generate(model)
+    assert all(map(is_free, sessions))
+
+
+# specache_fx.release --------------------------------------------------------------------------------------------------
+
+
+def test_a_released_cache_is_free_and_refused(model: nn.Module) -> None:
+    past = generate(model)
+    session, kept = session_of(past), copy.deepcopy(past)
+    specache_fx.release(past)
+    assert is_free(session)
+    specache_fx.release(past)
+    for each in (past, kept):
+        with pytest.raises(CacheHandleError, match="was released"):
+            step(model, each)
+        with pytest.raises(CacheHandleError, match="was released"):
+            specache_fx.stats(each)
+    step(model, generate(model))
+
+
+def test_releasing_one_cache_leaves_others(model: nn.Module) -> None:
+    past = generate(model)
+    fork, kept = copy.deepcopy(past), copy.deepcopy(past)
+    expected = step(model, fork)
+    specache_fx.release(kept)  # a copy: its original is held
+    assert not session_of(past).closed
+    specache_fx.release(past)
+    assert specache_fx.stats(fork).kv_len == 32
+    step(model, fork)
+    assert expected.isfinite().all()
+
+
+def test_what_is_no_cache_of_ours_is_not_released() -> None:
+    for thing in (None, [torch.zeros(1, 2, 3, 16)], generate(build("llama"))):
+        with pytest.raises(CacheHandleError, match=r"no KV cache of specache in what release\(\)"):
+            specache_fx.release(thing)
