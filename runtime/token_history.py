@@ -38,6 +38,10 @@ class TokenHistory:
         self._rows[:, kv_len:needed] = tokens
         self._length = needed
 
+    def learn(self, tokens: torch.Tensor) -> None:
+        """Put the tokens `[batch, prompt_len]` of a prompt that a plain model read, before those that are there."""
+        self._rows[:, : tokens.shape[1]] = tokens
+
     def crop(self, kv_len: int) -> None:
         """Forget the tokens from `kv_len` on."""
         self._length = min(self._length, kv_len)

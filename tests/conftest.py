@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 
 import pytest
+import setuptools  # noqa: F401  Inductor's first compile imports it, which is seconds: not under a test's timer or patch
 import torch
 from hypothesis import HealthCheck, settings
 from support import triton_mode  # noqa: F401  first of all: Triton decides on import whether it interprets

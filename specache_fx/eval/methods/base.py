@@ -156,6 +156,12 @@ class CacheMethod(ABC):
     def begin(self, model: PreTrainedModel, cache: Any) -> Any:
         """Turn a copy of the prompt's `DynamicCache`, which this may use up, into the cache to decode with."""
 
+    def told(self, cache: Any, prompt: torch.Tensor) -> None:  # noqa: B027
+        """Learn a prompt's tokens, int64 `[batch, prompt_len]`, after the first step behind it (again: no effect).
+
+        The plain model read the prompt, once for all methods: a method that goes by tokens did not see them.
+        """
+
     @abstractmethod
     def measure(self, cache: Any) -> Footprint:
         """Say what the cache takes now."""
@@ -204,7 +210,7 @@ class InProcess:
                 out = self._model(input_ids=tokens, past_key_values=cache, use_cache=True, **arguments)
                 cache, logits, kv_len = out.past_key_values, out.logits[:, -1], kv_len + tokens.shape[1]
             chooser = Greedy(max_new_tokens, stop_ids)
-            done = decode(self._model, logits, cache, chooser)
+            done = decode(self._model, logits, cache, chooser, self._telling(torch.tensor([prompt])))
             cache, kv_len = done.cache, kv_len + len(done.step_ms)
             answers, unfed = answers + chooser.ids(), [chooser.last]
             step_ms += done.step_ms[2:]
@@ -222,12 +228,8 @@ class InProcess:
     def _run(self, input_ids: torch.Tensor, chooser: Chooser, watch: Watch | None) -> Generated:
         read = self._loaded.reader.read(input_ids)
 
-        def watched(step: int, cache: Any) -> None:
-            if watch is not None:
-                watch(step, lambda: self._method.measure(cache))
-
         cache = self._method.begin(self._model, read.copy())
-        done: Decoded = decode(self._model, read.logits, cache, chooser, watched)
+        done: Decoded = decode(self._model, read.logits, cache, chooser, self._telling(input_ids, watch))
         # A batch's first step takes the prompt's cache over; the first two of a new batch size compile.
         warm_up = 1 if len(input_ids) in self._warm else 2
         self._warm.add(len(input_ids))
@@ -239,3 +241,14 @@ class InProcess:
             done.step_ms[warm_up:],
             chooser.against_full(),
         )
+
+    def _telling(self, prompt: torch.Tensor, watch: Watch | None = None) -> Callable[[int, Any], None]:
+        """What `decode` calls after each step."""
+
+        def watched(step: int, cache: Any) -> None:
+            if step == 0:
+                self._method.told(cache, prompt)
+            if watch is not None:
+                watch(step, lambda: self._method.measure(cache))
+
+        return watched

@@ -12,6 +12,8 @@ import specache_fx
 from specache_fx.config import SpecacheConfig
 from specache_fx.errors import CacheHandleError, ConfigError
 from specache_fx.eval.methods.base import CacheMethod, Footprint
+from specache_fx.eval.reading import kv_tensors
+from specache_fx.runtime import registry
 
 
 class Specache(CacheMethod):
@@ -45,6 +47,12 @@ class Specache(CacheMethod):
     def begin(self, model: PreTrainedModel, cache: Any) -> Any:
         """The prompt's cache as it is: a cache of plain tensors is quantised and offloaded at its first call."""
         return cache
+
+    def told(self, cache: Any, prompt: torch.Tensor) -> None:
+        """Put them into the session's history, of which n-grams are looked up (`on_miss="recover"`)."""
+        for session in {registry.find(tensor) for tensor in kv_tensors(cache)}:
+            if session is not None and session.tokens is not None:
+                session.tokens.learn(prompt)
 
     def measure(self, cache: Any) -> Footprint:
         """What `specache_fx.stats` says.

@@ -1,0 +1,80 @@
+"""What is run: ways of keeping the cache, each on windows of one text, forced, greedy and sampled."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from specache_fx.eval.bench import Method
+
+Mode = Literal["forced", "greedy", "sampled", "misses"]
+TEXT, SEED, WINDOWS, DECODED, TEMPERATURE = "austen", 0, 4, 256, 1.0
+LENGTHS = {"smollm2": (1024, 2048, 4096), "gemma3": (1024, 2048, 4096, 16384)}
+MAIN_LENGTH = 2048
+
+# What follows a miss, with the default's codes; "none" selects in the same step, the bound of any guess.
+GUESSES: dict[str, dict[str, Any]] = {
+    "recover (default)": {},
+    "keep": {"on_miss": "keep"},
+    "query": {"lookahead": "query"},
+    "refetch": {"on_miss": "refetch"},
+    "none": {"lookahead": "none"},
+}
+PAPER = {"quantizer": "kivi", "on_miss": "keep"}
+CODES = ("kivi", "rotated", "nuq", "zipcache")
+MIXED = ("turboquant-k2v1", "turboquant-k1v2")
+
+
+@dataclass(frozen=True)
+class Run:
+    """One method in one mode at one length.
+
+    Attributes:
+        label: As tables call it.
+        options: Of `SpecacheConfig`.
+        mode: "forced" feeds the text's own tokens, "greedy" and "sampled" go on by themselves; "misses" feeds them
+            too, a window at a time, and follows each guess.
+        length: Tokens of a window, those that are decoded among them.
+    """
+
+    label: str
+    options: tuple[tuple[str, Any], ...]
+    mode: Mode
+    length: int
+
+    @property
+    def method(self) -> Method:
+        """As the bench runs it."""
+        return Method("specache", self.options)
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """Equal for equal runs, also from JSON."""
+        return (*sorted(dict(self.options).items()), self.mode, self.length)
+
+
+def runs_of(model: str) -> Iterator[Run]:
+    """All runs of a model, those that tables need most first; runs of one method follow each other."""
+    for bits in (2, 1):
+        for label, options in {**GUESSES, "paper": PAPER}.items():
+            yield from _runs(label, bits, options, [("forced", MAIN_LENGTH)])
+    for bits in (2, 1):
+        for label, options in {**GUESSES, "paper": PAPER}.items():
+            others = [n for n in LENGTHS[model] if n != MAIN_LENGTH]
+            where: list[tuple[Mode, int]] = []
+            if label not in ("refetch", "none"):
+                where += [("forced", n) for n in others]
+                where += [("greedy", MAIN_LENGTH), ("sampled", MAIN_LENGTH)] * (label != "paper")
+            yield from _runs(label, bits, options, where)
+    yield from _runs("recover (default)", 2, {}, [("misses", MAIN_LENGTH)])
+    for bits in (2, 1):
+        for name in CODES:
+            yield from _runs(name, bits, {"quantizer": name}, [("forced", MAIN_LENGTH)])
+    for name in MIXED:
+        yield from _runs(name, 2, {"quantizer": name}, [("forced", MAIN_LENGTH)])
+
+
+def _runs(label: str, bits: int, options: dict[str, Any], where: list[tuple[Mode, int]]) -> Iterator[Run]:
+    for mode, length in where:
+        yield Run(label, tuple({"bits": bits, **options}.items()), mode, length)
