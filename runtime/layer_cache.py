@@ -52,7 +52,7 @@ class LayerCache:
         self.resident = resident
         self.sinks: SinkRows | None = None
         self._key_mask = key_mask
-        self.key_planes = PlaneStore(config.group_size)
+        self.key_planes = PlaneStore(config.group_size, quantizer.sequence_key_planes)
         self.value_planes = PlaneStore(config.group_size)
         self.kernel_memory: dict[str, Any] = {}  # see `DecodeInputs.memory`
         self._window_key = torch.empty(0)
@@ -191,7 +191,10 @@ class LayerCache:
             part = slice(start, min(start + chunk, tokens))
             size = part.stop - part.start
             for store, planes in (
-                (self.key_planes, self.quantizer.quantize_key(key[:, :, part])),
+                (
+                    self.key_planes,
+                    self.quantizer.quantize_more_keys(key[:, :, part], self.key_planes.view()),
+                ),
                 (self.value_planes, self.quantizer.quantize_value(value[:, :, part])),
             ):
                 if start == 0 and size < tokens:

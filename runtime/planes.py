@@ -13,10 +13,15 @@ class PlaneStore:
     A plane is 4-D, `[batch, num_kv_heads, rows, width]`, with so many rows per group of tokens. The first `put` takes
     exactly what it needs (a prompt); later ones grow by an eighth, so that appending copies each code a few times at
     most, and the slack stays small.
+
+    Args:
+        group_size: Tokens of a group.
+        of_sequence: How many planes, the last ones, are one row for all groups, put with the first.
     """
 
-    def __init__(self, group_size: int) -> None:
+    def __init__(self, group_size: int, of_sequence: int = 0) -> None:
         self.group_size = group_size
+        self._of_sequence = of_sequence
         self.num_groups = 0
         self._capacity = 0
         self._planes: Planes = ()
@@ -35,17 +40,23 @@ class PlaneStore:
     def view(self) -> Planes:
         """The planes of the tokens that are held; no copy. The same tensors each time, until a group comes or goes."""
         if self._view is None:
-            self._view = tuple(
-                plane[:, :, : self.num_groups * (plane.shape[2] // self._capacity)] for plane in self._planes
-            )
+            grouped, rest = self._split(self._planes)
+            held = (plane[:, :, : self.num_groups * (plane.shape[2] // self._capacity)] for plane in grouped)
+            self._view = (*held, *rest)
         return self._view
+
+    def _split(self, planes: Planes) -> tuple[Planes, Planes]:
+        """The planes of groups, and those of the sequence."""
+        end = len(planes) - self._of_sequence
+        return planes[:end], planes[end:]
 
     def reserve(self, num_groups: int, like: Planes, groups_in_like: int) -> None:
         """Make room for `num_groups` groups in all, with planes that look like `like`."""
         if num_groups <= self._capacity:
             return
         grown = []
-        for i, plane in enumerate(like):
+        grouped, rest = self._split(like)
+        for i, plane in enumerate(grouped):
             batch, heads, rows, width = plane.shape
             per_group = rows // groups_in_like
             buffer = plane.new_empty((batch, heads, num_groups * per_group, width))
@@ -54,7 +65,7 @@ class PlaneStore:
                     :, :, : self.num_groups * per_group
                 ]
             grown.append(buffer)
-        self._planes, self._capacity, self._view = tuple(grown), num_groups, None
+        self._planes, self._capacity, self._view = (*grown, *rest), num_groups, None
 
     def put(self, planes: Planes, num_tokens: int) -> None:
         """Append the planes of `num_tokens` tokens, a multiple of `group_size`."""
@@ -62,7 +73,9 @@ class PlaneStore:
         needed = self.num_groups + groups
         if needed > self._capacity:
             self.reserve(max(needed, self._capacity + self._capacity // 8), planes, groups)
-        for buffer, plane in zip(self._planes, planes, strict=True):
+        if not self.num_groups:  # those of an earlier sequence, which was cropped off, are gone
+            self._planes = (*self._split(self._planes)[0], *self._split(planes)[1])
+        for buffer, plane in zip(self._split(self._planes)[0], self._split(planes)[0], strict=True):
             per_group = plane.shape[2] // groups
             buffer[:, :, self.num_groups * per_group : needed * per_group] = plane
         self.num_groups, self._view = needed, None

@@ -107,6 +107,7 @@ def plan(
     pair = (head_dim + value_dim) * dtype_bytes
     key_group = quantizer.bytes_per_group(head_dim, dtype_bytes, "key")
     group = key_group + quantizer.bytes_per_group(value_dim, dtype_bytes, "value")
+    sequence = quantizer.bytes_per_sequence(head_dim, dtype_bytes)
     num_quantized = config.num_quantized(context)
     num_groups = num_quantized // config.group_size
     residual = context - num_quantized
@@ -124,12 +125,12 @@ def plan(
     rows = min(context, window - 1) if window is not None else 0
     rows_peak = grown_rows(rows, window - 1) if window is not None else 0
     return MemoryPlan(
-        device_bytes=heads * (num_groups * group + residual * pair + staged)
+        device_bytes=heads * (num_groups * group + bool(num_groups) * sequence + residual * pair + staged)
         + sinks
         + resident * context
         + kept * rows,
         device_bytes_peak=heads
-        * ((num_groups + max(1, num_groups // 8)) * group + residual_peak * pair + staged)
+        * ((num_groups + max(1, num_groups // 8)) * group + sequence + residual_peak * pair + staged)
         + sinks
         + resident * resident_peak
         + kept * rows_peak,

@@ -88,11 +88,18 @@ def arguments_of(inputs: DecodeInputs) -> dict[str, Any]:
         "HAS_VISIBLE": inputs.visible is not None,
         "INDEPENDENT": inputs.independent_lanes,
         "CENTRED": centred,
-        "code_query": query.float() @ rotation(key_dim, query.device)[0] if centred else query,
+        "code_query": _code_query(inputs, query) if centred else query,
         **_stored(inputs, query),
         **_staged(inputs, query),
         **_masks(inputs, query),
     }
+
+
+def _code_query(inputs: DecodeInputs, query: torch.Tensor) -> torch.Tensor:
+    """Queries in the basis of centred codes, float32: balanced and rotated."""
+    by_kv_head = query.float().unflatten(2, (inputs.key.shape[2], -1))
+    balanced = by_kv_head * inputs.key_planes[3].float().unsqueeze(2)
+    return balanced.view(query.shape) @ rotation(query.shape[-1], query.device)[0]
 
 
 def _stored(inputs: DecodeInputs, query: torch.Tensor) -> dict[str, Any]:
@@ -104,7 +111,7 @@ def _stored(inputs: DecodeInputs, query: torch.Tensor) -> dict[str, Any]:
     )
     for side, planes, unstacked in sides:
         codes, scale, zero = (
-            map(_stacked, planes) if inputs.num_quantized else (query.view(torch.uint8), query, query)
+            map(_stacked, planes[:3]) if inputs.num_quantized else (query.view(torch.uint8), query, query)
         )
         window = _stacked(unstacked)
         arguments |= {

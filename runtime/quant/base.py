@@ -9,8 +9,8 @@ import torch
 
 Planes = tuple[torch.Tensor, ...]
 """The quantised form of keys or values. Each plane is 4-D, `[batch, num_kv_heads, rows, width]`, with the
-same number of rows for every `group_size` tokens: a store appends, crops and permutes planes without knowing
-the method."""
+same number of rows for every `group_size` tokens, or one row for the sequence (`Quantizer.sequence_key_planes`): a
+store appends, crops and permutes planes without knowing the method."""
 
 KVKind = Literal["key", "value"]
 CodeForm = Literal["affine", "centred"]
@@ -29,8 +29,9 @@ def saturated(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 class Quantizer(ABC):
     """Turns 16-bit keys and values into planes and back, by whole groups of `group_size` tokens.
 
-    The result for a group depends on that group alone, so that quantising groups as they fill during decoding
-    gives the planes that quantising them all at prefill would give (DESIGN §2, law 4). Inputs are finite.
+    The result for a group depends on that group, and on the sequence's first one where a method has planes of the
+    sequence. So quantising groups as they fill gives the planes that quantising them all at prefill would give
+    (DESIGN §2, law 4). Inputs are finite.
 
     A new method is a subclass in a file of its own and one line in `QUANTIZERS`.
 
@@ -39,6 +40,8 @@ class Quantizer(ABC):
         valid_bits: The widths that it can be built with.
         code_form: For kernels that read codes themselves. "affine": planes are KIVI's (`KiviQuantizer`), and `code *
             scale + zero` is all of dequantisation. "centred": they are `TurboQuantizer`'s. None: kernels can't.
+        sequence_key_planes: How many planes of keys, the last ones, are one row for the whole sequence: made of its
+            first group, and kept as long as that is.
         bits: Width of a code.
         group_size: Tokens that are quantised together.
     """
@@ -46,6 +49,7 @@ class Quantizer(ABC):
     name: ClassVar[str]
     valid_bits: ClassVar[tuple[int, ...]]
     code_form: ClassVar[CodeForm | None] = None
+    sequence_key_planes: ClassVar[int] = 0
 
     def __init__(self, bits: int, group_size: int) -> None:
         self.bits = bits
@@ -62,6 +66,18 @@ class Quantizer(ABC):
         Returns:
             The planes, on x's device.
         """
+
+    def quantize_more_keys(self, x: torch.Tensor, held: Planes) -> Planes:
+        """Quantise keys that follow others of their sequence.
+
+        Args:
+            x: As for `quantize_key`.
+            held: The planes of those before; without groups, or empty, where x is the sequence's beginning.
+
+        Returns:
+            As `quantize_key`; planes of the sequence are the ones that are held.
+        """
+        return self.quantize_key(x)
 
     @abstractmethod
     def quantize_value(self, x: torch.Tensor) -> Planes:
@@ -94,8 +110,12 @@ class Quantizer(ABC):
             kind: "key" or "value".
 
         Returns:
-            Bytes for each batch row, kv head and `group_size` tokens, all planes together.
+            Bytes for each batch row, kv head and `group_size` tokens, all planes of groups together.
         """
+
+    def bytes_per_sequence(self, head_dim: int, itemsize: int) -> int:
+        """Bytes that the planes of the sequence take, for each batch row and kv head; as `bytes_per_group`."""
+        return self.sequence_key_planes * head_dim * itemsize
 
     @abstractmethod
     def error_bound(self, planes: Planes, head_dim: int, kind: KVKind) -> torch.Tensor:

@@ -16,25 +16,32 @@ from specache_fx.runtime.quant.packing import pack, packed_width, unpack
 _LEVEL_DISTANCE = {1: 1.5958, 2: 0.9957, 4: 0.3352, 8: 0.0308}
 
 
+# The spread of the widest channel over that of the narrowest which still counts.
+_MOST_SPREAD = 64
+
+
 class TurboQuantizer(Quantizer):
     """`(code - middle) * scale + mean` in a rotated basis: a scale for each token, a mean for each channel and group.
 
-    Planes are `(codes, scale, mean)`, of keys and of values alike. Codes are uint8 `[batch, num_kv_heads, tokens,
+    Planes are `(codes, scale, mean)`, and `balance` of keys. Codes are uint8 `[batch, num_kv_heads, tokens,
     ceil(head_dim * bits / 8)]`, packed along the rotated channels, and count from `middle = (2**bits - 1) / 2`. The
-    scale is `[batch, num_kv_heads, tokens, 1]`, the mean `[batch, num_kv_heads, tokens / group_size, head_dim]`, both
-    of the KV dtype.
+    scale is `[batch, num_kv_heads, tokens, 1]`, the mean `[batch, num_kv_heads, tokens / group_size, head_dim]`, the
+    balance `[batch, num_kv_heads, 1, head_dim]`, all of the KV dtype.
 
-    1. Rotation (`hadamard.rotate`): a large channel spreads over all, and numbers become nearly normal.
-    2. Centring: an offset that the tokens of a group share goes into the mean, at 16 bits. Keys have large ones.
-    3. Levels: evenly spaced, for normal numbers; at one and two bits they lose as little as Lloyd's and Max's.
-    4. Norm: the scale gives the token the length that it had. The scale of least squared error makes it shorter, so
+    1. Balance, of keys alone: each channel is divided by the root of its spread in the sequence's first group. Queries
+       are large where keys hardly vary; a rotation would spread the error of wide channels over narrow ones. Kernels
+       multiply queries by it. The root is SmoothQuant's choice (Xiao et al., 2023) between keys and queries.
+    2. Rotation (`hadamard.rotate`): a large channel spreads over all, and numbers become nearly normal.
+    3. Centring: an offset that the tokens of a group share goes into the mean, at 16 bits. Keys have large ones.
+    4. Levels: evenly spaced, for normal numbers; at one and two bits they lose as little as Lloyd's and Max's.
+    5. Norm: the scale gives the token the length that it had. The scale of least squared error makes it shorter, so
        that attention becomes flatter than it was (by a fifth at one bit).
 
-    TurboQuant differs: its rotation is random, it does not centre, and it corrects inner products by the signs of a
-    random projection of the error instead of by the norm.
+    TurboQuant differs: its rotation is random, it neither balances nor centres, and it corrects inner products by the
+    signs of a random projection of the error instead of by the norm.
 
-    The error of a token, rotated or not, is at most sqrt(2) times its centred norm: a code has the sign of its number.
-    Equal tokens come back as their rotated mean does, rounded to the KV dtype.
+    The error of a token, rotated or not, is at most sqrt(2) times its centred norm, of keys both balanced: a code has
+    the sign of its number. Equal tokens come back as their rotated mean does, rounded to the KV dtype.
 
     Bits per value at group_size 64: the code's, 0.25 for the mean, and 16 / head_dim for the scale.
     """
@@ -42,36 +49,62 @@ class TurboQuantizer(Quantizer):
     name = "turboquant"
     valid_bits = (1, 2, 4, 8)
     code_form = "centred"
+    sequence_key_planes = 1
 
     def quantize_key(self, x: torch.Tensor) -> Planes:
         """See `Quantizer.quantize_key`."""
+        return self.quantize_more_keys(x, ())
+
+    def quantize_more_keys(self, x: torch.Tensor, held: Planes) -> Planes:
+        """See `Quantizer.quantize_more_keys`."""
+        begun = bool(held) and held[0].shape[2] > 0
+        balance = held[3] if begun else self._balance(x[:, :, : self.group_size])
+        return *self._quantize(x.float() / balance.float(), x.dtype), balance
+
+    def quantize_value(self, x: torch.Tensor) -> Planes:
+        """See `Quantizer.quantize_value`."""
+        return self._quantize(x, x.dtype)
+
+    def _balance(self, first: torch.Tensor) -> torch.Tensor:
+        """1 to 8 for each channel of the first group: the root of its spread, in units of a 64th of the widest one's.
+
+        Not below 1: what is divided by it stays within the range of the KV dtype.
+        """
+        if not first.shape[2]:
+            return first.new_ones((*first.shape[:2], 1, first.shape[3]))
+        spread = first.double().std(2, correction=0, keepdim=True)
+        widest = spread.amax(3, keepdim=True)
+        units = _MOST_SPREAD * spread / torch.where(widest == 0, 1.0, widest)
+        return units.clamp_(min=1).sqrt_().to(first.dtype)
+
+    def _quantize(self, x: torch.Tensor, dtype: torch.dtype) -> Planes:
+        """Codes, scale and mean of balanced numbers, for KV pairs of `dtype`."""
         self._check_whole_groups(x)
         groups = rotate(x).unflatten(2, (x.shape[2] // self.group_size, self.group_size))
         # Sums in float64 do not depend on how many groups come at once (law 4), and never overflow.
-        mean = saturated(groups.mean(3, keepdim=True, dtype=torch.float64).float(), x.dtype)
+        mean = saturated(groups.mean(3, keepdim=True, dtype=torch.float64).float(), dtype)
         centred = groups - mean.float()
         norm = _norm(centred)
         deviation = (norm / x.shape[3] ** 0.5).float()
         unit = centred.div_(torch.where(deviation == 0, 1.0, deviation)).div_(_LEVEL_DISTANCE[self.bits])
         # Levels lie at odd halves: a number of either sign gets a code of that sign.
         codes = unit.floor_().add_(2 ** (self.bits - 1)).clamp_(0, 2**self.bits - 1)
-        scale = saturated((norm / _norm(codes - self._middle)).float(), x.dtype)
+        scale = saturated((norm / _norm(codes - self._middle)).float(), dtype)
         return pack(codes.to(torch.uint8).flatten(2, 3), self.bits), scale.flatten(2, 3), mean.squeeze(3)
-
-    def quantize_value(self, x: torch.Tensor) -> Planes:
-        """See `Quantizer.quantize_value`."""
-        return self.quantize_key(x)
 
     def dequantize_key(self, planes: Planes, head_dim: int, dtype: torch.dtype) -> torch.Tensor:
         """See `Quantizer.dequantize_key`."""
-        codes, scale, mean = planes
-        offsets = unpack(codes, self.bits, head_dim).float() - self._middle
-        groups = (offsets * scale.float()).unflatten(2, (mean.shape[2], self.group_size))
-        return saturated(rotate_back((groups + mean.float().unsqueeze(3)).flatten(2, 3)), dtype)
+        return saturated(self._dequantize(planes[:3], head_dim) * planes[3].float(), dtype)
 
     def dequantize_value(self, planes: Planes, head_dim: int, dtype: torch.dtype) -> torch.Tensor:
         """See `Quantizer.dequantize_value`."""
-        return self.dequantize_key(planes, head_dim, dtype)
+        return saturated(self._dequantize(planes, head_dim), dtype)
+
+    def _dequantize(self, planes: Planes, head_dim: int) -> torch.Tensor:
+        codes, scale, mean = planes
+        offsets = unpack(codes, self.bits, head_dim).float() - self._middle
+        groups = (offsets * scale.float()).unflatten(2, (mean.shape[2], self.group_size))
+        return rotate_back((groups + mean.float().unsqueeze(3)).flatten(2, 3))
 
     def bytes_per_group(self, head_dim: int, itemsize: int, kind: KVKind) -> int:
         """See `Quantizer.bytes_per_group`."""
@@ -79,10 +112,11 @@ class TurboQuantizer(Quantizer):
 
     def error_bound(self, planes: Planes, head_dim: int, kind: KVKind) -> torch.Tensor:
         """`Quantizer.error_bound`: sqrt(2) times the token's centred norm, in the basis before the rotation."""
-        codes, scale, _ = planes
+        codes, scale, _, *balance = planes
         offsets = unpack(codes, self.bits, head_dim).float() - self._middle
         norm = scale.float() * _norm(offsets).float() * block_size(head_dim) ** 0.5
-        return 2**0.5 * norm * (1 + 2 * torch.finfo(scale.dtype).eps)  # the scale was rounded
+        bound = 2**0.5 * norm * (1 + 2 * torch.finfo(scale.dtype).eps)  # the scale was rounded
+        return bound * balance[0].float() if balance else bound
 
     @property
     def _middle(self) -> float:

@@ -35,7 +35,7 @@ def read_spelling(text: str) -> tuple[str, dict[str, Any]]:
         try:
             options[option] = ast.literal_eval(value)
         except (ValueError, SyntaxError):
-            options[option] = {"true": True, "false": False, "none": None}.get(value.lower(), value)
+            options[option] = {"true": True, "false": False}.get(value.lower(), value)
     return name, options
 
 

@@ -71,8 +71,9 @@ def rounding_of_factors(inputs: DecodeInputs) -> tuple[float, float, float]:
     """
     bits, key_dim = inputs.quantizer.bits, inputs.query.shape[-1]
     largest_query = inputs.query.abs().max()
-    if inputs.quantizer.code_form == "centred":  # rotated, and divided by as much as keys lack
-        largest_query = inputs.query.float().norm(dim=-1).max() * block_size(key_dim) ** 0.5
+    if inputs.quantizer.code_form == "centred":  # balanced, rotated, and divided by as much as keys lack
+        balance = inputs.key_planes[3].float().max()
+        largest_query = balance * inputs.query.float().norm(dim=-1).max() * block_size(key_dim) ** 0.5
     largest_factor = float(largest_query * inputs.key_planes[1].abs().max() * inputs.scale)
     of_scores = 5 * largest_factor / 32639 * (2**bits - 1) * key_dim**0.5 / 12
     narrow = inputs.query.dtype == torch.bfloat16 and bits <= 2

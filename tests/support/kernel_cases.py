@@ -251,9 +251,12 @@ def _codes(inputs: DecodeInputs, key_dim: int, value_dim: int) -> tuple[Tensor, 
                 (bit_by_bit(codes, dim) - (2**bits - 1) / 2) * scale.double()
                 + mean.double().repeat_interleave(group_size, 2)
             )
-            for (codes, scale, mean), dim in ((inputs.key_planes, key_dim), (inputs.value_planes, value_dim))
+            for (codes, scale, mean), dim in (
+                (inputs.key_planes[:3], key_dim),
+                (inputs.value_planes, value_dim),
+            )
         )
-        return key, value
+        return key * inputs.key_planes[3].double(), value
     codes, scale, zero = inputs.key_planes
     by_token = (x.double().repeat_interleave(group_size, 2) for x in (scale, zero))
     key_scale, key_zero = by_token

@@ -114,21 +114,35 @@ def rotated(inner: Callable[[Callable[[Tensor, int], Tensor]], Method]) -> Metho
 LEVEL_DISTANCE = {1: 1.5958, 2: 0.9957, 4: 0.3352, 8: 0.0308}  # Max 1960, table II
 
 
-def norm_kept(x: Tensor, bits: int, group_size: int) -> Tensor:
+def balanced(x: Tensor, bits: int, group_size: int) -> Tensor:
+    """TurboQuant's keys: `norm_kept` of channels that are divided by the root of their spread in the first group.
+
+    The spread counts in 64ths of the widest channel's, and one 64th at least.
+    """
+    first = x[:, :, :group_size].double()
+    spread = (first - first.mean(2, keepdim=True)).square().mean(2, keepdim=True).sqrt()
+    widest = spread.amax(3, keepdim=True)
+    share = torch.where(widest == 0, 0.0, spread / torch.where(widest == 0, 1.0, widest))
+    factor = (64 * share).clamp(min=1).sqrt().to(x.dtype).float()
+    return in_range(norm_kept(x.float() / factor, bits, group_size, x.dtype).float() * factor, x.dtype)
+
+
+def norm_kept(x: Tensor, bits: int, group_size: int, stored: torch.dtype | None = None) -> Tensor:
     """TurboQuant: rotated, less the group's mean, levels for normal numbers, each token as long as it was."""
+    stored = stored or x.dtype
     block = largest_power_of_two(x.shape[3])
     signs = rudin_shapiro(block)
     y = torch.cat([hadamard(part.float() * signs) for part in x.split(block, dim=3)], dim=3)
     groups = []
     for group in y.split(group_size, dim=2):
-        mean = in_range(group.double().mean(2, keepdim=True).float(), x.dtype).float()
+        mean = in_range(group.double().mean(2, keepdim=True).float(), stored).float()
         token = group - mean
         length = token.double().norm(dim=3, keepdim=True)
         deviation = (length / x.shape[3] ** 0.5).float()
         unit = token / torch.where(deviation == 0, 1.0, deviation) / LEVEL_DISTANCE[bits]
         # Levels lie at odd halves; the one above where a number lies in the middle.
         offset = (unit.floor() + 0.5).clamp(0.5 - 2 ** (bits - 1), 2 ** (bits - 1) - 0.5)
-        scale = in_range((length / offset.double().norm(dim=3, keepdim=True)).float(), x.dtype)
+        scale = in_range((length / offset.double().norm(dim=3, keepdim=True)).float(), stored)
         groups.append(offset * scale.float() + mean)
     z = torch.cat(groups, dim=2)
     back = torch.cat([hadamard(part) * block * signs for part in z.split(block, dim=3)], dim=3)
@@ -159,7 +173,7 @@ DEQUANTIZED_KEY: dict[str, Method] = {
     "kivi-original": by_channel(original),
     "nuq": by_channel(nearest_level),
     "rotated": rotated(by_channel),
-    "turboquant": norm_kept,
+    "turboquant": balanced,
     "zipcache": by_channel(improved),
 }
 DEQUANTIZED_VALUE: dict[str, Method] = {

@@ -32,7 +32,10 @@ class InputsC(ctypes.Structure):
         *((name, _i64) for name in ("bias_lane_stride", "bias_batch_stride", "bias_head_stride")),
         *((name, _f32) for name in ("scale", "softcap", "tolerance")),
         *((name, _address) for name in ("query", "own_key", "own_value")),
-        *((name, PlaneC) for name in (*CODE_PLANES, "window_key", "window_value", "staged_rows")),
+        *(
+            (name, PlaneC)
+            for name in (*CODE_PLANES, "key_balance", "window_key", "window_value", "staged_rows")
+        ),
         *((name, _address) for name in ("staged_indices", "key_mask", "visible", "bias", "sinks")),
         *((name, _address) for name in ("out", "scores", "shares")),
     )

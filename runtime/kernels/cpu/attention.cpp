@@ -40,13 +40,15 @@ template <int BITS>
 void load_queries(const Head& h) {
   const SpecacheInputs& in = h.in;
   const Sizes& s = h.s;
+  if (in.centred) to_float(h.spare, h.at(in.key_balance, 0, in.key_dim), in.key_dim, in.dtype);
   for (int64_t q = 0; q < s.queries; q++) {
     float* query = h.query + q * s.key_pad;
     to_float(query, row_of(in.query, h.query_row(q) * in.key_dim, in.dtype), in.key_dim, in.dtype);
     for (int64_t c = 0; c < in.key_dim; c++) query[c] *= in.scale;
     float* code_query = h.code_query + q * s.key_pad;
     if (in.centred) {
-      memcpy(code_query, query, 4 * s.key_pad);
+      for (int64_t c = 0; c < in.key_dim; c++) code_query[c] = query[c] * h.spare[c];
+      for (int64_t c = in.key_dim; c < s.key_pad; c++) code_query[c] = 0;
       rotate(code_query, in.key_dim);
     }
     packed_order<BITS>(code_query, s.key_steps, h.packed_query + q * s.key_pad);

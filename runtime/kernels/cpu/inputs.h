@@ -24,6 +24,7 @@ struct SpecacheInputs {
   float tolerance;       // of a score (rms): how far factors of one byte may be off; 0: always two bytes
   const void *query, *own_key, *own_value;  // [lanes, batch, heads, dim]
   SpecachePlane key_codes, key_scale, key_zero, value_codes, value_scale, value_zero;
+  SpecachePlane key_balance;  // of centred codes: what queries are multiplied by before their rotation
   SpecachePlane window_key, window_value, staged_rows;
   const int32_t* staged_indices;  // [batch, kv_heads, num_staged]
   const uint8_t* key_mask;        // [batch, stored]; null where all are real

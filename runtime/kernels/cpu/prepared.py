@@ -78,10 +78,12 @@ def _arguments(inputs: DecodeInputs, at: Addresses) -> InputsC:
     num_kv_heads, value_dim = inputs.key.shape[2], inputs.value.shape[4]
     bits, group_size, centred = 2, 16, False  # where nothing is quantised
     planes: tuple[torch.Tensor | None, ...] = (None,) * 6
+    balance: torch.Tensor | None = None
     if inputs.num_quantized:
         bits, group_size = inputs.quantizer.bits, inputs.quantizer.group_size
         centred = inputs.quantizer.code_form == "centred"
-        planes = (*inputs.key_planes, *inputs.value_planes)
+        planes = (*inputs.key_planes[:3], *inputs.value_planes)
+        balance = inputs.key_planes[3] if centred else None
     rows, indices = inputs.staged_rows, inputs.staged_indices
     if not inputs.num_quantized or rows is None or indices is None:
         rows = indices = None
@@ -112,6 +114,7 @@ def _arguments(inputs: DecodeInputs, at: Addresses) -> InputsC:
         # What bfloat16 and codes of so few bits lose anyway is several times that.
         tolerance=SCORE_TOLERANCE if inputs.query.dtype == torch.bfloat16 and bits <= 2 else 0.0,
         **{name: at.plane(plane) for name, plane in zip(CODE_PLANES, planes, strict=True)},
+        key_balance=at.plane(balance),
         window_key=at.plane(inputs.window_rows[0]),
         window_value=at.plane(inputs.window_rows[1]),
         staged_rows=at.plane(rows),
