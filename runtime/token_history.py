@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-# Of the newest tokens, how many must have stood in the same order before, and how many more are looked at.
-LEAST_NGRAM, MOST_NGRAM = 2, 4
+# So many of the newest tokens are looked for, and fewer where they never stood in that order before.
+MOST_NGRAM = 4
 _UNKNOWN = -1  # a token that no graph was seen to take; no token equals it
 
 
@@ -54,7 +54,7 @@ class TokenHistory:
     def following(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The token that followed where the newest tokens stood last: of the longest match, the latest place.
 
-        Nothing waits for the device. Two to four of the newest tokens are compared.
+        Nothing waits for the device. One to four of the newest tokens are compared.
 
         Returns:
             int32 `[batch]` and bool `[batch]`: whether there is such a place; the token is any where there is none.
@@ -74,5 +74,5 @@ class TokenHistory:
         # The longest match counts first, then the latest place.
         numbers = torch.arange(places, device=known.device)
         best = (matched.to(torch.int64) * places + numbers).argmax(-1, keepdim=True)
-        found = matched.gather(1, best) >= LEAST_NGRAM
+        found = matched.gather(1, best) > 0
         return known.gather(1, best + 1).squeeze(1), found.squeeze(1)

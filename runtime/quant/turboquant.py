@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 
+from specache_fx.runtime.quant import on_cpu
 from specache_fx.runtime.quant.base import KVKind, Planes, Quantizer, saturated
 from specache_fx.runtime.quant.hadamard import block_size, rotate, rotate_back
 from specache_fx.runtime.quant.packing import pack, packed_width, unpack
@@ -59,11 +60,11 @@ class TurboQuantizer(Quantizer):
         """See `Quantizer.quantize_more_keys`."""
         begun = bool(held) and held[0].shape[2] > 0
         balance = held[3] if begun else self._balance(x[:, :, : self.group_size])
-        return *self._quantize(x.float() / balance.float(), x.dtype), balance
+        return *self._quantize(x, balance), balance
 
     def quantize_value(self, x: torch.Tensor) -> Planes:
         """See `Quantizer.quantize_value`."""
-        return self._quantize(x, x.dtype)
+        return self._quantize(x, None)
 
     def _balance(self, first: torch.Tensor) -> torch.Tensor:
         """1 to 8 for each channel of the first group: the root of its spread, in units of a 64th of the widest one's.
@@ -77,9 +78,13 @@ class TurboQuantizer(Quantizer):
         units = _MOST_SPREAD * spread / torch.where(widest == 0, 1.0, widest)
         return units.clamp_(min=1).sqrt_().to(first.dtype)
 
-    def _quantize(self, x: torch.Tensor, dtype: torch.dtype) -> Planes:
-        """Codes, scale and mean of balanced numbers, for KV pairs of `dtype`."""
+    def _quantize(self, x: torch.Tensor, balance: torch.Tensor | None) -> Planes:
+        """Codes, scale and mean."""
         self._check_whole_groups(x)
+        if on_cpu.packs(x, self.group_size):
+            return on_cpu.pack(x, balance, self.bits, self.group_size, _LEVEL_DISTANCE[self.bits])
+        dtype = x.dtype
+        x = x.float() if balance is None else x.float() / balance.float()
         groups = rotate(x).unflatten(2, (x.shape[2] // self.group_size, self.group_size))
         # Sums in float64 do not depend on how many groups come at once (law 4), and never overflow.
         mean = saturated(groups.mean(3, keepdim=True, dtype=torch.float64).float(), dtype)

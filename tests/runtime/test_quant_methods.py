@@ -7,11 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from support.lloyd_levels import lloyd_levels
 from support.quant_inputs import (
     KINDS,
     METHODS,
     fill,
+    inputs,
     keys_with_offsets,
     loss,
     quantize,
@@ -21,7 +24,7 @@ from support.quant_inputs import (
 from torch import Tensor
 
 from specache_fx.config import SpecacheConfig
-from specache_fx.runtime.quant import QUANTIZERS, KVKind, make_quantizer
+from specache_fx.runtime.quant import QUANTIZERS, KVKind, make_quantizer, on_cpu
 from specache_fx.runtime.quant.hadamard import block_size, signs, transform
 from specache_fx.runtime.quant.nuq import codebook
 from specache_fx.runtime.quant.packing import unpack
@@ -206,6 +209,25 @@ def test_turboquant_gives_good_scores_wherever_queries_are_large(bits: int) -> N
     width = torch.logspace(-1.5, 0, keys.shape[3])
     unlike = [score_error(name, bits, noise * width, noise.roll(1, 2) / width) for name in alike]
     assert 4 * unlike[0] < unlike[2], unlike
+
+
+@pytest.mark.parametrize("bits", [1, 2, 4, 8])
+@settings(max_examples=20, deadline=None)
+@given(drawn=inputs(), strided=st.booleans())
+def test_turboquant_in_cpp_gives_the_planes_of_pytorch(
+    bits: int, drawn: tuple[int, Tensor], strided: bool
+) -> None:
+    group_size, x = drawn
+    if strided:
+        x = x.repeat(1, 1, 1, 2)[..., ::2]
+    quantizer = quantizer_of("turboquant", bits, group_size)
+    assert on_cpu.packs(x, group_size) == (x.numel() > 0)
+    ours = *quantizer.quantize_key(x), *quantizer.quantize_value(x)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(on_cpu, "packs", lambda *_: False)
+        theirs = *quantizer.quantize_key(x), *quantizer.quantize_value(x)
+    for plane, other in zip(ours, theirs, strict=True):
+        assert torch.equal(plane, other)
 
 
 def test_paper_map_has_the_bits_per_value() -> None:

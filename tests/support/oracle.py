@@ -318,8 +318,8 @@ class OracleDecoder:
 
 
 def following(tokens: list[int]) -> int | None:
-    """What followed the longest run of 2 to 4 newest tokens where it stood last before; None where it never did."""
-    for length in (4, 3, 2):
+    """What followed the longest run of 1 to 4 newest tokens where it stood last before; None where it never did."""
+    for length in (4, 3, 2, 1):
         for start in range(len(tokens) - length - 1, -1, -1):
             if tokens[start : start + length] == tokens[-length:]:
                 return tokens[start + length]

@@ -1,0 +1,171 @@
+// `TurboQuantizer`'s codes of whole groups, to the bit as PyTorch makes them: see runtime/quant/turboquant.py. A group's
+// numbers lie by channel here, so that vectors hold tokens and each step is a few instructions for many of them.
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <exception>
+#include <vector>
+
+#include "vec.h"
+
+using namespace specache;
+
+extern "C" {
+
+// Mirrored in quant/on_cpu.py.
+struct SpecacheCodes {
+  int64_t dtype, bits, group_size, batch, heads, groups, dim, threads;
+  const void* from;  // [batch, heads, groups * group_size, dim]; strides in elements, those of channels 1
+  int64_t batch_stride, head_stride, token_stride;
+  const void* balance;  // [batch, heads, dim]: what numbers are divided by; null for nothing
+  float distance;       // of levels, in standard deviations
+  uint8_t* codes;       // [batch, heads, groups * group_size, width]
+  void *scale, *mean;   // [batch, heads, groups * group_size], [batch, heads, groups, dim]
+};
+}
+
+namespace {
+
+// What one thread needs.
+struct Scratch {
+  Scratch(const SpecacheCodes& in)
+      : numbers(in.group_size * in.dim),
+        codes(in.group_size * in.dim),
+        row(in.dim),
+        factors(in.dim),
+        deviation(in.group_size),
+        squares(in.group_size),
+        steps(in.group_size) {}
+  std::vector<float> numbers;  // [dim, group_size]
+  std::vector<uint8_t> codes;  // the same
+  std::vector<float> row, factors, deviation;
+  std::vector<double> squares;
+  std::vector<int32_t> steps;
+};
+
+inline float saturated(double x, int64_t dtype) {
+  const float most = dtype == kFloat16 ? 65504.0f : dtype == kBFloat16 ? bits_to_float(0x7f7f0000u) : bits_to_float(0x7f7fffffu);
+  const float rounded = static_cast<float>(x);
+  return std::min(std::max(rounded, -most), most);
+}
+
+// As it is read back.
+inline float stored(void* to, int64_t at, float x, int64_t dtype) {
+  from_float(to, at, x, dtype);
+  float back;
+  to_float(&back, row_of(to, at, dtype), 1, dtype);
+  return back;
+}
+
+// Reads a group by channel; balanced, and with the signs and the factor of the rotation.
+void read(const SpecacheCodes& in, const void* from, const void* balance, Scratch& own) {
+  const int64_t size = in.group_size, block = in.dim & -in.dim;
+  if (balance != nullptr) to_float(own.factors.data(), balance, in.dim, in.dtype);
+  for (int64_t t = 0; t < size; t++) {
+    to_float(own.row.data(), row_of(from, t * in.token_stride, in.dtype), in.dim, in.dtype);
+    if (balance != nullptr)
+      for (int64_t c = 0; c < in.dim; c++) own.row[c] /= own.factors[c];
+    for (int64_t c = 0; c < in.dim; c++) {
+      const int64_t channel = c % block;
+      const float sign = __builtin_parityll(channel & (channel >> 1)) ? -1.0f : 1.0f;
+      own.numbers[c * size + t] = own.row[c] * sign / static_cast<float>(block);
+    }
+  }
+}
+
+void rotate_channels(float* numbers, int64_t dim, int64_t size) {
+  const int64_t block = dim & -dim;
+  for (int64_t apart = 1; apart < block; apart *= 2)
+    for (int64_t c = 0; c < dim; c += 2 * apart) {
+      float *first = numbers + c * size, *second = first + apart * size;
+      for (int64_t i = 0; i < apart * size; i++) {
+        const float x = first[i], y = second[i];
+        first[i] = x + y;
+        second[i] = x - y;
+      }
+    }
+}
+
+void quantize_group(const SpecacheCodes& in, int64_t head, int64_t group, Scratch& own) {
+  const int64_t size = in.group_size, dim = in.dim, token = (head * in.groups + group) * size;
+  const int64_t offset = head / in.heads * in.batch_stride + head % in.heads * in.head_stride;
+  read(in, row_of(in.from, offset + group * size * in.token_stride, in.dtype),
+       in.balance == nullptr ? nullptr : row_of(in.balance, head * dim, in.dtype), own);
+  float* const numbers = own.numbers.data();
+  rotate_channels(numbers, dim, size);
+
+  std::fill(own.squares.begin(), own.squares.end(), 0.0);
+  double* const squares = own.squares.data();
+  for (int64_t c = 0; c < dim; c++) {
+    float* x = numbers + c * size;
+    double sum = 0;
+#pragma omp simd reduction(+ : sum)
+    for (int64_t t = 0; t < size; t++) sum += x[t];
+    const float mean = stored(in.mean, (head * in.groups + group) * dim + c, saturated(sum / size, in.dtype), in.dtype);
+    for (int64_t t = 0; t < size; t++) {
+      x[t] -= mean;
+      squares[t] += static_cast<double>(x[t]) * x[t];
+    }
+  }
+
+  const double root = std::sqrt(static_cast<double>(dim));
+  for (int64_t t = 0; t < size; t++) {
+    own.deviation[t] = static_cast<float>(std::sqrt(squares[t]) / root);
+    if (own.deviation[t] == 0) own.deviation[t] = 1;
+  }
+  const float middle = static_cast<float>(1 << (in.bits - 1)), most = static_cast<float>((1 << in.bits) - 1);
+  const int32_t twice = (1 << in.bits) - 1;
+  std::fill(own.steps.begin(), own.steps.end(), 0);
+  for (int64_t c = 0; c < dim; c++) {
+    const float *x = numbers + c * size, *deviation = own.deviation.data();
+    uint8_t* codes = own.codes.data() + c * size;
+    int32_t* steps = own.steps.data();
+    for (int64_t t = 0; t < size; t++) {
+      const float level = std::floor(x[t] / deviation[t] / in.distance) + middle;
+      const int32_t code = static_cast<int32_t>(std::min(std::max(level, 0.0f), most)), step = 2 * code - twice;
+      codes[t] = static_cast<uint8_t>(code);
+      steps[t] += step * step;  // twice the distance from the middle, squared
+    }
+  }
+  for (int64_t t = 0; t < size; t++) {
+    const double scale = std::sqrt(squares[t]) / (std::sqrt(static_cast<double>(own.steps[t])) / 2);
+    from_float(in.scale, token + t, saturated(scale, in.dtype), in.dtype);
+  }
+
+  const int64_t per_byte = 8 / in.bits, width = (dim + per_byte - 1) / per_byte;
+  uint8_t* const to = in.codes + token * width;
+  for (int64_t byte = 0; byte < width; byte++) {
+    const int64_t first = byte * per_byte, last = std::min(first + per_byte, dim);
+    for (int64_t t = 0; t < size; t++) {
+      uint8_t packed = 0;
+      for (int64_t c = first; c < last; c++)
+        packed |= static_cast<uint8_t>(own.codes[c * size + t] << ((c - first) * in.bits));
+      to[t * width + byte] = packed;
+    }
+  }
+}
+
+}  // namespace
+
+extern "C" {
+
+// 0, or 1 where memory ran out.
+int64_t specache_codes(const SpecacheCodes* arguments) {
+  const SpecacheCodes& in = *arguments;
+  const int64_t items = in.batch * in.heads * in.groups;
+  std::atomic<int64_t> next{0};
+  std::atomic<bool> failed{false};
+#ifdef _OPENMP
+#pragma omp parallel num_threads(in.threads) if (in.threads > 1 && items > 1)
+#endif
+  {
+    try {
+      Scratch own(in);
+      for (int64_t i = next++; i < items; i = next++) quantize_group(in, i / in.groups, i % in.groups, own);
+    } catch (const std::exception&) {
+      failed = true;  // none may leave the parallel region
+    }
+  }
+  return failed;
+}
+}
