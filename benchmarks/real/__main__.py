@@ -2,7 +2,7 @@
 
 Windows of a novel (`make models`), read by the plain model; the last 256 tokens are decoded. Forced, they are the
 text's own: perplexity, KL divergence to the full cache and top-1 agreement with it. Greedy and sampled, the model goes
-on by itself. Each result is written at once, and what is there is not run again: delete a JSON to run it anew.
+on by itself for 128. Each result is written at once, and what is there is not run again: delete a JSON to run it anew.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import typer
 
 from benchmarks.real.misses import follow
 from benchmarks.real.mixed import register
-from benchmarks.real.runs import DECODED, LENGTHS, SEED, TEMPERATURE, TEXT, WINDOWS, Run, runs_of
+from benchmarks.real.runs import DECODED, LENGTHS, NEW_TOKENS, SEED, TEMPERATURE, TEXT, WINDOWS, Run, runs_of
 from specache_fx.eval.bench import Bench
 from specache_fx.eval.decode import Sampling
 from specache_fx.eval.outcome import Measured
@@ -70,6 +70,7 @@ def measure(model: str, wanted: list[Run], file: Path) -> None:
             "seed": SEED,
             "windows": WINDOWS,
             "decoded": DECODED,
+            "new_tokens": NEW_TOKENS,
             "temperature": TEMPERATURE,
         }
         for run in wanted:
@@ -94,7 +95,7 @@ def _row(bench: Bench, run: Run, windows: Any) -> dict[str, Any]:
     else:
         sampling = Sampling(TEMPERATURE, SEED) if run.mode == "sampled" else None
         outcome = bench.continuation(
-            run.method, windows[:, :-DECODED], new_tokens=DECODED, sampling=sampling, batch_size=WINDOWS
+            run.method, windows[:, :-NEW_TOKENS], new_tokens=NEW_TOKENS, sampling=sampling, batch_size=WINDOWS
         )
     row = make_row(run.method, outcome, task=TEXT, length=run.length)
     if row.get("kl_at") is not None:
@@ -106,7 +107,7 @@ def _row(bench: Bench, run: Run, windows: Any) -> dict[str, Any]:
 
 
 def _key(row: dict[str, Any]) -> tuple[Any, ...]:
-    return (*sorted(row["options"].items()), row["mode"], row["length"])
+    return (row.get("method", "specache"), *sorted(row["options"].items()), row["mode"], row["length"])
 
 
 if __name__ == "__main__":

@@ -1,0 +1,52 @@
+"""The pages on trained models have the figures of the committed results, and these hold what the default is for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from benchmarks.real import page
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def rows_of(model: str) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = json.loads((ROOT / f"results/real_{model}.json").read_text())["rows"]
+    return rows
+
+
+def row_of(model: str, label: str, bits: int, mode: str, length: int) -> dict[str, Any]:
+    row = page.find(rows_of(model), label, bits, mode, length)
+    assert row is not None
+    return row
+
+
+def test_tables_are_those_of_the_committed_runs() -> None:
+    text = (ROOT / page.PAGE).read_text()
+    for name, table in page.blocks(ROOT / "results").items():
+        assert f"<!-- {name}: begin -->\n\n{table}\n\n<!-- {name}: end -->" in text
+    (table,) = page.readme_block(ROOT / "results").values()
+    assert table in (ROOT / page.README).read_text()
+
+
+def test_default_is_near_to_the_full_cache() -> None:
+    for length in (2048, 4096):
+        for bits, most in ((2, 0.015), (1, 0.06)):
+            assert row_of("smollm2", page.DEFAULT, bits, "forced", length)["kl"] <= most
+
+
+def test_default_captures_more_attention_than_what_it_replaced() -> None:
+    for model in page.MODELS:
+        for mode in ("forced", "greedy", "sampled"):
+            captured = [
+                row_of(model, label, 2, mode, 2048)["stats"]["attention_hit_rate"]
+                for label in (page.DEFAULT, "keep", "query")
+            ]
+            assert captured[0] == max(captured)
+
+
+def test_misses_end_where_the_sequence_has_the_ngram() -> None:
+    for model in page.MODELS:
+        (row,) = (row for row in rows_of(model) if row["mode"] == "misses")
+        assert row["longest_run_with_ngram"] <= 3
