@@ -128,9 +128,14 @@ def living(issued: registry.Issue | None) -> registry.Issue:
     """
     if issued is None:
         raise CacheHandleError(_ENDED)
-    if issued.session.closed:
-        raise CacheHandleError(_RELEASED)
+    check_open(issued.session)
     return issued
+
+
+def check_open(session: Session) -> None:
+    """Raise the `CacheHandleError` of a session that was released."""
+    if session.closed:
+        raise CacheHandleError(_RELEASED)
 
 
 def _claimed_length(session: Session, past: Sequence[torch.Tensor]) -> int:

@@ -274,7 +274,16 @@ class CopyEngine:
         return self._staging[layer]
 
 
+_here = threading.local()
+
+
+def copies_here() -> bool:
+    """Whether this thread makes copies: it must wait for none, nor end a session, which waits for all of its own."""
+    return getattr(_here, "copies", False)
+
+
 def _work(jobs: SimpleQueue[Callable[[], None] | None]) -> None:
+    _here.copies = True
     while (job := jobs.get()) is not None:
         job()
         del job  # else it would keep its session's memory until the next one

@@ -9,7 +9,7 @@ import torch
 from specache_fx.errors import CacheHandleError
 from specache_fx.runtime import handle as handles
 from specache_fx.runtime import registry
-from specache_fx.runtime.claims import LEFT, MIXED, REORDERED, living, read_claim
+from specache_fx.runtime.claims import CHOSEN, LEFT, MIXED, REORDERED, living, read_claim
 
 
 @registry.locked
@@ -70,6 +70,8 @@ def _numbers(slots: Sequence[int], past: Sequence[torch.Tensor]) -> list[torch.T
         same = all(registry.issue_of(tensor) is issued for tensor in past)
         if not same or any(tensor.shape[2] != lengths[i] for i, tensor in zip(slots, past, strict=True)):
             raise CacheHandleError(MIXED)
+        if not all(handles.is_whole(tensor) and not handles.was_written(tensor) for tensor in past):
+            raise CacheHandleError(CHOSEN)
         if issued.valid_len is not None and session.kv_len > issued.valid_len:
             raise CacheHandleError(LEFT)
         kv_len, rows = session.kv_len, list(range(past[0].shape[0]))

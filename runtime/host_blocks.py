@@ -82,7 +82,7 @@ def check_host_dir(host: str, host_dir: str | None) -> None:
     if (kind := memory_file_system(folder)) is not None:
         warn_once(
             logger,
-            f"The 16-bit KV pairs are to go to a file under {folder!r}, but that is a {kind}: memory, and no disk. Give"
+            f"16-bit KV pairs that go to a file would go to {folder!r}, but that is a {kind}: memory, and no disk. Give"
             ' host_dir= a folder on a disk, or use host="memory", which is faster.',
         )
     try:

@@ -129,9 +129,9 @@ class LayerCache:
             key, value = torch.cat([window_key, key], 2), torch.cat([window_value, value], 2)
         held = self.num_quantized
         try:
-            self._quantize(key[:, :, :overflow], value[:, :, :overflow])
+            real = self._key_mask.at(kv_len)
+            self._quantize(key[:, :, :overflow], value[:, :, :overflow], real)
             if self.sinks is not None:
-                real = self._key_mask.at(kv_len)
                 self.sinks.offer(held, key[:, :, :overflow], value[:, :, :overflow], real)
             window = self._window_of(key[:, :, overflow:]), self._window_of(value[:, :, overflow:])
         except BaseException:
@@ -179,8 +179,8 @@ class LayerCache:
         if self.host is not None and self.host.length(self.layer) > num_tokens:
             self.host.truncate(self.layer, num_tokens)
 
-    def _quantize(self, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Offload and quantise whole groups, the oldest of the window."""
+    def _quantize(self, key: torch.Tensor, value: torch.Tensor, real: torch.Tensor | None) -> None:
+        """Offload and quantise whole groups, the oldest of the window; `real` is the padding mask of all tokens."""
         if self.host is not None:
             key_dim, value_dim = self.config.placement.host_dims(key.shape[3], value.shape[3])
             self.host.append(self.layer, key[..., :key_dim], value[..., :value_dim])
@@ -190,11 +190,10 @@ class LayerCache:
         for start in range(0, tokens, chunk):
             part = slice(start, min(start + chunk, tokens))
             size = part.stop - part.start
+            shown = None if real is None else real[:, : self.num_quantized + size]
+            held = self.key_planes.view()
             for store, planes in (
-                (
-                    self.key_planes,
-                    self.quantizer.quantize_more_keys(key[:, :, part], self.key_planes.view()),
-                ),
+                (self.key_planes, self.quantizer.quantize_more_keys(key[:, :, part], held, shown)),
                 (self.value_planes, self.quantizer.quantize_value(value[:, :, part])),
             ):
                 if start == 0 and size < tokens:

@@ -33,7 +33,7 @@ def kept_folder(file: str) -> Path | None:
         folder = _cache_home() / "specache_fx"
         folder.mkdir(mode=0o755, parents=True, exist_ok=True)
         problem = _distrust(folder)
-        if problem is None and not is_whole(folder / file) and not os.access(folder, os.W_OK):
+        if problem is None and not os.access(folder, os.W_OK) and not is_whole(folder / file):
             problem = f"{folder} can't be written to"
     except (OSError, RuntimeError) as error:  # `Path.home()` raises the latter
         problem = f"they can't be kept ({error})"

@@ -3,7 +3,8 @@
 What Python does between two products of weights is slow: they have read so much that its own memory is cold. So C++ is
 told of all layers before the graph runs, and asked afterwards which of them have run. In between `specache::layer_step`
 attends, selects, appends and starts the next copy; it has none to wait for. The two steps around a group that fills,
-and all that is out of the ordinary, go by the operators one by one. The answers are the same bits.
+and all that is out of the ordinary, go by the operators one by one. The answers are the same bits, but
+for the last one of selection scores that both lanes have a share in (`DecodeStep.shares`).
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ class PlaneStore:
 
     Args:
         group_size: Tokens of a group.
-        of_sequence: How many planes, the last ones, are one row for all groups, put with the first.
+        of_sequence: How many planes, the last ones, are one row for all groups: the newest that were put.
     """
 
     def __init__(self, group_size: int, of_sequence: int = 0) -> None:
@@ -73,8 +73,7 @@ class PlaneStore:
         needed = self.num_groups + groups
         if needed > self._capacity:
             self.reserve(max(needed, self._capacity + self._capacity // 8), planes, groups)
-        if not self.num_groups:  # those of an earlier sequence, which was cropped off, are gone
-            self._planes = (*self._split(self._planes)[0], *self._split(planes)[1])
+        self._planes = (*self._split(self._planes)[0], *self._split(planes)[1])
         for buffer, plane in zip(self._split(self._planes)[0], self._split(planes)[0], strict=True):
             per_group = plane.shape[2] // groups
             buffer[:, :, self.num_groups * per_group : needed * per_group] = plane

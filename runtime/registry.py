@@ -21,6 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from specache_fx.config import SpecacheConfig
 from specache_fx.runtime import handle as handles
+from specache_fx.runtime.copy_engine import copies_here
 from specache_fx.runtime.handle_tensor import Handle, Lease, bare, mark
 from specache_fx.runtime.session import LayerShape, Session
 
@@ -147,9 +148,12 @@ def _end(session: Session) -> None:
     """Free a session whose last handle is gone.
 
     Runs wherever that was dropped, in a garbage collection too: it must not wait for a lock, nor change the registry
-    under a function of it that this thread is in. Then the next forward pass frees the session.
+    under a function of it that this thread is in, nor wait for a copy that this thread makes. Then the next forward
+    pass frees the session.
     """
     _ended.append(session)
+    if copies_here():
+        return
     if not _lock._is_owned() and _lock.acquire(blocking=False):  # type: ignore[attr-defined]
         try:
             sweep()

@@ -269,8 +269,8 @@ class Session:
             self.speculative_token = torch.where(
                 missed & found.reshape(token.shape), guess, self.speculative_token
             )
-        shares = torch.where(missed.reshape(-1), SHARE_AFTER_MISS, SHARE_AFTER_HIT)
-        return shares.to(torch.float32)  # else of the default dtype, which is the user's
+        shares = torch.full(missed.shape, SHARE_AFTER_HIT, dtype=torch.float32, device=missed.device)
+        return shares.masked_fill_(missed, SHARE_AFTER_MISS).reshape(-1)
 
     def advance(self, num_tokens: int, decoded: bool, tokens: torch.Tensor | None = None) -> None:
         """A forward pass of `num_tokens` went through; after a decode step the staged pairs fit the next one.

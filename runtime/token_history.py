@@ -64,7 +64,7 @@ class TokenHistory:
         if places < 1:
             return known.new_zeros(len(known)), known.new_zeros(len(known), dtype=torch.bool)
         matched = torch.zeros_like(known[:, :places])
-        going_on = torch.ones_like(matched, dtype=torch.bool)
+        going_on = known[:, 1:] != _UNKNOWN  # what follows there is to be known
         for back in range(min(MOST_NGRAM, places)):
             newest = known[:, places - back, None]
             same = (known[:, : places - back] == newest) & (newest != _UNKNOWN)

@@ -144,6 +144,10 @@ class SpecacheConfig:
                 )
         self._default("quantizer", self.placement.quantizer)
         self._default("on_miss", "recover" if self.num_lanes > 1 else "keep")
+        if (
+            self.on_miss == "recover" and self.num_lanes == 1
+        ):  # a default that `dataclasses.replace` has passed on
+            object.__setattr__(self, "on_miss", "keep")
         self._one_of("on_miss", get_args(OnMiss))
         self._one_of("aggregation", get_args(Aggregation))
         self._one_of("host", get_args(HostKind))

@@ -20,7 +20,7 @@ from specache_fx.passes.pipeline import Observer, build_decode_graph
 from specache_fx.passes.subclasses import flatten
 from specache_fx.progress import announced
 from specache_fx.runners import assemble, inference, layer_shapes, overriding, resolve
-from specache_fx.runtime import registry
+from specache_fx.runtime import claims, registry
 from specache_fx.runtime.decode_step import DecodeStep
 from specache_fx.runtime.session import Session
 from specache_fx.runtime.tracing import span
@@ -102,6 +102,7 @@ class Decode:
         with inference():
             session, past = resolve(self._state, self._layers, args)
             with session.lock:
+                claims.check_open(session)  # another thread may have released it
                 session.metrics.begin_step()
                 lost = self.lanes > 1 and session.speculative_token is None
                 shares = None

@@ -1,8 +1,8 @@
-"""Says that a model is being compiled, which takes a minute in silence else.
+"""Says that a model is being compiled, which may take a minute.
 
-On a terminal a line with what is compiled, the step and the seconds so far, which vanishes, and then one line with the
-time it took. Elsewhere (a pipe, a notebook) one line in the log. All of it goes to stderr, as a warning of the logger
-`specache_fx.progress`: whoever sets its level higher hears nothing. A compile of a few seconds says nothing either.
+A terminal shows one line on stderr: the graph, the step and the seconds so far. It vanishes, and one with the time
+stays. Elsewhere (a pipe, a notebook) the logger `specache_fx.progress` gets one warning, and the time at INFO. Whoever
+sets its level above WARNING hears nothing, nor does anybody of a compile of a few seconds.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ class Compile:
         self._lock = threading.RLock()
         self._timer = threading.Timer(QUIET_SECONDS, self._say)
         self._timer.daemon = True
-        self._timer.start()
+        with contextlib.suppress(RuntimeError):  # no thread is to be had: a line less, and no failed compile
+            self._timer.start()
 
     def _say(self) -> None:
         with self._lock:

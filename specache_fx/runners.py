@@ -243,6 +243,7 @@ class Extend:
         with inference():
             session, past = resolve(self._state, self._layers, args)
             with session.lock:
+                claims.check_open(session)  # another thread may have released it
                 session.forget_lookahead()
                 with overriding():
                     kept = self._compiled(*map(plain, args), session.state)

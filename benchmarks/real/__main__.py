@@ -23,7 +23,7 @@ from specache_fx.eval.outcome import Measured
 from specache_fx.eval.real import text_file
 from specache_fx.eval.report import make_row
 from specache_fx.eval.text import read_windows
-from specache_fx.provenance import provenance
+from specache_fx.provenance import git_commit, provenance
 from specache_fx.quiet import quiet
 
 
@@ -75,10 +75,21 @@ def measure(model: str, wanted: list[Run], file: Path) -> None:
         }
         for run in wanted:
             began = time.perf_counter()
-            row = {"label": run.label, "mode": run.mode, **_row(bench, run, windows[run.length])}
+            row = {
+                "label": run.label,
+                "mode": run.mode,
+                "commit": git_commit(),
+                **_row(bench, run, windows[run.length]),
+            }
             rows.append(row)
-            report = provenance(bench.model.device) | {"settings": settings, "rows": rows}
-            report["command"] = "python -m benchmarks.real smollm2 gemma3"
+            machine = provenance(bench.model.device)
+            report = {
+                "command": "python -m benchmarks.real smollm2 gemma3",
+                **{name: machine[name] for name in ("device", "versions")},
+                "commits": sorted({row["commit"] for row in rows}),
+                "settings": settings,
+                "rows": rows,
+            }
             file.write_text(json.dumps(report, indent=1) + "\n")
             shown = [f"{name} {row[name]:.4f}" for name in ("kl", "agreement") if row.get(name) is not None]
             print(run, *shown, f"{time.perf_counter() - began:.0f} s", flush=True)  # noqa: T201

@@ -10,6 +10,7 @@ from specache_fx.runtime.quant.turboquant import TurboQuantizer
 
 class _Mixed(Quantizer):
     valid_bits = (2,)
+    sequence_key_planes = 1
     key_bits: int
     value_bits: int
 
@@ -19,6 +20,9 @@ class _Mixed(Quantizer):
 
     def quantize_key(self, x: torch.Tensor) -> Planes:
         return self._key.quantize_key(x)
+
+    def quantize_more_keys(self, x: torch.Tensor, held: Planes, real: torch.Tensor | None = None) -> Planes:
+        return self._key.quantize_more_keys(x, held, real)
 
     def quantize_value(self, x: torch.Tensor) -> Planes:
         return self._value.quantize_value(x)

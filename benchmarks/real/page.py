@@ -128,7 +128,7 @@ def _free(rows: dict[str, Rows]) -> Table:
                         (title, str(bits), mode, label, *figures, _number(row, "attention_hit_rate", 3))
                     )
     measured = (
-        "tokens before the first difference",
+        "share before the first difference",
         "nats to the full cache",
         "token right",
         "attention captured",

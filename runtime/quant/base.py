@@ -29,8 +29,8 @@ def saturated(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 class Quantizer(ABC):
     """Turns 16-bit keys and values into planes and back, by whole groups of `group_size` tokens.
 
-    The result for a group depends on that group, and on the sequence's first one where a method has planes of the
-    sequence. So quantising groups as they fill gives the planes that quantising them all at prefill would give
+    The result for a group depends on that group, and on the row's first one with a real token where a method has planes
+    of the sequence. So quantising groups as they fill gives the planes that quantising them all at prefill would give
     (DESIGN §2, law 4). Inputs are finite.
 
     A new method is a subclass in a file of its own and one line in `QUANTIZERS`.
@@ -41,7 +41,7 @@ class Quantizer(ABC):
         code_form: For kernels that read codes themselves. "affine": planes are KIVI's (`KiviQuantizer`), and `code *
             scale + zero` is all of dequantisation. "centred": they are `TurboQuantizer`'s. None: kernels can't.
         sequence_key_planes: How many planes of keys, the last ones, are one row for the whole sequence: made of its
-            first group, and kept as long as that is.
+            first group with a token that is no padding.
         bits: Width of a code.
         group_size: Tokens that are quantised together.
     """
@@ -67,15 +67,16 @@ class Quantizer(ABC):
             The planes, on x's device.
         """
 
-    def quantize_more_keys(self, x: torch.Tensor, held: Planes) -> Planes:
+    def quantize_more_keys(self, x: torch.Tensor, held: Planes, real: torch.Tensor | None = None) -> Planes:
         """Quantise keys that follow others of their sequence.
 
         Args:
             x: As for `quantize_key`.
             held: The planes of those before; without groups, or empty, where x is the sequence's beginning.
+            real: bool `[batch, tokens]`, of those before and of x: False where a token is padding; None for nowhere.
 
         Returns:
-            As `quantize_key`; planes of the sequence are the ones that are held.
+            As `quantize_key`. Planes of the sequence are the held ones, but in rows that had no real token before.
         """
         return self.quantize_key(x)
 

@@ -29,9 +29,10 @@ class TurboQuantizer(Quantizer):
     scale is `[batch, num_kv_heads, tokens, 1]`, the mean `[batch, num_kv_heads, tokens / group_size, head_dim]`, the
     balance `[batch, num_kv_heads, 1, head_dim]`, all of the KV dtype.
 
-    1. Balance, of keys alone: each channel is divided by the root of its spread in the sequence's first group. Queries
-       are large where keys hardly vary; a rotation would spread the error of wide channels over narrow ones. Kernels
-       multiply queries by it. The root is SmoothQuant's choice (Xiao et al., 2023) between keys and queries.
+    1. Balance, of keys alone: each channel is divided by the root of its spread over the real tokens of the row's first
+       group that has some. Queries are large where keys hardly vary; a rotation would spread the error of wide channels
+       over narrow ones. Kernels multiply queries by it. The root is SmoothQuant's choice (Xiao et al., 2023) between
+       keys and queries.
     2. Rotation (`hadamard.rotate`): a large channel spreads over all, and numbers become nearly normal.
     3. Centring: an offset that the tokens of a group share goes into the mean, at 16 bits. Keys have large ones.
     4. Levels: evenly spaced, for normal numbers; at one and two bits they lose as little as Lloyd's and Max's.
@@ -56,24 +57,46 @@ class TurboQuantizer(Quantizer):
         """See `Quantizer.quantize_key`."""
         return self.quantize_more_keys(x, ())
 
-    def quantize_more_keys(self, x: torch.Tensor, held: Planes) -> Planes:
+    def quantize_more_keys(self, x: torch.Tensor, held: Planes, real: torch.Tensor | None = None) -> Planes:
         """See `Quantizer.quantize_more_keys`."""
-        begun = bool(held) and held[0].shape[2] > 0
-        balance = held[3] if begun else self._balance(x[:, :, : self.group_size])
+        self._check_whole_groups(x)
+        before = held[0].shape[2] if held else 0
+        if real is None or not x.shape[2]:
+            balance = held[3] if before else self._balance(x[:, :, : self.group_size], None)
+        else:
+            balance = self._balance(*self._first_real(x, real[:, before:]))
+            if before:  # the codes of padding may be of any balance: nobody reads them
+                begun = real[:, :before].any(1)[:, None, None, None]
+                balance = torch.where(begun, held[3], balance)
         return *self._quantize(x, balance), balance
 
     def quantize_value(self, x: torch.Tensor) -> Planes:
         """See `Quantizer.quantize_value`."""
         return self._quantize(x, None)
 
-    def _balance(self, first: torch.Tensor) -> torch.Tensor:
+    def _first_real(self, x: torch.Tensor, real: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Each row's first group with a real token, and which of its tokens are real; any group where none is."""
+        groups = real.unflatten(1, (-1, self.group_size))
+        number = groups.any(2).to(torch.uint8).argmax(1)
+        rows = torch.arange(len(x), device=x.device)
+        return x.unflatten(2, groups.shape[1:])[rows, :, number], groups[rows, number]
+
+    def _balance(self, first: torch.Tensor, real: torch.Tensor | None) -> torch.Tensor:
         """1 to 8 for each channel of the first group: the root of its spread, in units of a 64th of the widest one's.
 
         Not below 1: what is divided by it stays within the range of the KV dtype.
+
+        Args:
+            first: `[batch, num_kv_heads, group_size, head_dim]`; without tokens where there are none.
+            real: bool `[batch, group_size]`: tokens that count; None for all.
         """
         if not first.shape[2]:
             return first.new_ones((*first.shape[:2], 1, first.shape[3]))
-        spread = first.double().std(2, correction=0, keepdim=True)
+        counted = torch.ones(first.shape[0], first.shape[2], device=first.device) if real is None else real
+        weight = counted.double()[:, None, :, None]
+        weight = weight / weight.sum(2, keepdim=True).clamp(min=1)
+        offset = first.double() - (first * weight).sum(2, keepdim=True)
+        spread = (offset.square() * weight).sum(2, keepdim=True).sqrt()
         widest = spread.amax(3, keepdim=True)
         units = _MOST_SPREAD * spread / torch.where(widest == 0, 1.0, widest)
         return units.clamp_(min=1).sqrt_().to(first.dtype)

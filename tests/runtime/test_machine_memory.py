@@ -84,7 +84,7 @@ def test_without_a_limit_none_is_told(tmp_path: Path, lines: list[str]) -> None:
 def test_available_bytes_are_within_this_process_own_groups() -> None:
     own = control_group_bytes()
     assert 0 < available_bytes() < MUCH
-    assert own is None or available_bytes() <= own + 64 * MIB  # others allocate meanwhile
+    assert own is None or available_bytes() <= own + 2048 * MIB  # others allocate meanwhile
 
 
 @pytest.fixture
@@ -115,7 +115,7 @@ def test_folder_in_memory_is_said_once(host: str, in_memory: str, caplog: pytest
     for _ in range(2):
         check_host_dir(host, in_memory)
     assert warnings_of(caplog) == [
-        f"The 16-bit KV pairs are to go to a file under {in_memory!r}, but that is a tmpfs: memory, and no disk. Give"
+        f"16-bit KV pairs that go to a file would go to {in_memory!r}, but that is a tmpfs: memory, and no disk. Give"
         ' host_dir= a folder on a disk, or use host="memory", which is faster.'
     ]
 

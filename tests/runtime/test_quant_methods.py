@@ -24,7 +24,7 @@ from support.quant_inputs import (
 from torch import Tensor
 
 from specache_fx.config import SpecacheConfig
-from specache_fx.runtime.quant import QUANTIZERS, KVKind, make_quantizer, on_cpu
+from specache_fx.runtime.quant import QUANTIZERS, KVKind, Planes, make_quantizer, on_cpu
 from specache_fx.runtime.quant.hadamard import block_size, signs, transform
 from specache_fx.runtime.quant.nuq import codebook
 from specache_fx.runtime.quant.packing import unpack
@@ -228,6 +228,30 @@ def test_turboquant_in_cpp_gives_the_planes_of_pytorch(
         theirs = *quantizer.quantize_key(x), *quantizer.quantize_value(x)
     for plane, other in zip(ours, theirs, strict=True):
         assert torch.equal(plane, other)
+
+
+@pytest.mark.parametrize("pads", [8, 19, 32])
+def test_turboquant_balances_a_padded_row_by_its_own_tokens(pads: int) -> None:
+    """Chunk by chunk, as a session quantises: groups of padding come first."""
+    quantizer = quantizer_of("turboquant", 2, 8)
+    alone = fill("offset", (1, 2, 48 - pads, 16), torch.float32, 0)
+    padded = torch.cat([torch.full((1, 2, pads, 16), 3.0), alone], dim=2)
+    batch = torch.cat([padded, fill("normal", (1, 2, 48, 16), torch.float32, 1)])
+    real = torch.arange(48) >= torch.tensor([[pads], [0]])
+    parts: list[Planes] = []
+    held: Planes = ()
+    for start in range(0, 48, 8):
+        parts.append(quantizer.quantize_more_keys(batch[:, :, start : start + 8], held, real[:, : start + 8]))
+        held = *(torch.cat(planes, 2) for planes in list(zip(*parts, strict=True))[:3]), parts[-1][3]
+    first = alone[:, :, : 8 - pads % 8]
+    spread = first.double().std(2, correction=0, keepdim=True)
+    expected = (64 * spread / spread.amax(3, keepdim=True)).clamp(min=1).sqrt().float()
+    torch.testing.assert_close(held[3][:1], expected)
+    at_once = quantizer.quantize_more_keys(batch, (), real)
+    assert torch.equal(at_once[3], held[3])
+    whole = pads + (-pads) % 8  # from here on the row's codes are those of its own tokens
+    assert torch.equal(at_once[0][:1, :, whole:], held[0][:1, :, whole:])
+    assert torch.equal(at_once[0][1:], held[0][1:])
 
 
 def test_paper_map_has_the_bits_per_value() -> None:

@@ -53,6 +53,12 @@ def test_unknown_tokens_match_nothing() -> None:
     assert guesses(history) == [None]
     history.append(torch.tensor([[9, 7, 8]]), 8)
     assert guesses(history) == [9]
+    history.append(torch.tensor([[8]]), 12)  # behind an unknown token that follows an 8
+    assert guesses(history) == [9]
+    apart = TokenHistory(CPU)
+    apart.append(torch.tensor([[5]]), 0)
+    apart.append(torch.tensor([[5]]), 2)
+    assert guesses(apart) == [None]
 
 
 def test_crop_and_append_again_replace_tokens() -> None:

@@ -129,7 +129,7 @@ class OracleCache:
         config, count = self.config, self.num_quantized
         how = config.bits, config.group_size, config.quantizer
         return (
-            quantize_dequantize_key(self.k[:, :, :count], *how),
+            quantize_dequantize_key(self.k[:, :, :count], *how, self.key_mask),
             quantize_dequantize_value(self.v[:, :, :count], *how),
         )
 

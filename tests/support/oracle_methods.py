@@ -114,13 +114,23 @@ def rotated(inner: Callable[[Callable[[Tensor, int], Tensor]], Method]) -> Metho
 LEVEL_DISTANCE = {1: 1.5958, 2: 0.9957, 4: 0.3352, 8: 0.0308}  # Max 1960, table II
 
 
-def balanced(x: Tensor, bits: int, group_size: int) -> Tensor:
+def balanced(x: Tensor, bits: int, group_size: int, real: Tensor | None = None) -> Tensor:
     """TurboQuant's keys: `norm_kept` of channels that are divided by the root of their spread in the first group.
 
-    The spread counts in 64ths of the widest channel's, and one 64th at least.
+    Of each batch row it is the first one that is not all padding (`real`, bool [batch, tokens]); its padding does not
+    count. The spread counts in 64ths of the widest channel's, and one 64th at least.
     """
-    first = x[:, :, :group_size].double()
-    spread = (first - first.mean(2, keepdim=True)).square().mean(2, keepdim=True).sqrt()
+    spreads = []
+    for row, keys in enumerate(x.double()):
+        shown = [True] * x.shape[2] if real is None else real[row, : x.shape[2]].tolist()
+        start = next((i for i in range(0, len(shown), group_size) if any(shown[i : i + group_size])), 0)
+        first = keys[:, [i for i in range(start, start + group_size) if shown[i]]]
+        if first.shape[1]:
+            offset = first - first.mean(1, keepdim=True)
+            spreads.append(offset.square().mean(1, keepdim=True).sqrt())
+        else:
+            spreads.append(torch.zeros_like(keys[:, :1]))
+    spread = torch.stack(spreads)
     widest = spread.amax(3, keepdim=True)
     share = torch.where(widest == 0, 0.0, spread / torch.where(widest == 0, 1.0, widest))
     factor = (64 * share).clamp(min=1).sqrt().to(x.dtype).float()
@@ -173,7 +183,6 @@ DEQUANTIZED_KEY: dict[str, Method] = {
     "kivi-original": by_channel(original),
     "nuq": by_channel(nearest_level),
     "rotated": rotated(by_channel),
-    "turboquant": balanced,
     "zipcache": by_channel(improved),
 }
 DEQUANTIZED_VALUE: dict[str, Method] = {

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import torch
 from support.oracle_groups import Quantized, quantize_group
-from support.oracle_methods import DEQUANTIZED_KEY, DEQUANTIZED_VALUE
+from support.oracle_methods import DEQUANTIZED_KEY, DEQUANTIZED_VALUE, balanced
 from torch import Tensor
 
 # Positions by batch row and kv head: indices[batch][kv_head] is a list, best first.
@@ -34,12 +34,16 @@ def quantize_value(x: Tensor, bits: int, group_size: int) -> Quantized:
     return _join((quantize_group(group, 3, bits) for group in x.split(group_size, dim=3)), dim=3)
 
 
-def quantize_dequantize_key(x: Tensor, bits: int, group_size: int, quantizer: str = "kivi") -> Tensor:
-    """What `x` becomes in C'; 16 bits keep it as it is."""
+def quantize_dequantize_key(
+    x: Tensor, bits: int, group_size: int, quantizer: str = "kivi", real: Tensor | None = None
+) -> Tensor:
+    """What `x` becomes in C'; 16 bits keep it as it is. `real`: bool [batch, tokens], False where padding is."""
     if bits == 16 or x.shape[2] == 0:
         return x
     if quantizer == "kivi":
         return quantize_key(x, bits, group_size).dequantized
+    if quantizer == "turboquant":
+        return balanced(x, bits, group_size, real)
     return DEQUANTIZED_KEY[quantizer](x, bits, group_size)
 
 

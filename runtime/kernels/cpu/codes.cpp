@@ -1,5 +1,5 @@
-// `TurboQuantizer`'s codes of whole groups, to the bit as PyTorch makes them: see runtime/quant/turboquant.py. A group's
-// numbers lie by channel here, so that vectors hold tokens and each step is a few instructions for many of them.
+// `TurboQuantizer`'s codes of whole groups, as runtime/quant/turboquant.py makes them but for the order of float64 sums.
+// A group's numbers lie by channel here, so that vectors hold tokens and each step is a few instructions for many of them.
 #include <algorithm>
 #include <atomic>
 #include <cmath>

@@ -45,7 +45,9 @@ def make(
     if is_whole(folder, source):
         return folder
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
+        # Whatever the umask: libraries are kept there too, and are not trusted where others may write.
+        root.mkdir(mode=0o755, parents=True, exist_ok=True)
+        folder.parent.mkdir(exist_ok=True)
         # One at a time: so what is being made while we hold the lock is what a process left that was ended.
         with FileLock(root / ".lock"):
             for left in root.glob(f"{_BEING_MADE}*"):
