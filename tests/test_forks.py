@@ -204,7 +204,7 @@ def test_generations_in_threads_do_not_mix() -> None:
 # Steps that fail ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", ["quantize_key", "quantize_value"])
+@pytest.mark.parametrize("method", ["quantize_more_keys", "quantize_value"])
 @pytest.mark.parametrize("nth", [1, 2])
 def test_a_step_that_failed_in_a_layer_can_be_repeated(
     models: tuple[Any, Any], method: str, nth: int, monkeypatch: pytest.MonkeyPatch
