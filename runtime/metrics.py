@@ -251,9 +251,9 @@ class Metrics:
             warn_once(
                 logger,
                 f"Fewer than {_HINT_RATE:.0%} of the speculative tokens are right after {_HINT_STEPS} decode steps, so"
-                " pairs are prefetched for tokens that don't come. on_miss='refetch' fetches the right ones, in one"
-                " more forward pass after each miss; a larger top_k loses less without one. specache_fx.stats(cache)"
-                " has the rates.",
+                " pairs are prefetched for tokens that don't come. on_miss='recover', the default, loses less than"
+                " 'keep', and a larger top_k less again; on_miss='refetch' fetches the right pairs, in one more"
+                " forward pass after each miss. specache_fx.stats(cache) has the rates.",
             )
         return found
 

@@ -164,6 +164,8 @@ def eval_command(
             if bench.peers_versions:
                 report["peers"] = bench.peers_versions
     kind = "windows" if text else "prompts"
+    if not console.is_terminal:
+        console.width = max(console.width, 140)  # nobody reads rows whose columns are cut
     console.print(results_table(f"{model}, {prompts} {kind} each, {dtype}", rows))
     if json_file is not None:
         json_file.write_text(json.dumps(report, indent=2) + "\n")

@@ -129,7 +129,7 @@ def _free(rows: dict[str, Rows]) -> Table:
                     )
     measured = (
         "share before the first difference",
-        "nats to the full cache",
+        "nats under the full cache",
         "token right",
         "attention captured",
     )

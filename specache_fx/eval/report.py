@@ -80,7 +80,7 @@ _MEASURES = {
     "agreement": (
         ("agreement", "tokens\n= full", "{:.2f}"),
         ("until_difference", "before\n1st diff.", "{:.2f}"),
-        ("full_loss", "nats to\nfull", "{:.3f}"),
+        ("full_loss", "nats\nunder full", "{:.3f}"),
     ),
 }
 

@@ -33,7 +33,9 @@ def read_windows(
     try:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{file} can't be read as UTF-8 text ({error}).") from error
+        raise ConfigError(
+            f"{file} can't be read as UTF-8 text ({error}). Give a text file, or a name of `specache-fx models`."
+        ) from error
     opening = encode(tokenizer, "")
     ids = encode(tokenizer, text)[len(opening) :]
     step = length - len(opening)
