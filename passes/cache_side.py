@@ -11,7 +11,7 @@ from specache_fx.passes.graph_slices import ancestors
 from specache_fx.passes.graph_utils import concatenated, described, reads_shape_only, shape_of, target_name
 from specache_fx.passes.writes import mutated_inputs, storages, written_storages
 
-LEAVE = 'To use this model nevertheless, compile it with backend="inductor"'
+LEAVE = 'backend="inductor" compiles this model as it is'
 GROWING = f"Use a DynamicCache (cache_implementation=None, or past_key_values=DynamicCache()). {LEAVE}."
 ONLY_ATTENTION = f"Let nothing but attention, and cat([past, new], dim=-2), read the cached tensors. {LEAVE}."
 _SAME_TOKENS = {"getitem", "contiguous", "clone", "to", "slice", "narrow"}

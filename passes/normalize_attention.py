@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch.fx import GraphModule, Node
 
 from specache_fx.passes.base import AttentionCore, Pass, PassState
+from specache_fx.passes.cache_side import LEAVE
 from specache_fx.passes.graph_edit import call, finish
 from specache_fx.passes.graph_slices import ancestors, constant_of
 from specache_fx.passes.graph_utils import output_node, shape_of, source_of, target_name
@@ -32,7 +33,7 @@ from specache_fx.passes.softmax_form import SoftmaxForm, read_form
 from specache_fx.passes.write_log import WriteLog
 
 _SDPA_ARGS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
-_LEAVE = 'To use this model nevertheless, compile it with backend="inductor".'
+_LEAVE = f"{LEAVE}."
 
 
 def _argument(node: Node, name: str, default: Any = None) -> Any:

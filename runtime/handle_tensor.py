@@ -38,14 +38,14 @@ class Lease:
 # Names of functions, of methods and of `torch`. These tell about a tensor, or make one like it.
 _LOOKING = (
     "size dim ndimension numel nelement stride storage_offset is_contiguous element_size get_device untyped_storage"
-    " data_ptr dim_order __len__ __hash__ record_stream"
+    " data_ptr dim_order __len__ __hash__ __format__ __dir__ record_stream"
     " new_empty new_zeros new_ones new_full new_tensor empty_like zeros_like ones_like full_like"
 )
 # These leave elements what they are. Which ones were taken is for `claims.py` to see.
 _MOVING = (
     "detach clone contiguous to cpu cuda pin_memory __getitem__ narrow select index_select take_along_dim"
     " repeat_interleave repeat expand expand_as view view_as reshape transpose permute swapaxes movedim unsqueeze"
-    " squeeze flatten unflatten split chunk unbind flip roll cat concat concatenate stack"
+    " squeeze flatten unflatten split chunk unbind flip roll cat concat concatenate stack type"
 )
 _LOOKS, _MOVES = frozenset(_LOOKING.split()), frozenset(_MOVING.split())
 _JOINS = frozenset(("cat", "concat", "concatenate", "stack"))
@@ -113,7 +113,8 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
 
 def _outside(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     name = getattr(func, "__name__", str(func))
-    if name in _LOOKS or name.startswith("is_") or _is_dynamos(name):
+    compiles = torch._guards.CompileContext.try_get() is not None  # Dynamo looks at a handle, for a guard
+    if name in _LOOKS or name.startswith("is_") or compiles:
         with bare():
             return func(*args, **kwargs)
     moves = name in _MOVES or name == "__get__"  # a property
@@ -131,12 +132,6 @@ def _outside(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str,
             if not isinstance(tensor, Handle):
                 mark(tensor, sources[0].lease)
     return moved
-
-
-def _is_dynamos(name: str) -> bool:
-    """Whether it is Dynamo that looks at a handle, for a guard or while it compiles."""
-    private = name.startswith("_") and not name.startswith("__")
-    return private or torch._guards.CompileContext.try_get() is not None
 
 
 def _refusal(name: str) -> str:

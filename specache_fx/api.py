@@ -12,6 +12,7 @@ from torch import nn
 from torch._dynamo import OptimizedModule
 
 from specache_fx.backend import Backend, check_names
+from specache_fx.compiled import with_generators
 from specache_fx.config import SpecacheConfig
 from specache_fx.errors import CacheHandleError, ConfigError
 from specache_fx.runtime import registry
@@ -51,7 +52,7 @@ def compile(module: Module, **options: Any) -> Module:
         check_names(config)
         if config.placement.offload:
             check_host_dir(config.host, config.host_dir)
-        for each in _with_generators(module):
+        for each in with_generators(module):
             each.compile(backend="specache", options=options)
         return module
     if options:
@@ -66,14 +67,9 @@ def compile(module: Module, **options: Any) -> Module:
             f'This module was compiled with backend {name!r}, not with "specache". Give specache_fx.compile() the'
             " module that is not compiled."
         )
-    for inner in _with_generators(module._orig_mod):
+    for inner in with_generators(module._orig_mod):
         inner._compiled_call_impl = module.dynamo_ctx(inner._call_impl)
     return module
-
-
-def _with_generators(module: nn.Module) -> list[Any]:
-    """A module and those inside whose class has a `generate()`: they are called by that, past the module around."""
-    return [each for each in module.modules() if each is module or hasattr(type(each), "generate")]
 
 
 def _backend_of(module: OptimizedModule) -> Any:

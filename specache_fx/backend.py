@@ -138,6 +138,13 @@ class Backend:
         kv = value_of(state.sites[0].new_key)
         choose_kernel(config.kernel, kv.device)
         check_forms(config.kernel, _forms(state))
+        tiered = {site.layer for site in state.sites if site.window is None}
+        if tiered and len(tiered) <= config.resident_layers:
+            warn_once(
+                logger,
+                f"specache: resident_layers={config.resident_layers} keeps each of the {len(tiered)} layers that hold"
+                " all tokens whole on the device: nothing is quantised or offloaded. Give a smaller number.",
+            )
         if state.phase is Phase.DECODE:
             return Decode(rewritten, state, observe)
         if state.phase is Phase.PREFILL and config.placement.offload:  # where sessions are made

@@ -80,7 +80,7 @@ class SpecacheConfig:
         top_k: KV pairs (values, with "kcache") that are prefetched for each batch row and kv head.
         resident_layers: The first attention layers that keep all tokens (not a window) stay whole at 16 bits on the
             device: nothing of them is quantised, offloaded or selected. Where a graph break splits a model, each
-            part's first layers. KCache's L.
+            part's first layers. Where that is all of them, a warning says so. KCache's L.
         sink_tokens: The first tokens of each sequence, after its padding, that stay at 16 bits on the device besides
             the window (StreamingLLM's attention sinks). Not with "kcache".
         lookahead: What chooses the pairs: "token" (the default) decodes a speculative token beside the output token
@@ -93,7 +93,7 @@ class SpecacheConfig:
             more pass before the step. For lookahead "token".
         aggregation: How the selection scores of the query heads that share a kv head become one: "mean" or "max".
         quantizer: Name of a quantiser in `specache_fx.runtime.quant.QUANTIZERS`: "turboquant" by default, the paper's
-            "kivi" with policy "kivi".
+            "kivi" with policy "kivi". With 16 bits there are no codes, and it says nothing.
         selector: Name of a selection policy in `specache_fx.runtime.select.SELECTORS`.
         host: Where the 16-bit pairs live: "pinned" (CUDA), "memory", "disk" (a memory-mapped file), or "auto":
             "pinned" or "memory", or "disk" with a warning where there is too little memory for the prompt's.

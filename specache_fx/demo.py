@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import specache_fx
+from specache_fx.compiled import uncompile
 from specache_fx.demo_report import BatchResult, DemoRow, DemoSettings
 from specache_fx.errors import ConfigError
 from specache_fx.examples.needle.task import ANSWER_LEN, Prompts, make_prompts
@@ -103,9 +103,3 @@ def _answer(model: PreTrainedModel, prompts: Prompts, batch_size: int) -> Iterat
             stats.device_bytes if stats else sum(x.keys.nbytes + x.values.nbytes for x in cache.layers)
         )
         yield BatchResult(len(input_ids), correct, device_bytes, stats)
-
-
-def uncompile(model: nn.Module) -> None:
-    """Undo `model.compile(...)` and drop its graphs, so that the next method compiles its own."""
-    model._compiled_call_impl = None
-    torch._dynamo.reset()

@@ -11,6 +11,7 @@ from torch import nn
 from torch.fx import GraphModule, Node
 
 from specache_fx.backend import Backend, check_names
+from specache_fx.compiled import uncompiled, with_generators
 from specache_fx.config import SpecacheConfig
 from specache_fx.decode_runner import Decode
 from specache_fx.lowering import Compiled
@@ -221,13 +222,10 @@ def explain(
             if run is not None:
                 run(compiled)
             elif hasattr(model, "generate"):
-                inner: Any = model
-                saved = inner._compiled_call_impl
-                inner._compiled_call_impl = compiled.dynamo_ctx(inner._call_impl)
-                try:
-                    inner.generate(**{"max_new_tokens": 4, "do_sample": False, **inputs})
-                finally:
-                    inner._compiled_call_impl = saved
+                with uncompiled(model):
+                    for inner in with_generators(model):
+                        inner._compiled_call_impl = compiled.dynamo_ctx(inner._call_impl)
+                    model.generate(**{"max_new_tokens": 4, "do_sample": False, **inputs})
             else:
                 compiled(**inputs)
     finally:

@@ -56,8 +56,8 @@ class Compile:
                 self._display.start()
             else:
                 logger.warning(
-                    "specache: compiling %s with Inductor; this can take a minute, and later processes find most of it"
-                    " in Inductor's cache",
+                    "specache: compiling %s with Inductor, for a minute or more; later processes find most of it in"
+                    ' Inductor\'s cache. lowering="eager" compiles nothing',
                     self.what,
                 )
 

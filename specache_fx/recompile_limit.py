@@ -72,9 +72,9 @@ def make_room() -> None:
         return
     warn_once(
         logger,
-        f"This model has been compiled {count} times, for different shapes and ways of generating. Past {name},"
-        f" {limit}, Dynamo would run it uncompiled and take the handles of the KV cache for numbers: its logits would"
-        f" be NaN. So the limit is now {raised}. TORCH_LOGS=recompiles shows why it is compiled anew.",
+        f"specache: nothing is wrong, but this model has been compiled {count} times, for different shapes and ways of"
+        f" generating. Past {name}, {limit}, Dynamo would run it uncompiled, on a KV cache that only compiled code can"
+        f" read. So the limit is now {raised}. TORCH_LOGS=recompiles shows why it is compiled anew.",
     )
 
 

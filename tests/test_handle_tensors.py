@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import specache_fx
 from specache_fx import CacheHandleError, UnsupportedGraphError
+from specache_fx.compiled import uncompile, uncompiled
 from specache_fx.runtime import registry
 from specache_fx.runtime.handle_tensor import Handle, plain
 
@@ -77,6 +78,22 @@ def test_generate_that_runs_uncompiled_is_refused_a_cache(
         second_turn(compiled, past)
 
 
+def test_a_peft_model_is_uncompiled_with_the_module_inside(fresh_dynamo: None) -> None:
+    model = specache_fx.compile(peft_model(), **SMALL, bits=16)
+    with uncompiled(model):
+        assert not isinstance(prompt(model).layers[0].keys, Handle)
+        assert not isinstance(prompt(model.base_model.model).layers[0].keys, Handle)
+    assert isinstance(prompt(model.base_model.model).layers[0].keys, Handle)
+    assert isinstance(prompt(model).layers[0].keys, Handle)
+    uncompile(model)
+    assert not isinstance(prompt(model.base_model.model).layers[0].keys, Handle)
+
+
+def test_explain_follows_a_peft_model_inside(fresh_dynamo: None) -> None:
+    said = specache_fx.explain(peft_model(), options={**SMALL, "bits": 16}, input_ids=IDS[:1])
+    assert any("2 lanes" in line for line in str(said).splitlines()), str(said)
+
+
 # Edits ----------------------------------------------------------------------------------------------------------------
 
 EDITS: dict[str, Callable[[Tensor], Any]] = {
@@ -93,6 +110,9 @@ EDITS: dict[str, Callable[[Tensor], Any]] = {
     "out=": lambda x: torch.zeros(x.shape, out=x),
     "set data": lambda x: setattr(x, "data", torch.zeros(x.shape)),
     "scaled": lambda x: x * 0.5,
+    "foreach": lambda x: torch._foreach_mul_([x], 2.0),
+    "copy from": lambda x: torch._foreach_copy_([torch.zeros(x.shape)], [x]),
+    "typed": lambda x: x.type(torch.bfloat16),
     "cast": lambda x: x.to(torch.bfloat16),
     "appended": lambda x: torch.cat([x, torch.zeros(3, 2, 1, 16)], dim=2),
     "into another": lambda x: torch.zeros(x.shape).copy_(x),
@@ -162,6 +182,7 @@ def test_views_and_copies_of_a_handle_are_handles(model: nn.Module) -> None:
     ):
         assert isinstance(made, Handle) and registry.find(made) is registry.find(keys)
     assert repr(keys) == "Handle(shape=(3, 2, 12, 16), dtype=torch.float32, device='cpu')" == str(keys)
+    assert f"{keys}" == repr(keys) and "lease" in dir(keys) and keys.type() == "torch.FloatTensor"
     assert type(torch.zeros_like(keys)) is Tensor and bool((torch.zeros_like(keys) == 0).all())
     assert (keys.shape, keys.dtype, keys.numel(), len(keys)) == ((3, 2, 12, 16), torch.float32, 1152, 3)
     assert plain(keys).isnan().any() and not isinstance(plain(keys), Handle)

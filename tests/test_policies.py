@@ -42,9 +42,12 @@ def ours(name: str, prefill_chunk_size: int | None = None, **options: Any) -> An
 
 
 @pytest.mark.parametrize("resident", [1, 9])
-def test_resident_layers_are_whole_on_the_device_and_the_others_are_not(resident: int) -> None:
+def test_resident_layers_are_whole_on_the_device_and_the_others_are_not(
+    resident: int, caplog: pytest.LogCaptureFixture
+) -> None:
     out = ours("llama", bits=1, top_k=128, resident_layers=resident)
     assert torch.equal(out.sequences, eager("llama"))
+    assert ("resident_layers=9 keeps each of the 2 layers" in caplog.text) == (resident == 9)
     stats = specache_fx.stats(out.past_key_values)
     assert (stats.host_bytes > 0) == (stats.prefetched_bytes > 0) == (resident == 1)
     assert (stats.topk_hit_rate is None) == (stats.exact_hit_rate is None) == (resident == 9)

@@ -89,7 +89,8 @@ def test_a_pipe_gets_one_line_of_the_log() -> None:
     out, err = in_a_pipe(script())
     assert out == "before\nafter\n"
     assert err == (
-        f"{LINE} with Inductor; this can take a minute, and later processes find most of it in Inductor's cache\n"
+        f"{LINE} with Inductor, for a minute or more; later processes find most of it in Inductor's cache."
+        ' lowering="eager" compiles nothing\n'
     )
 
 

@@ -11,6 +11,7 @@ import specache_fx
 from benchmarks.gpu.decoder import sync
 from benchmarks.gpu.run import Run
 from benchmarks.gpu.shapes import ModelShape
+from specache_fx.compiled import uncompile
 
 METHODS: dict[str, dict[str, Any] | None] = {
     "transformers": None,
@@ -65,8 +66,7 @@ def _measure(
     steps: int,
     entry: dict[str, Any],
 ) -> None:
-    torch._dynamo.reset()
-    model._compiled_call_impl = None
+    uncompile(model)
     if options is not None:
         specache_fx.compile(model, **options)
     with torch.inference_mode():

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 import specache_fx
+from specache_fx.compiled import uncompile
 from specache_fx.eval.bench import Bench
 from specache_fx.runtime.token_history import TokenHistory
 
@@ -39,8 +40,7 @@ def follow(bench: Bench, windows: torch.Tensor, decoded: int, **options: Any) ->
             found["hits"].append([step.exact_hit_rate == 1.0 for step in series[1:]])
             found["ngrams"].append(_ngrams(window, decoded)[1:])
     finally:
-        bench.model._compiled_call_impl = None
-        torch._dynamo.reset()
+        uncompile(bench.model)
     pairs = list(zip(found["hits"], found["ngrams"], strict=True))
     found["longest_run"] = max(_longest([not hit for hit in hits]) for hits, _ in pairs)
     found["longest_run_with_ngram"] = max(

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 from collections import OrderedDict
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
+from specache_fx.compiled import uncompiled
 from specache_fx.eval.decode import last_logits_only
 
 DEFAULT_LIMIT = 2 << 30
@@ -57,16 +56,6 @@ def kv_tensors(cache: Any) -> list[torch.Tensor]:
     """Keys and values of all layers that have some."""
     layers = [layer for layer in cache.layers if getattr(layer, "keys", None) is not None]
     return [tensor for layer in layers for tensor in (layer.keys, layer.values)]
-
-
-@contextlib.contextmanager
-def uncompiled(model: PreTrainedModel) -> Iterator[None]:
-    """Run the plain model, whatever method is compiled into it."""
-    compiled, model._compiled_call_impl = model._compiled_call_impl, None
-    try:
-        yield
-    finally:
-        model._compiled_call_impl = compiled
 
 
 class Reader:

@@ -7,8 +7,9 @@ from collections import OrderedDict
 import torch
 from transformers import PreTrainedModel
 
+from specache_fx.compiled import uncompiled
 from specache_fx.eval.decode import Forced, Sampling, choose, decode
-from specache_fx.eval.reading import DEFAULT_LIMIT, Reader, uncompiled
+from specache_fx.eval.reading import DEFAULT_LIMIT, Reader
 
 _CHUNK = 32  # tokens whose logits are held at once
 

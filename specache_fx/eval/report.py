@@ -79,7 +79,7 @@ _MEASURES = {
     ),
     "agreement": (
         ("agreement", "tokens\n= full", "{:.2f}"),
-        ("until_difference", "before\n1st diff.", "{:.2f}"),
+        ("until_difference", "share before\n1st diff.", "{:.2f}"),
         ("full_loss", "nats\nunder full", "{:.3f}"),
     ),
 }

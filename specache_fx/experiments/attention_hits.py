@@ -22,6 +22,7 @@ import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
+from specache_fx.compiled import uncompiled
 from specache_fx.errors import ConfigError
 from specache_fx.eval.bench import Bench
 from specache_fx.eval.sample import Sample
@@ -75,14 +76,13 @@ def layer_weights(model: PreTrainedModel, input_ids: torch.Tensor, use: Callable
 
 @contextmanager
 def _eager(model: PreTrainedModel) -> Iterator[None]:
-    compiled, model._compiled_call_impl = model._compiled_call_impl, None
     before = model.config._attn_implementation
     model.set_attn_implementation("eager")
     try:
-        yield
+        with uncompiled(model):
+            yield
     finally:
         model.set_attn_implementation(before)
-        model._compiled_call_impl = compiled
 
 
 def topk(weights: Weights, budgets: Sequence[int]) -> NDArray[np.float64]:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 import specache_fx
+from specache_fx.compiled import uncompile
 from specache_fx.eval.bench import Bench
 from specache_fx.eval.sample import Sample
 
@@ -46,8 +47,7 @@ def probe(bench: Bench, samples: list[Sample], options: Mapping[str, Any]) -> di
             words = [bench.tokenizer.decode([token]) for token in out.sequences[0, ids.shape[1] :].tolist()]
             changes.append(topic_changes(words, sample.answers))
     finally:
-        bench.model._compiled_call_impl = None
-        torch._dynamo.reset()
+        uncompile(bench.model)
     overall = {rate: mean([value for one in series for value in one[rate]]) for rate in RATES}
     return {"series": series, "changes": changes, **overall}
 

@@ -22,6 +22,7 @@ from torch.fx import GraphModule
 
 import specache_fx.backend
 from specache_fx.backend import Backend
+from specache_fx.compiled import uncompile
 from specache_fx.decode_runner import Decode
 from specache_fx.lowering import Compiled
 from specache_fx.passes.base import PassState
@@ -200,8 +201,7 @@ def _case(model: Any, model_type: str, eager: Eager, options: dict[str, Any], pa
         row["error"] = f"{_brief(error)} [{_where(error)}]"
     finally:
         specache_fx.backend.Decode = Decode
-        model._compiled_call_impl = None
-        torch._dynamo.reset()
+        uncompile(model)
     row["lane_difference"] = largest(watch.lane_differences)
     row["rewritten"] = max(watch.layers.values(), default=0)
     row["lanes"] = min((runner.lanes for runner in watch.runners), default=0)

@@ -9,6 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 import specache_fx
+from specache_fx.compiled import uncompile
 from specache_fx.config import SpecacheConfig
 from specache_fx.errors import CacheHandleError, ConfigError
 from specache_fx.eval.methods.base import CacheMethod, Footprint
@@ -40,9 +41,8 @@ class Specache(CacheMethod):
         specache_fx.compile(model, **self.options)
 
     def restore(self, model: PreTrainedModel) -> None:
-        """Undo `model.compile(...)`."""
-        model._compiled_call_impl = None
-        torch._dynamo.reset()
+        """Undo `specache_fx.compile(model)`."""
+        uncompile(model)
 
     def begin(self, model: PreTrainedModel, cache: Any) -> Any:
         """The prompt's cache as it is: a cache of plain tensors is quantised and offloaded at its first call."""

@@ -39,7 +39,9 @@ def make(
     """
     source = source or MODELS.get(name) or TEXTS.get(name)
     if source is None:
-        raise ConfigError(f"There is no model or text {name!r}: choose of {', '.join((*MODELS, *TEXTS))}.")
+        raise ConfigError(
+            f"There is no model or text {name!r}: choose one of {', '.join((*MODELS, *TEXTS))}."
+        )
     root = cache_folder()
     folder = root / ("models" if isinstance(source, Model) else "texts") / name
     if is_whole(folder, source):
