@@ -10,7 +10,7 @@ import torch
 from specache_fx.runtime import triton_ops
 from specache_fx.runtime.kernels.base import DecodeInputs
 from specache_fx.runtime.quant import Planes
-from specache_fx.runtime.quant.hadamard import rotation
+from specache_fx.runtime.quant.hadamard import block_size, rotation
 from specache_fx.runtime.triton_ops import power_of_two
 
 _LEAST_ROWS = 16  # of a product in tensor cores, and channels of its operands
@@ -68,6 +68,8 @@ def arguments_of(inputs: DecodeInputs) -> dict[str, Any]:
         "batch": batch,
         "num_kv_heads": num_kv_heads,
         "scale": float(inputs.scale),
+        # A rotated query is stored that many times smaller: in float16 it might not fit.
+        "code_scale": float(inputs.scale) * (block_size(key_dim) if centred else 1),
         "softcap": float(inputs.softcap or 1.0),
         "BITS": _bits(inputs),
         "GROUP": inputs.quantizer.group_size if inputs.num_quantized else _STRETCH,
@@ -96,7 +98,7 @@ def arguments_of(inputs: DecodeInputs) -> dict[str, Any]:
 
 
 def _code_query(inputs: DecodeInputs, query: torch.Tensor) -> torch.Tensor:
-    """Queries in the basis of centred codes, float32: balanced and rotated."""
+    """Queries in the basis of centred codes, float32: balanced, rotated and divided by `block_size`."""
     by_kv_head = query.float().unflatten(2, (inputs.key.shape[2], -1))
     balanced = by_kv_head * inputs.key_planes[3].float().unsqueeze(2)
     return balanced.view(query.shape) @ rotation(query.shape[-1], query.device)[0]

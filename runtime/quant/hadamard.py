@@ -75,11 +75,11 @@ def rotation(head_dim: int, device: torch.device) -> tuple[torch.Tensor, torch.T
     """Matrices for kernels that read rotated codes, float32 `[head_dim, head_dim]`, to be multiplied from the right.
 
     Returns:
-        One for queries, so that products with rotated keys are those of both before; and one for sums of rotated
-        values, `rotate_back`.
+        `rotate`, for queries: times `block_size(head_dim)`, their products with rotated keys are those of both before.
+        And `rotate_back`, for sums of rotated values.
     """
     one = torch.eye(head_dim, device=device)
-    return rotate(one) * block_size(head_dim), rotate_back(one)
+    return rotate(one), rotate_back(one)
 
 
 def _all_signs(x: torch.Tensor, block: int) -> torch.Tensor:

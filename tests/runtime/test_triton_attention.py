@@ -14,7 +14,9 @@ from support.triton_mode import DEVICE, needs_triton
 from specache_fx.errors import KernelUnavailableError
 from specache_fx.runtime.kernels import choose_kernel
 from specache_fx.runtime.kernels.exact_pairs import ExactPairsKernel
+from specache_fx.runtime.kernels.triton_arguments import arguments_of
 from specache_fx.runtime.kernels.triton_kernel import TritonKernel
+from specache_fx.runtime.quant.hadamard import rotation
 
 pytestmark = needs_triton
 FORMS = ("mask", "visible", "bias", "softcap", "sinks", "hidden_row")
@@ -99,6 +101,16 @@ def test_other_inputs_are_refused_by_name_and_go_to_the_reference_by_themselves(
     assert out.dtype == inputs.query.dtype
     if change != "mixed":
         case.check(out, scores)
+
+
+def test_rotated_queries_fit_into_float16():
+    case = DecodeCase(CaseShape(groups=1, quantizer="turboquant", key_dim=128, dtype=torch.float16))
+    inputs = case.inputs(DEVICE)
+    aligned = rotation(128, DEVICE)[0][:, 7].sign() / inputs.key_planes[3].float().amax((0, 1, 2))
+    inputs = replace(inputs, query=(8000 * aligned).to(inputs.query.dtype).expand_as(inputs.query))
+    code_query = arguments_of(inputs)["code_query"]
+    assert code_query.amax() > 1000
+    assert code_query.half().isfinite().all()
 
 
 def test_auto_leaves_the_interpreter_alone_and_a_name_takes_it():
