@@ -1,0 +1,36 @@
+"""Which modules `specache_fx.compile` compiles, and how a model runs without that, for a while or from then on."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def with_generators(module: nn.Module) -> list[Any]:
+    """A module and those inside whose class has a `generate()`: they are called by that, past the module around."""
+    return [each for each in module.modules() if each is module or hasattr(type(each), "generate")]
+
+
+def uncompile(model: nn.Module) -> None:
+    """Undo `specache_fx.compile(model)` and `model.compile(...)`, and drop all graphs of Dynamo's."""
+    for module in with_generators(model):
+        module._compiled_call_impl = None
+    torch._dynamo.reset()
+
+
+@contextlib.contextmanager
+def uncompiled(model: nn.Module) -> Iterator[None]:
+    """Run the plain model within, whatever is compiled into it; its graphs are kept."""
+    modules = with_generators(model)
+    compiled = [module._compiled_call_impl for module in modules]
+    for module in modules:
+        module._compiled_call_impl = None
+    try:
+        yield
+    finally:
+        for module, call in zip(modules, compiled, strict=True):
+            module._compiled_call_impl = call
