@@ -23,6 +23,16 @@ _log = logging.getLogger(__name__)
 _BUILD = "build-"  # what names of the folders begin with in which libraries are built
 
 
+def user_folder() -> Path:
+    """`specache_fx` below `$XDG_CACHE_HOME` or `~/.cache`; the specification says to ignore a relative path.
+
+    Raises:
+        RuntimeError: If there is no home folder.
+    """
+    named = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    return (named if named.is_absolute() else Path.home() / ".cache") / "specache_fx"
+
+
 def kept_folder(file: str) -> Path | None:
     """The folder to load library `file` from, and to build it in where it isn't there.
 
@@ -30,7 +40,7 @@ def kept_folder(file: str) -> Path | None:
         The folder, made if need be; None, with a warning, where there is none that can be trusted or written to.
     """
     try:
-        folder = _cache_home() / "specache_fx"
+        folder = user_folder()
         folder.mkdir(mode=0o755, parents=True, exist_ok=True)
         problem = _distrust(folder)
         if problem is None and not os.access(folder, os.W_OK) and not is_whole(folder / file):
@@ -90,12 +100,6 @@ def building(folder: Path) -> Iterator[Path]:
                 shutil.rmtree(left, ignore_errors=True)
         place = tempfile.TemporaryDirectory(prefix=_BUILD, dir=folder, ignore_cleanup_errors=True)
         yield Path(stack.enter_context(place))
-
-
-def _cache_home() -> Path:
-    """`$XDG_CACHE_HOME`, or `~/.cache`; the specification says to ignore a relative path."""
-    named = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    return named if named.is_absolute() else Path.home() / ".cache"
 
 
 def _distrust(path: Path) -> str | None:

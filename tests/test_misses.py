@@ -15,6 +15,7 @@ from torch import Tensor
 
 import specache_fx
 from specache_fx.config import SpecacheConfig
+from specache_fx.runtime.session import Session
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -120,11 +121,18 @@ def test_recovering_rows_depend_on_no_other_row_and_are_the_oracles() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_recovering_does_not_depend_on_the_default_dtype(dtype: torch.dtype) -> None:
+def test_recovering_does_not_depend_on_the_default_dtype(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shares: list[Tensor] = []
+    recover = Session.recover
+    monkeypatch.setattr(Session, "recover", lambda *args: shares.append(recover(*args)) or shares[-1])
     model = TinyDecoder(TinyConfig(num_layers=1))
     forward = compiled(model, config())
     ours = generate(forward, PROMPT, TOKENS, PADDED, FORCED)
     torch._dynamo.reset()
+    expected = list(shares)
+    shares.clear()
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -132,6 +140,8 @@ def test_recovering_does_not_depend_on_the_default_dtype(dtype: torch.dtype) -> 
     finally:
         torch.set_default_dtype(before)
     assert torch.equal(again.logits, ours.logits)
+    torch.testing.assert_close(shares, expected, rtol=0, atol=0)
+    assert len({float(share) for row in shares for share in row}) == 2
 
 
 def test_refetch_goes_on_after_beams_were_reordered() -> None:

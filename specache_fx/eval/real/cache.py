@@ -8,13 +8,14 @@ from pathlib import Path
 
 from specache_fx.errors import ConfigError
 from specache_fx.eval.real.sources import MODELS, TEXTS, Model, Text
+from specache_fx.runtime.library_cache import user_folder
 
 VARIABLE = "SPECACHE_DATA"
 RECORD = "made.json"
 
 
 def cache_folder() -> Path:
-    """`$SPECACHE_DATA`, else `specache_fx` below `$XDG_CACHE_HOME` or `~/.cache`; it need not be there yet.
+    """`$SPECACHE_DATA`, else the folder of the user's that built libraries are in; it need not be there yet.
 
     Raises:
         ConfigError: If `$SPECACHE_DATA` is no absolute path, or there is no home folder.
@@ -24,15 +25,12 @@ def cache_folder() -> Path:
         if not folder.is_absolute():
             raise ConfigError(f"{VARIABLE}={named}: give an absolute path.")
         return folder
-    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    if not base.is_absolute():  # the specification has such a one ignored
-        try:
-            base = Path.home() / ".cache"
-        except RuntimeError as error:
-            raise ConfigError(
-                f"There is no home folder to keep models in: set {VARIABLE} to a folder."
-            ) from error
-    return base / "specache_fx"
+    try:
+        return user_folder()
+    except RuntimeError as error:
+        raise ConfigError(
+            f"There is no home folder to keep models in: set {VARIABLE} to a folder."
+        ) from error
 
 
 def model_folder(name: str) -> Path:
