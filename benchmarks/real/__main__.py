@@ -58,6 +58,7 @@ def measure(model: str, wanted: list[Run], file: Path) -> None:
     wanted = [run for run in wanted if run.key not in there]
     if not wanted:
         return
+    commit = git_commit()  # before the file changes
     with Bench(model) as bench:
         windows = {
             length: read_windows(bench.tokenizer, text_file(TEXT), length, WINDOWS, SEED)
@@ -78,7 +79,7 @@ def measure(model: str, wanted: list[Run], file: Path) -> None:
             row = {
                 "label": run.label,
                 "mode": run.mode,
-                "commit": git_commit(),
+                "commit": commit,
                 **_row(bench, run, windows[run.length]),
             }
             rows.append(row)
