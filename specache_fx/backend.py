@@ -208,14 +208,14 @@ def _forms(state: PassState) -> list[LayerForm]:
     resident = sorted({site.layer for site in sites if site.window is None})[: config.resident_layers]
     return [
         LayerForm(
-            frozenset({value_of(site.query).dtype, value_of(site.new_key).dtype}),
-            make_quantizer(config) if site.window is None and site.layer not in resident else None,
-            site.key_dim,
-            site.value_dim,
-            config.num_lanes,
-            config.num_lanes * (shape_of(site.query) or (1, 1))[1] // site.num_kv_heads,
-            site.expansion is not None,
-            config.aggregation,
+            dtypes=frozenset({value_of(site.query).dtype, value_of(site.new_key).dtype}),
+            quantizer=make_quantizer(config) if site.window is None and site.layer not in resident else None,
+            key_dim=site.key_dim,
+            value_dim=site.value_dim,
+            lanes=config.num_lanes,
+            num_queries=config.num_lanes * (shape_of(site.query) or (1, 1))[1] // site.num_kv_heads,
+            expands=site.expansion is not None,
+            aggregation=config.aggregation,
         )
         for site in sites
     ]

@@ -127,14 +127,14 @@ class DecodeInputs:
         numbers += [*self.key_planes, *self.value_planes] if self.num_quantized else []
         lanes, _, num_heads, _, key_dim = self.query.shape
         return LayerForm(
-            frozenset(x.dtype for x in numbers if x.is_floating_point()),
-            self.quantizer if self.num_quantized else None,
-            key_dim,
-            self.value.shape[4],
-            lanes,
-            lanes * num_heads // self.key.shape[2],
-            self.expand is not None,
-            self.aggregation,
+            dtypes=frozenset(x.dtype for x in numbers if x.is_floating_point()),
+            quantizer=self.quantizer if self.num_quantized else None,
+            key_dim=key_dim,
+            value_dim=self.value.shape[4],
+            lanes=lanes,
+            num_queries=lanes * num_heads // self.key.shape[2],
+            expands=self.expand is not None,
+            aggregation=self.aggregation,
         )
 
     @property

@@ -10,13 +10,12 @@ from pathlib import Path
 import torch
 
 from specache_fx.errors import HostMemoryError
-from specache_fx.runtime.cpp_build import BuildError, load_library, usable_instruction_sets
+from specache_fx.runtime.cpp_build import DTYPES, BuildError, load_library, usable_instruction_sets
 from specache_fx.runtime.quant.packing import packed_width
 
 _log = logging.getLogger(__name__)
 
 _SOURCES = Path(__file__).parent.parent / "kernels" / "cpu"
-_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _MOST_TOKENS = 4096  # of a group: sums of 32 bits hold the squares of so many codes
 
 _i64, _address = ctypes.c_int64, ctypes.c_void_p
@@ -52,7 +51,7 @@ def packs(x: torch.Tensor, group_size: int) -> bool:
     """Whether `pack` takes KV pairs like x."""
     return (
         x.device.type == "cpu"
-        and x.dtype in _DTYPES
+        and x.dtype in DTYPES
         and max(x.shape[3], group_size) <= _MOST_TOKENS
         and x.numel() > 0
         and _load() is not None
@@ -87,7 +86,7 @@ def pack(
     mean = x.new_empty((batch, heads, tokens // group_size, dim))
     balance = None if balance is None else balance.contiguous()
     arguments = _CodesC(
-        *(_DTYPES[x.dtype], bits, group_size, batch, heads, tokens // group_size, dim),
+        *(DTYPES[x.dtype], bits, group_size, batch, heads, tokens // group_size, dim),
         torch.get_num_threads(),
         *(x.data_ptr(), x.stride(0), x.stride(1), x.stride(2)),
         None if balance is None else balance.data_ptr(),

@@ -145,7 +145,9 @@ def test_what_is_not_the_expected_file_is_refused_and_leaves_nothing(
 
 
 def test_unknown_name_is_refused() -> None:
-    with pytest.raises(ConfigError, match="no model or text 'gpt': choose one of smollm2, gemma3, austen, kjv"):
+    with pytest.raises(
+        ConfigError, match="no model or text 'gpt': choose one of smollm2, gemma3, austen, kjv"
+    ):
         make("gpt")
 
 

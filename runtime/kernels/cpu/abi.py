@@ -6,8 +6,6 @@ import ctypes
 
 import torch
 
-DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-
 _i64, _f32, _address = ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
 
 

@@ -6,7 +6,7 @@
 #include <exception>
 #include <vector>
 
-#include "vec.h"
+#include "rotation.h"
 
 using namespace specache;
 
@@ -59,31 +59,15 @@ inline float stored(void* to, int64_t at, float x, int64_t dtype) {
 
 // Reads a group by channel; balanced, and with the signs and the factor of the rotation.
 void read(const SpecacheCodes& in, const void* from, const void* balance, Scratch& own) {
-  const int64_t size = in.group_size, block = in.dim & -in.dim;
+  const int64_t size = in.group_size, block = block_of(in.dim);
   if (balance != nullptr) to_float(own.factors.data(), balance, in.dim, in.dtype);
   for (int64_t t = 0; t < size; t++) {
     to_float(own.row.data(), row_of(from, t * in.token_stride, in.dtype), in.dim, in.dtype);
     if (balance != nullptr)
       for (int64_t c = 0; c < in.dim; c++) own.row[c] /= own.factors[c];
-    for (int64_t c = 0; c < in.dim; c++) {
-      const int64_t channel = c % block;
-      const float sign = __builtin_parityll(channel & (channel >> 1)) ? -1.0f : 1.0f;
-      own.numbers[c * size + t] = own.row[c] * sign / static_cast<float>(block);
-    }
+    for (int64_t c = 0; c < in.dim; c++)
+      own.numbers[c * size + t] = own.row[c] * sign_of(c, block) / static_cast<float>(block);
   }
-}
-
-void rotate_channels(float* numbers, int64_t dim, int64_t size) {
-  const int64_t block = dim & -dim;
-  for (int64_t apart = 1; apart < block; apart *= 2)
-    for (int64_t c = 0; c < dim; c += 2 * apart) {
-      float *first = numbers + c * size, *second = first + apart * size;
-      for (int64_t i = 0; i < apart * size; i++) {
-        const float x = first[i], y = second[i];
-        first[i] = x + y;
-        second[i] = x - y;
-      }
-    }
 }
 
 void quantize_group(const SpecacheCodes& in, int64_t head, int64_t group, Scratch& own) {
@@ -92,7 +76,7 @@ void quantize_group(const SpecacheCodes& in, int64_t head, int64_t group, Scratc
   read(in, row_of(in.from, offset + group * size * in.token_stride, in.dtype),
        in.balance == nullptr ? nullptr : row_of(in.balance, head * dim, in.dtype), own);
   float* const numbers = own.numbers.data();
-  rotate_channels(numbers, dim, size);
+  transform(numbers, dim, size);
 
   std::fill(own.squares.begin(), own.squares.end(), 0.0);
   double* const squares = own.squares.data();

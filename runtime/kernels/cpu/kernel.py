@@ -10,9 +10,9 @@ from pathlib import Path
 import torch
 
 from specache_fx.errors import HostMemoryError
-from specache_fx.runtime.cpp_build import BuildError, load_library, usable_instruction_sets
+from specache_fx.runtime.cpp_build import DTYPES, BuildError, load_library, usable_instruction_sets
 from specache_fx.runtime.kernels.base import DecodeInputs, Kernel, LayerForm, hand_over, listed
-from specache_fx.runtime.kernels.cpu.abi import DTYPES, Addresses
+from specache_fx.runtime.kernels.cpu.abi import Addresses
 from specache_fx.runtime.kernels.cpu.prepared import Prepared
 
 SOURCES = Path(__file__).parent

@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
+from specache_fx.runtime.cpp_build import DTYPES
 from specache_fx.runtime.kernels.base import DecodeInputs
-from specache_fx.runtime.kernels.cpu.abi import CODE_PLANES, DTYPES, Addresses, InputsC
+from specache_fx.runtime.kernels.cpu.abi import CODE_PLANES, Addresses, InputsC
 
 SCORE_TOLERANCE = 1 / 64  # rms error of a score that bfloat16 models at 1 and 2 bits may have
 

@@ -7,34 +7,41 @@
 
 namespace specache {
 
-// Times Sylvester's matrix, in blocks of the largest power of two that divides n.
-inline void transform(float* x, int64_t n) {
-  const int64_t block = n & -n;
-  for (int64_t size = 1; size < block; size *= 2)
-    for (int64_t i = 0; i < n; i += 2 * size)
-      for (int64_t j = i; j < i + size; j++) {
-        const float first = x[j], second = x[j + size];
-        x[j] = first + second;
-        x[j + size] = first - second;
-      }
-}
+// Channels that are rotated together: the largest power of two that divides n.
+inline int64_t block_of(int64_t n) { return n & -n; }
 
 // Rudin's and Shapiro's signs, which keep equal numbers from piling up.
+inline float sign_of(int64_t channel, int64_t block) {
+  channel %= block;
+  return __builtin_parityll(channel & (channel >> 1)) ? -1.0f : 1.0f;
+}
+
+// Times Sylvester's matrix: n channels, each of `width` numbers side by side.
+inline void transform(float* x, int64_t n, int64_t width) {
+  const int64_t block = block_of(n);
+  for (int64_t apart = width; apart < block * width; apart *= 2)
+    for (int64_t c = 0; c < n * width; c += 2 * apart) {
+      float *low = x + c, *high = low + apart;
+      for (int64_t i = 0; i < apart; i++) {
+        const float first = low[i], second = high[i];
+        low[i] = first + second;
+        high[i] = first - second;
+      }
+    }
+}
+
 inline void flip(float* x, int64_t n) {
-  const int64_t block = n & -n;
-  for (int64_t i = 0; i < n; i++) {
-    const int64_t channel = i % block;
-    if (__builtin_parityll(channel & (channel >> 1))) x[i] = -x[i];
-  }
+  const int64_t block = block_of(n);
+  for (int64_t i = 0; i < n; i++) x[i] *= sign_of(i, block);
 }
 
 inline void rotate(float* query, int64_t n) {
   flip(query, n);
-  transform(query, n);
+  transform(query, n, 1);
 }
 
 inline void rotate_back(float* out, int64_t n) {
-  transform(out, n);
+  transform(out, n, 1);
   flip(out, n);
 }
 
