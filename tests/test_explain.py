@@ -90,11 +90,10 @@ def test_a_compiled_wrapper_is_explained_as_the_model_inside() -> None:
     wrapper = torch.compile(model, backend="specache")
     report = specache_fx.explain(wrapper, input_ids=torch.arange(3, 20)[None])
     assert "decode, 2 lanes, 2 attentions rewritten" in str(report)
-    assert [line.split(" = ")[0].strip() for line in report.graphs[1].before.splitlines()] == [
-        "keys",
-        "values",
-        "attn_output",
-    ]
+    names = [line.split(" = ")[0].strip() for line in report.graphs[1].before.splitlines()]
+    # With torch 2.11 transformers repeats keys and values itself.
+    assert (names[:2], names[-1]) == (["keys", "values"], "attn_output")
+    assert (len(names) == 3) == (torch.__version__ >= "2.12")
 
 
 def test_bad_options_are_named_at_once() -> None:
