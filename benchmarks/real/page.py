@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from benchmarks.real.runs import CODES, GUESSES, LENGTHS, MAIN_LENGTH, MIXED
+from benchmarks.real.runs import CODES, GUESSES, LENGTHS, MAIN_LENGTH, MIXED, TASK_LENGTH, TASKS
 from specache_fx.experiments.base import Table
 from specache_fx.experiments.page import renew
 
@@ -25,6 +25,7 @@ def blocks(results: Path) -> dict[str, str]:
         "misses": _misses(rows),
         "codes": _codes(rows),
         "free": _free(rows),
+        "tasks": _tasks(rows),
         "candidates": _candidates(candidates),
     }
     return {name: table.markdown() for name, table in tables.items()}
@@ -134,6 +135,22 @@ def _free(rows: dict[str, Rows]) -> Table:
         "attention captured",
     )
     return Table("", ("model", "bits", "", "", *measured), tuple(lines))
+
+
+def _tasks(rows: dict[str, Rows]) -> Table:
+    lines = []
+    for label, bits in [
+        ("full cache", None),
+        *((label, bits) for bits in (2, 1) for label in ("KIVI", "paper", DEFAULT, "keep", "query", *CODES)),
+    ]:
+        found = [find(rows[model], label, bits, task, TASK_LENGTH) for model in MODELS for task in TASKS]
+        if any(found):
+            name = f"{label} codes" if label in CODES else label
+            lines.append(
+                ("16" if bits is None else str(bits), name, *(_number(row, "score", 3) for row in found))
+            )
+    headers = ("bits", "", *(f"{title}, {task}" for title in MODELS.values() for task in TASKS))
+    return Table("", headers, tuple(lines))
 
 
 def _candidates(rows: Rows) -> Table:

@@ -8,10 +8,13 @@ from typing import Any, Literal
 
 from specache_fx.eval.bench import Method
 
-Mode = Literal["forced", "greedy", "sampled", "misses"]
+Mode = Literal["forced", "greedy", "sampled", "misses", "table", "turns"]
 TEXT, SEED, WINDOWS, DECODED, NEW_TOKENS, TEMPERATURE = "austen", 0, 4, 256, 128, 1.0
 LENGTHS = {"smollm2": (1024, 2048, 4096), "gemma3": (1024, 2048, 4096, 16384)}
 MAIN_LENGTH = 2048
+# Tasks where needles don't tell (`specache_fx.eval.tasks`), as hard as both models manage with the full cache.
+TASKS: tuple[Mode, ...] = ("table", "turns")
+TASK_LENGTH, PROMPTS = 1500, 12
 
 # What follows a miss, with the default's codes; "none" selects in the same step, the bound of any guess.
 GUESSES: dict[str, dict[str, Any]] = {
@@ -34,7 +37,7 @@ class Run:
         label: As tables call it.
         options: Of the method.
         mode: "forced" feeds the text's own tokens, "greedy" and "sampled" go on by themselves; "misses" feeds them
-            too, a window at a time, and follows each guess.
+            too, a window at a time, and follows each guess. "table" and "turns" are tasks.
         length: Tokens of a window, those that are decoded among them.
         name: Of the method.
     """
@@ -79,6 +82,16 @@ def runs_of(model: str) -> Iterator[Run]:
             yield from _runs(name, bits, {"quantizer": name}, [("forced", MAIN_LENGTH)])
     for name in MIXED:
         yield from _runs(name, 2, {"quantizer": name}, [("forced", MAIN_LENGTH)])
+    tasks: list[tuple[Mode, int]] = [(task, TASK_LENGTH) for task in TASKS]
+    for task, length in tasks:
+        yield Run("full cache", (), task, length, "full")
+        for bits in (2, 1):
+            yield Run("KIVI", tuple({**alone, "bits": bits}.items()), task, length, "kivi")
+    for bits in (2, 1):
+        for label in ("recover (default)", "paper", "keep", "query"):
+            yield from _runs(label, bits, built[label], tasks)
+        for name in CODES:
+            yield from _runs(name, bits, {"quantizer": name}, tasks)
     for bits in (2, 1):
         for label in ("keep", "query", "paper"):
             yield from _runs(label, bits, built[label], others)
