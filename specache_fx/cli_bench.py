@@ -73,6 +73,9 @@ def attention_command(
     kv_heads: Annotated[int, typer.Option(min=1, help="Key/value heads.")] = 8,
     head_dim: Annotated[int, typer.Option(min=1, help="Channels.")] = 128,
     bits: Widths = None,
+    quantizer: Annotated[
+        list[str] | None, typer.Option(help="Of our codes; turboquant, then kivi by default.")
+    ] = None,
     lanes: Annotated[int, typer.Option(min=1, max=2, help="Queries a head: 2 in SpeCache.")] = 2,
     dtype: Annotated[str, typer.Option(help="Of our cache: bfloat16, float16 or float32.")] = "bfloat16",
     kernel: Annotated[str, typer.Option(help="See SpecacheConfig.")] = "auto",
@@ -103,8 +106,8 @@ def attention_command(
                 progress.update(task, description=f"attention, {length:,} tokens")
                 results.append(
                     bench_attention(
-                        shape, widths, lanes, getattr(torch, dtype), kernel, rounds, where,
-                        lambda: progress.advance(task),
+                        shape, widths, quantizer or ["turboquant", "kivi"], lanes, getattr(torch, dtype), kernel,
+                        rounds, where, lambda: progress.advance(task),
                     )
                 )  # fmt: skip
     except SpecacheError as error:

@@ -47,7 +47,12 @@ class AttentionShape:
 
 
 def decode_inputs(
-    shape: AttentionShape, bits: int, lanes: int, dtype: torch.dtype, device: torch.device
+    shape: AttentionShape,
+    bits: int,
+    quantizer_name: str,
+    lanes: int,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> Any:
     """What a kernel gets for a cache of random numbers, and the bytes that it has to read.
 
@@ -55,7 +60,11 @@ def decode_inputs(
         The `DecodeInputs`, and the bytes of codes, scales, window and staged pairs.
     """
     config = SpecacheConfig(
-        bits=bits, group_size=shape.group_size, residual_length=shape.residual_length, top_k=shape.top_k
+        bits=bits,
+        quantizer=quantizer_name,
+        group_size=shape.group_size,
+        residual_length=shape.residual_length,
+        top_k=shape.top_k,
     )
     quantizer, quantized = make_quantizer(config), config.num_quantized(shape.kv_len)
     generator = torch.Generator(device=device).manual_seed(0)
@@ -125,6 +134,7 @@ def peers(shape: AttentionShape, device: torch.device) -> dict[str, tuple[Callab
 def bench_attention(
     shape: AttentionShape,
     widths: Sequence[int],
+    quantizers: Sequence[str],
     lanes: int,
     dtype: torch.dtype,
     kernel: str,
@@ -137,6 +147,7 @@ def bench_attention(
     Args:
         shape: The layer.
         widths: Values of `bits`.
+        quantizers: Names, see `SpecacheConfig`; the first one's rows don't say it.
         lanes: Queries a head that our kernel answers at once: 2 in SpeCache. The peers answer one.
         dtype: The model's.
         kernel: As in `SpecacheConfig`.
@@ -150,9 +161,11 @@ def bench_attention(
     """
     chosen = choose_kernel(kernel, device)
     made = peers(shape, device)
-    for bits in widths:
-        inputs, nbytes = decode_inputs(shape, bits, lanes, dtype, device)
-        made[f"specache {bits}-bit"] = partial(chosen.attention, inputs), nbytes
+    for quantizer in quantizers:
+        for bits in widths:
+            inputs, nbytes = decode_inputs(shape, bits, quantizer, lanes, dtype, device)
+            name = f"specache {bits}-bit" + (f", {quantizer}" if quantizer != quantizers[0] else "")
+            made[name] = partial(chosen.attention, inputs), nbytes
     functions = {name: function for name, (function, _) in made.items()}
     time_in_turn(functions, 2, device)  # builds, allocations
     bandwidth = memory_bandwidth(device)
@@ -164,6 +177,7 @@ def bench_attention(
     return {
         "shape": asdict(shape),
         "lanes": lanes,
+        "quantizers": list(quantizers),
         "dtype": str(dtype).removeprefix("torch."),
         "kernel": chosen.name,
         "bandwidth_gb_s": bandwidth / 1e9,
