@@ -45,7 +45,7 @@ inline void read_affine(const Head& h, int64_t first, int64_t groups) {
 }
 
 // The same for centred codes. A token's scale is taken out of the product: the factors are the query's numbers, times the
-// largest scale of the chunk.
+// largest scale of the chunk, for all of its groups.
 template <int BITS>
 inline void read_centred(const Head& h, int64_t first, int64_t groups) {
   const Sizes& s = h.s;
@@ -60,8 +60,10 @@ inline void read_centred(const Head& h, int64_t first, int64_t groups) {
     to_float(h.spare, h.at(h.in.key_zero, first + g, h.in.key_dim), h.in.key_dim, h.in.dtype);
     packed_order<BITS>(h.spare, s.key_steps, h.key_middles + g * s.key_pad);
   }
-  for (int64_t i = 0; i < groups * s.key_pad; i += kLanes) store(h.key_scales + i, splat(top));
-  for (int64_t i = 0; i < s.key_pad; i += kLanes) store(h.row + i, splat(top));
+  for (int64_t i = 0; i < s.key_pad; i += kLanes) {
+    store(h.key_scales + i, splat(top));
+    store(h.row + i, splat(top));
+  }
 }
 
 // Reads scales and zeros, and fits the factors' steps to them. Returns how many bytes a factor gets.
@@ -99,13 +101,14 @@ inline void score_group(const Head& h, int64_t first, int64_t g) {
   words_by_channel(codes, s.key_bytes, tokens, h.words, s.group_pad);
   const float *scales = h.key_scales + g * s.key_pad, *middles = h.key_middles + g * s.key_pad;
   for (int64_t q = 0; q < s.queries; q++) {
+    if (h.in.centred) h.means[q] = dot_floats(h.packed_query + q * s.key_pad, middles, s.key_pad);
+    if (h.in.centred && g > 0) continue;  // the factors are those of the chunk's first group
     Floats middle{};
     const Ints integers = round_factors<BYTES, false, false>(
         h.scaled_query + q * s.key_pad, scales, 1.0f, nullptr, s.key_pad, h.packed_query + q * s.key_pad, middles,
         middle, h.factors + BYTES * q * s.key_pad / 4);
     const Floats rounding = to_floats(integers) * (h.steps[q] * (F::kMaxCode / 2.0f));
     h.offsets[q] = h.in.centred ? -sum(rounding) : sum(middle - rounding);
-    h.means[q] = sum(middle);
   }
   products<BITS, F::kPerByte>({h.words, s.group_pad, s.key_words, s.group_pad}, h.factors, s.key_pad / 4, h.sums,
                               s.queries * BYTES, s.group_pad, false, codes + kAhead, tokens * s.key_bytes);

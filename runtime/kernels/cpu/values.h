@@ -127,8 +127,10 @@ inline void add_means(const Head& h, int64_t first, int64_t tokens) {
     for (int64_t q = 0; q < h.s.queries; q++) {
       const float* p = h.probs_of(q) + at;
       float share = 0;
+#pragma omp simd reduction(+ : share)
       for (int64_t t = 0; t < size; t++) share += p[t];
       float* out = h.code_out() + q * h.s.value_pad;
+#pragma omp simd
       for (int64_t c = 0; c < dim; c++) out[c] += share * h.row[c];
     }
   }
