@@ -6,7 +6,9 @@ import torch
 
 # So many of the newest tokens are looked for, and fewer where they never stood in that order before.
 MOST_NGRAM = 4
-_UNKNOWN = -1  # a token that no graph was seen to take; no token equals it
+_UNKNOWN = -1  # a token that no graph was seen to take
+_NONE = -2  # equals no token, nor an unknown one
+_FRONT = MOST_NGRAM - 1
 
 
 class TokenHistory:
@@ -19,28 +21,30 @@ class TokenHistory:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._rows = torch.empty((0, 0), dtype=torch.int32, device=device)
+        # Before the first token so many unknown ones that an n-gram can end with it.
+        self._rows = torch.empty((0, _FRONT), dtype=torch.int32, device=device)
         self._length = 0
 
     def append(self, tokens: torch.Tensor, kv_len: int) -> None:
         """Put tokens `[batch, q_len]` behind place `kv_len`; what comes before and was never given is unknown."""
         batch, q_len = tokens.shape
-        needed = kv_len + q_len
-        if self._rows.shape[0] != batch or self._rows.shape[1] < needed:
+        length, start = kv_len + q_len, kv_len + _FRONT
+        if self._rows.shape[0] != batch or self._rows.shape[1] < length + _FRONT:
             # The rows of a prompt; then an eighth more each time.
-            room = needed if not self._length else max(needed, self._length + self._length // 8 + 64)
-            grown = self._rows.new_full((batch, room), _UNKNOWN)
+            room = length if not self._length else max(length, self._length + self._length // 8 + 64)
+            grown = self._rows.new_full((batch, room + _FRONT), _UNKNOWN)
             if self._rows.shape[0] == batch:
-                grown[:, : self._length] = self._rows[:, : self._length]
+                held = self._length + _FRONT
+                grown[:, :held] = self._rows[:, :held]
             self._rows = grown
         elif self._length < kv_len:
-            self._rows[:, self._length : kv_len] = _UNKNOWN
-        self._rows[:, kv_len:needed] = tokens
-        self._length = needed
+            self._rows[:, self._length + _FRONT : start] = _UNKNOWN
+        self._rows[:, start : start + q_len] = tokens
+        self._length = length
 
     def learn(self, tokens: torch.Tensor) -> None:
         """Put the tokens `[batch, prompt_len]` of a prompt that a plain model read, before those that are there."""
-        self._rows[:, : tokens.shape[1]] = tokens
+        self._rows[:, _FRONT : _FRONT + tokens.shape[1]] = tokens
 
     def crop(self, kv_len: int) -> None:
         """Forget the tokens from `kv_len` on."""
@@ -59,20 +63,21 @@ class TokenHistory:
         Returns:
             int32 `[batch]` and bool `[batch]`: whether there is such a place; the token is any where there is none.
         """
-        known = self._rows[:, : self._length]
+        rows = self._rows
         places = self._length - 1  # where an n-gram may end that something follows
         if places < 1:
-            return known.new_zeros(len(known)), known.new_zeros(len(known), dtype=torch.bool)
-        matched = torch.zeros_like(known[:, :places])
-        going_on = known[:, 1:] != _UNKNOWN  # what follows there is to be known
-        for back in range(min(MOST_NGRAM, places)):
-            newest = known[:, places - back, None]
-            same = (known[:, : places - back] == newest) & (newest != _UNKNOWN)
-            going_on[:, :back] = False
-            going_on[:, back:] &= same
-            matched += going_on
+            return rows.new_zeros(len(rows)), rows.new_zeros(len(rows), dtype=torch.bool)
+        newest = rows[:, self._length - 1 : self._length + _FRONT]
+        newest = newest.masked_fill(newest == _UNKNOWN, _NONE)
+        matched = torch.zeros(
+            (len(rows), places), dtype=torch.uint8, device=rows.device
+        )  # tokens, the last ones
+        for i in range(MOST_NGRAM):
+            matched.add_(1).mul_(rows[:, i : i + places] == newest[:, i, None])
+        matched.mul_(
+            rows[:, _FRONT + 1 : _FRONT + 1 + places] != _UNKNOWN
+        )  # what follows there is to be known
         # The longest match counts first, then the latest place.
-        numbers = torch.arange(places, device=known.device)
-        best = (matched.to(torch.int64) * places + numbers).argmax(-1, keepdim=True)
-        found = matched.gather(1, best) > 0
-        return known.gather(1, best + 1).squeeze(1), found.squeeze(1)
+        numbers = torch.arange(places, dtype=torch.int32, device=rows.device)
+        greatest, best = torch.add(numbers, matched, alpha=places).max(-1, keepdim=True)
+        return rows.gather(1, best + (_FRONT + 1)).squeeze(1), (greatest >= places).squeeze(1)
