@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -225,7 +225,7 @@ def explain(
                 with uncompiled(model):
                     for inner in with_generators(model):
                         inner._compiled_call_impl = compiled.dynamo_ctx(inner._call_impl)
-                    model.generate(**{"max_new_tokens": 4, "do_sample": False, **inputs})
+                    cast(Any, model).generate(**{"max_new_tokens": 4, "do_sample": False, **inputs})
             else:
                 compiled(**inputs)
     finally:
