@@ -58,7 +58,7 @@ def decode_tables(result: Mapping[str, Any], base: str) -> list[Table]:
         f" {result['bandwidth_gb_s']:.1f} GB/s, measured in this run by copying.",
     )
     sizes = Table(
-        caption="hidden: of the time that copies took, what no step waited for, by its counters and in a trace;"
+        caption="hidden: the share of copy time that overlapped compute, by counters and in a trace;"
         " calls: operators of PyTorch that a step calls."
     )
     headers = {
