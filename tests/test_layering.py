@@ -72,7 +72,7 @@ RANKS: tuple[tuple[str, ...], ...] = (
     ("specache_fx.progress",),
     ("specache_fx.config", "specache_fx.sizes", "specache_fx.model_shape"),
     ("specache_fx.provenance",),
-    ("specache_fx.recompile_limit",),
+    ("specache_fx.compiled", "specache_fx.recompile_limit"),
     ("specache_fx.errors", "specache_fx._log"),
 )
 RANK = {name: len(RANKS) - i for i, names in enumerate(RANKS) for name in names}
