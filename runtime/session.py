@@ -32,8 +32,8 @@ from specache_fx.runtime.window_cache import WindowCache
 
 _numbers = itertools.count(1)
 
-# The weight of the speculative token's scores in the selection; the output token's have the rest. Chosen by the
-# attention captured in trials on one model (SmolLM2): more than by either token's scores alone.
+# The weight of the speculative token's scores in the selection; the output token's have the rest. Chosen among the
+# shares of results/real_candidates.json (`python -m benchmarks.real.candidates`).
 SHARE_AFTER_HIT, SHARE_AFTER_MISS = 0.8, 0.4
 
 
@@ -90,7 +90,8 @@ class Session:
         self.speculative_token: torch.Tensor | None = None  # what lane 1 decodes next
         # What it decoded last: a guess at the next output token.
         self.guessed_token: torch.Tensor | None = None
-        self.tokens = TokenHistory(device) if config.on_miss == "recover" else None
+        recovers = config.on_miss == "recover" and config.num_lanes > 1
+        self.tokens = TokenHistory(device) if recovers else None
         self.staged_for: int | None = None  # the length at which the staged pairs are those of the next token
         # Who uses it.
         self.closed = False
@@ -248,6 +249,11 @@ class Session:
         """What was speculated is void: the tokens to come are others (extend, crop, a new run of decode steps)."""
         self.staged_for = self.speculative_token = self.guessed_token = None
 
+    def remember(self, tokens: torch.Tensor | None) -> None:
+        """Note the tokens that go through next, integers `[batch, q_len]`; None where the graph takes none."""
+        if self.tokens is not None and tokens is not None:
+            self.tokens.append(tokens, self.kv_len)
+
     def recover(self, token: torch.Tensor, missed: torch.Tensor) -> torch.Tensor:
         """Go on where some rows' tokens were not the speculated ones; nothing waits for the device.
 
@@ -255,14 +261,13 @@ class Session:
         before in the sequence, what followed there is the better guess.
 
         Args:
-            token: The output token, `[batch, 1]` or of as many elements.
+            token: The output token, `[batch, 1]` or of as many elements; it is remembered.
             missed: bool, of its shape.
 
         Returns:
             `DecodeStep.shares`.
         """
         assert self.tokens is not None and self.speculative_token is not None
-        self.tokens.append(token.reshape(-1, 1), self.kv_len)
         if missed.is_cuda or bool(missed.any()):
             following, found = self.tokens.following()
             guess = following.reshape(token.shape).to(token.dtype)
@@ -272,16 +277,13 @@ class Session:
         shares = torch.full(missed.shape, SHARE_AFTER_HIT, dtype=torch.float32, device=missed.device)
         return shares.masked_fill_(missed, SHARE_AFTER_MISS).reshape(-1)
 
-    def advance(self, num_tokens: int, decoded: bool, tokens: torch.Tensor | None = None) -> None:
+    def advance(self, num_tokens: int, decoded: bool) -> None:
         """A forward pass of `num_tokens` went through; after a decode step the staged pairs fit the next one.
 
         Args:
             num_tokens: How many they were.
             decoded: Whether it was a decode step.
-            tokens: Which, integers `[batch, num_tokens]`, where the graph takes tokens.
         """
-        if self.tokens is not None and tokens is not None:
-            self.tokens.append(tokens, self.kv_len)
         self.kv_len += num_tokens
         self.staged_for = self.kv_len if decoded else None
         if decoded:

@@ -87,10 +87,10 @@ class SpecacheConfig:
             (SpeCache); "query" uses the output token's own scores, one step late; "none" selects and fetches in the
             same step, as "kcache" always does.
         on_miss: What follows when another token comes than the speculative one. "recover" (the default): the scores of
-            both tokens choose the next pairs, and the speculative token becomes the one that followed the newest tokens
-            where they stood before. "keep": the speculative lane goes on from its own token, and its scores alone
+            both tokens choose the next pairs, and the token that followed the last occurrence of the newest n-gram
+            replaces the speculative one. "keep": the speculative lane goes on from its own token, and its scores alone
             choose (the paper's Algorithm 3). "refetch": pairs are chosen and fetched anew for the right token, in one
-            more pass before the step. For lookahead "token".
+            more pass before the step. Without a speculative token (another lookahead) no token is missed.
         aggregation: How the selection scores of the query heads that share a kv head become one: "mean" or "max".
         quantizer: Name of a quantiser in `specache_fx.runtime.quant.QUANTIZERS`: "turboquant" by default, the paper's
             "kivi" with policy "kivi". With 16 bits there are no codes, and it says nothing.
@@ -118,7 +118,7 @@ class SpecacheConfig:
     resident_layers: int = 0
     sink_tokens: int = 0
     lookahead: Lookahead = _OF_POLICY
-    on_miss: OnMiss = _OF_POLICY
+    on_miss: OnMiss = "recover"
     aggregation: Aggregation = "mean"
     quantizer: str = _OF_POLICY
     selector: str = "topk"
@@ -143,11 +143,6 @@ class SpecacheConfig:
                     f" {' or '.join(map(repr, valid))} alone: leave {name} out, or choose another policy."
                 )
         self._default("quantizer", self.placement.quantizer)
-        self._default("on_miss", "recover" if self.num_lanes > 1 else "keep")
-        if (
-            self.on_miss == "recover" and self.num_lanes == 1
-        ):  # a default that `dataclasses.replace` has passed on
-            object.__setattr__(self, "on_miss", "keep")
         self._one_of("on_miss", get_args(OnMiss))
         self._one_of("aggregation", get_args(Aggregation))
         self._one_of("host", get_args(HostKind))
@@ -169,12 +164,12 @@ class SpecacheConfig:
         for name in ("quantizer", "selector", "kernel"):
             if not isinstance(getattr(self, name), str):
                 raise ConfigError(f"{name}={getattr(self, name)!r}: give a name (a string).")
-        if self.on_miss != "keep" and self.num_lanes == 1:
+        if self.on_miss == "refetch" and self.num_lanes == 1:
             speculates = (
                 f"lookahead={self.lookahead!r}" if self.placement.prefetch else f"policy={self.policy!r}"
             )
             raise ConfigError(
-                f'on_miss="{self.on_miss}" is given, but {speculates} speculates on no token, so none is missed: leave'
+                f'on_miss="refetch" is given, but {speculates} speculates on no token, so none is missed: leave'
                 ' on_miss out, or use policy="specache" with lookahead="token".'
             )
         if self.host_dir is not None:

@@ -104,6 +104,8 @@ class Decode:
             with session.lock:
                 claims.check_open(session)  # another thread may have released it
                 session.metrics.begin_step()
+                token = None if self._sources.token is None else args[self._sources.token]
+                session.remember(None if token is None else token.reshape(-1, 1))
                 lost = self.lanes > 1 and session.speculative_token is None
                 shares = None
                 if session.staged_for != session.kv_len or lost:
@@ -116,8 +118,7 @@ class Decode:
                     else:
                         shares = self._check_guess(session, args, biases)
                 kept, windows_told = self._step(session, args, biases, ahead=1, shares=shares)
-                token = None if self._sources.token is None else args[self._sources.token]
-                session.advance(1, decoded=True, tokens=None if token is None else token.reshape(-1, 1))
+                session.advance(1, decoded=True)
                 told = self._sources.knows_next and windows_told
                 if self.lanes > 1 and not (told and not (self._sources.fixed_length and session.masks_move)):
                     session.staged_for = None  # lane 1 had no position, or no mask, of its own: start over

@@ -168,9 +168,8 @@ def _advance(session: Session, state: PassState, args: Sequence[Any]) -> None:
     tokens = None if state.token is None else args[state.token]
     if tokens is not None and tokens.numel() != (session.batch or 0) * num_tokens:
         tokens = None  # several codes a token
-    session.advance(
-        num_tokens, decoded=False, tokens=None if tokens is None else tokens.reshape(-1, num_tokens)
-    )
+    session.remember(None if tokens is None else tokens.reshape(-1, num_tokens))
+    session.advance(num_tokens, decoded=False)
 
 
 def resolve(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,6 +40,7 @@ class Counts:
     """Sums over steps, layers and kv heads."""
 
     steps: int = 0
+    more_passes: int = 0
     right: int = 0
     captured: float = 0.0
     wanted: float = 0.0
@@ -49,7 +51,7 @@ class Counts:
 
 
 class Simulated:
-    """A model whose layers without a window read pairs by a rule: it stays so until another one is made.
+    """A model whose layers without a window read pairs by a rule.
 
     Args:
         model: Of transformers.
@@ -58,7 +60,6 @@ class Simulated:
     """
 
     def __init__(self, model: Any, config: SpecacheConfig, rule: Rule | None) -> None:
-        # transformers looks both up by name, at each call.
         ALL_ATTENTION_FUNCTIONS[_NAME] = self._attention
         ALL_MASK_ATTENTION_FUNCTIONS[_NAME] = ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
         model.set_attn_implementation(_NAME)
@@ -68,6 +69,8 @@ class Simulated:
         self.counts = Counts()
         self._missed = False
         self._guesses: list[int] = []
+        self._guessed_by: torch.Tensor | None = None  # the logits that `_guesses` are of
+        self._sure = 0.0
         self._expected: int | None = None
         self._kv_len = self._place = 0
         self._history = TokenHistory(torch.device("cpu"))
@@ -78,8 +81,6 @@ class Simulated:
         self._forward(ids, 0)
         self._history.append(ids, 0)
         self._kv_len = ids.shape[1]
-        if self._rule is not None and self._rule.lanes > 1:
-            self._guesses = [0] * (self._rule.lanes - 1)
 
     @torch.inference_mode()
     def step(self, token: int) -> torch.Tensor:
@@ -87,22 +88,50 @@ class Simulated:
         place, self._kv_len = self._kv_len, self._kv_len + 1
         self._history.append(torch.tensor([[token]]), place)
         rule = self._rule
-        guesses = self._guesses if rule is not None and rule.lanes > 1 else []
-        if guesses:
-            self._missed = self._expected != token
-            self.counts.right += not self._missed
-            if self._missed and rule is not None and rule.ngrams:
+        guesses: list[int] = []
+        if rule is not None and rule.lanes > 1:
+            self._missed = self._expected is not None and self._expected != token
+            self.counts.right += self._expected == token
+            if self._expected is None or (self._missed and rule.refetch):
+                self._predecode(token, place, rule.lanes - 1)
+            guesses = self._guesses
+            if self._missed and rule.ngrams:
                 following, found = self._history.following()
                 if found:
                     guesses[0] = int(following)
+            assert self._guessed_by is not None
+            self._sure = float(self._guessed_by.softmax(-1)[guesses[0]])
         logits = self._forward(torch.tensor([[token, *guesses]]), place).float()
         self.counts.steps += 1
         if guesses:
             self._expected = guesses[0]
-            self._guesses = logits[1].topk(len(guesses)).indices.tolist()
+            self._guess(logits[1], len(guesses))
         return logits[0]
 
+    def _guess(self, logits: torch.Tensor, count: int) -> None:
+        self._guessed_by, self._guesses = logits, logits.topk(count).indices.tolist()
+
+    def _predecode(self, token: int, place: int, count: int) -> None:
+        """Algorithm 2: the token alone chooses the pairs, and what it says next is the guess; no pair is kept."""
+        self.counts.more_passes += self._missed
+        before = {number: copy.copy(layer) for number, layer in self.layers.items()}
+        for layer in self.layers.values():
+            layer.staged = None
+        logits = self._forward(torch.tensor([[token]]), place).float()
+        for number, layer in before.items():
+            layer.staged, layer.chosen_by = self.layers[number].staged, self.layers[number].chosen_by
+        self.layers = before
+        self._guess(logits[0], count)
+
+    def fork(self, rule: Rule) -> Simulated:
+        """The same prompt, read once, under another rule. Decode one after the other."""
+        twin = Simulated(self._model, self._config, rule)
+        twin.layers = {number: copy.copy(layer) for number, layer in self.layers.items()}
+        twin._history, twin._kv_len = copy.deepcopy(self._history), self._kv_len
+        return twin
+
     def _forward(self, ids: torch.Tensor, place: int) -> torch.Tensor:
+        ALL_ATTENTION_FUNCTIONS[_NAME] = self._attention  # of several, the one that runs
         lanes = ids.shape[1] - 1 if place else 0
         positions = torch.arange(place, place + ids.shape[1])
         if place:
@@ -194,11 +223,11 @@ class Simulated:
         assert rule is not None
         by_lane = probs.mean(1)[..., :n]  # [heads, lanes, n]
         wanted = _top(by_lane[:, 0], n, self._config.top_k)
-        if counts.steps:
+        if counts.steps and by_lane.shape[1] == rule.lanes:
             counts.captured += float((by_lane[:, 0] * staged).sum())
             counts.wanted += float((by_lane[:, 0] * wanted).sum())
             counts.heads += len(by_lane)
-        share = rule.shares(self._missed) if rule.lanes > 1 else 0.0
+        share = rule.shares(self._missed, self._sure) if by_lane.shape[1] > 1 else 0.0
         scores = share * by_lane[:, 1:].mean(1) + (1 - share) * by_lane[:, 0] if share else by_lane[:, 0]
         if rule.decay and layer.scores is not None:
             before = torch.nn.functional.pad(layer.scores, (0, n - layer.scores.shape[1]))
