@@ -1,8 +1,8 @@
 """Says that a model is being compiled, which may take a minute.
 
 A terminal shows one line on stderr: the graph, the step and the seconds so far. It vanishes, and one with the time
-stays. Elsewhere (a pipe, a notebook) the logger `specache_fx.progress` gets one warning, and the time at INFO. Whoever
-sets its level above WARNING hears nothing, nor does anybody of a compile of a few seconds.
+stays. Elsewhere (a pipe, a notebook) the logger `specache_fx.progress` gets one warning, and the time at INFO. A level
+above WARNING silences it. Compiles under `QUIET_SECONDS` are not reported.
 """
 
 from __future__ import annotations

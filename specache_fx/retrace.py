@@ -32,7 +32,7 @@ def _is_marked(tensor: torch.Tensor, dim: int) -> bool:
 
 
 def trace_as_growing(gm: GraphModule, fixed: Mapping[int, int]) -> None:
-    """Mark inputs as growing, and have Dynamo start over. Where all were marked before, it had its reasons.
+    """Mark inputs as growing, and have Dynamo start over. Inputs that are marked already are left alone.
 
     Args:
         gm: Dynamo's graph.

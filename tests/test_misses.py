@@ -120,6 +120,30 @@ def test_recovering_rows_depend_on_no_other_row_and_are_the_oracles() -> None:
     assert not torch.allclose(kept.logits, ours.logits, **CLOSE)
 
 
+def test_runs_of_misses_end_where_the_sequence_has_the_ngram() -> None:
+    model, period = TinyDecoder(TinyConfig()), torch.arange(7).repeat(12)[None]
+    prompt, forced = period[:, :40], period[:, 40:]
+    longest = {}
+    for on_miss in ("recover", "keep"):
+        torch._dynamo.reset()
+        ours = generate(compiled(model, config(on_miss=on_miss)), prompt, forced.shape[1] + 1, None, forced)
+        longest[on_miss] = specache_fx.stats(ours.past).longest_miss_run
+    # A random model guesses nothing: after a miss the n-gram does, one token later.
+    assert longest["recover"] <= 3 and longest["keep"] > 10
+
+
+@pytest.mark.parametrize("lookahead", ["query", "none"])
+def test_recovering_is_nothing_where_no_token_is_speculated(lookahead: str) -> None:
+    model = TinyDecoder(TinyConfig(num_layers=1))
+    runs = []
+    for options in ({"on_miss": "recover"}, {"on_miss": "keep"}, {}):
+        torch._dynamo.reset()
+        forward = compiled(model, config(lookahead=lookahead, **options))
+        runs.append(generate(forward, PROMPT, TOKENS, PADDED, FORCED))
+    assert torch.equal(runs[0].logits, runs[1].logits) and torch.equal(runs[0].logits, runs[2].logits)
+    assert specache_fx.stats(runs[0].past).longest_miss_run == 0
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_recovering_does_not_depend_on_the_default_dtype(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
