@@ -241,7 +241,7 @@ class Metrics:
         return self.split().all
 
     def split(self) -> SplitHits:
-        """Of all steps, and of those guessed right and wrong; waits for the device. Logs a hint, once, where few are right."""
+        """Of all steps, and of those guessed right and wrong; waits for the device. Logs a hint if few are right."""
         with torch.inference_mode(False), torch.no_grad():
             total, longest, _ = self._sum()
             every, right, wrong = (Hits(*row) for row in total.tolist())
