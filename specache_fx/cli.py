@@ -75,6 +75,7 @@ def plan_command(
     ] = _DEFAULTS.residual_length,
     top_k: Annotated[int, typer.Option(help="KV pairs prefetched for each head.")] = _DEFAULTS.top_k,
     policy: Annotated[str, typer.Option(help=f"One of {', '.join(POLICIES)}.")] = _DEFAULTS.policy,
+    quantizer: Annotated[str | None, typer.Option(help="Makes the codes; the policy's by default.")] = None,
     resident_layers: Annotated[
         int, typer.Option(help="First layers that stay whole on the device.")
     ] = _DEFAULTS.resident_layers,
@@ -122,6 +123,7 @@ def plan_command(
         }
         options = {
             "policy": policy,
+            **({} if quantizer is None else {"quantizer": quantizer}),
             "group_size": group_size,
             "residual_length": residual_length,
             "top_k": top_k,

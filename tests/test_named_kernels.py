@@ -35,10 +35,10 @@ def run(model: TinyDecoder, steps: int = 3, **options: object) -> object:
 @pytest.mark.parametrize(
     ("config", "dtype", "options", "reason"),
     [
-        (PLAIN, torch.float32, {"quantizer": "nuq"}, "the quantiser is 'nuq' with bits=2"),
-        (PLAIN, torch.float32, {"bits": 16}, "the quantiser is 'identity' with bits=16"),
-        (PLAIN, torch.float32, {"policy": "kcache"}, "the quantiser is 'keys_only'"),
-        (WINDOWS, torch.float32, {"quantizer": "nuq"}, "the quantiser is 'nuq'"),
+        (PLAIN, torch.float32, {"quantizer": "nuq"}, "not what quantizer='nuq', bits=2, group_size="),
+        (PLAIN, torch.float32, {"bits": 16}, "not what bits=16 makes"),
+        (PLAIN, torch.float32, {"policy": "kcache"}, "not what policy='kcache' makes"),
+        (WINDOWS, torch.float32, {"quantizer": "nuq"}, "not what quantizer='nuq'"),
         (LATENT, torch.float32, {}, "latent attention"),
         (PLAIN, torch.float64, {}, "this has float64"),
     ],

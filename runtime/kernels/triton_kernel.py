@@ -49,10 +49,7 @@ class TritonKernel:
             return f"it has no aggregation={form.aggregation!r}"
         quantizer, most = form.quantizer, _MOST_CHANNELS
         if quantizer is not None and quantizer.code_form is None:
-            return (
-                f"it reads KIVI's and TurboQuant's codes, and the quantiser is {quantizer.name!r} with"
-                f" bits={quantizer.bits}"
-            )
+            return f"it reads KIVI's and TurboQuant's codes, not what {quantizer.asked_by} makes"
         if torch.float32 in form.dtypes:
             most = _MOST_CHANNELS_FLOAT32
         bits = 8 if quantizer is None else quantizer.bits

@@ -55,6 +55,11 @@ class Quantizer(ABC):
         self.bits = bits
         self.group_size = group_size
 
+    @property
+    def asked_by(self) -> str:
+        """The options that ask for it, for messages."""
+        return f"quantizer={self.name!r}, bits={self.bits}, group_size={self.group_size}"
+
     @abstractmethod
     def quantize_key(self, x: torch.Tensor) -> Planes:
         """Quantise keys.

@@ -16,6 +16,11 @@ class IdentityQuantizer(Quantizer):
     name = "identity"
     valid_bits = (16,)
 
+    @property
+    def asked_by(self) -> str:
+        """See `Quantizer.asked_by`."""
+        return "bits=16"
+
     def quantize_key(self, x: torch.Tensor) -> Planes:
         """A contiguous copy: what the model does to x later must not reach the cache."""
         self._check_whole_groups(x)

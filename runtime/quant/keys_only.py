@@ -19,6 +19,11 @@ class KeysOnlyQuantizer(IdentityQuantizer):
 
     name = "keys_only"
 
+    @property
+    def asked_by(self) -> str:
+        """See `Quantizer.asked_by`."""
+        return "policy='kcache'"
+
     def quantize_value(self, x: torch.Tensor) -> Planes:
         """Planes without bytes."""
         self._check_whole_groups(x)

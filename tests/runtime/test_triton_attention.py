@@ -74,7 +74,7 @@ def test_attention_leaves_its_inputs_alone():
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ("bits", r"it reads KIVI's and TurboQuant's codes, and the quantiser is 'identity' with bits=16"),
+        ("bits", r"it reads KIVI's and TurboQuant's codes, not what bits=16 makes"),
         ("expand", r"latent attention"),
         ("wide", r"it takes 128 channels of this dtype and 8 lanes at most"),
         ("float64", r"it is for one of float32, bfloat16 and float16, and this has float64"),
