@@ -158,13 +158,28 @@ def find_sources(gm: GraphModule, state: PassState) -> Sources:
 def _fixed_sizes(inputs: list[Node], state: PassState, sources: Sources) -> dict[int, int]:
     """Inputs that grow with the context and are of constant size here, and in which dimension of Dynamo's tensor."""
     token_dims = {i: 1 if i in state.swapped_inputs else 2 for i in state.past_inputs}
-    mask_dims = {i: len(shape_of(inputs[i]) or ()) - 1 for i in sources.masks}
+    # One that is cut to the keys' length tells Dynamo nothing about its own: it is as long as the keys are now.
+    now = (_now((shape_of(inputs[i]) or ())[2]) for i in token_dims if i not in sources.most)
+    lengths = {length + 1 for length in now if length is not None}
+    mask_dims = {}
+    for i, node in enumerate(inputs):
+        shape = shape_of(node) or ()
+        as_long = len(shape) > 1 and i != sources.token and _now(shape[-1]) in lengths
+        is_whole = as_long and (_is_integer_tensor(node) or value_of(node).dtype == torch.bool)
+        if i in sources.masks or (is_whole and not is_static_input(node)):
+            mask_dims[i] = len(shape) - 1
     return {
         i: dim
         for i, dim in (token_dims | mask_dims).items()
         # Dynamo makes a constant of 1 whatever it is told.
         if not symbols_of(size := (shape_of(inputs[i]) or ())[2 if i in token_dims else -1]) and size > 1
     }
+
+
+def _now(size: Any) -> int | None:
+    """What a size is in this call; None where it can't be told."""
+    hint = size if isinstance(size, int) else size.node.hint
+    return hint if isinstance(hint, int) else None
 
 
 def mask_inputs(

@@ -207,6 +207,10 @@ def _own(issued: registry.Issue, past: Sequence[torch.Tensor]) -> Claim:
         if not handles.is_whole(tensor) or handles.was_written(tensor):
             raise CacheHandleError(CHOSEN)
         offset += tensor.shape[0] * tensor.shape[3]
+    # What wrote by another way (DLPack, the storage) counted no version.
+    codes = issued.codes
+    if codes is not None and not torch.equal(handles.codes_of(past[0], len(codes)), codes):
+        raise CacheHandleError(CHOSEN)
     return Claim(issued, _claimed_length(issued.session, past), list(past), list(range(batch)))
 
 

@@ -262,6 +262,12 @@ def issue(
     return handles
 
 
+def codes_of(handle: torch.Tensor, count: int) -> torch.Tensor:
+    """The first `count` elements of a handle's storage, the rows of all slots, as integers; a view."""
+    codes = torch.empty(0, dtype=handle.dtype, device=handle.device)
+    return codes.set_(handle.untyped_storage(), 0, (count,), (1,)).view(_BOXES[handle.dtype].integer)
+
+
 def resize(handle: torch.Tensor, kv_len: int) -> torch.Tensor:
     """The same handle for a cache of `kv_len` tokens; shares the storage."""
     batch, heads, _, dim = handle.shape

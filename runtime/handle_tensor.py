@@ -78,6 +78,9 @@ class Handle(torch.Tensor):
         with bare():
             return f"Handle(shape={tuple(self.shape)}, dtype={self.dtype}, device={str(self.device)!r})"
 
+    def __copy__(self) -> Self:
+        return mark(plain(self), self.lease)  # type: ignore[return-value]
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         if id(self) not in memo:
             with bare():
@@ -120,6 +123,7 @@ def _outside(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str,
     moves = name in _MOVES or name == "__get__"  # a property
     first: Any = args[0] if args else None
     sources = list(first) if name in _JOINS and isinstance(first, (list, tuple)) else [first]
+    sources = [source for source in sources if not _is_nothing(source)]
     if not moves or not all(isinstance(source, Handle) for source in sources):
         raise CacheHandleError(_refusal(name))
     with bare():
@@ -132,6 +136,11 @@ def _outside(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str,
             if not isinstance(tensor, Handle):
                 mark(tensor, sources[0].lease)
     return moved
+
+
+def _is_nothing(source: Any) -> bool:
+    """Whether it is an empty list of numbers: transformers joins the first keys of a layer to one."""
+    return isinstance(source, torch.Tensor) and source.dim() == 1 and not source.numel()
 
 
 def _refusal(name: str) -> str:

@@ -27,10 +27,14 @@ def user_folder() -> Path:
     """`specache_fx` below `$XDG_CACHE_HOME` or `~/.cache`; the specification says to ignore a relative path.
 
     Raises:
-        RuntimeError: If there is no home folder.
+        RuntimeError: If there is no home folder, or its path is relative.
     """
     named = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    return (named if named.is_absolute() else Path.home() / ".cache") / "specache_fx"
+    if not named.is_absolute():
+        if not (home := Path.home()).is_absolute():
+            raise RuntimeError(f"HOME={str(home)!r} is no absolute path")
+        named = home / ".cache"
+    return named / "specache_fx"
 
 
 def kept_folder(file: str) -> Path | None:

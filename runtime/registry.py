@@ -36,6 +36,7 @@ class Issue:
     Attributes:
         session: Whose.
         storage: Dies with the last of them.
+        codes: `handles.codes_of` them as they were made; None on a device, where the host would have to wait for it.
         valid_len: Tokens up to which they tell the session's history: fewer than they had once the session was rolled
             back and went on otherwise. None for the newest set.
         moved: Rows that a copy had when the session's rows were put into that order: the copy may come again, if the
@@ -44,6 +45,7 @@ class Issue:
 
     session: Session
     storage: StorageWeakRef
+    codes: torch.Tensor | None
     valid_len: int | None = None
     moved: list[int] | None = None
 
@@ -118,8 +120,10 @@ def issue(session: Session) -> list[torch.Tensor]:
     code = next(_codes) % handles.MAX_SESSION
     made = handles.issue(code, slots, session.batch, session.kv_len, session.dtype, session.device)
     made = resized(session, made)
-    storage = StorageWeakRef(made[0].untyped_storage())
-    _issues[code] = _by_storage[storage.cdata] = Issue(session, storage)
+    storage, codes = StorageWeakRef(made[0].untyped_storage()), None
+    if session.device.type == "cpu":
+        codes = handles.codes_of(made[0], session.batch * sum(dim for _, dim in slots)).clone()
+    _issues[code] = _by_storage[storage.cdata] = Issue(session, storage, codes)
     return made
 
 

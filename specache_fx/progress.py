@@ -51,10 +51,14 @@ class Compile:
             if self._over or _muted or not logger.isEnabledFor(logging.WARNING):
                 return
             self._said = True
-            if _is_terminal():
-                self._display = _display(self)
-                self._display.start()
-            else:
+            # A stderr that is closed, gone, or no file at all is no failed compile.
+            with contextlib.suppress(OSError, ValueError, AttributeError):
+                if _is_terminal():
+                    display = _display(self)
+                    display.start()
+                    self._display = display
+                    return
+            with contextlib.suppress(ValueError):  # of logging's own, where stderr is closed
                 logger.warning(
                     "specache: compiling %s with Inductor, for a minute or more; later processes find most of it in"
                     ' Inductor\'s cache. lowering="eager" compiles nothing',

@@ -17,6 +17,7 @@ from support.cases import nightly_unless
 from support.zoo import SMALL, build, left_padded
 from torch import Tensor, nn
 from torch._dynamo.exc import BackendCompilerFailed, TorchRuntimeError
+from transformers import DynamicCache
 
 import specache_fx
 from specache_fx import CacheHandleError
@@ -374,6 +375,38 @@ EDITS: dict[str, Callable[[Tensor], Tensor]] = {
     "there_and_back": lambda x: x.half().float(),
     "layer_norm": lambda x: torch.nn.functional.layer_norm(x, x.shape[3:]),
 }
+
+
+# These leave `Handle`, and some count no version.
+ALIASES: dict[str, Callable[[Tensor], Any]] = {
+    "copy": lambda x: copy.copy(x).zero_(),
+    "storage": lambda x: x.untyped_storage().fill_(0),
+    "dlpack": lambda x: torch.from_dlpack(torch.utils.dlpack.to_dlpack(x)).zero_(),
+    "set": lambda x: torch.empty(0).set_(x).zero_(),
+    "numpy": lambda x: plain(x).numpy().fill(0),
+}
+
+
+@pytest.mark.parametrize("how", ALIASES)
+@pytest.mark.parametrize("which", [0, -1])
+def test_a_cache_that_was_edited_through_another_name_is_refused(
+    model: nn.Module, how: str, which: int
+) -> None:
+    past = generate(model, new_tokens=5).past_key_values
+    with pytest.raises(CacheHandleError, match=r"was edited|can't be read or changed"):  # noqa: PT012
+        ALIASES[how](pairs(past)[which])
+        step(model, past)
+
+
+def test_a_cache_that_is_put_together_anew_is_a_copy(model: nn.Module) -> None:
+    past = generate(model, new_tokens=5).past_key_values
+    expected = step(model, copy.deepcopy(past))
+    again = DynamicCache([(layer.keys, layer.values) for layer in past.layers])
+    torch.testing.assert_close(step(model, again), expected, **CLOSE)
+    shared = copy.copy(past.layers[0].keys)
+    assert shared.data_ptr() == past.layers[0].keys.data_ptr()
+    with pytest.raises(CacheHandleError, match="can't be read or changed"):
+        shared.mul_(2)
 
 
 def test_an_edited_cache_is_refused(model: nn.Module) -> None:

@@ -124,9 +124,15 @@ def transformers_steps(model: Any, ids: Tensor, past: Any, masked: bool, count: 
     return torch.stack(found, dim=1), past
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3_text"])
-def test_a_mask_that_comes_later_is_followed_in_a_model_of_transformers(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "attention"), [("llama", "sdpa"), ("gemma3_text", "sdpa"), ("llama", "eager"), ("gpt2", "eager")]
+)
+def test_a_mask_that_comes_later_is_followed_in_a_model_of_transformers(
+    name: str, attention: str, caplog: pytest.LogCaptureFixture
+) -> None:
     plain, compiled = build(name), build(name)
+    for model in (plain, compiled):
+        model.set_attn_implementation(attention)
     compiled.compile(backend="specache", options=EXACT)
     found = []
     for model in (compiled, plain):
@@ -134,6 +140,7 @@ def test_a_mask_that_comes_later_is_followed_in_a_model_of_transformers(name: st
         then, _ = transformers_steps(model, first[:, -1].argmax(-1)[:, None], past, True, 8)
         found.append(torch.cat((first, then), dim=1))
     torch.testing.assert_close(*found, **CLOSE)
+    assert "left alone" not in caplog.text
 
 
 @torch.no_grad()

@@ -119,6 +119,22 @@ def test_nothing_is_said(quiet: dict[str, Any]) -> None:
     assert in_a_pipe(script(**quiet)) == ("before\nafter\n", "")
 
 
+@pytest.mark.parametrize(
+    "stderr",
+    [
+        "closed = io.StringIO(); closed.close(); sys.stderr = closed",
+        "sys.stderr = types.SimpleNamespace(write=lambda text: None, flush=lambda: None)",
+        "class Gone(io.StringIO):\n    isatty = lambda self: True\n    def write(self, text): raise OSError\n"
+        "sys.stderr = Gone()",
+    ],
+    ids=["closed", "no_file", "gone"],
+)
+def test_a_stderr_that_takes_no_line_is_no_error(stderr: str) -> None:
+    raised = "threading.excepthook = lambda seen: print(repr(seen.exc_value))"
+    out, err = in_a_pipe(script(setup=f"import io, threading, types\n{raised}\n{stderr}"))
+    assert (out, err) == ("before\nafter\n", "")
+
+
 def test_a_display_of_the_programs_own_is_left_in_place() -> None:
     setup = """
 from rich.console import Console

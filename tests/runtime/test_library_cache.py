@@ -117,6 +117,17 @@ def test_library_that_others_may_write_to_is_built_anew(
     assert stat.S_IMODE(kept(tmp_path).stat().st_mode) == 0o755
 
 
+def test_relative_home_is_no_place_to_keep_libraries(
+    sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", "relative")
+    _log.forget_warnings()
+    assert load(sources, Path("relative"), monkeypatch) == 42
+    assert "HOME='relative' is no absolute path" in warnings_of(caplog)[0]
+    assert not (tmp_path / "relative").exists()
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to give a folder away")
 def test_folder_of_another_user_is_not_loaded_from(
     sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

@@ -61,6 +61,21 @@ def test_unknown_tokens_match_nothing() -> None:
     assert guesses(apart) == [None]
 
 
+def test_an_unknown_token_lengthens_no_match() -> None:
+    history = TokenHistory(CPU)
+    history.append(torch.tensor([[9]]), 0)
+    history.append(torch.tensor([[7, 3, 8, 7, 4]]), 2)  # an unknown one, then 7
+    history.append(torch.tensor([[7]]), 8)  # an unknown one, then 7 again
+    assert guesses(history) == [4]  # what followed the last 7, not the first
+
+
+def test_tokens_that_were_cut_off_are_unknown_where_nothing_replaces_them() -> None:
+    history = history_of([[1, 2, 3, 4]])
+    history.crop(1)
+    history.append(torch.tensor([[1]]), 3)  # after two that nobody told
+    assert guesses(history) == [None]
+
+
 def test_crop_and_append_again_replace_tokens() -> None:
     history = history_of([[1, 2, 3, 1, 2]])
     assert guesses(history) == [3]

@@ -60,8 +60,8 @@ class CpuKernel:
             return None
         if quantizer.code_form is None or quantizer.group_size > MAX_DIM:
             return (
-                f"it reads KIVI's and TurboQuant's codes in groups of {MAX_DIM:,} at most, not what {quantizer.asked_by}"
-                " makes"
+                f"it reads KIVI's and TurboQuant's codes in groups of {MAX_DIM:,} at most, not what"
+                f" {quantizer.asked_by} makes"
             )
         shared = form.value_dim > quantizer.group_size and quantizer.code_form == "affine"
         if shared and quantizer.group_size * quantizer.bits % 8:
