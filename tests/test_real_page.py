@@ -46,6 +46,18 @@ def test_default_captures_more_attention_than_what_it_replaced() -> None:
             assert captured[0] == max(captured)
 
 
+def test_readme_says_how_long_a_first_call_takes() -> None:
+    report = json.loads((ROOT / "results/real_first_call.json").read_text())
+    rows = {row["start"]: row["first_call"] for row in report["rows"] if row["model"] == "smollm2"}
+    first, second, plain = (
+        [f"{rows[start][token]:.0f} s" for token in ("first_token", "fifth_token")]
+        for start in ("empty caches", "second process", "uncompiled")
+    )
+    readme = (ROOT / page.README).read_text().replace("\n", " ")
+    assert f"first token takes {first[0]} from empty caches and its fifth {first[1]}; in a second" in readme
+    assert f"finds the compiled graphs, {second[0]} and {second[1]}; uncompiled {plain[0]} and {plain[1]}" in readme
+
+
 def test_misses_end_where_the_sequence_has_the_ngram() -> None:
     for model in page.MODELS:
         (row,) = (row for row in rows_of(model) if row["mode"] == "misses")
