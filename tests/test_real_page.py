@@ -55,7 +55,10 @@ def test_readme_says_how_long_a_first_call_takes() -> None:
     )
     readme = (ROOT / page.README).read_text().replace("\n", " ")
     assert f"first token takes {first[0]} from empty caches and its fifth {first[1]}; in a second" in readme
-    assert f"finds the compiled graphs, {second[0]} and {second[1]}; uncompiled {plain[0]} and {plain[1]}" in readme
+    assert (
+        f"finds the compiled graphs, {second[0]} and {second[1]}; uncompiled {plain[0]} and {plain[1]}"
+        in readme
+    )
 
 
 def test_misses_end_where_the_sequence_has_the_ngram() -> None:
