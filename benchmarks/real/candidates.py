@@ -68,17 +68,15 @@ def main(
     out: Annotated[Path, typer.Option(help="The JSON.")] = Path("results/real_candidates.json"),
 ) -> None:
     """Measure, and write one JSON."""
+    made = provenance(torch.device("cpu"))  # the commit from before the file changes
+    made["command"] = f"python -m benchmarks.real.candidates --windows {windows} --decoded {decoded}"
+    made["settings"] = {"text": TEXT, "length": MAIN_LENGTH, "windows": windows, "decoded": decoded}
     rows: list[dict[str, Any]] = []
     with quiet(threads):
         for model in LENGTHS:
             for bits in (2, 1):
                 rows += simulate(model, bits, windows, decoded)
-                settings = {"text": TEXT, "length": MAIN_LENGTH, "windows": windows, "decoded": decoded}
-                report = provenance(torch.device("cpu")) | {"settings": settings, "rows": rows}
-                report["command"] = (
-                    f"python -m benchmarks.real.candidates --windows {windows} --decoded {decoded}"
-                )
-                out.write_text(json.dumps(report, indent=1) + "\n")
+                out.write_text(json.dumps(made | {"rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
