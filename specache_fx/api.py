@@ -134,8 +134,8 @@ def _sessions(past_key_values: Any, function: str) -> list[Session]:
             f"There is no KV cache of specache in what {function}() was given. Give it the past_key_values of a"
             " compiled model, such as model.generate(..., return_dict_in_generate=True).past_key_values. If this is"
             " one: the generate() of what torch.compile(model) returned runs uncompiled (use specache_fx.compile() or"
-            " model.compile()), or the model's attention was left alone (where gradients are enabled, and where"
-            " specache_fx.explain() says so), or another process made it."
+            " model.compile()), or the model's attention was left alone (specache_fx.explain() says why), as"
+            " it is where gradients are enabled, or another process made it."
         )
     return list(sessions.values())
 
