@@ -14,7 +14,8 @@ from specache_fx.config import SpecacheConfig
 from specache_fx.errors import CacheHandleError
 from specache_fx.runtime import handle as handles
 from specache_fx.runtime import registry
-from specache_fx.runtime.session import LayerShape, Session
+from specache_fx.runtime.layout import LayerShape
+from specache_fx.runtime.session import Session
 
 MIXED = (
     "The past KV tensors of this call come from several caches, or in another order than the model returned them, or"

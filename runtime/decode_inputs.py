@@ -51,6 +51,7 @@ def layer_inputs(
     if cache.sinks is not None:
         staged = cache.sinks.staged(staged)
     rows, indices = (None, None) if staged is None else staged
+    key_planes, value_planes = cache.planes
     _, batch, num_kv_heads, _, _ = lanes.key.shape
     shape = (scored_lanes, batch, num_kv_heads, cache.kv_len + 1)
     return DecodeInputs(
@@ -58,8 +59,8 @@ def layer_inputs(
         key=lanes.key,
         value=lanes.value,
         quantizer=cache.quantizer,
-        key_planes=cache.key_planes.view(),
-        value_planes=cache.value_planes.view(),
+        key_planes=key_planes,
+        value_planes=value_planes,
         num_quantized=cache.num_quantized,
         window_rows=cache.window_rows,
         window_len=cache.window_len,

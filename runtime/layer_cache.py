@@ -9,8 +9,8 @@ import torch
 from specache_fx.config import SpecacheConfig
 from specache_fx.runtime.host_cache import HostCache
 from specache_fx.runtime.key_mask import KeyMask
-from specache_fx.runtime.planes import PlaneStore
-from specache_fx.runtime.quant import Quantizer
+from specache_fx.runtime.layout import LayerShape, LayerTensors, Layout
+from specache_fx.runtime.quant import Planes, Quantizer
 from specache_fx.runtime.sink_rows import SinkRows
 
 # Tokens quantised at a time in prefill: bounds the float32 temporaries of quantisation, whatever the prompt's length.
@@ -22,11 +22,17 @@ class LayerCache:
 
     Which tokens are quantised is a function of the length alone (`SpecacheConfig.num_quantized`); of a resident layer
     none are, and its window is the whole cache. Keys are `[batch, num_kv_heads, kv_len, key_dim]`, values
-    `[batch, num_kv_heads, kv_len, value_dim]`, of the model's dtype.
+    `[batch, num_kv_heads, kv_len, value_dim]`, of the model's dtype. What is on the device lies in one arena
+    (`Layout`). A prompt takes exactly what it needs; then codes grow by an eighth, and the window to a group more than
+    `residual_length`.
 
     Args:
         config: The session's options.
         quantizer: Makes the codes.
+        shape: The layer's.
+        batch: Sequences.
+        dtype: Of keys and values.
+        device: Where the model runs.
         host: Keeps the 16-bit originals of the quantised tokens; None where the policy keeps the codes alone.
         layer: Index of this layer's rows in `host`.
         key_mask: The session's, which knows the padding of what is appended before it is.
@@ -34,12 +40,18 @@ class LayerCache:
 
     Attributes:
         sinks: 16-bit rows of quantised tokens that stay on the device; None where none do.
+        num_quantized: Tokens in the low-bit copy.
+        window_len: Tokens in the window.
     """
 
     def __init__(
         self,
         config: SpecacheConfig,
         quantizer: Quantizer,
+        shape: LayerShape,
+        batch: int,
+        dtype: torch.dtype,
+        device: torch.device,
         host: HostCache | None,
         layer: int,
         key_mask: KeyMask,
@@ -50,19 +62,35 @@ class LayerCache:
         self.host = host
         self.layer = layer
         self.resident = resident
-        self.sinks: SinkRows | None = None
-        self._key_mask = key_mask
-        self.key_planes = PlaneStore(config.group_size, quantizer.sequence_key_planes)
-        self.value_planes = PlaneStore(config.group_size)
         self.kernel_memory: dict[str, Any] = {}  # see `DecodeInputs.memory`
-        self._window_key = torch.empty(0)
-        self._window_value = torch.empty(0)
-        self.window_len = 0
+        self.num_quantized = self.window_len = 0
+        self._key_mask = key_mask
+        self._shape, self._batch, self._dtype, self._device = shape, batch, dtype, device
+        self._sink_tokens = 0 if resident else config.sink_tokens
+        self._views: tuple[Planes, Planes] | None = None
+        self._allocate(num_groups=0, window_rows=0)
+        if self.sinks is not None:
+            self.sinks.clear()
 
-    @property
-    def num_quantized(self) -> int:
-        """Tokens in the low-bit copy."""
-        return self.key_planes.num_tokens
+    def _allocate(self, num_groups: int, window_rows: int) -> LayerTensors:
+        """A new arena, whose sinks alone are what they were."""
+        layout = Layout(
+            self.quantizer,
+            self._shape,
+            self._batch,
+            self._dtype,
+            num_groups=num_groups,
+            window_rows=window_rows,
+            sink_tokens=self._sink_tokens,
+        )
+        # No inference tensor, whoever asks first: it is written in any mode.
+        with torch.inference_mode(False):
+            arena = torch.empty(layout.nbytes, dtype=torch.uint8, device=self._device)
+            tensors = layout.tensors(arena)
+        self._layout, self._tensors = layout, tensors
+        self.sinks = SinkRows(*tensors.sinks) if self._sink_tokens else None
+        self._moved()
+        return tensors
 
     def _num_quantized_at(self, kv_len: int) -> int:
         return 0 if self.resident else self.config.num_quantized(kv_len)
@@ -75,29 +103,29 @@ class LayerCache:
     @property
     def device_bytes(self) -> int:
         """Bytes on the device: codes with their scales, sinks, and the window."""
-        window = self._window_key.untyped_storage().nbytes() + self._window_value.untyped_storage().nbytes()
-        sinks = 0 if self.sinks is None else self.sinks.nbytes
-        return self.key_planes.nbytes + self.value_planes.nbytes + window + sinks
+        return self._layout.nbytes
 
     @property
     def window_rows(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The buffers of the window, `[batch, num_kv_heads, room, dim]` each; it is their first `window_len` rows."""
-        return self._window_key, self._window_value
+        return self._tensors.window
 
     def window(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The 16-bit keys and values of the newest tokens; views, no copy."""
-        if self._window_key.dim() != 4:
-            return self._window_key, self._window_value  # nothing yet
-        return self._window_key.narrow(2, 0, self.window_len), self._window_value.narrow(
-            2, 0, self.window_len
-        )
+        key, value = self._tensors.window
+        return key.narrow(2, 0, self.window_len), value.narrow(2, 0, self.window_len)
+
+    @property
+    def planes(self) -> tuple[Planes, Planes]:
+        """Codes of the quantised keys and values; views, the same until something is quantised or moved."""
+        if self._views is None:
+            self._views = self._layout.codes(self._tensors, self.num_quantized // self.config.group_size)
+        return self._views
 
     @property
     def has_room(self) -> bool:
         """Whether one more pair just goes to the window, and nothing else changes."""
-        window = self._window_key
-        full = window.dim() != 4 or self.window_len == window.shape[2]
-        if full or (self.config.sink_tokens and not self.resident):
+        if self.window_len == self._layout.window_rows or self._sink_tokens:
             return False
         return self._num_quantized_at(self.kv_len + 1) == self.num_quantized
 
@@ -116,64 +144,65 @@ class LayerCache:
         Raises:
             HostMemoryError: If the host tier can't take the overflow.
         """
-        if self.sinks is None and self.config.sink_tokens and not self.resident:
-            self.sinks = SinkRows(key, value, self.config.sink_tokens)
         kv_len = self.kv_len + key.shape[2]
         overflow = 0 if hold else self._num_quantized_at(kv_len) - self.num_quantized
+        held, rest = self.num_quantized, self.window_len + key.shape[2] - overflow
+        self._make_room(held + overflow, rest)
+        window_key, window_value = self._tensors.window
         if not overflow:
-            self._extend_window(key, value)
+            # `narrow` and `copy_`: two operators a side, where an assignment to a slice takes four.
+            window_key.narrow(2, self.window_len, key.shape[2]).copy_(key)
+            window_value.narrow(2, self.window_len, key.shape[2]).copy_(value)
+            self.window_len = rest
             return
-        self.kernel_memory.clear()  # else what it holds would live on beside what replaces it
         if self.window_len:
-            window_key, window_value = self.window()
-            key, value = torch.cat([window_key, key], 2), torch.cat([window_value, value], 2)
-        held = self.num_quantized
+            key, value = (torch.cat(pair, 2) for pair in zip(self.window(), (key, value), strict=True))
         try:
             real = self._key_mask.at(kv_len)
             self._quantize(key[:, :, :overflow], value[:, :, :overflow], real)
             if self.sinks is not None:
                 self.sinks.offer(held, key[:, :, :overflow], value[:, :, :overflow], real)
-            window = self._window_of(key[:, :, overflow:]), self._window_of(value[:, :, overflow:])
         except BaseException:
             self._keep_quantized(held)  # all of it or nothing: a step that failed may be repeated
             raise
-        self._set_window(*window, key.shape[2] - overflow)
+        self._set_window(key[:, :, overflow:], value[:, :, overflow:])
 
-    def _extend_window(self, key: torch.Tensor, value: torch.Tensor) -> None:
-        new_len = self.window_len + key.shape[2]
-        if self._window_key.dim() != 4 or self._window_key.shape[2] < new_len:
-            held_key, held_value = self.window() if self.window_len else (key[:, :, :0], value[:, :, :0])
-            grown = self._window_of(held_key, key), self._window_of(held_value, value)
-            self._set_window(*grown, new_len)
+    def _make_room(self, num_quantized: int, window_len: int) -> None:
+        """Have an arena for so many tokens: this one, or a larger one with the same in it."""
+        groups, rows, old = num_quantized // self.config.group_size, window_len, self._layout
+        if groups <= old.num_groups and rows <= old.window_rows:
             return
-        # `narrow` and `copy_`: two operators a side, where an assignment to a slice takes four.
-        self._window_key.narrow(2, self.window_len, key.shape[2]).copy_(key)
-        self._window_value.narrow(2, self.window_len, key.shape[2]).copy_(value)
-        self.window_len = new_len
+        if self.kv_len:
+            groups = max(groups, old.num_groups + (groups > old.num_groups) * old.num_groups // 8)
+            # The window is grown with the codes, so that a step moves all of it once.
+            rows = max(rows, self.window_len, grown_rows(old.window_rows, self.config, self.resident))
+        self._resize(groups, rows)
 
-    def _window_of(self, *parts: torch.Tensor) -> torch.Tensor:
-        """A fresh buffer that begins with these tokens, one part after the other."""
-        batch, heads, _, dim = parts[0].shape
-        tokens = sum(part.shape[2] for part in parts)
-        # A prompt takes exactly what it needs; the first decoded token makes room for a whole group.
-        room = tokens
-        if self._window_key.dim() == 4:
-            room = max(tokens, grown_rows(self._window_key.shape[2], self.config, self.resident))
-        buffer = parts[0].new_empty((batch, heads, room, dim))
-        at = 0
-        for part in parts:
-            buffer[:, :, at : at + part.shape[2]] = part
-            at += part.shape[2]
-        return buffer
+    def _resize(self, num_groups: int, window_rows: int) -> None:
+        """Move to an arena with so much room."""
+        before = self._tensors
+        for new, old in zip(self._allocate(num_groups, window_rows).all, before.all, strict=True):
+            _copy_rows(new, old)
 
-    def _set_window(self, key: torch.Tensor, value: torch.Tensor, window_len: int) -> None:
-        self._window_key, self._window_value, self.window_len = key, value, window_len
+    def _set_window(self, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Have these pairs in the window, and none else. They are no views of it."""
+        for rows, side in zip(self._tensors.window, (key, value), strict=True):
+            rows.narrow(2, 0, side.shape[2]).copy_(side)
+        self.window_len = key.shape[2]
+        # Tokens that were held (`append`) took more than a window has.
+        most = max(self.window_len, grown_rows(0, self.config, resident=False))
+        if self._layout.window_rows > most:
+            self._resize(self._layout.num_groups, most)
+
+    def _moved(self) -> None:
+        """What was made of tensors is void: they lie elsewhere, or are longer."""
+        self._views = None
         self.kernel_memory.clear()
 
     def _keep_quantized(self, num_tokens: int) -> None:
         """Forget the quantised tokens from `num_tokens` on, in every tier."""
-        self.key_planes.truncate(num_tokens)
-        self.value_planes.truncate(num_tokens)
+        self.num_quantized = num_tokens
+        self._moved()
         if self.sinks is not None:
             self.sinks.truncate(num_tokens)
         if self.host is not None and self.host.length(self.layer) > num_tokens:
@@ -186,19 +215,16 @@ class LayerCache:
             self.host.append(self.layer, key[..., :key_dim], value[..., :value_dim])
         tokens, group_size = key.shape[2], self.config.group_size
         chunk = max(_QUANTIZE_CHUNK_TOKENS // group_size, 1) * group_size
-        total_groups = self.key_planes.num_groups + tokens // group_size
         for start in range(0, tokens, chunk):
             part = slice(start, min(start + chunk, tokens))
-            size = part.stop - part.start
+            size, group = part.stop - part.start, self.num_quantized // group_size
             shown = None if real is None else real[:, : self.num_quantized + size]
-            held = self.key_planes.view()
-            for store, planes in (
-                (self.key_planes, self.quantizer.quantize_more_keys(key[:, :, part], held, shown)),
-                (self.value_planes, self.quantizer.quantize_value(value[:, :, part])),
-            ):
-                if start == 0 and size < tokens:
-                    store.reserve(total_groups, planes, size // group_size)
-                store.put(planes, size)
+            layout, tensors = self._layout, self._tensors
+            key_planes = self.quantizer.quantize_more_keys(key[:, :, part], self.planes[0], shown)
+            layout.put(tensors.key_planes, "key", group, key_planes)
+            layout.put(tensors.value_planes, "value", group, self.quantizer.quantize_value(value[:, :, part]))
+            self.num_quantized += size
+            self._moved()
 
     def history(self, kv_len: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """All keys and values at 16 bits, for exact attention (extend), or those of the first `kv_len` tokens.
@@ -219,19 +245,17 @@ class LayerCache:
 
     def originals(self, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The best pairs there are of quantised tokens `start` to `stop`, on the device."""
-        window = self._window_key
+        key_planes, value_planes = self.planes
         if self.host is not None:
             key, value = (
-                side.to(window.device, window.dtype) for side in self.host.read(self.layer, start, stop)
+                side.to(self._device, self._dtype) for side in self.host.read(self.layer, start, stop)
             )
             if not self.config.placement.host_keys:  # they are on the device, exactly
-                planes, key_dim = self.key_planes.view(), window.shape[3]
-                key = self.quantizer.dequantize_key(planes, key_dim, window.dtype)[:, :, start:stop]
+                key = self.quantizer.dequantize_key(key_planes, self._shape.key_dim, self._dtype)
+                key = key[:, :, start:stop]
             return key, value
-        key = self.quantizer.dequantize_key(self.key_planes.view(), self._window_key.shape[3], window.dtype)
-        value = self.quantizer.dequantize_value(
-            self.value_planes.view(), self._window_value.shape[3], window.dtype
-        )
+        key = self.quantizer.dequantize_key(key_planes, self._shape.key_dim, self._dtype)
+        value = self.quantizer.dequantize_value(value_planes, self._shape.value_dim, self._dtype)
         if self.sinks is not None:
             key, value = self.sinks.restore(key, value)
         return key[:, :, start:stop], value[:, :, start:stop]
@@ -252,12 +276,13 @@ class LayerCache:
                 self.host.reorder(self.layer, rows.cpu())
             else:
                 self.host.take(self.layer, source.host, rows.cpu())
-        self.kernel_memory.clear()
-        self.key_planes.take(source.key_planes, rows)
-        self.value_planes.take(source.value_planes, rows)
-        self.sinks = None if source.sinks is None else source.sinks.taken(rows)
-        window_value = source._window_value.index_select(0, rows)
-        self._set_window(source._window_key.index_select(0, rows), window_value, source.window_len)
+        before = source._tensors
+        if source is not self:
+            self._allocate(source.num_quantized // self.config.group_size, source._layout.window_rows)
+            self.num_quantized, self.window_len = source.num_quantized, source.window_len
+        for new, old in zip(self._tensors.all, before.all, strict=True):
+            _copy_rows(new, old.index_select(0, rows))
+        self._moved()
 
     def truncate(self, kv_len: int) -> None:
         """Keep the first `kv_len` tokens (crop, or undoing a step that failed midway).
@@ -273,14 +298,21 @@ class LayerCache:
             self.window_len = kv_len - keep
             return
         stop = min(kv_len, self.num_quantized)
-        key, value = self.originals(keep, stop)
-        rest = kv_len - stop
-        window = (
-            self._window_of(key, window_key[:, :, :rest]),
-            self._window_of(value, window_value[:, :, :rest]),
+        key, value = (
+            torch.cat([side, rows[:, :, : kv_len - stop]], 2)
+            for side, rows in zip(self.originals(keep, stop), (window_key, window_value), strict=True)
         )
+        self._make_room(keep, kv_len - keep)
         self._keep_quantized(keep)
-        self._set_window(*window, kv_len - keep)
+        self._set_window(key, value)
+
+
+def _copy_rows(new: torch.Tensor, old: torch.Tensor) -> None:
+    """Copy the rows of tokens that both have; what has none, whole."""
+    if new.dim() == 4:
+        rows = min(new.shape[2], old.shape[2])
+        new, old = new.narrow(2, 0, rows), old.narrow(2, 0, rows)
+    new.copy_(old)
 
 
 def grown_rows(rows: int, config: SpecacheConfig, resident: bool) -> int:

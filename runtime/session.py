@@ -10,7 +10,6 @@ import itertools
 import threading
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -23,6 +22,7 @@ from specache_fx.runtime.host_cache import HostCache, resolve_host
 from specache_fx.runtime.kernels import choose_kernel
 from specache_fx.runtime.key_mask import KeyMask
 from specache_fx.runtime.layer_cache import LayerCache
+from specache_fx.runtime.layout import LayerShape
 from specache_fx.runtime.metrics import Metrics
 from specache_fx.runtime.quant import make_quantizer
 from specache_fx.runtime.score_buffers import ScoreBuffers
@@ -35,20 +35,6 @@ _numbers = itertools.count(1)
 # The weight of the speculative token's scores in the selection; the output token's have the rest. Chosen among the
 # shares of results/real_candidates.json (`python -m benchmarks.real.candidates`).
 SHARE_AFTER_HIT, SHARE_AFTER_MISS = 0.8, 0.4
-
-
-@dataclass(frozen=True)
-class LayerShape:
-    """What a layer's KV pairs look like, whatever the batch."""
-
-    num_kv_heads: int
-    key_dim: int
-    value_dim: int
-    window: int | None = None  # tokens that a query reaches, where the layer keeps no more
-
-    def tokens(self, kv_len: int) -> int:
-        """Tokens that the layer keeps of `kv_len`."""
-        return kv_len if self.window is None else min(kv_len, self.window - 1)
 
 
 class Session:
@@ -117,7 +103,18 @@ class Session:
                     layer
                 )  # allocates the staging: a session's device bytes are there from the start
         self.layers = [
-            LayerCache(self.config, self.quantizer, self.host, i, self.key_mask, i not in self._tiered)
+            LayerCache(
+                self.config,
+                self.quantizer,
+                shape,
+                batch,
+                self.dtype,
+                self.device,
+                self.host,
+                i,
+                self.key_mask,
+                i not in self._tiered,
+            )
             if shape.window is None
             else WindowCache(shape.window)
             for i, shape in enumerate(self.shapes)

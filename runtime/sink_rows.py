@@ -17,21 +17,19 @@ class SinkRows:
     may be nothing but padding for a sequence, and its mask say that it isn't (a query that sees no key is shown all of
     them); the next chunk's mask tells. So rows of what has turned out to be padding are given up for tokens that come.
 
-    Attributes:
-        rows: `[batch, num_kv_heads, sink_tokens, key_dim + value_dim]` of the KV dtype.
+    Args:
+        rows: `[batch, num_kv_heads, sink_tokens, key_dim + value_dim]` of the KV dtype, the layer's own memory.
         indices: Their tokens, int32 `[batch, sink_tokens]`, ascending; -1 where a row is empty.
     """
 
-    def __init__(self, key: torch.Tensor, value: torch.Tensor, sink_tokens: int) -> None:
-        batch, heads, _, key_dim = key.shape
-        # Zeros: kernels may multiply what an empty row holds by 0, and NaN would survive that.
-        self.rows = key.new_zeros(batch, heads, sink_tokens, key_dim + value.shape[3])
-        self.indices = torch.full((batch, sink_tokens), -1, dtype=torch.int32, device=key.device)
+    def __init__(self, rows: torch.Tensor, indices: torch.Tensor) -> None:
+        self.rows, self.indices = rows, indices
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes on the device."""
-        return self.rows.nbytes + self.indices.nbytes
+    def clear(self) -> None:
+        """Have no rows."""
+        # Zeros: kernels may multiply what an empty row holds by 0, and NaN would survive that.
+        self.rows.zero_()
+        self.indices.fill_(-1)
 
     def offer(self, start: int, key: torch.Tensor, value: torch.Tensor, real: torch.Tensor | None) -> None:
         """Take those of the tokens that are being quantised that are among their sequence's first.
@@ -55,18 +53,12 @@ class SinkRows:
         held = self.rows.gather(2, _over(chosen.clamp(max=count - 1), self.rows))
         new = (chosen - count).clamp(0, tokens - 1)
         pairs = torch.cat([side.gather(2, _over(new, side)) for side in (key, value)], dim=3)
-        self.rows = torch.where((chosen < count)[:, None, :, None], held, pairs)
-        self.indices = indices
+        self.rows.copy_(torch.where((chosen < count)[:, None, :, None], held, pairs))
+        self.indices.copy_(indices)
 
     def truncate(self, num_tokens: int) -> None:
         """Give up the rows of tokens from `num_tokens` on: they are no longer quantised."""
-        self.indices = self.indices.masked_fill(self.indices >= num_tokens, -1)
-
-    def taken(self, source: torch.Tensor) -> SinkRows:
-        """What this holds of batch rows `source`, int64 `[batch]` on the device."""
-        twin = object.__new__(SinkRows)
-        twin.rows, twin.indices = self.rows.index_select(0, source), self.indices.index_select(0, source)
-        return twin
+        self.indices.masked_fill_(self.indices >= num_tokens, -1)
 
     def staged(self, others: tuple[torch.Tensor, torch.Tensor] | None) -> tuple[torch.Tensor, torch.Tensor]:
         """Rows and indices for a kernel (`DecodeInputs.staged_rows`), behind those that were prefetched, if any."""

@@ -1,7 +1,7 @@
 """The memory plan: what a KV cache will take, before there is one.
 
-Each part is asked of the class that will allocate it, with sizes alone: the quantiser for its codes, `Staging` for
-its slots (on the meta device), `HostCache` for what it rounds to. A test compares plans with real sessions.
+Each part is asked of the class that will allocate it, with sizes alone: `Layout` for what is in a layer's arena,
+`Staging` for its slots (on the meta device), `HostCache` for what it rounds to. A test compares plans with sessions.
 
 Paper: SpeCache §4.1 and Table 1, column "KV Cache Size".
 """
@@ -16,8 +16,8 @@ from specache_fx.config import SpecacheConfig
 from specache_fx.errors import ConfigError
 from specache_fx.runtime.host_cache import ALIGN_TOKENS
 from specache_fx.runtime.layer_cache import grown_rows as grown_layer_rows
+from specache_fx.runtime.layout import LayerShape, Layout
 from specache_fx.runtime.quant import make_quantizer
-from specache_fx.runtime.sink_rows import SinkRows
 from specache_fx.runtime.staging import Staging
 from specache_fx.runtime.window_cache import grown_rows
 
@@ -103,39 +103,40 @@ def plan(
             f"window_layers={window_layers!r} with window={window!r} is not valid: give a window of at least 2 tokens"
             f" for at most all of the {layers} layers."
         )
-    quantizer = make_quantizer(config)
-    pair = (head_dim + value_dim) * dtype_bytes
-    key_group = quantizer.bytes_per_group(head_dim, dtype_bytes, "key")
-    group = key_group + quantizer.bytes_per_group(value_dim, dtype_bytes, "value")
-    sequence = quantizer.bytes_per_sequence(head_dim, dtype_bytes)
+    quantizer, kv_dtype = make_quantizer(config), _DTYPES[dtype_bytes]
+    shape = LayerShape(num_kv_heads, head_dim, value_dim)
+
+    def arena(num_groups: int, window_rows: int, sink_tokens: int = 0) -> int:
+        return Layout(
+            quantizer,
+            shape,
+            batch,
+            kv_dtype,
+            num_groups=num_groups,
+            window_rows=window_rows,
+            sink_tokens=sink_tokens,
+        ).nbytes
+
     num_quantized = config.num_quantized(context)
     num_groups = num_quantized // config.group_size
-    residual = context - num_quantized
-    residual_peak = grown_layer_rows(0, config, resident=False)
+    sinks = config.sink_tokens
     host_dim = sum(config.placement.host_dims(head_dim, value_dim))
-    staged = _staging_bytes(config, host_dim, _DTYPES[dtype_bytes])
     host_tokens = -(-num_quantized // ALIGN_TOKENS) * ALIGN_TOKENS if config.placement.offload else 0
-    resident_layers = min(config.resident_layers, layers - window_layers)
-    tiered = (layers - window_layers - resident_layers) * batch
-    heads = tiered * num_kv_heads
-    sinks = tiered * _sink_bytes(config, num_kv_heads, head_dim, value_dim, _DTYPES[dtype_bytes])
-    resident = resident_layers * batch * num_kv_heads * pair
-    resident_peak = grown_layer_rows(context, config, resident=True)
-    kept = window_layers * batch * num_kv_heads * pair
+    staged = batch * num_kv_heads * _staging_bytes(config, host_dim, kv_dtype)
+    resident = min(config.resident_layers, layers - window_layers)
+    tiered = layers - window_layers - resident
+    kept = window_layers * batch * num_kv_heads * (head_dim + value_dim) * dtype_bytes
     rows = min(context, window - 1) if window is not None else 0
     rows_peak = grown_rows(rows, window - 1) if window is not None else 0
+    now = arena(num_groups, context - num_quantized, sinks)
+    peak = arena(num_groups + max(1, num_groups // 8), grown_layer_rows(0, config, resident=False), sinks)
+    all_here, all_here_peak = arena(0, context), arena(0, grown_layer_rows(context, config, resident=True))
+    pairs = batch * num_kv_heads * (head_dim + value_dim) * dtype_bytes
     return MemoryPlan(
-        device_bytes=heads * (num_groups * group + bool(num_groups) * sequence + residual * pair + staged)
-        + sinks
-        + resident * context
-        + kept * rows,
-        device_bytes_peak=heads
-        * ((num_groups + max(1, num_groups // 8)) * group + sequence + residual_peak * pair + staged)
-        + sinks
-        + resident * resident_peak
-        + kept * rows_peak,
-        host_bytes=heads * host_tokens * host_dim * dtype_bytes,
-        full_bytes=(heads * pair + resident) * context + kept * rows,
+        device_bytes=tiered * (now + staged) + resident * all_here + kept * rows,
+        device_bytes_peak=tiered * (peak + staged) + resident * all_here_peak + kept * rows_peak,
+        host_bytes=tiered * batch * num_kv_heads * host_tokens * host_dim * dtype_bytes,
+        full_bytes=(tiered + resident) * pairs * context + kept * rows,
     )
 
 
@@ -170,7 +171,8 @@ def largest_batch(
     one = plan(
         layers, num_kv_heads, head_dim, context, 1, config, value_dim, dtype_bytes, window_layers, window
     )
-    return max(budget_bytes, 0) // one.device_bytes_peak  # every part is proportional to the batch
+    # A batch takes no more than so many sequences, each with an arena of its own.
+    return max(budget_bytes, 0) // one.device_bytes_peak
 
 
 def _staging_bytes(config: SpecacheConfig, row_dim: int, dtype: torch.dtype) -> int:
@@ -178,15 +180,3 @@ def _staging_bytes(config: SpecacheConfig, row_dim: int, dtype: torch.dtype) -> 
     if not config.placement.prefetch:
         return 0
     return Staging.empty((1, 1, config.top_k), row_dim, dtype, torch.device("meta")).nbytes
-
-
-def _sink_bytes(
-    config: SpecacheConfig, num_kv_heads: int, key_dim: int, value_dim: int, dtype: torch.dtype
-) -> int:
-    """Bytes of the sink tokens of one batch row and layer."""
-    if not config.sink_tokens:
-        return 0
-    key, value = (
-        torch.empty(1, num_kv_heads, 0, dim, dtype=dtype, device="meta") for dim in (key_dim, value_dim)
-    )
-    return SinkRows(key, value, config.sink_tokens).nbytes

@@ -21,7 +21,8 @@ from specache_fx.runtime import claims, registry
 from specache_fx.runtime.give_back import give_back
 from specache_fx.runtime.handle import tokens_first
 from specache_fx.runtime.handle_tensor import Handle, bare, mark, plain
-from specache_fx.runtime.session import LayerShape, Session
+from specache_fx.runtime.layout import LayerShape
+from specache_fx.runtime.session import Session
 
 logger = logging.getLogger(__name__)
 _NO_ATTENTION = "The graph has no attention over this cache."

@@ -13,7 +13,8 @@ from support.strategies import HEAD_DIMS, configs, policies, quantizers
 from specache_fx.config import SpecacheConfig
 from specache_fx.errors import ConfigError
 from specache_fx.plan import MemoryPlan, largest_batch, plan
-from specache_fx.runtime.session import LayerShape, Session
+from specache_fx.runtime.layout import LayerShape
+from specache_fx.runtime.session import Session
 
 LLAMA_2_7B = (32, 32, 128, 4096)
 LLAMA_2_13B = (40, 40, 128, 4096)

@@ -12,7 +12,8 @@ from benchmarks.gpu.decoder import Cache
 from benchmarks.gpu.shapes import ModelShape
 from specache_fx.config import SpecacheConfig
 from specache_fx.runtime.decode_step import DecodeStep
-from specache_fx.runtime.session import LayerShape, Session
+from specache_fx.runtime.layout import LayerShape
+from specache_fx.runtime.session import Session
 
 ROOM = 256  # tokens that may be decoded
 

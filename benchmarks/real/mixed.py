@@ -33,9 +33,6 @@ class _Mixed(Quantizer):
     def dequantize_value(self, planes: Planes, head_dim: int, dtype: torch.dtype) -> torch.Tensor:
         return self._value.dequantize_value(planes, head_dim, dtype)
 
-    def bytes_per_group(self, head_dim: int, itemsize: int, kind: KVKind) -> int:
-        return self._of(kind).bytes_per_group(head_dim, itemsize, kind)
-
     def error_bound(self, planes: Planes, head_dim: int, kind: KVKind) -> torch.Tensor:
         return self._of(kind).error_bound(planes, head_dim, kind)
 

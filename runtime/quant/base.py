@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
@@ -14,6 +16,32 @@ store appends, crops and permutes planes without knowing the method."""
 
 KVKind = Literal["key", "value"]
 CodeForm = Literal["affine", "centred"]
+
+
+@dataclass(frozen=True)
+class PlaneForm:
+    """One plane, for each batch row and kv head.
+
+    Attributes:
+        rows: For each group of tokens; 1 of a plane of the sequence.
+        width: Numbers in a row.
+        dtype: Of these.
+        of_sequence: Whether it is one row for all groups.
+    """
+
+    rows: int
+    width: int
+    dtype: torch.dtype
+    of_sequence: bool
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of these rows."""
+        return self.rows * self.width * self.dtype.itemsize
+
+    def held(self, num_groups: int) -> int:
+        """Rows that so many groups have; without a group there is nothing of the sequence either."""
+        return min(num_groups, 1) if self.of_sequence else num_groups * self.rows
 
 
 def saturated(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -106,22 +134,15 @@ class Quantizer(ABC):
     def dequantize_value(self, planes: Planes, head_dim: int, dtype: torch.dtype) -> torch.Tensor:
         """Bring values back; as `dequantize_key`."""
 
-    @abstractmethod
-    def bytes_per_group(self, head_dim: int, itemsize: int, kind: KVKind) -> int:
-        """Bytes that one group takes on the device.
+    def plane_forms(self, head_dim: int, dtype: torch.dtype, kind: KVKind) -> tuple[PlaneForm, ...]:
+        """What planes keys or values have, before there are any.
 
         Args:
             head_dim: Channels of a key or value.
-            itemsize: Bytes of one element of the KV dtype.
+            dtype: The KV dtype.
             kind: "key" or "value".
-
-        Returns:
-            Bytes for each batch row, kv head and `group_size` tokens, all planes of groups together.
         """
-
-    def bytes_per_sequence(self, head_dim: int, itemsize: int) -> int:
-        """Bytes that the planes of the sequence take, for each batch row and kv head; as `bytes_per_group`."""
-        return self.sequence_key_planes * head_dim * itemsize
+        return _plane_forms(type(self), self.bits, self.group_size, head_dim, dtype, kind)
 
     @abstractmethod
     def error_bound(self, planes: Planes, head_dim: int, kind: KVKind) -> torch.Tensor:
@@ -136,16 +157,19 @@ class Quantizer(ABC):
             float32, `[batch, num_kv_heads, tokens, head_dim]` or what expands to it.
         """
 
-    def bits_per_value(self, head_dim: int, itemsize: int = 2, kind: KVKind | None = None) -> float:
+    def bits_per_value(
+        self, head_dim: int, dtype: torch.dtype = torch.bfloat16, kind: KVKind | None = None
+    ) -> float:
         """Bits that one number takes on the device, with its share of scales, zeros and padding.
 
         Args:
             head_dim: Channels of a key or value.
-            itemsize: Bytes of one element of the KV dtype.
+            dtype: The KV dtype.
             kind: "key" or "value"; None for both together.
         """
         kinds: tuple[KVKind, ...] = ("key", "value") if kind is None else (kind,)
-        total = sum(self.bytes_per_group(head_dim, itemsize, kind) for kind in kinds)
+        forms = (form for kind in kinds for form in self.plane_forms(head_dim, dtype, kind))
+        total = sum(form.nbytes for form in forms if not form.of_sequence)
         return 8 * total / (len(kinds) * self.group_size * head_dim)
 
     def _check_whole_groups(self, x: torch.Tensor) -> None:
@@ -154,3 +178,18 @@ class Quantizer(ABC):
                 f"{self.name}: {x.shape[2]} tokens are not a multiple of group_size={self.group_size};"
                 " quantise whole groups and keep the rest in the residual window."
             )
+
+
+@functools.cache
+def _plane_forms(
+    method: type[Quantizer], bits: int, group_size: int, head_dim: int, dtype: torch.dtype, kind: KVKind
+) -> tuple[PlaneForm, ...]:
+    """Those of a group that is quantised without numbers."""
+    quantizer = method(bits, group_size)
+    group = torch.empty(1, 1, group_size, head_dim, dtype=dtype, device="meta")
+    planes = quantizer.quantize_key(group) if kind == "key" else quantizer.quantize_value(group)
+    of_groups = len(planes) - (method.sequence_key_planes if kind == "key" else 0)
+    return tuple(
+        PlaneForm(plane.shape[2], plane.shape[3], plane.dtype, i >= of_groups)
+        for i, plane in enumerate(planes)
+    )

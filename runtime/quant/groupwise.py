@@ -10,7 +10,7 @@ from abc import abstractmethod
 import torch
 
 from specache_fx.runtime.quant.base import KVKind, Planes, Quantizer, saturated
-from specache_fx.runtime.quant.packing import pack, packed_width, unpack
+from specache_fx.runtime.quant.packing import pack, unpack
 
 
 class GroupwiseQuantizer(Quantizer):
@@ -93,13 +93,6 @@ class GroupwiseQuantizer(Quantizer):
         codes = codes.unflatten(3, (scale.shape[3], channels))
         x = self._decode(codes) * scale.float().unsqueeze(4) + zero.float().unsqueeze(4)
         return saturated(x.flatten(3)[..., :head_dim], dtype)
-
-    def bytes_per_group(self, head_dim: int, itemsize: int, kind: KVKind) -> int:
-        """See `Quantizer.bytes_per_group`."""
-        codes = self.group_size * packed_width(head_dim, self.bits)
-        if kind == "key":
-            return codes + 2 * head_dim * itemsize
-        return codes + 2 * self.group_size * -(-head_dim // self._channels(head_dim)) * itemsize
 
     def error_bound(self, planes: Planes, head_dim: int, kind: KVKind) -> torch.Tensor:
         """`Quantizer.error_bound`: the widest half of an interval between levels, times the scale (law 5)."""

@@ -38,10 +38,6 @@ class IdentityQuantizer(Quantizer):
         """As `dequantize_key`."""
         return self.dequantize_key(planes, head_dim, dtype)
 
-    def bytes_per_group(self, head_dim: int, itemsize: int, kind: KVKind) -> int:
-        """The bytes of the pairs themselves."""
-        return self.group_size * head_dim * itemsize
-
     def error_bound(self, planes: Planes, head_dim: int, kind: KVKind) -> torch.Tensor:
         """None at all."""
         return planes[0].new_zeros((), dtype=torch.float32)

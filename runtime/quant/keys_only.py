@@ -33,10 +33,6 @@ class KeysOnlyQuantizer(IdentityQuantizer):
         """Zeros."""
         return planes[0].new_zeros((*planes[0].shape[:3], head_dim), dtype=dtype)
 
-    def bytes_per_group(self, head_dim: int, itemsize: int, kind: KVKind) -> int:
-        """The bytes of the keys themselves."""
-        return super().bytes_per_group(head_dim, itemsize, kind) if kind == "key" else 0
-
     def error_bound(self, planes: Planes, head_dim: int, kind: KVKind) -> torch.Tensor:
         """None for keys; what is gone of a value may be anything."""
         bound = super().error_bound(planes, head_dim, kind)

@@ -10,7 +10,7 @@ import torch
 from specache_fx.runtime.quant import on_cpu
 from specache_fx.runtime.quant.base import KVKind, Planes, Quantizer, saturated
 from specache_fx.runtime.quant.hadamard import block_size, rotate, rotate_back
-from specache_fx.runtime.quant.packing import pack, packed_width, unpack
+from specache_fx.runtime.quant.packing import pack, unpack
 
 # Of evenly spaced levels, the distance with the least mean squared error on standard normal numbers (Max 1960, table
 # II). At one bit only the sign counts.
@@ -133,10 +133,6 @@ class TurboQuantizer(Quantizer):
         offsets = unpack(codes, self.bits, head_dim).float() - self._middle
         groups = (offsets * scale.float()).unflatten(2, (mean.shape[2], self.group_size))
         return rotate_back((groups + mean.float().unsqueeze(3)).flatten(2, 3))
-
-    def bytes_per_group(self, head_dim: int, itemsize: int, kind: KVKind) -> int:
-        """See `Quantizer.bytes_per_group`."""
-        return self.group_size * (packed_width(head_dim, self.bits) + itemsize) + head_dim * itemsize
 
     def error_bound(self, planes: Planes, head_dim: int, kind: KVKind) -> torch.Tensor:
         """`Quantizer.error_bound`: sqrt(2) times the token's centred norm, in the basis before the rotation."""

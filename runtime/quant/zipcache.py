@@ -53,11 +53,6 @@ class ZipCacheQuantizer(KiviQuantizer):
         size = planes[3].float().unsqueeze(3)
         return saturated((x.unflatten(2, (size.shape[2], self.group_size)) * size).flatten(2, 3), dtype)
 
-    def bytes_per_group(self, head_dim: int, itemsize: int, kind: KVKind) -> int:
-        """See `Quantizer.bytes_per_group`."""
-        size = head_dim * itemsize if kind == "value" else 0
-        return super().bytes_per_group(head_dim, itemsize, kind) + size
-
     def error_bound(self, planes: Planes, head_dim: int, kind: KVKind) -> torch.Tensor:
         """`Quantizer.error_bound`: half a token's scale, times the channel's size."""
         bound = super().error_bound(planes[:3], head_dim, kind)

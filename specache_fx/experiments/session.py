@@ -138,9 +138,7 @@ class Session:
             name: value for name, value in method.options if name in ("bits", "group_size", "quantizer")
         }
         quantizer = make_quantizer(SpecacheConfig.from_options(options))
-        head_dim, itemsize = self._head_dim, self.bench.model.dtype.itemsize
-        sizes = [quantizer.bytes_per_group(head_dim, itemsize, kind) for kind in ("key", "value")]
-        return {"bits_per_value": 8 * sum(sizes) / (2 * quantizer.group_size * head_dim)}
+        return {"bits_per_value": quantizer.bits_per_value(self._head_dim, self.bench.model.dtype)}
 
     def close(self) -> None:
         """End the bench."""

@@ -432,7 +432,8 @@ def test_auto_takes_the_disk_where_the_prompt_does_not_fit_into_memory(tmp_path:
         import os, resource, sys, torch
         from specache_fx.config import SpecacheConfig
         from specache_fx.errors import HostMemoryError
-        from specache_fx.runtime.session import LayerShape, Session
+        from specache_fx.runtime.layout import LayerShape
+        from specache_fx.runtime.session import Session
 
         torch.set_num_threads(1)
         k = torch.randn(1, 8, 16384, 64)

@@ -15,6 +15,7 @@ from specache_fx.runtime.kernels.cpu import CpuKernel
 from specache_fx.runtime.kernels.cpu.prepared import Prepared
 from specache_fx.runtime.key_mask import KeyMask
 from specache_fx.runtime.layer_cache import LayerCache
+from specache_fx.runtime.layout import LayerShape
 from specache_fx.runtime.quant import make_quantizer
 
 CASE = KernelCase(groups=8, seed=1)
@@ -102,35 +103,38 @@ def test_every_input_is_looked_at_or_given_anew() -> None:
     assert {field.name for field in fields(DecodeInputs)} == looked_at | given
 
 
+def layer_cache(config: SpecacheConfig, batch: int) -> LayerCache:
+    cpu, shape = torch.device("cpu"), LayerShape(2, 8, 8)
+    return LayerCache(config, make_quantizer(config), shape, batch, torch.float32, cpu, None, 0, KeyMask())
+
+
 def test_layer_forgets_what_kernels_kept_when_its_memory_changes() -> None:
     config = SpecacheConfig(bits=2, group_size=8, residual_length=8, policy="kivi")
-    cache = LayerCache(config, make_quantizer(config), None, 0, KeyMask())
+    cache = layer_cache(config, batch=2)
     cache.append(torch.randn(2, 2, 30, 8), torch.randn(2, 2, 30, 8))
-    planes = cache.key_planes.view()
-    assert cache.key_planes.view() is planes  # the same tensors until they change
+    planes = cache.planes
+    assert cache.planes is planes  # the same tensors until they change
     for change in (
         lambda: cache.append(torch.randn(2, 2, 9, 8), torch.randn(2, 2, 9, 8)),
         lambda: cache.take(cache, torch.tensor([1, 0])),
         lambda: cache.truncate(10),
     ):
         cache.kernel_memory["cpu"] = Prepared
-        planes = cache.key_planes.view()
+        planes = cache.planes
         change()
         assert cache.kernel_memory == {}
-        assert cache.key_planes.view() is not planes
+        assert cache.planes is not planes
 
 
 def test_view_of_planes_grows_and_shrinks_with_their_groups() -> None:
     config = SpecacheConfig(bits=2, group_size=8, residual_length=8, policy="kivi")
-    cache = LayerCache(config, make_quantizer(config), None, 0, KeyMask())
+    cache = layer_cache(config, batch=1)
     cache.append(torch.randn(1, 2, 300, 8), torch.randn(1, 2, 300, 8))
     for _ in range(40):  # room is made by an eighth: most groups find it made
         cache.append(torch.randn(1, 2, 1, 8), torch.randn(1, 2, 1, 8))
-        for store in (cache.key_planes, cache.value_planes):
-            groups = store.num_tokens // config.group_size
-            assert {plane.shape[2] % groups for plane in store.view()} == {0}
-            assert cache.quantizer.dequantize_value(cache.value_planes.view(), 8, torch.float32).shape[2] == (
-                cache.num_quantized
-            )
+        groups = cache.num_quantized // config.group_size
+        assert {plane.shape[2] % groups for planes in cache.planes for plane in planes} == {0}
+        value = cache.quantizer.dequantize_value(cache.planes[1], 8, torch.float32)
+        assert value.shape[2] == cache.num_quantized
     cache.truncate(100)
-    assert cache.value_planes.view()[0].shape[2] == cache.num_quantized
+    assert cache.planes[1][0].shape[2] == cache.num_quantized

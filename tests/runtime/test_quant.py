@@ -149,23 +149,26 @@ def test_finite_numbers_come_back_finite(name: str, bits: int, kind: KVKind) -> 
 @over_kinds
 @over_methods
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
-def test_planes_hold_the_bytes_that_are_announced(name: str, bits: int, kind: KVKind, head_dim: int) -> None:
+def test_planes_have_the_forms_that_are_announced(name: str, bits: int, kind: KVKind, head_dim: int) -> None:
     quantizer = quantizer_of(name, bits, 32)
     for dtype in (torch.bfloat16, torch.float32):
         planes = quantize(quantizer, kind, torch.randn(2, 3, 64, head_dim).to(dtype))
         assert all(plane.is_contiguous() for plane in planes)
-        nbytes = sum(plane.nbytes for plane in planes)
-        if kind == "key":
-            nbytes -= 2 * 3 * quantizer.bytes_per_sequence(head_dim, dtype.itemsize)
-        assert nbytes == 2 * 3 * 2 * quantizer.bytes_per_group(head_dim, dtype.itemsize, kind)
+        forms = quantizer.plane_forms(head_dim, dtype, kind)
+        assert [(2, 3, form.held(2), form.width) for form in forms] == [
+            tuple(plane.shape) for plane in planes
+        ]
+        assert [form.dtype for form in forms] == [plane.dtype for plane in planes]
+        assert sum(form.of_sequence for form in forms) == (kind == "key") * quantizer.sequence_key_planes
+        nbytes = sum(plane.nbytes for plane, form in zip(planes, forms, strict=True) if not form.of_sequence)
         values = 2 * 3 * 64 * head_dim
-        assert quantizer.bits_per_value(head_dim, dtype.itemsize, kind) == pytest.approx(8 * nbytes / values)
+        assert quantizer.bits_per_value(head_dim, dtype, kind) == pytest.approx(8 * nbytes / values)
 
 
 @over_methods
 def test_bits_per_value_of_a_pair_is_the_mean_of_key_and_value(name: str, bits: int) -> None:
     quantizer = quantizer_of(name, bits)
-    each = [quantizer.bits_per_value(80, 2, kind) for kind in KINDS]
+    each = [quantizer.bits_per_value(80, torch.bfloat16, kind) for kind in KINDS]
     assert quantizer.bits_per_value(80) == pytest.approx(sum(each) / 2)
 
 

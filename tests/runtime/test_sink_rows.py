@@ -11,7 +11,8 @@ from torch import Tensor
 
 from specache_fx.config import SpecacheConfig
 from specache_fx.runtime.layer_cache import LayerCache
-from specache_fx.runtime.session import LayerShape, Session
+from specache_fx.runtime.layout import LayerShape
+from specache_fx.runtime.session import Session
 
 HEADS, KEY_DIM, VALUE_DIM = 2, 8, 6
 
@@ -123,7 +124,9 @@ def test_sinks_are_counted_and_their_scores_hidden() -> None:
     made.store(0, key, value, mask[:, None])
     without = session("specache", 0)
     without.store(0, key, value, mask[:, None])
-    assert made.device_bytes - without.device_bytes == 2 * 3 * (HEADS * (KEY_DIM + VALUE_DIM) * 4 + 4)
+    pairs, indices = 2 * 3 * HEADS * (KEY_DIM + VALUE_DIM) * 4, 2 * 3 * 4
+    # Each fills whole cache lines.
+    assert 0 <= made.device_bytes - without.device_bytes - (pairs + indices) < 2 * 64
     sinks = layer_of(made).sinks
     assert sinks is not None
     assert sinks.indices.tolist() == [[0, 1, 2], [-1, -1, -1]]

@@ -10,7 +10,8 @@ from support.triton_mode import DEVICE, needs_triton
 from specache_fx.config import SpecacheConfig
 from specache_fx.runtime.copy_engine import CopyEngine
 from specache_fx.runtime.decode_step import DecodeStep
-from specache_fx.runtime.session import LayerShape, Session
+from specache_fx.runtime.layout import LayerShape
+from specache_fx.runtime.session import Session
 
 pytestmark = needs_triton
 BATCH, HEADS, KV_HEADS, DIM = 2, 4, 2, 16
