@@ -6,8 +6,8 @@ never meets a reader. On the CPU a copy starts when attention has returned; on C
 waits for an event that is recorded behind attention.
 
 Three ways lead there. Where the device reads the host's rows by itself (CUDA, page-locked memory, Triton), two kernels
-on a side stream do everything (`device_copy`). Where it is the CPU, C++ does, in the threads of the next product or in
-one of its own (`shared_copy`). Else a thread of Python's gathers the rows (`copy_job`).
+on a side stream do everything (`device_copy`). Where both are memory of the CPU, C++ copies at once: a few microseconds
+a layer, and no thread that would take a core from the products. Else a thread gathers the rows (`copy_job`).
 
 Paper: SpeCache §3.3, Alg. 3 (the top-k pairs of the next step are prefetched while this one computes).
 """
@@ -15,6 +15,7 @@ Paper: SpeCache §3.3, Alg. 3 (the top-k pairs of the next step are prefetched w
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
 import weakref
@@ -28,10 +29,12 @@ from specache_fx.runtime import device_copy
 from specache_fx.runtime.copy_job import CopyJob, CopyMetrics
 from specache_fx.runtime.host_cache import HostCache
 from specache_fx.runtime.native import copies
-from specache_fx.runtime.shared_copy import EXIT_PATIENCE_S, CopyMakers, SharedCopy
 from specache_fx.runtime.staging import Outcome, Staging
+from specache_fx.runtime.tracing import span
 
 __all__ = ["CopyEngine", "CopyMetrics"]
+
+_EXIT_PATIENCE_S = 5.0
 
 
 class CopyEngine:
@@ -62,19 +65,19 @@ class CopyEngine:
         self._host, self._top_k, self._device = host, top_k, device
         self._synchronous, self._delay = synchronous, delay
         self._staging: dict[int, Staging] = {}
-        self._shared: dict[int, SharedCopy] = {}
+        self._in_memory: dict[int, copies.StageArguments] = {}
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._stop: Callable[[], object] | None = None
+        self._stop: weakref.finalize[..., CopyEngine] | None = None
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         on_device = device_copy.runs(host, device) if on_device is None else on_device
         self._on_device = device_copy.DeviceCopy(host, device) if on_device else None
         if self._on_device is not None and self._stream is not None:
             # Dropped without `close`: what the kernels read and write must not be given to others meanwhile.
             weakref.finalize(self, self._stream.synchronize).atexit = False
-        plain = device.type == "cpu" and self._on_device is None and not synchronous and delay is None
-        library = copies.load() if plain else None
-        self._makers = None if library is None else CopyMakers(library, host)
+        at_once = device.type == "cpu" and host.in_memory and self._on_device is None and delay is None
+        self._library = copies.load() if at_once else None
         self._closed = False
+        _engines.add(self)
 
     @property
     def device_bytes(self) -> int:
@@ -120,40 +123,50 @@ class CopyEngine:
         staging.wanted.copy_(indices)
         self._start(layer, staging)
 
-    def wanted(self, layer: int) -> torch.Tensor | None:
-        """Where C++ is to write the indices for the copy that `shared` gives; None where only `prefetch` goes.
+    def wanted(self, layer: int) -> torch.Tensor:
+        """Where C++ is to write the indices for the copy that `in_memory` makes."""
+        return self._of(layer).wanted
 
-        After the layer's `wait`: until then the last ones are being read.
+    def in_memory(self, layer: int) -> copies.StageArguments | None:
+        """What brings `wanted` to the layer's slots as one call of C++; None where there is no such call.
+
+        It is valid until the host's rows change. Whoever makes the call says so by `was_copied`.
         """
-        return self._of(layer).wanted if self._device.type == "cpu" and not self._closed else None
+        if self._library is None or self._closed:
+            return None
+        if layer not in self._in_memory:
+            staging = self._of(layer)
+            self._in_memory[layer] = copies.StageArguments(staging.wanted, staging.slots, staging.rows)
+        self._in_memory[layer].of_host(*self._host.blocks(layer), self._host.length(layer))
+        return self._in_memory[layer]
+
+    def was_copied(self, layer: int, failed: int) -> None:
+        """The call that `in_memory` gave was made, and returned `failed`: `wait` raises what that says, once."""
+        arguments, staging = self._in_memory[layer], self._of(layer)
+        try:
+            arguments.check(failed, layer)
+        except Exception as error:
+            staging.job, staging.failed = Outcome(), True
+            staging.job.set(error)
+            return
+        self._metrics.count(arguments.c.fetched, arguments.c.kept, arguments.c.row_bytes)
+        # Nothing is computed meanwhile.
+        self._metrics.copy_seconds += arguments.c.seconds
+        self._metrics.waited_seconds += arguments.c.seconds
 
     def is_copying(self, layer: int) -> bool:
         """Whether `wait` would wait."""
         job = self._of(layer).job
         return job is not None and not job.done()
 
-    def shared(self, layer: int) -> SharedCopy | None:
-        """The layer's next copy where C++ makes it, which it may also start (`SharedCopy.starter`); else None.
-
-        After the layer's `wait`.
-        """
-        if self._makers is None:
-            return None
-        if layer not in self._shared:
-            self._shared[layer] = SharedCopy(self._makers, layer, self._of(layer), self._metrics)
-        return self._shared[layer]
-
-    def expect(self, layer: int) -> SharedCopy:
-        """The copy that `shared` gives, which may be started from now on, or not: what comes next waits for it."""
-        shared = self._of(layer).job = self._shared[layer]
-        return shared
-
     def _start(self, layer: int, staging: Staging) -> None:
         if self._on_device is not None:
             self._launch(self._on_device, layer, staging)
             return
-        if self.shared(layer) is not None:
-            self.expect(layer).start()
+        if self._library is not None and (arguments := self.in_memory(layer)) is not None:
+            with span("prefetch", "copies", layer=layer):
+                failed = arguments.call(self._library)
+            self.was_copied(layer, failed)
             return
         selected = None
         if self._stream is not None:
@@ -258,12 +271,23 @@ class CopyEngine:
                 staging.join()
         if self._stop is not None:
             self._stop()
-        if self._makers is not None:
-            self._makers.close()
         if self._stream is not None:
             self._stream.synchronize()
         self._staging.clear()
-        self._shared.clear()
+        self._in_memory.clear()
+
+    def pause(self) -> None:
+        """Return when no copy is under way; what one failed with is left to `wait`."""
+        for staging in list(self._staging.values()):
+            if staging.job is not None:
+                staging.job.wait()
+
+    def forget_thread(self) -> None:
+        """In a forked process, which lacks it: have the next copy start one."""
+        self._jobs = SimpleQueue()
+        if self._stop is not None:
+            self._stop.detach()
+        self._stop = None
 
     def _of(self, layer: int) -> Staging:
         if layer not in self._staging:
@@ -273,6 +297,23 @@ class CopyEngine:
             self._staging[layer] = Staging.empty(shape, row_dim, self._host.dtype, self._device)
         return self._staging[layer]
 
+
+_engines: weakref.WeakSet[CopyEngine] = weakref.WeakSet()
+
+
+def _before_fork() -> None:
+    for engine in list(_engines):
+        engine.pause()
+
+
+def _in_child() -> None:
+    for engine in list(_engines):
+        engine.forget_thread()
+
+
+if hasattr(os, "register_at_fork"):
+    # A forked process has no thread that copies: it gets no copy that is half made.
+    os.register_at_fork(before=_before_fork, after_in_child=_in_child)
 
 _here = threading.local()
 
@@ -292,4 +333,4 @@ def _work(jobs: SimpleQueue[Callable[[], None] | None]) -> None:
 def _stop_worker(jobs: SimpleQueue[Callable[[], None] | None], thread: threading.Thread) -> None:
     jobs.put(None)
     if thread is not threading.current_thread():
-        thread.join(EXIT_PATIENCE_S)
+        thread.join(_EXIT_PATIENCE_S)

@@ -90,7 +90,8 @@ class CopyJob:
         if (library := copies.load()) is not None:
             arguments = copies.StageArguments(staging.wanted, staging.slots, staging.rows)
             arguments.of_host(*self.host.blocks(self.layer), self.host.length(self.layer))
-            self._count(*copies.stage_rows(library, self.layer, arguments))
+            arguments.check(arguments.call(library), self.layer)
+            self._count(arguments.c.fetched, arguments.c.kept)
             return
         plan = plan_slots(staging.slots, staging.wanted)
         row_bytes(staging.rows)[plan.slot_idx.numpy()] = row_bytes(self._gather(plan))

@@ -21,9 +21,8 @@ from specache_fx.runtime.kernels.cpu import CpuKernel
 from specache_fx.runtime.kernels.cpu.abi import InputsC, StepC
 from specache_fx.runtime.kernels.cpu.prepared import Prepared
 from specache_fx.runtime.layer_cache import LayerCache
-from specache_fx.runtime.native import graph_ops
+from specache_fx.runtime.native import copies, graph_ops
 from specache_fx.runtime.session import Session
-from specache_fx.runtime.shared_copy import SharedCopy
 
 _MEMORY = "plain"  # in `LayerCache.kernel_memory`, which ends with what `Prepared` is of
 
@@ -49,7 +48,6 @@ class PlainLayer:
     ) -> None:
         self.prepared = prepared
         wanted = engine.wanted(layer)
-        assert wanted is not None
         self._rest = StepC(wanted.shape[2], wanted.data_ptr(), functions[0], None, functions[1])
         (lanes, batch, num_heads, _, key_dim), (_, _, num_kv_heads, _, _), (*_, value_dim) = prepared.shapes
         inputs = prepared.arguments
@@ -64,6 +62,7 @@ class PlainLayer:
             step=kernel.step_address,
             inputs=ctypes.addressof(inputs),
             rest=ctypes.addressof(self._rest),
+            stage=copies.address(),
         )
         self.address = ctypes.addressof(self.c)
         self._scores = batch * num_kv_heads
@@ -74,7 +73,7 @@ class PlainLayer:
 
     def get_ready(
         self,
-        copy: SharedCopy,
+        wanted_rows: copies.StageArguments,
         window_len: int,
         threads: int,
         scores: int,
@@ -84,7 +83,7 @@ class PlainLayer:
         """Fill in what differs from step to step.
 
         Args:
-            copy: What brings the pairs that the step chooses.
+            wanted_rows: What brings the pairs that the step chooses.
             window_len: Tokens in the window; there is room for one more.
             threads: Of PyTorch.
             scores: Address of memory to work in: float32, `num_scores` of them or more.
@@ -97,7 +96,7 @@ class PlainLayer:
         inputs.scored_lanes = 1 if counts is None and shares is None else self.c.lanes
         inputs.threads = threads
         self._rest.counts = counts
-        self.c.start, self.c.copy = copy.starter
+        self.c.wanted_rows = ctypes.addressof(wanted_rows.c)
         self.c.has_run = 0
 
 
@@ -168,9 +167,10 @@ class PlainLayers:
         pointers = (ctypes.c_void_p * len(session.layers))()
         for i, plain in layers.items():
             cache = session.layers[i]
-            assert isinstance(cache, LayerCache)
+            wanted_rows = engine.in_memory(i)
+            assert isinstance(cache, LayerCache) and wanted_rows is not None
             plain.get_ready(
-                engine.expect(i),
+                wanted_rows,
                 cache.window_len,
                 threads,
                 scores,
@@ -185,15 +185,16 @@ class PlainLayers:
     def end(self) -> None:
         """Tell the session what has been done, also where the graph failed midway."""
         forget()
-        session = self._session
+        session, engine = self._session, self._session.engine
         session.score_buffers.give_back(self._scores)
         for i, plain in self._layers.items():
             if not plain.c.has_run:
                 continue
             self.num_run += 1
             cache = session.layers[i]
-            assert isinstance(cache, LayerCache)
+            assert isinstance(cache, LayerCache) and engine is not None
             cache.was_appended()
+            engine.was_copied(i, plain.c.failed)
 
 
 def _plain(
@@ -203,8 +204,7 @@ def _plain(
     prepared = cache.kernel_memory.get(CpuKernel.name)
     if not isinstance(prepared, Prepared) or not prepared.is_steady or not cache.has_room:
         return None
-    # A copy of Python's is not C++'s to start, nor one that is under way its to wait for.
-    if engine.shared(layer) is None or engine.is_copying(layer):
+    if engine.in_memory(layer) is None:  # a thread's copies are not C++'s to start, nor to wait for
         return None
     if engine.wait(layer)[0] is not prepared.staged_rows:
         return None

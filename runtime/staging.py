@@ -4,20 +4,9 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
-
-
-class Job(Protocol):
-    """A copy that was started."""
-
-    def done(self) -> bool:
-        """Whether `result` returns at once."""
-
-    def result(self) -> None:
-        """Return when the copy is through; raise what it failed with."""
 
 
 class Outcome:
@@ -42,10 +31,14 @@ class Outcome:
         """Whether `result` returns at once."""
         return not self._running.locked()
 
-    def result(self) -> None:
-        """Return when the copy is through; raise what it failed with."""
+    def wait(self) -> None:
+        """Return when the copy is through."""
         with self._running:
             pass
+
+    def result(self) -> None:
+        """Return when the copy is through; raise what it failed with."""
+        self.wait()
         if self._error is not None:
             raise self._error
 
@@ -69,7 +62,7 @@ class Staging:
     indices: torch.Tensor
     slots: torch.Tensor
     wanted: torch.Tensor
-    job: Job | None = None
+    job: Outcome | None = None
     done: torch.cuda.Event | None = None
     failed: bool = False
 

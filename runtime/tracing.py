@@ -8,10 +8,8 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 
@@ -43,11 +41,9 @@ class Recorder:
 
     Attributes:
         spans: Those that are over.
-        begun: Seconds of `time.perf_counter`; what was over then is left out.
     """
 
     spans: list[Span] = field(default_factory=list)
-    begun: float = field(default_factory=time.perf_counter)
     _on_device: list[tuple[str, str, torch.cuda.Event, torch.cuda.Event, dict[str, int | str]]] = field(
         default_factory=list
     )
@@ -82,11 +78,7 @@ class Recorder:
         return begun
 
     def finish(self) -> list[Span]:
-        """All spans in the order of their starts; waits for the device, and for what is known to record itself late."""
-        with _lock:
-            late = list(_late)
-        for what in late:
-            what.record()
+        """All spans in the order of their starts; waits for the device."""
         if self._base is not None:
             torch.cuda.synchronize()
             at, base = self._base
@@ -97,15 +89,6 @@ class Recorder:
         return sorted(self.spans, key=lambda span: span.start)
 
 
-class Late(Protocol):
-    """What records itself when somebody asks what came of it."""
-
-    def record(self) -> None:
-        """Do so now, if it is over or under way, and hasn't done so."""
-
-
-_late: weakref.WeakSet[Late] = weakref.WeakSet()
-_lock = threading.Lock()  # of `_late`
 _recorders: list[Recorder] = []
 _NOTHING = contextlib.nullcontext()
 
@@ -132,18 +115,6 @@ def span(
     if stream is None and device is not None and device.type == "cuda":
         stream = torch.cuda.current_stream(device)
     return _recorders[-1].span(name, track, stream, args)
-
-
-def record(name: str, track: str, thread: int, start: float, stop: float, **args: int | str) -> None:
-    """Record what is over, if somebody wants to know, and wanted to when it was not; see `Span`."""
-    if _recorders and stop >= _recorders[-1].begun:
-        _recorders[-1].spans.append(Span(name, track, thread, start, stop, args))
-
-
-def will_record(what: Late) -> None:
-    """Have it record itself before a recording ends."""
-    with _lock:
-        _late.add(what)
 
 
 def is_recording() -> bool:

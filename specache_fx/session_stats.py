@@ -55,7 +55,7 @@ class SessionStats:
         reused_bytes: Bytes of the pairs that were wanted again and still there, and so not moved.
         reused_rows: These pairs.
         prefetch_seconds: What the copies took on the thread that made them. On CUDA that is only to issue them.
-        waited_seconds: What decode steps waited for copies.
+        waited_seconds: What decode steps waited for copies, those that they made themselves included.
         exact_hit_rate: Share of speculative tokens that were the next output token; None without lookahead "token".
         topk_hit_rate: Share of the top-k pairs of the output token that had been prefetched; None where it was not
             measured (`track_hit_rates=False`, lookahead "none", or nothing quantised yet).
@@ -102,7 +102,7 @@ class SessionStats:
 
     @property
     def hidden_share(self) -> float | None:
-        """Of the time that prefetching took, what no step waited for; None where nothing was prefetched."""
+        """The share of copy time that overlapped compute; None where nothing was prefetched."""
         if not self.prefetch_seconds:
             return None
         return max(0.0, 1 - self.waited_seconds / self.prefetch_seconds)

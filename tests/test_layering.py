@@ -46,11 +46,10 @@ RANKS: tuple[tuple[str, ...], ...] = (
         "specache_fx.runtime.window_cache",
         "specache_fx.runtime.copy_engine",
     ),
-    ("specache_fx.runtime.shared_copy",),
     (
         "specache_fx.runtime.copy_job",
         "specache_fx.runtime.device_copy",
-        "specache_fx.runtime.planes",
+        "specache_fx.runtime.layout",
         "specache_fx.runtime.sink_rows",
         "specache_fx.runtime.metrics",
     ),

@@ -1,170 +1,135 @@
-// Copies of rows from the host: at once, by the threads that compute, or by a thread that does nothing else. Those that
-// compute take one before their share of the next product of weights, so that no such thread contends with them for
-// cores. See copies.py.
-#include <pthread.h>
-#include <sys/syscall.h>
-#include <unistd.h>
-
-#include <atomic>
+// Bringing rows from the host to a layer's slots: what NumPy needs a dozen passes for, and holds Python's lock meanwhile.
+// NumPy defines the answers (staging.py); copies.py calls this.
+#include <algorithm>
 #include <chrono>
-#include <condition_variable>
-#include <mutex>
-#include <new>
+#include <cstdint>
+#include <cstring>
+#include <exception>
+#include <vector>
 
-#include "stage.h"
+extern "C" struct SpecacheStage {
+  int64_t rows, top_k, row_bytes;  // `rows`: batch rows times kv heads
+  int64_t length, num_blocks;      // tokens on the host
+  const uint8_t* const* blocks;    // [rows][tokens of the block][row_bytes] each
+  const int64_t* starts;           // [num_blocks + 1]: first tokens of the blocks, and the end of the last
+  const int32_t* wanted;           // [rows][top_k]
+  int32_t* slots;                  // [rows][top_k]: which tokens are staged
+  uint8_t* staged;                 // [rows][top_k][row_bytes]
+  int64_t fetched, kept;           // out: rows that were copied, rows that were there
+  double seconds;                  // out: what it took
+};
 
 namespace {
 
-enum State : int64_t { kIdle, kPending, kRunning, kDone };
+constexpr int64_t kRowsAhead = 4, kLine = 64;
 
-}  // namespace
-
-extern "C" {
-
-struct SpecacheCopy;
-
-// Copies that are pending, the oldest first.
-struct SpecacheCopyQueue {
-  SpecacheCopy *oldest, *newest;
-  int64_t ended;                  // its thread is to return
-  std::condition_variable* came;  // what its thread waits for; null before it has begun
-  int64_t process;                // `num_forks` when it began: in a forked process it is not there
+struct RowCopy {
+  const uint8_t* from;
+  uint8_t* to;
 };
 
-struct SpecacheCopy {
-  SpecacheStage stage;
-  int64_t failed;              // what `specache_stage` returned
-  std::atomic<int64_t> state;  // whoever puts it to kRunning makes the copy
-  int64_t thread;              // the system's number of who made it
-  double start, stop;          // seconds of the steady clock
-  SpecacheCopyQueue* queue;    // of a thread; null for the next product
-  SpecacheCopy* next;
+// The places of one row's wanted tokens, by token: open addressing.
+class Places {
+ public:
+  explicit Places(int64_t top_k) {
+    int64_t size = 8;
+    while (size < 2 * top_k) size *= 2;
+    tokens_.resize(size);
+    places_.resize(size);
+  }
+  void clear() { std::fill(tokens_.begin(), tokens_.end(), -1); }
+  void add(int32_t token, int64_t place) {
+    const int64_t at = find(token);
+    tokens_[at] = token;
+    places_[at] = place;
+  }
+  // -1 where it isn't wanted.
+  int64_t of(int32_t token) const {
+    const int64_t at = find(token);
+    return tokens_[at] == token ? places_[at] : -1;
+  }
+
+ private:
+  int64_t find(int32_t token) const {
+    const uint64_t mask = tokens_.size() - 1;
+    uint64_t at = static_cast<uint32_t>(token) * 0x9e3779b1u & mask;
+    while (tokens_[at] != -1 && tokens_[at] != token) at = (at + 1) & mask;
+    return static_cast<int64_t>(at);
+  }
+  std::vector<int32_t> tokens_;
+  std::vector<int64_t> places_;
 };
-}
 
-namespace {
-
-// Never destroyed: a thread may still wait when the process ends.
-std::mutex& lock = *new std::mutex;  // of all queues
-std::condition_variable& made = *new std::condition_variable;
-SpecacheCopyQueue of_products{};
-int64_t num_running = 0, num_forks = 0;
-std::atomic<int64_t> num_left_to_products{0};
-
-double now() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
-
-SpecacheCopyQueue& queue_of(const SpecacheCopy* copy) { return copy->queue == nullptr ? of_products : *copy->queue; }
-
-// Takes a copy off its queue, with the lock; null where it is not there.
-SpecacheCopy* take(SpecacheCopyQueue& queue, const SpecacheCopy* wanted) {
-  SpecacheCopy *before = nullptr, *copy = queue.oldest;
-  for (; copy != nullptr && copy != wanted; copy = copy->next) before = copy;
-  if (copy == nullptr) return nullptr;
-  (before == nullptr ? queue.oldest : before->next) = copy->next;
-  if (queue.newest == copy) queue.newest = before;
-  if (&queue == &of_products) num_left_to_products--;
-  num_running++;
-  copy->state.store(kRunning, std::memory_order_relaxed);
-  return copy;
-}
-
-void make(SpecacheCopy* copy) {
-  copy->thread = syscall(SYS_gettid);
-  copy->start = now();
-  copy->failed = specache::stage(&copy->stage);
-  copy->stop = now();
-  {
-    const std::lock_guard<std::mutex> held(lock);
-    num_running--;
-    copy->state.store(kDone, std::memory_order_release);  // from here on it may be gone
-  }
-  made.notify_all();
-}
-
-// A forked process has none of the threads that make copies or wait: it gets no copy that is half made, and a lock and a
-// condition that nobody uses.
-void before_fork() {
-  std::unique_lock<std::mutex> held(lock);
-  made.wait(held, [] { return num_running == 0; });
-  held.release();
-}
-void in_parent() { lock.unlock(); }
-void in_child() {
-  new (&lock) std::mutex;
-  new (&made) std::condition_variable;
-  num_forks++;
-}
-const int handles_forks = pthread_atfork(before_fork, in_parent, in_child);
-
-}  // namespace
-
-extern "C" {
-
-int64_t specache_copy_size() { return sizeof(SpecacheCopy); }
-
-int64_t specache_stage(SpecacheStage* stage) { return specache::stage(stage); }
-
-// Leaves a copy that is neither pending nor running to its queue. It, and what it points to, must stay until
-// `specache_copy_finish`.
-void specache_copy_start(SpecacheCopy* copy) {
-  const std::lock_guard<std::mutex> held(lock);
-  SpecacheCopyQueue& queue = queue_of(copy);
-  copy->state.store(kPending, std::memory_order_relaxed);
-  copy->next = nullptr;
-  (queue.oldest == nullptr ? queue.oldest : queue.newest->next) = copy;
-  queue.newest = copy;
-  if (&queue == &of_products) num_left_to_products++;
-  if (queue.came != nullptr && queue.process == num_forks) queue.came->notify_one();
-}
-
-// Makes the copies that are left to products.
-void specache_copies_make() {
-  while (num_left_to_products.load(std::memory_order_relaxed) > 0) {
-    std::unique_lock<std::mutex> held(lock);
-    SpecacheCopy* const copy = take(of_products, of_products.oldest);
-    held.unlock();
-    if (copy == nullptr) return;
-    make(copy);
-  }
-}
-
-// Makes the copies of a queue as they come, until it has ended. What is pending then is made by who waits for it.
-void specache_copies_serve(SpecacheCopyQueue* queue) {
-  std::condition_variable came;
-  std::unique_lock<std::mutex> held(lock);
-  queue->came = &came;
-  queue->process = num_forks;
-  while (true) {
-    came.wait(held, [queue] { return queue->oldest != nullptr || queue->ended; });
-    if (queue->ended) {
-      queue->came = nullptr;
-      return;
+// 0; 1 where memory ran out; 2 where a token is not on the host, which `fetched` then is. Nothing has changed then.
+int64_t stage(SpecacheStage* s) {
+  s->fetched = s->kept = 0;
+  for (int64_t i = 0; i < s->rows * s->top_k; i++) {
+    if (s->wanted[i] >= s->length) {
+      s->fetched = s->wanted[i];
+      return 2;
     }
-    SpecacheCopy* const copy = take(*queue, queue->oldest);
-    held.unlock();
-    make(copy);
-    held.lock();
   }
-}
-
-// Has the thread of a queue return.
-void specache_copies_end(SpecacheCopyQueue* queue) {
-  const std::lock_guard<std::mutex> held(lock);
-  queue->ended = 1;
-  if (queue->came != nullptr && queue->process == num_forks) queue->came->notify_one();
-}
-
-// Returns when a copy is through: made here, and then 1, where nobody had taken it. 2 where it is not after `seconds`.
-int64_t specache_copy_finish(SpecacheCopy* copy, double seconds) {
-  if (copy->state.load(std::memory_order_acquire) == kDone) return 0;
-  std::unique_lock<std::mutex> held(lock);
-  if (copy->state.load(std::memory_order_relaxed) == kPending) {
-    take(queue_of(copy), copy);
-    held.unlock();
-    make(copy);
+  std::vector<RowCopy> copies;
+  try {
+    Places places(s->top_k);
+    std::vector<char> held(s->top_k);
+    std::vector<int64_t> free;
+    free.reserve(s->top_k);
+    copies.reserve(s->rows * s->top_k);  // nothing fails once a slot has changed
+    for (int64_t row = 0; row < s->rows; row++) {
+      const int32_t* wanted = s->wanted + row * s->top_k;
+      int32_t* slots = s->slots + row * s->top_k;
+      places.clear();
+      free.clear();
+      std::fill(held.begin(), held.end(), 0);
+      for (int64_t i = 0; i < s->top_k; i++)
+        if (wanted[i] >= 0) places.add(wanted[i], i);
+      for (int64_t i = 0; i < s->top_k; i++) {
+        const int64_t place = slots[i] >= 0 ? places.of(slots[i]) : -1;
+        if (place >= 0) {
+          held[place] = 1;
+          s->kept++;
+        } else {
+          slots[i] = -1;
+          free.push_back(i);
+        }
+      }
+      // No token is in two slots, or wanted twice, so those that stay and those that come are top_k together at most:
+      // the free slots suffice.
+      int64_t next = 0;
+      for (int64_t i = 0; i < s->top_k; i++) {
+        if (wanted[i] < 0 || held[i]) continue;
+        const int64_t slot = free[next++], token = wanted[i];
+        const int64_t block = std::upper_bound(s->starts + 1, s->starts + s->num_blocks, token) - s->starts - 1;
+        const int64_t tokens = s->starts[block + 1] - s->starts[block];
+        const uint8_t* from = s->blocks[block] + (row * tokens + token - s->starts[block]) * s->row_bytes;
+        copies.push_back({from, s->staged + (row * s->top_k + slot) * s->row_bytes});
+        slots[slot] = wanted[i];
+      }
+    }
+  } catch (const std::exception&) {
     return 1;
   }
-  const auto through = [copy] { return copy->state.load(std::memory_order_relaxed) != kRunning; };
-  return made.wait_for(held, std::chrono::duration<double>(seconds), through) ? 0 : 2;
+  s->fetched = copies.size();
+  for (int64_t i = 0; i < s->fetched; i++) {
+    // A row lies anywhere in the host's memory: the next ones come while this one is copied.
+    if (i + kRowsAhead < s->fetched)
+      for (int64_t at = 0; at < s->row_bytes; at += kLine) __builtin_prefetch(copies[i + kRowsAhead].from + at);
+    memcpy(copies[i].to, copies[i].from, s->row_bytes);
+  }
+  return 0;
+}
+
+}  // namespace
+
+extern "C" {
+
+int64_t specache_stage_size() { return sizeof(SpecacheStage); }
+
+int64_t specache_stage(SpecacheStage* s) {
+  const auto start = std::chrono::steady_clock::now();
+  const int64_t failed = stage(s);
+  s->seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+  return failed;
 }
 }

@@ -20,34 +20,21 @@ _NO_MEMORY, _NO_TOKEN = 1, 2
 
 
 class StageC(ctypes.Structure):
-    """`SpecacheStage` of stage.h."""
+    """`SpecacheStage` of copies.cpp."""
 
     _fields_ = (
         *((name, _i64) for name in ("rows", "top_k", "row_bytes", "length", "num_blocks")),
         *((name, _address) for name in ("blocks", "starts", "wanted", "slots", "staged")),
         *((name, _i64) for name in ("fetched", "kept")),
+        ("seconds", ctypes.c_double),
     )
 
 
-class QueueC(ctypes.Structure):
-    """`SpecacheCopyQueue` of copies.cpp."""
-
-    _fields_ = (
-        *((name, _address) for name in ("oldest", "newest")),
-        *(("ended", _i64), ("came", _address), ("process", _i64)),
-    )
-
-
-class CopyC(ctypes.Structure):
-    """`SpecacheCopy` of copies.cpp."""
-
-    _fields_ = (
-        ("stage", StageC),
-        *((name, _i64) for name in ("failed", "state", "thread")),
-        *((name, ctypes.c_double) for name in ("start", "stop")),
-        ("queue", _address),
-        ("next", _address),
-    )
+@functools.cache
+def address() -> int | None:
+    """Of `specache_stage`, for C++ to call."""
+    library = load()
+    return None if library is None else ctypes.cast(library.specache_stage, _address).value
 
 
 @functools.cache
@@ -58,16 +45,9 @@ def load() -> ctypes.CDLL | None:
     except BuildError as error:
         _log.info("copies without C++: %s", error)
         return None
-    loaded.specache_copy_size.restype = loaded.specache_stage.restype = (
-        loaded.specache_copy_finish.restype
-    ) = _i64
+    loaded.specache_stage_size.restype = loaded.specache_stage.restype = _i64
     loaded.specache_stage.argtypes = (ctypes.POINTER(StageC),)
-    loaded.specache_copy_finish.argtypes = (_address, ctypes.c_double)
-    for name in ("copy_start", "copies_serve", "copies_end"):
-        getattr(loaded, f"specache_{name}").argtypes = (_address,)
-        getattr(loaded, f"specache_{name}").restype = None
-    loaded.specache_copies_make.restype = None
-    assert loaded.specache_copy_size() == ctypes.sizeof(CopyC)
+    assert loaded.specache_stage_size() == ctypes.sizeof(StageC)
     return loaded
 
 
@@ -78,14 +58,11 @@ class StageArguments:
         wanted: int32 `[batch, num_kv_heads, top_k]`, unique in a row; -1 is none.
         slots: The same shape: the token in each slot, -1 where it is empty. Changed.
         rows: `[batch, num_kv_heads, top_k, row_dim]`, contiguous. Changed.
-        into: Where to put them; a structure of its own by default.
     """
 
-    def __init__(
-        self, wanted: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor, into: StageC | None = None
-    ) -> None:
+    def __init__(self, wanted: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor) -> None:
         batch, heads, top_k = wanted.shape
-        self.c = StageC() if into is None else into
+        self.c = StageC()
         self.c.rows, self.c.top_k = batch * heads, top_k
         self.c.row_bytes = rows.shape[3] * rows.element_size()
         self.c.wanted, self.c.slots, self.c.staged = wanted.data_ptr(), slots.data_ptr(), rows.data_ptr()
@@ -128,20 +105,10 @@ class StageArguments:
         if failed == _NO_MEMORY:
             raise HostMemoryError("There is no memory to stage pairs: free some, or lower top_k.")
 
+    def call(self, library: ctypes.CDLL) -> int:
+        """Bring the wanted rows to the slots: those that are there stay, the others take slots that are free.
 
-def stage_rows(library: ctypes.CDLL, layer: int, arguments: StageArguments) -> tuple[int, int]:
-    """Bring the wanted rows to the slots: those that are there stay, the others take slots that are free.
-
-    Args:
-        library: What `load()` gave.
-        layer: Layer number, for messages.
-        arguments: The layer's, with its blocks.
-
-    Returns:
-        Rows that were fetched, and rows that stayed.
-
-    Raises:
-        Exception: See `StageArguments.check`.
-    """
-    arguments.check(library.specache_stage(ctypes.byref(arguments.c)), layer)
-    return arguments.c.fetched, arguments.c.kept
+        Returns:
+            What `check` raises an error of; 0 for none.
+        """
+        return int(library.specache_stage(ctypes.byref(self.c)))

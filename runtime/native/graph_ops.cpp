@@ -16,8 +16,6 @@ namespace {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-void (*beside)() = nullptr;
-
 // A contiguous tensor on the CPU, of the dtype of `like`.
 template <size_t DIMS>
 Tensor empty(const int64_t (&sizes)[DIMS], const Tensor& like) {
@@ -55,7 +53,6 @@ std::vector<Tensor> products(Tensor rows, std::vector<Tensor> weights) {
   const bool half = rows.scalar_type() == ScalarType::BFloat16;
   SpecacheProducts p = {rows.size(0), rows.size(1), half};
   p.threads = torch::stable::get_num_threads();
-  p.beside = beside;
   std::unique_ptr<float[]> floats;
   if (half || !rows.is_contiguous()) {
     floats.reset(new float[p.num_rows * p.in]);
@@ -93,8 +90,9 @@ struct SpecacheLayer {
   void** out;
   int64_t (*step)(const void* inputs, const void* step);  // `specache_step` of attention.cpp
   const void *inputs, *rest;
-  void (*start)(void* copy);  // what follows: of what was chosen
-  void* copy;
+  int64_t (*stage)(void* wanted_rows);  // `specache_stage` of copies.cpp: brings what was chosen
+  void* wanted_rows;
+  int64_t failed;  // out: what it returned
 };
 
 // Functions of Python's C interface, and what it is to call for a layer. Mirrored in graph_ops.py.
@@ -235,7 +233,7 @@ Tensor layer_step(Tensor query, Tensor key, Tensor value, Tensor state, int64_t 
     // Without memory nothing has changed, and the operators say so.
     if (own->step(own->inputs, own->rest) == 0) {
       own->has_run = 1;
-      own->start(own->copy);
+      own->failed = own->stage(own->wanted_rows);
       return out;
     }
   }
@@ -247,9 +245,6 @@ Tensor layer_step(Tensor query, Tensor key, Tensor value, Tensor state, int64_t 
 extern "C" {
 
 int64_t specache_layer_size() { return sizeof(SpecacheLayer); }
-
-// What threads do before their share of a product: see copies.cpp.
-void specache_do_beside(void (*function)()) { beside = function; }
 
 void specache_use_python(const SpecachePython* functions) { python = functions; }
 

@@ -1,7 +1,7 @@
 """Operators of decode graphs that are C++ on the CPU: `specache::products` and `specache::layer_step`.
 
-Products: every weight is read once, by all threads of PyTorch, which first make the copies that are left to them
-(`SharedCopy`). Sums are of float32, in an order of their own: they differ from BLAS's by rounding.
+Products: every weight is read once, by all threads of PyTorch. Sums are of float32, in an order of their own: they
+differ from BLAS's by rounding.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 from specache_fx.runtime.cpp_build import BuildError, load_library, usable_instruction_sets
-from specache_fx.runtime.native import copies
 
 _i64, _address = ctypes.c_int64, ctypes.c_void_p
 _log = logging.getLogger(__name__)
@@ -32,7 +31,8 @@ class LayerC(ctypes.Structure):
         ),
         *((name, ctypes.c_double) for name in ("scale", "softcap")),
         *((name, _address) for name in ("query", "key", "value", "sinks", "out")),
-        *((name, _address) for name in ("step", "inputs", "rest", "start", "copy")),
+        *((name, _address) for name in ("step", "inputs", "rest", "stage", "wanted_rows")),
+        ("failed", _i64),
     )
 
 
@@ -97,6 +97,4 @@ def load() -> ctypes.CDLL | None:
     loaded.specache_use_python.argtypes = (ctypes.c_void_p,)
     loaded.specache_use_python.restype = None
     loaded.specache_use_python(ctypes.addressof(_python))
-    if (beside := copies.load()) is not None:
-        loaded.specache_do_beside(beside.specache_copies_make)
     return loaded

@@ -111,7 +111,6 @@ struct SpecacheProducts {
   const void* weights[kMaxWeights];  // [out[i]][in] each
   int64_t out[kMaxWeights];
   void* results[kMaxWeights];        // [num_rows][out[i]] each
-  void (*beside)();                  // what each of several threads does first; may be null
 };
 }
 
@@ -129,7 +128,6 @@ void multiply_by(const SpecacheProducts& p) {
 #pragma omp parallel num_threads(threads) if (threads > 1)
 #endif
   {
-    if (threads > 1 && p.beside != nullptr) p.beside();
     for (int64_t task = next++; task < num_tasks; task = next++) {
       int64_t i = 0, left = task;
       while (left >= (p.out[i] + per_task - 1) / per_task) left -= (p.out[i++] + per_task - 1) / per_task;

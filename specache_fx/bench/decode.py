@@ -123,7 +123,7 @@ def open_decoder(model: LlamaForCausalLM, method: dict[str, Any], pairs: list[An
 
 def cache_bytes(decoder: Decoder, method: dict[str, Any]) -> dict[str, Any]:
     """What the cache takes and moved; None where a method has no such thing."""
-    none = dict.fromkeys(("host_bytes", "moved_bytes_per_step", "hidden_share"))
+    none = dict.fromkeys(("host_bytes", "moved_bytes_per_step", "copy_ms", "hidden_share"))
     if method["kind"] != "specache":
         return {"device_bytes": sum(map(_layer_bytes, decoder.cache.layers)), **none}
     seen = stats(decoder.cache)
@@ -131,6 +131,7 @@ def cache_bytes(decoder: Decoder, method: dict[str, Any]) -> dict[str, Any]:
         "device_bytes": seen.device_bytes,
         "host_bytes": seen.host_bytes,
         "moved_bytes_per_step": seen.prefetched_bytes / max(seen.steps, 1),
+        "copy_ms": 1e3 * seen.prefetch_seconds / max(seen.steps, 1),
         "hidden_share": seen.hidden_share,
     }
 
@@ -179,8 +180,8 @@ def bench_decode(
         `{"size", "batch", "kv_len", "dtype", "bandwidth_gb_s", "weight_bytes", "rows"}`. A row has `name`,
         `compile_s` (what its first steps took beyond the others), times of a step in ms, `tokens_per_s`, `floor_ms`
         (weights and cache at the memory's bandwidth), `device_bytes`, `host_bytes`, `moved_bytes_per_step`,
-        `hidden_share` (of the time of the copies, what no step waited for, as counted in all steps),
-        `hidden_in_trace` (the same, read off the trace of some steps), and `operator_calls` a step.
+        `copy_ms` (of copies in a step), `hidden_share` (of copy time, the share that overlapped compute, as counted in
+        all steps), `hidden_in_trace` (the same, read off the trace of some steps), and `operator_calls` a step.
     """
     torch.compiler.reset()  # graphs of another batch or model would count against the limits of compiling
     model = size.build(dtype, device)

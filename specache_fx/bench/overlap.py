@@ -36,21 +36,26 @@ def record_steps(step: Callable[[], object], steps: int = TRACED_STEPS) -> list[
 
 
 def hidden_share(spans: Sequence[Span]) -> float | None:
-    """Of the time in which pairs were copied, what compute did not spend waiting; None where nothing was copied.
+    """The share of copy time that overlapped compute; None where nothing was copied.
+
+    A copy overlaps nothing while it is waited for, nor where whoever computes makes it.
 
     Args:
         spans: Of steps, in the order of their starts: "prefetch" on the copies' track, "start prefetch", "attention"
             and "wait for prefetch" on that of compute.
     """
     copies = [(span.start, span.stop) for span in spans if span.name == "prefetch"]
+    starts = [(span.start, span.stop) for span in spans if span.name == "start prefetch"]
     waits = [_wait_for(span, spans) for span in spans if span.name == "wait for prefetch"]
     total = sum(stop - start for start, stop in copies)
     if not total:
         return None
-    # Neither copies nor waits of a session run at the same time as others of their kind.
-    waited = sum(
-        max(0.0, min(stop, ended) - max(start, begun)) for start, stop in copies for begun, ended in waits
-    )
+    waited = 0.0
+    for start, stop in copies:
+        if any(begun <= start and stop <= ended for begun, ended in starts):
+            waited += stop - start
+        else:  # no two waits of a session run at the same time
+            waited += sum(max(0.0, min(stop, ended) - max(start, begun)) for begun, ended in waits)
     return 1 - waited / total
 
 

@@ -58,13 +58,13 @@ def decode_tables(result: Mapping[str, Any], base: str) -> list[Table]:
         f" {result['bandwidth_gb_s']:.1f} GB/s, measured in this run by copying.",
     )
     sizes = Table(
-        caption="hidden: the share of copy time that overlapped compute, by counters and in a trace;"
+        caption="copies: ms a step; hidden: the share of that which overlapped compute;"
         " calls: operators of PyTorch that a step calls."
     )
     headers = {
         # In lines of their own: cells then fit into 80 columns.
         times: ("ms", "p10", "p90", "tokens/s", "ratio", "floor\nms", "compile\ns"),
-        sizes: ("device\nKV", "host\nKV", "moved\na step", "hidden", "in a\ntrace", "calls"),
+        sizes: ("device\nKV", "host\nKV", "moved\na step", "copies\nms", "hidden", "calls"),
     }
     for table, names in headers.items():
         table.box, table.collapse_padding, table.pad_edge = box.SIMPLE_HEAD, True, False
@@ -85,10 +85,8 @@ def decode_tables(result: Mapping[str, Any], base: str) -> list[Table]:
                 format_size(row[name]) if row[name] else "-"
                 for name in ("device_bytes", "host_bytes", "moved_bytes_per_step")
             ),
-            *(
-                "-" if row[name] is None else f"{row[name]:.0%}"
-                for name in ("hidden_share", "hidden_in_trace")
-            ),
+            "-" if row["copy_ms"] is None else f"{row['copy_ms']:.2f}",
+            "-" if row["hidden_share"] is None else f"{row['hidden_share']:.0%}",
             f"{row['operator_calls']:.0f}",
         )
     return [times, sizes]

@@ -17,10 +17,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
-from support import c_products
 
 from specache_fx.errors import SpecacheError
-from specache_fx.runtime import copy_job, cpp_build, shared_copy, tracing
+from specache_fx.runtime import copy_job, cpp_build, tracing
 from specache_fx.runtime.copy_engine import CopyEngine
 from specache_fx.runtime.host_cache import HostCache, resolve_host
 from specache_fx.runtime.native import copies
@@ -120,7 +119,8 @@ def test_cpp_stages_as_planned(rows):
     expected.view(-1, 3)[plan.slot_idx] = source[plan.batch_idx, plan.head_idx, plan.token_idx]
     arguments = copies.StageArguments(wanted, slots, there)
     arguments.of_host(blocks, [0, 4, 9, 10], 10)
-    assert copies.stage_rows(library, 0, arguments) == (len(plan.slot_idx), plan.num_kept)
+    assert arguments.call(library) == 0
+    assert (arguments.c.fetched, arguments.c.kept) == (len(plan.slot_idx), plan.num_kept)
     assert torch.equal(slots, plan.slots) and torch.equal(there, expected)
 
 
@@ -133,7 +133,7 @@ def test_cpp_changes_nothing_where_a_token_is_not_there():
     arguments = copies.StageArguments(wanted, slots, rows)
     arguments.of_host([torch.ones(2, 1, 8, 3)], [0, 8], 4)
     with pytest.raises(IndexError, match="Token 4 of layer 7, which holds 4"):
-        copies.stage_rows(copies.load(), 7, arguments)
+        arguments.check(arguments.call(copies.load()), 7)
     assert torch.equal(slots, before) and not rows.any()
 
 
@@ -239,24 +239,15 @@ class PlainMachine(EngineMachine):
                 self.patch.undo()
 
 
-class SharingMachine(EngineMachine):
-    """Copies are made by products that come in between, or by who waits."""
+class InMemoryMachine(EngineMachine):
+    """Rows are in memory: C++ copies them at once."""
 
     def make_engine(self, rng):
         return CopyEngine(self.host, TOP_K, torch.device("cpu"))
 
-    @rule()
-    def multiply(self):
-        c_products.run_in_threads(2)
-
-    @rule(by_thread=st.booleans())
-    def leave_to(self, by_thread):
-        """Copies go both ways, as where products come to an end."""
-        self.engine._makers._by_thread = by_thread
-
 
 class FileMachine(EngineMachine):
-    """Rows are in files: a thread of C++ makes all copies."""
+    """Rows are in files: a thread copies them."""
 
     host_kind = "disk"
 
@@ -275,8 +266,8 @@ TestSynchronous = SynchronousMachine.TestCase
 TestSynchronous.settings = MACHINE
 TestPlain = PlainMachine.TestCase
 TestPlain.settings = MACHINE
-TestSharing = NEEDS_CPP(SharingMachine.TestCase)
-TestSharing.settings = MACHINE
+TestInMemory = NEEDS_CPP(InMemoryMachine.TestCase)
+TestInMemory.settings = MACHINE
 TestFile = NEEDS_CPP(FileMachine.TestCase)
 TestFile.settings = MACHINE
 TestCuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")(CudaMachine.TestCase)
@@ -355,162 +346,6 @@ def test_error_of_a_copy_is_raised_by_the_next_wait_once(device, synchronous):
         engine.prefetch(0, wanted_of(1).to(device))
 
 
-@NEEDS_CPP
-def test_next_product_of_several_threads_makes_the_copies():
-    host, source = make_host(10)
-    engine = CopyEngine(host, TOP_K, torch.device("cpu"))
-    before = set(threading.enumerate())
-    with tracing.recording() as recorder:
-        for first in (1, 4):
-            wanted = [wanted_of(first, 2, layer=layer) for layer in range(len(SHAPES))]
-            for layer, chosen in enumerate(wanted):
-                engine.prefetch(layer, chosen)
-            c_products.run_in_threads(1)  # nothing would be beside it
-            assert not any(engine._staging[layer].job.done() for layer in range(len(SHAPES)))
-            c_products.run_in_threads(2)
-            assert all(engine._staging[layer].job.done() for layer in range(len(SHAPES)))
-            stop = time.perf_counter()
-            for layer, chosen in enumerate(wanted):
-                assert_staged(*engine.wait(layer), chosen, source[layer])
-    metrics = engine.metrics
-    assert metrics.waited_seconds == 0
-    assert metrics.copy_seconds > 0
-    assert set(threading.enumerate()) == before
-    spans = recorder.finish()
-    assert {(span.name, span.track) for span in spans} == {("prefetch", "copies")}
-    assert sorted(span.args["layer"] for span in spans) == [0, 0, 1, 1]  # two threads: in any order
-    assert all(span.thread > 0 and span.start < span.stop <= stop for span in spans)
-    assert sum(span.stop - span.start for span in spans) == pytest.approx(metrics.copy_seconds)
-    engine.close()
-
-
-@NEEDS_CPP
-def test_copies_that_no_product_takes_are_made_by_who_waits_and_after_two_in_a_row_by_a_thread():
-    host, source = make_host(10)
-    engine = CopyEngine(host, TOP_K, torch.device("cpu"))
-    before = set(threading.enumerate())
-
-    def copy(token: int, threads: int | None = None) -> None:
-        engine.prefetch(0, wanted_of(token))
-        if threads is not None:
-            c_products.run_in_threads(threads)
-        assert_staged(*engine.wait(0), wanted_of(token), source[0])
-
-    for token in range(3):  # one at a time, as steps that failed leave them behind
-        copy(token)
-        copy(token + 1, threads=2)
-    assert engine.metrics.waited_seconds > 0
-    copy(4)
-    copy(5)
-    assert set(threading.enumerate()) == before
-    copy(6)
-    (thread,) = set(threading.enumerate()) - before
-    engine.close()
-    assert not thread.is_alive()
-
-
-@NEEDS_CPP
-def test_thread_of_cpp_copies_without_being_waited_for():
-    host, source = make_host(10)
-    engine = CopyEngine(host, TOP_K, torch.device("cpu"))
-    engine._makers._by_thread = True
-    for token in range(4):
-        for layer in range(len(SHAPES)):
-            engine.prefetch(layer, wanted_of(token, layer=layer))
-        end = time.monotonic() + 10
-        while any(map(engine.is_copying, range(len(SHAPES)))) and time.monotonic() < end:
-            time.sleep(1e-3)
-        for layer in range(len(SHAPES)):
-            assert_staged(*engine.wait(layer), wanted_of(token, layer=layer), source[layer])
-    assert engine.metrics.waited_seconds == 0
-    engine.close()
-
-
-@NEEDS_CPP
-@pytest.mark.parametrize("end", ["close", "drop"])
-def test_thread_of_cpp_ends_with_its_engine(end):
-    host, _ = make_host(10)
-    before = set(threading.enumerate())
-    engine = CopyEngine(host, TOP_K, torch.device("cpu"))
-    engine._makers._by_thread = True
-    for layer in range(len(SHAPES)):
-        engine.prefetch(layer, wanted_of(1, layer=layer))
-    copies_of = [copy._copy for copy in engine._shared.values()]
-    (worker,) = set(threading.enumerate()) - before
-    if end == "close":
-        engine.close()
-    del engine
-    gc.collect()
-    worker.join(10)
-    assert not worker.is_alive()
-    assert all(copy.state in (0, 3) for copy in copies_of)  # made: nothing points to their memory any more
-
-
-@NEEDS_CPP
-def test_wait_for_the_thread_of_cpp_is_told_of_its_end(monkeypatch):
-    monkeypatch.setattr(shared_copy, "_WAIT_S", 60)
-    tokens = 4096
-    host = HostCache(1, [(1, 2048, 2048)], torch.float32)
-    host.append(0, *(torch.zeros(1, 1, tokens, 2048),) * 2)  # 64 MiB: milliseconds
-    engine = CopyEngine(host, tokens, torch.device("cpu"))
-    engine._makers._by_thread = True
-    start = time.monotonic()
-    engine.prefetch(0, torch.arange(tokens, dtype=torch.int32).view(1, 1, -1))
-    while engine._shared[0]._copy.state == 1 and time.monotonic() < start + 10:
-        pass  # until it has begun
-    engine.wait(0)
-    assert time.monotonic() < start + 30
-    assert engine.metrics.fetched_rows == tokens
-    engine.close()
-
-
-@NEEDS_CPP
-@pytest.mark.parametrize("first", [0, 1])
-def test_copies_that_are_waited_for_leave_the_others_to_the_next_product(first):
-    host, source = make_host(10)
-    engine = CopyEngine(host, TOP_K, torch.device("cpu"))
-    for layer in range(len(SHAPES)):
-        engine.prefetch(layer, wanted_of(1, layer=layer))
-    engine.wait(first)
-    engine.prefetch(first, wanted_of(2, layer=first))
-    c_products.run_in_threads(2)
-    assert not any(map(engine.is_copying, range(len(SHAPES))))
-    for layer in range(len(SHAPES)):
-        wanted = wanted_of(2 if layer == first else 1, layer=layer)
-        assert_staged(*engine.wait(layer), wanted, source[layer])
-    assert not engine._makers._by_thread
-    engine.close()
-
-
-@NEEDS_CPP
-def test_what_was_expected_and_not_started_is_not_waited_for():
-    host, source = make_host(10)
-    engine = CopyEngine(host, TOP_K, torch.device("cpu"))
-    engine.prefetch(0, wanted_of(1))
-    c_products.run_in_threads(2)
-    for _ in range(2):
-        assert_staged(*engine.wait(0), wanted_of(1), source[0])
-        engine.expect(0)
-    assert engine.metrics.fetched_rows == BATCH * SHAPES[0][0]
-    engine.close()
-
-
-@NEEDS_CPP
-def test_without_threads_to_be_had_who_waits_makes_the_copies(monkeypatch):
-    def start(_: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(threading.Thread, "start", start)
-    host, source = make_host(10)
-    engine = CopyEngine(host, TOP_K, torch.device("cpu"))
-    engine._makers._by_thread = True
-    for token in range(3):
-        engine.prefetch(0, wanted_of(token))
-        assert_staged(*engine.wait(0), wanted_of(token), source[0])
-    engine.close()
-
-
-@NEEDS_CPP
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
 def test_forked_process_copies_with_an_engine_of_its_own_and_with_its_parents():
     code = """
@@ -521,11 +356,9 @@ def test_forked_process_copies_with_an_engine_of_its_own_and_with_its_parents():
         torch.set_num_threads(1)  # OpenMP's don't survive a fork
 
         def engine_of(tokens, dim, top_k):
-            host = HostCache(1, [(1, dim, dim)], torch.float32)
+            host = HostCache(1, [(1, dim, dim)], torch.float32, "disk")
             host.append(0, *(torch.arange(tokens).float().view(1, 1, -1, 1).expand(1, 1, tokens, dim),) * 2)
-            engine = CopyEngine(host, top_k, torch.device("cpu"))
-            engine._makers._by_thread = True
-            return engine
+            return CopyEngine(host, top_k, torch.device("cpu"))
 
         def copy(engine, first, tokens):
             engine.prefetch(0, torch.arange(first, first + tokens, dtype=torch.int32).view(1, 1, -1))
@@ -543,8 +376,6 @@ def test_forked_process_copies_with_an_engine_of_its_own_and_with_its_parents():
         ours, large = engine_of(5000, 64, 64), engine_of(4096, 2048, 4096)
         use(ours)
         copy(large, 0, 4096)  # 64 MiB: milliseconds
-        while large._shared[0]._copy.state == 1:
-            pass  # until it has begun
         child = os.fork()
         check(large, 0, 4096)
         if not child:
@@ -557,73 +388,33 @@ def test_forked_process_copies_with_an_engine_of_its_own_and_with_its_parents():
 
 
 @NEEDS_CPP
-def test_wait_for_the_thread_of_cpp_sees_signals_and_leaves_the_copy():
+def test_rows_in_memory_are_copied_at_once():
     host, source = make_host(10)
     engine = CopyEngine(host, TOP_K, torch.device("cpu"))
-    engine.prefetch(0, wanted_of(1))
-    c_products.run_in_threads(2)
-    job, copy = engine._staging[0].job, engine._shared[0]._copy
-    copy.state = 2  # as while it is being made
-
-    def interrupt(*_):
-        raise TimeoutError
-
-    before = signal.signal(signal.SIGALRM, interrupt)
-    try:
-        signal.setitimer(signal.ITIMER_REAL, 0.01)
-        with pytest.raises(TimeoutError):
-            engine.wait(0)
-    finally:
-        signal.signal(signal.SIGALRM, before)
-    assert engine._staging[0].job is job
-    copy.state = 3
-    assert_staged(*engine.wait(0), wanted_of(1), source[0])
-    engine.close()
-
-
-@NEEDS_CPP
-def test_copy_that_nobody_has_waited_for_is_in_a_trace_once():
-    host, _ = make_host(10)
-    engine = CopyEngine(host, TOP_K, torch.device("cpu"))
-    engine.prefetch(0, wanted_of(1))
-    c_products.run_in_threads(2)
+    before = set(threading.enumerate())
     with tracing.recording() as recorder:
-        engine.prefetch(1, wanted_of(1, layer=1))
-        spans = recorder.finish()
-        engine.wait(0)
-        engine.wait(1)
-        assert recorder.finish() == spans
-    assert [span.args["layer"] for span in spans] == [1]  # the other was over before
+        for layer in range(len(SHAPES)):
+            engine.prefetch(layer, wanted_of(1, 2, layer=layer))
+            assert not engine.is_copying(layer)
+    assert set(threading.enumerate()) == before
+    for layer in range(len(SHAPES)):
+        assert_staged(*engine.wait(layer), wanted_of(1, 2, layer=layer), source[layer])
+    metrics = engine.metrics
+    assert metrics.copy_seconds == metrics.waited_seconds > 0  # nothing is computed meanwhile
+    spans = recorder.finish()
+    assert [(span.name, span.track, span.args["layer"]) for span in spans] == [
+        ("prefetch", "copies", layer) for layer in range(len(SHAPES))
+    ]
     engine.close()
 
 
 @NEEDS_CPP
-def test_error_of_a_copy_that_a_product_made_is_raised_by_the_next_wait_once():
-    host, source = make_host(10)
-    engine = CopyEngine(host, TOP_K, torch.device("cpu"))
-    engine.prefetch(0, wanted_of(1, 10))  # the host has ten tokens, 0 to 9
-    engine.prefetch(1, wanted_of(3, layer=1))
-    c_products.run_in_threads(2)
-    assert_staged(*engine.wait(1), wanted_of(3, layer=1), source[1])
-    with pytest.raises(IndexError, match="Token 10 of layer 0, which holds 10"):
-        engine.wait(0)
-    assert (engine.wait(0)[1] == -1).all()
-    engine.prefetch(0, wanted_of(5))
-    c_products.run_in_threads(2)
-    assert not engine.is_copying(0)
-    assert_staged(*engine.wait(0), wanted_of(5), source[0])
-    engine.close()
-
-
-@NEEDS_CPP
-def test_products_find_rows_in_blocks_that_came_later():
+def test_copies_find_rows_in_blocks_that_came_later():
     host, source = make_host(10)
     engine = CopyEngine(host, TOP_K, torch.device("cpu"))
     for tokens in (10, 110, 210):
         last = wanted_of(2, tokens - 1)
         engine.prefetch(0, last)
-        c_products.run_in_threads(2)
-        assert not engine.is_copying(0)
         assert_staged(*engine.wait(0), last, source[0])
         heads, key_dim, value_dim = SHAPES[0]
         new = torch.randn(BATCH, heads, 100, key_dim + value_dim)
@@ -652,20 +443,6 @@ def test_wait_that_is_interrupted_leaves_the_copy():
     assert_staged(*engine.wait(0), wanted_of(1, 2), source[0])
     assert engine.metrics.fetched_rows == 2 * BATCH * SHAPES[0][0]
     engine.close()
-
-
-@NEEDS_CPP
-def test_engine_that_is_dropped_leaves_no_copy_to_a_product():
-    host, _ = make_host(10)
-    engine = CopyEngine(host, TOP_K, torch.device("cpu"))
-    for layer in range(len(SHAPES)):
-        engine.prefetch(layer, wanted_of(1, layer=layer))
-    shared = list(engine._shared.values())
-    copies_of = [copy._copy for copy in shared]
-    del engine, shared
-    gc.collect()
-    assert all(copy.state == 3 for copy in copies_of)  # made: nothing points to their memory any more
-    c_products.run_in_threads(2)
 
 
 @NEEDS_CPP
@@ -710,14 +487,7 @@ def test_thread_ends_with_its_engine(end):
     assert not worker.is_alive()
 
 
-@pytest.mark.parametrize(
-    "how",
-    [
-        'CopyEngine(host, 4096, torch.device("cpu"), delay=lambda: time.sleep(0.05))',
-        pytest.param('CopyEngine(host, 4096, torch.device("cpu"))', marks=NEEDS_CPP),
-    ],
-)
-def test_interpreter_exits_with_a_copy_under_way(how):
+def test_interpreter_exits_with_a_copy_under_way():
     code = """
         import atexit, threading
         atexit.register(lambda: print([thread.name for thread in threading.enumerate()]))  # runs last
@@ -726,9 +496,7 @@ def test_interpreter_exits_with_a_copy_under_way(how):
         from specache_fx.runtime.host_cache import HostCache
         host = HostCache(1, [(1, 64, 64)], torch.float32)
         host.append(0, torch.zeros(1, 1, 5000, 64), torch.zeros(1, 1, 5000, 64))
-        engine = HOW
-        if engine._makers is not None:
-            engine._makers._by_thread = True
+        engine = CopyEngine(host, 4096, torch.device("cpu"), delay=lambda: time.sleep(0.05))
         engine.prefetch(0, torch.arange(4096, dtype=torch.int32).view(1, 1, -1))
     """
-    assert run_alone(code.replace("HOW", how)) == "['MainThread']\n"
+    assert run_alone(code) == "['MainThread']\n"

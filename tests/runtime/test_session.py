@@ -11,7 +11,7 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
-from support import c_products, strategies
+from support import strategies
 from support.oracle import Indices, OracleCache, ScoreForm, select
 
 from specache_fx.config import Aggregation, SpecacheConfig
@@ -19,8 +19,9 @@ from specache_fx.errors import CacheHandleError
 from specache_fx.runtime import session as session_module
 from specache_fx.runtime.copy_engine import CopyEngine
 from specache_fx.runtime.decode_step import DecodeStep
+from specache_fx.runtime.layout import LayerShape
 from specache_fx.runtime.native import graph_ops
-from specache_fx.runtime.session import LayerShape, Session
+from specache_fx.runtime.session import Session
 
 CPU = torch.device("cpu")
 LAYERS = 2
@@ -152,8 +153,8 @@ class SessionMachine(RuleBasedStateMachine):
         engine = partial(
             CopyEngine, synchronous=synchronous, delay=lambda: time.sleep(delays.random() * 2e-3)
         )
-        self.shares = data.draw(st.booleans()) and graph_ops.load() is not None
-        if not self.shares:
+        self.at_once = data.draw(st.booleans()) and graph_ops.load() is not None
+        if not self.at_once:
             self.patch.setattr(session_module, "CopyEngine", engine)
         self.pairs = []
         for number in range(2):
@@ -182,18 +183,13 @@ class SessionMachine(RuleBasedStateMachine):
         lanes=st.integers(1, 2),
         steps=st.integers(1, 10),
         whole=st.booleans(),
-        products=st.booleans(),
     )
-    def decode(self, which: int, lanes: int, steps: int, whole: bool, products: bool) -> None:
+    def decode(self, which: int, lanes: int, steps: int, whole: bool) -> None:
         pair = self.pairs[which] if self.pairs[which].oracles else self.pairs[1 - which]
-        if self.shares and pair.session.engine is not None:
-            pair.session.engine._makers._by_thread = False  # as long as products come
         if pair.session.staged_for != pair.session.kv_len:
             pair.step(lanes, predecode=True)
         for _ in range(steps):
             pair.step(lanes, predecode=False, whole=whole)
-            if self.shares and products:
-                c_products.run_in_threads(2)
 
     @precondition(lambda self: any(pair.oracles for pair in self.pairs))
     @rule(which=st.integers(0, 1), share=st.floats(0.01, 1))

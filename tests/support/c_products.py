@@ -1,4 +1,4 @@
-"""products.cpp by its C interface, so that each instruction set can be tried; and the operator, for its threads."""
+"""products.cpp by its C interface, so that each instruction set can be tried."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ import ctypes
 import torch
 from torch import Tensor
 
-from specache_fx.runtime import ops  # noqa: F401  (defines the operator)
 from specache_fx.runtime.cpp_build import load_library
-from specache_fx.runtime.native.graph_ops import SOURCES, load
+from specache_fx.runtime.native.graph_ops import SOURCES
 
 MAX_WEIGHTS = 8  # kMaxWeights
 _i64, _address = ctypes.c_int64, ctypes.c_void_p
@@ -24,7 +23,6 @@ class _ProductsC(ctypes.Structure):
         ("weights", _address * MAX_WEIGHTS),
         ("out", _i64 * MAX_WEIGHTS),
         ("results", _address * MAX_WEIGHTS),
-        ("beside", _address),
     )
 
 
@@ -47,14 +45,3 @@ def multiply(instruction_set: str, rows: Tensor, weights: list[Tensor]) -> list[
     )
     load_library("products", SOURCES, instruction_set).specache_products(ctypes.byref(arguments))
     return results
-
-
-def run_in_threads(threads: int) -> None:
-    """Run the operator on weights that are large enough for several threads: they make what copies are pending."""
-    assert load() is not None
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        torch.ops.specache.products.default(torch.ones(2, 512), [torch.ones(1024, 512)])
-    finally:
-        torch.set_num_threads(before)
