@@ -62,7 +62,7 @@ def simulate(model: str, bits: int, windows: int, decoded: int) -> list[dict[str
 
 
 def main(
-    windows: Annotated[int, typer.Option(help="Windows of 2,048 tokens.")] = 2,
+    windows: Annotated[int, typer.Option(help="Windows of 2,048 tokens.")] = 1,
     decoded: Annotated[int, typer.Option(help="Of each, tokens that are decoded.")] = 64,
     threads: Annotated[int | None, typer.Option(help="CPU threads.")] = None,
     out: Annotated[Path, typer.Option(help="The JSON.")] = Path("results/real_candidates.json"),
