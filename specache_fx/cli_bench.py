@@ -54,10 +54,10 @@ def _device(name: str) -> Any:
 
 
 def _write(
-    file: Path | None, made: dict[str, Any], settings: dict[str, Any], results: list[dict[str, Any]]
+    file: Path | None, origin: dict[str, Any], settings: dict[str, Any], results: list[dict[str, Any]]
 ) -> None:
     if file is not None:
-        report = {**made, "settings": settings, "results": results}
+        report = {**origin, "settings": settings, "results": results}
         file.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
 
 
@@ -97,7 +97,7 @@ def attention_command(
         from specache_fx.provenance import provenance
 
         where = _device(device)
-        made = provenance(where)
+        origin = provenance(where)
         torch.set_num_threads(threads or torch.get_num_threads())
         console, results = Console(), []
         lengths = kv_len or [32768]
@@ -116,7 +116,7 @@ def attention_command(
         raise typer.BadParameter(str(error)) from error
     for result in results:
         console.print(attention_table(result, "sdpa float32"))
-    _write(json_file, made, {"rounds": rounds}, results)
+    _write(json_file, origin, {"rounds": rounds}, results)
     if png_file is not None:
         plot_bars(png_file, results, [f"one layer's attention, {length:,} tokens" for length in lengths])
 
@@ -165,7 +165,7 @@ def decode_command(
             from specache_fx.provenance import provenance
 
             where, chosen = _device(device), methods(widths)
-            made = provenance(where)  # the commit from before a trace is written
+            origin = provenance(where)  # the commit from before a trace is written
             check_options(chosen)
             size = ModelSize(layers, hidden, intermediate, heads, kv_heads, head_dim, vocab)
             cases = [(b, length) for length in context or [256, 16384] for b in batch or [1]]
@@ -181,7 +181,7 @@ def decode_command(
                 )  # fmt: skip
                 results.append(made)
             settings = {"rounds": rounds, "steps": steps, "methods": chosen}
-            _write(json_file, made, settings, results)
+            _write(json_file, origin, settings, results)
     except SpecacheError as error:
         raise typer.BadParameter(str(error)) from error
     for result in results:

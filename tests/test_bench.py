@@ -90,11 +90,23 @@ def test_attention_is_timed_beside_what_others_offer(tmp_path: Path) -> None:
     command = ["bench", "attention", "--kv-len", "256", "--heads", "4", "--kv-heads", "2", "--head-dim", "16"]
     done = CliRunner().invoke(app, [*command, "--rounds", "2", "--device", "cpu", "--json", str(file)])
     assert done.exit_code == 0, done.output
-    (result,) = json.loads(file.read_text())["results"]
+    report = json.loads(file.read_text())
+    assert report["command"].startswith("specache-fx") and {"commit", "device", "versions"} < report.keys()
+    (result,) = report["results"]
     names = [row["name"] for row in result["rows"]]
     ours = {f"specache {bits}-bit{codes}" for bits in (1, 2) for codes in ("", ", kivi")}
     assert {"sdpa float32", *ours} <= set(names)
     assert result["shape"]["kv_len"] == 256
+
+
+def test_decode_writes_where_its_numbers_come_from(tmp_path: Path) -> None:
+    file = tmp_path / "decode.json"
+    sizes = "--layers 1 --hidden 32 --intermediate 16 --heads 2 --kv-heads 1 --head-dim 16 --vocab 16"
+    command = ["bench", "decode", *sizes.split(), "--context", "130", "--rounds", "1", "--steps", "1"]
+    done = CliRunner().invoke(app, [*command, "--device", "cpu", "--json", str(file)])
+    assert done.exit_code == 0, done.output
+    report = json.loads(file.read_text())
+    assert report["command"].startswith("specache-fx") and {"commit", "device", "versions"} < report.keys()
 
 
 @pytest.mark.parametrize(
