@@ -46,6 +46,17 @@ def test_default_captures_more_attention_than_what_it_replaced() -> None:
             assert captured[0] == max(captured)
 
 
+def test_readme_says_what_becomes_of_a_table() -> None:
+    readme = (ROOT / page.README).read_text().replace("\n", " ")
+    for name, label, bits in (
+        ("full cache", "full cache", None),
+        ("SpeCache 2-bit", page.DEFAULT, 2),
+        ("KIVI 2-bit", "KIVI", 2),
+    ):
+        rows = [page.find(rows_of(model), label, bits, "table", 1500) for model in page.MODELS]
+        assert f"{name} {' and '.join(format(row['score'], '.3f') for row in rows if row)}" in readme
+
+
 def test_readme_says_how_long_a_first_call_takes() -> None:
     report = json.loads((ROOT / "results/real_first_call.json").read_text())
     rows = {row["start"]: row["first_call"] for row in report["rows"] if row["model"] == "smollm2"}
