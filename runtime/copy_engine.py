@@ -6,7 +6,7 @@ never meets a reader. On the CPU a copy starts when attention has returned; on C
 waits for an event that is recorded behind attention.
 
 Three ways lead there. Where the device reads the host's rows by itself (CUDA, page-locked memory, Triton), two kernels
-on a side stream do everything (`device_copy`). Where both are memory of the CPU, C++ copies at once: tens of microseconds
+on a side stream do everything (`device_copy`). Where both are memory of the CPU, C++ copies at once: some 40 us
 a layer, and no thread that would take a core from the products. Else a thread gathers the rows (`copy_job`).
 
 Paper: SpeCache §3.3, Alg. 3 (the top-k pairs of the next step are prefetched while this one computes).
