@@ -54,6 +54,7 @@ from specache_fx.passes.randomness import draws_random_numbers
 from specache_fx.passes.window_masks import find_window_masks
 from specache_fx.passes.writes import mutated_inputs
 from specache_fx.runtime import ops  # noqa: F401  (registers torch.ops.specache)
+from specache_fx.runtime.step_table import empty_state
 
 STATE = "specache_state"
 _NEVER_PREDICTED = 32  # rows of a table of embeddings, at most, that logits have no number for
@@ -225,7 +226,7 @@ def bind_cache(gm: GraphModule, state: PassState) -> GraphModule:
         for node in placeholders(graph):
             node.meta["specache_input"] = position[node]
     else:
-        state_node = add_placeholder(graph, STATE, torch.zeros(1, dtype=torch.int64))
+        state_node = add_placeholder(graph, STATE, empty_state(len(state.owners)))
         for site in state.owners:
             if state.phase is Phase.PREFILL:
                 _bind_prefill(graph, site, state_node)

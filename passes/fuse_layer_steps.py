@@ -7,9 +7,10 @@
     specache.prefetch(indices, state, layer)
         -> attended = specache.layer_step(q, k, v, state, layer, scale)
 
-After `verify`, which has seen that they are in order. It saves four calls through the dispatcher a layer and step, and
-lets C++ do all of it at once on the CPU (`runtime/plain_layers.py`). Layers that attentions share, exact ones, and
-lookahead "none", where more than these five run, keep their operators.
+After `verify`, which has seen that they are in order, and on the CPU alone: there the one operator is C++
+(`csrc/layer_step.h`). Layers that attentions share, exact ones, latent attention, and lookahead "none", where more than
+these five run, keep their operators. So do all layers of a session that C++ can't serve (`StepTable.serves`):
+`build_decode_graph` leaves this pass out.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from torch.fx import GraphModule, Node
 from specache_fx.passes.base import Pass, PassState
 from specache_fx.passes.graph_edit import call, erase_unused, finish
 from specache_fx.passes.graph_utils import value_of
-from specache_fx.runtime.native import graph_ops
+from specache_fx.runtime.kernels import KERNELS, LayerForm
+from specache_fx.runtime.quant import make_quantizer
 
 _ops, _aten = torch.ops.specache, torch.ops.aten
 
@@ -46,10 +48,10 @@ def fuse_layer_steps(gm: GraphModule, state: PassState) -> GraphModule:
     fused = [
         nodes
         for nodes in steps.values()
-        if [node.target for node in nodes] == list(layer_of) and _appends_own(*nodes)
+        if [node.target for node in nodes] == list(layer_of)
+        and _appends_own(*nodes)
+        and _fits(nodes[1], state)
     ]
-    if any(value_of(attention.args[0]).device.type == "cpu" for _, attention, *_ in fused):
-        graph_ops.load()
     for nodes in fused:
         _fuse(gm, *nodes)
     return finish(gm)
@@ -61,10 +63,28 @@ def _appends_own(_wait: Node, attention: Node, append: Node, *_: Node) -> bool:
     return lane_0 == [(node.target, node.args) for node in append.args[:2] if isinstance(node, Node)]
 
 
+def _fits(attention: Node, state: PassState) -> bool:
+    """Whether the CPU kernel computes this attention."""
+    query, key, value, _, _, _, _, *form = attention.args
+    sides = [value_of(side) for side in (query, key, value)]
+    lanes, _, num_heads, _, key_dim = sides[0].shape
+    layer = LayerForm(
+        dtypes=frozenset(side.dtype for side in sides),
+        quantizer=make_quantizer(state.config),
+        key_dim=key_dim,
+        value_dim=sides[2].shape[-1],
+        lanes=lanes,
+        num_queries=lanes * num_heads // sides[1].shape[2],
+        expands=any(x is not None for x in form[2:]),
+        aggregation=state.config.aggregation,
+    )
+    return sides[0].device.type == "cpu" and KERNELS["cpu"].misfit(layer) is None
+
+
 def _fuse(gm: GraphModule, wait: Node, attention: Node, append: Node, topk: Node, prefetch: Node) -> None:
-    query, key, value, _, *rest = attention.args  # state, layer, scale, and the form where there is any
+    query, key, value, _, *rest = attention.args  # state, layer, scale, softcap and sinks where there are any
     with gm.graph.inserting_before(attention):
-        args = (query, key, value, *rest)
+        args = (query, key, value, *rest[:5])
         out = call(gm.graph, _ops.layer_step.default, args, attention, "attended")
     own = append.args[:2]
     for node in (prefetch, topk, append):

@@ -88,7 +88,13 @@ def run_passes(
 
 
 def build_decode_graph(
-    gm: GraphModule, state: PassState, inputs: Sequence[Any], lanes: int, observe: Observer | None = None
+    gm: GraphModule,
+    state: PassState,
+    inputs: Sequence[Any],
+    lanes: int,
+    observe: Observer | None = None,
+    *,
+    whole_layers: bool = True,
 ) -> GraphModule:
     """The whole way from a captured decode graph to the one that is compiled.
 
@@ -98,9 +104,11 @@ def build_decode_graph(
         inputs: The first step's, see `duplicate_query`.
         lanes: See `duplicate_query`.
         observe: See `Observer`.
+        whole_layers: Whether C++ can serve the session that runs it (`StepTable.serves`).
     """
     say_step("duplicate_query")
     traced = duplicate_query(gm, state, inputs, lanes)
     if observe is not None:
         observe("duplicate_query", traced, state)
-    return run_passes(traced, state, DECODE_PASSES, observe)
+    passes = [step for step in DECODE_PASSES if whole_layers or step is not FUSE_LAYER_STEPS]
+    return run_passes(traced, state, passes, observe)

@@ -23,6 +23,7 @@ from specache_fx.passes.base import Pass, PassState
 from specache_fx.passes.bind_cache import STATE
 from specache_fx.passes.graph_edit import add_placeholder, call, finish
 from specache_fx.passes.graph_utils import shape_of
+from specache_fx.runtime.step_table import empty_state
 
 _MARKERS = ("specache::attention", "specache::attention_lanes")
 
@@ -34,7 +35,7 @@ def quantize_attention(gm: GraphModule, state: PassState) -> GraphModule:
     if not markers:
         return gm
     last = {marker.args[3]: marker for marker in markers}
-    session = add_placeholder(graph, STATE, torch.zeros(1, dtype=torch.int64))
+    session = add_placeholder(graph, STATE, empty_state(len(state.owners)))
     for marker in markers:
         query, key, value, layer, *form = marker.args  # scale, and softcap and sinks where there are any
         has_lanes = len(shape_of(query) or ()) == 5

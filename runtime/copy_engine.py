@@ -65,7 +65,7 @@ class CopyEngine:
         self._host, self._top_k, self._device = host, top_k, device
         self._synchronous, self._delay = synchronous, delay
         self._staging: dict[int, Staging] = {}
-        self._in_memory: dict[int, copies.StageArguments] = {}
+        self._arguments: dict[int, copies.StageArguments] = {}
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._stop: weakref.finalize[..., CopyEngine] | None = None
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -110,6 +110,10 @@ class CopyEngine:
             layer: Layer number.
             indices: int32 `[batch, num_kv_heads, top_k]` on the device: tokens that the host holds, unique in
                 a row; -1 is none. The caller may overwrite it at once.
+
+        Raises:
+            Exception: What the copy failed with, where it is made at once (the slots are as they were); or what the
+                last one failed with, where a thread made it.
         """
         if self._closed:
             raise SpecacheError("This copy engine is closed: its session has ended.")
@@ -123,36 +127,40 @@ class CopyEngine:
         staging.wanted.copy_(indices)
         self._start(layer, staging)
 
-    def wanted(self, layer: int) -> torch.Tensor:
-        """Where C++ is to write the indices for the copy that `in_memory` makes."""
-        return self._of(layer).wanted
+    def prefetch_wanted(self, layer: int) -> None:
+        """As `prefetch`, of the indices that C++ has left in the layer's slots."""
+        self._start(layer, self._of(layer))
 
-    def in_memory(self, layer: int) -> copies.StageArguments | None:
-        """What brings `wanted` to the layer's slots as one call of C++; None where there is no such call.
+    @property
+    def copies_at_once(self) -> bool:
+        """Whether a copy is one call of C++, with no thread."""
+        return self._library is not None
 
-        It is valid until the host's rows change. Whoever makes the call says so by `was_copied`.
+    def arguments(self, layer: int, c: copies.StageC | None = None) -> copies.StageArguments:
+        """What brings `wanted` to the layer's slots as one call of C++; valid until the host's rows change.
+
+        Args:
+            layer: Layer number.
+            c: Where it is to be from now on.
         """
-        if self._library is None or self._closed:
-            return None
-        if layer not in self._in_memory:
+        if c is not None or layer not in self._arguments:
             staging = self._of(layer)
-            self._in_memory[layer] = copies.StageArguments(staging.wanted, staging.slots, staging.rows)
-        self._in_memory[layer].of_host(*self._host.blocks(layer), self._host.length(layer))
-        return self._in_memory[layer]
+            self._arguments[layer] = copies.StageArguments(staging.wanted, staging.slots, staging.rows, c)
+        self._arguments[layer].of_host(*self._host.blocks(layer), self._host.length(layer))
+        return self._arguments[layer]
 
-    def was_copied(self, layer: int, failed: int) -> None:
-        """The call that `in_memory` gave was made, and returned `failed`: `wait` raises what that says, once."""
-        arguments, staging = self._in_memory[layer], self._of(layer)
-        try:
-            arguments.check(failed, layer)
-        except Exception as error:
-            staging.job, staging.failed = Outcome(), True
-            staging.job.set(error)
-            return
-        self._metrics.count(arguments.c.fetched, arguments.c.kept, arguments.c.row_bytes)
+    def count_copies(
+        self, fetched_rows: int, fetched_bytes: int, kept_rows: int, kept_bytes: int, seconds: float
+    ) -> None:
+        """Count copies that C++ has made by itself."""
+        metrics = self._metrics
+        metrics.fetched_rows += fetched_rows
+        metrics.fetched_bytes += fetched_bytes
+        metrics.reused_rows += kept_rows
+        metrics.reused_bytes += kept_bytes
         # Nothing is computed meanwhile.
-        self._metrics.copy_seconds += arguments.c.seconds
-        self._metrics.waited_seconds += arguments.c.seconds
+        metrics.copy_seconds += seconds
+        metrics.waited_seconds += seconds
 
     def is_copying(self, layer: int) -> bool:
         """Whether `wait` would wait."""
@@ -163,10 +171,12 @@ class CopyEngine:
         if self._on_device is not None:
             self._launch(self._on_device, layer, staging)
             return
-        if self._library is not None and (arguments := self.in_memory(layer)) is not None:
+        if self._library is not None:
+            arguments = self.arguments(layer)
             with span("prefetch", "copies", layer=layer):
-                failed = arguments.call(self._library)
-            self.was_copied(layer, failed)
+                arguments.check(arguments.call(self._library), layer)
+            c = arguments.c
+            self.count_copies(c.fetched, c.fetched * c.row_bytes, c.kept, c.kept * c.row_bytes, c.seconds)
             return
         selected = None
         if self._stream is not None:
@@ -274,7 +284,7 @@ class CopyEngine:
         if self._stream is not None:
             self._stream.synchronize()
         self._staging.clear()
-        self._in_memory.clear()
+        self._arguments.clear()
 
     def pause(self) -> None:
         """Return when no copy is under way; what one failed with is left to `wait`."""

@@ -28,6 +28,8 @@ _log = logging.getLogger(__name__)
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """`Dtype` of vec.h."""
 
+SOURCES = Path(__file__).parent / "csrc"
+
 _FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-fopenmp", "-fwrapv", "-Wno-psabi")
 _TIMEOUT_S = 300
 _STABLE_ABI = "-DTORCH_TARGET_VERSION=0x020b000000000000"  # of torch 2.11, the oldest that we support

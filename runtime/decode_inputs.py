@@ -10,7 +10,6 @@ import torch
 from specache_fx.runtime.kernels import DecodeInputs, Expand
 from specache_fx.runtime.layer_cache import LayerCache
 from specache_fx.runtime.quant import Quantizer
-from specache_fx.runtime.score_buffers import ScoreBuffers
 from specache_fx.runtime.window_cache import WindowCache, WindowMask
 
 
@@ -35,7 +34,6 @@ def layer_inputs(
     key_mask: torch.Tensor | None,
     bias: torch.Tensor | None,
     scored_lanes: int,
-    buffers: ScoreBuffers,
 ) -> DecodeInputs:
     """For a layer that keeps all tokens.
 
@@ -46,14 +44,11 @@ def layer_inputs(
         key_mask: Which tokens are real, bool `[batch, kv_len]`.
         bias: See `DecodeInputs`.
         scored_lanes: See `DecodeInputs`.
-        buffers: For the scores, if any are wanted.
     """
     if cache.sinks is not None:
         staged = cache.sinks.staged(staged)
     rows, indices = (None, None) if staged is None else staged
     key_planes, value_planes = cache.planes
-    _, batch, num_kv_heads, _, _ = lanes.key.shape
-    shape = (scored_lanes, batch, num_kv_heads, cache.kv_len + 1)
     return DecodeInputs(
         query=lanes.query,
         key=lanes.key,
@@ -75,8 +70,6 @@ def layer_inputs(
         expand=lanes.expand,
         aggregation=cache.config.aggregation,
         scored_lanes=scored_lanes,
-        scores_out=buffers.take(shape) if scored_lanes and lanes.query.device.type == "cpu" else None,
-        memory=cache.kernel_memory,
     )
 
 

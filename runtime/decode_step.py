@@ -1,6 +1,6 @@
 """`DecodeStep`: what the ops of a decode graph do to a session, in graph order.
 
-    wait_prefetch -> attend -> append -> select -> prefetch        once a layer
+    wait_prefetch -> attend -> append -> select -> prefetch        once a layer, or all of it in C++ (`StepTable`)
 
 It lasts for one run of the graph. What its ops hand on to each other is in here, and what the model's masks say of this
 token; what outlasts the token is in the session.
@@ -17,11 +17,9 @@ import torch
 from specache_fx.runtime.decode_inputs import Lanes, layer_inputs, window_inputs
 from specache_fx.runtime.kernels import Expand
 from specache_fx.runtime.layer_cache import LayerCache
-from specache_fx.runtime.native.graph_ops import take_failure
-from specache_fx.runtime.plain_layers import PlainLayers, forget
-from specache_fx.runtime.select import AGGREGATIONS, select_topk
+from specache_fx.runtime.select import AGGREGATIONS
 from specache_fx.runtime.session import Session
-from specache_fx.runtime.tracing import is_recording
+from specache_fx.runtime.step_table import StepFacts
 from specache_fx.runtime.window_cache import WindowCache, WindowMask
 
 _running: dict[int, DecodeStep] = {}  # by the number of its session, which runs one at a time
@@ -41,7 +39,6 @@ class DecodeStep:
         missed: Batch rows that choose pairs, bool `[batch]`; the others keep those that are staged. None for all rows.
         shares: What the speculative token's scores weigh in the selection, float32 `[batch]` from 0 to 1; the output
             token's weigh the rest. None: they are all of it (Algorithm 3).
-        num_plain: Layers that C++ has run (`PlainLayers`).
     """
 
     session: Session
@@ -51,37 +48,67 @@ class DecodeStep:
     expansions: dict[int, Expand] = field(default_factory=dict)
     missed: torch.Tensor | None = None
     shares: torch.Tensor | None = None
-    num_plain: int = field(default=0, init=False)
     _scores: dict[int, tuple[torch.Tensor, int]] = field(default_factory=dict, init=False)
-    _borrowed: dict[int, list[torch.Tensor]] = field(default_factory=dict, init=False)  # where scores may be
     # Rows and indices of the layers that have waited: until the prefetch that overwrites them, and no longer.
     _staged: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict, init=False)
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """While the graph runs: its ops find the step by the session's `state`."""
-        plain = failure = None
-        forget()
+        session, in_cpp = self.session, self.session.table.serves
+        run: list[int] = []
+        late = False
+        if in_cpp:
+            self._tell()
+        _running[session.number] = self
         try:
-            plain = PlainLayers.get_ready(self.session, self.shares) if self._is_plain else None
-            _running[self.session.number] = self
             yield
-        except BaseException as error:
-            failure = take_failure()
-            if failure is None or not isinstance(error, RuntimeError):
-                raise
+        except RuntimeError as error:
+            session.table.check(error)
+            raise
         finally:
-            if plain is not None:
-                plain.end()
-                self.num_plain = plain.num_run
-            _running.pop(self.session.number, None)
-            for layer in list(self._borrowed):  # where nothing was selected, or the step failed
-                self._give_back_scores(layer)
-        if failure is not None:
-            try:
-                raise failure
-            finally:
-                del failure  # it knows this frame
+            _running.pop(session.number, None)
+            if in_cpp:
+                run, late = self._collect()
+        if late:
+            self._fill(run)
+
+    def _tell(self) -> None:
+        """Prepare for the layers that C++ runs."""
+        session, layers = self.session, self.session.tiered
+        assert session.engine is not None and session.batch is not None
+        for cache in layers.values():
+            cache.make_room()
+        num_quantized = next(iter(layers.values())).num_quantized
+        tracked = session.config.track_hit_rates and not self.predecoding and num_quantized
+        facts = StepFacts(
+            predecodes=self.predecoding,
+            scored_lanes=2 if self._scores_both else 1,
+            key_mask=session.key_mask.grow(session.kv_len),
+            biases=self.biases,
+            shares=self.shares,
+            missed=self.missed,
+            counts=session.metrics.step_counts(session.batch) if tracked else None,
+        )
+        session.table.tell(layers, session.engine, facts)
+
+    def _collect(self) -> tuple[list[int], bool]:
+        """Note what C++ has run, also where the graph failed midway; see `StepTable.end`."""
+        session = self.session
+        assert session.engine is not None
+        run, late = session.table.end(session.engine)
+        if not self.predecoding:
+            for layer in run:
+                session.tiered_cache(layer).was_appended()
+        return run, late
+
+    def _fill(self, layers: list[int]) -> None:
+        """Quantise the group that the step has pushed out of the windows; its rows can be brought from then on."""
+        session = self.session
+        assert session.engine is not None
+        for layer in layers:
+            session.tiered_cache(layer).quantize_overflow()
+            session.engine.prefetch_wanted(layer)
 
     @property
     def windows_told(self) -> bool:
@@ -89,11 +116,9 @@ class DecodeStep:
         return all(mask is not None for masks in self.window_masks.values() for mask in masks)
 
     @property
-    def _is_plain(self) -> bool:
-        """Whether no more than its length can be new to all layers. Padding and what is hidden are theirs to see."""
-        session = self.session
-        chooses = session.select_pairs is select_topk and session.config.lookahead != "none"
-        return chooses and not self.predecoding and not self.biases and not is_recording()
+    def _scores_both(self) -> bool:
+        """Whether the first lane's scores are wanted: it has a share, or tells the rates what was needed."""
+        return self.session.config.track_hit_rates is not False or self.shares is not None
 
     def wait_prefetch(self, layer: int) -> None:
         """Return when the pairs that were prefetched for this layer's attention have arrived."""
@@ -138,13 +163,9 @@ class DecodeStep:
         rows = self._staged[layer] if staged and session.engine is not None and not self.predecoding else None
         key_mask = session.key_mask.grow(cache.kv_len)
         selects = session.engine is not None and not cache.resident
-        # Of the last lane, which selects; of the first too where it has a share, or tells the rates what was needed.
-        both = session.config.track_hit_rates or self.shares is not None
-        scored = 0 if not selects else query.shape[0] if both else 1
-        bias, buffers = self.biases.get(layer), session.score_buffers
-        inputs = layer_inputs(lanes, cache, rows, key_mask, bias, scored, buffers)
-        if inputs.scores_out is not None:
-            self._borrowed.setdefault(layer, []).append(inputs.scores_out)
+        # Of the last lane, which selects.
+        scored = 0 if not selects else query.shape[0] if self._scores_both else 1
+        inputs = layer_inputs(lanes, cache, rows, key_mask, self.biases.get(layer), scored)
         out, scores = session.kernel.attention(inputs)
         if not selects:
             return out
@@ -181,15 +202,9 @@ class DecodeStep:
         if config.track_hit_rates and ahead and session.engine is not None and quantized_before:
             needed = scores[0][..., :quantized_before]
             session.metrics.count_topk(needed, config.top_k, self._staged[layer][1])
-        self._give_back_scores(layer)
         if self.missed is not None and session.engine is not None:
             chosen = torch.where(self.missed[:, None, None], chosen, session.engine.wait(layer)[1])
         return chosen
-
-    def _give_back_scores(self, layer: int) -> None:
-        """Nobody reads them any more."""
-        for scores in self._borrowed.pop(layer, ()):
-            self.session.score_buffers.give_back(scores)
 
     def prefetch(self, layer: int, indices: torch.Tensor) -> None:
         """Start bringing the 16-bit pairs of `indices` to the device, beside what the device computes next."""
@@ -200,4 +215,4 @@ class DecodeStep:
 
 def by_state(state: torch.Tensor) -> DecodeStep:
     """The step that an op's `state` names."""
-    return _running[int(state)]
+    return _running[int(state[0])]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from specache_fx.config import SpecacheConfig
@@ -62,10 +60,9 @@ class LayerCache:
         self.host = host
         self.layer = layer
         self.resident = resident
-        self.kernel_memory: dict[str, Any] = {}  # see `DecodeInputs.memory`
         self.num_quantized = self.window_len = 0
         self._key_mask = key_mask
-        self._shape, self._batch, self._dtype, self._device = shape, batch, dtype, device
+        self.shape, self.batch, self._dtype, self._device = shape, batch, dtype, device
         self._sink_tokens = 0 if resident else config.sink_tokens
         self._views: tuple[Planes, Planes] | None = None
         self._allocate(num_groups=0, window_rows=0)
@@ -76,8 +73,8 @@ class LayerCache:
         """A new arena, whose sinks alone are what they were."""
         layout = Layout(
             self.quantizer,
-            self._shape,
-            self._batch,
+            self.shape,
+            self.batch,
             self._dtype,
             num_groups=num_groups,
             window_rows=window_rows,
@@ -92,7 +89,8 @@ class LayerCache:
         self._moved()
         return tensors
 
-    def _num_quantized_at(self, kv_len: int) -> int:
+    def num_quantized_at(self, kv_len: int) -> int:
+        """Tokens in the low-bit copy when there are `kv_len`."""
         return 0 if self.resident else self.config.num_quantized(kv_len)
 
     @property
@@ -116,22 +114,34 @@ class LayerCache:
         return key.narrow(2, 0, self.window_len), value.narrow(2, 0, self.window_len)
 
     @property
+    def tensors(self) -> LayerTensors:
+        """All that is on the device; the same object until it lies elsewhere."""
+        return self._tensors
+
+    @property
     def planes(self) -> tuple[Planes, Planes]:
         """Codes of the quantised keys and values; views, the same until something is quantised or moved."""
         if self._views is None:
             self._views = self._layout.codes(self._tensors, self.num_quantized // self.config.group_size)
         return self._views
 
-    @property
-    def has_room(self) -> bool:
-        """Whether one more pair just goes to the window, and nothing else changes."""
-        if self.window_len == self._layout.window_rows or self._sink_tokens:
-            return False
-        return self._num_quantized_at(self.kv_len + 1) == self.num_quantized
+    def make_room(self) -> None:
+        """Have a row free in the window, for `was_appended`."""
+        self._make_room(self.num_quantized, self.window_len + 1)
 
     def was_appended(self) -> None:
-        """A pair was written behind the window's last one, where there was room."""
+        """A pair was written behind the window's last one."""
         self.window_len += 1
+
+    def quantize_overflow(self) -> None:
+        """Quantise and offload what `was_appended` has pushed out of the window, if anything.
+
+        Raises:
+            HostMemoryError: If the host tier can't take it.
+        """
+        if self.num_quantized_at(self.kv_len) > self.num_quantized:
+            key, value = self._tensors.window
+            self.append(key.narrow(2, 0, 0), value.narrow(2, 0, 0))
 
     def append(self, key: torch.Tensor, value: torch.Tensor, hold: bool = False) -> None:
         """Append new pairs (a prompt, a chunk, or one decoded token) and quantise and offload what overflows.
@@ -145,7 +155,7 @@ class LayerCache:
             HostMemoryError: If the host tier can't take the overflow.
         """
         kv_len = self.kv_len + key.shape[2]
-        overflow = 0 if hold else self._num_quantized_at(kv_len) - self.num_quantized
+        overflow = 0 if hold else self.num_quantized_at(kv_len) - self.num_quantized
         held, rest = self.num_quantized, self.window_len + key.shape[2] - overflow
         self._make_room(held + overflow, rest)
         window_key, window_value = self._tensors.window
@@ -197,7 +207,6 @@ class LayerCache:
     def _moved(self) -> None:
         """What was made of tensors is void: they lie elsewhere, or are longer."""
         self._views = None
-        self.kernel_memory.clear()
 
     def _keep_quantized(self, num_tokens: int) -> None:
         """Forget the quantised tokens from `num_tokens` on, in every tier."""
@@ -251,11 +260,11 @@ class LayerCache:
                 side.to(self._device, self._dtype) for side in self.host.read(self.layer, start, stop)
             )
             if not self.config.placement.host_keys:  # they are on the device, exactly
-                key = self.quantizer.dequantize_key(key_planes, self._shape.key_dim, self._dtype)
+                key = self.quantizer.dequantize_key(key_planes, self.shape.key_dim, self._dtype)
                 key = key[:, :, start:stop]
             return key, value
-        key = self.quantizer.dequantize_key(key_planes, self._shape.key_dim, self._dtype)
-        value = self.quantizer.dequantize_value(value_planes, self._shape.value_dim, self._dtype)
+        key = self.quantizer.dequantize_key(key_planes, self.shape.key_dim, self._dtype)
+        value = self.quantizer.dequantize_value(value_planes, self.shape.value_dim, self._dtype)
         if self.sinks is not None:
             key, value = self.sinks.restore(key, value)
         return key[:, :, start:stop], value[:, :, start:stop]
@@ -292,7 +301,7 @@ class LayerCache:
         if kv_len >= self.kv_len:
             return
         # Where tokens were held (`append`), fewer are quantised than the length says.
-        keep = min(self._num_quantized_at(kv_len), self.num_quantized)
+        keep = min(self.num_quantized_at(kv_len), self.num_quantized)
         window_key, window_value = self.window()
         if keep == self.num_quantized:
             self.window_len = kv_len - keep

@@ -1,16 +1,16 @@
 """The `specache::` operators: what a rewritten graph calls.
 
-Every op that touches a session takes `state`, a one-element int64 CPU tensor with the session's number, and says
-that it mutates it. That orders them all: no compiler may drop, reorder or duplicate one. Their results are fresh
-tensors of static shape. What grows with the context stays in the session: `staged` and `scores` are tickets, int64
-`[1]` tensors that carry the data edge and nothing else, so that no decode graph knows `kv_len`.
+Every op that touches a session takes `state`, an int64 CPU tensor that begins with the session's number (`StepTable`),
+and says that it mutates it. That orders them all: no compiler may drop, reorder or duplicate one. Their results are
+fresh tensors of static shape. What grows with the context stays in the session: `staged` and `scores` are tickets,
+int64 `[1]` tensors that carry the data edge and nothing else, so that no decode graph knows `kv_len`.
 
     prefill   store
     extend    load, store
     decode    wait_prefetch -> quantized_attention -> append -> topk -> prefetch, or all as one: layer_step
 
-`products` touches no session: a few rows times weights. On the CPU it and `layer_step` are C++ once
-`runtime/native/graph_ops.py` has loaded that; `layer_step` calls `_layer_operators` where it doesn't do a step itself.
+`products` touches no session: a few rows times weights. On the CPU it and `layer_step` are C++, once
+`runtime/native/graph_ops.py` has loaded that; `layer_step` is nothing else.
 
 `attention` and `attention_lanes` are markers: passes put the first where an attention was, `torch.vmap` turns it
 into the second, and a later pass replaces either. Neither runs.
@@ -27,7 +27,6 @@ from torch import Tensor
 
 from specache_fx.runtime import decode_step, registry
 from specache_fx.runtime.decode_step import DecodeStep
-from specache_fx.runtime.native import graph_ops
 from specache_fx.runtime.native.products import by_blas
 from specache_fx.runtime.tracing import span
 
@@ -37,14 +36,13 @@ _FORM = "float? softcap=None, Tensor? sinks=None, int? expansion=None, int? valu
 
 # `Library.define` and `impl` cost 3 us a call where `custom_op` costs 13 to 16; a decode step makes up to five a layer.
 _library = torch.library.Library("specache", "DEF")
-_ARGUMENTS = "Tensor, Tensor, Tensor, Tensor, int, float, float?, Tensor?, int?, int?"  # of `layer_step`
-_ANY = torch.empty(0)  # tells the dispatcher where to look
 
 
-def _define(schema: str, real: Callable[..., Any], fake: Callable[..., Any]) -> None:
+def _define(schema: str, real: Callable[..., Any] | None, fake: Callable[..., Any]) -> None:
     name = schema.split("(", maxsplit=1)[0]
     _library.define(schema, tags=(torch.Tag.cudagraph_unsafe,))
-    _library.impl(name, real, "CompositeExplicitAutograd")
+    if real is not None:
+        _library.impl(name, real, "CompositeExplicitAutograd")
     torch.library.register_fake(f"specache::{name}", fake, lib=_library)
 
 
@@ -150,27 +148,17 @@ def _append(key: Tensor, value: Tensor, state: Tensor, layer: int) -> None:
         step.append(layer, key, value)
 
 
-def _layer_step(
-    query: Tensor, key: Tensor, value: Tensor, state: Tensor, layer: int, scale: float, *form: Any
-) -> Tensor:
-    staged = _wait_prefetch(state, layer)
-    out, scores = _quantized_attention(query, key, value, staged, state, layer, scale, *form)
-    _append(key[0], value[0], state, layer)
-    batch, num_kv_heads = key.shape[1:3]
-    top_k = decode_step.by_state(state).session.config.top_k
-    _prefetch(_topk(scores, state, layer, batch, num_kv_heads, top_k), state, layer)
-    return out
-
-
-def _layer_operators() -> None:
-    """What `layer_step` in C++ calls where it can't do a step itself."""
-    torch.ops.specache.layer_result(_layer_step(*torch.ops.specache.layer_arguments(_ANY)))
-
-
 def _layer_step_fake(
-    query: Tensor, key: Tensor, value: Tensor, state: Tensor, layer: int, scale: float, *form: Any
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    state: Tensor,
+    layer: int,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
-    return _attention_fake(query, key, value, layer, scale, *form)
+    return _attention_fake(query, key, value, layer, scale)
 
 
 def _products_fake(rows: Tensor, weights: list[Tensor]) -> list[Tensor]:
@@ -200,14 +188,11 @@ _define(
 _define("prefetch(Tensor indices, Tensor(a!) state, int layer) -> ()", _prefetch, _nothing)
 _define("append(Tensor key, Tensor value, Tensor(a!) state, int layer) -> ()", _append, _nothing)
 _define(
-    f"layer_step({_SIDES}, Tensor(a!) state, int layer, float scale, {_FORM}) -> Tensor",
-    _layer_step,
+    f"layer_step({_SIDES}, Tensor(a!) state, int layer, float scale, float? softcap=None, Tensor? sinks=None)"
+    " -> Tensor",
+    None,
     _layer_step_fake,
 )
-# Of C++ alone, for `_layer_operators`; no graph has them.
-_library.define(f"layer_arguments(Tensor any) -> ({_ARGUMENTS})")
-_library.define("layer_result(Tensor out) -> ()")
-graph_ops.run_layers_by(_layer_operators)
 _define("products(Tensor rows, Tensor[] weights) -> Tensor[]", by_blas, _products_fake)
 
 

@@ -82,7 +82,7 @@ def open_session(
 
 def by_state(state: torch.Tensor) -> Session:
     """The session that an op's `state` names."""
-    return _open[int(state)]
+    return _open[int(state[0])]
 
 
 def touch(session: Session) -> None:

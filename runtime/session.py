@@ -25,8 +25,8 @@ from specache_fx.runtime.layer_cache import LayerCache
 from specache_fx.runtime.layout import LayerShape
 from specache_fx.runtime.metrics import Metrics
 from specache_fx.runtime.quant import make_quantizer
-from specache_fx.runtime.score_buffers import ScoreBuffers
-from specache_fx.runtime.select import make_selector
+from specache_fx.runtime.select import make_selector, select_topk
+from specache_fx.runtime.step_table import StepTable
 from specache_fx.runtime.token_history import TokenHistory
 from specache_fx.runtime.window_cache import WindowCache
 
@@ -54,7 +54,7 @@ class Session:
         self, config: SpecacheConfig, shapes: tuple[LayerShape, ...], dtype: torch.dtype, device: torch.device
     ) -> None:
         self.number = next(_numbers) % MAX_SESSION
-        self.state = torch.tensor([self.number])  # what the ops of a graph know it by
+        self.table = StepTable(self.number, len(shapes))
         self.config, self.shapes, self.dtype, self.device = config, shapes, dtype, device
         self.batch: int | None = None
         self.kv_len = 0
@@ -67,7 +67,6 @@ class Session:
         self.engine: CopyEngine | None = None
         self.quantizer = make_quantizer(config)
         self.kernel = choose_kernel(config.kernel, device)
-        self.score_buffers = ScoreBuffers()
         self.select_pairs = make_selector(config)
         self._global = [i for i, shape in enumerate(shapes) if shape.window is None]
         # Of these, the ones whose older tokens leave the device: the first `resident_layers` keep all there.
@@ -119,6 +118,10 @@ class Session:
             else WindowCache(shape.window)
             for i, shape in enumerate(self.shapes)
         ]
+        config = self.config
+        usual = self.select_pairs is select_topk and config.lookahead != "none" and not config.sink_tokens
+        if self._tiered and usual:
+            self.table.open(self.kernel, self.quantizer, self.engine)
 
     # Prefill and extend -------------------------------------------------------------------------------------------
 
@@ -286,6 +289,22 @@ class Session:
         if decoded:
             self.metrics.end_step(self.kv_len)
 
+    @property
+    def state(self) -> torch.Tensor:
+        """What the ops of a graph know the session by."""
+        return self.table.state
+
+    @property
+    def tiered(self) -> dict[int, LayerCache]:
+        """The layers whose pairs are selected, by index."""
+        return {i: self.tiered_cache(i) for i in self._tiered}
+
+    def tiered_cache(self, layer: int) -> LayerCache:
+        """One of `tiered`."""
+        cache = self.layers[layer]
+        assert isinstance(cache, LayerCache)
+        return cache
+
     # Size -----------------------------------------------------------------------------------------------------------
 
     @property
@@ -336,7 +355,7 @@ class Session:
             self.engine.close()
         if self.host is not None:
             self.host.close()
-        self.layers, self.host, self.engine, self.score_buffers = [], None, None, ScoreBuffers()
+        self.layers, self.host, self.engine = [], None, None
         self.key_mask = KeyMask()
 
 

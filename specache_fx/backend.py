@@ -151,7 +151,7 @@ class Backend:
             check_host_dir(config.host, config.host_dir)
         what = "the prompt" if state.phase is Phase.PREFILL else "the next turn"
         with announced(what, config.lowering, len(state.owners)):
-            compiled = lower(rewritten, [*example_inputs, example_state()], config.lowering)
+            compiled = lower(rewritten, [*example_inputs, example_state(len(state.owners))], config.lowering)
         if state.phase is Phase.PREFILL:
             return Prefill(compiled, state, kv.dtype, kv.device)
         return Extend(compiled, state)

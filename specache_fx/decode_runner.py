@@ -194,7 +194,8 @@ class Decode:
         lanes = self.lanes
         inputs = self._bind(args, speculative, lanes, ahead)
         varying = (inputs[i] for i in self._varying)
-        key = tuple(tuple(x.shape) if isinstance(x, torch.Tensor) else x for x in varying)
+        shapes = (tuple(x.shape) if isinstance(x, torch.Tensor) else x for x in varying)
+        key = (session.table.serves, *shapes)
         run = self._graphs.get(key)
         if run is None:
             with _compiling():
@@ -274,7 +275,14 @@ class Decode:
 
     def _compile(self, inputs: list[Any], session: Session) -> Compiled | None:
         try:
-            graph = build_decode_graph(self._gm, self._state, inputs, self.lanes, self._observe)
+            graph = build_decode_graph(
+                self._gm,
+                self._state,
+                inputs,
+                self.lanes,
+                self._observe,
+                whole_layers=session.table.serves,
+            )
         except SpecacheError:
             raise
         except Exception as error:

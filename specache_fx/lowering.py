@@ -13,14 +13,15 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from specache_fx.config import Lowering
 from specache_fx.progress import say_step
+from specache_fx.runtime.step_table import empty_state
 
 Compiled = Callable[..., Any]
 
 
-def example_state() -> torch.Tensor:
+def example_state(num_layers: int) -> torch.Tensor:
     """An example of the `state` input, fake where Dynamo's own example inputs are."""
     context = TracingContext.try_get()
-    state = torch.zeros(1, dtype=torch.int64)
+    state = empty_state(num_layers)
     return state if context is None or context.fake_mode is None else context.fake_mode.from_tensor(state)
 
 

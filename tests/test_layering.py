@@ -38,9 +38,8 @@ RANKS: tuple[tuple[str, ...], ...] = (
     ("specache_fx.runtime.give_back",),
     ("specache_fx.runtime.claims",),
     ("specache_fx.runtime.registry", "specache_fx.runtime.decode_step"),
-    ("specache_fx.runtime.plain_layers",),
     ("specache_fx.runtime.session",),
-    ("specache_fx.runtime.decode_inputs",),
+    ("specache_fx.runtime.decode_inputs", "specache_fx.runtime.step_table"),
     (
         "specache_fx.runtime.layer_cache",
         "specache_fx.runtime.window_cache",
@@ -60,7 +59,6 @@ RANKS: tuple[tuple[str, ...], ...] = (
         "specache_fx.runtime.handle_tensor",
         "specache_fx.runtime.key_mask",
         "specache_fx.runtime.token_history",
-        "specache_fx.runtime.score_buffers",
     ),
     ("specache_fx.runtime.quant", "specache_fx.runtime.select", "specache_fx.runtime.masks"),
     ("specache_fx.runtime.native",),

@@ -156,16 +156,3 @@ def test_kcache_needs_its_policys_bits_and_lookahead() -> None:
 def test_options_that_contradict_kcache_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         SpecacheConfig.from_options({"policy": "kcache", **options})
-
-
-# Memory for scores --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("lookahead", ["token", "none"])
-def test_score_buffers_come_back_from_every_step(lookahead: str) -> None:
-    """With "none" a layer attends once to choose and once more with what was chosen."""
-    out = ours("llama", bits=2, lookahead=lookahead)
-    session = registry.find(out.past_key_values.layers[0].keys)
-    assert session is not None
-    assert session.score_buffers._taken == {}
-    assert 1 <= len(session.score_buffers._free) <= 2 * len(session.layers)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -78,10 +78,6 @@ class DecodeInputs:
         aggregation: How the selection scores of the query heads that share a kv head become one: a name in
             `specache_fx.runtime.select.AGGREGATIONS`.
         scored_lanes: Of how many of the last lanes the selection scores are wanted; None for all.
-        scores_out: Where a kernel may write the scores, float32 `[num_scored, batch, num_kv_heads, num_quantized +
-            window_len + 1]`; None where it is to find memory itself.
-        memory: A layer's: where a kernel may keep what it made of tensors that the next step has too. Nothing in it may
-            change an answer.
         independent_lanes: Each lane sees its own pair only (pre-decode). Else lane 1 also sees lane 0's (Alg. 3).
     """
 
@@ -106,8 +102,6 @@ class DecodeInputs:
     expand: Expand | None = None
     aggregation: str = "mean"
     scored_lanes: int | None = None
-    scores_out: torch.Tensor | None = None
-    memory: dict[str, Any] = field(default_factory=dict)
 
     @property
     def window_key(self) -> torch.Tensor:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
-from pathlib import Path
 
 import torch
 
 from specache_fx.errors import HostMemoryError
-from specache_fx.runtime.cpp_build import BuildError, load_library, usable_instruction_sets
+from specache_fx.runtime.cpp_build import SOURCES, BuildError, load_library, usable_instruction_sets
 
 _log = logging.getLogger(__name__)
 
@@ -21,7 +20,7 @@ _i64, _address = ctypes.c_int64, ctypes.c_void_p
 def load() -> ctypes.CDLL | None:
     """The library, built at first use; None where it can't be."""
     try:
-        loaded = load_library("rows", Path(__file__).parent, usable_instruction_sets()[0])
+        loaded = load_library("rows", SOURCES, usable_instruction_sets()[0])
     except BuildError as error:
         _log.info("selection without C++: %s", error)
         return None

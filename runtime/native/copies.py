@@ -6,12 +6,11 @@ import ctypes
 import functools
 import logging
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 
 from specache_fx.errors import HostMemoryError
-from specache_fx.runtime.cpp_build import BuildError, load_library, usable_instruction_sets
+from specache_fx.runtime.cpp_build import SOURCES, BuildError, load_library, usable_instruction_sets
 
 _log = logging.getLogger(__name__)
 
@@ -41,7 +40,7 @@ def address() -> int | None:
 def load() -> ctypes.CDLL | None:
     """The library, built at first use; None where it can't be."""
     try:
-        loaded = load_library("copies", Path(__file__).parent, usable_instruction_sets()[0])
+        loaded = load_library("copies", SOURCES, usable_instruction_sets()[0])
     except BuildError as error:
         _log.info("copies without C++: %s", error)
         return None
@@ -58,11 +57,14 @@ class StageArguments:
         wanted: int32 `[batch, num_kv_heads, top_k]`, unique in a row; -1 is none.
         slots: The same shape: the token in each slot, -1 where it is empty. Changed.
         rows: `[batch, num_kv_heads, top_k, row_dim]`, contiguous. Changed.
+        c: Is filled in; a new one by default.
     """
 
-    def __init__(self, wanted: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor) -> None:
+    def __init__(
+        self, wanted: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor, c: StageC | None = None
+    ) -> None:
         batch, heads, top_k = wanted.shape
-        self.c = StageC()
+        self.c = StageC() if c is None else c
         self.c.rows, self.c.top_k = batch * heads, top_k
         self.c.row_bytes = rows.shape[3] * rows.element_size()
         self.c.wanted, self.c.slots, self.c.staged = wanted.data_ptr(), slots.data_ptr(), rows.data_ptr()

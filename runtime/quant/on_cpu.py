@@ -5,17 +5,15 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
-from pathlib import Path
 
 import torch
 
 from specache_fx.errors import HostMemoryError
-from specache_fx.runtime.cpp_build import DTYPES, BuildError, load_library, usable_instruction_sets
+from specache_fx.runtime.cpp_build import DTYPES, SOURCES, BuildError, load_library, usable_instruction_sets
 from specache_fx.runtime.quant.packing import packed_width
 
 _log = logging.getLogger(__name__)
 
-_SOURCES = Path(__file__).parent.parent / "kernels" / "cpu"
 _MOST_TOKENS = 4096  # of a group: sums of 32 bits hold the squares of so many codes
 
 _i64, _address = ctypes.c_int64, ctypes.c_void_p
@@ -39,7 +37,7 @@ class _CodesC(ctypes.Structure):
 def _load() -> ctypes.CDLL | None:
     """The library, built at first use; None where it can't be."""
     try:
-        library = load_library("codes", _SOURCES, usable_instruction_sets()[0])
+        library = load_library("codes", SOURCES, usable_instruction_sets()[0])
     except BuildError as error:
         _log.info("quantisation without C++: %s", error)
         return None

@@ -98,9 +98,6 @@ def decode_inputs(
         scale=shape.head_dim**-0.5,
         independent_lanes=False,
         scored_lanes=1,
-        scores_out=torch.empty((1, *heads, shape.kv_len + 1), dtype=torch.float32)
-        if device.type == "cpu"
-        else None,
     )
     read = [*planes[0], *planes[1], inputs.window_key, inputs.window_value, rows]
     return inputs, sum(tensor.nbytes for tensor in read)

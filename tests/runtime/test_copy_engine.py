@@ -326,7 +326,9 @@ def test_prefetch_returns_at_once_and_wait_and_reset_do_not():
 def test_error_of_a_copy_is_raised_by_the_next_wait_once(device, synchronous):
     host, source = make_host(10, device)
     # The thread's way: where the device copies, indices never visit the CPU (`test_triton_gather.py`).
-    engine = CopyEngine(host, TOP_K, torch.device(device), synchronous=synchronous, on_device=False)
+    engine = CopyEngine(
+        host, TOP_K, torch.device(device), synchronous=synchronous, on_device=False, delay=lambda: None
+    )
     engine.prefetch(0, wanted_of(1, 2).to(device))
     engine.prefetch(0, wanted_of(1, 10).to(device))  # the host has ten tokens, 0 to 9
     engine.prefetch(1, wanted_of(3, layer=1).to(device))
@@ -344,6 +346,21 @@ def test_error_of_a_copy_is_raised_by_the_next_wait_once(device, synchronous):
     engine.close()
     with pytest.raises(SpecacheError, match="closed"):
         engine.prefetch(0, wanted_of(1).to(device))
+
+
+def test_error_of_a_copy_that_is_made_at_once_is_raised_at_once():
+    host, source = make_host(10, "cpu")
+    engine = CopyEngine(host, TOP_K, torch.device("cpu"))
+    assert engine.copies_at_once
+    engine.prefetch(0, wanted_of(1, 2))
+    with pytest.raises(IndexError, match="Token 10 of layer 0, which holds 10"):
+        engine.prefetch(0, wanted_of(1, 10))
+    assert_staged(*engine.wait(0), wanted_of(1, 2), source[0])  # as they were
+    engine.prefetch(0, wanted_of(5))
+    assert_staged(*engine.wait(0), wanted_of(5), source[0])
+    engine.close()
+    with pytest.raises(SpecacheError, match="closed"):
+        engine.prefetch(0, wanted_of(1))
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")

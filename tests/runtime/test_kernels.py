@@ -16,10 +16,10 @@ from torch import Tensor
 from specache_fx import _log
 from specache_fx.errors import ConfigError, KernelUnavailableError
 from specache_fx.runtime import cpp_build
+from specache_fx.runtime.cpp_build import SOURCES
 from specache_fx.runtime.kernels import KERNELS, DecodeInputs, Kernel, check_kernel, choose_kernel
 from specache_fx.runtime.kernels.cpu import CpuKernel
-from specache_fx.runtime.kernels.cpu.kernel import SOURCES
-from specache_fx.runtime.kernels.cpu.prepared import SCORE_TOLERANCE
+from specache_fx.runtime.kernels.cpu.arguments import SCORE_TOLERANCE
 from specache_fx.runtime.kernels.exact_pairs import ExactPairsKernel
 from specache_fx.runtime.kernels.reference import ReferenceKernel
 from specache_fx.runtime.quant.hadamard import block_size
@@ -282,13 +282,11 @@ def test_library_depends_on_the_sources_the_flags_and_nothing_else(tmp_path: Pat
 def test_python_and_c_agree_on_the_inputs() -> None:
     import ctypes
 
-    from specache_fx.runtime.kernels.cpu.abi import InputsC, StepC
+    from specache_fx.runtime.kernels.cpu.abi import InputsC
 
     library = cpp_build.load_library("attention", SOURCES, "portable")
     library.specache_inputs_size.restype = ctypes.c_int64
-    library.specache_step_size.restype = ctypes.c_int64
     assert library.specache_inputs_size() == ctypes.sizeof(InputsC)
-    assert library.specache_step_size() == ctypes.sizeof(StepC)
     fields = [name for name, _ in InputsC._fields_]
     header = (SOURCES / "inputs.h").read_text().partition("struct SpecacheInputs {")[2]
     assert [f for f in fields if f not in header] == []

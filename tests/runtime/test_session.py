@@ -106,7 +106,7 @@ class _Pair:
         query = self.random(lanes, self.shape.batch, self.shape.num_heads, 1, self.shape.head_dim)
         key, value = self.pairs(1, lanes)
         selects = config.placement.prefetch and not oracle.is_exact
-        whole &= selects
+        whole &= selects and session.table.serves
         if whole:
             out = torch.ops.specache.layer_step.default(
                 query, key, value, session.state, layer, 0.3, form.softcap, form.sinks
@@ -124,8 +124,7 @@ class _Pair:
             return
         if whole:
             assert session.engine is not None
-            chosen = session.engine.wanted(layer)
-            assert chosen is not None
+            chosen = session.engine._of(layer).wanted
         else:
             chosen = run.select(layer)
             run.prefetch(layer, chosen)

@@ -7,8 +7,7 @@ import ctypes
 import torch
 from torch import Tensor
 
-from specache_fx.runtime.cpp_build import load_library
-from specache_fx.runtime.native.graph_ops import SOURCES
+from specache_fx.runtime.cpp_build import SOURCES, load_library
 
 MAX_WEIGHTS = 8  # kMaxWeights
 _i64, _address = ctypes.c_int64, ctypes.c_void_p

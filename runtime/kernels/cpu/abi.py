@@ -39,29 +39,18 @@ class InputsC(ctypes.Structure):
     )
 
 
-class StepC(ctypes.Structure):
-    """`SpecacheStep` of inputs.h."""
-
-    _fields_ = (("top_k", _i64), *((name, _address) for name in ("chosen", "topk", "counts", "overlap")))
-
-
 class Addresses:
-    """Addresses of tensors, which it keeps alive: copies are made where a layout is not what the kernel reads.
-
-    Attributes:
-        copied: Whether one was.
-    """
+    """Addresses of tensors, which it keeps alive: copies are made where a layout is not what the kernel reads."""
 
     def __init__(self) -> None:
         self._kept: list[torch.Tensor] = []
-        self.copied = False
 
     def of(self, x: torch.Tensor | None, dtype: torch.dtype | None = None) -> int | None:
         """Of a contiguous tensor of that dtype (its own by default); None for None."""
         if x is None:
             return None
         if (dtype is not None and x.dtype != dtype) or not x.is_contiguous():
-            x, self.copied = x.to(dtype).contiguous(), True
+            x = x.to(dtype).contiguous()
         self._kept.append(x)
         return x.data_ptr()
 
@@ -70,6 +59,6 @@ class Addresses:
         if x is None:
             return PlaneC()
         if x.stride(3) != 1 or x.stride(2) != x.shape[3]:
-            x, self.copied = x.contiguous(), True
+            x = x.contiguous()
         self._kept.append(x)
         return PlaneC(x.data_ptr(), x.stride(0), x.stride(1))

@@ -5,18 +5,16 @@ from __future__ import annotations
 import ctypes
 import functools
 import sys
-from pathlib import Path
 
 import torch
 
 from specache_fx.errors import HostMemoryError
-from specache_fx.runtime.cpp_build import DTYPES, BuildError, load_library, usable_instruction_sets
+from specache_fx.runtime.cpp_build import DTYPES, SOURCES, BuildError, load_library, usable_instruction_sets
 from specache_fx.runtime.kernels.base import DecodeInputs, Kernel, LayerForm, hand_over, listed
 from specache_fx.runtime.kernels.cpu.abi import Addresses
-from specache_fx.runtime.kernels.cpu.prepared import Prepared
+from specache_fx.runtime.kernels.cpu.arguments import describe
 
-SOURCES = Path(__file__).parent
-_NO_MEMORY = "There is no memory for the attention of a step: free some, or shorten the context."
+NO_MEMORY = "There is no memory for the attention of a step: free some, or shorten the context."
 MAX_QUERIES = 1024  # kMaxQueries of head.h
 MAX_DIM = 4096  # sums of 32 bits hold the products of so many channels, or tokens of a group
 
@@ -79,35 +77,21 @@ class CpuKernel:
             HostMemoryError: If there is no memory to work in.
             KernelUnavailableError: If it can't compute this, and nobody else is to.
         """
-        prepared = inputs.memory.get(self.name)
-        if prepared is None or not prepared.serves(inputs):
-            if (reason := self.misfit(inputs.form)) is not None:
-                return hand_over(self.name, self._others, inputs, reason)
-            prepared = inputs.memory[self.name] = Prepared(inputs)
-        arguments = prepared.arguments
+        if (reason := self.misfit(inputs.form)) is not None:
+            return hand_over(self.name, self._others, inputs, reason)
         (lanes, batch, num_heads, _, _), (_, _, num_kv_heads, _, _) = inputs.query.shape, inputs.key.shape
         out = inputs.query.new_empty((lanes, batch, num_heads, 1, inputs.value.shape[4]))
         stored = inputs.num_quantized + inputs.window_len
-        scores = inputs.scores_out
-        if scores is None:
-            scores = torch.empty((inputs.num_scored, batch, num_kv_heads, stored + 1), dtype=torch.float32)
-        own = Addresses()
-        arguments.query, arguments.own_key = own.of(inputs.query), own.of(inputs.key)
-        arguments.own_value, arguments.out = own.of(inputs.value), out.data_ptr()
-        arguments.scores, arguments.shares = scores.data_ptr(), None
-        # The model's own, and not ours to remember: their memory may be another's by the next step.
-        arguments.sinks = own.of(inputs.sinks, torch.float32)
-        arguments.num_quantized, arguments.window_len = inputs.num_quantized, inputs.window_len
-        arguments.independent_lanes, arguments.scored_lanes = inputs.independent_lanes, inputs.num_scored
-        arguments.threads = torch.get_num_threads()
-        if self._library.specache_attention(ctypes.byref(arguments)):
-            raise HostMemoryError(_NO_MEMORY)
+        scores = torch.empty((inputs.num_scored, batch, num_kv_heads, stored + 1), dtype=torch.float32)
+        at = Addresses()
+        if self._library.specache_attention(ctypes.byref(describe(inputs, at, out, scores))):
+            raise HostMemoryError(NO_MEMORY)
         return out, scores
 
     @functools.cached_property
-    def step_address(self) -> int:
-        """Of `specache_step`: a layer's step, for C++ to call."""
-        address = ctypes.cast(self._library.specache_step, ctypes.c_void_p).value
+    def address(self) -> int:
+        """Of `specache_attention`, for C++ to call."""
+        address = ctypes.cast(self._library.specache_attention, ctypes.c_void_p).value
         assert address is not None
         return address
 

@@ -158,30 +158,12 @@ void attention(const SpecacheInputs& in) {
   }
 }
 
-// Lane 0's own pair becomes the window's next one.
-inline void append_pair(const SpecacheInputs& in) {
-  const struct {
-    const SpecachePlane& window;
-    const void* own;
-    int64_t dim;
-  } sides[] = {{in.window_key, in.own_key, in.key_dim}, {in.window_value, in.own_value, in.value_dim}};
-  for (const auto& side : sides) {
-    for (int64_t row = 0; row < in.batch * in.kv_heads; row++) {
-      const int64_t head = row / in.kv_heads * side.window.batch_stride + row % in.kv_heads * side.window.head_stride;
-      char* const to = static_cast<char*>(const_cast<void*>(side.window.data));
-      memcpy(to + (head + in.window_len * side.dim) * bytes_of(in.dtype), row_of(side.own, row * side.dim, in.dtype),
-             side.dim * bytes_of(in.dtype));
-    }
-  }
-}
-
 }  // namespace specache
 
 extern "C" {
 
 // Whoever loads an old build of another layout is to notice.
 int64_t specache_inputs_size() { return sizeof(SpecacheInputs); }
-int64_t specache_step_size() { return sizeof(SpecacheStep); }
 
 // 0, or 1 where memory ran out.
 int64_t specache_attention(const SpecacheInputs* in) {
@@ -193,21 +175,6 @@ int64_t specache_attention(const SpecacheInputs* in) {
   } catch (const std::bad_alloc&) {
     return 1;
   }
-  return 0;
-}
-
-// Attention, the selection by the last lane's scores, what was staged beside what lane 0 would choose (where that is
-// counted, and its scores are wanted), and lane 0's pair to the window, which has room for it. 0, or 1 where memory ran
-// out: then nothing is counted or appended, and `chosen` may have been written.
-int64_t specache_step(const SpecacheInputs* in, const SpecacheStep* step) {
-  if (specache_attention(in)) return 1;
-  const int64_t rows = in->batch * in->kv_heads, stride = in->num_quantized + in->window_len + 1;
-  const float* const last = in->scores + (in->scored_lanes - 1) * rows * stride;
-  if (step->topk(last, rows, stride, in->num_quantized, step->top_k, step->chosen, in->threads)) return 1;
-  if (step->counts != nullptr && step->overlap(in->scores, in->batch, in->kv_heads, stride, in->num_quantized,
-                                               step->top_k, in->staged_indices, in->num_staged, step->counts, in->threads))
-    return 1;
-  specache::append_pair(*in);
   return 0;
 }
 }

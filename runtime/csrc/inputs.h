@@ -36,15 +36,4 @@ struct SpecacheInputs {
   const float* shares;            // [batch], of two lanes: what the last one's scores weigh in its own row, beside the
                                   // first one's; null for all
 };
-
-// What a decode step does of a layer beside the attention. Mirrored in abi.py.
-struct SpecacheStep {
-  int64_t top_k;
-  int32_t* chosen;  // [batch, kv_heads, top_k]
-  int64_t (*topk)(const float* scores, int64_t rows, int64_t stride, int64_t tokens, int64_t top_k, int32_t* chosen,
-                  int64_t threads);  // `specache_topk` of runtime/native/rows.cpp
-  double* counts;  // [batch, 4], see `specache_overlap`; null where nobody counts
-  int64_t (*overlap)(const float* scores, int64_t batch, int64_t heads, int64_t stride, int64_t tokens, int64_t top_k,
-                     const int32_t* staged, int64_t slots, double* counts, int64_t threads);
-};
 }

@@ -1,0 +1,79 @@
+// Operators that a graph calls on the CPU without Python between: `specache::products` (see native/graph_ops.py) and
+// `specache::layer_step`.
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <algorithm>
+#include <memory>
+#include <vector>
+
+#include "layer_step.h"
+#include "products.cpp"
+
+namespace {
+
+using specache::empty;
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+template <class T>
+void read(const Tensor& rows, float* to) {
+  const T* from = static_cast<const T*>(rows.data_ptr());
+  const int64_t width = rows.size(1);
+  for (int64_t r = 0; r < rows.size(0); r++)
+    for (int64_t c = 0; c < width; c++) to[r * width + c] = to_float(from[r * rows.stride(0) + c * rows.stride(1)]);
+}
+
+void check(const Tensor& rows, const std::vector<Tensor>& weights) {
+  const ScalarType dtype = rows.scalar_type();
+  STD_TORCH_CHECK(dtype == ScalarType::Float || dtype == ScalarType::BFloat16,
+                  "specache::products: rows are neither float32 nor bfloat16");
+  STD_TORCH_CHECK(rows.dim() == 2 && rows.size(0) >= 1 && rows.size(0) <= kMaxRows && rows.size(1) > 0,
+                  "specache::products: rows are to be [1 to ", kMaxRows, ", in]");
+  for (const Tensor& weight : weights)
+    STD_TORCH_CHECK(weight.dim() == 2 && weight.size(1) == rows.size(1) && weight.scalar_type() == dtype &&
+                        weight.is_contiguous(),
+                    "specache::products: a weight is to be [out, in], contiguous, of the dtype of the rows");
+}
+
+std::vector<Tensor> products(Tensor rows, std::vector<Tensor> weights) {
+  check(rows, weights);
+  const bool half = rows.scalar_type() == ScalarType::BFloat16;
+  SpecacheProducts p = {rows.size(0), rows.size(1), half};
+  p.threads = torch::stable::get_num_threads();
+  std::unique_ptr<float[]> floats;
+  if (half || !rows.is_contiguous()) {
+    floats.reset(new float[p.num_rows * p.in]);
+    half ? read<Bfloat16>(rows, floats.get()) : read<float>(rows, floats.get());
+  }
+  p.rows = floats ? floats.get() : static_cast<const float*>(rows.data_ptr());
+  std::vector<Tensor> results;
+  results.reserve(weights.size());
+  for (size_t first = 0; first < weights.size(); first += kMaxWeights) {
+    p.num_weights = std::min<int64_t>(weights.size() - first, kMaxWeights);
+    for (int64_t i = 0; i < p.num_weights; i++) {
+      const Tensor& weight = weights[first + i];
+      p.weights[i] = weight.data_ptr();
+      p.out[i] = weight.size(0);
+      results.push_back(empty({p.num_rows, p.out[i]}, rows));
+      p.results[i] = results.back().data_ptr();
+    }
+    specache_products(&p);
+  }
+  return results;
+}
+
+}  // namespace
+
+extern "C" {
+
+// Whoever loads an old build of another layout is to notice.
+int64_t specache_session_size() { return sizeof(SpecacheSession); }
+int64_t specache_layer_size() { return sizeof(SpecacheLayer); }
+}
+
+STABLE_TORCH_LIBRARY_IMPL(specache, CPU, m) {
+  m.impl("products", TORCH_BOX(&products));
+  m.impl("layer_step", TORCH_BOX(&specache::layer_step));
+}

@@ -1,0 +1,190 @@
+// A layer's decode step on the CPU, all of it: `specache::layer_step`. What it is told lies in the tensor `state`; see
+// runtime/step_table.py.
+#pragma once
+
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <chrono>
+#include <cstring>
+#include <vector>
+
+#include "inputs.h"
+#include "stage.h"
+#include "tensors.h"
+#include "vec.h"
+
+extern "C" {
+
+// Of all layers of a session. Mirrored in step_table.py.
+struct SpecacheSession {
+  int64_t number;
+  int64_t num_quantized, window_len;  // tokens before the step
+  int64_t num_selectable;             // tokens that may be prefetched: those that are quantised once the step is through
+  int64_t scored_lanes, threads;
+  int64_t predecodes;  // no pair is kept, none is staged, and the lanes don't see each other
+  int64_t stages;      // whether the rows that are chosen are brought at once
+  int64_t is_timed;
+  float* scores;            // [scored_lanes, batch, kv_heads, stored + 1] of any layer
+  const uint8_t* key_mask;  // [batch, stored]; null where all are real
+  const float* shares;      // see inputs.h
+  const uint8_t* missed;    // [batch]: rows that choose, the others keep what is staged; null for all
+  double* counts;           // [batch, 4], see `specache_overlap`; null where nobody counts
+  int64_t (*attention)(const SpecacheInputs*);
+  int64_t (*topk)(const float* scores, int64_t rows, int64_t stride, int64_t tokens, int64_t top_k, int32_t* chosen,
+                  int64_t threads);
+  int64_t (*overlap)(const float* scores, int64_t batch, int64_t heads, int64_t stride, int64_t tokens, int64_t top_k,
+                     const int32_t* staged, int64_t slots, double* counts, int64_t threads);
+  int64_t (*stage)(SpecacheStage*);
+  int64_t failed;  // out: a layer ran out of memory
+  int64_t fetched_rows, fetched_bytes, kept_rows, kept_bytes;  // out: of all copies, added up
+  double copy_seconds;                                         // out: likewise
+};
+
+constexpr int kParts = 4;  // attention, selection, append, copy
+
+// One of its layers. Mirrored in step_table.py.
+struct SpecacheLayer {
+  int64_t has_run;           // out
+  double times[kParts + 1];  // out, where they are wanted: seconds at which the parts began, and the end
+  SpecacheInputs inputs;     // what outlasts a step, and its bias
+  SpecacheStage rows;
+};
+}
+
+namespace specache {
+
+using torch::headeronly::ScalarType;
+
+inline int64_t dtype_of(const Tensor& x) {
+  const ScalarType type = x.scalar_type();
+  return type == ScalarType::Float ? 0 : type == ScalarType::BFloat16 ? 1 : type == ScalarType::Half ? 2 : -1;
+}
+
+// The rows one behind the other: parts of a fused projection lie apart.
+inline Tensor packed(const Tensor& x) {
+  if (x.is_contiguous()) return x;
+  if (x.stride(4) != 1) return torch::stable::contiguous(x);
+  const int64_t sizes[] = {x.size(0), x.size(1), x.size(2), 1, x.size(4)};
+  const int64_t size = dtype_of(x) == 0 ? 4 : 2, row = sizes[4] * size;
+  Tensor out = empty(sizes, x);
+  char* to = static_cast<char*>(out.data_ptr());
+  const char* const from = static_cast<const char*>(x.data_ptr());
+  for (int64_t lane = 0; lane < sizes[0]; lane++)
+    for (int64_t batch = 0; batch < sizes[1]; batch++)
+      for (int64_t head = 0; head < sizes[2]; head++, to += row)
+        memcpy(to, from + (lane * x.stride(0) + batch * x.stride(1) + head * x.stride(2)) * size, row);
+  return out;
+}
+
+inline std::vector<float> floats_of(const Tensor& x) {
+  const Tensor whole = x.is_contiguous() ? x : torch::stable::contiguous(x);
+  std::vector<float> floats(whole.numel());
+  to_float(floats.data(), whole.data_ptr(), whole.numel(), dtype_of(whole));
+  return floats;
+}
+
+// Lane 0's own pair becomes the window's next one.
+inline void append_pair(const SpecacheInputs& in) {
+  const struct {
+    const SpecachePlane& window;
+    const void* own;
+    int64_t bytes;
+  } sides[] = {{in.window_key, in.own_key, in.key_dim * bytes_of(in.dtype)},
+               {in.window_value, in.own_value, in.value_dim * bytes_of(in.dtype)}};
+  for (const auto& side : sides) {
+    for (int64_t row = 0; row < in.batch * in.kv_heads; row++) {
+      const int64_t head = row / in.kv_heads * side.window.batch_stride + row % in.kv_heads * side.window.head_stride;
+      char* const to = static_cast<char*>(const_cast<void*>(side.window.data)) + head * bytes_of(in.dtype);
+      memcpy(to + in.window_len * side.bytes, static_cast<const char*>(side.own) + row * side.bytes, side.bytes);
+    }
+  }
+}
+
+// Batch rows that didn't miss ask for what is staged.
+inline void keep_staged(const SpecacheSession& session, const SpecacheLayer& layer) {
+  const int64_t size = layer.inputs.kv_heads * layer.rows.top_k;
+  for (int64_t row = 0; session.missed != nullptr && row < layer.inputs.batch; row++)
+    if (!session.missed[row]) memcpy(layer.rows.wanted + row * size, layer.rows.slots + row * size, 4 * size);
+}
+
+inline double now() {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+// False where memory ran out.
+inline bool run(SpecacheSession& session, SpecacheLayer& layer, const SpecacheInputs& in) {
+  const auto mark = [&](int part) {
+    if (session.is_timed) layer.times[part] = now();
+  };
+  SpecacheStage& rows = layer.rows;
+  mark(0);
+  if (session.attention(&in)) return false;
+  mark(1);
+  const int64_t heads = in.batch * in.kv_heads, stride = in.num_quantized + in.window_len + 1;
+  const float* const last = in.scores + (in.scored_lanes - 1) * heads * stride;
+  if (session.topk(last, heads, stride, session.num_selectable, rows.top_k, rows.wanted, in.threads)) return false;
+  if (session.counts != nullptr && in.num_staged > 0 &&
+      session.overlap(in.scores, in.batch, in.kv_heads, stride, in.num_quantized, rows.top_k, rows.slots, rows.top_k,
+                      session.counts, in.threads))
+    return false;
+  keep_staged(session, layer);
+  mark(2);
+  if (!session.predecodes) append_pair(in);
+  layer.has_run = 1;
+  mark(3);
+  if (session.stages) {
+    if (session.stage(&rows)) return false;
+    session.fetched_rows += rows.fetched;
+    session.fetched_bytes += rows.fetched * rows.row_bytes;
+    session.kept_rows += rows.kept;
+    session.kept_bytes += rows.kept * rows.row_bytes;
+    session.copy_seconds += rows.seconds;
+  }
+  mark(kParts);
+  return true;
+}
+
+inline Tensor layer_step(Tensor query, Tensor key, Tensor value, Tensor state, int64_t index, double scale,
+                         std::optional<double> softcap, std::optional<Tensor> sinks) {
+  auto& session = *static_cast<SpecacheSession*>(state.data_ptr());
+  auto& layer = reinterpret_cast<SpecacheLayer*>(&session + 1)[index];
+  SpecacheInputs in = layer.inputs;
+  STD_TORCH_CHECK(in.window_key.data != nullptr, "specache::layer_step: nothing is known of layer ", index);
+  STD_TORCH_CHECK(!layer.has_run, "specache::layer_step: twice for layer ", index, " in a step");
+  const struct {
+    const Tensor& x;
+    int64_t heads, dim;
+  } sides[] = {{query, query.size(2), in.key_dim}, {key, in.kv_heads, in.key_dim}, {value, in.kv_heads, in.value_dim}};
+  for (const auto& [x, heads, dim] : sides)
+    STD_TORCH_CHECK(x.dim() == 5 && x.size(0) == query.size(0) && x.size(1) == in.batch && x.size(2) == heads &&
+                        x.size(3) == 1 && x.size(4) == dim && dtype_of(x) == in.dtype,
+                    "specache::layer_step: query, key or value is not what layer ", index, " has");
+  const Tensor own_query = packed(query), own_key = packed(key), own_value = packed(value);
+  const std::vector<float> sink_scores = sinks ? floats_of(*sinks) : std::vector<float>();
+  Tensor out = empty({query.size(0), in.batch, query.size(2), 1, in.value_dim}, query);
+  in.lanes = query.size(0);
+  in.heads_per_kv = query.size(2) / in.kv_heads;
+  in.scale = static_cast<float>(scale);
+  in.softcap = static_cast<float>(softcap.value_or(0));
+  in.query = own_query.data_ptr();
+  in.own_key = own_key.data_ptr();
+  in.own_value = own_value.data_ptr();
+  in.sinks = sinks ? sink_scores.data() : nullptr;
+  in.out = out.data_ptr();
+  in.num_quantized = session.num_quantized;
+  in.window_len = session.window_len;
+  if (session.num_quantized == 0) in.centred = 0;  // no codes, and no means of theirs
+  if (session.predecodes || session.num_quantized == 0) in.num_staged = 0;
+  in.independent_lanes = session.predecodes;
+  in.scored_lanes = session.scored_lanes < in.lanes ? session.scored_lanes : in.lanes;
+  in.threads = session.threads;
+  in.scores = session.scores;
+  in.key_mask = session.key_mask;
+  in.shares = session.shares;
+  session.failed = !run(session, layer, in);
+  STD_TORCH_CHECK(!session.failed, "specache::layer_step: there is no memory for layer ", index);
+  return out;
+}
+
+}  // namespace specache

@@ -1,0 +1,213 @@
+"""`StepTable`: what C++ is told of a session's layers, in the tensor that its graphs have as `state`.
+
+`specache::layer_step` (`csrc/layer_step.h`) does all of a layer's decode step on the CPU, and has no Python between
+two products of weights: these have read so much that Python's own memory is cold. So the table says where a layer's
+tensors are, once for each arena, and how long they are, once a step. The operator reads it and nothing else.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from specache_fx.errors import HostMemoryError
+from specache_fx.runtime import native
+from specache_fx.runtime.copy_engine import CopyEngine
+from specache_fx.runtime.kernels import Kernel
+from specache_fx.runtime.kernels.cpu import CpuKernel
+from specache_fx.runtime.kernels.cpu.abi import Addresses, InputsC
+from specache_fx.runtime.kernels.cpu.arguments import describe_bias, describe_cache
+from specache_fx.runtime.layer_cache import LayerCache
+from specache_fx.runtime.layout import LayerTensors
+from specache_fx.runtime.native import copies, graph_ops
+from specache_fx.runtime.quant import Quantizer
+from specache_fx.runtime.tracing import add_span, is_recording
+
+_i64, _f64, _address = ctypes.c_int64, ctypes.c_double, ctypes.c_void_p
+_PARTS = ("attention", "select", "append", "start prefetch")  # of a layer's step, in the order of its `times`
+# What C++ adds up, in the order of `CopyEngine.count_copies`.
+_COUNTS = ("fetched_rows", "fetched_bytes", "kept_rows", "kept_bytes", "copy_seconds")
+_WORD_BYTES = 8
+
+
+class SessionC(ctypes.Structure):
+    """`SpecacheSession` of layer_step.h."""
+
+    _fields_ = (
+        *((name, _i64) for name in ("number", "num_quantized", "window_len", "num_selectable")),
+        *((name, _i64) for name in ("scored_lanes", "threads", "predecodes", "stages", "is_timed")),
+        *((name, _address) for name in ("scores", "key_mask", "shares", "missed", "counts")),
+        *((name, _address) for name in ("attention", "topk", "overlap", "stage")),
+        *((name, _i64) for name in ("failed", "fetched_rows", "fetched_bytes", "kept_rows", "kept_bytes")),
+        ("copy_seconds", _f64),
+    )
+
+
+class LayerC(ctypes.Structure):
+    """`SpecacheLayer` of layer_step.h."""
+
+    _fields_ = (
+        ("has_run", _i64),
+        ("times", _f64 * (len(_PARTS) + 1)),
+        ("inputs", InputsC),
+        ("rows", copies.StageC),
+    )
+
+
+def empty_state(num_layers: int) -> torch.Tensor:
+    """The `state` of a session with so many layers, int64, of which nothing is known yet."""
+    nbytes = ctypes.sizeof(SessionC) + num_layers * ctypes.sizeof(LayerC)
+    return torch.zeros(nbytes // _WORD_BYTES, dtype=torch.int64, device="cpu")
+
+
+@dataclass(frozen=True)
+class StepFacts:
+    """What differs from step to step, but for lengths.
+
+    Attributes:
+        predecodes: See `DecodeStep.predecoding`.
+        scored_lanes: See `DecodeInputs`.
+        key_mask: See `DecodeInputs`.
+        biases: See `DecodeStep`.
+        shares: See `DecodeStep`.
+        missed: See `DecodeStep`.
+        counts: See `Metrics.step_counts`; None where nobody counts.
+    """
+
+    predecodes: bool
+    scored_lanes: int
+    key_mask: torch.Tensor | None
+    biases: Mapping[int, torch.Tensor]
+    shares: torch.Tensor | None
+    missed: torch.Tensor | None
+    counts: torch.Tensor | None
+
+
+class StepTable:
+    """The table of one session.
+
+    Args:
+        number: Of the session: the first element, by which operators in Python find it.
+        num_layers: Layers of the session.
+
+    Attributes:
+        state: int64 on the CPU.
+        serves: Whether C++ runs layers' steps; known once `open` was called.
+    """
+
+    def __init__(self, number: int, num_layers: int) -> None:
+        self.state = empty_state(num_layers)
+        address = self.state.data_ptr()
+        self._session = SessionC.from_address(address)
+        self._layers = (LayerC * num_layers).from_address(address + ctypes.sizeof(SessionC))
+        self._session.number, self._session.num_quantized = number, -1
+        self.serves = False
+        # By layer, the tensors that its addresses are of, and what keeps them.
+        self._described: dict[int, tuple[LayerTensors, Addresses]] = {}
+        self._scores = torch.empty(0)
+        self._kept: tuple[object, ...] = ()  # what the step under way reads by address
+
+    def open(self, kernel: Kernel, quantizer: Quantizer, engine: CopyEngine | None) -> None:
+        """Find the functions that the operator calls; where one is missing, `serves` stays False."""
+        if not isinstance(kernel, CpuKernel) or quantizer.code_form is None:
+            return
+        if engine is None or not engine.copies_at_once:
+            return
+        functions, stage, library = native.addresses(), copies.address(), graph_ops.load()
+        if functions is None or stage is None or library is None:
+            return
+        assert library.specache_session_size() == ctypes.sizeof(SessionC)
+        assert library.specache_layer_size() == ctypes.sizeof(LayerC)
+        session = self._session
+        session.attention, session.stage = kernel.address, stage
+        session.topk, session.overlap = functions
+        self.serves = True
+
+    def tell(self, layers: Mapping[int, LayerCache], engine: CopyEngine, step: StepFacts) -> None:
+        """Say what the next step is, before its graph runs.
+
+        Args:
+            layers: The caches whose pairs are selected. They have one length, and room for one more pair.
+            engine: Has their slots.
+            step: The rest.
+        """
+        session, first = self._session, next(iter(layers.values()))
+        at = Addresses()
+        for i, cache in layers.items():
+            layer = self._layers[i]
+            layer.has_run = 0
+            if i not in self._described or self._described[i][0] is not cache.tensors:
+                self._describe(i, cache, engine)
+            if session.num_quantized != cache.num_quantized:
+                engine.arguments(i)  # rows have come to the host
+            describe_bias(layer.inputs, at, step.biases.get(i))
+        num_quantized, kv_len = first.num_quantized, first.kv_len
+        session.num_quantized, session.window_len = num_quantized, first.window_len
+        session.num_selectable = num_quantized if step.predecodes else first.num_quantized_at(kv_len + 1)
+        # The rows of a group that this step pushes out of the window are not on the host yet.
+        session.stages = session.num_selectable == num_quantized
+        session.predecodes, session.scored_lanes = step.predecodes, step.scored_lanes
+        session.threads, session.is_timed, session.failed = torch.get_num_threads(), is_recording(), 0
+        session.key_mask, session.shares, session.missed = map(
+            at.of, (step.key_mask, step.shares, step.missed)
+        )
+        session.counts = None if step.counts is None else step.counts.data_ptr()
+        most = max(cache.batch * cache.shape.num_kv_heads for cache in layers.values())
+        session.scores = self._room_for_scores(step.scored_lanes * most * (kv_len + 1))
+        self._kept = at, step
+
+    def _describe(self, index: int, cache: LayerCache, engine: CopyEngine) -> None:
+        """Say where a layer's tensors are."""
+        at = Addresses()
+        rows, indices = engine.wait(index)
+        engine.arguments(index, self._layers[index].rows)
+        describe_cache(
+            self._layers[index].inputs,
+            at,
+            cache.quantizer,
+            (cache.tensors.key_planes, cache.tensors.value_planes),
+            cache.tensors.window,
+            (rows, indices),
+            cache.config.aggregation,
+        )
+        self._described[index] = cache.tensors, at
+
+    def _room_for_scores(self, size: int) -> int:
+        if self._scores.numel() < size:
+            # The system gives pieces of a megabyte anew each time, and page faults take time.
+            self._scores = torch.empty(size + size // 8, dtype=torch.float32, device="cpu")
+        return self._scores.data_ptr()
+
+    def end(self, engine: CopyEngine) -> tuple[list[int], bool]:
+        """Say what has been done, also where the graph failed midway.
+
+        Returns:
+            The layers that have run, and whether the rows that they chose are still to be brought.
+        """
+        session = self._session
+        self._kept = ()
+        run = [i for i in self._described if self._layers[i].has_run]
+        counts = [getattr(session, name) for name in _COUNTS]
+        engine.count_copies(*counts)
+        for name in _COUNTS:
+            setattr(session, name, 0)
+        if session.is_timed:
+            for i in run:
+                times = self._layers[i].times
+                for part, start, stop in zip(_PARTS, times[:-1], times[1:], strict=True):
+                    add_span(part, start, stop, layer=i)
+        return run, not session.stages
+
+    def check(self, error: RuntimeError) -> None:
+        """Raise what a layer failed with as our own error.
+
+        Raises:
+            HostMemoryError: If memory ran out.
+        """
+        if self._session.failed:
+            raise HostMemoryError(
+                "There is no memory for a layer's decode step: free some, or shorten the context."
+            ) from error
