@@ -47,6 +47,7 @@ class GraphReport:
         has_cache: Whether it takes or returns what could be a KV cache.
         before: The first attention as Dynamo saw it.
         after: The same, rewritten.
+        runs: Of a decode graph, what runs in place of `after` where C++ does all of a layer; empty where it is `after`.
     """
 
     phase: Phase
@@ -59,6 +60,7 @@ class GraphReport:
     has_cache: bool = False
     before: str = ""
     after: str = ""
+    runs: str = ""
 
 
 @dataclass
@@ -89,6 +91,8 @@ class Explanation:
                 )
             if graph.after:
                 lines += ["  before:", graph.before, "  after:", graph.after]
+            if graph.runs:
+                lines += ["  run as one call:", graph.runs]
         if self.graphs and not any(graph.has_cache for graph in self.graphs):
             lines.append(
                 "No graph takes or returns a KV cache as 4-D tensors: the model has none, or was called without"
@@ -116,9 +120,10 @@ class _Recorder:
                 report.before, report.has_cache = _around_attention(graph), _has_cache(graph)
             report.phase, report.refusals, report.left_alone = state.phase, state.refusals, state.left_alone
             report.rewritten = [site.source for site in state.sites]
-            if (
-                name == "verify"
-            ):  # of a decode graph, which its runner had made; after it a layer's ops are one
+            if name == "fuse_layer_steps":
+                found = _around_attention(graph)
+                report.runs = found if found != report.after else ""
+            if name == "verify":  # of a decode graph, which its runner had made
                 decode = runner.runner if isinstance(runner, TokensFirst) else runner
                 assert isinstance(decode, Decode)
                 report.lanes, report.fallback = decode.lanes, decode.fallback

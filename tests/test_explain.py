@@ -29,6 +29,8 @@ def test_every_graph_is_named_with_its_phase_and_the_decode_ops_are_shown() -> N
     assert "support/models.py" in report.graphs[0].rewritten[0]
     assert "scaled_dot_product_attention" in report.graphs[1].before
     assert re.findall(r"= specache\.(\w+)\(", report.graphs[1].after) == DECODE_LAYER
+    assert re.findall(r"= specache\.(\w+)\(", report.graphs[1].runs) == ["layer_step"]
+    assert report.graphs[1].runs in str(report)
     assert report.graphs[1].after in str(report)
     assert "float32[2, 2, 4, 1, 8]" in report.graphs[1].after  # lanes, batch, num_heads, 1, head_dim
 
