@@ -27,7 +27,8 @@ from specache_fx.runtime.quant import Quantizer
 from specache_fx.runtime.tracing import add_span, is_recording
 
 _i64, _f64, _address = ctypes.c_int64, ctypes.c_double, ctypes.c_void_p
-_PARTS = ("attention", "select", "append", "start prefetch")  # of a layer's step, in the order of its `times`
+# Of a layer's step, in the order of its `times`: names and tracks of spans.
+_PARTS = (("attention", "compute"), ("select", "compute"), ("append", "compute"), ("prefetch", "copies"))
 # What C++ adds up, in the order of `CopyEngine.count_copies`.
 _COUNTS = ("fetched_rows", "fetched_bytes", "kept_rows", "kept_bytes", "copy_seconds")
 _WORD_BYTES = 8
@@ -197,8 +198,9 @@ class StepTable:
         if session.is_timed:
             for i in run:
                 times = self._layers[i].times
-                for part, start, stop in zip(_PARTS, times[:-1], times[1:], strict=True):
-                    add_span(part, start, stop, layer=i)
+                parts = _PARTS if session.stages else _PARTS[:-1]
+                for at, (name, track) in enumerate(parts):
+                    add_span(name, track, times[at], times[at + 1], layer=i)
         return run, not session.stages
 
     def check(self, error: RuntimeError) -> None:

@@ -117,10 +117,10 @@ def span(
     return _recorders[-1].span(name, track, stream, args)
 
 
-def add_span(name: str, start: float, stop: float, **args: int | str) -> None:
+def add_span(name: str, track: str, start: float, stop: float, **args: int | str) -> None:
     """Record what was timed elsewhere, in seconds of `time.perf_counter`, if somebody wants to know."""
     if _recorders:
-        _recorders[-1].spans.append(Span(name, "compute", threading.get_native_id(), start, stop, args))
+        _recorders[-1].spans.append(Span(name, track, threading.get_native_id(), start, stop, args))
 
 
 def is_recording() -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 from dataclasses import asdict
 from itertools import pairwise
 from typing import Any
@@ -15,6 +16,8 @@ from torch import Tensor
 
 import specache_fx
 from specache_fx.config import SpecacheConfig
+from specache_fx.errors import HostMemoryError
+from specache_fx.runtime import registry
 from specache_fx.runtime.session import Session
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -273,21 +276,24 @@ def test_a_copy_counts_anew_and_steps_that_were_cropped_off_stay_counted() -> No
 
 @torch.no_grad()
 def test_a_step_that_failed_midway_and_is_repeated_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    from specache_fx.runtime.copy_engine import CopyEngine
-
     forward = compiled(TinyDecoder(TinyConfig(num_layers=2)), config())
     _, past = forward(PROMPT)
     _, past = forward(FORCED[:, :1], past=past)
-    prefetch = CopyEngine.prefetch
+    session = registry.find(past[0][0])
+    assert session is not None and session.table.serves
+    table = session.table._session
+    function = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_void_p)
+    real, calls = function(table.attention), []
 
-    def broken(engine: CopyEngine, layer: int, indices: Tensor) -> None:
-        if layer == 1:
-            raise RuntimeError("the link is down")
-        prefetch(engine, layer, indices)
+    def broken(inputs: int) -> int:
+        calls.append(inputs)
+        return 1 if len(calls) == 2 else real(inputs)
 
-    monkeypatch.setattr(CopyEngine, "prefetch", broken)
-    with pytest.raises(RuntimeError, match="the link is down"):
+    called = function(broken)  # kept, for C++ has no more than its address
+    monkeypatch.setattr(table, "attention", ctypes.cast(called, ctypes.c_void_p).value)
+    with pytest.raises(HostMemoryError, match="no memory for a layer's decode step"):
         forward(FORCED[:, 1:2], past=past)
+    assert len(calls) == 2
     monkeypatch.undo()
     _, past = forward(FORCED[:, 1:2], past=past)
     stats = specache_fx.stats(past)

@@ -39,10 +39,8 @@ def test_trace_has_every_step_and_what_each_layer_does_in_it(traced: list[dict[s
     assert layers == {0, 1}
     runs = STEPS + 1  # and pre-decode
     assert (len(spans(traced, "pre-decode")), len(spans(traced, "decode step"))) == (1, STEPS)
-    for name in ("wait for prefetch", "attention", "append", "select", "start prefetch"):
+    for name in ("attention", "append", "select", "prefetch"):
         assert len(spans(traced, name)) == runs * len(layers), name
-    # Those that the last step started may still be under way when the block ends.
-    assert 0 <= runs * len(layers) - len(spans(traced, "prefetch")) <= len(layers)
     lengths = [event["args"]["kv_len"] for event in spans(traced, "decode step")]
     assert lengths == list(range(20, 20 + STEPS))
 

@@ -360,7 +360,7 @@ def test_a_trace_shows_the_parts_of_a_layer() -> None:
             in_one_call(own, pair.sessions[1], 0.3)
         after = time.perf_counter()
     spans = recorder.finish()
-    assert [span.name for span in spans] == ["attention", "select", "append", "start prefetch"]
+    assert [span.name for span in spans] == ["attention", "select", "append", "prefetch"]
     times = [before, *(time for span in spans for time in (span.start, span.stop)), after]
     assert times == sorted(times)
     assert all(span.args == {"layer": 0} for span in spans)
