@@ -225,7 +225,7 @@ def bind_cache(gm: GraphModule, state: PassState) -> GraphModule:
         for node in placeholders(graph):
             node.meta["specache_input"] = position[node]
     else:
-        state_node = add_placeholder(graph, STATE, torch.zeros(1, dtype=torch.int64))
+        state_node = add_placeholder(graph, STATE, torch.zeros(1, dtype=torch.int64, device="cpu"))
         for site in state.owners:
             if state.phase is Phase.PREFILL:
                 _bind_prefill(graph, site, state_node)

@@ -34,7 +34,7 @@ def quantize_attention(gm: GraphModule, state: PassState) -> GraphModule:
     if not markers:
         return gm
     last = {marker.args[3]: marker for marker in markers}
-    session = add_placeholder(graph, STATE, torch.zeros(1, dtype=torch.int64))
+    session = add_placeholder(graph, STATE, torch.zeros(1, dtype=torch.int64, device="cpu"))
     for marker in markers:
         query, key, value, layer, *form = marker.args  # scale, and softcap and sinks where there are any
         has_lanes = len(shape_of(query) or ()) == 5

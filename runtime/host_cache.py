@@ -203,7 +203,7 @@ class HostCache:
         """Make batch row i what row `batch_rows[i]` was, int64 `[batch]` on the CPU; moves only what changes."""
         self._check_open()
         rows = self._layers[layer]
-        changed = (batch_rows != torch.arange(self.batch)).nonzero().flatten()
+        changed = (batch_rows != torch.arange(self.batch, device="cpu")).nonzero().flatten()
         if not len(changed):
             return
         for block, inside, _ in rows.parts(0, rows.length):

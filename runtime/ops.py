@@ -38,7 +38,7 @@ _FORM = "float? softcap=None, Tensor? sinks=None, int? expansion=None, int? valu
 # `Library.define` and `impl` cost 3 us a call where `custom_op` costs 13 to 16; a decode step makes up to five a layer.
 _library = torch.library.Library("specache", "DEF")
 _ARGUMENTS = "Tensor, Tensor, Tensor, Tensor, int, float, float?, Tensor?, int?, int?"  # of `layer_step`
-_ANY = torch.empty(0)  # tells the dispatcher where to look
+_ANY = torch.empty(0, device="cpu")  # tells the dispatcher where to look
 
 
 def _define(schema: str, real: Callable[..., Any], fake: Callable[..., Any]) -> None:
@@ -49,7 +49,7 @@ def _define(schema: str, real: Callable[..., Any], fake: Callable[..., Any]) -> 
 
 
 def _ticket(*_: Any) -> Tensor:
-    return torch.empty(1, dtype=torch.int64)
+    return torch.empty(1, dtype=torch.int64, device="cpu")
 
 
 def _nothing(*_: Any) -> None:

@@ -26,7 +26,7 @@ class ScoreBuffers:
         """So many elements, or more."""
         flat = self._free.pop() if self._free else None
         if flat is None or flat.numel() < size:
-            flat = torch.empty(size + size // 8, dtype=torch.float32)  # a context grows
+            flat = torch.empty(size + size // 8, dtype=torch.float32, device="cpu")  # a context grows
         self._taken[flat.data_ptr()] = flat
         return flat
 

@@ -54,7 +54,7 @@ class Session:
         self, config: SpecacheConfig, shapes: tuple[LayerShape, ...], dtype: torch.dtype, device: torch.device
     ) -> None:
         self.number = next(_numbers) % MAX_SESSION
-        self.state = torch.tensor([self.number])  # what the ops of a graph know it by
+        self.state = torch.tensor([self.number], device="cpu")  # what the ops of a graph know it by
         self.config, self.shapes, self.dtype, self.device = config, shapes, dtype, device
         self.batch: int | None = None
         self.kv_len = 0

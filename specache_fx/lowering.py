@@ -20,7 +20,7 @@ Compiled = Callable[..., Any]
 def example_state() -> torch.Tensor:
     """An example of the `state` input, fake where Dynamo's own example inputs are."""
     context = TracingContext.try_get()
-    state = torch.zeros(1, dtype=torch.int64)
+    state = torch.zeros(1, dtype=torch.int64, device="cpu")
     return state if context is None or context.fake_mode is None else context.fake_mode.from_tensor(state)
 
 

@@ -90,7 +90,9 @@ class CpuKernel:
         stored = inputs.num_quantized + inputs.window_len
         scores = inputs.scores_out
         if scores is None:
-            scores = torch.empty((inputs.num_scored, batch, num_kv_heads, stored + 1), dtype=torch.float32)
+            scores = torch.empty(
+                (inputs.num_scored, batch, num_kv_heads, stored + 1), dtype=torch.float32, device="cpu"
+            )
         own = Addresses()
         arguments.query, arguments.own_key = own.of(inputs.query), own.of(inputs.key)
         arguments.own_value, arguments.out = own.of(inputs.value), out.data_ptr()
