@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 import json
 import subprocess
 import sys
@@ -11,24 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.triton_mode import INSTALLED
+from support.triton_mode import needs_compiler
 
 TESTS = Path(__file__).parents[1]
 MOST_REGISTERS = 168  # a thread: three blocks of 128 threads have a multiprocessor's 65,536
-
-
-def _missing() -> str | None:
-    """What a compilation to machine code lacks here."""
-    if not INSTALLED:
-        return "Triton is not installed (it is built for Linux alone)"
-    found = importlib.util.find_spec("triton")
-    assert found is not None and found.origin is not None
-    tools = Path(found.origin).parent / "backends/nvidia/bin"
-    missing = [name for name in ("ptxas", "cuobjdump") if not (tools / name).exists()]
-    return f"this Triton comes without {' and '.join(missing)}" if missing else None
-
-
-needs_compiler = pytest.mark.skipif(_missing() is not None, reason=str(_missing()))
 
 
 @functools.cache
