@@ -67,7 +67,8 @@ def exact_products() -> Iterator[None]:
     try:
         before = torch.get_float32_matmul_precision()
     except RuntimeError:
-        each = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
+        backends: Any = torch.backends
+        each = (backends.cuda.matmul, backends.mkldnn.matmul)
         kept = [backend.fp32_precision for backend in each]
         try:
             for backend in each:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -12,7 +13,7 @@ from specache_fx.runtime.select import select_topk, topk_overlap
 if INSTALLED:
     from specache_fx.runtime.select import triton_topk
 
-pytestmark = needs_triton
+pytestmark = [needs_triton, pytest.mark.gpu]
 # Few different values, so that most rows have ties; the padding mark; the neighbours of zero.
 LEVELS = torch.tensor([-1.0, -0.0, 0.0, 1e-45, 1e-38, 0.25, 0.5, 0.5000001, 1.0])
 
