@@ -162,7 +162,8 @@ def _copy_and_select(dim: int, dtype: torch.dtype) -> None:
     host.append(0, *(torch.zeros(1, 2, 100, dim, dtype=dtype) for _ in range(2)))
     staging = Staging.empty((1, 2, 64), 2 * dim, dtype, CPU)
     DeviceCopy(host, CPU).copy(0, staging)
-    triton_topk.select_topk(torch.rand(1, 2, 5000), 64)
+    staged = torch.zeros(1, 2, 64, dtype=torch.int32)
+    triton_topk.count_overlap(torch.rand(1, 2, 5000), 64, staged, torch.zeros(1, 4, dtype=torch.float64))
 
 
 if __name__ == "__main__":
