@@ -1,6 +1,6 @@
 # Each target does all of its own set-up, and nothing twice.
 #   make test     lint, types, tests         make demo    the needle demo on a trained model
-#   make test-all   the tests that take minutes too
+#   make test-all   the tests that take minutes too          make test-gpu   those that a GPU runs on itself
 #   make format   rewrite in house style     make clean   remove all that make has made
 #   make experiments   the papers' experiments into results/, and docs/results.md; ONLY="table1 hits", ARGS=--quick
 #   make page     docs/results.md from results/
@@ -20,7 +20,7 @@ STAMP := $(VENV)/installed
 TYPES := build/types
 
 .DEFAULT_GOAL := test
-.PHONY: install lint types check test test-all demo models peers experiments page architectures format clean
+.PHONY: install lint types check test test-all test-gpu demo models peers experiments page architectures format clean
 
 # torch is named here, so that it and all that needs it are resolved together, to the version in constraints.txt. Triton
 # is not in there: a torch for CUDA brings the one that it was built with, and the newest does for the interpreter.
@@ -48,6 +48,10 @@ test: check
 
 test-all: PYTEST_ARGS += -m ""
 test-all: test
+
+# One process: it has the GPU.
+test-gpu: $(STAMP)
+	$(BIN)/python -m pytest -m gpu $(PYTEST_ARGS)
 
 demo: $(STAMP)
 	$(BIN)/specache-fx demo

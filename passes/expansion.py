@@ -30,7 +30,7 @@ from specache_fx.passes.graph_utils import (
     target_name,
     value_of,
 )
-from specache_fx.passes.prove_form import Numbers
+from specache_fx.passes.prove_form import Numbers, exact_products
 from specache_fx.passes.reading import Reading
 from specache_fx.passes.writes import mutated_inputs
 from specache_fx.runtime.kernels import Expand
@@ -191,12 +191,12 @@ def _differs(reading: Reading, expansion: Expansion, leaves: list[Node]) -> str 
     def random(scale: float) -> list[torch.Tensor]:
         like = [value_of(cache) for cache in caches]
         sizes = [sized(cache, tokens) for cache in caches]
-        made = (torch.randn(size, generator=numbers.generator) * scale for size in sizes)
+        made = (torch.randn(size, generator=numbers.generator, device="cpu") * scale for size in sizes)
         return [side.to(device=x.device, dtype=x.dtype) for side, x in zip(made, like, strict=True)]
 
     def run(sides: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         count = sides[0].shape[2]
-        with torch.no_grad():
+        with torch.no_grad(), exact_products():
             found = tuple(expansion.graph.forward(*(side.clone() for side in sides), count, *more))
         if any(out.shape != sized(node, count) for out, node in zip(found, results, strict=True)):
             raise ValueError("they have other shapes for another number of tokens")

@@ -8,6 +8,8 @@ mask) shows as a difference far above rounding.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -56,13 +58,40 @@ def dense(
     return scores.softmax(-1)[..., : key.shape[2]] @ value
 
 
+@contextlib.contextmanager
+def exact_products() -> Iterator[None]:
+    """No TF32 (nor bfloat16 on the CPU) in float32 products: its rounding would pass for a wrong form.
+
+    The user may have set the precision by either of torch's two interfaces; each refuses to speak of the other's.
+    """
+    try:
+        before = torch.get_float32_matmul_precision()
+    except RuntimeError:
+        backends: Any = torch.backends
+        each = (backends.cuda.matmul, backends.mkldnn.matmul)
+        kept = [backend.fp32_precision for backend in each]
+        try:
+            for backend in each:
+                backend.fp32_precision = "ieee"
+            yield
+        finally:
+            for backend, precision in zip(each, kept, strict=True):
+                backend.fp32_precision = precision
+        return
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
 class Numbers:
     """Random values for the nodes that a proof about `reader` starts from."""
 
     def __init__(self, reader: Node, seed: int = 0) -> None:
         self.reader = reader
         self.sizes: dict[Any, int] = {}
-        self.generator = torch.Generator().manual_seed(seed)
+        self.generator = torch.Generator("cpu").manual_seed(seed)
 
     def integer(self, size: Any) -> int:
         """A size, open ones given a value."""
@@ -89,8 +118,8 @@ class Numbers:
         shape = [self.integer(size) for size in shape_of(node) or ()]
         if number is not None:
             return torch.full(shape, number, dtype=fake.dtype, device=fake.device)
-        random = torch.randn(shape, generator=self.generator)
-        hidden = torch.rand(shape, generator=self.generator) < 1 / 3
+        random = torch.randn(shape, generator=self.generator, device="cpu")
+        hidden = torch.rand(shape, generator=self.generator, device="cpu") < 1 / 3
         if fake.dtype == torch.bool:
             random = hidden
         elif not fake.is_floating_point():
@@ -163,7 +192,7 @@ def _distance(
         **dict.fromkeys(core.query.all_input_nodes, query_spread),
     }
     values = {leaf: numbers.value(leaf, spreads.get(leaf)) for leaf in leaves}
-    with torch.no_grad():
+    with torch.no_grad(), exact_products():
         out, query, *masks = graph.forward(  # not graph(...), which prints the code where it raises
             *(v.clone() if isinstance(v, torch.Tensor) else v for v in values.values())
         )

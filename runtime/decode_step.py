@@ -51,6 +51,8 @@ class DecodeStep:
     _scores: dict[int, tuple[torch.Tensor, int]] = field(default_factory=dict, init=False)
     # Rows and indices of the layers that have waited: until the prefetch that overwrites them, and no longer.
     _staged: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict, init=False)
+    # Scores of the output token's own, and the tokens that were staged for it: counted when the next copy is under way.
+    _uncounted: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict, init=False)
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -200,8 +202,8 @@ class DecodeStep:
         chosen = session.select_pairs(chooses[..., : cache.num_quantized], config.top_k)
         ahead = config.lookahead != "none" and not self.predecoding
         if config.track_hit_rates and ahead and session.engine is not None and quantized_before:
-            needed = scores[0][..., :quantized_before]
-            session.metrics.count_topk(needed, config.top_k, self._staged[layer][1])
+            # The copy overwrites which tokens are staged.
+            self._uncounted[layer] = scores[0][..., :quantized_before], self._staged[layer][1].clone()
         if self.missed is not None and session.engine is not None:
             chosen = torch.where(self.missed[:, None, None], chosen, session.engine.wait(layer)[1])
         return chosen
@@ -211,6 +213,9 @@ class DecodeStep:
         assert self.session.engine is not None
         self._staged.pop(layer, None)
         self.session.engine.prefetch(layer, indices)
+        if (uncounted := self._uncounted.pop(layer, None)) is not None:
+            needed, staged = uncounted
+            self.session.metrics.count_topk(needed, self.session.config.top_k, staged)
 
 
 def by_state(state: torch.Tensor) -> DecodeStep:

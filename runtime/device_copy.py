@@ -117,7 +117,9 @@ class DeviceCopy:
         blocks, starts = self._host.blocks(layer)
         if layer not in self._tables or self._tables[layer][0] != len(blocks):
             with torch.inference_mode(False):
-                table = torch.tensor([*(block.data_ptr() for block in blocks), *starts], dtype=torch.int64)
+                table = torch.tensor(
+                    [*(block.data_ptr() for block in blocks), *starts], dtype=torch.int64, device="cpu"
+                )
                 if self._device.type == "cuda":
                     table = table.pin_memory().to(self._device, non_blocking=True)
             self._tables[layer] = len(blocks), table[: len(blocks)], table[len(blocks) :]

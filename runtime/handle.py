@@ -103,7 +103,7 @@ def unfit_reason(dtype: torch.dtype, head_dim: int) -> str | None:
 def _encode(session: int, slot: int, rows: Sequence[int], head_dim: int, dtype: torch.dtype) -> torch.Tensor:
     """The rows `[len(rows), head_dim]` of a slot, on the CPU: the code, then filler with numbers in it."""
     box = _BOXES[dtype]
-    coded = torch.full((len(rows), head_dim), box.quiet_nan + _FILLER, dtype=torch.int64)
+    coded = torch.full((len(rows), head_dim), box.quiet_nan + _FILLER, dtype=torch.int64, device="cpu")
     coded[:, : box.code_length] = box.quiet_nan
     for i, row in enumerate(rows):
         code, shift = 0, 0
@@ -112,11 +112,13 @@ def _encode(session: int, slot: int, rows: Sequence[int], head_dim: int, dtype: 
             shift += bits
         for element in range(box.code_length):
             coded[i, element] += (code >> (element * box.bits)) & ((1 << box.bits) - 1)
-    place = torch.arange(head_dim)
+    place = torch.arange(head_dim, device="cpu")
     numbers = (place >= box.code_length) & (
         (place % _NUMBER_EVERY == _NUMBER_EVERY - 1) | (place == head_dim - 1)
     )
-    seeds = (torch.tensor(rows, dtype=torch.int64)[:, None] << 12) + place + (slot << 40) + session
+    seeds = (
+        (torch.tensor(rows, dtype=torch.int64, device="cpu")[:, None] << 12) + place + (slot << 40) + session
+    )
     coded = torch.where(numbers, _as_integers(_numbers(_hash(seeds)), dtype), coded)
     return coded.to(box.integer).view(dtype)
 
@@ -171,7 +173,7 @@ def _ruler(start: int, stop: int, dtype: torch.dtype) -> torch.Tensor:
     Payloads are bits of a hash of the place, of 63 values at least, never 0.
     """
     box = _BOXES[dtype]
-    place = torch.arange(start, stop, dtype=torch.int64)
+    place = torch.arange(start, stop, dtype=torch.int64, device="cpu")
     mixed = _hash(place)
     payload = mixed.remainder((1 << box.bits) - 1) + 1 + box.quiet_nan
     elements = torch.where(

@@ -70,7 +70,8 @@ class Handle(torch.Tensor):
     ) -> Any:
         """Run what may be run on a handle outside of a graph, and refuse all else."""
         if torch.compiler.is_dynamo_compiling():
-            with torch._C.DisableTorchFunctionSubclass():
+            # Modes too: under one (`torch.set_default_device`) Dynamo would come back here without end.
+            with torch._C.DisableTorchFunction():
                 return func(*args, **(kwargs or {}))
         return _outside(func, args, kwargs or {})
 

@@ -8,9 +8,11 @@ import logging
 import mmap
 import os
 import tempfile
+import threading
 import weakref
 from abc import ABC, abstractmethod
 from math import prod
+from typing import Any
 
 import torch
 
@@ -21,6 +23,7 @@ from specache_fx.runtime.machine_memory import available_bytes, disk_folder, mem
 logger = logging.getLogger(__name__)
 
 _CHECKED_BYTES = 1 << 20
+_PORTABLE_AND_MAPPED = 1 | 2  # of cudaHostRegister: for every context, and readable by kernels
 
 
 def resolve_host(host: str, device: torch.device, nbytes: int = 0, host_dir: str | None = None) -> str:
@@ -104,6 +107,7 @@ class BlockStore(ABC):
     def __init__(self, host_dir: str | None) -> None:
         self.nbytes = 0
         self._host_dir = host_dir
+        self._lock = threading.Lock()  # a thread may reserve ahead
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Hand out a block of that shape on the CPU; what it holds is undefined.
@@ -114,9 +118,9 @@ class BlockStore(ABC):
         nbytes = prod(shape) * dtype.itemsize
         # Not an inference tensor, whoever asks: worker threads write to it later, outside of the caller's
         # mode.
-        with torch.inference_mode(False):
+        with self._lock, torch.inference_mode(False):
             block = self._allocate(shape, dtype, nbytes)
-        self.nbytes += nbytes
+            self.nbytes += nbytes
         return block
 
     @abstractmethod
@@ -130,7 +134,7 @@ class BlockStore(ABC):
 class MemoryStore(BlockStore):
     """Plain memory."""
 
-    _pinned = False
+    _kind, _other = "memory", "disk"
 
     def _allocate(self, shape: tuple[int, ...], dtype: torch.dtype, nbytes: int) -> torch.Tensor:
         # The kernel promises memory that it doesn't have, and kills the process when it is written to: ask
@@ -142,19 +146,35 @@ class MemoryStore(BlockStore):
                 ' bytes of memory are available. Use host="disk", a smaller batch or a shorter context.'
             )
         try:
-            return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=self._pinned)
-        except RuntimeError as error:
-            kind, other = ("page-locked memory", "memory") if self._pinned else ("memory", "disk")
+            return self._get(shape, dtype, nbytes)
+        except (RuntimeError, OSError) as error:
             raise HostMemoryError(
-                f"The host tier asked for {nbytes:,} bytes of {kind} more (it holds {self.nbytes:,}) and got:"
-                f' {error}. Use host="{other}", a smaller batch or a shorter context.'
+                f"The host tier asked for {nbytes:,} bytes of {self._kind} more (it holds {self.nbytes:,}) and got:"
+                f' {error}. Use host="{self._other}", a smaller batch or a shorter context.'
             ) from error
+
+    def _get(self, shape: tuple[int, ...], dtype: torch.dtype, nbytes: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="cpu")
 
 
 class PinnedStore(MemoryStore):
-    """Page-locked memory, which a CUDA device copies from while it computes."""
+    """Page-locked memory, which a CUDA device copies from while it computes.
 
-    _pinned = True
+    It is mapped and registered here: torch's allocator rounds page-locked blocks up to powers of two, and keeps what is
+    freed. The last view of a block gives its pages back to the system.
+    """
+
+    _kind, _other = "page-locked memory", "memory"
+
+    def _get(self, shape: tuple[int, ...], dtype: torch.dtype, nbytes: int) -> torch.Tensor:
+        cudart: Any = torch.cuda.cudart()
+        memory = _map(-1, 0, max(nbytes, 1), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        address = ctypes.addressof(memory)
+        if code := int(cudart.cudaHostRegister(address, len(memory), _PORTABLE_AND_MAPPED)):
+            raise OSError(f"cudaHostRegister failed with error {code}")
+        # Called before what unmaps it: the newest finalizer of an object comes first.
+        weakref.finalize(memory, cudart.cudaHostUnregister, address).atexit = False
+        return torch.frombuffer(memory, dtype=dtype, count=prod(shape)).view(shape)
 
 
 class DiskStore(BlockStore):
@@ -193,7 +213,7 @@ class DiskStore(BlockStore):
     def _reserve_and_map(self, fd: int, nbytes: int) -> ctypes.Array[ctypes.c_char]:
         try:
             os.posix_fallocate(fd, self._size, nbytes)
-            return _map_shared(fd, self._size, nbytes)
+            return _map(fd, self._size, nbytes, mmap.MAP_SHARED)
         except BaseException:
             # A reservation that failed half-way may have lengthened the file.
             os.ftruncate(fd, self._size)
@@ -225,8 +245,8 @@ def _open_unnamed(folder: str) -> int:
     return fd
 
 
-def _map_shared(fd: int, offset: int, nbytes: int) -> ctypes.Array[ctypes.c_char]:
-    """Map a part of a file; the last reference to the result unmaps it.
+def _map(fd: int, offset: int, nbytes: int, flags: int) -> ctypes.Array[ctypes.c_char]:
+    """Map a part of a file, or memory; the last reference to the result unmaps it.
 
     Python's own `mmap` duplicates the descriptor for each mapping: a long cache would run out of descriptors.
     """
@@ -234,7 +254,7 @@ def _map_shared(fd: int, offset: int, nbytes: int) -> ctypes.Array[ctypes.c_char
     libc.mmap.restype = ctypes.c_void_p
     libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_int64]
     libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-    address = libc.mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, fd, offset)
+    address = libc.mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd, offset)
     if address == ctypes.c_void_p(-1).value:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
     memory = (ctypes.c_char * nbytes).from_address(address)

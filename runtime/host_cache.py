@@ -11,12 +11,15 @@ Paper: SpeCache §3.2 (the 16-bit cache is offloaded to CPU memory).
 from __future__ import annotations
 
 import bisect
+import contextlib
+import weakref
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 import torch
 
-from specache_fx.errors import SpecacheError
+from specache_fx.errors import HostMemoryError, SpecacheError
 from specache_fx.runtime.host_blocks import STORES, resolve_host
 
 __all__ = ["HostCache", "RowShape", "resolve_host", "row_bytes"]
@@ -37,6 +40,7 @@ class _Rows:
         self.blocks: list[torch.Tensor] = []
         self.starts: list[int] = [0]
         self.length = 0
+        self.next_block: Future[torch.Tensor] | None = None  # being reserved by a thread
 
     def parts(self, start: int, stop: int) -> list[tuple[torch.Tensor, slice, slice]]:
         """The blocks that hold tokens `start` to `stop`: each with its slice inside and its slice outside."""
@@ -72,6 +76,17 @@ def _aligned(tokens: int) -> int:
     return -(-tokens // ALIGN_TOKENS) * ALIGN_TOKENS
 
 
+def _send(target: torch.Tensor, pairs: torch.Tensor) -> None:
+    """Copy rows from the device: no wait and no buffer between, for each head's lie in one piece on both sides.
+
+    Args:
+        target: `[batch, num_kv_heads, tokens, dim]` of a block: page-locked, or the copy waits.
+        pairs: The same on the device.
+    """
+    targets = target.flatten(0, 1).unbind()
+    torch._foreach_copy_(targets, pairs.flatten(0, 1).unbind(), non_blocking=True)
+
+
 class HostCache:
     """Rows of every layer of one session; see the module's docstring for the layout.
 
@@ -86,6 +101,9 @@ class HostCache:
         host_dir: Folder for "disk"; see `machine_memory.disk_folder`.
         block_tokens: Tokens that a layer grows by at most, unless more are appended at once. It grows by a quarter of
             what it has room for; the first block is sized for the first append (prefill).
+        ahead: Reserve before the room is needed: with the prompt what decoding will ask for first, then in a thread
+            when half of the newest block is filled. By default for page-locked memory, which takes a second a few
+            gigabytes: at batch 64 a step would stand still for it.
     """
 
     def __init__(
@@ -97,6 +115,7 @@ class HostCache:
         host_dir: str | None = None,
         *,
         block_tokens: int = 1024,
+        ahead: bool | None = None,
     ) -> None:
         self.batch, self.shapes, self.dtype = batch, tuple(shapes), dtype
         self.block_tokens = block_tokens
@@ -104,6 +123,9 @@ class HostCache:
         self._store = STORES[host](host_dir)
         self.is_pinned = host == "pinned"  # a CUDA device can read the blocks by itself
         self.in_memory = host != "disk"  # reading a row takes no longer than its bytes do
+        self._ahead = self.is_pinned if ahead is None else ahead
+        self._thread: ThreadPoolExecutor | None = None
+        self._written: torch.cuda.Event | None = None  # CUDA: behind the last rows that come from the device
         self._closed = False
 
     @property
@@ -148,10 +170,32 @@ class HostCache:
             if tuple(x.shape) != expected or x.dtype != self.dtype:
                 raise ValueError(f"{name} is {x.dtype} {tuple(x.shape)}: expected {self.dtype} {expected}.")
         self._reserve(rows, rows.length + tokens)
-        for block, inside, outside in rows.parts(rows.length, rows.length + tokens):
-            block[:, :, inside, : rows.key_dim].copy_(k.detach()[:, :, outside])
-            block[:, :, inside, rows.key_dim :].copy_(v.detach()[:, :, outside])
+        parts = rows.parts(rows.length, rows.length + tokens)
+        if k.device.type == "cpu":
+            for block, inside, outside in parts:
+                block[:, :, inside, : rows.key_dim].copy_(k.detach()[:, :, outside])
+                block[:, :, inside, rows.key_dim :].copy_(v.detach()[:, :, outside])
+        else:
+            pairs = torch.cat([k.detach(), v.detach()], dim=-1)
+            for block, inside, outside in parts:
+                _send(block[:, :, inside], pairs[:, :, outside])
+            self._note_written(k.device)
         rows.length += tokens
+
+    def _note_written(self, device: torch.device) -> None:
+        """Have whoever reads rows on the CPU, or frees them, wait for what was sent until now."""
+        if device.type != "cuda":
+            return
+        if self._written is None:
+            self._written = torch.cuda.Event()
+            # Dropped without `close`: the device must not write into memory that others have got.
+            weakref.finalize(self, self._written.synchronize).atexit = False
+        self._written.record(torch.cuda.current_stream(device))
+
+    def _settle(self) -> None:
+        """Return when the rows that were appended are there."""
+        if self._written is not None:
+            self._written.synchronize()
 
     def read(self, layer: int, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Copy the tokens from `start` to `stop` out.
@@ -161,6 +205,7 @@ class HostCache:
             the caller's own.
         """
         self._check_open()
+        self._settle()
         rows = self._layers[layer]
         if not 0 <= start <= stop <= rows.length:
             raise IndexError(f"Tokens {start} to {stop} of layer {layer}, which holds {rows.length}.")
@@ -187,6 +232,7 @@ class HostCache:
             `[n, key_dim + value_dim]` of the KV dtype, on the CPU.
         """
         self._check_open()
+        self._settle()
         rows = self._layers[layer]
         row = batch_idx.numpy() * rows.num_kv_heads + head_idx.numpy()
         token = token_idx.numpy()
@@ -202,8 +248,9 @@ class HostCache:
     def reorder(self, layer: int, batch_rows: torch.Tensor) -> None:
         """Make batch row i what row `batch_rows[i]` was, int64 `[batch]` on the CPU; moves only what changes."""
         self._check_open()
+        self._settle()
         rows = self._layers[layer]
-        changed = (batch_rows != torch.arange(self.batch)).nonzero().flatten()
+        changed = (batch_rows != torch.arange(self.batch, device="cpu")).nonzero().flatten()
         if not len(changed):
             return
         for block, inside, _ in rows.parts(0, rows.length):
@@ -221,6 +268,7 @@ class HostCache:
             HostMemoryError: If the bytes can't be had.
         """
         self._check_open()
+        source._settle()
         theirs, mine = source._layers[layer], self._layers[layer]
         if mine.length:
             raise IndexError(f"Layer {layer} holds {mine.length} tokens already.")
@@ -241,6 +289,9 @@ class HostCache:
     def close(self) -> None:
         """Give every byte back. Reading or appending afterwards is an error; closing again is not."""
         self._closed = True
+        if self._thread is not None:
+            self._thread.shutdown(cancel_futures=True)
+        self._settle()
         self._layers = [_Rows(shape) for shape in self.shapes]
         self._store.close()
 
@@ -251,15 +302,37 @@ class HostCache:
         return batch * _aligned(tokens) * row * dtype.itemsize
 
     def _reserve(self, rows: _Rows, tokens: int) -> None:
+        if rows.next_block is not None and tokens > rows.starts[-1]:
+            future, rows.next_block = rows.next_block, None
+            with contextlib.suppress(HostMemoryError):  # asked for again below, in the size that is needed
+                self._attach(rows, future.result())
         missing = tokens - rows.starts[-1]
-        if missing <= 0:
-            return
-        # The first block fits the prompt, and later ones what there is: a short cache shouldn't reserve many times it.
-        wanted = max(missing, min(self.block_tokens, rows.starts[-1] // 4))
-        capacity = _aligned(wanted)
-        block = self._store.allocate((self.batch, rows.num_kv_heads, capacity, rows.dim), self.dtype)
+        if missing > 0:
+            first = not rows.blocks
+            self._attach(rows, self._allocate(rows, max(missing, self._growth(rows.starts[-1]))))
+            if first and self._ahead:
+                try:
+                    self._attach(rows, self._allocate(rows, self._growth(tokens)))
+                except HostMemoryError:
+                    return  # the prompt fits: what comes may yet
+        half_full = tokens > (rows.starts[-1] + rows.starts[-2]) // 2 if len(rows.starts) > 1 else False
+        if self._ahead and half_full and rows.next_block is None:
+            if self._thread is None:
+                self._thread = ThreadPoolExecutor(1, "specache-reserve")
+            rows.next_block = self._thread.submit(self._allocate, rows, self._growth(rows.starts[-1]))
+
+    def _growth(self, tokens: int) -> int:
+        """Tokens by which a layer with room for `tokens` grows: a short cache shouldn't reserve many times itself."""
+        return min(self.block_tokens, tokens // 4)
+
+    def _allocate(self, rows: _Rows, tokens: int) -> torch.Tensor:
+        return self._store.allocate(
+            (self.batch, rows.num_kv_heads, _aligned(max(tokens, 1)), rows.dim), self.dtype
+        )
+
+    def _attach(self, rows: _Rows, block: torch.Tensor) -> None:
         rows.blocks.append(block)
-        rows.starts.append(rows.starts[-1] + capacity)
+        rows.starts.append(rows.starts[-1] + block.shape[2])
 
     def _check_open(self) -> None:
         if self._closed:

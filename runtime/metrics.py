@@ -146,6 +146,8 @@ class Metrics:
         self._blocks: list[torch.Tensor] = []
         # Steps that are through, not yet in the total: a step has no time for sums of so few numbers.
         self._recent: list[_Counts] = []
+        # CUDA: what is counted of pairs is nobody's to wait for but the reader's.
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.begin_step()
 
     def begin_step(self) -> None:
@@ -169,7 +171,20 @@ class Metrics:
             top_k: How many it would choose.
             staged: int32 `[batch, num_kv_heads, top_k]`, -1 fills.
         """
-        count_overlap(scores, top_k, staged, self.step_counts(len(scores)))
+        counts = self.step_counts(len(scores))
+        if self._stream is None:
+            count_overlap(scores, top_k, staged, counts)
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(scores.device))
+        with torch.cuda.stream(self._stream):
+            count_overlap(scores, top_k, staged, counts)
+        for read in (scores, staged, counts):
+            read.record_stream(self._stream)
+
+    def _join(self) -> None:
+        """Order what comes next on the current stream behind what was counted."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
 
     def step_counts(self, batch: int) -> torch.Tensor:
         """The last four of the step's `Hits` so far, float64 `[batch, 4]`, to be added to (`select.count_overlap`)."""
@@ -202,6 +217,7 @@ class Metrics:
 
     def _sum(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The total, the longest run of misses and the runs up to now, with the newest steps."""
+        self._join()
         total, longest, run = self._total.clone(), self._longest, self._run
         if topks := [step.topk for step in self._recent if step.topk is not None]:
             total[0, 2:] += torch.cat(topks).sum(0)
@@ -227,6 +243,7 @@ class Metrics:
 
     def _rows(self) -> torch.Tensor:
         """The newest steps' counters, float64 `[steps, 6]`."""
+        self._join()
         rows = self._total.new_zeros(len(self._recent), len(Hits._fields))
         for row, step in zip(rows, self._recent, strict=True):
             if step.missed is not None:

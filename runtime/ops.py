@@ -47,7 +47,7 @@ def _define(schema: str, real: Callable[..., Any] | None, fake: Callable[..., An
 
 
 def _ticket(*_: Any) -> Tensor:
-    return torch.empty(1, dtype=torch.int64)
+    return torch.empty(1, dtype=torch.int64, device="cpu")
 
 
 def _nothing(*_: Any) -> None:

@@ -48,8 +48,8 @@ class WindowCache:
         self.window_size = window - 1
         self.kv_len = 0
         self._filled = 0
-        self._key = torch.empty(0)
-        self._value = torch.empty(0)
+        self._key = torch.empty(0, device="cpu")
+        self._value = torch.empty(0, device="cpu")
 
     @property
     def held(self) -> int:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
-import optree
 import torch
 from torch import nn
 from torch._dynamo import OptimizedModule
@@ -141,13 +141,15 @@ def _sessions(past_key_values: Any, function: str) -> list[Session]:
 
 
 def _tensors(tree: Any, depth: int = 4) -> Iterator[torch.Tensor]:
-    """Tensors of a cache: containers by optree, other objects (a `Cache` and its layers) by their attributes."""
-    for leaf in optree.tree_leaves(tree, none_is_leaf=False):
-        if isinstance(leaf, torch.Tensor):
-            if leaf.dim() == 4:
-                yield leaf
-        elif depth and (dataclasses.is_dataclass(leaf) or hasattr(leaf, "__dict__")):
-            yield from _tensors([value for value in vars(leaf).values() if _may_hold(value)], depth - 1)
+    """Tensors of a cache: of containers all items, of other objects (a `Cache` and its layers) all attributes."""
+    if isinstance(tree, torch.Tensor):
+        if tree.dim() == 4:
+            yield tree
+    elif isinstance(tree, (list, tuple, deque, Mapping)):
+        for item in tree.values() if isinstance(tree, Mapping) else tree:
+            yield from _tensors(item, depth)
+    elif depth and (dataclasses.is_dataclass(tree) or hasattr(tree, "__dict__")) and _may_hold(tree):
+        yield from _tensors(list(vars(tree).values()), depth - 1)
 
 
 def _may_hold(value: Any) -> bool:

@@ -119,6 +119,11 @@ class Backend:
         trace_as_growing(gm, state.fixed_sizes)
         self._report(state)
         state.other_kv_inputs = [i for i in _kv_inputs(gm) if i not in state.past_inputs]
+        devices = sorted({str(value_of(site.new_key).device) for site in state.sites})
+        if len(devices) > 1:
+            remedy = "a session lives on one. Load the model on one device, as with device_map={'': 0}"
+            reason = f"its KV caches are on {len(devices)} devices ({', '.join(devices)})"
+            return self._without_cache(gm, example_inputs, state, observe, reason, remedy)
         if state.phase is Phase.NO_CACHE:
             return self._left_alone(gm, example_inputs, state)
         if not state.swapped_outputs:
@@ -225,7 +230,8 @@ def _is_under_autocast(gm: GraphModule, inputs: Sequence[Any]) -> bool:
     """Whether autocast is on, around a graph or in it; to turn it off where it is off means nothing."""
     devices = {value.device.type for value in inputs if isinstance(value, torch.Tensor)}
     entered = [node.args for node in gm.graph.nodes if target_name(node) == "_enter_autocast"]
-    return any(map(torch.is_autocast_enabled, devices)) or any(
+    able = filter(torch.amp.is_autocast_available, devices)
+    return any(map(torch.is_autocast_enabled, able)) or any(
         args[0] in devices and (len(args) < 3 or args[2]) for args in entered
     )
 

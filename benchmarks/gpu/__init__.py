@@ -1,1 +1,1 @@
-"""What a GPU shows in one run of a few minutes: `python -m benchmarks.gpu`. See `__main__`."""
+"""What a GPU shows in one run of nine minutes: `python -m benchmarks.gpu`. See `__main__`."""

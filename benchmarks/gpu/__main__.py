@@ -1,76 +1,109 @@
-"""What a GPU shows, in one run of a few minutes: `python -m benchmarks.gpu`, from the root of a checkout.
+"""What a GPU shows, in one run of nine minutes: `python -m benchmarks.gpu`, from the root of a checkout.
 
-    checks     every Triton kernel against what it has to equal
-    gather     the gather kernel's bandwidth, beside a plain copy from page-locked memory
-    latency    a decode step at batch 1 and 64k tokens: whole cache (FlashAttention), KIVI, SpeCache at 2 and 1 bits
-    overlap    prefetching on, off and synchronous (the paper's Table 4)
-    model      transformers' model through torch.compile: peak memory of a prompt, decode step
-    batches    largest batch and tokens a second at 2k, 8k and 32k tokens within a budget (the paper's Table 3)
-
-and latency for Mistral-7B last.
+`STAGES` is the order. Each stage is a process with a time limit of its own: one that hangs, crashes or runs out of
+memory costs the others nothing. The JSON is written after each measurement; errors are in it, and are not fatal.
 
 Weights are random, of Llama-3.1-8B's shape. Keys are random too, so that hardly a staged row is wanted twice: the
-transfers are the largest there can be. Parts run in this order; nothing new begins after `--minutes`, and an error ends
-its measurement alone. The JSON is written after each part, with device, versions, commit and errors.
+transfers are the largest there can be.
 
-`--quick` runs all of it with tiny shapes on any machine: to try the script, not to measure.
+`--quick` runs all of it with tiny shapes on any machine: to try the script, not to measure. On a machine without an
+index: `pip install --no-index --no-deps --no-build-isolation -e .` first.
 """
 
 from __future__ import annotations
 
+import importlib.util
+import json
+import subprocess
+import sys
+import time
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
-import torch
 import typer
 
-from benchmarks.gpu.bandwidth import gather
-from benchmarks.gpu.checks import check_kernels
-from benchmarks.gpu.decode import batches, latency, overlap
-from benchmarks.gpu.model import whole_model
-from benchmarks.gpu.run import Run, environment
-from benchmarks.gpu.shapes import SHAPES
-
-_GIB = 1 << 30
+ROOT = Path(__file__).resolve().parents[2]
+# Seconds that each stage may take.
+STAGES = {
+    "environment": 40,
+    "smoke": 150,
+    "checks": 60,
+    "kernels": 45,
+    "profile": 45,
+    "latency": 90,
+    "model": 90,
+    "graphs": 45,
+    "batches": 90,
+    "tests": 120,
+}
+_KILL_AFTER = 5.0  # a stage that has no time left should end by itself
 
 
 def main(
-    layers: Annotated[int, typer.Option(help="Layers for latency.")] = 32,
-    few_layers: Annotated[
-        int, typer.Option(help="Layers for the other parts; the budget shrinks with them.")
-    ] = 4,
-    memory_gib: Annotated[
-        float, typer.Option(help="Device memory that the whole model may take (Table 3).")
-    ] = 48,
-    minutes: Annotated[float, typer.Option(help="Time for all parts.")] = 7.5,
     out: Annotated[Path, typer.Option(help="Where the JSON goes.")] = Path("results/gpu.json"),
+    minutes: Annotated[float, typer.Option(help="Time for all stages.")] = 9.0,
+    only: Annotated[list[str] | None, typer.Option(help="Stages to run; may be given several times.")] = None,
+    most: Annotated[float, typer.Option(help="Seconds that a stage may take at most.")] = 600.0,
     quick: Annotated[
         bool, typer.Option("--quick", help="Tiny shapes on any machine: tries the script.")
     ] = False,
 ) -> None:
     """Measure, and write one JSON."""
-    if not quick and not torch.cuda.is_available():
-        raise typer.BadParameter("there is no CUDA device: --quick tries the script without one.")
-    device = (
-        torch.device("cuda", torch.cuda.current_device())
-        if torch.cuda.is_available()
-        else torch.device("cpu")
-    )
-    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-    memory = 1 << 21 if quick else int(memory_gib * _GIB)
-    run = Run(device, dtype, quick, 60 * minutes, memory, out)
-    run.record |= environment(device) | {"quick": quick, "dtype": str(dtype)}
-    torch.manual_seed(0)
-    llama, mistral = (SHAPES["tiny" if quick else name] for name in ("llama-3.1-8b", "mistral-7b"))
-    whole, cut = llama.cut(layers), llama.cut(few_layers)
-    run.part("checks", lambda found: check_kernels(run, found))
-    run.part("gather", lambda found: gather(run, found))
-    run.part("latency", lambda found: latency(run, whole, found))
-    run.part("overlap", lambda found: overlap(run, cut, found))
-    run.part("model", lambda found: whole_model(run, cut, found))
-    run.part("batches", lambda found: batches(run, cut, found))
-    run.part("latency of mistral", lambda found: latency(run, mistral.cut(layers), found))
-    typer.echo(f"{out}: {run.record['seconds']} s")
+    if importlib.util.find_spec("specache_fx.runtime") is None:
+        raise typer.BadParameter(
+            "specache_fx is not installed: its folders are no package by themselves. Run pip install --no-index"
+            " --no-deps --no-build-isolation -e . first."
+        )
+    if unknown := set(only or ()) - set(STAGES):
+        raise typer.BadParameter(f"{', '.join(sorted(unknown))}: the stages are {', '.join(STAGES)}.")
+    start = time.perf_counter()
+    record: dict[str, Any] = {"quick": quick, "stages": {}}
+    out.parent.mkdir(parents=True, exist_ok=True)
+    for name, seconds in STAGES.items():
+        if only and name not in only:
+            continue
+        left = 60 * minutes - (time.perf_counter() - start)
+        record["stages"][name] = run_stage(name, min(seconds, most, left), quick, out)
+        record["seconds"] = round(time.perf_counter() - start, 1)
+        out.write_text(json.dumps(record, indent=1) + "\n")
+        typer.echo(f"{name}: {_summary(record['stages'][name])}")
+
+
+def run_stage(name: str, seconds: float, quick: bool, out: Path) -> dict[str, Any]:
+    """Run one stage in a process of its own, and give what it had found when it ended or was ended."""
+    if seconds <= 0:
+        return {"skipped": "no time was left"}
+    partial = out.with_suffix(f".{name}.json")
+    partial.unlink(missing_ok=True)
+    command = [sys.executable, "-m", "benchmarks.gpu.stage", name, str(partial), str(seconds)]
+    start = time.perf_counter()
+    error = None
+    try:
+        done = subprocess.run(
+            [*command, *(["--quick"] if quick else [])],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=seconds + min(_KILL_AFTER, seconds),
+        )
+        if done.returncode:
+            error = f"it ended with {done.returncode}: {done.stderr[-2000:]}"
+    except subprocess.TimeoutExpired:
+        error = f"it was ended after {seconds:.1f} s"
+    found: dict[str, Any] = json.loads(partial.read_text()) if partial.exists() else {}
+    partial.unlink(missing_ok=True)
+    if error is not None:
+        found["error"] = error
+    found["seconds"] = round(time.perf_counter() - start, 2)
+    return found
+
+
+def _summary(found: dict[str, Any]) -> str:
+    """One line for whoever watches."""
+    text = json.dumps(found)
+    failed = text.count('"error"') + text.count('"ok": false') + text.count('"equal": false')
+    return f"{found.get('seconds', 0)} s, {failed} failures{', ' + found['error'][-300:] if 'error' in found else ''}"
 
 
 if __name__ == "__main__":

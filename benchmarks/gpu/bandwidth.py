@@ -1,4 +1,4 @@
-"""What the gather kernel gets out of the bus, beside a plain copy of as many bytes in one piece."""
+"""Bandwidths of memory and bus; what the gather kernel gets out of it, beside a plain copy of as many bytes."""
 
 from __future__ import annotations
 
@@ -14,6 +14,18 @@ from specache_fx.runtime.copy_engine import CopyEngine
 from specache_fx.runtime.device_copy import DeviceCopy
 from specache_fx.runtime.host_cache import HostCache, resolve_host
 from specache_fx.runtime.staging import Staging
+
+
+def memory(run: Run, found: dict[str, Any]) -> None:
+    """Gigabytes a second that a copy within the device reads and writes, and over the bus either way."""
+    size = 1 << (16 if run.quick else 30)
+    here = torch.zeros(size, dtype=torch.uint8, device=run.device)
+    there = torch.empty_like(here)
+    found["device_gb_s"] = 2 * size / _time(run, lambda: there.copy_(here)) / 1e6
+    host = torch.zeros(size // 4, dtype=torch.uint8, pin_memory=run.device.type == "cuda")
+    part = here[: size // 4]
+    for name, to, of in (("to_device_gb_s", part, host), ("from_device_gb_s", host, part)):
+        found[name] = size / 4 / _time(run, lambda to=to, of=of: to.copy_(of, non_blocking=True)) / 1e6  # type: ignore[misc]
 
 
 def gather(run: Run, found: dict[str, Any]) -> None:
@@ -36,10 +48,6 @@ def gather(run: Run, found: dict[str, Any]) -> None:
             target = torch.empty_like(whole, device=run.device)
             ms = _time(run, lambda whole=whole, target=target: target.copy_(whole, non_blocking=True))  # type: ignore[misc]
             entry |= {"plain_ms": ms, "plain_gb_s": nbytes / ms / 1e6}
-        size = 1 << (16 if run.quick else 28)
-        whole = torch.zeros(size, dtype=torch.uint8, pin_memory=pinned)
-        target = torch.empty_like(whole, device=run.device)
-        found["bus_gb_s"] = size / _time(run, lambda: target.copy_(whole, non_blocking=True)) / 1e6
     finally:
         host.close()
 

@@ -12,6 +12,7 @@ from benchmarks.gpu.decoder import Cache
 from benchmarks.gpu.shapes import ModelShape
 from specache_fx.config import SpecacheConfig
 from specache_fx.runtime.decode_step import DecodeStep
+from specache_fx.runtime.layer_cache import LayerCache
 from specache_fx.runtime.layout import LayerShape
 from specache_fx.runtime.session import Session
 
@@ -52,6 +53,10 @@ class FullCache:
     def end(self) -> None:
         """One token more."""
         self._length += 1
+
+    def num_quantized(self) -> int:
+        """None."""
+        return 0
 
     def close(self) -> None:
         """Drop the buffers."""
@@ -105,6 +110,12 @@ class SessionCache:
     def end(self) -> None:
         """One token more."""
         self.session.advance(1, decoded=True)
+
+    def num_quantized(self) -> int:
+        """Of the first layer; all have as many."""
+        layer = self.session.layers[0]
+        assert isinstance(layer, LayerCache)
+        return layer.num_quantized
 
     def close(self) -> None:
         """Free every tier."""

@@ -16,7 +16,7 @@ from specache_fx.runtime.kernels import DecodeInputs
 from specache_fx.runtime.kernels.reference import ReferenceKernel
 from specache_fx.runtime.kernels.triton_kernel import TritonKernel
 from specache_fx.runtime.quant import make_quantizer, on_gpu
-from specache_fx.runtime.select import select_topk
+from specache_fx.runtime.select import count_overlap, select_topk
 from specache_fx.runtime.staging import Staging, plan_slots
 
 
@@ -32,16 +32,23 @@ def check_kernels(run: Run, found: dict[str, Any]) -> None:
         entry["ok"] = run.attempt(entry, lambda check=check, entry=entry: check(run, entry)) and entry["ok"]  # type: ignore[misc]
 
 
-def decode_inputs(run: Run, bits: int, tokens: int, generator: torch.Generator) -> DecodeInputs:
+def decode_inputs(
+    run: Run,
+    bits: int,
+    tokens: int,
+    generator: torch.Generator,
+    batch: int = 2,
+    quantizer: str = "turboquant",
+) -> DecodeInputs:
     """Two lanes of a layer of Llama's shape (a small one where quick), with 64 staged rows and padding."""
     heads, kv_heads, dim, group, top_k = (4, 2, 16, 16, 8) if run.quick else (32, 8, 128, 64, 64)
-    batch, window = 2, group + 5
+    window = group + 5
     num_quantized = tokens // group * group
 
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator).to(run.device, run.dtype)
 
-    quantizer = make_quantizer(SpecacheConfig(bits=bits, group_size=group))
+    makes = make_quantizer(SpecacheConfig(bits=bits, group_size=group, quantizer=quantizer))
     key, value = random(batch, kv_heads, num_quantized, dim), random(batch, kv_heads, num_quantized, dim)
     order = torch.rand(batch, kv_heads, num_quantized, generator=generator).argsort(-1)[..., :top_k]
     at = order.to(run.device)[..., None].expand(-1, -1, -1, 2 * dim)
@@ -51,9 +58,9 @@ def decode_inputs(run: Run, bits: int, tokens: int, generator: torch.Generator) 
         query=random(2, batch, heads, 1, dim),
         key=random(2, batch, kv_heads, 1, dim),
         value=random(2, batch, kv_heads, 1, dim),
-        quantizer=quantizer,
-        key_planes=quantizer.quantize_key(key),
-        value_planes=quantizer.quantize_value(value),
+        quantizer=makes,
+        key_planes=makes.quantize_key(key),
+        value_planes=makes.quantize_value(value),
         num_quantized=num_quantized,
         window_rows=(random(batch, kv_heads, window, dim), random(batch, kv_heads, window, dim)),
         window_len=window,
@@ -72,10 +79,12 @@ def _attention(run: Run, entry: dict[str, Any]) -> None:
     # float32: tanh is made of exp, whose error the softcap multiplies.
     tolerance = max(4 * torch.finfo(run.dtype).eps, 1e-5)
     for bits in (1, 2, 4, 8):
-        inputs = decode_inputs(run, bits, 80 if run.quick else 8192, generator)
+        tokens = 80 if run.quick else 8192
+        inputs = decode_inputs(run, bits, tokens, generator)
         heads = inputs.query.shape[2]
         forms = {
             "plain": inputs,
+            "kivi": decode_inputs(run, bits, tokens, generator, quantizer="kivi"),
             "softcap, sinks": replace(inputs, softcap=20.0, sinks=torch.randn(heads, device=run.device)),
         }
         for form, given in forms.items():
@@ -95,7 +104,7 @@ def _pack(run: Run, entry: dict[str, Any]) -> None:
     entry["ok"] = True
     for bits in (1, 2, 4, 8):
         x = torch.randn(1, 2, 4 * group, dim, generator=generator).to(run.dtype)
-        quantizer = make_quantizer(SpecacheConfig(bits=bits, group_size=group))
+        quantizer = make_quantizer(SpecacheConfig(bits=bits, group_size=group, quantizer="kivi"))
         for side, pack, quantize in (
             ("key", on_gpu.pack_keys, quantizer.quantize_key),
             ("value", on_gpu.pack_values, quantizer.quantize_value),
@@ -114,6 +123,12 @@ def _select(run: Run, entry: dict[str, Any]) -> None:
     scores[0, :, ::3] = -1
     chosen = triton_topk.select_topk(scores.to(run.device), top_k, block).cpu()
     entry["ok"] = torch.equal(chosen, select_topk(scores, top_k))
+    wanted = torch.zeros(2, 4, dtype=torch.float64)
+    counts = wanted.to(run.device)
+    count_overlap(scores, top_k, chosen.roll(1, 1), wanted)  # another head's
+    triton_topk.count_overlap(scores.to(run.device), top_k, chosen.roll(1, 1).to(run.device), counts, block)
+    entry["hit_rates_ok"] = torch.allclose(counts.cpu(), wanted)
+    entry["ok"] &= entry["hit_rates_ok"]
 
 
 def _gather(run: Run, entry: dict[str, Any]) -> None:

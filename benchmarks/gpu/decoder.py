@@ -29,6 +29,10 @@ class Cache(Protocol):
     def end(self) -> None:
         """A step is through."""
 
+    def num_quantized(self) -> int:
+        """Tokens in codes."""
+        ...
+
     def close(self) -> None:
         """Give the memory back."""
 
@@ -87,17 +91,22 @@ def sync(device: torch.device) -> None:
 
 
 def time_steps(decoder: Decoder, cache: Cache, batch: int, warm_up: int, steps: int) -> dict[str, float]:
-    """Decode, and give the milliseconds of a step: median, p10, p90."""
+    """Decode, and give the milliseconds of a step: median, p10, p90; those in which a group filled apart."""
     tokens = torch.randint(0, decoder.shape.vocab, (cache.lanes, batch), device=decoder.device)
-    seconds = []
+    seconds, filling = [], []
     with torch.inference_mode():
         for number in range(warm_up + steps):
             sync(decoder.device)
+            quantized = cache.num_quantized()
             start = time.perf_counter()
             tokens = decoder.step(tokens, cache)
             sync(decoder.device)
             if number >= warm_up:
-                seconds.append(time.perf_counter() - start)
+                where = seconds if quantized == cache.num_quantized() else filling
+                where.append(time.perf_counter() - start)
     seconds.sort()
     at = [seconds[min(int(share * len(seconds)), len(seconds) - 1)] for share in (0.5, 0.1, 0.9)]
-    return dict(zip(("ms_median", "ms_p10", "ms_p90"), (1000 * s for s in at), strict=True))
+    found = dict(zip(("ms_median", "ms_p10", "ms_p90"), (1000 * s for s in at), strict=True))
+    if filling:
+        found |= {"ms_filling": 1000 * sum(filling) / len(filling), "steps_filling": len(filling)}
+    return found

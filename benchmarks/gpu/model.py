@@ -10,7 +10,7 @@ import torch
 import specache_fx
 from benchmarks.gpu.decoder import sync
 from benchmarks.gpu.run import Run
-from benchmarks.gpu.shapes import ModelShape
+from benchmarks.gpu.shapes import SHAPES, ModelShape
 from specache_fx.compiled import uncompile
 
 METHODS: dict[str, dict[str, Any] | None] = {
@@ -20,8 +20,9 @@ METHODS: dict[str, dict[str, Any] | None] = {
 }
 
 
-def whole_model(run: Run, shape: ModelShape, found: dict[str, Any]) -> None:
+def whole_model(run: Run, found: dict[str, Any]) -> None:
     """Peak memory and seconds of a prompt, and milliseconds of a decode step, by method."""
+    shape = SHAPES["tiny" if run.quick else "llama-3.1-8b"].cut(4)
     tokens, steps = (100, 3) if run.quick else (32768, 16)
     found |= {"model": shape.name, "layers": shape.num_layers, "batch": 1, "context": tokens}
     model = _make_model(run, shape)
@@ -34,6 +35,15 @@ def whole_model(run: Run, shape: ModelShape, found: dict[str, Any]) -> None:
         run.attempt(
             entry, lambda options=options, entry=entry: _measure(run, model, options, prompt, steps, entry)
         )  # type: ignore[misc]
+
+
+def generated(
+    run: Run, shape: ModelShape, options: dict[str, Any], tokens: int, entry: dict[str, Any]
+) -> None:
+    """The same for one set of options."""
+    options = options | {"lowering": "eager"} if run.quick else options
+    prompt = torch.randint(0, shape.vocab, (1, tokens), device=run.device)
+    _measure(run, _make_model(run, shape), options, prompt, 3 if run.quick else 16, entry)
 
 
 def _make_model(run: Run, shape: ModelShape) -> Any:

@@ -1,7 +1,8 @@
-"""The clock and the record of a run: no part can lose what another one found."""
+"""The clock and the record of a stage: no measurement can lose what another one found."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import platform
 import subprocess
@@ -17,15 +18,14 @@ import torch
 
 @dataclass
 class Run:
-    """One run: where, with what, until when; and what came of it.
+    """One stage: where, with what, until when; and what came of it.
 
     Attributes:
         device: The device that is measured.
         dtype: Of weights and cache.
         quick: Tiny shapes, to try the script itself.
-        seconds: For all parts together.
-        memory_bytes: Budget of the whole model, for the batch sizes.
-        path: Where the record goes, after each part.
+        seconds: For the stage.
+        path: Where the record goes, after each measurement.
         record: What is written.
     """
 
@@ -33,7 +33,6 @@ class Run:
     dtype: torch.dtype
     quick: bool
     seconds: float
-    memory_bytes: int
     path: Path
     record: dict[str, Any] = field(default_factory=dict)
     _start: float = field(default_factory=time.perf_counter)
@@ -41,18 +40,6 @@ class Run:
     def left(self) -> float:
         """Seconds that are left."""
         return self.seconds - (time.perf_counter() - self._start)
-
-    def part(self, name: str, work: Callable[[dict[str, Any]], None]) -> None:
-        """Run a part and write the record, whatever happens. `work` fills what it is given as it goes."""
-        found: dict[str, Any] = {}
-        self.record.setdefault("parts", {})[name] = found
-        if self.left() <= 0:
-            found["skipped"] = "no time was left"
-        else:
-            start = time.perf_counter()
-            self.attempt(found, lambda: work(found))
-            found["seconds"] = round(time.perf_counter() - start, 2)
-        self.write()
 
     def attempt(self, found: dict[str, Any], work: Callable[[], None]) -> bool:
         """Do something that may fail: its error goes into `found`. Whether it went well."""
@@ -66,7 +53,9 @@ class Run:
             found["traceback"] = traceback.format_exc().splitlines()[-6:]
             return False
         finally:
-            self.free()
+            with contextlib.suppress(RuntimeError):  # a device that an error has broken
+                self.free()
+            self.write()
         return True
 
     def free(self) -> None:
@@ -86,9 +75,9 @@ class Run:
 
     def write(self) -> None:
         """Write the record."""
-        self.record["seconds"] = round(time.perf_counter() - self._start, 1)
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.path.write_text(json.dumps(self.record, indent=1) + "\n")
+        whole = self.path.with_suffix(".part")
+        whole.write_text(json.dumps(self.record))
+        whole.replace(self.path)  # who is ended while it writes leaves the last record
 
 
 def environment(device: torch.device) -> dict[str, Any]:

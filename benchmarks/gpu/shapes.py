@@ -27,31 +27,15 @@ class ModelShape:
         """The same with fewer layers; None leaves all."""
         return self if num_layers is None else replace(self, num_layers=min(num_layers, self.full_layers))
 
-    def embedding_bytes(self, itemsize: int) -> int:
-        """Bytes of the embedding and of the head."""
-        return 2 * self.vocab * self.hidden * itemsize
-
-    def layer_bytes(self, itemsize: int) -> int:
-        """Bytes of one layer's weights."""
-        qkv = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
-        parameters = self.hidden * (qkv + self.num_heads * self.head_dim + 3 * self.intermediate)
-        return parameters * itemsize
-
     def kv_bytes(self, tokens: int, itemsize: int) -> int:
         """Bytes of one sequence's keys and values, all layers."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * tokens * itemsize
-
-    def budget(self, full_bytes: int, itemsize: int) -> int:
-        """What is left of a budget for the whole model when it has `num_layers`: layers and cache shrink alike."""
-        embedding = self.embedding_bytes(itemsize)
-        return embedding + (full_bytes - embedding) * self.num_layers // self.full_layers
 
 
 SHAPES = {
     shape.name: shape
     for shape in (
         ModelShape("llama-3.1-8b", 32, 4096, 14336, 32, 8, 128, 128256, 32),
-        ModelShape("mistral-7b", 32, 4096, 14336, 32, 8, 128, 32000, 32),
         ModelShape("tiny", 2, 32, 64, 4, 2, 16, 64, 2),
     )
 }

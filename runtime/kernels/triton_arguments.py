@@ -133,13 +133,15 @@ def _stored(inputs: DecodeInputs, query: torch.Tensor) -> dict[str, Any]:
 def _staged(inputs: DecodeInputs, query: torch.Tensor) -> dict[str, Any]:
     if inputs.staged_rows is None or inputs.staged_indices is None or not inputs.num_quantized:
         none = torch.empty(1, dtype=torch.int32, device=query.device)
-        return {"staged_rows": query, "staged_indices": none, "top_k": 0, "BLOCK_T": 1}
+        return {"staged_rows": query, "staged_indices": none, "top_k": 0, "BLOCK_T": 1, "ONE_PASS": True}
     top_k = inputs.staged_indices.shape[2]
     return {
         "staged_rows": inputs.staged_rows.contiguous(),
         "staged_indices": inputs.staged_indices.contiguous(),
         "top_k": top_k,
         "BLOCK_T": min(power_of_two(top_k), _SLOTS_AT_ONCE),
+        # The compiler does not pipeline the loads of a loop that has a loop inside.
+        "ONE_PASS": top_k <= _SLOTS_AT_ONCE,
     }
 
 

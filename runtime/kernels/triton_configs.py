@@ -1,8 +1,13 @@
 """The ways of running Triton's decode kernels that are tried out: tile sizes, warps, stages.
 
 Apart from the kernels, because these numbers belong to machines. Triton tries them when a kernel first runs for a shape
-(bits, head sizes, queries), keeps the fastest, and remembers it on disk. Lengths are no part of a shape. In the
-interpreter there is one, for there is nothing to time.
+(`TUNED_BY`), keeps the fastest, and remembers it on disk. Of a length the power of two counts, and only up to
+`_LONG_STRETCH`: a growing context tunes a few times and compiles nothing. The interpreter gets one config, for there is
+nothing to time.
+
+Registers are capped: 168 a thread let three blocks of 4 warps run on a multiprocessor, 128 let four. At head_dim
+128 nothing spills, with padding or without (`tests/runtime/test_triton_budgets.py`). Wider heads, biases and softcaps
+would spill under a cap, so they have none.
 
 None of these numbers has been measured on a GPU yet.
 """
@@ -18,25 +23,38 @@ from specache_fx.runtime.triton_ops import interpreted
 
 # No tile has more than 64 tokens: which of them are staged are the bits of one number.
 _SMALL = 32
+_MOST_CAPPED_CHANNELS = 128
+_LONG_STRETCH = 1024  # tokens: longer ones spend their time in the same loop
+
+TUNED_BY = [
+    *("BITS", "GROUP", "KEY_DIM", "VALUE_DIM", "NUM_GROUPS", "LANES", "M", "BLOCK_T", "CENTRED"),
+    *("INDEPENDENT", "HAS_SOFTCAP", "HAS_BIAS", "HAS_MASK", "HAS_VISIBLE", "length_class"),
+]
+"""Arguments of both kernels that the fastest config may depend on; dtypes count anyway."""
+
+
+def length_class(code_tokens: int) -> int:
+    """What of a stretch's length decides which config is fastest: its power of two, up to a bound."""
+    return min(code_tokens, _LONG_STRETCH).bit_length()
 
 
 def decode_configs() -> list[triton.Config]:
     """For reading keys and values."""
-    if interpreted():
-        return [triton.Config({"BLOCK_N": _SMALL})]
-    return [
-        triton.Config({"BLOCK_N": tokens}, num_warps=warps, num_stages=stages)
-        for tokens, warps, stages in ((64, 4, 2), (64, 8, 2), (32, 4, 3))
-    ]
+    return _configs((64, 4, 2, 168), (64, 8, 2, 128), (32, 4, 3, 128))
 
 
 def score_configs() -> list[triton.Config]:
     """For reading keys alone."""
+    return _configs((64, 4, 2, 128), (32, 4, 3, 128))
+
+
+def _configs(*forms: tuple[int, int, int, int]) -> list[triton.Config]:
+    """Of each form: tokens of a tile, warps, stages, most registers of a thread."""
     if interpreted():
         return [triton.Config({"BLOCK_N": _SMALL})]
     return [
-        triton.Config({"BLOCK_N": tokens}, num_warps=warps, num_stages=stages)
-        for tokens, warps, stages in ((64, 4, 2), (32, 4, 3))
+        triton.Config({"BLOCK_N": tokens}, num_warps=warps, num_stages=stages, maxnreg=registers)
+        for tokens, warps, stages, registers in forms
     ]
 
 
@@ -46,6 +64,11 @@ def fitting(configs: list[triton.Config], named_args: dict[str, Any], **kwargs: 
     float32 always gets the small ones: its products are written out.
     """
     small = [config for config in configs if config.kwargs["BLOCK_N"] == _SMALL]
-    if kwargs["KV"] == tl.float32:
-        return small
-    return [config for config in configs if kwargs["GROUP"] % config.kwargs["BLOCK_N"] == 0] or small
+    single = kwargs["KV"] == tl.float32
+    whole = [config for config in configs if kwargs["GROUP"] % config.kwargs["BLOCK_N"] == 0]
+    chosen = small if single or not whole else whole
+    channels = max(kwargs["KEY_PAD"], kwargs.get("VALUE_PAD", 0))
+    forms = kwargs["HAS_SOFTCAP"] or kwargs["HAS_BIAS"] or kwargs["HAS_VISIBLE"]
+    if single or forms or channels > _MOST_CAPPED_CHANNELS:
+        return [triton.Config(each.kwargs, each.num_warps, each.num_stages) for each in chosen]
+    return chosen

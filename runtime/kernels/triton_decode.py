@@ -14,11 +14,20 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from specache_fx.runtime.kernels.triton_configs import decode_configs, fitting
+from specache_fx.runtime.kernels.triton_configs import TUNED_BY, decode_configs, fitting
 from specache_fx.runtime.kernels.triton_form import formed_scores, query_rows, query_tile, without_staged
 from specache_fx.runtime.kernels.triton_tiles import channels, key_tile, rounded, row_tile, value_tile
 
-LENGTHS = ["num_quantized", "window_len", "top_k", "code_splits", "splits", "code_tokens", "row_tokens"]
+LENGTHS = [
+    "num_quantized",
+    "window_len",
+    "top_k",
+    "code_splits",
+    "splits",
+    "code_tokens",
+    "row_tokens",
+    "length_class",
+]
 
 
 @triton.jit
@@ -35,7 +44,7 @@ def _add(scores, value, greatest, total, out, KV: tl.constexpr, DOT: tl.constexp
 
 @triton.autotune(
     decode_configs(),
-    key=["BITS", "GROUP", "KEY_DIM", "VALUE_DIM", "M"],
+    key=TUNED_BY,
     prune_configs_by={"early_config_prune": fitting},
     cache_results=True,
 )
@@ -81,6 +90,7 @@ def partial_attention(
     splits,
     code_tokens,
     row_tokens,
+    length_class,
     scale,
     code_scale,
     softcap,
@@ -95,6 +105,7 @@ def partial_attention(
     M: tl.constexpr,
     HEADS: tl.constexpr,
     BLOCK_T: tl.constexpr,
+    ONE_PASS: tl.constexpr,
     KV: tl.constexpr,
     DOT: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
@@ -185,7 +196,7 @@ def partial_attention(
         scores = formed_scores(
             tl.dot(code_q, tl.trans(keys), input_precision="ieee"),
             token,
-            ok & without_staged(first, indices, top_k, BLOCK_N, BLOCK_T),
+            ok & without_staged(first, indices, top_k, BLOCK_N, BLOCK_T, ONE_PASS),
             kv_len,
             lane,
             query_head,

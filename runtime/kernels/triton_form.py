@@ -118,17 +118,28 @@ def formed_scores(
 
 
 @triton.jit
-def without_staged(start, indices, top_k, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr):
+def _staged_bits(first, start, indices, top_k, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr):
+    """The bits, in a tile that begins at `start`, of the tokens that BLOCK_T slots hold."""
+    slot = first + tl.arange(0, BLOCK_T)
+    at = tl.load(indices + slot, mask=slot < top_k, other=-1) - start
+    here = (at >= 0) & (at < BLOCK_N)
+    bit = tl.full([BLOCK_T], 1, tl.int64) << tl.where(here, at, 0).to(tl.int64)
+    return tl.sum(tl.where(here, bit, 0), 0)
+
+
+@triton.jit
+def without_staged(
+    start, indices, top_k, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, ONE_PASS: tl.constexpr
+):
     """Which tokens of `start` to `start + BLOCK_N` are not staged, bool `[BLOCK_N]`.
 
     One bit a token (BLOCK_N <= 64): tokens are staged once at most, so that adding bits is joining them. That takes a
     sum of BLOCK_T numbers a tile, where comparing all with all takes BLOCK_N times as many.
     """
     word = tl.zeros([1], tl.int64)
-    for first in range(0, top_k, BLOCK_T):
-        slot = first + tl.arange(0, BLOCK_T)
-        at = tl.load(indices + slot, mask=slot < top_k, other=-1) - start
-        here = (at >= 0) & (at < BLOCK_N)
-        bit = tl.full([BLOCK_T], 1, tl.int64) << tl.where(here, at, 0).to(tl.int64)
-        word += tl.sum(tl.where(here, bit, 0), 0)
+    if ONE_PASS:
+        word += _staged_bits(0, start, indices, top_k, BLOCK_N, BLOCK_T)
+    else:
+        for first in range(0, top_k, BLOCK_T):
+            word += _staged_bits(first, start, indices, top_k, BLOCK_N, BLOCK_T)
     return ((word >> tl.arange(0, BLOCK_N).to(tl.int64)) & 1) == 0

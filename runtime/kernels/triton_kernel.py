@@ -1,4 +1,4 @@
-"""The Triton kernel: split-KV attention over packed KIVI codes, one read of the codes for all lanes of a group.
+"""The Triton kernel: split-KV attention over packed codes, one read of the codes for all lanes of a group.
 
 Three launches: the parts (`triton_decode`), their sum (`triton_merge`), the selection scores (`triton_scores`).
 """
@@ -69,6 +69,7 @@ class TritonKernel:
 
 
 def _launch(inputs: DecodeInputs) -> tuple[torch.Tensor, torch.Tensor]:
+    from specache_fx.runtime.kernels.triton_configs import length_class
     from specache_fx.runtime.kernels.triton_decode import partial_attention
     from specache_fx.runtime.kernels.triton_merge import merge_parts
     from specache_fx.runtime.kernels.triton_scores import selection_scores
@@ -83,6 +84,7 @@ def _launch(inputs: DecodeInputs) -> tuple[torch.Tensor, torch.Tensor]:
         inputs.num_quantized, arguments["top_k"] + arguments["window_len"] + lanes, tiles, query.device
     )
     splits = arguments["splits"]
+    arguments["length_class"] = length_class(arguments["code_tokens"])
 
     part_max = query.new_empty((batch, lanes, num_heads, splits), dtype=torch.float32)
     arguments |= {

@@ -11,16 +11,113 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from specache_fx.runtime.kernels.triton_configs import fitting, score_configs
+from specache_fx.runtime.kernels.triton_configs import TUNED_BY, fitting, score_configs
 from specache_fx.runtime.kernels.triton_form import formed_scores, query_rows, query_tile, without_staged
 from specache_fx.runtime.kernels.triton_tiles import channels, key_tile, row_tile
 
-LENGTHS = ["num_quantized", "window_len", "top_k", "code_splits", "code_tokens", "row_tokens"]
+LENGTHS = ["num_quantized", "window_len", "top_k", "code_splits", "code_tokens", "row_tokens", "length_class"]
+
+
+@triton.jit
+def _write_scores(
+    out,
+    norm,
+    query,
+    keys,
+    position,
+    position_ok,
+    kv_len,
+    batch_row,
+    kv_head,
+    channel,
+    channel_ok,
+    batch,
+    num_kv_heads,
+    scale,
+    softcap,
+    bias,
+    bias_lane,
+    bias_batch,
+    bias_head,
+    key_mask,
+    visible,
+    KEY_DIM: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
+    LANES: tl.constexpr,
+    M: tl.constexpr,
+    HEADS: tl.constexpr,
+    TILES: tl.constexpr,
+    DOT: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    HAS_VISIBLE: tl.constexpr,
+    INDEPENDENT: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Write columns `position` `[BLOCK_N]` of `out`: the probabilities of `keys`, averaged over the group's heads."""
+    mean = tl.zeros([M // HEADS, BLOCK_N], tl.float32)  # of each lane
+    for tile in tl.static_range(TILES):
+        lane, head, row_ok = query_rows(tile, NUM_GROUPS, LANES, M, HEADS)
+        query_head = kv_head * NUM_GROUPS + head
+        q = query_tile(
+            query,
+            batch_row,
+            kv_head,
+            lane,
+            head,
+            row_ok,
+            batch,
+            num_kv_heads,
+            channel,
+            channel_ok,
+            NUM_GROUPS,
+            KEY_DIM,
+            DOT,
+        )
+        scores = formed_scores(
+            tl.dot(q, tl.trans(keys), input_precision="ieee"),
+            position,
+            position_ok,
+            kv_len,
+            lane,
+            query_head,
+            row_ok,
+            batch_row,
+            batch,
+            scale,
+            softcap,
+            bias,
+            bias_lane,
+            bias_batch,
+            bias_head,
+            key_mask,
+            visible,
+            LANES,
+            HAS_SOFTCAP,
+            HAS_BIAS,
+            HAS_MASK,
+            HAS_VISIBLE,
+            INDEPENDENT,
+        )
+        at = (batch_row * LANES + lane) * (num_kv_heads * NUM_GROUPS) + query_head
+        whole = tl.load(norm + at, mask=row_ok, other=0.0)
+        # A query that sees nothing has -inf twice, and their difference is no number.
+        weights = tl.exp(scores - tl.where(whole == float("-inf"), 0.0, whole)[:, None])
+        mean += tl.sum(tl.reshape(weights, [M // HEADS, HEADS, BLOCK_N]), 1) / NUM_GROUPS
+    if HAS_MASK:
+        at = batch_row * kv_len + position
+        real = tl.load(key_mask + at, mask=position_ok & (position < kv_len), other=1)
+        mean = tl.where((real != 0)[None, :], mean, -1.0)
+    number = tl.arange(0, M // HEADS)
+    row = ((number * batch + batch_row) * num_kv_heads + kv_head) * (kv_len + 1)
+    written = (number < LANES)[:, None] & (position_ok & (position <= kv_len))[None, :]
+    tl.store(out + row[:, None] + position[None, :], mean, mask=written)
 
 
 @triton.autotune(
     score_configs(),
-    key=["BITS", "GROUP", "KEY_DIM", "M"],
+    key=TUNED_BY,
     prune_configs_by={"early_config_prune": fitting},
     cache_results=True,
 )
@@ -55,6 +152,7 @@ def selection_scores(
     code_splits,
     code_tokens,
     row_tokens,
+    length_class,
     scale,
     code_scale,
     softcap,
@@ -69,6 +167,7 @@ def selection_scores(
     HEADS: tl.constexpr,
     TILES: tl.constexpr,
     BLOCK_T: tl.constexpr,
+    ONE_PASS: tl.constexpr,
     KV: tl.constexpr,
     DOT: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
@@ -97,122 +196,118 @@ def selection_scores(
     stop = tl.where(
         is_code, tl.minimum(start + code_tokens, num_quantized), tl.minimum(start + row_tokens, num_rows)
     )
-    for first in range(start, stop, BLOCK_N):
+    for first in range(start, tl.where(is_code, stop, start), BLOCK_N):
         token = first + tl.arange(0, BLOCK_N)
         ok = token < stop
-        if is_code:
-            keys = key_tile(
-                key_codes + head_row * key_stride,
-                key_scale + head_row * key_scale_stride,
-                key_zero + head_row * key_zero_stride,
-                first,
-                ok,
-                kc,
-                kb,
-                ks,
-                k_ok,
-                BITS,
-                GROUP,
-                KEY_DIM,
-                BLOCK_N,
-                KV,
-                DOT,
-                CENTRED,
-            )
-            position = token
-            ok = ok & without_staged(first, indices, top_k, BLOCK_N, BLOCK_T)
-        else:
-            keys = row_tile(
-                staged_rows + head_row * top_k * (KEY_DIM + VALUE_DIM),
-                window_key + head_row * window_key_stride,
-                own_key + head_row * KEY_DIM,
-                token,
-                top_k,
-                window_len,
-                batch * num_kv_heads * KEY_DIM,
-                kc,
-                k_ok,
-                0,
-                KEY_DIM + VALUE_DIM,
-                KEY_DIM,
-                LANES,
-                DOT,
-            )
-            position = tl.load(indices + token, mask=ok & (token < top_k), other=-1)
-            position = tl.where(token < top_k, position, num_quantized + token - top_k)
-            ok = ok & (position >= 0)
-        mean = tl.zeros([M // HEADS, BLOCK_N], tl.float32)  # of each lane
-        for tile in tl.static_range(TILES):
-            lane, head, row_ok = query_rows(tile, NUM_GROUPS, LANES, M, HEADS)
-            query_head = kv_head * NUM_GROUPS + head
-            # Codes may be of rotated keys; `code_query` is `query` where they are not.
-            if is_code:
-                q = query_tile(
-                    code_query,
-                    batch_row,
-                    kv_head,
-                    lane,
-                    head,
-                    row_ok,
-                    batch,
-                    num_kv_heads,
-                    kc,
-                    k_ok,
-                    NUM_GROUPS,
-                    KEY_DIM,
-                    DOT,
-                )
-            else:
-                q = query_tile(
-                    query,
-                    batch_row,
-                    kv_head,
-                    lane,
-                    head,
-                    row_ok,
-                    batch,
-                    num_kv_heads,
-                    kc,
-                    k_ok,
-                    NUM_GROUPS,
-                    KEY_DIM,
-                    DOT,
-                )
-            scores = formed_scores(
-                tl.dot(q, tl.trans(keys), input_precision="ieee"),
-                position,
-                ok,
-                kv_len,
-                lane,
-                query_head,
-                row_ok,
-                batch_row,
-                batch,
-                tl.where(is_code, code_scale, scale),
-                softcap,
-                bias,
-                bias_lane,
-                bias_batch,
-                bias_head,
-                key_mask,
-                visible,
-                LANES,
-                HAS_SOFTCAP,
-                HAS_BIAS,
-                HAS_MASK,
-                HAS_VISIBLE,
-                INDEPENDENT,
-            )
-            at = (batch_row * LANES + lane) * (num_kv_heads * NUM_GROUPS) + query_head
-            whole = tl.load(norm + at, mask=row_ok, other=0.0)
-            # A query that sees nothing has -inf twice, and their difference is no number.
-            weights = tl.exp(scores - tl.where(whole == float("-inf"), 0.0, whole)[:, None])
-            mean += tl.sum(tl.reshape(weights, [M // HEADS, HEADS, BLOCK_N]), 1) / NUM_GROUPS
-        if HAS_MASK:
-            at = batch_row * kv_len + position
-            real = tl.load(key_mask + at, mask=ok & (position < kv_len), other=1)
-            mean = tl.where((real != 0)[None, :], mean, -1.0)
-        number = tl.arange(0, M // HEADS)
-        row = ((number * batch + batch_row) * num_kv_heads + kv_head) * (kv_len + 1)
-        written = (number < LANES)[:, None] & (ok & (position <= kv_len))[None, :]
-        tl.store(out + row[:, None] + position[None, :], mean, mask=written)
+        keys = key_tile(
+            key_codes + head_row * key_stride,
+            key_scale + head_row * key_scale_stride,
+            key_zero + head_row * key_zero_stride,
+            first,
+            ok,
+            kc,
+            kb,
+            ks,
+            k_ok,
+            BITS,
+            GROUP,
+            KEY_DIM,
+            BLOCK_N,
+            KV,
+            DOT,
+            CENTRED,
+        )
+        _write_scores(
+            out,
+            norm,
+            code_query,  # of rotated keys; `query` where they are not
+            keys,
+            token,
+            ok & without_staged(first, indices, top_k, BLOCK_N, BLOCK_T, ONE_PASS),
+            kv_len,
+            batch_row,
+            kv_head,
+            kc,
+            k_ok,
+            batch,
+            num_kv_heads,
+            code_scale,
+            softcap,
+            bias,
+            bias_lane,
+            bias_batch,
+            bias_head,
+            key_mask,
+            visible,
+            KEY_DIM,
+            NUM_GROUPS,
+            LANES,
+            M,
+            HEADS,
+            TILES,
+            DOT,
+            HAS_SOFTCAP,
+            HAS_BIAS,
+            HAS_MASK,
+            HAS_VISIBLE,
+            INDEPENDENT,
+            BLOCK_N,
+        )
+    # A loop of its own: a branch in the loop over codes keeps the compiler from pipelining its loads.
+    for first in range(start, tl.where(is_code, start, stop), BLOCK_N):
+        row = first + tl.arange(0, BLOCK_N)
+        ok = row < stop
+        keys = row_tile(
+            staged_rows + head_row * top_k * (KEY_DIM + VALUE_DIM),
+            window_key + head_row * window_key_stride,
+            own_key + head_row * KEY_DIM,
+            row,
+            top_k,
+            window_len,
+            batch * num_kv_heads * KEY_DIM,
+            kc,
+            k_ok,
+            0,
+            KEY_DIM + VALUE_DIM,
+            KEY_DIM,
+            LANES,
+            DOT,
+        )
+        position = tl.load(indices + row, mask=ok & (row < top_k), other=-1)
+        position = tl.where(row < top_k, position, num_quantized + row - top_k)
+        _write_scores(
+            out,
+            norm,
+            query,
+            keys,
+            position,
+            ok & (position >= 0),
+            kv_len,
+            batch_row,
+            kv_head,
+            kc,
+            k_ok,
+            batch,
+            num_kv_heads,
+            scale,
+            softcap,
+            bias,
+            bias_lane,
+            bias_batch,
+            bias_head,
+            key_mask,
+            visible,
+            KEY_DIM,
+            NUM_GROUPS,
+            LANES,
+            M,
+            HEADS,
+            TILES,
+            DOT,
+            HAS_SOFTCAP,
+            HAS_BIAS,
+            HAS_MASK,
+            HAS_VISIBLE,
+            INDEPENDENT,
+            BLOCK_N,
+        )

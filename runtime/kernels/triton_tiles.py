@@ -35,7 +35,8 @@ def channels(BITS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
     column = tl.arange(0, DIM_PAD)
     byte = column % BYTES
     place = column // BYTES
-    channel = byte * PER_BYTE + place
+    # Apart: the compiler does not see that `byte * 1 + place` counts up by ones, and loads channels one by one.
+    channel = column if PER_BYTE == 1 else byte * PER_BYTE + place
     # Known to the compiler where all are there: a mask that it can't see through would make loads narrow.
     ok = tl.full([DIM_PAD], 1, tl.int1) if DIM == DIM_PAD else channel < DIM
     return channel, byte, place * BITS, ok
@@ -234,17 +235,11 @@ def row_tile(
     at = row.to(tl.int64)
     in_window = at - top_k
     lane = in_window - window_len
-    ok = channel_ok[None, :]
-    x = tl.load(
-        staged + at[:, None] * ROW + staged_offset + channel[None, :],
-        mask=(at < top_k)[:, None] & ok,
-        other=0,
-    ).to(DOT)
-    is_window = (in_window >= 0) & (lane < 0)
-    x += tl.load(
-        window + in_window[:, None] * DIM + channel[None, :], mask=is_window[:, None] & ok, other=0
-    ).to(DOT)
-    is_own = (lane >= 0) & (lane < LANES)
-    return x + tl.load(
-        own + lane[:, None] * own_stride + channel[None, :], mask=is_own[:, None] & ok, other=0
-    ).to(DOT)
+    # One load from where the row lies: a load for each of the three places takes three times the registers.
+    begin = tl.where(
+        at < top_k,
+        staged + at * ROW + staged_offset,
+        tl.where(lane < 0, window + in_window * DIM, own + lane * own_stride),
+    )
+    ok = (lane < LANES)[:, None] & channel_ok[None, :]
+    return tl.load(begin[:, None] + channel[None, :], mask=ok, other=0).to(DOT)

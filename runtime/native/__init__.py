@@ -55,7 +55,7 @@ def select_topk(library: ctypes.CDLL, scores: torch.Tensor, top_k: int) -> torch
     """
     batch, heads, tokens = scores.shape
     scores = _even_rows(scores)
-    chosen = torch.empty((batch, heads, top_k), dtype=torch.int32)
+    chosen = torch.empty((batch, heads, top_k), dtype=torch.int32, device="cpu")
     failed = library.specache_topk(
         *(scores.data_ptr(), batch * heads, scores.stride(1), tokens, top_k, chosen.data_ptr()),
         torch.get_num_threads(),

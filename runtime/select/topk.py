@@ -95,7 +95,11 @@ def topk_overlap(scores: torch.Tensor, top_k: int, positions: torch.Tensor) -> T
 
 def count_overlap(scores: torch.Tensor, top_k: int, positions: torch.Tensor, counts: torch.Tensor) -> None:
     """Add what `topk_overlap` says to `counts`, float64 `[batch, 4]` on the scores' device."""
-    if scores.device.type == "cpu" and (library := native.load()) is not None:
+    if top_k <= _MOST_IN_A_KERNEL and triton_ops.runs_by_itself(scores.device):
+        from specache_fx.runtime.select import triton_topk
+
+        triton_topk.count_overlap(scores, top_k, positions, counts)
+    elif scores.device.type == "cpu" and (library := native.load()) is not None:
         native.count_overlap(library, scores, top_k, positions, counts)
     else:
         found = topk_overlap(scores, top_k, positions)

@@ -1,4 +1,4 @@
-"""Triton kernel of the selection: the same positions in the same order as `select_topk`'s, ties included.
+"""Triton kernels of the selection: the same positions in the same order as `select_topk`'s, ties included.
 
 A round keeps the best `top_k` of each block of keys; rounds follow until one block is left. 65,536 tokens
 take two. A key is an int64 that holds score and position, as in `select_topk`: keys differ, so that
@@ -16,6 +16,7 @@ import triton.language as tl
 from specache_fx.runtime import triton_ops
 
 BLOCK = 2048
+_AT_ONCE = 64
 
 
 @triton.jit(do_not_specialize=["row_stride", "head_stride", "tokens", "top_k"])
@@ -67,6 +68,76 @@ def _best_of_blocks(
     else:
         at = (row * tl.num_programs(1) + block) * top_k + place
         tl.store(out + at, best, mask=place < top_k)
+
+
+@triton.jit(do_not_specialize=["row_stride", "head_stride", "top_k", "count"])
+def _count_overlap(
+    scores, own, positions, counts, row_stride, head_stride, num_kv_heads, top_k, count, BLOCK: tl.constexpr
+):
+    """Add one row's share to `counts`, float64 `[batch, 4]`; see `TopkOverlap`. A program each.
+
+    Args:
+        scores: float32 `[batch, num_kv_heads, tokens]`.
+        own: int32 `[rows, top_k]`: what would be chosen.
+        positions: int32 `[rows, count]`: what is compared with it.
+        counts: See above.
+        row_stride: As in `_best_of_blocks`.
+        head_stride: Likewise.
+        num_kv_heads: Heads of a batch row.
+        top_k: See `own`.
+        count: See `positions`.
+        BLOCK: Positions at a time.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    scores += (row // num_kv_heads) * row_stride + (row % num_kv_heads) * head_stride
+    hits = tl.zeros([1], tl.int32)
+    needed = tl.zeros([1], tl.int32)
+    mass = tl.zeros([1], tl.float64)
+    best = tl.zeros([1], tl.float64)
+    for first in range(0, top_k, BLOCK):
+        at = first + tl.arange(0, BLOCK)
+        chosen = tl.load(own + row * top_k + at, mask=at < top_k, other=-1)
+        needed += tl.sum((chosen >= 0).to(tl.int32), 0)
+        best += tl.sum(tl.load(scores + chosen, mask=chosen >= 0, other=0.0).to(tl.float64), 0)
+    for first in range(0, count, BLOCK):
+        at = first + tl.arange(0, BLOCK)
+        mine = tl.load(positions + row * count + at, mask=at < count, other=-1)
+        found = tl.zeros([BLOCK], tl.int32)
+        for other in range(0, top_k, BLOCK):
+            to = other + tl.arange(0, BLOCK)
+            theirs = tl.load(own + row * top_k + to, mask=to < top_k, other=-1)
+            found += tl.sum((mine[:, None] == theirs[None, :]).to(tl.int32), 1)
+        hits += tl.sum(((found > 0) & (mine >= 0)).to(tl.int32), 0)
+        held = tl.load(scores + mine, mask=mine >= 0, other=0.0)
+        mass += tl.sum(tl.where(held > 0, held, 0.0).to(tl.float64), 0)
+    one = tl.arange(0, 1)
+    to = counts + (row // num_kv_heads) * 4 + one
+    tl.atomic_add(to, hits.to(tl.float64))
+    tl.atomic_add(to + 1, needed.to(tl.float64))
+    tl.atomic_add(to + 2, mass)
+    tl.atomic_add(to + 3, best)
+
+
+def count_overlap(
+    scores: torch.Tensor, top_k: int, positions: torch.Tensor, counts: torch.Tensor, block: int = BLOCK
+) -> None:
+    """Add to `counts` as `runtime.select.topk.count_overlap`: the selection's launches and one more."""
+    batch, heads, _ = scores.shape
+    scores = scores if scores.stride(2) == 1 else scores.contiguous()
+    own = select_topk(scores, top_k, block)
+    with triton_ops.on(scores.device):
+        _count_overlap[(batch * heads,)](
+            scores,
+            own,
+            positions,
+            counts,
+            scores.stride(0),
+            scores.stride(1),
+            heads,
+            top_k,
+            positions.shape[2],
+            BLOCK=_AT_ONCE,
+        )
 
 
 def select_topk(scores: torch.Tensor, top_k: int, block: int = BLOCK) -> torch.Tensor:

@@ -18,7 +18,7 @@ from specache_fx.runtime.kernels.triton_arguments import arguments_of
 from specache_fx.runtime.kernels.triton_kernel import TritonKernel
 from specache_fx.runtime.quant.hadamard import rotation
 
-pytestmark = needs_triton
+pytestmark = [needs_triton, pytest.mark.gpu]
 FORMS = ("mask", "visible", "bias", "softcap", "sinks", "hidden_row")
 
 

@@ -15,7 +15,7 @@ from specache_fx.runtime.copy_engine import CopyEngine
 from specache_fx.runtime.host_cache import HostCache, resolve_host
 from specache_fx.runtime.staging import plan_slots
 
-pytestmark = needs_triton
+pytestmark = [needs_triton, pytest.mark.gpu]
 BATCH, HEADS = 2, 2
 
 

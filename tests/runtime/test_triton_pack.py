@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -11,7 +12,7 @@ from support.triton_mode import DEVICE, needs_triton
 from specache_fx.runtime.quant import on_gpu
 from specache_fx.runtime.quant.kivi import KiviQuantizer
 
-pytestmark = needs_triton
+pytestmark = [needs_triton, pytest.mark.gpu]
 
 
 @settings(max_examples=12, deadline=None)

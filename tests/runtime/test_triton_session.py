@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 import torch
 from support.triton_mode import DEVICE, needs_triton
 
@@ -13,7 +14,7 @@ from specache_fx.runtime.decode_step import DecodeStep
 from specache_fx.runtime.layout import LayerShape
 from specache_fx.runtime.session import Session
 
-pytestmark = needs_triton
+pytestmark = [needs_triton, pytest.mark.gpu]
 BATCH, HEADS, KV_HEADS, DIM = 2, 4, 2, 16
 # One layer that keeps all tokens, and one that keeps a window: other masks, no codes.
 SHAPES = (LayerShape(KV_HEADS, DIM, DIM), LayerShape(KV_HEADS, DIM, DIM, window=12))

@@ -1,14 +1,19 @@
-"""Compile every Triton kernel of the package for GPUs, without one: `python triton_compile.py [attention|others]`.
+"""Compile every Triton kernel of the package for GPUs, without one: `python triton_compile.py [llama|forms|others]`.
 
 Run as a process of its own, where Triton doesn't interpret. Launches are caught and their kernels compiled down to
 machine code for the given targets: what types, shared memory and registers can't do is found here, and speed is not.
+A line of JSON a kernel and config says what it takes. `llama` is Llama-3.1-8B's shape, every config.
 """
 
 from __future__ import annotations
 
+import json
+import re
+import subprocess
 import sys
-import time
+import tempfile
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,15 +31,29 @@ from specache_fx.runtime.staging import Staging
 
 CPU = torch.device("cpu")
 TARGETS = (80, 90)
+CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 POINTERS = {
     torch.float16: "*fp16",
     torch.bfloat16: "*bf16",
     torch.float32: "*fp32",
+    torch.float64: "*fp64",
+    torch.bool: "*i1",
     torch.uint8: "*u8",
     torch.int16: "*i16",
     torch.int32: "*i32",
     torch.int64: "*i64",
 }
+LLAMA = CaseShape(
+    batch=1,
+    num_kv_heads=8,
+    num_kv_groups=4,
+    key_dim=128,
+    value_dim=128,
+    group_size=64,
+    groups=2,
+    top_k=64,
+    dtype=torch.bfloat16,
+)
 
 
 def compile_launch(
@@ -56,15 +75,40 @@ def compile_launch(
             if value % 16 == 0 and not parameter.do_not_specialize:
                 attributes[(at,)] = [["tt.divisibility", 16]]
     for capability in TARGETS:
-        start = time.perf_counter()
         source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
         compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-        shared, seconds = compiled.metadata.shared, time.perf_counter() - start
-        print(f"{kernel.__name__} sm_{capability} {options} shared={shared} {seconds:.1f}s", flush=True)  # noqa: T201
+        found = {
+            "kernel": kernel.__name__,
+            "sm": capability,
+            "bits": arguments.get("BITS"),
+            "centred": arguments.get("CENTRED"),
+            "block": arguments.get("BLOCK_N"),
+            "options": {name: value for name, value in options.items() if name != "num_ctas"},
+            "shared": compiled.metadata.shared,
+            # Loads that the compiler starts an iteration ahead.
+            "async_copies": len(re.findall("ttg.async_copy_global_to_local", compiled.asm["ttgir"])),
+        }
+        print(json.dumps(found | resources(compiled.asm["cubin"])), flush=True)  # noqa: T201
 
 
-def catch_launches(all_configs: bool) -> None:
-    """Compile instead of launching."""
+def resources(cubin: bytes) -> dict[str, int]:
+    """Registers a thread, and bytes of what did not fit into them; nothing where the wheel has no cuobjdump."""
+    if not CUOBJDUMP.exists():
+        return {}
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        said = subprocess.run(
+            [CUOBJDUMP, "-res-usage", file.name], capture_output=True, text=True, check=True
+        )
+    found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", said.stdout + said.stderr)
+    assert found is not None, said
+    registers, stack, local = map(int, found.groups())
+    return {"registers": registers, "spilled": stack + local}
+
+
+def catch_launches() -> None:
+    """Compile instead of launching; of what is tuned every config that fits."""
 
     def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         given = dict(zip(self.arg_names, args, strict=False)) | kwargs
@@ -73,33 +117,31 @@ def catch_launches(all_configs: bool) -> None:
 
     def run_tuned(self: Any, *args: Any, **kwargs: Any) -> None:
         named = {name: value for name, value in kwargs.items() if name in self.arg_names}
-        fitting = self.early_config_prune(self.configs, named, **kwargs)
-        for config in fitting if all_configs else fitting[:1]:
+        for config in self.early_config_prune(self.configs, named, **kwargs):
             self.fn.run(*args, **kwargs, **config.all_kwargs())
 
     triton.runtime.JITFunction.run = run
     triton.runtime.Autotuner.run = run_tuned
 
 
-def attention() -> None:
-    """Decode attention in the forms that differ in code."""
-    llama = CaseShape(
-        batch=1,
-        num_kv_heads=2,
-        num_kv_groups=4,
-        key_dim=128,
-        value_dim=128,
-        group_size=64,
-        groups=2,
-        top_k=64,
-    )
-    forms = frozenset(("mask", "visible", "bias", "softcap", "sinks"))
-    half, brain = {"dtype": torch.float16}, {"dtype": torch.bfloat16}
+def llama() -> None:
+    """A decode step's kernels as Llama-3.1-8B needs them, in both forms of codes, with padding and without."""
+    for bits, quantizer, forms in ((2, "turboquant", ()), (1, "turboquant", ("mask",)), (2, "kivi", ())):
+        shape = replace(LLAMA, bits=bits, quantizer=quantizer, forms=frozenset(forms))
+        TritonKernel().attention(DecodeCase(shape).inputs(CPU))
+    _copy_and_select(128, torch.bfloat16)
+
+
+def forms() -> None:
+    """Decode attention in the other forms that differ in code."""
+    small = replace(LLAMA, num_kv_heads=2)
+    every = frozenset(("mask", "visible", "bias", "softcap", "sinks"))
+    half = {"dtype": torch.float16}
     shapes = (
-        replace(llama, bits=2, **brain),
-        replace(llama, bits=1, **half),
-        replace(llama, bits=4, num_kv_groups=40, key_dim=192, value_dim=256, **brain),
-        CaseShape(num_kv_groups=3, key_dim=20, value_dim=80, group_size=8, forms=forms, **half),
+        replace(small, bits=1, quantizer="kivi", **half),
+        replace(small, bits=4, num_kv_groups=40, key_dim=192, value_dim=256),
+        replace(small, top_k=2048),
+        CaseShape(num_kv_groups=3, key_dim=20, value_dim=80, group_size=8, forms=every, **half),
         CaseShape(num_kv_groups=3, key_dim=80, value_dim=80, bits=8),
     )
     for shape in shapes:
@@ -107,21 +149,25 @@ def attention() -> None:
 
 
 def others() -> None:
-    """Packing, selection, gathering."""
+    """Packing; selection and gathering of other forms."""
     x = torch.randn(1, 2, 128, 128)
     for bits, dtype in ((2, torch.bfloat16), (1, torch.float16), (8, torch.float32)):
         on_gpu.pack_keys(x.to(dtype), bits, 64)
         on_gpu.pack_values(x.to(dtype), bits, 64)
-    for dim, dtype in ((128, torch.bfloat16), (9, torch.bfloat16)):
-        host = HostCache(1, [(2, dim, dim)], dtype)
-        host.append(0, *(torch.zeros(1, 2, 100, dim, dtype=dtype) for _ in range(2)))
-        staging = Staging.empty((1, 2, 64), 2 * dim, dtype, CPU)
-        DeviceCopy(host, CPU).copy(0, staging)
-    triton_topk.select_topk(torch.rand(1, 2, 5000), 64)
+    _copy_and_select(9, torch.bfloat16)
+
+
+def _copy_and_select(dim: int, dtype: torch.dtype) -> None:
+    host = HostCache(1, [(2, dim, dim)], dtype)
+    host.append(0, *(torch.zeros(1, 2, 100, dim, dtype=dtype) for _ in range(2)))
+    staging = Staging.empty((1, 2, 64), 2 * dim, dtype, CPU)
+    DeviceCopy(host, CPU).copy(0, staging)
+    staged = torch.zeros(1, 2, 64, dtype=torch.int32)
+    triton_topk.count_overlap(torch.rand(1, 2, 5000), 64, staged, torch.zeros(1, 4, dtype=torch.float64))
 
 
 if __name__ == "__main__":
-    catch_launches("--all-configs" in sys.argv)
-    for part in (others, attention):
-        if len(sys.argv) < 2 or part.__name__ in sys.argv or "--all-configs" in sys.argv:
+    catch_launches()
+    for part in (llama, forms, others):
+        if len(sys.argv) < 2 or part.__name__ in sys.argv:
             part()

@@ -12,6 +12,7 @@ import importlib.util
 import os
 import sys
 from importlib.metadata import version
+from pathlib import Path
 
 import pytest
 import torch
@@ -37,6 +38,20 @@ def _why_not() -> str | None:
 
 
 needs_triton = pytest.mark.skipif(_why_not() is not None, reason=str(_why_not()))
+
+
+def _no_compiler() -> str | None:
+    """What a compilation to machine code lacks here."""
+    if not INSTALLED:
+        return "Triton is not installed (it is built for Linux alone)"
+    found = importlib.util.find_spec("triton")
+    assert found is not None and found.origin is not None
+    tools = Path(found.origin).parent / "backends/nvidia/bin"
+    missing = [name for name in ("ptxas", "cuobjdump") if not (tools / name).exists()]
+    return f"this Triton comes without {' and '.join(missing)}" if missing else None
+
+
+needs_compiler = pytest.mark.skipif(_no_compiler() is not None, reason=str(_no_compiler()))
 
 
 def load() -> None:

@@ -82,7 +82,8 @@ class CpuKernel:
         (lanes, batch, num_heads, _, _), (_, _, num_kv_heads, _, _) = inputs.query.shape, inputs.key.shape
         out = inputs.query.new_empty((lanes, batch, num_heads, 1, inputs.value.shape[4]))
         stored = inputs.num_quantized + inputs.window_len
-        scores = torch.empty((inputs.num_scored, batch, num_kv_heads, stored + 1), dtype=torch.float32)
+        shape = (inputs.num_scored, batch, num_kv_heads, stored + 1)
+        scores = torch.empty(shape, dtype=torch.float32, device="cpu")
         at = Addresses()
         if self._library.specache_attention(ctypes.byref(describe(inputs, at, out, scores))):
             raise HostMemoryError(NO_MEMORY)

@@ -1,0 +1,62 @@
+"""Proofs multiply in full float32, however the user has set TF32; afterwards it is as the user set it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from support import graphs
+from support.models import TinyConfig, TinyDecoder
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from specache_fx.passes.base import Phase
+
+BACKENDS = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
+
+
+def set_as_before_torch_2_9() -> None:
+    torch.set_float32_matmul_precision("high")
+
+
+def set_by_backend() -> None:
+    for backend in BACKENDS:
+        backend.fp32_precision = "tf32"
+
+
+@pytest.fixture(autouse=True)
+def precision_of_other_tests() -> Iterator[None]:
+    yield
+    torch.set_float32_matmul_precision("highest")
+
+
+class Products(TorchDispatchMode):
+    """Notes under which precision products of real numbers are computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[tuple[str, ...]] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.ops.aten.bmm.default, torch.ops.aten.mm.default) and type(args[0]) is torch.Tensor:
+            self.seen.add(tuple(backend.fp32_precision for backend in BACKENDS))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("allow", [set_as_before_torch_2_9, set_by_backend])
+@pytest.mark.parametrize(
+    "config",
+    [TinyConfig(softcap=3.0), TinyConfig(num_kv_heads=1, head_dim=16, latent_dim=12)],
+    ids=["spelt_out", "expansion"],
+)
+def test_proofs_multiply_in_full_float32(allow: Callable[[], None], config: TinyConfig) -> None:
+    model = TinyDecoder(config)
+    decode = graphs.by_phase(graphs.capture(model, graphs.drive_tiny))[Phase.DECODE]
+    allow()
+    before = [backend.fp32_precision for backend in BACKENDS]
+    with Products() as products:
+        state = graphs.matched(decode)
+    assert len(state.sites) == config.num_layers and not state.refusals
+    assert products.seen == {("ieee", "ieee")}
+    assert [backend.fp32_precision for backend in BACKENDS] == before

@@ -1,0 +1,191 @@
+"""Host cost of a layer's GPU step, without a GPU: `python -m support.gpu_host_cost`, a process of its own.
+
+A fake Triton driver compiles every kernel for sm_90 and binds every launch, and launches nothing. Tensors are on the
+CPU; what the runtime asks about the device is answered as a GPU's would be. Prints one JSON object.
+
+The layer is Llama-3.1-8B's at 5,000 tokens (two rounds of the selection), in a plain step: no group fills. Times are
+thread time, the median of rounds: neighbours on the machine weigh little. `aten` counts what the dispatcher sees.
+"""
+
+from __future__ import annotations
+
+import collections
+import json
+import statistics
+import sys
+import time
+from typing import Any
+
+import torch
+import triton
+from torch.utils._python_dispatch import TorchDispatchMode
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+CPU = torch.device("cpu")
+BATCH, HEADS, KV_HEADS, DIM, CONTEXT = 1, 32, 8, 128, 5000
+STAGES = ("wait", "attend", "append", "select", "prefetch")
+launches: list[str] = []
+
+
+class _Utils:
+    def load_binary(self, *_: Any) -> tuple[int, ...]:
+        return 1, 1, 32, 0, 1024
+
+    def get_device_properties(self, *_: Any) -> dict[str, int]:
+        names = ("multiprocessor_count", "warpSize", "sm_clock_rate", "mem_clock_rate", "mem_bus_width")
+        return dict.fromkeys(names, 32) | {"max_shared_mem": 232448, "max_num_regs": 65536}
+
+
+class _Launcher:
+    """What Triton builds in C for a kernel: here it counts."""
+
+    launch_cooperative_grid = False
+
+    def __init__(self, src: Any, metadata: Any) -> None:
+        self._name = src.fn.__name__
+
+    def __call__(self, *_: Any) -> None:
+        launches.append(self._name)
+
+
+class FakeDriver:
+    """Answers as one H100 that is idle."""
+
+    launcher_cls = _Launcher
+    utils = _Utils()
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_active_torch_device(self) -> torch.device:
+        return CPU
+
+    def get_device_interface(self) -> Any:
+        return torch.cuda
+
+    def map_python_to_cpp_type(self, kind: str) -> str:
+        return "void*"
+
+    def get_benchmarker(self) -> Any:
+        return lambda call, quantiles=None: (call(), [1.0, 1.0, 1.0])[1]
+
+
+class Operators(TorchDispatchMode):
+    """ATen operators by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: collections.Counter[str] = collections.Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen[str(func).removeprefix("aten.").removesuffix(".default")] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def layer_step(track_hit_rates: bool) -> dict[str, Any]:
+    """What a layer of a plain step costs the host."""
+    from specache_fx.config import SpecacheConfig
+    from specache_fx.runtime.copy_engine import CopyEngine
+    from specache_fx.runtime.decode_step import DecodeStep
+    from specache_fx.runtime.kernels import KERNELS
+    from specache_fx.runtime.layout import LayerShape
+    from specache_fx.runtime.session import Session
+
+    config = SpecacheConfig(bits=2, track_hit_rates=track_hit_rates)
+    session = Session(config, (LayerShape(KV_HEADS, DIM, DIM),), torch.bfloat16, CPU)
+    session.kernel = KERNELS["triton"]
+    with torch.inference_mode():
+        pair = torch.randn(BATCH, KV_HEADS, CONTEXT, DIM, dtype=torch.bfloat16)
+        session.store(0, pair, pair, None)
+        session.advance(CONTEXT, decoded=False)
+        assert session.host is not None
+        session.engine = CopyEngine(session.host, config.top_k, CPU, on_device=True)
+        query = torch.randn(2, BATCH, HEADS, 1, DIM, dtype=torch.bfloat16)
+        key = torch.randn(2, BATCH, KV_HEADS, 1, DIM, dtype=torch.bfloat16)
+        step, cache = DecodeStep(session), session.layers[0]
+        shares = torch.full((BATCH,), 0.8)
+        kept = cache.window_len  # type: ignore[union-attr]
+
+        def run(stage: str) -> None:
+            if stage == "wait":
+                cache.window_len = kept  # type: ignore[union-attr]  # no group fills
+                step.shares = shares
+                step.wait_prefetch(0)
+            elif stage == "attend":
+                step.attend(0, query, key, key, 0.088, staged=True)
+            elif stage == "append":
+                step.append(0, key[0], key[0])
+            elif stage == "select":
+                run.chosen = step.select(0)  # type: ignore[attr-defined]
+            else:
+                step.prefetch(0, run.chosen)  # type: ignore[attr-defined]
+
+        found: dict[str, Any] = {"us": {}, "launches": {}, "aten": {}, "operators": {}}
+        for _ in range(20):  # compiles, tunes
+            for stage in STAGES:
+                run(stage)
+        rounds: dict[str, list[float]] = {stage: [] for stage in STAGES}
+        for _ in range(300):
+            for stage in STAGES:
+                start = time.thread_time()
+                run(stage)
+                rounds[stage].append(1e6 * (time.thread_time() - start))
+        for stage in STAGES:
+            launches.clear()
+            with Operators() as operators:
+                run(stage)
+            found["us"][stage] = round(statistics.median(rounds[stage]), 1)
+            found["launches"][stage] = list(launches)
+            found["aten"][stage] = sum(operators.seen.values())
+            found["operators"][stage] = dict(operators.seen.most_common())
+        found["us_layer"] = round(sum(found["us"].values()), 1)
+        return found
+
+
+def tuned_again(lanes: int, groups: int) -> int:
+    """How many times the attention kernel has been tuned once it ran for this many lanes and groups of codes."""
+    from support.decode_case import CaseShape, DecodeCase
+
+    from specache_fx.runtime.kernels.triton_decode import partial_attention
+    from specache_fx.runtime.kernels.triton_kernel import TritonKernel
+
+    # As many rows of a query tile: what tells the two apart is the lanes alone.
+    shape = CaseShape(
+        lanes=lanes, batch=1, num_kv_groups=8 // lanes, key_dim=64, value_dim=64, group_size=64, groups=groups
+    )
+    TritonKernel().attention(DecodeCase(shape).inputs(CPU))
+    return len(partial_attention.cache)
+
+
+def main() -> None:
+    """Measure."""
+    torch.set_num_threads(1)
+    driver.set_active(FakeDriver())
+    from specache_fx.runtime import triton_ops
+    from specache_fx.runtime.kernels import triton_arguments
+
+    triton_ops.runs_by_itself = lambda device: True  # type: ignore[assignment]
+    triton_arguments._programs = lambda device: 528  # type: ignore[assignment]
+    found: dict[str, Any] = {
+        "versions": {
+            "torch": torch.__version__,
+            "triton": triton.__version__,
+            "python": sys.version.split()[0],
+        },
+        "layer": layer_step(track_hit_rates=True),
+        "layer_without_hit_rates": layer_step(track_hit_rates=False),
+    }
+    triton_arguments._programs = lambda device: 6  # type: ignore[assignment]
+    found["tuned"] = [tuned_again(2, 2), tuned_again(1, 2), tuned_again(2, 3), tuned_again(2, 80)]
+    print(json.dumps(found, indent=1))  # noqa: T201
+
+
+if __name__ == "__main__":
+    main()

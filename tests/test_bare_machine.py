@@ -1,0 +1,73 @@
+"""What the GPU machine has: torch, transformers, Triton and their needs. Nothing else may be imported on the way."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+# Dependencies of tests, evaluation and development.
+ABSENT = [
+    "datasets",
+    "gguf",
+    "matplotlib",
+    "peft",
+    "torchao",
+    "hqq",
+    "kvpress",
+    "xdist",
+    "ruff",
+    "mypy",
+    "setuptools_scm",
+]
+
+
+def run(code: str) -> str:
+    """Run it in a process that lacks what the machine lacks; what it printed."""
+    # Torch takes optree where it is installed: it goes before we come.
+    blocked = f"""
+        import sys
+        sys.modules.update(dict.fromkeys({ABSENT!r}))
+        import torch._dynamo, transformers
+        sys.modules["optree"] = None
+    """
+    program = textwrap.dedent(blocked) + textwrap.dedent(code)
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def test_package_and_gpu_script_import_without_what_the_gpu_machine_lacks():
+    run(
+        """
+        import specache_fx.api, specache_fx.backend, specache_fx.explanation, specache_fx.plan
+        import runpy
+        try:
+            sys.argv = ["gpu", "--help"]
+            runpy.run_module("benchmarks.gpu", run_name="__main__")
+        except SystemExit as end:
+            assert not end.code
+        """
+    )
+
+
+def test_stats_and_release_find_a_cache_without_optree():
+    printed = run(
+        """
+        import torch, transformers, specache_fx
+        config = transformers.LlamaConfig(
+            hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, vocab_size=64
+        )
+        model = transformers.LlamaForCausalLM(config).eval()
+        specache_fx.compile(model, lowering="eager", kernel="reference")
+        with torch.no_grad():
+            past = model(torch.arange(9)[None], use_cache=True).past_key_values
+        print(specache_fx.stats({"nested": [past]}).kv_len)
+        specache_fx.release(past)
+        """
+    )
+    assert printed.split() == ["9"]

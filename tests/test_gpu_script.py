@@ -1,0 +1,69 @@
+"""`python -m benchmarks.gpu` with tiny shapes, on any machine: every stage runs, and none can spoil another."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.triton_mode import DEVICE, needs_triton
+
+from benchmarks.gpu.__main__ import STAGES, run_stage
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def run(out: Path, *options: str, **environment: str) -> dict[str, Any]:
+    command = [sys.executable, "-m", "benchmarks.gpu", "--quick", "--out", str(out), *options]
+    given = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+    done = subprocess.run(command, cwd=ROOT, env=given, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert [path.name for path in out.parent.iterdir()] == [out.name]
+    return json.loads(out.read_text())  # type: ignore[no-any-return]
+
+
+@pytest.mark.slow
+def test_every_stage_runs_with_tiny_shapes(tmp_path):
+    record = run(tmp_path / "gpu.json", "--most", "300")
+    assert list(record["stages"]) == list(STAGES)
+    text = json.dumps(record)
+    assert '"error"' not in text and '"equal": false' not in text and '"ok": false' not in text
+    stages = record["stages"]
+    assert stages["smoke"]["eager, crop"] == {"equal": True}
+    assert {"full", "kivi-2", "specache-2", "specache-1"} <= set(stages["latency"])
+    assert "8192 x 8" in stages["batches"] or "200 x 2" in stages["batches"]
+    assert stages["tests"]["ok"]
+
+
+@needs_triton
+@pytest.mark.slow
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="the kernels are compiled here, and measured by themselves")
+def test_kernels_are_checked_and_measured_in_the_interpreter(tmp_path):
+    stages = run(tmp_path / "gpu.json", "--only", "checks", "--only", "kernels", TRITON_INTERPRET="1")[
+        "stages"
+    ]
+    assert stages["checks"]["triton"] == "interpreted"
+    assert all(stages["checks"][name]["ok"] for name in ("attention", "pack", "select", "gather"))
+    assert stages["kernels"]["gather"]["bytes"]["copy_rows"] > 0
+
+
+def test_stage_without_time_is_ended_and_recorded(tmp_path):
+    found = run_stage("environment", 0.2, True, tmp_path / "gpu.json")
+    assert found["error"] == "it was ended after 0.2 s"
+    assert run_stage("environment", 0, True, tmp_path / "gpu.json") == {"skipped": "no time was left"}
+
+
+def test_stage_that_fails_says_how(tmp_path):
+    found = run_stage("no such stage", 60, True, tmp_path / "gpu.json")
+    assert "KeyError: 'no such stage'" in found["error"]
+
+
+def test_unknown_stages_are_named(tmp_path):
+    command = [sys.executable, "-m", "benchmarks.gpu", "--only", "speed", "--out", str(tmp_path / "gpu.json")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    said = " ".join(done.stderr.replace("│", " ").split())
+    assert done.returncode == 2 and "speed: the stages are environment, smoke" in said
