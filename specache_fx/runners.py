@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import sys
+import weakref
 from collections.abc import Iterator, Sequence
+from types import FrameType
 from typing import Any
 
 import torch
@@ -37,6 +40,16 @@ def layer_shapes(state: PassState) -> tuple[LayerShape, ...]:
     return tuple(
         LayerShape(site.num_kv_heads, site.key_dim, site.value_dim, site.window) for site in state.owners
     )
+
+
+def _note_model(session: Session, state: PassState, args: Sequence[Any]) -> None:
+    """Note whose a new session is. The graph is of any module with such a forward: only this call says of which."""
+    session.weights = {name: weakref.ref(args[i]) for i, name in state.weights.items()}
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and session.model_config is None:
+        if isinstance(module := frame.f_locals.get("self"), torch.nn.Module):
+            session.model_config = getattr(module, "config", None)
+        frame = frame.f_back
 
 
 def assemble(
@@ -153,6 +166,7 @@ class Prefill:
             session = registry.open_session(
                 self._state.config, layer_shapes(self._state), self._dtype, self._device
             )
+            _note_model(session, self._state, args)
             try:
                 kept = self._compiled(*args, session.state)
                 _advance(session, self._state, args)
@@ -213,6 +227,7 @@ def _take_over(
     if bool(torch.stack([tensor.isnan().any().to(past[0].device) for tensor in past]).any()):
         raise CacheHandleError(_NOT_NUMBERS)
     session = registry.open_session(state.config, shapes, past[0].dtype, past[0].device)
+    _note_model(session, state, args)
     try:
         if state.sources is not None:
             masks = state.sources.masks_at(args, 0)
@@ -257,7 +272,7 @@ def swap_inputs(state: PassState, args: Sequence[Any]) -> list[Any]:
     return [arg.transpose(1, 2) if i in state.swapped_inputs else arg for i, arg in enumerate(args)]
 
 
-def _tokens_first(handle: Handle) -> Handle:
+def with_tokens_first(handle: Handle) -> Handle:
     """The same handle as `[batch, kv_len, num_kv_heads, head_dim]`."""
     with bare():
         return mark(tokens_first(handle), handle.lease)
@@ -280,7 +295,7 @@ class TokensFirst:
         with inference():
             for i in self._state.swapped_outputs:
                 if i in self._state.outputs.handles:
-                    results[i] = _tokens_first(results[i])
+                    results[i] = with_tokens_first(results[i])
                 else:  # a cache that is left alone: in memory as the model's own cat would have it
                     results[i] = results[i].transpose(1, 2).contiguous()
         return tuple(results)
