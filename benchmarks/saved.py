@@ -31,7 +31,7 @@ from specache_fx.provenance import provenance
 from specache_fx.quiet import quiet
 from specache_fx.saving import FILE
 
-CONTEXT, QUESTION, NEW_TOKENS, ROUNDS = 4096, 16, 32, 5
+CONTEXT, QUESTION, NEW_TOKENS, ROUNDS = 4096, 16, 32, 3
 STARTS = ("reads all", "loads, file in memory", "loads, file on disk")
 
 
