@@ -57,7 +57,8 @@ def main() -> None:
     begun = time.perf_counter()
     cache, num_tokens = store.get(model, ids)
     if num_tokens < document.shape[1]:
-        cache = model(document, use_cache=True, logits_to_keep=1).past_key_values
+        rest = document[:, num_tokens:]
+        cache = model(rest, past_key_values=cache, use_cache=True, logits_to_keep=1).past_key_values
         store.put(document, cache)
     out = model.generate(ids, past_key_values=cache, max_new_tokens=args.new_tokens, do_sample=False)
     print(tokenizer.decode(out[0, ids.shape[1] :]))

@@ -143,6 +143,9 @@ def restore(session: Session, head: SessionHead, held: Mapping[str, torch.Tensor
                 raise ValueError(
                     f"layer {i} has {session.host.length(i)} of {layer.num_quantized} rows on the host"
                 )
+        for name in ("sink_tokens", "staged"):
+            if (tokens := held.get(f"{i}.{name}")) is not None and tokens.numel():
+                _check_tokens(tokens, layer.num_quantized, f"{name} of layer {i}")
     if session.stored_length() != head.kv_len:
         raise ValueError(f"its layers have {session.stored_length()} tokens, and not {head.kv_len}")
     session.kv_len, session.masks_move = head.kv_len, head.masks_move
@@ -150,6 +153,12 @@ def restore(session: Session, head: SessionHead, held: Mapping[str, torch.Tensor
         getattr(session.config, name) == getattr(head.config, name) for name in LOOKAHEAD_OPTIONS
     ):
         _look_ahead(session, held)
+
+
+def _check_tokens(tokens: torch.Tensor, num_quantized: int, name: str) -> None:
+    """Kernels read the rows of these without asking."""
+    if int(tokens.min()) < -1 or int(tokens.max()) >= num_quantized:
+        raise ValueError(f"{name} names tokens that are not quantised")
 
 
 def _check_window(mine: Mapping[str, torch.Tensor], session: Session, layer: int) -> None:

@@ -26,8 +26,9 @@ if TYPE_CHECKING:
     from specache_fx.api import compile, release, stats
     from specache_fx.chrome_trace import trace
     from specache_fx.explanation import Explanation, explain
+    from specache_fx.loading import load
     from specache_fx.prefix_store import PrefixStore
-    from specache_fx.saving import load, save
+    from specache_fx.saving import save
     from specache_fx.session_stats import SessionStats, StepHits
 
 __all__ = [
@@ -65,7 +66,7 @@ _LAZY = {
     "explain": "specache_fx.explanation",
     "trace": "specache_fx.chrome_trace",
     "PrefixStore": "specache_fx.prefix_store",
-    "load": "specache_fx.saving",
+    "load": "specache_fx.loading",
     "save": "specache_fx.saving",
 }
 

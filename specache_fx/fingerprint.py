@@ -69,7 +69,7 @@ def _sums(words: torch.Tensor) -> torch.Tensor:
 def weight_digest(weight: torch.Tensor) -> str:
     """`digest` of a weight, computed once as long as its memory and its version are the same.
 
-    What is written through `weight.data` counts no version.
+    What is written through `weight.data` counts no version; see `forget`.
     """
     if weight.is_inference():
         return digest(weight)
@@ -79,6 +79,11 @@ def weight_digest(weight: torch.Tensor) -> str:
         held = _known[weight] = state, digest(weight)
     found: str = held[1]
     return found
+
+
+def forget() -> None:
+    """Have digests of weights computed anew: after writes through `weight.data`."""
+    _known.clear()
 
 
 def matched(model: nn.Module, saved: Mapping[str, str]) -> dict[str, torch.Tensor] | str:

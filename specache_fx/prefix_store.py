@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import logging
-import os
-import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,38 +15,14 @@ from torch import nn
 
 from specache_fx.errors import CacheHandleError, ConfigError, SavedCacheError
 from specache_fx.fingerprint import token_hash
+from specache_fx.loading import cuts, misfit, restored
 from specache_fx.runtime.snapshot import HELD_OPTIONS
-from specache_fx.saving import content, cuts, misfit, restored, write_to
+from specache_fx.saving import content, write_to
+from specache_fx.store_entry import Entry
 from specache_fx.tensor_file import PARTIAL, file_bytes, opened
 
 logger = logging.getLogger(__name__)
 _NPY_HEADER_BYTES = 128
-
-
-@dataclass(frozen=True)
-class _Entry:
-    """One saved cache, a file, and its tokens beside it."""
-
-    path: Path
-
-    @property
-    def tokens(self) -> Path:
-        return self.path.with_suffix(".npy")
-
-    @property
-    def nbytes(self) -> int:
-        return sum(_size(path) for path in (self.path, self.tokens))
-
-    @property
-    def used(self) -> float:
-        """When it was put or got last."""
-        with contextlib.suppress(OSError):
-            return self.path.stat().st_mtime
-        return 0.0
-
-    def drop(self) -> None:
-        for path in (self.path, self.tokens):
-            path.unlink(missing_ok=True)
 
 
 class PrefixStore:
@@ -84,7 +56,7 @@ class PrefixStore:
             SavedCacheError: As `specache_fx.save`, or if it is larger than `max_bytes`.
         """
         with content(past_key_values, _checked(input_ids)) as (about, tensors):
-            entry = _Entry(self.folder / f"{_key(about)}.safetensors")
+            entry = Entry(self.folder / f"{_key(about)}.safetensors")
             nbytes = file_bytes(tensors, about) + 8 * input_ids.numel() + _NPY_HEADER_BYTES
             if nbytes > self.max_bytes:
                 raise SavedCacheError(
@@ -96,10 +68,10 @@ class PrefixStore:
                 with FileLock(self.folder / ".lock"):
                     self._clean()
                     if entry.path.exists():
-                        _touch(entry)
+                        entry.touch()
                         return
                     self._make_room(nbytes)
-                    _write_tokens(entry.tokens, input_ids)
+                    entry.write_tokens(input_ids)
                     write_to(entry.path, about, tensors)
             except OSError as error:
                 raise SavedCacheError(
@@ -128,21 +100,21 @@ class PrefixStore:
         ids = _checked(input_ids).cpu().numpy()
         found = []
         for entry in self._entries():
-            if (saved := _read_tokens(entry)) is None:
-                _drop(entry, "its tokens can't be read.")
+            if (saved := entry.read_tokens()) is None:
+                entry.drop("its tokens can't be read.")
             else:
                 found.append((*_agreement(saved, ids), entry.used, entry))
         # The longest first; of these what needs no cut, then the newest.
         for common, whole, _, entry in sorted(found, key=lambda each: each[:3], reverse=True):
             if common and (cache := self._restored(model, entry, input_ids, common, whole)) is not None:
-                _touch(entry)
+                entry.touch()
                 return cache, common
         return None, 0
 
-    def _restored(self, model: nn.Module, entry: _Entry, ids: torch.Tensor, common: int, whole: bool) -> Any:
+    def _restored(self, model: nn.Module, entry: Entry, ids: torch.Tensor, common: int, whole: bool) -> Any:
         try:
             with opened(entry.path) as file:
-                saved = _read_tokens(entry)
+                saved = entry.read_tokens()
                 if saved is None or token_hash(torch.from_numpy(saved)) != file.about["tokens"]:
                     raise SavedCacheError(f"{entry.tokens} doesn't hold the tokens that were saved.")
                 reason = misfit(model, file)
@@ -154,11 +126,11 @@ class PrefixStore:
         except CacheHandleError as error:
             logger.debug("%s is passed over: %s", entry.path, error)
         except SavedCacheError as error:
-            _drop(entry, str(error))
+            entry.drop(str(error))
         return None
 
-    def _entries(self) -> list[_Entry]:
-        return [_Entry(path) for path in self.folder.glob("*.safetensors")]
+    def _entries(self) -> list[Entry]:
+        return [Entry(path) for path in self.folder.glob("*.safetensors")]
 
     def _make_room(self, nbytes: int) -> None:
         entries = sorted(self._entries(), key=lambda entry: entry.used)
@@ -202,33 +174,3 @@ def _agreement(saved: np.ndarray[Any, Any], ids: np.ndarray[Any, Any]) -> tuple[
     same = (saved[:, :most] == ids[:, :most]).all(0)
     common = most if same.all() else int(same.argmin())
     return common, common == saved.shape[1]
-
-
-def _read_tokens(entry: _Entry) -> np.ndarray[Any, Any] | None:
-    with contextlib.suppress(OSError, ValueError, EOFError):
-        found: np.ndarray[Any, Any] = np.load(entry.tokens, allow_pickle=False)
-        return found
-    return None
-
-
-def _write_tokens(path: Path, ids: torch.Tensor) -> None:
-    with tempfile.NamedTemporaryFile(prefix=PARTIAL, dir=path.parent, delete=False) as file:
-        np.save(file, ids.cpu().to(torch.int64).numpy(), allow_pickle=False)
-    os.replace(file.name, path)
-
-
-def _drop(entry: _Entry, reason: str) -> None:
-    if entry.path.exists():  # else another process has just removed it
-        logger.warning("specache removes %s from its store: %s", entry.path, reason)
-        entry.drop()
-
-
-def _touch(entry: _Entry) -> None:
-    with contextlib.suppress(OSError):
-        os.utime(entry.path)
-
-
-def _size(path: Path) -> int:
-    with contextlib.suppress(OSError):
-        return path.stat().st_size
-    return 0

@@ -28,6 +28,7 @@ from specache_fx.runtime.layout import LayerShape
 from specache_fx.runtime.session import Session
 
 logger = logging.getLogger(__name__)
+_FRAMES_TO_FORWARD = 5  # from a runner to the frame of the module that was called, with some to spare
 _NO_ATTENTION = "The graph has no attention over this cache."
 _NOT_NUMBERS = (
     "The past KV cache has NaNs in it: it is a cache of specache that was edited or cast to another dtype, or what made"
@@ -46,10 +47,14 @@ def _note_model(session: Session, state: PassState, args: Sequence[Any]) -> None
     """Note whose a new session is. The graph is of any module with such a forward: only this call says of which."""
     session.weights = {name: weakref.ref(args[i]) for i, name in state.weights.items()}
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and session.model_config is None:
-        if isinstance(module := frame.f_locals.get("self"), torch.nn.Module):
-            session.model_config = getattr(module, "config", None)
-        frame = frame.f_back
+    for _ in range(_FRAMES_TO_FORWARD):
+        # Of methods alone: to ask a caller's frame for its locals would keep them, caches too, as long as it runs.
+        if frame is not None and frame.f_code.co_varnames[:1] == ("self",):
+            module = frame.f_locals["self"]
+            if isinstance(module, torch.nn.Module):
+                session.model_config = getattr(module, "config", None)
+                return
+        frame = None if frame is None else frame.f_back
 
 
 def assemble(

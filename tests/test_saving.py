@@ -137,6 +137,21 @@ def test_a_loaded_cache_holds_the_same_to_the_bit(model: Any, saved: Path, tmp_p
     assert same(held_by(tmp_path / "again"), held_by(saved))
 
 
+def test_the_next_logits_are_the_same_to_the_bit(model: Any, tmp_path: Path) -> None:
+    past, ids, mask = read(model, CASE)
+    specache_fx.save(past, tmp_path)
+    for _ in range(3):
+        logits = []
+        for cache in (past, loaded := specache_fx.load(model, tmp_path)):
+            with torch.no_grad():
+                out = model(ids[:, -1:], attention_mask=mask, past_key_values=cache, use_cache=True)
+            logits.append(out.logits)
+        assert torch.equal(*logits)
+        specache_fx.save(loaded, tmp_path)
+        mask = torch.nn.functional.pad(mask, (0, 1), value=1)
+        ids = logits[0].argmax(-1)
+
+
 def test_a_cropped_copy_is_saved_at_its_length(model: Any, tmp_path: Path) -> None:
     past, ids, mask = read(model, CASE)
     kept = copy.deepcopy(past)
