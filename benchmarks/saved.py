@@ -2,8 +2,8 @@
 
 One process reads the document, saves its cache and answers from it. Every other start is a new process that answers a
 question about it, a few times: it reads all, or loads the cache and reads the question. The time is from the call to
-the first token. Loading is in it, each time: the weights' fingerprint, the file's digests, the copies. Loading the model
-is not, nor compiling: each process has answered about another document before.
+the first token. Loading is in it, each time: the weights' fingerprint, the file's digests, the copies. Loading the
+model is not, nor compiling: each process has answered about another document before.
 """
 
 from __future__ import annotations
