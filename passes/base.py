@@ -183,6 +183,7 @@ class PassState:
         sites: The attentions that are rewritten.
         refusals: Those that are not, and why.
         inputs: Names of Dynamo's placeholders, in order.
+        weights: Positions of parameters and buffers among Dynamo's inputs, each with its name in the module.
         swapped_inputs: Positions of the inputs whose dimensions 1 and 2 `heads_first` swapped, caches that have tokens
             first.
         swapped_outputs: Positions of such outputs.
@@ -211,6 +212,7 @@ class PassState:
     sites: list[AttentionSite] = field(default_factory=list)
     refusals: list[Refusal] = field(default_factory=list)
     inputs: list[str] = field(default_factory=list)
+    weights: dict[int, str] = field(default_factory=dict)
     swapped_inputs: list[int] = field(default_factory=list)
     swapped_outputs: list[int] = field(default_factory=list)
     outputs: OutputPlan | None = None

@@ -51,6 +51,13 @@ def is_static_input(node: Node) -> bool:
     return "_dynamo_static_input_type" in node.meta.get("tensor_dict", {})
 
 
+def weight_name(node: Node) -> str:
+    """Name of a parameter or buffer in the module whose forward the graph is of, as `named_parameters` has it."""
+    source = getattr(getattr(node.meta.get("grapharg"), "source", None), "name", "")
+    text = source() if callable(source) else str(source)  # a method before torch 2.12
+    return ".".join(re.findall(r"\._(?:modules|parameters|buffers)\[['\"](.+?)['\"]\]", text)) or node.name
+
+
 def target_name(node: Node) -> str:
     """Short name of what a node calls: `cat`, `softmax`, `getitem`, ..."""
     if node.op == "call_function":

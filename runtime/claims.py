@@ -45,9 +45,9 @@ LEFT = (
     "The past KV cache belongs to a branch that was left: the same cache went on from an earlier token since. Keep the"
     " cache that the model returned last, or start from the prompt."
 )
-_ELSEWHERE = (
-    "The past KV cache was made in another process: what it stands for is not in this one. A cache of specache can't be"
-    " saved and loaded; start from the prompt."
+ELSEWHERE = (
+    "The past KV cache was made in another process: what it stands for is not in this one. Pickled or"
+    " sent elsewhere, its tensors are empty: save it with specache_fx.save(), and load it with specache_fx.load()."
 )
 
 
@@ -229,7 +229,7 @@ def _recognise(past: Sequence[torch.Tensor]) -> Claim:
                 " cache of one call back as the model returned it."
             )
         if not codes[0].is_ours:
-            raise CacheHandleError(_ELSEWHERE)
+            raise CacheHandleError(ELSEWHERE)
         issued = living(registry.by_code(codes[0].session))
         rows = [code.row for code in codes]
         same = all(code.session == codes[0].session and code.slot == slot for code in codes)

@@ -36,7 +36,7 @@ def give_back(tensors: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
         issued = living(registry.by_code(number))
         shapes = issued.session.shapes
         swapped = [
-            _has_tokens_first(tensors[place], shapes[slot // 2].num_kv_heads)
+            has_tokens_first(tensors[place], shapes[slot // 2].num_kv_heads)
             for slot, place in zip(slots, order, strict=True)
         ]
         past = [
@@ -49,7 +49,7 @@ def give_back(tensors: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
     return real
 
 
-def _has_tokens_first(tensor: torch.Tensor, num_kv_heads: int) -> bool:
+def has_tokens_first(tensor: torch.Tensor, num_kv_heads: int) -> bool:
     """Whether a handle, or a copy of one, is `[batch, kv_len, num_kv_heads, head_dim]`.
 
     Raises:

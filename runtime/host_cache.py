@@ -279,6 +279,32 @@ class HostCache:
                 own[:, :, own_inside] = block[batch_rows, :, part]
         mine.length = theirs.length
 
+    def parts(self, layer: int) -> list[torch.Tensor]:
+        """A layer's rows in order, `[batch, num_kv_heads, tokens, key_dim + value_dim]` each; views, no copy."""
+        self._check_open()
+        rows = self._layers[layer]
+        return [block[:, :, inside] for block, inside, _ in rows.parts(0, rows.length)]
+
+    def fill(self, layer: int, parts: Sequence[torch.Tensor]) -> None:
+        """Give a layer that is empty the rows of `parts`, on the CPU, in one block.
+
+        Raises:
+            HostMemoryError: If the bytes can't be had.
+            ValueError: If they have another shape or dtype than the layer's rows.
+        """
+        self._check_open()
+        rows = self._layers[layer]
+        lengths = [part.shape[2] for part in parts]
+        for part, length in zip(parts, lengths, strict=True):
+            expected = (self.batch, rows.num_kv_heads, length, rows.dim)
+            if tuple(part.shape) != expected or part.dtype != self.dtype:
+                found = f"{part.dtype} {tuple(part.shape)}"
+                raise ValueError(f"rows of layer {layer} are {found}: expected {self.dtype} {expected}")
+        self._reserve(rows, sum(lengths))
+        if parts:
+            torch.cat(list(parts), 2, out=rows.blocks[0][:, :, : sum(lengths)])
+        rows.length = sum(lengths)
+
     def truncate(self, layer: int, tokens: int) -> None:
         """Forget a layer's newest tokens, so that `tokens` remain. Their space stays: appends will follow."""
         rows = self._layers[layer]

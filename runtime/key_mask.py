@@ -18,6 +18,15 @@ class KeyMask:
         """Whether any key is padding."""
         return self._real is not None
 
+    @property
+    def real(self) -> torch.Tensor | None:
+        """The mask as it is kept, bool `[batch, tokens]`: maybe of fewer tokens than there are. None: all are real."""
+        return self._real
+
+    def restore(self, real: torch.Tensor) -> None:
+        """Keep a mask that another session kept."""
+        self._real = real
+
     def read(self, row: torch.Tensor | None, batch: int) -> None:
         """Take over what the newest query's row of a mask says about padding, see `split_row`."""
         self._real = None if row is None else split_row(row, batch)[0]

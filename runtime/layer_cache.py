@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
 from specache_fx.config import SpecacheConfig
@@ -13,6 +15,7 @@ from specache_fx.runtime.sink_rows import SinkRows
 
 # Tokens quantised at a time in prefill: bounds the float32 temporaries of quantisation, whatever the prompt's length.
 _QUANTIZE_CHUNK_TOKENS = 4096
+_KINDS = "key", "value"
 
 
 class LayerCache:
@@ -314,6 +317,51 @@ class LayerCache:
         self._make_room(keep, kv_len - keep)
         self._keep_quantized(keep)
         self._set_window(key, value)
+
+    def snapshot(self) -> dict[str, torch.Tensor]:
+        """What the layer holds on the device, by name: views, and `sizes`, int64 `[4]` on the CPU.
+
+        `sizes`: groups and window rows of the arena, tokens quantised, tokens in the window. Memory that holds no
+        token is left out: it may have belonged to something else.
+        """
+        sizes = self._layout.num_groups, self._layout.window_rows, self.num_quantized, self.window_len
+        return {"sizes": torch.tensor(sizes), **self._held()}
+
+    def _held(self) -> dict[str, torch.Tensor]:
+        sides = {
+            f"{kind}_codes.{i}": p
+            for kind, s in zip(_KINDS, self.planes, strict=True)
+            for i, p in enumerate(s)
+        }
+        held = sides | {f"{kind}_window": rows for kind, rows in zip(_KINDS, self.window(), strict=True)}
+        if self.sinks is not None:
+            held |= {"sink_rows": self.sinks.rows, "sink_tokens": self.sinks.indices}
+        return held
+
+    def restore(self, held: Mapping[str, torch.Tensor]) -> None:
+        """Hold what `snapshot` gave, in an arena as large; the layer is empty, and `held` on any device.
+
+        Raises:
+            ValueError: If `held` has other tensors than a layer of this form.
+        """
+        num_groups, window_rows, self.num_quantized, self.window_len = held["sizes"].tolist()
+        self._allocate(num_groups, window_rows)
+        mine = self._held()
+        if mine.keys() | {"sizes"} != held.keys():
+            raise ValueError(f"layer {self.layer} has {sorted(mine)} and was given {sorted(held)}")
+        for name, tensor in mine.items():
+            copy_exactly(tensor, held[name], f"{name} of layer {self.layer}")
+
+
+def copy_exactly(new: torch.Tensor, old: torch.Tensor, name: str) -> None:
+    """Copy a tensor of the same shape and dtype.
+
+    Raises:
+        ValueError: If it has another.
+    """
+    if (new.shape, new.dtype) != (old.shape, old.dtype):
+        raise ValueError(f"{name} is {old.dtype} {tuple(old.shape)}: expected {new.dtype} {tuple(new.shape)}")
+    new.copy_(old)
 
 
 def _copy_rows(new: torch.Tensor, old: torch.Tensor) -> None:

@@ -78,6 +78,9 @@ class Session:
         recovers = config.on_miss == "recover" and config.num_lanes > 1
         self.tokens = TokenHistory(device) if recovers else None
         self.staged_for: int | None = None  # the length at which the staged pairs are those of the next token
+        # Whose it is, for a saved cache: the weights that its prompt's graph read, by name, and its model's config.
+        self.weights: dict[str, weakref.ref[torch.Tensor]] = {}
+        self.model_config: object = None
         # Who uses it.
         self.closed = False
         self.lease: weakref.ref[Lease] | None = None  # of its handles; it ends with that
@@ -233,6 +236,7 @@ class Session:
             twin.close()
             raise
         twin.kv_len = self.kv_len
+        twin.weights, twin.model_config = self.weights, self.model_config
         twin._take_rows(self, index)
         twin.forget_lookahead()  # its staged pairs are not copied
         return twin

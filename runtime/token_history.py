@@ -42,6 +42,11 @@ class TokenHistory:
         self._rows[:, start : start + q_len] = tokens
         self._length = length
 
+    @property
+    def held(self) -> torch.Tensor:
+        """The tokens, int32 `[batch, tokens]`; -1 where one is unknown. A view."""
+        return self._rows[:, _FRONT : _FRONT + self._length]
+
     def learn(self, tokens: torch.Tensor) -> None:
         """Put the tokens `[batch, prompt_len]` of a prompt that a plain model read, before those that are there."""
         self._rows[:, _FRONT : _FRONT + tokens.shape[1]] = tokens

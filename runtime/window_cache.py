@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -145,6 +145,24 @@ class WindowCache:
         self._key = source._key.index_select(0, rows)
         self._value = source._value.index_select(0, rows)
         self._filled, self.kv_len = source._filled, source.kv_len
+
+    def snapshot(self) -> dict[str, torch.Tensor]:
+        """What the layer holds, by name: views, and `sizes`, int64 `[3]`: rows of the buffer, filled ones, tokens."""
+        filled = {
+            name: side[:, :, : self._filled] for name, side in (("key", self._key), ("value", self._value))
+        }
+        return {"sizes": torch.tensor([self._key.shape[2], self._filled, self.kv_len]), **filled}
+
+    def restore(self, held: Mapping[str, torch.Tensor], device: torch.device) -> None:
+        """Hold what `snapshot` gave, on `device`, in a buffer as large; the layer is empty."""
+        room, self._filled, self.kv_len = held["sizes"].tolist()
+        with torch.inference_mode(False):
+            self._key, self._value = (
+                held[name].new_empty((*held[name].shape[:2], room, held[name].shape[3]), device=device)
+                for name in ("key", "value")
+            )
+        self._key[:, :, : self._filled] = held["key"]
+        self._value[:, :, : self._filled] = held["value"]
 
     def masked(
         self, masks: Sequence[WindowMask | None], independent: bool

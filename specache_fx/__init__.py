@@ -17,6 +17,7 @@ from specache_fx.errors import (
     HostMemoryError,
     KernelUnavailableError,
     PassInvariantError,
+    SavedCacheError,
     SpecacheError,
     UnsupportedGraphError,
 )
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
     from specache_fx.api import compile, release, stats
     from specache_fx.chrome_trace import trace
     from specache_fx.explanation import Explanation, explain
+    from specache_fx.loading import load
+    from specache_fx.prefix_store import PrefixStore
+    from specache_fx.saving import save
     from specache_fx.session_stats import SessionStats, StepHits
 
 __all__ = [
@@ -34,6 +38,8 @@ __all__ = [
     "HostMemoryError",
     "KernelUnavailableError",
     "PassInvariantError",
+    "PrefixStore",
+    "SavedCacheError",
     "SessionStats",
     "SpecacheConfig",
     "SpecacheError",
@@ -41,7 +47,9 @@ __all__ = [
     "UnsupportedGraphError",
     "compile",
     "explain",
+    "load",
     "release",
+    "save",
     "stats",
     "trace",
 ]
@@ -57,6 +65,9 @@ _LAZY = {
     "Explanation": "specache_fx.explanation",
     "explain": "specache_fx.explanation",
     "trace": "specache_fx.chrome_trace",
+    "PrefixStore": "specache_fx.prefix_store",
+    "load": "specache_fx.loading",
+    "save": "specache_fx.saving",
 }
 
 

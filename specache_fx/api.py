@@ -12,7 +12,7 @@ from torch import nn
 from torch._dynamo import OptimizedModule
 
 from specache_fx.backend import Backend, check_names
-from specache_fx.compiled import with_generators
+from specache_fx.compiled import backend_of, with_generators
 from specache_fx.config import SpecacheConfig
 from specache_fx.errors import CacheHandleError, ConfigError
 from specache_fx.runtime import registry
@@ -20,6 +20,13 @@ from specache_fx.runtime.host_blocks import check_host_dir
 from specache_fx.runtime.session import Session
 from specache_fx.session_stats import SessionStats, summarise
 
+NO_CACHE = (
+    "There is no KV cache of specache in what {function}() was given. Give it the past_key_values of a"
+    " compiled model, such as model.generate(..., return_dict_in_generate=True).past_key_values. If this is"
+    " one: the generate() of what torch.compile(model) returned runs uncompiled (use specache_fx.compile() or"
+    " model.compile()), or the model's attention was left alone (specache_fx.explain() says why), as"
+    " it is where gradients are enabled, or another process made it."
+)
 Module = TypeVar("Module", bound=nn.Module)
 
 
@@ -73,11 +80,9 @@ def compile(module: Module, **options: Any) -> Module:
 
 
 def _backend_of(module: OptimizedModule) -> Any:
-    """The backend that a wrapper was made with; torch wraps it several times."""
-    found: Any = module.dynamo_ctx
-    for name in ("callback", "_torchdynamo_orig_backend", "_torchdynamo_orig_backend", "compiler_fn"):
-        found = getattr(found, name, found)
-    return found
+    """The backend that a wrapper was made with."""
+    found = backend_of(module.dynamo_ctx)
+    return getattr(found, "compiler_fn", found)
 
 
 def stats(past_key_values: Any) -> SessionStats:
@@ -130,13 +135,7 @@ def _sessions(past_key_values: Any, function: str) -> list[Session]:
         if (session := registry.find(tensor)) is not None:
             sessions[session.number] = session
     if not sessions:
-        raise CacheHandleError(
-            f"There is no KV cache of specache in what {function}() was given. Give it the past_key_values of a"
-            " compiled model, such as model.generate(..., return_dict_in_generate=True).past_key_values. If this is"
-            " one: the generate() of what torch.compile(model) returned runs uncompiled (use specache_fx.compile() or"
-            " model.compile()), or the model's attention was left alone (specache_fx.explain() says why), as"
-            " it is where gradients are enabled, or another process made it."
-        )
+        raise CacheHandleError(NO_CACHE.format(function=function))
     return list(sessions.values())
 
 

@@ -23,6 +23,7 @@ from specache_fx.passes.graph_utils import (
     shape_of,
     target_name,
     value_of,
+    weight_name,
 )
 from specache_fx.passes.pipeline import CAPTURE_PASSES, Observer, run_passes
 from specache_fx.progress import announced
@@ -104,6 +105,8 @@ class Backend:
         check_names(config)
         make_room()
         state = PassState(config)
+        places = enumerate(placeholders(gm.graph))
+        state.weights = {i: weight_name(node) for i, node in places if is_static_input(node)}
         if observe is not None:
             observe("dynamo", gm, state)
         if torch.is_grad_enabled() and any(

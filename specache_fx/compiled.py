@@ -15,6 +15,16 @@ def with_generators(module: nn.Module) -> list[Any]:
     return [each for each in module.modules() if each is module or hasattr(type(each), "generate")]
 
 
+def backend_of(call: Any) -> Any:
+    """The backend, with its `compiler_fn` and the `kwargs` for it, that a context of Dynamo's was made with.
+
+    Torch wraps it several times; what is no such thing is returned as it is.
+    """
+    for name in ("callback", "_torchdynamo_orig_backend", "_torchdynamo_orig_backend"):
+        call = getattr(call, name, call)
+    return call
+
+
 def uncompile(model: nn.Module) -> None:
     """Undo `specache_fx.compile(model)` and `model.compile(...)`, and drop all graphs of Dynamo's."""
     for module in with_generators(model):

@@ -19,6 +19,10 @@ class CacheHandleError(SpecacheError):
     """What was passed as past KV is not what this package handed out, or was changed in a way it can't follow."""
 
 
+class SavedCacheError(SpecacheError):
+    """A saved cache is damaged, is not there, can't be written, or is another model's."""
+
+
 class PassInvariantError(SpecacheError):
     """A pass left a graph that breaks one of the pipeline's invariants: a defect of this package."""
 

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import sys
+import weakref
 from collections.abc import Iterator, Sequence
+from types import FrameType
 from typing import Any
 
 import torch
@@ -25,6 +28,7 @@ from specache_fx.runtime.layout import LayerShape
 from specache_fx.runtime.session import Session
 
 logger = logging.getLogger(__name__)
+_FRAMES_TO_FORWARD = 5  # from a runner to the frame of the module that was called, with some to spare
 _NO_ATTENTION = "The graph has no attention over this cache."
 _NOT_NUMBERS = (
     "The past KV cache has NaNs in it: it is a cache of specache that was edited or cast to another dtype, or what made"
@@ -37,6 +41,20 @@ def layer_shapes(state: PassState) -> tuple[LayerShape, ...]:
     return tuple(
         LayerShape(site.num_kv_heads, site.key_dim, site.value_dim, site.window) for site in state.owners
     )
+
+
+def _note_model(session: Session, state: PassState, args: Sequence[Any]) -> None:
+    """Note whose a new session is. The graph is of any module with such a forward: only this call says of which."""
+    session.weights = {name: weakref.ref(args[i]) for i, name in state.weights.items()}
+    frame: FrameType | None = sys._getframe(1)
+    for _ in range(_FRAMES_TO_FORWARD):
+        # Of methods alone: to ask a caller's frame for its locals would keep them, caches too, as long as it runs.
+        if frame is not None and frame.f_code.co_varnames[:1] == ("self",):
+            module = frame.f_locals["self"]
+            if isinstance(module, torch.nn.Module):
+                session.model_config = getattr(module, "config", None)
+                return
+        frame = None if frame is None else frame.f_back
 
 
 def assemble(
@@ -153,6 +171,7 @@ class Prefill:
             session = registry.open_session(
                 self._state.config, layer_shapes(self._state), self._dtype, self._device
             )
+            _note_model(session, self._state, args)
             try:
                 kept = self._compiled(*args, session.state)
                 _advance(session, self._state, args)
@@ -213,6 +232,7 @@ def _take_over(
     if bool(torch.stack([tensor.isnan().any().to(past[0].device) for tensor in past]).any()):
         raise CacheHandleError(_NOT_NUMBERS)
     session = registry.open_session(state.config, shapes, past[0].dtype, past[0].device)
+    _note_model(session, state, args)
     try:
         if state.sources is not None:
             masks = state.sources.masks_at(args, 0)
@@ -257,7 +277,7 @@ def swap_inputs(state: PassState, args: Sequence[Any]) -> list[Any]:
     return [arg.transpose(1, 2) if i in state.swapped_inputs else arg for i, arg in enumerate(args)]
 
 
-def _tokens_first(handle: Handle) -> Handle:
+def with_tokens_first(handle: Handle) -> Handle:
     """The same handle as `[batch, kv_len, num_kv_heads, head_dim]`."""
     with bare():
         return mark(tokens_first(handle), handle.lease)
@@ -280,7 +300,7 @@ class TokensFirst:
         with inference():
             for i in self._state.swapped_outputs:
                 if i in self._state.outputs.handles:
-                    results[i] = _tokens_first(results[i])
+                    results[i] = with_tokens_first(results[i])
                 else:  # a cache that is left alone: in memory as the model's own cat would have it
                     results[i] = results[i].transpose(1, 2).contiguous()
         return tuple(results)

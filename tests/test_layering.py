@@ -28,16 +28,22 @@ RANKS: tuple[tuple[str, ...], ...] = (
     ("specache_fx.demo_report", "specache_fx.plan_report"),
     ("specache_fx.examples",),
     ("specache_fx",),  # only its __init__
+    ("specache_fx.prefix_store",),
+    ("specache_fx.loading",),
+    ("specache_fx.saving",),
     ("specache_fx.explanation", "specache_fx.api", "specache_fx.plan", "specache_fx.chrome_trace"),
     ("specache_fx.backend",),
-    ("specache_fx.decode_runner", "specache_fx.session_stats"),
+    ("specache_fx.decode_runner", "specache_fx.session_stats", "specache_fx.store_entry"),
     ("specache_fx.runners", "specache_fx.step_masks", "specache_fx.retrace"),
-    ("specache_fx.lowering",),
+    ("specache_fx.lowering", "specache_fx.tensor_file"),
+    ("specache_fx.fingerprint",),
     ("specache_fx.passes",),
     ("specache_fx.runtime.ops",),
+    ("specache_fx.runtime.parts",),
     ("specache_fx.runtime.give_back",),
     ("specache_fx.runtime.claims",),
     ("specache_fx.runtime.registry", "specache_fx.runtime.decode_step"),
+    ("specache_fx.runtime.snapshot",),
     ("specache_fx.runtime.session",),
     ("specache_fx.runtime.decode_inputs", "specache_fx.runtime.step_table"),
     (
@@ -69,7 +75,7 @@ RANKS: tuple[tuple[str, ...], ...] = (
     ("specache_fx.progress",),
     ("specache_fx.config", "specache_fx.sizes", "specache_fx.model_shape"),
     ("specache_fx.provenance",),
-    ("specache_fx.compiled", "specache_fx.recompile_limit"),
+    ("specache_fx.compiled", "specache_fx.recompile_limit", "specache_fx.cache_tree"),
     ("specache_fx.errors", "specache_fx._log"),
 )
 RANK = {name: len(RANKS) - i for i, names in enumerate(RANKS) for name in names}

@@ -76,3 +76,16 @@ def test_misses_end_where_the_sequence_has_the_ngram() -> None:
     for model in page.MODELS:
         (row,) = (row for row in rows_of(model) if row["mode"] == "misses")
         assert row["longest_run_with_ngram"] <= 3
+
+
+def test_readme_says_how_long_a_saved_cache_takes_to_answer() -> None:
+    report = json.loads((ROOT / "results/saved.json").read_text())
+    rows = {row["start"]: row for row in report["rows"]}
+    reads, loads = (rows[start]["first_token_seconds"] for start in ("reads all", "loads, file in memory"))
+    assert loads <= reads / 10
+    assert all(row["tokens_equal"] for row in rows.values())
+    assert rows["loads, file in memory"]["device_bytes"] == report["saved"]["device_bytes"]
+    readme = (ROOT / page.README).read_text().replace("\n", " ")
+    size = f"{report['saved']['file_bytes'] / 2**20:.0f} MiB"
+    assert f"first token after {loads:.1f} s from a saved cache of 4,096 tokens ({size})" in readme
+    assert f"and after {reads:.1f} s where it reads them" in readme

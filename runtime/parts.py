@@ -1,0 +1,86 @@
+"""The sessions behind a whole cache, each held still at the length and in the order of rows that its tensors tell."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from specache_fx.errors import CacheHandleError
+from specache_fx.runtime import handle as handles
+from specache_fx.runtime import registry
+from specache_fx.runtime.claims import ELSEWHERE, MIXED, check_open, living, read_claim
+from specache_fx.runtime.give_back import has_tokens_first
+from specache_fx.runtime.session import Session
+
+
+@dataclass(frozen=True)
+class Part:
+    """One session of a cache.
+
+    Attributes:
+        session: It, or a copy of the part that the cache still has.
+        places: Of its handles among the tensors, by slot: keys and values in turn, layer by layer.
+        swapped: Which of these are `[batch, kv_len, num_kv_heads, head_dim]`.
+    """
+
+    session: Session
+    places: list[int]
+    swapped: list[bool]
+
+
+@contextlib.contextmanager
+def parts_of(tensors: Sequence[torch.Tensor]) -> Iterator[list[Part]]:
+    """The sessions that tensors stand for, all of them locked within; none where no tensor is a handle.
+
+    Args:
+        tensors: Of a cache, in any order. Others than handles are left out.
+
+    Raises:
+        CacheHandleError: As `go_on`, or if some of a session's handles are missing.
+        HostMemoryError: If a cache that was cropped, or whose rows were reordered, can't be copied.
+    """
+    with contextlib.ExitStack() as stack:
+        yield _parts(tensors, stack)
+
+
+@registry.locked
+def _parts(tensors: Sequence[torch.Tensor], stack: contextlib.ExitStack) -> list[Part]:
+    found: dict[int, dict[int, int]] = {}
+    for place, tensor in enumerate(tensors):
+        for code in (handles.decode(tensor) or [])[:1]:
+            if not code.is_ours:
+                raise CacheHandleError(ELSEWHERE)
+            found.setdefault(code.session, {})[code.slot] = place
+    ours = {place for places in found.values() for place in places.values()}
+    rest = [t for i, t in enumerate(tensors) if i not in ours and t.dim() == 4 and t.is_floating_point()]
+    if registry.first_handle(rest) is not None:
+        raise CacheHandleError(MIXED)
+    return [_part(tensors, number, found[number], stack) for number in sorted(found)]
+
+
+def _part(
+    tensors: Sequence[torch.Tensor], number: int, by_slot: dict[int, int], stack: contextlib.ExitStack
+) -> Part:
+    shapes = living(registry.by_code(number)).session.shapes
+    if sorted(by_slot) != list(range(2 * len(shapes))):
+        raise CacheHandleError(MIXED)
+    places = [by_slot[slot] for slot in range(len(by_slot))]
+    swapped = [has_tokens_first(tensors[p], shapes[i // 2].num_kv_heads) for i, p in enumerate(places)]
+    claim = read_claim(
+        [tensors[p].transpose(1, 2) if s else tensors[p] for p, s in zip(places, swapped, strict=True)]
+    )
+    session = claim.session
+    stack.enter_context(session.lock)  # a step may be under way in another thread
+    check_open(session)
+    # A step that failed midway leaves some layers longer.
+    whole = all(
+        length == claim.kv_len for length in (session.kv_len, *(layer.kv_len for layer in session.layers))
+    )
+    if not whole or claim.rows != list(range(session.batch or 0)):
+        session = session.fork(claim.rows)
+        stack.callback(session.close)
+        session.rewind(claim.kv_len)
+    return Part(session, places, swapped)

@@ -1,0 +1,184 @@
+"""What a session holds, as named tensors: taken from one session, put into another, nothing computed anew.
+
+Names are `mask`, `tokens`, `speculative`, `guessed`, and for layer i `i.NAME`: `NAME` is of `LayerCache.snapshot` or
+`WindowCache.snapshot`, `host.N` (rows on the host, block by block), or `staged` (tokens in the slots).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+import torch
+
+from specache_fx.config import SpecacheConfig
+from specache_fx.runtime.layer_cache import LayerCache
+from specache_fx.runtime.layout import LayerShape
+from specache_fx.runtime.session import Session
+from specache_fx.runtime.window_cache import WindowCache
+
+# Options that decide what is held of a cache of some length, and options that decide what was speculated and staged.
+HELD_OPTIONS = (
+    "policy",
+    "bits",
+    "group_size",
+    "residual_length",
+    "resident_layers",
+    "sink_tokens",
+    "quantizer",
+)
+LOOKAHEAD_OPTIONS = "top_k", "lookahead", "on_miss", "aggregation", "selector"
+
+
+@dataclass(frozen=True)
+class SessionHead:
+    """What is known of a session besides its tensors; plain data.
+
+    Attributes:
+        config: The options.
+        shapes: One per layer.
+        dtype: Name of the dtype of keys and values, such as `bfloat16`.
+        batch: Sequences.
+        kv_len: Tokens held.
+        staged: The staged pairs are those of the next token.
+        masks_move: See `Session`.
+    """
+
+    config: SpecacheConfig
+    shapes: tuple[LayerShape, ...]
+    dtype: str
+    batch: int
+    kv_len: int
+    staged: bool
+    masks_move: bool
+
+    @classmethod
+    def of(cls, session: Session) -> SessionHead:
+        """Of a session that has tokens."""
+        assert session.batch is not None
+        dtype, staged = str(session.dtype).removeprefix("torch."), session.staged_for == session.kv_len
+        held = session.batch, session.kv_len, staged, session.masks_move
+        return cls(session.config, session.shapes, dtype, *held)
+
+    def to_json(self) -> dict[str, object]:
+        """As values that JSON has."""
+        return {field.name: getattr(self, field.name) for field in fields(self)} | {
+            "config": asdict(self.config),
+            "shapes": [asdict(shape) for shape in self.shapes],
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, object]) -> SessionHead:
+        """What `to_json` gave.
+
+        Raises:
+            ConfigError: If the options are none of this version.
+            KeyError: If something is missing.
+            TypeError: If something is missing or has no place.
+        """
+        held: dict[str, Any] = dict(data)
+        held["config"] = SpecacheConfig.from_options(held["config"])
+        held["shapes"] = tuple(LayerShape(**shape) for shape in held["shapes"])
+        return cls(**held)
+
+
+def snapshot(session: Session) -> dict[str, torch.Tensor]:
+    """What a session holds, by name: views. Hold the session's lock as long as they are read."""
+    session.settle()
+    found = {
+        "mask": session.key_mask.real,
+        "tokens": None if session.tokens is None else session.tokens.held,
+        "speculative": session.speculative_token,
+        "guessed": session.guessed_token,
+    }
+    held = {name: tensor for name, tensor in found.items() if tensor is not None}
+    for i, layer in enumerate(session.layers):
+        held |= {f"{i}.{name}": tensor for name, tensor in layer.snapshot().items()}
+        if session.host is not None and _is_tiered(layer):
+            held |= {f"{i}.host.{n}": part for n, part in enumerate(session.host.parts(i))}
+        if session.engine is not None and _is_tiered(layer) and session.staged_for == session.kv_len:
+            held[f"{i}.staged"] = session.engine.wait(i)[1]
+    return held
+
+
+def _is_tiered(layer: LayerCache | WindowCache) -> bool:
+    return isinstance(layer, LayerCache) and not layer.resident
+
+
+def restore(session: Session, head: SessionHead, held: Mapping[str, torch.Tensor]) -> None:
+    """Fill a new session with what `snapshot` gave of another.
+
+    Its options in `HELD_OPTIONS` are those of `head`. Where others of `LOOKAHEAD_OPTIONS` differ, or no pairs were
+    staged, lookahead starts over. Counts (`stats`) start at zero.
+
+    Args:
+        session: It has no tokens. After an error it is to be closed.
+        head: Of the session that was saved.
+        held: On the CPU, by name; read once.
+
+    Raises:
+        HostMemoryError: If the host tier can't take the rows.
+        KeyError: If a tensor is missing.
+        ValueError: If one has another shape or dtype than such a session has.
+    """
+    device = session.device
+    session._open(head.batch, head.kv_len)
+    if "mask" in held:
+        session.key_mask.restore(held["mask"].to(device, copy=True))
+    if session.tokens is not None and "tokens" in held and held["tokens"].shape[1]:
+        session.tokens.append(held["tokens"].to(device), 0)
+    for i, layer in enumerate(session.layers):
+        mine = {name.partition(".")[2]: held[name] for name in held if name.startswith(f"{i}.")}
+        mine.pop("staged", None)
+        parts = [mine.pop(name) for name in [f"host.{n}" for n in range(len(mine))] if name in mine]
+        if not isinstance(layer, LayerCache):
+            _check_window(mine, session, i)
+            layer.restore(mine, device)
+            continue
+        layer.restore(mine)
+        if session.host is not None and _is_tiered(layer):
+            session.host.fill(i, parts)
+            if session.host.length(i) != layer.num_quantized:
+                raise ValueError(
+                    f"layer {i} has {session.host.length(i)} of {layer.num_quantized} rows on the host"
+                )
+        for name in ("sink_tokens", "staged"):
+            if (tokens := held.get(f"{i}.{name}")) is not None and tokens.numel():
+                _check_tokens(tokens, layer.num_quantized, f"{name} of layer {i}")
+    if session.stored_length() != head.kv_len:
+        raise ValueError(f"its layers have {session.stored_length()} tokens, and not {head.kv_len}")
+    session.kv_len, session.masks_move = head.kv_len, head.masks_move
+    if head.staged and all(
+        getattr(session.config, name) == getattr(head.config, name) for name in LOOKAHEAD_OPTIONS
+    ):
+        _look_ahead(session, held)
+
+
+def _check_tokens(tokens: torch.Tensor, num_quantized: int, name: str) -> None:
+    """Kernels read the rows of these without asking."""
+    if int(tokens.min()) < -1 or int(tokens.max()) >= num_quantized:
+        raise ValueError(f"{name} names tokens that are not quantised")
+
+
+def _check_window(mine: Mapping[str, torch.Tensor], session: Session, layer: int) -> None:
+    shape = session.shapes[layer]
+    for name, dim in (("key", shape.key_dim), ("value", shape.value_dim)):
+        found, rows = mine[name], int(mine["sizes"][1])
+        expected = session.batch, shape.num_kv_heads, rows, dim
+        if tuple(found.shape) != expected or found.dtype != session.dtype:
+            raise ValueError(
+                f"{name} of layer {layer} is {found.dtype} {tuple(found.shape)}: expected {expected}"
+            )
+
+
+def _look_ahead(session: Session, held: Mapping[str, torch.Tensor]) -> None:
+    """Stage the pairs that were staged, from the host's rows: they are the same to the bit."""
+    if session.engine is not None:
+        for i, layer in enumerate(session.layers):
+            if _is_tiered(layer):
+                session.engine.prefetch(i, held[f"{i}.staged"].to(session.device))
+    for name, token in (("speculative", "speculative_token"), ("guessed", "guessed_token")):
+        if name in held:
+            setattr(session, token, held[name].to(session.device, copy=True))
+    session.staged_for = session.kv_len

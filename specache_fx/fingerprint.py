@@ -1,0 +1,146 @@
+"""Fingerprints: of tensors, of the weights that a cache was made with, and of token ids."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from specache_fx.passes.subclasses import flatten
+
+_ROW = 1024  # words of 8 bytes that one sum is of
+_PIECE = 8192  # rows at a time, 64 MiB: bounds what a device needs for it
+# A word's factor depends on its place. Odd factors: a row in which one word changed has another sum.
+_FACTORS = torch.randint(-(2**62), 2**62, (_ROW,), generator=torch.Generator().manual_seed(0)) * 2 + 1
+
+# Of a config: no number that is computed depends on it, or the weights tell it. It may differ where the model doesn't.
+_SAYS_NOTHING = (
+    *(
+        "architectures",
+        "dtype",
+        "id2label",
+        "is_decoder",
+        "label2id",
+        "output_attentions",
+        "output_hidden_states",
+    ),
+    *("problem_type", "return_dict", "torch_dtype", "transformers_version", "use_cache"),
+)
+# What was computed, with the memory and the version that it was computed of.
+_known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+def digest(tensor: torch.Tensor) -> str:
+    """32 hex digits that depend on every byte of a tensor, its shape and its dtype.
+
+    As fast as memory is read: 64-bit sums of the words times factors, and a cryptographic hash of these. It tells any
+    fine-tuned weight and any damage; it is no proof against somebody who looks for a collision.
+
+    Args:
+        tensor: Of any shape, dtype and device. A subclass counts as the tensors in it.
+    """
+    hashed = hashlib.blake2b(digest_size=16)
+    for plain in flatten([tensor]):
+        hashed.update(f"{plain.dtype} {tuple(plain.shape)}".encode())
+        data = plain.detach().contiguous().reshape(-1).view(torch.uint8)
+        rows, rest = divmod(data.numel(), 8 * _ROW)
+        whole, tail = data[: data.numel() - rest], data[data.numel() - rest :]
+        if whole.data_ptr() % 8:
+            whole = whole.clone()
+        for piece in whole.view(torch.int64).view(rows, _ROW).split(_PIECE) if rows else ():
+            hashed.update(_sums(piece).cpu().numpy().data)
+        hashed.update(tail.cpu().numpy().data)
+    return hashed.hexdigest()
+
+
+def _sums(words: torch.Tensor) -> torch.Tensor:
+    """Of each row of int64 `[rows, _ROW]` one sum, modulo 2^64."""
+    factors = _FACTORS.to(words.device)
+    if words.device.type == "cpu":
+        return words @ factors
+    return (words * factors).sum(1)  # CUDA has no product of integers
+
+
+def weight_digest(weight: torch.Tensor) -> str:
+    """`digest` of a weight, computed once as long as its memory and its version are the same.
+
+    What is written through `weight.data` counts no version; see `forget`.
+    """
+    if weight.is_inference():
+        return digest(weight)
+    state = weight.data_ptr() if type(weight) in (torch.Tensor, nn.Parameter) else None, weight._version
+    held = _known.get(weight)
+    if held is None or held[0] != state:
+        held = _known[weight] = state, digest(weight)
+    found: str = held[1]
+    return found
+
+
+def forget() -> None:
+    """Have digests of weights computed anew: after writes through `weight.data`."""
+    _known.clear()
+
+
+def matched(model: nn.Module, saved: Mapping[str, str]) -> dict[str, torch.Tensor] | str:
+    """The weights of a model that a cache was made with.
+
+    Args:
+        model: It, or a module around it: a name may have more in front.
+        saved: Name to digest.
+
+    Returns:
+        By name; or what is missing or other than it was, as half a sentence.
+    """
+    named: dict[str, list[torch.Tensor]] = {}
+    for full, weight in (
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    ):
+        parts = full.split(".")
+        for start in range(len(parts)):
+            named.setdefault(".".join(parts[start:]), []).append(weight)
+    found: dict[str, torch.Tensor] = {}
+    for name, wanted in saved.items():
+        if name not in named:
+            return f"has no weight {name!r}"
+        same = [weight for weight in named[name] if weight_digest(weight) == wanted]
+        if not same:
+            return f"has other numbers in {name!r}"
+        found[name] = same[0]
+    return found
+
+
+def config_digest(config: Any) -> str | None:
+    """Hash of what a config of transformers says of the numbers that its model computes; None of any other."""
+    if not hasattr(config, "to_dict"):
+        return None
+    text = json.dumps(_telling(config.to_dict()), sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _telling(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    return {
+        str(key): _telling(item)
+        for key, item in value.items()
+        if key not in _SAYS_NOTHING and not str(key).startswith("_") and "token_id" not in str(key)
+    }
+
+
+def config_of(model: nn.Module, saved: str | None) -> Any:
+    """The config of that `config_digest` that a model or a module inside has; None where there is none."""
+    configs = {id(config): config for config in (getattr(each, "config", None) for each in model.modules())}
+    return next((config for config in configs.values() if config_digest(config) == saved), None)
+
+
+def token_hash(ids: torch.Tensor) -> str:
+    """SHA-256 of token ids, integers `[batch, tokens]`."""
+    return hashlib.sha256(
+        f"{tuple(ids.shape)}".encode() + ids.cpu().to(torch.int64).numpy().tobytes()
+    ).hexdigest()

@@ -1,0 +1,164 @@
+"""`load`: a KV cache out of a file that `save` wrote, with nothing computed anew."""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from specache_fx.backend import Backend
+from specache_fx.cache_tree import rebuild
+from specache_fx.compiled import backend_of
+from specache_fx.config import SpecacheConfig
+from specache_fx.errors import ConfigError, SavedCacheError
+from specache_fx.fingerprint import config_of, matched, token_hash
+from specache_fx.runners import inference, with_tokens_first
+from specache_fx.runtime import registry
+from specache_fx.runtime.handle_tensor import Handle
+from specache_fx.runtime.session import Session
+from specache_fx.runtime.snapshot import HELD_OPTIONS, SessionHead, restore
+from specache_fx.saving import FILE, FORMAT
+from specache_fx.tensor_file import TensorFile, opened
+
+
+def load(model: nn.Module, folder: str | Path, *, input_ids: torch.Tensor | None = None) -> Any:
+    """Restore a KV cache that `save` wrote, in this process or another. Nothing is computed anew.
+
+    `model` goes on with it as with the one that was saved: the tokens to come are the same, and so are the bytes on the
+    device. It has the weights that the cache was made with, and the same `policy`, `bits`, `group_size`,
+    `residual_length`, `resident_layers`, `sink_tokens` and `quantizer`. Other options are the model's own. Where
+    `top_k`, `lookahead`, `on_miss`, `aggregation` or `selector` differ, what was speculated is dropped. The options of
+    a function that was compiled around the model can't be seen; those that were saved are taken then.
+
+    Args:
+        model: Compiled with this backend (`specache_fx.compile`), on the device where the cache is to be.
+        folder: As for `save`.
+        input_ids: The tokens that the cache should begin the prompt with, integers `[batch, tokens]`. If given, the
+            first ones have to be those that were saved with it.
+
+    Returns:
+        What was given to `save`: a cache for `model.generate(ids, past_key_values=...)`, `ids` with all tokens.
+
+    Raises:
+        HostMemoryError: If the host tier can't take it.
+        SavedCacheError: If there is none, it is damaged or cut short, another version's, another model's, of other
+            options or of other tokens. Nothing is left behind.
+    """
+    with opened(Path(folder) / FILE) as file:
+        reason = misfit(model, file, input_ids)
+        if reason is not None:
+            raise SavedCacheError(f"The cache in {str(folder)!r} is not loaded: {reason}")
+        return restored(model, file)
+
+
+def misfit(model: nn.Module, file: TensorFile, input_ids: torch.Tensor | None = None) -> str | None:
+    """Say why a saved cache is none for a model, with the remedy; None where it is one."""
+    if file.about["format"] != FORMAT:
+        return f"its format is {file.about['format']}, this version reads {FORMAT}. Save it again with this version."
+    kept = file.about["tokens"]
+    batch, kv_len = (file.about["sessions"][0][name] for name in ("batch", "kv_len"))
+    if input_ids is not None and kept is None:
+        return "it was saved without input_ids, so its tokens can't be compared. Save it with them, or load without."
+    if input_ids is not None and token_hash(input_ids[:, :kv_len]) != kept:
+        return (
+            f"its {batch} x {kv_len} tokens are not the first of input_ids. Read this prompt from its start."
+        )
+    options = options_of(model)
+    for about in file.about["sessions"]:
+        saved = SpecacheConfig.from_options(about["config"])
+        for name in HELD_OPTIONS:
+            mine, theirs = (None if each is None else getattr(each, name) for each in (options, saved))
+            if options is not None and mine != theirs:
+                return f"it has {name}={theirs!r}, the model {mine!r}. Compile the model with the option of the cache."
+        if about["model_config"] is not None and config_of(model, about["model_config"]) is None:
+            return "it is of a model with another config. Load it with the model that made it."
+        weights = matched(model, about["weights"])
+        if isinstance(weights, str):
+            return f"it is another model's: this one {weights}. Load it with the model that made it."
+    return None
+
+
+def restored(model: nn.Module, file: TensorFile, kv_len: int | None = None) -> Any:
+    """The cache of a file that is no misfit, or of its first `kv_len` tokens (`cuts`). Raises as `load`."""
+    made: list[Session] = []
+    tensors: dict[int, torch.Tensor] = {}
+    device = next((weight.device for weight in model.parameters()), torch.device("cpu"))
+    try:
+        with inference():
+            for i, about in enumerate(file.about["sessions"]):
+                session = _session(model, file, i, about, made)
+                session.rewind(session.kv_len if kv_len is None else kv_len)
+                for place, swap, handle in zip(
+                    about["places"], about["swapped"], registry.issue(session), strict=True
+                ):
+                    tensors[place] = (
+                        with_tokens_first(handle) if swap and isinstance(handle, Handle) else handle
+                    )
+            for name in file.names:
+                kind, _, number = name.partition(".")
+                if kind == "plain":
+                    tensors[int(number)] = file.read(name).to(device, copy=True)
+            return rebuild(file.about["cache"], tensors.__getitem__, device)
+    except BaseException as error:
+        for session in made:
+            session.close()
+        if isinstance(error, (KeyError, TypeError, ValueError)) and not isinstance(error, ConfigError):
+            raise SavedCacheError(
+                f"{file.path} doesn't hold what a cache of this version has: {error}."
+            ) from error
+        raise
+
+
+def cuts(file: TensorFile) -> bool:
+    """Whether a saved cache can be restored to fewer tokens, as exactly as if no more had been read.
+
+    The host has the 16-bit pairs that return to the window, and nothing but the handles knows of the length.
+    """
+    sessions = [SpecacheConfig.from_options(about["config"]) for about in file.about["sessions"]]
+    return all(config.placement.offload for config in sessions) and not _has_number(file.about["cache"])
+
+
+def _has_number(told: Any) -> bool:
+    """Whether what `describe` gave has a number, which may count tokens, or a tensor that is no handle."""
+    if isinstance(told, dict):
+        return "tensor" not in told and any(map(_has_number, told.values()))
+    if isinstance(told, list):
+        return any(map(_has_number, told))
+    return isinstance(told, (int, float)) and not isinstance(told, bool)
+
+
+def _session(
+    model: nn.Module, file: TensorFile, number: int, about: Mapping[str, Any], made: list[Session]
+) -> Session:
+    """One session of a file; it is put into `made` before it is filled."""
+    others = "places", "swapped", "model_config", "weights"
+    head = SessionHead.from_json({name: value for name, value in about.items() if name not in others})
+    weights = matched(model, about["weights"])
+    assert not isinstance(weights, str)
+    device = next((weight.device for weight in weights.values()), torch.device("cpu"))
+    config, dtype = options_of(model) or head.config, getattr(torch, head.dtype)
+    session = registry.open_session(config, head.shapes, dtype, device)
+    made.append(session)
+    session.weights = {name: weakref.ref(weight) for name, weight in weights.items()}
+    session.model_config = config_of(model, about["model_config"])
+    front = f"{number}."
+    restore(session, head, {n.removeprefix(front): file.read(n) for n in file.names if n.startswith(front)})
+    return session
+
+
+def options_of(model: nn.Module) -> SpecacheConfig | None:
+    """The options that a module, or one inside, was compiled with by this backend; None where that can't be seen."""
+    for module in model.modules():
+        context = getattr(module, "dynamo_ctx", None)
+        call = getattr(module, "_compiled_call_impl", None)
+        if context is None and inspect.isfunction(call):
+            context = inspect.getclosurevars(call).nonlocals.get("self")
+        backend = backend_of(context)
+        if isinstance(getattr(backend, "compiler_fn", None), Backend):
+            return SpecacheConfig.from_options(backend.kwargs.get("options"))
+    return None

@@ -1,0 +1,176 @@
+"""`PrefixStore`: a folder of saved caches, found by the tokens that a prompt begins with."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from filelock import FileLock
+from torch import nn
+
+from specache_fx.errors import CacheHandleError, ConfigError, SavedCacheError
+from specache_fx.fingerprint import token_hash
+from specache_fx.loading import cuts, misfit, restored
+from specache_fx.runtime.snapshot import HELD_OPTIONS
+from specache_fx.saving import content, write_to
+from specache_fx.store_entry import Entry
+from specache_fx.tensor_file import PARTIAL, file_bytes, opened
+
+logger = logging.getLogger(__name__)
+_NPY_HEADER_BYTES = 128
+
+
+class PrefixStore:
+    """Saved caches of prompts in one folder: a document is read once, and asked about in later processes.
+
+    Several processes may use one folder: whoever puts waits for others that do, and nobody waits to get. Entries of
+    other models and options may share it. A cache of more than one sequence is found by the tokens of all.
+
+    Args:
+        folder: Made if need be. Only this store should write to it. Its files hold the texts' tokens.
+        max_bytes: What all files may take. The least recently used entries go first.
+
+    Raises:
+        ConfigError: If `max_bytes` is no whole number above 0.
+    """
+
+    def __init__(self, folder: str | Path, max_bytes: int) -> None:
+        if isinstance(max_bytes, bool) or not isinstance(max_bytes, int) or max_bytes < 1:
+            raise ConfigError(f"max_bytes={max_bytes!r} is not valid: give a whole number of bytes above 0.")
+        self.folder, self.max_bytes = Path(folder), max_bytes
+
+    def put(self, input_ids: torch.Tensor, past_key_values: Any) -> None:
+        """Save a cache, unless the same one is there.
+
+        Args:
+            input_ids: The tokens that it holds, integers `[batch, tokens]`.
+            past_key_values: As for `specache_fx.save`.
+
+        Raises:
+            CacheHandleError: As `specache_fx.save`.
+            SavedCacheError: As `specache_fx.save`, or if it is larger than `max_bytes`.
+        """
+        with content(past_key_values, _checked(input_ids)) as (about, tensors):
+            entry = Entry(self.folder / f"{_key(about)}.safetensors")
+            nbytes = file_bytes(tensors, about) + 8 * input_ids.numel() + _NPY_HEADER_BYTES
+            if nbytes > self.max_bytes:
+                raise SavedCacheError(
+                    f"This cache takes {nbytes:,} bytes, and the store in {str(self.folder)!r} has {self.max_bytes:,}."
+                    " Give it a larger max_bytes."
+                )
+            try:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                with FileLock(self.folder / ".lock"):
+                    self._clean()
+                    if entry.path.exists():
+                        entry.touch()
+                        return
+                    self._make_room(nbytes)
+                    entry.write_tokens(input_ids)
+                    write_to(entry.path, about, tensors)
+            except OSError as error:
+                raise SavedCacheError(
+                    f"The store in {str(self.folder)!r} can't be written to: {error.strerror or error}. Give a folder"
+                    " on a disk with room."
+                ) from error
+
+    def get(self, model: nn.Module, input_ids: torch.Tensor) -> tuple[Any, int]:
+        """Restore the cache of the longest saved beginning of a prompt.
+
+        One that agrees with the prompt in its first tokens alone is cut there, if it can be: not under `policy="kivi"`,
+        which keeps no 16-bit pairs, nor with windows or other layers that count tokens by themselves. The prompt's last
+        token is always left to be read. An entry that is damaged is removed, with a warning.
+
+        Args:
+            model: As for `specache_fx.load`; entries of other models and options are passed over.
+            input_ids: The whole prompt, integers `[batch, tokens]`.
+
+        Returns:
+            A cache for `model.generate(input_ids, past_key_values=...)` and how many tokens it holds; None and 0 where
+            nothing fits.
+
+        Raises:
+            HostMemoryError: If the host tier can't take it.
+        """
+        ids = _checked(input_ids).cpu().numpy()
+        found = []
+        for entry in self._entries():
+            if (saved := entry.read_tokens()) is None:
+                entry.drop("its tokens can't be read.")
+            else:
+                found.append((*_agreement(saved, ids), entry.used, entry))
+        # The longest first; of these what needs no cut, then the newest.
+        for common, whole, _, entry in sorted(found, key=lambda each: each[:3], reverse=True):
+            if common and (cache := self._restored(model, entry, input_ids, common, whole)) is not None:
+                entry.touch()
+                return cache, common
+        return None, 0
+
+    def _restored(self, model: nn.Module, entry: Entry, ids: torch.Tensor, common: int, whole: bool) -> Any:
+        try:
+            with opened(entry.path) as file:
+                saved = entry.read_tokens()
+                if saved is None or token_hash(torch.from_numpy(saved)) != file.about["tokens"]:
+                    raise SavedCacheError(f"{entry.tokens} doesn't hold the tokens that were saved.")
+                reason = misfit(model, file)
+                if reason is None and not whole and not cuts(file):
+                    reason = f"it can't be cut to {common} tokens."
+                if reason is None:
+                    return restored(model, file, common)
+                logger.debug("%s is passed over: %s", entry.path, reason)
+        except CacheHandleError as error:
+            logger.debug("%s is passed over: %s", entry.path, error)
+        except SavedCacheError as error:
+            entry.drop(str(error))
+        return None
+
+    def _entries(self) -> list[Entry]:
+        return [Entry(path) for path in self.folder.glob("*.safetensors")]
+
+    def _make_room(self, nbytes: int) -> None:
+        entries = sorted(self._entries(), key=lambda entry: entry.used)
+        held = sum(entry.nbytes for entry in entries)
+        for entry in entries:
+            if held + nbytes <= self.max_bytes:
+                return
+            held -= entry.nbytes
+            entry.drop()
+
+    def _clean(self) -> None:
+        """Remove what processes that were killed have left: only the holder of the lock writes."""
+        entries = {entry.tokens for entry in self._entries()}
+        for path in (*self.folder.glob(f"{PARTIAL}*"), *(set(self.folder.glob("*.npy")) - entries)):
+            path.unlink(missing_ok=True)
+
+
+def _checked(input_ids: torch.Tensor) -> torch.Tensor:
+    if input_ids.dim() != 2 or input_ids.is_floating_point():
+        raise ConfigError(
+            f"input_ids are {input_ids.dtype} {tuple(input_ids.shape)}: give integers [batch, tokens]."
+        )
+    return input_ids
+
+
+def _key(about: dict[str, Any]) -> str:
+    """Of a cache's tokens, model and the options that decide what it holds."""
+    options = [[session["config"][name] for name in HELD_OPTIONS] for session in about["sessions"]]
+    models = [
+        [session["model_config"], session["weights"], session["dtype"]] for session in about["sessions"]
+    ]
+    text = json.dumps([about["format"], about["tokens"], options, models], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def _agreement(saved: np.ndarray[Any, Any], ids: np.ndarray[Any, Any]) -> tuple[int, bool]:
+    """How many of the saved tokens a prompt begins with, its last one left out, and whether these are all."""
+    if saved.ndim != 2 or len(saved) != len(ids):
+        return 0, False
+    most = min(saved.shape[1], ids.shape[1] - 1)
+    same = (saved[:, :most] == ids[:, :most]).all(0)
+    common = most if same.all() else int(same.argmin())
+    return common, common == saved.shape[1]

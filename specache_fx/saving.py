@@ -1,0 +1,124 @@
+"""`save`: a KV cache in a file, to go on with in another process without reading its tokens again."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from specache_fx.api import NO_CACHE
+from specache_fx.cache_tree import describe
+from specache_fx.errors import CacheHandleError, SavedCacheError
+from specache_fx.fingerprint import config_digest, token_hash, weight_digest
+from specache_fx.runners import inference
+from specache_fx.runtime.handle_tensor import plain
+from specache_fx.runtime.parts import Part, parts_of
+from specache_fx.runtime.session import Session
+from specache_fx.runtime.snapshot import SessionHead, snapshot
+from specache_fx.tensor_file import write
+
+FILE = "cache.safetensors"
+FORMAT = 1  # counts up when older versions can't read what is written, or newer ones what was
+
+
+def save(past_key_values: Any, folder: str | Path, *, input_ids: torch.Tensor | None = None) -> None:
+    """Save a KV cache, so that `load` restores it in another process.
+
+    One file, `cache.safetensors`, holds codes, windows, host rows, padding and lookahead as they are. It takes the
+    place of an older one when it is whole; until then, and after an error, the older one stays. Nothing is pickled. The
+    file is readable by its owner alone: whoever has it can tell what the text was. A step that another thread runs on
+    this cache is waited for, and steps wait until it is saved.
+
+    Args:
+        past_key_values: As for `stats`; all of its tensors, at the length that they have. Besides these it may hold
+            other tensors (a layer that is left alone), numbers and strings.
+        folder: Made if need be; what else is in there stays.
+        input_ids: The tokens that the cache is of, integers `[batch, tokens]`: `load` can compare a hash of them.
+
+    Raises:
+        CacheHandleError: If there is no cache of this backend in it, a part of one alone, or a released one.
+        SavedCacheError: If the file can't be written, something in the cache can't be, the model is gone, or
+            `input_ids` are not as many tokens as the cache has.
+    """
+    with content(past_key_values, input_ids) as (about, tensors):
+        write_to(Path(folder) / FILE, about, tensors)
+
+
+def write_to(path: Path, about: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
+    """Write what `content` gave to a file, whose folder is made if need be.
+
+    Raises:
+        SavedCacheError: If it can't be written.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write(path, tensors, about)
+    except OSError as error:
+        raise SavedCacheError(
+            f"The cache can't be saved in {str(path.parent)!r}: {error.strerror or error}. Give a folder that can be"
+            f" written to, on a disk with room for {sum(tensor.nbytes for tensor in tensors.values()):,} bytes."
+        ) from error
+
+
+@contextlib.contextmanager
+def content(
+    past_key_values: Any, input_ids: torch.Tensor | None
+) -> Iterator[tuple[dict[str, Any], dict[str, torch.Tensor]]]:
+    """What a saved cache is made of, JSON and tensors; the cache stands still within. Raises as `save`."""
+    with inference(), contextlib.ExitStack() as held:
+        seen: list[torch.Tensor] = []
+
+        def note(tensor: torch.Tensor) -> int:
+            seen.append(tensor)
+            return len(seen) - 1
+
+        told = describe(past_key_values, note)
+        parts = held.enter_context(parts_of(seen))
+        if not parts:
+            raise CacheHandleError(NO_CACHE.format(function="save"))
+        ours = {place for part in parts for place in part.places}
+        tensors = {f"plain.{i}": plain(tensor) for i, tensor in enumerate(seen) if i not in ours}
+        for i, part in enumerate(parts):
+            tensors |= {f"{i}.{name}": tensor for name, tensor in snapshot(part.session).items()}
+        about = {
+            "format": FORMAT,
+            "tokens": None if input_ids is None else _hash(parts[0].session, input_ids),
+            "sessions": [_about(part) for part in parts],
+            "cache": told,
+        }
+        yield about, tensors
+
+
+def _about(part: Part) -> dict[str, Any]:
+    weights = {name: weight() for name, weight in part.session.weights.items()}
+    gone = [name for name, weight in weights.items() if weight is None]
+    if gone:
+        raise SavedCacheError(
+            f"The model that this cache is of is gone (its weight {gone[0]!r}), and a saved cache names its model by"
+            " its weights. Save the cache while the model is there."
+        )
+    if not weights:
+        raise SavedCacheError(
+            "Whose this cache is can't be told: the graph that made it read no parameter of a module. Compile the"
+            " module, not a function that is given its weights."
+        )
+    return {
+        **SessionHead.of(part.session).to_json(),
+        "places": part.places,
+        "swapped": part.swapped,
+        "model_config": config_digest(part.session.model_config),
+        "weights": {name: weight_digest(weight) for name, weight in weights.items() if weight is not None},
+    }
+
+
+def _hash(session: Session, input_ids: torch.Tensor) -> str:
+    expected = session.batch, session.kv_len
+    if tuple(input_ids.shape) != expected:
+        raise SavedCacheError(
+            f"input_ids are {tuple(input_ids.shape)}, but the cache is of {expected} tokens. Give the tokens that it"
+            " holds: generate() returns one more than it has put into its cache."
+        )
+    return token_hash(input_ids)

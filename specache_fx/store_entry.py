@@ -1,0 +1,71 @@
+"""`Entry`: one saved cache of a `PrefixStore`."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from specache_fx.tensor_file import PARTIAL
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A file, and its tokens beside it, int64 `[batch, tokens]`.
+
+    Attributes:
+        path: The file, as `specache_fx.save` writes it.
+    """
+
+    path: Path
+
+    @property
+    def tokens(self) -> Path:
+        """The file of its tokens."""
+        return self.path.with_suffix(".npy")
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of both files."""
+        return sum(path.stat().st_size for path in (self.path, self.tokens) if path.exists())
+
+    def touch(self) -> None:
+        """It is used now."""
+        with contextlib.suppress(OSError):  # another process has just removed it
+            os.utime(self.path)
+
+    @property
+    def used(self) -> float:
+        """When it was put or got last."""
+        with contextlib.suppress(OSError):
+            return self.path.stat().st_mtime
+        return 0.0
+
+    def drop(self, reason: str | None = None) -> None:
+        """Remove it; where it is still there, say why."""
+        if reason is not None and self.path.exists():
+            logger.warning("specache removes %s from its store: %s", self.path, reason)
+        for path in (self.path, self.tokens):
+            path.unlink(missing_ok=True)
+
+    def read_tokens(self) -> np.ndarray[Any, Any] | None:
+        """Its tokens; None where they can't be read."""
+        with contextlib.suppress(OSError, ValueError, EOFError):
+            found: np.ndarray[Any, Any] = np.load(self.tokens, allow_pickle=False)
+            return found
+        return None
+
+    def write_tokens(self, ids: torch.Tensor) -> None:
+        """Put its tokens in their place, all at once."""
+        with tempfile.NamedTemporaryFile(prefix=PARTIAL, dir=self.path.parent, delete=False) as file:
+            np.save(file, ids.cpu().to(torch.int64).numpy(), allow_pickle=False)
+        os.replace(file.name, self.tokens)

@@ -1,0 +1,155 @@
+"""One safetensors file that is whole or not there: written tensor by tensor, with a digest of each, renamed last.
+
+`safetensors.torch.save_file` wants all tensors at once and contiguous. Those of a cache are views of larger ones.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from specache_fx.errors import SavedCacheError
+from specache_fx.fingerprint import digest
+
+_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+PARTIAL = ".partial-"  # what names of files begin with that are being written
+_NO_DIGEST = "0" * 32
+
+
+def write(path: Path, tensors: Mapping[str, torch.Tensor], about: Mapping[str, Any]) -> None:
+    """Write a file, or leave the one that is there as it is.
+
+    Args:
+        path: Its folder exists.
+        tensors: By name; on any device, of any strides. One at a time is copied where it isn't contiguous.
+        about: Values that JSON has.
+
+    Raises:
+        OSError: If it can't be written.
+    """
+    # Aligned by it: each tensor begins where its words, and the digest's, may begin; the format has no holes.
+    names = sorted(tensors, key=lambda name: (tensors[name].nbytes % 64 != 0, -tensors[name].itemsize))
+    tensors = {name: tensors[name] for name in names}
+    fd, partial = tempfile.mkstemp(prefix=PARTIAL, dir=path.parent)
+    try:
+        with open(fd, "wb") as file:
+            digests = dict.fromkeys(tensors, _NO_DIGEST)
+            file.write(_header(tensors, digests, about))
+            for name, tensor in tensors.items():
+                plain = tensor.detach().cpu().contiguous()
+                digests[name] = digest(plain)
+                file.write(plain.reshape(-1).view(torch.uint8).numpy().data)
+            # Digests are known now, and as long as what stands in their place.
+            file.seek(0)
+            file.write(_header(tensors, digests, about))
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(partial)
+        raise
+
+
+def file_bytes(tensors: Mapping[str, torch.Tensor], about: Mapping[str, Any]) -> int:
+    """Bytes of the file that `write` makes of these."""
+    header = _header(tensors, dict.fromkeys(tensors, _NO_DIGEST), about)
+    return len(header) + sum(tensor.nbytes for tensor in tensors.values())
+
+
+def _header(
+    tensors: Mapping[str, torch.Tensor], digests: Mapping[str, str], about: Mapping[str, Any]
+) -> bytes:
+    entries: dict[str, Any] = {}
+    offset = 0
+    for name, tensor in tensors.items():
+        entries[name] = {
+            "dtype": _DTYPES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [offset, offset + tensor.nbytes],
+        }
+        offset += tensor.nbytes
+    text = json.dumps({"about": about, "digests": digests, "tensors": entries})
+    entries["__metadata__"] = {"specache_fx": text, "sha256": hashlib.sha256(text.encode()).hexdigest()}
+    header = json.dumps(entries).encode()
+    header += b" " * (-len(header) % 8)
+    return len(header).to_bytes(8, "little") + header
+
+
+class TensorFile:
+    """A file that `write` made, mapped; its tensors are read when they are asked for.
+
+    Attributes:
+        path: Where it is.
+        about: What `write` was given.
+        names: Of the tensors.
+    """
+
+    def __init__(self, path: Path, opened: Any) -> None:
+        self.path, self._opened = path, opened
+        kept = opened.metadata() or {}
+        text = kept.get("specache_fx", "")
+        if hashlib.sha256(text.encode()).hexdigest() != kept.get("sha256"):
+            raise SavedCacheError(
+                f"{path} is no cache that specache_fx.save wrote, or its header was changed.{AGAIN}"
+            )
+        content = json.loads(text)
+        self.about: dict[str, Any] = content["about"]
+        self._digests: dict[str, str] = content["digests"]
+        self.names = tuple(self._digests)
+
+    def read(self, name: str) -> torch.Tensor:
+        """One tensor, on the CPU: mapped memory, valid until the file is closed.
+
+        Raises:
+            SavedCacheError: If it isn't what was written.
+        """
+        tensor: torch.Tensor = self._opened.get_tensor(name)
+        if digest(tensor) != self._digests[name]:
+            raise SavedCacheError(
+                f"{self.path} is damaged: the bytes of {name!r} are not those that were saved.{AGAIN}"
+            )
+        return tensor
+
+
+AGAIN = (
+    " Save the cache again: read the prompt with the compiled model, then specache_fx.save(cache, folder)."
+)
+
+
+@contextlib.contextmanager
+def opened(path: Path) -> Iterator[TensorFile]:
+    """Map a file.
+
+    Raises:
+        SavedCacheError: If there is none, it can't be read, is cut short or is not one of ours.
+    """
+    if not path.is_file():
+        raise SavedCacheError(f"There is no saved cache in {str(path.parent)!r}: no file {path.name}.{AGAIN}")
+    try:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            yield TensorFile(path, file)
+    except (SafetensorError, OSError) as error:
+        raise SavedCacheError(
+            f"{path} can't be read, it was cut short or is no such file: {error}.{AGAIN}"
+        ) from error

@@ -1,0 +1,253 @@
+"""A prefix store gives the longest saved beginning of a prompt, exactly, and keeps within its bytes."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from support.zoo import SMALL, build
+from test_saving import python
+from torch import Tensor
+
+import specache_fx
+from specache_fx import ConfigError, PrefixStore, SavedCacheError
+
+OPTIONS: dict[str, Any] = {**SMALL, "bits": 1, "sink_tokens": 2}
+DOCUMENT = torch.randint(3, 128, (1, 60), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture(scope="module")
+def model() -> Iterator[Any]:
+    torch._dynamo.reset()
+    yield specache_fx.compile(build("llama"), **OPTIONS)
+    torch._dynamo.reset()
+
+
+@torch.no_grad()
+def read(model: Any, ids: Tensor) -> Any:
+    return model(ids, use_cache=True).past_key_values
+
+
+def answer(model: Any, ids: Tensor, past: Any = None) -> list[int]:
+    out = model.generate(
+        ids, attention_mask=torch.ones_like(ids), past_key_values=past, max_new_tokens=16, do_sample=False
+    )
+    return out[0, ids.shape[1] :].tolist()  # type: ignore[no-any-return]
+
+
+def asked(*questions: int) -> Tensor:
+    return torch.cat([DOCUMENT, torch.tensor([questions])], 1)
+
+
+def files(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*.safetensors"))
+
+
+def held(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.iterdir())
+
+
+def put(store: PrefixStore, model: Any, ids: Tensor) -> None:
+    """And count the entry as older than any that comes later."""
+    store.put(ids, read(model, ids))
+    for i, path in enumerate(
+        sorted(store.folder.glob("*.safetensors"), key=lambda path: path.stat().st_mtime)
+    ):
+        os.utime(path, (1000 + i, 1000 + i))
+
+
+def test_the_longest_saved_prefix_answers_as_if_all_was_read(model: Any, tmp_path: Path) -> None:
+    store = PrefixStore(tmp_path / "store", 1 << 30)
+    assert store.get(model, DOCUMENT) == (None, 0)
+    for length in (20, 60, 40):
+        put(store, model, DOCUMENT[:, :length])
+    for question in ((5, 6, 7), (8,)):
+        ids = asked(*question)
+        past, num_tokens = store.get(model, ids)
+        assert num_tokens == 60 and specache_fx.stats(past).kv_len == 60
+        stayed = read(model, DOCUMENT)
+        assert answer(model, ids, past) == answer(model, ids, stayed)
+
+
+def test_the_prompts_last_token_is_left_to_be_read(model: Any, tmp_path: Path) -> None:
+    store = PrefixStore(tmp_path, 1 << 30)
+    put(store, model, DOCUMENT)
+    past, num_tokens = store.get(model, DOCUMENT)
+    assert num_tokens == 59
+    assert answer(model, DOCUMENT, past) == answer(model, DOCUMENT, read(model, DOCUMENT[:, :59]))
+    assert store.get(model, DOCUMENT[:, :1]) == (None, 0)
+
+
+@given(common=st.integers(1, 59), new=st.integers(1, 12))
+def test_what_agrees_of_a_saved_cache_is_as_if_no_more_had_been_read(
+    common: int, new: int, model: Any, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.getbasetemp() / "common"
+    store = PrefixStore(folder, 1 << 30)
+    if not files(folder):
+        put(store, model, DOCUMENT)
+    other = torch.where(DOCUMENT == 127, 3, DOCUMENT + 1)[:, common : common + new]
+    ids = torch.cat([DOCUMENT[:, :common], other], 1)
+    past, num_tokens = store.get(model, ids)
+    assert num_tokens == min(common, ids.shape[1] - 1)
+    if num_tokens:
+        assert answer(model, ids, past) == answer(model, ids, read(model, ids[:, :num_tokens]))
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("llama", {"policy": "kivi"}), ("gemma3_text", {}), ("lfm2", {})],
+)
+def test_what_cannot_be_cut_exactly_is_found_whole_alone(
+    name: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    torch._dynamo.reset()
+    other = specache_fx.compile(build(name), **SMALL, **options)
+    store = PrefixStore(tmp_path, 1 << 30)
+    put(store, other, DOCUMENT)
+    assert store.get(other, DOCUMENT) == (None, 0) and len(files(tmp_path)) == 1
+    past, num_tokens = store.get(other, asked(5, 6))
+    assert num_tokens == 60 and answer(other, asked(5, 6), past) == answer(
+        other, asked(5, 6), read(other, DOCUMENT)
+    )
+    torch._dynamo.reset()
+
+
+def test_all_sequences_of_a_batch_have_to_agree(model: Any, tmp_path: Path) -> None:
+    store, pair = PrefixStore(tmp_path, 1 << 30), torch.cat([DOCUMENT, DOCUMENT.flip(1)])
+    put(store, model, pair)
+    assert store.get(model, asked(5, 6))[1] == 0
+    longer = torch.cat([pair, pair[:, :2]], 1)
+    assert store.get(model, longer)[1] == 60
+    longer[1, 30] = 0
+    assert store.get(model, longer)[1] == 30
+
+
+def test_entries_of_other_models_and_options_are_passed_over(model: Any, tmp_path: Path) -> None:
+    store = PrefixStore(tmp_path, 1 << 30)
+    other = specache_fx.compile(build("llama"), **{**OPTIONS, "bits": 2})
+    tuned: Any = specache_fx.compile(build("llama"), **OPTIONS)
+    with torch.no_grad():
+        tuned.lm_head.weight[0] += 1
+    put(store, other, DOCUMENT)
+    put(store, tuned, DOCUMENT[:, :50])
+    assert store.get(model, asked(5, 6)) == (None, 0) and len(files(tmp_path)) == 2
+    put(store, model, DOCUMENT[:, :40])
+    assert store.get(model, asked(5, 6))[1] == 40
+    assert store.get(other, asked(5, 6))[1] == 60
+
+
+# Bytes ----------------------------------------------------------------------------------------------------------------
+
+
+def test_the_least_recently_used_goes_first_and_the_bytes_stay_within(model: Any, tmp_path: Path) -> None:
+    put(PrefixStore(tmp_path / "one", 1 << 30), model, DOCUMENT)
+    one = held(tmp_path / "one")
+    store = PrefixStore(tmp_path / "store", 3 * one + one // 2)
+    documents = [(DOCUMENT + i) % 125 + 3 for i in range(4)]
+    for document in documents[:3]:
+        put(store, model, document)
+    question = torch.tensor([[5, 6]])
+    prompts = [torch.cat([document, question], 1) for document in documents]
+    assert store.get(model, prompts[0])[1] == 60  # the oldest one is used
+    put(store, model, documents[3])
+    assert held(store.folder) <= store.max_bytes
+    assert [store.get(model, prompt)[1] for prompt in prompts] == [60, 0, 60, 60]
+    smaller = PrefixStore(store.folder, one // 2)
+    with pytest.raises(
+        SavedCacheError, match=r"This cache takes [\d,]+ bytes, and the store in .* larger max_bytes"
+    ):
+        smaller.put(documents[1], read(model, documents[1]))
+    assert len(files(store.folder)) == 3
+
+
+def test_the_same_cache_is_kept_once(model: Any, tmp_path: Path) -> None:
+    store = PrefixStore(tmp_path, 1 << 30)
+    put(store, model, DOCUMENT)
+    (path,) = files(tmp_path)
+    store.put(DOCUMENT, read(model, DOCUMENT))
+    assert files(tmp_path) == [path] and path.stat().st_mtime > 2000
+
+
+def test_bad_arguments_are_named(model: Any, tmp_path: Path) -> None:
+    for wrong in (0, 1.5, True, "1GB"):
+        with pytest.raises(ConfigError, match="max_bytes="):
+            PrefixStore(tmp_path, wrong)  # type: ignore[arg-type]
+    store = PrefixStore(tmp_path / "file", 1 << 30)
+    with pytest.raises(ConfigError, match=r"give integers \[batch, tokens\]"):
+        store.get(model, DOCUMENT[0])
+    with pytest.raises(SavedCacheError, match="but the cache is of"):
+        store.put(asked(5), read(model, DOCUMENT))
+    store.folder.write_text("no folder")
+    with pytest.raises(SavedCacheError, match="can't be written to"):
+        store.put(DOCUMENT, read(model, DOCUMENT))
+
+
+# What others do -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".npy"])
+@pytest.mark.parametrize("how", ["cut", "changed"])
+def test_a_broken_entry_is_removed_with_a_warning(
+    suffix: str, how: str, model: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = PrefixStore(tmp_path, 1 << 30)
+    put(store, model, DOCUMENT[:, :30])
+    put(store, model, DOCUMENT)
+    longest = max(files(tmp_path), key=lambda path: path.stat().st_mtime)
+    data = bytearray(longest.with_suffix(suffix).read_bytes())
+    data[-200] ^= 1
+    longest.with_suffix(suffix).write_bytes(data if how == "changed" else data[:-100])
+    with caplog.at_level("WARNING", logger="specache_fx"):
+        assert store.get(model, asked(5, 6))[1] == 30
+    (warning,) = [record.message for record in caplog.records if record.name.startswith("specache_fx")]
+    assert warning.startswith(f"specache removes {longest} from its store")
+    assert len(list(tmp_path.glob("*.safetensors"))) == len(list(tmp_path.glob("*.npy"))) == 1
+
+
+def test_what_killed_processes_left_is_removed(model: Any, tmp_path: Path) -> None:
+    store = PrefixStore(tmp_path, 1 << 30)
+    (tmp_path / ".partial-abc").write_bytes(b"half")
+    (tmp_path / "abc.npy").write_bytes(b"tokens without a cache")
+    put(store, model, DOCUMENT)
+    assert len(files(tmp_path)) == 1 and len(list(tmp_path.iterdir())) == 3  # cache, tokens, lock
+
+
+@pytest.mark.slow
+def test_processes_that_put_and_get_at_once_find_whole_caches(model: Any, tmp_path: Path) -> None:
+    put(PrefixStore(tmp_path / "one", 1 << 30), model, DOCUMENT)
+    store = PrefixStore(tmp_path / "store", 3 * held(tmp_path / "one"))
+    code = f"""
+import sys
+from test_prefix_store import *
+model = specache_fx.compile(build("llama"), **OPTIONS)
+store = PrefixStore({str(store.folder)!r}, {store.max_bytes})
+for i in range(60):
+    ids = (DOCUMENT + i % 4 + int(sys.argv[1])) % 125 + 3
+    store.put(ids, read(model, ids))
+    prompt = torch.cat([ids, ids[:, :3]], 1)
+    past, num_tokens = store.get(model, prompt)
+    assert num_tokens in (0, 60)
+    if num_tokens and not i % 10:
+        assert answer(model, prompt, past) == answer(model, prompt, read(model, ids))
+"""
+    others = [threading.Thread(target=python, args=("-c", code, str(i))) for i in (0, 2)]
+    failed: list[Any] = []
+    before, threading.excepthook = threading.excepthook, failed.append
+    try:
+        for other in others:
+            other.start()
+        for other in others:
+            other.join()
+    finally:
+        threading.excepthook = before
+    assert not failed, str(failed[0].exc_value)
+    assert 0 < held(store.folder) <= store.max_bytes
+    assert all(path.with_suffix(".npy").is_file() for path in files(store.folder))

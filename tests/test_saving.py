@@ -1,0 +1,398 @@
+"""A cache that is saved and loaded is the cache that it was: in another process, to the token and to the byte."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+import os
+import resource
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from support.cases import nightly_unless
+from support.saved_cases import (
+    CASES,
+    DAILY,
+    NEW_TOKENS,
+    OWN,
+    OWN_PROMPT,
+    PADDED,
+    Case,
+    go_on,
+    make,
+    make_own,
+    read,
+    run_own,
+)
+from support.zoo import SMALL, build
+from torch import nn
+
+import specache_fx
+from specache_fx import CacheHandleError, HostMemoryError, SavedCacheError
+from specache_fx.runtime import registry
+from specache_fx.saving import FILE
+
+ROOT = Path(__file__).resolve().parent.parent
+Told = dict[str, dict[str, Any]]
+
+
+def python(*arguments: str) -> str:
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def stayed_and_loaded(tmp_path_factory: pytest.TempPathFactory) -> Callable[[bool], tuple[Told, Told]]:
+    """What the caches that stayed in this process say, and what those say that another one loaded."""
+
+    @functools.cache
+    def told(daily: bool) -> tuple[Told, Told]:
+        folder, stayed = tmp_path_factory.mktemp("saved"), {}
+        names = [name for name in (*CASES, *OWN) if (name in DAILY) == daily]
+        for name in names:
+            torch._dynamo.reset()
+            if name in CASES:
+                model, case = make(CASES[name]), CASES[name]
+                past, ids, mask = read(model, case)
+                specache_fx.save(past, folder / name, input_ids=ids[:, :-1])
+                torch.save({"ids": ids, "mask": mask}, folder / name / "input.pt")
+                nbytes, tokens = specache_fx.stats(past).device_bytes, go_on(model, past, ids, mask)
+            else:
+                model = make_own(name)
+                _, past, ids = run_own(model, OWN_PROMPT, (), 7)
+                specache_fx.save(past, folder / name)
+                torch.save({"ids": ids}, folder / name / "input.pt")
+                nbytes, tokens = (
+                    specache_fx.stats(past).device_bytes,
+                    run_own(model, ids, past, NEW_TOKENS)[0],
+                )
+            stayed[name] = {"device_bytes": nbytes, "tokens": tokens}
+        torch._dynamo.reset()
+        return stayed, json.loads(python("-m", "support.saved_cases", str(folder), *names).splitlines()[-1])
+
+    return told
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", nightly_unless(lambda name: name in DAILY, [*CASES, *OWN]))
+def test_another_process_goes_on_as_the_cache_that_stayed(
+    name: str, stayed_and_loaded: Callable[[bool], tuple[Told, Told]]
+) -> None:
+    stayed, loaded = stayed_and_loaded(name in DAILY)
+    assert loaded[name] == stayed[name]
+
+
+# In this process ------------------------------------------------------------------------------------------------------
+
+CASE = Case(options={"bits": 1, "sink_tokens": 2})
+
+
+@pytest.fixture(scope="module")
+def model() -> Iterator[Any]:
+    torch._dynamo.reset()
+    yield make(CASE)
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def saved(model: Any, tmp_path: Path) -> Path:
+    past, ids, _ = read(model, CASE)
+    specache_fx.save(past, tmp_path / "cache", input_ids=ids[:, :-1])
+    return tmp_path / "cache"
+
+
+def held_by(folder: Path) -> dict[str, torch.Tensor]:
+    with safe_open(folder / FILE, framework="pt") as file:
+        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def num_sessions() -> int:
+    return sum(not session.closed for session in registry._open.values())
+
+
+def test_a_loaded_cache_holds_the_same_to_the_bit(model: Any, saved: Path, tmp_path: Path) -> None:
+    specache_fx.save(specache_fx.load(model, saved), tmp_path / "again")
+    assert same(held_by(tmp_path / "again"), held_by(saved))
+
+
+def test_the_next_logits_are_the_same_to_the_bit(model: Any, tmp_path: Path) -> None:
+    past, ids, mask = read(model, CASE)
+    specache_fx.save(past, tmp_path)
+    for _ in range(3):
+        logits = []
+        for cache in (past, loaded := specache_fx.load(model, tmp_path)):
+            with torch.no_grad():
+                out = model(ids[:, -1:], attention_mask=mask, past_key_values=cache, use_cache=True)
+            logits.append(out.logits)
+        assert torch.equal(*logits)
+        specache_fx.save(loaded, tmp_path)
+        mask = torch.nn.functional.pad(mask, (0, 1), value=1)
+        ids = logits[0].argmax(-1)
+
+
+def test_a_cropped_copy_is_saved_at_its_length(model: Any, tmp_path: Path) -> None:
+    past, ids, mask = read(model, CASE)
+    kept = copy.deepcopy(past)
+    kept.crop(-7)
+    specache_fx.save(kept, tmp_path, input_ids=ids[:, :-8])
+    loaded = specache_fx.load(model, tmp_path)
+    assert specache_fx.stats(loaded).kv_len == specache_fx.stats(past).kv_len - 7
+    assert go_on(model, loaded, ids[:, :-7], mask[:, :-7]) == go_on(model, kept, ids[:, :-7], mask[:, :-7])
+
+
+def test_rows_of_a_reordered_cache_are_saved_in_their_order(model: Any, tmp_path: Path) -> None:
+    past, ids, mask = read(model, CASE)
+    rows = torch.tensor([2, 0, 2])
+    past.reorder_cache(rows)
+    specache_fx.save(past, tmp_path)
+    loaded = specache_fx.load(model, tmp_path)
+    again = go_on(model, specache_fx.load(model, tmp_path), ids[rows], mask[rows])
+    assert go_on(model, loaded, ids[rows], mask[rows]) == again and again[0] == again[2]
+
+
+def test_saving_leaves_the_cache_as_it_was(model: Any, tmp_path: Path) -> None:
+    past, ids, mask = read(model, CASE)
+    specache_fx.save(past, tmp_path)
+    other, *_ = read(model, CASE)
+    assert go_on(model, past, ids, mask) == go_on(model, other, ids, mask)
+
+
+def test_options_that_decide_nothing_of_what_is_held_are_the_models(saved: Path) -> None:
+    past = specache_fx.load(specache_fx.compile(build("llama"), **SMALL, **CASE.options), saved)
+    session = registry.find(past.layers[0].keys)
+    assert session is not None and session.speculative_token is not None
+    options = {**SMALL, **CASE.options, "top_k": 4, "host": "disk"}
+    past = specache_fx.load(specache_fx.compile(build("llama"), **options), saved)
+    session = registry.find(past.layers[0].keys)
+    assert session is not None and session.speculative_token is None
+    assert session.config.top_k == 4 and session.config.host == "disk"
+
+
+# What is refused ------------------------------------------------------------------------------------------------------
+
+
+def fine_tuned() -> Any:
+    model = build("llama")
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[3, 5] += 1e-3  # type: ignore[union-attr, operator, index]
+    return model
+
+
+def with_adapters() -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    return get_peft_model(build("llama"), LoraConfig(target_modules=["q_proj"]))
+
+
+def with_another_epsilon() -> Any:
+    return build("llama", rms_norm_eps=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        (fine_tuned, r"other numbers in '.*layers\.1\.mlp\.up_proj\.weight'"),
+        (with_adapters, r"has no weight '.*q_proj\.weight'"),
+        (with_another_epsilon, "a model with another config"),
+        (lambda: build("llama").bfloat16(), "other numbers in"),
+        (lambda: build("qwen2"), "a model with another config"),
+    ],
+)
+def test_another_model_is_refused(other: Any, said: str, saved: Path) -> None:
+    before = num_sessions()
+    with pytest.raises(SavedCacheError, match=said):
+        specache_fx.load(specache_fx.compile(other(), **SMALL, **CASE.options), saved)
+    assert num_sessions() == before
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("bits", 2), ("group_size", 16), ("residual_length", 16), ("sink_tokens", 0), ("quantizer", "kivi")],
+)
+def test_options_that_decide_what_is_held_are_compared(name: str, value: Any, saved: Path) -> None:
+    other = specache_fx.compile(build("llama"), **{**SMALL, **CASE.options, name: value})
+    with pytest.raises(SavedCacheError, match=f"it has {name}=.*, the model {value!r}"):
+        specache_fx.load(other, saved)
+
+
+def test_other_tokens_are_refused(model: Any, saved: Path) -> None:
+    _, ids, _ = read(model, CASE)
+    assert specache_fx.load(model, saved, input_ids=ids) is not None
+    ids[1, -3] += 1
+    with pytest.raises(SavedCacheError, match="are not the first of input_ids"):
+        specache_fx.load(model, saved, input_ids=ids)
+    with pytest.raises(SavedCacheError, match=r"input_ids are \(3, 50\), but the cache is of \(3, 49\)"):
+        specache_fx.save(read(model, CASE)[0], saved, input_ids=ids)
+
+
+def test_what_is_no_whole_cache_is_not_saved(model: Any, tmp_path: Path) -> None:
+    past, *_ = read(model, CASE)
+    with pytest.raises(CacheHandleError, match="come from several caches"):
+        specache_fx.save([past.layers[0].keys, past.layers[0].values], tmp_path)
+    with pytest.raises(CacheHandleError, match=r"no KV cache of specache in what save\(\)"):
+        specache_fx.save([torch.zeros(1, 2, 3, 16)], tmp_path)
+    with pytest.raises(SavedCacheError, match="A set in this cache can't be saved"):
+        specache_fx.save({"past": past, "seen": {1, 2}}, tmp_path)
+    specache_fx.release(past)
+    with pytest.raises(CacheHandleError, match="was released"):
+        specache_fx.save(past, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_cache_whose_model_is_gone_is_not_saved(tmp_path: Path) -> None:
+    model = make(CASE)
+    past, *_ = read(model, CASE)
+    model.lm_head = nn.Linear(64, 128, bias=False)
+    with pytest.raises(
+        SavedCacheError, match=r"model that this cache is of is gone \(its weight 'lm_head.weight'\)"
+    ):
+        specache_fx.save(past, tmp_path)
+    torch._dynamo.reset()
+
+
+def test_host_folder_that_is_gone_leaves_nothing_half_loaded(saved: Path, tmp_path: Path) -> None:
+    (tmp_path / "host").mkdir()
+    options = {**SMALL, **CASE.options, "host": "disk", "host_dir": tmp_path / "host"}
+    model = specache_fx.compile(build("llama"), **options)
+    (tmp_path / "host").rmdir()
+    before = num_sessions()
+    with pytest.raises(HostMemoryError, match="host"):
+        specache_fx.load(model, saved)
+    assert num_sessions() == before
+
+
+# The file -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_file_that_is_cut_short_is_refused(model: Any, saved: Path) -> None:
+    whole = (saved / FILE).read_bytes()
+    for length in (0, 7, 8, 100, len(whole) // 2, len(whole) - 1):
+        (saved / FILE).write_bytes(whole[:length])
+        with pytest.raises(SavedCacheError, match="cut short"):
+            specache_fx.load(model, saved)
+
+
+def test_no_changed_byte_makes_another_cache(model: Any, saved: Path) -> None:
+    """It is an error, or the byte meant nothing."""
+    whole, before, header = (saved / FILE).read_bytes(), held_by(saved), num_sessions()
+    start = 8 + int.from_bytes(whole[:8], "little")
+    draw = torch.Generator().manual_seed(0)
+    places = [*torch.randint(start, len(whole), (40,), generator=draw).tolist(), start, len(whole) - 1]
+    places += torch.randint(0, start, (40,), generator=draw).tolist()
+    refused = 0
+    for place in places:
+        damaged = bytearray(whole)
+        damaged[place] ^= 1 << (place % 7)
+        (saved / FILE).write_bytes(damaged)
+        try:
+            past = specache_fx.load(model, saved)
+        except SavedCacheError:
+            refused += 1
+            continue
+        specache_fx.save(past, saved)
+        assert place < start and same(held_by(saved), before)
+        del past
+    assert refused > 60 and num_sessions() == header
+
+
+def test_nothing_to_load_is_named(model: Any, tmp_path: Path) -> None:
+    for folder in (tmp_path, tmp_path / "none"):
+        with pytest.raises(SavedCacheError, match="There is no saved cache in"):
+            specache_fx.load(model, folder)
+    torch.save({}, tmp_path / FILE)  # a pickle is not read
+    with pytest.raises(SavedCacheError, match="is no such file"):
+        specache_fx.load(model, tmp_path)
+    file = tmp_path / "file"
+    file.write_text("not a folder")
+    with pytest.raises(SavedCacheError, match="can't be saved in"):
+        specache_fx.save(read(model, CASE)[0], file)
+    assert file.read_text() == "not a folder"
+
+
+def test_a_full_disk_leaves_the_older_cache(model: Any, saved: Path) -> None:
+    before, (_, hard) = held_by(saved), resource.getrlimit(resource.RLIMIT_FSIZE)
+    past, *_ = read(model, CASE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, hard))
+    try:
+        with pytest.raises(
+            SavedCacheError, match=r"can't be saved in .* on a disk with room for [\d,]+ bytes"
+        ):
+            specache_fx.save(past, saved)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+    assert [path.name for path in saved.iterdir()] == [FILE]
+    assert same(held_by(saved), before)
+
+
+def test_a_file_of_another_format_is_refused(model: Any, saved: Path) -> None:
+    code = f"""
+import sys, specache_fx.saving as saving, specache_fx
+from support.saved_cases import *
+saving.FORMAT = 999
+case = Case(options={CASE.options!r})
+specache_fx.save(read(make(case), case)[0], sys.argv[1])
+"""
+    python("-c", code, str(saved))
+    with pytest.raises(SavedCacheError, match="its format is 999, this version reads 1"):
+        specache_fx.load(model, saved)
+
+
+# At the same time -----------------------------------------------------------------------------------------------------
+
+
+def test_saving_waits_for_a_step_in_another_thread(model: Any, tmp_path: Path) -> None:
+    past, *_ = read(model, CASE)
+    session = registry.find(past.layers[0].keys)
+    assert session is not None
+    thread = threading.Thread(target=specache_fx.save, args=(past, tmp_path))
+    with session.lock:
+        thread.start()
+        thread.join(0.3)
+        assert thread.is_alive() and not list(tmp_path.iterdir())
+    thread.join(60)
+    assert (tmp_path / FILE).is_file()
+
+
+@pytest.mark.slow
+def test_two_processes_that_save_at_once_leave_one_whole_cache(model: Any, saved: Path) -> None:
+    code = f"""
+import sys, specache_fx
+from support.saved_cases import *
+case = Case(options={CASE.options!r}, decoded=int(sys.argv[2]))
+past, ids, _ = read(make(case), case)
+for _ in range(60):
+    specache_fx.save(past, sys.argv[1])
+"""
+    writers = [
+        threading.Thread(target=python, args=("-c", code, str(saved), str(decoded))) for decoded in (3, 21)
+    ]
+    for writer in writers:
+        writer.start()
+    seen = set()
+    while any(writer.is_alive() for writer in writers):
+        seen.add(specache_fx.stats(specache_fx.load(model, saved)).kv_len)
+    prompt = PADDED["input_ids"].shape[1]
+    assert {prompt + 3, prompt + 21} <= seen <= {prompt + 3, prompt + 19, prompt + 21}
+    assert [path.name for path in saved.iterdir()] == [FILE]
