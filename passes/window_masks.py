@@ -18,8 +18,8 @@ from specache_fx.passes.find_sources import mask_inputs
 from specache_fx.passes.graph_slices import extract
 from specache_fx.passes.graph_utils import is_integer, placeholders, symbols_of, value_of
 from specache_fx.passes.sources import Sources
+from specache_fx.runtime.masks import WindowMask
 from specache_fx.runtime.session import Session
-from specache_fx.runtime.window_cache import WindowMask
 
 
 @dataclass(frozen=True)

@@ -14,13 +14,12 @@ from dataclasses import dataclass, field
 
 import torch
 
-from specache_fx.runtime.decode_inputs import Lanes, layer_inputs, window_inputs
 from specache_fx.runtime.kernels import Expand
-from specache_fx.runtime.layer_cache import LayerCache
+from specache_fx.runtime.layer_state import Lanes, LayerStep
+from specache_fx.runtime.masks import WindowMask
 from specache_fx.runtime.select import AGGREGATIONS
 from specache_fx.runtime.session import Session
 from specache_fx.runtime.step_table import StepFacts
-from specache_fx.runtime.window_cache import WindowCache, WindowMask
 
 _running: dict[int, DecodeStep] = {}  # by the number of its session, which runs one at a time
 
@@ -101,7 +100,7 @@ class DecodeStep:
         run, late = session.table.end(session.engine)
         if not self.predecoding:
             for layer in run:
-                session.tiered_cache(layer).was_appended()
+                session.tiered[layer].was_appended()
         return run, late
 
     def _fill(self, layers: list[int]) -> None:
@@ -109,7 +108,7 @@ class DecodeStep:
         session = self.session
         assert session.engine is not None
         for layer in layers:
-            session.tiered_cache(layer).quantize_overflow()
+            session.tiered[layer].quantize_overflow()
             session.engine.prefetch_wanted(layer)
 
     @property
@@ -159,22 +158,23 @@ class DecodeStep:
         cache = session.layers[layer]
         expand = None if expansion is None else self.expansions[expansion]
         lanes = Lanes(query, key, value, scale, self.predecoding, softcap, sinks, expand)
-        if isinstance(cache, WindowCache):
-            masks = self.window_masks.get(layer, (None,) * query.shape[0])
-            return session.kernel.attention(window_inputs(lanes, cache, masks, session.quantizer))[0]
-        rows = self._staged[layer] if staged and session.engine is not None and not self.predecoding else None
-        key_mask = session.key_mask.grow(cache.kv_len)
-        selects = session.engine is not None and not cache.resident
-        # Of the last lane, which selects.
-        scored = 0 if not selects else query.shape[0] if self._scores_both else 1
-        inputs = layer_inputs(lanes, cache, rows, key_mask, self.biases.get(layer), scored)
+        selects = session.engine is not None and not cache.is_exact
+        step = LayerStep(
+            staged=self._staged[layer] if staged and selects and not self.predecoding else None,
+            key_mask=session.key_mask.grow(cache.kv_len),
+            bias=self.biases.get(layer),
+            # Of the last lane, which selects.
+            scored_lanes=0 if not selects else query.shape[0] if self._scores_both else 1,
+            window_masks=self.window_masks.get(layer, (None,) * query.shape[0]),
+        )
+        inputs = cache.inputs(lanes, step)
         out, scores = session.kernel.attention(inputs)
         if not selects:
             return out
         if layer in self._scores:  # attentions that share a layer choose together
             joined = AGGREGATIONS[session.config.aggregation].of_attentions
             scores = joined(self._scores[layer][0], scores)
-        self._scores[layer] = (scores, cache.num_quantized)
+        self._scores[layer] = (scores, session.tiered[layer].num_quantized)
         return out
 
     def append(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
@@ -192,8 +192,7 @@ class DecodeStep:
         """
         session, config = self.session, self.session.config
         scores, quantized_before = self._scores.pop(layer)
-        cache = session.layers[layer]
-        assert isinstance(cache, LayerCache)
+        cache = session.tiered[layer]
         if cache.sinks is not None:
             scores = cache.sinks.hide(scores)
         chooses = scores[-1]

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Self
 
 import torch
 
 from specache_fx.config import SpecacheConfig
 from specache_fx.runtime.host_cache import HostCache
+from specache_fx.runtime.kernels import DecodeInputs
 from specache_fx.runtime.key_mask import KeyMask
-from specache_fx.runtime.layout import LayerShape, LayerTensors, Layout
+from specache_fx.runtime.layer_state import Lanes, LayerStep, restore_exactly
+from specache_fx.runtime.layout import Arena, LayerTensors
 from specache_fx.runtime.quant import Planes, Quantizer
 from specache_fx.runtime.sink_rows import SinkRows
 
@@ -29,15 +32,11 @@ class LayerCache:
 
     Args:
         config: The session's options.
-        quantizer: Makes the codes.
-        shape: The layer's.
-        batch: Sequences.
-        dtype: Of keys and values.
-        device: Where the model runs.
+        arena: The layer's memory, empty.
         host: Keeps the 16-bit originals of the quantised tokens; None where the policy keeps the codes alone.
         layer: Index of this layer's rows in `host`.
         key_mask: The session's, which knows the padding of what is appended before it is.
-        resident: The layer stays whole on the device (`SpecacheConfig.resident_layers`).
+        is_exact: The layer stays whole on the device (`SpecacheConfig.resident_layers`).
 
     Attributes:
         sinks: 16-bit rows of quantised tokens that stay on the device; None where none do.
@@ -48,53 +47,31 @@ class LayerCache:
     def __init__(
         self,
         config: SpecacheConfig,
-        quantizer: Quantizer,
-        shape: LayerShape,
-        batch: int,
-        dtype: torch.dtype,
-        device: torch.device,
+        arena: Arena,
         host: HostCache | None,
         layer: int,
         key_mask: KeyMask,
-        resident: bool = False,
+        is_exact: bool = False,
     ) -> None:
-        self.config = config
-        self.quantizer = quantizer
-        self.host = host
-        self.layer = layer
-        self.resident = resident
+        self.config, self.host, self.layer, self.is_exact = config, host, layer, is_exact
         self.num_quantized = self.window_len = 0
-        self._key_mask = key_mask
-        self.shape, self.batch, self._dtype, self._device = shape, batch, dtype, device
-        self._sink_tokens = 0 if resident else config.sink_tokens
+        self._arena, self._key_mask = arena, key_mask
         self._views: tuple[Planes, Planes] | None = None
-        self._allocate(num_groups=0, window_rows=0)
+        self.sinks = self._find_sinks()
         if self.sinks is not None:
             self.sinks.clear()
 
-    def _allocate(self, num_groups: int, window_rows: int) -> LayerTensors:
-        """A new arena, whose sinks alone are what they were."""
-        layout = Layout(
-            self.quantizer,
-            self.shape,
-            self.batch,
-            self._dtype,
-            num_groups=num_groups,
-            window_rows=window_rows,
-            sink_tokens=self._sink_tokens,
-        )
-        # No inference tensor, whoever asks first: it is written in any mode.
-        with torch.inference_mode(False):
-            arena = torch.empty(layout.nbytes, dtype=torch.uint8, device=self._device)
-            tensors = layout.tensors(arena)
-        self._layout, self._tensors = layout, tensors
-        self.sinks = SinkRows(*tensors.sinks) if self._sink_tokens else None
-        self._moved()
-        return tensors
+    def _find_sinks(self) -> SinkRows | None:
+        return SinkRows(*self.tensors.sinks) if self._arena.sink_tokens else None
+
+    @property
+    def quantizer(self) -> Quantizer:
+        """Makes the codes."""
+        return self._arena.quantizer
 
     def num_quantized_at(self, kv_len: int) -> int:
         """Tokens in the low-bit copy when there are `kv_len`."""
-        return 0 if self.resident else self.config.num_quantized(kv_len)
+        return 0 if self.is_exact else self.config.num_quantized(kv_len)
 
     @property
     def kv_len(self) -> int:
@@ -104,28 +81,30 @@ class LayerCache:
     @property
     def device_bytes(self) -> int:
         """Bytes on the device: codes with their scales, sinks, and the window."""
-        return self._layout.nbytes
+        return self._arena.layout.nbytes
 
     @property
     def window_rows(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The buffers of the window, `[batch, num_kv_heads, room, dim]` each; it is their first `window_len` rows."""
-        return self._tensors.window
+        return self._arena.tensors.window
 
     def window(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The 16-bit keys and values of the newest tokens; views, no copy."""
-        key, value = self._tensors.window
+        key, value = self._arena.tensors.window
         return key.narrow(2, 0, self.window_len), value.narrow(2, 0, self.window_len)
 
     @property
     def tensors(self) -> LayerTensors:
         """All that is on the device; the same object until it lies elsewhere."""
-        return self._tensors
+        return self._arena.tensors
 
     @property
     def planes(self) -> tuple[Planes, Planes]:
         """Codes of the quantised keys and values; views, the same until something is quantised or moved."""
         if self._views is None:
-            self._views = self._layout.codes(self._tensors, self.num_quantized // self.config.group_size)
+            self._views = self._arena.layout.codes(
+                self._arena.tensors, self.num_quantized // self.config.group_size
+            )
         return self._views
 
     def make_room(self) -> None:
@@ -143,25 +122,46 @@ class LayerCache:
             HostMemoryError: If the host tier can't take it.
         """
         if self.num_quantized_at(self.kv_len) > self.num_quantized:
-            key, value = self._tensors.window
+            key, value = self._arena.tensors.window
             self.append(key.narrow(2, 0, 0), value.narrow(2, 0, 0))
 
-    def append(self, key: torch.Tensor, value: torch.Tensor, hold: bool = False) -> None:
-        """Append new pairs (a prompt, a chunk, or one decoded token) and quantise and offload what overflows.
+    def inputs(self, lanes: Lanes, step: LayerStep) -> DecodeInputs:
+        """See `LayerState`. The layer's sinks go to the kernel with the staged rows."""
+        staged = step.staged if self.sinks is None else self.sinks.staged(step.staged)
+        rows, indices = (None, None) if staged is None else staged
+        key_planes, value_planes = self.planes
+        return DecodeInputs(
+            query=lanes.query,
+            key=lanes.key,
+            value=lanes.value,
+            quantizer=self.quantizer,
+            key_planes=key_planes,
+            value_planes=value_planes,
+            num_quantized=self.num_quantized,
+            window_rows=self.window_rows,
+            window_len=self.window_len,
+            staged_rows=rows,
+            staged_indices=indices,
+            key_mask=step.key_mask,
+            scale=lanes.scale,
+            independent_lanes=lanes.independent,
+            softcap=lanes.softcap,
+            bias=step.bias,
+            sinks=lanes.sinks,
+            expand=lanes.expand,
+            aggregation=self.config.aggregation,
+            scored_lanes=step.scored_lanes,
+        )
 
-        Args:
-            key: `[batch, num_kv_heads, q_len, key_dim]`.
-            value: `[batch, num_kv_heads, q_len, value_dim]`.
-            hold: Keep all of it in the window until the next append: what is padding is known then.
-
-        Raises:
-            HostMemoryError: If the host tier can't take the overflow.
-        """
+    def append(
+        self, key: torch.Tensor, value: torch.Tensor, hold: bool = False, kv_len: int | None = None
+    ) -> None:
+        """See `LayerState`: what overflows is quantised and offloaded. All is kept, so `kv_len` says nothing new."""
         kv_len = self.kv_len + key.shape[2]
         overflow = 0 if hold else self.num_quantized_at(kv_len) - self.num_quantized
         held, rest = self.num_quantized, self.window_len + key.shape[2] - overflow
         self._make_room(held + overflow, rest)
-        window_key, window_value = self._tensors.window
+        window_key, window_value = self._arena.tensors.window
         if not overflow:
             # `narrow` and `copy_`: two operators a side, where an assignment to a slice takes four.
             window_key.narrow(2, self.window_len, key.shape[2]).copy_(key)
@@ -182,34 +182,34 @@ class LayerCache:
 
     def _make_room(self, num_quantized: int, window_len: int) -> None:
         """Have an arena for so many tokens: this one, or a larger one with the same in it."""
-        groups, rows, old = num_quantized // self.config.group_size, window_len, self._layout
+        groups, rows, old = num_quantized // self.config.group_size, window_len, self._arena.layout
         if groups <= old.num_groups and rows <= old.window_rows:
             return
         if self.kv_len:
             groups = max(groups, old.num_groups + (groups > old.num_groups) * old.num_groups // 8)
             # The window is grown with the codes, so that a step moves all of it once.
-            rows = max(rows, self.window_len, grown_rows(old.window_rows, self.config, self.resident))
+            rows = max(rows, self.window_len, grown_rows(old.window_rows, self.config, self.is_exact))
         self._resize(groups, rows)
 
     def _resize(self, num_groups: int, window_rows: int) -> None:
-        """Move to an arena with so much room."""
-        before = self._tensors
-        for new, old in zip(self._allocate(num_groups, window_rows).all, before.all, strict=True):
-            _copy_rows(new, old)
+        """Move to memory with so much room."""
+        self._arena.resize(num_groups, window_rows)
+        self._moved()
 
     def _set_window(self, key: torch.Tensor, value: torch.Tensor) -> None:
         """Have these pairs in the window, and none else. They are no views of it."""
-        for rows, side in zip(self._tensors.window, (key, value), strict=True):
+        for rows, side in zip(self._arena.tensors.window, (key, value), strict=True):
             rows.narrow(2, 0, side.shape[2]).copy_(side)
         self.window_len = key.shape[2]
         # Tokens that were held (`append`) took more than a window has.
         most = max(self.window_len, grown_rows(0, self.config, resident=False))
-        if self._layout.window_rows > most:
-            self._resize(self._layout.num_groups, most)
+        if self._arena.layout.window_rows > most:
+            self._resize(self._arena.layout.num_groups, most)
 
     def _moved(self) -> None:
         """What was made of tensors is void: they lie elsewhere, or are longer."""
         self._views = None
+        self.sinks = self._find_sinks()
 
     def _keep_quantized(self, num_tokens: int) -> None:
         """Forget the quantised tokens from `num_tokens` on, in every tier."""
@@ -231,7 +231,7 @@ class LayerCache:
             part = slice(start, min(start + chunk, tokens))
             size, group = part.stop - part.start, self.num_quantized // group_size
             shown = None if real is None else real[:, : self.num_quantized + size]
-            layout, tensors = self._layout, self._tensors
+            layout, tensors = self._arena.layout, self.tensors
             key_planes = self.quantizer.quantize_more_keys(key[:, :, part], self.planes[0], shown)
             layout.put(tensors.key_planes, "key", group, key_planes)
             layout.put(tensors.value_planes, "value", group, self.quantizer.quantize_value(value[:, :, part]))
@@ -239,13 +239,10 @@ class LayerCache:
             self._moved()
 
     def history(self, kv_len: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """All keys and values at 16 bits, for exact attention (extend), or those of the first `kv_len` tokens.
+        """See `LayerState`.
 
         Without a host tier the quantised tokens come back as their low-bit copies, which are all there is but for
         `sinks`.
-
-        Returns:
-            Fresh tensors `[batch, num_kv_heads, kv_len, key_dim]` and `[..., value_dim]` on the device.
         """
         window_key, window_value = self.window()
         if not self.num_quantized:
@@ -260,41 +257,32 @@ class LayerCache:
         key_planes, value_planes = self.planes
         if self.host is not None:
             key, value = (
-                side.to(self._device, self._dtype) for side in self.host.read(self.layer, start, stop)
+                side.to(self._arena.device, self._arena.dtype)
+                for side in self.host.read(self.layer, start, stop)
             )
             if not self.config.placement.host_keys:  # they are on the device, exactly
-                key = self.quantizer.dequantize_key(key_planes, self.shape.key_dim, self._dtype)
+                key = self.quantizer.dequantize_key(key_planes, self._arena.shape.key_dim, self._arena.dtype)
                 key = key[:, :, start:stop]
             return key, value
-        key = self.quantizer.dequantize_key(key_planes, self.shape.key_dim, self._dtype)
-        value = self.quantizer.dequantize_value(value_planes, self.shape.value_dim, self._dtype)
+        key = self.quantizer.dequantize_key(key_planes, self._arena.shape.key_dim, self._arena.dtype)
+        value = self.quantizer.dequantize_value(value_planes, self._arena.shape.value_dim, self._arena.dtype)
         if self.sinks is not None:
             key, value = self.sinks.restore(key, value)
         return key[:, :, start:stop], value[:, :, start:stop]
 
-    def take(self, source: LayerCache, rows: torch.Tensor) -> None:
-        """Hold what `source` holds, of its batch rows `rows`: a reordering of this cache, or a copy of another.
-
-        Args:
-            source: This cache itself, or the cache of the same layer in another session, with as many tokens.
-            rows: int64 `[batch]` on the device: row i becomes a copy of the source's row `rows[i]`. Of another
-                session's cache it may be any number of rows.
-
-        Raises:
-            HostMemoryError: If the host tier can't take a copy.
-        """
+    def take(self, source: Self, rows: torch.Tensor) -> None:
+        """See `LayerState`."""
         if self.host is not None and source.host is not None:
             if source is self:
                 self.host.reorder(self.layer, rows.cpu())
             else:
                 self.host.take(self.layer, source.host, rows.cpu())
-        before = source._tensors
-        if source is not self:
-            self._allocate(source.num_quantized // self.config.group_size, source._layout.window_rows)
-            self.num_quantized, self.window_len = source.num_quantized, source.window_len
-        for new, old in zip(self._tensors.all, before.all, strict=True):
-            _copy_rows(new, old.index_select(0, rows))
+        self._arena.take(source._arena, rows)
+        self.num_quantized, self.window_len = source.num_quantized, source.window_len
         self._moved()
+
+    def check_truncate(self, kv_len: int) -> None:
+        """See `LayerState`: nothing is ever gone."""
 
     def truncate(self, kv_len: int) -> None:
         """Keep the first `kv_len` tokens (crop, or undoing a step that failed midway).
@@ -319,13 +307,10 @@ class LayerCache:
         self._set_window(key, value)
 
     def snapshot(self) -> dict[str, torch.Tensor]:
-        """What the layer holds on the device, by name: views, and `sizes`, int64 `[4]` on the CPU.
-
-        `sizes`: groups and window rows of the arena, tokens quantised, tokens in the window. Memory that holds no
-        token is left out: it may have belonged to something else.
-        """
-        sizes = self._layout.num_groups, self._layout.window_rows, self.num_quantized, self.window_len
-        return {"sizes": torch.tensor(sizes), **self._held()}
+        """See `LayerState`; `sizes`: groups and window rows of the arena, tokens quantised and in the window."""
+        layout = self._arena.layout
+        sizes = layout.num_groups, layout.window_rows, self.num_quantized, self.window_len
+        return {"sizes": torch.tensor(sizes, device="cpu"), **self._held()}
 
     def _held(self) -> dict[str, torch.Tensor]:
         sides = {
@@ -339,37 +324,10 @@ class LayerCache:
         return held
 
     def restore(self, held: Mapping[str, torch.Tensor]) -> None:
-        """Hold what `snapshot` gave, in an arena as large; the layer is empty, and `held` on any device.
-
-        Raises:
-            ValueError: If `held` has other tensors than a layer of this form.
-        """
+        """See `LayerState`."""
         num_groups, window_rows, self.num_quantized, self.window_len = held["sizes"].tolist()
-        self._allocate(num_groups, window_rows)
-        mine = self._held()
-        if mine.keys() | {"sizes"} != held.keys():
-            raise ValueError(f"layer {self.layer} has {sorted(mine)} and was given {sorted(held)}")
-        for name, tensor in mine.items():
-            copy_exactly(tensor, held[name], f"{name} of layer {self.layer}")
-
-
-def copy_exactly(new: torch.Tensor, old: torch.Tensor, name: str) -> None:
-    """Copy a tensor of the same shape and dtype.
-
-    Raises:
-        ValueError: If it has another.
-    """
-    if (new.shape, new.dtype) != (old.shape, old.dtype):
-        raise ValueError(f"{name} is {old.dtype} {tuple(old.shape)}: expected {new.dtype} {tuple(new.shape)}")
-    new.copy_(old)
-
-
-def _copy_rows(new: torch.Tensor, old: torch.Tensor) -> None:
-    """Copy the rows of tokens that both have; what has none, whole."""
-    if new.dim() == 4:
-        rows = min(new.shape[2], old.shape[2])
-        new, old = new.narrow(2, 0, rows), old.narrow(2, 0, rows)
-    new.copy_(old)
+        self._resize(num_groups, window_rows)
+        restore_exactly(self._held(), held, f"layer {self.layer}")
 
 
 def grown_rows(rows: int, config: SpecacheConfig, resident: bool) -> int:

@@ -144,3 +144,77 @@ class Layout:
         """Write the codes of groups from number `group` on, and what is of the sequence, to an arena's planes."""
         for plane, form, rows in zip(planes, self._forms[kind], new, strict=True):
             plane.narrow(2, 0 if form.of_sequence else group * form.rows, rows.shape[2]).copy_(rows)
+
+
+class Arena:
+    """The device memory of one layer, exchanged for larger one as the layer grows.
+
+    Args:
+        quantizer: See `Layout`.
+        shape: See `Layout`.
+        batch: See `Layout`.
+        dtype: See `Layout`.
+        device: Where it is.
+        sink_tokens: See `Layout`.
+
+    Attributes:
+        layout: Where its tensors are.
+        tensors: All of them; another object when they lie elsewhere.
+    """
+
+    def __init__(
+        self,
+        quantizer: Quantizer,
+        shape: LayerShape,
+        batch: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        sink_tokens: int = 0,
+    ) -> None:
+        self.quantizer, self.shape, self.batch, self.dtype, self.device = (
+            quantizer,
+            shape,
+            batch,
+            dtype,
+            device,
+        )
+        self.sink_tokens = sink_tokens
+        self.layout, self.tensors = self._allocate(0, 0)
+
+    def _allocate(self, num_groups: int, window_rows: int) -> tuple[Layout, LayerTensors]:
+        layout = Layout(
+            self.quantizer,
+            self.shape,
+            self.batch,
+            self.dtype,
+            num_groups=num_groups,
+            window_rows=window_rows,
+            sink_tokens=self.sink_tokens,
+        )
+        # No inference tensor, whoever asks first: it is written in any mode.
+        with torch.inference_mode(False):
+            memory = torch.empty(layout.nbytes, dtype=torch.uint8, device=self.device)
+            return layout, layout.tensors(memory)
+
+    def resize(self, num_groups: int, window_rows: int) -> None:
+        """Have so much room, and in it what both have rows for."""
+        before = self.tensors
+        self.layout, self.tensors = self._allocate(num_groups, window_rows)
+        for new, old in zip(self.tensors.all, before.all, strict=True):
+            _copy_rows(new, old)
+
+    def take(self, source: Arena, rows: torch.Tensor) -> None:
+        """Hold what `source` holds, of its batch rows `rows`, int64 `[batch]`; `source` may be this arena itself."""
+        before = source.tensors
+        if source is not self:
+            self.layout, self.tensors = self._allocate(source.layout.num_groups, source.layout.window_rows)
+        for new, old in zip(self.tensors.all, before.all, strict=True):
+            new.copy_(old.index_select(0, rows))
+
+
+def _copy_rows(new: torch.Tensor, old: torch.Tensor) -> None:
+    """Copy the rows of tokens that both have; what has none, whole."""
+    if new.dim() == 4:
+        rows = min(new.shape[2], old.shape[2])
+        new, old = new.narrow(2, 0, rows), old.narrow(2, 0, rows)
+    new.copy_(old)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from specache_fx.errors import UnsupportedGraphError
@@ -98,3 +100,23 @@ def lane_bias(rows: list[torch.Tensor | None], kv_len: int, independent: bool) -
             seen = min(row.shape[-1], kv_len + lane + 1)
             out[lane, ..., :seen] = row[..., :seen]
     return out
+
+
+@dataclass(frozen=True)
+class WindowMask:
+    """What a model's mask says of a window's pairs and, last, of the token's own.
+
+    Attributes:
+        width: Pairs that it covers, the token's own included.
+        seen: bool `[batch, width]`, True where the token may look; None: everywhere.
+        bias: Added to the scores, `[batch or 1, num_heads or 1, width]`; None where nothing is.
+    """
+
+    width: int
+    seen: torch.Tensor | None
+    bias: torch.Tensor | None
+
+    @classmethod
+    def of(cls, row: torch.Tensor, batch: int) -> WindowMask:
+        """Read the newest query's row of a mask, see `split_row`."""
+        return cls(row.shape[-1], *split_row(row, batch))

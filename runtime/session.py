@@ -22,7 +22,8 @@ from specache_fx.runtime.host_cache import HostCache, resolve_host
 from specache_fx.runtime.kernels import choose_kernel
 from specache_fx.runtime.key_mask import KeyMask
 from specache_fx.runtime.layer_cache import LayerCache
-from specache_fx.runtime.layout import LayerShape
+from specache_fx.runtime.layer_state import LayerState
+from specache_fx.runtime.layout import Arena, LayerShape
 from specache_fx.runtime.metrics import Metrics
 from specache_fx.runtime.quant import make_quantizer
 from specache_fx.runtime.select import make_selector, select_topk
@@ -62,7 +63,8 @@ class Session:
         self.masks_move = False  # the model's masks hide more than the padding, now or soon
         self.metrics = Metrics(device, keep_steps=config.track_hit_rates == "steps")
         # The tiers; a layer's codes are on the device, in the layer.
-        self.layers: list[LayerCache | WindowCache] = []
+        self.layers: list[LayerState] = []
+        self.tiered: dict[int, LayerCache] = {}  # those whose pairs are selected, by index
         self.host: HostCache | None = None
         self.engine: CopyEngine | None = None
         self.quantizer = make_quantizer(config)
@@ -104,27 +106,22 @@ class Session:
                 self.engine.wait(
                     layer
                 )  # allocates the staging: a session's device bytes are there from the start
-        self.layers = [
-            LayerCache(
-                self.config,
-                self.quantizer,
-                shape,
-                batch,
-                self.dtype,
-                self.device,
-                self.host,
-                i,
-                self.key_mask,
-                i not in self._tiered,
-            )
-            if shape.window is None
-            else WindowCache(shape.window)
-            for i, shape in enumerate(self.shapes)
-        ]
+        self.layers = [self._make_layer(i, batch) for i in range(len(self.shapes))]
         config = self.config
         usual = self.select_pairs is select_topk and config.lookahead != "none" and not config.sink_tokens
         if self._tiered and usual:
             self.table.open(self.kernel, self.quantizer, self.engine)
+
+    def _make_layer(self, layer: int, batch: int) -> LayerState:
+        shape, exact = self.shapes[layer], layer not in self._tiered
+        sinks = 0 if exact else self.config.sink_tokens
+        arena = Arena(self.quantizer, shape, batch, self.dtype, self.device, sinks)
+        if shape.window is not None:
+            return WindowCache(arena, shape.window)
+        cache = LayerCache(self.config, arena, self.host, layer, self.key_mask, exact)
+        if not exact:
+            self.tiered[layer] = cache
+        return cache
 
     # Prefill and extend -------------------------------------------------------------------------------------------
 
@@ -147,7 +144,7 @@ class Session:
                 added to scores. It tells the padding.
             kv_len: Tokens that the layer has had, where these are what is left of them: of a cache that is taken over,
                 and `key_mask` knows its padding already.
-            hold: See `LayerCache.append`.
+            hold: See `LayerState.append`.
 
         Raises:
             HostMemoryError: If the host tier can't take them.
@@ -158,12 +155,7 @@ class Session:
         if kv_len is None and layer in self._global:
             take = self.key_mask.read if layer == self._global[0] else self.key_mask.widen
             take(mask, key.shape[0])
-        cache = self.layers[layer]
-        if isinstance(cache, LayerCache):
-            cache.append(key, value, hold)
-        else:
-            cache.append(key, value)
-            cache.kv_len = cache.kv_len if kv_len is None else kv_len
+        self.layers[layer].append(key, value, hold, kv_len)
 
     def load(self, layer: int, kv_len: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """A layer's history at 16 bits, or what it was at an earlier length: fresh tensors.
@@ -199,8 +191,7 @@ class Session:
                 " over from a step that failed, or was padded by hand, can't be continued: start from the prompt."
             )
         for layer in self.layers:  # all can go back, or none does
-            if isinstance(layer, WindowCache):
-                layer.check_truncate(kv_len)
+            layer.check_truncate(kv_len)
         for i, layer in enumerate(self.layers):
             if self.engine is not None and i in self._tiered:
                 self.engine.reset(i)
@@ -217,7 +208,7 @@ class Session:
         if self.engine is not None:
             self.engine.reorder(index)
         for layer in self.layers:
-            _take(layer, layer, index)
+            layer.take(layer, index)
         self._take_rows(self, index)
 
     def fork(self, rows: Sequence[int]) -> Session:
@@ -231,7 +222,7 @@ class Session:
         try:
             twin._open(len(rows), self.kv_len)
             for mine, theirs in zip(twin.layers, self.layers, strict=True):
-                _take(mine, theirs, index)
+                mine.take(theirs, index)
         except BaseException:
             twin.close()
             raise
@@ -298,17 +289,6 @@ class Session:
         """What the ops of a graph know the session by."""
         return self.table.state
 
-    @property
-    def tiered(self) -> dict[int, LayerCache]:
-        """The layers whose pairs are selected, by index."""
-        return {i: self.tiered_cache(i) for i in self._tiered}
-
-    def tiered_cache(self, layer: int) -> LayerCache:
-        """One of `tiered`."""
-        cache = self.layers[layer]
-        assert isinstance(cache, LayerCache)
-        return cache
-
     # Size -----------------------------------------------------------------------------------------------------------
 
     @property
@@ -359,15 +339,5 @@ class Session:
             self.engine.close()
         if self.host is not None:
             self.host.close()
-        self.layers, self.host, self.engine = [], None, None
+        self.layers, self.tiered, self.host, self.engine = [], {}, None, None
         self.key_mask = KeyMask()
-
-
-def _take(mine: LayerCache | WindowCache, theirs: LayerCache | WindowCache, rows: torch.Tensor) -> None:
-    """Let a layer hold what the same layer of another session (or it itself) does, of batch rows `rows`."""
-    if isinstance(mine, WindowCache):
-        assert isinstance(theirs, WindowCache)
-        mine.take(theirs, rows)
-    else:
-        assert isinstance(theirs, LayerCache)
-        mine.take(theirs, rows)

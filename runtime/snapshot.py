@@ -1,7 +1,7 @@
 """What a session holds, as named tensors: taken from one session, put into another, nothing computed anew.
 
-Names are `mask`, `tokens`, `speculative`, `guessed`, and for layer i `i.NAME`: `NAME` is of `LayerCache.snapshot` or
-`WindowCache.snapshot`, `host.N` (rows on the host, block by block), or `staged` (tokens in the slots).
+Names are `mask`, `tokens`, `speculative`, `guessed`, and for layer i `i.NAME`: `NAME` is of `LayerState.snapshot`,
+`host.N` (rows on the host, block by block), or `staged` (tokens in the slots).
 """
 
 from __future__ import annotations
@@ -13,10 +13,8 @@ from typing import Any
 import torch
 
 from specache_fx.config import SpecacheConfig
-from specache_fx.runtime.layer_cache import LayerCache
 from specache_fx.runtime.layout import LayerShape
 from specache_fx.runtime.session import Session
-from specache_fx.runtime.window_cache import WindowCache
 
 # Options that decide what is held of a cache of some length, and options that decide what was speculated and staged.
 HELD_OPTIONS = (
@@ -95,15 +93,11 @@ def snapshot(session: Session) -> dict[str, torch.Tensor]:
     held = {name: tensor for name, tensor in found.items() if tensor is not None}
     for i, layer in enumerate(session.layers):
         held |= {f"{i}.{name}": tensor for name, tensor in layer.snapshot().items()}
-        if session.host is not None and _is_tiered(layer):
+        if session.host is not None and i in session.tiered:
             held |= {f"{i}.host.{n}": part for n, part in enumerate(session.host.parts(i))}
-        if session.engine is not None and _is_tiered(layer) and session.staged_for == session.kv_len:
+        if session.engine is not None and i in session.tiered and session.staged_for == session.kv_len:
             held[f"{i}.staged"] = session.engine.wait(i)[1]
     return held
-
-
-def _is_tiered(layer: LayerCache | WindowCache) -> bool:
-    return isinstance(layer, LayerCache) and not layer.resident
 
 
 def restore(session: Session, head: SessionHead, held: Mapping[str, torch.Tensor]) -> None:
@@ -132,20 +126,9 @@ def restore(session: Session, head: SessionHead, held: Mapping[str, torch.Tensor
         mine = {name.partition(".")[2]: held[name] for name in held if name.startswith(f"{i}.")}
         mine.pop("staged", None)
         parts = [mine.pop(name) for name in [f"host.{n}" for n in range(len(mine))] if name in mine]
-        if not isinstance(layer, LayerCache):
-            _check_window(mine, session, i)
-            layer.restore(mine, device)
-            continue
         layer.restore(mine)
-        if session.host is not None and _is_tiered(layer):
-            session.host.fill(i, parts)
-            if session.host.length(i) != layer.num_quantized:
-                raise ValueError(
-                    f"layer {i} has {session.host.length(i)} of {layer.num_quantized} rows on the host"
-                )
-        for name in ("sink_tokens", "staged"):
-            if (tokens := held.get(f"{i}.{name}")) is not None and tokens.numel():
-                _check_tokens(tokens, layer.num_quantized, f"{name} of layer {i}")
+        if i in session.tiered:
+            _restore_rows(session, i, parts, held)
     if session.stored_length() != head.kv_len:
         raise ValueError(f"its layers have {session.stored_length()} tokens, and not {head.kv_len}")
     session.kv_len, session.masks_move = head.kv_len, head.masks_move
@@ -155,29 +138,31 @@ def restore(session: Session, head: SessionHead, held: Mapping[str, torch.Tensor
         _look_ahead(session, held)
 
 
+def _restore_rows(
+    session: Session, layer: int, parts: list[torch.Tensor], held: Mapping[str, torch.Tensor]
+) -> None:
+    """Fill a layer's host tier, and check that it has all rows that will be asked for."""
+    num_quantized = session.tiered[layer].num_quantized
+    if session.host is not None:
+        session.host.fill(layer, parts)
+        if (length := session.host.length(layer)) != num_quantized:
+            raise ValueError(f"layer {layer} has {length} of {num_quantized} rows on the host")
+    for name in ("sink_tokens", "staged"):
+        if (tokens := held.get(f"{layer}.{name}")) is not None and tokens.numel():
+            _check_tokens(tokens, num_quantized, f"{name} of layer {layer}")
+
+
 def _check_tokens(tokens: torch.Tensor, num_quantized: int, name: str) -> None:
     """Kernels read the rows of these without asking."""
     if int(tokens.min()) < -1 or int(tokens.max()) >= num_quantized:
         raise ValueError(f"{name} names tokens that are not quantised")
 
 
-def _check_window(mine: Mapping[str, torch.Tensor], session: Session, layer: int) -> None:
-    shape = session.shapes[layer]
-    for name, dim in (("key", shape.key_dim), ("value", shape.value_dim)):
-        found, rows = mine[name], int(mine["sizes"][1])
-        expected = session.batch, shape.num_kv_heads, rows, dim
-        if tuple(found.shape) != expected or found.dtype != session.dtype:
-            raise ValueError(
-                f"{name} of layer {layer} is {found.dtype} {tuple(found.shape)}: expected {expected}"
-            )
-
-
 def _look_ahead(session: Session, held: Mapping[str, torch.Tensor]) -> None:
     """Stage the pairs that were staged, from the host's rows: they are the same to the bit."""
     if session.engine is not None:
-        for i, layer in enumerate(session.layers):
-            if _is_tiered(layer):
-                session.engine.prefetch(i, held[f"{i}.staged"].to(session.device))
+        for i in session.tiered:
+            session.engine.prefetch(i, held[f"{i}.staged"].to(session.device))
     for name, token in (("speculative", "speculative_token"), ("guessed", "guessed_token")):
         if name in held:
             setattr(session, token, held[name].to(session.device, copy=True))

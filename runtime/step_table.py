@@ -8,6 +8,7 @@ tensors are, once for each arena, and how long they are, once a step. The operat
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -156,7 +157,7 @@ class StepTable:
             at.of, (step.key_mask, step.shares, step.missed)
         )
         session.counts = None if step.counts is None else step.counts.data_ptr()
-        most = max(cache.batch * cache.shape.num_kv_heads for cache in layers.values())
+        most = max(math.prod(cache.tensors.window[0].shape[:2]) for cache in layers.values())
         session.scores = self._room_for_scores(step.scored_lanes * most * (kv_len + 1))
         self._kept = at, step
 

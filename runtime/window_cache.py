@@ -3,53 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from typing import Self
 
 import torch
 
 from specache_fx.errors import CacheHandleError, UnsupportedGraphError
-from specache_fx.runtime.masks import split_row
+from specache_fx.runtime.kernels import DecodeInputs
+from specache_fx.runtime.layer_state import Lanes, LayerStep, restore_exactly
+from specache_fx.runtime.layout import Arena
+from specache_fx.runtime.masks import WindowMask
 
 _GROW_ROWS = 64
-
-
-@dataclass(frozen=True)
-class WindowMask:
-    """What a model's mask says of a window's pairs and, last, of the token's own.
-
-    Attributes:
-        width: Pairs that it covers, the token's own included.
-        seen: bool `[batch, width]`, True where the token may look; None: everywhere.
-        bias: Added to the scores, `[batch or 1, num_heads or 1, width]`; None where nothing is.
-    """
-
-    width: int
-    seen: torch.Tensor | None
-    bias: torch.Tensor | None
-
-    @classmethod
-    def of(cls, row: torch.Tensor, batch: int) -> WindowMask:
-        """Read the newest query's row of a mask, see `split_row`."""
-        return cls(row.shape[-1], *split_row(row, batch))
 
 
 class WindowCache:
     """The newest `window - 1` keys and values of a layer (a sliding window, or the chunk that is being written).
 
     With the query's own pair these are all that the model itself keeps. Nothing is quantised, offloaded or selected.
-    The buffer has an eighth more rows: pairs move to its front when it is full, and not with every token, and the last
+    The arena has an eighth more rows: pairs move to its front when it is full, and not with every token, and the last
     token can be taken back (`truncate`).
 
     Args:
+        arena: The layer's memory, empty.
         window: Tokens that a query reaches, its own included.
+
+    Attributes:
+        kv_len: See `LayerState`.
     """
 
-    def __init__(self, window: int) -> None:
+    is_exact = True
+
+    def __init__(self, arena: Arena, window: int) -> None:
         self.window_size = window - 1
         self.kv_len = 0
+        self._arena = arena
         self._filled = 0
-        self._key = torch.empty(0, device="cpu")
-        self._value = torch.empty(0, device="cpu")
 
     @property
     def held(self) -> int:
@@ -59,68 +47,76 @@ class WindowCache:
     @property
     def device_bytes(self) -> int:
         """Bytes on the device."""
-        return self._key.untyped_storage().nbytes() + self._value.untyped_storage().nbytes()
+        return self._arena.layout.nbytes
 
     def window(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The newest pairs in order, `[batch, num_kv_heads, held, dim]` each; views, no copy."""
-        rows = slice(self._filled - self.held, self._filled)
-        return self._key[:, :, rows], self._value[:, :, rows]
+        return self._rows(self._filled - self.held, self._filled)
+
+    def _rows(self, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
+        key, value = self._arena.tensors.window
+        return key[:, :, start:stop], value[:, :, start:stop]
+
+    def inputs(self, lanes: Lanes, step: LayerStep) -> DecodeInputs:
+        """See `LayerState`: no codes, nothing staged."""
+        visible, bias = self.masked(step.window_masks, lanes.independent)
+        return DecodeInputs(
+            query=lanes.query,
+            key=lanes.key,
+            value=lanes.value,
+            quantizer=self._arena.quantizer,
+            key_planes=(),
+            value_planes=(),
+            num_quantized=0,
+            window_rows=self.window(),
+            window_len=self.held,
+            staged_rows=None,
+            staged_indices=None,
+            key_mask=None,
+            scale=lanes.scale,
+            independent_lanes=lanes.independent,
+            visible=visible,
+            softcap=lanes.softcap,
+            bias=bias,
+            sinks=lanes.sinks,
+            expand=lanes.expand,
+            scored_lanes=0,
+        )
 
     def history(self, kv_len: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """What the model would have as its past now, or had at an earlier length: fresh tensors.
-
-        Raises:
-            CacheHandleError: If it would need pairs that have left the window.
-        """
+        """See `LayerState`."""
         kv_len = self.kv_len if kv_len is None else kv_len
         self.check_truncate(kv_len)
         end = self._filled - (self.kv_len - kv_len)
-        rows = slice(end - min(kv_len, self.window_size), end)
-        return self._key[:, :, rows].clone(), self._value[:, :, rows].clone()
+        key, value = self._rows(end - min(kv_len, self.window_size), end)
+        return key.clone(), value.clone()
 
-    def append(self, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Append new pairs: a prompt, a chunk, or one decoded token.
-
-        Args:
-            key: `[batch, num_kv_heads, q_len, key_dim]`.
-            value: `[batch, num_kv_heads, q_len, value_dim]`.
-        """
+    def append(
+        self, key: torch.Tensor, value: torch.Tensor, hold: bool = False, kv_len: int | None = None
+    ) -> None:
+        """See `LayerState`."""
         q_len = key.shape[2]
-        self.kv_len += q_len
         new_len = min(q_len, self.window_size)
-        most = buffer_rows(self.window_size)
-        if self._filled + new_len > most:
+        if self._filled + new_len > buffer_rows(self.window_size):
             # One token leaves the whole window before it in place, for `truncate`; of several, only what is needed.
             self._compact(self.window_size if q_len == 1 else self.window_size - new_len)
-        needed = self._filled + new_len
-        if self._key.dim() != 4 or self._key.shape[2] < needed:
-            room = needed
-            if self._key.dim() == 4:  # a prompt takes exactly what it needs
-                room = max(needed, grown_rows(self._key.shape[2], self.window_size))
-            self._key, self._value = self._grown(self._key, key, room), self._grown(self._value, value, room)
-        self._key[:, :, self._filled : needed] = key[:, :, q_len - new_len :]
-        self._value[:, :, self._filled : needed] = value[:, :, q_len - new_len :]
+        needed, room = self._filled + new_len, self._arena.layout.window_rows
+        if room < needed:  # a prompt takes exactly what it needs
+            self._arena.resize(0, max(needed, grown_rows(room, self.window_size)) if self.kv_len else needed)
+        for rows, side in zip(self._rows(self._filled, needed), (key, value), strict=True):
+            rows.copy_(side[:, :, q_len - new_len :])
         self._filled = needed
+        self.kv_len = self.kv_len + q_len if kv_len is None else kv_len
 
     def _compact(self, keep: int) -> None:
         """Move the newest pairs to the front."""
-        for buffer in (self._key, self._value):
-            buffer[:, :, :keep] = buffer[:, :, self._filled - keep : self._filled].clone()
+        newest = self._rows(self._filled - keep, self._filled)
+        for rows, side in zip(self._rows(0, keep), newest, strict=True):
+            rows.copy_(side.clone())
         self._filled = keep
 
-    def _grown(self, old: torch.Tensor, like: torch.Tensor, room: int) -> torch.Tensor:
-        batch, heads, _, dim = like.shape
-        buffer = like.new_empty((batch, heads, room, dim))
-        if self._filled:
-            buffer[:, :, : self._filled] = old[:, :, : self._filled]
-        return buffer
-
     def check_truncate(self, kv_len: int) -> None:
-        """Make sure that `truncate` can be served.
-
-        Raises:
-            CacheHandleError: If it would need pairs that have left the window.
-        """
+        """See `LayerState`."""
         if min(kv_len, self.window_size) > self._filled - max(0, self.kv_len - kv_len):
             raise CacheHandleError(
                 f"The KV cache can't go back from {self.kv_len} tokens to {kv_len}: a layer with a window of"
@@ -129,40 +125,30 @@ class WindowCache:
             )
 
     def truncate(self, kv_len: int) -> None:
-        """Keep the first `kv_len` tokens (crop, or undoing a step that failed midway); see `check_truncate`."""
+        """See `LayerState`."""
         self.check_truncate(kv_len)
         if kv_len < self.kv_len:
             self._filled -= self.kv_len - kv_len
             self.kv_len = kv_len
 
-    def take(self, source: WindowCache, rows: torch.Tensor) -> None:
-        """Hold what `source` holds, of its batch rows `rows`: a reordering of this cache, or a copy of another.
-
-        Args:
-            source: This cache itself, or the cache of the same layer in another session.
-            rows: int64, on the device: row i becomes a copy of the source's row `rows[i]`.
-        """
-        self._key = source._key.index_select(0, rows)
-        self._value = source._value.index_select(0, rows)
+    def take(self, source: Self, rows: torch.Tensor) -> None:
+        """See `LayerState`."""
+        self._arena.take(source._arena, rows)
         self._filled, self.kv_len = source._filled, source.kv_len
 
     def snapshot(self) -> dict[str, torch.Tensor]:
-        """What the layer holds, by name: views, and `sizes`, int64 `[3]`: rows of the buffer, filled ones, tokens."""
-        filled = {
-            name: side[:, :, : self._filled] for name, side in (("key", self._key), ("value", self._value))
-        }
-        return {"sizes": torch.tensor([self._key.shape[2], self._filled, self.kv_len]), **filled}
+        """See `LayerState`; `sizes`: rows of the arena, filled ones, tokens."""
+        sizes = self._arena.layout.window_rows, self._filled, self.kv_len
+        return {"sizes": torch.tensor(sizes, device="cpu"), **self._held()}
 
-    def restore(self, held: Mapping[str, torch.Tensor], device: torch.device) -> None:
-        """Hold what `snapshot` gave, on `device`, in a buffer as large; the layer is empty."""
+    def _held(self) -> dict[str, torch.Tensor]:
+        return dict(zip(("key", "value"), self._rows(0, self._filled), strict=True))
+
+    def restore(self, held: Mapping[str, torch.Tensor]) -> None:
+        """See `LayerState`."""
         room, self._filled, self.kv_len = held["sizes"].tolist()
-        with torch.inference_mode(False):
-            self._key, self._value = (
-                held[name].new_empty((*held[name].shape[:2], room, held[name].shape[3]), device=device)
-                for name in ("key", "value")
-            )
-        self._key[:, :, : self._filled] = held["key"]
-        self._value[:, :, : self._filled] = held["value"]
+        self._arena.resize(0, room)
+        restore_exactly(self._held(), held, f"a layer with a window of {self.window_size + 1}")
 
     def masked(
         self, masks: Sequence[WindowMask | None], independent: bool
@@ -193,7 +179,9 @@ class WindowCache:
         seen = [None if mask is None else mask.seen for mask in masks]
         visible = None
         if len(masks) > 1 or seen[0] is not None:
-            empty = torch.zeros(len(masks), self._key.shape[0], 0, dtype=torch.bool, device=self._key.device)
+            empty = self._arena.tensors.window[0].new_zeros(
+                (len(masks), self._arena.batch, 0), dtype=torch.bool
+            )
             visible = self._by_lane(seen, empty, True, independent)
         biases = [None if mask is None else mask.bias for mask in masks]
         known = [bias for bias in biases if bias is not None]

@@ -22,9 +22,9 @@ from specache_fx.progress import announced
 from specache_fx.runners import assemble, inference, layer_shapes, overriding, resolve
 from specache_fx.runtime import claims, registry
 from specache_fx.runtime.decode_step import DecodeStep
+from specache_fx.runtime.masks import WindowMask
 from specache_fx.runtime.session import Session
 from specache_fx.runtime.tracing import span
-from specache_fx.runtime.window_cache import WindowMask
 from specache_fx.step_masks import read_masks, step_biases
 
 logger = logging.getLogger(__name__)

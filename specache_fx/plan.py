@@ -125,18 +125,18 @@ def plan(
     staged = batch * num_kv_heads * _staging_bytes(config, host_dim, kv_dtype)
     resident = min(config.resident_layers, layers - window_layers)
     tiered = layers - window_layers - resident
-    kept = window_layers * batch * num_kv_heads * (head_dim + value_dim) * dtype_bytes
     rows = min(context, window - 1) if window is not None else 0
     rows_peak = grown_rows(rows, window - 1) if window is not None else 0
     now = arena(num_groups, context - num_quantized, sinks)
     peak = arena(num_groups + max(1, num_groups // 8), grown_layer_rows(0, config, resident=False), sinks)
     all_here, all_here_peak = arena(0, context), arena(0, grown_layer_rows(context, config, resident=True))
     pairs = batch * num_kv_heads * (head_dim + value_dim) * dtype_bytes
+    windows, windows_peak = window_layers * arena(0, rows), window_layers * arena(0, rows_peak)
     return MemoryPlan(
-        device_bytes=tiered * (now + staged) + resident * all_here + kept * rows,
-        device_bytes_peak=tiered * (peak + staged) + resident * all_here_peak + kept * rows_peak,
+        device_bytes=tiered * (now + staged) + resident * all_here + windows,
+        device_bytes_peak=tiered * (peak + staged) + resident * all_here_peak + windows_peak,
         host_bytes=tiered * batch * num_kv_heads * host_tokens * host_dim * dtype_bytes,
-        full_bytes=(tiered + resident) * pairs * context + kept * rows,
+        full_bytes=(tiered + resident) * pairs * context + window_layers * pairs * rows,
     )
 
 

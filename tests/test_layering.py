@@ -45,12 +45,13 @@ RANKS: tuple[tuple[str, ...], ...] = (
     ("specache_fx.runtime.registry", "specache_fx.runtime.decode_step"),
     ("specache_fx.runtime.snapshot",),
     ("specache_fx.runtime.session",),
-    ("specache_fx.runtime.decode_inputs", "specache_fx.runtime.step_table"),
+    ("specache_fx.runtime.step_table",),
     (
         "specache_fx.runtime.layer_cache",
         "specache_fx.runtime.window_cache",
         "specache_fx.runtime.copy_engine",
     ),
+    ("specache_fx.runtime.layer_state",),
     (
         "specache_fx.runtime.copy_job",
         "specache_fx.runtime.device_copy",

@@ -18,6 +18,8 @@ from torch import Tensor
 import specache_fx
 from specache_fx.config import SpecacheConfig
 from specache_fx.runtime import registry
+from specache_fx.runtime.layout import Arena, LayerShape
+from specache_fx.runtime.quant import make_quantizer
 from specache_fx.runtime.window_cache import WindowCache, buffer_rows
 
 EXACT = {"rtol": 2e-4, "atol": 2e-4}
@@ -100,7 +102,9 @@ def test_window_cache_holds_the_newest_pairs_and_takes_the_last_token_back(
     window: int, sizes: list[int], seed: int
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
-    cache, key, value = WindowCache(window), torch.empty(2, 3, 0, 4), torch.empty(2, 3, 0, 5)
+    quantizer = make_quantizer(SpecacheConfig(bits=2))
+    arena = Arena(quantizer, LayerShape(3, 4, 5, window), 2, torch.float32, torch.device("cpu"))
+    cache, key, value = WindowCache(arena, window), torch.empty(2, 3, 0, 4), torch.empty(2, 3, 0, 5)
     for q_len in sizes:
         new_key, new_value = (torch.randn(2, 3, q_len, dim, generator=generator) for dim in (4, 5))
         for again in (True, False):
@@ -115,7 +119,8 @@ def test_window_cache_holds_the_newest_pairs_and_takes_the_last_token_back(
         assert cache.kv_len == key.shape[2]
         for held, all_of_it in zip(cache.window(), (key, value), strict=True):
             assert torch.equal(held, all_of_it[:, :, -(window - 1) :])
-        assert cache.device_bytes <= buffer_rows(window - 1) * 2 * 3 * 9 * 4
+        lines = 2 * 63  # keys and values each end with a cache line
+        assert cache.device_bytes <= buffer_rows(window - 1) * 2 * 3 * 9 * 4 + lines
 
 
 # Crop, several turns, handles -----------------------------------------------------------------------------------

@@ -408,7 +408,7 @@ def test_what_the_graph_fails_with_comes_out_as_it_is() -> None:
 def test_a_host_that_takes_no_more_leaves_the_step_to_be_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     pair = twins(tokens=40)
     session = pair.sessions[1]
-    cache = session.tiered_cache(0)
+    cache = session.tiered[0]
     while cache.num_quantized_at(session.kv_len + 1) == cache.num_quantized:
         pair.step()
 

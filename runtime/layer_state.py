@@ -1,0 +1,146 @@
+"""`LayerState`: what a session asks of a layer's cache, whatever that keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol, Self
+
+import torch
+
+from specache_fx.runtime.kernels import DecodeInputs, Expand
+from specache_fx.runtime.masks import WindowMask
+
+
+@dataclass(slots=True)
+class Lanes:
+    """What the graph hands over, whatever the layer keeps; shapes as in `DecodeInputs`."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    scale: float
+    independent: bool
+    softcap: float | None
+    sinks: torch.Tensor | None
+    expand: Expand | None = None
+
+
+@dataclass(slots=True)
+class LayerStep:
+    """What else a step says of one layer.
+
+    Attributes:
+        staged: Rows that were prefetched, and their tokens; None where none were.
+        key_mask: Which tokens are real, bool `[batch, kv_len]`; None where all are.
+        bias: See `DecodeInputs`.
+        scored_lanes: See `DecodeInputs`.
+        window_masks: Of a layer that keeps a window: what the model hides, one a lane; None where it has no mask.
+    """
+
+    staged: tuple[torch.Tensor, torch.Tensor] | None
+    key_mask: torch.Tensor | None
+    bias: torch.Tensor | None
+    scored_lanes: int
+    window_masks: Sequence[WindowMask | None]
+
+
+class LayerState(Protocol):
+    """One layer's keys, `[batch, num_kv_heads, kv_len, key_dim]`, and values, `[..., value_dim]`.
+
+    Attributes:
+        is_exact: All of it is on the device at 16 bits: nothing is selected, fetched or waited for.
+    """
+
+    is_exact: bool
+
+    @property
+    def kv_len(self) -> int:
+        """Tokens that it has had, whether it keeps them or not."""
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes on the device."""
+
+    def append(
+        self, key: torch.Tensor, value: torch.Tensor, hold: bool = False, kv_len: int | None = None
+    ) -> None:
+        """Append new pairs: a prompt, a chunk, or one decoded token.
+
+        Args:
+            key: `[batch, num_kv_heads, q_len, key_dim]`.
+            value: `[batch, num_kv_heads, q_len, value_dim]`.
+            hold: Quantise nothing until the next append: what is padding is known then.
+            kv_len: Tokens afterwards, where these are what is left of more; by default so many more than before.
+
+        Raises:
+            HostMemoryError: If the host tier can't take what leaves the device.
+        """
+
+    def inputs(self, lanes: Lanes, step: LayerStep) -> DecodeInputs:
+        """What a kernel is given in a decode step."""
+
+    def history(self, kv_len: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the model would have as its past now, or had at an earlier length: fresh tensors.
+
+        Raises:
+            CacheHandleError: If it would need pairs that are gone.
+        """
+
+    def check_truncate(self, kv_len: int) -> None:
+        """Make sure that `truncate` can be served.
+
+        Raises:
+            CacheHandleError: If it would need pairs that are gone.
+        """
+
+    def truncate(self, kv_len: int) -> None:
+        """Keep the first `kv_len` tokens (crop, or undoing a step that failed midway)."""
+
+    def take(self, source: Self, rows: torch.Tensor) -> None:
+        """Hold what `source` holds, of its batch rows `rows`: a reordering of this cache, or a copy of another.
+
+        Args:
+            source: This cache itself, or the cache of the same layer in another session, with as many tokens.
+            rows: int64 `[batch]` on the device: row i becomes a copy of the source's row `rows[i]`. Of another
+                session's cache it may be any number of rows.
+
+        Raises:
+            HostMemoryError: If the host tier can't take a copy.
+        """
+
+    def snapshot(self) -> dict[str, torch.Tensor]:
+        """What is on the device, by name: views, and `sizes`, int64 on the CPU.
+
+        Memory that holds no token is left out: it may have belonged to something else.
+        """
+
+    def restore(self, held: Mapping[str, torch.Tensor]) -> None:
+        """Hold what `snapshot` gave, in an arena as large; the layer is empty, and `held` on any device.
+
+        Raises:
+            ValueError: If `held` has other tensors than a layer of this form.
+        """
+
+
+def copy_exactly(new: torch.Tensor, old: torch.Tensor, name: str) -> None:
+    """Copy a tensor of the same shape and dtype.
+
+    Raises:
+        ValueError: If it has another.
+    """
+    if (new.shape, new.dtype) != (old.shape, old.dtype):
+        raise ValueError(f"{name} is {old.dtype} {tuple(old.shape)}: expected {new.dtype} {tuple(new.shape)}")
+    new.copy_(old)
+
+
+def restore_exactly(mine: Mapping[str, torch.Tensor], held: Mapping[str, torch.Tensor], name: str) -> None:
+    """Copy what `LayerState.snapshot` gave, but for `sizes`, to a layer's own tensors.
+
+    Raises:
+        ValueError: If they are others.
+    """
+    if mine.keys() | {"sizes"} != held.keys():
+        raise ValueError(f"{name} has {sorted(mine)} and was given {sorted(held)}")
+    for part, tensor in mine.items():
+        copy_exactly(tensor, held[part], f"{part} of {name}")
