@@ -57,6 +57,11 @@ def fuse_layer_steps(gm: GraphModule, state: PassState) -> GraphModule:
     return finish(gm)
 
 
+def whole_layers(gm: GraphModule) -> tuple[int, ...]:
+    """The layers that one operator steps."""
+    return tuple(node.args[4] for node in gm.graph.nodes if node.target is _ops.layer_step.default)
+
+
 def _appends_own(_wait: Node, attention: Node, append: Node, *_: Node) -> bool:
     """Whether what is appended is lane 0's of what the attention got: that is what the one operator appends."""
     lane_0 = [(_aten.select.int, (side, 0, 0)) for side in attention.args[1:3]]

@@ -15,11 +15,10 @@ from dataclasses import dataclass, field
 import torch
 
 from specache_fx.runtime.kernels import Expand
-from specache_fx.runtime.layer_state import Lanes, LayerStep
+from specache_fx.runtime.layer_state import LayerCall
 from specache_fx.runtime.masks import WindowMask
 from specache_fx.runtime.select import AGGREGATIONS
 from specache_fx.runtime.session import Session
-from specache_fx.runtime.step_table import StepFacts
 
 _running: dict[int, DecodeStep] = {}  # by the number of its session, which runs one at a time
 
@@ -30,6 +29,7 @@ class DecodeStep:
 
     Attributes:
         session: Whose.
+        whole: Layers whose operators the graph calls as one, in C++ (`fuse_layer_steps`).
         predecoding: Nothing is kept of the token, and no pairs have been prefetched for it.
         biases: By layer that keeps all tokens, what the model adds to its scores: see `DecodeInputs.bias`.
         window_masks: By layer that keeps a window, its masks, one a lane, where the model has masks there; None for a
@@ -42,6 +42,7 @@ class DecodeStep:
 
     session: Session
     predecoding: bool = False
+    whole: tuple[int, ...] = ()
     biases: dict[int, torch.Tensor] = field(default_factory=dict)
     window_masks: dict[int, tuple[WindowMask | None, ...]] = field(default_factory=dict)
     expansions: dict[int, Expand] = field(default_factory=dict)
@@ -56,10 +57,10 @@ class DecodeStep:
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """While the graph runs: its ops find the step by the session's `state`."""
-        session, in_cpp = self.session, self.session.table.serves
+        session = self.session
         run: list[int] = []
         late = False
-        if in_cpp:
+        if self.whole:
             self._tell()
         _running[session.number] = self
         try:
@@ -69,29 +70,31 @@ class DecodeStep:
             raise
         finally:
             _running.pop(session.number, None)
-            if in_cpp:
+            if self.whole:
                 run, late = self._collect()
         if late:
             self._fill(run)
 
     def _tell(self) -> None:
         """Prepare for the layers that C++ runs."""
-        session, layers = self.session, self.session.tiered
+        session, layers = self.session, {i: self.session.tiered[i] for i in self.whole}
         assert session.engine is not None and session.batch is not None
         for cache in layers.values():
             cache.make_room()
-        num_quantized = next(iter(layers.values())).num_quantized
-        tracked = session.config.track_hit_rates and not self.predecoding and num_quantized
-        facts = StepFacts(
+        counted = session.config.track_hit_rates and not self.predecoding
+        session.table.tell(
+            layers,
+            session.engine,
             predecodes=self.predecoding,
             scored_lanes=2 if self._scores_both else 1,
             key_mask=session.key_mask.grow(session.kv_len),
             biases=self.biases,
             shares=self.shares,
             missed=self.missed,
-            counts=session.metrics.step_counts(session.batch) if tracked else None,
+            counts=session.metrics.step_counts(session.batch)
+            if counted and layers[self.whole[0]].num_quantized
+            else None,
         )
-        session.table.tell(layers, session.engine, facts)
 
     def _collect(self) -> tuple[list[int], bool]:
         """Note what C++ has run, also where the graph failed midway; see `StepTable.end`."""
@@ -156,10 +159,16 @@ class DecodeStep:
         """
         session = self.session
         cache = session.layers[layer]
-        expand = None if expansion is None else self.expansions[expansion]
-        lanes = Lanes(query, key, value, scale, self.predecoding, softcap, sinks, expand)
         selects = session.engine is not None and not cache.is_exact
-        step = LayerStep(
+        call = LayerCall(
+            query=query,
+            key=key,
+            value=value,
+            scale=scale,
+            independent=self.predecoding,
+            softcap=softcap,
+            sinks=sinks,
+            expand=None if expansion is None else self.expansions[expansion],
             staged=self._staged[layer] if staged and selects and not self.predecoding else None,
             key_mask=session.key_mask.grow(cache.kv_len),
             bias=self.biases.get(layer),
@@ -167,7 +176,7 @@ class DecodeStep:
             scored_lanes=0 if not selects else query.shape[0] if self._scores_both else 1,
             window_masks=self.window_masks.get(layer, (None,) * query.shape[0]),
         )
-        inputs = cache.inputs(lanes, step)
+        inputs = cache.inputs(call)
         out, scores = session.kernel.attention(inputs)
         if not selects:
             return out

@@ -11,7 +11,7 @@ from specache_fx.config import SpecacheConfig
 from specache_fx.runtime.host_cache import HostCache
 from specache_fx.runtime.kernels import DecodeInputs
 from specache_fx.runtime.key_mask import KeyMask
-from specache_fx.runtime.layer_state import Lanes, LayerStep, restore_exactly
+from specache_fx.runtime.layer_state import LayerCall, restore_exactly
 from specache_fx.runtime.layout import Arena, LayerTensors
 from specache_fx.runtime.quant import Planes, Quantizer
 from specache_fx.runtime.sink_rows import SinkRows
@@ -125,15 +125,15 @@ class LayerCache:
             key, value = self._arena.tensors.window
             self.append(key.narrow(2, 0, 0), value.narrow(2, 0, 0))
 
-    def inputs(self, lanes: Lanes, step: LayerStep) -> DecodeInputs:
+    def inputs(self, call: LayerCall) -> DecodeInputs:
         """See `LayerState`. The layer's sinks go to the kernel with the staged rows."""
-        staged = step.staged if self.sinks is None else self.sinks.staged(step.staged)
+        staged = call.staged if self.sinks is None else self.sinks.staged(call.staged)
         rows, indices = (None, None) if staged is None else staged
         key_planes, value_planes = self.planes
         return DecodeInputs(
-            query=lanes.query,
-            key=lanes.key,
-            value=lanes.value,
+            query=call.query,
+            key=call.key,
+            value=call.value,
             quantizer=self.quantizer,
             key_planes=key_planes,
             value_planes=value_planes,
@@ -142,15 +142,15 @@ class LayerCache:
             window_len=self.window_len,
             staged_rows=rows,
             staged_indices=indices,
-            key_mask=step.key_mask,
-            scale=lanes.scale,
-            independent_lanes=lanes.independent,
-            softcap=lanes.softcap,
-            bias=step.bias,
-            sinks=lanes.sinks,
-            expand=lanes.expand,
+            key_mask=call.key_mask,
+            scale=call.scale,
+            independent_lanes=call.independent,
+            softcap=call.softcap,
+            bias=call.bias,
+            sinks=call.sinks,
+            expand=call.expand,
             aggregation=self.config.aggregation,
-            scored_lanes=step.scored_lanes,
+            scored_lanes=call.scored_lanes,
         )
 
     def append(

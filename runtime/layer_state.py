@@ -12,9 +12,25 @@ from specache_fx.runtime.kernels import DecodeInputs, Expand
 from specache_fx.runtime.masks import WindowMask
 
 
-@dataclass(slots=True)
-class Lanes:
-    """What the graph hands over, whatever the layer keeps; shapes as in `DecodeInputs`."""
+@dataclass(slots=True, kw_only=True)
+class LayerCall:
+    """One attention of a step, whatever the layer keeps; shapes as in `DecodeInputs`.
+
+    Attributes:
+        query: See `DecodeInputs`, like all that is not named here.
+        key: The lanes' own.
+        value: The lanes' own.
+        scale: See `DecodeInputs`.
+        independent: `DecodeInputs.independent_lanes`.
+        softcap: See `DecodeInputs`.
+        sinks: See `DecodeInputs`.
+        expand: See `DecodeInputs`.
+        staged: Rows that were prefetched, and their tokens; None where none were.
+        key_mask: See `DecodeInputs`.
+        bias: See `DecodeInputs`.
+        scored_lanes: See `DecodeInputs`.
+        window_masks: Of a layer that keeps a window: what the model hides, one a lane; None where it has no mask.
+    """
 
     query: torch.Tensor
     key: torch.Tensor
@@ -23,21 +39,7 @@ class Lanes:
     independent: bool
     softcap: float | None
     sinks: torch.Tensor | None
-    expand: Expand | None = None
-
-
-@dataclass(slots=True)
-class LayerStep:
-    """What else a step says of one layer.
-
-    Attributes:
-        staged: Rows that were prefetched, and their tokens; None where none were.
-        key_mask: Which tokens are real, bool `[batch, kv_len]`; None where all are.
-        bias: See `DecodeInputs`.
-        scored_lanes: See `DecodeInputs`.
-        window_masks: Of a layer that keeps a window: what the model hides, one a lane; None where it has no mask.
-    """
-
+    expand: Expand | None
     staged: tuple[torch.Tensor, torch.Tensor] | None
     key_mask: torch.Tensor | None
     bias: torch.Tensor | None
@@ -77,7 +79,7 @@ class LayerState(Protocol):
             HostMemoryError: If the host tier can't take what leaves the device.
         """
 
-    def inputs(self, lanes: Lanes, step: LayerStep) -> DecodeInputs:
+    def inputs(self, call: LayerCall) -> DecodeInputs:
         """What a kernel is given in a decode step."""
 
     def history(self, kv_len: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:

@@ -72,7 +72,7 @@ class Session:
         self.select_pairs = make_selector(config)
         self._global = [i for i, shape in enumerate(shapes) if shape.window is None]
         # Of these, the ones whose older tokens leave the device: the first `resident_layers` keep all there.
-        self._tiered = self._global[config.resident_layers :]
+        self._tiered_layers = self._global[config.resident_layers :]
         # Lookahead.
         self.speculative_token: torch.Tensor | None = None  # what lane 1 decodes next
         # What it decoded last: a guess at the next output token.
@@ -96,24 +96,24 @@ class Session:
         if self.config.placement.offload:
             dims = self.config.placement.host_dims
             rows = [(shape.num_kv_heads, *dims(shape.key_dim, shape.value_dim)) for shape in self.shapes]
-            kept = [rows[i] for i in self._tiered]
+            kept = [rows[i] for i in self._tiered_layers]
             nbytes = HostCache.first_bytes(batch, kept, self.dtype, self.config.num_quantized(tokens))
             host = resolve_host(self.config.host, self.device, nbytes, self.config.host_dir)
             self.host = HostCache(batch, rows, self.dtype, host, self.config.host_dir)
         if self.host is not None and self.config.placement.prefetch:
             self.engine = CopyEngine(self.host, self.config.top_k, self.device)
-            for layer in self._tiered:
+            for layer in self._tiered_layers:
                 self.engine.wait(
                     layer
                 )  # allocates the staging: a session's device bytes are there from the start
         self.layers = [self._make_layer(i, batch) for i in range(len(self.shapes))]
         config = self.config
         usual = self.select_pairs is select_topk and config.lookahead != "none" and not config.sink_tokens
-        if self._tiered and usual:
+        if self._tiered_layers and usual:
             self.table.open(self.kernel, self.quantizer, self.engine)
 
     def _make_layer(self, layer: int, batch: int) -> LayerState:
-        shape, exact = self.shapes[layer], layer not in self._tiered
+        shape, exact = self.shapes[layer], layer not in self._tiered_layers
         sinks = 0 if exact else self.config.sink_tokens
         arena = Arena(self.quantizer, shape, batch, self.dtype, self.device, sinks)
         if shape.window is not None:
@@ -193,7 +193,7 @@ class Session:
         for layer in self.layers:  # all can go back, or none does
             layer.check_truncate(kv_len)
         for i, layer in enumerate(self.layers):
-            if self.engine is not None and i in self._tiered:
+            if self.engine is not None and i in self._tiered_layers:
                 self.engine.reset(i)
             layer.truncate(kv_len)
         self.key_mask.crop(kv_len)
@@ -294,7 +294,7 @@ class Session:
     @property
     def has_tiered_layers(self) -> bool:
         """Whether a layer is neither a window nor resident: only there is something quantised and selected."""
-        return bool(self._tiered)
+        return bool(self._tiered_layers)
 
     def handle_lengths(self) -> list[int]:
         """Tokens that each handle has, keys and values in turn, layer by layer."""
@@ -328,7 +328,7 @@ class Session:
     def settle(self) -> None:
         """Wait for the copies under way, so that what was counted is final."""
         if self.engine is not None:
-            for layer in self._tiered:
+            for layer in self._tiered_layers:
                 self.engine.wait(layer)
 
     def close(self) -> None:
@@ -340,4 +340,5 @@ class Session:
         if self.host is not None:
             self.host.close()
         self.layers, self.tiered, self.host, self.engine = [], {}, None, None
+        self.table.close()
         self.key_mask = KeyMask()

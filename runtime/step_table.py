@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import ctypes
 import math
+import weakref
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import torch
 
@@ -33,6 +33,8 @@ _PARTS = (("attention", "compute"), ("select", "compute"), ("append", "compute")
 # What C++ adds up, in the order of `CopyEngine.count_copies`.
 _COUNTS = ("fetched_rows", "fetched_bytes", "kept_rows", "kept_bytes", "copy_seconds")
 _WORD_BYTES = 8
+_NOT_TO_RUN, _TO_RUN, _HAS_RUN = range(3)  # `Status` of layer_step.h
+_NO_MEMORY = 1  # `Failure` of layer_step.h
 
 
 class SessionC(ctypes.Structure):
@@ -52,7 +54,7 @@ class LayerC(ctypes.Structure):
     """`SpecacheLayer` of layer_step.h."""
 
     _fields_ = (
-        ("has_run", _i64),
+        ("status", _i64),
         ("times", _f64 * (len(_PARTS) + 1)),
         ("inputs", InputsC),
         ("rows", copies.StageC),
@@ -63,29 +65,6 @@ def empty_state(num_layers: int) -> torch.Tensor:
     """The `state` of a session with so many layers, int64, of which nothing is known yet."""
     nbytes = ctypes.sizeof(SessionC) + num_layers * ctypes.sizeof(LayerC)
     return torch.zeros(nbytes // _WORD_BYTES, dtype=torch.int64, device="cpu")
-
-
-@dataclass(frozen=True)
-class StepFacts:
-    """What differs from step to step, but for lengths.
-
-    Attributes:
-        predecodes: See `DecodeStep.predecoding`.
-        scored_lanes: See `DecodeInputs`.
-        key_mask: See `DecodeInputs`.
-        biases: See `DecodeStep`.
-        shares: See `DecodeStep`.
-        missed: See `DecodeStep`.
-        counts: See `Metrics.step_counts`; None where nobody counts.
-    """
-
-    predecodes: bool
-    scored_lanes: int
-    key_mask: torch.Tensor | None
-    biases: Mapping[int, torch.Tensor]
-    shares: torch.Tensor | None
-    missed: torch.Tensor | None
-    counts: torch.Tensor | None
 
 
 class StepTable:
@@ -107,9 +86,9 @@ class StepTable:
         self._layers = (LayerC * num_layers).from_address(address + ctypes.sizeof(SessionC))
         self._session.number, self._session.num_quantized = number, -1
         self.serves = False
-        # By layer, the tensors that its addresses are of, and what keeps them.
-        self._described: dict[int, tuple[LayerTensors, Addresses]] = {}
-        self._scores = torch.empty(0)
+        # By layer, the tensors that its addresses are of. They are the layer's: a table keeps no memory of others.
+        self._described: dict[int, weakref.ref[LayerTensors]] = {}
+        self._scores = torch.empty(0, device="cpu")
         self._kept: tuple[object, ...] = ()  # what the step under way reads by address
 
     def open(self, kernel: Kernel, quantizer: Quantizer, engine: CopyEngine | None) -> None:
@@ -128,54 +107,70 @@ class StepTable:
         session.topk, session.overlap = functions
         self.serves = True
 
-    def tell(self, layers: Mapping[int, LayerCache], engine: CopyEngine, step: StepFacts) -> None:
+    def tell(
+        self,
+        layers: Mapping[int, LayerCache],
+        engine: CopyEngine,
+        *,
+        predecodes: bool,
+        scored_lanes: int,
+        key_mask: torch.Tensor | None,
+        biases: Mapping[int, torch.Tensor],
+        shares: torch.Tensor | None,
+        missed: torch.Tensor | None,
+        counts: torch.Tensor | None,
+    ) -> None:
         """Say what the next step is, before its graph runs.
 
         Args:
-            layers: The caches whose pairs are selected. They have one length, and room for one more pair.
+            layers: The caches that it steps. They have one length, and room for one more pair.
             engine: Has their slots.
-            step: The rest.
+            predecodes: See `DecodeStep.predecoding`.
+            scored_lanes: See `DecodeInputs`.
+            key_mask: See `DecodeInputs`.
+            biases: See `DecodeStep`.
+            shares: See `DecodeStep`.
+            missed: See `DecodeStep`.
+            counts: See `Metrics.step_counts`; None where nobody counts.
         """
         session, first = self._session, next(iter(layers.values()))
         at = Addresses()
         for i, cache in layers.items():
-            layer = self._layers[i]
-            layer.has_run = 0
-            if i not in self._described or self._described[i][0] is not cache.tensors:
+            described = self._described.get(i)
+            if described is None or described() is not cache.tensors:
                 self._describe(i, cache, engine)
             if session.num_quantized != cache.num_quantized:
                 engine.arguments(i)  # rows have come to the host
-            describe_bias(layer.inputs, at, step.biases.get(i))
+            describe_bias(self._layers[i].inputs, at, biases.get(i))
         num_quantized, kv_len = first.num_quantized, first.kv_len
         session.num_quantized, session.window_len = num_quantized, first.window_len
-        session.num_selectable = num_quantized if step.predecodes else first.num_quantized_at(kv_len + 1)
+        session.num_selectable = num_quantized if predecodes else first.num_quantized_at(kv_len + 1)
         # The rows of a group that this step pushes out of the window are not on the host yet.
         session.stages = session.num_selectable == num_quantized
-        session.predecodes, session.scored_lanes = step.predecodes, step.scored_lanes
+        session.predecodes, session.scored_lanes = predecodes, scored_lanes
         session.threads, session.is_timed, session.failed = torch.get_num_threads(), is_recording(), 0
-        session.key_mask, session.shares, session.missed = map(
-            at.of, (step.key_mask, step.shares, step.missed)
-        )
-        session.counts = None if step.counts is None else step.counts.data_ptr()
+        session.key_mask, session.shares, session.missed = map(at.of, (key_mask, shares, missed))
+        session.counts = at.of(counts)
         most = max(math.prod(cache.tensors.window[0].shape[:2]) for cache in layers.values())
-        session.scores = self._room_for_scores(step.scored_lanes * most * (kv_len + 1))
-        self._kept = at, step
+        session.scores = self._room_for_scores(scored_lanes * most * (kv_len + 1))
+        self._kept = (at,)
+        for i in layers:
+            self._layers[i].status = _TO_RUN
 
     def _describe(self, index: int, cache: LayerCache, engine: CopyEngine) -> None:
         """Say where a layer's tensors are."""
-        at = Addresses()
-        rows, indices = engine.wait(index)
-        engine.arguments(index, self._layers[index].rows)
+        layer = self._layers[index]
+        engine.arguments(index, layer.rows)
         describe_cache(
-            self._layers[index].inputs,
-            at,
+            layer.inputs,
+            Addresses(),  # of the arena and of the engine's slots: both outlive the table's use of them
             cache.quantizer,
             (cache.tensors.key_planes, cache.tensors.value_planes),
             cache.tensors.window,
-            (rows, indices),
+            engine.wait(index),
             cache.config.aggregation,
         )
-        self._described[index] = cache.tensors, at
+        self._described[index] = weakref.ref(cache.tensors)
 
     def _room_for_scores(self, size: int) -> int:
         if self._scores.numel() < size:
@@ -189,9 +184,12 @@ class StepTable:
         Returns:
             The layers that have run, and whether the rows that they chose are still to be brought.
         """
-        session = self._session
+        session, run = self._session, []
         self._kept = ()
-        run = [i for i in self._described if self._layers[i].has_run]
+        for i, layer in enumerate(self._layers):
+            if layer.status == _HAS_RUN:
+                run.append(i)
+            layer.status = _NOT_TO_RUN
         counts = [getattr(session, name) for name in _COUNTS]
         engine.count_copies(*counts)
         for name in _COUNTS:
@@ -210,7 +208,14 @@ class StepTable:
         Raises:
             HostMemoryError: If memory ran out.
         """
-        if self._session.failed:
+        if self._session.failed == _NO_MEMORY:
             raise HostMemoryError(
                 "There is no memory for a layer's decode step: free some, or shorten the context."
             ) from error
+
+    def close(self) -> None:
+        """Keep no memory; nothing runs any more."""
+        ctypes.memset(ctypes.addressof(self._layers), 0, ctypes.sizeof(self._layers))
+        self.serves = False
+        self._described.clear()
+        self._scores = torch.empty(0, device="cpu")

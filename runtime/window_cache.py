@@ -9,7 +9,7 @@ import torch
 
 from specache_fx.errors import CacheHandleError, UnsupportedGraphError
 from specache_fx.runtime.kernels import DecodeInputs
-from specache_fx.runtime.layer_state import Lanes, LayerStep, restore_exactly
+from specache_fx.runtime.layer_state import LayerCall, restore_exactly
 from specache_fx.runtime.layout import Arena
 from specache_fx.runtime.masks import WindowMask
 
@@ -57,13 +57,13 @@ class WindowCache:
         key, value = self._arena.tensors.window
         return key[:, :, start:stop], value[:, :, start:stop]
 
-    def inputs(self, lanes: Lanes, step: LayerStep) -> DecodeInputs:
+    def inputs(self, call: LayerCall) -> DecodeInputs:
         """See `LayerState`: no codes, nothing staged."""
-        visible, bias = self.masked(step.window_masks, lanes.independent)
+        visible, bias = self.masked(call.window_masks, call.independent)
         return DecodeInputs(
-            query=lanes.query,
-            key=lanes.key,
-            value=lanes.value,
+            query=call.query,
+            key=call.key,
+            value=call.value,
             quantizer=self._arena.quantizer,
             key_planes=(),
             value_planes=(),
@@ -73,13 +73,13 @@ class WindowCache:
             staged_rows=None,
             staged_indices=None,
             key_mask=None,
-            scale=lanes.scale,
-            independent_lanes=lanes.independent,
+            scale=call.scale,
+            independent_lanes=call.independent,
             visible=visible,
-            softcap=lanes.softcap,
+            softcap=call.softcap,
             bias=bias,
-            sinks=lanes.sinks,
-            expand=lanes.expand,
+            sinks=call.sinks,
+            expand=call.expand,
             scored_lanes=0,
         )
 

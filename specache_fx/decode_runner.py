@@ -15,6 +15,7 @@ from specache_fx._log import warn_once
 from specache_fx.errors import SpecacheError
 from specache_fx.lowering import Compiled, lower_static
 from specache_fx.passes.base import PassState
+from specache_fx.passes.fuse_layer_steps import whole_layers
 from specache_fx.passes.graph_utils import is_static_input, placeholders
 from specache_fx.passes.pipeline import Observer, build_decode_graph
 from specache_fx.passes.subclasses import flatten
@@ -61,7 +62,8 @@ class Decode:
         self._gm, self._state, self._observe = gm, state, observe
         assert state.outputs is not None and state.sources is not None
         self._plan, self._sources, self._layers = state.outputs, state.sources, layer_shapes(state)
-        self._graphs: dict[tuple[Any, ...], Compiled] = {}
+        # With the layers of which C++ does all.
+        self._graphs: dict[tuple[Any, ...], tuple[Compiled, tuple[int, ...]]] = {}
         self._inputs = [
             (node.meta.get("specache_input", -1), node.meta.get("specache_prelude"))
             for node in placeholders(gm.graph)
@@ -196,23 +198,25 @@ class Decode:
         varying = (inputs[i] for i in self._varying)
         shapes = (tuple(x.shape) if isinstance(x, torch.Tensor) else x for x in varying)
         key = (session.table.serves, *shapes)
-        run = self._graphs.get(key)
-        if run is None:
+        made = self._graphs.get(key)
+        if made is None:
             with _compiling():
                 if lanes == self.lanes:
-                    run = self._graphs.get(key) or self._announced(inputs, session)
-            if run is None:  # lanes are not to be had, and were just given up
+                    made = self._graphs.get(key) or self._announced(inputs, session)
+            if made is None:  # lanes are not to be had, and were just given up
                 return self._step(session, args, biases, ahead, missed, shares)
-            self._graphs[key] = run
+            self._graphs[key] = made
             if len(self._graphs) == _MANY_GRAPHS:
                 warn_once(
                     logger,
                     f"A decode graph was compiled for {_MANY_GRAPHS} shapes of its inputs: slow if each step has one of"
                     " its own. specache_fx.explain() shows the graph.",
                 )
+        run, whole = made
         step = DecodeStep(
             session,
             predecoding=not ahead,
+            whole=whole,
             missed=missed,
             shares=shares,
             biases=step_biases(session, self._sources, args, biases, lanes, ahead),
@@ -269,11 +273,11 @@ class Decode:
                 inputs.append(args[index])
         return inputs
 
-    def _announced(self, inputs: list[Any], session: Session) -> Compiled | None:
+    def _announced(self, inputs: list[Any], session: Session) -> tuple[Compiled, tuple[int, ...]] | None:
         with announced("the decode step", self._state.config.lowering, len(self._layers)):
             return self._compile(inputs, session)
 
-    def _compile(self, inputs: list[Any], session: Session) -> Compiled | None:
+    def _compile(self, inputs: list[Any], session: Session) -> tuple[Compiled, tuple[int, ...]] | None:
         try:
             graph = build_decode_graph(
                 self._gm,
@@ -291,7 +295,8 @@ class Decode:
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
             self._fall_back(f"the graph can't be traced for two tokens at once: {reason}")
             return None
-        return lower_static(graph, [*flatten(inputs), session.state], self._state.config.lowering)
+        compiled = lower_static(graph, [*flatten(inputs), session.state], self._state.config.lowering)
+        return compiled, whole_layers(graph)
 
     def _fall_back(self, reason: str) -> None:
         self.lanes, self.fallback = 1, reason

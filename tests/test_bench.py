@@ -82,7 +82,7 @@ def test_decode_steps_of_all_kinds_are_timed_and_traced(tmp_path: Path) -> None:
     assert all(row["operator_calls"] > 10 * size.layers for row in rows.values())
     names = [event["name"] for event in json.loads(trace.read_text())["traceEvents"] if event["ph"] == "X"]
     assert names.count("decode step") == 8
-    assert names.count("prefetch") == names.count("wait for prefetch") == 8 * size.layers
+    assert names.count("prefetch") == names.count("attention") == 8 * size.layers
 
 
 def test_attention_is_timed_beside_what_others_offer(tmp_path: Path) -> None:

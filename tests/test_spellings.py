@@ -28,8 +28,8 @@ def compiled_graphs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     made: list[int] = []
     build = decode_runner.build_decode_graph
 
-    def counting(gm: Any, state: Any, inputs: Any, lanes: int, observe: Any = None) -> Any:
-        graph = build(gm, state, inputs, lanes, observe)
+    def counting(gm: Any, state: Any, inputs: Any, lanes: int, *others: Any, **more: Any) -> Any:
+        graph = build(gm, state, inputs, lanes, *others, **more)
         made.append(lanes)
         return graph
 

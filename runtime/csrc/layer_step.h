@@ -36,16 +36,19 @@ struct SpecacheSession {
   int64_t (*overlap)(const float* scores, int64_t batch, int64_t heads, int64_t stride, int64_t tokens, int64_t top_k,
                      const int32_t* staged, int64_t slots, double* counts, int64_t threads);
   int64_t (*stage)(SpecacheStage*);
-  int64_t failed;  // out: a layer ran out of memory
+  int64_t failed;  // out: why a layer didn't come to its end; see Failure
   int64_t fetched_rows, fetched_bytes, kept_rows, kept_bytes;  // out: of all copies, added up
   double copy_seconds;                                         // out: likewise
 };
+
+enum Failure : int64_t { kNoFailure = 0, kNoMemory = 1, kNotOnHost = 2 };  // as `specache_stage` returns them
+enum Status : int64_t { kNotToRun = 0, kToRun = 1, kHasRun = 2 };
 
 constexpr int kParts = 4;  // attention, selection, append, copy
 
 // One of its layers. Mirrored in step_table.py.
 struct SpecacheLayer {
-  int64_t has_run;           // out
+  int64_t status;            // see Status; in and out
   double times[kParts + 1];  // out, where they are wanted: seconds at which the parts began, and the end
   SpecacheInputs inputs;     // what outlasts a step, and its bias
   SpecacheStage rows;
@@ -112,29 +115,28 @@ inline double now() {
   return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
-// False where memory ran out.
-inline bool run(SpecacheSession& session, SpecacheLayer& layer, const SpecacheInputs& in) {
+inline int64_t run(SpecacheSession& session, SpecacheLayer& layer, const SpecacheInputs& in) {
   const auto mark = [&](int part) {
     if (session.is_timed) layer.times[part] = now();
   };
   SpecacheStage& rows = layer.rows;
   mark(0);
-  if (session.attention(&in)) return false;
+  if (session.attention(&in)) return kNoMemory;
   mark(1);
   const int64_t heads = in.batch * in.kv_heads, stride = in.num_quantized + in.window_len + 1;
   const float* const last = in.scores + (in.scored_lanes - 1) * heads * stride;
-  if (session.topk(last, heads, stride, session.num_selectable, rows.top_k, rows.wanted, in.threads)) return false;
+  if (session.topk(last, heads, stride, session.num_selectable, rows.top_k, rows.wanted, in.threads)) return kNoMemory;
   if (session.counts != nullptr && in.num_staged > 0 &&
       session.overlap(in.scores, in.batch, in.kv_heads, stride, in.num_quantized, rows.top_k, rows.slots, rows.top_k,
                       session.counts, in.threads))
-    return false;
+    return kNoMemory;
   keep_staged(session, layer);
   mark(2);
   if (!session.predecodes) append_pair(in);
-  layer.has_run = 1;
+  layer.status = kHasRun;
   mark(3);
   if (session.stages) {
-    if (session.stage(&rows)) return false;
+    if (const int64_t failed = session.stage(&rows)) return failed;
     session.fetched_rows += rows.fetched;
     session.fetched_bytes += rows.fetched * rows.row_bytes;
     session.kept_rows += rows.kept;
@@ -142,16 +144,18 @@ inline bool run(SpecacheSession& session, SpecacheLayer& layer, const SpecacheIn
     session.copy_seconds += rows.seconds;
   }
   mark(kParts);
-  return true;
+  return kNoFailure;
 }
 
 inline Tensor layer_step(Tensor query, Tensor key, Tensor value, Tensor state, int64_t index, double scale,
                          std::optional<double> softcap, std::optional<Tensor> sinks) {
   auto& session = *static_cast<SpecacheSession*>(state.data_ptr());
   auto& layer = reinterpret_cast<SpecacheLayer*>(&session + 1)[index];
+  const int64_t known = (state.numel() * 8 - static_cast<int64_t>(sizeof(session))) / static_cast<int64_t>(sizeof(layer));
+  STD_TORCH_CHECK(index >= 0 && index < known && layer.status != kNotToRun, "specache::layer_step: layer ", index,
+                  " is not to run now");
+  STD_TORCH_CHECK(layer.status == kToRun, "specache::layer_step: twice for layer ", index, " in a step");
   SpecacheInputs in = layer.inputs;
-  STD_TORCH_CHECK(in.window_key.data != nullptr, "specache::layer_step: nothing is known of layer ", index);
-  STD_TORCH_CHECK(!layer.has_run, "specache::layer_step: twice for layer ", index, " in a step");
   const struct {
     const Tensor& x;
     int64_t heads, dim;
@@ -182,8 +186,10 @@ inline Tensor layer_step(Tensor query, Tensor key, Tensor value, Tensor state, i
   in.scores = session.scores;
   in.key_mask = session.key_mask;
   in.shares = session.shares;
-  session.failed = !run(session, layer, in);
-  STD_TORCH_CHECK(!session.failed, "specache::layer_step: there is no memory for layer ", index);
+  session.failed = run(session, layer, in);
+  STD_TORCH_CHECK(session.failed != kNoMemory, "specache::layer_step: there is no memory for layer ", index);
+  STD_TORCH_CHECK(!session.failed, "specache::layer_step: token ", layer.rows.fetched, " of layer ", index,
+                  " is not on the host");
   return out;
 }
 

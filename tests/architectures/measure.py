@@ -98,10 +98,13 @@ class Watch:
                     watch.runners.append(self)
                 return outputs
 
-            def _compile(self, inputs: list[Any], session: Session) -> Compiled | None:
-                compiled = super()._compile(inputs, session)
-                if compiled is None or self.lanes == 1 or self._state.logits is None:
-                    return compiled
+            def _compile(
+                self, inputs: list[Any], session: Session
+            ) -> tuple[Compiled, tuple[int, ...]] | None:
+                made = super()._compile(inputs, session)
+                if made is None or self.lanes == 1 or self._state.logits is None:
+                    return made
+                compiled, whole = made
                 logits = self._state.logits
 
                 def compared(*args: Any) -> Any:
@@ -118,7 +121,7 @@ class Watch:
                         )
                     return results
 
-                return compared
+                return compared, whole
 
         return Watched
 

@@ -15,6 +15,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from support import strategies
+from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import specache_fx
@@ -96,7 +97,10 @@ class Twins:
                 for x, part in zip(own, parts, strict=True)
             )
         scale = form.pop("scale", 0.3)
-        by_ops, in_one = (DecodeStep(session, predecode, **(told or {})) for session in self.sessions)
+        by_ops, in_one = (
+            DecodeStep(session, predecode, whole, **(told or {}))
+            for session, whole in zip(self.sessions, ((), (0,)), strict=True)
+        )
         with in_one.running():
             out = in_one_call(own, self.sessions[1], scale, **form)
         assert torch.equal(out, self.by_operators(by_ops, own, scale, form))
@@ -306,7 +310,7 @@ def test_sessions_that_the_call_does_not_serve(
     session.store(0, torch.randn(2, 2, 40, 8), torch.randn(2, 2, 40, 8), None)
     assert not session.table.serves
     own = torch.randn(2, 2, 4, 1, 8), torch.randn(2, 2, 2, 1, 8), torch.randn(2, 2, 2, 1, 8)
-    with pytest.raises(RuntimeError, match="nothing is known of layer 0"):
+    with pytest.raises(RuntimeError, match="layer 0 is not to run now"):
         in_one_call(own, session, 0.3)
     session.close()
 
@@ -342,7 +346,7 @@ def test_what_is_not_the_layers_is_refused(wrong: str) -> None:
         "dtype": key.double(),
     }[wrong]
     kv_len = pair.sessions[1].layers[0].kv_len
-    step = DecodeStep(pair.sessions[1])
+    step = DecodeStep(pair.sessions[1], whole=(0,))
     with pytest.raises(RuntimeError, match="is not what layer 0 has"), step.running():
         in_one_call((query, key, value), pair.sessions[1], 0.3)
     assert pair.sessions[1].layers[0].kv_len == kv_len
@@ -353,7 +357,7 @@ def test_a_trace_shows_the_parts_of_a_layer() -> None:
     pair = twins()
     for _ in range(3):
         pair.step()
-    own, step = pair.own(2), DecodeStep(pair.sessions[1])
+    own, step = pair.own(2), DecodeStep(pair.sessions[1], whole=(0,))
     with recording() as recorder:
         before = time.perf_counter()
         with step.running():
@@ -377,7 +381,7 @@ def test_without_memory_a_step_says_so_and_can_be_repeated(which: str) -> None:
     broken = ctypes.CFUNCTYPE(ctypes.c_int64)(fails)
     table, real = session.table._session, getattr(session.table._session, which)
     setattr(table, which, ctypes.cast(broken, ctypes.c_void_p).value)
-    step = DecodeStep(session)
+    step = DecodeStep(session, whole=(0,))
     with (
         pytest.raises(HostMemoryError, match="no memory for a layer's decode step") as raised,
         step.running(),
@@ -397,7 +401,7 @@ def test_without_memory_a_step_says_so_and_can_be_repeated(which: str) -> None:
 
 def test_what_the_graph_fails_with_comes_out_as_it_is() -> None:
     pair = twins()
-    step = DecodeStep(pair.sessions[1])
+    step = DecodeStep(pair.sessions[1], whole=(0,))
     error = RuntimeError("of the model")
     with pytest.raises(RuntimeError) as raised, step.running():
         raise error
@@ -415,7 +419,7 @@ def test_a_host_that_takes_no_more_leaves_the_step_to_be_repeated(monkeypatch: p
     def full(*_: Any) -> None:
         raise HostMemoryError("no room")
 
-    step = DecodeStep(session)
+    step = DecodeStep(session, whole=(0,))
     with monkeypatch.context() as patch:
         patch.setattr(session.host, "append", full)
         with pytest.raises(HostMemoryError, match="no room"), step.running():
@@ -436,7 +440,7 @@ def test_a_step_that_fails_between_two_layers_has_done_the_first() -> None:
     for _ in range(3):
         pair.step()
     session = pair.sessions[1]
-    kv_len, step = session.layers[0].kv_len, DecodeStep(session)
+    kv_len, step = session.layers[0].kv_len, DecodeStep(session, whole=(0,))
     with contextlib.suppress(ZeroDivisionError), step.running():
         in_one_call(pair.own(2), session, 0.3)
         raise ZeroDivisionError
@@ -455,7 +459,7 @@ def test_sinks_may_be_of_the_models_dtype(dtype: torch.dtype) -> None:
 def test_a_layer_is_not_run_twice_in_a_step() -> None:
     pair = twins()
     session, own = pair.sessions[1], pair.own(2)
-    with DecodeStep(session).running():
+    with DecodeStep(session, whole=(0,)).running():
         in_one_call(own, session, 0.3)
         with pytest.raises(RuntimeError, match="twice for layer 0"):
             in_one_call(own, session, 0.3)
@@ -465,7 +469,7 @@ def test_a_layer_is_not_run_twice_in_a_step() -> None:
 def test_a_step_within_another_ones_finds_its_own_layers() -> None:
     pairs = [twins(), twins(tokens=44)]
     inner, outer = (pair.sessions[1] for pair in pairs)
-    with DecodeStep(outer).running(), DecodeStep(inner).running():
+    with DecodeStep(outer, whole=(0,)).running(), DecodeStep(inner, whole=(0,)).running():
         in_one_call(pairs[1].own(2), outer, 0.3)
         in_one_call(pairs[0].own(2), inner, 0.3)
     assert outer.layers[0].kv_len == outer.kv_len + 1
@@ -495,6 +499,55 @@ def test_two_threads_run_a_session_each() -> None:
     assert not failures
     for pair in pairs:
         pair.close()
+
+
+def llama(**options: Any) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=64, num_hidden_layers=2, **sizes, **options)).eval()
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_layers_that_the_graph_does_not_call_as_one_are_not_told() -> None:
+    """The session could be served, but no kernel in C++ reads float64."""
+    options = {"group_size": 8, "residual_length": 8, "top_k": 64, "lowering": "eager"}
+    ids = torch.arange(40)[None]
+    plain = llama().double()
+    ours = llama().double()
+    ours.compile(backend="specache", options=options)
+    wanted, got = (
+        model.generate(
+            ids, max_new_tokens=20, do_sample=False, output_logits=True, return_dict_in_generate=True
+        )
+        for model in (plain, ours)
+    )
+    assert torch.equal(wanted.sequences, got.sequences)
+    torch.testing.assert_close(torch.stack(got.logits), torch.stack(wanted.logits), rtol=1e-9, atol=1e-9)
+
+
+def storages(session: Session) -> list[StorageWeakRef]:
+    rows = [session.engine._of(i).rows for i in session.tiered]
+    arenas = [cache.tensors.window[0] for cache in session.tiered.values()]
+    return [StorageWeakRef(tensor.untyped_storage()) for tensor in (*rows, *arenas)]
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_growth_and_release_leave_no_old_memory() -> None:
+    model = llama()
+    model.compile(backend="specache", options={"group_size": 8, "residual_length": 8, "lowering": "eager"})
+    past = model.generate(
+        torch.arange(40)[None], max_new_tokens=8, do_sample=False, return_dict_in_generate=True
+    ).past_key_values
+    session = registry.find(past.layers[0].keys)
+    assert session is not None and session.table._described
+    before = storages(session)[2:]
+    for cache in session.tiered.values():
+        cache._resize(cache._arena.layout.num_groups + 1, cache._arena.layout.window_rows)
+    assert [ref.expired() for ref in before] == [True, True]
+    del cache
+    held = storages(session)
+    specache_fx.release(past)
+    assert all(ref.expired() for ref in held)
 
 
 @pytest.mark.usefixtures("fresh_dynamo")

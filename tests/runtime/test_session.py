@@ -94,7 +94,8 @@ class _Pair:
         if predecode:
             self.staged = [None] * LAYERS
             lanes = 1
-        run = DecodeStep(session, predecode, self.biases(lanes))
+        told = tuple(session.tiered) if whole and session.table.serves else ()
+        run = DecodeStep(session, predecode, told, self.biases(lanes))
         with run.running():
             for layer, oracle in enumerate(self.oracles):
                 self.step_layer(run, layer, oracle, lanes, whole)
@@ -106,7 +107,7 @@ class _Pair:
         query = self.random(lanes, self.shape.batch, self.shape.num_heads, 1, self.shape.head_dim)
         key, value = self.pairs(1, lanes)
         selects = config.placement.prefetch and not oracle.is_exact
-        whole &= selects and session.table.serves
+        whole &= layer in run.whole
         if whole:
             out = torch.ops.specache.layer_step.default(
                 query, key, value, session.state, layer, 0.3, form.softcap, form.sinks
