@@ -1,8 +1,8 @@
 """`StepTable`: what C++ is told of a session's layers, in the tensor that its graphs have as `state`.
 
-`specache::layer_step` (`csrc/layer_step.h`) does all of a layer's decode step on the CPU, and has no Python between
-two products of weights: these have read so much that Python's own memory is cold. So the table says where a layer's
-tensors are, once for each arena, and how long they are, once a step. The operator reads it and nothing else.
+`specache::layer_step` (`csrc/layer_step.h`) does all of a layer's decode step on the CPU. No Python runs between two
+products of weights, for these evict the interpreter from the processor's caches. The table says where a layer's tensors
+are, once for each arena, and how long they are, once a step. The operator reads it and nothing else.
 """
 
 from __future__ import annotations

@@ -105,7 +105,7 @@ void attention(const SpecacheInputs& in) {
   const std::vector<Item> items = items_of(heads, s.chunks, threads);
 
   thread_local Buffer buffer;
-  Arena counted{nullptr};
+  Scratch counted{nullptr};
   Head(in, s, counted);
   const int64_t head_size = counted.used;
   int64_t num_slots = threads, num_results = threads;
@@ -114,15 +114,15 @@ void attention(const SpecacheInputs& in) {
     num_slots = item.slot + 1;
     num_results = item.result + 1;
   }
-  Arena sizes{nullptr, threads * head_size};
+  Scratch sizes{nullptr, threads * head_size};
   for (int64_t i = 0; i < num_slots; i++) Probs(sizes, s);
   for (int64_t i = 0; i < num_results; i++) Result(sizes, s);
-  Arena arena{buffer.of_size(sizes.used), threads * head_size};
+  Scratch scratch{buffer.of_size(sizes.used), threads * head_size};
   std::vector<Probs> probs;
   std::vector<Result> results;
-  for (int64_t i = 0; i < num_slots; i++) probs.emplace_back(arena, s);
-  for (int64_t i = 0; i < num_results; i++) results.emplace_back(arena, s);
-  char* const base = arena.base;
+  for (int64_t i = 0; i < num_slots; i++) probs.emplace_back(scratch, s);
+  for (int64_t i = 0; i < num_results; i++) results.emplace_back(scratch, s);
+  char* const base = scratch.base;
 
   std::vector<std::atomic<int64_t>> parts_left(heads);
   for (const Item& item : items) parts_left[item.head] = item.num_parts;
@@ -142,7 +142,7 @@ void attention(const SpecacheInputs& in) {
       Result* const result = &results[whole ? thread : item.result];
       // Zeros: what is padded must not hold NaN, which would survive being multiplied with 0.
       memset(base + thread * head_size, 0, head_size);
-      Arena own{base + thread * head_size};
+      Scratch own{base + thread * head_size};
       Head h(in, s, own);
       h.batch_row = item.head / in.kv_heads;
       h.kv_head = item.head % in.kv_heads;

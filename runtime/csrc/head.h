@@ -55,7 +55,7 @@ struct Sizes {
 };
 
 // Hands out parts of one allocation; without one it only counts.
-struct Arena {
+struct Scratch {
   char* base;
   int64_t used = 0;
   template <class T>
@@ -68,10 +68,10 @@ struct Arena {
 
 // What a head, or a part of one, has come to: softmax over what it has read so far, not yet divided by its mass.
 struct Result {
-  Result(Arena& arena, const Sizes& s) {
-    maximum = arena.take<float>(s.queries);
-    mass = arena.take<float>(s.queries);
-    out = arena.take<float>(s.queries * s.value_pad);
+  Result(Scratch& scratch, const Sizes& s) {
+    maximum = scratch.take<float>(s.queries);
+    mass = scratch.take<float>(s.queries);
+    out = scratch.take<float>(s.queries * s.value_pad);
   }
   float *maximum, *mass;  // [queries]
   float* out;             // [queries, value_pad]
@@ -79,10 +79,10 @@ struct Result {
 
 // Probabilities, each e^(score - reference), kept until the whole mass is known: selection goes by them.
 struct Probs {
-  Probs(Arena& arena, const Sizes& s) {
-    stored = arena.take<float>(s.chunks * (s.queries - s.first_scored) * s.chunk_pad);
-    exact = arena.take<float>(s.queries * s.exact_pad);
-    reference = arena.take<float>((s.chunks + 1) * s.queries);
+  Probs(Scratch& scratch, const Sizes& s) {
+    stored = scratch.take<float>(s.chunks * (s.queries - s.first_scored) * s.chunk_pad);
+    exact = scratch.take<float>(s.queries * s.exact_pad);
+    reference = scratch.take<float>((s.chunks + 1) * s.queries);
   }
   float* stored;     // [chunks, scored queries, chunk_pad]: of the codes
   float* exact;      // [queries, exact_pad]: staged, window, own
@@ -96,32 +96,32 @@ struct Large {
 };
 
 struct Head {
-  Head(const SpecacheInputs& in, const Sizes& s, Arena& arena) : in(in), s(s) {
-    query = arena.take<float>(s.queries * s.key_pad);
-    packed_query = arena.take<float>(s.queries * s.key_pad);
-    scaled_query = arena.take<float>(s.queries * s.key_pad);
-    code_query = in.centred ? arena.take<float>(s.queries * s.key_pad) : query;
-    rotated_out = in.centred ? arena.take<float>(s.queries * s.value_pad) : nullptr;
-    token_scales = arena.take<float>(in.centred ? s.chunk_pad + kLanes : 0);
-    row = arena.take<float>(s.dims);
-    spare = arena.take<float>(s.dims);
-    key_scales = arena.take<float>(s.chunk / in.group_size * s.key_pad);
-    key_middles = arena.take<float>(s.chunk / in.group_size * s.key_pad);
-    value_rows = arena.take<float>(s.value_groups * s.chunk);
-    value_scales = arena.take<float>(s.value_groups * s.chunk_pad);
-    value_middles = arena.take<float>(s.value_groups * s.chunk_pad);
-    unscored_probs = arena.take<float>(s.first_scored * s.chunk_pad);
-    steps = arena.take<float>(s.queries);
-    offsets = arena.take<float>(s.queries);
-    means = arena.take<float>(s.queries);
-    tops = arena.take<float>(s.queries);
-    value_steps = arena.take<float>(s.queries * s.value_groups);
-    packed_out = arena.take<float>(s.queries * s.value_groups * s.columns);
-    constants = arena.take<float>(s.queries * s.value_groups * kLanes);
-    large = arena.take<Large>(64 * s.queries);
-    words = arena.take<int32_t>(s.words);
-    factors = arena.take<int32_t>(s.factors);
-    sums = arena.take<int32_t>(s.sums);
+  Head(const SpecacheInputs& in, const Sizes& s, Scratch& scratch) : in(in), s(s) {
+    query = scratch.take<float>(s.queries * s.key_pad);
+    packed_query = scratch.take<float>(s.queries * s.key_pad);
+    scaled_query = scratch.take<float>(s.queries * s.key_pad);
+    code_query = in.centred ? scratch.take<float>(s.queries * s.key_pad) : query;
+    rotated_out = in.centred ? scratch.take<float>(s.queries * s.value_pad) : nullptr;
+    token_scales = scratch.take<float>(in.centred ? s.chunk_pad + kLanes : 0);
+    row = scratch.take<float>(s.dims);
+    spare = scratch.take<float>(s.dims);
+    key_scales = scratch.take<float>(s.chunk / in.group_size * s.key_pad);
+    key_middles = scratch.take<float>(s.chunk / in.group_size * s.key_pad);
+    value_rows = scratch.take<float>(s.value_groups * s.chunk);
+    value_scales = scratch.take<float>(s.value_groups * s.chunk_pad);
+    value_middles = scratch.take<float>(s.value_groups * s.chunk_pad);
+    unscored_probs = scratch.take<float>(s.first_scored * s.chunk_pad);
+    steps = scratch.take<float>(s.queries);
+    offsets = scratch.take<float>(s.queries);
+    means = scratch.take<float>(s.queries);
+    tops = scratch.take<float>(s.queries);
+    value_steps = scratch.take<float>(s.queries * s.value_groups);
+    packed_out = scratch.take<float>(s.queries * s.value_groups * s.columns);
+    constants = scratch.take<float>(s.queries * s.value_groups * kLanes);
+    large = scratch.take<Large>(64 * s.queries);
+    words = scratch.take<int32_t>(s.words);
+    factors = scratch.take<int32_t>(s.factors);
+    sums = scratch.take<int32_t>(s.sums);
   }
 
   const SpecacheInputs& in;
