@@ -101,6 +101,7 @@ class HostCache:
         host_dir: Folder for "disk"; see `machine_memory.disk_folder`.
         block_tokens: Tokens that a layer grows by at most, unless more are appended at once. It grows by a quarter of
             what it has room for; the first block is sized for the first append (prefill).
+        reserve: Tokens that a layer's first block has room for at least.
         ahead: Reserve before the room is needed: with the prompt what decoding will ask for first, then in a thread
             when half of the newest block is filled. By default for page-locked memory, which takes a second a few
             gigabytes: at batch 64 a step would stand still for it.
@@ -115,10 +116,11 @@ class HostCache:
         host_dir: str | None = None,
         *,
         block_tokens: int = 1024,
+        reserve: int = 0,
         ahead: bool | None = None,
     ) -> None:
         self.batch, self.shapes, self.dtype = batch, tuple(shapes), dtype
-        self.block_tokens = block_tokens
+        self.block_tokens, self._reserved = block_tokens, reserve
         self._layers = [_Rows(shape) for shape in self.shapes]
         self._store = STORES[host](host_dir)
         self.is_pinned = host == "pinned"  # a CUDA device can read the blocks by itself
@@ -335,7 +337,8 @@ class HostCache:
         missing = tokens - rows.starts[-1]
         if missing > 0:
             first = not rows.blocks
-            self._attach(rows, self._allocate(rows, max(missing, self._growth(rows.starts[-1]))))
+            least = self._reserved if first else 0
+            self._attach(rows, self._allocate(rows, max(missing, least, self._growth(rows.starts[-1]))))
             if first and self._ahead:
                 try:
                     self._attach(rows, self._allocate(rows, self._growth(tokens)))

@@ -189,6 +189,9 @@ class LayerCache:
             groups = max(groups, old.num_groups + (groups > old.num_groups) * old.num_groups // 8)
             # The window is grown with the codes, so that a step moves all of it once.
             rows = max(rows, self.window_len, grown_rows(old.window_rows, self.config, self.is_exact))
+        if self.config.reserve:
+            least = reserved(self.config, self.is_exact)
+            groups, rows = max(groups, least[0]), max(rows, least[1])
         self._resize(groups, rows)
 
     def _resize(self, num_groups: int, window_rows: int) -> None:
@@ -334,3 +337,11 @@ def grown_rows(rows: int, config: SpecacheConfig, resident: bool) -> int:
     """Rows that a window's buffer of `rows` grows to when it is full; a resident layer's by an eighth at least."""
     most = config.residual_length + config.group_size
     return rows + max(most, rows // 8) if resident else most
+
+
+def reserved(config: SpecacheConfig, is_exact: bool) -> tuple[int, int]:
+    """Groups and window rows that `SpecacheConfig.reserve` asks for."""
+    if is_exact:
+        return 0, config.reserve
+    groups = config.num_quantized(config.reserve) // config.group_size
+    return groups, grown_rows(0, config, resident=False) if config.reserve else 0

@@ -97,9 +97,11 @@ class Session:
             dims = self.config.placement.host_dims
             rows = [(shape.num_kv_heads, *dims(shape.key_dim, shape.value_dim)) for shape in self.shapes]
             kept = [rows[i] for i in self._tiered_layers]
-            nbytes = HostCache.first_bytes(batch, kept, self.dtype, self.config.num_quantized(tokens))
+            reserve = self.config.num_quantized(self.config.reserve)
+            first = max(self.config.num_quantized(tokens), reserve)
+            nbytes = HostCache.first_bytes(batch, kept, self.dtype, first)
             host = resolve_host(self.config.host, self.device, nbytes, self.config.host_dir)
-            self.host = HostCache(batch, rows, self.dtype, host, self.config.host_dir)
+            self.host = HostCache(batch, rows, self.dtype, host, self.config.host_dir, reserve=reserve)
         if self.host is not None and self.config.placement.prefetch:
             self.engine = CopyEngine(self.host, self.config.top_k, self.device)
             for layer in self._tiered_layers:

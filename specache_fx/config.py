@@ -99,6 +99,8 @@ class SpecacheConfig:
             "pinned" or "memory", or "disk" with a warning where there is too little memory for the prompt's.
         host_dir: Folder for the file; by default the system's temporary folder, or `/var/tmp` where that is in memory.
             The file is never left behind.
+        reserve: Tokens for which device and host have room from the prompt on: nothing is moved or allocated until a
+            sequence is longer. 0 (the default) lets memory grow with the tokens. Windows grow all the same.
         kernel: "auto", or the name of a kernel in `specache_fx.runtime.kernels.KERNELS`: an error where that one can't
             compute a layer of the model.
         lowering: "inductor" compiles the rewritten graphs; "eager" runs them as they are (no compile time).
@@ -124,6 +126,7 @@ class SpecacheConfig:
     selector: str = "topk"
     host: HostKind = "auto"
     host_dir: str | None = None
+    reserve: int = 0
     kernel: str = "auto"
     lowering: Lowering = "inductor"
     strict: bool = False
@@ -152,6 +155,7 @@ class SpecacheConfig:
         self._integer("top_k", 1)
         self._integer("resident_layers", 0)
         self._integer("sink_tokens", 0)
+        self._integer("reserve", 0)
         if self.sink_tokens and not self.placement.codes:
             raise ConfigError(
                 f"sink_tokens={self.sink_tokens} contradicts policy={self.policy!r}: its keys are exact for all tokens,"

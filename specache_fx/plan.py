@@ -16,6 +16,7 @@ from specache_fx.config import SpecacheConfig
 from specache_fx.errors import ConfigError
 from specache_fx.runtime.host_cache import ALIGN_TOKENS
 from specache_fx.runtime.layer_cache import grown_rows as grown_layer_rows
+from specache_fx.runtime.layer_cache import reserved
 from specache_fx.runtime.layout import LayerShape, Layout
 from specache_fx.runtime.quant import make_quantizer
 from specache_fx.runtime.staging import Staging
@@ -35,8 +36,8 @@ class MemoryPlan:
             prefill): the window's buffer has grown to `residual_length + group_size` rows, and the codes have room
             for an eighth more; so has the buffer of a layer that keeps a window (64 rows at least, and at most an
             eighth more than the window) and of a resident one (`residual_length + group_size` rows at least). Holds
-            until that is full. Not what a step needs for itself (activations; while one layer's codes move to a
-            larger buffer, its old ones).
+            until that is full; with `reserve`, while there are no more tokens. Not what a step needs for itself
+            (activations; while one layer's codes move to a larger buffer, its old ones).
         host_bytes: Reserved on the host right after prefill.
         full_bytes: The whole cache on the device in the model's dtype.
     """
@@ -118,18 +119,24 @@ def plan(
         ).nbytes
 
     num_quantized = config.num_quantized(context)
-    num_groups = num_quantized // config.group_size
+    least_groups, least_rows = reserved(config, is_exact=False)
+    num_groups, window_rows = max(num_quantized // config.group_size, least_groups), context - num_quantized
     sinks = config.sink_tokens
     host_dim = sum(config.placement.host_dims(head_dim, value_dim))
-    host_tokens = -(-num_quantized // ALIGN_TOKENS) * ALIGN_TOKENS if config.placement.offload else 0
+    on_host = max(num_quantized, config.num_quantized(config.reserve)) if config.placement.offload else 0
+    host_tokens = -(-on_host // ALIGN_TOKENS) * ALIGN_TOKENS
     staged = batch * num_kv_heads * _staging_bytes(config, host_dim, kv_dtype)
     resident = min(config.resident_layers, layers - window_layers)
     tiered = layers - window_layers - resident
     rows = min(context, window - 1) if window is not None else 0
     rows_peak = grown_rows(rows, window - 1) if window is not None else 0
-    now = arena(num_groups, context - num_quantized, sinks)
-    peak = arena(num_groups + max(1, num_groups // 8), grown_layer_rows(0, config, resident=False), sinks)
-    all_here, all_here_peak = arena(0, context), arena(0, grown_layer_rows(context, config, resident=True))
+    now = arena(num_groups, max(window_rows, least_rows), sinks)
+    grows = context >= config.reserve
+    more = grows * max(1, num_groups // 8)
+    peak = arena(num_groups + more, grown_layer_rows(0, config, resident=False), sinks)
+    whole = max(context, config.reserve)
+    whole_peak = grown_layer_rows(whole, config, resident=True) if grows else whole
+    all_here, all_here_peak = arena(0, whole), arena(0, whole_peak)
     pairs = batch * num_kv_heads * (head_dim + value_dim) * dtype_bytes
     windows, windows_peak = window_layers * arena(0, rows), window_layers * arena(0, rows_peak)
     return MemoryPlan(

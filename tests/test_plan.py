@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -97,6 +98,7 @@ def tokens_until_a_group(config: SpecacheConfig, context: int) -> int:
     dims=st.tuples(st.sampled_from(HEAD_DIMS), st.sampled_from(HEAD_DIMS)),
     dtype=st.sampled_from((torch.float32, torch.bfloat16, torch.float16)),
     windows=st.tuples(st.sampled_from((0, 1, 2)), st.integers(2, 150)),
+    ahead=st.sampled_from((None, -5, 250)),
 )
 def test_plan_equals_what_a_session_allocates(
     config: SpecacheConfig,
@@ -105,10 +107,12 @@ def test_plan_equals_what_a_session_allocates(
     dims: tuple[int, int],
     dtype: torch.dtype,
     windows: tuple[int, int],
+    ahead: int | None,
 ) -> None:
     if config.placement.codes:
         config = replace(config, quantizer=method[0], bits=method[1])
     layers, heads, batch, context = sizes
+    config = replace(config, reserve=0 if ahead is None else max(context + ahead, 0))
     window_layers, window = min(windows[0], layers), windows[1]
     shapes = (LayerShape(heads, *dims),) * (layers - window_layers)
     shapes = (LayerShape(heads, *dims, window),) * window_layers + shapes
@@ -117,6 +121,24 @@ def test_plan_equals_what_a_session_allocates(
         layers, heads, dims[0], context, batch, config, dims[1], dtype.itemsize, window_layers, window
     )
     assert allocated(session, tokens_until_a_group(config, context)) == planned
+
+
+@pytest.mark.parametrize("options", [{}, {"sink_tokens": 2}, {"resident_layers": 1}, {"policy": "kivi"}])
+def test_nothing_moves_until_there_are_more_tokens_than_were_reserved(options: dict[str, Any]) -> None:
+    config = SpecacheConfig(**{"group_size": 8, "residual_length": 8, "reserve": 200, **options})
+    session = session_of(config, (LayerShape(2, 8, 8),) * 2, (2, 20, torch.float32))
+    device, host = session.device_bytes, session.host_bytes
+    memory = [layer._arena.tensors for layer in session.layers]  # type: ignore[attr-defined]
+    for _ in range(180):
+        for layer in session.layers:
+            layer.append(torch.randn(2, 2, 1, 8), torch.randn(2, 2, 1, 8))
+    assert all(layer._arena.tensors is was for layer, was in zip(session.layers, memory, strict=True))  # type: ignore[attr-defined]
+    assert (session.device_bytes, session.host_bytes) == (device, host)
+    for _ in range(40):
+        for layer in session.layers:
+            layer.append(torch.randn(2, 2, 1, 8), torch.randn(2, 2, 1, 8))
+    assert session.stored_length() == 240 and session.device_bytes > device
+    session.close()
 
 
 @pytest.mark.parametrize("context", [1, 63, 64, 127, 128, 191, 192, 255, 4096, 5000])
