@@ -117,14 +117,17 @@ def restored(model: nn.Module, file: TensorFile, kv_len: int | None = None) -> A
 def cuts(file: TensorFile) -> bool:
     """Whether a saved cache can be restored to fewer tokens, as exactly as if no more had been read.
 
-    The host has the 16-bit pairs that return to the window, and nothing but the handles knows of the length.
+    The host has the 16-bit pairs that return to the window, and nothing but the handles knows of the length: neither a
+    number nor a tensor of the model's own.
     """
+    if any(name.startswith("plain.") for name in file.names):
+        return False
     sessions = [SpecacheConfig.from_options(about["config"]) for about in file.about["sessions"]]
     return all(config.placement.offload for config in sessions) and not _has_number(file.about["cache"])
 
 
 def _has_number(told: Any) -> bool:
-    """Whether what `describe` gave has a number, which may count tokens, or a tensor that is no handle."""
+    """Whether what `describe` gave has a number, which may count tokens."""
     if isinstance(told, dict):
         return "tensor" not in told and any(map(_has_number, told.values()))
     if isinstance(told, list):

@@ -120,6 +120,16 @@ def test_what_cannot_be_cut_exactly_is_found_whole_alone(
     torch._dynamo.reset()
 
 
+def test_a_cache_with_tensors_of_the_models_own_is_not_cut(model: Any, tmp_path: Path) -> None:
+    """A layer that is left alone: its tensors would stay as long as they were."""
+    store = PrefixStore(tmp_path, 1 << 30)
+    own = torch.randn(1, 2, 60, 16)
+    store.put(DOCUMENT, (read(model, DOCUMENT), (own, own + 1)))
+    assert store.get(model, DOCUMENT[:, :40]) == (None, 0)
+    (_, (key, value)), num_tokens = store.get(model, asked(5, 6))
+    assert num_tokens == 60 and torch.equal(key, own) and torch.equal(value, own + 1)
+
+
 def test_all_sequences_of_a_batch_have_to_agree(model: Any, tmp_path: Path) -> None:
     store, pair = PrefixStore(tmp_path, 1 << 30), torch.cat([DOCUMENT, DOCUMENT.flip(1)])
     put(store, model, pair)
