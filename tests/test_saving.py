@@ -37,6 +37,7 @@ from torch import nn
 
 import specache_fx
 from specache_fx import CacheHandleError, HostMemoryError, SavedCacheError
+from specache_fx.fingerprint import weight_digest
 from specache_fx.runtime import registry
 from specache_fx.saving import FILE
 
@@ -225,6 +226,29 @@ def test_another_model_is_refused(other: Any, said: str, saved: Path) -> None:
     with pytest.raises(SavedCacheError, match=said):
         specache_fx.load(specache_fx.compile(other(), **SMALL, **CASE.options), saved)
     assert num_sessions() == before
+
+
+def test_weights_that_are_written_behind_their_version_are_noticed(model: Any, saved: Path) -> None:
+    written = model.model.layers[1].mlp.up_proj.weight
+    assert specache_fx.load(model, saved) is not None
+    kept = written.detach().clone()
+    try:
+        written.data.add_(0.01)
+        with pytest.raises(SavedCacheError, match=r"other numbers in '.*up_proj\.weight'"):
+            specache_fx.load(model, saved)
+    finally:
+        written.data.copy_(kept)
+    assert specache_fx.load(model, saved) is not None
+
+
+def test_a_merged_adapter_is_another_weight() -> None:
+    from peft import LoraConfig, get_peft_model
+
+    adapted = get_peft_model(build("llama"), LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
+    weight = adapted.get_parameter("base_model.model.model.layers.0.self_attn.q_proj.base_layer.weight")
+    before = weight_digest(weight)
+    adapted.merge_adapter()
+    assert weight_digest(weight) != before
 
 
 @pytest.mark.parametrize(
