@@ -7,6 +7,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -16,8 +17,17 @@ from specache_fx.passes.subclasses import flatten
 _ROW = 1024  # words of 8 bytes that one sum is of
 _SAMPLE = 512  # elements of a weight that are compared each time, at least where it has so many
 _PIECE = 8192  # rows at a time, 64 MiB: bounds what a device needs for it
-# A word's factor depends on its place. Odd factors: a row in which one word changed has another sum.
-_FACTORS = torch.randint(-(2**62), 2**62, (_ROW,), generator=torch.Generator().manual_seed(0)) * 2 + 1
+
+
+def _factors() -> torch.Tensor:
+    """A word's factor depends on its place (splitmix64). Odd ones: a row in which one word changed has another sum."""
+    mixed = np.arange(1, _ROW + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)
+    return torch.from_numpy(((mixed ^ (mixed >> np.uint64(31))) | np.uint64(1)).view(np.int64))
+
+
+_FACTORS = _factors()
 
 # Of a config: no number that is computed depends on it, or the weights tell it. It may differ where the model doesn't.
 _SAYS_NOTHING = (

@@ -37,9 +37,9 @@ from torch import nn
 
 import specache_fx
 from specache_fx import CacheHandleError, HostMemoryError, SavedCacheError
-from specache_fx.fingerprint import weight_digest
+from specache_fx.fingerprint import digest, weight_digest
 from specache_fx.runtime import registry
-from specache_fx.saving import FILE
+from specache_fx.saving import FILE, FORMAT
 
 ROOT = Path(__file__).resolve().parent.parent
 Told = dict[str, dict[str, Any]]
@@ -379,8 +379,14 @@ case = Case(options={CASE.options!r})
 specache_fx.save(read(make(case), case)[0], sys.argv[1])
 """
     python("-c", code, str(saved))
-    with pytest.raises(SavedCacheError, match="its format is 999, this version reads 1"):
+    with pytest.raises(SavedCacheError, match=f"its format is 999, this version reads {FORMAT}"):
         specache_fx.load(model, saved)
+
+
+def test_digests_are_the_same_in_every_version() -> None:
+    words = torch.arange(5000, dtype=torch.int64)
+    assert digest(words) == "5ab1f8512b20bbea3487631e9c0ecc65"
+    assert digest(words.to(torch.bfloat16)[3:]) == "cd2023367f355ac92d5844c0e449584c"
 
 
 # At the same time -----------------------------------------------------------------------------------------------------
