@@ -117,6 +117,9 @@ def restore(session: Session, head: SessionHead, held: Mapping[str, torch.Tensor
         ValueError: If one has another shape or dtype than such a session has.
     """
     device = session.device
+    for name, width in (("mask", head.kv_len), ("tokens", head.kv_len), ("speculative", 1), ("guessed", 1)):
+        if name in held and (held[name].shape[0] != head.batch or held[name][0].numel() > width):
+            raise ValueError(f"{name} is {tuple(held[name].shape)}: of {head.batch} x {head.kv_len} tokens")
     session._open(head.batch, head.kv_len)
     if "mask" in held:
         session.key_mask.restore(held["mask"].to(device, copy=True))
@@ -126,6 +129,7 @@ def restore(session: Session, head: SessionHead, held: Mapping[str, torch.Tensor
         mine = {name.partition(".")[2]: held[name] for name in held if name.startswith(f"{i}.")}
         mine.pop("staged", None)
         parts = [mine.pop(name) for name in [f"host.{n}" for n in range(len(mine))] if name in mine]
+        _check_sizes(session, i, mine["sizes"].tolist())
         layer.restore(mine)
         if i in session.tiered:
             _restore_rows(session, i, parts, held)
@@ -136,6 +140,24 @@ def restore(session: Session, head: SessionHead, held: Mapping[str, torch.Tensor
         getattr(session.config, name) == getattr(head.config, name) for name in LOOKAHEAD_OPTIONS
     ):
         _look_ahead(session, held)
+
+
+def _check_sizes(session: Session, layer: int, sizes: list[int]) -> None:
+    """Make sure that a layer's tokens have room in its arena, and that whole groups are quantised.
+
+    Raises:
+        ValueError: If not.
+    """
+    window, group_size = session.shapes[layer].window, session.config.group_size
+    if window is not None:
+        room, filled, kv_len = sizes
+        fits = 0 <= min(kv_len, window - 1) <= filled <= room
+    else:
+        groups, room, quantized, filled = sizes
+        most = groups * group_size if layer in session.tiered else 0
+        fits = 0 <= quantized <= most and quantized % group_size == 0 and 0 <= filled <= room
+    if not fits:
+        raise ValueError(f"layer {layer} can't have sizes {sizes}")
 
 
 def _restore_rows(

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from specache_fx.errors import ConfigError
 from specache_fx.passes.subclasses import flatten
 
 _ROW = 1024  # words of 8 bytes that one sum is of
@@ -160,6 +161,17 @@ def config_of(model: nn.Module, saved: str | None) -> Any:
     """The config of that `config_digest` that a model or a module inside has; None where there is none."""
     configs = {id(config): config for config in (getattr(each, "config", None) for each in model.modules())}
     return next((config for config in configs.values() if config_digest(config) == saved), None)
+
+
+def check_ids(ids: torch.Tensor) -> torch.Tensor:
+    """Token ids, if they are integers `[batch, tokens]`.
+
+    Raises:
+        ConfigError: If they are not.
+    """
+    if ids.dim() != 2 or ids.is_floating_point():
+        raise ConfigError(f"input_ids are {ids.dtype} {tuple(ids.shape)}: give integers [batch, tokens].")
+    return ids
 
 
 def token_hash(ids: torch.Tensor) -> str:

@@ -16,7 +16,7 @@ from specache_fx.cache_tree import rebuild
 from specache_fx.compiled import backend_of
 from specache_fx.config import SpecacheConfig
 from specache_fx.errors import ConfigError, SavedCacheError
-from specache_fx.fingerprint import config_of, matched, token_hash
+from specache_fx.fingerprint import check_ids, config_of, matched, token_hash
 from specache_fx.runners import inference, with_tokens_first
 from specache_fx.runtime import registry
 from specache_fx.runtime.handle_tensor import Handle
@@ -45,10 +45,13 @@ def load(model: nn.Module, folder: str | Path, *, input_ids: torch.Tensor | None
         What was given to `save`: a cache for `model.generate(ids, past_key_values=...)`, `ids` with all tokens.
 
     Raises:
+        ConfigError: If `input_ids` are no integers `[batch, tokens]`.
         HostMemoryError: If the host tier can't take it.
         SavedCacheError: If there is none, it is damaged or cut short, another version's, another model's, of other
             options or of other tokens. Nothing is left behind.
     """
+    if input_ids is not None:
+        check_ids(input_ids)
     with opened(Path(folder) / FILE) as file:
         reason = misfit(model, file, input_ids)
         if reason is not None:
@@ -70,7 +73,10 @@ def misfit(model: nn.Module, file: TensorFile, input_ids: torch.Tensor | None = 
         )
     options = options_of(model)
     for about in file.about["sessions"]:
-        saved = SpecacheConfig.from_options(about["config"])
+        try:
+            saved = SpecacheConfig.from_options(about["config"])
+        except ConfigError as error:
+            return f"its options are another version's: {error} Save it again with this version."
         for name in HELD_OPTIONS:
             mine, theirs = (None if each is None else getattr(each, name) for each in (options, saved))
             if options is not None and mine != theirs:
@@ -107,11 +113,18 @@ def restored(model: nn.Module, file: TensorFile, kv_len: int | None = None) -> A
     except BaseException as error:
         for session in made:
             session.close()
-        if isinstance(error, (KeyError, TypeError, ValueError)) and not isinstance(error, ConfigError):
+        if _is_of_the_file(error):
             raise SavedCacheError(
                 f"{file.path} doesn't hold what a cache of this version has: {error}."
             ) from error
         raise
+
+
+def _is_of_the_file(error: BaseException) -> bool:
+    """Whether what a file holds is to blame for an error, and not a lack of memory or a device."""
+    if type(error) is RuntimeError:  # torch's own word for a tensor that doesn't fit
+        return "DefaultCPUAllocator" not in str(error)
+    return isinstance(error, (KeyError, TypeError, ValueError)) and not isinstance(error, ConfigError)
 
 
 def cuts(file: TensorFile) -> bool:

@@ -14,7 +14,7 @@ from filelock import FileLock
 from torch import nn
 
 from specache_fx.errors import CacheHandleError, ConfigError, SavedCacheError
-from specache_fx.fingerprint import token_hash
+from specache_fx.fingerprint import check_ids, token_hash
 from specache_fx.loading import cuts, misfit, restored
 from specache_fx.runtime.snapshot import HELD_OPTIONS
 from specache_fx.saving import content, write_to
@@ -55,7 +55,7 @@ class PrefixStore:
             CacheHandleError: As `specache_fx.save`.
             SavedCacheError: As `specache_fx.save`, or if it is larger than `max_bytes`.
         """
-        with content(past_key_values, _checked(input_ids)) as (about, tensors):
+        with content(past_key_values, check_ids(input_ids)) as (about, tensors):
             entry = Entry(self.folder / f"{_key(about)}.safetensors")
             nbytes = file_bytes(tensors, about) + 8 * input_ids.numel() + _NPY_HEADER_BYTES
             if nbytes > self.max_bytes:
@@ -97,7 +97,7 @@ class PrefixStore:
         Raises:
             HostMemoryError: If the host tier can't take it.
         """
-        ids = _checked(input_ids).cpu().numpy()
+        ids = check_ids(input_ids).cpu().numpy()
         found = []
         for entry in self._entries():
             if (saved := entry.read_tokens()) is None:
@@ -146,14 +146,6 @@ class PrefixStore:
         entries = {entry.tokens for entry in self._entries()}
         for path in (*self.folder.glob(f"{PARTIAL}*"), *(set(self.folder.glob("*.npy")) - entries)):
             path.unlink(missing_ok=True)
-
-
-def _checked(input_ids: torch.Tensor) -> torch.Tensor:
-    if input_ids.dim() != 2 or input_ids.is_floating_point():
-        raise ConfigError(
-            f"input_ids are {input_ids.dtype} {tuple(input_ids.shape)}: give integers [batch, tokens]."
-        )
-    return input_ids
 
 
 def _key(about: dict[str, Any]) -> str:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 import specache_fx
 from specache_fx import ConfigError, PrefixStore, SavedCacheError
+from specache_fx.saving import content, write_to
 
 OPTIONS: dict[str, Any] = {**SMALL, "bits": 1, "sink_tokens": 2}
 DOCUMENT = torch.randint(3, 128, (1, 60), generator=torch.Generator().manual_seed(1))
@@ -198,6 +199,17 @@ def test_bad_arguments_are_named(model: Any, tmp_path: Path) -> None:
     store.folder.write_text("no folder")
     with pytest.raises(SavedCacheError, match="can't be written to"):
         store.put(DOCUMENT, read(model, DOCUMENT))
+
+
+def test_an_entry_with_options_of_another_version_is_passed_over(model: Any, tmp_path: Path) -> None:
+    store = PrefixStore(tmp_path, 1 << 30)
+    put(store, model, DOCUMENT[:, :30])
+    put(store, model, DOCUMENT)
+    longest = max(files(tmp_path), key=lambda path: path.stat().st_mtime)
+    with content(read(model, DOCUMENT), DOCUMENT) as (about, tensors):
+        about["sessions"][0]["config"]["stripes"] = 3
+        write_to(longest, about, tensors)
+    assert store.get(model, asked(5, 6))[1] == 30 and len(files(tmp_path)) == 2
 
 
 # What others do -------------------------------------------------------------------------------------------------------

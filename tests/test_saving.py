@@ -36,10 +36,10 @@ from support.zoo import SMALL, build
 from torch import nn
 
 import specache_fx
-from specache_fx import CacheHandleError, HostMemoryError, SavedCacheError
+from specache_fx import CacheHandleError, ConfigError, HostMemoryError, SavedCacheError
 from specache_fx.fingerprint import digest, weight_digest
 from specache_fx.runtime import registry
-from specache_fx.saving import FILE, FORMAT
+from specache_fx.saving import FILE, FORMAT, content, write_to
 
 ROOT = Path(__file__).resolve().parent.parent
 Told = dict[str, dict[str, Any]]
@@ -387,6 +387,55 @@ def test_digests_are_the_same_in_every_version() -> None:
     words = torch.arange(5000, dtype=torch.int64)
     assert digest(words) == "5ab1f8512b20bbea3487631e9c0ecc65"
     assert digest(words.to(torch.bfloat16)[3:]) == "cd2023367f355ac92d5844c0e449584c"
+
+
+def rewritten(
+    past: Any, path: Path, change: Callable[[dict[str, Any], dict[str, torch.Tensor]], None]
+) -> None:
+    """Save a cache as another version might."""
+    with content(past, None) as (about, tensors):
+        change(about, tensors)
+        write_to(path, about, tensors)
+
+
+def test_an_option_that_this_version_lacks_is_named(model: Any, tmp_path: Path) -> None:
+    past, *_ = read(model, CASE)
+    rewritten(past, tmp_path / FILE, lambda about, _: about["sessions"][0]["config"].update(stripes=3))
+    with pytest.raises(SavedCacheError, match="its options are another version's: .*stripes"):
+        specache_fx.load(model, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("0.0.sizes", [0, 64, 32, 17]),
+        ("0.0.sizes", [6, 64, -32, 81]),
+        ("0.0.sizes", [6, 64, 44, 5]),
+        ("0.0.sizes", [6, 3, 32, 17]),
+        ("0.tokens", [[1, 2, 3]]),
+        ("0.mask", [[True]]),
+    ],
+)
+def test_what_no_such_session_can_have_is_refused(
+    name: str, value: list[Any], model: Any, tmp_path: Path
+) -> None:
+    past, *_ = read(model, CASE)
+
+    def change(_: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+        tensors[name] = torch.tensor(value, dtype=tensors[name].dtype)
+
+    before = num_sessions()
+    rewritten(past, tmp_path / FILE, change)
+    with pytest.raises(SavedCacheError, match="doesn't hold what a cache of this version has"):
+        specache_fx.load(model, tmp_path)
+    assert num_sessions() == before
+
+
+def test_token_ids_without_a_batch_are_named(model: Any, saved: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"input_ids are torch.int64 \(50,\): give integers \[batch, tokens\]"
+    ):
+        specache_fx.load(model, saved, input_ids=torch.zeros(50, dtype=torch.int64))
 
 
 # At the same time -----------------------------------------------------------------------------------------------------
