@@ -401,7 +401,7 @@ def rewritten(
 def test_an_option_that_this_version_lacks_is_named(model: Any, tmp_path: Path) -> None:
     past, *_ = read(model, CASE)
     rewritten(past, tmp_path / FILE, lambda about, _: about["sessions"][0]["config"].update(stripes=3))
-    with pytest.raises(SavedCacheError, match="its options are another version's: .*stripes"):
+    with pytest.raises(SavedCacheError, match=r"its options are another version's: .*stripes"):
         specache_fx.load(model, tmp_path)
 
 
