@@ -14,12 +14,12 @@ from filelock import FileLock
 from torch import nn
 
 from specache_fx.errors import CacheHandleError, ConfigError, SavedCacheError
-from specache_fx.fingerprint import check_ids, token_hash
+from specache_fx.fingerprint import check_ids, digest, token_hash
 from specache_fx.loading import cuts, misfit, restored
 from specache_fx.runtime.snapshot import HELD_OPTIONS
 from specache_fx.saving import content, write_to
 from specache_fx.store_entry import Entry
-from specache_fx.tensor_file import PARTIAL, file_bytes, opened
+from specache_fx.tensor_file import PARTIAL, TensorFile, file_bytes, opened
 
 logger = logging.getLogger(__name__)
 _NPY_HEADER_BYTES = 128
@@ -29,7 +29,8 @@ class PrefixStore:
     """Saved caches of prompts in one folder: a document is read once, and asked about in later processes.
 
     Several processes may use one folder: whoever puts waits for others that do, and nobody waits to get. Entries of
-    other models and options may share it. A cache of more than one sequence is found by the tokens of all.
+    other models and options may share it. A cache of more than one sequence is found by the tokens and the padding of
+    all.
 
     Args:
         folder: Made if need be. Only this store should write to it. Its files hold the texts' tokens.
@@ -56,7 +57,7 @@ class PrefixStore:
             SavedCacheError: As `specache_fx.save`, or if it is larger than `max_bytes`.
         """
         with content(past_key_values, check_ids(input_ids)) as (about, tensors):
-            entry = Entry(self.folder / f"{_key(about)}.safetensors")
+            entry = Entry(self.folder / f"{_key(about, tensors)}.safetensors")
             nbytes = file_bytes(tensors, about) + 8 * input_ids.numel() + _NPY_HEADER_BYTES
             if nbytes > self.max_bytes:
                 raise SavedCacheError(
@@ -79,7 +80,9 @@ class PrefixStore:
                     " on a disk with room."
                 ) from error
 
-    def get(self, model: nn.Module, input_ids: torch.Tensor) -> tuple[Any, int]:
+    def get(
+        self, model: nn.Module, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None
+    ) -> tuple[Any, int]:
         """Restore the cache of the longest saved beginning of a prompt.
 
         One that agrees with the prompt in its first tokens alone is cut there, if it can be: not under `policy="kivi"`,
@@ -89,14 +92,22 @@ class PrefixStore:
         Args:
             model: As for `specache_fx.load`; entries of other models and options are passed over.
             input_ids: The whole prompt, integers `[batch, tokens]`.
+            attention_mask: Its padding, as for `model.generate`, of the same shape; none by default. Entries that were
+                padded otherwise are passed over.
 
         Returns:
             A cache for `model.generate(input_ids, past_key_values=...)` and how many tokens it holds; None and 0 where
             nothing fits.
 
         Raises:
+            ConfigError: If `input_ids` are no integers `[batch, tokens]`, or `attention_mask` has another shape.
             HostMemoryError: If the host tier can't take it.
         """
+        if attention_mask is not None and attention_mask.shape != input_ids.shape:
+            raise ConfigError(
+                f"attention_mask is {tuple(attention_mask.shape)}, input_ids are {tuple(input_ids.shape)}: give a mask"
+                " of the tokens' shape."
+            )
         ids = check_ids(input_ids).cpu().numpy()
         found = []
         for entry in self._entries():
@@ -106,12 +117,17 @@ class PrefixStore:
                 found.append((*_agreement(saved, ids), entry.used, entry))
         # The longest first; of these what needs no cut, then the newest.
         for common, whole, _, entry in sorted(found, key=lambda each: each[:3], reverse=True):
-            if common and (cache := self._restored(model, entry, input_ids, common, whole)) is not None:
+            if not common:
+                continue
+            real = _real(attention_mask, common)
+            if (cache := self._restored(model, entry, real, common, whole)) is not None:
                 entry.touch()
                 return cache, common
         return None, 0
 
-    def _restored(self, model: nn.Module, entry: Entry, ids: torch.Tensor, common: int, whole: bool) -> Any:
+    def _restored(
+        self, model: nn.Module, entry: Entry, real: torch.Tensor | None, common: int, whole: bool
+    ) -> Any:
         try:
             with opened(entry.path) as file:
                 saved = entry.read_tokens()
@@ -120,6 +136,8 @@ class PrefixStore:
                 reason = misfit(model, file)
                 if reason is None and not whole and not cuts(file):
                     reason = f"it can't be cut to {common} tokens."
+                if reason is None and not all(_same(_real(mask, common), real) for mask in _masks(file)):
+                    reason = "it was padded otherwise."
                 if reason is None:
                     return restored(model, file, common)
                 logger.debug("%s is passed over: %s", entry.path, reason)
@@ -148,14 +166,35 @@ class PrefixStore:
             path.unlink(missing_ok=True)
 
 
-def _key(about: dict[str, Any]) -> str:
-    """Of a cache's tokens, model and the options that decide what it holds."""
+def _key(about: dict[str, Any], tensors: dict[str, torch.Tensor]) -> str:
+    """Of a cache's tokens, padding, model and the options that decide what it holds."""
     options = [[session["config"][name] for name in HELD_OPTIONS] for session in about["sessions"]]
     models = [
         [session["model_config"], session["weights"], session["dtype"]] for session in about["sessions"]
     ]
-    text = json.dumps([about["format"], about["tokens"], options, models], sort_keys=True)
+    masks = [_real(tensors.get(f"{i}.mask"), each["kv_len"]) for i, each in enumerate(about["sessions"])]
+    padding = [None if mask is None else digest(mask) for mask in masks]
+    text = json.dumps([about["format"], about["tokens"], padding, options, models], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def _masks(file: TensorFile) -> list[torch.Tensor | None]:
+    """What each session of a file keeps as its `KeyMask.real`."""
+    names = [f"{i}.mask" for i in range(len(file.about["sessions"]))]
+    return [file.read(name) if name in file.names else None for name in names]
+
+
+def _real(mask: torch.Tensor | None, tokens: int) -> torch.Tensor | None:
+    """Which of the first tokens are no padding, bool `[batch, tokens]` on the CPU; None where all are."""
+    if mask is None:
+        return None
+    known = mask[:, :tokens].cpu().bool()
+    real = torch.nn.functional.pad(known, (0, tokens - known.shape[1]), value=True)
+    return None if bool(real.all()) else real
+
+
+def _same(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+    return one is other or (one is not None and other is not None and torch.equal(one, other))
 
 
 def _agreement(saved: np.ndarray[Any, Any], ids: np.ndarray[Any, Any]) -> tuple[int, bool]:

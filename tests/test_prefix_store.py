@@ -141,6 +141,26 @@ def test_all_sequences_of_a_batch_have_to_agree(model: Any, tmp_path: Path) -> N
     assert store.get(model, longer)[1] == 30
 
 
+def test_padding_has_to_agree(model: Any, tmp_path: Path) -> None:
+    store, pair = PrefixStore(tmp_path, 1 << 30), torch.cat([DOCUMENT, DOCUMENT.flip(1)])
+    mask = torch.ones_like(pair)
+    mask[1, :9] = 0
+    with torch.no_grad():
+        store.put(pair, model(pair, attention_mask=mask, use_cache=True).past_key_values)
+    longer = torch.cat([pair, pair[:, :2]], 1)
+    padded = torch.nn.functional.pad(mask, (0, 2), value=1)
+    assert store.get(model, longer) == (None, 0)
+    assert store.get(model, longer, padded.roll(1, 1)) == (None, 0)
+    assert store.get(model, longer, padded)[1] == 60
+    assert store.get(model, longer[:, :40], padded[:, :40])[1] == 39
+    store.put(pair, read(model, pair))
+    assert len(files(tmp_path)) == 2
+    past, num_tokens = store.get(model, longer)
+    assert num_tokens == 60 and answer(model, longer, past) == answer(model, longer, read(model, pair))
+    with pytest.raises(ConfigError, match=r"attention_mask is \(2, 60\), input_ids are \(2, 62\)"):
+        store.get(model, longer, mask)
+
+
 def test_entries_of_other_models_and_options_are_passed_over(model: Any, tmp_path: Path) -> None:
     store = PrefixStore(tmp_path, 1 << 30)
     other = specache_fx.compile(build("llama"), **{**OPTIONS, "bits": 2})
