@@ -28,8 +28,8 @@ _NPY_HEADER_BYTES = 128
 class PrefixStore:
     """Saved caches of prompts in one folder: a document is read once, and asked about in later processes.
 
-    Several processes may use one folder: whoever puts waits for others that do, and nobody waits to get. Entries of
-    other models and options may share it. A cache of more than one sequence is found by the tokens and the padding of
+    Several processes may use one folder: whoever puts, or removes a damaged entry, waits for others that do. Nobody
+    else waits to get. Entries of other models and options may share it. A cache of more than one sequence is found by the tokens and the padding of
     all.
 
     Args:
@@ -68,7 +68,7 @@ class PrefixStore:
                 self.folder.mkdir(parents=True, exist_ok=True)
                 with FileLock(self.folder / ".lock"):
                     self._clean()
-                    if entry.path.exists():
+                    if entry.is_whole():
                         entry.touch()
                         return
                     self._make_room(nbytes)
@@ -111,8 +111,9 @@ class PrefixStore:
         ids = check_ids(input_ids).cpu().numpy()
         found = []
         for entry in self._entries():
+            version = entry.version()
             if (saved := entry.read_tokens()) is None:
-                entry.drop("its tokens can't be read.")
+                self._drop(entry, version, "its tokens can't be read.")
             else:
                 found.append((*_agreement(saved, ids), entry.used, entry))
         # The longest first; of these what needs no cut, then the newest.
@@ -128,6 +129,9 @@ class PrefixStore:
     def _restored(
         self, model: nn.Module, entry: Entry, real: torch.Tensor | None, common: int, whole: bool
     ) -> Any:
+        version = entry.version()
+        if version is None:  # another process has just removed it
+            return None
         try:
             with opened(entry.path) as file:
                 saved = entry.read_tokens()
@@ -144,8 +148,17 @@ class PrefixStore:
         except CacheHandleError as error:
             logger.debug("%s is passed over: %s", entry.path, error)
         except SavedCacheError as error:
-            entry.drop(str(error))
+            self._drop(entry, version, str(error))
         return None
+
+    def _drop(self, entry: Entry, version: tuple[int, ...] | None, reason: str) -> None:
+        """Remove a damaged entry, unless another process has removed or replaced it since `version`."""
+        try:
+            with FileLock(self.folder / ".lock"):
+                if version is not None and entry.version() == version:
+                    entry.drop(reason)
+        except OSError as error:
+            logger.warning("specache can't remove %s from its store (%s): %s", entry.path, error, reason)
 
     def _entries(self) -> list[Entry]:
         return [Entry(path) for path in self.folder.glob("*.safetensors")]

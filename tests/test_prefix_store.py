@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from filelock import FileLock
 from hypothesis import given
 from hypothesis import strategies as st
 from support.zoo import SMALL, build
@@ -19,6 +20,7 @@ from torch import Tensor
 import specache_fx
 from specache_fx import ConfigError, PrefixStore, SavedCacheError
 from specache_fx.saving import content, write_to
+from specache_fx.store_entry import Entry
 
 OPTIONS: dict[str, Any] = {**SMALL, "bits": 1, "sink_tokens": 2}
 DOCUMENT = torch.randint(3, 128, (1, 60), generator=torch.Generator().manual_seed(1))
@@ -252,6 +254,42 @@ def test_a_broken_entry_is_removed_with_a_warning(
     (warning,) = [record.message for record in caplog.records if record.name.startswith("specache_fx")]
     assert warning.startswith(f"specache removes {longest} from its store")
     assert len(list(tmp_path.glob("*.safetensors"))) == len(list(tmp_path.glob("*.npy"))) == 1
+
+
+def test_a_damaged_entry_is_removed_by_the_holder_of_the_lock(model: Any, tmp_path: Path) -> None:
+    store = PrefixStore(tmp_path, 1 << 30)
+    put(store, model, DOCUMENT)
+    (path,) = files(tmp_path)
+    path.write_bytes(path.read_bytes()[:-100])
+    thread = threading.Thread(target=store.get, args=(model, asked(5, 6)))
+    with FileLock(tmp_path / ".lock"):
+        thread.start()
+        thread.join(1)
+        assert thread.is_alive() and path.exists()
+        # Who holds the lock puts it anew: that one is not removed.
+        put(PrefixStore(tmp_path / "other", 1 << 30), model, DOCUMENT)
+        os.replace(tmp_path / "other" / path.name, path)
+    thread.join(60)
+    assert store.get(model, asked(5, 6))[1] == 60
+
+
+def test_an_entry_that_is_just_gone_is_no_damaged_one(model: Any, tmp_path: Path) -> None:
+    """Its tokens may be those of a process that puts it again."""
+    store = PrefixStore(tmp_path, 1 << 30)
+    put(store, model, DOCUMENT)
+    (path,) = files(tmp_path)
+    path.unlink()
+    assert store._restored(model, Entry(path), None, 60, True) is None
+    assert path.with_suffix(".npy").exists()
+
+
+def test_an_entry_without_its_tokens_is_put_again(model: Any, tmp_path: Path) -> None:
+    store = PrefixStore(tmp_path, 1 << 30)
+    put(store, model, DOCUMENT)
+    (path,) = files(tmp_path)
+    path.with_suffix(".npy").unlink()
+    put(store, model, DOCUMENT)
+    assert store.get(model, asked(5, 6))[1] == 60
 
 
 def test_what_killed_processes_left_is_removed(model: Any, tmp_path: Path) -> None:
