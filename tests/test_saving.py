@@ -454,6 +454,26 @@ def test_saving_waits_for_a_step_in_another_thread(model: Any, tmp_path: Path) -
     assert (tmp_path / FILE).is_file()
 
 
+def test_other_caches_go_on_while_one_is_saved(model: Any) -> None:
+    past, ids, mask = read(model, CASE)
+    other, *_ = read(model, CASE)
+    session = registry.find(past.layers[0].keys)
+    assert session is not None
+    said: list[Any] = []
+    waiting = threading.Thread(target=lambda: said.append(go_on(model, past, ids, mask)))
+    going = threading.Thread(target=lambda: said.append(go_on(model, other, ids, mask)))
+    with session.lock:  # as `save` holds it
+        waiting.start()
+        waiting.join(0.5)
+        going.start()
+        going.join(30)
+        went_on = not going.is_alive()
+        assert waiting.is_alive()
+    for thread in (waiting, going):
+        thread.join(60)
+    assert went_on and len(said) == 2 and said[0] == said[1]
+
+
 @pytest.mark.slow
 def test_two_processes_that_save_at_once_leave_one_whole_cache(model: Any, saved: Path) -> None:
     code = f"""
