@@ -56,29 +56,37 @@ class PrefixStore:
             CacheHandleError: As `specache_fx.save`.
             SavedCacheError: As `specache_fx.save`, or if it is larger than `max_bytes`.
         """
-        with content(past_key_values, check_ids(input_ids)) as (about, tensors):
-            entry = Entry(self.folder / f"{_key(about, tensors)}.safetensors")
-            nbytes = file_bytes(tensors, about) + 8 * input_ids.numel() + _NPY_HEADER_BYTES
-            if nbytes > self.max_bytes:
-                raise SavedCacheError(
-                    f"This cache takes {nbytes:,} bytes, and the store in {str(self.folder)!r} has {self.max_bytes:,}."
-                    " Give it a larger max_bytes."
-                )
-            try:
-                self.folder.mkdir(parents=True, exist_ok=True)
-                with FileLock(self.folder / ".lock"):
-                    self._clean()
-                    if entry.is_whole():
-                        entry.touch()
-                        return
-                    self._make_room(nbytes)
-                    entry.write_tokens(input_ids)
-                    write_to(entry.path, about, tensors)
-            except OSError as error:
-                raise SavedCacheError(
-                    f"The store in {str(self.folder)!r} can't be written to: {error.strerror or error}. Give a folder"
-                    " on a disk with room."
-                ) from error
+        check_ids(input_ids)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            # The lock first: steps wait for the cache while it is held, and other processes may write for long.
+            with (
+                FileLock(self.folder / ".lock"),
+                content(past_key_values, input_ids) as (about, tensors),
+            ):
+                self._put(input_ids, about, tensors)
+        except OSError as error:
+            raise SavedCacheError(
+                f"The store in {str(self.folder)!r} can't be written to: {error.strerror or error}. Give a folder"
+                " on a disk with room."
+            ) from error
+
+    def _put(self, input_ids: torch.Tensor, about: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+        """With the lock."""
+        entry = Entry(self.folder / f"{_key(about, tensors)}.safetensors")
+        nbytes = file_bytes(tensors, about) + 8 * input_ids.numel() + _NPY_HEADER_BYTES
+        if nbytes > self.max_bytes:
+            raise SavedCacheError(
+                f"This cache takes {nbytes:,} bytes, and the store in {str(self.folder)!r} has {self.max_bytes:,}."
+                " Give it a larger max_bytes."
+            )
+        self._clean()
+        if entry.is_whole():
+            entry.touch()
+            return
+        self._make_room(nbytes)
+        entry.write_tokens(input_ids)
+        write_to(entry.path, about, tensors)
 
     def get(
         self, model: nn.Module, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None

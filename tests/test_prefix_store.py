@@ -19,6 +19,7 @@ from torch import Tensor
 
 import specache_fx
 from specache_fx import ConfigError, PrefixStore, SavedCacheError
+from specache_fx.runtime import registry
 from specache_fx.saving import content, write_to
 from specache_fx.store_entry import Entry
 
@@ -271,6 +272,20 @@ def test_a_damaged_entry_is_removed_by_the_holder_of_the_lock(model: Any, tmp_pa
         os.replace(tmp_path / "other" / path.name, path)
     thread.join(60)
     assert store.get(model, asked(5, 6))[1] == 60
+
+
+def test_a_cache_goes_on_while_its_put_waits_for_another_process(model: Any, tmp_path: Path) -> None:
+    store, past = PrefixStore(tmp_path, 1 << 30), read(model, DOCUMENT)
+    session = registry.find(past.layers[0].keys)
+    assert session is not None
+    thread = threading.Thread(target=store.put, args=(DOCUMENT, past))
+    with FileLock(tmp_path / ".lock"):
+        thread.start()
+        thread.join(1)
+        assert thread.is_alive() and session.lock.acquire(timeout=1)
+        session.lock.release()
+    thread.join(60)
+    assert len(files(tmp_path)) == 1
 
 
 def test_an_entry_that_is_just_gone_is_no_damaged_one(model: Any, tmp_path: Path) -> None:
