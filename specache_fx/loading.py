@@ -21,7 +21,7 @@ from specache_fx.runners import inference, with_tokens_first
 from specache_fx.runtime import registry
 from specache_fx.runtime.handle_tensor import Handle
 from specache_fx.runtime.session import Session
-from specache_fx.runtime.snapshot import HELD_OPTIONS, SessionHead, restore
+from specache_fx.runtime.snapshot import HELD_OPTIONS, SessionHeader, restore
 from specache_fx.saving import FILE, FORMAT
 from specache_fx.tensor_file import TensorFile, opened
 
@@ -153,17 +153,17 @@ def _session(
 ) -> Session:
     """One session of a file; it is put into `made` before it is filled."""
     others = "places", "swapped", "model_config", "weights"
-    head = SessionHead.from_json({name: value for name, value in about.items() if name not in others})
+    header = SessionHeader.from_json({name: value for name, value in about.items() if name not in others})
     weights = matched(model, about["weights"])
     assert not isinstance(weights, str)
     device = next((weight.device for weight in weights.values()), torch.device("cpu"))
-    config, dtype = options_of(model) or head.config, getattr(torch, head.dtype)
-    session = registry.open_session(config, head.shapes, dtype, device)
+    config, dtype = options_of(model) or header.config, getattr(torch, header.dtype)
+    session = registry.open_session(config, header.shapes, dtype, device)
     made.append(session)
     session.weights = {name: weakref.ref(weight) for name, weight in weights.items()}
     session.model_config = config_of(model, about["model_config"])
     front = f"{number}."
-    restore(session, head, {n.removeprefix(front): file.read(n) for n in file.names if n.startswith(front)})
+    restore(session, header, {n.removeprefix(front): file.read(n) for n in file.names if n.startswith(front)})
     return session
 
 

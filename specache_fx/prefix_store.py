@@ -29,8 +29,8 @@ class PrefixStore:
     """Saved caches of prompts in one folder: a document is read once, and asked about in later processes.
 
     Several processes may use one folder: whoever puts, or removes a damaged entry, waits for others that do. Nobody
-    else waits to get. Entries of other models and options may share it. A cache of more than one sequence is found by the tokens and the padding of
-    all.
+    else waits to get. Entries of other models and options may share it. A cache of more than one sequence is found by
+    the tokens and the padding of all.
 
     Args:
         folder: Made if need be. Only this store should write to it. Its files hold the texts' tokens.

@@ -431,6 +431,31 @@ def test_what_no_such_session_can_have_is_refused(
     assert num_sessions() == before
 
 
+def test_rows_of_the_host_are_put_together_in_their_order_or_not_at_all(model: Any, tmp_path: Path) -> None:
+    past, ids, mask = read(model, CASE)
+
+    def pieces(numbers: list[int]) -> Callable[[dict[str, Any], dict[str, torch.Tensor]], None]:
+        def change(_: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+            rows = torch.cat(
+                [tensors.pop(name) for name in sorted(tensors) if name.startswith("0.0.host.")], 2
+            )
+            for number, piece in zip(numbers, rows.tensor_split(len(numbers), 2), strict=True):
+                tensors[f"0.0.host.{number}"] = piece
+
+        return change
+
+    rewritten(past, tmp_path / FILE, pieces(list(range(12))))
+    loaded = specache_fx.load(model, tmp_path)
+    specache_fx.save(past, tmp_path / "whole")
+    specache_fx.save(loaded, tmp_path / "again")
+    assert same(held_by(tmp_path / "again"), held_by(tmp_path / "whole"))
+    for numbers in ([0, 2], [0, 40], [1], [3, 4]):
+        rewritten(past, tmp_path / FILE, pieces(numbers))
+        with pytest.raises(SavedCacheError, match=r"doesn't hold what a cache .* 'host\.\d+'"):
+            specache_fx.load(model, tmp_path)
+    assert go_on(model, loaded, ids, mask) == go_on(model, past, ids, mask)
+
+
 def test_token_ids_without_a_batch_are_named(model: Any, saved: Path) -> None:
     with pytest.raises(
         ConfigError, match=r"input_ids are torch.int64 \(50,\): give integers \[batch, tokens\]"
