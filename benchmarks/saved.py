@@ -84,7 +84,7 @@ def time_start(model: str, threads: int, start: str, folder: str) -> dict[str, A
             if start == STARTS[2]:
                 with path.open("rb") as file:
                     os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-            fingerprint.forget()
+            fingerprint.clear_digests()
             begun = time.perf_counter()
             if not reads:
                 past = specache_fx.load(bench.model, folder, input_ids=ids)

@@ -103,7 +103,7 @@ def go_on(
             f"The past KV cache was made with {session.config} for {len(session.shapes)} layers; this graph was"
             f" compiled with {config} for {len(shapes)}. Use a cache with the compiled model that made it."
         )
-    with session.lock:  # a step of the original may be under way in another thread
+    with registry.holding(session):
         return _take(claim)
 
 

@@ -78,7 +78,7 @@ def _numbers(slots: Sequence[int], past: Sequence[torch.Tensor]) -> list[torch.T
     else:
         claim = read_claim(past)
         session, kv_len, rows = claim.session, claim.kv_len, claim.rows
-    with session.lock:
+    with registry.holding(session):
         if kv_len > session.kv_len:
             raise CacheHandleError(MIXED)
         layers = {layer: session.load(layer, kv_len) for layer in dict.fromkeys(slot // 2 for slot in slots)}

@@ -284,6 +284,7 @@ class HostCache:
     def parts(self, layer: int) -> list[torch.Tensor]:
         """A layer's rows in order, `[batch, num_kv_heads, tokens, key_dim + value_dim]` each; views, no copy."""
         self._check_open()
+        self._settle()
         rows = self._layers[layer]
         return [block[:, :, inside] for block, inside, _ in rows.parts(0, rows.length)]
 

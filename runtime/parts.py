@@ -58,7 +58,10 @@ def _parts(tensors: Sequence[torch.Tensor], stack: contextlib.ExitStack) -> list
     rest = [t for i, t in enumerate(tensors) if i not in ours and t.dim() == 4 and t.is_floating_point()]
     if registry.first_handle(rest) is not None:
         raise CacheHandleError(MIXED)
-    return [_part(tensors, number, found[number], stack) for number in sorted(found)]
+    with contextlib.ExitStack() as held:  # given up where it has to begin anew
+        parts = [_part(tensors, number, found[number], held) for number in sorted(found)]
+        stack.enter_context(held.pop_all())
+    return parts
 
 
 def _part(
@@ -73,7 +76,7 @@ def _part(
         [tensors[p].transpose(1, 2) if s else tensors[p] for p, s in zip(places, swapped, strict=True)]
     )
     session = claim.session
-    stack.enter_context(session.lock)  # a step may be under way in another thread
+    stack.enter_context(registry.holding(session))
     check_open(session)
     # A step that failed midway leaves some layers longer.
     whole = all(

@@ -6,12 +6,13 @@ is reordered drops all its old handles before it uses the new ones: these are co
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ParamSpec, TypeVar
 from weakref import WeakValueDictionary
@@ -59,15 +60,48 @@ _ended: deque[Session] = deque()  # whose last handle is gone, and which are sti
 _lock = threading.RLock()  # generations may run in threads, each with a cache of its own
 
 
+class _Busy(Exception):
+    """Another thread holds a session."""
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+
+
 def locked(function: Callable[P, R]) -> Callable[P, R]:
-    """One thread at a time in all functions that are so marked; handles are plain tensors in there."""
+    """One thread at a time in all functions that are so marked; handles are plain tensors in there.
+
+    A function that meets a session which another thread holds (`holding`) begins anew when that is free.
+    """
 
     @functools.wraps(function)
     def alone(*args: P.args, **kwargs: P.kwargs) -> R:
-        with _lock, bare():
-            return function(*args, **kwargs)
+        while True:
+            try:
+                with _lock, bare():
+                    return function(*args, **kwargs)
+            except _Busy as busy:
+                if _lock._is_owned():  # type: ignore[attr-defined]
+                    raise  # the outermost function waits
+                session = busy.session
+            with session.lock:
+                pass
 
     return alone
+
+
+@contextlib.contextmanager
+def holding(session: Session) -> Iterator[None]:
+    """Hold a session still, in a function that is `locked` and has changed nothing yet.
+
+    A step may be under way in another thread, or a cache be written to a slow disk. All other sessions go on
+    meanwhile: the registry is not held until that is through.
+    """
+    if not session.lock.acquire(blocking=False):
+        raise _Busy(session)
+    try:
+        yield
+    finally:
+        session.lock.release()
 
 
 @locked
@@ -193,7 +227,7 @@ def release(session: Session, tensors: Sequence[torch.Tensor]) -> None:
     """Free a session whose handles, or copies of them, are among `tensors`; not for copies alone if handles live."""
     originals = any(issued.session is session for issued in map(issue_of, tensors) if issued is not None)
     if originals or not is_held(session):
-        with session.lock:  # a step may be under way in another thread
+        with holding(session):
             session.close()
 
 

@@ -30,7 +30,7 @@ LOOKAHEAD_OPTIONS = "top_k", "lookahead", "on_miss", "aggregation", "selector"
 
 
 @dataclass(frozen=True)
-class SessionHead:
+class SessionHeader:
     """What is known of a session besides its tensors; plain data.
 
     Attributes:
@@ -52,7 +52,7 @@ class SessionHead:
     masks_move: bool
 
     @classmethod
-    def of(cls, session: Session) -> SessionHead:
+    def of(cls, session: Session) -> SessionHeader:
         """Of a session that has tokens."""
         assert session.batch is not None
         dtype, staged = str(session.dtype).removeprefix("torch."), session.staged_for == session.kv_len
@@ -67,7 +67,7 @@ class SessionHead:
         }
 
     @classmethod
-    def from_json(cls, data: Mapping[str, object]) -> SessionHead:
+    def from_json(cls, data: Mapping[str, object]) -> SessionHeader:
         """What `to_json` gave.
 
         Raises:
@@ -100,15 +100,15 @@ def snapshot(session: Session) -> dict[str, torch.Tensor]:
     return held
 
 
-def restore(session: Session, head: SessionHead, held: Mapping[str, torch.Tensor]) -> None:
+def restore(session: Session, header: SessionHeader, held: Mapping[str, torch.Tensor]) -> None:
     """Fill a new session with what `snapshot` gave of another.
 
-    Its options in `HELD_OPTIONS` are those of `head`. Where others of `LOOKAHEAD_OPTIONS` differ, or no pairs were
+    Its options in `HELD_OPTIONS` are those of `header`. Where others of `LOOKAHEAD_OPTIONS` differ, or no pairs were
     staged, lookahead starts over. Counts (`stats`) start at zero.
 
     Args:
         session: It has no tokens. After an error it is to be closed.
-        head: Of the session that was saved.
+        header: Of the session that was saved.
         held: On the CPU, by name; read once.
 
     Raises:
@@ -117,7 +117,17 @@ def restore(session: Session, head: SessionHead, held: Mapping[str, torch.Tensor
         ValueError: If one has another shape or dtype than such a session has.
     """
     device = session.device
-    session._open(head.batch, head.kv_len)
+    for name, width in (
+        ("mask", header.kv_len),
+        ("tokens", header.kv_len),
+        ("speculative", 1),
+        ("guessed", 1),
+    ):
+        if name in held and (held[name].shape[0] != header.batch or held[name][0].numel() > width):
+            raise ValueError(
+                f"{name} is {tuple(held[name].shape)}: of {header.batch} x {header.kv_len} tokens"
+            )
+    session._open(header.batch, header.kv_len)
     if "mask" in held:
         session.key_mask.restore(held["mask"].to(device, copy=True))
     if session.tokens is not None and "tokens" in held and held["tokens"].shape[1]:
@@ -125,17 +135,36 @@ def restore(session: Session, head: SessionHead, held: Mapping[str, torch.Tensor
     for i, layer in enumerate(session.layers):
         mine = {name.partition(".")[2]: held[name] for name in held if name.startswith(f"{i}.")}
         mine.pop("staged", None)
-        parts = [mine.pop(name) for name in [f"host.{n}" for n in range(len(mine))] if name in mine]
+        parts = [mine.pop(f"host.{n}") for n in range(sum(name.startswith("host.") for name in mine))]
+        _check_sizes(session, i, mine["sizes"].tolist())
         layer.restore(mine)
         if i in session.tiered:
             _restore_rows(session, i, parts, held)
-    if session.stored_length() != head.kv_len:
-        raise ValueError(f"its layers have {session.stored_length()} tokens, and not {head.kv_len}")
-    session.kv_len, session.masks_move = head.kv_len, head.masks_move
-    if head.staged and all(
-        getattr(session.config, name) == getattr(head.config, name) for name in LOOKAHEAD_OPTIONS
+    if session.stored_length() != header.kv_len:
+        raise ValueError(f"its layers have {session.stored_length()} tokens, and not {header.kv_len}")
+    session.kv_len, session.masks_move = header.kv_len, header.masks_move
+    if header.staged and all(
+        getattr(session.config, name) == getattr(header.config, name) for name in LOOKAHEAD_OPTIONS
     ):
         _look_ahead(session, held)
+
+
+def _check_sizes(session: Session, layer: int, sizes: list[int]) -> None:
+    """Make sure that a layer's tokens have room in its arena, and that whole groups are quantised.
+
+    Raises:
+        ValueError: If not.
+    """
+    window, group_size = session.shapes[layer].window, session.config.group_size
+    if window is not None:
+        room, filled, kv_len = sizes
+        fits = 0 <= min(kv_len, window - 1) <= filled <= room
+    else:
+        groups, room, quantized, filled = sizes
+        most = groups * group_size if layer in session.tiered else 0
+        fits = 0 <= quantized <= most and quantized % group_size == 0 and 0 <= filled <= room
+    if not fits:
+        raise ValueError(f"layer {layer} can't have sizes {sizes}")
 
 
 def _restore_rows(

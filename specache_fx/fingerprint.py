@@ -7,16 +7,28 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from specache_fx.errors import ConfigError
 from specache_fx.passes.subclasses import flatten
 
 _ROW = 1024  # words of 8 bytes that one sum is of
+_SAMPLE = 512  # elements of a weight that are compared each time, at least where it has so many
 _PIECE = 8192  # rows at a time, 64 MiB: bounds what a device needs for it
-# A word's factor depends on its place. Odd factors: a row in which one word changed has another sum.
-_FACTORS = torch.randint(-(2**62), 2**62, (_ROW,), generator=torch.Generator().manual_seed(0)) * 2 + 1
+
+
+def _factors() -> torch.Tensor:
+    """A word's factor depends on its place (splitmix64). Odd ones: a row in which one word changed has another sum."""
+    mixed = np.arange(1, _ROW + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)
+    return torch.from_numpy(((mixed ^ (mixed >> np.uint64(31))) | np.uint64(1)).view(np.int64))
+
+
+_FACTORS = _factors()
 
 # Of a config: no number that is computed depends on it, or the weights tell it. It may differ where the model doesn't.
 _SAYS_NOTHING = (
@@ -67,13 +79,15 @@ def _sums(words: torch.Tensor) -> torch.Tensor:
 
 
 def weight_digest(weight: torch.Tensor) -> str:
-    """`digest` of a weight, computed once as long as its memory and its version are the same.
+    """`digest` of a weight, computed once as long as its memory, its version and a sample of it are the same.
 
-    What is written through `weight.data` counts no version; see `forget`.
+    What is written through `weight.data` counts no version: an adapter that is merged shows in the sample. Of a few
+    elements that are so written it may show nothing; see `clear_digests`.
     """
     if weight.is_inference():
         return digest(weight)
-    state = weight.data_ptr() if type(weight) in (torch.Tensor, nn.Parameter) else None, weight._version
+    where = weight.data_ptr() if type(weight) in (torch.Tensor, nn.Parameter) else None
+    state = where, weight._version, _sample(weight)
     held = _known.get(weight)
     if held is None or held[0] != state:
         held = _known[weight] = state, digest(weight)
@@ -81,8 +95,18 @@ def weight_digest(weight: torch.Tensor) -> str:
     return found
 
 
-def forget() -> None:
-    """Have digests of weights computed anew: after writes through `weight.data`."""
+def _sample(weight: torch.Tensor) -> tuple[bytes, ...]:
+    """Some hundred elements spread over a weight."""
+    taken = []
+    for plain in flatten([weight]):
+        flat = plain.detach().flatten()
+        spread = flat[:: flat.numel() // _SAMPLE | 1]  # an odd step meets all columns of a matrix
+        taken.append(spread.contiguous().view(torch.uint8).cpu().numpy().tobytes())
+    return tuple(taken)
+
+
+def clear_digests() -> None:
+    """Have digests of weights computed anew."""
     _known.clear()
 
 
@@ -137,6 +161,17 @@ def config_of(model: nn.Module, saved: str | None) -> Any:
     """The config of that `config_digest` that a model or a module inside has; None where there is none."""
     configs = {id(config): config for config in (getattr(each, "config", None) for each in model.modules())}
     return next((config for config in configs.values() if config_digest(config) == saved), None)
+
+
+def check_ids(ids: torch.Tensor) -> torch.Tensor:
+    """Token ids, if they are integers `[batch, tokens]`.
+
+    Raises:
+        ConfigError: If they are not.
+    """
+    if ids.dim() != 2 or ids.is_floating_point():
+        raise ConfigError(f"input_ids are {ids.dtype} {tuple(ids.shape)}: give integers [batch, tokens].")
+    return ids
 
 
 def token_hash(ids: torch.Tensor) -> str:

@@ -16,12 +16,12 @@ from specache_fx.cache_tree import rebuild
 from specache_fx.compiled import backend_of
 from specache_fx.config import SpecacheConfig
 from specache_fx.errors import ConfigError, SavedCacheError
-from specache_fx.fingerprint import config_of, matched, token_hash
+from specache_fx.fingerprint import check_ids, config_of, matched, token_hash
 from specache_fx.runners import inference, with_tokens_first
 from specache_fx.runtime import registry
 from specache_fx.runtime.handle_tensor import Handle
 from specache_fx.runtime.session import Session
-from specache_fx.runtime.snapshot import HELD_OPTIONS, SessionHead, restore
+from specache_fx.runtime.snapshot import HELD_OPTIONS, SessionHeader, restore
 from specache_fx.saving import FILE, FORMAT
 from specache_fx.tensor_file import TensorFile, opened
 
@@ -45,10 +45,13 @@ def load(model: nn.Module, folder: str | Path, *, input_ids: torch.Tensor | None
         What was given to `save`: a cache for `model.generate(ids, past_key_values=...)`, `ids` with all tokens.
 
     Raises:
+        ConfigError: If `input_ids` are no integers `[batch, tokens]`.
         HostMemoryError: If the host tier can't take it.
         SavedCacheError: If there is none, it is damaged or cut short, another version's, another model's, of other
             options or of other tokens. Nothing is left behind.
     """
+    if input_ids is not None:
+        check_ids(input_ids)
     with opened(Path(folder) / FILE) as file:
         reason = misfit(model, file, input_ids)
         if reason is not None:
@@ -70,7 +73,10 @@ def misfit(model: nn.Module, file: TensorFile, input_ids: torch.Tensor | None = 
         )
     options = options_of(model)
     for about in file.about["sessions"]:
-        saved = SpecacheConfig.from_options(about["config"])
+        try:
+            saved = SpecacheConfig.from_options(about["config"])
+        except ConfigError as error:
+            return f"its options are another version's: {error} Save it again with this version."
         for name in HELD_OPTIONS:
             mine, theirs = (None if each is None else getattr(each, name) for each in (options, saved))
             if options is not None and mine != theirs:
@@ -107,24 +113,34 @@ def restored(model: nn.Module, file: TensorFile, kv_len: int | None = None) -> A
     except BaseException as error:
         for session in made:
             session.close()
-        if isinstance(error, (KeyError, TypeError, ValueError)) and not isinstance(error, ConfigError):
+        if _is_of_the_file(error):
             raise SavedCacheError(
                 f"{file.path} doesn't hold what a cache of this version has: {error}."
             ) from error
         raise
 
 
+def _is_of_the_file(error: BaseException) -> bool:
+    """Whether what a file holds is to blame for an error, and not a lack of memory or a device."""
+    if type(error) is RuntimeError:  # torch's own word for a tensor that doesn't fit
+        return "DefaultCPUAllocator" not in str(error)
+    return isinstance(error, (KeyError, TypeError, ValueError)) and not isinstance(error, ConfigError)
+
+
 def cuts(file: TensorFile) -> bool:
     """Whether a saved cache can be restored to fewer tokens, as exactly as if no more had been read.
 
-    The host has the 16-bit pairs that return to the window, and nothing but the handles knows of the length.
+    The host has the 16-bit pairs that return to the window, and nothing but the handles knows of the length: neither a
+    number nor a tensor of the model's own.
     """
+    if any(name.startswith("plain.") for name in file.names):
+        return False
     sessions = [SpecacheConfig.from_options(about["config"]) for about in file.about["sessions"]]
     return all(config.placement.offload for config in sessions) and not _has_number(file.about["cache"])
 
 
 def _has_number(told: Any) -> bool:
-    """Whether what `describe` gave has a number, which may count tokens, or a tensor that is no handle."""
+    """Whether what `describe` gave has a number, which may count tokens."""
     if isinstance(told, dict):
         return "tensor" not in told and any(map(_has_number, told.values()))
     if isinstance(told, list):
@@ -137,17 +153,17 @@ def _session(
 ) -> Session:
     """One session of a file; it is put into `made` before it is filled."""
     others = "places", "swapped", "model_config", "weights"
-    head = SessionHead.from_json({name: value for name, value in about.items() if name not in others})
+    header = SessionHeader.from_json({name: value for name, value in about.items() if name not in others})
     weights = matched(model, about["weights"])
     assert not isinstance(weights, str)
     device = next((weight.device for weight in weights.values()), torch.device("cpu"))
-    config, dtype = options_of(model) or head.config, getattr(torch, head.dtype)
-    session = registry.open_session(config, head.shapes, dtype, device)
+    config, dtype = options_of(model) or header.config, getattr(torch, header.dtype)
+    session = registry.open_session(config, header.shapes, dtype, device)
     made.append(session)
     session.weights = {name: weakref.ref(weight) for name, weight in weights.items()}
     session.model_config = config_of(model, about["model_config"])
     front = f"{number}."
-    restore(session, head, {n.removeprefix(front): file.read(n) for n in file.names if n.startswith(front)})
+    restore(session, header, {n.removeprefix(front): file.read(n) for n in file.names if n.startswith(front)})
     return session
 
 

@@ -14,12 +14,12 @@ from filelock import FileLock
 from torch import nn
 
 from specache_fx.errors import CacheHandleError, ConfigError, SavedCacheError
-from specache_fx.fingerprint import token_hash
+from specache_fx.fingerprint import check_ids, digest, token_hash
 from specache_fx.loading import cuts, misfit, restored
 from specache_fx.runtime.snapshot import HELD_OPTIONS
 from specache_fx.saving import content, write_to
 from specache_fx.store_entry import Entry
-from specache_fx.tensor_file import PARTIAL, file_bytes, opened
+from specache_fx.tensor_file import PARTIAL, TensorFile, file_bytes, opened
 
 logger = logging.getLogger(__name__)
 _NPY_HEADER_BYTES = 128
@@ -28,8 +28,9 @@ _NPY_HEADER_BYTES = 128
 class PrefixStore:
     """Saved caches of prompts in one folder: a document is read once, and asked about in later processes.
 
-    Several processes may use one folder: whoever puts waits for others that do, and nobody waits to get. Entries of
-    other models and options may share it. A cache of more than one sequence is found by the tokens of all.
+    Several processes may use one folder: whoever puts, or removes a damaged entry, waits for others that do. Nobody
+    else waits to get. Entries of other models and options may share it. A cache of more than one sequence is found by
+    the tokens and the padding of all.
 
     Args:
         folder: Made if need be. Only this store should write to it. Its files hold the texts' tokens.
@@ -55,31 +56,41 @@ class PrefixStore:
             CacheHandleError: As `specache_fx.save`.
             SavedCacheError: As `specache_fx.save`, or if it is larger than `max_bytes`.
         """
-        with content(past_key_values, _checked(input_ids)) as (about, tensors):
-            entry = Entry(self.folder / f"{_key(about)}.safetensors")
-            nbytes = file_bytes(tensors, about) + 8 * input_ids.numel() + _NPY_HEADER_BYTES
-            if nbytes > self.max_bytes:
-                raise SavedCacheError(
-                    f"This cache takes {nbytes:,} bytes, and the store in {str(self.folder)!r} has {self.max_bytes:,}."
-                    " Give it a larger max_bytes."
-                )
-            try:
-                self.folder.mkdir(parents=True, exist_ok=True)
-                with FileLock(self.folder / ".lock"):
-                    self._clean()
-                    if entry.path.exists():
-                        entry.touch()
-                        return
-                    self._make_room(nbytes)
-                    entry.write_tokens(input_ids)
-                    write_to(entry.path, about, tensors)
-            except OSError as error:
-                raise SavedCacheError(
-                    f"The store in {str(self.folder)!r} can't be written to: {error.strerror or error}. Give a folder"
-                    " on a disk with room."
-                ) from error
+        check_ids(input_ids)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            # The lock first: steps wait for the cache while it is held, and other processes may write for long.
+            with (
+                FileLock(self.folder / ".lock"),
+                content(past_key_values, input_ids) as (about, tensors),
+            ):
+                self._put(input_ids, about, tensors)
+        except OSError as error:
+            raise SavedCacheError(
+                f"The store in {str(self.folder)!r} can't be written to: {error.strerror or error}. Give a folder"
+                " on a disk with room."
+            ) from error
 
-    def get(self, model: nn.Module, input_ids: torch.Tensor) -> tuple[Any, int]:
+    def _put(self, input_ids: torch.Tensor, about: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+        """With the lock."""
+        entry = Entry(self.folder / f"{_key(about, tensors)}.safetensors")
+        nbytes = file_bytes(tensors, about) + 8 * input_ids.numel() + _NPY_HEADER_BYTES
+        if nbytes > self.max_bytes:
+            raise SavedCacheError(
+                f"This cache takes {nbytes:,} bytes, and the store in {str(self.folder)!r} has {self.max_bytes:,}."
+                " Give it a larger max_bytes."
+            )
+        self._clean()
+        if entry.is_whole():
+            entry.touch()
+            return
+        self._make_room(nbytes)
+        entry.write_tokens(input_ids)
+        write_to(entry.path, about, tensors)
+
+    def get(
+        self, model: nn.Module, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None
+    ) -> tuple[Any, int]:
         """Restore the cache of the longest saved beginning of a prompt.
 
         One that agrees with the prompt in its first tokens alone is cut there, if it can be: not under `policy="kivi"`,
@@ -89,29 +100,46 @@ class PrefixStore:
         Args:
             model: As for `specache_fx.load`; entries of other models and options are passed over.
             input_ids: The whole prompt, integers `[batch, tokens]`.
+            attention_mask: Its padding, as for `model.generate`, of the same shape; none by default. Entries that were
+                padded otherwise are passed over.
 
         Returns:
             A cache for `model.generate(input_ids, past_key_values=...)` and how many tokens it holds; None and 0 where
             nothing fits.
 
         Raises:
+            ConfigError: If `input_ids` are no integers `[batch, tokens]`, or `attention_mask` has another shape.
             HostMemoryError: If the host tier can't take it.
         """
-        ids = _checked(input_ids).cpu().numpy()
+        if attention_mask is not None and attention_mask.shape != input_ids.shape:
+            raise ConfigError(
+                f"attention_mask is {tuple(attention_mask.shape)}, input_ids are {tuple(input_ids.shape)}: give a mask"
+                " of the tokens' shape."
+            )
+        ids = check_ids(input_ids).cpu().numpy()
         found = []
         for entry in self._entries():
+            version = entry.version()
             if (saved := entry.read_tokens()) is None:
-                entry.drop("its tokens can't be read.")
+                self._drop(entry, version, "its tokens can't be read.")
             else:
                 found.append((*_agreement(saved, ids), entry.used, entry))
         # The longest first; of these what needs no cut, then the newest.
         for common, whole, _, entry in sorted(found, key=lambda each: each[:3], reverse=True):
-            if common and (cache := self._restored(model, entry, input_ids, common, whole)) is not None:
+            if not common:
+                continue
+            real = _real(attention_mask, common)
+            if (cache := self._restored(model, entry, real, common, whole)) is not None:
                 entry.touch()
                 return cache, common
         return None, 0
 
-    def _restored(self, model: nn.Module, entry: Entry, ids: torch.Tensor, common: int, whole: bool) -> Any:
+    def _restored(
+        self, model: nn.Module, entry: Entry, real: torch.Tensor | None, common: int, whole: bool
+    ) -> Any:
+        version = entry.version()
+        if version is None:  # another process has just removed it
+            return None
         try:
             with opened(entry.path) as file:
                 saved = entry.read_tokens()
@@ -120,14 +148,25 @@ class PrefixStore:
                 reason = misfit(model, file)
                 if reason is None and not whole and not cuts(file):
                     reason = f"it can't be cut to {common} tokens."
+                if reason is None and not all(_same(_real(mask, common), real) for mask in _masks(file)):
+                    reason = "it was padded otherwise."
                 if reason is None:
                     return restored(model, file, common)
                 logger.debug("%s is passed over: %s", entry.path, reason)
         except CacheHandleError as error:
             logger.debug("%s is passed over: %s", entry.path, error)
         except SavedCacheError as error:
-            entry.drop(str(error))
+            self._drop(entry, version, str(error))
         return None
+
+    def _drop(self, entry: Entry, version: tuple[int, ...] | None, reason: str) -> None:
+        """Remove a damaged entry, unless another process has removed or replaced it since `version`."""
+        try:
+            with FileLock(self.folder / ".lock"):
+                if version is not None and entry.version() == version:
+                    entry.drop(reason)
+        except OSError as error:
+            logger.warning("specache can't remove %s from its store (%s): %s", entry.path, error, reason)
 
     def _entries(self) -> list[Entry]:
         return [Entry(path) for path in self.folder.glob("*.safetensors")]
@@ -148,22 +187,35 @@ class PrefixStore:
             path.unlink(missing_ok=True)
 
 
-def _checked(input_ids: torch.Tensor) -> torch.Tensor:
-    if input_ids.dim() != 2 or input_ids.is_floating_point():
-        raise ConfigError(
-            f"input_ids are {input_ids.dtype} {tuple(input_ids.shape)}: give integers [batch, tokens]."
-        )
-    return input_ids
-
-
-def _key(about: dict[str, Any]) -> str:
-    """Of a cache's tokens, model and the options that decide what it holds."""
+def _key(about: dict[str, Any], tensors: dict[str, torch.Tensor]) -> str:
+    """Of a cache's tokens, padding, model and the options that decide what it holds."""
     options = [[session["config"][name] for name in HELD_OPTIONS] for session in about["sessions"]]
     models = [
         [session["model_config"], session["weights"], session["dtype"]] for session in about["sessions"]
     ]
-    text = json.dumps([about["format"], about["tokens"], options, models], sort_keys=True)
+    masks = [_real(tensors.get(f"{i}.mask"), each["kv_len"]) for i, each in enumerate(about["sessions"])]
+    padding = [None if mask is None else digest(mask) for mask in masks]
+    text = json.dumps([about["format"], about["tokens"], padding, options, models], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def _masks(file: TensorFile) -> list[torch.Tensor | None]:
+    """What each session of a file keeps as its `KeyMask.real`."""
+    names = [f"{i}.mask" for i in range(len(file.about["sessions"]))]
+    return [file.read(name) if name in file.names else None for name in names]
+
+
+def _real(mask: torch.Tensor | None, tokens: int) -> torch.Tensor | None:
+    """Which of the first tokens are no padding, bool `[batch, tokens]` on the CPU; None where all are."""
+    if mask is None:
+        return None
+    known = mask[:, :tokens].cpu().bool()
+    real = torch.nn.functional.pad(known, (0, tokens - known.shape[1]), value=True)
+    return None if bool(real.all()) else real
+
+
+def _same(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+    return one is other or (one is not None and other is not None and torch.equal(one, other))
 
 
 def _agreement(saved: np.ndarray[Any, Any], ids: np.ndarray[Any, Any]) -> tuple[int, bool]:

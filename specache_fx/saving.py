@@ -17,11 +17,11 @@ from specache_fx.runners import inference
 from specache_fx.runtime.handle_tensor import plain
 from specache_fx.runtime.parts import Part, parts_of
 from specache_fx.runtime.session import Session
-from specache_fx.runtime.snapshot import SessionHead, snapshot
+from specache_fx.runtime.snapshot import SessionHeader, snapshot
 from specache_fx.tensor_file import write
 
 FILE = "cache.safetensors"
-FORMAT = 1  # counts up when older versions can't read what is written, or newer ones what was
+FORMAT = 2  # counts up when older versions can't read what is written, or newer ones what was
 
 
 def save(past_key_values: Any, folder: str | Path, *, input_ids: torch.Tensor | None = None) -> None:
@@ -106,7 +106,7 @@ def _about(part: Part) -> dict[str, Any]:
             " module, not a function that is given its weights."
         )
     return {
-        **SessionHead.of(part.session).to_json(),
+        **SessionHeader.of(part.session).to_json(),
         "places": part.places,
         "swapped": part.swapped,
         "model_config": config_digest(part.session.model_config),

@@ -50,9 +50,20 @@ class Entry:
             return self.path.stat().st_mtime
         return 0.0
 
+    def is_whole(self) -> bool:
+        """Whether both files are there."""
+        return self.path.is_file() and self.tokens.is_file()
+
+    def version(self) -> tuple[int, ...] | None:
+        """What tells its files from those that replace them; None where its file is gone."""
+        with contextlib.suppress(FileNotFoundError):
+            inode = self.path.stat().st_ino
+            return (inode, self.tokens.stat().st_ino) if self.tokens.exists() else (inode,)
+        return None
+
     def drop(self, reason: str | None = None) -> None:
-        """Remove it; where it is still there, say why."""
-        if reason is not None and self.path.exists():
+        """Remove it, and say why if there is a reason. For the holder of the store's lock."""
+        if reason is not None:
             logger.warning("specache removes %s from its store: %s", self.path, reason)
         for path in (self.path, self.tokens):
             path.unlink(missing_ok=True)

@@ -6,10 +6,12 @@ The default is "meta" here: what lands there by accident has no numbers, and the
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 from support.models import TinyConfig, TinyDecoder, generate
+from test_saving import python
 
 import specache_fx
 
@@ -44,6 +46,33 @@ def test_decoding_is_the_same_under_another_default_device(config, options):
     assert specache_fx.stats(found.past).kv_len == 32
     assert torch.equal(found.tokens, wanted.tokens)
     assert torch.equal(found.logits, wanted.logits)
+
+
+def test_a_saved_cache_is_the_same_under_another_default_device(tmp_path: Path) -> None:
+    """In a process of its own, that imports under that default."""
+    code = """
+import sys, torch
+torch.set_default_device("meta")
+import specache_fx
+from support.models import TinyConfig, TinyDecoder, generate
+with torch.device("cpu"):
+    model = TinyDecoder(TinyConfig())
+    prompt = torch.arange(1, 43).view(2, 21)
+model = specache_fx.compile(model, lowering="eager", group_size=4, residual_length=4, top_k=4)
+found = generate(model, prompt, 9)
+ids = torch.cat([prompt, found.tokens], 1)[:, :29]
+specache_fx.save(found.past, sys.argv[1], input_ids=ids)
+store = specache_fx.PrefixStore(sys.argv[1] + "/store", 1 << 30)
+store.put(ids, found.past)
+loaded = specache_fx.load(model, sys.argv[1], input_ids=ids)
+assert store.get(model, ids)[1] == 28
+next_ids = found.tokens[:, -1:]
+mask = torch.ones(2, 30, dtype=torch.bool, device="cpu")
+with torch.no_grad():
+    stayed, again = (model(next_ids, past=past, attention_mask=mask)[0] for past in (found.past, loaded))
+assert torch.equal(stayed, again)
+"""
+    python("-c", code, str(tmp_path))
 
 
 def test_handles_that_are_copied_and_cropped_are_found_under_another_default_device():

@@ -79,3 +79,14 @@ def test_pinned_memory_that_was_given_back_can_be_pinned_again():
         assert block.is_pinned()
         assert torch.equal(block.fill_(2).cuda(), torch.full((1 << 20,), 2.0, device="cuda"))
         del block
+
+
+def test_rows_that_are_to_be_saved_have_come_from_the_device():
+    cache = HostCache(1, [(1, 8, 8)], torch.float32, "pinned")
+    pairs = torch.ones(1, 1, 64, 8, device="cuda")
+    cache.append(0, pairs, pairs)
+    cache.truncate(0, 0)
+    torch.cuda._sleep(1 << 30)  # the rows come behind it
+    cache.append(0, pairs * 2, pairs * 2)
+    assert all(bool((part == 2).all()) for part in cache.parts(0))
+    cache.close()

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from filelock import FileLock
 from hypothesis import given
 from hypothesis import strategies as st
 from support.zoo import SMALL, build
@@ -18,6 +19,9 @@ from torch import Tensor
 
 import specache_fx
 from specache_fx import ConfigError, PrefixStore, SavedCacheError
+from specache_fx.runtime import registry
+from specache_fx.saving import content, write_to
+from specache_fx.store_entry import Entry
 
 OPTIONS: dict[str, Any] = {**SMALL, "bits": 1, "sink_tokens": 2}
 DOCUMENT = torch.randint(3, 128, (1, 60), generator=torch.Generator().manual_seed(1))
@@ -120,6 +124,16 @@ def test_what_cannot_be_cut_exactly_is_found_whole_alone(
     torch._dynamo.reset()
 
 
+def test_a_cache_with_tensors_of_the_models_own_is_not_cut(model: Any, tmp_path: Path) -> None:
+    """A layer that is left alone: its tensors would stay as long as they were."""
+    store = PrefixStore(tmp_path, 1 << 30)
+    own = torch.randn(1, 2, 60, 16)
+    store.put(DOCUMENT, (read(model, DOCUMENT), (own, own + 1)))
+    assert store.get(model, DOCUMENT[:, :40]) == (None, 0)
+    (_, (key, value)), num_tokens = store.get(model, asked(5, 6))
+    assert num_tokens == 60 and torch.equal(key, own) and torch.equal(value, own + 1)
+
+
 def test_all_sequences_of_a_batch_have_to_agree(model: Any, tmp_path: Path) -> None:
     store, pair = PrefixStore(tmp_path, 1 << 30), torch.cat([DOCUMENT, DOCUMENT.flip(1)])
     put(store, model, pair)
@@ -128,6 +142,26 @@ def test_all_sequences_of_a_batch_have_to_agree(model: Any, tmp_path: Path) -> N
     assert store.get(model, longer)[1] == 60
     longer[1, 30] = 0
     assert store.get(model, longer)[1] == 30
+
+
+def test_padding_has_to_agree(model: Any, tmp_path: Path) -> None:
+    store, pair = PrefixStore(tmp_path, 1 << 30), torch.cat([DOCUMENT, DOCUMENT.flip(1)])
+    mask = torch.ones_like(pair)
+    mask[1, :9] = 0
+    with torch.no_grad():
+        store.put(pair, model(pair, attention_mask=mask, use_cache=True).past_key_values)
+    longer = torch.cat([pair, pair[:, :2]], 1)
+    padded = torch.nn.functional.pad(mask, (0, 2), value=1)
+    assert store.get(model, longer) == (None, 0)
+    assert store.get(model, longer, padded.roll(1, 1)) == (None, 0)
+    assert store.get(model, longer, padded)[1] == 60
+    assert store.get(model, longer[:, :40], padded[:, :40])[1] == 39
+    store.put(pair, read(model, pair))
+    assert len(files(tmp_path)) == 2
+    past, num_tokens = store.get(model, longer)
+    assert num_tokens == 60 and answer(model, longer, past) == answer(model, longer, read(model, pair))
+    with pytest.raises(ConfigError, match=r"attention_mask is \(2, 60\), input_ids are \(2, 62\)"):
+        store.get(model, longer, mask)
 
 
 def test_entries_of_other_models_and_options_are_passed_over(model: Any, tmp_path: Path) -> None:
@@ -190,6 +224,17 @@ def test_bad_arguments_are_named(model: Any, tmp_path: Path) -> None:
         store.put(DOCUMENT, read(model, DOCUMENT))
 
 
+def test_an_entry_with_options_of_another_version_is_passed_over(model: Any, tmp_path: Path) -> None:
+    store = PrefixStore(tmp_path, 1 << 30)
+    put(store, model, DOCUMENT[:, :30])
+    put(store, model, DOCUMENT)
+    longest = max(files(tmp_path), key=lambda path: path.stat().st_mtime)
+    with content(read(model, DOCUMENT), DOCUMENT) as (about, tensors):
+        about["sessions"][0]["config"]["stripes"] = 3
+        write_to(longest, about, tensors)
+    assert store.get(model, asked(5, 6))[1] == 30 and len(files(tmp_path)) == 2
+
+
 # What others do -------------------------------------------------------------------------------------------------------
 
 
@@ -210,6 +255,56 @@ def test_a_broken_entry_is_removed_with_a_warning(
     (warning,) = [record.message for record in caplog.records if record.name.startswith("specache_fx")]
     assert warning.startswith(f"specache removes {longest} from its store")
     assert len(list(tmp_path.glob("*.safetensors"))) == len(list(tmp_path.glob("*.npy"))) == 1
+
+
+def test_a_damaged_entry_is_removed_by_the_holder_of_the_lock(model: Any, tmp_path: Path) -> None:
+    store = PrefixStore(tmp_path, 1 << 30)
+    put(store, model, DOCUMENT)
+    (path,) = files(tmp_path)
+    path.write_bytes(path.read_bytes()[:-100])
+    thread = threading.Thread(target=store.get, args=(model, asked(5, 6)))
+    with FileLock(tmp_path / ".lock"):
+        thread.start()
+        thread.join(1)
+        assert thread.is_alive() and path.exists()
+        # Who holds the lock puts it anew: that one is not removed.
+        put(PrefixStore(tmp_path / "other", 1 << 30), model, DOCUMENT)
+        os.replace(tmp_path / "other" / path.name, path)
+    thread.join(60)
+    assert store.get(model, asked(5, 6))[1] == 60
+
+
+def test_a_cache_goes_on_while_its_put_waits_for_another_process(model: Any, tmp_path: Path) -> None:
+    store, past = PrefixStore(tmp_path, 1 << 30), read(model, DOCUMENT)
+    session = registry.find(past.layers[0].keys)
+    assert session is not None
+    thread = threading.Thread(target=store.put, args=(DOCUMENT, past))
+    with FileLock(tmp_path / ".lock"):
+        thread.start()
+        thread.join(1)
+        assert thread.is_alive() and session.lock.acquire(timeout=1)
+        session.lock.release()
+    thread.join(60)
+    assert len(files(tmp_path)) == 1
+
+
+def test_an_entry_that_is_just_gone_is_no_damaged_one(model: Any, tmp_path: Path) -> None:
+    """Its tokens may be those of a process that puts it again."""
+    store = PrefixStore(tmp_path, 1 << 30)
+    put(store, model, DOCUMENT)
+    (path,) = files(tmp_path)
+    path.unlink()
+    assert store._restored(model, Entry(path), None, 60, True) is None
+    assert path.with_suffix(".npy").exists()
+
+
+def test_an_entry_without_its_tokens_is_put_again(model: Any, tmp_path: Path) -> None:
+    store = PrefixStore(tmp_path, 1 << 30)
+    put(store, model, DOCUMENT)
+    (path,) = files(tmp_path)
+    path.with_suffix(".npy").unlink()
+    put(store, model, DOCUMENT)
+    assert store.get(model, asked(5, 6))[1] == 60
 
 
 def test_what_killed_processes_left_is_removed(model: Any, tmp_path: Path) -> None:

@@ -36,9 +36,10 @@ from support.zoo import SMALL, build
 from torch import nn
 
 import specache_fx
-from specache_fx import CacheHandleError, HostMemoryError, SavedCacheError
+from specache_fx import CacheHandleError, ConfigError, HostMemoryError, SavedCacheError
+from specache_fx.fingerprint import digest, weight_digest
 from specache_fx.runtime import registry
-from specache_fx.saving import FILE
+from specache_fx.saving import FILE, FORMAT, content, write_to
 
 ROOT = Path(__file__).resolve().parent.parent
 Told = dict[str, dict[str, Any]]
@@ -168,8 +169,8 @@ def test_rows_of_a_reordered_cache_are_saved_in_their_order(model: Any, tmp_path
     past.reorder_cache(rows)
     specache_fx.save(past, tmp_path)
     loaded = specache_fx.load(model, tmp_path)
-    again = go_on(model, specache_fx.load(model, tmp_path), ids[rows], mask[rows])
-    assert go_on(model, loaded, ids[rows], mask[rows]) == again and again[0] == again[2]
+    stayed = go_on(model, past, ids[rows], mask[rows])
+    assert go_on(model, loaded, ids[rows], mask[rows]) == stayed and stayed[0] == stayed[2]
 
 
 def test_saving_leaves_the_cache_as_it_was(model: Any, tmp_path: Path) -> None:
@@ -225,6 +226,29 @@ def test_another_model_is_refused(other: Any, said: str, saved: Path) -> None:
     with pytest.raises(SavedCacheError, match=said):
         specache_fx.load(specache_fx.compile(other(), **SMALL, **CASE.options), saved)
     assert num_sessions() == before
+
+
+def test_weights_that_are_written_behind_their_version_are_noticed(model: Any, saved: Path) -> None:
+    written = model.model.layers[1].mlp.up_proj.weight
+    assert specache_fx.load(model, saved) is not None
+    kept = written.detach().clone()
+    try:
+        written.data.add_(0.01)
+        with pytest.raises(SavedCacheError, match=r"other numbers in '.*up_proj\.weight'"):
+            specache_fx.load(model, saved)
+    finally:
+        written.data.copy_(kept)
+    assert specache_fx.load(model, saved) is not None
+
+
+def test_a_merged_adapter_is_another_weight() -> None:
+    from peft import LoraConfig, get_peft_model
+
+    adapted = get_peft_model(build("llama"), LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
+    weight = adapted.get_parameter("base_model.model.model.layers.0.self_attn.q_proj.base_layer.weight")
+    before = weight_digest(weight)
+    adapted.merge_adapter()
+    assert weight_digest(weight) != before
 
 
 @pytest.mark.parametrize(
@@ -355,8 +379,88 @@ case = Case(options={CASE.options!r})
 specache_fx.save(read(make(case), case)[0], sys.argv[1])
 """
     python("-c", code, str(saved))
-    with pytest.raises(SavedCacheError, match="its format is 999, this version reads 1"):
+    with pytest.raises(SavedCacheError, match=f"its format is 999, this version reads {FORMAT}"):
         specache_fx.load(model, saved)
+
+
+def test_digests_are_the_same_in_every_version() -> None:
+    words = torch.arange(5000, dtype=torch.int64)
+    assert digest(words) == "5ab1f8512b20bbea3487631e9c0ecc65"
+    assert digest(words.to(torch.bfloat16)[3:]) == "cd2023367f355ac92d5844c0e449584c"
+
+
+def rewritten(
+    past: Any, path: Path, change: Callable[[dict[str, Any], dict[str, torch.Tensor]], None]
+) -> None:
+    """Save a cache as another version might."""
+    with content(past, None) as (about, tensors):
+        change(about, tensors)
+        write_to(path, about, tensors)
+
+
+def test_an_option_that_this_version_lacks_is_named(model: Any, tmp_path: Path) -> None:
+    past, *_ = read(model, CASE)
+    rewritten(past, tmp_path / FILE, lambda about, _: about["sessions"][0]["config"].update(stripes=3))
+    with pytest.raises(SavedCacheError, match=r"its options are another version's: .*stripes"):
+        specache_fx.load(model, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("0.0.sizes", [0, 64, 32, 17]),
+        ("0.0.sizes", [6, 64, -32, 81]),
+        ("0.0.sizes", [6, 64, 44, 5]),
+        ("0.0.sizes", [6, 3, 32, 17]),
+        ("0.tokens", [[1, 2, 3]]),
+        ("0.mask", [[True]]),
+    ],
+)
+def test_what_no_such_session_can_have_is_refused(
+    name: str, value: list[Any], model: Any, tmp_path: Path
+) -> None:
+    past, *_ = read(model, CASE)
+
+    def change(_: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+        tensors[name] = torch.tensor(value, dtype=tensors[name].dtype)
+
+    before = num_sessions()
+    rewritten(past, tmp_path / FILE, change)
+    with pytest.raises(SavedCacheError, match="doesn't hold what a cache of this version has"):
+        specache_fx.load(model, tmp_path)
+    assert num_sessions() == before
+
+
+def test_rows_of_the_host_are_put_together_in_their_order_or_not_at_all(model: Any, tmp_path: Path) -> None:
+    past, ids, mask = read(model, CASE)
+
+    def pieces(numbers: list[int]) -> Callable[[dict[str, Any], dict[str, torch.Tensor]], None]:
+        def change(_: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+            rows = torch.cat(
+                [tensors.pop(name) for name in sorted(tensors) if name.startswith("0.0.host.")], 2
+            )
+            for number, piece in zip(numbers, rows.tensor_split(len(numbers), 2), strict=True):
+                tensors[f"0.0.host.{number}"] = piece
+
+        return change
+
+    rewritten(past, tmp_path / FILE, pieces(list(range(12))))
+    loaded = specache_fx.load(model, tmp_path)
+    specache_fx.save(past, tmp_path / "whole")
+    specache_fx.save(loaded, tmp_path / "again")
+    assert same(held_by(tmp_path / "again"), held_by(tmp_path / "whole"))
+    for numbers in ([0, 2], [0, 40], [1], [3, 4]):
+        rewritten(past, tmp_path / FILE, pieces(numbers))
+        with pytest.raises(SavedCacheError, match=r"doesn't hold what a cache .* 'host\.\d+'"):
+            specache_fx.load(model, tmp_path)
+    assert go_on(model, loaded, ids, mask) == go_on(model, past, ids, mask)
+
+
+def test_token_ids_without_a_batch_are_named(model: Any, saved: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"input_ids are torch.int64 \(50,\): give integers \[batch, tokens\]"
+    ):
+        specache_fx.load(model, saved, input_ids=torch.zeros(50, dtype=torch.int64))
 
 
 # At the same time -----------------------------------------------------------------------------------------------------
@@ -373,6 +477,26 @@ def test_saving_waits_for_a_step_in_another_thread(model: Any, tmp_path: Path) -
         assert thread.is_alive() and not list(tmp_path.iterdir())
     thread.join(60)
     assert (tmp_path / FILE).is_file()
+
+
+def test_other_caches_go_on_while_one_is_saved(model: Any) -> None:
+    past, ids, mask = read(model, CASE)
+    other, *_ = read(model, CASE)
+    session = registry.find(past.layers[0].keys)
+    assert session is not None
+    said: list[Any] = []
+    waiting = threading.Thread(target=lambda: said.append(go_on(model, past, ids, mask)))
+    going = threading.Thread(target=lambda: said.append(go_on(model, other, ids, mask)))
+    with session.lock:  # as `save` holds it
+        waiting.start()
+        waiting.join(0.5)
+        going.start()
+        going.join(30)
+        went_on = not going.is_alive()
+        assert waiting.is_alive()
+    for thread in (waiting, going):
+        thread.join(60)
+    assert went_on and len(said) == 2 and said[0] == said[1]
 
 
 @pytest.mark.slow
