@@ -14,6 +14,7 @@ from specache_fx.runtime import registry
 from specache_fx.runtime.claims import ELSEWHERE, MIXED, check_open, living, read_claim
 from specache_fx.runtime.give_back import has_tokens_first
 from specache_fx.runtime.session import Session
+from specache_fx.runtime.snapshot import take_lookahead
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,9 @@ def _part(
         length == claim.kv_len for length in (session.kv_len, *(layer.kv_len for layer in session.layers))
     )
     if not whole or claim.rows != list(range(session.batch or 0)):
-        session = session.fork(claim.rows)
+        source, session = session, session.fork(claim.rows)
         stack.callback(session.close)
+        if whole and len(claim.rows) == source.batch and not registry.is_held(source):
+            take_lookahead(session, source, claim.rows)  # as `go_on` moves the rows in place
         session.rewind(claim.kv_len)
     return Part(session, places, swapped)

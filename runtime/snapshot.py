@@ -187,6 +187,19 @@ def _check_tokens(tokens: torch.Tensor, num_quantized: int, name: str) -> None:
         raise ValueError(f"{name} names tokens that are not quantised")
 
 
+def take_lookahead(session: Session, source: Session, rows: list[int]) -> None:
+    """Stage for a fork of a session's batch rows what is staged for these."""
+    if source.staged_for != source.kv_len:
+        return
+    index = torch.tensor(rows, device=source.device)
+    held = {
+        name: tensor.index_select(0, index)
+        for name, tensor in snapshot(source).items()
+        if name in ("speculative", "guessed") or name.endswith(".staged")
+    }
+    _look_ahead(session, held)
+
+
 def _look_ahead(session: Session, held: Mapping[str, torch.Tensor]) -> None:
     """Stage the pairs that were staged, from the host's rows: they are the same to the bit."""
     if session.engine is not None:

@@ -147,8 +147,11 @@ def opened(path: Path) -> Iterator[TensorFile]:
     if not path.is_file():
         raise SavedCacheError(f"There is no saved cache in {str(path.parent)!r}: no file {path.name}.{AGAIN}")
     try:
-        with safe_open(path, framework="pt", device="cpu") as file:
-            yield TensorFile(path, file)
+        # It is opened twice, to read its header and to map it; its place may be taken by another file in between.
+        with path.open("rb") as held:
+            same = Path(f"/proc/self/fd/{held.fileno()}")
+            with safe_open(same if same.exists() else path, framework="pt", device="cpu") as file:
+                yield TensorFile(path, file)
     except (SafetensorError, OSError) as error:
         raise SavedCacheError(
             f"{path} can't be read, it was cut short or is no such file: {error}.{AGAIN}"

@@ -219,7 +219,8 @@ def test_bad_arguments_are_named(model: Any, tmp_path: Path) -> None:
         store.get(model, DOCUMENT[0])
     with pytest.raises(SavedCacheError, match="but the cache is of"):
         store.put(asked(5), read(model, DOCUMENT))
-    store.folder.write_text("no folder")
+    store = PrefixStore(tmp_path / "no folder", 1 << 30)
+    store.folder.write_text("a file")
     with pytest.raises(SavedCacheError, match="can't be written to"):
         store.put(DOCUMENT, read(model, DOCUMENT))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import json
 import os
 import resource
@@ -163,14 +164,18 @@ def test_a_cropped_copy_is_saved_at_its_length(model: Any, tmp_path: Path) -> No
     assert go_on(model, loaded, ids[:, :-7], mask[:, :-7]) == go_on(model, kept, ids[:, :-7], mask[:, :-7])
 
 
-def test_rows_of_a_reordered_cache_are_saved_in_their_order(model: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("held", [False, True], ids=["moved", "forked"])
+def test_rows_of_a_reordered_cache_are_saved_in_their_order(held: bool, model: Any, tmp_path: Path) -> None:
     past, ids, mask = read(model, CASE)
+    originals = [layer.keys for layer in past.layers if held]
     rows = torch.tensor([2, 0, 2])
     past.reorder_cache(rows)
+    gc.collect()
     specache_fx.save(past, tmp_path)
     loaded = specache_fx.load(model, tmp_path)
     stayed = go_on(model, past, ids[rows], mask[rows])
     assert go_on(model, loaded, ids[rows], mask[rows]) == stayed and stayed[0] == stayed[2]
+    assert bool(originals) == held
 
 
 def test_saving_leaves_the_cache_as_it_was(model: Any, tmp_path: Path) -> None:
