@@ -27,6 +27,13 @@ def run(out: Path, *options: str, **environment: str) -> dict[str, Any]:
 
 
 @pytest.mark.slow
+def test_stages_with_tiny_shapes_say_what_they_found(tmp_path):
+    stages = run(tmp_path / "gpu.json", "--only", "environment", "--only", "smoke")["stages"]
+    assert list(stages) == ["environment", "smoke"]
+    assert stages["smoke"]["eager, crop"] == {"equal": True}
+
+
+@pytest.mark.nightly
 def test_every_stage_runs_with_tiny_shapes(tmp_path):
     record = run(tmp_path / "gpu.json", "--most", "300")
     assert list(record["stages"]) == list(STAGES)
