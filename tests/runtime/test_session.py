@@ -16,6 +16,7 @@ from support.oracle import Indices, OracleCache, ScoreForm, select
 
 from specache_fx.config import Aggregation, SpecacheConfig
 from specache_fx.errors import CacheHandleError
+from specache_fx.runtime import ops  # noqa: F401  (defines the operators)
 from specache_fx.runtime import session as session_module
 from specache_fx.runtime.copy_engine import CopyEngine
 from specache_fx.runtime.decode_step import DecodeStep
