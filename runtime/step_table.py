@@ -150,7 +150,7 @@ class StepTable:
         session.predecodes, session.scored_lanes = predecodes, scored_lanes
         session.threads, session.is_timed, session.failed = torch.get_num_threads(), is_recording(), 0
         session.key_mask, session.shares, session.missed = map(at.of, (key_mask, shares, missed))
-        session.counts = at.of(counts)
+        session.counts = Addresses(in_place=True).of(counts)  # is written to; the metrics keep it
         most = max(math.prod(cache.tensors.window[0].shape[:2]) for cache in layers.values())
         session.scores = self._room_for_scores(scored_lanes * most * (kv_len + 1))
         self._kept = (at,)
@@ -163,7 +163,7 @@ class StepTable:
         engine.arguments(index, layer.rows)
         describe_cache(
             layer.inputs,
-            Addresses(),  # of the arena and of the engine's slots: both outlive the table's use of them
+            Addresses(in_place=True),  # the arena's and the engine's tensors outlive the table's use of them
             cache.quantizer,
             (cache.tensors.key_planes, cache.tensors.value_planes),
             cache.tensors.window,

@@ -40,9 +40,14 @@ class InputsC(ctypes.Structure):
 
 
 class Addresses:
-    """Addresses of tensors, which it keeps alive: copies are made where a layout is not what the kernel reads."""
+    """Addresses of tensors, which it keeps alive: copies are made where a layout is not what the kernel reads.
 
-    def __init__(self) -> None:
+    Args:
+        in_place: Make no copies: the addresses are to outlive this object, and be those of the tensors themselves.
+    """
+
+    def __init__(self, *, in_place: bool = False) -> None:
+        self._in_place = in_place
         self._kept: list[torch.Tensor] = []
 
     def of(self, x: torch.Tensor | None, dtype: torch.dtype | None = None) -> int | None:
@@ -50,7 +55,7 @@ class Addresses:
         if x is None:
             return None
         if (dtype is not None and x.dtype != dtype) or not x.is_contiguous():
-            x = x.to(dtype).contiguous()
+            x = self._copied(x.to(dtype).contiguous())
         self._kept.append(x)
         return x.data_ptr()
 
@@ -59,6 +64,10 @@ class Addresses:
         if x is None:
             return PlaneC()
         if x.stride(3) != 1 or x.stride(2) != x.shape[3]:
-            x = x.contiguous()
+            x = self._copied(x.contiguous())
         self._kept.append(x)
         return PlaneC(x.data_ptr(), x.stride(0), x.stride(1))
+
+    def _copied(self, x: torch.Tensor) -> torch.Tensor:
+        assert not self._in_place, "a tensor of a layer's memory is no rows one behind the other"
+        return x

@@ -14,7 +14,7 @@ from specache_fx.runtime.kernels.base import DecodeInputs, Kernel, LayerForm, ha
 from specache_fx.runtime.kernels.cpu.abi import Addresses
 from specache_fx.runtime.kernels.cpu.arguments import describe
 
-NO_MEMORY = "There is no memory for the attention of a step: free some, or shorten the context."
+_NO_MEMORY = "There is no memory for the attention of a step: free some, or shorten the context."
 MAX_QUERIES = 1024  # kMaxQueries of head.h
 MAX_DIM = 4096  # sums of 32 bits hold the products of so many channels, or tokens of a group
 
@@ -86,7 +86,7 @@ class CpuKernel:
         scores = torch.empty(shape, dtype=torch.float32, device="cpu")
         at = Addresses()
         if self._library.specache_attention(ctypes.byref(describe(inputs, at, out, scores))):
-            raise HostMemoryError(NO_MEMORY)
+            raise HostMemoryError(_NO_MEMORY)
         return out, scores
 
     @functools.cached_property
