@@ -255,6 +255,19 @@ def test_rows_of_a_group_that_is_cropped_and_filled_anew_are_the_new_ones() -> N
     pair.close()
 
 
+def test_rows_that_an_extend_brought_to_the_host_are_found() -> None:
+    pair = twins(tokens=40, top_k=80, reserve=200)  # else the arena moves, and all is described anew
+    pair.step()
+    key, value = pair.random(2, 40, 8), pair.random(2, 40, 8)
+    for session in pair.sessions:
+        session.store(0, key, value, None)
+        session.forget_lookahead()
+        session.advance(40, decoded=False)
+    pair.step(predecode=True)
+    pair.step()
+    pair.close()
+
+
 def test_padding_is_never_chosen() -> None:
     pair = twins(tokens=40, top_k=40)
     for session in pair.sessions:
