@@ -7,14 +7,15 @@
     specache.prefetch(indices, state, layer)
         -> attended = specache.layer_step(q, k, v, state, layer, scale)
 
-After `verify`, which has seen that they are in order, and on the CPU alone: there the one operator is C++
-(`csrc/layer_step.h`). Layers that attentions share, exact ones, latent attention, and lookahead "none", where more than
-these five run, keep their operators. So do all layers of a session that C++ can't serve (`StepTable.serves`):
-`build_decode_graph` leaves this pass out.
+After `verify`, which has seen that they are in order. On the CPU the one operator is C++ (`csrc/layer_step.h`), for
+Triton's kernels it is `specache.device_step` (`DeviceSteps`). Layers that attentions share, exact ones, latent
+attention, and lookahead "none", where more than these five run, keep their operators. So do all layers of a session
+that nothing runs as a whole (`Session.steps`): `build_decode_graph` leaves this pass out.
 """
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections import defaultdict
 from typing import Any
@@ -31,8 +32,12 @@ from specache_fx.runtime.quant import make_quantizer
 _ops, _aten = torch.ops.specache, torch.ops.aten
 
 
-def fuse_layer_steps(gm: GraphModule, state: PassState) -> GraphModule:
-    """Make one operator of each layer that has just the five."""
+# By kernel.
+_WHOLE = {"cpu": _ops.layer_step.default, "triton": _ops.device_step.default}
+
+
+def fuse_layer_steps(gm: GraphModule, state: PassState, kernel: str) -> GraphModule:
+    """Make one operator of each layer that has just the five, and that `kernel` computes."""
     # Which argument of an operator says its layer.
     layer_of = {
         _ops.wait_prefetch.default: 1,
@@ -50,16 +55,16 @@ def fuse_layer_steps(gm: GraphModule, state: PassState) -> GraphModule:
         for nodes in steps.values()
         if [node.target for node in nodes] == list(layer_of)
         and _appends_own(*nodes)
-        and _fits(nodes[1], state)
+        and _fits(nodes[1], state, kernel)
     ]
     for nodes in fused:
-        _fuse(gm, *nodes)
+        _fuse(gm, _WHOLE[kernel], *nodes)
     return finish(gm)
 
 
 def whole_layers(gm: GraphModule) -> tuple[int, ...]:
     """The layers that one operator steps."""
-    return tuple(node.args[4] for node in gm.graph.nodes if node.target is _ops.layer_step.default)
+    return tuple(node.args[4] for node in gm.graph.nodes if node.target in _WHOLE.values())
 
 
 def _appends_own(_wait: Node, attention: Node, append: Node, *_: Node) -> bool:
@@ -68,8 +73,8 @@ def _appends_own(_wait: Node, attention: Node, append: Node, *_: Node) -> bool:
     return lane_0 == [(node.target, node.args) for node in append.args[:2] if isinstance(node, Node)]
 
 
-def _fits(attention: Node, state: PassState) -> bool:
-    """Whether the CPU kernel computes this attention."""
+def _fits(attention: Node, state: PassState, kernel: str) -> bool:
+    """Whether `kernel` computes this attention."""
     query, key, value, _, _, _, _, *form = attention.args
     sides = [value_of(side) for side in (query, key, value)]
     lanes, _, num_heads, _, key_dim = sides[0].shape
@@ -83,14 +88,16 @@ def _fits(attention: Node, state: PassState) -> bool:
         expands=any(x is not None for x in form[2:]),
         aggregation=state.config.aggregation,
     )
-    return sides[0].device.type == "cpu" and KERNELS["cpu"].misfit(layer) is None
+    return (sides[0].device.type == "cpu" or kernel != "cpu") and KERNELS[kernel].misfit(layer) is None
 
 
-def _fuse(gm: GraphModule, wait: Node, attention: Node, append: Node, topk: Node, prefetch: Node) -> None:
+def _fuse(
+    gm: GraphModule, whole: Any, wait: Node, attention: Node, append: Node, topk: Node, prefetch: Node
+) -> None:
     query, key, value, _, *rest = attention.args  # state, layer, scale, softcap and sinks where there are any
     with gm.graph.inserting_before(attention):
         args = (query, key, value, *rest[:5])
-        out = call(gm.graph, _ops.layer_step.default, args, attention, "attended")
+        out = call(gm.graph, whole, args, attention, "attended")
     own = append.args[:2]
     for node in (prefetch, topk, append):
         gm.graph.erase_node(node)
@@ -105,4 +112,6 @@ def _fuse(gm: GraphModule, wait: Node, attention: Node, append: Node, topk: Node
     gm.graph.erase_node(wait)
 
 
-FUSE_LAYER_STEPS = Pass("fuse_layer_steps", fuse_layer_steps)
+def fuse_layer_steps_of(kernel: str) -> Pass:
+    """The pass for sessions whose layers this kernel runs (`WholeSteps.kernel`)."""
+    return Pass("fuse_layer_steps", functools.partial(fuse_layer_steps, kernel=kernel))

@@ -1,7 +1,7 @@
 """The passes in their order, and how they are run.
 
 Dynamo's graph goes through `CAPTURE_PASSES` when it is compiled. A decode graph goes on through `duplicate_query` and
-`DECODE_PASSES` when its first step runs, with that step's inputs: shapes are static from then on.
+`decode_passes` when its first step runs, with that step's inputs: shapes are static from then on.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from specache_fx.passes.base import Pass, PassState
 from specache_fx.passes.bind_cache import BIND_CACHE
 from specache_fx.passes.duplicate_query import duplicate_query
 from specache_fx.passes.few_row_products import FEW_ROW_PRODUCTS
-from specache_fx.passes.fuse_layer_steps import FUSE_LAYER_STEPS
+from specache_fx.passes.fuse_layer_steps import fuse_layer_steps_of
 from specache_fx.passes.heads_first import HEADS_FIRST
 from specache_fx.passes.insert_prefetch import INSERT_PREFETCH
 from specache_fx.passes.insert_waits import INSERT_WAITS
@@ -44,7 +44,7 @@ CAPTURE_PASSES: tuple[Pass, ...] = (
     BIND_CACHE,
     SPLIT_PRELUDE,
 )
-DECODE_PASSES: tuple[Pass, ...] = (
+_DECODE_PASSES: tuple[Pass, ...] = (
     QUANTIZE_ATTENTION,
     SELECT_TOPK,
     INSERT_PREFETCH,
@@ -52,11 +52,19 @@ DECODE_PASSES: tuple[Pass, ...] = (
     MERGE_PRODUCTS,
     FEW_ROW_PRODUCTS,
     VERIFY,
-    FUSE_LAYER_STEPS,
 )
 
 Observer = Callable[[str, GraphModule, PassState], None]
 """Called with a pass's name, the graph that it left and what is known by then; first with "dynamo" and its graph."""
+
+
+def decode_passes(whole: str | None) -> tuple[Pass, ...]:
+    """What a decode graph goes through after `duplicate_query`.
+
+    Args:
+        whole: The kernel that runs a layer's step as one operator (`WholeSteps.kernel`); None for none.
+    """
+    return _DECODE_PASSES if whole is None else (*_DECODE_PASSES, fuse_layer_steps_of(whole))
 
 
 def run_passes(
@@ -94,7 +102,7 @@ def build_decode_graph(
     lanes: int,
     observe: Observer | None = None,
     *,
-    whole_layers: bool = True,
+    whole: str | None = None,
 ) -> GraphModule:
     """The whole way from a captured decode graph to the one that is compiled.
 
@@ -104,11 +112,10 @@ def build_decode_graph(
         inputs: The first step's, see `duplicate_query`.
         lanes: See `duplicate_query`.
         observe: See `Observer`.
-        whole_layers: Whether C++ can serve the session that runs it (`StepTable.serves`).
+        whole: See `decode_passes`.
     """
     say_step("duplicate_query")
     traced = duplicate_query(gm, state, inputs, lanes)
     if observe is not None:
         observe("duplicate_query", traced, state)
-    passes = [step for step in DECODE_PASSES if whole_layers or step is not FUSE_LAYER_STEPS]
-    return run_passes(traced, state, passes, observe)
+    return run_passes(traced, state, decode_passes(whole), observe)

@@ -19,7 +19,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from queue import SimpleQueue
 
 import torch
@@ -132,6 +132,49 @@ class CopyEngine:
         self._start(layer, self._of(layer))
 
     @property
+    def copies_on_device(self) -> bool:
+        """Whether the device plans and copies by itself."""
+        return self._on_device is not None
+
+    def staging(self, layer: int) -> Staging:
+        """The layer's slots."""
+        return self._of(layer)
+
+    def update_table(self, layer: int) -> bool:
+        """Tell the device where the host's rows are; whether that lies elsewhere now. See `DeviceCopy.table`."""
+        assert self._on_device is not None
+        before = self._on_device.table_of(layer)
+        return self._on_device.table(layer) is not before
+
+    def copy(self, layer: int, told: torch.Tensor) -> None:
+        """Let the device bring what the slots want, on the current stream; see `DeviceCopy.copy`."""
+        assert self._on_device is not None
+        self._on_device.copy(layer, self._of(layer), told)
+
+    @contextlib.contextmanager
+    def beside(self, layer: int) -> Iterator[None]:
+        """Launch the block behind what the current stream has been given so far, and beside what it is given next."""
+        if self._delay is not None:
+            self._delay()
+        if self._stream is None:
+            yield
+            return
+        staging = self._of(layer)
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            yield
+            if (
+                not torch.cuda.is_current_stream_capturing()
+            ):  # an event of a captured graph is known in it alone
+                staging.done = staging.done or torch.cuda.Event()
+                staging.done.record(self._stream)
+
+    def join(self) -> None:
+        """Order what comes next on the current stream behind all that was launched beside it."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
+
+    @property
     def copies_at_once(self) -> bool:
         """Whether a copy is one call of C++, with no thread."""
         return self._library is not None
@@ -169,7 +212,10 @@ class CopyEngine:
 
     def _start(self, layer: int, staging: Staging) -> None:
         if self._on_device is not None:
-            self._launch(self._on_device, layer, staging)
+            with self.beside(layer):
+                self._on_device.copy(layer, staging)
+            if self._synchronous:
+                self.join()
             return
         if self._library is not None:
             arguments = self.arguments(layer)
@@ -204,22 +250,6 @@ class CopyEngine:
             job()
         else:
             self._jobs.put(job)
-
-    def _launch(self, device_copies: device_copy.DeviceCopy, layer: int, staging: Staging) -> None:
-        """Let the device plan and copy, behind what the current stream has been given so far."""
-        if self._delay is not None:
-            self._delay()
-        if self._stream is None:
-            device_copies.copy(layer, staging)
-            return
-        current = torch.cuda.current_stream(self._device)
-        self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
-            device_copies.copy(layer, staging)
-            staging.done = staging.done or torch.cuda.Event()
-            staging.done.record(self._stream)
-        if self._synchronous:
-            current.wait_event(staging.done)
 
     def wait(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Order what comes next on the current stream (or thread) behind the layer's last prefetch.

@@ -1,6 +1,6 @@
 """`DecodeStep`: what the ops of a decode graph do to a session, in graph order.
 
-    wait_prefetch -> attend -> append -> select -> prefetch        once a layer, or all of it in C++ (`StepTable`)
+    wait_prefetch -> attend -> append -> select -> prefetch        once a layer, or as one (`WholeSteps`)
 
 It lasts for one run of the graph. What its ops hand on to each other is in here, and what the model's masks say of this
 token; what outlasts the token is in the session.
@@ -19,6 +19,7 @@ from specache_fx.runtime.layer_state import LayerCall
 from specache_fx.runtime.masks import WindowMask
 from specache_fx.runtime.select import AGGREGATIONS
 from specache_fx.runtime.session import Session
+from specache_fx.runtime.whole_steps import StepFacts
 
 _running: dict[int, DecodeStep] = {}  # by the number of its session, which runs one at a time
 
@@ -29,7 +30,7 @@ class DecodeStep:
 
     Attributes:
         session: Whose.
-        whole: Layers whose operators the graph calls as one, in C++ (`fuse_layer_steps`).
+        whole: Layers whose operators the graph calls as one (`fuse_layer_steps`, `WholeSteps`).
         predecoding: Nothing is kept of the token, and no pairs have been prefetched for it.
         biases: By layer that keeps all tokens, what the model adds to its scores: see `DecodeInputs.bias`.
         window_masks: By layer that keeps a window, its masks, one a lane, where the model has masks there; None for a
@@ -66,7 +67,8 @@ class DecodeStep:
         try:
             yield
         except RuntimeError as error:
-            session.table.check(error)
+            if session.steps is not None:
+                session.steps.check(error)
             raise
         finally:
             _running.pop(session.number, None)
@@ -76,31 +78,30 @@ class DecodeStep:
             self._fill(run)
 
     def _tell(self) -> None:
-        """Prepare for the layers that C++ runs."""
+        """Prepare for the layers that are run as one operator."""
         session, layers = self.session, {i: self.session.tiered[i] for i in self.whole}
-        assert session.engine is not None and session.batch is not None
+        assert session.steps is not None and session.engine is not None and session.batch is not None
+        session.engine.join()  # what ran beside the step before reads what is written now
         for cache in layers.values():
             cache.make_room()
         counted = session.config.track_hit_rates and not self.predecoding
-        session.table.tell(
-            layers,
-            session.engine,
+        counted = bool(counted and layers[self.whole[0]].num_quantized)
+        facts = StepFacts(
             predecodes=self.predecoding,
             scored_lanes=2 if self._scores_both else 1,
-            key_mask=session.key_mask.grow(session.kv_len),
+            key_mask=session.key_mask,
             biases=self.biases,
             shares=self.shares,
             missed=self.missed,
-            counts=session.metrics.step_counts(session.batch)
-            if counted and layers[self.whole[0]].num_quantized
-            else None,
+            counts=session.metrics.step_counts(session.batch) if counted else None,
         )
+        session.steps.tell(layers, session.engine, facts)
 
     def _collect(self) -> tuple[list[int], bool]:
-        """Note what C++ has run, also where the graph failed midway; see `StepTable.end`."""
+        """Note what has run, also where the graph failed midway; see `WholeSteps.end`."""
         session = self.session
-        assert session.engine is not None
-        run, late = session.table.end(session.engine)
+        assert session.steps is not None and session.engine is not None
+        run, late = session.steps.end(session.engine)
         if not self.predecoding:
             for layer in run:
                 session.tiered[layer].was_appended()
@@ -110,6 +111,7 @@ class DecodeStep:
         """Quantise the group that the step has pushed out of the windows; its rows can be brought from then on."""
         session = self.session
         assert session.engine is not None
+        session.engine.join()
         for layer in layers:
             session.tiered[layer].quantize_overflow()
             session.engine.prefetch_wanted(layer)

@@ -16,6 +16,7 @@ from specache_fx.runtime.staging import Staging
 
 _TOKENS_AT_ONCE = 64
 _TILE_WORDS = 1024
+_LEAST_BLOCKS = 31
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
@@ -36,15 +37,22 @@ class DeviceCopy:
         self._host, self._device = host, device
         # Rows that came, rows that stayed, tokens that the host did not hold; by layer, for their rows differ in size.
         self._counters: dict[int, torch.Tensor] = {}
-        self._tables: dict[int, tuple[int, torch.Tensor, torch.Tensor]] = {}
+        # Of each layer how many blocks of the host its table tells, and the table; see `copy_rows`.
+        self._tables: dict[int, tuple[int, torch.Tensor]] = {}
         # By shape: layers are copied one after the other, so that they share it.
         self._scratch: dict[tuple[int, ...], tuple[torch.Tensor, torch.Tensor]] = {}
 
-    def copy(self, layer: int, staging: Staging) -> None:
-        """Bring what `staging.wanted` names to the slots, on the current stream."""
+    def copy(self, layer: int, staging: Staging, told: torch.Tensor | None = None) -> None:
+        """Bring what `staging.wanted` names to the slots, on the current stream.
+
+        Args:
+            layer: Layer number.
+            staging: Its slots.
+            told: Tokens that the host holds, int32 `[1]` on the device; None: as many as it holds now.
+        """
         from specache_fx.runtime.kernels.triton_gather import copy_rows, plan_slots
 
-        num_blocks, addresses, starts = self._table(layer)
+        table = self.table(layer)
         counters, (missing, source) = self._of(layer, staging)
         batch, heads, top_k = staging.wanted.shape
         rows = staging.rows.view(_word_of(staging.rows))
@@ -58,8 +66,10 @@ class DeviceCopy:
                 missing,
                 source,
                 counters,
+                counters if told is None else told,
                 self._host.length(layer),
                 top_k,
+                TOLD=told is not None,
                 BLOCK=min(_TOKENS_AT_ONCE, triton_ops.power_of_two(top_k)),
             )
             copy_rows[(batch * heads, -(-top_k // slots))](
@@ -67,9 +77,8 @@ class DeviceCopy:
                 staging.indices,
                 missing,
                 source,
-                addresses,
-                starts,
-                num_blocks,
+                table,
+                len(table) // 2 - 1,
                 top_k,
                 WORDS=words,
                 WORDS_PAD=padded,
@@ -99,7 +108,7 @@ class DeviceCopy:
     @property
     def nbytes(self) -> int:
         """Bytes on the device that are no slots."""
-        tables = sum(addresses.nbytes + starts.nbytes for _, addresses, starts in self._tables.values())
+        tables = sum(table.nbytes for _, table in self._tables.values())
         counters = sum(counter.nbytes for counter in self._counters.values())
         return tables + counters + sum(part.nbytes for pair in self._scratch.values() for part in pair)
 
@@ -112,18 +121,29 @@ class DeviceCopy:
                 self._scratch[shape] = torch.empty_like(staging.wanted), torch.empty_like(staging.wanted)
         return self._counters[layer], self._scratch[shape]
 
-    def _table(self, layer: int) -> tuple[int, torch.Tensor, torch.Tensor]:
-        """The blocks' addresses and first tokens on the device; copied anew when the host has grown."""
+    def table_of(self, layer: int) -> torch.Tensor | None:
+        """The table as it was told last."""
+        return self._tables.get(layer, (0, None))[1]
+
+    def table(self, layer: int) -> torch.Tensor:
+        """Where the host's blocks are, see `copy_rows`: up to date, and the same tensor until they are too many."""
         blocks, starts = self._host.blocks(layer)
-        if layer not in self._tables or self._tables[layer][0] != len(blocks):
+        told, table = self._tables.get(layer, (0, None))
+        if told == len(blocks) and table is not None:
+            return table
+        if table is None or len(blocks) > len(table) // 2 - 1:
+            most = max(_LEAST_BLOCKS, 2 * len(blocks))
             with torch.inference_mode(False):
-                table = torch.tensor(
-                    [*(block.data_ptr() for block in blocks), *starts], dtype=torch.int64, device="cpu"
-                )
-                if self._device.type == "cuda":
-                    table = table.pin_memory().to(self._device, non_blocking=True)
-            self._tables[layer] = len(blocks), table[: len(blocks)], table[len(blocks) :]
-        return self._tables[layer]
+                table = torch.zeros(2 + 2 * most, dtype=torch.int64, device=self._device)
+        most = len(table) // 2 - 1
+        spare = [0] * (most - len(blocks))
+        rows = [len(blocks), *(block.data_ptr() for block in blocks), *spare, *starts, *spare]
+        with torch.inference_mode(False):
+            new = torch.tensor(rows, dtype=torch.int64, device="cpu")
+            # From pageable memory the driver takes its own copy, at once.
+            table.copy_(new, non_blocking=True)
+        self._tables[layer] = len(blocks), table
+        return table
 
 
 def _word_of(rows: torch.Tensor) -> torch.dtype:

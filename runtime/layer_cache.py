@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Self
 
 import torch
@@ -107,6 +108,11 @@ class LayerCache:
             )
         return self._views
 
+    @property
+    def room(self) -> int:
+        """Tokens that the arena has room for: in codes and, behind them, in the window."""
+        return self._arena.layout.num_groups * self.config.group_size + self._arena.layout.window_rows
+
     def make_room(self) -> None:
         """Have a row free in the window, for `was_appended`."""
         self._make_room(self.num_quantized, self.window_len + 1)
@@ -151,6 +157,17 @@ class LayerCache:
             expand=call.expand,
             aggregation=self.config.aggregation,
             scored_lanes=call.scored_lanes,
+        )
+
+    def inputs_at_any_length(self, call: LayerCall) -> DecodeInputs:
+        """As `inputs`, as if the arena were full: for kernels that are told the lengths elsewhere."""
+        tensors, layout = self._arena.tensors, self._arena.layout
+        return replace(
+            self.inputs(call),
+            key_planes=tensors.key_planes,
+            value_planes=tensors.value_planes,
+            num_quantized=layout.num_groups * self.config.group_size,
+            window_len=layout.window_rows,
         )
 
     def append(

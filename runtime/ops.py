@@ -7,7 +7,8 @@ int64 `[1]` tensors that carry the data edge and nothing else, so that no decode
 
     prefill   store
     extend    load, store
-    decode    wait_prefetch -> quantized_attention -> append -> topk -> prefetch, or all as one: layer_step
+    decode    wait_prefetch -> quantized_attention -> append -> topk -> prefetch
+              or all as one: layer_step (the CPU's kernel), device_step (Triton's)
 
 `products` touches no session: a few rows times weights. On the CPU it and `layer_step` are C++, once
 `runtime/native/graph_ops.py` has loaded that; `layer_step` is nothing else.
@@ -27,6 +28,7 @@ from torch import Tensor
 
 from specache_fx.runtime import decode_step, registry
 from specache_fx.runtime.decode_step import DecodeStep
+from specache_fx.runtime.device_steps import DeviceSteps
 from specache_fx.runtime.native.products import by_blas
 from specache_fx.runtime.tracing import span
 
@@ -148,6 +150,14 @@ def _append(key: Tensor, value: Tensor, state: Tensor, layer: int) -> None:
         step.append(layer, key, value)
 
 
+def _device_step(
+    query: Tensor, key: Tensor, value: Tensor, state: Tensor, layer: int, scale: float, *form: Any
+) -> Tensor:
+    steps = decode_step.by_state(state).session.steps
+    assert isinstance(steps, DeviceSteps)
+    return steps.launch(layer, query, key, value, scale, *form)
+
+
 def _layer_step_fake(
     query: Tensor,
     key: Tensor,
@@ -187,12 +197,13 @@ _define(
 )
 _define("prefetch(Tensor indices, Tensor(a!) state, int layer) -> ()", _prefetch, _nothing)
 _define("append(Tensor key, Tensor value, Tensor(a!) state, int layer) -> ()", _append, _nothing)
-_define(
-    f"layer_step({_SIDES}, Tensor(a!) state, int layer, float scale, float? softcap=None, Tensor? sinks=None)"
-    " -> Tensor",
-    None,
-    _layer_step_fake,
-)
+for _name, _real in (("layer_step", None), ("device_step", _device_step)):
+    _define(
+        f"{_name}({_SIDES}, Tensor(a!) state, int layer, float scale, float? softcap=None, Tensor? sinks=None)"
+        " -> Tensor",
+        _real,
+        _layer_step_fake,
+    )
 _define("products(Tensor rows, Tensor[] weights) -> Tensor[]", by_blas, _products_fake)
 
 

@@ -16,10 +16,12 @@ import torch
 from specache_fx.config import SpecacheConfig
 from specache_fx.errors import CacheHandleError, UnsupportedGraphError
 from specache_fx.runtime.copy_engine import CopyEngine
+from specache_fx.runtime.device_steps import DeviceSteps
 from specache_fx.runtime.handle import MAX_SESSION
 from specache_fx.runtime.handle_tensor import Lease
 from specache_fx.runtime.host_cache import HostCache, resolve_host
 from specache_fx.runtime.kernels import choose_kernel
+from specache_fx.runtime.kernels.triton_kernel import TritonKernel
 from specache_fx.runtime.key_mask import KeyMask
 from specache_fx.runtime.layer_cache import LayerCache
 from specache_fx.runtime.layer_state import LayerState
@@ -29,6 +31,7 @@ from specache_fx.runtime.quant import make_quantizer
 from specache_fx.runtime.select import make_selector, select_topk
 from specache_fx.runtime.step_table import StepTable
 from specache_fx.runtime.token_history import TokenHistory
+from specache_fx.runtime.whole_steps import WholeSteps
 from specache_fx.runtime.window_cache import WindowCache
 
 _numbers = itertools.count(1)
@@ -56,6 +59,7 @@ class Session:
     ) -> None:
         self.number = next(_numbers) % MAX_SESSION
         self.table = StepTable(self.number, len(shapes))
+        self.steps: WholeSteps | None = None  # what runs a layer's step as one operator, where that goes
         self.config, self.shapes, self.dtype, self.device = config, shapes, dtype, device
         self.batch: int | None = None
         self.kv_len = 0
@@ -103,7 +107,10 @@ class Session:
             host = resolve_host(self.config.host, self.device, nbytes, self.config.host_dir)
             self.host = HostCache(batch, rows, self.dtype, host, self.config.host_dir, reserve=reserve)
         if self.host is not None and self.config.placement.prefetch:
-            self.engine = CopyEngine(self.host, self.config.top_k, self.device)
+            # Triton's interpreter reads the host's memory as a GPU does.
+            interprets = isinstance(self.kernel, TritonKernel) and self.device.type == "cpu"
+            on_device = True if interprets and self.host.in_memory else None
+            self.engine = CopyEngine(self.host, self.config.top_k, self.device, on_device=on_device)
             for layer in self._tiered_layers:
                 self.engine.wait(
                     layer
@@ -113,6 +120,8 @@ class Session:
         usual = self.select_pairs is select_topk and config.lookahead != "none" and not config.sink_tokens
         if self._tiered_layers and usual:
             self.table.open(self.kernel, self.quantizer, self.engine)
+            of_device = DeviceSteps.of(self.kernel, self.quantizer, self.engine, config.top_k, self.device)
+            self.steps = self.table if self.table.serves else of_device
 
     def _make_layer(self, layer: int, batch: int) -> LayerState:
         shape, exact = self.shapes[layer], layer not in self._tiered_layers
@@ -306,7 +315,8 @@ class Session:
     def device_bytes(self) -> int:
         """Bytes that the cache takes on the device, counted on its tensors."""
         staged = 0 if self.engine is None else self.engine.device_bytes
-        return sum(layer.device_bytes for layer in self.layers) + staged + self.key_mask.device_bytes
+        steps = 0 if self.steps is None else self.steps.device_bytes
+        return sum(layer.device_bytes for layer in self.layers) + staged + steps + self.key_mask.device_bytes
 
     @property
     def host_bytes(self) -> int:
@@ -343,4 +353,7 @@ class Session:
             self.host.close()
         self.layers, self.tiered, self.host, self.engine = [], {}, None, None
         self.table.close()
+        if self.steps is not None:
+            self.steps.close()
+        self.steps = None
         self.key_mask = KeyMask()

@@ -26,6 +26,7 @@ from specache_fx.runtime.layout import LayerTensors
 from specache_fx.runtime.native import copies, graph_ops
 from specache_fx.runtime.quant import Quantizer
 from specache_fx.runtime.tracing import add_span, is_recording
+from specache_fx.runtime.whole_steps import StepFacts
 
 _i64, _f64, _address = ctypes.c_int64, ctypes.c_double, ctypes.c_void_p
 # Of a layer's step, in the order of its `times`: names and tracks of spans.
@@ -77,7 +78,10 @@ class StepTable:
     Attributes:
         state: int64 on the CPU.
         serves: Whether C++ runs layers' steps; known once `open` was called.
+        kernel: See `WholeSteps`.
     """
+
+    kernel = "cpu"
 
     def __init__(self, number: int, num_layers: int) -> None:
         self.state = empty_state(num_layers)
@@ -107,32 +111,8 @@ class StepTable:
         session.topk, session.overlap = functions
         self.serves = True
 
-    def tell(
-        self,
-        layers: Mapping[int, LayerCache],
-        engine: CopyEngine,
-        *,
-        predecodes: bool,
-        scored_lanes: int,
-        key_mask: torch.Tensor | None,
-        biases: Mapping[int, torch.Tensor],
-        shares: torch.Tensor | None,
-        missed: torch.Tensor | None,
-        counts: torch.Tensor | None,
-    ) -> None:
-        """Say what the next step is, before its graph runs.
-
-        Args:
-            layers: The caches that it steps. They have one length, and room for one more pair.
-            engine: Has their slots.
-            predecodes: See `DecodeStep.predecoding`.
-            scored_lanes: See `DecodeInputs`.
-            key_mask: See `DecodeInputs`.
-            biases: See `DecodeStep`.
-            shares: See `DecodeStep`.
-            missed: See `DecodeStep`.
-            counts: See `Metrics.step_counts`; None where nobody counts.
-        """
+    def tell(self, layers: Mapping[int, LayerCache], engine: CopyEngine, facts: StepFacts) -> None:
+        """See `WholeSteps`."""
         session, first = self._session, next(iter(layers.values()))
         at = Addresses()
         for i, cache in layers.items():
@@ -141,18 +121,20 @@ class StepTable:
                 self._describe(i, cache, engine)
             if session.num_quantized != cache.num_quantized:
                 engine.arguments(i)  # rows have come to the host
-            describe_bias(self._layers[i].inputs, at, biases.get(i))
+            describe_bias(self._layers[i].inputs, at, facts.biases.get(i))
         num_quantized, kv_len = first.num_quantized, first.kv_len
         session.num_quantized, session.window_len = num_quantized, first.window_len
-        session.num_selectable = num_quantized if predecodes else first.num_quantized_at(kv_len + 1)
+        session.num_selectable = num_quantized if facts.predecodes else first.num_quantized_at(kv_len + 1)
         # The rows of a group that this step pushes out of the window are not on the host yet.
         session.stages = session.num_selectable == num_quantized
-        session.predecodes, session.scored_lanes = predecodes, scored_lanes
+        session.predecodes, session.scored_lanes = facts.predecodes, facts.scored_lanes
         session.threads, session.is_timed, session.failed = torch.get_num_threads(), is_recording(), 0
-        session.key_mask, session.shares, session.missed = map(at.of, (key_mask, shares, missed))
-        session.counts = Addresses(in_place=True).of(counts)  # is written to; the metrics keep it
+        session.key_mask, session.shares, session.missed = map(
+            at.of, (facts.key_mask.grow(kv_len), facts.shares, facts.missed)
+        )
+        session.counts = Addresses(in_place=True).of(facts.counts)  # is written to; the metrics keep it
         most = max(math.prod(cache.tensors.window[0].shape[:2]) for cache in layers.values())
-        session.scores = self._room_for_scores(scored_lanes * most * (kv_len + 1))
+        session.scores = self._room_for_scores(facts.scored_lanes * most * (kv_len + 1))
         self._kept = (at,)
         for i in layers:
             self._layers[i].status = _TO_RUN
@@ -179,11 +161,7 @@ class StepTable:
         return self._scores.data_ptr()
 
     def end(self, engine: CopyEngine) -> tuple[list[int], bool]:
-        """Say what has been done, also where the graph failed midway.
-
-        Returns:
-            The layers that have run, and whether the rows that they chose are still to be brought.
-        """
+        """See `WholeSteps`."""
         session, run = self._session, []
         self._kept = ()
         for i, layer in enumerate(self._layers):
@@ -203,15 +181,16 @@ class StepTable:
         return run, not session.stages
 
     def check(self, error: RuntimeError) -> None:
-        """Raise what a layer failed with as our own error.
-
-        Raises:
-            HostMemoryError: If memory ran out.
-        """
+        """See `WholeSteps`."""
         if self._session.failed == _NO_MEMORY:
             raise HostMemoryError(
                 "There is no memory for a layer's decode step: free some, or shorten the context."
             ) from error
+
+    @property
+    def device_bytes(self) -> int:
+        """See `WholeSteps`: what is here is not the cache's."""
+        return 0
 
     def close(self) -> None:
         """Keep no memory; nothing runs any more."""

@@ -50,6 +50,11 @@ def _compiling() -> Iterator[None]:
             torch.compiler._is_compiling_flag = before
 
 
+def _whole_kernel(session: Session) -> str | None:
+    """Of what runs a layer's step as one operator in this session."""
+    return None if session.steps is None else session.steps.kernel
+
+
 class Decode:
     """One token a call; the graph is made and compiled when the first one comes, for its batch size.
 
@@ -62,7 +67,7 @@ class Decode:
         self._gm, self._state, self._observe = gm, state, observe
         assert state.outputs is not None and state.sources is not None
         self._plan, self._sources, self._layers = state.outputs, state.sources, layer_shapes(state)
-        # With the layers of which C++ does all.
+        # With the layers that one operator steps.
         self._graphs: dict[tuple[Any, ...], tuple[Compiled, tuple[int, ...]]] = {}
         self._inputs = [
             (node.meta.get("specache_input", -1), node.meta.get("specache_prelude"))
@@ -197,7 +202,7 @@ class Decode:
         inputs = self._bind(args, speculative, lanes, ahead)
         varying = (inputs[i] for i in self._varying)
         shapes = (tuple(x.shape) if isinstance(x, torch.Tensor) else x for x in varying)
-        key = (session.table.serves, *shapes)
+        key = (_whole_kernel(session), *shapes)
         made = self._graphs.get(key)
         if made is None:
             with _compiling():
@@ -285,7 +290,7 @@ class Decode:
                 inputs,
                 self.lanes,
                 self._observe,
-                whole_layers=session.table.serves,
+                whole=_whole_kernel(session),
             )
         except SpecacheError:
             raise

@@ -19,6 +19,8 @@ _STRETCH = 64  # a stretch of keys is a multiple of every tile that is tried
 _PROGRAMS_PER_SM = 4
 _PROGRAMS_OF_INTERPRETER = 6
 _SLOTS_AT_ONCE = 1024
+_LONG_STRETCH = 1024  # tokens: longer ones spend their time in the same loop
+_PARTS_AT_ONCE, _CHANNELS_AT_ONCE = 16, 32
 
 
 def tile_widths(bits: int, dims: tuple[int, int]) -> tuple[int, int]:
@@ -50,6 +52,11 @@ def cut_keys(num_quantized: int, num_rows: int, tiles: int, device: torch.device
         "row_tokens": row_tokens,
         "splits": code_splits + -(-num_rows // row_tokens),
     }
+
+
+def length_class(code_tokens: int) -> int:
+    """What of a stretch's length decides which config is fastest: its power of two, up to a bound."""
+    return min(code_tokens, _LONG_STRETCH).bit_length()
 
 
 def arguments_of(inputs: DecodeInputs) -> dict[str, Any]:
@@ -85,23 +92,71 @@ def arguments_of(inputs: DecodeInputs) -> dict[str, Any]:
         "KV": kv,
         "DOT": triton_ops.dtype(torch.float32) if triton_ops.interpreted() else kv,  # see `rounded`
         "HAS_SOFTCAP": inputs.softcap is not None,
-        "HAS_BIAS": inputs.bias is not None,
         "HAS_MASK": inputs.key_mask is not None,
         "HAS_VISIBLE": inputs.visible is not None,
         "INDEPENDENT": inputs.independent_lanes,
         "CENTRED": centred,
-        "code_query": _code_query(inputs, query) if centred else query,
+        "code_query": torch.empty_like(query, dtype=torch.float32) if centred else query,
+        "balance": inputs.key_planes[3].contiguous() if centred else query,
         **_stored(inputs, query),
         **_staged(inputs, query),
         **_masks(inputs, query),
     }
 
 
-def _code_query(inputs: DecodeInputs, query: torch.Tensor) -> torch.Tensor:
-    """Queries in the basis of centred codes, float32: balanced, rotated and divided by `block_size`."""
-    by_kv_head = query.float().unflatten(2, (inputs.key.shape[2], -1))
-    balanced = by_kv_head * inputs.key_planes[3].float().unsqueeze(2)
-    return balanced.view(query.shape) @ rotation(query.shape[-1], query.device)[0]
+def parts_of(query: torch.Tensor, splits: int, value_dim: int) -> dict[str, torch.Tensor]:
+    """What stretches of keys leave behind; see `partial_attention`."""
+    lanes, batch, num_heads = query.shape[:3]
+    part_max = query.new_empty((batch, lanes, num_heads, splits), dtype=torch.float32)
+    part_out = part_max.new_empty((*part_max.shape, value_dim))
+    return {"part_max": part_max, "part_sum": torch.empty_like(part_max), "part_out": part_out}
+
+
+def tokens_told(lengths: torch.Tensor | None, query: torch.Tensor, kv_len: int) -> dict[str, Any]:
+    """Whether lengths are read from the device's memory, and the rows of what has one column a token.
+
+    Args:
+        lengths: int32 on the device: tokens in codes, rows of the window; None where launches say them.
+        query: Any tensor of the device.
+        kv_len: Stored tokens; where `lengths` says how many there are, those that there is room for.
+    """
+    return {
+        "lengths": triton_ops.pointer_or(lengths, query),
+        "TOLD": lengths is not None,
+        "mask_stride": kv_len,
+        "score_stride": kv_len + 1,
+    }
+
+
+def merge_arguments(
+    inputs: DecodeInputs,
+    arguments: dict[str, Any],
+    kept: tuple[torch.Tensor, torch.Tensor] | None = None,
+    appends: bool = False,
+) -> dict[str, Any]:
+    """What `merge_parts` and `rotate_queries` take besides; `kept`: the query's and the own keys' copies."""
+    query = arguments["query"]
+    key_dim, value_dim = arguments["KEY_DIM"], arguments["VALUE_DIM"]
+    return {
+        "num_heads": query.shape[2],
+        "turn": rotation(key_dim, query.device)[0] if arguments["CENTRED"] else query,
+        "turn_back": rotation(value_dim, query.device)[1] if arguments["CENTRED"] else query,
+        "sinks": triton_ops.pointer_or(inputs.sinks, query),
+        "HAS_SINKS": inputs.sinks is not None,
+        "kept_query": query if kept is None else kept[0],
+        "kept_key": query if kept is None else kept[1],
+        "KEEPS": kept is not None,
+        "APPENDS": appends,
+        "KEY_CHANNELS": power_of_two(key_dim),
+        "VALUE_CHANNELS": power_of_two(value_dim),
+        "BLOCK_S": _PARTS_AT_ONCE,
+        "BLOCK_C": _CHANNELS_AT_ONCE,
+    }
+
+
+def taken_by(kernel: Any, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Those that a kernel takes."""
+    return {name: arguments[name] for name in kernel.arg_names if name in arguments}
 
 
 def _stored(inputs: DecodeInputs, query: torch.Tensor) -> dict[str, Any]:
@@ -150,15 +205,19 @@ def _masks(inputs: DecodeInputs, query: torch.Tensor) -> dict[str, Any]:
         name: triton_ops.pointer_or(None if mask is None else mask.contiguous().view(torch.uint8), query)
         for name, mask in (("key_mask", inputs.key_mask), ("visible", inputs.visible))
     }
-    bias = inputs.bias
+    return arguments | bias_of(inputs.bias, query)
+
+
+def bias_of(bias: torch.Tensor | None, query: torch.Tensor) -> dict[str, Any]:
+    """What is added to scores; see `DecodeInputs.bias`."""
     if bias is None:
-        return arguments | {"bias": query, "bias_lane": 0, "bias_batch": 0, "bias_head": 0}
+        return {"bias": query, "bias_lane": 0, "bias_batch": 0, "bias_head": 0, "HAS_BIAS": False}
     bias = bias if bias.stride(3) == 1 else bias.contiguous()
     # One row for all batch rows or heads is read again and again.
-    strides = (0 if size == 1 else stride for size, stride in zip(bias.shape, bias.stride(), strict=True))
-    return arguments | dict(
-        zip(("bias", "bias_lane", "bias_batch", "bias_head"), (bias, *strides), strict=False)
+    lane, batch, head, _ = (
+        0 if size == 1 else stride for size, stride in zip(bias.shape, bias.stride(), strict=True)
     )
+    return {"bias": bias, "bias_lane": lane, "bias_batch": batch, "bias_head": head, "HAS_BIAS": True}
 
 
 def _bits(inputs: DecodeInputs) -> int:

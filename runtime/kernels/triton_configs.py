@@ -1,9 +1,9 @@
 """The ways of running Triton's decode kernels that are tried out: tile sizes, warps, stages.
 
 Apart from the kernels, because these numbers belong to machines. Triton tries them when a kernel first runs for a shape
-(`TUNED_BY`), keeps the fastest, and remembers it on disk. Of a length the power of two counts, and only up to
-`_LONG_STRETCH`: a growing context tunes a few times and compiles nothing. The interpreter gets one config, for there is
-nothing to time.
+(`TUNED_BY`), keeps the fastest, and remembers it on disk. Of a length the power of two counts, up to a bound
+(`triton_arguments.length_class`): a growing context tunes a few times and compiles nothing. The interpreter gets one
+config, for there is nothing to time.
 
 Registers are capped: 168 a thread let three blocks of 4 warps run on a multiprocessor, 128 let four. At head_dim
 128 nothing spills, with padding or without (`tests/runtime/test_triton_budgets.py`). Wider heads, biases and softcaps
@@ -24,18 +24,12 @@ from specache_fx.runtime.triton_ops import interpreted
 # No tile has more than 64 tokens: which of them are staged are the bits of one number.
 _SMALL = 32
 _MOST_CAPPED_CHANNELS = 128
-_LONG_STRETCH = 1024  # tokens: longer ones spend their time in the same loop
 
 TUNED_BY = [
     *("BITS", "GROUP", "KEY_DIM", "VALUE_DIM", "NUM_GROUPS", "LANES", "M", "BLOCK_T", "CENTRED"),
     *("INDEPENDENT", "HAS_SOFTCAP", "HAS_BIAS", "HAS_MASK", "HAS_VISIBLE", "length_class"),
 ]
 """Arguments of both kernels that the fastest config may depend on; dtypes count anyway."""
-
-
-def length_class(code_tokens: int) -> int:
-    """What of a stretch's length decides which config is fastest: its power of two, up to a bound."""
-    return min(code_tokens, _LONG_STRETCH).bit_length()
 
 
 def decode_configs() -> list[triton.Config]:

@@ -6,7 +6,8 @@ softmax over its stretch, not normalised: greatest score, sum and output. `trito
 
 Centred codes are of rotated pairs: their stretches take rotated queries, and leave rotated outputs.
 
-No length is a constant of a compiled kernel: a growing context compiles nothing.
+No length is a constant of a compiled kernel: a growing context compiles nothing. Where `TOLD`, lengths are read from
+the device's memory, and stretches are cut for what the planes have room for: a launch serves every length.
 """
 
 from __future__ import annotations
@@ -15,12 +16,19 @@ import triton
 import triton.language as tl
 
 from specache_fx.runtime.kernels.triton_configs import TUNED_BY, decode_configs, fitting
-from specache_fx.runtime.kernels.triton_form import formed_scores, query_rows, query_tile, without_staged
+from specache_fx.runtime.kernels.triton_form import (
+    formed_scores,
+    query_rows,
+    query_tile,
+    told_lengths,
+    without_staged,
+)
 from specache_fx.runtime.kernels.triton_tiles import channels, key_tile, rounded, row_tile, value_tile
 
 LENGTHS = [
     "num_quantized",
     "window_len",
+    "mask_stride",
     "top_k",
     "code_splits",
     "splits",
@@ -68,6 +76,7 @@ def partial_attention(
     staged_rows,
     staged_indices,
     key_mask,
+    mask_stride,
     visible,
     bias,
     key_stride,
@@ -83,6 +92,7 @@ def partial_attention(
     bias_head,
     batch,
     num_kv_heads,
+    lengths,
     num_quantized,
     window_len,
     top_k,
@@ -114,6 +124,7 @@ def partial_attention(
     HAS_VISIBLE: tl.constexpr,
     INDEPENDENT: tl.constexpr,
     CENTRED: tl.constexpr,
+    TOLD: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
     """Leave one stretch's softmax in `part_*`, float32 `[batch, lanes, num_heads, splits(, VALUE_DIM)]`."""
@@ -121,6 +132,7 @@ def partial_attention(
     split = tl.program_id(1)
     batch_row = head_row // num_kv_heads
     kv_head = head_row % num_kv_heads
+    num_quantized, window_len = told_lengths(num_quantized, window_len, lengths, TOLD)
     kv_len = num_quantized + window_len
     lane, head, row_ok = query_rows(tl.program_id(2), NUM_GROUPS, LANES, M, HEADS)
     query_head = kv_head * NUM_GROUPS + head
@@ -210,6 +222,7 @@ def partial_attention(
             bias_batch,
             bias_head,
             key_mask,
+            mask_stride,
             visible,
             LANES,
             HAS_SOFTCAP,
@@ -279,6 +292,7 @@ def partial_attention(
             bias_batch,
             bias_head,
             key_mask,
+            mask_stride,
             visible,
             LANES,
             HAS_SOFTCAP,

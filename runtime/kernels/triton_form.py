@@ -41,6 +41,15 @@ def query_tile(
 
 
 @triton.jit
+def told_lengths(num_quantized, window_len, lengths, TOLD: tl.constexpr):
+    """Quantised tokens and rows of the window: as the launch says, or as the device's memory does (`DeviceSteps`)."""
+    if TOLD:
+        return tl.load(lengths), tl.load(lengths + 1)
+    else:
+        return num_quantized, window_len
+
+
+@triton.jit
 def formed_scores(
     products,
     position,
@@ -58,6 +67,7 @@ def formed_scores(
     bias_batch,
     bias_head,
     key_mask,
+    mask_stride,
     visible,
     LANES: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
@@ -85,6 +95,7 @@ def formed_scores(
         bias_batch: From batch row to batch row.
         bias_head: From query head to query head.
         key_mask: uint8 `[batch, kv_len]`.
+        mask_stride: Elements from one of its rows to the next.
         visible: uint8 `[lanes, batch, kv_len + lanes]`.
         LANES: Lanes.
         HAS_SOFTCAP: Which of these there are.
@@ -102,7 +113,7 @@ def formed_scores(
         scores += tl.load(bias + batch_row.to(tl.int64) * bias_batch + at, mask=seen, other=0).to(tl.float32)
     stored = position < kv_len
     if HAS_MASK:
-        at = batch_row.to(tl.int64) * kv_len + position
+        at = batch_row.to(tl.int64) * mask_stride + position
         real = tl.load(key_mask + at, mask=position_ok & stored, other=1)
         seen = seen & (real != 0)[None, :]
     if HAS_VISIBLE:

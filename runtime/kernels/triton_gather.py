@@ -23,7 +23,9 @@ def _is_among(own, others, count, BLOCK: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["top_k", "length"])
-def plan_slots(staged, wanted, missing, source, counters, length, top_k, BLOCK: tl.constexpr):
+def plan_slots(
+    staged, wanted, missing, source, counters, lengths, length, top_k, TOLD: tl.constexpr, BLOCK: tl.constexpr
+):
     """Plan one row: which tokens come, and which slot takes which of them.
 
     Args:
@@ -32,10 +34,14 @@ def plan_slots(staged, wanted, missing, source, counters, length, top_k, BLOCK: 
         missing: int32 `[rows, top_k]`, written: wanted tokens that are not staged, in wanted's order; then -1.
         source: int32 `[rows, top_k]`, written: for each slot its place in `missing`, -1 where its token stays.
         counters: int64 `[3]`, added to: rows that come, rows that stay, tokens that the host does not hold.
+        lengths: int32: `length`, where it is read from the device's memory.
         length: Tokens that the host holds; others are left out.
         top_k: Slots of a row.
+        TOLD: See `lengths`.
         BLOCK: Tokens at a time.
     """
+    if TOLD:
+        length = tl.load(lengths)
     row = tl.program_id(0).to(tl.int64) * top_k
     come = tl.zeros([1], tl.int32)
     stay = tl.zeros([1], tl.int32)
@@ -67,15 +73,14 @@ def plan_slots(staged, wanted, missing, source, counters, length, top_k, BLOCK: 
     tl.atomic_add(counters + 2 + one, wrong.to(tl.int64))
 
 
-@triton.jit(do_not_specialize=["num_blocks", "top_k"])
+@triton.jit(do_not_specialize=["most_blocks", "top_k"])
 def copy_rows(
     rows,
     staged,
     missing,
     source,
-    addresses,
-    starts,
-    num_blocks,
+    table,
+    most_blocks,
     top_k,
     WORDS: tl.constexpr,
     WORDS_PAD: tl.constexpr,
@@ -88,9 +93,9 @@ def copy_rows(
         staged: int32 `[rows, top_k]`: the token in each slot; written.
         missing: See `plan_slots`.
         source: See `plan_slots`.
-        addresses: int64 `[num_blocks]`: where the host's blocks begin, each `[rows, tokens of the block, WORDS]`.
-        starts: int64 `[num_blocks + 1]`: the first token of each block, and one behind the last.
-        num_blocks: Blocks.
+        table: int64 `[2 + 2 * most_blocks]`: how many blocks the host has; where each begins, `[rows, tokens of the
+            block, WORDS]`; from `1 + most_blocks` on the first token of each, and one behind the last.
+        most_blocks: See `table`.
         top_k: Slots of a row.
         WORDS: Integers of a row.
         WORDS_PAD: A power of two, not below WORDS.
@@ -104,8 +109,10 @@ def copy_rows(
     token = tl.load(missing + row * top_k + place, mask=changes, other=-1)
     tl.store(staged + row * top_k + slot, token, mask=changes)
     comes = changes & (token >= 0)
+    addresses = table + 1
+    starts = addresses + most_blocks
     block = tl.zeros([SLOTS], tl.int32)
-    for number in range(1, num_blocks):
+    for number in range(1, tl.load(table).to(tl.int32)):
         block += (token >= tl.load(starts + number)).to(tl.int32)
     first = tl.load(starts + block, mask=comes, other=0)
     tokens = tl.load(starts + block + 1, mask=comes, other=0) - first

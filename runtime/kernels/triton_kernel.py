@@ -1,18 +1,25 @@
 """The Triton kernel: split-KV attention over packed codes, one read of the codes for all lanes of a group.
 
-Three launches: the parts (`triton_decode`), their sum (`triton_merge`), the selection scores (`triton_scores`).
+Launches: the parts (`triton_decode`), their sum (`triton_merge`), the selection scores (`triton_scores`); before them
+the rotation of the queries, where codes are of rotated pairs.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 
 from specache_fx.runtime import triton_ops
 from specache_fx.runtime.kernels.base import DecodeInputs, Kernel, LayerForm, hand_over, listed
-from specache_fx.runtime.kernels.triton_arguments import arguments_of, cut_keys, tile_widths
-from specache_fx.runtime.quant.hadamard import rotation
+from specache_fx.runtime.kernels.triton_arguments import (
+    arguments_of,
+    cut_keys,
+    length_class,
+    merge_arguments,
+    parts_of,
+    taken_by,
+    tile_widths,
+    tokens_told,
+)
 
 _DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32})
 # Of a tile: wider keys would not fit into registers. Exact products of float32 take more of them.
@@ -69,9 +76,8 @@ class TritonKernel:
 
 
 def _launch(inputs: DecodeInputs) -> tuple[torch.Tensor, torch.Tensor]:
-    from specache_fx.runtime.kernels.triton_configs import length_class
     from specache_fx.runtime.kernels.triton_decode import partial_attention
-    from specache_fx.runtime.kernels.triton_merge import merge_parts
+    from specache_fx.runtime.kernels.triton_merge import merge_parts, rotate_queries
     from specache_fx.runtime.kernels.triton_scores import selection_scores
 
     arguments = arguments_of(inputs)
@@ -86,39 +92,18 @@ def _launch(inputs: DecodeInputs) -> tuple[torch.Tensor, torch.Tensor]:
     splits = arguments["splits"]
     arguments["length_class"] = length_class(arguments["code_tokens"])
 
-    part_max = query.new_empty((batch, lanes, num_heads, splits), dtype=torch.float32)
-    arguments |= {
-        "part_max": part_max,
-        "part_sum": torch.empty_like(part_max),
-        "part_out": part_max.new_empty((*part_max.shape, value_dim)),
-        "norm": part_max.new_empty((batch, lanes, num_heads)),
-    }
-    centred = arguments["CENTRED"]
-    shape = (lanes, batch, num_heads, 1, value_dim)
-    out = query.new_empty(shape, dtype=torch.float32 if centred else query.dtype)
-    code_out = torch.empty_like(out) if centred else out
-    scores = part_max.new_empty((lanes, batch, num_kv_heads, kv_len + 1))
+    arguments |= parts_of(query, splits, value_dim) | tokens_told(None, query, kv_len)
+    arguments |= merge_arguments(inputs, arguments)
+    out = query.new_empty((lanes, batch, num_heads, 1, value_dim))
+    norm = arguments["part_max"].new_empty((batch, lanes, num_heads))
+    scores = norm.new_empty((lanes, batch, num_kv_heads, kv_len + 1))
     with triton_ops.on(query.device):
-        partial_attention[(tiles, splits, arguments["TILES"])](**_of(partial_attention, arguments))
-        merge_parts[(batch * lanes * num_heads,)](
-            out=out,
-            code_out=code_out,
-            sinks=triton_ops.pointer_or(inputs.sinks, query),
-            num_heads=num_heads,
-            HAS_SINKS=inputs.sinks is not None,
-            BLOCK_S=16,
-            **_of(merge_parts, arguments | {"VALUE_PAD": triton_ops.power_of_two(value_dim)}),
-        )
+        if arguments["CENTRED"]:
+            rotate_queries[(lanes * batch * num_heads,)](
+                out=arguments["code_query"], **taken_by(rotate_queries, arguments)
+            )
+        partial_attention[(tiles, splits, arguments["TILES"])](**taken_by(partial_attention, arguments))
+        merge_parts[(batch * lanes * num_heads,)](out=out, norm=norm, **taken_by(merge_parts, arguments))
         if inputs.num_scored:
-            selection_scores[(tiles, splits)](out=scores, **_of(selection_scores, arguments))
-    if centred:  # both were rotated by the same matrix, and the pairs at 16 bits were not
-        out = torch.addmm(
-            out.view(-1, value_dim), code_out.view(-1, value_dim), rotation(value_dim, out.device)[1]
-        )
-        out = out.view(shape).to(query.dtype)
+            selection_scores[(tiles, splits)](out=scores, norm=norm, **taken_by(selection_scores, arguments))
     return out, scores[lanes - inputs.num_scored :]
-
-
-def _of(kernel: Any, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Those that a kernel takes."""
-    return {name: arguments[name] for name in kernel.arg_names if name in arguments}

@@ -1,4 +1,7 @@
-"""Triton kernel that puts the parts of split-KV attention together."""
+"""Triton kernels around split-KV attention: queries in the basis of centred codes, and the parts put together.
+
+In a whole step (`DeviceSteps`) the second also appends lane 0's pair, and keeps what the selection reads later.
+"""
 
 from __future__ import annotations
 
@@ -8,66 +11,156 @@ import triton.language as tl
 from specache_fx.runtime.kernels.triton_tiles import rounded
 
 
+@triton.jit
+def turned(x, matrix, column, row, row_ok, DIM: tl.constexpr):
+    """Columns `column` of `x @ matrix`: `x` `[rows]`, `matrix` float32 `[DIM, DIM]`."""
+    ok = row_ok[:, None] & (column < DIM)[None, :]
+    part = tl.load(matrix + row[:, None] * DIM + column[None, :], mask=ok, other=0)
+    return tl.sum(x[:, None] * part, 0)
+
+
+@triton.jit
+def rotate_queries(
+    out,
+    query,
+    balance,
+    turn,
+    num_heads,
+    num_kv_heads,
+    batch,
+    NUM_GROUPS: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    KEY_CHANNELS: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """One query in the basis of centred codes: balanced, rotated and divided by `block_size`; a program each.
+
+    Args:
+        out: float32 `[lanes, batch, num_heads, 1, KEY_DIM]`.
+        query: The same of the model's dtype.
+        balance: `[batch, num_kv_heads, 1, KEY_DIM]`, of the codes of keys (`TurboQuantizer`).
+        turn: float32 `[KEY_DIM, KEY_DIM]`, see `quant.hadamard.rotation`.
+        num_heads: Query heads.
+        num_kv_heads: Key heads.
+        batch: Batch rows.
+        NUM_GROUPS: Query heads of a kv head.
+        KEY_DIM: Channels.
+        KEY_CHANNELS: A power of two, not below KEY_DIM.
+        BLOCK_C: Channels of a step.
+    """
+    number = tl.program_id(0).to(tl.int64)  # counted over [lanes, batch, num_heads]
+    kv_head = (number % num_heads) // NUM_GROUPS
+    batch_row = (number // num_heads) % batch
+    row = tl.arange(0, KEY_CHANNELS)
+    ok = row < KEY_DIM
+    x = tl.load(query + number * KEY_DIM + row, mask=ok, other=0).to(tl.float32)
+    x *= tl.load(balance + (batch_row * num_kv_heads + kv_head) * KEY_DIM + row, mask=ok, other=0).to(
+        tl.float32
+    )
+    for first in range(0, KEY_CHANNELS, BLOCK_C):
+        column = first + tl.arange(0, BLOCK_C)
+        tl.store(
+            out + number * KEY_DIM + column, turned(x, turn, column, row, ok, KEY_DIM), mask=column < KEY_DIM
+        )
+
+
+@triton.jit
+def _copy_row(to, origin, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
+    at = tl.arange(0, DIM_PAD)
+    tl.store(to + at, tl.load(origin + at, mask=at < DIM, other=0), mask=at < DIM)
+
+
 @triton.jit(do_not_specialize=["splits", "code_splits"])
 def merge_parts(
     out,
-    code_out,
     norm,
     part_max,
     part_sum,
     part_out,
     sinks,
+    turn_back,
+    kept_query,
+    kept_key,
+    query,
+    own_key,
+    own_value,
+    window_key,
+    window_value,
+    window_key_stride,
+    window_value_stride,
+    lengths,
     batch,
     num_heads,
     splits,
     code_splits,
+    KEY_DIM: tl.constexpr,
+    KEY_CHANNELS: tl.constexpr,
     VALUE_DIM: tl.constexpr,
-    VALUE_PAD: tl.constexpr,
+    VALUE_CHANNELS: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
     LANES: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     CENTRED: tl.constexpr,
+    KEEPS: tl.constexpr,
+    APPENDS: tl.constexpr,
     KV: tl.constexpr,
     DOT: tl.constexpr,
     BLOCK_S: tl.constexpr,
+    BLOCK_C: tl.constexpr,
 ):
     """One query's output, and what normalises its scores; a program each.
 
     Args:
         out: `[lanes, batch, num_heads, 1, VALUE_DIM]` of the query's dtype; 0 where a query sees nothing.
-        code_out: The codes' share of it where they are centred, float32 of that shape and still rotated; `out` is
-            float32 then too, and the rest.
         norm: float32 `[batch, lanes, num_heads]`: the logarithm of the sum of exp(score), the sink's included.
         part_max: See `triton_decode`.
         part_sum: Likewise.
         part_out: Likewise.
         sinks: `[num_heads]`.
+        turn_back: float32 `[VALUE_DIM, VALUE_DIM]`: turns sums of centred codes back.
+        kept_query: As `query`, written: the selection reads it when `query` may be overwritten.
+        kept_key: As `own_key`, likewise.
+        query: `[lanes, batch, num_heads, 1, KEY_DIM]`.
+        own_key: The lanes' own, `[lanes, batch, num_kv_heads, 1, KEY_DIM]`.
+        own_value: `[..., VALUE_DIM]`.
+        window_key: Lane 0's own key is appended to it.
+        window_value: Likewise.
+        window_key_stride: Elements from one head to the next.
+        window_value_stride: Likewise.
+        lengths: int32, of which the second is the rows of the window.
         batch: Batch rows.
         num_heads: Query heads.
         splits: Parts.
         code_splits: How many of them are of codes, the first ones.
-        VALUE_DIM: Channels.
-        VALUE_PAD: Channels of a tile.
+        KEY_DIM: Channels of a key.
+        KEY_CHANNELS: A power of two, not below.
+        VALUE_DIM: Channels of a value.
+        VALUE_CHANNELS: A power of two, not below.
+        NUM_GROUPS: Query heads of a kv head.
         LANES: Lanes.
         HAS_SINKS: Whether there are sinks.
-        CENTRED: See `code_out`.
+        CENTRED: Codes are of rotated values.
+        KEEPS: Write `kept_query` and `kept_key`.
+        APPENDS: Append to the window.
         KV: dtype of out.
         DOT: See `rounded`.
         BLOCK_S: Parts read at once.
+        BLOCK_C: Channels written at once.
     """
-    query = tl.program_id(0).to(tl.int64)  # counted over [batch, lanes, num_heads]
-    head = query % num_heads
-    lane = (query // num_heads) % LANES
-    batch_row = query // (num_heads * LANES)
-    channel = tl.arange(0, VALUE_PAD)
+    number = tl.program_id(0).to(tl.int64)  # counted over [batch, lanes, num_heads]
+    head = number % num_heads
+    lane = (number // num_heads) % LANES
+    batch_row = number // (num_heads * LANES)
+    channel = tl.arange(0, VALUE_CHANNELS)
     channel_ok = channel < VALUE_DIM
     greatest = tl.full([1], float("-inf"), tl.float32)
     total = tl.zeros([1], tl.float32)
-    acc = tl.zeros([VALUE_PAD], tl.float32)
-    of_codes = tl.zeros([VALUE_PAD], tl.float32)
+    acc = tl.zeros([VALUE_CHANNELS], tl.float32)
+    of_codes = tl.zeros([VALUE_CHANNELS], tl.float32)
     for first in range(0, splits, BLOCK_S):
         part = first + tl.arange(0, BLOCK_S)
         ok = part < splits
-        at = query * splits + part
+        at = number * splits + part
         maxima = tl.load(part_max + at, mask=ok, other=float("-inf"))
         new = tl.maximum(greatest, tl.max(maxima, 0))
         shift = tl.where(new == float("-inf"), 0.0, new)
@@ -94,13 +187,32 @@ def merge_parts(
         acc = acc * before
         of_codes = of_codes * before
         greatest = new
-    acc = acc / tl.where(total > 0, total, 1.0)
-    to = ((lane * batch + batch_row) * num_heads + head) * VALUE_DIM + channel
+    total_or_1 = tl.where(total > 0, total, 1.0)
+    acc = acc / total_or_1
+    of_codes = of_codes / total_or_1
+    to = (lane * batch + batch_row) * num_heads + head
     if CENTRED:
-        tl.store(out + to, acc, mask=channel_ok)
-        tl.store(code_out + to, of_codes / tl.where(total > 0, total, 1.0), mask=channel_ok)
+        for first in range(0, VALUE_CHANNELS, BLOCK_C):
+            column = first + tl.arange(0, BLOCK_C)
+            own = tl.sum(tl.where(channel[:, None] == column[None, :], acc[:, None], 0.0), 0)
+            both = own + turned(of_codes, turn_back, column, channel, channel_ok, VALUE_DIM)
+            tl.store(out + to * VALUE_DIM + column, rounded(both, KV, DOT).to(KV), mask=column < VALUE_DIM)
     else:
-        tl.store(out + to, rounded(acc, KV, DOT).to(KV), mask=channel_ok)
-    one = tl.arange(0, 1)
-    logarithm = tl.where(total > 0, greatest + tl.log(tl.where(total > 0, total, 1.0)), float("-inf"))
-    tl.store(norm + query + one, logarithm)
+        tl.store(out + to * VALUE_DIM + channel, rounded(acc, KV, DOT).to(KV), mask=channel_ok)
+    logarithm = tl.where(total > 0, greatest + tl.log(total_or_1), float("-inf"))
+    tl.store(norm + number + tl.arange(0, 1), logarithm)
+    if KEEPS:
+        _copy_row(kept_query + to * KEY_DIM, query + to * KEY_DIM, KEY_DIM, KEY_CHANNELS)
+    num_kv_heads = num_heads // NUM_GROUPS
+    row = batch_row * num_kv_heads + head // NUM_GROUPS
+    if KEEPS:  # not one condition: the compiler drops the branch where a constant alone decides
+        if head % NUM_GROUPS == 0:
+            own = lane * batch * num_kv_heads + row
+            _copy_row(kept_key + own * KEY_DIM, own_key + own * KEY_DIM, KEY_DIM, KEY_CHANNELS)
+    if APPENDS:
+        if (lane == 0) & (head % NUM_GROUPS == 0):
+            at = tl.load(lengths + 1)
+            key_to = window_key + row * window_key_stride + at * KEY_DIM
+            value_to = window_value + row * window_value_stride + at * VALUE_DIM
+            _copy_row(key_to, own_key + row * KEY_DIM, KEY_DIM, KEY_CHANNELS)
+            _copy_row(value_to, own_value + row * VALUE_DIM, VALUE_DIM, VALUE_CHANNELS)

@@ -12,15 +12,32 @@ import triton
 import triton.language as tl
 
 from specache_fx.runtime.kernels.triton_configs import TUNED_BY, fitting, score_configs
-from specache_fx.runtime.kernels.triton_form import formed_scores, query_rows, query_tile, without_staged
+from specache_fx.runtime.kernels.triton_form import (
+    formed_scores,
+    query_rows,
+    query_tile,
+    told_lengths,
+    without_staged,
+)
 from specache_fx.runtime.kernels.triton_tiles import channels, key_tile, row_tile
 
-LENGTHS = ["num_quantized", "window_len", "top_k", "code_splits", "code_tokens", "row_tokens", "length_class"]
+LENGTHS = [
+    "num_quantized",
+    "window_len",
+    "mask_stride",
+    "score_stride",
+    "top_k",
+    "code_splits",
+    "code_tokens",
+    "row_tokens",
+    "length_class",
+]
 
 
 @triton.jit
 def _write_scores(
     out,
+    score_stride,
     norm,
     query,
     keys,
@@ -40,6 +57,7 @@ def _write_scores(
     bias_batch,
     bias_head,
     key_mask,
+    mask_stride,
     visible,
     KEY_DIM: tl.constexpr,
     NUM_GROUPS: tl.constexpr,
@@ -92,6 +110,7 @@ def _write_scores(
             bias_batch,
             bias_head,
             key_mask,
+            mask_stride,
             visible,
             LANES,
             HAS_SOFTCAP,
@@ -106,11 +125,11 @@ def _write_scores(
         weights = tl.exp(scores - tl.where(whole == float("-inf"), 0.0, whole)[:, None])
         mean += tl.sum(tl.reshape(weights, [M // HEADS, HEADS, BLOCK_N]), 1) / NUM_GROUPS
     if HAS_MASK:
-        at = batch_row * kv_len + position
+        at = batch_row * mask_stride + position
         real = tl.load(key_mask + at, mask=position_ok & (position < kv_len), other=1)
         mean = tl.where((real != 0)[None, :], mean, -1.0)
     number = tl.arange(0, M // HEADS)
-    row = ((number * batch + batch_row) * num_kv_heads + kv_head) * (kv_len + 1)
+    row = ((number * batch + batch_row) * num_kv_heads + kv_head) * score_stride
     written = (number < LANES)[:, None] & (position_ok & (position <= kv_len))[None, :]
     tl.store(out + row[:, None] + position[None, :], mean, mask=written)
 
@@ -135,6 +154,7 @@ def selection_scores(
     staged_rows,
     staged_indices,
     key_mask,
+    mask_stride,
     visible,
     bias,
     key_stride,
@@ -146,8 +166,10 @@ def selection_scores(
     bias_head,
     batch,
     num_kv_heads,
+    lengths,
     num_quantized,
     window_len,
+    score_stride,
     top_k,
     code_splits,
     code_tokens,
@@ -176,10 +198,12 @@ def selection_scores(
     HAS_VISIBLE: tl.constexpr,
     INDEPENDENT: tl.constexpr,
     CENTRED: tl.constexpr,
+    TOLD: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
     """Write a stretch of `out`, float32 `[lanes, batch, num_kv_heads, num_quantized + window_len + 1]`; see `Kernel`.
 
+    A row has `score_stride` elements.
     Each column is written once: a staged token's by the stretch that holds its row. What doubles `partial_attention`'s
     arguments is as there; TILES is the number of query tiles of a group.
     """
@@ -187,6 +211,7 @@ def selection_scores(
     split = tl.program_id(1)
     batch_row = head_row // num_kv_heads
     kv_head = head_row % num_kv_heads
+    num_quantized, window_len = told_lengths(num_quantized, window_len, lengths, TOLD)
     kv_len = num_quantized + window_len
     kc, kb, ks, k_ok = channels(BITS, KEY_DIM, KEY_PAD)
     indices = staged_indices + head_row * top_k
@@ -219,6 +244,7 @@ def selection_scores(
         )
         _write_scores(
             out,
+            score_stride,
             norm,
             code_query,  # of rotated keys; `query` where they are not
             keys,
@@ -238,6 +264,7 @@ def selection_scores(
             bias_batch,
             bias_head,
             key_mask,
+            mask_stride,
             visible,
             KEY_DIM,
             NUM_GROUPS,
@@ -277,6 +304,7 @@ def selection_scores(
         position = tl.where(row < top_k, position, num_quantized + row - top_k)
         _write_scores(
             out,
+            score_stride,
             norm,
             query,
             keys,
@@ -296,6 +324,7 @@ def selection_scores(
             bias_batch,
             bias_head,
             key_mask,
+            mask_stride,
             visible,
             KEY_DIM,
             NUM_GROUPS,

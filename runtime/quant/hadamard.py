@@ -79,7 +79,7 @@ def rotation(head_dim: int, device: torch.device) -> tuple[torch.Tensor, torch.T
         And `rotate_back`, for sums of rotated values.
     """
     one = torch.eye(head_dim, device=device)
-    return rotate(one), rotate_back(one)
+    return rotate(one).contiguous(), rotate_back(one).contiguous()
 
 
 def _all_signs(x: torch.Tensor, block: int) -> torch.Tensor:

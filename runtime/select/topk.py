@@ -8,7 +8,7 @@ import torch
 
 from specache_fx.runtime import native, triton_ops
 
-_MOST_IN_A_KERNEL = 512
+MOST_IN_A_KERNEL = 512  # pairs that Triton's selection chooses at most
 
 
 def select_topk(scores: torch.Tensor, top_k: int) -> torch.Tensor:
@@ -29,7 +29,7 @@ def select_topk(scores: torch.Tensor, top_k: int) -> torch.Tensor:
 
     Paper: SpeCache Alg. 3 (the top-k of the speculative token's attention).
     """
-    if top_k <= _MOST_IN_A_KERNEL and triton_ops.runs_by_itself(scores.device):
+    if top_k <= MOST_IN_A_KERNEL and triton_ops.runs_by_itself(scores.device):
         from specache_fx.runtime.select import triton_topk
 
         return triton_topk.select_topk(scores, top_k)
@@ -95,7 +95,7 @@ def topk_overlap(scores: torch.Tensor, top_k: int, positions: torch.Tensor) -> T
 
 def count_overlap(scores: torch.Tensor, top_k: int, positions: torch.Tensor, counts: torch.Tensor) -> None:
     """Add what `topk_overlap` says to `counts`, float64 `[batch, 4]` on the scores' device."""
-    if top_k <= _MOST_IN_A_KERNEL and triton_ops.runs_by_itself(scores.device):
+    if top_k <= MOST_IN_A_KERNEL and triton_ops.runs_by_itself(scores.device):
         from specache_fx.runtime.select import triton_topk
 
         triton_topk.count_overlap(scores, top_k, positions, counts)

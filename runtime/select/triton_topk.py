@@ -9,6 +9,8 @@ Paper: SpeCache Alg. 3.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -16,12 +18,16 @@ import triton.language as tl
 from specache_fx.runtime import triton_ops
 
 BLOCK = 2048
+_BLOCK_OF_INTERPRETER = 64  # it sorts in Python
 _AT_ONCE = 64
 
 
 @triton.jit(do_not_specialize=["row_stride", "head_stride", "tokens", "top_k"])
 def _best_of_blocks(
     source,
+    other,
+    shares,
+    lengths,
     out,
     row_stride,
     head_stride,
@@ -30,6 +36,8 @@ def _best_of_blocks(
     top_k,
     FIRST: tl.constexpr,
     LAST: tl.constexpr,
+    MIXES: tl.constexpr,
+    TOLD: tl.constexpr,
     K: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -37,6 +45,9 @@ def _best_of_blocks(
 
     Args:
         source: float32 scores, `tokens` a row; after the first round int64 keys, contiguous.
+        other: Scores of the same strides, see `shares`.
+        shares: float32 `[batch]`: what the scores of `source` weigh; those of `other` weigh the rest.
+        lengths: int32: `tokens`, where they are read from the device's memory.
         out: int64 keys `[rows, blocks, top_k]`; in the last round int32 positions `[rows, top_k]`.
         row_stride: Elements from one batch row of scores to the next.
         head_stride: From one kv head to the next.
@@ -45,16 +56,26 @@ def _best_of_blocks(
         top_k: Keys that a block leaves.
         FIRST: The source is scores.
         LAST: There is one block.
+        MIXES: There is an `other`.
+        TOLD: See `lengths`.
         K: A power of two, not below `top_k`, and 2 at least.
         BLOCK: Keys of a block.
     """
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     position = block * BLOCK + tl.arange(0, BLOCK)
+    if TOLD:
+        tokens = tl.load(lengths)
     ok = position < tokens
     if FIRST:
         start = (row // num_kv_heads) * row_stride + (row % num_kv_heads) * head_stride
         score = tl.load(source + start + position, mask=ok, other=-1.0)
+        if MIXES:  # as `torch.lerp`
+            from_other = tl.load(other + start + position, mask=ok, other=-1.0)
+            share = tl.load(shares + row // num_kv_heads)
+            between = score - from_other
+            near = from_other + share * between
+            score = tl.where(share < 0.5, near, score - between * (1 - share))
         # -0.0 has the sign of a padded token.
         order = tl.where(score == 0.0, 0.0, score).to(tl.int32, bitcast=True).to(tl.int64)
         key = (order << 32) + (0xFFFFFFFF - position.to(tl.int64))
@@ -119,12 +140,22 @@ def _count_overlap(
 
 
 def count_overlap(
-    scores: torch.Tensor, top_k: int, positions: torch.Tensor, counts: torch.Tensor, block: int = BLOCK
+    scores: torch.Tensor,
+    top_k: int,
+    positions: torch.Tensor,
+    counts: torch.Tensor,
+    block: int | None = None,
+    *,
+    told: torch.Tensor | None = None,
+    out: Sequence[torch.Tensor] | None = None,
 ) -> None:
-    """Add to `counts` as `runtime.select.topk.count_overlap`: the selection's launches and one more."""
+    """Add to `counts` as `runtime.select.topk.count_overlap`: the selection's launches and one more.
+
+    `told` and `out` are as in `select_topk`.
+    """
     batch, heads, _ = scores.shape
     scores = scores if scores.stride(2) == 1 else scores.contiguous()
-    own = select_topk(scores, top_k, block)
+    own = select_topk(scores, top_k, block, told=told, out=out)
     with triton_ops.on(scores.device):
         _count_overlap[(batch * heads,)](
             scores,
@@ -140,40 +171,73 @@ def count_overlap(
         )
 
 
-def select_topk(scores: torch.Tensor, top_k: int, block: int = BLOCK) -> torch.Tensor:
+def select_topk(
+    scores: torch.Tensor,
+    top_k: int,
+    block: int | None = None,
+    *,
+    other: torch.Tensor | None = None,
+    shares: torch.Tensor | None = None,
+    told: torch.Tensor | None = None,
+    out: Sequence[torch.Tensor] | None = None,
+) -> torch.Tensor:
     """Choose as `runtime.select.topk.select_topk`. Nothing waits for the device.
 
     Args:
         scores: float32 `[batch, num_kv_heads, tokens]`, the last dimension contiguous.
         top_k: How many, `block // 4` at most.
-        block: Keys of a block, a power of two.
+        block: Keys of a block, a power of two; by default `usual_block`.
+        other: Scores of the same shape and strides: where given, what is chosen is `lerp(other, scores, shares)`'s.
+        shares: float32 `[batch]`.
+        told: How many tokens count, int32 `[1]` on the device; None: all.
+        out: Of each round what it leaves (`rounds`); by default new.
 
     Returns:
         int32 `[batch, num_kv_heads, top_k]`.
     """
+    block = block or usual_block(top_k)
     batch, heads, tokens = scores.shape
     scores = scores if scores.stride(2) == 1 or tokens <= 1 else scores.contiguous()
-    rows, source, first = batch * heads, scores, True
+    results = rounds(scores, top_k, block) if out is None else out
+    source = scores
     with triton_ops.on(scores.device):
-        while True:
-            blocks = max(-(-tokens // block), 1)
-            last = blocks == 1
-            shape = (rows, top_k) if last else (rows, blocks, top_k)
-            out = torch.empty(shape, dtype=torch.int32 if last else torch.int64, device=scores.device)
-            _best_of_blocks[(rows, blocks)](
+        for number, result in enumerate(results):
+            _best_of_blocks[(batch * heads, max(-(-tokens // block), 1))](
                 source,
-                out,
+                scores if other is None else other,
+                scores if shares is None else shares,
+                scores if told is None else told,
+                result,
                 scores.stride(0),
                 scores.stride(1),
                 heads,
                 tokens,
                 top_k,
-                FIRST=first,
-                LAST=last,
+                FIRST=number == 0,
+                LAST=result is results[-1],
+                MIXES=number == 0 and other is not None,
+                TOLD=number == 0 and told is not None,
                 K=max(triton_ops.power_of_two(top_k), 2),
                 BLOCK=block,
                 num_warps=4,
             )
-            if last:
-                return out.view(batch, heads, top_k)
-            source, tokens, first = out, blocks * top_k, False
+            source, tokens = result, max(-(-tokens // block), 1) * top_k
+    return results[-1]
+
+
+def usual_block(top_k: int) -> int:
+    """Keys of a block where nobody says."""
+    if not triton_ops.interpreted():
+        return BLOCK
+    return max(_BLOCK_OF_INTERPRETER, 4 * triton_ops.power_of_two(top_k))
+
+
+def rounds(scores: torch.Tensor, top_k: int, block: int | None = None) -> list[torch.Tensor]:
+    """What each round of a selection leaves: int64 `[rows, blocks, top_k]`, and last what it returns; empty."""
+    block = block or usual_block(top_k)
+    batch, heads, tokens = scores.shape
+    results = []
+    while (blocks := max(-(-tokens // block), 1)) > 1:
+        results.append(scores.new_empty((batch * heads, blocks, top_k), dtype=torch.int64))
+        tokens = blocks * top_k
+    return [*results, scores.new_empty((batch, heads, top_k), dtype=torch.int32)]

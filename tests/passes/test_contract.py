@@ -16,7 +16,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from specache_fx.config import SpecacheConfig
 from specache_fx.passes.base import Pass, PassState, Phase
 from specache_fx.passes.graph_edit import copy_graph
-from specache_fx.passes.pipeline import CAPTURE_PASSES, DECODE_PASSES, run_passes
+from specache_fx.passes.pipeline import CAPTURE_PASSES, decode_passes, run_passes
+
+DECODE_PASSES = decode_passes("cpu")
 
 CACHED = (Phase.PREFILL, Phase.EXTEND, Phase.DECODE)
 MODELS = ("tiny", "unpadded", "llama", "eager", "sinks", "tokens first")

@@ -13,7 +13,9 @@ from support.graphs import Captured
 
 from specache_fx.config import SpecacheConfig
 from specache_fx.passes.base import PassState, Phase
-from specache_fx.passes.pipeline import CAPTURE_PASSES, DECODE_PASSES, run_passes
+from specache_fx.passes.pipeline import CAPTURE_PASSES, decode_passes, run_passes
+
+DECODE_PASSES = decode_passes("cpu")
 
 SMALL = {"group_size": 4, "residual_length": 4, "top_k": 4}
 

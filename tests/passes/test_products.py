@@ -17,7 +17,7 @@ from specache_fx.config import SpecacheConfig
 from specache_fx.passes.base import PassState, Phase
 from specache_fx.passes.few_row_products import few_row_products
 from specache_fx.passes.merge_products import merge_products
-from specache_fx.passes.pipeline import DECODE_PASSES, run_passes
+from specache_fx.passes.pipeline import decode_passes, run_passes
 
 aten = torch.ops.aten
 PRODUCTS = torch.ops.specache.products.default
@@ -179,7 +179,7 @@ def test_decode_graph_reads_each_weight_of_a_layer_once() -> None:
     llama = graphs.tiny_llama()
     decode = graphs.by_phase(graphs.capture(llama, graphs.drive_transformers))[Phase.DECODE]
     gm, state = graphs.decode_graph(decode, SpecacheConfig(group_size=4, residual_length=4, top_k=4))
-    gm = run_passes(gm, state, DECODE_PASSES)
+    gm = run_passes(gm, state, decode_passes("cpu"))
     assert (count(gm, aten.bmm.default), count(gm, aten.mm.default)) == (0, 0)
     calls_of_weights = [len(node.args[1]) for node in gm.graph.nodes if node.target is PRODUCTS]
     assert calls_of_weights == [3, 1, 2, 1, 1]  # q, k, v; output; gate, up; down; logits

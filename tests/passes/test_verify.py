@@ -12,12 +12,14 @@ from torch.fx import GraphModule, Node
 from specache_fx.config import SpecacheConfig
 from specache_fx.errors import PassInvariantError
 from specache_fx.passes.base import PassState, Phase
-from specache_fx.passes.fuse_layer_steps import FUSE_LAYER_STEPS
+from specache_fx.passes.fuse_layer_steps import fuse_layer_steps_of
 from specache_fx.passes.graph_edit import call, copy_graph
 from specache_fx.passes.graph_utils import placeholders
-from specache_fx.passes.pipeline import DECODE_PASSES, run_passes
+from specache_fx.passes.pipeline import decode_passes, run_passes
 from specache_fx.passes.verify import VERIFY, verify
 from specache_fx.runtime import ops  # noqa: F401  (registers torch.ops.specache)
+
+DECODE_PASSES = decode_passes("cpu")
 
 OPS = torch.ops.specache
 
@@ -146,6 +148,6 @@ def test_verify_asks_for_no_wait_where_nothing_is_fetched(decode: tuple[GraphMod
 def test_what_appends_another_pair_is_not_fused(gm: GraphModule, state: PassState) -> None:
     append = first(gm, OPS.append.default)
     append.args[0].update_arg(2, 1)  # lane 1's key
-    fused = FUSE_LAYER_STEPS.run(gm, state)
+    fused = fuse_layer_steps_of("cpu").run(gm, state)
     assert len(graphs.nodes_of(fused, OPS.append.default)) == 1
     assert [node.args[4] for node in graphs.nodes_of(fused, OPS.layer_step.default)] == [1]

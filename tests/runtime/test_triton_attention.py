@@ -14,7 +14,7 @@ from support.triton_mode import DEVICE, needs_triton
 from specache_fx.errors import KernelUnavailableError
 from specache_fx.runtime.kernels import choose_kernel
 from specache_fx.runtime.kernels.exact_pairs import ExactPairsKernel
-from specache_fx.runtime.kernels.triton_arguments import arguments_of
+from specache_fx.runtime.kernels.triton_arguments import arguments_of, merge_arguments, taken_by
 from specache_fx.runtime.kernels.triton_kernel import TritonKernel
 from specache_fx.runtime.quant.hadamard import rotation
 
@@ -108,7 +108,13 @@ def test_rotated_queries_fit_into_float16():
     inputs = case.inputs(DEVICE)
     aligned = rotation(128, DEVICE)[0][:, 7].sign() / inputs.key_planes[3].float().amax((0, 1, 2))
     inputs = replace(inputs, query=(8000 * aligned).to(inputs.query.dtype).expand_as(inputs.query))
-    code_query = arguments_of(inputs)["code_query"]
+    arguments = arguments_of(inputs)
+    arguments |= merge_arguments(inputs, arguments)
+    from specache_fx.runtime.kernels.triton_merge import rotate_queries
+
+    code_query = arguments["code_query"]
+    launched = code_query.shape[:3].numel()
+    rotate_queries[(launched,)](out=code_query, **taken_by(rotate_queries, arguments))
     assert code_query.amax() > 1000
     assert code_query.half().isfinite().all()
 

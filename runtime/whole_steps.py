@@ -1,0 +1,76 @@
+"""`WholeSteps`: what runs all of a layer's decode step as one operator of the graph."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from specache_fx.runtime.copy_engine import CopyEngine
+from specache_fx.runtime.key_mask import KeyMask
+from specache_fx.runtime.layer_cache import LayerCache
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepFacts:
+    """What a step is, told before its graph runs.
+
+    Attributes:
+        predecodes: See `DecodeStep.predecoding`.
+        scored_lanes: See `DecodeInputs`.
+        key_mask: The session's.
+        biases: See `DecodeStep`.
+        shares: See `DecodeStep`.
+        missed: See `DecodeStep`.
+        counts: See `Metrics.step_counts`; None where nobody counts.
+    """
+
+    predecodes: bool
+    scored_lanes: int
+    key_mask: KeyMask
+    biases: Mapping[int, torch.Tensor]
+    shares: torch.Tensor | None
+    missed: torch.Tensor | None
+    counts: torch.Tensor | None
+
+
+class WholeSteps(Protocol):
+    """The steps of one session's layers, an operator each: `StepTable` in C++, `DeviceSteps` by Triton.
+
+    Attributes:
+        kernel: Name of the kernel whose layers it runs; see `passes.fuse_layer_steps`.
+    """
+
+    kernel: str
+
+    def tell(self, layers: Mapping[int, LayerCache], engine: CopyEngine, facts: StepFacts) -> None:
+        """Say what the next step is, before its graph runs.
+
+        Args:
+            layers: The caches that it steps. They have one length, and room for one more pair.
+            engine: Has their slots.
+            facts: See there.
+        """
+
+    def end(self, engine: CopyEngine) -> tuple[list[int], bool]:
+        """Say what has been done, also where the graph failed midway.
+
+        Returns:
+            The layers that have run, and whether the rows that they chose are still to be brought.
+        """
+
+    def check(self, error: RuntimeError) -> None:
+        """Raise what a layer failed with as our own error.
+
+        Raises:
+            HostMemoryError: If memory ran out.
+        """
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes on the device that the steps need for themselves."""
+
+    def close(self) -> None:
+        """Keep no memory; nothing runs any more."""
