@@ -32,8 +32,9 @@ from specache_fx.runtime.quant import make_quantizer
 _ops, _aten = torch.ops.specache, torch.ops.aten
 
 
-# By kernel.
-_WHOLE = {"cpu": _ops.layer_step.default, "triton": _ops.device_step.default}
+def _whole() -> dict[str, Any]:
+    """The operators, by kernel."""
+    return {"cpu": _ops.layer_step.default, "triton": _ops.device_step.default}
 
 
 def fuse_layer_steps(gm: GraphModule, state: PassState, kernel: str) -> GraphModule:
@@ -58,13 +59,19 @@ def fuse_layer_steps(gm: GraphModule, state: PassState, kernel: str) -> GraphMod
         and _fits(nodes[1], state, kernel)
     ]
     for nodes in fused:
-        _fuse(gm, _WHOLE[kernel], *nodes)
+        _fuse(gm, _whole()[kernel], *nodes)
     return finish(gm)
 
 
 def whole_layers(gm: GraphModule) -> tuple[int, ...]:
     """The layers that one operator steps."""
-    return tuple(node.args[4] for node in gm.graph.nodes if node.target in _WHOLE.values())
+    return tuple(node.args[4] for node in gm.graph.nodes if node.target in _whole().values())
+
+
+def is_whole(gm: GraphModule) -> bool:
+    """Whether one operator steps each layer, and nothing else touches the session."""
+    ours = (node for node in gm.graph.nodes if str(node.target).startswith("specache."))
+    return all(node.target in (*_whole().values(), _ops.products.default) for node in ours)
 
 
 def _appends_own(_wait: Node, attention: Node, append: Node, *_: Node) -> bool:

@@ -21,7 +21,7 @@ from specache_fx.runtime.select import AGGREGATIONS
 from specache_fx.runtime.session import Session
 from specache_fx.runtime.whole_steps import StepFacts
 
-_running: dict[int, DecodeStep] = {}  # by the number of its session, which runs one at a time
+_running: dict[int, DecodeStep] = {}  # by the address of its session's `state`, which runs one at a time
 
 
 @dataclass
@@ -63,7 +63,7 @@ class DecodeStep:
         late = False
         if self.whole:
             self._tell()
-        _running[session.number] = self
+        _running[session.state.data_ptr()] = self
         try:
             yield
         except RuntimeError as error:
@@ -71,7 +71,7 @@ class DecodeStep:
                 session.steps.check(error)
             raise
         finally:
-            _running.pop(session.number, None)
+            _running.pop(session.state.data_ptr(), None)
             if self.whole:
                 run, late = self._collect()
         if late:
@@ -230,4 +230,4 @@ class DecodeStep:
 
 def by_state(state: torch.Tensor) -> DecodeStep:
     """The step that an op's `state` names."""
-    return _running[int(state[0])]
+    return _running[state.data_ptr()]

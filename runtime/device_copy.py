@@ -67,7 +67,7 @@ class DeviceCopy:
                 source,
                 counters,
                 counters if told is None else told,
-                self._host.length(layer),
+                self._host.length(layer) if told is None else 0,
                 top_k,
                 TOLD=told is not None,
                 BLOCK=min(_TOKENS_AT_ONCE, triton_ops.power_of_two(top_k)),

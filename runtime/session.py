@@ -29,6 +29,7 @@ from specache_fx.runtime.layout import Arena, LayerShape
 from specache_fx.runtime.metrics import Metrics
 from specache_fx.runtime.quant import make_quantizer
 from specache_fx.runtime.select import make_selector, select_topk
+from specache_fx.runtime.step_graph import StepGraph, recorder_of
 from specache_fx.runtime.step_table import StepTable
 from specache_fx.runtime.token_history import TokenHistory
 from specache_fx.runtime.whole_steps import WholeSteps
@@ -77,6 +78,7 @@ class Session:
         self._global = [i for i, shape in enumerate(shapes) if shape.window is None]
         # Of these, the ones whose older tokens leave the device: the first `resident_layers` keep all there.
         self._tiered_layers = self._global[config.resident_layers :]
+        self.graph: StepGraph | None = None  # the plain step, captured
         # Lookahead.
         self.speculative_token: torch.Tensor | None = None  # what lane 1 decodes next
         # What it decoded last: a guess at the next output token.
@@ -122,6 +124,8 @@ class Session:
             self.table.open(self.kernel, self.quantizer, self.engine)
             of_device = DeviceSteps.of(self.kernel, self.quantizer, self.engine, config.top_k, self.device)
             self.steps = self.table if self.table.serves else of_device
+            recorder = recorder_of(self.device) if of_device is not None and config.cuda_graphs else None
+            self.graph = None if recorder is None else StepGraph(recorder)
 
     def _make_layer(self, layer: int, batch: int) -> LayerState:
         shape, exact = self.shapes[layer], layer not in self._tiered_layers
@@ -355,5 +359,7 @@ class Session:
         self.table.close()
         if self.steps is not None:
             self.steps.close()
+        if self.graph is not None:
+            self.graph.close()
         self.steps = None
         self.key_mask = KeyMask()

@@ -104,6 +104,9 @@ class SpecacheConfig:
         kernel: "auto", or the name of a kernel in `specache_fx.runtime.kernels.KERNELS`: an error where that one can't
             compute a layer of the model.
         lowering: "inductor" compiles the rewritten graphs; "eager" runs them as they are (no compile time).
+        cuda_graphs: "auto" (the default) captures the decode step as a CUDA graph and replays it, on a GPU if Triton's
+            kernels run all attentions of the model; False never does. Steps in which a group fills, a mask moves or
+            something is traced run launch by launch in between.
         strict: Raise where an attention can't be rewritten, instead of leaving it alone with a warning.
         track_hit_rates: Measure `topk_hit_rate` and `attention_hit_rate` (one more top-k a layer and step, without a
             sort); "steps" keeps them for each step too (`SessionStats.hit_series`, 48 bytes a step).
@@ -129,6 +132,7 @@ class SpecacheConfig:
     reserve: int = 0
     kernel: str = "auto"
     lowering: Lowering = "inductor"
+    cuda_graphs: Literal["auto", False] = "auto"
     strict: bool = False
     track_hit_rates: HitTracking = True
 
@@ -165,6 +169,8 @@ class SpecacheConfig:
             raise ConfigError(f"strict={self.strict!r}: give True or False.")
         if not isinstance(self.track_hit_rates, bool) and self.track_hit_rates != "steps":
             raise ConfigError(f'track_hit_rates={self.track_hit_rates!r}: give True, False or "steps".')
+        if self.cuda_graphs is not False and self.cuda_graphs != "auto":
+            raise ConfigError(f'cuda_graphs={self.cuda_graphs!r}: give "auto" or False.')
         for name in ("quantizer", "selector", "kernel"):
             if not isinstance(getattr(self, name), str):
                 raise ConfigError(f"{name}={getattr(self, name)!r}: give a name (a string).")

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch._dynamo.convert_frame import compile_lock
@@ -15,7 +16,7 @@ from specache_fx._log import warn_once
 from specache_fx.errors import SpecacheError
 from specache_fx.lowering import Compiled, lower_static
 from specache_fx.passes.base import PassState
-from specache_fx.passes.fuse_layer_steps import whole_layers
+from specache_fx.passes.fuse_layer_steps import is_whole, whole_layers
 from specache_fx.passes.graph_utils import is_static_input, placeholders
 from specache_fx.passes.pipeline import Observer, build_decode_graph
 from specache_fx.passes.subclasses import flatten
@@ -23,9 +24,10 @@ from specache_fx.progress import announced
 from specache_fx.runners import assemble, inference, layer_shapes, overriding, resolve
 from specache_fx.runtime import claims, registry
 from specache_fx.runtime.decode_step import DecodeStep
+from specache_fx.runtime.device_steps import DeviceSteps
 from specache_fx.runtime.masks import WindowMask
 from specache_fx.runtime.session import Session
-from specache_fx.runtime.tracing import span
+from specache_fx.runtime.tracing import is_recording, span
 from specache_fx.step_masks import read_masks, step_biases
 
 logger = logging.getLogger(__name__)
@@ -50,6 +52,20 @@ def _compiling() -> Iterator[None]:
             torch.compiler._is_compiling_flag = before
 
 
+class DecodeGraph(NamedTuple):
+    """A decode graph of one shape of its inputs.
+
+    Attributes:
+        compiled: Runs it.
+        whole: Layers that one operator steps.
+        is_capturable: See `Decode._is_capturable`.
+    """
+
+    compiled: Compiled
+    whole: tuple[int, ...]
+    is_capturable: bool
+
+
 def _whole_kernel(session: Session) -> str | None:
     """Of what runs a layer's step as one operator in this session."""
     return None if session.steps is None else session.steps.kernel
@@ -67,8 +83,7 @@ class Decode:
         self._gm, self._state, self._observe = gm, state, observe
         assert state.outputs is not None and state.sources is not None
         self._plan, self._sources, self._layers = state.outputs, state.sources, layer_shapes(state)
-        # With the layers that one operator steps.
-        self._graphs: dict[tuple[Any, ...], tuple[Compiled, tuple[int, ...]]] = {}
+        self._graphs: dict[tuple[Any, ...], DecodeGraph] = {}
         self._inputs = [
             (node.meta.get("specache_input", -1), node.meta.get("specache_prelude"))
             for node in placeholders(gm.graph)
@@ -217,11 +232,10 @@ class Decode:
                     f"A decode graph was compiled for {_MANY_GRAPHS} shapes of its inputs: slow if each step has one of"
                     " its own. specache_fx.explain() shows the graph.",
                 )
-        run, whole = made
         step = DecodeStep(
             session,
             predecoding=not ahead,
-            whole=whole,
+            whole=made.whole,
             missed=missed,
             shares=shares,
             biases=step_biases(session, self._sources, args, biases, lanes, ahead),
@@ -232,7 +246,7 @@ class Decode:
         )
         name = "decode step" if ahead else "pre-decode"
         with step.running(), span(name, device=session.device, session=session.number, kv_len=session.kv_len):
-            results = run(*flatten(inputs), session.state)
+            results = self._run(made, inputs, session)
         if lanes == 1:
             session.speculative_token = session.guessed_token = None
             return list(results), step.windows_told
@@ -278,11 +292,11 @@ class Decode:
                 inputs.append(args[index])
         return inputs
 
-    def _announced(self, inputs: list[Any], session: Session) -> tuple[Compiled, tuple[int, ...]] | None:
+    def _announced(self, inputs: list[Any], session: Session) -> DecodeGraph | None:
         with announced("the decode step", self._state.config.lowering, len(self._layers)):
             return self._compile(inputs, session)
 
-    def _compile(self, inputs: list[Any], session: Session) -> tuple[Compiled, tuple[int, ...]] | None:
+    def _compile(self, inputs: list[Any], session: Session) -> DecodeGraph | None:
         try:
             graph = build_decode_graph(
                 self._gm,
@@ -301,7 +315,23 @@ class Decode:
             self._fall_back(f"the graph can't be traced for two tokens at once: {reason}")
             return None
         compiled = lower_static(graph, [*flatten(inputs), session.state], self._state.config.lowering)
-        return compiled, whole_layers(graph)
+        return DecodeGraph(compiled, whole_layers(graph), self._is_capturable(graph))
+
+    def _is_capturable(self, graph: GraphModule) -> bool:
+        """Whether each step of the graph launches the same, as far as the graph tells."""
+        return self._state.mutated is None and self._state.random is None and is_whole(graph)
+
+    def _run(self, made: DecodeGraph, inputs: list[Any], session: Session) -> Sequence[Any]:
+        """The graph's results: launched one by one, or captured and replayed."""
+        steps, flat = session.steps, flatten(inputs)
+        captures = made.is_capturable and session.graph is not None and not is_recording()
+        if not captures or not isinstance(steps, DeviceSteps) or not steps.is_plain:
+            return made.compiled(*flat, session.state)
+        assert session.graph is not None and session.engine is not None
+        sizes = [len(flatten([value])) for value in inputs]
+        starts = list(itertools.accumulate(sizes, initial=0))
+        moving = [j for i in self._varying for j in range(starts[i], starts[i + 1])]
+        return session.graph.run(made.compiled, flat, moving, session.state, steps, session.engine)
 
     def _fall_back(self, reason: str) -> None:
         self.lanes, self.fallback = 1, reason

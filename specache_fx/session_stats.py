@@ -49,6 +49,7 @@ class SessionStats:
         full_bytes: Bytes that the whole cache would take on the device in the model's dtype.
         kv_len: Tokens held.
         steps: Decode steps so far.
+        replayed_steps: Steps that were replayed as a CUDA graph; in each session, where a model has several.
         refetched_steps: Steps whose pairs were chosen anew, which costs a forward pass each (`on_miss="refetch"`).
         prefetched_bytes: Bytes brought to the device by prefetching, over all steps.
         prefetched_rows: KV pairs brought.
@@ -93,6 +94,7 @@ class SessionStats:
     attention_hit_rate_if_right: float | None = None
     attention_hit_rate_if_wrong: float | None = None
     longest_miss_run: int = 0
+    replayed_steps: int = 0
     hit_series: tuple[StepHits, ...] = ()
 
     @property
@@ -137,6 +139,7 @@ def summarise(sessions: Sequence[Session]) -> SessionStats:
         attention_hit_rate_if_right=hits.right.attention_rate,
         attention_hit_rate_if_wrong=hits.wrong.attention_rate,
         longest_miss_run=hits.longest_miss_run,
+        replayed_steps=min(0 if session.graph is None else session.graph.replays for session in sessions),
         hit_series=_series([counted.series() for counted in metrics]),
     )
 

@@ -45,7 +45,9 @@ RANKS: tuple[tuple[str, ...], ...] = (
     ("specache_fx.runtime.registry", "specache_fx.runtime.decode_step"),
     ("specache_fx.runtime.snapshot",),
     ("specache_fx.runtime.session",),
-    ("specache_fx.runtime.step_table",),
+    ("specache_fx.runtime.step_graph",),
+    ("specache_fx.runtime.step_table", "specache_fx.runtime.device_steps"),
+    ("specache_fx.runtime.whole_steps",),
     (
         "specache_fx.runtime.layer_cache",
         "specache_fx.runtime.window_cache",

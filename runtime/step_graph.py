@@ -1,0 +1,179 @@
+"""`StepGraph`: the plain decode step of one session, captured once as a CUDA graph and replayed.
+
+    step 1 of a form and generation   runs: kernels compile and are tuned, memory is allocated
+    step 2                            is captured, and replayed
+    step 3 ...                        inputs are copied to where the graph reads them; it is replayed
+
+A step is plain where `DeviceSteps.is_plain` says so. All others (a group fills, pre-decode, refetch, masks that move,
+tracing) run as they are, on the same tensors, and leave the captured one valid. It is void when a tensor that it reads
+has moved: an arena that grew, a table, a weight.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from specache_fx._log import warn_once
+from specache_fx.runtime.copy_engine import CopyEngine
+from specache_fx.runtime.device_steps import DeviceSteps
+
+_log = logging.getLogger(__name__)
+
+Run = Callable[[], Sequence[Any]]
+Replay = Callable[[], None]
+
+
+class Recorder(Protocol):
+    """Notes what a step launches."""
+
+    def record(self, run: Run) -> tuple[Sequence[Any], Replay]:
+        """Have `run`'s launches take place once, and note them.
+
+        Returns:
+            Its results, which each replay writes anew, and what replays it.
+        """
+
+
+class CudaRecorder:
+    """Captures CUDA graphs; those of one session share a pool of memory.
+
+    Args:
+        device: Where the step runs.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def record(self, run: Run) -> tuple[Sequence[Any], Replay]:
+        """See `Recorder`."""
+        graph = torch.cuda.CUDAGraph()
+        # Other threads may allocate meanwhile: the host tier reserves ahead in one.
+        with (
+            torch.cuda.device(self._device),
+            torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"),
+        ):
+            results = run()
+        graph.replay()
+        return results, graph.replay
+
+
+def recorder_of(device: torch.device) -> Recorder | None:
+    """What notes steps on `device`; None where nothing does."""
+    return CudaRecorder(device) if device.type == "cuda" else None
+
+
+class StepGraph:
+    """The captured step of one session.
+
+    Args:
+        recorder: Notes it.
+
+    Attributes:
+        replays: Steps that were replayed.
+    """
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.replays = 0
+        self._recorder: Recorder | None = recorder
+        self._key: tuple[Any, ...] | None = None  # of what was captured
+        self._ran: tuple[Any, ...] | None = None  # of what ran last without a graph
+        self._inputs: list[torch.Tensor] = []
+        self._results: Sequence[Any] = ()
+        self._replay: Replay | None = None
+
+    def run(
+        self,
+        compiled: Callable[..., Sequence[Any]],
+        inputs: Sequence[torch.Tensor],
+        moving: Sequence[int],
+        state: torch.Tensor,
+        steps: DeviceSteps,
+        engine: CopyEngine,
+    ) -> Sequence[Any]:
+        """Run a plain step.
+
+        Args:
+            compiled: The decode graph; of two steps it is the same object where shapes are.
+            inputs: What it takes, without `state`.
+            moving: Which of them may lie elsewhere in each step; the others are weights.
+            state: The session's.
+            steps: The session's.
+            engine: The session's.
+
+        Returns:
+            The graph's results, the caller's own.
+        """
+        given = [inputs[i] for i in moving]
+        if self._recorder is None or any(tensor.device.type != inputs[-1].device.type for tensor in given):
+            return compiled(*inputs, state)
+        still = {i: tensor.data_ptr() for i, tensor in enumerate(inputs)}
+        for i in moving:
+            del still[i]
+        key = (id(compiled), steps.generation, steps.form, tuple(still.values()))
+        if key != self._key:
+            self._drop()
+            if key != self._ran:
+                self._ran = key
+                return compiled(*inputs, state)
+            return self._capture(key, compiled, list(inputs), moving, state, steps, engine)
+        for kept, tensor in zip(self._inputs, given, strict=True):
+            kept.copy_(tensor)
+        assert self._replay is not None
+        self._replay()
+        self.replays += 1
+        steps.replayed()
+        return _own(self._results)
+
+    def _capture(
+        self,
+        key: tuple[Any, ...],
+        compiled: Callable[..., Sequence[Any]],
+        inputs: list[torch.Tensor],
+        moving: Sequence[int],
+        state: torch.Tensor,
+        steps: DeviceSteps,
+        engine: CopyEngine,
+    ) -> Sequence[Any]:
+        assert self._recorder is not None
+        given = list(inputs)
+        for i in moving:
+            inputs[i] = inputs[i].clone()
+
+        def run() -> Sequence[Any]:
+            results = compiled(*inputs, state)
+            engine.join()  # a captured graph ends on the stream where it began
+            return results
+
+        try:
+            self._results, self._replay = self._recorder.record(run)
+        except Exception as error:
+            self._recorder = None
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            warn_once(
+                _log,
+                f"This model's decode step can't be captured as a CUDA graph, and runs launch by launch: {reason}."
+                " cuda_graphs=False captures none, and says nothing.",
+            )
+            steps.restart()
+            return compiled(*given, state)
+        self._key, self._inputs = key, [inputs[i] for i in moving]
+        self.replays += 1
+        return _own(self._results)
+
+    def _drop(self) -> None:
+        self._key, self._replay, self._inputs, self._results = None, None, [], ()
+
+    def close(self) -> None:
+        """Give the memory of what was captured back."""
+        self._drop()
+        self._recorder = None
+
+
+def _own(results: Sequence[Any]) -> list[Any]:
+    """Copies of what the next replay overwrites."""
+    return [result.clone() if isinstance(result, torch.Tensor) else result for result in results]

@@ -1,0 +1,180 @@
+"""A plain decode step can be captured as a CUDA graph: by a simulated one, over groups that fill."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from support.tape import TapeRecorder, launches_recorded
+from support.triton_mode import DEVICE, needs_triton
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import specache_fx
+from specache_fx.runtime import session as sessions
+from specache_fx.runtime.device_steps import DeviceSteps
+
+pytestmark = [
+    needs_triton,
+    pytest.mark.skipif(DEVICE.type != "cpu", reason="there a GPU captures: tests/test_gpu.py"),
+]
+USUAL = {
+    "kernel": "triton",
+    "lowering": "eager",
+    "group_size": 4,
+    "residual_length": 3,
+    "top_k": 3,
+    "reserve": 48,
+}
+VOCAB = 40
+
+
+def model(layers: int) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    shape = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    size = {
+        "num_hidden_layers": 2,
+        "intermediate_size": 32,
+        "vocab_size": VOCAB,
+        "max_position_embeddings": 256,
+    }
+    return LlamaForCausalLM(LlamaConfig(**shape, **size)).eval()
+
+
+def decode(
+    recorder: TapeRecorder | None,
+    steps: int,
+    monkeypatch: Any,
+    padding: int = 0,
+    batch: int = 1,
+    layers: int = 1,
+    **options: Any,
+) -> tuple[list[torch.Tensor], Any]:
+    """Logits of each step, greedy, and the stats."""
+    torch._dynamo.reset()
+    monkeypatch.setattr(sessions, "recorder_of", lambda device: recorder)
+    compiled = specache_fx.compile(model(layers), **(USUAL | options))
+    ids = torch.randint(1, VOCAB, (batch, 21), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    mask[0, :padding] = 0
+    given = {"attention_mask": mask} if padding else {}
+    with torch.no_grad(), launches_recorded():
+        out = compiled(ids, use_cache=True, **given)
+        logits = [out.logits[:, -1]]
+        for _ in range(steps):
+            token = logits[-1].argmax(-1, keepdim=True)
+            if padding:
+                mask = torch.cat([mask, mask[:, -1:]], 1)
+                given["attention_mask"] = mask
+            out = compiled(token, past_key_values=out.past_key_values, use_cache=True, **given)
+            logits.append(out.logits[:, -1])
+    stats = specache_fx.stats(out.past_key_values)
+    specache_fx.release(out.past_key_values)
+    return logits, stats
+
+
+FORMS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "1 bit, padding": {"bits": 1, "padding": 3},
+    "KIVI, query": {"quantizer": "kivi", "lookahead": "query"},
+    "keep, no rates": {"on_miss": "keep", "track_hit_rates": False},
+    "refetch": {"on_miss": "refetch"},
+}
+
+# One form a day, all at night: the interpreter takes a second a step.
+EACH = [
+    pytest.param(form, id=name, marks=() if name == "1 bit, padding" else pytest.mark.nightly)
+    for name, form in FORMS.items()
+]
+
+
+@pytest.mark.parametrize("form", EACH)
+def test_replayed_steps_give_the_bits_of_those_that_ran(
+    form: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran, counted = decode(None, 9, monkeypatch, **form)
+    replayed, stats = decode(TapeRecorder(), 9, monkeypatch, **form)
+    assert stats.replayed_steps >= 3
+    assert all(torch.equal(x, y) for x, y in zip(ran, replayed, strict=True))
+    assert stats.exact_hit_rate == counted.exact_hit_rate
+    assert stats.topk_hit_rate == counted.topk_hit_rate
+    assert stats.prefetched_rows == counted.prefetched_rows
+
+
+@pytest.mark.parametrize("form", EACH)
+def test_plain_steps_launch_the_same(form: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder = TapeRecorder(again=True)
+    _, stats = decode(recorder, 7, monkeypatch, **form)
+    assert stats.replayed_steps > 2
+    assert not recorder.found
+
+
+def attends(change: Callable[[DeviceSteps, dict[str, Any], torch.Tensor], torch.Tensor]) -> Any:
+    """`DeviceSteps._attend`, and then a mistake."""
+    usual = DeviceSteps._attend
+
+    def attend(self: DeviceSteps, arguments: dict[str, Any], prepared: Any) -> torch.Tensor:
+        return change(self, arguments, usual(self, arguments, prepared))
+
+    return attend
+
+
+def scales_by_a_length(steps: DeviceSteps, arguments: dict[str, Any], out: torch.Tensor) -> torch.Tensor:
+    return out * (1 + steps._caches[0].kv_len * 1e-3)
+
+
+def reads_a_tensor_that_moves(
+    steps: DeviceSteps, arguments: dict[str, Any], out: torch.Tensor
+) -> torch.Tensor:
+    return out * (1 + steps.__dict__["anew"])
+
+
+def keeps_a_sum(steps: DeviceSteps, arguments: dict[str, Any], out: torch.Tensor) -> torch.Tensor:
+    hidden = steps.__dict__.setdefault("hidden", [0.0])
+    hidden[0] += 0.01
+    out.numpy()[...] += hidden[0]
+    return out
+
+
+def tells_anew(usual: Any) -> Any:
+    def tell(self: DeviceSteps, *told: Any) -> None:
+        usual(self, *told)
+        self.__dict__["anew"] = torch.full((1,), 1e-3 * self._caches[0].kv_len)
+
+    return tell
+
+
+@pytest.mark.parametrize(
+    "mistake",
+    [
+        scales_by_a_length,
+        pytest.param(reads_a_tensor_that_moves, marks=pytest.mark.nightly),
+        pytest.param(keeps_a_sum, marks=pytest.mark.nightly),
+    ],
+)
+def test_a_mistake_is_found(mistake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DeviceSteps, "_attend", attends(mistake))
+    monkeypatch.setattr(DeviceSteps, "tell", tells_anew(DeviceSteps.tell))
+    form = {"lookahead": "query", "track_hit_rates": False}
+    recorder = TapeRecorder(again=True)
+    decode(recorder, 4, monkeypatch, **form)
+    ran, _ = decode(None, 5, monkeypatch, **form)
+    replayed, stats = decode(TapeRecorder(), 5, monkeypatch, **form)
+    assert stats.replayed_steps
+    assert not all(torch.equal(x, y) for x, y in zip(ran, replayed, strict=True))
+    assert bool(recorder.found) == (mistake is not keeps_a_sum)  # no operator shows that one
+
+
+def test_a_step_that_waits_for_the_device_is_not_captured(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def waits(steps: DeviceSteps, arguments: dict[str, Any], out: torch.Tensor) -> torch.Tensor:
+        return out * float(out.isfinite().all())
+
+    monkeypatch.setattr(DeviceSteps, "_attend", attends(waits))
+    ran, _ = decode(None, 4, monkeypatch)
+    tried, stats = decode(TapeRecorder(), 4, monkeypatch)
+    assert stats.replayed_steps == 0
+    assert "can't be captured as a CUDA graph, and runs launch by launch: sync: aten::" in caplog.text
+    assert all(torch.equal(x, y) for x, y in zip(ran, tried, strict=True))
