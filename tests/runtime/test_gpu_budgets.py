@@ -13,18 +13,15 @@ import pytest
 from support.triton_mode import needs_compiler
 
 TESTS = Path(__file__).parents[1]
-CRITICAL = (
-    "wait",
-    "attend",
-    "append",
-    "select",
-)  # the next product waits for these; a prefetch runs beside it
+# The next product waits for these; the rest runs beside it, and with a captured step none costs the host anything.
+CRITICAL = ["rotate_queries", "partial_attention", "merge_parts"]
+# Beyond 2,048 tokens a selection takes two rounds.
+BESIDE = ["selection_scores", "_best_of_blocks", "_best_of_blocks", "plan_slots", "copy_rows"]
+COUNTED = ["_best_of_blocks", "_best_of_blocks", "_count_overlap"]
 
-# What is, not what is to be. The goals: 4 launches on the critical path, 60 us a layer that is not captured. Launches
-# go through Triton's autotuner and binder (a hundred us each); beyond 2,048 tokens selection takes two rounds.
-MOST_LAUNCHES, MOST_LAUNCHES_BESIDE = 5, 5
-MOST_ATEN = 48
-MOST_US = 1500  # 560 on an idle core; a neighbour may take half of its caches
+MOST_ATEN = 10
+# Launch by launch, each through Triton's autotuner and binder. The goal is 60: what is captured costs none of it.
+MOST_US = 600  # 273 on an idle core
 
 
 @functools.cache
@@ -35,33 +32,22 @@ def measured() -> dict[str, Any]:
     return json.loads(done.stdout)  # type: ignore[no-any-return]
 
 
-def count(found: dict[str, Any], what: str, stages: tuple[str, ...]) -> int:
-    """Sum over stages."""
-    each = [found[what][stage] for stage in stages]
-    return sum(len(one) if isinstance(one, list) else one for one in each)
-
-
 @needs_compiler
 @pytest.mark.slow
 def test_layer_keeps_to_its_launches_operators_and_microseconds():
     found = measured()["layer"]
-    assert count(found, "launches", CRITICAL) <= MOST_LAUNCHES, found["launches"]
-    assert count(found, "launches", ("prefetch",)) <= MOST_LAUNCHES_BESIDE, found["launches"]
-    assert count(found, "aten", (*CRITICAL, "prefetch")) <= MOST_ATEN, found["operators"]
-    assert found["us_layer"] <= MOST_US, found["us"]
+    assert found["launches"] == CRITICAL
+    assert found["beside"] == BESIDE + COUNTED
+    assert found["aten"] <= MOST_ATEN, found["operators"]
+    assert found["us"] <= MOST_US
 
 
 @needs_compiler
 @pytest.mark.slow
 def test_hit_rates_are_launched_behind_the_prefetch_and_cost_few_operators():
     with_rates, without = (measured()[name] for name in ("layer", "layer_without_hit_rates"))
-    for stage in CRITICAL:
-        assert with_rates["launches"][stage] == without["launches"][stage]
-    prefetch, more = without["launches"]["prefetch"], with_rates["launches"]["prefetch"]
-    assert prefetch == ["plan_slots", "copy_rows"] == more[:2]
-    assert more[-1] == "_count_overlap"
-    operators = [count(each, "aten", (*CRITICAL, "prefetch")) for each in (with_rates, without)]
-    assert operators[0] - operators[1] <= 7
+    assert without["beside"] == BESIDE
+    assert with_rates["aten"] - without["aten"] <= 3
 
 
 @needs_compiler

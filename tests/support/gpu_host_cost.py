@@ -24,7 +24,6 @@ from triton.runtime import driver
 
 CPU = torch.device("cpu")
 BATCH, HEADS, KV_HEADS, DIM, CONTEXT = 1, 32, 8, 128, 5000
-STAGES = ("wait", "attend", "append", "select", "prefetch")
 launches: list[str] = []
 
 
@@ -90,10 +89,10 @@ class Operators(TorchDispatchMode):
 
 
 def layer_step(track_hit_rates: bool) -> dict[str, Any]:
-    """What a layer of a plain step costs the host."""
+    """What a layer of a plain step costs the host, launch by launch: `specache.device_step`."""
     from specache_fx.config import SpecacheConfig
-    from specache_fx.runtime.copy_engine import CopyEngine
     from specache_fx.runtime.decode_step import DecodeStep
+    from specache_fx.runtime.device_steps import DeviceSteps
     from specache_fx.runtime.kernels import KERNELS
     from specache_fx.runtime.layout import LayerShape
     from specache_fx.runtime.session import Session
@@ -105,48 +104,35 @@ def layer_step(track_hit_rates: bool) -> dict[str, Any]:
         pair = torch.randn(BATCH, KV_HEADS, CONTEXT, DIM, dtype=torch.bfloat16)
         session.store(0, pair, pair, None)
         session.advance(CONTEXT, decoded=False)
-        assert session.host is not None
-        session.engine = CopyEngine(session.host, config.top_k, CPU, on_device=True)
+        steps = session.steps
+        assert isinstance(steps, DeviceSteps)
         query = torch.randn(2, BATCH, HEADS, 1, DIM, dtype=torch.bfloat16)
         key = torch.randn(2, BATCH, KV_HEADS, 1, DIM, dtype=torch.bfloat16)
-        step, cache = DecodeStep(session), session.layers[0]
         shares = torch.full((BATCH,), 0.8)
-        kept = cache.window_len  # type: ignore[union-attr]
 
-        def run(stage: str) -> None:
-            if stage == "wait":
-                cache.window_len = kept  # type: ignore[union-attr]  # no group fills
-                step.shares = shares
-                step.wait_prefetch(0)
-            elif stage == "attend":
-                step.attend(0, query, key, key, 0.088, staged=True)
-            elif stage == "append":
-                step.append(0, key[0], key[0])
-            elif stage == "select":
-                run.chosen = step.select(0)  # type: ignore[attr-defined]
-            else:
-                step.prefetch(0, run.chosen)  # type: ignore[attr-defined]
+        def launch() -> None:
+            steps.restart()
+            steps.launch(0, query, key, key, 0.088)
 
-        found: dict[str, Any] = {"us": {}, "launches": {}, "aten": {}, "operators": {}}
-        for _ in range(20):  # compiles, tunes
-            for stage in STAGES:
-                run(stage)
-        rounds: dict[str, list[float]] = {stage: [] for stage in STAGES}
-        for _ in range(300):
-            for stage in STAGES:
+        rounds = []
+        with DecodeStep(session, whole=(0,), shares=shares).running():
+            for _ in range(20):  # compiles, tunes
+                launch()
+            for _ in range(300):
                 start = time.thread_time()
-                run(stage)
-                rounds[stage].append(1e6 * (time.thread_time() - start))
-        for stage in STAGES:
+                launch()
+                rounds.append(1e6 * (time.thread_time() - start))
             launches.clear()
             with Operators() as operators:
-                run(stage)
-            found["us"][stage] = round(statistics.median(rounds[stage]), 1)
-            found["launches"][stage] = list(launches)
-            found["aten"][stage] = sum(operators.seen.values())
-            found["operators"][stage] = dict(operators.seen.most_common())
-        found["us_layer"] = round(sum(found["us"].values()), 1)
-        return found
+                launch()
+        ends = launches.index("merge_parts") + 1  # with it the model's stream has what it waits for
+        return {
+            "us": round(statistics.median(rounds), 1),
+            "launches": launches[:ends],
+            "beside": launches[ends:],
+            "aten": sum(operators.seen.values()),
+            "operators": dict(operators.seen.most_common()),
+        }
 
 
 def tuned_again(lanes: int, groups: int) -> int:

@@ -22,11 +22,17 @@ from support.decode_case import CaseShape, DecodeCase
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from specache_fx.config import SpecacheConfig
+from specache_fx.runtime.decode_step import DecodeStep
 from specache_fx.runtime.device_copy import DeviceCopy
+from specache_fx.runtime.device_steps import DeviceSteps
 from specache_fx.runtime.host_cache import HostCache
+from specache_fx.runtime.kernels import KERNELS
 from specache_fx.runtime.kernels.triton_kernel import TritonKernel
+from specache_fx.runtime.layout import LayerShape
 from specache_fx.runtime.quant import on_gpu
 from specache_fx.runtime.select import triton_topk
+from specache_fx.runtime.session import Session
 from specache_fx.runtime.staging import Staging
 
 CPU = torch.device("cpu")
@@ -129,7 +135,27 @@ def llama() -> None:
     for bits, quantizer, forms in ((2, "turboquant", ()), (1, "turboquant", ("mask",)), (2, "kivi", ())):
         shape = replace(LLAMA, bits=bits, quantizer=quantizer, forms=frozenset(forms))
         TritonKernel().attention(DecodeCase(shape).inputs(CPU))
+        _whole_step(shape)
     _copy_and_select(128, torch.bfloat16)
+
+
+def _whole_step(shape: CaseShape) -> None:
+    """The launches of `DeviceSteps`, which read lengths from the device's memory."""
+    config = SpecacheConfig(bits=shape.bits, quantizer=shape.quantizer)
+    heads, dim = shape.num_kv_heads, shape.key_dim
+    session = Session(config, (LayerShape(heads, dim, dim),), shape.dtype, CPU)
+    session.kernel = KERNELS["triton"]
+    pair = torch.randn(1, heads, 200, dim, dtype=shape.dtype)
+    mask = torch.ones(1, 1, 200, dtype=torch.bool)
+    mask[..., : 3 * ("mask" in shape.forms)] = False
+    session.store(0, pair, pair, mask)
+    session.advance(200, decoded=False)
+    assert isinstance(session.steps, DeviceSteps)
+    query = torch.randn(2, 1, heads * shape.num_kv_groups, 1, dim, dtype=shape.dtype)
+    own = torch.randn(2, 1, heads, 1, dim, dtype=shape.dtype)
+    with DecodeStep(session, whole=(0,), shares=torch.full((1,), 0.8)).running():
+        session.steps.launch(0, query, own, own, 0.088)
+    session.close()
 
 
 def forms() -> None:
