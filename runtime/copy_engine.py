@@ -168,6 +168,8 @@ class CopyEngine:
             ):  # an event of a captured graph is known in it alone
                 staging.done = staging.done or torch.cuda.Event()
                 staging.done.record(self._stream)
+        if self._synchronous:
+            self.join()
 
     def join(self) -> None:
         """Order what comes next on the current stream behind all that was launched beside it."""
@@ -214,8 +216,6 @@ class CopyEngine:
         if self._on_device is not None:
             with self.beside(layer):
                 self._on_device.copy(layer, staging)
-            if self._synchronous:
-                self.join()
             return
         if self._library is not None:
             arguments = self.arguments(layer)

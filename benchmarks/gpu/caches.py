@@ -12,6 +12,7 @@ from benchmarks.gpu.decoder import Cache
 from benchmarks.gpu.shapes import ModelShape
 from specache_fx.config import SpecacheConfig
 from specache_fx.runtime.decode_step import DecodeStep
+from specache_fx.runtime.device_steps import DeviceSteps
 from specache_fx.runtime.layer_cache import LayerCache
 from specache_fx.runtime.layout import LayerShape
 from specache_fx.runtime.session import Session
@@ -91,14 +92,20 @@ class SessionCache:
         self.session.advance(tokens, decoded=False)
         if self.session.engine is not None:
             self.session.engine._synchronous = synchronous
+        self._by_device = isinstance(self.session.steps, DeviceSteps)
+        self._running = contextlib.ExitStack()
         self._step = DecodeStep(self.session)
 
     def begin(self) -> None:
         """A step of its own."""
-        self._step = DecodeStep(self.session)
+        self._step = DecodeStep(self.session, whole=tuple(self.session.tiered) if self._by_device else ())
+        self._running.enter_context(self._step.running())
 
     def attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """What the operators of a decode graph do, in their order."""
+        """What a decode graph calls: one operator, or all in their order."""
+        if self._by_device:
+            run = torch.ops.specache.device_step.default
+            return run(query, key, value, self.session.state, layer, self._scale)  # type: ignore[no-any-return]
         step = self._step
         step.wait_prefetch(layer)
         out = step.attend(layer, query, key, value, self._scale, staged=True)
@@ -109,6 +116,7 @@ class SessionCache:
 
     def end(self) -> None:
         """One token more."""
+        self._running.close()
         self.session.advance(1, decoded=True)
 
     def num_quantized(self) -> int:

@@ -9,7 +9,6 @@ from benchmarks.gpu.decoder import Decoder, time_steps
 from benchmarks.gpu.model import generated
 from benchmarks.gpu.run import Run
 from benchmarks.gpu.shapes import SHAPES, ModelShape
-from specache_fx.config import SpecacheConfig
 
 
 def latency(run: Run, found: dict[str, Any]) -> None:
@@ -22,23 +21,13 @@ def latency(run: Run, found: dict[str, Any]) -> None:
 
 
 def graphs(run: Run, found: dict[str, Any]) -> None:
-    """A step captured in a CUDA graph, and not; where there is such an option."""
-    option = next((name for name in SpecacheConfig.__dataclass_fields__ if "graph" in name), None)
-    if option is None:
-        found["skipped"] = "SpecacheConfig has no option for CUDA graphs"
-        return
+    """A step captured in a CUDA graph, and not."""
     shape, tokens = _shape(run, 32), 200 if run.quick else 8192
-    found |= {
-        "model": shape.name,
-        "layers": shape.num_layers,
-        "batch": 1,
-        "context": tokens,
-        "option": option,
-    }
-    for on in (False, True):
+    found |= {"model": shape.name, "layers": shape.num_layers, "batch": 1, "context": tokens}
+    for on in (False, "auto"):
         entry: dict[str, Any] = {}
         found["on" if on else "off"] = entry
-        options = {"bits": 2, option: on}
+        options = {"bits": 2, "cuda_graphs": on}
         run.attempt(entry, lambda options=options, entry=entry: generated(run, shape, options, tokens, entry))  # type: ignore[misc]
 
 
