@@ -73,7 +73,8 @@ class CopyEngine:
         self._on_device = device_copy.DeviceCopy(host, device) if on_device else None
         if self._on_device is not None and self._stream is not None:
             # Dropped without `close`: what the kernels read and write must not be given to others meanwhile.
-            weakref.finalize(self, self._stream.synchronize).atexit = False
+            # A captured step makes its copies on the stream that replays it, so all streams count.
+            weakref.finalize(self, torch.cuda.synchronize, device).atexit = False
         at_once = device.type == "cpu" and host.in_memory and self._on_device is None and delay is None
         self._library = copies.load() if at_once else None
         self._closed = False
@@ -299,9 +300,8 @@ class CopyEngine:
     def _settle(self, layer: int) -> None:
         """As `wait`, and the host's rows may change afterwards: nothing reads them any more."""
         self.wait(layer)
-        done = self._staging[layer].done
-        if self._on_device is not None and done is not None:
-            done.synchronize()
+        if self._on_device is not None and self._stream is not None:
+            torch.cuda.synchronize(self._device)  # replayed steps record no events
 
     def close(self) -> None:
         """Wait for the copies under way, then let go of thread and slots; twice is fine. Errors end here."""
@@ -312,7 +312,7 @@ class CopyEngine:
         if self._stop is not None:
             self._stop()
         if self._stream is not None:
-            self._stream.synchronize()
+            torch.cuda.synchronize(self._device)
         self._staging.clear()
         self._arguments.clear()
 

@@ -335,9 +335,12 @@ class DeviceSteps:
         """See `WholeSteps`."""
         facts, run, late = self._facts, self._run, self._fills
         self._facts, self._caches, self._engine, self._run = None, {}, None, []
-        if facts is not None and facts.counts is not None:
+        if facts is None:
+            return run, late
+        if facts.biases or facts.missed is not None or facts.counts is not None:
+            engine.join()  # they are read beside, and the caller may drop them
+        if facts.counts is not None:
             assert self._counts is not None
-            engine.join()
             facts.counts.add_(self._counts)
         return run, late
 
