@@ -23,8 +23,7 @@ from torch.fx import GraphModule
 import specache_fx.backend
 from specache_fx.backend import Backend
 from specache_fx.compiled import uncompile
-from specache_fx.decode_runner import Decode
-from specache_fx.lowering import Compiled
+from specache_fx.decode_runner import Decode, DecodeGraph
 from specache_fx.passes.base import PassState
 from specache_fx.runtime import decode_step
 from specache_fx.runtime.session import Session
@@ -98,17 +97,14 @@ class Watch:
                     watch.runners.append(self)
                 return outputs
 
-            def _compile(
-                self, inputs: list[Any], session: Session
-            ) -> tuple[Compiled, tuple[int, ...]] | None:
+            def _compile(self, inputs: list[Any], session: Session) -> DecodeGraph | None:
                 made = super()._compile(inputs, session)
                 if made is None or self.lanes == 1 or self._state.logits is None:
                     return made
-                compiled, whole = made
                 logits = self._state.logits
 
                 def compared(*args: Any) -> Any:
-                    results, session = compiled(*args), watch.session
+                    results, session = made.compiled(*args), watch.session
                     assert session is not None
                     run = decode_step.by_state(session.state)
                     step = session.kv_len - watch.starts[session.number]
@@ -121,7 +117,7 @@ class Watch:
                         )
                     return results
 
-                return compared, whole
+                return made._replace(compiled=compared)
 
         return Watched
 
