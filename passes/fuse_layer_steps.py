@@ -95,7 +95,7 @@ def _fits(attention: Node, state: PassState, kernel: str) -> bool:
         expands=any(x is not None for x in form[2:]),
         aggregation=state.config.aggregation,
     )
-    return (sides[0].device.type == "cpu" or kernel != "cpu") and KERNELS[kernel].misfit(layer) is None
+    return KERNELS[kernel].misfit(layer) is None
 
 
 def _fuse(

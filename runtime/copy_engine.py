@@ -118,7 +118,7 @@ class CopyEngine:
         """
         if self._closed:
             raise SpecacheError("This copy engine is closed: its session has ended.")
-        staging = self._of(layer)
+        staging = self.staging(layer)
         staging.join()
         if self._on_device is not None and staging.done is not None:
             torch.cuda.current_stream(self._device).wait_event(
@@ -130,16 +130,12 @@ class CopyEngine:
 
     def prefetch_wanted(self, layer: int) -> None:
         """As `prefetch`, of the indices that C++ has left in the layer's slots."""
-        self._start(layer, self._of(layer))
+        self._start(layer, self.staging(layer))
 
     @property
     def copies_on_device(self) -> bool:
         """Whether the device plans and copies by itself."""
         return self._on_device is not None
-
-    def staging(self, layer: int) -> Staging:
-        """The layer's slots."""
-        return self._of(layer)
 
     def update_table(self, layer: int) -> bool:
         """Tell the device where the host's rows are; whether that lies elsewhere now. See `DeviceCopy.table`."""
@@ -150,7 +146,7 @@ class CopyEngine:
     def copy(self, layer: int, told: torch.Tensor) -> None:
         """Let the device bring what the slots want, on the current stream; see `DeviceCopy.copy`."""
         assert self._on_device is not None
-        self._on_device.copy(layer, self._of(layer), told)
+        self._on_device.copy(layer, self.staging(layer), told)
 
     @contextlib.contextmanager
     def beside(self, layer: int) -> Iterator[None]:
@@ -160,13 +156,11 @@ class CopyEngine:
         if self._stream is None:
             yield
             return
-        staging = self._of(layer)
+        staging = self.staging(layer)
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             yield
-            if (
-                not torch.cuda.is_current_stream_capturing()
-            ):  # an event of a captured graph is known in it alone
+            if not torch.cuda.is_current_stream_capturing():  # else the event is known in the graph alone
                 staging.done = staging.done or torch.cuda.Event()
                 staging.done.record(self._stream)
         if self._synchronous:
@@ -190,7 +184,7 @@ class CopyEngine:
             c: Where it is to be from now on.
         """
         if c is not None or layer not in self._arguments:
-            staging = self._of(layer)
+            staging = self.staging(layer)
             self._arguments[layer] = copies.StageArguments(staging.wanted, staging.slots, staging.rows, c)
         self._arguments[layer].of_host(*self._host.blocks(layer), self._host.length(layer))
         return self._arguments[layer]
@@ -210,7 +204,7 @@ class CopyEngine:
 
     def is_copying(self, layer: int) -> bool:
         """Whether `wait` would wait."""
-        job = self._of(layer).job
+        job = self.staging(layer).job
         return job is not None and not job.done()
 
     def _start(self, layer: int, staging: Staging) -> None:
@@ -263,7 +257,7 @@ class CopyEngine:
         Raises:
             Exception: Whatever the copy failed with, once; the slots are empty then.
         """
-        staging = self._of(layer)
+        staging = self.staging(layer)
         if self.is_copying(layer):
             start = time.perf_counter()
             staging.join()
@@ -329,7 +323,8 @@ class CopyEngine:
             self._stop.detach()
         self._stop = None
 
-    def _of(self, layer: int) -> Staging:
+    def staging(self, layer: int) -> Staging:
+        """The layer's slots."""
         if layer not in self._staging:
             num_kv_heads, key_dim, value_dim = self._host.shapes[layer]
             shape = (self._host.batch, num_kv_heads, self._top_k)

@@ -74,6 +74,7 @@ class DeviceSteps:
         top_k: Slots of a row.
 
     Attributes:
+        device: Where it is.
         kernel: See `WholeSteps`.
         generation: Another number when a tensor lies elsewhere than before: what was captured then is void.
     """
@@ -81,7 +82,7 @@ class DeviceSteps:
     kernel = "triton"
 
     def __init__(self, device: torch.device, top_k: int) -> None:
-        self._device, self._top_k = device, top_k
+        self.device, self._top_k = device, top_k
         self.generation = 0
         self._layers: dict[tuple[Any, ...], _Layer] = {}
         self._arenas: dict[int, weakref.ref[LayerTensors]] = {}  # that the layers above were prepared for
@@ -127,8 +128,8 @@ class DeviceSteps:
             self._tell_mask(facts.key_mask.real, first)
             self._shares = self._told(self._shares, facts.shares)
             if facts.counts is not None:
-                self._counts = self._told(self._counts, torch.zeros_like(facts.counts))
-        with triton_ops.on(self._device):
+                self._tell_counts(facts.counts)
+        with triton_ops.on(self.device):
             tell_lengths[(1,)](self._lengths, num_quantized, first.window_len, selectable)
 
     def _lies_elsewhere(self, index: int, cache: LayerCache) -> bool:
@@ -153,13 +154,20 @@ class DeviceSteps:
             return value.clone()
         return kept.copy_(value)
 
+    def _tell_counts(self, counts: torch.Tensor) -> None:
+        """Count from 0 where the launches count; `end` adds it to `counts`."""
+        if self._counts is None or self._counts.shape != counts.shape:
+            self._forget()
+            self._counts = torch.empty_like(counts)
+        self._counts.zero_()
+
     def _tell_mask(self, real: torch.Tensor | None, cache: LayerCache) -> None:
         if real is None:
             return
         shape = (real.shape[0], cache.room)
         if self._mask is None or self._mask.shape != shape:
             self._forget()
-            self._mask, self._mask_told = torch.ones(shape, dtype=torch.bool, device=self._device), None
+            self._mask, self._mask_told = torch.ones(shape, dtype=torch.bool, device=self.device), None
         if real is not self._mask_told:
             self._mask[:, : real.shape[1]] = real
             self._mask[:, real.shape[1] :] = True
@@ -223,10 +231,10 @@ class DeviceSteps:
         own = {"query": query, "own_key": key, "own_value": value}
         arguments = prepared.arguments | own | bias_of(call.bias, query)
         arguments["sinks"] = triton_ops.pointer_or(sinks, query)
-        with triton_ops.on(self._device):
-            with span("attention", device=self._device, layer=layer):
+        with triton_ops.on(self.device):
+            with span("attention", device=self.device, layer=layer):
                 out = self._attend(arguments, prepared)
-            with engine.beside(layer), span("select", "copies", device=self._device, layer=layer):
+            with engine.beside(layer), span("select", "copies", device=self.device, layer=layer):
                 self._select(layer, arguments, prepared)
         return out
 
@@ -291,11 +299,13 @@ class DeviceSteps:
         staged = None if facts.predecodes else (staging.rows, staging.indices)
         inputs = cache.inputs_at_any_length(replace(call, staged=staged))
         arguments = arguments_of(inputs)
+        if arguments["CENTRED"]:
+            assert arguments["balance"].data_ptr() == inputs.key_planes[3].data_ptr(), "a copy would go stale"
         query, room = call.query, cache.room
         lanes, batch, num_heads = query.shape[:3]
         heads, value_dim = arguments["num_kv_heads"], arguments["VALUE_DIM"]
         rows = arguments["top_k"] + inputs.window_len + lanes
-        arguments |= cut_keys(inputs.num_quantized, rows, batch * heads, self._device)
+        arguments |= cut_keys(inputs.num_quantized, rows, batch * heads, self.device)
         arguments["length_class"] = length_class(arguments["code_tokens"])
         arguments |= tokens_told(self._lengths, query, room)
         splits = arguments["splits"]

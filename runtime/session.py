@@ -356,10 +356,8 @@ class Session:
         if self.host is not None:
             self.host.close()
         self.layers, self.tiered, self.host, self.engine = [], {}, None, None
-        self.table.close()
-        if self.steps is not None:
-            self.steps.close()
-        if self.graph is not None:
-            self.graph.close()
+        for part in (self.steps, self.graph):
+            if part is not None:
+                part.close()
         self.steps = None
         self.key_mask = KeyMask()

@@ -5,14 +5,16 @@
     step 3 ...                        inputs are copied to where the graph reads them; it is replayed
 
 A step is plain where `DeviceSteps.is_plain` says so. All others (a group fills, pre-decode, refetch, masks that move,
-tracing) run as they are, on the same tensors, and leave the captured one valid. It is void when a tensor that it reads
-has moved: an arena that grew, a table, a weight.
+tracing), and those of another form, run as they are, on the same tensors, and leave the captured one valid. It is void
+when a tensor that it reads has moved: an arena that grew, a table, a weight.
 """
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -55,11 +57,24 @@ class CudaRecorder:
         # Other threads may allocate meanwhile: the host tier reserves ahead in one.
         with (
             torch.cuda.device(self._device),
+            _uncollected(),
             torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"),
         ):
             results = run()
         graph.replay()
         return results, graph.replay
+
+
+@contextlib.contextmanager
+def _uncollected() -> Iterator[None]:
+    """Collect no garbage: a session that dies waits for the device, which no capture survives."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def recorder_of(device: torch.device) -> Recorder | None:
@@ -108,21 +123,20 @@ class StepGraph:
         Returns:
             The graph's results, the caller's own.
         """
-        given = [inputs[i] for i in moving]
-        if self._recorder is None or any(tensor.device.type != inputs[-1].device.type for tensor in given):
+        if self._recorder is None or any(inputs[i].device != steps.device for i in moving):
             return compiled(*inputs, state)
-        still = {i: tensor.data_ptr() for i, tensor in enumerate(inputs)}
+        still = [tensor.data_ptr() for tensor in inputs]
         for i in moving:
-            del still[i]
-        key = (id(compiled), steps.generation, steps.form, tuple(still.values()))
+            still[i] = 0
+        key = (compiled, steps.generation, steps.form, tuple(still))
         if key != self._key:
-            self._drop()
-            if key != self._ran:
-                self._ran = key
-                return compiled(*inputs, state)
-            return self._capture(key, compiled, list(inputs), moving, state, steps, engine)
-        for kept, tensor in zip(self._inputs, given, strict=True):
-            kept.copy_(tensor)
+            if key == self._ran:
+                self._drop()
+                return self._capture(key, compiled, list(inputs), moving, state, steps, engine)
+            self._ran = key
+            return compiled(*inputs, state)
+        for kept, i in zip(self._inputs, moving, strict=True):
+            kept.copy_(inputs[i])
         assert self._replay is not None
         self._replay()
         self.replays += 1

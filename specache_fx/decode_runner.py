@@ -58,11 +58,13 @@ class DecodeGraph(NamedTuple):
     Attributes:
         compiled: Runs it.
         whole: Layers that one operator steps.
+        moving: Which of the plain tensors that it takes may lie elsewhere in each call: no weights.
         is_capturable: See `Decode._is_capturable`.
     """
 
     compiled: Compiled
     whole: tuple[int, ...]
+    moving: tuple[int, ...]
     is_capturable: bool
 
 
@@ -315,7 +317,12 @@ class Decode:
             self._fall_back(f"the graph can't be traced for two tokens at once: {reason}")
             return None
         compiled = lower_static(graph, [*flatten(inputs), session.state], self._state.config.lowering)
-        return DecodeGraph(compiled, whole_layers(graph), self._is_capturable(graph))
+        return DecodeGraph(compiled, whole_layers(graph), self._moving(inputs), self._is_capturable(graph))
+
+    def _moving(self, inputs: list[Any]) -> tuple[int, ...]:
+        """See `DecodeGraph.moving`."""
+        ends = list(itertools.accumulate(len(flatten([value])) for value in inputs))
+        return tuple(at for i in self._varying for at in range(ends[i] - len(flatten([inputs[i]])), ends[i]))
 
     def _is_capturable(self, graph: GraphModule) -> bool:
         """Whether each step of the graph launches the same, as far as the graph tells."""
@@ -328,10 +335,7 @@ class Decode:
         if not captures or not isinstance(steps, DeviceSteps) or not steps.is_plain:
             return made.compiled(*flat, session.state)
         assert session.graph is not None and session.engine is not None
-        sizes = [len(flatten([value])) for value in inputs]
-        starts = list(itertools.accumulate(sizes, initial=0))
-        moving = [j for i in self._varying for j in range(starts[i], starts[i + 1])]
-        return session.graph.run(made.compiled, flat, moving, session.state, steps, session.engine)
+        return session.graph.run(made.compiled, flat, made.moving, session.state, steps, session.engine)
 
     def _fall_back(self, reason: str) -> None:
         self.lanes, self.fallback = 1, reason

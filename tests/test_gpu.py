@@ -53,6 +53,17 @@ def test_tokens_of_beams_equal_the_plain_models():
     )
 
 
+@pytest.mark.parametrize("lowering", ["eager", "inductor"])
+def test_captured_steps_give_the_tokens_of_those_that_run_launch_by_launch(lowering):
+    _, compiled = on_gpu(bits=2, lowering=lowering, cuda_graphs=False)
+    ran = generate(compiled, prompt(), 80)
+    torch.compiler.reset()
+    _, compiled = on_gpu(bits=2, lowering=lowering)
+    out = generate(compiled, prompt(), 80, return_dict_in_generate=True)
+    assert specache_fx.stats(out.past_key_values).replayed_steps > 20
+    assert torch.equal(out.sequences, ran)
+
+
 def test_low_bits_run_under_the_gpu_as_default_device():
     _, compiled = on_gpu(bits=2, lowering="eager", track_hit_rates="steps")
     torch.set_default_device("cuda")

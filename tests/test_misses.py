@@ -325,6 +325,7 @@ def test_refetch_without_a_speculative_token_is_refused(options: dict[str, Any],
         ({"on_miss": "retry"}, "on_miss='retry' is not valid: choose one of 'recover', 'keep', 'refetch'"),
         ({"aggregation": "sum"}, "aggregation='sum' is not valid: choose one of 'mean', 'max'"),
         ({"track_hit_rates": "step"}, "track_hit_rates='step': give True, False or \"steps\""),
+        ({"cuda_graphs": True}, 'cuda_graphs=True: give "auto" or False'),
         ({"track_hit_rates": 1}, "track_hit_rates=1: give True"),
     ],
 )

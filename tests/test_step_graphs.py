@@ -49,12 +49,14 @@ def decode(
     padding: int = 0,
     batch: int = 1,
     layers: int = 1,
+    at: Callable[[int, LlamaForCausalLM], None] = lambda step, model: None,
     **options: Any,
 ) -> tuple[list[torch.Tensor], Any]:
-    """Logits of each step, greedy, and the stats."""
+    """Logits of each step, greedy, and the stats. `at` is called before each step."""
     torch._dynamo.reset()
     monkeypatch.setattr(sessions, "recorder_of", lambda device: recorder)
-    compiled = specache_fx.compile(model(layers), **(USUAL | options))
+    plain = model(layers)
+    compiled = specache_fx.compile(plain, **(USUAL | options))
     ids = torch.randint(1, VOCAB, (batch, 21), generator=torch.Generator().manual_seed(1))
     mask = torch.ones_like(ids)
     mask[0, :padding] = 0
@@ -62,7 +64,8 @@ def decode(
     with torch.no_grad(), launches_recorded():
         out = compiled(ids, use_cache=True, **given)
         logits = [out.logits[:, -1]]
-        for _ in range(steps):
+        for step in range(steps):
+            at(step, plain)
             token = logits[-1].argmax(-1, keepdim=True)
             if padding:
                 mask = torch.cat([mask, mask[:, -1:]], 1)
@@ -76,7 +79,7 @@ def decode(
 
 FORMS: dict[str, dict[str, Any]] = {
     "default": {},
-    "1 bit, padding": {"bits": 1, "padding": 3},
+    "1 bit, padding": {"bits": 1, "padding": 3, "reserve": 25},
     "KIVI, query": {"quantizer": "kivi", "lookahead": "query"},
     "keep, no rates": {"on_miss": "keep", "track_hit_rates": False},
     "refetch": {"on_miss": "refetch"},
@@ -93,9 +96,11 @@ EACH = [
 def test_replayed_steps_give_the_bits_of_those_that_ran(
     form: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ran, counted = decode(None, 9, monkeypatch, **form)
-    replayed, stats = decode(TapeRecorder(), 9, monkeypatch, **form)
+    ran, counted = decode(None, 10, monkeypatch, **form)
+    recorder = TapeRecorder()
+    replayed, stats = decode(recorder, 10, monkeypatch, **form)
     assert stats.replayed_steps >= 3
+    assert len(recorder.tapes) == 1 + ("reserve" in form)  # its arena moves on the way
     assert all(torch.equal(x, y) for x, y in zip(ran, replayed, strict=True))
     assert stats.exact_hit_rate == counted.exact_hit_rate
     assert stats.topk_hit_rate == counted.topk_hit_rate
@@ -108,6 +113,19 @@ def test_plain_steps_launch_the_same(form: dict[str, Any], monkeypatch: pytest.M
     _, stats = decode(recorder, 7, monkeypatch, **form)
     assert stats.replayed_steps > 2
     assert not recorder.found
+
+
+def test_a_weight_that_moves_is_read_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    def at(step: int, plain: LlamaForCausalLM) -> None:
+        if step == 5:
+            plain.model.norm.weight.data = plain.model.norm.weight.data * torch.linspace(0.5, 2, 32)
+
+    form = {"lookahead": "query", "track_hit_rates": False}
+    ran, _ = decode(None, 9, monkeypatch, at=at, **form)
+    recorder = TapeRecorder()
+    replayed, _ = decode(recorder, 9, monkeypatch, at=at, **form)
+    assert len(recorder.tapes) == 2
+    assert all(torch.equal(x, y) for x, y in zip(ran, replayed, strict=True))
 
 
 def attends(change: Callable[[DeviceSteps, dict[str, Any], torch.Tensor], torch.Tensor]) -> Any:

@@ -32,6 +32,13 @@ TUNED_BY = [
 """Arguments of both kernels that the fastest config may depend on; dtypes count anyway."""
 
 
+LENGTHS = [
+    *("num_quantized", "window_len", "top_k", "mask_stride", "score_stride"),
+    *("code_splits", "splits", "code_tokens", "row_tokens", "length_class"),
+]
+"""Arguments of either kernel that Triton is not to make constants of."""
+
+
 def decode_configs() -> list[triton.Config]:
     """For reading keys and values."""
     return _configs((64, 4, 2, 168), (64, 8, 2, 128), (32, 4, 3, 128))

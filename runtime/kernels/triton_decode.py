@@ -15,7 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from specache_fx.runtime.kernels.triton_configs import TUNED_BY, decode_configs, fitting
+from specache_fx.runtime.kernels.triton_configs import LENGTHS, TUNED_BY, decode_configs, fitting
 from specache_fx.runtime.kernels.triton_form import (
     formed_scores,
     query_rows,
@@ -24,18 +24,6 @@ from specache_fx.runtime.kernels.triton_form import (
     without_staged,
 )
 from specache_fx.runtime.kernels.triton_tiles import channels, key_tile, rounded, row_tile, value_tile
-
-LENGTHS = [
-    "num_quantized",
-    "window_len",
-    "mask_stride",
-    "top_k",
-    "code_splits",
-    "splits",
-    "code_tokens",
-    "row_tokens",
-    "length_class",
-]
 
 
 @triton.jit

@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from specache_fx.runtime.kernels.triton_configs import TUNED_BY, fitting, score_configs
+from specache_fx.runtime.kernels.triton_configs import LENGTHS, TUNED_BY, fitting, score_configs
 from specache_fx.runtime.kernels.triton_form import (
     formed_scores,
     query_rows,
@@ -20,18 +20,6 @@ from specache_fx.runtime.kernels.triton_form import (
     without_staged,
 )
 from specache_fx.runtime.kernels.triton_tiles import channels, key_tile, row_tile
-
-LENGTHS = [
-    "num_quantized",
-    "window_len",
-    "mask_stride",
-    "score_stride",
-    "top_k",
-    "code_splits",
-    "code_tokens",
-    "row_tokens",
-    "length_class",
-]
 
 
 @triton.jit

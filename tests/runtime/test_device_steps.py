@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from support.triton_mode import DEVICE, needs_triton
 
 from specache_fx.config import SpecacheConfig
 from specache_fx.runtime import ops, registry  # noqa: F401  (ops defines the operators)
+from specache_fx.runtime.copy_engine import CopyEngine
 from specache_fx.runtime.decode_step import DecodeStep
 from specache_fx.runtime.device_steps import DeviceSteps
 from specache_fx.runtime.layout import LayerShape
@@ -38,6 +41,7 @@ class Twins:
     ) -> None:
         self.dims, self.dtype, self.layers = dims, dtype, layers
         self.generator = torch.Generator().manual_seed(0)
+        self.given: list[torch.Tensor] = []  # what the operator got last
         config = SpecacheConfig(**(USUAL | options))
         shapes = (LayerShape(KV_HEADS, *dims),) * layers
         self.sessions = [Session(config, shapes, dtype, DEVICE) for _ in range(2)]
@@ -78,10 +82,9 @@ class Twins:
             for layer in whole:
                 query = self.random(lanes, BATCH, HEADS, 1, self.dims[0])
                 key, value = self.pair(1, lanes)
+                self.given = [side.clone() for side in (query, key, value)]
                 state = self.sessions[1].state
-                out = torch.ops.specache.device_step.default(
-                    query, key, value, state, layer, 0.3, *form.values()
-                )
+                out = torch.ops.specache.device_step.default(*self.given, state, layer, 0.3, *form.values())
                 by_ops.wait_prefetch(layer)
                 wanted = by_ops.attend(layer, query, key, value, 0.3, True, **form)
                 by_ops.append(layer, key[0], value[0])
@@ -152,6 +155,26 @@ def test_biases_come_and_go_and_rows_that_missed_choose_alone() -> None:
     bias = torch.randn(2, 1, HEADS, kv_len + 2, generator=twins.generator).to(DEVICE)
     twins.step(told={"biases": {0: bias}})
     twins.step(told={"missed": torch.tensor([True, False], device=DEVICE)})
+    for _ in range(3):
+        twins.step()
+    twins.close()
+
+
+@pytest.mark.parametrize("quantizer", ["turboquant", "kivi"])
+def test_what_runs_beside_reads_nothing_that_the_model_may_overwrite(
+    quantizer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    twins = Twins(layers=1, quantizer=quantizer)
+    usual = CopyEngine.beside
+
+    @contextlib.contextmanager
+    def late(engine: CopyEngine, layer: int) -> Iterator[None]:
+        for side in twins.given:
+            side.fill_(torch.nan)
+        with usual(engine, layer):
+            yield
+
+    monkeypatch.setattr(CopyEngine, "beside", late)
     for _ in range(3):
         twins.step()
     twins.close()

@@ -127,7 +127,7 @@ class Twins:
         cache, engine = session.layers[0], session.engine
         assert engine is not None
         rows, indices = engine.wait(0)
-        return [*cache.window(), *session.load(0), rows[indices >= 0], indices, engine._of(0).wanted]
+        return [*cache.window(), *session.load(0), rows[indices >= 0], indices, engine.staging(0).wanted]
 
     def close(self) -> None:
         for session in self.sessions:
@@ -539,7 +539,7 @@ def test_layers_that_the_graph_does_not_call_as_one_are_not_told() -> None:
 
 
 def storages(session: Session) -> list[StorageWeakRef]:
-    rows = [session.engine._of(i).rows for i in session.tiered]
+    rows = [session.engine.staging(i).rows for i in session.tiered]
     arenas = [cache.tensors.window[0] for cache in session.tiered.values()]
     return [StorageWeakRef(tensor.untyped_storage()) for tensor in (*rows, *arenas)]
 

@@ -126,7 +126,7 @@ class _Pair:
             return
         if whole:
             assert session.engine is not None
-            chosen = session.engine._of(layer).wanted
+            chosen = session.engine.staging(layer).wanted
         else:
             chosen = run.select(layer)
             run.prefetch(layer, chosen)
