@@ -110,7 +110,7 @@ def test_replayed_steps_give_the_bits_of_those_that_ran(
 @pytest.mark.parametrize("form", EACH)
 def test_plain_steps_launch_the_same(form: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     recorder = TapeRecorder(again=True)
-    _, stats = decode(recorder, 7, monkeypatch, **form)
+    _, stats = decode(recorder, 9, monkeypatch, **form)
     assert stats.replayed_steps > 2
     assert not recorder.found
 
