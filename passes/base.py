@@ -12,6 +12,7 @@ from torch.fx import GraphModule, Node
 
 from specache_fx.config import SpecacheConfig
 from specache_fx.passes.sources import Prelude, Sources
+from specache_fx.runtime.prompt_masks import PromptMask
 
 if TYPE_CHECKING:
     from specache_fx.passes.expansion import Expansion
@@ -196,6 +197,7 @@ class PassState:
             constant (decode).
         prelude: What depends on positions and lengths alone (decode).
         window_masks: The masks of attentions over a window (decode); None where there are none.
+        prompt_masks: The masks that are tested before they are made (prefill).
         logits: Position of the logits among the kept outputs; None where there are none.
         mutated: Name of an input that the decode graph writes to, or of a call that is there for its effect, if there
             is one.
@@ -223,6 +225,7 @@ class PassState:
     fixed_sizes: dict[int, int] = field(default_factory=dict)
     prelude: Prelude | None = None
     window_masks: WindowMasks | None = None
+    prompt_masks: list[PromptMask] = field(default_factory=list)
     logits: int | None = None
     mutated: str | None = None
     random: str | None = None

@@ -36,19 +36,20 @@ _SDPA_ARGS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "s
 _LEAVE = f"{LEAVE}."
 
 
-def _argument(node: Node, name: str, default: Any = None) -> Any:
+def sdpa_argument(node: Node, name: str, default: Any = None) -> Any:
+    """An argument of a call of `scaled_dot_product_attention`, by position or by name."""
     index = _SDPA_ARGS.index(name)
     return node.args[index] if index < len(node.args) else node.kwargs.get(name, default)
 
 
 def _from_sdpa(gm: GraphModule, node: Node) -> AttentionCore:
-    query, key, value = (_argument(node, name) for name in _SDPA_ARGS[:3])
-    given, problem = _argument(node, "scale"), None
+    query, key, value = (sdpa_argument(node, name) for name in _SDPA_ARGS[:3])
+    given, problem = sdpa_argument(node, "scale"), None
     scale = None if given is None else constant_of(gm, given, node)
-    dims = shape_of(query) or ()
-    if _argument(node, "dropout_p", 0.0) != 0.0:
+    dims, keys = shape_of(query) or (), shape_of(key) or ()
+    if sdpa_argument(node, "dropout_p", 0.0) != 0.0:
         problem = ("it has dropout", "Call model.eval() first.")
-    elif _argument(node, "is_causal", False) and len(dims) == 4 and dims[2] == 1 and shape_of(key)[2] != 1:  # type: ignore[index]
+    elif sdpa_argument(node, "is_causal", False) and len(dims) == 4 and dims[2] == 1 and keys[2] != 1:
         problem = ("it is causal with one query, which hides all keys but the first", _LEAVE)
     elif given is not None and scale is None:
         problem = (
@@ -60,7 +61,7 @@ def _from_sdpa(gm: GraphModule, node: Node) -> AttentionCore:
         query=query,
         key=key,
         value=value,
-        mask=_argument(node, "attn_mask"),
+        mask=sdpa_argument(node, "attn_mask"),
         scale=dims[-1] ** -0.5 if scale is None else scale,
         inner=frozenset({node}),
         problem=problem,

@@ -26,6 +26,7 @@ from specache_fx.passes.match_attention import MATCH_ATTENTION
 from specache_fx.passes.merge_products import MERGE_PRODUCTS
 from specache_fx.passes.normalize_attention import NORMALIZE_ATTENTION
 from specache_fx.passes.normalize_calls import NORMALIZE_CALLS
+from specache_fx.passes.prompt_masks import PROMPT_MASKS
 from specache_fx.passes.quantize_attention import QUANTIZE_ATTENTION
 from specache_fx.passes.select_topk import SELECT_TOPK
 from specache_fx.passes.specialize_floats import SPECIALIZE_FLOATS
@@ -42,6 +43,7 @@ CAPTURE_PASSES: tuple[Pass, ...] = (
     NORMALIZE_ATTENTION,
     MATCH_ATTENTION,
     BIND_CACHE,
+    PROMPT_MASKS,
     SPLIT_PRELUDE,
 )
 _DECODE_PASSES: tuple[Pass, ...] = (

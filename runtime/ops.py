@@ -5,7 +5,7 @@ and says that it mutates it. That orders them all: no compiler may drop, reorder
 fresh tensors of static shape. What grows with the context stays in the session: `staged` and `scores` are tickets,
 int64 `[1]` tensors that carry the data edge and nothing else, so that no decode graph knows `kv_len`.
 
-    prefill   store
+    prefill   store, prompt_attention
     extend    load, store
     decode    wait_prefetch -> quantized_attention -> append -> topk -> prefetch
               or all as one: layer_step (the CPU's kernel), device_step (Triton's)
@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specache_fx.runtime import decode_step, registry
+from specache_fx.runtime import decode_step, prompt_masks, registry
 from specache_fx.runtime.decode_step import DecodeStep
 from specache_fx.runtime.device_steps import DeviceSteps
 from specache_fx.runtime.native.products import by_blas
@@ -180,6 +180,12 @@ _define(
     "load(Tensor past_key, Tensor past_value, Tensor(a!) state, int layer) -> (Tensor, Tensor)",
     _load,
     _load_fake,
+)
+_define(
+    f"prompt_attention({_SIDES}, Tensor form, Tensor real, Tensor(a!) state, int mask, float scale, int? window=None)"
+    " -> Tensor",
+    prompt_masks.attend,
+    prompt_masks.attend_fake,
 )
 _define(f"attention({_SIDES}, int layer, float scale, {_FORM}) -> Tensor", _marker, _attention_fake)
 _define(f"attention_lanes({_SIDES}, int layer, float scale, {_FORM}) -> Tensor", _marker, _attention_fake)

@@ -25,6 +25,7 @@ from specache_fx.runtime.give_back import give_back
 from specache_fx.runtime.handle import tokens_first
 from specache_fx.runtime.handle_tensor import Handle, bare, mark, plain
 from specache_fx.runtime.layout import LayerShape
+from specache_fx.runtime.prompt_masks import PromptMasks
 from specache_fx.runtime.session import Session
 
 logger = logging.getLogger(__name__)
@@ -173,7 +174,8 @@ class Prefill:
             )
             _note_model(session, self._state, args)
             try:
-                kept = self._compiled(*args, session.state)
+                with PromptMasks(self._state.prompt_masks, args).running(session.state):
+                    kept = self._compiled(*args, session.state)
                 _advance(session, self._state, args)
                 handles = registry.issue(session)
             except BaseException:

@@ -63,6 +63,31 @@ def test_prefill_keeps_one_layers_pairs_alive(lowering: str, most: int) -> None:
     assert growth - (copies[most] - copies[2]) < 0.5 * layer_bytes
 
 
+@pytest.mark.parametrize(("window", "padding"), [(None, 0), (96, 9)])
+def test_prompt_has_no_mask_of_all_its_queries_and_keys(window: int | None, padding: int) -> None:
+    layers = () if window is None else (0,)
+    model = TinyDecoder(TinyConfig(num_layers=2, window=window, window_layers=layers, max_positions=4096))
+    options = {**OPTIONS, "group_size": 32, "lowering": "inductor"}
+    compiled = torch.compile(model, backend="specache", options=options, dynamic=True)
+    lengths, plain, ours = (2048, 4096), [], []
+    for tokens in lengths:
+        input_ids = torch.randint(61, (1, tokens), generator=torch.Generator().manual_seed(0))
+        mask = torch.ones(1, tokens, dtype=torch.bool)
+        mask[:, :padding] = False
+        with torch.no_grad():
+            logits = compiled(input_ids, attention_mask=mask)[0]  # compiles
+            expected = model(input_ids, attention_mask=mask)[0]
+            torch.testing.assert_close(logits[:, padding:], expected[:, padding:], atol=1e-4, rtol=1e-4)
+            gc.collect()
+            registry.sweep()
+            plain.append(peak_bytes(lambda: model(input_ids, attention_mask=mask)))  # noqa: B023
+            ours.append(peak_bytes(lambda: compiled(input_ids, attention_mask=mask)))  # noqa: B023
+    # What grows with the square of the length; a bool mask has half a byte of it for each query and key.
+    squared = [peaks[1] - 2 * peaks[0] for peaks in (plain, ours)]
+    assert squared[0] > lengths[1] ** 2
+    assert squared[1] < lengths[1] ** 2 / 4
+
+
 def _prompt(model: TinyDecoder, tokens: int = 40) -> torch.Tensor:
     generator = torch.Generator().manual_seed(1)
     return torch.randint(model.config.vocab_size, (2, tokens), generator=generator)

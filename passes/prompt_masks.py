@@ -1,0 +1,84 @@
+"""`prompt_masks`: a prompt's attention gets a rule in place of a mask of `[q_len, q_len]`, where that says the same.
+
+    out = sdpa(q, k, v, mask)       ->  form, real = test(mask, window)
+                                        out = specache.prompt_attention(q, k, v, form, real, state, index, scale)
+
+A model that is given an `attention_mask` computes such a mask, 4 GB at 65,536 tokens, even where nothing is padding:
+only the numbers tell. The compiler fuses the test with what computes the mask, and nothing of it is kept. The operator
+reads what the test says (`runtime/prompt_masks.py`). `store` goes on reading the mask's last row.
+
+Runs after `bind_cache`. Attentions that are spelt out, and masks that weights or random numbers go into, stay.
+"""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+import torch.nn.functional as F
+from torch.fx import GraphModule, Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from specache_fx.passes.base import AttentionSite, Pass, PassState, Phase
+from specache_fx.passes.bind_cache import STATE
+from specache_fx.passes.graph_edit import call, finish
+from specache_fx.passes.graph_slices import eliminate_dead_code, extract, needed_for
+from specache_fx.passes.graph_utils import is_static_input, placeholders, shape_of, value_of
+from specache_fx.passes.normalize_attention import sdpa_argument
+from specache_fx.passes.randomness import draws_random_numbers
+from specache_fx.passes.writes import mutated_inputs
+from specache_fx.runtime.prompt_masks import PromptMask, test
+
+
+def prompt_masks(gm: GraphModule, state: PassState) -> GraphModule:
+    """Test the masks of a prompt's attentions. Sets `state.prompt_masks`."""
+    if state.phase is not Phase.PREFILL or state.prompt_masks or not state.sites:
+        return gm
+    inputs = placeholders(gm.graph)
+    assert inputs[-1].name == STATE
+    tested: dict[Node, tuple[Node, ...]] = {}
+    for site in state.sites:
+        mask = site.mask
+        if mask is None or not _may_follow_rule(site, mask):
+            continue
+        if mask not in tested:
+            roots = _inputs_of(gm, mask, site.node)
+            if roots is None:
+                continue
+            graph = extract(gm, [mask], roots, reader=site.node)
+            state.prompt_masks.append(PromptMask(graph, tuple(map(inputs.index, roots))))
+            with gm.graph.inserting_before(site.node):
+                told = call(gm.graph, test, (mask, site.window), site.node, "mask_test")
+                tested[mask] = tuple(call(gm.graph, operator.getitem, (told, i), site.node) for i in (0, 1))
+        with gm.graph.inserting_before(site.node):
+            sides = (sdpa_argument(site.node, name) for name in ("query", "key", "value"))
+            args = (*sides, *tested[mask], inputs[-1], list(tested).index(mask), site.scale, site.window)
+            out = call(gm.graph, torch.ops.specache.prompt_attention.default, args, site.node, "attended")
+        site.node.replace_all_uses_with(out)
+        gm.graph.erase_node(site.node)
+    if not tested:
+        return gm
+    eliminate_dead_code(gm.graph)
+    return finish(gm)
+
+
+def _may_follow_rule(site: AttentionSite, mask: Node) -> bool:
+    """Whether it masks each query's keys for all heads alike, in an operator that knows causal attention."""
+    shape, query = shape_of(mask) or (), shape_of(site.query) or ()
+    if site.node.target is not F.scaled_dot_product_attention or len(shape) < 2 or len(query) != 4:
+        return False
+    square = all(statically_known_true(size == query[2]) for size in shape[-2:])
+    return square and shape[-3:-2] in ((), (1,)) and not statically_known_true(query[2] == 1)
+
+
+def _inputs_of(gm: GraphModule, mask: Node, reader: Node) -> list[Node] | None:
+    """The inputs that a mask is computed from; None where it can't be computed from them again."""
+    needed = needed_for(gm.graph, [mask], reader=reader)
+    roots = [node for node in placeholders(gm.graph) if node in needed]
+    weighs = (is_static_input(node) and value_of(node).dim() > 0 for node in roots)
+    if any(weighs) or any(map(draws_random_numbers, needed)) or set(roots) & set(mutated_inputs(gm.graph)):
+        return None
+    return roots
+
+
+PROMPT_MASKS = Pass("prompt_masks", prompt_masks)

@@ -1,0 +1,113 @@
+"""A prompt's mask against the rule that nearly all follow, and attention by that rule against the mask."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from specache_fx.runtime import prompt_masks
+from specache_fx.runtime.masks import hides
+
+OTHER, CAUSAL, PADDED = range(3)
+
+
+def mask_of(q_len: int, window: int | None, real: Tensor) -> Tensor:
+    """Written down query by query: bool `[batch, 1, q_len, q_len]`."""
+    mask = torch.zeros(len(real), 1, q_len, q_len, dtype=torch.bool)
+    for query in range(q_len):
+        for key in range(query + 1):
+            reached = window is None or query - key < window
+            mask[:, 0, query, key] = real[:, key] & reached
+    return mask
+
+
+@st.composite
+def rules(draw: st.DrawFn) -> tuple[int, int | None, Tensor]:
+    q_len, batch = draw(st.integers(2, 12)), draw(st.integers(1, 3))
+    window = draw(st.none() | st.integers(1, 14))
+    real = torch.tensor(
+        draw(
+            st.lists(st.lists(st.booleans(), min_size=q_len, max_size=q_len), min_size=batch, max_size=batch)
+        )
+    )
+    return q_len, window, real | torch.tensor(draw(st.booleans()))
+
+
+@settings(deadline=None, max_examples=150)
+@given(rules(), st.data())
+def test_a_mask_that_follows_the_rule_is_told_from_one_that_does_not(
+    rule: tuple[int, int | None, Tensor], data: st.DataObject
+) -> None:
+    q_len, window, real = rule
+    mask = mask_of(q_len, window, real)
+    form, told = prompt_masks.test(mask, window)
+    whole = bool(real.all()) and (window is None or window >= q_len)
+    assert int(form) == (CAUSAL if whole else PADDED)
+    assert torch.equal(told[:, 0], real)
+    # One number that is another: of a query, a later or an earlier token.
+    batch, query = data.draw(st.integers(0, len(real) - 1)), data.draw(st.integers(1, q_len - 1))
+    key = data.draw(st.integers(0, q_len - 1).filter(lambda key: key != query))
+    changed = mask.clone()
+    changed[batch, 0, query, key] ^= True
+    assert int(prompt_masks.test(changed, window)[0]) == OTHER
+
+
+@settings(deadline=None, max_examples=60)
+@given(rules(), st.sampled_from([torch.float32, torch.float16, torch.bfloat16]))
+def test_a_mask_of_numbers_follows_the_rule_where_it_hides_no_whole_row(
+    rule: tuple[int, int | None, Tensor], dtype: torch.dtype
+) -> None:
+    q_len, window, real = rule
+    mask = torch.zeros(len(real), 1, q_len, q_len, dtype=dtype).masked_fill(
+        ~mask_of(q_len, window, real), torch.finfo(dtype).min
+    )
+    whole = bool(real.all()) and (window is None or window >= q_len)
+    assert int(prompt_masks.test(mask, window)[0]) == (CAUSAL if whole else OTHER)
+    mask[0, 0, 1, 0] = 0.5  # adds something
+    assert int(prompt_masks.test(mask, window)[0]) == OTHER
+    mask[0, 0, 1, 0] = -3  # hides nothing
+    assert not hides(mask)[0, 0, 1, 0]
+    assert int(prompt_masks.test(mask, window)[0]) == OTHER
+
+
+@settings(deadline=None, max_examples=60)
+@given(rules(), st.integers(1, 5), st.sampled_from([1, 2]))
+def test_attention_by_the_rule_is_that_of_the_mask(
+    rule: tuple[int, int | None, Tensor], block: int, groups: int
+) -> None:
+    q_len, window, real = rule
+    generator = torch.Generator().manual_seed(q_len)
+    query = torch.randn(len(real), 2 * groups, q_len, 8, generator=generator)
+    key = torch.randn(len(real), 2, q_len, 8, generator=generator)
+    value = torch.randn(len(real), 2, q_len, 6, generator=generator)
+    mask = mask_of(q_len, window, real)
+    form, told = prompt_masks.test(mask, window)
+    state = torch.zeros(1, dtype=torch.int64)
+    masks = prompt_masks.PromptMasks([], [])
+    with pytest.MonkeyPatch.context() as patch, masks.running(state):
+        patch.setattr(prompt_masks, "_BLOCK", block)
+        out = prompt_masks.attend(query, key, value, form, told, state, 0, 0.3, window)
+    expected = F.scaled_dot_product_attention(query, key, value, mask, scale=0.3, enable_gqa=groups > 1)
+    torch.testing.assert_close(out, expected)
+    assert out.transpose(1, 2).is_contiguous()
+    assert not masks._made
+
+
+def test_another_mask_is_made_once_for_all_layers() -> None:
+    graph = torch.fx.symbolic_trace(lambda x: (x > 0,))
+    numbers = torch.randn(1, 1, 4, 4, generator=torch.Generator().manual_seed(0))
+    masks = prompt_masks.PromptMasks([prompt_masks.PromptMask(graph, (1,))], [None, numbers])
+    state = torch.zeros(1, dtype=torch.int64)
+    sides = torch.randn(3, 1, 2, 4, 8, generator=torch.Generator().manual_seed(1)).unbind()
+    form, real = prompt_masks.test(numbers > 0, None)
+    with masks.running(state):
+        outs = [prompt_masks.attend(*sides, form, real, state, 0, 0.5) for _ in range(2)]
+        made = masks.make(0)
+    expected = F.scaled_dot_product_attention(*sides, numbers > 0, scale=0.5)
+    for out in outs:
+        torch.testing.assert_close(out, expected)
+    assert masks.make(0) is made
