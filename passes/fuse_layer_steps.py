@@ -1,4 +1,4 @@
-"""`fuse_layer_steps`: the five operators of a layer become one.
+"""`fuse_layer_steps`: the five operators of a layer become one, and the two of a layer that is exact.
 
     staged = specache.wait_prefetch(state, layer)
     out, scores = specache.quantized_attention(q, k, v, staged, state, layer, scale)
@@ -8,8 +8,8 @@
         -> attended = specache.layer_step(q, k, v, state, layer, scale)
 
 After `verify`, which has seen that they are in order. On the CPU the one operator is C++ (`csrc/layer_step.h`), for
-Triton's kernels it is `specache.device_step` (`DeviceSteps`). Layers that attentions share, exact ones, latent
-attention, and lookahead "none", where more than these five run, keep their operators. So do all layers of a session
+Triton's kernels it is `specache.device_step` (`DeviceSteps`). Layers that attentions share, latent attention, and
+lookahead "none", where more than these five run, keep their operators. So do all layers of a session
 that nothing runs as a whole (`Session.steps`): `build_decode_graph` leaves this pass out.
 """
 
@@ -38,7 +38,7 @@ def _whole() -> dict[str, Any]:
 
 
 def fuse_layer_steps(gm: GraphModule, state: PassState, kernel: str) -> GraphModule:
-    """Make one operator of each layer that has just the five, and that `kernel` computes."""
+    """Make one operator of each layer that has just these, and that `kernel` computes."""
     # Which argument of an operator says its layer.
     layer_of = {
         _ops.wait_prefetch.default: 1,
@@ -51,15 +51,14 @@ def fuse_layer_steps(gm: GraphModule, state: PassState, kernel: str) -> GraphMod
     for node in gm.graph.nodes:
         if node.target in layer_of:
             steps[node.args[layer_of[node.target]]].append(node)
-    fused = [
-        nodes
-        for nodes in steps.values()
-        if [node.target for node in nodes] == list(layer_of)
-        and _appends_own(*nodes)
-        and _fits(nodes[1], state, kernel)
-    ]
-    for nodes in fused:
-        _fuse(gm, _whole()[kernel], *nodes)
+    of_exact = (_ops.quantized_attention.default, _ops.append.default)
+    for layer, nodes in steps.items():
+        exact = layer in state.exact_layers
+        if [node.target for node in nodes] != list(of_exact if exact else layer_of):
+            continue
+        attention, append = (node for node in nodes if node.target in of_exact)
+        if _appends_own(attention, append) and _fits(attention, state, kernel, exact):
+            _fuse(gm, _whole()[kernel], attention, append, nodes)
     return finish(gm)
 
 
@@ -74,20 +73,20 @@ def is_whole(gm: GraphModule) -> bool:
     return all(node.target in (*_whole().values(), _ops.products.default) for node in ours)
 
 
-def _appends_own(_wait: Node, attention: Node, append: Node, *_: Node) -> bool:
+def _appends_own(attention: Node, append: Node) -> bool:
     """Whether what is appended is lane 0's of what the attention got: that is what the one operator appends."""
     lane_0 = [(_aten.select.int, (side, 0, 0)) for side in attention.args[1:3]]
     return lane_0 == [(node.target, node.args) for node in append.args[:2] if isinstance(node, Node)]
 
 
-def _fits(attention: Node, state: PassState, kernel: str) -> bool:
+def _fits(attention: Node, state: PassState, kernel: str, exact: bool) -> bool:
     """Whether `kernel` computes this attention."""
     query, key, value, _, _, _, _, *form = attention.args
     sides = [value_of(side) for side in (query, key, value)]
     lanes, _, num_heads, _, key_dim = sides[0].shape
     layer = LayerForm(
         dtypes=frozenset(side.dtype for side in sides),
-        quantizer=make_quantizer(state.config),
+        quantizer=None if exact else make_quantizer(state.config),
         key_dim=key_dim,
         value_dim=sides[2].shape[-1],
         lanes=lanes,
@@ -98,25 +97,21 @@ def _fits(attention: Node, state: PassState, kernel: str) -> bool:
     return KERNELS[kernel].misfit(layer) is None
 
 
-def _fuse(
-    gm: GraphModule, whole: Any, wait: Node, attention: Node, append: Node, topk: Node, prefetch: Node
-) -> None:
+def _fuse(gm: GraphModule, whole: Any, attention: Node, append: Node, nodes: list[Node]) -> None:
     query, key, value, _, *rest = attention.args  # state, layer, scale, softcap and sinks where there are any
     with gm.graph.inserting_before(attention):
         args = (query, key, value, *rest[:5])
         out = call(gm.graph, whole, args, attention, "attended")
     own = append.args[:2]
-    for node in (prefetch, topk, append):
+    for node in reversed(nodes):
+        for result in list(node.users):  # of the attention: the others' are gone by then
+            assert result.target is operator.getitem
+            if result.args[1] == 0:
+                result.replace_all_uses_with(out)
+            gm.graph.erase_node(result)
         gm.graph.erase_node(node)
     for side in own:
         erase_unused(side, (_aten.select.int,))
-    for result in list(attention.users):
-        assert result.target is operator.getitem
-        if result.args[1] == 0:
-            result.replace_all_uses_with(out)
-        gm.graph.erase_node(result)
-    gm.graph.erase_node(attention)
-    gm.graph.erase_node(wait)
 
 
 def fuse_layer_steps_of(kernel: str) -> Pass:

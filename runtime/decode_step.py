@@ -31,6 +31,7 @@ class DecodeStep:
     Attributes:
         session: Whose.
         whole: Layers whose operators the graph calls as one (`fuse_layer_steps`, `WholeSteps`).
+        lanes: Lanes of its graph.
         predecoding: Nothing is kept of the token, and no pairs have been prefetched for it.
         biases: By layer that keeps all tokens, what the model adds to its scores: see `DecodeInputs.bias`.
         window_masks: By layer that keeps a window, its masks, one a lane, where the model has masks there; None for a
@@ -44,6 +45,7 @@ class DecodeStep:
     session: Session
     predecoding: bool = False
     whole: tuple[int, ...] = ()
+    lanes: int = 1
     biases: dict[int, torch.Tensor] = field(default_factory=dict)
     window_masks: dict[int, tuple[WindowMask | None, ...]] = field(default_factory=dict)
     expansions: dict[int, Expand] = field(default_factory=dict)
@@ -79,23 +81,46 @@ class DecodeStep:
 
     def _tell(self) -> None:
         """Prepare for the layers that are run as one operator."""
-        session, layers = self.session, {i: self.session.tiered[i] for i in self.whole}
+        session, layers = self.session, {i: self.session.layers[i] for i in self.whole}
         assert session.steps is not None and session.engine is not None and session.batch is not None
         session.engine.join()  # what ran beside the step before reads what is written now
         for cache in layers.values():
             cache.make_room()
-        counted = session.config.track_hit_rates and not self.predecoding
-        counted = bool(counted and layers[self.whole[0]].num_quantized)
+        first = next(iter(session.tiered.values()))  # they have one length
+        kv_len, num_quantized = first.kv_len, first.num_quantized
+        counted = session.config.track_hit_rates and not self.predecoding and num_quantized > 0
+        visible, biases = self._masked_windows()
         facts = StepFacts(
+            kv_len=kv_len,
+            num_quantized=num_quantized,
+            num_selectable=num_quantized if self.predecoding else first.num_quantized_at(kv_len + 1),
             predecodes=self.predecoding,
             scored_lanes=2 if self._scores_both else 1,
             key_mask=session.key_mask,
-            biases=self.biases,
+            biases=self.biases | biases,
+            visible=visible,
             shares=self.shares,
             missed=self.missed,
             counts=session.metrics.step_counts(session.batch) if counted else None,
         )
         session.steps.tell(layers, session.engine, facts)
+
+    def _masked_windows(self) -> tuple[dict[int, torch.Tensor], dict[int, torch.Tensor]]:
+        """See `StepFacts.visible`, and biases. Layers whose windows and masks are alike share them."""
+        alike: dict[tuple[int, ...], tuple[torch.Tensor | None, torch.Tensor | None]] = {}
+        found = {}
+        for layer in self.whole:
+            cache = self.session.layers[layer]
+            if (window := self.session.shapes[layer].window) is not None:
+                masks = self.window_masks.get(layer, (None,) * self.lanes)
+                key = (window, *map(id, masks))
+                if key not in alike:
+                    alike[key] = cache.masked_rows(masks, self.predecoding)
+                found[layer] = alike[key]
+        return (
+            {layer: visible for layer, (visible, _) in found.items() if visible is not None},
+            {layer: bias for layer, (_, bias) in found.items() if bias is not None},
+        )
 
     def _collect(self) -> tuple[list[int], bool]:
         """Note what has run, also where the graph failed midway; see `WholeSteps.end`."""
@@ -104,7 +129,7 @@ class DecodeStep:
         run, late = session.steps.end(session.engine)
         if not self.predecoding:
             for layer in run:
-                session.tiered[layer].was_appended()
+                session.layers[layer].was_appended()
         return run, late
 
     def _fill(self, layers: list[int]) -> None:
@@ -112,7 +137,7 @@ class DecodeStep:
         session = self.session
         assert session.engine is not None
         session.engine.join()
-        for layer in layers:
+        for layer in filter(session.tiered.__contains__, layers):
             session.tiered[layer].quantize_overflow()
             session.engine.prefetch_wanted(layer)
 

@@ -34,8 +34,7 @@ from specache_fx.runtime.kernels.triton_arguments import (
     tokens_told,
 )
 from specache_fx.runtime.kernels.triton_kernel import TritonKernel
-from specache_fx.runtime.layer_cache import LayerCache
-from specache_fx.runtime.layer_state import LayerCall
+from specache_fx.runtime.layer_state import LayerCall, LayerState
 from specache_fx.runtime.layout import LayerTensors
 from specache_fx.runtime.quant import Quantizer
 from specache_fx.runtime.select.topk import MOST_IN_A_KERNEL
@@ -43,6 +42,29 @@ from specache_fx.runtime.tracing import span
 from specache_fx.runtime.whole_steps import StepFacts
 
 _NUM_QUANTIZED, _NUM_SELECTABLE = 0, 2  # of `lengths`: see `tell_lengths`
+_SELECTING, _RESIDENT = (
+    "selecting",
+    "resident",
+)  # layers that share a `_Stored`; a window's are known by the first of them
+
+
+@dataclass
+class _Stored:
+    """What the device knows of the stored tokens of layers that have the same ones.
+
+    Attributes:
+        room: Tokens that there is room for.
+        lengths: See `tell_lengths`.
+        mask: Bool `[batch, room]`: which are real; None where nobody asks.
+        told: What was written to it last.
+        visible: Bool `[lanes, batch, room + lanes]`, see `StepFacts`; None but for windows.
+    """
+
+    room: int
+    lengths: torch.Tensor
+    mask: torch.Tensor | None = None
+    told: torch.Tensor | None = None
+    visible: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -51,15 +73,24 @@ class _Layer:
 
     Attributes:
         arguments: Of all kernels, but for what differs from step to step.
-        norm: What `merge_parts` leaves for the scores.
+        selection: What chooses and brings the next step's pairs; None where all of them are on the device.
+    """
+
+    arguments: dict[str, Any]
+    selection: _Selection | None
+
+
+@dataclass(frozen=True)
+class _Selection:
+    """Where the launches beside the model's stream write to.
+
+    Attributes:
         scores: float32 `[lanes, batch, num_kv_heads, room]`: layers share it, for they select one after the other.
         selected: What each round of the selection leaves.
         needed: The same of the output token's own selection, for the hit rates.
         before: The tokens that were staged for this step, int32 like `Staging.indices`.
     """
 
-    arguments: dict[str, Any]
-    norm: torch.Tensor
     scores: torch.Tensor
     selected: list[torch.Tensor]
     needed: list[torch.Tensor]
@@ -87,15 +118,13 @@ class DeviceSteps:
         self._layers: dict[tuple[Any, ...], _Layer] = {}
         self._arenas: dict[int, weakref.ref[LayerTensors]] = {}  # that the layers above were prepared for
         self._shared: dict[tuple[Any, ...], Any] = {}  # what layers of one shape share
-        with torch.inference_mode(False):
-            self._lengths = torch.zeros(3, dtype=torch.int32, device=device)
+        self._stored: dict[str | int, _Stored] = {}
+        self._stored_of: dict[int, str | int] = {}  # by layer
         self._shares: torch.Tensor | None = None
         self._counts: torch.Tensor | None = None
-        self._mask: torch.Tensor | None = None  # bool `[batch, room]`
-        self._mask_told: torch.Tensor | None = None  # what was written to it last
         # Of the step under way.
         self._facts: StepFacts | None = None
-        self._caches: Mapping[int, LayerCache] = {}
+        self._caches: Mapping[int, LayerState] = {}
         self._engine: CopyEngine | None = None
         self._fills = False
         self._run: list[int] = []
@@ -111,28 +140,54 @@ class DeviceSteps:
             return None
         return cls(device, top_k)
 
-    def tell(self, layers: Mapping[int, LayerCache], engine: CopyEngine, facts: StepFacts) -> None:
+    def tell(self, layers: Mapping[int, LayerState], engine: CopyEngine, facts: StepFacts) -> None:
         """See `WholeSteps`. What ran beside the step before is through for the current stream."""
-        from specache_fx.runtime.kernels.triton_lengths import tell_lengths
-
-        first = next(iter(layers.values()))
-        num_quantized = first.num_quantized
-        selectable = num_quantized if facts.predecodes else first.num_quantized_at(first.kv_len + 1)
-        self._fills = selectable != num_quantized
+        self._fills = facts.num_selectable != facts.num_quantized
         self._facts, self._caches, self._engine, self._run = facts, layers, engine, []
+        alike = _alike(layers, facts)
         moved = [i for i, cache in layers.items() if self._lies_elsewhere(i, cache)]
-        moved += [i for i in layers if engine.update_table(i)]
+        moved += [i for i, cache in layers.items() if not cache.is_exact and engine.update_table(i)]
         with torch.inference_mode(False):
-            if moved:
+            if moved or alike != self._stored_of:
                 self._forget()
-            self._tell_mask(facts.key_mask.real, first)
+            self._stored_of = alike
+            firsts = {alike[i]: i for i in reversed(list(layers))}
+            for layer in firsts.values():
+                self._tell_stored(layer, facts)
             self._shares = self._told(self._shares, facts.shares)
             if facts.counts is not None:
                 self._tell_counts(facts.counts)
-        with triton_ops.on(self.device):
-            tell_lengths[(1,)](self._lengths, num_quantized, first.window_len, selectable)
 
-    def _lies_elsewhere(self, index: int, cache: LayerCache) -> bool:
+    def _tell_stored(self, layer: int, facts: StepFacts) -> None:
+        """Write what the device knows of the stored tokens of `layer`, and of others like it."""
+        from specache_fx.runtime.kernels.triton_lengths import tell_lengths
+
+        cache, key = self._caches[layer], self._stored_of[layer]
+        stored = self._stored.get(key)
+        if stored is None or stored.room != cache.room:
+            self._forget()
+            lengths = torch.zeros(3, dtype=torch.int32, device=self.device)
+            stored = self._stored[key] = _Stored(cache.room, lengths)
+        num_selectable = 0 if cache.is_exact else facts.num_selectable
+        with triton_ops.on(self.device):
+            tell_lengths[(1,)](stored.lengths, cache.num_quantized, cache.window_len, num_selectable)
+        visible, real = facts.visible.get(layer), facts.key_mask.real
+        if visible is not None:
+            shape = (*visible.shape[:2], stored.room + visible.shape[0])
+            if stored.visible is None or stored.visible.shape != shape:
+                self._forget()
+                stored.visible = torch.zeros(shape, dtype=torch.bool, device=self.device)
+            stored.visible[..., : visible.shape[2]] = visible
+        elif real is not None:
+            if stored.mask is None:
+                self._forget()
+                stored.mask = torch.ones((len(real), stored.room), dtype=torch.bool, device=self.device)
+            if real is not stored.told:
+                stored.mask[:, : real.shape[1]] = real
+                stored.mask[:, real.shape[1] :] = True
+                stored.told = real
+
+    def _lies_elsewhere(self, index: int, cache: LayerState) -> bool:
         known = self._arenas.get(index)
         if known is not None and known() is cache.tensors:
             return False
@@ -160,18 +215,6 @@ class DeviceSteps:
             self._forget()
             self._counts = torch.empty_like(counts)
         self._counts.zero_()
-
-    def _tell_mask(self, real: torch.Tensor | None, cache: LayerCache) -> None:
-        if real is None:
-            return
-        shape = (real.shape[0], cache.room)
-        if self._mask is None or self._mask.shape != shape:
-            self._forget()
-            self._mask, self._mask_told = torch.ones(shape, dtype=torch.bool, device=self.device), None
-        if real is not self._mask_told:
-            self._mask[:, : real.shape[1]] = real
-            self._mask[:, real.shape[1] :] = True
-            self._mask_told = real
 
     @property
     def is_plain(self) -> bool:
@@ -208,6 +251,7 @@ class DeviceSteps:
         if facts is None or cache is None or engine is None or layer in self._run:
             raise RuntimeError(f"layer {layer} is not to run now")
         self._run.append(layer)
+        stored = self._stored[self._stored_of[layer]]
         query, key, value = (side.contiguous() for side in (query, key, value))
         call = LayerCall(
             query=query,
@@ -219,10 +263,10 @@ class DeviceSteps:
             sinks=sinks,
             expand=None,
             staged=None,
-            key_mask=self._mask if facts.key_mask.has_padding else None,
+            key_mask=stored.mask if facts.key_mask.has_padding else None,
             bias=facts.biases.get(layer),
             scored_lanes=facts.scored_lanes,
-            window_masks=(),
+            visible=stored.visible,
         )
         prepared = self._layers.get((layer, *self.form))
         if prepared is None:
@@ -233,12 +277,13 @@ class DeviceSteps:
         arguments["sinks"] = triton_ops.pointer_or(sinks, query)
         with triton_ops.on(self.device):
             with span("attention", device=self.device, layer=layer):
-                out = self._attend(arguments, prepared)
-            with engine.beside(layer), span("select", "copies", device=self.device, layer=layer):
-                self._select(layer, arguments, prepared)
+                out = self._attend(arguments)
+            if prepared.selection is not None:
+                with engine.beside(layer), span("select", "copies", device=self.device, layer=layer):
+                    self._select(layer, arguments, stored.lengths, prepared.selection)
         return out
 
-    def _attend(self, arguments: dict[str, Any], prepared: _Layer) -> torch.Tensor:
+    def _attend(self, arguments: dict[str, Any]) -> torch.Tensor:
         from specache_fx.runtime.kernels.triton_decode import partial_attention
         from specache_fx.runtime.kernels.triton_merge import merge_parts, rotate_queries
 
@@ -251,12 +296,12 @@ class DeviceSteps:
             )
         grid = (batch * arguments["num_kv_heads"], arguments["splits"], arguments["TILES"])
         partial_attention[grid](**taken_by(partial_attention, arguments))
-        merge_parts[(batch * lanes * num_heads,)](
-            out=out, norm=prepared.norm, **taken_by(merge_parts, arguments)
-        )
+        merge_parts[(batch * lanes * num_heads,)](out=out, **taken_by(merge_parts, arguments))
         return out
 
-    def _select(self, layer: int, arguments: dict[str, Any], prepared: _Layer) -> None:
+    def _select(
+        self, layer: int, arguments: dict[str, Any], lengths: torch.Tensor, prepared: _Selection
+    ) -> None:
         """Choose the next step's pairs and bring them; reads nothing that the model may overwrite meanwhile."""
         from specache_fx.runtime.kernels.triton_scores import selection_scores
         from specache_fx.runtime.select import triton_topk
@@ -268,20 +313,20 @@ class DeviceSteps:
             kept["code_query"] = kept["query"]
         scores, staging = prepared.scores, engine.staging(layer)
         grid = (arguments["batch"] * arguments["num_kv_heads"], arguments["splits"])
-        selection_scores[grid](out=scores, norm=prepared.norm, **taken_by(selection_scores, arguments | kept))
+        selection_scores[grid](out=scores, **taken_by(selection_scores, arguments | kept))
         triton_topk.select_topk(
             scores[-1],
             self._top_k,
             other=None if facts.shares is None else scores[0],
             shares=None if facts.shares is None else self._shares,
-            told=self._lengths[_NUM_SELECTABLE:],
+            told=lengths[_NUM_SELECTABLE:],
             out=prepared.selected,
         )
         if facts.missed is not None:
             torch.where(facts.missed[:, None, None], staging.wanted, staging.indices, out=staging.wanted)
         if facts.counts is not None:
             prepared.before.copy_(staging.indices)  # the copy overwrites which tokens are staged
-        num_quantized = self._lengths[_NUM_QUANTIZED:]
+        num_quantized = lengths[_NUM_QUANTIZED:]
         if not self._fills:
             engine.copy(layer, num_quantized)
         if facts.counts is not None:
@@ -295,46 +340,45 @@ class DeviceSteps:
 
         facts, cache, engine = self._facts, self._caches[index], self._engine
         assert facts is not None and engine is not None
-        staging = engine.staging(index)
-        staged = None if facts.predecodes else (staging.rows, staging.indices)
+        staging = None if cache.is_exact else engine.staging(index)
+        staged = None if facts.predecodes or staging is None else (staging.rows, staging.indices)
         inputs = cache.inputs_at_any_length(replace(call, staged=staged))
         arguments = arguments_of(inputs)
         if arguments["CENTRED"]:
             assert arguments["balance"].data_ptr() == inputs.key_planes[3].data_ptr(), "a copy would go stale"
-        query, room = call.query, cache.room
+        query, stored = call.query, self._stored[self._stored_of[index]]
         lanes, batch, num_heads = query.shape[:3]
         heads, value_dim = arguments["num_kv_heads"], arguments["VALUE_DIM"]
         rows = arguments["top_k"] + inputs.window_len + lanes
         arguments |= cut_keys(inputs.num_quantized, rows, batch * heads, self.device)
         arguments["length_class"] = length_class(arguments["code_tokens"])
-        arguments |= tokens_told(self._lengths, query, room)
+        arguments |= tokens_told(stored.lengths, query, stored.room)
         splits = arguments["splits"]
         arguments |= self._of_shape(
             ("parts", lanes, batch, num_heads, splits, value_dim), lambda: parts_of(query, splits, value_dim)
         )
+        appends = not facts.predecodes
+        if staging is None:
+            arguments |= merge_arguments(inputs, arguments, appends=appends)
+            arguments["norm"] = self._of_shape(("norm", batch, lanes, num_heads), lambda: _norms(query))
+            return _Layer(arguments, None)
         kept = torch.empty_like(query), torch.empty_like(call.key)
-        arguments |= merge_arguments(inputs, arguments, kept, appends=not facts.predecodes)
+        arguments |= merge_arguments(inputs, arguments, kept, appends=appends)
+        arguments["norm"] = _norms(query)
         scores = self._of_shape(
-            ("scores", lanes, batch, heads, room),
-            lambda: query.new_empty((lanes, batch, heads, room + 1), dtype=torch.float32),
+            ("scores", lanes, batch, heads, stored.room),
+            lambda: query.new_empty((lanes, batch, heads, stored.room + 1), dtype=torch.float32),
         )
         # A group that the step pushes out of the window is selectable.
-        scores = scores[..., : min(inputs.num_quantized + cache.config.group_size, room)]
+        group_size = inputs.quantizer.group_size
+        scores = scores[..., : min(inputs.num_quantized + group_size, stored.room)]
         shape = scores.shape[1:]
         between = [
             self._of_shape((name, *shape), lambda: triton_topk.rounds(scores[0], self._top_k))
             for name in ("selected", "needed")
         ]
-        return _Layer(
-            arguments=arguments,
-            norm=query.new_empty((batch, lanes, num_heads), dtype=torch.float32),
-            scores=scores,
-            selected=[*between[0][:-1], staging.wanted],
-            needed=between[1],
-            before=self._of_shape(
-                ("before", *staging.indices.shape), lambda: torch.empty_like(staging.indices)
-            ),
-        )
+        before = self._of_shape(("before", *staging.indices.shape), lambda: torch.empty_like(staging.indices))
+        return _Layer(arguments, _Selection(scores, [*between[0][:-1], staging.wanted], between[1], before))
 
     def _of_shape(self, key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
         if key not in self._shared:
@@ -368,12 +412,15 @@ class DeviceSteps:
     @property
     def device_bytes(self) -> int:
         """See `WholeSteps`."""
-        own = [self._lengths, self._shares, self._counts, self._mask]
+        own = [self._shares, self._counts]
+        for stored in self._stored.values():
+            own += [stored.lengths, stored.mask, stored.visible]
         nbytes = {tensor.data_ptr(): tensor.nbytes for tensor in own if tensor is not None}
         leaves = tree_leaves(list(self._shared.values()))
         for layer in self._layers.values():
-            names = ("kept_query", "kept_key", *(("code_query",) if layer.arguments["CENTRED"] else ()))
-            leaves += [layer.norm, *(layer.arguments[name] for name in names)]
+            names = ["norm", *(("code_query",) if layer.arguments["CENTRED"] else ())]
+            names += [] if layer.selection is None else ["kept_query", "kept_key"]
+            leaves += [layer.arguments[name] for name in names]
         nbytes |= {leaf.data_ptr(): leaf.untyped_storage().nbytes() for leaf in leaves}
         return sum(nbytes.values())
 
@@ -381,4 +428,25 @@ class DeviceSteps:
         """See `WholeSteps`."""
         self._forget()
         self._arenas.clear()
-        self._shares = self._counts = self._mask = self._mask_told = None
+        self._stored.clear()
+        self._stored_of.clear()
+        self._shares = self._counts = None
+
+
+def _alike(layers: Mapping[int, LayerState], facts: StepFacts) -> dict[int, str | int]:
+    """By layer, the name of those that have the same stored tokens."""
+    first: dict[int, int] = {}  # of the layers that have the same `visible`
+    return {
+        i: first.setdefault(id(facts.visible[i]), i)
+        if i in facts.visible
+        else _RESIDENT
+        if cache.is_exact
+        else _SELECTING
+        for i, cache in layers.items()
+    }
+
+
+def _norms(query: torch.Tensor) -> torch.Tensor:
+    """What `merge_parts` leaves of queries for their scores."""
+    lanes, batch, num_heads = query.shape[:3]
+    return query.new_empty((batch, lanes, num_heads), dtype=torch.float32)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Self
 
@@ -14,6 +14,7 @@ from specache_fx.runtime.kernels import DecodeInputs
 from specache_fx.runtime.key_mask import KeyMask
 from specache_fx.runtime.layer_state import LayerCall, restore_exactly
 from specache_fx.runtime.layout import Arena, LayerTensors
+from specache_fx.runtime.masks import WindowMask
 from specache_fx.runtime.quant import Planes, Quantizer
 from specache_fx.runtime.sink_rows import SinkRows
 
@@ -96,7 +97,7 @@ class LayerCache:
 
     @property
     def tensors(self) -> LayerTensors:
-        """All that is on the device; the same object until it lies elsewhere."""
+        """See `LayerState`."""
         return self._arena.tensors
 
     @property
@@ -110,15 +111,15 @@ class LayerCache:
 
     @property
     def room(self) -> int:
-        """Tokens that the arena has room for: in codes and, behind them, in the window."""
+        """See `LayerState`."""
         return self._arena.layout.num_groups * self.config.group_size + self._arena.layout.window_rows
 
     def make_room(self) -> None:
-        """Have a row free in the window, for `was_appended`."""
+        """See `LayerState`."""
         self._make_room(self.num_quantized, self.window_len + 1)
 
     def was_appended(self) -> None:
-        """A pair was written behind the window's last one."""
+        """See `LayerState`."""
         self.window_len += 1
 
     def quantize_overflow(self) -> None:
@@ -160,7 +161,7 @@ class LayerCache:
         )
 
     def inputs_at_any_length(self, call: LayerCall) -> DecodeInputs:
-        """As `inputs`, as if the arena were full: for kernels that are told the lengths elsewhere."""
+        """See `LayerState`."""
         tensors, layout = self._arena.tensors, self._arena.layout
         return replace(
             self.inputs(call),
@@ -169,6 +170,10 @@ class LayerCache:
             num_quantized=layout.num_groups * self.config.group_size,
             window_len=layout.window_rows,
         )
+
+    def masked_rows(self, masks: Sequence[WindowMask | None], independent: bool) -> tuple[None, None]:
+        """See `LayerState`: the session's mask says what is hidden."""
+        return None, None
 
     def append(
         self, key: torch.Tensor, value: torch.Tensor, hold: bool = False, kv_len: int | None = None

@@ -9,6 +9,7 @@ from typing import Protocol, Self
 import torch
 
 from specache_fx.runtime.kernels import DecodeInputs, Expand
+from specache_fx.runtime.layout import LayerTensors
 from specache_fx.runtime.masks import WindowMask
 
 
@@ -30,6 +31,7 @@ class LayerCall:
         bias: See `DecodeInputs`.
         scored_lanes: See `DecodeInputs`.
         window_masks: Of a layer that keeps a window: what the model hides, one a lane; None where it has no mask.
+        visible: Of such a layer, in place of these: see `DecodeInputs`. For `inputs_at_any_length` alone.
     """
 
     query: torch.Tensor
@@ -44,7 +46,8 @@ class LayerCall:
     key_mask: torch.Tensor | None
     bias: torch.Tensor | None
     scored_lanes: int
-    window_masks: Sequence[WindowMask | None]
+    window_masks: Sequence[WindowMask | None] = ()
+    visible: torch.Tensor | None = None
 
 
 class LayerState(Protocol):
@@ -64,6 +67,28 @@ class LayerState(Protocol):
     def device_bytes(self) -> int:
         """Bytes on the device."""
 
+    @property
+    def tensors(self) -> LayerTensors:
+        """All that is on the device; the same object until it lies elsewhere."""
+
+    @property
+    def num_quantized(self) -> int:
+        """Tokens in the low-bit copy, the oldest."""
+
+    @property
+    def window_len(self) -> int:
+        """Rows of `tensors.window` in use: the next pair comes behind them."""
+
+    @property
+    def room(self) -> int:
+        """Tokens that the arena has room for: in codes and, behind them, in the window."""
+
+    def make_room(self) -> None:
+        """Have a row free in the window, for `was_appended`."""
+
+    def was_appended(self) -> None:
+        """A pair was written behind the window's last one."""
+
     def append(
         self, key: torch.Tensor, value: torch.Tensor, hold: bool = False, kv_len: int | None = None
     ) -> None:
@@ -81,6 +106,26 @@ class LayerState(Protocol):
 
     def inputs(self, call: LayerCall) -> DecodeInputs:
         """What a kernel is given in a decode step."""
+
+    def inputs_at_any_length(self, call: LayerCall) -> DecodeInputs:
+        """As `inputs`, as if the arena were full: for kernels that are told the lengths elsewhere."""
+
+    def masked_rows(
+        self, masks: Sequence[WindowMask | None], independent: bool
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """What a step hides of a window, and adds to its scores.
+
+        Args:
+            masks: The model's own, one a lane; None hides and adds nothing. Lane 1's covers the window as it will be.
+            independent: The lanes are the same token and don't see each other (pre-decode).
+
+        Returns:
+            Bool `[lanes, batch, window_len + lanes]`: the window's rows, then the lanes' own pairs. And
+            `[lanes, batch or 1, num_heads or 1, window_len + lanes]` of the masks' dtype. None for what there is not.
+
+        Raises:
+            UnsupportedGraphError: If a mask is not as wide as the window.
+        """
 
     def history(self, kv_len: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """What the model would have as its past now, or had at an earlier length: fresh tensors.

@@ -121,7 +121,7 @@ class Session:
         config = self.config
         usual = self.select_pairs is select_topk and config.lookahead != "none" and not config.sink_tokens
         if self._tiered_layers and usual:
-            self.table.open(self.kernel, self.quantizer, self.engine)
+            self.table.open(self.kernel, self.quantizer, self.engine, config.aggregation)
             of_device = DeviceSteps.of(self.kernel, self.quantizer, self.engine, config.top_k, self.device)
             self.steps = self.table if self.table.serves else of_device
             recorder = recorder_of(self.device) if of_device is not None and config.cuda_graphs else None

@@ -21,7 +21,7 @@ from specache_fx.runtime.kernels import Kernel
 from specache_fx.runtime.kernels.cpu import CpuKernel
 from specache_fx.runtime.kernels.cpu.abi import Addresses, InputsC
 from specache_fx.runtime.kernels.cpu.arguments import describe_bias, describe_cache
-from specache_fx.runtime.layer_cache import LayerCache
+from specache_fx.runtime.layer_state import LayerState
 from specache_fx.runtime.layout import LayerTensors
 from specache_fx.runtime.native import copies, graph_ops
 from specache_fx.runtime.quant import Quantizer
@@ -55,7 +55,7 @@ class LayerC(ctypes.Structure):
     """`SpecacheLayer` of layer_step.h."""
 
     _fields_ = (
-        ("status", _i64),
+        *((name, _i64) for name in ("status", "is_exact", "window_len")),
         ("times", _f64 * (len(_PARTS) + 1)),
         ("inputs", InputsC),
         ("rows", copies.StageC),
@@ -95,8 +95,15 @@ class StepTable:
         self._scores = torch.empty(0, device="cpu")
         self._kept: tuple[object, ...] = ()  # what the step under way reads by address
 
-    def open(self, kernel: Kernel, quantizer: Quantizer, engine: CopyEngine | None) -> None:
-        """Find the functions that the operator calls; where one is missing, `serves` stays False."""
+    def open(self, kernel: Kernel, quantizer: Quantizer, engine: CopyEngine | None, aggregation: str) -> None:
+        """Find the functions that the operator calls; where one is missing, `serves` stays False.
+
+        Args:
+            kernel: The session's.
+            quantizer: The session's.
+            engine: The session's.
+            aggregation: See `DecodeInputs`.
+        """
         if not isinstance(kernel, CpuKernel) or quantizer.code_form is None:
             return
         if engine is None or not engine.copies_at_once:
@@ -109,24 +116,26 @@ class StepTable:
         session = self._session
         session.attention, session.stage = kernel.address, stage
         session.topk, session.overlap = functions
+        self._quantizer, self._aggregation = quantizer, aggregation
         self.serves = True
 
-    def tell(self, layers: Mapping[int, LayerCache], engine: CopyEngine, facts: StepFacts) -> None:
+    def tell(self, layers: Mapping[int, LayerState], engine: CopyEngine, facts: StepFacts) -> None:
         """See `WholeSteps`."""
-        session, first = self._session, next(iter(layers.values()))
-        at = Addresses()
+        session, at = self._session, Addresses()
         for i, cache in layers.items():
-            described = self._described.get(i)
+            described, layer = self._described.get(i), self._layers[i]
             if described is None or described() is not cache.tensors:
                 self._describe(i, cache, engine)
-            if session.num_quantized != cache.num_quantized:
+            layer.window_len = cache.window_len
+            layer.inputs.visible = at.of(facts.visible.get(i))
+            describe_bias(layer.inputs, at, facts.biases.get(i))
+            if not cache.is_exact and session.num_quantized != facts.num_quantized:
                 engine.arguments(i)  # rows have come to the host
-            describe_bias(self._layers[i].inputs, at, facts.biases.get(i))
-        num_quantized, kv_len = first.num_quantized, first.kv_len
-        session.num_quantized, session.window_len = num_quantized, first.window_len
-        session.num_selectable = num_quantized if facts.predecodes else first.num_quantized_at(kv_len + 1)
+        kv_len = facts.kv_len
+        session.num_quantized, session.window_len = facts.num_quantized, kv_len - facts.num_quantized
+        session.num_selectable = facts.num_selectable
         # The rows of a group that this step pushes out of the window are not on the host yet.
-        session.stages = session.num_selectable == num_quantized
+        session.stages = session.num_selectable == session.num_quantized
         session.predecodes, session.scored_lanes = facts.predecodes, facts.scored_lanes
         session.threads, session.is_timed, session.failed = torch.get_num_threads(), is_recording(), 0
         session.key_mask, session.shares, session.missed = map(
@@ -139,18 +148,20 @@ class StepTable:
         for i in layers:
             self._layers[i].status = _TO_RUN
 
-    def _describe(self, index: int, cache: LayerCache, engine: CopyEngine) -> None:
+    def _describe(self, index: int, cache: LayerState, engine: CopyEngine) -> None:
         """Say where a layer's tensors are."""
         layer = self._layers[index]
-        engine.arguments(index, layer.rows)
+        layer.is_exact = cache.is_exact
+        if not cache.is_exact:
+            engine.arguments(index, layer.rows)
         describe_cache(
             layer.inputs,
             Addresses(in_place=True),  # the arena's and the engine's tensors outlive the table's use of them
-            cache.quantizer,
+            None if cache.is_exact else self._quantizer,
             (cache.tensors.key_planes, cache.tensors.value_planes),
             cache.tensors.window,
-            engine.wait(index),
-            cache.config.aggregation,
+            None if cache.is_exact else engine.wait(index),
+            self._aggregation,
         )
         self._described[index] = weakref.ref(cache.tensors)
 
@@ -172,12 +183,13 @@ class StepTable:
         engine.count_copies(*counts)
         for name in _COUNTS:
             setattr(session, name, 0)
-        if session.is_timed:
-            for i in run:
-                times = self._layers[i].times
-                parts = _PARTS if session.stages else _PARTS[:-1]
-                for at, (name, track) in enumerate(parts):
-                    add_span(name, track, times[at], times[at + 1], layer=i)
+        for i in run if session.is_timed else ():
+            layer, absent = self._layers[i], set() if session.stages else {"prefetch"}
+            if layer.is_exact:
+                absent = {"select", "prefetch"}
+            for at, (name, track) in enumerate(_PARTS):
+                if name not in absent:
+                    add_span(name, track, layer.times[at], layer.times[at + 1], layer=i)
         return run, not session.stages
 
     def check(self, error: RuntimeError) -> None:

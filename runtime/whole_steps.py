@@ -10,7 +10,7 @@ import torch
 
 from specache_fx.runtime.copy_engine import CopyEngine
 from specache_fx.runtime.key_mask import KeyMask
-from specache_fx.runtime.layer_cache import LayerCache
+from specache_fx.runtime.layer_state import LayerState
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,19 +18,29 @@ class StepFacts:
     """What a step is, told before its graph runs.
 
     Attributes:
+        kv_len: Tokens before the step.
+        num_quantized: Of these, in codes, in layers that select.
+        num_selectable: Tokens in codes after the step.
         predecodes: See `DecodeStep.predecoding`.
         scored_lanes: See `DecodeInputs`.
         key_mask: The session's.
-        biases: See `DecodeStep`.
+        biases: See `DecodeStep`; those of windows over all of `LayerState.window_len`.
+        visible: By layer that keeps a window, which of the rows of `LayerState.window_len`, and of the lanes' own
+            pairs, each lane attends to: bool `[lanes, batch, window_len + lanes]`. Layers whose windows are alike
+            have the same tensor.
         shares: See `DecodeStep`.
         missed: See `DecodeStep`.
         counts: See `Metrics.step_counts`; None where nobody counts.
     """
 
+    kv_len: int
+    num_quantized: int
+    num_selectable: int
     predecodes: bool
     scored_lanes: int
     key_mask: KeyMask
     biases: Mapping[int, torch.Tensor]
+    visible: Mapping[int, torch.Tensor]
     shares: torch.Tensor | None
     missed: torch.Tensor | None
     counts: torch.Tensor | None
@@ -45,12 +55,12 @@ class WholeSteps(Protocol):
 
     kernel: str
 
-    def tell(self, layers: Mapping[int, LayerCache], engine: CopyEngine, facts: StepFacts) -> None:
+    def tell(self, layers: Mapping[int, LayerState], engine: CopyEngine, facts: StepFacts) -> None:
         """Say what the next step is, before its graph runs.
 
         Args:
-            layers: The caches that it steps. They have one length, and room for one more pair.
-            engine: Has their slots.
+            layers: The caches that it steps, with room for one more pair. Those that select have one length.
+            engine: Has the slots of these.
             facts: See there.
         """
 

@@ -6,11 +6,12 @@ from collections.abc import Mapping, Sequence
 from typing import Self
 
 import torch
+import torch.nn.functional as F
 
 from specache_fx.errors import CacheHandleError, UnsupportedGraphError
 from specache_fx.runtime.kernels import DecodeInputs
 from specache_fx.runtime.layer_state import LayerCall, restore_exactly
-from specache_fx.runtime.layout import Arena
+from specache_fx.runtime.layout import Arena, LayerTensors
 from specache_fx.runtime.masks import WindowMask
 
 _GROW_ROWS = 64
@@ -57,9 +58,43 @@ class WindowCache:
         key, value = self._arena.tensors.window
         return key[:, :, start:stop], value[:, :, start:stop]
 
+    @property
+    def tensors(self) -> LayerTensors:
+        """See `LayerState`."""
+        return self._arena.tensors
+
+    @property
+    def num_quantized(self) -> int:
+        """See `LayerState`: none."""
+        return 0
+
+    @property
+    def window_len(self) -> int:
+        """See `LayerState`; the oldest of them may have left the window."""
+        return self._filled
+
+    @property
+    def room(self) -> int:
+        """See `LayerState`."""
+        return self._arena.layout.window_rows
+
     def inputs(self, call: LayerCall) -> DecodeInputs:
         """See `LayerState`: no codes, nothing staged."""
         visible, bias = self.masked(call.window_masks, call.independent)
+        return self._inputs(call, self.window(), self.held, visible, bias)
+
+    def inputs_at_any_length(self, call: LayerCall) -> DecodeInputs:
+        """See `LayerState`; `call.visible` hides what has left the window."""
+        return self._inputs(call, self.tensors.window, self.room, call.visible, call.bias)
+
+    def _inputs(
+        self,
+        call: LayerCall,
+        rows: tuple[torch.Tensor, torch.Tensor],
+        window_len: int,
+        visible: torch.Tensor | None,
+        bias: torch.Tensor | None,
+    ) -> DecodeInputs:
         return DecodeInputs(
             query=call.query,
             key=call.key,
@@ -68,8 +103,8 @@ class WindowCache:
             key_planes=(),
             value_planes=(),
             num_quantized=0,
-            window_rows=self.window(),
-            window_len=self.held,
+            window_rows=rows,
+            window_len=window_len,
             staged_rows=None,
             staged_indices=None,
             key_mask=None,
@@ -97,16 +132,31 @@ class WindowCache:
         """See `LayerState`."""
         q_len = key.shape[2]
         new_len = min(q_len, self.window_size)
-        if self._filled + new_len > buffer_rows(self.window_size):
-            # One token leaves the whole window before it in place, for `truncate`; of several, only what is needed.
-            self._compact(self.window_size if q_len == 1 else self.window_size - new_len)
-        needed, room = self._filled + new_len, self._arena.layout.window_rows
-        if room < needed:  # a prompt takes exactly what it needs
-            self._arena.resize(0, max(needed, grown_rows(room, self.window_size)) if self.kv_len else needed)
+        self._make_room(q_len)
+        needed = self._filled + new_len
         for rows, side in zip(self._rows(self._filled, needed), (key, value), strict=True):
             rows.copy_(side[:, :, q_len - new_len :])
         self._filled = needed
         self.kv_len = self.kv_len + q_len if kv_len is None else kv_len
+
+    def make_room(self) -> None:
+        """See `LayerState`."""
+        self._make_room(1)
+
+    def was_appended(self) -> None:
+        """See `LayerState`."""
+        self._filled += 1
+        self.kv_len += 1
+
+    def _make_room(self, q_len: int) -> None:
+        """Have rows free for what the window keeps of so many new pairs."""
+        new_len = min(q_len, self.window_size)
+        if self._filled + new_len > buffer_rows(self.window_size):
+            # One token leaves the whole window before it in place, for `truncate`; of several, only what is needed.
+            self._compact(self.window_size if q_len == 1 else self.window_size - new_len)
+        needed, room = self._filled + new_len, self.room
+        if room < needed:  # a prompt takes exactly what it needs
+            self._arena.resize(0, max(needed, grown_rows(room, self.window_size)) if self.kv_len else needed)
 
     def _compact(self, keep: int) -> None:
         """Move the newest pairs to the front."""
@@ -149,6 +199,17 @@ class WindowCache:
         room, self._filled, self.kv_len = held["sizes"].tolist()
         self._arena.resize(0, room)
         restore_exactly(self._held(), held, f"a layer with a window of {self.window_size + 1}")
+
+    def masked_rows(
+        self, masks: Sequence[WindowMask | None], independent: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """See `LayerState`: as `masked`, and rows that have left the window are hidden."""
+        visible, bias = self.masked(masks, independent)
+        if visible is None:
+            shape = len(masks), self._arena.batch, self.held + len(masks)
+            visible = self.tensors.window[0].new_ones(shape, dtype=torch.bool)
+        left = (self._filled - self.held, 0)
+        return F.pad(visible, left), None if bias is None else F.pad(bias, left)
 
     def masked(
         self, masks: Sequence[WindowMask | None], independent: bool

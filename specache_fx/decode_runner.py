@@ -237,6 +237,7 @@ class Decode:
         step = DecodeStep(
             session,
             predecoding=not ahead,
+            lanes=lanes,
             whole=made.whole,
             missed=missed,
             shares=shares,

@@ -9,7 +9,13 @@ import pytest
 import torch
 from support.tape import TapeRecorder, launches_recorded
 from support.triton_mode import DEVICE, needs_triton
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+)
 
 import specache_fx
 from specache_fx.runtime import session as sessions
@@ -30,7 +36,7 @@ USUAL = {
 VOCAB = 40
 
 
-def model(layers: int) -> LlamaForCausalLM:
+def model(windows: bool) -> PreTrainedModel:
     torch.manual_seed(0)
     shape = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
     size = {
@@ -39,6 +45,11 @@ def model(layers: int) -> LlamaForCausalLM:
         "vocab_size": VOCAB,
         "max_position_embeddings": 256,
     }
+    if windows:
+        kinds = ["sliding_attention", "full_attention"]
+        return Gemma3ForCausalLM(
+            Gemma3TextConfig(**shape, **size, sliding_window=8, layer_types=kinds)
+        ).eval()
     return LlamaForCausalLM(LlamaConfig(**shape, **size)).eval()
 
 
@@ -48,14 +59,14 @@ def decode(
     monkeypatch: Any,
     padding: int = 0,
     batch: int = 1,
-    layers: int = 1,
-    at: Callable[[int, LlamaForCausalLM], None] = lambda step, model: None,
+    windows: bool = False,
+    at: Callable[[int, Any], None] = lambda step, model: None,
     **options: Any,
 ) -> tuple[list[torch.Tensor], Any]:
     """Logits of each step, greedy, and the stats. `at` is called before each step."""
     torch._dynamo.reset()
     monkeypatch.setattr(sessions, "recorder_of", lambda device: recorder)
-    plain = model(layers)
+    plain = model(windows)
     compiled = specache_fx.compile(plain, **(USUAL | options))
     ids = torch.randint(1, VOCAB, (batch, 21), generator=torch.Generator().manual_seed(1))
     mask = torch.ones_like(ids)
@@ -83,6 +94,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "KIVI, query": {"quantizer": "kivi", "lookahead": "query"},
     "keep, no rates": {"on_miss": "keep", "track_hit_rates": False},
     "refetch": {"on_miss": "refetch"},
+    "windows": {"windows": True},
 }
 
 # One form a day, all at night: the interpreter takes a second a step.
@@ -132,8 +144,8 @@ def attends(change: Callable[[DeviceSteps, dict[str, Any], torch.Tensor], torch.
     """`DeviceSteps._attend`, and then a mistake."""
     usual = DeviceSteps._attend
 
-    def attend(self: DeviceSteps, arguments: dict[str, Any], prepared: Any) -> torch.Tensor:
-        return change(self, arguments, usual(self, arguments, prepared))
+    def attend(self: DeviceSteps, arguments: dict[str, Any]) -> torch.Tensor:
+        return change(self, arguments, usual(self, arguments))
 
     return attend
 

@@ -19,7 +19,7 @@ extern "C" {
 // Of all layers of a session. Mirrored in step_table.py.
 struct SpecacheSession {
   int64_t number;
-  int64_t num_quantized, window_len;  // tokens before the step
+  int64_t num_quantized, window_len;  // tokens before the step, of layers whose pairs are selected
   int64_t num_selectable;             // tokens that may be prefetched: those that are quantised once the step is through
   int64_t scored_lanes, threads;
   int64_t predecodes;  // no pair is kept, none is staged, and the lanes don't see each other
@@ -49,6 +49,8 @@ constexpr int kParts = 4;  // attention, selection, append, copy
 // One of its layers. Mirrored in step_table.py.
 struct SpecacheLayer {
   int64_t status;            // see Status; in and out
+  int64_t is_exact;          // nothing is quantised or selected
+  int64_t window_len;        // of such a layer: rows before the step
   double times[kParts + 1];  // out, where they are wanted: seconds at which the parts began, and the end
   SpecacheInputs inputs;     // what outlasts a step, and its bias
   SpecacheStage rows;
@@ -123,6 +125,14 @@ inline int64_t run(SpecacheSession& session, SpecacheLayer& layer, const Specach
   mark(0);
   if (session.attention(&in)) return kNoMemory;
   mark(1);
+  if (layer.is_exact) {
+    mark(2);
+    if (!session.predecodes) append_pair(in);
+    layer.status = kHasRun;
+    mark(3);
+    mark(kParts);
+    return kNoFailure;
+  }
   const int64_t heads = in.batch * in.kv_heads, stride = in.num_quantized + in.window_len + 1;
   const float* const last = in.scores + (in.scored_lanes - 1) * heads * stride;
   if (session.topk(last, heads, stride, session.num_selectable, rows.top_k, rows.wanted, in.threads)) return kNoMemory;
@@ -176,16 +186,16 @@ inline Tensor layer_step(Tensor query, Tensor key, Tensor value, Tensor state, i
   in.own_value = own_value.data_ptr();
   in.sinks = sinks ? sink_scores.data() : nullptr;
   in.out = out.data_ptr();
-  in.num_quantized = session.num_quantized;
-  in.window_len = session.window_len;
-  if (session.num_quantized == 0) in.centred = 0;  // no codes, and no means of theirs
-  if (session.predecodes || session.num_quantized == 0) in.num_staged = 0;
+  in.num_quantized = layer.is_exact ? 0 : session.num_quantized;
+  in.window_len = layer.is_exact ? layer.window_len : session.window_len;
+  if (in.num_quantized == 0) in.centred = 0;  // no codes, and no means of theirs
+  if (session.predecodes || in.num_quantized == 0) in.num_staged = 0;
   in.independent_lanes = session.predecodes;
-  in.scored_lanes = session.scored_lanes < in.lanes ? session.scored_lanes : in.lanes;
+  in.scored_lanes = layer.is_exact ? 0 : session.scored_lanes < in.lanes ? session.scored_lanes : in.lanes;
   in.threads = session.threads;
   in.scores = session.scores;
-  in.key_mask = session.key_mask;
-  in.shares = session.shares;
+  in.key_mask = in.visible == nullptr ? session.key_mask : nullptr;
+  in.shares = layer.is_exact ? nullptr : session.shares;
   session.failed = run(session, layer, in);
   STD_TORCH_CHECK(session.failed != kNoMemory, "specache::layer_step: there is no memory for layer ", index);
   STD_TORCH_CHECK(!session.failed, "specache::layer_step: token ", layer.rows.fetched, " of layer ", index,

@@ -96,7 +96,7 @@ def formed_scores(
         bias_head: From query head to query head.
         key_mask: uint8 `[batch, kv_len]`.
         mask_stride: Elements from one of its rows to the next.
-        visible: uint8 `[lanes, batch, kv_len + lanes]`.
+        visible: uint8 `[lanes, batch, mask_stride + lanes]`.
         LANES: Lanes.
         HAS_SOFTCAP: Which of these there are.
         HAS_BIAS: As above.
@@ -117,7 +117,7 @@ def formed_scores(
         real = tl.load(key_mask + at, mask=position_ok & stored, other=1)
         seen = seen & (real != 0)[None, :]
     if HAS_VISIBLE:
-        at = (lane[:, None].to(tl.int64) * batch + batch_row) * (kv_len + LANES) + position[None, :]
+        at = (lane[:, None].to(tl.int64) * batch + batch_row) * (mask_stride + LANES) + position[None, :]
         seen = seen & (tl.load(visible + at, mask=seen, other=0) != 0)
     else:
         other = (position - kv_len)[None, :]

@@ -51,7 +51,7 @@ def text(block: str) -> str:
 def test_prefill_stores_each_layer_after_its_own_attention() -> None:
     assert after_capture(Phase.PREFILL) == text(
         """
-        scaled_dot_product_attention = scaled_dot_product_attention(q_1, k_1, v)
+        attended = prompt_attention(q_1, k_1, v, getitem, getitem_6, specache_state, 0, 0.5, None)
         store = store(k_1, v, select, specache_state, 0)
         """
     )
@@ -120,12 +120,17 @@ def test_decode_that_selects_by_its_own_query_has_the_same_calls_for_its_single_
 
 @pytest.mark.parametrize(
     "options",
-    [{"lookahead": "none"}, {"policy": "kcache"}, {"policy": "kivi"}, {"resident_layers": 1}],
+    [{"lookahead": "none"}, {"policy": "kcache"}, {"policy": "kivi"}],
     ids=str,
 )
 def test_steps_of_other_operators_are_not_fused(options: dict[str, Any]) -> None:
     config = SpecacheConfig(**{**SMALL, **options} if options.get("policy") != "kivi" else options)
     assert after("fuse_layer_steps", config) == after("verify", config)
+
+
+def test_step_of_a_resident_layer_is_one_operator_too() -> None:
+    config = SpecacheConfig(**SMALL, resident_layers=1)
+    assert after("fuse_layer_steps", config) == text(GOLDEN["fuse_layer_steps"])
 
 
 @pytest.mark.parametrize("options", [{"lookahead": "none"}, {"policy": "kcache"}], ids=str)

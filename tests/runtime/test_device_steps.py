@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.kinds_of_layers import Kinds
 from support.triton_mode import DEVICE, needs_triton
 
 from specache_fx.config import SpecacheConfig
@@ -138,6 +139,19 @@ def test_steps_equal_the_operators(options: dict[str, Any], lanes: int, shared: 
     for _ in range(options["group_size"] + 1):  # a group fills
         twins.step(lanes, told={"shares": shares})
     twins.close()
+
+
+@pytest.mark.parametrize(("padding", "masked"), [(0, False), (3, True)])
+def test_windows_and_resident_layers_are_stepped_too(padding: int, masked: bool) -> None:
+    kinds = Kinds(DEVICE, torch.ops.specache.device_step.default, 24, padding, kernel="triton", reserve=30)
+    steps = kinds.sessions[1].steps
+    assert isinstance(steps, DeviceSteps)
+    kinds.step(masked=masked)
+    generation = steps.generation
+    for _ in range(3):
+        kinds.step(masked=masked)
+    assert steps.generation == generation  # a window that is full doesn't move
+    kinds.close()
 
 
 def test_forms_of_attention_and_16_bit_dtypes() -> None:

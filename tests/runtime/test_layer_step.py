@@ -15,6 +15,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from support import strategies
+from support.kinds_of_layers import Kinds
 from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -174,6 +175,28 @@ def test_steps_are_the_same_bits(
     for _ in range(12):
         pair.step(lanes, layout=layout)
     pair.close()
+
+
+@given(
+    lanes=st.integers(1, 2),
+    tokens=st.integers(2, 60),
+    padding=st.sampled_from([0, 0, 3]),
+    masked=st.booleans(),
+    bits=st.sampled_from([1, 2]),
+)
+@settings(max_examples=20, deadline=None)
+def test_windows_and_resident_layers_are_stepped_too(
+    lanes: int, tokens: int, padding: int, masked: bool, bits: int
+) -> None:
+    kinds = Kinds(CPU, torch.ops.specache.layer_step.default, tokens, min(padding, tokens - 1), bits=bits)
+    for _ in range(12):  # windows fill, are compacted and grow
+        kinds.step(lanes, masked=masked)
+    for session in kinds.sessions:
+        session.rewind(session.kv_len - 1)
+    kinds.real = kinds.real[:, :-1]
+    for _ in range(2):
+        kinds.step(lanes, masked=masked)
+    kinds.close()
 
 
 @pytest.mark.parametrize("lanes", [1, 2])
