@@ -26,6 +26,20 @@ def over_keys(row: torch.Tensor, kv_len: int) -> torch.Tensor:
     return row.expand(*row.shape[:-1], kv_len) if row.shape[-1] == 1 else row
 
 
+def real_keys(row: torch.Tensor, batch: int) -> torch.Tensor | None:
+    """Which keys a row shows, where that can be told without its numbers.
+
+    Args:
+        row: See `split_row`.
+        batch: Sequences.
+
+    Returns:
+        Bool `[batch, kv_len]`, a view; None where the mask is added to scores, or heads have masks of their own.
+    """
+    row = row.reshape((1,) * (3 - row.dim()) + tuple(row.shape))
+    return row[:, 0].expand(batch, -1) if row.dtype == torch.bool and row.shape[1] == 1 else None
+
+
 def split_row(row: torch.Tensor, batch: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Split the newest query's row of an attention mask into padding and bias.
 
@@ -118,5 +132,6 @@ class WindowMask:
 
     @classmethod
     def of(cls, row: torch.Tensor, batch: int) -> WindowMask:
-        """Read the newest query's row of a mask, see `split_row`."""
-        return cls(row.shape[-1], *split_row(row, batch))
+        """Read the newest query's row of a mask, see `split_row`. Of one that hides nothing `seen` may be all True."""
+        real = real_keys(row, batch)  # nothing waits for the device then
+        return cls(row.shape[-1], *(split_row(row, batch) if real is None else (real, None)))

@@ -11,7 +11,7 @@ import torch
 from specache_fx.errors import UnsupportedGraphError
 from specache_fx.passes.base import PassState
 from specache_fx.passes.sources import Sources
-from specache_fx.runtime.masks import hidden_bias, lane_bias, over_keys, split_row
+from specache_fx.runtime.masks import hidden_bias, lane_bias, over_keys, real_keys, split_row
 from specache_fx.runtime.session import Session
 
 
@@ -43,8 +43,7 @@ def read_masks(
     assert sources is not None and session.batch is not None
     kv_len = session.kv_len + 1
     rows = [over_keys(mask, kv_len) for mask in sources.masks_at(args, 0)]
-    split = [split_row(row, session.batch) for row in rows]
-    agree = [session.key_mask.agrees(seen, kv_len) for seen, _ in split]
+    split, agree = _compared(session, rows, kv_len)
     shown: list[torch.Tensor | None] = []
     for row, (seen, _), agrees in zip(rows, split, agree, strict=True):
         if not agrees:
@@ -67,6 +66,27 @@ def read_masks(
     return biases, shows_padding
 
 
+def _compared(
+    session: Session, rows: Sequence[torch.Tensor], kv_len: int
+) -> tuple[list[tuple[torch.Tensor | None, torch.Tensor | None]], list[bool]]:
+    """Of each row what `split_row` gives, and whether it hides just the padding.
+
+    Most do. On a GPU the host waits once for each row to know it: a mask is read before a token is computed by it.
+    """
+    assert session.batch is not None
+    split, agree = [], []
+    for row in rows:
+        seen = real_keys(row, session.batch)
+        padding = session.key_mask.at(kv_len)
+        if seen is not None and bool((seen if padding is None else seen == padding).all()):
+            split.append((padding, None))
+            agree.append(True)
+        else:
+            split.append(split_row(row, session.batch))
+            agree.append(session.key_mask.agrees(split[-1][0], kv_len))
+    return split, agree
+
+
 def _check_hidden(row: torch.Tensor, seen: torch.Tensor | None, state: PassState) -> None:
     """SDPA gives 0 where a row has no key to see; an additive mask makes numbers of it that are the model's own."""
     if seen is not None and row.dtype != torch.bool and not bool(seen.any(-1).all()):
@@ -85,8 +105,7 @@ def _moves_soon(session: Session, sources: Sources, args: Sequence[Any]) -> bool
         masks = sources.masks_at(args, session.config.group_size)
     except (IndexError, RuntimeError):
         return True  # the model has no such position
-    seen = (split_row(over_keys(mask, kv_len), session.batch)[0] for mask in masks)
-    return not all(session.key_mask.agrees(each, kv_len) for each in seen)
+    return not all(_compared(session, [over_keys(mask, kv_len) for mask in masks], kv_len)[1])
 
 
 def step_biases(
