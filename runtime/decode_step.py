@@ -31,7 +31,6 @@ class DecodeStep:
     Attributes:
         session: Whose.
         whole: Layers whose operators the graph calls as one (`fuse_layer_steps`, `WholeSteps`).
-        lanes: Lanes of its graph.
         predecoding: Nothing is kept of the token, and no pairs have been prefetched for it.
         biases: By layer that keeps all tokens, what the model adds to its scores: see `DecodeInputs.bias`.
         window_masks: By layer that keeps a window, its masks, one a lane, where the model has masks there; None for a
@@ -40,17 +39,18 @@ class DecodeStep:
         missed: Batch rows that choose pairs, bool `[batch]`; the others keep those that are staged. None for all rows.
         shares: What the speculative token's scores weigh in the selection, float32 `[batch]` from 0 to 1; the output
             token's weigh the rest. None: they are all of it (Algorithm 3).
+        lanes: Lanes of its graph.
     """
 
     session: Session
     predecoding: bool = False
     whole: tuple[int, ...] = ()
-    lanes: int = 1
     biases: dict[int, torch.Tensor] = field(default_factory=dict)
     window_masks: dict[int, tuple[WindowMask | None, ...]] = field(default_factory=dict)
     expansions: dict[int, Expand] = field(default_factory=dict)
     missed: torch.Tensor | None = None
     shares: torch.Tensor | None = None
+    lanes: int = 1
     _scores: dict[int, tuple[torch.Tensor, int]] = field(default_factory=dict, init=False)
     # Rows and indices of the layers that have waited: until the prefetch that overwrites them, and no longer.
     _staged: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict, init=False)

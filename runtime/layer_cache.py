@@ -21,6 +21,7 @@ from specache_fx.runtime.sink_rows import SinkRows
 # Tokens quantised at a time in prefill: bounds the float32 temporaries of quantisation, whatever the prompt's length.
 _QUANTIZE_CHUNK_TOKENS = 4096
 _KINDS = "key", "value"
+_LEAST_GROWTH_TOKENS = 256
 
 
 class LayerCache:
@@ -29,8 +30,8 @@ class LayerCache:
     Which tokens are quantised is a function of the length alone (`SpecacheConfig.num_quantized`); of a resident layer
     none are, and its window is the whole cache. Keys are `[batch, num_kv_heads, kv_len, key_dim]`, values
     `[batch, num_kv_heads, kv_len, value_dim]`, of the model's dtype. What is on the device lies in one arena
-    (`Layout`). A prompt takes exactly what it needs; then codes grow by an eighth, and the window to a group more than
-    `residual_length`.
+    (`Layout`). A prompt takes exactly what it needs; then codes grow by `grown_tokens`, and the window to a group more
+    than `residual_length`.
 
     Args:
         config: The session's options.
@@ -208,7 +209,8 @@ class LayerCache:
         if groups <= old.num_groups and rows <= old.window_rows:
             return
         if self.kv_len:
-            groups = max(groups, old.num_groups + (groups > old.num_groups) * old.num_groups // 8)
+            if groups > old.num_groups:
+                groups = max(groups, grown_groups(old.num_groups, self.config.group_size))
             # The window is grown with the codes, so that a step moves all of it once.
             rows = max(rows, self.window_len, grown_rows(old.window_rows, self.config, self.is_exact))
         if self.config.reserve:
@@ -355,10 +357,22 @@ class LayerCache:
         restore_exactly(self._held(), held, f"layer {self.layer}")
 
 
+def grown_tokens(tokens: int) -> int:
+    """Tokens that memory for `tokens` is exchanged for when it is full.
+
+    What lies unused is a part of 64. All is copied once in so many steps, each of which reads it: that costs nothing.
+    """
+    return tokens + max(_LEAST_GROWTH_TOKENS, tokens // 64)
+
+
+def grown_groups(groups: int, group_size: int) -> int:
+    """Groups that codes grow to."""
+    return max(groups + 1, grown_tokens(groups * group_size) // group_size)
+
+
 def grown_rows(rows: int, config: SpecacheConfig, resident: bool) -> int:
-    """Rows that a window's buffer of `rows` grows to when it is full; a resident layer's by an eighth at least."""
-    most = config.residual_length + config.group_size
-    return rows + max(most, rows // 8) if resident else most
+    """Rows that a window's buffer of `rows` grows to when it is full; a resident layer's is all of its cache."""
+    return grown_tokens(rows) if resident else config.residual_length + config.group_size
 
 
 def reserved(config: SpecacheConfig, is_exact: bool) -> tuple[int, int]:

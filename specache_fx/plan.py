@@ -15,8 +15,8 @@ import torch
 from specache_fx.config import SpecacheConfig
 from specache_fx.errors import ConfigError
 from specache_fx.runtime.host_cache import ALIGN_TOKENS
+from specache_fx.runtime.layer_cache import grown_groups, reserved
 from specache_fx.runtime.layer_cache import grown_rows as grown_layer_rows
-from specache_fx.runtime.layer_cache import reserved
 from specache_fx.runtime.layout import LayerShape, Layout
 from specache_fx.runtime.quant import make_quantizer
 from specache_fx.runtime.staging import Staging
@@ -33,11 +33,11 @@ class MemoryPlan:
         device_bytes: On the device right after prefill: codes with their scales, the 16-bit window and sinks, the
             staging slots with their indices. Not a padding mask (`batch * context` bytes where a prompt is padded).
         device_bytes_peak: On the device once decoding has quantised a group (`group_size` tokens at most after
-            prefill): the window's buffer has grown to `residual_length + group_size` rows, and the codes have room
-            for an eighth more; so has the buffer of a layer that keeps a window (64 rows at least, and at most an
-            eighth more than the window) and of a resident one (`residual_length + group_size` rows at least). Holds
-            until that is full; with `reserve`, while there are no more tokens. Not what a step needs for itself
-            (activations; while one layer's codes move to a larger buffer, its old ones).
+            prefill): the window's buffer has grown to `residual_length + group_size` rows, and the codes, like a
+            resident layer, have room for 256 more tokens, or a 64th more. A layer that keeps a window has an eighth
+            more rows (64 at least, while it fills). Holds until that is full; with `reserve`, while there are no more
+            tokens. Not what a step needs for itself (activations; while one layer's codes move to a larger buffer, its
+            old ones).
         host_bytes: Reserved on the host right after prefill.
         full_bytes: The whole cache on the device in the model's dtype.
     """
@@ -132,8 +132,8 @@ def plan(
     rows_peak = grown_rows(rows, window - 1) if window is not None else 0
     now = arena(num_groups, max(window_rows, least_rows), sinks)
     grows = context >= config.reserve
-    more = grows * max(1, num_groups // 8)
-    peak = arena(num_groups + more, grown_layer_rows(0, config, resident=False), sinks)
+    groups_peak = grown_groups(num_groups, config.group_size) if grows else num_groups
+    peak = arena(groups_peak, grown_layer_rows(0, config, resident=False), sinks)
     whole = max(context, config.reserve)
     whole_peak = grown_layer_rows(whole, config, resident=True) if grows else whole
     all_here, all_here_peak = arena(0, whole), arena(0, whole_peak)

@@ -74,7 +74,8 @@ def _compared(
     Most do. On a GPU the host waits once for each row to know it: a mask is read before a token is computed by it.
     """
     assert session.batch is not None
-    split, agree = [], []
+    split: list[tuple[torch.Tensor | None, torch.Tensor | None]] = []
+    agree = []
     for row in rows:
         seen = real_keys(row, session.batch)
         padding = session.key_mask.at(kv_len)

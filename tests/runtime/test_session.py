@@ -95,7 +95,7 @@ class _Pair:
         if predecode:
             self.staged = [None] * LAYERS
             lanes = 1
-        told = tuple(session.tiered) if whole and session.table.serves else ()
+        told = tuple(range(LAYERS)) if whole and session.table.serves else ()
         run = DecodeStep(session, predecode, told, self.biases(lanes))
         with run.running():
             for layer, oracle in enumerate(self.oracles):
