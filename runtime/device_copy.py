@@ -12,6 +12,7 @@ import torch
 from specache_fx.errors import SpecacheError
 from specache_fx.runtime import triton_ops
 from specache_fx.runtime.host_cache import HostCache
+from specache_fx.runtime.launches import launch
 from specache_fx.runtime.staging import Staging
 
 _TOKENS_AT_ONCE = 64
@@ -60,26 +61,30 @@ class DeviceCopy:
         padded = triton_ops.power_of_two(words)
         slots = max(min(_TILE_WORDS // padded, triton_ops.power_of_two(top_k)), 1)
         with triton_ops.on(self._device):
-            plan_slots[(batch * heads,)](
-                staging.indices,
-                staging.wanted,
-                missing,
-                source,
-                counters,
-                counters if told is None else told,
-                self._host.length(layer) if told is None else 0,
-                top_k,
+            launch(
+                plan_slots,
+                (batch * heads,),
+                staged=staging.indices,
+                wanted=staging.wanted,
+                missing=missing,
+                source=source,
+                counters=counters,
+                lengths=counters if told is None else told,
+                length=self._host.length(layer) if told is None else 0,
+                top_k=top_k,
                 TOLD=told is not None,
                 BLOCK=min(_TOKENS_AT_ONCE, triton_ops.power_of_two(top_k)),
             )
-            copy_rows[(batch * heads, -(-top_k // slots))](
-                rows,
-                staging.indices,
-                missing,
-                source,
-                table,
-                len(table) // 2 - 1,
-                top_k,
+            launch(
+                copy_rows,
+                (batch * heads, -(-top_k // slots)),
+                rows=rows,
+                staged=staging.indices,
+                missing=missing,
+                source=source,
+                table=table,
+                most_blocks=len(table) // 2 - 1,
+                top_k=top_k,
                 WORDS=words,
                 WORDS_PAD=padded,
                 SLOTS=slots,

@@ -13,7 +13,7 @@ Paper: SpeCache Alg. 3. On the CPU `StepTable` does the same.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -34,6 +34,7 @@ from specache_fx.runtime.kernels.triton_arguments import (
     tokens_told,
 )
 from specache_fx.runtime.kernels.triton_kernel import TritonKernel
+from specache_fx.runtime.launches import Launch, launch, noted
 from specache_fx.runtime.layer_state import LayerCall, LayerState
 from specache_fx.runtime.layout import LayerTensors
 from specache_fx.runtime.quant import Quantizer
@@ -73,14 +74,16 @@ class _Layer:
 
     Attributes:
         arguments: Of all kernels, but for what differs from step to step.
+        attention: Those of a step without biases, on the model's stream.
         selection: What chooses and brings the next step's pairs; None where all of them are on the device.
     """
 
     arguments: dict[str, Any]
+    attention: tuple[Launch, ...]
     selection: _Selection | None
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Selection:
     """Where the launches beside the model's stream write to.
 
@@ -89,12 +92,14 @@ class _Selection:
         selected: What each round of the selection leaves.
         needed: The same of the output token's own selection, for the hit rates.
         before: The tokens that were staged for this step, int32 like `Staging.indices`.
+        launches: Of a plain step, all of them; empty before the first.
     """
 
     scores: torch.Tensor
     selected: list[torch.Tensor]
     needed: list[torch.Tensor]
     before: torch.Tensor
+    launches: Sequence[Launch] = ()
 
 
 class DeviceSteps:
@@ -268,52 +273,61 @@ class DeviceSteps:
             scored_lanes=facts.scored_lanes,
             visible=stored.visible,
         )
-        prepared = self._layers.get((layer, *self.form))
+        key_of_form = (layer, query.shape[0], *self.form)
+        prepared = self._layers.get(key_of_form)
         if prepared is None:
             with torch.inference_mode(False):
-                prepared = self._layers[(layer, *self.form)] = self._prepare(layer, call)
-        own = {"query": query, "own_key": key, "own_value": value}
-        arguments = prepared.arguments | own | bias_of(call.bias, query)
-        arguments["sinks"] = triton_ops.pointer_or(sinks, query)
+                prepared = self._layers[key_of_form] = self._prepare(layer, call)
         with triton_ops.on(self.device):
             with span("attention", device=self.device, layer=layer):
-                out = self._attend(arguments)
+                out = self._attend(prepared, call)
             if prepared.selection is not None:
                 with engine.beside(layer), span("select", "copies", device=self.device, layer=layer):
-                    self._select(layer, arguments, stored.lengths, prepared.selection)
+                    self._select(layer, prepared.arguments | bias_of(call.bias, query), prepared.selection)
         return out
 
-    def _attend(self, arguments: dict[str, Any]) -> torch.Tensor:
-        from specache_fx.runtime.kernels.triton_decode import partial_attention
-        from specache_fx.runtime.kernels.triton_merge import merge_parts, rotate_queries
-
-        query = arguments["query"]
-        lanes, batch, num_heads = query.shape[:3]
-        out = query.new_empty((lanes, batch, num_heads, 1, arguments["VALUE_DIM"]))
-        if arguments["CENTRED"]:
-            rotate_queries[(lanes * batch * num_heads,)](
-                out=arguments["code_query"], **taken_by(rotate_queries, arguments)
-            )
-        grid = (batch * arguments["num_kv_heads"], arguments["splits"], arguments["TILES"])
-        partial_attention[grid](**taken_by(partial_attention, arguments))
-        merge_parts[(batch * lanes * num_heads,)](out=out, **taken_by(merge_parts, arguments))
+    def _attend(self, prepared: _Layer, call: LayerCall) -> torch.Tensor:
+        query, own = call.query, {"own_key": call.key, "own_value": call.value}
+        out = query.new_empty((*query.shape[:4], prepared.arguments["VALUE_DIM"]))
+        launches = prepared.attention
+        if call.bias is not None:
+            launches = _attention(prepared.arguments | bias_of(call.bias, query))
+        *rotations, parts, merge = launches
+        for rotation in rotations:
+            rotation(query=query)
+        parts(query=query, **own)
+        merge(out=out, query=query, sinks=triton_ops.pointer_or(call.sinks, query), **own)
         return out
 
-    def _select(
-        self, layer: int, arguments: dict[str, Any], lengths: torch.Tensor, prepared: _Selection
-    ) -> None:
+    def _select(self, layer: int, arguments: dict[str, Any], prepared: _Selection) -> None:
         """Choose the next step's pairs and bring them; reads nothing that the model may overwrite meanwhile."""
+        facts, engine = self._facts, self._engine
+        assert facts is not None and engine is not None
+        if facts.counts is not None:
+            prepared.before.copy_(
+                engine.staging(layer).indices
+            )  # the copy overwrites which tokens are staged
+        if self.is_plain and prepared.launches:
+            for one in prepared.launches:
+                one()
+            return
+        with noted() as launches:
+            self._launch_selection(layer, arguments, prepared)
+        if self.is_plain:
+            prepared.launches = launches
+
+    def _launch_selection(self, layer: int, arguments: dict[str, Any], prepared: _Selection) -> None:
         from specache_fx.runtime.kernels.triton_scores import selection_scores
         from specache_fx.runtime.select import triton_topk
 
-        facts, engine = self._facts, self._engine
+        facts, engine, lengths = self._facts, self._engine, arguments["lengths"]
         assert facts is not None and engine is not None
         kept = {"query": arguments["kept_query"], "own_key": arguments["kept_key"]}
         if not arguments["CENTRED"]:
             kept["code_query"] = kept["query"]
         scores, staging = prepared.scores, engine.staging(layer)
         grid = (arguments["batch"] * arguments["num_kv_heads"], arguments["splits"])
-        selection_scores[grid](out=scores, **taken_by(selection_scores, arguments | kept))
+        launch(selection_scores, grid, **(taken_by(selection_scores, arguments | kept) | {"out": scores}))
         triton_topk.select_topk(
             scores[-1],
             self._top_k,
@@ -324,8 +338,6 @@ class DeviceSteps:
         )
         if facts.missed is not None:
             torch.where(facts.missed[:, None, None], staging.wanted, staging.indices, out=staging.wanted)
-        if facts.counts is not None:
-            prepared.before.copy_(staging.indices)  # the copy overwrites which tokens are staged
         num_quantized = lengths[_NUM_QUANTIZED:]
         if not self._fills:
             engine.copy(layer, num_quantized)
@@ -361,7 +373,7 @@ class DeviceSteps:
         if staging is None:
             arguments |= merge_arguments(inputs, arguments, appends=appends)
             arguments["norm"] = self._of_shape(("norm", batch, lanes, num_heads), lambda: _norms(query))
-            return _Layer(arguments, None)
+            return _Layer(arguments, _attention(arguments | bias_of(None, query)), None)
         kept = torch.empty_like(query), torch.empty_like(call.key)
         arguments |= merge_arguments(inputs, arguments, kept, appends=appends)
         arguments["norm"] = _norms(query)
@@ -378,7 +390,8 @@ class DeviceSteps:
             for name in ("selected", "needed")
         ]
         before = self._of_shape(("before", *staging.indices.shape), lambda: torch.empty_like(staging.indices))
-        return _Layer(arguments, _Selection(scores, [*between[0][:-1], staging.wanted], between[1], before))
+        selection = _Selection(scores, [*between[0][:-1], staging.wanted], between[1], before)
+        return _Layer(arguments, _attention(arguments | bias_of(None, query)), selection)
 
     def _of_shape(self, key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
         if key not in self._shared:
@@ -444,6 +457,21 @@ def _alike(layers: Mapping[int, LayerState], facts: StepFacts) -> dict[int, str 
         else _SELECTING
         for i, cache in layers.items()
     }
+
+
+def _attention(arguments: dict[str, Any]) -> tuple[Launch, ...]:
+    """The launches on the model's stream: a rotation where codes are centred, parts, their sum."""
+    from specache_fx.runtime.kernels.triton_decode import partial_attention
+    from specache_fx.runtime.kernels.triton_merge import merge_parts, rotate_queries
+
+    queries = arguments["LANES"] * arguments["batch"] * arguments["num_heads"]
+    grid = (arguments["batch"] * arguments["num_kv_heads"], arguments["splits"], arguments["TILES"])
+    rotation = taken_by(rotate_queries, arguments) | {"out": arguments["code_query"]}
+    return (
+        *([Launch(rotate_queries, (queries,), rotation)] if arguments["CENTRED"] else []),
+        Launch(partial_attention, grid, taken_by(partial_attention, arguments)),
+        Launch(merge_parts, (queries,), taken_by(merge_parts, arguments)),
+    )
 
 
 def _norms(query: torch.Tensor) -> torch.Tensor:

@@ -140,27 +140,25 @@ def test_a_weight_that_moves_is_read_where_it_is(monkeypatch: pytest.MonkeyPatch
     assert all(torch.equal(x, y) for x, y in zip(ran, replayed, strict=True))
 
 
-def attends(change: Callable[[DeviceSteps, dict[str, Any], torch.Tensor], torch.Tensor]) -> Any:
+def attends(change: Callable[[DeviceSteps, torch.Tensor], torch.Tensor]) -> Any:
     """`DeviceSteps._attend`, and then a mistake."""
     usual = DeviceSteps._attend
 
-    def attend(self: DeviceSteps, arguments: dict[str, Any]) -> torch.Tensor:
-        return change(self, arguments, usual(self, arguments))
+    def attend(self: DeviceSteps, *given: Any) -> torch.Tensor:
+        return change(self, usual(self, *given))
 
     return attend
 
 
-def scales_by_a_length(steps: DeviceSteps, arguments: dict[str, Any], out: torch.Tensor) -> torch.Tensor:
+def scales_by_a_length(steps: DeviceSteps, out: torch.Tensor) -> torch.Tensor:
     return out * (1 + steps._caches[0].kv_len * 1e-3)
 
 
-def reads_a_tensor_that_moves(
-    steps: DeviceSteps, arguments: dict[str, Any], out: torch.Tensor
-) -> torch.Tensor:
+def reads_a_tensor_that_moves(steps: DeviceSteps, out: torch.Tensor) -> torch.Tensor:
     return out * (1 + steps.__dict__["anew"])
 
 
-def keeps_a_sum(steps: DeviceSteps, arguments: dict[str, Any], out: torch.Tensor) -> torch.Tensor:
+def keeps_a_sum(steps: DeviceSteps, out: torch.Tensor) -> torch.Tensor:
     hidden = steps.__dict__.setdefault("hidden", [0.0])
     hidden[0] += 0.01
     out.numpy()[...] += hidden[0]
@@ -199,7 +197,7 @@ def test_a_mistake_is_found(mistake: Any, monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_step_that_waits_for_the_device_is_not_captured(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def waits(steps: DeviceSteps, arguments: dict[str, Any], out: torch.Tensor) -> torch.Tensor:
+    def waits(steps: DeviceSteps, out: torch.Tensor) -> torch.Tensor:
         return out * float(out.isfinite().all())
 
     monkeypatch.setattr(DeviceSteps, "_attend", attends(waits))

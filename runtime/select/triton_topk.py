@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from specache_fx.runtime import triton_ops
+from specache_fx.runtime.launches import launch
 
 BLOCK = 2048
 _BLOCK_OF_INTERPRETER = 64  # it sorts in Python
@@ -157,16 +158,18 @@ def count_overlap(
     scores = scores if scores.stride(2) == 1 else scores.contiguous()
     own = select_topk(scores, top_k, block, told=told, out=out)
     with triton_ops.on(scores.device):
-        _count_overlap[(batch * heads,)](
-            scores,
-            own,
-            positions,
-            counts,
-            scores.stride(0),
-            scores.stride(1),
-            heads,
-            top_k,
-            positions.shape[2],
+        launch(
+            _count_overlap,
+            (batch * heads,),
+            scores=scores,
+            own=own,
+            positions=positions,
+            counts=counts,
+            row_stride=scores.stride(0),
+            head_stride=scores.stride(1),
+            num_kv_heads=heads,
+            top_k=top_k,
+            count=positions.shape[2],
             BLOCK=_AT_ONCE,
         )
 
@@ -202,17 +205,19 @@ def select_topk(
     source = scores
     with triton_ops.on(scores.device):
         for number, result in enumerate(results):
-            _best_of_blocks[(batch * heads, max(-(-tokens // block), 1))](
-                source,
-                scores if other is None else other,
-                scores if shares is None else shares,
-                scores if told is None else told,
-                result,
-                scores.stride(0),
-                scores.stride(1),
-                heads,
-                tokens,
-                top_k,
+            launch(
+                _best_of_blocks,
+                (batch * heads, max(-(-tokens // block), 1)),
+                source=source,
+                other=triton_ops.pointer_or(other, scores),
+                shares=triton_ops.pointer_or(shares, scores),
+                lengths=triton_ops.pointer_or(told, scores),
+                out=result,
+                row_stride=scores.stride(0),
+                head_stride=scores.stride(1),
+                num_kv_heads=heads,
+                tokens=tokens,
+                top_k=top_k,
                 FIRST=number == 0,
                 LAST=result is results[-1],
                 MIXES=number == 0 and other is not None,

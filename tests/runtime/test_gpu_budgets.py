@@ -19,9 +19,9 @@ CRITICAL = ["rotate_queries", "partial_attention", "merge_parts"]
 BESIDE = ["selection_scores", "_best_of_blocks", "_best_of_blocks", "plan_slots", "copy_rows"]
 COUNTED = ["_best_of_blocks", "_best_of_blocks", "_count_overlap"]
 
-MOST_ATEN = 10
-# Launch by launch, each through Triton's autotuner and binder. The goal is 60: what is captured costs none of it.
-MOST_US = 600  # 273 on an idle core
+MOST_ATEN = 3
+# Without what a launcher does in C. What is captured costs none of it.
+MOST_US = 60  # 35 measured
 
 
 @functools.cache
@@ -40,6 +40,7 @@ def test_layer_keeps_to_its_launches_operators_and_microseconds():
     assert found["beside"] == BESIDE + COUNTED
     assert found["aten"] <= MOST_ATEN, found["operators"]
     assert found["us"] <= MOST_US
+    assert found["as_triton_binds"]
 
 
 @needs_compiler
@@ -47,7 +48,7 @@ def test_layer_keeps_to_its_launches_operators_and_microseconds():
 def test_hit_rates_are_launched_behind_the_prefetch_and_cost_few_operators():
     with_rates, without = (measured()[name] for name in ("layer", "layer_without_hit_rates"))
     assert without["beside"] == BESIDE
-    assert with_rates["aten"] - without["aten"] <= 3
+    assert with_rates["aten"] - without["aten"] <= 1
 
 
 @needs_compiler

@@ -14,7 +14,7 @@ import json
 import statistics
 import sys
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -23,8 +23,25 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 CPU = torch.device("cpu")
+
+
+class Given(NamedTuple):
+    """What a launcher got.
+
+    Attributes:
+        kernel: Its name.
+        kinds: What the compiler took each argument for.
+        all: The grid, six that are Triton's, the arguments.
+    """
+
+    kernel: str
+    kinds: tuple[str, ...]
+    all: tuple[Any, ...]
+
+
 BATCH, HEADS, KV_HEADS, DIM, CONTEXT = 1, 32, 8, 128, 5000
-launches: list[str] = []
+_BEFORE_ARGUMENTS = 9  # of a launcher: grid, stream, function, its metadata, the launch's, two hooks
+launches: list[Given] = []
 
 
 class _Utils:
@@ -42,10 +59,10 @@ class _Launcher:
     launch_cooperative_grid = False
 
     def __init__(self, src: Any, metadata: Any) -> None:
-        self._name = src.fn.__name__
+        self._name, self._kinds = src.fn.__name__, tuple(src.signature.values())
 
-    def __call__(self, *_: Any) -> None:
-        launches.append(self._name)
+    def __call__(self, *given: Any) -> None:
+        launches.append(Given(self._name, self._kinds, given))
 
 
 class FakeDriver:
@@ -88,6 +105,18 @@ class Operators(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+def named(given: Given) -> tuple[Any, ...]:
+    """All that reaches the device: addresses, and numbers that are no constants. An output is new each time."""
+    numbers = [
+        (kind, value.dtype if place == 0 and given.kernel == "merge_parts" else value.data_ptr())
+        if isinstance(value, torch.Tensor)
+        else (kind, value)
+        for place, (kind, value) in enumerate(zip(given.kinds, given.all[_BEFORE_ARGUMENTS:], strict=True))
+        if kind != "constexpr"
+    ]
+    return given.kernel, given.all[:3], numbers
+
+
 def layer_step(track_hit_rates: bool) -> dict[str, Any]:
     """What a layer of a plain step costs the host, launch by launch: `specache.device_step`."""
     from specache_fx.config import SpecacheConfig
@@ -125,11 +154,19 @@ def layer_step(track_hit_rates: bool) -> dict[str, Any]:
             launches.clear()
             with Operators() as operators:
                 launch()
-        ends = launches.index("merge_parts") + 1  # with it the model's stream has what it waits for
+            again = list(launches)
+            for layer in steps._layers.values():
+                for one in (*layer.attention, *(layer.selection.launches if layer.selection else ())):
+                    one._compiled.clear()
+            launches.clear()
+            launch()
+        names = [one.kernel for one in again]
+        ends = names.index("merge_parts") + 1  # with it the model's stream has what it waits for
         return {
             "us": round(statistics.median(rounds), 1),
-            "launches": launches[:ends],
-            "beside": launches[ends:],
+            "launches": names[:ends],
+            "beside": names[ends:],
+            "as_triton_binds": [named(one) for one in again] == [named(one) for one in launches],
             "aten": sum(operators.seen.values()),
             "operators": dict(operators.seen.most_common()),
         }
