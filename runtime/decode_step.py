@@ -95,13 +95,13 @@ class DecodeStep:
             missed=self.missed,
             counts=session.metrics.step_counts(session.batch) if counted else None,
         )
-        session.steps.tell(layers, session.engine, facts)
+        session.steps.tell(layers, facts)
 
     def _collect(self) -> tuple[list[int], bool]:
         """Note what has run, also where the graph failed midway; see `WholeSteps.end`."""
         session = self.session
-        assert session.steps is not None and session.engine is not None
-        run, late = session.steps.end(session.engine)
+        assert session.steps is not None
+        run, late = session.steps.end()
         if not self.predecoding:
             for layer in run:
                 session.tiered[layer].was_appended()

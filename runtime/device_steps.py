@@ -21,7 +21,6 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from specache_fx.runtime import triton_ops
-from specache_fx.runtime.copy_engine import CopyEngine
 from specache_fx.runtime.kernels import Kernel
 from specache_fx.runtime.kernels.triton_arguments import (
     arguments_of,
@@ -40,6 +39,7 @@ from specache_fx.runtime.layout import LayerTensors
 from specache_fx.runtime.quant import Quantizer
 from specache_fx.runtime.select.topk import MOST_IN_A_KERNEL
 from specache_fx.runtime.tracing import span
+from specache_fx.runtime.transfer import KernelTransfer, Transfer
 from specache_fx.runtime.whole_steps import StepFacts
 
 _NUM_QUANTIZED, _NUM_SELECTABLE = 0, 2  # of `lengths`: see `tell_lengths`
@@ -72,6 +72,7 @@ class DeviceSteps:
     Args:
         device: Where it is.
         top_k: Slots of a row.
+        engine: Brings the rows.
 
     Attributes:
         device: Where it is.
@@ -81,8 +82,8 @@ class DeviceSteps:
 
     kernel = "triton"
 
-    def __init__(self, device: torch.device, top_k: int) -> None:
-        self.device, self._top_k = device, top_k
+    def __init__(self, device: torch.device, top_k: int, engine: KernelTransfer) -> None:
+        self.device, self._top_k, self._engine = device, top_k, engine
         self.generation = 0
         self._layers: dict[tuple[Any, ...], _Layer] = {}
         self._arenas: dict[int, weakref.ref[LayerTensors]] = {}  # that the layers above were prepared for
@@ -96,22 +97,21 @@ class DeviceSteps:
         # Of the step under way.
         self._facts: StepFacts | None = None
         self._caches: Mapping[int, LayerCache] = {}
-        self._engine: CopyEngine | None = None
         self._fills = False
         self._run: list[int] = []
 
     @classmethod
     def of(
-        cls, kernel: Kernel, quantizer: Quantizer, engine: CopyEngine | None, top_k: int, device: torch.device
+        cls, kernel: Kernel, quantizer: Quantizer, engine: Transfer | None, top_k: int, device: torch.device
     ) -> DeviceSteps | None:
         """The steps of a session, or None where these launches can't serve it."""
         if not isinstance(kernel, TritonKernel) or quantizer.code_form is None:
             return None
-        if engine is None or not engine.copies_on_device or top_k > MOST_IN_A_KERNEL:
+        if not isinstance(engine, KernelTransfer) or top_k > MOST_IN_A_KERNEL:
             return None
-        return cls(device, top_k)
+        return cls(device, top_k, engine)
 
-    def tell(self, layers: Mapping[int, LayerCache], engine: CopyEngine, facts: StepFacts) -> None:
+    def tell(self, layers: Mapping[int, LayerCache], facts: StepFacts) -> None:
         """See `WholeSteps`. What ran beside the step before is through for the current stream."""
         from specache_fx.runtime.kernels.triton_lengths import tell_lengths
 
@@ -119,9 +119,9 @@ class DeviceSteps:
         num_quantized = first.num_quantized
         selectable = num_quantized if facts.predecodes else first.num_quantized_at(first.kv_len + 1)
         self._fills = selectable != num_quantized
-        self._facts, self._caches, self._engine, self._run = facts, layers, engine, []
+        self._facts, self._caches, self._run = facts, layers, []
         moved = [i for i, cache in layers.items() if self._lies_elsewhere(i, cache)]
-        moved += [i for i in layers if engine.update_table(i)]
+        moved += [i for i in layers if self._engine.update_table(i)]
         with torch.inference_mode(False):
             if moved:
                 self._forget()
@@ -205,7 +205,7 @@ class DeviceSteps:
             `[lanes, batch, num_heads, 1, value_dim]`.
         """
         facts, cache, engine = self._facts, self._caches.get(layer), self._engine
-        if facts is None or cache is None or engine is None or layer in self._run:
+        if facts is None or cache is None or layer in self._run:
             raise RuntimeError(f"layer {layer} is not to run now")
         self._run.append(layer)
         query, key, value = (side.contiguous() for side in (query, key, value))
@@ -262,7 +262,7 @@ class DeviceSteps:
         from specache_fx.runtime.select import triton_topk
 
         facts, engine = self._facts, self._engine
-        assert facts is not None and engine is not None
+        assert facts is not None
         kept = {"query": arguments["kept_query"], "own_key": arguments["kept_key"]}
         if not arguments["CENTRED"]:
             kept["code_query"] = kept["query"]
@@ -294,7 +294,7 @@ class DeviceSteps:
         from specache_fx.runtime.select import triton_topk
 
         facts, cache, engine = self._facts, self._caches[index], self._engine
-        assert facts is not None and engine is not None
+        assert facts is not None
         staging = engine.staging(index)
         staged = None if facts.predecodes else (staging.rows, staging.indices)
         inputs = cache.inputs_at_any_length(replace(call, staged=staged))
@@ -341,14 +341,14 @@ class DeviceSteps:
             self._shared[key] = make()
         return self._shared[key]
 
-    def end(self, engine: CopyEngine) -> tuple[list[int], bool]:
+    def end(self) -> tuple[list[int], bool]:
         """See `WholeSteps`."""
         facts, run, late = self._facts, self._run, self._fills
-        self._facts, self._caches, self._engine, self._run = None, {}, None, []
+        self._facts, self._caches, self._run = None, {}, []
         if facts is None:
             return run, late
         if facts.biases or facts.missed is not None or facts.counts is not None:
-            engine.join()  # they are read beside, and the caller may drop them
+            self._engine.join()  # they are read beside, and the caller may drop them
         if facts.counts is not None:
             assert self._counts is not None
             facts.counts.add_(self._counts)

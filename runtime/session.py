@@ -1,6 +1,6 @@
 """`Session`: one KV cache in all its tiers.
 
-A session lives from a prefill until the last of its handles dies. Its layers hold the pairs, the copy engine brings
+A session lives from a prefill until the last of its handles dies. Its layers hold the pairs, the transfer brings
 a few of them back for each decode step (`runtime/decode_step.py`).
 """
 
@@ -15,7 +15,6 @@ import torch
 
 from specache_fx.config import SpecacheConfig
 from specache_fx.errors import CacheHandleError, UnsupportedGraphError
-from specache_fx.runtime.copy_engine import CopyEngine
 from specache_fx.runtime.device_steps import DeviceSteps
 from specache_fx.runtime.handle import MAX_SESSION
 from specache_fx.runtime.handle_tensor import Lease
@@ -32,6 +31,7 @@ from specache_fx.runtime.select import make_selector, select_topk
 from specache_fx.runtime.step_graph import StepGraph, recorder_of
 from specache_fx.runtime.step_table import StepTable
 from specache_fx.runtime.token_history import TokenHistory
+from specache_fx.runtime.transfer import Transfer, choose_transfer
 from specache_fx.runtime.whole_steps import WholeSteps
 from specache_fx.runtime.window_cache import WindowCache
 
@@ -71,7 +71,7 @@ class Session:
         self.layers: list[LayerState] = []
         self.tiered: dict[int, LayerCache] = {}  # those whose pairs are selected, by index
         self.host: HostCache | None = None
-        self.engine: CopyEngine | None = None
+        self.engine: Transfer | None = None
         self.quantizer = make_quantizer(config)
         self.kernel = choose_kernel(config.kernel, device)
         self.select_pairs = make_selector(config)
@@ -109,14 +109,10 @@ class Session:
             host = resolve_host(self.config.host, self.device, nbytes, self.config.host_dir)
             self.host = HostCache(batch, rows, self.dtype, host, self.config.host_dir, reserve=reserve)
         if self.host is not None and self.config.placement.prefetch:
-            # Triton's interpreter reads the host's memory as a GPU does.
-            interprets = isinstance(self.kernel, TritonKernel) and self.device.type == "cpu"
-            on_device = True if interprets and self.host.in_memory else None
-            self.engine = CopyEngine(self.host, self.config.top_k, self.device, on_device=on_device)
+            interpreted = isinstance(self.kernel, TritonKernel) and self.device.type == "cpu"
+            self.engine = choose_transfer(self.host, self.config.top_k, self.device, interpreted=interpreted)
             for layer in self._tiered_layers:
-                self.engine.wait(
-                    layer
-                )  # allocates the staging: a session's device bytes are there from the start
+                self.engine.staging(layer)  # a session's device bytes are there from the start
         self.layers = [self._make_layer(i, batch) for i in range(len(self.shapes))]
         config = self.config
         usual = self.select_pairs is select_topk and config.lookahead != "none" and not config.sink_tokens

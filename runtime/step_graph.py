@@ -20,8 +20,8 @@ from typing import Any, Protocol
 import torch
 
 from specache_fx._log import warn_once
-from specache_fx.runtime.copy_engine import CopyEngine
 from specache_fx.runtime.device_steps import DeviceSteps
+from specache_fx.runtime.transfer import Transfer
 
 _log = logging.getLogger(__name__)
 
@@ -108,7 +108,7 @@ class StepGraph:
         moving: Sequence[int],
         state: torch.Tensor,
         steps: DeviceSteps,
-        engine: CopyEngine,
+        engine: Transfer,
     ) -> Sequence[Any]:
         """Run a plain step.
 
@@ -151,7 +151,7 @@ class StepGraph:
         moving: Sequence[int],
         state: torch.Tensor,
         steps: DeviceSteps,
-        engine: CopyEngine,
+        engine: Transfer,
     ) -> Sequence[Any]:
         assert self._recorder is not None
         given = list(inputs)

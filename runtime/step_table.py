@@ -16,7 +16,6 @@ import torch
 
 from specache_fx.errors import HostMemoryError
 from specache_fx.runtime import native
-from specache_fx.runtime.copy_engine import CopyEngine
 from specache_fx.runtime.kernels import Kernel
 from specache_fx.runtime.kernels.cpu import CpuKernel
 from specache_fx.runtime.kernels.cpu.abi import Addresses, InputsC
@@ -26,12 +25,13 @@ from specache_fx.runtime.layout import LayerTensors
 from specache_fx.runtime.native import copies, graph_ops
 from specache_fx.runtime.quant import Quantizer
 from specache_fx.runtime.tracing import add_span, is_recording
+from specache_fx.runtime.transfer import CpuTransfer, Transfer
 from specache_fx.runtime.whole_steps import StepFacts
 
 _i64, _f64, _address = ctypes.c_int64, ctypes.c_double, ctypes.c_void_p
 # Of a layer's step, in the order of its `times`: names and tracks of spans.
 _PARTS = (("attention", "compute"), ("select", "compute"), ("append", "compute"), ("prefetch", "copies"))
-# What C++ adds up, in the order of `CopyEngine.count_copies`.
+# What C++ adds up, in the order of `CpuTransfer.count_copies`.
 _COUNTS = ("fetched_rows", "fetched_bytes", "kept_rows", "kept_bytes", "copy_seconds")
 _WORD_BYTES = 8
 _NOT_TO_RUN, _TO_RUN, _HAS_RUN = range(3)  # `Status` of layer_step.h
@@ -90,16 +90,18 @@ class StepTable:
         self._layers = (LayerC * num_layers).from_address(address + ctypes.sizeof(SessionC))
         self._session.number, self._session.num_quantized = number, -1
         self.serves = False
+        self._engine: CpuTransfer | None = None
+        self._rows: dict[int, copies.StageArguments] = {}
         # By layer, the tensors that its addresses are of. They are the layer's: a table keeps no memory of others.
         self._described: dict[int, weakref.ref[LayerTensors]] = {}
         self._scores = torch.empty(0, device="cpu")
         self._kept: tuple[object, ...] = ()  # what the step under way reads by address
 
-    def open(self, kernel: Kernel, quantizer: Quantizer, engine: CopyEngine | None) -> None:
+    def open(self, kernel: Kernel, quantizer: Quantizer, engine: Transfer | None) -> None:
         """Find the functions that the operator calls; where one is missing, `serves` stays False."""
         if not isinstance(kernel, CpuKernel) or quantizer.code_form is None:
             return
-        if engine is None or not engine.copies_at_once:
+        if not isinstance(engine, CpuTransfer):
             return
         functions, stage, library = native.addresses(), copies.address(), graph_ops.load()
         if functions is None or stage is None or library is None:
@@ -109,18 +111,19 @@ class StepTable:
         session = self._session
         session.attention, session.stage = kernel.address, stage
         session.topk, session.overlap = functions
-        self.serves = True
+        self._engine, self.serves = engine, True
 
-    def tell(self, layers: Mapping[int, LayerCache], engine: CopyEngine, facts: StepFacts) -> None:
+    def tell(self, layers: Mapping[int, LayerCache], facts: StepFacts) -> None:
         """See `WholeSteps`."""
-        session, first = self._session, next(iter(layers.values()))
+        session, first, engine = self._session, next(iter(layers.values())), self._engine
+        assert engine is not None
         at = Addresses()
         for i, cache in layers.items():
             described = self._described.get(i)
             if described is None or described() is not cache.tensors:
                 self._describe(i, cache, engine)
             if session.num_quantized != cache.num_quantized:
-                engine.arguments(i)  # rows have come to the host
+                self._rows[i].of_host(*engine.host.blocks(i), engine.host.length(i))  # rows have come
             describe_bias(self._layers[i].inputs, at, facts.biases.get(i))
         num_quantized, kv_len = first.num_quantized, first.kv_len
         session.num_quantized, session.window_len = num_quantized, first.window_len
@@ -139,17 +142,19 @@ class StepTable:
         for i in layers:
             self._layers[i].status = _TO_RUN
 
-    def _describe(self, index: int, cache: LayerCache, engine: CopyEngine) -> None:
+    def _describe(self, index: int, cache: LayerCache, engine: CpuTransfer) -> None:
         """Say where a layer's tensors are."""
         layer = self._layers[index]
-        engine.arguments(index, layer.rows)
+        staging = engine.staging(index)
+        self._rows[index] = copies.StageArguments(staging.wanted, staging.slots, staging.rows, layer.rows)
+        self._rows[index].of_host(*engine.host.blocks(index), engine.host.length(index))
         describe_cache(
             layer.inputs,
             Addresses(in_place=True),  # the arena's and the engine's tensors outlive the table's use of them
             cache.quantizer,
             (cache.tensors.key_planes, cache.tensors.value_planes),
             cache.tensors.window,
-            engine.wait(index),
+            (staging.rows, staging.indices),
             cache.config.aggregation,
         )
         self._described[index] = weakref.ref(cache.tensors)
@@ -160,7 +165,7 @@ class StepTable:
             self._scores = torch.empty(size + size // 8, dtype=torch.float32, device="cpu")
         return self._scores.data_ptr()
 
-    def end(self, engine: CopyEngine) -> tuple[list[int], bool]:
+    def end(self) -> tuple[list[int], bool]:
         """See `WholeSteps`."""
         session, run = self._session, []
         self._kept = ()
@@ -169,7 +174,8 @@ class StepTable:
                 run.append(i)
             layer.status = _NOT_TO_RUN
         counts = [getattr(session, name) for name in _COUNTS]
-        engine.count_copies(*counts)
+        assert self._engine is not None
+        self._engine.count_copies(*counts)
         for name in _COUNTS:
             setattr(session, name, 0)
         if session.is_timed:
@@ -195,6 +201,7 @@ class StepTable:
     def close(self) -> None:
         """Keep no memory; nothing runs any more."""
         ctypes.memset(ctypes.addressof(self._layers), 0, ctypes.sizeof(self._layers))
-        self.serves = False
+        self._engine, self.serves = None, False
+        self._rows.clear()
         self._described.clear()
         self._scores = torch.empty(0, device="cpu")

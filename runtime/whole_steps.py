@@ -8,7 +8,6 @@ from typing import Protocol
 
 import torch
 
-from specache_fx.runtime.copy_engine import CopyEngine
 from specache_fx.runtime.key_mask import KeyMask
 from specache_fx.runtime.layer_cache import LayerCache
 
@@ -45,16 +44,15 @@ class WholeSteps(Protocol):
 
     kernel: str
 
-    def tell(self, layers: Mapping[int, LayerCache], engine: CopyEngine, facts: StepFacts) -> None:
+    def tell(self, layers: Mapping[int, LayerCache], facts: StepFacts) -> None:
         """Say what the next step is, before its graph runs.
 
         Args:
             layers: The caches that it steps. They have one length, and room for one more pair.
-            engine: Has their slots.
             facts: See there.
         """
 
-    def end(self, engine: CopyEngine) -> tuple[list[int], bool]:
+    def end(self) -> tuple[list[int], bool]:
         """Say what has been done, also where the graph failed midway.
 
         Returns:

@@ -91,7 +91,7 @@ class SessionCache:
             raise
         self.session.advance(tokens, decoded=False)
         if self.session.engine is not None:
-            self.session.engine._synchronous = synchronous
+            self.session.engine.synchronous = synchronous
         self._by_device = isinstance(self.session.steps, DeviceSteps)
         self._running = contextlib.ExitStack()
         self._step = DecodeStep(self.session)

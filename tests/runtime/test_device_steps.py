@@ -14,13 +14,13 @@ from support.triton_mode import DEVICE, needs_triton
 
 from specache_fx.config import SpecacheConfig
 from specache_fx.runtime import ops, registry  # noqa: F401  (ops defines the operators)
-from specache_fx.runtime.copy_engine import CopyEngine
 from specache_fx.runtime.decode_step import DecodeStep
 from specache_fx.runtime.device_steps import DeviceSteps
 from specache_fx.runtime.layout import LayerShape
 from specache_fx.runtime.select import SELECTORS
 from specache_fx.runtime.select.topk import sorted_topk
 from specache_fx.runtime.session import Session
+from specache_fx.runtime.transfer import KernelTransfer
 
 pytestmark = [needs_triton, pytest.mark.gpu]
 BATCH, HEADS, KV_HEADS = 2, 4, 2
@@ -165,16 +165,17 @@ def test_what_runs_beside_reads_nothing_that_the_model_may_overwrite(
     quantizer: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     twins = Twins(layers=1, quantizer=quantizer)
-    usual = CopyEngine.beside
+    kind = type(twins.sessions[1].engine)
+    usual = kind.beside
 
     @contextlib.contextmanager
-    def late(engine: CopyEngine, layer: int) -> Iterator[None]:
+    def late(engine: KernelTransfer, layer: int) -> Iterator[None]:
         for side in twins.given:
             side.fill_(torch.nan)
         with usual(engine, layer):
             yield
 
-    monkeypatch.setattr(CopyEngine, "beside", late)
+    monkeypatch.setattr(kind, "beside", late)
     for _ in range(3):
         twins.step()
     twins.close()
