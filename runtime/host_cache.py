@@ -48,12 +48,12 @@ class _Rows:
         """Add a block at the end."""
         self.blocks.append(block)
         self.starts.append(self.starts[-1] + block.shape[2])
-        most = len(self.table) // 2 - 1
-        if len(self.blocks) > most:
-            most = 2 * len(self.blocks)
-        spare = [0] * (most - len(self.blocks))
-        told = [len(self.blocks), *(each.data_ptr() for each in self.blocks), *spare, *self.starts, *spare]
-        self.table = torch.tensor(told, dtype=torch.int64, device="cpu")
+        told = [len(self.blocks)]
+        for start, each in zip(self.starts, self.blocks, strict=False):
+            told += [start, each.data_ptr()]
+        told.append(self.starts[-1])
+        room = len(self.table) if len(told) <= len(self.table) else 2 * len(told)
+        self.table = torch.tensor(told + [0] * (room - len(told)), dtype=torch.int64, device="cpu")
 
     def parts(self, start: int, stop: int) -> list[tuple[torch.Tensor, slice, slice]]:
         """The blocks that hold tokens `start` to `stop`: each with its slice inside and its slice outside."""
@@ -158,23 +158,14 @@ class HostCache:
         """Tokens that a layer holds."""
         return self._layers[layer].length
 
-    def blocks(self, layer: int) -> tuple[list[torch.Tensor], list[int]]:
-        """A layer's blocks, `[batch, num_kv_heads, tokens of the block, key_dim + value_dim]` each, and their starts.
-
-        Returns:
-            The blocks in order, and the first token of each with, last, one past the end of the last block.
-        """
-        self._check_open()
-        return self._layers[layer].blocks, self._layers[layer].starts
-
     def table(self, layer: int) -> torch.Tensor:
         """Where a layer's rows are, for kernels that read them by address.
 
         Returns:
-            int64 `[2 + 2 * most]` on the CPU: the number of blocks; `most` addresses of blocks, `[batch, num_kv_heads,
-            tokens of the block, key_dim + value_dim]` each; `most + 1` numbers of tokens, the first of each block and,
-            behind the last one's, its end. It never changes: blocks that come later make another one, and a thread
-            that reads this one finds what was there. Its length changes where there are too many blocks for it.
+            int64, one-dimensional, on the CPU: the number of blocks; of each its first token and its address; one past
+            the last token; zeros. A block is `[batch, num_kv_heads, tokens of the block, key_dim + value_dim]`. The
+            table never changes: a block that comes later makes another one, and a thread that reads this one finds
+            what was there. A table is as long as the one before while all blocks fit.
         """
         self._check_open()
         return self._layers[layer].table

@@ -22,7 +22,7 @@ from specache_fx.runtime.kernels.cpu.abi import Addresses, InputsC
 from specache_fx.runtime.kernels.cpu.arguments import describe_bias, describe_cache
 from specache_fx.runtime.layer_cache import LayerCache
 from specache_fx.runtime.layout import LayerTensors
-from specache_fx.runtime.native import copies, graph_ops
+from specache_fx.runtime.native import graph_ops
 from specache_fx.runtime.quant import Quantizer
 from specache_fx.runtime.tracing import add_span, is_recording
 from specache_fx.runtime.transfer import CpuTransfer, Transfer
@@ -45,7 +45,7 @@ class SessionC(ctypes.Structure):
         *((name, _i64) for name in ("number", "num_quantized", "window_len", "num_selectable")),
         *((name, _i64) for name in ("scored_lanes", "threads", "predecodes", "stages", "is_timed")),
         *((name, _address) for name in ("scores", "key_mask", "shares", "missed", "counts")),
-        *((name, _address) for name in ("attention", "topk", "overlap", "stage")),
+        *((name, _address) for name in ("attention", "topk", "overlap")),
         *((name, _i64) for name in ("failed", "fetched_rows", "fetched_bytes", "kept_rows", "kept_bytes")),
         ("copy_seconds", _f64),
     )
@@ -58,7 +58,8 @@ class LayerC(ctypes.Structure):
         ("status", _i64),
         ("times", _f64 * (len(_PARTS) + 1)),
         ("inputs", InputsC),
-        ("rows", copies.StageC),
+        *((name, _address) for name in ("wanted", "host")),
+        ("host_length", _i64),
     )
 
 
@@ -91,7 +92,7 @@ class StepTable:
         self._session.number, self._session.num_quantized = number, -1
         self.serves = False
         self._engine: CpuTransfer | None = None
-        self._rows: dict[int, copies.StageArguments] = {}
+        self._rows: dict[int, torch.Tensor] = {}  # by layer, the host's table
         # By layer, the tensors that its addresses are of. They are the layer's: a table keeps no memory of others.
         self._described: dict[int, weakref.ref[LayerTensors]] = {}
         self._scores = torch.empty(0, device="cpu")
@@ -103,13 +104,13 @@ class StepTable:
             return
         if not isinstance(engine, CpuTransfer):
             return
-        functions, stage, library = native.addresses(), copies.address(), graph_ops.load()
-        if functions is None or stage is None or library is None:
+        functions, library = native.addresses(), graph_ops.load()
+        if functions is None or library is None:
             return
         assert library.specache_session_size() == ctypes.sizeof(SessionC)
         assert library.specache_layer_size() == ctypes.sizeof(LayerC)
         session = self._session
-        session.attention, session.stage = kernel.address, stage
+        session.attention = kernel.address
         session.topk, session.overlap = functions
         self._engine, self.serves = engine, True
 
@@ -122,8 +123,11 @@ class StepTable:
             described = self._described.get(i)
             if described is None or described() is not cache.tensors:
                 self._describe(i, cache, engine)
-            if session.num_quantized != cache.num_quantized:
-                self._rows[i].of_host(*engine.host.blocks(i), engine.host.length(i))  # rows have come
+            self._rows[i] = engine.host.table(i)
+            self._layers[i].host, self._layers[i].host_length = (
+                self._rows[i].data_ptr(),
+                engine.host.length(i),
+            )
             describe_bias(self._layers[i].inputs, at, facts.biases.get(i))
         num_quantized, kv_len = first.num_quantized, first.kv_len
         session.num_quantized, session.window_len = num_quantized, first.window_len
@@ -146,8 +150,7 @@ class StepTable:
         """Say where a layer's tensors are."""
         layer = self._layers[index]
         staging = engine.staging(index)
-        self._rows[index] = copies.StageArguments(staging.wanted, staging.slots, staging.rows, layer.rows)
-        self._rows[index].of_host(*engine.host.blocks(index), engine.host.length(index))
+        layer.wanted = staging.wanted.data_ptr()
         describe_cache(
             layer.inputs,
             Addresses(in_place=True),  # the arena's and the engine's tensors outlive the table's use of them

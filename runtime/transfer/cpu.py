@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import time
 
+import torch
+
+from specache_fx.errors import HostMemoryError
 from specache_fx.runtime.host_cache import HostCache, row_bytes
-from specache_fx.runtime.native import copies
+from specache_fx.runtime.native import graph_ops
 from specache_fx.runtime.tracing import span
 from specache_fx.runtime.transfer.base import SlotTransfer
 from specache_fx.runtime.transfer.staging import Staging, plan_slots
+
+_NO_MEMORY, _NOT_ON_HOST = 1, 2  # `Failure` of stage.h
 
 
 def bring(host: HostCache, layer: int, staging: Staging) -> tuple[int, int]:
@@ -29,11 +34,16 @@ def bring(host: HostCache, layer: int, staging: Staging) -> tuple[int, int]:
         HostMemoryError: If there is no memory to plan in.
     """
     with span("prefetch", "copies", layer=layer):
-        if (library := copies.load()) is not None:
-            arguments = copies.StageArguments(staging.wanted, staging.slots, staging.rows)
-            arguments.of_host(*host.blocks(layer), host.length(layer))
-            arguments.check(arguments.call(library), layer)
-            return arguments.c.fetched, arguments.c.kept
+        if graph_ops.load() is not None:
+            length = host.length(layer)
+            failed, came, stayed = torch.ops.specache.stage.default(
+                host.table(layer), length, staging.wanted, staging.slots, staging.rows
+            )
+            if failed == _NOT_ON_HOST:
+                raise IndexError(f"Token {came} of layer {layer}, which holds {length}.")
+            if failed == _NO_MEMORY:
+                raise HostMemoryError("There is no memory to stage pairs: free some, or lower top_k.")
+            return came, stayed
         plan = plan_slots(staging.slots, staging.wanted)
         rows = host.gather_rows(layer, plan.batch_idx, plan.head_idx, plan.token_idx)
         row_bytes(staging.rows)[plan.slot_idx.numpy()] = row_bytes(rows)

@@ -86,7 +86,6 @@ class KernelTransfer(SlotTransfer):
                 missing,
                 source,
                 table,
-                len(table) // 2 - 1,
                 top_k,
                 WORDS=words,
                 WORDS_PAD=padded,

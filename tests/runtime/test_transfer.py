@@ -22,8 +22,8 @@ from support.late_transfer import late_transfer
 from specache_fx.errors import SpecacheError
 from specache_fx.runtime import cpp_build, tracing
 from specache_fx.runtime.host_cache import HostCache, resolve_host
-from specache_fx.runtime.native import copies
-from specache_fx.runtime.transfer import CpuTransfer, choose_transfer, cpu, plan_slots
+from specache_fx.runtime.native import graph_ops
+from specache_fx.runtime.transfer import CpuTransfer, Staging, choose_transfer, cpu, plan_slots
 
 SHAPES = [(2, 3, 5), (1, 4, 4)]
 BATCH = 2
@@ -107,7 +107,7 @@ def test_plan_keeps_what_is_wanted_and_fetches_the_rest_into_free_slots(rows):
 @settings(max_examples=150)
 @given(rows=st.lists(st.tuples(SELECTIONS, SELECTIONS), min_size=6, max_size=6))
 def test_cpp_stages_as_planned(rows):
-    library = copies.load()
+    assert graph_ops.load() is not None
     slots, wanted = (
         torch.tensor([row[i] for row in rows], dtype=torch.int32).reshape(2, 3, 5) for i in (0, 1)
     )
@@ -117,24 +117,35 @@ def test_cpp_stages_as_planned(rows):
     there = torch.full((2, 3, 5, 3), -1.0)
     expected = there.clone()
     expected.view(-1, 3)[plan.slot_idx] = source[plan.batch_idx, plan.head_idx, plan.token_idx]
-    arguments = copies.StageArguments(wanted, slots, there)
-    arguments.of_host(blocks, [0, 4, 9, 10], 10)
-    assert arguments.call(library) == 0
-    assert (arguments.c.fetched, arguments.c.kept) == (len(plan.slot_idx), plan.num_kept)
+    addresses = [block.data_ptr() for block in blocks]
+    table = torch.tensor([3, 0, addresses[0], 4, addresses[1], 9, addresses[2], 10])
+    done = torch.ops.specache.stage(table, 10, wanted, slots, there)
+    assert done == [0, len(plan.slot_idx), plan.num_kept]
     assert torch.equal(slots, plan.slots) and torch.equal(there, expected)
 
 
 @NEEDS_CPP
 def test_cpp_changes_nothing_where_a_token_is_not_there():
-    slots, wanted = torch.tensor([[[0, 1]], [[2, -1]]], dtype=torch.int32), torch.full((2, 1, 2), -1)
-    before, rows = slots.clone(), torch.zeros(2, 1, 2, 3)
-    wanted = wanted.to(torch.int32)
-    wanted[1, 0, 1] = 4
-    arguments = copies.StageArguments(wanted, slots, rows)
-    arguments.of_host([torch.ones(2, 1, 8, 3)], [0, 8], 4)
-    with pytest.raises(IndexError, match="Token 4 of layer 7, which holds 4"):
-        arguments.check(arguments.call(copies.load()), 7)
-    assert torch.equal(slots, before) and not rows.any()
+    assert graph_ops.load() is not None
+    host = HostCache(2, [(1, 1, 2)], torch.float32)
+    host.append(0, torch.ones(2, 1, 4, 1), torch.ones(2, 1, 4, 2))
+    staging = Staging.empty((2, 1, 2), 3, torch.float32, torch.device("cpu"))
+    staging.slots.copy_(torch.tensor([[[0, 1]], [[2, -1]]]))
+    before = staging.slots.clone()
+    staging.wanted[1, 0, 1] = 4
+    with pytest.raises(IndexError, match="Token 4 of layer 0, which holds 4"):
+        cpu.bring(host, 0, staging)
+    assert torch.equal(staging.slots, before) and not staging.rows.any()
+
+
+@NEEDS_CPP
+def test_cpp_refuses_what_are_no_slots():
+    assert graph_ops.load() is not None
+    table, rows = torch.zeros(2, dtype=torch.int64), torch.zeros(1, 1, 2, 3)
+    slots = torch.zeros(1, 1, 2, dtype=torch.int32)
+    for wrong in ((slots.long(), slots, rows), (slots, slots[..., :1], rows), (slots, slots, rows[..., ::2])):
+        with pytest.raises(RuntimeError, match="these are no slots"):
+            torch.ops.specache.stage(table, 0, *wrong)
 
 
 class WorkerMachine(RuleBasedStateMachine):
@@ -226,7 +237,7 @@ class PlainMachine(WorkerMachine):
     @initialize(seed=st.integers(0, 99))
     def open(self, seed):
         self.patch = pytest.MonkeyPatch()
-        self.patch.setattr(cpu.copies, "load", lambda: None)
+        self.patch.setattr(cpu.graph_ops, "load", lambda: None)
         super().open(seed)
 
     def teardown(self):
