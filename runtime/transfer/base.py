@@ -1,9 +1,8 @@
-"""`Transfer`: what a session asks of its copies; `SlotTransfer`: what all of them have in common."""
+"""`Transfer`: what a session asks of its copies, and the slots that all of them fill."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
@@ -40,21 +39,34 @@ class CopyMetrics:
         self.reused_bytes += stayed * row_bytes
 
 
-class Transfer(Protocol):
+class Transfer:
     """The copies of one session: `prefetch` starts one, `wait` orders what reads its rows behind it.
 
-    A layer's copies are made in the order of its prefetches. Not locked: one thread calls the methods.
+    A layer's copies are made in the order of its prefetches. Not locked: one thread calls the methods. A subclass says
+    how slots are filled (`prefetch_wanted`), and when that is through (`_order`, `_settle`, `_finish`).
+
+    Args:
+        host: Where the rows come from; its blocks stay while copies are under way.
+        top_k: Slots of each layer, batch row and kv head.
+        device: Where the rows go.
 
     Attributes:
+        host: See above.
         synchronous: Let nothing run beside a copy: `prefetch` returns, or what comes next on the current stream runs,
             when it is through (law 3 compares the two).
     """
 
-    synchronous: bool
+    def __init__(self, host: HostCache, top_k: int, device: torch.device) -> None:
+        self.host, self.synchronous = host, False
+        self._top_k, self._device = top_k, device
+        self._metrics = CopyMetrics()
+        self._staging: dict[int, Staging] = {}
+        self._closed = False
 
     @property
     def device_bytes(self) -> int:
         """Bytes on the device: the slots, and what else the copies need there."""
+        return sum(staging.nbytes for staging in self._staging.values())
 
     @property
     def metrics(self) -> CopyMetrics:
@@ -63,9 +75,15 @@ class Transfer(Protocol):
         Raises:
             SpecacheError: If the device was asked for a token that the host does not hold.
         """
+        return self._metrics
 
     def staging(self, layer: int) -> Staging:
         """The layer's slots, allocated when they are asked for first."""
+        if layer not in self._staging:
+            num_kv_heads, key_dim, value_dim = self.host.shapes[layer]
+            shape = (self.host.batch, num_kv_heads, self._top_k)
+            self._staging[layer] = Staging.empty(shape, key_dim + value_dim, self.host.dtype, self._device)
+        return self._staging[layer]
 
     def prefetch(self, layer: int, indices: torch.Tensor) -> None:
         """Start to bring rows to the layer's slots. Rows that are there stay in their slots and are not copied.
@@ -80,9 +98,16 @@ class Transfer(Protocol):
             Exception: What the copy failed with, where it is made at once (the slots are as they were); or what the
                 last one failed with, where a thread made it.
         """
+        if self._closed:
+            raise SpecacheError("This transfer is closed: its session has ended.")
+        self._order(layer)  # the last copy may still read what was wanted
+        # A copy of our own: a compiled graph reuses the caller's buffer without asking.
+        self.staging(layer).wanted.copy_(indices)
+        self.prefetch_wanted(layer)
 
     def prefetch_wanted(self, layer: int) -> None:
         """As `prefetch`, of the indices that are in the layer's slots already; no copy of it is under way."""
+        raise NotImplementedError
 
     def wait(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Order what comes next on the current stream (or thread) behind the layer's last prefetch.
@@ -95,6 +120,9 @@ class Transfer(Protocol):
         Raises:
             Exception: Whatever the copy failed with, once; the slots are empty then.
         """
+        self._order(layer)
+        staging = self.staging(layer)
+        return staging.rows, staging.indices
 
     def join(self) -> None:
         """Order what comes next on the current stream behind all that was launched beside it."""
@@ -105,6 +133,9 @@ class Transfer(Protocol):
         Raises:
             Exception: As `wait`.
         """
+        if layer in self._staging:
+            self._settle(layer)
+            self._staging[layer].clear()
 
     def reorder(self, batch_rows: torch.Tensor) -> None:
         """Reorder the batch rows of every layer's slots: row i becomes a copy of row `batch_rows[i]`.
@@ -115,33 +146,15 @@ class Transfer(Protocol):
         Raises:
             Exception: As `wait`.
         """
+        for layer, staging in self._staging.items():
+            self._settle(layer)
+            staging.reorder(batch_rows)
 
     def close(self) -> None:
         """Wait for the copies under way, then let go of the slots; twice is fine. Errors end here."""
-
-
-class SlotTransfer:
-    """The slots of a session's layers. Subclasses say how they are filled, and when that is through.
-
-    Args:
-        host: Where the rows come from; its blocks stay while copies are under way.
-        top_k: Slots of each layer, batch row and kv head.
-        device: Where the rows go.
-
-    Attributes:
-        host: See above.
-    """
-
-    def __init__(self, host: HostCache, top_k: int, device: torch.device) -> None:
-        self.synchronous = False
-        self.host, self._top_k, self._device = host, top_k, device
-        self._metrics = CopyMetrics()
-        self._staging: dict[int, Staging] = {}
-        self._closed = False
-
-    def prefetch_wanted(self, layer: int) -> None:
-        """See `Transfer`."""
-        raise NotImplementedError
+        self._closed = True
+        self._finish()
+        self._staging.clear()
 
     def _order(self, layer: int) -> None:
         """Order what comes next behind the layer's last copy; raise what that failed with."""
@@ -152,57 +165,3 @@ class SlotTransfer:
 
     def _finish(self) -> None:
         """Return when no copy is under way, and none can come."""
-
-    @property
-    def device_bytes(self) -> int:
-        """See `Transfer`."""
-        return sum(staging.nbytes for staging in self._staging.values())
-
-    @property
-    def metrics(self) -> CopyMetrics:
-        """See `Transfer`."""
-        return self._metrics
-
-    def staging(self, layer: int) -> Staging:
-        """See `Transfer`."""
-        if layer not in self._staging:
-            num_kv_heads, key_dim, value_dim = self.host.shapes[layer]
-            shape = (self.host.batch, num_kv_heads, self._top_k)
-            self._staging[layer] = Staging.empty(shape, key_dim + value_dim, self.host.dtype, self._device)
-        return self._staging[layer]
-
-    def prefetch(self, layer: int, indices: torch.Tensor) -> None:
-        """See `Transfer`."""
-        if self._closed:
-            raise SpecacheError("This transfer is closed: its session has ended.")
-        self._order(layer)  # the last copy may still read what was wanted
-        # A copy of our own: a compiled graph reuses the caller's buffer without asking.
-        self.staging(layer).wanted.copy_(indices)
-        self.prefetch_wanted(layer)
-
-    def wait(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `Transfer`."""
-        self._order(layer)
-        staging = self.staging(layer)
-        return staging.rows, staging.indices
-
-    def join(self) -> None:
-        """See `Transfer`."""
-
-    def reset(self, layer: int) -> None:
-        """See `Transfer`."""
-        if layer in self._staging:
-            self._settle(layer)
-            self._staging[layer].clear()
-
-    def reorder(self, batch_rows: torch.Tensor) -> None:
-        """See `Transfer`."""
-        for layer, staging in self._staging.items():
-            self._settle(layer)
-            staging.reorder(batch_rows)
-
-    def close(self) -> None:
-        """See `Transfer`."""
-        self._closed = True
-        self._finish()
-        self._staging.clear()

@@ -10,7 +10,7 @@ from specache_fx.errors import HostMemoryError
 from specache_fx.runtime.host_cache import HostCache, row_bytes
 from specache_fx.runtime.native import graph_ops
 from specache_fx.runtime.tracing import span
-from specache_fx.runtime.transfer.base import SlotTransfer
+from specache_fx.runtime.transfer.base import Transfer
 from specache_fx.runtime.transfer.staging import Staging, plan_slots
 
 _NO_MEMORY, _NOT_ON_HOST = 1, 2  # `Failure` of stage.h
@@ -51,8 +51,8 @@ def bring(host: HostCache, layer: int, staging: Staging) -> tuple[int, int]:
         return len(plan.slot_idx), plan.num_kept
 
 
-class CpuTransfer(SlotTransfer):
-    """Copies at once: a prefetch that has returned is through. Args as `SlotTransfer`."""
+class CpuTransfer(Transfer):
+    """Copies at once: a prefetch that has returned is through. Args as `Transfer`."""
 
     def prefetch_wanted(self, layer: int) -> None:
         """See `Transfer`."""

@@ -16,7 +16,7 @@ import torch
 from specache_fx.errors import SpecacheError
 from specache_fx.runtime import triton_ops
 from specache_fx.runtime.host_cache import HostCache
-from specache_fx.runtime.transfer.base import CopyMetrics, SlotTransfer
+from specache_fx.runtime.transfer.base import CopyMetrics, Transfer
 from specache_fx.runtime.transfer.staging import Staging
 
 _TOKENS_AT_ONCE = 64
@@ -24,8 +24,8 @@ _TILE_WORDS = 1024
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
-class KernelTransfer(SlotTransfer):
-    """Kernels copy on the current stream, beside nothing. Args as `SlotTransfer`; the device reads the host's rows."""
+class KernelTransfer(Transfer):
+    """Kernels copy on the current stream, beside nothing. Args as `Transfer`; the device reads the host's rows."""
 
     def __init__(self, host: HostCache, top_k: int, device: torch.device) -> None:
         super().__init__(host, top_k, device)

@@ -17,7 +17,7 @@ from specache_fx.runtime.transfer.worker import Copy, WorkerTransfer
 
 
 class CudaWorkerTransfer(WorkerTransfer):
-    """A thread gathers rows and sends them to a GPU. Args as `SlotTransfer`."""
+    """A thread gathers rows and sends them to a GPU. Args as `Transfer`."""
 
     def __init__(self, host: HostCache, top_k: int, device: torch.device) -> None:
         super().__init__(host, top_k, device)
