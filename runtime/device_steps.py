@@ -72,7 +72,7 @@ class DeviceSteps:
     Args:
         device: Where it is.
         top_k: Slots of a row.
-        engine: Brings the rows.
+        transfer: Brings the rows.
 
     Attributes:
         device: Where it is.
@@ -82,8 +82,8 @@ class DeviceSteps:
 
     kernel = "triton"
 
-    def __init__(self, device: torch.device, top_k: int, engine: KernelTransfer) -> None:
-        self.device, self._top_k, self._engine = device, top_k, engine
+    def __init__(self, device: torch.device, top_k: int, transfer: KernelTransfer) -> None:
+        self.device, self._top_k, self._transfer = device, top_k, transfer
         self.generation = 0
         self._layers: dict[tuple[Any, ...], _Layer] = {}
         self._arenas: dict[int, weakref.ref[LayerTensors]] = {}  # that the layers above were prepared for
@@ -102,14 +102,14 @@ class DeviceSteps:
 
     @classmethod
     def of(
-        cls, kernel: Kernel, quantizer: Quantizer, engine: Transfer | None, top_k: int, device: torch.device
+        cls, kernel: Kernel, quantizer: Quantizer, transfer: Transfer | None, top_k: int, device: torch.device
     ) -> DeviceSteps | None:
         """The steps of a session, or None where these launches can't serve it."""
         if not isinstance(kernel, TritonKernel) or quantizer.code_form is None:
             return None
-        if not isinstance(engine, KernelTransfer) or top_k > MOST_IN_A_KERNEL:
+        if not isinstance(transfer, KernelTransfer) or top_k > MOST_IN_A_KERNEL:
             return None
-        return cls(device, top_k, engine)
+        return cls(device, top_k, transfer)
 
     def tell(self, layers: Mapping[int, LayerCache], facts: StepFacts) -> None:
         """See `WholeSteps`. What ran beside the step before is through for the current stream."""
@@ -121,7 +121,7 @@ class DeviceSteps:
         self._fills = selectable != num_quantized
         self._facts, self._caches, self._run = facts, layers, []
         moved = [i for i, cache in layers.items() if self._lies_elsewhere(i, cache)]
-        moved += [i for i in layers if self._engine.update_table(i)]
+        moved += [i for i in layers if self._transfer.update_table(i)]
         with torch.inference_mode(False):
             if moved:
                 self._forget()
@@ -204,7 +204,7 @@ class DeviceSteps:
         Returns:
             `[lanes, batch, num_heads, 1, value_dim]`.
         """
-        facts, cache, engine = self._facts, self._caches.get(layer), self._engine
+        facts, cache, transfer = self._facts, self._caches.get(layer), self._transfer
         if facts is None or cache is None or layer in self._run:
             raise RuntimeError(f"layer {layer} is not to run now")
         self._run.append(layer)
@@ -234,7 +234,7 @@ class DeviceSteps:
         with triton_ops.on(self.device):
             with span("attention", device=self.device, layer=layer):
                 out = self._attend(arguments, prepared)
-            with engine.beside(layer), span("select", "copies", device=self.device, layer=layer):
+            with transfer.beside(layer), span("select", "copies", device=self.device, layer=layer):
                 self._select(layer, arguments, prepared)
         return out
 
@@ -261,12 +261,12 @@ class DeviceSteps:
         from specache_fx.runtime.kernels.triton_scores import selection_scores
         from specache_fx.runtime.select import triton_topk
 
-        facts, engine = self._facts, self._engine
+        facts, transfer = self._facts, self._transfer
         assert facts is not None
         kept = {"query": arguments["kept_query"], "own_key": arguments["kept_key"]}
         if not arguments["CENTRED"]:
             kept["code_query"] = kept["query"]
-        scores, staging = prepared.scores, engine.staging(layer)
+        scores, staging = prepared.scores, transfer.staging(layer)
         grid = (arguments["batch"] * arguments["num_kv_heads"], arguments["splits"])
         selection_scores[grid](out=scores, norm=prepared.norm, **taken_by(selection_scores, arguments | kept))
         triton_topk.select_topk(
@@ -283,7 +283,7 @@ class DeviceSteps:
             prepared.before.copy_(staging.indices)  # the copy overwrites which tokens are staged
         num_quantized = self._lengths[_NUM_QUANTIZED:]
         if not self._fills:
-            engine.copy(layer, num_quantized)
+            transfer.copy(layer, num_quantized)
         if facts.counts is not None:
             assert self._counts is not None
             triton_topk.count_overlap(
@@ -293,9 +293,9 @@ class DeviceSteps:
     def _prepare(self, index: int, call: LayerCall) -> _Layer:
         from specache_fx.runtime.select import triton_topk
 
-        facts, cache, engine = self._facts, self._caches[index], self._engine
+        facts, cache, transfer = self._facts, self._caches[index], self._transfer
         assert facts is not None
-        staging = engine.staging(index)
+        staging = transfer.staging(index)
         staged = None if facts.predecodes else (staging.rows, staging.indices)
         inputs = cache.inputs_at_any_length(replace(call, staged=staged))
         arguments = arguments_of(inputs)
@@ -348,7 +348,7 @@ class DeviceSteps:
         if facts is None:
             return run, late
         if facts.biases or facts.missed is not None or facts.counts is not None:
-            self._engine.join()  # they are read beside, and the caller may drop them
+            self._transfer.join()  # they are read beside, and the caller may drop them
         if facts.counts is not None:
             assert self._counts is not None
             facts.counts.add_(self._counts)

@@ -71,7 +71,7 @@ class Session:
         self.layers: list[LayerState] = []
         self.tiered: dict[int, LayerCache] = {}  # those whose pairs are selected, by index
         self.host: HostCache | None = None
-        self.engine: Transfer | None = None
+        self.transfer: Transfer | None = None
         self.quantizer = make_quantizer(config)
         self.kernel = choose_kernel(config.kernel, device)
         self.select_pairs = make_selector(config)
@@ -110,15 +110,17 @@ class Session:
             self.host = HostCache(batch, rows, self.dtype, host, self.config.host_dir, reserve=reserve)
         if self.host is not None and self.config.placement.prefetch:
             interpreted = isinstance(self.kernel, TritonKernel) and self.device.type == "cpu"
-            self.engine = choose_transfer(self.host, self.config.top_k, self.device, interpreted=interpreted)
+            self.transfer = choose_transfer(
+                self.host, self.config.top_k, self.device, interpreted=interpreted
+            )
             for layer in self._tiered_layers:
-                self.engine.staging(layer)  # a session's device bytes are there from the start
+                self.transfer.staging(layer)  # a session's device bytes are there from the start
         self.layers = [self._make_layer(i, batch) for i in range(len(self.shapes))]
         config = self.config
         usual = self.select_pairs is select_topk and config.lookahead != "none" and not config.sink_tokens
         if self._tiered_layers and usual:
-            self.table.open(self.kernel, self.quantizer, self.engine)
-            of_device = DeviceSteps.of(self.kernel, self.quantizer, self.engine, config.top_k, self.device)
+            self.table.open(self.kernel, self.quantizer, self.transfer)
+            of_device = DeviceSteps.of(self.kernel, self.quantizer, self.transfer, config.top_k, self.device)
             self.steps = self.table if self.table.serves else of_device
             recorder = recorder_of(self.device) if of_device is not None and config.cuda_graphs else None
             self.graph = None if recorder is None else StepGraph(recorder)
@@ -204,8 +206,8 @@ class Session:
         for layer in self.layers:  # all can go back, or none does
             layer.check_truncate(kv_len)
         for i, layer in enumerate(self.layers):
-            if self.engine is not None and i in self._tiered_layers:
-                self.engine.reset(i)
+            if self.transfer is not None and i in self._tiered_layers:
+                self.transfer.reset(i)
             layer.truncate(kv_len)
         self.key_mask.crop(kv_len)
         if self.tokens is not None:
@@ -216,8 +218,8 @@ class Session:
     def reorder(self, rows: Sequence[int]) -> None:
         """Make batch row i what row `rows[i]` was (beam search): as many rows as before."""
         index = torch.tensor(rows, device=self.device)
-        if self.engine is not None:
-            self.engine.reorder(index)
+        if self.transfer is not None:
+            self.transfer.reorder(index)
         for layer in self.layers:
             layer.take(layer, index)
         self._take_rows(self, index)
@@ -314,7 +316,7 @@ class Session:
     @property
     def device_bytes(self) -> int:
         """Bytes that the cache takes on the device, counted on its tensors."""
-        staged = 0 if self.engine is None else self.engine.device_bytes
+        staged = 0 if self.transfer is None else self.transfer.device_bytes
         steps = 0 if self.steps is None else self.steps.device_bytes
         return sum(layer.device_bytes for layer in self.layers) + staged + steps + self.key_mask.device_bytes
 
@@ -339,19 +341,19 @@ class Session:
 
     def settle(self) -> None:
         """Wait for the copies under way, so that what was counted is final."""
-        if self.engine is not None:
+        if self.transfer is not None:
             for layer in self._tiered_layers:
-                self.engine.wait(layer)
+                self.transfer.wait(layer)
 
     def close(self) -> None:
         """Free every tier; twice is fine."""
         self.closed = True
         self.forget_lookahead()
-        if self.engine is not None:
-            self.engine.close()
+        if self.transfer is not None:
+            self.transfer.close()
         if self.host is not None:
             self.host.close()
-        self.layers, self.tiered, self.host, self.engine = [], {}, None, None
+        self.layers, self.tiered, self.host, self.transfer = [], {}, None, None
         for part in (self.steps, self.graph):
             if part is not None:
                 part.close()

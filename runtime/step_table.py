@@ -91,18 +91,18 @@ class StepTable:
         self._layers = (LayerC * num_layers).from_address(address + ctypes.sizeof(SessionC))
         self._session.number, self._session.num_quantized = number, -1
         self.serves = False
-        self._engine: CpuTransfer | None = None
+        self._transfer: CpuTransfer | None = None
         self._rows: dict[int, torch.Tensor] = {}  # by layer, the host's table
         # By layer, the tensors that its addresses are of. They are the layer's: a table keeps no memory of others.
         self._described: dict[int, weakref.ref[LayerTensors]] = {}
         self._scores = torch.empty(0, device="cpu")
         self._kept: tuple[object, ...] = ()  # what the step under way reads by address
 
-    def open(self, kernel: Kernel, quantizer: Quantizer, engine: Transfer | None) -> None:
+    def open(self, kernel: Kernel, quantizer: Quantizer, transfer: Transfer | None) -> None:
         """Find the functions that the operator calls; where one is missing, `serves` stays False."""
         if not isinstance(kernel, CpuKernel) or quantizer.code_form is None:
             return
-        if not isinstance(engine, CpuTransfer):
+        if not isinstance(transfer, CpuTransfer):
             return
         functions, library = native.addresses(), graph_ops.load()
         if functions is None or library is None:
@@ -112,22 +112,19 @@ class StepTable:
         session = self._session
         session.attention = kernel.address
         session.topk, session.overlap = functions
-        self._engine, self.serves = engine, True
+        self._transfer, self.serves = transfer, True
 
     def tell(self, layers: Mapping[int, LayerCache], facts: StepFacts) -> None:
         """See `WholeSteps`."""
-        session, first, engine = self._session, next(iter(layers.values())), self._engine
-        assert engine is not None
+        session, first, transfer = self._session, next(iter(layers.values())), self._transfer
+        assert transfer is not None
         at = Addresses()
         for i, cache in layers.items():
             described = self._described.get(i)
             if described is None or described() is not cache.tensors:
-                self._describe(i, cache, engine)
-            self._rows[i] = engine.host.table(i)
-            self._layers[i].host, self._layers[i].host_length = (
-                self._rows[i].data_ptr(),
-                engine.host.length(i),
-            )
+                self._describe(i, cache, transfer)
+            if session.num_quantized != cache.num_quantized:
+                self._describe_host(i, transfer)  # rows have come to it
             describe_bias(self._layers[i].inputs, at, facts.biases.get(i))
         num_quantized, kv_len = first.num_quantized, first.kv_len
         session.num_quantized, session.window_len = num_quantized, first.window_len
@@ -146,14 +143,14 @@ class StepTable:
         for i in layers:
             self._layers[i].status = _TO_RUN
 
-    def _describe(self, index: int, cache: LayerCache, engine: CpuTransfer) -> None:
+    def _describe(self, index: int, cache: LayerCache, transfer: CpuTransfer) -> None:
         """Say where a layer's tensors are."""
-        layer = self._layers[index]
-        staging = engine.staging(index)
+        layer, staging = self._layers[index], transfer.staging(index)
         layer.wanted = staging.wanted.data_ptr()
+        self._describe_host(index, transfer)
         describe_cache(
             layer.inputs,
-            Addresses(in_place=True),  # the arena's and the engine's tensors outlive the table's use of them
+            Addresses(in_place=True),  # the arena's and the transfer's tensors outlive the table's use
             cache.quantizer,
             (cache.tensors.key_planes, cache.tensors.value_planes),
             cache.tensors.window,
@@ -161,6 +158,12 @@ class StepTable:
             cache.config.aggregation,
         )
         self._described[index] = weakref.ref(cache.tensors)
+
+    def _describe_host(self, index: int, transfer: CpuTransfer) -> None:
+        """Say where a layer's rows are."""
+        layer, rows = self._layers[index], transfer.host.table(index)
+        layer.host, layer.host_length = rows.data_ptr(), transfer.host.length(index)
+        self._rows[index] = rows
 
     def _room_for_scores(self, size: int) -> int:
         if self._scores.numel() < size:
@@ -177,8 +180,8 @@ class StepTable:
                 run.append(i)
             layer.status = _NOT_TO_RUN
         counts = [getattr(session, name) for name in _COUNTS]
-        assert self._engine is not None
-        self._engine.count_copies(*counts)
+        assert self._transfer is not None
+        self._transfer.count_copies(*counts)
         for name in _COUNTS:
             setattr(session, name, 0)
         if session.is_timed:
@@ -204,7 +207,7 @@ class StepTable:
     def close(self) -> None:
         """Keep no memory; nothing runs any more."""
         ctypes.memset(ctypes.addressof(self._layers), 0, ctypes.sizeof(self._layers))
-        self._engine, self.serves = None, False
+        self._transfer, self.serves = None, False
         self._rows.clear()
         self._described.clear()
         self._scores = torch.empty(0, device="cpu")

@@ -103,10 +103,10 @@ class Twins:
 
     @staticmethod
     def state(session: Session, layer: int) -> list[torch.Tensor]:
-        cache, engine = session.tiered[layer], session.engine
-        assert engine is not None
-        rows, indices = engine.wait(layer)
-        held = engine.staging(layer)
+        cache, transfer = session.tiered[layer], session.transfer
+        assert transfer is not None
+        rows, indices = transfer.wait(layer)
+        held = transfer.staging(layer)
         return [*cache.window(), *session.load(layer), rows[indices >= 0], indices, held.wanted]
 
     def close(self) -> None:
@@ -165,14 +165,14 @@ def test_what_runs_beside_reads_nothing_that_the_model_may_overwrite(
     quantizer: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     twins = Twins(layers=1, quantizer=quantizer)
-    kind = type(twins.sessions[1].engine)
+    kind = type(twins.sessions[1].transfer)
     usual = kind.beside
 
     @contextlib.contextmanager
-    def late(engine: KernelTransfer, layer: int) -> Iterator[None]:
+    def late(transfer: KernelTransfer, layer: int) -> Iterator[None]:
         for side in twins.given:
             side.fill_(torch.nan)
-        with usual(engine, layer):
+        with usual(transfer, layer):
             yield
 
     monkeypatch.setattr(kind, "beside", late)

@@ -126,8 +126,8 @@ class _Pair:
         if not selects:
             return
         if whole:
-            assert session.engine is not None
-            chosen = session.engine.staging(layer).wanted
+            assert session.transfer is not None
+            chosen = session.transfer.staging(layer).wanted
         else:
             chosen = run.select(layer)
             run.prefetch(layer, chosen)
