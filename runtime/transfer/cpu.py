@@ -35,7 +35,7 @@ def bring(host: HostCache, layer: int, staging: Staging) -> tuple[int, int]:
     """
     with span("prefetch", "copies", layer=layer):
         if graph_ops.load() is not None:
-            length = host.length(layer)
+            length = host.length(layer)  # before the table: another thread may be appending
             failed, came, stayed = torch.ops.specache.stage.default(
                 host.table(layer), length, staging.wanted, staging.slots, staging.rows
             )

@@ -54,7 +54,7 @@ def _send(
         # Fresh page-locked buffers: the allocator hands one out again only when its copy is through.
         rows = rows.pin_memory().to(device, non_blocking=True)
         slot_idx = plan.slot_idx.pin_memory().to(device, non_blocking=True)
-        staging.flat_rows.index_copy_(0, slot_idx, rows)
+        staging.rows.view(-1, rows.shape[-1]).index_copy_(0, slot_idx, rows)
         staging.indices.copy_(plan.slots.pin_memory(), non_blocking=True)
         staging.slots.copy_(plan.slots)
         staging.done = torch.cuda.Event()

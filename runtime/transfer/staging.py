@@ -50,11 +50,6 @@ class Staging:
         return self.rows.nbytes + self.indices.nbytes + self.wanted.nbytes
 
     @property
-    def flat_rows(self) -> torch.Tensor:
-        """`rows` as `[batch * num_kv_heads * top_k, key_dim + value_dim]`; a view."""
-        return self.rows.view(-1, self.rows.shape[-1])
-
-    @property
     def row_bytes(self) -> int:
         """Bytes of one row."""
         return self.rows.shape[-1] * self.rows.element_size()

@@ -11,7 +11,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent import futures
 from functools import partial
 
 import torch
@@ -31,7 +31,7 @@ class WorkerTransfer(Transfer):
     def __init__(self, host: HostCache, top_k: int, device: torch.device) -> None:
         super().__init__(host, top_k, device)
         self._thread = _thread()
-        self._under_way: dict[int, Future[None]] = {}  # by layer
+        self._under_way: dict[int, futures.Future[None]] = {}  # by layer
         _workers.add(self)
 
     def _copy(self, layer: int, staging: Staging) -> Copy:
@@ -44,7 +44,7 @@ class WorkerTransfer(Transfer):
         copy = self._copy(layer, staging)
         job = self._under_way[layer] = self._thread.submit(_count, copy, staging.row_bytes, self._metrics)
         if self.synchronous:
-            wait([job])
+            futures.wait([job])
 
     def _order(self, layer: int) -> None:
         job = self._under_way.get(layer)
@@ -68,7 +68,7 @@ class WorkerTransfer(Transfer):
 
     def pause(self) -> None:
         """Return when no copy is under way; what one failed with is left to `wait`."""
-        wait(list(self._under_way.values()))
+        futures.wait(list(self._under_way.values()))
 
     def forget_thread(self) -> None:
         """In a forked process, which lacks it: have the next copy start one."""
@@ -79,9 +79,9 @@ _workers: weakref.WeakSet[WorkerTransfer] = weakref.WeakSet()
 _here = threading.local()
 
 
-def _thread() -> ThreadPoolExecutor:
+def _thread() -> futures.ThreadPoolExecutor:
     """Starts with its first job. The interpreter waits for that when it exits: torch must not go away beneath it."""
-    return ThreadPoolExecutor(1, "specache-copy", initializer=partial(setattr, _here, "copies", True))
+    return futures.ThreadPoolExecutor(1, "specache-copy", initializer=partial(setattr, _here, "copies", True))
 
 
 def copies_here() -> bool:
