@@ -82,8 +82,8 @@ class DecodeStep:
     def _tell(self) -> None:
         """Prepare for the layers that are run as one operator."""
         session, layers = self.session, {i: self.session.layers[i] for i in self.whole}
-        assert session.steps is not None and session.engine is not None and session.batch is not None
-        session.engine.join()  # what ran beside the step before reads what is written now
+        assert session.steps is not None and session.transfer is not None and session.batch is not None
+        session.transfer.join()  # what ran beside the step before reads what is written now
         for cache in layers.values():
             cache.make_room()
         first = next(iter(session.tiered.values()))  # they have one length
@@ -103,7 +103,7 @@ class DecodeStep:
             missed=self.missed,
             counts=session.metrics.step_counts(session.batch) if counted else None,
         )
-        session.steps.tell(layers, session.engine, facts)
+        session.steps.tell(layers, facts)
 
     def _masked_windows(self) -> tuple[dict[int, torch.Tensor], dict[int, torch.Tensor]]:
         """See `StepFacts.visible`, and biases. Layers whose windows and masks are alike share them."""
@@ -125,8 +125,8 @@ class DecodeStep:
     def _collect(self) -> tuple[list[int], bool]:
         """Note what has run, also where the graph failed midway; see `WholeSteps.end`."""
         session = self.session
-        assert session.steps is not None and session.engine is not None
-        run, late = session.steps.end(session.engine)
+        assert session.steps is not None
+        run, late = session.steps.end()
         if not self.predecoding:
             for layer in run:
                 session.layers[layer].was_appended()
@@ -135,11 +135,11 @@ class DecodeStep:
     def _fill(self, layers: list[int]) -> None:
         """Quantise the group that the step has pushed out of the windows; its rows can be brought from then on."""
         session = self.session
-        assert session.engine is not None
-        session.engine.join()
+        assert session.transfer is not None
+        session.transfer.join()
         for layer in filter(session.tiered.__contains__, layers):
             session.tiered[layer].quantize_overflow()
-            session.engine.prefetch_wanted(layer)
+            session.transfer.prefetch_wanted(layer)
 
     @property
     def windows_told(self) -> bool:
@@ -153,8 +153,8 @@ class DecodeStep:
 
     def wait_prefetch(self, layer: int) -> None:
         """Return when the pairs that were prefetched for this layer's attention have arrived."""
-        if self.session.engine is not None and not self.predecoding:
-            self._staged[layer] = self.session.engine.wait(layer)
+        if self.session.transfer is not None and not self.predecoding:
+            self._staged[layer] = self.session.transfer.wait(layer)
 
     def attend(
         self,
@@ -186,7 +186,7 @@ class DecodeStep:
         """
         session = self.session
         cache = session.layers[layer]
-        selects = session.engine is not None and not cache.is_exact
+        selects = session.transfer is not None and not cache.is_exact
         call = LayerCall(
             query=query,
             key=key,
@@ -236,18 +236,18 @@ class DecodeStep:
             chooses = torch.lerp(scores[0], chooses, self.shares[:, None, None])
         chosen = session.select_pairs(chooses[..., : cache.num_quantized], config.top_k)
         ahead = config.lookahead != "none" and not self.predecoding
-        if config.track_hit_rates and ahead and session.engine is not None and quantized_before:
+        if config.track_hit_rates and ahead and session.transfer is not None and quantized_before:
             # The copy overwrites which tokens are staged.
             self._uncounted[layer] = scores[0][..., :quantized_before], self._staged[layer][1].clone()
-        if self.missed is not None and session.engine is not None:
-            chosen = torch.where(self.missed[:, None, None], chosen, session.engine.wait(layer)[1])
+        if self.missed is not None and session.transfer is not None:
+            chosen = torch.where(self.missed[:, None, None], chosen, session.transfer.wait(layer)[1])
         return chosen
 
     def prefetch(self, layer: int, indices: torch.Tensor) -> None:
         """Start bringing the 16-bit pairs of `indices` to the device, beside what the device computes next."""
-        assert self.session.engine is not None
+        assert self.session.transfer is not None
         self._staged.pop(layer, None)
-        self.session.engine.prefetch(layer, indices)
+        self.session.transfer.prefetch(layer, indices)
         if (uncounted := self._uncounted.pop(layer, None)) is not None:
             needed, staged = uncounted
             self.session.metrics.count_topk(needed, self.session.config.top_k, staged)

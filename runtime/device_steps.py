@@ -21,7 +21,6 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from specache_fx.runtime import triton_ops
-from specache_fx.runtime.copy_engine import CopyEngine
 from specache_fx.runtime.kernels import Kernel
 from specache_fx.runtime.kernels.triton_arguments import (
     arguments_of,
@@ -40,6 +39,7 @@ from specache_fx.runtime.layout import LayerTensors
 from specache_fx.runtime.quant import Quantizer
 from specache_fx.runtime.select.topk import MOST_IN_A_KERNEL
 from specache_fx.runtime.tracing import span
+from specache_fx.runtime.transfer import KernelTransfer, Transfer
 from specache_fx.runtime.whole_steps import StepFacts
 
 _NUM_QUANTIZED, _NUM_SELECTABLE = 0, 2  # of `lengths`: see `tell_lengths`
@@ -108,6 +108,7 @@ class DeviceSteps:
     Args:
         device: Where it is.
         top_k: Slots of a row.
+        transfer: Brings the rows.
 
     Attributes:
         device: Where it is.
@@ -117,8 +118,8 @@ class DeviceSteps:
 
     kernel = "triton"
 
-    def __init__(self, device: torch.device, top_k: int) -> None:
-        self.device, self._top_k = device, top_k
+    def __init__(self, device: torch.device, top_k: int, transfer: KernelTransfer) -> None:
+        self.device, self._top_k, self._transfer = device, top_k, transfer
         self.generation = 0
         self._layers: dict[tuple[Any, ...], _Layer] = {}
         self._arenas: dict[int, weakref.ref[LayerTensors]] = {}  # that the layers above were prepared for
@@ -130,28 +131,27 @@ class DeviceSteps:
         # Of the step under way.
         self._facts: StepFacts | None = None
         self._caches: Mapping[int, LayerState] = {}
-        self._engine: CopyEngine | None = None
         self._fills = False
         self._run: list[int] = []
 
     @classmethod
     def of(
-        cls, kernel: Kernel, quantizer: Quantizer, engine: CopyEngine | None, top_k: int, device: torch.device
+        cls, kernel: Kernel, quantizer: Quantizer, transfer: Transfer | None, top_k: int, device: torch.device
     ) -> DeviceSteps | None:
         """The steps of a session, or None where these launches can't serve it."""
         if not isinstance(kernel, TritonKernel) or quantizer.code_form is None:
             return None
-        if engine is None or not engine.copies_on_device or top_k > MOST_IN_A_KERNEL:
+        if not isinstance(transfer, KernelTransfer) or top_k > MOST_IN_A_KERNEL:
             return None
-        return cls(device, top_k)
+        return cls(device, top_k, transfer)
 
-    def tell(self, layers: Mapping[int, LayerState], engine: CopyEngine, facts: StepFacts) -> None:
+    def tell(self, layers: Mapping[int, LayerState], facts: StepFacts) -> None:
         """See `WholeSteps`. What ran beside the step before is through for the current stream."""
         self._fills = facts.num_selectable != facts.num_quantized
-        self._facts, self._caches, self._engine, self._run = facts, layers, engine, []
+        self._facts, self._caches, self._run = facts, layers, []
         alike = _alike(layers, facts)
         moved = [i for i, cache in layers.items() if self._lies_elsewhere(i, cache)]
-        moved += [i for i, cache in layers.items() if not cache.is_exact and engine.update_table(i)]
+        moved += [i for i, cache in layers.items() if not cache.is_exact and self._transfer.update_table(i)]
         with torch.inference_mode(False):
             if moved or alike != self._stored_of:
                 self._forget()
@@ -252,8 +252,8 @@ class DeviceSteps:
         Returns:
             `[lanes, batch, num_heads, 1, value_dim]`.
         """
-        facts, cache, engine = self._facts, self._caches.get(layer), self._engine
-        if facts is None or cache is None or engine is None or layer in self._run:
+        facts, cache, transfer = self._facts, self._caches.get(layer), self._transfer
+        if facts is None or cache is None or layer in self._run:
             raise RuntimeError(f"layer {layer} is not to run now")
         self._run.append(layer)
         stored = self._stored[self._stored_of[layer]]
@@ -282,7 +282,7 @@ class DeviceSteps:
             with span("attention", device=self.device, layer=layer):
                 out = self._attend(prepared, call)
             if prepared.selection is not None:
-                with engine.beside(layer), span("select", "copies", device=self.device, layer=layer):
+                with transfer.beside(layer), span("select", "copies", device=self.device, layer=layer):
                     self._select(layer, prepared.arguments | bias_of(call.bias, query), prepared.selection)
         return out
 
@@ -301,11 +301,11 @@ class DeviceSteps:
 
     def _select(self, layer: int, arguments: dict[str, Any], prepared: _Selection) -> None:
         """Choose the next step's pairs and bring them; reads nothing that the model may overwrite meanwhile."""
-        facts, engine = self._facts, self._engine
-        assert facts is not None and engine is not None
+        facts = self._facts
+        assert facts is not None
         if facts.counts is not None:
             prepared.before.copy_(
-                engine.staging(layer).indices
+                self._transfer.staging(layer).indices
             )  # the copy overwrites which tokens are staged
         if self.is_plain and prepared.launches:
             for one in prepared.launches:
@@ -320,12 +320,12 @@ class DeviceSteps:
         from specache_fx.runtime.kernels.triton_scores import selection_scores
         from specache_fx.runtime.select import triton_topk
 
-        facts, engine, lengths = self._facts, self._engine, arguments["lengths"]
-        assert facts is not None and engine is not None
+        facts, transfer, lengths = self._facts, self._transfer, arguments["lengths"]
+        assert facts is not None
         kept = {"query": arguments["kept_query"], "own_key": arguments["kept_key"]}
         if not arguments["CENTRED"]:
             kept["code_query"] = kept["query"]
-        scores, staging = prepared.scores, engine.staging(layer)
+        scores, staging = prepared.scores, transfer.staging(layer)
         grid = (arguments["batch"] * arguments["num_kv_heads"], arguments["splits"])
         launch(selection_scores, grid, **(taken_by(selection_scores, arguments | kept) | {"out": scores}))
         triton_topk.select_topk(
@@ -340,7 +340,7 @@ class DeviceSteps:
             torch.where(facts.missed[:, None, None], staging.wanted, staging.indices, out=staging.wanted)
         num_quantized = lengths[_NUM_QUANTIZED:]
         if not self._fills:
-            engine.copy(layer, num_quantized)
+            transfer.copy(layer, num_quantized)
         if facts.counts is not None:
             assert self._counts is not None
             triton_topk.count_overlap(
@@ -350,9 +350,9 @@ class DeviceSteps:
     def _prepare(self, index: int, call: LayerCall) -> _Layer:
         from specache_fx.runtime.select import triton_topk
 
-        facts, cache, engine = self._facts, self._caches[index], self._engine
-        assert facts is not None and engine is not None
-        staging = None if cache.is_exact else engine.staging(index)
+        facts, cache, transfer = self._facts, self._caches[index], self._transfer
+        assert facts is not None
+        staging = None if cache.is_exact else transfer.staging(index)
         staged = None if facts.predecodes or staging is None else (staging.rows, staging.indices)
         inputs = cache.inputs_at_any_length(replace(call, staged=staged))
         arguments = arguments_of(inputs)
@@ -398,14 +398,14 @@ class DeviceSteps:
             self._shared[key] = make()
         return self._shared[key]
 
-    def end(self, engine: CopyEngine) -> tuple[list[int], bool]:
+    def end(self) -> tuple[list[int], bool]:
         """See `WholeSteps`."""
         facts, run, late = self._facts, self._run, self._fills
-        self._facts, self._caches, self._engine, self._run = None, {}, None, []
+        self._facts, self._caches, self._run = None, {}, []
         if facts is None:
             return run, late
         if facts.biases or facts.missed is not None or facts.counts is not None:
-            engine.join()  # they are read beside, and the caller may drop them
+            self._transfer.join()  # they are read beside, and the caller may drop them
         if facts.counts is not None:
             assert self._counts is not None
             facts.counts.add_(self._counts)

@@ -25,6 +25,7 @@ from specache_fx.runtime.host_blocks import STORES, resolve_host
 __all__ = ["HostCache", "RowShape", "resolve_host", "row_bytes"]
 
 ALIGN_TOKENS = 64
+_LEAST_BLOCKS = 31  # that a table has room for
 
 
 RowShape = tuple[int, int, int]
@@ -32,15 +33,27 @@ RowShape = tuple[int, int, int]
 
 
 class _Rows:
-    """One layer's blocks; block i holds the tokens from `starts[i]` to `starts[i + 1]`."""
+    """One layer's blocks; block i holds the tokens from `starts[i]` to `starts[i + 1]`. `HostCache.table`: `table`."""
 
     def __init__(self, shape: RowShape) -> None:
         self.num_kv_heads, self.key_dim, self.value_dim = shape
         self.dim = self.key_dim + self.value_dim
         self.blocks: list[torch.Tensor] = []
         self.starts: list[int] = [0]
+        self.table = torch.zeros(2 + 2 * _LEAST_BLOCKS, dtype=torch.int64, device="cpu")
         self.length = 0
         self.next_block: Future[torch.Tensor] | None = None  # being reserved by a thread
+
+    def attach(self, block: torch.Tensor) -> None:
+        """Add a block at the end."""
+        self.blocks.append(block)
+        self.starts.append(self.starts[-1] + block.shape[2])
+        told = [len(self.blocks)]
+        for start, each in zip(self.starts, self.blocks, strict=False):
+            told += [start, each.data_ptr()]
+        told.append(self.starts[-1])
+        room = len(self.table) if len(told) <= len(self.table) else 2 * len(told)
+        self.table = torch.tensor(told + [0] * (room - len(told)), dtype=torch.int64, device="cpu")
 
     def parts(self, start: int, stop: int) -> list[tuple[torch.Tensor, slice, slice]]:
         """The blocks that hold tokens `start` to `stop`: each with its slice inside and its slice outside."""
@@ -91,7 +104,7 @@ class HostCache:
     """Rows of every layer of one session; see the module's docstring for the layout.
 
     Not locked: one thread appends and truncates. Another may gather at the same time, of tokens that are
-    neither truncated nor yet to come (`CopyEngine.reset` comes before `truncate`).
+    neither truncated nor yet to come (`Transfer.reset` comes before `truncate`).
 
     Args:
         batch: Batch rows.
@@ -145,14 +158,17 @@ class HostCache:
         """Tokens that a layer holds."""
         return self._layers[layer].length
 
-    def blocks(self, layer: int) -> tuple[list[torch.Tensor], list[int]]:
-        """A layer's blocks, `[batch, num_kv_heads, tokens of the block, key_dim + value_dim]` each, and their starts.
+    def table(self, layer: int) -> torch.Tensor:
+        """Where a layer's rows are, for kernels that read them by address.
 
         Returns:
-            The blocks in order, and the first token of each with, last, one past the end of the last block.
+            int64, one-dimensional, on the CPU: the number of blocks; of each its first token and its address; one past
+            the last token; zeros. A block is `[batch, num_kv_heads, tokens of the block, key_dim + value_dim]`. The
+            table never changes: a block that comes later makes another one, and a thread that reads this one finds
+            what was there. A table is as long as the one before while all blocks fit.
         """
         self._check_open()
-        return self._layers[layer].blocks, self._layers[layer].starts
+        return self._layers[layer].table
 
     def append(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
         """Put tokens at a layer's end; all of them, or none where it raises.
@@ -334,15 +350,15 @@ class HostCache:
         if rows.next_block is not None and tokens > rows.starts[-1]:
             future, rows.next_block = rows.next_block, None
             with contextlib.suppress(HostMemoryError):  # asked for again below, in the size that is needed
-                self._attach(rows, future.result())
+                rows.attach(future.result())
         missing = tokens - rows.starts[-1]
         if missing > 0:
             first = not rows.blocks
             least = self._reserved if first else 0
-            self._attach(rows, self._allocate(rows, max(missing, least, self._growth(rows.starts[-1]))))
+            rows.attach(self._allocate(rows, max(missing, least, self._growth(rows.starts[-1]))))
             if first and self._ahead:
                 try:
-                    self._attach(rows, self._allocate(rows, self._growth(tokens)))
+                    rows.attach(self._allocate(rows, self._growth(tokens)))
                 except HostMemoryError:
                     return  # the prompt fits: what comes may yet
         half_full = tokens > (rows.starts[-1] + rows.starts[-2]) // 2 if len(rows.starts) > 1 else False
@@ -359,10 +375,6 @@ class HostCache:
         return self._store.allocate(
             (self.batch, rows.num_kv_heads, _aligned(max(tokens, 1)), rows.dim), self.dtype
         )
-
-    def _attach(self, rows: _Rows, block: torch.Tensor) -> None:
-        rows.blocks.append(block)
-        rows.starts.append(rows.starts[-1] + block.shape[2])
 
     def _check_open(self) -> None:
         if self._closed:

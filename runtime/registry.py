@@ -22,10 +22,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from specache_fx.config import SpecacheConfig
 from specache_fx.runtime import handle as handles
-from specache_fx.runtime.copy_engine import copies_here
 from specache_fx.runtime.handle_tensor import Handle, Lease, bare, mark
 from specache_fx.runtime.layout import LayerShape
 from specache_fx.runtime.session import Session
+from specache_fx.runtime.transfer import copies_here
 
 P = ParamSpec("P")
 R = TypeVar("R")

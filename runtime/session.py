@@ -1,6 +1,6 @@
 """`Session`: one KV cache in all its tiers.
 
-A session lives from a prefill until the last of its handles dies. Its layers hold the pairs, the copy engine brings
+A session lives from a prefill until the last of its handles dies. Its layers hold the pairs, the transfer brings
 a few of them back for each decode step (`runtime/decode_step.py`).
 """
 
@@ -15,7 +15,6 @@ import torch
 
 from specache_fx.config import SpecacheConfig
 from specache_fx.errors import CacheHandleError, UnsupportedGraphError
-from specache_fx.runtime.copy_engine import CopyEngine
 from specache_fx.runtime.device_steps import DeviceSteps
 from specache_fx.runtime.handle import MAX_SESSION
 from specache_fx.runtime.handle_tensor import Lease
@@ -32,6 +31,7 @@ from specache_fx.runtime.select import make_selector, select_topk
 from specache_fx.runtime.step_graph import StepGraph, recorder_of
 from specache_fx.runtime.step_table import StepTable
 from specache_fx.runtime.token_history import TokenHistory
+from specache_fx.runtime.transfer import Transfer, choose_transfer
 from specache_fx.runtime.whole_steps import WholeSteps
 from specache_fx.runtime.window_cache import WindowCache
 
@@ -71,7 +71,7 @@ class Session:
         self.layers: list[LayerState] = []
         self.tiered: dict[int, LayerCache] = {}  # those whose pairs are selected, by index
         self.host: HostCache | None = None
-        self.engine: CopyEngine | None = None
+        self.transfer: Transfer | None = None
         self.quantizer = make_quantizer(config)
         self.kernel = choose_kernel(config.kernel, device)
         self.select_pairs = make_selector(config)
@@ -109,20 +109,18 @@ class Session:
             host = resolve_host(self.config.host, self.device, nbytes, self.config.host_dir)
             self.host = HostCache(batch, rows, self.dtype, host, self.config.host_dir, reserve=reserve)
         if self.host is not None and self.config.placement.prefetch:
-            # Triton's interpreter reads the host's memory as a GPU does.
-            interprets = isinstance(self.kernel, TritonKernel) and self.device.type == "cpu"
-            on_device = True if interprets and self.host.in_memory else None
-            self.engine = CopyEngine(self.host, self.config.top_k, self.device, on_device=on_device)
+            interpreted = isinstance(self.kernel, TritonKernel) and self.device.type == "cpu"
+            self.transfer = choose_transfer(
+                self.host, self.config.top_k, self.device, interpreted=interpreted
+            )
             for layer in self._tiered_layers:
-                self.engine.wait(
-                    layer
-                )  # allocates the staging: a session's device bytes are there from the start
+                self.transfer.staging(layer)  # a session's device bytes are there from the start
         self.layers = [self._make_layer(i, batch) for i in range(len(self.shapes))]
         config = self.config
         usual = self.select_pairs is select_topk and config.lookahead != "none" and not config.sink_tokens
         if self._tiered_layers and usual:
-            self.table.open(self.kernel, self.quantizer, self.engine, config.aggregation)
-            of_device = DeviceSteps.of(self.kernel, self.quantizer, self.engine, config.top_k, self.device)
+            self.table.open(self.kernel, self.quantizer, self.transfer, config.aggregation)
+            of_device = DeviceSteps.of(self.kernel, self.quantizer, self.transfer, config.top_k, self.device)
             self.steps = self.table if self.table.serves else of_device
             recorder = recorder_of(self.device) if of_device is not None and config.cuda_graphs else None
             self.graph = None if recorder is None else StepGraph(recorder)
@@ -208,8 +206,8 @@ class Session:
         for layer in self.layers:  # all can go back, or none does
             layer.check_truncate(kv_len)
         for i, layer in enumerate(self.layers):
-            if self.engine is not None and i in self._tiered_layers:
-                self.engine.reset(i)
+            if self.transfer is not None and i in self._tiered_layers:
+                self.transfer.reset(i)
             layer.truncate(kv_len)
         self.key_mask.crop(kv_len)
         if self.tokens is not None:
@@ -220,8 +218,8 @@ class Session:
     def reorder(self, rows: Sequence[int]) -> None:
         """Make batch row i what row `rows[i]` was (beam search): as many rows as before."""
         index = torch.tensor(rows, device=self.device)
-        if self.engine is not None:
-            self.engine.reorder(index)
+        if self.transfer is not None:
+            self.transfer.reorder(index)
         for layer in self.layers:
             layer.take(layer, index)
         self._take_rows(self, index)
@@ -318,7 +316,7 @@ class Session:
     @property
     def device_bytes(self) -> int:
         """Bytes that the cache takes on the device, counted on its tensors."""
-        staged = 0 if self.engine is None else self.engine.device_bytes
+        staged = 0 if self.transfer is None else self.transfer.device_bytes
         steps = 0 if self.steps is None else self.steps.device_bytes
         return sum(layer.device_bytes for layer in self.layers) + staged + steps + self.key_mask.device_bytes
 
@@ -343,19 +341,19 @@ class Session:
 
     def settle(self) -> None:
         """Wait for the copies under way, so that what was counted is final."""
-        if self.engine is not None:
+        if self.transfer is not None:
             for layer in self._tiered_layers:
-                self.engine.wait(layer)
+                self.transfer.wait(layer)
 
     def close(self) -> None:
         """Free every tier; twice is fine."""
         self.closed = True
         self.forget_lookahead()
-        if self.engine is not None:
-            self.engine.close()
+        if self.transfer is not None:
+            self.transfer.close()
         if self.host is not None:
             self.host.close()
-        self.layers, self.tiered, self.host, self.engine = [], {}, None, None
+        self.layers, self.tiered, self.host, self.transfer = [], {}, None, None
         for part in (self.steps, self.graph):
             if part is not None:
                 part.close()

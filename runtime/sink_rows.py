@@ -64,7 +64,7 @@ class SinkRows:
         """Rows and indices for a kernel (`DecodeInputs.staged_rows`), behind those that were prefetched, if any."""
         indices = self.indices[:, None].expand(-1, self.rows.shape[1], -1)
         if others is None:
-            return self.rows, indices.contiguous()  # as the engine's are
+            return self.rows, indices.contiguous()  # as the transfer's are
         return torch.cat([others[0], self.rows], dim=2), torch.cat([others[1], indices], dim=2)
 
     def restore(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -95,8 +95,8 @@ def snapshot(session: Session) -> dict[str, torch.Tensor]:
         held |= {f"{i}.{name}": tensor for name, tensor in layer.snapshot().items()}
         if session.host is not None and i in session.tiered:
             held |= {f"{i}.host.{n}": part for n, part in enumerate(session.host.parts(i))}
-        if session.engine is not None and i in session.tiered and session.staged_for == session.kv_len:
-            held[f"{i}.staged"] = session.engine.wait(i)[1]
+        if session.transfer is not None and i in session.tiered and session.staged_for == session.kv_len:
+            held[f"{i}.staged"] = session.transfer.wait(i)[1]
     return held
 
 
@@ -202,9 +202,9 @@ def take_lookahead(session: Session, source: Session, rows: list[int]) -> None:
 
 def _look_ahead(session: Session, held: Mapping[str, torch.Tensor]) -> None:
     """Stage the pairs that were staged, from the host's rows: they are the same to the bit."""
-    if session.engine is not None:
+    if session.transfer is not None:
         for i in session.tiered:
-            session.engine.prefetch(i, held[f"{i}.staged"].to(session.device))
+            session.transfer.prefetch(i, held[f"{i}.staged"].to(session.device))
     for name, token in (("speculative", "speculative_token"), ("guessed", "guessed_token")):
         if name in held:
             setattr(session, token, held[name].to(session.device, copy=True))

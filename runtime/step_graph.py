@@ -20,8 +20,8 @@ from typing import Any, Protocol
 import torch
 
 from specache_fx._log import warn_once
-from specache_fx.runtime.copy_engine import CopyEngine
 from specache_fx.runtime.device_steps import DeviceSteps
+from specache_fx.runtime.transfer import Transfer
 
 _log = logging.getLogger(__name__)
 
@@ -108,7 +108,7 @@ class StepGraph:
         moving: Sequence[int],
         state: torch.Tensor,
         steps: DeviceSteps,
-        engine: CopyEngine,
+        transfer: Transfer,
     ) -> Sequence[Any]:
         """Run a plain step.
 
@@ -118,7 +118,7 @@ class StepGraph:
             moving: Which of them may lie elsewhere in each step; the others are weights.
             state: The session's.
             steps: The session's.
-            engine: The session's.
+            transfer: The session's.
 
         Returns:
             The graph's results, the caller's own.
@@ -132,7 +132,7 @@ class StepGraph:
         if key != self._key:
             if key == self._ran:
                 self._drop()
-                return self._capture(key, compiled, list(inputs), moving, state, steps, engine)
+                return self._capture(key, compiled, list(inputs), moving, state, steps, transfer)
             self._ran = key
             return compiled(*inputs, state)
         for kept, i in zip(self._inputs, moving, strict=True):
@@ -151,7 +151,7 @@ class StepGraph:
         moving: Sequence[int],
         state: torch.Tensor,
         steps: DeviceSteps,
-        engine: CopyEngine,
+        transfer: Transfer,
     ) -> Sequence[Any]:
         assert self._recorder is not None
         given = list(inputs)
@@ -160,7 +160,7 @@ class StepGraph:
 
         def run() -> Sequence[Any]:
             results = compiled(*inputs, state)
-            engine.join()  # a captured graph ends on the stream where it began
+            transfer.join()  # a captured graph ends on the stream where it began
             return results
 
         try:

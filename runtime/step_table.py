@@ -16,22 +16,22 @@ import torch
 
 from specache_fx.errors import HostMemoryError
 from specache_fx.runtime import native
-from specache_fx.runtime.copy_engine import CopyEngine
 from specache_fx.runtime.kernels import Kernel
 from specache_fx.runtime.kernels.cpu import CpuKernel
 from specache_fx.runtime.kernels.cpu.abi import Addresses, InputsC
 from specache_fx.runtime.kernels.cpu.arguments import describe_bias, describe_cache
 from specache_fx.runtime.layer_state import LayerState
 from specache_fx.runtime.layout import LayerTensors
-from specache_fx.runtime.native import copies, graph_ops
+from specache_fx.runtime.native import graph_ops
 from specache_fx.runtime.quant import Quantizer
 from specache_fx.runtime.tracing import add_span, is_recording
+from specache_fx.runtime.transfer import CpuTransfer, Transfer
 from specache_fx.runtime.whole_steps import StepFacts
 
 _i64, _f64, _address = ctypes.c_int64, ctypes.c_double, ctypes.c_void_p
 # Of a layer's step, in the order of its `times`: names and tracks of spans.
 _PARTS = (("attention", "compute"), ("select", "compute"), ("append", "compute"), ("prefetch", "copies"))
-# What C++ adds up, in the order of `CopyEngine.count_copies`.
+# What C++ adds up, in the order of `CpuTransfer.count_copies`.
 _COUNTS = ("fetched_rows", "fetched_bytes", "kept_rows", "kept_bytes", "copy_seconds")
 _WORD_BYTES = 8
 _NOT_TO_RUN, _TO_RUN, _HAS_RUN = range(3)  # `Status` of layer_step.h
@@ -45,7 +45,7 @@ class SessionC(ctypes.Structure):
         *((name, _i64) for name in ("number", "num_quantized", "window_len", "num_selectable")),
         *((name, _i64) for name in ("scored_lanes", "threads", "predecodes", "stages", "is_timed")),
         *((name, _address) for name in ("scores", "key_mask", "shares", "missed", "counts")),
-        *((name, _address) for name in ("attention", "topk", "overlap", "stage")),
+        *((name, _address) for name in ("attention", "topk", "overlap")),
         *((name, _i64) for name in ("failed", "fetched_rows", "fetched_bytes", "kept_rows", "kept_bytes")),
         ("copy_seconds", _f64),
     )
@@ -58,7 +58,8 @@ class LayerC(ctypes.Structure):
         *((name, _i64) for name in ("status", "is_exact", "window_len")),
         ("times", _f64 * (len(_PARTS) + 1)),
         ("inputs", InputsC),
-        ("rows", copies.StageC),
+        *((name, _address) for name in ("wanted", "host")),
+        ("host_length", _i64),
     )
 
 
@@ -90,47 +91,50 @@ class StepTable:
         self._layers = (LayerC * num_layers).from_address(address + ctypes.sizeof(SessionC))
         self._session.number, self._session.num_quantized = number, -1
         self.serves = False
+        self._transfer: CpuTransfer | None = None
+        self._rows: dict[int, torch.Tensor] = {}  # by layer, the host's table
         # By layer, the tensors that its addresses are of. They are the layer's: a table keeps no memory of others.
         self._described: dict[int, weakref.ref[LayerTensors]] = {}
         self._scores = torch.empty(0, device="cpu")
         self._kept: tuple[object, ...] = ()  # what the step under way reads by address
 
-    def open(self, kernel: Kernel, quantizer: Quantizer, engine: CopyEngine | None, aggregation: str) -> None:
+    def open(self, kernel: Kernel, quantizer: Quantizer, transfer: Transfer | None, aggregation: str) -> None:
         """Find the functions that the operator calls; where one is missing, `serves` stays False.
 
         Args:
             kernel: The session's.
             quantizer: The session's.
-            engine: The session's.
+            transfer: The session's.
             aggregation: See `DecodeInputs`.
         """
         if not isinstance(kernel, CpuKernel) or quantizer.code_form is None:
             return
-        if engine is None or not engine.copies_at_once:
+        if not isinstance(transfer, CpuTransfer):
             return
-        functions, stage, library = native.addresses(), copies.address(), graph_ops.load()
-        if functions is None or stage is None or library is None:
+        functions, library = native.addresses(), graph_ops.load()
+        if functions is None or library is None:
             return
         assert library.specache_session_size() == ctypes.sizeof(SessionC)
         assert library.specache_layer_size() == ctypes.sizeof(LayerC)
         session = self._session
-        session.attention, session.stage = kernel.address, stage
+        session.attention = kernel.address
         session.topk, session.overlap = functions
-        self._quantizer, self._aggregation = quantizer, aggregation
+        self._transfer, self._quantizer, self._aggregation = transfer, quantizer, aggregation
         self.serves = True
 
-    def tell(self, layers: Mapping[int, LayerState], engine: CopyEngine, facts: StepFacts) -> None:
+    def tell(self, layers: Mapping[int, LayerState], facts: StepFacts) -> None:
         """See `WholeSteps`."""
-        session, at = self._session, Addresses()
+        session, transfer, at = self._session, self._transfer, Addresses()
+        assert transfer is not None
         for i, cache in layers.items():
             described, layer = self._described.get(i), self._layers[i]
             if described is None or described() is not cache.tensors:
-                self._describe(i, cache, engine)
+                self._describe(i, cache, transfer)
             layer.window_len = cache.window_len
             layer.inputs.visible = at.of(facts.visible.get(i))
             describe_bias(layer.inputs, at, facts.biases.get(i))
             if not cache.is_exact and session.num_quantized != facts.num_quantized:
-                engine.arguments(i)  # rows have come to the host
+                self._describe_host(i, transfer)  # rows have come to it
         kv_len = facts.kv_len
         session.num_quantized, session.window_len = facts.num_quantized, kv_len - facts.num_quantized
         session.num_selectable = facts.num_selectable
@@ -148,22 +152,30 @@ class StepTable:
         for i in layers:
             self._layers[i].status = _TO_RUN
 
-    def _describe(self, index: int, cache: LayerState, engine: CopyEngine) -> None:
+    def _describe(self, index: int, cache: LayerState, transfer: CpuTransfer) -> None:
         """Say where a layer's tensors are."""
-        layer = self._layers[index]
+        layer, staged = self._layers[index], None
         layer.is_exact = cache.is_exact
         if not cache.is_exact:
-            engine.arguments(index, layer.rows)
+            staging = transfer.staging(index)
+            layer.wanted, staged = staging.wanted.data_ptr(), (staging.rows, staging.indices)
+            self._describe_host(index, transfer)
         describe_cache(
             layer.inputs,
-            Addresses(in_place=True),  # the arena's and the engine's tensors outlive the table's use of them
+            Addresses(in_place=True),  # the arena's and the transfer's tensors outlive the table's use
             None if cache.is_exact else self._quantizer,
             (cache.tensors.key_planes, cache.tensors.value_planes),
             cache.tensors.window,
-            None if cache.is_exact else engine.wait(index),
+            staged,
             self._aggregation,
         )
         self._described[index] = weakref.ref(cache.tensors)
+
+    def _describe_host(self, index: int, transfer: CpuTransfer) -> None:
+        """Say where a layer's rows are."""
+        layer, rows = self._layers[index], transfer.host.table(index)
+        layer.host, layer.host_length = rows.data_ptr(), transfer.host.length(index)
+        self._rows[index] = rows
 
     def _room_for_scores(self, size: int) -> int:
         if self._scores.numel() < size:
@@ -171,7 +183,7 @@ class StepTable:
             self._scores = torch.empty(size + size // 8, dtype=torch.float32, device="cpu")
         return self._scores.data_ptr()
 
-    def end(self, engine: CopyEngine) -> tuple[list[int], bool]:
+    def end(self) -> tuple[list[int], bool]:
         """See `WholeSteps`."""
         session, run = self._session, []
         self._kept = ()
@@ -180,7 +192,8 @@ class StepTable:
                 run.append(i)
             layer.status = _NOT_TO_RUN
         counts = [getattr(session, name) for name in _COUNTS]
-        engine.count_copies(*counts)
+        assert self._transfer is not None
+        self._transfer.count_copies(*counts)
         for name in _COUNTS:
             setattr(session, name, 0)
         for i in run if session.is_timed else ():
@@ -207,6 +220,7 @@ class StepTable:
     def close(self) -> None:
         """Keep no memory; nothing runs any more."""
         ctypes.memset(ctypes.addressof(self._layers), 0, ctypes.sizeof(self._layers))
-        self.serves = False
+        self._transfer, self.serves = None, False
+        self._rows.clear()
         self._described.clear()
         self._scores = torch.empty(0, device="cpu")

@@ -8,7 +8,6 @@ from typing import Protocol
 
 import torch
 
-from specache_fx.runtime.copy_engine import CopyEngine
 from specache_fx.runtime.key_mask import KeyMask
 from specache_fx.runtime.layer_state import LayerState
 
@@ -55,16 +54,15 @@ class WholeSteps(Protocol):
 
     kernel: str
 
-    def tell(self, layers: Mapping[int, LayerState], engine: CopyEngine, facts: StepFacts) -> None:
+    def tell(self, layers: Mapping[int, LayerState], facts: StepFacts) -> None:
         """Say what the next step is, before its graph runs.
 
         Args:
             layers: The caches that it steps, with room for one more pair. Those that select have one length.
-            engine: Has the slots of these.
             facts: See there.
         """
 
-    def end(self, engine: CopyEngine) -> tuple[list[int], bool]:
+    def end(self) -> tuple[list[int], bool]:
         """Say what has been done, also where the graph failed midway.
 
         Returns:

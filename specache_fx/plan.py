@@ -19,7 +19,7 @@ from specache_fx.runtime.layer_cache import grown_groups, reserved
 from specache_fx.runtime.layer_cache import grown_rows as grown_layer_rows
 from specache_fx.runtime.layout import LayerShape, Layout
 from specache_fx.runtime.quant import make_quantizer
-from specache_fx.runtime.staging import Staging
+from specache_fx.runtime.transfer import Staging
 from specache_fx.runtime.window_cache import grown_rows
 
 _DTYPES = {2: torch.bfloat16, 4: torch.float32}  # by bytes: the plan depends on nothing else of a dtype

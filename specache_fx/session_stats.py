@@ -114,7 +114,7 @@ def summarise(sessions: Sequence[Session]) -> SessionStats:
     """Add up the sessions of one generation; waits for their copies and for the device."""
     for session in sessions:
         session.settle()
-    copies = [session.engine.metrics for session in sessions if session.engine is not None]
+    copies = [session.transfer.metrics for session in sessions if session.transfer is not None]
     metrics = [session.metrics for session in sessions]
     hits = reduce(SplitHits.plus, [counted.split() for counted in metrics])
     return SessionStats(

@@ -78,7 +78,7 @@ def test_pinned_rows_are_pinned_and_hold_what_the_device_sent():
     key, value = torch.randn(2, 3, 300, 24, device="cuda").to(torch.bfloat16).split([8, 16], -1)
     cache.append(0, key[:, :, :100], value[:, :, :100])
     cache.append(0, key[:, :, 100:], value[:, :, 100:])
-    assert all(block.is_pinned() for block in cache.blocks(0)[0])
+    assert all(part.is_pinned() for part in cache.parts(0))
     found = cache.read(0, 0, 300)
     assert torch.equal(found[0], key.cpu()) and torch.equal(found[1], value.cpu())
     cache.close()

@@ -48,30 +48,30 @@ RANKS: tuple[tuple[str, ...], ...] = (
     ("specache_fx.runtime.step_graph",),
     ("specache_fx.runtime.step_table", "specache_fx.runtime.device_steps"),
     ("specache_fx.runtime.whole_steps",),
-    (
-        "specache_fx.runtime.layer_cache",
-        "specache_fx.runtime.window_cache",
-        "specache_fx.runtime.copy_engine",
-    ),
+    ("specache_fx.runtime.layer_cache", "specache_fx.runtime.window_cache", "specache_fx.runtime.transfer"),
     ("specache_fx.runtime.layer_state",),
     (
-        "specache_fx.runtime.copy_job",
-        "specache_fx.runtime.device_copy",
         "specache_fx.runtime.layout",
         "specache_fx.runtime.sink_rows",
         "specache_fx.runtime.metrics",
     ),
-    ("specache_fx.runtime.host_cache", "specache_fx.runtime.staging", "specache_fx.runtime.kernels"),
+    ("specache_fx.runtime.host_cache", "specache_fx.runtime.kernels"),
     (
         "specache_fx.runtime.host_blocks",
         "specache_fx.runtime.handle",
         "specache_fx.runtime.handle_tensor",
         "specache_fx.runtime.key_mask",
         "specache_fx.runtime.token_history",
+        "specache_fx.runtime.prompt_masks",
     ),
     ("specache_fx.runtime.quant", "specache_fx.runtime.select", "specache_fx.runtime.masks"),
     ("specache_fx.runtime.native",),
-    ("specache_fx.runtime.tracing", "specache_fx.runtime.triton_ops", "specache_fx.runtime.cpp_build"),
+    (
+        "specache_fx.runtime.tracing",
+        "specache_fx.runtime.triton_ops",
+        "specache_fx.runtime.launches",
+        "specache_fx.runtime.cpp_build",
+    ),
     ("specache_fx.runtime.library_cache", "specache_fx.runtime.machine_memory"),
     ("specache_fx.runtime",),  # only its __init__, which imports nothing
     ("specache_fx.quiet",),
@@ -92,6 +92,7 @@ PACKAGES = (
     "specache_fx.runtime.native",
     "specache_fx.runtime.quant",
     "specache_fx.runtime.select",
+    "specache_fx.runtime.transfer",
 )
 
 

@@ -10,10 +10,8 @@ import torch
 from benchmarks.gpu.decoder import sync
 from benchmarks.gpu.run import Run
 from specache_fx.runtime import triton_ops
-from specache_fx.runtime.copy_engine import CopyEngine
-from specache_fx.runtime.device_copy import DeviceCopy
 from specache_fx.runtime.host_cache import HostCache, resolve_host
-from specache_fx.runtime.staging import Staging
+from specache_fx.runtime.transfer import CudaWorkerTransfer, KernelTransfer, WorkerTransfer
 
 
 def memory(run: Run, found: dict[str, Any]) -> None:
@@ -53,15 +51,14 @@ def gather(run: Run, found: dict[str, Any]) -> None:
 
 
 def _kernel(run: Run, host: HostCache, top_k: int, entry: dict[str, Any]) -> None:
-    copies = DeviceCopy(host, run.device)
-    num_kv_heads, key_dim, value_dim = host.shapes[0]
-    staging = Staging.empty((host.batch, num_kv_heads, top_k), key_dim + value_dim, run.dtype, run.device)
+    copies = KernelTransfer(host, top_k, run.device)
+    staging = copies.staging(0)
     selections = _selections(run, host, top_k)
 
     def once() -> None:
         staging.wanted.copy_(selections[0])
         selections.reverse()  # the other one: nothing of it is staged
-        copies.copy(0, staging)
+        copies.copy(0)
 
     ms = _time(run, once)
     entry |= {"gather_ms": ms, "gather_gb_s": entry["bytes"] / ms / 1e6}
@@ -69,16 +66,18 @@ def _kernel(run: Run, host: HostCache, top_k: int, entry: dict[str, Any]) -> Non
 
 def _thread(run: Run, host: HostCache, top_k: int, entry: dict[str, Any]) -> None:
     """The way without Triton."""
-    engine = CopyEngine(host, top_k, run.device, synchronous=True, on_device=False)
+    kind = CudaWorkerTransfer if run.device.type == "cuda" else WorkerTransfer
+    worker = kind(host, top_k, run.device)
+    worker.synchronous = True
     selections = _selections(run, host, top_k)
 
     def once() -> None:
-        engine.prefetch(0, selections[0])
+        worker.prefetch(0, selections[0])
         selections.reverse()
-        engine.wait(0)
+        worker.wait(0)
 
     ms = _time(run, once)
-    engine.close()
+    worker.close()
     entry |= {"thread_ms": ms, "thread_gb_s": entry["bytes"] / ms / 1e6}
 
 

@@ -90,8 +90,8 @@ class SessionCache:
             self.session.close()
             raise
         self.session.advance(tokens, decoded=False)
-        if self.session.engine is not None:
-            self.session.engine._synchronous = synchronous
+        if self.session.transfer is not None:
+            self.session.transfer.synchronous = synchronous
         self._by_device = isinstance(self.session.steps, DeviceSteps)
         self._running = contextlib.ExitStack()
         self._step = DecodeStep(self.session)
@@ -110,7 +110,7 @@ class SessionCache:
         step.wait_prefetch(layer)
         out = step.attend(layer, query, key, value, self._scale, staged=True)
         step.append(layer, key[0], value[0])
-        if self.session.engine is not None:
+        if self.session.transfer is not None:
             step.prefetch(layer, step.select(layer))
         return out
 

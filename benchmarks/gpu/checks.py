@@ -10,14 +10,13 @@ import torch
 from benchmarks.gpu.run import Run
 from specache_fx.config import SpecacheConfig
 from specache_fx.runtime import triton_ops
-from specache_fx.runtime.device_copy import DeviceCopy
 from specache_fx.runtime.host_cache import HostCache, resolve_host
 from specache_fx.runtime.kernels import DecodeInputs
 from specache_fx.runtime.kernels.reference import ReferenceKernel
 from specache_fx.runtime.kernels.triton_kernel import TritonKernel
 from specache_fx.runtime.quant import make_quantizer, on_gpu
 from specache_fx.runtime.select import count_overlap, select_topk
-from specache_fx.runtime.staging import Staging, plan_slots
+from specache_fx.runtime.transfer import KernelTransfer, plan_slots
 
 
 def check_kernels(run: Run, found: dict[str, Any]) -> None:
@@ -136,15 +135,15 @@ def _gather(run: Run, entry: dict[str, Any]) -> None:
     host = HostCache(1, [(2, dim, dim)], run.dtype, resolve_host("auto", run.device))
     rows = torch.randn(1, 2, tokens, 2 * dim).to(run.dtype)
     host.append(0, rows[..., :dim], rows[..., dim:])
-    staging = Staging.empty((1, 2, top_k), 2 * dim, run.dtype, run.device)
-    copies, slots = DeviceCopy(host, run.device), torch.full((1, 2, top_k), -1, dtype=torch.int32)
+    copies, slots = KernelTransfer(host, top_k, run.device), torch.full((1, 2, top_k), -1, dtype=torch.int32)
+    staging = copies.staging(0)
     entry["ok"] = True
     for seed in range(3):
         order = torch.rand(1, 2, top_k * 2, generator=torch.Generator().manual_seed(seed)).argsort(-1)
         wanted = order[..., :top_k].to(torch.int32)
         slots = plan_slots(slots, wanted).slots
         staging.wanted.copy_(wanted)
-        copies.copy(0, staging)
+        copies.copy(0)
         at = slots.long()[..., None].expand(-1, -1, -1, 2 * dim)
         entry["ok"] &= torch.equal(staging.indices.cpu(), slots)
         entry["ok"] &= torch.equal(staging.rows.cpu(), rows.gather(2, at))

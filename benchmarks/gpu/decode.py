@@ -86,9 +86,11 @@ def _measure(
         session = getattr(cache, "session", None)
         if session is not None:
             entry |= {"device_bytes": session.device_bytes, "host_bytes": session.host_bytes}
-            if session.engine is not None:
+            if session.transfer is not None:
                 session.settle()
-                entry["prefetched_bytes_per_step"] = session.engine.metrics.fetched_bytes // (warm_up + steps)
+                entry["prefetched_bytes_per_step"] = session.transfer.metrics.fetched_bytes // (
+                    warm_up + steps
+                )
         else:
             entry["device_bytes"] = decoder.shape.kv_bytes(tokens + ROOM, run.dtype.itemsize) * batch
     finally:

@@ -14,12 +14,11 @@ from benchmarks.gpu.checks import decode_inputs
 from benchmarks.gpu.decoder import sync
 from benchmarks.gpu.run import Run
 from specache_fx.runtime import triton_ops
-from specache_fx.runtime.device_copy import DeviceCopy
 from specache_fx.runtime.host_cache import HostCache, resolve_host
 from specache_fx.runtime.kernels import DecodeInputs
 from specache_fx.runtime.kernels.triton_kernel import TritonKernel
 from specache_fx.runtime.quant import on_gpu
-from specache_fx.runtime.staging import Staging
+from specache_fx.runtime.transfer import KernelTransfer
 
 
 def kernels(run: Run, found: dict[str, Any]) -> None:
@@ -87,14 +86,14 @@ def _gather(run: Run, tokens: int, entry: dict[str, Any]) -> None:
     try:
         row = torch.zeros(1, heads, tokens, dim, dtype=run.dtype)
         host.append(0, row, row)
-        staging = Staging.empty((1, heads, top_k), 2 * dim, run.dtype, run.device)
-        copies, first = DeviceCopy(host, run.device), [0, tokens // 2]
+        copies, first = KernelTransfer(host, top_k, run.device), [0, tokens // 2]
+        staging = copies.staging(0)
         at = torch.arange(top_k, dtype=torch.int32, device=run.device)
 
         def once() -> None:
             staging.wanted.copy_((at + first[0]).expand_as(staging.wanted))
             first.reverse()  # nothing of it is staged
-            copies.copy(0, staging)
+            copies.copy(0)
 
         _times(run, once, {"copy_rows": staging.rows.nbytes, "plan_slots": 4 * staging.wanted.nbytes}, entry)
     finally:

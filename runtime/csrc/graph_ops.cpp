@@ -1,5 +1,5 @@
 // Operators that a graph calls on the CPU without Python between: `specache::products` (see native/graph_ops.py) and
-// `specache::layer_step`.
+// `specache::layer_step`. And `specache::stage`, the copy of that alone.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
@@ -64,6 +64,23 @@ std::vector<Tensor> products(Tensor rows, std::vector<Tensor> weights) {
   return results;
 }
 
+// A `Failure`, then rows that came (or the token that is not on the host) and rows that were there.
+std::vector<int64_t> stage(Tensor table, int64_t length, Tensor wanted, Tensor tokens, Tensor rows) {
+  const auto is = [](const Tensor& x, ScalarType type) { return x.scalar_type() == type && x.is_contiguous(); };
+  STD_TORCH_CHECK(is(table, ScalarType::Long) && is(wanted, ScalarType::Int) && is(tokens, ScalarType::Int) &&
+                      rows.is_contiguous() && wanted.dim() == 3 && rows.dim() == 4 &&
+                      wanted.numel() == tokens.numel() && wanted.numel() * rows.size(3) == rows.numel(),
+                  "specache::stage: these are no slots");
+  const specache::Slots slots = {wanted.size(0) * wanted.size(1),
+                                 wanted.size(2),
+                                 rows.size(3) * static_cast<int64_t>(rows.element_size()),
+                                 static_cast<const int32_t*>(wanted.data_ptr()),
+                                 static_cast<int32_t*>(tokens.data_ptr()),
+                                 static_cast<uint8_t*>(rows.data_ptr())};
+  const specache::Staged done = specache::stage({static_cast<const int64_t*>(table.data_ptr()), length}, slots);
+  return {done.failure, done.fetched, done.kept};
+}
+
 }  // namespace
 
 extern "C" {
@@ -73,7 +90,13 @@ int64_t specache_session_size() { return sizeof(SpecacheSession); }
 int64_t specache_layer_size() { return sizeof(SpecacheLayer); }
 }
 
+// ops.py defines the others; what copies rows does not import it.
+STABLE_TORCH_LIBRARY_FRAGMENT(specache, m) {
+  m.def("stage(Tensor table, int length, Tensor wanted, Tensor(a!) tokens, Tensor(b!) rows) -> int[]");
+}
+
 STABLE_TORCH_LIBRARY_IMPL(specache, CPU, m) {
+  m.impl("stage", TORCH_BOX(&stage));
   m.impl("products", TORCH_BOX(&products));
   m.impl("layer_step", TORCH_BOX(&specache::layer_step));
 }

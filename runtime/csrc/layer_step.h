@@ -35,13 +35,11 @@ struct SpecacheSession {
                   int64_t threads);
   int64_t (*overlap)(const float* scores, int64_t batch, int64_t heads, int64_t stride, int64_t tokens, int64_t top_k,
                      const int32_t* staged, int64_t slots, double* counts, int64_t threads);
-  int64_t (*stage)(SpecacheStage*);
-  int64_t failed;  // out: why a layer didn't come to its end; see Failure
+  int64_t failed;  // out: why a layer didn't come to its end; see `specache::Failure`
   int64_t fetched_rows, fetched_bytes, kept_rows, kept_bytes;  // out: of all copies, added up
   double copy_seconds;                                         // out: likewise
 };
 
-enum Failure : int64_t { kNoFailure = 0, kNoMemory = 1, kNotOnHost = 2 };  // as `specache_stage` returns them
 enum Status : int64_t { kNotToRun = 0, kToRun = 1, kHasRun = 2 };
 
 constexpr int kParts = 4;  // attention, selection, append, copy
@@ -53,7 +51,9 @@ struct SpecacheLayer {
   int64_t window_len;        // of such a layer: rows before the step
   double times[kParts + 1];  // out, where they are wanted: seconds at which the parts began, and the end
   SpecacheInputs inputs;     // what outlasts a step, and its bias
-  SpecacheStage rows;
+  int32_t* wanted;           // [batch, kv_heads, num_staged]
+  const int64_t* host;       // see `specache::HostRows`, as the next
+  int64_t host_length;
 };
 }
 
@@ -108,20 +108,30 @@ inline void append_pair(const SpecacheInputs& in) {
 
 // Batch rows that didn't miss ask for what is staged.
 inline void keep_staged(const SpecacheSession& session, const SpecacheLayer& layer) {
-  const int64_t size = layer.inputs.kv_heads * layer.rows.top_k;
+  const int64_t size = layer.inputs.kv_heads * layer.inputs.num_staged;
   for (int64_t row = 0; session.missed != nullptr && row < layer.inputs.batch; row++)
-    if (!session.missed[row]) memcpy(layer.rows.wanted + row * size, layer.rows.slots + row * size, 4 * size);
+    if (!session.missed[row]) memcpy(layer.wanted + row * size, layer.inputs.staged_indices + row * size, 4 * size);
 }
 
 inline double now() {
   return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
+inline Slots slots_of(const SpecacheLayer& layer) {
+  const SpecacheInputs& in = layer.inputs;
+  return {in.batch * in.kv_heads,
+          in.num_staged,
+          (in.key_dim + in.value_dim) * bytes_of(in.dtype),
+          layer.wanted,
+          const_cast<int32_t*>(in.staged_indices),
+          static_cast<uint8_t*>(const_cast<void*>(in.staged_rows.data))};
+}
+
 inline int64_t run(SpecacheSession& session, SpecacheLayer& layer, const SpecacheInputs& in) {
   const auto mark = [&](int part) {
     if (session.is_timed) layer.times[part] = now();
   };
-  SpecacheStage& rows = layer.rows;
+  const Slots slots = slots_of(layer);
   mark(0);
   if (session.attention(&in)) return kNoMemory;
   mark(1);
@@ -135,9 +145,9 @@ inline int64_t run(SpecacheSession& session, SpecacheLayer& layer, const Specach
   }
   const int64_t heads = in.batch * in.kv_heads, stride = in.num_quantized + in.window_len + 1;
   const float* const last = in.scores + (in.scored_lanes - 1) * heads * stride;
-  if (session.topk(last, heads, stride, session.num_selectable, rows.top_k, rows.wanted, in.threads)) return kNoMemory;
+  if (session.topk(last, heads, stride, session.num_selectable, slots.top_k, layer.wanted, in.threads)) return kNoMemory;
   if (session.counts != nullptr && in.num_staged > 0 &&
-      session.overlap(in.scores, in.batch, in.kv_heads, stride, in.num_quantized, rows.top_k, rows.slots, rows.top_k,
+      session.overlap(in.scores, in.batch, in.kv_heads, stride, in.num_quantized, slots.top_k, slots.tokens, slots.top_k,
                       session.counts, in.threads))
     return kNoMemory;
   keep_staged(session, layer);
@@ -146,12 +156,14 @@ inline int64_t run(SpecacheSession& session, SpecacheLayer& layer, const Specach
   layer.status = kHasRun;
   mark(3);
   if (session.stages) {
-    if (const int64_t failed = session.stage(&rows)) return failed;
-    session.fetched_rows += rows.fetched;
-    session.fetched_bytes += rows.fetched * rows.row_bytes;
-    session.kept_rows += rows.kept;
-    session.kept_bytes += rows.kept * rows.row_bytes;
-    session.copy_seconds += rows.seconds;
+    const double start = now();
+    const Staged done = stage({layer.host, layer.host_length}, slots);
+    if (done.failure) return done.failure;
+    session.fetched_rows += done.fetched;
+    session.fetched_bytes += done.fetched * slots.row_bytes;
+    session.kept_rows += done.kept;
+    session.kept_bytes += done.kept * slots.row_bytes;
+    session.copy_seconds += now() - start;
   }
   mark(kParts);
   return kNoFailure;
@@ -198,8 +210,7 @@ inline Tensor layer_step(Tensor query, Tensor key, Tensor value, Tensor state, i
   in.shares = layer.is_exact ? nullptr : session.shares;
   session.failed = run(session, layer, in);
   STD_TORCH_CHECK(session.failed != kNoMemory, "specache::layer_step: there is no memory for layer ", index);
-  STD_TORCH_CHECK(!session.failed, "specache::layer_step: token ", layer.rows.fetched, " of layer ", index,
-                  " is not on the host");
+  STD_TORCH_CHECK(!session.failed, "specache::layer_step: layer ", index, " wants a token that is not on the host");
   return out;
 }
 

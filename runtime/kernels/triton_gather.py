@@ -1,6 +1,6 @@
 """Triton kernels that bring chosen rows from page-locked host memory to their slots: no index leaves the device.
 
-`plan_slots` gives every wanted token the slot that it has, or a free one, as `runtime.staging.plan_slots` does on the
+`plan_slots` gives every wanted token the slot that it has, or a free one, as `runtime.transfer.plan_slots` does on the
 CPU. `copy_rows` reads the rows of those that come by their host addresses, which a GPU can do where the memory is
 page-locked (unified addressing), and writes them into their slots.
 """
@@ -73,14 +73,13 @@ def plan_slots(
     tl.atomic_add(counters + 2 + one, wrong.to(tl.int64))
 
 
-@triton.jit(do_not_specialize=["most_blocks", "top_k"])
+@triton.jit(do_not_specialize=["top_k"])
 def copy_rows(
     rows,
     staged,
     missing,
     source,
     table,
-    most_blocks,
     top_k,
     WORDS: tl.constexpr,
     WORDS_PAD: tl.constexpr,
@@ -93,9 +92,8 @@ def copy_rows(
         staged: int32 `[rows, top_k]`: the token in each slot; written.
         missing: See `plan_slots`.
         source: See `plan_slots`.
-        table: int64 `[2 + 2 * most_blocks]`: how many blocks the host has; where each begins, `[rows, tokens of the
-            block, WORDS]`; from `1 + most_blocks` on the first token of each, and one behind the last.
-        most_blocks: See `table`.
+        table: int64, see `HostCache.table`: how many blocks the host has; the first token and the address of each,
+            `[rows, tokens of the block, WORDS]`; one behind the last token.
         top_k: Slots of a row.
         WORDS: Integers of a row.
         WORDS_PAD: A power of two, not below WORDS.
@@ -109,14 +107,14 @@ def copy_rows(
     token = tl.load(missing + row * top_k + place, mask=changes, other=-1)
     tl.store(staged + row * top_k + slot, token, mask=changes)
     comes = changes & (token >= 0)
-    addresses = table + 1
-    starts = addresses + most_blocks
+    starts = table + 1
     block = tl.zeros([SLOTS], tl.int32)
     for number in range(1, tl.load(table).to(tl.int32)):
-        block += (token >= tl.load(starts + number)).to(tl.int32)
-    first = tl.load(starts + block, mask=comes, other=0)
-    tokens = tl.load(starts + block + 1, mask=comes, other=0) - first
-    base = tl.load(addresses + block, mask=comes, other=0).to(tl.pointer_type(rows.dtype.element_ty))
+        block += (token >= tl.load(starts + 2 * number)).to(tl.int32)
+    at = starts + 2 * block
+    first = tl.load(at, mask=comes, other=0)
+    tokens = tl.load(at + 2, mask=comes, other=0) - first
+    base = tl.load(at + 1, mask=comes, other=0).to(tl.pointer_type(rows.dtype.element_ty))
     word = tl.arange(0, WORDS_PAD)
     ok = comes[:, None] & (word < WORDS)[None, :]
     origin = base + (row * tokens + token - first) * WORDS

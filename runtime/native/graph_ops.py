@@ -1,4 +1,4 @@
-"""Operators of decode graphs that are C++ on the CPU: `specache::products` and `specache::layer_step`.
+"""Operators that are C++ on the CPU: `specache::products`, `specache::layer_step`, and `specache::stage`.
 
 Products: every weight is read once, by all threads of PyTorch. Sums are of float32, in an order of their own: they
 differ from BLAS's by rounding.
@@ -21,7 +21,7 @@ def load() -> ctypes.CDLL | None:
     try:
         loaded = load_library("graph_ops", SOURCES, usable_instruction_sets()[0], with_torch=True)
     except BuildError as error:
-        _log.info("decode graphs without operators in C++: %s", error)
+        _log.info("operators without C++: %s", error)
         return None
     loaded.specache_session_size.restype = loaded.specache_layer_size.restype = ctypes.c_int64
     return loaded

@@ -15,13 +15,13 @@ from support.triton_mode import DEVICE, needs_triton
 
 from specache_fx.config import SpecacheConfig
 from specache_fx.runtime import ops, registry  # noqa: F401  (ops defines the operators)
-from specache_fx.runtime.copy_engine import CopyEngine
 from specache_fx.runtime.decode_step import DecodeStep
 from specache_fx.runtime.device_steps import DeviceSteps
 from specache_fx.runtime.layout import LayerShape
 from specache_fx.runtime.select import SELECTORS
 from specache_fx.runtime.select.topk import sorted_topk
 from specache_fx.runtime.session import Session
+from specache_fx.runtime.transfer import KernelTransfer
 
 pytestmark = [needs_triton, pytest.mark.gpu]
 BATCH, HEADS, KV_HEADS = 2, 4, 2
@@ -104,10 +104,10 @@ class Twins:
 
     @staticmethod
     def state(session: Session, layer: int) -> list[torch.Tensor]:
-        cache, engine = session.tiered[layer], session.engine
-        assert engine is not None
-        rows, indices = engine.wait(layer)
-        held = engine.staging(layer)
+        cache, transfer = session.tiered[layer], session.transfer
+        assert transfer is not None
+        rows, indices = transfer.wait(layer)
+        held = transfer.staging(layer)
         return [*cache.window(), *session.load(layer), rows[indices >= 0], indices, held.wanted]
 
     def close(self) -> None:
@@ -179,16 +179,17 @@ def test_what_runs_beside_reads_nothing_that_the_model_may_overwrite(
     quantizer: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     twins = Twins(layers=1, quantizer=quantizer)
-    usual = CopyEngine.beside
+    kind = type(twins.sessions[1].transfer)
+    usual = kind.beside
 
     @contextlib.contextmanager
-    def late(engine: CopyEngine, layer: int) -> Iterator[None]:
+    def late(transfer: KernelTransfer, layer: int) -> Iterator[None]:
         for side in twins.given:
             side.fill_(torch.nan)
-        with usual(engine, layer):
+        with usual(transfer, layer):
             yield
 
-    monkeypatch.setattr(CopyEngine, "beside", late)
+    monkeypatch.setattr(kind, "beside", late)
     for _ in range(3):
         twins.step()
     twins.close()

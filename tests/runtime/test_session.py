@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import time
-from functools import partial
 
 import pytest
 import torch
@@ -12,17 +11,19 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 from support import strategies
+from support.late_transfer import late_transfer
 from support.oracle import Indices, OracleCache, ScoreForm, select
 
 from specache_fx.config import Aggregation, SpecacheConfig
 from specache_fx.errors import CacheHandleError
 from specache_fx.runtime import ops  # noqa: F401  (defines the operators)
 from specache_fx.runtime import session as session_module
-from specache_fx.runtime.copy_engine import CopyEngine
 from specache_fx.runtime.decode_step import DecodeStep
+from specache_fx.runtime.host_cache import HostCache
 from specache_fx.runtime.layout import LayerShape
 from specache_fx.runtime.native import graph_ops
 from specache_fx.runtime.session import Session
+from specache_fx.runtime.transfer import CpuTransfer, WorkerTransfer
 
 CPU = torch.device("cpu")
 LAYERS = 2
@@ -125,8 +126,8 @@ class _Pair:
         if not selects:
             return
         if whole:
-            assert session.engine is not None
-            chosen = session.engine.staging(layer).wanted
+            assert session.transfer is not None
+            chosen = session.transfer.staging(layer).wanted
         else:
             chosen = run.select(layer)
             run.prefetch(layer, chosen)
@@ -151,12 +152,15 @@ class SessionMachine(RuleBasedStateMachine):
         delays = random.Random(seed)
         synchronous = data.draw(st.booleans())
         self.patch = pytest.MonkeyPatch()
-        engine = partial(
-            CopyEngine, synchronous=synchronous, delay=lambda: time.sleep(delays.random() * 2e-3)
-        )
+
+        def late(host: HostCache, top_k: int, device: torch.device, *, interpreted: bool) -> WorkerTransfer:
+            transfer = late_transfer(host, top_k, device, lambda: time.sleep(delays.random() * 2e-3))
+            transfer.synchronous = synchronous
+            return transfer
+
         self.at_once = data.draw(st.booleans()) and graph_ops.load() is not None
         if not self.at_once:
-            self.patch.setattr(session_module, "CopyEngine", engine)
+            self.patch.setattr(session_module, "choose_transfer", late)
         self.pairs = []
         for number in range(2):
             policy = data.draw(st.sampled_from(("specache", "specache", "kivi", "kcache")))
@@ -279,8 +283,8 @@ def test_a_step_waits_once_a_layer_and_reads_nothing_that_a_prefetch_may_overwri
     pair.step(2, predecode=True)
     waits = []
     with pytest.MonkeyPatch.context() as patch:
-        wait = CopyEngine.wait
-        patch.setattr(CopyEngine, "wait", lambda engine, layer: (waits.append(layer), wait(engine, layer))[1])
+        wait = CpuTransfer.wait
+        patch.setattr(CpuTransfer, "wait", lambda own, layer: (waits.append(layer), wait(own, layer))[1])
         for _ in range(3):
             pair.step(2, predecode=False)
     assert waits == [0, 1] * 3

@@ -9,10 +9,10 @@ import torch
 from support.triton_mode import DEVICE, needs_triton
 
 from specache_fx.config import SpecacheConfig
-from specache_fx.runtime.copy_engine import CopyEngine
 from specache_fx.runtime.decode_step import DecodeStep
 from specache_fx.runtime.layout import LayerShape
 from specache_fx.runtime.session import Session
+from specache_fx.runtime.transfer import choose_transfer
 
 pytestmark = [needs_triton, pytest.mark.gpu]
 BATCH, HEADS, KV_HEADS, DIM = 2, 4, 2, 16
@@ -28,7 +28,7 @@ def make_session(kernel: str, prompt: list[tuple[torch.Tensor, torch.Tensor]], m
     session.advance(prompt[0][0].shape[2], decoded=False)
     if kernel == "triton":
         assert session.host is not None
-        session.engine = CopyEngine(session.host, config.top_k, DEVICE, on_device=True)
+        session.transfer = choose_transfer(session.host, config.top_k, DEVICE, interpreted=True)
     return session
 
 
@@ -68,7 +68,7 @@ def test_steps_equal_the_reference_kernels_while_groups_fill():
     assert len(quantized) == 2  # a group filled on the way
     for session in sessions:
         session.settle()
-    fetched = [session.engine.metrics for session in sessions]
+    fetched = [session.transfer.metrics for session in sessions]
     # The device doesn't say how long its copies took, and leaves none to a product.
     times = {"copy_seconds": 0.0, "waited_seconds": 0.0}
     assert replace(fetched[0], **times) == replace(fetched[1], **times)

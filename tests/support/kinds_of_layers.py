@@ -91,7 +91,7 @@ class Kinds:
             for x, y in zip(ours.history(), theirs.history(), strict=True):
                 assert torch.equal(x, y)
         staged = [
-            session.engine.wait(SELECTING)[1] for session in self.sessions if session.engine is not None
+            session.transfer.wait(SELECTING)[1] for session in self.sessions if session.transfer is not None
         ]
         assert torch.equal(*staged)
         if not predecode:

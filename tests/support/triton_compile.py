@@ -24,7 +24,6 @@ from triton.compiler import ASTSource
 
 from specache_fx.config import SpecacheConfig
 from specache_fx.runtime.decode_step import DecodeStep
-from specache_fx.runtime.device_copy import DeviceCopy
 from specache_fx.runtime.device_steps import DeviceSteps
 from specache_fx.runtime.host_cache import HostCache
 from specache_fx.runtime.kernels import KERNELS
@@ -33,7 +32,7 @@ from specache_fx.runtime.layout import LayerShape
 from specache_fx.runtime.quant import on_gpu
 from specache_fx.runtime.select import triton_topk
 from specache_fx.runtime.session import Session
-from specache_fx.runtime.staging import Staging
+from specache_fx.runtime.transfer import KernelTransfer
 
 CPU = torch.device("cpu")
 TARGETS = (80, 90)
@@ -186,8 +185,7 @@ def others() -> None:
 def _copy_and_select(dim: int, dtype: torch.dtype) -> None:
     host = HostCache(1, [(2, dim, dim)], dtype)
     host.append(0, *(torch.zeros(1, 2, 100, dim, dtype=dtype) for _ in range(2)))
-    staging = Staging.empty((1, 2, 64), 2 * dim, dtype, CPU)
-    DeviceCopy(host, CPU).copy(0, staging)
+    KernelTransfer(host, 64, CPU).copy(0)
     staged = torch.zeros(1, 2, 64, dtype=torch.int32)
     triton_topk.count_overlap(torch.rand(1, 2, 5000), 64, staged, torch.zeros(1, 4, dtype=torch.float64))
 

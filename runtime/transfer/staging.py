@@ -2,45 +2,10 @@
 
 from __future__ import annotations
 
-import threading
 from dataclasses import dataclass
 
 import numpy as np
 import torch
-
-
-class Outcome:
-    """What becomes of a copy, for the thread that waits for it.
-
-    As `concurrent.futures.Future`, which takes several times as long to make, once a layer and step.
-    """
-
-    __slots__ = ("_error", "_running")
-
-    def __init__(self) -> None:
-        self._running = threading.Lock()
-        self._running.acquire()
-        self._error: BaseException | None = None
-
-    def set(self, error: BaseException | None = None) -> None:
-        """The copy is through, or failed with `error`. Called once, by the thread that copies."""
-        self._error = error
-        self._running.release()
-
-    def done(self) -> bool:
-        """Whether `result` returns at once."""
-        return not self._running.locked()
-
-    def wait(self) -> None:
-        """Return when the copy is through."""
-        with self._running:
-            pass
-
-    def result(self) -> None:
-        """Return when the copy is through; raise what it failed with."""
-        self.wait()
-        if self._error is not None:
-            raise self._error
 
 
 @dataclass
@@ -52,19 +17,15 @@ class Staging:
         indices: int32 `[batch, num_kv_heads, top_k]` on the device: the token in each slot, -1 where it is
             empty.
         slots: The same on the CPU; the same tensor where the device is the CPU.
-        wanted: int32 like `indices`, on the device: the engine's own copy of what was asked for last.
-        job: The copy under way.
+        wanted: int32 like `indices`, on the device: the transfer's own copy of what was asked for last.
         done: CUDA: recorded on the copy stream after the last copy.
-        failed: The last copy broke off, and what the slots hold is unknown.
     """
 
     rows: torch.Tensor
     indices: torch.Tensor
     slots: torch.Tensor
     wanted: torch.Tensor
-    job: Outcome | None = None
     done: torch.cuda.Event | None = None
-    failed: bool = False
 
     @classmethod
     def empty(
@@ -89,26 +50,14 @@ class Staging:
         return self.rows.nbytes + self.indices.nbytes + self.wanted.nbytes
 
     @property
-    def flat_rows(self) -> torch.Tensor:
-        """`rows` as `[batch * num_kv_heads * top_k, key_dim + value_dim]`; a view."""
-        return self.rows.view(-1, self.rows.shape[-1])
+    def row_bytes(self) -> int:
+        """Bytes of one row."""
+        return self.rows.shape[-1] * self.rows.element_size()
 
-    def join(self) -> None:
-        """Return when the copy under way is through; raise what it failed with, once, the slots empty."""
-        if self.job is None:
-            return
-        try:
-            self.job.result()
-        except Exception:
-            self.failed |= self.job.done()  # else it was the wait that broke off
-            raise
-        finally:
-            # An interrupted wait leaves the job: it is still writing.
-            if self.job.done():
-                self.job = None
-            if self.failed:
-                self.failed = False
-                self.clear()
+    def order(self) -> None:
+        """CUDA: order what comes next on the current stream behind the last copy."""
+        if self.done is not None:
+            torch.cuda.current_stream(self.rows.device).wait_event(self.done)
 
     def reorder(self, batch_rows: torch.Tensor) -> None:
         """Row i becomes a copy of row `batch_rows[i]`, int64 `[batch]` on the device. No copy may be under way."""

@@ -1,4 +1,4 @@
-"""`CopyEngine`: what is staged after any sequence of prefetches, waits and resets; how it fails and ends."""
+"""Transfers: what is staged after any sequence of prefetches, waits and resets; how it fails and ends."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
+from support.late_transfer import late_transfer
 
 from specache_fx.errors import SpecacheError
-from specache_fx.runtime import copy_job, cpp_build, tracing
-from specache_fx.runtime.copy_engine import CopyEngine
+from specache_fx.runtime import cpp_build, tracing
 from specache_fx.runtime.host_cache import HostCache, resolve_host
-from specache_fx.runtime.native import copies
-from specache_fx.runtime.staging import plan_slots
+from specache_fx.runtime.native import graph_ops
+from specache_fx.runtime.transfer import CpuTransfer, Staging, choose_transfer, cpu, plan_slots
 
 SHAPES = [(2, 3, 5), (1, 4, 4)]
 BATCH = 2
@@ -107,7 +107,7 @@ def test_plan_keeps_what_is_wanted_and_fetches_the_rest_into_free_slots(rows):
 @settings(max_examples=150)
 @given(rows=st.lists(st.tuples(SELECTIONS, SELECTIONS), min_size=6, max_size=6))
 def test_cpp_stages_as_planned(rows):
-    library = copies.load()
+    assert graph_ops.load() is not None
     slots, wanted = (
         torch.tensor([row[i] for row in rows], dtype=torch.int32).reshape(2, 3, 5) for i in (0, 1)
     )
@@ -117,27 +117,38 @@ def test_cpp_stages_as_planned(rows):
     there = torch.full((2, 3, 5, 3), -1.0)
     expected = there.clone()
     expected.view(-1, 3)[plan.slot_idx] = source[plan.batch_idx, plan.head_idx, plan.token_idx]
-    arguments = copies.StageArguments(wanted, slots, there)
-    arguments.of_host(blocks, [0, 4, 9, 10], 10)
-    assert arguments.call(library) == 0
-    assert (arguments.c.fetched, arguments.c.kept) == (len(plan.slot_idx), plan.num_kept)
+    addresses = [block.data_ptr() for block in blocks]
+    table = torch.tensor([3, 0, addresses[0], 4, addresses[1], 9, addresses[2], 10])
+    done = torch.ops.specache.stage(table, 10, wanted, slots, there)
+    assert done == [0, len(plan.slot_idx), plan.num_kept]
     assert torch.equal(slots, plan.slots) and torch.equal(there, expected)
 
 
 @NEEDS_CPP
 def test_cpp_changes_nothing_where_a_token_is_not_there():
-    slots, wanted = torch.tensor([[[0, 1]], [[2, -1]]], dtype=torch.int32), torch.full((2, 1, 2), -1)
-    before, rows = slots.clone(), torch.zeros(2, 1, 2, 3)
-    wanted = wanted.to(torch.int32)
-    wanted[1, 0, 1] = 4
-    arguments = copies.StageArguments(wanted, slots, rows)
-    arguments.of_host([torch.ones(2, 1, 8, 3)], [0, 8], 4)
-    with pytest.raises(IndexError, match="Token 4 of layer 7, which holds 4"):
-        arguments.check(arguments.call(copies.load()), 7)
-    assert torch.equal(slots, before) and not rows.any()
+    assert graph_ops.load() is not None
+    host = HostCache(2, [(1, 1, 2)], torch.float32)
+    host.append(0, torch.ones(2, 1, 4, 1), torch.ones(2, 1, 4, 2))
+    staging = Staging.empty((2, 1, 2), 3, torch.float32, torch.device("cpu"))
+    staging.slots.copy_(torch.tensor([[[0, 1]], [[2, -1]]]))
+    before = staging.slots.clone()
+    staging.wanted[1, 0, 1] = 4
+    with pytest.raises(IndexError, match="Token 4 of layer 0, which holds 4"):
+        cpu.bring(host, 0, staging)
+    assert torch.equal(staging.slots, before) and not staging.rows.any()
 
 
-class EngineMachine(RuleBasedStateMachine):
+@NEEDS_CPP
+def test_cpp_refuses_what_are_no_slots():
+    assert graph_ops.load() is not None
+    table, rows = torch.zeros(2, dtype=torch.int64), torch.zeros(1, 1, 2, 3)
+    slots = torch.zeros(1, 1, 2, dtype=torch.int32)
+    for wrong in ((slots.long(), slots, rows), (slots, slots[..., :1], rows), (slots, slots, rows[..., ::2])):
+        with pytest.raises(RuntimeError, match="these are no slots"):
+            torch.ops.specache.stage(table, 0, *wrong)
+
+
+class WorkerMachine(RuleBasedStateMachine):
     """Prefetches, waits, resets and appends in any order; random delays on the worker."""
 
     device = "cpu"
@@ -149,18 +160,16 @@ class EngineMachine(RuleBasedStateMachine):
     def open(self, seed):
         rng = random.Random(seed)
         self.host, self.rows = make_host(150, self.device, self.host_kind)
-        self.engine = self.make_engine(rng)
+        self.transfer = self.make_transfer(rng)
         self.wanted = [torch.full((BATCH, heads, TOP_K), -1, dtype=torch.int32) for heads, _, _ in SHAPES]
         self.fetched = self.reused = self.fetched_bytes = self.reused_bytes = 0
 
-    def make_engine(self, rng):
-        return CopyEngine(
-            self.host,
-            TOP_K,
-            torch.device(self.device),
-            synchronous=self.synchronous,
-            delay=lambda: time.sleep(rng.choice([0, 0, 1e-4, 1e-3])),
+    def make_transfer(self, rng):
+        transfer = late_transfer(
+            self.host, TOP_K, torch.device(self.device), lambda: time.sleep(rng.choice([0, 0, 1e-4, 1e-3]))
         )
+        transfer.synchronous = self.synchronous
+        return transfer
 
     @rule(layer=layers, seed=st.integers(0, 999), spread=st.sampled_from([4, 8, 1000]))
     def prefetch(self, layer, seed, spread):
@@ -174,17 +183,17 @@ class EngineMachine(RuleBasedStateMachine):
             self.reused_bytes += there * self.rows[layer].shape[3] * 4
         self.wanted[layer] = wanted
         given_away = wanted.to(self.device, copy=True)
-        self.engine.prefetch(layer, given_away)
+        self.transfer.prefetch(layer, given_away)
         given_away.fill_(3)  # a compiled graph reuses its buffers at once
 
     @rule(layer=layers)
     def wait(self, layer):
-        rows, indices = self.engine.wait(layer)
+        rows, indices = self.transfer.wait(layer)
         assert_staged(rows, indices, self.wanted[layer], self.rows[layer])
 
     @rule(layer=layers)
     def reset(self, layer):
-        self.engine.reset(layer)
+        self.transfer.reset(layer)
         self.wanted[layer] = torch.full_like(self.wanted[layer], -1)
 
     @rule(layer=layers, seed=st.integers(0, 9))
@@ -206,29 +215,29 @@ class EngineMachine(RuleBasedStateMachine):
         self.rows[layer] = self.rows[layer][:, :, :keep]
 
     def teardown(self):
-        if not hasattr(self, "engine"):
+        if not hasattr(self, "transfer"):
             return
         for layer in range(len(SHAPES)):
             self.wait(layer)
-        metrics = self.engine.metrics
+        metrics = self.transfer.metrics
         assert (metrics.fetched_rows, metrics.reused_rows) == (self.fetched, self.reused)
         assert (metrics.fetched_bytes, metrics.reused_bytes) == (self.fetched_bytes, self.reused_bytes)
-        self.engine.close()
-        self.engine.close()
+        self.transfer.close()
+        self.transfer.close()
         self.host.close()
 
 
-class SynchronousMachine(EngineMachine):
+class SynchronousMachine(WorkerMachine):
     synchronous = True
 
 
-class PlainMachine(EngineMachine):
-    """Where C++ can't be built."""
+class PlainMachine(WorkerMachine):
+    """A thread, where C++ can't be built."""
 
     @initialize(seed=st.integers(0, 99))
     def open(self, seed):
         self.patch = pytest.MonkeyPatch()
-        self.patch.setattr(copy_job.copies, "load", lambda: None)
+        self.patch.setattr(cpu.graph_ops, "load", lambda: None)
         super().open(seed)
 
     def teardown(self):
@@ -239,39 +248,60 @@ class PlainMachine(EngineMachine):
                 self.patch.undo()
 
 
-class InMemoryMachine(EngineMachine):
-    """Rows are in memory: C++ copies them at once."""
+class InMemoryMachine(WorkerMachine):
+    """Rows are in memory: they are copied at once."""
 
-    def make_engine(self, rng):
-        return CopyEngine(self.host, TOP_K, torch.device("cpu"))
+    def make_transfer(self, rng):
+        return choose_transfer(self.host, TOP_K, torch.device(self.device))
 
 
-class FileMachine(EngineMachine):
+class FileMachine(WorkerMachine):
     """Rows are in files: a thread copies them."""
 
     host_kind = "disk"
 
-    def make_engine(self, rng):
-        return CopyEngine(self.host, TOP_K, torch.device("cpu"))
+    def make_transfer(self, rng):
+        return choose_transfer(self.host, TOP_K, torch.device(self.device))
 
 
-class CudaMachine(EngineMachine):
+class PlainInMemoryMachine(PlainMachine):
+    """At once, where C++ can't be built."""
+
+    def make_transfer(self, rng):
+        return choose_transfer(self.host, TOP_K, torch.device(self.device))
+
+
+class CudaMachine(InMemoryMachine):
+    """Page-locked rows: the device copies by itself."""
+
     device = "cuda"
 
 
+class CudaWorkerMachine(WorkerMachine):
+    """Rows that a GPU can't read: a thread sends them."""
+
+    device, host_kind = "cuda", "memory"
+
+
 MACHINE = settings(max_examples=25, stateful_step_count=20, deadline=None)
-TestAsynchronous = EngineMachine.TestCase
+TestAsynchronous = WorkerMachine.TestCase
 TestAsynchronous.settings = MACHINE
 TestSynchronous = SynchronousMachine.TestCase
 TestSynchronous.settings = MACHINE
 TestPlain = PlainMachine.TestCase
 TestPlain.settings = MACHINE
+TestPlainInMemory = PlainInMemoryMachine.TestCase
+TestPlainInMemory.settings = MACHINE
 TestInMemory = NEEDS_CPP(InMemoryMachine.TestCase)
 TestInMemory.settings = MACHINE
 TestFile = NEEDS_CPP(FileMachine.TestCase)
 TestFile.settings = MACHINE
 TestCuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")(CudaMachine.TestCase)
 TestCuda.settings = MACHINE
+TestCudaWorker = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")(
+    CudaWorkerMachine.TestCase
+)
+TestCudaWorker.settings = MACHINE
 
 
 def run_alone(code: str) -> str:
@@ -294,20 +324,20 @@ def wanted_of(*tokens: int, layer: int = 0) -> torch.Tensor:
 
 def test_wait_before_any_prefetch_gives_empty_slots():
     host, _ = make_host(10)
-    engine = CopyEngine(host, TOP_K, torch.device("cpu"))
-    rows, indices = engine.wait(1)
+    transfer = choose_transfer(host, TOP_K, torch.device("cpu"))
+    rows, indices = transfer.wait(1)
     assert rows.shape == (BATCH, 1, TOP_K, 8)
     assert (indices == -1).all()
-    assert engine.device_bytes == rows.nbytes + 2 * indices.nbytes
+    assert transfer.device_bytes == rows.nbytes + 2 * indices.nbytes
 
 
 def test_prefetch_returns_at_once_and_wait_and_reset_do_not():
     host, source = make_host(10)
     go = threading.Event()
-    engine = CopyEngine(host, TOP_K, torch.device("cpu"), delay=lambda: go.wait() and None)
-    for method in (engine.wait, engine.reset):
+    transfer = late_transfer(host, TOP_K, torch.device("cpu"), lambda: go.wait() and None)
+    for method in (transfer.wait, transfer.reset):
         go.clear()
-        engine.prefetch(0, wanted_of(1, 2))
+        transfer.prefetch(0, wanted_of(1, 2))
         waiter = threading.Thread(target=method, args=(0,))
         waiter.start()
         waiter.join(0.05)
@@ -315,10 +345,10 @@ def test_prefetch_returns_at_once_and_wait_and_reset_do_not():
         go.set()
         waiter.join(10)
         assert not waiter.is_alive()
-    assert (engine.wait(0)[1] == -1).all()
-    engine.prefetch(0, wanted_of(4))
-    assert_staged(*engine.wait(0), wanted_of(4), source[0])
-    engine.close()
+    assert (transfer.wait(0)[1] == -1).all()
+    transfer.prefetch(0, wanted_of(4))
+    assert_staged(*transfer.wait(0), wanted_of(4), source[0])
+    transfer.close()
 
 
 @pytest.mark.parametrize("synchronous", [False, True])
@@ -326,77 +356,76 @@ def test_prefetch_returns_at_once_and_wait_and_reset_do_not():
 def test_error_of_a_copy_is_raised_by_the_next_wait_once(device, synchronous):
     host, source = make_host(10, device)
     # The thread's way: where the device copies, indices never visit the CPU (`test_triton_gather.py`).
-    engine = CopyEngine(
-        host, TOP_K, torch.device(device), synchronous=synchronous, on_device=False, delay=lambda: None
-    )
-    engine.prefetch(0, wanted_of(1, 2).to(device))
-    engine.prefetch(0, wanted_of(1, 10).to(device))  # the host has ten tokens, 0 to 9
-    engine.prefetch(1, wanted_of(3, layer=1).to(device))
-    assert_staged(*engine.wait(1), wanted_of(3, layer=1), source[1])
+    transfer = late_transfer(host, TOP_K, torch.device(device))
+    transfer.synchronous = synchronous
+    transfer.prefetch(0, wanted_of(1, 2).to(device))
+    transfer.prefetch(0, wanted_of(1, 10).to(device))  # the host has ten tokens, 0 to 9
+    transfer.prefetch(1, wanted_of(3, layer=1).to(device))
+    assert_staged(*transfer.wait(1), wanted_of(3, layer=1), source[1])
     with pytest.raises(IndexError, match="Token 10 of layer 0, which holds 10"):
-        engine.wait(0)
-    assert (engine.wait(0)[1] == -1).all()
-    engine.prefetch(0, wanted_of(5).to(device))
-    assert_staged(*engine.wait(0), wanted_of(5), source[0])
-    for surface in (lambda: engine.prefetch(0, wanted_of(1).to(device)), lambda: engine.reset(0)):
-        engine.prefetch(0, wanted_of(11).to(device))
+        transfer.wait(0)
+    assert (transfer.wait(0)[1] == -1).all()
+    transfer.prefetch(0, wanted_of(5).to(device))
+    assert_staged(*transfer.wait(0), wanted_of(5), source[0])
+    for surface in (lambda: transfer.prefetch(0, wanted_of(1).to(device)), lambda: transfer.reset(0)):
+        transfer.prefetch(0, wanted_of(11).to(device))
         with pytest.raises(IndexError, match="Token 11"):
             surface()
-    engine.prefetch(0, wanted_of(12).to(device))
-    engine.close()
+    transfer.prefetch(0, wanted_of(12).to(device))
+    transfer.close()
     with pytest.raises(SpecacheError, match="closed"):
-        engine.prefetch(0, wanted_of(1).to(device))
+        transfer.prefetch(0, wanted_of(1).to(device))
 
 
 def test_error_of_a_copy_that_is_made_at_once_is_raised_at_once():
     host, source = make_host(10, "cpu")
-    engine = CopyEngine(host, TOP_K, torch.device("cpu"))
-    assert engine.copies_at_once
-    engine.prefetch(0, wanted_of(1, 2))
+    transfer = choose_transfer(host, TOP_K, torch.device("cpu"))
+    assert isinstance(transfer, CpuTransfer)
+    transfer.prefetch(0, wanted_of(1, 2))
     with pytest.raises(IndexError, match="Token 10 of layer 0, which holds 10"):
-        engine.prefetch(0, wanted_of(1, 10))
-    assert_staged(*engine.wait(0), wanted_of(1, 2), source[0])  # as they were
-    engine.prefetch(0, wanted_of(5))
-    assert_staged(*engine.wait(0), wanted_of(5), source[0])
-    engine.close()
+        transfer.prefetch(0, wanted_of(1, 10))
+    assert_staged(*transfer.wait(0), wanted_of(1, 2), source[0])  # as they were
+    transfer.prefetch(0, wanted_of(5))
+    assert_staged(*transfer.wait(0), wanted_of(5), source[0])
+    transfer.close()
     with pytest.raises(SpecacheError, match="closed"):
-        engine.prefetch(0, wanted_of(1))
+        transfer.prefetch(0, wanted_of(1))
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
-def test_forked_process_copies_with_an_engine_of_its_own_and_with_its_parents():
+def test_forked_process_copies_with_a_transfer_of_its_own_and_with_its_parents():
     code = """
         import os, torch
-        from specache_fx.runtime.copy_engine import CopyEngine
         from specache_fx.runtime.host_cache import HostCache
+        from specache_fx.runtime.transfer import choose_transfer
 
         torch.set_num_threads(1)  # OpenMP's don't survive a fork
 
-        def engine_of(tokens, dim, top_k):
+        def transfer_of(tokens, dim, top_k):
             host = HostCache(1, [(1, dim, dim)], torch.float32, "disk")
             host.append(0, *(torch.arange(tokens).float().view(1, 1, -1, 1).expand(1, 1, tokens, dim),) * 2)
-            return CopyEngine(host, top_k, torch.device("cpu"))
+            return choose_transfer(host, top_k, torch.device("cpu"))
 
-        def copy(engine, first, tokens):
-            engine.prefetch(0, torch.arange(first, first + tokens, dtype=torch.int32).view(1, 1, -1))
+        def copy(transfer, first, tokens):
+            transfer.prefetch(0, torch.arange(first, first + tokens, dtype=torch.int32).view(1, 1, -1))
 
-        def check(engine, first, tokens):
-            rows, indices = engine.wait(0)
+        def check(transfer, first, tokens):
+            rows, indices = transfer.wait(0)
             assert indices.sort().values.flatten().tolist() == list(range(first, first + tokens))
             assert torch.equal(rows[0, 0, :, -1], indices[0, 0].float())
 
-        def use(engine):
+        def use(transfer):
             for first in range(50):
-                copy(engine, first, 64)
-                check(engine, first, 64)
+                copy(transfer, first, 64)
+                check(transfer, first, 64)
 
-        ours, large = engine_of(5000, 64, 64), engine_of(4096, 2048, 4096)
+        ours, large = transfer_of(5000, 64, 64), transfer_of(4096, 2048, 4096)
         use(ours)
         copy(large, 0, 4096)  # 64 MiB: milliseconds
         child = os.fork()
         check(large, 0, 4096)
         if not child:
-            use(engine_of(5000, 64, 64))
+            use(transfer_of(5000, 64, 64))
         use(ours)
         if child:
             assert os.waitpid(child, 0)[1] == 0
@@ -407,44 +436,43 @@ def test_forked_process_copies_with_an_engine_of_its_own_and_with_its_parents():
 @NEEDS_CPP
 def test_rows_in_memory_are_copied_at_once():
     host, source = make_host(10)
-    engine = CopyEngine(host, TOP_K, torch.device("cpu"))
+    transfer = choose_transfer(host, TOP_K, torch.device("cpu"))
     before = set(threading.enumerate())
     with tracing.recording() as recorder:
         for layer in range(len(SHAPES)):
-            engine.prefetch(layer, wanted_of(1, 2, layer=layer))
-            assert not engine.is_copying(layer)
+            transfer.prefetch(layer, wanted_of(1, 2, layer=layer))
+            held = transfer.staging(layer)  # nobody waits
+            assert_staged(held.rows, held.indices, wanted_of(1, 2, layer=layer), source[layer])
     assert set(threading.enumerate()) == before
-    for layer in range(len(SHAPES)):
-        assert_staged(*engine.wait(layer), wanted_of(1, 2, layer=layer), source[layer])
-    metrics = engine.metrics
+    metrics = transfer.metrics
     assert metrics.copy_seconds == metrics.waited_seconds > 0  # nothing is computed meanwhile
     spans = recorder.finish()
     assert [(span.name, span.track, span.args["layer"]) for span in spans] == [
         ("prefetch", "copies", layer) for layer in range(len(SHAPES))
     ]
-    engine.close()
+    transfer.close()
 
 
 @NEEDS_CPP
 def test_copies_find_rows_in_blocks_that_came_later():
     host, source = make_host(10)
-    engine = CopyEngine(host, TOP_K, torch.device("cpu"))
+    transfer = choose_transfer(host, TOP_K, torch.device("cpu"))
     for tokens in (10, 110, 210):
         last = wanted_of(2, tokens - 1)
-        engine.prefetch(0, last)
-        assert_staged(*engine.wait(0), last, source[0])
+        transfer.prefetch(0, last)
+        assert_staged(*transfer.wait(0), last, source[0])
         heads, key_dim, value_dim = SHAPES[0]
         new = torch.randn(BATCH, heads, 100, key_dim + value_dim)
         host.append(0, new[..., :key_dim], new[..., key_dim:])
         source[0] = torch.cat([source[0], new], dim=2)
-    engine.close()
+    transfer.close()
 
 
 def test_wait_that_is_interrupted_leaves_the_copy():
     host, source = make_host(10)
     go = threading.Event()
-    engine = CopyEngine(host, TOP_K, torch.device("cpu"), delay=lambda: go.wait() and None)
-    engine.prefetch(0, wanted_of(1, 2))
+    transfer = late_transfer(host, TOP_K, torch.device("cpu"), lambda: go.wait() and None)
+    transfer.prefetch(0, wanted_of(1, 2))
 
     def interrupt(*_):
         raise TimeoutError
@@ -453,13 +481,13 @@ def test_wait_that_is_interrupted_leaves_the_copy():
     try:
         signal.setitimer(signal.ITIMER_REAL, 0.05)
         with pytest.raises(TimeoutError):
-            engine.wait(0)
+            transfer.wait(0)
     finally:
         signal.signal(signal.SIGALRM, before)
     go.set()
-    assert_staged(*engine.wait(0), wanted_of(1, 2), source[0])
-    assert engine.metrics.fetched_rows == 2 * BATCH * SHAPES[0][0]
-    engine.close()
+    assert_staged(*transfer.wait(0), wanted_of(1, 2), source[0])
+    assert transfer.metrics.fetched_rows == 2 * BATCH * SHAPES[0][0]
+    transfer.close()
 
 
 @NEEDS_CPP
@@ -467,38 +495,38 @@ def test_rows_in_a_file_are_copied_by_a_thread(tmp_path):
     host = HostCache(BATCH, SHAPES, torch.float32, "disk", str(tmp_path))
     for layer, (heads, key_dim, value_dim) in enumerate(SHAPES):
         host.append(layer, torch.ones(BATCH, heads, 8, key_dim), torch.ones(BATCH, heads, 8, value_dim))
-    engine = CopyEngine(host, TOP_K, torch.device("cpu"))
+    transfer = choose_transfer(host, TOP_K, torch.device("cpu"))
     before = set(threading.enumerate())
-    engine.prefetch(0, wanted_of(1))
+    transfer.prefetch(0, wanted_of(1))
     assert len(set(threading.enumerate()) - before) == 1
-    assert (engine.wait(0)[0][:, :, 0] == 1).all()
-    engine.close()
+    assert (transfer.wait(0)[0][:, :, 0] == 1).all()
+    transfer.close()
     host.close()
 
 
 def test_rows_are_written_and_read_across_inference_mode():
     host, source = make_host(10)
     with torch.inference_mode():
-        engine = CopyEngine(host, TOP_K, torch.device("cpu"))
-        engine.prefetch(0, wanted_of(1, 2))
-        engine.wait(0)
-    engine.prefetch(0, wanted_of(2, 3))
-    rows, indices = engine.wait(0)
+        transfer = choose_transfer(host, TOP_K, torch.device("cpu"))
+        transfer.prefetch(0, wanted_of(1, 2))
+        transfer.wait(0)
+    transfer.prefetch(0, wanted_of(2, 3))
+    rows, indices = transfer.wait(0)
     assert not rows.is_inference()
     assert_staged(rows, indices, wanted_of(2, 3), source[0])
-    engine.close()
+    transfer.close()
 
 
 @pytest.mark.parametrize("end", ["close", "drop"])
-def test_thread_ends_with_its_engine(end):
+def test_thread_ends_with_its_transfer(end):
     host, _ = make_host(10)
     before = set(threading.enumerate())
-    engine = CopyEngine(host, TOP_K, torch.device("cpu"), delay=lambda: time.sleep(0.01))
-    engine.prefetch(0, wanted_of(1))
+    transfer = late_transfer(host, TOP_K, torch.device("cpu"), lambda: time.sleep(0.01))
+    transfer.prefetch(0, wanted_of(1))
     (worker,) = set(threading.enumerate()) - before
     if end == "close":
-        engine.close()
-    del engine
+        transfer.close()
+    del transfer
     gc.collect()
     worker.join(10)
     assert not worker.is_alive()
@@ -509,11 +537,17 @@ def test_interpreter_exits_with_a_copy_under_way():
         import atexit, threading
         atexit.register(lambda: print([thread.name for thread in threading.enumerate()]))  # runs last
         import time, torch
-        from specache_fx.runtime.copy_engine import CopyEngine
         from specache_fx.runtime.host_cache import HostCache
+        from specache_fx.runtime.transfer import WorkerTransfer
+
+        class Late(WorkerTransfer):
+            def _copy(self, layer, staging):
+                copy = super()._copy(layer, staging)
+                return lambda: (time.sleep(0.05), copy())[1]
+
         host = HostCache(1, [(1, 64, 64)], torch.float32)
         host.append(0, torch.zeros(1, 1, 5000, 64), torch.zeros(1, 1, 5000, 64))
-        engine = CopyEngine(host, 4096, torch.device("cpu"), delay=lambda: time.sleep(0.05))
-        engine.prefetch(0, torch.arange(4096, dtype=torch.int32).view(1, 1, -1))
+        transfer = Late(host, 4096, torch.device("cpu"))
+        transfer.prefetch(0, torch.arange(4096, dtype=torch.int32).view(1, 1, -1))
     """
     assert run_alone(code) == "['MainThread']\n"

@@ -1,0 +1,196 @@
+"""`CudaTransfer`: the device plans and copies by itself, out of page-locked host memory.
+
+    prefetch:  event behind the selection -> side stream: plan the slots, copy the rows -> event
+
+No index visits the CPU, no thread runs, nothing waits: two launches a layer. What was fetched is counted on the device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterator
+
+import torch
+
+from specache_fx.errors import SpecacheError
+from specache_fx.runtime import triton_ops
+from specache_fx.runtime.host_cache import HostCache
+from specache_fx.runtime.launches import launch
+from specache_fx.runtime.transfer.base import CopyMetrics, Transfer
+from specache_fx.runtime.transfer.staging import Staging
+
+_TOKENS_AT_ONCE = 64
+_TILE_WORDS = 1024
+_WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
+
+
+class KernelTransfer(Transfer):
+    """Kernels copy on the current stream, beside nothing. Args as `Transfer`; the device reads the host's rows."""
+
+    def __init__(self, host: HostCache, top_k: int, device: torch.device) -> None:
+        super().__init__(host, top_k, device)
+        # Rows that came, rows that stayed, tokens that the host did not hold; by layer, for their rows differ in size.
+        self._counters: dict[int, torch.Tensor] = {}
+        # Of each layer the host's table as it was told last, and where the device has it.
+        self._tables: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        # By shape: layers are copied one after the other, so that they share it.
+        self._scratch: dict[tuple[int, ...], tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def prefetch_wanted(self, layer: int) -> None:
+        """See `Transfer`."""
+        with self.beside(layer):
+            self.copy(layer)
+
+    @contextlib.contextmanager
+    def beside(self, layer: int) -> Iterator[None]:
+        """Launch the block behind what the current stream has been given so far, and beside what it is given next.
+
+        Args:
+            layer: Whose slots the block fills.
+        """
+        yield
+
+    def copy(self, layer: int, told: torch.Tensor | None = None) -> None:
+        """Bring what the layer's slots want, on the current stream.
+
+        Args:
+            layer: Layer number.
+            told: Tokens that the host holds, int32 `[1]` on the device; None: as many as it holds now.
+        """
+        from specache_fx.runtime.kernels.triton_gather import copy_rows, plan_slots
+
+        self.update_table(layer)
+        staging, table = self.staging(layer), self._tables[layer][1]
+        counters, (missing, source) = self._of(layer, staging)
+        batch, heads, top_k = staging.wanted.shape
+        rows = staging.rows.view(_word_of(staging))
+        words = rows.shape[3]
+        padded = triton_ops.power_of_two(words)
+        slots = max(min(_TILE_WORDS // padded, triton_ops.power_of_two(top_k)), 1)
+        with triton_ops.on(self._device):
+            launch(
+                plan_slots,
+                (batch * heads,),
+                staged=staging.indices,
+                wanted=staging.wanted,
+                missing=missing,
+                source=source,
+                counters=counters,
+                lengths=counters if told is None else told,
+                length=self.host.length(layer) if told is None else 0,
+                top_k=top_k,
+                TOLD=told is not None,
+                BLOCK=min(_TOKENS_AT_ONCE, triton_ops.power_of_two(top_k)),
+            )
+            launch(
+                copy_rows,
+                (batch * heads, -(-top_k // slots)),
+                rows=rows,
+                staged=staging.indices,
+                missing=missing,
+                source=source,
+                table=table,
+                top_k=top_k,
+                WORDS=words,
+                WORDS_PAD=padded,
+                SLOTS=slots,
+            )
+
+    def update_table(self, layer: int) -> bool:
+        """Tell the device where the host's rows are; see `HostCache.table`.
+
+        Returns:
+            Whether the device finds that at another address than before.
+        """
+        rows = self.host.table(layer)
+        told, table = self._tables.get(layer, (None, None))
+        if told is rows:
+            return False
+        moves = table is None or len(table) != len(rows)
+        with torch.inference_mode(False):
+            if table is None or moves:
+                table = torch.empty_like(rows, device=self._device)
+            # From pageable memory the driver takes its own copy, at once.
+            table.copy_(rows, non_blocking=True)
+        self._tables[layer] = rows, table
+        return moves
+
+    @property
+    def metrics(self) -> CopyMetrics:
+        """See `Transfer`."""
+        total = CopyMetrics()
+        for layer, counters in self._counters.items():
+            came, stayed, wrong = counters.tolist()
+            if wrong:
+                raise SpecacheError(
+                    f"{wrong} tokens were to be prefetched for layer {layer} that its host tier does not hold: their"
+                    " slots stayed empty. This is a bug of specache_fx: please report it."
+                )
+            total.count(came, stayed, self.staging(layer).row_bytes)
+        return total
+
+    @property
+    def device_bytes(self) -> int:
+        """See `Transfer`."""
+        tables = sum(table.nbytes for _, table in self._tables.values())
+        counters = sum(counter.nbytes for counter in self._counters.values())
+        scratch = sum(part.nbytes for pair in self._scratch.values() for part in pair)
+        return super().device_bytes + tables + counters + scratch
+
+    def _of(self, layer: int, staging: Staging) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+        shape = tuple(staging.wanted.shape)
+        with torch.inference_mode(False):
+            if layer not in self._counters:
+                self._counters[layer] = torch.zeros(3, dtype=torch.int64, device=self._device)
+            if shape not in self._scratch:
+                self._scratch[shape] = torch.empty_like(staging.wanted), torch.empty_like(staging.wanted)
+        return self._counters[layer], self._scratch[shape]
+
+
+class CudaTransfer(KernelTransfer):
+    """The kernels copy on a side stream, beside compute. Args as `KernelTransfer`; the host's rows are page-locked."""
+
+    def __init__(self, host: HostCache, top_k: int, device: torch.device) -> None:
+        super().__init__(host, top_k, device)
+        self._stream = torch.cuda.Stream(device)
+        # Dropped without `close`: what the kernels read and write must not be given to others meanwhile.
+        # A captured step makes its copies on the stream that replays it, so all streams count.
+        weakref.finalize(self, torch.cuda.synchronize, device).atexit = False
+
+    @contextlib.contextmanager
+    def beside(self, layer: int) -> Iterator[None]:
+        """See `KernelTransfer`."""
+        staging = self.staging(layer)
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            yield
+            if not torch.cuda.is_current_stream_capturing():  # else the event is known in the graph alone
+                staging.done = staging.done or torch.cuda.Event()
+                staging.done.record(self._stream)
+        if self.synchronous:
+            self.join()
+
+    def join(self) -> None:
+        """See `Transfer`."""
+        torch.cuda.current_stream(self._device).wait_stream(self._stream)
+
+    @property
+    def metrics(self) -> CopyMetrics:
+        """See `Transfer`."""
+        self._stream.synchronize()
+        return super().metrics
+
+    def _order(self, layer: int) -> None:
+        self.staging(layer).order()
+
+    def _settle(self, layer: int) -> None:
+        torch.cuda.synchronize(self._device)  # replayed steps record no events
+
+    def _finish(self) -> None:
+        torch.cuda.synchronize(self._device)
+
+
+def _word_of(staging: Staging) -> torch.dtype:
+    """The widest integer that a row is a whole number of."""
+    return next(dtype for size, dtype in _WORDS.items() if staging.row_bytes % size == 0)

@@ -1,0 +1,110 @@
+"""`WorkerTransfer`: a thread copies beside compute, for rows that take time to read.
+
+prefetch:  a job for the thread; what it fails with empties the slots and is raised once, by who waits for it
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from concurrent import futures
+from functools import partial
+
+import torch
+
+from specache_fx.runtime.host_cache import HostCache
+from specache_fx.runtime.transfer.base import CopyMetrics, Transfer
+from specache_fx.runtime.transfer.cpu import bring
+from specache_fx.runtime.transfer.staging import Staging
+
+Copy = Callable[[], tuple[int, int]]
+"""Brings rows, and says how many came and how many were there."""
+
+
+class WorkerTransfer(Transfer):
+    """Copies on a thread of its own, which the first prefetch starts. Args as `Transfer`."""
+
+    def __init__(self, host: HostCache, top_k: int, device: torch.device) -> None:
+        super().__init__(host, top_k, device)
+        self._thread = _thread()
+        self._under_way: dict[int, futures.Future[None]] = {}  # by layer
+        _workers.add(self)
+
+    def _copy(self, layer: int, staging: Staging) -> Copy:
+        """What the thread is to do. It holds host and slots, not the transfer: dropping that ends the thread."""
+        return partial(bring, self.host, layer, staging)
+
+    def prefetch_wanted(self, layer: int) -> None:
+        """See `Transfer`."""
+        staging = self.staging(layer)
+        copy = self._copy(layer, staging)
+        job = self._under_way[layer] = self._thread.submit(_count, copy, staging.row_bytes, self._metrics)
+        if self.synchronous:
+            futures.wait([job])
+
+    def _order(self, layer: int) -> None:
+        job = self._under_way.get(layer)
+        if job is None:
+            return
+        start = time.perf_counter()
+        try:
+            job.result()
+        finally:
+            if job.done():  # else the wait was interrupted, and the copy is still writing
+                del self._under_way[layer]
+                if job.exception() is not None:  # what the slots hold is unknown
+                    self.staging(layer).clear()
+        self._metrics.waited_seconds += time.perf_counter() - start
+
+    def _finish(self) -> None:
+        for layer in list(self._under_way):
+            with contextlib.suppress(Exception):
+                self._order(layer)
+        self._thread.shutdown()
+
+    def pause(self) -> None:
+        """Return when no copy is under way; what one failed with is left to `wait`."""
+        futures.wait(list(self._under_way.values()))
+
+    def forget_thread(self) -> None:
+        """In a forked process, which lacks it: have the next copy start one."""
+        self._thread = _thread()
+
+
+_workers: weakref.WeakSet[WorkerTransfer] = weakref.WeakSet()
+_here = threading.local()
+
+
+def _thread() -> futures.ThreadPoolExecutor:
+    """Starts with its first job. The interpreter waits for that when it exits: torch must not go away beneath it."""
+    return futures.ThreadPoolExecutor(1, "specache-copy", initializer=partial(setattr, _here, "copies", True))
+
+
+def copies_here() -> bool:
+    """Whether this thread makes copies: it must wait for none, nor end a session, which waits for all of its own."""
+    return getattr(_here, "copies", False)
+
+
+def _count(copy: Copy, row_bytes: int, metrics: CopyMetrics) -> None:
+    start = time.perf_counter()
+    metrics.count(*copy(), row_bytes)
+    metrics.copy_seconds += time.perf_counter() - start
+
+
+def _before_fork() -> None:
+    for worker in list(_workers):
+        worker.pause()
+
+
+def _in_child() -> None:
+    for worker in list(_workers):
+        worker.forget_thread()
+
+
+if hasattr(os, "register_at_fork"):
+    # A forked process has no thread that copies: it gets no copy that is half made.
+    os.register_at_fork(before=_before_fork, after_in_child=_in_child)
