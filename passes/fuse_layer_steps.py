@@ -9,8 +9,8 @@
 
 After `verify`, which has seen that they are in order. On the CPU the one operator is C++ (`csrc/layer_step.h`), for
 Triton's kernels it is `specache.device_step` (`DeviceSteps`). Layers that attentions share, latent attention, and
-lookahead "none", where more than these five run, keep their operators. So do all layers of a session
-that nothing runs as a whole (`Session.steps`): `build_decode_graph` leaves this pass out.
+lookahead "none", which attends twice, keep their operators. So do all layers of a session that nothing runs as a whole
+(`Session.steps`): `build_decode_graph` leaves this pass out.
 """
 
 from __future__ import annotations

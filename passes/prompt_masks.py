@@ -1,11 +1,11 @@
-"""`prompt_masks`: a prompt's attention gets a rule in place of a mask of `[q_len, q_len]`, where that says the same.
+"""`prompt_masks`: a prompt's attention follows a rule instead of a `[q_len, q_len]` mask where both agree.
 
-    out = sdpa(q, k, v, mask)       ->  form, real = test(mask, window)
-                                        out = specache.prompt_attention(q, k, v, form, real, state, index, scale)
+    out = sdpa(q, k, v, mask)       ->  verdict, real = test(mask, window)
+                                        out = specache.prompt_attention(q, k, v, verdict, real, state, number, scale)
 
 A model that is given an `attention_mask` computes such a mask, 4 GB at 65,536 tokens, even where nothing is padding:
 only the numbers tell. The compiler fuses the test with what computes the mask, and nothing of it is kept. The operator
-reads what the test says (`runtime/prompt_masks.py`). `store` goes on reading the mask's last row.
+reads the verdict (`runtime/prompt_masks.py`). `store` goes on reading the mask's last row.
 
 Runs after `bind_cache`. Attentions that are spelt out, and masks that weights or random numbers go into, stay.
 """
@@ -26,6 +26,7 @@ from specache_fx.passes.graph_slices import eliminate_dead_code, extract, needed
 from specache_fx.passes.graph_utils import is_static_input, placeholders, shape_of, value_of
 from specache_fx.passes.normalize_attention import sdpa_argument
 from specache_fx.passes.randomness import draws_random_numbers
+from specache_fx.passes.write_log import WriteLog
 from specache_fx.passes.writes import mutated_inputs
 from specache_fx.runtime.prompt_masks import PromptMask, test
 
@@ -36,23 +37,29 @@ def prompt_masks(gm: GraphModule, state: PassState) -> GraphModule:
         return gm
     inputs = placeholders(gm.graph)
     assert inputs[-1].name == STATE
-    tested: dict[Node, tuple[Node, ...]] = {}
+    tested: dict[tuple[Node, int | None], tuple[Node, Node, Node, int]] = {}
+    log = WriteLog(gm.graph)
     for site in state.sites:
         mask = site.mask
         if mask is None or not _may_follow_rule(site, mask):
             continue
-        if mask not in tested:
+        known = tested.get((mask, site.window))
+        if known is None:
             roots = _inputs_of(gm, mask, site.node)
             if roots is None:
                 continue
             graph = extract(gm, [mask], roots, reader=site.node)
-            state.prompt_masks.append(PromptMask(graph, tuple(map(inputs.index, roots))))
             with gm.graph.inserting_before(site.node):
                 told = call(gm.graph, test, (mask, site.window), site.node, "mask_test")
-                tested[mask] = tuple(call(gm.graph, operator.getitem, (told, i), site.node) for i in (0, 1))
+                verdict, real = (call(gm.graph, operator.getitem, (told, i), site.node) for i in (0, 1))
+            known = tested[mask, site.window] = (told, verdict, real, len(state.prompt_masks))
+            state.prompt_masks.append(PromptMask(graph, tuple(map(inputs.index, roots))))
+        told, verdict, real, number = known
+        if log.between(mask, told, site.node):
+            continue  # another mask by now
         with gm.graph.inserting_before(site.node):
             sides = (sdpa_argument(site.node, name) for name in ("query", "key", "value"))
-            args = (*sides, *tested[mask], inputs[-1], list(tested).index(mask), site.scale, site.window)
+            args = (*sides, verdict, real, inputs[-1], number, site.scale, site.window)
             out = call(gm.graph, torch.ops.specache.prompt_attention.default, args, site.node, "attended")
         site.node.replace_all_uses_with(out)
         gm.graph.erase_node(site.node)
@@ -68,7 +75,8 @@ def _may_follow_rule(site: AttentionSite, mask: Node) -> bool:
     if site.node.target is not F.scaled_dot_product_attention or len(shape) < 2 or len(query) != 4:
         return False
     square = all(statically_known_true(size == query[2]) for size in shape[-2:])
-    return square and shape[-3:-2] in ((), (1,)) and not statically_known_true(query[2] == 1)
+    shared = len(shape) < 3 or statically_known_true(shape[-3] == 1)
+    return square and shared and not statically_known_true(query[2] == 1)
 
 
 def _inputs_of(gm: GraphModule, mask: Node, reader: Node) -> list[Node] | None:

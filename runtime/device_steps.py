@@ -12,6 +12,7 @@ Paper: SpeCache Alg. 3. On the CPU `StepTable` does the same.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -43,10 +44,8 @@ from specache_fx.runtime.transfer import KernelTransfer, Transfer
 from specache_fx.runtime.whole_steps import StepFacts
 
 _NUM_QUANTIZED, _NUM_SELECTABLE = 0, 2  # of `lengths`: see `tell_lengths`
-_SELECTING, _RESIDENT = (
-    "selecting",
-    "resident",
-)  # layers that share a `_Stored`; a window's are known by the first of them
+# Layers that share a `_Stored`. Windows that are alike are named by the first of them.
+_SELECTING, _RESIDENT = "selecting", "resident"
 
 
 @dataclass
@@ -126,6 +125,7 @@ class DeviceSteps:
         self._shared: dict[tuple[Any, ...], Any] = {}  # what layers of one shape share
         self._stored: dict[str | int, _Stored] = {}
         self._stored_of: dict[int, str | int] = {}  # by layer
+        self._tables_moved = 0
         self._shares: torch.Tensor | None = None
         self._counts: torch.Tensor | None = None
         # Of the step under way.
@@ -151,10 +151,14 @@ class DeviceSteps:
         self._facts, self._caches, self._run = facts, layers, []
         alike = _alike(layers, facts)
         moved = [i for i, cache in layers.items() if self._lies_elsewhere(i, cache)]
-        moved += [i for i, cache in layers.items() if not cache.is_exact and self._transfer.update_table(i)]
+        for i, cache in layers.items():
+            if not cache.is_exact:
+                self._transfer.update_table(i)
         with torch.inference_mode(False):
-            if moved or alike != self._stored_of:
+            # A table may have moved since the last step: rows of a group that this filled were brought.
+            if moved or self._transfer.tables_moved != self._tables_moved or alike != self._stored_of:
                 self._forget()
+            self._tables_moved = self._transfer.tables_moved
             self._stored_of = alike
             firsts = {alike[i]: i for i in reversed(list(layers))}
             for layer in firsts.values():
@@ -283,7 +287,7 @@ class DeviceSteps:
                 out = self._attend(prepared, call)
             if prepared.selection is not None:
                 with transfer.beside(layer), span("select", "copies", device=self.device, layer=layer):
-                    self._select(layer, prepared.arguments | bias_of(call.bias, query), prepared.selection)
+                    self._select(layer, prepared.arguments, prepared.selection, call.bias)
         return out
 
     def _attend(self, prepared: _Layer, call: LayerCall) -> torch.Tensor:
@@ -299,20 +303,21 @@ class DeviceSteps:
         merge(out=out, query=query, sinks=triton_ops.pointer_or(call.sinks, query), **own)
         return out
 
-    def _select(self, layer: int, arguments: dict[str, Any], prepared: _Selection) -> None:
+    def _select(
+        self, layer: int, arguments: dict[str, Any], prepared: _Selection, bias: torch.Tensor | None
+    ) -> None:
         """Choose the next step's pairs and bring them; reads nothing that the model may overwrite meanwhile."""
         facts = self._facts
         assert facts is not None
         if facts.counts is not None:
-            prepared.before.copy_(
-                self._transfer.staging(layer).indices
-            )  # the copy overwrites which tokens are staged
+            # The copy overwrites which tokens are staged.
+            prepared.before.copy_(self._transfer.staging(layer).indices)
         if self.is_plain and prepared.launches:
             for one in prepared.launches:
                 one()
             return
         with noted() as launches:
-            self._launch_selection(layer, arguments, prepared)
+            self._launch_selection(layer, arguments | bias_of(bias, arguments["query"]), prepared)
         if self.is_plain:
             prepared.launches = launches
 
@@ -352,6 +357,12 @@ class DeviceSteps:
 
         facts, cache, transfer = self._facts, self._caches[index], self._transfer
         assert facts is not None
+        # Stand-ins: what is prepared keeps no activations.
+        sides = {
+            name: self._of_shape((name, *side.shape), functools.partial(torch.empty_like, side))
+            for name, side in (("query", call.query), ("key", call.key), ("value", call.value))
+        }
+        call = replace(call, bias=None, **sides)
         staging = None if cache.is_exact else transfer.staging(index)
         staged = None if facts.predecodes or staging is None else (staging.rows, staging.indices)
         inputs = cache.inputs_at_any_length(replace(call, staged=staged))

@@ -360,7 +360,7 @@ class LayerCache:
 def grown_tokens(tokens: int) -> int:
     """Tokens that memory for `tokens` is exchanged for when it is full.
 
-    What lies unused is a part of 64. All is copied once in so many steps, each of which reads it: that costs nothing.
+    At most 256 tokens or a 64th lie unused. A growth copies all once in as many steps, each of which reads all.
     """
     return tokens + max(_LEAST_GROWTH_TOKENS, tokens // 64)
 

@@ -132,6 +132,6 @@ class WindowMask:
 
     @classmethod
     def of(cls, row: torch.Tensor, batch: int) -> WindowMask:
-        """Read the newest query's row of a mask, see `split_row`. Of one that hides nothing `seen` may be all True."""
+        """Read the newest query's row of a mask, see `split_row`. `seen` may be all True."""
         real = real_keys(row, batch)  # nothing waits for the device then
         return cls(row.shape[-1], *(split_row(row, batch) if real is None else (real, None)))

@@ -60,6 +60,18 @@ def _store(key: Tensor, value: Tensor, mask: Tensor | None, state: Tensor, layer
     registry.by_state(state).store(layer, key, value, mask)
 
 
+def _prompt_attention(
+    query: Tensor, key: Tensor, value: Tensor, verdict: Tensor, real: Tensor, state: Tensor, *rule: Any
+) -> Tensor:
+    masks = registry.by_state(state).prompt_masks
+    assert masks is not None
+    return prompt_masks.attend(masks, query, key, value, verdict, real, *rule)
+
+
+def _prompt_attention_fake(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
+    return prompt_masks.empty_output(query, value)
+
+
 def _load(past_key: Tensor, past_value: Tensor, state: Tensor, layer: int) -> tuple[Tensor, Tensor]:
     return registry.by_state(state).load(layer)
 
@@ -182,10 +194,10 @@ _define(
     _load_fake,
 )
 _define(
-    f"prompt_attention({_SIDES}, Tensor form, Tensor real, Tensor(a!) state, int mask, float scale, int? window=None)"
-    " -> Tensor",
-    prompt_masks.attend,
-    prompt_masks.attend_fake,
+    f"prompt_attention({_SIDES}, Tensor verdict, Tensor real, Tensor(a!) state, int number, float scale,"
+    " int? window=None) -> Tensor",
+    _prompt_attention,
+    _prompt_attention_fake,
 )
 _define(f"attention({_SIDES}, int layer, float scale, {_FORM}) -> Tensor", _marker, _attention_fake)
 _define(f"attention_lanes({_SIDES}, int layer, float scale, {_FORM}) -> Tensor", _marker, _attention_fake)

@@ -1,14 +1,13 @@
 """The attention of a prompt whose mask is told by a rule, and not by `[q_len, q_len]` numbers.
 
-Nearly all masks are one: a query sees the real keys up to its own, of a sliding window the newest. A graph tests its
-masks against it (`passes/prompt_masks.py`); an attention reads what the test says, and makes what it needs of the
+Nearly all masks follow one rule: a query sees the real keys up to its own, of a sliding window the newest. A graph
+tests its masks against it (`passes/prompt_masks.py`). An attention reads the verdict and makes what it needs of the
 mask, a block of queries at a time. Where the rule is another, it makes the model's own mask, once for all layers.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,10 +17,8 @@ from torch.fx import GraphModule
 
 from specache_fx.runtime.masks import hides
 
-_OTHER, _CAUSAL, _PADDED = range(3)  # what a test says
+_OTHER, _CAUSAL, _BY_RULE = range(3)  # verdicts of a test
 _BLOCK = 512  # queries that share a piece of a mask
-
-_running: dict[int, PromptMasks] = {}  # by the address of its session's `state`, which runs one at a time
 
 
 @dataclass(frozen=True)
@@ -45,21 +42,21 @@ def test(mask: torch.Tensor, window: int | None) -> tuple[torch.Tensor, torch.Te
         window: Tokens that a query reaches, its own included; None for all.
 
     Returns:
-        int64 `[]`: 1 where each query sees all keys up to its own; 2 where padding or the window hides some of these; 0
-        where the mask is another. And which keys are real, bool `[..., q_len]`.
+        The verdict, int64 `[]`: 1 where each query sees all keys up to its own; 2 where padding or the window hides
+        some of these; 0 where the mask is another. And which keys are real, bool `[..., q_len]`.
     """
     seen = mask if mask.dtype == torch.bool else mask == 0
     places = torch.arange(mask.shape[-1], device=mask.device)
     real = seen[..., places, places]  # `diagonal` would have the whole mask in memory
-    causal = torch.ones_like(seen).tril()
+    causal = torch.ones(mask.shape[-2:], dtype=torch.bool, device=mask.device).tril()
     rule = causal if window is None else causal.triu(1 - window)
-    # Inductor's bounds know no comparison of bools (torch 2.13).
+    # Not `==`: Inductor's bounds know no comparison of bools (torch 2.13).
     follows = ~(seen ^ (rule & real.unsqueeze(-2))).any()
     whole = real.all() if window is None else real.all() & ~(rule ^ causal).any()
     if mask.dtype != torch.bool:
-        # A row without a key is nothing to a bool mask, and an average to numbers: it would have to be made.
+        # SDPA gives 0 for an empty row of a bool mask, and an average for one of floats.
         follows = follows & whole & (seen | hides(mask)).all()
-    return torch.where(follows, torch.where(whole, _CAUSAL, _PADDED), _OTHER), real
+    return torch.where(follows, torch.where(whole, _CAUSAL, _BY_RULE), _OTHER), real
 
 
 class PromptMasks:
@@ -72,65 +69,56 @@ class PromptMasks:
 
     def __init__(self, masks: Sequence[PromptMask], args: Sequence[Any]) -> None:
         self._masks, self._args = masks, args
-        self._forms: dict[int, int] = {}
+        self._verdicts: dict[int, int] = {}
         self._made: dict[int, torch.Tensor] = {}
 
-    @contextlib.contextmanager
-    def running(self, state: torch.Tensor) -> Iterator[None]:
-        """While the prompt's graph runs: its operators find the masks by the session's `state`."""
-        _running[state.data_ptr()] = self
-        try:
-            yield
-        finally:
-            del _running[state.data_ptr()]
+    def verdict(self, number: int, told: torch.Tensor) -> int:
+        """Of the test of a mask. On CUDA the first layer that asks waits for it."""
+        if number not in self._verdicts:
+            self._verdicts[number] = int(told)
+        return self._verdicts[number]
 
-    def form(self, index: int, told: torch.Tensor) -> int:
-        """What the test of a mask said. On CUDA the first layer that asks waits for it."""
-        if index not in self._forms:
-            self._forms[index] = int(told)
-        return self._forms[index]
-
-    def make(self, index: int) -> torch.Tensor:
+    def make(self, number: int) -> torch.Tensor:
         """A mask as the model has it."""
-        if index not in self._made:
-            mask = self._masks[index]
-            (self._made[index],) = mask.graph.forward(*(self._args[i] for i in mask.inputs))
-        return self._made[index]
+        if number not in self._made:
+            mask = self._masks[number]
+            (self._made[number],) = mask.graph.forward(*(self._args[i] for i in mask.inputs))
+        return self._made[number]
 
 
 def attend(
+    masks: PromptMasks,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    form: torch.Tensor,
+    verdict: torch.Tensor,
     real: torch.Tensor,
-    state: torch.Tensor,
-    mask: int,
+    number: int,
     scale: float,
     window: int | None = None,
 ) -> torch.Tensor:
     """`scaled_dot_product_attention` of a prompt, of as many keys as queries.
 
     Args:
+        masks: The prompt's.
         query: `[batch, num_heads, q_len, key_dim]`.
         key: `[batch, num_heads or fewer, q_len, key_dim]`.
         value: `[batch, num_heads or fewer, q_len, value_dim]`.
-        form: See `test`.
+        verdict: See `test`.
         real: See `test`.
-        state: The session's.
-        mask: Number of the mask.
+        number: Of the mask.
         scale: Factor on the scores.
         window: See `test`.
 
     Returns:
         `[batch, num_heads, q_len, value_dim]`, with the heads of a token side by side in memory.
     """
-    masks = _running[state.data_ptr()]
-    told = masks.form(mask, form)
-    if told == _PADDED:
+    told = masks.verdict(number, verdict)
+    if told == _BY_RULE:
         return _by_blocks(query, key, value, real, scale, window)
-    made = None if told == _CAUSAL else masks.make(mask)
-    return _tokens_first(_sdpa(query, key, value, made, scale, is_causal=made is None))
+    made = None if told == _CAUSAL else masks.make(number)
+    out = _sdpa(query, key, value, made, scale, is_causal=made is None)
+    return out.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def _by_blocks(
@@ -143,7 +131,7 @@ def _by_blocks(
 ) -> torch.Tensor:
     """Attend with a block of queries at a time, to the keys that it reaches."""
     q_len = query.shape[2]
-    out = attend_fake(query, key, value)
+    out = empty_output(query, value)
     real = real.reshape(-1, 1, 1, q_len)
     places = torch.arange(q_len, device=query.device)
     for start in range(0, q_len, _BLOCK):
@@ -172,11 +160,7 @@ def _sdpa(
     )
 
 
-def _tokens_first(out: torch.Tensor) -> torch.Tensor:
-    return out.transpose(1, 2).contiguous().transpose(1, 2)
-
-
-def attend_fake(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any) -> torch.Tensor:
-    """As `attend`, without numbers."""
-    batch, num_heads, q_len, _dim = query.shape
+def empty_output(query: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """What `attend` returns, without its numbers."""
+    batch, num_heads, q_len, _ = query.shape
     return query.new_empty((batch, q_len, num_heads, value.shape[-1])).transpose(1, 2)

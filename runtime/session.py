@@ -26,6 +26,7 @@ from specache_fx.runtime.layer_cache import LayerCache
 from specache_fx.runtime.layer_state import LayerState
 from specache_fx.runtime.layout import Arena, LayerShape
 from specache_fx.runtime.metrics import Metrics
+from specache_fx.runtime.prompt_masks import PromptMasks
 from specache_fx.runtime.quant import make_quantizer
 from specache_fx.runtime.select import make_selector, select_topk
 from specache_fx.runtime.step_graph import StepGraph, recorder_of
@@ -66,6 +67,7 @@ class Session:
         self.kv_len = 0
         self.key_mask = KeyMask()
         self.masks_move = False  # the model's masks hide more than the padding, now or soon
+        self.prompt_masks: PromptMasks | None = None  # while its prompt runs
         self.metrics = Metrics(device, keep_steps=config.track_hit_rates == "steps")
         # The tiers; a layer's codes are on the device, in the layer.
         self.layers: list[LayerState] = []

@@ -35,7 +35,6 @@ _PARTS = (("attention", "compute"), ("select", "compute"), ("append", "compute")
 _COUNTS = ("fetched_rows", "fetched_bytes", "kept_rows", "kept_bytes", "copy_seconds")
 _WORD_BYTES = 8
 _NOT_TO_RUN, _TO_RUN, _HAS_RUN = range(3)  # `Status` of layer_step.h
-_NO_MEMORY = 1  # `Failure` of layer_step.h
 
 
 class SessionC(ctypes.Structure):
@@ -133,8 +132,8 @@ class StepTable:
             layer.window_len = cache.window_len
             layer.inputs.visible = at.of(facts.visible.get(i))
             describe_bias(layer.inputs, at, facts.biases.get(i))
-            if not cache.is_exact and session.num_quantized != facts.num_quantized:
-                self._describe_host(i, transfer)  # rows have come to it
+            if not cache.is_exact and layer.host_length != transfer.host.length(i):
+                self._describe_host(i, transfer)
         kv_len = facts.kv_len
         session.num_quantized, session.window_len = facts.num_quantized, kv_len - facts.num_quantized
         session.num_selectable = facts.num_selectable
@@ -207,14 +206,14 @@ class StepTable:
 
     def check(self, error: RuntimeError) -> None:
         """See `WholeSteps`."""
-        if self._session.failed == _NO_MEMORY:
+        if self._session.failed == graph_ops.Failure.NO_MEMORY:
             raise HostMemoryError(
                 "There is no memory for a layer's decode step: free some, or shorten the context."
             ) from error
 
     @property
     def device_bytes(self) -> int:
-        """See `WholeSteps`: what is here is not the cache's."""
+        """See `WholeSteps`: the table is no part of the cache."""
         return 0
 
     def close(self) -> None:

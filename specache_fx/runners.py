@@ -174,8 +174,9 @@ class Prefill:
             )
             _note_model(session, self._state, args)
             try:
-                with PromptMasks(self._state.prompt_masks, args).running(session.state):
-                    kept = self._compiled(*args, session.state)
+                session.prompt_masks = PromptMasks(self._state.prompt_masks, args)
+                kept = self._compiled(*args, session.state)
+                session.prompt_masks = None
                 _advance(session, self._state, args)
                 handles = registry.issue(session)
             except BaseException:

@@ -79,13 +79,17 @@ def _compared(
     for row in rows:
         seen = real_keys(row, session.batch)
         padding = session.key_mask.at(kv_len)
-        if seen is not None and bool((seen if padding is None else seen == padding).all()):
+        if seen is not None and _is_all_of(seen, padding):
             split.append((padding, None))
             agree.append(True)
         else:
             split.append(split_row(row, session.batch))
             agree.append(session.key_mask.agrees(split[-1][0], kv_len))
     return split, agree
+
+
+def _is_all_of(seen: torch.Tensor, padding: torch.Tensor | None) -> bool:
+    return bool(seen.all()) if padding is None else torch.equal(seen, padding)
 
 
 def _check_hidden(row: torch.Tensor, seen: torch.Tensor | None, state: PassState) -> None:

@@ -1,5 +1,5 @@
-// Bringing rows from the host to a layer's slots: what NumPy needs a dozen passes for, and holds Python's lock meanwhile.
-// NumPy defines the answers (transfer/staging.py).
+// Copies wanted rows from the host to a layer's slots. NumPy, which defines the answers (transfer/staging.py), takes a
+// dozen passes and holds Python's lock.
 #pragma once
 
 #include <algorithm>

@@ -7,12 +7,21 @@ differ from BLAS's by rounding.
 from __future__ import annotations
 
 import ctypes
+import enum
 import functools
 import logging
 
 from specache_fx.runtime.cpp_build import SOURCES, BuildError, load_library, usable_instruction_sets
 
 _log = logging.getLogger(__name__)
+
+
+class Failure(enum.IntEnum):
+    """`Failure` of stage.h."""
+
+    NONE = 0
+    NO_MEMORY = 1
+    NOT_ON_HOST = 2
 
 
 @functools.cache

@@ -13,8 +13,6 @@ from specache_fx.runtime.tracing import span
 from specache_fx.runtime.transfer.base import Transfer
 from specache_fx.runtime.transfer.staging import Staging, plan_slots
 
-_NO_MEMORY, _NOT_ON_HOST = 1, 2  # `Failure` of stage.h
-
 
 def bring(host: HostCache, layer: int, staging: Staging) -> tuple[int, int]:
     """Bring what `staging.wanted` names to the slots, all on the CPU; where it raises, the slots are as they were.
@@ -39,9 +37,9 @@ def bring(host: HostCache, layer: int, staging: Staging) -> tuple[int, int]:
             failed, came, stayed = torch.ops.specache.stage.default(
                 host.table(layer), length, staging.wanted, staging.slots, staging.rows
             )
-            if failed == _NOT_ON_HOST:
+            if failed == graph_ops.Failure.NOT_ON_HOST:
                 raise IndexError(f"Token {came} of layer {layer}, which holds {length}.")
-            if failed == _NO_MEMORY:
+            if failed == graph_ops.Failure.NO_MEMORY:
                 raise HostMemoryError("There is no memory to stage pairs: free some, or lower top_k.")
             return came, stayed
         plan = plan_slots(staging.slots, staging.wanted)

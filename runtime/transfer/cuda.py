@@ -26,7 +26,11 @@ _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
 class KernelTransfer(Transfer):
-    """Kernels copy on the current stream, beside nothing. Args as `Transfer`; the device reads the host's rows."""
+    """Kernels copy on the current stream, beside nothing. Args as `Transfer`; the device reads the host's rows.
+
+    Attributes:
+        tables_moved: Times that the device got a table of the host's blocks at another address than before.
+    """
 
     def __init__(self, host: HostCache, top_k: int, device: torch.device) -> None:
         super().__init__(host, top_k, device)
@@ -34,6 +38,7 @@ class KernelTransfer(Transfer):
         self._counters: dict[int, torch.Tensor] = {}
         # Of each layer the host's table as it was told last, and where the device has it.
         self._tables: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.tables_moved = 0
         # By shape: layers are copied one after the other, so that they share it.
         self._scratch: dict[tuple[int, ...], tuple[torch.Tensor, torch.Tensor]] = {}
 
@@ -97,24 +102,19 @@ class KernelTransfer(Transfer):
                 SLOTS=slots,
             )
 
-    def update_table(self, layer: int) -> bool:
-        """Tell the device where the host's rows are; see `HostCache.table`.
-
-        Returns:
-            Whether the device finds that at another address than before.
-        """
+    def update_table(self, layer: int) -> None:
+        """Tell the device where the host's rows are; see `HostCache.table`, and `tables_moved`."""
         rows = self.host.table(layer)
         told, table = self._tables.get(layer, (None, None))
         if told is rows:
-            return False
-        moves = table is None or len(table) != len(rows)
+            return
         with torch.inference_mode(False):
-            if table is None or moves:
+            if table is None or len(table) != len(rows):
                 table = torch.empty_like(rows, device=self._device)
+                self.tables_moved += 1
             # From pageable memory the driver takes its own copy, at once.
             table.copy_(rows, non_blocking=True)
         self._tables[layer] = rows, table
-        return moves
 
     @property
     def metrics(self) -> CopyMetrics:

@@ -14,7 +14,7 @@ from support.kinds_of_layers import Kinds
 from support.triton_mode import DEVICE, needs_triton
 
 from specache_fx.config import SpecacheConfig
-from specache_fx.runtime import ops, registry  # noqa: F401  (ops defines the operators)
+from specache_fx.runtime import host_cache, ops, registry  # noqa: F401  (ops defines the operators)
 from specache_fx.runtime.decode_step import DecodeStep
 from specache_fx.runtime.device_steps import DeviceSteps
 from specache_fx.runtime.layout import LayerShape
@@ -152,6 +152,18 @@ def test_windows_and_resident_layers_are_stepped_too(padding: int, masked: bool)
         kinds.step(masked=masked)
     assert steps.generation == generation  # a window that is full doesn't move
     kinds.close()
+
+
+def test_table_of_the_hosts_blocks_that_moves_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_cache, "_LEAST_BLOCKS", 1)
+    twins = Twins(tokens=62, layers=1, top_k=40)
+    host = twins.sessions[1].host
+    assert host is not None
+    blocks = int(host.table(0)[0])
+    for _ in range(10):  # beyond 64 tokens the host has another block
+        twins.step()
+    assert host.table(0)[0] > blocks
+    twins.close()
 
 
 def test_forms_of_attention_and_16_bit_dtypes() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from specache_fx.runtime import prompt_masks
 from specache_fx.runtime.masks import hides
 
-OTHER, CAUSAL, PADDED = range(3)
+OTHER, CAUSAL, BY_RULE = range(3)
 
 
 def mask_of(q_len: int, window: int | None, real: Tensor) -> Tensor:
@@ -44,9 +44,9 @@ def test_a_mask_that_follows_the_rule_is_told_from_one_that_does_not(
 ) -> None:
     q_len, window, real = rule
     mask = mask_of(q_len, window, real)
-    form, told = prompt_masks.test(mask, window)
+    verdict, told = prompt_masks.test(mask, window)
     whole = bool(real.all()) and (window is None or window >= q_len)
-    assert int(form) == (CAUSAL if whole else PADDED)
+    assert int(verdict) == (CAUSAL if whole else BY_RULE)
     assert torch.equal(told[:, 0], real)
     # One number that is another: of a query, a later or an earlier token.
     batch, query = data.draw(st.integers(0, len(real) - 1)), data.draw(st.integers(1, q_len - 1))
@@ -85,12 +85,11 @@ def test_attention_by_the_rule_is_that_of_the_mask(
     key = torch.randn(len(real), 2, q_len, 8, generator=generator)
     value = torch.randn(len(real), 2, q_len, 6, generator=generator)
     mask = mask_of(q_len, window, real)
-    form, told = prompt_masks.test(mask, window)
-    state = torch.zeros(1, dtype=torch.int64)
+    verdict, told = prompt_masks.test(mask, window)
     masks = prompt_masks.PromptMasks([], [])
-    with pytest.MonkeyPatch.context() as patch, masks.running(state):
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(prompt_masks, "_BLOCK", block)
-        out = prompt_masks.attend(query, key, value, form, told, state, 0, 0.3, window)
+        out = prompt_masks.attend(masks, query, key, value, verdict, told, 0, 0.3, window)
     expected = F.scaled_dot_product_attention(query, key, value, mask, scale=0.3, enable_gqa=groups > 1)
     torch.testing.assert_close(out, expected)
     assert out.transpose(1, 2).is_contiguous()
@@ -101,12 +100,10 @@ def test_another_mask_is_made_once_for_all_layers() -> None:
     graph = torch.fx.symbolic_trace(lambda x: (x > 0,))
     numbers = torch.randn(1, 1, 4, 4, generator=torch.Generator().manual_seed(0))
     masks = prompt_masks.PromptMasks([prompt_masks.PromptMask(graph, (1,))], [None, numbers])
-    state = torch.zeros(1, dtype=torch.int64)
     sides = torch.randn(3, 1, 2, 4, 8, generator=torch.Generator().manual_seed(1)).unbind()
-    form, real = prompt_masks.test(numbers > 0, None)
-    with masks.running(state):
-        outs = [prompt_masks.attend(*sides, form, real, state, 0, 0.5) for _ in range(2)]
-        made = masks.make(0)
+    verdict, real = prompt_masks.test(numbers > 0, None)
+    outs = [prompt_masks.attend(masks, *sides, verdict, real, 0, 0.5) for _ in range(2)]
+    made = masks.make(0)
     expected = F.scaled_dot_product_attention(*sides, numbers > 0, scale=0.5)
     for out in outs:
         torch.testing.assert_close(out, expected)

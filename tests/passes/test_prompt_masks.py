@@ -1,0 +1,77 @@
+"""Which attentions of a prompt go by a rule, and that the others keep their masks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from specache_fx.backend import specache
+from specache_fx.passes.base import PassState
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+HEADS, DIM, TOKENS = 2, 8, 40
+OPTIONS = {"bits": 16, "group_size": 4, "residual_length": 4, "top_k": 4, "lowering": "eager"}
+
+
+class Layers(nn.Module):
+    """Attentions by one mask; of some layers the newest pairs alone are returned.
+
+    Args:
+        kept: Of each layer, how many pairs; None for all.
+        hides: A key that is hidden in place after the first layer.
+        window: Tokens that the mask shows.
+    """
+
+    def __init__(self, kept: list[int | None], hides: int | None = None, window: int | None = None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.kept, self.hides, self.window = kept, hides, window
+        self.embed = nn.Embedding(32, HEADS * DIM)
+        self.sides = nn.ModuleList(nn.Linear(HEADS * DIM, 3 * HEADS * DIM) for _ in kept)
+        self.head = nn.Linear(HEADS * DIM, 32)
+
+    def forward(self, ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+        hidden, past = self.embed(ids), []
+        places = torch.arange(ids.shape[1])
+        mask = (places <= places[:, None]) & attention_mask[:, None, None, :]
+        if self.window is not None:
+            mask = mask & (places > places[:, None] - self.window)
+        for layer, (side, kept) in enumerate(zip(self.sides, self.kept, strict=True)):
+            q, k, v = side(hidden).unflatten(-1, (3, HEADS, DIM)).permute(2, 0, 3, 1, 4).unbind()
+            hidden = hidden + F.scaled_dot_product_attention(q, k, v, mask).transpose(1, 2).flatten(2)
+            past.append((k, v) if kept is None else (k[:, :, -kept:], v[:, :, -kept:]))
+            if layer == 0 and self.hides is not None:
+                mask[..., self.hides] = False
+        return self.head(hidden), past
+
+
+@pytest.mark.parametrize(
+    ("model", "by_rule"),
+    [
+        (Layers([None, None]), 2),
+        (Layers([None, 7]), 2),  # one mask, held against two rules: the second follows none
+        (Layers([3, 7], window=4), 2),
+        (Layers([None, None], hides=5), 1),
+    ],
+    ids=["one mask", "a window that sees all", "two windows", "written to"],
+)
+def test_prompt_is_the_models_own_whatever_shares_a_mask(model: Layers, by_rule: int) -> None:
+    ids = torch.randint(32, (2, TOKENS), generator=torch.Generator().manual_seed(1))
+    real = torch.ones(2, TOKENS, dtype=torch.bool)
+    real[0, :6] = False
+    graphs = []
+
+    def observe(name: str, gm: torch.fx.GraphModule, state: PassState) -> None:
+        if name == "prompt_masks":
+            graphs.append([str(node.target) for node in gm.graph.nodes])
+
+    def backend(gm: torch.fx.GraphModule, inputs: list[Tensor]) -> object:
+        return specache(gm, inputs, options=OPTIONS, observe=observe)
+
+    with torch.no_grad():
+        expected = model(ids, real)[0]
+        logits = torch.compile(model, backend=backend)(ids, real)[0]
+    torch.testing.assert_close(logits[real], expected[real])
+    assert graphs[0].count("specache.prompt_attention.default") == by_rule
