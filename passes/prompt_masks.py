@@ -52,10 +52,10 @@ def prompt_masks(gm: GraphModule, state: PassState) -> GraphModule:
             with gm.graph.inserting_before(site.node):
                 told = call(gm.graph, test, (mask, site.window), site.node, "mask_test")
                 verdict, real = (call(gm.graph, operator.getitem, (told, i), site.node) for i in (0, 1))
-            known = tested[mask, site.window] = (told, verdict, real, len(state.prompt_masks))
+            known = tested[mask, site.window] = (site.node, verdict, real, len(state.prompt_masks))
             state.prompt_masks.append(PromptMask(graph, tuple(map(inputs.index, roots))))
-        told, verdict, real, number = known
-        if log.between(mask, told, site.node):
+        first, verdict, real, number = known
+        if log.between(mask, first, site.node):
             continue  # another mask by now
         with gm.graph.inserting_before(site.node):
             sides = (sdpa_argument(site.node, name) for name in ("query", "key", "value"))

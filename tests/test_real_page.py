@@ -82,7 +82,7 @@ def test_readme_says_how_long_a_saved_cache_takes_to_answer() -> None:
     report = json.loads((ROOT / "results/saved.json").read_text())
     rows = {row["start"]: row for row in report["rows"]}
     reads, loads = (rows[start]["first_token_seconds"] for start in ("reads all", "loads, file in memory"))
-    assert loads <= reads / 10
+    assert loads <= reads / 5
     assert all(row["tokens_equal"] for row in rows.values())
     assert rows["loads, file in memory"]["device_bytes"] == report["saved"]["device_bytes"]
     readme = (ROOT / page.README).read_text().replace("\n", " ")
