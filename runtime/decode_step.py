@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -89,7 +90,7 @@ class DecodeStep:
         first = next(iter(session.tiered.values()))  # they have one length
         kv_len, num_quantized = first.kv_len, first.num_quantized
         counted = session.config.track_hit_rates and not self.predecoding and num_quantized > 0
-        visible, biases = self._masked_windows()
+        alike, visible, biases = self._alike()
         facts = StepFacts(
             kv_len=kv_len,
             num_quantized=num_quantized,
@@ -98,6 +99,7 @@ class DecodeStep:
             scored_lanes=2 if self._scores_both else 1,
             key_mask=session.key_mask,
             biases=self.biases | biases,
+            alike=alike,
             visible=visible,
             shares=self.shares,
             missed=self.missed,
@@ -105,22 +107,23 @@ class DecodeStep:
         )
         session.steps.tell(layers, facts)
 
-    def _masked_windows(self) -> tuple[dict[int, torch.Tensor], dict[int, torch.Tensor]]:
-        """See `StepFacts.visible`, and biases. Layers whose windows and masks are alike share them."""
-        alike: dict[tuple[int, ...], tuple[torch.Tensor | None, torch.Tensor | None]] = {}
-        found = {}
+    def _alike(self) -> tuple[dict[int, int], dict[int, torch.Tensor], dict[int, torch.Tensor]]:
+        """See `StepFacts.alike` and `visible`; and the biases of windows."""
+        alike: dict[int, int] = {}
+        firsts: dict[tuple[Any, ...], int] = {}
+        visible: dict[int, torch.Tensor] = {}
+        biases: dict[int, torch.Tensor] = {}
         for layer in self.whole:
-            cache = self.session.layers[layer]
-            if (window := self.session.shapes[layer].window) is not None:
-                masks = self.window_masks.get(layer, (None,) * self.lanes)
-                key = (window, *map(id, masks))
-                if key not in alike:
-                    alike[key] = cache.masked_rows(masks, self.predecoding)
-                found[layer] = alike[key]
-        return (
-            {layer: visible for layer, (visible, _) in found.items() if visible is not None},
-            {layer: bias for layer, (_, bias) in found.items() if bias is not None},
-        )
+            cache, window = self.session.layers[layer], self.session.shapes[layer].window
+            masks = self.window_masks.get(layer, (None,) * self.lanes) if window is not None else ()
+            first = alike[layer] = firsts.setdefault((cache.is_exact, window, *map(id, masks)), layer)
+            if window is not None and first == layer:
+                seen, bias = cache.masked_rows(masks, self.predecoding)
+                visible |= {} if seen is None else {layer: seen}
+                biases |= {} if bias is None else {layer: bias}
+            elif first in biases:
+                biases[layer] = biases[first]
+        return alike, visible, biases
 
     def _collect(self) -> tuple[list[int], bool]:
         """Note what has run, also where the graph failed midway; see `WholeSteps.end`."""

@@ -44,8 +44,6 @@ from specache_fx.runtime.transfer import KernelTransfer, Transfer
 from specache_fx.runtime.whole_steps import StepFacts
 
 _NUM_QUANTIZED, _NUM_SELECTABLE = 0, 2  # of `lengths`: see `tell_lengths`
-# Layers that share a `_Stored`. Windows that are alike are named by the first of them.
-_SELECTING, _RESIDENT = "selecting", "resident"
 
 
 @dataclass
@@ -123,8 +121,8 @@ class DeviceSteps:
         self._layers: dict[tuple[Any, ...], _Layer] = {}
         self._arenas: dict[int, weakref.ref[LayerTensors]] = {}  # that the layers above were prepared for
         self._shared: dict[tuple[Any, ...], Any] = {}  # what layers of one shape share
-        self._stored: dict[str | int, _Stored] = {}
-        self._stored_of: dict[int, str | int] = {}  # by layer
+        self._stored: dict[int, _Stored] = {}  # by the first layer of those that are alike
+        self._alike: dict[int, int] = {}
         self._tables_moved = 0
         self._shares: torch.Tensor | None = None
         self._counts: torch.Tensor | None = None
@@ -149,19 +147,17 @@ class DeviceSteps:
         """See `WholeSteps`. What ran beside the step before is through for the current stream."""
         self._fills = facts.num_selectable != facts.num_quantized
         self._facts, self._caches, self._run = facts, layers, []
-        alike = _alike(layers, facts)
         moved = [i for i, cache in layers.items() if self._lies_elsewhere(i, cache)]
         for i, cache in layers.items():
             if not cache.is_exact:
                 self._transfer.update_table(i)
         with torch.inference_mode(False):
             # A table may have moved since the last step: rows of a group that this filled were brought.
-            if moved or self._transfer.tables_moved != self._tables_moved or alike != self._stored_of:
+            if moved or self._transfer.tables_moved != self._tables_moved or facts.alike != self._alike:
                 self._forget()
             self._tables_moved = self._transfer.tables_moved
-            self._stored_of = alike
-            firsts = {alike[i]: i for i in reversed(list(layers))}
-            for layer in firsts.values():
+            self._alike = dict(facts.alike)
+            for layer in dict.fromkeys(facts.alike.values()):
                 self._tell_stored(layer, facts)
             self._shares = self._told(self._shares, facts.shares)
             if facts.counts is not None:
@@ -171,12 +167,11 @@ class DeviceSteps:
         """Write what the device knows of the stored tokens of `layer`, and of others like it."""
         from specache_fx.runtime.kernels.triton_lengths import tell_lengths
 
-        cache, key = self._caches[layer], self._stored_of[layer]
-        stored = self._stored.get(key)
+        cache, stored = self._caches[layer], self._stored.get(layer)
         if stored is None or stored.room != cache.room:
             self._forget()
             lengths = torch.zeros(3, dtype=torch.int32, device=self.device)
-            stored = self._stored[key] = _Stored(cache.room, lengths)
+            stored = self._stored[layer] = _Stored(cache.room, lengths)
         num_selectable = 0 if cache.is_exact else facts.num_selectable
         with triton_ops.on(self.device):
             tell_lengths[(1,)](stored.lengths, cache.num_quantized, cache.window_len, num_selectable)
@@ -260,7 +255,7 @@ class DeviceSteps:
         if facts is None or cache is None or layer in self._run:
             raise RuntimeError(f"layer {layer} is not to run now")
         self._run.append(layer)
-        stored = self._stored[self._stored_of[layer]]
+        stored = self._stored[self._alike[layer]]
         query, key, value = (side.contiguous() for side in (query, key, value))
         call = LayerCall(
             query=query,
@@ -369,7 +364,7 @@ class DeviceSteps:
         arguments = arguments_of(inputs)
         if arguments["CENTRED"]:
             assert arguments["balance"].data_ptr() == inputs.key_planes[3].data_ptr(), "a copy would go stale"
-        query, stored = call.query, self._stored[self._stored_of[index]]
+        query, stored = call.query, self._stored[self._alike[index]]
         lanes, batch, num_heads = query.shape[:3]
         heads, value_dim = arguments["num_kv_heads"], arguments["VALUE_DIM"]
         rows = arguments["top_k"] + inputs.window_len + lanes
@@ -453,21 +448,8 @@ class DeviceSteps:
         self._forget()
         self._arenas.clear()
         self._stored.clear()
-        self._stored_of.clear()
+        self._alike.clear()
         self._shares = self._counts = None
-
-
-def _alike(layers: Mapping[int, LayerState], facts: StepFacts) -> dict[int, str | int]:
-    """By layer, the name of those that have the same stored tokens."""
-    first: dict[int, int] = {}  # of the layers that have the same `visible`
-    return {
-        i: first.setdefault(id(facts.visible[i]), i)
-        if i in facts.visible
-        else _RESIDENT
-        if cache.is_exact
-        else _SELECTING
-        for i, cache in layers.items()
-    }
 
 
 def _attention(arguments: dict[str, Any]) -> tuple[Launch, ...]:

@@ -130,7 +130,7 @@ class StepTable:
             if described is None or described() is not cache.tensors:
                 self._describe(i, cache, transfer)
             layer.window_len = cache.window_len
-            layer.inputs.visible = at.of(facts.visible.get(i))
+            layer.inputs.visible = at.of(facts.visible.get(facts.alike[i]))
             describe_bias(layer.inputs, at, facts.biases.get(i))
             if not cache.is_exact and layer.host_length != transfer.host.length(i):
                 self._describe_host(i, transfer)

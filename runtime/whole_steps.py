@@ -24,9 +24,10 @@ class StepFacts:
         scored_lanes: See `DecodeInputs`.
         key_mask: The session's.
         biases: See `DecodeStep`; those of windows over all of `LayerState.window_len`.
-        visible: By layer that keeps a window, which of the rows of `LayerState.window_len`, and of the lanes' own
-            pairs, each lane attends to: bool `[lanes, batch, window_len + lanes]`. Layers whose windows are alike
-            have the same tensor.
+        alike: By layer, the first one with the same stored tokens and masks: of those that select, of those that are
+            resident, of windows with one size and mask.
+        visible: Of windows, by the first that is alike: which of the rows of `LayerState.window_len`, and of the
+            lanes' own pairs, each lane attends to. Bool `[lanes, batch, window_len + lanes]`.
         shares: See `DecodeStep`.
         missed: See `DecodeStep`.
         counts: See `Metrics.step_counts`; None where nobody counts.
@@ -39,6 +40,7 @@ class StepFacts:
     scored_lanes: int
     key_mask: KeyMask
     biases: Mapping[int, torch.Tensor]
+    alike: Mapping[int, int]
     visible: Mapping[int, torch.Tensor]
     shares: torch.Tensor | None
     missed: torch.Tensor | None
