@@ -82,7 +82,7 @@ def _measure(
         found = time_steps(decoder, cache, batch, warm_up, steps)
         entry |= {name: round(value, 3) for name, value in found.items()}
         entry |= {"batch": batch, "tokens_per_s": round(1000 * batch / found["ms_median"], 2)}
-        entry["peak_bytes"] = run.peak()
+        entry |= {"peak_bytes": run.peak(), "reserved_bytes": run.reserved()}
         session = getattr(cache, "session", None)
         if session is not None:
             entry |= {"device_bytes": session.device_bytes, "host_bytes": session.host_bytes}

@@ -102,6 +102,7 @@ def _measure(
             sync(run.device)
             times.append(time.perf_counter() - start)
         entry["decode_ms_median"] = 1000 * sorted(times)[len(times) // 2]
+        entry["reserved_bytes"] = run.reserved()
         if options is not None:
             stats = specache_fx.stats(past)
             entry |= {"device_bytes": stats.device_bytes, "full_bytes": stats.full_bytes}
@@ -109,7 +110,10 @@ def _measure(
 
 
 def _prefill(model: Any, tokens: torch.Tensor, past: Any = None) -> tuple[Any, torch.Tensor]:
-    out = model(tokens, past_key_values=past, use_cache=True, logits_to_keep=1)
+    # As `generate()` calls it: with a mask, which hides nothing.
+    length = tokens.shape[1] + (0 if past is None else past.get_seq_length())
+    mask = tokens.new_ones((len(tokens), length))
+    out = model(tokens, attention_mask=mask, past_key_values=past, use_cache=True, logits_to_keep=1)
     return out.past_key_values, out.logits[:, -1:].argmax(-1)
 
 

@@ -68,6 +68,10 @@ class Run:
         """The most bytes that were allocated since `reset_peak`; None on the CPU."""
         return torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else None
 
+    def reserved(self) -> int | None:
+        """The most bytes that PyTorch held since `reset_peak`, in use or not; None on the CPU."""
+        return torch.cuda.max_memory_reserved(self.device) if self.device.type == "cuda" else None
+
     def reset_peak(self) -> None:
         """Count anew."""
         if self.device.type == "cuda":
