@@ -268,7 +268,8 @@ def _take(claim: Claim) -> tuple[Session, list[torch.Tensor]]:
     registry.touch(session)
     discards = claim.kv_len < session.kv_len
     session.rewind(claim.kv_len)
-    if claim.past is not None and not discards:
+    # A step that failed may have gone back already; its handles are lost, and the older ones end here.
+    if claim.past is not None and not discards and claim.issued.valid_len is None:
         return session, claim.past
     for issued in registry.issues_of(session):
         if discards or issued.valid_len is None:

@@ -204,9 +204,10 @@ def _end(session: Session) -> None:
 def sweep() -> None:
     """Free the sessions whose last handle is gone and which are still there, and forget storages that are gone."""
     while _ended:
-        session = _ended.popleft()
+        session = _ended[0]
         session.close()
         forget(issues_of(session))
+        _ended.popleft()  # now, so that the next sweep goes on where one is interrupted
     for key in [key for key, issued in _by_storage.items() if issued.storage.expired()]:
         del _by_storage[key]
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import signal
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,6 +14,8 @@ from support.zoo import SMALL, build, left_padded
 from torch import Tensor
 
 import specache_fx
+from specache_fx.runtime import registry
+from specache_fx.runtime.transfer import Transfer
 
 IDS = left_padded((12, 12, 12))["input_ids"]
 LENGTH = 600
@@ -75,3 +79,45 @@ def test_an_interrupt_comes_out_of_a_step_as_it_is(timer: Timer, fresh_dynamo: N
             logits = step(compiled, mine, token)
         torch.testing.assert_close(logits, step(plain, theirs, token), rtol=1e-3, atol=1e-3)
     assert struck >= 20
+
+
+def test_first_step_after_a_crop_can_fail_and_be_repeated(fresh_dynamo: None) -> None:
+    model = specache_fx.compile(build("llama"), **SMALL)
+    past = prompt(model)
+    for token in (3, 4, 5):
+        step(model, past, token)
+    past.crop(-2)
+    with pytest.raises(IndexError):
+        step(model, past, 10**6)
+    repeated = [step(model, past, token) for token in (7, 8, 9)]
+    specache_fx.release(past)
+    past = prompt(model)
+    step(model, past, 3)
+    assert all(
+        torch.equal(step(model, past, token), logits)
+        for token, logits in zip((7, 8, 9), repeated, strict=True)
+    )
+
+
+def test_a_session_whose_end_was_interrupted_ends_with_the_next_call(
+    fresh_dynamo: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = specache_fx.compile(build("llama"), **SMALL)
+    past = prompt(model)
+    for token in range(30):
+        step(model, past, token)
+    session = registry.find(past.layers[0].keys)
+    assert session is not None and session.host is not None
+    host, usual = session.host, Transfer.close
+
+    def struck(self: Transfer) -> None:
+        monkeypatch.setattr(Transfer, "close", usual)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Transfer, "close", struck)
+    monkeypatch.setattr(sys, "unraisablehook", lambda *_: None)  # a finalizer's
+    del past
+    gc.collect()
+    assert host.nbytes > 0
+    prompt(model)
+    assert host.nbytes == 0 and session.host is None
