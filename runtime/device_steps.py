@@ -12,91 +12,26 @@ Paper: SpeCache Alg. 3. On the CPU `StepTable` does the same.
 
 from __future__ import annotations
 
-import functools
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from specache_fx.runtime import triton_ops
 from specache_fx.runtime.kernels import Kernel
-from specache_fx.runtime.kernels.triton_arguments import (
-    arguments_of,
-    bias_of,
-    cut_keys,
-    length_class,
-    merge_arguments,
-    parts_of,
-    taken_by,
-    tokens_told,
-)
+from specache_fx.runtime.kernels.triton_arguments import bias_of, taken_by
 from specache_fx.runtime.kernels.triton_kernel import TritonKernel
-from specache_fx.runtime.launches import Launch, launch, noted
+from specache_fx.runtime.launches import launch, noted
+from specache_fx.runtime.layer_launches import LayerLaunches, Selection, Shared, attention_of, prepare
 from specache_fx.runtime.layer_state import LayerCall, LayerState
 from specache_fx.runtime.layout import LayerTensors
 from specache_fx.runtime.quant import Quantizer
 from specache_fx.runtime.select.topk import MOST_IN_A_KERNEL
+from specache_fx.runtime.stored_tokens import StoredTokens
 from specache_fx.runtime.tracing import span
 from specache_fx.runtime.transfer import KernelTransfer, Transfer
 from specache_fx.runtime.whole_steps import StepFacts
-
-_NUM_QUANTIZED, _NUM_SELECTABLE = 0, 2  # of `lengths`: see `tell_lengths`
-
-
-@dataclass
-class _Stored:
-    """What the device knows of the stored tokens of layers that have the same ones.
-
-    Attributes:
-        room: Tokens that there is room for.
-        lengths: See `tell_lengths`.
-        mask: Bool `[batch, room]`: which are real; None where nobody asks.
-        told: What was written to it last.
-        visible: Bool `[lanes, batch, room + lanes]`, see `StepFacts`; None but for windows.
-    """
-
-    room: int
-    lengths: torch.Tensor
-    mask: torch.Tensor | None = None
-    told: torch.Tensor | None = None
-    visible: torch.Tensor | None = None
-
-
-@dataclass(frozen=True)
-class _Layer:
-    """A layer's launches, prepared for one arena and one form of a step.
-
-    Attributes:
-        arguments: Of all kernels, but for what differs from step to step.
-        attention: Those of a step without biases, on the model's stream.
-        selection: What chooses and brings the next step's pairs; None where all of them are on the device.
-    """
-
-    arguments: dict[str, Any]
-    attention: tuple[Launch, ...]
-    selection: _Selection | None
-
-
-@dataclass
-class _Selection:
-    """Where the launches beside the model's stream write to.
-
-    Attributes:
-        scores: float32 `[lanes, batch, num_kv_heads, room]`: layers share it, for they select one after the other.
-        selected: What each round of the selection leaves.
-        needed: The same of the output token's own selection, for the hit rates.
-        before: The tokens that were staged for this step, int32 like `Staging.indices`.
-        launches: Of a plain step, all of them; empty before the first.
-    """
-
-    scores: torch.Tensor
-    selected: list[torch.Tensor]
-    needed: list[torch.Tensor]
-    before: torch.Tensor
-    launches: Sequence[Launch] = ()
 
 
 class DeviceSteps:
@@ -118,10 +53,10 @@ class DeviceSteps:
     def __init__(self, device: torch.device, top_k: int, transfer: KernelTransfer) -> None:
         self.device, self._top_k, self._transfer = device, top_k, transfer
         self.generation = 0
-        self._layers: dict[tuple[Any, ...], _Layer] = {}
+        self._layers: dict[tuple[Any, ...], LayerLaunches] = {}
         self._arenas: dict[int, weakref.ref[LayerTensors]] = {}  # that the layers above were prepared for
-        self._shared: dict[tuple[Any, ...], Any] = {}  # what layers of one shape share
-        self._stored: dict[int, _Stored] = {}  # by the first layer of those that are alike
+        self._shared = Shared()
+        self._stored: dict[int, StoredTokens] = {}  # by the first layer of those that are alike
         self._alike: dict[int, int] = {}
         self._tables_moved = 0
         self._shares: torch.Tensor | None = None
@@ -157,6 +92,7 @@ class DeviceSteps:
                 self._forget()
             self._tables_moved = self._transfer.tables_moved
             self._alike = dict(facts.alike)
+            self._stored = {i: stored for i, stored in self._stored.items() if i in facts.alike.values()}
             for layer in dict.fromkeys(facts.alike.values()):
                 self._tell_stored(layer, facts)
             self._shares = self._told(self._shares, facts.shares)
@@ -164,32 +100,13 @@ class DeviceSteps:
                 self._tell_counts(facts.counts)
 
     def _tell_stored(self, layer: int, facts: StepFacts) -> None:
-        """Write what the device knows of the stored tokens of `layer`, and of others like it."""
-        from specache_fx.runtime.kernels.triton_lengths import tell_lengths
-
+        """Say what `layer`, and others like it, hold."""
         cache, stored = self._caches[layer], self._stored.get(layer)
         if stored is None or stored.room != cache.room:
             self._forget()
-            lengths = torch.zeros(3, dtype=torch.int32, device=self.device)
-            stored = self._stored[layer] = _Stored(cache.room, lengths)
-        num_selectable = 0 if cache.is_exact else facts.num_selectable
-        with triton_ops.on(self.device):
-            tell_lengths[(1,)](stored.lengths, cache.num_quantized, cache.window_len, num_selectable)
-        visible, real = facts.visible.get(layer), facts.key_mask.real
-        if visible is not None:
-            shape = (*visible.shape[:2], stored.room + visible.shape[0])
-            if stored.visible is None or stored.visible.shape != shape:
-                self._forget()
-                stored.visible = torch.zeros(shape, dtype=torch.bool, device=self.device)
-            stored.visible[..., : visible.shape[2]] = visible
-        elif real is not None:
-            if stored.mask is None:
-                self._forget()
-                stored.mask = torch.ones((len(real), stored.room), dtype=torch.bool, device=self.device)
-            if real is not stored.told:
-                stored.mask[:, : real.shape[1]] = real
-                stored.mask[:, real.shape[1] :] = True
-                stored.told = real
+            stored = self._stored[layer] = StoredTokens(cache.room, self.device)
+        if stored.tell(layer, cache, facts):
+            self._forget()
 
     def _lies_elsewhere(self, index: int, cache: LayerState) -> bool:
         known = self._arenas.get(index)
@@ -276,21 +193,23 @@ class DeviceSteps:
         prepared = self._layers.get(key_of_form)
         if prepared is None:
             with torch.inference_mode(False):
-                prepared = self._layers[key_of_form] = self._prepare(layer, call)
+                prepared = self._layers[key_of_form] = prepare(
+                    layer, cache, call, stored, transfer, self._top_k, self._shared
+                )
         with triton_ops.on(self.device):
             with span("attention", device=self.device, layer=layer):
                 out = self._attend(prepared, call)
             if prepared.selection is not None:
                 with transfer.beside(layer), span("select", "copies", device=self.device, layer=layer):
-                    self._select(layer, prepared.arguments, prepared.selection, call.bias)
+                    self._select(layer, prepared.arguments, prepared.selection, stored, call.bias)
         return out
 
-    def _attend(self, prepared: _Layer, call: LayerCall) -> torch.Tensor:
+    def _attend(self, prepared: LayerLaunches, call: LayerCall) -> torch.Tensor:
         query, own = call.query, {"own_key": call.key, "own_value": call.value}
         out = query.new_empty((*query.shape[:4], prepared.arguments["VALUE_DIM"]))
         launches = prepared.attention
         if call.bias is not None:
-            launches = _attention(prepared.arguments | bias_of(call.bias, query))
+            launches = attention_of(prepared.arguments | bias_of(call.bias, query))
         *rotations, parts, merge = launches
         for rotation in rotations:
             rotation(query=query)
@@ -299,7 +218,12 @@ class DeviceSteps:
         return out
 
     def _select(
-        self, layer: int, arguments: dict[str, Any], prepared: _Selection, bias: torch.Tensor | None
+        self,
+        layer: int,
+        arguments: dict[str, Any],
+        prepared: Selection,
+        stored: StoredTokens,
+        bias: torch.Tensor | None,
     ) -> None:
         """Choose the next step's pairs and bring them; reads nothing that the model may overwrite meanwhile."""
         facts = self._facts
@@ -312,15 +236,17 @@ class DeviceSteps:
                 one()
             return
         with noted() as launches:
-            self._launch_selection(layer, arguments | bias_of(bias, arguments["query"]), prepared)
+            self._launch_selection(layer, arguments | bias_of(bias, arguments["query"]), prepared, stored)
         if self.is_plain:
             prepared.launches = launches
 
-    def _launch_selection(self, layer: int, arguments: dict[str, Any], prepared: _Selection) -> None:
+    def _launch_selection(
+        self, layer: int, arguments: dict[str, Any], prepared: Selection, stored: StoredTokens
+    ) -> None:
         from specache_fx.runtime.kernels.triton_scores import selection_scores
         from specache_fx.runtime.select import triton_topk
 
-        facts, transfer, lengths = self._facts, self._transfer, arguments["lengths"]
+        facts, transfer = self._facts, self._transfer
         assert facts is not None
         kept = {"query": arguments["kept_query"], "own_key": arguments["kept_key"]}
         if not arguments["CENTRED"]:
@@ -333,76 +259,23 @@ class DeviceSteps:
             self._top_k,
             other=None if facts.shares is None else scores[0],
             shares=None if facts.shares is None else self._shares,
-            told=lengths[_NUM_SELECTABLE:],
+            told=stored.num_selectable,
             out=prepared.selected,
         )
         if facts.missed is not None:
             torch.where(facts.missed[:, None, None], staging.wanted, staging.indices, out=staging.wanted)
-        num_quantized = lengths[_NUM_QUANTIZED:]
         if not self._fills:
-            transfer.copy(layer, num_quantized)
+            transfer.copy(layer, stored.num_quantized)
         if facts.counts is not None:
             assert self._counts is not None
             triton_topk.count_overlap(
-                scores[0], self._top_k, prepared.before, self._counts, told=num_quantized, out=prepared.needed
+                scores[0],
+                self._top_k,
+                prepared.before,
+                self._counts,
+                told=stored.num_quantized,
+                out=prepared.needed,
             )
-
-    def _prepare(self, index: int, call: LayerCall) -> _Layer:
-        from specache_fx.runtime.select import triton_topk
-
-        facts, cache, transfer = self._facts, self._caches[index], self._transfer
-        assert facts is not None
-        # Stand-ins: what is prepared keeps no activations.
-        sides = {
-            name: self._of_shape((name, *side.shape), functools.partial(torch.empty_like, side))
-            for name, side in (("query", call.query), ("key", call.key), ("value", call.value))
-        }
-        call = replace(call, bias=None, **sides)
-        staging = None if cache.is_exact else transfer.staging(index)
-        staged = None if facts.predecodes or staging is None else (staging.rows, staging.indices)
-        inputs = cache.inputs_at_any_length(replace(call, staged=staged))
-        arguments = arguments_of(inputs)
-        if arguments["CENTRED"]:
-            assert arguments["balance"].data_ptr() == inputs.key_planes[3].data_ptr(), "a copy would go stale"
-        query, stored = call.query, self._stored[self._alike[index]]
-        lanes, batch, num_heads = query.shape[:3]
-        heads, value_dim = arguments["num_kv_heads"], arguments["VALUE_DIM"]
-        rows = arguments["top_k"] + inputs.window_len + lanes
-        arguments |= cut_keys(inputs.num_quantized, rows, batch * heads, self.device)
-        arguments["length_class"] = length_class(arguments["code_tokens"])
-        arguments |= tokens_told(stored.lengths, query, stored.room)
-        splits = arguments["splits"]
-        arguments |= self._of_shape(
-            ("parts", lanes, batch, num_heads, splits, value_dim), lambda: parts_of(query, splits, value_dim)
-        )
-        appends = not facts.predecodes
-        if staging is None:
-            arguments |= merge_arguments(inputs, arguments, appends=appends)
-            arguments["norm"] = self._of_shape(("norm", batch, lanes, num_heads), lambda: _norms(query))
-            return _Layer(arguments, _attention(arguments | bias_of(None, query)), None)
-        kept = torch.empty_like(query), torch.empty_like(call.key)
-        arguments |= merge_arguments(inputs, arguments, kept, appends=appends)
-        arguments["norm"] = _norms(query)
-        scores = self._of_shape(
-            ("scores", lanes, batch, heads, stored.room),
-            lambda: query.new_empty((lanes, batch, heads, stored.room + 1), dtype=torch.float32),
-        )
-        # A group that the step pushes out of the window is selectable.
-        group_size = inputs.quantizer.group_size
-        scores = scores[..., : min(inputs.num_quantized + group_size, stored.room)]
-        shape = scores.shape[1:]
-        between = [
-            self._of_shape((name, *shape), lambda: triton_topk.rounds(scores[0], self._top_k))
-            for name in ("selected", "needed")
-        ]
-        before = self._of_shape(("before", *staging.indices.shape), lambda: torch.empty_like(staging.indices))
-        selection = _Selection(scores, [*between[0][:-1], staging.wanted], between[1], before)
-        return _Layer(arguments, _attention(arguments | bias_of(None, query)), selection)
-
-    def _of_shape(self, key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
-        if key not in self._shared:
-            self._shared[key] = make()
-        return self._shared[key]
 
     def end(self) -> tuple[list[int], bool]:
         """See `WholeSteps`."""
@@ -431,17 +304,13 @@ class DeviceSteps:
     @property
     def device_bytes(self) -> int:
         """See `WholeSteps`."""
-        own = [self._shares, self._counts]
+        tensors = [tensor for tensor in (self._shares, self._counts) if tensor is not None]
         for stored in self._stored.values():
-            own += [stored.lengths, stored.mask, stored.visible]
-        nbytes = {tensor.data_ptr(): tensor.nbytes for tensor in own if tensor is not None}
-        leaves = tree_leaves(list(self._shared.values()))
-        for layer in self._layers.values():
-            names = ["norm", *(("code_query",) if layer.arguments["CENTRED"] else ())]
-            names += [] if layer.selection is None else ["kept_query", "kept_key"]
-            leaves += [layer.arguments[name] for name in names]
-        nbytes |= {leaf.data_ptr(): leaf.untyped_storage().nbytes() for leaf in leaves}
-        return sum(nbytes.values())
+            tensors += stored.tensors
+        tensors += self._shared.tensors
+        for launches in self._layers.values():
+            tensors += launches.own
+        return sum({tensor.data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}.values())
 
     def close(self) -> None:
         """See `WholeSteps`."""
@@ -450,24 +319,3 @@ class DeviceSteps:
         self._stored.clear()
         self._alike.clear()
         self._shares = self._counts = None
-
-
-def _attention(arguments: dict[str, Any]) -> tuple[Launch, ...]:
-    """The launches on the model's stream: a rotation where codes are centred, parts, their sum."""
-    from specache_fx.runtime.kernels.triton_decode import partial_attention
-    from specache_fx.runtime.kernels.triton_merge import merge_parts, rotate_queries
-
-    queries = arguments["LANES"] * arguments["batch"] * arguments["num_heads"]
-    grid = (arguments["batch"] * arguments["num_kv_heads"], arguments["splits"], arguments["TILES"])
-    rotation = taken_by(rotate_queries, arguments) | {"out": arguments["code_query"]}
-    return (
-        *([Launch(rotate_queries, (queries,), rotation)] if arguments["CENTRED"] else []),
-        Launch(partial_attention, grid, taken_by(partial_attention, arguments)),
-        Launch(merge_parts, (queries,), taken_by(merge_parts, arguments)),
-    )
-
-
-def _norms(query: torch.Tensor) -> torch.Tensor:
-    """What `merge_parts` leaves of queries for their scores."""
-    lanes, batch, num_heads = query.shape[:3]
-    return query.new_empty((batch, lanes, num_heads), dtype=torch.float32)

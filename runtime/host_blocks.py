@@ -9,6 +9,7 @@ import mmap
 import os
 import tempfile
 import threading
+import time
 import weakref
 from abc import ABC, abstractmethod
 from math import prod
@@ -22,6 +23,7 @@ from specache_fx.runtime.machine_memory import available_bytes, disk_folder, mem
 
 logger = logging.getLogger(__name__)
 
+_ASKED_AGAIN_S = 0.1
 _CHECKED_BYTES = 1 << 20
 _PORTABLE_AND_MAPPED = 1 | 2  # of cudaHostRegister: for every context, and readable by kernels
 
@@ -136,17 +138,30 @@ class MemoryStore(BlockStore):
 
     _kind, _other = "memory", "disk"
 
+    def __init__(self, host_dir: str | None) -> None:
+        super().__init__(host_dir)
+        self._available, self._asked = 0, -_ASKED_AGAIN_S
+
+    def _check(self, nbytes: int) -> int:
+        """Bytes of memory that are available; the system is asked once for the layers of a prompt."""
+        now = time.monotonic()
+        if now - self._asked > _ASKED_AGAIN_S or nbytes > self._available // 2:
+            self._available, self._asked = available_bytes(), now
+        return self._available
+
     def _allocate(self, shape: tuple[int, ...], dtype: torch.dtype, nbytes: int) -> torch.Tensor:
         # The kernel promises memory that it doesn't have, and kills the process when it is written to: ask
         # first.
-        available = available_bytes() if nbytes >= _CHECKED_BYTES else nbytes
+        available = self._check(nbytes) if nbytes >= _CHECKED_BYTES else nbytes
         if nbytes > available:
             raise HostMemoryError(
                 f"The host tier asked for {nbytes:,} bytes more (it holds {self.nbytes:,}), and {available:,}"
                 ' bytes of memory are available. Use host="disk", a smaller batch or a shorter context.'
             )
         try:
-            return self._get(shape, dtype, nbytes)
+            block = self._get(shape, dtype, nbytes)
+            self._available -= nbytes
+            return block
         except (RuntimeError, OSError) as error:
             raise HostMemoryError(
                 f"The host tier asked for {nbytes:,} bytes of {self._kind} more (it holds {self.nbytes:,}) and got:"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,14 +53,17 @@ def load(model: nn.Module, folder: str | Path, *, input_ids: torch.Tensor | None
     if input_ids is not None:
         check_ids(input_ids)
     with opened(Path(folder) / FILE) as file:
-        reason = misfit(model, file, input_ids)
-        if reason is not None:
-            raise SavedCacheError(f"The cache in {str(folder)!r} is not loaded: {reason}")
-        return restored(model, file)
+        weights = fitting(model, file, input_ids)
+        if isinstance(weights, str):
+            raise SavedCacheError(f"The cache in {str(folder)!r} is not loaded: {weights}")
+        return restored(model, file, weights)
 
 
-def misfit(model: nn.Module, file: TensorFile, input_ids: torch.Tensor | None = None) -> str | None:
-    """Say why a saved cache is none for a model, with the remedy; None where it is one."""
+Weights = dict[str, torch.Tensor]
+
+
+def fitting(model: nn.Module, file: TensorFile, input_ids: torch.Tensor | None = None) -> list[Weights] | str:
+    """The weights of a model that a saved cache was made with, by session; or why there are none, and the remedy."""
     if file.about["format"] != FORMAT:
         return f"its format is {file.about['format']}, this version reads {FORMAT}. Save it again with this version."
     kept = file.about["tokens"]
@@ -71,7 +74,7 @@ def misfit(model: nn.Module, file: TensorFile, input_ids: torch.Tensor | None = 
         return (
             f"its {batch} x {kv_len} tokens are not the first of input_ids. Read this prompt from its start."
         )
-    options = options_of(model)
+    options, found = options_of(model), []
     for about in file.about["sessions"]:
         try:
             saved = SpecacheConfig.from_options(about["config"])
@@ -86,18 +89,21 @@ def misfit(model: nn.Module, file: TensorFile, input_ids: torch.Tensor | None = 
         weights = matched(model, about["weights"])
         if isinstance(weights, str):
             return f"it is another model's: this one {weights}. Load it with the model that made it."
-    return None
+        found.append(weights)
+    return found
 
 
-def restored(model: nn.Module, file: TensorFile, kv_len: int | None = None) -> Any:
-    """The cache of a file that is no misfit, or of its first `kv_len` tokens (`cuts`). Raises as `load`."""
+def restored(
+    model: nn.Module, file: TensorFile, weights: Sequence[Weights], kv_len: int | None = None
+) -> Any:
+    """The cache of a file with these `fitting` weights, or of its first `kv_len` tokens (`cuts`). Raises as `load`."""
     made: list[Session] = []
     tensors: dict[int, torch.Tensor] = {}
     device = next((weight.device for weight in model.parameters()), torch.device("cpu"))
     try:
         with inference():
             for i, about in enumerate(file.about["sessions"]):
-                session = _session(model, file, i, about, made)
+                session = _session(model, file, i, about, weights[i], made)
                 session.rewind(session.kv_len if kv_len is None else kv_len)
                 for place, swap, handle in zip(
                     about["places"], about["swapped"], registry.issue(session), strict=True
@@ -149,13 +155,16 @@ def _has_number(told: Any) -> bool:
 
 
 def _session(
-    model: nn.Module, file: TensorFile, number: int, about: Mapping[str, Any], made: list[Session]
+    model: nn.Module,
+    file: TensorFile,
+    number: int,
+    about: Mapping[str, Any],
+    weights: Weights,
+    made: list[Session],
 ) -> Session:
     """One session of a file; it is put into `made` before it is filled."""
     others = "places", "swapped", "model_config", "weights"
     header = SessionHeader.from_json({name: value for name, value in about.items() if name not in others})
-    weights = matched(model, about["weights"])
-    assert not isinstance(weights, str)
     device = next((weight.device for weight in weights.values()), torch.device("cpu"))
     config, dtype = options_of(model) or header.config, getattr(torch, header.dtype)
     session = registry.open_session(config, header.shapes, dtype, device)

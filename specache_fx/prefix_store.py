@@ -15,7 +15,7 @@ from torch import nn
 
 from specache_fx.errors import CacheHandleError, ConfigError, SavedCacheError
 from specache_fx.fingerprint import check_ids, digest, token_hash
-from specache_fx.loading import cuts, misfit, restored
+from specache_fx.loading import cuts, fitting, restored
 from specache_fx.runtime.snapshot import HELD_OPTIONS
 from specache_fx.saving import content, write_to
 from specache_fx.store_entry import Entry
@@ -145,14 +145,16 @@ class PrefixStore:
                 saved = entry.read_tokens()
                 if saved is None or token_hash(torch.from_numpy(saved)) != file.about["tokens"]:
                     raise SavedCacheError(f"{entry.tokens} doesn't hold the tokens that were saved.")
-                reason = misfit(model, file)
-                if reason is None and not whole and not cuts(file):
-                    reason = f"it can't be cut to {common} tokens."
-                if reason is None and not all(_same(_real(mask, common), real) for mask in _masks(file)):
-                    reason = "it was padded otherwise."
-                if reason is None:
-                    return restored(model, file, common)
-                logger.debug("%s is passed over: %s", entry.path, reason)
+                found = fitting(model, file)
+                if not isinstance(found, str) and not whole and not cuts(file):
+                    found = f"it can't be cut to {common} tokens."
+                if not isinstance(found, str) and not all(
+                    _same(_real(mask, common), real) for mask in _masks(file)
+                ):
+                    found = "it was padded otherwise."
+                if not isinstance(found, str):
+                    return restored(model, file, found, common)
+                logger.debug("%s is passed over: %s", entry.path, found)
         except CacheHandleError as error:
             logger.debug("%s is passed over: %s", entry.path, error)
         except SavedCacheError as error:

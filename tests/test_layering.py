@@ -47,6 +47,8 @@ RANKS: tuple[tuple[str, ...], ...] = (
     ("specache_fx.runtime.session",),
     ("specache_fx.runtime.step_graph",),
     ("specache_fx.runtime.step_table", "specache_fx.runtime.device_steps"),
+    ("specache_fx.runtime.layer_launches",),
+    ("specache_fx.runtime.stored_tokens",),
     ("specache_fx.runtime.whole_steps",),
     ("specache_fx.runtime.layer_cache", "specache_fx.runtime.window_cache", "specache_fx.runtime.transfer"),
     ("specache_fx.runtime.layer_state",),

@@ -1,0 +1,180 @@
+"""The Triton launches of one layer's decode step, prepared for one arena and one form of a step."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from specache_fx.runtime.kernels.triton_arguments import (
+    arguments_of,
+    bias_of,
+    cut_keys,
+    length_class,
+    merge_arguments,
+    parts_of,
+    taken_by,
+    tokens_told,
+)
+from specache_fx.runtime.launches import Launch
+from specache_fx.runtime.layer_state import LayerCall, LayerState
+from specache_fx.runtime.stored_tokens import StoredTokens
+from specache_fx.runtime.transfer import KernelTransfer
+
+
+@dataclass(frozen=True)
+class LayerLaunches:
+    """A layer's launches, prepared for one arena and one form of a step.
+
+    Attributes:
+        arguments: Of all kernels, but for what differs from step to step.
+        attention: Those of a step without biases, on the model's stream.
+        selection: What chooses and brings the next step's pairs; None where all of them are on the device.
+    """
+
+    arguments: dict[str, Any]
+    attention: tuple[Launch, ...]
+    selection: Selection | None
+
+    @property
+    def own(self) -> list[torch.Tensor]:
+        """Tensors that no other layer shares."""
+        names = ["norm", *(("code_query",) if self.arguments["CENTRED"] else ())]
+        names += [] if self.selection is None else ["kept_query", "kept_key"]
+        return [self.arguments[name] for name in names]
+
+
+@dataclass
+class Selection:
+    """Where the launches beside the model's stream write to.
+
+    Attributes:
+        scores: float32 `[lanes, batch, num_kv_heads, room]`: layers share it, for they select one after the other.
+        selected: What each round of the selection leaves.
+        needed: The same of the output token's own selection, for the hit rates.
+        before: The tokens that were staged for this step, int32 like `Staging.indices`.
+        launches: Of a plain step, all of them; empty before the first.
+    """
+
+    scores: torch.Tensor
+    selected: list[torch.Tensor]
+    needed: list[torch.Tensor]
+    before: torch.Tensor
+    launches: Sequence[Launch] = ()
+
+
+class Shared:
+    """Memory of which layers of one shape need one piece: they run one after the other."""
+
+    def __init__(self) -> None:
+        self._held: dict[tuple[Any, ...], Any] = {}
+
+    def of(self, key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
+        """The piece of that name, made where there is none."""
+        if key not in self._held:
+            self._held[key] = make()
+        return self._held[key]
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """All pieces."""
+        return tree_leaves(list(self._held.values()))
+
+    def clear(self) -> None:
+        """Keep none."""
+        self._held.clear()
+
+
+def prepare(
+    layer: int,
+    cache: LayerState,
+    call: LayerCall,
+    stored: StoredTokens,
+    transfer: KernelTransfer,
+    top_k: int,
+    shared: Shared,
+) -> LayerLaunches:
+    """Prepare a layer.
+
+    Args:
+        layer: Its index.
+        cache: Its cache, as large as it is.
+        call: Its attention in the step that asks.
+        stored: What the device knows of its tokens.
+        transfer: Has its slots.
+        top_k: Slots of a row.
+        shared: Memory of all layers.
+    """
+    from specache_fx.runtime.select import triton_topk
+
+    # Stand-ins: what is prepared keeps no activations.
+    sides = {
+        name: shared.of((name, *side.shape), functools.partial(torch.empty_like, side))
+        for name, side in (("query", call.query), ("key", call.key), ("value", call.value))
+    }
+    call = replace(call, bias=None, **sides)
+    staging = None if cache.is_exact else transfer.staging(layer)
+    staged = None if call.independent or staging is None else (staging.rows, staging.indices)
+    inputs = cache.inputs_at_any_length(replace(call, staged=staged))
+    arguments = arguments_of(inputs)
+    if arguments["CENTRED"]:
+        assert arguments["balance"].data_ptr() == inputs.key_planes[3].data_ptr(), "a copy would go stale"
+    query = call.query
+    lanes, batch, num_heads = query.shape[:3]
+    heads, value_dim = arguments["num_kv_heads"], arguments["VALUE_DIM"]
+    rows = arguments["top_k"] + inputs.window_len + lanes
+    arguments |= cut_keys(inputs.num_quantized, rows, batch * heads, query.device)
+    arguments["length_class"] = length_class(arguments["code_tokens"])
+    arguments |= tokens_told(stored.lengths, query, stored.room)
+    splits = arguments["splits"]
+    arguments |= shared.of(
+        ("parts", lanes, batch, num_heads, splits, value_dim), lambda: parts_of(query, splits, value_dim)
+    )
+    appends = not call.independent
+    if staging is None:
+        arguments |= merge_arguments(inputs, arguments, appends=appends)
+        arguments["norm"] = shared.of(("norm", batch, lanes, num_heads), lambda: _norms(query))
+        return LayerLaunches(arguments, attention_of(arguments | bias_of(None, query)), None)
+    kept = torch.empty_like(query), torch.empty_like(call.key)
+    arguments |= merge_arguments(inputs, arguments, kept, appends=appends)
+    arguments["norm"] = _norms(query)
+    scores = shared.of(
+        ("scores", lanes, batch, heads, stored.room),
+        lambda: query.new_empty((lanes, batch, heads, stored.room + 1), dtype=torch.float32),
+    )
+    # A group that the step pushes out of the window is selectable.
+    group_size = inputs.quantizer.group_size
+    scores = scores[..., : min(inputs.num_quantized + group_size, stored.room)]
+    shape = scores.shape[1:]
+    between = [
+        shared.of((name, *shape), lambda: triton_topk.rounds(scores[0], top_k))
+        for name in ("selected", "needed")
+    ]
+    before = shared.of(("before", *staging.indices.shape), lambda: torch.empty_like(staging.indices))
+    selection = Selection(scores, [*between[0][:-1], staging.wanted], between[1], before)
+    return LayerLaunches(arguments, attention_of(arguments | bias_of(None, query)), selection)
+
+
+def attention_of(arguments: dict[str, Any]) -> tuple[Launch, ...]:
+    """The launches on the model's stream: a rotation where codes are centred, parts, their sum."""
+    from specache_fx.runtime.kernels.triton_decode import partial_attention
+    from specache_fx.runtime.kernels.triton_merge import merge_parts, rotate_queries
+
+    queries = arguments["LANES"] * arguments["batch"] * arguments["num_heads"]
+    grid = (arguments["batch"] * arguments["num_kv_heads"], arguments["splits"], arguments["TILES"])
+    rotation = taken_by(rotate_queries, arguments) | {"out": arguments["code_query"]}
+    return (
+        *([Launch(rotate_queries, (queries,), rotation)] if arguments["CENTRED"] else []),
+        Launch(partial_attention, grid, taken_by(partial_attention, arguments)),
+        Launch(merge_parts, (queries,), taken_by(merge_parts, arguments)),
+    )
+
+
+def _norms(query: torch.Tensor) -> torch.Tensor:
+    """What `merge_parts` leaves of queries for their scores."""
+    lanes, batch, num_heads = query.shape[:3]
+    return query.new_empty((batch, lanes, num_heads), dtype=torch.float32)
