@@ -136,12 +136,12 @@ def layer_step(track_hit_rates: bool) -> dict[str, Any]:
         steps = session.steps
         assert isinstance(steps, DeviceSteps)
         query = torch.randn(2, BATCH, HEADS, 1, DIM, dtype=torch.bfloat16)
-        key = torch.randn(2, BATCH, KV_HEADS, 1, DIM, dtype=torch.bfloat16)
+        key, value = torch.randn(2, 2, BATCH, KV_HEADS, 1, DIM, dtype=torch.bfloat16).unbind()
         shares = torch.full((BATCH,), 0.8)
 
         def launch() -> None:
             steps.restart()
-            steps.launch(0, query, key, key, 0.088)
+            steps.launch(0, query, key, value, 0.088)
 
         rounds = []
         with DecodeStep(session, whole=(0,), shares=shares).running():
