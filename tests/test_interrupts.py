@@ -108,9 +108,11 @@ def test_a_session_whose_end_was_interrupted_ends_with_the_next_call(
         step(model, past, token)
     session = registry.find(past.layers[0].keys)
     assert session is not None and session.host is not None
-    host, usual = session.host, Transfer.close
+    host, usual, of_session = session.host, Transfer.close, id(session.transfer)
 
     def struck(self: Transfer) -> None:
+        if id(self) != of_session:  # a cache of an earlier test, collected here
+            return usual(self)
         monkeypatch.setattr(Transfer, "close", usual)
         raise KeyboardInterrupt
 
