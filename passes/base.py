@@ -197,7 +197,7 @@ class PassState:
             constant (decode).
         prelude: What depends on positions and lengths alone (decode).
         window_masks: The masks of attentions over a window (decode); None where there are none.
-        prompt_masks: The masks that are tested before they are made (prefill).
+        prompt_masks: The masks that are tested before they are made (prefill and extend).
         logits: Position of the logits among the kept outputs; None where there are none.
         mutated: Name of an input that the decode graph writes to, or of a call that is there for its effect, if there
             is one.

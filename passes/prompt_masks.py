@@ -1,10 +1,10 @@
-"""`prompt_masks`: a prompt's attention follows a rule instead of a `[q_len, q_len]` mask where both agree.
+"""`prompt_masks`: attention of several tokens follows a rule instead of a `[q_len, kv_len]` mask where both agree.
 
     out = sdpa(q, k, v, mask)       ->  verdict, real = test(mask, window)
                                         out = specache.prompt_attention(q, k, v, verdict, real, state, number, scale)
 
-A model that is given an `attention_mask` computes such a mask, 4 GB at 65,536 tokens, even where nothing is padding:
-only the numbers tell. The compiler fuses the test with what computes the mask, and nothing of it is kept. The operator
+That is a prompt, a piece of one or the next turn. A model that is given an `attention_mask` computes such a mask, 4 GB
+at 65,536 tokens, even where nothing is padding: only the numbers tell. The compiler fuses the test with what computes the mask, and nothing of it is kept. The operator
 reads the verdict (`runtime/prompt_masks.py`). `store` goes on reading the mask's last row.
 
 Runs after `bind_cache`. Attentions that are spelt out, and masks that weights or random numbers go into, stay.
@@ -32,8 +32,8 @@ from specache_fx.runtime.prompt_masks import PromptMask, test
 
 
 def prompt_masks(gm: GraphModule, state: PassState) -> GraphModule:
-    """Test the masks of a prompt's attentions. Sets `state.prompt_masks`."""
-    if state.phase is not Phase.PREFILL or state.prompt_masks or not state.sites:
+    """Test the masks of attentions. Sets `state.prompt_masks`."""
+    if state.phase is Phase.DECODE or state.prompt_masks or not state.sites:
         return gm
     inputs = placeholders(gm.graph)
     assert inputs[-1].name == STATE
@@ -74,9 +74,11 @@ def _may_follow_rule(site: AttentionSite, mask: Node) -> bool:
     shape, query = shape_of(mask) or (), shape_of(site.query) or ()
     if site.node.target is not F.scaled_dot_product_attention or len(shape) < 2 or len(query) != 4:
         return False
-    square = all(statically_known_true(size == query[2]) for size in shape[-2:])
+    q_len, kv_len = query[2], value_of(sdpa_argument(site.node, "key")).shape[2]
+    of_all = statically_known_true(shape[-2] == q_len) and statically_known_true(shape[-1] == kv_len)
     shared = len(shape) < 3 or statically_known_true(shape[-3] == 1)
-    return square and shared and not statically_known_true(query[2] == 1)
+    known = statically_known_true(kv_len >= q_len) and not statically_known_true(q_len == 1)
+    return of_all and shared and known
 
 
 def _inputs_of(gm: GraphModule, mask: Node, reader: Node) -> list[Node] | None:
@@ -84,7 +86,8 @@ def _inputs_of(gm: GraphModule, mask: Node, reader: Node) -> list[Node] | None:
     needed = needed_for(gm.graph, [mask], reader=reader)
     roots = [node for node in placeholders(gm.graph) if node in needed]
     weighs = (is_static_input(node) and value_of(node).dim() > 0 for node in roots)
-    if any(weighs) or any(map(draws_random_numbers, needed)) or set(roots) & set(mutated_inputs(gm.graph)):
+    changed = {*mutated_inputs(gm.graph), placeholders(gm.graph)[-1]}  # a mask of what is cached is no mask of ours
+    if any(weighs) or any(map(draws_random_numbers, needed)) or changed.intersection(roots):
         return None
     return roots
 

@@ -1,6 +1,7 @@
-"""The attention of a prompt whose mask is told by a rule, and not by `[q_len, q_len]` numbers.
+"""Attention of several tokens whose mask is told by a rule, and not by `[q_len, kv_len]` numbers.
 
-Nearly all masks follow one rule: a query sees the real keys up to its own, of a sliding window the newest. A graph
+Nearly all masks follow one rule: a query sees the real keys up to its own, of a sliding window the newest. The queries
+are those of the newest keys: all of a prompt, or what follows a cache. A graph
 tests its masks against it (`passes/prompt_masks.py`). An attention reads the verdict and makes what it needs of the
 mask, a block of queries at a time. Where the rule is another, it makes the model's own mask, once for all layers.
 """
@@ -26,7 +27,7 @@ class PromptMask:
     """A mask as the model computes it.
 
     Attributes:
-        graph: Computes it, `[batch or 1, 1, q_len, q_len]` or without the first of these, in a tuple.
+        graph: Computes it, `[batch or 1, 1, q_len, kv_len]` or without the first of these, in a tuple.
         inputs: Positions of its inputs among Dynamo's.
     """
 
@@ -35,21 +36,27 @@ class PromptMask:
 
 
 def test(mask: torch.Tensor, window: int | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Hold a prompt's mask against the rule. Inductor fuses it with what makes the mask, which is then never in memory.
+    """Hold a mask against the rule. Inductor fuses it with what makes the mask, which is then never in memory.
 
     Args:
-        mask: Bool (True where a key is seen) or float that is added to the scores, `[..., q_len, q_len]`.
+        mask: Bool (True where a key is seen) or float that is added to the scores, `[..., q_len, kv_len]`.
         window: Tokens that a query reaches, its own included; None for all.
 
     Returns:
         The verdict, int64 `[]`: 1 where each query sees all keys up to its own; 2 where padding or the window hides
-        some of these; 0 where the mask is another. And which keys are real, bool `[..., q_len]`.
+        some of these; 0 where the mask is another. And which keys are real, bool `[..., kv_len]`; not those that are
+        behind every query's window.
     """
     seen = mask if mask.dtype == torch.bool else mask == 0
-    places = torch.arange(mask.shape[-1], device=mask.device)
-    real = seen[..., places, places]  # `diagonal` would have the whole mask in memory
-    causal = torch.ones(mask.shape[-2:], dtype=torch.bool, device=mask.device).tril()
-    rule = causal if window is None else causal.triu(1 - window)
+    q_len, kv_len = mask.shape[-2:]
+    keys = torch.arange(kv_len, device=mask.device)
+    own = keys[kv_len - q_len :]  # the keys of the queries
+    rule = causal = keys <= own[:, None]
+    if window is None:
+        real = seen[..., -1, :]
+    else:
+        rule = causal & (keys > own[:, None] - window)
+        real = seen[..., (keys - own[0]).clamp_min(0), keys]  # to the first query that may see a key
     # Not `==`: Inductor's bounds know no comparison of bools (torch 2.13).
     follows = ~(seen ^ (rule & real.unsqueeze(-2))).any()
     whole = real.all() if window is None else real.all() & ~(rule ^ causal).any()
@@ -60,7 +67,7 @@ def test(mask: torch.Tensor, window: int | None) -> tuple[torch.Tensor, torch.Te
 
 
 class PromptMasks:
-    """The masks of one prompt.
+    """The masks of one prompt, or of tokens that follow a cache.
 
     Args:
         masks: How they are computed.
@@ -97,13 +104,13 @@ def attend(
     scale: float,
     window: int | None = None,
 ) -> torch.Tensor:
-    """`scaled_dot_product_attention` of a prompt, of as many keys as queries.
+    """`scaled_dot_product_attention` of the newest keys' queries.
 
     Args:
-        masks: The prompt's.
+        masks: The call's.
         query: `[batch, num_heads, q_len, key_dim]`.
-        key: `[batch, num_heads or fewer, q_len, key_dim]`.
-        value: `[batch, num_heads or fewer, q_len, value_dim]`.
+        key: `[batch, num_heads or fewer, kv_len, key_dim]`.
+        value: `[batch, num_heads or fewer, kv_len, value_dim]`.
         verdict: See `test`.
         real: See `test`.
         number: Of the mask.
@@ -114,7 +121,8 @@ def attend(
         `[batch, num_heads, q_len, value_dim]`, with the heads of a token side by side in memory.
     """
     told = masks.verdict(number, verdict)
-    if told == _BY_RULE:
+    # SDPA's own causal attention gives the first query the first key.
+    if told == _BY_RULE or (told == _CAUSAL and query.shape[2] != key.shape[2]):
         return _by_blocks(query, key, value, real, scale, window)
     made = None if told == _CAUSAL else masks.make(number)
     out = _sdpa(query, key, value, made, scale, is_causal=made is None)
@@ -130,19 +138,21 @@ def _by_blocks(
     window: int | None,
 ) -> torch.Tensor:
     """Attend with a block of queries at a time, to the keys that it reaches."""
-    q_len = query.shape[2]
+    q_len, kv_len = query.shape[2], key.shape[2]
+    before = kv_len - q_len
     out = empty_output(query, value)
-    real = real.reshape(-1, 1, 1, q_len)
-    places = torch.arange(q_len, device=query.device)
-    for start in range(0, q_len, _BLOCK):
-        stop = min(start + _BLOCK, q_len)
+    real = real.reshape(-1, 1, 1, kv_len)
+    places = torch.arange(kv_len, dtype=torch.int32, device=query.device)
+    for start in range(before, kv_len, _BLOCK):
+        stop = min(start + _BLOCK, kv_len)
         first = 0 if window is None else max(0, start + 1 - window)
-        back = places[start:stop, None] - places[first:stop]
-        seen = (back >= 0) & real[..., first:stop]
+        keys, queries = places[first:stop], places[start:stop, None]
+        seen = (keys <= queries) & real[..., first:stop]
         if window is not None:
-            seen &= back < window
-        keys, values = key[:, :, first:stop], value[:, :, first:stop]
-        out[:, :, start:stop] = _sdpa(query[:, :, start:stop], keys, values, seen, scale)
+            seen &= keys > queries - window
+        own = slice(start - before, stop - before)
+        sides = (query[:, :, own], key[:, :, first:stop], value[:, :, first:stop])
+        out[:, :, own] = _sdpa(*sides, seen, scale)
     return out
 
 

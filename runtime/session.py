@@ -67,7 +67,7 @@ class Session:
         self.kv_len = 0
         self.key_mask = KeyMask()
         self.masks_move = False  # the model's masks hide more than the padding, now or soon
-        self.prompt_masks: PromptMasks | None = None  # while its prompt runs
+        self.prompt_masks: PromptMasks | None = None  # while several tokens run
         self.metrics = Metrics(device, keep_steps=config.track_hit_rates == "steps")
         # The tiers; a layer's codes are on the device, in the layer.
         self.layers: list[LayerState] = []

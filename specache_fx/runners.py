@@ -155,6 +155,16 @@ class Refused:
         raise self._error.with_traceback(None)
 
 
+@contextlib.contextmanager
+def told_by_rule(session: Session, state: PassState, args: Sequence[Any]) -> Iterator[None]:
+    """While several tokens run: the session has the masks of their attentions."""
+    session.prompt_masks = PromptMasks(state.prompt_masks, args)
+    try:
+        yield
+    finally:
+        session.prompt_masks = None
+
+
 class Prefill:
     """Makes a session for every prompt."""
 
@@ -174,9 +184,8 @@ class Prefill:
             )
             _note_model(session, self._state, args)
             try:
-                session.prompt_masks = PromptMasks(self._state.prompt_masks, args)
-                kept = self._compiled(*args, session.state)
-                session.prompt_masks = None
+                with told_by_rule(session, self._state, args):
+                    kept = self._compiled(*args, session.state)
                 _advance(session, self._state, args)
                 handles = registry.issue(session)
             except BaseException:
@@ -268,8 +277,9 @@ class Extend:
             with session.lock:
                 claims.check_open(session)  # another thread may have released it
                 session.forget_lookahead()
-                with overriding():
-                    kept = self._compiled(*map(plain, args), session.state)
+                inputs = list(map(plain, args))
+                with overriding(), told_by_rule(session, self._state, inputs):
+                    kept = self._compiled(*inputs, session.state)
                 _advance(session, self._state, args)
                 handles = registry.resized(session, past)
             return assemble(self._plan, kept, handles, args)

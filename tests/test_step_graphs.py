@@ -105,26 +105,21 @@ EACH = [
 
 
 @pytest.mark.parametrize("form", EACH)
-def test_replayed_steps_give_the_bits_of_those_that_ran(
+def test_plain_steps_launch_the_same_and_replayed_ones_give_their_bits(
     form: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ran, counted = decode(None, 10, monkeypatch, **form)
+    runs = TapeRecorder(again=True)
+    ran, counted = decode(runs, 10, monkeypatch, **form)
+    assert counted.replayed_steps >= 3
+    assert not runs.found
     recorder = TapeRecorder()
     replayed, stats = decode(recorder, 10, monkeypatch, **form)
-    assert stats.replayed_steps >= 3
+    assert stats.replayed_steps == counted.replayed_steps
     assert len(recorder.tapes) == 1 + ("reserve" in form)  # its arena moves on the way
     assert all(torch.equal(x, y) for x, y in zip(ran, replayed, strict=True))
     assert stats.exact_hit_rate == counted.exact_hit_rate
     assert stats.topk_hit_rate == counted.topk_hit_rate
     assert stats.prefetched_rows == counted.prefetched_rows
-
-
-@pytest.mark.parametrize("form", EACH)
-def test_plain_steps_launch_the_same(form: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    recorder = TapeRecorder(again=True)
-    _, stats = decode(recorder, 9, monkeypatch, **form)
-    assert stats.replayed_steps > 2
-    assert not recorder.found
 
 
 def test_a_weight_that_moves_is_read_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:

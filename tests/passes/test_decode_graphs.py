@@ -61,7 +61,7 @@ def test_extend_loads_the_past_and_stores_what_is_new() -> None:
     assert after_capture(Phase.EXTEND) == text(
         """
         load = load(l_past_0_0_, l_past_0_1_, specache_state, 0)
-        scaled_dot_product_attention = scaled_dot_product_attention(q_1, k_2, v_1)
+        attended = prompt_attention(q_1, k_2, v_1, getitem_9, getitem_10, specache_state, 0, 0.5, None)
         store = store(k_1, v, select, specache_state, 0)
         """
     )

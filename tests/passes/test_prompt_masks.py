@@ -1,14 +1,17 @@
-"""Which attentions of a prompt go by a rule, and that the others keep their masks."""
+"""Which attentions of several tokens go by a rule, and that the others keep their masks."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from support.zoo import build
 from torch import Tensor, nn
 
 from specache_fx.backend import specache
-from specache_fx.passes.base import PassState
+from specache_fx.passes.base import PassState, Phase
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 HEADS, DIM, TOKENS = 2, 8, 40
@@ -75,3 +78,34 @@ def test_prompt_is_the_models_own_whatever_shares_a_mask(model: Layers, by_rule:
         logits = torch.compile(model, backend=backend)(ids, real)[0]
     torch.testing.assert_close(logits[real], expected[real])
     assert graphs[0].count("specache.prompt_attention.default") == by_rule
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("name", ["llama", "gemma3_text"])
+def test_tokens_that_follow_a_cache_go_by_the_rule(name: str, padded: bool) -> None:
+    model, told = build(name), {}
+    ids = torch.randint(3, 60, (2, TOKENS), generator=torch.Generator().manual_seed(2))
+    real = torch.ones_like(ids)
+    if padded:
+        real[0, :5] = 0
+
+    def observe(name: str, gm: torch.fx.GraphModule, state: PassState) -> None:
+        if name == "prompt_masks":
+            found = [str(node.target) for node in gm.graph.nodes]
+            told[state.phase] = found.count("specache.prompt_attention.default"), len(state.sites)
+
+    def backend(gm: torch.fx.GraphModule, inputs: list[Tensor]) -> object:
+        return specache(gm, inputs, options=OPTIONS, observe=observe)
+
+    def turns(run: Any) -> Tensor:
+        past, logits = None, []
+        for start, stop in ((0, 19), (19, 32), (32, TOKENS)):
+            out = run(ids[:, start:stop], attention_mask=real[:, :stop], past_key_values=past, use_cache=True)
+            past = out.past_key_values
+            logits.append(out.logits)
+        return torch.cat(logits, 1)[real.bool()]
+
+    with torch.no_grad():
+        expected = turns(model)
+        torch.testing.assert_close(turns(torch.compile(model, backend=backend)), expected)
+    assert told == {phase: (len(model.model.layers),) * 2 for phase in (Phase.PREFILL, Phase.EXTEND)}

@@ -1,4 +1,4 @@
-"""A prompt's mask against the rule that nearly all follow, and attention by that rule against the mask."""
+"""Masks of several tokens against the rule that nearly all follow, and attention by that rule against the mask."""
 
 from __future__ import annotations
 
@@ -16,24 +16,26 @@ OTHER, CAUSAL, BY_RULE = range(3)
 
 
 def mask_of(q_len: int, window: int | None, real: Tensor) -> Tensor:
-    """Written down query by query: bool `[batch, 1, q_len, q_len]`."""
-    mask = torch.zeros(len(real), 1, q_len, q_len, dtype=torch.bool)
-    for query in range(q_len):
-        for key in range(query + 1):
-            reached = window is None or query - key < window
+    """Of the newest keys' queries, written down one by one: bool `[batch, 1, q_len, kv_len]`."""
+    kv_len = real.shape[1]
+    mask = torch.zeros(len(real), 1, q_len, kv_len, dtype=torch.bool)
+    for query, own in enumerate(range(kv_len - q_len, kv_len)):
+        for key in range(own + 1):
+            reached = window is None or own - key < window
             mask[:, 0, query, key] = real[:, key] & reached
     return mask
 
 
+def verdict_of(q_len: int, window: int | None, real: Tensor) -> int:
+    return CAUSAL if bool(real.all()) and (window is None or window >= real.shape[1]) else BY_RULE
+
+
 @st.composite
 def rules(draw: st.DrawFn) -> tuple[int, int | None, Tensor]:
-    q_len, batch = draw(st.integers(2, 12)), draw(st.integers(1, 3))
-    window = draw(st.none() | st.integers(1, 14))
-    real = torch.tensor(
-        draw(
-            st.lists(st.lists(st.booleans(), min_size=q_len, max_size=q_len), min_size=batch, max_size=batch)
-        )
-    )
+    q_len, before, batch = draw(st.integers(2, 12)), draw(st.integers(0, 9)), draw(st.integers(1, 3))
+    window = draw(st.none() | st.integers(1, 20))
+    row = st.lists(st.booleans(), min_size=before + q_len, max_size=before + q_len)
+    real = torch.tensor(draw(st.lists(row, min_size=batch, max_size=batch)))
     return q_len, window, real | torch.tensor(draw(st.booleans()))
 
 
@@ -43,14 +45,15 @@ def test_a_mask_that_follows_the_rule_is_told_from_one_that_does_not(
     rule: tuple[int, int | None, Tensor], data: st.DataObject
 ) -> None:
     q_len, window, real = rule
+    before = real.shape[1] - q_len
     mask = mask_of(q_len, window, real)
     verdict, told = prompt_masks.test(mask, window)
-    whole = bool(real.all()) and (window is None or window >= q_len)
-    assert int(verdict) == (CAUSAL if whole else BY_RULE)
-    assert torch.equal(told[:, 0], real)
-    # One number that is another: of a query, a later or an earlier token.
+    assert int(verdict) == verdict_of(q_len, window, real)
+    reached = max(0, before + 1 - (window or real.shape[1]))  # the first key that a query sees
+    assert torch.equal(told[:, 0, reached:], real[:, reached:])
+    # One number that is another: of a query after the first, which tells what is real, and not of its own key.
     batch, query = data.draw(st.integers(0, len(real) - 1)), data.draw(st.integers(1, q_len - 1))
-    key = data.draw(st.integers(0, q_len - 1).filter(lambda key: key != query))
+    key = data.draw(st.integers(0, real.shape[1] - 1).filter(lambda key: key != before + query))
     changed = mask.clone()
     changed[batch, 0, query, key] ^= True
     assert int(prompt_masks.test(changed, window)[0]) == OTHER
@@ -62,11 +65,11 @@ def test_a_mask_of_numbers_follows_the_rule_where_it_hides_no_whole_row(
     rule: tuple[int, int | None, Tensor], dtype: torch.dtype
 ) -> None:
     q_len, window, real = rule
-    mask = torch.zeros(len(real), 1, q_len, q_len, dtype=dtype).masked_fill(
+    mask = torch.zeros(len(real), 1, q_len, real.shape[1], dtype=dtype).masked_fill(
         ~mask_of(q_len, window, real), torch.finfo(dtype).min
     )
-    whole = bool(real.all()) and (window is None or window >= q_len)
-    assert int(prompt_masks.test(mask, window)[0]) == (CAUSAL if whole else OTHER)
+    expected = CAUSAL if verdict_of(q_len, window, real) == CAUSAL else OTHER
+    assert int(prompt_masks.test(mask, window)[0]) == expected
     mask[0, 0, 1, 0] = 0.5  # adds something
     assert int(prompt_masks.test(mask, window)[0]) == OTHER
     mask[0, 0, 1, 0] = -3  # hides nothing
@@ -82,8 +85,8 @@ def test_attention_by_the_rule_is_that_of_the_mask(
     q_len, window, real = rule
     generator = torch.Generator().manual_seed(q_len)
     query = torch.randn(len(real), 2 * groups, q_len, 8, generator=generator)
-    key = torch.randn(len(real), 2, q_len, 8, generator=generator)
-    value = torch.randn(len(real), 2, q_len, 6, generator=generator)
+    key = torch.randn(len(real), 2, real.shape[1], 8, generator=generator)
+    value = torch.randn(len(real), 2, real.shape[1], 6, generator=generator)
     mask = mask_of(q_len, window, real)
     verdict, told = prompt_masks.test(mask, window)
     masks = prompt_masks.PromptMasks([], [])
