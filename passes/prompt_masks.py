@@ -4,8 +4,9 @@
                                         out = specache.prompt_attention(q, k, v, verdict, real, state, number, scale)
 
 That is a prompt, a piece of one or the next turn. A model that is given an `attention_mask` computes such a mask, 4 GB
-at 65,536 tokens, even where nothing is padding: only the numbers tell. The compiler fuses the test with what computes the mask, and nothing of it is kept. The operator
-reads the verdict (`runtime/prompt_masks.py`). `store` goes on reading the mask's last row.
+at 65,536 tokens, even where nothing is padding: only the numbers tell. The compiler fuses the test with what computes
+the mask, and nothing of it is kept. The operator reads the verdict (`runtime/prompt_masks.py`). `store` goes on reading
+the mask's last row.
 
 Runs after `bind_cache`. Attentions that are spelt out, and masks that weights or random numbers go into, stay.
 """
@@ -86,7 +87,10 @@ def _inputs_of(gm: GraphModule, mask: Node, reader: Node) -> list[Node] | None:
     needed = needed_for(gm.graph, [mask], reader=reader)
     roots = [node for node in placeholders(gm.graph) if node in needed]
     weighs = (is_static_input(node) and value_of(node).dim() > 0 for node in roots)
-    changed = {*mutated_inputs(gm.graph), placeholders(gm.graph)[-1]}  # a mask of what is cached is no mask of ours
+    changed = {
+        *mutated_inputs(gm.graph),
+        placeholders(gm.graph)[-1],
+    }  # a mask of what is cached is no mask of ours
     if any(weighs) or any(map(draws_random_numbers, needed)) or changed.intersection(roots):
         return None
     return roots

@@ -1,9 +1,9 @@
 """Attention of several tokens whose mask is told by a rule, and not by `[q_len, kv_len]` numbers.
 
 Nearly all masks follow one rule: a query sees the real keys up to its own, of a sliding window the newest. The queries
-are those of the newest keys: all of a prompt, or what follows a cache. A graph
-tests its masks against it (`passes/prompt_masks.py`). An attention reads the verdict and makes what it needs of the
-mask, a block of queries at a time. Where the rule is another, it makes the model's own mask, once for all layers.
+are those of the newest keys: all of a prompt, or what follows a cache. A graph tests its masks against the rule
+(`passes/prompt_masks.py`). An attention reads the verdict and makes what it needs of the mask, a block of queries at a
+time. Where the rule is another, or one block has all queries, it makes the model's own mask, once for all layers.
 """
 
 from __future__ import annotations
@@ -120,12 +120,14 @@ def attend(
     Returns:
         `[batch, num_heads, q_len, value_dim]`, with the heads of a token side by side in memory.
     """
-    told = masks.verdict(number, verdict)
-    # SDPA's own causal attention gives the first query the first key.
-    if told == _BY_RULE or (told == _CAUSAL and query.shape[2] != key.shape[2]):
+    told, q_len = masks.verdict(number, verdict), query.shape[2]
+    causal = (
+        told == _CAUSAL and q_len == key.shape[2]
+    )  # SDPA's own has the first query see the first key alone
+    if told != _OTHER and not causal and (q_len > _BLOCK or window is not None):
         return _by_blocks(query, key, value, real, scale, window)
-    made = None if told == _CAUSAL else masks.make(number)
-    out = _sdpa(query, key, value, made, scale, is_causal=made is None)
+    made = None if causal else masks.make(number)
+    out = _sdpa(query, key, value, made, scale, is_causal=causal)
     return out.transpose(1, 2).contiguous().transpose(1, 2)
 
 

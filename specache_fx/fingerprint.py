@@ -14,6 +14,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from specache_fx.errors import ConfigError
 from specache_fx.passes.subclasses import flatten
+from specache_fx.runtime.native import graph_ops
 
 _ROW = 1024  # words of 8 bytes that one sum is of
 _SAMPLE = 512  # elements of a weight that are compared each time, at least where it has so many
@@ -74,7 +75,7 @@ def _sums(words: torch.Tensor) -> torch.Tensor:
     """Of each row of int64 `[rows, _ROW]` one sum, modulo 2^64."""
     factors = _FACTORS.to(words.device)
     if words.device.type == "cpu":
-        return words @ factors
+        return words @ factors if graph_ops.load() is None else torch.ops.specache.row_sums(words, factors)
     return (words * factors).sum(1)  # CUDA has no product of integers
 
 

@@ -1,5 +1,5 @@
 // Operators that a graph calls on the CPU without Python between: `specache::products` (see native/graph_ops.py) and
-// `specache::layer_step`. And `specache::stage`, the copy of that alone.
+// `specache::layer_step`. And `specache::stage`, the copy of that alone, and `specache::row_sums`, of fingerprints.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
@@ -81,6 +81,26 @@ std::vector<int64_t> stage(Tensor table, int64_t length, Tensor wanted, Tensor t
   return {done.failure, done.fetched, done.kept};
 }
 
+// Of each row the sum of its words times factors, modulo 2^64.
+Tensor row_sums(Tensor words, Tensor factors) {
+  STD_TORCH_CHECK(words.dim() == 2 && factors.dim() == 1 && words.size(1) == factors.size(0) &&
+                      words.scalar_type() == ScalarType::Long && factors.scalar_type() == ScalarType::Long &&
+                      words.is_contiguous() && factors.is_contiguous(),
+                  "specache::row_sums: words are to be int64 [rows, width], factors int64 [width]");
+  const int64_t rows = words.size(0), width = words.size(1), threads = torch::stable::get_num_threads();
+  const Tensor sums = empty({rows}, words);
+  const uint64_t *word = static_cast<const uint64_t*>(words.data_ptr()),
+                 *factor = static_cast<const uint64_t*>(factors.data_ptr());
+  uint64_t* to = static_cast<uint64_t*>(sums.data_ptr());
+#pragma omp parallel for num_threads(threads) if (threads > 1 && rows > 1)
+  for (int64_t r = 0; r < rows; r++) {
+    uint64_t sum = 0;
+    for (int64_t i = 0; i < width; i++) sum += word[r * width + i] * factor[i];
+    to[r] = sum;
+  }
+  return sums;
+}
+
 }  // namespace
 
 extern "C" {
@@ -92,10 +112,12 @@ int64_t specache_layer_size() { return sizeof(SpecacheLayer); }
 
 // ops.py defines the others; what copies rows does not import it.
 STABLE_TORCH_LIBRARY_FRAGMENT(specache, m) {
+  m.def("row_sums(Tensor words, Tensor factors) -> Tensor");
   m.def("stage(Tensor table, int length, Tensor wanted, Tensor(a!) tokens, Tensor(b!) rows) -> int[]");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(specache, CPU, m) {
+  m.impl("row_sums", TORCH_BOX(&row_sums));
   m.impl("stage", TORCH_BOX(&stage));
   m.impl("products", TORCH_BOX(&products));
   m.impl("layer_step", TORCH_BOX(&specache::layer_step));

@@ -1,4 +1,4 @@
-"""Operators that are C++ on the CPU: `specache::products`, `specache::layer_step`, and `specache::stage`.
+"""Operators in C++ on the CPU: `specache::products`, `specache::layer_step`, `specache::stage`, `specache::row_sums`.
 
 Products: every weight is read once, by all threads of PyTorch. Sums are of float32, in an order of their own: they
 differ from BLAS's by rounding.

@@ -89,14 +89,16 @@ def test_attention_by_the_rule_is_that_of_the_mask(
     value = torch.randn(len(real), 2, real.shape[1], 6, generator=generator)
     mask = mask_of(q_len, window, real)
     verdict, told = prompt_masks.test(mask, window)
-    masks = prompt_masks.PromptMasks([], [])
+    whole = torch.fx.symbolic_trace(lambda mask: (mask,))
+    masks = prompt_masks.PromptMasks([prompt_masks.PromptMask(whole, (0,))], [mask])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(prompt_masks, "_BLOCK", block)
         out = prompt_masks.attend(masks, query, key, value, verdict, told, 0, 0.3, window)
     expected = F.scaled_dot_product_attention(query, key, value, mask, scale=0.3, enable_gqa=groups > 1)
     torch.testing.assert_close(out, expected)
     assert out.transpose(1, 2).is_contiguous()
-    assert not masks._made
+    causal = int(verdict) == CAUSAL and q_len == real.shape[1]
+    assert bool(masks._made) == (window is None and q_len <= block and not causal)
 
 
 def test_another_mask_is_made_once_for_all_layers() -> None:
