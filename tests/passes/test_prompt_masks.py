@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from specache_fx.backend import specache
 from specache_fx.passes.base import PassState, Phase
+from specache_fx.runtime import prompt_masks as rules
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 HEADS, DIM, TOKENS = 2, 8, 40
@@ -80,8 +81,7 @@ def test_prompt_is_the_models_own_whatever_shares_a_mask(model: Layers, by_rule:
     assert graphs[0].count("specache.prompt_attention.default") == by_rule
 
 
-@pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("name", ["llama", "gemma3_text"])
+@pytest.mark.parametrize(("name", "padded"), [("llama", True), ("gemma3_text", False)])
 def test_tokens_that_follow_a_cache_go_by_the_rule(name: str, padded: bool) -> None:
     model, told = build(name), {}
     ids = torch.randint(3, 60, (2, TOKENS), generator=torch.Generator().manual_seed(2))
@@ -109,3 +109,71 @@ def test_tokens_that_follow_a_cache_go_by_the_rule(name: str, padded: bool) -> N
         expected = turns(model)
         torch.testing.assert_close(turns(torch.compile(model, backend=backend)), expected)
     assert told == {phase: (len(model.model.layers),) * 2 for phase in (Phase.PREFILL, Phase.EXTEND)}
+
+
+class OwnCache(nn.Module):
+    """Two layers that are given a mask and their past."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(32, HEADS * DIM)
+        self.sides = nn.ModuleList(nn.Linear(HEADS * DIM, 3 * HEADS * DIM) for _ in range(2))
+        self.head = nn.Linear(HEADS * DIM, 32)
+
+    def forward(
+        self, ids: Tensor, mask: Tensor, past: Any = None
+    ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+        hidden, cache = self.embed(ids), []
+        for layer, side in enumerate(self.sides):
+            q, k, v = side(hidden).unflatten(-1, (3, HEADS, DIM)).permute(2, 0, 3, 1, 4).unbind()
+            if past is not None:
+                k, v = (torch.cat([old, new], 2) for old, new in zip(past[layer], (k, v), strict=True))
+            cache.append((k, v))
+            hidden = hidden + F.scaled_dot_product_attention(q, k, v, mask).transpose(1, 2).flatten(2)
+        return self.head(hidden), cache
+
+
+def hides(kind: str, own: Tensor, keys: Tensor) -> Tensor:
+    """What a kind of mask hides of what is causal, of the first row of a batch."""
+    return {
+        "nothing": keys > own + keys.numel(),
+        "left padding": keys < 3,
+        "right padding": keys >= keys.numel() - 2,
+        "all but a window": keys <= own - 6,
+        "a hole": keys == 5,
+        "other documents": (keys // 7 != own // 7) & (keys > 1),
+        "every other key": ((keys - own) % 2 == 1),
+        "all of a query": (own == own[0]) & (keys >= 0),
+    }[kind]
+
+
+@pytest.mark.parametrize("block", [4, 512])
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
+def test_turns_are_the_models_own_under_every_mask(
+    dtype: torch.dtype, block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rules, "_BLOCK", block)
+    model = OwnCache()
+    compiled = torch.compile(model, backend="specache", options=OPTIONS, dynamic=True)
+    generator = torch.Generator().manual_seed(3)
+    kinds = ("nothing", "left padding", "right padding", "all but a window", "a hole", "other documents")
+    for kind in (*kinds, "every other key", "all of a query", "to a later key", "a bias"):
+        past = ours = None
+        kv_len = 0
+        for q_len in (17, 9, 1, 6, 2):
+            kv_len += q_len
+            own, keys = torch.arange(kv_len - q_len, kv_len)[:, None], torch.arange(kv_len)
+            seen = (keys <= own).expand(2, 1, -1, -1).clone()
+            if kind == "to a later key":
+                seen[0] |= keys < 20
+            elif kind != "a bias":
+                seen[0] &= ~hides(kind, own, keys)
+            mask = seen if dtype == torch.bool else torch.zeros(seen.shape).masked_fill(~seen, -torch.inf)
+            if kind == "a bias" and dtype != torch.bool:
+                mask = mask - (own - keys).abs() * 0.1
+            ids = torch.randint(32, (2, q_len), generator=generator)
+            with torch.no_grad():
+                expected, past = model(ids, mask, past)
+                logits, ours = compiled(ids, mask, ours)
+            torch.testing.assert_close(logits, expected, equal_nan=True)
