@@ -124,6 +124,21 @@ def load_library(name: str, sources: Path, instruction_set: str, *, with_torch: 
         raise BuildError(f"there is no folder to build in ({error}); set TMPDIR to one") from error
 
 
+def load_or_none(name: str, purpose: str, *, with_torch: bool = False) -> ctypes.CDLL | None:
+    """A library of this package for the best instruction set; None where it can't be built, which the log says.
+
+    Args:
+        name: See `load_library`.
+        purpose: What is done without C++ then.
+        with_torch: See `load_library`.
+    """
+    try:
+        return load_library(name, SOURCES, usable_instruction_sets()[0], with_torch=with_torch)
+    except BuildError as error:
+        _log.info("%s without C++: %s", purpose, error)
+        return None
+
+
 def _load(library: Path, command: Sequence[str]) -> ctypes.CDLL:
     if not is_whole(library):
         _build(command, library)

@@ -2,8 +2,8 @@
 
     wait_prefetch -> attend -> append -> select -> prefetch        once a layer, or as one (`WholeSteps`)
 
-It lasts for one run of the graph. What its ops hand on to each other is in here, and what the model's masks say of this
-token; what outlasts the token is in the session.
+It lasts for one run of the graph. It holds what its ops hand on to each other, and what the model's masks say of this
+token. The session holds what outlasts the token.
 """
 
 from __future__ import annotations
@@ -195,7 +195,7 @@ class DecodeStep:
             key=key,
             value=value,
             scale=scale,
-            independent=self.predecoding,
+            independent_lanes=self.predecoding,
             softcap=softcap,
             sinks=sinks,
             expand=None if expansion is None else self.expansions[expansion],
@@ -226,8 +226,8 @@ class DecodeStep:
 
         Int32 `[batch, num_kv_heads, top_k]`, -1 fills.
 
-        Chosen among the tokens that are quantised now: after this step's append, so that a group that it has just
-        pushed out of the window can be fetched for the very next step.
+        They are chosen among the tokens that are quantised now, after this step's append. So a group that it has just
+        pushed out of the window can be fetched for the next step.
         """
         session, config = self.session, self.session.config
         scores, quantized_before = self._scores.pop(layer)

@@ -3,9 +3,9 @@
     stream of the model:  rotate queries -> parts of attention -> their sum, which appends lane 0's pair
     beside it:            selection scores -> top-k -> plan the slots -> copy their rows -> hit rates
 
-`specache::device_step` launches them. What changes from step to step is in the device's memory, at addresses that stay:
-lengths, shares, the padding, and copies of the queries for what runs beside. Grids are cut for what the arenas have
-room for. So a step can be captured as a CUDA graph, and replayed until a tensor moves (`generation`).
+`specache::device_step` launches them. The device's memory has all that changes from step to step, at addresses that
+stay: lengths, shares, the padding, and copies of the queries for what runs beside. Grids are cut for all that the
+arenas have room for. So a step can be captured as a CUDA graph, and replayed until a tensor moves (`generation`).
 
 Paper: SpeCache Alg. 3. On the CPU `StepTable` does the same.
 """
@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from specache_fx.runtime import triton_ops
 from specache_fx.runtime.kernels import Kernel
@@ -55,7 +56,7 @@ class DeviceSteps:
         self.generation = 0
         self._layers: dict[tuple[Any, ...], LayerLaunches] = {}
         self._arenas: dict[int, weakref.ref[LayerTensors]] = {}  # that the layers above were prepared for
-        self._shared = Shared()
+        self._shared: Shared = {}
         self._stored: dict[int, StoredTokens] = {}  # by the first layer of those that are alike
         self._alike: dict[int, int] = {}
         self._tables_moved = 0
@@ -79,7 +80,7 @@ class DeviceSteps:
         return cls(device, top_k, transfer)
 
     def tell(self, layers: Mapping[int, LayerState], facts: StepFacts) -> None:
-        """See `WholeSteps`. What ran beside the step before is through for the current stream."""
+        """See `WholeSteps`. The current stream waits for all that ran beside the step before."""
         self._fills = facts.num_selectable != facts.num_quantized
         self._facts, self._caches, self._run = facts, layers, []
         moved = [i for i, cache in layers.items() if self._lies_elsewhere(i, cache)]
@@ -116,7 +117,7 @@ class DeviceSteps:
         return True
 
     def _forget(self) -> None:
-        """What was prepared is void."""
+        """Drop all that was prepared."""
         self.generation += 1
         self._layers.clear()
         self._shared.clear()
@@ -179,12 +180,10 @@ class DeviceSteps:
             key=key,
             value=value,
             scale=scale,
-            independent=facts.predecodes,
+            independent_lanes=facts.predecodes,
             softcap=softcap,
             sinks=sinks,
-            expand=None,
-            staged=None,
-            key_mask=stored.mask if facts.key_mask.has_padding else None,
+            key_mask=None if facts.key_mask.real is None else stored.mask,
             bias=facts.biases.get(layer),
             scored_lanes=facts.scored_lanes,
             visible=stored.visible,
@@ -307,7 +306,7 @@ class DeviceSteps:
         tensors = [tensor for tensor in (self._shares, self._counts) if tensor is not None]
         for stored in self._stored.values():
             tensors += stored.tensors
-        tensors += self._shared.tensors
+        tensors += tree_leaves(list(self._shared.values()))
         for launches in self._layers.values():
             tensors += launches.own
         return sum({tensor.data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}.values())

@@ -1,8 +1,8 @@
 """Handles: what the model passes around in place of its KV cache.
 
-A handle has the shape that the model expects, `[batch, num_kv_heads, kv_len, head_dim]`, and next to no memory: all
-the handles of a session look at one storage, so storage identity names the session, and the storage dies with the
-last handle. It holds one row of `head_dim` elements per slot and batch row, where a handle's first token begins,
+A handle has the shape that the model expects, `[batch, num_kv_heads, kv_len, head_dim]`, and next to no memory. All
+handles of a session look at one storage. So storage identity names the session, and the storage dies with the last
+handle. It holds one row of `head_dim` elements per slot and batch row, where a handle's first token begins,
 then a ruler of about `kv_len` elements:
 
     element [b, h, t, d] of slot s  =  storage[offset(s) + b * head_dim + 2 * h + t + d]
@@ -12,9 +12,9 @@ follow), cutting off the oldest ones moves it (which it can't, and so must see).
 heads were permuted is no copy.
 
 Most elements are NaNs. Those of the rows have payload bits that spell (magic, session, slot, row, process), those of
-the ruler a sequence in which no stretch comes twice. They survive every copy, so that a copied cache, or one whose rows
-were permuted, can be told from the original, and one whose tokens were chosen from one that was cropped (`matches`).
-Whatever reads a handle as if it were a KV cache gets NaN, never an answer that is a little wrong.
+the ruler a sequence in which no stretch comes twice. They survive every copy. So a copied cache, or one whose rows
+were permuted, can be told from the original; and one whose tokens were chosen, from one that was cropped (`matches`).
+A reader that takes a handle for a KV cache gets NaN, never an answer that is a little wrong.
 
 NaNs survive arithmetic too. So every eighth element is a number: a cache that was scaled, clamped or averaged is no
 copy any more. Code outside of graphs doesn't get so far: to it a handle is a `Handle` (`handle_tensor.py`).

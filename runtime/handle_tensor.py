@@ -1,6 +1,6 @@
 """`Handle`: the tensor class of handles. Outside of a graph one can be looked at, moved and copied, and no more.
 
-What a handle stands for is kept elsewhere (`handle.py`). A module that is not compiled would read its NaNs as keys and
+The session is found by a handle's elements (`handle.py`). A module that is not compiled would read its NaNs as keys and
 values, and what is written into it would be lost. So every other operation on one is an error at the place where it is
 called. Dynamo traces `__torch_function__` with the model: within a graph a handle is a plain tensor, and what becomes
 of it there is the passes' to know.
@@ -89,7 +89,7 @@ class Handle(torch.Tensor):
         return memo[id(self)]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # Whoever loads it has no session to keep: what comes back is known by its elements.
+        # A process that loads it has no session to keep: its elements tell whose it was.
         with bare():
             return plain(self).__reduce_ex__(protocol)
 

@@ -38,8 +38,8 @@ def resolve_host(host: str, device: torch.device, nbytes: int = 0, host_dir: str
         host_dir: The option, for the warning.
 
     Returns:
-        "pinned", "memory" or "disk"; "auto" is "pinned" for CUDA, where copies run beside compute only from
-        page-locked memory, and "memory" elsewhere, but "disk", with a warning, where that memory is not there.
+        "pinned", "memory" or "disk". "auto" is "pinned" for CUDA, where copies run beside compute only from page-locked
+        memory, and "memory" elsewhere. Where there is too little of it, "auto" is "disk", with a warning.
 
     Raises:
         ConfigError: If "pinned" is asked for without a CUDA device.
@@ -142,8 +142,8 @@ class MemoryStore(BlockStore):
         super().__init__(host_dir)
         self._available, self._asked = 0, -_ASKED_AGAIN_S
 
-    def _check(self, nbytes: int) -> int:
-        """Bytes of memory that are available; the system is asked once for the layers of a prompt."""
+    def _left(self, nbytes: int) -> int:
+        """Bytes of memory that are available. The system is asked each 0.1 s, or for more than half of what is left."""
         now = time.monotonic()
         if now - self._asked > _ASKED_AGAIN_S or nbytes > self._available // 2:
             self._available, self._asked = available_bytes(), now
@@ -152,7 +152,7 @@ class MemoryStore(BlockStore):
     def _allocate(self, shape: tuple[int, ...], dtype: torch.dtype, nbytes: int) -> torch.Tensor:
         # The kernel promises memory that it doesn't have, and kills the process when it is written to: ask
         # first.
-        available = self._check(nbytes) if nbytes >= _CHECKED_BYTES else nbytes
+        available = self._left(nbytes) if nbytes >= _CHECKED_BYTES else nbytes
         if nbytes > available:
             raise HostMemoryError(
                 f"The host tier asked for {nbytes:,} bytes more (it holds {self.nbytes:,}), and {available:,}"

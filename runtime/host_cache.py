@@ -2,8 +2,8 @@
 
 One row for each (batch row, kv head, token) holds K and V side by side, so that a pair is one contiguous
 read; V alone where the policy keeps the keys on the device (`key_dim` is 0 then). A layer's rows live in blocks,
-`[batch, num_kv_heads, block tokens, key_dim + value_dim]` each: growing adds a block and moves nothing. What
-the blocks are made of (page-locked memory, plain memory, a mapped file) is `host_blocks`' part.
+`[batch, num_kv_heads, block tokens, key_dim + value_dim]` each: growing adds a block and moves nothing.
+`host_blocks` makes the blocks: page-locked memory, plain memory, a mapped file.
 
 Paper: SpeCache §3.2 (the 16-bit cache is offloaded to CPU memory).
 """
@@ -66,19 +66,6 @@ class _Rows:
             at, index = end, index + 1
         return parts
 
-    def gather(self, index: int, row: np.ndarray, token: np.ndarray) -> np.ndarray:
-        """Copy rows of block `index` out, as uint8 `[n, bytes of a row]`.
-
-        Args:
-            index: Number of the block.
-            row: int64 `[n]`: batch row * num_kv_heads + head.
-            token: int64 `[n]`, counted from the block's start.
-        """
-        block = self.blocks[index]
-        # NumPy, not `index_select`: the copy thread runs beside a forward pass that has every core, where an
-        # OpenMP team is slow to gather.
-        return row_bytes(block).take(row * block.shape[2] + token, axis=0)
-
 
 def row_bytes(rows: torch.Tensor) -> np.ndarray:
     """`[..., dim]`, contiguous, as uint8 `[rows, bytes of a row]`; shares memory."""
@@ -115,9 +102,6 @@ class HostCache:
         block_tokens: Tokens that a layer grows by at most, unless more are appended at once. It grows by a quarter of
             what it has room for; the first block is sized for the first append (prefill).
         reserve: Tokens that a layer's first block has room for at least.
-        ahead: Reserve before the room is needed: with the prompt what decoding will ask for first, then in a thread
-            when half of the newest block is filled. By default for page-locked memory, which takes a second a few
-            gigabytes: at batch 64 a step would stand still for it.
     """
 
     def __init__(
@@ -130,7 +114,6 @@ class HostCache:
         *,
         block_tokens: int = 1024,
         reserve: int = 0,
-        ahead: bool | None = None,
     ) -> None:
         self.batch, self.shapes, self.dtype = batch, tuple(shapes), dtype
         self.block_tokens, self._reserved = block_tokens, reserve
@@ -138,7 +121,9 @@ class HostCache:
         self._store = STORES[host](host_dir)
         self.is_pinned = host == "pinned"  # a CUDA device can read the blocks by itself
         self.in_memory = host != "disk"  # reading a row takes no longer than its bytes do
-        self._ahead = self.is_pinned if ahead is None else ahead
+        # Before the room is needed: with the prompt what decoding will ask for first, then in a thread when half of
+        # the newest block is filled. Page-locked memory takes a second a few gigabytes: at batch 64 a step would wait.
+        self._ahead = self.is_pinned
         self._thread: ThreadPoolExecutor | None = None
         self._written: torch.cuda.Event | None = None  # CUDA: behind the last rows that come from the device
         self._closed = False
@@ -260,7 +245,11 @@ class HostCache:
         block_idx = np.searchsorted(rows.starts[1:], token, side="right")
         for index in np.unique(block_idx).tolist():
             here = np.flatnonzero(block_idx == index)
-            row_bytes(out)[here] = rows.gather(index, row[here], token[here] - rows.starts[index])
+            block = rows.blocks[index]
+            place = row[here] * block.shape[2] + token[here] - rows.starts[index]
+            # NumPy, not `index_select`: the copy thread runs beside a forward pass that has every core, where an
+            # OpenMP team is slow to gather.
+            row_bytes(out)[here] = row_bytes(block).take(place, axis=0)
         return out
 
     def reorder(self, layer: int, batch_rows: torch.Tensor) -> None:

@@ -8,57 +8,47 @@ from specache_fx.runtime.masks import split_row
 
 
 class KeyMask:
-    """What the masks of the prompt (or of the last extend) called padding, and no mask has shown since."""
+    """What the masks of the prompt (or of the last extend) called padding, and no mask has shown since.
+
+    Attributes:
+        real: Bool `[batch, tokens]`, maybe of fewer tokens than there are; None where no key is padding.
+    """
 
     def __init__(self) -> None:
-        self._real: torch.Tensor | None = None
-
-    @property
-    def has_padding(self) -> bool:
-        """Whether any key is padding."""
-        return self._real is not None
-
-    @property
-    def real(self) -> torch.Tensor | None:
-        """The mask as it is kept, bool `[batch, tokens]`: maybe of fewer tokens than there are. None: all are real."""
-        return self._real
-
-    def restore(self, real: torch.Tensor) -> None:
-        """Keep a mask that another session kept."""
-        self._real = real
+        self.real: torch.Tensor | None = None
 
     def read(self, row: torch.Tensor | None, batch: int) -> None:
         """Take over what the newest query's row of a mask says about padding, see `split_row`."""
-        self._real = None if row is None else split_row(row, batch)[0]
+        self.real = None if row is None else split_row(row, batch)[0]
 
     def widen(self, row: torch.Tensor | None, batch: int) -> None:
         """Keys that another layer's mask shows are real as well: what hides them elsewhere is no padding."""
-        if self._real is not None:
+        if self.real is not None:
             real = None if row is None else split_row(row, batch)[0]
-            self._set(None if real is None else self._real | real)
+            self._set(None if real is None else self.real | real)
 
     def at(self, kv_len: int) -> torch.Tensor | None:
         """Bool `[batch, kv_len]` for a length of now or later; None where every key is real."""
-        if self._real is None or self._real.shape[1] == kv_len:
-            return self._real
-        return torch.nn.functional.pad(self._real, (0, kv_len - self._real.shape[1]), value=True)
+        if self.real is None or self.real.shape[1] == kv_len:
+            return self.real
+        return torch.nn.functional.pad(self.real, (0, kv_len - self.real.shape[1]), value=True)
 
     def grow(self, kv_len: int) -> torch.Tensor | None:
         """As `at`, and keep it: a step's first layer lengthens the mask for all."""
-        self._real = self.at(kv_len)
-        return self._real
+        self.real = self.at(kv_len)
+        return self.real
 
     def crop(self, kv_len: int) -> None:
         """Keep the first `kv_len` keys."""
-        if self._real is not None:
-            self._set(self._real[:, :kv_len])
+        if self.real is not None:
+            self._set(self.real[:, :kv_len])
 
     def take(self, source: KeyMask, rows: torch.Tensor) -> None:
         """Say what `source` says of batch rows `rows`, int64 `[batch]` on the device. `source` may be self."""
-        self._set(None if source._real is None else source._real.index_select(0, rows))
+        self._set(None if source.real is None else source.real.index_select(0, rows))
 
     def _set(self, real: torch.Tensor | None) -> None:
-        self._real = None if real is None or bool(real.all()) else real
+        self.real = None if real is None or bool(real.all()) else real
 
     def agrees(self, seen: torch.Tensor | None, kv_len: int) -> bool:
         """Whether a mask hides just the padding at a length of now or later.
@@ -84,4 +74,4 @@ class KeyMask:
     @property
     def device_bytes(self) -> int:
         """Bytes of the mask."""
-        return 0 if self._real is None else self._real.untyped_storage().nbytes()
+        return 0 if self.real is None else self.real.untyped_storage().nbytes()

@@ -15,7 +15,7 @@ from specache_fx.runtime.key_mask import KeyMask
 from specache_fx.runtime.layer_state import LayerCall, restore_exactly
 from specache_fx.runtime.layout import Arena, LayerTensors
 from specache_fx.runtime.masks import WindowMask
-from specache_fx.runtime.quant import Planes, Quantizer
+from specache_fx.runtime.quant import Planes
 from specache_fx.runtime.sink_rows import SinkRows
 
 # Tokens quantised at a time in prefill: bounds the float32 temporaries of quantisation, whatever the prompt's length.
@@ -27,11 +27,11 @@ _LEAST_GROWTH_TOKENS = 256
 class LayerCache:
     """One layer's keys and values: quantised oldest tokens, then a 16-bit window of the newest.
 
-    Which tokens are quantised is a function of the length alone (`SpecacheConfig.num_quantized`); of a resident layer
-    none are, and its window is the whole cache. Keys are `[batch, num_kv_heads, kv_len, key_dim]`, values
-    `[batch, num_kv_heads, kv_len, value_dim]`, of the model's dtype. What is on the device lies in one arena
-    (`Layout`). A prompt takes exactly what it needs; then codes grow by `grown_tokens`, and the window to a group more
-    than `residual_length`.
+    The length alone decides which tokens are quantised (`SpecacheConfig.num_quantized`). Of a resident layer none are,
+    and its window is the whole cache. Keys are `[batch, num_kv_heads, kv_len, key_dim]`, values
+    `[batch, num_kv_heads, kv_len, value_dim]`, of the model's dtype. One arena (`Layout`) holds all that
+    is on the device. A prompt takes exactly what it needs; then codes grow by `grown_tokens`, and the window to a group
+    more than `residual_length`.
 
     Args:
         config: The session's options.
@@ -42,6 +42,7 @@ class LayerCache:
         is_exact: The layer stays whole on the device (`SpecacheConfig.resident_layers`).
 
     Attributes:
+        quantizer: Makes the codes.
         sinks: 16-bit rows of quantised tokens that stay on the device; None where none do.
         num_quantized: Tokens in the low-bit copy.
         window_len: Tokens in the window.
@@ -58,7 +59,7 @@ class LayerCache:
     ) -> None:
         self.config, self.host, self.layer, self.is_exact = config, host, layer, is_exact
         self.num_quantized = self.window_len = 0
-        self._arena, self._key_mask = arena, key_mask
+        self._arena, self.quantizer, self._key_mask = arena, arena.quantizer, key_mask
         self._views: tuple[Planes, Planes] | None = None
         self.sinks = self._find_sinks()
         if self.sinks is not None:
@@ -66,11 +67,6 @@ class LayerCache:
 
     def _find_sinks(self) -> SinkRows | None:
         return SinkRows(*self.tensors.sinks) if self._arena.sink_tokens else None
-
-    @property
-    def quantizer(self) -> Quantizer:
-        """Makes the codes."""
-        return self._arena.quantizer
 
     def num_quantized_at(self, kv_len: int) -> int:
         """Tokens in the low-bit copy when there are `kv_len`."""
@@ -85,11 +81,6 @@ class LayerCache:
     def device_bytes(self) -> int:
         """Bytes on the device: codes with their scales, sinks, and the window."""
         return self._arena.layout.nbytes
-
-    @property
-    def window_rows(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The buffers of the window, `[batch, num_kv_heads, room, dim]` each; it is their first `window_len` rows."""
-        return self._arena.tensors.window
 
     def window(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The 16-bit keys and values of the newest tokens; views, no copy."""
@@ -139,26 +130,16 @@ class LayerCache:
         rows, indices = (None, None) if staged is None else staged
         key_planes, value_planes = self.planes
         return DecodeInputs(
-            query=call.query,
-            key=call.key,
-            value=call.value,
+            **call.lane_inputs(),
             quantizer=self.quantizer,
             key_planes=key_planes,
             value_planes=value_planes,
             num_quantized=self.num_quantized,
-            window_rows=self.window_rows,
+            window_rows=self.tensors.window,
             window_len=self.window_len,
             staged_rows=rows,
             staged_indices=indices,
-            key_mask=call.key_mask,
-            scale=call.scale,
-            independent_lanes=call.independent,
-            softcap=call.softcap,
-            bias=call.bias,
-            sinks=call.sinks,
-            expand=call.expand,
             aggregation=self.config.aggregation,
-            scored_lanes=call.scored_lanes,
         )
 
     def inputs_at_any_length(self, call: LayerCall) -> DecodeInputs:

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from specache_fx.runtime.kernels.triton_arguments import (
     arguments_of,
@@ -67,26 +66,15 @@ class Selection:
     launches: Sequence[Launch] = ()
 
 
-class Shared:
-    """Memory of which layers of one shape need one piece: they run one after the other."""
+Shared = dict[tuple[Any, ...], Any]
+"""By name the memory of which layers of one shape need one piece: they run one after the other."""
 
-    def __init__(self) -> None:
-        self._held: dict[tuple[Any, ...], Any] = {}
 
-    def of(self, key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
-        """The piece of that name, made where there is none."""
-        if key not in self._held:
-            self._held[key] = make()
-        return self._held[key]
-
-    @property
-    def tensors(self) -> list[torch.Tensor]:
-        """All pieces."""
-        return tree_leaves(list(self._held.values()))
-
-    def clear(self) -> None:
-        """Keep none."""
-        self._held.clear()
+def _of(shared: Shared, key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
+    """The piece of that name, made where there is none."""
+    if key not in shared:
+        shared[key] = make()
+    return shared[key]
 
 
 def prepare(
@@ -113,12 +101,12 @@ def prepare(
 
     # Stand-ins: what is prepared keeps no activations.
     sides = {
-        name: shared.of((name, *side.shape), functools.partial(torch.empty_like, side))
+        name: _of(shared, (name, *side.shape), functools.partial(torch.empty_like, side))
         for name, side in (("query", call.query), ("key", call.key), ("value", call.value))
     }
     call = replace(call, bias=None, **sides)
     staging = None if cache.is_exact else transfer.staging(layer)
-    staged = None if call.independent or staging is None else (staging.rows, staging.indices)
+    staged = None if call.independent_lanes or staging is None else (staging.rows, staging.indices)
     inputs = cache.inputs_at_any_length(replace(call, staged=staged))
     arguments = arguments_of(inputs)
     if arguments["CENTRED"]:
@@ -131,18 +119,21 @@ def prepare(
     arguments["length_class"] = length_class(arguments["code_tokens"])
     arguments |= tokens_told(stored.lengths, query, stored.room)
     splits = arguments["splits"]
-    arguments |= shared.of(
-        ("parts", lanes, batch, num_heads, splits, value_dim), lambda: parts_of(query, splits, value_dim)
+    arguments |= _of(
+        shared,
+        ("parts", lanes, batch, num_heads, splits, value_dim),
+        lambda: parts_of(query, splits, value_dim),
     )
-    appends = not call.independent
+    appends = not call.independent_lanes
     if staging is None:
         arguments |= merge_arguments(inputs, arguments, appends=appends)
-        arguments["norm"] = shared.of(("norm", batch, lanes, num_heads), lambda: _norms(query))
+        arguments["norm"] = _of(shared, ("norm", batch, lanes, num_heads), lambda: _norms(query))
         return LayerLaunches(arguments, attention_of(arguments | bias_of(None, query)), None)
     kept = torch.empty_like(query), torch.empty_like(call.key)
     arguments |= merge_arguments(inputs, arguments, kept, appends=appends)
     arguments["norm"] = _norms(query)
-    scores = shared.of(
+    scores = _of(
+        shared,
         ("scores", lanes, batch, heads, stored.room),
         lambda: query.new_empty((lanes, batch, heads, stored.room + 1), dtype=torch.float32),
     )
@@ -151,10 +142,10 @@ def prepare(
     scores = scores[..., : min(inputs.num_quantized + group_size, stored.room)]
     shape = scores.shape[1:]
     between = [
-        shared.of((name, *shape), lambda: triton_topk.rounds(scores[0], top_k))
+        _of(shared, (name, *shape), lambda: triton_topk.rounds(scores[0], top_k))
         for name in ("selected", "needed")
     ]
-    before = shared.of(("before", *staging.indices.shape), lambda: torch.empty_like(staging.indices))
+    before = _of(shared, ("before", *staging.indices.shape), lambda: torch.empty_like(staging.indices))
     selection = Selection(scores, [*between[0][:-1], staging.wanted], between[1], before)
     return LayerLaunches(arguments, attention_of(arguments | bias_of(None, query)), selection)
 

@@ -8,46 +8,23 @@ from typing import Protocol, Self
 
 import torch
 
-from specache_fx.runtime.kernels import DecodeInputs, Expand
+from specache_fx.runtime.kernels import DecodeInputs, LaneInputs
 from specache_fx.runtime.layout import LayerTensors
 from specache_fx.runtime.masks import WindowMask
 
 
 @dataclass(slots=True, kw_only=True)
-class LayerCall:
-    """One attention of a step, whatever the layer keeps; shapes as in `DecodeInputs`.
+class LayerCall(LaneInputs):
+    """One attention of a step, whatever the layer keeps.
 
     Attributes:
-        query: See `DecodeInputs`, like all that is not named here.
-        key: The lanes' own.
-        value: The lanes' own.
-        scale: See `DecodeInputs`.
-        independent: `DecodeInputs.independent_lanes`.
-        softcap: See `DecodeInputs`.
-        sinks: See `DecodeInputs`.
-        expand: See `DecodeInputs`.
         staged: Rows that were prefetched, and their tokens; None where none were.
-        key_mask: See `DecodeInputs`.
-        bias: See `DecodeInputs`.
-        scored_lanes: See `DecodeInputs`.
         window_masks: Of a layer that keeps a window: what the model hides, one a lane; None where it has no mask.
-        visible: Of such a layer, in place of these: see `DecodeInputs`. For `inputs_at_any_length` alone.
+            `visible` takes their place for `inputs_at_any_length` alone.
     """
 
-    query: torch.Tensor
-    key: torch.Tensor
-    value: torch.Tensor
-    scale: float
-    independent: bool
-    softcap: float | None
-    sinks: torch.Tensor | None
-    expand: Expand | None
-    staged: tuple[torch.Tensor, torch.Tensor] | None
-    key_mask: torch.Tensor | None
-    bias: torch.Tensor | None
-    scored_lanes: int
+    staged: tuple[torch.Tensor, torch.Tensor] | None = None
     window_masks: Sequence[WindowMask | None] = ()
-    visible: torch.Tensor | None = None
 
 
 class LayerState(Protocol):

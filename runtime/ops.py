@@ -2,11 +2,11 @@
 
 Every op that touches a session takes `state`, an int64 CPU tensor that begins with the session's number (`StepTable`),
 and says that it mutates it. That orders them all: no compiler may drop, reorder or duplicate one. Their results are
-fresh tensors of static shape. What grows with the context stays in the session: `staged` and `scores` are tickets,
-int64 `[1]` tensors that carry the data edge and nothing else, so that no decode graph knows `kv_len`.
+fresh tensors of static shape. The session keeps all that grows with the context: `staged` and `scores` are tickets,
+int64 `[1]` tensors that carry the data edge and nothing else. So no decode graph knows `kv_len`.
 
     prefill   store, prompt_attention
-    extend    load, store
+    extend    load, prompt_attention, store
     decode    wait_prefetch -> quantized_attention -> append -> topk -> prefetch
               or all as one: layer_step (the CPU's kernel), device_step (Triton's)
 
@@ -170,17 +170,8 @@ def _device_step(
     return steps.launch(layer, query, key, value, scale, *form)
 
 
-def _layer_step_fake(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    state: Tensor,
-    layer: int,
-    scale: float,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-) -> Tensor:
-    return _attention_fake(query, key, value, layer, scale)
+def _layer_step_fake(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
+    return query.new_empty((*query.shape[:-1], value.shape[-1]))
 
 
 def _products_fake(rows: Tensor, weights: list[Tensor]) -> list[Tensor]:

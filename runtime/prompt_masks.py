@@ -3,7 +3,7 @@
 Nearly all masks follow one rule: a query sees the real keys up to its own, of a sliding window the newest. The queries
 are those of the newest keys: all of a prompt, or what follows a cache. A graph tests its masks against the rule
 (`passes/prompt_masks.py`). An attention reads the verdict and makes what it needs of the mask, a block of queries at a
-time. Where the rule is another, or one block has all queries, it makes the model's own mask, once for all layers.
+time. Where the rule is another, or one block without a window has all queries, it makes the model's own mask, once.
 """
 
 from __future__ import annotations

@@ -186,9 +186,9 @@ def _lease(session: Session) -> Lease:
 def _end(session: Session) -> None:
     """Free a session whose last handle is gone.
 
-    Runs wherever that was dropped, in a garbage collection too: it must not wait for a lock, nor change the registry
-    under a function of it that this thread is in, nor wait for a copy that this thread makes. Then the next forward
-    pass frees the session.
+    Runs wherever that was dropped, in a garbage collection too. So it must not wait for a lock, nor for a copy that
+    this thread makes, nor change the registry under a function of it that this thread is in. In these cases the next
+    forward pass frees the session.
     """
     _ended.append(session)
     if copies_here():

@@ -256,7 +256,7 @@ class Session:
             setattr(self, name, None if value is None else value.index_select(0, index))
 
     def forget_lookahead(self) -> None:
-        """What was speculated is void: the tokens to come are others (extend, crop, a new run of decode steps)."""
+        """Drop the guess and what is staged: other tokens come (extend, crop, a new run of decode steps)."""
         self.staged_for = self.speculative_token = self.guessed_token = None
 
     def remember(self, tokens: torch.Tensor | None) -> None:

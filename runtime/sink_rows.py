@@ -13,9 +13,9 @@ import torch
 class SinkRows:
     """One layer's rows for `SpecacheConfig.sink_tokens`.
 
-    Which tokens are the first depends on what is padding: that is asked when tokens are quantised. A chunk of a prompt
-    may be nothing but padding for a sequence, and its mask say that it isn't (a query that sees no key is shown all of
-    them); the next chunk's mask tells. So rows of what has turned out to be padding are given up for tokens that come.
+    Padding decides which tokens are the first, and is asked for when tokens are quantised. A chunk of a prompt may be
+    nothing but padding for a sequence. Its mask may say that it isn't: a query that sees no key is shown all of them.
+    The next chunk's mask tells. So rows that have turned out to be padding are given up for tokens that come.
 
     Args:
         rows: `[batch, num_kv_heads, sink_tokens, key_dim + value_dim]` of the KV dtype, the layer's own memory.
@@ -85,7 +85,7 @@ class SinkRows:
         """
         tokens = scores.shape[3]
         hidden = torch.zeros(scores.shape[1], tokens + 1, dtype=torch.bool, device=scores.device)
-        # What is empty, or not among these tokens, lands in a column that is cut off again.
+        # Slots that are empty, or not among these tokens, land in a column that is cut off again.
         at = torch.where((self.indices < 0) | (self.indices >= tokens), tokens, self.indices)
         hidden.scatter_(1, at.long(), True)
         return scores.masked_fill(hidden[None, :, None, :tokens], -1.0)

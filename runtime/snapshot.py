@@ -129,7 +129,7 @@ def restore(session: Session, header: SessionHeader, held: Mapping[str, torch.Te
             )
     session._open(header.batch, header.kv_len)
     if "mask" in held:
-        session.key_mask.restore(held["mask"].to(device, copy=True))
+        session.key_mask.real = held["mask"].to(device, copy=True)
     if session.tokens is not None and "tokens" in held and held["tokens"].shape[1]:
         session.tokens.append(held["tokens"].to(device), 0)
     for i, layer in enumerate(session.layers):

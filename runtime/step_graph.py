@@ -4,9 +4,9 @@
     step 2                            is captured, and replayed
     step 3 ...                        inputs are copied to where the graph reads them; it is replayed
 
-A step is plain where `DeviceSteps.is_plain` says so. All others (a group fills, pre-decode, refetch, masks that move,
-tracing), and those of another form, run as they are, on the same tensors, and leave the captured one valid. It is void
-when a tensor that it reads has moved: an arena that grew, a table, a weight.
+A step is plain where `DeviceSteps.is_plain` says so. All others run as they are, on the same tensors, and leave the
+captured one valid: a group fills, pre-decode, refetch, masks that move, tracing. It is void when a tensor that it reads
+has moved (an arena that grew, a table, a weight), and when another form comes twice.
 """
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ class WindowCache:
 
     def inputs(self, call: LayerCall) -> DecodeInputs:
         """See `LayerState`: no codes, nothing staged."""
-        visible, bias = self.masked(call.window_masks, call.independent)
+        visible, bias = self._masked(call.window_masks, call.independent_lanes)
         return self._inputs(call, self.window(), self.held, visible, bias)
 
     def inputs_at_any_length(self, call: LayerCall) -> DecodeInputs:
@@ -95,27 +95,15 @@ class WindowCache:
         visible: torch.Tensor | None,
         bias: torch.Tensor | None,
     ) -> DecodeInputs:
+        hidden = {"key_mask": None, "visible": visible, "bias": bias, "scored_lanes": 0}
         return DecodeInputs(
-            query=call.query,
-            key=call.key,
-            value=call.value,
+            **(call.lane_inputs() | hidden),
             quantizer=self._arena.quantizer,
             key_planes=(),
             value_planes=(),
             num_quantized=0,
             window_rows=rows,
             window_len=window_len,
-            staged_rows=None,
-            staged_indices=None,
-            key_mask=None,
-            scale=call.scale,
-            independent_lanes=call.independent,
-            visible=visible,
-            softcap=call.softcap,
-            bias=bias,
-            sinks=call.sinks,
-            expand=call.expand,
-            scored_lanes=0,
         )
 
     def history(self, kv_len: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -204,31 +192,19 @@ class WindowCache:
         self, masks: Sequence[WindowMask | None], independent: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """See `LayerState`: as `masked`, and rows that have left the window are hidden."""
-        visible, bias = self.masked(masks, independent)
+        visible, bias = self._masked(masks, independent)
         if visible is None:
             shape = len(masks), self._arena.batch, self.held + len(masks)
             visible = self.tensors.window[0].new_ones(shape, dtype=torch.bool)
         left = (self._filled - self.held, 0)
         return F.pad(visible, left), None if bias is None else F.pad(bias, left)
 
-    def masked(
+    def _masked(
         self, masks: Sequence[WindowMask | None], independent: bool
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Which pairs each lane attends to, and what is added to their scores.
+        """As `masked_rows`, of the `held` newest rows alone. A single lane that attends to all of them gets None.
 
         Lane 1 is one token later: the oldest pair has left its window when that is full, and lane 0's is in it.
-
-        Args:
-            masks: The model's own, one a lane; None hides and adds nothing. Lane 1's covers the window as it will be.
-            independent: The lanes are the same token and don't see each other (pre-decode).
-
-        Returns:
-            Bool `[lanes, batch, held + lanes]`: the window's pairs, then the lanes' own; None where a single lane
-            attends to all of them. And `[lanes, batch or 1, num_heads or 1, held + lanes]` of the masks' dtype; None
-            where nothing is added.
-
-        Raises:
-            UnsupportedGraphError: If a mask is not as wide as the window.
         """
         for lane, mask in enumerate(masks):
             wide = self._cached(lane, independent)
@@ -264,7 +240,7 @@ class WindowCache:
             rows: `[..., pairs + 1]` each; None stands for `default` everywhere.
             empty: `[lanes, ..., 0]`: shape, dtype and device.
             default: What None stands for.
-            independent: See `masked`.
+            independent: See `_masked`.
         """
         held = self.held
         out = empty.new_zeros((*empty.shape[:-1], held + len(rows)))

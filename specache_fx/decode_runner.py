@@ -95,31 +95,30 @@ class Decode:
         # Where every layer is exact nothing is selected, and no speculative token is needed.
         self.lanes = state.config.num_lanes if len(state.exact_layers) < len(state.owners) else 1
         self.fallback: str | None = None
+        if self.lanes > 1 and (reason := self._single_lane()) is not None:
+            self._fall_back(reason)
+
+    def _single_lane(self) -> str | None:
+        """Why a graph computes one token at a time; None where it can compute two."""
+        state = self._state
         if state.mutated is not None:
             # Lanes and pre-decode run what is in the graph for a token that may never come: state would move twice.
-            if self.lanes > 1:
-                self._fall_back(f"the model updates a state of its own (`{state.mutated}`)")
-        elif state.random is not None:
-            if self.lanes > 1:
-                self._fall_back(
-                    f"the model draws random numbers (`{state.random}`), and would draw more of them"
-                )
-        elif self.lanes > 1 and self._sources.token is None:
-            self._fall_back(
-                "this graph takes no token ids (a graph break inside the model, or embeddings as input)"
-            )
-        elif self.lanes > 1 and state.kept_cache is not None:
-            self._fall_back(
+            return f"the model updates a state of its own (`{state.mutated}`)"
+        if state.random is not None:
+            return f"the model draws random numbers (`{state.random}`), and would draw more of them"
+        if self._sources.token is None:
+            return "this graph takes no token ids (a graph break inside the model, or embeddings as input)"
+        if state.kept_cache is not None:
+            return (
                 f"the cache of an attention that is left alone stays in the graph (`{state.kept_cache}`), where the"
                 " speculative token would not see the output token"
             )
-        elif self.lanes > 1 and state.carried is not None:
-            self._fall_back(
+        if state.carried is not None:
+            return (
                 f"the model carries a state of its own from token to token (`{state.carried}`), which the speculative"
                 " token would not find moved on"
             )
-        elif self.lanes > 1 and state.logits is None:
-            self._fall_back("this graph returns no logits over its vocabulary")
+        return "this graph returns no logits over its vocabulary" if state.logits is None else None
 
     def __call__(self, *args: Any) -> Any:
         """Decode one token (Algorithm 3), after Algorithm 2 where a run of them begins."""
@@ -300,15 +299,9 @@ class Decode:
             return self._compile(inputs, session)
 
     def _compile(self, inputs: list[Any], session: Session) -> DecodeGraph | None:
+        whole = _whole_kernel(session)
         try:
-            graph = build_decode_graph(
-                self._gm,
-                self._state,
-                inputs,
-                self.lanes,
-                self._observe,
-                whole=_whole_kernel(session),
-            )
+            graph = build_decode_graph(self._gm, self._state, inputs, self.lanes, self._observe, whole=whole)
         except SpecacheError:
             raise
         except Exception as error:

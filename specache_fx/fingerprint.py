@@ -82,8 +82,8 @@ def _sums(words: torch.Tensor) -> torch.Tensor:
 def weight_digest(weight: torch.Tensor) -> str:
     """`digest` of a weight, computed once as long as its memory, its version and a sample of it are the same.
 
-    What is written through `weight.data` counts no version: an adapter that is merged shows in the sample. Of a few
-    elements that are so written it may show nothing; see `clear_digests`.
+    Writes through `weight.data` count no version: an adapter that is merged shows in the sample. A few elements that
+    are so written may not show in it; see `clear_digests`.
     """
     if weight.is_inference():
         return digest(weight)

@@ -93,7 +93,7 @@ class PrefixStore:
     ) -> tuple[Any, int]:
         """Restore the cache of the longest saved beginning of a prompt.
 
-        One that agrees with the prompt in its first tokens alone is cut there, if it can be: not under `policy="kivi"`,
+        An entry that agrees with the prompt in its first tokens alone is cut there. It can't be under `policy="kivi"`,
         which keeps no 16-bit pairs, nor with windows or other layers that count tokens by themselves. The prompt's last
         token is always left to be read. An entry that is damaged is removed, with a warning.
 

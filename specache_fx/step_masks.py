@@ -20,9 +20,9 @@ def read_masks(
 ) -> tuple[list[torch.Tensor | None], bool]:
     """Evaluate the model's own masks for the output token.
 
-    The decode graph has no masks: it hides what the prompt's mask called padding and nothing else. What a mask hides
-    besides (by a sliding window over a cache that keeps all tokens, an attention_mask that changed) gets a bias of
-    -inf.
+    The decode graph has no masks: it hides what the prompt's mask called padding and nothing else. Keys
+    that a mask hides besides get a bias of -inf (a sliding window over a cache that keeps all tokens, an
+    attention_mask that changed).
 
     Args:
         session: The session. `masks_move` is set where a mask hides, or in the next `group_size` tokens will hide, more
@@ -52,7 +52,7 @@ def read_masks(
     if any(site.mask is None and site.window is None for site in state.sites):
         shown.append(None)
     shows_padding = False
-    for seen in shown if session.key_mask.has_padding else ():
+    for seen in () if session.key_mask.real is None else shown:
         shows_padding |= session.key_mask.show(seen, kv_len)
     if shows_padding:
         agree = [session.key_mask.agrees(seen, kv_len) for seen, _ in split]

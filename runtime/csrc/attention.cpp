@@ -5,9 +5,7 @@
 #include <new>
 #include <vector>
 
-#ifdef _OPENMP
 #include <omp.h>
-#endif
 
 #include "finish.h"
 
@@ -127,15 +125,9 @@ void attention(const SpecacheInputs& in) {
   std::vector<std::atomic<int64_t>> parts_left(heads);
   for (const Item& item : items) parts_left[item.head] = item.num_parts;
   std::atomic<size_t> next{0};
-#ifdef _OPENMP
 #pragma omp parallel num_threads(threads) if (threads > 1)
-#endif
   {
-#ifdef _OPENMP
     const int64_t thread = omp_get_thread_num();
-#else
-    const int64_t thread = 0;
-#endif
     for (size_t i = next++; i < items.size(); i = next++) {
       const Item& item = items[i];
       const bool whole = item.num_parts == 1;

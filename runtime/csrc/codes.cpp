@@ -139,9 +139,7 @@ int64_t specache_codes(const SpecacheCodes* arguments) {
   const int64_t items = in.batch * in.heads * in.groups;
   std::atomic<int64_t> next{0};
   std::atomic<bool> failed{false};
-#ifdef _OPENMP
 #pragma omp parallel num_threads(in.threads) if (in.threads > 1 && items > 1)
-#endif
   {
     try {
       Scratch own(in);

@@ -110,7 +110,7 @@ int64_t specache_session_size() { return sizeof(SpecacheSession); }
 int64_t specache_layer_size() { return sizeof(SpecacheLayer); }
 }
 
-// ops.py defines the others; what copies rows does not import it.
+// ops.py defines the others; transfers and fingerprints do not import it.
 STABLE_TORCH_LIBRARY_FRAGMENT(specache, m) {
   m.def("row_sums(Tensor words, Tensor factors) -> Tensor");
   m.def("stage(Tensor table, int length, Tensor wanted, Tensor(a!) tokens, Tensor(b!) rows) -> int[]");

@@ -1,4 +1,4 @@
-// A layer's decode step on the CPU, all of it: `specache::layer_step`. What it is told lies in the tensor `state`; see
+// A layer's decode step on the CPU, all of it: `specache::layer_step`. The tensor `state` tells it what to do; see
 // runtime/step_table.py.
 #pragma once
 

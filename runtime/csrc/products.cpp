@@ -4,10 +4,6 @@
 #include <cstdint>
 #include <cstring>
 
-#ifdef _OPENMP
-#include <omp.h>
-#endif
-
 namespace {
 
 #if defined(SPECACHE_AVX512)
@@ -124,9 +120,7 @@ void multiply_by(const SpecacheProducts& p) {
   for (int64_t i = 0; i < p.num_weights; i++) num_tasks += (p.out[i] + per_task - 1) / per_task;
   const int64_t threads = num_tasks < 2 * p.threads ? 1 : p.threads;
   std::atomic<int64_t> next{0};
-#ifdef _OPENMP
 #pragma omp parallel num_threads(threads) if (threads > 1)
-#endif
   {
     for (int64_t task = next++; task < num_tasks; task = next++) {
       int64_t i = 0, left = task;

@@ -104,9 +104,7 @@ bool for_rows(int64_t rows, int64_t tokens, int64_t threads, F function) {
   // Small work is done before another thread has woken up.
   if (rows * tokens < kWorthAThread) threads = 1;
   std::atomic<bool> failed{false};
-#ifdef _OPENMP
 #pragma omp parallel for schedule(dynamic) num_threads(threads) if (threads > 1)
-#endif
   for (int64_t row = 0; row < rows; row++) {
     try {
       thread_local Scratch own;

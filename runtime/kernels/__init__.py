@@ -9,7 +9,7 @@ import torch
 
 from specache_fx._log import warn_once
 from specache_fx.errors import ConfigError, KernelUnavailableError
-from specache_fx.runtime.kernels.base import DecodeInputs, Expand, Kernel, LayerForm, refuse
+from specache_fx.runtime.kernels.base import DecodeInputs, Expand, Kernel, LaneInputs, LayerForm, refuse
 from specache_fx.runtime.kernels.cpu import CpuKernel
 from specache_fx.runtime.kernels.exact_pairs import ExactPairsKernel
 from specache_fx.runtime.kernels.reference import ReferenceKernel
@@ -20,6 +20,7 @@ __all__ = [
     "DecodeInputs",
     "Expand",
     "Kernel",
+    "LaneInputs",
     "LayerForm",
     "check_forms",
     "check_kernel",

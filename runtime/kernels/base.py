@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, fields
+from typing import Any, Protocol
 
 import torch
 
@@ -43,14 +43,53 @@ class LayerForm:
     aggregation: str
 
 
-@dataclass(slots=True)
-class DecodeInputs:
-    """One layer's decode attention: `lanes` queries a batch row against the cache in its three tiers.
+@dataclass(slots=True, kw_only=True)
+class LaneInputs:
+    """What the graph has of one attention of a step: `lanes` queries a batch row, and their own pairs.
 
     Attributes:
         query: `[lanes, batch, num_heads, 1, key_dim]`.
         key: The lanes' own keys, `[lanes, batch, num_kv_heads, 1, key_dim]`.
         value: The lanes' own values, `[lanes, batch, num_kv_heads, 1, value_dim]`.
+        scale: Factor on the products of query and keys.
+        independent_lanes: Each lane sees its own pair only (pre-decode). Else lane 1 also sees lane 0's (Alg. 3).
+        softcap: Scaled products s become `softcap * tanh(s / softcap)`; None where they stay as they are.
+        sinks: `[num_heads]`, one more score in the softmax that has no value; None where there are none.
+        expand: Of cached keys and values `[batch, num_kv_heads, tokens, dim]`, the keys and values that attention
+            reads, with as many heads as it likes: multi-head latent attention. `key_dim` and `value_dim` of key and
+            value are then those of the cache; query and output have their own. None where the cache is read as it is.
+        key_mask: bool `[batch, num_quantized + window_len]`, True where a token is real; None where all are.
+        visible: bool `[lanes, batch, num_quantized + window_len + lanes]`: which stored tokens and which lanes' own
+            pairs each lane sees, in place of `key_mask` and the lanes' rule (a layer whose window moves from lane to
+            lane); None elsewhere.
+        bias: Added to the scores, `[lanes, batch or 1, num_heads or 1, num_quantized + window_len + lanes]`: the
+            stored tokens' and each lane's own; None where there is none.
+        scored_lanes: Of how many of the last lanes the selection scores are wanted; None for all.
+    """
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    scale: float
+    independent_lanes: bool
+    softcap: float | None = None
+    sinks: torch.Tensor | None = None
+    expand: Expand | None = None
+    key_mask: torch.Tensor | None = None
+    visible: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
+    scored_lanes: int | None = None
+
+    def lane_inputs(self) -> dict[str, Any]:
+        """These attributes alone, by name."""
+        return {field.name: getattr(self, field.name) for field in fields(LaneInputs)}
+
+
+@dataclass(slots=True, kw_only=True)
+class DecodeInputs(LaneInputs):
+    """One layer's decode attention: queries against the cache in its three tiers.
+
+    Attributes:
         quantizer: Reads the planes.
         key_planes: The low-bit keys of the `num_quantized` oldest tokens.
         value_planes: The low-bit values.
@@ -63,45 +102,19 @@ class DecodeInputs:
             where the planes hold keys exactly; None where nothing is staged.
         staged_indices: Their token indices, int32 `[batch, num_kv_heads, top_k + sink_tokens]`, -1 where a slot is
             empty, no token twice.
-        key_mask: bool `[batch, num_quantized + window_len]`, True where a token is real; None where all are.
-        scale: Factor on the products of query and keys.
-        visible: bool `[lanes, batch, num_quantized + window_len + lanes]`: which stored tokens and which lanes' own
-            pairs each lane sees, in place of `key_mask` and the lanes' rule (a layer whose window moves from lane to
-            lane); None elsewhere.
-        softcap: Scaled products s become `softcap * tanh(s / softcap)`; None where they stay as they are.
-        bias: Added to the scores, `[lanes, batch or 1, num_heads or 1, num_quantized + window_len + lanes]`: the
-            stored tokens' and each lane's own; None where there is none.
-        sinks: `[num_heads]`, one more score in the softmax that has no value; None where there are none.
-        expand: Of cached keys and values `[batch, num_kv_heads, tokens, dim]`, the keys and values that attention
-            reads, with as many heads as it likes: multi-head latent attention. `key_dim` and `value_dim` above are
-            then those of the cache; query and output have their own. None where what is cached is read as it is.
         aggregation: How the selection scores of the query heads that share a kv head become one: a name in
             `specache_fx.runtime.select.AGGREGATIONS`.
-        scored_lanes: Of how many of the last lanes the selection scores are wanted; None for all.
-        independent_lanes: Each lane sees its own pair only (pre-decode). Else lane 1 also sees lane 0's (Alg. 3).
     """
 
-    query: torch.Tensor
-    key: torch.Tensor
-    value: torch.Tensor
     quantizer: Quantizer
     key_planes: Planes
     value_planes: Planes
     num_quantized: int
     window_rows: tuple[torch.Tensor, torch.Tensor]
     window_len: int
-    staged_rows: torch.Tensor | None
-    staged_indices: torch.Tensor | None
-    key_mask: torch.Tensor | None
-    scale: float
-    independent_lanes: bool
-    visible: torch.Tensor | None = None
-    softcap: float | None = None
-    bias: torch.Tensor | None = None
-    sinks: torch.Tensor | None = None
-    expand: Expand | None = None
+    staged_rows: torch.Tensor | None = None
+    staged_indices: torch.Tensor | None = None
     aggregation: str = "mean"
-    scored_lanes: int | None = None
 
     @property
     def window_key(self) -> torch.Tensor:

@@ -15,8 +15,8 @@ _WIDE = frozenset({torch.float32, torch.float64})
 class ExactPairsKernel:
     """The reference's answer without its copies: no plane is joined with the window, and no value that is 0 is read.
 
-    What it is not made for (codes, latent attention, narrow dtypes, whose products would be rounded) goes to the
-    reference kernel. Runs on every device.
+    The reference kernel gets what this one is not made for: codes, latent attention, and narrow dtypes, whose products
+    would be rounded. Runs on every device.
     """
 
     name = "exact_pairs"

@@ -1,8 +1,8 @@
 """Triton kernel of decode attention: a part of the keys, for all lanes and the heads of a group at once (split-KV).
 
 A program takes one (batch row, kv head), one tile of its queries and one stretch of its keys: either codes, or 16-bit
-rows (staged, window, the lanes' own). Codes are read once, unpacked and dequantised in registers. What it leaves is the
-softmax over its stretch, not normalised: greatest score, sum and output. `triton_merge` puts the parts together.
+rows (staged, window, the lanes' own). Codes are read once, unpacked and dequantised in registers. It leaves
+the softmax over its stretch, not normalised: greatest score, sum and output. `triton_merge` puts the parts together.
 
 Centred codes are of rotated pairs: their stretches take rotated queries, and leave rotated outputs.
 

@@ -90,7 +90,7 @@ def formed_scores(
         batch: Batch rows.
         scale: Factor.
         softcap: See `DecodeInputs`.
-        bias: See `DecodeInputs`, already moved on to the batch row.
+        bias: See `LaneInputs`.
         bias_lane: Elements from lane to lane.
         bias_batch: From batch row to batch row.
         bias_head: From query head to query head.

@@ -191,9 +191,8 @@ def selection_scores(
 ):
     """Write a stretch of `out`, float32 `[lanes, batch, num_kv_heads, num_quantized + window_len + 1]`; see `Kernel`.
 
-    A row has `score_stride` elements.
-    Each column is written once: a staged token's by the stretch that holds its row. What doubles `partial_attention`'s
-    arguments is as there; TILES is the number of query tiles of a group.
+    A row has `score_stride` elements. Each column is written once: a staged token's by the stretch that holds its row.
+    Arguments of the names of `partial_attention`'s are the same; TILES is the number of query tiles of a group.
     """
     head_row = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)

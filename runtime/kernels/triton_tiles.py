@@ -1,4 +1,4 @@
-"""Tiles of keys and values as Triton's decode kernels read them: packed KIVI codes, and 16-bit rows.
+"""Tiles of keys and values as Triton's decode kernels read them: packed codes, and 16-bit rows.
 
 The channels of a tile are in an order of their own. Byte w of a packed row holds the channels w * P to w * P + P - 1
 (P = 8 / bits). Column i of a tile is place i // W of byte i % W, W being the bytes of a row: columns side by side read

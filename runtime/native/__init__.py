@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import logging
 
 import torch
 
 from specache_fx.errors import HostMemoryError
-from specache_fx.runtime.cpp_build import SOURCES, BuildError, load_library, usable_instruction_sets
-
-_log = logging.getLogger(__name__)
+from specache_fx.runtime.cpp_build import load_or_none
 
 _i64, _address = ctypes.c_int64, ctypes.c_void_p
 
@@ -19,10 +16,8 @@ _i64, _address = ctypes.c_int64, ctypes.c_void_p
 @functools.cache
 def load() -> ctypes.CDLL | None:
     """The library, built at first use; None where it can't be."""
-    try:
-        loaded = load_library("rows", SOURCES, usable_instruction_sets()[0])
-    except BuildError as error:
-        _log.info("selection without C++: %s", error)
+    loaded = load_or_none("rows", "selection")
+    if loaded is None:
         return None
     loaded.specache_topk.argtypes = (_address, _i64, _i64, _i64, _i64, _address, _i64)
     loaded.specache_overlap.argtypes = (_address, *(_i64,) * 5, _address, _i64, _address, _i64)

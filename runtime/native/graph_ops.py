@@ -9,11 +9,8 @@ from __future__ import annotations
 import ctypes
 import enum
 import functools
-import logging
 
-from specache_fx.runtime.cpp_build import SOURCES, BuildError, load_library, usable_instruction_sets
-
-_log = logging.getLogger(__name__)
+from specache_fx.runtime.cpp_build import load_or_none
 
 
 class Failure(enum.IntEnum):
@@ -27,10 +24,8 @@ class Failure(enum.IntEnum):
 @functools.cache
 def load() -> ctypes.CDLL | None:
     """Have them run in C++ from now on, built at first use; None where it can't be."""
-    try:
-        loaded = load_library("graph_ops", SOURCES, usable_instruction_sets()[0], with_torch=True)
-    except BuildError as error:
-        _log.info("operators without C++: %s", error)
+    loaded = load_or_none("graph_ops", "operators", with_torch=True)
+    if loaded is None:
         return None
     loaded.specache_session_size.restype = loaded.specache_layer_size.restype = ctypes.c_int64
     return loaded

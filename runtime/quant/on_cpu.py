@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import logging
 
 import torch
 
 from specache_fx.errors import HostMemoryError
-from specache_fx.runtime.cpp_build import DTYPES, SOURCES, BuildError, load_library, usable_instruction_sets
+from specache_fx.runtime.cpp_build import DTYPES, load_or_none
 from specache_fx.runtime.quant.packing import packed_width
-
-_log = logging.getLogger(__name__)
 
 _MOST_TOKENS = 4096  # of a group: sums of 32 bits hold the squares of so many codes
 
@@ -36,12 +33,9 @@ class _CodesC(ctypes.Structure):
 @functools.cache
 def _load() -> ctypes.CDLL | None:
     """The library, built at first use; None where it can't be."""
-    try:
-        library = load_library("codes", SOURCES, usable_instruction_sets()[0])
-    except BuildError as error:
-        _log.info("quantisation without C++: %s", error)
-        return None
-    library.specache_codes.argtypes, library.specache_codes.restype = (ctypes.POINTER(_CodesC),), _i64
+    library = load_or_none("codes", "quantisation")
+    if library is not None:
+        library.specache_codes.argtypes, library.specache_codes.restype = (ctypes.POINTER(_CodesC),), _i64
     return library
 
 

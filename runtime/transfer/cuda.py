@@ -2,7 +2,7 @@
 
     prefetch:  event behind the selection -> side stream: plan the slots, copy the rows -> event
 
-No index visits the CPU, no thread runs, nothing waits: two launches a layer. What was fetched is counted on the device.
+No index visits the CPU, no thread runs, nothing waits: two launches a layer. The device counts what it fetches.
 """
 
 from __future__ import annotations

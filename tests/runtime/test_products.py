@@ -80,7 +80,7 @@ def test_without_a_compiler_blas_multiplies(count: int, monkeypatch: pytest.Monk
     rows, weights = torch.randn(count, 40), [torch.randn(7, 40), torch.randn(64, 40)]
     check(rows, weights, products.by_blas(rows, weights))
     monkeypatch.setenv("CXX", "no-such-compiler")
-    monkeypatch.setattr(graph_ops, "load_library", cpp_build.load_library.__wrapped__)
+    monkeypatch.setattr(cpp_build, "load_library", cpp_build.load_library.__wrapped__)
     assert graph_ops.load.__wrapped__() is None
 
 

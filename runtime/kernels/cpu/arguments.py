@@ -49,7 +49,7 @@ def describe_cache(
     to.batch, to.kv_heads, to.key_dim, to.value_dim = *window_key.shape[:2], window_key.shape[3], value_dim
     to.num_staged = 0 if rows is None else rows.shape[2]
     to.max_of_heads = aggregation == "max"
-    # What bfloat16 and codes of so few bits lose anyway is several times that.
+    # bfloat16 and codes of so few bits lose several times that anyway.
     to.tolerance = SCORE_TOLERANCE if window_key.dtype == torch.bfloat16 and bits <= 2 else 0.0
     for name, plane in zip(CODE_PLANES, codes, strict=True):
         setattr(to, name, at.plane(plane))
