@@ -8,15 +8,12 @@ import torch
 
 from specache_fx.config import SpecacheConfig
 from specache_fx.errors import ConfigError
-from specache_fx.runtime.select.aggregate import AGGREGATIONS, Aggregation
-from specache_fx.runtime.select.topk import TopkOverlap, count_overlap, select_topk, topk_overlap
+from specache_fx.runtime.select.aggregate import AGGREGATIONS
+from specache_fx.runtime.select.topk import count_overlap, select_topk, topk_overlap
 
 __all__ = [
     "AGGREGATIONS",
     "SELECTORS",
-    "Aggregation",
-    "Selector",
-    "TopkOverlap",
     "count_overlap",
     "make_selector",
     "select_topk",

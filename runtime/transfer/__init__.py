@@ -19,7 +19,7 @@ import torch
 
 from specache_fx.runtime import triton_ops
 from specache_fx.runtime.host_cache import HostCache
-from specache_fx.runtime.transfer.base import CopyMetrics, Transfer
+from specache_fx.runtime.transfer.base import Transfer
 from specache_fx.runtime.transfer.cpu import CpuTransfer
 from specache_fx.runtime.transfer.cuda import CudaTransfer, KernelTransfer
 from specache_fx.runtime.transfer.cuda_worker import CudaWorkerTransfer
@@ -27,7 +27,6 @@ from specache_fx.runtime.transfer.staging import Staging, plan_slots
 from specache_fx.runtime.transfer.worker import WorkerTransfer, copies_here
 
 __all__ = [
-    "CopyMetrics",
     "CpuTransfer",
     "CudaTransfer",
     "CudaWorkerTransfer",
