@@ -77,7 +77,9 @@ def test_returned_cache_takes_next_to_nothing(model: nn.Module) -> None:
     storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in pairs(past)}
     # One storage: a row of head_dim floats for each of the 4 slots and 3 batch rows, and a ruler of a float a token.
     assert len(storages) == 1 and sum(storages.values()) <= 4 * (4 * 3 * 16 + 41 + 2 * 512)
-    assert specache_fx.stats(past).full_bytes == 41 * 4 * 3 * 2 * 16 * 4
+    stats = specache_fx.stats(past)
+    assert stats.full_bytes == 41 * 4 * 3 * 2 * 16 * 4
+    assert stats.device_ratio == stats.device_bytes / stats.full_bytes
 
 
 # Nobody reads a handle as numbers -----------------------------------------------------------------------------------
