@@ -79,9 +79,10 @@ def go_on(
 ) -> tuple[Session, list[torch.Tensor]]:
     """Give the session that the past KV inputs of a call belong to, at the length that the caller believes.
 
-    The session's own handles, uncut, go on as they are. Cut: new ones; what else counted the tokens that are discarded
-    is void from then on (another branch). Copies: the session itself with its batch rows reordered, where nobody holds
-    the original any more (beam search), else a session of its own (a fork).
+    The session's own handles, uncut, go on as they are. Cut: new ones; older handles that counted the tokens that are
+    discarded are void from then on (another branch). Copies: the session itself with its batch rows reordered, where
+    nobody holds the original any more (beam search), else a session of its own (a fork). A fork also where tokens are
+    discarded that a copy may have.
 
     Args:
         past: The inputs, keys and values in turn, layer by layer.
@@ -256,17 +257,18 @@ def _recognise(past: Sequence[torch.Tensor]) -> Claim:
 
 def _take(claim: Claim) -> tuple[Session, list[torch.Tensor]]:
     session, rows = claim.session, claim.rows
-    if claim.past is None:
-        alone = not registry.is_held(session)
-        if not alone or len(rows) != session.batch:
-            session = session.fork(rows)
-            session.rewind(claim.kv_len)
-            registry.touch(session)
-            return session, registry.issue(session)
-        if rows != list(range(len(rows))):
-            _reorder(claim)
-    registry.touch(session)
     discards = claim.kv_len < session.kv_len
+    is_copy = claim.past is None
+    if (is_copy and (registry.is_held(session) or len(rows) != session.batch)) or (
+        discards and registry.has_copies(session)  # which may claim what is discarded
+    ):
+        session = session.fork(rows)
+        session.rewind(claim.kv_len)
+        registry.touch(session)
+        return session, registry.issue(session)
+    if is_copy and rows != list(range(len(rows))):
+        _reorder(claim)
+    registry.touch(session)
     session.rewind(claim.kv_len)
     # A step that failed may have gone back already; its handles are lost, and the older ones end here.
     if claim.past is not None and not discards and claim.issued.valid_len is None:

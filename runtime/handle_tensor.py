@@ -11,6 +11,7 @@ A copy of a handle, or a view, is one too. All of a session hold one `Lease`: th
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
@@ -33,6 +34,20 @@ class Lease:
 
     def __init__(self, session: object) -> None:
         self.session = session
+        self._copies: list[weakref.ref[torch.Tensor]] = []
+
+    def note_copy(self, copied: torch.Tensor) -> None:
+        """A copy with memory of its own was made."""
+        self._copies = [*filter(_lives, self._copies), weakref.ref(copied)]
+
+    @property
+    def has_copies(self) -> bool:
+        """Whether one lives."""
+        return any(map(_lives, self._copies))
+
+
+def _lives(reference: weakref.ref[torch.Tensor]) -> bool:
+    return reference() is not None
 
 
 # Names of functions, of methods and of `torch`. These tell about a tensor, or make one like it.
@@ -86,6 +101,7 @@ class Handle(torch.Tensor):
         if id(self) not in memo:
             with bare():
                 memo[id(self)] = mark(copy.deepcopy(plain(self), memo), self.lease)
+            self.lease.note_copy(memo[id(self)])
         return memo[id(self)]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -136,6 +152,8 @@ def _outside(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str,
         for tensor in tensors:
             if not isinstance(tensor, Handle):
                 mark(tensor, sources[0].lease)
+            if tensor.untyped_storage()._cdata != sources[0].untyped_storage()._cdata:
+                sources[0].lease.note_copy(tensor)
     return moved
 
 

@@ -145,6 +145,12 @@ def is_held(session: Session) -> bool:
     return any(issued.session is session and not issued.storage.expired() for issued in _by_storage.values())
 
 
+def has_copies(session: Session) -> bool:
+    """Whether a copy of a handle of the session lives, with memory of its own."""
+    lease = session.lease() if session.lease is not None else None
+    return lease is not None and lease.has_copies
+
+
 @locked
 def issue(session: Session) -> list[torch.Tensor]:
     """Make handles for a session, keys and values in turn, layer by layer, and remember whose they are."""

@@ -110,10 +110,31 @@ def rows_repeated(model: Any) -> list[Tensor]:
     return logits + decode(model, past, [9, 10], batch=6)
 
 
+def turns_from_a_crop_and_from_its_copy(model: Any) -> list[Tensor]:
+    first = prompt(model, tokens=40)
+    decode(model, first, [3, 4, 5])
+    second = copy.deepcopy(first)
+    first.crop(-20)
+    logits = decode(model, first, [6, 7, 8])
+    logits += decode(model, second, [9, 10])
+    second.crop(-3)
+    return logits + decode(model, second, [11]) + decode(model, first, [12])
+
+
+def crops_of_copies_whose_original_is_gone(model: Any) -> list[Tensor]:
+    first = prompt(model, tokens=40)
+    copies = copy.deepcopy(first), copy.deepcopy(first)
+    del first
+    copies[0].crop(-20)
+    return decode(model, copies[0], [6, 7]) + decode(model, copies[1], [8, 9]) + decode(model, copies[0], [5])
+
+
 FORKS = [
     fork_and_go_on_with_both,
     fork_twice_after_the_original_went_on,
     fork_whose_original_is_gone,
+    turns_from_a_crop_and_from_its_copy,
+    crops_of_copies_whose_original_is_gone,
     rows_selected,
     rows_repeated,
 ]
