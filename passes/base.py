@@ -266,6 +266,14 @@ class Pass:
     run: Callable[[GraphModule, PassState], GraphModule]
 
 
+class LeaveAlone(Exception):
+    """The attentions of a graph are to be left as they are; `reason` and `remedy` are those of their `Refusal`s."""
+
+    def __init__(self, reason: str, remedy: str) -> None:
+        super().__init__(reason, remedy)
+        self.reason, self.remedy = reason, remedy
+
+
 def leave_alone(state: PassState, reason: str, remedy: str) -> None:
     """Give a decode graph up after it was matched: what its prompt stored is given back (`LeftAlone`)."""
     state.refusals += [Refusal(site.node.name, site.source, reason, remedy) for site in state.sites]

@@ -36,8 +36,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from specache_fx.errors import UnsupportedGraphError
-from specache_fx.passes.base import AttentionSite, OutputPlan, Pass, PassState, Phase, leave_alone
+from specache_fx.passes.base import AttentionSite, LeaveAlone, OutputPlan, Pass, PassState, Phase, leave_alone
 from specache_fx.passes.cache_side import grows
 from specache_fx.passes.find_sources import find_sources, find_token
 from specache_fx.passes.graph_edit import add_placeholder, call, finish
@@ -199,8 +198,8 @@ def bind_cache(gm: GraphModule, state: PassState) -> GraphModule:
         try:
             state.sources = find_sources(gm, state)
             state.window_masks = find_window_masks(gm, state, state.sources)
-        except UnsupportedGraphError as error:
-            leave_alone(state, str(error), "")
+        except LeaveAlone as error:
+            leave_alone(state, error.reason, error.remedy)
             return gm
     original = list(output_node(graph).args[0])  # type: ignore[arg-type]
     plan = state.outputs = _plan_outputs(graph, state)

@@ -8,8 +8,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from specache_fx.errors import UnsupportedGraphError
-from specache_fx.passes.base import AttentionSite, PassState
+from specache_fx.passes.base import AttentionSite, LeaveAlone, PassState
 from specache_fx.passes.graph_slices import extract, needed_for
 from specache_fx.passes.graph_utils import (
     is_integer,
@@ -92,7 +91,7 @@ def find_sources(gm: GraphModule, state: PassState) -> Sources:
     """Name the inputs of a decode graph before the cache is taken out of it.
 
     Raises:
-        UnsupportedGraphError: If a mask is computed from something that can't be followed.
+        LeaveAlone: If a mask is computed from something that can't be followed.
     """
     inputs = placeholders(gm.graph)
     index = {node: i for i, node in enumerate(inputs)}
@@ -194,7 +193,7 @@ def mask_inputs(
         sites: The attentions that use them, in graph order.
 
     Raises:
-        UnsupportedGraphError: If one of them can't be followed.
+        LeaveAlone: If one of them can't be followed.
     """
     inputs = placeholders(gm.graph)
     index = {node: i for i, node in enumerate(inputs)}
@@ -203,9 +202,10 @@ def mask_inputs(
     for other in sites:
         writes = log.between(other.mask, other.node, sites[-1].node) if other.mask is not None else []
         for write in writes:
-            raise UnsupportedGraphError(
-                f"The mask of attention `{other.node.name}` ({other.source}) is written to again (`{write.name}`,"
-                f" {source_of(write)}) for a later attention. Make a mask of its own for each."
+            raise LeaveAlone(
+                f"the mask of `{other.node.name}` is written to again (`{write.name}`, {source_of(write)}) for a later"
+                " attention",
+                "Make a mask of its own for each.",
             )
     needed = needed_for(gm.graph, masks, reader=sites[-1].node)
     roots = [node for node in inputs if node in needed]
@@ -217,9 +217,10 @@ def mask_inputs(
         grows = any(symbols_of(size) & growing for size in shape_of(node) or ())
         shape_only = node not in read and (index[node] in sources.shapes or not grows)
         if node in written or not (known or shape_only):
-            raise UnsupportedGraphError(
-                f"The mask of attention `{site.node.name}` ({site.source}) is computed from input `{node.name}`,"
-                " which is neither a length, a position nor a mask over keys. Pass a key padding mask of integers"
-                ' or booleans, [batch, kv_len], or compile this model with backend="inductor".'
+            raise LeaveAlone(
+                f"the mask of `{site.node.name}` is computed from input `{node.name}`, which is neither a length, a"
+                " position nor a mask over keys",
+                "Pass a key padding mask of integers or booleans, [batch, kv_len], or compile this model with"
+                ' backend="inductor".',
             )
     return roots

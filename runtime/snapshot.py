@@ -86,7 +86,7 @@ def snapshot(session: Session) -> dict[str, torch.Tensor]:
     session.settle()
     found = {
         "mask": session.key_mask.real,
-        "tokens": None if session.tokens is None else session.tokens.held,
+        "tokens": session.tokens.held if session.tokens is not None and session.tokens.held.numel() else None,
         "speculative": session.speculative_token,
         "guessed": session.guessed_token,
     }
@@ -130,7 +130,7 @@ def restore(session: Session, header: SessionHeader, held: Mapping[str, torch.Te
     session._open(header.batch, header.kv_len)
     if "mask" in held:
         session.key_mask.real = held["mask"].to(device, copy=True)
-    if session.tokens is not None and "tokens" in held and held["tokens"].shape[1]:
+    if session.tokens is not None and "tokens" in held:
         session.tokens.append(held["tokens"].to(device), 0)
     for i, layer in enumerate(session.layers):
         mine = {name.partition(".")[2]: held[name] for name in held if name.startswith(f"{i}.")}

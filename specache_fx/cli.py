@@ -101,9 +101,10 @@ def plan_command(
                 raise ConfigError(
                     "--model brings --layers, --kv-heads and --head-dim: give one or the others."
                 )
+            from specache_fx.eval.real import MODELS, model_folder
             from specache_fx.model_shape import load_model_shape
 
-            read = load_model_shape(model)
+            read = load_model_shape(str(model_folder(model)) if model in MODELS else model)
             shape = {"layers": read.layers, "num_kv_heads": read.num_kv_heads, "head_dim": read.head_dim}
             more = {"window_layers": read.window_layers, "window": read.window} if read.window else {}
             more |= {"value_dim": read.value_dim} if read.value_dim else {}

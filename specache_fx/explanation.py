@@ -14,6 +14,7 @@ from specache_fx.backend import Backend, check_names
 from specache_fx.compiled import uncompiled, with_generators
 from specache_fx.config import SpecacheConfig
 from specache_fx.decode_runner import Decode
+from specache_fx.errors import ConfigError
 from specache_fx.lowering import Compiled
 from specache_fx.passes.base import PassState, Phase, Refusal, alike
 from specache_fx.passes.graph_utils import (
@@ -214,7 +215,7 @@ def explain(
         A report to print.
 
     Raises:
-        ConfigError: On unknown or bad options.
+        ConfigError: On unknown or bad options, or where there is nothing to run the model with.
     """
     check_names(SpecacheConfig.from_options(options))
     recorder = _Recorder(Backend(), {**(options or {}), "lowering": "eager"})
@@ -227,6 +228,8 @@ def explain(
             if run is not None:
                 run(compiled)
             elif hasattr(model, "generate"):
+                if not inputs and cast(Any, model).generation_config.bos_token_id is None:
+                    raise ConfigError("explain() runs the model: give it input_ids=..., or run=.")
                 with uncompiled(model):
                     for inner in with_generators(model):
                         inner._compiled_call_impl = compiled.dynamo_ctx(inner._call_impl)

@@ -170,6 +170,8 @@ def check_ids(ids: torch.Tensor) -> torch.Tensor:
     Raises:
         ConfigError: If they are not.
     """
+    if not isinstance(ids, torch.Tensor):
+        raise ConfigError(f"input_ids are a {type(ids).__name__}: give a tensor of integers [batch, tokens].")
     if ids.dim() != 2 or ids.is_floating_point():
         raise ConfigError(f"input_ids are {ids.dtype} {tuple(ids.shape)}: give integers [batch, tokens].")
     return ids

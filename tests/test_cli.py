@@ -181,6 +181,11 @@ def test_plan_reads_windows_and_shared_layers(
     )
 
 
+def test_plan_knows_the_models_that_are_fetched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("SPECACHE_DATA", str(tmp_path))
+    assert "fetch it with `make models`" in refused("plan", "--model", "smollm2")
+
+
 def test_plan_reads_latent_attention(tmp_path: Path) -> None:
     DeepseekV3Config(num_hidden_layers=61).save_pretrained(tmp_path)
     report = planned(tmp_path, "--model", tmp_path, "--context", 1000)

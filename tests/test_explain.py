@@ -11,6 +11,7 @@ from support.models import TinyConfig, TinyDecoder, generate
 from support.zoo import build
 
 import specache_fx
+from specache_fx import ConfigError
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -19,6 +20,11 @@ DECODE_LAYER = ["wait_prefetch", "quantized_attention", "append", "topk", "prefe
 
 def _run(model: torch.nn.Module) -> None:
     generate(model, torch.arange(24).view(2, 12) % 61, 4)
+
+
+def test_a_model_that_has_nothing_to_begin_with_is_told_so() -> None:
+    with pytest.raises(ConfigError, match="give it input_ids"):
+        specache_fx.explain(build("llama", bos_token_id=None))
 
 
 def test_every_graph_is_named_with_its_phase_and_the_decode_ops_are_shown() -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from support.triton_mode import DEVICE, needs_triton
 
 from benchmarks.gpu.__main__ import STAGES, run_stage
@@ -67,6 +68,15 @@ def test_stage_without_time_is_ended_and_recorded(tmp_path):
 def test_stage_that_fails_says_how(tmp_path):
     found = run_stage("no such stage", 60, True, tmp_path / "gpu.json")
     assert "KeyError: 'no such stage'" in found["error"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_without_a_gpu_nothing_is_run_or_written(tmp_path):
+    out = tmp_path / "gpu.json"
+    command = [sys.executable, "-m", "benchmarks.gpu", "--out", str(out)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and "There is no CUDA device: --quick" in done.stderr
+    assert not out.exists()
 
 
 def test_unknown_stages_are_named(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from support.cases import nightly_unless
 from support.models import TinyConfig, TinyDecoder, generate
+from support.zoo import SMALL, build
 from torch import Tensor
 
 import specache_fx
@@ -232,3 +234,21 @@ def test_a_mask_of_floats_equals_plain_decoding() -> None:
 
     expected = run(model)
     assert torch.equal(run(compiled(model)), expected)
+
+
+def test_a_mask_over_queries_in_a_step_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    model = build("llama")
+    plain, compiled = build("llama"), specache_fx.compile(model, **SMALL)
+    ids = torch.arange(12)[None] + 3
+
+    @torch.no_grad()
+    def step(model: Any) -> Tensor:
+        past = model(ids[:, :-1], use_cache=True).past_key_values
+        given = {"position_ids": torch.tensor([[11]]), "past_key_values": past, "use_cache": True}
+        mask = torch.zeros(1, 1, 1, 12).masked_fill(torch.arange(12) == 4, torch.finfo(torch.float32).min)
+        return model(ids[:, -1:], attention_mask=mask, **given).logits
+
+    torch.testing.assert_close(step(compiled), step(plain))
+    (said,) = (text for text in caplog.messages if text.startswith("specache: attention"))
+    assert re.search(r"is left alone: the mask of `\w+` is computed from input `\w+`, which is neither", said)
+    assert 'compile this model with backend="inductor". 1 more like it.' in said

@@ -217,6 +217,8 @@ def test_bad_arguments_are_named(model: Any, tmp_path: Path) -> None:
     store = PrefixStore(tmp_path / "file", 1 << 30)
     with pytest.raises(ConfigError, match=r"give integers \[batch, tokens\]"):
         store.get(model, DOCUMENT[0])
+    with pytest.raises(ConfigError, match="input_ids are a list: give a tensor of integers"):
+        store.put(DOCUMENT.tolist(), None)  # type: ignore[arg-type]
     with pytest.raises(SavedCacheError, match="but the cache is of"):
         store.put(asked(5), read(model, DOCUMENT))
     store = PrefixStore(tmp_path / "no folder", 1 << 30)

@@ -56,6 +56,8 @@ def main(
         )
     if unknown := set(only or ()) - set(STAGES):
         raise typer.BadParameter(f"{', '.join(sorted(unknown))}: the stages are {', '.join(STAGES)}.")
+    if not quick and not has_gpu():
+        raise typer.BadParameter("There is no CUDA device: --quick tries the script without one.")
     start = time.perf_counter()
     record: dict[str, Any] = {"quick": quick, "stages": {}}
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -67,6 +69,12 @@ def main(
         record["seconds"] = round(time.perf_counter() - start, 1)
         out.write_text(json.dumps(record, indent=1) + "\n")
         typer.echo(f"{name}: {_summary(record['stages'][name])}")
+
+
+def has_gpu() -> bool:
+    """Whether PyTorch sees one. Asked in another process: this one takes no memory of it."""
+    asks = "import sys, torch; sys.exit(not torch.cuda.is_available())"
+    return subprocess.run([sys.executable, "-c", asks], check=False).returncode == 0
 
 
 def run_stage(name: str, seconds: float, quick: bool, out: Path) -> dict[str, Any]:

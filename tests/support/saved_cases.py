@@ -100,7 +100,18 @@ OWN = {
     "graph-breaks": OwnConfig(),
 }
 # What one test run can wait for; the others are for the night.
-DAILY = "1-bit", "2-bit", "prompt-alone", "sinks", "resident", "kivi", "disk", "window", "tokens-first"
+DAILY = (
+    "1-bit",
+    "2-bit",
+    "prompt-alone",
+    "sinks",
+    "resident",
+    "kivi",
+    "disk",
+    "window",
+    "tokens-first",
+    "state",
+)
 OWN_PROMPT = torch.randint(3, 60, (2, 40), generator=torch.Generator().manual_seed(5))
 
 
