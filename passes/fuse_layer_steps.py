@@ -1,4 +1,4 @@
-"""`fuse_layer_steps`: the five operators of a layer become one, and the two of a layer that is exact.
+"""`fuse_layer_steps`: the five operators of a layer become one, and the two of a layer that selects nothing.
 
     staged = specache.wait_prefetch(state, layer)
     out, scores = specache.quantized_attention(q, k, v, staged, state, layer, scale)
@@ -51,12 +51,13 @@ def fuse_layer_steps(gm: GraphModule, state: PassState, kernel: str) -> GraphMod
     for node in gm.graph.nodes:
         if node.target in layer_of:
             steps[node.args[layer_of[node.target]]].append(node)
-    of_exact = (_ops.quantized_attention.default, _ops.append.default)
+    attends = (_ops.quantized_attention.default, _ops.append.default)
     for layer, nodes in steps.items():
         exact = layer in state.exact_layers
-        if [node.target for node in nodes] != list(of_exact if exact else layer_of):
+        selects = state.config.placement.prefetch and not exact
+        if [node.target for node in nodes] != list(layer_of if selects else attends):
             continue
-        attention, append = (node for node in nodes if node.target in of_exact)
+        attention, append = (node for node in nodes if node.target in attends)
         if _appends_own(attention, append) and _fits(attention, state, kernel, exact):
             _fuse(gm, _whole()[kernel], attention, append, nodes)
     return finish(gm)

@@ -83,13 +83,15 @@ class DecodeStep:
     def _tell(self) -> None:
         """Prepare for the layers that are run as one operator."""
         session, layers = self.session, {i: self.session.layers[i] for i in self.whole}
-        assert session.steps is not None and session.transfer is not None and session.batch is not None
-        session.transfer.join()  # what ran beside the step before reads what is written now
+        assert session.steps is not None and session.batch is not None
+        if session.transfer is not None:
+            session.transfer.join()  # what ran beside the step before reads what is written now
         for cache in layers.values():
             cache.make_room()
         first = next(iter(session.tiered.values()))  # they have one length
         kv_len, num_quantized = first.kv_len, first.num_quantized
-        counted = session.config.track_hit_rates and not self.predecoding and num_quantized > 0
+        selects = session.transfer is not None and num_quantized > 0
+        counted = session.config.track_hit_rates and not self.predecoding and selects
         alike, visible, biases = self._alike()
         facts = StepFacts(
             kv_len=kv_len,
@@ -137,12 +139,13 @@ class DecodeStep:
 
     def _fill(self, layers: list[int]) -> None:
         """Quantise the group that the step has pushed out of the windows; its rows can be brought from then on."""
-        session = self.session
-        assert session.transfer is not None
-        session.transfer.join()
+        session, transfer = self.session, self.session.transfer
+        if transfer is not None:
+            transfer.join()
         for layer in filter(session.tiered.__contains__, layers):
             session.tiered[layer].quantize_overflow()
-            session.transfer.prefetch_wanted(layer)
+            if transfer is not None:
+                transfer.prefetch_wanted(layer)
 
     @property
     def windows_told(self) -> bool:

@@ -41,7 +41,7 @@ class DeviceSteps:
     Args:
         device: Where it is.
         top_k: Slots of a row.
-        transfer: Brings the rows.
+        transfer: Brings the rows; None where nothing is selected.
 
     Attributes:
         device: Where it is.
@@ -51,7 +51,7 @@ class DeviceSteps:
 
     kernel = "triton"
 
-    def __init__(self, device: torch.device, top_k: int, transfer: KernelTransfer) -> None:
+    def __init__(self, device: torch.device, top_k: int, transfer: KernelTransfer | None) -> None:
         self.device, self._top_k, self._transfer = device, top_k, transfer
         self.generation = 0
         self._layers: dict[tuple[Any, ...], LayerLaunches] = {}
@@ -75,7 +75,7 @@ class DeviceSteps:
         """The steps of a session, or None where these launches can't serve it."""
         if not isinstance(kernel, TritonKernel) or quantizer.code_form is None:
             return None
-        if not isinstance(transfer, KernelTransfer) or top_k > MOST_IN_A_KERNEL:
+        if transfer is not None and (not isinstance(transfer, KernelTransfer) or top_k > MOST_IN_A_KERNEL):
             return None
         return cls(device, top_k, transfer)
 
@@ -85,13 +85,14 @@ class DeviceSteps:
         self._facts, self._caches, self._run = facts, layers, []
         moved = [i for i, cache in layers.items() if self._lies_elsewhere(i, cache)]
         for i, cache in layers.items():
-            if not cache.is_exact:
+            if self._transfer is not None and not cache.is_exact:
                 self._transfer.update_table(i)
+        tables_moved = 0 if self._transfer is None else self._transfer.tables_moved
         with torch.inference_mode(False):
             # A table may have moved since the last step: rows of a group that this filled were brought.
-            if moved or self._transfer.tables_moved != self._tables_moved or facts.alike != self._alike:
+            if moved or tables_moved != self._tables_moved or facts.alike != self._alike:
                 self._forget()
-            self._tables_moved = self._transfer.tables_moved
+            self._tables_moved = tables_moved
             self._alike = dict(facts.alike)
             self._stored = {i: stored for i, stored in self._stored.items() if i in facts.alike.values()}
             for layer in dict.fromkeys(facts.alike.values()):
@@ -198,7 +199,7 @@ class DeviceSteps:
         with triton_ops.on(self.device):
             with span("attention", device=self.device, layer=layer):
                 out = self._attend(prepared, call)
-            if prepared.selection is not None:
+            if prepared.selection is not None and transfer is not None:
                 with transfer.beside(layer), span("select", "copies", device=self.device, layer=layer):
                     self._select(layer, prepared.arguments, prepared.selection, stored, call.bias)
         return out
@@ -225,11 +226,11 @@ class DeviceSteps:
         bias: torch.Tensor | None,
     ) -> None:
         """Choose the next step's pairs and bring them; reads nothing that the model may overwrite meanwhile."""
-        facts = self._facts
-        assert facts is not None
+        facts, transfer = self._facts, self._transfer
+        assert facts is not None and transfer is not None
         if facts.counts is not None:
             # The copy overwrites which tokens are staged.
-            prepared.before.copy_(self._transfer.staging(layer).indices)
+            prepared.before.copy_(transfer.staging(layer).indices)
         if self.is_plain and prepared.launches:
             for one in prepared.launches:
                 one()
@@ -246,7 +247,7 @@ class DeviceSteps:
         from specache_fx.runtime.select import triton_topk
 
         facts, transfer = self._facts, self._transfer
-        assert facts is not None
+        assert facts is not None and transfer is not None
         kept = {"query": arguments["kept_query"], "own_key": arguments["kept_key"]}
         if not arguments["CENTRED"]:
             kept["code_query"] = kept["query"]
@@ -283,11 +284,16 @@ class DeviceSteps:
         if facts is None:
             return run, late
         if facts.biases or facts.missed is not None or facts.counts is not None:
-            self._transfer.join()  # they are read beside, and the caller may drop them
+            self.join()  # they are read beside, and the caller may drop them
         if facts.counts is not None:
             assert self._counts is not None
             facts.counts.add_(self._counts)
         return run, late
+
+    def join(self) -> None:
+        """Have the model's stream wait for what runs beside."""
+        if self._transfer is not None:
+            self._transfer.join()
 
     def restart(self) -> None:
         """Have the layers of the step that was told run, though some seemed to: a capture launches nothing."""

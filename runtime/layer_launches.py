@@ -82,7 +82,7 @@ def prepare(
     cache: LayerState,
     call: LayerCall,
     stored: StoredTokens,
-    transfer: KernelTransfer,
+    transfer: KernelTransfer | None,
     top_k: int,
     shared: Shared,
 ) -> LayerLaunches:
@@ -93,7 +93,7 @@ def prepare(
         cache: Its cache, as large as it is.
         call: Its attention in the step that asks.
         stored: What the device knows of its tokens.
-        transfer: Has its slots.
+        transfer: Has its slots; None where nothing is selected.
         top_k: Slots of a row.
         shared: Memory of all layers.
     """
@@ -105,7 +105,7 @@ def prepare(
         for name, side in (("query", call.query), ("key", call.key), ("value", call.value))
     }
     call = replace(call, bias=None, **sides)
-    staging = None if cache.is_exact else transfer.staging(layer)
+    staging = None if cache.is_exact or transfer is None else transfer.staging(layer)
     staged = None if call.independent_lanes or staging is None else (staging.rows, staging.indices)
     inputs = cache.inputs_at_any_length(replace(call, staged=staged))
     arguments = arguments_of(inputs)

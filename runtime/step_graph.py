@@ -21,7 +21,6 @@ import torch
 
 from specache_fx._log import warn_once
 from specache_fx.runtime.device_steps import DeviceSteps
-from specache_fx.runtime.transfer import Transfer
 
 _log = logging.getLogger(__name__)
 
@@ -108,7 +107,6 @@ class StepGraph:
         moving: Sequence[int],
         state: torch.Tensor,
         steps: DeviceSteps,
-        transfer: Transfer,
     ) -> Sequence[Any]:
         """Run a plain step.
 
@@ -118,7 +116,6 @@ class StepGraph:
             moving: Which of them may lie elsewhere in each step; the others are weights.
             state: The session's.
             steps: The session's.
-            transfer: The session's.
 
         Returns:
             The graph's results, the caller's own.
@@ -132,7 +129,7 @@ class StepGraph:
         if key != self._key:
             if key == self._ran:
                 self._drop()
-                return self._capture(key, compiled, list(inputs), moving, state, steps, transfer)
+                return self._capture(key, compiled, inputs, moving, state, steps)
             self._ran = key
             return compiled(*inputs, state)
         for kept, i in zip(self._inputs, moving, strict=True):
@@ -147,20 +144,19 @@ class StepGraph:
         self,
         key: tuple[Any, ...],
         compiled: Callable[..., Sequence[Any]],
-        inputs: list[torch.Tensor],
+        inputs: Sequence[torch.Tensor],
         moving: Sequence[int],
         state: torch.Tensor,
         steps: DeviceSteps,
-        transfer: Transfer,
     ) -> Sequence[Any]:
         assert self._recorder is not None
-        given = list(inputs)
+        kept = list(inputs)
         for i in moving:
-            inputs[i] = inputs[i].clone()
+            kept[i] = inputs[i].clone()
 
         def run() -> Sequence[Any]:
-            results = compiled(*inputs, state)
-            transfer.join()  # a captured graph ends on the stream where it began
+            results = compiled(*kept, state)
+            steps.join()  # a captured graph ends on the stream where it began
             return results
 
         try:
@@ -174,8 +170,8 @@ class StepGraph:
                 " cuda_graphs=False captures none, and says nothing.",
             )
             steps.restart()
-            return compiled(*given, state)
-        self._key, self._inputs = key, [inputs[i] for i in moving]
+            return compiled(*inputs, state)
+        self._key, self._inputs = key, [kept[i] for i in moving]
         self.replays += 1
         return _own(self._results)
 

@@ -41,7 +41,7 @@ class SessionC(ctypes.Structure):
     """`SpecacheSession` of layer_step.h."""
 
     _fields_ = (
-        *((name, _i64) for name in ("number", "num_quantized", "window_len", "num_selectable")),
+        *((name, _i64) for name in ("number", "num_selectable")),
         *((name, _i64) for name in ("scored_lanes", "threads", "predecodes", "stages", "is_timed")),
         *((name, _address) for name in ("scores", "key_mask", "shares", "missed", "counts")),
         *((name, _address) for name in ("attention", "topk", "overlap")),
@@ -54,7 +54,7 @@ class LayerC(ctypes.Structure):
     """`SpecacheLayer` of layer_step.h."""
 
     _fields_ = (
-        *((name, _i64) for name in ("status", "is_exact", "window_len")),
+        *((name, _i64) for name in ("status", "selects", "num_quantized", "window_len")),
         ("times", _f64 * (len(_PARTS) + 1)),
         ("inputs", InputsC),
         *((name, _address) for name in ("wanted", "host")),
@@ -88,7 +88,7 @@ class StepTable:
         address = self.state.data_ptr()
         self._session = SessionC.from_address(address)
         self._layers = (LayerC * num_layers).from_address(address + ctypes.sizeof(SessionC))
-        self._session.number, self._session.num_quantized = number, -1
+        self._session.number = number
         self.serves = False
         self._transfer: CpuTransfer | None = None
         self._rows: dict[int, torch.Tensor] = {}  # by layer, the host's table
@@ -103,12 +103,12 @@ class StepTable:
         Args:
             kernel: The session's.
             quantizer: The session's.
-            transfer: The session's.
+            transfer: The session's; None where nothing is selected.
             aggregation: See `DecodeInputs`.
         """
         if not isinstance(kernel, CpuKernel) or quantizer.code_form is None:
             return
-        if not isinstance(transfer, CpuTransfer):
+        if transfer is not None and not isinstance(transfer, CpuTransfer):
             return
         functions, library = native.addresses(), graph_ops.load()
         if functions is None or library is None:
@@ -124,21 +124,19 @@ class StepTable:
     def tell(self, layers: Mapping[int, LayerState], facts: StepFacts) -> None:
         """See `WholeSteps`."""
         session, transfer, at = self._session, self._transfer, Addresses()
-        assert transfer is not None
         for i, cache in layers.items():
             described, layer = self._described.get(i), self._layers[i]
             if described is None or described() is not cache.tensors:
-                self._describe(i, cache, transfer)
-            layer.window_len = cache.window_len
+                self._describe(i, cache)
+            layer.num_quantized, layer.window_len = cache.num_quantized, cache.window_len
             layer.inputs.visible = at.of(facts.visible.get(facts.alike[i]))
             describe_bias(layer.inputs, at, facts.biases.get(i))
-            if not cache.is_exact and layer.host_length != transfer.host.length(i):
+            if transfer is not None and layer.selects and layer.host_length != transfer.host.length(i):
                 self._describe_host(i, transfer)
         kv_len = facts.kv_len
-        session.num_quantized, session.window_len = facts.num_quantized, kv_len - facts.num_quantized
         session.num_selectable = facts.num_selectable
         # The rows of a group that this step pushes out of the window are not on the host yet.
-        session.stages = session.num_selectable == session.num_quantized
+        session.stages = facts.num_selectable == facts.num_quantized
         session.predecodes, session.scored_lanes = facts.predecodes, facts.scored_lanes
         session.threads, session.is_timed, session.failed = torch.get_num_threads(), is_recording(), 0
         session.key_mask, session.shares, session.missed = map(
@@ -151,11 +149,11 @@ class StepTable:
         for i in layers:
             self._layers[i].status = _TO_RUN
 
-    def _describe(self, index: int, cache: LayerState, transfer: CpuTransfer) -> None:
+    def _describe(self, index: int, cache: LayerState) -> None:
         """Say where a layer's tensors are."""
-        layer, staged = self._layers[index], None
-        layer.is_exact = cache.is_exact
-        if not cache.is_exact:
+        layer, transfer, staged = self._layers[index], self._transfer, None
+        layer.selects = transfer is not None and not cache.is_exact
+        if transfer is not None and not cache.is_exact:
             staging = transfer.staging(index)
             layer.wanted, staged = staging.wanted.data_ptr(), (staging.rows, staging.indices)
             self._describe_host(index, transfer)
@@ -191,13 +189,13 @@ class StepTable:
                 run.append(i)
             layer.status = _NOT_TO_RUN
         counts = [getattr(session, name) for name in _COUNTS]
-        assert self._transfer is not None
-        self._transfer.count_copies(*counts)
+        if self._transfer is not None:
+            self._transfer.count_copies(*counts)
         for name in _COUNTS:
             setattr(session, name, 0)
         for i in run if session.is_timed else ():
             layer, absent = self._layers[i], set() if session.stages else {"prefetch"}
-            if layer.is_exact:
+            if not layer.selects:
                 absent = {"select", "prefetch"}
             for at, (name, track) in enumerate(_PARTS):
                 if name not in absent:

@@ -328,8 +328,8 @@ class Decode:
         captures = made.is_capturable and session.graph is not None and not is_recording()
         if not captures or not isinstance(steps, DeviceSteps) or not steps.is_plain:
             return made.compiled(*flat, session.state)
-        assert session.graph is not None and session.transfer is not None
-        return session.graph.run(made.compiled, flat, made.moving, session.state, steps, session.transfer)
+        assert session.graph is not None
+        return session.graph.run(made.compiled, flat, made.moving, session.state, steps)
 
     def _fall_back(self, reason: str) -> None:
         self.lanes, self.fallback = 1, reason

@@ -95,6 +95,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "keep, no rates": {"on_miss": "keep", "track_hit_rates": False},
     "refetch": {"on_miss": "refetch"},
     "windows": {"windows": True},
+    "codes alone": {"policy": "kivi"},
 }
 
 # One form a day, all at night: the interpreter takes a second a step.

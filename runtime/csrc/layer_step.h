@@ -19,8 +19,7 @@ extern "C" {
 // Of all layers of a session. Mirrored in step_table.py.
 struct SpecacheSession {
   int64_t number;
-  int64_t num_quantized, window_len;  // tokens before the step, of layers whose pairs are selected
-  int64_t num_selectable;             // tokens that may be prefetched: those that are quantised once the step is through
+  int64_t num_selectable;  // tokens that may be prefetched: those that are quantised once the step is through
   int64_t scored_lanes, threads;
   int64_t predecodes;  // no pair is kept, none is staged, and the lanes don't see each other
   int64_t stages;      // whether the rows that are chosen are brought at once
@@ -47,8 +46,9 @@ constexpr int kParts = 4;  // attention, selection, append, copy
 // One of its layers. Mirrored in step_table.py.
 struct SpecacheLayer {
   int64_t status;            // see Status; in and out
-  int64_t is_exact;          // nothing is quantised or selected
-  int64_t window_len;        // of such a layer: rows before the step
+  int64_t selects;           // pairs are chosen and staged
+  int64_t num_quantized;     // tokens before the step: in codes, and in the window
+  int64_t window_len;
   double times[kParts + 1];  // out, where they are wanted: seconds at which the parts began, and the end
   SpecacheInputs inputs;     // what outlasts a step, and its bias
   int32_t* wanted;           // [batch, kv_heads, num_staged]
@@ -135,7 +135,7 @@ inline int64_t run(SpecacheSession& session, SpecacheLayer& layer, const Specach
   mark(0);
   if (session.attention(&in)) return kNoMemory;
   mark(1);
-  if (layer.is_exact) {
+  if (!layer.selects) {
     mark(2);
     if (!session.predecodes) append_pair(in);
     layer.status = kHasRun;
@@ -198,16 +198,16 @@ inline Tensor layer_step(Tensor query, Tensor key, Tensor value, Tensor state, i
   in.own_value = own_value.data_ptr();
   in.sinks = sinks ? sink_scores.data() : nullptr;
   in.out = out.data_ptr();
-  in.num_quantized = layer.is_exact ? 0 : session.num_quantized;
-  in.window_len = layer.is_exact ? layer.window_len : session.window_len;
+  in.num_quantized = layer.num_quantized;
+  in.window_len = layer.window_len;
   if (in.num_quantized == 0) in.centred = 0;  // no codes, and no means of theirs
   if (session.predecodes || in.num_quantized == 0) in.num_staged = 0;
   in.independent_lanes = session.predecodes;
-  in.scored_lanes = layer.is_exact ? 0 : session.scored_lanes < in.lanes ? session.scored_lanes : in.lanes;
+  in.scored_lanes = !layer.selects ? 0 : session.scored_lanes < in.lanes ? session.scored_lanes : in.lanes;
   in.threads = session.threads;
   in.scores = session.scores;
   in.key_mask = in.visible == nullptr ? session.key_mask : nullptr;
-  in.shares = layer.is_exact ? nullptr : session.shares;
+  in.shares = layer.selects ? session.shares : nullptr;
   session.failed = run(session, layer, in);
   STD_TORCH_CHECK(session.failed != kNoMemory, "specache::layer_step: there is no memory for layer ", index);
   STD_TORCH_CHECK(!session.failed, "specache::layer_step: layer ", index, " wants a token that is not on the host");

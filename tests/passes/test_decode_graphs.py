@@ -118,19 +118,15 @@ def test_decode_that_selects_by_its_own_query_has_the_same_calls_for_its_single_
     assert after("verify", SpecacheConfig(**SMALL, lookahead="query")) == text(GOLDEN["verify"])
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{"lookahead": "none"}, {"policy": "kcache"}, {"policy": "kivi"}],
-    ids=str,
-)
+@pytest.mark.parametrize("options", [{"lookahead": "none"}, {"policy": "kcache"}], ids=str)
 def test_steps_of_other_operators_are_not_fused(options: dict[str, Any]) -> None:
-    config = SpecacheConfig(**{**SMALL, **options} if options.get("policy") != "kivi" else options)
+    config = SpecacheConfig(**SMALL, **options)
     assert after("fuse_layer_steps", config) == after("verify", config)
 
 
-def test_step_of_a_resident_layer_is_one_operator_too() -> None:
-    config = SpecacheConfig(**SMALL, resident_layers=1)
-    assert after("fuse_layer_steps", config) == text(GOLDEN["fuse_layer_steps"])
+@pytest.mark.parametrize("options", [{**SMALL, "resident_layers": 1}, {"policy": "kivi"}], ids=str)
+def test_step_of_a_layer_that_selects_nothing_is_one_operator_too(options: dict[str, Any]) -> None:
+    assert after("fuse_layer_steps", SpecacheConfig(**options)) == text(GOLDEN["fuse_layer_steps"])
 
 
 @pytest.mark.parametrize("options", [{"lookahead": "none"}, {"policy": "kcache"}], ids=str)

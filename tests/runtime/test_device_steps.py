@@ -141,9 +141,14 @@ def test_steps_equal_the_operators(options: dict[str, Any], lanes: int, shared: 
     twins.close()
 
 
-@pytest.mark.parametrize(("padding", "masked"), [(0, False), (3, True)])
-def test_windows_and_resident_layers_are_stepped_too(padding: int, masked: bool) -> None:
-    kinds = Kinds(DEVICE, torch.ops.specache.device_step.default, 24, padding, kernel="triton", reserve=30)
+@pytest.mark.parametrize(
+    ("padding", "masked", "policy"), [(0, False, "specache"), (3, True, "specache"), (3, True, "kivi")]
+)
+def test_windows_and_layers_that_select_nothing_are_stepped_too(
+    padding: int, masked: bool, policy: str
+) -> None:
+    step = torch.ops.specache.device_step.default
+    kinds = Kinds(DEVICE, step, 24, padding, kernel="triton", reserve=30, policy=policy)
     steps = kinds.sessions[1].steps
     assert isinstance(steps, DeviceSteps)
     kinds.step(masked=masked)

@@ -183,12 +183,15 @@ def test_steps_are_the_same_bits(
     padding=st.sampled_from([0, 0, 3]),
     masked=st.booleans(),
     bits=st.sampled_from([1, 2]),
+    policy=st.sampled_from(["specache", "kivi"]),
 )
-@settings(max_examples=20, deadline=None)
-def test_windows_and_resident_layers_are_stepped_too(
-    lanes: int, tokens: int, padding: int, masked: bool, bits: int
+@settings(max_examples=30, deadline=None)
+def test_windows_and_layers_that_select_nothing_are_stepped_too(
+    lanes: int, tokens: int, padding: int, masked: bool, bits: int, policy: str
 ) -> None:
-    kinds = Kinds(CPU, torch.ops.specache.layer_step.default, tokens, min(padding, tokens - 1), bits=bits)
+    step = torch.ops.specache.layer_step.default
+    coded = {"bits": bits, "policy": policy, "quantizer": "turboquant"}
+    kinds = Kinds(CPU, step, tokens, min(padding, tokens - 1), **coded)
     for _ in range(12):  # windows fill, are compacted and grow
         kinds.step(lanes, masked=masked)
     for session in kinds.sessions:

@@ -14,12 +14,12 @@ from specache_fx.runtime.masks import WindowMask
 from specache_fx.runtime.session import Session
 
 BATCH, HEADS, KV_HEADS, DIM = 2, 4, 2, 16
-RESIDENT, SELECTING = 2, 4
+RESIDENT, CODED = 2, 4
 WINDOWS = {0: 7, 1: 30, 3: 7}
 
 
 class Kinds:
-    """Layers: a short window, a long one that isn't full, a resident one, a window as the first, one that selects.
+    """Layers: a short window, a long one that isn't full, a resident one, a window as the first, one with codes.
 
     Args:
         device: Of the sessions.
@@ -45,8 +45,10 @@ class Kinds:
                 session.store(layer, key, value, self.real[:, None])
         for session in self.sessions:
             session.advance(tokens, decoded=False)
-        assert list(self.sessions[0].tiered) == [SELECTING]
-        self.step(predecode=True)
+        assert list(self.sessions[0].tiered) == [CODED]
+        self.selects = config.placement.prefetch
+        if self.selects:
+            self.step(predecode=True)
 
     def random(self, *shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=self._generator).to(self._device)
@@ -67,7 +69,8 @@ class Kinds:
         return {layer: told[window] for layer, window in WINDOWS.items()}
 
     def step(self, lanes: int = 2, predecode: bool = False, masked: bool = False) -> None:
-        """One step of both."""
+        """One step of both; of one lane where nothing is selected."""
+        lanes = lanes if self.selects else 1
         masks = self.masks(lanes, 0 if predecode else 1) if masked else {}
         by_ops, in_one = (
             DecodeStep(session, predecode, each, lanes=lanes, window_masks=masks)
@@ -79,10 +82,11 @@ class Kinds:
                 key, value = self.pair(1, lanes)
                 state = self.sessions[1].state
                 out = self._whole(query.clone(), key.clone(), value.clone(), state, layer, 0.3)
-                by_ops.wait_prefetch(layer) if layer == SELECTING else None
-                wanted = by_ops.attend(layer, query, key, value, 0.3, layer == SELECTING)
+                selects = self.selects and layer == CODED
+                by_ops.wait_prefetch(layer) if selects else None
+                wanted = by_ops.attend(layer, query, key, value, 0.3, selects)
                 by_ops.append(layer, key[0], value[0])
-                if layer == SELECTING:
+                if selects:
                     by_ops.prefetch(layer, by_ops.select(layer))
                 torch.testing.assert_close(out, wanted, rtol=1e-4, atol=1e-5)
         for layer in range(5):
@@ -90,10 +94,10 @@ class Kinds:
             assert ours.kv_len == theirs.kv_len
             for x, y in zip(ours.history(), theirs.history(), strict=True):
                 assert torch.equal(x, y)
-        staged = [
-            session.transfer.wait(SELECTING)[1] for session in self.sessions if session.transfer is not None
-        ]
-        assert torch.equal(*staged)
+        transfers = [session.transfer for session in self.sessions if session.transfer is not None]
+        assert len(transfers) == 2 * self.selects
+        if self.selects:
+            assert torch.equal(*(transfer.wait(CODED)[1] for transfer in transfers))
         if not predecode:
             self.real = torch.cat([self.real, self.real.new_ones(BATCH, 1)], 1)
             for session in self.sessions:
