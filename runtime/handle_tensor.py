@@ -34,20 +34,16 @@ class Lease:
 
     def __init__(self, session: object) -> None:
         self.session = session
-        self._copies: list[weakref.ref[torch.Tensor]] = []
+        self._copies: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
 
     def note_copy(self, copied: torch.Tensor) -> None:
         """A copy with memory of its own was made."""
-        self._copies = [*filter(_lives, self._copies), weakref.ref(copied)]
+        self._copies[id(copied)] = copied  # a beam search notes a copy a tensor and step
 
     @property
     def has_copies(self) -> bool:
         """Whether one lives."""
-        return any(map(_lives, self._copies))
-
-
-def _lives(reference: weakref.ref[torch.Tensor]) -> bool:
-    return reference() is not None
+        return len(self._copies) > 0
 
 
 # Names of functions, of methods and of `torch`. These tell about a tensor, or make one like it.

@@ -93,6 +93,8 @@ def test_readme_says_how_long_a_saved_cache_takes_to_answer() -> None:
     size = f"{report['saved']['file_bytes'] / 2**20:.0f} MiB"
     assert f"first token after {loads:.1f} s from a saved cache of 4,096 tokens ({size})" in readme
     assert f"and after {reads:.1f} s where it reads them" in readme
+    loading = rows["loads, file in memory"]["load_seconds"]
+    assert f"Loading is {loading:.2f} s of the {loads:.2f}" in readme
 
 
 @pytest.mark.xfail(
