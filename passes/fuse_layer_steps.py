@@ -1,4 +1,4 @@
-"""`fuse_layer_steps`: the five operators of a layer become one, and the two of a layer that selects nothing.
+"""`fuse_layer_steps`: the operators of a layer become one.
 
     staged = specache.wait_prefetch(state, layer)
     out, scores = specache.quantized_attention(q, k, v, staged, state, layer, scale)
@@ -7,10 +7,12 @@
     specache.prefetch(indices, state, layer)
         -> attended = specache.layer_step(q, k, v, state, layer, scale)
 
-After `verify`, which has seen that they are in order. On the CPU the one operator is C++ (`csrc/layer_step.h`), for
-Triton's kernels it is `specache.device_step` (`DeviceSteps`). Layers that attentions share, latent attention, and
-lookahead "none", which attends twice, keep their operators. So do all layers of a session that nothing runs as a whole
-(`Session.steps`): `build_decode_graph` leaves this pass out.
+Or the two of a layer that selects nothing, or the six with lookahead "none", which attends twice (`AtenSteps` alone).
+
+After `verify`, which has seen that they are in order. On the CPU the one operator is C++ (`csrc/layer_step.h`), on a
+GPU it is `specache.device_step` (`DeviceSteps`). Layers that attentions share and latent attention keep their
+operators. So do all layers of a session that nothing runs as a whole (`Session.steps`): `build_decode_graph` leaves
+this pass out.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ _ops, _aten = torch.ops.specache, torch.ops.aten
 
 def _whole() -> dict[str, Any]:
     """The operators, by kernel."""
-    return {"cpu": _ops.layer_step.default, "triton": _ops.device_step.default}
+    device = _ops.device_step.default
+    return {"cpu": _ops.layer_step.default, "triton": device, "aten": device}
 
 
 def fuse_layer_steps(gm: GraphModule, state: PassState, kernel: str) -> GraphModule:
@@ -51,15 +54,19 @@ def fuse_layer_steps(gm: GraphModule, state: PassState, kernel: str) -> GraphMod
     for node in gm.graph.nodes:
         if node.target in layer_of:
             steps[node.args[layer_of[node.target]]].append(node)
-    attends = (_ops.quantized_attention.default, _ops.append.default)
+    wait, attention, append, *select = layer_of
     for layer, nodes in steps.items():
         exact = layer in state.exact_layers
-        selects = state.config.placement.prefetch and not exact
-        if [node.target for node in nodes] != list(layer_of if selects else attends):
+        form = [attention, append]
+        if state.config.placement.prefetch and not exact:
+            first = state.config.lookahead == "none"
+            form = [attention, *select, wait, *form] if first else [wait, *form, *select]
+        if [node.target for node in nodes] != form:
             continue
-        attention, append = (node for node in nodes if node.target in attends)
-        if _appends_own(attention, append) and _fits(attention, state, kernel, exact):
-            _fuse(gm, _whole()[kernel], attention, append, nodes)
+        attends = [node for node in nodes if node.target is attention][-1]
+        appends = next(node for node in nodes if node.target is append)
+        if _appends_own(attends, appends) and _fits(attends, state, kernel, exact):
+            _fuse(gm, _whole()[kernel], attends, appends, nodes)
     return finish(gm)
 
 
@@ -83,6 +90,11 @@ def _appends_own(attention: Node, append: Node) -> bool:
 def _fits(attention: Node, state: PassState, kernel: str, exact: bool) -> bool:
     """Whether `kernel` computes this attention."""
     query, key, value, _, _, _, _, *form = attention.args
+    expands = any(x is not None for x in form[2:])
+    if kernel == "aten":
+        return not expands
+    if state.config.lookahead == "none" and not exact:
+        return False
     sides = [value_of(side) for side in (query, key, value)]
     lanes, _, num_heads, _, key_dim = sides[0].shape
     layer = LayerForm(
@@ -92,7 +104,7 @@ def _fits(attention: Node, state: PassState, kernel: str, exact: bool) -> bool:
         value_dim=sides[2].shape[-1],
         lanes=lanes,
         num_queries=lanes * num_heads // sides[1].shape[2],
-        expands=any(x is not None for x in form[2:]),
+        expands=expands,
         aggregation=state.config.aggregation,
     )
     return KERNELS[kernel].misfit(layer) is None

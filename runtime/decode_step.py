@@ -91,7 +91,8 @@ class DecodeStep:
         first = next(iter(session.tiered.values()))  # they have one length
         kv_len, num_quantized = first.kv_len, first.num_quantized
         selects = session.transfer is not None and num_quantized > 0
-        counted = session.config.track_hit_rates and not self.predecoding and selects
+        ahead = session.config.lookahead != "none" and not self.predecoding
+        counted = session.config.track_hit_rates and ahead and selects
         alike, visible, biases = self._alike()
         facts = StepFacts(
             kv_len=kv_len,
@@ -156,6 +157,29 @@ class DecodeStep:
     def _scores_both(self) -> bool:
         """Whether the first lane's scores are wanted: it has a share, or tells the rates what was needed."""
         return self.session.config.track_hit_rates is not False or self.shares is not None
+
+    def by_operators(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scale: float,
+        *form: Any,
+    ) -> torch.Tensor:
+        """A layer's step, operator by operator: the answer that a whole step has to give. See `attend`."""
+        selects = self.session.transfer is not None and layer in self.session.tiered
+        first = selects and self.session.config.lookahead == "none"
+        if first:
+            self.attend(layer, query, key, value, scale, False, *form)
+            self.prefetch(layer, self.select(layer))
+        if selects:
+            self.wait_prefetch(layer)
+        out = self.attend(layer, query, key, value, scale, selects, *form)
+        self.append(layer, key[0], value[0])
+        if selects and not first:
+            self.prefetch(layer, self.select(layer))
+        return out
 
     def wait_prefetch(self, layer: int) -> None:
         """Return when the pairs that were prefetched for this layer's attention have arrived."""

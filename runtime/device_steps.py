@@ -1,37 +1,22 @@
-"""`DeviceSteps`: all of a layer's decode step as Triton launches that are the same at every length.
+"""`DeviceSteps`: all of a layer's decode step as launches that are the same at every length.
 
-    stream of the model:  rotate queries -> parts of attention -> their sum, which appends lane 0's pair
-    beside it:            selection scores -> top-k -> plan the slots -> copy their rows -> hit rates
-
-`specache::device_step` launches them. The device's memory has all that changes from step to step, at addresses that
-stay: lengths, shares, the padding, and copies of the queries for what runs beside. Grids are cut for all that the
-arenas have room for. So a step can be captured as a CUDA graph, and replayed until a tensor moves (`generation`).
-
-Paper: SpeCache Alg. 3. On the CPU `StepTable` does the same.
+`specache::device_step` launches them: `TritonSteps` where Triton's kernels attend, `AtenSteps` where others do. The
+device's memory has all that changes from step to step, at addresses that stay: lengths, shares and the padding. So a
+step can be captured as a CUDA graph, and replayed until a tensor moves (`generation`).
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
-from torch.utils._pytree import tree_leaves
 
-from specache_fx.runtime import triton_ops
-from specache_fx.runtime.kernels import Kernel
-from specache_fx.runtime.kernels.triton_arguments import bias_of, taken_by
-from specache_fx.runtime.kernels.triton_kernel import TritonKernel
-from specache_fx.runtime.launches import launch, noted
-from specache_fx.runtime.layer_launches import LayerLaunches, Selection, Shared, attention_of, prepare
 from specache_fx.runtime.layer_state import LayerCall, LayerState
 from specache_fx.runtime.layout import LayerTensors
-from specache_fx.runtime.quant import Quantizer
-from specache_fx.runtime.select.topk import MOST_IN_A_KERNEL
 from specache_fx.runtime.stored_tokens import StoredTokens
-from specache_fx.runtime.tracing import span
-from specache_fx.runtime.transfer import KernelTransfer, Transfer
+from specache_fx.runtime.transfer import KernelTransfer
 from specache_fx.runtime.whole_steps import StepFacts
 
 
@@ -47,16 +32,16 @@ class DeviceSteps:
         device: Where it is.
         kernel: See `WholeSteps`.
         generation: Another number when a tensor lies elsewhere than before: what was captured then is void.
+        plain_alone: A step that is not plain is left to the five operators (`DecodeStep.by_operators`).
     """
 
-    kernel = "triton"
+    kernel: str
+    plain_alone: ClassVar[bool] = False
 
     def __init__(self, device: torch.device, top_k: int, transfer: KernelTransfer | None) -> None:
         self.device, self._top_k, self._transfer = device, top_k, transfer
         self.generation = 0
-        self._layers: dict[tuple[Any, ...], LayerLaunches] = {}
-        self._arenas: dict[int, weakref.ref[LayerTensors]] = {}  # that the layers above were prepared for
-        self._shared: Shared = {}
+        self._arenas: dict[int, weakref.ref[LayerTensors]] = {}  # that the last step ran in
         self._stored: dict[int, StoredTokens] = {}  # by the first layer of those that are alike
         self._alike: dict[int, int] = {}
         self._tables_moved = 0
@@ -67,17 +52,6 @@ class DeviceSteps:
         self._caches: Mapping[int, LayerState] = {}
         self._fills = False
         self._run: list[int] = []
-
-    @classmethod
-    def of(
-        cls, kernel: Kernel, quantizer: Quantizer, transfer: Transfer | None, top_k: int, device: torch.device
-    ) -> DeviceSteps | None:
-        """The steps of a session, or None where these launches can't serve it."""
-        if not isinstance(kernel, TritonKernel) or quantizer.code_form is None:
-            return None
-        if transfer is not None and (not isinstance(transfer, KernelTransfer) or top_k > MOST_IN_A_KERNEL):
-            return None
-        return cls(device, top_k, transfer)
 
     def tell(self, layers: Mapping[int, LayerState], facts: StepFacts) -> None:
         """See `WholeSteps`. The current stream waits for all that ran beside the step before."""
@@ -120,8 +94,6 @@ class DeviceSteps:
     def _forget(self) -> None:
         """Drop all that was prepared."""
         self.generation += 1
-        self._layers.clear()
-        self._shared.clear()
 
     def _told(self, kept: torch.Tensor | None, value: torch.Tensor | None) -> torch.Tensor | None:
         """Have `value` where the launches read it; without one what is there stays."""
@@ -170,7 +142,7 @@ class DeviceSteps:
         Returns:
             `[lanes, batch, num_heads, 1, value_dim]`.
         """
-        facts, cache, transfer = self._facts, self._caches.get(layer), self._transfer
+        facts, cache = self._facts, self._caches.get(layer)
         if facts is None or cache is None or layer in self._run:
             raise RuntimeError(f"layer {layer} is not to run now")
         self._run.append(layer)
@@ -189,93 +161,11 @@ class DeviceSteps:
             scored_lanes=facts.scored_lanes,
             visible=stored.visible,
         )
-        key_of_form = (layer, query.shape[0], *self.form)
-        prepared = self._layers.get(key_of_form)
-        if prepared is None:
-            with torch.inference_mode(False):
-                prepared = self._layers[key_of_form] = prepare(
-                    layer, cache, call, stored, transfer, self._top_k, self._shared
-                )
-        with triton_ops.on(self.device):
-            with span("attention", device=self.device, layer=layer):
-                out = self._attend(prepared, call)
-            if prepared.selection is not None and transfer is not None:
-                with transfer.beside(layer), span("select", "copies", device=self.device, layer=layer):
-                    self._select(layer, prepared.arguments, prepared.selection, stored, call.bias)
-        return out
+        return self._step(layer, cache, call, stored)
 
-    def _attend(self, prepared: LayerLaunches, call: LayerCall) -> torch.Tensor:
-        query, own = call.query, {"own_key": call.key, "own_value": call.value}
-        out = query.new_empty((*query.shape[:4], prepared.arguments["VALUE_DIM"]))
-        launches = prepared.attention
-        if call.bias is not None:
-            launches = attention_of(prepared.arguments | bias_of(call.bias, query))
-        *rotations, parts, merge = launches
-        for rotation in rotations:
-            rotation(query=query)
-        parts(query=query, **own)
-        merge(out=out, query=query, sinks=triton_ops.pointer_or(call.sinks, query), **own)
-        return out
-
-    def _select(
-        self,
-        layer: int,
-        arguments: dict[str, Any],
-        prepared: Selection,
-        stored: StoredTokens,
-        bias: torch.Tensor | None,
-    ) -> None:
-        """Choose the next step's pairs and bring them; reads nothing that the model may overwrite meanwhile."""
-        facts, transfer = self._facts, self._transfer
-        assert facts is not None and transfer is not None
-        if facts.counts is not None:
-            # The copy overwrites which tokens are staged.
-            prepared.before.copy_(transfer.staging(layer).indices)
-        if self.is_plain and prepared.launches:
-            for one in prepared.launches:
-                one()
-            return
-        with noted() as launches:
-            self._launch_selection(layer, arguments | bias_of(bias, arguments["query"]), prepared, stored)
-        if self.is_plain:
-            prepared.launches = launches
-
-    def _launch_selection(
-        self, layer: int, arguments: dict[str, Any], prepared: Selection, stored: StoredTokens
-    ) -> None:
-        from specache_fx.runtime.kernels.triton_scores import selection_scores
-        from specache_fx.runtime.select import triton_topk
-
-        facts, transfer = self._facts, self._transfer
-        assert facts is not None and transfer is not None
-        kept = {"query": arguments["kept_query"], "own_key": arguments["kept_key"]}
-        if not arguments["CENTRED"]:
-            kept["code_query"] = kept["query"]
-        scores, staging = prepared.scores, transfer.staging(layer)
-        grid = (arguments["batch"] * arguments["num_kv_heads"], arguments["splits"])
-        launch(selection_scores, grid, **(taken_by(selection_scores, arguments | kept) | {"out": scores}))
-        triton_topk.select_topk(
-            scores[-1],
-            self._top_k,
-            other=None if facts.shares is None else scores[0],
-            shares=None if facts.shares is None else self._shares,
-            told=stored.num_selectable,
-            out=prepared.selected,
-        )
-        if facts.missed is not None:
-            torch.where(facts.missed[:, None, None], staging.wanted, staging.indices, out=staging.wanted)
-        if not self._fills:
-            transfer.copy(layer, stored.num_quantized)
-        if facts.counts is not None:
-            assert self._counts is not None
-            triton_topk.count_overlap(
-                scores[0],
-                self._top_k,
-                prepared.before,
-                self._counts,
-                told=stored.num_quantized,
-                out=prepared.needed,
-            )
+    def _step(self, layer: int, cache: LayerState, call: LayerCall, stored: StoredTokens) -> torch.Tensor:
+        """See `launch`."""
+        raise NotImplementedError
 
     def end(self) -> tuple[list[int], bool]:
         """See `WholeSteps`."""
@@ -312,10 +202,7 @@ class DeviceSteps:
         tensors = [tensor for tensor in (self._shares, self._counts) if tensor is not None]
         for stored in self._stored.values():
             tensors += stored.tensors
-        tensors += tree_leaves(list(self._shared.values()))
-        for launches in self._layers.values():
-            tensors += launches.own
-        return sum({tensor.data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}.values())
+        return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
 
     def close(self) -> None:
         """See `WholeSteps`."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Self
 
 import torch
@@ -126,31 +125,30 @@ class LayerCache:
 
     def inputs(self, call: LayerCall) -> DecodeInputs:
         """See `LayerState`. The layer's sinks go to the kernel with the staged rows."""
-        staged = call.staged if self.sinks is None else self.sinks.staged(call.staged)
-        rows, indices = (None, None) if staged is None else staged
-        key_planes, value_planes = self.planes
-        return DecodeInputs(
-            **call.lane_inputs(),
-            quantizer=self.quantizer,
-            key_planes=key_planes,
-            value_planes=value_planes,
-            num_quantized=self.num_quantized,
-            window_rows=self.tensors.window,
-            window_len=self.window_len,
-            staged_rows=rows,
-            staged_indices=indices,
-            aggregation=self.config.aggregation,
-        )
+        return self._inputs(call, self.planes, self.num_quantized, self.window_len)
 
     def inputs_at_any_length(self, call: LayerCall) -> DecodeInputs:
         """See `LayerState`."""
         tensors, layout = self._arena.tensors, self._arena.layout
-        return replace(
-            self.inputs(call),
-            key_planes=tensors.key_planes,
-            value_planes=tensors.value_planes,
-            num_quantized=layout.num_groups * self.config.group_size,
-            window_len=layout.window_rows,
+        planes, codes = (tensors.key_planes, tensors.value_planes), layout.num_groups * self.config.group_size
+        return self._inputs(call, planes, codes, layout.window_rows)
+
+    def _inputs(
+        self, call: LayerCall, planes: tuple[Planes, Planes], num_quantized: int, window_len: int
+    ) -> DecodeInputs:
+        staged = call.staged if self.sinks is None else self.sinks.staged(call.staged)
+        rows, indices = (None, None) if staged is None else staged
+        return DecodeInputs(
+            **call.lane_inputs(),
+            quantizer=self.quantizer,
+            key_planes=planes[0],
+            value_planes=planes[1],
+            num_quantized=num_quantized,
+            window_rows=self.tensors.window,
+            window_len=window_len,
+            staged_rows=rows,
+            staged_indices=indices,
+            aggregation=self.config.aggregation,
         )
 
     def masked_rows(self, masks: Sequence[WindowMask | None], independent: bool) -> tuple[None, None]:

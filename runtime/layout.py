@@ -193,7 +193,8 @@ class Arena:
         )
         # No inference tensor, whoever asks first: it is written in any mode.
         with torch.inference_mode(False):
-            memory = torch.empty(layout.nbytes, dtype=torch.uint8, device=self.device)
+            # Zeros: `AtenSteps` multiplies what holds no token by 0, and NaN would survive that.
+            memory = torch.zeros(layout.nbytes, dtype=torch.uint8, device=self.device)
             return layout, layout.tensors(memory)
 
     def resize(self, num_groups: int, window_rows: int) -> None:

@@ -8,7 +8,7 @@ int64 `[1]` tensors that carry the data edge and nothing else. So no decode grap
     prefill   store, prompt_attention
     extend    load, prompt_attention, store
     decode    wait_prefetch -> quantized_attention -> append -> topk -> prefetch
-              or all as one: layer_step (the CPU's kernel), device_step (Triton's)
+              or all as one: layer_step (the CPU's kernel), device_step (`DeviceSteps`)
 
 `products` touches no session: a few rows times weights. On the CPU it and `layer_step` are C++, once
 `runtime/native/graph_ops.py` has loaded that; `layer_step` is nothing else.
@@ -165,9 +165,11 @@ def _append(key: Tensor, value: Tensor, state: Tensor, layer: int) -> None:
 def _device_step(
     query: Tensor, key: Tensor, value: Tensor, state: Tensor, layer: int, scale: float, *form: Any
 ) -> Tensor:
-    steps = decode_step.by_state(state).session.steps
+    step = decode_step.by_state(state)
+    steps = step.session.steps
     assert isinstance(steps, DeviceSteps)
-    return steps.launch(layer, query, key, value, scale, *form)
+    run = step.by_operators if steps.plain_alone and not steps.is_plain else steps.launch
+    return run(layer, query, key, value, scale, *form)
 
 
 def _layer_step_fake(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:

@@ -15,7 +15,7 @@ import torch
 
 from specache_fx.config import SpecacheConfig
 from specache_fx.errors import CacheHandleError, UnsupportedGraphError
-from specache_fx.runtime.device_steps import DeviceSteps
+from specache_fx.runtime.aten_steps import AtenSteps
 from specache_fx.runtime.handle import MAX_SESSION
 from specache_fx.runtime.handle_tensor import Lease
 from specache_fx.runtime.host_cache import HostCache, resolve_host
@@ -33,6 +33,7 @@ from specache_fx.runtime.step_graph import StepGraph, recorder_of
 from specache_fx.runtime.step_table import StepTable
 from specache_fx.runtime.token_history import TokenHistory
 from specache_fx.runtime.transfer import Transfer, choose_transfer
+from specache_fx.runtime.triton_steps import TritonSteps
 from specache_fx.runtime.whole_steps import WholeSteps
 from specache_fx.runtime.window_cache import WindowCache
 
@@ -118,14 +119,23 @@ class Session:
             for layer in self._tiered_layers:
                 self.transfer.staging(layer)  # a session's device bytes are there from the start
         self.layers = [self._make_layer(i, batch) for i in range(len(self.shapes))]
-        config = self.config
-        usual = self.select_pairs is select_topk and config.lookahead != "none" and not config.sink_tokens
-        if self._tiered_layers and usual:
-            self.table.open(self.kernel, self.quantizer, self.transfer, config.aggregation)
-            of_device = DeviceSteps.of(self.kernel, self.quantizer, self.transfer, config.top_k, self.device)
+        if self._tiered_layers:
+            self._choose_steps()
+
+    def _choose_steps(self) -> None:
+        """Find what runs a layer's step as one operator."""
+        config, kernel, transfer = self.config, self.kernel, self.transfer
+        if self.select_pairs is select_topk and config.lookahead != "none" and not config.sink_tokens:
+            self.table.open(kernel, self.quantizer, transfer, config.aggregation)
+            of_device = TritonSteps.of(config, kernel, self.quantizer, transfer, self.device)
             self.steps = self.table if self.table.serves else of_device
-            recorder = recorder_of(self.device) if of_device is not None and config.cuda_graphs else None
-            self.graph = None if recorder is None else StepGraph(recorder)
+        recorder = recorder_of(self.device) if config.cuda_graphs and self.steps is not self.table else None
+        if recorder is not None:
+            if self.steps is None:  # what comes of it is a captured step alone
+                self.steps = AtenSteps.of(
+                    config, kernel, self.select_pairs, self.tiered, transfer, self.device
+                )
+            self.graph = None if self.steps is None else StepGraph(recorder)
 
     def _make_layer(self, layer: int, batch: int) -> LayerState:
         shape, exact = self.shapes[layer], layer not in self._tiered_layers

@@ -8,7 +8,7 @@ from specache_fx.runtime import triton_ops
 from specache_fx.runtime.layer_state import LayerState
 from specache_fx.runtime.whole_steps import StepFacts
 
-_NUM_QUANTIZED, _NUM_SELECTABLE = 0, 2  # of `lengths`
+_NUM_QUANTIZED, _WINDOW_LEN, _NUM_SELECTABLE = range(3)  # of `lengths`
 
 
 class StoredTokens:
@@ -33,12 +33,17 @@ class StoredTokens:
 
     @property
     def num_quantized(self) -> torch.Tensor:
-        """Tokens in codes, int32 on the device; a view."""
-        return self.lengths[_NUM_QUANTIZED:]
+        """Tokens in codes, int32 `[1]` on the device; a view."""
+        return self.lengths[_NUM_QUANTIZED : _NUM_QUANTIZED + 1]
+
+    @property
+    def window_len(self) -> torch.Tensor:
+        """Rows of the window, int32 `[1]` on the device; a view."""
+        return self.lengths[_WINDOW_LEN : _WINDOW_LEN + 1]
 
     @property
     def num_selectable(self) -> torch.Tensor:
-        """Tokens that may be chosen, int32 on the device; a view."""
+        """Tokens that may be chosen, int32 `[1]` on the device; a view."""
         return self.lengths[_NUM_SELECTABLE:]
 
     @property

@@ -48,7 +48,7 @@ class StepFacts:
 
 
 class WholeSteps(Protocol):
-    """The steps of one session's layers, an operator each: `StepTable` in C++, `DeviceSteps` by Triton.
+    """The steps of one session's layers, an operator each: `StepTable` in C++, `DeviceSteps` on a device.
 
     Attributes:
         kernel: Name of the kernel whose layers it runs; see `passes.fuse_layer_steps`.

@@ -104,9 +104,9 @@ class SpecacheConfig:
         kernel: "auto", or the name of a kernel in `specache_fx.runtime.kernels.KERNELS`: an error where that one can't
             compute a layer of the model.
         lowering: "inductor" compiles the rewritten graphs; "eager" runs them as they are (no compile time).
-        cuda_graphs: "auto" (the default) captures the decode step as a CUDA graph and replays it, on a GPU if Triton's
-            kernels run all attentions of the model; False never does. Steps in which a group fills, a mask moves or
-            something is traced run launch by launch in between.
+        cuda_graphs: "auto" (the default) captures the decode step as a CUDA graph and replays it, on a GPU; False never
+            does. Steps in which a group fills, a mask moves or something is traced run launch by launch in between. So
+            do all steps of latent attention, of layers that attentions share, and with `host="disk"`.
         strict: Raise where an attention can't be rewritten, instead of leaving it alone with a warning.
         track_hit_rates: Measure `topk_hit_rate` and `attention_hit_rate` (one more top-k a layer and step, without a
             sort); "steps" keeps them for each step too (`SessionStats.hit_series`, 48 bytes a step).

@@ -18,8 +18,10 @@ from transformers import (
 )
 
 import specache_fx
+from specache_fx.runtime import native
 from specache_fx.runtime import session as sessions
-from specache_fx.runtime.device_steps import DeviceSteps
+from specache_fx.runtime.transfer import KernelTransfer
+from specache_fx.runtime.triton_steps import TritonSteps
 
 pytestmark = [
     needs_triton,
@@ -31,7 +33,7 @@ USUAL = {
     "group_size": 4,
     "residual_length": 3,
     "top_k": 3,
-    "reserve": 48,
+    "reserve": 36,
 }
 VOCAB = 40
 
@@ -66,6 +68,9 @@ def decode(
     """Logits of each step, greedy, and the stats. `at` is called before each step."""
     torch._dynamo.reset()
     monkeypatch.setattr(sessions, "recorder_of", lambda device: recorder)
+    # As on a GPU: kernels copy, whichever attends, and nothing is C++.
+    monkeypatch.setattr(sessions, "choose_transfer", lambda *given, **_: KernelTransfer(*given))
+    monkeypatch.setattr(native, "load", lambda: None)
     plain = model(windows)
     compiled = specache_fx.compile(plain, **(USUAL | options))
     ids = torch.randint(1, VOCAB, (batch, 21), generator=torch.Generator().manual_seed(1))
@@ -97,11 +102,21 @@ FORMS: dict[str, dict[str, Any]] = {
     "windows": {"windows": True},
     "codes alone": {"policy": "kivi"},
 }
+BY_ATEN: dict[str, dict[str, Any]] = {
+    "same step, padding": {"lookahead": "none", "padding": 3},
+    "same step, 1 bit": {"lookahead": "none", "bits": 1, "kernel": "reference"},
+    "keys alone": {"policy": "kcache", "kernel": "reference", "padding": 3},
+    "exact": {"bits": 16, "kernel": "reference"},
+    "sinks, windows": {"sink_tokens": 2, "windows": True},
+    "NUQ, max, keep": {"quantizer": "nuq", "aggregation": "max", "on_miss": "keep", "kernel": "reference"},
+    "codes alone, NUQ": {"policy": "kivi", "quantizer": "nuq", "kernel": "reference"},
+}
 
-# One form a day, all at night: the interpreter takes a second a step.
+# A form of each a day, all at night: the interpreter takes a second a step.
+DAILY = "1 bit, padding", "keys alone"
 EACH = [
-    pytest.param(form, id=name, marks=() if name == "1 bit, padding" else pytest.mark.nightly)
-    for name, form in FORMS.items()
+    pytest.param(form, id=name, marks=() if name in DAILY else pytest.mark.nightly)
+    for name, form in (FORMS | BY_ATEN).items()
 ]
 
 
@@ -121,6 +136,13 @@ def test_plain_steps_launch_the_same_and_replayed_ones_give_their_bits(
     assert stats.exact_hit_rate == counted.exact_hit_rate
     assert stats.topk_hit_rate == counted.topk_hit_rate
     assert stats.prefetched_rows == counted.prefetched_rows
+    if form not in BY_ATEN.values():
+        return
+    plain, usual = decode(None, 10, monkeypatch, **form)  # operator by operator
+    assert usual.replayed_steps == 0
+    assert all(torch.allclose(x, y, atol=1e-5) for x, y in zip(plain, replayed, strict=True))
+    assert stats.topk_hit_rate == usual.topk_hit_rate
+    assert stats.prefetched_rows == usual.prefetched_rows
 
 
 def test_a_weight_that_moves_is_read_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,25 +158,25 @@ def test_a_weight_that_moves_is_read_where_it_is(monkeypatch: pytest.MonkeyPatch
     assert all(torch.equal(x, y) for x, y in zip(ran, replayed, strict=True))
 
 
-def attends(change: Callable[[DeviceSteps, torch.Tensor], torch.Tensor]) -> Any:
-    """`DeviceSteps._attend`, and then a mistake."""
-    usual = DeviceSteps._attend
+def attends(change: Callable[[TritonSteps, torch.Tensor], torch.Tensor]) -> Any:
+    """`TritonSteps._attend`, and then a mistake."""
+    usual = TritonSteps._attend
 
-    def attend(self: DeviceSteps, *given: Any) -> torch.Tensor:
+    def attend(self: TritonSteps, *given: Any) -> torch.Tensor:
         return change(self, usual(self, *given))
 
     return attend
 
 
-def scales_by_a_length(steps: DeviceSteps, out: torch.Tensor) -> torch.Tensor:
+def scales_by_a_length(steps: TritonSteps, out: torch.Tensor) -> torch.Tensor:
     return out * (1 + steps._caches[0].kv_len * 1e-3)
 
 
-def reads_a_tensor_that_moves(steps: DeviceSteps, out: torch.Tensor) -> torch.Tensor:
+def reads_a_tensor_that_moves(steps: TritonSteps, out: torch.Tensor) -> torch.Tensor:
     return out * (1 + steps.__dict__["anew"])
 
 
-def keeps_a_sum(steps: DeviceSteps, out: torch.Tensor) -> torch.Tensor:
+def keeps_a_sum(steps: TritonSteps, out: torch.Tensor) -> torch.Tensor:
     hidden = steps.__dict__.setdefault("hidden", [0.0])
     hidden[0] += 0.01
     out.numpy()[...] += hidden[0]
@@ -162,7 +184,7 @@ def keeps_a_sum(steps: DeviceSteps, out: torch.Tensor) -> torch.Tensor:
 
 
 def tells_anew(usual: Any) -> Any:
-    def tell(self: DeviceSteps, *told: Any) -> None:
+    def tell(self: TritonSteps, *told: Any) -> None:
         usual(self, *told)
         self.__dict__["anew"] = torch.full((1,), 1e-3 * self._caches[0].kv_len)
 
@@ -178,8 +200,8 @@ def tells_anew(usual: Any) -> Any:
     ],
 )
 def test_a_mistake_is_found(mistake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(DeviceSteps, "_attend", attends(mistake))
-    monkeypatch.setattr(DeviceSteps, "tell", tells_anew(DeviceSteps.tell))
+    monkeypatch.setattr(TritonSteps, "_attend", attends(mistake))
+    monkeypatch.setattr(TritonSteps, "tell", tells_anew(TritonSteps.tell))
     form = {"lookahead": "query", "track_hit_rates": False}
     recorder = TapeRecorder(again=True)
     decode(recorder, 4, monkeypatch, **form)
@@ -193,10 +215,10 @@ def test_a_mistake_is_found(mistake: Any, monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_step_that_waits_for_the_device_is_not_captured(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def waits(steps: DeviceSteps, out: torch.Tensor) -> torch.Tensor:
+    def waits(steps: TritonSteps, out: torch.Tensor) -> torch.Tensor:
         return out * float(out.isfinite().all())
 
-    monkeypatch.setattr(DeviceSteps, "_attend", attends(waits))
+    monkeypatch.setattr(TritonSteps, "_attend", attends(waits))
     ran, _ = decode(None, 4, monkeypatch)
     tried, stats = decode(TapeRecorder(), 4, monkeypatch)
     assert stats.replayed_steps == 0

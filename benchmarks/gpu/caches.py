@@ -106,13 +106,7 @@ class SessionCache:
         if self._by_device:
             run = torch.ops.specache.device_step.default
             return run(query, key, value, self.session.state, layer, self._scale)  # type: ignore[no-any-return]
-        step = self._step
-        step.wait_prefetch(layer)
-        out = step.attend(layer, query, key, value, self._scale, staged=True)
-        step.append(layer, key[0], value[0])
-        if self.session.transfer is not None:
-            step.prefetch(layer, step.select(layer))
-        return out
+        return self._step.by_operators(layer, query, key, value, self._scale)
 
     def end(self) -> None:
         """One token more."""

@@ -16,12 +16,12 @@ from support.triton_mode import DEVICE, needs_triton
 from specache_fx.config import SpecacheConfig
 from specache_fx.runtime import host_cache, ops, registry  # noqa: F401  (ops defines the operators)
 from specache_fx.runtime.decode_step import DecodeStep
-from specache_fx.runtime.device_steps import DeviceSteps
 from specache_fx.runtime.layout import LayerShape
 from specache_fx.runtime.select import SELECTORS
 from specache_fx.runtime.select.topk import sorted_topk
 from specache_fx.runtime.session import Session
 from specache_fx.runtime.transfer import KernelTransfer
+from specache_fx.runtime.triton_steps import TritonSteps
 
 pytestmark = [needs_triton, pytest.mark.gpu]
 BATCH, HEADS, KV_HEADS = 2, 4, 2
@@ -64,9 +64,9 @@ class Twins:
         return self.random(*heads, self.dims[0]), self.random(*heads, self.dims[1])
 
     @property
-    def steps(self) -> DeviceSteps:
+    def steps(self) -> TritonSteps:
         steps = self.sessions[1].steps
-        assert isinstance(steps, DeviceSteps)
+        assert isinstance(steps, TritonSteps)
         return steps
 
     def step(
@@ -150,7 +150,7 @@ def test_windows_and_layers_that_select_nothing_are_stepped_too(
     step = torch.ops.specache.device_step.default
     kinds = Kinds(DEVICE, step, 24, padding, kernel="triton", reserve=30, policy=policy)
     steps = kinds.sessions[1].steps
-    assert isinstance(steps, DeviceSteps)
+    assert isinstance(steps, TritonSteps)
     kinds.step(masked=masked)
     generation = steps.generation
     for _ in range(3):

@@ -121,10 +121,10 @@ def layer_step(track_hit_rates: bool) -> dict[str, Any]:
     """What a layer of a plain step costs the host, launch by launch: `specache.device_step`."""
     from specache_fx.config import SpecacheConfig
     from specache_fx.runtime.decode_step import DecodeStep
-    from specache_fx.runtime.device_steps import DeviceSteps
     from specache_fx.runtime.kernels import KERNELS
     from specache_fx.runtime.layout import LayerShape
     from specache_fx.runtime.session import Session
+    from specache_fx.runtime.triton_steps import TritonSteps
 
     config = SpecacheConfig(bits=2, track_hit_rates=track_hit_rates)
     session = Session(config, (LayerShape(KV_HEADS, DIM, DIM),), torch.bfloat16, CPU)
@@ -134,7 +134,7 @@ def layer_step(track_hit_rates: bool) -> dict[str, Any]:
         session.store(0, pair, pair, None)
         session.advance(CONTEXT, decoded=False)
         steps = session.steps
-        assert isinstance(steps, DeviceSteps)
+        assert isinstance(steps, TritonSteps)
         query = torch.randn(2, BATCH, HEADS, 1, DIM, dtype=torch.bfloat16)
         key, value = torch.randn(2, 2, BATCH, KV_HEADS, 1, DIM, dtype=torch.bfloat16).unbind()
         shares = torch.full((BATCH,), 0.8)

@@ -24,7 +24,6 @@ from triton.compiler import ASTSource
 
 from specache_fx.config import SpecacheConfig
 from specache_fx.runtime.decode_step import DecodeStep
-from specache_fx.runtime.device_steps import DeviceSteps
 from specache_fx.runtime.host_cache import HostCache
 from specache_fx.runtime.kernels import KERNELS
 from specache_fx.runtime.kernels.triton_kernel import TritonKernel
@@ -33,6 +32,7 @@ from specache_fx.runtime.quant import on_gpu
 from specache_fx.runtime.select import triton_topk
 from specache_fx.runtime.session import Session
 from specache_fx.runtime.transfer import KernelTransfer
+from specache_fx.runtime.triton_steps import TritonSteps
 
 CPU = torch.device("cpu")
 TARGETS = (80, 90)
@@ -139,7 +139,7 @@ def llama() -> None:
 
 
 def _whole_step(shape: CaseShape) -> None:
-    """The launches of `DeviceSteps`, which read lengths from the device's memory."""
+    """The launches of `TritonSteps`, which read lengths from the device's memory."""
     config = SpecacheConfig(bits=shape.bits, quantizer=shape.quantizer)
     heads, dim = shape.num_kv_heads, shape.key_dim
     session = Session(config, (LayerShape(heads, dim, dim),), shape.dtype, CPU)
@@ -149,7 +149,7 @@ def _whole_step(shape: CaseShape) -> None:
     mask[..., : 3 * ("mask" in shape.forms)] = False
     session.store(0, pair, pair, mask)
     session.advance(200, decoded=False)
-    assert isinstance(session.steps, DeviceSteps)
+    assert isinstance(session.steps, TritonSteps)
     query = torch.randn(2, 1, heads * shape.num_kv_groups, 1, dim, dtype=shape.dtype)
     own = torch.randn(2, 1, heads, 1, dim, dtype=shape.dtype)
     with DecodeStep(session, whole=(0,), shares=torch.full((1,), 0.8)).running():

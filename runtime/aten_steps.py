@@ -1,0 +1,165 @@
+"""`AtenSteps`: a layer's plain decode step by any kernel, as if the arena were full.
+
+    attention (what holds no token yet is masked) -> append -> select -> copy -> hit rates
+    lookahead "none":  attention -> select -> copy -> attention -> append
+
+For all that `TritonSteps` has no launches for: `policy="kcache"`, lookahead "none", sinks, other quantisers and
+selectors. The kernel reads all rows that there is room for. A mask hides those without a token, by lengths in the
+device's memory. So shapes stay, and the step can be captured. Steps that are not plain run operator by operator, on the
+same tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+
+from specache_fx.config import SpecacheConfig
+from specache_fx.runtime.device_steps import DeviceSteps
+from specache_fx.runtime.kernels import DecodeInputs, Kernel
+from specache_fx.runtime.layer_cache import LayerCache
+from specache_fx.runtime.layer_state import LayerCall, LayerState
+from specache_fx.runtime.select import Selector, count_overlap
+from specache_fx.runtime.stored_tokens import StoredTokens
+from specache_fx.runtime.tracing import span
+from specache_fx.runtime.transfer import KernelTransfer, Transfer
+from specache_fx.runtime.whole_steps import StepFacts
+
+_MOST_ROOM = 2  # times the tokens: more of it would be read for nothing
+
+
+class AtenSteps(DeviceSteps):
+    """The steps of one session.
+
+    Args:
+        config: Its options.
+        kernel: Its kernel.
+        select: Its selector.
+        tiered: Its layers that select.
+        transfer: Brings the rows; None where nothing is selected.
+        device: Where it is.
+    """
+
+    kernel = "aten"
+    plain_alone = True
+
+    def __init__(
+        self,
+        config: SpecacheConfig,
+        kernel: Kernel,
+        select: Selector,
+        tiered: Mapping[int, LayerCache],
+        transfer: KernelTransfer | None,
+        device: torch.device,
+    ) -> None:
+        super().__init__(device, config.top_k, transfer)
+        self._attention, self._select, self._tiered = kernel, select, tiered
+        self._selects_first = config.lookahead == "none"
+        self._is_full = False
+        self._shown: dict[
+            int, torch.Tensor
+        ] = {}  # of the step under way, by the first layer of those that are alike
+
+    @classmethod
+    def of(
+        cls,
+        config: SpecacheConfig,
+        kernel: Kernel,
+        select: Selector,
+        tiered: Mapping[int, LayerCache],
+        transfer: Transfer | None,
+        device: torch.device,
+    ) -> AtenSteps | None:
+        """The steps of a session, or None where a thread brings its rows: no captured step can wait for that."""
+        if transfer is not None and not isinstance(transfer, KernelTransfer):
+            return None
+        return cls(config, kernel, select, tiered, transfer, device)
+
+    def tell(self, layers: Mapping[int, LayerState], facts: StepFacts) -> None:
+        """See `WholeSteps`."""
+        super().tell(layers, facts)
+        held = ((cache.room, cache.num_quantized + cache.window_len) for cache in layers.values())
+        self._is_full = all(room <= _MOST_ROOM * tokens for room, tokens in held)
+
+    @property
+    def is_plain(self) -> bool:
+        """See `DeviceSteps`; and much of the room is in use."""
+        return self._is_full and super().is_plain
+
+    def restart(self) -> None:
+        """See `DeviceSteps`."""
+        super().restart()
+        self._shown.clear()  # in memory that a capture gave back
+
+    def end(self) -> tuple[list[int], bool]:
+        """See `WholeSteps`."""
+        self._shown.clear()
+        return super().end()
+
+    def _step(self, layer: int, cache: LayerState, call: LayerCall, stored: StoredTokens) -> torch.Tensor:
+        transfer = None if cache.is_exact else self._transfer
+        if transfer is not None and self._selects_first:
+            with span("select", device=self.device, layer=layer):
+                _, scores = self._attention.attention(self._inputs(layer, cache, call, stored))
+                self._choose(layer, scores)
+                transfer.copy(layer, stored.num_quantized)
+        if transfer is not None:
+            staging = transfer.staging(layer)
+            call = replace(call, staged=(staging.rows, staging.indices))
+        with span("attention", device=self.device, layer=layer):
+            out, scores = self._attention.attention(self._inputs(layer, cache, call, stored))
+            at = stored.window_len.to(torch.int64)
+            for rows, own in zip(cache.tensors.window, (call.key, call.value), strict=True):
+                rows.index_copy_(2, at, own[0])
+        if transfer is not None and not self._selects_first:
+            with span("select", device=self.device, layer=layer):
+                self._choose(layer, scores)
+            with transfer.beside(layer), span("copy", "copies", device=self.device, layer=layer):
+                transfer.copy(layer, stored.num_quantized)
+        return out
+
+    def _choose(self, layer: int, scores: torch.Tensor) -> None:
+        """Have the slots ask for the top-k by the scores of an attention; see `DecodeStep.select`."""
+        facts, transfer, cache = self._facts, self._transfer, self._tiered[layer]
+        assert facts is not None and transfer is not None
+        # What holds no code has a score below 0, as padding has.
+        room = cache.room - cache.tensors.window[0].shape[2]
+        scores = scores[..., :room]
+        if cache.sinks is not None:
+            scores = cache.sinks.hide(scores)
+        chooses = scores[-1]
+        if facts.shares is not None:
+            assert self._shares is not None
+            chooses = torch.lerp(scores[0], chooses, self._shares[:, None, None])
+        staging = transfer.staging(layer)
+        if facts.counts is not None:
+            assert self._counts is not None
+            count_overlap(scores[0], self._top_k, staging.indices, self._counts)
+        staging.wanted.copy_(self._select(chooses, self._top_k))
+
+    def _inputs(self, layer: int, cache: LayerState, call: LayerCall, stored: StoredTokens) -> DecodeInputs:
+        """A full arena, and of it hidden what holds no token."""
+        inputs = cache.inputs_at_any_length(call)
+        shown = self._shown.get(self._alike[layer])
+        if shown is None:
+            shown = self._shown[self._alike[layer]] = _shown(inputs, stored)
+        return replace(inputs, key_mask=shown) if inputs.visible is None else replace(inputs, visible=shown)
+
+
+def _shown(inputs: DecodeInputs, stored: StoredTokens) -> torch.Tensor:
+    """`DecodeInputs.key_mask` of a full arena, or where there is one, `visible`."""
+    codes, window = inputs.num_quantized, inputs.window_len
+    lanes, batch = inputs.query.shape[:2]
+    row = torch.arange(codes + window, device=inputs.query.device)
+    behind = row - codes  # of the window, from its first row on
+    there = torch.where(row < codes, row < stored.num_quantized, behind < stored.window_len)
+    if inputs.visible is not None:
+        own = stored.window_len + torch.arange(lanes, device=row.device)
+        sees = inputs.visible[..., :window] & there
+        return torch.cat([sees, inputs.visible.index_select(2, own)], dim=2)
+    if inputs.key_mask is None:
+        return there.expand(batch, -1)
+    token = torch.where(row < codes, row, behind + stored.num_quantized)
+    return inputs.key_mask.index_select(1, token) & there
