@@ -6,7 +6,7 @@
 That is a prompt, a piece of one or the next turn. A model that is given an `attention_mask` computes such a mask, 4 GB
 at 65,536 tokens, even where nothing is padding: only the numbers tell. The compiler fuses the test with what computes
 the mask, and nothing of it is kept. The operator reads the verdict (`runtime/prompt_masks.py`). `store` goes on reading
-the mask's last row.
+the mask's last row. Keys and values are those of the kv heads: no copy for each query head is made.
 
 Runs after `bind_cache`. Attentions that are spelt out, and masks that weights or random numbers go into, stay.
 """
@@ -22,6 +22,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from specache_fx.passes.base import AttentionSite, Pass, PassState, Phase
 from specache_fx.passes.bind_cache import STATE
+from specache_fx.passes.cache_side import without_repeat
 from specache_fx.passes.graph_edit import call, finish
 from specache_fx.passes.graph_slices import eliminate_dead_code, extract, needed_for
 from specache_fx.passes.graph_utils import is_static_input, placeholders, shape_of, value_of
@@ -59,8 +60,17 @@ def prompt_masks(gm: GraphModule, state: PassState) -> GraphModule:
         if log.between(mask, first, site.node):
             continue  # another mask by now
         with gm.graph.inserting_before(site.node):
-            sides = (sdpa_argument(site.node, name) for name in ("query", "key", "value"))
-            args = (*sides, verdict, real, inputs[-1], number, site.scale, site.window)
+            sides = (without_repeat(sdpa_argument(site.node, name))[0] for name in ("key", "value"))
+            args = (
+                sdpa_argument(site.node, "query"),
+                *sides,
+                verdict,
+                real,
+                inputs[-1],
+                number,
+                site.scale,
+                site.window,
+            )
             out = call(gm.graph, torch.ops.specache.prompt_attention.default, args, site.node, "attended")
         site.node.replace_all_uses_with(out)
         gm.graph.erase_node(site.node)

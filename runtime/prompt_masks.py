@@ -20,6 +20,7 @@ from specache_fx.runtime.masks import hides
 
 _OTHER, _CAUSAL, _BY_RULE = range(3)  # verdicts of a test
 _BLOCK = 512  # queries that share a piece of a mask
+_FEW = 128  # queries of a kv head
 
 
 @dataclass(frozen=True)
@@ -145,8 +146,9 @@ def _by_blocks(
     out = empty_output(query, value)
     real = real.reshape(-1, 1, 1, kv_len)
     places = torch.arange(kv_len, dtype=torch.int32, device=query.device)
-    for start in range(before, kv_len, _BLOCK):
-        stop = min(start + _BLOCK, kv_len)
+    size = _BLOCK if _reads_shared(query) else max(1, _BLOCK * key.shape[1] // query.shape[1])
+    for start in range(before, kv_len, size):
+        stop = min(start + size, kv_len)
         first = 0 if window is None else max(0, start + 1 - window)
         keys, queries = places[first:stop], places[start:stop, None]
         seen = (keys <= queries) & real[..., first:stop]
@@ -166,10 +168,25 @@ def _sdpa(
     scale: float,
     is_causal: bool = False,
 ) -> torch.Tensor:
-    shared = query.shape[1] != key.shape[1]
+    (batch, num_heads, q_len, _), heads = query.shape, key.shape[1]
+    shares = num_heads != heads
+    if shares and mask is not None and (not _reads_shared(query) or q_len * num_heads <= _FEW * heads):
+        # Queries of a group, one behind the other: the kernels that take a mask read keys of each query's head.
+        rows = query.reshape(batch, heads, -1, query.shape[3])
+        mask = torch.cat([mask] * (num_heads // heads), dim=-2)
+        out = F.scaled_dot_product_attention(rows, key, value, mask, scale=scale)
+        return out.reshape(batch, num_heads, q_len, -1)
+    if shares and query.device.type == "cuda" and query.dtype == torch.float32:
+        key, value = (side.repeat_interleave(num_heads // heads, dim=1) for side in (key, value))
+        shares = False
     return F.scaled_dot_product_attention(
-        query, key, value, mask, is_causal=is_causal, scale=scale, enable_gqa=shared
+        query, key, value, mask, is_causal=is_causal, scale=scale, enable_gqa=shares
     )
+
+
+def _reads_shared(query: torch.Tensor) -> bool:
+    """Whether SDPA reads keys that heads share where they lie, also with a mask."""
+    return query.device.type == "cpu"
 
 
 def empty_output(query: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

@@ -78,9 +78,9 @@ def test_a_mask_of_numbers_follows_the_rule_where_it_hides_no_whole_row(
 
 
 @settings(deadline=None, max_examples=60)
-@given(rules(), st.integers(1, 5), st.sampled_from([1, 2]))
+@given(rules(), st.integers(1, 5), st.sampled_from([1, 2, 3]), st.sampled_from([0, 128]), st.booleans())
 def test_attention_by_the_rule_is_that_of_the_mask(
-    rule: tuple[int, int | None, Tensor], block: int, groups: int
+    rule: tuple[int, int | None, Tensor], block: int, groups: int, few: int, reads_shared: bool
 ) -> None:
     q_len, window, real = rule
     generator = torch.Generator().manual_seed(q_len)
@@ -93,6 +93,8 @@ def test_attention_by_the_rule_is_that_of_the_mask(
     masks = prompt_masks.PromptMasks([prompt_masks.PromptMask(whole, (0,))], [mask])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(prompt_masks, "_BLOCK", block)
+        patch.setattr(prompt_masks, "_FEW", few)
+        patch.setattr(prompt_masks, "_reads_shared", lambda query: reads_shared)
         out = prompt_masks.attend(masks, query, key, value, verdict, told, 0, 0.3, window)
     expected = F.scaled_dot_product_attention(query, key, value, mask, scale=0.3, enable_gqa=groups > 1)
     torch.testing.assert_close(out, expected)
