@@ -1,4 +1,4 @@
-"""`few_row_products`: one to eight rows times weights, each weight read once, as fast as memory gives it.
+"""`few_row_products`: up to 32 rows times weights, each weight read once, as fast as memory gives it.
 
     p = aten.mm(x, aten.t(w)); q = aten.addmm(b, x, aten.t(v))        # x [2, in], w [out, in], v [other_out, in]
         -> p, m = specache.products(x, [w, v]); q = aten.add(m, b)

@@ -54,15 +54,19 @@ class InstructionSet:
     cpu_flags: frozenset[str] = frozenset()
 
 
+_AVX512 = ("-DSPECACHE_AVX512", "-march=skylake-avx512", "-mavx512vnni")
+_AVX512_FLAGS = frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni"})
+
 # The best first.
 INSTRUCTION_SETS = {
     isa.name: isa
     for isa in (
         InstructionSet(
-            "avx512",
-            ("-DSPECACHE_AVX512", "-march=skylake-avx512", "-mavx512vnni"),
-            frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni"}),
+            "avx512_bf16",  # whether there are tiles too, the code asks for itself
+            (*_AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16"),
+            _AVX512_FLAGS | {"avx512_bf16"},
         ),
+        InstructionSet("avx512", _AVX512, _AVX512_FLAGS),
         InstructionSet("avx2", ("-DSPECACHE_AVX2", "-march=haswell"), frozenset({"avx2", "fma", "bmi2"})),
         InstructionSet("portable"),
     )
@@ -124,8 +128,23 @@ def load_library(name: str, sources: Path, instruction_set: str, *, with_torch: 
         raise BuildError(f"there is no folder to build in ({error}); set TMPDIR to one") from error
 
 
+def load_best(name: str, *, with_torch: bool = False) -> ctypes.CDLL:
+    """A library of this package for the best instruction set that the compiler knows, too. Args as `load_library`.
+
+    Raises:
+        BuildError: As `load_library`, of the best one.
+    """
+    errors = []
+    for instruction_set in usable_instruction_sets():
+        try:
+            return load_library(name, SOURCES, instruction_set, with_torch=with_torch)
+        except BuildError as error:
+            errors.append(error)
+    raise errors[0]
+
+
 def load_or_none(name: str, purpose: str, *, with_torch: bool = False) -> ctypes.CDLL | None:
-    """A library of this package for the best instruction set; None where it can't be built, which the log says.
+    """As `load_best`; None where it can't be built, which the log says.
 
     Args:
         name: See `load_library`.
@@ -133,7 +152,7 @@ def load_or_none(name: str, purpose: str, *, with_torch: bool = False) -> ctypes
         with_torch: See `load_library`.
     """
     try:
-        return load_library(name, SOURCES, usable_instruction_sets()[0], with_torch=with_torch)
+        return load_best(name, with_torch=with_torch)
     except BuildError as error:
         _log.info("%s without C++: %s", purpose, error)
         return None

@@ -17,14 +17,6 @@ using specache::empty;
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-template <class T>
-void read(const Tensor& rows, float* to) {
-  const T* from = static_cast<const T*>(rows.data_ptr());
-  const int64_t width = rows.size(1);
-  for (int64_t r = 0; r < rows.size(0); r++)
-    for (int64_t c = 0; c < width; c++) to[r * width + c] = to_float(from[r * rows.stride(0) + c * rows.stride(1)]);
-}
-
 void check(const Tensor& rows, const std::vector<Tensor>& weights) {
   const ScalarType dtype = rows.scalar_type();
   STD_TORCH_CHECK(dtype == ScalarType::Float || dtype == ScalarType::BFloat16,
@@ -39,15 +31,10 @@ void check(const Tensor& rows, const std::vector<Tensor>& weights) {
 
 std::vector<Tensor> products(Tensor rows, std::vector<Tensor> weights) {
   check(rows, weights);
-  const bool half = rows.scalar_type() == ScalarType::BFloat16;
-  SpecacheProducts p = {rows.size(0), rows.size(1), half};
+  const Tensor packed = rows.is_contiguous() ? rows : torch::stable::contiguous(rows);
+  SpecacheProducts p = {rows.size(0), rows.size(1), rows.scalar_type() == ScalarType::BFloat16};
   p.threads = torch::stable::get_num_threads();
-  std::unique_ptr<float[]> floats;
-  if (half || !rows.is_contiguous()) {
-    floats.reset(new float[p.num_rows * p.in]);
-    half ? read<Bfloat16>(rows, floats.get()) : read<float>(rows, floats.get());
-  }
-  p.rows = floats ? floats.get() : static_cast<const float*>(rows.data_ptr());
+  p.rows = packed.data_ptr();
   std::vector<Tensor> results;
   results.reserve(weights.size());
   for (size_t first = 0; first < weights.size(); first += kMaxWeights) {

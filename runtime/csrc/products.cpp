@@ -1,169 +1,207 @@
 // A few rows times weights, at the speed at which the weights can be read: decoding is bound by that, and BLAS packs
 // the weight first or takes one row at a time. See graph_ops.py.
 #include <atomic>
-#include <cstdint>
-#include <cstring>
+#include <memory>
 
-namespace {
-
-#if defined(SPECACHE_AVX512)
-constexpr int kBytes = 64;
-#elif defined(SPECACHE_AVX2)
-constexpr int kBytes = 32;
-#else
-constexpr int kBytes = 16;
-#endif
-constexpr int kLanes = kBytes / 4;
-constexpr int kMaxRows = 8, kMaxWeights = 8;
-constexpr int64_t kTaskBytes = 1 << 17;  // of weights: microseconds of reading
-
-typedef float Floats __attribute__((vector_size(kBytes)));
-typedef uint32_t Words __attribute__((vector_size(kBytes)));
-typedef uint16_t Halves __attribute__((vector_size(kBytes / 2)));
-
-struct Bfloat16 {
-  uint16_t bits;
-};
-
-inline Floats load(const float* from) {
-  Floats v;
-  memcpy(&v, from, kBytes);
-  return v;
-}
-
-inline Floats load(const Bfloat16* from) {
-  Halves v;
-  memcpy(&v, from, kBytes / 2);
-  return (Floats)(__builtin_convertvector(v, Words) << 16);
-}
-
-inline float to_float(float x) { return x; }
-inline float to_float(Bfloat16 x) {
-  const uint32_t bits = static_cast<uint32_t>(x.bits) << 16;
-  float value;
-  memcpy(&value, &bits, 4);
-  return value;
-}
-
-inline void put(float* to, float x) { *to = x; }
-inline void put(Bfloat16* to, float x) {
-  uint32_t bits;
-  memcpy(&bits, &x, 4);
-  // To the nearest, ties to even; a NaN keeps its quiet bit and its sign.
-  const bool nan = (bits & 0x7fffffff) > 0x7f800000;
-  to->bits = static_cast<uint16_t>(nan ? (bits >> 16) | 0x40 : (bits + 0x7fff + (bits >> 16 & 1)) >> 16);
-}
-
-inline float sum(Floats v) {
-  float total = 0;
-  for (int i = 0; i < kLanes; i++) total += v[i];
-  return total;
-}
-
-// COUNT rows of the weight, one behind the other, times ROWS rows of `rows`. With few sums, there are several of each,
-// so that no addition waits for the one before.
-template <class T, int ROWS, int COUNT>
-inline void times(const float* rows, const T* weight, int64_t in, T* out, int64_t out_stride) {
-  constexpr int kSums = ROWS * COUNT == 1 ? 4 : ROWS * COUNT <= 4 ? 2 : 1;
-  Floats sums[ROWS][COUNT][kSums] = {};
-  int64_t c = 0;
-  for (; c + kSums * kLanes <= in; c += kSums * kLanes)
-    for (int i = 0; i < kSums; i++) {
-      Floats w[COUNT];
-      for (int n = 0; n < COUNT; n++) w[n] = load(weight + n * in + c + i * kLanes);
-      for (int r = 0; r < ROWS; r++) {
-        const Floats x = load(rows + r * in + c + i * kLanes);
-        for (int n = 0; n < COUNT; n++) sums[r][n][i] += x * w[n];
-      }
-    }
-  for (; c + kLanes <= in; c += kLanes)
-    for (int r = 0; r < ROWS; r++)
-      for (int n = 0; n < COUNT; n++) sums[r][n][0] += load(rows + r * in + c) * load(weight + n * in + c);
-  for (int r = 0; r < ROWS; r++)
-    for (int n = 0; n < COUNT; n++) {
-      for (int i = 1; i < kSums; i++) sums[r][n][0] += sums[r][n][i];
-      float total = sum(sums[r][n][0]);
-      for (int64_t rest = c; rest < in; rest++) total += rows[r * in + rest] * to_float(weight[n * in + rest]);
-      put(out + r * out_stride + n, total);
-    }
-}
-
-// Rows of the weight at a time where reading `rows` takes as long as reading the weight: with more than two, or where
-// they don't stay in the first-level cache. Sums, those rows' parts and the weight's are to fit in registers.
-constexpr int count_of(int rows) {
-  const int most = (kBytes == 64 ? 24 : 12) / rows, wanted = rows <= 2 && kBytes == 64 ? 8 : 4;
-  return most < wanted ? most : wanted;
-}
-constexpr int64_t kNearBytes = 1 << 14;  // of `rows`: fewer stay there, and the weight is read best from end to end
-
-}  // namespace
+#include "tiles.h"
+#include "vec.h"
 
 extern "C" {
 
+constexpr int kMaxRows = 32, kMaxWeights = 8;
+
 struct SpecacheProducts {
-  int64_t num_rows, in, bfloat16;  // 1 to 8 rows; weights and results of one dtype
+  int64_t num_rows, in, bfloat16;  // 1 to kMaxRows rows; all of one dtype
   int64_t num_weights, threads;
-  const float* rows;                 // [num_rows][in]
+  const void* rows;                  // [num_rows][in]
   const void* weights[kMaxWeights];  // [out[i]][in] each
   int64_t out[kMaxWeights];
   void* results[kMaxWeights];        // [num_rows][out[i]] each
 };
 }
 
-namespace {
+namespace specache {
 
-template <class T, int ROWS, int COUNT>
-void multiply_by(const SpecacheProducts& p) {
-  int64_t per_task = kTaskBytes / static_cast<int64_t>(p.in * sizeof(T));
-  per_task = per_task < COUNT ? COUNT : per_task / COUNT * COUNT;
-  int64_t num_tasks = 0;
-  for (int64_t i = 0; i < p.num_weights; i++) num_tasks += (p.out[i] + per_task - 1) / per_task;
+constexpr int kPassRows = 8;                      // multiplied at once; sums of more don't fit in registers
+constexpr int64_t kMostTaskBytes = 1 << 17;       // of weights: microseconds of reading, and they stay near for each pass
+constexpr int64_t kLeastTaskBytes = 1 << 14, kTasksAThread = 8;
+
+// How a weight and rows are multiplied: `kStep` of their elements at once, into sums of float32.
+struct Float32 {
+  typedef float Weight;
+  typedef float Row;
+  typedef Floats Piece;
+  static constexpr int kStep = kLanes;
+  static Piece weight(const float* from) { return load_floats(from); }
+  static Piece row(const float* from) { return load_floats(from); }
+  static Floats add(Floats sums, Piece weight, Piece row) { return sums + weight * row; }
+  static float product(float weight, float row) { return weight * row; }
+};
+
+// Weights in bfloat16, rows that were widened to float32.
+struct Widened {
+  typedef uint16_t Weight;
+  typedef float Row;
+  typedef Floats Piece;
+  static constexpr int kStep = kLanes;
+  static Piece weight(const uint16_t* from) {
+    return (Floats)(__builtin_convertvector(load<HalfVector>(from), Ints) << 16);
+  }
+  static Piece row(const float* from) { return load_floats(from); }
+  static Floats add(Floats sums, Piece weight, Piece row) { return sums + weight * row; }
+  static float product(uint16_t weight, float row) { return bits_to_float(uint32_t{weight} << 16) * row; }
+};
+
+#if defined(__AVX512BF16__)
+// Both in bfloat16, multiplied in pairs.
+struct Pairs {
+  typedef uint16_t Weight;
+  typedef uint16_t Row;
+  typedef __m512bh Piece;
+  static constexpr int kStep = 2 * kLanes;
+  static Piece weight(const uint16_t* from) { return (__m512bh)load<Ints>(from); }
+  static Piece row(const uint16_t* from) { return weight(from); }
+  static Floats add(Floats sums, Piece weight, Piece row) { return _mm512_dpbf16_ps(sums, weight, row); }
+  static float product(uint16_t weight, uint16_t row) {
+    return Widened::product(weight, bits_to_float(uint32_t{row} << 16));
+  }
+};
+#endif
+
+// COUNT rows of the weight, one behind the other, times ROWS rows of `rows`. With few sums, there are several of each,
+// so that no addition waits for the one before.
+template <class How, int ROWS, int COUNT>
+inline void times(const typename How::Row* rows, const typename How::Weight* weight, int64_t in, void* out, int64_t at,
+                  int64_t out_stride) {
+  constexpr int kSums = ROWS * COUNT == 1 ? 4 : ROWS * COUNT <= 8 ? 2 : 1, kStep = How::kStep;
+  constexpr Dtype dtype = sizeof(typename How::Weight) == 4 ? kFloat32 : kBFloat16;
+  Floats sums[ROWS][COUNT][kSums] = {};
+  int64_t c = 0;
+  for (; c + kSums * kStep <= in; c += kSums * kStep)
+    for (int i = 0; i < kSums; i++) {
+      typename How::Piece w[COUNT];
+      for (int n = 0; n < COUNT; n++) {
+        w[n] = How::weight(weight + n * in + c + i * kStep);
+        // The next rows of the weight: a stream of its own each, which the processor would find too late. One row alone
+        // is read faster without.
+        if (ROWS > 1) __builtin_prefetch(weight + (COUNT + n) * in + c + i * kStep, 0, 2);
+      }
+      for (int r = 0; r < ROWS; r++) {
+        const typename How::Piece x = How::row(rows + r * in + c + i * kStep);
+        for (int n = 0; n < COUNT; n++) sums[r][n][i] = How::add(sums[r][n][i], w[n], x);
+      }
+    }
+  for (; c + kStep <= in; c += kStep)
+    for (int r = 0; r < ROWS; r++)
+      for (int n = 0; n < COUNT; n++)
+        sums[r][n][0] = How::add(sums[r][n][0], How::weight(weight + n * in + c), How::row(rows + r * in + c));
+  for (int r = 0; r < ROWS; r++)
+    for (int n = 0; n < COUNT; n++) {
+      for (int i = 1; i < kSums; i++) sums[r][n][0] += sums[r][n][i];
+      float total = sum(sums[r][n][0]);
+      for (int64_t rest = c; rest < in; rest++) total += How::product(weight[n * in + rest], rows[r * in + rest]);
+      from_float(out, at + r * out_stride + n, total, dtype);
+    }
+}
+
+// Rows of the weight at a time: reading `rows` for each takes as long as reading the weight. Sums, those rows' parts and
+// the weight's are to fit in registers.
+constexpr int count_of(int rows) {
+  const int most = (kLanes == 16 ? 24 : 12) / rows, wanted = rows == 1 && kLanes == 16 ? 8 : 4;
+  return most < wanted ? most : wanted;
+}
+
+// Outputs `first` to `end` of one weight.
+template <class How, int ROWS>
+void pass(const typename How::Row* rows, const typename How::Weight* weight, int64_t in, int64_t first, int64_t end,
+          void* out, int64_t at, int64_t out_stride) {
+  int64_t o = first;
+  for (constexpr int COUNT = count_of(ROWS); o + COUNT <= end; o += COUNT)
+    times<How, ROWS, COUNT>(rows, weight + o * in, in, out, at + o, out_stride);
+  for (; o < end; o++) times<How, ROWS, 1>(rows, weight + o * in, in, out, at + o, out_stride);
+}
+
+template <class How>
+void passes(const typename How::Row* rows, int64_t num_rows, const typename How::Weight* weight, int64_t in, int64_t first,
+            int64_t end, void* out, int64_t out_stride) {
+  for (int64_t r = 0; r < num_rows; r += kPassRows) {
+    const typename How::Row* from = rows + r * in;
+    const int64_t at = r * out_stride;
+    switch (num_rows - r) {
+      case 1: pass<How, 1>(from, weight, in, first, end, out, at, out_stride); break;
+      case 2: pass<How, 2>(from, weight, in, first, end, out, at, out_stride); break;
+      case 3: pass<How, 3>(from, weight, in, first, end, out, at, out_stride); break;
+      case 4: pass<How, 4>(from, weight, in, first, end, out, at, out_stride); break;
+      case 5: pass<How, 5>(from, weight, in, first, end, out, at, out_stride); break;
+      case 6: pass<How, 6>(from, weight, in, first, end, out, at, out_stride); break;
+      case 7: pass<How, 7>(from, weight, in, first, end, out, at, out_stride); break;
+      default: pass<How, kPassRows>(from, weight, in, first, end, out, at, out_stride);
+    }
+  }
+}
+
+// Calls `part(i, first, end)` for all outputs of each weight i, `multiple` of them at a time or more, on all threads.
+template <class Part>
+void share_out(const SpecacheProducts& p, int64_t multiple, const Part& part) {
+  const int64_t row_bytes = p.in * (p.bfloat16 ? 2 : 4);
+  int64_t outs = 0, num_tasks = 0, starts[kMaxWeights];
+  for (int64_t i = 0; i < p.num_weights; i++) outs += p.out[i];
+  int64_t bytes = outs * row_bytes / (p.threads * kTasksAThread);
+  bytes = bytes < kLeastTaskBytes ? kLeastTaskBytes : bytes < kMostTaskBytes ? bytes : kMostTaskBytes;
+  const int64_t per_task = round_up(bytes / row_bytes + 1, multiple);
+  for (int64_t i = 0; i < p.num_weights; i++) {
+    starts[i] = num_tasks;
+    num_tasks += (p.out[i] + per_task - 1) / per_task;
+  }
   const int64_t threads = num_tasks < 2 * p.threads ? 1 : p.threads;
   std::atomic<int64_t> next{0};
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {
     for (int64_t task = next++; task < num_tasks; task = next++) {
-      int64_t i = 0, left = task;
-      while (left >= (p.out[i] + per_task - 1) / per_task) left -= (p.out[i++] + per_task - 1) / per_task;
-      const int64_t first = left * per_task, end = first + per_task < p.out[i] ? first + per_task : p.out[i];
-      const T* weight = static_cast<const T*>(p.weights[i]);
-      T* result = static_cast<T*>(p.results[i]);
-      int64_t o = first;
-      for (; o + COUNT <= end; o += COUNT)
-        times<T, ROWS, COUNT>(p.rows, weight + o * p.in, p.in, result + o, p.out[i]);
-      for (; o < end; o++) times<T, ROWS, 1>(p.rows, weight + o * p.in, p.in, result + o, p.out[i]);
+      int64_t i = p.num_weights - 1;
+      while (starts[i] > task) i--;
+      const int64_t first = (task - starts[i]) * per_task, end = first + per_task;
+      part(i, first, end < p.out[i] ? end : p.out[i]);
     }
   }
 }
 
-template <class T, int ROWS>
-void multiply(const SpecacheProducts& p) {
-  if (ROWS <= 2 && 4 * ROWS * p.in < kNearBytes) return multiply_by<T, ROWS, 1>(p);
-  multiply_by<T, ROWS, count_of(ROWS)>(p);
+template <class How>
+void multiply(const SpecacheProducts& p, const typename How::Row* rows) {
+  share_out(p, 24, [&](int64_t i, int64_t first, int64_t end) {  // a multiple of each `count_of`
+    passes<How>(rows, p.num_rows, static_cast<const typename How::Weight*>(p.weights[i]), p.in, first, end, p.results[i],
+                p.out[i]);
+  });
 }
 
-template <class T>
-void multiply_rows(const SpecacheProducts& p) {
-  switch (p.num_rows) {
-    case 1: return multiply<T, 1>(p);
-    case 2: return multiply<T, 2>(p);
-    case 3: return multiply<T, 3>(p);
-    case 4: return multiply<T, 4>(p);
-    case 5: return multiply<T, 5>(p);
-    case 6: return multiply<T, 6>(p);
-    case 7: return multiply<T, 7>(p);
-    default: return multiply<T, kMaxRows>(p);
+inline void multiply_bfloat16(const SpecacheProducts& p) {
+  const uint16_t* rows = static_cast<const uint16_t*>(p.rows);
+#if defined(SPECACHE_TILES)
+  if (Tiles::serve(p.in)) {
+    const Tiles tiles(rows, p.num_rows, p.in);
+    share_out(p, Tiles::kOuts, [&](int64_t i, int64_t first, int64_t end) {
+      tiles.multiply(static_cast<const uint16_t*>(p.weights[i]), p.out[i], first, end, static_cast<uint16_t*>(p.results[i]));
+    });
+    return;
   }
+#endif
+#if defined(__AVX512BF16__)
+  multiply<Pairs>(p, rows);
+#else
+  const std::unique_ptr<float[]> floats(new float[p.num_rows * p.in]);
+  to_float(floats.get(), rows, p.num_rows * p.in, kBFloat16);
+  multiply<Widened>(p, floats.get());
+#endif
 }
 
-}  // namespace
+}  // namespace specache
 
 extern "C" {
 
 void specache_products(const SpecacheProducts* p) {
   if (p->bfloat16)
-    multiply_rows<Bfloat16>(*p);
+    specache::multiply_bfloat16(*p);
   else
-    multiply_rows<float>(*p);
+    specache::multiply<specache::Float32>(*p, static_cast<const float*>(p->rows));
 }
 }

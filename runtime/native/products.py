@@ -6,14 +6,15 @@ from collections.abc import Sequence
 
 import torch
 
-MAX_ROWS = 8  # kMaxRows of products.cpp
+MAX_ROWS = 32  # kMaxRows of products.cpp
+_FEW = 8
 DTYPES = (torch.float32, torch.bfloat16)
 
 
 def by_blas(rows: torch.Tensor, weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """`rows @ weight.T` for each weight.
 
-    BLAS takes a weight times a few columns for a pass over the weight, and a few rows for a general product.
+    BLAS takes a weight times a few columns for a pass over the weight, and rows for a general product.
 
     Args:
         rows: `[num_rows, in]`, 1 to `MAX_ROWS` rows.
@@ -22,6 +23,6 @@ def by_blas(rows: torch.Tensor, weights: Sequence[torch.Tensor]) -> list[torch.T
     Returns:
         `[num_rows, out]` each, contiguous.
     """
-    if len(rows) == 1:
+    if len(rows) == 1 or len(rows) > _FEW:
         return [rows @ weight.t() for weight in weights]
     return [(weight @ rows.t()).t().contiguous() for weight in weights]

@@ -263,6 +263,25 @@ def test_compiler_that_fails_is_named(nothing_built: Path, monkeypatch: pytest.M
     assert not list(nothing_built.rglob("*.so"))
 
 
+def test_compiler_that_lacks_the_best_instruction_set_builds_the_next(
+    nothing_built: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    best, *others = cpp_build.usable_instruction_sets()
+    if not others:
+        pytest.skip("this processor has one instruction set")
+    unknown = cpp_build.INSTRUCTION_SETS[best].flags[-1]
+    compiler = nothing_built / "older"
+    compiler.write_text(
+        f'#!/bin/sh\ncase "$*" in *{unknown}*) echo "error: unknown {unknown}" >&2; exit 1;; esac\n'
+        f'exec {cpp_build.find_compiler()} "$@"\n'
+    )
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    assert choose_kernel("cpu", CPU).name == "cpu"
+    (built,) = nothing_built.rglob("*.so")
+    assert built.name.startswith(f"attention_{others[0]}_")
+
+
 def test_library_depends_on_the_sources_the_flags_and_nothing_else(tmp_path: Path) -> None:
     (tmp_path / "a.cpp").write_text("1")
     compiler = cpp_build.find_compiler()

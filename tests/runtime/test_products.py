@@ -41,8 +41,10 @@ def check(rows: Tensor, weights: list[Tensor], got: list[Tensor]) -> None:
 @pytest.mark.parametrize("instruction_set", cpp_build.usable_instruction_sets())
 @settings(max_examples=60)
 @given(
-    count=st.integers(1, products.MAX_ROWS),
-    width=st.integers(1, 300) | st.integers(2000, 4200),  # few stay in the first-level cache, and many don't
+    count=st.integers(1, 9) | st.integers(1, products.MAX_ROWS),
+    width=st.integers(1, 300)
+    | st.integers(2000, 4200)
+    | st.integers(1, 12).map(lambda n: 32 * n),  # tiles are of 32
     outs=st.lists(st.integers(1, 90), min_size=1, max_size=c_products.MAX_WEIGHTS),
     dtype=st.sampled_from(products.DTYPES),
     seed=st.integers(0, 99),
@@ -57,7 +59,7 @@ def test_products_are_those_of_float64(
 
 
 @pytest.mark.parametrize("dtype", products.DTYPES)
-@pytest.mark.parametrize("count", range(1, products.MAX_ROWS + 1))
+@pytest.mark.parametrize("count", [*range(1, 9), 15, 16, 17, 25, products.MAX_ROWS])
 @pytest.mark.parametrize("width", [1000, 4100])
 def test_large_weights_are_shared_out_among_threads(width: int, count: int, dtype: torch.dtype) -> None:
     rows = torch.randn(count, width).to(dtype)
@@ -110,8 +112,8 @@ torch.testing.assert_close(multiply(rows, weights), by_blas)
     ("rows", "weight", "message"),
     [
         (torch.ones(2, 4, dtype=torch.float64), torch.ones(3, 4, dtype=torch.float64), "neither float32"),
-        (torch.ones(9, 4), torch.ones(3, 4), "1 to 8"),
-        (torch.ones(0, 4), torch.ones(3, 4), "1 to 8"),
+        (torch.ones(33, 4), torch.ones(3, 4), "1 to 32"),
+        (torch.ones(0, 4), torch.ones(3, 4), "1 to 32"),
         (torch.ones(2, 4), torch.ones(3, 5), r"\[out, in\]"),
         (torch.ones(2, 4), torch.ones(4, 3).t(), "contiguous"),
         (torch.ones(2, 4), torch.ones(3, 4, dtype=torch.bfloat16), "dtype of the rows"),

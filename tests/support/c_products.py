@@ -27,7 +27,7 @@ class _ProductsC(ctypes.Structure):
 
 def multiply(instruction_set: str, rows: Tensor, weights: list[Tensor]) -> list[Tensor]:
     """`rows @ weight.T` of up to `MAX_WEIGHTS` weights."""
-    floats = rows.float().contiguous()
+    rows = rows.contiguous()
     results = [torch.empty((len(rows), len(weight)), dtype=rows.dtype) for weight in weights]
     pointers = _address * MAX_WEIGHTS
     arguments = _ProductsC(
@@ -36,7 +36,7 @@ def multiply(instruction_set: str, rows: Tensor, weights: list[Tensor]) -> list[
             rows.dtype is torch.bfloat16,
             len(weights),
             torch.get_num_threads(),
-            floats.data_ptr(),
+            rows.data_ptr(),
         ),
         pointers(*(weight.data_ptr() for weight in weights)),
         (_i64 * MAX_WEIGHTS)(*map(len, weights)),

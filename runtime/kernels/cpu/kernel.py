@@ -9,7 +9,7 @@ import sys
 import torch
 
 from specache_fx.errors import HostMemoryError
-from specache_fx.runtime.cpp_build import DTYPES, SOURCES, BuildError, load_library, usable_instruction_sets
+from specache_fx.runtime.cpp_build import DTYPES, SOURCES, BuildError, load_best, load_library
 from specache_fx.runtime.kernels.base import DecodeInputs, Kernel, LayerForm, hand_over, listed
 from specache_fx.runtime.kernels.cpu.abi import Addresses
 from specache_fx.runtime.kernels.cpu.arguments import describe
@@ -98,4 +98,6 @@ class CpuKernel:
 
     @functools.cached_property
     def _library(self) -> ctypes.CDLL:
-        return load_library("attention", SOURCES, self.instruction_set or usable_instruction_sets()[0])
+        if self.instruction_set is None:
+            return load_best("attention")
+        return load_library("attention", SOURCES, self.instruction_set)

@@ -1,0 +1,134 @@
+// Products in bfloat16 by AMX: 16 rows of the weight, as they lie, times up to 16 rows, 32 elements of each at once.
+#pragma once
+
+#if defined(__AMX_BF16__) && defined(__linux__)
+#define SPECACHE_TILES
+
+#include <cpuid.h>
+#include <immintrin.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <memory>
+#include <new>
+
+#include "vec.h"
+
+namespace specache {
+
+class Tiles {
+ public:
+  static constexpr int64_t kOuts = 32;  // of a weight at once: two tiles, for each of `rows`
+
+  // Whether this process may use them, for products of so many elements.
+  static bool serve(int64_t in) {
+    static const bool usable = has_tiles() && syscall(SYS_arch_prctl, kAskFor, kTileData) == 0;
+    return usable && in % kDepth == 0;
+  }
+
+  // Lays rows `[num_rows][in]` out as tiles: a pair of elements of each row, then the next pair.
+  Tiles(const uint16_t* rows, int64_t num_rows, int64_t in)
+      : in_(in), num_rows_(num_rows), pairs_(new uint32_t[num_rows * in / 2]) {
+    for (int64_t first = 0; first < num_rows; first += kSide) {
+      const int64_t count = width(first);
+      uint32_t* to = pairs_.get() + first * in / 2;
+      for (int64_t r = 0; r < count; r++) {
+        const uint16_t* from = rows + (first + r) * in;
+        for (int64_t c = 0; c < in / 2; c++) memcpy(to + c * count + r, from + 2 * c, 4);
+      }
+    }
+  }
+
+  // Outputs `first` to `end` of a weight `[outs][in]`, to `[num_rows][outs]`.
+  void multiply(const uint16_t* weight, int64_t outs, int64_t first, int64_t end, uint16_t* to) const {
+    for (int64_t rows = 0; rows < num_rows_; rows += 2 * kSide) {
+      const int64_t second = num_rows_ - rows > kSide ? width(rows + kSide) : 0;
+      for (int64_t out = first; out < end; out += kOuts) {
+        const int64_t left = end - out;
+        if (out == first || left < kOuts)
+          configure(left < kSide ? left : kSide, left < kSide ? 0 : left < kOuts ? left - kSide : kSide, width(rows), second);
+        float sums[4][kSide * kSide];
+        if (left > kSide)
+          second ? add<true, true>(weight + out * in_, rows, sums) : add<true, false>(weight + out * in_, rows, sums);
+        else
+          second ? add<false, true>(weight + out * in_, rows, sums) : add<false, false>(weight + out * in_, rows, sums);
+        const int64_t count = left < kOuts ? left : kOuts, of_rows = second ? kSide + second : width(rows);
+        for (int64_t r = 0; r < of_rows; r++)
+          for (int64_t o = 0; o < count; o++) {
+            const float* tile = sums[o / kSide * 2 + r / kSide];
+            to[(rows + r) * outs + out + o] = float_to_bfloat(tile[o % kSide * kSide + r % kSide]);
+          }
+      }
+    }
+    _tile_release();
+  }
+
+ private:
+  static constexpr int64_t kSide = 16, kDepth = 32;
+  static constexpr long kAskFor = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+
+  static bool has_tiles() {
+    unsigned a = 0, b = 0, c = 0, d = 0;
+    constexpr unsigned kBfloat16 = 1u << 22, kTile = 1u << 24;
+    return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d & kBfloat16) && (d & kTile);
+  }
+
+  int64_t width(int64_t first) const { return num_rows_ - first < kSide ? num_rows_ - first : kSide; }
+
+  // Tiles 0 to 3 are sums, by outputs and rows; 4 and 5 are of the weight, 6 and 7 of rows.
+  static void configure(int64_t outs, int64_t more_outs, int64_t rows, int64_t more_rows) {
+    struct {
+      uint8_t palette = 1, start = 0, none[14] = {};
+      uint16_t bytes[16] = {};
+      uint8_t rows[16] = {};
+    } c;
+    const int64_t out[] = {outs, more_outs}, width[] = {rows, more_rows};
+    for (int i = 0; i < 4; i++) {
+      if (out[i / 2] == 0 || width[i % 2] == 0) continue;
+      c.rows[i] = out[i / 2];
+      c.bytes[i] = 4 * width[i % 2];
+    }
+    for (int i = 0; i < 2; i++) {
+      c.rows[4 + i] = out[i];
+      c.bytes[4 + i] = out[i] == 0 ? 0 : 2 * kDepth;
+      c.rows[6 + i] = width[i] == 0 ? 0 : kDepth / 2;
+      c.bytes[6 + i] = 4 * width[i];
+    }
+    _tile_loadconfig(&c);
+  }
+
+  // TALL: there are more than 16 outputs. WIDE: there are more than 16 rows.
+  template <bool TALL, bool WIDE>
+  void add(const uint16_t* weight, int64_t rows, float (&sums)[4][kSide * kSide]) const {
+    const int64_t row_bytes = 2 * in_, near = 4 * width(rows), far = WIDE ? 4 * width(rows + kSide) : 0;
+    const char* from = reinterpret_cast<const char*>(pairs_.get() + rows * in_ / 2);
+    const char* others = reinterpret_cast<const char*>(pairs_.get() + (rows + kSide) * in_ / 2);
+    _tile_zero(0);
+    if (WIDE) _tile_zero(1);
+    if (TALL) _tile_zero(2);
+    if (TALL && WIDE) _tile_zero(3);
+    for (int64_t c = 0; c < in_; c += kDepth) {
+      _tile_loadd(6, from + c / 2 * near, near);
+      if (WIDE) _tile_loadd(7, others + c / 2 * far, far);
+      _tile_loadd(4, weight + c, row_bytes);
+      _tile_dpbf16ps(0, 4, 6);
+      if (WIDE) _tile_dpbf16ps(1, 4, 7);
+      if (TALL) {
+        _tile_loadd(5, weight + kSide * in_ + c, row_bytes);
+        _tile_dpbf16ps(2, 5, 6);
+        if (WIDE) _tile_dpbf16ps(3, 5, 7);
+      }
+    }
+    constexpr int64_t kStride = 4 * kSide;
+    _tile_stored(0, sums[0], kStride);
+    if (WIDE) _tile_stored(1, sums[1], kStride);
+    if (TALL) _tile_stored(2, sums[2], kStride);
+    if (TALL && WIDE) _tile_stored(3, sums[3], kStride);
+  }
+
+  const int64_t in_, num_rows_;
+  const std::unique_ptr<uint32_t[]> pairs_;
+};
+
+}  // namespace specache
+#endif
