@@ -6,8 +6,9 @@ Past and present KV become handles. What moves the pairs depends on the phase:
               return keys, values, logits                   specache.store(k, v, mask[..., -1, :], state, layer)
                                                             return logits
 
-    extend    keys = cat([past_keys, k], -2)            ->  pk, pv = specache.load(past_keys, past_values, state, layer)
-              out = sdpa(q, keys, values, mask)             keys = cat([pk, k], -2); out = sdpa(q, keys, values, mask)
+    extend    keys = cat([past_keys, k], -2)            ->  keys, values = specache.load(past_keys, past_values, k, v,
+              values = cat([past_values, v], -2)                                         state, layer)
+              out = sdpa(q, keys, values, mask)             out = sdpa(q, keys, values, mask)
               return keys, values, logits                   specache.store(k, v, mask[..., -1, :], state, layer)
                                                             return logits
 
@@ -141,12 +142,19 @@ def _store(graph: Graph, site: AttentionSite, state_node: Node) -> None:
 def _bind_extend(graph: Graph, site: AttentionSite, state_node: Node) -> None:
     assert site.past_key is not None and site.past_value is not None
     order = {node: i for i, node in enumerate(graph.nodes)}
-    with graph.inserting_before(min(site.key_root, site.value_root, key=lambda root: order[root])):
-        args = (site.past_key, site.past_value, state_node, site.layer)
+    roots, new = (site.key_root, site.value_root), (site.new_key, site.new_value)
+    first, last = (choose(roots, key=order.__getitem__) for choose in (min, max))
+    # A model may read keys before it has values: it appends these by itself.
+    whole = all(order[user] > order[last] for root in roots for user in root.users)
+    with graph.inserting_before(last if whole else first):
+        args = (site.past_key, site.past_value, *(new if whole else (None, None)), state_node, site.layer)
         pair = call(graph, torch.ops.specache.load.default, args, site.node)
-        past = [call(graph, operator.getitem, (pair, i), site.node) for i in (0, 1)]
-    site.key_root.replace_input_with(site.past_key, past[0])
-    site.value_root.replace_input_with(site.past_value, past[1])
+        sides = [call(graph, operator.getitem, (pair, i), site.node) for i in (0, 1)]
+    for root, past, side in zip(roots, (site.past_key, site.past_value), sides, strict=True):
+        if whole:
+            root.replace_all_uses_with(side)
+        else:
+            root.replace_input_with(past, side)
     _store(graph, site, state_node)
 
 

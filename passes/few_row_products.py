@@ -8,6 +8,10 @@ general product, whose packing costs more than the arithmetic, and reads the wei
 gives it: see `runtime/native/graph_ops.py`. Products of the same rows are one call, as far as their weights are
 inputs of the graph and nothing is written in place between them.
 
+Tokens that follow a cache may be few, too: a question about a document. How many a call has is known when it runs. So
+all products of such a graph are the operator's, `linear(x, w, b)` with x `[batch, q_len, in]`, which leaves many rows
+to BLAS. A prompt's stay: its time is in its arithmetic.
+
 It matches float32 on the CPU, and bfloat16 without a bias; weights that lie row by row.
 """
 
@@ -15,14 +19,17 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch._ops import OpOverload
 from torch.fx import GraphModule, Node
 
-from specache_fx.passes.base import Pass, PassState
+from specache_fx.passes.base import Pass, PassState, Phase
 from specache_fx.passes.graph_edit import call, erase_unused, finish
 from specache_fx.passes.graph_utils import value_of
+from specache_fx.passes.writes import mutates
 from specache_fx.runtime import ops  # noqa: F401  (defines the operator)
 from specache_fx.runtime.native import graph_ops
 from specache_fx.runtime.native.products import DTYPES, MAX_ROWS
@@ -35,13 +42,16 @@ def few_row_products(gm: GraphModule, state: PassState) -> GraphModule:
     """Make one call of all products of the same few rows."""
     groups: dict[tuple[object, ...], list[Node]] = defaultdict(list)
     writes = 0
+    linear = (F.linear,) if state.phase is Phase.EXTEND else ()
     for node in gm.graph.nodes:
         # What is multiplied before something is written in place is not what is multiplied afterwards.
         writes += _writes(node)
-        if not _is_few_rows(node):
+        if node.target not in linear and node.target not in (aten.mm.default, aten.addmm.default):
+            continue
+        if not _fits(node):
             continue
         rows, weight, _ = _operands(node)
-        same = (writes, _viewed(rows), *value_of(rows).shape)
+        same = (writes, _viewed(rows), *map(str, value_of(rows).shape))
         # A weight that is computed is not there yet where another product of these rows is.
         groups[same if weight.op == "placeholder" else (*same, node)].append(node)
     if groups:
@@ -61,32 +71,31 @@ def _replace(gm: GraphModule, products: list[Node]) -> None:
             call(graph, operator.getitem, (results, i), node, "product") for i, node in enumerate(products)
         ]
     for node, out in zip(products, outs, strict=True):
-        (rows, _, bias), transposed = _operands(node), node.args[-1]
+        rows, weight, bias = _operands(node)
         with graph.inserting_before(node):
             whole = out if bias is None else call(graph, aten.add.Tensor, (out, bias), node, "biased")
         node.replace_all_uses_with(whole)
         graph.erase_node(node)
-        erase_unused(transposed, (aten.t.default,))
+        for transposed in list(weight.users):
+            erase_unused(transposed, (aten.t.default,))
         erase_unused(rows, _VIEWS)
 
 
-def _operands(node: Node) -> tuple[Node, Node, Node | None]:
-    """Rows, weight and bias of a product that `_is_few_rows`."""
-    *bias, rows, transposed = node.args
-    assert isinstance(rows, Node) and isinstance(transposed, Node)
-    weight = transposed.args[0]
-    assert isinstance(weight, Node)
-    if not bias:
-        return rows, weight, None
-    assert isinstance(bias[0], Node)
-    return rows, weight, bias[0]
+def _operands(node: Node) -> tuple[Any, Any, Any]:
+    """Rows, weight and bias (or None) of a product; the weight is no node where it is no transposed one."""
+    if node.target is F.linear:
+        rows, weight, bias = (*node.args, None)[:3]
+    else:
+        *biases, rows, matrix = node.args
+        bias = biases[0] if biases else None
+        weight = matrix.args[0] if isinstance(matrix, Node) and matrix.target is aten.t.default else None
+    return rows, weight, bias
 
 
 def _writes(node: Node) -> bool:
     """Whether a call changes a tensor of the model in place. Of ours only `state` is said to be changed."""
-    target = node.target
-    ours = isinstance(target, OpOverload) and target.namespace == "specache"
-    return isinstance(target, OpOverload) and target._schema.is_mutable and not ours
+    ours = isinstance(node.target, OpOverload) and node.target.namespace == "specache"
+    return not ours and mutates(node)
 
 
 def _viewed(node: Node) -> Node:
@@ -98,20 +107,17 @@ def _viewed(node: Node) -> Node:
     return node
 
 
-def _is_few_rows(node: Node) -> bool:
-    """Whether a node is a product of a few rows with a weight."""
-    biased = node.target is aten.addmm.default and not node.kwargs
-    if node.target is not aten.mm.default and not biased:
+def _fits(node: Node) -> bool:
+    """Whether the operator computes a product: of how many rows it doesn't know in a graph of several tokens."""
+    rows, weight, bias = _operands(node)
+    if node.kwargs or not isinstance(rows, Node) or not isinstance(weight, Node):
         return False
-    transposed = node.args[-1]
-    if not isinstance(transposed, Node) or transposed.target is not aten.t.default:
-        return False
-    rows, weight, _ = _operands(node)
     x, w = value_of(rows), value_of(weight)
     if x.device.type != "cpu" or x.dtype not in DTYPES or w.dtype is not x.dtype or not w.is_contiguous():
         return False
+    few = 0 < x.shape[0] <= MAX_ROWS if node.target is not F.linear else w.dim() == 2
     # With a bias, bfloat16 would be rounded twice.
-    return 0 < x.shape[0] <= MAX_ROWS and x.shape[1] > 0 and not (biased and x.dtype is torch.bfloat16)
+    return bool(few) and w.shape[1] > 0 and not (bias is not None and x.dtype is torch.bfloat16)
 
 
 FEW_ROW_PRODUCTS = Pass("few_row_products", few_row_products)

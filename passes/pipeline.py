@@ -44,6 +44,7 @@ CAPTURE_PASSES: tuple[Pass, ...] = (
     MATCH_ATTENTION,
     BIND_CACHE,
     PROMPT_MASKS,
+    FEW_ROW_PRODUCTS,
     SPLIT_PRELUDE,
 )
 _DECODE_PASSES: tuple[Pass, ...] = (

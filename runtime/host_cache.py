@@ -200,21 +200,31 @@ class HostCache:
         if self._written is not None:
             self._written.synchronize()
 
-    def read(self, layer: int, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def read(
+        self, layer: int, start: int, stop: int, into: tuple[torch.Tensor, torch.Tensor] | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Copy the tokens from `start` to `stop` out.
 
+        Args:
+            layer: Layer number.
+            start: The first.
+            stop: Behind the last.
+            into: Where they go, on any device; None for new tensors on the CPU.
+
         Returns:
-            k `[batch, num_kv_heads, stop - start, key_dim]` and v `[..., value_dim]`: contiguous, on the CPU,
-            the caller's own.
+            k `[batch, num_kv_heads, stop - start, key_dim]` and v `[..., value_dim]`, the caller's own.
         """
         self._check_open()
         self._settle()
         rows = self._layers[layer]
         if not 0 <= start <= stop <= rows.length:
             raise IndexError(f"Tokens {start} to {stop} of layer {layer}, which holds {rows.length}.")
-        shape = (self.batch, rows.num_kv_heads, stop - start)
-        k = torch.empty(*shape, rows.key_dim, dtype=self.dtype, device="cpu")
-        v = torch.empty(*shape, rows.value_dim, dtype=self.dtype, device="cpu")
+        if into is None:
+            shape = (self.batch, rows.num_kv_heads, stop - start)
+            dims = rows.key_dim, rows.value_dim
+            k, v = (torch.empty(*shape, dim, dtype=self.dtype, device="cpu") for dim in dims)
+        else:
+            k, v = into
         for block, inside, outside in rows.parts(start, stop):
             k[:, :, outside] = block[:, :, inside, : rows.key_dim]
             v[:, :, outside] = block[:, :, inside, rows.key_dim :]

@@ -244,37 +244,53 @@ class LayerCache:
             self.num_quantized += size
             self._moved()
 
-    def history(self, kv_len: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    def history(
+        self, kv_len: int | None = None, new: tuple[torch.Tensor, torch.Tensor] | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `LayerState`.
 
         Without a host tier the quantised tokens come back as their low-bit copies, which are all there is but for
         `sinks`.
         """
-        window_key, window_value = self.window()
-        if not self.num_quantized:
-            return window_key[:, :, :kv_len].clone(), window_value[:, :, :kv_len].clone()
-        key, value = self.originals(0, self.num_quantized)
-        key = torch.cat([key, window_key], 2)  # one after the other: at no time both twice
-        value = torch.cat([value, window_value], 2)
+        parts = [self.window()] if new is None else [self.window(), new]
+        tokens = self.num_quantized + sum(key.shape[2] for key, _ in parts)
+        sides = self._empty(tokens)
+        self._read_originals(0, self.num_quantized, sides)
+        at = self.num_quantized
+        for part in parts:
+            for side, rows in zip(sides, part, strict=True):
+                side.narrow(2, at, rows.shape[2]).copy_(rows)
+            at += part[0].shape[2]
+        key, value = sides
         return key[:, :, :kv_len], value[:, :, :kv_len]
 
-    def originals(self, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The best pairs there are of quantised tokens `start` to `stop`, on the device."""
+    def _empty(self, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Memory for keys and values of so many tokens."""
+        key, value = (
+            rows.new_empty((*rows.shape[:2], tokens, rows.shape[3])) for rows in self.tensors.window
+        )
+        return key, value
+
+    def _read_originals(self, start: int, stop: int, into: tuple[torch.Tensor, torch.Tensor]) -> None:
+        """Write the best pairs there are of quantised tokens `start` to `stop` to the first rows of `into`."""
+        if start == stop:
+            return
+        to_key, to_value = (side.narrow(2, 0, stop - start) for side in into)
         key_planes, value_planes = self.planes
+        shape, dtype, placement = self._arena.shape, self._arena.dtype, self.config.placement
         if self.host is not None:
-            key, value = (
-                side.to(self._arena.device, self._arena.dtype)
-                for side in self.host.read(self.layer, start, stop)
-            )
-            if not self.config.placement.host_keys:  # they are on the device, exactly
-                key = self.quantizer.dequantize_key(key_planes, self._arena.shape.key_dim, self._arena.dtype)
-                key = key[:, :, start:stop]
-            return key, value
-        key = self.quantizer.dequantize_key(key_planes, self._arena.shape.key_dim, self._arena.dtype)
-        value = self.quantizer.dequantize_value(value_planes, self._arena.shape.value_dim, self._arena.dtype)
-        if self.sinks is not None:
-            key, value = self.sinks.restore(key, value)
-        return key[:, :, start:stop], value[:, :, start:stop]
+            key_dim, value_dim = placement.host_dims(shape.key_dim, shape.value_dim)
+            self.host.read(self.layer, start, stop, (to_key[..., :key_dim], to_value[..., :value_dim]))
+            if placement.host_keys:
+                return
+        # Without a host tier: low-bit copies. With one for values alone: exact keys.
+        key = self.quantizer.dequantize_key(key_planes, shape.key_dim, dtype)
+        if self.host is None:
+            value = self.quantizer.dequantize_value(value_planes, shape.value_dim, dtype)
+            if self.sinks is not None:
+                key, value = self.sinks.restore(key, value)
+            to_value.copy_(value[:, :, start:stop])
+        to_key.copy_(key[:, :, start:stop])
 
     def take(self, source: Self, rows: torch.Tensor) -> None:
         """See `LayerState`."""
@@ -304,13 +320,13 @@ class LayerCache:
             self.window_len = kv_len - keep
             return
         stop = min(kv_len, self.num_quantized)
-        key, value = (
-            torch.cat([side, rows[:, :, : kv_len - stop]], 2)
-            for side, rows in zip(self.originals(keep, stop), (window_key, window_value), strict=True)
-        )
+        sides = self._empty(kv_len - keep)
+        self._read_originals(keep, stop, sides)
+        for side, rows in zip(sides, (window_key, window_value), strict=True):
+            side.narrow(2, stop - keep, kv_len - stop).copy_(rows[:, :, : kv_len - stop])
         self._make_room(keep, kv_len - keep)
         self._keep_quantized(keep)
-        self._set_window(key, value)
+        self._set_window(*sides)
 
     def snapshot(self) -> dict[str, torch.Tensor]:
         """See `LayerState`; `sizes`: groups and window rows of the arena, tokens quantised and in the window."""

@@ -104,8 +104,14 @@ class LayerState(Protocol):
             UnsupportedGraphError: If a mask is not as wide as the window.
         """
 
-    def history(self, kv_len: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    def history(
+        self, kv_len: int | None = None, new: tuple[torch.Tensor, torch.Tensor] | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """What the model would have as its past now, or had at an earlier length: fresh tensors.
+
+        Args:
+            kv_len: The earlier length.
+            new: Keys and values to append to it; the layer does not keep them.
 
         Raises:
             CacheHandleError: If it would need pairs that are gone.

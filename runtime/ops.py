@@ -72,12 +72,31 @@ def _prompt_attention_fake(query: Tensor, key: Tensor, value: Tensor, *_: Any) -
     return prompt_masks.empty_output(query, value)
 
 
-def _load(past_key: Tensor, past_value: Tensor, state: Tensor, layer: int) -> tuple[Tensor, Tensor]:
-    return registry.by_state(state).load(layer)
+def _load(
+    past_key: Tensor,
+    past_value: Tensor,
+    new_key: Tensor | None,
+    new_value: Tensor | None,
+    state: Tensor,
+    layer: int,
+) -> tuple[Tensor, Tensor]:
+    new = None if new_key is None or new_value is None else (new_key, new_value)
+    return registry.by_state(state).load(layer, new=new)
 
 
-def _load_fake(past_key: Tensor, past_value: Tensor, state: Tensor, layer: int) -> tuple[Tensor, Tensor]:
-    return past_key.new_empty(past_key.shape), past_value.new_empty(past_value.shape)
+def _load_fake(
+    past_key: Tensor,
+    past_value: Tensor,
+    new_key: Tensor | None,
+    new_value: Tensor | None,
+    state: Tensor,
+    layer: int,
+) -> tuple[Tensor, Tensor]:
+    def side(past: Tensor, new: Tensor | None) -> Tensor:
+        batch, num_kv_heads, kv_len, dim = past.shape
+        return past.new_empty((batch, num_kv_heads, kv_len if new is None else kv_len + new.shape[2], dim))
+
+    return side(past_key, new_key), side(past_value, new_value)
 
 
 def _attention_fake(
@@ -177,12 +196,13 @@ def _layer_step_fake(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tens
 
 
 def _products_fake(rows: Tensor, weights: list[Tensor]) -> list[Tensor]:
-    return [rows.new_empty((rows.shape[0], weight.shape[0])) for weight in weights]
+    return [rows.new_empty((*rows.shape[:-1], weight.shape[0])) for weight in weights]
 
 
 _define("store(Tensor key, Tensor value, Tensor? mask, Tensor(a!) state, int layer) -> ()", _store, _nothing)
 _define(
-    "load(Tensor past_key, Tensor past_value, Tensor(a!) state, int layer) -> (Tensor, Tensor)",
+    "load(Tensor past_key, Tensor past_value, Tensor? new_key, Tensor? new_value, Tensor(a!) state, int layer)"
+    " -> (Tensor, Tensor)",
     _load,
     _load_fake,
 )

@@ -182,13 +182,15 @@ class Session:
             take(mask, key.shape[0])
         self.layers[layer].append(key, value, hold, kv_len)
 
-    def load(self, layer: int, kv_len: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """A layer's history at 16 bits, or what it was at an earlier length: fresh tensors.
+    def load(
+        self, layer: int, kv_len: int | None = None, new: tuple[torch.Tensor, torch.Tensor] | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """A layer's history at 16 bits; see `LayerState.history`.
 
         Raises:
             CacheHandleError: If a window has dropped what it would need.
         """
-        return self.layers[layer].history(kv_len)
+        return self.layers[layer].history(kv_len, new)
 
     def stored_length(self) -> int:
         """Tokens that every layer has after a prompt or an extend.

@@ -106,13 +106,17 @@ class WindowCache:
             window_len=window_len,
         )
 
-    def history(self, kv_len: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    def history(
+        self, kv_len: int | None = None, new: tuple[torch.Tensor, torch.Tensor] | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `LayerState`."""
         kv_len = self.kv_len if kv_len is None else kv_len
         self.check_truncate(kv_len)
         end = self._filled - (self.kv_len - kv_len)
-        key, value = self._rows(end - min(kv_len, self.window_size), end)
-        return key.clone(), value.clone()
+        held = self._rows(end - min(kv_len, self.window_size), end)
+        parts = [held] if new is None else [held, new]
+        key, value = (torch.cat(side, 2) for side in zip(*parts, strict=True))
+        return key, value
 
     def append(
         self, key: torch.Tensor, value: torch.Tensor, hold: bool = False, kv_len: int | None = None

@@ -21,30 +21,40 @@ void check(const Tensor& rows, const std::vector<Tensor>& weights) {
   const ScalarType dtype = rows.scalar_type();
   STD_TORCH_CHECK(dtype == ScalarType::Float || dtype == ScalarType::BFloat16,
                   "specache::products: rows are neither float32 nor bfloat16");
-  STD_TORCH_CHECK(rows.dim() == 2 && rows.size(0) >= 1 && rows.size(0) <= kMaxRows && rows.size(1) > 0,
-                  "specache::products: rows are to be [1 to ", kMaxRows, ", in]");
+  const int64_t in = rows.dim() < 2 ? 0 : rows.size(-1);
+  STD_TORCH_CHECK(in > 0, "specache::products: rows are to be [..., in]");
   for (const Tensor& weight : weights)
-    STD_TORCH_CHECK(weight.dim() == 2 && weight.size(1) == rows.size(1) && weight.scalar_type() == dtype &&
+    STD_TORCH_CHECK(weight.dim() == 2 && weight.size(1) == in && weight.scalar_type() == dtype &&
                         weight.is_contiguous(),
                     "specache::products: a weight is to be [out, in], contiguous, of the dtype of the rows");
 }
 
 std::vector<Tensor> products(Tensor rows, std::vector<Tensor> weights) {
   check(rows, weights);
-  const Tensor packed = rows.is_contiguous() ? rows : torch::stable::contiguous(rows);
-  SpecacheProducts p = {rows.size(0), rows.size(1), rows.scalar_type() == ScalarType::BFloat16};
-  p.threads = torch::stable::get_num_threads();
-  p.rows = packed.data_ptr();
   std::vector<Tensor> results;
   results.reserve(weights.size());
+  const int64_t in = rows.size(-1), num_rows = rows.numel() / in;
+  if (num_rows < 1 || num_rows > kMaxRows) {
+    for (const Tensor& weight : weights)
+      results.push_back(torch::stable::matmul(rows, torch::stable::transpose(weight, 0, 1)));
+    return results;
+  }
+  const Tensor packed = rows.is_contiguous() ? rows : torch::stable::contiguous(rows);
+  SpecacheProducts p = {num_rows, in, rows.scalar_type() == ScalarType::BFloat16};
+  p.threads = torch::stable::get_num_threads();
+  p.rows = packed.data_ptr();
+  std::vector<int64_t> shape;
+  for (int64_t d = 0; d < rows.dim(); d++) shape.push_back(rows.size(d));
   for (size_t first = 0; first < weights.size(); first += kMaxWeights) {
     p.num_weights = std::min<int64_t>(weights.size() - first, kMaxWeights);
     for (int64_t i = 0; i < p.num_weights; i++) {
       const Tensor& weight = weights[first + i];
       p.weights[i] = weight.data_ptr();
       p.out[i] = weight.size(0);
-      results.push_back(empty({p.num_rows, p.out[i]}, rows));
-      p.results[i] = results.back().data_ptr();
+      const Tensor result = empty({num_rows, p.out[i]}, rows);
+      p.results[i] = result.data_ptr();
+      shape.back() = p.out[i];
+      results.push_back(rows.dim() == 2 ? result : torch::stable::view(result, shape));
     }
     specache_products(&p);
   }

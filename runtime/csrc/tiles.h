@@ -32,10 +32,10 @@ class Tiles {
     for (int64_t first = 0; first < num_rows; first += kSide) {
       const int64_t count = width(first);
       uint32_t* to = pairs_.get() + first * in / 2;
-      for (int64_t r = 0; r < count; r++) {
-        const uint16_t* from = rows + (first + r) * in;
-        for (int64_t c = 0; c < in / 2; c++) memcpy(to + c * count + r, from + 2 * c, 4);
-      }
+      const __mmask16 some = (1u << count) - 1;
+      const __m512i from = _mm512_mullo_epi32(lanes(), _mm512_set1_epi32(static_cast<int>(in / 2)));
+      for (int64_t c = 0; c < in; c += 2, to += count)
+        _mm512_mask_storeu_epi32(to, some, _mm512_mask_i32gather_epi32(__m512i(), some, from, rows + first * in + c, 4));
     }
   }
 
@@ -53,10 +53,13 @@ class Tiles {
         else
           second ? add<false, true>(weight + out * in_, rows, sums) : add<false, false>(weight + out * in_, rows, sums);
         const int64_t count = left < kOuts ? left : kOuts, of_rows = second ? kSide + second : width(rows);
+        const __m512i column = _mm512_slli_epi32(lanes(), 4);
         for (int64_t r = 0; r < of_rows; r++)
-          for (int64_t o = 0; o < count; o++) {
-            const float* tile = sums[o / kSide * 2 + r / kSide];
-            to[(rows + r) * outs + out + o] = float_to_bfloat(tile[o % kSide * kSide + r % kSide]);
+          for (int64_t o = 0; o < count; o += kSide) {
+            const __mmask16 some = count - o < kSide ? (1u << (count - o)) - 1 : 0xffff;
+            const float* tile = sums[o / kSide * 2 + r / kSide] + r % kSide;
+            const __m512 row = _mm512_mask_i32gather_ps(__m512(), some, column, tile, 4);
+            _mm256_mask_storeu_epi16(to + (rows + r) * outs + out + o, some, (__m256i)_mm512_cvtneps_pbh(row));
           }
       }
     }
@@ -72,6 +75,8 @@ class Tiles {
     constexpr unsigned kBfloat16 = 1u << 22, kTile = 1u << 24;
     return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d & kBfloat16) && (d & kTile);
   }
+
+  static __m512i lanes() { return _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0); }
 
   int64_t width(int64_t first) const { return num_rows_ - first < kSide ? num_rows_ - first : kSide; }
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-MAX_ROWS = 32  # kMaxRows of products.cpp
+MAX_ROWS = 32  # kMaxRows of products.cpp; BLAS gets more
 _FEW = 8
 DTYPES = (torch.float32, torch.bfloat16)
 
@@ -17,12 +17,12 @@ def by_blas(rows: torch.Tensor, weights: Sequence[torch.Tensor]) -> list[torch.T
     BLAS takes a weight times a few columns for a pass over the weight, and rows for a general product.
 
     Args:
-        rows: `[num_rows, in]`, 1 to `MAX_ROWS` rows.
+        rows: `[..., in]`.
         weights: `[out, in]` each.
 
     Returns:
-        `[num_rows, out]` each, contiguous.
+        `[..., out]` each, contiguous.
     """
-    if len(rows) == 1 or len(rows) > _FEW:
+    if rows.dim() != 2 or len(rows) == 1 or len(rows) > _FEW:
         return [rows @ weight.t() for weight in weights]
     return [(weight @ rows.t()).t().contiguous() for weight in weights]

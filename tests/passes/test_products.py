@@ -12,6 +12,7 @@ from support import graphs
 from torch import Tensor
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 from specache_fx.config import SpecacheConfig
 from specache_fx.passes.base import PassState, Phase
@@ -112,7 +113,7 @@ def test_other_rows_of_the_same_elements_are_another_call() -> None:
 @pytest.mark.parametrize(
     ("rows", "weight"),
     [
-        (torch.ones(9, 5), torch.ones(16, 5)),
+        (torch.ones(33, 5), torch.ones(16, 5)),
         (torch.ones(2, 5, dtype=torch.float64), torch.ones(16, 5, dtype=torch.float64)),
         (torch.ones(2, 5), torch.ones(5, 16).t()),
         (torch.ones(2, 0), torch.ones(16, 0)),
@@ -183,3 +184,23 @@ def test_decode_graph_reads_each_weight_of_a_layer_once() -> None:
     assert (count(gm, aten.bmm.default), count(gm, aten.mm.default)) == (0, 0)
     calls_of_weights = [len(node.args[1]) for node in gm.graph.nodes if node.target is PRODUCTS]
     assert calls_of_weights == [3, 1, 2, 1, 1]  # q, k, v; output; gate, up; down; logits
+
+
+def test_products_of_tokens_that_follow_a_cache_are_the_operators_however_many_there_are() -> None:
+    linear = torch.nn.functional.linear
+
+    def layer(x: Tensor, w: Tensor, v: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        first = linear(x, w), linear(x, v, b)
+        x.mul_(2)
+        return *first, linear(x, w)
+
+    inputs = (torch.randn(2, 3, 5), torch.randn(16, 5), torch.randn(3, 5), torch.randn(3))
+    gm = torch.fx.symbolic_trace(layer)
+    FakeTensorProp(gm).propagate(*inputs)
+    extend = PassState(SpecacheConfig(), phase=Phase.EXTEND)
+    assert count(few_row_products(gm, STATE), linear) == 3  # a prompt's
+    gm = few_row_products(gm, extend)
+    assert (count(gm, PRODUCTS), count(gm, linear)) == (2, 0)
+    for tokens in (3, 40):
+        x = torch.randn(2, tokens, 5)
+        torch.testing.assert_close(gm(x.clone(), *inputs[1:]), layer(x.clone(), *inputs[1:]))

@@ -112,8 +112,8 @@ torch.testing.assert_close(multiply(rows, weights), by_blas)
     ("rows", "weight", "message"),
     [
         (torch.ones(2, 4, dtype=torch.float64), torch.ones(3, 4, dtype=torch.float64), "neither float32"),
-        (torch.ones(33, 4), torch.ones(3, 4), "1 to 32"),
-        (torch.ones(0, 4), torch.ones(3, 4), "1 to 32"),
+        (torch.ones(4), torch.ones(3, 4), r"\[\.\.\., in\]"),
+        (torch.ones(2, 0), torch.ones(3, 0), r"\[\.\.\., in\]"),
         (torch.ones(2, 4), torch.ones(3, 5), r"\[out, in\]"),
         (torch.ones(2, 4), torch.ones(4, 3).t(), "contiguous"),
         (torch.ones(2, 4), torch.ones(3, 4, dtype=torch.bfloat16), "dtype of the rows"),
@@ -122,6 +122,18 @@ torch.testing.assert_close(multiply(rows, weights), by_blas)
 def test_what_cpp_does_not_multiply_is_refused(rows: Tensor, weight: Tensor, message: str) -> None:
     with pytest.raises(RuntimeError, match=message):
         multiply(rows, [weight])
+
+
+@pytest.mark.parametrize("dtype", products.DTYPES)
+@pytest.mark.parametrize("shape", [(0,), (33,), (2, 5), (2, 1, 3), (4, 20), (2, 0)])
+def test_rows_in_more_dimensions_and_more_than_a_few_are_multiplied_too(
+    shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    rows, weights = torch.randn(*shape, 24).to(dtype), [torch.randn(out, 24).to(dtype) for out in (5, 40)]
+    got = multiply(rows, weights)
+    assert [result.shape for result in got] == [(*shape, 5), (*shape, 40)]
+    check(rows.flatten(0, -2), weights, [result.flatten(0, -2) for result in got])
+    check(rows.flatten(0, -2), weights, [part.flatten(0, -2) for part in products.by_blas(rows, weights)])
 
 
 def test_more_weights_than_one_call_takes() -> None:
