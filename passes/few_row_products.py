@@ -25,6 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch._ops import OpOverload
 from torch.fx import GraphModule, Node
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from specache_fx.passes.base import Pass, PassState, Phase
 from specache_fx.passes.graph_edit import call, erase_unused, finish
@@ -113,6 +114,8 @@ def _fits(node: Node) -> bool:
     if node.kwargs or not isinstance(rows, Node) or not isinstance(weight, Node):
         return False
     x, w = value_of(rows), value_of(weight)
+    if is_traceable_wrapper_subclass(w):  # quantised: it has products of its own
+        return False
     if x.device.type != "cpu" or x.dtype not in DTYPES or w.dtype is not x.dtype or not w.is_contiguous():
         return False
     few = 0 < x.shape[0] <= MAX_ROWS if node.target is not F.linear else w.dim() == 2

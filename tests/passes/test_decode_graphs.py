@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from support import graphs
 from support.graphs import Captured
+from torch.fx import GraphModule
 
 from specache_fx.config import SpecacheConfig
 from specache_fx.passes.base import PassState, Phase
@@ -25,8 +26,13 @@ def captured() -> dict[Phase, Captured]:
     return graphs.by_phase(graphs.capture(graphs.tiny_decoder(scale=0.5), graphs.drive_tiny))
 
 
+def calls(gm: GraphModule) -> str:
+    """Those of ours, but for products, which test_products.py looks at."""
+    return "\n".join(line for line in graphs.calls(gm).splitlines() if not line.startswith("products"))
+
+
 def after_capture(phase: Phase) -> str:
-    return graphs.calls(run_passes(captured()[phase].copy(), PassState(SpecacheConfig()), CAPTURE_PASSES))
+    return calls(run_passes(captured()[phase].copy(), PassState(SpecacheConfig()), CAPTURE_PASSES))
 
 
 def after(name: str, config: SpecacheConfig) -> str:
@@ -36,9 +42,7 @@ def after(name: str, config: SpecacheConfig) -> str:
         count = 1 + [step.name for step in DECODE_PASSES].index(name)
         gm = run_passes(gm, state, DECODE_PASSES[:count])
     # By what they are, not by the names that tracing happens to give.
-    # Those of products are looked at in test_products.py.
-    shown = "\n".join(line for line in graphs.calls(gm).splitlines() if not line.startswith("products"))
-    shown = re.sub(r"(attention|attention_lanes|layer_step)\(\w+, \w+, \w+,", r"\1(q, k, v,", shown)
+    shown = re.sub(r"(attention|attention_lanes|layer_step)\(\w+, \w+, \w+,", r"\1(q, k, v,", calls(gm))
     shown = re.sub(r"\battention_1 = ", "attention = ", shown)
     shown = re.sub(r"append\(\w+, \w+,", "append(own_k, own_v,", shown)
     return re.sub(r"topk\(\w+,", "topk(scores,", shown)
@@ -60,8 +64,8 @@ def test_prefill_stores_each_layer_after_its_own_attention() -> None:
 def test_extend_loads_the_past_and_stores_what_is_new() -> None:
     assert after_capture(Phase.EXTEND) == text(
         """
-        load = load(l_past_0_0_, l_past_0_1_, specache_state, 0)
-        attended = prompt_attention(q_1, k_2, v_1, getitem_9, getitem_10, specache_state, 0, 0.5, None)
+        load = load(l_past_0_0_, l_past_0_1_, k_1, v, specache_state, 0)
+        attended = prompt_attention(q_1, getitem, getitem_8, getitem_9, getitem_10, specache_state, 0, 0.5, None)
         store = store(k_1, v, select, specache_state, 0)
         """
     )
