@@ -20,7 +20,7 @@ STAMP := $(VENV)/installed
 TYPES := build/types
 
 .DEFAULT_GOAL := test
-.PHONY: install lint types check test test-all test-gpu demo models peers experiments page architectures format clean
+.PHONY: install lint types check test test-all test-gpu demo models peers peers-cpu experiments page architectures format clean
 
 # torch is named here, so that it and all that needs it are resolved together, to the version in constraints.txt. Triton
 # is not in there: a torch for CUDA brings the one that it was built with, and the newest does for the interpreter.
@@ -81,10 +81,24 @@ $(PEERS)/installed:
 
 peers: $(PEERS)/installed
 
+# What a CPU's user would pick instead, for `specache-fx bench decode --peers`. llama.cpp is built for this processor,
+# which takes 15 minutes on 2 cores. optimum-intel wants no torchvision, and its own dependencies bring one.
+PEERS_CPU := .venv-peers-cpu
+$(PEERS_CPU)/installed:
+	test -x $(PEERS_CPU)/bin/python || $(PYTHON) -m venv $(PEERS_CPU)
+	$(PEERS_CPU)/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0 openvino==2026.4.1 \
+	    optimum-intel==2.2.0 gguf==0.19.0
+	$(PEERS_CPU)/bin/python -m pip uninstall --quiet --yes torchvision
+	CMAKE_ARGS=-DGGML_NATIVE=ON $(PEERS_CPU)/bin/python -m pip install --quiet --disable-pip-version-check \
+	    llama-cpp-python==0.3.36
+	touch $@
+
+peers-cpu: $(PEERS_CPU)/installed
+
 format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) $(PEERS) build dist specache_fx.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(PEERS) $(PEERS_CPU) build dist specache_fx.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

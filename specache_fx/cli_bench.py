@@ -53,6 +53,18 @@ def _device(name: str) -> Any:
     return device
 
 
+def _peers(device: Any, dtype: str) -> tuple[str, ...]:
+    """Their names, where they can run."""
+    from specache_fx.bench.cpu_peers import PEERS, find_python
+
+    if device.type != "cpu":
+        raise ConfigError(f"--peers run on the CPU, and --device is {device.type}: leave one of them out.")
+    if dtype == "float16":
+        raise ConfigError("--peers run in float32 or bfloat16, and --dtype is float16.")
+    find_python()
+    return tuple(PEERS)
+
+
 def _write(
     file: Path | None, origin: dict[str, Any], settings: dict[str, Any], results: list[dict[str, Any]]
 ) -> None:
@@ -142,6 +154,9 @@ def decode_command(
     device: Device = "auto",
     json_file: JsonFile = None,
     png_file: PngFile = None,
+    peers: Annotated[
+        bool, typer.Option("--peers", help="OpenVINO and llama.cpp too, on the CPU, after `make peers-cpu`.")
+    ] = False,
     trace: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Write some steps there, of the last case, for ui.perfetto.dev."),
@@ -165,11 +180,12 @@ def decode_command(
             from specache_fx.provenance import provenance
 
             where, chosen = _device(device), methods(widths)
+            others = _peers(where, dtype) if peers else ()
             origin = provenance(where)  # the commit from before a trace is written
             check_options(chosen)
             size = ModelSize(layers, hidden, intermediate, heads, kv_heads, head_dim, vocab)
             cases = [(b, length) for length in context or [256, 16384] for b in batch or [1]]
-            task = progress.add_task("building", total=len(cases) * (len(chosen) + rounds))
+            task = progress.add_task("building", total=len(cases) * (len(chosen) + len(others) + rounds))
             for sequences, length in cases:
 
                 def on_method(name: str, at: str = f"{length:,} x {sequences}") -> None:
@@ -177,7 +193,7 @@ def decode_command(
 
                 made = bench_decode(
                     size, sequences, length, chosen, getattr(torch, dtype), rounds, steps, where, on_method,
-                    trace if (sequences, length) == cases[-1] else None,
+                    trace if (sequences, length) == cases[-1] else None, others,
                 )  # fmt: skip
                 results.append(made)
             settings = {"rounds": rounds, "steps": steps, "methods": chosen}

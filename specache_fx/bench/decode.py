@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -14,12 +17,14 @@ import torch
 from transformers import Cache, DynamicCache, LlamaConfig, LlamaForCausalLM, QuantizedCache
 
 from specache_fx.api import stats
+from specache_fx.bench.cpu_peers import CpuPeer
 from specache_fx.bench.overlap import hidden_share, operator_calls, record_steps
-from specache_fx.bench.timing import memory_bandwidth, time_in_turn
+from specache_fx.bench.timing import Turn, memory_bandwidth, seconds_of, take_turns
 from specache_fx.chrome_trace import write_trace
 from specache_fx.config import SpecacheConfig
 
 _WARM_UP_STEPS = 4
+_UNKNOWN = dict.fromkeys(("host_bytes", "moved_bytes_per_step", "copy_ms", "hidden_share"))
 
 
 @dataclass(frozen=True)
@@ -123,9 +128,8 @@ def open_decoder(model: LlamaForCausalLM, method: dict[str, Any], pairs: list[An
 
 def cache_bytes(decoder: Decoder, method: dict[str, Any]) -> dict[str, Any]:
     """What the cache takes and moved; None where a method has no such thing."""
-    none = dict.fromkeys(("host_bytes", "moved_bytes_per_step", "copy_ms", "hidden_share"))
     if method["kind"] != "specache":
-        return {"device_bytes": sum(map(_layer_bytes, decoder.cache.layers)), **none}
+        return {"device_bytes": sum(map(_layer_bytes, decoder.cache.layers)), **_UNKNOWN}
     seen = stats(decoder.cache)
     return {
         "device_bytes": seen.device_bytes,
@@ -161,6 +165,7 @@ def bench_decode(
     device: torch.device,
     on_method: Callable[[str], object] = lambda name: None,
     trace: Path | None = None,
+    peers: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Time decode steps of all methods in turn, on the same weights and the same context.
 
@@ -175,13 +180,16 @@ def bench_decode(
         device: Where.
         on_method: Told what is compiled, and of every round.
         trace: Where to write some steps of the first SpeCache method that is chosen, see `specache_fx.trace`.
+        peers: Names in `cpu_peers.PEERS`.
 
     Returns:
-        `{"size", "batch", "kv_len", "dtype", "bandwidth_gb_s", "weight_bytes", "rows"}`. A row has `name`,
-        `compile_s` (what its first steps took beyond the others), times of a step in ms, `tokens_per_s`, `floor_ms`
+        `{"size", "batch", "kv_len", "dtype", "bandwidth_gb_s", "weight_bytes", "peers", "rows"}`. `peers` are their
+        versions. A row has `name`, `compile_s` (what its first steps took beyond the others; of a peer its start, with
+        the context), times of a step in ms, `tokens_per_s`, `floor_ms`
         (weights and cache at the memory's bandwidth), `device_bytes`, `host_bytes`, `moved_bytes_per_step`,
         `copy_ms` (of copies in a step), `hidden_share` (of copy time, the share that overlapped compute, as counted in
-        all steps), `hidden_in_trace` (the same, read off the trace of some steps), and `operator_calls` a step.
+        all steps), `hidden_in_trace` (the same, read off the trace of some steps), and `operator_calls` a step. What a
+        peer doesn't say is None.
     """
     torch.compiler.reset()  # graphs of another batch or model would count against the limits of compiling
     model = size.build(dtype, device)
@@ -196,27 +204,48 @@ def bench_decode(
         compile_s[name] = time.perf_counter() - start
     del pairs
     bandwidth = memory_bandwidth(device)
-    steppers = {name: decoder.step for name, decoder in decoders.items()}
-    timings = time_in_turn(steppers, rounds, device, calls=steps, on_round=lambda: on_method("measuring"))
+    turns: dict[str, Turn] = {
+        name: partial(seconds_of, decoder.step, device) for name, decoder in decoders.items()
+    }
+    with contextlib.ExitStack() as stack:
+        others: dict[str, CpuPeer] = {}
+        if peers:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            model.save_pretrained(folder)
+        for name in peers:
+            on_method(name)
+            start = time.perf_counter()
+            room = _WARM_UP_STEPS + rounds * steps
+            kind = str(dtype).removeprefix("torch.")
+            others[name] = CpuPeer(name, folder, kind, batch, kv_len, room, torch.get_num_threads())
+            stack.callback(others[name].close)
+            others[name].steps(_WARM_UP_STEPS)
+            compile_s[name] = time.perf_counter() - start
+            turns[name] = others[name].steps
+        timings = take_turns(turns, rounds, steps, on_round=lambda: on_method("measuring"))
     weights = sum(p.nbytes for p in model.parameters()) - model.get_input_embeddings().weight.nbytes
     rows = []
-    for name, method in chosen.items():
-        timing = asdict(timings[name])
-        taken = cache_bytes(decoders[name], method)
-        spans = record_steps(decoders[name].step) if method["kind"] == "specache" else []
-        if trace is not None and method.get("policy", "specache") == "specache" and spans:
-            write_trace(trace, spans)
-            trace = None
+    for name, timing in timings.items():
+        if name in others:
+            taken, traced, calls = {"device_bytes": others[name].device_bytes, **_UNKNOWN}, None, None
+        else:
+            method, step = chosen[name], decoders[name].step
+            taken = cache_bytes(decoders[name], method)
+            spans = record_steps(step) if method["kind"] == "specache" else []
+            traced, calls = hidden_share(spans), operator_calls(step)
+            if trace is not None and method.get("policy", "specache") == "specache" and spans:
+                write_trace(trace, spans)
+                trace = None
         rows.append(
             {
                 "name": name,
-                "compile_s": max(0.0, compile_s[name] - _WARM_UP_STEPS * timing["median_ms"] / 1e3),
-                **timing,
-                "tokens_per_s": 1e3 * batch / timing["median_ms"],
+                "compile_s": max(0.0, compile_s[name] - _WARM_UP_STEPS * timing.median_ms / 1e3),
+                **asdict(timing),
+                "tokens_per_s": 1e3 * batch / timing.median_ms,
                 "floor_ms": 1e3 * (weights + taken["device_bytes"]) / bandwidth,
                 **taken,
-                "hidden_in_trace": hidden_share(spans),
-                "operator_calls": operator_calls(decoders[name].step),
+                "hidden_in_trace": traced,
+                "operator_calls": calls,
             }
         )
     return {
@@ -226,6 +255,7 @@ def bench_decode(
         "dtype": str(dtype).removeprefix("torch."),
         "bandwidth_gb_s": bandwidth / 1e9,
         "weight_bytes": weights,
+        "peers": {name: peer.started["versions"] for name, peer in others.items()},
         "rows": rows,
     }
 

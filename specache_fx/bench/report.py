@@ -87,7 +87,7 @@ def decode_tables(result: Mapping[str, Any], base: str) -> list[Table]:
             ),
             "-" if row["copy_ms"] is None else f"{row['copy_ms']:.2f}",
             "-" if row["hidden_share"] is None else f"{row['hidden_share']:.0%}",
-            f"{row['operator_calls']:.0f}",
+            "-" if row["operator_calls"] is None else f"{row['operator_calls']:.0f}",
         )
     return [times, sizes]
 

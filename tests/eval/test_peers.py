@@ -12,10 +12,11 @@ import pytest
 from specache_fx.errors import ConfigError
 from specache_fx.eval.bench import Bench, Method
 from specache_fx.eval.methods.press import PRESSES
-from specache_fx.eval.peers import VARIABLE, PeersError, find_python
+from specache_fx.eval.peers import VARIABLE, find_python
 from specache_fx.eval.tasks import make_samples
 from specache_fx.eval.text import read_windows
 from specache_fx.examples.needle import make_prompts
+from specache_fx.worker_process import WorkerError
 
 with_peers = pytest.mark.skipif(
     VARIABLE not in os.environ, reason=f"{VARIABLE} names no Python with kvpress (make peers)"
@@ -104,7 +105,9 @@ def test_environment_of_this_folder_is_found(monkeypatch: pytest.MonkeyPatch, tm
 @pytest.mark.slow
 def test_worker_tells_what_failed_and_goes_on(bench: Bench) -> None:
     short, long = (make_samples("single", bench, num_prompts=1, length=n, seed=0) for n in (40, 200))
-    with pytest.raises(PeersError, match="AssertionError: Query length 36 should be greater than the window"):
+    with pytest.raises(
+        WorkerError, match="AssertionError: Query length 36 should be greater than the window"
+    ):
         bench.run(Method.of("press:snapkv", ratio=0.5), short)
     assert bench.run(Method.of("press:snapkv", ratio=0.0), long).score == 1
 
@@ -113,7 +116,7 @@ def test_environment_without_kvpress_is_named(bench: Bench) -> None:
     asked = make_samples("multikey", bench, num_prompts=1, length=200, seed=0)
     with (
         Bench("needle", dtype="float32", peers_python=sys.executable) as other,
-        pytest.raises(PeersError, match=r"has no kvpress: `make peers` makes one that has"),
+        pytest.raises(WorkerError, match=r"has no kvpress: `make peers` makes one that has"),
     ):
         other.run(Method.of("press:snapkv", ratio=0.5), asked)
 
@@ -125,6 +128,6 @@ def test_worker_that_does_not_start_is_named(bench: Bench, tmp_path: Path) -> No
     asked = make_samples("multikey", bench, num_prompts=1, length=200, seed=0)
     with (
         Bench("needle", dtype="float32", peers_python=str(python)) as other,
-        pytest.raises(PeersError, match=r"worker ended \(no Python here\)\. `make peers` makes"),
+        pytest.raises(WorkerError, match=r"worker ended \(no Python here\)\. `make peers` makes"),
     ):
         other.run(Method.of("press:snapkv", ratio=0.5), asked)

@@ -1,0 +1,76 @@
+"""OpenVINO and llama.cpp beside us: the same weights give the same tokens, and what is missing is named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from specache_fx.bench import cpu_peers
+from specache_fx.bench.cpu_peers import PEERS, CpuPeer
+from specache_fx.bench.decode import ModelSize, bench_decode, methods
+from specache_fx.errors import ConfigError
+from specache_fx.worker_process import WorkerError
+
+SIZE = ModelSize(layers=2, hidden=64, intermediate=96, num_heads=4, num_kv_heads=2, head_dim=16, vocab=64)
+CPU = torch.device("cpu")
+
+
+def _is_missing() -> bool:
+    try:
+        cpu_peers.find_python()
+    except ConfigError:
+        return True
+    return False
+
+
+with_peers = pytest.mark.skipif(_is_missing(), reason="`make peers-cpu` was not run")
+
+
+@with_peers
+@pytest.mark.nightly
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", PEERS)
+def test_peer_decodes_the_tokens_of_transformers(name: str, dtype: str, tmp_path: Path) -> None:
+    model = SIZE.build(getattr(torch, dtype), CPU)
+    model.save_pretrained(tmp_path)
+    cache, token, wanted = DynamicCache(), torch.full((2, 1), 7), []
+    for _ in range(12):
+        out = model(input_ids=token, past_key_values=cache, use_cache=True)
+        token = out.logits[:, -1:].argmax(-1)
+        wanted.append(token[:, 0].tolist())
+    peer = CpuPeer(name, tmp_path, dtype, batch=2, kv_len=0, room=20, threads=2)
+    try:
+        assert peer.ask({"steps": 12})["tokens"] == wanted
+    finally:
+        peer.close()
+
+
+@with_peers
+@pytest.mark.nightly
+def test_peers_take_their_turns_beside_us() -> None:
+    chosen = {name: method for name, method in methods([2]).items() if name == "specache 2-bit"}
+    found = bench_decode(SIZE, 2, 200, chosen, torch.float32, 2, 3, CPU, peers=tuple(PEERS))
+    rows = {row["name"]: row for row in found["rows"]}
+    assert list(rows) == ["specache 2-bit", *PEERS] and set(found["peers"]) == set(PEERS)
+    assert all(row["calls"] == 6 and row["median_ms"] > 0 for row in rows.values())
+    pairs = 2 * 2 * 200 * SIZE.layers * SIZE.num_kv_heads * SIZE.head_dim  # keys and values of both sequences
+    assert rows["llama.cpp, f16 KV"]["device_bytes"] == 2 * pairs
+    assert pairs < rows["OpenVINO, u8 KV"]["device_bytes"] < 2 * pairs
+
+
+def test_missing_environment_says_how_to_make_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPECACHE_PEERS_CPU", "/nowhere")
+    with pytest.raises(ConfigError, match=r"--peers.*/nowhere is no file\. Make it with `make peers-cpu`"):
+        cpu_peers.find_python()
+
+
+def test_worker_that_does_not_start_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho no Python here >&2\nexit 1\n")
+    python.chmod(0o755)
+    monkeypatch.setenv("SPECACHE_PEERS_CPU", str(python))
+    with pytest.raises(WorkerError, match=r"ended \(no Python here\)\. `make peers-cpu` makes"):
+        CpuPeer("OpenVINO, u8 KV", tmp_path, "float32", 1, 8, 8, 1)
