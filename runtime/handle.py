@@ -22,6 +22,7 @@ copy any more. Code outside of graphs doesn't get so far: to it a handle is a `H
 
 from __future__ import annotations
 
+import itertools
 import os
 import secrets
 from collections.abc import Sequence
@@ -100,27 +101,42 @@ def unfit_reason(dtype: torch.dtype, head_dim: int) -> str | None:
     return None
 
 
-def _encode(session: int, slot: int, rows: Sequence[int], head_dim: int, dtype: torch.dtype) -> torch.Tensor:
-    """The rows `[len(rows), head_dim]` of a slot, on the CPU: the code, then filler with numbers in it."""
+def _encode(
+    session: int, slots: Sequence[int], batch: int, head_dim: int, dtype: torch.dtype
+) -> torch.Tensor:
+    """The rows `[len(slots), batch, head_dim]` of slots, on the CPU: the code, then filler with numbers in it."""
     box = _BOXES[dtype]
-    coded = torch.full((len(rows), head_dim), box.quiet_nan + _FILLER, dtype=torch.int64, device="cpu")
-    coded[:, : box.code_length] = box.quiet_nan
-    for i, row in enumerate(rows):
+    parts = []  # of each code, one an element
+    for slot, row in itertools.product(slots, range(batch)):
         code, shift = 0, 0
         for (_, bits), value in zip(_FIELDS, (MAGIC, session, slot, row, _process.number), strict=True):
             code |= value << shift
             shift += bits
-        for element in range(box.code_length):
-            coded[i, element] += (code >> (element * box.bits)) & ((1 << box.bits) - 1)
+        parts.append([code >> at * box.bits & (1 << box.bits) - 1 for at in range(box.code_length)])
+    coded = torch.full(
+        (len(slots), batch, head_dim), box.quiet_nan + _FILLER, dtype=torch.int64, device="cpu"
+    )
+    codes = torch.tensor(parts, dtype=torch.int64, device="cpu").view(len(slots), batch, box.code_length)
+    coded[..., : box.code_length] = box.quiet_nan + codes
     place = torch.arange(head_dim, device="cpu")
     numbers = (place >= box.code_length) & (
         (place % _NUMBER_EVERY == _NUMBER_EVERY - 1) | (place == head_dim - 1)
     )
+    rows = torch.arange(batch, device="cpu")[:, None] << 12
     seeds = (
-        (torch.tensor(rows, dtype=torch.int64, device="cpu")[:, None] << 12) + place + (slot << 40) + session
+        (torch.tensor(slots, dtype=torch.int64, device="cpu")[:, None, None] << 40) + rows + place + session
     )
     coded = torch.where(numbers, _as_integers(_numbers(_hash(seeds)), dtype), coded)
     return coded.to(box.integer).view(dtype)
+
+
+def _all_rows(session: int, dims: Sequence[int], batch: int, dtype: torch.dtype) -> torch.Tensor:
+    """The rows of all slots, of `dims[slot]` elements each, one behind the other: 1-D."""
+    rows: dict[int, torch.Tensor] = {}
+    for dim in set(dims):
+        slots = [slot for slot, other in enumerate(dims) if other == dim]
+        rows |= zip(slots, _encode(session, slots, batch, dim, dtype).flatten(1), strict=True)
+    return torch.cat([rows[slot] for slot in range(len(dims))])
 
 
 def _hash(place: torch.Tensor) -> torch.Tensor:
@@ -196,12 +212,7 @@ def matches(copies: Sequence[torch.Tensor], session: int, batch: int, rows: Sequ
     dtype, device = copies[0].dtype, copies[0].device
     if any((copy.dtype, copy.device) != (dtype, device) for copy in copies):
         return False
-    coded = torch.cat(
-        [
-            _encode(session, slot, range(batch), copy.shape[3], dtype).flatten()
-            for slot, copy in enumerate(copies)
-        ]
-    )
+    coded = _all_rows(session, [copy.shape[3] for copy in copies], batch, dtype)
     longest = max(copy.shape[2] + copy.shape[3] + _HEAD_STRIDE * copy.shape[1] for copy in copies)
     storage = torch.cat([coded, _ruler(len(coded), len(coded) + longest, dtype)])
     storage = storage.view(_BOXES[dtype].integer).to(device)
@@ -252,11 +263,8 @@ def issue(
     Returns:
         One handle per slot, `[batch, num_kv_heads, kv_len, head_dim]`.
     """
-    rows = [
-        _encode(session, slot, range(batch), dim, dtype).flatten()
-        for slot, (_, dim) in enumerate(heads_and_dims)
-    ]
-    storage = torch.cat(rows).to(device).untyped_storage()
+    coded = _all_rows(session, [dim for _, dim in heads_and_dims], batch, dtype)
+    storage = coded.to(device).untyped_storage()
     handles, offset = [], 0
     for heads, dim in heads_and_dims:
         handles.append(_look(storage, dtype, device, offset, (batch, heads, kv_len, dim)))
