@@ -6,8 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from benchmarks.real import page
 
 ROOT = Path(__file__).resolve().parents[1]
