@@ -118,7 +118,7 @@ def _fits(node: Node) -> bool:
         return False
     if x.device.type != "cpu" or x.dtype not in DTYPES or w.dtype is not x.dtype or not w.is_contiguous():
         return False
-    few = 0 < x.shape[0] <= MAX_ROWS if node.target is not F.linear else w.dim() == 2
+    few = 0 < x.shape[0] <= MAX_ROWS if node.target is not F.linear else w.dim() == 2 <= x.dim()
     # With a bias, bfloat16 would be rounded twice.
     return bool(few) and w.shape[1] > 0 and not (bias is not None and x.dtype is torch.bfloat16)
 

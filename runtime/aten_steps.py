@@ -17,6 +17,7 @@ from dataclasses import replace
 import torch
 
 from specache_fx.config import SpecacheConfig
+from specache_fx.runtime import triton_ops
 from specache_fx.runtime.device_steps import DeviceSteps
 from specache_fx.runtime.kernels import DecodeInputs, Kernel
 from specache_fx.runtime.layer_cache import LayerCache
@@ -58,9 +59,8 @@ class AtenSteps(DeviceSteps):
         self._attention, self._select, self._tiered = kernel, select, tiered
         self._selects_first = config.lookahead == "none"
         self._is_full = False
-        self._shown: dict[
-            int, torch.Tensor
-        ] = {}  # of the step under way, by the first layer of those that are alike
+        # Of the step under way, by the first layer of those that are alike and what an arena has room for.
+        self._shown: dict[tuple[int, int, int], torch.Tensor] = {}
 
     @classmethod
     def of(
@@ -75,6 +75,8 @@ class AtenSteps(DeviceSteps):
         """The steps of a session, or None where a thread brings its rows: no captured step can wait for that."""
         if transfer is not None and not isinstance(transfer, KernelTransfer):
             return None
+        if triton_ops.unavailable_reason(device) is not None:
+            return None  # it tells the lengths
         return cls(config, kernel, select, tiered, transfer, device)
 
     def tell(self, layers: Mapping[int, LayerState], facts: StepFacts) -> None:
@@ -85,8 +87,8 @@ class AtenSteps(DeviceSteps):
 
     @property
     def is_plain(self) -> bool:
-        """See `DeviceSteps`; and much of the room is in use."""
-        return self._is_full and super().is_plain
+        """See `DeviceSteps`; and much of the room is in use, and the step is captured: else this form gains nothing."""
+        return self.captures and self._is_full and super().is_plain
 
     def restart(self) -> None:
         """See `DeviceSteps`."""
@@ -142,9 +144,10 @@ class AtenSteps(DeviceSteps):
     def _inputs(self, layer: int, cache: LayerState, call: LayerCall, stored: StoredTokens) -> DecodeInputs:
         """A full arena, and of it hidden what holds no token."""
         inputs = cache.inputs_at_any_length(call)
-        shown = self._shown.get(self._alike[layer])
+        key = self._alike[layer], inputs.num_quantized, inputs.window_len
+        shown = self._shown.get(key)
         if shown is None:
-            shown = self._shown[self._alike[layer]] = _shown(inputs, stored)
+            shown = self._shown[key] = _shown(inputs, stored)
         return replace(inputs, key_mask=shown) if inputs.visible is None else replace(inputs, visible=shown)
 
 

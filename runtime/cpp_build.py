@@ -39,12 +39,16 @@ class BuildError(Exception):
     """A library can't be built or loaded here; the message says why."""
 
 
+class CompilerError(BuildError):
+    """The compiler does not take the sources or the flags."""
+
+
 @dataclass(frozen=True)
 class InstructionSet:
     """A variant of the sources.
 
     Attributes:
-        name: As in the names of the headers, `isa_<name>.h`.
+        name: Of the libraries.
         flags: For the compiler.
         cpu_flags: What the processor has to have, in the words of Linux.
     """
@@ -138,7 +142,8 @@ def load_best(name: str, *, with_torch: bool = False) -> ctypes.CDLL:
     for instruction_set in usable_instruction_sets():
         try:
             return load_library(name, SOURCES, instruction_set, with_torch=with_torch)
-        except BuildError as error:
+        except CompilerError as error:
+            _log.info("%s for %s: %s", name, instruction_set, error)
             errors.append(error)
     raise errors[0]
 
@@ -201,7 +206,7 @@ def _build(command: Sequence[str], library: Path) -> None:
                 first = next(
                     (line for line in done.stderr.splitlines() if "error" in line), done.stderr[:300]
                 )
-                raise BuildError(f"{command[0]} failed: {first.strip()}; set CXX to another C++ compiler")
+                raise CompilerError(f"{command[0]} failed: {first.strip()}; set CXX to another C++ compiler")
             seal(built, library)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise BuildError(f"{library} can't be built ({error})") from error

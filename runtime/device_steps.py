@@ -32,7 +32,8 @@ class DeviceSteps:
         device: Where it is.
         kernel: See `WholeSteps`.
         generation: Another number when a tensor lies elsewhere than before: what was captured then is void.
-        plain_alone: A step that is not plain is left to the five operators (`DecodeStep.by_operators`).
+        plain_alone: A step that is not plain is left to the operators (`DecodeStep.by_operators`).
+        captures: The step that runs next is captured or replayed, if it is plain.
     """
 
     kernel: str
@@ -40,7 +41,7 @@ class DeviceSteps:
 
     def __init__(self, device: torch.device, top_k: int, transfer: KernelTransfer | None) -> None:
         self.device, self._top_k, self._transfer = device, top_k, transfer
-        self.generation = 0
+        self.generation, self.captures = 0, False
         self._arenas: dict[int, weakref.ref[LayerTensors]] = {}  # that the last step ran in
         self._stored: dict[int, StoredTokens] = {}  # by the first layer of those that are alike
         self._alike: dict[int, int] = {}
@@ -175,7 +176,7 @@ class DeviceSteps:
             return run, late
         if facts.biases or facts.missed is not None or facts.counts is not None:
             self.join()  # they are read beside, and the caller may drop them
-        if facts.counts is not None:
+        if facts.counts is not None and run:
             assert self._counts is not None
             facts.counts.add_(self._counts)
         return run, late

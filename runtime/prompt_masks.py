@@ -172,16 +172,31 @@ def _sdpa(
     shares = num_heads != heads
     if shares and mask is not None and (not _reads_shared(query) or q_len * num_heads <= _FEW * heads):
         # Queries of a group, one behind the other: the kernels that take a mask read keys of each query's head.
-        rows = query.reshape(batch, heads, -1, query.shape[3])
-        mask = torch.cat([mask] * (num_heads // heads), dim=-2)
-        out = F.scaled_dot_product_attention(rows, key, value, mask, scale=scale)
-        return out.reshape(batch, num_heads, q_len, -1)
-    if shares and query.device.type == "cuda" and query.dtype == torch.float32:
+        parts = []
+        for queries, seen in zip(query.split(_BLOCK, 2), _rows_of(mask, q_len), strict=True):
+            rows = queries.reshape(batch, heads, -1, query.shape[3])
+            shown = torch.cat([seen] * (num_heads // heads), dim=-2)
+            part = F.scaled_dot_product_attention(rows, key, value, shown, scale=scale)
+            parts.append(part.reshape(batch, num_heads, queries.shape[2], -1))
+        return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
+    if shares and query.device.type == "cuda" and not _flash_takes(query, value):
         key, value = (side.repeat_interleave(num_heads // heads, dim=1) for side in (key, value))
         shares = False
     return F.scaled_dot_product_attention(
         query, key, value, mask, is_causal=is_causal, scale=scale, enable_gqa=shares
     )
+
+
+def _rows_of(mask: torch.Tensor, q_len: int) -> tuple[torch.Tensor, ...]:
+    """A mask's rows, `_BLOCK` queries at a time."""
+    return mask.expand(*mask.shape[:-2], q_len, mask.shape[-1]).split(_BLOCK, -2)
+
+
+def _flash_takes(query: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether a GPU's FlashAttention does: of its kernels the one that reads keys which heads share."""
+    half = query.dtype in (torch.float16, torch.bfloat16)
+    dims = query.shape[3] == value.shape[3] <= 256
+    return half and dims and torch.cuda.get_device_capability(query.device) >= (8, 0)
 
 
 def _reads_shared(query: torch.Tensor) -> bool:

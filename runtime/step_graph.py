@@ -100,6 +100,11 @@ class StepGraph:
         self._results: Sequence[Any] = ()
         self._replay: Replay | None = None
 
+    @property
+    def records(self) -> bool:
+        """Whether steps are captured: no capture has failed."""
+        return self._recorder is not None
+
     def run(
         self,
         compiled: Callable[..., Sequence[Any]],

@@ -325,10 +325,11 @@ class Decode:
     def _run(self, made: DecodeGraph, inputs: list[Any], session: Session) -> Sequence[Any]:
         """The graph's results: launched one by one, or captured and replayed."""
         steps, flat = session.steps, flatten(inputs)
-        captures = made.is_capturable and session.graph is not None and not is_recording()
-        if not captures or not isinstance(steps, DeviceSteps) or not steps.is_plain:
+        if not isinstance(steps, DeviceSteps) or session.graph is None:
             return made.compiled(*flat, session.state)
-        assert session.graph is not None
+        steps.captures = made.is_capturable and session.graph.records and not is_recording()
+        if not steps.captures or not steps.is_plain:
+            return made.compiled(*flat, session.state)
         return session.graph.run(made.compiled, flat, made.moving, session.state, steps)
 
     def _fall_back(self, reason: str) -> None:

@@ -71,7 +71,11 @@ class WorkerProcess:
             text=True,
             env=environment,
         )
-        self.started = self._answer()
+        try:
+            self.started = self._answer()
+        except WorkerError:
+            self.close()
+            raise
 
     def ask(self, request: dict[str, Any]) -> dict[str, Any]:
         """Send a request and wait for its answer.

@@ -23,7 +23,7 @@ struct SpecacheProducts {
 namespace specache {
 
 constexpr int kPassRows = 8;                      // multiplied at once; sums of more don't fit in registers
-constexpr int64_t kMostTaskBytes = 1 << 17;       // of weights: microseconds of reading, and they stay near for each pass
+constexpr int64_t kMostTaskBytes = 1 << 17;       // of weights, or a few rows: they stay near for each pass
 constexpr int64_t kLeastTaskBytes = 1 << 14, kTasksAThread = 8;
 
 // How a weight and rows are multiplied: `kStep` of their elements at once, into sums of float32.
@@ -153,7 +153,7 @@ void share_out(const SpecacheProducts& p, int64_t multiple, const Part& part) {
     starts[i] = num_tasks;
     num_tasks += (p.out[i] + per_task - 1) / per_task;
   }
-  const int64_t threads = num_tasks < 2 * p.threads ? 1 : p.threads;
+  const int64_t threads = num_tasks < 4 ? 1 : num_tasks / 2 < p.threads ? num_tasks / 2 : p.threads;
   std::atomic<int64_t> next{0};
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {

@@ -201,6 +201,9 @@ def test_products_of_tokens_that_follow_a_cache_are_the_operators_however_many_t
     assert count(few_row_products(gm, STATE), linear) == 3  # a prompt's
     gm = few_row_products(gm, extend)
     assert (count(gm, PRODUCTS), count(gm, linear)) == (2, 0)
+    flat = torch.fx.symbolic_trace(lambda x, w: linear(x[0, -1], w))  # one row, in no dimension of its own
+    FakeTensorProp(flat).propagate(*inputs[:2])
+    assert count(few_row_products(flat, extend), linear) == 1
     for tokens in (3, 40):
         x = torch.randn(2, tokens, 5)
         torch.testing.assert_close(gm(x.clone(), *inputs[1:]), layer(x.clone(), *inputs[1:]))

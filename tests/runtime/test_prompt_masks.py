@@ -103,6 +103,29 @@ def test_attention_by_the_rule_is_that_of_the_mask(
     assert bool(masks._made) == (window is None and q_len <= block and not causal)
 
 
+@pytest.mark.parametrize("shape", [(7, 7), (1, 7, 7), (3, 1, 7, 7)], ids=str)
+@pytest.mark.parametrize("is_bool", [True, False])
+@pytest.mark.parametrize("block", [3, 512])
+@pytest.mark.parametrize("reads_shared", [True, False])
+def test_queries_of_a_group_follow_any_mask(
+    shape: tuple[int, ...], is_bool: bool, block: int, reads_shared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    mask = torch.randn(shape, generator=generator)
+    mask = mask > -1 if is_bool else mask
+    query = torch.randn(3, 6, 7, 8, generator=generator)
+    key, value = torch.randn(2, 3, 2, 7, 8, generator=generator).unbind()
+    monkeypatch.setattr(prompt_masks, "_BLOCK", block)
+    monkeypatch.setattr(prompt_masks, "_reads_shared", lambda query: reads_shared)
+    masks = prompt_masks.PromptMasks(
+        [prompt_masks.PromptMask(torch.fx.symbolic_trace(lambda mask: (mask,)), (0,))], [mask]
+    )
+    other = torch.tensor(OTHER)
+    out = prompt_masks.attend(masks, query, key, value, other, torch.ones(7, dtype=torch.bool), 0, 0.3)
+    repeated = (side.repeat_interleave(3, 1) for side in (key, value))
+    torch.testing.assert_close(out, F.scaled_dot_product_attention(query, *repeated, mask, scale=0.3))
+
+
 def test_another_mask_is_made_once_for_all_layers() -> None:
     graph = torch.fx.symbolic_trace(lambda x: (x > 0,))
     numbers = torch.randn(1, 1, 4, 4, generator=torch.Generator().manual_seed(0))
