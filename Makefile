@@ -81,8 +81,8 @@ $(PEERS)/installed:
 
 peers: $(PEERS)/installed
 
-# What a CPU's user would pick instead, for `specache-fx bench decode --peers`. llama.cpp is built for this processor,
-# which takes 15 minutes on 2 cores. optimum-intel wants no torchvision, and its own dependencies bring one.
+# OpenVINO and llama.cpp for `specache-fx bench decode --peers`. llama.cpp is built for this processor, which takes 5
+# minutes on 2 cores. A CPU build of torch can't load the torchvision that optimum-intel brings, and needs none.
 PEERS_CPU := .venv-peers-cpu
 $(PEERS_CPU)/installed:
 	test -x $(PEERS_CPU)/bin/python || $(PYTHON) -m venv $(PEERS_CPU)

@@ -8,9 +8,9 @@ general product, whose packing costs more than the arithmetic, and reads the wei
 gives it: see `runtime/native/graph_ops.py`. Products of the same rows are one call, as far as their weights are
 inputs of the graph and nothing is written in place between them.
 
-Tokens that follow a cache may be few, too: a question about a document. How many a call has is known when it runs. So
-all products of such a graph are the operator's, `linear(x, w, b)` with x `[batch, q_len, in]`, which leaves many rows
-to BLAS. A prompt's stay: its time is in its arithmetic.
+Tokens that follow a cache may be few, too: a question about a document. Their number is known when the graph runs. So
+the operator takes all products of such a graph, `linear(x, w, b)` with x `[batch, q_len, in]`, and leaves many rows to
+BLAS. A prompt keeps its products: arithmetic bounds them.
 
 It matches float32 on the CPU, and bfloat16 without a bias; weights that lie row by row.
 """

@@ -109,6 +109,12 @@ def _match(
     if core.problem is not None:
         raise NoMatch(*core.problem)
     _check_mask(core, keys, values)
+    # By repeat_kv: the cache lacks later writes to the copy. An expansion has those to its own.
+    for copied in () if reading.is_expanded else (core.key, core.value):
+        if write := next(iter(log.between(copied, copied, core.node)), None):
+            raise NoMatch(
+                f"{described(write)} writes to the keys or values that it reads, after they were cached"
+            )
     for side in (keys, values):
         # What is stored is read where the attention is.
         end = output_node(gm.graph)

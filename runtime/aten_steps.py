@@ -1,12 +1,11 @@
 """`AtenSteps`: a layer's plain decode step by any kernel, as if the arena were full.
 
-    attention (what holds no token yet is masked) -> append -> select -> copy -> hit rates
+    attention (rows without a token are masked) -> append -> select -> copy -> hit rates
     lookahead "none":  attention -> select -> copy -> attention -> append
 
-For all that `TritonSteps` has no launches for: `policy="kcache"`, lookahead "none", sinks, other quantisers and
-selectors. The kernel reads all rows that there is room for. A mask hides those without a token, by lengths in the
-device's memory. So shapes stay, and the step can be captured. Steps that are not plain run operator by operator, on the
-same tensors.
+`TritonSteps` has no launches for `policy="kcache"`, lookahead "none", sinks, other quantisers and selectors. The
+kernel reads all rows that there is room for. A mask hides those without a token, by lengths in the device's memory. So
+shapes stay, and the step can be captured. All other steps run operator by operator, on the same tensors.
 """
 
 from __future__ import annotations
@@ -102,11 +101,14 @@ class AtenSteps(DeviceSteps):
 
     def _step(self, layer: int, cache: LayerState, call: LayerCall, stored: StoredTokens) -> torch.Tensor:
         transfer = None if cache.is_exact else self._transfer
+        scored = min(call.scored_lanes or 0, len(call.query)) if transfer is not None else 0
+        call = replace(call, scored_lanes=scored)
         if transfer is not None and self._selects_first:
             with span("select", device=self.device, layer=layer):
                 _, scores = self._attention.attention(self._inputs(layer, cache, call, stored))
                 self._choose(layer, scores)
                 transfer.copy(layer, stored.num_quantized)
+            call = replace(call, scored_lanes=0)
         if transfer is not None:
             staging = transfer.staging(layer)
             call = replace(call, staged=(staging.rows, staging.indices))
@@ -126,7 +128,7 @@ class AtenSteps(DeviceSteps):
         """Have the slots ask for the top-k by the scores of an attention; see `DecodeStep.select`."""
         facts, transfer, cache = self._facts, self._transfer, self._tiered[layer]
         assert facts is not None and transfer is not None
-        # What holds no code has a score below 0, as padding has.
+        # Rows without a token have scores below 0, as padding has.
         room = cache.room - cache.tensors.window[0].shape[2]
         scores = scores[..., :room]
         if cache.sinks is not None:
@@ -142,7 +144,7 @@ class AtenSteps(DeviceSteps):
         staging.wanted.copy_(self._select(chooses, self._top_k))
 
     def _inputs(self, layer: int, cache: LayerState, call: LayerCall, stored: StoredTokens) -> DecodeInputs:
-        """A full arena, and of it hidden what holds no token."""
+        """A full arena, whose rows without a token are hidden."""
         inputs = cache.inputs_at_any_length(call)
         key = self._alike[layer], inputs.num_quantized, inputs.window_len
         shown = self._shown.get(key)

@@ -129,9 +129,9 @@ class Session:
             self.table.open(kernel, self.quantizer, transfer, config.aggregation)
             of_device = TritonSteps.of(config, kernel, self.quantizer, transfer, self.device)
             self.steps = self.table if self.table.serves else of_device
-        recorder = recorder_of(self.device) if config.cuda_graphs and self.steps is not self.table else None
+        recorder = recorder_of(self.device) if config.cuda_graphs else None
         if recorder is not None:
-            if self.steps is None:  # what comes of it is a captured step alone
+            if self.steps is None:  # `AtenSteps` serve captured steps alone
                 self.steps = AtenSteps.of(
                     config, kernel, self.select_pairs, self.tiered, transfer, self.device
                 )

@@ -106,7 +106,8 @@ class SpecacheConfig:
         lowering: "inductor" compiles the rewritten graphs; "eager" runs them as they are (no compile time).
         cuda_graphs: "auto" (the default) captures the decode step as a CUDA graph and replays it, on a GPU; False never
             does. Steps in which a group fills, a mask moves or something is traced run launch by launch in between. So
-            do all steps of latent attention, of layers that attentions share, and with `host="disk"`.
+            do all steps of latent attention, of layers that attentions share, and with `host="disk"`. Where Triton's
+            kernels don't run all of a step, it is captured once half of the memory that is reserved for tokens is used.
         strict: Raise where an attention can't be rewritten, instead of leaving it alone with a warning.
         track_hit_rates: Measure `topk_hit_rate` and `attention_hit_rate` (one more top-k a layer and step, without a
             sort); "steps" keeps them for each step too (`SessionStats.hit_series`, 48 bytes a step).

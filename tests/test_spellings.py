@@ -168,6 +168,16 @@ class KeysWrittenUnderAnotherName(Hooked):
         return x + out.transpose(1, 2).flatten(2), (k, v)
 
 
+class RepeatedKeysWritten(Hooked):
+    """A copy of the keys for each query head, which the cache is not."""
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, hide: Tensor) -> Tensor:
+        q = q.repeat_interleave(2, 1)
+        k, v = (side.repeat_interleave(2, 1) for side in (k, v))
+        k.mul_(1.5)
+        return super().attend(layer, q, k, v, hide)[:, ::2]
+
+
 class QueryScaledBesideItsKeys(Hooked):
     """All three are views of one projection; the query alone is written to."""
 
@@ -183,6 +193,7 @@ class QueryScaledBesideItsKeys(Hooked):
         (BiasWrittenAfterItWasAdded, "may write to its `bias"),
         (QueryWrittenBeforeTheValues, "may write to its `q"),
         (KeysWrittenUnderAnotherName, "writes to its new pairs"),
+        (RepeatedKeysWritten, "writes to the keys or values that it reads"),
         (QueryScaledBesideItsKeys, ""),
     ],
 )

@@ -198,6 +198,15 @@ inline void multiply_bfloat16(const SpecacheProducts& p) {
 
 extern "C" {
 
+// Whether tiles multiply bfloat16 here.
+bool specache_has_tiles() {
+#if defined(SPECACHE_TILES)
+  return specache::Tiles::serve(0);
+#else
+  return false;
+#endif
+}
+
 void specache_products(const SpecacheProducts* p) {
   if (p->bfloat16)
     specache::multiply_bfloat16(*p);

@@ -10,7 +10,6 @@
 #include <unistd.h>
 
 #include <memory>
-#include <new>
 
 #include "vec.h"
 
@@ -26,7 +25,7 @@ class Tiles {
     return usable && in % kDepth == 0;
   }
 
-  // Lays rows `[num_rows][in]` out as tiles: a pair of elements of each row, then the next pair.
+  // Lays rows `[num_rows][in]`, 32 at most, out as tiles: a pair of elements of each row, then the next pair.
   Tiles(const uint16_t* rows, int64_t num_rows, int64_t in)
       : in_(in), num_rows_(num_rows), pairs_(new uint32_t[num_rows * in / 2]) {
     for (int64_t first = 0; first < num_rows; first += kSide) {
@@ -41,27 +40,26 @@ class Tiles {
 
   // Outputs `first` to `end` of a weight `[outs][in]`, to `[num_rows][outs]`.
   void multiply(const uint16_t* weight, int64_t outs, int64_t first, int64_t end, uint16_t* to) const {
-    for (int64_t rows = 0; rows < num_rows_; rows += 2 * kSide) {
-      const int64_t second = num_rows_ - rows > kSide ? width(rows + kSide) : 0;
-      for (int64_t out = first; out < end; out += kOuts) {
-        const int64_t left = end - out;
-        if (out == first || left < kOuts)
-          configure(left < kSide ? left : kSide, left < kSide ? 0 : left < kOuts ? left - kSide : kSide, width(rows), second);
-        float sums[4][kSide * kSide];
-        if (left > kSide)
-          second ? add<true, true>(weight + out * in_, rows, sums) : add<true, false>(weight + out * in_, rows, sums);
-        else
-          second ? add<false, true>(weight + out * in_, rows, sums) : add<false, false>(weight + out * in_, rows, sums);
-        const int64_t count = left < kOuts ? left : kOuts, of_rows = second ? kSide + second : width(rows);
-        const __m512i column = _mm512_slli_epi32(lanes(), 4);
-        for (int64_t r = 0; r < of_rows; r++)
-          for (int64_t o = 0; o < count; o += kSide) {
-            const __mmask16 some = count - o < kSide ? (1u << (count - o)) - 1 : 0xffff;
-            const float* tile = sums[o / kSide * 2 + r / kSide] + r % kSide;
-            const __m512 row = _mm512_mask_i32gather_ps(__m512(), some, column, tile, 4);
-            _mm256_mask_storeu_epi16(to + (rows + r) * outs + out + o, some, (__m256i)_mm512_cvtneps_pbh(row));
-          }
-      }
+    const bool wide = num_rows_ > kSide;
+    for (int64_t out = first; out < end; out += kOuts) {
+      const int64_t left = end - out;
+      if (out == first || left < kOuts)
+        configure(left < kSide ? left : kSide, left < kSide ? 0 : left < kOuts ? left - kSide : kSide);
+      float sums[4][kSide * kSide];
+      const uint16_t* from = weight + out * in_;
+      if (left > kSide)
+        wide ? add<true, true>(from, sums) : add<true, false>(from, sums);
+      else
+        wide ? add<false, true>(from, sums) : add<false, false>(from, sums);
+      const int64_t count = left < kOuts ? left : kOuts;
+      const __m512i column = _mm512_slli_epi32(lanes(), 4);
+      for (int64_t r = 0; r < num_rows_; r++)
+        for (int64_t o = 0; o < count; o += kSide) {
+          const __mmask16 some = count - o < kSide ? (1u << (count - o)) - 1 : 0xffff;
+          const float* tile = sums[o / kSide * 2 + r / kSide] + r % kSide;
+          const __m512 row = _mm512_mask_i32gather_ps(__m512(), some, column, tile, 4);
+          _mm256_mask_storeu_epi16(to + r * outs + out + o, some, (__m256i)_mm512_cvtneps_pbh(row));
+        }
     }
     _tile_release();
   }
@@ -81,33 +79,33 @@ class Tiles {
   int64_t width(int64_t first) const { return num_rows_ - first < kSide ? num_rows_ - first : kSide; }
 
   // Tiles 0 to 3 are sums, by outputs and rows; 4 and 5 are of the weight, 6 and 7 of rows.
-  static void configure(int64_t outs, int64_t more_outs, int64_t rows, int64_t more_rows) {
+  void configure(int64_t outs, int64_t more_outs) const {
     struct {
       uint8_t palette = 1, start = 0, none[14] = {};
       uint16_t bytes[16] = {};
       uint8_t rows[16] = {};
     } c;
-    const int64_t out[] = {outs, more_outs}, width[] = {rows, more_rows};
+    const int64_t out[] = {outs, more_outs}, rows[] = {width(0), num_rows_ > kSide ? width(kSide) : 0};
     for (int i = 0; i < 4; i++) {
-      if (out[i / 2] == 0 || width[i % 2] == 0) continue;
+      if (out[i / 2] == 0 || rows[i % 2] == 0) continue;
       c.rows[i] = out[i / 2];
-      c.bytes[i] = 4 * width[i % 2];
+      c.bytes[i] = 4 * rows[i % 2];
     }
     for (int i = 0; i < 2; i++) {
       c.rows[4 + i] = out[i];
       c.bytes[4 + i] = out[i] == 0 ? 0 : 2 * kDepth;
-      c.rows[6 + i] = width[i] == 0 ? 0 : kDepth / 2;
-      c.bytes[6 + i] = 4 * width[i];
+      c.rows[6 + i] = rows[i] == 0 ? 0 : kDepth / 2;
+      c.bytes[6 + i] = 4 * rows[i];
     }
     _tile_loadconfig(&c);
   }
 
   // TALL: there are more than 16 outputs. WIDE: there are more than 16 rows.
   template <bool TALL, bool WIDE>
-  void add(const uint16_t* weight, int64_t rows, float (&sums)[4][kSide * kSide]) const {
-    const int64_t row_bytes = 2 * in_, near = 4 * width(rows), far = WIDE ? 4 * width(rows + kSide) : 0;
-    const char* from = reinterpret_cast<const char*>(pairs_.get() + rows * in_ / 2);
-    const char* others = reinterpret_cast<const char*>(pairs_.get() + (rows + kSide) * in_ / 2);
+  void add(const uint16_t* weight, float (&sums)[4][kSide * kSide]) const {
+    const int64_t row_bytes = 2 * in_, near = 4 * width(0), far = WIDE ? 4 * width(kSide) : 0;
+    const char* from = reinterpret_cast<const char*>(pairs_.get());
+    const char* others = from + kSide * row_bytes;
     _tile_zero(0);
     if (WIDE) _tile_zero(1);
     if (TALL) _tile_zero(2);

@@ -1,4 +1,4 @@
-"""What a CPU's user would pick instead: OpenVINO and llama.cpp, with the same weights; see `cpu_peers_worker.py`."""
+"""OpenVINO and llama.cpp, which a CPU's user would pick instead, with the same weights; see `cpu_peers_worker.py`."""
 
 from __future__ import annotations
 

@@ -188,8 +188,8 @@ def bench_decode(
         the context), times of a step in ms, `tokens_per_s`, `floor_ms`
         (weights and cache at the memory's bandwidth), `device_bytes`, `host_bytes`, `moved_bytes_per_step`,
         `copy_ms` (of copies in a step), `hidden_share` (of copy time, the share that overlapped compute, as counted in
-        all steps), `hidden_in_trace` (the same, read off the trace of some steps), and `operator_calls` a step. What a
-        peer doesn't say is None.
+        all steps), `hidden_in_trace` (the same, read off the trace of some steps), and `operator_calls` a step. A peer
+        leaves the last six None.
     """
     torch.compiler.reset()  # graphs of another batch or model would count against the limits of compiling
     model = size.build(dtype, device)

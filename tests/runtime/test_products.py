@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import itertools
 import os
 import subprocess
 import sys
@@ -122,6 +124,32 @@ torch.testing.assert_close(multiply(rows, weights), by_blas)
 def test_what_cpp_does_not_multiply_is_refused(rows: Tensor, weight: Tensor, message: str) -> None:
     with pytest.raises(RuntimeError, match=message):
         multiply(rows, [weight])
+
+
+@pytest.mark.parametrize("instruction_set", cpp_build.usable_instruction_sets())
+@pytest.mark.parametrize("dtype", products.DTYPES)
+def test_nothing_is_read_or_written_beside_operands_and_results(
+    instruction_set: str, dtype: torch.dtype
+) -> None:
+    for num_rows, out, width in itertools.product(
+        (1, 5, 16, 17, 32), (1, 15, 16, 17, 31, 33, 70), (32, 96, 100)
+    ):
+        around = torch.full((width + out * width + width,), torch.nan, dtype=dtype)
+        weight = around[width:-width].view(out, width).normal_()
+        rows = torch.randn(num_rows, width).to(dtype)
+        kept = torch.full((num_rows * out + 128,), 7.0, dtype=dtype)
+        result = kept[64:-64].view(num_rows, out)
+        check(rows, [weight], c_products.multiply(instruction_set, rows, [weight], [result]))
+        assert (kept[:64] == 7).all() and (kept[-64:] == 7).all()
+
+
+def test_tiles_multiply_where_processor_and_system_have_them() -> None:
+    ask_for, tile_data = 0x1023, 18  # ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+    for name in cpp_build.usable_instruction_sets():
+        has = name == "avx512_bf16" and {"amx_tile", "amx_bf16"} <= cpp_build.cpu_flags()
+        if has:
+            has = ctypes.CDLL(None).syscall(158, ask_for, tile_data) == 0  # arch_prctl
+        assert c_products.has_tiles(name) == has
 
 
 @pytest.mark.parametrize("dtype", products.DTYPES)

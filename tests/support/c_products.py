@@ -25,10 +25,20 @@ class _ProductsC(ctypes.Structure):
     )
 
 
-def multiply(instruction_set: str, rows: Tensor, weights: list[Tensor]) -> list[Tensor]:
-    """`rows @ weight.T` of up to `MAX_WEIGHTS` weights."""
+def has_tiles(instruction_set: str) -> bool:
+    """Whether AMX multiplies bfloat16."""
+    library = load_library("products", SOURCES, instruction_set)
+    library.specache_has_tiles.restype = ctypes.c_bool
+    return bool(library.specache_has_tiles())
+
+
+def multiply(
+    instruction_set: str, rows: Tensor, weights: list[Tensor], results: list[Tensor] | None = None
+) -> list[Tensor]:
+    """`rows @ weight.T` of up to `MAX_WEIGHTS` weights, to `results` where they are given."""
     rows = rows.contiguous()
-    results = [torch.empty((len(rows), len(weight)), dtype=rows.dtype) for weight in weights]
+    if results is None:
+        results = [torch.empty((len(rows), len(weight)), dtype=rows.dtype) for weight in weights]
     pointers = _address * MAX_WEIGHTS
     arguments = _ProductsC(
         *(
