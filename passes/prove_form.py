@@ -85,6 +85,22 @@ def exact_products() -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
+def _equal_to(symbol: Any, shape_env: Any) -> set[Any]:
+    """A symbol and those that equal it. Dynamo does not always solve a guard `q_len + a == q_len + b` for `a`."""
+    pairs = []
+    for guard in shape_env.guards:
+        if guard.expr.is_Equality and len(guard.expr.free_symbols) > 1:
+            difference = guard.expr.lhs - guard.expr.rhs
+            one, *others = difference.free_symbols
+            if len(others) == 1 and difference in (one - others[0], others[0] - one):
+                pairs.append({one, others[0]})
+    equal, before = {symbol}, 0
+    while len(equal) > before:
+        before = len(equal)
+        equal.update(*(pair for pair in pairs if pair & equal))
+    return equal
+
+
 class Numbers:
     """Random values for the nodes that a proof about `reader` starts from."""
 
@@ -98,7 +114,9 @@ class Numbers:
         if not isinstance(size, torch.SymInt):
             return int(size)
         for symbol in sorted(symbols_of(size), key=str):
-            self.sizes.setdefault(symbol, _SIZES[len(self.sizes) % len(_SIZES)])
+            if symbol not in self.sizes:
+                chosen = _SIZES[len(set(self.sizes.values())) % len(_SIZES)]
+                self.sizes |= dict.fromkeys(_equal_to(symbol, size.node.shape_env), chosen)
         return int(size.node.expr.xreplace(self.sizes))
 
     def value(self, node: Node, spread: float | None) -> Any:

@@ -122,11 +122,11 @@ class DeviceSteps:
 
     @property
     def form(self) -> tuple[Any, ...]:
-        """Of the step that was told: where it and `generation` are the same, so are the launches."""
+        """See `WholeSteps`."""
         facts = self._facts
         assert facts is not None
         told = (part is None for part in (facts.shares, facts.key_mask.real, facts.counts))
-        return (facts.predecodes, facts.scored_lanes, *told)
+        return (self.generation, facts.predecodes, facts.scored_lanes, *told)
 
     def launch(
         self,
@@ -182,16 +182,16 @@ class DeviceSteps:
         return run, late
 
     def join(self) -> None:
-        """Have the model's stream wait for what runs beside."""
+        """See `WholeSteps`."""
         if self._transfer is not None:
             self._transfer.join()
 
     def restart(self) -> None:
-        """Have the layers of the step that was told run, though some seemed to: a capture launches nothing."""
+        """See `WholeSteps`."""
         self._run = []
 
     def replayed(self) -> None:
-        """Note that what was captured has run: all layers of the step."""
+        """See `WholeSteps`."""
         self._run = list(self._caches)
 
     def check(self, error: RuntimeError) -> None:

@@ -16,6 +16,7 @@ import torch
 from specache_fx.config import SpecacheConfig
 from specache_fx.errors import CacheHandleError, UnsupportedGraphError
 from specache_fx.runtime.aten_steps import AtenSteps
+from specache_fx.runtime.cpu_recorder import CpuRecorder
 from specache_fx.runtime.handle import MAX_SESSION
 from specache_fx.runtime.handle_tensor import Lease
 from specache_fx.runtime.host_cache import HostCache, resolve_host
@@ -129,8 +130,11 @@ class Session:
             self.table.open(kernel, self.quantizer, transfer, config.aggregation)
             of_device = TritonSteps.of(config, kernel, self.quantizer, transfer, self.device)
             self.steps = self.table if self.table.serves else of_device
-        recorder = recorder_of(self.device) if config.cuda_graphs else None
-        if recorder is not None:
+        if not config.cuda_graphs:
+            return
+        if self.steps is self.table:
+            self.graph = StepGraph(CpuRecorder())
+        elif (recorder := recorder_of(self.device)) is not None:
             if self.steps is None:  # `AtenSteps` serve captured steps alone
                 self.steps = AtenSteps.of(
                     config, kernel, self.select_pairs, self.tiered, transfer, self.device

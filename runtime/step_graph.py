@@ -1,12 +1,15 @@
-"""`StepGraph`: the plain decode step of one session, captured once as a CUDA graph and replayed.
+"""`StepGraph`: the decode step of one session, captured once and replayed.
 
-    step 1 of a form and generation   runs: kernels compile and are tuned, memory is allocated
-    step 2                            is captured, and replayed
-    step 3 ...                        inputs are copied to where the graph reads them; it is replayed
+    step 1 of a form   runs: kernels compile and are tuned, memory is allocated
+    step 2             is captured, and replayed
+    step 3 ...         inputs are copied to where the graph reads them; it is replayed
 
-A step is plain where `DeviceSteps.is_plain` says so. All others run as they are, on the same tensors, and leave the
-captured one valid: a group fills, pre-decode, refetch, masks that move, tracing. It is void when a tensor that it reads
-has moved (an arena that grew, a table, a weight), and when another form comes twice.
+On a GPU it is a CUDA graph, of plain steps (`DeviceSteps.is_plain`). All others run as they are, on the same tensors,
+and leave the captured one valid: a group fills, pre-decode, refetch, masks that move, tracing. On the CPU it is a list
+of C++ calls, of any step: they read what is to be done from `state` (`CpuRecorder`).
+
+What was captured is void when a tensor that it reads has moved, and when another form comes twice. A weight may move;
+on a GPU also an arena that grows, or a table.
 """
 
 from __future__ import annotations
@@ -20,22 +23,34 @@ from typing import Any, Protocol
 import torch
 
 from specache_fx._log import warn_once
-from specache_fx.runtime.device_steps import DeviceSteps
+from specache_fx.runtime.whole_steps import WholeSteps
 
 _log = logging.getLogger(__name__)
 
+Compiled = Callable[..., Sequence[Any]]
 Run = Callable[[], Sequence[Any]]
 Replay = Callable[[], None]
+
+
+class NotCapturedError(Exception):
+    """A step can't be captured, and nothing of it has run; the message says why."""
 
 
 class Recorder(Protocol):
     """Notes what a step launches."""
 
-    def record(self, run: Run) -> tuple[Sequence[Any], Replay]:
+    def record(self, run: Run, compiled: Compiled) -> tuple[Sequence[Any], Replay | None]:
         """Have `run`'s launches take place once, and note them.
 
+        Args:
+            run: Runs a step.
+            compiled: Its graph, which `run` calls.
+
         Returns:
-            Its results, which each replay writes anew, and what replays it.
+            Its results, which each replay writes anew, and what replays it; None where nothing can.
+
+        Raises:
+            NotCapturedError: See there.
         """
 
 
@@ -50,16 +65,19 @@ class CudaRecorder:
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
 
-    def record(self, run: Run) -> tuple[Sequence[Any], Replay]:
+    def record(self, run: Run, compiled: Compiled) -> tuple[Sequence[Any], Replay]:
         """See `Recorder`."""
         graph = torch.cuda.CUDAGraph()
-        # Other threads may allocate meanwhile: the host tier reserves ahead in one.
-        with (
-            torch.cuda.device(self._device),
-            _uncollected(),
-            torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"),
-        ):
-            results = run()
+        try:
+            # Other threads may allocate meanwhile: the host tier reserves ahead in one.
+            with (
+                torch.cuda.device(self._device),
+                _uncollected(),
+                torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"),
+            ):
+                results = run()
+        except Exception as error:
+            raise NotCapturedError((str(error).strip().splitlines() or [type(error).__name__])[0]) from error
         graph.replay()
         return results, graph.replay
 
@@ -107,11 +125,11 @@ class StepGraph:
 
     def run(
         self,
-        compiled: Callable[..., Sequence[Any]],
+        compiled: Compiled,
         inputs: Sequence[torch.Tensor],
         moving: Sequence[int],
         state: torch.Tensor,
-        steps: DeviceSteps,
+        steps: WholeSteps,
     ) -> Sequence[Any]:
         """Run a plain step.
 
@@ -130,7 +148,7 @@ class StepGraph:
         still = [tensor.data_ptr() for tensor in inputs]
         for i in moving:
             still[i] = 0
-        key = (compiled, steps.generation, steps.form, tuple(still))
+        key = (compiled, steps.form, tuple(still))
         if key != self._key:
             if key == self._ran:
                 self._drop()
@@ -148,11 +166,11 @@ class StepGraph:
     def _capture(
         self,
         key: tuple[Any, ...],
-        compiled: Callable[..., Sequence[Any]],
+        compiled: Compiled,
         inputs: Sequence[torch.Tensor],
         moving: Sequence[int],
         state: torch.Tensor,
-        steps: DeviceSteps,
+        steps: WholeSteps,
     ) -> Sequence[Any]:
         assert self._recorder is not None
         kept = list(inputs)
@@ -165,17 +183,19 @@ class StepGraph:
             return results
 
         try:
-            self._results, self._replay = self._recorder.record(run)
-        except Exception as error:
+            self._results, self._replay = self._recorder.record(run, compiled)
+        except NotCapturedError as error:
             self._recorder = None
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
             warn_once(
                 _log,
-                f"This model's decode step can't be captured as a CUDA graph, and runs launch by launch: {reason}."
+                f"This model's decode step can't be captured as a CUDA graph, and runs launch by launch: {error}."
                 " cuda_graphs=False captures none, and says nothing.",
             )
             steps.restart()
             return compiled(*inputs, state)
+        if self._replay is None:
+            self._recorder, results, self._results = None, self._results, ()
+            return results
         self._key, self._inputs = key, [kept[i] for i in moving]
         self.replays += 1
         return _own(self._results)

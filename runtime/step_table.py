@@ -79,9 +79,13 @@ class StepTable:
         state: int64 on the CPU.
         serves: Whether C++ runs layers' steps; known once `open` was called.
         kernel: See `WholeSteps`.
+        device: See `WholeSteps`.
+        form: See `WholeSteps`.
     """
 
     kernel = "cpu"
+    device = torch.device("cpu")
+    form = ()  # C++ reads all that a step differs by from `state`
 
     def __init__(self, number: int, num_layers: int) -> None:
         self.state = empty_state(num_layers)
@@ -208,6 +212,15 @@ class StepTable:
             raise HostMemoryError(
                 "There is no memory for a layer's decode step: free some, or shorten the context."
             ) from error
+
+    def join(self) -> None:
+        """See `WholeSteps`: nothing runs beside."""
+
+    def restart(self) -> None:
+        """See `WholeSteps`: what is captured here runs."""
+
+    def replayed(self) -> None:
+        """See `WholeSteps`: C++ notes it, layer by layer."""
 
     @property
     def device_bytes(self) -> int:

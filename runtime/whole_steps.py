@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -52,9 +52,11 @@ class WholeSteps(Protocol):
 
     Attributes:
         kernel: Name of the kernel whose layers it runs; see `passes.fuse_layer_steps`.
+        device: Where the model's tensors are.
     """
 
     kernel: str
+    device: torch.device
 
     def tell(self, layers: Mapping[int, LayerState], facts: StepFacts) -> None:
         """Say what the next step is, before its graph runs.
@@ -77,6 +79,19 @@ class WholeSteps(Protocol):
         Raises:
             HostMemoryError: If memory ran out.
         """
+
+    @property
+    def form(self) -> tuple[Any, ...]:
+        """Of the step that was told: where it is the same, so is what is launched, at the same addresses."""
+
+    def join(self) -> None:
+        """Have the model's stream wait for what runs beside."""
+
+    def restart(self) -> None:
+        """Have the layers of the step that was told run, though some seemed to: a capture launches nothing."""
+
+    def replayed(self) -> None:
+        """Note that what was captured has run: all layers of the step."""
 
     @property
     def device_bytes(self) -> int:

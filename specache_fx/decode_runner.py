@@ -325,10 +325,11 @@ class Decode:
     def _run(self, made: DecodeGraph, inputs: list[Any], session: Session) -> Sequence[Any]:
         """The graph's results: launched one by one, or captured and replayed."""
         steps, flat = session.steps, flatten(inputs)
-        if not isinstance(steps, DeviceSteps) or session.graph is None:
-            return made.compiled(*flat, session.state)
-        steps.captures = made.is_capturable and session.graph.records and not is_recording()
-        if not steps.captures or not steps.is_plain:
+        captures = made.is_capturable and session.graph is not None and session.graph.records
+        if isinstance(steps, DeviceSteps):
+            steps.captures = captures = captures and not is_recording()
+            captures = captures and steps.is_plain
+        if not captures or steps is None or session.graph is None:
             return made.compiled(*flat, session.state)
         return session.graph.run(made.compiled, flat, made.moving, session.state, steps)
 

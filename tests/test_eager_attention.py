@@ -97,6 +97,17 @@ def test_other_lookaheads_equal_eager(name: str, lookahead: str) -> None:
 
 
 @pytest.mark.nightly
+def test_a_turn_longer_than_its_past_equals_eager() -> None:
+    """Dynamo leaves lengths that are equal open then: those of keys, values and mask are other symbols."""
+    decoder, plain = model("gemma2", None), model("gemma2", None)
+    specache_fx.compile(decoder, bits=16, lowering="eager")
+    ids = torch.randint(1, 128, (2, 26), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        past = decoder(ids[:, :10], use_cache=True).past_key_values
+        turn = decoder(ids[:, 10:], past_key_values=past, use_cache=True).logits
+        torch.testing.assert_close(turn, plain(ids).logits[:, 10:], atol=1e-5, rtol=1e-5)
+
+
 def test_inductor_equals_eager() -> None:
     assert_equal("gpt_oss", None, bits=16, lowering="inductor")
 

@@ -10,6 +10,7 @@
 
 #include "layer_step.h"
 #include "products.cpp"
+#include "tape.h"
 
 namespace {
 
@@ -29,36 +30,73 @@ void check(const Tensor& rows, const std::vector<Tensor>& weights) {
                     "specache::products: a weight is to be [out, in], contiguous, of the dtype of the rows");
 }
 
+// What `specache_products` computes `results` by, so many weights a call; rows lie one behind the other.
+std::vector<SpecacheProducts> products_into(const Tensor& rows, const std::vector<Tensor>& weights,
+                                            const std::vector<Tensor>& results) {
+  const int64_t in = rows.size(-1);
+  std::vector<SpecacheProducts> calls;
+  for (size_t first = 0; first < weights.size(); first += kMaxWeights) {
+    SpecacheProducts p = {rows.numel() / in, in, rows.scalar_type() == ScalarType::BFloat16};
+    p.rows = rows.data_ptr();
+    p.num_weights = std::min<int64_t>(weights.size() - first, kMaxWeights);
+    for (int64_t i = 0; i < p.num_weights; i++) {
+      p.weights[i] = weights[first + i].data_ptr();
+      p.out[i] = weights[first + i].size(0);
+      p.results[i] = results[first + i].data_ptr();
+    }
+    calls.push_back(p);
+  }
+  return calls;
+}
+
+void multiply(SpecacheProducts p) {
+  p.threads = torch::stable::get_num_threads();
+  specache_products(&p);
+}
+
 std::vector<Tensor> products(Tensor rows, std::vector<Tensor> weights) {
   check(rows, weights);
   std::vector<Tensor> results;
   results.reserve(weights.size());
-  const int64_t in = rows.size(-1), num_rows = rows.numel() / in;
+  const int64_t num_rows = rows.numel() / rows.size(-1);
   if (num_rows < 1 || num_rows > kMaxRows) {
     for (const Tensor& weight : weights)
       results.push_back(torch::stable::matmul(rows, torch::stable::transpose(weight, 0, 1)));
     return results;
   }
   const Tensor packed = rows.is_contiguous() ? rows : torch::stable::contiguous(rows);
-  SpecacheProducts p = {num_rows, in, rows.scalar_type() == ScalarType::BFloat16};
-  p.threads = torch::stable::get_num_threads();
-  p.rows = packed.data_ptr();
   std::vector<int64_t> shape;
   for (int64_t d = 0; d < rows.dim(); d++) shape.push_back(rows.size(d));
-  for (size_t first = 0; first < weights.size(); first += kMaxWeights) {
-    p.num_weights = std::min<int64_t>(weights.size() - first, kMaxWeights);
-    for (int64_t i = 0; i < p.num_weights; i++) {
-      const Tensor& weight = weights[first + i];
-      p.weights[i] = weight.data_ptr();
-      p.out[i] = weight.size(0);
-      const Tensor result = empty({num_rows, p.out[i]}, rows);
-      p.results[i] = result.data_ptr();
-      shape.back() = p.out[i];
-      results.push_back(rows.dim() == 2 ? result : torch::stable::view(result, shape));
-    }
-    specache_products(&p);
+  for (const Tensor& weight : weights) {
+    const Tensor result = empty({num_rows, weight.size(0)}, rows);
+    shape.back() = weight.size(0);
+    results.push_back(rows.dim() == 2 ? result : torch::stable::view(result, shape));
   }
+  for (const SpecacheProducts& p : products_into(packed, weights, results)) multiply(p);
   return results;
+}
+
+specache::Tape& tape_at(int64_t address) { return *reinterpret_cast<specache::Tape*>(address); }
+
+// Notes what `products` has computed. Weights are not kept: who replays sees to it that they are where they were.
+void note_products(int64_t tape, Tensor rows, std::vector<Tensor> weights, std::vector<Tensor> results) {
+  check(rows, weights);
+  const int64_t num_rows = rows.numel() / rows.size(-1);
+  STD_TORCH_CHECK(rows.is_contiguous() && num_rows >= 1 && num_rows <= kMaxRows && weights.size() == results.size(),
+                  "specache::note_products: these are no few rows");
+  for (const SpecacheProducts& p : products_into(rows, weights, results))
+    tape_at(tape).calls.push_back([p] { multiply(p); });
+}
+
+// Notes what `layer_step` has done.
+void note_layer_step(int64_t tape, Tensor out, Tensor query, Tensor key, Tensor value, Tensor state, int64_t layer,
+                     double scale, std::optional<double> softcap, std::optional<Tensor> sinks) {
+  tape_at(tape).calls.push_back(
+      [=]() mutable { specache::layer_step_into(out, query, key, value, state, layer, scale, softcap, sinks); });
+}
+
+void replay(int64_t tape) {
+  for (const auto& call : tape_at(tape).calls) call();
 }
 
 // A `Failure`, then rows that came (or the token that is not on the host) and rows that were there.
@@ -105,12 +143,25 @@ extern "C" {
 // Whoever loads an old build of another layout is to notice.
 int64_t specache_session_size() { return sizeof(SpecacheSession); }
 int64_t specache_layer_size() { return sizeof(SpecacheLayer); }
+
+specache::Tape* specache_tape_new() { return new specache::Tape; }
+void specache_tape_delete(specache::Tape* tape) { delete tape; }
+// Whether a kernel of so many arguments can be noted.
+bool specache_tape_kernel(specache::Tape* tape, const void* kernel, const int64_t* arguments, int64_t count) {
+  if (count > specache::kMostArguments) return false;
+  specache::add_kernel(*tape, kernel, arguments, count);
+  return true;
+}
 }
 
-// ops.py defines the others; transfers and fingerprints do not import it.
+// ops.py defines the others; transfers, fingerprints and tapes do not import it.
 STABLE_TORCH_LIBRARY_FRAGMENT(specache, m) {
   m.def("row_sums(Tensor words, Tensor factors) -> Tensor");
   m.def("stage(Tensor table, int length, Tensor wanted, Tensor(a!) tokens, Tensor(b!) rows) -> int[]");
+  m.def("note_products(int tape, Tensor rows, Tensor[] weights, Tensor[] results) -> ()");
+  m.def("note_layer_step(int tape, Tensor out, Tensor query, Tensor key, Tensor value, Tensor state, int layer,"
+        " float scale, float? softcap=None, Tensor? sinks=None) -> ()");
+  m.def("replay(int tape) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(specache, CPU, m) {
@@ -118,4 +169,8 @@ STABLE_TORCH_LIBRARY_IMPL(specache, CPU, m) {
   m.impl("stage", TORCH_BOX(&stage));
   m.impl("products", TORCH_BOX(&products));
   m.impl("layer_step", TORCH_BOX(&specache::layer_step));
+  m.impl("note_products", TORCH_BOX(&note_products));
+  m.impl("note_layer_step", TORCH_BOX(&note_layer_step));
 }
+
+STABLE_TORCH_LIBRARY_IMPL(specache, CompositeExplicitAutograd, m) { m.impl("replay", TORCH_BOX(&replay)); }

@@ -169,8 +169,10 @@ inline int64_t run(SpecacheSession& session, SpecacheLayer& layer, const Specach
   return kNoFailure;
 }
 
-inline Tensor layer_step(Tensor query, Tensor key, Tensor value, Tensor state, int64_t index, double scale,
-                         std::optional<double> softcap, std::optional<Tensor> sinks) {
+// `out` is [lanes, batch, num_heads, 1, value_dim], contiguous; the others are as `specache.layer_step` has them.
+inline void layer_step_into(const Tensor& out, const Tensor& query, const Tensor& key, const Tensor& value,
+                            const Tensor& state, int64_t index, double scale, std::optional<double> softcap,
+                            const std::optional<Tensor>& sinks) {
   auto& session = *static_cast<SpecacheSession*>(state.data_ptr());
   auto& layer = reinterpret_cast<SpecacheLayer*>(&session + 1)[index];
   const int64_t known = (state.numel() * 8 - static_cast<int64_t>(sizeof(session))) / static_cast<int64_t>(sizeof(layer));
@@ -188,7 +190,6 @@ inline Tensor layer_step(Tensor query, Tensor key, Tensor value, Tensor state, i
                     "specache::layer_step: query, key or value is not what layer ", index, " has");
   const Tensor own_query = packed(query), own_key = packed(key), own_value = packed(value);
   const std::vector<float> sink_scores = sinks ? floats_of(*sinks) : std::vector<float>();
-  Tensor out = empty({query.size(0), in.batch, query.size(2), 1, in.value_dim}, query);
   in.lanes = query.size(0);
   in.heads_per_kv = query.size(2) / in.kv_heads;
   in.scale = static_cast<float>(scale);
@@ -211,6 +212,13 @@ inline Tensor layer_step(Tensor query, Tensor key, Tensor value, Tensor state, i
   session.failed = run(session, layer, in);
   STD_TORCH_CHECK(session.failed != kNoMemory, "specache::layer_step: there is no memory for layer ", index);
   STD_TORCH_CHECK(!session.failed, "specache::layer_step: layer ", index, " wants a token that is not on the host");
+}
+
+inline Tensor layer_step(Tensor query, Tensor key, Tensor value, Tensor state, int64_t index, double scale,
+                         std::optional<double> softcap, std::optional<Tensor> sinks) {
+  STD_TORCH_CHECK(query.dim() == 5 && value.dim() == 5, "specache::layer_step: query and value are to be 5-D");
+  const Tensor out = empty({query.size(0), query.size(1), query.size(2), 1, value.size(4)}, query);
+  layer_step_into(out, query, key, value, state, index, scale, softcap, sinks);
   return out;
 }
 

@@ -28,4 +28,9 @@ def load() -> ctypes.CDLL | None:
     if loaded is None:
         return None
     loaded.specache_session_size.restype = loaded.specache_layer_size.restype = ctypes.c_int64
+    loaded.specache_tape_new.restype = ctypes.c_void_p
+    loaded.specache_tape_delete.argtypes = (ctypes.c_void_p,)
+    loaded.specache_tape_delete.restype = None
+    loaded.specache_tape_kernel.argtypes = (*(ctypes.c_void_p,) * 3, ctypes.c_int64)
+    loaded.specache_tape_kernel.restype = ctypes.c_bool
     return loaded

@@ -27,6 +27,8 @@ from torch.utils._python_dispatch import (
 )
 from torch.utils._pytree import tree_flatten
 
+from specache_fx.runtime.step_graph import NotCapturedError
+
 _CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 _SYNCS = {
     *("aten::item", "aten::allclose", "aten::_local_scalar_dense", "aten::is_nonzero", "aten::nonzero"),
@@ -38,7 +40,7 @@ _OURS = "/runtime/", "/passes/", "/specache_fx/"
 _OPAQUE = {"specache::products"}
 
 
-class CaptureError(Exception):
+class CaptureError(NotCapturedError):
     """A captured graph could not do this."""
 
 
@@ -199,7 +201,9 @@ class TapeRecorder:
         self.tapes: list[Tape] = []
         self.found: list[str] = []
 
-    def record(self, run: Callable[[], Sequence[Any]]) -> tuple[Sequence[Any], Callable[[], None]]:
+    def record(
+        self, run: Callable[[], Sequence[Any]], compiled: object
+    ) -> tuple[Sequence[Any], Callable[[], None]]:
         tape = Tape()
         with tape:
             results = run()

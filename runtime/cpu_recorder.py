@@ -1,0 +1,285 @@
+"""`CpuRecorder`: the decode step on the CPU as a list of C++ calls, noted once and made again without Python between.
+
+Inductor writes a Python function that allocates memory, launches its kernels and calls operators. In a decode step that
+Python takes as long as the smaller products: weights evict the interpreter from the processor's caches. The function
+runs once while this watches it. Its kernels and our operators go to a tape (`csrc/tape.h`), which `specache::replay`
+plays.
+
+One tape serves every step of a session: `specache::layer_step` reads lengths, and what is to be done, from `state`.
+Intermediate tensors lie in one arena, and share addresses where they are not alive at the same time. A function that
+does anything else is not recorded: another operator, an argument that is no tensor or integer, unknown code.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from types import BuiltinFunctionType, FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter, tree_map_only
+
+from specache_fx.runtime.native import graph_ops
+from specache_fx.runtime.native.products import MAX_ROWS
+
+_log = logging.getLogger(__name__)
+
+_ALIGNMENT = 64
+_ALLOCATES = "empty_strided_cpu"
+# Of the globals that Inductor's code reads, those that launch nothing that the tape would miss.
+_HARMLESS = frozenset({"assert_size_stride", "assert_alignment", "reinterpret_tensor", "torch"})
+_one_at_a_time = threading.Lock()  # functions are observed by other globals, which all threads see
+
+Note = Callable[..., object]
+
+
+class CpuRecorder:
+    """See the module's docstring, and `step_graph.Recorder`."""
+
+    def record(
+        self, run: Callable[[], Sequence[Any]], compiled: Callable[..., Any]
+    ) -> tuple[Sequence[Any], Callable[[], None] | None]:
+        """Run a step, and note what it calls.
+
+        Args:
+            run: Runs it.
+            compiled: What Inductor made of its graph, which `run` calls.
+
+        Returns:
+            Its results, which each replay writes anew; and what replays it, None where nothing does.
+        """
+        function = generated(compiled)
+        if function is None:
+            _log.info("Decode steps run by Inductor's own code: it is not of the form that is known.")
+            return run(), None
+        with _one_at_a_time, Observed(function) as observed:
+            results = run()
+        replay = observed.tape(results) if observed.missed is None else None
+        if replay is None:
+            _log.info("Decode steps run by Inductor's own code: %s can't be noted.", observed.missed)
+        return results, replay
+
+
+def generated(compiled: Callable[..., Any]) -> FunctionType | None:
+    """The function that Inductor wrote for a graph: torch wraps some more around it."""
+    from torch._inductor.output_code import CompiledFxGraph  # imported late: it loads all of Inductor
+
+    waiting: list[Any] = [compiled]
+    seen, found = set(), []
+    while waiting:
+        at = waiting.pop()
+        if id(at) in seen:
+            continue
+        seen.add(id(at))
+        if isinstance(at, CompiledFxGraph):
+            found.append(at.current_callable)
+        elif isinstance(at, FunctionType):
+            waiting += [*_cells(at), *vars(at).values()]
+        elif isinstance(at, MethodType):
+            waiting += [at.__func__, at.__self__]
+        elif type(at).__module__.startswith("torch._functorch"):
+            waiting += getattr(at, "__dict__", {}).values()
+    if len(found) != 1:
+        return None
+    function = getattr(found[0], "__func__", found[0])
+    return function if isinstance(function, FunctionType) else None
+
+
+def _cells(function: FunctionType) -> Iterator[Any]:
+    for cell in function.__closure__ or ():
+        try:
+            yield cell.cell_contents
+        except ValueError:  # empty
+            continue
+
+
+class Observed(TorchDispatchMode):
+    """While it is entered, what a function of Inductor's calls is noted, in this thread.
+
+    Args:
+        function: Of Inductor's.
+
+    Attributes:
+        missed: What was called that can't be noted, or read; None for nothing.
+    """
+
+    def __init__(self, function: FunctionType) -> None:
+        super().__init__()
+        self._globals, self._thread = function.__globals__, threading.get_ident()
+        self._calls: list[tuple[Note, tuple[Any, ...]]] = []
+        self._made: list[torch.Tensor] = []  # in the step; alive, so that no two lie at one address
+        self._replaced: dict[str, Any] = {}
+        self.missed: str | None = None
+        code = function.__code__
+        if any(hasattr(part, "co_code") for part in code.co_consts):
+            self.missed = "a function in a function"
+        for name in code.co_names:
+            value = self._globals.get(name)
+            is_kernel = isinstance(value, BuiltinFunctionType) and value.__name__ == "kernel"
+            if is_kernel or name == _ALLOCATES:
+                self._replaced[name] = value
+            elif isinstance(value, torch.Tensor) or name in _HARMLESS:  # a constant of the graph
+                continue
+            elif name in self._globals or name == "partitions":
+                self.missed = f"`{name}`"
+
+    def __enter__(self) -> Observed:
+        if self.missed is None:
+            for name, value in self._replaced.items():
+                self._globals[name] = (self._allocating if name == _ALLOCATES else self._launching)(value)
+        super().__enter__()
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)
+        self._globals.update(self._replaced)
+
+    def _launching(self, kernel: Any) -> Callable[..., Any]:
+        address = _address_of(kernel)
+
+        def launch(*args: Any) -> Any:
+            if threading.get_ident() == self._thread:
+                if not all(isinstance(x, (torch.Tensor, int)) for x in args):
+                    self.missed = "a kernel that takes a float"
+                self._calls.append((_note_kernel, (address, *args)))
+            return kernel(*args)
+
+        return launch
+
+    def _allocating(self, allocate: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def empty(*args: Any) -> torch.Tensor:
+            made = allocate(*args)
+            if threading.get_ident() == self._thread:
+                self._made.append(made)
+            return made
+
+        return empty
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operator, and note it."""
+        kwargs = kwargs or {}
+        results = func(*args, **kwargs)
+        ours = torch.ops.specache
+        if func is ours.products.default and _are_few(args[0]):
+            self._calls.append((ours.note_products, (*args, results)))
+            self._made += results
+        elif func is ours.layer_step.default:
+            form = [kwargs.get(name) for name in ("softcap", "sinks")]
+            self._calls.append((ours.note_layer_step, (results, *args, *form[len(args) - 6 :])))
+            self._made.append(results)
+        elif not func.is_view:
+            self.missed = str(func)
+        return results
+
+    def tape(self, results: Sequence[Any]) -> Callable[[], None] | None:
+        """What makes the calls again.
+
+        Args:
+            results: Of the step, at the addresses where each replay writes them.
+        """
+        kept = {_storage(x) for x in results if isinstance(x, torch.Tensor)}
+        sizes = {_storage(x): x.untyped_storage().nbytes() for x in self._made}
+        lives: dict[int, list[int]] = {}
+        for i, (_, args) in enumerate(self._calls):
+            for storage in {_storage(x) for x in tree_iter(args) if isinstance(x, torch.Tensor)}:
+                if storage in sizes and storage not in kept:
+                    lives.setdefault(storage, [i, i])[1] = i
+        offsets, nbytes = share_addresses([(first, last, sizes[at]) for at, (first, last) in lives.items()])
+        arena = torch.empty(nbytes, dtype=torch.uint8, device="cpu").untyped_storage()
+        starts = dict(zip(lives, offsets, strict=True))
+
+        def moved(x: torch.Tensor) -> torch.Tensor:
+            start = starts.get(_storage(x))
+            if start is None:
+                return x
+            at = start // x.itemsize + x.storage_offset()
+            return torch.empty(0, dtype=x.dtype, device="cpu").set_(arena, at, x.shape, x.stride())
+
+        tape = Tape(arena, results)
+        for note, args in self._calls:
+            if note(tape.address, *tree_map_only(torch.Tensor, moved, args)) is False:
+                self.missed = "a kernel of so many arguments"
+                return None
+        return tape.replay
+
+
+class Tape:
+    """`Tape` of tape.h.
+
+    Args:
+        memory: Kept as long as this is: kernels have addresses in there.
+
+    Attributes:
+        address: Where it is.
+    """
+
+    def __init__(self, *memory: object) -> None:
+        library = graph_ops.load()
+        assert library is not None
+        self.address: int = library.specache_tape_new()
+        self._memory = memory
+        weakref.finalize(self, library.specache_tape_delete, self.address).atexit = False
+
+    def replay(self) -> None:
+        """Make the calls."""
+        torch.ops.specache.replay(self.address)
+
+
+def share_addresses(lives: Sequence[tuple[int, int, int]]) -> tuple[list[int], int]:
+    """Where pieces of memory lie that need not all be there at once.
+
+    Args:
+        lives: Of each piece the first and the last step that it is needed in, and its bytes.
+
+    Returns:
+        Where each begins, in bytes, and where all end.
+    """
+    offsets, end = [0] * len(lives), 0
+    placed: list[int] = []
+    for i in sorted(range(len(lives)), key=lambda i: -lives[i][2]):
+        first, last, nbytes = lives[i]
+        beside = sorted(
+            (offsets[j], offsets[j] + lives[j][2])
+            for j in placed
+            if lives[j][0] <= last and first <= lives[j][1]
+        )
+        at = 0
+        for begin, stop in beside:
+            if at + nbytes <= begin:
+                break
+            at = max(at, -(-stop // _ALIGNMENT) * _ALIGNMENT)
+        offsets[i] = at
+        placed.append(i)
+        end = max(end, at + nbytes)
+    return offsets, end
+
+
+def _are_few(rows: torch.Tensor) -> bool:
+    return rows.is_contiguous() and rows.numel() <= MAX_ROWS * rows.shape[-1]
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _address_of(kernel: Any) -> int:
+    """Of the C function that a kernel of Inductor's calls."""
+    function = ctypes.CDLL(kernel.__self__.__file__).kernel
+    address = ctypes.cast(function, ctypes.c_void_p).value
+    assert address is not None
+    return address
+
+
+def _note_kernel(tape: int, address: int, *args: torch.Tensor | int) -> bool:
+    library = graph_ops.load()
+    assert library is not None
+    values = [x.data_ptr() if isinstance(x, torch.Tensor) else x for x in args]
+    noted: bool = library.specache_tape_kernel(
+        tape, address, (ctypes.c_int64 * len(values))(*values), len(values)
+    )
+    return noted

@@ -1,0 +1,187 @@
+"""Decode steps on the CPU are recorded as C++ calls and replayed: the same bits as Inductor's own code gives."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import threading
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from support.zoo import SMALL, build
+from torch import nn
+
+import specache_fx
+from specache_fx.runtime import ops  # noqa: F401  (defines the operators)
+from specache_fx.runtime.cpu_recorder import CpuRecorder, generated, share_addresses
+from specache_fx.runtime.native import graph_ops
+
+pytestmark = pytest.mark.skipif(graph_ops.load() is None, reason="C++ can't be built here")
+OPTIONS = SMALL | {"lowering": "inductor", "bits": 2}
+STEPS = 40
+
+
+def model(**options: Any) -> Any:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    return specache_fx.compile(build("llama"), **(OPTIONS | options))
+
+
+def tokens(count: int) -> torch.Tensor:
+    return torch.randint(1, 128, (2, count), generator=torch.Generator().manual_seed(1))
+
+
+def mask(length: int, padding: int) -> dict[str, torch.Tensor]:
+    shown = torch.ones(2, length, dtype=torch.long)
+    shown[0, :padding] = 0
+    return {"attention_mask": shown} if padding else {}
+
+
+def decode(
+    decoder: nn.Module, cache: Any, steps: int, start: int = 0, padding: int = 0
+) -> tuple[torch.Tensor, Any]:
+    """Logits of so many tokens that are given, so that nothing hangs on rounding."""
+    logits = []
+    with torch.no_grad():
+        for token in tokens(start + steps)[:, start:].split(1, dim=1):
+            shown = mask(cache.get_seq_length() + 1, padding)
+            out = decoder(token, past_key_values=cache, use_cache=True, **shown)
+            cache = out.past_key_values
+            logits.append(out.logits)
+    return torch.cat(logits, 1), cache
+
+
+def history(decoder: nn.Module, padding: int) -> dict[str, Any]:
+    """What is seen of steps over groups that fill, a fork and a crop."""
+    with torch.no_grad():
+        cache = decoder(tokens(21), use_cache=True, **mask(21, padding)).past_key_values
+    seen = {}
+    seen["steps"], cache = decode(decoder, cache, STEPS, 0, padding)
+    fork = copy.deepcopy(cache)
+    seen["after a fork"], cache = decode(decoder, cache, 5, 0, padding)
+    seen["fork"], fork = decode(decoder, fork, 5, 7, padding)
+    cache.crop(-3)
+    seen["cropped"], cache = decode(decoder, cache, 5, 0, padding)
+    stats = specache_fx.stats(cache)
+    counted = (stats.steps, stats.exact_hit_rate, stats.prefetched_bytes)
+    return seen | {"counted": counted, "replayed": stats.replayed_steps}
+
+
+@pytest.mark.parametrize(
+    ("options", "padding"), [({}, 0), ({"on_miss": "refetch"}, 3)], ids=["recover", "refetch, padded"]
+)
+def test_replayed_steps_give_the_bits_of_those_that_ran(options: dict[str, Any], padding: int) -> None:
+    replayed, ran = history(model(**options), padding), history(model(**options, cuda_graphs=False), padding)
+    assert replayed.pop("replayed") > STEPS and ran.pop("replayed") == 0
+    for name, value in ran.items():
+        same = torch.equal(value, replayed[name]) if torch.is_tensor(value) else value == replayed[name]
+        assert same, name
+
+
+def test_a_weight_elsewhere_and_other_threads() -> None:
+    decoder = model()
+    with torch.no_grad():
+        cache = decoder(tokens(21), use_cache=True).past_key_values
+    _, cache = decode(decoder, cache, 6)
+    was = specache_fx.stats(cache).replayed_steps
+    projection = decoder.model.layers[0].mlp.down_proj
+    projection.weight.data = projection.weight.data * 2
+    changed, cache = decode(decoder, cache, 6)
+    assert specache_fx.stats(cache).replayed_steps == was + 5  # one ran, one was recorded
+    other = model(cuda_graphs=False)
+    with torch.no_grad():
+        plain = other(tokens(21), use_cache=True).past_key_values
+    _, plain = decode(other, plain, 6)
+    other.model.layers[0].mlp.down_proj.weight.data *= 2
+    assert torch.equal(changed, decode(other, plain, 6)[0])
+
+    results: dict[int, torch.Tensor] = {}
+
+    def run(number: int) -> None:
+        with torch.no_grad():
+            own = decoder(tokens(21), use_cache=True).past_key_values
+        results[number] = decode(decoder, own, STEPS)[0]
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
+
+
+def compiled(function: Any, *inputs: torch.Tensor) -> Any:
+    """Of Inductor's."""
+    from torch._inductor.compile_fx import compile_fx
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    return compile_fx(make_fx(function)(*inputs), list(inputs))
+
+
+def test_kernels_are_replayed_on_what_the_inputs_hold_then() -> None:
+    x, weight = torch.randn(3, 40), torch.randn(24, 40)
+
+    def function(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        first, second = torch.ops.specache.products(torch.tanh(x), [weight, weight + 1])
+        return torch.softmax(first * second, -1).amax(0), first + 1
+
+    lowered = compiled(function, x, weight)
+    results, replay = CpuRecorder().record(lambda: lowered(x, weight), lowered)
+    assert replay is not None
+    for factor in (-1, 0.5):
+        x.mul_(factor)
+        replay()
+        for result, expected in zip(results, lowered(x, weight), strict=True):
+            assert torch.equal(result, expected)
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [
+        (lambda x: (torch.mm(x, x.t()).exp(),), "aten.mm.out"),
+        (lambda x: (torch.bernoulli(x.sigmoid()),), "aten.randint"),
+        (lambda x: (torch.sort(x).values + 1,), "aten.sort"),
+    ],
+    ids=["product", "random", "sort"],
+)
+def test_what_is_not_known_is_not_recorded(function: Any, reason: str, caplog: Any) -> None:
+    x = torch.randn(3, 40)
+    lowered = compiled(function, x)
+    with caplog.at_level("INFO", logger="specache_fx"):
+        results, replay = CpuRecorder().record(lambda: lowered(x), lowered)
+    assert replay is None and reason in caplog.text
+    assert results[0].shape == lowered(x)[0].shape
+
+
+def test_nothing_is_left_of_a_recording() -> None:
+    x = torch.randn(3, 40)
+    lowered = compiled(lambda x: (torch.tanh(x) + 1,), x)
+    function = generated(lowered)
+    assert function is not None
+    before = dict(function.__globals__)
+    results, replay = CpuRecorder().record(lambda: lowered(x), lowered)
+    assert {name: value for name, value in function.__globals__.items() if name in before} == before
+    tape = weakref.ref(replay.__self__)  # type: ignore[union-attr]
+    del replay, results
+    gc.collect()
+    assert tape() is None
+    with pytest.raises(ZeroDivisionError):
+        CpuRecorder().record(lambda: 1 // 0, lowered)  # type: ignore[arg-type]
+    assert {name: value for name, value in function.__globals__.items() if name in before} == before
+    assert CpuRecorder().record(lambda: (1,), lambda: (1,)) == ((1,), None)
+
+
+@given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 10), st.integers(1, 5000)), max_size=40))
+def test_addresses_are_shared_by_what_is_not_alive_at_once(drawn: list[tuple[int, int, int]]) -> None:
+    lives = [(first, first + steps, nbytes) for first, steps, nbytes in drawn]
+    offsets, end = share_addresses(lives)
+    for i, (first, last, nbytes) in enumerate(lives):
+        assert offsets[i] % 64 == 0 and offsets[i] + nbytes <= end
+        for j in range(i):
+            apart = lives[j][1] < first or last < lives[j][0]
+            assert apart or offsets[j] + lives[j][2] <= offsets[i] or offsets[i] + nbytes <= offsets[j]
+    assert end <= sum(-(-nbytes // 64) * 64 for *_, nbytes in lives)
