@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from specache_fx.runtime.native import graph_ops
+
 # So many of the newest tokens are looked for, and fewer where they never stood in that order before.
 MOST_NGRAM = 4
 _UNKNOWN = -1  # a token that no graph was seen to take
@@ -69,6 +71,11 @@ class TokenHistory:
             int32 `[batch]` and bool `[batch]`: whether there is such a place; the token is any where there is none.
         """
         rows = self._rows
+        if rows.device.type == "cpu" and graph_ops.load() is not None:
+            found: tuple[torch.Tensor, torch.Tensor] = torch.ops.specache.following(
+                rows, self._length, MOST_NGRAM, _UNKNOWN
+            )
+            return found
         places = self._length - 1  # where an n-gram may end that something follows
         if places < 1:
             return rows.new_zeros(len(rows)), rows.new_zeros(len(rows), dtype=torch.bool)

@@ -1,11 +1,13 @@
 // Operators that a graph calls on the CPU without Python between: `specache::products` (see native/graph_ops.py) and
-// `specache::layer_step`. And `specache::stage`, the copy of that alone, and `specache::row_sums`, of fingerprints.
+// `specache::layer_step`; `specache::replay` makes the calls of a whole step. And `specache::stage`, the copy of a layer
+// step alone; `specache::following`, of speculative tokens; `specache::row_sums`, of fingerprints.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
 #include <algorithm>
 #include <memory>
+#include <tuple>
 #include <vector>
 
 #include "layer_step.h"
@@ -116,6 +118,30 @@ std::vector<int64_t> stage(Tensor table, int64_t length, Tensor wanted, Tensor t
   return {done.failure, done.fetched, done.kept};
 }
 
+// See runtime/token_history.py: of each row what followed the latest of the longest matches, and whether there is one.
+// Rows have `most - 1` unknown tokens before the first, and `unknown` equals nothing.
+std::tuple<Tensor, Tensor> following(Tensor rows, int64_t length, int64_t most, int64_t unknown) {
+  STD_TORCH_CHECK(rows.dim() == 2 && rows.scalar_type() == ScalarType::Int && rows.stride(1) == 1 && length >= 0 &&
+                      most > 0 && rows.size(1) >= length + most - 1,
+                  "specache::following: rows are to be int32 [batch, most - 1 + length or more]");
+  const int64_t batch = rows.size(0);
+  const Tensor next = empty({batch}, rows), found = empty({batch}, aoti_torch_dtype_bool());
+  for (int64_t b = 0; b < batch; b++) {
+    const int32_t* const tokens = static_cast<const int32_t*>(rows.data_ptr()) + b * rows.stride(0) + most - 1;
+    int64_t longest = 0, after = 0;
+    for (int64_t end = length - 2; end >= 0 && longest < most; end--) {  // the last token of an n-gram
+      if (tokens[end + 1] == unknown) continue;
+      int64_t matched = 0;
+      while (matched < most && tokens[end - matched] == tokens[length - 1 - matched] && tokens[end - matched] != unknown)
+        matched++;
+      if (matched > longest) longest = matched, after = end + 1;
+    }
+    static_cast<int32_t*>(next.data_ptr())[b] = longest > 0 ? tokens[after] : 0;
+    static_cast<bool*>(found.data_ptr())[b] = longest > 0;
+  }
+  return {next, found};
+}
+
 // Of each row the sum of its words times factors, modulo 2^64.
 Tensor row_sums(Tensor words, Tensor factors) {
   STD_TORCH_CHECK(words.dim() == 2 && factors.dim() == 1 && words.size(1) == factors.size(0) &&
@@ -158,6 +184,7 @@ bool specache_tape_kernel(specache::Tape* tape, const void* kernel, const int64_
 STABLE_TORCH_LIBRARY_FRAGMENT(specache, m) {
   m.def("row_sums(Tensor words, Tensor factors) -> Tensor");
   m.def("stage(Tensor table, int length, Tensor wanted, Tensor(a!) tokens, Tensor(b!) rows) -> int[]");
+  m.def("following(Tensor rows, int length, int most, int unknown) -> (Tensor, Tensor)");
   m.def("note_products(int tape, Tensor rows, Tensor[] weights, Tensor[] results) -> ()");
   m.def("note_layer_step(int tape, Tensor out, Tensor query, Tensor key, Tensor value, Tensor state, int layer,"
         " float scale, float? softcap=None, Tensor? sinks=None) -> ()");
@@ -167,6 +194,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(specache, m) {
 STABLE_TORCH_LIBRARY_IMPL(specache, CPU, m) {
   m.impl("row_sums", TORCH_BOX(&row_sums));
   m.impl("stage", TORCH_BOX(&stage));
+  m.impl("following", TORCH_BOX(&following));
   m.impl("products", TORCH_BOX(&products));
   m.impl("layer_step", TORCH_BOX(&specache::layer_step));
   m.impl("note_products", TORCH_BOX(&note_products));

@@ -1,4 +1,4 @@
-"""Operators in C++ on the CPU: `specache::products`, `specache::layer_step`, `specache::stage`, `specache::row_sums`.
+"""Operators in C++ on the CPU, see `csrc/graph_ops.cpp`: `specache::products`, `layer_step`, `replay` and others.
 
 Products: every weight is read once, by all threads of PyTorch. Sums are of float32, in an order of their own: they
 differ from BLAS's by rounding.
