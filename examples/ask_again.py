@@ -1,7 +1,9 @@
 """A long document is read once and asked about in later processes.
 
     python -m specache_fx.examples.ask_again STORE "| key07"      # reads it, then answers
-    python -m specache_fx.examples.ask_again STORE "| key12"      # answers at once
+    python -m specache_fx.examples.ask_again STORE "| key12"      # loads what was read
+
+The first call of a process also makes the model's graphs, which takes seconds for a large model.
 
 The document is 2,000 tokens of the needle task by default; `--model FOLDER --document FILE` takes another one.
 """

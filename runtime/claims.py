@@ -189,6 +189,7 @@ def told_length(shapes: Sequence[LayerShape], past: Sequence[torch.Tensor]) -> i
     if lengths != [shape.tokens(kv_len) for shape in pairs]:
         raise CacheHandleError(
             f"The layers of the past KV cache have different lengths {sorted(set(lengths))}: crop all of them, or none."
+            " Where another thread generates with it, a step was just ending: try again."
         )
     return kv_len
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from specache_fx.errors import HostMemoryError
 from specache_fx.runtime.quant import Planes, Quantizer
 from specache_fx.runtime.quant.base import KVKind
 
@@ -194,7 +195,15 @@ class Arena:
         # No inference tensor, whoever asks first: it is written in any mode.
         with torch.inference_mode(False):
             # Zeros: `AtenSteps` multiplies what holds no token by 0, and NaN would survive that.
-            memory = torch.zeros(layout.nbytes, dtype=torch.uint8, device=self.device)
+            try:
+                memory = torch.zeros(layout.nbytes, dtype=torch.uint8, device=self.device)
+            except RuntimeError as error:
+                if self.device.type != "cpu":  # CUDA's error says what is needed
+                    raise
+                raise HostMemoryError(
+                    f"There is no memory for a layer's cache of {layout.nbytes:,} bytes: free some, shorten the"
+                    " context, or ask for less by reserve=."
+                ) from error
             return layout, layout.tensors(memory)
 
     def resize(self, num_groups: int, window_rows: int) -> None:

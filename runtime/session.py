@@ -7,12 +7,14 @@ a few of them back for each decode step (`runtime/decode_step.py`).
 from __future__ import annotations
 
 import itertools
+import logging
 import threading
 import weakref
 from collections.abc import Sequence
 
 import torch
 
+from specache_fx._log import warn_once
 from specache_fx.config import SpecacheConfig
 from specache_fx.errors import CacheHandleError, UnsupportedGraphError
 from specache_fx.runtime.aten_steps import AtenSteps
@@ -38,6 +40,8 @@ from specache_fx.runtime.triton_steps import TritonSteps
 from specache_fx.runtime.whole_steps import WholeSteps
 from specache_fx.runtime.window_cache import WindowCache
 
+_log = logging.getLogger(__name__)
+_MUCH_STAGED = 32 << 20  # bytes below which nobody minds
 _numbers = itertools.count(1)
 
 # The weight of the speculative token's scores in the selection; the output token's have the rest. Chosen among the
@@ -119,6 +123,13 @@ class Session:
             )
             for layer in self._tiered_layers:
                 self.transfer.staging(layer)  # a session's device bytes are there from the start
+            if self.transfer.device_bytes > max(_MUCH_STAGED, self._bytes_of(tokens)):
+                warn_once(
+                    _log,
+                    f"specache: top_k={self.config.top_k} keeps room for {self.transfer.device_bytes:,} bytes of"
+                    f" prefetched pairs on the device, more than the whole cache of these {tokens} tokens takes. Give a"
+                    " top_k below the context.",
+                )
         self.layers = [self._make_layer(i, batch) for i in range(len(self.shapes))]
         if self._tiered_layers:
             self._choose_steps()
@@ -351,8 +362,12 @@ class Session:
     @property
     def full_bytes(self) -> int:
         """Bytes that the whole cache would take on the device in the model's dtype."""
+        return self._bytes_of(self.kv_len)
+
+    def _bytes_of(self, tokens: int) -> int:
+        """Of so many tokens, in the model's dtype."""
         elements = sum(
-            shape.tokens(self.kv_len) * shape.num_kv_heads * (shape.key_dim + shape.value_dim)
+            shape.tokens(tokens) * shape.num_kv_heads * (shape.key_dim + shape.value_dim)
             for shape in self.shapes
         )
         return (self.batch or 0) * elements * self.dtype.itemsize

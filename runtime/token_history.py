@@ -49,6 +49,13 @@ class TokenHistory:
         """The tokens, int32 `[batch, tokens]`; -1 where one is unknown. A view."""
         return self._rows[:, _FRONT : _FRONT + self._length]
 
+    def differ(self, tokens: torch.Tensor) -> int | None:
+        """The first place where `tokens`, `[batch, kv_len]`, are others than those known in any row; None for none."""
+        held = self.held
+        known = tokens[:, : held.shape[1]]
+        wrong = ((held[:, : known.shape[1]] != known) & (held[:, : known.shape[1]] != _UNKNOWN)).any(0)
+        return int(wrong.to(torch.uint8).argmax()) if bool(wrong.any()) else None
+
     def learn(self, tokens: torch.Tensor) -> None:
         """Put the tokens `[batch, prompt_len]` of a prompt that a plain model read, before those that are there."""
         self._rows[:, _FRONT : _FRONT + tokens.shape[1]] = tokens

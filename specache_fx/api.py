@@ -54,6 +54,10 @@ def compile(module: Module, **options: Any) -> Module:
             f"specache_fx.compile() got {module!r}: give it a model (a torch.nn.Module). A function that runs one is"
             ' compiled with torch.compile(function, backend="specache").'
         )
+    if "options" in options:
+        raise ConfigError(
+            "specache_fx.compile() takes options by their names: specache_fx.compile(model, bits=2), not options={...}."
+        )
     if not isinstance(module, OptimizedModule):
         config = SpecacheConfig.from_options(options)
         check_names(config)

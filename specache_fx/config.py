@@ -104,8 +104,9 @@ class SpecacheConfig:
         kernel: "auto", or the name of a kernel in `specache_fx.runtime.kernels.KERNELS`: an error where that one can't
             compute a layer of the model.
         lowering: "inductor" compiles the rewritten graphs; "eager" runs them as they are (no compile time).
-        cuda_graphs: "auto" (the default) captures the decode step as a CUDA graph and replays it, on a GPU; False never
-            does. Steps in which a group fills, a mask moves or something is traced run launch by launch in between. So
+        cuda_graphs: "auto" (the default) captures the decode step and replays it; False never does. On the CPU it is a
+            list of C++ calls, where Inductor made the graph and each layer's step is C++. On a GPU it is a CUDA graph:
+            steps in which a group fills, a mask moves or something is traced run launch by launch in between. So
             do all steps of latent attention, of layers that attentions share, and with `host="disk"`. Where Triton's
             kernels don't run all of a step, it is captured once half of the memory that is reserved for tokens is used.
         strict: Raise where an attention can't be rewritten, instead of leaving it alone with a warning.

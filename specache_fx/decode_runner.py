@@ -107,7 +107,10 @@ class Decode:
         if state.random is not None:
             return f"the model draws random numbers (`{state.random}`), and would draw more of them"
         if self._sources.token is None:
-            return "this graph takes no token ids (a graph break inside the model, or embeddings as input)"
+            return (
+                "this graph takes no token ids (a graph break inside the model, which TORCH_LOGS=graph_breaks names, or"
+                " embeddings as input)"
+            )
         if state.kept_cache is not None:
             return (
                 f"the cache of an attention that is left alone stays in the graph (`{state.kept_cache}`), where the"

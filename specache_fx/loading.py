@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from specache_fx._log import warn_once
 from specache_fx.backend import Backend
 from specache_fx.cache_tree import rebuild
 from specache_fx.compiled import backend_of
@@ -24,6 +26,8 @@ from specache_fx.runtime.session import Session
 from specache_fx.runtime.snapshot import HELD_OPTIONS, SessionHeader, restore
 from specache_fx.saving import FILE, FORMAT
 from specache_fx.tensor_file import TensorFile, opened
+
+logger = logging.getLogger(__name__)
 
 
 def load(model: nn.Module, folder: str | Path, *, input_ids: torch.Tensor | None = None) -> Any:
@@ -52,6 +56,7 @@ def load(model: nn.Module, folder: str | Path, *, input_ids: torch.Tensor | None
     """
     if input_ids is not None:
         check_ids(input_ids)
+    warn_if_plain(model)
     with opened(Path(folder) / FILE) as file:
         weights = fitting(model, file, input_ids)
         if isinstance(weights, str):
@@ -87,6 +92,9 @@ def fitting(model: nn.Module, file: TensorFile, input_ids: torch.Tensor | None =
         if about["model_config"] is not None and config_of(model, about["model_config"]) is None:
             return "it is of a model with another config. Load it with the model that made it."
         weights = matched(model, about["weights"])
+        dtypes = {str(weight.dtype) for weight in model.parameters() if weight.is_floating_point()}
+        if isinstance(weights, str) and f"torch.{about['dtype']}" not in dtypes:
+            return f"it was saved in {about['dtype']}, the model is in {' and '.join(sorted(dtypes))}."
         if isinstance(weights, str):
             return f"it is another model's: this one {weights}. Load it with the model that made it."
         found.append(weights)
@@ -174,6 +182,17 @@ def _session(
     front = f"{number}."
     restore(session, header, {n.removeprefix(front): file.read(n) for n in file.names if n.startswith(front)})
     return session
+
+
+def warn_if_plain(model: nn.Module) -> None:
+    """Warn where no module is seen to be compiled with this backend: a function around it may be."""
+    if options_of(model) is None:
+        warn_once(
+            logger,
+            "specache: a saved cache was asked for with a model that is not compiled with this backend. Only compiled"
+            " code can use it: call specache_fx.compile(model, ...) first. Where a function around the model is"
+            " compiled, all is well.",
+        )
 
 
 def options_of(model: nn.Module) -> SpecacheConfig | None:

@@ -15,7 +15,7 @@ from torch import nn
 
 from specache_fx.errors import CacheHandleError, ConfigError, SavedCacheError
 from specache_fx.fingerprint import check_ids, digest, token_hash
-from specache_fx.loading import cuts, fitting, restored
+from specache_fx.loading import cuts, fitting, restored, warn_if_plain
 from specache_fx.runtime.snapshot import HELD_OPTIONS
 from specache_fx.saving import content, write_to
 from specache_fx.store_entry import Entry
@@ -85,8 +85,12 @@ class PrefixStore:
             entry.touch()
             return
         self._make_room(nbytes)
-        entry.write_tokens(input_ids)
-        write_to(entry.path, about, tensors)
+        try:
+            entry.write_tokens(input_ids)
+            write_to(entry.path, about, tensors)
+        except BaseException:
+            entry.tokens.unlink(missing_ok=True)
+            raise
 
     def get(
         self, model: nn.Module, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None
@@ -98,7 +102,8 @@ class PrefixStore:
         token is always left to be read. An entry that is damaged is removed, with a warning.
 
         Args:
-            model: As for `specache_fx.load`; entries of other models and options are passed over.
+            model: As for `specache_fx.load`; entries of other models and options are passed over. The log says why, at
+                level INFO.
             input_ids: The whole prompt, integers `[batch, tokens]`.
             attention_mask: Its padding, as for `model.generate`, of the same shape; none by default. Entries that were
                 padded otherwise are passed over.
@@ -117,6 +122,7 @@ class PrefixStore:
                 " of the tokens' shape."
             )
         ids = check_ids(input_ids).cpu().numpy()
+        warn_if_plain(model)
         found = []
         for entry in self._entries():
             version = entry.version()
@@ -154,9 +160,9 @@ class PrefixStore:
                     found = "it was padded otherwise."
                 if not isinstance(found, str):
                     return restored(model, file, found, common)
-                logger.debug("%s is passed over: %s", entry.path, found)
+                logger.info("%s is passed over: %s", entry.path, found)
         except CacheHandleError as error:
-            logger.debug("%s is passed over: %s", entry.path, error)
+            logger.info("%s is passed over: %s", entry.path, error)
         except SavedCacheError as error:
             self._drop(entry, version, str(error))
         return None

@@ -48,7 +48,7 @@ def make_room() -> None:
     if count >= accumulated:
         _raise_to(_ACCUMULATED, count + 1)  # just so that the next compile comes here as well
         raise UnsupportedGraphError(
-            f"This model has been compiled {count} times, which is as often as Dynamo allows"
+            f"The code of this model has been compiled {count} times, which is as often as Dynamo allows"
             f" (torch._dynamo.config.{_ACCUMULATED}); it would run uncompiled from now on, and take the handles of the"
             " KV cache for numbers. Call torch._dynamo.reset() and begin with the prompt. TORCH_LOGS=recompiles shows"
             " why it is compiled so often."
@@ -72,9 +72,9 @@ def make_room() -> None:
         return
     warn_once(
         logger,
-        f"specache: nothing is wrong, but this model has been compiled {count} times, for different shapes and ways of"
-        f" generating. Past {name}, {limit}, Dynamo would run it uncompiled, on a KV cache that only compiled code can"
-        f" read. So the limit is now {raised}. TORCH_LOGS=recompiles shows why it is compiled anew.",
+        f"specache: nothing is wrong, but the code of this model has been compiled {count} times, for different"
+        f" models, shapes and ways of generating. Past {name}, {limit}, Dynamo would run it uncompiled, on a KV cache"
+        f" that only compiled code can read. So the limit is now {raised}. TORCH_LOGS=recompiles shows why.",
     )
 
 

@@ -30,7 +30,8 @@ def save(past_key_values: Any, folder: str | Path, *, input_ids: torch.Tensor | 
     One file, `cache.safetensors`, holds codes, windows, host rows, padding and lookahead as they are. It takes the
     place of an older one when it is whole; until then, and after an error, the older one stays. Nothing is pickled. The
     file is readable by its owner alone: whoever has it can tell what the text was. A step that another thread runs on
-    this cache is waited for, and steps wait until it is saved.
+    this cache is waited for, and steps wait until it is saved. What was speculated is dropped, if such a step has just
+    gone beyond the length of these tensors.
 
     Args:
         past_key_values: As for `stats`; all of its tensors, at the length that they have. Besides these it may hold
@@ -41,7 +42,7 @@ def save(past_key_values: Any, folder: str | Path, *, input_ids: torch.Tensor | 
     Raises:
         CacheHandleError: If there is no cache of this backend in it, a part of one alone, or a released one.
         SavedCacheError: If the file can't be written, something in the cache can't be, the model is gone, or
-            `input_ids` are not as many tokens as the cache has.
+            `input_ids` are not the tokens of the cache.
     """
     with content(past_key_values, input_ids) as (about, tensors):
         write_to(Path(folder) / FILE, about, tensors)
@@ -121,4 +122,10 @@ def _hash(session: Session, input_ids: torch.Tensor) -> str:
             f"input_ids are {tuple(input_ids.shape)}, but the cache is of {expected} tokens. Give the tokens that it"
             " holds: generate() returns one more than it has put into its cache."
         )
+    if session.tokens is not None:
+        other = session.tokens.differ(input_ids.to(session.device))
+        if other is not None:
+            raise SavedCacheError(
+                f"input_ids are not the tokens of this cache: token {other} is another. Give those that it holds."
+            )
     return token_hash(input_ids)

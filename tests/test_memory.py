@@ -14,9 +14,11 @@ from typing import Any
 import pytest
 import torch
 from support.models import TinyConfig, TinyDecoder, generate
+from support.zoo import SMALL, build
 from torch._dynamo.exc import BackendCompilerFailed
 
 import specache_fx
+from specache_fx.errors import HostMemoryError
 from specache_fx.runtime import registry
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -235,3 +237,16 @@ def test_device_bytes_do_not_grow_with_what_is_offloaded() -> None:
         # 1/32 for codes; scales and zeros: 2/8 for keys (groups of 8 tokens), 2/8 for values (8 channels).
         assert codes == pytest.approx(1 / 32 + 0.25, rel=1e-6)
     assert sizes["kivi", 2048].host_bytes == 0 < sizes["specache", 2048].host_bytes
+
+
+def test_more_than_there_is_room_for_is_said_by_name(caplog: pytest.LogCaptureFixture) -> None:
+    torch._dynamo.reset()
+    ids = torch.ones(1, 12, dtype=torch.long)
+    with torch.no_grad():
+        with caplog.at_level("WARNING", logger="specache_fx"):
+            specache_fx.compile(build("llama"), **SMALL | {"top_k": 200_000})(ids, use_cache=True)
+        assert "top_k=200000 keeps room for" in caplog.text
+        torch._dynamo.reset()
+        decoder = specache_fx.compile(build("llama"), **SMALL | {"reserve": 10**14, "policy": "kivi"})
+        with pytest.raises(HostMemoryError, match="ask for less by reserve="):
+            decoder(ids, use_cache=True)

@@ -18,7 +18,7 @@ from test_saving import python
 from torch import Tensor
 
 import specache_fx
-from specache_fx import ConfigError, PrefixStore, SavedCacheError
+from specache_fx import ConfigError, PrefixStore, SavedCacheError, prefix_store
 from specache_fx.runtime import registry
 from specache_fx.saving import content, write_to
 from specache_fx.store_entry import Entry
@@ -52,6 +52,22 @@ def asked(*questions: int) -> Tensor:
 
 def files(folder: Path) -> list[Path]:
     return sorted(folder.glob("*.safetensors"))
+
+
+def test_other_tokens_and_a_disk_that_fails_leave_nothing(
+    model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = PrefixStore(tmp_path / "store", 1 << 30)
+    with pytest.raises(SavedCacheError, match="token 0 is another"):
+        store.put(DOCUMENT + 1, read(model, DOCUMENT))
+
+    def fail(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(prefix_store, "write_to", fail)
+    with pytest.raises(SavedCacheError, match="No space left on device"):
+        store.put(DOCUMENT, read(model, DOCUMENT))
+    assert not [path for path in store.folder.iterdir() if path.name != ".lock"]
 
 
 def held(folder: Path) -> int:

@@ -223,7 +223,7 @@ def with_another_epsilon() -> Any:
         (fine_tuned, r"other numbers in '.*layers\.1\.mlp\.up_proj\.weight'"),
         (with_adapters, r"has no weight '.*q_proj\.weight'"),
         (with_another_epsilon, "a model with another config"),
-        (lambda: build("llama").bfloat16(), "other numbers in"),
+        (lambda: build("llama").bfloat16(), r"saved in float32, the model is in torch\.bfloat16"),
         (lambda: build("qwen2"), "a model with another config"),
     ],
 )
@@ -275,6 +275,17 @@ def test_other_tokens_are_refused(model: Any, saved: Path) -> None:
         specache_fx.load(model, saved, input_ids=ids)
     with pytest.raises(SavedCacheError, match=r"input_ids are \(3, 50\), but the cache is of \(3, 49\)"):
         specache_fx.save(read(model, CASE)[0], saved, input_ids=ids)
+    with pytest.raises(SavedCacheError, match="are not the tokens of this cache: token 47 is another"):
+        specache_fx.save(read(model, CASE)[0], saved, input_ids=ids[:, :-1])
+
+
+def test_a_model_that_is_not_compiled_is_warned_of(
+    saved: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("WARNING", logger="specache_fx"):
+        specache_fx.load(build("llama"), saved)
+    assert "specache_fx.compile(model, ...)" in caplog.text
+
 
 
 def test_what_is_no_whole_cache_is_not_saved(model: Any, tmp_path: Path) -> None:
