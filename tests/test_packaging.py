@@ -228,3 +228,14 @@ def test_speeds_in_the_readme_are_those_of_the_committed_runs() -> None:
     assert f"a step takes {longest / long:.1f} times" in readme.replace("\n", " ")
     here = by_name[2]["transformers"]["median_ms"] / by_name[2]["specache 2-bit"]["median_ms"]
     assert f"takes {here:.1f} times less than transformers here" in readme.replace("\n", " ")
+
+
+def test_peers_in_the_readme_are_those_of_the_committed_runs() -> None:
+    readme = (ROOT / "README.md").read_text()
+    runs = [
+        json.loads((ROOT / "results" / f"peers_{name}.json").read_text())["results"]
+        for name in ("float32", "bfloat16", "batches")
+    ]
+    columns = [{row["name"]: row["median_ms"] for row in result["rows"]} for run in runs for result in run]
+    for name in set(columns[0]) - {"kcache"}:
+        assert f"| {name} | " + " | ".join(f"{column[name]:.1f}" for column in columns) + " |" in readme

@@ -279,13 +279,10 @@ def test_other_tokens_are_refused(model: Any, saved: Path) -> None:
         specache_fx.save(read(model, CASE)[0], saved, input_ids=ids[:, :-1])
 
 
-def test_a_model_that_is_not_compiled_is_warned_of(
-    saved: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_model_that_is_not_compiled_is_warned_of(saved: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("WARNING", logger="specache_fx"):
         specache_fx.load(build("llama"), saved)
     assert "specache_fx.compile(model, ...)" in caplog.text
-
 
 
 def test_what_is_no_whole_cache_is_not_saved(model: Any, tmp_path: Path) -> None:
