@@ -9,6 +9,7 @@ mask) shows as a difference far above rounding.
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -107,6 +108,7 @@ class Numbers:
     def __init__(self, reader: Node, seed: int = 0) -> None:
         self.reader = reader
         self.sizes: dict[Any, int] = {}
+        self._next_size = itertools.cycle(_SIZES)
         self.generator = torch.Generator("cpu").manual_seed(seed)
 
     def integer(self, size: Any) -> int:
@@ -115,8 +117,7 @@ class Numbers:
             return int(size)
         for symbol in sorted(symbols_of(size), key=str):
             if symbol not in self.sizes:
-                chosen = _SIZES[len(set(self.sizes.values())) % len(_SIZES)]
-                self.sizes |= dict.fromkeys(_equal_to(symbol, size.node.shape_env), chosen)
+                self.sizes |= dict.fromkeys(_equal_to(symbol, size.node.shape_env), next(self._next_size))
         return int(size.node.expr.xreplace(self.sizes))
 
     def value(self, node: Node, spread: float | None) -> Any:

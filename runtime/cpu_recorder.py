@@ -12,13 +12,14 @@ does anything else is not recorded: another operator, an argument that is no ten
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from types import BuiltinFunctionType, FunctionType, MethodType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -27,15 +28,18 @@ from torch.utils._pytree import tree_iter, tree_map_only
 from specache_fx.runtime.native import graph_ops
 from specache_fx.runtime.native.products import MAX_ROWS
 
+T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 _ALIGNMENT = 64
 _ALLOCATES = "empty_strided_cpu"
-# Of the globals that Inductor's code reads, those that launch nothing that the tape would miss.
+# Globals that launch nothing. What `torch` calls, `Observed` sees as operators.
 _HARMLESS = frozenset({"assert_size_stride", "assert_alignment", "reinterpret_tensor", "torch"})
 _one_at_a_time = threading.Lock()  # functions are observed by other globals, which all threads see
 
-Note = Callable[..., object]
+
+class NotKnownError(Exception):
+    """A function calls what can't be noted; the message says what."""
 
 
 class CpuRecorder:
@@ -53,20 +57,30 @@ class CpuRecorder:
         Returns:
             Its results, which each replay writes anew; and what replays it, None where nothing does.
         """
-        function = generated(compiled)
-        if function is None:
-            _log.info("Decode steps run by Inductor's own code: it is not of the form that is known.")
-            return run(), None
-        with _one_at_a_time, Observed(function) as observed:
-            results = run()
-        replay = observed.tape(results) if observed.missed is None else None
-        if replay is None:
-            _log.info("Decode steps run by Inductor's own code: %s can't be noted.", observed.missed)
-        return results, replay
+        with _one_at_a_time:
+            observed = _or_none(lambda: Observed(generated(compiled)))
+            with contextlib.nullcontext() if observed is None else observed:
+                results = run()
+        return results, None if observed is None else _or_none(lambda: observed.tape(results))
 
 
-def generated(compiled: Callable[..., Any]) -> FunctionType | None:
-    """The function that Inductor wrote for a graph: torch wraps some more around it."""
+def _or_none(make: Callable[[], T]) -> T | None:
+    """What `make` gives; None, and a line in the log, where it fails: a step is right without."""
+    try:
+        return make()
+    except NotKnownError as error:
+        _log.info("Decode steps run by Inductor's own code: %s can't be recorded.", error)
+    except Exception:
+        _log.warning("Decode steps run by Inductor's own code: recording failed.", exc_info=True)
+    return None
+
+
+def generated(compiled: Callable[..., Any]) -> FunctionType:
+    """The function that Inductor wrote for a graph: torch wraps some more around it.
+
+    Raises:
+        NotKnownError: If there is none, or more than one.
+    """
     from torch._inductor.output_code import CompiledFxGraph  # imported late: it loads all of Inductor
 
     waiting: list[Any] = [compiled]
@@ -84,10 +98,10 @@ def generated(compiled: Callable[..., Any]) -> FunctionType | None:
             waiting += [at.__func__, at.__self__]
         elif type(at).__module__.startswith("torch._functorch"):
             waiting += getattr(at, "__dict__", {}).values()
-    if len(found) != 1:
-        return None
-    function = getattr(found[0], "__func__", found[0])
-    return function if isinstance(function, FunctionType) else None
+    functions = [getattr(each, "__func__", each) for each in found]
+    if len(functions) != 1 or not isinstance(functions[0], FunctionType):
+        raise NotKnownError("what is none of its functions")
+    return functions[0]
 
 
 def _cells(function: FunctionType) -> Iterator[Any]:
@@ -104,48 +118,57 @@ class Observed(TorchDispatchMode):
     Args:
         function: Of Inductor's.
 
+    Raises:
+        NotKnownError: If it calls what can't be noted.
+
     Attributes:
-        missed: What was called that can't be noted, or read; None for nothing.
+        missed: The first thing that can't be noted; None where all can.
     """
 
     def __init__(self, function: FunctionType) -> None:
         super().__init__()
         self._globals, self._thread = function.__globals__, threading.get_ident()
-        self._calls: list[tuple[Note, tuple[Any, ...]]] = []
+        self._calls: list[tuple[Callable[..., object], tuple[Any, ...]]] = []
         self._made: list[torch.Tensor] = []  # in the step; alive, so that no two lie at one address
-        self._replaced: dict[str, Any] = {}
+        self._kept: dict[str, Any] = {}  # of the globals that `_watched` takes the place of
+        self._watched: dict[str, Any] = {}
+        self._launched: set[str] = set()
         self.missed: str | None = None
         code = function.__code__
         if any(hasattr(part, "co_code") for part in code.co_consts):
-            self.missed = "a function in a function"
+            raise NotKnownError("a function in a function")
         for name in code.co_names:
-            value = self._globals.get(name)
-            is_kernel = isinstance(value, BuiltinFunctionType) and value.__name__ == "kernel"
-            if is_kernel or name == _ALLOCATES:
-                self._replaced[name] = value
+            value: Any = self._globals.get(name)
+            if isinstance(value, BuiltinFunctionType) and value.__name__ == "kernel":
+                self._kept[name], self._watched[name] = value, self._launching(name, value)
+            elif name == _ALLOCATES:
+                self._kept[name], self._watched[name] = value, self._allocating(value)
             elif isinstance(value, torch.Tensor) or name in _HARMLESS:  # a constant of the graph
                 continue
             elif name in self._globals or name == "partitions":
-                self.missed = f"`{name}`"
+                raise NotKnownError(f"`{name}`")
 
     def __enter__(self) -> Observed:
-        if self.missed is None:
-            for name, value in self._replaced.items():
-                self._globals[name] = (self._allocating if name == _ALLOCATES else self._launching)(value)
         super().__enter__()
+        self._globals.update(self._watched)
         return self
 
     def __exit__(self, *raised: Any) -> None:
+        self._globals.update(self._kept)
+        self._watched.clear()  # they hold this, and so all that it noted
         super().__exit__(*raised)
-        self._globals.update(self._replaced)
 
-    def _launching(self, kernel: Any) -> Callable[..., Any]:
+    def _miss(self, what: str) -> None:
+        self.missed = self.missed or what
+
+    def _launching(self, name: str, kernel: Any) -> Callable[..., Any]:
         address = _address_of(kernel)
 
         def launch(*args: Any) -> Any:
             if threading.get_ident() == self._thread:
+                self._launched.add(name)
                 if not all(isinstance(x, (torch.Tensor, int)) for x in args):
-                    self.missed = "a kernel that takes a float"
+                    self._miss("a kernel that takes a float")
                 self._calls.append((_note_kernel, (address, *args)))
             return kernel(*args)
 
@@ -173,15 +196,23 @@ class Observed(TorchDispatchMode):
             self._calls.append((ours.note_layer_step, (results, *args, *form[len(args) - 6 :])))
             self._made.append(results)
         elif not func.is_view:
-            self.missed = str(func)
+            self._miss(str(func))
         return results
 
-    def tape(self, results: Sequence[Any]) -> Callable[[], None] | None:
-        """What makes the calls again.
+    def tape(self, results: Sequence[Any]) -> Callable[[], None]:
+        """A function that makes the calls again.
 
         Args:
             results: Of the step, at the addresses where each replay writes them.
+
+        Raises:
+            NotKnownError: If they can't all be noted, or the function did not run.
         """
+        kernels = self._kept.keys() - {_ALLOCATES}
+        if not kernels or self._launched != kernels:
+            self._miss("a function that did not run")
+        if self.missed is not None:
+            raise NotKnownError(self.missed)
         kept = {_storage(x) for x in results if isinstance(x, torch.Tensor)}
         sizes = {_storage(x): x.untyped_storage().nbytes() for x in self._made}
         lives: dict[int, list[int]] = {}
@@ -203,8 +234,7 @@ class Observed(TorchDispatchMode):
         tape = Tape(arena, results)
         for note, args in self._calls:
             if note(tape.address, *tree_map_only(torch.Tensor, moved, args)) is False:
-                self.missed = "a kernel of so many arguments"
-                return None
+                raise NotKnownError("a kernel of so many arguments")
         return tape.replay
 
 

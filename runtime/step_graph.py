@@ -43,7 +43,7 @@ class Recorder(Protocol):
         """Have `run`'s launches take place once, and note them.
 
         Args:
-            run: Runs a step.
+            run: Runs a step. The caller keeps all that it reads, where it is.
             compiled: Its graph, which `run` calls.
 
         Returns:
@@ -131,7 +131,7 @@ class StepGraph:
         state: torch.Tensor,
         steps: WholeSteps,
     ) -> Sequence[Any]:
-        """Run a plain step.
+        """Run a step, of which `steps` was told.
 
         Args:
             compiled: The decode graph; of two steps it is the same object where shapes are.
@@ -150,7 +150,7 @@ class StepGraph:
             still[i] = 0
         key = (compiled, steps.form, tuple(still))
         if key != self._key:
-            if key == self._ran:
+            if key == self._ran and not any(_is_expanded(inputs[i]) for i in moving):
                 self._drop()
                 return self._capture(key, compiled, inputs, moving, state, steps)
             self._ran = key
@@ -175,7 +175,9 @@ class StepGraph:
         assert self._recorder is not None
         kept = list(inputs)
         for i in moving:
-            kept[i] = inputs[i].clone()
+            kept[i] = torch.empty_strided(
+                inputs[i].shape, inputs[i].stride(), dtype=inputs[i].dtype, device=inputs[i].device
+            ).copy_(inputs[i])  # where it is compiled for gaps, it wants them
 
         def run() -> Sequence[Any]:
             results = compiled(*kept, state)
@@ -206,7 +208,12 @@ class StepGraph:
     def close(self) -> None:
         """Give the memory of what was captured back."""
         self._drop()
-        self._recorder = None
+        self._recorder = self._ran = None
+
+
+def _is_expanded(tensor: torch.Tensor) -> bool:
+    """Whether several elements are one in memory: such a tensor can't be written to."""
+    return any(size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def _own(results: Sequence[Any]) -> list[Any]:

@@ -52,6 +52,8 @@ class TokenHistory:
     def differ(self, tokens: torch.Tensor) -> int | None:
         """The first place where `tokens`, `[batch, kv_len]`, are others than those known in any row; None for none."""
         held = self.held
+        if not len(held):  # no graph took tokens
+            return None
         known = tokens[:, : held.shape[1]]
         wrong = ((held[:, : known.shape[1]] != known) & (held[:, : known.shape[1]] != _UNKNOWN)).any(0)
         return int(wrong.to(torch.uint8).argmax()) if bool(wrong.any()) else None

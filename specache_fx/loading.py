@@ -190,8 +190,8 @@ def warn_if_plain(model: nn.Module) -> None:
         warn_once(
             logger,
             "specache: a saved cache was asked for with a model that is not compiled with this backend. Only compiled"
-            " code can use it: call specache_fx.compile(model, ...) first. Where a function around the model is"
-            " compiled, all is well.",
+            " code can use it: call specache_fx.compile(model, ...) first. Ignore this where a function"
+            " around the model is compiled.",
         )
 
 

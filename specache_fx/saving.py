@@ -30,8 +30,8 @@ def save(past_key_values: Any, folder: str | Path, *, input_ids: torch.Tensor | 
     One file, `cache.safetensors`, holds codes, windows, host rows, padding and lookahead as they are. It takes the
     place of an older one when it is whole; until then, and after an error, the older one stays. Nothing is pickled. The
     file is readable by its owner alone: whoever has it can tell what the text was. A step that another thread runs on
-    this cache is waited for, and steps wait until it is saved. What was speculated is dropped, if such a step has just
-    gone beyond the length of these tensors.
+    this cache is waited for, and steps wait until it is saved. If a step has just passed this length, its
+    speculative token is dropped.
 
     Args:
         past_key_values: As for `stats`; all of its tensors, at the length that they have. Besides these it may hold

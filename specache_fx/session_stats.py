@@ -49,7 +49,8 @@ class SessionStats:
         full_bytes: Bytes that the whole cache would take on the device in the model's dtype.
         kv_len: Tokens held.
         steps: Decode steps so far.
-        replayed_steps: Steps that were captured and replayed (`cuda_graphs`); of several sessions the fewest.
+        replayed_steps: Replays of a captured step (`cuda_graphs`), of pre-decode and refetches too; of several sessions
+            the fewest.
         refetched_steps: Steps whose pairs were chosen anew, which costs a forward pass each (`on_miss="refetch"`).
         prefetched_bytes: Bytes brought to the device by prefetching, over all steps.
         prefetched_rows: KV pairs brought.

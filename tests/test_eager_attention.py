@@ -96,7 +96,6 @@ def test_other_lookaheads_equal_eager(name: str, lookahead: str) -> None:
     assert_equal(name, None, bits=1, top_k=64, lookahead=lookahead)
 
 
-@pytest.mark.nightly
 def test_a_turn_longer_than_its_past_equals_eager() -> None:
     """Dynamo leaves lengths that are equal open then: those of keys, values and mask are other symbols."""
     decoder, plain = model("gemma2", None), model("gemma2", None)
@@ -108,6 +107,7 @@ def test_a_turn_longer_than_its_past_equals_eager() -> None:
         torch.testing.assert_close(turn, plain(ids).logits[:, 10:], atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.nightly
 def test_inductor_equals_eager() -> None:
     assert_equal("gpt_oss", None, bits=16, lowering="inductor")
 

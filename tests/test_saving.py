@@ -537,3 +537,12 @@ for _ in range(60):
     prompt = PADDED["input_ids"].shape[1]
     assert {prompt + 3, prompt + 21} <= seen <= {prompt + 3, prompt + 19, prompt + 21}
     assert [path.name for path in saved.iterdir()] == [FILE]
+
+
+def test_a_prompt_of_embeddings_is_saved_with_its_tokens(tmp_path: Path) -> None:
+    decoder = specache_fx.compile(build("llama"), **SMALL)
+    ids = torch.randint(3, 128, (2, 20))
+    with torch.no_grad():
+        past = decoder(inputs_embeds=decoder.model.embed_tokens(ids), use_cache=True).past_key_values
+    specache_fx.save(past, tmp_path, input_ids=ids)  # nobody saw the tokens: there is nothing to compare
+    assert specache_fx.load(decoder, tmp_path, input_ids=ids) is not None

@@ -94,7 +94,7 @@ void note_products(int64_t tape, Tensor rows, std::vector<Tensor> weights, std::
 void note_layer_step(int64_t tape, Tensor out, Tensor query, Tensor key, Tensor value, Tensor state, int64_t layer,
                      double scale, std::optional<double> softcap, std::optional<Tensor> sinks) {
   tape_at(tape).calls.push_back(
-      [=]() mutable { specache::layer_step_into(out, query, key, value, state, layer, scale, softcap, sinks); });
+      [=] { specache::layer_step_into(out, query, key, value, state, layer, scale, softcap, sinks); });
 }
 
 void replay(int64_t tape) {
