@@ -143,10 +143,10 @@ def test_a_failure_to_record_leaves_the_step(monkeypatch: pytest.MonkeyPatch, ca
 
     monkeypatch.setattr(cpu_recorder, "share_addresses", fail)
     results, replay = CpuRecorder().record(lambda: lowered(x), lowered)
-    assert replay is None and torch.equal(results[0], x.tanh() + 1) and "recording failed" in caplog.text
+    assert replay is None and torch.equal(results[0], lowered(x)[0]) and "recording failed" in caplog.text
     monkeypatch.setattr(cpu_recorder, "_address_of", fail)
     results, replay = CpuRecorder().record(lambda: lowered(x), lowered)
-    assert replay is None and torch.equal(results[0], x.tanh() + 1)
+    assert replay is None and torch.equal(results[0], lowered(x)[0])
     assert {name: value for name, value in function.__globals__.items() if name in before} == before
 
 
