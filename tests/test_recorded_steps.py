@@ -18,9 +18,7 @@ from torch import nn
 import specache_fx
 from specache_fx.runtime import cpu_recorder, ops  # noqa: F401  (ops defines the operators)
 from specache_fx.runtime.cpu_recorder import CpuRecorder, generated, share_addresses
-from specache_fx.runtime.native import graph_ops
 
-pytestmark = pytest.mark.skipif(graph_ops.load() is None, reason="C++ can't be built here")
 OPTIONS = SMALL | {"lowering": "inductor", "bits": 2}
 STEPS = 40
 

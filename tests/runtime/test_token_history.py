@@ -21,8 +21,8 @@ def by(request: pytest.FixtureRequest) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "torch":
             patch.setattr(graph_ops, "load", lambda: None)
-        elif graph_ops.load() is None:
-            pytest.skip("C++ can't be built here")
+        else:
+            assert graph_ops.load() is not None
         yield
 
 
