@@ -65,7 +65,7 @@ class CpuRecorder:
 
 
 def _or_none(make: Callable[[], T]) -> T | None:
-    """What `make` gives; None, and a line in the log, where it fails: a step is right without."""
+    """The result of `make`; None and a line in the log where it fails. The step is right without it."""
     try:
         return make()
     except NotKnownError as error:

@@ -49,7 +49,7 @@ def resolve_host(host: str, device: torch.device, nbytes: int = 0, host_dir: str
         if nbytes >= _CHECKED_BYTES and nbytes > (available := available_bytes()):
             folder = disk_folder(host_dir)
             seen = (
-                f"specache: the 16-bit KV pairs of this prompt, or of what reserve= asks for, take {nbytes:,} bytes,"
+                f"The 16-bit KV pairs of this prompt, or of what reserve= asks for, take {nbytes:,} bytes,"
                 f" and {available:,} bytes of memory are available"
             )
             if (kind := memory_file_system(folder)) is not None:

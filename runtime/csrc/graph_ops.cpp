@@ -32,9 +32,9 @@ void check(const Tensor& rows, const std::vector<Tensor>& weights) {
                     "specache::products: a weight is to be [out, in], contiguous, of the dtype of the rows");
 }
 
-// What `specache_products` computes `results` by, so many weights a call; rows lie one behind the other.
-std::vector<SpecacheProducts> products_into(const Tensor& rows, const std::vector<Tensor>& weights,
-                                            const std::vector<Tensor>& results) {
+// The calls of `specache_products` that compute `results`, for up to kMaxWeights weights each. `rows` are contiguous.
+std::vector<SpecacheProducts> calls_for(const Tensor& rows, const std::vector<Tensor>& weights,
+                                        const std::vector<Tensor>& results) {
   const int64_t in = rows.size(-1);
   std::vector<SpecacheProducts> calls;
   for (size_t first = 0; first < weights.size(); first += kMaxWeights) {
@@ -74,7 +74,7 @@ std::vector<Tensor> products(Tensor rows, std::vector<Tensor> weights) {
     shape.back() = weight.size(0);
     results.push_back(rows.dim() == 2 ? result : torch::stable::view(result, shape));
   }
-  for (const SpecacheProducts& p : products_into(packed, weights, results)) multiply(p);
+  for (const SpecacheProducts& p : calls_for(packed, weights, results)) multiply(p);
   return results;
 }
 
@@ -86,7 +86,7 @@ void note_products(int64_t tape, Tensor rows, std::vector<Tensor> weights, std::
   const int64_t num_rows = rows.numel() / rows.size(-1);
   STD_TORCH_CHECK(rows.is_contiguous() && num_rows >= 1 && num_rows <= kMaxRows && weights.size() == results.size(),
                   "specache::note_products: these are no few rows");
-  for (const SpecacheProducts& p : products_into(rows, weights, results))
+  for (const SpecacheProducts& p : calls_for(rows, weights, results))
     tape_at(tape).calls.push_back([p] { multiply(p); });
 }
 
