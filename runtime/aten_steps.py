@@ -160,11 +160,11 @@ def _shown(inputs: DecodeInputs, stored: StoredTokens) -> torch.Tensor:
     row = torch.arange(codes + window, device=inputs.query.device)
     behind = row - codes  # of the window, from its first row on
     there = torch.where(row < codes, row < stored.num_quantized, behind < stored.window_len)
+    token = torch.where(row < codes, row, behind + stored.num_quantized)
     if inputs.visible is not None:
-        own = stored.window_len + torch.arange(lanes, device=row.device)
-        sees = inputs.visible[..., :window] & there
+        own = stored.num_quantized + stored.window_len + torch.arange(lanes, device=row.device)
+        sees = inputs.visible.index_select(2, token) & there
         return torch.cat([sees, inputs.visible.index_select(2, own)], dim=2)
     if inputs.key_mask is None:
         return there.expand(batch, -1)
-    token = torch.where(row < codes, row, behind + stored.num_quantized)
     return inputs.key_mask.index_select(1, token) & there

@@ -34,6 +34,8 @@ class DecodeStep:
         whole: Layers whose operators the graph calls as one (`fuse_layer_steps`, `WholeSteps`).
         predecoding: Nothing is kept of the token, and no pairs have been prefetched for it.
         biases: By layer that keeps all tokens, what the model adds to its scores: see `DecodeInputs.bias`.
+        seen: By layer that keeps all tokens, what each lane sees where the step reads the model's masks: bool `[lanes,
+            batch, kv_len + lanes]`, in place of the session's `key_mask`.
         window_masks: By layer that keeps a window, its masks, one a lane, where the model has masks there; None for a
             lane whose mask can't be told: what it selects is void.
         expansions: By attention, where keys and values are computed from what is cached: see `DecodeInputs.expand`.
@@ -47,6 +49,7 @@ class DecodeStep:
     predecoding: bool = False
     whole: tuple[int, ...] = ()
     biases: dict[int, torch.Tensor] = field(default_factory=dict)
+    seen: dict[int, torch.Tensor] = field(default_factory=dict)
     window_masks: dict[int, tuple[WindowMask | None, ...]] = field(default_factory=dict)
     expansions: dict[int, Expand] = field(default_factory=dict)
     missed: torch.Tensor | None = None
@@ -118,10 +121,15 @@ class DecodeStep:
         biases: dict[int, torch.Tensor] = {}
         for layer in self.whole:
             cache, window = self.session.layers[layer], self.session.shapes[layer].window
-            masks = self.window_masks.get(layer, (None,) * self.lanes) if window is not None else ()
+            if window is None:
+                seen, bias = self.seen.get(layer), None
+                masks: tuple[Any, ...] = (seen,)
+            else:
+                masks = self.window_masks.get(layer, (None,) * self.lanes)
             first = alike[layer] = firsts.setdefault((cache.is_exact, window, *map(id, masks)), layer)
-            if window is not None and first == layer:
-                seen, bias = cache.masked_rows(masks, self.predecoding)
+            if first == layer:
+                if window is not None:
+                    seen, bias = cache.masked_rows(masks, self.predecoding)
                 visible |= {} if seen is None else {layer: seen}
                 biases |= {} if bias is None else {layer: bias}
             elif first in biases:
@@ -216,7 +224,7 @@ class DecodeStep:
         """
         session = self.session
         cache = session.layers[layer]
-        selects = session.transfer is not None and not cache.is_exact
+        selects, seen = session.transfer is not None and not cache.is_exact, self.seen.get(layer)
         call = LayerCall(
             query=query,
             key=key,
@@ -227,7 +235,8 @@ class DecodeStep:
             sinks=sinks,
             expand=None if expansion is None else self.expansions[expansion],
             staged=self._staged[layer] if staged and selects and not self.predecoding else None,
-            key_mask=session.key_mask.grow(cache.kv_len),
+            key_mask=session.key_mask.grow(cache.kv_len) if seen is None else None,
+            visible=seen,
             bias=self.biases.get(layer),
             # Of the last lane, which selects.
             scored_lanes=0 if not selects else query.shape[0] if self._scores_both else 1,

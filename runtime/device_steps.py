@@ -38,6 +38,7 @@ class DeviceSteps:
 
     kernel: str
     plain_alone: ClassVar[bool] = False
+    reads_masks: ClassVar[bool] = True
 
     def __init__(self, device: torch.device, top_k: int, transfer: KernelTransfer | None) -> None:
         self.device, self._top_k, self._transfer = device, top_k, transfer
@@ -126,7 +127,7 @@ class DeviceSteps:
         facts = self._facts
         assert facts is not None
         told = (part is None for part in (facts.shares, facts.key_mask.real, facts.counts))
-        return (self.generation, facts.predecodes, facts.scored_lanes, *told)
+        return (self.generation, facts.predecodes, facts.scored_lanes, *told, *facts.visible)
 
     def launch(
         self,
@@ -147,7 +148,8 @@ class DeviceSteps:
         if facts is None or cache is None or layer in self._run:
             raise RuntimeError(f"layer {layer} is not to run now")
         self._run.append(layer)
-        stored = self._stored[self._alike[layer]]
+        first = self._alike[layer]
+        stored, sees = self._stored[first], first in facts.visible
         query, key, value = (side.contiguous() for side in (query, key, value))
         call = LayerCall(
             query=query,
@@ -157,10 +159,10 @@ class DeviceSteps:
             independent_lanes=facts.predecodes,
             softcap=softcap,
             sinks=sinks,
-            key_mask=None if facts.key_mask.real is None else stored.mask,
+            key_mask=None if sees or facts.key_mask.real is None else stored.mask,
             bias=facts.biases.get(layer),
             scored_lanes=facts.scored_lanes,
-            visible=stored.visible,
+            visible=stored.visible if sees else None,
         )
         return self._step(layer, cache, call, stored)
 

@@ -20,7 +20,7 @@ class LayerCall(LaneInputs):
     Attributes:
         staged: Rows that were prefetched, and their tokens; None where none were.
         window_masks: Of a layer that keeps a window: what the model hides, one a lane; None where it has no mask.
-            `visible` takes their place for `inputs_at_any_length` alone.
+            `visible` takes their place for `inputs_at_any_length`.
     """
 
     staged: tuple[torch.Tensor, torch.Tensor] | None = None

@@ -11,6 +11,7 @@ import ctypes
 import math
 import weakref
 from collections.abc import Mapping
+from typing import ClassVar
 
 import torch
 
@@ -81,9 +82,11 @@ class StepTable:
         kernel: See `WholeSteps`.
         device: See `WholeSteps`.
         form: See `WholeSteps`.
+        reads_masks: See `WholeSteps`.
     """
 
     kernel = "cpu"
+    reads_masks: ClassVar[bool] = False
     device = torch.device("cpu")
     form = ()  # C++ reads all that a step differs by from `state`
 

@@ -21,7 +21,7 @@ class StoredTokens:
     Attributes:
         lengths: int32 `[3]`, see `tell_lengths`.
         mask: Bool `[batch, room]`: which tokens are real; None where nothing was padding.
-        visible: Bool `[lanes, batch, room + lanes]`, see `StepFacts`; None but for windows.
+        visible: Bool `[lanes, batch, room + lanes]`, see `StepFacts`; None where no step had it.
     """
 
     def __init__(self, room: int, device: torch.device) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 
@@ -26,8 +26,9 @@ class StepFacts:
         biases: See `DecodeStep`; those of windows over all of `LayerState.window_len`.
         alike: By layer, the first one with the same stored tokens and masks: of those that select, of those that are
             resident, of windows with one size and mask.
-        visible: Of windows, by the first that is alike: which of the rows of `LayerState.window_len`, and of the
-            lanes' own pairs, each lane attends to. Bool `[lanes, batch, window_len + lanes]`.
+        visible: By the first layer that is alike, bool `[lanes, batch, rows + lanes]`: which stored tokens, and which
+            of the lanes' own pairs, each lane attends to. Rows: `LayerState.window_len` of a window, else `kv_len`
+            (`DecodeStep.seen`).
         shares: See `DecodeStep`.
         missed: See `DecodeStep`.
         counts: See `Metrics.step_counts`; None where nobody counts.
@@ -53,10 +54,13 @@ class WholeSteps(Protocol):
     Attributes:
         kernel: Name of the kernel whose layers it runs; see `passes.fuse_layer_steps`.
         device: Where the model's tensors are.
+        reads_masks: The steps read the model's masks on the device. The host compares no mask with the padding, for it
+            would wait.
     """
 
     kernel: str
     device: torch.device
+    reads_masks: ClassVar[bool]
 
     def tell(self, layers: Mapping[int, LayerState], facts: StepFacts) -> None:
         """Say what the next step is, before its graph runs.

@@ -28,7 +28,7 @@ from specache_fx.runtime.device_steps import DeviceSteps
 from specache_fx.runtime.masks import WindowMask
 from specache_fx.runtime.session import Session
 from specache_fx.runtime.tracing import is_recording, span
-from specache_fx.step_masks import read_masks, step_biases
+from specache_fx.step_masks import StepMasks, read_masks, step_biases, step_sees
 
 logger = logging.getLogger(__name__)
 
@@ -135,15 +135,15 @@ class Decode:
                 lost = self.lanes > 1 and session.speculative_token is None
                 shares = None
                 if session.staged_for != session.kv_len or lost:
-                    biases = self._begin(session, args)
+                    masks = self._begin(session, args)
                 else:
                     fills = not session.kv_len % session.config.group_size
-                    biases, shows_padding = read_masks(session, self._state, args, ahead=fills)
-                    if shows_padding:
-                        biases = self._begin(session, args)
+                    masks = read_masks(session, self._state, args, ahead=fills)
+                    if masks.shows_padding:
+                        masks = self._begin(session, args)
                     else:
-                        shares = self._check_guess(session, args, biases)
-                kept, windows_told = self._step(session, args, biases, ahead=1, shares=shares)
+                        shares = self._check_guess(session, args, masks)
+                kept, windows_told = self._step(session, args, masks, ahead=1, shares=shares)
                 session.advance(1, decoded=True)
                 told = self._sources.knows_next and windows_told
                 if self.lanes > 1 and not (told and not (self._sources.fixed_length and session.masks_move)):
@@ -151,9 +151,9 @@ class Decode:
                 handles = registry.resized(session, past)
             return assemble(self._plan, kept, handles, args)
 
-    def _begin(self, session: Session, args: Sequence[Any]) -> list[torch.Tensor | None]:
-        """Before a run of decode steps: check the masks, then pre-decode (Algorithm 2). Returns the masks' biases."""
-        biases, _ = read_masks(session, self._state, args, ahead=True)
+    def _begin(self, session: Session, args: Sequence[Any]) -> StepMasks:
+        """Before a run of decode steps: check the masks, then pre-decode (Algorithm 2). Returns the masks."""
+        masks = read_masks(session, self._state, args, ahead=True)
         session.forget_lookahead()
         config = self._state.config
         if (
@@ -163,12 +163,10 @@ class Decode:
             and config.placement.prefetch
             and config.lookahead != "none"
         ):
-            self._step(session, args, biases, ahead=0)
-        return biases
+            self._step(session, args, masks, ahead=0)
+        return masks
 
-    def _check_guess(
-        self, session: Session, args: Sequence[Any], biases: list[torch.Tensor | None]
-    ) -> torch.Tensor | None:
+    def _check_guess(self, session: Session, args: Sequence[Any], masks: StepMasks) -> torch.Tensor | None:
         """Compare the token with what had been speculated, and mend what was wrong as `on_miss` says.
 
         What becomes of a batch row depends on no other row. Returns `DecodeStep.shares`.
@@ -181,17 +179,15 @@ class Decode:
         if self._state.config.on_miss == "recover":
             return session.recover(token, missed)
         if self._state.config.on_miss == "refetch":
-            self._refetch(session, args, biases, missed)
+            self._refetch(session, args, masks, missed)
         return None
 
-    def _refetch(
-        self, session: Session, args: Sequence[Any], biases: list[torch.Tensor | None], missed: torch.Tensor
-    ) -> None:
+    def _refetch(self, session: Session, args: Sequence[Any], masks: StepMasks, missed: torch.Tensor) -> None:
         """Choose and speculate anew for the batch rows that missed. To know whether one did, the host waits."""
         if not bool(missed.any()):
             return
         kept = session.speculative_token
-        self._step(session, args, biases, ahead=0, missed=missed.reshape(-1))
+        self._step(session, args, masks, ahead=0, missed=missed.reshape(-1))
         session.metrics.count_refetch()
         if session.speculative_token is not None and kept is not None:
             session.speculative_token = torch.where(missed, session.speculative_token, kept)
@@ -200,7 +196,7 @@ class Decode:
         self,
         session: Session,
         args: Sequence[Any],
-        biases: list[torch.Tensor | None],
+        masks: StepMasks,
         ahead: int,
         missed: torch.Tensor | None = None,
         shares: torch.Tensor | None = None,
@@ -210,7 +206,7 @@ class Decode:
         Args:
             session: The session.
             args: Dynamo's inputs.
-            biases: What the masks add to the output token's scores, see `read_masks`.
+            masks: Of the output token.
             ahead: Tokens from lane 0 to lane 1: 1 in a decode step. In pre-decode 0, both lanes are the first token.
             missed: See `DecodeStep`.
             shares: See `DecodeStep`.
@@ -228,7 +224,7 @@ class Decode:
                 if lanes == self.lanes:
                     made = self._graphs.get(key) or self._announced(inputs, session)
             if made is None:  # lanes are not to be had, and were just given up
-                return self._step(session, args, biases, ahead, missed, shares)
+                return self._step(session, args, masks, ahead, missed, shares)
             self._graphs[key] = made
             if len(self._graphs) == _MANY_GRAPHS:
                 warn_once(
@@ -243,7 +239,8 @@ class Decode:
             whole=made.whole,
             missed=missed,
             shares=shares,
-            biases=step_biases(session, self._sources, args, biases, lanes, ahead),
+            biases=step_biases(session, self._sources, args, masks.biases, lanes, ahead),
+            seen=step_sees(self._sources, masks, lanes, ahead),
             window_masks=self._window_masks(session, args, lanes, ahead),
             expansions={
                 i: site.expansion.bind(args) for i, site in enumerate(self._state.sites) if site.expansion

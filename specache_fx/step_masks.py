@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from specache_fx.errors import UnsupportedGraphError
 from specache_fx.passes.base import PassState
@@ -15,14 +17,31 @@ from specache_fx.runtime.masks import hidden_bias, lane_bias, over_keys, real_ke
 from specache_fx.runtime.session import Session
 
 
-def read_masks(
-    session: Session, state: PassState, args: Sequence[Any], ahead: bool
-) -> tuple[list[torch.Tensor | None], bool]:
+@dataclass(frozen=True)
+class StepMasks:
+    """The model's masks for the output token, one of each per result of `Sources.mask_graph`.
+
+    Attributes:
+        biases: What is added to the scores, `[batch or 1, num_heads or 1, kv_len + 1]`; None where nothing is.
+        seen: Which keys are shown, bool `[batch, kv_len + 1]`, where the step reads that on the device; None where the
+            session's padding and `biases` say it.
+        shows_padding: Keys that were padding are shown: what is staged was not chosen from them.
+    """
+
+    biases: list[torch.Tensor | None]
+    seen: list[torch.Tensor | None]
+    shows_padding: bool = False
+
+
+def read_masks(session: Session, state: PassState, args: Sequence[Any], ahead: bool) -> StepMasks:
     """Evaluate the model's own masks for the output token.
 
     The decode graph has no masks: it hides what the prompt's mask called padding and nothing else. Keys
     that a mask hides besides get a bias of -inf (a sliding window over a cache that keeps all tokens, an
     attention_mask that changed).
+
+    To compare a mask with the padding, the host waits for the device. Where steps read masks on the device
+    (`WholeSteps.reads_masks`), masks are compared once a group; in between the step sees what they show.
 
     Args:
         session: The session. `masks_move` is set where a mask hides, or in the next `group_size` tokens will hide, more
@@ -31,11 +50,6 @@ def read_masks(
         args: Dynamo's inputs.
         ahead: Look a group of tokens ahead as well: at the start and whenever a group fills.
 
-    Returns:
-        What is added to the scores, `[batch or 1, num_heads or 1, kv_len + 1]` each, one per result of
-        `Sources.mask_graph`; None where nothing is. And whether keys that were padding are shown: what is staged was
-        not chosen from them.
-
     Raises:
         UnsupportedGraphError: If an additive mask hides every key of a row.
     """
@@ -43,36 +57,47 @@ def read_masks(
     assert sources is not None and session.batch is not None
     kv_len = session.kv_len + 1
     rows = [over_keys(mask, kv_len) for mask in sources.masks_at(args, 0)]
+    seen = _seen(session, sources, rows)
+    if seen is not None and not ahead and not session.masks_move:
+        return StepMasks([None] * len(rows), seen)
     split, agree = _compared(session, rows, kv_len)
     shown: list[torch.Tensor | None] = []
-    for row, (seen, _), agrees in zip(rows, split, agree, strict=True):
+    for row, (real, _), agrees in zip(rows, split, agree, strict=True):
         if not agrees:
-            _check_hidden(row, seen, state)
-            shown.append(seen)
+            _check_hidden(row, real, state)
+            shown.append(real)
     if any(site.mask is None and site.window is None for site in state.sites):
         shown.append(None)
     shows_padding = False
-    for seen in () if session.key_mask.real is None else shown:
-        shows_padding |= session.key_mask.show(seen, kv_len)
+    for real in () if session.key_mask.real is None else shown:
+        shows_padding |= session.key_mask.show(real, kv_len)
     if shows_padding:
-        agree = [session.key_mask.agrees(seen, kv_len) for seen, _ in split]
+        agree = [session.key_mask.agrees(real, kv_len) for real, _ in split]
     moves = not all(agree) or (session.masks_move and not ahead)
     if ahead and not moves and not sources.fixed_length:
         moves = _moves_soon(session, sources, args)
     session.masks_move = moves
     biases = [
-        bias if agrees else hidden_bias(seen, bias) for (seen, bias), agrees in zip(split, agree, strict=True)
+        bias if agrees else hidden_bias(real, bias) for (real, bias), agrees in zip(split, agree, strict=True)
     ]
-    return biases, shows_padding
+    return StepMasks(biases, [None] * len(rows) if seen is None or moves else seen, shows_padding)
+
+
+def _seen(
+    session: Session, sources: Sources, rows: Sequence[torch.Tensor]
+) -> list[torch.Tensor | None] | None:
+    """`StepMasks.seen`; None where the host has to compare the masks."""
+    assert session.batch is not None
+    if session.steps is None or not session.steps.reads_masks or sources.fixed_length:
+        return None
+    seen = [real_keys(row, session.batch) for row in rows]
+    return None if any(real is None for real in seen) else seen
 
 
 def _compared(
     session: Session, rows: Sequence[torch.Tensor], kv_len: int
 ) -> tuple[list[tuple[torch.Tensor | None, torch.Tensor | None]], list[bool]]:
-    """Of each row what `split_row` gives, and whether it hides just the padding.
-
-    Most do. On a GPU the host waits once for each row to know it: a mask is read before a token is computed by it.
-    """
+    """Of each row what `split_row` gives, and whether it hides just the padding. Most do."""
     assert session.batch is not None
     split: list[tuple[torch.Tensor | None, torch.Tensor | None]] = []
     agree = []
@@ -147,3 +172,22 @@ def step_biases(
     stacked = [lane_bias(list(row), session.kv_len, independent=not ahead) for row in zip(*rows, strict=True)]
     chosen = {layer: stacked[mask] for layer, mask in sources.layer_masks.items()}
     return {layer: bias for layer, bias in chosen.items() if bias is not None}
+
+
+def step_sees(sources: Sources, masks: StepMasks, lanes: int, ahead: int) -> dict[int, torch.Tensor]:
+    """`DecodeStep.seen`; the speculative token sees what the output token does, and both.
+
+    Args:
+        sources: Of the decode graph.
+        masks: Of the output token.
+        lanes: Tokens of the step.
+        ahead: As in `step_biases`. Pre-decode follows a comparison with the padding, which says all.
+    """
+    if not ahead:
+        return {}
+    by_lane = [
+        None if row is None else torch.stack([F.pad(row, (0, lanes - 1), value=i > 0) for i in range(lanes)])
+        for row in masks.seen
+    ]
+    chosen = {layer: by_lane[mask] for layer, mask in sources.layer_masks.items()}
+    return {layer: seen for layer, seen in chosen.items() if seen is not None}

@@ -63,9 +63,10 @@ def decode(
     batch: int = 1,
     windows: bool = False,
     at: Callable[[int, Any], None] = lambda step, model: None,
+    hide: Callable[[int, torch.Tensor], torch.Tensor] = lambda step, mask: mask,
     **options: Any,
 ) -> tuple[list[torch.Tensor], Any]:
-    """Logits of each step, greedy, and the stats. `at` is called before each step."""
+    """Logits of each step, greedy, and the stats. `at` is called before each step, `hide` changes its mask."""
     torch._dynamo.reset()
     monkeypatch.setattr(sessions, "recorder_of", lambda device: recorder)
     # As on a GPU: kernels copy, whichever attends, and nothing is C++.
@@ -85,7 +86,7 @@ def decode(
             token = logits[-1].argmax(-1, keepdim=True)
             if padding:
                 mask = torch.cat([mask, mask[:, -1:]], 1)
-                given["attention_mask"] = mask
+                given["attention_mask"] = mask = hide(step, mask)
             out = compiled(token, past_key_values=out.past_key_values, use_cache=True, **given)
             logits.append(out.logits[:, -1])
     stats = specache_fx.stats(out.past_key_values)
@@ -143,6 +144,27 @@ def test_plain_steps_launch_the_same_and_replayed_ones_give_their_bits(
     assert all(torch.allclose(x, y, atol=1e-5) for x, y in zip(plain, replayed, strict=True))
     assert stats.topk_hit_rate == usual.topk_hit_rate
     assert stats.prefetched_rows == usual.prefetched_rows
+
+
+@pytest.mark.parametrize("options", [{"kernel": "reference"}, pytest.param({}, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("shows", [False, True])
+def test_a_mask_that_changes_between_two_groups_is_obeyed_at_once(
+    shows: bool, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def hide(step: int, mask: torch.Tensor) -> torch.Tensor:
+        """Another mask at step 5, and from step 9 on; of the token itself as well."""
+        if step == 5 or step >= 9:
+            mask = mask.clone()
+            mask[0, [1, 2, 8, 20, 23]] = int(shows)
+            mask[1, -1] = int(step > 10)
+        return mask
+
+    form = {"padding": 3, "batch": 2, "lookahead": "none", "hide": hide, **options}
+    replayed, stats = decode(TapeRecorder(), 12, monkeypatch, **form)
+    assert stats.replayed_steps >= 3
+    compared, usual = decode(None, 12, monkeypatch, **(form | {"kernel": "reference"}))
+    assert usual.replayed_steps == 0
+    assert all(torch.allclose(x, y, atol=1e-5) for x, y in zip(compared, replayed, strict=True))
 
 
 def test_a_weight_that_moves_is_read_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:

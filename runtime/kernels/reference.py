@@ -90,6 +90,9 @@ def selection_scores(inputs: DecodeInputs, probs: torch.Tensor) -> torch.Tensor:
     scores = AGGREGATIONS[inputs.aggregation].of_heads(shared, 3).to(torch.float32)
     if inputs.key_mask is not None:
         scores[..., :-1].masked_fill_(~inputs.key_mask[None, :, None, :], -1.0)
+    if inputs.visible is not None:
+        seen = inputs.visible[lanes - inputs.num_scored :, :, None, :tokens]
+        scores[..., :-1].masked_fill_(~seen, -1.0)
     return scores
 
 

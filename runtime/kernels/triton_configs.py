@@ -69,7 +69,7 @@ def fitting(configs: list[triton.Config], named_args: dict[str, Any], **kwargs: 
     whole = [config for config in configs if kwargs["GROUP"] % config.kwargs["BLOCK_N"] == 0]
     chosen = small if single or not whole else whole
     channels = max(kwargs["KEY_PAD"], kwargs.get("VALUE_PAD", 0))
-    forms = kwargs["HAS_SOFTCAP"] or kwargs["HAS_BIAS"] or kwargs["HAS_VISIBLE"]
+    forms = kwargs["HAS_SOFTCAP"] or kwargs["HAS_BIAS"]
     if single or forms or channels > _MOST_CAPPED_CHANNELS:
         return [triton.Config(each.kwargs, each.num_warps, each.num_stages) for each in chosen]
     return chosen

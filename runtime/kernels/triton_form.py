@@ -117,8 +117,11 @@ def formed_scores(
         real = tl.load(key_mask + at, mask=position_ok & stored, other=1)
         seen = seen & (real != 0)[None, :]
     if HAS_VISIBLE:
-        at = (lane[:, None].to(tl.int64) * batch + batch_row) * (mask_stride + LANES) + position[None, :]
-        seen = seen & (tl.load(visible + at, mask=seen, other=0) != 0)
+        # A row of bytes a lane takes fewer registers than a tile of them.
+        for each in tl.static_range(LANES):
+            row = (each * batch + batch_row).to(tl.int64) * (mask_stride + LANES)
+            sees = tl.load(visible + row + position, mask=position_ok, other=0) != 0
+            seen = seen & ((lane != each)[:, None] | sees[None, :])
     else:
         other = (position - kv_len)[None, :]
         if INDEPENDENT:

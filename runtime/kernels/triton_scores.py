@@ -117,6 +117,11 @@ def _write_scores(
         real = tl.load(key_mask + at, mask=position_ok & (position < kv_len), other=1)
         mean = tl.where((real != 0)[None, :], mean, -1.0)
     number = tl.arange(0, M // HEADS)
+    if HAS_VISIBLE:
+        for each in tl.static_range(LANES):
+            at = (each * batch + batch_row).to(tl.int64) * (mask_stride + LANES)
+            real = tl.load(visible + at + position, mask=position_ok & (position < kv_len), other=1)
+            mean = tl.where((number != each)[:, None] | (real != 0)[None, :], mean, -1.0)
     row = ((number * batch + batch_row) * num_kv_heads + kv_head) * score_stride
     written = (number < LANES)[:, None] & (position_ok & (position <= kv_len))[None, :]
     tl.store(out + row[:, None] + position[None, :], mean, mask=written)

@@ -145,14 +145,16 @@ def _whole_step(shape: CaseShape) -> None:
     session = Session(config, (LayerShape(heads, dim, dim),), shape.dtype, CPU)
     session.kernel = KERNELS["triton"]
     pair = torch.randn(1, heads, 200, dim, dtype=shape.dtype)
-    mask = torch.ones(1, 1, 200, dtype=torch.bool)
+    mask = torch.ones(1, 1, 202, dtype=torch.bool)
     mask[..., : 3 * ("mask" in shape.forms)] = False
-    session.store(0, pair, pair, mask)
+    session.store(0, pair, pair, mask[..., :200])
     session.advance(200, decoded=False)
     assert isinstance(session.steps, TritonSteps)
     query = torch.randn(2, 1, heads * shape.num_kv_groups, 1, dim, dtype=shape.dtype)
     own = torch.randn(2, 1, heads, 1, dim, dtype=shape.dtype)
-    with DecodeStep(session, whole=(0,), shares=torch.full((1,), 0.8)).running():
+    # A step of a model with masks reads them; see `step_masks`.
+    seen = {0: mask[:, None, 0].expand(2, 1, -1)} if "mask" in shape.forms else {}
+    with DecodeStep(session, whole=(0,), seen=seen, shares=torch.full((1,), 0.8)).running():
         session.steps.launch(0, query, own, own, 0.088)
     session.close()
 
