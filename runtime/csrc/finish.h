@@ -93,6 +93,9 @@ inline void write_scores(const Head& h) {
     if (in.key_mask != nullptr)
       for (int64_t t = 0; t < s.stored; t++)
         if (!in.key_mask[h.batch_row * s.stored + t]) scores[t] = -1.0f;
+    if (in.visible != nullptr)
+      for (int64_t t = 0; t < s.stored; t++)
+        if (!h.sees(lane, t)) scores[t] = -1.0f;
   }
 }
 

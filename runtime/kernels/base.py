@@ -174,8 +174,8 @@ class Kernel(Protocol):
             The output, `[lanes, batch, num_heads, 1, value_dim]` of the query's dtype, and the selection scores,
             float32 `[num_scored, batch, num_kv_heads, num_quantized + window_len + 1]`: softmax probabilities of the
             stored tokens and of lane 0's own, made one over the query heads of the group as `aggregation` says, -1
-            where a token is padding. Tokens of the window count because appending lane 0's pair may push them out of
-            it.
+            where a token is padding or not `visible`. Tokens of the window count: appending lane 0's pair may push them
+            out of it.
         """
 
 

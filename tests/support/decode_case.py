@@ -217,6 +217,8 @@ class DecodeCase:
                     scores_budget[lane, b, h] += p[: self.kv_len + 1] * relative / s.num_kv_groups + 1e-9
                 if self.mask is not None:
                     scores[lane, b][:, : self.kv_len][:, ~self.mask[b]] = -1
+                if self.visible is not None:
+                    scores[lane, b][:, : self.kv_len][:, ~self.visible[lane, b, : self.kv_len]] = -1
         return Answer(out, scores, out_budget, scores_budget)
 
     def check(self, out: Tensor, scores: Tensor) -> None:

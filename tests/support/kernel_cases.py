@@ -234,6 +234,8 @@ def truth_of(inputs: DecodeInputs) -> Truth:
     scores = scored.amax(3) if inputs.aggregation == "max" else scored.mean(3)
     if inputs.key_mask is not None:
         scores[..., :-1].masked_fill_(~inputs.key_mask[None, :, None], -1.0)
+    if inputs.visible is not None:
+        scores[..., :-1].masked_fill_(~inputs.visible[lanes - len(scores) :, :, None, :stored], -1.0)
     return Truth(out[:, :, :, None], scores, float(values.abs().max()), largest_logit)
 
 
