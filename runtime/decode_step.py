@@ -121,16 +121,13 @@ class DecodeStep:
         biases: dict[int, torch.Tensor] = {}
         for layer in self.whole:
             cache, window = self.session.layers[layer], self.session.shapes[layer].window
-            if window is None:
-                seen, bias = self.seen.get(layer), None
-                masks: tuple[Any, ...] = (seen,)
-            else:
-                masks = self.window_masks.get(layer, (None,) * self.lanes)
-            first = alike[layer] = firsts.setdefault((cache.is_exact, window, *map(id, masks)), layer)
+            masks = self.window_masks.get(layer, (None,) * self.lanes)
+            seen = self.seen.get(layer)
+            form = map(id, (seen,) if window is None else masks)
+            first = alike[layer] = firsts.setdefault((cache.is_exact, window, *form), layer)
             if first == layer:
-                if window is not None:
-                    seen, bias = cache.masked_rows(masks, self.predecoding)
-                visible |= {} if seen is None else {layer: seen}
+                rows, bias = (seen, None) if window is None else cache.masked_rows(masks, self.predecoding)
+                visible |= {} if rows is None else {layer: rows}
                 biases |= {} if bias is None else {layer: bias}
             elif first in biases:
                 biases[layer] = biases[first]

@@ -152,7 +152,7 @@ class LayerCache:
         )
 
     def masked_rows(self, masks: Sequence[WindowMask | None], independent: bool) -> tuple[None, None]:
-        """See `LayerState`: the session's mask says what is hidden."""
+        """See `LayerState`: `DecodeStep` says what is hidden."""
         return None, None
 
     def append(

@@ -54,8 +54,7 @@ class WholeSteps(Protocol):
     Attributes:
         kernel: Name of the kernel whose layers it runs; see `passes.fuse_layer_steps`.
         device: Where the model's tensors are.
-        reads_masks: The steps read the model's masks on the device. The host compares no mask with the padding, for it
-            would wait.
+        reads_masks: Steps read the model's masks on the device, where the host would wait to read them.
     """
 
     kernel: str

@@ -137,8 +137,7 @@ class Decode:
                 if session.staged_for != session.kv_len or lost:
                     masks = self._begin(session, args)
                 else:
-                    fills = not session.kv_len % session.config.group_size
-                    masks = read_masks(session, self._state, args, ahead=fills)
+                    masks = read_masks(session, self._state, args, ahead=self._fills_group(session))
                     if masks.shows_padding:
                         masks = self._begin(session, args)
                     else:
@@ -150,6 +149,12 @@ class Decode:
                     session.staged_for = None  # lane 1 had no position, or no mask, of its own: start over
                 handles = registry.resized(session, past)
             return assemble(self._plan, kept, handles, args)
+
+    @staticmethod
+    def _fills_group(session: Session) -> bool:
+        """Whether the step fills a group, or would if there were as many tokens: true once in `group_size` steps."""
+        config = session.config
+        return not (session.kv_len + 1 - config.residual_length) % config.group_size
 
     def _begin(self, session: Session, args: Sequence[Any]) -> StepMasks:
         """Before a run of decode steps: check the masks, then pre-decode (Algorithm 2). Returns the masks."""
@@ -240,7 +245,7 @@ class Decode:
             missed=missed,
             shares=shares,
             biases=step_biases(session, self._sources, args, masks.biases, lanes, ahead),
-            seen=step_sees(self._sources, masks, lanes, ahead),
+            seen=step_sees(session, self._sources, masks, lanes, ahead),
             window_masks=self._window_masks(session, args, lanes, ahead),
             expansions={
                 i: site.expansion.bind(args) for i, site in enumerate(self._state.sites) if site.expansion

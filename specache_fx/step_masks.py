@@ -41,7 +41,8 @@ def read_masks(session: Session, state: PassState, args: Sequence[Any], ahead: b
     attention_mask that changed).
 
     To compare a mask with the padding, the host waits for the device. Where steps read masks on the device
-    (`WholeSteps.reads_masks`), masks are compared once a group; in between the step sees what they show.
+    (`WholeSteps.reads_masks`), the host compares them at the start and whenever a group fills. Other steps see what
+    the masks show, and compare nothing.
 
     Args:
         session: The session. `masks_move` is set where a mask hides, or in the next `group_size` tokens will hide, more
@@ -57,7 +58,9 @@ def read_masks(session: Session, state: PassState, args: Sequence[Any], ahead: b
     assert sources is not None and session.batch is not None
     kv_len = session.kv_len + 1
     rows = [over_keys(mask, kv_len) for mask in sources.masks_at(args, 0)]
-    seen = _seen(session, sources, rows)
+    no_mask = any(site.mask is None and site.window is None for site in state.sites)
+    shows_all = no_mask and session.key_mask.real is not None
+    seen = None if shows_all else _seen(session, sources, rows)
     if seen is not None and not ahead and not session.masks_move:
         return StepMasks([None] * len(rows), seen)
     split, agree = _compared(session, rows, kv_len)
@@ -66,7 +69,7 @@ def read_masks(session: Session, state: PassState, args: Sequence[Any], ahead: b
         if not agrees:
             _check_hidden(row, real, state)
             shown.append(real)
-    if any(site.mask is None and site.window is None for site in state.sites):
+    if no_mask:
         shown.append(None)
     shows_padding = False
     for real in () if session.key_mask.real is None else shown:
@@ -174,20 +177,29 @@ def step_biases(
     return {layer: bias for layer, bias in chosen.items() if bias is not None}
 
 
-def step_sees(sources: Sources, masks: StepMasks, lanes: int, ahead: int) -> dict[int, torch.Tensor]:
-    """`DecodeStep.seen`; the speculative token sees what the output token does, and both.
+def step_sees(
+    session: Session, sources: Sources, masks: StepMasks, lanes: int, ahead: int
+) -> dict[int, torch.Tensor]:
+    """`DecodeStep.seen`: lane 1 sees what lane 0 sees, and its own pair.
 
     Args:
+        session: The session.
         sources: Of the decode graph.
         masks: Of the output token.
         lanes: Tokens of the step.
-        ahead: As in `step_biases`. Pre-decode follows a comparison with the padding, which says all.
+        ahead: As in `step_biases`: in pre-decode each lane sees its own pair alone.
     """
-    if not ahead:
-        return {}
-    by_lane = [
-        None if row is None else torch.stack([F.pad(row, (0, lanes - 1), value=i > 0) for i in range(lanes)])
-        for row in masks.seen
-    ]
+    by_lane = [None if row is None else _by_lane(row, session.kv_len, lanes, ahead) for row in masks.seen]
     chosen = {layer: by_lane[mask] for layer, mask in sources.layer_masks.items()}
     return {layer: seen for layer, seen in chosen.items() if seen is not None}
+
+
+def _by_lane(row: torch.Tensor, kv_len: int, lanes: int, ahead: int) -> torch.Tensor:
+    """`[batch, kv_len + 1]` of the output token as `[lanes, batch, kv_len + lanes]`."""
+    if ahead:
+        return torch.stack([F.pad(row, (0, lanes - 1), value=lane > 0) for lane in range(lanes)])
+    out = row.new_zeros((lanes, row.shape[0], kv_len + lanes))
+    for lane in range(lanes):
+        out[lane, :, :kv_len] = row[:, :kv_len]
+        out[lane, :, kv_len + lane] = row[:, kv_len]
+    return out

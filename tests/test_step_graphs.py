@@ -63,7 +63,7 @@ def decode(
     batch: int = 1,
     windows: bool = False,
     at: Callable[[int, Any], None] = lambda step, model: None,
-    hide: Callable[[int, torch.Tensor], torch.Tensor] = lambda step, mask: mask,
+    hide: Callable[[int, torch.Tensor], torch.Tensor | None] = lambda step, mask: mask,
     **options: Any,
 ) -> tuple[list[torch.Tensor], Any]:
     """Logits of each step, greedy, and the stats. `at` is called before each step, `hide` changes its mask."""
@@ -86,7 +86,8 @@ def decode(
             token = logits[-1].argmax(-1, keepdim=True)
             if padding:
                 mask = torch.cat([mask, mask[:, -1:]], 1)
-                given["attention_mask"] = mask = hide(step, mask)
+                shown = hide(step, mask)
+                given = {} if shown is None else {"attention_mask": shown}
             out = compiled(token, past_key_values=out.past_key_values, use_cache=True, **given)
             logits.append(out.logits[:, -1])
     stats = specache_fx.stats(out.past_key_values)
@@ -146,23 +147,36 @@ def test_plain_steps_launch_the_same_and_replayed_ones_give_their_bits(
     assert stats.prefetched_rows == usual.prefetched_rows
 
 
-@pytest.mark.parametrize("options", [{"kernel": "reference"}, pytest.param({}, marks=pytest.mark.nightly)])
-@pytest.mark.parametrize("shows", [False, True])
+@pytest.mark.parametrize(
+    ("shows", "options"),
+    [
+        (True, {"policy": "kivi", "bits": 4}),
+        (False, {"on_miss": "refetch"}),
+        pytest.param(True, {"bits": 16}, marks=pytest.mark.nightly),
+        pytest.param(False, {"lookahead": "none"}, marks=pytest.mark.nightly),
+        pytest.param(False, {"kernel": "triton"}, marks=pytest.mark.nightly),
+    ],
+)
 def test_a_mask_that_changes_between_two_groups_is_obeyed_at_once(
     shows: bool, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def hide(step: int, mask: torch.Tensor) -> torch.Tensor:
-        """Another mask at step 5, and from step 9 on; of the token itself as well."""
-        if step == 5 or step >= 9:
+    def hide(step: int, mask: torch.Tensor) -> torch.Tensor | None:
+        """Another mask at steps 3 and 7, and from 11 on; of the token itself as well. None at step 8, where it shows.
+
+        Groups fill at steps 1, 5, 9 and 13.
+        """
+        if step == 8 and shows:
+            return None
+        if step in (3, 7) or step >= 11:
             mask = mask.clone()
             mask[0, [1, 2, 8, 20, 23]] = int(shows)
             mask[1, -1] = int(step > 10)
         return mask
 
-    form = {"padding": 3, "batch": 2, "lookahead": "none", "hide": hide, **options}
-    replayed, stats = decode(TapeRecorder(), 12, monkeypatch, **form)
-    assert stats.replayed_steps >= 3
-    compared, usual = decode(None, 12, monkeypatch, **(form | {"kernel": "reference"}))
+    form = {"padding": 3, "batch": 2, "hide": hide, "kernel": "reference", **options}
+    replayed, stats = decode(TapeRecorder(), 15, monkeypatch, **form)
+    assert stats.replayed_steps >= 4
+    compared, usual = decode(None, 15, monkeypatch, **(form | {"kernel": "reference"}))
     assert usual.replayed_steps == 0
     assert all(torch.allclose(x, y, atol=1e-5) for x, y in zip(compared, replayed, strict=True))
 

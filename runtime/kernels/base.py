@@ -60,8 +60,8 @@ class LaneInputs:
             value are then those of the cache; query and output have their own. None where the cache is read as it is.
         key_mask: bool `[batch, num_quantized + window_len]`, True where a token is real; None where all are.
         visible: bool `[lanes, batch, num_quantized + window_len + lanes]`: which stored tokens and which lanes' own
-            pairs each lane sees, in place of `key_mask` and the lanes' rule (a layer whose window moves from lane to
-            lane); None elsewhere.
+            pairs each lane sees, in place of `key_mask` and the lanes' rule: of a window, which moves from lane to
+            lane, and of steps that read the model's masks. None elsewhere.
         bias: Added to the scores, `[lanes, batch or 1, num_heads or 1, num_quantized + window_len + lanes]`: the
             stored tokens' and each lane's own; None where there is none.
         scored_lanes: Of how many of the last lanes the selection scores are wanted; None for all.

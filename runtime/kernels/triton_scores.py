@@ -104,7 +104,7 @@ def _write_scores(
             HAS_SOFTCAP,
             HAS_BIAS,
             HAS_MASK,
-            HAS_VISIBLE,
+            False,  # below, once a lane
             INDEPENDENT,
         )
         at = (batch_row * LANES + lane) * (num_kv_heads * NUM_GROUPS) + query_head
@@ -120,8 +120,9 @@ def _write_scores(
     if HAS_VISIBLE:
         for each in tl.static_range(LANES):
             at = (each * batch + batch_row).to(tl.int64) * (mask_stride + LANES)
-            real = tl.load(visible + at + position, mask=position_ok & (position < kv_len), other=1)
-            mean = tl.where((number != each)[:, None] | (real != 0)[None, :], mean, -1.0)
+            sees = tl.load(visible + at + position, mask=position_ok & (position <= kv_len), other=1) != 0
+            hidden = tl.where(position < kv_len, -1.0, 0.0)[None, :]
+            mean = tl.where((number != each)[:, None] | sees[None, :], mean, hidden)
     row = ((number * batch + batch_row) * num_kv_heads + kv_head) * score_stride
     written = (number < LANES)[:, None] & (position_ok & (position <= kv_len))[None, :]
     tl.store(out + row[:, None] + position[None, :], mean, mask=written)

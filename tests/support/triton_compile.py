@@ -130,15 +130,16 @@ def catch_launches() -> None:
 
 
 def llama() -> None:
-    """A decode step's kernels as Llama-3.1-8B needs them, in both forms of codes, with padding and without."""
+    """A decode step's kernels as Llama-3.1-8B needs them, in both forms of codes, with masks and without."""
     for bits, quantizer, forms in ((2, "turboquant", ()), (1, "turboquant", ("mask",)), (2, "kivi", ())):
         shape = replace(LLAMA, bits=bits, quantizer=quantizer, forms=frozenset(forms))
         TritonKernel().attention(DecodeCase(shape).inputs(CPU))
-        _whole_step(shape)
+        for reads_masks in (False, True):
+            _whole_step(shape, reads_masks)
     _copy_and_select(128, torch.bfloat16)
 
 
-def _whole_step(shape: CaseShape) -> None:
+def _whole_step(shape: CaseShape, reads_masks: bool) -> None:
     """The launches of `TritonSteps`, which read lengths from the device's memory."""
     config = SpecacheConfig(bits=shape.bits, quantizer=shape.quantizer)
     heads, dim = shape.num_kv_heads, shape.key_dim
@@ -152,8 +153,7 @@ def _whole_step(shape: CaseShape) -> None:
     assert isinstance(session.steps, TritonSteps)
     query = torch.randn(2, 1, heads * shape.num_kv_groups, 1, dim, dtype=shape.dtype)
     own = torch.randn(2, 1, heads, 1, dim, dtype=shape.dtype)
-    # A step of a model with masks reads them; see `step_masks`.
-    seen = {0: mask[:, None, 0].expand(2, 1, -1)} if "mask" in shape.forms else {}
+    seen = {0: mask[:, None, 0].expand(2, 1, -1)} if reads_masks else {}
     with DecodeStep(session, whole=(0,), seen=seen, shares=torch.full((1,), 0.8)).running():
         session.steps.launch(0, query, own, own, 0.088)
     session.close()
