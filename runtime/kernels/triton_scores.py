@@ -104,8 +104,8 @@ def _write_scores(
             HAS_SOFTCAP,
             HAS_BIAS,
             HAS_MASK,
-            False,  # below, once a lane
-            INDEPENDENT,
+            False,  # below, once a lane: of their own pairs, lane 0's alone has a column
+            INDEPENDENT and not HAS_VISIBLE,
         )
         at = (batch_row * LANES + lane) * (num_kv_heads * NUM_GROUPS) + query_head
         whole = tl.load(norm + at, mask=row_ok, other=0.0)
