@@ -70,9 +70,14 @@ def fuse_layer_steps(gm: GraphModule, state: PassState, kernel: str) -> GraphMod
     return finish(gm)
 
 
+def is_layer_step(node: Node) -> bool:
+    """Whether one operator steps a layer here."""
+    return node.target in _whole().values()
+
+
 def whole_layers(gm: GraphModule) -> tuple[int, ...]:
     """The layers that one operator steps."""
-    return tuple(node.args[4] for node in gm.graph.nodes if node.target in _whole().values())
+    return tuple(node.args[4] for node in gm.graph.nodes if is_layer_step(node))
 
 
 def is_whole(gm: GraphModule) -> bool:

@@ -75,12 +75,16 @@ def _or_none(make: Callable[[], T]) -> T | None:
     return None
 
 
-def generated(compiled: Callable[..., Any]) -> FunctionType:
-    """The function that Inductor wrote for a graph: torch wraps some more around it.
+def generated(compiled: Callable[..., Any]) -> list[FunctionType]:
+    """The functions that Inductor wrote for a graph, or for its parts: torch wraps some more around each.
 
     Raises:
-        NotKnownError: If there is none, or more than one.
+        NotKnownError: If there is none for one of them, or more than one.
     """
+    return [_generated(part) for part in getattr(compiled, "parts", (compiled,))]
+
+
+def _generated(compiled: Callable[..., Any]) -> FunctionType:
     from torch._inductor.output_code import CompiledFxGraph  # imported late: it loads all of Inductor
 
     waiting: list[Any] = [compiled]
@@ -113,10 +117,10 @@ def _cells(function: FunctionType) -> Iterator[Any]:
 
 
 class Observed(TorchDispatchMode):
-    """While it is entered, what a function of Inductor's calls is noted, in this thread.
+    """While it is entered, what functions of Inductor's call is noted, in this thread.
 
     Args:
-        function: Of Inductor's.
+        functions: Of Inductor's.
 
     Raises:
         NotKnownError: If it calls what can't be noted.
@@ -125,48 +129,58 @@ class Observed(TorchDispatchMode):
         missed: The first thing that can't be noted; None where all can.
     """
 
-    def __init__(self, function: FunctionType) -> None:
+    def __init__(self, functions: Sequence[FunctionType]) -> None:
         super().__init__()
-        self._globals, self._thread = function.__globals__, threading.get_ident()
+        self._thread = threading.get_ident()
         self._calls: list[tuple[Callable[..., object], tuple[Any, ...]]] = []
         self._made: list[torch.Tensor] = []  # in the step; alive, so that no two lie at one address
-        self._kept: dict[str, Any] = {}  # of the globals that `_watched` takes the place of
-        self._watched: dict[str, Any] = {}
-        self._launched: set[str] = set()
+        # Of each function's globals, those that others take the place of, and these.
+        self._watched = [(function.__globals__, *self._watch(function)) for function in functions]
+        self._kernels = {
+            id(x) for _, kept, _ in self._watched for name, x in kept.items() if name != _ALLOCATES
+        }
+        self._launched: set[int] = set()
         self.missed: str | None = None
-        code = function.__code__
+
+    def _watch(self, function: FunctionType) -> tuple[dict[str, Any], dict[str, Any]]:
+        kept: dict[str, Any] = {}
+        watched: dict[str, Any] = {}
+        code, names = function.__code__, function.__globals__
         if any(hasattr(part, "co_code") for part in code.co_consts):
             raise NotKnownError("a function in a function")
         for name in code.co_names:
-            value: Any = self._globals.get(name)
+            value: Any = names.get(name)
             if isinstance(value, BuiltinFunctionType) and value.__name__ == "kernel":
-                self._kept[name], self._watched[name] = value, self._launching(name, value)
+                kept[name], watched[name] = value, self._launching(value)
             elif name == _ALLOCATES:
-                self._kept[name], self._watched[name] = value, self._allocating(value)
+                kept[name], watched[name] = value, self._allocating(value)
             elif isinstance(value, torch.Tensor) or name in _HARMLESS:  # a constant of the graph
                 continue
-            elif name in self._globals or name == "partitions":
+            elif name in names or name == "partitions":
                 raise NotKnownError(f"`{name}`")
+        return kept, watched
 
     def __enter__(self) -> Observed:
         super().__enter__()
-        self._globals.update(self._watched)
+        for names, _, watched in self._watched:
+            names.update(watched)
         return self
 
     def __exit__(self, *raised: Any) -> None:
-        self._globals.update(self._kept)
-        self._watched.clear()  # they hold this, and so all that it noted
+        for names, kept, watched in self._watched:
+            names.update(kept)
+            watched.clear()  # they hold this, and so all that it noted
         super().__exit__(*raised)
 
     def _miss(self, what: str) -> None:
         self.missed = self.missed or what
 
-    def _launching(self, name: str, kernel: Any) -> Callable[..., Any]:
+    def _launching(self, kernel: Any) -> Callable[..., Any]:
         address = _address_of(kernel)
 
         def launch(*args: Any) -> Any:
             if threading.get_ident() == self._thread:
-                self._launched.add(name)
+                self._launched.add(id(kernel))
                 if not all(isinstance(x, (torch.Tensor, int)) for x in args):
                     self._miss("a kernel that takes a float")
                 self._calls.append((_note_kernel, (address, *args)))
@@ -208,8 +222,7 @@ class Observed(TorchDispatchMode):
         Raises:
             NotKnownError: If they can't all be noted, or the function did not run.
         """
-        kernels = self._kept.keys() - {_ALLOCATES}
-        if not kernels or self._launched != kernels:
+        if not self._kernels or self._launched != self._kernels:
             self._miss("a function that did not run")
         if self.missed is not None:
             raise NotKnownError(self.missed)

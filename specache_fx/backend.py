@@ -13,7 +13,7 @@ from specache_fx._log import forget_warnings, warn_once
 from specache_fx.config import SpecacheConfig
 from specache_fx.decode_runner import Decode
 from specache_fx.errors import ConfigError, SpecacheError, UnsupportedGraphError
-from specache_fx.lowering import Compiled, example_state, lower
+from specache_fx.lowering import Compiled, example_state, lower, lower_prompt
 from specache_fx.passes.base import PassState, Phase, alike
 from specache_fx.passes.graph_edit import copy_graph
 from specache_fx.passes.graph_utils import (
@@ -158,8 +158,8 @@ class Backend:
         if state.phase is Phase.PREFILL and config.placement.offload:  # where sessions are made
             check_host_dir(config.host, config.host_dir)
         what = "the prompt" if state.phase is Phase.PREFILL else "the next turn"
-        with announced(what, config.lowering, len(state.owners)):
-            compiled = lower(rewritten, [*example_inputs, example_state(len(state.owners))], config.lowering)
+        inputs = [*example_inputs, example_state(len(state.owners))]
+        compiled = lower_prompt(rewritten, inputs, config, what, len(state.owners))
         if state.phase is Phase.PREFILL:
             return Prefill(compiled, state, kv.dtype, kv.device)
         return Extend(compiled, state)

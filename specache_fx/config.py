@@ -103,7 +103,10 @@ class SpecacheConfig:
             sequence is longer. 0 (the default) lets memory grow with the tokens. Windows grow all the same.
         kernel: "auto", or the name of a kernel in `specache_fx.runtime.kernels.KERNELS`: an error where that one can't
             compute a layer of the model.
-        lowering: "inductor" compiles the rewritten graphs; "eager" runs them as they are (no compile time).
+        lowering: "inductor" compiles the decode step and graphs that are left alone; "eager" runs all graphs as they
+            are.
+        compile_prefill: Have Inductor compile prompts and further turns too. They are then a little faster, and each
+            new kind of them takes minutes of a deep model. By default they run operator by operator.
         cuda_graphs: "auto" (the default) captures the decode step and replays it; False never does. On the CPU it is a
             list of C++ calls, where Inductor made the graph and each layer's step is C++. On a GPU it is a CUDA graph:
             steps in which a group fills, a mask moves or something is traced run launch by launch in between. So
@@ -134,6 +137,7 @@ class SpecacheConfig:
     reserve: int = 0
     kernel: str = "auto"
     lowering: Lowering = "inductor"
+    compile_prefill: bool = False
     cuda_graphs: Literal["auto", False] = "auto"
     strict: bool = False
     track_hit_rates: HitTracking = True
@@ -167,8 +171,11 @@ class SpecacheConfig:
                 f"sink_tokens={self.sink_tokens} contradicts policy={self.policy!r}: its keys are exact for all tokens,"
                 " and the values of the first ones are fetched where they weigh most. Leave sink_tokens out."
             )
-        if not isinstance(self.strict, bool):
-            raise ConfigError(f"strict={self.strict!r}: give True or False.")
+        for name in ("strict", "compile_prefill"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name}={getattr(self, name)!r}: give True or False.")
+        if self.compile_prefill and self.lowering == "eager":
+            raise ConfigError('compile_prefill=True contradicts lowering="eager": leave one of them out.')
         if not isinstance(self.track_hit_rates, bool) and self.track_hit_rates != "steps":
             raise ConfigError(f'track_hit_rates={self.track_hit_rates!r}: give True, False or "steps".')
         if self.cuda_graphs is not False and self.cuda_graphs != "auto":

@@ -315,8 +315,12 @@ class Decode:
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
             self._fall_back(f"the graph can't be traced for two tokens at once: {reason}")
             return None
-        compiled = lower_static(graph, [*flatten(inputs), session.state], self._state.config.lowering)
-        return DecodeGraph(compiled, whole_layers(graph), self._moving(inputs), self._is_capturable(graph))
+        is_capturable = self._is_capturable(graph)
+        by_layer = is_capturable and session.graph is not None and session.graph.records
+        compiled = lower_static(
+            graph, [*flatten(inputs), session.state], self._state.config.lowering, by_layer=by_layer
+        )
+        return DecodeGraph(compiled, whole_layers(graph), self._moving(inputs), is_capturable)
 
     def _moving(self, inputs: list[Any]) -> tuple[int, ...]:
         """See `DecodeGraph.moving`."""

@@ -1,18 +1,28 @@
-"""From a rewritten graph to something that runs: Inductor, or the graph itself."""
+"""From a rewritten graph to something that runs: Inductor, or the graph itself.
+
+Inductor compiles the decode step, which runs once a token. A prompt is read once: its products take nearly all of the
+time, and Inductor takes a minute for the first prompt of a deep model and as long for the second length. So a prompt
+runs as it was traced, but for the tests of its masks (`passes/prompt_masks.py`): fused, these keep no mask in memory.
+"""
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx import GraphModule
+from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from specache_fx.config import Lowering
-from specache_fx.progress import say_step
+from specache_fx.config import Lowering, SpecacheConfig
+from specache_fx.layer_parts import compile_by_layer, target
+from specache_fx.passes.graph_slices import eliminate_dead_code, extract, needed_for
+from specache_fx.passes.graph_utils import placeholders, value_of
+from specache_fx.progress import announced, say_step
+from specache_fx.runtime.prompt_masks import test
 from specache_fx.runtime.step_table import empty_state
 
 Compiled = Callable[..., Any]
@@ -26,7 +36,7 @@ def example_state(num_layers: int) -> torch.Tensor:
 
 
 def lower(gm: GraphModule, inputs: Sequence[Any], lowering: Lowering) -> Compiled:
-    """Compile a graph of Dynamo's, in Dynamo's context (prefill, extend, graphs that are left alone).
+    """Compile a graph of Dynamo's, in Dynamo's context.
 
     Args:
         gm: The graph.
@@ -43,19 +53,84 @@ def lower(gm: GraphModule, inputs: Sequence[Any], lowering: Lowering) -> Compile
     return compiled
 
 
-def lower_static(gm: GraphModule, inputs: Sequence[torch.Tensor], lowering: Lowering) -> Compiled:
+def lower_prompt(
+    gm: GraphModule, inputs: Sequence[Any], config: SpecacheConfig, what: str, num_layers: int
+) -> Compiled:
+    """Make a graph of several tokens run, in Dynamo's context: operator by operator, or compiled (`compile_prefill`).
+
+    Args:
+        gm: The graph: a prompt, or tokens that follow a cache. Edited where it tests masks.
+        inputs: Example inputs, as Dynamo gave them.
+        config: What the user chose.
+        what: Name of the graph, for the user.
+        num_layers: Layers of it that have a cache.
+    """
+    if config.compile_prefill:
+        with announced(what, config.lowering, num_layers):
+            return lower(gm, inputs, config.lowering)
+    tests = [node for node in gm.graph.nodes if node.target is test]
+    if tests and config.lowering == "inductor":
+        with announced(f"the masks of {what}", config.lowering):
+            _compile_tests(gm, tests, inputs)
+    return gm.forward
+
+
+def _compile_tests(gm: GraphModule, tests: list[Node], inputs: Sequence[Any]) -> None:
+    """Have one compiled function compute all that comes of inputs that masks are made of, and of nothing else."""
+    given = placeholders(gm.graph)
+    inside = needed_for(gm.graph, tests, reader=tests[-1])
+    roots = [node for node in given if node in inside]
+    for node in gm.graph.nodes:  # rows and slices of masks
+        if node.op == "call_function" and node.all_input_nodes and inside.issuperset(node.all_input_nodes):
+            inside.add(node)
+    results = [
+        node
+        for node in gm.graph.nodes
+        if node in inside and node not in roots and isinstance(value_of(node), torch.Tensor)
+        if not inside.issuperset(node.users)
+    ]
+    part = extract(gm, results, roots, reader=gm.graph.output_node())
+    end = part.graph.output_node()
+    with part.graph.inserting_before(end):
+        end.args = (tuple(_computed(part.graph, each) for each in end.all_input_nodes),)
+    part.recompile()
+    compiled = lower(part, [inputs[given.index(node)] for node in roots], "inductor")
+    with gm.graph.inserting_before(next(node for node in gm.graph.nodes if node.op != "placeholder")):
+        told = gm.graph.call_function(target(compiled), tuple(roots))
+        for number, node in enumerate(results):
+            node.replace_all_uses_with(gm.graph.call_function(operator.getitem, (told, number)))
+    eliminate_dead_code(gm.graph)
+    gm.recompile()
+
+
+def _computed(graph: Graph, result: Node) -> Node:
+    """The same numbers, negated twice: a row that is a view keeps its mask in memory, and so does Inductor's clone."""
+    negate = torch.logical_not if value_of(result).dtype == torch.bool else torch.neg
+    return graph.call_function(negate, (graph.call_function(negate, (result,)),))
+
+
+def lower_static(
+    gm: GraphModule, inputs: Sequence[torch.Tensor], lowering: Lowering, *, by_layer: bool = False
+) -> Compiled:
     """Compile a traced graph of static shapes, at run time (decode).
 
     Args:
         gm: The graph.
         inputs: Real inputs.
         lowering: "inductor" or "eager".
+        by_layer: Compile layers that are alike once: where steps are replayed, and one operator steps each layer.
     """
     if lowering == "eager":
         return gm.forward
+    say_step("Inductor")
+    return (compile_by_layer(gm, inputs, _compile_static) if by_layer else None) or _compile_static(
+        gm, inputs
+    )
+
+
+def _compile_static(gm: GraphModule, inputs: Sequence[torch.Tensor]) -> Compiled:
     from torch._inductor.compile_fx import compile_fx
 
-    say_step("Inductor")
     # A context of its own: Dynamo's belongs to the graph that this one was made from.
     with tracing(TracingContext(FakeTensorMode(shape_env=ShapeEnv()))):
         compiled: Any = compile_fx(gm, list(inputs))

@@ -38,6 +38,7 @@ RANKS: tuple[tuple[str, ...], ...] = (
     ("specache_fx.decode_runner", "specache_fx.session_stats", "specache_fx.store_entry"),
     ("specache_fx.runners", "specache_fx.step_masks", "specache_fx.retrace"),
     ("specache_fx.lowering", "specache_fx.tensor_file"),
+    ("specache_fx.layer_parts",),
     ("specache_fx.fingerprint",),
     ("specache_fx.passes",),
     ("specache_fx.runtime.ops",),

@@ -136,7 +136,7 @@ def test_inputs_that_are_expanded_or_have_gaps(kind: str) -> None:
 def test_a_failure_to_record_leaves_the_step(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
     x = torch.randn(3, 40)
     lowered = compiled(lambda x: (torch.tanh(x) + 1,), x)
-    function = generated(lowered)
+    (function,) = generated(lowered)
     before = dict(function.__globals__)
 
     def fail(*_: Any) -> Any:
@@ -197,7 +197,7 @@ def test_what_is_not_known_is_not_recorded(function: Any, reason: str, caplog: A
 def test_nothing_is_left_of_a_recording() -> None:
     x = torch.randn(3, 40)
     lowered = compiled(lambda x: (torch.tanh(x) + 1,), x)
-    function = generated(lowered)
+    (function,) = generated(lowered)
     before = dict(function.__globals__)
     results, replay = CpuRecorder().record(lambda: lowered(x), lowered)
     assert {name: value for name, value in function.__globals__.items() if name in before} == before

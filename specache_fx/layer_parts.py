@@ -1,0 +1,193 @@
+"""The decode graph cut at its layers' steps: of parts that are alike, Inductor compiles one.
+
+    part 0: embedding, norm, products   -> layer_step 0 -> part 1: products, norms, feed-forward -> layer_step 1 -> ...
+
+A layer's step is an operator that Inductor fuses with nothing, so that cuts there cost no fusion. The parts between two
+of them differ in their weights alone, which are inputs. Inductor's time goes with the parts that are not alike.
+
+Each part is a call from Python in each step, so that only graphs are cut whose steps are recorded and replayed
+(`StepGraph`).
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_arg
+
+from specache_fx.passes.fuse_layer_steps import is_layer_step
+from specache_fx.passes.graph_utils import value_of
+
+Compiled = Callable[..., Any]
+_GIVEN = ("placeholder", "get_attr")
+
+
+@dataclass(frozen=True)
+class Part:
+    """Nodes between two layers' steps.
+
+    Attributes:
+        nodes: In their order.
+        inputs: What they read of other parts, in the order in which they do.
+        results: Of them, those that others read.
+    """
+
+    nodes: tuple[Node, ...]
+    inputs: tuple[Node, ...]
+    results: tuple[Node, ...]
+
+    @property
+    def form(self) -> str:
+        """The same text for parts that compute the same of tensors that are alike."""
+        names = {node: f"%{i}" for i, node in enumerate((*self.inputs, *self.nodes))}
+        lines = [
+            f"{value.dtype} {value.device} {tuple(value.shape)} {value.stride()}"
+            for value in map(value_of, self.inputs)
+        ]
+        for node in self.nodes:
+            args, kwargs = (
+                map_arg(side, lambda each: _Name(names[each])) for side in (node.args, node.kwargs)
+            )
+            lines.append(f"{node.target} {args!r} {kwargs!r}")
+        return "\n".join([*lines, *(names[node] for node in self.results)])
+
+    def graph(self, gm: GraphModule) -> GraphModule:
+        """The part alone: takes `inputs`, returns `results`."""
+        graph, copied = Graph(), dict[Node, Node]()
+        for i, node in enumerate(self.inputs):
+            copied[node] = graph.placeholder(f"input_{i}")
+            copied[node].meta = dict(node.meta)
+        for node in self.nodes:
+            copied[node] = graph.node_copy(node, lambda old: copied[old])
+        graph.output(tuple(copied[node] for node in self.results))
+        return GraphModule(gm, graph)
+
+
+class _Name(str):
+    __slots__ = ()
+    __repr__ = str.__str__
+
+
+class ByLayer:
+    """A decode graph of compiled parts.
+
+    Attributes:
+        parts: The compiled functions, each once.
+    """
+
+    def __init__(self, gm: GraphModule, parts: Sequence[Compiled]) -> None:
+        self._run, self.parts = gm.forward, tuple(parts)
+
+    def __call__(self, *inputs: torch.Tensor) -> Any:
+        """The graph's results."""
+        return self._run(*inputs)
+
+
+def compile_by_layer(
+    gm: GraphModule,
+    inputs: Sequence[torch.Tensor],
+    compile_part: Callable[[GraphModule, Sequence[torch.Tensor]], Compiled],
+) -> ByLayer | None:
+    """Compile a decode graph part by part.
+
+    Args:
+        gm: A traced graph of static shapes, in which one operator steps each layer.
+        inputs: Real inputs.
+        compile_part: Compiles a part by real inputs of it.
+
+    Returns:
+        What runs it; None where fewer than half of its parts are alike.
+    """
+    parts = split(gm.graph)
+    forms = [part.form for part in parts]
+    if 2 * len(set(forms)) > len(parts):
+        return None
+    given = dict(zip((node for node in gm.graph.nodes if node.op == "placeholder"), inputs, strict=True))
+    compiled: dict[str, Compiled] = {}
+    for part, form in zip(parts, forms, strict=True):
+        if form not in compiled:
+            compiled[form] = compile_part(part.graph(gm), [_example(gm, node, given) for node in part.inputs])
+    return ByLayer(_joined(gm, parts, [compiled[form] for form in forms]), list(compiled.values()))
+
+
+def split(graph: Graph) -> list[Part]:
+    """The parts, in order: one before each layer's step, and one after the last; each layer's step ends one."""
+    number: dict[Node, int] = {}  # of a layer's step that of the part behind it
+    steps = 0
+    for node in graph.nodes:
+        if node.op not in (*_GIVEN, "output"):
+            number[node] = max((number.get(source, 0) for source in node.all_input_nodes), default=0)
+            if is_layer_step(node):
+                steps += 1
+                number[node] = steps
+    _sink(graph, number)
+    members: list[list[Node]] = [[] for _ in range(steps + 1)]
+    for node, part in number.items():
+        if not is_layer_step(node):
+            members[part].append(node)
+    return [_part(nodes) for nodes in members]
+
+
+def _sink(graph: Graph, number: dict[Node, int]) -> None:
+    """Compute what comes of inputs alone, as of weights, where it is first read: parts are alike then."""
+    for node in reversed(graph.nodes):
+        if (
+            number.get(node) == 0
+            and node.users
+            and not any(user.target is operator.getitem for user in node.users)
+        ):
+            readers = (number[user] - is_layer_step(user) for user in node.users if user in number)
+            number[node] = min(readers, default=0)
+
+
+def _part(nodes: list[Node]) -> Part:
+    mine = set(nodes)
+    read = dict.fromkeys(source for node in nodes for source in node.all_input_nodes if source not in mine)
+    results = tuple(node for node in nodes if not mine.issuperset(node.users))
+    return Part(tuple(nodes), tuple(read), results)
+
+
+def _example(gm: GraphModule, node: Node, given: dict[Node, torch.Tensor]) -> torch.Tensor:
+    """A tensor as the node's is."""
+    if node in given:
+        return given[node]
+    if node.op == "get_attr":
+        found: torch.Tensor = operator.attrgetter(str(node.target))(gm)
+        return found
+    value = value_of(node)
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+
+
+def _joined(gm: GraphModule, parts: Sequence[Part], compiled: Sequence[Compiled]) -> GraphModule:
+    """The graph with a call for each part."""
+    graph, copied = Graph(), dict[Node, Node]()
+
+    def copy(node: Node) -> None:
+        copied[node] = graph.node_copy(node, lambda old: copied[old])
+
+    steps = [node for node in gm.graph.nodes if is_layer_step(node)]
+    for node in gm.graph.nodes:
+        if node.op in _GIVEN:
+            copy(node)
+    for i, (part, run) in enumerate(zip(parts, compiled, strict=True)):
+        results = graph.call_function(target(run), tuple(copied[node] for node in part.inputs))
+        for number, node in enumerate(part.results):
+            copied[node] = graph.call_function(operator.getitem, (results, number))
+        if i < len(steps):
+            copy(steps[i])
+    graph.output(map_arg(gm.graph.output_node().args[0], lambda old: copied[old]))
+    return GraphModule(gm, graph)
+
+
+def target(run: Compiled) -> Compiled:
+    """`run` as FX can call it: it writes the name of a function of torch's as that, and looks for it there."""
+
+    def part(*inputs: torch.Tensor) -> Any:
+        return run(*inputs)
+
+    return part

@@ -1,0 +1,139 @@
+"""The decode graph is compiled layer by layer, each kind of layer once; a prompt is not compiled."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.fx import Graph, GraphModule
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+)
+
+import specache_fx
+from specache_fx import ConfigError, layer_parts, lowering
+from specache_fx.runtime.native import graph_ops
+from specache_fx.runtime.step_table import empty_state
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+SHAPE: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "vocab_size": 64,
+    "max_position_embeddings": 256,
+}
+
+
+def llama() -> PreTrainedModel:
+    return LlamaForCausalLM(LlamaConfig(**SHAPE))
+
+
+def gemma() -> PreTrainedModel:
+    kinds = ["sliding_attention", "full_attention"] * 4
+    return Gemma3ForCausalLM(Gemma3TextConfig(**SHAPE, sliding_window=16, layer_types=kinds))
+
+
+def decode(make: Any, **options: Any) -> tuple[torch.Tensor, Any]:
+    """Logits of 12 steps, and the stats."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = make().eval()
+    specache_fx.compile(model, group_size=16, residual_length=16, top_k=4, **options)
+    ids = torch.randint(1, 64, (2, 40), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    mask[0, :5] = 0
+    logits = []
+    with torch.no_grad():
+        cache = model(ids[:, :28], attention_mask=mask[:, :28], use_cache=True).past_key_values
+        for i in range(28, 40):
+            out = model(
+                ids[:, i : i + 1], attention_mask=mask[:, : i + 1], past_key_values=cache, use_cache=True
+            )
+            cache = out.past_key_values
+            logits.append(out.logits)
+    return torch.cat(logits, 1), specache_fx.stats(cache)
+
+
+# The first part, those between two layers, and the last. Gemma's second one computes what later ones read.
+@pytest.mark.parametrize(("make", "forms"), [(llama, 3), (gemma, 4)])
+def test_layers_that_are_alike_are_compiled_once_and_replayed(
+    make: Any, forms: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled: list[list[int]] = []  # nodes of what is compiled, by decode graph
+    usual, by_layer = lowering._compile_static, lowering.compile_by_layer
+
+    def counting(gm: GraphModule, inputs: Any) -> Any:
+        compiled[-1].append(len(gm.graph.nodes))
+        return usual(gm, inputs)
+
+    def a_graph(*given: Any) -> Any:
+        compiled.append([])
+        return by_layer(*given)
+
+    monkeypatch.setattr(lowering, "_compile_static", counting)
+    monkeypatch.setattr(lowering, "compile_by_layer", a_graph)
+    logits, stats = decode(make)
+    assert len(compiled[0]) == forms and all(len(each) <= forms for each in compiled)
+    assert stats.replayed_steps >= 10
+    plain, _ = decode(make, lowering="eager")
+    torch.testing.assert_close(logits, plain, atol=1e-4, rtol=1e-4)
+    monkeypatch.setattr(lowering, "compile_by_layer", lambda *_: compiled.append([]))
+    compiled.clear()
+    whole, _ = decode(make)
+    assert all(len(each) == 1 for each in compiled)
+    torch.testing.assert_close(logits, whole, atol=1e-4, rtol=1e-4)
+
+
+def of_layers(*factors: float) -> tuple[GraphModule, list[torch.Tensor]]:
+    """A graph with a layer's step behind each factor."""
+    graph_ops.load()
+    graph, state = Graph(), empty_state(len(factors))
+    inputs = [torch.randn(1, 1, 2, 1, 4), state]
+    x, given = (graph.placeholder(name) for name in ("x", "state"))
+    for node, value in zip((x, given), inputs, strict=True):
+        node.meta["val"] = value
+    for layer, factor in enumerate(factors):
+        x = graph.call_function(torch.ops.aten.mul.Tensor, (x, factor))
+        x.meta["val"] = inputs[0]
+        step = torch.ops.specache.layer_step.default
+        x = graph.call_function(step, (x, x, x, given, layer, 1.0))
+        x.meta["val"] = inputs[0]
+    graph.output((x,))
+    return GraphModule({}, graph), inputs
+
+
+def test_parts_that_differ_in_a_number_are_not_alike() -> None:
+    alike, _ = of_layers(2.0, 2.0, 2.0)
+    assert len({part.form for part in layer_parts.split(alike.graph)[:3]}) == 1
+    differ, inputs = of_layers(2.0, 3.0, 4.0)
+    assert len({part.form for part in layer_parts.split(differ.graph)[:3]}) == 3
+    assert layer_parts.compile_by_layer(differ, inputs, lambda part, _: part.forward) is None
+
+
+def test_a_prompt_is_compiled_where_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[int] = []
+    usual = lowering.lower
+
+    def counting(gm: GraphModule, *given: Any) -> Any:
+        compiled.append(sum("linear" in str(node.target) for node in gm.graph.nodes))
+        return usual(gm, *given)
+
+    monkeypatch.setattr(lowering, "lower", counting)
+    expected, _ = decode(llama)
+    assert compiled == [0]  # the tests of its masks alone
+    logits, _ = decode(llama, compile_prefill=True)
+    assert compiled[1] > 8 * 7 - 1
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+    with pytest.raises(ConfigError, match="compile_prefill=True contradicts"):
+        specache_fx.compile(llama(), compile_prefill=True, lowering="eager")
+    with pytest.raises(ConfigError, match="compile_prefill=1"):
+        specache_fx.compile(llama(), compile_prefill=1)
