@@ -33,6 +33,7 @@ from specache_fx.step_masks import StepMasks, read_masks, step_biases, step_sees
 logger = logging.getLogger(__name__)
 
 _MANY_GRAPHS = 8
+_aten = torch.ops.aten
 
 
 @contextlib.contextmanager
@@ -71,6 +72,14 @@ class DecodeGraph(NamedTuple):
 def _whole_kernel(session: Session) -> str | None:
     """Of what runs a layer's step as one operator in this session."""
     return None if session.steps is None else session.steps.kernel
+
+
+def _replays(graph: GraphModule, session: Session) -> bool:
+    """Whether the graph's steps will be replayed, if they can be captured. On the CPU all products have to be ours."""
+    if session.graph is None or not session.graph.records:
+        return False
+    others = (_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default)
+    return session.device.type != "cpu" or not any(node.target in others for node in graph.graph.nodes)
 
 
 class Decode:
@@ -315,11 +324,10 @@ class Decode:
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
             self._fall_back(f"the graph can't be traced for two tokens at once: {reason}")
             return None
+        given = [*flatten(inputs), session.state]
         is_capturable = self._is_capturable(graph)
-        by_layer = is_capturable and session.graph is not None and session.graph.records
-        compiled = lower_static(
-            graph, [*flatten(inputs), session.state], self._state.config.lowering, by_layer=by_layer
-        )
+        by_layer = is_capturable and _replays(graph, session)
+        compiled = lower_static(graph, given, self._state.config.lowering, by_layer=by_layer)
         return DecodeGraph(compiled, whole_layers(graph), self._moving(inputs), is_capturable)
 
     def _moving(self, inputs: list[Any]) -> tuple[int, ...]:

@@ -21,7 +21,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from specache_fx.passes.fuse_layer_steps import is_layer_step
-from specache_fx.passes.graph_utils import value_of
+from specache_fx.passes.graph_utils import placeholders, value_of
 
 Compiled = Callable[..., Any]
 _GIVEN = ("placeholder", "get_attr")
@@ -41,14 +41,10 @@ class Part:
     inputs: tuple[Node, ...]
     results: tuple[Node, ...]
 
-    @property
-    def form(self) -> str:
-        """The same text for parts that compute the same of tensors that are alike."""
+    def form(self, examples: Sequence[torch.Tensor]) -> str:
+        """The same text for parts that compute the same of tensors that are alike, such as `examples` of `inputs`."""
         names = {node: f"%{i}" for i, node in enumerate((*self.inputs, *self.nodes))}
-        lines = [
-            f"{value.dtype} {value.device} {tuple(value.shape)} {value.stride()}"
-            for value in map(value_of, self.inputs)
-        ]
+        lines = [f"{each.dtype} {each.device} {tuple(each.shape)} {each.stride()}" for each in examples]
         for node in self.nodes:
             args, kwargs = (
                 map_arg(side, lambda each: _Name(names[each])) for side in (node.args, node.kwargs)
@@ -103,16 +99,18 @@ def compile_by_layer(
     Returns:
         What runs it; None where fewer than half of its parts are alike.
     """
-    parts = split(gm.graph)
-    forms = [part.form for part in parts]
+    parts, given = split(gm.graph), dict(zip(placeholders(gm.graph), inputs, strict=True))
+    examples = [[_example(gm, node, given) for node in part.inputs] for part in parts]
+    if not all(isinstance(each, torch.Tensor) for part in examples for each in part):
+        return None  # an operator that takes a graph
+    forms = [part.form(each) for part, each in zip(parts, examples, strict=True)]
     if 2 * len(set(forms)) > len(parts):
         return None
-    given = dict(zip((node for node in gm.graph.nodes if node.op == "placeholder"), inputs, strict=True))
     compiled: dict[str, Compiled] = {}
-    for part, form in zip(parts, forms, strict=True):
-        if form not in compiled:
-            compiled[form] = compile_part(part.graph(gm), [_example(gm, node, given) for node in part.inputs])
-    return ByLayer(_joined(gm, parts, [compiled[form] for form in forms]), list(compiled.values()))
+    for part, form, each in zip(parts, forms, examples, strict=True):
+        if part.results and form not in compiled:
+            compiled[form] = compile_part(part.graph(gm), each)
+    return ByLayer(_joined(gm, parts, [compiled.get(form) for form in forms]), list(compiled.values()))
 
 
 def split(graph: Graph) -> list[Part]:
@@ -152,18 +150,17 @@ def _part(nodes: list[Node]) -> Part:
     return Part(tuple(nodes), tuple(read), results)
 
 
-def _example(gm: GraphModule, node: Node, given: dict[Node, torch.Tensor]) -> torch.Tensor:
-    """A tensor as the node's is."""
+def _example(gm: GraphModule, node: Node, given: dict[Node, torch.Tensor]) -> Any:
+    """A tensor as the node's is, or a graph."""
     if node in given:
         return given[node]
     if node.op == "get_attr":
-        found: torch.Tensor = operator.attrgetter(str(node.target))(gm)
-        return found
+        return operator.attrgetter(str(node.target))(gm)
     value = value_of(node)
     return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
 
 
-def _joined(gm: GraphModule, parts: Sequence[Part], compiled: Sequence[Compiled]) -> GraphModule:
+def _joined(gm: GraphModule, parts: Sequence[Part], compiled: Sequence[Compiled | None]) -> GraphModule:
     """The graph with a call for each part."""
     graph, copied = Graph(), dict[Node, Node]()
 
@@ -175,9 +172,10 @@ def _joined(gm: GraphModule, parts: Sequence[Part], compiled: Sequence[Compiled]
         if node.op in _GIVEN:
             copy(node)
     for i, (part, run) in enumerate(zip(parts, compiled, strict=True)):
-        results = graph.call_function(target(run), tuple(copied[node] for node in part.inputs))
-        for number, node in enumerate(part.results):
-            copied[node] = graph.call_function(operator.getitem, (results, number))
+        if run is not None:
+            results = graph.call_function(target(run), tuple(copied[node] for node in part.inputs))
+            for number, node in enumerate(part.results):
+                copied[node] = graph.call_function(operator.getitem, (results, number))
         if i < len(steps):
             copy(steps[i])
     graph.output(map_arg(gm.graph.output_node().args[0], lambda old: copied[old]))

@@ -111,11 +111,17 @@ def of_layers(*factors: float) -> tuple[GraphModule, list[torch.Tensor]]:
 
 
 def test_parts_that_differ_in_a_number_are_not_alike() -> None:
-    alike, _ = of_layers(2.0, 2.0, 2.0)
-    assert len({part.form for part in layer_parts.split(alike.graph)[:3]}) == 1
-    differ, inputs = of_layers(2.0, 3.0, 4.0)
-    assert len({part.form for part in layer_parts.split(differ.graph)[:3]}) == 3
-    assert layer_parts.compile_by_layer(differ, inputs, lambda part, _: part.forward) is None
+    def compile_part(part: GraphModule, examples: Any) -> Any:
+        assert all(each.shape == inputs[0].shape for each in examples)
+        compiled.append(part)
+        return part.forward
+
+    for factors, parts in (((2.0, 2.0, 2.0), 1), ((2.0, 3.0, 3.0, 2.0, 2.0), 2), ((2.0, 3.0, 4.0), 0)):
+        compiled: list[GraphModule] = []
+        graph, inputs = of_layers(*factors)
+        found = layer_parts.compile_by_layer(graph, inputs, compile_part)
+        assert len(compiled) == parts
+        assert (found is None) == (parts == 0)
 
 
 def test_a_prompt_is_compiled_where_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

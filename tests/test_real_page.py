@@ -59,20 +59,25 @@ def test_readme_says_what_becomes_of_a_table() -> None:
 
 def test_readme_says_how_long_a_first_call_takes() -> None:
     report = json.loads((ROOT / "results/real_first_call.json").read_text())
-    rows = {row["start"]: row["first_call"] for row in report["rows"] if row["model"] == "smollm2"}
-    first, second, plain = (
-        [
-            f"{rows[start][token]:.{int(rows[start][token] < 1)}f} s"
-            for token in ("first_token", "fifth_token")
-        ]
-        for start in ("empty caches", "second process", "uncompiled")
-    )
+    rows = {(row["method"], row["start"]): row for row in report["rows"] if row["model"] == "smollm2"}
+
+    def told(method: str, start: str, call: str = "first_call") -> list[str]:
+        found = rows[method, start][call]
+        return [f"{found[token]:.{int(found[token] < 1)}f} s" for token in ("first_token", "fifth_token")]
+
     readme = (ROOT / page.README).read_text().replace("\n", " ")
-    assert f"first token takes {first[0]} from empty caches and its fifth {first[1]}; in a second" in readme
-    assert (
-        f"finds the compiled graphs, {second[0]} and {second[1]}; uncompiled {plain[0]} and {plain[1]}"
-        in readme
-    )
+    first, fifth = told("specache", "empty caches")
+    other, other_fifth = told("torch.compile", "empty caches")
+    assert f"first token takes {first} from empty caches and its fifth {fifth}; " in readme
+    assert f"under `torch.compile` {other} and {other_fifth}" in readme
+    first, fifth = told("specache", "second process")
+    other, other_fifth = told("torch.compile", "second process")
+    assert f"finds the compiled graphs, {first} and {fifth}; {other} and {other_fifth} under" in readme
+    assert "uncompiled {} and {}".format(*told("uncompiled", "uncompiled")) in readme
+    lengths = [
+        told("specache", "empty caches", f"{call}_call")[0] for call in ("another_length", "a_third_length")
+    ]
+    assert "second prompt length takes {} to its first token, a third one {}".format(*lengths) in readme
 
 
 def test_misses_end_where_the_sequence_has_the_ngram() -> None:

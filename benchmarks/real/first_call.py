@@ -1,7 +1,7 @@
 """How long the first call of a trained model takes: `python -m benchmarks.real.first_call`.
 
-Each start is a process of its own: the first with empty caches, the second with those that the first has left. An
-uncompiled model is timed beside them. Loading the model is not counted.
+Each start is a process of its own: the first with empty caches, the second with those that the first has left. The
+model uncompiled, and under `torch.compile` alone, are timed beside them. Loading the model is not counted.
 """
 
 from __future__ import annotations
@@ -28,6 +28,13 @@ from specache_fx.provenance import provenance
 from specache_fx.quiet import quiet
 
 PROMPT_LEN, NEW_TOKENS = 512, 5
+CALLS = {
+    "first": PROMPT_LEN,
+    "second": PROMPT_LEN,
+    "another_length": PROMPT_LEN + 88,
+    "a_third_length": PROMPT_LEN + 188,
+}
+METHODS = ("uncompiled", "torch.compile", "specache")
 
 
 class Clock:
@@ -45,14 +52,17 @@ class Clock:
         """Nothing is left to do."""
 
 
-def time_calls(model: str, threads: int, compiled: bool) -> dict[str, Any]:
-    """Seconds to the first token and to the fifth, of a first call and of one more with a prompt as long."""
+def time_calls(model: str, threads: int, method: str) -> dict[str, Any]:
+    """Seconds to the first token and to the fifth: of a first call, of a second, and of two longer prompts."""
     with quiet(threads), Bench(model) as bench, torch.inference_mode():
-        prompts = read_windows(bench.tokenizer, text_file(TEXT), PROMPT_LEN, 2, seed=0)
-        if compiled:
+        prompts = read_windows(bench.tokenizer, text_file(TEXT), 2 * PROMPT_LEN, 4, seed=0)
+        if method == "specache":
             specache_fx.compile(bench.model)
+        elif method == "torch.compile":
+            bench.model.compile()
         found = {}
-        for name, prompt in zip(("first", "second"), prompts, strict=True):
+        for (name, length), whole in zip(CALLS.items(), prompts, strict=True):
+            prompt = whole[:length]
             clock = Clock()
             bench.model.generate(
                 prompt[None],
@@ -69,16 +79,16 @@ def time_calls(model: str, threads: int, compiled: bool) -> dict[str, Any]:
         return found | {"layers": bench.model.config.get_text_config().num_hidden_layers}
 
 
-def start(model: str, threads: int, compiled: bool, caches: Path) -> dict[str, Any]:
+def start(model: str, threads: int, method: str, caches: Path) -> dict[str, Any]:
     """The same in a process of its own, whose compilers keep what they make in `caches`."""
     environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor")}
     environment |= {"XDG_CACHE_HOME": str(caches)}
     # Models are where they are kept, not below this cache.
     environment.setdefault("SPECACHE_DATA", str(cache_folder()))
-    arguments = [model, str(threads), str(compiled)]
+    arguments = [model, str(threads), method]
     code = (
         "import json, sys; from benchmarks.real.first_call import time_calls\n"
-        "print(json.dumps(time_calls(sys.argv[1], int(sys.argv[2]), sys.argv[3] == 'True')))"
+        "print(json.dumps(time_calls(sys.argv[1], int(sys.argv[2]), sys.argv[3])))"
     )
     done = subprocess.run(
         [sys.executable, "-c", code, *arguments], env=environment, check=True, capture_output=True, text=True
@@ -95,15 +105,14 @@ def main(
     """Measure, and write one JSON."""
     rows = []
     for model in models or ["smollm2", "gemma3"]:
-        with tempfile.TemporaryDirectory() as folder:
-            for start_is, compiled in (
-                ("uncompiled", False),
-                ("empty caches", True),
-                ("second process", True),
-            ):
-                row = {"model": model, "start": start_is, **start(model, threads, compiled, Path(folder))}
-                rows.append(row)
-                print(row, flush=True)  # noqa: T201
+        for method in METHODS:
+            starts = ["uncompiled"] if method == "uncompiled" else ["empty caches", "second process"]
+            with tempfile.TemporaryDirectory() as folder:
+                for start_is in starts:
+                    row = {"model": model, "method": method, "start": start_is}
+                    row |= start(model, threads, method, Path(folder))
+                    rows.append(row)
+                    print(row, flush=True)  # noqa: T201
     report = provenance(torch.device("cpu")) | {
         "command": "python -m benchmarks.real.first_call",
         "settings": {"prompt_len": PROMPT_LEN, "new_tokens": NEW_TOKENS, "threads": threads},
