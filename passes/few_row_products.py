@@ -46,7 +46,7 @@ def few_row_products(gm: GraphModule, state: PassState) -> GraphModule:
     linear = (F.linear,) if state.phase is Phase.EXTEND else ()
     for node in gm.graph.nodes:
         # What is multiplied before something is written in place is not what is multiplied afterwards.
-        writes += _writes(node)
+        writes += writes_in_place(node)
         if node.target not in linear and node.target not in (aten.mm.default, aten.addmm.default):
             continue
         if not _fits(node):
@@ -93,7 +93,7 @@ def _operands(node: Node) -> tuple[Any, Any, Any]:
     return rows, weight, bias
 
 
-def _writes(node: Node) -> bool:
+def writes_in_place(node: Node) -> bool:
     """Whether a call changes a tensor of the model in place. Of ours only `state` is said to be changed."""
     ours = isinstance(node.target, OpOverload) and node.target.namespace == "specache"
     return not ours and mutates(node)

@@ -1,8 +1,8 @@
 """`CpuRecorder`: the decode step on the CPU as a list of C++ calls, noted once and made again without Python between.
 
-Inductor writes a Python function that allocates memory, launches its kernels and calls operators. In a decode step that
-Python takes as long as the smaller products: weights evict the interpreter from the processor's caches. The function
-runs once while this watches it. Its kernels and our operators go to a tape (`csrc/tape.h`), which `specache::replay`
+Inductor writes Python functions that allocate memory, launch its kernels and call operators. In a decode step that
+Python takes as long as the smaller products: weights evict the interpreter from the processor's caches. The functions
+run once while this watches them. Their kernels and our operators go to a tape (`csrc/tape.h`), which `specache::replay`
 plays.
 
 One tape serves every step of a session: `specache::layer_step` reads lengths, and what is to be done, from `state`.
@@ -123,7 +123,7 @@ class Observed(TorchDispatchMode):
         functions: Of Inductor's.
 
     Raises:
-        NotKnownError: If it calls what can't be noted.
+        NotKnownError: If one calls what can't be noted.
 
     Attributes:
         missed: The first thing that can't be noted; None where all can.

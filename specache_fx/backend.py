@@ -159,7 +159,7 @@ class Backend:
             check_host_dir(config.host, config.host_dir)
         what = "the prompt" if state.phase is Phase.PREFILL else "the next turn"
         inputs = [*example_inputs, example_state(len(state.owners))]
-        compiled = lower_prompt(rewritten, inputs, config, what, len(state.owners))
+        compiled = lower_prompt(rewritten, inputs, state, what)
         if state.phase is Phase.PREFILL:
             return Prefill(compiled, state, kv.dtype, kv.device)
         return Extend(compiled, state)

@@ -218,7 +218,7 @@ def explain(
         ConfigError: On unknown or bad options, or where there is nothing to run the model with.
     """
     check_names(SpecacheConfig.from_options(options))
-    recorder = _Recorder(Backend(), {**(options or {}), "lowering": "eager"})
+    recorder = _Recorder(Backend(), {**(options or {}), "lowering": "eager", "compile_prefill": False})
     recorder.explanation.is_driven = run is not None
     model = getattr(model, "_orig_mod", model)  # a wrapper of torch.compile
     torch._dynamo.reset()

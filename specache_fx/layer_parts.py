@@ -5,8 +5,8 @@
 A layer's step is an operator that Inductor fuses with nothing, so that cuts there cost no fusion. The parts between two
 of them differ in their weights alone, which are inputs. Inductor's time goes with the parts that are not alike.
 
-Each part is a call from Python in each step, so that only graphs are cut whose steps are recorded and replayed
-(`StepGraph`).
+Python calls each part in each step. So a graph is left whole where its steps can't be replayed (`StepGraph`), as far as
+that is known.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
+from specache_fx.passes.few_row_products import writes_in_place
 from specache_fx.passes.fuse_layer_steps import is_layer_step
 from specache_fx.passes.graph_utils import placeholders, value_of
 
@@ -42,7 +43,7 @@ class Part:
     results: tuple[Node, ...]
 
     def form(self, examples: Sequence[torch.Tensor]) -> str:
-        """The same text for parts that compute the same of tensors that are alike, such as `examples` of `inputs`."""
+        """A text that equals another part's where both compute the same. `examples` are tensors as `inputs` are."""
         names = {node: f"%{i}" for i, node in enumerate((*self.inputs, *self.nodes))}
         lines = [f"{each.dtype} {each.device} {tuple(each.shape)} {each.stride()}" for each in examples]
         for node in self.nodes:
@@ -97,8 +98,10 @@ def compile_by_layer(
         compile_part: Compiles a part by real inputs of it.
 
     Returns:
-        What runs it; None where fewer than half of its parts are alike.
+        What runs it; None where more than half of its parts are of a form of their own, or parts can't be told.
     """
+    if any(map(writes_in_place, gm.graph.nodes)):
+        return None  # parts are ordered by what they read
     parts, given = split(gm.graph), dict(zip(placeholders(gm.graph), inputs, strict=True))
     examples = [[_example(gm, node, given) for node in part.inputs] for part in parts]
     if not all(isinstance(each, torch.Tensor) for part in examples for each in part):
@@ -134,11 +137,8 @@ def split(graph: Graph) -> list[Part]:
 def _sink(graph: Graph, number: dict[Node, int]) -> None:
     """Compute what comes of inputs alone, as of weights, where it is first read: parts are alike then."""
     for node in reversed(graph.nodes):
-        if (
-            number.get(node) == 0
-            and node.users
-            and not any(user.target is operator.getitem for user in node.users)
-        ):
+        is_item = operator.getitem in (node.target, *(user.target for user in node.users))
+        if number.get(node) == 0 and node.users and not is_item:  # a list of tensors stays in one part
             readers = (number[user] - is_layer_step(user) for user in node.users if user in number)
             number[node] = min(readers, default=0)
 

@@ -1,8 +1,9 @@
 """From a rewritten graph to something that runs: Inductor, or the graph itself.
 
-Inductor compiles the decode step, which runs once a token. A prompt is read once: its products take nearly all of the
-time, and Inductor takes a minute for the first prompt of a deep model and as long for the second length. So a prompt
-runs as it was traced, but for the tests of its masks (`passes/prompt_masks.py`): fused, these keep no mask in memory.
+Inductor compiles the decode step, which runs once a token. A prompt runs as it was traced. Products and attention take
+nearly all of its time, and Inductor would compile each new kind of prompt for longer than most prompts take. Inductor
+does compile the tests of a prompt's masks (`passes/prompt_masks.py`): fused, they keep no mask in memory. It compiles
+all of a prompt whose attention is spelt out, which it fuses.
 """
 
 from __future__ import annotations
@@ -12,15 +13,18 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from specache_fx.config import Lowering, SpecacheConfig
+from specache_fx.config import Lowering
 from specache_fx.layer_parts import compile_by_layer, target
+from specache_fx.passes.base import PassState
 from specache_fx.passes.graph_slices import eliminate_dead_code, extract, needed_for
 from specache_fx.passes.graph_utils import placeholders, value_of
+from specache_fx.passes.writes import storages, writes_of
 from specache_fx.progress import announced, say_step
 from specache_fx.runtime.prompt_masks import test
 from specache_fx.runtime.step_table import empty_state
@@ -53,35 +57,48 @@ def lower(gm: GraphModule, inputs: Sequence[Any], lowering: Lowering) -> Compile
     return compiled
 
 
-def lower_prompt(
-    gm: GraphModule, inputs: Sequence[Any], config: SpecacheConfig, what: str, num_layers: int
-) -> Compiled:
-    """Make a graph of several tokens run, in Dynamo's context: operator by operator, or compiled (`compile_prefill`).
+def lower_prompt(gm: GraphModule, inputs: Sequence[Any], state: PassState, what: str) -> Compiled:
+    """Make a graph of several tokens run, in Dynamo's context: operator by operator, or compiled.
 
     Args:
         gm: The graph: a prompt, or tokens that follow a cache. Edited where it tests masks.
         inputs: Example inputs, as Dynamo gave them.
-        config: What the user chose.
+        state: What the passes found.
         what: Name of the graph, for the user.
-        num_layers: Layers of it that have a cache.
     """
-    if config.compile_prefill:
-        with announced(what, config.lowering, num_layers):
-            return lower(gm, inputs, config.lowering)
+    config, layers = state.config, len(state.owners)
+    if config.lowering == "eager":
+        return gm.forward
+    spelt_out = any(site.node.target is not F.scaled_dot_product_attention for site in state.sites)
     tests = [node for node in gm.graph.nodes if node.target is test]
-    if tests and config.lowering == "inductor":
+    inside = needed_for(gm.graph, tests, reader=tests[-1]) if tests else set[Node]()
+    if config.compile_prefill or spelt_out or _are_written(gm, inside):
+        with announced(what, config.lowering, layers):
+            return lower(gm, inputs, config.lowering)
+    if tests:
         with announced(f"the masks of {what}", config.lowering):
-            _compile_tests(gm, tests, inputs)
+            _compile_tests(gm, inside, inputs)
     return gm.forward
 
 
-def _compile_tests(gm: GraphModule, tests: list[Node], inputs: Sequence[Any]) -> None:
-    """Have one compiled function compute all that comes of inputs that masks are made of, and of nothing else."""
+def _are_written(gm: GraphModule, nodes: set[Node]) -> bool:
+    """Whether something is written in place into what they compute: it changes on the way."""
+    memory = frozenset().union(*(storages(node) for node in nodes if node.op != "placeholder"))
+    return any(changed & memory for changed in writes_of(gm.graph.nodes).values())
+
+
+def _compile_tests(gm: GraphModule, inside: set[Node], inputs: Sequence[Any]) -> None:
+    """Have one compiled function compute the tests of masks, and the rows of masks that are read besides.
+
+    Args:
+        gm: The graph.
+        inside: The tests, and what they are computed from.
+        inputs: Example inputs of the graph.
+    """
     given = placeholders(gm.graph)
-    inside = needed_for(gm.graph, tests, reader=tests[-1])
     roots = [node for node in given if node in inside]
-    for node in gm.graph.nodes:  # rows and slices of masks
-        if node.op == "call_function" and node.all_input_nodes and inside.issuperset(node.all_input_nodes):
+    for node in gm.graph.nodes:
+        if node.target in (operator.getitem, torch.select) and inside.issuperset(node.all_input_nodes):
             inside.add(node)
     results = [
         node
@@ -104,7 +121,7 @@ def _compile_tests(gm: GraphModule, tests: list[Node], inputs: Sequence[Any]) ->
 
 
 def _computed(graph: Graph, result: Node) -> Node:
-    """The same numbers, negated twice: a row that is a view keeps its mask in memory, and so does Inductor's clone."""
+    """The same numbers, negated twice. A row that is a view, or Inductor's clone of one, keeps its mask in memory."""
     negate = torch.logical_not if value_of(result).dtype == torch.bool else torch.neg
     return graph.call_function(negate, (graph.call_function(negate, (result,)),))
 

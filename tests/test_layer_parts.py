@@ -12,6 +12,8 @@ from transformers import (
     Gemma3TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
+    PhiConfig,
+    PhiForCausalLM,
     PreTrainedModel,
 )
 
@@ -41,6 +43,12 @@ def llama() -> PreTrainedModel:
 def gemma() -> PreTrainedModel:
     kinds = ["sliding_attention", "full_attention"] * 4
     return Gemma3ForCausalLM(Gemma3TextConfig(**SHAPE, sliding_window=16, layer_types=kinds))
+
+
+def phi() -> PreTrainedModel:
+    """Its feed-forward reads what attention reads: of the first layer it needs no layer's step."""
+    shape = {name: size for name, size in SHAPE.items() if name != "head_dim"}
+    return PhiForCausalLM(PhiConfig(**shape))
 
 
 def decode(make: Any, steps: int = 12, padding: int = 0, **options: Any) -> tuple[torch.Tensor, Any]:
@@ -92,6 +100,22 @@ def test_layers_that_are_alike_are_compiled_once_and_replayed(
     torch.testing.assert_close(logits, whole, atol=1e-4, rtol=1e-4)
 
 
+def test_a_model_whose_first_feed_forward_needs_no_attention_is_cut_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    parts: list[int] = []
+
+    def as_it_is(gm: GraphModule, inputs: Any) -> Any:
+        parts.append(len(gm.graph.nodes))
+        return gm.forward
+
+    monkeypatch.setattr(lowering, "_compile_static", as_it_is)
+    logits, _ = decode(phi)
+    assert 1 < len(parts) < 6
+    plain, _ = decode(phi, lowering="eager")
+    torch.testing.assert_close(logits, plain, atol=1e-4, rtol=1e-4)
+
+
 def of_layers(*factors: float) -> tuple[GraphModule, list[torch.Tensor]]:
     """A graph with a layer's step behind each factor."""
     graph_ops.load()
@@ -122,6 +146,10 @@ def test_parts_that_differ_in_a_number_are_not_alike() -> None:
         found = layer_parts.compile_by_layer(graph, inputs, compile_part)
         assert len(compiled) == parts
         assert (found is None) == (parts == 0)
+    graph, inputs = of_layers(2.0, 2.0, 2.0, 2.0)
+    first = next(node for node in graph.graph.nodes if node.op == "call_function")
+    first.target = torch.ops.aten.mul_.Tensor  # who reads the input afterwards is told by the order alone
+    assert layer_parts.compile_by_layer(graph, inputs, compile_part) is None
 
 
 def test_a_prompt_is_compiled_where_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,3 +170,50 @@ def test_a_prompt_is_compiled_where_that_is_asked_for(monkeypatch: pytest.Monkey
         specache_fx.compile(llama(), compile_prefill=True, lowering="eager")
     with pytest.raises(ConfigError, match="compile_prefill=1"):
         specache_fx.compile(llama(), compile_prefill=1)
+    specache_fx.explain(llama(), options={"compile_prefill": True})
+
+
+class WritesItsMask(torch.nn.Module):
+    """A mask that is written in place before the layers, or after the first; the last attention is spelt out."""
+
+    def __init__(self, when: str) -> None:
+        super().__init__()
+        self.when = when
+        self.embed, self.head = torch.nn.Embedding(32, 16), torch.nn.Linear(16, 32)
+        self.sides = torch.nn.ModuleList(torch.nn.Linear(16, 48) for _ in range(3))
+
+    def forward(self, ids: torch.Tensor, real: torch.Tensor) -> tuple[torch.Tensor, list[Any]]:
+        hidden, past = self.embed(ids), []
+        places = torch.arange(ids.shape[1])
+        seen = (places <= places[:, None]) & real[:, None, None, :]
+        mask = torch.zeros(len(ids), 1, *seen.shape[2:]).masked_fill(~seen, -torch.inf)
+        if self.when == "before":
+            mask[..., 3:9] -= 1.5
+        for layer, side in enumerate(self.sides):
+            q, k, v = side(hidden).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4).unbind()
+            if layer == 2 and self.when == "before":
+                out = torch.softmax(q @ k.transpose(-1, -2) * 8**-0.5 + mask, -1) @ v
+            else:
+                out = torch.nn.functional.scaled_dot_product_attention(q, k, v, mask)
+            hidden = hidden + out.transpose(1, 2).flatten(2)
+            past.append((k, v))
+            if layer == 0 and self.when == "after":
+                mask += hidden.mean()
+        return self.head(hidden), past
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_mask_that_is_written_in_place_stays_in_its_graph(
+    when: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lowering, "lower", lambda gm, *_: gm.forward)
+    torch.manual_seed(0)
+    module = WritesItsMask(when).eval()
+    ids = torch.randint(32, (2, 24), generator=torch.Generator().manual_seed(1))
+    real = torch.ones(2, 24, dtype=torch.bool)
+    real[0, :6] = False
+    options = {"group_size": 16, "residual_length": 16, "top_k": 4}
+    compiled = torch.compile(module, backend="specache", options=options)
+    with torch.no_grad():
+        expected, logits = module(ids, real)[0], compiled(ids, real)[0]
+    torch.testing.assert_close(logits[real], expected[real], atol=1e-5, rtol=1e-5)
