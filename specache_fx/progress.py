@@ -60,7 +60,7 @@ class Compile:
                     return
             with contextlib.suppress(ValueError):  # of logging's own, where stderr is closed
                 logger.warning(
-                    "specache: compiling %s with Inductor, for a minute or more; later processes find most of it in"
+                    "specache: compiling %s with Inductor, which can take a minute; later processes find most of it in"
                     ' Inductor\'s cache. lowering="eager" compiles nothing',
                     self.what,
                 )

@@ -89,7 +89,7 @@ def test_a_pipe_gets_one_line_of_the_log() -> None:
     out, err = in_a_pipe(script())
     assert out == "before\nafter\n"
     assert err == (
-        f"{LINE} with Inductor, for a minute or more; later processes find most of it in Inductor's cache."
+        f"{LINE} with Inductor, which can take a minute; later processes find most of it in Inductor's cache."
         ' lowering="eager" compiles nothing\n'
     )
 

@@ -21,7 +21,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 torch.manual_seed(0)
 model = LlamaForCausalLM(
-    LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2)
+    LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=5, num_attention_heads=2)
 ).eval()
 progress.QUIET_SECONDS = 0.0
 model.compile(backend="specache", options={"group_size": 8, "residual_length": 8, "top_k": 8})
@@ -52,7 +52,7 @@ def start(cache: Path) -> dict[str, object]:
 def test_second_start_compiles_nothing_anew(tmp_path: Path) -> None:
     first, second = start(tmp_path), start(tmp_path)
     assert (first["hit"], first["bypass"]) == (0, 0)
-    assert first["said"] == ["the prompt (1 layer)", "the decode step (1 layer)"]
-    assert first["miss"] == 2  # prefill, and the step with its two lanes
-    assert (second["hit"], second["miss"], second["bypass"]) == (2, 0, 0)
+    assert first["said"] == ["the decode step (5 layers)"]
+    assert first["miss"] == 3  # parts of the step: before, between and behind its layers
+    assert (second["hit"], second["miss"], second["bypass"]) == (3, 0, 0)
     assert second["tokens"] == first["tokens"]

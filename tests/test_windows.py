@@ -71,8 +71,8 @@ class Lanes:
                 self.logits.append(self.last)
             return out
 
-        def kept(*args: Any) -> Any:
-            compiled = lower(*args)
+        def kept(*args: Any, **more: Any) -> Any:
+            compiled = lower(*args, **more)
 
             def run(*inputs: Tensor) -> Any:
                 results = compiled(*inputs)

@@ -1,4 +1,4 @@
-"""How long the first call of a trained model takes: `python -m benchmarks.real.first_call`.
+"""How long the first calls of a trained model take: `python -m benchmarks.real.first_call`.
 
 Each start is a process of its own: the first with empty caches, the second with those that the first has left. The
 model uncompiled, and under `torch.compile` alone, are timed beside them. Loading the model is not counted.
@@ -114,7 +114,7 @@ def main(
                     rows.append(row)
                     print(row, flush=True)  # noqa: T201
     report = provenance(torch.device("cpu")) | {
-        "command": "python -m benchmarks.real.first_call",
+        "command": " ".join(["python -m benchmarks.real.first_call", *(models or [])]),
         "settings": {"prompt_len": PROMPT_LEN, "new_tokens": NEW_TOKENS, "threads": threads},
         "rows": rows,
     }
