@@ -23,14 +23,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch._ops import OpOverload
 from torch.fx import GraphModule, Node
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from specache_fx.passes.base import Pass, PassState, Phase
 from specache_fx.passes.graph_edit import call, erase_unused, finish
 from specache_fx.passes.graph_utils import value_of
-from specache_fx.passes.writes import mutates
+from specache_fx.passes.writes import writes_in_place
 from specache_fx.runtime import ops  # noqa: F401  (defines the operator)
 from specache_fx.runtime.native import graph_ops
 from specache_fx.runtime.native.products import DTYPES, MAX_ROWS
@@ -91,12 +90,6 @@ def _operands(node: Node) -> tuple[Any, Any, Any]:
         bias = biases[0] if biases else None
         weight = matrix.args[0] if isinstance(matrix, Node) and matrix.target is aten.t.default else None
     return rows, weight, bias
-
-
-def writes_in_place(node: Node) -> bool:
-    """Whether a call changes a tensor of the model in place. Of ours only `state` is said to be changed."""
-    ours = isinstance(node.target, OpOverload) and node.target.namespace == "specache"
-    return not ours and mutates(node)
 
 
 def _viewed(node: Node) -> Node:

@@ -148,6 +148,12 @@ def writes_of(nodes: Iterable[Node]) -> dict[Node, frozenset[Hashable]]:
     return {node: changed for node in nodes if (changed := written_storages(node))}
 
 
+def writes_in_place(node: Node) -> bool:
+    """Whether a call changes a tensor of the model in place. Of ours only `state` is said to be changed."""
+    ours = isinstance(node.target, OpOverload) and node.target.namespace == "specache"
+    return not ours and mutates(node)
+
+
 def mutated_inputs(graph: Graph) -> list[Node]:
     """The inputs that the graph writes to: a recurrent state, a counter."""
     written = frozenset().union(*writes_of(graph.nodes).values())

@@ -140,9 +140,8 @@ def lower_static(
     if lowering == "eager":
         return gm.forward
     say_step("Inductor")
-    return (compile_by_layer(gm, inputs, _compile_static) if by_layer else None) or _compile_static(
-        gm, inputs
-    )
+    parts = compile_by_layer(gm, inputs, _compile_static) if by_layer else None
+    return _compile_static(gm, inputs) if parts is None else parts
 
 
 def _compile_static(gm: GraphModule, inputs: Sequence[torch.Tensor]) -> Compiled:
