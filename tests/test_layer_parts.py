@@ -173,8 +173,20 @@ def test_a_prompt_is_compiled_where_that_is_asked_for(monkeypatch: pytest.Monkey
     specache_fx.explain(llama(), options={"compile_prefill": True})
 
 
+def test_a_prompt_whose_attention_is_spelt_out_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[int] = []
+
+    def counting(gm: GraphModule, *_: Any) -> Any:
+        compiled.append(sum("linear" in str(node.target) for node in gm.graph.nodes))
+        return gm.forward
+
+    monkeypatch.setattr(lowering, "lower", counting)
+    decode(lambda: LlamaForCausalLM(LlamaConfig(**SHAPE, attn_implementation="eager")), 0)
+    assert len(compiled) == 1 and compiled[0] > 8 * 7 - 1
+
+
 class WritesItsMask(torch.nn.Module):
-    """A mask that is written in place before the layers, or after the first; the last attention is spelt out."""
+    """A mask that is written in place before the layers, or after the first, and is read besides."""
 
     def __init__(self, when: str) -> None:
         super().__init__()
@@ -191,15 +203,12 @@ class WritesItsMask(torch.nn.Module):
             mask[..., 3:9] -= 1.5
         for layer, side in enumerate(self.sides):
             q, k, v = side(hidden).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4).unbind()
-            if layer == 2 and self.when == "before":
-                out = torch.softmax(q @ k.transpose(-1, -2) * 8**-0.5 + mask, -1) @ v
-            else:
-                out = torch.nn.functional.scaled_dot_product_attention(q, k, v, mask)
+            out = torch.nn.functional.scaled_dot_product_attention(q, k, v, mask)
             hidden = hidden + out.transpose(1, 2).flatten(2)
             past.append((k, v))
             if layer == 0 and self.when == "after":
                 mask += hidden.mean()
-        return self.head(hidden), past
+        return self.head(hidden + mask.clamp_min(-9)[:, 0, :, 8:9]), past
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
