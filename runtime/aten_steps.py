@@ -100,7 +100,8 @@ class AtenSteps(DeviceSteps):
         return super().end()
 
     def _step(self, layer: int, cache: LayerState, call: LayerCall, stored: StoredTokens) -> torch.Tensor:
-        transfer = None if cache.is_exact else self._transfer
+        facts, transfer = self._facts, None if cache.is_exact else self._transfer
+        assert facts is not None
         scored = min(call.scored_lanes or 0, len(call.query)) if transfer is not None else 0
         call = replace(call, scored_lanes=scored)
         if transfer is not None and self._selects_first:
@@ -116,7 +117,8 @@ class AtenSteps(DeviceSteps):
             out, scores = self._attention.attention(self._inputs(layer, cache, call, stored))
             at = stored.window_len.to(torch.int64)
             for rows, own in zip(cache.tensors.window, (call.key, call.value), strict=True):
-                rows.index_copy_(2, at, own[0])
+                for lane in range(facts.written):
+                    rows.index_copy_(2, at + lane, own[lane])
         if transfer is not None and not self._selects_first:
             with span("select", device=self.device, layer=layer):
                 self._choose(layer, scores)

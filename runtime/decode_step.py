@@ -43,6 +43,7 @@ class DecodeStep:
         shares: What the speculative token's scores weigh in the selection, float32 `[batch]` from 0 to 1; the output
             token's weigh the rest. None: they are all of it (Algorithm 3).
         lanes: Lanes of its graph.
+        writes_next: The pairs of lane 1 are written behind those of lane 0, and don't count yet (`NextToken`).
     """
 
     session: Session
@@ -55,7 +56,9 @@ class DecodeStep:
     missed: torch.Tensor | None = None
     shares: torch.Tensor | None = None
     lanes: int = 1
+    writes_next: bool = False
     _scores: dict[int, tuple[torch.Tensor, int]] = field(default_factory=dict, init=False)
+    _next_pairs: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict, init=False)
     # Rows and indices of the layers that have waited: until the prefetch that overwrites them, and no longer.
     _staged: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict, init=False)
     # Scores of the output token's own, and the tokens that were staged for it: counted when the next copy is under way.
@@ -90,7 +93,7 @@ class DecodeStep:
         if session.transfer is not None:
             session.transfer.join()  # what ran beside the step before reads what is written now
         for cache in layers.values():
-            cache.make_room()
+            cache.make_room(1 + self.writes_next)
         first = next(iter(session.tiered.values()))  # they have one length
         kv_len, num_quantized = first.kv_len, first.num_quantized
         selects = session.transfer is not None and num_quantized > 0
@@ -102,6 +105,7 @@ class DecodeStep:
             num_quantized=num_quantized,
             num_selectable=num_quantized if self.predecoding else first.num_quantized_at(kv_len + 1),
             predecodes=self.predecoding,
+            written=0 if self.predecoding else 1 + self.writes_next,
             scored_lanes=2 if self._scores_both else 1,
             key_mask=session.key_mask,
             biases=self.biases | biases,
@@ -221,6 +225,8 @@ class DecodeStep:
         """
         session = self.session
         cache = session.layers[layer]
+        if self.writes_next:
+            self._next_pairs[layer] = key[1], value[1]
         selects, seen = session.transfer is not None and not cache.is_exact, self.seen.get(layer)
         call = LayerCall(
             query=query,
@@ -253,6 +259,8 @@ class DecodeStep:
         """Keep the output token's own pair, `[batch, num_kv_heads, 1, dim]` each. Pre-decode keeps nothing."""
         if not self.predecoding:
             self.session.layers[layer].append(key, value)
+        if self.writes_next:
+            self.session.layers[layer].write_next(*self._next_pairs.pop(layer))
 
     def select(self, layer: int) -> torch.Tensor:
         """The pairs to prefetch: the top-k by the lanes' scores (see `shares`).

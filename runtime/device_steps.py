@@ -127,7 +127,7 @@ class DeviceSteps:
         facts = self._facts
         assert facts is not None
         told = (part is None for part in (facts.shares, facts.key_mask.real, facts.counts))
-        return (self.generation, facts.predecodes, facts.scored_lanes, *told, *facts.visible)
+        return (self.generation, facts.predecodes, facts.written, facts.scored_lanes, *told, *facts.visible)
 
     def launch(
         self,

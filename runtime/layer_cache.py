@@ -105,13 +105,19 @@ class LayerCache:
         """See `LayerState`."""
         return self._arena.layout.num_groups * self.config.group_size + self._arena.layout.window_rows
 
-    def make_room(self) -> None:
+    def make_room(self, rows: int) -> None:
         """See `LayerState`."""
-        self._make_room(self.num_quantized, self.window_len + 1)
+        self._make_room(self.num_quantized, self.window_len + rows)
 
     def was_appended(self) -> None:
         """See `LayerState`."""
         self.window_len += 1
+
+    def write_next(self, key: torch.Tensor, value: torch.Tensor) -> None:
+        """See `LayerState`."""
+        self.make_room(1)
+        for rows, side in zip(self._arena.tensors.window, (key, value), strict=True):
+            rows.narrow(2, self.window_len, 1).copy_(side)
 
     def quantize_overflow(self) -> None:
         """Quantise and offload what `was_appended` has pushed out of the window, if anything.

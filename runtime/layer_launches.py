@@ -82,6 +82,7 @@ def prepare(
     cache: LayerState,
     call: LayerCall,
     stored: StoredTokens,
+    written: int,
     transfer: KernelTransfer | None,
     top_k: int,
     shared: Shared,
@@ -93,6 +94,7 @@ def prepare(
         cache: Its cache, as large as it is.
         call: Its attention in the step that asks.
         stored: What the device knows of its tokens.
+        written: See `StepFacts`.
         transfer: Has its slots; None where nothing is selected.
         top_k: Slots of a row.
         shared: Memory of all layers.
@@ -124,13 +126,12 @@ def prepare(
         ("parts", lanes, batch, num_heads, splits, value_dim),
         lambda: parts_of(query, splits, value_dim),
     )
-    appends = not call.independent_lanes
     if staging is None:
-        arguments |= merge_arguments(inputs, arguments, appends=appends)
+        arguments |= merge_arguments(inputs, arguments, written=written)
         arguments["norm"] = _of(shared, ("norm", batch, lanes, num_heads), lambda: _norms(query))
         return LayerLaunches(arguments, attention_of(arguments | bias_of(None, query)), None)
     kept = torch.empty_like(query), torch.empty_like(call.key)
-    arguments |= merge_arguments(inputs, arguments, kept, appends=appends)
+    arguments |= merge_arguments(inputs, arguments, kept, written)
     arguments["norm"] = _norms(query)
     scores = _of(
         shared,

@@ -60,11 +60,14 @@ class LayerState(Protocol):
     def room(self) -> int:
         """Tokens that the arena has room for: in codes and, behind them, in the window."""
 
-    def make_room(self) -> None:
-        """Have a row free in the window, for `was_appended`."""
+    def make_room(self, rows: int) -> None:
+        """Have so many rows free in the window."""
 
     def was_appended(self) -> None:
         """A pair was written behind the window's last one."""
+
+    def write_next(self, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Write a pair, `[batch, num_kv_heads, 1, dim]` each, behind the window's last one; it is not counted."""
 
     def append(
         self, key: torch.Tensor, value: torch.Tensor, hold: bool = False, kv_len: int | None = None

@@ -131,10 +131,11 @@ class Metrics:
     Attributes:
         steps: Decode steps.
         refetched_steps: Those whose pairs were chosen anew, because the speculative token was wrong.
+        accepted_steps: Those that the step before had computed (`NextToken`).
     """
 
     def __init__(self, device: torch.device, *, keep_steps: bool = False) -> None:
-        self.steps = self.refetched_steps = 0
+        self.steps = self.refetched_steps = self.accepted_steps = 0
         self._keep_steps = keep_steps
         with torch.inference_mode(False):
             # float64 in the order of `Hits`, of all rows, of those guessed right, and wrong: whole numbers stay exact.
@@ -153,11 +154,16 @@ class Metrics:
     def begin_step(self) -> None:
         """Start to count a step, and forget what one counted that broke off."""
         self._step = _Counts()
-        self._refetched = False
+        self._refetched = self._accepted = False
 
     def count_token(self, missed: torch.Tensor) -> None:
         """Count the batch rows, bool `[batch]`, whose token was not the one speculated (exact hit rate). It is kept."""
         self._step.missed = missed
+
+    def count_accepted(self, missed: torch.Tensor) -> None:
+        """As `count_token`, of a step that was computed before: all rows are right."""
+        self._accepted = True
+        self.count_token(missed)
 
     def count_refetch(self) -> None:
         """Note that the step's pairs were chosen anew."""
@@ -196,6 +202,7 @@ class Metrics:
         """Count the step: it is through, and the cache holds `kv_len` tokens."""
         self.steps += 1
         self.refetched_steps += self._refetched
+        self.accepted_steps += self._accepted
         if self._recent and self._step.batch not in (None, self._recent[-1].batch):
             self._fold()  # what is summed together is of one batch size
         self._recent.append(self._step)

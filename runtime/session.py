@@ -29,6 +29,7 @@ from specache_fx.runtime.layer_cache import LayerCache
 from specache_fx.runtime.layer_state import LayerState
 from specache_fx.runtime.layout import Arena, LayerShape
 from specache_fx.runtime.metrics import Metrics
+from specache_fx.runtime.next_token import NextToken
 from specache_fx.runtime.prompt_masks import PromptMasks
 from specache_fx.runtime.quant import make_quantizer
 from specache_fx.runtime.select import make_selector, select_topk
@@ -89,10 +90,11 @@ class Session:
         self.graph: StepGraph | None = None  # the plain step, captured
         # Lookahead.
         self.speculative_token: torch.Tensor | None = None  # what lane 1 decodes next
-        # What it decoded last: a guess at the next output token.
+        # What it decoded last: a guess at the next output token. None behind a guess that was accepted: no lane ran.
         self.guessed_token: torch.Tensor | None = None
         recovers = config.on_miss == "recover" and config.num_lanes > 1
         self.tokens = TokenHistory(device) if recovers else None
+        self.next_token: NextToken | None = None  # what lane 1 has computed already
         self.staged_for: int | None = None  # the length at which the staged pairs are those of the next token
         # Whose it is, for a saved cache: the weights that its prompt's graph read, by name, and its model's config.
         self.weights: dict[str, weakref.ref[torch.Tensor]] = {}
@@ -275,6 +277,7 @@ class Session:
         return twin
 
     def _take_rows(self, source: Session, index: torch.Tensor) -> None:
+        self.next_token = None
         self.key_mask.take(source.key_mask, index)
         if self.tokens is not None and source.tokens is not None:
             self.tokens.take(source.tokens, index)
@@ -284,7 +287,7 @@ class Session:
 
     def forget_lookahead(self) -> None:
         """Drop the guess and what is staged: other tokens come (extend, crop, a new run of decode steps)."""
-        self.staged_for = self.speculative_token = self.guessed_token = None
+        self.staged_for = self.speculative_token = self.guessed_token = self.next_token = None
 
     def remember(self, tokens: torch.Tensor | None) -> None:
         """Note the tokens that go through next, integers `[batch, q_len]`; None where the graph takes none."""

@@ -43,7 +43,10 @@ class SessionC(ctypes.Structure):
 
     _fields_ = (
         *((name, _i64) for name in ("number", "num_selectable")),
-        *((name, _i64) for name in ("scored_lanes", "threads", "predecodes", "stages", "is_timed")),
+        *(
+            (name, _i64)
+            for name in ("scored_lanes", "threads", "predecodes", "written", "stages", "is_timed")
+        ),
         *((name, _address) for name in ("scores", "key_mask", "shares", "missed", "counts")),
         *((name, _address) for name in ("attention", "topk", "overlap")),
         *((name, _i64) for name in ("failed", "fetched_rows", "fetched_bytes", "kept_rows", "kept_bytes")),
@@ -144,7 +147,8 @@ class StepTable:
         session.num_selectable = facts.num_selectable
         # The rows of a group that this step pushes out of the window are not on the host yet.
         session.stages = facts.num_selectable == facts.num_quantized
-        session.predecodes, session.scored_lanes = facts.predecodes, facts.scored_lanes
+        session.predecodes, session.written = facts.predecodes, facts.written
+        session.scored_lanes = facts.scored_lanes
         session.threads, session.is_timed, session.failed = torch.get_num_threads(), is_recording(), 0
         session.key_mask, session.shares, session.missed = map(
             at.of, (facts.key_mask.grow(kv_len), facts.shares, facts.missed)

@@ -1,6 +1,6 @@
 """`TritonSteps`: all of a layer's decode step as Triton launches that are the same at every length.
 
-    stream of the model:  rotate queries -> parts of attention -> their sum, which appends lane 0's pair
+    stream of the model:  rotate queries -> parts of attention -> their sum, which appends the own pairs
     beside it:            selection scores -> top-k -> plan the slots -> copy their rows -> hit rates
 
 Grids are cut for all that the arenas have room for. What runs beside reads copies of the queries.
@@ -69,12 +69,14 @@ class TritonSteps(DeviceSteps):
         self._shared.clear()
 
     def _step(self, layer: int, cache: LayerState, call: LayerCall, stored: StoredTokens) -> torch.Tensor:
+        facts = self._facts
+        assert facts is not None
         key_of_form = (layer, call.query.shape[0], *self.form)
         prepared = self._layers.get(key_of_form)
         if prepared is None:
             with torch.inference_mode(False):
                 prepared = self._layers[key_of_form] = prepare(
-                    layer, cache, call, stored, self._transfer, self._top_k, self._shared
+                    layer, cache, call, stored, facts.written, self._transfer, self._top_k, self._shared
                 )
         with triton_ops.on(self.device):
             with span("attention", device=self.device, layer=layer):

@@ -21,6 +21,7 @@ class StepFacts:
         num_quantized: Of these, in codes, in layers that select.
         num_selectable: Tokens in codes after the step.
         predecodes: See `DecodeStep.predecoding`.
+        written: Lanes whose own pairs are written behind the window: 0 in pre-decode, 2 where `DecodeStep.writes_next`.
         scored_lanes: See `DecodeInputs`.
         key_mask: The session's.
         biases: See `DecodeStep`; those of windows over all of `LayerState.window_len`.
@@ -38,6 +39,7 @@ class StepFacts:
     num_quantized: int
     num_selectable: int
     predecodes: bool
+    written: int
     scored_lanes: int
     key_mask: KeyMask
     biases: Mapping[int, torch.Tensor]
@@ -65,7 +67,8 @@ class WholeSteps(Protocol):
         """Say what the next step is, before its graph runs.
 
         Args:
-            layers: The caches that it steps, with room for one more pair. Those that select have one length.
+            layers: The caches that it steps, with room for the pairs that are written. Those that select have one
+                length.
             facts: See there.
         """
 

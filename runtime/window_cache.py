@@ -124,29 +124,34 @@ class WindowCache:
         """See `LayerState`."""
         q_len = key.shape[2]
         new_len = min(q_len, self.window_size)
-        self._make_room(q_len)
+        self._make_room(new_len, self.window_size - (0 if q_len == 1 else new_len))
         needed = self._filled + new_len
         for rows, side in zip(self._rows(self._filled, needed), (key, value), strict=True):
             rows.copy_(side[:, :, q_len - new_len :])
         self._filled = needed
         self.kv_len = self.kv_len + q_len if kv_len is None else kv_len
 
-    def make_room(self) -> None:
+    def make_room(self, rows: int) -> None:
         """See `LayerState`."""
-        self._make_room(1)
+        # The whole window stays in place, for `truncate`.
+        self._make_room(rows, self.window_size)
 
     def was_appended(self) -> None:
         """See `LayerState`."""
         self._filled += 1
         self.kv_len += 1
 
-    def _make_room(self, q_len: int) -> None:
-        """Have rows free for what the window keeps of so many new pairs."""
-        new_len = min(q_len, self.window_size)
-        if self._filled + new_len > buffer_rows(self.window_size):
-            # One token leaves the whole window before it in place, for `truncate`; of several, only what is needed.
-            self._compact(self.window_size if q_len == 1 else self.window_size - new_len)
-        needed, room = self._filled + new_len, self.room
+    def write_next(self, key: torch.Tensor, value: torch.Tensor) -> None:
+        """See `LayerState`."""
+        self.make_room(1)
+        for rows, side in zip(self._rows(self._filled, self._filled + 1), (key, value), strict=True):
+            rows.copy_(side)
+
+    def _make_room(self, rows: int, keep: int) -> None:
+        """Have so many rows free; where they don't fit, the `keep` newest pairs stay."""
+        if self._filled + rows > buffer_rows(self.window_size):
+            self._compact(keep)
+        needed, room = self._filled + rows, self.room
         if room < needed:  # a prompt takes exactly what it needs
             self._arena.resize(0, max(needed, grown_rows(room, self.window_size)) if self.kv_len else needed)
 
@@ -260,7 +265,7 @@ class WindowCache:
 
 def buffer_rows(window_size: int) -> int:
     """Rows that a window's buffer grows to at most."""
-    return window_size + max(1, window_size // 8)
+    return window_size + max(2, window_size // 8)
 
 
 def grown_rows(rows: int, window_size: int) -> int:

@@ -91,6 +91,10 @@ class SpecacheConfig:
             replaces the speculative one. "keep": the speculative lane goes on from its own token, and its scores alone
             choose (the paper's Algorithm 3). "refetch": pairs are chosen and fetched anew for the right token, in one
             more pass before the step. Without a speculative token (another lookahead) no token is missed.
+        accept_guesses: Where the speculative token turns out to be the next one, return what its lane has computed, and
+            run no step for it. With 16 bits that changes logits by rounding alone. At fewer, that token attends to the
+            pairs that were prefetched for the token before it. The guesses are those of `on_miss="recover"`. Of a batch
+            all rows have to be guessed right. False by default.
         aggregation: How the selection scores of the query heads that share a kv head become one: "mean" or "max".
         quantizer: Name of a quantiser in `specache_fx.runtime.quant.QUANTIZERS`: "turboquant" by default, the paper's
             "kivi" with policy "kivi". With 16 bits there are no codes, and it says nothing.
@@ -129,6 +133,7 @@ class SpecacheConfig:
     sink_tokens: int = 0
     lookahead: Lookahead = _OF_POLICY
     on_miss: OnMiss = "recover"
+    accept_guesses: bool = False
     aggregation: Aggregation = "mean"
     quantizer: str = _OF_POLICY
     selector: str = "topk"
@@ -171,7 +176,7 @@ class SpecacheConfig:
                 f"sink_tokens={self.sink_tokens} contradicts policy={self.policy!r}: its keys are exact for all tokens,"
                 " and the values of the first ones are fetched where they weigh most. Leave sink_tokens out."
             )
-        for name in ("strict", "compile_prefill"):
+        for name in ("strict", "compile_prefill", "accept_guesses"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name}={getattr(self, name)!r}: give True or False.")
         if self.compile_prefill and self.lowering == "eager":
@@ -190,6 +195,12 @@ class SpecacheConfig:
             raise ConfigError(
                 f'on_miss="refetch" is given, but {speculates} speculates on no token, so none is missed: leave'
                 ' on_miss out, or use policy="specache" with lookahead="token".'
+            )
+        if self.accept_guesses and (self.num_lanes == 1 or self.on_miss != "recover"):
+            raise ConfigError(
+                "accept_guesses=True needs a speculative token, and the guesses that are made behind a miss: it goes"
+                ' with policy="specache", lookahead="token" and on_miss="recover", the defaults. Leave it out, or the'
+                " option that says otherwise."
             )
         if self.host_dir is not None:
             if not isinstance(self.host_dir, (str, Path)):

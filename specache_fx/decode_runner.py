@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -14,10 +13,10 @@ from torch.fx import GraphModule
 
 from specache_fx._log import warn_once
 from specache_fx.errors import SpecacheError
+from specache_fx.graph_inputs import GraphInputs
 from specache_fx.lowering import Compiled, lower_static
 from specache_fx.passes.base import PassState
 from specache_fx.passes.fuse_layer_steps import is_whole, whole_layers
-from specache_fx.passes.graph_utils import is_static_input, placeholders
 from specache_fx.passes.pipeline import Observer, build_decode_graph
 from specache_fx.passes.subclasses import flatten
 from specache_fx.progress import announced
@@ -25,7 +24,7 @@ from specache_fx.runners import assemble, inference, layer_shapes, overriding, r
 from specache_fx.runtime import claims, registry
 from specache_fx.runtime.decode_step import DecodeStep
 from specache_fx.runtime.device_steps import DeviceSteps
-from specache_fx.runtime.masks import WindowMask
+from specache_fx.runtime.next_token import NextToken
 from specache_fx.runtime.session import Session
 from specache_fx.runtime.tracing import is_recording, span
 from specache_fx.step_masks import StepMasks, read_masks, step_biases, step_sees
@@ -95,12 +94,7 @@ class Decode:
         assert state.outputs is not None and state.sources is not None
         self._plan, self._sources, self._layers = state.outputs, state.sources, layer_shapes(state)
         self._graphs: dict[tuple[Any, ...], DecodeGraph] = {}
-        self._inputs = [
-            (node.meta.get("specache_input", -1), node.meta.get("specache_prelude"))
-            for node in placeholders(gm.graph)
-        ]
-        # A parameter's shape is Dynamo's to guard.
-        self._varying = [i for i, node in enumerate(placeholders(gm.graph)) if not is_static_input(node)]
+        self._inputs = GraphInputs(gm, state)
         # Where every layer is exact nothing is selected, and no speculative token is needed.
         self.lanes = state.config.num_lanes if len(state.exact_layers) < len(state.owners) else 1
         self.fallback: str | None = None
@@ -141,23 +135,60 @@ class Decode:
                 session.metrics.begin_step()
                 token = None if self._sources.token is None else args[self._sources.token]
                 session.remember(None if token is None else token.reshape(-1, 1))
-                lost = self.lanes > 1 and session.speculative_token is None
-                shares = None
-                if session.staged_for != session.kv_len or lost:
-                    masks = self._begin(session, args)
-                else:
-                    masks = read_masks(session, self._state, args, ahead=self._fills_group(session))
-                    if masks.shows_padding:
-                        masks = self._begin(session, args)
-                    else:
-                        shares = self._check_guess(session, args, masks)
-                kept, windows_told = self._step(session, args, masks, ahead=1, shares=shares)
+                kept, told = self._decode(session, args)
                 session.advance(1, decoded=True)
-                told = self._sources.knows_next and windows_told
-                if self.lanes > 1 and not (told and not (self._sources.fixed_length and session.masks_move)):
-                    session.staged_for = None  # lane 1 had no position, or no mask, of its own: start over
+                if self.lanes > 1 and not told:
+                    session.forget_lookahead()  # lane 1 had no position, or no mask, of its own: start over
                 handles = registry.resized(session, past)
             return assemble(self._plan, kept, handles, args)
+
+    def _decode(self, session: Session, args: Sequence[Any]) -> tuple[list[Any], bool]:
+        """The output token's results, and whether lane 1 computes what the next token's step will."""
+        shares = None
+        known, session.next_token = session.next_token, None
+        lost = self.lanes > 1 and session.speculative_token is None
+        if session.staged_for != session.kv_len or lost:
+            masks = self._begin(session, args)
+        else:
+            fills = self._fills_group(session)
+            masks = read_masks(
+                session, self._state, args, ahead=fills, compare=self._state.config.accept_guesses
+            )
+            if masks.shows_padding:
+                masks = self._begin(session, args)
+            elif known is not None and not fills and (kept := self._accept(session, args, masks, known)):
+                return kept, True
+            else:
+                shares = self._check_guess(session, args, masks)
+        kept, windows_told = self._step(session, args, masks, ahead=1, shares=shares)
+        told = self._sources.knows_next and windows_told
+        return kept, told and not (self._sources.fixed_length and session.masks_move)
+
+    def _accept(
+        self, session: Session, args: Sequence[Any], masks: StepMasks, known: NextToken
+    ) -> list[Any] | None:
+        """What the step before has computed for this token, if it is the one that was speculated."""
+        if not (self._hides_padding(session, masks) and known.answers(self._inputs.of_single(args, session))):
+            return None
+        assert self._sources.token is not None  # there are two lanes
+        for layer in session.layers:
+            layer.was_appended()
+        token = args[self._sources.token]
+        session.metrics.count_accepted(torch.zeros(token.numel(), dtype=torch.bool, device=token.device))
+        # What follows isn't speculated on yet: its token is looked up when the next one is known (`_check_guess`).
+        session.guessed_token = None
+        session.speculative_token = self._best(known.results, token)
+        return known.results
+
+    @staticmethod
+    def _hides_padding(session: Session, masks: StepMasks) -> bool:
+        """Whether the model's masks hide the padding, and nothing is added to scores: lane 1 sees that too."""
+        return not session.masks_move and all(bias is None for bias in masks.biases)
+
+    def _best(self, results: Sequence[Any], token: torch.Tensor) -> torch.Tensor:
+        """The tokens of a lane's largest logits, as `token` is."""
+        assert self._state.logits is not None
+        return results[self._state.logits].argmax(-1).reshape(token.shape).to(token.dtype)
 
     @staticmethod
     def _fills_group(session: Session) -> bool:
@@ -185,11 +216,14 @@ class Decode:
 
         What becomes of a batch row depends on no other row. Returns `DecodeStep.shares`.
         """
-        if self._sources.token is None or session.guessed_token is None:
+        if self._sources.token is None or session.speculative_token is None:
             return None
         token = args[self._sources.token]
-        missed = token != session.guessed_token
-        session.metrics.count_token(missed.reshape(-1))
+        if session.guessed_token is None:
+            missed = torch.ones_like(token, dtype=torch.bool)
+        else:
+            missed = token != session.guessed_token
+            session.metrics.count_token(missed.reshape(-1))
         if self._state.config.on_miss == "recover":
             return session.recover(token, missed)
         if self._state.config.on_miss == "refetch":
@@ -228,10 +262,8 @@ class Decode:
         token = None if self._sources.token is None else args[self._sources.token]
         speculative = session.speculative_token if ahead else token
         lanes = self.lanes
-        inputs = self._bind(args, speculative, lanes, ahead)
-        varying = (inputs[i] for i in self._varying)
-        shapes = (tuple(x.shape) if isinstance(x, torch.Tensor) else x for x in varying)
-        key = (_whole_kernel(session), *shapes)
+        inputs = self._inputs.bind(args, speculative, lanes, ahead)
+        key = (_whole_kernel(session), *self._inputs.shapes(inputs))
         made = self._graphs.get(key)
         if made is None:
             with _compiling():
@@ -246,6 +278,14 @@ class Decode:
                     f"A decode graph was compiled for {_MANY_GRAPHS} shapes of its inputs: slow if each step has one of"
                     " its own. specache_fx.explain() shows the graph.",
                 )
+        windows = self._inputs.window_masks(session, args, lanes, ahead)
+        writes_next = (
+            self._state.config.accept_guesses
+            and lanes > 1
+            and bool(ahead)
+            and not self._fills_group(session)
+            and self._hides_padding(session, masks)
+        )
         step = DecodeStep(
             session,
             predecoding=not ahead,
@@ -255,7 +295,8 @@ class Decode:
             shares=shares,
             biases=step_biases(session, self._sources, args, masks.biases, lanes, ahead),
             seen=step_sees(session, self._sources, masks, lanes, ahead),
-            window_masks=self._window_masks(session, args, lanes, ahead),
+            window_masks=windows,
+            writes_next=writes_next,
             expansions={
                 i: site.expansion.bind(args) for i, site in enumerate(self._state.sites) if site.expansion
             },
@@ -266,47 +307,13 @@ class Decode:
         if lanes == 1:
             session.speculative_token = session.guessed_token = None
             return list(results), step.windows_told
-        assert token is not None and self._state.logits is not None
+        assert token is not None
         session.guessed_token = speculative if ahead else None
-        logits = results[self._state.logits][1]
-        session.speculative_token = logits.argmax(-1).reshape(token.shape).to(token.dtype)
+        following = [result[1] for result in results]
+        session.speculative_token = self._best(following, token)
+        if writes_next:
+            session.next_token = NextToken.of(following, self._inputs.of_following(inputs, windows, session))
         return [result[0] for result in results], step.windows_told
-
-    def _window_masks(
-        self, session: Session, args: Sequence[Any], lanes: int, ahead: int
-    ) -> dict[int, tuple[WindowMask | None, ...]]:
-        """What the model's own masks let each lane see of the layers that keep a window."""
-        windows = self._state.window_masks
-        if windows is None:
-            return {}
-        masks = windows.at(session, args, 0)
-        assert masks is not None
-        if lanes == 1:
-            return {layer: (mask,) for layer, mask in masks.items()}
-        following = windows.at(session, args, ahead) if ahead else masks
-        return {
-            layer: (mask, None if following is None else following[layer]) for layer, mask in masks.items()
-        }
-
-    def _bind(
-        self, args: Sequence[Any], speculative: torch.Tensor | None, lanes: int, ahead: int
-    ) -> list[Any]:
-        """The graph's inputs, those that differ from lane to lane stacked."""
-        prelude = self._state.prelude
-        boundary = prelude(args, 0) if prelude is not None else ()
-        if lanes > 1:
-            following = prelude.following(args, ahead, boundary) if prelude is not None else ()
-            boundary = tuple(torch.stack(pair) for pair in zip(boundary, following, strict=True))
-        inputs: list[Any] = []
-        for index, cut in self._inputs:
-            if cut is not None:
-                inputs.append(boundary[cut])
-            elif lanes > 1 and index == self._sources.token:
-                assert speculative is not None
-                inputs.append(torch.stack([args[index], speculative]))
-            else:
-                inputs.append(args[index])
-        return inputs
 
     def _announced(self, inputs: list[Any], session: Session) -> DecodeGraph | None:
         with announced("the decode step", self._state.config.lowering, len(self._layers)):
@@ -328,12 +335,7 @@ class Decode:
         is_capturable = self._is_capturable(graph)
         by_layer = is_capturable and _replays(graph, session)
         compiled = lower_static(graph, given, self._state.config.lowering, by_layer=by_layer)
-        return DecodeGraph(compiled, whole_layers(graph), self._moving(inputs), is_capturable)
-
-    def _moving(self, inputs: list[Any]) -> tuple[int, ...]:
-        """See `DecodeGraph.moving`."""
-        ends = list(itertools.accumulate(len(flatten([value])) for value in inputs))
-        return tuple(at for i in self._varying for at in range(ends[i] - len(flatten([inputs[i]])), ends[i]))
+        return DecodeGraph(compiled, whole_layers(graph), self._inputs.moving(inputs), is_capturable)
 
     def _is_capturable(self, graph: GraphModule) -> bool:
         """Whether each step of the graph launches the same, as far as the graph tells."""

@@ -52,6 +52,7 @@ class SessionStats:
         replayed_steps: Replays of a captured step (`cuda_graphs`), of pre-decode and refetches too; of several sessions
             the fewest.
         refetched_steps: Steps whose pairs were chosen anew, which costs a forward pass each (`on_miss="refetch"`).
+        accepted_steps: Steps whose token had been speculated, and computed by then (`accept_guesses`).
         prefetched_bytes: Bytes brought to the device by prefetching, over all steps.
         prefetched_rows: KV pairs brought.
         reused_bytes: Bytes of the pairs that were wanted again and still there, and so not moved.
@@ -96,6 +97,7 @@ class SessionStats:
     attention_hit_rate_if_wrong: float | None = None
     longest_miss_run: int = 0
     replayed_steps: int = 0
+    accepted_steps: int = 0
     hit_series: tuple[StepHits, ...] = ()
 
     @property
@@ -140,6 +142,7 @@ def summarise(sessions: Sequence[Session]) -> SessionStats:
         attention_hit_rate_if_right=hits.right.attention_rate,
         attention_hit_rate_if_wrong=hits.wrong.attention_rate,
         longest_miss_run=hits.longest_miss_run,
+        accepted_steps=min(counted.accepted_steps for counted in metrics),
         replayed_steps=min(0 if session.graph is None else session.graph.replays for session in sessions),
         hit_series=_series([counted.series() for counted in metrics]),
     )

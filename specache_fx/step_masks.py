@@ -33,7 +33,9 @@ class StepMasks:
     shows_padding: bool = False
 
 
-def read_masks(session: Session, state: PassState, args: Sequence[Any], ahead: bool) -> StepMasks:
+def read_masks(
+    session: Session, state: PassState, args: Sequence[Any], ahead: bool, compare: bool = False
+) -> StepMasks:
     """Evaluate the model's own masks for the output token.
 
     The decode graph has no masks: it hides what the prompt's mask called padding and nothing else. Keys
@@ -50,6 +52,7 @@ def read_masks(session: Session, state: PassState, args: Sequence[Any], ahead: b
         state: What the passes found.
         args: Dynamo's inputs.
         ahead: Look a group of tokens ahead as well: at the start and whenever a group fills.
+        compare: Compare in any case.
 
     Raises:
         UnsupportedGraphError: If an additive mask hides every key of a row.
@@ -61,7 +64,7 @@ def read_masks(session: Session, state: PassState, args: Sequence[Any], ahead: b
     no_mask = any(site.mask is None and site.window is None for site in state.sites)
     shows_all = no_mask and session.key_mask.real is not None
     seen = None if shows_all else _seen(session, sources, rows)
-    if seen is not None and not ahead and not session.masks_move:
+    if seen is not None and not (ahead or compare or session.masks_move):
         return StepMasks([None] * len(rows), seen)
     split, agree = _compared(session, rows, kv_len)
     shown: list[torch.Tensor | None] = []

@@ -21,7 +21,8 @@ struct SpecacheSession {
   int64_t number;
   int64_t num_selectable;  // tokens that may be prefetched: those that are quantised once the step is through
   int64_t scored_lanes, threads;
-  int64_t predecodes;  // no pair is kept, none is staged, and the lanes don't see each other
+  int64_t predecodes;  // none is staged, and the lanes don't see each other
+  int64_t written;     // lanes whose own pairs are written behind the window; 0 in pre-decode
   int64_t stages;      // whether the rows that are chosen are brought at once
   int64_t is_timed;
   float* scores;            // [scored_lanes, batch, kv_heads, stored + 1] of any layer
@@ -89,8 +90,8 @@ inline std::vector<float> floats_of(const Tensor& x) {
   return floats;
 }
 
-// Lane 0's own pair becomes the window's next one.
-inline void append_pair(const SpecacheInputs& in) {
+// The own pairs of the first `lanes` lanes are written behind the window's last one.
+inline void write_pairs(const SpecacheInputs& in, int64_t lanes) {
   const struct {
     const SpecachePlane& window;
     const void* own;
@@ -98,11 +99,13 @@ inline void append_pair(const SpecacheInputs& in) {
   } sides[] = {{in.window_key, in.own_key, in.key_dim * bytes_of(in.dtype)},
                {in.window_value, in.own_value, in.value_dim * bytes_of(in.dtype)}};
   for (const auto& side : sides) {
-    for (int64_t row = 0; row < in.batch * in.kv_heads; row++) {
-      const int64_t head = row / in.kv_heads * side.window.batch_stride + row % in.kv_heads * side.window.head_stride;
-      char* const to = static_cast<char*>(const_cast<void*>(side.window.data)) + head * bytes_of(in.dtype);
-      memcpy(to + in.window_len * side.bytes, static_cast<const char*>(side.own) + row * side.bytes, side.bytes);
-    }
+    const char* from = static_cast<const char*>(side.own);
+    for (int64_t lane = 0; lane < lanes; lane++)
+      for (int64_t row = 0; row < in.batch * in.kv_heads; row++, from += side.bytes) {
+        const int64_t head = row / in.kv_heads * side.window.batch_stride + row % in.kv_heads * side.window.head_stride;
+        char* const to = static_cast<char*>(const_cast<void*>(side.window.data)) + head * bytes_of(in.dtype);
+        memcpy(to + (in.window_len + lane) * side.bytes, from, side.bytes);
+      }
   }
 }
 
@@ -137,7 +140,7 @@ inline int64_t run(SpecacheSession& session, SpecacheLayer& layer, const Specach
   mark(1);
   if (!layer.selects) {
     mark(2);
-    if (!session.predecodes) append_pair(in);
+    write_pairs(in, session.written);
     layer.status = kHasRun;
     mark(3);
     mark(kParts);
@@ -152,7 +155,7 @@ inline int64_t run(SpecacheSession& session, SpecacheLayer& layer, const Specach
     return kNoMemory;
   keep_staged(session, layer);
   mark(2);
-  if (!session.predecodes) append_pair(in);
+  write_pairs(in, session.written);
   layer.status = kHasRun;
   mark(3);
   if (session.stages) {

@@ -132,9 +132,12 @@ def merge_arguments(
     inputs: DecodeInputs,
     arguments: dict[str, Any],
     kept: tuple[torch.Tensor, torch.Tensor] | None = None,
-    appends: bool = False,
+    written: int = 0,
 ) -> dict[str, Any]:
-    """What `merge_parts` and `rotate_queries` take besides; `kept`: the query's and the own keys' copies."""
+    """What `merge_parts` and `rotate_queries` take besides; `kept`: the query's and the own keys' copies.
+
+    `written`: see `StepFacts`.
+    """
     query = arguments["query"]
     key_dim, value_dim = arguments["KEY_DIM"], arguments["VALUE_DIM"]
     return {
@@ -146,7 +149,7 @@ def merge_arguments(
         "kept_query": query if kept is None else kept[0],
         "kept_key": query if kept is None else kept[1],
         "KEEPS": kept is not None,
-        "APPENDS": appends,
+        "WRITTEN": written,
         "KEY_CHANNELS": power_of_two(key_dim),
         "VALUE_CHANNELS": power_of_two(value_dim),
         "BLOCK_S": _PARTS_AT_ONCE,

@@ -1,6 +1,6 @@
 """Triton kernels around split-KV attention: queries in the basis of centred codes, and the parts put together.
 
-In a whole step (`DeviceSteps`) the second also appends lane 0's pair, and keeps what the selection reads later.
+In a whole step (`DeviceSteps`) the second also appends the own pairs, and keeps what the selection reads later.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def merge_parts(
     HAS_SINKS: tl.constexpr,
     CENTRED: tl.constexpr,
     KEEPS: tl.constexpr,
-    APPENDS: tl.constexpr,
+    WRITTEN: tl.constexpr,
     KV: tl.constexpr,
     DOT: tl.constexpr,
     BLOCK_S: tl.constexpr,
@@ -123,7 +123,7 @@ def merge_parts(
         query: `[lanes, batch, num_heads, 1, KEY_DIM]`.
         own_key: The lanes' own, `[lanes, batch, num_kv_heads, 1, KEY_DIM]`.
         own_value: `[..., VALUE_DIM]`.
-        window_key: Lane 0's own key is appended to it.
+        window_key: Own keys are written behind its last row.
         window_value: Likewise.
         window_key_stride: Elements from one head to the next.
         window_value_stride: Likewise.
@@ -141,7 +141,7 @@ def merge_parts(
         HAS_SINKS: Whether there are sinks.
         CENTRED: Codes are of rotated values.
         KEEPS: Write `kept_query` and `kept_key`.
-        APPENDS: Append to the window.
+        WRITTEN: Lanes whose own pairs are written to the window.
         KV: dtype of out.
         DOT: See `rounded`.
         BLOCK_S: Parts read at once.
@@ -209,10 +209,11 @@ def merge_parts(
         if head % NUM_GROUPS == 0:
             own = lane * batch * num_kv_heads + row
             _copy_row(kept_key + own * KEY_DIM, own_key + own * KEY_DIM, KEY_DIM, KEY_CHANNELS)
-    if APPENDS:
-        if (lane == 0) & (head % NUM_GROUPS == 0):
-            at = tl.load(lengths + 1)
+    if WRITTEN > 0:
+        if (lane < WRITTEN) & (head % NUM_GROUPS == 0):
+            at = tl.load(lengths + 1) + lane
+            own = lane * batch * num_kv_heads + row
             key_to = window_key + row * window_key_stride + at * KEY_DIM
             value_to = window_value + row * window_value_stride + at * VALUE_DIM
-            _copy_row(key_to, own_key + row * KEY_DIM, KEY_DIM, KEY_CHANNELS)
-            _copy_row(value_to, own_value + row * VALUE_DIM, VALUE_DIM, VALUE_CHANNELS)
+            _copy_row(key_to, own_key + own * KEY_DIM, KEY_DIM, KEY_CHANNELS)
+            _copy_row(value_to, own_value + own * VALUE_DIM, VALUE_DIM, VALUE_CHANNELS)

@@ -102,6 +102,13 @@ class Twins:
         ours, theirs = (session.metrics.hits for session in self.sessions)
         torch.testing.assert_close(tuple(ours), tuple(theirs))
 
+    def accept(self) -> None:
+        """Count the pairs of lane 1 that the last step has written."""
+        for session in self.sessions:
+            for layer in session.layers:
+                layer.was_appended()
+            session.advance(1, decoded=True)
+
     @staticmethod
     def state(session: Session, layer: int) -> list[torch.Tensor]:
         cache, transfer = session.tiered[layer], session.transfer
@@ -271,3 +278,16 @@ def test_sessions_that_they_do_not_serve(options: dict[str, Any], monkeypatch: p
     session.store(0, torch.randn(2, 2, 40, 8, device=DEVICE), torch.randn(2, 2, 40, 8, device=DEVICE), None)
     assert session.steps is None
     session.close()
+
+
+@pytest.mark.parametrize("bits", [2, pytest.param(1, marks=pytest.mark.slow)])
+def test_pairs_of_lane_1_are_there_where_they_are_accepted(bits: int) -> None:
+    twins = Twins(tokens=29, bits=bits, group_size=8, residual_length=8)
+    accepted = 0
+    for _ in range(12):
+        fills = [not (twins.sessions[0].kv_len + ahead - 8) % 8 for ahead in (1, 2)]
+        twins.step(told={"writes_next": not fills[0]})
+        if not any(fills):
+            twins.accept()
+            accepted += 1
+    assert accepted > 5

@@ -86,6 +86,7 @@ class OracleDecoder:
         self.speculative: Tensor | None = None  # T'_{t+1}, for the next step's lane 1
         self.expected: Tensor | None = None  # what the last step's lane 1 took the next token to be
         self.next_staged: list[Indices] = []
+        self.known: _Known | None = None
 
     @torch.no_grad()
     def prefill(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
@@ -166,6 +167,7 @@ class OracleDecoder:
         scores: list[Tensor] = []
         own_scores: list[Tensor] = []
         pairs: list[tuple[Tensor, Tensor]] = []
+        next_pairs: list[tuple[Tensor, Tensor]] = []
         used: list[Indices] = []
 
         def attention(layer_idx: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
@@ -187,12 +189,13 @@ class OracleDecoder:
                 scores.append(last)
             own_scores.append(probabilities[0, ..., : cache.num_quantized])
             pairs.append((k[0], v[0]))
+            next_pairs.append((k[-1], v[-1]))
             used.append(layer_staged or [])
             return out.flatten(0, 1)
 
         position_ids = torch.cat([position + lane for lane in range(lanes)])
         logits = self.model.run(torch.cat(tokens)[:, None], position_ids, attention)[:, -1]
-        return _Pass(list(logits.unflatten(0, (lanes, -1))), scores, own_scores, pairs, used)
+        return _Pass(list(logits.unflatten(0, (lanes, -1))), scores, own_scores, pairs, used, next_pairs)
 
     def _select(self, scores: list[Tensor], count: int) -> list[Indices]:
         return [
@@ -227,10 +230,12 @@ class OracleDecoder:
 
     def recover(self, token: Tensor) -> Tensor | None:
         """After a miss: speculate on what followed the newest tokens before. Returns `_step`'s shares, or None."""
-        if self.config.on_miss != "recover" or self.expected is None or self.speculative is None:
+        if self.config.on_miss != "recover" or self.speculative is None:
             return None
         shares, speculative = [], self.speculative.tolist()
-        for row, (came, guess) in enumerate(zip(token.tolist(), self.expected.tolist(), strict=True)):
+        # Behind a step that was accepted no guess was made.
+        expected = [None] * len(token) if self.expected is None else self.expected.tolist()
+        for row, (came, guess) in enumerate(zip(token.tolist(), expected, strict=True)):
             missed = came != guess
             shares.append(SHARE_AFTER_MISS if missed else SHARE_AFTER_HIT)
             if missed and (found := following(self.tokens[row])) is not None:
@@ -241,6 +246,11 @@ class OracleDecoder:
     @torch.no_grad()
     def decode(self, token: Tensor) -> DecodeStep:
         """Algorithm 3, after Algorithm 2 where it is due. `token` is T_t, int64 [batch]."""
+        known, self.known = self.known, None
+        # The step that fills a window has a graph of its own.
+        at_an_edge = self._fills_group() or any(cache.window == self.kv_len + 1 for cache in self.caches)
+        if known is not None and torch.equal(token, known.token) and not at_an_edge:
+            return self._accept(known)
         predecoded = self.looks_ahead and not self.lookahead_ready
         if predecoded:
             self.predecode(token)
@@ -265,6 +275,7 @@ class OracleDecoder:
                     topk_hits += overlap(guessed, needed)
                     mass += Mass(mass_of(guessed, own), mass_of(needed, own))
 
+        fills = self._fills_group()
         for cache, (k, v) in zip(self.caches, done.pairs, strict=True):
             cache.append(k, v)
         selected = done.used
@@ -274,6 +285,8 @@ class OracleDecoder:
             self.next_staged = selected
         if lane1_token is not None:
             self.expected, self.speculative = lane1_token, done.logits[1].argmax(-1)
+            if self.config.accept_guesses and not fills and self.form.slopes is None:
+                self.known = _Known(lane1_token, done.logits[1], done.next_pairs)
             # The step that fills a window doesn't know lane 1's mask: lookahead starts over (window_masks.py).
             if any(cache.window == cache.kv_len for cache in self.caches):
                 self._forget_lookahead()
@@ -291,6 +304,35 @@ class OracleDecoder:
             topk_hits=topk_hits,
             mass=mass,
             refetched=refetched,
+        )
+
+    def _fills_group(self) -> bool:
+        """Whether the next token fills a group: its step is run, and what follows it is not known by then."""
+        return not (self.kv_len + 1 - self.config.residual_length) % self.config.group_size
+
+    def _accept(self, known: _Known) -> DecodeStep:
+        """The step of a token that lane 1 has decoded: its logits, and its pairs."""
+        for row, new in zip(self.tokens, known.token.tolist(), strict=True):
+            row.append(new)
+        for cache, (k, v) in zip(self.caches, known.pairs, strict=True):
+            cache.append(k, v)
+        self.expected, self.speculative = None, known.logits.argmax(-1)
+        hits = HitCount(len(known.token), len(known.token))
+        return DecodeStep(
+            known.token,
+            known.logits,
+            None,
+            None,
+            None,
+            [],
+            [],
+            [],
+            False,
+            hits,
+            HitCount(),
+            Mass(),
+            None,
+            True,
         )
 
     def generate(
@@ -326,6 +368,14 @@ def following(tokens: list[int]) -> int | None:
     return None
 
 
+class _Known(NamedTuple):
+    """What lane 1 has computed for the token after its step's: its token, logits, and its k and v of each layer."""
+
+    token: Tensor
+    logits: Tensor
+    pairs: list[tuple[Tensor, Tensor]]
+
+
 class _Pass(NamedTuple):
     """What `OracleDecoder._step` returns, by lane or by layer.
 
@@ -335,6 +385,7 @@ class _Pass(NamedTuple):
         own_scores: Lane 0's, with what it staged, of each layer: [batch, num_kv_heads, num_quantized].
         pairs: Lane 0's own k and v, of each layer.
         used: K_t of each layer.
+        next_pairs: The last lane's k and v, of each layer.
     """
 
     logits: list[Tensor]
@@ -342,3 +393,4 @@ class _Pass(NamedTuple):
     own_scores: list[Tensor]
     pairs: list[tuple[Tensor, Tensor]]
     used: list[Indices]
+    next_pairs: list[tuple[Tensor, Tensor]]

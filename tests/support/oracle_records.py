@@ -56,6 +56,7 @@ class DecodeStep:
             and heads.
         mass: Lane 0's own scores on K_t, and on their top-k, over all layers, rows and heads.
         refetched: Rows that missed, for which Algorithm 2 ran again: bool [batch]; None where it did not run.
+        accepted: Whether lane 1 of the step before had computed it (`accept_guesses`).
     """
 
     token: Tensor
@@ -71,6 +72,7 @@ class DecodeStep:
     topk_hits: HitCount
     mass: Mass
     refetched: Tensor | None
+    accepted: bool = False
 
 
 @dataclass(frozen=True)

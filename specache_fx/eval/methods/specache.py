@@ -84,5 +84,6 @@ class Specache(CacheMethod):
                 "prefetched_rows": stats.prefetched_rows / rows,
                 "reused_rows": stats.reused_rows / rows,
                 "steps": stats.steps,
+                "accepted_steps": stats.accepted_steps,
             },
         )

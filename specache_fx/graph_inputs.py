@@ -1,0 +1,114 @@
+"""`GraphInputs`: what a decode graph gets in a call, those of its inputs that differ from lane to lane stacked."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+from specache_fx.passes.base import PassState
+from specache_fx.passes.graph_utils import is_static_input, placeholders
+from specache_fx.passes.subclasses import flatten
+from specache_fx.runtime.masks import WindowMask
+from specache_fx.runtime.next_token import LaneInputs
+from specache_fx.runtime.session import Session
+
+WindowMasks = dict[int, tuple[WindowMask | None, ...]]
+
+
+class GraphInputs:
+    """The inputs of one decode graph.
+
+    Args:
+        gm: The graph, before it is traced for lanes.
+        state: What the passes found.
+    """
+
+    def __init__(self, gm: GraphModule, state: PassState) -> None:
+        assert state.sources is not None
+        self._state, self._token = state, state.sources.token
+        given = placeholders(gm.graph)
+        self._origins = [
+            (node.meta.get("specache_input", -1), node.meta.get("specache_prelude")) for node in given
+        ]
+        self._by_lane = [
+            i for i, (index, cut) in enumerate(self._origins) if cut is not None or index == self._token
+        ]
+        # A parameter's shape is Dynamo's to guard.
+        self._varying = [i for i, node in enumerate(given) if not is_static_input(node)]
+
+    def bind(
+        self, args: Sequence[Any], speculative: torch.Tensor | None, lanes: int, ahead: int
+    ) -> list[Any]:
+        """The graph's inputs.
+
+        Args:
+            args: Dynamo's.
+            speculative: Lane 1's token.
+            lanes: How many there are.
+            ahead: Tokens from lane 0 to lane 1.
+        """
+        prelude = self._state.prelude
+        boundary = prelude(args, 0) if prelude is not None else ()
+        if lanes > 1:
+            following = prelude.following(args, ahead, boundary) if prelude is not None else ()
+            boundary = tuple(torch.stack(pair) for pair in zip(boundary, following, strict=True))
+        inputs: list[Any] = []
+        for index, cut in self._origins:
+            if cut is not None:
+                inputs.append(boundary[cut])
+            elif lanes > 1 and index == self._token:
+                assert speculative is not None
+                inputs.append(torch.stack([args[index], speculative]))
+            else:
+                inputs.append(args[index])
+        return inputs
+
+    def window_masks(self, session: Session, args: Sequence[Any], lanes: int, ahead: int) -> WindowMasks:
+        """What the model's own masks let each lane see of the layers that keep a window."""
+        windows = self._state.window_masks
+        if windows is None:
+            return {}
+        masks = windows.at(session, args, 0)
+        assert masks is not None
+        if lanes == 1:
+            return {layer: (mask,) for layer, mask in masks.items()}
+        following = windows.at(session, args, ahead) if ahead else masks
+        return {
+            layer: (mask, None if following is None else following[layer]) for layer, mask in masks.items()
+        }
+
+    def of_single(self, args: Sequence[Any], session: Session) -> LaneInputs:
+        """What a call's token is computed from."""
+        windows = {layer: mask for layer, (mask,) in self.window_masks(session, args, 1, 0).items()}
+        inputs = self.bind(args, None, 1, 0)
+        return self._of(inputs, [inputs[i] for i in self._by_lane], windows, session.kv_len)
+
+    def of_following(self, inputs: Sequence[Any], windows: WindowMasks, session: Session) -> LaneInputs:
+        """What lane 1 of a step is computed from; its inputs are those of `bind` and `window_masks`."""
+        own = {layer: masks[1] for layer, masks in windows.items()}
+        return self._of(inputs, [inputs[i][1] for i in self._by_lane], own, session.kv_len + 1)
+
+    def _of(
+        self,
+        inputs: Sequence[Any],
+        computed: list[torch.Tensor],
+        windows: dict[int, WindowMask | None],
+        kv_len: int,
+    ) -> LaneInputs:
+        rest = [value for i, value in enumerate(inputs) if i not in self._by_lane]
+        numbers = [value for value in rest if not isinstance(value, torch.Tensor)]
+        return LaneInputs(self, kv_len, computed, flatten(rest), numbers, windows)
+
+    def shapes(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
+        """Of a graph that is compiled for these, all that it is compiled for."""
+        varying = (inputs[i] for i in self._varying)
+        return tuple(tuple(x.shape) if isinstance(x, torch.Tensor) else x for x in varying)
+
+    def moving(self, inputs: Sequence[Any]) -> tuple[int, ...]:
+        """Which of the plain tensors among them may lie elsewhere in each call: no weights."""
+        ends = list(itertools.accumulate(len(flatten([value])) for value in inputs))
+        return tuple(at for i in self._varying for at in range(ends[i] - len(flatten([inputs[i]])), ends[i]))

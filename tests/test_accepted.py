@@ -1,0 +1,241 @@
+"""`accept_guesses`: a token that lane 1 has decoded is answered without a step, and as a step would have."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support import strategies
+from support.cases import examples
+from support.models import Generated, TinyConfig, TinyDecoder, generate
+from support.oracle import OracleDecoder
+from support.triton_mode import needs_triton
+from support.zoo import SMALL, build, left_padded
+from test_laws import EXACT, compiled, forced_tokens
+from torch import Tensor
+
+import specache_fx
+from specache_fx import ConfigError
+from specache_fx.config import SpecacheConfig
+from specache_fx.runtime import registry
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
+ACCEPTS = {"lookahead": "token", "on_miss": "recover", "accept_guesses": True}
+IDS = torch.tensor([[5, 9, 17, 5, 9, 33, 5, 9, 17, 40, 2, 5, 9]])
+
+
+def run(prompt: strategies.Prompt, config: SpecacheConfig, tokens: int, forced: Tensor) -> Generated:
+    """Feed `forced`. Masks grow from the first call on: else its step has a graph of its own."""
+    forward = compiled(prompt.model, config)
+
+    def growing(ids: Tensor, attention_mask: Tensor, past: Any = None) -> Any:
+        if past is not None:
+            torch._dynamo.mark_dynamic(attention_mask, 1)
+        return forward(ids, past=past, attention_mask=attention_mask)
+
+    return generate(growing, prompt.input_ids, tokens, prompt.attention_mask, forced)
+
+
+def follow_guesses(prompt: strategies.Prompt, config: SpecacheConfig, tokens: int, data: Any) -> Any:
+    """The oracle's run, in which some steps go on with what had been speculated."""
+    forced = forced_tokens(prompt, tokens, data.draw(strategies.seeds))
+    share = data.draw(st.sampled_from((0.5, 0.9, 1.0)))
+    # All rows or none: a batch is accepted as a whole.
+    drawn = torch.rand(forced.shape[1], generator=torch.Generator().manual_seed(data.draw(strategies.seeds)))
+    whole = (drawn < share).expand(forced.shape)
+    return OracleDecoder(prompt.model, config).generate(
+        prompt.input_ids, tokens, prompt.attention_mask, forced, whole
+    )
+
+
+@settings(max_examples=examples(12))
+@given(st.data())
+def test_accepted_steps_equal_the_dense_oracle(data: st.DataObject) -> None:
+    prompt = data.draw(strategies.prompts(min_len=5))
+    config = data.draw(strategies.configs(bits=data.draw(strategies.low_bits), **ACCEPTS))
+    tokens = 20
+    truth = follow_guesses(prompt, config, tokens, data)
+    ours = run(prompt, config, tokens, torch.stack([step.token for step in truth.steps], dim=1))
+    torch.testing.assert_close(ours.logits, truth.logits, **EXACT)
+    stats = specache_fx.stats(ours.past)
+    assert stats.accepted_steps == sum(step.accepted for step in truth.steps)
+    assert stats.exact_hit_rate == truth.exact_hits.rate
+    assert stats.steps == tokens - 1
+
+
+@pytest.mark.parametrize("form", ["plain", "resident and sinks", "windows"])
+@pytest.mark.parametrize("kernel", ["cpu", pytest.param("triton", marks=needs_triton), "reference"])
+def test_every_kernel_writes_the_pairs_that_are_accepted(kernel: str, form: str) -> None:
+    windows: dict[str, Any] = {"window": 20, "window_layers": (0, 2)} if form == "windows" else {}
+    model = TinyDecoder(TinyConfig(num_layers=3, head_dim=16, **windows))
+    more = {"resident_layers": 1, "sink_tokens": 2} if form == "resident and sinks" else {}
+    config = SpecacheConfig(
+        bits=2, group_size=8, residual_length=8, top_k=4, kernel=kernel, **ACCEPTS, **more
+    )  # type: ignore[arg-type]
+    ids = torch.randint(61, (1, 30), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids, dtype=torch.bool)
+    forced, guessed = torch.zeros(1, 25, dtype=torch.long), torch.ones(1, 25, dtype=torch.bool)
+    guessed[:, 9] = False
+    truth = OracleDecoder(model, config).generate(ids, 26, mask, forced, guessed)
+    ours = run(
+        strategies.Prompt(model, ids, mask), config, 26, torch.stack([s.token for s in truth.steps], 1)
+    )
+    torch.testing.assert_close(ours.logits, truth.logits, **EXACT)
+    assert specache_fx.stats(ours.past).accepted_steps == sum(step.accepted for step in truth.steps) > 5
+    session = registry.find(ours.past[2][0])
+    assert session is not None
+    whole = None if kernel == "reference" or "sinks" in form else kernel
+    assert (None if session.steps is None else session.steps.kernel) == whole
+
+
+@settings(max_examples=examples(6))
+@given(st.data())
+def test_exact_caches_equal_plain_decoding(data: st.DataObject) -> None:
+    prompt = data.draw(strategies.prompts(min_len=5))
+    config = data.draw(strategies.configs(bits=16, group_size=8, **ACCEPTS))
+    truth = follow_guesses(prompt, config, 16, data)
+    forced = torch.stack([step.token for step in truth.steps], dim=1)
+    plain = generate(prompt.model, prompt.input_ids, 16, prompt.attention_mask, forced)
+    torch.testing.assert_close(run(prompt, config, 16, forced).logits, plain.logits, **EXACT)
+
+
+def greedy(model: Any, inputs: dict[str, Tensor], **more: Any) -> Any:
+    options = {"max_new_tokens": 60, "min_new_tokens": 60, "do_sample": False, "output_logits": True}
+    return model.generate(**inputs, **options, return_dict_in_generate=True, **more)
+
+
+@pytest.mark.parametrize("lowering", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["llama", "gemma3_text", "padded"])
+def test_generate_equals_eager_and_accepts(kind: str, lowering: str) -> None:
+    model = build("llama" if kind == "padded" else kind)
+    inputs = left_padded() if kind == "padded" else {"input_ids": IDS}
+    plain = greedy(copy.deepcopy(model), inputs)
+    specache_fx.compile(model, **{**SMALL, "bits": 16, "accept_guesses": True, "lowering": lowering})
+    ours = greedy(model, inputs)
+    assert torch.equal(ours.sequences, plain.sequences)
+    torch.testing.assert_close(torch.stack(ours.logits), torch.stack(plain.logits), **EXACT)
+    stats = specache_fx.stats(ours.past_key_values)
+    assert stats.steps == 59
+    assert stats.accepted_steps > 1 or kind == "padded"  # three rows are seldom right at once
+
+
+# A call that is another than the one that was foreseen ---------------------------------------------------------------
+
+
+class Loop:
+    """A tiny decoder that is fed what it guesses; each call can be made another."""
+
+    def __init__(self) -> None:
+        self.model = TinyDecoder(TinyConfig(num_layers=2))
+        self.twin = copy.deepcopy(self.model)
+        config = SpecacheConfig(bits=16, group_size=16, residual_length=16, top_k=4, **ACCEPTS)  # type: ignore[arg-type]
+        self.forward: Callable[..., Any] = compiled(self.model, config)
+        self.ids = IDS.clone()
+        self.mask = torch.ones_like(self.ids, dtype=torch.bool)
+        _, self.past = self.forward(self.ids, attention_mask=self.mask)
+        _, self.plain = self.twin(self.ids, attention_mask=self.mask)
+        self.step(7)
+
+    @property
+    def session(self) -> Any:
+        return registry.find(self.past[0][0])
+
+    @property
+    def accepted(self) -> int:
+        return int(self.session.metrics.accepted_steps)
+
+    def guess(self) -> int:
+        return int(self.session.guessed_token)
+
+    def step(self, token: int, hidden: int | None = None, shift: int = 0) -> None:
+        """One token; `hidden`: a key that the mask hides from now on; `shift`: added to its position."""
+        ids = torch.tensor([[token]])
+        self.mask = torch.cat((self.mask, torch.ones(1, 1, dtype=torch.bool)), 1)
+        if hidden is not None:
+            self.mask[:, hidden] = False
+        position = torch.tensor([[self.mask.shape[1] - 1 + shift]])
+        more = {"attention_mask": self.mask, "position_ids": position}
+        logits, self.past = self.forward(ids, past=self.past, **more)
+        plain, self.plain = self.twin(ids, past=self.plain, **more)
+        torch.testing.assert_close(logits, plain, **EXACT)
+
+
+@torch.no_grad()
+def test_what_was_guessed_is_accepted_and_nothing_else() -> None:
+    loop = Loop()
+    loop.step(loop.guess())
+    assert loop.accepted == 1
+    loop.step(3)  # behind an accepted step: nothing has been decoded for it
+    loop.step((loop.guess() + 1) % 61)
+    assert loop.accepted == 1
+    loop.step(loop.guess())
+    assert loop.accepted == 2
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("change", ["position", "mask", "weight in place", "weight elsewhere"])
+def test_a_call_with_other_inputs_is_computed(change: str) -> None:
+    loop = Loop()
+    token, more = loop.guess(), {}
+    if change == "position":
+        more = {"shift": 2}
+    elif change == "mask":
+        more = {"hidden": 3}
+    else:
+        for model in (loop.model, loop.twin):
+            weight = model.head.weight
+            if change == "weight in place":
+                weight.mul_(-1)
+            else:
+                weight.data = -weight
+    loop.step(token, **more)
+    assert loop.accepted == 0
+
+
+def test_a_model_of_inference_tensors_is_computed() -> None:
+    with torch.inference_mode():
+        model = build("llama")
+    specache_fx.compile(model, **{**SMALL, "bits": 16, "accept_guesses": True, "lowering": "eager"})
+    ours = greedy(model, {"input_ids": IDS})
+    assert (
+        specache_fx.stats(ours.past_key_values).accepted_steps == 0
+    )  # a weight's change could not be noticed
+
+
+# What happens to a cache in between ----------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def test_a_cache_that_is_cropped_copied_or_saved_forgets_what_was_foreseen(tmp_path: Any) -> None:
+    plain, model = build("llama"), build("llama")
+    specache_fx.compile(model, **{**SMALL, "bits": 16, "accept_guesses": True, "lowering": "eager"})
+    cache = model(IDS, use_cache=True).past_key_values
+    model(torch.tensor([[7]]), past_key_values=cache)
+    session = registry.find(cache.layers[0].keys)
+    assert session is not None and session.next_token is not None
+    guess = session.guessed_token
+    assert guess is not None
+    twin = copy.deepcopy(cache)
+    expected = plain(torch.cat([IDS, torch.tensor([[7]]), guess], 1)).logits[:, -1:]
+    torch.testing.assert_close(model(guess, past_key_values=twin).logits, expected, **EXACT)
+    assert session.next_token is not None and session.metrics.accepted_steps == 0
+    specache_fx.save(cache, tmp_path)
+    assert session.next_token is None
+    torch.testing.assert_close(model(guess, past_key_values=cache).logits, expected, **EXACT)
+    cache.crop(-1)
+    torch.testing.assert_close(model(guess, past_key_values=cache).logits, expected, **EXACT)
+    assert session.metrics.accepted_steps == 0
+    loaded = specache_fx.load(model, tmp_path)
+    torch.testing.assert_close(model(guess, past_key_values=loaded).logits, expected, **EXACT)
+
+
+@pytest.mark.parametrize("other", [{"on_miss": "keep"}, {"lookahead": "query"}, {"policy": "kivi"}], ids=str)
+def test_options_without_such_a_lane_are_refused(other: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match="accept_guesses=True needs a speculative token"):
+        SpecacheConfig(accept_guesses=True, **other)  # type: ignore[arg-type]
