@@ -102,7 +102,19 @@ def test_attention_is_timed_beside_what_others_offer(tmp_path: Path) -> None:
 def test_decode_writes_where_its_numbers_come_from(tmp_path: Path) -> None:
     file = tmp_path / "decode.json"
     sizes = "--layers 1 --hidden 32 --intermediate 16 --heads 2 --kv-heads 1 --head-dim 64 --vocab 16"
-    command = ["bench", "decode", *sizes.split(), "--context", "130", "--rounds", "1", "--steps", "1"]
+    command = [
+        "bench",
+        "decode",
+        *sizes.split(),
+        "--context",
+        "130",
+        "--rounds",
+        "1",
+        "--steps",
+        "1",
+        "--bits",
+        "2",
+    ]
     done = CliRunner().invoke(app, [*command, "--device", "cpu", "--json", str(file)])
     assert done.exit_code == 0, done.output
     report = json.loads(file.read_text())

@@ -26,8 +26,12 @@ def meta_by_default() -> Iterator[None]:
     ("config", "options"),
     [
         (TinyConfig(), {}),
-        (TinyConfig(), {"kernel": "reference", "sink_tokens": 2, "host": "disk"}),
-        (TinyConfig(repeat_kv="expand", softcap=4.0), {"policy": "kivi"}),
+        pytest.param(
+            TinyConfig(), {"kernel": "reference", "sink_tokens": 2, "host": "disk"}, marks=pytest.mark.nightly
+        ),
+        pytest.param(
+            TinyConfig(repeat_kv="expand", softcap=4.0), {"policy": "kivi"}, marks=pytest.mark.nightly
+        ),
         (TinyConfig(window=9, window_layers=(1,)), {"on_miss": "refetch"}),
         (TinyConfig(num_kv_heads=1, head_dim=16, latent_dim=12), {"kernel": "reference"}),
     ],

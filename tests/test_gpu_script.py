@@ -48,7 +48,7 @@ def test_every_stage_runs_with_tiny_shapes(tmp_path):
 
 
 @needs_triton
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="the kernels are compiled here, and measured by themselves")
 def test_kernels_are_checked_and_measured_in_the_interpreter(tmp_path):
     stages = run(tmp_path / "gpu.json", "--only", "checks", "--only", "kernels", TRITON_INTERPRET="1")[

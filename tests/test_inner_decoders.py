@@ -56,7 +56,7 @@ def test_text_decoder_compiled_alone_takes_embeddings(name: str, caplog: pytest.
     assert '"query" is used instead' in warning and "or embeddings as input" in warning
 
 
-@pytest.mark.parametrize("name", ["t5", "bart"])
+@pytest.mark.parametrize("name", ["t5", pytest.param("bart", marks=pytest.mark.nightly)])
 def test_decoder_beside_an_encoder_is_rewritten_and_cross_attention_is_named(
     name: str, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -146,7 +146,11 @@ def test_low_bits_run_in_every_dtype(dtype: torch.dtype, policy: str) -> None:
     ("name", "differ"),
     [
         ("llama", [{"head_dim": 16}, {"head_dim": 32}, {"head_dim": 8}]),
-        ("llama", [{"head_dim": size, "attn_implementation": "eager"} for size in (16, 32)]),
+        pytest.param(
+            "llama",
+            [{"head_dim": size, "attn_implementation": "eager"} for size in (16, 32)],
+            marks=pytest.mark.nightly,
+        ),
         ("gemma2", [{"attn_logit_softcapping": cap} for cap in (0.5, 2.0)]),
     ],
     ids=["head_dim", "head_dim spelt out", "softcap"],

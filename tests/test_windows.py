@@ -89,7 +89,7 @@ class Lanes:
 
 
 # As gemma3n, gemma3 and llama4 are in CI.
-_ALIKE = ("gemma4_text", "olmo3", "cohere2", "exaone4", "gemma2-window")
+_ALIKE = ("gemma4_text", "gemma3n_text", "olmo3", "cohere2", "exaone4", "gemma2-window")
 
 
 def cases() -> Iterator[Any]:

@@ -1,7 +1,8 @@
 """How long the first calls of a trained model take: `python -m benchmarks.real.first_call`.
 
 Each start is a process of its own: the first with empty caches, the second with those that the first has left. The
-model uncompiled, and under `torch.compile` alone, are timed beside them. Loading the model is not counted.
+model uncompiled, and under `torch.compile` alone, are timed beside them. So is `torch.compile(backend="eager")`: Dynamo
+traces the model, and nothing is compiled. No backend can be ready sooner. Loading the model is not counted.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ CALLS = {
     "another_length": PROMPT_LEN + 88,
     "a_third_length": PROMPT_LEN + 188,
 }
-METHODS = ("uncompiled", "torch.compile", "specache")
+METHODS = ("uncompiled", "torch.compile", "dynamo alone", "specache")
 
 
 class Clock:
@@ -60,6 +61,8 @@ def time_calls(model: str, threads: int, method: str) -> dict[str, Any]:
             specache_fx.compile(bench.model)
         elif method == "torch.compile":
             bench.model.compile()
+        elif method == "dynamo alone":
+            bench.model.compile(backend="eager")
         found = {}
         for (name, length), whole in zip(CALLS.items(), prompts, strict=True):
             prompt = whole[:length]

@@ -27,6 +27,7 @@ def blocks(results: Path) -> dict[str, str]:
         "free": _free(rows),
         "tasks": _tasks(rows),
         "candidates": _candidates(candidates),
+        "accepted": _accepted(json.loads((results / "real_accepted.json").read_text())["models"]),
     }
     return {name: table.markdown() for name, table in tables.items()}
 
@@ -172,6 +173,28 @@ def _candidates(rows: Rows) -> Table:
         for what in ("KL, 2 bits", "pairs in step", "KL, 1 bit")
     ]
     return Table("", ("rule", *headers), tuple(lines))
+
+
+def _accepted(models: dict[str, dict[str, Rows]]) -> Table:
+    lines = []
+    for model, of_model in models.items():
+        for row in of_model["speed"]:
+            losses = [
+                next(
+                    (
+                        r
+                        for r in of_model["loss"]
+                        if all(r[name] == row[name] for name in ("kind", "method")) and r["bits"] == bits
+                    ),
+                    None,
+                )
+                for bits in (2, 1)
+            ]
+            share = "-" if row["accepted"] is None else f"{row['accepted']:.2f}"
+            kls = (_number(loss, "kl", 4) for loss in losses)
+            lines.append((MODELS[model], row["kind"], row["method"], f"{row['median']:.1f}", share, *kls))
+    headers = ("model", "text", "", "tokens a second", "accepted", "KL, 2 bits", "KL, 1 bit")
+    return Table("", headers, tuple(lines))
 
 
 def find(rows: Rows, label: str, bits: int | None, mode: str, length: int) -> dict[str, Any] | None:

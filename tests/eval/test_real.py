@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.cases import nightly_unless
 from support.packages import pack_strings, write_gguf, write_wheel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
@@ -85,7 +86,10 @@ def test_second_call_does_nothing(index: Path, tiny: Model) -> None:
     assert said == []
 
 
-@pytest.mark.parametrize("harm", ["truncated", "missing", "no record", "of another source"])
+HARMS = "truncated", "missing", "no record", "of another source"
+
+
+@pytest.mark.parametrize("harm", nightly_unless(lambda harm: harm in HARMS[::3], HARMS))
 def test_what_is_not_whole_is_made_anew(tiny: Model, harm: str) -> None:
     folder = make("tiny", source=tiny)
     weights = folder / "model.safetensors"

@@ -71,7 +71,7 @@ def test_json_table_and_picture_and_the_numbers_of_their_cells(names: str, tmp_p
     assert [len(one["topk_hit_rate"]) for one in record.stats["series"]] == [23, 23]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.usefixtures("fresh_dynamo")
 def test_again_runs_nothing_and_another_dtype_all(tmp_path: Path) -> None:
     assert run(tmp_path, "figure5").exit_code == 0

@@ -44,10 +44,12 @@ class Products(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("allow", [set_as_before_torch_2_9, set_by_backend])
 @pytest.mark.parametrize(
-    "config",
-    [TinyConfig(softcap=3.0), TinyConfig(num_kv_heads=1, head_dim=16, latent_dim=12)],
+    ("allow", "config"),
+    [
+        (set_as_before_torch_2_9, TinyConfig(softcap=3.0)),
+        (set_by_backend, TinyConfig(num_kv_heads=1, head_dim=16, latent_dim=12)),
+    ],
     ids=["spelt_out", "expansion"],
 )
 def test_proofs_multiply_in_full_float32(allow: Callable[[], None], config: TinyConfig) -> None:
