@@ -43,7 +43,7 @@ class DecodeStep:
         shares: What the speculative token's scores weigh in the selection, float32 `[batch]` from 0 to 1; the output
             token's weigh the rest. None: they are all of it (Algorithm 3).
         lanes: Lanes of its graph.
-        writes_next: The pairs of lane 1 are written behind those of lane 0, and don't count yet (`NextToken`).
+        writes_next: Lane 1's pairs are written behind lane 0's, and don't count yet (`NextAnswer`). No group fills.
     """
 
     session: Session
@@ -58,7 +58,6 @@ class DecodeStep:
     lanes: int = 1
     writes_next: bool = False
     _scores: dict[int, tuple[torch.Tensor, int]] = field(default_factory=dict, init=False)
-    _next_pairs: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict, init=False)
     # Rows and indices of the layers that have waited: until the prefetch that overwrites them, and no longer.
     _staged: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict, init=False)
     # Scores of the output token's own, and the tokens that were staged for it: counted when the next copy is under way.
@@ -226,7 +225,8 @@ class DecodeStep:
         session = self.session
         cache = session.layers[layer]
         if self.writes_next:
-            self._next_pairs[layer] = key[1], value[1]
+            cache.make_room(2)
+            cache.write_next(key[1], value[1])
         selects, seen = session.transfer is not None and not cache.is_exact, self.seen.get(layer)
         call = LayerCall(
             query=query,
@@ -259,8 +259,6 @@ class DecodeStep:
         """Keep the output token's own pair, `[batch, num_kv_heads, 1, dim]` each. Pre-decode keeps nothing."""
         if not self.predecoding:
             self.session.layers[layer].append(key, value)
-        if self.writes_next:
-            self.session.layers[layer].write_next(*self._next_pairs.pop(layer))
 
     def select(self, layer: int) -> torch.Tensor:
         """The pairs to prefetch: the top-k by the lanes' scores (see `shares`).

@@ -345,6 +345,14 @@ class HostCache:
         row = sum(num_kv_heads * (key_dim + value_dim) for num_kv_heads, key_dim, value_dim in shapes)
         return batch * _aligned(tokens) * row * dtype.itemsize
 
+    def reserve(self, layer: int) -> None:
+        """Have room for the tokens that `reserve` asks for, before any are appended.
+
+        Raises:
+            HostMemoryError: If there is none.
+        """
+        self._reserve(self._layers[layer], self._reserved)
+
     def _reserve(self, rows: _Rows, tokens: int) -> None:
         if rows.next_block is not None and tokens > rows.starts[-1]:
             future, rows.next_block = rows.next_block, None

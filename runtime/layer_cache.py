@@ -115,9 +115,8 @@ class LayerCache:
 
     def write_next(self, key: torch.Tensor, value: torch.Tensor) -> None:
         """See `LayerState`."""
-        self.make_room(1)
         for rows, side in zip(self._arena.tensors.window, (key, value), strict=True):
-            rows.narrow(2, self.window_len, 1).copy_(side)
+            rows.narrow(2, self.window_len + 1, 1).copy_(side)
 
     def quantize_overflow(self) -> None:
         """Quantise and offload what `was_appended` has pushed out of the window, if anything.
@@ -379,6 +378,6 @@ def grown_rows(rows: int, config: SpecacheConfig, resident: bool) -> int:
 def reserved(config: SpecacheConfig, is_exact: bool) -> tuple[int, int]:
     """Groups and window rows that `SpecacheConfig.reserve` asks for."""
     if is_exact:
-        return 0, config.reserve
+        return 0, config.reserve + config.accept_guesses if config.reserve else 0  # a row for the pair behind
     groups = config.num_quantized(config.reserve) // config.group_size
     return groups, grown_rows(0, config, resident=False) if config.reserve else 0

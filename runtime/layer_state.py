@@ -67,7 +67,7 @@ class LayerState(Protocol):
         """A pair was written behind the window's last one."""
 
     def write_next(self, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Write a pair, `[batch, num_kv_heads, 1, dim]` each, behind the window's last one; it is not counted."""
+        """Write a pair, `[batch, num_kv_heads, 1, dim]` each, one row behind the free one. It is not counted."""
 
     def append(
         self, key: torch.Tensor, value: torch.Tensor, hold: bool = False, kv_len: int | None = None

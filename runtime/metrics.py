@@ -131,7 +131,7 @@ class Metrics:
     Attributes:
         steps: Decode steps.
         refetched_steps: Those whose pairs were chosen anew, because the speculative token was wrong.
-        accepted_steps: Those that the step before had computed (`NextToken`).
+        accepted_steps: Those that the step before had computed (`NextAnswer`).
     """
 
     def __init__(self, device: torch.device, *, keep_steps: bool = False) -> None:
@@ -160,10 +160,10 @@ class Metrics:
         """Count the batch rows, bool `[batch]`, whose token was not the one speculated (exact hit rate). It is kept."""
         self._step.missed = missed
 
-    def count_accepted(self, missed: torch.Tensor) -> None:
-        """As `count_token`, of a step that was computed before: all rows are right."""
+    def count_accepted(self, batch: int) -> None:
+        """Count a step that was computed before, for so many rows: all are right."""
         self._accepted = True
-        self.count_token(missed)
+        self.count_token(torch.zeros(batch, dtype=torch.bool, device=self._total.device))
 
     def count_refetch(self) -> None:
         """Note that the step's pairs were chosen anew."""

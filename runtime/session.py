@@ -29,7 +29,7 @@ from specache_fx.runtime.layer_cache import LayerCache
 from specache_fx.runtime.layer_state import LayerState
 from specache_fx.runtime.layout import Arena, LayerShape
 from specache_fx.runtime.metrics import Metrics
-from specache_fx.runtime.next_token import NextToken
+from specache_fx.runtime.next_answer import NextAnswer
 from specache_fx.runtime.prompt_masks import PromptMasks
 from specache_fx.runtime.quant import make_quantizer
 from specache_fx.runtime.select import make_selector, select_topk
@@ -94,7 +94,7 @@ class Session:
         self.guessed_token: torch.Tensor | None = None
         recovers = config.on_miss == "recover" and config.num_lanes > 1
         self.tokens = TokenHistory(device) if recovers else None
-        self.next_token: NextToken | None = None  # what lane 1 has computed already
+        self.next_answer: NextAnswer | None = None
         self.staged_for: int | None = None  # the length at which the staged pairs are those of the next token
         # Whose it is, for a saved cache: the weights that its prompt's graph read, by name, and its model's config.
         self.weights: dict[str, weakref.ref[torch.Tensor]] = {}
@@ -118,6 +118,9 @@ class Session:
             nbytes = HostCache.first_bytes(batch, kept, self.dtype, first)
             host = resolve_host(self.config.host, self.device, nbytes, self.config.host_dir)
             self.host = HostCache(batch, rows, self.dtype, host, self.config.host_dir, reserve=reserve)
+            if self.config.num_quantized(tokens) == 0 < reserve:  # this prompt appends nothing
+                for layer in self._tiered_layers:
+                    self.host.reserve(layer)
         if self.host is not None and self.config.placement.prefetch:
             interpreted = isinstance(self.kernel, TritonKernel) and self.device.type == "cpu"
             self.transfer = choose_transfer(
@@ -277,7 +280,7 @@ class Session:
         return twin
 
     def _take_rows(self, source: Session, index: torch.Tensor) -> None:
-        self.next_token = None
+        self.next_answer = None
         self.key_mask.take(source.key_mask, index)
         if self.tokens is not None and source.tokens is not None:
             self.tokens.take(source.tokens, index)
@@ -287,7 +290,7 @@ class Session:
 
     def forget_lookahead(self) -> None:
         """Drop the guess and what is staged: other tokens come (extend, crop, a new run of decode steps)."""
-        self.staged_for = self.speculative_token = self.guessed_token = self.next_token = None
+        self.staged_for = self.speculative_token = self.guessed_token = self.next_answer = None
 
     def remember(self, tokens: torch.Tensor | None) -> None:
         """Note the tokens that go through next, integers `[batch, q_len]`; None where the graph takes none."""

@@ -84,10 +84,10 @@ class SessionHeader:
 def snapshot(session: Session) -> dict[str, torch.Tensor]:
     """What a session holds, by name: views. Hold the session's lock as long as they are read.
 
-    An answer that is known already is not held, and dropped: who goes on computes it, from either session.
+    `Session.next_answer` is dropped. The saved session and the living one both compute the next step.
     """
     session.settle()
-    session.next_token = None
+    session.next_answer = None
     found = {
         "mask": session.key_mask.real,
         "tokens": session.tokens.held if session.tokens is not None and session.tokens.held.numel() else None,

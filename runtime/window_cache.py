@@ -143,8 +143,7 @@ class WindowCache:
 
     def write_next(self, key: torch.Tensor, value: torch.Tensor) -> None:
         """See `LayerState`."""
-        self.make_room(1)
-        for rows, side in zip(self._rows(self._filled, self._filled + 1), (key, value), strict=True):
+        for rows, side in zip(self._rows(self._filled + 1, self._filled + 2), (key, value), strict=True):
             rows.copy_(side)
 
     def _make_room(self, rows: int, keep: int) -> None:

@@ -94,7 +94,7 @@ class SpecacheConfig:
         accept_guesses: Where the speculative token turns out to be the next one, return what its lane has computed, and
             run no step for it. With 16 bits that changes logits by rounding alone. At fewer, that token attends to the
             pairs that were prefetched for the token before it. The guesses are those of `on_miss="recover"`. Of a batch
-            all rows have to be guessed right. False by default.
+            all rows have to be guessed right. Don't write to `weight.data` between two tokens: that does not show.
         aggregation: How the selection scores of the query heads that share a kv head become one: "mean" or "max".
         quantizer: Name of a quantiser in `specache_fx.runtime.quant.QUANTIZERS`: "turboquant" by default, the paper's
             "kivi" with policy "kivi". With 16 bits there are no codes, and it says nothing.

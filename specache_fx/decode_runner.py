@@ -24,7 +24,7 @@ from specache_fx.runners import assemble, inference, layer_shapes, overriding, r
 from specache_fx.runtime import claims, registry
 from specache_fx.runtime.decode_step import DecodeStep
 from specache_fx.runtime.device_steps import DeviceSteps
-from specache_fx.runtime.next_token import NextToken
+from specache_fx.runtime.next_answer import NextAnswer
 from specache_fx.runtime.session import Session
 from specache_fx.runtime.tracing import is_recording, span
 from specache_fx.step_masks import StepMasks, read_masks, step_biases, step_sees
@@ -135,55 +135,66 @@ class Decode:
                 session.metrics.begin_step()
                 token = None if self._sources.token is None else args[self._sources.token]
                 session.remember(None if token is None else token.reshape(-1, 1))
-                kept, told = self._decode(session, args)
+                kept, goes_on = self._decode(session, args)
                 session.advance(1, decoded=True)
-                if self.lanes > 1 and not told:
-                    session.forget_lookahead()  # lane 1 had no position, or no mask, of its own: start over
+                if self.lanes > 1 and not goes_on:
+                    session.forget_lookahead()
                 handles = registry.resized(session, past)
             return assemble(self._plan, kept, handles, args)
 
     def _decode(self, session: Session, args: Sequence[Any]) -> tuple[list[Any], bool]:
-        """The output token's results, and whether lane 1 computes what the next token's step will."""
+        """The output token's results, and whether lookahead goes on: lane 1 had a position, and masks, of its own."""
         shares = None
-        known, session.next_token = session.next_token, None
+        answer, session.next_answer = session.next_answer, None
         lost = self.lanes > 1 and session.speculative_token is None
         if session.staged_for != session.kv_len or lost:
             masks = self._begin(session, args)
         else:
             fills = self._fills_group(session)
-            masks = read_masks(
-                session, self._state, args, ahead=fills, compare=self._state.config.accept_guesses
-            )
+            masks = read_masks(session, self._state, args, ahead=fills, compare=self._accepts)
             if masks.shows_padding:
                 masks = self._begin(session, args)
-            elif known is not None and not fills and (kept := self._accept(session, args, masks, known)):
-                return kept, True
+            elif answer is not None and not fills and self._is_right(session, args, masks, answer):
+                return self._accept(session, answer), True
             else:
                 shares = self._check_guess(session, args, masks)
         kept, windows_told = self._step(session, args, masks, ahead=1, shares=shares)
         told = self._sources.knows_next and windows_told
         return kept, told and not (self._sources.fixed_length and session.masks_move)
 
-    def _accept(
-        self, session: Session, args: Sequence[Any], masks: StepMasks, known: NextToken
-    ) -> list[Any] | None:
-        """What the step before has computed for this token, if it is the one that was speculated."""
-        if not (self._hides_padding(session, masks) and known.answers(self._inputs.of_single(args, session))):
-            return None
-        assert self._sources.token is not None  # there are two lanes
+    @property
+    def _accepts(self) -> bool:
+        return self._state.config.accept_guesses and self.lanes > 1
+
+    def _is_right(self, session: Session, args: Sequence[Any], masks: StepMasks, answer: NextAnswer) -> bool:
+        """Whether the step before has computed this call's outputs: its token was guessed, and nothing differs."""
+        assert self._sources.token is not None and session.guessed_token is not None
+        if bool((args[self._sources.token] != session.guessed_token).any()):
+            return False
+        return self._hides_padding(session, masks) and answer.answers(self._inputs.of_call(session, args))
+
+    def _accept(self, session: Session, answer: NextAnswer) -> list[Any]:
+        """Count lane 1's pairs, and return its outputs."""
+        assert session.batch is not None and session.guessed_token is not None
         for layer in session.layers:
             layer.was_appended()
-        token = args[self._sources.token]
-        session.metrics.count_accepted(torch.zeros(token.numel(), dtype=torch.bool, device=token.device))
-        # What follows isn't speculated on yet: its token is looked up when the next one is known (`_check_guess`).
+        session.metrics.count_accepted(session.batch)
+        # No lane has run for the token that follows. It is looked up when it is known (`_check_guess`).
+        session.speculative_token = self._best(answer.results, session.guessed_token)
         session.guessed_token = None
-        session.speculative_token = self._best(known.results, token)
-        return known.results
+        return answer.results
 
     @staticmethod
     def _hides_padding(session: Session, masks: StepMasks) -> bool:
         """Whether the model's masks hide the padding, and nothing is added to scores: lane 1 sees that too."""
         return not session.masks_move and all(bias is None for bias in masks.biases)
+
+    @staticmethod
+    def _warn_of_no_answers(reason: str) -> None:
+        warn_once(
+            logger,
+            f"accept_guesses=True returns nothing here: {reason}. Each token takes a step, as without the option.",
+        )
 
     def _best(self, results: Sequence[Any], token: torch.Tensor) -> torch.Tensor:
         """The tokens of a lane's largest logits, as `token` is."""
@@ -279,13 +290,10 @@ class Decode:
                     " its own. specache_fx.explain() shows the graph.",
                 )
         windows = self._inputs.window_masks(session, args, lanes, ahead)
-        writes_next = (
-            self._state.config.accept_guesses
-            and lanes > 1
-            and bool(ahead)
-            and not self._fills_group(session)
-            and self._hides_padding(session, masks)
-        )
+        writes_next = self._accepts and bool(ahead) and not self._fills_group(session)
+        if writes_next and not self._hides_padding(session, masks):
+            writes_next = False
+            self._warn_of_no_answers("a mask hides more than the padding, or adds to the scores")
         step = DecodeStep(
             session,
             predecoding=not ahead,
@@ -311,8 +319,11 @@ class Decode:
         session.guessed_token = speculative if ahead else None
         following = [result[1] for result in results]
         session.speculative_token = self._best(following, token)
-        if writes_next:
-            session.next_token = NextToken.of(following, self._inputs.of_following(inputs, windows, session))
+        call = self._inputs.of_lane_1(args, inputs, windows) if writes_next else None
+        if call is not None and any(tensor.is_inference() for tensor in call.given):
+            self._warn_of_no_answers("its weights are inference tensors, whose changes don't show")
+        elif call is not None:
+            session.next_answer = NextAnswer(following, call)
         return [result[0] for result in results], step.windows_told
 
     def _announced(self, inputs: list[Any], session: Session) -> DecodeGraph | None:
@@ -354,8 +365,10 @@ class Decode:
 
     def _fall_back(self, reason: str) -> None:
         self.lanes, self.fallback = 1, reason
-        misses = self._state.config.on_miss == "refetch"
-        nothing = ' No token is speculated on then, so on_miss="refetch" has nothing to do.' if misses else ""
+        config = self._state.config
+        idle = 'on_miss="refetch"' if config.on_miss == "refetch" else "accept_guesses=True"
+        named = config.on_miss == "refetch" or config.accept_guesses
+        nothing = f" No token is speculated on then, so {idle} has nothing to do." if named else ""
         warn_once(
             logger,
             f'lookahead="token" is not possible here, "query" is used instead: {reason}.{nothing}'

@@ -13,7 +13,7 @@ from specache_fx.passes.base import PassState
 from specache_fx.passes.graph_utils import is_static_input, placeholders
 from specache_fx.passes.subclasses import flatten
 from specache_fx.runtime.masks import WindowMask
-from specache_fx.runtime.next_token import LaneInputs
+from specache_fx.runtime.next_answer import LaneCall
 from specache_fx.runtime.session import Session
 
 WindowMasks = dict[int, tuple[WindowMask | None, ...]]
@@ -81,27 +81,44 @@ class GraphInputs:
             layer: (mask, None if following is None else following[layer]) for layer, mask in masks.items()
         }
 
-    def of_single(self, args: Sequence[Any], session: Session) -> LaneInputs:
+    def of_call(self, session: Session, args: Sequence[Any]) -> LaneCall:
         """What a call's token is computed from."""
-        windows = {layer: mask for layer, (mask,) in self.window_masks(session, args, 1, 0).items()}
         inputs = self.bind(args, None, 1, 0)
-        return self._of(inputs, [inputs[i] for i in self._by_lane], windows, session.kv_len)
+        computed = [inputs[i] for i in self._by_lane]
+        return self._lane_call(args, inputs, computed, self.window_masks(session, args, 1, 0), 0)
 
-    def of_following(self, inputs: Sequence[Any], windows: WindowMasks, session: Session) -> LaneInputs:
-        """What lane 1 of a step is computed from; its inputs are those of `bind` and `window_masks`."""
-        own = {layer: masks[1] for layer, masks in windows.items()}
-        return self._of(inputs, [inputs[i][1] for i in self._by_lane], own, session.kv_len + 1)
+    def of_lane_1(self, args: Sequence[Any], inputs: Sequence[Any], windows: WindowMasks) -> LaneCall | None:
+        """What lane 1 of a step is computed from; None where its masks can't be told.
 
-    def _of(
+        Args:
+            args: Dynamo's inputs.
+            inputs: From `bind`, for two lanes.
+            windows: From `window_masks`, likewise.
+        """
+        if any(masks[1] is None for masks in windows.values()):
+            return None
+        return self._lane_call(args, inputs, [inputs[i][1] for i in self._by_lane], windows, 1)
+
+    def _lane_call(
         self,
+        args: Sequence[Any],
         inputs: Sequence[Any],
         computed: list[torch.Tensor],
-        windows: dict[int, WindowMask | None],
-        kv_len: int,
-    ) -> LaneInputs:
+        windows: WindowMasks,
+        lane: int,
+    ) -> LaneCall:
         rest = [value for i, value in enumerate(inputs) if i not in self._by_lane]
-        numbers = [value for value in rest if not isinstance(value, torch.Tensor)]
-        return LaneInputs(self, kv_len, computed, flatten(rest), numbers, windows)
+        numbers: list[Any] = [value for value in rest if not isinstance(value, torch.Tensor)]
+        # What makes keys and values of latent attention is no input of the decode graph.
+        expansions = [site.expansion for site in self._state.sites if site.expansion is not None]
+        rest += [args[i] for expansion in expansions for i in expansion.inputs]
+        for layer, masks in windows.items():
+            mask = masks[lane]
+            assert mask is not None
+            parts = [part for part in (mask.seen, mask.bias) if part is not None]
+            numbers.append((layer, mask.width, mask.seen is None, mask.bias is None))
+            computed = computed + parts
+        return LaneCall(self, computed, flatten(rest), numbers)
 
     def shapes(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
         """Of a graph that is compiled for these, all that it is compiled for."""

@@ -134,7 +134,7 @@ def plan(
     grows = context >= config.reserve
     groups_peak = grown_groups(num_groups, config.group_size) if grows else num_groups
     peak = arena(groups_peak, grown_layer_rows(0, config, resident=False), sinks)
-    whole = max(context, config.reserve)
+    whole = max(context, reserved(config, is_exact=True)[1])
     whole_peak = grown_layer_rows(whole, config, resident=True) if grows else whole
     all_here, all_here_peak = arena(0, whole), arena(0, whole_peak)
     pairs = batch * num_kv_heads * (head_dim + value_dim) * dtype_bytes

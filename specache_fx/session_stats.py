@@ -18,10 +18,10 @@ class StepHits:
     Attributes:
         kv_len: Tokens in the cache after the step.
         refetched: The speculative token was wrong, and the pairs were chosen anew for the right one.
-        exact_hit_rate: Share of the batch rows whose speculative token was right; None in the first step after a
-            prompt, where none had been made.
-        topk_hit_rate: None where nothing was quantised yet.
-        attention_hit_rate: None where nothing was quantised yet.
+        exact_hit_rate: Share of the batch rows whose speculative token was right; None where none had been made: in the
+            first step after a prompt, and behind a step that was accepted.
+        topk_hit_rate: None where nothing was quantised yet, and in a step that was accepted.
+        attention_hit_rate: As `topk_hit_rate`.
     """
 
     kv_len: int

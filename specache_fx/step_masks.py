@@ -52,7 +52,7 @@ def read_masks(
         state: What the passes found.
         args: Dynamo's inputs.
         ahead: Look a group of tokens ahead as well: at the start and whenever a group fills.
-        compare: Compare in any case.
+        compare: Compare the masks on the host in every step.
 
     Raises:
         UnsupportedGraphError: If an additive mask hides every key of a row.

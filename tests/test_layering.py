@@ -48,7 +48,7 @@ RANKS: tuple[tuple[str, ...], ...] = (
     ("specache_fx.runtime.registry", "specache_fx.runtime.decode_step"),
     ("specache_fx.runtime.snapshot",),
     ("specache_fx.runtime.session",),
-    ("specache_fx.runtime.next_token",),
+    ("specache_fx.runtime.next_answer",),
     ("specache_fx.runtime.step_graph", "specache_fx.runtime.cpu_recorder"),
     ("specache_fx.runtime.step_table", "specache_fx.runtime.triton_steps", "specache_fx.runtime.aten_steps"),
     ("specache_fx.runtime.device_steps",),

@@ -124,12 +124,15 @@ def test_plan_equals_what_a_session_allocates(
 
 
 @pytest.mark.parametrize("options", [{}, {"sink_tokens": 2}, {"resident_layers": 1}, {"policy": "kivi"}])
-def test_nothing_moves_until_there_are_more_tokens_than_were_reserved(options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("prompt_len", [5, 20])
+def test_nothing_moves_until_there_are_more_tokens_than_were_reserved(
+    options: dict[str, Any], prompt_len: int
+) -> None:
     config = SpecacheConfig(**{"group_size": 8, "residual_length": 8, "reserve": 200, **options})
-    session = session_of(config, (LayerShape(2, 8, 8),) * 2, (2, 20, torch.float32))
+    session = session_of(config, (LayerShape(2, 8, 8),) * 2, (2, prompt_len, torch.float32))
     device, host = session.device_bytes, session.host_bytes
     memory = [layer._arena.tensors for layer in session.layers]  # type: ignore[attr-defined]
-    for _ in range(180):
+    for _ in range(200 - prompt_len):
         for layer in session.layers:
             layer.append(torch.randn(2, 2, 1, 8), torch.randn(2, 2, 1, 8))
     assert all(layer._arena.tensors is was for layer, was in zip(session.layers, memory, strict=True))  # type: ignore[attr-defined]
