@@ -13,9 +13,11 @@ from specache_fx.runtime.quant import Planes
 from specache_fx.runtime.quant.hadamard import block_size, rotation
 from specache_fx.runtime.triton_ops import power_of_two
 
-_LEAST_ROWS = 16  # of a product in tensor cores, and channels of its operands
-_MOST_ROWS = 32
-_STRETCH = 64  # a stretch of keys is a multiple of every tile that is tried
+_LEAST_COLUMNS = 16  # channels of a product's operands
+_LEAST_ROWS = 8  # queries of a product in tensor cores
+_MOST_ROWS = 16  # more take too many registers, each warp having an output of its own
+_STRETCH = 64  # a stretch of 16-bit rows is a multiple of every tile that is tried
+_STRETCH_OF_CODES = 256  # and one of codes
 _PROGRAMS_PER_SM = 4
 _PROGRAMS_OF_INTERPRETER = 6
 _SLOTS_AT_ONCE = 1024
@@ -25,7 +27,7 @@ _PARTS_AT_ONCE, _CHANNELS_AT_ONCE = 16, 32
 
 def tile_widths(bits: int, dims: tuple[int, int]) -> tuple[int, int]:
     """Columns of a tile of keys and of values: whole bytes of a packed row, a power of two of them."""
-    key, value = (max(power_of_two(-(-dim * bits // 8)) * (8 // bits), _LEAST_ROWS) for dim in dims)
+    key, value = (max(power_of_two(-(-dim * bits // 8)) * (8 // bits), _LEAST_COLUMNS) for dim in dims)
     return key, value
 
 
@@ -42,8 +44,10 @@ def cut_keys(num_quantized: int, num_rows: int, tiles: int, device: torch.device
         `code_splits` stretches of `code_tokens` codes, then rows in stretches of `row_tokens`, `splits` in all.
     """
     share = max(1, _programs(device) // tiles)
+    of_codes = _STRETCH_OF_CODES if device.type == "cuda" else _STRETCH
     code_tokens, row_tokens = (
-        max(1, -(-keys // (share * _STRETCH))) * _STRETCH for keys in (num_quantized, num_rows)
+        max(1, -(-keys // (share * stretch))) * stretch
+        for keys, stretch in ((num_quantized, of_codes), (num_rows, _STRETCH))
     )
     code_splits = -(-num_quantized // code_tokens)
     return {
@@ -65,8 +69,9 @@ def arguments_of(inputs: DecodeInputs) -> dict[str, Any]:
     lanes, batch, num_heads, _, key_dim = query.shape
     num_kv_heads, value_dim = inputs.key.shape[2], inputs.value.shape[4]
     centred = inputs.num_quantized > 0 and inputs.quantizer.code_form == "centred"
-    rows, heads = _query_tile(lanes, num_heads // num_kv_heads, _most_rows(query.dtype))
+    rows, heads = _query_tile(lanes, num_heads // num_kv_heads)
     key_pad, value_pad = tile_widths(_bits(inputs), (key_dim, value_dim))
+    stored = _stored(inputs, query)
     kv = triton_ops.dtype(query.dtype)
     return {
         "query": query,
@@ -82,8 +87,10 @@ def arguments_of(inputs: DecodeInputs) -> dict[str, Any]:
         "GROUP": inputs.quantizer.group_size if inputs.num_quantized else _STRETCH,
         "KEY_DIM": key_dim,
         "KEY_PAD": key_pad,
+        "KEY_UNIT": 8 * stored["key_codes"].element_size(),
         "VALUE_DIM": value_dim,
         "VALUE_PAD": value_pad,
+        "VALUE_UNIT": 8 * stored["value_codes"].element_size(),
         "NUM_GROUPS": num_heads // num_kv_heads,
         "LANES": lanes,
         "M": rows,
@@ -96,9 +103,10 @@ def arguments_of(inputs: DecodeInputs) -> dict[str, Any]:
         "HAS_VISIBLE": inputs.visible is not None,
         "INDEPENDENT": inputs.independent_lanes,
         "CENTRED": centred,
+        "HAS_CODES": inputs.num_quantized > 0,
         "code_query": torch.empty_like(query, dtype=torch.float32) if centred else query,
         "balance": inputs.key_planes[3].contiguous() if centred else query,
-        **_stored(inputs, query),
+        **stored,
         **_staged(inputs, query),
         **_masks(inputs, query),
     }
@@ -173,6 +181,8 @@ def _stored(inputs: DecodeInputs, query: torch.Tensor) -> dict[str, Any]:
         codes, scale, zero = (
             map(_stacked, planes[:3]) if inputs.num_quantized else (query.view(torch.uint8), query, query)
         )
+        if inputs.num_quantized and _in_words(codes, inputs.quantizer.bits, query.dtype):
+            codes = codes.view(torch.int32)
         window = _stacked(unstacked)
         arguments |= {
             f"{side}_codes": codes,
@@ -186,6 +196,12 @@ def _stored(inputs: DecodeInputs, query: torch.Tensor) -> dict[str, Any]:
             "window_len": window.shape[2],
         }
     return arguments
+
+
+def _in_words(codes: torch.Tensor, bits: int, dtype: torch.dtype) -> bool:
+    """Whether kernels read codes 32 bits at a time: see `triton_tiles`. 8-bit codes fill bfloat16's mantissa."""
+    aligned = codes.shape[3] % 4 == 0 and codes.data_ptr() % 4 == 0
+    return aligned and bits <= 4 and dtype != torch.float32
 
 
 def _staged(inputs: DecodeInputs, query: torch.Tensor) -> dict[str, Any]:
@@ -228,15 +244,10 @@ def _bits(inputs: DecodeInputs) -> int:
     return inputs.quantizer.bits if inputs.num_quantized else 8
 
 
-def _most_rows(dtype: torch.dtype) -> int:
-    # Exact products of float32 are not for tensor cores: they are written out, and large tiles don't fit.
-    return _LEAST_ROWS if dtype == torch.float32 else _MOST_ROWS
-
-
-def _query_tile(lanes: int, num_kv_groups: int, most_rows: int) -> tuple[int, int]:
+def _query_tile(lanes: int, num_kv_groups: int) -> tuple[int, int]:
     """Rows of a query tile, and heads that each lane has in it."""
     lanes = power_of_two(lanes)
-    heads = min(power_of_two(num_kv_groups), max(most_rows // lanes, 1))
+    heads = min(power_of_two(num_kv_groups), max(_MOST_ROWS // lanes, 1))
     heads = max(heads, _LEAST_ROWS // lanes)
     return lanes * heads, heads
 

@@ -6,8 +6,9 @@ Apart from the kernels, because these numbers belong to machines. Triton tries t
 config, for there is nothing to time.
 
 Registers are capped: 168 a thread let three blocks of 4 warps run on a multiprocessor, 128 let four. At head_dim
-128 nothing spills, with padding or without (`tests/runtime/test_triton_budgets.py`). Wider heads, biases and softcaps
-would spill under a cap, so they have none.
+128 nothing spills, with padding or without, and a warp's instructions for 64 tokens have a budget
+(`tests/runtime/test_triton_budgets.py`). Wider heads, more than 8 queries a kv head, biases and softcaps would spill
+under a cap, so they have none.
 
 None of these numbers has been measured on a GPU yet.
 """
@@ -21,9 +22,10 @@ import triton.language as tl
 
 from specache_fx.runtime.triton_ops import interpreted
 
-# No tile has more than 64 tokens: which of them are staged are the bits of one number.
-_SMALL = 32
+_SMALL = 16  # tokens of a part: of the smallest product
+_OF_INTERPRETER = {"BLOCK_N": 32, "PARTS": 2}
 _MOST_CAPPED_CHANNELS = 128
+_MOST_CAPPED_ROWS = 8  # of a query tile
 
 TUNED_BY = [
     *("BITS", "GROUP", "KEY_DIM", "VALUE_DIM", "NUM_GROUPS", "LANES", "M", "BLOCK_T", "CENTRED"),
@@ -41,35 +43,44 @@ LENGTHS = [
 
 def decode_configs() -> list[triton.Config]:
     """For reading keys and values."""
-    return _configs((64, 4, 2, 168), (64, 8, 2, 128), (32, 4, 3, 128))
+    return _configs((64, 4, 2, 168), (32, 4, 3, 168), (_SMALL, 4, 2, 168))
 
 
 def score_configs() -> list[triton.Config]:
     """For reading keys alone."""
-    return _configs((64, 4, 2, 128), (32, 4, 3, 128))
+    return _configs((64, 4, 2, 128), (32, 4, 3, 128), (_SMALL, 4, 3, 128))
 
 
 def _configs(*forms: tuple[int, int, int, int]) -> list[triton.Config]:
-    """Of each form: tokens of a tile, warps, stages, most registers of a thread."""
+    """Of each form: tokens of a part, warps and thus parts, stages, most registers of a thread."""
     if interpreted():
-        return [triton.Config({"BLOCK_N": _SMALL})]
+        return [triton.Config(_OF_INTERPRETER)]
     return [
-        triton.Config({"BLOCK_N": tokens}, num_warps=warps, num_stages=stages, maxnreg=registers)
+        triton.Config(
+            {"BLOCK_N": tokens, "PARTS": warps}, num_warps=warps, num_stages=stages, maxnreg=registers
+        )
         for tokens, warps, stages, registers in forms
     ]
 
 
 def fitting(configs: list[triton.Config], named_args: dict[str, Any], **kwargs: Any) -> list[triton.Config]:
-    """Those whose tiles lie within a group of tokens (one scale a channel then); the small ones if none does.
+    """Those whose parts lie within a group of tokens: their scales and means meet sums, and not each number.
 
-    float32 always gets the small ones: its products are written out.
+    The small ones where no part does, and where each number has a scale of its own: of KIVI's codes they take more
+    registers. float32 gets them too: its products are written out.
     """
+    if interpreted():
+        return configs
     small = [config for config in configs if config.kwargs["BLOCK_N"] == _SMALL]
     single = kwargs["KV"] == tl.float32
     whole = [config for config in configs if kwargs["GROUP"] % config.kwargs["BLOCK_N"] == 0]
-    chosen = small if single or not whole else whole
+    chosen = small if single or not kwargs["CENTRED"] else whole or small
     channels = max(kwargs["KEY_PAD"], kwargs.get("VALUE_PAD", 0))
     forms = kwargs["HAS_SOFTCAP"] or kwargs["HAS_BIAS"]
-    if single or forms or channels > _MOST_CAPPED_CHANNELS:
+    if single:  # by all warps together: each one's own operands would not fit into shared memory
+        return [
+            triton.Config({**each.kwargs, "PARTS": 1}, each.num_warps, each.num_stages) for each in chosen
+        ]
+    if forms or channels > _MOST_CAPPED_CHANNELS or kwargs["M"] > _MOST_CAPPED_ROWS:
         return [triton.Config(each.kwargs, each.num_warps, each.num_stages) for each in chosen]
     return chosen

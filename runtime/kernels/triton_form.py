@@ -21,23 +21,25 @@ def query_rows(tile, NUM_GROUPS: tl.constexpr, LANES: tl.constexpr, M: tl.conste
 @triton.jit
 def query_tile(
     query,
-    batch_row,
-    kv_head,
-    lane,
-    head,
-    ok,
-    batch,
-    num_kv_heads,
+    place,
+    rows,
     channel,
     channel_ok,
     NUM_GROUPS: tl.constexpr,
     DIM: tl.constexpr,
     DOT: tl.constexpr,
+    PARTS: tl.constexpr,
 ):
-    """Queries `[M, columns]` of one kv head, from `[lanes, batch, num_heads, 1, DIM]`."""
+    """Queries of one kv head, from `[lanes, batch, num_heads, 1, DIM]`: `[PARTS, columns, M]`, alike for all parts.
+
+    `place` is batch row, kv head, batch rows and kv heads; `rows` is what `query_rows` says.
+    """
+    batch_row, kv_head, batch, num_kv_heads = place
+    lane, head, ok = rows
     at = (lane.to(tl.int64) * batch + batch_row) * (num_kv_heads * NUM_GROUPS) + kv_head * NUM_GROUPS + head
-    where = at[:, None] * DIM + channel[None, :]
-    return tl.load(query + where, mask=ok[:, None] & channel_ok[None, :], other=0).to(DOT)
+    where = at[None, :] * DIM + channel[:, None]
+    q = tl.load(query + where, mask=ok[None, :] & channel_ok[:, None], other=0).to(DOT)
+    return tl.broadcast_to(q[None], [PARTS, channel.shape[0], lane.shape[0]])
 
 
 @triton.jit
@@ -50,110 +52,118 @@ def told_lengths(num_quantized, window_len, lengths, TOLD: tl.constexpr):
 
 
 @triton.jit
+def code_stretch(split, code_tokens, num_quantized, GROUP: tl.constexpr):
+    """The tokens of a stretch of codes, from and to.
+
+    Divided and multiplied, so that the compiler knows of what both are multiples: loads of scales are of 4 bytes then,
+    and may begin an iteration ahead.
+    """
+    code_tokens = code_tokens // 64 * 64
+    begin = split * code_tokens
+    stop = tl.minimum(begin + code_tokens, num_quantized)
+    if GROUP % 16 == 0:
+        stop = stop // 16 * 16
+    return begin, stop
+
+
+@triton.jit
 def formed_scores(
-    products,
-    position,
-    position_ok,
-    kv_len,
-    lane,
-    head,
-    row_ok,
-    batch_row,
-    batch,
-    scale,
-    softcap,
-    bias,
-    bias_lane,
-    bias_batch,
-    bias_head,
-    key_mask,
-    mask_stride,
-    visible,
-    LANES: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_MASK: tl.constexpr,
-    HAS_VISIBLE: tl.constexpr,
-    INDEPENDENT: tl.constexpr,
+    scores, position, position_ok, kv_len, place, rows, form, flags: tl.constexpr, ALL_STORED: tl.constexpr
 ):
-    """Scale, cap, bias and hide: `products` `[M, N]` become scores, -inf where a query sees nothing.
+    """Cap, bias and hide scaled products `[PARTS, N, M]`: -inf where a query sees nothing.
 
     Args:
-        products: Query times key.
-        position: Columns of masks and biases, `[N]`: a stored token's number, or `kv_len` and a lane for its own pair.
+        scores: Query times key, scaled. Of rows that are no query they mean nothing, here and in the result.
+        position: Columns of masks and biases, `[PARTS, N]`: a stored token's number, or `kv_len` and a lane for its
+            own pair.
         position_ok: Whether there is such a column.
         kv_len: Stored tokens.
-        lane: See `query_rows`.
-        head: Of the head within all query heads.
-        row_ok: See `query_rows`.
-        batch_row: Of the tile.
-        batch: Batch rows.
-        scale: Factor.
-        softcap: See `DecodeInputs`.
-        bias: See `LaneInputs`.
-        bias_lane: Elements from lane to lane.
-        bias_batch: From batch row to batch row.
-        bias_head: From query head to query head.
-        key_mask: uint8 `[batch, kv_len]`.
-        mask_stride: Elements from one of its rows to the next.
-        visible: uint8 `[lanes, batch, mask_stride + lanes]`.
-        LANES: Lanes.
-        HAS_SOFTCAP: Which of these there are.
-        HAS_BIAS: As above.
-        HAS_MASK: As above.
-        HAS_VISIBLE: As above.
-        INDEPENDENT: Each lane sees its own pair only.
+        place: See `query_tile`.
+        rows: See `query_rows`.
+        form: `softcap, bias, bias_lane, bias_batch, bias_head, key_mask, mask_stride, visible`: see `DecodeInputs` and
+            `LaneInputs` for the tensors. The bias has elements from lane to lane, from batch row to batch row and from
+            query head to query head; `key_mask` is uint8 `[batch, mask_stride]`; `visible` is uint8
+            `[lanes, batch, mask_stride + lanes]`.
+        flags: `LANES, NUM_GROUPS, HAS_SOFTCAP, HAS_BIAS, HAS_MASK, HAS_VISIBLE, INDEPENDENT`: lanes, query heads of a
+            kv head, which of these there are, and whether each lane sees its own pair only.
+        ALL_STORED: All positions are stored tokens'.
     """
-    scores = products * scale
+    softcap, bias, bias_lane, bias_batch, bias_head, key_mask, mask_stride, visible = form
+    LANES: tl.constexpr = flags[0]
+    NUM_GROUPS: tl.constexpr = flags[1]
+    HAS_SOFTCAP: tl.constexpr = flags[2]
+    HAS_BIAS: tl.constexpr = flags[3]
+    HAS_MASK: tl.constexpr = flags[4]
+    HAS_VISIBLE: tl.constexpr = flags[5]
+    INDEPENDENT: tl.constexpr = flags[6]
+    batch_row, kv_head, batch, _ = place
+    lane, head, row_ok = rows
     if HAS_SOFTCAP:
         scores = softcap * (2 * tl.sigmoid(2 * scores / softcap) - 1)  # tanh
-    seen = row_ok[:, None] & position_ok[None, :]
+    seen = position_ok[:, :, None]
     if HAS_BIAS:
-        at = lane[:, None].to(tl.int64) * bias_lane + head[:, None] * bias_head + position[None, :]
-        scores += tl.load(bias + batch_row.to(tl.int64) * bias_batch + at, mask=seen, other=0).to(tl.float32)
+        query_head = kv_head * NUM_GROUPS + head
+        row = lane.to(tl.int64) * bias_lane + query_head * bias_head + batch_row.to(tl.int64) * bias_batch
+        ok = seen & row_ok[None, None, :]
+        scores += tl.load(bias + row[None, None, :] + position[:, :, None], mask=ok, other=0).to(tl.float32)
     stored = position < kv_len
     if HAS_MASK:
         at = batch_row.to(tl.int64) * mask_stride + position
         real = tl.load(key_mask + at, mask=position_ok & stored, other=1)
-        seen = seen & (real != 0)[None, :]
+        seen = seen & (real != 0)[:, :, None]
     if HAS_VISIBLE:
         # A row of bytes a lane takes fewer registers than a tile of them.
         for each in tl.static_range(LANES):
             row = (each * batch + batch_row).to(tl.int64) * (mask_stride + LANES)
             sees = tl.load(visible + row + position, mask=position_ok, other=0) != 0
-            seen = seen & ((lane != each)[:, None] | sees[None, :])
-    else:
-        other = (position - kv_len)[None, :]
+            seen = seen & ((lane != each)[None, None, :] | sees[:, :, None])
+    elif not ALL_STORED:
+        other = (position - kv_len)[:, :, None]
         if INDEPENDENT:
-            seen = seen & (stored[None, :] | (other == lane[:, None]))
+            seen = seen & (stored[:, :, None] | (other == lane[None, None, :]))
         else:
-            seen = seen & (stored[None, :] | (other <= lane[:, None]))
+            seen = seen & (stored[:, :, None] | (other <= lane[None, None, :]))
     return tl.where(seen, scores, float("-inf"))
 
 
 @triton.jit
-def _staged_bits(first, start, indices, top_k, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr):
-    """The bits, in a tile that begins at `start`, of the tokens that BLOCK_T slots hold."""
-    slot = first + tl.arange(0, BLOCK_T)
-    at = tl.load(indices + slot, mask=slot < top_k, other=-1) - start
-    here = (at >= 0) & (at < BLOCK_N)
-    bit = tl.full([BLOCK_T], 1, tl.int64) << tl.where(here, at, 0).to(tl.int64)
-    return tl.sum(tl.where(here, bit, 0), 0)
+def _bits(slots, start, BLOCK_N: tl.constexpr):
+    """The bits, in each part's words of 32 tokens from `start` on, of the tokens in `slots`: int32 `[PARTS, words]`."""
+    WORD: tl.constexpr = min(BLOCK_N, 32)
+    at = slots[None, None, :] - start[:, None, None] - WORD * tl.arange(0, BLOCK_N // WORD)[None, :, None]
+    bit = tl.full(at.shape, 1, tl.int32) << (at & 31)
+    return tl.sum(tl.where((at >= 0) & (at < WORD), bit, 0), 2)
+
+
+@triton.jit
+def first_slots(indices, top_k, BLOCK_T: tl.constexpr):
+    """The tokens in the first BLOCK_T slots, -1 where there is none: for `without_staged`, read once."""
+    slot = tl.arange(0, BLOCK_T)
+    return tl.load(indices + slot, mask=slot < top_k, other=-1)
 
 
 @triton.jit
 def without_staged(
-    start, indices, top_k, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, ONE_PASS: tl.constexpr
+    start,
+    stop,
+    slots,
+    indices,
+    top_k,
+    BLOCK_N: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    ONE_PASS: tl.constexpr,
 ):
-    """Which tokens of `start` to `start + BLOCK_N` are not staged, bool `[BLOCK_N]`.
+    """Which of each part's tokens from `start` on lie before `stop` and are not staged, bool `[PARTS, BLOCK_N]`.
 
-    One bit a token (BLOCK_N <= 64): tokens are staged once at most, so that adding bits is joining them. That takes a
-    sum of BLOCK_T numbers a tile, where comparing all with all takes BLOCK_N times as many.
+    One bit a token: tokens are staged once at most, so that adding bits is joining them. That takes a sum of BLOCK_T
+    numbers a word, where comparing all with all takes 32 times as many.
     """
-    word = tl.zeros([1], tl.int64)
-    if ONE_PASS:
-        word += _staged_bits(0, start, indices, top_k, BLOCK_N, BLOCK_T)
-    else:
-        for first in range(0, top_k, BLOCK_T):
-            word += _staged_bits(first, start, indices, top_k, BLOCK_N, BLOCK_T)
-    return ((word >> tl.arange(0, BLOCK_N).to(tl.int64)) & 1) == 0
+    staged = _bits(slots, start, BLOCK_N)
+    if not ONE_PASS:
+        for first in range(BLOCK_T, top_k, BLOCK_T):
+            slot = first + tl.arange(0, BLOCK_T)
+            staged += _bits(tl.load(indices + slot, mask=slot < top_k, other=-1), start, BLOCK_N)
+    place = tl.arange(0, min(BLOCK_N, 32))[None, None, :]
+    gone = (staged[:, :, None] >> place) & 1
+    gone = tl.reshape(gone, [start.shape[0], BLOCK_N])
+    return (gone == 0) & (start[:, None] + tl.arange(0, BLOCK_N)[None, :] < stop)

@@ -9,7 +9,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.decode_case import CaseShape, DecodeCase
-from support.triton_mode import DEVICE, needs_triton
+from support.triton_mode import DEVICE, INSTALLED, needs_triton
 
 from specache_fx.errors import KernelUnavailableError
 from specache_fx.runtime.kernels import choose_kernel
@@ -17,6 +17,9 @@ from specache_fx.runtime.kernels.exact_pairs import ExactPairsKernel
 from specache_fx.runtime.kernels.triton_arguments import arguments_of, merge_arguments, taken_by
 from specache_fx.runtime.kernels.triton_kernel import TritonKernel
 from specache_fx.runtime.quant.hadamard import rotation
+
+if INSTALLED:
+    import triton
 
 pytestmark = [needs_triton, pytest.mark.gpu]
 FORMS = ("mask", "visible", "bias", "softcap", "sinks", "hidden_row")
@@ -49,6 +52,9 @@ def shapes(draw: st.DrawFn) -> CaseShape:
 @given(shape=shapes())
 @example(shape=CaseShape(groups=0, window_len=0, top_k=0))
 @example(shape=CaseShape(num_kv_groups=40, lanes=2, batch=1, num_kv_heads=1, groups=1))  # several query tiles
+@example(
+    shape=CaseShape(num_kv_groups=12, lanes=3, group_size=64, groups=5, quantizer="turboquant")
+)  # and of keys
 @example(shape=CaseShape(group_size=64, groups=2, key_dim=64, value_dim=64, forms=frozenset(FORMS)))
 @example(shape=CaseShape(group_size=64, groups=2, quantizer="turboquant", key_dim=64, forms=frozenset(FORMS)))
 @example(shape=CaseShape(group_size=5, groups=20, quantizer="turboquant", bits=1, dtype=torch.bfloat16))
@@ -60,6 +66,31 @@ def test_attention_equals_the_dense_softmax_within_its_budget(shape):
     inputs = case.inputs(DEVICE)
     assert TritonKernel().misfit(inputs.form) is None
     case.check(*TritonKernel().attention(inputs))
+
+
+@pytest.mark.parametrize(("block", "parts"), [(64, 1), (64, 2), (16, 4)])
+@pytest.mark.parametrize("quantizer", ["turboquant", "kivi"])
+def test_attention_is_the_same_for_all_tile_sizes(monkeypatch, block, parts, quantizer):
+    if DEVICE.type != "cpu":
+        pytest.skip("a GPU times its configs, and takes one")
+    from specache_fx.runtime.kernels.triton_decode import partial_attention
+    from specache_fx.runtime.kernels.triton_scores import selection_scores
+
+    for kernel in (partial_attention, selection_scores):
+        monkeypatch.setattr(kernel, "configs", [triton.Config({"BLOCK_N": block, "PARTS": parts})])
+    shape = CaseShape(
+        batch=1,
+        num_kv_groups=4,
+        group_size=64,
+        groups=3,
+        key_dim=32,
+        value_dim=32,
+        top_k=70,
+        quantizer=quantizer,
+    )
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        case = DecodeCase(replace(shape, dtype=dtype, forms=frozenset(("mask",))))
+        case.check(*TritonKernel().attention(case.inputs(DEVICE)))
 
 
 def test_attention_leaves_its_inputs_alone():
