@@ -14,6 +14,9 @@ from support.triton_mode import needs_compiler
 
 TESTS = Path(__file__).parents[1]
 MOST_REGISTERS = 168  # a thread: three blocks of 128 threads have a multiprocessor's 65,536
+# That four warps execute on average for 64 tokens, on sm_90: of any config, and of the best one for centred codes.
+MOST_INSTRUCTIONS = 700
+BEST_INSTRUCTIONS = {"partial_attention": 345, "selection_scores": 215}
 
 
 @functools.cache
@@ -53,6 +56,31 @@ def test_loads_of_codes_begin_an_iteration_ahead_at_the_shape_of_llama():
         each for each in _compiled("llama") if each["kernel"] in ("partial_attention", "selection_scores")
     ]
     assert reading and all(each["async_copies"] for each in reading)
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_codes_are_read_within_their_instructions_at_the_shape_of_llama():
+    reading = [each for each in _compiled("llama") if each["sm"] == 90 and "loop" in each]
+    assert not [each for each in reading if each["for_64_tokens"] > MOST_INSTRUCTIONS]
+    for kernel, most in BEST_INSTRUCTIONS.items():
+        centred = [each for each in reading if each["kernel"] == kernel and each["centred"]]
+        assert centred and max(each["for_64_tokens"] for each in centred if each["block"] == 64) <= most
+        # Numbers are made by logic alone: codes are never converted.
+        converted = {"partial_attention": 16, "selection_scores": 0}[kernel]  # the softmax's weights
+        assert all(each["loop"]["conversions"] <= converted for each in centred)
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_rows_are_read_16_bytes_at_a_time_at_the_shape_of_llama():
+    reading = [each for each in _compiled("llama") if "row_loads" in each]
+    assert reading
+    for each in reading:
+        (rows,) = each["row_loads"]
+        # Four warps read 64 rows of 128 channels, keys alone or with values; bytes are masks'.
+        assert rows["16"] >= {"partial_attention": 16, "selection_scores": 8}[each["kernel"]]
+        assert "2" not in rows
 
 
 @needs_compiler

@@ -13,11 +13,11 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 import triton
+from support import sass
 from support.decode_case import CaseShape, DecodeCase
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -36,7 +36,6 @@ from specache_fx.runtime.triton_steps import TritonSteps
 
 CPU = torch.device("cpu")
 TARGETS = (80, 90)
-CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 POINTERS = {
     torch.float16: "*fp16",
     torch.bfloat16: "*bf16",
@@ -93,23 +92,46 @@ def compile_launch(
             # Loads that the compiler starts an iteration ahead.
             "async_copies": len(re.findall("ttg.async_copy_global_to_local", compiled.asm["ttgir"])),
         }
-        print(json.dumps(found | resources(compiled.asm["cubin"])), flush=True)  # noqa: T201
+        cubin = compiled.asm["cubin"]
+        found |= resources(cubin) | loops(cubin, compiled.metadata.num_warps, arguments)
+        print(json.dumps(found), flush=True)  # noqa: T201
 
 
 def resources(cubin: bytes) -> dict[str, int]:
     """Registers a thread, and bytes of what did not fit into them; nothing where the wheel has no cuobjdump."""
-    if not CUOBJDUMP.exists():
+    if not sass.CUOBJDUMP.exists():
         return {}
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
         said = subprocess.run(
-            [CUOBJDUMP, "-res-usage", file.name], capture_output=True, text=True, check=True
+            [sass.CUOBJDUMP, "-res-usage", file.name], capture_output=True, text=True, check=True
         )
     found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", said.stdout + said.stderr)
     assert found is not None, said
     registers, stack, local = map(int, found.groups())
     return {"registers": registers, "spilled": stack + local}
+
+
+def loops(cubin: bytes, warps: int, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Of kernels that read codes: the loop over them, and loads of the loop over 16-bit rows by bytes a thread.
+
+    `for_64_tokens` is what four warps execute for 64 tokens, divided by four.
+    """
+    if "BLOCK_N" not in arguments or not arguments["HAS_CODES"] or not sass.CUOBJDUMP.exists():
+        return {}
+    found = sass.product_loops(sass.instructions(cubin))
+    if not found:  # of float32: written out
+        return {}
+    codes, *rows = found
+    counts = sass.by_class(codes)
+    parts = arguments["PARTS"]
+    return {
+        "loop": counts,
+        "for_64_tokens": counts["all"] * warps * 64 / (arguments["BLOCK_N"] * parts) / 4,
+        "code_loads": sass.global_loads(codes),
+        "row_loads": [sass.global_loads(body) for body in rows],
+    }
 
 
 def catch_launches() -> None:
