@@ -18,7 +18,7 @@ _LEAST_ROWS = 8  # queries of a product in tensor cores
 _MOST_ROWS = 16  # more take too many registers, each warp having an output of its own
 _STRETCH = 64  # a stretch of 16-bit rows is a multiple of every tile that is tried
 _STRETCH_OF_CODES = 256  # and one of codes
-_PROGRAMS_PER_SM = 4
+_PROGRAMS_PER_SM = 3  # that registers have room for at once: see `triton_configs`
 _PROGRAMS_OF_INTERPRETER = 6
 _SLOTS_AT_ONCE = 1024
 _LONG_STRETCH = 1024  # tokens: longer ones spend their time in the same loop
@@ -44,11 +44,10 @@ def cut_keys(num_quantized: int, num_rows: int, tiles: int, device: torch.device
         `code_splits` stretches of `code_tokens` codes, then rows in stretches of `row_tokens`, `splits` in all.
     """
     share = max(1, _programs(device) // tiles)
-    of_codes = _STRETCH_OF_CODES if device.type == "cuda" else _STRETCH
-    code_tokens, row_tokens = (
-        max(1, -(-keys // (share * stretch))) * stretch
-        for keys, stretch in ((num_quantized, of_codes), (num_rows, _STRETCH))
-    )
+    row_tokens = _stretch(num_rows, share, _STRETCH)
+    # All run at once: one that came after the others would have a multiprocessor for itself, and wait for its memory.
+    of_codes = max(1, share - -(-num_rows // row_tokens))
+    code_tokens = _stretch(num_quantized, of_codes, _STRETCH_OF_CODES if device.type == "cuda" else _STRETCH)
     code_splits = -(-num_quantized // code_tokens)
     return {
         "code_splits": code_splits,
@@ -56,6 +55,10 @@ def cut_keys(num_quantized: int, num_rows: int, tiles: int, device: torch.device
         "row_tokens": row_tokens,
         "splits": code_splits + -(-num_rows // row_tokens),
     }
+
+
+def _stretch(keys: int, share: int, multiple: int) -> int:
+    return max(1, -(-keys // (share * multiple))) * multiple
 
 
 def length_class(code_tokens: int) -> int:
