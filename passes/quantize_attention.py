@@ -4,7 +4,7 @@
         -> out, scores = specache.quantized_attention(q, k, v, None, state, layer, scale)
            specache.append(k[0], v[0], state, layer)
 
-Only the output token's pair (lane 0) is kept; the speculative one's is dropped. A marker without lanes
+Only the output token's pair (lane 0) is appended; see `NextAnswer` for the speculative one's. A marker without lanes
 (`specache.attention`) gets a lane dimension of 1. Where several attentions share a layer, the last one appends.
 A layer that is exact (`PassState.exact_layers`) gets the same ops; what the passes after this one insert, it does
 without.
