@@ -206,7 +206,7 @@ def main() -> None:
         "layer_without_hit_rates": layer_step(track_hit_rates=False),
     }
     triton_arguments._programs = lambda device: 6  # type: ignore[assignment]
-    found["tuned"] = [tuned_again(2, 2), tuned_again(1, 2), tuned_again(2, 3), tuned_again(2, 80)]
+    found["tuned"] = [tuned_again(2, 3), tuned_again(1, 3), tuned_again(2, 4), tuned_again(2, 80)]
     print(json.dumps(found, indent=1))  # noqa: T201
 
 
