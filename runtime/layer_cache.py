@@ -378,6 +378,7 @@ def grown_rows(rows: int, config: SpecacheConfig, resident: bool) -> int:
 def reserved(config: SpecacheConfig, is_exact: bool) -> tuple[int, int]:
     """Groups and window rows that `SpecacheConfig.reserve` asks for."""
     if is_exact:
-        return 0, config.reserve + config.accept_guesses if config.reserve else 0  # a row for the pair behind
+        # With `accept_guesses` the pair behind the newest one has a row too.
+        return 0, (config.reserve + config.accept_guesses if config.reserve else 0)
     groups = config.num_quantized(config.reserve) // config.group_size
     return groups, grown_rows(0, config, resident=False) if config.reserve else 0

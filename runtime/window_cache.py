@@ -21,8 +21,8 @@ class WindowCache:
     """The newest `window - 1` keys and values of a layer (a sliding window, or the chunk that is being written).
 
     With the query's own pair these are all that the model itself keeps. Nothing is quantised, offloaded or selected.
-    The arena has an eighth more rows: pairs move to its front when it is full, and not with every token, and the last
-    token can be taken back (`truncate`).
+    The arena has an eighth more rows, two at least: pairs move to its front when it is full, and not with every token.
+    The last token can be taken back (`truncate`).
 
     Args:
         arena: The layer's memory, empty.

@@ -230,7 +230,7 @@ class Decode:
         if self._sources.token is None or session.speculative_token is None:
             return None
         token = args[self._sources.token]
-        if session.guessed_token is None:
+        if session.guessed_token is None:  # behind an accepted step: no lane ran for this token
             missed = torch.ones_like(token, dtype=torch.bool)
         else:
             missed = token != session.guessed_token
@@ -366,9 +366,15 @@ class Decode:
     def _fall_back(self, reason: str) -> None:
         self.lanes, self.fallback = 1, reason
         config = self._state.config
-        idle = 'on_miss="refetch"' if config.on_miss == "refetch" else "accept_guesses=True"
-        named = config.on_miss == "refetch" or config.accept_guesses
-        nothing = f" No token is speculated on then, so {idle} has nothing to do." if named else ""
+        idle = {
+            'on_miss="refetch"': config.on_miss == "refetch",
+            "accept_guesses=True": config.accept_guesses,
+        }
+        nothing = "".join(
+            f" No token is speculated on then, so {option} has nothing to do."
+            for option in idle
+            if idle[option]
+        )
         warn_once(
             logger,
             f'lookahead="token" is not possible here, "query" is used instead: {reason}.{nothing}'

@@ -175,24 +175,14 @@ def _candidates(rows: Rows) -> Table:
     return Table("", ("rule", *headers), tuple(lines))
 
 
-def _accepted(models: dict[str, dict[str, Rows]]) -> Table:
+def _accepted(models: dict[str, dict[str, dict[str, Any]]]) -> Table:
     lines = []
-    for model, of_model in models.items():
-        for row in of_model["speed"]:
-            losses = [
-                next(
-                    (
-                        r
-                        for r in of_model["loss"]
-                        if all(r[name] == row[name] for name in ("kind", "method")) and r["bits"] == bits
-                    ),
-                    None,
-                )
-                for bits in (2, 1)
-            ]
-            share = "-" if row["accepted"] is None else f"{row['accepted']:.2f}"
-            kls = (_number(loss, "kl", 4) for loss in losses)
-            lines.append((MODELS[model], row["kind"], row["method"], f"{row['median']:.1f}", share, *kls))
+    for model, measured in models.items():
+        losses = {(row["kind"], row["method"], row["bits"]): row for row in measured["loss"]["rows"]}
+        for row in measured["speed"]["rows"]:
+            kls = (_number(losses.get((row["kind"], row["method"], bits)), "kl", 4) for bits in (2, 1))
+            figures = _number(row, "median", 1), _number(row, "accepted", 2)
+            lines.append((MODELS[model], row["kind"], row["method"], *figures, *kls))
     headers = ("model", "text", "", "tokens a second", "accepted", "KL, 2 bits", "KL, 1 bit")
     return Table("", headers, tuple(lines))
 
