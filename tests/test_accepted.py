@@ -189,15 +189,19 @@ def test_what_was_guessed_is_accepted_and_nothing_else() -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize(
-    "change", ["position", "mask", "weight in place", "weight elsewhere", "weight of an expansion"]
+    "change",
+    ["position", "mask", "mask of a window", "weight in place", "weight elsewhere", "weight of an expansion"],
 )
 def test_a_call_with_other_inputs_is_computed(change: str) -> None:
-    latent = {"num_kv_heads": 1, "head_dim": 32, "latent_dim": 16}
-    loop = Loop(**(latent if "expansion" in change else {}))
+    forms: dict[str, dict[str, Any]] = {
+        "mask of a window": {"window": 40, "window_layers": (0,), "only_windows_padded": True},
+        "weight of an expansion": {"num_kv_heads": 1, "head_dim": 32, "latent_dim": 16},
+    }
+    loop = Loop(**forms.get(change, {}))
     token, more = loop.guess(), {}
     if change == "position":
         more = {"shift": 2}
-    elif change == "mask":
+    elif "mask" in change:
         more = {"hidden": 3}
     else:
         for model in (loop.model, loop.twin):

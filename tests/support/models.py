@@ -29,6 +29,8 @@ class TinyConfig:
 
     Layers of `local_layers` attend to the newest `local_reach` tokens as well, but keep all as their cache.
 
+    With `only_windows_padded` the `attention_mask` hides keys from `window_layers` alone.
+
     With `latent_dim` attention is latent (MLA): what is cached has one head, a rotated key of `head_dim // 2` channels
     that all heads share, and a latent that the rest of the keys and the values are projected from in each step.
     """
@@ -54,6 +56,7 @@ class TinyConfig:
     latent_dim: int | None = None
     local_reach: int | None = None
     local_layers: tuple[int, ...] = ()
+    only_windows_padded: bool = False
 
     def __post_init__(self) -> None:
         assert self.latent_dim is None or self.num_kv_heads == 1
@@ -281,6 +284,8 @@ class TinyDecoder(nn.Module):
                 presents.append((k, v))
                 keys, values = block.expand(k, v)  # type: ignore[operator]
                 seen = mask
+                if self.config.only_windows_padded:
+                    seen = attention_mask_4d(None, batch, q_len, past_len + q_len, input_ids.device)
                 if self.config.local_reach is not None and layer_idx in self.config.local_layers:
                     seen = within_window(mask, self.config.local_reach)
                 hidden = block.finish(hidden, self.sdpa(q, keys, values, seen))  # type: ignore[operator]
