@@ -137,11 +137,21 @@ def test_generate_equals_eager_and_accepts(kind: str, lowering: str) -> None:
 # A call that is another than the one that was foreseen ---------------------------------------------------------------
 
 
+class Flipped(TinyDecoder):
+    """A decoder with a switch: its two graphs have the same inputs."""
+
+    flip = False
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        logits, past = super().forward(*args, **kwargs)
+        return (-logits if self.flip else logits), past
+
+
 class Loop:
     """A tiny decoder that is fed what it guesses; each call can be made another."""
 
     def __init__(self, **form: Any) -> None:
-        self.model = TinyDecoder(TinyConfig(num_layers=2, **form))
+        self.model = Flipped(TinyConfig(num_layers=2, **form))
         self.twin = copy.deepcopy(self.model)
         config = SpecacheConfig(bits=16, group_size=16, residual_length=16, top_k=4, **ACCEPTS)  # type: ignore[arg-type]
         self.forward: Callable[..., Any] = compiled(self.model, config)
@@ -190,7 +200,15 @@ def test_what_was_guessed_is_accepted_and_nothing_else() -> None:
 @torch.no_grad()
 @pytest.mark.parametrize(
     "change",
-    ["position", "mask", "mask of a window", "weight in place", "weight elsewhere", "weight of an expansion"],
+    [
+        "position",
+        "mask",
+        "mask of a window",
+        "weight in place",
+        "weight elsewhere",
+        "weight of an expansion",
+        "graph",
+    ],
 )
 def test_a_call_with_other_inputs_is_computed(change: str) -> None:
     forms: dict[str, dict[str, Any]] = {
@@ -201,6 +219,8 @@ def test_a_call_with_other_inputs_is_computed(change: str) -> None:
     token, more = loop.guess(), {}
     if change == "position":
         more = {"shift": 2}
+    elif change == "graph":
+        loop.model.flip = loop.twin.flip = True
     elif "mask" in change:
         more = {"hidden": 3}
     else:
