@@ -15,6 +15,7 @@ import os
 import platform
 import shutil
 import subprocess
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +30,9 @@ DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """`Dtype` of vec.h."""
 
 SOURCES = Path(__file__).parent / "csrc"
+
+LIBRARIES = {"attention": False, "codes": False, "rows": False, "graph_ops": True}
+"""This package's, in the order in which a first call needs them; whether each includes headers of torch."""
 
 _FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-fopenmp", "-fwrapv", "-Wno-psabi")
 _TIMEOUT_S = 300
@@ -111,29 +115,19 @@ def load_library(name: str, sources: Path, instruction_set: str, *, with_torch: 
     Raises:
         BuildError: If there is no compiler, it fails, or the result can't be loaded.
     """
-    compiler = find_compiler()
-    if compiler is None:
-        named = os.environ.get("CXX")
-        reason = f"CXX={named!r} is not a program" if named else "there is no g++ or clang++"
-        raise BuildError(f"{reason}; install a C++ compiler, or name one by CXX")
-    isa = INSTRUCTION_SETS[instruction_set]
-    flags = (*_FLAGS, *isa.flags, *((_STABLE_ABI,) if with_torch else ()))
-    key = _key(sources, (compiler, *flags, *((torch.__version__,) if with_torch else ())))
-    file = f"{name}_{isa.name}_{key}.so"
-    source = str(sources / f"{name}.cpp")
-    command = (compiler, *flags, source, *(_torch_flags() if with_torch else ()))
-    kept = kept_folder(file)
+    build = _Build.of(name, sources, instruction_set, with_torch)
+    kept = kept_folder(build.file)
     if kept is not None:
-        return _load(kept / file, command)
+        return build.load(kept)
     try:
         with private_folder() as folder:
-            return _load(folder / file, command)
+            return build.load(folder)
     except OSError as error:
         raise BuildError(f"there is no folder to build in ({error}); set TMPDIR to one") from error
 
 
-def load_best(name: str, *, with_torch: bool = False) -> ctypes.CDLL:
-    """A library of this package for the best instruction set that the compiler knows, too. Args as `load_library`.
+def load_best(name: str) -> ctypes.CDLL:
+    """One of `LIBRARIES`, for the best instruction set that the compiler knows, too.
 
     Raises:
         BuildError: As `load_library`, of the best one.
@@ -141,38 +135,122 @@ def load_best(name: str, *, with_torch: bool = False) -> ctypes.CDLL:
     errors = []
     for instruction_set in usable_instruction_sets():
         try:
-            return load_library(name, SOURCES, instruction_set, with_torch=with_torch)
+            return load_library(name, SOURCES, instruction_set, with_torch=LIBRARIES[name])
         except CompilerError as error:
             _log.info("%s for %s: %s", name, instruction_set, error)
             errors.append(error)
     raise errors[0]
 
 
-def load_or_none(name: str, purpose: str, *, with_torch: bool = False) -> ctypes.CDLL | None:
+def load_or_none(name: str, purpose: str) -> ctypes.CDLL | None:
     """As `load_best`; None where it can't be built, which the log says.
 
     Args:
-        name: See `load_library`.
+        name: See `LIBRARIES`.
         purpose: What is done without C++ then.
-        with_torch: See `load_library`.
     """
     try:
-        return load_best(name, with_torch=with_torch)
+        return load_best(name)
     except BuildError as error:
         _log.info("%s without C++: %s", purpose, error)
         return None
 
 
-def _load(library: Path, command: Sequence[str]) -> ctypes.CDLL:
-    if not is_whole(library):
-        _build(command, library)
-    try:
-        return ctypes.CDLL(str(library))
-    except OSError as error:
-        raise BuildError(
-            f"{library} can't be loaded ({error}); set CXX to another C++ compiler, or XDG_CACHE_HOME to a folder"
-            " that programs may be run from"
-        ) from error
+@functools.cache
+def build_ahead() -> None:
+    """Start to build what the cache lacks of `LIBRARIES`, beside what a first call does before it needs them.
+
+    Once a process, in a thread, one after the other. A failure is left to whoever loads the library.
+    """
+    if find_compiler() is not None:
+        threading.Thread(target=_build_all, name="specache C++ builds", daemon=True).start()
+
+
+def _build_all() -> None:
+    for name, with_torch in LIBRARIES.items():
+        for instruction_set in usable_instruction_sets():
+            try:
+                build = _Build.of(name, SOURCES, instruction_set, with_torch)
+                if (folder := kept_folder(build.file)) is None:
+                    return
+                build.ensure(folder)
+                break
+            except CompilerError:
+                continue  # the compiler may know the next set
+            except BuildError as error:
+                _log.info("%s is not built ahead: %s", name, error)
+                return
+
+
+@dataclass(frozen=True)
+class _Build:
+    """How a library is built.
+
+    Attributes:
+        name: See `load_library`.
+        file: Its name in the cache, which changes with all that it depends on.
+        command: The compiler's, but for the output.
+    """
+
+    name: str
+    file: str
+    command: tuple[str, ...]
+
+    @classmethod
+    def of(cls, name: str, sources: Path, instruction_set: str, with_torch: bool) -> _Build:
+        """Raises `BuildError` if there is no compiler."""
+        compiler = find_compiler()
+        if compiler is None:
+            named = os.environ.get("CXX")
+            reason = f"CXX={named!r} is not a program" if named else "there is no g++ or clang++"
+            raise BuildError(f"{reason}; install a C++ compiler, or name one by CXX")
+        isa = INSTRUCTION_SETS[instruction_set]
+        flags = (*_FLAGS, *isa.flags, *((_STABLE_ABI,) if with_torch else ()))
+        key = _key(sources, (compiler, *flags, *((torch.__version__,) if with_torch else ())))
+        more = _torch_flags() if with_torch else ()
+        command = (compiler, *flags, str(sources / f"{name}.cpp"), *more)
+        return cls(name, f"{name}_{isa.name}_{key}.so", command)
+
+    def load(self, folder: Path) -> ctypes.CDLL:
+        """The library that `folder` has, or is given."""
+        self.ensure(folder)
+        library = folder / self.file
+        try:
+            return ctypes.CDLL(str(library))
+        except OSError as error:
+            raise BuildError(
+                f"{library} can't be loaded ({error}); set CXX to another C++ compiler, or XDG_CACHE_HOME to a folder"
+                " that programs may be run from"
+            ) from error
+
+    def ensure(self, folder: Path) -> None:
+        """Build it into a file of its own and rename that: nobody ever loads half a library."""
+        library = folder / self.file
+        if is_whole(library):
+            return
+        try:
+            with building(folder, self.name) as place:
+                if is_whole(library):
+                    return  # another thread or process has built it meanwhile
+                _log.info("building %s (a few seconds, once)", library)
+                built = place / self.file
+                done = subprocess.run(
+                    [*self.command, "-o", str(built)],
+                    capture_output=True,
+                    text=True,
+                    check=False,
+                    timeout=_TIMEOUT_S,
+                )
+                if done.returncode != 0:
+                    first = next(
+                        (line for line in done.stderr.splitlines() if "error" in line), done.stderr[:300]
+                    )
+                    raise CompilerError(
+                        f"{self.command[0]} failed: {first.strip()}; set CXX to another C++ compiler"
+                    )
+                seal(built, library)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise BuildError(f"{library} can't be built ({error})") from error
 
 
 def _key(sources: Path, command: Sequence[str]) -> str:
@@ -189,24 +267,3 @@ def _torch_flags() -> tuple[str, ...]:
     """Where torch's headers and its library are. `torch.utils.cpp_extension` knows too, and needs setuptools."""
     home = Path(torch.__file__).parent
     return f"-I{home / 'include'}", f"-L{home / 'lib'}", "-ltorch_cpu"
-
-
-def _build(command: Sequence[str], library: Path) -> None:
-    """Build into a file of its own and rename it: nobody ever loads half a library."""
-    try:
-        with building(library.parent) as folder:
-            if is_whole(library):
-                return  # another process has built it meanwhile
-            _log.info("building %s (a few seconds, once)", library)
-            built = folder / library.name
-            done = subprocess.run(
-                [*command, "-o", str(built)], capture_output=True, text=True, check=False, timeout=_TIMEOUT_S
-            )
-            if done.returncode != 0:
-                first = next(
-                    (line for line in done.stderr.splitlines() if "error" in line), done.stderr[:300]
-                )
-                raise CompilerError(f"{command[0]} failed: {first.strip()}; set CXX to another C++ compiler")
-            seal(built, library)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise BuildError(f"{library} can't be built ({error})") from error

@@ -88,8 +88,13 @@ def seal(built: Path, library: Path) -> None:
 
 
 @contextlib.contextmanager
-def building(folder: Path) -> Iterator[Path]:
-    """One process builds, others wait for it. Where files can't be locked they all build, which is as right.
+def building(folder: Path, name: str) -> Iterator[Path]:
+    """One thread builds a library, those of other processes wait for it. Where files can't be locked they all build,
+    which is as right.
+
+    Args:
+        folder: The cache.
+        name: Of the library; others are built meanwhile.
 
     Yields:
         A folder to build in, within `folder`. Those that killed processes have left there are removed.
@@ -98,11 +103,11 @@ def building(folder: Path) -> Iterator[Path]:
         with contextlib.suppress(ImportError, OSError):
             import fcntl
 
-            lock = stack.enter_context((folder / "lock").open("w"))
+            lock = stack.enter_context((folder / f"lock-{name}").open("w"))
             fcntl.flock(lock, fcntl.LOCK_EX)
-            for left in folder.glob(f"{_BUILD}*"):
+            for left in folder.glob(f"{_BUILD}{name}-*"):
                 shutil.rmtree(left, ignore_errors=True)
-        place = tempfile.TemporaryDirectory(prefix=_BUILD, dir=folder, ignore_cleanup_errors=True)
+        place = tempfile.TemporaryDirectory(prefix=f"{_BUILD}{name}-", dir=folder, ignore_cleanup_errors=True)
         yield Path(stack.enter_context(place))
 
 

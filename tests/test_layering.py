@@ -30,6 +30,7 @@ RANKS: tuple[tuple[str, ...], ...] = (
     ("specache_fx.demo_report", "specache_fx.plan_report"),
     ("specache_fx.examples",),
     ("specache_fx",),  # only its __init__
+    ("specache_fx.entry_point",),
     ("specache_fx.prefix_store",),
     ("specache_fx.loading",),
     ("specache_fx.saving",),

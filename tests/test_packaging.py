@@ -89,7 +89,7 @@ def test_wheel_declares_the_backend_and_the_command(wheel: zipfile.ZipFile) -> N
     (name,) = (name for name in wheel.namelist() if name.endswith(".dist-info/entry_points.txt"))
     declared = ConfigParser()
     declared.read_string(wheel.read(name).decode())
-    assert dict(declared["torch_dynamo_backends"]) == {"specache": "specache_fx.backend:specache"}
+    assert dict(declared["torch_dynamo_backends"]) == {"specache": "specache_fx.entry_point:specache"}
     assert dict(declared["console_scripts"]) == {"specache-fx": "specache_fx.cli:app"}
 
 

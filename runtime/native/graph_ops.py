@@ -24,7 +24,7 @@ class Failure(enum.IntEnum):
 @functools.cache
 def load() -> ctypes.CDLL | None:
     """Have them run in C++ from now on, built at first use; None where it can't be."""
-    loaded = load_or_none("graph_ops", "operators", with_torch=True)
+    loaded = load_or_none("graph_ops", "operators")
     if loaded is None:
         return None
     loaded.specache_session_size.restype = loaded.specache_layer_size.restype = ctypes.c_int64

@@ -194,6 +194,41 @@ def test_two_processes_that_build_at_once_share_one_library(sources: Path, tmp_p
     assert kept(tmp_path)
 
 
+def look_up(sources: Path, cache: Path, **more: str) -> subprocess.CompletedProcess[str]:
+    """Look the backend up in a process whose libraries are those of `sources`, and let the builds end."""
+    code = """
+        import logging, pathlib, sys, threading
+        import torch
+        from specache_fx.runtime import cpp_build
+        logging.basicConfig(level=logging.INFO)
+        cpp_build.SOURCES, cpp_build.LIBRARIES = pathlib.Path(sys.argv[1]), {"tiny": False}
+        torch._dynamo.lookup_backend("specache")
+        for thread in threading.enumerate():
+            if thread.name == "specache C++ builds":
+                thread.join()
+        print(cpp_build.load_library.cache_info().currsize, "loaded")
+    """
+    return run(code, str(sources), env={**os.environ, "XDG_CACHE_HOME": str(cache), **more})
+
+
+def test_looking_the_backend_up_builds_what_its_first_call_needs_and_loads_none(
+    sources: Path, tmp_path: Path
+) -> None:
+    done = look_up(sources, tmp_path)
+    assert done.stdout.strip() == "0 loaded", done.stderr
+    best = cpp_build.usable_instruction_sets()[0]
+    (library,) = (tmp_path / "specache_fx").glob(f"tiny_{best}_*.so")
+    assert library_cache.is_whole(library)
+
+
+@pytest.mark.parametrize("compiler", ["false", "not-a-compiler"])
+def test_compiler_that_fails_is_left_to_the_first_call(sources: Path, tmp_path: Path, compiler: str) -> None:
+    done = look_up(sources, tmp_path, CXX=compiler)
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    assert not list(tmp_path.glob("specache_fx/*.so"))
+
+
 def test_build_that_was_killed_is_cleared_away_by_the_next_one(
     sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
