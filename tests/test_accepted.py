@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +15,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import strategies
-from support.cases import examples
+from support.cases import examples, nightly_unless
 from support.models import Generated, TinyConfig, TinyDecoder, generate
 from support.oracle import OracleDecoder
 from support.triton_mode import needs_triton
@@ -115,8 +116,13 @@ def greedy(model: Any, inputs: dict[str, Tensor], **more: Any) -> Any:
     return model.generate(**inputs, **options, return_dict_in_generate=True, **more)
 
 
-@pytest.mark.parametrize("lowering", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("kind", ["llama", "gemma3_text", "padded", "beams"])
+@pytest.mark.parametrize(
+    ("kind", "lowering"),
+    nightly_unless(
+        lambda case: case[1] == ("eager" if case[0] == "beams" else "inductor"),
+        itertools.product(["llama", "gemma3_text", "padded", "beams"], ["eager", "inductor"]),
+    ),
+)
 def test_generate_equals_eager_and_accepts(kind: str, lowering: str) -> None:
     model = build(kind if kind == "gemma3_text" else "llama")
     more = {"num_beams": 2} if kind == "beams" else {}

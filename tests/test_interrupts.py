@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.cases import nightly_unless
 from support.zoo import SMALL, build, left_padded
 from torch import Tensor
 
@@ -47,7 +48,9 @@ class Timer:
             raise self.error("struck")
 
 
-@pytest.fixture(params=[KeyboardInterrupt, TimeoutError])
+@pytest.fixture(
+    params=nightly_unless(lambda error: error is KeyboardInterrupt, [KeyboardInterrupt, TimeoutError])
+)
 def timer(request: pytest.FixtureRequest) -> Iterator[Timer]:
     timer = Timer(request.param)
     before = signal.signal(signal.SIGALRM, timer.strike)

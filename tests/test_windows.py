@@ -88,8 +88,8 @@ class Lanes:
             monkeypatch.setattr(decode_runner, "lower_static", kept)
 
 
-# As gemma3n, gemma3 and llama4 are in CI.
-_ALIKE = ("gemma4_text", "gemma3n_text", "olmo3", "cohere2", "exaone4", "gemma2-window")
+# As gemma3n, gemma3, llama4 and qwen2 are in CI.
+_ALIKE = ("mistral-window", "gemma4_text", "gemma3n_text", "olmo3", "cohere2", "exaone4", "gemma2-window")
 
 
 def cases() -> Iterator[Any]:

@@ -280,7 +280,7 @@ def test_sessions_that_they_do_not_serve(options: dict[str, Any], monkeypatch: p
     session.close()
 
 
-@pytest.mark.parametrize("bits", [2, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("bits", [2, pytest.param(1, marks=pytest.mark.nightly)])
 def test_pairs_of_lane_1_are_there_where_they_are_accepted(bits: int) -> None:
     twins = Twins(tokens=29, bits=bits, group_size=8, residual_length=8)
     accepted = 0
