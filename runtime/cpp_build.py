@@ -32,7 +32,7 @@ DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 SOURCES = Path(__file__).parent / "csrc"
 
 LIBRARIES = {"attention": False, "codes": False, "rows": False, "graph_ops": True}
-"""This package's, in the order in which a first call needs them; whether each includes headers of torch."""
+"""This package's, and whether each includes headers of torch."""
 
 _FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-fopenmp", "-fwrapv", "-Wno-psabi")
 _TIMEOUT_S = 300
@@ -160,26 +160,25 @@ def load_or_none(name: str, purpose: str) -> ctypes.CDLL | None:
 def build_ahead() -> None:
     """Start to build what the cache lacks of `LIBRARIES`, beside what a first call does before it needs them.
 
-    Once a process, in a thread, one after the other. A failure is left to whoever loads the library.
+    Once a process, a thread for each. A failure is left to whoever loads the library.
     """
     if find_compiler() is not None:
-        threading.Thread(target=_build_all, name="specache C++ builds", daemon=True).start()
+        for name in LIBRARIES:
+            threading.Thread(target=_build, args=(name,), name=f"build {name}", daemon=True).start()
 
 
-def _build_all() -> None:
-    for name, with_torch in LIBRARIES.items():
-        for instruction_set in usable_instruction_sets():
-            try:
-                build = _Build.of(name, SOURCES, instruction_set, with_torch)
-                if (folder := kept_folder(build.file)) is None:
-                    return
+def _build(name: str) -> None:
+    for instruction_set in usable_instruction_sets():
+        try:
+            build = _Build.of(name, SOURCES, instruction_set, LIBRARIES[name])
+            if (folder := kept_folder(build.file)) is not None:
                 build.ensure(folder)
-                break
-            except CompilerError:
-                continue  # the compiler may know the next set
-            except BuildError as error:
-                _log.info("%s is not built ahead: %s", name, error)
-                return
+            return
+        except CompilerError:
+            continue  # the compiler may know the next set
+        except BuildError as error:
+            _log.info("%s is not built ahead: %s", name, error)
+            return
 
 
 @dataclass(frozen=True)

@@ -204,7 +204,7 @@ def look_up(sources: Path, cache: Path, **more: str) -> subprocess.CompletedProc
         cpp_build.SOURCES, cpp_build.LIBRARIES = pathlib.Path(sys.argv[1]), {"tiny": False}
         torch._dynamo.lookup_backend("specache")
         for thread in threading.enumerate():
-            if thread.name == "specache C++ builds":
+            if thread.name == "build tiny":
                 thread.join()
         print(cpp_build.load_library.cache_info().currsize, "loaded")
     """
