@@ -73,6 +73,7 @@ def test_readme_says_how_long_a_first_call_takes() -> None:
     first, fifth = told("specache", "second process")
     other, other_fifth = told("torch.compile", "second process")
     assert f"finds the compiled graphs, {first} and {fifth}; {other} and {other_fifth} under" in readme
+    assert f"which takes it {told('dynamo alone', 'second process')[1]} by itself" in readme
     assert "uncompiled {} and {}".format(*told("uncompiled", "uncompiled")) in readme
     lengths = [
         told("specache", "empty caches", f"{call}_call")[0] for call in ("another_length", "a_third_length")
