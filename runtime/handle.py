@@ -265,11 +265,11 @@ def issue(
     """
     coded = _all_rows(session, [dim for _, dim in heads_and_dims], batch, dtype)
     storage = coded.to(device).untyped_storage()
-    handles, offset = [], 0
+    places, offset = [], 0
     for heads, dim in heads_and_dims:
-        handles.append(_look(storage, dtype, device, offset, (batch, heads, kv_len, dim)))
+        places.append((offset, (batch, heads, kv_len, dim)))
         offset += batch * dim
-    return handles
+    return _look(storage, dtype, device, places)
 
 
 def codes_of(handle: torch.Tensor, count: int) -> torch.Tensor:
@@ -278,15 +278,23 @@ def codes_of(handle: torch.Tensor, count: int) -> torch.Tensor:
     return codes.set_(handle.untyped_storage(), 0, (count,), (1,)).view(_BOXES[handle.dtype].integer)
 
 
-def resize(handle: torch.Tensor, kv_len: int) -> torch.Tensor:
-    """The same handle for a cache of `kv_len` tokens; shares the storage."""
-    batch, heads, _, dim = handle.shape
-    shape = (batch, heads, kv_len, dim)
-    resized = _look(
-        handle.untyped_storage(), handle.dtype, handle.device, int(handle.storage_offset()), shape
-    )
-    # Dynamo would make the growing length static twice before it gives up; tell it at once.
-    torch._dynamo.maybe_mark_dynamic(resized, 2)
+def resize(issued: Sequence[torch.Tensor], lengths: Sequence[int]) -> list[torch.Tensor]:
+    """The handles of a session for a cache of other lengths; they share the storage.
+
+    Args:
+        issued: One per slot.
+        lengths: Tokens, likewise.
+    """
+    storage, dtype, device = issued[0].untyped_storage(), issued[0].dtype, issued[0].device
+    places, offset = [], 0
+    for handle, kv_len in zip(issued, lengths, strict=True):
+        batch, heads, _, dim = handle.shape
+        places.append((offset, (batch, heads, kv_len, dim)))
+        offset += batch * dim
+    resized = _look(storage, dtype, device, places)
+    for handle in resized:
+        # Dynamo would make the growing length static twice before it gives up; tell it at once.
+        torch._dynamo.maybe_mark_dynamic(handle, 2)
     return resized
 
 
@@ -307,10 +315,9 @@ def was_written(handle: torch.Tensor) -> bool:
 
 def is_whole(handle: torch.Tensor) -> bool:
     """Whether the strides are those of a handle with heads first: all heads and tokens, one after the other."""
-    wanted = (handle.shape[3], _HEAD_STRIDE, 1, 1)
-    return all(
-        size <= 1 or stride == want
-        for size, stride, want in zip(handle.shape, handle.stride(), wanted, strict=True)
+    wanted, strides = (handle.shape[3], _HEAD_STRIDE, 1, 1), handle.stride()
+    return strides == wanted or all(
+        size <= 1 or stride == want for size, stride, want in zip(handle.shape, strides, wanted, strict=True)
     )
 
 
@@ -331,19 +338,31 @@ def _look(
     storage: torch.UntypedStorage,
     dtype: torch.dtype,
     device: torch.device,
-    offset: int,
-    shape: tuple[int, int, int, int],
-) -> torch.Tensor:
-    """A handle in `storage`, whose ruler grows as needed: in place, so that all its handles stay as they are.
+    places: Sequence[tuple[int, tuple[int, int, int, int]]],
+) -> list[torch.Tensor]:
+    """Handles in `storage`, whose ruler grows as needed: in place, so that all its handles stay as they are.
 
-    No view of another tensor: Dynamo traces a view with its base, whose size would be known to the graph.
+    No views of another tensor: Dynamo traces a view with its base, whose size would be known to the graph.
+
+    Args:
+        storage: Of all of them.
+        dtype: Theirs.
+        device: Theirs.
+        places: Offset and shape of each.
     """
-    batch, heads, kv_len, dim = shape
     held = storage.nbytes() // dtype.itemsize
-    needed = offset + batch * dim + _HEAD_STRIDE * heads + kv_len
+    needed, kv_len = 0, 0
+    for offset, (batch, heads, tokens, dim) in places:
+        needed = max(needed, offset + batch * dim + _HEAD_STRIDE * heads + tokens)
+        kv_len = max(kv_len, tokens)
     if held < needed:
         capacity = needed + max(_SLACK, kv_len // 2)
         storage.resize_(capacity * dtype.itemsize)
         tail = torch.empty(0, dtype=dtype, device=device).set_(storage, held, (capacity - held,), (1,))
         tail.copy_(_ruler(held, capacity, dtype))
-    return torch.empty(0, dtype=dtype, device=device).set_(storage, offset, shape, (dim, _HEAD_STRIDE, 1, 1))
+    return [
+        torch.empty(0, dtype=dtype, device=device).set_(
+            storage, offset, shape, (shape[3], _HEAD_STRIDE, 1, 1)
+        )
+        for offset, shape in places
+    ]

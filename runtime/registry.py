@@ -170,10 +170,10 @@ def issue(session: Session) -> list[torch.Tensor]:
 
 def resized(session: Session, made: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """A session's handles at its present length; each call gets them from here."""
-    lengths, lease = session.handle_lengths(), _lease(session)
+    lease = _lease(session)
     with bare():
         newest: list[torch.Tensor] = [
-            mark(handles.resize(tensor, length), lease) for tensor, length in zip(made, lengths, strict=True)
+            mark(handle, lease) for handle in handles.resize(made, session.handle_lengths())
         ]
     session.newest = weakref.ref(newest[0])
     return newest

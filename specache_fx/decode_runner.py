@@ -199,7 +199,10 @@ class Decode:
     def _best(self, results: Sequence[Any], token: torch.Tensor) -> torch.Tensor:
         """The tokens of a lane's largest logits, as `token` is."""
         assert self._state.logits is not None
-        return results[self._state.logits].argmax(-1).reshape(token.shape).to(token.dtype)
+        logits = results[self._state.logits]
+        if logits.device.type == "cpu":
+            logits = logits.float()  # a maximum of 16 bits takes three times as long
+        return logits.argmax(-1).reshape(token.shape).to(token.dtype)
 
     @staticmethod
     def _fills_group(session: Session) -> bool:

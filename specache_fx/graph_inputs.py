@@ -31,12 +31,16 @@ class GraphInputs:
         assert state.sources is not None
         self._state, self._token = state, state.sources.token
         given = placeholders(gm.graph)
-        self._origins = [
-            (node.meta.get("specache_input", -1), node.meta.get("specache_prelude")) for node in given
+        # The others' places among Dynamo's; those of the prelude have a place of their own.
+        self._origins = [node.meta.get("specache_input", 0) for node in given]
+        self._cuts = [
+            (i, node.meta["specache_prelude"])
+            for i, node in enumerate(given)
+            if "specache_prelude" in node.meta
         ]
-        self._by_lane = [
-            i for i, (index, cut) in enumerate(self._origins) if cut is not None or index == self._token
-        ]
+        cut = [i for i, _ in self._cuts]
+        self._tokens = [i for i, index in enumerate(self._origins) if index == self._token and i not in cut]
+        self._by_lane = sorted(cut + self._tokens)
         # A parameter's shape is Dynamo's to guard.
         self._varying = [i for i, node in enumerate(given) if not is_static_input(node)]
 
@@ -56,15 +60,12 @@ class GraphInputs:
         if lanes > 1:
             following = prelude.following(args, ahead, boundary) if prelude is not None else ()
             boundary = tuple(torch.stack(pair) for pair in zip(boundary, following, strict=True))
-        inputs: list[Any] = []
-        for index, cut in self._origins:
-            if cut is not None:
-                inputs.append(boundary[cut])
-            elif lanes > 1 and index == self._token:
-                assert speculative is not None
-                inputs.append(torch.stack([args[index], speculative]))
-            else:
-                inputs.append(args[index])
+        inputs = [args[index] for index in self._origins]
+        for i, cut in self._cuts:
+            inputs[i] = boundary[cut]
+        for i in self._tokens if lanes > 1 else ():
+            assert speculative is not None
+            inputs[i] = torch.stack([inputs[i], speculative])
         return inputs
 
     def window_masks(self, session: Session, args: Sequence[Any], lanes: int, ahead: int) -> WindowMasks:
