@@ -18,7 +18,7 @@ from transformers import Cache, DynamicCache, LlamaConfig, LlamaForCausalLM, Qua
 
 from specache_fx.api import stats
 from specache_fx.bench.cpu_peers import CpuPeer
-from specache_fx.bench.overlap import hidden_share, operator_calls, record_steps
+from specache_fx.bench.overlap import hidden_share, operator_calls, parts_of, record_steps
 from specache_fx.bench.timing import Turn, memory_bandwidth, seconds_of, take_turns
 from specache_fx.chrome_trace import write_trace
 from specache_fx.config import SpecacheConfig
@@ -188,8 +188,8 @@ def bench_decode(
         the context), times of a step in ms, `tokens_per_s`, `floor_ms`
         (weights and cache at the memory's bandwidth), `device_bytes`, `host_bytes`, `moved_bytes_per_step`,
         `copy_ms` (of copies in a step), `hidden_share` (of copy time, the share that overlapped compute, as counted in
-        all steps), `hidden_in_trace` (the same, read off the trace of some steps), and `operator_calls` a step. A peer
-        leaves the last six None.
+        all steps), `hidden_in_trace` (the same, read off the trace of some steps), `operator_calls` a step, and
+        `parts_ms` (see `parts_of`). A peer leaves the last seven None.
     """
     torch.compiler.reset()  # graphs of another batch or model would count against the limits of compiling
     model = size.build(dtype, device)
@@ -227,12 +227,12 @@ def bench_decode(
     rows = []
     for name, timing in timings.items():
         if name in others:
-            taken, traced, calls = {"device_bytes": others[name].device_bytes, **_UNKNOWN}, None, None
+            taken, spans, calls = {"device_bytes": others[name].device_bytes, **_UNKNOWN}, [], None
         else:
             method, step = chosen[name], decoders[name].step
             taken = cache_bytes(decoders[name], method)
             spans = record_steps(step) if method["kind"] == "specache" else []
-            traced, calls = hidden_share(spans), operator_calls(step)
+            calls = operator_calls(step)
             if trace is not None and method.get("policy", "specache") == "specache" and spans:
                 write_trace(trace, spans)
                 trace = None
@@ -244,8 +244,9 @@ def bench_decode(
                 "tokens_per_s": 1e3 * batch / timing.median_ms,
                 "floor_ms": 1e3 * (weights + taken["device_bytes"]) / bandwidth,
                 **taken,
-                "hidden_in_trace": traced,
+                "hidden_in_trace": hidden_share(spans),
                 "operator_calls": calls,
+                "parts_ms": parts_of(spans),
             }
         )
     return {
