@@ -89,8 +89,7 @@ def seal(built: Path, library: Path) -> None:
 
 @contextlib.contextmanager
 def building(folder: Path, name: str) -> Iterator[Path]:
-    """One thread builds a library, those of other processes wait for it. Where files can't be locked they all build,
-    which is as right.
+    """One thread builds a library; other threads and processes wait. Where files can't be locked, all of them build.
 
     Args:
         folder: The cache.

@@ -31,7 +31,7 @@ class GraphInputs:
         assert state.sources is not None
         self._state, self._token = state, state.sources.token
         given = placeholders(gm.graph)
-        # The others' places among Dynamo's; those of the prelude have a place of their own.
+        # Each input's place among Dynamo's. Results of the prelude have none: `_cuts` says which each of them is.
         self._origins = [node.meta.get("specache_input", 0) for node in given]
         self._cuts = [
             (i, node.meta["specache_prelude"])

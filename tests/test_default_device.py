@@ -32,9 +32,7 @@ def meta_by_default() -> Iterator[None]:
         pytest.param(
             TinyConfig(repeat_kv="expand", softcap=4.0), {"policy": "kivi"}, marks=pytest.mark.nightly
         ),
-        pytest.param(
-            TinyConfig(window=9, window_layers=(1,)), {"on_miss": "refetch"}, marks=pytest.mark.nightly
-        ),
+        (TinyConfig(window=9, window_layers=(1,)), {"on_miss": "refetch"}),
         (TinyConfig(num_kv_heads=1, head_dim=16, latent_dim=12), {"kernel": "reference"}),
     ],
     ids=["kernel", "reference", "eager_attention", "window", "latent"],

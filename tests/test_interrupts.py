@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from support.cases import nightly_unless
 from support.zoo import SMALL, build, left_padded
 from torch import Tensor
 
@@ -48,9 +47,7 @@ class Timer:
             raise self.error("struck")
 
 
-@pytest.fixture(
-    params=nightly_unless(lambda error: error is KeyboardInterrupt, [KeyboardInterrupt, TimeoutError])
-)
+@pytest.fixture(params=[KeyboardInterrupt, TimeoutError])
 def timer(request: pytest.FixtureRequest) -> Iterator[Timer]:
     timer = Timer(request.param)
     before = signal.signal(signal.SIGALRM, timer.strike)

@@ -145,9 +145,7 @@ def test_low_bits_run_in_every_dtype(dtype: torch.dtype, policy: str) -> None:
 @pytest.mark.parametrize(
     ("name", "differ"),
     [
-        pytest.param(
-            "llama", [{"head_dim": 16}, {"head_dim": 32}, {"head_dim": 8}], marks=pytest.mark.nightly
-        ),
+        ("llama", [{"head_dim": 16}, {"head_dim": 32}, {"head_dim": 8}]),
         pytest.param(
             "llama",
             [{"head_dim": size, "attn_implementation": "eager"} for size in (16, 32)],

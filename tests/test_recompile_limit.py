@@ -133,7 +133,6 @@ def test_compiles_of_the_same_code_by_another_backend_find_room() -> None:
     )
 
 
-@pytest.mark.nightly
 def test_the_limit_holds_for_a_thread_for_each_request() -> None:
     """What a thread sets in Dynamo's config is that thread's alone, compiled versions are everyone's."""
     config._config["recompile_limit"].default = 3  # a new thread knows nothing of what this one has set

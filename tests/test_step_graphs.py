@@ -150,7 +150,7 @@ def test_plain_steps_launch_the_same_and_replayed_ones_give_their_bits(
 @pytest.mark.parametrize(
     ("shows", "options"),
     [
-        pytest.param(True, {"policy": "kivi", "bits": 4}, marks=pytest.mark.nightly),
+        (True, {"policy": "kivi", "bits": 4}),
         (False, {"on_miss": "refetch"}),
         pytest.param(True, {"bits": 16}, marks=pytest.mark.nightly),
         pytest.param(False, {"lookahead": "none"}, marks=pytest.mark.nightly),

@@ -36,9 +36,9 @@ def record_steps(step: Callable[[], object], steps: int = TRACED_STEPS) -> list[
 
 
 def parts_of(spans: Sequence[Span]) -> dict[str, float] | None:
-    """Milliseconds that a step spends in its graph ("decode step") and, of these, in what it does with caches.
+    """Milliseconds of a step: of its graph ("decode step"), and of the operators on caches that the graph calls.
 
-    The rest of the graph is products with weights and what lies between them; the rest of the step is Python.
+    The rest of the graph is products with weights and the model's other operations; the rest of the step is Python.
 
     Args:
         spans: Of steps; None is returned where there is none.
