@@ -68,11 +68,16 @@ struct Pairs {
 };
 #endif
 
-// COUNT rows of the weight, one behind the other, times ROWS rows of `rows`. With few sums, there are several of each,
-// so that no addition waits for the one before.
+// Few rows leave time: memory is what is waited for. A thread then reads places far apart, each from its start to its
+// end: the processor finds such streams itself, where they are in pages of their own. More rows are multiplied with rows
+// of the weight that lie one behind the other, and what comes next is asked for.
+constexpr int kMostRowsOfStreams = 4;
+
+// COUNT rows of the weight, `apart` rows from one to the next, times ROWS rows of `rows`. With few sums, there are several
+// of each, so that no addition waits for the one before.
 template <class How, int ROWS, int COUNT>
-inline void times(const typename How::Row* rows, const typename How::Weight* weight, int64_t in, void* out, int64_t at,
-                  int64_t out_stride) {
+inline void times(const typename How::Row* rows, const typename How::Weight* weight, int64_t in, int64_t apart, void* out,
+                  int64_t at, int64_t out_stride) {
   constexpr int kSums = ROWS * COUNT == 1 ? 4 : ROWS * COUNT <= 8 ? 2 : 1, kStep = How::kStep;
   constexpr Dtype dtype = sizeof(typename How::Weight) == 4 ? kFloat32 : kBFloat16;
   Floats sums[ROWS][COUNT][kSums] = {};
@@ -81,10 +86,8 @@ inline void times(const typename How::Row* rows, const typename How::Weight* wei
     for (int i = 0; i < kSums; i++) {
       typename How::Piece w[COUNT];
       for (int n = 0; n < COUNT; n++) {
-        w[n] = How::weight(weight + n * in + c + i * kStep);
-        // The next rows of the weight: a stream of its own each, which the processor would find too late. One row alone
-        // is read faster without.
-        if (ROWS > 1) __builtin_prefetch(weight + (COUNT + n) * in + c + i * kStep, 0, 2);
+        w[n] = How::weight(weight + n * apart * in + c + i * kStep);
+        if (ROWS > kMostRowsOfStreams) __builtin_prefetch(weight + (COUNT + n) * in + c + i * kStep, 0, 2);
       }
       for (int r = 0; r < ROWS; r++) {
         const typename How::Piece x = How::row(rows + r * in + c + i * kStep);
@@ -94,20 +97,20 @@ inline void times(const typename How::Row* rows, const typename How::Weight* wei
   for (; c + kStep <= in; c += kStep)
     for (int r = 0; r < ROWS; r++)
       for (int n = 0; n < COUNT; n++)
-        sums[r][n][0] = How::add(sums[r][n][0], How::weight(weight + n * in + c), How::row(rows + r * in + c));
+        sums[r][n][0] = How::add(sums[r][n][0], How::weight(weight + n * apart * in + c), How::row(rows + r * in + c));
   for (int r = 0; r < ROWS; r++)
     for (int n = 0; n < COUNT; n++) {
       for (int i = 1; i < kSums; i++) sums[r][n][0] += sums[r][n][i];
       float total = sum(sums[r][n][0]);
-      for (int64_t rest = c; rest < in; rest++) total += How::product(weight[n * in + rest], rows[r * in + rest]);
-      from_float(out, at + r * out_stride + n, total, dtype);
+      for (int64_t rest = c; rest < in; rest++) total += How::product(weight[n * apart * in + rest], rows[r * in + rest]);
+      from_float(out, at + r * out_stride + n * apart, total, dtype);
     }
 }
 
 // Rows of the weight at a time: reading `rows` for each takes as long as reading the weight. Sums, those rows' parts and
 // the weight's are to fit in registers.
 constexpr int count_of(int rows) {
-  const int most = (kLanes == 16 ? 24 : 12) / rows, wanted = rows == 1 && kLanes == 16 ? 8 : 4;
+  const int most = (kLanes == 16 ? 24 : 12) / rows, wanted = rows <= kMostRowsOfStreams && kLanes == 16 ? 8 : 4;
   return most < wanted ? most : wanted;
 }
 
@@ -115,10 +118,12 @@ constexpr int count_of(int rows) {
 template <class How, int ROWS>
 void pass(const typename How::Row* rows, const typename How::Weight* weight, int64_t in, int64_t first, int64_t end,
           void* out, int64_t at, int64_t out_stride) {
-  int64_t o = first;
-  for (constexpr int COUNT = count_of(ROWS); o + COUNT <= end; o += COUNT)
-    times<How, ROWS, COUNT>(rows, weight + o * in, in, out, at + o, out_stride);
-  for (; o < end; o++) times<How, ROWS, 1>(rows, weight + o * in, in, out, at + o, out_stride);
+  constexpr int COUNT = count_of(ROWS);
+  const int64_t turns = (end - first) / COUNT, rest = first + turns * COUNT;
+  const int64_t apart = ROWS > kMostRowsOfStreams ? 1 : turns, step = ROWS > kMostRowsOfStreams ? COUNT : 1;
+  for (int64_t turn = 0, o = first; turn < turns; turn++, o += step)
+    times<How, ROWS, COUNT>(rows, weight + o * in, in, apart, out, at + o, out_stride);
+  for (int64_t o = rest; o < end; o++) times<How, ROWS, 1>(rows, weight + o * in, in, 1, out, at + o, out_stride);
 }
 
 template <class How>
