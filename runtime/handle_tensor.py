@@ -59,6 +59,7 @@ _MOVING = (
     " squeeze flatten unflatten split chunk unbind flip roll cat concat concatenate stack type"
 )
 _LOOKS, _MOVES = frozenset(_LOOKING.split()), frozenset(_MOVING.split())
+_SIZES = frozenset((torch.Tensor.size, torch.Tensor.storage_offset))
 _JOINS = frozenset(("cat", "concat", "concatenate", "stack"))
 
 
@@ -84,6 +85,9 @@ class Handle(torch.Tensor):
             # Modes too: under one (`torch.set_default_device`) Dynamo would come back here without end.
             with torch._C.DisableTorchFunction():
                 return func(*args, **(kwargs or {}))
+        if func in _SIZES:  # what a compiled frame asks each handle for
+            with bare():
+                return func(*args)
         return _outside(func, args, kwargs or {})
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
@@ -129,8 +133,7 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
 
 def _outside(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     name = getattr(func, "__name__", str(func))
-    compiles = torch._guards.CompileContext.try_get() is not None  # Dynamo looks at a handle, for a guard
-    if name in _LOOKS or name.startswith("is_") or compiles:
+    if name in _LOOKS or name.startswith("is_") or _is_compiling():
         with bare():
             return func(*args, **kwargs)
     moves = name in _MOVES or name == "__get__"  # a property
@@ -151,6 +154,11 @@ def _outside(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str,
             if tensor.untyped_storage()._cdata != sources[0].untyped_storage()._cdata:
                 sources[0].lease.note_copy(tensor)
     return moved
+
+
+def _is_compiling() -> bool:
+    """Whether Dynamo looks at a handle, for a guard."""
+    return torch._guards.CompileContext.try_get() is not None
 
 
 def _is_nothing(source: Any) -> bool:

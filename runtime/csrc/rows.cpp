@@ -13,8 +13,8 @@ namespace {
 // Larger is better: the bits of a score that is not negative, then the lower position.
 using Key = uint64_t;
 
-constexpr int64_t kBlock = 32;  // scores that are looked at together
-constexpr int64_t kWorthAThread = 1 << 14;
+constexpr int64_t kBlock = 32, kSmallBlock = 8;  // scores that are looked at together
+constexpr int64_t kWorthAThread = 1 << 12;
 
 inline int32_t order_of(float score) {
   const float positive = score + 0.0f;  // -0 becomes 0
@@ -29,7 +29,8 @@ void keep_best(std::vector<Key>& keys, int64_t count) {
   keys.resize(count);
 }
 
-// The largest order of `count` <= kBlock scores; a whole block is a few instructions.
+// The largest order of `count` <= MOST scores; a whole block is a few instructions.
+template <int64_t MOST>
 inline int32_t block_maximum(const float* scores, int64_t count) {
   int32_t most = -1;
   for (int64_t i = 0; i < count; i++) most = std::max(most, order_of(scores[i]));
@@ -42,13 +43,15 @@ struct Scratch {
   std::vector<int32_t> maxima, sorted;  // of blocks
 };
 
-// Leaves the keys of the `top_k` best scores in `own`, or of all that are no padding, unsorted.
-void find_best(const float* scores, int64_t tokens, int64_t top_k, Scratch& own) {
-  const int64_t blocks = (tokens + kBlock - 1) / kBlock, whole = tokens / kBlock;
+// Leaves the keys of the `top_k` best scores in `own`, or of all that are no padding, unsorted. BLOCK scores at a time are
+// passed over where none of them can be among these.
+template <int64_t BLOCK>
+void find_best_by(const float* scores, int64_t tokens, int64_t top_k, Scratch& own) {
+  const int64_t blocks = (tokens + BLOCK - 1) / BLOCK, whole = tokens / BLOCK;
   own.keys.clear();
   own.maxima.resize(blocks);
-  for (int64_t b = 0; b < whole; b++) own.maxima[b] = block_maximum(scores + b * kBlock, kBlock);
-  if (whole < blocks) own.maxima[whole] = block_maximum(scores + whole * kBlock, tokens - whole * kBlock);
+  for (int64_t b = 0; b < whole; b++) own.maxima[b] = block_maximum<BLOCK>(scores + b * BLOCK, BLOCK);
+  if (whole < blocks) own.maxima[whole] = block_maximum<BLOCK>(scores + whole * BLOCK, tokens - whole * BLOCK);
   // So many blocks have a score that reaches it, so the chosen ones do, too. Below 0 they are padding.
   int32_t bar = 0;
   if (blocks > top_k) {
@@ -59,13 +62,21 @@ void find_best(const float* scores, int64_t tokens, int64_t top_k, Scratch& own)
   int64_t at_bar = 0;  // of those that equal it, the first ones suffice
   for (int64_t b = 0; b < blocks; b++) {
     if (own.maxima[b] < bar || (own.maxima[b] == bar && at_bar >= top_k)) continue;
-    for (int64_t i = b * kBlock; i < std::min((b + 1) * kBlock, tokens); i++) {
+    for (int64_t i = b * BLOCK; i < std::min((b + 1) * BLOCK, tokens); i++) {
       const int32_t order = order_of(scores[i]);
       if (order > bar || (order == bar && at_bar++ < top_k))
         own.keys.push_back(static_cast<Key>(order) << 32 | static_cast<uint32_t>(~i));
     }
   }
   if (static_cast<int64_t>(own.keys.size()) > top_k) keep_best(own.keys, top_k);
+}
+
+// Likewise, by blocks small enough that there are more than `top_k` of them.
+void find_best(const float* scores, int64_t tokens, int64_t top_k, Scratch& own) {
+  if (tokens >= 2 * top_k * kBlock)
+    find_best_by<kBlock>(scores, tokens, top_k, own);
+  else
+    find_best_by<kSmallBlock>(scores, tokens, top_k, own);
 }
 
 void choose(const float* scores, int64_t tokens, int64_t top_k, Scratch& own, int32_t* chosen) {
