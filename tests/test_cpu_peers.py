@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from transformers import DynamicCache
@@ -42,6 +43,29 @@ def test_peer_decodes_the_tokens_of_transformers(name: str, dtype: str, tmp_path
         token = out.logits[:, -1:].argmax(-1)
         wanted.append(token[:, 0].tolist())
     peer = CpuPeer(name, tmp_path, dtype, batch=2, kv_len=0, room=20, threads=2)
+    try:
+        assert peer.ask({"steps": 12})["tokens"] == wanted
+    finally:
+        peer.close()
+
+
+@with_peers
+@pytest.mark.nightly
+def test_llama_cpp_holds_its_prompt_again_and_again(tmp_path: Path) -> None:
+    model = SIZE.build(torch.float32, CPU)
+    model.save_pretrained(tmp_path)
+    prompt = torch.from_numpy(np.random.default_rng(0).integers(0, SIZE.vocab, 64))
+    cache = DynamicCache()
+    model(input_ids=prompt.expand(2, -1), past_key_values=cache, use_cache=True)
+    for layer in cache.layers:
+        layer.keys, layer.values = layer.keys.repeat(1, 1, 3, 1), layer.values.repeat(1, 1, 3, 1)
+        layer.keys, layer.values = layer.keys[:, :, :150], layer.values[:, :, :150]
+    token, wanted = torch.full((2, 1), 7), []
+    for _ in range(12):
+        out = model(input_ids=token, past_key_values=cache, use_cache=True)
+        token = out.logits[:, -1:].argmax(-1)
+        wanted.append(token[:, 0].tolist())
+    peer = CpuPeer("llama.cpp, f16 KV", tmp_path, "float32", batch=2, kv_len=150, room=20, threads=2)
     try:
         assert peer.ask({"steps": 12})["tokens"] == wanted
     finally:

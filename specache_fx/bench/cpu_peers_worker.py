@@ -11,8 +11,10 @@ greedy step its time, and a token a sequence.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
+import struct
 import sys
 import time
 from importlib.metadata import version
@@ -21,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-_CHUNK = 512  # tokens of a prompt at once
+_PROMPT = 64  # tokens that llama.cpp reads: its cache repeats them
 _FIRST = 7  # the token that comes first
 
 
@@ -85,7 +87,7 @@ class OpenVino:
 
 
 class LlamaCpp:
-    """A GGUF file, written once into the model's folder. Its cache is filled by a prompt, each sequence's own copy."""
+    """A GGUF file, written once into the model's folder. Its cache repeats a short prompt, each sequence's own copy."""
 
     packages = ("llama_cpp_python",)
 
@@ -104,7 +106,7 @@ class LlamaCpp:
         )
         settings = llama_cpp.llama_context_default_params()
         settings.n_ctx, settings.n_seq_max = batch * (kv_len + room), batch
-        settings.n_batch = settings.n_ubatch = max(_CHUNK, batch)
+        settings.n_batch = settings.n_ubatch = max(_PROMPT, batch)
         settings.n_threads = settings.n_threads_batch = threads
         # Without: with it this version takes three times as long at 16,384 tokens on a CPU.
         settings.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED
@@ -113,17 +115,27 @@ class LlamaCpp:
         self._context = llama_cpp.llama_init_from_model(self._model, settings)
         vocab = llama_cpp.llama_model_get_vocab(self._model)
         self._words = llama_cpp.llama_vocab_n_tokens(vocab)
-        self._rows = llama_cpp.llama_batch_init(max(_CHUNK, batch), 0, 1)
-        words = np.random.default_rng(0).integers(0, self._words, kv_len)
-        for start in range(0, kv_len, _CHUNK):
-            part = words[start : start + _CHUNK]
-            self._decode([(int(word), start + i, 0, False) for i, word in enumerate(part)])
-        memory = llama_cpp.llama_get_memory(self._context)
-        for row in range(1, batch):
-            llama_cpp.llama_memory_seq_cp(memory, 0, row, -1, -1)
+        self._rows = llama_cpp.llama_batch_init(max(_PROMPT, batch), 0, 1)
+        words = np.random.default_rng(0).integers(0, self._words, min(_PROMPT, kv_len))
+        if kv_len:
+            self._decode([(int(word), i, 0, False) for i, word in enumerate(words)])
+            self._fill(kv_len)
         self.tokens = [_FIRST] * batch
         dims = self._kv_dims(folder)
         self.device_bytes = 2 * batch * kv_len * dims
+
+    def _fill(self, kv_len: int) -> None:
+        """Give every sequence so many tokens, those of sequence 0 again and again: nobody has to read them."""
+        api, context = self._api, self._context
+        size = api.llama_state_seq_get_size(context, 0)
+        state = (ctypes.c_uint8 * size)()
+        if api.llama_state_seq_get_data(context, state, size, 0) != size:
+            raise RuntimeError("llama_state_seq_get_data gave another size")
+        grown = repeated(bytes(state), kv_len)
+        whole = (ctypes.c_uint8 * len(grown)).from_buffer(grown)
+        for row in range(self._batch):
+            if api.llama_state_seq_set_data(context, whole, len(grown), row) != len(grown):
+                raise RuntimeError(f"llama.cpp takes no cache of {kv_len} tokens for sequence {row}")
 
     def _kv_dims(self, folder: Path) -> int:
         config = json.loads((folder / "config.json").read_text())
@@ -145,6 +157,53 @@ class LlamaCpp:
         rows = (self._api.llama_get_logits_ith(self._context, row) for row in range(self._batch))
         self.tokens = [int(np.ctypeslib.as_array(logits, (self._words,)).argmax()) for logits in rows]
         self.kv_len += 1
+
+
+def repeated(state: bytes, kv_len: int) -> bytearray:
+    """A sequence's state of llama.cpp with its tokens again and again, at the positions 0 to `kv_len`.
+
+    It has two numbers of its format, a count of streams (the other ones are empty) and of tokens, of each token its
+    position and its one sequence, whether values lie channel by channel, and a count of layers; of each layer the
+    keys, then of each the values, with sizes.
+    """
+    at, grown = 0, bytearray()
+
+    def take(form: str) -> tuple[Any, ...]:
+        nonlocal at
+        fields = struct.unpack_from(f"={form}", state, at)
+        at += struct.calcsize(f"={form}")
+        return fields
+
+    def keep(form: str) -> tuple[Any, ...]:
+        fields = take(form)
+        grown.extend(struct.pack(f"={form}", *fields))
+        return fields
+
+    def repeat(rows: int, tokens: int, size: int) -> None:
+        nonlocal at
+        held = np.frombuffer(state, np.uint8, rows * tokens * size, at).reshape(rows, tokens, size)
+        at += held.size
+        grown.extend(held[:, np.arange(kv_len) % tokens].tobytes())
+
+    _, _, streams = keep("III")
+    (tokens,) = take("I")
+    if any(take("iIi") != (i, 1, 0) for i in range(tokens)):
+        raise RuntimeError("llama.cpp's state has another form than is known here")
+    grown.extend(struct.pack("=I", kv_len))
+    for i in range(kv_len):
+        grown.extend(struct.pack("=iIi", i, 1, 0))
+    by_channel, layers = keep("II")
+    for _ in range(layers):
+        repeat(1, tokens, keep("iQ")[1])
+    for _ in range(layers):
+        if by_channel:
+            _, size, channels = keep("iII")
+            repeat(channels, tokens, size)
+        else:
+            repeat(1, tokens, keep("iQ")[1])
+    if any(keep(f"{streams - 1}I")) or at != len(state):
+        raise RuntimeError("llama.cpp's state is longer than is known here")
+    return grown
 
 
 def write_gguf(folder: Path, file: Path, dtype: str) -> None:
