@@ -232,10 +232,17 @@ def test_speeds_in_the_readme_are_those_of_the_committed_runs() -> None:
 
 def test_peers_in_the_readme_are_those_of_the_committed_runs() -> None:
     readme = (ROOT / "README.md").read_text()
-    runs = [
-        json.loads((ROOT / "results" / f"peers_{name}.json").read_text())["results"]
-        for name in ("float32", "bfloat16", "batches")
-    ]
-    columns = [{row["name"]: row["median_ms"] for row in result["rows"]} for run in runs for result in run]
-    for name in set(columns[0]) - {"kcache"}:
-        assert f"| {name} | " + " | ".join(f"{column[name]:.1f}" for column in columns) + " |" in readme
+    columns = readme.split("| ms a step |", 1)[1].split("\n", 1)[0].strip(" |").split(" | ")
+    shapes = {
+        "float32": "4 layers, float32",
+        "bfloat16": "4 layers, bfloat16",
+        "batches": "4 layers, float32",
+        "smollm2": "SmolLM2's shape, bfloat16",
+        "1b": "1B, bfloat16",
+    }
+    for name, shape in shapes.items():
+        for result in json.loads((ROOT / "results" / f"peers_{name}.json").read_text())["results"]:
+            times = {row["name"]: row["median_ms"] for row in result["rows"]}
+            batch = "" if result["batch"] == 1 else f", batch {result['batch']}"
+            label = f"| {shape}{batch}, {result['kv_len']:,} tokens | "
+            assert label + " | ".join(f"{times[column]:.1f}" for column in columns) + " |" in readme

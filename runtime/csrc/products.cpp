@@ -23,6 +23,7 @@ struct SpecacheProducts {
 namespace specache {
 
 constexpr int kPassRows = 8;                      // multiplied at once; sums of more don't fit in registers
+constexpr int64_t kNearBytes = 24 << 10;          // of rows that stay in the nearest cache beside the weights
 constexpr int64_t kMostTaskBytes = 1 << 17;       // of weights, or a few rows: they stay near for each pass
 constexpr int64_t kLeastTaskBytes = 1 << 14, kTasksAThread = 8;
 
@@ -69,8 +70,8 @@ struct Pairs {
 #endif
 
 // Few rows leave time: memory is what is waited for. A thread then reads places far apart, each from its start to its
-// end: the processor finds such streams itself, where they are in pages of their own. More rows are multiplied with rows
-// of the weight that lie one behind the other, and what comes next is asked for.
+// end, in pages of its own: the processor finds such streams, and asks for what comes next. More rows are multiplied with
+// rows of the weight that lie one behind the other. It finds no stream among those, and the next ones are asked for here.
 constexpr int kMostRowsOfStreams = 4;
 
 // COUNT rows of the weight, `apart` rows from one to the next, times ROWS rows of `rows`. With few sums, there are several
@@ -129,10 +130,13 @@ void pass(const typename How::Row* rows, const typename How::Weight* weight, int
 template <class How>
 void passes(const typename How::Row* rows, int64_t num_rows, const typename How::Weight* weight, int64_t in, int64_t first,
             int64_t end, void* out, int64_t out_stride) {
-  for (int64_t r = 0; r < num_rows; r += kPassRows) {
+  const int64_t most = num_rows < kPassRows ? num_rows : kPassRows;
+  const bool are_near = most * in * static_cast<int64_t>(sizeof(typename How::Row)) <= kNearBytes;
+  const int64_t at_once = are_near ? kPassRows : kMostRowsOfStreams;
+  for (int64_t r = 0; r < num_rows; r += at_once) {
     const typename How::Row* from = rows + r * in;
-    const int64_t at = r * out_stride;
-    switch (num_rows - r) {
+    const int64_t at = r * out_stride, left = num_rows - r;
+    switch (left < at_once ? left : at_once) {
       case 1: pass<How, 1>(from, weight, in, first, end, out, at, out_stride); break;
       case 2: pass<How, 2>(from, weight, in, first, end, out, at, out_stride); break;
       case 3: pass<How, 3>(from, weight, in, first, end, out, at, out_stride); break;
