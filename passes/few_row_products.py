@@ -12,7 +12,8 @@ Tokens that follow a cache may be few, too: a question about a document. Their n
 the operator takes all products of such a graph, `linear(x, w, b)` with x `[batch, q_len, in]`, and leaves many rows to
 BLAS. A prompt keeps its products: arithmetic bounds them.
 
-It matches float32 on the CPU, and bfloat16 without a bias; weights that lie row by row.
+It matches float32 on the CPU, and bfloat16 without a bias; weights that lie row by row. In a decode step it also
+matches weights in int8. torchao converts them to the rows' dtype, multiplies, and scales the results.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def few_row_products(gm: GraphModule, state: PassState) -> GraphModule:
         if not _fits(node):
             continue
         rows, weight, _ = _operands(node)
-        same = (writes, _viewed(rows), *map(str, value_of(rows).shape))
+        same = (writes, _viewed(rows), value_of(weight).dtype, *map(str, value_of(rows).shape))
         # A weight that is computed is not there yet where another product of these rows is.
         groups[same if weight.op == "placeholder" else (*same, node)].append(node)
     if groups:
@@ -77,6 +78,8 @@ def _replace(gm: GraphModule, products: list[Node]) -> None:
         node.replace_all_uses_with(whole)
         graph.erase_node(node)
         for transposed in list(weight.users):
+            for converted in list(transposed.users):
+                erase_unused(converted, (aten._to_copy.default,))
             erase_unused(transposed, (aten.t.default,))
         erase_unused(rows, _VIEWS)
 
@@ -88,8 +91,14 @@ def _operands(node: Node) -> tuple[Any, Any, Any]:
     else:
         *biases, rows, matrix = node.args
         bias = biases[0] if biases else None
+        if isinstance(matrix, Node) and matrix.target is aten._to_copy.default and _is_int8(matrix.args[0]):
+            matrix = matrix.args[0]  # each number of int8 is one of bfloat16
         weight = matrix.args[0] if isinstance(matrix, Node) and matrix.target is aten.t.default else None
     return rows, weight, bias
+
+
+def _is_int8(node: Any) -> bool:
+    return isinstance(node, Node) and value_of(node).dtype is torch.int8
 
 
 def _viewed(node: Node) -> Node:
@@ -109,7 +118,9 @@ def _fits(node: Node) -> bool:
     x, w = value_of(rows), value_of(weight)
     if is_traceable_wrapper_subclass(w):  # quantised: it has products of its own
         return False
-    if x.device.type != "cpu" or x.dtype not in DTYPES or w.dtype is not x.dtype or not w.is_contiguous():
+    if x.device.type != "cpu" or x.dtype not in DTYPES or w.dtype not in (x.dtype, torch.int8):
+        return False
+    if not w.is_contiguous():
         return False
     few = 0 < x.shape[0] <= MAX_ROWS if node.target is not F.linear else w.dim() == 2 <= x.dim()
     # With a bias, bfloat16 would be rounded twice.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -146,6 +147,9 @@ def decode_command(
     kv_heads: Annotated[int, typer.Option(min=1, help="Key/value heads.")] = 4,
     head_dim: Annotated[int, typer.Option(min=1, help="Channels.")] = 64,
     vocab: Annotated[int, typer.Option(min=8, help="Words.")] = 4096,
+    int8: Annotated[
+        bool, typer.Option("--int8", help="Weights of linear layers in int8, by torchao; no peers.")
+    ] = False,
     bits: Widths = None,
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "float32",
     rounds: Annotated[int, typer.Option(min=1, help="Turns of each method.")] = 8,
@@ -171,6 +175,10 @@ def decode_command(
             raise ConfigError(f"--heads {heads} is no multiple of --kv-heads {kv_heads}.")
         if trace is not None and (trace.is_dir() or not trace.absolute().parent.is_dir()):
             raise ConfigError(f"--trace {trace}: give a file in a folder that exists.")
+        if int8 and peers:
+            raise ConfigError("--int8 has no --peers: their weights would be others. Leave one of them out.")
+        if int8 and find_spec("torchao") is None:
+            raise ConfigError("--int8 needs torchao. Install it with `pip install torchao`.")
         console, results = Console(), []
         with _progress(console) as progress, quiet(threads):
             import torch
@@ -183,7 +191,7 @@ def decode_command(
             others = _peers(where, dtype) if peers else ()
             origin = provenance(where)  # the commit from before a trace is written
             check_options(chosen)
-            size = ModelSize(layers, hidden, intermediate, heads, kv_heads, head_dim, vocab)
+            size = ModelSize(layers, hidden, intermediate, heads, kv_heads, head_dim, vocab, int8)
             cases = [(b, length) for length in context or [256, 16384] for b in batch or [1]]
             task = progress.add_task("building", total=len(cases) * (len(chosen) + len(others) + rounds))
             for sequences, length in cases:

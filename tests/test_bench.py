@@ -120,10 +120,14 @@ def test_decode_writes_where_its_numbers_come_from(tmp_path: Path) -> None:
         "1",
         "--bits",
         "2",
+        "--int8",
     ]
     done = CliRunner().invoke(app, [*command, "--device", "cpu", "--json", str(file)])
     assert done.exit_code == 0, done.output
     report = json.loads(file.read_text())
+    (result,) = report["results"]
+    linear = (2 * 64 + 2 * 64 * 2 + 3 * 16) * 32 + 16 * 32  # an element is a byte; a scale a row beside it
+    assert result["size"]["int8"] and linear < result["weight_bytes"] < 2 * linear
     assert report["command"].startswith("specache-fx") and {"commit", "device", "versions"} < report.keys()
 
 
@@ -133,6 +137,7 @@ def test_decode_writes_where_its_numbers_come_from(tmp_path: Path) -> None:
         (["attention", "--heads", "3", "--kv-heads", "2"], "is no multiple of"),
         (["decode", "--bits", "3"], "choose one of"),
         (["decode", "--dtype", "int8"], "choose one of"),
+        (["decode", "--int8", "--peers"], "--int8 has no --peers"),
         (["decode", "--trace", "missing/trace.json"], "give a file in a folder that exists"),
         (["decode", "--json", "missing/file.json"], "give a file in a folder that exists"),
     ],

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from support.cases import nightly_unless
 from support.zoo import SMALL, build
 from torch import nn
+from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
 import specache_fx
 from specache_fx.runtime import cpu_recorder, ops  # noqa: F401  (ops defines the operators)
@@ -24,10 +25,13 @@ OPTIONS = SMALL | {"lowering": "inductor", "bits": 2}
 STEPS = 40
 
 
-def model(**options: Any) -> Any:
+def model(int8: bool = False, **options: Any) -> Any:
     torch._dynamo.reset()
     torch.manual_seed(0)
-    return specache_fx.compile(build("llama"), **(OPTIONS | options))
+    made = build("llama")
+    if int8:
+        quantize_(made, Int8WeightOnlyConfig())
+    return specache_fx.compile(made, **(OPTIONS | options))
 
 
 def tokens(count: int) -> torch.Tensor:
@@ -72,8 +76,8 @@ def history(decoder: nn.Module, padding: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("options", "padding"),
-    nightly_unless(lambda case: case[1] == 0, [({}, 0), ({"on_miss": "refetch"}, 3)]),
-    ids=["recover", "refetch, padded"],
+    nightly_unless(lambda case: case[1] == 0, [({}, 0), ({"int8": True}, 0), ({"on_miss": "refetch"}, 3)]),
+    ids=["recover", "weights in int8", "refetch, padded"],
 )
 def test_replayed_steps_give_the_bits_of_those_that_ran(options: dict[str, Any], padding: int) -> None:
     replayed, ran = history(model(**options), padding), history(model(**options, cuda_graphs=False), padding)

@@ -20,16 +20,20 @@ using specache::empty;
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
+bool are_int8(const std::vector<Tensor>& weights) {
+  return !weights.empty() && weights[0].scalar_type() == ScalarType::Char;
+}
+
 void check(const Tensor& rows, const std::vector<Tensor>& weights) {
-  const ScalarType dtype = rows.scalar_type();
+  const ScalarType dtype = rows.scalar_type(), wanted = are_int8(weights) ? ScalarType::Char : dtype;
   STD_TORCH_CHECK(dtype == ScalarType::Float || dtype == ScalarType::BFloat16,
                   "specache::products: rows are neither float32 nor bfloat16");
   const int64_t in = rows.dim() < 2 ? 0 : rows.size(-1);
   STD_TORCH_CHECK(in > 0, "specache::products: rows are to be [..., in]");
   for (const Tensor& weight : weights)
-    STD_TORCH_CHECK(weight.dim() == 2 && weight.size(1) == in && weight.scalar_type() == dtype &&
+    STD_TORCH_CHECK(weight.dim() == 2 && weight.size(1) == in && weight.scalar_type() == wanted &&
                         weight.is_contiguous(),
-                    "specache::products: a weight is to be [out, in], contiguous, of the dtype of the rows");
+                    "specache::products: a weight is to be [out, in], contiguous, of the dtype of the rows; or all int8");
 }
 
 // The calls of `specache_products` that compute `results`, for up to kMaxWeights weights each. `rows` are contiguous.
@@ -38,7 +42,7 @@ std::vector<SpecacheProducts> calls_for(const Tensor& rows, const std::vector<Te
   const int64_t in = rows.size(-1);
   std::vector<SpecacheProducts> calls;
   for (size_t first = 0; first < weights.size(); first += kMaxWeights) {
-    SpecacheProducts p = {rows.numel() / in, in, rows.scalar_type() == ScalarType::BFloat16};
+    SpecacheProducts p = {rows.numel() / in, in, rows.scalar_type() == ScalarType::BFloat16, are_int8(weights)};
     p.rows = rows.data_ptr();
     p.num_weights = std::min<int64_t>(weights.size() - first, kMaxWeights);
     for (int64_t i = 0; i < p.num_weights; i++) {
@@ -63,7 +67,8 @@ std::vector<Tensor> products(Tensor rows, std::vector<Tensor> weights) {
   const int64_t num_rows = rows.numel() / rows.size(-1);
   if (num_rows < 1 || num_rows > kMaxRows) {
     for (const Tensor& weight : weights)
-      results.push_back(torch::stable::matmul(rows, torch::stable::transpose(weight, 0, 1)));
+      results.push_back(torch::stable::matmul(
+          rows, torch::stable::transpose(torch::stable::to(weight, rows.scalar_type()), 0, 1)));
     return results;
   }
   const Tensor packed = rows.is_contiguous() ? rows : torch::stable::contiguous(rows);

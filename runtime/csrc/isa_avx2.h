@@ -30,6 +30,11 @@ inline void dot(Sums& sums, Ints codes, Ints factors) {
 
 inline Ints total(Sums sums) { return (Ints)_mm256_madd_epi16(sums, _mm256_set1_epi16(1)); }
 
+// A lane for each of kLanes signed bytes.
+inline Ints load_bytes(const int8_t* from) {
+  return (Ints)_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)));
+}
+
 inline float sum(Floats v) {
   const __m128 four = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
   const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));

@@ -33,6 +33,11 @@ inline void dot(Sums& sums, Ints codes, Ints factors) {
 
 inline Ints total(Sums sums) { return (Ints)sums; }
 
+// A lane for each of kLanes signed bytes.
+inline Ints load_bytes(const int8_t* from) {
+  return (Ints)_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+}
+
 inline float sum(Floats v) { return _mm512_reduce_add_ps(v); }
 inline float largest(Floats v) { return _mm512_reduce_max_ps(v); }
 

@@ -29,6 +29,9 @@ inline Ints total(Sums sums) {
   return ((Ints)(pairs << 16) >> 16) + (pairs >> 16);
 }
 
+// A lane for each of kLanes signed bytes.
+inline Ints load_bytes(const int8_t* from) { return Ints{from[0], from[1], from[2], from[3]}; }
+
 inline float sum(Floats v) { return (v[0] + v[1]) + (v[2] + v[3]); }
 inline float largest(Floats v) {
   const float a = v[0] > v[1] ? v[0] : v[1], b = v[2] > v[3] ? v[2] : v[3];

@@ -11,7 +11,8 @@ extern "C" {
 constexpr int kMaxRows = 32, kMaxWeights = 8;
 
 struct SpecacheProducts {
-  int64_t num_rows, in, bfloat16;  // 1 to kMaxRows rows; all of one dtype
+  int64_t num_rows, in, bfloat16;  // 1 to kMaxRows rows; they and the results are in bfloat16, or in float32
+  int64_t int8;                    // weights are; else they are as the rows
   int64_t num_weights, threads;
   const void* rows;                  // [num_rows][in]
   const void* weights[kMaxWeights];  // [out[i]][in] each
@@ -33,6 +34,7 @@ struct Float32 {
   typedef float Row;
   typedef Floats Piece;
   static constexpr int kStep = kLanes;
+  static constexpr Dtype kResult = kFloat32;
   static Piece weight(const float* from) { return load_floats(from); }
   static Piece row(const float* from) { return load_floats(from); }
   static Floats add(Floats sums, Piece weight, Piece row) { return sums + weight * row; }
@@ -45,12 +47,27 @@ struct Widened {
   typedef float Row;
   typedef Floats Piece;
   static constexpr int kStep = kLanes;
+  static constexpr Dtype kResult = kBFloat16;
   static Piece weight(const uint16_t* from) {
     return (Floats)(__builtin_convertvector(load<HalfVector>(from), Ints) << 16);
   }
   static Piece row(const float* from) { return load_floats(from); }
   static Floats add(Floats sums, Piece weight, Piece row) { return sums + weight * row; }
   static float product(uint16_t weight, float row) { return bits_to_float(uint32_t{weight} << 16) * row; }
+};
+
+// Weights in int8, without their scales; rows in float32, or widened to it.
+template <Dtype RESULT>
+struct Int8 {
+  typedef int8_t Weight;
+  typedef float Row;
+  typedef Floats Piece;
+  static constexpr int kStep = kLanes;
+  static constexpr Dtype kResult = RESULT;
+  static Piece weight(const int8_t* from) { return to_floats(load_bytes(from)); }
+  static Piece row(const float* from) { return load_floats(from); }
+  static Floats add(Floats sums, Piece weight, Piece row) { return sums + weight * row; }
+  static float product(int8_t weight, float row) { return static_cast<float>(weight) * row; }
 };
 
 #if defined(__AVX512BF16__)
@@ -60,6 +77,7 @@ struct Pairs {
   typedef uint16_t Row;
   typedef __m512bh Piece;
   static constexpr int kStep = 2 * kLanes;
+  static constexpr Dtype kResult = kBFloat16;
   static Piece weight(const uint16_t* from) { return (__m512bh)load<Ints>(from); }
   static Piece row(const uint16_t* from) { return weight(from); }
   static Floats add(Floats sums, Piece weight, Piece row) { return _mm512_dpbf16_ps(sums, weight, row); }
@@ -80,7 +98,6 @@ template <class How, int ROWS, int COUNT>
 inline void times(const typename How::Row* rows, const typename How::Weight* weight, int64_t in, int64_t apart, void* out,
                   int64_t at, int64_t out_stride) {
   constexpr int kSums = ROWS * COUNT == 1 ? 4 : ROWS * COUNT <= 8 ? 2 : 1, kStep = How::kStep;
-  constexpr Dtype dtype = sizeof(typename How::Weight) == 4 ? kFloat32 : kBFloat16;
   Floats sums[ROWS][COUNT][kSums] = {};
   int64_t c = 0;
   for (; c + kSums * kStep <= in; c += kSums * kStep)
@@ -104,7 +121,7 @@ inline void times(const typename How::Row* rows, const typename How::Weight* wei
       for (int i = 1; i < kSums; i++) sums[r][n][0] += sums[r][n][i];
       float total = sum(sums[r][n][0]);
       for (int64_t rest = c; rest < in; rest++) total += How::product(weight[n * apart * in + rest], rows[r * in + rest]);
-      from_float(out, at + r * out_stride + n * apart, total, dtype);
+      from_float(out, at + r * out_stride + n * apart, total, How::kResult);
     }
 }
 
@@ -152,7 +169,7 @@ void passes(const typename How::Row* rows, int64_t num_rows, const typename How:
 // Calls `part(i, first, end)` for all outputs of each weight i, `multiple` of them at a time or more, on all threads.
 template <class Part>
 void share_out(const SpecacheProducts& p, int64_t multiple, const Part& part) {
-  const int64_t row_bytes = p.in * (p.bfloat16 ? 2 : 4);
+  const int64_t row_bytes = p.in * (p.int8 ? 1 : p.bfloat16 ? 2 : 4);
   int64_t outs = 0, num_tasks = 0, starts[kMaxWeights];
   for (int64_t i = 0; i < p.num_weights; i++) outs += p.out[i];
   int64_t bytes = outs * row_bytes / (p.threads * kTasksAThread);
@@ -183,6 +200,12 @@ void multiply(const SpecacheProducts& p, const typename How::Row* rows) {
   });
 }
 
+inline std::unique_ptr<float[]> widened(const SpecacheProducts& p) {
+  std::unique_ptr<float[]> floats(new float[p.num_rows * p.in]);
+  to_float(floats.get(), p.rows, p.num_rows * p.in, kBFloat16);
+  return floats;
+}
+
 inline void multiply_bfloat16(const SpecacheProducts& p) {
   const uint16_t* rows = static_cast<const uint16_t*>(p.rows);
 #if defined(SPECACHE_TILES)
@@ -197,9 +220,7 @@ inline void multiply_bfloat16(const SpecacheProducts& p) {
 #if defined(__AVX512BF16__)
   multiply<Pairs>(p, rows);
 #else
-  const std::unique_ptr<float[]> floats(new float[p.num_rows * p.in]);
-  to_float(floats.get(), rows, p.num_rows * p.in, kBFloat16);
-  multiply<Widened>(p, floats.get());
+  multiply<Widened>(p, widened(p).get());
 #endif
 }
 
@@ -217,7 +238,11 @@ bool specache_has_tiles() {
 }
 
 void specache_products(const SpecacheProducts* p) {
-  if (p->bfloat16)
+  if (p->int8 && p->bfloat16)
+    specache::multiply<specache::Int8<specache::kBFloat16>>(*p, specache::widened(*p).get());
+  else if (p->int8)
+    specache::multiply<specache::Int8<specache::kFloat32>>(*p, static_cast<const float*>(p->rows));
+  else if (p->bfloat16)
     specache::multiply_bfloat16(*p);
   else
     specache::multiply<specache::Float32>(*p, static_cast<const float*>(p->rows));

@@ -17,12 +17,13 @@ def by_blas(rows: torch.Tensor, weights: Sequence[torch.Tensor]) -> list[torch.T
     BLAS takes a weight times a few columns for a pass over the weight, and rows for a general product.
 
     Args:
-        rows: `[..., in]`.
-        weights: `[out, in]` each.
+        rows: `[..., in]`, float32 or bfloat16.
+        weights: `[out, in]` each, of the rows' dtype; or all int8, without their scales.
 
     Returns:
         `[..., out]` each, contiguous.
     """
+    weights = [weight.to(rows.dtype) for weight in weights]
     if rows.dim() != 2 or len(rows) == 1 or len(rows) > _FEW:
         return [rows @ weight.t() for weight in weights]
     return [(weight @ rows.t()).t().contiguous() for weight in weights]

@@ -39,6 +39,7 @@ class ModelSize:
         num_kv_heads: Key/value heads.
         head_dim: Channels.
         vocab: Words.
+        int8: Weights of its linear layers are in int8, by torchao.
     """
 
     layers: int = 4
@@ -48,6 +49,7 @@ class ModelSize:
     num_kv_heads: int = 4
     head_dim: int = 64
     vocab: int = 4096
+    int8: bool = False
 
     def build(self, dtype: torch.dtype, device: torch.device) -> LlamaForCausalLM:
         """The model, the same weights each time."""
@@ -63,7 +65,12 @@ class ModelSize:
             max_position_embeddings=1 << 20,
         )
         with torch.device(device):
-            return LlamaForCausalLM(config).to(dtype).eval().requires_grad_(False)
+            model = LlamaForCausalLM(config).to(dtype).eval().requires_grad_(False)
+        if self.int8:
+            from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+            quantize_(model, Int8WeightOnlyConfig())
+        return model
 
 
 class Decoder:
@@ -223,7 +230,7 @@ def bench_decode(
             compile_s[name] = time.perf_counter() - start
             turns[name] = others[name].steps
         timings = take_turns(turns, rounds, steps, on_round=lambda: on_method("measuring"))
-    weights = sum(p.nbytes for p in model.parameters()) - model.get_input_embeddings().weight.nbytes
+    weights = sum(map(tensor_bytes, model.parameters())) - model.get_input_embeddings().weight.nbytes
     rows = []
     for name, timing in timings.items():
         if name in others:

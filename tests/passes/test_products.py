@@ -59,6 +59,31 @@ def test_products_of_the_same_few_rows_are_one_call() -> None:
     torch.testing.assert_close(gm(*inputs), two(*inputs))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_int8_weights_are_read_as_they_are(dtype: torch.dtype) -> None:
+    def scaled(x: Tensor, w: Tensor, v: Tensor, s: Tensor, u: Tensor) -> tuple[Tensor, ...]:
+        return x.mm(w.t().to(x.dtype)) * s, x.mm(v.t().to(x.dtype)), x.mm(u.t())
+
+    w, v = torch.randint(-128, 128, (16, 5)).to(torch.int8), torch.randint(-128, 128, (3, 5)).to(torch.int8)
+    inputs = (
+        torch.randn(2, 5, dtype=dtype),
+        w,
+        v,
+        torch.rand(16, dtype=dtype),
+        torch.randn(4, 5, dtype=dtype),
+    )
+    gm = few_row_products(traced(scaled, *inputs), STATE)
+    assert calls(gm) == [
+        "products = products(x_1, [w_1, v_1])",
+        "product = getitem(products, 0)",
+        "product_1 = getitem(products, 1)",
+        "mul = mul(product, s_1)",
+        "products_1 = products(x_1, [u_1])",
+        "product_2 = getitem(products_1, 0)",
+    ]
+    torch.testing.assert_close(gm(*inputs), scaled(*inputs))
+
+
 def test_weight_that_is_computed_after_another_product_has_a_call_of_its_own() -> None:
     def chained(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
         return x.mm(w.t()) + x.mm((v * x.mm(w.t()).sum()).t())

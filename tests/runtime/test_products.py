@@ -49,14 +49,19 @@ def check(rows: Tensor, weights: list[Tensor], got: list[Tensor]) -> None:
     | st.integers(1, 12).map(lambda n: 32 * n),  # tiles are of 32
     outs=st.lists(st.integers(1, 90), min_size=1, max_size=c_products.MAX_WEIGHTS),
     dtype=st.sampled_from(products.DTYPES),
+    int8=st.booleans(),
     seed=st.integers(0, 99),
 )
 def test_products_are_those_of_float64(
-    instruction_set: str, count: int, width: int, outs: list[int], dtype: torch.dtype, seed: int
+    instruction_set: str, count: int, width: int, outs: list[int], dtype: torch.dtype, int8: bool, seed: int
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
     rows = torch.randn(count, width, generator=generator).to(dtype)
     weights = [torch.randn(out, width, generator=generator).to(dtype) for out in outs]
+    if int8:
+        weights = [
+            torch.randint(-128, 128, weight.shape, generator=generator).to(torch.int8) for weight in weights
+        ]
     check(rows, weights, c_products.multiply(instruction_set, rows, weights))
 
 
@@ -77,6 +82,16 @@ def test_large_weights_are_shared_out_among_threads(width: int, count: int, dtyp
     check(rows, weights, results[0])
     for others in results[1:]:
         assert all(map(torch.equal, results[0], others))
+
+
+@pytest.mark.parametrize("count", [1, 2, products.MAX_ROWS + 1])
+def test_int8_weights_in_an_operator(count: int) -> None:
+    rows, weights = (
+        torch.randn(count, 40),
+        [torch.randint(-128, 128, (n, 40)).to(torch.int8) for n in (7, 64)],
+    )
+    check(rows, weights, multiply(rows, weights))
+    check(rows, weights, products.by_blas(rows, weights))
 
 
 @pytest.mark.parametrize("count", [1, 2])
@@ -118,6 +133,7 @@ torch.testing.assert_close(multiply(rows, weights), by_blas)
         (torch.ones(2, 0), torch.ones(3, 0), r"\[\.\.\., in\]"),
         (torch.ones(2, 4), torch.ones(3, 5), r"\[out, in\]"),
         (torch.ones(2, 4), torch.ones(4, 3).t(), "contiguous"),
+        (torch.ones(2, 4, dtype=torch.float64), torch.ones(3, 4, dtype=torch.int8), "neither float32"),
         (torch.ones(2, 4), torch.ones(3, 4, dtype=torch.bfloat16), "dtype of the rows"),
     ],
 )

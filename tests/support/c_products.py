@@ -17,7 +17,7 @@ class _ProductsC(ctypes.Structure):
     """`SpecacheProducts` of products.cpp."""
 
     _fields_ = (
-        *((name, _i64) for name in ("num_rows", "in", "bfloat16", "num_weights", "threads")),
+        *((name, _i64) for name in ("num_rows", "in", "bfloat16", "int8", "num_weights", "threads")),
         ("rows", _address),
         ("weights", _address * MAX_WEIGHTS),
         ("out", _i64 * MAX_WEIGHTS),
@@ -44,6 +44,7 @@ def multiply(
         *(
             *rows.shape,
             rows.dtype is torch.bfloat16,
+            weights[0].dtype is torch.int8,
             len(weights),
             torch.get_num_threads(),
             rows.data_ptr(),
