@@ -9,10 +9,11 @@ import subprocess
 import sys
 import textwrap
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from configparser import ConfigParser
 from importlib.metadata import entry_points
 from pathlib import Path
+from typing import Any
 
 import pytest
 from packaging.requirements import Requirement
@@ -230,19 +231,43 @@ def test_speeds_in_the_readme_are_those_of_the_committed_runs() -> None:
     assert f"takes {here:.1f} times less than transformers here" in readme.replace("\n", " ")
 
 
+PEER_RUNS = {
+    "float32": "4 layers, float32",
+    "bfloat16": "4 layers, bfloat16",
+    "batches": "4 layers, float32",
+    "smollm2": "SmolLM2's shape, bfloat16",
+    "1b": "1B, bfloat16",
+}
+"""Of `results/peers_*.json`, what the tables call the model."""
+
+
+def _peer_line(shape: str, result: dict[str, Any], times: Iterable[float]) -> str:
+    batch = "" if result["batch"] == 1 else f", batch {result['batch']}"
+    return f"| {shape}{batch}, {result['kv_len']:,} tokens | " + " | ".join(f"{ms:.1f}" for ms in times) + " |"
+
+
 def test_peers_in_the_readme_are_those_of_the_committed_runs() -> None:
     readme = (ROOT / "README.md").read_text()
     columns = readme.split("| ms a step |", 1)[1].split("\n", 1)[0].strip(" |").split(" | ")
-    shapes = {
-        "float32": "4 layers, float32",
-        "bfloat16": "4 layers, bfloat16",
-        "batches": "4 layers, float32",
-        "smollm2": "SmolLM2's shape, bfloat16",
-        "1b": "1B, bfloat16",
-    }
-    for name, shape in shapes.items():
+    for name, shape in PEER_RUNS.items():
         for result in json.loads((ROOT / "results" / f"peers_{name}.json").read_text())["results"]:
             times = {row["name"]: row["median_ms"] for row in result["rows"]}
-            batch = "" if result["batch"] == 1 else f", batch {result['batch']}"
-            label = f"| {shape}{batch}, {result['kv_len']:,} tokens | "
-            assert label + " | ".join(f"{times[column]:.1f}" for column in columns) + " |" in readme
+            assert _peer_line(shape, result, map(times.__getitem__, columns)) in readme
+
+
+def test_parts_of_a_step_in_the_docs_are_those_of_the_committed_runs() -> None:
+    docs = (ROOT / "docs" / "architecture.md").read_text()
+    for name, shape in PEER_RUNS.items():
+        for result in json.loads((ROOT / "results" / f"peers_{name}.json").read_text())["results"]:
+            rows = {row["name"]: row for row in result["rows"]}
+            ours, kivi = rows["specache 2-bit"], rows["kivi 2-bit"]
+            parts = ours["parts_ms"]
+            times = (
+                ours["median_ms"],
+                ours["floor_ms"],
+                parts["decode step"],
+                parts["attention"],
+                kivi["parts_ms"]["attention"],
+            )
+            if result["batch"] == 1:
+                assert _peer_line(shape, result, times) in docs

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from statistics import median
 
 import torch
 
@@ -41,15 +42,18 @@ def parts_of(spans: Sequence[Span]) -> dict[str, float] | None:
     The rest of the graph is products with weights and the model's other operations; the rest of the step is Python.
 
     Args:
-        spans: Of steps; None is returned where there is none.
+        spans: Of steps, of which the median counts; None is returned where there is none.
     """
-    steps = sum(span.name == "decode step" for span in spans)
+    steps = [span for span in spans if span.name == "decode step"]
     if not steps:
         return None
-    return {
-        name: 1e3 * sum(span.stop - span.start for span in spans if span.name == name) / steps
-        for name in ("decode step", "attention", "append", "select", "start prefetch", "wait for prefetch")
-    }
+    names = ("decode step", "attention", "append", "select", "start prefetch", "wait for prefetch")
+    return {name: 1e3 * median(_seconds_in(step, name, spans) for step in steps) for name in names}
+
+
+def _seconds_in(step: Span, name: str, spans: Sequence[Span]) -> float:
+    inside = (span for span in spans if span.name == name and step.start <= span.start < step.stop)
+    return sum(span.stop - span.start for span in inside)
 
 
 def hidden_share(spans: Sequence[Span]) -> float | None:
