@@ -18,8 +18,14 @@ from specache_fx.passes.graph_utils import shape_of, value_of
 # Products of each token with its own expert's weight, over tokens sorted by expert: transformers' own operator, and
 # PyTorch's, which transformers takes where it can run.
 _GROUPED = ("transformers::grouped_mm_fallback", "aten::_grouped_mm")
-# Products of rows with a packed weight of 4 or 8 bits.
-_PACKED = ("aten::_weight_int4pack_mm", "aten::_weight_int4pack_mm_for_cpu", "aten::_weight_int8pack_mm")
+# Products of rows with a packed weight of 4 or 8 bits; of rows in int8 with a weight in int8. For a single row of the
+# latter, as a lane of batch 1 has, torch 2.13 computes garbage on the CPU where Inductor gives it strides (0, 1).
+_PACKED = (
+    "aten::_weight_int4pack_mm",
+    "aten::_weight_int4pack_mm_for_cpu",
+    "aten::_weight_int8pack_mm",
+    "aten::_int_mm",
+)
 
 
 def register_batching_rules() -> None:

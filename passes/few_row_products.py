@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -42,14 +42,16 @@ _VIEWS = (aten.view.default, aten._unsafe_view.default)
 def few_row_products(gm: GraphModule, state: PassState) -> GraphModule:
     """Make one call of all products of the same few rows."""
     groups: dict[tuple[object, ...], list[Node]] = defaultdict(list)
-    writes = 0
+    writes, written_before = 0, dict[Node, int]()
     linear = (F.linear,) if state.phase is Phase.EXTEND else ()
     for node in gm.graph.nodes:
         # What is multiplied before something is written in place is not what is multiplied afterwards.
         writes += writes_in_place(node)
+        written_before[node] = writes
         if node.target not in linear and node.target not in (aten.mm.default, aten.addmm.default):
             continue
-        if not _fits(node):
+        # So it is of a weight that was converted: the product would read it later.
+        if not _fits(node) or (_converts(node.args[-1]) and written_before[node.args[-1]] != writes):
             continue
         rows, weight, _ = _operands(node)
         same = (writes, _viewed(rows), value_of(weight).dtype, *map(str, value_of(rows).shape))
@@ -91,14 +93,19 @@ def _operands(node: Node) -> tuple[Any, Any, Any]:
     else:
         *biases, rows, matrix = node.args
         bias = biases[0] if biases else None
-        if isinstance(matrix, Node) and matrix.target is aten._to_copy.default and _is_int8(matrix.args[0]):
-            matrix = matrix.args[0]  # each number of int8 is one of bfloat16
+        if _converts(matrix):
+            matrix = matrix.args[0]  # bfloat16 holds each number of int8
         weight = matrix.args[0] if isinstance(matrix, Node) and matrix.target is aten.t.default else None
     return rows, weight, bias
 
 
-def _is_int8(node: Any) -> bool:
-    return isinstance(node, Node) and value_of(node).dtype is torch.int8
+def _converts(node: Any) -> TypeGuard[Node]:
+    """Whether a node makes other numbers of a weight in int8."""
+    if not isinstance(node, Node) or node.target is not aten._to_copy.default:
+        return False
+    source = node.args[0]
+    assert isinstance(source, Node)
+    return value_of(source).dtype is torch.int8
 
 
 def _viewed(node: Node) -> Node:

@@ -11,8 +11,8 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
-from specache_fx.bench.decode import ModelSize, bench_decode, methods
-from specache_fx.bench.overlap import hidden_share
+from specache_fx.bench.decode import ModelSize, bench_decode, methods, tensor_bytes
+from specache_fx.bench.overlap import hidden_share, parts_of
 from specache_fx.bench.report import attention_table, decode_tables
 from specache_fx.cli import app
 from specache_fx.runtime.tracing import Span
@@ -105,6 +105,26 @@ def test_attention_is_timed_beside_what_others_offer(tmp_path: Path) -> None:
     assert result["shape"]["kv_len"] == 256
 
 
+def test_int8_weights_take_a_byte_an_element() -> None:
+    size = ModelSize(
+        1, hidden=64, intermediate=96, num_heads=2, num_kv_heads=1, head_dim=64, vocab=16, int8=True
+    )
+    model = size.build(torch.float32, CPU)
+    linear = 64 * (2 * 128 + 2 * 64 + 3 * 96 + 16)
+    others = model.get_input_embeddings().weight.nbytes + 3 * 64 * 4  # norms
+    assert linear < sum(map(tensor_bytes, model.parameters())) - others < 1.2 * linear  # with a scale a row
+
+
+def test_a_part_of_a_step_is_that_of_the_median_step() -> None:
+    spans = [span("decode step", 0, 1), span("decode step", 2, 3), span("decode step", 4, 14)]
+    spans += [span("attention", 0.1, 0.35), span("attention", 0.5, 0.75), span("attention", 2.1, 2.35)]
+    spans += [span("attention", 5, 13), span("attention", 20, 25)]
+    found = parts_of(spans)
+    assert found is not None
+    assert found["decode step"] == pytest.approx(1000) and found["attention"] == pytest.approx(500)
+    assert parts_of([span("attention", 0, 1)]) is None
+
+
 def test_decode_writes_where_its_numbers_come_from(tmp_path: Path) -> None:
     file = tmp_path / "decode.json"
     sizes = "--layers 1 --hidden 32 --intermediate 16 --heads 2 --kv-heads 1 --head-dim 64 --vocab 16"
@@ -120,14 +140,10 @@ def test_decode_writes_where_its_numbers_come_from(tmp_path: Path) -> None:
         "1",
         "--bits",
         "2",
-        "--int8",
     ]
     done = CliRunner().invoke(app, [*command, "--device", "cpu", "--json", str(file)])
     assert done.exit_code == 0, done.output
     report = json.loads(file.read_text())
-    (result,) = report["results"]
-    linear = (2 * 64 + 2 * 64 * 2 + 3 * 16) * 32 + 16 * 32  # an element is a byte; a scale a row beside it
-    assert result["size"]["int8"] and linear < result["weight_bytes"] < 2 * linear
     assert report["command"].startswith("specache-fx") and {"commit", "device", "versions"} < report.keys()
 
 

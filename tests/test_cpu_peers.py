@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ from transformers import DynamicCache
 
 from specache_fx.bench import cpu_peers
 from specache_fx.bench.cpu_peers import PEERS, CpuPeer
+from specache_fx.bench.cpu_peers_worker import repeated
 from specache_fx.bench.decode import ModelSize, bench_decode, methods
 from specache_fx.errors import ConfigError
 from specache_fx.worker_process import WorkerError
@@ -47,6 +49,18 @@ def test_peer_decodes_the_tokens_of_transformers(name: str, dtype: str, tmp_path
         assert peer.ask({"steps": 12})["tokens"] == wanted
     finally:
         peer.close()
+
+
+def test_state_of_llama_cpp_is_repeated_by_token_and_by_channel() -> None:
+    def state(kv_len: int, keys: bytes, values: bytes) -> bytes:
+        cells = b"".join(struct.pack("=iIi", i, 1, 0) for i in range(kv_len))
+        head = struct.pack("=IIII", 5, 6, 2, kv_len) + cells + struct.pack("=II", 1, 1)
+        of_values = struct.pack("=iII", 1, 1, 2) + values + struct.pack("=I", 0)
+        return head + struct.pack("=iQ", 1, 2) + keys + of_values
+
+    assert repeated(state(2, b"aabb", b"xyXY"), 3) == state(3, b"aabbaa", b"xyxXYX")
+    with pytest.raises(RuntimeError, match="longer than is known"):
+        repeated(state(2, b"aabb", b"xyXY") + b"more", 3)
 
 
 @with_peers

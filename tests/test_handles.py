@@ -67,6 +67,7 @@ def test_length_is_right_after_every_step(model: nn.Module) -> None:
     for kv_len in range(12, 40):
         assert out.past_key_values.get_seq_length() == kv_len == specache_fx.stats(out.past_key_values).kv_len
         assert all(tensor.shape == (3, 2, kv_len, 16) for tensor in pairs(out.past_key_values))
+        assert all(tensor.size(-2) == tensor.size(dim=-2) == kv_len for tensor in pairs(out.past_key_values))
         out = model(torch.full((3, 1), 7), past_key_values=out.past_key_values, use_cache=True)
     out = model(torch.full((3, 6), 7), past_key_values=out.past_key_values, use_cache=True)
     assert out.past_key_values.get_seq_length() == 46

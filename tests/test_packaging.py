@@ -243,7 +243,9 @@ PEER_RUNS = {
 
 def _peer_line(shape: str, result: dict[str, Any], times: Iterable[float]) -> str:
     batch = "" if result["batch"] == 1 else f", batch {result['batch']}"
-    return f"| {shape}{batch}, {result['kv_len']:,} tokens | " + " | ".join(f"{ms:.1f}" for ms in times) + " |"
+    return (
+        f"| {shape}{batch}, {result['kv_len']:,} tokens | " + " | ".join(f"{ms:.1f}" for ms in times) + " |"
+    )
 
 
 def test_peers_in_the_readme_are_those_of_the_committed_runs() -> None:
@@ -252,6 +254,7 @@ def test_peers_in_the_readme_are_those_of_the_committed_runs() -> None:
     for name, shape in PEER_RUNS.items():
         for result in json.loads((ROOT / "results" / f"peers_{name}.json").read_text())["results"]:
             times = {row["name"]: row["median_ms"] for row in result["rows"]}
+            assert set(columns) == set(times) - {"kcache"}
             assert _peer_line(shape, result, map(times.__getitem__, columns)) in readme
 
 
@@ -271,3 +274,22 @@ def test_parts_of_a_step_in_the_docs_are_those_of_the_committed_runs() -> None:
             )
             if result["batch"] == 1:
                 assert _peer_line(shape, result, times) in docs
+
+
+def test_times_with_int8_weights_are_those_of_the_committed_run() -> None:
+    readme = (ROOT / "README.md").read_text().replace("\n", " ")
+    report = json.loads((ROOT / "results" / "int8.json").read_text())
+    short, long = ({row["name"]: row["median_ms"] for row in result["rows"]} for result in report["results"])
+    ours, plain, compiled = "specache 2-bit", "transformers", "transformers, compiled"
+    assert f"take {short[ours]:.1f} ms at 4,096 tokens and {long[ours]:.1f} at 16,384, in float32" in readme
+    assert f"transformers takes {short[plain]:.0f} and {long[plain]:.0f}, " in readme
+    assert f"under `torch.compile` {short[compiled]:.0f} and {long[compiled]:.0f}." in readme
+
+
+def test_times_in_huge_pages_are_those_of_the_committed_run() -> None:
+    docs = (ROOT / "docs" / "architecture.md").read_text()
+    report = json.loads((ROOT / "results" / "huge_pages.json").read_text())
+    times = {row["name"]: row["median_ms"] for row in report["results"][-1]["rows"]}
+    assert f"SpeCache takes {times['specache 2-bit']:.1f} ms" in docs
+    assert f"KIVI {times['kivi 2-bit']:.1f} in place" in docs
+    assert f"takes {times['transformers']:.0f} ms in place" in docs

@@ -12,7 +12,7 @@ constexpr int kMaxRows = 32, kMaxWeights = 8;
 
 struct SpecacheProducts {
   int64_t num_rows, in, bfloat16;  // 1 to kMaxRows rows; they and the results are in bfloat16, or in float32
-  int64_t int8;                    // weights are; else they are as the rows
+  int64_t int8;                    // weights are int8; else in the rows' dtype
   int64_t num_weights, threads;
   const void* rows;                  // [num_rows][in]
   const void* weights[kMaxWeights];  // [out[i]][in] each
@@ -24,7 +24,7 @@ struct SpecacheProducts {
 namespace specache {
 
 constexpr int kPassRows = 8;                      // multiplied at once; sums of more don't fit in registers
-constexpr int64_t kNearBytes = 24 << 10;          // of rows that stay in the nearest cache beside the weights
+constexpr int64_t kNearBytes = 24 << 10;          // of input rows that stay in L1 beside the weights
 constexpr int64_t kMostTaskBytes = 1 << 17;       // of weights, or a few rows: they stay near for each pass
 constexpr int64_t kLeastTaskBytes = 1 << 14, kTasksAThread = 8;
 
@@ -87,9 +87,9 @@ struct Pairs {
 };
 #endif
 
-// Few rows leave time: memory is what is waited for. A thread then reads places far apart, each from its start to its
-// end, in pages of its own: the processor finds such streams, and asks for what comes next. More rows are multiplied with
-// rows of the weight that lie one behind the other. It finds no stream among those, and the next ones are asked for here.
+// With few input rows a thread waits for memory. It then reads rows of the weight that lie far apart: each is a stream in
+// pages of its own, which the processor prefetches. With more it reads neighbours, which share pages. The processor finds
+// no stream there, so we prefetch.
 constexpr int kMostRowsOfStreams = 4;
 
 // COUNT rows of the weight, `apart` rows from one to the next, times ROWS rows of `rows`. With few sums, there are several
@@ -137,11 +137,14 @@ template <class How, int ROWS>
 void pass(const typename How::Row* rows, const typename How::Weight* weight, int64_t in, int64_t first, int64_t end,
           void* out, int64_t at, int64_t out_stride) {
   constexpr int COUNT = count_of(ROWS);
-  const int64_t turns = (end - first) / COUNT, rest = first + turns * COUNT;
-  const int64_t apart = ROWS > kMostRowsOfStreams ? 1 : turns, step = ROWS > kMostRowsOfStreams ? COUNT : 1;
-  for (int64_t turn = 0, o = first; turn < turns; turn++, o += step)
-    times<How, ROWS, COUNT>(rows, weight + o * in, in, apart, out, at + o, out_stride);
-  for (int64_t o = rest; o < end; o++) times<How, ROWS, 1>(rows, weight + o * in, in, 1, out, at + o, out_stride);
+  constexpr bool kStreams = ROWS <= kMostRowsOfStreams;
+  const int64_t turns = (end - first) / COUNT;
+  for (int64_t turn = 0; turn < turns; turn++) {
+    const int64_t o = first + turn * (kStreams ? 1 : COUNT);
+    times<How, ROWS, COUNT>(rows, weight + o * in, in, kStreams ? turns : 1, out, at + o, out_stride);
+  }
+  for (int64_t o = first + turns * COUNT; o < end; o++)
+    times<How, ROWS, 1>(rows, weight + o * in, in, 1, out, at + o, out_stride);
 }
 
 template <class How>

@@ -29,8 +29,7 @@ void keep_best(std::vector<Key>& keys, int64_t count) {
   keys.resize(count);
 }
 
-// The largest order of `count` <= MOST scores; a whole block is a few instructions.
-template <int64_t MOST>
+// The largest order of some scores; a whole block is a few instructions.
 inline int32_t block_maximum(const float* scores, int64_t count) {
   int32_t most = -1;
   for (int64_t i = 0; i < count; i++) most = std::max(most, order_of(scores[i]));
@@ -50,8 +49,8 @@ void find_best_by(const float* scores, int64_t tokens, int64_t top_k, Scratch& o
   const int64_t blocks = (tokens + BLOCK - 1) / BLOCK, whole = tokens / BLOCK;
   own.keys.clear();
   own.maxima.resize(blocks);
-  for (int64_t b = 0; b < whole; b++) own.maxima[b] = block_maximum<BLOCK>(scores + b * BLOCK, BLOCK);
-  if (whole < blocks) own.maxima[whole] = block_maximum<BLOCK>(scores + whole * BLOCK, tokens - whole * BLOCK);
+  for (int64_t b = 0; b < whole; b++) own.maxima[b] = block_maximum(scores + b * BLOCK, BLOCK);
+  if (whole < blocks) own.maxima[whole] = block_maximum(scores + whole * BLOCK, tokens - whole * BLOCK);
   // So many blocks have a score that reaches it, so the chosen ones do, too. Below 0 they are padding.
   int32_t bar = 0;
   if (blocks > top_k) {
@@ -71,7 +70,7 @@ void find_best_by(const float* scores, int64_t tokens, int64_t top_k, Scratch& o
   if (static_cast<int64_t>(own.keys.size()) > top_k) keep_best(own.keys, top_k);
 }
 
-// Likewise, by blocks small enough that there are more than `top_k` of them.
+// Likewise. Large blocks are passed over only where there are many more of them than `top_k`.
 void find_best(const float* scores, int64_t tokens, int64_t top_k, Scratch& own) {
   if (tokens >= 2 * top_k * kBlock)
     find_best_by<kBlock>(scores, tokens, top_k, own);

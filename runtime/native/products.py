@@ -23,7 +23,7 @@ def by_blas(rows: torch.Tensor, weights: Sequence[torch.Tensor]) -> list[torch.T
     Returns:
         `[..., out]` each, contiguous.
     """
-    weights = [weight.to(rows.dtype) for weight in weights]
+    weights = [weight.to(rows.dtype) if weight.dtype is torch.int8 else weight for weight in weights]
     if rows.dim() != 2 or len(rows) == 1 or len(rows) > _FEW:
         return [rows @ weight.t() for weight in weights]
     return [(weight @ rows.t()).t().contiguous() for weight in weights]

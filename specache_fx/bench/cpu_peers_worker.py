@@ -160,11 +160,16 @@ class LlamaCpp:
 
 
 def repeated(state: bytes, kv_len: int) -> bytearray:
-    """A sequence's state of llama.cpp with its tokens again and again, at the positions 0 to `kv_len`.
+    """A sequence's state of llama.cpp with its tokens again and again, at the positions 0 to `kv_len - 1`.
 
-    It has two numbers of its format, a count of streams (the other ones are empty) and of tokens, of each token its
-    position and its one sequence, whether values lie channel by channel, and a count of layers; of each layer the
-    keys, then of each the values, with sizes.
+    A state has these fields, in this order:
+
+        two numbers of its format; the count of streams, of which one has tokens
+        the count of tokens; of each its position and its one sequence
+        whether values lie channel by channel; the count of layers
+        of each layer the keys' type, bytes a token, and the keys
+        of each layer the values' type, bytes an element, the count of channels, and the values
+        a count of tokens, 0, of each other stream
     """
     at, grown = 0, bytearray()
 
@@ -193,14 +198,13 @@ def repeated(state: bytes, kv_len: int) -> bytearray:
     for i in range(kv_len):
         grown.extend(struct.pack("=iIi", i, 1, 0))
     by_channel, layers = keep("II")
+    if not by_channel:
+        raise RuntimeError("llama.cpp's values lie token by token: its flash attention is on")
     for _ in range(layers):
         repeat(1, tokens, keep("iQ")[1])
     for _ in range(layers):
-        if by_channel:
-            _, size, channels = keep("iII")
-            repeat(channels, tokens, size)
-        else:
-            repeat(1, tokens, keep("iQ")[1])
+        _, size, channels = keep("iII")
+        repeat(channels, tokens, size)
     if any(keep(f"{streams - 1}I")) or at != len(state):
         raise RuntimeError("llama.cpp's state is longer than is known here")
     return grown

@@ -59,19 +59,25 @@ def packed_int8(generator: torch.Generator) -> tuple[Any, ...]:
     return codes, torch.rand(64, generator=generator)
 
 
+def in_int8(generator: torch.Generator) -> tuple[Any, ...]:
+    return (torch.randint(-128, 128, (64, 64), generator=generator).to(torch.int8),)
+
+
 @pytest.mark.parametrize(
     ("op", "packed"),
     [
         (torch.ops.aten._weight_int4pack_mm_for_cpu, packed_int4),
         (torch.ops.aten._weight_int8pack_mm, packed_int8),
+        (torch.ops.aten._int_mm, in_int8),
     ],
-    ids=["int4", "int8"],
+    ids=["int4", "int8", "int8 rows"],
 )
 @pytest.mark.parametrize("in_dim", [0, 1])
 def test_packed_product_equals_lane_by_lane(op: Any, packed: Any, in_dim: int) -> None:
     generator = torch.Generator().manual_seed(0)
     rest = packed(generator)
     x = torch.randn(2, 3, 64, generator=generator)
+    x = (20 * x).to(torch.int8) if packed is in_int8 else x
     register_batching_rules()
     with warnings.catch_warnings():
         warnings.simplefilter("error")

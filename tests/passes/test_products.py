@@ -84,6 +84,17 @@ def test_int8_weights_are_read_as_they_are(dtype: torch.dtype) -> None:
     torch.testing.assert_close(gm(*inputs), scaled(*inputs))
 
 
+def test_int8_weight_that_is_written_after_it_was_converted() -> None:
+    def written(x: Tensor, w: Tensor) -> Tensor:
+        converted = w.t().to(x.dtype)
+        w.add_(3)
+        return x.mm(converted)
+
+    x, w = torch.randn(2, 8), torch.randint(-9, 9, (6, 8)).to(torch.int8)
+    gm = few_row_products(traced(written, x, w.clone()), STATE)
+    torch.testing.assert_close(gm(x, w.clone()), written(x, w.clone()))
+
+
 def test_weight_that_is_computed_after_another_product_has_a_call_of_its_own() -> None:
     def chained(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
         return x.mm(w.t()) + x.mm((v * x.mm(w.t()).sum()).t())

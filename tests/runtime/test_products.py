@@ -84,14 +84,17 @@ def test_large_weights_are_shared_out_among_threads(width: int, count: int, dtyp
         assert all(map(torch.equal, results[0], others))
 
 
+@pytest.mark.parametrize("dtype", products.DTYPES)
 @pytest.mark.parametrize("count", [1, 2, products.MAX_ROWS + 1])
-def test_int8_weights_in_an_operator(count: int) -> None:
-    rows, weights = (
-        torch.randn(count, 40),
-        [torch.randint(-128, 128, (n, 40)).to(torch.int8) for n in (7, 64)],
-    )
+def test_int8_weights_in_an_operator(count: int, dtype: torch.dtype) -> None:
+    rows = torch.randn(count, 40).to(dtype)
+    weights = [torch.randint(-128, 128, (n, 40)).to(torch.int8) for n in (7, 64)]
     check(rows, weights, multiply(rows, weights))
     check(rows, weights, products.by_blas(rows, weights))
+    mixed = [weights[0], rows.new_ones(3, 40)]
+    for order in (mixed, mixed[::-1]):
+        with pytest.raises(RuntimeError, match="all int8"):
+            multiply(rows, order)
 
 
 @pytest.mark.parametrize("count", [1, 2])

@@ -44,7 +44,7 @@ def test_selection_equals_a_sort_by_score_and_position(select, rows, top_k):
 
 
 @pytest.mark.parametrize("select", [select_topk, sorted_topk])
-@pytest.mark.parametrize("top_k", [1, 64, 4095, 4096, 5000])
+@pytest.mark.parametrize("top_k", [1, 64, 128, 4095, 4096, 5000])
 def test_selection_is_exact_on_long_rows_with_ties(top_k, select):
     scores = torch.rand(1, 2, 4096, generator=torch.Generator().manual_seed(0)).mul(50).round().div(50)
     scores[0, 1, ::3] = -1
