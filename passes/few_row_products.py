@@ -50,7 +50,7 @@ def few_row_products(gm: GraphModule, state: PassState) -> GraphModule:
         written_before[node] = writes
         if node.target not in linear and node.target not in (aten.mm.default, aten.addmm.default):
             continue
-        # So it is of a weight that was converted: the product would read it later.
+        # A product reads a converted weight itself, later than the conversion did: nothing may be written in between.
         if not _fits(node) or (_converts(node.args[-1]) and written_before[node.args[-1]] != writes):
             continue
         rows, weight, _ = _operands(node)

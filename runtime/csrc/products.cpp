@@ -42,31 +42,21 @@ struct Float32 {
 };
 
 // Weights in bfloat16, rows that were widened to float32.
-struct Widened {
+struct Widened : Float32 {
   typedef uint16_t Weight;
-  typedef float Row;
-  typedef Floats Piece;
-  static constexpr int kStep = kLanes;
   static constexpr Dtype kResult = kBFloat16;
   static Piece weight(const uint16_t* from) {
     return (Floats)(__builtin_convertvector(load<HalfVector>(from), Ints) << 16);
   }
-  static Piece row(const float* from) { return load_floats(from); }
-  static Floats add(Floats sums, Piece weight, Piece row) { return sums + weight * row; }
   static float product(uint16_t weight, float row) { return bits_to_float(uint32_t{weight} << 16) * row; }
 };
 
 // Weights in int8, without their scales; rows in float32, or widened to it.
 template <Dtype RESULT>
-struct Int8 {
+struct Int8 : Float32 {
   typedef int8_t Weight;
-  typedef float Row;
-  typedef Floats Piece;
-  static constexpr int kStep = kLanes;
   static constexpr Dtype kResult = RESULT;
   static Piece weight(const int8_t* from) { return to_floats(load_bytes(from)); }
-  static Piece row(const float* from) { return load_floats(from); }
-  static Floats add(Floats sums, Piece weight, Piece row) { return sums + weight * row; }
   static float product(int8_t weight, float row) { return static_cast<float>(weight) * row; }
 };
 
