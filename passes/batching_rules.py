@@ -5,7 +5,6 @@ Without a rule vmap calls an operator once for each lane and stacks the results:
 
 from __future__ import annotations
 
-import operator
 from functools import cache
 from typing import Any
 
@@ -38,18 +37,15 @@ def register_batching_rules() -> None:
 
 
 def fill_where_masked(graph: Graph) -> None:
-    """Write `x[mask] = number` as `x.masked_fill_(mask, number)`: the same, and vmap has no rule for the first."""
-    for node in list(graph.nodes):
-        if node.op != "call_function" or node.target is not operator.setitem:
+    """Write `index_put(x, [mask], number)` as `masked_fill`: the same, and vmap has no rule for the first."""
+    for node in graph.nodes:
+        if node.target is not torch.ops.aten.index_put.default or len(node.args) != 3:
             continue
-        written, mask, number = node.args
+        written, (mask, *more), number = node.args
         value = value_of(mask) if isinstance(mask, Node) else None
         boolean = isinstance(value, Tensor) and value.dtype == torch.bool
-        if boolean and shape_of(mask) == shape_of(written) and isinstance(number, (int, float)):
-            with graph.inserting_before(node):
-                fill = graph.call_method("masked_fill_", (written, mask, number))
-            fill.meta = dict(node.meta)
-            graph.erase_node(node)
+        if boolean and not more and shape_of(mask) == shape_of(written) and shape_of(number) == ():
+            node.target, node.args = torch.ops.aten.masked_fill.Tensor, (written, mask, number)
 
 
 @cache

@@ -3,7 +3,7 @@
 Past and present KV become handles. What moves the pairs depends on the phase:
 
     prefill   out = sdpa(q, k, v, mask)                 ->  out = sdpa(q, k, v, mask)
-              return keys, values, logits                   specache.store(k, v, mask[..., -1, :], state, layer)
+              return keys, values, logits                   specache.store(k, v, select(mask, -2, -1), state, layer)
                                                             return logits
 
     extend    keys = cat([past_keys, k], -2)            ->  keys, values = specache.load(past_keys, past_values, k, v,
@@ -41,7 +41,14 @@ from specache_fx.passes.base import AttentionSite, LeaveAlone, OutputPlan, Pass,
 from specache_fx.passes.cache_side import grows
 from specache_fx.passes.find_sources import find_sources, find_token
 from specache_fx.passes.graph_edit import add_placeholder, call, finish
-from specache_fx.passes.graph_slices import ancestors, eliminate_dead_code, extract, is_effectful, needed_for
+from specache_fx.passes.graph_slices import (
+    ancestors,
+    draws_random_numbers,
+    eliminate_dead_code,
+    extract,
+    has_effect,
+    mutated_inputs,
+)
 from specache_fx.passes.graph_utils import (
     is_integer,
     is_static_input,
@@ -50,13 +57,12 @@ from specache_fx.passes.graph_utils import (
     shape_of,
     value_of,
 )
-from specache_fx.passes.randomness import draws_random_numbers
 from specache_fx.passes.window_masks import find_window_masks
-from specache_fx.passes.writes import mutated_inputs
 from specache_fx.runtime import ops  # noqa: F401  (registers torch.ops.specache)
 from specache_fx.runtime.step_table import empty_state
 
 STATE = "specache_state"
+_aten = torch.ops.aten
 _NEVER_PREDICTED = 32  # rows of a table of embeddings, at most, that logits have no number for
 
 
@@ -86,7 +92,7 @@ def _tells_length(out: Node, state: PassState) -> bool:
     if not any(isinstance(size, torch.SymInt) for size in shape_of(out) or ()) or state.sources is None:
         return False
     moving = state.sources.lengths | state.sources.positions | state.sources.masks | state.sources.shapes
-    needed = needed_for(out.graph, [out], reader=output_node(out.graph))
+    needed = ancestors([out])
     return all(
         i in moving or is_static_input(node) or is_integer(node)
         for i, node in enumerate(placeholders(out.graph))
@@ -121,7 +127,7 @@ def _mask_row(graph: Graph, site: AttentionSite) -> Node | None:
     """The mask of the newest query: which keys are real. Inserted at the graph's insertion point."""
     if site.mask is None or len(shape_of(site.mask) or ()) < 2:
         return site.mask
-    return call(graph, torch.select, (site.mask, -2, -1), site.node)
+    return call(graph, _aten.select.int, (site.mask, -2, -1), site.node)
 
 
 def _bind_prefill(graph: Graph, site: AttentionSite, state_node: Node) -> None:
@@ -166,9 +172,9 @@ def _bind_decode(graph: Graph, site: AttentionSite, index: int) -> None:
         args = (site.query, site.new_key, site.new_value, site.layer, site.scale, *more)
         out = call(graph, torch.ops.specache.attention.default, args, site.node)
         if len(shape_of(site.node) or ()) == 3:  # batch and heads in one dimension
-            out = call(graph, torch.flatten, (out, 0, 1), site.node)
-        if value_of(out).dtype != value_of(site.node).dtype:
-            out = call(graph, torch.Tensor.to, (out, value_of(site.node).dtype), site.node)
+            out = call(graph, _aten.flatten.using_ints, (out, 0, 1), site.node)
+        if (dtype := value_of(site.node).dtype) != value_of(out).dtype:
+            out = call(graph, _aten._to_copy.default, (out,), site.node, kwargs={"dtype": dtype})
     site.node.replace_all_uses_with(out)
     graph.erase_node(site.node)
 
@@ -212,7 +218,8 @@ def bind_cache(gm: GraphModule, state: PassState) -> GraphModule:
     original = list(output_node(graph).args[0])  # type: ignore[arg-type]
     plan = state.outputs = _plan_outputs(graph, state)
     if state.sources is not None:
-        changed = [*mutated_inputs(graph), *filter(is_effectful, graph.nodes)]
+        effects = (node for node in graph.nodes if node.op == "call_function" and has_effect(node))
+        changed = [*mutated_inputs(graph), *(node for node in effects if not draws_random_numbers(node))]
         state.mutated = next((node.name for node in changed), None)
         state.random = next((node.name for node in graph.nodes if draws_random_numbers(node)), None)
         state.logits = _find_logits(graph, state.sources.vocabulary)
@@ -221,9 +228,9 @@ def bind_cache(gm: GraphModule, state: PassState) -> GraphModule:
         state.carried = _carried_state(inputs, kept, state)
     if plan.lengths:
         results = [original[i] for i in plan.lengths]
-        used = needed_for(graph, results, reader=output_node(graph))
+        used = ancestors(results)
         needed = [node for node in inputs if node in used]
-        plan.length_graph = extract(gm, results, needed, reader=output_node(graph))
+        plan.length_graph = extract(gm, results, needed)
         plan.length_inputs = [position[node] for node in needed]
 
     if state.phase is Phase.DECODE:

@@ -5,29 +5,27 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from torch.fx import Node
+import torch
+from torch.fx import Graph, Node
 
-from specache_fx.passes.graph_slices import ancestors
-from specache_fx.passes.graph_utils import concatenated, described, reads_shape_only, shape_of, target_name
-from specache_fx.passes.writes import mutated_inputs, storages, written_storages
+from specache_fx.passes.graph_slices import ancestors, mutated_inputs
+from specache_fx.passes.graph_utils import (
+    concatenated,
+    described,
+    reads_shape_only,
+    same_sizes,
+    shape_of,
+    target_name,
+)
 
 LEAVE = 'backend="inductor" compiles this model as it is'
 GROWING = f"Use a DynamicCache (cache_implementation=None, or past_key_values=DynamicCache()). {LEAVE}."
 ONLY_ATTENTION = f"Let nothing but attention, and cat([past, new], dim=-2), read the cached tensors. {LEAVE}."
-_SAME_TOKENS = {"getitem", "contiguous", "clone", "to", "slice", "narrow"}
-_VIEWS = {
-    *_SAME_TOKENS,
-    "transpose",
-    "permute",
-    "expand",
-    "view",
-    "reshape",
-    "unsqueeze",
-    "squeeze",
-    "detach",
-    "chunk",
-}
-_RELAYOUTS = {"cat", "stack", "transpose", "permute", "contiguous", "view", "reshape", "clone", "unsqueeze"}
+_aten = torch.ops.aten
+_SAME_TOKENS = {"clone", "_to_copy", "slice"}
+_VIEWS = {*_SAME_TOKENS, "transpose", "permute", "expand", "view", "unsqueeze", "squeeze", "split", "getitem"}
+_RELAYOUTS = {"cat", "stack", "transpose", "permute", "view", "clone", "unsqueeze"}
+END = 2**63 - 1  # of a slice that goes to the end
 
 
 class NoMatch(Exception):
@@ -58,14 +56,13 @@ class Side:
 
 
 def without_repeat(node: Node) -> tuple[Node, list[Node]]:
-    """Strip repeat_kv: `[:, :, None].expand(b, h, g, n, d).reshape(b, h * g, n, d)`, or repeat_interleave."""
-    if target_name(node) == "repeat_interleave" and len(node.args) > 1 and isinstance(node.args[0], Node):
-        dim = node.args[2] if len(node.args) > 2 else node.kwargs.get("dim")
-        if dim in (1, -3) and isinstance(node.args[1], int):
-            return node.args[0], [node]
-    chain = [node]
-    for names in (("reshape", "view", "flatten"), ("expand",), ("getitem", "unsqueeze")):
-        if target_name(chain[-1]) not in names or not isinstance(chain[-1].args[0], Node):
+    """Strip repeat_kv: `view(clone(expand(unsqueeze(x, 2), [b, h, g, n, d])), [b, h * g, n, d])`."""
+    chain, copies = [node], []
+    for name in ("view", "expand", "unsqueeze"):
+        if name == "expand" and target_name(chain[-1]) == "clone":
+            copies.append(chain.pop())
+            chain.append(copies[-1].args[0])  # type: ignore[arg-type]
+        if target_name(chain[-1]) != name or not isinstance(chain[-1].args[0], Node):
             return node, []
         chain.append(chain[-1].args[0])
     merged, expanded, inserted, root = (shape_of(step) for step in chain)
@@ -73,28 +70,26 @@ def without_repeat(node: Node) -> tuple[Node, list[Node]]:
         return node, []
     is_repeat = (
         len(expanded) == 5
-        and inserted == (*root[:2], 1, *root[2:])
-        and expanded[:2] == root[:2]
-        and merged == (root[0], root[1] * expanded[2], *root[2:])
+        and chain[2].args[1] in (2, -3)
+        and same_sizes(inserted, (*root[:2], 1, *root[2:]))
+        and same_sizes(expanded[:2], root[:2])
+        and same_sizes(merged, (root[0], root[1] * expanded[2], *root[2:]))
     )
-    return (chain[-1], chain[:-1]) if is_repeat else (node, [])
+    return (chain[-1], chain[:-1] + copies) if is_repeat else (node, [])
 
 
 def newest(node: Node) -> int | None:
     """How many of the newest tokens a slice of keys keeps, `[:, :, -n:]`; None where it is another one."""
-    index = node.args[1] if target_name(node) == "getitem" and len(node.args) > 1 else None
-    if not isinstance(index, tuple) or not 3 <= len(index) <= 4:
+    if node.target is not _aten.slice.Tensor or len(shape_of(node) or ()) != 4:
         return None
-    whole = slice(None)
-    start = index[2].start if isinstance(index[2], slice) else None
-    if not isinstance(start, int) or start >= 0 or index[2] != slice(start, None):
-        return None
-    return -start if all(part == whole for i, part in enumerate(index) if i != 2) else None
+    _, dim, start, end, step = (*node.args, *(0, None, None, 1)[len(node.args) - 1 :])
+    newest_only = dim in (2, -2) and isinstance(start, int) and start < 0 and step == 1
+    return -start if newest_only and end in (None, END) else None  # type: ignore[operator]
 
 
 def _kept_slice(root: Node, outputs: set[Node]) -> Node | None:
     """The one slice of keys that is returned in their place."""
-    kept = [user for user in root.users if user in outputs and target_name(user) == "getitem"]
+    kept = [user for user in root.users if user in outputs and target_name(user) == "slice"]
     return kept[0] if len(kept) == 1 and newest(kept[0]) is not None else None
 
 
@@ -158,7 +153,7 @@ def side_of(root: Node, what: str, outputs: set[Node], inside: set[Node]) -> Sid
     assert output is not None
     for user in root.users:
         if user not in inside and user is not output and user.op != "output" and not reads_shape_only(user):
-            if any(storages(node) & written_storages(user) for node in mutated_inputs(root.graph)):
+            if user in _written_values(root.graph):
                 raise NoMatch(
                     f"its {what} are written into a cache of fixed length: {described(user)}",
                     GROWING,
@@ -176,7 +171,7 @@ def why_not_cached(root: Node, what: str, outputs: set[Node]) -> NoMatch:
     shape = shape_of(root)
     if shape is None or len(shape) != 4:
         return NoMatch(f"its {what} have shape {shape}, not [batch, num_kv_heads, kv_len, head_dim]")
-    cut = any(target_name(user) == "getitem" and user in outputs for user in root.users)
+    cut = any(target_name(user) == "slice" and user in outputs for user in root.users)
     if cut or _appended(root)[0] is not None:
         return NoMatch(
             f"neither its whole {what} nor the newest of them are what the model returns as its cache",
@@ -189,6 +184,11 @@ def why_not_cached(root: Node, what: str, outputs: set[Node]) -> NoMatch:
             f"Return cat([past, new], dim=-2) itself, or use a DynamicCache. {LEAVE}.",
         )
     return NoMatch(f"its {what} are not returned as a KV cache", "")
+
+
+def _written_values(graph: Graph) -> set[Node]:
+    """What is written to inputs, and what goes into that."""
+    return ancestors(node.args[1] for node in graph.nodes if node.target is _aten.copy_.default)  # type: ignore[misc]
 
 
 def _is_cached_elsewhere(root: Node, outputs: set[Node]) -> bool:

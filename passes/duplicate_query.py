@@ -21,7 +21,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.fx import GraphModule, Interpreter
+import torch.nn.functional as F
+from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.traceback import preserve_node_meta
 
@@ -29,7 +30,7 @@ from specache_fx.passes.base import PassState
 from specache_fx.passes.batching_rules import fill_where_masked, register_batching_rules
 from specache_fx.passes.graph_edit import finish
 from specache_fx.passes.graph_utils import placeholders
-from specache_fx.passes.subclasses import flatten, unflatten
+from specache_fx.passes.normalize_attention import SDPA
 
 
 def lane_inputs(gm: GraphModule, state: PassState) -> list[bool]:
@@ -52,34 +53,35 @@ def duplicate_query(gm: GraphModule, state: PassState, inputs: Sequence[Any], la
         lanes: 1 or 2.
 
     Returns:
-        The ATen graph; its inputs are the plain tensors among `inputs`, in order (see `subclasses.flatten`).
+        The ATen graph; its inputs are the tensors among `inputs`, in order.
     """
-    per_lane = [
-        on_lanes
-        for on_lanes, value in zip(lane_inputs(gm, state), inputs, strict=True)
-        for _ in flatten([value])
-    ]
-    names = [
-        node.name
-        for node, value in zip(placeholders(gm.graph), inputs, strict=True)
-        for _ in flatten([value])
-    ]
+    tensors = [i for i, value in enumerate(inputs) if isinstance(value, torch.Tensor)]
+    on_lanes, given = lane_inputs(gm, state), placeholders(gm.graph)
+    for node in gm.graph.nodes:
+        if node.target is SDPA:  # of an attention that is left alone
+            node.target, node.args, node.kwargs = F.scaled_dot_product_attention, node.args[:6], _form(node)
 
     def one_lane(*values: torch.Tensor) -> Any:
-        full = unflatten(inputs, values)
+        full = list(inputs)
+        for i, value in zip(tensors, values, strict=True):
+            full[i] = value
         return Interpreter(gm).run(*full)  # not gm(...): new nodes shall know the lines of the model
 
     function = one_lane
     if lanes > 1:
         register_batching_rules()
         fill_where_masked(gm.graph)
-        in_dims = tuple(0 if on_lanes else None for on_lanes in per_lane)
+        in_dims = tuple(0 if on_lanes[i] else None for i in tensors)
         function = torch.vmap(one_lane, in_dims=in_dims, randomness="different")
     trace = make_fx(function, tracing_mode="fake", _allow_non_fake_inputs=True)
     with torch.no_grad(), preserve_node_meta(), warnings.catch_warnings():
         # What has no batching rule runs once a lane, and there are two: no drop that a user could do something about.
         warnings.filterwarnings("ignore", "There is a performance drop")
-        traced = trace(*flatten(inputs))
-    for node, name in zip(placeholders(traced.graph), names, strict=True):
-        node.meta["specache_name"] = name
+        traced = trace(*(inputs[i] for i in tensors))
+    for node, i in zip(placeholders(traced.graph), tensors, strict=True):
+        node.meta["specache_name"] = given[i].name
     return finish(traced)
+
+
+def _form(attention: Node) -> dict[str, Any]:
+    return dict(zip(("scale", "enable_gqa"), attention.args[6:], strict=True))

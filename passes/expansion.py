@@ -20,7 +20,7 @@ from torch.fx.node import map_aggregate
 
 from specache_fx.passes.cache_side import LEAVE, NoMatch
 from specache_fx.passes.graph_edit import finish
-from specache_fx.passes.graph_slices import extract, needed_for
+from specache_fx.passes.graph_slices import ancestors, extract, mutated_inputs
 from specache_fx.passes.graph_utils import (
     is_static_input,
     placeholders,
@@ -32,10 +32,9 @@ from specache_fx.passes.graph_utils import (
 )
 from specache_fx.passes.prove_form import Numbers, exact_products
 from specache_fx.passes.reading import Reading
-from specache_fx.passes.writes import mutated_inputs
 from specache_fx.runtime.kernels import Expand
 
-_LAYOUTS = {"view", "reshape", "expand", "new_empty", "new_zeros", "new_ones", "empty", "zeros", "unflatten"}
+_LAYOUTS = {"view", "expand", "new_empty", "new_zeros", "new_ones", "empty", "zeros"}
 _PROOF_TOKENS = (6, 3)
 _PROOF_SIZES = (1.0, 30.0)  # of the numbers that are cached
 _LINES = 4  # of the model are named, where a cache can't be followed
@@ -95,16 +94,15 @@ def find_expansion(gm: GraphModule, reading: Reading) -> Expansion:
         NoMatch: If it is not a function of each token's cached numbers alone.
     """
     results, caches = [reading.key, reading.value], [reading.key_cache, reading.value_cache]
-    reader = reading.core.node
     # Dynamo may have a symbol of its own for the length of each.
     sizes = [(shape_of(cache) or ())[2] for cache in caches]
     lengths = [
         node
-        for node in needed_for(gm.graph, results, caches, reader=reader)
+        for node in ancestors(results, caches)
         if isinstance(value_of(node), torch.SymInt)
         and any(statically_known_true(value_of(node) == size) for size in sizes)
     ]
-    needed = needed_for(gm.graph, results, [*caches, *lengths], reader=reader)
+    needed = ancestors(results, [*caches, *lengths])
     leaves = [node for node in placeholders(gm.graph) if node in needed and node not in (*caches, *lengths)]
     written = set(mutated_inputs(gm.graph)) if leaves else set()
     for leaf in leaves:
@@ -151,7 +149,7 @@ def _cut(
         tokens: The number of tokens in Dynamo's graph where it is a constant that stands for it; None to keep it.
     """
     inputs = [reading.key_cache, reading.value_cache, *lengths, *leaves]
-    cut = extract(gm, [reading.key, reading.value], inputs, reader=reading.core.node)
+    cut = extract(gm, [reading.key, reading.value], inputs)
     ends = placeholders(cut.graph)
     with cut.graph.inserting_after(ends[1]):
         num_tokens = cut.graph.placeholder("num_tokens")

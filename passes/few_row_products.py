@@ -9,8 +9,7 @@ gives it: see `runtime/native/graph_ops.py`. Products of the same rows are one c
 inputs of the graph and nothing is written in place between them.
 
 Tokens that follow a cache may be few, too: a question about a document. Their number is known when the graph runs. So
-the operator takes all products of such a graph, `linear(x, w, b)` with x `[batch, q_len, in]`, and leaves many rows to
-BLAS. A prompt keeps its products: arithmetic bounds them.
+the operator takes all products of such a graph and leaves many rows to BLAS. A prompt keeps its products: arithmetic bounds them.
 
 It matches float32 on the CPU, and bfloat16 without a bias; weights that lie row by row. In a decode step it also
 matches weights in int8. torchao converts them to the rows' dtype, multiplies, and scales the results.
@@ -23,14 +22,11 @@ from collections import defaultdict
 from typing import Any, TypeGuard
 
 import torch
-import torch.nn.functional as F
 from torch.fx import GraphModule, Node
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from specache_fx.passes.base import Pass, PassState, Phase
 from specache_fx.passes.graph_edit import call, erase_unused, finish
 from specache_fx.passes.graph_utils import value_of
-from specache_fx.passes.writes import writes_in_place
 from specache_fx.runtime import ops  # noqa: F401  (defines the operator)
 from specache_fx.runtime.native import graph_ops
 from specache_fx.runtime.native.products import DTYPES, MAX_ROWS
@@ -40,21 +36,13 @@ _VIEWS = (aten.view.default, aten._unsafe_view.default)
 
 
 def few_row_products(gm: GraphModule, state: PassState) -> GraphModule:
-    """Make one call of all products of the same few rows."""
+    """Make one call of all products of the same few rows: of a decode graph of static shapes, or of tokens that follow."""
     groups: dict[tuple[object, ...], list[Node]] = defaultdict(list)
-    writes, written_before = 0, dict[Node, int]()
-    linear = (F.linear,) if state.phase is Phase.EXTEND else ()
     for node in gm.graph.nodes:
-        # What is multiplied before something is written in place is not what is multiplied afterwards.
-        writes += writes_in_place(node)
-        written_before[node] = writes
-        if node.target not in linear and node.target not in (aten.mm.default, aten.addmm.default):
-            continue
-        # A product reads a converted weight itself, later than the conversion did: nothing may be written in between.
-        if not _fits(node) or (_converts(node.args[-1]) and written_before[node.args[-1]] != writes):
+        if node.target not in (aten.mm.default, aten.addmm.default) or not _fits(node, state.phase):
             continue
         rows, weight, _ = _operands(node)
-        same = (writes, _viewed(rows), value_of(weight).dtype, *map(str, value_of(rows).shape))
+        same = (_viewed(rows), value_of(weight).dtype, *map(str, value_of(rows).shape))
         # A weight that is computed is not there yet where another product of these rows is.
         groups[same if weight.op == "placeholder" else (*same, node)].append(node)
     if groups:
@@ -88,15 +76,11 @@ def _replace(gm: GraphModule, products: list[Node]) -> None:
 
 def _operands(node: Node) -> tuple[Any, Any, Any]:
     """Rows, weight and bias (or None) of a product; the weight is no node where it is no transposed one."""
-    if node.target is F.linear:
-        rows, weight, bias = (*node.args, None)[:3]
-    else:
-        *biases, rows, matrix = node.args
-        bias = biases[0] if biases else None
-        if _converts(matrix):
-            matrix = matrix.args[0]  # bfloat16 holds each number of int8
-        weight = matrix.args[0] if isinstance(matrix, Node) and matrix.target is aten.t.default else None
-    return rows, weight, bias
+    *biases, rows, matrix = node.args
+    if _converts(matrix):
+        matrix = matrix.args[0]  # bfloat16 holds each number of int8
+    weight = matrix.args[0] if isinstance(matrix, Node) and matrix.target is aten.t.default else None
+    return rows, weight, biases[0] if biases else None
 
 
 def _converts(node: Any) -> TypeGuard[Node]:
@@ -117,21 +101,25 @@ def _viewed(node: Node) -> Node:
     return node
 
 
-def _fits(node: Node) -> bool:
+def _fits(node: Node, phase: Phase) -> bool:
     """Whether the operator computes a product: of how many rows it doesn't know in a graph of several tokens."""
     rows, weight, bias = _operands(node)
     if node.kwargs or not isinstance(rows, Node) or not isinstance(weight, Node):
         return False
     x, w = value_of(rows), value_of(weight)
-    if is_traceable_wrapper_subclass(w):  # quantised: it has products of its own
-        return False
     if x.device.type != "cpu" or x.dtype not in DTYPES or w.dtype not in (x.dtype, torch.int8):
         return False
     if not w.is_contiguous():
         return False
-    few = 0 < x.shape[0] <= MAX_ROWS if node.target is not F.linear else w.dim() == 2 <= x.dim()
+    few = w.dtype == x.dtype if phase is Phase.EXTEND else 0 < x.shape[0] <= MAX_ROWS
     # With a bias, bfloat16 would be rounded twice.
     return bool(few) and w.shape[1] > 0 and not (bias is not None and x.dtype is torch.bfloat16)
 
 
+def _of_turns(gm: GraphModule, state: PassState) -> GraphModule:
+    return few_row_products(gm, state) if state.phase is Phase.EXTEND else gm
+
+
 FEW_ROW_PRODUCTS = Pass("few_row_products", few_row_products)
+PRODUCTS_OF_TURNS = Pass("few_row_products", _of_turns)
+"""Among the passes that each captured graph goes through."""

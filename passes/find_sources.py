@@ -9,7 +9,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from specache_fx.passes.base import AttentionSite, LeaveAlone, PassState
-from specache_fx.passes.graph_slices import extract, needed_for
+from specache_fx.passes.graph_slices import ancestors, extract, mutated_inputs
 from specache_fx.passes.graph_utils import (
     is_integer,
     is_static_input,
@@ -17,16 +17,13 @@ from specache_fx.passes.graph_utils import (
     placeholders,
     reads_shape_only,
     shape_of,
-    source_of,
     symbols_of,
     target_name,
     value_of,
 )
 from specache_fx.passes.sources import Sources
-from specache_fx.passes.write_log import WriteLog
-from specache_fx.passes.writes import mutated_inputs, mutates, storages, writes_of
 
-_LAYOUT = {"view", "reshape", "unsqueeze", "squeeze", "flatten", "contiguous", "to", "long", "int", "clone"}
+_LAYOUT = {"view", "unsqueeze", "squeeze", "_to_copy", "clone"}
 
 
 def _is_integer_tensor(node: Node) -> bool:
@@ -60,8 +57,8 @@ def find_token(graph: Graph) -> tuple[Node | None, int | None]:
                 continue
             seen.add(node)
             for user in node.users:
-                if target_name(user) == "embedding" and user.args[0] is node:
-                    table = shape_of(user.args[1])
+                if target_name(user) == "embedding" and user.args[1] is node:
+                    table = shape_of(user.args[0])
                     assert table is not None
                     found.append((table[0] in last_dims, start, int(table[0])))
                 elif target_name(user) in _LAYOUT:
@@ -72,19 +69,11 @@ def find_token(graph: Graph) -> tuple[Node | None, int | None]:
     return node, rows
 
 
-def _read_by(graph: Graph, needed: set[Node]) -> set[Node]:
-    """The nodes among `needed` whose numbers are read, not just their shapes."""
-    read = {node for node in needed if not any(user in needed for user in node.users) and not mutates(node)}
-    writes = writes_of(needed)
-    work = list(read)
-    while work:
-        node = work.pop()
-        more = [] if reads_shape_only(node) else list(node.all_input_nodes)
-        memory = storages(node) if writes else frozenset()
-        more += [write for write, changed in writes.items() if changed & memory]
-        work.extend(one for one in more if one not in read)
-        read.update(more)
-    return read
+def _read_for(results: list[Node]) -> set[Node]:
+    """What the results are computed from by its numbers, not by its shape alone."""
+    needed = ancestors(results)
+    shapes = {node for node in needed if reads_shape_only(node)}
+    return ancestors(results, shapes)
 
 
 def find_sources(gm: GraphModule, state: PassState) -> Sources:
@@ -145,8 +134,8 @@ def find_sources(gm: GraphModule, state: PassState) -> Sources:
     checked = [site for site in state.sites if site.window is None and site.mask is not None]
     masks = list(dict.fromkeys(site.mask for site in checked if site.mask is not None))
     if masks:
-        roots = mask_inputs(gm, masks, sources, checked)
-        sources.mask_graph = extract(gm, masks, roots, reader=checked[-1].node)
+        roots = mask_inputs(gm, masks, sources, checked[0])
+        sources.mask_graph = extract(gm, masks, roots)
         sources.mask_inputs = [index[node] for node in roots]
         sources.layer_masks = {
             site.layer: masks.index(site.mask) for site in checked if site.mask is not None
@@ -182,7 +171,7 @@ def _now(size: Any) -> int | None:
 
 
 def mask_inputs(
-    gm: GraphModule, masks: list[Node], sources: Sources, sites: list[AttentionSite]
+    gm: GraphModule, masks: list[Node], sources: Sources, site: AttentionSite
 ) -> list[Node]:
     """The inputs that masks are computed from.
 
@@ -190,26 +179,16 @@ def mask_inputs(
         gm: The graph.
         masks: The masks.
         sources: What is known of its inputs.
-        sites: The attentions that use them, in graph order.
+        site: One of the attentions that use them.
 
     Raises:
         LeaveAlone: If one of them can't be followed.
     """
     inputs = placeholders(gm.graph)
     index = {node: i for i, node in enumerate(inputs)}
-    site = sites[0]
-    log = WriteLog(gm.graph)
-    for other in sites:
-        writes = log.between(other.mask, other.node, sites[-1].node) if other.mask is not None else []
-        for write in writes:
-            raise LeaveAlone(
-                f"the mask of `{other.node.name}` is written to again (`{write.name}`, {source_of(write)}) for a later"
-                " attention",
-                "Make a mask of its own for each.",
-            )
-    needed = needed_for(gm.graph, masks, reader=sites[-1].node)
+    needed = ancestors(masks)
     roots = [node for node in inputs if node in needed]
-    written, read = set(mutated_inputs(gm.graph)), _read_by(gm.graph, needed)
+    written, read = set(mutated_inputs(gm.graph)), _read_for(masks)
     growing = {symbol for i in sources.shapes for symbol in symbols_of(shape_of(inputs[i])[2])}  # type: ignore[index]
     for node in roots:
         known = is_integer(node) or is_static_input(node) or index[node] in sources.masks | sources.positions

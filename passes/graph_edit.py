@@ -30,8 +30,7 @@ def add_placeholder(graph: Graph, name: str, value: Any) -> Node:
     with graph.inserting_after(others[-1]):
         node = graph.placeholder(name)
     mode = _fake_mode(value_of(other) for other in others)
-    key = "example_value" if "example_value" in others[-1].meta else "val"
-    node.meta[key] = (
+    node.meta["val"] = (
         mode.from_tensor(value) if mode is not None and isinstance(value, torch.Tensor) else value
     )
     return node
@@ -74,7 +73,7 @@ def call(
     if mode is not None:
         with mode, torch.no_grad():
             value = target(*torch.fx.node.map_arg(args, value_of), **kwargs)
-        node.meta["example_value" if "example_value" in origin.meta else "val"] = value
+        node.meta["val"] = value
     return node
 
 

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch._ops import OpOverload
 from torch.fx import Graph, Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from specache_fx.runtime import handle_tensor
 
-_CAT = (torch.cat, torch.concat, torch.concatenate)
-_METADATA = {"size", "numel", "dim", "stride", "ndimension", "is_contiguous", "data_ptr", "element_size"}
-_METADATA_ATTRIBUTES = {"shape", "dtype", "device", "ndim", "is_cuda"}
+_METADATA = {"sym_size", "sym_stride", "sym_numel", "sym_storage_offset"}
 _MAKES_LIKE = {
     "new_ones", "new_zeros", "new_full", "new_empty", "ones_like", "zeros_like", "full_like", "empty_like",
 }  # fmt: skip
@@ -30,6 +30,13 @@ def shape_of(node: Any) -> tuple[Any, ...] | None:
     """Shape of a tensor node; None for what is no tensor."""
     value = value_of(node)
     return tuple(value.shape) if isinstance(value, torch.Tensor) else None
+
+
+def same_sizes(one: Any, other: Any) -> bool:
+    """Whether two shapes are known to be equal. To compare symbols otherwise would add a guard."""
+    return len(one) == len(other) and all(
+        statically_known_true(a == b) for a, b in zip(one, other, strict=True)
+    )
 
 
 def is_integer(node: Any) -> bool:
@@ -60,6 +67,8 @@ def weight_name(node: Node) -> str:
 
 def target_name(node: Node) -> str:
     """Short name of what a node calls: `cat`, `softmax`, `getitem`, ..."""
+    if isinstance(node.target, OpOverload):
+        return node.target._opname
     if node.op == "call_function":
         return str(getattr(node.target, "__name__", node.target))
     return str(node.target) if node.op == "call_method" else node.op
@@ -69,11 +78,7 @@ def reads_shape_only(user: Node) -> bool:
     """Whether a node reads nothing of its input but shape, dtype or device."""
     if target_name(user) in _MAKES_LIKE:
         return not any(shape_of(other) for other in user.all_input_nodes[1:])
-    if user.op == "call_method":
-        return user.target in _METADATA
-    if user.op == "call_function" and user.target is getattr:
-        return user.args[1] in _METADATA_ATTRIBUTES
-    return target_name(user).startswith("sym_size") or target_name(user) == "is_tracing"
+    return target_name(user) in _METADATA
 
 
 def source_of(node: Node) -> str:
@@ -115,7 +120,7 @@ def output_node(graph: Graph) -> Node:
 
 def concatenated(node: Any) -> tuple[list[Node], int] | None:
     """The parts of a `cat`, and its dimension counted from the front; None for what is none."""
-    if not isinstance(node, Node) or node.target not in _CAT:
+    if not isinstance(node, Node) or node.target is not torch.ops.aten.cat.default:
         return None
     parts: Any = node.args[0]
     dim: Any = node.args[1] if len(node.args) > 1 else 0

@@ -1,9 +1,9 @@
 """`heads_first`: KV caches `[batch, kv_len, num_kv_heads, head_dim]` in the layout that the other passes know.
 
     keys = cat([past_keys, k], 1)                          # output
-    out  = sdpa(q, repeat_kv(keys).transpose(1, 2), ...)
-        -> keys = cat([past_keys, k.transpose(1, 2)], 2)   # output; past_keys [batch, num_kv_heads, kv_len, head_dim]
-           out  = sdpa(q, repeat_interleave(keys, groups, 1), ...)
+    out  = sdpa(q, transpose(repeat_kv(keys), 1, 2), ...)
+        -> keys = cat([past_keys, transpose(k, 1, 2)], 2)  # output; past_keys [batch, num_kv_heads, kv_len, head_dim]
+           out  = sdpa(q, repeat_kv(keys), ...)
 
 Nothing but the layout changes, and only of what is read with heads and tokens swapped and in no other way: the graph
 computes the same, whatever its attention turns out to be. Inputs and outputs have their dimensions 1 and 2 swapped from
@@ -28,68 +28,53 @@ from specache_fx.passes.graph_utils import (
     is_static_input,
     output_node,
     placeholders,
+    same_sizes,
     shape_of,
     target_name,
     value_of,
 )
 
-_COUNTS = {"numel", "dim", "ndimension"}  # read the same of either layout
-_OTHER = {1: 2, 2: 1, -2: -3, -3: -2}
+_aten = torch.ops.aten
+_OTHER = {1: 2, 2: 1}
 
 
 def _swaps(node: Node) -> bool:
     """Whether a node swaps dimensions 1 and 2 of a 4-D tensor."""
     dims: Any = node.args[1:]
-    if len(dims) == 1 and isinstance(dims[0], (tuple, list)):
-        dims = tuple(dims[0])
-    if not all(isinstance(dim, int) for dim in dims):
-        return False
-    if target_name(node) == "permute":
-        return tuple(dim % 4 for dim in dims) == (0, 2, 1, 3)
-    return target_name(node) in ("transpose", "swapaxes", "swapdims") and {dim % 4 for dim in dims} == {1, 2}
-
-
-def _sizes(node: Node) -> list[Node] | None:
-    """The nodes that name a dimension of what `node` reads the shape of; None where it reads no shape, or all of it."""
-    if target_name(node) == "size" and len(node.args) == 2:
-        return [node] if isinstance(node.args[1], int) else None
-    whole = target_name(node) == "size" or (target_name(node) == "getattr" and node.args[1] == "shape")
-    items = list(node.users)
-    named = all(target_name(item) == "getitem" and isinstance(item.args[1], int) for item in items)
-    return items if whole and named else None
+    if node.target is _aten.permute.default:
+        return tuple(dim % 4 for dim in dims[0]) == (0, 2, 1, 3)
+    return node.target is _aten.transpose.int and {dim % 4 for dim in dims} == {1, 2}
 
 
 def _swap_sizes(tensor: Node) -> None:
     for user in list(tensor.users):
-        for item in _sizes(user) or ():
-            item.args = (item.args[0], _OTHER.get(item.args[1], item.args[1]))  # type: ignore[arg-type]
+        if user.target is _aten.sym_size.int:
+            user.args = (tensor, _OTHER.get(user.args[1], user.args[1]))  # type: ignore[arg-type]
 
 
 def _harmless(user: Node) -> bool:
     """Whether a node reads a cache in a way that does not depend on the layout, or can follow it."""
-    return user.op == "output" or target_name(user) in _COUNTS or _sizes(user) is not None
+    return user.op == "output" or target_name(user) in ("sym_size", "sym_numel")
 
 
 def _repeated(node: Node, root: Node) -> tuple[Node, int] | None:
     """Where repeat_kv of `root` that begins with `node` ends, and how often it repeats each head."""
-    args = node.args
-    if target_name(node) == "repeat_interleave" and len(args) > 1 and isinstance(args[1], int):
-        dim = args[2] if len(args) > 2 else node.kwargs.get("dim")
-        return (node, args[1]) if dim in (2, -2) else None
     chain = [node]
-    for names in (("expand",), ("reshape", "view", "flatten")):
+    for name in ("expand", "view"):
         users = list(chain[-1].users)
-        if len(users) != 1 or target_name(users[0]) not in names:
+        if name == "view" and len(users) == 1 and target_name(users[0]) == "clone":
+            users = list(users[0].users)
+        if len(users) != 1 or target_name(users[0]) != name:
             return None
         chain.append(users[0])
     batch, tokens, heads, dim = shape_of(root) or (None,) * 4
     inserted, expanded, merged = (shape_of(step) or () for step in chain)
     groups = expanded[3] if len(expanded) == 5 else 0
     is_repeat = (
-        target_name(node) in ("getitem", "unsqueeze")
-        and inserted == (batch, tokens, heads, 1, dim)
-        and expanded == (batch, tokens, heads, groups, dim)
-        and merged == (batch, tokens, heads * groups, dim)
+        target_name(node) == "unsqueeze"
+        and same_sizes(inserted, (batch, tokens, heads, 1, dim))
+        and same_sizes(expanded, (batch, tokens, heads, groups, dim))
+        and same_sizes(merged, (batch, tokens, heads * groups, dim))
     )
     return (chain[-1], groups) if is_repeat else None
 
@@ -128,19 +113,31 @@ def _swap_cache(
     """Put the cache with heads first behind `root`; returns it."""
     with graph.inserting_after(root):
         if past is None:
-            keys = call(graph, torch.transpose, (root, 1, 2), root)
+            keys = call(graph, _aten.transpose.int, (root, 1, 2), root)
         else:
-            key = "example_value" if "example_value" in past[0].meta else "val"
-            past[0].meta = {**past[0].meta, key: value_of(past[0]).transpose(1, 2)}
+            past[0].meta = {**past[0].meta, "val": value_of(past[0]).transpose(1, 2)}
             _swap_sizes(past[0])
-            new = call(graph, torch.transpose, (past[1], 1, 2), root)
+            new = call(graph, _aten.transpose.int, (past[1], 1, 2), root)
             with graph.inserting_after(new):
-                keys = call(graph, torch.cat, ([past[0], new], 2), root)
+                keys = call(graph, _aten.cat.default, ([past[0], new], 2), root)
     for swap, groups in reads:
         with graph.inserting_before(swap):
-            read = keys if groups == 1 else call(graph, torch.repeat_interleave, (keys, groups, 1), swap)
+            read = keys if groups == 1 else _repeat(graph, keys, groups, swap)
         swap.replace_all_uses_with(read)
     return keys
+
+
+def _repeat(graph: Graph, keys: Node, groups: int, origin: Node) -> Node:
+    """repeat_kv at the graph's insertion point."""
+    sizes = [
+        size if isinstance(size, int) else call(graph, _aten.sym_size.int, (keys, dim), origin)
+        for dim, size in enumerate(value_of(keys).shape)
+    ]
+    batch, heads, tokens, dim = sizes
+    each = call(graph, _aten.unsqueeze.default, (keys, 2), origin)
+    each = call(graph, _aten.expand.default, (each, [batch, heads, groups, tokens, dim]), origin)
+    each = call(graph, _aten.clone.default, (each,), origin, kwargs={"memory_format": torch.contiguous_format})
+    return call(graph, _aten.view.default, (each, [batch, heads * groups, tokens, dim]), origin)
 
 
 def heads_first(gm: GraphModule, state: PassState) -> GraphModule:

@@ -9,7 +9,6 @@ add the same tensors share one row.
 
 from __future__ import annotations
 
-import operator
 from typing import Any
 
 import torch
@@ -17,9 +16,8 @@ from torch.fx import Graph, Node
 
 from specache_fx.passes.graph_edit import call
 from specache_fx.passes.graph_utils import shape_of, value_of
-from specache_fx.passes.write_log import WriteLog
 
-_LAST_QUERY = (Ellipsis, slice(-1, None, None), slice(None, None, None))
+_aten = torch.ops.aten
 
 
 class MaskRow:
@@ -31,7 +29,6 @@ class MaskRow:
 
     def __init__(self, graph: Graph) -> None:
         self._graph = graph
-        self.log = WriteLog(graph)
         self._known: dict[Any, Node] = {}
         self.inserted: list[Node] = []
 
@@ -48,18 +45,18 @@ class MaskRow:
         """
         dims = shape_of(tensor) or ()
         if len(dims) > 1:
-            tensor = self._call(operator.getitem, (tensor, _LAST_QUERY), before)
+            tensor = self._call(_aten.slice.Tensor, (tensor, len(dims) - 2, -1), before)
         if len(shape_of(scores) or ()) == 3 and len(dims) == 3 and dims[0] != 1:
-            tensor = self._call(torch.unflatten, (tensor, 0, (-1, num_heads)), before)
+            tensor = self._call(_aten.unflatten.int, (tensor, 0, (-1, num_heads)), before)
         return tensor
 
     def plus(self, row: Node | None, other: Node, before: Node) -> Node:
         """The sum of two rows."""
-        return other if row is None else self._call(torch.add, (row, other), before)
+        return other if row is None else self._call(_aten.add.Tensor, (row, other), before)
 
     def scaled(self, row: Node | None, factor: float, before: Node) -> Node | None:
         """A row times a number."""
-        return row if row is None or factor == 1.0 else self._call(torch.mul, (row, factor), before)
+        return row if row is None or factor == 1.0 else self._call(_aten.mul.Tensor, (row, factor), before)
 
     def hidden(self, row: Node | None, mask: Node, hides: bool, before: Node) -> Node:
         """A row with the least number where `mask` hides (True hides, or True shows)."""
@@ -68,9 +65,7 @@ class MaskRow:
         return self._call(torch.where, (mask, least, base) if hides else (mask, base, least), before)
 
     def _call(self, target: Any, args: tuple[Any, ...], before: Node) -> Node:
-        # The same operation on a tensor that was written to since is another one.
-        since = [self.log.between(arg, None, before) for arg in args if isinstance(arg, Node)]
-        key = (target, repr(args), repr(since))
+        key = (target, repr(args))
         if key not in self._known:
             with self._graph.inserting_before(before):
                 self._known[key] = call(self._graph, target, args, before)

@@ -14,7 +14,6 @@ Decides the graph's phase too: prefill has no past, decode has `q_len == 1` and 
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 
 import torch
@@ -25,6 +24,7 @@ from specache_fx.passes.base import AttentionCore, AttentionSite, Pass, PassStat
 from specache_fx.passes.cache_side import GROWING, LEAVE, NoMatch, Side, changed_past, side_of, without_repeat
 from specache_fx.passes.expansion import Expansion, find_expansion
 from specache_fx.passes.find_sources import find_token
+from specache_fx.passes.graph_slices import ancestors, mutated_inputs
 from specache_fx.passes.graph_utils import (
     described,
     is_static_input,
@@ -37,8 +37,6 @@ from specache_fx.passes.graph_utils import (
 )
 from specache_fx.passes.reading import Reading, check_between, readings_of
 from specache_fx.passes.unknown_forms import unknown_forms
-from specache_fx.passes.write_log import WriteLog
-from specache_fx.passes.writes import mutated_inputs, storages, writes_of
 from specache_fx.runtime.handle import unfit_reason
 
 
@@ -62,7 +60,6 @@ def _match(
     outputs: set[Node],
     readers: dict[Node, list[Reading]],
     owners: dict[Node, AttentionSite],
-    log: WriteLog,
 ) -> AttentionSite:
     core = reading.core
     inside = {
@@ -109,18 +106,6 @@ def _match(
     if core.problem is not None:
         raise NoMatch(*core.problem)
     _check_mask(core, keys, values)
-    # By repeat_kv: the cache lacks later writes to the copy. An expansion has those to its own.
-    for copied in () if reading.is_expanded else (core.key, core.value):
-        if write := next(iter(log.between(copied, copied, core.node)), None):
-            raise NoMatch(
-                f"{described(write)} writes to the keys or values that it reads, after they were cached"
-            )
-    for side in (keys, values):
-        # What is stored is read where the attention is.
-        end = output_node(gm.graph)
-        appended = log.between(side.new, side.root, core.node.next) if side.root is not side.new else []
-        if write := next(iter(appended + log.between(side.root, core.node.next, end)), None):
-            raise NoMatch(f"{described(write)} writes to its new pairs after they were appended or read")
     if owner is not None and keys.past is not None and q.shape[2] == 1 and core.mask is not owner.mask:
         raise NoMatch(f"it reads the cache of attention `{owner.node.name}` with another mask")
     expansion: Expansion | None = None
@@ -206,19 +191,9 @@ def _data_behind(core: AttentionCore, keys: Side, values: Side) -> Node | None:
         for node in placeholders(graph)
         if len(shape_of(node) or ()) == 3 and value_of(node).is_floating_point() and not is_static_input(node)
     }
-    before = itertools.takewhile(lambda node: node is not core.node, graph.nodes)
-    writes = writes_of(before)
-    work, seen = [core.mask], set[Node]()
-    while work:
-        node = work.pop()
-        if node in data:
-            return node
-        if node not in seen and not reads_shape_only(node):
-            seen.add(node)
-            work.extend(node.all_input_nodes)
-            memory = storages(node) if writes else frozenset()
-            work.extend(write for write, changed in writes.items() if changed & memory)
-    return None
+    shapes = {node for node in graph.nodes if reads_shape_only(node)}
+    needed = ancestors([core.mask], shapes | data)
+    return next((node for node in graph.nodes if node in needed & data), None)
 
 
 def _phase(sites: list[AttentionSite]) -> Phase:
@@ -237,7 +212,6 @@ def match_attention(gm: GraphModule, state: PassState) -> GraphModule:
     cores = state.cores or []
     readings = readings_of(gm, cores, outputs)
     readers, owners = dict[Node, list[Reading]](), dict[Node, AttentionSite]()
-    log = WriteLog(gm.graph)
     for reading in readings.values():
         if isinstance(reading, Reading):
             for cache in (reading.key_cache, reading.value_cache):
@@ -255,7 +229,7 @@ def match_attention(gm: GraphModule, state: PassState) -> GraphModule:
             reading = readings[core.node]
             if isinstance(reading, NoMatch):
                 raise reading
-            site = _match(gm, reading, outputs, readers, owners, log)
+            site = _match(gm, reading, outputs, readers, owners)
             if state.sites and (site.past_key is None) != (state.sites[0].past_key is None):
                 raise NoMatch("it has a past and others in the graph have none, or the reverse")
             if site.expansion is not None and site.window is None and not state.config.placement.codes:

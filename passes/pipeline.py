@@ -1,7 +1,8 @@
 """The passes in their order, and how they are run.
 
-Dynamo's graph goes through `CAPTURE_PASSES` when it is compiled. A decode graph goes on through `duplicate_query` and
-`decode_passes` when its first step runs, with that step's inputs: shapes are static from then on.
+A graph of Dynamo's, as functional ATen (`capture/trace.py`), goes through `CAPTURE_PASSES` when it is compiled. A
+decode graph goes on through `duplicate_query` and `decode_passes` when its first step runs, with that step's inputs:
+shapes are static from then on.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch.fx import GraphModule
 from specache_fx.passes.base import Pass, PassState
 from specache_fx.passes.bind_cache import BIND_CACHE
 from specache_fx.passes.duplicate_query import duplicate_query
-from specache_fx.passes.few_row_products import FEW_ROW_PRODUCTS
+from specache_fx.passes.few_row_products import FEW_ROW_PRODUCTS, PRODUCTS_OF_TURNS
 from specache_fx.passes.fuse_layer_steps import fuse_layer_steps_of
 from specache_fx.passes.heads_first import HEADS_FIRST
 from specache_fx.passes.insert_prefetch import INSERT_PREFETCH
@@ -25,11 +26,9 @@ from specache_fx.passes.insert_waits import INSERT_WAITS
 from specache_fx.passes.match_attention import MATCH_ATTENTION
 from specache_fx.passes.merge_products import MERGE_PRODUCTS
 from specache_fx.passes.normalize_attention import NORMALIZE_ATTENTION
-from specache_fx.passes.normalize_calls import NORMALIZE_CALLS
 from specache_fx.passes.prompt_masks import PROMPT_MASKS
 from specache_fx.passes.quantize_attention import QUANTIZE_ATTENTION
 from specache_fx.passes.select_topk import SELECT_TOPK
-from specache_fx.passes.specialize_floats import SPECIALIZE_FLOATS
 from specache_fx.passes.split_prelude import SPLIT_PRELUDE
 from specache_fx.passes.verify import VERIFY
 from specache_fx.progress import say_step
@@ -37,14 +36,12 @@ from specache_fx.progress import say_step
 logger = logging.getLogger(__name__)
 
 CAPTURE_PASSES: tuple[Pass, ...] = (
-    SPECIALIZE_FLOATS,
-    NORMALIZE_CALLS,
     HEADS_FIRST,
     NORMALIZE_ATTENTION,
     MATCH_ATTENTION,
     BIND_CACHE,
     PROMPT_MASKS,
-    FEW_ROW_PRODUCTS,
+    PRODUCTS_OF_TURNS,
     SPLIT_PRELUDE,
 )
 _DECODE_PASSES: tuple[Pass, ...] = (

@@ -16,7 +16,6 @@ from __future__ import annotations
 import operator
 
 import torch
-import torch.nn.functional as F
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
@@ -24,12 +23,15 @@ from specache_fx.passes.base import AttentionSite, Pass, PassState, Phase
 from specache_fx.passes.bind_cache import STATE
 from specache_fx.passes.cache_side import without_repeat
 from specache_fx.passes.graph_edit import call, finish
-from specache_fx.passes.graph_slices import eliminate_dead_code, extract, needed_for
+from specache_fx.passes.graph_slices import (
+    ancestors,
+    draws_random_numbers,
+    eliminate_dead_code,
+    extract,
+    mutated_inputs,
+)
 from specache_fx.passes.graph_utils import is_static_input, placeholders, shape_of, value_of
-from specache_fx.passes.normalize_attention import sdpa_argument
-from specache_fx.passes.randomness import draws_random_numbers
-from specache_fx.passes.write_log import WriteLog
-from specache_fx.passes.writes import mutated_inputs
+from specache_fx.passes.normalize_attention import SDPA
 from specache_fx.runtime.prompt_masks import PromptMask, test
 
 
@@ -39,38 +41,27 @@ def prompt_masks(gm: GraphModule, state: PassState) -> GraphModule:
         return gm
     inputs = placeholders(gm.graph)
     assert inputs[-1].name == STATE
-    tested: dict[tuple[Node, int | None], tuple[Node, Node, Node, int]] = {}
-    log = WriteLog(gm.graph)
+    tested: dict[tuple[Node, int | None], tuple[Node, Node, int]] = {}
     for site in state.sites:
         mask = site.mask
         if mask is None or not _may_follow_rule(site, mask):
             continue
         known = tested.get((mask, site.window))
         if known is None:
-            roots = _inputs_of(gm, mask, site.node)
+            roots = _inputs_of(gm, mask)
             if roots is None:
                 continue
-            graph = extract(gm, [mask], roots, reader=site.node)
+            graph = extract(gm, [mask], roots)
             with gm.graph.inserting_before(site.node):
                 told = call(gm.graph, test, (mask, site.window), site.node, "mask_test")
                 verdict, real = (call(gm.graph, operator.getitem, (told, i), site.node) for i in (0, 1))
-            known = tested[mask, site.window] = (site.node, verdict, real, len(state.prompt_masks))
+            known = tested[mask, site.window] = (verdict, real, len(state.prompt_masks))
             state.prompt_masks.append(PromptMask(graph, tuple(map(inputs.index, roots))))
-        first, verdict, real, number = known
-        if log.between(mask, first, site.node):
-            continue  # another mask by now
+        verdict, real, number = known
+        query, *sides = site.node.args[:3]
         with gm.graph.inserting_before(site.node):
-            sides = (without_repeat(sdpa_argument(site.node, name))[0] for name in ("key", "value"))
-            args = (
-                sdpa_argument(site.node, "query"),
-                *sides,
-                verdict,
-                real,
-                inputs[-1],
-                number,
-                site.scale,
-                site.window,
-            )
+            shared = (without_repeat(side)[0] for side in sides)  # type: ignore[arg-type]
+            args = (query, *shared, verdict, real, inputs[-1], number, site.scale, site.window)
             out = call(gm.graph, torch.ops.specache.prompt_attention.default, args, site.node, "attended")
         site.node.replace_all_uses_with(out)
         gm.graph.erase_node(site.node)
@@ -83,18 +74,18 @@ def prompt_masks(gm: GraphModule, state: PassState) -> GraphModule:
 def _may_follow_rule(site: AttentionSite, mask: Node) -> bool:
     """Whether it masks each query's keys for all heads alike, in an operator that knows causal attention."""
     shape, query = shape_of(mask) or (), shape_of(site.query) or ()
-    if site.node.target is not F.scaled_dot_product_attention or len(shape) < 2 or len(query) != 4:
+    if site.node.target is not SDPA or len(shape) < 2 or len(query) != 4:
         return False
-    q_len, kv_len = query[2], value_of(sdpa_argument(site.node, "key")).shape[2]
+    q_len, kv_len = query[2], value_of(site.node.args[1]).shape[2]
     of_all = statically_known_true(shape[-2] == q_len) and statically_known_true(shape[-1] == kv_len)
     shared = len(shape) < 3 or statically_known_true(shape[-3] == 1)
     known = statically_known_true(kv_len >= q_len) and not statically_known_true(q_len == 1)
     return of_all and shared and known
 
 
-def _inputs_of(gm: GraphModule, mask: Node, reader: Node) -> list[Node] | None:
+def _inputs_of(gm: GraphModule, mask: Node) -> list[Node] | None:
     """The inputs that a mask is computed from; None where it can't be computed from them again."""
-    needed = needed_for(gm.graph, [mask], reader=reader)
+    needed = ancestors([mask])
     roots = [node for node in placeholders(gm.graph) if node in needed]
     weighs = (is_static_input(node) and value_of(node).dim() > 0 for node in roots)
     changed = {

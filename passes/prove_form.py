@@ -133,7 +133,7 @@ class Numbers:
             return fake if number is None else number
         if not isinstance(fake, torch.Tensor):
             return self.integer(fake) if isinstance(fake, (int, torch.SymInt)) else fake
-        number = constant_of(self.reader.graph.owning_module, node, self.reader)  # type: ignore[arg-type]
+        number = constant_of(self.reader.graph.owning_module, node)  # type: ignore[arg-type]
         shape = [self.integer(size) for size in shape_of(node) or ()]
         if number is not None:
             return torch.full(shape, number, dtype=fake.dtype, device=fake.device)
@@ -167,7 +167,7 @@ def differs(gm: GraphModule, core: AttentionCore) -> str | None:
     read = {arg for node in core.inner for arg in node.all_input_nodes} - core.inner
     leaves = [node for node in gm.graph.nodes if node in read]  # in order: the same numbers every time
     results = [core.node, core.query, *([core.mask] if core.mask is not None else [])]
-    graph = extract(gm, results, leaves, reader=core.node)
+    graph = extract(gm, results, leaves)
     if len(placeholders(graph.graph)) > len(leaves):
         return "its queries or masks can't be told from what they are computed from"
     # Of size 1 after scaling, and once more at the bound, where it acts.

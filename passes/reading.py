@@ -14,9 +14,8 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from specache_fx.passes.base import AttentionCore
 from specache_fx.passes.cache_side import NoMatch, is_cache, why_not_cached, without_repeat
-from specache_fx.passes.graph_slices import needed_for
+from specache_fx.passes.graph_slices import ancestors
 from specache_fx.passes.graph_utils import reads_shape_only, shape_of, source_of, target_name
-from specache_fx.passes.writes import storages, written_storages
 
 
 @dataclass(frozen=True)
@@ -77,7 +76,7 @@ def _behind(
     """The two cached tensors that keys and values are computed from, and the nodes in between."""
     key, value = sides
     stops = caches | attentions
-    needed = needed_for(gm.graph, sides, stops, reader=core.node)
+    needed = ancestors(sides, stops)
     order = {node: i for i, node in enumerate(gm.graph.nodes)}
     cached = sorted(needed & caches, key=order.__getitem__)
     made = "its keys and values are computed in each step from"
@@ -95,7 +94,7 @@ def _behind(
         # It may be all there is of a prompt, and fewer of what comes after it: a window over a cache that keeps more.
         if _takes_some(node):
             raise NoMatch(f"it reads some of the tokens that are cached (`{node.name}`, {source_of(node)})")
-    for_value = needed_for(gm.graph, [value], stops, reader=core.node)
+    for_value = ancestors([value], stops)
     latent = next((node for node in cached if node in for_value), cached[1])
     rest = next(node for node in cached if node is not latent)
     if rest in for_value:  # both are needed for both: as the model returns them
@@ -109,8 +108,6 @@ def _made_from(caches: list[Node], needed: set[Node]) -> set[Node]:
     while work:
         node = work.pop()
         more = [user for user in node.users if user in needed and not reads_shape_only(user)]
-        if changed := written_storages(node):
-            more += [other for other in needed if storages(other) & changed]
         work.extend(user for user in more if user not in made)
         made.update(more)
     return made
@@ -118,10 +115,7 @@ def _made_from(caches: list[Node], needed: set[Node]) -> set[Node]:
 
 def _takes_some(node: Node) -> bool:
     """Whether a node takes some of the tokens of a 4-D tensor."""
-    index = node.args[1] if target_name(node) == "getitem" and len(node.args) > 1 else None
-    if not isinstance(index, tuple) or len(index) < 3 or Ellipsis in index[:3]:
-        return False
-    return isinstance(index[2], slice) and index[2] != slice(None)
+    return target_name(node) == "slice" and len(shape_of(node) or ()) == 4 and node.args[1] in (2, -2)
 
 
 def _same_tokens(cache: Node, side: Node) -> bool:

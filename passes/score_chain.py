@@ -9,9 +9,9 @@ import torch
 from torch.fx import GraphModule, Node
 
 from specache_fx.passes.graph_slices import ancestors, constant_of
-from specache_fx.passes.graph_utils import is_static_input, shape_of, value_of
+from specache_fx.passes.graph_utils import is_static_input, shape_of, target_name, value_of
 from specache_fx.passes.mask_row import MaskRow
-from specache_fx.passes.score_ops import CASTS, RESHAPES, UnknownFormError, adds_dimensions, is_float, name_of
+from specache_fx.passes.score_ops import CASTS, RESHAPES, UnknownFormError, is_float
 
 # A score that is replaced by this or less has probability 0, as one to which it is added.
 _FILL_AT_MOST = -1e4
@@ -57,13 +57,13 @@ class ScoreChain:
             UnknownFormError: Names the first operation that has no place in the normal form.
         """
         for previous, node in pairwise(path):
-            if name_of(node) not in CASTS:
+            if target_name(node) not in CASTS:
                 self._step(node, previous)
         if self._capped and self.softcap is None:
             raise UnknownFormError(path[-1], "bounds the scores at 1")
 
     def _step(self, node: Node, previous: Node) -> None:
-        name, at = name_of(node), self._softmax
+        name, at = target_name(node), self._softmax
         if self.sinks is not None and name != "sub":
             raise UnknownFormError(node, "comes after the sinks")
         if self._capped and self.softcap is None and name != "mul":
@@ -74,7 +74,7 @@ class ScoreChain:
             return
         if self.sinks is not None:
             raise UnknownFormError(node, "comes after the sinks")
-        if name in ("mul", "truediv") and plain:
+        if name in ("mul", "div") and plain:
             self._scale(node, others[0])
         elif name == "tanh" and self.mask is None and not self._capped:
             self._capped = True
@@ -84,7 +84,7 @@ class ScoreChain:
             self.mask = self._rows.plus(self.mask, row, at)
         elif name in ("masked_fill", "where") and not node.kwargs and len(node.args) == 3:
             self._fill(node, previous)
-        elif name in ("max", "maximum", "clamp", "clamp_min"):
+        elif name in ("maximum", "clamp", "clamp_min"):
             self._floor(node, previous)
         elif name == "cat":
             self.sinks = self._column(node)
@@ -92,7 +92,7 @@ class ScoreChain:
             raise UnknownFormError(node)
 
     def _scale(self, node: Node, other: Any) -> None:
-        factor, multiplies = constant_of(self._gm, other, node), name_of(node) == "mul"
+        factor, multiplies = constant_of(self._gm, other), target_name(node) == "mul"
         if not factor:
             raise UnknownFormError(node, "has a factor that is computed in the graph")
         if self._capped and self.softcap is None and multiplies and factor > 0:
@@ -106,23 +106,25 @@ class ScoreChain:
 
     def _is_maximum(self, node: Node, other: Any) -> bool:
         """Whether a node subtracts each row's maximum, which no softmax notices."""
-        if name_of(node) != "sub" or not isinstance(other, Node):
+        if target_name(node) != "sub" or not isinstance(other, Node):
             return False
         first = other
-        if name_of(other) == "getitem" and other.args[1] == 0 and isinstance(other.args[0], Node):
+        if target_name(other) == "getitem" and other.args[1] == 0 and isinstance(other.args[0], Node):
             first = other.args[0]
-        keeps = first.kwargs.get("keepdim") is True and first.kwargs.get("dim", None) == -1
-        if name_of(first) not in ("max", "amax") or first.args != (node.args[0],) or not keeps:
+        last = (-1, len(shape_of(node) or ()) - 1)
+        if target_name(first) not in ("max", "amax") or first.args[0] is not node.args[0]:
+            return False
+        if first.args[1:] not in [(dim, True) for dim in (*last, *([one] for one in last))]:
             return False
         self.inner |= {first, other}
         return True
 
     def _fill(self, node: Node, previous: Node) -> None:
         """`masked_fill(s, m, fill)`, `where(m, s, fill)` or `where(m, fill, s)`."""
-        filled = name_of(node) == "masked_fill"
+        filled = target_name(node) == "masked_fill"
         mask = node.args[1] if filled else node.args[0]
         fill = node.args[2] if filled or node.args[1] is previous else node.args[1]
-        number = constant_of(self._gm, fill, node)
+        number = constant_of(self._gm, fill)
         if number is None or number > _FILL_AT_MOST:
             raise UnknownFormError(node, "puts something else than a huge negative in the place of scores")
         if not isinstance(mask, Node) or value_of(mask).dtype != torch.bool:
@@ -133,22 +135,19 @@ class ScoreChain:
 
     def _floor(self, node: Node, previous: Node) -> None:
         """`max(s, finfo.min)`: the number that it is."""
-        clamps = name_of(node) in ("clamp", "clamp_min")
         bounds = [arg for arg in node.args if arg is not previous]
-        if clamps and "min" in node.kwargs and set(node.kwargs) == {"min"}:
-            bounds = [node.kwargs["min"]]
-        bound = constant_of(self._gm, bounds[0], node) if len(bounds) == 1 else None
+        bound = constant_of(self._gm, bounds[0]) if len(bounds) == 1 else None
         if bound is None or bound > torch.finfo(value_of(previous).dtype).min:
             raise UnknownFormError(node, "bounds the scores")
 
     def _column(self, node: Node) -> Node:
         """`cat([s, sinks], -1)`: one more column, the same in every row."""
-        dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)
+        dim = node.args[1] if len(node.args) > 1 else 0
         sinks: Any = node.args[0][1]  # type: ignore[index]
         while (
             isinstance(sinks, Node)
             and len(shape_of(sinks) or (0,)) > 1
-            and (name_of(sinks) in CASTS | RESHAPES | {"expand", "unsqueeze"} or adds_dimensions(sinks))
+            and target_name(sinks) in CASTS | RESHAPES | {"expand", "unsqueeze"}
         ):
             self.inner.add(sinks)
             sinks = sinks.args[0]

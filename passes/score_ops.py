@@ -1,4 +1,4 @@
-"""The operations that attention is spelt out with, under whatever name they come."""
+"""The operators that attention is spelt out with."""
 
 from __future__ import annotations
 
@@ -7,15 +7,12 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from specache_fx.passes.graph_utils import described, reads_shape_only, shape_of, target_name, value_of
-from specache_fx.passes.writes import mutates
+from specache_fx.passes.graph_utils import described, reads_shape_only, shape_of, value_of
 
-PRODUCTS = {"matmul", "bmm", "baddbmm"}
-CASTS = {"to", "type", "type_as", "float", "half", "bfloat16", "contiguous", "clone", "detach"}
-RESHAPES = {"view", "reshape", "flatten", "unflatten"}
-_SWAPS = {"transpose", "swapaxes", "swapdims"}
-_IN_PLACE = {"iadd": "add", "isub": "sub", "imul": "mul", "itruediv": "truediv"}
-_ALIASES = {"div": "truediv", "multiply": "mul", "divide": "truediv", **_IN_PLACE}
+PRODUCTS = {"bmm", "baddbmm"}
+CASTS = {"_to_copy", "clone"}
+RESHAPES = {"view"}
+_aten = torch.ops.aten
 
 
 class UnknownFormError(Exception):
@@ -33,13 +30,8 @@ class UnknownFormError(Exception):
 
 
 def real_users(node: Node) -> list[Node]:
-    """The users that read its numbers and have an effect."""
-    return [
-        user
-        for user in node.users
-        if not reads_shape_only(user)
-        and (user.users or user.op == "output" or user.is_impure() or mutates(user))
-    ]
+    """The users that read its numbers."""
+    return [user for user in node.users if not reads_shape_only(user)]
 
 
 def is_float(node: Any, dims: int = 4) -> bool:
@@ -48,40 +40,17 @@ def is_float(node: Any, dims: int = 4) -> bool:
     return isinstance(value, torch.Tensor) and bool(value.dtype.is_floating_point and 0 < value.dim() <= dims)
 
 
-def name_of(node: Node) -> str:
-    """What a node computes, whether it writes into its input or not: nothing else reads the scores."""
-    name = target_name(node)
-    if name.endswith("_") and not name.endswith("__"):
-        name = name[:-1]
-    return _ALIASES.get(name, name)
-
-
-def adds_dimensions(node: Node) -> bool:
-    """Whether a node is `x[None, :, None]`."""
-    if name_of(node) != "getitem" or not isinstance(node.args[1], tuple):
-        return False
-    return all(part is None or part is Ellipsis or part == slice(None) for part in node.args[1])
-
-
 def drops_last(node: Node) -> bool:
     """Whether a node is `x[..., :-1]`."""
-    if name_of(node) != "getitem" or not isinstance(node.args[1], tuple):
-        return False
-    *others, last = node.args[1]
-    whole = all(other is Ellipsis or other == slice(None) for other in others)
-    return (
-        whole
-        and last == slice(None, -1, None)
-        and (Ellipsis in others or len(others) + 1 == len(shape_of(node) or ()))
-    )
+    last = len(shape_of(node) or ()) - 1
+    return node.target is _aten.slice.Tensor and node.args[1:] in ((last, 0, -1), (-1, 0, -1))
 
 
 def swaps_last_two(node: Node) -> bool:
-    """Whether a node is `x.transpose(-1, -2)`, however it is written."""
+    """Whether a node is `transpose(x, -1, -2)`, or a `permute` that is."""
     dims = len(shape_of(node) or ())
-    if name_of(node) in _SWAPS and len(node.args) == 3:
+    if node.target is _aten.transpose.int:
         return {dim % dims for dim in node.args[1:]} == {dims - 1, dims - 2}  # type: ignore[operator]
-    if name_of(node) == "permute":
-        order = node.args[1] if isinstance(node.args[1], (list, tuple)) else node.args[1:]
-        return tuple(order) == (*range(dims - 2), dims - 1, dims - 2)
+    if node.target is _aten.permute.default:
+        return [dim % dims for dim in node.args[1]] == [*range(dims - 2), dims - 1, dims - 2]  # type: ignore[union-attr, operator]
     return False

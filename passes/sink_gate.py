@@ -14,8 +14,8 @@ from typing import Any
 from torch.fx import Node
 
 from specache_fx.passes.graph_slices import ancestors
-from specache_fx.passes.graph_utils import is_static_input, shape_of
-from specache_fx.passes.score_ops import CASTS, RESHAPES, adds_dimensions, name_of, real_users
+from specache_fx.passes.graph_utils import is_static_input, shape_of, target_name
+from specache_fx.passes.score_ops import CASTS, RESHAPES, real_users
 
 
 @dataclass(frozen=True)
@@ -35,17 +35,17 @@ class SinkGate:
 
 def _strip(node: Any, names: set[str], path: set[Node]) -> Any:
     """The node behind casts and reshapes, which are added to `path`."""
-    while isinstance(node, Node) and (name_of(node) in names or adds_dimensions(node)):
+    while isinstance(node, Node) and target_name(node) in names:
         path.add(node)
         node = node.args[0]
     return node
 
 
 def _is_logsumexp(node: Any, scores: Node) -> bool:
-    if not isinstance(node, Node) or name_of(node) != "logsumexp" or node.args[0] is not scores:
+    if not isinstance(node, Node) or target_name(node) != "logsumexp":
         return False
-    dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
-    return dim in (-1, [-1], (-1,), len(shape_of(scores) or ()) - 1)
+    same = _strip(node.args[0], CASTS, set()) is _strip(scores, CASTS, set())
+    return same and node.args[1] in ([-1], [len(shape_of(scores) or ()) - 1])
 
 
 def sink_gate(scores: Node, output: Node, num_heads: int) -> SinkGate | None:
@@ -60,16 +60,16 @@ def sink_gate(scores: Node, output: Node, num_heads: int) -> SinkGate | None:
         The gate; None where there is none in this form.
     """
     users = real_users(output)
-    if len(users) != 1 or name_of(users[0]) != "mul" or len(users[0].args) != 2:
+    if len(users) != 1 or target_name(users[0]) != "mul" or len(users[0].args) != 2:
         return None
     gated = users[0]
     path: set[Node] = {gated}
     factor = next((arg for arg in gated.args if arg is not output), None)
     sigmoid = _strip(factor, CASTS | RESHAPES | {"unsqueeze"}, path)
-    if not isinstance(sigmoid, Node) or name_of(sigmoid) != "sigmoid":
+    if not isinstance(sigmoid, Node) or target_name(sigmoid) != "sigmoid":
         return None
     difference = _strip(sigmoid.args[0], CASTS, path)
-    if not isinstance(difference, Node) or name_of(difference) != "sub" or len(difference.args) != 2:
+    if not isinstance(difference, Node) or target_name(difference) != "sub" or len(difference.args) != 2:
         return None
     lse = _strip(difference.args[0], CASTS, path)
     sinks = _strip(difference.args[1], CASTS | RESHAPES | {"unsqueeze"}, path)

@@ -1,12 +1,12 @@
 """Reads attention that is spelt out as products and a softmax into the parts of the normal form.
 
-    p = q @ k^T                              p may be [batch * num_heads, q_len, kv_len]; baddbmm adds a bias
+    p = bmm(q, k^T)                          with batch and heads as one; baddbmm adds a bias
     s = softcap * tanh(scale * p / softcap)  either may be missing
     s = s + mask                             any number of masks and biases; masked_fill and where with a huge negative
     w = softmax(cat([s, sinks]))[..., :-1]   with or without sinks; the maximum may be subtracted first
-    out = w @ v                              sinks may be a gate behind it (`passes/sink_gate.py`)
+    out = bmm(w, v)                          sinks may be a gate behind it (`passes/sink_gate.py`)
 
-Changes of dtype, flattened heads and dropout that is off don't matter. Every other operation on the way is an
+Changes of dtype and of shape don't matter. Every other operation on the way is an
 `UnknownFormError` that names it: nothing is skipped over. What was read is proved afterwards (`passes/prove_form.py`).
 """
 
@@ -18,9 +18,8 @@ from typing import Any
 from torch.fx import GraphModule, Node
 
 from specache_fx.passes.graph_slices import ancestors
-from specache_fx.passes.graph_utils import shape_of
+from specache_fx.passes.graph_utils import same_sizes, shape_of, target_name
 from specache_fx.passes.mask_row import MaskRow
-from specache_fx.passes.randomness import is_off_dropout
 from specache_fx.passes.score_chain import ScoreChain
 from specache_fx.passes.score_ops import (
     CASTS,
@@ -28,7 +27,6 @@ from specache_fx.passes.score_ops import (
     RESHAPES,
     UnknownFormError,
     drops_last,
-    name_of,
     real_users,
     swaps_last_two,
 )
@@ -77,15 +75,18 @@ class _Reader:
         after, output = self._weighted_values()
         product = path[0]
         query, key, alpha, bias, beta = self._factors(product)
+        query, query_path = self._strip(query, transposed=False)[:2]
         key, key_path = self._side(key, transposed=True)
         value, value_path = self._side(output.args[1], transposed=False)
         num_heads = (shape_of(key) or ())[1]
+        if len(users := real_users(output)) == 1 and _splits_heads(users[0], num_heads):
+            after, output = [*after, output], users[0]
         chain = ScoreChain(self.gm, self.softmax, num_heads, self.rows)
         chain.start(product, alpha, bias, beta)
         chain.follow(path)
         if any(drops_last(node) for node in after) != (chain.sinks is not None):
             raise UnknownFormError(self.softmax, "and the columns that it is taken over")
-        inner = {*path, self.softmax, *after, output, *key_path, *value_path, *chain.inner}
+        inner = {*path, self.softmax, *after, output, *query_path, *key_path, *value_path, *chain.inner}
         sinks, gate = chain.sinks, sink_gate(path[-1], output, num_heads)
         if sinks is None and gate is not None:
             output, sinks = gate.output, gate.sinks
@@ -96,24 +97,19 @@ class _Reader:
 
     def _check_softmax(self) -> None:
         node, dims = self.softmax, shape_of(self.softmax)
-        dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
-        if dims is None or len(dims) not in (3, 4) or dim not in (-1, len(dims) - 1):
+        if dims is None or len(dims) not in (3, 4) or node.args[1] not in (-1, len(dims) - 1):
             raise UnknownFormError(node, "is not over the last of 3 or 4 dimensions")
 
     def _scores(self, node: Any) -> list[Node]:
         """The nodes from the product of queries and keys to `node`, along the scores."""
-        if (
-            not isinstance(node, Node)
-            or shape_of(node) is None
-            or node.op not in ("call_function", "call_method")
-        ):
+        if not isinstance(node, Node) or shape_of(node) is None or node.op != "call_function":
             raise UnknownFormError(node if isinstance(node, Node) else self.softmax)
-        name = name_of(node)
+        name = target_name(node)
         if name in PRODUCTS:
             return [node]
-        if name in CASTS | RESHAPES | {"tanh", "masked_fill", "sub", "truediv", "clamp", "clamp_min"}:
+        if name in CASTS | RESHAPES | {"tanh", "masked_fill", "sub", "div", "clamp", "clamp_min"}:
             candidates = [node.args[0]]
-        elif name in ("add", "mul", "max", "maximum"):
+        elif name in ("add", "mul", "maximum"):
             candidates = list(node.args[:2])
         elif name == "where" and len(node.args) == 3:
             candidates = list(node.args[1:])
@@ -139,7 +135,7 @@ class _Reader:
             raise UnknownFormError(node)
         # The one that comes from a product says more than one that is a mask anyhow.
         raise self._dead_ends[
-            max(failed, key=lambda one: any(name_of(origin) in PRODUCTS for origin in ancestors([one])))
+            max(failed, key=lambda one: any(target_name(origin) in PRODUCTS for origin in ancestors([one])))
         ]
 
     def _weighted_values(self) -> tuple[list[Node], Node]:
@@ -149,16 +145,16 @@ class _Reader:
         while True:
             users = real_users(node)
             if len(users) != 1:
-                other = next((user for user in users if name_of(user) not in PRODUCTS), self.softmax)
+                other = next((user for user in users if target_name(user) not in PRODUCTS), self.softmax)
                 returned = other.op == "output" or not self.outputs.isdisjoint((other, node))
                 why = ": call the model with output_attentions=False" if returned else ""
                 raise UnknownFormError(other, f"reads its probabilities{why}")
             (user,) = users
-            if name_of(user) in ("matmul", "bmm") and user.args[0] is node:
+            if target_name(user) == "bmm" and user.args[0] is node:
                 return path, user
-            if name_of(user) == "dropout" and not is_off_dropout(user):
+            if target_name(user) in ("native_dropout", "bernoulli"):
                 raise UnknownFormError(user, "is on: call model.eval() first")
-            known = name_of(user) in CASTS | RESHAPES | {"dropout"} or drops_last(user)
+            known = target_name(user) in CASTS | RESHAPES or drops_last(user)
             if not known or user.args[0] is not node:
                 raise UnknownFormError(user, "changes its probabilities")
             path.append(user)
@@ -166,40 +162,54 @@ class _Reader:
 
     def _factors(self, product: Node) -> tuple[Any, Any, float, Any, float]:
         """Query, key, factor, bias and the bias's factor of the product of queries and keys."""
-        names = ("input", "batch1", "batch2") if name_of(product) == "baddbmm" else ("input", "other")
-        args = [
-            *product.args,
-            *(product.kwargs[n] for n in names[len(product.args) :] if n in product.kwargs),
-        ]
         factors: list[Any] = [product.kwargs.get(name, 1) for name in ("alpha", "beta")]
-        if len(args) != len(names) or not all(isinstance(factor, (int, float)) for factor in factors):
+        if not all(isinstance(factor, (int, float)) for factor in factors):
             raise UnknownFormError(product)
         alpha, beta = map(float, factors)
-        bias = args[0] if len(args) == 3 and beta else None
-        return args[-2], args[-1], alpha, bias, beta
+        *biases, query, key = product.args
+        return query, key, alpha, biases[0] if biases and beta else None, beta
 
     def _side(self, node: Any, transposed: bool) -> tuple[Node, list[Node]]:
         """Keys or values as `[batch, num_heads, kv_len, dim]`, and the nodes that make the product's operand of it."""
-        start, path = node, []
+        found, path, is_transposed = self._strip(node, transposed)
+        if is_transposed != transposed or len(shape_of(found) or ()) != 4 or not isinstance(shape_of(found)[1], int):  # type: ignore[index]
+            raise UnknownFormError(
+                node if isinstance(node, Node) else self.softmax, "is no [..., kv_len, dim]"
+            )
+        return found, path
+
+    def _strip(self, node: Any, transposed: bool) -> tuple[Any, list[Node], bool]:
+        """Go back through casts, reshapes and, if it is to be `transposed`, a swap of the last two dimensions.
+
+        Returns:
+            What is there, the nodes on the way, and whether dimensions were swapped.
+        """
+        path, swapped = [], False
         while isinstance(node, Node) and node not in self.outputs and node.args:
-            name, dims = name_of(node), shape_of(node)
+            name, dims = target_name(node), shape_of(node)
             source = node.args[0]
             before = shape_of(source)
             if dims is None or before is None:
                 break
             if name in CASTS:
                 pass
-            elif transposed and swaps_last_two(node):
-                transposed = False
-            elif not (name in RESHAPES and len(dims) == 3 and len(before) == 4 and before[2:] == dims[1:]):
+            elif transposed and not swapped and swaps_last_two(node):
+                swapped = True
+            elif not (
+                name in RESHAPES and len(dims) == 3 and len(before) == 4 and same_sizes(before[2:], dims[1:])
+            ):
                 break
             path.append(node)
             node = source
-        if transposed or len(shape_of(node) or ()) != 4 or not isinstance(shape_of(node)[1], int):  # type: ignore[index]
-            raise UnknownFormError(
-                start if isinstance(start, Node) else self.softmax, "is no [..., kv_len, dim]"
-            )
-        return node, path
+        return node, path, swapped
+
+
+def _splits_heads(node: Node, num_heads: Any) -> bool:
+    """Whether a node makes `[batch, num_heads, q_len, dim]` of a product's result."""
+    before, dims = shape_of(node.args[0]), shape_of(node)
+    if target_name(node) not in RESHAPES or before is None or dims is None or len(dims) != 4:
+        return False
+    return same_sizes((num_heads, *before[1:]), dims[1:])
 
 
 def read_form(gm: GraphModule, softmax: Node, outputs: set[Node], rows: MaskRow) -> SoftmaxForm:

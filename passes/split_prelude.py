@@ -11,16 +11,17 @@ Works on decode graphs that `bind_cache` has been through; leaves every other gr
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from typing import Any
-
 import torch
 from torch.fx import Graph, GraphModule, Node
 
 from specache_fx.passes.base import Pass, PassState, Phase, leave_alone
-from specache_fx.passes.equal_nodes import merge_equal_nodes
 from specache_fx.passes.graph_edit import finish
-from specache_fx.passes.graph_slices import eliminate_dead_code, extract
+from specache_fx.passes.graph_slices import (
+    draws_random_numbers,
+    eliminate_dead_code,
+    extract,
+    mutated_inputs,
+)
 from specache_fx.passes.graph_utils import (
     is_integer,
     is_static_input,
@@ -32,9 +33,7 @@ from specache_fx.passes.graph_utils import (
     target_name,
     value_of,
 )
-from specache_fx.passes.randomness import draws_random_numbers
 from specache_fx.passes.sources import Prelude, Sources
-from specache_fx.passes.writes import mutated_inputs, storages, writes_of
 
 _NUMBERS = (torch.SymInt, torch.SymFloat)
 
@@ -43,49 +42,40 @@ def _clamp_embeddings(gm: GraphModule) -> GraphModule:
     """Hold every embedding's indices inside its table."""
     for node in list(gm.graph.nodes):
         if target_name(node) == "embedding":
-            table = shape_of(node.args[1])
-            assert table is not None
+            table, ids, *rest = node.args
+            last = int((shape_of(table) or ())[0]) - 1
             with gm.graph.inserting_before(node):
-                held = gm.graph.call_method("clamp", (node.args[0],), {"max": int(table[0]) - 1})
-            node.args = (held, *node.args[1:])
+                held = gm.graph.call_function(torch.ops.aten.clamp.default, (ids, None, last))
+            node.args = (table, held, *rest)
     return finish(gm)
 
 
 def _origins(graph: Graph, sources: Sources) -> tuple[set[Node], set[Node]]:
     """The nodes that a position reaches, and those that data reaches.
 
-    Parameters are neutral: a table of position embeddings is read with positions alone. What data is written into, in
-    place, is data from the start: it can't be computed apart. So is an input that anything is written into: once a
-    step, before it is read.
+    Parameters are neutral: a table of position embeddings is read with positions alone. An input that is written to is
+    data: it changes once a step.
     """
     moving = sources.lengths | sources.positions | sources.masks
     positional, data = set[Node](), set[Node](mutated_inputs(graph))
-    writes = writes_of(graph.nodes)
-    # Memory that positions, and data, are written to.
-    placed, written = frozenset[Hashable](), frozenset[Hashable]()
-    while True:
-        for node in graph.nodes:
-            if node.op == "placeholder":
-                origin = node.meta["specache_input"]
-                if origin not in moving and not is_static_input(node) and not is_integer(node):
-                    data.add(node)
-                elif origin in moving and node not in data:
-                    positional.add(node)
-                continue
-            inputs = node.all_input_nodes
-            length = bool(inputs) and reads_shape_only(node)
-            if length and all(arg.meta.get("specache_input") in sources.shapes for arg in inputs):
-                positional.add(node)
-                continue
-            if any(arg in positional for arg in inputs) or storages(node) & placed:
-                positional.add(node)
-            if any(arg in data for arg in inputs) or storages(node) & written or draws_random_numbers(node):
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            origin = node.meta["specache_input"]
+            if origin not in moving and not is_static_input(node) and not is_integer(node):
                 data.add(node)
-        before = placed, written
-        placed = placed.union(*(changed for node, changed in writes.items() if node in positional))
-        written = written.union(*(changed for node, changed in writes.items() if node in data))
-        if before == (placed, written):
-            return positional, data
+            elif origin in moving and node not in data:
+                positional.add(node)
+            continue
+        inputs = node.all_input_nodes
+        length = bool(inputs) and reads_shape_only(node)
+        if length and all(arg.meta.get("specache_input") in sources.shapes for arg in inputs):
+            positional.add(node)
+            continue
+        if any(arg in positional for arg in inputs):
+            positional.add(node)
+        if any(arg in data for arg in inputs) or draws_random_numbers(node):
+            data.add(node)
+    return positional, data
 
 
 def _number_in_the_graph(prelude: set[Node]) -> Node | None:
@@ -116,42 +106,30 @@ def split_prelude(gm: GraphModule, state: PassState) -> GraphModule:
             "Make it a tensor, of position_ids or a mask.",
         )
         return gm
-    prelude -= merge_equal_nodes(graph, prelude)
     boundary = [
         node
         for node in graph.nodes
         if node in prelude and shape_of(node) is not None and any(user not in prelude for user in node.users)
     ]
-    if (early := _read_before_it_is_written(graph, boundary, prelude)) is not None:
-        leave_alone(
-            state,
-            f"`{early.name}` ({source_of(early)}) reads what depends on positions before all of it was written",
-            "Compute it in one expression, or write to a copy.",
-        )
-        return gm
     if boundary:
         needed = [
             node
             for node in inputs
             if node in prelude or is_static_input(node) or is_integer(node) or origin[node] in sources.shapes
         ]
-        plain = _without_unread_inputs(extract(gm, boundary, needed, reader=output_node(graph)))
-        results: Any = output_node(plain.graph).args[0]
+        plain = _without_unread_inputs(extract(gm, boundary, needed))
+        results = list(output_node(plain.graph).all_input_nodes)
         names = {node.name for node in placeholders(plain.graph)}
         state.prelude = Prelude(
             graph=plain,
-            graph_ahead=_clamp_embeddings(
-                extract(plain, list(results), placeholders(plain.graph), reader=output_node(plain.graph))
-            ),
+            graph_ahead=_clamp_embeddings(extract(plain, results, placeholders(plain.graph))),
             inputs=tuple(origin[node] for node in needed if node.name in names),
             sources=sources,
         )
     for i, node in enumerate(boundary):
         with graph.inserting_after(inputs[-1]):
             entry = graph.placeholder(f"specache_prelude_{i}")
-        entry.meta = {k: v for k, v in node.meta.items() if k in ("example_value", "stack_trace")}
-        # Memory of its own: what the prelude wrote to it on the way is not written again.
-        entry.meta["example_value"] = value_of(node).clone()
+        entry.meta = {k: v for k, v in node.meta.items() if k in ("val", "stack_trace")}
         entry.meta["specache_prelude"] = i
         for user in list(node.users):
             if user not in prelude:
@@ -165,19 +143,6 @@ def split_prelude(gm: GraphModule, state: PassState) -> GraphModule:
         if not node.users:
             graph.erase_node(node)
     return finish(gm)
-
-
-def _read_before_it_is_written(graph: Graph, boundary: list[Node], prelude: set[Node]) -> Node | None:
-    """What reads a boundary tensor in the rest of the graph, with a write of the prelude's to come."""
-    order = {node: i for i, node in enumerate(graph.nodes)}
-    writes = writes_of(node for node in graph.nodes if node in prelude)
-    for node in boundary if writes else ():
-        memory = storages(node)
-        readers = [user for user in node.users if user not in prelude and not reads_shape_only(user)]
-        last = max((order[write] for write, changed in writes.items() if changed & memory), default=-1)
-        if early := [reader for reader in readers if order[reader] < last]:
-            return early[0]
-    return None
 
 
 def _without_unread_inputs(gm: GraphModule) -> GraphModule:

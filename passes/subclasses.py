@@ -1,7 +1,7 @@
 """Tensor subclasses (torchao's quantised weights) as the plain tensors that they wrap.
 
-`make_fx` takes a subclass among its inputs for a constant of the trace. So the decode graph gets what is inside, and
-each subclass is put together again where the graph begins.
+`make_fx` takes a subclass among its inputs for a constant of the trace. So graphs get what is inside, and while a graph
+is traced each subclass is put together again where it begins.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
-def flatten(values: Sequence[Any]) -> list[torch.Tensor]:
-    """The plain tensors of all tensors among `values`, in order; what is no tensor is left out."""
-    flat: list[torch.Tensor] = []
+def flatten(values: Sequence[Any]) -> list[Any]:
+    """`values`, each subclass replaced by the plain tensors in it."""
+    flat: list[Any] = []
     for value in values:
-        if type(value) in _PLAIN:
-            flat.append(value)
-        elif isinstance(value, torch.Tensor):
+        if type(value) not in _PLAIN and isinstance(value, torch.Tensor):
             flat.extend(_plain(value))
+        else:
+            flat.append(value)
     return flat
 
 
@@ -34,19 +34,19 @@ def _plain(tensor: Any) -> Iterator[torch.Tensor]:
         yield from _plain(getattr(tensor, name))
 
 
-def unflatten(values: Sequence[Any], plain: Sequence[torch.Tensor]) -> list[Any]:
-    """`values` again, their tensors replaced by others that `flatten` gave, or traces of these.
+def unflatten(values: Sequence[Any], plain: Sequence[Any]) -> list[Any]:
+    """`values` again, made of what `flatten` gave, or of traces of that.
 
     Args:
         values: As given to `flatten`: says which are subclasses, and what they hold besides tensors.
-        plain: One per tensor that `flatten(values)` gave.
+        plain: One for each that `flatten(values)` gave.
     """
     rest = iter(plain)
-    return [_rebuild(value, rest) if isinstance(value, torch.Tensor) else value for value in values]
+    return [_rebuild(value, rest) for value in values]
 
 
 def _rebuild(tensor: Any, rest: Iterator[torch.Tensor]) -> torch.Tensor:
-    if not is_traceable_wrapper_subclass(tensor):
+    if not isinstance(tensor, torch.Tensor) or not is_traceable_wrapper_subclass(tensor):
         return next(rest)
     names, context = tensor.__tensor_flatten__()
     inner = {name: _rebuild(getattr(tensor, name), rest) for name in names}

@@ -19,9 +19,8 @@ from specache_fx.passes.graph_utils import (
     target_name,
 )
 from specache_fx.passes.score_ops import PRODUCTS, is_float
-from specache_fx.passes.writes import storages, written_storages
 
-_READERS = {*PRODUCTS, "einsum", "mul", "linear", "dot", "tensordot"}
+_READERS = {*PRODUCTS, "mul", "mm", "dot"}
 
 
 def _appends_to_input(root: Node) -> bool:
@@ -103,9 +102,6 @@ def unknown_forms(gm: GraphModule, state: PassState, outputs: set[Node]) -> list
             seen.add(node)
             if node not in state.unknown:
                 work.extend(node.users)
-                if changed := written_storages(node):  # read on under other names of what it was written into
-                    same = [other for other in gm.graph.nodes if storages(other) & changed]
-                    work.extend(user for other in same for user in other.users)
                 continue
             refusals.setdefault(node, Refusal(node.name, source_of(node), state.unknown[node], _remedy(node)))
             named = True

@@ -79,10 +79,10 @@ def find_window_masks(gm: GraphModule, state: PassState, sources: Sources) -> Wi
     masks: list[Node] = list(dict.fromkeys(site.mask for site in masked if site.mask is not None))
     if not masks:
         return WindowMasks(None, (), {}, sources, True)
-    roots = mask_inputs(gm, masks, sources, masked)
+    roots = mask_inputs(gm, masks, sources, masked[0])
     index = {node: i for i, node in enumerate(placeholders(gm.graph))}
     return WindowMasks(
-        graph=extract(gm, masks, roots, reader=masked[-1].node),
+        graph=extract(gm, masks, roots),
         inputs=tuple(index[node] for node in roots),
         layers={site.layer: masks.index(site.mask) for site in masked if site.mask is not None},
         sources=sources,

@@ -5,6 +5,7 @@ and says that it mutates it. That orders them all: no compiler may drop, reorder
 fresh tensors of static shape. The session keeps all that grows with the context: `staged` and `scores` are tickets,
 int64 `[1]` tensors that carry the data edge and nothing else. So no decode graph knows `kv_len`.
 
+    capture   scaled_dot_product_attention
     prefill   store, prompt_attention
     extend    load, prompt_attention, store
     decode    wait_prefetch -> quantized_attention -> append -> topk -> prefetch
@@ -19,11 +20,13 @@ into the second, and a later pass replaces either. Neither runs.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from specache_fx.runtime import decode_step, prompt_masks, registry
@@ -70,6 +73,43 @@ def _prompt_attention(
 
 def _prompt_attention_fake(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
     return prompt_masks.empty_output(query, value)
+
+
+def _sdpa(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """PyTorch's, its result laid out as the graph was traced with."""
+    out = F.scaled_dot_product_attention(
+        query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+    )
+    return out.transpose(-3, -2).contiguous().transpose(-3, -2) if out.dim() > 3 else out.contiguous()
+
+
+def _sdpa_autocast(device: str, *sides: Any) -> Tensor:
+    """Autocast casts what SDPA reads, mask included."""
+    dtype = torch.get_autocast_dtype(device.lower())
+
+    def cast(side: Any) -> Any:
+        is_float = isinstance(side, Tensor) and side.is_floating_point() and side.dtype != torch.float64
+        return side.to(dtype) if is_float else side
+
+    key = getattr(torch._C.DispatchKey, f"Autocast{device}")
+    with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(key)):
+        return torch.ops.specache.scaled_dot_product_attention(*map(cast, sides))
+
+
+def _sdpa_fake(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
+    size = (*query.shape[:-1], value.shape[-1])
+    if len(size) < 4:
+        return query.new_empty(size)
+    return query.new_empty((*size[:-3], size[-2], size[-3], size[-1])).transpose(-3, -2)
 
 
 def _load(
@@ -206,6 +246,14 @@ _define(
     _load,
     _load_fake,
 )
+_define(
+    f"scaled_dot_product_attention({_SIDES}, Tensor? mask=None, float dropout_p=0.0, bool is_causal=False,"
+    " float? scale=None, bool enable_gqa=False) -> Tensor",
+    _sdpa,
+    _sdpa_fake,
+)
+for _device in ("CPU", "CUDA"):
+    _library.impl("scaled_dot_product_attention", functools.partial(_sdpa_autocast, _device), f"Autocast{_device}")
 _define(
     f"prompt_attention({_SIDES}, Tensor verdict, Tensor real, Tensor(a!) state, int number, float scale,"
     " int? window=None) -> Tensor",

@@ -10,26 +10,26 @@ import torch
 from torch.fx import GraphModule
 
 from specache_fx._log import forget_warnings, warn_once
+from specache_fx.capture.trace import TraceError, trace
 from specache_fx.config import SpecacheConfig
 from specache_fx.decode_runner import Decode
 from specache_fx.errors import ConfigError, SpecacheError, UnsupportedGraphError
 from specache_fx.lowering import Compiled, example_state, lower, lower_prompt
 from specache_fx.passes.base import PassState, Phase, alike
-from specache_fx.passes.graph_edit import copy_graph
 from specache_fx.passes.graph_utils import (
     is_static_input,
     placeholders,
     reads_shape_only,
     shape_of,
-    target_name,
     value_of,
     weight_name,
 )
 from specache_fx.passes.pipeline import CAPTURE_PASSES, Observer, run_passes
+from specache_fx.passes.subclasses import flatten
 from specache_fx.progress import announced
 from specache_fx.recompile_limit import make_room
 from specache_fx.retrace import trace_as_growing
-from specache_fx.runners import Extend, LeftAlone, Prefill, Refused, TokensFirst, swap_inputs
+from specache_fx.runners import Extend, LeftAlone, Prefill, Refused, TakenApart, TokensFirst, swap_inputs
 from specache_fx.runtime.handle import is_laid_out
 from specache_fx.runtime.host_blocks import check_host_dir, resolve_host
 from specache_fx.runtime.kernels import LayerForm, check_forms, check_kernel, choose_kernel
@@ -105,8 +105,6 @@ class Backend:
         check_names(config)
         make_room()
         state = PassState(config)
-        places = enumerate(placeholders(gm.graph))
-        state.weights = {i: weight_name(node) for i, node in places if is_static_input(node)}
         if observe is not None:
             observe("dynamo", gm, state)
         if torch.is_grad_enabled() and any(
@@ -114,25 +112,31 @@ class Backend:
         ):
             remedy = "it is for inference. Call it under torch.no_grad() (model.generate() does)"
             return self._without_cache(gm, example_inputs, state, observe, "gradients are enabled", remedy)
-        if _is_under_autocast(gm, example_inputs):
-            remedy = "the graph doesn't say what dtype anything has then. Load the model in 16 bits instead (dtype=...)"
-            return self._without_cache(gm, example_inputs, state, observe, "torch.autocast is on", remedy)
-        rewritten = copy_graph(gm)
+        try:
+            rewritten = trace(gm)
+        except TraceError as error:
+            remedy = "what it does in place, and where, can't be told"
+            return self._without_cache(gm, example_inputs, state, observe, str(error), remedy)
+        inputs = placeholders(rewritten.graph)
+        state.weights = {i: weight_name(node) for i, node in enumerate(inputs) if is_static_input(node)}
+        kv_inputs = _kv_inputs(rewritten)
         rewritten = run_passes(rewritten, state, CAPTURE_PASSES, observe)
-        trace_as_growing(gm, state.fixed_sizes)
+        trace_as_growing(inputs, state.fixed_sizes)
         self._report(state)
-        state.other_kv_inputs = [i for i in _kv_inputs(gm) if i not in state.past_inputs]
         devices = sorted({str(value_of(site.new_key).device) for site in state.sites})
         if len(devices) > 1:
             remedy = "a session lives on one. Load the model on one device, as with device_map={'': 0}"
             reason = f"its KV caches are on {len(devices)} devices ({', '.join(devices)})"
             return self._without_cache(gm, example_inputs, state, observe, reason, remedy)
         if state.phase is Phase.NO_CACHE:
+            state.other_kv_inputs = _kv_inputs(gm)
             return self._left_alone(gm, example_inputs, state)
-        if not state.swapped_outputs:
-            return self._runner(rewritten, example_inputs, state, observe)
-        swapped = swap_inputs(state, example_inputs)
-        return TokensFirst(self._runner(rewritten, swapped, state, observe), state)
+        state.other_kv_inputs = [i for i in kv_inputs if i not in state.past_inputs]
+        plain = flatten(example_inputs)
+        runner = self._runner(rewritten, swap_inputs(state, plain), state, observe)
+        if state.swapped_outputs:
+            runner = TokensFirst(runner, state)
+        return runner if len(plain) == len(example_inputs) else TakenApart(runner)
 
     def _runner(
         self,
@@ -227,16 +231,6 @@ def _forms(state: PassState) -> list[LayerForm]:
         )
         for site in sites
     ]
-
-
-def _is_under_autocast(gm: GraphModule, inputs: Sequence[Any]) -> bool:
-    """Whether autocast is on, around a graph or in it; to turn it off where it is off means nothing."""
-    devices = {value.device.type for value in inputs if isinstance(value, torch.Tensor)}
-    entered = [node.args for node in gm.graph.nodes if target_name(node) == "_enter_autocast"]
-    able = filter(torch.amp.is_autocast_available, devices)
-    return any(map(torch.is_autocast_enabled, able)) or any(
-        args[0] in devices and (len(args) < 3 or args[2]) for args in entered
-    )
 
 
 def _kv_inputs(gm: GraphModule) -> list[int]:

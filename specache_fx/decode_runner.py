@@ -18,7 +18,6 @@ from specache_fx.lowering import Compiled, lower_static
 from specache_fx.passes.base import PassState
 from specache_fx.passes.fuse_layer_steps import is_whole, whole_layers
 from specache_fx.passes.pipeline import Observer, build_decode_graph
-from specache_fx.passes.subclasses import flatten
 from specache_fx.progress import announced
 from specache_fx.runners import assemble, inference, layer_shapes, overriding, resolve
 from specache_fx.runtime import claims, registry
@@ -66,6 +65,10 @@ class DecodeGraph(NamedTuple):
     whole: tuple[int, ...]
     moving: tuple[int, ...]
     is_capturable: bool
+
+
+def _tensors(inputs: Sequence[Any]) -> list[torch.Tensor]:
+    return [value for value in inputs if isinstance(value, torch.Tensor)]
 
 
 def _whole_kernel(session: Session) -> str | None:
@@ -345,7 +348,7 @@ class Decode:
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
             self._fall_back(f"the graph can't be traced for two tokens at once: {reason}")
             return None
-        given = [*flatten(inputs), session.state]
+        given = [*_tensors(inputs), session.state]
         is_capturable = self._is_capturable(graph)
         by_layer = is_capturable and _replays(graph, session)
         compiled = lower_static(graph, given, self._state.config.lowering, by_layer=by_layer)
@@ -357,7 +360,7 @@ class Decode:
 
     def _run(self, made: DecodeGraph, inputs: list[Any], session: Session) -> Sequence[Any]:
         """The graph's results: launched one by one, or captured and replayed."""
-        steps, flat = session.steps, flatten(inputs)
+        steps, flat = session.steps, _tensors(inputs)
         captures = made.is_capturable and session.graph is not None and session.graph.records
         if isinstance(steps, DeviceSteps):
             steps.captures = captures = captures and not is_recording()

@@ -27,7 +27,7 @@ from specache_fx.passes.graph_utils import (
     value_of,
 )
 from specache_fx.passes.score_ops import is_float
-from specache_fx.runners import TokensFirst
+from specache_fx.runners import TakenApart, TokensFirst
 
 _SDPA = "scaled_dot_product_attention"
 _GAP = 6  # most nodes between two calls that belong to one attention
@@ -125,7 +125,9 @@ class _Recorder:
                 found = _around_attention(graph)
                 report.runs = found if found != report.after else ""
             if name == "verify":  # of a decode graph, which its runner had made
-                decode = runner.runner if isinstance(runner, TokensFirst) else runner
+                decode = runner
+                while isinstance(decode, (TokensFirst, TakenApart)):
+                    decode = decode.runner
                 assert isinstance(decode, Decode)
                 report.lanes, report.fallback = decode.lanes, decode.fallback
                 report.resident = len(state.exact_layers - state.window_layers)

@@ -11,7 +11,6 @@ from torch.fx import GraphModule
 
 from specache_fx.passes.base import PassState
 from specache_fx.passes.graph_utils import is_static_input, placeholders
-from specache_fx.passes.subclasses import flatten
 from specache_fx.runtime.masks import WindowMask
 from specache_fx.runtime.next_answer import LaneCall
 from specache_fx.runtime.session import Session
@@ -119,7 +118,8 @@ class GraphInputs:
             parts = [part for part in (mask.seen, mask.bias) if part is not None]
             numbers.append((layer, mask.width, mask.seen is None, mask.bias is None))
             computed = computed + parts
-        return LaneCall(self, computed, flatten(rest), numbers)
+        tensors = [value for value in rest if isinstance(value, torch.Tensor)]
+        return LaneCall(self, computed, tensors, numbers)
 
     def shapes(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
         """Of a graph that is compiled for these, all that it is compiled for."""
@@ -127,6 +127,7 @@ class GraphInputs:
         return tuple(tuple(x.shape) if isinstance(x, torch.Tensor) else x for x in varying)
 
     def moving(self, inputs: Sequence[Any]) -> tuple[int, ...]:
-        """Which of the plain tensors among them may lie elsewhere in each call: no weights."""
-        ends = list(itertools.accumulate(len(flatten([value])) for value in inputs))
-        return tuple(at for i in self._varying for at in range(ends[i] - len(flatten([inputs[i]])), ends[i]))
+        """Which of the tensors among them may lie elsewhere in each call: no weights."""
+        is_tensor = [isinstance(value, torch.Tensor) for value in inputs]
+        places = list(itertools.accumulate(is_tensor, initial=0))
+        return tuple(places[i] for i in self._varying if is_tensor[i])

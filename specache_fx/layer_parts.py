@@ -21,8 +21,8 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from specache_fx.passes.fuse_layer_steps import is_layer_step
+from specache_fx.passes.graph_slices import writes_in_place
 from specache_fx.passes.graph_utils import placeholders, value_of
-from specache_fx.passes.writes import writes_in_place
 
 Compiled = Callable[..., Any]
 _GIVEN = ("placeholder", "get_attr")

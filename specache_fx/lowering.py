@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
@@ -22,9 +21,9 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from specache_fx.config import Lowering
 from specache_fx.layer_parts import compile_by_layer, target
 from specache_fx.passes.base import PassState
-from specache_fx.passes.graph_slices import eliminate_dead_code, extract, needed_for
+from specache_fx.passes.graph_slices import ancestors, eliminate_dead_code, extract
 from specache_fx.passes.graph_utils import placeholders, value_of
-from specache_fx.passes.writes import storages, writes_of
+from specache_fx.passes.normalize_attention import SDPA
 from specache_fx.progress import announced, say_step
 from specache_fx.runtime.prompt_masks import test
 from specache_fx.runtime.step_table import empty_state
@@ -69,22 +68,15 @@ def lower_prompt(gm: GraphModule, inputs: Sequence[Any], state: PassState, what:
     config, layers = state.config, len(state.owners)
     if config.lowering == "eager":
         return gm.forward
-    spelt_out = any(site.node.target is not F.scaled_dot_product_attention for site in state.sites)
+    spelt_out = any(site.node.target is not SDPA for site in state.sites)
     tests = [node for node in gm.graph.nodes if node.target is test]
-    inside = needed_for(gm.graph, tests, reader=tests[-1]) if tests else set[Node]()
-    if config.compile_prefill or spelt_out or _are_written(gm, inside):
+    if config.compile_prefill or spelt_out:
         with announced(what, config.lowering, layers):
             return lower(gm, inputs, config.lowering)
     if tests:
         with announced(f"the masks of {what}", config.lowering):
-            _compile_tests(gm, inside, inputs)
+            _compile_tests(gm, ancestors(tests), inputs)
     return gm.forward
-
-
-def _are_written(gm: GraphModule, nodes: set[Node]) -> bool:
-    """Whether something is written in place into what they compute: it changes on the way."""
-    memory = frozenset().union(*(storages(node) for node in nodes if node.op != "placeholder"))
-    return any(changed & memory for changed in writes_of(gm.graph.nodes).values())
 
 
 def _compile_tests(gm: GraphModule, inside: set[Node], inputs: Sequence[Any]) -> None:
@@ -98,7 +90,7 @@ def _compile_tests(gm: GraphModule, inside: set[Node], inputs: Sequence[Any]) ->
     given = placeholders(gm.graph)
     roots = [node for node in given if node in inside]
     for node in gm.graph.nodes:
-        if node.target in (operator.getitem, torch.select) and inside.issuperset(node.all_input_nodes):
+        if node.target in (operator.getitem, torch.ops.aten.select.int) and inside.issuperset(node.all_input_nodes):
             inside.add(node)
     results = [
         node
@@ -106,7 +98,7 @@ def _compile_tests(gm: GraphModule, inside: set[Node], inputs: Sequence[Any]) ->
         if node in inside and node not in roots and isinstance(value_of(node), torch.Tensor)
         if not inside.issuperset(node.users)
     ]
-    part = extract(gm, results, roots, reader=gm.graph.output_node())
+    part = extract(gm, results, roots)
     end = part.graph.output_node()
     with part.graph.inserting_before(end):
         end.args = (tuple(_computed(part.graph, each) for each in end.all_input_nodes),)

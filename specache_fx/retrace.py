@@ -8,13 +8,11 @@ are marked here.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch._dynamo.exc import TensorifyScalarRestartAnalysis, UnspecializeRestartAnalysis
-from torch.fx import GraphModule
-
-from specache_fx.passes.graph_utils import placeholders
+from torch.fx import Node
 
 _MARKS = "_dynamo_weak_dynamic_indices"  # of torch._dynamo.maybe_mark_dynamic
 
@@ -31,17 +29,16 @@ def _is_marked(tensor: torch.Tensor, dim: int) -> bool:
     return dim in getattr(tensor, _MARKS, ())
 
 
-def trace_as_growing(gm: GraphModule, fixed: Mapping[int, int]) -> None:
+def trace_as_growing(inputs: Sequence[Node], fixed: Mapping[int, int]) -> None:
     """Mark inputs as growing, and have Dynamo start over. Inputs that are marked already are left alone.
 
     Args:
-        gm: Dynamo's graph.
+        inputs: The graph's placeholders.
         fixed: Position to dimension of the inputs that grow with the context, of constant size here.
 
     Raises:
         TraceAgain: If any was not marked before.
     """
-    inputs = placeholders(gm.graph)
     marked = False
     for i, dim in fixed.items():
         tensor = getattr(inputs[i].meta.get("grapharg"), "example", None)

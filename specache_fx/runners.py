@@ -20,6 +20,7 @@ from specache_fx._log import warn_once
 from specache_fx.errors import CacheHandleError, SpecacheError
 from specache_fx.lowering import Compiled
 from specache_fx.passes.base import OutputPlan, PassState, alike
+from specache_fx.passes.subclasses import flatten
 from specache_fx.runtime import claims, registry
 from specache_fx.runtime.give_back import give_back
 from specache_fx.runtime.handle import tokens_first
@@ -78,8 +79,11 @@ def assemble(
 
 @contextlib.contextmanager
 def inference() -> Iterator[None]:
-    """No gradients, and no inference tensors: a session outlives the mode that its prompt ran in."""
-    with torch.inference_mode(False), torch.no_grad():
+    """No gradients, and no inference tensors: a session outlives the mode that its prompt ran in.
+
+    No autocast either: its casts are in the graph.
+    """
+    with torch.inference_mode(False), torch.no_grad(), torch._C._DisableAutocast():
         yield
 
 
@@ -278,7 +282,7 @@ class Extend:
                 claims.check_open(session)  # another thread may have released it
                 session.forget_lookahead()
                 inputs = list(map(plain, args))
-                with overriding(), told_by_rule(session, self._state, inputs):
+                with told_by_rule(session, self._state, inputs):
                     kept = self._compiled(*inputs, session.state)
                 _advance(session, self._state, args)
                 handles = registry.resized(session, past)
@@ -294,6 +298,17 @@ def with_tokens_first(handle: Handle) -> Handle:
     """The same handle as `[batch, kv_len, num_kv_heads, head_dim]`."""
     with bare():
         return mark(tokens_first(handle), handle.lease)
+
+
+class TakenApart:
+    """Another runner for a model with weights of a tensor subclass (torchao's): it gets the tensors in these."""
+
+    def __init__(self, runner: Compiled) -> None:
+        self.runner = runner
+
+    def __call__(self, *args: Any) -> Any:
+        """Run it."""
+        return self.runner(*flatten(args))
 
 
 class TokensFirst:

@@ -12,15 +12,14 @@ from support.zoo import build
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
+from specache_fx.capture.trace import trace
 from specache_fx.config import SpecacheConfig
 from specache_fx.passes.base import PassState, Phase
 from specache_fx.passes.duplicate_query import duplicate_query, lane_inputs
-from specache_fx.passes.graph_edit import copy_graph
 from specache_fx.passes.graph_utils import placeholders, value_of
 from specache_fx.passes.heads_first import heads_first
 from specache_fx.passes.match_attention import match_attention
 from specache_fx.passes.normalize_attention import normalize_attention
-from specache_fx.passes.normalize_calls import normalize_calls
 from specache_fx.passes.pipeline import CAPTURE_PASSES, run_passes
 from specache_fx.runners import swap_inputs
 
@@ -33,8 +32,8 @@ class Captured:
     inputs: tuple[Any, ...]
 
     def copy(self) -> GraphModule:
-        """One that passes may edit."""
-        return copy_graph(self.gm)
+        """As functional ATen, for passes to edit."""
+        return trace(self.gm)
 
 
 class FunctionModule(nn.Module):
@@ -129,7 +128,7 @@ def matched(captured: Captured) -> PassState:
     """What the passes up to `match_attention` say about a graph."""
     state = PassState(SpecacheConfig())
     gm = captured.copy()
-    for step in (normalize_calls, heads_first, normalize_attention, match_attention):
+    for step in (heads_first, normalize_attention, match_attention):
         gm = step(gm, state)
     return state
 

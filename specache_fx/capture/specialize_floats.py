@@ -14,8 +14,6 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.fx.node import Argument, map_arg
 
-from specache_fx.passes.base import Pass, PassState
-from specache_fx.passes.graph_edit import finish
 from specache_fx.passes.graph_slices import float_of
 from specache_fx.passes.graph_utils import value_of
 
@@ -27,9 +25,8 @@ def _is_own(node: Node) -> bool:
     return "NN_MODULE" in str(where() if callable(where) else where)  # a method before torch 2.12
 
 
-def specialize_floats(gm: GraphModule, state: PassState) -> GraphModule:
-    """Put numbers in the place of symbols."""
-    changed = False
+def specialize_floats(gm: GraphModule) -> None:
+    """Put numbers in the place of symbols, in a graph of Dynamo's."""
     for node in list(gm.graph.nodes):
         symbol, read = value_of(node), node.all_input_nodes
         if node.target != "item" or not isinstance(symbol, torch.SymFloat) or not all(map(_is_own, read)):
@@ -43,8 +40,3 @@ def specialize_floats(gm: GraphModule, state: PassState) -> GraphModule:
         for user in list(node.users):
             user.args, user.kwargs = map_arg(user.args, known), map_arg(user.kwargs, known)
         gm.graph.erase_node(node)
-        changed = True
-    return finish(gm) if changed else gm
-
-
-SPECIALIZE_FLOATS = Pass("specialize_floats", specialize_floats)

@@ -1,0 +1,240 @@
+"""The door: Dynamo's graph as functional ATen, the one spelling that all passes read.
+
+    keys = torch.cat([past, k], dim=-2)             ->  keys = aten.cat([past, k], -2)
+    s = q @ keys.mT; s += mask; s.softmax(-1)           expand, view, bmm, view, add, _softmax
+    out = F.scaled_dot_product_attention(q, keys, v)    out = specache.scaled_dot_product_attention(q, keys, v)
+
+The graph is run once on Dynamo's own fake inputs under functionalisation, as AOTAutograd does. No operator writes in
+place then, `out=`, views and vmap are resolved, and autocast's casts are in the graph. A write to an input is a
+`copy_` to its placeholder, behind all else. SDPA stays one call: an operator of ours that is pure and has no insides.
+
+Inputs are those of Dynamo, in its order; tensor subclasses (torchao's weights) are taken apart (`subclasses.flatten`).
+Nodes have Dynamo's names where one node of Dynamo's became one or more: the last of them has it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from torch._dispatch.python import enable_python_dispatcher
+from torch._functorch._aot_autograd.functional_utils import (
+    from_fun,
+    has_data_mutation,
+    has_metadata_mutation,
+    to_fun,
+)
+from torch._functorch.compile_utils import fx_graph_cse
+from torch._guards import detect_fake_mode
+from torch._subclasses.functional_tensor import FunctionalTensorMode
+from torch.fx import Graph, GraphModule, Interpreter, Node
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
+from torch.fx.traceback import preserve_node_meta
+from torch.utils import _pytree as pytree
+
+from specache_fx.capture.specialize_floats import specialize_floats
+from specache_fx.passes.graph_edit import copy_graph
+from specache_fx.passes.graph_slices import eliminate_dead_code
+from specache_fx.passes.graph_utils import placeholders, same_sizes, target_name, value_of
+from specache_fx.passes.normalize_attention import SDPA
+from specache_fx.passes.subclasses import flatten, unflatten
+from specache_fx.runtime import ops  # noqa: F401  (registers torch.ops.specache)
+
+_SDPA_ARGS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
+_SDPA_DEFAULTS = (None, 0.0, False, None, False)  # of the arguments behind the first three
+_DROPOUTS = {
+    "dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_dropout", "feature_alpha_dropout",
+}  # fmt: skip
+_KEPT = ("tensor_dict", "grapharg", "_dynamo_source", "stack_trace")  # of a placeholder's meta
+aten = torch.ops.aten
+
+
+class TraceError(Exception):
+    """Why a graph can't be had as functional ATen."""
+
+
+def trace(gm: GraphModule) -> GraphModule:
+    """Trace a graph of Dynamo's.
+
+    Args:
+        gm: The graph; it stays as it is. Inputs have their fake values, as Dynamo noted them.
+
+    Returns:
+        The functional graph. Values are noted as `val`.
+
+    Raises:
+        TraceError: If it does something that a functional graph can't.
+    """
+    marked = _marked(gm)
+    inputs = [value_of(node) for node in placeholders(gm.graph)]
+    names: dict[Node, str] = {}
+
+    def run(*flat: Any) -> Any:
+        with _functional():
+            wrapped = [to_fun(value) if isinstance(value, torch.Tensor) else value for value in flat]
+            out = _Named(marked, names).run(*unflatten(inputs, wrapped))
+            out = pytree.tree_map_only(torch.Tensor, from_fun, out)
+        _write_inputs(flat, wrapped)
+        return out
+
+    flat = flatten(inputs)
+    try:
+        with torch.no_grad(), preserve_node_meta(), _fake(flat):
+            traced = make_fx(
+                run,
+                decomposition_table={aten.copy.default: _copied},
+                tracing_mode="real",
+                _allow_non_fake_inputs=True,
+            )(*flat)
+    except TraceError:
+        raise
+    except Exception as error:  # of any operator: the model runs as it is then
+        line = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+        raise TraceError(line) from error
+    _name(gm, traced.graph, inputs, names)
+    _simplify(traced.graph)
+    eliminate_dead_code(traced.graph)
+    traced.graph = fx_graph_cse(traced.graph)
+    traced.graph.lint()
+    traced.recompile()
+    return traced
+
+
+def _marked(gm: GraphModule) -> GraphModule:
+    """A copy in which SDPA is an operator of ours, dropouts that are off are gone, and a module's floats are numbers."""
+    marked = copy_graph(gm)
+    specialize_floats(marked)
+    for node in list(marked.graph.nodes):
+        if _is_off_dropout(node):  # gives its input back, which fake tensors don't show
+            node.replace_all_uses_with(node.all_input_nodes[0])
+            marked.graph.erase_node(node)
+        elif node.op == "call_function" and node.target is F.scaled_dot_product_attention:
+            given = dict(zip(_SDPA_ARGS, node.args, strict=False)) | node.kwargs
+            rest = zip(_SDPA_ARGS[3:], _SDPA_DEFAULTS, strict=True)
+            args = [*(given[name] for name in _SDPA_ARGS[:3]), *(given.get(name, by) for name, by in rest)]
+            node.target, node.args, node.kwargs = SDPA, tuple(args), {}
+    marked.recompile()
+    return marked
+
+
+def _is_off_dropout(node: Node) -> bool:
+    def argument(place: int, name: str, default: Any) -> Any:
+        return node.args[place] if len(node.args) > place else node.kwargs.get(name, default)
+
+    if node.op != "call_function" or target_name(node) not in _DROPOUTS:
+        return False
+    return bool(argument(1, "p", 0.5) == 0 or argument(2, "training", True) is False)
+
+
+class _Named(Interpreter):
+    """Runs a graph while it is traced, and notes which node came last of each of its own."""
+
+    def __init__(self, gm: GraphModule, names: dict[Node, str]) -> None:
+        super().__init__(gm)
+        self._names = names
+
+    def run_node(self, n: Node) -> Any:
+        """Run one node."""
+        proxies: Any = get_proxy_mode()
+        before = _last(proxies.tracer.graph)
+        result = super().run_node(n)
+        after = _last(proxies.tracer.graph)
+        if after is not before:
+            self._names[after] = n.name
+        return result
+
+
+def _last(graph: Graph) -> Node:
+    return next(iter(reversed(graph.nodes)))
+
+
+def _write_inputs(inputs: Sequence[Any], wrapped: Sequence[Any]) -> None:
+    """What was written to an input while the graph ran is written behind all else.
+
+    Args:
+        inputs: Of the traced function.
+        wrapped: The same under functionalisation, after the graph has run.
+    """
+    tensors = [(x, inner) for x, inner in zip(inputs, wrapped, strict=True) if isinstance(x, torch.Tensor)]
+    memory = Counter(x.untyped_storage()._cdata for x, _ in tensors)
+    for x, inner in tensors:
+        if has_metadata_mutation(inner, x, check_only_storage_mutation=False):
+            raise TraceError("an input gets another shape in place")
+        if not has_data_mutation(inner):
+            continue
+        if memory[x.untyped_storage()._cdata] > 1:
+            raise TraceError("an input is written to that lies in the same memory as another one")
+        x.copy_(from_fun(inner))
+
+
+@contextlib.contextmanager
+def _functional() -> Iterator[None]:
+    more = {}
+    if "_allow_token_discovery" in inspect.signature(FunctionalTensorMode.__init__).parameters:
+        more = {"_allow_token_discovery": True}
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.Functionalize)
+    with torch._C._ExcludeDispatchKeyGuard(keys), FunctionalTensorMode(**more):
+        yield
+
+
+@contextlib.contextmanager
+def _fake(inputs: Sequence[Any]) -> Iterator[None]:
+    """Where tensors that are made are fake as the inputs are, and constants that Dynamo left real are constants."""
+    mode = detect_fake_mode([value for value in inputs if isinstance(value, torch.Tensor)])
+    if mode is None:
+        raise TraceError("it takes no tensors")
+    # Without the dispatcher torch 2.11 makes constants of symbols.
+    with mock.patch.object(mode, "allow_non_fake_inputs", True), enable_python_dispatcher(), mode:
+        yield
+
+
+def _copied(self: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+    """`aten.copy`, by operators that vmap has rules for."""
+    return src.to(device=self.device, dtype=self.dtype).expand(self.shape).clone()
+
+
+def _name(gm: GraphModule, graph: Graph, inputs: Sequence[Any], names: dict[Node, str]) -> None:
+    """Give placeholders and results Dynamo's names, and placeholders what Dynamo knows of them."""
+    parts = [node for node, value in zip(placeholders(gm.graph), inputs, strict=True) for _ in flatten([value])]
+    for new, old in zip(placeholders(graph), parts, strict=True):
+        new.meta |= {key: old.meta[key] for key in _KEPT if key in old.meta}
+        names[new] = old.name
+    kept = set(graph.nodes)
+    for node, name in names.items():
+        if node in kept and node.op != "output":
+            node._rename(name)
+
+
+def _simplify(graph: Graph) -> None:
+    """Take out what changes nothing: slices of everything, views of the same shape, casts that are none."""
+    for node in list(graph.nodes):
+        if node.target is aten._unsafe_view.default:
+            node.target = aten.view.default
+        elif node.target is SDPA:  # the dispatcher leaves out what is as by default
+            node.args = (*node.args, *_SDPA_DEFAULTS[len(node.args) - 3 :])
+        if node.op == "call_function" and _is_identity(node):
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
+
+
+_LAYOUTS = (aten.view.default, aten.expand.default, aten.slice.Tensor, aten.squeeze.dim, aten.squeeze.dims)
+_SAME: tuple[Callable[..., Any], ...] = (aten.alias.default, aten.detach.default, aten.lift_fresh_copy.default)
+
+
+def _is_identity(node: Node) -> bool:
+    if node.target in _SAME:
+        return True
+    if node.target not in _LAYOUTS:
+        return False
+    value, source = value_of(node), value_of(node.args[0])
+    if not isinstance(value, torch.Tensor) or not isinstance(source, torch.Tensor):
+        return False
+    if node.target is aten.slice.Tensor and (len(node.args) > 4 and node.args[4] != 1):
+        return False
+    return same_sizes(value.shape, source.shape)

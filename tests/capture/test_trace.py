@@ -1,0 +1,271 @@
+"""The door: a functional graph computes what Dynamo's graph does, and writes to inputs what that writes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support import graphs
+from torch import Tensor, nn
+from torch.fx import GraphModule
+from torch.utils.checkpoint import checkpoint
+
+from specache_fx.capture.trace import TraceError, trace
+from specache_fx.passes.graph_slices import mutated_inputs
+from specache_fx.passes.graph_utils import placeholders, source_of, target_name
+from specache_fx.passes.normalize_attention import SDPA
+
+FEATURES: dict[str, Callable[..., Any]] = {}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def operators() -> Iterator[None]:
+    """One that is there for its effect, and one that writes to its input."""
+    library = torch.library.Library("door", "DEF")
+    library.define("note(Tensor x) -> ()")
+    library.impl("note", lambda x: NOTES.append(1), "CompositeExplicitAutograd")
+    torch.library.register_fake("door::note", lambda x: None, lib=library)
+    library.define("bump(Tensor(a!) x) -> ()")
+    library.impl("bump", lambda x: (x.add_(1), None)[1], "CompositeExplicitAutograd")
+    torch.library.register_fake("door::bump", lambda x: None, lib=library)
+    yield
+    library._destroy()
+
+
+NOTES: list[int] = []
+
+
+def feature(function: Callable[..., Any]) -> Callable[..., Any]:
+    FEATURES[function.__name__] = function
+    return function
+
+
+class Case(nn.Module):
+    """A function of a module with a layer and buffers."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function, self.lin = function, nn.Linear(8, 8)
+        self.register_buffer("count", torch.zeros(()))
+        self.register_buffer("state", torch.zeros(2, 8))
+        for parameter in self.parameters():
+            parameter.data.normal_(generator=torch.Generator().manual_seed(1))
+        self.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.function(self, x)
+
+
+@feature
+def masks_written_in_place(s: Any, x: Tensor) -> Any:
+    seen = torch.ones(2, 8, dtype=torch.bool)
+    seen[:, 3] = False
+    mask = torch.zeros(2, 8)
+    mask.masked_fill_(~seen, -1e9)
+    mask[..., 0] = 1
+    mask[0].add_(2)
+    return s.lin(x) + mask
+
+
+@feature
+def out_argument(s: Any, x: Tensor) -> Any:
+    out = torch.empty_like(x)
+    torch.mul(x, 2, out=out)
+    return s.lin(out)
+
+
+@feature
+def buffers_written(s: Any, x: Tensor) -> Any:
+    s.count += 1
+    s.state.copy_(s.state * 0.5 + x)
+    s.state[:, 2:4] = x[:, :2]
+    return s.lin(s.state) + s.count
+
+
+@feature
+def input_written_through_a_view(s: Any, x: Tensor) -> Any:
+    x[0].mul_(2)
+    return s.lin(x)
+
+
+@feature
+def results_that_alias(s: Any, x: Tensor) -> Any:
+    y = s.lin(x)
+    return y, y.view(16), y[0], y
+
+
+@feature
+def operators_of_lists(s: Any, x: Tensor) -> Any:
+    a, b = x.clone(), x.clone()
+    torch._foreach_mul_([a, b], 2)
+    return a + b
+
+
+@feature
+def flags(s: Any, x: Tensor) -> Any:
+    return F.relu(s.lin(x), inplace=True)
+
+
+@feature
+def dropout_that_is_off(s: Any, x: Tensor) -> Any:
+    y = x.clone()
+    F.dropout(y, 0.5, False).mul_(3)
+    return y
+
+
+@feature
+def random_numbers(s: Any, x: Tensor) -> Any:
+    return F.dropout(x, 0.5, True) + torch.rand_like(x) + torch.empty(2, 8).uniform_(0, 1)
+
+
+@feature
+def random_numbers_that_nobody_reads(s: Any, x: Tensor) -> Any:
+    torch.rand_like(x)
+    return torch.randn(2, 8) + x
+
+
+@feature
+def levels_of_vmap(s: Any, x: Tensor) -> Any:
+    return torch.vmap(torch.vmap(lambda a: torch.where(a > 0, a, 0.0)))(s.lin(x))
+
+
+@feature
+def constants(s: Any, x: Tensor) -> Any:
+    return x + torch.tensor([1.0, 2, 3, 4, 5, 6, 7, 8]) + torch.cat([torch.tensor([]), torch.ones(8)])
+
+
+@feature
+def attention_of_what_is_written_later(s: Any, x: Tensor) -> Any:
+    q = x.view(1, 2, 2, 4).clone()
+    out = F.scaled_dot_product_attention(q, q, q, is_causal=True, scale=0.3)
+    q.zero_()
+    return out + q
+
+
+@feature
+def strides_written(s: Any, x: Tensor) -> Any:
+    y = x.clone()
+    y.t_()
+    y.unsqueeze_(0)
+    return y.sum(0)
+
+
+@feature
+def checkpoints(s: Any, x: Tensor) -> Any:
+    return checkpoint(lambda t: F.relu(s.lin(t)), x, use_reentrant=False)
+
+
+@feature
+def branches(s: Any, x: Tensor) -> Any:
+    return torch.cond(x.sum() > 0, lambda t: t * 2, lambda t: t - 1, (x,))
+
+
+@feature
+def autocast_of_a_part(s: Any, x: Tensor) -> Any:
+    with torch.autocast("cpu", torch.bfloat16):
+        y = s.lin(x)
+    return y, s.lin(x)
+
+
+@feature
+def effects(s: Any, x: Tensor) -> Any:
+    torch.ops.door.note(x)
+    return s.lin(x)
+
+
+@feature
+def operators_that_write(s: Any, x: Tensor) -> Any:
+    y = x.clone()
+    torch.ops.door.bump(y)
+    torch.ops.door.bump(s.state)
+    return s.lin(y) + s.state
+
+
+def captured(function: Callable[..., Any]) -> graphs.Captured:
+    x = torch.randn(2, 8, generator=torch.Generator().manual_seed(0))
+    (found,) = graphs.capture(Case(function), lambda forward: forward(x))
+    return found
+
+
+def run(gm: GraphModule, inputs: tuple[Any, ...]) -> tuple[list[Tensor], list[Tensor]]:
+    """The results, and the inputs as they are then."""
+    given = [value.clone() if isinstance(value, Tensor) else value for value in inputs]
+    torch.manual_seed(0)
+    with torch.no_grad():
+        results = gm(*given)
+    return list(results), given
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_a_functional_graph_computes_the_same(name: str) -> None:
+    found = captured(FEATURES[name])
+    NOTES.clear()
+    expected = run(found.gm, found.inputs)
+    times = len(NOTES)
+    torch.testing.assert_close(run(trace(found.gm), found.inputs), expected, rtol=0, atol=0)
+    assert len(NOTES) == 2 * times
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_nothing_is_written_in_place_but_inputs_at_the_end(name: str) -> None:
+    nodes = [node for node in trace(captured(FEATURES[name]).gm).graph.nodes if node.op == "call_function"]
+    writes = [node for node in nodes if getattr(getattr(node.target, "_schema", None), "is_mutable", False)]
+    assert all(target_name(node) == "copy_" and node.args[0].op == "placeholder" for node in writes)
+    assert nodes[len(nodes) - len(writes) :] == writes
+
+
+def test_inputs_that_are_written_to_are_known() -> None:
+    names = {node.name for node in mutated_inputs(trace(captured(buffers_written).gm).graph)}
+    assert {"count" in name or "state" in name for name in names} == {True} and len(names) == 2
+
+
+def test_names_lines_and_inputs_are_dynamos() -> None:
+    def function(s: Any, x: Tensor) -> Any:
+        hidden = s.lin(x).view(1, 2, 1, 8)
+        attended = F.scaled_dot_product_attention(hidden, hidden, hidden)
+        return attended.exp()
+
+    gm = captured(function).gm
+    functional = trace(gm)
+    assert [node.name for node in placeholders(functional.graph)] == [
+        node.name for node in placeholders(gm.graph)
+    ]
+    (attention,) = [node for node in functional.graph.nodes if node.target is SDPA]
+    assert attention.name == "attended" and "scaled_dot_product_attention" in source_of(attention)
+
+
+def test_two_inputs_of_one_memory_are_refused_where_one_is_written_to() -> None:
+    class Module(nn.Module):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            x.mul_(2)
+            return x + y
+
+    base = torch.ones(4, 8)
+    (found,) = graphs.capture(Module(), lambda forward: forward(base[:2], base[1:3]))
+    with pytest.raises(TraceError, match="same memory"):
+        trace(found.gm)
+
+
+@pytest.mark.parametrize(
+    "spelling",
+    [
+        lambda x: x[:, 0:],
+        lambda x: x[:, : x.shape[1]],
+        lambda x: x.view(2, 8),
+        lambda x: x.expand(2, -1),
+        lambda x: x.reshape(-1, 8),
+        lambda x: x.to(torch.float32),
+        lambda x: x.contiguous(),
+        lambda x: x.detach(),
+        lambda x: F.dropout(x, 0.1, False),
+        lambda x: x[..., :8],
+        lambda x: x.squeeze(0),
+    ],
+    ids=["slice", "to its size", "view", "expand", "reshape", "cast", "contiguous", "detach", "dropout", "ellipsis", "squeeze"],
+)
+def test_what_changes_nothing_is_gone(spelling: Callable[[Tensor], Tensor]) -> None:
+    gm = captured(lambda s, x: spelling(x).exp()).gm
+    assert [target_name(node) for node in trace(gm).graph.nodes if node.op == "call_function"] == ["exp"]
