@@ -23,8 +23,8 @@ GROWING = f"Use a DynamicCache (cache_implementation=None, or past_key_values=Dy
 ONLY_ATTENTION = f"Let nothing but attention, and cat([past, new], dim=-2), read the cached tensors. {LEAVE}."
 _aten = torch.ops.aten
 _SAME_TOKENS = {"clone", "_to_copy", "slice"}
-_VIEWS = {*_SAME_TOKENS, "transpose", "permute", "expand", "view", "unsqueeze", "squeeze", "split", "getitem"}
-_RELAYOUTS = {"cat", "stack", "transpose", "permute", "view", "clone", "unsqueeze"}
+_VIEWS = {*_SAME_TOKENS, "transpose", "permute", "expand", "reshape", "unsqueeze", "squeeze", "split", "getitem"}
+_RELAYOUTS = {"cat", "stack", "transpose", "permute", "reshape", "clone", "unsqueeze"}
 END = 2**63 - 1  # of a slice that goes to the end
 
 
@@ -56,9 +56,9 @@ class Side:
 
 
 def without_repeat(node: Node) -> tuple[Node, list[Node]]:
-    """Strip repeat_kv: `view(clone(expand(unsqueeze(x, 2), [b, h, g, n, d])), [b, h * g, n, d])`."""
+    """Strip repeat_kv: `reshape(clone(expand(unsqueeze(x, 2), [b, h, g, n, d])), [b, h * g, n, d])`."""
     chain, copies = [node], []
-    for name in ("view", "expand", "unsqueeze"):
+    for name in ("reshape", "expand", "unsqueeze"):
         if name == "expand" and target_name(chain[-1]) == "clone":
             copies.append(chain.pop())
             chain.append(copies[-1].args[0])  # type: ignore[arg-type]

@@ -9,6 +9,7 @@ the cache holds and on the lanes' own tokens.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -34,7 +35,7 @@ from specache_fx.passes.prove_form import Numbers, exact_products
 from specache_fx.passes.reading import Reading
 from specache_fx.runtime.kernels import Expand
 
-_LAYOUTS = {"view", "expand", "new_empty", "new_zeros", "new_ones", "empty", "zeros"}
+_LAYOUTS = {"reshape", "expand", "new_empty", "new_zeros", "new_ones", "empty", "zeros"}
 _PROOF_TOKENS = (6, 3)
 _PROOF_SIZES = (1.0, 30.0)  # of the numbers that are cached
 _LINES = 4  # of the model are named, where a cache can't be followed
@@ -157,14 +158,22 @@ def _cut(
         length.replace_all_uses_with(num_tokens)
         cut.graph.erase_node(length)
 
-    def as_input(value: Any) -> Any:
-        same = isinstance(value, int) and not isinstance(value, bool) and value == tokens
-        return num_tokens if same else value
+    for node in list(cut.graph.nodes):
+        if target_name(node) not in _LAYOUTS or not isinstance(tokens, int):
+            continue
 
-    for node in cut.graph.nodes:
-        if target_name(node) in _LAYOUTS and isinstance(tokens, int):
-            node.args = map_aggregate(node.args, as_input)
-            node.kwargs = map_aggregate(node.kwargs, as_input)
+        def as_input(value: Any, node: Node = node) -> Any:
+            if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
+                return value
+            if value == tokens:
+                return num_tokens
+            if any(size == tokens for size in shape_of(node) or ()) or value % tokens:
+                return value
+            with cut.graph.inserting_before(node):  # batch rows and tokens in one dimension
+                return cut.graph.call_function(operator.mul, (num_tokens, value // tokens))
+
+        node.args = map_aggregate(node.args, as_input)
+        node.kwargs = map_aggregate(node.kwargs, as_input)
     return finish(cut)
 
 

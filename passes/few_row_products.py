@@ -32,7 +32,7 @@ from specache_fx.runtime.native import graph_ops
 from specache_fx.runtime.native.products import DTYPES, MAX_ROWS
 
 aten = torch.ops.aten
-_VIEWS = (aten.view.default, aten._unsafe_view.default)
+_VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 
 
 def few_row_products(gm: GraphModule, state: PassState) -> GraphModule:

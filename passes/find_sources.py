@@ -23,7 +23,7 @@ from specache_fx.passes.graph_utils import (
 )
 from specache_fx.passes.sources import Sources
 
-_LAYOUT = {"view", "unsqueeze", "squeeze", "_to_copy", "clone"}
+_SAME_TOKENS = {"reshape", "unsqueeze", "squeeze", "_to_copy", "clone", "index_put", "masked_fill", "where"}
 
 
 def _is_integer_tensor(node: Node) -> bool:
@@ -61,7 +61,7 @@ def find_token(graph: Graph) -> tuple[Node | None, int | None]:
                     table = shape_of(user.args[0])
                     assert table is not None
                     found.append((table[0] in last_dims, start, int(table[0])))
-                elif target_name(user) in _LAYOUT:
+                elif target_name(user) in _SAME_TOKENS:
                     work.append(user)
     if not found:
         return None, None

@@ -29,14 +29,14 @@ def add_placeholder(graph: Graph, name: str, value: Any) -> Node:
     others = placeholders(graph)
     with graph.inserting_after(others[-1]):
         node = graph.placeholder(name)
-    mode = _fake_mode(value_of(other) for other in others)
+    mode = fake_mode_of(value_of(other) for other in others)
     node.meta["val"] = (
         mode.from_tensor(value) if mode is not None and isinstance(value, torch.Tensor) else value
     )
     return node
 
 
-def _fake_mode(values: Iterable[Any]) -> FakeTensorMode | None:
+def fake_mode_of(values: Iterable[Any]) -> FakeTensorMode | None:
     """The fake mode of the values. Not the ambient one: Dynamo changes it before it calls a backend."""
     for value in values:
         for item in value if isinstance(value, (tuple, list)) else (value,):
@@ -69,7 +69,7 @@ def call(
         k: v for k, v in origin.meta.items() if k in ("stack_trace", "nn_module_stack", "source_fn_stack")
     }
     tensors = [value_of(arg) for arg in node.all_input_nodes]
-    mode = _fake_mode(tensors)
+    mode = fake_mode_of(tensors)
     if mode is not None:
         with mode, torch.no_grad():
             value = target(*torch.fx.node.map_arg(args, value_of), **kwargs)

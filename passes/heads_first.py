@@ -60,9 +60,9 @@ def _harmless(user: Node) -> bool:
 def _repeated(node: Node, root: Node) -> tuple[Node, int] | None:
     """Where repeat_kv of `root` that begins with `node` ends, and how often it repeats each head."""
     chain = [node]
-    for name in ("expand", "view"):
+    for name in ("expand", "reshape"):
         users = list(chain[-1].users)
-        if name == "view" and len(users) == 1 and target_name(users[0]) == "clone":
+        if name == "reshape" and len(users) == 1 and target_name(users[0]) == "clone":
             users = list(users[0].users)
         if len(users) != 1 or target_name(users[0]) != name:
             return None
@@ -136,8 +136,7 @@ def _repeat(graph: Graph, keys: Node, groups: int, origin: Node) -> Node:
     batch, heads, tokens, dim = sizes
     each = call(graph, _aten.unsqueeze.default, (keys, 2), origin)
     each = call(graph, _aten.expand.default, (each, [batch, heads, groups, tokens, dim]), origin)
-    each = call(graph, _aten.clone.default, (each,), origin, kwargs={"memory_format": torch.contiguous_format})
-    return call(graph, _aten.view.default, (each, [batch, heads * groups, tokens, dim]), origin)
+    return call(graph, _aten.reshape.default, (each, [batch, heads * groups, tokens, dim]), origin)
 
 
 def heads_first(gm: GraphModule, state: PassState) -> GraphModule:

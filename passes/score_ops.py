@@ -11,7 +11,7 @@ from specache_fx.passes.graph_utils import described, reads_shape_only, shape_of
 
 PRODUCTS = {"bmm", "baddbmm"}
 CASTS = {"_to_copy", "clone"}
-RESHAPES = {"view"}
+RESHAPES = {"reshape"}
 _aten = torch.ops.aten
 
 

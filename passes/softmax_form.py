@@ -145,7 +145,8 @@ class _Reader:
         while True:
             users = real_users(node)
             if len(users) != 1:
-                other = next((user for user in users if target_name(user) not in PRODUCTS), self.softmax)
+                passing = PRODUCTS | CASTS | RESHAPES
+                other = next((user for user in users if target_name(user) not in passing), self.softmax)
                 returned = other.op == "output" or not self.outputs.isdisjoint((other, node))
                 why = ": call the model with output_attentions=False" if returned else ""
                 raise UnknownFormError(other, f"reads its probabilities{why}")

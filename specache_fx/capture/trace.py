@@ -1,7 +1,7 @@
 """The door: Dynamo's graph as functional ATen, the one spelling that all passes read.
 
     keys = torch.cat([past, k], dim=-2)             ->  keys = aten.cat([past, k], -2)
-    s = q @ keys.mT; s += mask; s.softmax(-1)           expand, view, bmm, view, add, _softmax
+    s = q @ keys.mT; s += mask; s.softmax(-1)           reshape, transpose, bmm, reshape, add, _softmax
     out = F.scaled_dot_product_attention(q, keys, v)    out = specache.scaled_dot_product_attention(q, keys, v)
 
 The graph is run once on Dynamo's own fake inputs under functionalisation, as AOTAutograd does. No operator writes in
@@ -9,7 +9,7 @@ place then, `out=`, views and vmap are resolved, and autocast's casts are in the
 `copy_` to its placeholder, behind all else. SDPA stays one call: an operator of ours that is pure and has no insides.
 
 Inputs are those of Dynamo, in its order; tensor subclasses (torchao's weights) are taken apart (`subclasses.flatten`).
-Nodes have Dynamo's names where one node of Dynamo's became one or more: the last of them has it.
+What a node of Dynamo's computes has its name.
 """
 
 from __future__ import annotations
@@ -31,15 +31,14 @@ from torch._functorch._aot_autograd.functional_utils import (
     to_fun,
 )
 from torch._functorch.compile_utils import fx_graph_cse
-from torch._guards import detect_fake_mode
-from torch._subclasses.functional_tensor import FunctionalTensorMode
+from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 from torch.fx import Graph, GraphModule, Interpreter, Node
-from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx
 from torch.fx.traceback import preserve_node_meta
 from torch.utils import _pytree as pytree
 
 from specache_fx.capture.specialize_floats import specialize_floats
-from specache_fx.passes.graph_edit import copy_graph
+from specache_fx.passes.graph_edit import copy_graph, fake_mode_of
 from specache_fx.passes.graph_slices import eliminate_dead_code
 from specache_fx.passes.graph_utils import placeholders, same_sizes, target_name, value_of
 from specache_fx.passes.normalize_attention import SDPA
@@ -133,7 +132,7 @@ def _is_off_dropout(node: Node) -> bool:
 
 
 class _Named(Interpreter):
-    """Runs a graph while it is traced, and notes which node came last of each of its own."""
+    """Runs a graph while it is traced, and notes which node is the result of each of its own."""
 
     def __init__(self, gm: GraphModule, names: dict[Node, str]) -> None:
         super().__init__(gm)
@@ -141,17 +140,13 @@ class _Named(Interpreter):
 
     def run_node(self, n: Node) -> Any:
         """Run one node."""
-        proxies: Any = get_proxy_mode()
-        before = _last(proxies.tracer.graph)
         result = super().run_node(n)
-        after = _last(proxies.tracer.graph)
-        if after is not before:
-            self._names[after] = n.name
+        if isinstance(result, FunctionalTensor):
+            tracer: Any = get_proxy_mode().tracer  # type: ignore[union-attr]
+            traced = get_proxy_slot(torch._from_functional_tensor(result.elem), tracer, None)
+            if traced is not None:
+                self._names.setdefault(traced.proxy.node, n.name)
         return result
-
-
-def _last(graph: Graph) -> Node:
-    return next(iter(reversed(graph.nodes)))
 
 
 def _write_inputs(inputs: Sequence[Any], wrapped: Sequence[Any]) -> None:
@@ -186,7 +181,7 @@ def _functional() -> Iterator[None]:
 @contextlib.contextmanager
 def _fake(inputs: Sequence[Any]) -> Iterator[None]:
     """Where tensors that are made are fake as the inputs are, and constants that Dynamo left real are constants."""
-    mode = detect_fake_mode([value for value in inputs if isinstance(value, torch.Tensor)])
+    mode = fake_mode_of(inputs)  # not the tracing context's: Dynamo changes that before it calls a backend
     if mode is None:
         raise TraceError("it takes no tensors")
     # Without the dispatcher torch 2.11 makes constants of symbols.
@@ -214,8 +209,8 @@ def _name(gm: GraphModule, graph: Graph, inputs: Sequence[Any], names: dict[Node
 def _simplify(graph: Graph) -> None:
     """Take out what changes nothing: slices of everything, views of the same shape, casts that are none."""
     for node in list(graph.nodes):
-        if node.target is aten._unsafe_view.default:
-            node.target = aten.view.default
+        if node.target in (aten.view.default, aten._unsafe_view.default):
+            node.target = aten.reshape.default  # of any strides
         elif node.target is SDPA:  # the dispatcher leaves out what is as by default
             node.args = (*node.args, *_SDPA_DEFAULTS[len(node.args) - 3 :])
         if node.op == "call_function" and _is_identity(node):
@@ -223,7 +218,7 @@ def _simplify(graph: Graph) -> None:
             graph.erase_node(node)
 
 
-_LAYOUTS = (aten.view.default, aten.expand.default, aten.slice.Tensor, aten.squeeze.dim, aten.squeeze.dims)
+_LAYOUTS = (aten.reshape.default, aten.expand.default, aten.slice.Tensor, aten.squeeze.dim, aten.squeeze.dims)
 _SAME: tuple[Callable[..., Any], ...] = (aten.alias.default, aten.detach.default, aten.lift_fresh_copy.default)
 
 

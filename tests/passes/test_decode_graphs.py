@@ -56,7 +56,7 @@ def test_prefill_stores_each_layer_after_its_own_attention() -> None:
     assert after_capture(Phase.PREFILL) == text(
         """
         attended = prompt_attention(q_1, k_1, v, getitem, getitem_6, specache_state, 0, 0.5, None)
-        store = store(k_1, v, select, specache_state, 0)
+        store = store(k_1, v, select_int, specache_state, 0)
         """
     )
 
@@ -66,7 +66,7 @@ def test_extend_loads_the_past_and_stores_what_is_new() -> None:
         """
         load = load(l_past_0_0_, l_past_0_1_, k_1, v, specache_state, 0)
         attended = prompt_attention(q_1, getitem, getitem_8, getitem_9, getitem_10, specache_state, 0, 0.5, None)
-        store = store(k_1, v, select, specache_state, 0)
+        store = store(k_1, v, select_int, specache_state, 0)
         """
     )
 

@@ -81,7 +81,7 @@ def test_append_to_tokens_becomes_one_to_heads(function: Callable[..., Any]) -> 
     assert (len(state.swapped_inputs), len(state.swapped_outputs)) == (1, 1)
     assert results[state.swapped_outputs[0]].shape == (2, 2, 6, 8)
     names = [target_name(node) for node in gm.graph.nodes if node.op not in ("placeholder", "output")]
-    repeats = ["unsqueeze", "expand", "clone", "view"] * (function in (interleaved, expanded))
+    repeats = ["unsqueeze", "expand", "reshape"] * (function in (interleaved, expanded))
     assert names == ["transpose", "cat", *repeats, "scaled_dot_product_attention"]
 
 

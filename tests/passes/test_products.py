@@ -12,11 +12,10 @@ from support import graphs
 from torch import Tensor
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 from specache_fx.config import SpecacheConfig
 from specache_fx.passes.base import PassState, Phase
-from specache_fx.passes.few_row_products import few_row_products
+from specache_fx.passes.few_row_products import PRODUCTS_OF_TURNS, few_row_products
 from specache_fx.passes.merge_products import merge_products
 from specache_fx.passes.pipeline import decode_passes, run_passes
 
@@ -91,7 +90,7 @@ def test_int8_weight_that_is_written_after_it_was_converted() -> None:
         return x.mm(converted)
 
     x, w = torch.randn(2, 8), torch.randint(-9, 9, (6, 8)).to(torch.int8)
-    gm = few_row_products(traced(written, x, w.clone()), STATE)
+    gm = few_row_products(traced(torch.func.functionalize(written), x, w.clone()), STATE)
     torch.testing.assert_close(gm(x, w.clone()), written(x, w.clone()))
 
 
@@ -131,7 +130,7 @@ def test_what_is_written_in_place_between_two_products_is_seen_by_the_second(wha
 
     inputs = (torch.randn(2, 5), torch.randn(4, 5))
     wanted = written(*(x.clone() for x in inputs))
-    gm = few_row_products(traced(written, *inputs), STATE)
+    gm = few_row_products(traced(torch.func.functionalize(written), *inputs), STATE)
     assert count(gm, PRODUCTS) == 2
     torch.testing.assert_close(gm(*(x.clone() for x in inputs)), wanted)
 
@@ -231,15 +230,14 @@ def test_products_of_tokens_that_follow_a_cache_are_the_operators_however_many_t
         return *first, linear(x, w)
 
     inputs = (torch.randn(2, 3, 5), torch.randn(16, 5), torch.randn(3, 5), torch.randn(3))
-    gm = torch.fx.symbolic_trace(layer)
-    FakeTensorProp(gm).propagate(*inputs)
-    extend = PassState(SpecacheConfig(), phase=Phase.EXTEND)
-    assert count(few_row_products(gm, STATE), linear) == 3  # a prompt's
-    gm = few_row_products(gm, extend)
-    assert (count(gm, PRODUCTS), count(gm, linear)) == (2, 0)
-    flat = torch.fx.symbolic_trace(lambda x, w: linear(x[0, -1], w))  # one row, in no dimension of its own
-    FakeTensorProp(flat).propagate(*inputs[:2])
-    assert count(few_row_products(flat, extend), linear) == 1
+    torch._dynamo.mark_dynamic(inputs[0], 1)
+    (captured,) = graphs.capture(graphs.FunctionModule(layer), lambda forward: forward(*inputs))
+    gm = PRODUCTS_OF_TURNS.run(captured.copy(), PassState(SpecacheConfig(), phase=Phase.PREFILL))
+    assert count(gm, PRODUCTS) == 0
+    gm = PRODUCTS_OF_TURNS.run(gm, PassState(SpecacheConfig(), phase=Phase.EXTEND))
+    assert (count(gm, PRODUCTS), count(gm, aten.mm.default), count(gm, aten.addmm.default)) == (2, 0, 0)
     for tokens in (3, 40):
         x = torch.randn(2, tokens, 5)
-        torch.testing.assert_close(gm(x.clone(), *inputs[1:]), layer(x.clone(), *inputs[1:]))
+        given = [tokens if isinstance(value, int) else value for value in captured.inputs]
+        given = [x.clone() if getattr(value, "ndim", 0) == 3 else value for value in given]
+        torch.testing.assert_close(gm(*given), layer(x.clone(), *inputs[1:]))

@@ -57,7 +57,7 @@ class Layers(nn.Module):
         (Layers([None, None]), 2),
         (Layers([None, 7]), 2),  # one mask, held against two rules: the second follows none
         (Layers([3, 7], window=4), 2),
-        (Layers([None, None], hides=5), 1),
+        (Layers([None, None], hides=5), 2),  # two masks
     ],
     ids=["one mask", "a window that sees all", "two windows", "written to"],
 )
