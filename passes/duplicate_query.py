@@ -28,7 +28,7 @@ from torch.fx.traceback import preserve_node_meta
 
 from specache_fx.passes.base import PassState
 from specache_fx.passes.batching_rules import fill_where_masked, register_batching_rules
-from specache_fx.passes.graph_edit import finish
+from specache_fx.passes.graph_edit import finish, make_module
 from specache_fx.passes.graph_utils import placeholders
 from specache_fx.passes.normalize_attention import SDPA
 
@@ -80,7 +80,7 @@ def duplicate_query(gm: GraphModule, state: PassState, inputs: Sequence[Any], la
         traced = trace(*(inputs[i] for i in tensors))
     for node, i in zip(placeholders(traced.graph), tensors, strict=True):
         node.meta["specache_name"] = given[i].name
-    return finish(traced)
+    return finish(make_module(traced, traced.graph))
 
 
 def _form(attention: Node) -> dict[str, Any]:

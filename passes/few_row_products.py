@@ -9,7 +9,8 @@ gives it: see `runtime/native/graph_ops.py`. Products of the same rows are one c
 inputs of the graph and nothing is written in place between them.
 
 Tokens that follow a cache may be few, too: a question about a document. Their number is known when the graph runs. So
-the operator takes all products of such a graph and leaves many rows to BLAS. A prompt keeps its products: arithmetic bounds them.
+the operator takes all products of such a graph and leaves many rows to BLAS. A prompt keeps its products: arithmetic
+bounds them.
 
 It matches float32 on the CPU, and bfloat16 without a bias; weights that lie row by row. In a decode step it also
 matches weights in int8. torchao converts them to the rows' dtype, multiplies, and scales the results.
@@ -36,7 +37,7 @@ _VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 
 
 def few_row_products(gm: GraphModule, state: PassState) -> GraphModule:
-    """Make one call of all products of the same few rows: of a decode graph of static shapes, or of tokens that follow."""
+    """Make one call of all products of the same few rows."""
     groups: dict[tuple[object, ...], list[Node]] = defaultdict(list)
     for node in gm.graph.nodes:
         if node.target not in (aten.mm.default, aten.addmm.default) or not _fits(node, state.phase):

@@ -8,8 +8,14 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
+from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from specache_fx.passes.graph_utils import placeholders, value_of
+
+
+def make_module(root: Any, graph: Graph) -> GraphModule:
+    """A module whose code is made when it first runs: most graphs are edited again before that."""
+    return _LazyGraphModule(root, graph)
 
 
 def copy_graph(gm: GraphModule) -> GraphModule:
@@ -21,7 +27,7 @@ def copy_graph(gm: GraphModule) -> GraphModule:
         new.meta = dict(old.meta)
     output = next(iter(reversed(graph.nodes)))
     output.meta = dict(next(iter(reversed(gm.graph.nodes))).meta)
-    return GraphModule(gm, graph)
+    return make_module(gm, graph)
 
 
 def add_placeholder(graph: Graph, name: str, value: Any) -> Node:
@@ -86,7 +92,7 @@ def erase_unused(node: object, targets: Collection[Any]) -> None:
 
 
 def finish(gm: GraphModule) -> GraphModule:
-    """Check the graph and make its code again; every pass ends with it."""
+    """Check the graph, and have its code made again; every pass ends with it."""
     gm.graph.lint()
     gm.recompile()
     return gm

@@ -9,6 +9,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.utils._sympy.symbol import SymT, symbol_is_type
 
+from specache_fx.passes.graph_edit import make_module
 from specache_fx.passes.graph_utils import shape_of, value_of
 
 _CONSTANT_NODES = 50  # a factor is computed in fewer
@@ -39,7 +40,7 @@ def extract(gm: GraphModule, results: list[Node], inputs: list[Node]) -> GraphMo
         if node in needed and node not in copied:
             copied[node] = graph.node_copy(node, lambda old: copied[old])
     graph.output(tuple(copied[node] for node in results))
-    return GraphModule(gm, graph)
+    return make_module(gm, graph)
 
 
 def float_of(symbol: torch.SymFloat) -> float | None:

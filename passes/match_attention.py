@@ -155,7 +155,8 @@ def _of_other_tokens(keys: Side, owners: dict[Node, AttentionSite]) -> Attention
 def _check_heads(reading: Reading) -> None:
     q, k, v = (value_of(node) for node in (reading.core.query, reading.key, reading.value))
     if q.dim() != 4 or k.shape[1] != v.shape[1] or q.shape[1] % k.shape[1]:
-        raise NoMatch(f"its {q.shape[1]} query heads and {k.shape[1]} kv heads don't form groups")
+        heads = f"{q.shape[1]} query heads, {k.shape[1]} heads of keys and {v.shape[1]} of values"
+        raise NoMatch(f"its {heads} don't form groups")
     cached = [value_of(node).shape[1] for node in (reading.key_cache, reading.value_cache)]
     if cached[0] != cached[1] or k.shape[1] % cached[0]:
         raise NoMatch(

@@ -138,7 +138,7 @@ def test_every_write_changes_the_logits() -> None:
 
 
 @pytest.mark.parametrize("fresh", [False, True], ids=["computed", "written into a fresh tensor"])
-def test_positions_that_are_read_before_all_of_them_are_written_are_left_alone(
+def test_positions_may_be_read_before_all_of_them_are_written(
     fresh: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Early(Writing):
@@ -162,10 +162,10 @@ def test_positions_that_are_read_before_all_of_them_are_written_are_left_alone(
         torch.compile(Early("", lambda x: None), backend="specache", options={**SMALL, "bits": 16})
     )
     torch.testing.assert_close(found, expected, rtol=2e-4, atol=2e-4)
-    assert "reads what depends on positions before all of it was written" in caplog.text
+    assert not caplog.text
 
 
-def test_new_keys_that_are_written_to_after_they_were_appended_are_left_alone(
+def test_new_keys_may_be_written_to_after_they_were_appended(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     expected = logits(Writing("new keys", lambda x: None))
@@ -173,7 +173,7 @@ def test_new_keys_that_are_written_to_after_they_were_appended_are_left_alone(
         Writing("new keys", lambda x: None), backend="specache", options={**SMALL, "bits": 16}
     )
     torch.testing.assert_close(logits(model), expected, rtol=2e-4, atol=2e-4)
-    assert "writes to its new pairs after they were appended" in caplog.text
+    assert not caplog.text
 
 
 def test_sinusoids_in_a_fresh_tensor_are_compiled_once() -> None:
@@ -210,7 +210,7 @@ def test_a_rope_that_changes_on_the_way_equals_eager() -> None:
 
 
 @pytest.mark.parametrize("around", [True, False], ids=["around", "inside"])
-def test_autocast_leaves_a_model_alone_and_says_so(around: bool, caplog: pytest.LogCaptureFixture) -> None:
+def test_autocast_is_in_the_graph(around: bool, caplog: pytest.LogCaptureFixture) -> None:
     class Inside(Writing):
         def forward(self, ids: Tensor, past: Any = None) -> Any:
             with torch.autocast("cpu", torch.bfloat16):
@@ -222,13 +222,13 @@ def test_autocast_leaves_a_model_alone_and_says_so(around: bool, caplog: pytest.
 
     kind = Writing if around else Inside
     expected = run(kind("", lambda x: None))
-    found = run(torch.compile(kind("", lambda x: None), backend="specache", options={**SMALL, "bits": 16}))
-    assert torch.equal(found, expected)
-    assert "torch.autocast is on" in caplog.text and "Load the model in 16 bits" in caplog.text
-    torch._dynamo.reset()
-    with pytest.raises(Exception, match=r"torch\.autocast is on") as raised:
-        run(torch.compile(kind("", lambda x: None), backend="specache", options={**SMALL, "strict": True}))
-    assert isinstance(getattr(raised.value, "inner_exception", raised.value), UnsupportedGraphError)
+    plain = logits(Writing("", lambda x: None))
+    options = {**SMALL, "bits": 16, "strict": True}
+    found = run(torch.compile(kind("", lambda x: None), backend="specache", options=options))
+    assert found.dtype == expected.dtype == torch.bfloat16
+    distance = (expected.float() - plain).abs().mean()  # what bfloat16 changes
+    assert (found - expected).float().abs().mean() < 0.5 * distance
+    assert not caplog.text
 
 
 def test_autocast_that_is_turned_off_where_it_is_off_means_nothing() -> None:

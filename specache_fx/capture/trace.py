@@ -37,8 +37,9 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, m
 from torch.fx.traceback import preserve_node_meta
 from torch.utils import _pytree as pytree
 
+from specache_fx.capture.segments import CannotCut, Joined, Segment, cut, writes
 from specache_fx.capture.specialize_floats import specialize_floats
-from specache_fx.passes.graph_edit import copy_graph, fake_mode_of
+from specache_fx.passes.graph_edit import copy_graph, fake_mode_of, finish, make_module
 from specache_fx.passes.graph_slices import eliminate_dead_code
 from specache_fx.passes.graph_utils import placeholders, same_sizes, target_name, value_of
 from specache_fx.passes.normalize_attention import SDPA
@@ -72,43 +73,78 @@ def trace(gm: GraphModule) -> GraphModule:
     """
     marked = _marked(gm)
     inputs = [value_of(node) for node in placeholders(gm.graph)]
-    names: dict[Node, str] = {}
-
-    def run(*flat: Any) -> Any:
-        with _functional():
-            wrapped = [to_fun(value) if isinstance(value, torch.Tensor) else value for value in flat]
-            out = _Named(marked, names).run(*unflatten(inputs, wrapped))
-            out = pytree.tree_map_only(torch.Tensor, from_fun, out)
-        _write_inputs(flat, wrapped)
-        return out
-
-    flat = flatten(inputs)
     try:
-        with torch.no_grad(), preserve_node_meta(), _fake(flat):
-            traced = make_fx(
-                run,
-                decomposition_table={aten.copy.default: _copied},
-                tracing_mode="real",
-                _allow_non_fake_inputs=True,
-            )(*flat)
+        try:
+            traced = _by_segments(marked)
+        except CannotCut:
+            traced, names = _traced(marked, inputs)
+            for node, name in names.items():
+                node._rename(name)
     except TraceError:
         raise
     except Exception as error:  # of any operator: the model runs as it is then
         line = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
         raise TraceError(line) from error
-    _name(gm, traced.graph, inputs, names)
+    _note_inputs(gm, traced.graph, inputs)
     _simplify(traced.graph)
     eliminate_dead_code(traced.graph)
-    traced.graph = fx_graph_cse(traced.graph)
-    traced.graph.lint()
-    traced.recompile()
-    return traced
+    return finish(make_module(traced, fx_graph_cse(traced.graph)))
+
+
+def _by_segments(gm: GraphModule) -> GraphModule:
+    """Trace segments, those that are alike once.
+
+    Raises:
+        CannotCut: If they are to be traced together.
+    """
+    segments = cut(gm.graph, lambda node: node.target is SDPA or target_name(node) == "softmax")
+    if any(len(flatten([value_of(node)])) != 1 for node in placeholders(gm.graph)):
+        raise CannotCut
+    forms = [segment.form() for segment in segments]
+    if len(set(forms)) == len(forms):
+        raise CannotCut
+    joined = Joined(gm)
+    known: dict[str, tuple[Segment, GraphModule, dict[Node, str]]] = {}
+    for segment, form in zip(segments, forms, strict=True):
+        if form not in known:
+            traced, names = _traced(segment.graph(gm), [value_of(node) for node in segment.inputs])
+            if writes(traced):
+                raise CannotCut
+            known[form] = segment, traced, names
+        joined.add(segment, *known[form])
+    return joined.finish()
+
+
+def _traced(gm: GraphModule, inputs: Sequence[Any]) -> tuple[GraphModule, dict[Node, str]]:
+    """A functional graph, and the names of the nodes of `gm` that its nodes compute the results of."""
+    names: dict[Node, str] = {}
+
+    def run(*flat: Any) -> Any:
+        with _functional():
+            wrapped = [to_fun(value) if isinstance(value, torch.Tensor) else value for value in flat]
+            out = _Named(gm, names).run(*unflatten(inputs, wrapped))
+            out = pytree.tree_map_only(torch.Tensor, from_fun, out)
+        _write_inputs(flat, wrapped)
+        return out
+
+    flat = flatten(inputs)
+    with torch.no_grad(), preserve_node_meta(), _fake(flat):
+        make = make_fx(
+            run,
+            decomposition_table={aten.copy.default: _copied},
+            tracing_mode="real",
+            _allow_non_fake_inputs=True,
+        )
+        return make(*flat), names
 
 
 def _marked(gm: GraphModule) -> GraphModule:
-    """A copy in which SDPA is an operator of ours, dropouts that are off are gone, and a module's floats are numbers."""
+    """A copy with SDPA as an operator of ours, without dropouts that are off, and a module's floats as numbers."""
     marked = copy_graph(gm)
     specialize_floats(marked)
+    for name, child in marked.named_children():  # of operators that take graphs, as checkpoint's
+        if isinstance(child, GraphModule):
+            setattr(marked, name, _marked(child))
     for node in list(marked.graph.nodes):
         if _is_off_dropout(node):  # gives its input back, which fake tensors don't show
             node.replace_all_uses_with(node.all_input_nodes[0])
@@ -194,16 +230,12 @@ def _copied(self: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) -
     return src.to(device=self.device, dtype=self.dtype).expand(self.shape).clone()
 
 
-def _name(gm: GraphModule, graph: Graph, inputs: Sequence[Any], names: dict[Node, str]) -> None:
-    """Give placeholders and results Dynamo's names, and placeholders what Dynamo knows of them."""
+def _note_inputs(gm: GraphModule, graph: Graph, inputs: Sequence[Any]) -> None:
+    """Give placeholders Dynamo's names, and what Dynamo knows of them."""
     parts = [node for node, value in zip(placeholders(gm.graph), inputs, strict=True) for _ in flatten([value])]
     for new, old in zip(placeholders(graph), parts, strict=True):
         new.meta |= {key: old.meta[key] for key in _KEPT if key in old.meta}
-        names[new] = old.name
-    kept = set(graph.nodes)
-    for node, name in names.items():
-        if node in kept and node.op != "output":
-            node._rename(name)
+        new._rename(old.name)
 
 
 def _simplify(graph: Graph) -> None:
@@ -213,9 +245,19 @@ def _simplify(graph: Graph) -> None:
             node.target = aten.reshape.default  # of any strides
         elif node.target is SDPA:  # the dispatcher leaves out what is as by default
             node.args = (*node.args, *_SDPA_DEFAULTS[len(node.args) - 3 :])
+        elif node.target in (aten.full_like.default, aten.new_full.default):
+            _without_example(node)
         if node.op == "call_function" and _is_identity(node):
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
+
+
+def _without_example(node: Node) -> None:
+    """Make `full` of `full_like(x, n)` and `new_full(x, size, n)`, where n is computed: of x only dtype is read."""
+    value = value_of(node)
+    if isinstance(node.args[-1], Node) and all(isinstance(size, int) for size in value.shape):
+        node.target, node.args = aten.full.default, (list(value.shape), node.args[-1])
+        node.kwargs = {"dtype": value.dtype, "device": value.device}
 
 
 _LAYOUTS = (aten.reshape.default, aten.expand.default, aten.slice.Tensor, aten.squeeze.dim, aten.squeeze.dims)

@@ -1,0 +1,234 @@
+"""Dynamo's graph cut behind each attention: of segments that are alike, one is traced.
+
+    segment 0: embedding, ..., attention 0 | segment 1: products, feed-forward, ..., attention 1 | ... | head
+
+A trace costs about a millisecond an operator, a copy of its result a hundredth. The layers of a model differ in their
+weights, which are inputs of a segment, and in the symbols that Dynamo has for the lengths of their caches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_arg
+
+from specache_fx.passes.graph_edit import fake_mode_of, make_module
+from specache_fx.passes.graph_utils import target_name, value_of
+
+_FEWEST = 3  # segments that have to be alike
+_LEVELS = (("_vmap_increment_nesting", 1), ("_vmap_decrement_nesting", -1))
+
+
+class CannotCut(Exception):
+    """A graph whose segments can't be traced apart."""
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Nodes of a graph, one behind the other.
+
+    Attributes:
+        nodes: In their order.
+        inputs: What they read of others, in the order in which they do.
+        results: Of them, those that others read.
+    """
+
+    nodes: tuple[Node, ...]
+    inputs: tuple[Node, ...]
+    results: tuple[Node, ...]
+
+    def graph(self, gm: GraphModule) -> GraphModule:
+        """The segment alone: takes `inputs`, returns `results`."""
+        graph, copied = Graph(), dict[Node, Node]()
+        for node in self.inputs:
+            copied[node] = graph.placeholder(node.name)
+            copied[node].meta = dict(node.meta)
+        for node in self.nodes:
+            copied[node] = graph.node_copy(node, lambda old: copied[old])
+        graph.output(tuple(copied[node] for node in self.results))
+        return make_module(gm, graph)
+
+    def symbols(self) -> dict[Any, int]:
+        """The symbols in the sizes of its inputs, numbered as they come."""
+        found: dict[Any, int] = {}
+        for node in self.inputs:
+            for size in _numbers(value_of(node)):
+                if isinstance(size, torch.SymInt):
+                    for symbol in sorted(size.node.expr.free_symbols, key=str):
+                        found.setdefault(symbol, len(found))
+        return found
+
+    def form(self) -> str:
+        """A text that equals another segment's where both compute the same."""
+        names = {node: f"%{i}" for i, node in enumerate((*self.inputs, *self.nodes))}
+        numbered = {symbol: _named(number) for symbol, number in self.symbols().items()}
+        lines = [_described(value_of(node), numbered) for node in self.inputs]
+        for node in self.nodes:
+            args, kwargs = (map_arg(side, lambda each: _Name(names[each])) for side in (node.args, node.kwargs))
+            lines.append(f"{node.op} {node.target} {args!r} {kwargs!r}")
+        return "\n".join([*lines, *(names[node] for node in self.results)])
+
+
+class _Name(str):
+    __slots__ = ()
+    __repr__ = str.__str__
+
+
+def _named(number: int) -> Any:
+    import sympy
+
+    return sympy.Symbol(f"size_{number}", integer=True)
+
+
+def _numbers(value: Any) -> list[Any]:
+    """The sizes that make a value what it is."""
+    if isinstance(value, torch.Tensor):
+        return [*value.shape, *value.stride(), value.storage_offset()]
+    return [value]
+
+
+def _described(value: Any, numbered: dict[Any, Any]) -> str:
+    if not isinstance(value, (torch.Tensor, int, torch.SymInt)):
+        raise CannotCut
+    sizes = [
+        str(size.node.expr.xreplace(numbered)) if isinstance(size, torch.SymInt) else str(size)
+        for size in _numbers(value)
+    ]
+    kind = f"{value.dtype} {value.device}" if isinstance(value, torch.Tensor) else type(value).__name__
+    return f"{kind} {sizes}"
+
+
+def cut(graph: Graph, ends: Callable[[Node], bool]) -> list[Segment]:
+    """The segments of a graph, in order: each but the last has a node that ends it.
+
+    Raises:
+        CannotCut: If too few are alike, or something other than tensors and integers goes from one to another.
+    """
+    pieces: list[list[Node]] = [[]]
+    for node in graph.nodes:
+        if node.op in ("placeholder", "output"):
+            continue
+        pieces[-1].append(node)
+        if ends(node):
+            pieces.append([])
+    found = [_segment(nodes) for nodes in pieces if nodes]
+    if len(found) < _FEWEST or any(not _is_level(segment.nodes) for segment in found):
+        raise CannotCut
+    return found
+
+
+def _segment(nodes: Sequence[Node]) -> Segment:
+    mine = set(nodes)
+    read = dict.fromkeys(source for node in nodes for source in node.all_input_nodes if source not in mine)
+    results = tuple(node for node in nodes if not mine.issuperset(node.users))
+    return Segment(tuple(nodes), tuple(read), results)
+
+
+def _is_level(nodes: Iterable[Node]) -> bool:
+    """Whether levels of vmap that begin here end here."""
+    return not sum(step for node in nodes for name, step in _LEVELS if target_name(node) == name)
+
+
+class Joined:
+    """A graph put together from traced segments.
+
+    Args:
+        gm: The graph that was cut: its placeholders come first.
+    """
+
+    def __init__(self, gm: GraphModule) -> None:
+        self.root, self.graph = torch.nn.Module(), Graph()
+        self._nodes: dict[Node, Any] = {}
+        for node in gm.graph.nodes:
+            if node.op == "placeholder":
+                new = self._nodes[node] = self.graph.placeholder(node.name)
+                new.meta = {"val": value_of(node)}
+        self._output = gm.graph.output_node()
+
+    def add(self, segment: Segment, like: Segment, traced: GraphModule, names: dict[Node, str]) -> None:
+        """Append a segment.
+
+        Args:
+            segment: The segment.
+            like: One of the same form.
+            traced: That one's functional graph.
+            names: Of the nodes in it, by what they are in `like`.
+        """
+        mine = dict(zip((node.name for node in like.nodes), (node.name for node in segment.nodes), strict=True))
+        moved = {
+            one: other
+            for one, other in zip(like.symbols(), segment.symbols(), strict=True)
+            if one is not other
+        }
+        values = _Moved(moved, fake_mode_of(value_of(node) for node in segment.inputs))
+        copied: dict[Node, Any] = {}
+        given = iter(segment.inputs)
+        for node in traced.graph.nodes:
+            if node.op == "placeholder":
+                copied[node] = self._nodes[next(given)]
+            elif node.op == "get_attr":
+                copied[node] = self._constant(traced, node)
+            elif node.op == "output":
+                results: Any = map_arg(node.args[0], lambda old: copied[old])
+            else:
+                new = copied[node] = self.graph.node_copy(node, lambda old: copied[old])
+                new.meta = node.meta if not moved else {**node.meta, "val": values.of(node.meta.get("val"))}
+                if (name := mine.get(names.get(node, ""))) is not None:
+                    new._rename(name)
+        self._nodes |= zip(segment.results, results, strict=True)
+
+    def _constant(self, traced: GraphModule, node: Node) -> Node:
+        value = getattr(traced, str(node.target))
+        name = f"constant_{len(self.root.__dict__) + len(self.root._buffers) + len(self.root._modules)}"
+        setattr(self.root, name, value)
+        new = self.graph.get_attr(name)
+        new.meta = dict(node.meta)
+        return new
+
+    def finish(self) -> GraphModule:
+        """The whole graph."""
+        self.graph.output(map_arg(self._output.args[0], lambda old: self._nodes[old]))
+        return make_module(self.root, self.graph)
+
+
+class _Moved:
+    """Fake values of one segment as those of another, which has other symbols."""
+
+    def __init__(self, symbols: dict[Any, Any], mode: Any) -> None:
+        self._symbols, self._mode = symbols, mode
+
+    def of(self, value: Any) -> Any:
+        if isinstance(value, (list, tuple)):
+            return type(value)(self.of(each) for each in value)
+        if isinstance(value, torch.SymInt):
+            return self._size(value)
+        if not isinstance(value, torch.Tensor) or not self._touches(value):
+            return value
+        with self._mode:
+            return torch.empty_strided(
+                [self._size(size) for size in value.shape],
+                [self._size(stride) for stride in value.stride()],
+                dtype=value.dtype,
+                device=value.device,
+            )
+
+    def _touches(self, value: torch.Tensor) -> bool:
+        sizes = (size for size in (*value.shape, *value.stride()) if isinstance(size, torch.SymInt))
+        return any(size.node.expr.free_symbols & self._symbols.keys() for size in sizes)
+
+    def _size(self, size: Any) -> Any:
+        if not isinstance(size, torch.SymInt):
+            return size
+        expression = size.node.expr.xreplace(self._symbols)
+        return size.node.shape_env.create_symintnode(expression, hint=None)
+
+
+def writes(gm: GraphModule) -> bool:
+    """Whether a traced segment writes to an input."""
+    targets = (node.target for node in gm.graph.nodes)
+    return any(isinstance(target, OpOverload) and target._schema.is_mutable for target in targets)
