@@ -23,7 +23,17 @@ GROWING = f"Use a DynamicCache (cache_implementation=None, or past_key_values=Dy
 ONLY_ATTENTION = f"Let nothing but attention, and cat([past, new], dim=-2), read the cached tensors. {LEAVE}."
 _aten = torch.ops.aten
 _SAME_TOKENS = {"clone", "_to_copy", "slice"}
-_VIEWS = {*_SAME_TOKENS, "transpose", "permute", "expand", "reshape", "unsqueeze", "squeeze", "split", "getitem"}
+_VIEWS = {
+    *_SAME_TOKENS,
+    "transpose",
+    "permute",
+    "expand",
+    "reshape",
+    "unsqueeze",
+    "squeeze",
+    "split",
+    "getitem",
+}
 _RELAYOUTS = {"cat", "stack", "transpose", "permute", "reshape", "clone", "unsqueeze"}
 END = 2**63 - 1  # of a slice that goes to the end
 

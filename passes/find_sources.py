@@ -170,9 +170,7 @@ def _now(size: Any) -> int | None:
     return hint if isinstance(hint, int) else None
 
 
-def mask_inputs(
-    gm: GraphModule, masks: list[Node], sources: Sources, site: AttentionSite
-) -> list[Node]:
+def mask_inputs(gm: GraphModule, masks: list[Node], sources: Sources, site: AttentionSite) -> list[Node]:
     """The inputs that masks are computed from.
 
     Args:

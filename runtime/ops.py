@@ -253,7 +253,9 @@ _define(
     _sdpa_fake,
 )
 for _device in ("CPU", "CUDA"):
-    _library.impl("scaled_dot_product_attention", functools.partial(_sdpa_autocast, _device), f"Autocast{_device}")
+    _library.impl(
+        "scaled_dot_product_attention", functools.partial(_sdpa_autocast, _device), f"Autocast{_device}"
+    )
 _define(
     f"prompt_attention({_SIDES}, Tensor verdict, Tensor real, Tensor(a!) state, int number, float scale,"
     " int? window=None) -> Tensor",

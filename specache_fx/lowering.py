@@ -90,7 +90,9 @@ def _compile_tests(gm: GraphModule, inside: set[Node], inputs: Sequence[Any]) ->
     given = placeholders(gm.graph)
     roots = [node for node in given if node in inside]
     for node in gm.graph.nodes:
-        if node.target in (operator.getitem, torch.ops.aten.select.int) and inside.issuperset(node.all_input_nodes):
+        if node.target in (operator.getitem, torch.ops.aten.select.int) and inside.issuperset(
+            node.all_input_nodes
+        ):
             inside.add(node)
     results = [
         node

@@ -69,7 +69,9 @@ class Segment:
         numbered = {symbol: _named(number) for symbol, number in self.symbols().items()}
         lines = [_described(value_of(node), numbered) for node in self.inputs]
         for node in self.nodes:
-            args, kwargs = (map_arg(side, lambda each: _Name(names[each])) for side in (node.args, node.kwargs))
+            args, kwargs = (
+                map_arg(side, lambda each: _Name(names[each])) for side in (node.args, node.kwargs)
+            )
             lines.append(f"{node.op} {node.target} {args!r} {kwargs!r}")
         return "\n".join([*lines, *(names[node] for node in self.results)])
 
@@ -159,7 +161,9 @@ class Joined:
             traced: That one's functional graph.
             names: Of the nodes in it, by what they are in `like`.
         """
-        mine = dict(zip((node.name for node in like.nodes), (node.name for node in segment.nodes), strict=True))
+        mine = dict(
+            zip((node.name for node in like.nodes), (node.name for node in segment.nodes), strict=True)
+        )
         moved = {
             one: other
             for one, other in zip(like.symbols(), segment.symbols(), strict=True)

@@ -232,7 +232,9 @@ def _copied(self: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) -
 
 def _note_inputs(gm: GraphModule, graph: Graph, inputs: Sequence[Any]) -> None:
     """Give placeholders Dynamo's names, and what Dynamo knows of them."""
-    parts = [node for node, value in zip(placeholders(gm.graph), inputs, strict=True) for _ in flatten([value])]
+    parts = [
+        node for node, value in zip(placeholders(gm.graph), inputs, strict=True) for _ in flatten([value])
+    ]
     for new, old in zip(placeholders(graph), parts, strict=True):
         new.meta |= {key: old.meta[key] for key in _KEPT if key in old.meta}
         new._rename(old.name)
@@ -261,7 +263,11 @@ def _without_example(node: Node) -> None:
 
 
 _LAYOUTS = (aten.reshape.default, aten.expand.default, aten.slice.Tensor, aten.squeeze.dim, aten.squeeze.dims)
-_SAME: tuple[Callable[..., Any], ...] = (aten.alias.default, aten.detach.default, aten.lift_fresh_copy.default)
+_SAME: tuple[Callable[..., Any], ...] = (
+    aten.alias.default,
+    aten.detach.default,
+    aten.lift_fresh_copy.default,
+)
 
 
 def _is_identity(node: Node) -> bool:

@@ -264,7 +264,19 @@ def test_two_inputs_of_one_memory_are_refused_where_one_is_written_to() -> None:
         lambda x: x[..., :8],
         lambda x: x.squeeze(0),
     ],
-    ids=["slice", "to its size", "view", "expand", "reshape", "cast", "contiguous", "detach", "dropout", "ellipsis", "squeeze"],
+    ids=[
+        "slice",
+        "to its size",
+        "view",
+        "expand",
+        "reshape",
+        "cast",
+        "contiguous",
+        "detach",
+        "dropout",
+        "ellipsis",
+        "squeeze",
+    ],
 )
 def test_what_changes_nothing_is_gone(spelling: Callable[[Tensor], Tensor]) -> None:
     gm = captured(lambda s, x: spelling(x).exp()).gm

@@ -55,7 +55,7 @@ def text(block: str) -> str:
 def test_prefill_stores_each_layer_after_its_own_attention() -> None:
     assert after_capture(Phase.PREFILL) == text(
         """
-        attended = prompt_attention(q_1, k_1, v, getitem, getitem_6, specache_state, 0, 0.5, None)
+        attended = prompt_attention(q_1, k_1, v, getitem, getitem_8, specache_state, 0, 0.5, None)
         store = store(k_1, v, select_int, specache_state, 0)
         """
     )
