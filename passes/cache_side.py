@@ -92,9 +92,10 @@ def newest(node: Node) -> int | None:
     """How many of the newest tokens a slice of keys keeps, `[:, :, -n:]`; None where it is another one."""
     if node.target is not _aten.slice.Tensor or len(shape_of(node) or ()) != 4:
         return None
-    _, dim, start, end, step = (*node.args, *(0, None, None, 1)[len(node.args) - 1 :])
+    args: list[Any] = [*node.args[1:], *(0, None, None, 1)[len(node.args) - 1 :]]
+    dim, start, end, step = args
     newest_only = dim in (2, -2) and isinstance(start, int) and start < 0 and step == 1
-    return -start if newest_only and end in (None, END) else None  # type: ignore[operator]
+    return -start if newest_only and end in (None, END) else None
 
 
 def _kept_slice(root: Node, outputs: set[Node]) -> Node | None:
@@ -198,7 +199,8 @@ def why_not_cached(root: Node, what: str, outputs: set[Node]) -> NoMatch:
 
 def _written_values(graph: Graph) -> set[Node]:
     """What is written to inputs, and what goes into that."""
-    return ancestors(node.args[1] for node in graph.nodes if node.target is _aten.copy_.default)  # type: ignore[misc]
+    writes = (node for node in graph.nodes if node.target is _aten.copy_.default)
+    return ancestors(source for node in writes for source in node.all_input_nodes[1:])
 
 
 def _is_cached_elsewhere(root: Node, outputs: set[Node]) -> bool:

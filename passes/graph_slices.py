@@ -95,7 +95,8 @@ def draws_random_numbers(node: Node) -> bool:
     """Whether a node's result is another one each time."""
     if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
         return True
-    return node.target is torch.ops.specache.scaled_dot_product_attention.default and node.args[4] != 0.0
+    attends = node.target is torch.ops.specache.scaled_dot_product_attention.default
+    return attends and bool(node.args[4])  # dropout
 
 
 def eliminate_dead_code(graph: Graph) -> None:

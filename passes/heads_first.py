@@ -129,7 +129,7 @@ def _swap_cache(
 
 def _repeat(graph: Graph, keys: Node, groups: int, origin: Node) -> Node:
     """repeat_kv at the graph's insertion point."""
-    sizes = [
+    sizes: list[Any] = [
         size if isinstance(size, int) else call(graph, _aten.sym_size.int, (keys, dim), origin)
         for dim, size in enumerate(value_of(keys).shape)
     ]

@@ -183,10 +183,12 @@ def _data_behind(core: AttentionCore, keys: Side, values: Side) -> Node | None:
     """What a mask reads, of tokens, embeddings, queries, keys and values; their shapes don't count."""
     assert core.mask is not None
     graph = core.mask.graph
-    data = {core.query, keys.new, values.new, keys.past, values.past}
     token, vocabulary = find_token(graph)
-    if any((shape_of(out) or (None,))[-1] == vocabulary for out in output_node(graph).all_input_nodes):
-        data.add(token)
+    returns_logits = any(
+        (shape_of(out) or (None,))[-1] == vocabulary for out in output_node(graph).all_input_nodes
+    )
+    read = (core.query, keys.new, values.new, keys.past, values.past, token if returns_logits else None)
+    data = {node for node in read if node is not None}
     data |= {
         node
         for node in placeholders(graph)

@@ -175,11 +175,8 @@ class _Reader:
     def _side(self, node: Any, transposed: bool) -> tuple[Node, list[Node]]:
         """Keys or values as `[batch, num_heads, kv_len, dim]`, and the nodes that make the product's operand of it."""
         found, path, is_transposed = self._strip(node, transposed)
-        if (
-            is_transposed != transposed
-            or len(shape_of(found) or ()) != 4
-            or not isinstance(shape_of(found)[1], int)
-        ):  # type: ignore[index]
+        dims = shape_of(found) or ()
+        if is_transposed != transposed or len(dims) != 4 or not isinstance(dims[1], int):
             raise UnknownFormError(
                 node if isinstance(node, Node) else self.softmax, "is no [..., kv_len, dim]"
             )

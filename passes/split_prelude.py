@@ -98,7 +98,8 @@ def split_prelude(gm: GraphModule, state: PassState) -> GraphModule:
 
     positional, data = _origins(graph, sources)
     prelude = {node for node in graph.nodes if node.op != "output" and node in positional - data}
-    if (number := _number_in_the_graph(prelude)) is not None:
+    # A cache that stays in the graph has a length of its own in each step anyhow.
+    if state.kept_cache is None and (number := _number_in_the_graph(prelude)) is not None:
         leave_alone(
             state,
             f"`{number.name}` ({source_of(number)}) computes with the number of tokens as a Python number, so that"

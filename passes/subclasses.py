@@ -45,10 +45,9 @@ def unflatten(values: Sequence[Any], plain: Sequence[Any]) -> list[Any]:
     return [_rebuild(value, rest) for value in values]
 
 
-def _rebuild(tensor: Any, rest: Iterator[torch.Tensor]) -> torch.Tensor:
-    if not isinstance(tensor, torch.Tensor) or not is_traceable_wrapper_subclass(tensor):
+def _rebuild(value: Any, rest: Iterator[Any]) -> Any:
+    if not is_traceable_wrapper_subclass(value):
         return next(rest)
-    names, context = tensor.__tensor_flatten__()
-    inner = {name: _rebuild(getattr(tensor, name), rest) for name in names}
-    rebuilt: torch.Tensor = type(tensor).__tensor_unflatten__(inner, context, tensor.size(), tensor.stride())
-    return rebuilt
+    names, context = value.__tensor_flatten__()
+    inner = {name: _rebuild(getattr(value, name), rest) for name in names}
+    return type(value).__tensor_unflatten__(inner, context, value.size(), value.stride())

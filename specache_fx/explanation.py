@@ -18,7 +18,6 @@ from specache_fx.errors import ConfigError
 from specache_fx.lowering import Compiled
 from specache_fx.passes.base import PassState, Phase, Refusal, alike
 from specache_fx.passes.graph_utils import (
-    concatenated,
     is_static_input,
     output_node,
     placeholders,
@@ -30,6 +29,7 @@ from specache_fx.passes.score_ops import is_float
 from specache_fx.runners import TakenApart, TokensFirst
 
 _SDPA = "scaled_dot_product_attention"
+_APPENDS = ("cat", "concat", "concatenate")
 _GAP = 6  # most nodes between two calls that belong to one attention
 
 
@@ -177,7 +177,7 @@ def _back_to_cat(attention: Node) -> set[Node]:
         node: Any = side
         while isinstance(node, Node) and node.op.startswith("call"):
             path.append(node)
-            if concatenated(node) is not None:
+            if target_name(node) in _APPENDS:
                 shown.update(path)
                 break
             node = node.args[0] if node.args else None

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -152,18 +154,31 @@ def test_a_graph_break_falls_back_to_query_and_says_so_once(caplog: pytest.LogCa
     assert "1 lane," in str(report) and 'lookahead "query" instead of "token"' in str(report)
 
 
-class _InPlace(TinyDecoder):
-    """An op that can't be batched stands in the way of lanes."""
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """An operator that can't be batched."""
 
+    def refuse(*_: Any) -> Any:
+        raise NotImplementedError("one at a time")
+
+    library = torch.library.Library("explained", "DEF")
+    library.define("alone(Tensor x) -> Tensor")
+    library.impl("alone", torch.clone, "CompositeExplicitAutograd")
+    torch.library.register_fake("explained::alone", torch.empty_like, lib=library)
+    torch.library.register_vmap("explained::alone", refuse, lib=library)
+    yield
+    library._destroy()
+
+
+class _Alone(TinyDecoder):
     def embed_inputs(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> object:
         hidden, rotary = super().embed_inputs(input_ids, position_ids)
-        total = torch.zeros(())
-        total.add_(hidden.mean())  # in place on a tensor that all lanes share
-        return hidden + total, rotary
+        return torch.ops.explained.alone(hidden), rotary
 
 
+@pytest.mark.usefixtures("alone")
 def test_an_op_that_cannot_be_batched_falls_back_to_query(caplog: pytest.LogCaptureFixture) -> None:
-    model = _InPlace(TinyConfig())
+    model = _Alone(TinyConfig())
     plain = generate(model, torch.arange(60).view(2, 30) % 61, 12)
     options = {"bits": 16, "group_size": 4, "residual_length": 4, "top_k": 4, "lowering": "eager"}
     compiled = torch.compile(model, backend="specache", options=options)

@@ -14,7 +14,7 @@ from support.zoo import SMALL, build
 from torch import Tensor, nn
 
 import specache_fx
-from specache_fx import UnsupportedGraphError, decode_runner
+from specache_fx import decode_runner
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 Write = Callable[[Tensor], Any]
@@ -232,7 +232,7 @@ def test_autocast_is_in_the_graph(around: bool, caplog: pytest.LogCaptureFixture
         for one, other in ((expected, plain), (found, plain), (found, expected))
     )
     assert ours < 1.2 * wanted and apart < wanted
-    assert not caplog.text
+    assert "left alone" not in caplog.text and "not possible" not in caplog.text
 
 
 def test_autocast_that_is_turned_off_where_it_is_off_means_nothing() -> None:

@@ -66,7 +66,7 @@ class Segment:
     def form(self) -> str:
         """A text that equals another segment's where both compute the same."""
         names = {node: f"%{i}" for i, node in enumerate((*self.inputs, *self.nodes))}
-        numbered = {symbol: _named(number) for symbol, number in self.symbols().items()}
+        numbered = {symbol: type(symbol)(f"size_{number}") for symbol, number in self.symbols().items()}
         lines = [_described(value_of(node), numbered) for node in self.inputs]
         for node in self.nodes:
             args, kwargs = (
@@ -79,12 +79,6 @@ class Segment:
 class _Name(str):
     __slots__ = ()
     __repr__ = str.__str__
-
-
-def _named(number: int) -> Any:
-    import sympy
-
-    return sympy.Symbol(f"size_{number}", integer=True)
 
 
 def _numbers(value: Any) -> list[Any]:

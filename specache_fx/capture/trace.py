@@ -37,6 +37,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, m
 from torch.fx.traceback import preserve_node_meta
 from torch.utils import _pytree as pytree
 
+from specache_fx.capture.einsum import as_matmul
 from specache_fx.capture.segments import CannotCut, Joined, Segment, cut, writes
 from specache_fx.capture.specialize_floats import specialize_floats
 from specache_fx.passes.graph_edit import copy_graph, fake_mode_of, finish, make_module
@@ -149,6 +150,8 @@ def _marked(gm: GraphModule) -> GraphModule:
         if _is_off_dropout(node):  # gives its input back, which fake tensors don't show
             node.replace_all_uses_with(node.all_input_nodes[0])
             marked.graph.erase_node(node)
+        elif node.op == "call_function" and target_name(node) == "einsum":
+            as_matmul(node)
         elif node.op == "call_function" and node.target is F.scaled_dot_product_attention:
             given = dict(zip(_SDPA_ARGS, node.args, strict=False)) | node.kwargs
             rest = zip(_SDPA_ARGS[3:], _SDPA_DEFAULTS, strict=True)
@@ -201,7 +204,8 @@ def _write_inputs(inputs: Sequence[Any], wrapped: Sequence[Any]) -> None:
             continue
         if memory[x.untyped_storage()._cdata] > 1:
             raise TraceError("an input is written to that lies in the same memory as another one")
-        x.copy_(from_fun(inner))
+        written: Any = from_fun(inner)
+        x.copy_(written)
 
 
 @contextlib.contextmanager
@@ -278,6 +282,6 @@ def _is_identity(node: Node) -> bool:
     value, source = value_of(node), value_of(node.args[0])
     if not isinstance(value, torch.Tensor) or not isinstance(source, torch.Tensor):
         return False
-    if node.target is aten.slice.Tensor and (len(node.args) > 4 and node.args[4] != 1):
-        return False
+    if node.target is aten.slice.Tensor and node.args[2:3] not in ((), (None,), (0,)):
+        return False  # the newest n tokens, of which there are no more: a window says so
     return same_sizes(value.shape, source.shape)

@@ -281,3 +281,39 @@ def test_two_inputs_of_one_memory_are_refused_where_one_is_written_to() -> None:
 def test_what_changes_nothing_is_gone(spelling: Callable[[Tensor], Tensor]) -> None:
     gm = captured(lambda s, x: spelling(x).exp()).gm
     assert [target_name(node) for node in trace(gm).graph.nodes if node.op == "call_function"] == ["exp"]
+
+
+@pytest.mark.parametrize(
+    ("equation", "shapes"),
+    [
+        ("b h i d, b h j d -> b h i j", [(2, 3, 4, 5), (2, 3, 6, 5)]),
+        ("b h i j, b h j d -> b h i d", [(2, 3, 4, 6), (2, 3, 6, 5)]),
+        ("b h i d, b j d -> b h i j", [(2, 3, 4, 5), (2, 6, 5)]),
+        ("bhij,bjd->bhid", [(2, 3, 4, 6), (2, 6, 5)]),
+    ],
+)
+def test_einsum_of_an_attention_is_a_product(equation: str, shapes: list[tuple[int, ...]]) -> None:
+    inputs = [torch.randn(shape) for shape in shapes]
+    function = graphs.FunctionModule(lambda *sides: torch.einsum(equation, *sides))
+    (found,) = graphs.capture(function, lambda forward: forward(*inputs))
+    gm = trace(found.gm)
+    torch.testing.assert_close(gm(*found.inputs)[0], torch.einsum(equation, *inputs))
+    assert "permute" not in [target_name(node) for node in gm.graph.nodes]
+
+
+@pytest.mark.parametrize(
+    ("equation", "shapes"),
+    [
+        ("b i h d, b j h d -> b h i j", [(2, 4, 3, 5), (2, 6, 3, 5)]),
+        ("b h i d, b h j d -> b h j i", [(2, 3, 4, 5), (2, 3, 6, 5)]),
+        ("h b i d, b h j d -> h b i j", [(3, 2, 4, 5), (2, 3, 6, 5)]),
+        ("...ij,...jk->...ik", [(2, 4, 3), (2, 3, 5)]),
+        ("i j, j k -> i k", [(4, 3), (3, 5)]),
+        ("b h i d, b h j d -> b h i", [(2, 3, 4, 5), (2, 3, 6, 5)]),
+    ],
+)
+def test_other_einsums_stay_right(equation: str, shapes: list[tuple[int, ...]]) -> None:
+    inputs = [torch.randn(shape) for shape in shapes]
+    function = graphs.FunctionModule(lambda *sides: torch.einsum(equation, *sides))
+    (found,) = graphs.capture(function, lambda forward: forward(*inputs))
+    torch.testing.assert_close(trace(found.gm)(*found.inputs)[0], torch.einsum(equation, *inputs))
