@@ -13,7 +13,16 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from specache_fx.runtime import handle_tensor
 
-_METADATA = {"sym_size", "sym_stride", "sym_numel", "sym_storage_offset"}
+_METADATA = {
+    "size",
+    "numel",
+    "dim",
+    "ndimension",
+    "sym_size",
+    "sym_stride",
+    "sym_numel",
+    "sym_storage_offset",
+}
 _MAKES_LIKE = {
     "new_ones", "new_zeros", "new_full", "new_empty", "ones_like", "zeros_like", "full_like", "empty_like",
 }  # fmt: skip
@@ -75,9 +84,11 @@ def target_name(node: Node) -> str:
 
 
 def reads_shape_only(user: Node) -> bool:
-    """Whether a node reads nothing of its input but shape, dtype or device."""
+    """Whether a node reads nothing of its input but shape, dtype or device; in a graph of Dynamo's too."""
     if target_name(user) in _MAKES_LIKE:
         return not any(shape_of(other) for other in user.all_input_nodes[1:])
+    if user.op == "call_function" and user.target is getattr:
+        return user.args[1] in ("shape", "ndim", "dtype", "device")
     return target_name(user) in _METADATA
 
 
