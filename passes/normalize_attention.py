@@ -87,8 +87,12 @@ def _from_softmax(gm: GraphModule, softmax: Node, outputs: set[Node], rows: Mask
 
 
 def _read_elsewhere(form: SoftmaxForm) -> tuple[str, str] | None:
-    """Whether something else reads what will not be computed any more."""
-    for node in form.inner - {form.output}:
+    """Whether something else reads what is computed from the keys or the values: handles have no numbers."""
+    cached = {form.key, form.value}
+    for node in form.output.graph.nodes:
+        if node in form.inner and not cached.isdisjoint(node.all_input_nodes):
+            cached.add(node)
+    for node in cached & form.inner - {form.output}:
         for user in real_users(node):
             if user not in form.inner:
                 reason = f"`{user.name}` ({target_name(user)}) reads its `{node.name}`"

@@ -76,8 +76,6 @@ class _Reader:
         product = path[0]
         query, key, alpha, bias, beta = self._factors(product)
         query, query_path, _ = self._strip(query, transposed=False)
-        while any(len(real_users(node)) > 1 for node in query_path):  # read elsewhere too: it stays as it is
-            query = query_path.pop()
         key, key_path = self._side(key, transposed=True)
         value, value_path = self._side(output.args[1], transposed=False)
         num_heads = (shape_of(key) or ())[1]
