@@ -25,8 +25,8 @@ def as_matmul(node: Node) -> None:
     sides = inputs.split(",")
     if len(sides) != 2 or len(result) < 3 or any(len(set(each)) != len(each) for each in (*sides, result)):
         return
-    (first, second), (*batch, row, column) = sides, result
-    summed = first[-1]
+    first, second = sides
+    batch, (row, column), summed = list(result[:-2]), tuple(result[-2:]), first[-1]
     transposed = second[-2:] == column + summed
     if first != "".join([*batch, row, summed]) or summed in result:
         return
