@@ -78,7 +78,8 @@ class _Reader:
         query, query_path, _ = self._strip(query, transposed=False)
         key, key_path = self._side(key, transposed=True)
         value, value_path = self._side(output.args[1], transposed=False)
-        num_heads = (shape_of(key) or ())[1]
+        dims = shape_of(query) or ()
+        num_heads = dims[1] if len(dims) == 4 else (shape_of(key) or ())[1]  # a single one is of all queries
         if len(users := real_users(output)) == 1 and _splits_heads(users[0], num_heads):
             after, output = [*after, output], users[0]
         chain = ScoreChain(self.gm, self.softmax, num_heads, self.rows)
@@ -193,7 +194,7 @@ class _Reader:
             before = shape_of(source)
             if dims is None or before is None:
                 break
-            if name in CASTS:
+            if name in CASTS or _is_of_all_heads(name, before, dims):
                 pass
             elif transposed and not swapped and swaps_last_two(node):
                 swapped = True
@@ -204,6 +205,12 @@ class _Reader:
             path.append(node)
             node = source
         return node, path, swapped
+
+
+def _is_of_all_heads(name: str, before: tuple[Any, ...], dims: tuple[Any, ...]) -> bool:
+    """Whether a node gives the one head of keys or values to each query head."""
+    heads = len(before) == len(dims) == 4 and before[1] == 1
+    return name == "expand" and heads and same_sizes((before[0], *before[2:]), (dims[0], *dims[2:]))
 
 
 def _splits_heads(node: Node, num_heads: Any) -> bool:
