@@ -253,6 +253,11 @@ def _simplify(graph: Graph) -> None:
             node.args = (*node.args, *_SDPA_DEFAULTS[len(node.args) - 3 :])
         elif node.target in (aten.full_like.default, aten.new_full.default):
             _without_example(node)
+        if node.target is aten.reshape.default:  # of what other shapes of the same elements were made of
+            source: Any = node.args[0]
+            while source.target in _SAME_ELEMENTS:
+                source = source.args[0]
+            node.args = (source, *node.args[1:])
         if node.op == "call_function" and _is_identity(node):
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
@@ -267,6 +272,7 @@ def _without_example(node: Node) -> None:
 
 
 _LAYOUTS = (aten.reshape.default, aten.expand.default, aten.slice.Tensor, aten.squeeze.dim, aten.squeeze.dims)
+_SAME_ELEMENTS = (aten.reshape.default, aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims)
 _SAME: tuple[Callable[..., Any], ...] = (
     aten.alias.default,
     aten.detach.default,
