@@ -198,13 +198,18 @@ class _Reader:
                 pass
             elif transposed and not swapped and swaps_last_two(node):
                 swapped = True
-            elif not (
-                name in RESHAPES and len(dims) == 3 and len(before) == 4 and same_sizes(before[2:], dims[1:])
-            ):
+            elif not (name in RESHAPES and _merges_heads(before, dims)):
                 break
             path.append(node)
             node = source
         return node, path, swapped
+
+
+def _merges_heads(before: tuple[Any, ...], dims: tuple[Any, ...]) -> bool:
+    """Whether a reshape puts batch and heads into one dimension. Dynamo may have two symbols for the length."""
+    if (len(before), len(dims)) != (4, 3):
+        return False
+    return same_sizes((before[0] * before[1], before[3]), (dims[0], dims[2]))
 
 
 def _is_of_all_heads(name: str, before: tuple[Any, ...], dims: tuple[Any, ...]) -> bool:

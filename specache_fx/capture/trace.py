@@ -272,7 +272,13 @@ def _without_example(node: Node) -> None:
 
 
 _LAYOUTS = (aten.reshape.default, aten.expand.default, aten.slice.Tensor, aten.squeeze.dim, aten.squeeze.dims)
-_SAME_ELEMENTS = (aten.reshape.default, aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims)
+_SAME_ELEMENTS = (
+    aten.clone.default,
+    aten.reshape.default,
+    aten.unsqueeze.default,
+    aten.squeeze.dim,
+    aten.squeeze.dims,
+)
 _SAME: tuple[Callable[..., Any], ...] = (
     aten.alias.default,
     aten.detach.default,
