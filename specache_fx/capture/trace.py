@@ -253,11 +253,12 @@ def _simplify(graph: Graph) -> None:
             node.args = (*node.args, *_SDPA_DEFAULTS[len(node.args) - 3 :])
         elif node.target in (aten.full_like.default, aten.new_full.default):
             _without_example(node)
-        if node.target is aten.reshape.default:  # of what other shapes of the same elements were made of
+        if node.target is aten.reshape.default:  # back to a shape that the same elements had
             source: Any = node.args[0]
             while source.target in _SAME_ELEMENTS:
                 source = source.args[0]
-            node.args = (source, *node.args[1:])
+                if same_sizes(value_of(node).shape, value_of(source).shape):
+                    node.args = (source, *node.args[1:])
         if node.op == "call_function" and _is_identity(node):
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
