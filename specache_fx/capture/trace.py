@@ -257,7 +257,7 @@ def _simplify(graph: Graph) -> None:
             source: Any = node.args[0]
             while source.target in _SAME_ELEMENTS:
                 source = source.args[0]
-                if same_sizes(value_of(node).shape, value_of(source).shape):
+                if source.op != "placeholder" and same_sizes(value_of(node).shape, value_of(source).shape):
                     node.args = (source, *node.args[1:])
         if node.op == "call_function" and _is_identity(node):
             node.replace_all_uses_with(node.args[0])
