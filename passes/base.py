@@ -179,6 +179,7 @@ class PassState:
     Attributes:
         config: The options.
         phase: Set by `match_attention`.
+        positions: Positions of inputs that say where tokens are written into buffers of fixed length.
         cores: The attentions in normal form; None until `normalize_attention` has run.
         unknown: Softmaxes around which no attention in normal form was found, and why.
         sites: The attentions that are rewritten.
@@ -209,6 +210,7 @@ class PassState:
 
     config: SpecacheConfig
     phase: Phase = Phase.NO_CACHE
+    positions: frozenset[int] = frozenset()
     cores: list[AttentionCore] | None = None
     unknown: dict[Node, str] = field(default_factory=dict)
     sites: list[AttentionSite] = field(default_factory=list)

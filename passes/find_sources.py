@@ -97,6 +97,9 @@ def find_sources(gm: GraphModule, state: PassState) -> Sources:
     sizes_of_others: set[Any] = set()
     for node in inputs:
         shape = shape_of(node)
+        if index[node] in state.positions and shape is not None:
+            sources.positions.add(index[node])
+            continue
         if shape is None or is_static_input(node):
             continue
         if node in past or (

@@ -25,6 +25,9 @@ bare = torch._C.DisableTorchFunctionSubclass
 """Within it, on this thread, handles are plain tensors: for code that knows them."""
 
 
+ZEROED = -1
+
+
 class Lease:
     """Held by the handles of a session, their views and copies.
 
@@ -69,9 +72,12 @@ class Handle(torch.Tensor):
 
     Attributes:
         lease: Keeps the session.
+        version: Of a buffer of the model's (`fixed_buffers.py`): its `_version` when it became a handle, None where it
+            has none, or `ZEROED`. Other handles lack it.
     """
 
     lease: Lease
+    version: int | None
 
     @classmethod
     def __torch_function__(
@@ -124,6 +130,12 @@ def mark(tensor: torch.Tensor, lease: Lease) -> Handle:
     return tensor
 
 
+def unmark(handle: Handle) -> None:
+    """Make a handle a plain tensor; it is the same object, and keeps no session."""
+    del handle.lease, handle.version
+    handle.__class__ = torch.Tensor  # type: ignore[assignment]
+
+
 def plain(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor of its own over the same memory, which is no handle; what is none is returned as it is."""
     if not isinstance(tensor, Handle):
@@ -139,6 +151,9 @@ def _outside(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str,
             return func(*args, **kwargs)
     moves = name in _MOVES or name == "__get__"  # a property
     first: Any = args[0] if args else None
+    if name == "zero_" and hasattr(first, "version"):  # a cache is reset: a prompt is to follow
+        first.version = ZEROED
+        return first
     sources = list(first) if name in _JOINS and isinstance(first, (list, tuple)) else [first]
     sources = [source for source in sources if not _is_nothing(source)]
     if not moves or not all(isinstance(source, Handle) for source in sources):

@@ -7,15 +7,19 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.fx import GraphModule
+from torch._guards import TracingContext, tracing
+from torch.fx import GraphModule, Node
 
 from specache_fx._log import forget_warnings, warn_once
+from specache_fx.capture.fixed_caches import attends_in_place, grow, has_one_token
 from specache_fx.capture.trace import TraceError, trace
 from specache_fx.config import SpecacheConfig
 from specache_fx.decode_runner import Decode
 from specache_fx.errors import ConfigError, SpecacheError, UnsupportedGraphError
+from specache_fx.fixed_runner import Growing, InPlace
 from specache_fx.lowering import Compiled, example_state, lower, lower_prompt
 from specache_fx.passes.base import PassState, Phase, alike
+from specache_fx.passes.cache_side import LEAVE, NoMatch
 from specache_fx.passes.graph_utils import (
     is_static_input,
     placeholders,
@@ -29,7 +33,16 @@ from specache_fx.passes.subclasses import flatten
 from specache_fx.progress import announced
 from specache_fx.recompile_limit import make_room
 from specache_fx.retrace import trace_as_growing
-from specache_fx.runners import Extend, LeftAlone, Prefill, Refused, TakenApart, TokensFirst, swap_inputs
+from specache_fx.runners import (
+    Extend,
+    LeftAlone,
+    Prefill,
+    Refused,
+    TakenApart,
+    TokensFirst,
+    compiling,
+    swap_inputs,
+)
 from specache_fx.runtime.handle import is_laid_out
 from specache_fx.runtime.host_blocks import check_host_dir, resolve_host
 from specache_fx.runtime.kernels import LayerForm, check_forms, check_kernel, choose_kernel
@@ -113,12 +126,18 @@ class Backend:
             remedy = "it is for inference. Call it under torch.no_grad() (model.generate() does)"
             return self._without_cache(gm, example_inputs, state, observe, "gradients are enabled", remedy)
         try:
-            rewritten = trace(gm)
+            traced = trace(gm)
         except TraceError as error:
             remedy = "what it does in place, and where, can't be told"
             return self._without_cache(gm, example_inputs, state, observe, str(error), remedy)
+        if attends_in_place(traced):
+            try:
+                return self._in_place(gm, traced, example_inputs, state, observe)
+            except NoMatch as no:
+                return self._left_in_place(gm, example_inputs, state, observe, no)
+        rewritten = traced
         inputs = placeholders(rewritten.graph)
-        state.weights = {i: weight_name(node) for i, node in enumerate(inputs) if is_static_input(node)}
+        state.weights = _weights(inputs)
         kv_inputs = _kv_inputs(rewritten)
         rewritten = run_passes(rewritten, state, CAPTURE_PASSES, observe)
         trace_as_growing(inputs, state.fixed_sizes)
@@ -137,6 +156,49 @@ class Backend:
         if state.swapped_outputs:
             runner = TokensFirst(runner, state)
         return runner if len(plain) == len(example_inputs) else TakenApart(runner)
+
+    def _in_place(
+        self,
+        gm: GraphModule,
+        traced: GraphModule,
+        example_inputs: Sequence[Any],
+        state: PassState,
+        observe: Observer | None,
+    ) -> Compiled:
+        """The runner of a graph that writes its caches in place.
+
+        Raises:
+            NoMatch: If it is to be left alone.
+        """
+        config, context = state.config, TracingContext.try_get()
+
+        def make(has_past: bool) -> Growing:
+            rewritten, plan = grow(traced, has_past=has_past)
+            inner = PassState(config, positions=frozenset(plan.starts + plan.position_inputs))
+            inputs = placeholders(rewritten.graph)
+            buffers = {buffer.place for buffer in plan.buffers}
+            inner.weights = {i: name for i, name in _weights(inputs).items() if i not in buffers}
+            examples = [value_of(node) for node in inputs]
+            rewritten = run_passes(rewritten, inner, CAPTURE_PASSES, observe)
+            if inner.refusals or 2 * len(inner.owners) != len(plan.buffers):
+                reason = (
+                    inner.refusals[0].reason
+                    if inner.refusals
+                    else "not all of its caches are read by attention"
+                )
+                raise NoMatch(f"its caches are written in place, and {reason}", LEAVE)
+            return self._runner(rewritten, examples, inner, observe), plan
+
+        def make_later(has_past: bool) -> Growing:
+            with compiling(), tracing(context):
+                try:
+                    return make(has_past)
+                except NoMatch as no:
+                    return self._left_in_place(gm, example_inputs, state, observe, no), None
+
+        has_past = has_one_token(traced)
+        runner = InPlace(make_later, has_past, make(has_past))
+        return runner if len(flatten(example_inputs)) == len(example_inputs) else TakenApart(runner)
 
     def _runner(
         self,
@@ -180,19 +242,26 @@ class Backend:
         observe: Observer | None,
         reason: str,
         remedy: str,
+        *,
+        has_cache: bool = False,
     ) -> Compiled:
         state.other_kv_inputs = _kv_inputs(gm)
         message = f"specache leaves this model as it is, because {reason}: {remedy}."
         state.left_alone = message
         if observe is not None:
             observe("leave_alone", gm, state)
-        if state.other_kv_inputs or any(
-            len(shape_of(out) or ()) == 4 for out in gm.graph.output_node().all_input_nodes
-        ):
+        has_cache |= any(len(shape_of(out) or ()) == 4 for out in gm.graph.output_node().all_input_nodes)
+        if has_cache or state.other_kv_inputs:
             if state.config.strict:
                 raise UnsupportedGraphError(message)
             warn_once(logger, message)
         return self._left_alone(gm, inputs, state)
+
+    def _left_in_place(
+        self, gm: GraphModule, inputs: Sequence[Any], state: PassState, observe: Observer | None, no: NoMatch
+    ) -> Compiled:
+        remedy = no.remedy.rstrip(".")
+        return self._without_cache(gm, inputs, state, observe, str(no), remedy, has_cache=True)
 
     def _left_alone(self, gm: GraphModule, inputs: Sequence[Any], state: PassState) -> Compiled:
         # Dynamo makes a graph for the layout of handles, which runs once: the cache that it returns is of numbers.
@@ -231,6 +300,11 @@ def _forms(state: PassState) -> list[LayerForm]:
         )
         for site in sites
     ]
+
+
+def _weights(inputs: Sequence[Node]) -> dict[int, str]:
+    """Positions of parameters and buffers among Dynamo's inputs, each with its name in the module."""
+    return {i: weight_name(node) for i, node in enumerate(inputs) if is_static_input(node)}
 
 
 def _kv_inputs(gm: GraphModule) -> list[int]:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch._dynamo.convert_frame import compile_lock
 from torch.fx import GraphModule
 
 from specache_fx._log import warn_once
@@ -19,7 +17,7 @@ from specache_fx.passes.base import PassState
 from specache_fx.passes.fuse_layer_steps import is_whole, whole_layers
 from specache_fx.passes.pipeline import Observer, build_decode_graph
 from specache_fx.progress import announced
-from specache_fx.runners import assemble, inference, layer_shapes, overriding, resolve
+from specache_fx.runners import assemble, compiling, inference, layer_shapes, resolve
 from specache_fx.runtime import claims, registry
 from specache_fx.runtime.decode_step import DecodeStep
 from specache_fx.runtime.device_steps import DeviceSteps
@@ -32,23 +30,6 @@ logger = logging.getLogger(__name__)
 
 _MANY_GRAPHS = 8
 _aten = torch.ops.aten
-
-
-@contextlib.contextmanager
-def _compiling() -> Iterator[None]:
-    """As Dynamo compiles: one thread at a time, and tracing is said to be compiling.
-
-    A decode graph is compiled when it first runs, outside of Dynamo. While FX traces, all threads see that it does, and
-    Dynamo refuses to run in any, unless it is part of a compile.
-    """
-    with compile_lock:
-        before = torch.compiler._is_compiling_flag
-        torch.compiler._is_compiling_flag = True
-        try:
-            with overriding():
-                yield
-        finally:
-            torch.compiler._is_compiling_flag = before
 
 
 class DecodeGraph(NamedTuple):
@@ -283,7 +264,7 @@ class Decode:
         key = (_whole_kernel(session), *self._inputs.shapes(inputs))
         made = self._graphs.get(key)
         if made is None:
-            with _compiling():
+            with compiling():
                 if lanes == self.lanes:
                     made = self._graphs.get(key) or self._announced(inputs, session)
             if made is None:  # lanes are not to be had, and were just given up

@@ -15,13 +15,14 @@ from types import FrameType
 from typing import Any
 
 import torch
+from torch._dynamo.convert_frame import compile_lock
 
 from specache_fx._log import warn_once
 from specache_fx.errors import CacheHandleError, SpecacheError
 from specache_fx.lowering import Compiled
 from specache_fx.passes.base import OutputPlan, PassState, alike
 from specache_fx.passes.subclasses import flatten
-from specache_fx.runtime import claims, registry
+from specache_fx.runtime import claims, fixed_buffers, registry
 from specache_fx.runtime.give_back import give_back
 from specache_fx.runtime.handle import tokens_first
 from specache_fx.runtime.handle_tensor import Handle, bare, mark, plain
@@ -94,6 +95,23 @@ Dynamo calls a graph without it where handles, a subclass too, are among the inp
 """
 
 
+@contextlib.contextmanager
+def compiling() -> Iterator[None]:
+    """As Dynamo compiles: one thread at a time, and tracing is said to be compiling.
+
+    A decode graph is compiled when it first runs, outside of Dynamo. While FX traces, all threads see that it does, and
+    Dynamo refuses to run in any, unless it is part of a compile.
+    """
+    with compile_lock:
+        before = torch.compiler._is_compiling_flag
+        torch.compiler._is_compiling_flag = True
+        try:
+            with overriding():
+                yield
+        finally:
+            torch.compiler._is_compiling_flag = before
+
+
 class LeftAlone:
     """A graph without a rewritten attention. Handles are replaced by the numbers that they stand for."""
 
@@ -107,6 +125,8 @@ class LeftAlone:
             CacheHandleError: If handles come in that are not a whole cache of one call.
         """
         kv = self._state.other_kv_inputs
+        with inference():
+            fixed_buffers.restore(args)
         if registry.first_handle([args[i] for i in kv]) is None:
             return self._compiled(*args)
         reasons = _reasons(self._state)

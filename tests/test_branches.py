@@ -138,9 +138,10 @@ def test_an_output_as_long_as_the_context_is_no_obstacle() -> None:
             assert our_ones.shape == ones.shape
 
 
-def test_a_static_cache_is_named_with_the_remedy(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_static_cache_of_eager_attention_is_named_with_the_remedy(caplog: pytest.LogCaptureFixture) -> None:
     torch._dynamo.reset()
     model = build("llama")
+    model.set_attn_implementation("eager")
     prompt = torch.arange(3, 15)[None]
     kwargs: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "cache_implementation": "static"}
     expected = model.generate(prompt, **kwargs)

@@ -46,6 +46,7 @@ from specache_fx.passes.graph_utils import placeholders, same_sizes, target_name
 from specache_fx.passes.normalize_attention import SDPA
 from specache_fx.passes.subclasses import flatten, unflatten
 from specache_fx.runtime import ops  # noqa: F401  (registers torch.ops.specache)
+from specache_fx.runtime.handle import is_laid_out
 
 _SDPA_ARGS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 _SDPA_DEFAULTS = (None, 0.0, False, None, False)  # of the arguments behind the first three
@@ -202,7 +203,8 @@ def _write_inputs(inputs: Sequence[Any], wrapped: Sequence[Any]) -> None:
             raise TraceError("an input gets another shape in place")
         if not has_data_mutation(inner):
             continue
-        if memory[x.untyped_storage()._cdata] > 1:
+        # All handles of a session look at one storage, and stand for memory of their own.
+        if memory[x.untyped_storage()._cdata] > 1 and not is_laid_out(x):
             raise TraceError("an input is written to that lies in the same memory as another one")
         written: Any = from_fun(inner)
         x.copy_(written)

@@ -1,0 +1,124 @@
+"""Buffers of a fixed length that a model keeps its cache in, and writes in place: turned into handles.
+
+Such a buffer stays the object that the model has. Its memory is given back: from then on it is a handle of all its
+rows (`handle_tensor.py`), whatever number of them are tokens.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from specache_fx.errors import CacheHandleError
+from specache_fx.runtime import handle as handles
+from specache_fx.runtime import registry
+from specache_fx.runtime.give_back import give_back
+from specache_fx.runtime.handle_tensor import Handle, bare, mark, unmark
+
+_WRITTEN = (
+    "A buffer that holds a model's cache was written to since the model was called. Its numbers are kept elsewhere:"
+    " what is written there is lost. Start from the prompt, at position 0."
+)
+
+
+@contextlib.contextmanager
+def _mode_of(buffer: torch.Tensor) -> Iterator[None]:
+    with torch.inference_mode(buffer.is_inference()), torch.no_grad(), bare():
+        yield
+
+
+def hold(
+    buffers: Sequence[torch.Tensor], issued: Sequence[torch.Tensor], places: Sequence[tuple[int, bool]]
+) -> None:
+    """Make buffers handles of a session, whose memory they so give back.
+
+    Args:
+        buffers: Tensors of any shape.
+        issued: Handles of the session, one for each.
+        places: Of each buffer how many tokens it has room for, and whether it is `[batch, capacity, num_kv_heads,
+            head_dim]` and not heads first.
+    """
+    if buffers[0].untyped_storage()._cdata == issued[0].untyped_storage()._cdata:
+        return
+    with bare():
+        whole = handles.resize(issued, [capacity for capacity, _ in places])
+    for buffer, handle, (_, swapped), old in zip(buffers, whole, places, issued, strict=True):
+        with _mode_of(buffer):
+            look = handle.transpose(1, 2) if swapped else handle
+            buffer.set_(look.untyped_storage(), look.storage_offset(), look.shape, look.stride())
+        held = mark(buffer, old.lease)  # type: ignore[attr-defined]
+        held.version = _version(buffer)
+
+
+def tokens(buffer: torch.Tensor, count: int, *, swapped: bool) -> torch.Tensor:
+    """The first tokens of a buffer, heads first: of a handle a handle, of another tensor its numbers.
+
+    Args:
+        buffer: See `hold`.
+        count: Tokens.
+        swapped: Whether they are in dimension 1.
+
+    Raises:
+        CacheHandleError: If somebody wrote into a buffer that is a handle.
+    """
+    with bare():
+        look = buffer.transpose(1, 2) if swapped else buffer
+        look = look.narrow(2, 0, count)
+        if not isinstance(buffer, Handle):
+            return look
+        if getattr(buffer, "version", None) not in (None, _version(buffer)):
+            raise CacheHandleError(_WRITTEN)
+        alone = torch.empty(0, dtype=look.dtype, device=look.device)  # no view, see `handle.py`
+        alone.set_(look.untyped_storage(), look.storage_offset(), look.shape, look.stride())
+        return mark(alone, buffer.lease)
+
+
+def free(buffers: Sequence[torch.Tensor]) -> list[torch.Size]:
+    """Give the memory of buffers back, or the session that they hold. Returns their shapes, for `refill`."""
+    shapes = [buffer.shape for buffer in buffers]
+    for buffer in buffers:
+        with _mode_of(buffer):
+            nothing = torch.empty(0, dtype=buffer.dtype, device=buffer.device)
+            buffer.set_(nothing.untyped_storage(), 0, (0,), (1,))
+        if isinstance(buffer, Handle):
+            unmark(buffer)
+    registry.sweep()
+    return shapes
+
+
+def refill(buffers: Sequence[torch.Tensor], numbers: Sequence[torch.Tensor]) -> None:
+    """Make buffers plain tensors of these numbers."""
+    for buffer, value in zip(buffers, numbers, strict=True):
+        with _mode_of(buffer):
+            buffer.set_(value.untyped_storage(), value.storage_offset(), value.shape, value.stride())
+        if isinstance(buffer, Handle):
+            unmark(buffer)
+
+
+def restore(tensors: Sequence[object]) -> None:
+    """Make buffers that are handles what the model would have in them: for a graph that reads them itself.
+
+    Args:
+        tensors: Inputs of a call, such buffers among them.
+    """
+    held = [tensor for tensor in tensors if isinstance(tensor, Handle) and hasattr(tensor, "version")]
+    if not held:
+        return
+    session = registry.find(held[0])
+    assert session is not None
+    swapped = [handles.has_tokens_first(buffer) for buffer in held]
+    looks = [tokens(buffer, session.kv_len, swapped=swap) for buffer, swap in zip(held, swapped, strict=True)]
+    numbers = give_back(looks)
+    whole = []
+    for place, (buffer, swap) in enumerate(zip(held, swapped, strict=True)):
+        with bare():
+            full = torch.zeros(buffer.shape, dtype=buffer.dtype, device=buffer.device)
+        (full.transpose(1, 2) if swap else full)[:, :, : session.kv_len] = numbers[place]
+        whole.append(full)
+    refill(held, whole)
+
+
+def _version(buffer: torch.Tensor) -> int | None:
+    return None if buffer.is_inference() else buffer._version

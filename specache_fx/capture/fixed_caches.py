@@ -1,0 +1,496 @@
+"""Caches that a model writes in place, as caches that grow: the one form that all passes know.
+
+    keys = index_copy(buffer, 2, position, k)          keys = cat([past, k], 2)                  # an output too
+    out = sdpa(q, keys, values, mask)              ->  out = sdpa(q, keys, values, mask[..., :kv_len])
+    copy_(buffer, keys)
+
+A buffer has room for `capacity` tokens. Its unwritten rows are read too, and hidden by the mask. The graph that comes
+out reads the tokens that are there, and no more. It takes them in the buffer's place, and returns them behind Dynamo's
+outputs, keys and values in turn. A prompt has no past: it attends to its own tokens.
+
+Where tokens are written is for the caller to compare with the number of tokens that are there (`FixedCaches.starts`).
+Counters of tokens that the graph moves are moved by the caller too.
+
+Attentions that are spelt out stay as they are, and so does every graph that reads a buffer in another way.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._dynamo.source import ConstantSource
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.experimental.symbolic_shapes import DimDynamic
+
+from specache_fx.passes.cache_side import LEAVE, NoMatch, without_repeat
+from specache_fx.passes.graph_edit import call, copy_graph, fake_mode_of, finish
+from specache_fx.passes.graph_slices import ancestors, eliminate_dead_code, extract
+from specache_fx.passes.graph_utils import (
+    described,
+    output_node,
+    placeholders,
+    same_sizes,
+    shape_of,
+    symbols_of,
+    value_of,
+)
+from specache_fx.passes.normalize_attention import SDPA
+from specache_fx.runtime.handle import is_laid_out
+
+_aten = torch.ops.aten
+_MADE = (_aten.zeros.default, _aten.full.default, _aten.new_zeros.default)
+_LENGTH = "specache_kv_len"  # of the past, a symbol that no input of Dynamo's has
+_HINT = 2  # tokens of the past where a number is asked for: the fewest that no size is special at
+
+
+Size = int | tuple[int, int | None]
+"""A number; or the input of Dynamo's that has it as a size, and in which dimension (None: the input is the number)."""
+
+
+def size_in(told: Size, args: Sequence[Any]) -> int:
+    """What a size is in a call."""
+    if isinstance(told, int):
+        return told
+    place, dim = told
+    return int(args[place] if dim is None else args[place].shape[dim])
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """Keys or values of a layer, as the model keeps them.
+
+    Attributes:
+        place: Position among Dynamo's inputs; None where the graph makes the buffer, in a first call.
+        outputs: Positions among Dynamo's outputs where the buffer itself is returned.
+        tokens_first: It is `[batch, capacity, num_kv_heads, head_dim]`; else heads come first.
+        capacity: Tokens that it has room for; see `Size`.
+    """
+
+    place: int | None
+    outputs: tuple[int, ...]
+    tokens_first: bool
+    capacity: Size
+
+
+@dataclass(frozen=True)
+class FixedCaches:
+    """What the caller of a graph needs to know of its buffers.
+
+    Attributes:
+        buffers: Keys and values in turn, layer by layer.
+        starts: Positions of inputs that say where the first of this call's tokens is written: 0-d counters.
+        positions: Computes, from Dynamo's inputs `position_inputs`, where else tokens are written: `[q_len]`, or where
+            the first one is, a number.
+        position_inputs: See `positions`.
+        ends: Of the results of `positions` the last ones, as many: how many tokens an attention reads.
+        counters: Positions of integer inputs that the model moves.
+        counted: Computes their next values from Dynamo's inputs `counted_inputs`.
+        counted_inputs: See `counted`.
+        masks: Positions of inputs that are masks over the whole buffer, and are to be cut to the tokens that are there.
+        q_len: How many tokens the call has.
+    """
+
+    buffers: tuple[Buffer, ...]
+    starts: tuple[int, ...]
+    positions: GraphModule
+    position_inputs: tuple[int, ...]
+    ends: int
+    counters: tuple[int, ...]
+    counted: GraphModule
+    counted_inputs: tuple[int, ...]
+    masks: tuple[int, ...]
+    q_len: Size
+
+
+@dataclass(frozen=True)
+class _Append:
+    """This call's tokens, written into a buffer."""
+
+    node: Node
+    buffer: Node
+    dim: int
+    position: Any
+    new: Node
+
+
+def _append(node: Node) -> _Append | None:
+    """What a node writes into a 4-D buffer along its tokens; None for what does something else."""
+    args: Any = node.args
+    if node.target is _aten.index_copy.default:
+        buffer, dim, position, new = args
+    elif node.target is _aten.index_put.default:
+        buffer, indices, new, *accumulates = args
+        places = [i for i, index in enumerate(indices) if index is not None]
+        if len(places) != 1 or any(accumulates):
+            return None
+        dim, position = places[0], indices[places[0]]
+    elif node.target is _aten.slice_scatter.default:
+        given: list[Any] = [*args, *(0, None, None, 1)[len(args) - 2 :]]
+        buffer, new, dim, position, _, step = given
+        position = 0 if position is None else position
+        if step != 1:
+            return None
+    else:
+        return None
+    dims = shape_of(buffer) or ()
+    fits = len(dims) == 4 and isinstance(new, Node) and len(shape_of(new) or ()) == 4 and dim % 4 in (1, 2)
+    if not fits or len(shape_of(position) or (0,)) > 1:
+        return None
+    others = [i for i in range(4) if i != dim % 4]
+    if not same_sizes([dims[i] for i in others], [shape_of(new)[i] for i in others]):  # type: ignore[index]
+        return None
+    is_ours = buffer.op == "placeholder" or (buffer.target in _MADE and value_of(buffer).is_floating_point())
+    return _Append(node, buffer, dim % 4, position, new) if is_ours else None
+
+
+def _appends(graph: Graph) -> dict[Node, _Append]:
+    """The writes that are the whole change of an input, or that an output is."""
+    written = {node.args[0]: node.args[1] for node in graph.nodes if node.target is _aten.copy_.default}
+    outputs = set(output_node(graph).all_input_nodes)
+    found = {}
+    for node in graph.nodes:
+        append = _append(node) if node.op == "call_function" else None
+        if append is not None and (
+            written.get(append.buffer) is node or (append.buffer.op != "placeholder" and node in outputs)
+        ):
+            found[node] = append
+    return found
+
+
+def _read(node: Node) -> tuple[Node, list[Any]]:
+    """What an attention's keys are a view of, and where slices of its first tokens end."""
+    ends: list[Any] = []
+    while True:
+        node, _ = without_repeat(node)
+        args: Any = node.args
+        if node.target is _aten.slice.Tensor and len(args) == 4 and args[2] in (0, None):
+            ends.append(args[3])
+        elif not (node.target is _aten.transpose.int and {dim % 4 for dim in args[1:]} == {1, 2}):
+            return node, ends
+        node = args[0]
+
+
+def attends_in_place(gm: GraphModule) -> bool:
+    """Whether an attention of a functional graph reads a buffer that the graph writes a call's tokens into."""
+    appends = _appends(gm.graph)
+    return (
+        bool(appends)
+        and any(
+            _read(side)[0] in appends
+            for node in gm.graph.nodes
+            if node.target is SDPA
+            for side in node.args[1:3]
+        )
+    )
+
+
+def has_one_token(gm: GraphModule) -> bool:
+    """Whether such a call has one token: it has a past, but for a prompt of one."""
+    append = next(iter(_appends(gm.graph).values()))
+    size = value_of(append.new).shape[append.dim]
+    return append.buffer.op == "placeholder" and isinstance(size, int) and size == 1
+
+
+def grow(gm: GraphModule, *, has_past: bool) -> tuple[GraphModule, FixedCaches]:
+    """The graph with caches that grow.
+
+    Args:
+        gm: A functional graph that `attends_in_place`. It stays as it is.
+        has_past: Whether tokens are there before this call's.
+
+    Returns:
+        The graph, and what its caller does about the buffers.
+
+    Raises:
+        NoMatch: If a cache is read in a way that is not known.
+    """
+    gm = copy_graph(gm)
+    return gm, _Rewrite(gm, has_past).run()
+
+
+class _Rewrite:
+    """One graph's."""
+
+    def __init__(self, gm: GraphModule, has_past: bool) -> None:
+        self._gm, self._graph, self._has_past = gm, gm.graph, has_past
+        self._inputs = placeholders(gm.graph)
+        self._place = {node: i for i, node in enumerate(self._inputs)}
+        self._outputs: list[Any] = list(output_node(gm.graph).args[0])  # type: ignore[arg-type]
+        self._appends = _appends(gm.graph)
+        mode = fake_mode_of(value_of(node) for node in self._inputs)
+        assert mode is not None
+        self._mode = mode
+        self._length = _new_length(mode) if has_past else None
+        self._grown: dict[Node, Node] = {}  # what a buffer holds now, heads first
+        self._masks: dict[Any, Any] = {}
+        self._cut: list[int] = []
+        self._ends: list[Any] = []
+
+    def run(self) -> FixedCaches:
+        pairs = [
+            pair for node in list(self._graph.nodes) if node.target is SDPA for pair in self._attention(node)
+        ]
+        sides = list(dict.fromkeys(pairs))
+        appends = [self._appends[side] for side in sides]
+        counters, counted, counted_inputs = self._counters()
+        starts, positions, position_inputs = self._positions(appends)
+        moved = {append.buffer for append in appends} | {self._inputs[place] for place in counters}
+        for node in list(self._graph.nodes):
+            if node.target is _aten.copy_.default and node.args[0] in moved:
+                self._graph.erase_node(node)
+        returned = {side: tuple(i for i, out in enumerate(self._outputs) if out is side) for side in sides}
+        outs = [None if out in sides else out for out in self._outputs]
+        output_node(self._graph).args = ((*outs, *(self._grown[side] for side in sides)),)
+        eliminate_dead_code(self._graph)
+        left = set(self._graph.nodes)
+        for side in sides:
+            if side in left and side.users:
+                user = next(iter(side.users))
+                raise NoMatch(
+                    f"{described(user)} reads a cache of fixed length, which holds no numbers", _REMEDY
+                )
+        buffers = tuple(
+            Buffer(
+                self._place.get(append.buffer),
+                returned[side],
+                append.dim == 1,
+                self._capacity(append),
+            )
+            for side, append in zip(sides, appends, strict=True)
+        )
+        finish(self._gm)
+        self._forget_guards()
+        return FixedCaches(
+            buffers, starts, positions, position_inputs, len(self._ends), counters, counted, counted_inputs,
+            tuple(self._cut), self._q_len_of(appends[0]),
+        )  # fmt: skip
+
+    def _forget_guards(self) -> None:
+        """Dynamo can't check a guard on the past's length, which is no size of its inputs. `InPlace` checks it."""
+        if self._length is not None:
+            env: Any = self._mode.shape_env
+            mine = symbols_of(self._length)
+            env.guards[:] = [guard for guard in env.guards if not mine & guard.expr.free_symbols]
+
+    def _attention(self, node: Node) -> tuple[Node, ...]:
+        """Have an attention read what is there. Returns its keys' and values' appends, if they are such."""
+        query, key, value, mask, dropout, causal, scale, _ = node.args
+        (keys, key_ends), (values, value_ends) = _read(key), _read(value)  # type: ignore[arg-type]
+        if keys not in self._appends and values not in self._appends:
+            return ()
+        if keys not in self._appends or values not in self._appends:
+            raise NoMatch(
+                "one of an attention's keys and values is written in place, and the other is not", _REMEDY
+            )
+        with self._graph.inserting_before(node):
+            sides = [self._tokens_of(side, node) for side in (keys, values)]
+            for end in (*key_ends, *value_ends):
+                if end not in self._ends:
+                    self._ends.append(end)
+            if mask is None and not (key_ends and value_ends):
+                raise NoMatch(
+                    "an attention without a mask reads all of a cache of fixed length, unwritten rows too",
+                    _REMEDY,
+                )
+            args = (
+                query,
+                *sides,
+                self._mask(mask, self._appends[keys], sides[0], node),
+                dropout,
+                causal,
+                scale,
+                True,
+            )
+            out = call(self._graph, SDPA, args, node)
+        node.replace_all_uses_with(out)
+        self._graph.erase_node(node)
+        return keys, values
+
+    def _tokens_of(self, side: Node, origin: Node) -> Node:
+        """The tokens that a buffer holds, `[batch, num_kv_heads, kv_len, head_dim]`."""
+        if side in self._grown:
+            return self._grown[side]
+        append = self._appends[side]
+        if append.buffer.op == "placeholder" and _is_piece(value_of(append.buffer)):
+            raise NoMatch(
+                f"`{append.buffer.name}` is a piece of another tensor, whose memory can't be given back",
+                f"Make a buffer of its own for keys, and one for values, of each layer. {LEAVE}.",
+            )
+        for user in append.buffer.users if append.buffer.op == "placeholder" else ():
+            if user is not side and user.target is not _aten.copy_.default:
+                raise NoMatch(
+                    f"{described(user)} reads a cache of fixed length, which holds no numbers", _REMEDY
+                )
+        new = append.new
+        with self._graph.inserting_after(side):
+            if append.dim == 1:
+                new = call(self._graph, _aten.transpose.int, (new, 1, 2), origin)
+        tokens = new
+        if self._has_past:
+            if append.buffer.op != "placeholder":
+                raise NoMatch("a cache that is made in this call has a past", _REMEDY)
+            sizes = list(shape_of(new) or ())
+            sizes[2] = self._length
+            with self._mode, torch.no_grad():
+                value = value_of(append.buffer)
+                past = torch.empty(sizes, dtype=value.dtype, device=value.device)
+            append.buffer.meta = {
+                k: v for k, v in append.buffer.meta.items() if k not in ("tensor_dict", "val")
+            } | {"val": past}
+            with self._graph.inserting_after(new if new is not append.new else side):
+                tokens = call(self._graph, _aten.cat.default, ([append.buffer, new], 2), origin)
+        self._grown[side] = tokens
+        return tokens
+
+    def _mask(self, mask: Any, append: _Append, keys: Node, origin: Node) -> Any:
+        """A mask of the tokens that are there. Inserted at the graph's insertion point."""
+        if not isinstance(mask, Node) or (shape_of(mask) or (1,))[-1] == 1:
+            return mask
+        if mask not in self._masks:
+            self._masks[mask] = self._cut_mask(mask, keys) or self._sliced(mask, append, origin)
+        return self._masks[mask]
+
+    def _sliced(self, mask: Node, append: _Append, origin: Node) -> Node:
+        told = self._q_len_of(append)
+        length: Any = told
+        if not isinstance(told, int):
+            length, dim = self._inputs[told[0]], told[1]
+            if dim is not None:
+                length = call(self._graph, _aten.sym_size.int, (length, dim), origin)
+        if self._has_past:  # not the size of all keys: the mask would be computed from them
+            past = call(self._graph, _aten.sym_size.int, (append.buffer, 2), origin)
+            length = call(self._graph, operator.add, (past, length), origin)
+        return call(self._graph, _aten.slice.Tensor, (mask, len(shape_of(mask) or ()) - 1, 0, length), origin)
+
+    def _capacity(self, append: _Append) -> Size:
+        place = self._place.get(append.buffer)
+        return self._told(value_of(append.node).shape[append.dim]) if place is None else (place, append.dim)
+
+    def _q_len_of(self, append: _Append) -> Size:
+        return self._told(value_of(append.new).shape[append.dim])
+
+    def _told(self, size: Any) -> Size:
+        if isinstance(size, int):
+            return size
+        buffers = {each.buffer for each in self._appends.values()}
+        for place, node in enumerate(self._inputs):
+            if isinstance(value_of(node), torch.SymInt) and same_sizes([value_of(node)], [size]):
+                return place, None
+            for dim, other in enumerate(shape_of(node) or ()):
+                if node not in buffers and same_sizes([other], [size]):
+                    return place, dim
+        raise NoMatch(
+            "how many tokens a call has, or a buffer has room for, can't be told from its inputs", _REMEDY
+        )
+
+    def _cut_mask(self, mask: Node, keys: Node) -> Node | None:
+        """The mask itself, made of an input that comes in cut; None where it is made of none."""
+        if not self._has_past:
+            return None
+        width = shape_of(mask)[-1]  # type: ignore[index]
+        inside = ancestors([mask])
+        given = [node for node in inside if node.op == "placeholder" and _is_wide(node, width)]
+        if len(given) != 1:
+            return None
+        (source,) = given
+        length = shape_of(keys)[2]  # type: ignore[index]
+        with self._mode:
+            values = {source: value_of(source).new_empty((*(shape_of(source) or ())[:-1], length))}
+        try:
+            for node in self._graph.nodes:
+                if node in inside and not values.keys().isdisjoint(node.all_input_nodes):
+                    with self._mode, torch.no_grad():
+                        args = torch.fx.node.map_arg(node.args, lambda old: values.get(old, value_of(old)))
+                        values[node] = node.target(*args, **node.kwargs)
+        except Exception:  # of any operator: the buffer's length is a number in it
+            return None
+        if not same_sizes(values[mask].shape[-1:], [length]):
+            return None
+        for node, value in values.items():
+            node.meta = {**node.meta, "val": value}
+        self._cut.append(self._place[source])
+        return mask
+
+    def _counters(self) -> tuple[tuple[int, ...], GraphModule, tuple[int, ...]]:
+        """Integer inputs that are written to, and what computes their next values from integer inputs."""
+        moved: dict[Node, Any] = {}
+        for node in self._graph.nodes:
+            if node.target is _aten.copy_.default and _is_integer(node.args[0]):
+                given = [each for each in ancestors([node.args[1]]) if each.op == "placeholder"]
+                if all(map(_is_integer, given)):
+                    moved[node.args[0]] = node.args[1]
+        graph, inputs = self._cut_out(list(moved.values()))
+        return tuple(self._place[node] for node in moved), graph, inputs
+
+    def _positions(self, appends: Sequence[_Append]) -> tuple[tuple[int, ...], GraphModule, tuple[int, ...]]:
+        starts, others = dict[int, None](), dict[Any, None]()
+        for append in appends:
+            counter = _counter_of(append.position)
+            if counter is not None:
+                starts[self._place[counter]] = None
+            else:
+                others[append.position] = None
+        graph, inputs = self._cut_out([*others, *self._ends])
+        return tuple(starts), graph, inputs
+
+    def _cut_out(self, results: list[Any]) -> tuple[GraphModule, tuple[int, ...]]:
+        """A graph of its own that computes results from integers among Dynamo's inputs."""
+        nodes = [result for result in results if isinstance(result, Node)]
+        needed = [node for node in self._inputs if node in ancestors(nodes)]
+        for node in needed:
+            if not _is_integer(node):
+                raise NoMatch(f"where a token is written is computed from `{node.name}`", _REMEDY)
+        graph = extract(self._gm, nodes, needed)
+        found = iter(output_node(graph.graph).args[0])  # type: ignore[arg-type]
+        output_node(graph.graph).args = (
+            tuple(next(found) if isinstance(result, Node) else result for result in results),
+        )
+        return finish(graph), tuple(self._place[node] for node in needed)
+
+
+_REMEDY = f"Let nothing but attention read such a cache, or use a DynamicCache. {LEAVE}."
+
+
+def _new_length(mode: Any) -> torch.SymInt:
+    """A symbol for the number of tokens that are there."""
+    env, source = mode.shape_env, ConstantSource(_LENGTH)
+    symbol = env.create_symbol(_HINT, source, DimDynamic.DYNAMIC)
+    length: torch.SymInt = env.create_symintnode(symbol, hint=_HINT, source=source)
+    return length
+
+
+def _is_piece(buffer: torch.Tensor) -> bool:
+    """Whether other tensors may look at the memory of a buffer that is no handle."""
+    if is_laid_out(buffer):
+        return False
+    held, needed = buffer.untyped_storage().nbytes(), buffer.numel() * buffer.element_size()
+    return buffer._is_view() or not same_sizes([held], [needed])
+
+
+def _is_integer(node: Any) -> bool:
+    value = value_of(node)
+    if isinstance(value, torch.Tensor):
+        return not value.is_floating_point() and not value.is_complex() and value.dtype != torch.bool
+    return isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool)
+
+
+def _is_wide(node: Node, width: Any) -> bool:
+    """Whether an input is a mask over a whole buffer."""
+    shape = shape_of(node) or ()
+    return len(shape) > 1 and same_sizes(shape[-1:], [width])
+
+
+def _counter_of(position: Any) -> Node | None:
+    """The 0-d input that is added to `arange(q_len)`; None for another position."""
+    if not isinstance(position, Node) or position.target is not _aten.add.Tensor:
+        return None
+    for one, other in (position.args[:2], position.args[1::-1]):
+        is_range = isinstance(one, Node) and one.target in (_aten.arange.default, _aten.arange.start_step)
+        starts_at_0 = is_range and (one.target is _aten.arange.default or one.args[0] == 0)  # type: ignore[union-attr]
+        if starts_at_0 and isinstance(other, Node) and other.op == "placeholder" and shape_of(other) == ():
+            return other
+    return None

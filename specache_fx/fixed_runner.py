@@ -1,0 +1,145 @@
+"""The runner of a model that writes its caches in place, into buffers of fixed length (`capture/fixed_caches.py`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from specache_fx.capture.fixed_caches import FixedCaches, size_in
+from specache_fx.errors import CacheHandleError
+from specache_fx.lowering import Compiled
+from specache_fx.runners import inference
+from specache_fx.runtime import fixed_buffers, registry
+
+Growing = tuple[Compiled, FixedCaches | None]
+"""What runs the graph, and what to do about its buffers; None where it is left alone."""
+
+
+class InPlace:
+    """Runs a prompt, or what follows one; the model's buffers are handles of the session from then on.
+
+    Args:
+        make: Makes the runner of calls with a past, or of those without.
+        has_past: Of which there is one already.
+        first: That one.
+    """
+
+    def __init__(self, make: Callable[[bool], Growing], has_past: bool, first: Growing) -> None:
+        self._make = make
+        self._made: dict[bool, Growing] = {has_past: first}
+        assert first[1] is not None
+        self._plan = first[1]
+
+    def __call__(self, *args: Any) -> Any:
+        """Run the call's tokens.
+
+        Raises:
+            CacheHandleError: If they are written elsewhere than behind the tokens that are there, or the buffers are
+                not those of one session.
+        """
+        with inference():
+            start, q_len = self._where(args)
+        runner, plan = self._runner(start > 0)
+        if plan is None:
+            return runner(*args)
+        places = [(size_in(buffer.capacity, args), buffer.tokens_first) for buffer in plan.buffers]
+        given = [args[buffer.place] for buffer in plan.buffers if buffer.place is not None]
+        with inference():
+            inputs = self._inputs(plan, args, start, q_len)
+            shapes = fixed_buffers.free(given) if not start else None
+        try:
+            results = runner(*inputs)
+        except BaseException:
+            if shapes is not None:
+                zeros = [given[0].new_zeros(shape) for shape in shapes]
+                with inference():
+                    fixed_buffers.refill(given, zeros)
+            raise
+        with inference():
+            return self._finish(plan, args, results, places)
+
+    def _runner(self, has_past: bool) -> Growing:
+        if has_past not in self._made:
+            self._made[has_past] = self._make(has_past)
+        return self._made[has_past]
+
+    def _where(self, args: Sequence[Any]) -> tuple[int, int]:
+        """Where this call's first token is written, and how many tokens there are."""
+        plan = self._plan
+        q_len = size_in(plan.q_len, args)
+        values = list(plan.positions.forward(*(args[i] for i in plan.position_inputs)))
+        positions, ends = values[: len(values) - plan.ends], values[len(values) - plan.ends :]
+        starts = {int(args[i]) for i in plan.starts}
+        for position in positions:
+            first = int(position if isinstance(position, int) else position[0])
+            starts.add(first)
+            if isinstance(position, torch.Tensor) and q_len > 1:
+                wanted = torch.arange(first, first + q_len, device=position.device)
+                if not torch.equal(position.to(wanted.dtype), wanted):
+                    raise CacheHandleError(_ORDER.format(positions=position.tolist()))
+        if len(starts) > 1:
+            raise CacheHandleError(_SEVERAL.format(starts=sorted(starts)))
+        (start,) = starts
+        if any(end < start + q_len for end in ends):
+            raise CacheHandleError(_READS_LESS.format(ends=ends, kv_len=start + q_len))
+        capacity = min(size_in(buffer.capacity, args) for buffer in plan.buffers)
+        if start + q_len > capacity:
+            raise CacheHandleError(_FULL.format(kv_len=start + q_len, capacity=capacity))
+        held = [args[buffer.place] for buffer in plan.buffers if buffer.place is not None]
+        session = registry.find(held[0]) if held and start else None
+        if session is not None and start > session.kv_len:
+            raise CacheHandleError(_GAP.format(start=start, kv_len=session.kv_len))
+        return start, q_len
+
+    def _inputs(self, plan: FixedCaches, args: Sequence[Any], start: int, q_len: int) -> list[Any]:
+        inputs = list(args)
+        for buffer in plan.buffers if start else ():
+            assert buffer.place is not None
+            inputs[buffer.place] = fixed_buffers.tokens(
+                args[buffer.place], start, swapped=buffer.tokens_first
+            )
+        for place in plan.masks:
+            inputs[place] = args[place].narrow(-1, 0, start + q_len)
+        return inputs
+
+    @staticmethod
+    def _finish(
+        plan: FixedCaches, args: Sequence[Any], results: Sequence[Any], places: Sequence[tuple[int, bool]]
+    ) -> tuple[Any, ...]:
+        """Dynamo's outputs. The buffers hold the session, and counters are moved."""
+        count = len(results) - len(plan.buffers)
+        outs, issued = list(results[:count]), results[count:]
+        buffers = [
+            torch.empty(0, dtype=handle.dtype, device=handle.device)
+            if buffer.place is None
+            else args[buffer.place]
+            for buffer, handle in zip(plan.buffers, issued, strict=True)
+        ]
+        fixed_buffers.hold(buffers, issued, places)
+        for buffer, tensor in zip(plan.buffers, buffers, strict=True):
+            for i in buffer.outputs:
+                outs[i] = tensor
+        moved = plan.counted.forward(*(args[i] for i in plan.counted_inputs))
+        for place, value in zip(plan.counters, moved, strict=True):
+            with torch.inference_mode(args[place].is_inference()):
+                args[place].copy_(value)
+        return tuple(outs)
+
+
+_PROMPT = "A prompt is written at position 0, and each call behind the one before."
+_ORDER = f"The tokens of one call are written at positions {{positions}}, not one after the other. {_PROMPT}"
+_SEVERAL = f"The layers of a model write one call's tokens at different positions {{starts}}. {_PROMPT}"
+_GAP = (
+    "Tokens are written at position {start} of a cache that holds {kv_len}: what lies between was never there."
+    f" {_PROMPT}"
+)
+_FULL = (
+    "A cache of fixed length has room for {capacity} tokens, and this call would make them {kv_len}. Make a longer one"
+    " (max_cache_len, max_seq_length)."
+)
+_READS_LESS = (
+    "An attention reads the first {ends} tokens of a cache that holds {kv_len} with this call's: the newest ones are"
+    " left out. Let it read as many as there are, and hide tokens with a mask."
+)

@@ -1,0 +1,256 @@
+"""Caches of fixed length, which a model writes in place: rewritten, equal, and their memory given back."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from support.fixed_modules import BY_NUMBER, BY_TENSOR, VOCAB_SIZE, FixedDecoder, generate
+from torch._dynamo.exc import BackendCompilerFailed
+from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
+
+import specache_fx
+from specache_fx.errors import CacheHandleError
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+OPTIONS: dict[str, Any] = {
+    "group_size": 8, "residual_length": 8, "top_k": 8, "lowering": "eager", "strict": True, "bits": 16,
+}  # fmt: skip
+ALL_STAGED = {"bits": 1, "top_k": 256}
+
+
+def compiled(model: FixedDecoder, **options: Any) -> Any:
+    return torch.compile(model, backend="specache", options=OPTIONS | options)
+
+
+def prompt(length: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(VOCAB_SIZE, (2, length), generator=torch.Generator().manual_seed(seed))
+
+
+def step(model: Any, position: int, token: int = 5) -> torch.Tensor:
+    return model(torch.full((2, 1), token), torch.tensor([position]))
+
+
+@pytest.mark.parametrize("spelling", BY_TENSOR | BY_NUMBER)
+def test_every_spelling_is_rewritten_and_equal(spelling: str) -> None:
+    plain, model = FixedDecoder(spelling), FixedDecoder(spelling)
+    ours = compiled(model, **ALL_STAGED)
+    # Three generations on the same buffers, the last prompt in pieces.
+    for seed, (length, count, chunk) in enumerate(((20, 100, None), (33, 12, None), (30, 12, 7))):
+        expected = generate(plain, prompt(length, seed), count, plain.by_number, chunk)
+        found = generate(ours, prompt(length, seed), count, plain.by_number, chunk)
+        assert torch.equal(found[0], expected[0])
+        torch.testing.assert_close(found[1], expected[1], rtol=1e-4, atol=1e-4)
+        stats = specache_fx.stats(model.layers[0].keys)
+        assert (stats.kv_len, stats.steps, stats.exact_hit_rate) == (length + count, count, 1.0)
+        assert stats.prefetched_rows > 0
+
+
+def test_memory_of_the_buffers_is_given_back() -> None:
+    model = FixedDecoder("index_put", capacity=2048)
+    ours = compiled(model, bits=2)
+    held = model.layers[0].keys.untyped_storage().nbytes()
+    generate(ours, prompt(1500), 4, by_number=False)
+    storages = {
+        tensor.untyped_storage().data_ptr(): tensor
+        for layer in model.layers
+        for tensor in (layer.keys, layer.values)
+    }
+    assert sum(tensor.untyped_storage().nbytes() for tensor in storages.values()) < held / 10
+    stats = specache_fx.stats(model.layers[0].keys)
+    assert stats.device_bytes < stats.full_bytes / 2
+    with pytest.raises(CacheHandleError, match="holds no numbers"):
+        model.layers[0].keys.sum()
+    with pytest.raises(CacheHandleError, match="holds no numbers"):
+        step(model, 1504)  # uncompiled
+
+
+def test_a_position_that_leaves_a_gap_is_refused_and_nothing_is_lost() -> None:
+    plain, model = FixedDecoder("index_put"), FixedDecoder("index_put")
+    ours = compiled(model)
+    for each in (plain, ours):
+        generate(each, prompt(20), 3, by_number=False)
+    with pytest.raises(CacheHandleError, match="position 25 of a cache that holds 23"):
+        step(ours, 25)
+    with pytest.raises(CacheHandleError, match="not one after the other"):
+        ours(prompt(2), torch.tensor([23, 25]))
+    torch.testing.assert_close(step(ours, 23), step(plain, 23), rtol=1e-4, atol=1e-4)
+
+
+def test_an_earlier_position_goes_back() -> None:
+    plain, model = FixedDecoder("index_put"), FixedDecoder("index_put")
+    ours = compiled(model, **ALL_STAGED)
+    for each in (plain, ours):
+        generate(each, prompt(40), 20, by_number=False)
+    for position in (50, 51, 30, 31):
+        torch.testing.assert_close(step(ours, position), step(plain, position), rtol=1e-4, atol=1e-4)
+    more = prompt(6, 1), torch.arange(20, 26)
+    torch.testing.assert_close(ours(*more), plain(*more), rtol=1e-4, atol=1e-4)
+    assert specache_fx.stats(model.layers[0].keys).kv_len == 26
+
+
+def test_a_full_buffer_is_refused() -> None:
+    ours = compiled(FixedDecoder("index_put", capacity=24))
+    generate(ours, prompt(20), 4, by_number=False)
+    with pytest.raises(CacheHandleError, match="room for 24 tokens, and this call would make them 25"):
+        step(ours, 24)
+
+
+def test_what_somebody_else_writes_is_refused() -> None:
+    model = FixedDecoder("index_put")
+    ours = compiled(model)
+    generate(ours, prompt(20), 3, by_number=False)
+    keys = model.layers[1].keys
+    with pytest.raises(CacheHandleError):
+        keys[:, :, 3] = 0
+    with torch._C.DisableTorchFunctionSubclass():
+        keys[:, :, 3] = 0
+    with pytest.raises(CacheHandleError, match="was written to"):
+        step(ours, 23)
+    plain = FixedDecoder("index_put")
+    assert torch.equal(
+        generate(ours, prompt(20), 3, by_number=False)[0], generate(plain, prompt(20), 3, by_number=False)[0]
+    )
+
+
+def test_zeroed_buffers_have_no_past() -> None:
+    model = FixedDecoder("index_put")
+    ours = compiled(model)
+    generate(ours, prompt(20), 3, by_number=False)
+    for layer in model.layers:
+        layer.keys.zero_()
+    with pytest.raises(CacheHandleError, match="was written to"):
+        step(ours, 23)
+
+
+def test_a_copy_goes_its_own_way() -> None:
+    plain, model = FixedDecoder("index_put"), FixedDecoder("index_put")
+    ours = compiled(model, **ALL_STAGED)
+    for each in (plain, ours):
+        generate(each, prompt(30), 10, by_number=False)
+    other, other_plain = copy.deepcopy(model), copy.deepcopy(plain)
+    forked = compiled(other, **ALL_STAGED)
+    for position in range(40, 60):
+        for one, two, token in ((ours, plain, 5), (forked, other_plain, 7)):
+            found, expected = step(one, position, token), step(two, position, token)
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_prompt_that_ran_uncompiled_is_taken_over() -> None:
+    plain, model = FixedDecoder("index_put"), FixedDecoder("index_put")
+    for each in (plain, model):
+        generate(each, prompt(30), 2, by_number=False)
+    ours = compiled(model, **ALL_STAGED)
+    for position in range(32, 60):
+        torch.testing.assert_close(step(ours, position), step(plain, position), rtol=1e-4, atol=1e-4)
+    assert specache_fx.stats(model.layers[0].keys).kv_len == 60
+
+
+class Peeking(FixedDecoder):
+    """Reads a buffer by itself where it is asked to."""
+
+    peeks = False
+
+    def forward(self, ids: torch.Tensor, where: Any) -> torch.Tensor:
+        logits = super().forward(ids, where)
+        return logits + self.layers[0].keys.sum() if self.peeks else logits
+
+
+def test_a_graph_that_is_left_alone_gets_its_numbers_back() -> None:
+    plain, model = Peeking("index_put"), Peeking("index_put")
+    ours = compiled(model, strict=False)
+    for each in (plain, ours):
+        generate(each, prompt(30), 2, by_number=False)
+    plain.peeks = model.peeks = True
+    for position in (32, 33):
+        torch.testing.assert_close(step(ours, position), step(plain, position), rtol=1e-4, atol=1e-4)
+    for one, two in zip(model.layers, plain.layers, strict=True):
+        torch.testing.assert_close(one.keys, two.keys, rtol=1e-4, atol=1e-4)
+        assert type(one.values) is torch.Tensor
+    plain.peeks = model.peeks = False
+    torch.testing.assert_close(step(ours, 34), step(plain, 34), rtol=1e-4, atol=1e-4)
+
+
+def test_a_graph_that_reads_a_buffer_is_refused_by_name() -> None:
+    model = Peeking("index_put")
+    model.peeks = True
+    with pytest.raises(BackendCompilerFailed, match=r"sum.*reads a cache of fixed length"):
+        compiled(model)(prompt(20), torch.arange(20))
+
+
+def test_a_prompt_that_fails_leaves_buffers() -> None:
+    plain, model = FixedDecoder("index_put"), FixedDecoder("index_put")
+    ours = compiled(model)
+    for _ in range(2):  # buffers of numbers, and of handles
+        with pytest.raises(IndexError):
+            ours(prompt(20) + VOCAB_SIZE, torch.arange(20))
+        for tensor in (model.layers[0].keys, model.layers[1].values):
+            assert type(tensor) is torch.Tensor and tensor.shape == (2, 2, 160, 16) and not tensor.any()
+        found, expected = (generate(each, prompt(20), 3, by_number=False) for each in (ours, plain))
+        assert torch.equal(found[0], expected[0])
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_inference_mode(mode: Any) -> None:
+    plain = FixedDecoder("index_put")
+    with mode():
+        model = FixedDecoder("index_put")
+        ours = compiled(model, **ALL_STAGED)
+        for _ in range(2):
+            expected = generate(plain, prompt(30), 10, by_number=False)
+            assert torch.equal(generate(ours, prompt(30), 10, by_number=False)[0], expected[0])
+
+
+def llama(**config: Any) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    sizes = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+    return LlamaForCausalLM(
+        LlamaConfig(vocab_size=VOCAB_SIZE, hidden_size=64, intermediate_size=128, **sizes, **config)
+    ).eval()
+
+
+@pytest.mark.parametrize("made", ["by the user", "in the graph"])
+@torch.no_grad()
+def test_static_cache(made: str) -> None:
+    plain, model = llama(), llama()
+    model.compile(backend="specache", options=OPTIONS | ALL_STAGED)
+    caches = [StaticCache(config=plain.config, max_cache_len=140) for _ in range(2)]
+    if made == "by the user":
+        for cache in caches:
+            cache.early_initialization(2, 2, 32, torch.float32, "cpu")
+    for count in (8, 100, 4):
+        one = two = prompt(9)
+        for _ in range(count):
+            expected = plain(one, past_key_values=caches[0]).logits
+            found = model(two, past_key_values=caches[1]).logits
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+            one, two = expected[:, -1:].argmax(-1), found[:, -1:].argmax(-1)
+        assert specache_fx.stats(caches[1]).kv_len == int(caches[0].layers[0].cumulative_length)
+        more = prompt(5, count)
+        found, expected = model(more, past_key_values=caches[1]), plain(more, past_key_values=caches[0])
+        torch.testing.assert_close(found.logits, expected.logits, rtol=1e-4, atol=1e-4)
+        for cache in caches:
+            cache.reset()
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_generate_with_a_static_cache(padded: bool) -> None:
+    ids = prompt(20).clamp(1)
+    mask = torch.ones_like(ids)
+    mask[1, : 6 * padded] = 0
+    form: dict[str, Any] = {"min_new_tokens": 40, "max_new_tokens": 40, "return_dict_in_generate": True}
+    form |= {"attention_mask": mask, "do_sample": False, "pad_token_id": 0}
+    expected = llama().generate(ids, **form).sequences
+    rates = []
+    for implementation in (None, "static"):
+        model = llama()
+        model.compile(backend="specache", options=OPTIONS | ALL_STAGED)
+        for _ in range(2):
+            found = model.generate(ids, cache_implementation=implementation, **form)
+            assert torch.equal(found.sequences, expected)
+        stats = specache_fx.stats(found.past_key_values)
+        assert (stats.kv_len, stats.steps, stats.topk_hit_rate) == (59, 39, 1.0)
+        rates.append(stats.exact_hit_rate)
+    assert rates[0] == rates[1]
