@@ -70,7 +70,12 @@ class InPlace:
         plan = self._plan
         q_len = size_in(plan.q_len, args)
         values = list(plan.positions.forward(*(args[i] for i in plan.position_inputs)))
-        positions, ends = values[: len(values) - plan.ends], values[len(values) - plan.ends :]
+        first_assert = len(values) - len(plan.asserts)
+        first_end = first_assert - plan.ends
+        positions, ends = values[:first_end], values[first_end:first_assert]
+        for message, holds in zip(plan.asserts, values[first_assert:], strict=True):
+            if not holds:
+                raise AssertionError(message)
         starts = {int(args[i]) for i in plan.starts}
         for position in positions:
             first = int(position if isinstance(position, int) else position[0])

@@ -83,10 +83,11 @@ class FixedCaches:
     Attributes:
         buffers: Keys and values in turn, layer by layer.
         starts: Positions of inputs that say where the first of this call's tokens is written: 0-d counters.
-        positions: Computes, from Dynamo's inputs `position_inputs`, where else tokens are written: `[q_len]`, or where
-            the first one is, a number.
+        positions: Computes, from Dynamo's inputs `position_inputs`, where else tokens are written (`[q_len]`, or a
+            number: where the first one is), how many tokens an attention reads, and what the model asserts of that.
         position_inputs: See `positions`.
-        ends: Of the results of `positions` the last ones, as many: how many tokens an attention reads.
+        ends: How many of these results are numbers of tokens that are read.
+        asserts: What to say where an assertion doesn't hold, the last of these results.
         counters: Positions of integer inputs that the model moves.
         counted: Computes their next values from Dynamo's inputs `counted_inputs`.
         counted_inputs: See `counted`.
@@ -99,6 +100,7 @@ class FixedCaches:
     positions: GraphModule
     position_inputs: tuple[int, ...]
     ends: int
+    asserts: tuple[str, ...]
     counters: tuple[int, ...]
     counted: GraphModule
     counted_inputs: tuple[int, ...]
@@ -115,6 +117,12 @@ class _Append:
     dim: int
     position: Any
     new: Node
+
+    @property
+    def q_len(self) -> Any:
+        """How many tokens are written."""
+        sizes = shape_of(self.new) or ()
+        return sizes[self.dim - 4]
 
 
 def _append(node: Node) -> _Append | None:
@@ -136,12 +144,14 @@ def _append(node: Node) -> _Append | None:
             return None
     else:
         return None
-    dims = shape_of(buffer) or ()
-    fits = len(dims) == 4 and isinstance(new, Node) and len(shape_of(new) or ()) == 4 and dim % 4 in (1, 2)
+    dims, sizes = shape_of(buffer) or (), shape_of(new) or ()
+    if len(sizes) == 3 and dims[:1] == (1,):  # `buffer[:, :, position] = new` of one batch row
+        sizes = (1, *sizes)
+    fits = len(dims) == len(sizes) == 4 and dim % 4 in (1, 2)
     if not fits or len(shape_of(position) or (0,)) > 1:
         return None
     others = [i for i in range(4) if i != dim % 4]
-    if not same_sizes([dims[i] for i in others], [shape_of(new)[i] for i in others]):  # type: ignore[index]
+    if not same_sizes([dims[i] for i in others], [sizes[i] for i in others]):
         return None
     is_ours = buffer.op == "placeholder" or (buffer.target in _MADE and value_of(buffer).is_floating_point())
     return _Append(node, buffer, dim % 4, position, new) if is_ours else None
@@ -177,21 +187,15 @@ def _read(node: Node) -> tuple[Node, list[Any]]:
 def attends_in_place(gm: GraphModule) -> bool:
     """Whether an attention of a functional graph reads a buffer that the graph writes a call's tokens into."""
     appends = _appends(gm.graph)
-    return (
-        bool(appends)
-        and any(
-            _read(side)[0] in appends
-            for node in gm.graph.nodes
-            if node.target is SDPA
-            for side in node.args[1:3]
-        )
+    return bool(appends) and any(
+        _read(side)[0] in appends for node in gm.graph.nodes if node.target is SDPA for side in node.args[1:3]
     )
 
 
 def has_one_token(gm: GraphModule) -> bool:
     """Whether such a call has one token: it has a past, but for a prompt of one."""
     append = next(iter(_appends(gm.graph).values()))
-    size = value_of(append.new).shape[append.dim]
+    size = append.q_len
     return append.buffer.op == "placeholder" and isinstance(size, int) and size == 1
 
 
@@ -237,7 +241,8 @@ class _Rewrite:
         sides = list(dict.fromkeys(pairs))
         appends = [self._appends[side] for side in sides]
         counters, counted, counted_inputs = self._counters()
-        starts, positions, position_inputs = self._positions(appends)
+        conditions, asserts = self._asserts()
+        starts, positions, position_inputs = self._positions(appends, conditions)
         moved = {append.buffer for append in appends} | {self._inputs[place] for place in counters}
         for node in list(self._graph.nodes):
             if node.target is _aten.copy_.default and node.args[0] in moved:
@@ -265,7 +270,7 @@ class _Rewrite:
         finish(self._gm)
         self._forget_guards()
         return FixedCaches(
-            buffers, starts, positions, position_inputs, len(self._ends), counters, counted, counted_inputs,
+            buffers, starts, positions, position_inputs, len(self._ends), asserts, counters, counted, counted_inputs,
             tuple(self._cut), self._q_len_of(appends[0]),
         )  # fmt: skip
 
@@ -325,8 +330,10 @@ class _Rewrite:
                 raise NoMatch(
                     f"{described(user)} reads a cache of fixed length, which holds no numbers", _REMEDY
                 )
-        new = append.new
-        with self._graph.inserting_after(side):
+        with self._graph.inserting_before(side):
+            new = append.new
+            if len(shape_of(new) or ()) == 3:
+                new = call(self._graph, _aten.unsqueeze.default, (new, 0), origin)
             if append.dim == 1:
                 new = call(self._graph, _aten.transpose.int, (new, 1, 2), origin)
         tokens = new
@@ -341,7 +348,7 @@ class _Rewrite:
             append.buffer.meta = {
                 k: v for k, v in append.buffer.meta.items() if k not in ("tensor_dict", "val")
             } | {"val": past}
-            with self._graph.inserting_after(new if new is not append.new else side):
+            with self._graph.inserting_before(side):
                 tokens = call(self._graph, _aten.cat.default, ([append.buffer, new], 2), origin)
         self._grown[side] = tokens
         return tokens
@@ -371,7 +378,7 @@ class _Rewrite:
         return self._told(value_of(append.node).shape[append.dim]) if place is None else (place, append.dim)
 
     def _q_len_of(self, append: _Append) -> Size:
-        return self._told(value_of(append.new).shape[append.dim])
+        return self._told(append.q_len)
 
     def _told(self, size: Any) -> Size:
         if isinstance(size, int):
@@ -426,7 +433,21 @@ class _Rewrite:
         graph, inputs = self._cut_out(list(moved.values()))
         return tuple(self._place[node] for node in moved), graph, inputs
 
-    def _positions(self, appends: Sequence[_Append]) -> tuple[tuple[int, ...], GraphModule, tuple[int, ...]]:
+    def _asserts(self) -> tuple[list[Node], tuple[str, ...]]:
+        """What the model asserts of its integer inputs alone, taken out of the graph: conditions and messages."""
+        conditions, messages = list[Node](), list[str]()
+        for node in list(self._graph.nodes):
+            if node.target in (_aten._assert_async.default, _aten._assert_async.msg):
+                given = [each for each in ancestors([node]) if each.op == "placeholder"]
+                if all(map(_is_integer, given)):
+                    conditions.append(node.args[0])  # type: ignore[arg-type]
+                    messages.append(str((*node.args, "an assertion of the model does not hold")[1]))
+                    self._graph.erase_node(node)
+        return conditions, tuple(messages)
+
+    def _positions(
+        self, appends: Sequence[_Append], conditions: Sequence[Node]
+    ) -> tuple[tuple[int, ...], GraphModule, tuple[int, ...]]:
         starts, others = dict[int, None](), dict[Any, None]()
         for append in appends:
             counter = _counter_of(append.position)
@@ -434,7 +455,7 @@ class _Rewrite:
                 starts[self._place[counter]] = None
             else:
                 others[append.position] = None
-        graph, inputs = self._cut_out([*others, *self._ends])
+        graph, inputs = self._cut_out([*others, *self._ends, *conditions])
         return tuple(starts), graph, inputs
 
     def _cut_out(self, results: list[Any]) -> tuple[GraphModule, tuple[int, ...]]:
