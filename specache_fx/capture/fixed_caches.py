@@ -440,7 +440,7 @@ class _Rewrite:
             if node.target in (_aten._assert_async.default, _aten._assert_async.msg):
                 given = [each for each in ancestors([node]) if each.op == "placeholder"]
                 if all(map(_is_integer, given)):
-                    conditions.append(node.args[0])  # type: ignore[arg-type]
+                    conditions.append(node.args[0])
                     messages.append(str((*node.args, "an assertion of the model does not hold")[1]))
                     self._graph.erase_node(node)
         return conditions, tuple(messages)

@@ -207,7 +207,8 @@ class _Moved:
             return self._size(value)
         if not isinstance(value, torch.Tensor) or not self._touches(value):
             return value
-        with self._mode:
+        # To know whether it is contiguous a number would be asked for, and the graph be one of that length alone.
+        with self._mode, self._mode.shape_env.suppress_guards():
             return torch.empty_strided(
                 [self._size(size) for size in value.shape],
                 [self._size(stride) for stride in value.stride()],
