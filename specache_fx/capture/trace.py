@@ -33,6 +33,7 @@ from torch._functorch._aot_autograd.functional_utils import (
 from torch._functorch.compile_utils import fx_graph_cse
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 from torch.fx import Graph, GraphModule, Interpreter, Node
+from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx
 from torch.fx.traceback import preserve_node_meta
 from torch.utils import _pytree as pytree
@@ -130,7 +131,9 @@ def _traced(gm: GraphModule, inputs: Sequence[Any]) -> tuple[GraphModule, dict[N
         return out
 
     flat = flatten(inputs)
-    with torch.no_grad(), preserve_node_meta(), _fake(flat):
+    # Whether a value is contiguous is not noted: it would be asked of its sizes, and so be a guard on them.
+    unnoted = mock.patch.object(proxy_tensor, "_extract_tensor_metadata", lambda *_: None)
+    with torch.no_grad(), preserve_node_meta(), _fake(flat), unnoted:
         make = make_fx(
             run,
             decomposition_table={aten.copy.default: _copied},
