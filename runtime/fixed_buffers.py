@@ -68,11 +68,17 @@ def tokens(buffer: torch.Tensor, count: int, *, swapped: bool) -> torch.Tensor:
         look = look.narrow(2, 0, count)
         if not isinstance(buffer, Handle):
             return look
-        if getattr(buffer, "version", None) not in (None, _version(buffer)):
+        if not are_intact([buffer]):
             raise CacheHandleError(_WRITTEN)
         alone = torch.empty(0, dtype=look.dtype, device=look.device)  # no view, see `handle.py`
         alone.set_(look.untyped_storage(), look.storage_offset(), look.shape, look.stride())
         return mark(alone, buffer.lease)
+
+
+def are_intact(buffers: Sequence[torch.Tensor]) -> bool:
+    """Whether nobody wrote into buffers since they became handles."""
+    with bare():
+        return all(getattr(buffer, "version", None) in (None, _version(buffer)) for buffer in buffers)
 
 
 def free(buffers: Sequence[torch.Tensor]) -> list[torch.Size]:

@@ -265,7 +265,7 @@ class Backend:
 
     def _left_alone(self, gm: GraphModule, inputs: Sequence[Any], state: PassState) -> Compiled:
         # Dynamo makes a graph for the layout of handles, which runs once: the cache that it returns is of numbers.
-        once = any(is_laid_out(inputs[i]) for i in state.other_kv_inputs)
+        once = any(isinstance(each, torch.Tensor) and is_laid_out(each) for each in inputs)
         lowering = "eager" if once else state.config.lowering
         with announced("a graph that is left alone", lowering):
             return LeftAlone(lower(gm, inputs, lowering), state)

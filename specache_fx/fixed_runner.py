@@ -12,7 +12,11 @@ from specache_fx.errors import CacheHandleError
 from specache_fx.lowering import Compiled
 from specache_fx.runners import inference
 from specache_fx.runtime import fixed_buffers, registry
+from specache_fx.runtime.handle_tensor import Handle
+from specache_fx.runtime.session import Session
 
+HOST = "cpu"
+"""Where positions are read in every step. On other devices the host would wait for them."""
 Growing = tuple[Compiled, FixedCaches | None]
 """What runs the graph, and what to do about its buffers; None where it is left alone."""
 
@@ -35,12 +39,15 @@ class InPlace:
     def __call__(self, *args: Any) -> Any:
         """Run the call's tokens.
 
+        On a device the host doesn't read where a single token is written: outputs are NaN where it is not behind the
+        tokens that are there.
+
         Raises:
-            CacheHandleError: If they are written elsewhere than behind the tokens that are there, or the buffers are
-                not those of one session.
+            CacheHandleError: If tokens are written elsewhere than behind the tokens that are there, or earlier, or the
+                buffers are not those of one session.
         """
         with inference():
-            start, q_len = self._where(args)
+            start, q_len, agrees = self._where(args)
         runner, plan = self._runner(start > 0)
         if plan is None:
             return runner(*args)
@@ -58,45 +65,46 @@ class InPlace:
                     fixed_buffers.refill(given, zeros)
             raise
         with inference():
-            return self._finish(plan, args, results, places)
+            outs = self._finish(plan, args, results, places)
+            return outs if agrees is None else tuple(_or_nan(out, agrees) for out in outs)
 
     def _runner(self, has_past: bool) -> Growing:
         if has_past not in self._made:
             self._made[has_past] = self._make(has_past)
         return self._made[has_past]
 
-    def _where(self, args: Sequence[Any]) -> tuple[int, int]:
-        """Where this call's first token is written, and how many tokens there are."""
+    def _where(self, args: Sequence[Any]) -> tuple[int, int, torch.Tensor | None]:
+        """Where this call's first token is written, how many there are, and on a device whether that is so."""
         plan = self._plan
         q_len = size_in(plan.q_len, args)
         values = list(plan.positions.forward(*(args[i] for i in plan.position_inputs)))
         first_assert = len(values) - len(plan.asserts)
         first_end = first_assert - plan.ends
-        positions, ends = values[:first_end], values[first_end:first_assert]
-        for message, holds in zip(plan.asserts, values[first_assert:], strict=True):
-            if not holds:
-                raise AssertionError(message)
-        starts = {int(args[i]) for i in plan.starts}
-        for position in positions:
-            first = int(position if isinstance(position, int) else position[0])
-            starts.add(first)
-            if isinstance(position, torch.Tensor) and q_len > 1:
-                wanted = torch.arange(first, first + q_len, device=position.device)
-                if not torch.equal(position.to(wanted.dtype), wanted):
-                    raise CacheHandleError(_ORDER.format(positions=position.tolist()))
-        if len(starts) > 1:
-            raise CacheHandleError(_SEVERAL.format(starts=sorted(starts)))
-        (start,) = starts
+        positions = [*(args[i] for i in plan.starts), *values[:first_end]]
+        capacity = min(size_in(buffer.capacity, args) for buffer in plan.buffers)
+        held = [args[buffer.place] for buffer in plan.buffers if buffer.place is not None]
+        session = registry.find(held[0]) if held else None
+        start, agrees = None, None
+        if (
+            session is not None
+            and q_len == 1
+            and session.device.type != HOST
+            and fixed_buffers.are_intact(held)
+        ):
+            start, agrees = session.kv_len, torch.stack([_at(one, session) for one in positions]).all()
+        else:
+            start = _start(positions, q_len)
+            for message, holds in zip(plan.asserts, values[first_assert:], strict=True):
+                if not holds:
+                    raise AssertionError(message)
+            if session is not None and start > session.kv_len:
+                raise CacheHandleError(_GAP.format(start=start, kv_len=session.kv_len))
+        ends = values[first_end:first_assert]
         if any(end < start + q_len for end in ends):
             raise CacheHandleError(_READS_LESS.format(ends=ends, kv_len=start + q_len))
-        capacity = min(size_in(buffer.capacity, args) for buffer in plan.buffers)
         if start + q_len > capacity:
             raise CacheHandleError(_FULL.format(kv_len=start + q_len, capacity=capacity))
-        held = [args[buffer.place] for buffer in plan.buffers if buffer.place is not None]
-        session = registry.find(held[0]) if held and start else None
-        if session is not None and start > session.kv_len:
-            raise CacheHandleError(_GAP.format(start=start, kv_len=session.kv_len))
-        return start, q_len
+        return start, q_len, agrees
 
     def _inputs(self, plan: FixedCaches, args: Sequence[Any], start: int, q_len: int) -> list[Any]:
         inputs = list(args)
@@ -131,6 +139,33 @@ class InPlace:
             with torch.inference_mode(args[place].is_inference()):
                 args[place].copy_(value)
         return tuple(outs)
+
+
+def _start(positions: Sequence[Any], q_len: int) -> int:
+    """Where the first token is written in all buffers."""
+    starts = set()
+    for position in positions:
+        first = int(position.reshape(-1)[0]) if isinstance(position, torch.Tensor) else int(position)
+        starts.add(first)
+        if isinstance(position, torch.Tensor) and position.numel() > 1:
+            wanted = torch.arange(first, first + q_len, device=position.device)
+            if not torch.equal(position.to(wanted.dtype), wanted):
+                raise CacheHandleError(_ORDER.format(positions=position.tolist()))
+    if len(starts) > 1:
+        raise CacheHandleError(_SEVERAL.format(starts=sorted(starts)))
+    (start,) = starts
+    return start
+
+
+def _at(position: Any, session: Session) -> torch.Tensor:
+    """Whether a token is written behind those that a session has, on its device: `[]`."""
+    told = torch.as_tensor(position, device=session.device).reshape(-1)
+    return (told == session.kv_len).all()
+
+
+def _or_nan(out: Any, agrees: torch.Tensor) -> Any:
+    is_float = isinstance(out, torch.Tensor) and out.is_floating_point() and not isinstance(out, Handle)
+    return torch.where(agrees, out, torch.nan) if is_float else out
 
 
 _PROMPT = "A prompt is written at position 0, and each call behind the one before."

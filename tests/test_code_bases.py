@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+import importlib.util
 import subprocess
 import sys
+import types
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +20,8 @@ import specache_fx
 
 pytestmark = [pytest.mark.nightly, pytest.mark.usefixtures("fresh_dynamo")]
 OPTIONS: dict[str, Any] = {"bits": 16, "group_size": 16, "residual_length": 16, "top_k": 8, "strict": True}
-PACKAGES = ("ibm-fms==1.13.1", "frozendict")
+PACKAGES = ("ibm-fms==1.13.1", "frozendict", "litgpt==0.5.13", "torchtune==0.6.1")
+GPT_FAST = "https://raw.githubusercontent.com/pytorch-labs/gpt-fast/32971d3129541c5bfb4f715abc33d1c5f408d204/model.py"
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -52,3 +59,122 @@ def test_ibm_fms_generates_the_same() -> None:
         model, run=lambda each: generate(each, ids, max_new_tokens=4, use_cache=True, do_sample=False)
     )
     assert [len(graph.rewritten) for graph in report.graphs] == [2, 2] and report.graphs[1].lanes == 2
+
+
+@pytest.fixture
+def without_init(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Packages are imported without their `__init__`, which asks for what they depend on."""
+
+    def bare(*names: str) -> None:
+        for name in names:
+            package = types.ModuleType(name)
+            package.__path__ = [f"{folder}/{name.replace('.', '/')}" for folder in sys.path]
+            monkeypatch.setitem(sys.modules, name, package)
+
+    return bare
+
+
+def assert_two_lanes(tensor: torch.Tensor, kv_len: int) -> None:
+    stats = specache_fx.stats(tensor)
+    assert stats.kv_len == kv_len and stats.exact_hit_rate is not None and stats.prefetched_rows > 0
+
+
+@torch.no_grad()
+def test_gpt_fast_generates_the_same(tmp_path: Path) -> None:
+    path = tmp_path / "model.py"
+    try:
+        path.write_bytes(urllib.request.urlopen(GPT_FAST, timeout=30).read())
+    except urllib.error.URLError as error:
+        pytest.skip(f"gpt-fast is not on PyPI, and GitHub can't be reached: {error}")
+    spec = importlib.util.spec_from_file_location("gpt_fast_model", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    config = module.ModelArgs(block_size=256, vocab_size=97, n_layer=2, n_head=4, dim=128, n_local_heads=2)
+    plain = randomised(module.Transformer(config))
+    model = copy.deepcopy(plain)
+    compiled = torch.compile(model, backend="specache", options=OPTIONS)
+
+    def generate(call: Any, owner: Any, ids: torch.Tensor, count: int) -> torch.Tensor:  # as its generate.py
+        owner.setup_caches(1, 256)
+        position, token, tokens = torch.arange(ids.shape[1]), ids, []
+        for step in range(count):
+            token = call(token, position)[:, -1].argmax(-1, keepdim=True)
+            tokens.append(token)
+            position = position + 1 if step else torch.tensor([ids.shape[1]])
+        return torch.cat(tokens, 1)
+
+    for length in (30, 41):
+        ids = torch.randint(97, (1, length), generator=torch.Generator().manual_seed(length))
+        assert torch.equal(generate(compiled, model, ids, 100), generate(plain, plain, ids, 100))
+        assert_two_lanes(model.layers[0].attention.kv_cache.k_cache, length + 99)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("sliced", [True, False])
+def test_litgpt_generates_the_same(without_init: Any, monkeypatch: pytest.MonkeyPatch, sliced: bool) -> None:
+    without_init("litgpt", "litgpt.scripts")
+    convert = types.ModuleType("litgpt.scripts.convert_hf_checkpoint")
+    convert.qkv_reassemble = None  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, convert.__name__, convert)
+    from litgpt.config import Config
+    from litgpt.model import GPT
+
+    sizes: dict[str, Any] = {
+        "block_size": 256,
+        "vocab_size": 97,
+        "padded_vocab_size": 97,
+        "intermediate_size": 128,
+    }
+    sizes |= {"n_layer": 2, "n_head": 4, "n_query_groups": 2, "n_embd": 128, "rotary_percentage": 1.0}
+    names = {"norm_class_name": "RMSNorm", "mlp_class_name": "LLaMAMLP"}
+    plain: Any = randomised(GPT(Config(name="x", parallel_residual=False, bias=False, **names, **sizes)))
+    model = copy.deepcopy(plain)
+    for each in (plain, model):
+        each.max_seq_length = 256
+        each.set_kv_cache(batch_size=1)
+    compiled = torch.compile(model, backend="specache", options=OPTIONS)
+
+    def generate(call: Any, ids: torch.Tensor, count: int) -> torch.Tensor:  # as its generate/base.py
+        position, token, tokens = torch.arange(ids.shape[1]), ids, []
+        end = ids.shape[1] if sliced else None
+        for step in range(count):
+            token = call(token, position, input_pos_maxp1=end)[:, -1].argmax(-1, keepdim=True)
+            tokens.append(token)
+            position = position.add_(1) if step else torch.tensor([ids.shape[1]])
+            end = None if end is None else end + 1
+        return torch.cat(tokens, 1)
+
+    for length in (30, 41):
+        ids = torch.randint(97, (1, length), generator=torch.Generator().manual_seed(length))
+        assert torch.equal(generate(compiled, ids, 100), generate(plain, ids, 100))
+        assert_two_lanes(model.transformer.h[0].attn.kv_cache.k, length + 99)
+
+
+@torch.no_grad()
+def test_torchtune_generates_the_same(without_init: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    without_init("torchtune", "torchtune.models", "torchtune.models.llama3")
+    low_bits = types.ModuleType("torchao.dtypes.nf4tensor")  # moved in newer versions of torchao
+    low_bits.NF4Tensor = type("NF4Tensor", (), {})  # type: ignore[attr-defined]
+    low_bits.linear_nf4 = low_bits.to_nf4 = None  # type: ignore[attr-defined]
+    low_bits.implements = lambda operators: lambda function: function  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, low_bits.__name__, low_bits)
+    from torchtune.generation import generate
+    from torchtune.models.llama3._component_builders import llama3
+
+    plain: Any = randomised(
+        llama3(vocab_size=97, num_layers=2, num_heads=4, num_kv_heads=2, embed_dim=128, max_seq_len=256)
+    )
+    model = copy.deepcopy(plain)
+    for each in (plain, model):
+        each.setup_caches(batch_size=2, dtype=torch.float32, decoder_max_seq_len=256)
+    compiled = torch.compile(model, backend="specache", options=OPTIONS)
+    for length in (30, 41):
+        ids = torch.randint(1, 97, (2, length), generator=torch.Generator().manual_seed(length))
+        tokens = []
+        for call, owner in ((compiled, model), (plain, plain)):
+            owner.reset_caches()
+            generator = torch.Generator().manual_seed(0)
+            tokens.append(generate(call, ids, max_generated_tokens=60, top_k=1, rng=generator)[0])
+        assert torch.equal(*tokens)
+        assert_two_lanes(model.layers[0].attn.kv_cache.k_cache, length + 59)

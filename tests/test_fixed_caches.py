@@ -12,6 +12,7 @@ from torch._dynamo.exc import BackendCompilerFailed
 from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
 
 import specache_fx
+from specache_fx import fixed_runner
 from specache_fx.errors import CacheHandleError
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -77,6 +78,19 @@ def test_a_position_that_leaves_a_gap_is_refused_and_nothing_is_lost() -> None:
     with pytest.raises(CacheHandleError, match="not one after the other"):
         ours(prompt(2), torch.tensor([23, 25]))
     torch.testing.assert_close(step(ours, 23), step(plain, 23), rtol=1e-4, atol=1e-4)
+
+
+def test_on_a_device_a_wrong_position_gives_nan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host doesn't read it there: it would wait."""
+    plain, model = FixedDecoder("index_put"), FixedDecoder("index_put")
+    ours = compiled(model)
+    for each in (plain, ours):
+        generate(each, prompt(20), 3, by_number=False)
+    monkeypatch.setattr(fixed_runner, "HOST", "none")
+    torch.testing.assert_close(step(ours, 23), step(plain, 23), rtol=1e-4, atol=1e-4)
+    assert step(ours, 30).isnan().all()
+    again = generate(ours, prompt(20), 3, by_number=False)
+    assert torch.equal(again[0], generate(plain, prompt(20), 3, by_number=False)[0])
 
 
 def test_an_earlier_position_goes_back() -> None:
@@ -158,9 +172,10 @@ class Peeking(FixedDecoder):
         return logits + self.layers[0].keys.sum() if self.peeks else logits
 
 
-def test_a_graph_that_is_left_alone_gets_its_numbers_back() -> None:
+@pytest.mark.parametrize("lowering", ["eager", "inductor"])
+def test_a_graph_that_is_left_alone_gets_its_numbers_back(lowering: str) -> None:
     plain, model = Peeking("index_put"), Peeking("index_put")
-    ours = compiled(model, strict=False)
+    ours = compiled(model, strict=False, lowering=lowering)
     for each in (plain, ours):
         generate(each, prompt(30), 2, by_number=False)
     plain.peeks = model.peeks = True
@@ -233,6 +248,23 @@ def test_static_cache(made: str) -> None:
         torch.testing.assert_close(found.logits, expected.logits, rtol=1e-4, atol=1e-4)
         for cache in caches:
             cache.reset()
+
+
+@torch.no_grad()
+def test_a_padding_mask_and_a_static_cache() -> None:
+    plain, model = llama(), llama()
+    model.compile(backend="specache", options=OPTIONS | ALL_STAGED)
+    caches = [StaticCache(config=plain.config, max_cache_len=64) for _ in range(2)]
+    one = two = prompt(9)
+    mask = torch.ones(2, 9, dtype=torch.int64)
+    mask[1, :4] = 0
+    for _ in range(20):
+        expected = plain(one, past_key_values=caches[0], attention_mask=mask).logits
+        found = model(two, past_key_values=caches[1], attention_mask=mask).logits
+        torch.testing.assert_close(found[:, -1], expected[:, -1], rtol=1e-4, atol=1e-4)
+        one, two = expected[:, -1:].argmax(-1), found[:, -1:].argmax(-1)
+        mask = torch.nn.functional.pad(mask, (0, 1), value=1)
+    assert specache_fx.stats(caches[1]).steps == 19
 
 
 @pytest.mark.parametrize("padded", [False, True])

@@ -132,7 +132,7 @@ def _traced(gm: GraphModule, inputs: Sequence[Any]) -> tuple[GraphModule, dict[N
 
     flat = flatten(inputs)
     # Whether a value is contiguous is not noted: it would be asked of its sizes, and so be a guard on them.
-    unnoted = mock.patch.object(proxy_tensor, "_extract_tensor_metadata", lambda *_: None)
+    unnoted = mock.patch.object(proxy_tensor, "_extract_tensor_metadata", return_value=None)
     with torch.no_grad(), preserve_node_meta(), _fake(flat), unnoted:
         make = make_fx(
             run,
