@@ -258,6 +258,8 @@ def _simplify(graph: Graph) -> None:
             node.args = (*node.args, *_SDPA_DEFAULTS[len(node.args) - 3 :])
         elif node.target in (aten.full_like.default, aten.new_full.default):
             _without_example(node)
+        elif node.target is aten.slice_scatter.default:
+            _with_an_end(node)
         if node.target is aten.reshape.default:  # back to a shape that the same elements had
             source: Any = node.args[0]
             while source.target in _SAME_ELEMENTS:
@@ -275,6 +277,14 @@ def _without_example(node: Node) -> None:
     if isinstance(node.args[-1], Node) and all(isinstance(size, int) for size in value.shape):
         node.target, node.args = aten.full.default, (list(value.shape), node.args[-1])
         node.kwargs = {"dtype": value.dtype, "device": value.device}
+
+
+def _with_an_end(node: Node) -> None:
+    """A slice that is written to the end ends there: vmap's rule takes the end for a number of elements."""
+    args: list[Any] = [*node.args, *(0, None, None)[len(node.args) - 2 :]][:5]
+    size = value_of(node).shape[args[2]]
+    if isinstance(size, int) and (args[4] is None or (isinstance(args[4], int) and args[4] > size)):
+        node.args = (*args[:4], size, *node.args[5:])
 
 
 _LAYOUTS = (aten.reshape.default, aten.expand.default, aten.slice.Tensor, aten.squeeze.dim, aten.squeeze.dims)

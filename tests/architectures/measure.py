@@ -81,7 +81,8 @@ class Watch:
                 args: Sequence[Any],
                 biases: list[Tensor | None],
                 ahead: int,
-                **more: Any,
+                *more: Any,
+                **named: Any,
             ) -> tuple[list[Any], bool]:
                 start = watch.starts.setdefault(session.number, session.kv_len)
                 step = session.kv_len - start
@@ -91,7 +92,7 @@ class Watch:
                         watch.eager.tokens[:, step + 1].reshape(token.shape).to(token.dtype)
                     )
                 watch.session = session
-                outputs = super()._step(session, args, biases, ahead, **more)
+                outputs = super()._step(session, args, biases, ahead, *more, **named)
                 if ahead:
                     watch.layers[step] += len(self._layers)
                     watch.runners.append(self)

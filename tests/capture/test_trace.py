@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from specache_fx.capture.trace import TraceError, trace
 from specache_fx.passes.graph_slices import mutated_inputs
-from specache_fx.passes.graph_utils import placeholders, source_of, target_name
+from specache_fx.passes.graph_utils import placeholders, source_of, target_name, value_of
 from specache_fx.passes.normalize_attention import SDPA
 
 FEATURES: dict[str, Callable[..., Any]] = {}
@@ -317,3 +317,47 @@ def test_other_einsums_stay_right(equation: str, shapes: list[tuple[int, ...]]) 
     function = graphs.FunctionModule(lambda *sides: torch.einsum(equation, *sides))
     (found,) = graphs.capture(function, lambda forward: forward(*inputs))
     torch.testing.assert_close(trace(found.gm)(*found.inputs)[0], torch.einsum(equation, *inputs))
+
+
+def test_lanes_are_had_of_a_slice_that_is_written_to_its_end() -> None:
+    def function(s: Any, x: Tensor) -> Any:
+        y = s.lin(x)
+        y[1:] += y[:1]
+        return y
+
+    found = captured(function)
+    gm = trace(found.gm)
+    on_lanes = [0 if value.shape == (2, 8) else None for value in found.inputs]
+    lanes = [
+        torch.stack([each, 2 * each]) if on == 0 else each
+        for each, on in zip(found.inputs, on_lanes, strict=True)
+    ]
+    result = torch.vmap(lambda *inputs: gm(*inputs)[0], in_dims=tuple(on_lanes))(*lanes)
+    doubled = [2 * each if on == 0 else each for each, on in zip(found.inputs, on_lanes, strict=True)]
+    torch.testing.assert_close(result, torch.stack([gm(*found.inputs)[0], gm(*doubled)[0]]))
+
+
+def test_a_traced_value_asks_for_no_number() -> None:
+    """The newest 7 of n + 1 tokens: is that contiguous? Only where n + 1 is 7, which would be a graph of its own."""
+
+    class Newest(nn.Module):
+        def forward(self, past: Tensor, new: Tensor) -> Tensor:
+            return torch.cat([past, new], -2)[:, :, -7:]
+
+    past = torch.randn(2, 2, 6, 4)
+    torch._dynamo.maybe_mark_dynamic(past, 2)
+    found: list[Any] = []
+
+    def backend(gm: GraphModule, inputs: list[Any]) -> Any:
+        env = next(
+            each.fake_mode.shape_env
+            for each in map(value_of, placeholders(gm.graph))
+            if isinstance(each, Tensor)
+        )
+        before = len(env.guards)
+        trace(gm)
+        found.append([guard.expr for guard in env.guards[before:]])
+        return gm.forward
+
+    torch.compile(Newest(), backend=backend)(past, torch.randn(2, 2, 1, 4))
+    assert found == [[]]
