@@ -14,7 +14,7 @@ import torch
 from specache_fx.errors import CacheHandleError
 from specache_fx.runtime import handle as handles
 from specache_fx.runtime import registry
-from specache_fx.runtime.give_back import give_back
+from specache_fx.runtime.give_back import give_back, has_tokens_first
 from specache_fx.runtime.handle_tensor import Handle, bare, mark, unmark
 
 _WRITTEN = (
@@ -109,12 +109,33 @@ def restore(tensors: Sequence[object]) -> None:
     Args:
         tensors: Inputs of a call, such buffers among them.
     """
-    held = [tensor for tensor in tensors if isinstance(tensor, Handle) and hasattr(tensor, "version")]
-    if not held:
-        return
+    by_session: dict[int, list[Handle]] = {}
+    for tensor in tensors:
+        if isinstance(tensor, Handle) and hasattr(tensor, "version"):
+            session = registry.find(tensor)
+            assert session is not None
+            by_session.setdefault(session.number, []).append(tensor)
+    for held in by_session.values():
+        _restore(held)
+
+
+def restore_others(buffers: Sequence[torch.Tensor], count: int) -> None:
+    """Restore buffers that are some of a session's, where a graph steps them alone (after a graph break).
+
+    Args:
+        buffers: Of one graph.
+        count: How many it has.
+    """
+    session = registry.find(buffers[0])
+    if session is not None and 2 * len(session.shapes) != count:
+        restore(buffers)
+
+
+def _restore(held: Sequence[Handle]) -> None:
     session = registry.find(held[0])
     assert session is not None
-    swapped = [handles.has_tokens_first(buffer) for buffer in held]
+    first_shape = session.shapes[0]
+    swapped = [has_tokens_first(buffer, first_shape.num_kv_heads) for buffer in held]
     looks = [tokens(buffer, session.kv_len, swapped=swap) for buffer, swap in zip(held, swapped, strict=True)]
     numbers = give_back(looks)
     whole = []

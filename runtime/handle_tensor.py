@@ -60,6 +60,7 @@ _MOVING = (
     "detach clone contiguous to cpu cuda pin_memory __getitem__ narrow select index_select take_along_dim"
     " repeat_interleave repeat expand expand_as view view_as reshape transpose permute swapaxes movedim unsqueeze"
     " squeeze flatten unflatten split chunk unbind flip roll cat concat concatenate stack type"
+    " float half bfloat16 double"
 )
 _LOOKS, _MOVES = frozenset(_LOOKING.split()), frozenset(_MOVING.split())
 # A compiled frame asks every handle for these at each step. A look-up by name takes twice as long.
@@ -166,7 +167,9 @@ def _outside(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str,
             raise CacheHandleError(_refusal(f"{name} (to another dtype)"))
         for tensor in tensors:
             if not isinstance(tensor, Handle):
-                mark(tensor, sources[0].lease)
+                marked = mark(tensor, sources[0].lease)
+                if hasattr(sources[0], "version") and tensor.shape[1:] == sources[0].shape[1:]:
+                    marked.version = None  # a copy of a buffer: its elements tell what was done to it
             if tensor.untyped_storage()._cdata != sources[0].untyped_storage()._cdata:
                 sources[0].lease.note_copy(tensor)
     return moved

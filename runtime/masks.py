@@ -17,8 +17,13 @@ def hides(row: torch.Tensor) -> torch.Tensor:
     Models use the least number of their dtype, -inf, or a part of either (codegen divides the sum of scores and mask).
     Half precision has no room for that: there it is a number that no bias comes near.
     """
-    least = torch.finfo(row.dtype).min
-    return row <= (least / 2 if row.dtype == torch.float16 else least / 2**16)
+    return row <= hides_from(row.dtype)
+
+
+def hides_from(dtype: torch.dtype) -> float:
+    """The largest number of an additive mask of a dtype that hides, see `hides`."""
+    least = torch.finfo(dtype).min
+    return least / 2 if dtype == torch.float16 else least / 2**16
 
 
 def over_keys(row: torch.Tensor, kv_len: int) -> torch.Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch._guards import TracingContext, tracing
 from torch.fx import GraphModule, Node
 
 from specache_fx._log import forget_warnings, warn_once
-from specache_fx.capture.fixed_caches import attends_in_place, grow, has_one_token
+from specache_fx.capture.fixed_caches import attends_in_place, grow, has_one_token, writes_in_place
 from specache_fx.capture.trace import TraceError, trace
 from specache_fx.config import SpecacheConfig
 from specache_fx.decode_runner import Decode
@@ -147,6 +148,12 @@ class Backend:
             remedy = "a session lives on one. Load the model on one device, as with device_map={'': 0}"
             reason = f"its KV caches are on {len(devices)} devices ({', '.join(devices)})"
             return self._without_cache(gm, example_inputs, state, observe, reason, remedy)
+        if state.phase is Phase.NO_CACHE and not state.refusals and writes_in_place(traced):
+            unread = NoMatch(
+                "its caches are written in place, and are not read by scaled_dot_product_attention in the same graph",
+                f"Let it read them there, each call's tokens written at once, or use caches that grow. {LEAVE}.",
+            )
+            return self._left_in_place(gm, example_inputs, state, observe, unread)
         if state.phase is Phase.NO_CACHE:
             state.other_kv_inputs = _kv_inputs(gm)
             return self._left_alone(gm, example_inputs, state)
@@ -187,6 +194,10 @@ class Backend:
                     else "not all of its caches are read by attention"
                 )
                 raise NoMatch(f"its caches are written in place, and {reason}", LEAVE)
+            if not has_one_token(traced) and config.lowering == "inductor":  # fused, no mask is kept
+                assert isinstance(plan.shown, GraphModule)
+                roots = [value_of(node) for node in placeholders(plan.shown.graph)]
+                plan = replace(plan, shown=lower(plan.shown, roots, config.lowering))
             return self._runner(rewritten, examples, inner, observe), plan
 
         def make_later(has_past: bool) -> Growing:

@@ -52,8 +52,11 @@ class InPlace:
         if plan is None:
             return runner(*args)
         places = [(size_in(buffer.capacity, args), buffer.tokens_first) for buffer in plan.buffers]
+        agrees = self._masks_agree(plan, args, start + q_len, agrees)
         given = [args[buffer.place] for buffer in plan.buffers if buffer.place is not None]
         with inference():
+            if start:
+                fixed_buffers.restore_others(given, len(plan.buffers))
             inputs = self._inputs(plan, args, start, q_len)
             shapes = fixed_buffers.free(given) if not start else None
         try:
@@ -68,6 +71,24 @@ class InPlace:
             outs = self._finish(plan, args, results, places)
             return outs if agrees is None else tuple(_or_nan(out, agrees) for out in outs)
 
+    @staticmethod
+    def _masks_agree(
+        plan: FixedCaches, args: Sequence[Any], kv_len: int, agrees: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        """Make sure that masks hide all rows behind the tokens; on a device `agrees` tells that too."""
+        with inference():
+            given = [args[i] for i in plan.shown_inputs]
+            shown = list(plan.shown(torch.tensor(kv_len), *given))
+            if agrees is not None:
+                return (
+                    agrees & ~torch.stack([each.to(agrees.device) for each in shown]).any()
+                    if shown
+                    else agrees
+                )
+            if any(bool(each) for each in shown):
+                raise CacheHandleError(_SHOWN.format(kv_len=kv_len))
+            return None
+
     def _runner(self, has_past: bool) -> Growing:
         if has_past not in self._made:
             self._made[has_past] = self._make(has_past)
@@ -79,7 +100,7 @@ class InPlace:
         q_len = size_in(plan.q_len, args)
         values = list(plan.positions.forward(*(args[i] for i in plan.position_inputs)))
         first_assert = len(values) - len(plan.asserts)
-        first_end = first_assert - plan.ends
+        first_end = first_assert - len(plan.ends)
         positions = [*(args[i] for i in plan.starts), *values[:first_end]]
         capacity = min(size_in(buffer.capacity, args) for buffer in plan.buffers)
         held = [args[buffer.place] for buffer in plan.buffers if buffer.place is not None]
@@ -99,9 +120,11 @@ class InPlace:
                     raise AssertionError(message)
             if session is not None and start > session.kv_len:
                 raise CacheHandleError(_GAP.format(start=start, kv_len=session.kv_len))
-        ends = values[first_end:first_assert]
-        if any(end < start + q_len for end in ends):
-            raise CacheHandleError(_READS_LESS.format(ends=ends, kv_len=start + q_len))
+        for end, is_exact in zip(values[first_end:first_assert], plan.ends, strict=True):
+            if end < start + q_len:
+                raise CacheHandleError(_READS_LESS.format(end=end, kv_len=start + q_len))
+            if is_exact and end > start + q_len:
+                raise CacheHandleError(_READS_MORE.format(end=end, kv_len=start + q_len))
         if start + q_len > capacity:
             raise CacheHandleError(_FULL.format(kv_len=start + q_len, capacity=capacity))
         return start, q_len, agrees
@@ -154,6 +177,8 @@ def _start(positions: Sequence[Any], q_len: int) -> int:
     if len(starts) > 1:
         raise CacheHandleError(_SEVERAL.format(starts=sorted(starts)))
     (start,) = starts
+    if start < 0:
+        raise CacheHandleError(f"A token is written at position {start}, counted from the end. {_PROMPT}")
     return start
 
 
@@ -179,7 +204,16 @@ _FULL = (
     "A cache of fixed length has room for {capacity} tokens, and this call would make them {kv_len}. Make a longer one"
     " (max_cache_len, max_seq_length)."
 )
+_READS_MORE = (
+    "An attention without a mask reads the first {end} rows of a cache that holds {kv_len} tokens with this call's."
+    " Rows behind them hold no tokens, or some that were left. Let it read as many as there are, or give it a mask."
+)
+_SHOWN = (
+    "An attention's mask shows rows of a cache behind the {kv_len} tokens that it holds with this call's: rows that"
+    " were never written, or tokens that this call went back before. Hide them in the mask, or compile this model with"
+    ' backend="inductor".'
+)
 _READS_LESS = (
-    "An attention reads the first {ends} tokens of a cache that holds {kv_len} with this call's: the newest ones are"
+    "An attention reads the first {end} tokens of a cache that holds {kv_len} with this call's: the newest ones are"
     " left out. Let it read as many as there are, and hide tokens with a mask."
 )

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from support.fixed_modules import BY_NUMBER, BY_TENSOR, VOCAB_SIZE, FixedDecoder, generate
+from torch import Tensor
 from torch._dynamo.exc import BackendCompilerFailed
 from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
 
@@ -216,6 +219,133 @@ def test_inference_mode(mode: Any) -> None:
         for _ in range(2):
             expected = generate(plain, prompt(30), 10, by_number=False)
             assert torch.equal(generate(ours, prompt(30), 10, by_number=False)[0], expected[0])
+
+
+class OneLayer(torch.nn.Module):
+    """One attention over buffers of 16 rows; `attend(self, q, k, v, where)` writes and reads."""
+
+    def __init__(self, attend: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.attend = attend
+        self.embed, self.qkv = torch.nn.Embedding(VOCAB_SIZE, 64), torch.nn.Linear(64, 192)
+        self.register_buffer("keys", torch.zeros(1, 4, 16, 16))
+        self.register_buffer("values", torch.zeros(1, 4, 16, 16))
+        self.eval().requires_grad_(False)
+
+    def forward(self, ids: Tensor, where: Any) -> Tensor:
+        q, k, v = (x.view(1, -1, 4, 16).transpose(1, 2) for x in self.qkv(self.embed(ids)).chunk(3, -1))
+        return self.attend(self, q, k, v, where)
+
+    def write(self, k: Tensor, v: Tensor, rows: Any) -> tuple[Tensor, Tensor]:
+        self.keys[:, :, rows], self.values[:, :, rows] = k, v
+        return self.keys, self.values
+
+
+def ring(s: OneLayer, q: Tensor, k: Tensor, v: Tensor, where: Tensor) -> Tensor:
+    keys, values = s.write(k, v, where % 16)
+    age = (where[:, None] - torch.arange(16)[None]) % 16
+    return F.scaled_dot_product_attention(q, keys, values, attn_mask=age <= where[:, None])
+
+
+def open_mask(s: OneLayer, q: Tensor, k: Tensor, v: Tensor, where: Tensor) -> Tensor:
+    keys, values = s.write(k, v, where)
+    return F.scaled_dot_product_attention(q, keys, values, attn_mask=torch.zeros(len(where), 16))
+
+
+def narrow_mask(s: OneLayer, q: Tensor, k: Tensor, v: Tensor, where: Tensor) -> Tensor:
+    keys, values = s.write(k, v, where)
+    return F.scaled_dot_product_attention(q, keys, values, attn_mask=torch.ones(len(where), 1).bool())
+
+
+def bucket(s: OneLayer, q: Tensor, k: Tensor, v: Tensor, where: Tensor) -> Tensor:
+    keys, values = s.write(k, v, where)
+    return F.scaled_dot_product_attention(q, keys[:, :, :12], values[:, :, :12])
+
+
+def from_the_end(s: OneLayer, q: Tensor, k: Tensor, v: Tensor, where: Tensor) -> Tensor:
+    keys, values = s.write(k, v, where - 16)
+    mask = torch.arange(16)[None] >= 16 - len(where)
+    return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask.expand(len(where), 16))
+
+
+def spelt_out(s: OneLayer, q: Tensor, k: Tensor, v: Tensor, where: Tensor) -> Tensor:
+    keys, values = s.write(k, v, where)
+    hidden = torch.arange(16)[None] > where[:, None]
+    return (q @ keys.mT).masked_fill(hidden, -torch.inf).softmax(-1) @ values
+
+
+def apart(s: OneLayer, q: Tensor, k: Tensor, v: Tensor, where: Tensor) -> Tensor:
+    keys, values = s.write(k, v, where)
+    torch._dynamo.graph_break()
+    return F.scaled_dot_product_attention(q, keys, values, attn_mask=torch.arange(16)[None] <= where[:, None])
+
+
+@pytest.mark.parametrize(
+    ("attend", "named"),
+    [
+        (ring, "mask shows rows of a cache behind the 1 tokens"),
+        (open_mask, "mask shows rows of a cache behind the 5 tokens"),
+        (narrow_mask, "without a mask reads all of a cache"),
+        (bucket, "reads the first 12 rows of a cache that holds 5 tokens"),
+        (from_the_end, "position -16, counted from the end"),
+        (spelt_out, r"is left alone: its keys are cached, but not as.*a cache of fixed length\?"),
+        (apart, "not read by scaled_dot_product_attention in the same graph"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+@torch.no_grad()
+def test_what_would_be_another_answer_is_refused(attend: Callable[..., Tensor], named: str) -> None:
+    plain = OneLayer(attend)
+    ours = compiled(copy.deepcopy(plain))
+
+    def steps() -> None:
+        for start, count in ((0, 5), *((i, 1) for i in range(5, 20))):
+            ids, where = prompt(count)[:1], torch.arange(start, start + count)
+            torch.testing.assert_close(ours(ids, where), plain(ids, where), rtol=1e-4, atol=1e-4)
+
+    with pytest.raises((CacheHandleError, BackendCompilerFailed), match=named):
+        steps()
+
+
+class Broken(FixedDecoder):
+    """A graph a layer from the second call on."""
+
+    breaks = False
+
+    def forward(self, ids: Tensor, where: Any) -> Tensor:
+        x = self.tokens(ids) + self.places(where)
+        mask = self.causal[None, None, where]
+        for layer in self.layers:
+            x = layer(x, where, mask)
+            if self.breaks:
+                torch._dynamo.graph_break()
+        return self.head(x)
+
+
+def test_graphs_of_single_layers_go_on_with_a_cache_of_all() -> None:
+    plain, model = Broken("index_put"), Broken("index_put")
+    ours = compiled(model)
+    for each in (plain, ours):
+        generate(each, prompt(30), 5, by_number=False)
+    model.breaks = True
+    for position in range(35, 45):
+        torch.testing.assert_close(step(ours, position), step(plain, position), rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def test_reordered_rows_of_a_static_cache_are_followed() -> None:
+    plain, model = llama(), llama()
+    model.compile(backend="specache", options=OPTIONS | ALL_STAGED)
+    caches = [StaticCache(config=plain.config, max_cache_len=64) for _ in range(2)]
+    one = prompt(9)
+    for step_number in range(12):
+        expected = plain(one, past_key_values=caches[0]).logits
+        found = model(one, past_key_values=caches[1]).logits
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+        one = expected[:, -1:].argmax(-1)
+        if step_number % 3 == 2:
+            for cache in caches:
+                cache.reorder_cache(torch.tensor([1, 0]))
 
 
 def llama(**config: Any) -> LlamaForCausalLM:

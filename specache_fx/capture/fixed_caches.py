@@ -17,7 +17,7 @@ Attentions that are spelt out stay as they are, and so does every graph that rea
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,6 +40,7 @@ from specache_fx.passes.graph_utils import (
 )
 from specache_fx.passes.normalize_attention import SDPA
 from specache_fx.runtime.handle import is_laid_out
+from specache_fx.runtime.masks import hides_from
 
 _aten = torch.ops.aten
 _MADE = (_aten.zeros.default, _aten.full.default, _aten.new_zeros.default)
@@ -86,12 +87,16 @@ class FixedCaches:
         positions: Computes, from Dynamo's inputs `position_inputs`, where else tokens are written (`[q_len]`, or a
             number: where the first one is), how many tokens an attention reads, and what the model asserts of that.
         position_inputs: See `positions`.
-        ends: How many of these results are numbers of tokens that are read.
+        ends: Of these results the numbers of tokens that are read: whether each has to be the number that is there, for
+            no mask hides more.
         asserts: What to say where an assertion doesn't hold, the last of these results.
         counters: Positions of integer inputs that the model moves.
         counted: Computes their next values from Dynamo's inputs `counted_inputs`.
         counted_inputs: See `counted`.
         masks: Positions of inputs that are masks over the whole buffer, and are to be cut to the tokens that are there.
+        shown: Whether each mask shows rows behind the tokens that are there: from their number (int64 `[]`), and
+            Dynamo's inputs `shown_inputs`.
+        shown_inputs: See `shown`.
         q_len: How many tokens the call has.
     """
 
@@ -99,12 +104,14 @@ class FixedCaches:
     starts: tuple[int, ...]
     positions: GraphModule
     position_inputs: tuple[int, ...]
-    ends: int
+    ends: tuple[bool, ...]
     asserts: tuple[str, ...]
     counters: tuple[int, ...]
     counted: GraphModule
     counted_inputs: tuple[int, ...]
     masks: tuple[int, ...]
+    shown: Callable[..., Any]
+    shown_inputs: tuple[int, ...]
     q_len: Size
 
 
@@ -126,7 +133,16 @@ class _Append:
 
 
 def _append(node: Node) -> _Append | None:
-    """What a node writes into a 4-D buffer along its tokens; None for what does something else."""
+    """What a node writes into a buffer that is an input or is made here; None for what does something else."""
+    append = _write(node)
+    if append is None:
+        return None
+    made = append.buffer.target in _MADE and value_of(append.buffer).is_floating_point()
+    return append if made or append.buffer.op == "placeholder" else None
+
+
+def _write(node: Node) -> _Append | None:
+    """What a node writes into a 4-D tensor along its tokens; None for what does something else."""
     args: Any = node.args
     if node.target is _aten.index_copy.default:
         buffer, dim, position, new = args
@@ -153,8 +169,7 @@ def _append(node: Node) -> _Append | None:
     others = [i for i in range(4) if i != dim % 4]
     if not same_sizes([dims[i] for i in others], [sizes[i] for i in others]):
         return None
-    is_ours = buffer.op == "placeholder" or (buffer.target in _MADE and value_of(buffer).is_floating_point())
-    return _Append(node, buffer, dim % 4, position, new) if is_ours else None
+    return _Append(node, buffer, dim % 4, position, new)
 
 
 def _appends(graph: Graph) -> dict[Node, _Append]:
@@ -182,6 +197,18 @@ def _read(node: Node) -> tuple[Node, list[Any]]:
         elif not (node.target is _aten.transpose.int and {dim % 4 for dim in args[1:]} == {1, 2}):
             return node, ends
         node = args[0]
+
+
+def writes_in_place(gm: GraphModule) -> bool:
+    """Whether a functional graph writes tokens into a buffer in a way that is known, or one after the other."""
+    for node in gm.graph.nodes:
+        if node.target is _aten.copy_.default:
+            buffer, value = node.args
+            while value is not buffer and (append := _write(value)) is not None:
+                value = append.buffer
+            if value is buffer and node.args[1] is not buffer:
+                return True
+    return False
 
 
 def attends_in_place(gm: GraphModule) -> bool:
@@ -223,7 +250,6 @@ class _Rewrite:
         self._gm, self._graph, self._has_past = gm, gm.graph, has_past
         self._inputs = placeholders(gm.graph)
         self._place = {node: i for i, node in enumerate(self._inputs)}
-        self._outputs: list[Any] = list(output_node(gm.graph).args[0])  # type: ignore[arg-type]
         self._appends = _appends(gm.graph)
         mode = fake_mode_of(value_of(node) for node in self._inputs)
         assert mode is not None
@@ -232,9 +258,10 @@ class _Rewrite:
         self._grown: dict[Node, Node] = {}  # what a buffer holds now, heads first
         self._masks: dict[Any, Any] = {}
         self._cut: list[int] = []
-        self._ends: list[Any] = []
+        self._ends: dict[Any, bool] = {}
 
     def run(self) -> FixedCaches:
+        shown, shown_inputs = self._shown()
         pairs = [
             pair for node in list(self._graph.nodes) if node.target is SDPA for pair in self._attention(node)
         ]
@@ -247,8 +274,9 @@ class _Rewrite:
         for node in list(self._graph.nodes):
             if node.target is _aten.copy_.default and node.args[0] in moved:
                 self._graph.erase_node(node)
-        returned = {side: tuple(i for i, out in enumerate(self._outputs) if out is side) for side in sides}
-        outs = [None if out in sides else out for out in self._outputs]
+        outputs: list[Any] = list(output_node(self._graph).args[0])  # type: ignore[arg-type]
+        returned = {side: tuple(i for i, out in enumerate(outputs) if out is side) for side in sides}
+        outs = [None if out in sides else out for out in outputs]
         output_node(self._graph).args = ((*outs, *(self._grown[side] for side in sides)),)
         eliminate_dead_code(self._graph)
         left = set(self._graph.nodes)
@@ -270,9 +298,35 @@ class _Rewrite:
         finish(self._gm)
         self._forget_guards()
         return FixedCaches(
-            buffers, starts, positions, position_inputs, len(self._ends), asserts, counters, counted, counted_inputs,
-            tuple(self._cut), self._q_len_of(appends[0]),
+            buffers, starts, positions, position_inputs, tuple(self._ends.values()), asserts,
+            counters, counted, counted_inputs,
+            tuple(self._cut), shown, shown_inputs, self._q_len_of(appends[0]),
         )  # fmt: skip
+
+    def _shown(self) -> tuple[GraphModule, tuple[int, ...]]:
+        """`FixedCaches.shown`, before anything is edited."""
+        masks = dict[Node, None]()
+        for node in self._graph.nodes:
+            if node.target is SDPA and _read(node.args[1])[0] in self._appends:
+                mask: Any = node.args[3]
+                if mask is not None and not _is_narrow(mask):
+                    masks[mask] = None
+        inside = ancestors(masks)
+        if any(node.target in _DATA for node in inside):
+            raise NoMatch("its mask is computed from data, not from positions and padding alone", _REMEDY)
+        needed = [node for node in self._inputs if node in inside]
+        gm = extract(self._gm, list(masks), needed)
+        graph, output = gm.graph, output_node(gm.graph)
+        with graph.inserting_before(next(iter(graph.nodes))):
+            kv_len = graph.placeholder("kv_len")
+        kv_len.meta["val"] = self._mode.from_tensor(torch.tensor(0))
+        results = []
+        with graph.inserting_before(output):
+            for mask in output.args[0]:  # type: ignore[union-attr]
+                assert isinstance(mask, Node)
+                results.append(_shows_behind(graph, mask, kv_len))
+        output.args = (tuple(results),)
+        return finish(gm), tuple(self._place[node] for node in needed)
 
     def _forget_guards(self) -> None:
         """Dynamo can't check a guard on the past's length, which is no size of its inputs. `InPlace` checks it."""
@@ -293,10 +347,10 @@ class _Rewrite:
             )
         with self._graph.inserting_before(node):
             sides = [self._tokens_of(side, node) for side in (keys, values)]
+            hides = isinstance(mask, Node) and not _is_narrow(mask)
             for end in (*key_ends, *value_ends):
-                if end not in self._ends:
-                    self._ends.append(end)
-            if mask is None and not (key_ends and value_ends):
+                self._ends[end] = self._ends.get(end, False) or not hides
+            if not hides and not (key_ends and value_ends):
                 raise NoMatch(
                     "an attention without a mask reads all of a cache of fixed length, unwritten rows too",
                     _REMEDY,
@@ -355,7 +409,7 @@ class _Rewrite:
 
     def _mask(self, mask: Any, append: _Append, keys: Node, origin: Node) -> Any:
         """A mask of the tokens that are there. Inserted at the graph's insertion point."""
-        if not isinstance(mask, Node) or (shape_of(mask) or (1,))[-1] == 1:
+        if not isinstance(mask, Node) or _is_narrow(mask):
             return mask
         if mask not in self._masks:
             self._masks[mask] = self._cut_mask(mask, keys) or self._sliced(mask, append, origin)
@@ -410,6 +464,8 @@ class _Rewrite:
         try:
             for node in self._graph.nodes:
                 if node in inside and not values.keys().isdisjoint(node.all_input_nodes):
+                    if node.target not in _BY_COLUMN:
+                        return None
                     with self._mode, torch.no_grad():
                         args = torch.fx.node.map_arg(node.args, lambda old: values.get(old, value_of(old)))
                         values[node] = node.target(*args, **node.kwargs)
@@ -490,6 +546,51 @@ def _is_piece(buffer: torch.Tensor) -> bool:
         return False
     held, needed = buffer.untyped_storage().nbytes(), buffer.numel() * buffer.element_size()
     return buffer._is_view() or not same_sizes([held], [needed])
+
+
+_DATA = (SDPA, _aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.embedding.default)
+
+
+# What these make of a mask's column depends on no other one.
+_BY_COLUMN = (
+    _aten._to_copy.default,
+    _aten.unsqueeze.default,
+    _aten.expand.default,
+    _aten.logical_not.default,
+    _aten.bitwise_not.default,
+    _aten.masked_fill.Scalar,
+    _aten.mul.Tensor,
+    _aten.add.Tensor,
+    _aten.sub.Tensor,
+    _aten.rsub.Scalar,
+    _aten.where.ScalarOther,
+    _aten.where.ScalarSelf,
+    _aten.where.Scalar,
+    _aten.clone.default,
+)
+
+
+def _is_narrow(mask: Node) -> bool:
+    """Whether a mask has one column for all keys, and so hides none from the others."""
+    return (shape_of(mask) or (1,))[-1] == 1
+
+
+def _shows_behind(graph: Graph, mask: Node, kv_len: Node) -> Node:
+    """Whether a mask shows a column from `kv_len` on. Inserted at the graph's insertion point."""
+    width: Any = shape_of(mask)[-1]  # type: ignore[index]
+    if not isinstance(width, int):
+        width = call(graph, _aten.sym_size.int, (mask, len(shape_of(mask) or ()) - 1), mask)
+    columns = graph.call_function(_aten.arange.default, (width,), {"device": value_of(mask).device})
+    mode = fake_mode_of([value_of(mask)])
+    assert mode is not None
+    with mode:
+        columns.meta["val"] = torch.arange(value_of(width), device=value_of(mask).device)
+    behind = call(graph, _aten.ge.Tensor, (columns, kv_len), mask)
+    shows = mask
+    if value_of(mask).dtype != torch.bool:
+        shows = call(graph, _aten.gt.Scalar, (mask, hides_from(value_of(mask).dtype)), mask)
+    both = call(graph, _aten.bitwise_and.Tensor, (shows, behind), mask)
+    return call(graph, _aten.any.default, (both,), mask)
 
 
 def _is_integer(node: Any) -> bool:
