@@ -14,7 +14,7 @@ from specache_fx.cache_tree import describe
 from specache_fx.errors import CacheHandleError, SavedCacheError
 from specache_fx.fingerprint import config_digest, token_hash, weight_digest
 from specache_fx.runners import inference
-from specache_fx.runtime.handle_tensor import plain
+from specache_fx.runtime.handle_tensor import Handle, plain
 from specache_fx.runtime.parts import Part, parts_of
 from specache_fx.runtime.session import Session
 from specache_fx.runtime.snapshot import SessionHeader, snapshot
@@ -77,6 +77,11 @@ def content(
             return len(seen) - 1
 
         told = describe(past_key_values, note)
+        if any(isinstance(tensor, Handle) and hasattr(tensor, "version") for tensor in seen):
+            raise SavedCacheError(
+                "A cache of fixed length, which the model writes in place, can't be saved. Run the prompt with a cache"
+                " that grows (DynamicCache), and save that."
+            )
         parts = held.enter_context(parts_of(seen))
         if not parts:
             raise CacheHandleError(NO_CACHE.format(function="save"))

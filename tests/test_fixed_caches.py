@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
 
 import specache_fx
 from specache_fx import fixed_runner
-from specache_fx.errors import CacheHandleError
+from specache_fx.errors import CacheHandleError, SavedCacheError
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 OPTIONS: dict[str, Any] = {
@@ -354,6 +355,16 @@ def llama(**config: Any) -> LlamaForCausalLM:
     return LlamaForCausalLM(
         LlamaConfig(vocab_size=VOCAB_SIZE, hidden_size=64, intermediate_size=128, **sizes, **config)
     ).eval()
+
+
+@torch.no_grad()
+def test_a_static_cache_cannot_be_saved(tmp_path: Path) -> None:
+    model = llama()
+    model.compile(backend="specache", options=OPTIONS)
+    cache = StaticCache(config=model.config, max_cache_len=64)
+    model(prompt(9), past_key_values=cache)
+    with pytest.raises(SavedCacheError, match="fixed length"):
+        specache_fx.save(cache, tmp_path)
 
 
 @pytest.mark.parametrize("made", ["by the user", "in the graph"])
