@@ -12,7 +12,8 @@ from torch._guards import TracingContext, tracing
 from torch.fx import GraphModule, Node
 
 from specache_fx._log import forget_warnings, warn_once
-from specache_fx.capture.fixed_caches import attends_in_place, grow, has_one_token, writes_in_place
+from specache_fx.capture.buffer_writes import attends_in_place, writes_in_place
+from specache_fx.capture.fixed_caches import grow, has_one_token
 from specache_fx.capture.trace import TraceError, trace
 from specache_fx.config import SpecacheConfig
 from specache_fx.decode_runner import Decode

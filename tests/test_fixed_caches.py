@@ -281,6 +281,18 @@ def apart(s: OneLayer, q: Tensor, k: Tensor, v: Tensor, where: Tensor) -> Tensor
     return F.scaled_dot_product_attention(q, keys, values, attn_mask=torch.arange(16)[None] <= where[:, None])
 
 
+def first_heads(s: OneLayer, q: Tensor, k: Tensor, v: Tensor, where: Tensor) -> Tensor:
+    keys, values = (side[:, :2].repeat_interleave(2, 1) for side in s.write(k, v, where))
+    mask = torch.arange(16)[None] <= where[:, None]
+    return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask)
+
+
+def tokens_for_heads(s: OneLayer, q: Tensor, k: Tensor, v: Tensor, where: Tensor) -> Tensor:
+    """Each row of the buffer is a head, and each head a token."""
+    keys, values = (side.transpose(1, 2) for side in s.write(k, v, where))
+    return F.scaled_dot_product_attention(q.repeat(1, 4, 1, 1), keys, values, attn_mask=where[:, None] >= 0)
+
+
 @pytest.mark.parametrize(
     ("attend", "named"),
     [
@@ -290,6 +302,8 @@ def apart(s: OneLayer, q: Tensor, k: Tensor, v: Tensor, where: Tensor) -> Tensor
         (bucket, "reads the first 12 rows of a cache that holds 5 tokens"),
         (from_the_end, "position -16, counted from the end"),
         (spelt_out, r"is left alone: its keys are cached, but not as.*a cache of fixed length\?"),
+        (first_heads, "is left alone: its keys are cached, but not as"),
+        (tokens_for_heads, "is left alone: its keys are cached, but not as"),
         (apart, "not read by scaled_dot_product_attention in the same graph"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),

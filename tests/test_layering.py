@@ -43,7 +43,12 @@ RANKS: tuple[tuple[str, ...], ...] = (
         "specache_fx.store_entry",
     ),
     ("specache_fx.runners", "specache_fx.step_masks", "specache_fx.retrace", "specache_fx.graph_inputs"),
-    ("specache_fx.lowering", "specache_fx.tensor_file", "specache_fx.capture.trace"),
+    (
+        "specache_fx.lowering",
+        "specache_fx.tensor_file",
+        "specache_fx.capture.trace",
+        "specache_fx.capture.fixed_caches",
+    ),
     ("specache_fx.capture",),
     ("specache_fx.layer_parts",),
     ("specache_fx.fingerprint",),

@@ -23,10 +23,12 @@ from typing import Any
 
 import torch
 from torch._dynamo.source import ConstantSource
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import DimDynamic
 
-from specache_fx.passes.cache_side import LEAVE, NoMatch, without_repeat
+from specache_fx.capture.buffer_masks import DATA, cut_to, is_narrow, shows_behind
+from specache_fx.capture.buffer_writes import Append, appends, read_by
+from specache_fx.passes.cache_side import LEAVE, NoMatch
 from specache_fx.passes.graph_edit import call, copy_graph, fake_mode_of, finish
 from specache_fx.passes.graph_slices import ancestors, eliminate_dead_code, extract
 from specache_fx.passes.graph_utils import (
@@ -40,10 +42,8 @@ from specache_fx.passes.graph_utils import (
 )
 from specache_fx.passes.normalize_attention import SDPA
 from specache_fx.runtime.handle import is_laid_out
-from specache_fx.runtime.masks import hides_from
 
 _aten = torch.ops.aten
-_MADE = (_aten.zeros.default, _aten.full.default, _aten.new_zeros.default)
 _LENGTH = "specache_kv_len"  # of the past, a symbol that no input of Dynamo's has
 _HINT = 2  # tokens of the past where a number is asked for: the fewest that no size is special at
 
@@ -115,113 +115,9 @@ class FixedCaches:
     q_len: Size
 
 
-@dataclass(frozen=True)
-class _Append:
-    """This call's tokens, written into a buffer."""
-
-    node: Node
-    buffer: Node
-    dim: int
-    position: Any
-    new: Node
-
-    @property
-    def q_len(self) -> Any:
-        """How many tokens are written."""
-        sizes = shape_of(self.new) or ()
-        return sizes[self.dim - 4]
-
-
-def _append(node: Node) -> _Append | None:
-    """What a node writes into a buffer that is an input or is made here; None for what does something else."""
-    append = _write(node)
-    if append is None:
-        return None
-    made = append.buffer.target in _MADE and value_of(append.buffer).is_floating_point()
-    return append if made or append.buffer.op == "placeholder" else None
-
-
-def _write(node: Node) -> _Append | None:
-    """What a node writes into a 4-D tensor along its tokens; None for what does something else."""
-    args: Any = node.args
-    if node.target is _aten.index_copy.default:
-        buffer, dim, position, new = args
-    elif node.target is _aten.index_put.default:
-        buffer, indices, new, *accumulates = args
-        places = [i for i, index in enumerate(indices) if index is not None]
-        if len(places) != 1 or any(accumulates):
-            return None
-        dim, position = places[0], indices[places[0]]
-    elif node.target is _aten.slice_scatter.default:
-        given: list[Any] = [*args, *(0, None, None, 1)[len(args) - 2 :]]
-        buffer, new, dim, position, _, step = given
-        position = 0 if position is None else position
-        if step != 1:
-            return None
-    else:
-        return None
-    dims, sizes = shape_of(buffer) or (), shape_of(new) or ()
-    if len(sizes) == 3 and dims[:1] == (1,):  # `buffer[:, :, position] = new` of one batch row
-        sizes = (1, *sizes)
-    fits = len(dims) == len(sizes) == 4 and dim % 4 in (1, 2)
-    if not fits or len(shape_of(position) or (0,)) > 1:
-        return None
-    others = [i for i in range(4) if i != dim % 4]
-    if not same_sizes([dims[i] for i in others], [sizes[i] for i in others]):
-        return None
-    return _Append(node, buffer, dim % 4, position, new)
-
-
-def _appends(graph: Graph) -> dict[Node, _Append]:
-    """The writes that are the whole change of an input, or that an output is."""
-    written = {node.args[0]: node.args[1] for node in graph.nodes if node.target is _aten.copy_.default}
-    outputs = set(output_node(graph).all_input_nodes)
-    found = {}
-    for node in graph.nodes:
-        append = _append(node) if node.op == "call_function" else None
-        if append is not None and (
-            written.get(append.buffer) is node or (append.buffer.op != "placeholder" and node in outputs)
-        ):
-            found[node] = append
-    return found
-
-
-def _read(node: Node) -> tuple[Node, list[Any]]:
-    """What an attention's keys are a view of, and where slices of its first tokens end."""
-    ends: list[Any] = []
-    while True:
-        node, _ = without_repeat(node)
-        args: Any = node.args
-        if node.target is _aten.slice.Tensor and len(args) == 4 and args[2] in (0, None):
-            ends.append(args[3])
-        elif not (node.target is _aten.transpose.int and {dim % 4 for dim in args[1:]} == {1, 2}):
-            return node, ends
-        node = args[0]
-
-
-def writes_in_place(gm: GraphModule) -> bool:
-    """Whether a functional graph writes tokens into a buffer in a way that is known, or one after the other."""
-    for node in gm.graph.nodes:
-        if node.target is _aten.copy_.default:
-            buffer, value = node.args
-            while value is not buffer and (append := _write(value)) is not None:
-                value = append.buffer
-            if value is buffer and node.args[1] is not buffer:
-                return True
-    return False
-
-
-def attends_in_place(gm: GraphModule) -> bool:
-    """Whether an attention of a functional graph reads a buffer that the graph writes a call's tokens into."""
-    appends = _appends(gm.graph)
-    return bool(appends) and any(
-        _read(side)[0] in appends for node in gm.graph.nodes if node.target is SDPA for side in node.args[1:3]
-    )
-
-
 def has_one_token(gm: GraphModule) -> bool:
     """Whether such a call has one token: it has a past, but for a prompt of one."""
-    append = next(iter(_appends(gm.graph).values()))
+    append = next(iter(appends(gm.graph).values()))
     size = append.q_len
     return append.buffer.op == "placeholder" and isinstance(size, int) and size == 1
 
@@ -250,7 +146,7 @@ class _Rewrite:
         self._gm, self._graph, self._has_past = gm, gm.graph, has_past
         self._inputs = placeholders(gm.graph)
         self._place = {node: i for i, node in enumerate(self._inputs)}
-        self._appends = _appends(gm.graph)
+        self._appends = appends(gm.graph)
         mode = fake_mode_of(value_of(node) for node in self._inputs)
         assert mode is not None
         self._mode = mode
@@ -266,11 +162,11 @@ class _Rewrite:
             pair for node in list(self._graph.nodes) if node.target is SDPA for pair in self._attention(node)
         ]
         sides = list(dict.fromkeys(pairs))
-        appends = [self._appends[side] for side in sides]
+        written = [self._appends[side] for side in sides]
         counters, counted, counted_inputs = self._counters()
         conditions, asserts = self._asserts()
-        starts, positions, position_inputs = self._positions(appends, conditions)
-        moved = {append.buffer for append in appends} | {self._inputs[place] for place in counters}
+        starts, positions, position_inputs = self._positions(written, conditions)
+        moved = {append.buffer for append in written} | {self._inputs[place] for place in counters}
         for node in list(self._graph.nodes):
             if node.target is _aten.copy_.default and node.args[0] in moved:
                 self._graph.erase_node(node)
@@ -293,26 +189,26 @@ class _Rewrite:
                 append.dim == 1,
                 self._capacity(append),
             )
-            for side, append in zip(sides, appends, strict=True)
+            for side, append in zip(sides, written, strict=True)
         )
         finish(self._gm)
         self._forget_guards()
         return FixedCaches(
             buffers, starts, positions, position_inputs, tuple(self._ends.values()), asserts,
             counters, counted, counted_inputs,
-            tuple(self._cut), shown, shown_inputs, self._q_len_of(appends[0]),
+            tuple(self._cut), shown, shown_inputs, self._q_len_of(written[0]),
         )  # fmt: skip
 
     def _shown(self) -> tuple[GraphModule, tuple[int, ...]]:
         """`FixedCaches.shown`, before anything is edited."""
         masks = dict[Node, None]()
         for node in self._graph.nodes:
-            if node.target is SDPA and _read(node.args[1])[0] in self._appends:
+            if node.target is SDPA and read_by(node.args[1], self._appends) is not None:
                 mask: Any = node.args[3]
-                if mask is not None and not _is_narrow(mask):
+                if mask is not None and not is_narrow(mask):
                     masks[mask] = None
         inside = ancestors(masks)
-        if any(node.target in _DATA for node in inside):
+        if any(node.target in DATA for node in inside):
             raise NoMatch("its mask is computed from data, not from positions and padding alone", _REMEDY)
         needed = [node for node in self._inputs if node in inside]
         gm = extract(self._gm, list(masks), needed)
@@ -324,7 +220,7 @@ class _Rewrite:
         with graph.inserting_before(output):
             for mask in output.args[0]:  # type: ignore[union-attr]
                 assert isinstance(mask, Node)
-                results.append(_shows_behind(graph, mask, kv_len))
+                results.append(shows_behind(graph, mask, kv_len))
         output.args = (tuple(results),)
         return finish(gm), tuple(self._place[node] for node in needed)
 
@@ -338,16 +234,17 @@ class _Rewrite:
     def _attention(self, node: Node) -> tuple[Node, ...]:
         """Have an attention read what is there. Returns its keys' and values' appends, if they are such."""
         query, key, value, mask, dropout, causal, scale, _ = node.args
-        (keys, key_ends), (values, value_ends) = _read(key), _read(value)  # type: ignore[arg-type]
-        if keys not in self._appends and values not in self._appends:
+        of_keys, of_values = (read_by(side, self._appends) for side in (key, value))
+        if of_keys is None and of_values is None:
             return ()
-        if keys not in self._appends or values not in self._appends:
+        if of_keys is None or of_values is None:
             raise NoMatch(
                 "one of an attention's keys and values is written in place, and the other is not", _REMEDY
             )
+        (keys, key_ends), (values, value_ends) = of_keys, of_values
         with self._graph.inserting_before(node):
-            sides = [self._tokens_of(side, node) for side in (keys, values)]
-            hides = isinstance(mask, Node) and not _is_narrow(mask)
+            sides = [self._tokens_of(each, node) for each in (keys, values)]
+            hides = isinstance(mask, Node) and not is_narrow(mask)
             for end in (*key_ends, *value_ends):
                 self._ends[end] = self._ends.get(end, False) or not hides
             if not hides and not (key_ends and value_ends):
@@ -358,7 +255,7 @@ class _Rewrite:
             args = (
                 query,
                 *sides,
-                self._mask(mask, self._appends[keys], sides[0], node),
+                self._mask(mask, keys, sides[0], node),
                 dropout,
                 causal,
                 scale,
@@ -367,13 +264,13 @@ class _Rewrite:
             out = call(self._graph, SDPA, args, node)
         node.replace_all_uses_with(out)
         self._graph.erase_node(node)
-        return keys, values
+        return keys.node, values.node
 
-    def _tokens_of(self, side: Node, origin: Node) -> Node:
+    def _tokens_of(self, append: Append, origin: Node) -> Node:
         """The tokens that a buffer holds, `[batch, num_kv_heads, kv_len, head_dim]`."""
+        side = append.node
         if side in self._grown:
             return self._grown[side]
-        append = self._appends[side]
         if append.buffer.op == "placeholder" and _is_piece(value_of(append.buffer)):
             raise NoMatch(
                 f"`{append.buffer.name}` is a piece of another tensor, whose memory can't be given back",
@@ -407,15 +304,18 @@ class _Rewrite:
         self._grown[side] = tokens
         return tokens
 
-    def _mask(self, mask: Any, append: _Append, keys: Node, origin: Node) -> Any:
+    def _mask(self, mask: Any, append: Append, keys: Node, origin: Node) -> Any:
         """A mask of the tokens that are there. Inserted at the graph's insertion point."""
-        if not isinstance(mask, Node) or _is_narrow(mask):
+        if not isinstance(mask, Node) or is_narrow(mask):
             return mask
         if mask not in self._masks:
-            self._masks[mask] = self._cut_mask(mask, keys) or self._sliced(mask, append, origin)
+            source = cut_to(mask, shape_of(keys)[2], self._mode) if self._has_past else None  # type: ignore[index]
+            if source is not None:
+                self._cut.append(self._place[source])
+            self._masks[mask] = self._sliced(mask, append, origin) if source is None else mask
         return self._masks[mask]
 
-    def _sliced(self, mask: Node, append: _Append, origin: Node) -> Node:
+    def _sliced(self, mask: Node, append: Append, origin: Node) -> Node:
         told = self._q_len_of(append)
         length: Any = told
         if not isinstance(told, int):
@@ -427,11 +327,11 @@ class _Rewrite:
             length = call(self._graph, operator.add, (past, length), origin)
         return call(self._graph, _aten.slice.Tensor, (mask, len(shape_of(mask) or ()) - 1, 0, length), origin)
 
-    def _capacity(self, append: _Append) -> Size:
+    def _capacity(self, append: Append) -> Size:
         place = self._place.get(append.buffer)
         return self._told(value_of(append.node).shape[append.dim]) if place is None else (place, append.dim)
 
-    def _q_len_of(self, append: _Append) -> Size:
+    def _q_len_of(self, append: Append) -> Size:
         return self._told(append.q_len)
 
     def _told(self, size: Any) -> Size:
@@ -447,36 +347,6 @@ class _Rewrite:
         raise NoMatch(
             "how many tokens a call has, or a buffer has room for, can't be told from its inputs", _REMEDY
         )
-
-    def _cut_mask(self, mask: Node, keys: Node) -> Node | None:
-        """The mask itself, made of an input that comes in cut; None where it is made of none."""
-        if not self._has_past:
-            return None
-        width = shape_of(mask)[-1]  # type: ignore[index]
-        inside = ancestors([mask])
-        given = [node for node in inside if node.op == "placeholder" and _is_wide(node, width)]
-        if len(given) != 1:
-            return None
-        (source,) = given
-        length = shape_of(keys)[2]  # type: ignore[index]
-        with self._mode:
-            values = {source: value_of(source).new_empty((*(shape_of(source) or ())[:-1], length))}
-        try:
-            for node in self._graph.nodes:
-                if node in inside and not values.keys().isdisjoint(node.all_input_nodes):
-                    if node.target not in _BY_COLUMN:
-                        return None
-                    with self._mode, torch.no_grad():
-                        args = torch.fx.node.map_arg(node.args, lambda old: values.get(old, value_of(old)))
-                        values[node] = node.target(*args, **node.kwargs)
-        except Exception:  # of any operator: the buffer's length is a number in it
-            return None
-        if not same_sizes(values[mask].shape[-1:], [length]):
-            return None
-        for node, value in values.items():
-            node.meta = {**node.meta, "val": value}
-        self._cut.append(self._place[source])
-        return mask
 
     def _counters(self) -> tuple[tuple[int, ...], GraphModule, tuple[int, ...]]:
         """Integer inputs that are written to, and what computes their next values from integer inputs."""
@@ -502,10 +372,10 @@ class _Rewrite:
         return conditions, tuple(messages)
 
     def _positions(
-        self, appends: Sequence[_Append], conditions: Sequence[Node]
+        self, written: Sequence[Append], conditions: Sequence[Node]
     ) -> tuple[tuple[int, ...], GraphModule, tuple[int, ...]]:
         starts, others = dict[int, None](), dict[Any, None]()
-        for append in appends:
+        for append in written:
             counter = _counter_of(append.position)
             if counter is not None:
                 starts[self._place[counter]] = None
@@ -548,51 +418,6 @@ def _is_piece(buffer: torch.Tensor) -> bool:
     return buffer._is_view() or not same_sizes([held], [needed])
 
 
-_DATA = (SDPA, _aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.embedding.default)
-
-
-# What these make of a mask's column depends on no other one.
-_BY_COLUMN = (
-    _aten._to_copy.default,
-    _aten.unsqueeze.default,
-    _aten.expand.default,
-    _aten.logical_not.default,
-    _aten.bitwise_not.default,
-    _aten.masked_fill.Scalar,
-    _aten.mul.Tensor,
-    _aten.add.Tensor,
-    _aten.sub.Tensor,
-    _aten.rsub.Scalar,
-    _aten.where.ScalarOther,
-    _aten.where.ScalarSelf,
-    _aten.where.Scalar,
-    _aten.clone.default,
-)
-
-
-def _is_narrow(mask: Node) -> bool:
-    """Whether a mask has one column for all keys, and so hides none from the others."""
-    return (shape_of(mask) or (1,))[-1] == 1
-
-
-def _shows_behind(graph: Graph, mask: Node, kv_len: Node) -> Node:
-    """Whether a mask shows a column from `kv_len` on. Inserted at the graph's insertion point."""
-    width: Any = shape_of(mask)[-1]  # type: ignore[index]
-    if not isinstance(width, int):
-        width = call(graph, _aten.sym_size.int, (mask, len(shape_of(mask) or ()) - 1), mask)
-    columns = graph.call_function(_aten.arange.default, (width,), {"device": value_of(mask).device})
-    mode = fake_mode_of([value_of(mask)])
-    assert mode is not None
-    with mode:
-        columns.meta["val"] = torch.arange(value_of(width), device=value_of(mask).device)
-    behind = call(graph, _aten.ge.Tensor, (columns, kv_len), mask)
-    shows = mask
-    if value_of(mask).dtype != torch.bool:
-        shows = call(graph, _aten.gt.Scalar, (mask, hides_from(value_of(mask).dtype)), mask)
-    both = call(graph, _aten.bitwise_and.Tensor, (shows, behind), mask)
-    return call(graph, _aten.any.default, (both,), mask)
-
-
 def _is_integer(node: Any) -> bool:
     value = value_of(node)
     if isinstance(value, torch.Tensor):
@@ -600,19 +425,20 @@ def _is_integer(node: Any) -> bool:
     return isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool)
 
 
-def _is_wide(node: Node, width: Any) -> bool:
-    """Whether an input is a mask over a whole buffer."""
-    shape = shape_of(node) or ()
-    return len(shape) > 1 and same_sizes(shape[-1:], [width])
-
-
 def _counter_of(position: Any) -> Node | None:
     """The 0-d input that is added to `arange(q_len)`; None for another position."""
-    if not isinstance(position, Node) or position.target is not _aten.add.Tensor:
+    if not isinstance(position, Node) or position.target is not _aten.add.Tensor or position.kwargs:
         return None
     for one, other in (position.args[:2], position.args[1::-1]):
-        is_range = isinstance(one, Node) and one.target in (_aten.arange.default, _aten.arange.start_step)
-        starts_at_0 = is_range and (one.target is _aten.arange.default or one.args[0] == 0)  # type: ignore[union-attr]
-        if starts_at_0 and isinstance(other, Node) and other.op == "placeholder" and shape_of(other) == ():
+        if _is_range(one) and isinstance(other, Node) and other.op == "placeholder" and shape_of(other) == ():
             return other
     return None
+
+
+def _is_range(node: Any) -> bool:
+    """Whether a node is 0, 1, 2, ..."""
+    if not isinstance(node, Node):
+        return False
+    if node.target in (_aten.arange.start, _aten.arange.start_step):
+        return bool(node.args[0] == 0 and node.args[2:] in ((), (1,)))
+    return node.target is _aten.arange.default

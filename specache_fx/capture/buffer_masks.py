@@ -1,0 +1,103 @@
+"""Masks over whole buffers of fixed length: cut to the tokens that are there, and tested for what they show behind."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import Graph, Node
+
+from specache_fx.passes.graph_edit import call, fake_mode_of
+from specache_fx.passes.graph_slices import ancestors
+from specache_fx.passes.graph_utils import same_sizes, shape_of, value_of
+from specache_fx.passes.normalize_attention import SDPA
+from specache_fx.runtime.masks import hides_from
+
+_aten = torch.ops.aten
+DATA = (SDPA, _aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.embedding.default)
+"""A mask that is computed with one of these is none of positions and padding alone."""
+
+
+# What these make of a mask's column depends on no other one.
+_BY_COLUMN = (
+    _aten._to_copy.default,
+    _aten.unsqueeze.default,
+    _aten.expand.default,
+    _aten.logical_not.default,
+    _aten.bitwise_not.default,
+    _aten.masked_fill.Scalar,
+    _aten.mul.Tensor,
+    _aten.add.Tensor,
+    _aten.sub.Tensor,
+    _aten.rsub.Scalar,
+    _aten.where.ScalarOther,
+    _aten.where.ScalarSelf,
+    _aten.where.Scalar,
+    _aten.clone.default,
+)
+
+
+def is_narrow(mask: Node) -> bool:
+    """Whether a mask has one column for all keys, and so hides none from the others."""
+    return (shape_of(mask) or (1,))[-1] == 1
+
+
+def shows_behind(graph: Graph, mask: Node, kv_len: Node) -> Node:
+    """Whether a mask shows a column from `kv_len` on. Inserted at the graph's insertion point."""
+    width: Any = shape_of(mask)[-1]  # type: ignore[index]
+    if not isinstance(width, int):
+        width = call(graph, _aten.sym_size.int, (mask, len(shape_of(mask) or ()) - 1), mask)
+    columns = graph.call_function(_aten.arange.default, (width,), {"device": value_of(mask).device})
+    mode = fake_mode_of([value_of(mask)])
+    assert mode is not None
+    with mode:
+        columns.meta["val"] = torch.arange(value_of(width), device=value_of(mask).device)
+    behind = call(graph, _aten.ge.Tensor, (columns, kv_len), mask)
+    shows = mask
+    if value_of(mask).dtype != torch.bool:
+        shows = call(graph, _aten.gt.Scalar, (mask, hides_from(value_of(mask).dtype)), mask)
+    both = call(graph, _aten.bitwise_and.Tensor, (shows, behind), mask)
+    return call(graph, _aten.any.default, (both,), mask)
+
+
+def cut_to(mask: Node, length: Any, mode: FakeTensorMode) -> Node | None:
+    """Have an input that is a mask over the whole buffer come in cut: values are noted anew, no node changes.
+
+    Args:
+        mask: What attention takes.
+        length: The number of columns.
+        mode: Of the graph's fake values.
+
+    Returns:
+        The input; None where the mask is made of none, or of more than its columns one by one.
+    """
+    width = shape_of(mask)[-1]  # type: ignore[index]
+    inside = ancestors([mask])
+    given = [node for node in inside if node.op == "placeholder" and _is_wide(node, width)]
+    if len(given) != 1:
+        return None
+    (source,) = given
+    with mode:
+        values = {source: value_of(source).new_empty((*(shape_of(source) or ())[:-1], length))}
+    try:
+        for node in mask.graph.nodes:
+            if node in inside and not values.keys().isdisjoint(node.all_input_nodes):
+                if node.target not in _BY_COLUMN:
+                    return None
+                with mode, torch.no_grad():
+                    args = torch.fx.node.map_arg(node.args, lambda old: values.get(old, value_of(old)))
+                    values[node] = node.target(*args, **node.kwargs)
+    except Exception:  # of any operator: the buffer's length is a number in it
+        return None
+    if not same_sizes(values[mask].shape[-1:], [length]):
+        return None
+    for node, value in values.items():
+        node.meta = {**node.meta, "val": value}
+    return source
+
+
+def _is_wide(node: Node, width: Any) -> bool:
+    """Whether an input is a mask over a whole buffer."""
+    shape = shape_of(node) or ()
+    return len(shape) > 1 and same_sizes(shape[-1:], [width])

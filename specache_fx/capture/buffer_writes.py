@@ -1,0 +1,150 @@
+"""Writes of a call's tokens into buffers of fixed length, and what attends to them.
+
+    keys = index_copy(buffer, 2, position, k); copy_(buffer, keys)      buffer.index_copy_(2, position, k)
+    keys = index_put(buffer, [None, None, position], k); ...            buffer[:, :, position] = k
+    keys = slice_scatter(buffer, k, 2, start, end); ...                 buffer[:, :, start:end] = k
+
+A buffer is `[batch, num_kv_heads, capacity, head_dim]`, or has tokens first, in dimension 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from specache_fx.passes.cache_side import without_repeat
+from specache_fx.passes.graph_utils import output_node, same_sizes, shape_of, value_of
+from specache_fx.passes.normalize_attention import SDPA
+
+_aten = torch.ops.aten
+_MADE = (_aten.zeros.default, _aten.full.default, _aten.new_zeros.default)
+
+
+@dataclass(frozen=True)
+class Append:
+    """This call's tokens, written into a buffer."""
+
+    node: Node
+    buffer: Node
+    dim: int
+    position: Any
+    new: Node
+
+    @property
+    def q_len(self) -> Any:
+        """How many tokens are written."""
+        sizes = shape_of(self.new) or ()
+        return sizes[self.dim - 4]
+
+
+def _of_buffer(node: Node) -> Append | None:
+    """What a node writes into a buffer that is an input or is made here; None for what does something else."""
+    append = _write(node)
+    if append is None:
+        return None
+    made = append.buffer.target in _MADE and value_of(append.buffer).is_floating_point()
+    return append if made or append.buffer.op == "placeholder" else None
+
+
+def _write(node: Node) -> Append | None:
+    """What a node writes into a 4-D tensor along its tokens; None for what does something else."""
+    args: Any = node.args
+    if node.target is _aten.index_copy.default:
+        buffer, dim, position, new = args
+    elif node.target is _aten.index_put.default:
+        buffer, indices, new, *accumulates = args
+        places = [i for i, index in enumerate(indices) if index is not None]
+        if len(places) != 1 or any(accumulates):
+            return None
+        dim, position = places[0], indices[places[0]]
+    elif node.target is _aten.slice_scatter.default:
+        given: list[Any] = [*args, *(0, None, None, 1)[len(args) - 2 :]]
+        buffer, new, dim, position, _, step = given
+        position = 0 if position is None else position
+        if step != 1:
+            return None
+    else:
+        return None
+    dims, sizes = shape_of(buffer) or (), shape_of(new) or ()
+    if len(sizes) == 3 and dims[:1] == (1,):  # `buffer[:, :, position] = new` of one batch row
+        sizes = (1, *sizes)
+    fits = len(dims) == len(sizes) == 4 and dim % 4 in (1, 2)
+    if not fits or len(shape_of(position) or (0,)) > 1:
+        return None
+    others = [i for i in range(4) if i != dim % 4]
+    if not same_sizes([dims[i] for i in others], [sizes[i] for i in others]):
+        return None
+    return Append(node, buffer, dim % 4, position, new)
+
+
+def appends(graph: Graph) -> dict[Node, Append]:
+    """The writes that are the whole change of an input, or that an output is."""
+    written = {node.args[0]: node.args[1] for node in graph.nodes if node.target is _aten.copy_.default}
+    outputs = set(output_node(graph).all_input_nodes)
+    found = {}
+    for node in graph.nodes:
+        append = _of_buffer(node) if node.op == "call_function" else None
+        if append is not None and (
+            written.get(append.buffer) is node or (append.buffer.op != "placeholder" and node in outputs)
+        ):
+            found[node] = append
+    return found
+
+
+def read_by(side: Any, found: Mapping[Node, Append]) -> tuple[Append, list[Any]] | None:
+    """The write whose result an attention's keys or values are a view of; None where they are none of one.
+
+    Args:
+        side: Keys or values, `[batch, heads, kv_len, head_dim]`.
+        found: From `appends`.
+
+    Returns:
+        The write, and where slices of the buffer's first tokens end.
+    """
+    tokens, ends = 2, list[Any]()  # the dimension of tokens, on the way from the attention to the buffer
+    while side not in found:
+        if tokens == 2:
+            side, repeat = without_repeat(side)
+            if repeat:
+                continue
+        args: Any = side.args
+        if (
+            side.target is _aten.slice.Tensor
+            and len(args) == 4
+            and args[1] % 4 == tokens
+            and args[2] in (0, None)
+        ):
+            ends.append(args[3])
+        elif side.target is _aten.transpose.int and {dim % 4 for dim in args[1:]} == {1, 2}:
+            tokens = 3 - tokens
+        else:
+            return None
+        side = args[0]
+    return (found[side], ends) if found[side].dim == tokens else None
+
+
+def writes_in_place(gm: GraphModule) -> bool:
+    """Whether a functional graph writes tokens into a buffer in a way that is known, or one after the other."""
+    for node in gm.graph.nodes:
+        if node.target is _aten.copy_.default:
+            buffer, value = node.args
+            while value is not buffer and (append := _write(value)) is not None:
+                value = append.buffer
+            if value is buffer and node.args[1] is not buffer:
+                return True
+    return False
+
+
+def attends_in_place(gm: GraphModule) -> bool:
+    """Whether an attention of a functional graph reads a buffer that the graph writes a call's tokens into."""
+    found = appends(gm.graph)
+    return bool(found) and any(
+        read_by(side, found) is not None
+        for node in gm.graph.nodes
+        if node.target is SDPA
+        for side in node.args[1:3]
+    )
