@@ -166,6 +166,27 @@ def test_a_prompt_that_ran_uncompiled_is_taken_over() -> None:
     assert specache_fx.stats(model.layers[0].keys).kv_len == 60
 
 
+class Counting(FixedDecoder):
+    """Is given its mask, and reads it once more by itself."""
+
+    def forward(self, ids: Tensor, where: Any) -> Tensor:
+        where, mask = where
+        x = self.tokens(ids) + self.places(where)
+        for layer in self.layers:
+            x = layer(x, where, mask)
+        return self.head(x) * (1 + mask.sum() / 10 + mask.shape[-1])
+
+
+def test_a_mask_that_something_else_reads_is_whole_there() -> None:
+    plain, model = Counting("index_put"), Counting("index_put")
+    ours = compiled(model, strict=False)
+    causal = torch.ones(160, 160, dtype=torch.bool).tril()
+    for start, count in ((0, 9), (9, 1), (10, 1), (11, 4), (15, 1)):
+        where = torch.arange(start, start + count)
+        call = prompt(count, start), (where, causal[where])
+        torch.testing.assert_close(ours(*call), plain(*call), rtol=1e-4, atol=1e-4)
+
+
 class Peeking(FixedDecoder):
     """Reads a buffer by itself where it is asked to."""
 

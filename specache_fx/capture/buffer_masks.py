@@ -70,7 +70,8 @@ def cut_to(mask: Node, length: Any, mode: FakeTensorMode) -> Node | None:
         mode: Of the graph's fake values.
 
     Returns:
-        The input; None where the mask is made of none, or of more than its columns one by one.
+        The input; None where the mask is made of none, of more than its columns one by one, or where something else
+        reads it.
     """
     width = shape_of(mask)[-1]  # type: ignore[index]
     inside = ancestors([mask])
@@ -90,7 +91,8 @@ def cut_to(mask: Node, length: Any, mode: FakeTensorMode) -> Node | None:
                     values[node] = node.target(*args, **node.kwargs)
     except Exception:  # of any operator: the buffer's length is a number in it
         return None
-    if not same_sizes(values[mask].shape[-1:], [length]):
+    read_elsewhere = any(not inside.issuperset(node.users) for node in values if node is not mask)
+    if read_elsewhere or not same_sizes(values[mask].shape[-1:], [length]):
         return None
     for node, value in values.items():
         node.meta = {**node.meta, "val": value}

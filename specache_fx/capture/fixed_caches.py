@@ -309,11 +309,19 @@ class _Rewrite:
         if not isinstance(mask, Node) or is_narrow(mask):
             return mask
         if mask not in self._masks:
-            source = cut_to(mask, shape_of(keys)[2], self._mode) if self._has_past else None  # type: ignore[index]
+            source = None
+            if self._has_past and all(map(self._attends, mask.users)):
+                source = cut_to(mask, shape_of(keys)[2], self._mode)  # type: ignore[index]
             if source is not None:
                 self._cut.append(self._place[source])
             self._masks[mask] = self._sliced(mask, append, origin) if source is None else mask
         return self._masks[mask]
+
+    def _attends(self, user: Node) -> bool:
+        """Whether a node is an attention over buffers."""
+        if user.target is not SDPA:
+            return False
+        return user.args[1] in self._grown.values() or read_by(user.args[1], self._appends) is not None
 
     def _sliced(self, mask: Node, append: Append, origin: Node) -> Node:
         told = self._q_len_of(append)
