@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from specache_fx.capture.fixed_caches import FixedCaches, size_in
+from specache_fx.capture.buffers import FixedCaches, size_in
 from specache_fx.errors import CacheHandleError
 from specache_fx.lowering import Compiled
 from specache_fx.runners import inference
