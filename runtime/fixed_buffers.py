@@ -64,14 +64,16 @@ def tokens(buffer: torch.Tensor, count: int, *, swapped: bool) -> torch.Tensor:
         CacheHandleError: If somebody wrote into a buffer that is a handle.
     """
     with bare():
-        look = buffer.transpose(1, 2) if swapped else buffer
-        look = look.narrow(2, 0, count)
         if not isinstance(buffer, Handle):
-            return look
+            return (buffer.transpose(1, 2) if swapped else buffer).narrow(2, 0, count)
         if not are_intact([buffer]):
             raise CacheHandleError(_WRITTEN)
-        alone = torch.empty(0, dtype=look.dtype, device=look.device)  # no view, see `handle.py`
-        alone.set_(look.untyped_storage(), look.storage_offset(), look.shape, look.stride())
+        shape, stride = list(buffer.shape), list(buffer.stride())
+        for sizes in (shape, stride) if swapped else ():
+            sizes[1], sizes[2] = sizes[2], sizes[1]
+        shape[2] = count
+        alone = torch.empty(0, dtype=buffer.dtype, device=buffer.device)  # no view, see `handle.py`
+        alone.set_(buffer.untyped_storage(), buffer.storage_offset(), shape, stride)
         return mark(alone, buffer.lease)
 
 
