@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,51 +22,10 @@ from torch.fx.node import map_arg
 from specache_fx.passes.fuse_layer_steps import is_layer_step
 from specache_fx.passes.graph_slices import writes_in_place
 from specache_fx.passes.graph_utils import placeholders, value_of
+from specache_fx.passes.pieces import Piece
 
 Compiled = Callable[..., Any]
 _GIVEN = ("placeholder", "get_attr")
-
-
-@dataclass(frozen=True)
-class Part:
-    """Nodes between two layers' steps.
-
-    Attributes:
-        nodes: In their order.
-        inputs: What they read of other parts, in the order in which they do.
-        results: Of them, those that others read.
-    """
-
-    nodes: tuple[Node, ...]
-    inputs: tuple[Node, ...]
-    results: tuple[Node, ...]
-
-    def form(self, examples: Sequence[torch.Tensor]) -> str:
-        """A text that equals another part's where both compute the same. `examples` are tensors as `inputs` are."""
-        names = {node: f"%{i}" for i, node in enumerate((*self.inputs, *self.nodes))}
-        lines = [f"{each.dtype} {each.device} {tuple(each.shape)} {each.stride()}" for each in examples]
-        for node in self.nodes:
-            args, kwargs = (
-                map_arg(side, lambda each: _Name(names[each])) for side in (node.args, node.kwargs)
-            )
-            lines.append(f"{node.target} {args!r} {kwargs!r}")
-        return "\n".join([*lines, *(names[node] for node in self.results)])
-
-    def graph(self, gm: GraphModule) -> GraphModule:
-        """The part alone: takes `inputs`, returns `results`."""
-        graph, copied = Graph(), dict[Node, Node]()
-        for i, node in enumerate(self.inputs):
-            copied[node] = graph.placeholder(f"input_{i}")
-            copied[node].meta = dict(node.meta)
-        for node in self.nodes:
-            copied[node] = graph.node_copy(node, lambda old: copied[old])
-        graph.output(tuple(copied[node] for node in self.results))
-        return GraphModule(gm, graph)
-
-
-class _Name(str):
-    __slots__ = ()
-    __repr__ = str.__str__
 
 
 class ByLayer:
@@ -106,7 +64,7 @@ def compile_by_layer(
     examples = [[_example(gm, node, given) for node in part.inputs] for part in parts]
     if not all(isinstance(each, torch.Tensor) for part in examples for each in part):
         return None  # an operator that takes a graph
-    forms = [part.form(each) for part, each in zip(parts, examples, strict=True)]
+    forms = [part.form(map(_head, each)) for part, each in zip(parts, examples, strict=True)]
     if 2 * len(set(forms)) > len(parts):
         return None
     compiled: dict[str, Compiled] = {}
@@ -116,7 +74,7 @@ def compile_by_layer(
     return ByLayer(_joined(gm, parts, [compiled.get(form) for form in forms]), list(compiled.values()))
 
 
-def split(graph: Graph) -> list[Part]:
+def split(graph: Graph) -> list[Piece]:
     """The parts, in order: one before each layer's step, and one after the last; each layer's step ends one."""
     number: dict[Node, int] = {}  # of a layer's step that of the part behind it
     steps = 0
@@ -131,7 +89,7 @@ def split(graph: Graph) -> list[Part]:
     for node, part in number.items():
         if not is_layer_step(node):
             members[part].append(node)
-    return [_part(nodes) for nodes in members]
+    return [Piece.of(nodes) for nodes in members]
 
 
 def _sink(graph: Graph, number: dict[Node, int]) -> None:
@@ -143,11 +101,8 @@ def _sink(graph: Graph, number: dict[Node, int]) -> None:
             number[node] = min(readers, default=0)
 
 
-def _part(nodes: list[Node]) -> Part:
-    mine = set(nodes)
-    read = dict.fromkeys(source for node in nodes for source in node.all_input_nodes if source not in mine)
-    results = tuple(node for node in nodes if not mine.issuperset(node.users))
-    return Part(tuple(nodes), tuple(read), results)
+def _head(example: torch.Tensor) -> str:
+    return f"{example.dtype} {example.device} {tuple(example.shape)} {example.stride()}"
 
 
 def _example(gm: GraphModule, node: Node, given: dict[Node, torch.Tensor]) -> Any:
@@ -160,7 +115,7 @@ def _example(gm: GraphModule, node: Node, given: dict[Node, torch.Tensor]) -> An
     return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
 
 
-def _joined(gm: GraphModule, parts: Sequence[Part], compiled: Sequence[Compiled | None]) -> GraphModule:
+def _joined(gm: GraphModule, parts: Sequence[Piece], compiled: Sequence[Compiled | None]) -> GraphModule:
     """The graph with a call for each part."""
     graph, copied = Graph(), dict[Node, Node]()
 

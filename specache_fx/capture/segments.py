@@ -8,8 +8,7 @@ weights, which are inputs of a segment, and in the symbols that Dynamo has for t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from torch.fx.node import map_arg
 
 from specache_fx.passes.graph_edit import fake_mode_of, make_module
 from specache_fx.passes.graph_utils import target_name, value_of
+from specache_fx.passes.pieces import Piece
 
 _FEWEST = 3  # segments that have to be alike
 _LEVELS = (("_vmap_increment_nesting", 1), ("_vmap_decrement_nesting", -1))
@@ -28,30 +28,8 @@ class CannotCut(Exception):
     """A graph whose segments can't be traced apart."""
 
 
-@dataclass(frozen=True)
-class Segment:
-    """Nodes of a graph, one behind the other.
-
-    Attributes:
-        nodes: In their order.
-        inputs: What they read of others, in the order in which they do.
-        results: Of them, those that others read.
-    """
-
-    nodes: tuple[Node, ...]
-    inputs: tuple[Node, ...]
-    results: tuple[Node, ...]
-
-    def graph(self, gm: GraphModule) -> GraphModule:
-        """The segment alone: takes `inputs`, returns `results`."""
-        graph, copied = Graph(), dict[Node, Node]()
-        for node in self.inputs:
-            copied[node] = graph.placeholder(node.name)
-            copied[node].meta = dict(node.meta)
-        for node in self.nodes:
-            copied[node] = graph.node_copy(node, lambda old: copied[old])
-        graph.output(tuple(copied[node] for node in self.results))
-        return make_module(gm, graph)
+class Segment(Piece):
+    """Nodes of a graph, one behind the other."""
 
     def symbols(self) -> dict[Any, int]:
         """The symbols in the sizes of its inputs, numbered as they come."""
@@ -63,22 +41,10 @@ class Segment:
                         found.setdefault(symbol, len(found))
         return found
 
-    def form(self) -> str:
-        """A text that equals another segment's where both compute the same."""
-        names = {node: f"%{i}" for i, node in enumerate((*self.inputs, *self.nodes))}
+    def heads(self) -> list[str]:
+        """Of each input a line that describes it, see `form`."""
         numbered = {symbol: type(symbol)(f"size_{number}") for symbol, number in self.symbols().items()}
-        lines = [_described(value_of(node), numbered) for node in self.inputs]
-        for node in self.nodes:
-            args, kwargs = (
-                map_arg(side, lambda each: _Name(names[each])) for side in (node.args, node.kwargs)
-            )
-            lines.append(f"{node.op} {node.target} {args!r} {kwargs!r}")
-        return "\n".join([*lines, *(names[node] for node in self.results)])
-
-
-class _Name(str):
-    __slots__ = ()
-    __repr__ = str.__str__
+        return [_described(value_of(node), numbered) for node in self.inputs]
 
 
 def _numbers(value: Any) -> list[Any]:
@@ -112,17 +78,10 @@ def cut(graph: Graph, ends: Callable[[Node], bool]) -> list[Segment]:
         pieces[-1].append(node)
         if ends(node):
             pieces.append([])
-    found = [_segment(nodes) for nodes in pieces if nodes]
+    found = [Segment.of(nodes) for nodes in pieces if nodes]
     if len(found) < _FEWEST or any(not _is_level(segment.nodes) for segment in found):
         raise CannotCut
     return found
-
-
-def _segment(nodes: Sequence[Node]) -> Segment:
-    mine = set(nodes)
-    read = dict.fromkeys(source for node in nodes for source in node.all_input_nodes if source not in mine)
-    results = tuple(node for node in nodes if not mine.issuperset(node.users))
-    return Segment(tuple(nodes), tuple(read), results)
 
 
 def _is_level(nodes: Iterable[Node]) -> bool:

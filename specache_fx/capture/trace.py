@@ -103,7 +103,7 @@ def _by_segments(gm: GraphModule) -> GraphModule:
     segments = cut(gm.graph, lambda node: node.target is SDPA or target_name(node) == "softmax")
     if any(len(flatten([value_of(node)])) != 1 for node in placeholders(gm.graph)):
         raise CannotCut
-    forms = [segment.form() for segment in segments]
+    forms = [segment.form(segment.heads()) for segment in segments]
     if len(set(forms)) == len(forms):
         raise CannotCut
     joined = Joined(gm)
