@@ -11,9 +11,9 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from specache_fx.cli_common import JsonFile, as_bad_parameter, check_dtype, check_folder
 from specache_fx.config import BITS
-from specache_fx.errors import ConfigError, SpecacheError
-from specache_fx.sizes import DTYPE_BYTES
+from specache_fx.errors import ConfigError
 
 bench_app = typer.Typer(
     no_args_is_help=True, help="Time attention and decode steps, beside what others offer."
@@ -22,20 +22,25 @@ bench_app = typer.Typer(
 Widths = Annotated[list[int] | None, typer.Option("--bits", help="Widths of our codes; 2 and 1 by default.")]
 Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads; torch's choice by default.")]
 Device = Annotated[str, typer.Option(help="cpu or cuda; cuda where there is one by default.")]
-JsonFile = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the numbers there.")]
 PngFile = Annotated[Path | None, typer.Option("--png", metavar="FILE", help="Draw them there.")]
 
 
-def _prepare(widths: list[int] | None, dtype: str, files: tuple[Path | None, Path | None]) -> list[int]:
+def _prepare(
+    widths: list[int] | None,
+    dtype: str,
+    heads: tuple[int, int],
+    json_file: Path | None,
+    png_file: Path | None,
+) -> list[int]:
+    """Widths of our codes; complains about what both commands are given."""
     from specache_fx.bench.report import check_plot
 
-    json_file, png_file = files
-    if dtype not in DTYPE_BYTES:
-        raise ConfigError(f"--dtype {dtype}: choose one of {', '.join(DTYPE_BYTES)}.")
+    check_dtype(dtype)
     if unknown := set(widths or ()) - set(BITS):
         raise ConfigError(f"--bits {min(unknown)}: choose one of {', '.join(map(str, BITS))}.")
-    if json_file is not None and (json_file.is_dir() or not json_file.absolute().parent.is_dir()):
-        raise ConfigError(f"--json {json_file}: give a file in a folder that exists.")
+    if heads[0] % heads[1]:
+        raise ConfigError(f"--heads {heads[0]} is no multiple of --kv-heads {heads[1]}.")
+    check_folder(json_file)
     check_plot(png_file)
     return widths or [2, 1]
 
@@ -99,22 +104,19 @@ def attention_command(
     png_file: PngFile = None,
 ) -> None:
     """Time one layer's attention over a whole cache."""
-    try:
-        widths = _prepare(bits, dtype, (json_file, png_file))
-        if heads % kv_heads:
-            raise ConfigError(f"--heads {heads} is no multiple of --kv-heads {kv_heads}.")
+    console, results, lengths = Console(), [], kv_len or [32768]
+    with as_bad_parameter():
+        widths = _prepare(bits, dtype, (heads, kv_heads), json_file, png_file)
         import torch
 
         from specache_fx.bench.attention import AttentionShape, bench_attention
         from specache_fx.bench.report import attention_table, plot_bars
         from specache_fx.provenance import provenance
+        from specache_fx.quiet import quiet
 
-        where = _device(device)
-        origin = provenance(where)
-        torch.set_num_threads(threads or torch.get_num_threads())
-        console, results = Console(), []
-        lengths = kv_len or [32768]
-        with _progress(console) as progress:
+        with _progress(console) as progress, quiet(threads):
+            where = _device(device)
+            origin = provenance(where)
             task = progress.add_task("attention", total=len(lengths) * rounds)
             for length in lengths:
                 shape = AttentionShape(batch, heads, kv_heads, head_dim, length)
@@ -125,8 +127,6 @@ def attention_command(
                         rounds, where, lambda: progress.advance(task),
                     )
                 )  # fmt: skip
-    except SpecacheError as error:
-        raise typer.BadParameter(str(error)) from error
     for result in results:
         console.print(attention_table(result, "sdpa float32"))
     _write(json_file, origin, {"rounds": rounds}, results)
@@ -167,26 +167,22 @@ def decode_command(
     ] = None,
 ) -> None:
     """Time whole decode steps, for each batch and context."""
-    from specache_fx.quiet import quiet
-
-    try:
-        widths = _prepare(bits, dtype, (json_file, png_file))
-        if heads % kv_heads:
-            raise ConfigError(f"--heads {heads} is no multiple of --kv-heads {kv_heads}.")
-        if trace is not None and (trace.is_dir() or not trace.absolute().parent.is_dir()):
-            raise ConfigError(f"--trace {trace}: give a file in a folder that exists.")
+    console, results = Console(), []
+    with as_bad_parameter():
+        widths = _prepare(bits, dtype, (heads, kv_heads), json_file, png_file)
+        check_folder(trace, "--trace")
         if int8 and peers:
             raise ConfigError("--int8 has no --peers: their weights would be others. Leave one of them out.")
         if int8 and find_spec("torchao") is None:
             raise ConfigError("--int8 needs torchao. Install it with `pip install torchao`.")
-        console, results = Console(), []
+        import torch
+
+        from specache_fx.bench.decode import ModelSize, bench_decode, check_options, methods
+        from specache_fx.bench.report import decode_tables, plot_bars
+        from specache_fx.provenance import provenance
+        from specache_fx.quiet import quiet
+
         with _progress(console) as progress, quiet(threads):
-            import torch
-
-            from specache_fx.bench.decode import ModelSize, bench_decode, check_options, methods
-            from specache_fx.bench.report import decode_tables, plot_bars
-            from specache_fx.provenance import provenance
-
             where, chosen = _device(device), methods(widths)
             others = _peers(where, dtype) if peers else ()
             origin = provenance(where)  # the commit from before a trace is written
@@ -206,8 +202,6 @@ def decode_command(
                 results.append(made)
             settings = {"rounds": rounds, "steps": steps, "methods": chosen}
             _write(json_file, origin, settings, results)
-    except SpecacheError as error:
-        raise typer.BadParameter(str(error)) from error
     for result in results:
         console.print(*decode_tables(result, "transformers"))
     if png_file is not None:

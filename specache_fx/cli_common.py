@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from specache_fx.errors import ConfigError
+from specache_fx.errors import SpecacheError
 from specache_fx.sizes import DTYPE_BYTES
 
 JsonFile = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the numbers there too.")]
@@ -17,10 +17,10 @@ JsonFile = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="W
 
 @contextmanager
 def as_bad_parameter() -> Iterator[None]:
-    """Errors in what the user gave end in a usage message and exit code 2, not in a traceback."""
+    """This package's errors end in a usage message and exit code 2, not in a traceback."""
     try:
         yield
-    except ConfigError as error:
+    except SpecacheError as error:
         raise typer.BadParameter(str(error)) from error
 
 
@@ -30,7 +30,7 @@ def check_dtype(dtype: str) -> None:
         raise typer.BadParameter(f"--dtype {dtype}: choose one of {', '.join(DTYPE_BYTES)}.")
 
 
-def check_folder(file: Path | None) -> None:
-    """Complain about `--json` before the work, not after it."""
+def check_folder(file: Path | None, option: str = "--json") -> None:
+    """Complain about a file that an option names before the work, not after it."""
     if file is not None and (file.is_dir() or not file.absolute().parent.is_dir()):
-        raise typer.BadParameter(f"--json {file}: give a file in a folder that exists.")
+        raise typer.BadParameter(f"{option} {file}: give a file in a folder that exists.")
