@@ -200,7 +200,8 @@ def decode_command(
                     trace if (sequences, length) == cases[-1] else None, others,
                 )  # fmt: skip
                 results.append(made)
-            settings = {"rounds": rounds, "steps": steps, "methods": chosen}
+            named = {name: method.to_json() for name, method in chosen.items()}
+            settings = {"rounds": rounds, "steps": steps, "methods": named}
             _write(json_file, origin, settings, results)
     for result in results:
         console.print(*decode_tables(result, "transformers"))

@@ -82,7 +82,7 @@ def test_decode_steps_of_all_kinds_are_timed_and_traced(tmp_path: Path) -> None:
     assert all(row["operator_calls"] > 10 * size.layers for row in rows.values())
     for name, row in rows.items():
         parts = row["parts_ms"]
-        assert (parts is not None) == (chosen[name]["kind"] == "specache")
+        assert (parts is not None) == (chosen[name].kind == "specache")
         if parts is not None:  # all but the first are within it
             assert 0 < parts["attention"] < parts["decode step"]
             assert sum(parts.values()) < 2 * parts["decode step"]
@@ -145,6 +145,12 @@ def test_decode_writes_where_its_numbers_come_from(tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output
     report = json.loads(file.read_text())
     assert report["command"].startswith("specache-fx") and {"commit", "device", "versions"} < report.keys()
+    assert report["settings"]["methods"]["kivi 2-bit"] == {
+        "kind": "specache",
+        "policy": "kivi",
+        "bits": 2,
+        "lowering": "inductor",
+    }
 
 
 @pytest.mark.parametrize(

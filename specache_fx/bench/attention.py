@@ -26,24 +26,13 @@ class AttentionShape:
         num_kv_heads: Key/value heads.
         head_dim: Channels.
         kv_len: Tokens in the cache.
-        group_size: See `SpecacheConfig`.
-        residual_length: See `SpecacheConfig`.
-        top_k: See `SpecacheConfig`.
     """
 
-    batch: int = 1
-    num_heads: int = 32
-    num_kv_heads: int = 8
-    head_dim: int = 128
-    kv_len: int = 32768
-    group_size: int = 64
-    residual_length: int = 64
-    top_k: int = 64
-
-    @property
-    def values(self) -> int:
-        """Numbers in keys and values together."""
-        return 2 * self.batch * self.num_kv_heads * self.kv_len * self.head_dim
+    batch: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    kv_len: int
 
 
 def decode_inputs(
@@ -59,13 +48,7 @@ def decode_inputs(
     Returns:
         The `DecodeInputs`, and the bytes of codes, scales, window and staged pairs.
     """
-    config = SpecacheConfig(
-        bits=bits,
-        quantizer=quantizer_name,
-        group_size=shape.group_size,
-        residual_length=shape.residual_length,
-        top_k=shape.top_k,
-    )
+    config = SpecacheConfig(bits=bits, quantizer=quantizer_name)
     quantizer, quantized = make_quantizer(config), config.num_quantized(shape.kv_len)
     generator = torch.Generator(device=device).manual_seed(0)
 
@@ -78,7 +61,7 @@ def decode_inputs(
     heads = (shape.batch, shape.num_kv_heads)
     chosen = (
         torch.rand(*heads, quantized, generator=generator, device=device)
-        .topk(min(shape.top_k, quantized))
+        .topk(min(config.top_k, quantized))
         .indices
     )
     rows = torch.cat([key, value], dim=3).gather(2, chosen[..., None].expand(-1, -1, -1, 2 * shape.head_dim))

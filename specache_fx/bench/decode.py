@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import Cache, DynamicCache, LlamaConfig, LlamaForCausalLM, QuantizedCache
@@ -93,19 +93,35 @@ class Decoder:
         self.token = out.logits[:, -1:].argmax(-1)
 
 
-def methods(widths: Sequence[int], lowering: str = "inductor") -> dict[str, dict[str, Any]]:
-    """What can be run here: by name, `{"kind": ...}` and the options of that kind."""
-    known: dict[str, dict[str, Any]] = {
-        "transformers": {"kind": "eager"},
-        "transformers, compiled": {"kind": "compiled"},
-    }
+class Method(NamedTuple):
+    """A way of decoding.
+
+    Attributes:
+        kind: "eager" or "compiled", both of transformers' own cache; "quantized", of its `QuantizedCache`; "specache".
+        options: Of a `QuantizedCache` or of `SpecacheConfig`.
+    """
+
+    kind: str
+    options: dict[str, Any]
+
+    def to_json(self) -> dict[str, Any]:
+        """As reports have it."""
+        return {"kind": self.kind, **self.options}
+
+
+def methods(widths: Sequence[int], lowering: str = "inductor") -> dict[str, Method]:
+    """What can be run here, by name."""
+    known = {"transformers": Method("eager", {}), "transformers, compiled": Method("compiled", {})}
     if find_spec("optimum") and find_spec("optimum.quanto"):
-        known["QuantizedCache 2-bit"] = {"kind": "quantized", "nbits": 2}
-    common = {"lowering": lowering}
-    known["kivi 2-bit"] = {"kind": "specache", "policy": "kivi", "bits": 2, **common}
-    known["kcache"] = {"kind": "specache", "policy": "kcache", "top_k": 128, "resident_layers": 1, **common}
-    known |= {f"specache {bits}-bit": {"kind": "specache", "bits": bits, **common} for bits in widths}
-    return known
+        known["QuantizedCache 2-bit"] = Method("quantized", {"nbits": 2})
+    own: dict[str, dict[str, Any]] = {
+        "kivi 2-bit": {"policy": "kivi", "bits": 2},
+        "kcache": {"policy": "kcache", "top_k": 128, "resident_layers": 1},
+        **{f"specache {bits}-bit": {"bits": bits} for bits in widths},
+    }
+    return known | {
+        name: Method("specache", {**options, "lowering": lowering}) for name, options in own.items()
+    }
 
 
 def context(size: ModelSize, batch: int, kv_len: int, dtype: torch.dtype, device: torch.device) -> list[Any]:
@@ -118,24 +134,25 @@ def context(size: ModelSize, batch: int, kv_len: int, dtype: torch.dtype, device
     ]
 
 
-def open_decoder(model: LlamaForCausalLM, method: dict[str, Any], pairs: list[Any]) -> Decoder:
+def open_decoder(model: LlamaForCausalLM, method: Method, pairs: list[Any]) -> Decoder:
     """A method with its own copy of the context, before its first step."""
-    options = {name: value for name, value in method.items() if name != "kind"}
+    kind, options = method
     model = copy.copy(model)  # the weights are shared, what is compiled is not
-    if method["kind"] == "specache":
+    if kind == "specache":
         model.compile(backend="specache", options=options)
-    elif method["kind"] == "compiled":
+    elif kind == "compiled":
         model.compile()
-    quantized = method["kind"] == "quantized"
-    cache: Cache = QuantizedCache("quanto", model.config, **options) if quantized else DynamicCache()
+    cache: Cache = DynamicCache()
+    if kind == "quantized":
+        cache = QuantizedCache("quanto", model.config, **options)
     for layer, (key, value) in enumerate(pairs):
         cache.update(key.clone(), value.clone(), layer)
     return Decoder(model, cache, pairs[0][0].shape[0])
 
 
-def cache_bytes(decoder: Decoder, method: dict[str, Any]) -> dict[str, Any]:
+def cache_bytes(decoder: Decoder, method: Method) -> dict[str, Any]:
     """What the cache takes and moved; None where a method has no such thing."""
-    if method["kind"] != "specache":
+    if method.kind != "specache":
         return {"device_bytes": sum(map(_layer_bytes, decoder.cache.layers)), **_UNKNOWN}
     seen = stats(decoder.cache)
     return {
@@ -165,7 +182,7 @@ def bench_decode(
     size: ModelSize,
     batch: int,
     kv_len: int,
-    chosen: dict[str, dict[str, Any]],
+    chosen: dict[str, Method],
     dtype: torch.dtype,
     rounds: int,
     steps: int,
@@ -198,6 +215,7 @@ def bench_decode(
         all steps), `hidden_in_trace` (the same, read off the trace of some steps), `operator_calls` a step, and
         `parts_ms` (see `parts_of`). A peer leaves the last seven None.
     """
+    dtype_name = str(dtype).removeprefix("torch.")
     torch.compiler.reset()  # graphs of another batch or model would count against the limits of compiling
     model = size.build(dtype, device)
     pairs = context(size, batch, kv_len, dtype, device)
@@ -223,8 +241,7 @@ def bench_decode(
             on_method(name)
             start = time.perf_counter()
             room = _WARM_UP_STEPS + rounds * steps
-            kind = str(dtype).removeprefix("torch.")
-            others[name] = CpuPeer(name, folder, kind, batch, kv_len, room, torch.get_num_threads())
+            others[name] = CpuPeer(name, folder, dtype_name, batch, kv_len, room, torch.get_num_threads())
             stack.callback(others[name].close)
             others[name].steps(_WARM_UP_STEPS)
             compile_s[name] = time.perf_counter() - start
@@ -238,9 +255,9 @@ def bench_decode(
         else:
             method, step = chosen[name], decoders[name].step
             taken = cache_bytes(decoders[name], method)
-            spans = record_steps(step) if method["kind"] == "specache" else []
+            spans = record_steps(step) if method.kind == "specache" else []
             calls = operator_calls(step)
-            if trace is not None and method.get("policy", "specache") == "specache" and spans:
+            if trace is not None and method.options.get("policy", "specache") == "specache" and spans:
                 write_trace(trace, spans)
                 trace = None
         rows.append(
@@ -260,7 +277,7 @@ def bench_decode(
         "size": asdict(size),
         "batch": batch,
         "kv_len": kv_len,
-        "dtype": str(dtype).removeprefix("torch."),
+        "dtype": dtype_name,
         "bandwidth_gb_s": bandwidth / 1e9,
         "weight_bytes": weights,
         "peers": {name: peer.started["versions"] for name, peer in others.items()},
@@ -268,12 +285,12 @@ def bench_decode(
     }
 
 
-def check_options(chosen: dict[str, dict[str, Any]]) -> None:
+def check_options(chosen: dict[str, Method]) -> None:
     """Refuse bad options before anything is built.
 
     Raises:
         ConfigError: As `SpecacheConfig`.
     """
     for method in chosen.values():
-        if method["kind"] == "specache":
-            SpecacheConfig.from_options({name: value for name, value in method.items() if name != "kind"})
+        if method.kind == "specache":
+            SpecacheConfig.from_options(method.options)

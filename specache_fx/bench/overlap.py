@@ -9,7 +9,7 @@ import torch
 
 from specache_fx.runtime.tracing import Span, recording
 
-TRACED_STEPS = 8
+_TRACED_STEPS = 8
 _PROFILED_STEPS = 4
 
 
@@ -28,10 +28,10 @@ def operator_calls(step: Callable[[], object]) -> float:
     return sum(counts) / _PROFILED_STEPS
 
 
-def record_steps(step: Callable[[], object], steps: int = TRACED_STEPS) -> list[Span]:
+def record_steps(step: Callable[[], object]) -> list[Span]:
     """What a few steps do, and when; see `specache_fx.trace`."""
     with recording() as recorder:
-        for _ in range(steps):
+        for _ in range(_TRACED_STEPS):
             step()
         return recorder.finish()
 

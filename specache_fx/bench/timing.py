@@ -42,20 +42,18 @@ def time_in_turn(
     functions: Mapping[str, Callable[[], object]],
     rounds: int,
     device: torch.device,
-    calls: int = 1,
     on_round: Callable[[], object] = lambda: None,
 ) -> dict[str, Timing]:
-    """Call each function some times in each round, and time every call.
+    """Call each function once in each round, and time every call.
 
     Args:
         functions: By name. They have been called before: nothing is warmed up here.
         rounds: How often all of them have their turn.
         device: Waited for after every call.
-        calls: Calls of one function in a row.
         on_round: Called after each round.
     """
     turns = {name: partial(seconds_of, function, device) for name, function in functions.items()}
-    return take_turns(turns, rounds, calls, on_round)
+    return take_turns(turns, rounds, 1, on_round)
 
 
 Turn = Callable[[int], list[float]]
@@ -63,7 +61,7 @@ Turn = Callable[[int], list[float]]
 
 
 def seconds_of(function: Callable[[], object], device: torch.device, calls: int) -> list[float]:
-    """Seconds of some calls in a row; see `time_in_turn`."""
+    """Seconds of each of some calls in a row."""
     seconds = []
     for _ in range(calls):
         start = time.perf_counter()
@@ -77,7 +75,7 @@ def seconds_of(function: Callable[[], object], device: torch.device, calls: int)
 def take_turns(
     turns: Mapping[str, Turn], rounds: int, calls: int, on_round: Callable[[], object] = lambda: None
 ) -> dict[str, Timing]:
-    """As `time_in_turn`, of what takes its own time."""
+    """As `time_in_turn`, of what takes its own time: `calls` of one in a row."""
     seconds: dict[str, list[float]] = {name: [] for name in turns}
     for _ in range(rounds):
         for name, turn in turns.items():
