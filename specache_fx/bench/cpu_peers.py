@@ -7,14 +7,11 @@ from pathlib import Path
 from specache_fx import worker_process
 from specache_fx.worker_process import WorkerProcess
 
-PEERS = {
-    "OpenVINO, u8 KV": ("openvino", "u8"),
-    "llama.cpp, f16 KV": ("llama.cpp", "f16"),
-}
-"""By name the worker's kind, and the precision of its cache."""
+PEERS = {"OpenVINO, u8 KV": "openvino", "llama.cpp, f16 KV": "llama.cpp"}
+"""By name the worker's kind."""
 
 _WORKER = Path(__file__).with_name("cpu_peers_worker.py")
-_VARIABLE, _FOLDER, _TARGET = "SPECACHE_PEERS_CPU", ".venv-peers-cpu", "peers-cpu"
+_VARIABLE, _FOLDER = "SPECACHE_PEERS_CPU", ".venv-peers-cpu"
 
 
 def find_python() -> str:
@@ -49,9 +46,9 @@ class CpuPeer(WorkerProcess):
     def __init__(
         self, name: str, folder: Path, dtype: str, batch: int, kv_len: int, room: int, threads: int
     ) -> None:
-        kind, kv = PEERS[name]
         numbers = map(str, (batch, kv_len, room, threads))
-        super().__init__(find_python(), _WORKER, [kind, str(folder), dtype, kv, *numbers], _TARGET)
+        arguments = [PEERS[name], str(folder), dtype, *numbers]
+        super().__init__(find_python(), _WORKER, arguments, _FOLDER.removeprefix(".venv-"))
         self.device_bytes: int = self.started["device_bytes"]
 
     def steps(self, count: int) -> list[float]:

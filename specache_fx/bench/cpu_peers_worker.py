@@ -2,7 +2,7 @@
 
 Imports nothing of specache_fx.
 
-    python cpu_peers_worker.py openvino|llama.cpp MODEL_FOLDER float32|bfloat16 KV_PRECISION BATCH KV_LEN ROOM THREADS
+    python cpu_peers_worker.py openvino|llama.cpp MODEL_FOLDER float32|bfloat16 BATCH KV_LEN ROOM THREADS
 
 One JSON object a line. First it says {"ready": true, "versions": {...}, "device_bytes": 123}: the cache holds KV_LEN
 tokens of each sequence. Then each {"steps": n} is answered with {"seconds": [...], "tokens": [[...], ...]}: of each
@@ -28,13 +28,11 @@ _FIRST = 7  # the token that comes first
 
 
 class OpenVino:
-    """A stateful model, exported once into the model's folder. Its cache is filled with random numbers."""
+    """A stateful model, exported once into the model's folder. Its cache, in u8, is filled with random numbers."""
 
     packages = "openvino", "optimum-intel"
 
-    def __init__(
-        self, folder: Path, dtype: str, kv: str, batch: int, kv_len: int, room: int, threads: int
-    ) -> None:
+    def __init__(self, folder: Path, dtype: str, batch: int, kv_len: int, room: int, threads: int) -> None:
         import openvino
 
         exported = folder / "openvino"
@@ -45,7 +43,7 @@ class OpenVino:
             model.save_pretrained(exported)
         settings = {
             "INFERENCE_PRECISION_HINT": {"float32": "f32", "bfloat16": "bf16"}[dtype],
-            "KV_CACHE_PRECISION": kv,
+            "KV_CACHE_PRECISION": "u8",
             "INFERENCE_NUM_THREADS": threads,
             "PERFORMANCE_HINT": "LATENCY",
         }
@@ -61,9 +59,8 @@ class OpenVino:
             heads, dim = state.state.shape[1], state.state.shape[3]
             rows = random.standard_normal((batch, heads, kv_len, dim), dtype=np.float32)
             state.state = openvino.Tensor(rows)
-            scales = 8 if kv in ("u8", "u4") else 0  # of float32 a row: a scale and a zero
-            self.device_bytes += rows.size * {"f32": 32, "bf16": 16, "f16": 16, "u8": 8, "u4": 4}[kv] // 8
-            self.device_bytes += batch * heads * kv_len * scales
+            scales = 8  # bytes a row: a scale and a zero in float32
+            self.device_bytes += rows.size + batch * heads * kv_len * scales
 
     @property
     def tokens(self) -> list[int]:
@@ -87,13 +84,11 @@ class OpenVino:
 
 
 class LlamaCpp:
-    """A GGUF file, written once into the model's folder. Its cache repeats a short prompt, each sequence's own copy."""
+    """A GGUF file, written once into the model's folder. Its cache, in f16, repeats a short prompt."""
 
     packages = ("llama_cpp_python",)
 
-    def __init__(
-        self, folder: Path, dtype: str, kv: str, batch: int, kv_len: int, room: int, threads: int
-    ) -> None:
+    def __init__(self, folder: Path, dtype: str, batch: int, kv_len: int, room: int, threads: int) -> None:
         import llama_cpp
 
         self._api, self._batch, self.kv_len = llama_cpp, batch, kv_len
@@ -110,7 +105,7 @@ class LlamaCpp:
         settings.n_threads = settings.n_threads_batch = threads
         # Without: with it this version takes three times as long at 16,384 tokens on a CPU.
         settings.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED
-        settings.type_k = settings.type_v = {"f16": llama_cpp.GGML_TYPE_F16}[kv]
+        settings.type_k = settings.type_v = llama_cpp.GGML_TYPE_F16
         settings.kv_unified = False
         self._context = llama_cpp.llama_init_from_model(self._model, settings)
         vocab = llama_cpp.llama_model_get_vocab(self._model)
@@ -170,6 +165,13 @@ def repeated(state: bytes, kv_len: int) -> bytearray:
         of each layer the keys' type, bytes a token, and the keys
         of each layer the values' type, bytes an element, the count of channels, and the values
         a count of tokens, 0, of each other stream
+
+    Args:
+        state: Of sequence 0.
+        kv_len: Tokens that it is to have.
+
+    Raises:
+        RuntimeError: If the state has another form.
     """
     at, grown = 0, bytearray()
 
@@ -211,7 +213,13 @@ def repeated(state: bytes, kv_len: int) -> bytearray:
 
 
 def write_gguf(folder: Path, file: Path, dtype: str) -> None:
-    """A Llama of transformers as a GGUF file. llama.cpp wants the halves of a head's rotary channels interleaved."""
+    """Write a Llama of transformers as a GGUF file, where llama.cpp wants a head's rotary halves interleaved.
+
+    Args:
+        folder: Of the model, in safetensors.
+        file: To write.
+        dtype: Of its matrices, "float32" or "bfloat16"; vectors are in float32.
+    """
     import gguf
     import torch
     from safetensors.torch import load_file
@@ -274,7 +282,7 @@ def main() -> None:
     """Answer requests, a line each."""
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # libraries print
-    kind, folder, dtype, kv, *numbers = sys.argv[1:]
+    kind, folder, dtype, *numbers = sys.argv[1:]
     batch, kv_len, room, threads = map(int, numbers)
 
     def say(answer: dict[str, Any]) -> None:
@@ -282,7 +290,7 @@ def main() -> None:
         out.flush()
 
     try:
-        peer = KINDS[kind](Path(folder), dtype, kv, batch, kv_len, room, threads)
+        peer = KINDS[kind](Path(folder), dtype, batch, kv_len, room, threads)
         versions = {name: version(name) for name in peer.packages}
         say({"ready": True, "versions": versions, "device_bytes": peer.device_bytes})
         for line in sys.stdin:
