@@ -6,6 +6,7 @@
 #   make page     docs/results.md from results/
 #   make models   two real models and two texts, for specache-fx eval; ONLY="smollm2 austen" for some
 #   make peers    the environment of the methods that specache-fx eval compares with (kvpress)
+#   make peers-cpu   the environment of OpenVINO and llama.cpp, for specache-fx bench decode --peers
 #   make architectures   the table of all model types; ONLY="llama opt" for some, ARGS=--again for all anew
 
 PYTHON ?= python3

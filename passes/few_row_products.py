@@ -5,7 +5,7 @@
 
 A decode step has a row or two for each sequence and is bound by reading the weights. BLAS takes a few rows for a
 general product, whose packing costs more than the arithmetic, and reads the weight of a single row slower than memory
-gives it: see `runtime/native/graph_ops.py`. Products of the same rows are one call, as far as their weights are
+gives it: see `runtime/csrc/products.cpp`. Products of the same rows are one call, as far as their weights are
 inputs of the graph and nothing is written in place between them.
 
 Tokens that follow a cache may be few, too: a question about a document. Their number is known when the graph runs. So

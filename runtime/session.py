@@ -87,7 +87,7 @@ class Session:
         self._global = [i for i, shape in enumerate(shapes) if shape.window is None]
         # Of these, the ones whose older tokens leave the device: the first `resident_layers` keep all there.
         self._tiered_layers = self._global[config.resident_layers :]
-        self.graph: StepGraph | None = None  # the plain step, captured
+        self.graph: StepGraph | None = None  # replays steps; None where none is captured or noted
         # Lookahead.
         self.speculative_token: torch.Tensor | None = None  # what lane 1 decodes next
         # What it decoded last: a guess at the next output token. None behind a guess that was accepted: no lane ran.

@@ -95,7 +95,7 @@ def _uncollected() -> Iterator[None]:
 
 
 def recorder_of(device: torch.device) -> Recorder | None:
-    """What notes steps on `device`; None where nothing does."""
+    """What captures plain steps on `device`; None off the GPU, where `CpuRecorder` notes steps in C++ alone."""
     return CudaRecorder(device) if device.type == "cuda" else None
 
 

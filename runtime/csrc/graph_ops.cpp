@@ -1,4 +1,4 @@
-// Operators that a graph calls on the CPU without Python between: `specache::products` (see native/graph_ops.py) and
+// Operators that a graph calls on the CPU without Python between: `specache::products` (passes/few_row_products.py) and
 // `specache::layer_step`; `specache::replay` makes the calls of a whole step. And `specache::stage`, the copy of a layer
 // step alone; `specache::following`, of speculative tokens; `specache::row_sums`, of fingerprints.
 #include <torch/csrc/stable/library.h>

@@ -1,5 +1,5 @@
 // A few rows times weights, at the speed at which the weights can be read: decoding is bound by that, and BLAS packs
-// the weight first or takes one row at a time. See graph_ops.py.
+// the weight first or takes one row at a time. See passes/few_row_products.py.
 #include <atomic>
 #include <memory>
 
