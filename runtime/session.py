@@ -146,7 +146,7 @@ class Session:
             self.table.open(kernel, self.quantizer, transfer, config.aggregation)
             of_device = TritonSteps.of(config, kernel, self.quantizer, transfer, self.device)
             self.steps = self.table if self.table.serves else of_device
-        if not config.cuda_graphs:
+        if not config.replay:
             return
         if self.steps is self.table:
             self.graph = StepGraph(CpuRecorder())

@@ -191,7 +191,7 @@ class StepGraph:
             warn_once(
                 _log,
                 f"This model's decode step can't be captured as a CUDA graph, and runs launch by launch: {error}."
-                " cuda_graphs=False captures none, and says nothing.",
+                " replay=False captures none, and says nothing.",
             )
             steps.restart()
             return compiled(*inputs, state)

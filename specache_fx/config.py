@@ -19,6 +19,7 @@ OnMiss = Literal["recover", "keep", "refetch"]
 HitTracking = bool | Literal["steps"]
 
 BITS = (1, 2, 4, 8, 16)
+_RENAMED = {"cuda_graphs": "replay"}  # options of earlier versions
 _OF_POLICY: Any = None  # a default that the policy decides; no value of a config that is made
 
 
@@ -111,11 +112,11 @@ class SpecacheConfig:
             out, and graphs that are left alone; "eager" compiles nothing.
         compile_prefill: Have Inductor compile all prompts and further turns. They are a little faster then: 7.1 s and
             not 7.5 for 4,096 tokens of SmolLM2's shape. Each new kind of them compiles first, half a minute there.
-        cuda_graphs: "auto" (the default) captures the decode step and replays it; False never does. On the CPU it is a
-            list of C++ calls, where Inductor made the graph and each layer's step is C++. On a GPU it is a CUDA graph:
-            steps in which a group fills, a mask moves or something is traced run launch by launch in between. So
-            do all steps of latent attention, of layers that attentions share, and with `host="disk"`. Where Triton's
-            kernels don't run all of a step, it is captured once half of the memory that is reserved for tokens is used.
+        replay: True (the default) captures the decode step and replays it; False never does. On the CPU it is a list
+            of C++ calls, where Inductor made the graph and each layer's step is C++. On a GPU it is a CUDA graph: steps
+            in which a group fills, a mask moves or something is traced run launch by launch in between. So do all steps
+            of latent attention, of layers that attentions share, and with `host="disk"`. Where Triton's kernels don't
+            run all of a step, it is captured once half of the memory that is reserved for tokens is used.
         strict: Raise where an attention can't be rewritten, instead of leaving it alone with a warning.
         track_hit_rates: Measure `topk_hit_rate` and `attention_hit_rate` (one more top-k a layer and step, without a
             sort); "steps" keeps them for each step too (`SessionStats.hit_series`, 48 bytes a step).
@@ -143,7 +144,7 @@ class SpecacheConfig:
     kernel: str = "auto"
     lowering: Lowering = "inductor"
     compile_prefill: bool = False
-    cuda_graphs: Literal["auto", False] = "auto"
+    replay: bool = True
     strict: bool = False
     track_hit_rates: HitTracking = True
 
@@ -176,15 +177,13 @@ class SpecacheConfig:
                 f"sink_tokens={self.sink_tokens} contradicts policy={self.policy!r}: its keys are exact for all tokens,"
                 " and the values of the first ones are fetched where they weigh most. Leave sink_tokens out."
             )
-        for name in ("strict", "compile_prefill", "accept_guesses"):
+        for name in ("strict", "compile_prefill", "accept_guesses", "replay"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name}={getattr(self, name)!r}: give True or False.")
         if self.compile_prefill and self.lowering == "eager":
             raise ConfigError('compile_prefill=True contradicts lowering="eager": leave one of them out.')
         if not isinstance(self.track_hit_rates, bool) and self.track_hit_rates != "steps":
             raise ConfigError(f'track_hit_rates={self.track_hit_rates!r}: give True, False or "steps".')
-        if self.cuda_graphs is not False and self.cuda_graphs != "auto":
-            raise ConfigError(f'cuda_graphs={self.cuda_graphs!r}: give "auto" or False.')
         for name in ("quantizer", "selector", "kernel"):
             if not isinstance(getattr(self, name), str):
                 raise ConfigError(f"{name}={getattr(self, name)!r}: give a name (a string).")
@@ -259,8 +258,9 @@ class SpecacheConfig:
         valid = [field.name for field in fields(cls)]
         unknown = [name for name in options if name not in valid]
         if unknown:
-            close = difflib.get_close_matches(str(unknown[0]), valid, n=1)
-            hint = f" Did you mean {close[0]!r}?" if close else ""
+            name = str(unknown[0])
+            close = _RENAMED.get(name) or next(iter(difflib.get_close_matches(name, valid, n=1)), None)
+            hint = f" Did you mean {close!r}?" if close else ""
             raise ConfigError(
                 f"Unknown option{'s' if len(unknown) > 1 else ''} {', '.join(map(repr, unknown))}.{hint}"
                 f" Valid options: {', '.join(valid)}."

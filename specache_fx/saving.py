@@ -21,7 +21,7 @@ from specache_fx.runtime.snapshot import SessionHeader, snapshot
 from specache_fx.tensor_file import write
 
 FILE = "cache.safetensors"
-FORMAT = 2  # counts up when older versions can't read what is written, or newer ones what was
+FORMAT = 3  # counts up when older versions can't read what is written, or newer ones what was
 
 
 def save(past_key_values: Any, folder: str | Path, *, input_ids: torch.Tensor | None = None) -> None:

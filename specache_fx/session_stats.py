@@ -49,7 +49,7 @@ class SessionStats:
         full_bytes: Bytes that the whole cache would take on the device in the model's dtype.
         kv_len: Tokens held.
         steps: Decode steps so far.
-        replayed_steps: Replays of a captured step (`cuda_graphs`), of pre-decode and refetches too; of several sessions
+        replayed_steps: Replays of a captured step (`replay`), of pre-decode and refetches too; of several sessions
             the fewest.
         refetched_steps: Steps whose pairs were chosen anew, which costs a forward pass each (`on_miss="refetch"`).
         accepted_steps: Steps whose token had been speculated, and computed by then (`accept_guesses`).

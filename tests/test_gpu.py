@@ -55,7 +55,7 @@ def test_tokens_of_beams_equal_the_plain_models():
 
 @pytest.mark.parametrize("lowering", ["eager", "inductor"])
 def test_captured_steps_give_the_tokens_of_those_that_run_launch_by_launch(lowering):
-    _, compiled = on_gpu(bits=2, lowering=lowering, cuda_graphs=False)
+    _, compiled = on_gpu(bits=2, lowering=lowering, replay=False)
     ran = generate(compiled, prompt(), 80)
     torch.compiler.reset()
     _, compiled = on_gpu(bits=2, lowering=lowering)

@@ -325,10 +325,15 @@ def test_refetch_without_a_speculative_token_is_refused(options: dict[str, Any],
         ({"on_miss": "retry"}, "on_miss='retry' is not valid: choose one of 'recover', 'keep', 'refetch'"),
         ({"aggregation": "sum"}, "aggregation='sum' is not valid: choose one of 'mean', 'max'"),
         ({"track_hit_rates": "step"}, "track_hit_rates='step': give True, False or \"steps\""),
-        ({"cuda_graphs": True}, 'cuda_graphs=True: give "auto" or False'),
+        ({"replay": "auto"}, "replay='auto': give True or False"),
         ({"track_hit_rates": 1}, "track_hit_rates=1: give True"),
     ],
 )
 def test_unknown_values_are_refused(options: dict[str, Any], words: str) -> None:
     with pytest.raises(specache_fx.ConfigError, match=words):
         SpecacheConfig(**options)
+
+
+def test_an_option_of_an_earlier_version_is_named_as_it_is_called_now() -> None:
+    with pytest.raises(specache_fx.ConfigError, match="Did you mean 'replay'"):
+        SpecacheConfig.from_options({"cuda_graphs": False})

@@ -80,7 +80,7 @@ def history(decoder: nn.Module, padding: int) -> dict[str, Any]:
     ids=["recover", "weights in int8", "refetch, padded"],
 )
 def test_replayed_steps_give_the_bits_of_those_that_ran(options: dict[str, Any], padding: int) -> None:
-    replayed, ran = history(model(**options), padding), history(model(**options, cuda_graphs=False), padding)
+    replayed, ran = history(model(**options), padding), history(model(**options, replay=False), padding)
     assert replayed.pop("replayed") > STEPS and ran.pop("replayed") == 0
     for name, value in ran.items():
         same = torch.equal(value, replayed[name]) if torch.is_tensor(value) else value == replayed[name]
@@ -97,7 +97,7 @@ def test_a_weight_elsewhere_and_other_threads() -> None:
     projection.weight.data = projection.weight.data * 2
     changed, cache = decode(decoder, cache, 6)
     assert specache_fx.stats(cache).replayed_steps == was + 5  # one ran, one was recorded
-    other = model(cuda_graphs=False)
+    other = model(replay=False)
     with torch.no_grad():
         plain = other(tokens(21), use_cache=True).past_key_values
     _, plain = decode(other, plain, 6)
@@ -122,8 +122,8 @@ def test_a_weight_elsewhere_and_other_threads() -> None:
 @pytest.mark.parametrize("kind", nightly_unless("expanded".__eq__, ["expanded", "with gaps"]))
 def test_inputs_that_are_expanded_or_have_gaps(kind: str) -> None:
     logits = []
-    for captures in ("auto", False):
-        decoder = model(policy="kivi", cuda_graphs=captures)
+    for replay in (True, False):
+        decoder = model(policy="kivi", replay=replay)
         with torch.no_grad():
             cache = decoder(tokens(21), use_cache=True).past_key_values
             wide = tokens(40)
@@ -133,7 +133,7 @@ def test_inputs_that_are_expanded_or_have_gaps(kind: str) -> None:
                 cache = out.past_key_values
                 logits.append(out.logits)
         replayed = specache_fx.stats(cache).replayed_steps
-        assert (replayed > 0) == (captures == "auto" and kind == "with gaps")
+        assert (replayed > 0) == (replay and kind == "with gaps")
     assert all(map(torch.equal, logits[:12], logits[12:]))
 
 

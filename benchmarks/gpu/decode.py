@@ -24,10 +24,10 @@ def graphs(run: Run, found: dict[str, Any]) -> None:
     """A step captured in a CUDA graph, and not."""
     shape, tokens = _shape(run, 32), 200 if run.quick else 8192
     found |= {"model": shape.name, "layers": shape.num_layers, "batch": 1, "context": tokens}
-    for on in (False, "auto"):
+    for on in (False, True):
         entry: dict[str, Any] = {}
         found["on" if on else "off"] = entry
-        options = {"bits": 2, "cuda_graphs": on}
+        options = {"bits": 2, "replay": on}
         run.attempt(entry, lambda options=options, entry=entry: generated(run, shape, options, tokens, entry))  # type: ignore[misc]
 
 
