@@ -31,7 +31,7 @@ DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 SOURCES = Path(__file__).parent / "csrc"
 
-LIBRARIES = {"attention": False, "codes": False, "rows": False, "graph_ops": True}
+LIBRARIES = {"attention": False, "codes": False, "selection": False, "graph_ops": True}
 """This package's, and whether each includes headers of torch."""
 
 _FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-fopenmp", "-fwrapv", "-Wno-psabi")

@@ -16,14 +16,13 @@ from typing import ClassVar
 import torch
 
 from specache_fx.errors import HostMemoryError
-from specache_fx.runtime import native
 from specache_fx.runtime.kernels import Kernel
 from specache_fx.runtime.kernels.cpu import CpuKernel
 from specache_fx.runtime.kernels.cpu.abi import Addresses, InputsC
 from specache_fx.runtime.kernels.cpu.arguments import describe_bias, describe_cache
 from specache_fx.runtime.layer_state import LayerState
 from specache_fx.runtime.layout import LayerTensors
-from specache_fx.runtime.native import graph_ops
+from specache_fx.runtime.native import graph_ops, selection
 from specache_fx.runtime.quant import Quantizer
 from specache_fx.runtime.tracing import add_span, is_recording
 from specache_fx.runtime.transfer import CpuTransfer, Transfer
@@ -120,7 +119,7 @@ class StepTable:
             return
         if transfer is not None and not isinstance(transfer, CpuTransfer):
             return
-        functions, library = native.addresses(), graph_ops.load()
+        functions, library = selection.addresses(), graph_ops.load()
         if functions is None or library is None:
             return
         assert library.specache_session_size() == ctypes.sizeof(SessionC)

@@ -18,8 +18,8 @@ from transformers import (
 )
 
 import specache_fx
-from specache_fx.runtime import native
 from specache_fx.runtime import session as sessions
+from specache_fx.runtime.native import selection
 from specache_fx.runtime.transfer import KernelTransfer
 from specache_fx.runtime.triton_steps import TritonSteps
 
@@ -71,7 +71,7 @@ def decode(
     monkeypatch.setattr(sessions, "recorder_of", lambda device: recorder)
     # As on a GPU: kernels copy, whichever attends, and nothing is C++.
     monkeypatch.setattr(sessions, "choose_transfer", lambda *given, **_: KernelTransfer(*given))
-    monkeypatch.setattr(native, "load", lambda: None)
+    monkeypatch.setattr(selection, "load", lambda: None)
     plain = model(windows)
     compiled = specache_fx.compile(plain, **(USUAL | options))
     ids = torch.randint(1, VOCAB, (batch, 21), generator=torch.Generator().manual_seed(1))

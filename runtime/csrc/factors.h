@@ -6,7 +6,7 @@
 #pragma once
 
 #include "head.h"
-#include "products.h"
+#include "code_products.h"
 
 namespace specache {
 

@@ -3,7 +3,7 @@
 #include <atomic>
 #include <memory>
 
-#include "tiles.h"
+#include "amx.h"
 #include "vec.h"
 
 extern "C" {

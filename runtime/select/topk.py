@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 import torch
 
-from specache_fx.runtime import native, triton_ops
+from specache_fx.runtime import triton_ops
+from specache_fx.runtime.native import selection
 
 MOST_IN_A_KERNEL = 512  # pairs that Triton's selection chooses at most
 
@@ -33,8 +34,8 @@ def select_topk(scores: torch.Tensor, top_k: int) -> torch.Tensor:
         from specache_fx.runtime.select import triton_topk
 
         return triton_topk.select_topk(scores, top_k)
-    if scores.device.type == "cpu" and (library := native.load()) is not None:
-        return native.select_topk(library, scores, top_k)
+    if scores.device.type == "cpu" and (library := selection.load()) is not None:
+        return selection.select_topk(library, scores, top_k)
     return sorted_topk(scores, top_k)
 
 
@@ -99,8 +100,8 @@ def count_overlap(scores: torch.Tensor, top_k: int, positions: torch.Tensor, cou
         from specache_fx.runtime.select import triton_topk
 
         triton_topk.count_overlap(scores, top_k, positions, counts)
-    elif scores.device.type == "cpu" and (library := native.load()) is not None:
-        native.count_overlap(library, scores, top_k, positions, counts)
+    elif scores.device.type == "cpu" and (library := selection.load()) is not None:
+        selection.count_overlap(library, scores, top_k, positions, counts)
     else:
         found = topk_overlap(scores, top_k, positions)
         counts += torch.stack([count.to(torch.float64) for count in found], dim=1)

@@ -10,7 +10,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from specache_fx.config import Aggregation
-from specache_fx.runtime import cpp_build, native
+from specache_fx.runtime import cpp_build
+from specache_fx.runtime.native import selection
 from specache_fx.runtime.select import AGGREGATIONS, SELECTORS, count_overlap, select_topk, topk_overlap
 from specache_fx.runtime.select.topk import sorted_topk
 
@@ -68,7 +69,7 @@ def test_rows_are_shared_out_among_threads(threads):
 
 @pytest.mark.skipif(cpp_build.find_compiler() is None, reason="no C++ compiler")
 def test_selection_on_the_cpu_is_in_cpp_where_it_can_be_built():
-    assert native.load() is not None
+    assert selection.load() is not None
 
 
 def test_selection_takes_a_slice_of_more_tokens():
