@@ -104,7 +104,7 @@ def _generated(compiled: Callable[..., Any]) -> FunctionType:
             waiting += getattr(at, "__dict__", {}).values()
     functions = [getattr(each, "__func__", each) for each in found]
     if len(functions) != 1 or not isinstance(functions[0], FunctionType):
-        raise NotKnownError("what is none of its functions")
+        raise NotKnownError("a graph without one function of Inductor's")
     return functions[0]
 
 
@@ -147,7 +147,7 @@ class Observed(TorchDispatchMode):
         watched: dict[str, Any] = {}
         code, names = function.__code__, function.__globals__
         if any(hasattr(part, "co_code") for part in code.co_consts):
-            raise NotKnownError("a function in a function")
+            raise NotKnownError("nested functions")
         for name in code.co_names:
             value: Any = names.get(name)
             if isinstance(value, BuiltinFunctionType) and value.__name__ == "kernel":
@@ -223,7 +223,7 @@ class Observed(TorchDispatchMode):
             NotKnownError: If they can't all be noted, or the function did not run.
         """
         if not self._kernels or self._launched != self._kernels:
-            self._miss("a function that did not run")
+            self._miss("a kernel that did not run")
         if self.missed is not None:
             raise NotKnownError(self.missed)
         kept = {_storage(x) for x in results if isinstance(x, torch.Tensor)}
@@ -247,7 +247,7 @@ class Observed(TorchDispatchMode):
         tape = Tape(arena, results)
         for note, args in self._calls:
             if note(tape.address, *tree_map_only(torch.Tensor, moved, args)) is False:
-                raise NotKnownError("a kernel of so many arguments")
+                raise NotKnownError("a kernel with more than 96 arguments")  # kMostArguments of tape.h
         return tape.replay
 
 
