@@ -164,10 +164,10 @@ def build_ahead() -> None:
     """
     if find_compiler() is not None:
         for name in LIBRARIES:
-            threading.Thread(target=_build, args=(name,), name=f"build {name}", daemon=True).start()
+            threading.Thread(target=_ensure_built, args=(name,), name=f"build {name}", daemon=True).start()
 
 
-def _build(name: str) -> None:
+def _ensure_built(name: str) -> None:
     for instruction_set in usable_instruction_sets():
         try:
             build = _Build.of(name, SOURCES, instruction_set, LIBRARIES[name])

@@ -185,7 +185,7 @@ class StepGraph:
             return results
 
         try:
-            self._results, self._replay = self._recorder.record(run, compiled)
+            results, replay = self._recorder.record(run, compiled)
         except NotCapturedError as error:
             self._recorder = None
             warn_once(
@@ -195,12 +195,13 @@ class StepGraph:
             )
             steps.restart()
             return compiled(*inputs, state)
-        if self._replay is None:
-            self._recorder, results, self._results = None, self._results, ()
+        if replay is None:
+            self._recorder = None
             return results
         self._key, self._inputs = key, [kept[i] for i in moving]
+        self._results, self._replay = results, replay
         self.replays += 1
-        return _own(self._results)
+        return _own(results)
 
     def _drop(self) -> None:
         self._key, self._replay, self._inputs, self._results = None, None, [], ()

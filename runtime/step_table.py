@@ -41,11 +41,8 @@ class SessionC(ctypes.Structure):
     """`SpecacheSession` of layer_step.h."""
 
     _fields_ = (
-        *((name, _i64) for name in ("number", "num_selectable")),
-        *(
-            (name, _i64)
-            for name in ("scored_lanes", "threads", "predecodes", "written", "stages", "is_timed")
-        ),
+        *((name, _i64) for name in ("number", "num_selectable", "scored_lanes", "threads")),
+        *((name, _i64) for name in ("predecodes", "written", "stages", "is_timed")),
         *((name, _address) for name in ("scores", "key_mask", "shares", "missed", "counts")),
         *((name, _address) for name in ("attention", "topk", "overlap")),
         *((name, _i64) for name in ("failed", "fetched_rows", "fetched_bytes", "kept_rows", "kept_bytes")),
