@@ -94,7 +94,7 @@ def _converts(node: Any) -> TypeGuard[Node]:
 
 
 def _viewed(node: Node) -> Node:
-    """What a chain of views of one order of elements shows: each product of a model has a view of its own."""
+    """The tensor below a chain of views that keep the elements' order."""
     while node.target in _VIEWS:
         source = node.args[0]
         assert isinstance(source, Node)
@@ -103,7 +103,7 @@ def _viewed(node: Node) -> Node:
 
 
 def _fits(node: Node, phase: Phase) -> bool:
-    """Whether the operator computes a product: of how many rows it doesn't know in a graph of several tokens."""
+    """Whether the operator computes a product. In an extend graph the number of rows is unknown."""
     rows, weight, bias = _operands(node)
     if node.kwargs or not isinstance(rows, Node) or not isinstance(weight, Node):
         return False

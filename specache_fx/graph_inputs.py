@@ -49,10 +49,14 @@ class GraphInputs:
         """The graph's inputs.
 
         Args:
-            args: Dynamo's.
-            speculative: Lane 1's token.
-            lanes: How many there are.
+            args: Dynamo's, of lane 0.
+            speculative: Lane 1's token, of the shape of lane 0's, `[batch, 1]`; None with one lane.
+            lanes: 1 or 2.
             ahead: Tokens from lane 0 to lane 1.
+
+        Returns:
+            In the graph's order. Those that differ by lane are `[2, ...]` with two lanes: the token, and results of the
+            prelude.
         """
         prelude = self._state.prelude
         boundary = prelude(args, 0) if prelude is not None else ()

@@ -214,6 +214,10 @@ def bench_decode(
         `copy_ms` (of copies in a step), `hidden_share` (of copy time, the share that overlapped compute, as counted in
         all steps), `hidden_in_trace` (the same, read off the trace of some steps), `operator_calls` a step, and
         `parts_ms` (see `parts_of`). A peer leaves the last seven None.
+
+    Raises:
+        ConfigError: If options contradict each other, or the peers' environment is missing.
+        WorkerError: If a peer fails.
     """
     dtype_name = str(dtype).removeprefix("torch.")
     torch.compiler.reset()  # graphs of another batch or model would count against the limits of compiling
