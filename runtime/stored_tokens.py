@@ -62,7 +62,7 @@ class StoredTokens:
         Returns:
             Whether a tensor is new: nothing that was prepared reads it.
         """
-        from specache_fx.runtime.kernels.triton_lengths import tell_lengths
+        from specache_fx.runtime.kernels.triton_form import tell_lengths
 
         num_selectable = 0 if cache.is_exact else facts.num_selectable
         with triton_ops.on(self._device):

@@ -20,6 +20,7 @@ import triton.language as tl
 
 from specache_fx.runtime.kernels.triton_configs import LENGTHS, TUNED_BY, decode_configs, fitting
 from specache_fx.runtime.kernels.triton_form import (
+    LOG2E,
     code_stretch,
     first_slots,
     formed_scores,
@@ -40,8 +41,6 @@ from specache_fx.runtime.kernels.triton_tiles import (
     rounded,
     step,
 )
-
-LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit

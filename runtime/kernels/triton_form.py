@@ -1,9 +1,11 @@
-"""What Triton's decode kernels do to products before the softmax, and which queries a tile holds."""
+"""What Triton's decode kernels share: lengths, the queries of a tile, products before the softmax."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
@@ -40,6 +42,18 @@ def query_tile(
     where = at[None, :] * DIM + channel[:, None]
     q = tl.load(query + where, mask=ok[None, :] & channel_ok[:, None], other=0).to(DOT)
     return tl.broadcast_to(q[None], [PARTS, channel.shape[0], lane.shape[0]])
+
+
+@triton.jit(do_not_specialize=["num_quantized", "window_len", "num_selectable"])
+def tell_lengths(lengths, num_quantized, window_len, num_selectable):
+    """Tell the device how long a cache is: no copy from the host, and nothing that waits.
+
+    Write int32 `[3]`: tokens in codes, rows of the window, tokens that may be selected.
+    """
+    one = tl.arange(0, 1)
+    tl.store(lengths + one, num_quantized)
+    tl.store(lengths + 1 + one, window_len)
+    tl.store(lengths + 2 + one, num_selectable)
 
 
 @triton.jit

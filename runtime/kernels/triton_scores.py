@@ -18,6 +18,7 @@ import triton.language as tl
 
 from specache_fx.runtime.kernels.triton_configs import LENGTHS, TUNED_BY, fitting, score_configs
 from specache_fx.runtime.kernels.triton_form import (
+    LOG2E,
     code_stretch,
     first_slots,
     formed_scores,
@@ -29,8 +30,6 @@ from specache_fx.runtime.kernels.triton_form import (
 from specache_fx.runtime.kernels.triton_products import key_operands, key_products
 from specache_fx.runtime.kernels.triton_rows import ROWS, row_positions, row_tile
 from specache_fx.runtime.kernels.triton_tiles import channels, code_rows
-
-LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit

@@ -21,7 +21,6 @@ from torch.torch_version import TorchVersion
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 KERNEL_MODULES = (
-    "specache_fx.runtime.kernels.triton_lengths",
     "specache_fx.runtime.kernels.triton_merge",
     "specache_fx.runtime.kernels.triton_scores",
     "specache_fx.runtime.kernels.triton_decode",
