@@ -3,21 +3,10 @@
 
 #include <immintrin.h>
 
-#include <cstdint>
-
 namespace specache {
 
-constexpr int kLanes = 8;  // 32-bit lanes of a vector
 constexpr int kTileRows = 4;  // rows of sums that registers have room for, two vectors each
 
-// Where words go that are made of the i-th 16 bytes of rows which lie one behind the other.
-template <int ROW_BYTES>
-constexpr int64_t offset_of_16(int64_t i, int64_t width) {
-  return 16 * i / ROW_BYTES * width + 16 * i % ROW_BYTES;
-}
-
-typedef float Floats __attribute__((vector_size(4 * kLanes)));
-typedef int32_t Ints __attribute__((vector_size(4 * kLanes)));
 typedef __m256i Sums;
 
 // Products of a code up to `max_code` and a factor in [-128, 127] that a 16-bit lane of `Sums` holds for sure.

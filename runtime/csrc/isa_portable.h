@@ -1,16 +1,10 @@
 // Integer products for any machine: vectors of 16 bytes, which the compiler maps to what there is (SSE2, NEON).
 #pragma once
 
-#include <cstdint>
-#include <cstring>
-
 namespace specache {
 
-constexpr int kLanes = 4;  // 32-bit lanes of a vector
 constexpr int kTileRows = 4;  // rows of sums that registers have room for, two vectors each
 
-typedef float Floats __attribute__((vector_size(4 * kLanes)));
-typedef int32_t Ints __attribute__((vector_size(4 * kLanes)));
 typedef int16_t Shorts __attribute__((vector_size(4 * kLanes)));
 typedef uint16_t Halves __attribute__((vector_size(4 * kLanes)));
 typedef Shorts Sums;

@@ -63,8 +63,12 @@ namespace specache {
 using torch::headeronly::ScalarType;
 
 inline int64_t dtype_of(const Tensor& x) {
-  const ScalarType type = x.scalar_type();
-  return type == ScalarType::Float ? 0 : type == ScalarType::BFloat16 ? 1 : type == ScalarType::Half ? 2 : -1;
+  switch (x.scalar_type()) {
+    case ScalarType::Float: return kFloat32;
+    case ScalarType::BFloat16: return kBFloat16;
+    case ScalarType::Half: return kFloat16;
+    default: return -1;  // of no cache
+  }
 }
 
 // The rows one behind the other: parts of a fused projection lie apart.
@@ -72,7 +76,7 @@ inline Tensor packed(const Tensor& x) {
   if (x.is_contiguous()) return x;
   if (x.stride(4) != 1) return torch::stable::contiguous(x);
   const int64_t sizes[] = {x.size(0), x.size(1), x.size(2), 1, x.size(4)};
-  const int64_t size = dtype_of(x) == 0 ? 4 : 2, row = sizes[4] * size;
+  const int64_t size = bytes_of(dtype_of(x)), row = sizes[4] * size;
   Tensor out = empty(sizes, x);
   char* to = static_cast<char*>(out.data_ptr());
   const char* const from = static_cast<const char*>(x.data_ptr());

@@ -5,12 +5,32 @@
 #include <cstring>
 
 #if defined(SPECACHE_AVX512)
-#include "isa_avx512.h"
+#define SPECACHE_LANES 16
+#define SPECACHE_ISA "isa_avx512.h"
 #elif defined(SPECACHE_AVX2)
-#include "isa_avx2.h"
+#define SPECACHE_LANES 8
+#define SPECACHE_ISA "isa_avx2.h"
 #else
-#include "isa_portable.h"
+#define SPECACHE_LANES 4
+#define SPECACHE_ISA "isa_portable.h"
 #endif
+
+namespace specache {
+
+constexpr int kLanes = SPECACHE_LANES;  // 32-bit lanes of a vector
+
+typedef float Floats __attribute__((vector_size(4 * kLanes)));
+typedef int32_t Ints __attribute__((vector_size(4 * kLanes)));
+
+// Where words go that are made of the i-th 16 bytes of rows which lie one behind the other.
+template <int ROW_BYTES>
+constexpr int64_t offset_of_16(int64_t i, int64_t width) {
+  return 16 * i / ROW_BYTES * width + 16 * i % ROW_BYTES;
+}
+
+}  // namespace specache
+
+#include SPECACHE_ISA  // needs the above
 
 namespace specache {
 
