@@ -112,6 +112,7 @@ def _fits(node: Node, phase: Phase) -> bool:
         return False
     if not w.is_contiguous():
         return False
+    # Of more rows the operator would convert weights in int8 no faster than the graph does.
     few = w.dtype == x.dtype if phase is Phase.EXTEND else 0 < x.shape[0] <= MAX_ROWS
     # With a bias, bfloat16 would be rounded twice.
     return bool(few) and w.shape[1] > 0 and not (bias is not None and x.dtype is torch.bfloat16)

@@ -66,9 +66,9 @@ std::vector<Tensor> products(Tensor rows, std::vector<Tensor> weights) {
   results.reserve(weights.size());
   const int64_t num_rows = rows.numel() / rows.size(-1);
   if (num_rows < 1 || num_rows > kMaxRows) {
+    STD_TORCH_CHECK(!are_int8(weights), "specache::products: weights in int8 take 1 to ", kMaxRows, " rows, not ", num_rows);
     for (const Tensor& weight : weights)
-      results.push_back(torch::stable::matmul(
-          rows, torch::stable::transpose(torch::stable::to(weight, rows.scalar_type()), 0, 1)));
+      results.push_back(torch::stable::matmul(rows, torch::stable::transpose(weight, 0, 1)));
     return results;
   }
   const Tensor packed = rows.is_contiguous() ? rows : torch::stable::contiguous(rows);

@@ -85,7 +85,7 @@ def test_large_weights_are_shared_out_among_threads(width: int, count: int, dtyp
 
 
 @pytest.mark.parametrize("dtype", products.DTYPES)
-@pytest.mark.parametrize("count", [1, 2, products.MAX_ROWS + 1])
+@pytest.mark.parametrize("count", [1, 2, products.MAX_ROWS])
 def test_int8_weights_in_an_operator(count: int, dtype: torch.dtype) -> None:
     rows = torch.randn(count, 40).to(dtype)
     weights = [torch.randint(-128, 128, (n, 40)).to(torch.int8) for n in (7, 64)]
@@ -138,6 +138,8 @@ torch.testing.assert_close(multiply(rows, weights), by_blas)
         (torch.ones(2, 4), torch.ones(4, 3).t(), "contiguous"),
         (torch.ones(2, 4, dtype=torch.float64), torch.ones(3, 4, dtype=torch.int8), "neither float32"),
         (torch.ones(2, 4), torch.ones(3, 4, dtype=torch.bfloat16), "dtype of the rows"),
+        (torch.ones(33, 4), torch.ones(3, 4, dtype=torch.int8), "int8 take 1 to 32 rows, not 33"),
+        (torch.ones(0, 4), torch.ones(3, 4, dtype=torch.int8), "int8 take 1 to 32 rows, not 0"),
     ],
 )
 def test_what_cpp_does_not_multiply_is_refused(rows: Tensor, weight: Tensor, message: str) -> None:
