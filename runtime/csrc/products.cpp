@@ -51,8 +51,8 @@ struct Widened : Float32 {
   static float product(uint16_t weight, float row) { return bits_to_float(uint32_t{weight} << 16) * row; }
 };
 
-// Weights in int8, without their scales; rows in float32, or widened to it. The results' dtype is a
-// constant: asked for at each store, it takes 1% of products of 1,024 elements, and 7% of those of 64.
+// Weights in int8, without their scales; rows in float32, or widened to it. The results' dtype is a constant: asked
+// for at each store, it takes 1% of products of 1,024 elements, and 7% of those of 64.
 template <Dtype RESULT>
 struct Int8 : Float32 {
   typedef int8_t Weight;
