@@ -37,15 +37,18 @@ def register_batching_rules() -> None:
 
 
 def fill_where_masked(graph: Graph) -> None:
-    """Write `index_put(x, [mask], number)` as `masked_fill`: the same, and vmap has no rule for the first."""
-    for node in graph.nodes:
+    """Write `index_put(x, [mask], number)` as `where`: the same, and vmap has no rule for the first."""
+    for node in list(graph.nodes):
         if node.target is not torch.ops.aten.index_put.default or len(node.args) != 3:
             continue
         written, (mask, *more), number = node.args
         value = value_of(mask) if isinstance(mask, Node) else None
-        boolean = isinstance(value, Tensor) and value.dtype == torch.bool
-        if boolean and not more and shape_of(mask) == shape_of(written) and shape_of(number) == ():
-            node.target, node.args = torch.ops.aten.masked_fill.Tensor, (written, mask, number)
+        if more or not isinstance(value, Tensor) or value.dtype != torch.bool or shape_of(number) != ():
+            continue
+        with graph.inserting_before(node):
+            for _ in range(len(shape_of(written) or ()) - value.dim()):  # it hides whole rows
+                mask = graph.call_function(torch.ops.aten.unsqueeze.default, (mask, -1))
+        node.target, node.args = torch.ops.aten.where.self, (mask, number, written)
 
 
 @cache

@@ -28,6 +28,7 @@ from torch.fx.traceback import preserve_node_meta
 
 from specache_fx.passes.base import PassState
 from specache_fx.passes.batching_rules import fill_where_masked, register_batching_rules
+from specache_fx.passes.collectives import register_collectives
 from specache_fx.passes.graph_edit import finish, make_module
 from specache_fx.passes.graph_utils import placeholders
 from specache_fx.passes.normalize_attention import SDPA
@@ -70,6 +71,7 @@ def duplicate_query(gm: GraphModule, state: PassState, inputs: Sequence[Any], la
     function = one_lane
     if lanes > 1:
         register_batching_rules()
+        register_collectives()
         fill_where_masked(gm.graph)
         in_dims = tuple(0 if on_lanes[i] else None for i in tensors)
         function = torch.vmap(one_lane, in_dims=in_dims, randomness="different")

@@ -9,6 +9,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from specache_fx.passes.base import AttentionSite, LeaveAlone, PassState
+from specache_fx.passes.collectives import full_rows
 from specache_fx.passes.graph_slices import ancestors, extract, mutated_inputs
 from specache_fx.passes.graph_utils import (
     is_integer,
@@ -24,6 +25,7 @@ from specache_fx.passes.graph_utils import (
 from specache_fx.passes.sources import Sources
 
 _SAME_TOKENS = {"reshape", "unsqueeze", "squeeze", "_to_copy", "clone", "index_put", "masked_fill", "where"}
+_SAME_TOKENS |= {"sub"}  # where a shard of a table begins
 
 
 def _is_integer_tensor(node: Node) -> bool:
@@ -43,7 +45,10 @@ def _is_mask(node: Node, shape: tuple[Any, ...], past_len: Any) -> bool:
 
 
 def find_token(graph: Graph) -> tuple[Node | None, int | None]:
-    """The integer input that indexes an embedding whose table has a row per logit, and the table's rows."""
+    """The integer input that indexes an embedding whose table has a row per logit, and the table's rows.
+
+    Where processes share a table, that is the whole table.
+    """
     shapes = [shape_of(out) for out in output_node(graph).all_input_nodes]
     last_dims = {shape[-1] for shape in shapes if shape and isinstance(shape[-1], int)}
     found: list[tuple[bool, Node, int]] = []
@@ -60,7 +65,8 @@ def find_token(graph: Graph) -> tuple[Node | None, int | None]:
                 if target_name(user) == "embedding" and user.args[1] is node:
                     table = shape_of(user.args[0])
                     assert table is not None
-                    found.append((table[0] in last_dims, start, int(table[0])))
+                    rows = full_rows(user, int(table[0]), last_dims)
+                    found.append((rows in last_dims, start, rows))
                 elif target_name(user) in _SAME_TOKENS:
                     work.append(user)
     if not found:

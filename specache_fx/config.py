@@ -117,7 +117,8 @@ class SpecacheConfig:
             in which a group fills, a mask moves or something is traced run launch by launch in between. So do all steps
             of latent attention, of layers that attentions share, and with `host="disk"`. Where Triton's kernels don't
             run all of a step, it is captured once half of the memory that is reserved for tokens is used.
-        strict: Raise where an attention can't be rewritten, instead of leaving it alone with a warning.
+        strict: Raise where an attention can't be rewritten, instead of leaving it alone with a warning; also where
+            `lookahead="token"` is not possible.
         track_hit_rates: Measure `topk_hit_rate` and `attention_hit_rate` (one more top-k a layer and step, without a
             sort); "steps" keeps them for each step too (`SessionStats.hit_series`, 48 bytes a step).
 

@@ -10,7 +10,7 @@ import torch
 from torch.fx import GraphModule
 
 from specache_fx._log import warn_once
-from specache_fx.errors import SpecacheError
+from specache_fx.errors import SpecacheError, UnsupportedGraphError
 from specache_fx.graph_inputs import GraphInputs
 from specache_fx.lowering import Compiled, lower_static
 from specache_fx.passes.base import PassState
@@ -351,8 +351,12 @@ class Decode:
         return session.graph.run(made.compiled, flat, made.moving, session.state, steps)
 
     def _fall_back(self, reason: str) -> None:
-        self.lanes, self.fallback = 1, reason
         config = self._state.config
+        if config.strict:
+            raise UnsupportedGraphError(
+                f'lookahead="token" is not possible here: {reason}. Take lookahead="query", or strict=False'
+            )
+        self.lanes, self.fallback = 1, reason
         idle = {
             'on_miss="refetch"': config.on_miss == "refetch",
             "accept_guesses=True": config.accept_guesses,
