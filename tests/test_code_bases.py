@@ -19,7 +19,7 @@ import specache_fx
 
 pytestmark = [pytest.mark.nightly, pytest.mark.usefixtures("fresh_dynamo")]
 OPTIONS: dict[str, Any] = {"bits": 16, "group_size": 16, "residual_length": 16, "top_k": 8, "strict": True}
-PACKAGES = ("ibm-fms==1.13.1", "frozendict", "litgpt==0.5.13", "torchtune==0.6.1")
+PACKAGES = ("ibm-fms==1.13.1", "frozendict", "litgpt==0.5.13", "torchtune==0.6.1", "accelerate==1.15.0")
 GPT_FAST = "torchao==0.3.1"  # its wheel has the model of gpt-fast, which is not on PyPI itself
 
 
@@ -180,3 +180,29 @@ def test_torchtune_generates_the_same(without_init: Any, monkeypatch: pytest.Mon
             tokens.append(generate(call, ids, max_generated_tokens=60, top_k=1, rng=generator)[0])
         assert torch.equal(*tokens)
         assert_two_lanes(model.layers[0].attn.kv_cache.k_cache, length + 59)
+
+
+def test_the_hooks_of_device_map_compile_each_layer_once(caplog: pytest.LogCaptureFixture) -> None:
+    from accelerate.hooks import attach_align_device_hook_on_blocks
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=97, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4
+    )
+    model = randomised(LlamaForCausalLM(config))
+    ids = torch.randint(1, 97, (1, 30), generator=torch.Generator().manual_seed(1))
+    expected = model.generate(ids, max_new_tokens=60, do_sample=False, eos_token_id=-1)
+    blocks = ["model.embed_tokens", *(f"model.layers.{i}" for i in range(3)), "model.norm", "lm_head"]
+    attach_align_device_hook_on_blocks(
+        model, execution_device=dict.fromkeys(blocks, "cpu"), skip_keys="past_key_values"
+    )
+
+    def generate(each: Any) -> torch.Tensor:
+        return each.generate(ids, max_new_tokens=60, do_sample=False, eos_token_id=-1)
+
+    report = specache_fx.explain(model, input_ids=ids)
+    rewritten = [graph for graph in report.graphs if graph.rewritten]
+    assert [len(graph.rewritten) for graph in rewritten] == [1] * 6
+    specache_fx.compile(model, bits=16, group_size=16, residual_length=16)
+    assert torch.equal(generate(model), expected)
+    assert 'tp_plan="auto"' in caplog.text
