@@ -96,7 +96,7 @@ class Decode:
         if self._sources.token is None:
             return (
                 "this graph takes no token ids (embeddings as input, or a graph break inside the model, which"
-                " TORCH_LOGS=graph_breaks names; device_map's hooks break it at each layer, tp_plan=\"auto\" does not)"
+                ' TORCH_LOGS=graph_breaks names; device_map\'s hooks break it at each layer, tp_plan="auto" does not)'
             )
         if state.kept_cache is not None:
             return (

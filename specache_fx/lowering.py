@@ -8,6 +8,7 @@ all of a prompt whose attention is spelt out, which it fuses.
 
 from __future__ import annotations
 
+import logging
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from specache_fx._log import warn_once
 from specache_fx.config import Lowering
 from specache_fx.layer_parts import compile_by_layer, target
 from specache_fx.passes.base import PassState
@@ -29,6 +31,7 @@ from specache_fx.runtime.prompt_masks import test
 from specache_fx.runtime.step_table import empty_state
 
 Compiled = Callable[..., Any]
+logger = logging.getLogger(__name__)
 
 
 def example_state(num_layers: int) -> torch.Tensor:
@@ -48,11 +51,25 @@ def lower(gm: GraphModule, inputs: Sequence[Any], lowering: Lowering) -> Compile
     """
     if lowering == "eager":
         return gm.forward
-    from torch._inductor.compile_fx import compile_fx  # imported late: it loads all of Inductor
-
     say_step("Inductor")
+    return _by_inductor(gm, list(inputs))
 
-    compiled: Any = compile_fx(gm, list(inputs))
+
+def _by_inductor(gm: GraphModule, inputs: list[Any]) -> Compiled:
+    from torch._inductor.compile_fx import compile_fx  # imported late: it loads all of Inductor
+    from torch._inductor.exc import InductorError, InvalidCxxCompiler
+
+    try:
+        compiled: Any = compile_fx(gm, inputs)
+    except InductorError as error:
+        if not isinstance(error.inner_exception, InvalidCxxCompiler):
+            raise
+        warn_once(
+            logger,
+            "Inductor finds no C++ compiler, so the model runs operator by operator. Install one, or name one by CXX;"
+            ' lowering="eager" says that this is meant',
+        )
+        return gm.forward
     return compiled
 
 
@@ -139,9 +156,7 @@ def lower_static(
 
 
 def _compile_static(gm: GraphModule, inputs: Sequence[torch.Tensor]) -> Compiled:
-    from torch._inductor.compile_fx import compile_fx
-
     # A context of its own: Dynamo's belongs to the graph that this one was made from.
     with tracing(TracingContext(FakeTensorMode(shape_env=ShapeEnv()))):
-        compiled: Any = compile_fx(gm, list(inputs))
-    return compiled
+        # AOTAutograd can't make examples of inference tensors that ask for gradients: weights may be such.
+        return _by_inductor(gm, [each.detach() for each in inputs])

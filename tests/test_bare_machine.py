@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import textwrap
@@ -24,7 +25,7 @@ ABSENT = [
 ]
 
 
-def run(code: str) -> str:
+def run(code: str, **environment: str) -> str:
     """Run it in a process that lacks what the machine lacks; what it printed."""
     # Torch takes optree where it is installed: it goes before we come.
     blocked = f"""
@@ -35,7 +36,12 @@ def run(code: str) -> str:
     """
     program = textwrap.dedent(blocked) + textwrap.dedent(code)
     done = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False
+        [sys.executable, "-c", program],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, **environment},
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
@@ -71,3 +77,36 @@ def test_stats_and_release_find_a_cache_without_optree():
         """
     )
     assert printed.split() == ["9"]
+
+
+GENERATION = """
+    import torch, transformers, specache_fx
+    config = transformers.LlamaConfig(
+        hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, vocab_size=64
+    )
+    ids = torch.arange(40)[None]
+    with torch.inference_mode({inference}):
+        torch.manual_seed(0)
+        model = transformers.LlamaForCausalLM(config).eval()
+        expected = model.generate(ids, max_new_tokens=6, do_sample=False)
+        specache_fx.compile(model, bits=16, group_size=8, residual_length=8, top_k=8)
+        print(torch.equal(model.generate(ids, max_new_tokens=6, do_sample=False), expected))
+"""
+
+
+def test_without_a_compiler_the_model_runs_operator_by_operator(tmp_path):
+    printed = run(
+        """
+    import logging
+    logging.basicConfig(format="%(message)s", stream=sys.stdout)
+    """
+        + GENERATION.format(inference=False),
+        CXX="/no/such/compiler",
+        TORCHINDUCTOR_CACHE_DIR=str(tmp_path),
+    )
+    assert "True" in printed.splitlines()
+    assert "Inductor finds no C++ compiler" in printed and 'lowering="eager"' in printed
+
+
+def test_weights_made_in_inference_mode_are_compiled():
+    assert run(GENERATION.format(inference=True)).split() == ["True"]
