@@ -6,17 +6,14 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING
 
 from torch.fx import GraphModule, Node
 
 from specache_fx.config import SpecacheConfig
-from specache_fx.passes.sources import Prelude, Sources
+from specache_fx.runtime.expansion import Expansion
 from specache_fx.runtime.prompt_masks import PromptMask
-
-if TYPE_CHECKING:
-    from specache_fx.passes.expansion import Expansion
-    from specache_fx.passes.window_masks import WindowMasks
+from specache_fx.runtime.sources import Prelude, Sources
+from specache_fx.runtime.window_masks import WindowMasks
 
 
 class Phase(Enum):

@@ -45,7 +45,8 @@ def full_rows(embedding: Node, rows: int, logits: set[int]) -> int:
         if not masked:
             return rows
         node = masked[0]
-    group: Any = torch.distributed.distributed_c10d._resolve_process_group(str(summed.args[2]))
+    resolve: Any = torch.distributed.distributed_c10d._resolve_process_group
+    group = resolve(summed.args[2])
     for size in sorted(logits):
         shard = -(-size // group.size())
         if rows == max(0, min(shard, size - shard * group.rank())):

@@ -22,7 +22,7 @@ from specache_fx.passes.graph_utils import (
     target_name,
     value_of,
 )
-from specache_fx.passes.sources import Sources
+from specache_fx.runtime.sources import Sources
 
 _SAME_TOKENS = {"reshape", "unsqueeze", "squeeze", "_to_copy", "clone", "index_put", "masked_fill", "where"}
 _SAME_TOKENS |= {"sub"}  # where a shard of a table begins

@@ -22,7 +22,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from specache_fx.passes.base import AttentionCore, AttentionSite, Pass, PassState, Phase, Refusal
 from specache_fx.passes.cache_side import GROWING, LEAVE, NoMatch, Side, changed_past, side_of, without_repeat
-from specache_fx.passes.expansion import Expansion, find_expansion
+from specache_fx.passes.expansion import find_expansion
 from specache_fx.passes.find_sources import find_token
 from specache_fx.passes.graph_slices import ancestors, mutated_inputs
 from specache_fx.passes.graph_utils import (
@@ -37,6 +37,7 @@ from specache_fx.passes.graph_utils import (
 )
 from specache_fx.passes.reading import Reading, check_between, readings_of
 from specache_fx.passes.unknown_forms import unknown_forms
+from specache_fx.runtime.expansion import Expansion
 from specache_fx.runtime.handle import unfit_reason
 
 

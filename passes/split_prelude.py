@@ -33,7 +33,7 @@ from specache_fx.passes.graph_utils import (
     target_name,
     value_of,
 )
-from specache_fx.passes.sources import Prelude, Sources
+from specache_fx.runtime.sources import Prelude, Sources
 
 _NUMBERS = (torch.SymInt, torch.SymFloat)
 

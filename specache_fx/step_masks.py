@@ -12,9 +12,9 @@ import torch.nn.functional as F
 
 from specache_fx.errors import UnsupportedGraphError
 from specache_fx.passes.base import PassState
-from specache_fx.passes.sources import Sources
 from specache_fx.runtime.masks import hidden_bias, lane_bias, over_keys, real_keys, split_row
 from specache_fx.runtime.session import Session
+from specache_fx.runtime.sources import Sources
 
 
 @dataclass(frozen=True)

@@ -60,6 +60,7 @@ RANKS: tuple[tuple[str, ...], ...] = (
     ("specache_fx.runtime.claims",),
     ("specache_fx.runtime.registry", "specache_fx.runtime.decode_step"),
     ("specache_fx.runtime.snapshot",),
+    ("specache_fx.runtime.window_masks",),
     ("specache_fx.runtime.session",),
     ("specache_fx.runtime.next_answer",),
     ("specache_fx.runtime.step_graph", "specache_fx.runtime.cpu_recorder"),
@@ -72,6 +73,7 @@ RANKS: tuple[tuple[str, ...], ...] = (
     ("specache_fx.runtime.layer_state",),
     (
         "specache_fx.runtime.layout",
+        "specache_fx.runtime.expansion",
         "specache_fx.runtime.sink_rows",
         "specache_fx.runtime.metrics",
     ),
@@ -83,6 +85,7 @@ RANKS: tuple[tuple[str, ...], ...] = (
         "specache_fx.runtime.key_mask",
         "specache_fx.runtime.token_history",
         "specache_fx.runtime.prompt_masks",
+        "specache_fx.runtime.sources",
     ),
     ("specache_fx.runtime.quant", "specache_fx.runtime.select", "specache_fx.runtime.masks"),
     ("specache_fx.runtime.native",),

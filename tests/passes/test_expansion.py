@@ -12,7 +12,7 @@ from support import graphs
 from torch import Tensor, nn
 
 from specache_fx.passes.base import PassState
-from specache_fx.passes.expansion import Expansion
+from specache_fx.runtime.expansion import Expansion
 
 Expand = Callable[["Latent", Tensor, Tensor], Any]
 BATCH, HEADS, ROPE, LATENT, NOPE, VALUE = 2, 4, 16, 20, 6, 12
