@@ -5,6 +5,7 @@ Without a rule vmap calls an operator once for each lane and stacks the results:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from specache_fx.passes.graph_utils import shape_of, value_of
+from specache_fx.capture.graph_utils import shape_of, value_of
 
 # Products of each token with its own expert's weight, over tokens sorted by expert: transformers' own operator, and
 # PyTorch's, which transformers takes where it can run.
@@ -26,6 +27,10 @@ _PACKED = (
     "aten::_int_mm",
 )
 
+# Collectives of tensor parallelism. Some join or cut rows: with the lanes behind these, one call serves all lanes.
+_ALONG_ROWS = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single")
+_ELEMENTWISE = ("all_reduce", "broadcast")
+
 
 def register_batching_rules() -> None:
     """Register the rules of the operators that exist by now; cheap to call again."""
@@ -34,6 +39,8 @@ def register_batching_rules() -> None:
             namespace, op = name.split("::")
             if hasattr(getattr(torch.ops, namespace), op):
                 register(name)
+    if torch.distributed.is_available():
+        _register_collectives()
 
 
 def fill_where_masked(graph: Graph) -> None:
@@ -115,3 +122,27 @@ def _one_by_one(call: Any, lanes: int, in_dims: tuple[int | None, ...], args: tu
             for i in range(lanes)
         ]
     )
+
+
+@cache
+def _register_collectives() -> torch.library.Library:
+    library = torch.library.Library("_c10d_functional", "FRAGMENT")
+    for names, place in ((_ELEMENTWISE, 0), (_ALONG_ROWS, 1)):
+        for name in names:
+            call = getattr(torch.ops._c10d_functional, name).default
+            torch.library.register_vmap(f"_c10d_functional::{name}", _collective(call, place), lib=library)
+    torch.library.register_vmap("_c10d_functional::wait_tensor", _wait, lib=library)
+    return library  # its rules end with it
+
+
+def _collective(call: Any, place: int) -> Any:
+    def rule(info: Any, in_dims: Sequence[int | None], x: Tensor, *rest: Any) -> tuple[Tensor, int]:
+        assert in_dims[0] is not None
+        return call(x.movedim(in_dims[0], place).contiguous(), *rest), place
+
+    return rule
+
+
+def _wait(info: Any, in_dims: Sequence[int], x: Tensor) -> tuple[Tensor, int]:
+    # It waits for the very tensor: a contiguous copy may come too early.
+    return torch.ops._c10d_functional.wait_tensor(x), in_dims[0]

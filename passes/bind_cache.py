@@ -26,7 +26,7 @@ attention's index (of its expansion) and the width of its output.
 Attentions that share a cache: the first one's pairs are stored and loaded, and in decode each gets a marker with its
 own query and the first one's layer and new pair.
 
-Expects sites from `match_attention`; without any it leaves the graph as it is.
+Without attentions to rewrite it leaves the graph as it is.
 """
 
 from __future__ import annotations
@@ -37,90 +37,17 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from specache_fx.passes.base import AttentionSite, LeaveAlone, OutputPlan, Pass, PassState, Phase, leave_alone
-from specache_fx.passes.cache_side import grows
-from specache_fx.passes.find_sources import find_sources, find_token
-from specache_fx.passes.graph_edit import add_placeholder, call, finish
-from specache_fx.passes.graph_slices import (
-    ancestors,
-    draws_random_numbers,
-    eliminate_dead_code,
-    extract,
-    has_effect,
-    mutated_inputs,
-)
-from specache_fx.passes.graph_utils import (
-    is_integer,
-    is_static_input,
-    output_node,
-    placeholders,
-    shape_of,
-    value_of,
-)
-from specache_fx.passes.window_masks import find_window_masks
+from specache_fx.capture.graph_edit import add_placeholder, call, finish
+from specache_fx.capture.graph_slices import eliminate_dead_code
+from specache_fx.capture.graph_utils import output_node, placeholders, shape_of, value_of
+from specache_fx.capture.program import AttentionSite, Phase, Program
+from specache_fx.passes.base import Pass
 from specache_fx.runtime import ops  # noqa: F401  (registers torch.ops.specache)
 from specache_fx.runtime.step_table import empty_state
 
 STATE = "specache_state"
 _aten = torch.ops.aten
-_NEVER_PREDICTED = 32  # rows of a table of embeddings, at most, that logits have no number for
-
-
-def _plan_outputs(graph: Graph, state: PassState) -> OutputPlan:
-    """Take handles, constants and (in decode) integers out of the graph's outputs."""
-    output = output_node(graph)
-    outs = list(output.args[0])  # type: ignore[arg-type]
-    slots = {}
-    for site in state.owners:
-        slots[site.key_output], slots[site.value_output] = 2 * site.layer, 2 * site.layer + 1
-    plan = OutputPlan(total=len(outs))
-    for i, out in enumerate(outs):
-        if not isinstance(out, Node):
-            plan.constants[i] = out
-        elif out in slots:
-            plan.handles[i] = slots[out]
-        elif state.phase is Phase.DECODE and (is_integer(out) or _tells_length(out, state)):
-            plan.lengths.append(i)
-        else:
-            plan.kept.append(i)
-    output.args = (tuple(outs[i] for i in plan.kept),)
-    return plan
-
-
-def _tells_length(out: Node, state: PassState) -> bool:
-    """Whether an output that grows with the context is computed from lengths, positions and masks alone."""
-    if not any(isinstance(size, torch.SymInt) for size in shape_of(out) or ()) or state.sources is None:
-        return False
-    moving = state.sources.lengths | state.sources.positions | state.sources.masks | state.sources.shapes
-    needed = ancestors([out])
-    return all(
-        i in moving or is_static_input(node) or is_integer(node)
-        for i, node in enumerate(placeholders(out.graph))
-        if node in needed
-    )
-
-
-def _find_logits(graph: Graph, vocabulary: int | None) -> int | None:
-    """Which of the outputs has a number for every token of the vocabulary; the last one computed, if several.
-
-    A table of embeddings may have some rows more, for tokens that are put in but never predicted (pictures). What is
-    taken here decides what lane 1 speculates on, and no output.
-    """
-    if vocabulary is None:
-        return None
-    order = {node: i for i, node in enumerate(graph.nodes)}
-    outs = enumerate(output_node(graph).args[0])  # type: ignore[arg-type]
-    found = [
-        (shape[-1] == vocabulary, order[out], i)
-        for i, out in outs
-        if isinstance(out, Node)
-        and (shape := shape_of(out))
-        and len(shape) in (2, 3)
-        and isinstance(shape[-1], int)
-        and vocabulary - min(_NEVER_PREDICTED, vocabulary // 10) <= shape[-1] <= vocabulary
-        and value_of(out).is_floating_point()
-    ]
-    return max(found)[2] if found else None
+_BOUND = (torch.ops.specache.store.default, torch.ops.specache.attention.default)
 
 
 def _mask_row(graph: Graph, site: AttentionSite) -> Node | None:
@@ -179,74 +106,25 @@ def _bind_decode(graph: Graph, site: AttentionSite, index: int) -> None:
     graph.erase_node(site.node)
 
 
-def _carried_state(inputs: list[Node], kept: list[Node], state: PassState) -> str | None:
-    """An input that comes out again as another number: the state of a recurrent layer."""
-    past = {inputs[i] for i in state.past_inputs}
-    for node in inputs:
-        value = value_of(node)
-        if node in past or is_static_input(node) or not isinstance(value, torch.Tensor):
-            continue
-        if value.is_floating_point() and value.dim() > 1:
-            moved = [out for out in kept if shape_of(out) == shape_of(node) and out is not node]
-            if any(node in ancestors([out]) for out in moved):
-                return node.name
-    return None
-
-
-def bind_cache(gm: GraphModule, state: PassState) -> GraphModule:
-    """Replace the KV cache by handles and ops. Sets `state.outputs`, `past_inputs`, `token` and `sources`."""
-    if not state.sites or state.outputs is not None:
-        return gm
+def bind_cache(gm: GraphModule, program: Program) -> GraphModule:
+    """Replace the KV cache by handles and ops."""
     graph = gm.graph
-    inputs = placeholders(graph)
-    position = {node: i for i, node in enumerate(inputs)}
-    state.past_inputs = [
-        position[past]
-        for site in state.owners
-        for past in (site.past_key, site.past_value)
-        if past is not None
-    ]
-    token, _ = find_token(graph)
-    state.token = None if token is None else position[token]
-    if state.phase is Phase.DECODE:
-        try:
-            state.sources = find_sources(gm, state)
-            state.window_masks = find_window_masks(gm, state, state.sources)
-        except LeaveAlone as error:
-            leave_alone(state, error.reason, error.remedy)
-            return gm
-    original = list(output_node(graph).args[0])  # type: ignore[arg-type]
-    plan = state.outputs = _plan_outputs(graph, state)
-    if state.sources is not None:
-        effects = (node for node in graph.nodes if node.op == "call_function" and has_effect(node))
-        changed = [*mutated_inputs(graph), *(node for node in effects if not draws_random_numbers(node))]
-        state.mutated = next((node.name for node in changed), None)
-        state.random = next((node.name for node in graph.nodes if draws_random_numbers(node)), None)
-        state.logits = _find_logits(graph, state.sources.vocabulary)
-        kept = [original[i] for i in plan.kept]
-        state.kept_cache = next((node.name for node in kept if grows(node)), None)
-        state.carried = _carried_state(inputs, kept, state)
-    if plan.lengths:
-        results = [original[i] for i in plan.lengths]
-        used = ancestors(results)
-        needed = [node for node in inputs if node in used]
-        plan.length_graph = extract(gm, results, needed)
-        plan.length_inputs = [position[node] for node in needed]
-
-    if state.phase is Phase.DECODE:
-        for i, site in enumerate(state.sites):
+    if program.outputs is None or any(node.target in _BOUND for node in graph.nodes):
+        return gm
+    output = output_node(graph)
+    outs: Any = output.args[0]
+    output.args = (tuple(outs[i] for i in program.outputs.kept),)
+    if program.phase is Phase.DECODE:
+        for place, node in enumerate(placeholders(graph)):
+            node.meta["specache_input"] = place
+        for i, site in enumerate(program.sites):
             _bind_decode(graph, site, i)
-        eliminate_dead_code(graph)
-        for node in placeholders(graph):
-            node.meta["specache_input"] = position[node]
     else:
-        state_node = add_placeholder(graph, STATE, empty_state(len(state.owners)))
-        for site in state.owners:
-            if state.phase is Phase.PREFILL:
-                _bind_prefill(graph, site, state_node)
-            else:
-                _bind_extend(graph, site, state_node)
-        eliminate_dead_code(graph)
+        state_node = add_placeholder(graph, STATE, empty_state(len(program.owners)))
+        bind = _bind_prefill if program.phase is Phase.PREFILL else _bind_extend
+        for site in program.owners:
+            bind(graph, site, state_node)
+    eliminate_dead_code(graph)
     assert all(value_of(node) is not None for node in placeholders(graph))
     return finish(gm)
 

@@ -26,29 +26,28 @@ from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.traceback import preserve_node_meta
 
-from specache_fx.passes.base import PassState
+from specache_fx.capture.graph_edit import finish, make_module
+from specache_fx.capture.graph_utils import placeholders
+from specache_fx.capture.normalize_attention import SDPA
+from specache_fx.capture.program import Program
 from specache_fx.passes.batching_rules import fill_where_masked, register_batching_rules
-from specache_fx.passes.collectives import register_collectives
-from specache_fx.passes.graph_edit import finish, make_module
-from specache_fx.passes.graph_utils import placeholders
-from specache_fx.passes.normalize_attention import SDPA
 
 
-def lane_inputs(gm: GraphModule, state: PassState) -> list[bool]:
+def lane_inputs(gm: GraphModule, program: Program) -> list[bool]:
     """Which of the graph's inputs differ from lane to lane: the token ids and the prelude tensors."""
-    token = None if state.sources is None else state.sources.token
+    token = None if program.decoding is None else program.decoding.sources.token
     return [
         "specache_prelude" in node.meta or (token is not None and node.meta.get("specache_input") == token)
         for node in placeholders(gm.graph)
     ]
 
 
-def duplicate_query(gm: GraphModule, state: PassState, inputs: Sequence[Any], lanes: int) -> GraphModule:
+def duplicate_query(gm: GraphModule, program: Program, inputs: Sequence[Any], lanes: int) -> GraphModule:
     """Trace the decode graph for that many lanes.
 
     Args:
         gm: The graph after `split_prelude`.
-        state: Its state.
+        program: What is known of it.
         inputs: One per placeholder; with two lanes, those of `lane_inputs` have a leading dimension of 2. Integers
             become constants of the result.
         lanes: 1 or 2.
@@ -57,7 +56,7 @@ def duplicate_query(gm: GraphModule, state: PassState, inputs: Sequence[Any], la
         The ATen graph; its inputs are the tensors among `inputs`, in order.
     """
     tensors = [i for i, value in enumerate(inputs) if isinstance(value, torch.Tensor)]
-    on_lanes, given = lane_inputs(gm, state), placeholders(gm.graph)
+    on_lanes, given = lane_inputs(gm, program), placeholders(gm.graph)
     for node in gm.graph.nodes:
         if node.target is SDPA:  # of an attention that is left alone
             node.target, node.args, node.kwargs = F.scaled_dot_product_attention, node.args[:6], _form(node)
@@ -71,7 +70,6 @@ def duplicate_query(gm: GraphModule, state: PassState, inputs: Sequence[Any], la
     function = one_lane
     if lanes > 1:
         register_batching_rules()
-        register_collectives()
         fill_where_masked(gm.graph)
         in_dims = tuple(0 if on_lanes[i] else None for i in tensors)
         function = torch.vmap(one_lane, in_dims=in_dims, randomness="different")

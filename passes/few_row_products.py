@@ -25,9 +25,10 @@ from typing import Any, TypeGuard
 import torch
 from torch.fx import GraphModule, Node
 
-from specache_fx.passes.base import Pass, PassState, Phase
-from specache_fx.passes.graph_edit import call, erase_unused, finish
-from specache_fx.passes.graph_utils import value_of
+from specache_fx.capture.graph_edit import call, erase_unused, finish
+from specache_fx.capture.graph_utils import value_of
+from specache_fx.capture.program import Phase, Program
+from specache_fx.passes.base import Pass
 from specache_fx.runtime import ops  # noqa: F401  (defines the operator)
 from specache_fx.runtime.native import graph_ops
 from specache_fx.runtime.native.products import DTYPES, MAX_ROWS
@@ -36,11 +37,11 @@ aten = torch.ops.aten
 _VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 
 
-def few_row_products(gm: GraphModule, state: PassState) -> GraphModule:
+def few_row_products(gm: GraphModule, program: Program) -> GraphModule:
     """Make one call of all products of the same few rows."""
     groups: dict[tuple[object, ...], list[Node]] = defaultdict(list)
     for node in gm.graph.nodes:
-        if node.target not in (aten.mm.default, aten.addmm.default) or not _fits(node, state.phase):
+        if node.target not in (aten.mm.default, aten.addmm.default) or not _fits(node, program.phase):
             continue
         rows, weight, _ = _operands(node)
         same = (_viewed(rows), value_of(weight).dtype, *map(str, value_of(rows).shape))
@@ -118,10 +119,10 @@ def _fits(node: Node, phase: Phase) -> bool:
     return bool(few) and w.shape[1] > 0 and not (bias is not None and x.dtype is torch.bfloat16)
 
 
-def _of_turns(gm: GraphModule, state: PassState) -> GraphModule:
-    return few_row_products(gm, state) if state.phase is Phase.EXTEND else gm
+def _of_turns(gm: GraphModule, program: Program) -> GraphModule:
+    return few_row_products(gm, program) if program.phase is Phase.EXTEND else gm
 
 
-FEW_ROW_PRODUCTS = Pass("few_row_products", few_row_products)
-PRODUCTS_OF_TURNS = Pass("few_row_products", _of_turns)
+FEW_ROW_PRODUCTS = Pass("few_row_products", few_row_products, optional=True)
+PRODUCTS_OF_TURNS = Pass("few_row_products", _of_turns, optional=True)
 """Among the passes that each captured graph goes through."""

@@ -25,9 +25,10 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from specache_fx.passes.base import Pass, PassState
-from specache_fx.passes.graph_edit import call, erase_unused, finish
-from specache_fx.passes.graph_utils import value_of
+from specache_fx.capture.graph_edit import call, erase_unused, finish
+from specache_fx.capture.graph_utils import value_of
+from specache_fx.capture.program import Program
+from specache_fx.passes.base import Pass
 from specache_fx.runtime.kernels import KERNELS, LayerForm
 from specache_fx.runtime.quant import make_quantizer
 
@@ -40,7 +41,7 @@ def _whole() -> dict[str, Any]:
     return {"cpu": _ops.layer_step.default, "triton": device, "aten": device}
 
 
-def fuse_layer_steps(gm: GraphModule, state: PassState, kernel: str) -> GraphModule:
+def fuse_layer_steps(gm: GraphModule, program: Program, kernel: str) -> GraphModule:
     """Make one operator of each layer that has just these, and that `kernel` computes."""
     # Which argument of an operator says its layer.
     layer_of = {
@@ -56,16 +57,16 @@ def fuse_layer_steps(gm: GraphModule, state: PassState, kernel: str) -> GraphMod
             steps[node.args[layer_of[node.target]]].append(node)
     wait, attention, append, *select = layer_of
     for layer, nodes in steps.items():
-        exact = layer in state.exact_layers
+        exact = layer in program.exact_layers
         form = [attention, append]
-        if state.config.placement.prefetch and not exact:
-            first = state.config.lookahead == "none"
+        if program.config.placement.prefetch and not exact:
+            first = program.config.lookahead == "none"
             form = [attention, *select, wait, *form] if first else [wait, *form, *select]
         if [node.target for node in nodes] != form:
             continue
         attends = [node for node in nodes if node.target is attention][-1]
         appends = next(node for node in nodes if node.target is append)
-        if _appends_own(attends, appends) and _fits(attends, state, kernel, exact):
+        if _appends_own(attends, appends) and _fits(attends, program, kernel, exact):
             _fuse(gm, _whole()[kernel], attends, appends, nodes)
     return finish(gm)
 
@@ -92,25 +93,25 @@ def _appends_own(attention: Node, append: Node) -> bool:
     return lane_0 == [(node.target, node.args) for node in append.args[:2] if isinstance(node, Node)]
 
 
-def _fits(attention: Node, state: PassState, kernel: str, exact: bool) -> bool:
+def _fits(attention: Node, program: Program, kernel: str, exact: bool) -> bool:
     """Whether `kernel` computes this attention."""
     query, key, value, _, _, _, _, *form = attention.args
     expands = any(x is not None for x in form[2:])
     if kernel == "aten":
         return not expands
-    if state.config.lookahead == "none" and not exact:
+    if program.config.lookahead == "none" and not exact:
         return False
     sides = [value_of(side) for side in (query, key, value)]
     lanes, _, num_heads, _, key_dim = sides[0].shape
     layer = LayerForm(
         dtypes=frozenset(side.dtype for side in sides),
-        quantizer=None if exact else make_quantizer(state.config),
+        quantizer=None if exact else make_quantizer(program.config),
         key_dim=key_dim,
         value_dim=sides[2].shape[-1],
         lanes=lanes,
         num_queries=lanes * num_heads // sides[1].shape[2],
         expands=expands,
-        aggregation=state.config.aggregation,
+        aggregation=program.config.aggregation,
     )
     return KERNELS[kernel].misfit(layer) is None
 
@@ -134,4 +135,4 @@ def _fuse(gm: GraphModule, whole: Any, attention: Node, append: Node, nodes: lis
 
 def fuse_layer_steps_of(kernel: str) -> Pass:
     """The pass for sessions whose layers this kernel runs (`WholeSteps.kernel`)."""
-    return Pass("fuse_layer_steps", functools.partial(fuse_layer_steps, kernel=kernel))
+    return Pass("fuse_layer_steps", functools.partial(fuse_layer_steps, kernel=kernel), optional=True)

@@ -12,11 +12,12 @@ from __future__ import annotations
 import torch
 from torch.fx import GraphModule
 
-from specache_fx.passes.base import Pass, PassState
-from specache_fx.passes.graph_edit import call, finish
+from specache_fx.capture.graph_edit import call, finish
+from specache_fx.capture.program import Program
+from specache_fx.passes.base import Pass
 
 
-def insert_prefetch(gm: GraphModule, state: PassState) -> GraphModule:
+def insert_prefetch(gm: GraphModule, program: Program) -> GraphModule:
     """Insert a prefetch behind each selection that has none."""
     graph, ops = gm.graph, torch.ops.specache
     for topk in [node for node in graph.nodes if node.target is ops.topk.default]:

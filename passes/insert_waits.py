@@ -13,21 +13,22 @@ from __future__ import annotations
 import torch
 from torch.fx import GraphModule
 
-from specache_fx.passes.base import Pass, PassState
-from specache_fx.passes.graph_edit import call, finish
+from specache_fx.capture.graph_edit import call, finish
+from specache_fx.capture.program import Program
+from specache_fx.passes.base import Pass
 from specache_fx.passes.select_topk import PROBE, attentions
 
 
-def insert_waits(gm: GraphModule, state: PassState) -> GraphModule:
+def insert_waits(gm: GraphModule, program: Program) -> GraphModule:
     """Give each attention that may read staged pairs its wait; one of an exact layer reads none."""
-    if not state.config.placement.prefetch:
+    if not program.config.placement.prefetch:
         return gm
     graph = gm.graph
     for attention in attentions(gm):
         if attention.args[3] is not None or attention.meta.get(PROBE):
             continue
         session, layer = attention.args[4], attention.args[5]
-        if layer in state.exact_layers:
+        if layer in program.exact_layers:
             continue
         with graph.inserting_before(attention):
             staged = call(

@@ -14,9 +14,10 @@ from __future__ import annotations
 import torch
 from torch.fx import GraphModule, Node
 
-from specache_fx.passes.base import Pass, PassState
-from specache_fx.passes.graph_edit import call, erase_unused, finish
-from specache_fx.passes.graph_utils import value_of
+from specache_fx.capture.graph_edit import call, erase_unused, finish
+from specache_fx.capture.graph_utils import value_of
+from specache_fx.capture.program import Program
+from specache_fx.passes.base import Pass
 
 aten = torch.ops.aten
 _VIEWS = (
@@ -28,7 +29,7 @@ _VIEWS = (
 )
 
 
-def merge_products(gm: GraphModule, state: PassState) -> GraphModule:
+def merge_products(gm: GraphModule, program: Program) -> GraphModule:
     """Make one product of each batch of products with one matrix."""
     graph, changed = gm.graph, False
     for node in list(graph.nodes):
@@ -63,4 +64,4 @@ def _shared_matrix(node: Node) -> Node | None:
     return source if same else None
 
 
-MERGE_PRODUCTS = Pass("merge_products", merge_products)
+MERGE_PRODUCTS = Pass("merge_products", merge_products, optional=True)

@@ -1,6 +1,6 @@
 """The passes in their order, and how they are run.
 
-A graph of Dynamo's, as functional ATen (`capture/trace.py`), goes through `CAPTURE_PASSES` when it is compiled. A
+A graph of Dynamo's, as functional ATen (`capture/trace.py`), goes through `BINDING_PASSES` when it is compiled. A
 decode graph goes on through `duplicate_query` and `decode_passes` when its first step runs, with that step's inputs:
 shapes are static from then on.
 """
@@ -9,23 +9,22 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch._logging import trace_structured
 from torch.fx import GraphModule
 
-from specache_fx.passes.base import Pass, PassState
+from specache_fx.capture.program import Program
+from specache_fx.passes.base import Pass
 from specache_fx.passes.bind_cache import BIND_CACHE
 from specache_fx.passes.duplicate_query import duplicate_query
 from specache_fx.passes.few_row_products import FEW_ROW_PRODUCTS, PRODUCTS_OF_TURNS
 from specache_fx.passes.fuse_layer_steps import fuse_layer_steps_of
-from specache_fx.passes.heads_first import HEADS_FIRST
 from specache_fx.passes.insert_prefetch import INSERT_PREFETCH
 from specache_fx.passes.insert_waits import INSERT_WAITS
-from specache_fx.passes.match_attention import MATCH_ATTENTION
 from specache_fx.passes.merge_products import MERGE_PRODUCTS
-from specache_fx.passes.normalize_attention import NORMALIZE_ATTENTION
 from specache_fx.passes.prompt_masks import PROMPT_MASKS
 from specache_fx.passes.quantize_attention import QUANTIZE_ATTENTION
 from specache_fx.passes.select_topk import SELECT_TOPK
@@ -35,10 +34,7 @@ from specache_fx.progress import say_step
 
 logger = logging.getLogger(__name__)
 
-CAPTURE_PASSES: tuple[Pass, ...] = (
-    HEADS_FIRST,
-    NORMALIZE_ATTENTION,
-    MATCH_ATTENTION,
+BINDING_PASSES: tuple[Pass, ...] = (
     BIND_CACHE,
     PROMPT_MASKS,
     PRODUCTS_OF_TURNS,
@@ -54,8 +50,14 @@ _DECODE_PASSES: tuple[Pass, ...] = (
     VERIFY,
 )
 
-Observer = Callable[[str, GraphModule, PassState], None]
-"""Called with a pass's name, the graph that it left and what is known by then; first with "dynamo" and its graph."""
+OPTIONAL = {step.name for step in (*BINDING_PASSES, *_DECODE_PASSES) if step.optional} | {"fuse_layer_steps"}
+"""What `skip_passes` may name: the model's answers are the same without it."""
+
+Observer = Callable[[str, GraphModule, Program], None]
+"""Called with a pass's name, the graph that it left and what is known of it.
+
+First with "dynamo" and Dynamo's graph, then with "analyse" and the graph in normal form, or with "leave_alone".
+"""
 
 
 def decode_passes(whole: str | None) -> tuple[Pass, ...]:
@@ -67,27 +69,41 @@ def decode_passes(whole: str | None) -> tuple[Pass, ...]:
     return _DECODE_PASSES if whole is None else (*_DECODE_PASSES, fuse_layer_steps_of(whole))
 
 
+def _calls(gm: GraphModule) -> Counter[str]:
+    """How often a graph calls each operator."""
+    return Counter(str(node.target) for node in gm.graph.nodes if node.op == "call_function")
+
+
 def run_passes(
-    gm: GraphModule, state: PassState, passes: Sequence[Pass], observe: Observer | None = None
+    gm: GraphModule, program: Program, passes: Sequence[Pass], observe: Observer | None = None
 ) -> GraphModule:
-    """Run passes in order; each one's node count and time go to the debug log."""
+    """Run passes in order, those that `skip_passes` names left out; op counts and time go to the debug log."""
     for step in passes:
+        if step.name in program.config.skip_passes:
+            logger.debug("%s: skipped", step.name)
+            continue
         say_step(step.name)
-        before, start = len(gm.graph.nodes), time.perf_counter()
-        gm = step.run(gm, state)
+        before, start = _calls(gm), time.perf_counter()
+        gm = step.run(gm, program)
+        after, seconds = _calls(gm), time.perf_counter() - start
         logger.debug(
-            "%s: %d attentions, %+d nodes, %.1f ms",
+            "%s: %d -> %d nodes, %.1f ms%s",
             step.name,
-            len(state.sites),
-            len(gm.graph.nodes) - before,
-            1e3 * (time.perf_counter() - start),
+            before.total(),
+            after.total(),
+            1e3 * seconds,
+            "".join(
+                f", {op} {after[op] - before[op]:+d}"
+                for op in sorted(before | after)
+                if after[op] != before[op]
+            ),
         )
         if observe is not None:
-            observe(step.name, gm, state)
+            observe(step.name, gm, program)
     trace_structured(
         "artifact",
         metadata_fn=lambda: {
-            "name": f"specache_{state.phase.name.lower()}_{passes[-1].name}",
+            "name": f"specache_{program.phase.name.lower()}_{passes[-1].name}",
             "encoding": "string",
         },
         payload_fn=lambda: gm.print_readable(print_output=False),
@@ -97,7 +113,7 @@ def run_passes(
 
 def build_decode_graph(
     gm: GraphModule,
-    state: PassState,
+    program: Program,
     inputs: Sequence[Any],
     lanes: int,
     observe: Observer | None = None,
@@ -107,15 +123,15 @@ def build_decode_graph(
     """The whole way from a captured decode graph to the one that is compiled.
 
     Args:
-        gm: After `CAPTURE_PASSES`.
-        state: Its state.
+        gm: After `BINDING_PASSES`.
+        program: What is known of it.
         inputs: The first step's, see `duplicate_query`.
         lanes: See `duplicate_query`.
         observe: See `Observer`.
         whole: See `decode_passes`.
     """
     say_step("duplicate_query")
-    traced = duplicate_query(gm, state, inputs, lanes)
+    traced = duplicate_query(gm, program, inputs, lanes)
     if observe is not None:
-        observe("duplicate_query", traced, state)
-    return run_passes(traced, state, decode_passes(whole), observe)
+        observe("duplicate_query", traced, program)
+    return run_passes(traced, program, decode_passes(whole), observe)

@@ -6,7 +6,7 @@
 
 Only the output token's pair (lane 0) is appended; see `NextAnswer` for the speculative one's. A marker without lanes
 (`specache.attention`) gets a lane dimension of 1. Where several attentions share a layer, the last one appends.
-A layer that is exact (`PassState.exact_layers`) gets the same ops; what the passes after this one insert, it does
+A layer that is exact (`Program.exact_layers`) gets the same ops; what the passes after this one insert, it does
 without.
 `None` stands for the pairs that `insert_waits` will bring.
 Paper: SpeCache eq. 1 and Alg. 3.
@@ -19,23 +19,24 @@ import operator
 import torch
 from torch.fx import GraphModule
 
-from specache_fx.passes.base import Pass, PassState
+from specache_fx.capture.graph_edit import add_placeholder, call, finish
+from specache_fx.capture.graph_utils import shape_of
+from specache_fx.capture.program import Program
+from specache_fx.passes.base import Pass
 from specache_fx.passes.bind_cache import STATE
-from specache_fx.passes.graph_edit import add_placeholder, call, finish
-from specache_fx.passes.graph_utils import shape_of
 from specache_fx.runtime.step_table import empty_state
 
 _MARKERS = ("specache::attention", "specache::attention_lanes")
 
 
-def quantize_attention(gm: GraphModule, state: PassState) -> GraphModule:
+def quantize_attention(gm: GraphModule, program: Program) -> GraphModule:
     """Replace the markers; adds the `state` input where there is one."""
     graph, ops, aten = gm.graph, torch.ops.specache, torch.ops.aten
     markers = [node for node in graph.nodes if getattr(node.target, "name", lambda: "")() in _MARKERS]
     if not markers:
         return gm
     last = {marker.args[3]: marker for marker in markers}
-    session = add_placeholder(graph, STATE, empty_state(len(state.owners)))
+    session = add_placeholder(graph, STATE, empty_state(len(program.owners)))
     for marker in markers:
         query, key, value, layer, *form = marker.args  # scale, and softcap and sinks where there are any
         has_lanes = len(shape_of(query) or ()) == 5

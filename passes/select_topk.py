@@ -22,9 +22,10 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from specache_fx.passes.base import Pass, PassState
-from specache_fx.passes.graph_edit import call, finish
-from specache_fx.passes.graph_utils import shape_of
+from specache_fx.capture.graph_edit import call, finish
+from specache_fx.capture.graph_utils import shape_of
+from specache_fx.capture.program import Program
+from specache_fx.passes.base import Pass
 
 PROBE = "specache_probe"  # in the meta of an attention that runs for its scores alone
 
@@ -39,19 +40,19 @@ def _append_of(gm: GraphModule, layer: Any) -> Node:
     return next(node for node in gm.graph.nodes if node.target is append and node.args[3] == layer)
 
 
-def select_topk(gm: GraphModule, state: PassState) -> GraphModule:
+def select_topk(gm: GraphModule, program: Program) -> GraphModule:
     """Insert a selection for each attention."""
-    if not state.config.placement.prefetch:
+    if not program.config.placement.prefetch:
         return gm
     graph = gm.graph
     for attention in attentions(gm):
         _, key, _, _, session, layer, *_ = attention.args
-        if layer in state.exact_layers or any(
+        if layer in program.exact_layers or any(
             node.target is torch.ops.specache.topk.default and node.args[2] == layer for node in graph.nodes
         ):
             continue
         source = attention
-        if state.config.lookahead == "none":
+        if program.config.lookahead == "none":
             with graph.inserting_before(attention):
                 source = call(graph, attention.target, attention.args, attention, "probe")
             source.meta[PROBE] = True
@@ -62,7 +63,7 @@ def select_topk(gm: GraphModule, state: PassState) -> GraphModule:
         with graph.inserting_after(source):
             scores = call(graph, operator.getitem, (source, 1), attention, "scores")
         with graph.inserting_after(scores if after is source else after):
-            args = (scores, session, layer, shape[1], shape[2], state.config.top_k)
+            args = (scores, session, layer, shape[1], shape[2], program.config.top_k)
             call(graph, torch.ops.specache.topk.default, args, attention, "indices")
     return finish(gm)
 

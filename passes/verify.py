@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from specache_fx.capture.graph_utils import placeholders, value_of
+from specache_fx.capture.program import Program
 from specache_fx.errors import PassInvariantError
-from specache_fx.passes.base import Pass, PassState
-from specache_fx.passes.graph_utils import placeholders, value_of
+from specache_fx.passes.base import Pass
 from specache_fx.passes.select_topk import PROBE
 
 
@@ -23,7 +24,7 @@ def _fail(node: Node, what: str) -> None:
     )
 
 
-def verify(gm: GraphModule, state: PassState) -> GraphModule:
+def verify(gm: GraphModule, program: Program) -> GraphModule:
     """Check waits, appends, markers and shapes.
 
     Raises:
@@ -31,7 +32,7 @@ def verify(gm: GraphModule, state: PassState) -> GraphModule:
     """
     ops = torch.ops.specache
     pending: dict[Any, bool] = {}  # layer -> a prefetch may be under way: always, when a step begins
-    exact = state.exact_layers
+    exact = program.exact_layers
     appends: Counter[Any] = Counter()
     readers: Counter[Any] = Counter()
     for node in gm.graph.nodes:
@@ -52,7 +53,7 @@ def verify(gm: GraphModule, state: PassState) -> GraphModule:
             readers[layer] += 1
             if appends[layer]:
                 _fail(node, "its layer has been appended to: its own pair would count twice")
-            if state.config.placement.prefetch and layer not in exact:
+            if program.config.placement.prefetch and layer not in exact:
                 if (
                     staged is None
                     or staged.target is not ops.wait_prefetch.default
@@ -61,15 +62,15 @@ def verify(gm: GraphModule, state: PassState) -> GraphModule:
                     _fail(node, "no wait of its layer guards the staged pairs that it reads")
                 if pending.get(layer, True):
                     _fail(node, "a prefetch lies between its wait and its read")
-    if readers != Counter(site.layer for site in state.sites) or appends != Counter(
-        site.layer for site in state.owners
+    if readers != Counter(site.layer for site in program.sites) or appends != Counter(
+        site.layer for site in program.owners
     ):
         raise PassInvariantError(
-            f"{len(state.sites)} attentions became {dict(readers)} reads and {dict(appends)} appends (layer: count),"
-            f" not one each (and one append for each of {len(state.owners)} layers). This is a defect: please report"
+            f"{len(program.sites)} attentions became {dict(readers)} reads and {dict(appends)} appends (layer: count),"
+            f" not one each (and one append for each of {len(program.owners)} layers). This is a defect: please report"
             " it."
         )
-    past = {state.inputs[i] for i in state.past_inputs}
+    past = {program.inputs[i] for i in program.past_inputs}
     for node in placeholders(gm.graph):
         if node.meta.get("specache_name") in past:
             _fail(node, "the graph still reads the contents of a handle")
@@ -84,4 +85,4 @@ def verify(gm: GraphModule, state: PassState) -> GraphModule:
     return gm
 
 
-VERIFY = Pass("verify", verify)
+VERIFY = Pass("verify", verify, optional=True)

@@ -36,7 +36,7 @@ from specache_fx.runtime.native.products import by_blas
 from specache_fx.runtime.tracing import span
 
 _SIDES = "Tensor query, Tensor key, Tensor value"
-# What an attention has beyond scale: `passes/base.py` says what.
+# What an attention has beyond scale: `capture/program.py` says what.
 _FORM = "float? softcap=None, Tensor? sinks=None, int? expansion=None, int? value_dim=None"
 
 # `Library.define` and `impl` cost 3 us a call where `custom_op` costs 13 to 16; a decode step makes up to five a layer.

@@ -1,9 +1,9 @@
 """The inputs of a decode graph that say where it is in the sequence, and what they will be some tokens later.
 
 A decode graph knows its place in several ways: position ids, the length of the past, masks that grow by one. `Sources`
-names these inputs (`find_sources` finds them); `Sources.ahead` makes what they would be some tokens later. What is
-computed from them alone (the *prelude*: cos and sin, position embeddings) can so be evaluated for the output token and
-for the speculative token that follows it.
+names these inputs (`capture/find_sources.py` finds them). `Sources.ahead` makes them as they would be some tokens
+later. So the *prelude*, which is computed from them alone (cos and sin, position embeddings), can be evaluated for the
+output token and for the speculative token that follows it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch.fx import GraphModule
 
 
-@dataclass
+@dataclass(frozen=True)
 class Sources:
     """Positions among Dynamo's inputs.
 
@@ -39,13 +39,13 @@ class Sources:
 
     token: int | None = None
     vocabulary: int | None = None
-    lengths: set[int] = field(default_factory=set)
-    positions: set[int] = field(default_factory=set)
-    masks: set[int] = field(default_factory=set)
-    shapes: set[int] = field(default_factory=set)
+    lengths: frozenset[int] = frozenset()
+    positions: frozenset[int] = frozenset()
+    masks: frozenset[int] = frozenset()
+    shapes: frozenset[int] = frozenset()
     most: dict[int, int] = field(default_factory=dict)
     mask_graph: GraphModule | None = None
-    mask_inputs: list[int] = field(default_factory=list)
+    mask_inputs: tuple[int, ...] = ()
     layer_masks: dict[int, int] = field(default_factory=dict)
     knows_next: bool = True
     fixed_length: bool = False

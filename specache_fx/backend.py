@@ -9,29 +9,27 @@ from typing import Any
 
 import torch
 from torch._guards import TracingContext, tracing
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 
 from specache_fx._log import forget_warnings, warn_once
+from specache_fx.capture.analyse import analyse, kv_inputs
 from specache_fx.capture.buffer_writes import attends_in_place, writes_in_place
+from specache_fx.capture.cache_side import LEAVE, NoMatch
 from specache_fx.capture.fixed_caches import grow, has_one_token
+from specache_fx.capture.graph_utils import (
+    placeholders,
+    shape_of,
+    value_of,
+)
+from specache_fx.capture.program import Phase, Program, alike
+from specache_fx.capture.subclasses import flatten
 from specache_fx.capture.trace import TraceError, trace
 from specache_fx.config import SpecacheConfig
 from specache_fx.decode_runner import Decode
 from specache_fx.errors import ConfigError, SpecacheError, UnsupportedGraphError
 from specache_fx.fixed_runner import Growing, InPlace
 from specache_fx.lowering import Compiled, example_state, lower, lower_prompt
-from specache_fx.passes.base import PassState, Phase, alike
-from specache_fx.passes.cache_side import LEAVE, NoMatch
-from specache_fx.passes.graph_utils import (
-    is_static_input,
-    placeholders,
-    reads_shape_only,
-    shape_of,
-    value_of,
-    weight_name,
-)
-from specache_fx.passes.pipeline import CAPTURE_PASSES, Observer, run_passes
-from specache_fx.passes.subclasses import flatten
+from specache_fx.passes.pipeline import BINDING_PASSES, OPTIONAL, Observer, run_passes
 from specache_fx.progress import announced
 from specache_fx.recompile_limit import make_room
 from specache_fx.retrace import trace_as_growing
@@ -63,6 +61,10 @@ def check_names(config: SpecacheConfig) -> None:
     make_quantizer(config)
     make_selector(config)
     check_kernel(config.kernel)
+    if unknown := set(config.skip_passes) - OPTIONAL:
+        raise ConfigError(
+            f"skip_passes={sorted(unknown)}: {', '.join(sorted(OPTIONAL))} can be left out, and no other pass."
+        )
     if config.host == "pinned":
         resolve_host(config.host, torch.device("cuda"))
 
@@ -119,50 +121,50 @@ class Backend:
         config = SpecacheConfig.from_options(options)
         check_names(config)
         make_room()
-        state = PassState(config)
+        program = Program(config)
         if observe is not None:
-            observe("dynamo", gm, state)
+            observe("dynamo", gm, program)
         if torch.is_grad_enabled() and any(
             getattr(value, "requires_grad", False) for value in example_inputs
         ):
             remedy = "it is for inference. Call it under torch.no_grad() (model.generate() does)"
-            return self._without_cache(gm, example_inputs, state, observe, "gradients are enabled", remedy)
+            return self._without_cache(gm, example_inputs, program, observe, "gradients are enabled", remedy)
         try:
-            traced = trace(gm)
+            rewritten = trace(gm)
         except TraceError as error:
             remedy = "what it does in place, and where, can't be told"
-            return self._without_cache(gm, example_inputs, state, observe, str(error), remedy)
-        if attends_in_place(traced):
+            return self._without_cache(gm, example_inputs, program, observe, str(error), remedy)
+        if attends_in_place(rewritten):
             try:
-                return self._in_place(gm, traced, example_inputs, state, observe)
+                return self._in_place(gm, rewritten, example_inputs, config, observe)
             except NoMatch as no:
-                return self._left_in_place(gm, example_inputs, state, observe, no)
-        rewritten = traced
-        inputs = placeholders(rewritten.graph)
-        state.weights = _weights(inputs)
-        kv_inputs = _kv_inputs(rewritten)
-        rewritten = run_passes(rewritten, state, CAPTURE_PASSES, observe)
-        trace_as_growing(inputs, state.fixed_sizes)
-        self._report(state)
-        devices = sorted({str(value_of(site.new_key).device) for site in state.sites})
+                return self._left_in_place(gm, example_inputs, program, observe, no)
+        inputs, writes = placeholders(rewritten.graph), writes_in_place(rewritten)
+        program = analyse(rewritten, config)
+        if observe is not None:
+            observe("analyse", rewritten, program)
+        rewritten = run_passes(rewritten, program, BINDING_PASSES, observe)
+        trace_as_growing(inputs, program.fixed_sizes)
+        self._report(program)
+        devices = sorted({str(value_of(site.new_key).device) for site in program.sites})
         if len(devices) > 1:
             remedy = "a session lives on one. Load the model on one device, as with device_map={'': 0}"
             reason = f"its KV caches are on {len(devices)} devices ({', '.join(devices)})"
-            return self._without_cache(gm, example_inputs, state, observe, reason, remedy)
-        if state.phase is Phase.NO_CACHE and not state.refusals and writes_in_place(traced):
+            return self._without_cache(gm, example_inputs, program, observe, reason, remedy)
+        if program.phase is Phase.NO_CACHE and not program.refusals and writes:
             unread = NoMatch(
                 "its caches are written in place, and are not read by scaled_dot_product_attention in the same graph",
                 f"Let it read them there, each call's tokens written at once, or use caches that grow. {LEAVE}.",
             )
-            return self._left_in_place(gm, example_inputs, state, observe, unread)
-        if state.phase is Phase.NO_CACHE:
-            state.other_kv_inputs = _kv_inputs(gm)
-            return self._left_alone(gm, example_inputs, state)
-        state.other_kv_inputs = [i for i in kv_inputs if i not in state.past_inputs]
+            return self._left_in_place(gm, example_inputs, program, observe, unread)
+        if program.phase is Phase.NO_CACHE:
+            return self._left_alone(
+                gm, example_inputs, replace(program, other_kv_inputs=tuple(kv_inputs(gm)))
+            )
         plain = flatten(example_inputs)
-        runner = self._runner(rewritten, swap_inputs(state, plain), state, observe)
-        if state.swapped_outputs:
-            runner = TokensFirst(runner, state)
+        runner = self._runner(rewritten, swap_inputs(program, plain), program, observe)
+        if program.swapped_outputs:
+            runner = TokensFirst(runner, program)
         return runner if len(plain) == len(example_inputs) else TakenApart(runner)
 
     def _in_place(
@@ -170,7 +172,7 @@ class Backend:
         gm: GraphModule,
         traced: GraphModule,
         example_inputs: Sequence[Any],
-        state: PassState,
+        config: SpecacheConfig,
         observe: Observer | None,
     ) -> Compiled:
         """The runner of a graph that writes its caches in place.
@@ -178,16 +180,19 @@ class Backend:
         Raises:
             NoMatch: If it is to be left alone.
         """
-        config, context = state.config, TracingContext.try_get()
+        context = TracingContext.try_get()
 
         def make(has_past: bool) -> Growing:
             rewritten, plan = grow(traced, has_past=has_past)
-            inner = PassState(config, positions=frozenset(plan.starts + plan.position_inputs))
             inputs = placeholders(rewritten.graph)
-            buffers = {buffer.place for buffer in plan.buffers}
-            inner.weights = {i: name for i, name in _weights(inputs).items() if i not in buffers}
             examples = [value_of(node) for node in inputs]
-            rewritten = run_passes(rewritten, inner, CAPTURE_PASSES, observe)
+            inner = analyse(rewritten, config, plan.starts + plan.position_inputs)
+            buffers = {buffer.place for buffer in plan.buffers}
+            weights = {i: name for i, name in inner.weights.items() if i not in buffers}
+            inner = replace(inner, weights=weights)
+            if observe is not None:
+                observe("analyse", rewritten, inner)
+            rewritten = run_passes(rewritten, inner, BINDING_PASSES, observe)
             if inner.refusals or 2 * len(inner.owners) != len(plan.buffers):
                 reason = (
                     inner.refusals[0].reason
@@ -206,7 +211,7 @@ class Backend:
                 try:
                     return make(has_past)
                 except NoMatch as no:
-                    return self._left_in_place(gm, example_inputs, state, observe, no), None
+                    return self._left_in_place(gm, example_inputs, Program(config), observe, no), None
 
         has_past = has_one_token(traced)
         runner = InPlace(make_later, has_past, make(has_past))
@@ -216,31 +221,31 @@ class Backend:
         self,
         rewritten: GraphModule,
         example_inputs: Sequence[Any],
-        state: PassState,
+        program: Program,
         observe: Observer | None,
     ) -> Compiled:
         """The runner of a graph in which attentions are rewritten."""
-        config = state.config
-        kv = value_of(state.sites[0].new_key)
+        config = program.config
+        kv = value_of(program.sites[0].new_key)
         choose_kernel(config.kernel, kv.device)
-        check_forms(config.kernel, _forms(state))
-        tiered = {site.layer for site in state.sites if site.window is None}
+        check_forms(config.kernel, _forms(program))
+        tiered = {site.layer for site in program.sites if site.window is None}
         if tiered and len(tiered) <= config.resident_layers:
             warn_once(
                 logger,
                 f"specache: resident_layers={config.resident_layers} keeps each of the {len(tiered)} layers that hold"
                 " all tokens whole on the device: nothing is quantised or offloaded. Give a smaller number.",
             )
-        if state.phase is Phase.DECODE:
-            return Decode(rewritten, state, observe)
-        if state.phase is Phase.PREFILL and config.placement.offload:  # where sessions are made
+        if program.phase is Phase.DECODE:
+            return Decode(rewritten, program, observe)
+        if program.phase is Phase.PREFILL and config.placement.offload:  # where sessions are made
             check_host_dir(config.host, config.host_dir)
-        what = "the prompt" if state.phase is Phase.PREFILL else "the next turn"
-        inputs = [*example_inputs, example_state(len(state.owners))]
-        compiled = lower_prompt(rewritten, inputs, state, what)
-        if state.phase is Phase.PREFILL:
-            return Prefill(compiled, state, kv.dtype, kv.device)
-        return Extend(compiled, state)
+        what = "the prompt" if program.phase is Phase.PREFILL else "the next turn"
+        inputs = [*example_inputs, example_state(len(program.owners))]
+        compiled = lower_prompt(rewritten, inputs, program, what)
+        if program.phase is Phase.PREFILL:
+            return Prefill(compiled, program, kv.dtype, kv.device)
+        return Extend(compiled, program)
 
     def reset(self) -> None:
         """Called by `torch.compiler.reset()`."""
@@ -250,54 +255,53 @@ class Backend:
         self,
         gm: GraphModule,
         inputs: Sequence[Any],
-        state: PassState,
+        program: Program,
         observe: Observer | None,
         reason: str,
         remedy: str,
         *,
         has_cache: bool = False,
     ) -> Compiled:
-        state.other_kv_inputs = _kv_inputs(gm)
         message = f"specache leaves this model as it is, because {reason}: {remedy}."
-        state.left_alone = message
+        program = replace(program, other_kv_inputs=tuple(kv_inputs(gm)), left_alone=message)
         if observe is not None:
-            observe("leave_alone", gm, state)
+            observe("leave_alone", gm, program)
         has_cache |= any(len(shape_of(out) or ()) == 4 for out in gm.graph.output_node().all_input_nodes)
-        if has_cache or state.other_kv_inputs:
-            if state.config.strict:
+        if has_cache or program.other_kv_inputs:
+            if program.config.strict:
                 raise UnsupportedGraphError(message)
             warn_once(logger, message)
-        return self._left_alone(gm, inputs, state)
+        return self._left_alone(gm, inputs, program)
 
     def _left_in_place(
-        self, gm: GraphModule, inputs: Sequence[Any], state: PassState, observe: Observer | None, no: NoMatch
+        self, gm: GraphModule, inputs: Sequence[Any], program: Program, observe: Observer | None, no: NoMatch
     ) -> Compiled:
         remedy = no.remedy.rstrip(".")
-        return self._without_cache(gm, inputs, state, observe, str(no), remedy, has_cache=True)
+        return self._without_cache(gm, inputs, program, observe, str(no), remedy, has_cache=True)
 
-    def _left_alone(self, gm: GraphModule, inputs: Sequence[Any], state: PassState) -> Compiled:
+    def _left_alone(self, gm: GraphModule, inputs: Sequence[Any], program: Program) -> Compiled:
         # Dynamo makes a graph for the layout of handles, which runs once: the cache that it returns is of numbers.
         once = any(isinstance(each, torch.Tensor) and is_laid_out(each) for each in inputs)
-        lowering = "eager" if once else state.config.lowering
+        lowering = "eager" if once else program.config.lowering
         with announced("a graph that is left alone", lowering):
-            return LeftAlone(lower(gm, inputs, lowering), state)
+            return LeftAlone(lower(gm, inputs, lowering), program)
 
-    def _report(self, state: PassState) -> None:
-        if state.refusals and state.config.strict:
-            raise UnsupportedGraphError(" ".join(alike(state.refusals)))
-        for message in alike(state.refusals):
+    def _report(self, program: Program) -> None:
+        if program.refusals and program.config.strict:
+            raise UnsupportedGraphError(" ".join(alike(program.refusals)))
+        for message in alike(program.refusals):
             warn_once(logger, f"specache: {message}")
         logger.info(
             "%s: %d attentions rewritten, %d left alone",
-            state.phase.value,
-            len(state.sites),
-            len(state.refusals),
+            program.phase.value,
+            len(program.sites),
+            len(program.refusals),
         )
 
 
-def _forms(state: PassState) -> list[LayerForm]:
+def _forms(program: Program) -> list[LayerForm]:
     """What a kernel will be asked for by a graph's attentions, one lane's query a token."""
-    config, sites = state.config, state.sites
+    config, sites = program.config, program.sites
     resident = sorted({site.layer for site in sites if site.window is None})[: config.resident_layers]
     return [
         LayerForm(
@@ -311,24 +315,6 @@ def _forms(state: PassState) -> list[LayerForm]:
             aggregation=config.aggregation,
         )
         for site in sites
-    ]
-
-
-def _weights(inputs: Sequence[Node]) -> dict[int, str]:
-    """Positions of parameters and buffers among Dynamo's inputs, each with its name in the module."""
-    return {i: weight_name(node) for i, node in enumerate(inputs) if is_static_input(node)}
-
-
-def _kv_inputs(gm: GraphModule) -> list[int]:
-    """Inputs that could be KV tensors: 4-D, floating point, no parameters, and not read for their shape alone."""
-    return [
-        i
-        for i, node in enumerate(placeholders(gm.graph))
-        if not is_static_input(node)
-        and isinstance(value_of(node), torch.Tensor)
-        and value_of(node).is_floating_point()
-        and value_of(node).dim() == 4
-        and not all(reads_shape_only(user) for user in node.users)
     ]
 
 

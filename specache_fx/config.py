@@ -119,6 +119,8 @@ class SpecacheConfig:
             run all of a step, it is captured once half of the memory that is reserved for tokens is used.
         strict: Raise where an attention can't be rewritten, instead of leaving it alone with a warning; also where
             `lookahead="token"` is not possible.
+        skip_passes: Names of passes that are left out, to measure or to suspect one: those of `passes/pipeline.py` that
+            change no answer.
         track_hit_rates: Measure `topk_hit_rate` and `attention_hit_rate` (one more top-k a layer and step, without a
             sort); "steps" keeps them for each step too (`SessionStats.hit_series`, 48 bytes a step).
 
@@ -147,6 +149,7 @@ class SpecacheConfig:
     compile_prefill: bool = False
     replay: bool = True
     strict: bool = False
+    skip_passes: tuple[str, ...] = ()
     track_hit_rates: HitTracking = True
 
     def __post_init__(self) -> None:
@@ -183,6 +186,10 @@ class SpecacheConfig:
                 raise ConfigError(f"{name}={getattr(self, name)!r}: give True or False.")
         if self.compile_prefill and self.lowering == "eager":
             raise ConfigError('compile_prefill=True contradicts lowering="eager": leave one of them out.')
+        names: Any = self.skip_passes
+        if isinstance(names, str) or not all(isinstance(name, str) for name in names):
+            raise ConfigError(f"skip_passes={names!r}: give a list of names.")
+        object.__setattr__(self, "skip_passes", tuple(names))
         if not isinstance(self.track_hit_rates, bool) and self.track_hit_rates != "steps":
             raise ConfigError(f'track_hit_rates={self.track_hit_rates!r}: give True, False or "steps".')
         for name in ("quantizer", "selector", "kernel"):

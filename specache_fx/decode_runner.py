@@ -10,10 +10,10 @@ import torch
 from torch.fx import GraphModule
 
 from specache_fx._log import warn_once
+from specache_fx.capture.program import Program
 from specache_fx.errors import SpecacheError, UnsupportedGraphError
 from specache_fx.graph_inputs import GraphInputs
 from specache_fx.lowering import Compiled, lower_static
-from specache_fx.passes.base import PassState
 from specache_fx.passes.fuse_layer_steps import is_whole, whole_layers
 from specache_fx.passes.pipeline import Observer, build_decode_graph
 from specache_fx.progress import announced
@@ -73,47 +73,23 @@ class Decode:
         fallback: Why that is one though two were asked for.
     """
 
-    def __init__(self, gm: GraphModule, state: PassState, observe: Observer | None = None) -> None:
-        self._gm, self._state, self._observe = gm, state, observe
-        assert state.outputs is not None and state.sources is not None
-        self._plan, self._sources, self._layers = state.outputs, state.sources, layer_shapes(state)
+    def __init__(self, gm: GraphModule, program: Program, observe: Observer | None = None) -> None:
+        self._gm, self._program, self._observe = gm, program, observe
+        assert program.outputs is not None and program.decoding is not None
+        self._plan, self._decoding, self._layers = program.outputs, program.decoding, layer_shapes(program)
+        self._sources = program.decoding.sources
         self._graphs: dict[tuple[Any, ...], DecodeGraph] = {}
-        self._inputs = GraphInputs(gm, state)
+        self._inputs = GraphInputs(gm, program)
         # Where every layer is exact nothing is selected, and no speculative token is needed.
-        self.lanes = state.config.num_lanes if len(state.exact_layers) < len(state.owners) else 1
+        self.lanes = program.config.num_lanes if len(program.exact_layers) < len(program.owners) else 1
         self.fallback: str | None = None
-        if self.lanes > 1 and (reason := self._single_lane()) is not None:
+        if self.lanes > 1 and (reason := program.decoding.single_lane) is not None:
             self._fall_back(reason)
-
-    def _single_lane(self) -> str | None:
-        """Why a graph computes one token at a time; None where it can compute two."""
-        state = self._state
-        if state.mutated is not None:
-            # Lanes and pre-decode run what is in the graph for a token that may never come: state would move twice.
-            return f"the model updates a state of its own (`{state.mutated}`)"
-        if state.random is not None:
-            return f"the model draws random numbers (`{state.random}`), and would draw more of them"
-        if self._sources.token is None:
-            return (
-                "this graph takes no token ids (embeddings as input, or a graph break inside the model, which"
-                ' TORCH_LOGS=graph_breaks names; device_map\'s hooks break it at each layer, tp_plan="auto" does not)'
-            )
-        if state.kept_cache is not None:
-            return (
-                f"the cache of an attention that is left alone stays in the graph (`{state.kept_cache}`), where the"
-                " speculative token would not see the output token"
-            )
-        if state.carried is not None:
-            return (
-                f"the model carries a state of its own from token to token (`{state.carried}`), which the speculative"
-                " token would not find moved on"
-            )
-        return "this graph returns no logits over its vocabulary" if state.logits is None else None
 
     def __call__(self, *args: Any) -> Any:
         """Decode one token (Algorithm 3), after Algorithm 2 where a run of them begins."""
         with inference():
-            session, past = resolve(self._state, self._layers, args)
+            session, past = resolve(self._program, self._layers, args)
             with session.lock:
                 claims.check_open(session)  # another thread may have released it
                 session.metrics.begin_step()
@@ -135,7 +111,7 @@ class Decode:
             masks = self._begin(session, args)
         else:
             fills = self._fills_group(session)
-            masks = read_masks(session, self._state, args, ahead=fills, compare=self._accepts)
+            masks = read_masks(session, self._program, args, ahead=fills, compare=self._accepts)
             if masks.shows_padding:
                 masks = self._begin(session, args)
             elif answer is not None and not fills and self._is_right(session, args, masks, answer):
@@ -148,7 +124,7 @@ class Decode:
 
     @property
     def _accepts(self) -> bool:
-        return self._state.config.accept_guesses and self.lanes > 1
+        return self._program.config.accept_guesses and self.lanes > 1
 
     def _is_right(self, session: Session, args: Sequence[Any], masks: StepMasks, answer: NextAnswer) -> bool:
         """Whether the step before has computed this call's outputs: its token was guessed, and nothing differs."""
@@ -182,8 +158,8 @@ class Decode:
 
     def _best(self, results: Sequence[Any], token: torch.Tensor) -> torch.Tensor:
         """The tokens of a lane's largest logits, as `token` is."""
-        assert self._state.logits is not None
-        logits = results[self._state.logits]
+        assert self._decoding.logits is not None
+        logits = results[self._decoding.logits]
         if logits.device.type == "cpu":
             logits = logits.float()  # a maximum of 16 bits takes three times as long
         return logits.argmax(-1).reshape(token.shape).to(token.dtype)
@@ -196,12 +172,11 @@ class Decode:
 
     def _begin(self, session: Session, args: Sequence[Any]) -> StepMasks:
         """Before a run of decode steps: check the masks, then pre-decode (Algorithm 2). Returns the masks."""
-        masks = read_masks(session, self._state, args, ahead=True)
+        masks = read_masks(session, self._program, args, ahead=True)
         session.forget_lookahead()
-        config = self._state.config
+        config = self._program.config
         if (
-            self._state.mutated is None
-            and self._state.random is None
+            self._decoding.is_pure
             and session.has_tiered_layers
             and config.placement.prefetch
             and config.lookahead != "none"
@@ -222,9 +197,9 @@ class Decode:
         else:
             missed = token != session.guessed_token
             session.metrics.count_token(missed.reshape(-1))
-        if self._state.config.on_miss == "recover":
+        if self._program.config.on_miss == "recover":
             return session.recover(token, missed)
-        if self._state.config.on_miss == "refetch":
+        if self._program.config.on_miss == "refetch":
             self._refetch(session, args, masks, missed)
         return None
 
@@ -293,7 +268,7 @@ class Decode:
             window_masks=windows,
             writes_next=writes_next,
             expansions={
-                i: site.expansion.bind(args) for i, site in enumerate(self._state.sites) if site.expansion
+                i: site.expansion.bind(args) for i, site in enumerate(self._program.sites) if site.expansion
             },
         )
         name = "decode step" if ahead else "pre-decode"
@@ -314,13 +289,15 @@ class Decode:
         return [result[0] for result in results], step.windows_told
 
     def _announced(self, inputs: list[Any], session: Session) -> DecodeGraph | None:
-        with announced("the decode step", self._state.config.lowering, len(self._layers)):
+        with announced("the decode step", self._program.config.lowering, len(self._layers)):
             return self._compile(inputs, session)
 
     def _compile(self, inputs: list[Any], session: Session) -> DecodeGraph | None:
         whole = _whole_kernel(session)
         try:
-            graph = build_decode_graph(self._gm, self._state, inputs, self.lanes, self._observe, whole=whole)
+            graph = build_decode_graph(
+                self._gm, self._program, inputs, self.lanes, self._observe, whole=whole
+            )
         except SpecacheError:
             raise
         except Exception as error:
@@ -332,12 +309,12 @@ class Decode:
         given = [*_tensors(inputs), session.state]
         is_capturable = self._is_capturable(graph)
         by_layer = is_capturable and _replays(graph, session)
-        compiled = lower_static(graph, given, self._state.config.lowering, by_layer=by_layer)
+        compiled = lower_static(graph, given, self._program.config.lowering, by_layer=by_layer)
         return DecodeGraph(compiled, whole_layers(graph), self._inputs.moving(inputs), is_capturable)
 
     def _is_capturable(self, graph: GraphModule) -> bool:
         """Whether each step of the graph launches the same, as far as the graph tells."""
-        return self._state.mutated is None and self._state.random is None and is_whole(graph)
+        return self._decoding.is_pure and is_whole(graph)
 
     def _run(self, made: DecodeGraph, inputs: list[Any], session: Session) -> Sequence[Any]:
         """The graph's results: launched one by one, or captured and replayed."""
@@ -351,7 +328,7 @@ class Decode:
         return session.graph.run(made.compiled, flat, made.moving, session.state, steps)
 
     def _fall_back(self, reason: str) -> None:
-        config = self._state.config
+        config = self._program.config
         if config.strict:
             raise UnsupportedGraphError(
                 f'lookahead="token" is not possible here: {reason}. Take lookahead="query", or strict=False'

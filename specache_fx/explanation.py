@@ -11,13 +11,7 @@ from torch import nn
 from torch.fx import GraphModule, Node
 
 from specache_fx.backend import Backend, check_names
-from specache_fx.compiled import uncompiled, with_generators
-from specache_fx.config import SpecacheConfig
-from specache_fx.decode_runner import Decode
-from specache_fx.errors import ConfigError
-from specache_fx.lowering import Compiled
-from specache_fx.passes.base import PassState, Phase, Refusal, alike
-from specache_fx.passes.graph_utils import (
+from specache_fx.capture.graph_utils import (
     is_static_input,
     output_node,
     placeholders,
@@ -25,7 +19,13 @@ from specache_fx.passes.graph_utils import (
     target_name,
     value_of,
 )
-from specache_fx.passes.score_ops import is_float
+from specache_fx.capture.program import Phase, Program, Refusal, alike
+from specache_fx.capture.score_ops import is_float
+from specache_fx.compiled import uncompiled, with_generators
+from specache_fx.config import SpecacheConfig
+from specache_fx.decode_runner import Decode
+from specache_fx.errors import ConfigError
+from specache_fx.lowering import Compiled
 from specache_fx.runners import TakenApart, TokensFirst
 
 _SDPA = "scaled_dot_product_attention"
@@ -116,11 +116,12 @@ class _Recorder:
     def __call__(self, gm: GraphModule, example_inputs: Sequence[Any], **_: Any) -> Compiled:
         report = GraphReport(Phase.NO_CACHE, [], [])
 
-        def observe(name: str, graph: GraphModule, state: PassState) -> None:
+        def observe(name: str, graph: GraphModule, program: Program) -> None:
             if name == "dynamo":
                 report.before, report.has_cache = _around_attention(graph), _has_cache(graph)
-            report.phase, report.refusals, report.left_alone = state.phase, state.refusals, state.left_alone
-            report.rewritten = [site.source for site in state.sites]
+            report.phase, report.refusals = program.phase, list(program.refusals)
+            report.left_alone = program.left_alone
+            report.rewritten = [site.source for site in program.sites]
             if name == "fuse_layer_steps":
                 found = _around_attention(graph)
                 report.runs = found if found != report.after else ""
@@ -130,7 +131,7 @@ class _Recorder:
                     decode = decode.runner
                 assert isinstance(decode, Decode)
                 report.lanes, report.fallback = decode.lanes, decode.fallback
-                report.resident = len(state.exact_layers - state.window_layers)
+                report.resident = len(program.exact_layers - program.window_layers)
                 report.after = _around_attention(graph)
 
         runner = self.backend(gm, example_inputs, options=self.options, observe=observe)

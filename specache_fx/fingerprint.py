@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from specache_fx.capture.subclasses import flatten
 from specache_fx.errors import ConfigError
-from specache_fx.passes.subclasses import flatten
 from specache_fx.runtime.native import graph_ops
 
 _ROW = 1024  # words of 8 bytes that one sum is of

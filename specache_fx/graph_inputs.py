@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from specache_fx.passes.base import PassState
-from specache_fx.passes.graph_utils import is_static_input, placeholders
+from specache_fx.capture.graph_utils import is_static_input, placeholders
+from specache_fx.capture.program import Program
 from specache_fx.runtime.masks import WindowMask
 from specache_fx.runtime.next_answer import LaneCall
 from specache_fx.runtime.session import Session
@@ -23,12 +23,13 @@ class GraphInputs:
 
     Args:
         gm: The graph, before it is traced for lanes.
-        state: What the passes found.
+        program: What is known of it.
     """
 
-    def __init__(self, gm: GraphModule, state: PassState) -> None:
-        assert state.sources is not None
-        self._state, self._token = state, state.sources.token
+    def __init__(self, gm: GraphModule, program: Program) -> None:
+        assert program.decoding is not None
+        self._decoding, self._token = program.decoding, program.decoding.sources.token
+        self._expansions = [site.expansion for site in program.sites if site.expansion is not None]
         given = placeholders(gm.graph)
         # Each input's place among Dynamo's. Results of the prelude have none: `_cuts` says which each of them is.
         self._origins = [node.meta.get("specache_input", 0) for node in given]
@@ -58,7 +59,7 @@ class GraphInputs:
             In the graph's order. Those that differ by lane are `[2, ...]` with two lanes: the token, and results of the
             prelude.
         """
-        prelude = self._state.prelude
+        prelude = self._decoding.cut.prelude
         boundary = prelude(args, 0) if prelude is not None else ()
         if lanes > 1:
             following = prelude.following(args, ahead, boundary) if prelude is not None else ()
@@ -73,7 +74,7 @@ class GraphInputs:
 
     def window_masks(self, session: Session, args: Sequence[Any], lanes: int, ahead: int) -> WindowMasks:
         """What the model's own masks let each lane see of the layers that keep a window."""
-        windows = self._state.window_masks
+        windows = self._decoding.window_masks
         if windows is None:
             return {}
         masks = windows.at(session, args, 0)
@@ -114,8 +115,7 @@ class GraphInputs:
         rest = [value for i, value in enumerate(inputs) if i not in self._by_lane]
         numbers: list[Any] = [value for value in rest if not isinstance(value, torch.Tensor)]
         # What makes keys and values of latent attention is no input of the decode graph.
-        expansions = [site.expansion for site in self._state.sites if site.expansion is not None]
-        rest += [args[i] for expansion in expansions for i in expansion.inputs]
+        rest += [args[i] for expansion in self._expansions for i in expansion.inputs]
         for layer, masks in windows.items():
             mask = masks[lane]
             assert mask is not None

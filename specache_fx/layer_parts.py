@@ -19,10 +19,10 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
+from specache_fx.capture.graph_slices import writes_in_place
+from specache_fx.capture.graph_utils import placeholders, value_of
+from specache_fx.capture.pieces import Piece
 from specache_fx.passes.fuse_layer_steps import is_layer_step
-from specache_fx.passes.graph_slices import writes_in_place
-from specache_fx.passes.graph_utils import placeholders, value_of
-from specache_fx.passes.pieces import Piece
 
 Compiled = Callable[..., Any]
 _GIVEN = ("placeholder", "get_attr")

@@ -20,12 +20,12 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from specache_fx._log import warn_once
+from specache_fx.capture.graph_slices import ancestors, eliminate_dead_code, extract
+from specache_fx.capture.graph_utils import placeholders, value_of
+from specache_fx.capture.normalize_attention import SDPA
+from specache_fx.capture.program import Program
 from specache_fx.config import Lowering
 from specache_fx.layer_parts import compile_by_layer, target
-from specache_fx.passes.base import PassState
-from specache_fx.passes.graph_slices import ancestors, eliminate_dead_code, extract
-from specache_fx.passes.graph_utils import placeholders, value_of
-from specache_fx.passes.normalize_attention import SDPA
 from specache_fx.progress import announced, say_step
 from specache_fx.runtime.prompt_masks import test
 from specache_fx.runtime.step_table import empty_state
@@ -73,19 +73,19 @@ def _by_inductor(gm: GraphModule, inputs: list[Any]) -> Compiled:
     return compiled
 
 
-def lower_prompt(gm: GraphModule, inputs: Sequence[Any], state: PassState, what: str) -> Compiled:
+def lower_prompt(gm: GraphModule, inputs: Sequence[Any], program: Program, what: str) -> Compiled:
     """Make a graph of several tokens run, in Dynamo's context: operator by operator, or compiled.
 
     Args:
         gm: The graph: a prompt, or tokens that follow a cache. Edited where it tests masks.
         inputs: Example inputs, as Dynamo gave them.
-        state: What the passes found.
+        program: What is known of it.
         what: Name of the graph, for the user.
     """
-    config, layers = state.config, len(state.owners)
+    config, layers = program.config, len(program.owners)
     if config.lowering == "eager":
         return gm.forward
-    spelt_out = any(site.node.target is not SDPA for site in state.sites)
+    spelt_out = any(site.node.target is not SDPA for site in program.sites)
     tests = [node for node in gm.graph.nodes if node.target is test]
     if config.compile_prefill or spelt_out:
         with announced(what, config.lowering, layers):

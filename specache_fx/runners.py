@@ -18,10 +18,10 @@ import torch
 from torch._dynamo.convert_frame import compile_lock
 
 from specache_fx._log import warn_once
+from specache_fx.capture.program import OutputPlan, Program, alike
+from specache_fx.capture.subclasses import flatten
 from specache_fx.errors import CacheHandleError, SpecacheError
 from specache_fx.lowering import Compiled
-from specache_fx.passes.base import OutputPlan, PassState, alike
-from specache_fx.passes.subclasses import flatten
 from specache_fx.runtime import claims, fixed_buffers, registry
 from specache_fx.runtime.give_back import give_back
 from specache_fx.runtime.handle import tokens_first
@@ -39,16 +39,16 @@ _NOT_NUMBERS = (
 )
 
 
-def layer_shapes(state: PassState) -> tuple[LayerShape, ...]:
+def layer_shapes(program: Program) -> tuple[LayerShape, ...]:
     """What the pairs of each layer of the session look like, in graph order."""
     return tuple(
-        LayerShape(site.num_kv_heads, site.key_dim, site.value_dim, site.window) for site in state.owners
+        LayerShape(site.num_kv_heads, site.key_dim, site.value_dim, site.window) for site in program.owners
     )
 
 
-def _note_model(session: Session, state: PassState, args: Sequence[Any]) -> None:
+def _note_model(session: Session, program: Program, args: Sequence[Any]) -> None:
     """Note whose a new session is. The graph is of any module with such a forward: only this call says of which."""
-    session.weights = {name: weakref.ref(args[i]) for i, name in state.weights.items()}
+    session.weights = {name: weakref.ref(args[i]) for i, name in program.weights.items()}
     frame: FrameType | None = sys._getframe(1)
     for _ in range(_FRAMES_TO_FORWARD):
         # Of methods alone: to ask a caller's frame for its locals would keep them, caches too, as long as it runs.
@@ -115,8 +115,8 @@ def compiling() -> Iterator[None]:
 class LeftAlone:
     """A graph without a rewritten attention. Handles are replaced by the numbers that they stand for."""
 
-    def __init__(self, compiled: Compiled, state: PassState) -> None:
-        self._compiled, self._state = compiled, state
+    def __init__(self, compiled: Compiled, program: Program) -> None:
+        self._compiled, self._program = compiled, program
 
     def __call__(self, *args: Any) -> Any:
         """Run the graph.
@@ -124,12 +124,12 @@ class LeftAlone:
         Raises:
             CacheHandleError: If handles come in that are not a whole cache of one call.
         """
-        kv = self._state.other_kv_inputs
+        kv = self._program.other_kv_inputs
         with inference():
             fixed_buffers.restore(args)
         if registry.first_handle([args[i] for i in kv]) is None:
             return self._compiled(*args)
-        reasons = _reasons(self._state)
+        reasons = _reasons(self._program)
         with inference():
             try:
                 real = give_back([args[i] for i in kv])
@@ -140,7 +140,7 @@ class LeftAlone:
         inputs = list(args)
         for place, tensor in real.items():
             inputs[kv[place]] = tensor
-        _refuse_handles(inputs, self._state)  # a mere piece of one
+        _refuse_handles(inputs, self._program)  # a mere piece of one
         warn_once(
             logger,
             "specache gives a KV cache back, at 16 bits and on the device, to a graph that it leaves alone; it stays"
@@ -150,14 +150,14 @@ class LeftAlone:
             return self._compiled(*inputs)
 
 
-def _reasons(state: PassState) -> str:
-    return state.left_alone or " ".join(alike(state.refusals)) or _NO_ATTENTION
+def _reasons(program: Program) -> str:
+    return program.left_alone or " ".join(alike(program.refusals)) or _NO_ATTENTION
 
 
-def _refuse_handles(args: Sequence[Any], state: PassState) -> None:
+def _refuse_handles(args: Sequence[Any], program: Program) -> None:
     """No input that stays a tensor may be a handle."""
-    if registry.first_handle([args[i] for i in state.other_kv_inputs]) is not None:
-        reasons = _reasons(state)
+    if registry.first_handle([args[i] for i in program.other_kv_inputs]) is not None:
+        reasons = _reasons(program)
         raise CacheHandleError(
             "A KV cache that is managed by specache reached an attention that specache did not rewrite, and would be"
             f" read as numbers there. {reasons}"
@@ -180,9 +180,9 @@ class Refused:
 
 
 @contextlib.contextmanager
-def told_by_rule(session: Session, state: PassState, args: Sequence[Any]) -> Iterator[None]:
+def told_by_rule(session: Session, program: Program, args: Sequence[Any]) -> Iterator[None]:
     """While several tokens run: the session has the masks of their attentions."""
-    session.prompt_masks = PromptMasks(state.prompt_masks, args)
+    session.prompt_masks = PromptMasks(program.prompt_masks, args)
     try:
         yield
     finally:
@@ -193,24 +193,24 @@ class Prefill:
     """Makes a session for every prompt."""
 
     def __init__(
-        self, compiled: Compiled, state: PassState, dtype: torch.dtype, device: torch.device
+        self, compiled: Compiled, program: Program, dtype: torch.dtype, device: torch.device
     ) -> None:
-        self._compiled, self._state, self._dtype, self._device = compiled, state, dtype, device
-        assert state.outputs is not None
-        self._plan = state.outputs
+        self._compiled, self._program, self._dtype, self._device = compiled, program, dtype, device
+        assert program.outputs is not None
+        self._plan = program.outputs
 
     def __call__(self, *args: Any) -> Any:
         """Run the prompt; the graph stores each layer's pairs on the way."""
         registry.sweep()
         with inference():
             session = registry.open_session(
-                self._state.config, layer_shapes(self._state), self._dtype, self._device
+                self._program.config, layer_shapes(self._program), self._dtype, self._device
             )
-            _note_model(session, self._state, args)
+            _note_model(session, self._program, args)
             try:
-                with told_by_rule(session, self._state, args):
+                with told_by_rule(session, self._program, args):
                     kept = self._compiled(*args, session.state)
-                _advance(session, self._state, args)
+                _advance(session, self._program, args)
                 handles = registry.issue(session)
             except BaseException:
                 session.close()  # nothing was handed out: give the memory back at once
@@ -218,10 +218,10 @@ class Prefill:
             return assemble(self._plan, kept, handles, args)
 
 
-def _advance(session: Session, state: PassState, args: Sequence[Any]) -> None:
+def _advance(session: Session, program: Program, args: Sequence[Any]) -> None:
     """Note that a prompt or several tokens went through."""
     num_tokens = session.stored_length() - session.kv_len
-    tokens = None if state.token is None else args[state.token]
+    tokens = None if program.token is None else args[program.token]
     if tokens is not None and tokens.numel() != (session.batch or 0) * num_tokens:
         tokens = None  # several codes a token
     session.remember(None if tokens is None else tokens.reshape(-1, num_tokens))
@@ -229,12 +229,12 @@ def _advance(session: Session, state: PassState, args: Sequence[Any]) -> None:
 
 
 def resolve(
-    state: PassState, shapes: tuple[LayerShape, ...], args: Sequence[Any]
+    program: Program, shapes: tuple[LayerShape, ...], args: Sequence[Any]
 ) -> tuple[Session, list[torch.Tensor]]:
     """The session that a call goes on with, and the handles to give back.
 
     Args:
-        state: What the passes found.
+        program: What is known of the graph.
         shapes: The graph's `layer_shapes`.
         args: Dynamo's inputs.
 
@@ -245,18 +245,18 @@ def resolve(
         CacheHandleError: If an input is a handle of something else, or one where there should be none.
         HostMemoryError: If a fork, or a cache that is taken over, doesn't fit.
     """
-    past = [args[i] for i in state.past_inputs]
-    _refuse_handles(args, state)
+    past = [args[i] for i in program.past_inputs]
+    _refuse_handles(args, program)
     if registry.first_handle(past) is None:
-        session, past = _take_over(state, shapes, past, args)
+        session, past = _take_over(program, shapes, past, args)
     else:
-        session, past = claims.go_on(past, state.config, shapes)
+        session, past = claims.go_on(past, program.config, shapes)
     registry.sweep()
     return session, past
 
 
 def _take_over(
-    state: PassState, shapes: tuple[LayerShape, ...], past: Sequence[torch.Tensor], args: Sequence[Any]
+    program: Program, shapes: tuple[LayerShape, ...], past: Sequence[torch.Tensor], args: Sequence[Any]
 ) -> tuple[Session, list[torch.Tensor]]:
     """A session for a cache of plain tensors: its prompt ran elsewhere, or in a graph that was left alone."""
     kv_len = claims.told_length(shapes, past)
@@ -267,16 +267,16 @@ def _take_over(
         )
     if bool(torch.stack([tensor.isnan().any().to(past[0].device) for tensor in past]).any()):
         raise CacheHandleError(_NOT_NUMBERS)
-    session = registry.open_session(state.config, shapes, past[0].dtype, past[0].device)
-    _note_model(session, state, args)
+    session = registry.open_session(program.config, shapes, past[0].dtype, past[0].device)
+    _note_model(session, program, args)
     try:
-        if state.sources is not None:
-            masks = state.sources.masks_at(args, 0)
+        if program.decoding is not None:
+            masks = program.decoding.sources.masks_at(args, 0)
             for i, mask in enumerate(masks):
                 take = session.key_mask.widen if i else session.key_mask.read
                 take(mask[..., :-1], past[0].shape[0])
         # In an extend the graph's own store op tells the padding: until then it isn't known which tokens are the first.
-        hold = state.sources is None and state.config.sink_tokens > 0
+        hold = program.decoding is None and program.config.sink_tokens > 0
         for layer in range(len(shapes)):
             session.store(layer, past[2 * layer], past[2 * layer + 1], None, kv_len, hold)
         session.advance(kv_len, decoded=False)
@@ -289,29 +289,29 @@ def _take_over(
 class Extend:
     """Continues a session by several tokens at once, exactly."""
 
-    def __init__(self, compiled: Compiled, state: PassState) -> None:
-        self._compiled, self._state, self._layers = compiled, state, layer_shapes(state)
-        assert state.outputs is not None
-        self._plan = state.outputs
+    def __init__(self, compiled: Compiled, program: Program) -> None:
+        self._compiled, self._program, self._layers = compiled, program, layer_shapes(program)
+        assert program.outputs is not None
+        self._plan = program.outputs
 
     def __call__(self, *args: Any) -> Any:
         """Run the new tokens on the 16-bit history."""
         with inference():
-            session, past = resolve(self._state, self._layers, args)
+            session, past = resolve(self._program, self._layers, args)
             with session.lock:
                 claims.check_open(session)  # another thread may have released it
                 session.forget_lookahead()
                 inputs = list(map(plain, args))
-                with told_by_rule(session, self._state, inputs):
+                with told_by_rule(session, self._program, inputs):
                     kept = self._compiled(*inputs, session.state)
-                _advance(session, self._state, args)
+                _advance(session, self._program, args)
                 handles = registry.resized(session, past)
             return assemble(self._plan, kept, handles, args)
 
 
-def swap_inputs(state: PassState, args: Sequence[Any]) -> list[Any]:
+def swap_inputs(program: Program, args: Sequence[Any]) -> list[Any]:
     """Dynamo's inputs with heads first, as the graph takes them after `heads_first`."""
-    return [arg.transpose(1, 2) if i in state.swapped_inputs else arg for i, arg in enumerate(args)]
+    return [arg.transpose(1, 2) if i in program.swapped_inputs else arg for i, arg in enumerate(args)]
 
 
 def with_tokens_first(handle: Handle) -> Handle:
@@ -338,16 +338,16 @@ class TokensFirst:
         runner: Gets and gives them with heads first.
     """
 
-    def __init__(self, runner: Compiled, state: PassState) -> None:
-        self.runner, self._state = runner, state
+    def __init__(self, runner: Compiled, program: Program) -> None:
+        self.runner, self._program = runner, program
 
     def __call__(self, *args: Any) -> Any:
         """Run it."""
-        results = list(self.runner(*swap_inputs(self._state, args)))
-        assert self._state.outputs is not None
+        results = list(self.runner(*swap_inputs(self._program, args)))
+        assert self._program.outputs is not None
         with inference():
-            for i in self._state.swapped_outputs:
-                if i in self._state.outputs.handles:
+            for i in self._program.swapped_outputs:
+                if i in self._program.outputs.handles:
                     results[i] = with_tokens_first(results[i])
                 else:  # a cache that is left alone: in memory as the model's own cat would have it
                     results[i] = results[i].transpose(1, 2).contiguous()

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from specache_fx.capture.program import Program
 from specache_fx.errors import UnsupportedGraphError
-from specache_fx.passes.base import PassState
 from specache_fx.runtime.masks import hidden_bias, lane_bias, over_keys, real_keys, split_row
 from specache_fx.runtime.session import Session
 from specache_fx.runtime.sources import Sources
@@ -34,7 +34,7 @@ class StepMasks:
 
 
 def read_masks(
-    session: Session, state: PassState, args: Sequence[Any], ahead: bool, compare: bool = False
+    session: Session, program: Program, args: Sequence[Any], ahead: bool, compare: bool = False
 ) -> StepMasks:
     """Evaluate the model's own masks for the output token.
 
@@ -49,7 +49,7 @@ def read_masks(
     Args:
         session: The session. `masks_move` is set where a mask hides, or in the next `group_size` tokens will hide, more
             than the padding.
-        state: What the passes found.
+        program: What is known of the graph.
         args: Dynamo's inputs.
         ahead: Look a group of tokens ahead as well: at the start and whenever a group fills.
         compare: Compare the masks on the host in every step.
@@ -57,11 +57,11 @@ def read_masks(
     Raises:
         UnsupportedGraphError: If an additive mask hides every key of a row.
     """
-    sources = state.sources
-    assert sources is not None and session.batch is not None
+    assert program.decoding is not None and session.batch is not None
+    sources = program.decoding.sources
     kv_len = session.kv_len + 1
     rows = [over_keys(mask, kv_len) for mask in sources.masks_at(args, 0)]
-    no_mask = any(site.mask is None and site.window is None for site in state.sites)
+    no_mask = any(site.mask is None and site.window is None for site in program.sites)
     shows_all = no_mask and session.key_mask.real is not None
     seen = None if shows_all else _seen(session, sources, rows)
     if seen is not None and not (ahead or compare or session.masks_move):
@@ -70,7 +70,7 @@ def read_masks(
     shown: list[torch.Tensor | None] = []
     for row, (real, _), agrees in zip(rows, split, agree, strict=True):
         if not agrees:
-            _check_hidden(row, real, state)
+            _check_hidden(row, real, program)
             shown.append(real)
     if no_mask:
         shown.append(None)
@@ -123,10 +123,10 @@ def _is_all_of(seen: torch.Tensor, padding: torch.Tensor | None) -> bool:
     return bool(seen.all()) if padding is None else torch.equal(seen, padding)
 
 
-def _check_hidden(row: torch.Tensor, seen: torch.Tensor | None, state: PassState) -> None:
+def _check_hidden(row: torch.Tensor, seen: torch.Tensor | None, program: Program) -> None:
     """SDPA gives 0 where a row has no key to see; an additive mask makes numbers of it that are the model's own."""
     if seen is not None and row.dtype != torch.bool and not bool(seen.any(-1).all()):
-        site = next(site for site in state.sites if site.mask is not None and site.window is None)
+        site = next(site for site in program.sites if site.mask is not None and site.window is None)
         raise UnsupportedGraphError(
             f"The mask of attention `{site.node.name}` ({site.source}) hides every key of a row. Give each row a token"
             ' that it sees, or compile this model with backend="inductor".'

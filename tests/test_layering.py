@@ -46,13 +46,11 @@ RANKS: tuple[tuple[str, ...], ...] = (
     (
         "specache_fx.lowering",
         "specache_fx.tensor_file",
-        "specache_fx.capture.trace",
-        "specache_fx.capture.fixed_caches",
     ),
-    ("specache_fx.capture",),
     ("specache_fx.layer_parts",),
     ("specache_fx.fingerprint",),
     ("specache_fx.passes",),
+    ("specache_fx.capture",),
     ("specache_fx.runtime.ops",),
     ("specache_fx.runtime.parts",),
     ("specache_fx.runtime.fixed_buffers",),
@@ -107,6 +105,7 @@ RANKS: tuple[tuple[str, ...], ...] = (
 RANK = {name: len(RANKS) - i for i, names in enumerate(RANKS) for name in names}
 # Packages whose modules may import one another.
 PACKAGES = (
+    "specache_fx.capture",
     "specache_fx.passes",
     "specache_fx.eval",
     "specache_fx.experiments",

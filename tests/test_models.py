@@ -16,8 +16,8 @@ from transformers.generation.streamers import BaseStreamer
 
 import specache_fx
 from specache_fx.backend import Backend
-from specache_fx.passes.base import PassState, Phase
-from specache_fx.passes.graph_utils import placeholders
+from specache_fx.capture.graph_utils import placeholders
+from specache_fx.capture.program import Phase, Program
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -30,7 +30,7 @@ class Watch(BaseStreamer):
     """A streamer that counts the tokens, and notes after how many of them a graph was compiled."""
 
     num_tokens: int = -1  # the prompt is streamed first
-    captured: list[tuple[int, PassState]] = field(default_factory=list)  # Dynamo's graphs
+    captured: list[tuple[int, Program]] = field(default_factory=list)  # Dynamo's graphs
     decode: list[tuple[int, GraphModule]] = field(default_factory=list)  # what decode steps run
 
     def put(self, value: Tensor) -> None:
@@ -39,9 +39,9 @@ class Watch(BaseStreamer):
     def end(self) -> None:
         pass
 
-    def observe(self, name: str, gm: GraphModule, state: PassState) -> None:
-        if name == "dynamo":
-            self.captured.append((self.num_tokens, state))
+    def observe(self, name: str, gm: GraphModule, program: Program) -> None:
+        if name == "analyse":
+            self.captured.append((self.num_tokens, program))
         elif name == "verify":
             self.decode.append((self.num_tokens, gm))
 
@@ -69,7 +69,7 @@ def assert_nothing_is_compiled_late(watch: Watch) -> None:
     """After the third decode step, that is the fourth token, no graph is made."""
     assert max(after for after, _ in watch.captured) <= 3
     assert max(after for after, _ in watch.decode) <= 3
-    phases = [state.phase for _, state in watch.captured]
+    phases = [program.phase for _, program in watch.captured]
     assert phases.count(Phase.PREFILL) == 1 and set(phases) == {Phase.PREFILL, Phase.DECODE}
 
 

@@ -8,10 +8,10 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, Node
 
-from specache_fx.passes.graph_edit import call, fake_mode_of
-from specache_fx.passes.graph_slices import ancestors
-from specache_fx.passes.graph_utils import same_sizes, shape_of, value_of
-from specache_fx.passes.normalize_attention import SDPA
+from specache_fx.capture.graph_edit import call, fake_mode_of
+from specache_fx.capture.graph_slices import ancestors
+from specache_fx.capture.graph_utils import same_sizes, shape_of, value_of
+from specache_fx.capture.normalize_attention import SDPA
 from specache_fx.runtime.masks import hides_from
 
 _aten = torch.ops.aten

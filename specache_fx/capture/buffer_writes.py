@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from specache_fx.passes.cache_side import without_repeat
-from specache_fx.passes.graph_utils import output_node, same_sizes, shape_of, value_of
-from specache_fx.passes.normalize_attention import SDPA
+from specache_fx.capture.cache_side import without_repeat
+from specache_fx.capture.graph_utils import output_node, same_sizes, shape_of, value_of
+from specache_fx.capture.normalize_attention import SDPA
 
 _aten = torch.ops.aten
 _MADE = (_aten.zeros.default, _aten.full.default, _aten.new_zeros.default)

@@ -28,10 +28,10 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic
 from specache_fx.capture.buffer_masks import DATA, cut_to, is_narrow, shows_behind
 from specache_fx.capture.buffer_writes import Append, appends, read_by
 from specache_fx.capture.buffers import Buffer, FixedCaches, Size
-from specache_fx.passes.cache_side import LEAVE, NoMatch
-from specache_fx.passes.graph_edit import call, copy_graph, fake_mode_of, finish
-from specache_fx.passes.graph_slices import ancestors, eliminate_dead_code, extract
-from specache_fx.passes.graph_utils import (
+from specache_fx.capture.cache_side import LEAVE, NoMatch
+from specache_fx.capture.graph_edit import call, copy_graph, fake_mode_of, finish
+from specache_fx.capture.graph_slices import ancestors, eliminate_dead_code, extract
+from specache_fx.capture.graph_utils import (
     described,
     output_node,
     placeholders,
@@ -40,7 +40,7 @@ from specache_fx.passes.graph_utils import (
     symbols_of,
     value_of,
 )
-from specache_fx.passes.normalize_attention import SDPA
+from specache_fx.capture.normalize_attention import SDPA
 from specache_fx.runtime.handle import is_laid_out
 
 _aten = torch.ops.aten

@@ -16,9 +16,9 @@ from torch._ops import OpOverload
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
-from specache_fx.passes.graph_edit import fake_mode_of, make_module
-from specache_fx.passes.graph_utils import target_name, value_of
-from specache_fx.passes.pieces import Piece
+from specache_fx.capture.graph_edit import fake_mode_of, make_module
+from specache_fx.capture.graph_utils import target_name, value_of
+from specache_fx.capture.pieces import Piece
 
 _FEWEST = 3  # segments that have to be alike
 _LEVELS = (("_vmap_increment_nesting", 1), ("_vmap_decrement_nesting", -1))

@@ -14,8 +14,8 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.fx.node import Argument, map_arg
 
-from specache_fx.passes.graph_slices import float_of
-from specache_fx.passes.graph_utils import value_of
+from specache_fx.capture.graph_slices import float_of
+from specache_fx.capture.graph_utils import value_of
 
 
 def _is_own(node: Node) -> bool:

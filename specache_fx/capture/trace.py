@@ -39,13 +39,13 @@ from torch.fx.traceback import preserve_node_meta
 from torch.utils import _pytree as pytree
 
 from specache_fx.capture.einsum import as_matmul
+from specache_fx.capture.graph_edit import copy_graph, fake_mode_of, finish, make_module
+from specache_fx.capture.graph_slices import eliminate_dead_code
+from specache_fx.capture.graph_utils import placeholders, same_sizes, target_name, value_of
+from specache_fx.capture.normalize_attention import SDPA
 from specache_fx.capture.segments import CannotCut, Joined, Segment, cut, writes
 from specache_fx.capture.specialize_floats import specialize_floats
-from specache_fx.passes.graph_edit import copy_graph, fake_mode_of, finish, make_module
-from specache_fx.passes.graph_slices import eliminate_dead_code
-from specache_fx.passes.graph_utils import placeholders, same_sizes, target_name, value_of
-from specache_fx.passes.normalize_attention import SDPA
-from specache_fx.passes.subclasses import flatten, unflatten
+from specache_fx.capture.subclasses import flatten, unflatten
 from specache_fx.runtime import ops  # noqa: F401  (registers torch.ops.specache)
 from specache_fx.runtime.handle import is_laid_out
 

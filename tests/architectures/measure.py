@@ -22,9 +22,9 @@ from torch.fx import GraphModule
 
 import specache_fx.backend
 from specache_fx.backend import Backend
+from specache_fx.capture.program import Program
 from specache_fx.compiled import uncompile
 from specache_fx.decode_runner import Decode, DecodeGraph
-from specache_fx.passes.base import PassState
 from specache_fx.runtime import decode_step
 from specache_fx.runtime.session import Session
 
@@ -59,17 +59,19 @@ class Watch:
     """What a compiled run did, seen from inside."""
 
     eager: Eager
-    states: list[PassState] = field(default_factory=list)
+    programs: list[Program] = field(default_factory=list)
     layers: Counter[int] = field(default_factory=Counter)  # by step: attentions that ran rewritten
     runners: list[Decode] = field(default_factory=list)  # those that ran
     starts: dict[int, int] = field(default_factory=dict)  # by session: tokens held at its first decode step
     session: Session | None = None  # whose step runs
     lane_differences: list[float] = field(default_factory=list)
 
-    def observe(self, name: str, gm: GraphModule, state: PassState) -> None:
+    def observe(self, name: str, gm: GraphModule, program: Program) -> None:
         """Note each graph once."""
         if name == "dynamo":
-            self.states.append(state)
+            self.programs.append(program)
+        elif name in ("analyse", "leave_alone"):
+            self.programs[-1] = program
 
     def decode_class(watch) -> type[Decode]:
         """A `Decode` that is given the true next token for its second lane, and whose second lane is compared."""
@@ -100,9 +102,9 @@ class Watch:
 
             def _compile(self, inputs: list[Any], session: Session) -> DecodeGraph | None:
                 made = super()._compile(inputs, session)
-                if made is None or self.lanes == 1 or self._state.logits is None:
+                if made is None or self.lanes == 1 or self._decoding.logits is None:
                     return made
-                logits = self._state.logits
+                logits = self._decoding.logits
 
                 def compared(*args: Any) -> Any:
                     results, session = made.compiled(*args), watch.session
@@ -207,9 +209,9 @@ def _case(model: Any, model_type: str, eager: Eager, options: dict[str, Any], pa
     row["lanes"] = min((runner.lanes for runner in watch.runners), default=0)
     row["fallback"] = next((runner.fallback for runner in watch.runners if runner.fallback), None)
     row["refusals"] = list(
-        dict.fromkeys(_plain(refusal.reason) for state in watch.states for refusal in state.refusals)
+        dict.fromkeys(_plain(refusal.reason) for program in watch.programs for refusal in program.refusals)
     )
-    row["graphs"] = len(watch.states)
+    row["graphs"] = len(watch.programs)
     return row
 
 

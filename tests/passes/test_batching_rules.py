@@ -17,8 +17,8 @@ from support.models import TinyConfig, TinyDecoder, generate
 from support.zoo import build
 from torch import Tensor
 
+from specache_fx.capture.program import Phase
 from specache_fx.config import SpecacheConfig
-from specache_fx.passes.base import Phase
 from specache_fx.passes.batching_rules import register_batching_rules
 from specache_fx.runtime import registry
 

@@ -14,10 +14,12 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from specache_fx.capture.analyse import analyse
+from specache_fx.capture.graph_edit import copy_graph
+from specache_fx.capture.program import Phase, Program
 from specache_fx.config import SpecacheConfig
-from specache_fx.passes.base import Pass, PassState, Phase
-from specache_fx.passes.graph_edit import copy_graph
-from specache_fx.passes.pipeline import CAPTURE_PASSES, decode_passes, run_passes
+from specache_fx.passes.base import Pass
+from specache_fx.passes.pipeline import BINDING_PASSES, decode_passes, run_passes
 
 DECODE_PASSES = decode_passes("cpu")
 
@@ -50,27 +52,28 @@ def captured(model: str) -> dict[Phase, Captured]:
 
 
 @cache
-def traced(model: str, config: SpecacheConfig) -> tuple[GraphModule, PassState]:
+def traced(model: str, config: SpecacheConfig) -> tuple[GraphModule, Program]:
     """A model's decode graph before the first of `DECODE_PASSES`."""
     return graphs.decode_graph(captured(model)[Phase.DECODE], config)
 
 
-def before(step: Pass, phase: Phase, model: str, config: SpecacheConfig) -> tuple[GraphModule, PassState]:
-    """The graph and the state that a pass gets."""
+def before(step: Pass, phase: Phase, model: str, config: SpecacheConfig) -> tuple[GraphModule, Program]:
+    """The graph and the program that a pass gets."""
     if step in DECODE_PASSES:
-        decode, state = traced(model, config)  # which these passes read, and leave as it is
+        decode, program = traced(model, config)  # which these passes read, and leave as it is
         gm, passes = copy_graph(decode), DECODE_PASSES
     else:
-        gm, state, passes = captured(model)[phase].copy(), PassState(config), CAPTURE_PASSES
+        gm, passes = captured(model)[phase].copy(), BINDING_PASSES
+        program = analyse(gm, config)
     for earlier in passes[: passes.index(step)]:
-        gm = earlier.run(gm, state)
-    return gm, state
+        gm = earlier.run(gm, program)
+    return gm, program
 
 
 CASES = [
     pytest.param(step, phase, model, config, id=f"{step.name}-{phase.name.lower()}-{model}-{name}")
-    for step in CAPTURE_PASSES + DECODE_PASSES
-    for phase in (CACHED if step in CAPTURE_PASSES else (Phase.DECODE,))
+    for step in BINDING_PASSES + DECODE_PASSES
+    for phase in (CACHED if step in BINDING_PASSES else (Phase.DECODE,))
     for model in MODELS
     for name, config in CONFIGS.items()
     if name == "token" or (step in DECODE_PASSES and model == "tiny")
@@ -87,12 +90,10 @@ def test_capture_finds_every_phase(model: str) -> None:
 def test_pass_run_twice_gives_the_same_graph(
     step: Pass, phase: Phase, model: str, config: SpecacheConfig
 ) -> None:
-    gm, state = before(step, phase, model, config)
-    once = step.run(gm, state)
-    code, sites, refusals = graphs.code(once), len(state.sites), len(state.refusals)
-    twice = step.run(once, state)
-    assert graphs.code(twice) == code
-    assert (len(state.sites), len(state.refusals)) == (sites, refusals)
+    gm, program = before(step, phase, model, config)
+    once = step.run(gm, program)
+    code = graphs.code(once)
+    assert graphs.code(step.run(once, program)) == code
 
 
 @over_cases
@@ -100,9 +101,9 @@ def test_pass_run_twice_gives_the_same_graph(
 def test_pass_leaves_a_sound_graph_whose_new_nodes_have_values_and_origins(
     step: Pass, phase: Phase, model: str, config: SpecacheConfig
 ) -> None:
-    gm, state = before(step, phase, model, config)
+    gm, program = before(step, phase, model, config)
     old = set(gm.graph.nodes)
-    gm = step.run(gm, state)
+    gm = step.run(gm, program)
     inserted = [node for node in gm.graph.nodes if node not in old]
     assert [node.name for node in inserted if not graphs.has_value(node)] == []
     # `specache_state` comes from no line of the model.
@@ -119,7 +120,7 @@ def test_pass_leaves_a_sound_graph_whose_new_nodes_have_values_and_origins(
 def test_passes_leave_the_graph_of_dynamo_alone(model: str, phase: Phase) -> None:
     graph = captured(model)[phase]
     code, names = graph.gm.code, graphs.code(graph.gm)
-    run_passes(graph.copy(), PassState(CONFIGS["token"]), CAPTURE_PASSES)
+    graphs.bound(graph, CONFIGS["token"])
     if phase is Phase.DECODE:
         traced(model, CONFIGS["token"])
     graph.gm.recompile()
@@ -135,28 +136,26 @@ class NoCache(nn.Module):
         return x.softmax(-1)
 
 
-@pytest.mark.parametrize("step", CAPTURE_PASSES, ids=lambda step: step.name)
-def test_capture_pass_without_a_match_leaves_the_graph_as_it_is(step: Pass) -> None:
+def test_a_graph_without_a_cache_stays_as_it_is() -> None:
     (graph,) = graphs.capture(NoCache(), lambda forward: forward(torch.ones(1, 2, 3, 4)))
-    gm, state = graph.copy(), PassState(CONFIGS["token"])
-    code = graphs.code(gm)
-    gm = run_passes(gm, state, CAPTURE_PASSES[: CAPTURE_PASSES.index(step) + 1])
+    code = graphs.code(graph.copy())
+    gm, program = graphs.bound(graph, CONFIGS["token"])
     assert graphs.code(gm) == code
-    assert (state.phase, state.sites, state.refusals) == (Phase.NO_CACHE, [], [])
+    assert (program.phase, program.sites, program.refusals) == (Phase.NO_CACHE, (), ())
 
 
 @pytest.mark.parametrize("step", DECODE_PASSES, ids=lambda step: step.name)
 def test_decode_pass_without_a_match_leaves_the_graph_as_it_is(step: Pass) -> None:
     gm = make_fx(lambda x: x.sin() + 1, tracing_mode="fake")(torch.ones(2, 3))
     code = graphs.code(gm)
-    assert graphs.code(step.run(gm, PassState(CONFIGS["token"]))) == code
+    assert graphs.code(step.run(gm, Program(CONFIGS["token"]))) == code
 
 
 @pytest.mark.parametrize("model", MODELS)
 def test_decode_graph_knows_no_length_and_reads_no_handle(model: str) -> None:
-    decode, state = traced(model, CONFIGS["token"])
-    gm = run_passes(copy_graph(decode), state, DECODE_PASSES)
-    past = {state.inputs[i] for i in state.past_inputs}
+    decode, program = traced(model, CONFIGS["token"])
+    gm = run_passes(copy_graph(decode), program, DECODE_PASSES)
+    past = {program.inputs[i] for i in program.past_inputs}
     inputs = {
         node.meta.get("specache_name", node.name) for node in gm.graph.nodes if node.op == "placeholder"
     }

@@ -12,9 +12,9 @@ from support import graphs
 from support.graphs import Captured
 from torch.fx import GraphModule
 
+from specache_fx.capture.program import Phase
 from specache_fx.config import SpecacheConfig
-from specache_fx.passes.base import PassState, Phase
-from specache_fx.passes.pipeline import CAPTURE_PASSES, decode_passes, run_passes
+from specache_fx.passes.pipeline import decode_passes, run_passes
 
 DECODE_PASSES = decode_passes("cpu")
 
@@ -32,15 +32,15 @@ def calls(gm: GraphModule) -> str:
 
 
 def after_capture(phase: Phase) -> str:
-    return calls(run_passes(captured()[phase].copy(), PassState(SpecacheConfig()), CAPTURE_PASSES))
+    return calls(graphs.bound(captured()[phase])[0])
 
 
 def after(name: str, config: SpecacheConfig) -> str:
     """The calls after the pass of that name; after tracing, if it is "duplicate_query"."""
-    gm, state = graphs.decode_graph(captured()[Phase.DECODE], config)
+    gm, program = graphs.decode_graph(captured()[Phase.DECODE], config)
     if name != "duplicate_query":
         count = 1 + [step.name for step in DECODE_PASSES].index(name)
-        gm = run_passes(gm, state, DECODE_PASSES[:count])
+        gm = run_passes(gm, program, DECODE_PASSES[:count])
     # By what they are, not by the names that tracing happens to give.
     shown = re.sub(r"(attention|attention_lanes|layer_step)\(\w+, \w+, \w+,", r"\1(q, k, v,", calls(gm))
     shown = re.sub(r"\battention_1 = ", "attention = ", shown)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from support import graphs
 from torch import Tensor, nn
 
-from specache_fx.passes.base import PassState
+from specache_fx.capture.program import Program
 from specache_fx.runtime.expansion import Expansion
 
 Expand = Callable[["Latent", Tensor, Tensor], Any]
@@ -121,7 +121,7 @@ def inputs(past: int, query_dim: int = NOPE + ROPE, dtype: torch.dtype = torch.f
 
 def matched(
     model: Latent, *pasts: int, query_dim: int = NOPE + ROPE, dtype: torch.dtype = torch.float32
-) -> PassState:
+) -> Program:
     """What is made of the last graph of calls with so many past tokens."""
 
     def drive(forward: Any) -> None:
@@ -131,19 +131,19 @@ def matched(
     return graphs.matched(graphs.capture(model, drive)[-1])
 
 
-def expansion_of(model: Latent, state: PassState) -> Expansion:
-    (site,) = state.sites
-    assert not state.refusals
+def expansion_of(model: Latent, program: Program) -> Expansion:
+    (site,) = program.sites
+    assert not program.refusals
     assert (site.num_kv_heads, site.key_dim, site.value_dim) == (1, ROPE, LATENT)
     assert site.expansion is not None
     return site.expansion
 
 
-def check(model: Latent, expand: Expand, state: PassState, tokens: int) -> None:
-    expansion = expansion_of(model, state)
+def check(model: Latent, expand: Expand, program: Program, tokens: int) -> None:
+    expansion = expansion_of(model, program)
     names = {"up": model.up, "bias": model.bias}
     args = [
-        next((names[n] for n in names if name.endswith(f"parameters_{n}_")), None) for name in state.inputs
+        next((names[n] for n in names if name.endswith(f"parameters_{n}_")), None) for name in program.inputs
     ]
     keys, latents = torch.randn(BATCH, 1, tokens, ROPE), torch.randn(BATCH, 1, tokens, LATENT)
     before = keys.clone(), latents.clone()
@@ -157,10 +157,10 @@ def check(model: Latent, expand: Expand, state: PassState, tokens: int) -> None:
 @pytest.mark.parametrize("pasts", [(5,), (5, 9)], ids=["one length", "any length"])
 def test_what_is_computed_token_by_token_is_cut_out(expand: Expand, pasts: tuple[int, ...]) -> None:
     model = Latent(expand)
-    state = matched(model, *pasts)
+    program = matched(model, *pasts)
     for tokens in (1, 4, 6, 17):
-        check(model, expand, state, tokens)
-    assert expansion_of(model, state).chunk is None
+        check(model, expand, program, tokens)
+    assert expansion_of(model, program).chunk is None
 
 
 @pytest.mark.parametrize("kv_len", [BATCH, HEADS, NOPE, VALUE, LATENT, NOPE + VALUE, NOPE + ROPE])
@@ -168,9 +168,9 @@ def test_what_is_computed_token_by_token_is_cut_out(expand: Expand, pasts: tuple
 def test_a_length_that_is_another_size_too_is_not_mistaken(expand: Expand, kv_len: int) -> None:
     # Dynamo's first decode graph has the length as a constant, which may be that of the batch, heads or channels.
     model = Latent(expand)
-    state = matched(model, kv_len - 1)
+    program = matched(model, kv_len - 1)
     for tokens in (1, kv_len, kv_len + 3, 2 * kv_len):
-        check(model, expand, state, tokens)
+        check(model, expand, program, tokens)
 
 
 @pytest.mark.parametrize(
@@ -194,9 +194,9 @@ def test_what_is_not_is_refused(
     expand: Expand, reason: str, pasts: tuple[int, ...], dtype: torch.dtype
 ) -> None:
     query_dim = NOPE if expand is of_one_of_them else NOPE + ROPE
-    state = matched(Latent(expand).to(dtype), *pasts, query_dim=query_dim, dtype=dtype)
-    assert not state.sites
-    (refusal,) = state.refusals
+    program = matched(Latent(expand).to(dtype), *pasts, query_dim=query_dim, dtype=dtype)
+    assert not program.sites
+    (refusal,) = program.refusals
     assert reason in refusal.reason, refusal.reason
     assert "scaled_dot_product_attention" in refusal.source
 

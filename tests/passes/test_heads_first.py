@@ -12,10 +12,10 @@ from support import graphs
 from torch import Tensor
 from torch.fx import GraphModule
 
+from specache_fx.capture.analyse import analyse
+from specache_fx.capture.graph_utils import output_node, placeholders, shape_of, target_name
+from specache_fx.capture.program import Program
 from specache_fx.config import SpecacheConfig
-from specache_fx.passes.base import PassState
-from specache_fx.passes.graph_utils import output_node, placeholders, shape_of, target_name
-from specache_fx.passes.heads_first import heads_first
 from specache_fx.runners import swap_inputs
 
 Q, K, PAST = torch.randn(2, 4, 1, 8), torch.randn(2, 1, 2, 8), torch.randn(2, 5, 2, 8)
@@ -25,20 +25,19 @@ def sdpa(q: Tensor, keys: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, keys, keys, enable_gqa=True)
 
 
-def run(function: Callable[..., Any], *tensors: Tensor) -> tuple[str, GraphModule, PassState, Any]:
-    """The graph before and after the pass, its state, and what it then returns."""
+def run(function: Callable[..., Any], *tensors: Tensor) -> tuple[str, GraphModule, Program, Any]:
+    """The graph before and after the pass, its program, and what it then returns."""
     (captured,) = graphs.capture(graphs.FunctionModule(function), lambda forward: forward(*tensors))
-    state = PassState(SpecacheConfig())
     gm = captured.copy()
     before = graphs.code(gm)
-    gm = heads_first(gm, state)
-    for i in state.swapped_inputs:
+    program = analyse(gm, SpecacheConfig())
+    for i in program.swapped_inputs:
         assert shape_of(placeholders(gm.graph)[i])[1:3] == (2, 5)  # type: ignore[index]
-    results = gm(*swap_inputs(state, captured.inputs))
-    swapped = [out.transpose(1, 2) if i in state.swapped_outputs else out for i, out in enumerate(results)]
+    results = gm(*swap_inputs(program, captured.inputs))
+    swapped = [out.transpose(1, 2) if i in program.swapped_outputs else out for i, out in enumerate(results)]
     for mine, theirs in zip(swapped, captured.gm(*captured.inputs), strict=True):
         torch.testing.assert_close(mine, theirs)
-    return before, gm, state, results
+    return before, gm, program, results
 
 
 def plain(q: Tensor, k: Tensor, past: Tensor) -> Any:
@@ -64,22 +63,22 @@ def expanded(q: Tensor, k: Tensor, past: Tensor) -> Any:
 
 def test_sizes_are_read_in_the_new_layout() -> None:
     (captured,) = graphs.capture(graphs.FunctionModule(plain), lambda forward: forward(Q, K, PAST))
-    gm, state = captured.copy(), PassState(SpecacheConfig())
+    gm = captured.copy()
     past = next(node for node in placeholders(gm.graph) if shape_of(node) == (2, 5, 2, 8))
     output = output_node(gm.graph)
     with gm.graph.inserting_before(output):
         sizes = [gm.graph.call_function(torch.ops.aten.sym_size.int, (past, dim)) for dim in (1, 0)]
     output.args = ((*output.args[0], *sizes),)  # type: ignore[misc]
-    gm = heads_first(gm, state)
-    assert len(state.swapped_inputs) == 1
-    assert gm(*swap_inputs(state, captured.inputs))[-2:] == (5, 2)
+    program = analyse(gm, SpecacheConfig())
+    assert len(program.swapped_inputs) == 1
+    assert gm(*swap_inputs(program, captured.inputs))[-2:] == (5, 2)
 
 
 @pytest.mark.parametrize("function", [plain, permuted, interleaved, expanded])
 def test_append_to_tokens_becomes_one_to_heads(function: Callable[..., Any]) -> None:
-    _, gm, state, results = run(function, Q, K, PAST)
-    assert (len(state.swapped_inputs), len(state.swapped_outputs)) == (1, 1)
-    assert results[state.swapped_outputs[0]].shape == (2, 2, 6, 8)
+    _, gm, program, results = run(function, Q, K, PAST)
+    assert (len(program.swapped_inputs), len(program.swapped_outputs)) == (1, 1)
+    assert results[program.swapped_outputs[0]].shape == (2, 2, 6, 8)
     names = [target_name(node) for node in gm.graph.nodes if node.op not in ("placeholder", "output")]
     repeats = ["unsqueeze", "expand", "reshape"] * (function in (interleaved, expanded))
     assert names == ["transpose", "cat", *repeats, "scaled_dot_product_attention"]
@@ -90,9 +89,9 @@ def test_a_prompt_is_known_by_its_swapped_output() -> None:
         keys = k * 2
         return sdpa(q, keys.transpose(1, 2)), keys
 
-    _, _, state, results = run(prompt, Q, K)
-    assert state.swapped_inputs == [] and len(state.swapped_outputs) == 1
-    assert results[state.swapped_outputs[0]].shape == (2, 2, 1, 8)
+    _, _, program, results = run(prompt, Q, K)
+    assert program.swapped_inputs == frozenset() and len(program.swapped_outputs) == 1
+    assert results[program.swapped_outputs[0]].shape == (2, 2, 1, 8)
 
 
 def past_read_elsewhere(q: Tensor, k: Tensor, past: Tensor) -> Any:
@@ -137,5 +136,8 @@ def newest_returned(q: Tensor, k: Tensor, past: Tensor) -> Any:
     ],
 )
 def test_what_is_read_in_another_way_stays(function: Callable[..., Any]) -> None:
-    before, gm, state, _ = run(function, Q, K, PAST)
-    assert before == graphs.code(gm) and (state.swapped_inputs, state.swapped_outputs) == ([], [])
+    before, gm, program, _ = run(function, Q, K, PAST)
+    assert before == graphs.code(gm) and (program.swapped_inputs, program.swapped_outputs) == (
+        frozenset(),
+        (),
+    )

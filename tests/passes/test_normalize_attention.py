@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from support import graphs
 from torch import Tensor, nn
 
-from specache_fx.passes.base import PassState, Phase
-from specache_fx.passes.graph_utils import shape_of
+from specache_fx.capture.graph_utils import shape_of
+from specache_fx.capture.program import Phase, Program
 
 HERE = Path(__file__).name
 MIN = torch.finfo(torch.float32).min
@@ -35,7 +35,7 @@ class Attention(nn.Module):
         return self.core(q, keys, values, mask[:, None, None, :], self.sinks), keys, values
 
 
-def state_of(core: Core, kv_heads: int = 4, batch: int = 2, past: int = 5) -> PassState:
+def state_of(core: Core, kv_heads: int = 4, batch: int = 2, past: int = 5) -> Program:
     shapes = [
         (batch, 4, 1, 8),
         (batch, kv_heads, 1, 8),
@@ -209,10 +209,10 @@ def a_bias_for_other_heads(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sinks:
 
 @pytest.mark.parametrize(("core", "expected"), CORES, ids=lambda value: getattr(value, "__name__", ""))
 def test_attention_that_is_spelt_out_is_read(core: Core, expected: dict[str, Any]) -> None:
-    state = state_of(core)
-    assert state.refusals == []
-    assert (state.phase, len(state.sites)) == (Phase.DECODE, 1)
-    (site,) = state.sites
+    program = state_of(core)
+    assert program.refusals == ()
+    assert (program.phase, len(program.sites)) == (Phase.DECODE, 1)
+    (site,) = program.sites
     assert site.scale == pytest.approx(expected["scale"])
     assert site.softcap == expected.get("softcap")
     assert (site.mask and shape_of(site.mask)) == expected.get("mask")
@@ -228,15 +228,15 @@ def test_a_proof_goes_on_where_its_random_masks_hide_all(past: int) -> None:
             scores = scores.masked_fill(~(mask | mask.clone()), MIN)
         return scores.softmax(-1) @ v
 
-    state = state_of(four_fills, batch=1, past=past)
-    assert state.refusals == [] and len(state.sites) == 1
+    program = state_of(four_fills, batch=1, past=past)
+    assert program.refusals == () and len(program.sites) == 1
 
 
 @pytest.mark.parametrize(("core", "operation"), UNKNOWN, ids=lambda value: getattr(value, "__name__", ""))
 def test_another_form_is_refused_by_the_operation_that_it_has(core: Core, operation: str) -> None:
-    state = state_of(core)
-    assert (state.phase, state.sites) == (Phase.NO_CACHE, [])
-    (refusal,) = state.refusals
+    program = state_of(core)
+    assert (program.phase, program.sites) == (Phase.NO_CACHE, ())
+    (refusal,) = program.refusals
     assert refusal.reason.startswith("its form is not one that specache knows: `")
     assert operation in refusal.reason
     assert f"{HERE}:" in refusal.source
@@ -255,9 +255,9 @@ def test_a_gate_that_is_no_sink_is_refused() -> None:
         return (scores + minimum(mask)).softmax(-1) @ v * gate[..., None]
 
     for core in (the_other_way_round, of_other_scores):
-        state = state_of(core)
-        assert state.sites == []
-        (refusal,) = state.refusals
+        program = state_of(core)
+        assert program.sites == ()
+        (refusal,) = program.refusals
         assert "(logsumexp) reads its `" in refusal.reason
 
 
@@ -282,5 +282,5 @@ def test_probabilities_that_are_returned_are_refused() -> None:
 def test_layers_that_add_the_same_mask_share_one_row() -> None:
     captured = graphs.by_phase(graphs.capture(graphs.tiny_llama("eager"), graphs.drive_transformers))
     for phase in (Phase.PREFILL, Phase.EXTEND, Phase.DECODE):
-        state = graphs.matched(captured[phase])
-        assert len({site.mask for site in state.sites}) == 1
+        program = graphs.matched(captured[phase])
+        assert len({site.mask for site in program.sites}) == 1

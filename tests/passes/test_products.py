@@ -13,15 +13,15 @@ from torch import Tensor
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from specache_fx.capture.program import Phase, Program
 from specache_fx.config import SpecacheConfig
-from specache_fx.passes.base import PassState, Phase
 from specache_fx.passes.few_row_products import PRODUCTS_OF_TURNS, few_row_products
 from specache_fx.passes.merge_products import merge_products
 from specache_fx.passes.pipeline import decode_passes, run_passes
 
 aten = torch.ops.aten
 PRODUCTS = torch.ops.specache.products.default
-STATE = PassState(SpecacheConfig())
+STATE = Program(SpecacheConfig())
 
 
 def traced(function: Callable[..., Tensor], *inputs: Tensor) -> GraphModule:
@@ -214,8 +214,8 @@ def test_batch_of_products_with_a_matrix_each_stays() -> None:
 def test_decode_graph_reads_each_weight_of_a_layer_once() -> None:
     llama = graphs.tiny_llama()
     decode = graphs.by_phase(graphs.capture(llama, graphs.drive_transformers))[Phase.DECODE]
-    gm, state = graphs.decode_graph(decode, SpecacheConfig(group_size=4, residual_length=4, top_k=4))
-    gm = run_passes(gm, state, decode_passes("cpu"))
+    gm, program = graphs.decode_graph(decode, SpecacheConfig(group_size=4, residual_length=4, top_k=4))
+    gm = run_passes(gm, program, decode_passes("cpu"))
     assert (count(gm, aten.bmm.default), count(gm, aten.mm.default)) == (0, 0)
     calls_of_weights = [len(node.args[1]) for node in gm.graph.nodes if node.target is PRODUCTS]
     assert calls_of_weights == [3, 1, 2, 1, 1]  # q, k, v; output; gate, up; down; logits
@@ -232,9 +232,9 @@ def test_products_of_tokens_that_follow_a_cache_are_the_operators_however_many_t
     inputs = (torch.randn(2, 3, 5), torch.randn(16, 5), torch.randn(3, 5), torch.randn(3))
     torch._dynamo.mark_dynamic(inputs[0], 1)
     (captured,) = graphs.capture(graphs.FunctionModule(layer), lambda forward: forward(*inputs))
-    gm = PRODUCTS_OF_TURNS.run(captured.copy(), PassState(SpecacheConfig(), phase=Phase.PREFILL))
+    gm = PRODUCTS_OF_TURNS.run(captured.copy(), Program(SpecacheConfig(), phase=Phase.PREFILL))
     assert count(gm, PRODUCTS) == 0
-    gm = PRODUCTS_OF_TURNS.run(gm, PassState(SpecacheConfig(), phase=Phase.EXTEND))
+    gm = PRODUCTS_OF_TURNS.run(gm, Program(SpecacheConfig(), phase=Phase.EXTEND))
     assert (count(gm, PRODUCTS), count(gm, aten.mm.default), count(gm, aten.addmm.default)) == (2, 0, 0)
     for tokens in (3, 40):
         x = torch.randn(2, tokens, 5)

@@ -11,7 +11,7 @@ from support.zoo import build
 from torch import Tensor, nn
 
 from specache_fx.backend import specache
-from specache_fx.passes.base import PassState, Phase
+from specache_fx.capture.program import Phase, Program
 from specache_fx.runtime import prompt_masks as rules
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -67,7 +67,7 @@ def test_prompt_is_the_models_own_whatever_shares_a_mask(model: Layers, by_rule:
     real[0, :6] = False
     graphs = []
 
-    def observe(name: str, gm: torch.fx.GraphModule, state: PassState) -> None:
+    def observe(name: str, gm: torch.fx.GraphModule, program: Program) -> None:
         if name == "prompt_masks":
             graphs.append([str(node.target) for node in gm.graph.nodes])
 
@@ -89,10 +89,10 @@ def test_tokens_that_follow_a_cache_go_by_the_rule(name: str, padded: bool) -> N
     if padded:
         real[0, :5] = 0
 
-    def observe(name: str, gm: torch.fx.GraphModule, state: PassState) -> None:
+    def observe(name: str, gm: torch.fx.GraphModule, program: Program) -> None:
         if name == "prompt_masks":
             found = [str(node.target) for node in gm.graph.nodes]
-            told[state.phase] = found.count("specache.prompt_attention.default"), len(state.sites)
+            told[program.phase] = found.count("specache.prompt_attention.default"), len(program.sites)
 
     def backend(gm: torch.fx.GraphModule, inputs: list[Tensor]) -> object:
         return specache(gm, inputs, options=OPTIONS, observe=observe)

@@ -11,7 +11,7 @@ from support import graphs
 from support.models import TinyConfig, TinyDecoder
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from specache_fx.passes.base import Phase
+from specache_fx.capture.program import Phase
 
 BACKENDS = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
 
@@ -58,7 +58,7 @@ def test_proofs_multiply_in_full_float32(allow: Callable[[], None], config: Tiny
     allow()
     before = [backend.fp32_precision for backend in BACKENDS]
     with Products() as products:
-        state = graphs.matched(decode)
-    assert len(state.sites) == config.num_layers and not state.refusals
+        program = graphs.matched(decode)
+    assert len(program.sites) == config.num_layers and not program.refusals
     assert products.seen == {("ieee", "ieee")}
     assert [backend.fp32_precision for backend in BACKENDS] == before

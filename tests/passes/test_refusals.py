@@ -13,10 +13,9 @@ import torch.nn.functional as F
 from support import graphs
 from torch import Tensor
 
+from specache_fx.capture.analyse import analyse
+from specache_fx.capture.program import Phase, Program
 from specache_fx.config import SpecacheConfig
-from specache_fx.passes.base import PassState, Phase
-from specache_fx.passes.match_attention import match_attention
-from specache_fx.passes.normalize_attention import normalize_attention
 
 HERE = Path(__file__).name
 ALONE = "Let nothing but attention, and cat([past, new], dim=-2), read the cached tensors."
@@ -31,7 +30,7 @@ def tensors(
     return [torch.randn(*shape, head_dim, dtype=dtype) for shape in shapes]
 
 
-def match(function: Callable[..., Any], *args: Tensor) -> PassState:
+def match(function: Callable[..., Any], *args: Tensor) -> Program:
     """What the pass says about a function's graph."""
     with torch.no_grad():
         (captured,) = graphs.capture(
@@ -187,27 +186,31 @@ REASONS: dict[Callable[..., Any], tuple[str, str]] = {
 
 
 def test_plain_attention_is_matched() -> None:
-    state = match(plain)
-    assert (state.phase, len(state.sites), state.refusals) == (Phase.DECODE, 1, [])
-    assert (state.sites[0].num_kv_heads, state.sites[0].key_dim, state.sites[0].scale) == (2, 8, 8**-0.5)
+    program = match(plain)
+    assert (program.phase, len(program.sites), program.refusals) == (Phase.DECODE, 1, ())
+    assert (program.sites[0].num_kv_heads, program.sites[0].key_dim, program.sites[0].scale) == (
+        2,
+        8,
+        8**-0.5,
+    )
 
 
 def test_window_is_matched_with_its_length() -> None:
-    state = match(sliding_window)
-    assert (state.phase, state.refusals) == (Phase.DECODE, [])
-    assert [(site.window, site.shared) for site in state.sites] == [(5, False)]
+    program = match(sliding_window)
+    assert (program.phase, program.refusals) == (Phase.DECODE, ())
+    assert [(site.window, site.shared) for site in program.sites] == [(5, False)]
 
 
 def test_second_attention_over_a_cache_is_matched_as_its_sharer() -> None:
-    state = match(shared_cache)
-    assert (state.phase, state.refusals) == (Phase.DECODE, [])
-    assert [(site.layer, site.shared) for site in state.sites] == [(0, False), (0, True)]
+    program = match(shared_cache)
+    assert (program.phase, program.refusals) == (Phase.DECODE, ())
+    assert [(site.layer, site.shared) for site in program.sites] == [(0, False), (0, True)]
 
 
 def test_cache_that_a_refused_attention_reads_too_is_left_alone() -> None:
-    state = match(shared_with_dropout)
-    assert (state.phase, state.sites) == (Phase.NO_CACHE, [])
-    assert [refusal.reason for refusal in state.refusals] == [
+    program = match(shared_with_dropout)
+    assert (program.phase, program.sites) == (Phase.NO_CACHE, ())
+    assert [refusal.reason for refusal in program.refusals] == [
         "it has dropout",
         "its cache is also read by attention `scaled_dot_product_attention_1`, which is left alone",
     ]
@@ -215,9 +218,9 @@ def test_cache_that_a_refused_attention_reads_too_is_left_alone() -> None:
 
 @pytest.mark.parametrize("function", REASONS, ids=lambda function: function.__name__)
 def test_refusal_says_the_reason_the_line_and_the_remedy(function: Callable[..., Any]) -> None:
-    state = match(function)
-    assert (state.phase, state.sites) == (Phase.NO_CACHE, [])
-    (refusal,) = state.refusals
+    program = match(function)
+    assert (program.phase, program.sites) == (Phase.NO_CACHE, ())
+    (refusal,) = program.refusals
     reason = re.sub(rf"\S*{re.escape(HERE)}:\d+", "HERE", refusal.reason)
     assert (reason, refusal.remedy) == REASONS[function]
     assert f"{HERE}:" in refusal.source
@@ -236,9 +239,9 @@ def test_cache_that_is_no_append_to_the_past_is_refused_and_not_taken_for_a_prom
     function: Callable[..., Any],
 ) -> None:
     # Taken for a prefill it would read the handles' NaN.
-    state = match(function)
-    assert (state.phase, state.sites) == (Phase.NO_CACHE, [])
-    assert len(state.refusals) == 1
+    program = match(function)
+    assert (program.phase, program.sites) == (Phase.NO_CACHE, ())
+    assert len(program.refusals) == 1
 
 
 def test_refusal_of_rows_too_small_for_a_handle_names_the_least_head_dim() -> None:
@@ -260,20 +263,21 @@ def test_refusal_of_a_past_beside_none_says_so() -> None:
         keys, values, own_keys, own_values = append(pk, k), append(pv, v), k * 2, v * 2
         return sdpa(q, keys, values) + sdpa(q, own_keys, own_values), keys, values, own_keys, own_values
 
-    state = match(mixed)
-    assert len(state.sites) == 1
-    assert [refusal.reason for refusal in state.refusals] == [
+    program = match(mixed)
+    assert len(program.sites) == 1
+    assert [refusal.reason for refusal in program.refusals] == [
         "it has a past and others in the graph have none, or the reverse"
     ]
 
 
 def test_attention_over_no_cache_is_left_without_a_word() -> None:
-    state = match(lambda q, k, v: sdpa(q, k * 2, v), *tensors()[:3])
-    assert (state.phase, state.sites, state.refusals) == (Phase.NO_CACHE, [], [])
+    program = match(lambda q, k, v: sdpa(q, k * 2, v), *tensors()[:3])
+    assert (program.phase, program.sites, program.refusals) == (Phase.NO_CACHE, (), ())
 
 
 def test_refusals_leave_the_graph_as_it_is() -> None:
     (captured,) = graphs.capture(graphs.FunctionModule(with_dropout), lambda forward: forward(*tensors()))
     gm = captured.copy()
-    before, state = graphs.code(gm), PassState(SpecacheConfig())
-    assert graphs.code(match_attention(normalize_attention(gm, state), state)) == before
+    before = graphs.code(gm)
+    analyse(gm, SpecacheConfig())
+    assert graphs.code(gm) == before

@@ -9,12 +9,12 @@ import torch
 from support import graphs
 from torch.fx import GraphModule, Node
 
+from specache_fx.capture.graph_edit import call, copy_graph
+from specache_fx.capture.graph_utils import placeholders
+from specache_fx.capture.program import Phase, Program
 from specache_fx.config import SpecacheConfig
 from specache_fx.errors import PassInvariantError
-from specache_fx.passes.base import PassState, Phase
 from specache_fx.passes.fuse_layer_steps import fuse_layer_steps_of
-from specache_fx.passes.graph_edit import call, copy_graph
-from specache_fx.passes.graph_utils import placeholders
 from specache_fx.passes.pipeline import decode_passes, run_passes
 from specache_fx.passes.verify import VERIFY, verify
 from specache_fx.runtime import ops  # noqa: F401  (registers torch.ops.specache)
@@ -25,22 +25,22 @@ OPS = torch.ops.specache
 
 
 @pytest.fixture(scope="module")
-def decode() -> tuple[GraphModule, PassState]:
+def decode() -> tuple[GraphModule, Program]:
     """The decode graph of two layers, as it is before its operators are fused."""
     config = SpecacheConfig(group_size=4, residual_length=4, top_k=4)
     captured = graphs.by_phase(graphs.capture(graphs.tiny_decoder(num_layers=2), graphs.drive_tiny))
-    gm, state = graphs.decode_graph(captured[Phase.DECODE], config)
-    return run_passes(gm, state, DECODE_PASSES[: DECODE_PASSES.index(VERIFY) + 1]), state
+    gm, program = graphs.decode_graph(captured[Phase.DECODE], config)
+    return run_passes(gm, program, DECODE_PASSES[: DECODE_PASSES.index(VERIFY) + 1]), program
 
 
 @pytest.fixture
-def gm(decode: tuple[GraphModule, PassState]) -> GraphModule:
+def gm(decode: tuple[GraphModule, Program]) -> GraphModule:
     """A copy to break."""
     return copy_graph(decode[0])
 
 
 @pytest.fixture
-def state(decode: tuple[GraphModule, PassState]) -> PassState:
+def program(decode: tuple[GraphModule, Program]) -> Program:
     return decode[1]
 
 
@@ -48,77 +48,77 @@ def first(gm: GraphModule, op: object, layer: int = 0) -> Node:
     return graphs.nodes_of(gm, op)[layer]
 
 
-def test_verify_accepts_the_finished_graph(gm: GraphModule, state: PassState) -> None:
+def test_verify_accepts_the_finished_graph(gm: GraphModule, program: Program) -> None:
     before = graphs.code(gm)
-    assert graphs.code(verify(gm, state)) == before
+    assert graphs.code(verify(gm, program)) == before
 
 
-def test_verify_refuses_a_read_without_a_wait(gm: GraphModule, state: PassState) -> None:
+def test_verify_refuses_a_read_without_a_wait(gm: GraphModule, program: Program) -> None:
     wait = first(gm, OPS.wait_prefetch.default)
     first(gm, OPS.quantized_attention.default).update_arg(3, None)
     gm.graph.erase_node(wait)
     with pytest.raises(PassInvariantError, match="no wait of its layer guards the staged pairs"):
-        verify(gm, state)
+        verify(gm, program)
 
 
-def test_verify_refuses_the_wait_of_another_layer(gm: GraphModule, state: PassState) -> None:
+def test_verify_refuses_the_wait_of_another_layer(gm: GraphModule, program: Program) -> None:
     first(gm, OPS.quantized_attention.default, 1).update_arg(3, first(gm, OPS.wait_prefetch.default, 0))
     with pytest.raises(PassInvariantError, match="no wait of its layer guards the staged pairs"):
-        verify(gm, state)
+        verify(gm, program)
 
 
-def test_verify_refuses_a_prefetch_between_a_wait_and_its_read(gm: GraphModule, state: PassState) -> None:
+def test_verify_refuses_a_prefetch_between_a_wait_and_its_read(gm: GraphModule, program: Program) -> None:
     attention, topk = first(gm, OPS.quantized_attention.default, 1), first(gm, OPS.topk.default, 0)
     with gm.graph.inserting_before(attention):
         early = call(gm.graph, OPS.topk.default, (*topk.args[:2], 1, *topk.args[3:]), topk)
         call(gm.graph, OPS.prefetch.default, (early, topk.args[1], 1), topk)
     with pytest.raises(PassInvariantError, match="a prefetch lies between its wait and its read"):
-        verify(gm, state)
+        verify(gm, program)
 
 
-def test_verify_refuses_a_prefetch_of_what_another_layer_selected(gm: GraphModule, state: PassState) -> None:
+def test_verify_refuses_a_prefetch_of_what_another_layer_selected(gm: GraphModule, program: Program) -> None:
     first(gm, OPS.prefetch.default, 1).update_arg(0, first(gm, OPS.topk.default, 0))
     with pytest.raises(PassInvariantError, match="does not fetch what its own layer selected"):
-        verify(gm, state)
+        verify(gm, program)
 
 
 def test_verify_refuses_a_prefetch_of_a_layer_that_is_all_on_the_device(
-    gm: GraphModule, state: PassState
+    gm: GraphModule, program: Program
 ) -> None:
-    resident = replace(state, config=replace(state.config, resident_layers=1))
+    resident = replace(program, config=replace(program.config, resident_layers=1))
     with pytest.raises(PassInvariantError, match="it fetches pairs of a layer that is exact"):
         verify(gm, resident)
 
 
-def test_verify_refuses_a_layer_that_is_not_appended(gm: GraphModule, state: PassState) -> None:
+def test_verify_refuses_a_layer_that_is_not_appended(gm: GraphModule, program: Program) -> None:
     gm.graph.erase_node(first(gm, OPS.append.default))
     with pytest.raises(PassInvariantError, match=r"2 attentions became .* not one each"):
-        verify(gm, state)
+        verify(gm, program)
 
 
-def test_verify_refuses_a_layer_that_is_appended_twice(gm: GraphModule, state: PassState) -> None:
+def test_verify_refuses_a_layer_that_is_appended_twice(gm: GraphModule, program: Program) -> None:
     append = first(gm, OPS.append.default)
     with gm.graph.inserting_after(append):
         gm.graph.node_copy(append)
     with pytest.raises(PassInvariantError, match=r"2 attentions became .* not one each"):
-        verify(gm, state)
+        verify(gm, program)
 
 
-def test_verify_refuses_a_marker_that_was_left_behind(gm: GraphModule, state: PassState) -> None:
+def test_verify_refuses_a_marker_that_was_left_behind(gm: GraphModule, program: Program) -> None:
     attention = first(gm, OPS.quantized_attention.default)
     with gm.graph.inserting_before(attention):
         gm.graph.call_function(OPS.attention_lanes.default, (*attention.args[:3], 0, 0.5))
     with pytest.raises(PassInvariantError, match="a marker was left behind"):
-        verify(gm, state)
+        verify(gm, program)
 
 
-def test_verify_refuses_a_graph_that_reads_a_handle(gm: GraphModule, state: PassState) -> None:
-    placeholders(gm.graph)[0].meta["specache_name"] = state.inputs[state.past_inputs[0]]
+def test_verify_refuses_a_graph_that_reads_a_handle(gm: GraphModule, program: Program) -> None:
+    placeholders(gm.graph)[0].meta["specache_name"] = program.inputs[program.past_inputs[0]]
     with pytest.raises(PassInvariantError, match="still reads the contents of a handle"):
-        verify(gm, state)
+        verify(gm, program)
 
 
-def test_verify_refuses_a_shape_that_is_not_static(gm: GraphModule, state: PassState) -> None:
+def test_verify_refuses_a_shape_that_is_not_static(gm: GraphModule, program: Program) -> None:
     dynamic = graphs.by_phase(graphs.capture(graphs.tiny_decoder(), graphs.drive_tiny))[Phase.EXTEND]
     symbolic = next(
         value
@@ -128,26 +128,26 @@ def test_verify_refuses_a_shape_that_is_not_static(gm: GraphModule, state: PassS
     )
     first(gm, OPS.append.default).args[0].meta["val"] = symbolic  # type: ignore[union-attr]
     with pytest.raises(PassInvariantError, match="its shape is not static"):
-        verify(gm, state)
+        verify(gm, program)
 
 
-def test_verify_names_the_node_and_asks_for_a_report(gm: GraphModule, state: PassState) -> None:
+def test_verify_names_the_node_and_asks_for_a_report(gm: GraphModule, program: Program) -> None:
     first(gm, OPS.quantized_attention.default).update_arg(3, None)
     with pytest.raises(PassInvariantError, match=r"`attention\w*` = .*This is a defect: please report it"):
-        verify(gm, state)
+        verify(gm, program)
 
 
-def test_verify_asks_for_no_wait_where_nothing_is_fetched(decode: tuple[GraphModule, PassState]) -> None:
+def test_verify_asks_for_no_wait_where_nothing_is_fetched(decode: tuple[GraphModule, Program]) -> None:
     captured = graphs.by_phase(graphs.capture(graphs.tiny_decoder(), graphs.drive_tiny))
     config = SpecacheConfig(group_size=4, residual_length=4, policy="kivi")
-    gm, state = graphs.decode_graph(captured[Phase.DECODE], config)
-    run_passes(gm, state, DECODE_PASSES)
+    gm, program = graphs.decode_graph(captured[Phase.DECODE], config)
+    run_passes(gm, program, DECODE_PASSES)
     assert graphs.nodes_of(gm, OPS.wait_prefetch.default) == []
 
 
-def test_what_appends_another_pair_is_not_fused(gm: GraphModule, state: PassState) -> None:
+def test_what_appends_another_pair_is_not_fused(gm: GraphModule, program: Program) -> None:
     append = first(gm, OPS.append.default)
     append.args[0].update_arg(2, 1)  # lane 1's key
-    fused = fuse_layer_steps_of("cpu").run(gm, state)
+    fused = fuse_layer_steps_of("cpu").run(gm, program)
     assert len(graphs.nodes_of(fused, OPS.append.default)) == 1
     assert [node.args[4] for node in graphs.nodes_of(fused, OPS.layer_step.default)] == [1]

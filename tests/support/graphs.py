@@ -12,15 +12,13 @@ from support.zoo import build
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
+from specache_fx.capture.analyse import analyse
+from specache_fx.capture.graph_utils import placeholders, value_of
+from specache_fx.capture.program import Phase, Program
 from specache_fx.capture.trace import trace
 from specache_fx.config import SpecacheConfig
-from specache_fx.passes.base import PassState, Phase
 from specache_fx.passes.duplicate_query import duplicate_query, lane_inputs
-from specache_fx.passes.graph_utils import placeholders, value_of
-from specache_fx.passes.heads_first import heads_first
-from specache_fx.passes.match_attention import match_attention
-from specache_fx.passes.normalize_attention import normalize_attention
-from specache_fx.passes.pipeline import CAPTURE_PASSES, run_passes
+from specache_fx.passes.pipeline import BINDING_PASSES, run_passes
 from specache_fx.runners import swap_inputs
 
 
@@ -120,17 +118,13 @@ def tiny_decoder(**changes: Any) -> TinyDecoder:
 
 
 def phase_of(captured: Captured) -> Phase:
-    """What `match_attention` takes the graph for."""
+    """What `analyse` takes the graph for."""
     return matched(captured).phase
 
 
-def matched(captured: Captured) -> PassState:
-    """What the passes up to `match_attention` say about a graph."""
-    state = PassState(SpecacheConfig())
-    gm = captured.copy()
-    for step in (heads_first, normalize_attention, match_attention):
-        gm = step(gm, state)
-    return state
+def matched(captured: Captured) -> Program:
+    """What the analyses say about a graph."""
+    return analyse(captured.copy(), SpecacheConfig())
 
 
 def by_phase(graphs: list[Captured]) -> dict[Phase, Captured]:
@@ -138,24 +132,32 @@ def by_phase(graphs: list[Captured]) -> dict[Phase, Captured]:
     return {phase_of(captured): captured for captured in graphs}
 
 
-def decode_inputs(gm: GraphModule, state: PassState, args: tuple[Any, ...], lanes: int) -> list[Any]:
+def decode_inputs(gm: GraphModule, program: Program, args: tuple[Any, ...], lanes: int) -> list[Any]:
     """What `duplicate_query` is given: as the runner binds them, the speculative token being the token itself."""
-    boundary = state.prelude(args, 0) if state.prelude is not None else ()
+    assert program.decoding is not None
+    prelude = program.decoding.cut.prelude
+    boundary = prelude(args, 0) if prelude is not None else ()
     inputs: list[Any] = []
-    for node, per_lane in zip(placeholders(gm.graph), lane_inputs(gm, state), strict=True):
+    for node, per_lane in zip(placeholders(gm.graph), lane_inputs(gm, program), strict=True):
         cut = node.meta.get("specache_prelude")
         value = boundary[cut] if cut is not None else args[node.meta["specache_input"]]
         inputs.append(torch.stack([value, value]) if per_lane and lanes > 1 else value)
     return inputs
 
 
-def decode_graph(captured: Captured, config: SpecacheConfig) -> tuple[GraphModule, PassState]:
+def decode_graph(captured: Captured, config: SpecacheConfig) -> tuple[GraphModule, Program]:
     """The decode graph as the first of `DECODE_PASSES` gets it."""
-    state = PassState(config)
-    gm = run_passes(captured.copy(), state, CAPTURE_PASSES)
-    assert state.phase is Phase.DECODE
-    lanes, args = config.num_lanes, tuple(swap_inputs(state, captured.inputs))
-    return duplicate_query(gm, state, decode_inputs(gm, state, args, lanes), lanes), state
+    gm, program = bound(captured, config)
+    assert program.phase is Phase.DECODE
+    lanes, args = config.num_lanes, tuple(swap_inputs(program, captured.inputs))
+    return duplicate_query(gm, program, decode_inputs(gm, program, args, lanes), lanes), program
+
+
+def bound(captured: Captured, config: SpecacheConfig | None = None) -> tuple[GraphModule, Program]:
+    """A copy of a graph after `BINDING_PASSES`, and what is known of it."""
+    gm = captured.copy()
+    program = analyse(gm, config or SpecacheConfig())
+    return run_passes(gm, program, BINDING_PASSES), program
 
 
 def code(gm: GraphModule) -> str:

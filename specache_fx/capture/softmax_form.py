@@ -4,10 +4,10 @@
     s = softcap * tanh(scale * p / softcap)  either may be missing
     s = s + mask                             any number of masks and biases; masked_fill and where with a huge negative
     w = softmax(cat([s, sinks]))[..., :-1]   with or without sinks; the maximum may be subtracted first
-    out = bmm(w, v)                          sinks may be a gate behind it (`passes/sink_gate.py`)
+    out = bmm(w, v)                          sinks may be a gate behind it (`capture/sink_gate.py`)
 
 Changes of dtype and of shape don't matter. Every other operation on the way is an
-`UnknownFormError` that names it: nothing is skipped over. What was read is proved afterwards (`passes/prove_form.py`).
+`UnknownFormError` that names it: nothing is skipped over. What was read is proved afterwards (`capture/prove_form.py`).
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from typing import Any
 
 from torch.fx import GraphModule, Node
 
-from specache_fx.passes.graph_slices import ancestors
-from specache_fx.passes.graph_utils import same_sizes, shape_of, target_name
-from specache_fx.passes.mask_row import MaskRow
-from specache_fx.passes.score_chain import ScoreChain
-from specache_fx.passes.score_ops import (
+from specache_fx.capture.graph_slices import ancestors
+from specache_fx.capture.graph_utils import same_sizes, shape_of, target_name
+from specache_fx.capture.mask_row import MaskRow
+from specache_fx.capture.score_chain import ScoreChain
+from specache_fx.capture.score_ops import (
     CASTS,
     PRODUCTS,
     RESHAPES,
@@ -30,7 +30,7 @@ from specache_fx.passes.score_ops import (
     real_users,
     swaps_last_two,
 )
-from specache_fx.passes.sink_gate import sink_gate
+from specache_fx.capture.sink_gate import sink_gate
 
 
 @dataclass

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from specache_fx.passes.base import AttentionCore
-from specache_fx.passes.graph_slices import constant_of, extract, float_of
-from specache_fx.passes.graph_utils import placeholders, shape_of, symbols_of, value_of
+from specache_fx.capture.graph_slices import constant_of, extract, float_of
+from specache_fx.capture.graph_utils import placeholders, shape_of, symbols_of, value_of
+from specache_fx.capture.program import AttentionCore
 from specache_fx.runtime.masks import hides
 
 # Scores of a prompt's proof, at most: its numbers stay the model's own, nothing hangs on it. A decode step's is always

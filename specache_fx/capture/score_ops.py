@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from specache_fx.passes.graph_utils import described, reads_shape_only, shape_of, value_of
+from specache_fx.capture.graph_utils import described, reads_shape_only, shape_of, value_of
 
 PRODUCTS = {"bmm", "baddbmm"}
 CASTS = {"_to_copy", "clone"}

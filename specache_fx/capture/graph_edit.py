@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
-from specache_fx.passes.graph_utils import placeholders, value_of
+from specache_fx.capture.graph_utils import placeholders, value_of
 
 
 def make_module(root: Any, graph: Graph) -> GraphModule:

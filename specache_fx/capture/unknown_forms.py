@@ -6,10 +6,9 @@ from torch._ops import HigherOrderOperator
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from specache_fx.passes.base import PassState, Refusal
-from specache_fx.passes.cache_side import LEAVE, is_cache
-from specache_fx.passes.graph_slices import ancestors
-from specache_fx.passes.graph_utils import (
+from specache_fx.capture.cache_side import LEAVE, is_cache
+from specache_fx.capture.graph_slices import ancestors
+from specache_fx.capture.graph_utils import (
     concatenated,
     is_static_input,
     placeholders,
@@ -18,7 +17,8 @@ from specache_fx.passes.graph_utils import (
     source_of,
     target_name,
 )
-from specache_fx.passes.score_ops import PRODUCTS, is_float
+from specache_fx.capture.program import Refusal
+from specache_fx.capture.score_ops import PRODUCTS, is_float
 
 _READERS = {*PRODUCTS, "mul", "mm", "dot"}
 
@@ -82,9 +82,25 @@ def _unread(out: Node) -> Refusal:
     return Refusal(out.name, source_of(out), reason, remedy)
 
 
-def unknown_forms(gm: GraphModule, state: PassState, outputs: set[Node]) -> list[Refusal]:
-    """KV caches whose attention has no normal form: each named by the softmax that reads it first, or by itself."""
-    known = {core.node for core in state.cores or []}
+def unknown_forms(
+    gm: GraphModule,
+    known: set[Node],
+    unknown: dict[Node, str],
+    outputs: set[Node],
+    *,
+    refused: bool,
+    matched: bool,
+) -> list[Refusal]:
+    """KV caches whose attention has no normal form: each named by the softmax that reads it first, or by itself.
+
+    Args:
+        gm: The graph.
+        known: Outputs of attentions in normal form.
+        unknown: Softmaxes of others, with the reason.
+        outputs: What the graph returns.
+        refused: An attention is refused already.
+        matched: An attention is rewritten.
+    """
     refusals: dict[Node, Refusal] = {}
     silent: list[Node] = []
     for root in gm.graph.nodes:
@@ -100,19 +116,19 @@ def unknown_forms(gm: GraphModule, state: PassState, outputs: set[Node]) -> list
                 named = True  # rewritten, or refused with a reason of its own
                 continue
             seen.add(node)
-            if node not in state.unknown:
+            if node not in unknown:
                 work.extend(node.users)
                 continue
-            refusals.setdefault(node, Refusal(node.name, source_of(node), state.unknown[node], _remedy(node)))
+            refusals.setdefault(node, Refusal(node.name, source_of(node), unknown[node], _remedy(node)))
             named = True
             break
         if not named and _appends_to_input(root):
             silent.append(root)
-    if not refusals and not state.refusals:  # else it may be the other side of an attention that is named
+    if not refusals and not refused:  # else it may be the other side of an attention that is named
         reason = "no attention that specache knows reads this cache (it knows SDPA and softmax of query times keys)"
         remedy = f"Use torch.nn.functional.scaled_dot_product_attention there. {LEAVE}."
         for reader in map(_reader, silent):
             refusals[reader] = Refusal(reader.name, source_of(reader), reason, remedy)
-        if not refusals and not state.sites:
+        if not refusals and not matched:
             refusals = {out: _unread(out) for out in _grown(gm, outputs)}
     return list(refusals.values())

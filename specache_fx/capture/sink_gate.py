@@ -13,9 +13,9 @@ from typing import Any
 
 from torch.fx import Node
 
-from specache_fx.passes.graph_slices import ancestors
-from specache_fx.passes.graph_utils import is_static_input, shape_of, target_name
-from specache_fx.passes.score_ops import CASTS, RESHAPES, real_users
+from specache_fx.capture.graph_slices import ancestors
+from specache_fx.capture.graph_utils import is_static_input, shape_of, target_name
+from specache_fx.capture.score_ops import CASTS, RESHAPES, real_users
 
 
 @dataclass(frozen=True)

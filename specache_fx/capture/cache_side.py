@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from specache_fx.passes.graph_slices import ancestors, mutated_inputs
-from specache_fx.passes.graph_utils import (
+from specache_fx.capture.graph_slices import ancestors, mutated_inputs
+from specache_fx.capture.graph_utils import (
     concatenated,
     described,
     reads_shape_only,

@@ -9,8 +9,7 @@ Nothing but the layout changes, and only of what is read with heads and tokens s
 computes the same, whatever its attention turns out to be. Inputs and outputs have their dimensions 1 and 2 swapped from
 then on; `TokensFirst` in `specache_fx/runners.py` swaps them where Dynamo's tensors come in and go out.
 
-A prompt's keys are such a cache if they are an output and read swapped. Sets `state.swapped_inputs` and
-`state.swapped_outputs`; leaves every other graph as it is.
+A prompt's keys are such a cache if they are an output and read swapped. Every other graph stays as it is.
 """
 
 from __future__ import annotations
@@ -20,10 +19,9 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from specache_fx.passes.base import Pass, PassState
-from specache_fx.passes.graph_edit import call, finish
-from specache_fx.passes.graph_slices import eliminate_dead_code
-from specache_fx.passes.graph_utils import (
+from specache_fx.capture.graph_edit import call, finish
+from specache_fx.capture.graph_slices import eliminate_dead_code
+from specache_fx.capture.graph_utils import (
     concatenated,
     is_static_input,
     output_node,
@@ -139,11 +137,17 @@ def _repeat(graph: Graph, keys: Node, groups: int, origin: Node) -> Node:
     return call(graph, _aten.reshape.default, (each, [batch, heads * groups, tokens, dim]), origin)
 
 
-def heads_first(gm: GraphModule, state: PassState) -> GraphModule:
-    """Swap heads and tokens of the caches that have tokens first."""
+def heads_first(gm: GraphModule) -> tuple[list[int], list[int]]:
+    """Swap heads and tokens of the caches that have tokens first.
+
+    Returns:
+        Positions of the inputs and of the outputs whose dimensions 1 and 2 are swapped from here on.
+    """
     graph = gm.graph
     output, inputs = output_node(graph), placeholders(graph)
     outs: list[Any] = list(output.args[0])  # type: ignore[arg-type]
+    swapped_inputs: list[int] = []
+    swapped_outputs: list[int] = []
     for root in dict.fromkeys(out for out in outs if isinstance(out, Node)):
         if root.op == "placeholder" or len(shape_of(root) or ()) != 4:
             continue
@@ -154,16 +158,13 @@ def heads_first(gm: GraphModule, state: PassState) -> GraphModule:
         places = [i for i, out in enumerate(outs) if out is root]
         for i in places:
             outs[i] = keys
-        state.swapped_outputs += places
+        swapped_outputs += places
         if past is not None:
-            state.swapped_inputs.append(inputs.index(past[0]))
+            swapped_inputs.append(inputs.index(past[0]))
             _swap_sizes(root)
             root.replace_all_uses_with(keys)
-    if not state.swapped_outputs:
-        return gm
-    output.args = (tuple(outs),)
-    eliminate_dead_code(graph)
-    return finish(gm)
-
-
-HEADS_FIRST = Pass("heads_first", heads_first)
+    if swapped_outputs:
+        output.args = (tuple(outs),)
+        eliminate_dead_code(graph)
+        finish(gm)
+    return swapped_inputs, swapped_outputs

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from specache_fx.passes.base import AttentionCore
-from specache_fx.passes.cache_side import NoMatch, is_cache, why_not_cached, without_repeat
-from specache_fx.passes.graph_slices import ancestors
-from specache_fx.passes.graph_utils import reads_shape_only, shape_of, source_of, target_name
+from specache_fx.capture.cache_side import NoMatch, is_cache, why_not_cached, without_repeat
+from specache_fx.capture.graph_slices import ancestors
+from specache_fx.capture.graph_utils import reads_shape_only, shape_of, source_of, target_name
+from specache_fx.capture.program import AttentionCore
 
 
 @dataclass(frozen=True)

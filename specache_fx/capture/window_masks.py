@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch.fx import GraphModule, Node
 
-from specache_fx.passes.base import PassState
-from specache_fx.passes.find_sources import mask_inputs
-from specache_fx.passes.graph_slices import extract
-from specache_fx.passes.graph_utils import is_integer, placeholders, symbols_of, value_of
+from specache_fx.capture.find_sources import mask_inputs
+from specache_fx.capture.graph_slices import extract
+from specache_fx.capture.graph_utils import is_integer, placeholders, symbols_of, value_of
+from specache_fx.capture.program import AttentionSite
 from specache_fx.runtime.sources import Sources
 from specache_fx.runtime.window_masks import WindowMasks
 
 
-def find_window_masks(gm: GraphModule, state: PassState, sources: Sources) -> WindowMasks | None:
+def find_window_masks(
+    gm: GraphModule, sources: Sources, sites: Sequence[AttentionSite]
+) -> WindowMasks | None:
     """Cut the masks of the windows out of a decode graph, before the cache is taken out of it.
 
     Raises:
-        UnsupportedGraphError: If a mask is computed from something that can't be followed.
+        LeaveAlone: If a mask is computed from something that can't be followed.
     """
-    windows = [site for site in state.sites if site.window is not None]
+    windows = [site for site in sites if site.window is not None]
     if not windows:
         return None
     masked = [site for site in windows if site.mask is not None]

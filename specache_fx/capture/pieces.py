@@ -9,7 +9,7 @@ from typing import Self
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
-from specache_fx.passes.graph_edit import make_module
+from specache_fx.capture.graph_edit import make_module
 
 
 @dataclass(frozen=True)

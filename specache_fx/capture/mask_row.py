@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from specache_fx.passes.graph_edit import call
-from specache_fx.passes.graph_utils import shape_of, value_of
+from specache_fx.capture.graph_edit import call
+from specache_fx.capture.graph_utils import shape_of, value_of
 
 _aten = torch.ops.aten
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from specache_fx.passes.base import AttentionSite, LeaveAlone, PassState
-from specache_fx.passes.collectives import full_rows
-from specache_fx.passes.graph_slices import ancestors, extract, mutated_inputs
-from specache_fx.passes.graph_utils import (
+from specache_fx.capture.collectives import full_rows
+from specache_fx.capture.graph_slices import ancestors, extract, mutated_inputs
+from specache_fx.capture.graph_utils import (
     is_integer,
     is_static_input,
     output_node,
@@ -22,6 +23,7 @@ from specache_fx.passes.graph_utils import (
     target_name,
     value_of,
 )
+from specache_fx.capture.program import AttentionSite, LeaveAlone
 from specache_fx.runtime.sources import Sources
 
 _SAME_TOKENS = {"reshape", "unsqueeze", "squeeze", "_to_copy", "clone", "index_put", "masked_fill", "where"}
@@ -82,29 +84,35 @@ def _read_for(results: list[Node]) -> set[Node]:
     return ancestors(results, shapes)
 
 
-def find_sources(gm: GraphModule, state: PassState) -> Sources:
-    """Name the inputs of a decode graph before the cache is taken out of it.
+def find_sources(
+    gm: GraphModule, sites: Sequence[AttentionSite], past_inputs: Sequence[int], positions: Collection[int]
+) -> Sources:
+    """Name the inputs of a decode graph; their masks come with `with_masks`.
 
-    Raises:
-        LeaveAlone: If a mask is computed from something that can't be followed.
+    Args:
+        gm: The graph.
+        sites: Its attentions.
+        past_inputs: Positions of the past KV inputs.
+        positions: Positions of inputs that are known to grow by one per token.
     """
     inputs = placeholders(gm.graph)
     index = {node: i for i, node in enumerate(inputs)}
-    past = {inputs[i] for i in state.past_inputs}
+    past = {inputs[i] for i in past_inputs}
     token, vocabulary = find_token(gm.graph)
-    sources = Sources(index[token] if token is not None else None, vocabulary)
     token_shape = shape_of(token) if token is not None else None
-
-    for site in state.owners:
+    lengths, shapes, masks = set[int](), set[int](), set[int]()
+    growing_by_one = set[int]()
+    most: dict[int, int] = {}
+    for site in sites:
         if site.window is not None and site.past_key is not None and site.past_value is not None:
-            sources.most |= {index[side]: site.window - 1 for side in (site.past_key, site.past_value)}
-    growing = [i for i in state.past_inputs if i not in sources.most] or state.past_inputs
-    past_len = shape_of(inputs[growing[0]])[2]  # type: ignore[index]
+            most |= {index[side]: site.window - 1 for side in (site.past_key, site.past_value)}
+    growing = [i for i in past_inputs if i not in most] or past_inputs
+    past_len = _kv_len(inputs[growing[0]])
     sizes_of_others: set[Any] = set()
     for node in inputs:
         shape = shape_of(node)
-        if index[node] in state.positions and shape is not None:
-            sources.positions.add(index[node])
+        if index[node] in positions and shape is not None:
+            growing_by_one.add(index[node])
             continue
         if shape is None or is_static_input(node):
             continue
@@ -113,50 +121,82 @@ def find_sources(gm: GraphModule, state: PassState) -> Sources:
             and value_of(node).is_floating_point()
             and statically_known_true(shape[2] == past_len)
         ):
-            sources.shapes.add(index[node])
+            shapes.add(index[node])
             continue
         if node is not token and _is_mask(node, shape, past_len):
-            sources.masks.add(index[node])
+            masks.add(index[node])
             continue
         for size in shape:
             sizes_of_others |= symbols_of(size)
         same_shape = token_shape is not None and (shape == token_shape or shape[-2:] == token_shape)
         if node is not token and _is_integer_tensor(node) and len(shape) and (same_shape or shape == (1,)):
-            sources.positions.add(index[node])
-    whole = set().union(*(symbols_of(shape_of(inputs[i])[2]) for i in growing if i not in sources.most))  # type: ignore[index]
-    windows = list(sources.most)
+            growing_by_one.add(index[node])
+    whole = set().union(*(symbols_of(_kv_len(inputs[i])) for i in growing if i not in most))
+    windows = list(most)
     for node in inputs:
         # An integer that is also the size of a tensor that does not grow (the batch) is no length. One that nothing
         # reads tells none either: where a handle begins in its storage.
         symbols = symbols_of(value_of(node)) if is_integer(node) and node.users else set()
         if symbols and not symbols & sizes_of_others:
-            sources.lengths.add(index[node])
+            lengths.add(index[node])
             # The length of a window's past comes in as an integer too. One that is also a whole cache's isn't full yet.
             for i in windows:
-                if symbols == symbols_of(shape_of(inputs[i])[2]) and not symbols & whole:  # type: ignore[index]
-                    sources.most[index[node]] = sources.most[i]
+                if symbols == symbols_of(_kv_len(inputs[i])) and not symbols & whole:
+                    most[index[node]] = most[i]
 
-    fixed = all(not symbols_of(shape_of(inputs[i])[2]) for i in growing)  # type: ignore[index]
-    sources.fixed_length = fixed
-    state.fixed_sizes = _fixed_sizes(inputs, state, sources)
-    sources.knows_next = bool(sources.positions) or not fixed or bool(sources.lengths)
-    checked = [site for site in state.sites if site.window is None and site.mask is not None]
+    fixed = all(not symbols_of(_kv_len(inputs[i])) for i in growing)
+    return Sources(
+        token=index[token] if token is not None else None,
+        vocabulary=vocabulary,
+        lengths=frozenset(lengths),
+        positions=frozenset(growing_by_one),
+        masks=frozenset(masks),
+        shapes=frozenset(shapes),
+        most=most,
+        knows_next=bool(growing_by_one) or not fixed or bool(lengths),
+        fixed_length=fixed,
+    )
+
+
+def _kv_len(past: Node) -> Any:
+    """Tokens of a past KV input."""
+    return (shape_of(past) or ())[2]
+
+
+def with_masks(gm: GraphModule, sources: Sources, sites: Sequence[AttentionSite]) -> Sources:
+    """With the masks of attentions to all tokens, cut out of the graph.
+
+    Raises:
+        LeaveAlone: If one is computed from something that can't be followed.
+    """
+    checked = [site for site in sites if site.window is None and site.mask is not None]
     masks = list(dict.fromkeys(site.mask for site in checked if site.mask is not None))
-    if masks:
-        roots = mask_inputs(gm, masks, sources, checked[0])
-        sources.mask_graph = extract(gm, masks, roots)
-        sources.mask_inputs = [index[node] for node in roots]
-        sources.layer_masks = {
-            site.layer: masks.index(site.mask) for site in checked if site.mask is not None
-        }
-    return sources
+    if not masks:
+        return sources
+    roots = mask_inputs(gm, masks, sources, checked[0])
+    index = {node: i for i, node in enumerate(placeholders(gm.graph))}
+    return replace(
+        sources,
+        mask_graph=extract(gm, masks, roots),
+        mask_inputs=tuple(index[node] for node in roots),
+        layer_masks={site.layer: masks.index(site.mask) for site in checked if site.mask is not None},
+    )
 
 
-def _fixed_sizes(inputs: list[Node], state: PassState, sources: Sources) -> dict[int, int]:
-    """Inputs that grow with the context and are of constant size here, and in which dimension of Dynamo's tensor."""
-    token_dims = {i: 1 if i in state.swapped_inputs else 2 for i in state.past_inputs}
+def fixed_sizes(
+    inputs: Sequence[Node], past_inputs: Sequence[int], tokens_first: Collection[int], sources: Sources
+) -> dict[int, int]:
+    """Inputs that grow with the context and are of constant size here, and in which dimension of Dynamo's tensor.
+
+    Args:
+        inputs: The placeholders.
+        past_inputs: Positions of the past KV inputs.
+        tokens_first: Those that have tokens first.
+        sources: What is known of the inputs.
+    """
+    token_dims = {i: 1 if i in tokens_first else 2 for i in past_inputs}
     # One that is cut to the keys' length tells Dynamo nothing about its own: it is as long as the keys are now.
-    now = (_now((shape_of(inputs[i]) or ())[2]) for i in token_dims if i not in sources.most)
+    now = (_now(_kv_len(inputs[i])) for i in token_dims if i not in sources.most)
     lengths = {length + 1 for length in now if length is not None}
     mask_dims = {}
     for i, node in enumerate(inputs):

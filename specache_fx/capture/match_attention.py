@@ -1,4 +1,4 @@
-"""`match_attention`: find the attentions over a growing KV cache, or say why one is none.
+"""Find the attentions over a growing KV cache, or say why one is none.
 
     keys   = cat([past_keys, k], -2)        # output; in prefill the past is empty, or there is no cat
     values = cat([past_values, v], -2)      # output
@@ -6,7 +6,7 @@
         -> AttentionSite(q, k, v, past_keys, past_values, keys, values, mask, scale, softcap, sinks)
 
 A layer with a sliding window, or that attends within chunks, returns `keys[:, :, -window + 1 :]` as its cache instead:
-a site with a `window`. Keys and values may also be computed from what is cached (`passes/expansion.py`: MLA). Where
+a site with a `window`. Keys and values may also be computed from what is cached (`capture/expansion.py`: MLA). Where
 several attentions read the same cache, it is the first one's (`shared` sites).
 
 Decides the graph's phase too: prefill has no past, decode has `q_len == 1` and a past, all else is an extend.
@@ -14,18 +14,26 @@ Decides the graph's phase too: prefill has no past, decode has `q_len == 1` and 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from specache_fx.passes.base import AttentionCore, AttentionSite, Pass, PassState, Phase, Refusal
-from specache_fx.passes.cache_side import GROWING, LEAVE, NoMatch, Side, changed_past, side_of, without_repeat
-from specache_fx.passes.expansion import find_expansion
-from specache_fx.passes.find_sources import find_token
-from specache_fx.passes.graph_slices import ancestors, mutated_inputs
-from specache_fx.passes.graph_utils import (
+from specache_fx.capture.cache_side import (
+    GROWING,
+    LEAVE,
+    NoMatch,
+    Side,
+    changed_past,
+    side_of,
+    without_repeat,
+)
+from specache_fx.capture.expansion import find_expansion
+from specache_fx.capture.find_sources import find_token
+from specache_fx.capture.graph_slices import ancestors, mutated_inputs
+from specache_fx.capture.graph_utils import (
     described,
     is_static_input,
     output_node,
@@ -35,8 +43,10 @@ from specache_fx.passes.graph_utils import (
     source_of,
     value_of,
 )
-from specache_fx.passes.reading import Reading, check_between, readings_of
-from specache_fx.passes.unknown_forms import unknown_forms
+from specache_fx.capture.program import AttentionCore, AttentionSite, Phase, Refusal
+from specache_fx.capture.reading import Reading, check_between, readings_of
+from specache_fx.capture.unknown_forms import unknown_forms
+from specache_fx.config import SpecacheConfig
 from specache_fx.runtime.expansion import Expansion
 from specache_fx.runtime.handle import unfit_reason
 
@@ -200,7 +210,8 @@ def _data_behind(core: AttentionCore, keys: Side, values: Side) -> Node | None:
     return next((node for node in graph.nodes if node in needed & data), None)
 
 
-def _phase(sites: list[AttentionSite]) -> Phase:
+def phase_of(sites: Sequence[AttentionSite]) -> Phase:
+    """What a graph with these attentions does with the KV cache."""
     if not sites:
         return Phase.NO_CACHE
     if sites[0].past_key is None:
@@ -208,12 +219,20 @@ def _phase(sites: list[AttentionSite]) -> Phase:
     return Phase.DECODE if shape_of(sites[0].query)[2] == 1 else Phase.EXTEND  # type: ignore[index]
 
 
-def match_attention(gm: GraphModule, state: PassState) -> GraphModule:
-    """Fill in `state.sites`, `state.refusals` and `state.phase`. The graph stays as it is."""
+def match_attention(
+    gm: GraphModule, cores: Sequence[AttentionCore], unknown: dict[Node, str], config: SpecacheConfig
+) -> tuple[list[AttentionSite], list[Refusal]]:
+    """The attentions that are rewritten, and those that are not.
+
+    Args:
+        gm: The graph.
+        cores: Its attentions in normal form.
+        unknown: Softmaxes of others, with the reason.
+        config: The options.
+    """
     outputs = set(output_node(gm.graph).all_input_nodes)
-    state.inputs = [node.name for node in placeholders(gm.graph)]
-    state.sites, state.refusals = [], []
-    cores = state.cores or []
+    sites: list[AttentionSite] = []
+    refusals: list[Refusal] = []
     readings = readings_of(gm, cores, outputs)
     readers, owners = dict[Node, list[Reading]](), dict[Node, AttentionSite]()
     for reading in readings.values():
@@ -234,42 +253,44 @@ def match_attention(gm: GraphModule, state: PassState) -> GraphModule:
             if isinstance(reading, NoMatch):
                 raise reading
             site = _match(gm, reading, outputs, readers, owners)
-            if state.sites and (site.past_key is None) != (state.sites[0].past_key is None):
+            if sites and (site.past_key is None) != (sites[0].past_key is None):
                 raise NoMatch("it has a past and others in the graph have none, or the reverse")
-            if site.expansion is not None and site.window is None and not state.config.placement.codes:
+            if site.expansion is not None and site.window is None and not config.placement.codes:
                 raise NoMatch(
                     f"its keys and values are computed from what is cached (latent attention), and policy"
-                    f" {state.config.policy!r} has only a part of that on the device",
+                    f" {config.policy!r} has only a part of that on the device",
                     'Use policy="specache" or "kivi".',
                 )
-            state.sites.append(site)
+            sites.append(site)
             for root in (site.key_root, site.value_root):
                 owners.setdefault(root, site)
         except NoMatch as no:
             if no.remedy:
-                state.refusals.append(Refusal(core.node.name, source_of(core.node), no.reason, no.remedy))
-    _drop_half_shared(state, readers)
-    state.refusals.extend(unknown_forms(gm, state, outputs))
-    state.phase = _phase(state.sites)
-    return gm
+                refusals.append(Refusal(core.node.name, source_of(core.node), no.reason, no.remedy))
+    sites, half_shared = _drop_half_shared(sites, readers)
+    refusals += half_shared
+    known = {core.node for core in cores}
+    refusals += unknown_forms(gm, known, unknown, outputs, refused=bool(refusals), matched=bool(sites))
+    return sites, refusals
 
 
-def _drop_half_shared(state: PassState, readers: dict[Node, list[Reading]]) -> None:
+def _drop_half_shared(
+    sites: Sequence[AttentionSite], readers: dict[Node, list[Reading]]
+) -> tuple[list[AttentionSite], list[Refusal]]:
     """Leave attentions alone whose cache is also read by one that is left alone: it would read handles."""
-    matched = {site.node for site in state.sites}
+    matched = {site.node for site in sites}
 
     def stranger(site: AttentionSite) -> Node | None:
         both = readers[site.key_root] + readers[site.value_root]
         return next((reader.core.node for reader in both if reader.core.node not in matched), None)
 
-    strangers = {site: stranger(site) for site in state.sites}
-    for site, node in strangers.items():
-        if node is not None:
-            reason = f"its cache is also read by attention `{node.name}`, which is left alone"
-            state.refusals.append(Refusal(site.node.name, site.source, reason, f"{LEAVE}."))
-    kept = [site for site in state.sites if strangers[site] is None]
+    kept: list[AttentionSite] = []
+    refusals: list[Refusal] = []
+    for site in sites:
+        if (other := stranger(site)) is None:
+            kept.append(site)
+        else:
+            reason = f"its cache is also read by attention `{other.name}`, which is left alone"
+            refusals.append(Refusal(site.node.name, site.source, reason, f"{LEAVE}."))
     layers = {layer: i for i, layer in enumerate(dict.fromkeys(site.layer for site in kept))}
-    state.sites = [replace(site, layer=layers[site.layer]) for site in kept]
-
-
-MATCH_ATTENTION = Pass("match_attention", match_attention)
+    return [replace(site, layer=layers[site.layer]) for site in kept], refusals

@@ -1,4 +1,4 @@
-"""`normalize_attention`: every attention core in one form, whatever it is made of.
+"""Every attention core in one form, whatever it is made of.
 
     out = specache.scaled_dot_product_attention(q, k, v, mask, 0.0, False, scale)
     p = bmm(q, transpose(k, -1, -2)); s = softcap * tanh(p * scale / softcap) + mask
@@ -6,10 +6,10 @@
         -> AttentionCore(out, q, k, v, mask, scale, softcap, sinks)
 
 Describes, and leaves the model's own operations where they are: a prompt's attention stays the model's. It may insert
-the mask of the newest query (`passes/mask_row.py`), which `bind_cache` gives to the session.
+the mask of the newest query (`capture/mask_row.py`), which `bind_cache` gives to the session.
 
 What is spelt out (`attn_implementation="eager"`, bloom, mpt, gpt_oss, ...) is read strictly
-(`passes/softmax_form.py`) and then proved on random numbers (`passes/prove_form.py`). What has no such form is noted
+(`capture/softmax_form.py`) and then proved on random numbers (`capture/prove_form.py`). What has no such form is noted
 with the operation that stands in the way; if it reads a KV cache, `match_attention` refuses it.
 """
 
@@ -20,15 +20,15 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from specache_fx.passes.base import AttentionCore, Pass, PassState
-from specache_fx.passes.cache_side import LEAVE
-from specache_fx.passes.graph_edit import call, finish
-from specache_fx.passes.graph_slices import ancestors, constant_of
-from specache_fx.passes.graph_utils import output_node, shape_of, target_name
-from specache_fx.passes.mask_row import MaskRow
-from specache_fx.passes.prove_form import differs, is_proved
-from specache_fx.passes.score_ops import UnknownFormError, real_users
-from specache_fx.passes.softmax_form import SoftmaxForm, read_form
+from specache_fx.capture.cache_side import LEAVE
+from specache_fx.capture.graph_edit import call, finish
+from specache_fx.capture.graph_slices import ancestors, constant_of
+from specache_fx.capture.graph_utils import output_node, shape_of, target_name
+from specache_fx.capture.mask_row import MaskRow
+from specache_fx.capture.program import AttentionCore
+from specache_fx.capture.prove_form import differs, is_proved
+from specache_fx.capture.score_ops import UnknownFormError, real_users
+from specache_fx.capture.softmax_form import SoftmaxForm, read_form
 from specache_fx.runtime import ops  # noqa: F401  (registers torch.ops.specache)
 
 SDPA = torch.ops.specache.scaled_dot_product_attention.default
@@ -104,25 +104,23 @@ def _read_elsewhere(form: SoftmaxForm) -> tuple[str, str] | None:
     return None
 
 
-def normalize_attention(gm: GraphModule, state: PassState) -> GraphModule:
-    """Fill in `state.cores` and `state.unknown`."""
-    if state.cores is not None:
-        return gm
-    state.cores, state.unknown = [], {}
+def attention_cores(gm: GraphModule) -> tuple[list[AttentionCore], dict[Node, str]]:
+    """The attentions of a graph in normal form, and the softmaxes around which none was found, with the reason."""
+    cores: list[AttentionCore] = []
+    unknown: dict[Node, str] = {}
     outputs = set(output_node(gm.graph).all_input_nodes)
     caches = any(len(shape_of(out) or ()) == 4 for out in outputs)
     rows = MaskRow(gm.graph)
     for node in list(gm.graph.nodes):
         if node.target is SDPA:
-            state.cores.append(_from_sdpa(gm, node))
+            cores.append(_from_sdpa(gm, node))
         elif caches and node.target is torch.ops.aten._softmax.default:
             before = len(rows.inserted)
             try:
-                state.cores.append(_from_softmax(gm, node, outputs, rows))
-            except UnknownFormError as unknown:
+                cores.append(_from_softmax(gm, node, outputs, rows))
+            except UnknownFormError as error:
                 rows.forget(before)
-                state.unknown[node] = str(unknown)
-    return finish(gm) if rows.inserted else gm
-
-
-NORMALIZE_ATTENTION = Pass("normalize_attention", normalize_attention)
+                unknown[node] = str(error)
+    if rows.inserted:
+        finish(gm)
+    return cores, unknown

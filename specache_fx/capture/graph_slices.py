@@ -9,8 +9,8 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.utils._sympy.symbol import SymT, symbol_is_type
 
-from specache_fx.passes.graph_edit import make_module
-from specache_fx.passes.graph_utils import shape_of, value_of
+from specache_fx.capture.graph_edit import make_module
+from specache_fx.capture.graph_utils import shape_of, value_of
 
 _CONSTANT_NODES = 50  # a factor is computed in fewer
 

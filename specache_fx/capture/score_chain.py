@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from specache_fx.passes.graph_slices import ancestors, constant_of
-from specache_fx.passes.graph_utils import is_static_input, shape_of, target_name, value_of
-from specache_fx.passes.mask_row import MaskRow
-from specache_fx.passes.score_ops import CASTS, RESHAPES, UnknownFormError, is_float
+from specache_fx.capture.graph_slices import ancestors, constant_of
+from specache_fx.capture.graph_utils import is_static_input, shape_of, target_name, value_of
+from specache_fx.capture.mask_row import MaskRow
+from specache_fx.capture.score_ops import CASTS, RESHAPES, UnknownFormError, is_float
 
 # A score that is replaced by this or less has probability 0, as one to which it is added.
 _FILL_AT_MOST = -1e4

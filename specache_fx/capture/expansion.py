@@ -18,10 +18,10 @@ from torch.fx import GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.fx.node import map_aggregate
 
-from specache_fx.passes.cache_side import LEAVE, NoMatch
-from specache_fx.passes.graph_edit import finish
-from specache_fx.passes.graph_slices import ancestors, extract, mutated_inputs
-from specache_fx.passes.graph_utils import (
+from specache_fx.capture.cache_side import LEAVE, NoMatch
+from specache_fx.capture.graph_edit import finish
+from specache_fx.capture.graph_slices import ancestors, extract, mutated_inputs
+from specache_fx.capture.graph_utils import (
     is_static_input,
     placeholders,
     shape_of,
@@ -30,8 +30,8 @@ from specache_fx.passes.graph_utils import (
     target_name,
     value_of,
 )
-from specache_fx.passes.prove_form import Numbers, exact_products
-from specache_fx.passes.reading import Reading
+from specache_fx.capture.prove_form import Numbers, exact_products
+from specache_fx.capture.reading import Reading
 from specache_fx.runtime.expansion import Expansion
 
 _LAYOUTS = {"reshape", "expand", "new_empty", "new_zeros", "new_ones", "empty", "zeros"}

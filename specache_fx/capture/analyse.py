@@ -1,0 +1,146 @@
+"""From functional ATen to a `Program`: the graph in normal form, and all that is known of it.
+
+Attention and caches get one form first (`heads_first`, `attention_cores`), which changes nothing that is computed. The
+rest of the analyses edit nothing. What they can't follow is a refusal, and the graph stays the model's.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+
+import torch
+from torch.fx import GraphModule, Node
+
+from specache_fx.capture.find_prelude import find_prelude
+from specache_fx.capture.find_sources import find_sources, find_token, fixed_sizes, with_masks
+from specache_fx.capture.graph_utils import (
+    is_static_input,
+    placeholders,
+    reads_shape_only,
+    value_of,
+    weight_name,
+)
+from specache_fx.capture.heads_first import heads_first
+from specache_fx.capture.lanes import drawn_in, effect_of, kept_cache_of, single_lane
+from specache_fx.capture.match_attention import match_attention, phase_of
+from specache_fx.capture.normalize_attention import attention_cores
+from specache_fx.capture.outputs import find_logits, plan_outputs
+from specache_fx.capture.program import AttentionSite, Decoding, LeaveAlone, Phase, Program, Refusal
+from specache_fx.capture.prompt_rules import find_prompt_masks
+from specache_fx.capture.window_masks import find_window_masks
+from specache_fx.config import SpecacheConfig
+from specache_fx.progress import say_step
+from specache_fx.runtime.sources import Sources
+
+logger = logging.getLogger(__name__)
+
+
+def analyse(gm: GraphModule, config: SpecacheConfig, positions: Collection[int] = ()) -> Program:
+    """Bring a graph into normal form, and understand it.
+
+    Args:
+        gm: A functional graph; edited in place.
+        config: The options.
+        positions: Positions of inputs that are known to say where tokens are written.
+    """
+    say_step("analyse")
+    start, num_nodes = time.perf_counter(), len(gm.graph.nodes)
+    inputs, other_kv = placeholders(gm.graph), kv_inputs(gm)
+    swapped_inputs, swapped_outputs = heads_first(gm)
+    sites, refusals = match_attention(gm, *attention_cores(gm), config)
+    program = Program(
+        config,
+        inputs=tuple(node.name for node in inputs),
+        weights={i: weight_name(node) for i, node in enumerate(inputs) if is_static_input(node)},
+        other_kv_inputs=tuple(other_kv),
+        swapped_inputs=frozenset(swapped_inputs),
+        swapped_outputs=tuple(swapped_outputs),
+        refusals=tuple(refusals),
+    )
+    if sites:
+        program = _with_attention(gm, program, sites, positions)
+    logger.debug(
+        "analysed: %s, %d attentions, %d refused, %d -> %d nodes, %.1f ms",
+        program.phase.value,
+        len(program.sites),
+        len(program.refusals),
+        num_nodes,
+        len(gm.graph.nodes),
+        1e3 * (time.perf_counter() - start),
+    )
+    return program
+
+
+def _with_attention(
+    gm: GraphModule, program: Program, sites: Sequence[AttentionSite], positions: Collection[int]
+) -> Program:
+    inputs = placeholders(gm.graph)
+    past = tuple(
+        inputs.index(side)
+        for site in sites
+        if not site.shared
+        for side in (site.past_key, site.past_value)
+        if side is not None
+    )
+    phase = phase_of(sites)
+    sources: Sources | None = None
+    if phase is Phase.DECODE:
+        sources = find_sources(gm, sites, past, positions)
+        program = replace(program, fixed_sizes=fixed_sizes(inputs, past, program.swapped_inputs, sources))
+    try:
+        plan, kept = plan_outputs(gm, sites, sources)
+        decoding = None if sources is None else _decoding(gm, sites, past, sources, kept)
+    except LeaveAlone as no:
+        refused = (Refusal(site.node.name, site.source, no.reason, no.remedy) for site in sites)
+        return replace(program, refusals=(*program.refusals, *refused))
+    token, _ = find_token(gm.graph)
+    masks, rules = find_prompt_masks(gm, sites) if decoding is None else ((), {})
+    return replace(
+        program,
+        phase=phase,
+        sites=tuple(sites),
+        past_inputs=past,
+        other_kv_inputs=tuple(i for i in program.other_kv_inputs if i not in past),
+        token=None if token is None else inputs.index(token),
+        outputs=plan,
+        prompt_masks=masks,
+        rules=rules,
+        decoding=decoding,
+    )
+
+
+def _decoding(
+    gm: GraphModule,
+    sites: Sequence[AttentionSite],
+    past: Sequence[int],
+    sources: Sources,
+    kept: Sequence[Node],
+) -> Decoding:
+    sources = with_masks(gm, sources, sites)
+    logits = find_logits(kept, sources.vocabulary)
+    # A cache that stays in the graph has a length of its own in each step anyhow.
+    static = kept_cache_of(kept) is None
+    return Decoding(
+        sources=sources,
+        window_masks=find_window_masks(gm, sources, sites),
+        cut=find_prelude(gm, sites, kept, sources, lengths_are_static=static),
+        logits=logits,
+        single_lane=single_lane(gm.graph, kept, past, sources.token, logits),
+        is_pure=effect_of(gm.graph) is None and drawn_in(gm.graph) is None,
+    )
+
+
+def kv_inputs(gm: GraphModule) -> list[int]:
+    """Inputs that could be KV tensors: 4-D, floating point, no parameters, and not read for their shape alone."""
+    return [
+        i
+        for i, node in enumerate(placeholders(gm.graph))
+        if not is_static_input(node)
+        and isinstance(value_of(node), torch.Tensor)
+        and value_of(node).is_floating_point()
+        and value_of(node).dim() == 4
+        and not all(reads_shape_only(user) for user in node.users)
+    ]

@@ -1,0 +1,167 @@
+"""What of a decode graph depends on positions and lengths alone: cos and sin, position embeddings.
+
+    cos = f(position_ids); out = g(token, cos)   ->   prelude: cos = f(position_ids)
+
+The runner evaluates it for the output token and, where there are two lanes, once more for the token after it. What is
+left of the graph has static shapes: it knows no length and no position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from specache_fx.capture.graph_edit import finish
+from specache_fx.capture.graph_slices import draws_random_numbers, extract, has_effect, mutated_inputs
+from specache_fx.capture.graph_utils import (
+    is_integer,
+    is_static_input,
+    output_node,
+    placeholders,
+    reads_shape_only,
+    shape_of,
+    source_of,
+    target_name,
+    value_of,
+)
+from specache_fx.capture.program import AttentionSite, Cut, LeaveAlone
+from specache_fx.runtime.sources import Prelude, Sources
+
+_NUMBERS = (torch.SymInt, torch.SymFloat)
+
+
+def find_prelude(
+    gm: GraphModule,
+    sites: Sequence[AttentionSite],
+    kept: Sequence[Node],
+    sources: Sources,
+    *,
+    lengths_are_static: bool,
+) -> Cut:
+    """Where position-only tensors enter the rest of a decode graph.
+
+    Args:
+        gm: The graph, its caches still in it.
+        sites: Its attentions: all that they will read are queries, new keys and values, and sinks.
+        kept: The outputs that it goes on computing.
+        sources: What is known of its inputs.
+        lengths_are_static: Refuse a graph that computes data with a length that is a Python number.
+
+    Raises:
+        LeaveAlone: If every length would be a graph of its own.
+    """
+    readers = _readers(gm.graph, sites, kept)
+    positional, data = _origins(gm.graph, sources)
+    inside = dict.fromkeys(node for node in gm.graph.nodes if node in positional and node not in data)
+    if lengths_are_static and (number := _number_in_the_graph(inside, readers)) is not None:
+        raise LeaveAlone(
+            f"`{number.name}` ({source_of(number)}) computes with the number of tokens as a Python number, so that"
+            " every length would be a graph of its own",
+            "Make it a tensor, of position_ids or a mask.",
+        )
+    boundary = [
+        node
+        for node in gm.graph.nodes
+        if node in inside
+        and shape_of(node) is not None
+        and (node in kept or any(user not in inside for user in readers.get(node, ())))
+    ]
+    unread = [node for node in inside if not node.users and node.op == "call_function" and has_effect(node)]
+    prelude = _cut(gm, boundary, inside, sources) if boundary else None
+    return Cut(prelude, tuple(boundary), tuple(unread))
+
+
+def _readers(graph: Graph, sites: Sequence[AttentionSite], kept: Sequence[Node]) -> dict[Node, set[Node]]:
+    """Who reads each node once the cache is out of the graph."""
+    of_sites = {
+        site.node: [
+            each for each in (site.query, site.new_key, site.new_value, site.sinks) if each is not None
+        ]
+        for site in sites
+    }
+    readers: dict[Node, set[Node]] = {}
+    work = [*kept, *(node for node in graph.nodes if node.op == "call_function" and has_effect(node))]
+    seen = set[Node]()
+    while work:
+        node = work.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        for read in of_sites.get(node, node.all_input_nodes):
+            readers.setdefault(read, set()).add(node)
+            work.append(read)
+    return readers
+
+
+def _origins(graph: Graph, sources: Sources) -> tuple[set[Node], set[Node]]:
+    """The nodes that a position reaches, and those that data reaches.
+
+    Parameters are neutral: a table of position embeddings is read with positions alone. An input that is written to is
+    data: it changes once a step.
+    """
+    index = {node: i for i, node in enumerate(placeholders(graph))}
+    moving = sources.lengths | sources.positions | sources.masks
+    positional, data = set[Node](), set[Node](mutated_inputs(graph))
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            if index[node] not in moving and not is_static_input(node) and not is_integer(node):
+                data.add(node)
+            elif index[node] in moving and node not in data:
+                positional.add(node)
+            continue
+        inputs = node.all_input_nodes
+        length = bool(inputs) and reads_shape_only(node)
+        if length and all(index.get(arg) in sources.shapes for arg in inputs):
+            positional.add(node)
+            continue
+        if any(arg in positional for arg in inputs):
+            positional.add(node)
+        if any(arg in data for arg in inputs) or draws_random_numbers(node):
+            data.add(node)
+    return positional, data
+
+
+def _number_in_the_graph(inside: Collection[Node], readers: dict[Node, set[Node]]) -> Node | None:
+    """What computes data with a length that is a Python number."""
+    for node in inside:
+        if shape_of(node) is None and isinstance(value_of(node), _NUMBERS):
+            for user in readers.get(node, ()):
+                if user not in inside:
+                    return user
+    return None
+
+
+def _cut(gm: GraphModule, boundary: list[Node], inside: Collection[Node], sources: Sources) -> Prelude:
+    inputs = placeholders(gm.graph)
+    needed = [
+        i
+        for i, node in enumerate(inputs)
+        if node in inside or is_static_input(node) or is_integer(node) or i in sources.shapes
+    ]
+    plain = extract(gm, boundary, [inputs[i] for i in needed])
+    for node in placeholders(plain.graph):
+        if not node.users:
+            plain.graph.erase_node(node)
+    finish(plain)
+    results = list(output_node(plain.graph).all_input_nodes)
+    names = {node.name for node in placeholders(plain.graph)}
+    return Prelude(
+        graph=plain,
+        graph_ahead=_clamp_embeddings(extract(plain, results, placeholders(plain.graph))),
+        inputs=tuple(i for i in needed if inputs[i].name in names),
+        sources=sources,
+    )
+
+
+def _clamp_embeddings(gm: GraphModule) -> GraphModule:
+    """Hold every embedding's indices inside its table."""
+    for node in list(gm.graph.nodes):
+        if target_name(node) == "embedding":
+            table, ids, *rest = node.args
+            last = int((shape_of(table) or ())[0]) - 1
+            with gm.graph.inserting_before(node):
+                held = gm.graph.call_function(torch.ops.aten.clamp.default, (ids, None, last))
+            node.args = (table, held, *rest)
+    return finish(gm)

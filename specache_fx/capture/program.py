@@ -1,0 +1,275 @@
+"""What the analyses say of one graph: a `Program`, which passes and runners read and nothing changes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+from torch.fx import GraphModule, Node
+
+from specache_fx.config import SpecacheConfig
+from specache_fx.runtime.expansion import Expansion
+from specache_fx.runtime.prompt_masks import PromptMask
+from specache_fx.runtime.sources import Prelude, Sources
+from specache_fx.runtime.window_masks import WindowMasks
+
+
+class Phase(Enum):
+    """What a graph does with the KV cache."""
+
+    NO_CACHE = "no cache"
+    PREFILL = "prefill"
+    EXTEND = "extend"
+    DECODE = "decode"
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """An attention that is left as it is.
+
+    Attributes:
+        node: Name of the graph's node.
+        source: The model's line that made it, "file:line: code", or "" where it is not known.
+        reason: What stands in the way.
+        remedy: What the user can do.
+    """
+
+    node: str
+    source: str
+    reason: str
+    remedy: str
+
+    def __str__(self) -> str:
+        where = f" ({self.source})" if self.source else ""
+        return f"attention `{self.node}`{where} is left alone: {self.reason}. {self.remedy}"
+
+
+def alike(refusals: Sequence[Refusal]) -> list[str]:
+    """What to say of refusals: layers that differ in the names of their nodes alone are one message."""
+    groups: dict[tuple[str, str], list[Refusal]] = {}
+    for refusal in refusals:
+        groups.setdefault((refusal.source, re.sub("`[^`]*`", "``", refusal.reason)), []).append(refusal)
+    return [
+        f"{first}{f' {len(others)} more like it.' if others else ''}" for first, *others in groups.values()
+    ]
+
+
+@dataclass(frozen=True)
+class AttentionCore:
+    """One attention in normal form, whatever it is made of: `attention_cores` finds them.
+
+        s = softcap * tanh(scale * q @ k^T / softcap) + mask        softmax over s and the head's sink        w @ v
+
+    Attributes:
+        node: Its output, `[batch, num_heads, q_len, value_dim]`, or with batch and heads in one dimension.
+        query: `[batch, num_heads, q_len, key_dim]`.
+        key: `[batch, num_heads or fewer, kv_len, key_dim]`: what repeat_kv made, or what it is made of.
+        value: `[batch, num_heads or fewer, kv_len, value_dim]`.
+        mask: bool (True where a key is seen) or float that is added, up to
+            `[batch or 1, num_heads or 1, q_len or 1, kv_len]`; its last row is the newest query's. None where nothing
+            is hidden or added.
+        scale: Factor on the products.
+        softcap: Bound of the scaled products; None where there is none.
+        sinks: `[num_heads]`: what a column without a value scores; None where there is none.
+        inner: The nodes from query, key, value, masks and sinks to `node`, that included.
+        problem: Reason and remedy where it can't be rewritten whatever its cache; None where it can.
+    """
+
+    node: Node
+    query: Node
+    key: Node
+    value: Node
+    mask: Node | None
+    scale: float
+    softcap: float | None = None
+    sinks: Node | None = None
+    inner: frozenset[Node] = frozenset()
+    problem: tuple[str, str] | None = None
+
+
+@dataclass(frozen=True)
+class AttentionSite:
+    """One attention that will be rewritten. Nodes are those of the graph that `match_attention` saw.
+
+    Attributes:
+        layer: Index of its cache, in graph order.
+        node: Its output: a `scaled_dot_product_attention` call, or a product with the values.
+        query: `[batch, num_heads, q_len, key_dim]`.
+        new_key: This call's keys, `[batch, num_kv_heads, q_len, key_dim]`, before repeat_kv.
+        new_value: This call's values.
+        past_key: Placeholder of the past keys; None in prefill.
+        past_value: Placeholder of the past values.
+        key_root: The keys that attention reads, past and new.
+        value_root: The values.
+        key_output: What the model returns as its cache: the root, or its newest `window - 1` tokens.
+        value_output: The same of the values.
+        mask: The mask node, if there is one.
+        scale: Factor on the scores.
+        softcap: Bound of the scaled scores; None where there is none.
+        sinks: `[num_heads]`; None where there are none.
+        num_kv_heads: KV heads of the cache.
+        key_dim: Elements of a cached key.
+        value_dim: Elements of a cached value.
+        source: The model's line.
+        window: Tokens that a query reaches, its own included, where the cache keeps no more (a sliding window or a
+            chunk); None where it keeps all.
+        shared: It reads the cache of an earlier attention, `layer`, and keeps no pairs of its own.
+        expansion: How its keys and values are computed from what is cached (MLA); None where they are what is cached.
+    """
+
+    layer: int
+    node: Node
+    query: Node
+    new_key: Node
+    new_value: Node
+    past_key: Node | None
+    past_value: Node | None
+    key_root: Node
+    value_root: Node
+    key_output: Node
+    value_output: Node
+    mask: Node | None
+    scale: float
+    softcap: float | None
+    sinks: Node | None
+    num_kv_heads: int
+    key_dim: int
+    value_dim: int
+    source: str
+    window: int | None = None
+    shared: bool = False
+    expansion: Expansion | None = None
+
+
+@dataclass(frozen=True)
+class OutputPlan:
+    """How the outputs of Dynamo's graph are put together again.
+
+    Attributes:
+        total: Number of outputs that Dynamo expects.
+        handles: Output index to slot (2 * layer, + 1 for values).
+        kept: Output indices that the rewritten graph still computes, in its order.
+        lengths: Output indices that are integers, or tensors that grow with the context and are computed from
+            positions alone: computed apart from the decode graph.
+        length_graph: Computes them from `length_inputs`; None where there are none.
+        length_inputs: Positions of its inputs among Dynamo's.
+        constants: Output indices that are plain values.
+    """
+
+    total: int
+    handles: dict[int, int]
+    kept: tuple[int, ...]
+    lengths: tuple[int, ...]
+    length_graph: GraphModule | None
+    length_inputs: tuple[int, ...]
+    constants: dict[int, object]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """What of a decode graph depends on positions and lengths alone.
+
+    Attributes:
+        prelude: Computes what the rest of the graph reads of it; None where it reads nothing.
+        boundary: The nodes that it computes.
+        unread: Calls without a result among what it leaves behind.
+    """
+
+    prelude: Prelude | None
+    boundary: tuple[Node, ...]
+    unread: tuple[Node, ...]
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """What is known of a decode graph alone.
+
+    Attributes:
+        sources: Token, lengths, positions and masks among the inputs.
+        window_masks: The masks of attentions over a window; None where no layer keeps one.
+        cut: What depends on positions and lengths alone.
+        logits: Position of the logits among the kept outputs; None where there are none.
+        single_lane: Why it computes one token at a time; None where it can compute two.
+        is_pure: It writes to no input, does nothing besides and draws no random numbers: two runs are alike.
+    """
+
+    sources: Sources
+    window_masks: WindowMasks | None
+    cut: Cut
+    logits: int | None
+    single_lane: str | None
+    is_pure: bool
+
+
+@dataclass(frozen=True)
+class Program:
+    """One graph in normal form, understood. `analyse` makes it.
+
+    Attributes:
+        config: The options.
+        phase: What the graph does with the KV cache.
+        sites: The attentions that are rewritten.
+        refusals: Those that are not, and why.
+        inputs: Names of Dynamo's placeholders, in order.
+        weights: Positions of parameters and buffers among Dynamo's inputs, each with its name in the module.
+        past_inputs: Positions of the past KV inputs among Dynamo's, keys and values in turn.
+        other_kv_inputs: Positions of inputs that could be KV tensors too, and stay as they are.
+        swapped_inputs: Positions of the inputs whose dimensions 1 and 2 `heads_first` swapped: caches that have tokens
+            first.
+        swapped_outputs: Positions of such outputs.
+        fixed_sizes: Position to dimension of inputs that grow with the context, where Dynamo took the size for a
+            constant (decode).
+        token: Position of the token ids among Dynamo's inputs; None where there are none.
+        outputs: How Dynamo's outputs are made; None where nothing is rewritten.
+        prompt_masks: The masks that are tested before they are made (prefill and extend).
+        rules: Output of an attention to the place of its mask in `prompt_masks`.
+        decoding: What is known of a decode graph; None for others.
+        left_alone: Why the graph is left alone whatever is in it, if it is: a whole message.
+    """
+
+    config: SpecacheConfig
+    phase: Phase = Phase.NO_CACHE
+    sites: tuple[AttentionSite, ...] = ()
+    refusals: tuple[Refusal, ...] = ()
+    inputs: tuple[str, ...] = ()
+    weights: dict[int, str] = field(default_factory=dict)
+    past_inputs: tuple[int, ...] = ()
+    other_kv_inputs: tuple[int, ...] = ()
+    swapped_inputs: frozenset[int] = frozenset()
+    swapped_outputs: tuple[int, ...] = ()
+    fixed_sizes: dict[int, int] = field(default_factory=dict)
+    token: int | None = None
+    outputs: OutputPlan | None = None
+    prompt_masks: tuple[PromptMask, ...] = ()
+    rules: dict[Node, int] = field(default_factory=dict)
+    decoding: Decoding | None = None
+    left_alone: str | None = None
+
+    @property
+    def owners(self) -> list[AttentionSite]:
+        """The attentions that have a cache of their own: one a layer."""
+        return [site for site in self.sites if not site.shared]
+
+    @property
+    def window_layers(self) -> set[int]:
+        """The layers whose cache is a window."""
+        return {site.layer for site in self.sites if site.window is not None}
+
+    @property
+    def exact_layers(self) -> set[int]:
+        """The layers whose cache is on the device at 16 bits: windows, and the first `resident_layers` of the others.
+
+        Nothing of them is selected, fetched or waited for.
+        """
+        others = [site.layer for site in self.owners if site.window is None]
+        return self.window_layers | set(others[: self.config.resident_layers])
+
+
+class LeaveAlone(Exception):
+    """The attentions of a graph are to be left as they are; `reason` and `remedy` are those of their `Refusal`s."""
+
+    def __init__(self, reason: str, remedy: str) -> None:
+        super().__init__(reason, remedy)
+        self.reason, self.remedy = reason, remedy
