@@ -142,7 +142,7 @@ class Decode:
         # No lane has run for the token that follows. It is looked up when it is known (`_check_guess`).
         session.speculative_token = self._best(answer.results, session.guessed_token)
         session.guessed_token = None
-        return answer.results
+        return [result.clone() for result in answer.results]
 
     @staticmethod
     def _hides_padding(session: Session, masks: StepMasks) -> bool:
@@ -286,7 +286,8 @@ class Decode:
             self._warn_of_no_answers("its weights are inference tensors, whose changes don't show")
         elif call is not None:
             session.next_answer = NextAnswer(following, call)
-        return [result[0] for result in results], step.windows_told
+        # Not views: a caller who keeps them would keep lane 1's too, and may write to them.
+        return [result[0].clone() for result in results], step.windows_told
 
     def _announced(self, inputs: list[Any], session: Session) -> DecodeGraph | None:
         with announced("the decode step", self._program.config.lowering, len(self._layers)):

@@ -373,3 +373,35 @@ def test_reserved_memory_has_room_for_the_pair_behind() -> None:
         model(torch.tensor([[7]]), past_key_values=cache)
         sizes.append(specache_fx.stats(cache).device_bytes)
     assert len(set(sizes)) == 1
+
+
+class WithConstant(TinyDecoder):
+    """Returns what no token changes, too."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        logits, past = super().forward(*args, **kwargs)
+        return (logits, self.head.weight[0] * 2), past
+
+
+@torch.no_grad()
+def test_outputs_are_the_callers_own() -> None:
+    plain = WithConstant(TinyConfig(num_layers=2, head_dim=16)).eval()
+    options = {"bits": 16, "group_size": 16, "residual_length": 16, "top_k": 4, **ACCEPTS}
+    forward = torch.compile(
+        copy.deepcopy(plain), backend="specache", options={**options, "lowering": "eager"}
+    )
+    mask = torch.ones_like(IDS, dtype=torch.bool)
+    token = torch.tensor([[7]])
+    _, cache = forward(IDS, attention_mask=mask)
+    _, past = plain(IDS, attention_mask=mask)
+    for _ in range(4):
+        mask = F.pad(mask, (0, 1), value=True)
+        (_, expected), past = plain(token, past=past, attention_mask=mask)
+        (logits, found), cache = forward(token, past=cache, attention_mask=mask)
+        assert torch.equal(found, expected)
+        assert logits.untyped_storage().nbytes() == logits.nbytes
+        found.zero_()  # a later call must not see it
+        session = registry.find(cache[0][0])
+        assert session is not None
+        token = token if session.guessed_token is None else session.guessed_token.clone()
+    assert int(session.metrics.accepted_steps) > 0

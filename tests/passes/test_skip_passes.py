@@ -1,0 +1,57 @@
+"""`skip_passes`: a pass is left out by its name, and the answers stay."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from support.zoo import build
+
+import specache_fx
+from specache_fx import ConfigError
+from specache_fx.passes.pipeline import OPTIONAL
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+IDS = torch.arange(2, 42).reshape(2, 20)
+
+
+def generated(model: torch.nn.Module, **options: object) -> torch.Tensor:
+    torch._dynamo.reset()
+    specache_fx.compile(model, lowering="eager", group_size=8, residual_length=8, top_k=4, **options)
+    mask = torch.ones_like(IDS)
+    mask[0, :3] = 0
+    out: torch.Tensor = model.generate(  # type: ignore[operator]
+        IDS, attention_mask=mask, max_new_tokens=12, min_new_tokens=12, do_sample=False
+    )
+    return out
+
+
+@pytest.mark.parametrize("name", sorted(OPTIONAL))
+def test_a_pass_that_is_left_out_changes_no_answer(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    model = build("llama")
+    expected = generated(model)
+    with caplog.at_level(logging.DEBUG, logger="specache_fx.passes"):
+        assert torch.equal(generated(model, skip_passes=[name]), expected)
+    said = caplog.messages
+    assert f"{name}: skipped" in said
+    assert not any(message.startswith(f"{name}: ") and "nodes" in message for message in said)
+
+
+def test_a_log_says_what_each_pass_did(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.DEBUG, logger="specache_fx"):
+        generated(build("llama"))
+    assert any("analysed: decode" in message and "ms" in message for message in caplog.messages)
+    (waits,) = {message.split(" ms")[1] for message in caplog.messages if message.startswith("insert_waits")}
+    assert waits == ", specache.wait_prefetch.default +2"
+
+
+@pytest.mark.parametrize("names", [["bind_cache"], ["no_such_pass"], ["merge_products", "insert_waits"]])
+def test_only_passes_that_change_no_answer_can_be_left_out(names: list[str]) -> None:
+    with pytest.raises(ConfigError, match="fuse_layer_steps, merge_products, prompt_masks, verify can be left"):
+        specache_fx.compile(build("llama"), skip_passes=names)
+
+
+def test_one_name_is_no_list_of_names() -> None:
+    with pytest.raises(ConfigError, match="give a list of names"):
+        specache_fx.compile(build("llama"), skip_passes="verify")
