@@ -360,7 +360,7 @@ class Broken(FixedDecoder):
 
 def test_graphs_of_single_layers_go_on_with_a_cache_of_all() -> None:
     plain, model = Broken("index_put"), Broken("index_put")
-    ours = compiled(model)
+    ours = compiled(model, strict=False)  # a layer's graph has no second lane
     for each in (plain, ours):
         generate(each, prompt(30), 5, by_number=False)
     model.breaks = True

@@ -12,9 +12,10 @@ from support.cases import nightly_unless
 from support.ways import own_loop
 from support.zoo import SMALL, build
 from torch import Tensor, nn
+from torch._dynamo.exc import BackendCompilerFailed
 
 import specache_fx
-from specache_fx import decode_runner
+from specache_fx import UnsupportedGraphError, decode_runner
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 Write = Callable[[Tensor], Any]
@@ -118,6 +119,10 @@ CASES = [
 ]
 
 
+# With one lane: a state moves once a step, and `vmap` knows no `foreach`. `strict` would refuse that.
+ONE_LANE = (("buffer", ""), ("counter", ""), ("data", "foreach"))
+
+
 @pytest.mark.parametrize(
     "lookahead", nightly_unless(lambda lookahead: lookahead == "token", ["token", "query"])
 )
@@ -125,7 +130,8 @@ CASES = [
 def test_a_write_is_seen_by_what_reads_after_it(where: str, name: str, lookahead: str) -> None:
     write = WRITES.get(name, lambda x: None)
     expected = logits(Writing(where, write))
-    options = {**SMALL, "bits": 16, "lookahead": lookahead, "strict": True}
+    strict = lookahead == "query" or (where, name) not in ONE_LANE
+    options = {**SMALL, "bits": 16, "lookahead": lookahead, "strict": strict}
     found = logits(torch.compile(Writing(where, write), backend="specache", options=options))
     torch.testing.assert_close(found, expected, rtol=2e-4, atol=2e-4)
 
@@ -261,6 +267,17 @@ def test_random_numbers_are_drawn_as_often_as_by_the_model(lookahead: str) -> No
         return logits(model)
 
     expected = run(Noisy("", lambda x: None))
-    options = {**SMALL, "bits": 16, "lookahead": lookahead, "strict": True}
+    options = {**SMALL, "bits": 16, "lookahead": lookahead, "strict": lookahead == "query"}
     found = run(torch.compile(Noisy("", lambda x: None), backend="specache", options=options))
     torch.testing.assert_close(found, expected, rtol=2e-4, atol=2e-4)
+
+
+@pytest.mark.parametrize(("where", "name"), ONE_LANE)
+def test_strict_refuses_to_lose_the_second_lane(where: str, name: str) -> None:
+    compiled = torch.compile(
+        Writing(where, WRITES.get(name, lambda x: None)),
+        backend="specache",
+        options={**SMALL, "strict": True},
+    )
+    with pytest.raises((UnsupportedGraphError, BackendCompilerFailed), match='Take lookahead="query"'):
+        logits(compiled)

@@ -48,7 +48,9 @@ def test_a_log_says_what_each_pass_did(caplog: pytest.LogCaptureFixture) -> None
 
 @pytest.mark.parametrize("names", [["bind_cache"], ["no_such_pass"], ["merge_products", "insert_waits"]])
 def test_only_passes_that_change_no_answer_can_be_left_out(names: list[str]) -> None:
-    with pytest.raises(ConfigError, match="fuse_layer_steps, merge_products, prompt_masks, verify can be left"):
+    with pytest.raises(
+        ConfigError, match="fuse_layer_steps, merge_products, prompt_masks, verify can be left"
+    ):
         specache_fx.compile(build("llama"), skip_passes=names)
 
 
