@@ -65,6 +65,8 @@ _MOVING = (
 _LOOKS, _MOVES = frozenset(_LOOKING.split()), frozenset(_MOVING.split())
 # A compiled frame asks every handle for these at each step. A look-up by name takes twice as long.
 _GUARDED = frozenset((torch.Tensor.size, torch.Tensor.storage_offset))
+# The graphs of positions and masks read sizes of the past. Before torch 2.12 such a call comes here too.
+_SIZES = frozenset((torch.ops.aten.sym_size.int, torch.ops.aten.sym_numel.default))
 _JOINS = frozenset(("cat", "concat", "concatenate", "stack"))
 
 
@@ -147,7 +149,7 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
 
 def _outside(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     name = getattr(func, "__name__", str(func))
-    if name in _LOOKS or name.startswith("is_") or _is_compiling():
+    if name in _LOOKS or func in _SIZES or name.startswith("is_") or _is_compiling():
         with bare():
             return func(*args, **kwargs)
     moves = name in _MOVES or name == "__get__"  # a property
