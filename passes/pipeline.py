@@ -70,7 +70,9 @@ def decode_passes(whole: str | None) -> tuple[Pass, ...]:
 
 
 def _calls(gm: GraphModule) -> Counter[str]:
-    """How often a graph calls each operator."""
+    """How often a graph calls each operator; nothing where no log shows it."""
+    if not logger.isEnabledFor(logging.DEBUG):
+        return Counter()
     return Counter(str(node.target) for node in gm.graph.nodes if node.op == "call_function")
 
 
@@ -85,18 +87,12 @@ def run_passes(
         say_step(step.name)
         before, start = _calls(gm), time.perf_counter()
         gm = step.run(gm, program)
-        after, seconds = _calls(gm), time.perf_counter() - start
+        seconds, after = time.perf_counter() - start, _calls(gm)
+        changes = "".join(
+            f", {op} {after[op] - before[op]:+d}" for op in sorted(before | after) if after[op] != before[op]
+        )
         logger.debug(
-            "%s: %d -> %d nodes, %.1f ms%s",
-            step.name,
-            before.total(),
-            after.total(),
-            1e3 * seconds,
-            "".join(
-                f", {op} {after[op] - before[op]:+d}"
-                for op in sorted(before | after)
-                if after[op] != before[op]
-            ),
+            "%s: %d -> %d nodes, %.1f ms%s", step.name, before.total(), after.total(), 1e3 * seconds, changes
         )
         if observe is not None:
             observe(step.name, gm, program)

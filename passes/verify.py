@@ -85,4 +85,4 @@ def verify(gm: GraphModule, program: Program) -> GraphModule:
     return gm
 
 
-VERIFY = Pass("verify", verify, optional=True)
+VERIFY = Pass("verify", verify)

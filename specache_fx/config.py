@@ -187,7 +187,7 @@ class SpecacheConfig:
         if self.compile_prefill and self.lowering == "eager":
             raise ConfigError('compile_prefill=True contradicts lowering="eager": leave one of them out.')
         names: Any = self.skip_passes
-        if isinstance(names, str) or not all(isinstance(name, str) for name in names):
+        if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) for name in names):
             raise ConfigError(f"skip_passes={names!r}: give a list of names.")
         object.__setattr__(self, "skip_passes", tuple(names))
         if not isinstance(self.track_hit_rates, bool) and self.track_hit_rates != "steps":

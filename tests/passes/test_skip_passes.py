@@ -46,14 +46,17 @@ def test_a_log_says_what_each_pass_did(caplog: pytest.LogCaptureFixture) -> None
     assert waits == ", specache.wait_prefetch.default +2"
 
 
-@pytest.mark.parametrize("names", [["bind_cache"], ["no_such_pass"], ["merge_products", "insert_waits"]])
+@pytest.mark.parametrize(
+    "names", [["bind_cache"], ["verify"], ["no_such_pass"], ["merge_products", "insert_waits"]]
+)
 def test_only_passes_that_change_no_answer_can_be_left_out(names: list[str]) -> None:
     with pytest.raises(
-        ConfigError, match="fuse_layer_steps, merge_products, prompt_masks, verify can be left"
+        ConfigError, match="few_row_products, fuse_layer_steps, merge_products, prompt_masks can be left"
     ):
         specache_fx.compile(build("llama"), skip_passes=names)
 
 
-def test_one_name_is_no_list_of_names() -> None:
+@pytest.mark.parametrize("given", ["merge_products", 5, None, [1]])
+def test_what_is_no_list_of_names_is_refused(given: object) -> None:
     with pytest.raises(ConfigError, match="give a list of names"):
-        specache_fx.compile(build("llama"), skip_passes="verify")
+        specache_fx.compile(build("llama"), skip_passes=given)
