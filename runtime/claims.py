@@ -151,8 +151,8 @@ def _claimed_length(session: Session, past: Sequence[torch.Tensor]) -> int:
     """
     kv_len = told_length(session.shapes, past)
     if kv_len is None:
-        newest = session.newest() if session.newest is not None else None
-        if past[0] is not newest and session.kv_len != max(tensor.shape[2] for tensor in past):
+        is_newest = session.newest is not None and session.newest.are(past)
+        if not is_newest and session.kv_len != max(tensor.shape[2] for tensor in past):
             raise CacheHandleError(
                 "How many tokens this past KV cache holds can't be told: each of its layers keeps a window, all of them"
                 " are full, and it is not the one that the model returned last (a copy, or an earlier one). Go on from"
@@ -195,9 +195,10 @@ def told_length(shapes: Sequence[LayerShape], past: Sequence[torch.Tensor]) -> i
 
 
 def _own(issued: registry.Issue, past: Sequence[torch.Tensor]) -> Claim:
-    batch = issued.session.batch or 0
+    newest, batch = issued.session.newest, issued.session.batch or 0
+    kv_len = newest.kv_len if newest is not None and newest.are(past) else None
     key, offset = past[0].untyped_storage()._cdata, 0
-    for tensor in past:
+    for tensor in past if kv_len is None else ():
         if tensor.untyped_storage()._cdata != key:
             raise CacheHandleError(MIXED)
         if tensor.shape[0] != batch:
@@ -207,14 +208,17 @@ def _own(issued: registry.Issue, past: Sequence[torch.Tensor]) -> Claim:
             )
         if tensor.storage_offset() != offset:
             raise CacheHandleError(MIXED)
-        if not handles.is_whole(tensor) or handles.was_written(tensor):
+        if not handles.is_whole(tensor):
             raise CacheHandleError(CHOSEN)
         offset += tensor.shape[0] * tensor.shape[3]
     # What wrote by another way (DLPack, the storage) counted no version.
     codes = issued.codes
-    if codes is not None and not torch.equal(handles.codes_of(past[0], len(codes)), codes):
+    changed = codes is not None and not torch.equal(handles.codes_of(past[0], len(codes)), codes)
+    if changed or any(map(handles.was_written, past)):
         raise CacheHandleError(CHOSEN)
-    return Claim(issued, _claimed_length(issued.session, past), list(past), list(range(batch)))
+    if kv_len is None:
+        kv_len = _claimed_length(issued.session, past)
+    return Claim(issued, kv_len, list(past), list(range(batch)))
 
 
 def _recognise(past: Sequence[torch.Tensor]) -> Claim:

@@ -25,6 +25,7 @@ from __future__ import annotations
 import itertools
 import os
 import secrets
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -75,6 +76,25 @@ class HandleCode:
     def is_ours(self) -> bool:
         """Whether this process made it. One that was saved and loaded elsewhere names no session here."""
         return self.process == _process.number
+
+
+@dataclass(frozen=True)
+class Newest:
+    """The handles that a session returned last, known by identity: of a handle nothing but its version can change.
+
+    Attributes:
+        handles: Keys and values in turn, layer by layer; they keep nothing alive.
+        kv_len: Tokens that they have.
+    """
+
+    handles: Sequence[weakref.ref[torch.Tensor]]
+    kv_len: int
+
+    def are(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether tensors are these, all of them and in order."""
+        return len(tensors) == len(self.handles) and all(
+            handle() is tensor for handle, tensor in zip(self.handles, tensors, strict=True)
+        )
 
 
 class _Process:

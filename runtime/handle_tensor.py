@@ -67,6 +67,7 @@ _LOOKS, _MOVES = frozenset(_LOOKING.split()), frozenset(_MOVING.split())
 _GUARDED = frozenset((torch.Tensor.size, torch.Tensor.storage_offset))
 # The graphs of positions and masks read sizes of the past. Before torch 2.12 such a call comes here too.
 _SIZES = frozenset((torch.ops.aten.sym_size.int, torch.ops.aten.sym_numel.default))
+_as_plain = torch._C._disabled_torch_function_impl
 _JOINS = frozenset(("cat", "concat", "concatenate", "stack"))
 
 
@@ -86,9 +87,9 @@ class Handle(torch.Tensor):
     def __torch_function__(
         cls,
         func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        types: tuple[type, ...],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Run what may be run on a handle outside of a graph, and refuse all else."""
         if torch.compiler.is_dynamo_compiling():
@@ -96,8 +97,7 @@ class Handle(torch.Tensor):
             with torch._C.DisableTorchFunction():
                 return func(*args, **(kwargs or {}))
         if func in _GUARDED:
-            with bare():
-                return func(*args, **(kwargs or {}))
+            return _as_plain(func, types, args, kwargs or {})
         return _outside(func, args, kwargs or {})
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]

@@ -175,7 +175,7 @@ def resized(session: Session, made: Sequence[torch.Tensor]) -> list[torch.Tensor
         newest: list[torch.Tensor] = [
             mark(handle, lease) for handle in handles.resize(made, session.handle_lengths())
         ]
-    session.newest = weakref.ref(newest[0])
+    session.newest = handles.Newest(list(map(weakref.ref, newest)), session.kv_len)
     return newest
 
 

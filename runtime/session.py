@@ -19,7 +19,7 @@ from specache_fx.config import SpecacheConfig
 from specache_fx.errors import CacheHandleError, UnsupportedGraphError
 from specache_fx.runtime.aten_steps import AtenSteps
 from specache_fx.runtime.cpu_recorder import CpuRecorder
-from specache_fx.runtime.handle import MAX_SESSION
+from specache_fx.runtime.handle import MAX_SESSION, Newest
 from specache_fx.runtime.handle_tensor import Lease
 from specache_fx.runtime.host_cache import HostCache, resolve_host
 from specache_fx.runtime.kernels import choose_kernel
@@ -103,8 +103,8 @@ class Session:
         self.closed = False
         self.lease: weakref.ref[Lease] | None = None  # of its handles; it ends with that
         self.lock = threading.RLock()  # held while a step runs: a fork in another thread waits for its end
-        # The first of the handles that were returned last.
-        self.newest: weakref.ref[torch.Tensor] | None = None
+        # What the last call returned.
+        self.newest: Newest | None = None
 
     def _open(self, batch: int, tokens: int) -> None:
         """Make the tiers, once the batch and the length of the first prompt are known."""

@@ -141,7 +141,7 @@ class StepGraph:
             steps: The session's.
 
         Returns:
-            The graph's results, the caller's own.
+            The graph's results. The next run may overwrite them.
         """
         if self._recorder is None or any(inputs[i].device != steps.device for i in moving):
             return compiled(*inputs, state)
@@ -161,7 +161,7 @@ class StepGraph:
         self._replay()
         self.replays += 1
         steps.replayed()
-        return _own(self._results)
+        return self._results
 
     def _capture(
         self,
@@ -201,7 +201,7 @@ class StepGraph:
         self._key, self._inputs = key, [kept[i] for i in moving]
         self._results, self._replay = results, replay
         self.replays += 1
-        return _own(results)
+        return results
 
     def _drop(self) -> None:
         self._key, self._replay, self._inputs, self._results = None, None, [], ()
@@ -215,8 +215,3 @@ class StepGraph:
 def _is_expanded(tensor: torch.Tensor) -> bool:
     """Whether several elements are one in memory: such a tensor can't be written to."""
     return any(size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-
-
-def _own(results: Sequence[Any]) -> list[Any]:
-    """Copies of what the next replay overwrites."""
-    return [result.clone() if isinstance(result, torch.Tensor) else result for result in results]

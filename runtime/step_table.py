@@ -94,6 +94,9 @@ class StepTable:
         address = self.state.data_ptr()
         self._session = SessionC.from_address(address)
         self._layers = (LayerC * num_layers).from_address(address + ctypes.sizeof(SessionC))
+        self._by_layer = [
+            (layer, layer.inputs) for layer in self._layers
+        ]  # ctypes makes an object at each look
         self._session.number = number
         self.serves = False
         self._transfer: CpuTransfer | None = None
@@ -131,12 +134,12 @@ class StepTable:
         """See `WholeSteps`."""
         session, transfer, at = self._session, self._transfer, Addresses()
         for i, cache in layers.items():
-            described, layer = self._described.get(i), self._layers[i]
+            described, (layer, inputs) = self._described.get(i), self._by_layer[i]
             if described is None or described() is not cache.tensors:
                 self._describe(i, cache)
             layer.num_quantized, layer.window_len = cache.num_quantized, cache.window_len
-            layer.inputs.visible = at.of(facts.visible.get(facts.alike[i]))
-            describe_bias(layer.inputs, at, facts.biases.get(i))
+            inputs.visible = at.of(facts.visible.get(facts.alike[i]))
+            describe_bias(inputs, at, facts.biases.get(i))
             if transfer is not None and layer.selects and layer.host_length != transfer.host.length(i):
                 self._describe_host(i, transfer)
         kv_len = facts.kv_len
@@ -154,7 +157,7 @@ class StepTable:
         session.scores = self._room_for_scores(facts.scored_lanes * most * (kv_len + 1))
         self._kept = (at,)
         for i in layers:
-            self._layers[i].status = _TO_RUN
+            self._by_layer[i][0].status = _TO_RUN
 
     def _describe(self, index: int, cache: LayerState) -> None:
         """Say where a layer's tensors are."""
@@ -191,7 +194,7 @@ class StepTable:
         """See `WholeSteps`."""
         session, run = self._session, []
         self._kept = ()
-        for i, layer in enumerate(self._layers):
+        for i, (layer, _) in enumerate(self._by_layer):
             if layer.status == _HAS_RUN:
                 run.append(i)
             layer.status = _NOT_TO_RUN

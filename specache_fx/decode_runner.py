@@ -38,18 +38,16 @@ class DecodeGraph(NamedTuple):
     Attributes:
         compiled: Runs it.
         whole: Layers that one operator steps.
-        moving: Which of the plain tensors that it takes may lie elsewhere in each call: no weights.
+        tensors: Which of its inputs are tensors.
+        moving: Which of these may lie elsewhere in each call: no weights.
         is_capturable: See `Decode._is_capturable`.
     """
 
     compiled: Compiled
     whole: tuple[int, ...]
+    tensors: tuple[int, ...]
     moving: tuple[int, ...]
     is_capturable: bool
-
-
-def _tensors(inputs: Sequence[Any]) -> list[torch.Tensor]:
-    return [value for value in inputs if isinstance(value, torch.Tensor)]
 
 
 def _whole_kernel(session: Session) -> str | None:
@@ -63,6 +61,11 @@ def _replays(graph: GraphModule, session: Session) -> bool:
         return False
     others = (_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default)
     return session.device.type != "cpu" or not any(node.target in others for node in graph.graph.nodes)
+
+
+def _copied(result: Any) -> Any:
+    """The caller's own: the next replay overwrites a graph's results, and a view keeps the other lane's."""
+    return result.clone() if isinstance(result, torch.Tensor) else result
 
 
 class Decode:
@@ -276,7 +279,7 @@ class Decode:
             results = self._run(made, inputs, session)
         if lanes == 1:
             session.speculative_token = session.guessed_token = None
-            return list(results), step.windows_told
+            return [_copied(each) if made.is_capturable else each for each in results], step.windows_told
         assert token is not None
         session.guessed_token = speculative if ahead else None
         following = [result[1] for result in results]
@@ -285,9 +288,8 @@ class Decode:
         if call is not None and any(tensor.is_inference() for tensor in call.given):
             self._warn_of_no_answers("its weights are inference tensors, whose changes don't show")
         elif call is not None:
-            session.next_answer = NextAnswer(following, call)
-        # Not views: a caller who keeps them would keep lane 1's too, and may write to them.
-        return [result[0].clone() for result in results], step.windows_told
+            session.next_answer = NextAnswer(list(map(_copied, following)), call)
+        return [_copied(result[0]) for result in results], step.windows_told
 
     def _announced(self, inputs: list[Any], session: Session) -> DecodeGraph | None:
         with announced("the decode step", self._program.config.lowering, len(self._layers)):
@@ -307,11 +309,13 @@ class Decode:
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
             self._fall_back(f"the graph can't be traced for two tokens at once: {reason}")
             return None
-        given = [*_tensors(inputs), session.state]
+        tensors = tuple(i for i, value in enumerate(inputs) if isinstance(value, torch.Tensor))
+        given = [*(inputs[i] for i in tensors), session.state]
         is_capturable = self._is_capturable(graph)
         by_layer = is_capturable and _replays(graph, session)
         compiled = lower_static(graph, given, self._program.config.lowering, by_layer=by_layer)
-        return DecodeGraph(compiled, whole_layers(graph), self._inputs.moving(inputs), is_capturable)
+        moving = tuple(place for place, i in enumerate(tensors) if i in self._inputs.varying)
+        return DecodeGraph(compiled, whole_layers(graph), tensors, moving, is_capturable)
 
     def _is_capturable(self, graph: GraphModule) -> bool:
         """Whether each step of the graph launches the same, as far as the graph tells."""
@@ -319,7 +323,7 @@ class Decode:
 
     def _run(self, made: DecodeGraph, inputs: list[Any], session: Session) -> Sequence[Any]:
         """The graph's results: launched one by one, or captured and replayed."""
-        steps, flat = session.steps, _tensors(inputs)
+        steps, flat = session.steps, [inputs[i] for i in made.tensors]
         captures = made.is_capturable and session.graph is not None and session.graph.records
         if isinstance(steps, DeviceSteps):
             steps.captures = captures = captures and not is_recording()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,6 +23,9 @@ class GraphInputs:
     Args:
         gm: The graph, before it is traced for lanes.
         program: What is known of it.
+
+    Attributes:
+        varying: Which of the graph's inputs are no weights.
     """
 
     def __init__(self, gm: GraphModule, program: Program) -> None:
@@ -42,7 +44,7 @@ class GraphInputs:
         self._tokens = [i for i, index in enumerate(self._origins) if index == self._token and i not in cut]
         self._by_lane = sorted(cut + self._tokens)
         # A parameter's shape is Dynamo's to guard.
-        self._varying = [i for i, node in enumerate(given) if not is_static_input(node)]
+        self.varying = [i for i, node in enumerate(given) if not is_static_input(node)]
 
     def bind(
         self, args: Sequence[Any], speculative: torch.Tensor | None, lanes: int, ahead: int
@@ -127,11 +129,5 @@ class GraphInputs:
 
     def shapes(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
         """Of a graph that is compiled for these, all that it is compiled for."""
-        varying = (inputs[i] for i in self._varying)
+        varying = (inputs[i] for i in self.varying)
         return tuple(tuple(x.shape) if isinstance(x, torch.Tensor) else x for x in varying)
-
-    def moving(self, inputs: Sequence[Any]) -> tuple[int, ...]:
-        """Which of the tensors among them may lie elsewhere in each call: no weights."""
-        is_tensor = [isinstance(value, torch.Tensor) for value in inputs]
-        places = list(itertools.accumulate(is_tensor, initial=0))
-        return tuple(places[i] for i in self._varying if is_tensor[i])

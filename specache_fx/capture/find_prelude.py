@@ -1,9 +1,10 @@
-"""What of a decode graph depends on positions and lengths alone: cos and sin, position embeddings.
+"""Where positions and lengths enter a decode graph: position ids, position embeddings, ALiBi's distances.
 
-    cos = f(position_ids); out = g(token, cos)   ->   prelude: cos = f(position_ids)
+    ids = arange(kv_len, kv_len + 1); cos = f(ids); out = g(token, cos)   ->   prelude: ids = arange(...)
 
-The runner evaluates it for the output token and, where there are two lanes, once more for the token after it. What is
-left of the graph has static shapes: it knows no length and no position.
+The runner evaluates the prelude for the output token and, where there are two lanes, once more for the token after it.
+It is as small as can be: a graph launches faster than Python. It holds all that computes with a length, and all that
+a later token can make fail. The rest of the graph has static shapes, and takes positions as data.
 """
 
 from __future__ import annotations
@@ -14,7 +15,13 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from specache_fx.capture.graph_edit import finish
-from specache_fx.capture.graph_slices import draws_random_numbers, extract, has_effect, mutated_inputs
+from specache_fx.capture.graph_slices import (
+    ancestors,
+    draws_random_numbers,
+    extract,
+    has_effect,
+    mutated_inputs,
+)
 from specache_fx.capture.graph_utils import (
     is_integer,
     is_static_input,
@@ -30,6 +37,7 @@ from specache_fx.capture.program import AttentionSite, Cut, LeaveAlone
 from specache_fx.runtime.sources import Prelude, Sources
 
 _NUMBERS = (torch.SymInt, torch.SymFloat)
+_LOOKS_UP = ("embedding", "index", "index_select", "gather", "take")
 
 
 def find_prelude(
@@ -61,16 +69,25 @@ def find_prelude(
             " every length would be a graph of its own",
             "Make it a tensor, of position_ids or a mask.",
         )
+    outside = ancestors(node for node in inside if _runs_outside(node)) & inside.keys()
     boundary = [
         node
         for node in gm.graph.nodes
-        if node in inside
+        if node in outside
         and shape_of(node) is not None
-        and (node in kept or any(user not in inside for user in readers.get(node, ())))
+        and (node in kept or any(user not in outside for user in readers.get(node, ())))
     ]
     unread = [node for node in inside if not node.users and node.op == "call_function" and has_effect(node)]
-    prelude = _cut(gm, boundary, inside, sources) if boundary else None
+    prelude = _cut(gm, boundary, outside, sources) if boundary else None
     return Cut(prelude, tuple(boundary), tuple(unread))
+
+
+def _runs_outside(node: Node) -> bool:
+    """Whether a graph of one shape can't compute a node, or fails to where a token has no position in the model."""
+    sizes = [shape_of(each) for each in (node, *node.all_input_nodes)]
+    if node.op == "placeholder" or has_effect(node) or target_name(node) in _LOOKS_UP:
+        return True
+    return any(size is None or not all(isinstance(n, int) for n in size) for size in sizes)
 
 
 def _readers(graph: Graph, sites: Sequence[AttentionSite], kept: Sequence[Node]) -> dict[Node, set[Node]]:

@@ -1,0 +1,54 @@
+"""What a step evaluates before its decode graph runs: lengths, and look-ups that a later token can make fail."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from support import graphs
+from support.zoo import build
+from torch import nn
+
+from specache_fx.capture.graph_utils import target_name
+from specache_fx.capture.program import Phase, Program
+from specache_fx.runtime.sources import Prelude
+
+
+def decoding(model: nn.Module, drive: Any) -> tuple[Program, tuple[Any, ...]]:
+    captured = graphs.by_phase(graphs.capture(model, drive))[Phase.DECODE]
+    return graphs.matched(captured), captured.inputs
+
+
+def prelude_of(program: Program) -> Prelude:
+    assert program.decoding is not None
+    prelude = program.decoding.cut.prelude
+    assert prelude is not None
+    return prelude
+
+
+def called(prelude: Prelude) -> set[str]:
+    return {target_name(node) for node in prelude.graph.graph.nodes if node.op == "call_function"}
+
+
+def test_rotations_are_computed_in_the_graph() -> None:
+    program, inputs = decoding(graphs.tiny_llama(), graphs.drive_transformers)
+    prelude = prelude_of(program)
+    assert not {"cos", "sin", "mul", "bmm", "cat"} & called(prelude)
+    (ids,) = prelude(inputs, 0)
+    (following,) = prelude(inputs, 1)
+    assert ids.flatten().tolist() == [10]  # the last step of the drive, after 10 tokens
+    assert following.flatten().tolist() == [11]
+
+
+def test_a_look_up_stays_where_it_can_fail() -> None:
+    """GPT-2's table of positions ends; the token after its last row has no position, and gets the last one's."""
+    model = build("gpt2", n_layer=1).requires_grad_(False)
+    model.transformer.wpe = nn.Embedding(11, model.config.n_embd).requires_grad_(False)
+    program, inputs = decoding(model, graphs.drive_transformers)
+    prelude = prelude_of(program)
+    assert "embedding" in called(prelude)
+    (last,) = (each for each in prelude(inputs, 0) if each.is_floating_point())
+    (held,) = (each for each in prelude(inputs, 1) if each.is_floating_point())
+    table: torch.Tensor = model.transformer.wpe.weight
+    assert torch.equal(last.reshape(-1, table.shape[1])[-1], table[10])
+    assert torch.equal(held, last)
