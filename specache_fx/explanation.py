@@ -12,6 +12,7 @@ from torch.fx import GraphModule, Node
 
 from specache_fx.backend import Backend, check_names
 from specache_fx.capture.graph_utils import (
+    is_float,
     is_static_input,
     output_node,
     placeholders,
@@ -20,7 +21,6 @@ from specache_fx.capture.graph_utils import (
     value_of,
 )
 from specache_fx.capture.program import Phase, Program, Refusal, alike
-from specache_fx.capture.score_ops import is_float
 from specache_fx.compiled import uncompiled, with_generators
 from specache_fx.config import SpecacheConfig
 from specache_fx.decode_runner import Decode

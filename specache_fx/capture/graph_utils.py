@@ -57,6 +57,12 @@ def is_integer(node: Any) -> bool:
     )
 
 
+def is_float(node: Any, dims: int = 4) -> bool:
+    """Whether a node is a tensor of floating point numbers, of one dimension or up to that many."""
+    value = value_of(node) if isinstance(node, Node) else None
+    return isinstance(value, torch.Tensor) and bool(value.dtype.is_floating_point and 0 < value.dim() <= dims)
+
+
 def symbols_of(size: Any) -> set[Any]:
     """The free symbols of a size."""
     return set(size.node.expr.free_symbols) if isinstance(size, torch.SymInt) else set()
@@ -81,6 +87,24 @@ def target_name(node: Node) -> str:
     if node.op == "call_function":
         return str(getattr(node.target, "__name__", node.target))
     return str(node.target) if node.op == "call_method" else node.op
+
+
+def swaps(node: Node, one: int, other: int) -> bool:
+    """Whether a node swaps two dimensions of its tensor, as `transpose` or `permute` does."""
+    dims = len(shape_of(node) or ())
+    if not -dims <= min(one, other) <= max(one, other) < dims:
+        return False
+    order = list(range(dims))
+    order[one], order[other] = order[other], order[one]
+    if node.target is torch.ops.aten.permute.default:
+        return [dim % dims for dim in node.args[1]] == order  # type: ignore[union-attr, operator]
+    pair = {dim % dims for dim in (one, other)}
+    return node.target is torch.ops.aten.transpose.int and {dim % dims for dim in node.args[1:]} == pair  # type: ignore[operator]
+
+
+def real_users(node: Node) -> list[Node]:
+    """The users that read its numbers."""
+    return [user for user in node.users if not reads_shape_only(user)]
 
 
 def reads_shape_only(user: Node) -> bool:

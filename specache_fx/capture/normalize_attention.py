@@ -6,29 +6,29 @@
         -> AttentionCore(out, q, k, v, mask, scale, softcap, sinks)
 
 Describes, and leaves the model's own operations where they are: a prompt's attention stays the model's. It may insert
-the mask of the newest query (`capture/mask_row.py`), which `bind_cache` gives to the session.
+the mask of the newest query, which `bind_cache` gives to the session.
 
-What is spelt out (`attn_implementation="eager"`, bloom, mpt, gpt_oss, ...) is read strictly
+What is spelt out (`attn_implementation="eager"`, bloom, mpt, gpt_oss, ...) is read
 (`capture/softmax_form.py`) and then proved on random numbers (`capture/prove_form.py`). What has no such form is noted
 with the operation that stands in the way; if it reads a KV cache, `match_attention` refuses it.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
 
 from specache_fx.capture.cache_side import LEAVE
-from specache_fx.capture.graph_edit import call, finish
+from specache_fx.capture.graph_edit import finish
 from specache_fx.capture.graph_slices import ancestors, constant_of
-from specache_fx.capture.graph_utils import output_node, shape_of, target_name
-from specache_fx.capture.mask_row import MaskRow
+from specache_fx.capture.graph_utils import output_node, real_users, shape_of, target_name
 from specache_fx.capture.program import AttentionCore
 from specache_fx.capture.prove_form import differs, is_proved
-from specache_fx.capture.score_ops import UnknownFormError, real_users
-from specache_fx.capture.softmax_form import SoftmaxForm, read_form
+from specache_fx.capture.score_chain import Rows, UnknownFormError
+from specache_fx.capture.softmax_form import read_form
 from specache_fx.runtime import ops  # noqa: F401  (registers torch.ops.specache)
 
 SDPA = torch.ops.specache.scaled_dot_product_attention.default
@@ -62,45 +62,25 @@ def _from_sdpa(gm: GraphModule, node: Node) -> AttentionCore:
     )
 
 
-def _from_softmax(gm: GraphModule, softmax: Node, outputs: set[Node], rows: MaskRow) -> AttentionCore:
-    form = read_form(gm, softmax, outputs, rows)
-    query = form.query
-    if len(shape_of(query) or ()) == 3:
-        with gm.graph.inserting_before(softmax):
-            query = call(gm.graph, torch.ops.aten.unflatten.int, (query, 0, (-1, form.num_heads)), softmax)
-        rows.inserted.append(query)
-    core = AttentionCore(
-        node=form.output,
-        query=query,
-        key=form.key,
-        value=form.value,
-        mask=form.mask,
-        scale=form.scale,
-        softcap=form.softcap,
-        sinks=form.sinks,
-        inner=frozenset(form.inner),
-        problem=_read_elsewhere(form),
-    )
+def _from_softmax(gm: GraphModule, softmax: Node, outputs: set[Node], rows: Rows) -> AttentionCore:
+    core = read_form(gm, softmax, outputs, rows)
     if is_proved(core) and (reason := differs(gm, core)) is not None:
         raise UnknownFormError(softmax, f"was taken for an attention, but {reason}")
-    return core
+    return replace(core, problem=_read_elsewhere(core))
 
 
-def _read_elsewhere(form: SoftmaxForm) -> tuple[str, str] | None:
+def _read_elsewhere(core: AttentionCore) -> tuple[str, str] | None:
     """Whether something else reads what is computed from the keys or the values: handles have no numbers."""
-    cached = {form.key, form.value}
-    for node in form.output.graph.nodes:
-        if node in form.inner and not cached.isdisjoint(node.all_input_nodes):
+    cached = {core.key, core.value}
+    for node in core.node.graph.nodes:
+        if node in core.inner and not cached.isdisjoint(node.all_input_nodes):
             cached.add(node)
-    for node in cached & form.inner - {form.output}:
+    for node in cached & core.inner - {core.node}:
         for user in real_users(node):
-            if user not in form.inner:
-                reason = f"`{user.name}` ({target_name(user)}) reads its `{node.name}`"
-                returned = any(target_name(origin) == "_softmax" for origin in ancestors([node]) & form.inner)
-                return (
-                    reason,
-                    f"Call the model with output_attentions=False. {_LEAVE}" if returned else _LEAVE,
-                )
+            if user not in core.inner:
+                returned = any(target_name(origin) == "_softmax" for origin in ancestors([node]) & core.inner)
+                remedy = "Call the model with output_attentions=False. " if returned else ""
+                return f"`{user.name}` ({target_name(user)}) reads its `{node.name}`", f"{remedy}{_LEAVE}"
     return None
 
 
@@ -110,17 +90,15 @@ def attention_cores(gm: GraphModule) -> tuple[list[AttentionCore], dict[Node, st
     unknown: dict[Node, str] = {}
     outputs = set(output_node(gm.graph).all_input_nodes)
     caches = any(len(shape_of(out) or ()) == 4 for out in outputs)
-    rows = MaskRow(gm.graph)
+    rows = Rows()
     for node in list(gm.graph.nodes):
         if node.target is SDPA:
             cores.append(_from_sdpa(gm, node))
         elif caches and node.target is torch.ops.aten._softmax.default:
-            before = len(rows.inserted)
             try:
                 cores.append(_from_softmax(gm, node, outputs, rows))
             except UnknownFormError as error:
-                rows.forget(before)
                 unknown[node] = str(error)
-    if rows.inserted:
+    if rows.erase_unused(ancestors(node for core in cores for node in (core.query, core.mask) if node)):
         finish(gm)
     return cores, unknown

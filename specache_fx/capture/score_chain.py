@@ -1,159 +1,185 @@
-"""What is done to the scores of an attention that is spelt out, from the product of queries and keys to the softmax."""
+"""What is done to the scores of attention that is spelt out, from the product of queries and keys to the softmax.
+
+Masks and biases become one row, the newest query's: a prompt stores which keys are real, a decode step has one query.
+"""
 
 from __future__ import annotations
 
-from itertools import pairwise
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
 
+from specache_fx.capture.graph_edit import call
 from specache_fx.capture.graph_slices import ancestors, constant_of
-from specache_fx.capture.graph_utils import is_static_input, shape_of, target_name, value_of
-from specache_fx.capture.mask_row import MaskRow
-from specache_fx.capture.score_ops import CASTS, RESHAPES, UnknownFormError, is_float
+from specache_fx.capture.graph_utils import (
+    described,
+    is_float,
+    is_static_input,
+    same_sizes,
+    shape_of,
+    target_name,
+    value_of,
+)
 
+PRODUCTS = {"bmm", "baddbmm"}
+LAYOUTS = {"_to_copy", "clone", "reshape"}
+_MAXIMA = {"max", "amax", "getitem"}
 # A score that is replaced by this or less has probability 0, as one to which it is added.
 _FILL_AT_MOST = -1e4
+_aten = torch.ops.aten
 
 
-class ScoreChain:
-    """Scale, softcap, masks and sinks, as they are met on the way.
+class UnknownFormError(Exception):
+    """An operation that has no place in the normal form.
 
     Args:
-        gm: The graph.
-        softmax: Where the chain ends; the mask's operations are inserted before it.
-        num_heads: Heads of the scores.
-        rows: Builds the mask.
-
-    Attributes:
-        scale: Factor on the products.
-        softcap: Bound of the scaled products; None where there is none.
-        mask: The newest query's, as `MaskRow` builds it; None where nothing is added.
-        sinks: `[num_heads]`, computed from parameters alone; None where there are none.
-        inner: Nodes beside the chain that only the chain needs.
+        node: The operation.
+        why: What is wrong with it, where the name alone doesn't say.
     """
 
-    def __init__(self, gm: GraphModule, softmax: Node, num_heads: int, rows: MaskRow) -> None:
-        self._gm, self._softmax, self._num_heads, self._rows = gm, softmax, num_heads, rows
-        self._capped = False
-        self.scale = 1.0
-        self.softcap: float | None = None
-        self.mask: Node | None = None
-        self.sinks: Node | None = None
-        self.inner: set[Node] = set()
+    def __init__(self, node: Node, why: str = "") -> None:
+        super().__init__(
+            f"its form is not one that specache knows: {described(node)}{f' {why}' if why else ''}"
+        )
 
-    def start(self, product: Node, alpha: float, bias: Node | None, beta: float) -> None:
-        """Begin with `alpha * q @ k^T + beta * bias`."""
-        self.scale = alpha
-        if bias is not None:
-            row = self._rows.of(bias, product, self._num_heads, self._softmax)
-            self.mask = self._rows.scaled(row, beta, self._softmax)
 
-    def follow(self, path: list[Node]) -> None:
-        """Go from the product, first in `path`, to what the softmax reads.
+class Rows:
+    """Inserts what rows of masks are computed by, the same operation on the same nodes once: layers share them."""
+
+    def __init__(self) -> None:
+        self._known: dict[Any, Node] = {}
+
+    def call(self, before: Node, target: Any, *args: Any) -> Node:
+        """The result of a call; a new one is inserted before a node."""
+        key = (target, repr(args))
+        if key not in self._known:
+            with before.graph.inserting_before(before):
+                self._known[key] = call(before.graph, target, args, before)
+        return self._known[key]
+
+    def erase_unused(self, used: set[Node]) -> bool:
+        """Erase what nothing in `used` is computed from; returns whether anything is left."""
+        for node in reversed(self._known.values()):
+            if node not in used:
+                node.graph.erase_node(node)
+        return not used.isdisjoint(self._known.values())
+
+
+@dataclass
+class Scores:
+    """Scale, softcap, masks and sinks, as they are met on the way.
+
+    Attributes:
+        gm: The graph.
+        softmax: Where the chain ends; what computes the mask is inserted before it.
+        num_heads: Heads of the scores.
+        rows: Computes the mask.
+        path: Nodes that are computed from the product of queries and keys, that included.
+        scale: Factor on the products.
+        softcap: Bound of the scaled products; None where there is none.
+        mask: Row of the newest query; None where nothing is added.
+        sinks: `[num_heads]`, computed from parameters alone; None where there are none.
+        inner: Nodes beside the path that nothing else needs.
+    """
+
+    gm: GraphModule
+    softmax: Node
+    num_heads: int
+    rows: Rows
+    path: dict[Node, None]
+    scale: float = 1.0
+    softcap: float | None = None
+    mask: Node | None = None
+    sinks: Node | None = None
+    inner: set[Node] = field(default_factory=set)
+
+    def apply(self, node: Node) -> None:
+        """Go one step on. What is guessed here is proved afterwards.
 
         Raises:
-            UnknownFormError: Names the first operation that has no place in the normal form.
+            UnknownFormError: If the operation has no place in the normal form.
         """
-        for previous, node in pairwise(path):
-            if target_name(node) not in CASTS:
-                self._step(node, previous)
-        if self._capped and self.softcap is None:
-            raise UnknownFormError(path[-1], "bounds the scores at 1")
-
-    def _step(self, node: Node, previous: Node) -> None:
-        name, at = target_name(node), self._softmax
-        if self.sinks is not None and name != "sub":
-            raise UnknownFormError(node, "comes after the sinks")
-        if self._capped and self.softcap is None and name != "mul":
-            raise UnknownFormError(node, "follows tanh")
-        others = [arg for arg in node.args if arg is not previous]
-        plain = len(others) == len(node.args) - 1 and not node.kwargs
-        if name in RESHAPES or (name == "sub" and plain and self._is_maximum(node, others[0])):
-            return
+        name, first = target_name(node), node.args[0]
+        others = [arg for arg in node.args if not (isinstance(arg, Node) and arg in self.path)]
+        other = others[0] if len(others) == 1 and len(node.args) == 2 and not node.kwargs else None
+        if name in LAYOUTS | _MAXIMA or (name == "sub" and not others):
+            return  # a row's maximum is subtracted: no softmax notices
         if self.sinks is not None:
             raise UnknownFormError(node, "comes after the sinks")
-        if name in ("mul", "div") and plain:
-            self._scale(node, others[0])
-        elif name == "tanh" and self.mask is None and not self._capped:
-            self._capped = True
-        elif name in ("add", "sub") and plain and is_float(others[0]):
-            row = self._rows.of(others[0], node, self._num_heads, at)  # type: ignore[arg-type]
-            row = self._rows.scaled(row, 1.0 if name == "add" else -1.0, at)  # type: ignore[assignment]
-            self.mask = self._rows.plus(self.mask, row, at)
-        elif name in ("masked_fill", "where") and not node.kwargs and len(node.args) == 3:
-            self._fill(node, previous)
-        elif name in ("maximum", "clamp", "clamp_min"):
-            self._floor(node, previous)
-        elif name == "cat":
-            self.sinks = self._column(node)
+        if name == "cat" and isinstance(first, (list, tuple)) and first[0] in self.path:
+            self.sinks, beside = self.sinks_behind(first[1:])
+            if self.sinks is None:
+                raise UnknownFormError(node, "is no column of a sink for each head")
+            self.inner |= beside
+        elif name == "tanh" and self.mask is None and self.softcap is None:
+            self.softcap = 1.0
+        elif name == "mul" or (name == "div" and other is not first):
+            if not (factor := constant_of(self.gm, other)):
+                raise UnknownFormError(node, "has a factor that is computed in the graph")
+            factor = factor if name == "mul" else 1 / factor
+            self.scale *= factor
+            self.softcap = None if self.softcap is None else self.softcap * abs(factor)
+            self.mask = None if self.mask is None else self._times(self.mask, factor)
+        elif is_float(other) and (name == "add" or (name == "sub" and other is not first)):
+            self.add(other, node, 1.0 if name == "add" else -1.0)
+        elif name in ("masked_fill", "where") and len(others) == 2:
+            self._fill(node, *others)
+        elif name in ("maximum", "clamp", "clamp_min") and (bound := constant_of(self.gm, other)) is not None:
+            if bound > torch.finfo(value_of(node).dtype).min:
+                raise UnknownFormError(node, "bounds the scores")
         else:
             raise UnknownFormError(node)
 
-    def _scale(self, node: Node, other: Any) -> None:
-        factor, multiplies = constant_of(self._gm, other), target_name(node) == "mul"
-        if not factor:
-            raise UnknownFormError(node, "has a factor that is computed in the graph")
-        if self._capped and self.softcap is None and multiplies and factor > 0:
-            self.softcap, self.scale = factor, self.scale * factor
-            return
-        if self._capped or (not multiplies and node.args[0] is other):
-            raise UnknownFormError(node)
-        factor = factor if multiplies else 1 / factor
-        self.scale *= factor
-        self.mask = self._rows.scaled(self.mask, factor, self._softmax)
+    def add(self, mask: Any, scores: Node, factor: float) -> None:
+        """Add a mask to the scores that a node computes, times a factor."""
+        row = self._times(self._row(mask, scores), factor)
+        self.mask = (
+            row if self.mask is None else self.rows.call(self.softmax, _aten.add.Tensor, self.mask, row)
+        )
 
-    def _is_maximum(self, node: Node, other: Any) -> bool:
-        """Whether a node subtracts each row's maximum, which no softmax notices."""
-        if target_name(node) != "sub" or not isinstance(other, Node):
-            return False
-        first = other
-        if target_name(other) == "getitem" and other.args[1] == 0 and isinstance(other.args[0], Node):
-            first = other.args[0]
-        last = (-1, len(shape_of(node) or ()) - 1)
-        if target_name(first) not in ("max", "amax") or first.args[0] is not node.args[0]:
-            return False
-        if first.args[1:] not in [(dim, True) for dim in (*last, *([one] for one in last))]:
-            return False
-        self.inner |= {first, other}
-        return True
+    def _times(self, row: Node, factor: float) -> Node:
+        return row if factor == 1.0 else self.rows.call(self.softmax, _aten.mul.Tensor, row, factor)
 
-    def _fill(self, node: Node, previous: Node) -> None:
+    def _fill(self, node: Node, mask: Any, fill: Any) -> None:
         """`masked_fill(s, m, fill)`, `where(m, s, fill)` or `where(m, fill, s)`."""
-        filled = target_name(node) == "masked_fill"
-        mask = node.args[1] if filled else node.args[0]
-        fill = node.args[2] if filled or node.args[1] is previous else node.args[1]
-        number = constant_of(self._gm, fill)
-        if number is None or number > _FILL_AT_MOST:
+        number = constant_of(self.gm, fill)
+        if number is None or number > _FILL_AT_MOST or value_of(mask).dtype != torch.bool:
             raise UnknownFormError(node, "puts something else than a huge negative in the place of scores")
-        if not isinstance(mask, Node) or value_of(mask).dtype != torch.bool:
-            raise UnknownFormError(node, "has no boolean mask")
-        row = self._rows.of(mask, node, self._num_heads, self._softmax)
-        hides = filled or node.args[1] is not previous
-        self.mask = self._rows.hidden(self.mask, row, hides, self._softmax)
+        base: Any = 0.0 if self.mask is None else self.mask
+        least = torch.finfo(torch.float32 if self.mask is None else value_of(base).dtype).min
+        hides = target_name(node) == "masked_fill" or node.args[2] in self.path
+        sides = (least, base) if hides else (base, least)
+        self.mask = self.rows.call(self.softmax, torch.where, self._row(mask, node), *sides)
 
-    def _floor(self, node: Node, previous: Node) -> None:
-        """`max(s, finfo.min)`: the number that it is."""
-        bounds = [arg for arg in node.args if arg is not previous]
-        bound = constant_of(self._gm, bounds[0]) if len(bounds) == 1 else None
-        if bound is None or bound > torch.finfo(value_of(previous).dtype).min:
-            raise UnknownFormError(node, "bounds the scores")
+    def _row(self, tensor: Node, scores: Node) -> Node:
+        """The newest query's row of what is added to (or masks) scores, with heads in a dimension of their own."""
+        dims = shape_of(tensor) or ()
+        if len(dims) > 1:
+            tensor = self.rows.call(self.softmax, _aten.slice.Tensor, tensor, len(dims) - 2, -1)
+        if len(shape_of(scores) or ()) == len(dims) == 3 and dims[0] != 1:  # batch and heads are one
+            tensor = self.rows.call(self.softmax, _aten.unflatten.int, tensor, 0, (-1, self.num_heads))
+        return tensor
 
-    def _column(self, node: Node) -> Node:
-        """`cat([s, sinks], -1)`: one more column, the same in every row."""
-        dim = node.args[1] if len(node.args) > 1 else 0
-        sinks: Any = node.args[0][1]  # type: ignore[index]
-        while (
-            isinstance(sinks, Node)
-            and len(shape_of(sinks) or (0,)) > 1
-            and target_name(sinks) in CASTS | RESHAPES | {"expand", "unsqueeze"}
-        ):
-            self.inner.add(sinks)
-            sinks = sinks.args[0]
-        if dim not in (-1, len(shape_of(node) or ()) - 1) or shape_of(sinks) != (self._num_heads,):
-            raise UnknownFormError(node, "is no column of a sink for each head")
-        roots = [root for root in ancestors([sinks]) if root.op == "placeholder"]
-        if not all(is_static_input(root) for root in roots):
-            raise UnknownFormError(node, "has sinks that are computed from data")
-        return sinks
+    def sinks_behind(
+        self, results: Iterable[Node], stop: Iterable[Node] = ()
+    ) -> tuple[Node | None, set[Node]]:
+        """The sinks that results are computed from, and the nodes in between; None where that is no sink a head.
+
+        Args:
+            results: A column of scores, or a gate.
+            stop: What else they may be computed from.
+        """
+        one_a_head = {
+            node for node in self.gm.graph.nodes if same_sizes(shape_of(node) or (), (self.num_heads,))
+        }
+        sizes = {node for node in self.gm.graph.nodes if shape_of(node) is None}
+        ends = {*stop} | one_a_head | sizes
+        read = ancestors(results, ends)
+        found = list(read & one_a_head)
+        leaves = ancestors(found) | read - ends
+        if len(found) != 1 or any(node.op == "placeholder" and not is_static_input(node) for node in leaves):
+            return None, set()
+        return found[0], read - ends

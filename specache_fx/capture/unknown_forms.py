@@ -10,6 +10,7 @@ from specache_fx.capture.cache_side import LEAVE, is_cache
 from specache_fx.capture.graph_slices import ancestors
 from specache_fx.capture.graph_utils import (
     concatenated,
+    is_float,
     is_static_input,
     placeholders,
     reads_shape_only,
@@ -18,7 +19,7 @@ from specache_fx.capture.graph_utils import (
     target_name,
 )
 from specache_fx.capture.program import Refusal
-from specache_fx.capture.score_ops import PRODUCTS, is_float
+from specache_fx.capture.score_chain import PRODUCTS
 
 _READERS = {*PRODUCTS, "mul", "mm", "dot"}
 

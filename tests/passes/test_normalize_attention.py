@@ -107,6 +107,11 @@ def softcap_before_mask(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sinks: Te
     return (3.0 * torch.tanh(q @ k.mT * 0.1 / 3.0) + minimum(mask)).softmax(-1) @ v
 
 
+@reads(scale=1.0, softcap=1.0)
+def tanh_alone(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sinks: Tensor) -> Tensor:
+    return torch.tanh(q @ k.mT).softmax(-1) @ v
+
+
 @reads(scale=0.5, mask=(2, 1, 1, 6), sinks=(4,))
 def sinks_as_a_gate(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sinks: Tensor) -> Tensor:
     scores = (q @ k.mT * 0.5).masked_fill(~mask, torch.finfo(q.dtype).min)
@@ -143,12 +148,6 @@ def another_nonlinearity(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sinks: T
     return (torch.relu(q @ k.mT) + minimum(mask)).softmax(-1) @ v
 
 
-@names("tanh_scores")
-def tanh_alone(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sinks: Tensor) -> Tensor:
-    tanh_scores = torch.tanh(q @ k.mT)
-    return tanh_scores.softmax(-1) @ v
-
-
 @names("tanh")
 def softcap_after_mask(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sinks: Tensor) -> Tensor:
     return (3.0 * torch.tanh((q @ k.mT + minimum(mask)) / 3.0)).softmax(-1) @ v
@@ -182,6 +181,22 @@ def dropout_that_is_on(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sinks: Ten
 @names("is not over the last")
 def softmax_over_heads(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sinks: Tensor) -> Tensor:
     return (q @ k.mT).softmax(1) @ v
+
+
+@names("another product")
+def two_products(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sinks: Tensor) -> Tensor:
+    return (q @ k.mT + q.flip(-1) @ k.mT).softmax(-1) @ v
+
+
+@names("sum_1")
+def no_product(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sinks: Tensor) -> Tensor:
+    return ((q * k).sum(-1)[:, :, None] + minimum(mask)).softmax(-1) @ v
+
+
+@names("comes after the sinks")
+def scaled_after_the_sinks(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sinks: Tensor) -> Tensor:
+    scores = torch.cat([q @ k.mT, sinks.reshape(1, -1, 1, 1).expand(2, -1, 1, 1)], dim=-1)
+    return (scores * 0.5).softmax(-1)[..., :-1] @ v
 
 
 @names("column")
@@ -258,7 +273,15 @@ def test_a_gate_that_is_no_sink_is_refused() -> None:
         program = state_of(core)
         assert program.sites == ()
         (refusal,) = program.refusals
-        assert "(logsumexp) reads its `" in refusal.reason
+        assert "it differs from" in refusal.reason
+
+
+def test_a_gate_that_reads_no_scores_stays_the_models() -> None:
+    def gated(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sinks: Tensor) -> Tensor:
+        return (q @ k.mT).softmax(-1) @ v * sinks.view(1, -1, 1, 1)
+
+    program = state_of(gated)
+    assert program.refusals == () and program.sites[0].sinks is None
 
 
 def test_probabilities_that_are_returned_are_refused() -> None:
