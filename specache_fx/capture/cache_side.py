@@ -15,6 +15,7 @@ from specache_fx.capture.graph_utils import (
     reads_shape_only,
     same_sizes,
     shape_of,
+    swaps,
     target_name,
 )
 
@@ -55,7 +56,8 @@ class Side:
         new: This call's part.
         past: The placeholder of the past; None in prefill.
         output: What is returned: the root, or its newest `window - 1` tokens.
-        window: Tokens that a query reaches; None where all are kept.
+        window: Tokens that a query reaches, its own included, where the cache keeps no more (a sliding window or a
+            chunk); None where all are kept.
     """
 
     root: Node
@@ -66,7 +68,21 @@ class Side:
 
 
 def without_repeat(node: Node) -> tuple[Node, list[Node]]:
-    """Strip repeat_kv: `reshape(clone(expand(unsqueeze(x, 2), [b, h, g, n, d])), [b, h * g, n, d])`."""
+    """Strip repeat_kv, also one that swaps heads and tokens before and after.
+
+    Returns:
+        What is repeated, and the nodes that do it; the node itself, and none, where it is no repeat.
+    """
+    if not swaps(node, 1, 2):
+        return unrepeated(node, heads=1)
+    inner, chain = unrepeated(node.args[0], heads=2)  # type: ignore[arg-type]
+    if not chain or not swaps(inner, 1, 2):
+        return node, []
+    return inner.args[0], [node, *chain, inner]  # type: ignore[return-value]
+
+
+def unrepeated(node: Node, heads: int) -> tuple[Node, list[Node]]:
+    """Strip `reshape(clone(expand(unsqueeze(x, heads + 1), ...)), ...)`, which repeats dimension `heads` of four."""
     chain, copies = [node], []
     for name in ("reshape", "expand", "unsqueeze"):
         if name == "expand" and target_name(chain[-1]) == "clone":
@@ -75,15 +91,14 @@ def without_repeat(node: Node) -> tuple[Node, list[Node]]:
         if target_name(chain[-1]) != name or not isinstance(chain[-1].args[0], Node):
             return node, []
         chain.append(chain[-1].args[0])
-    merged, expanded, inserted, root = (shape_of(step) for step in chain)
-    if merged is None or expanded is None or inserted is None or root is None or len(root) != 4:
-        return node, []
+    merged, expanded, inserted, root = (shape_of(step) or () for step in chain)
+    front, back = root[: heads + 1], root[heads + 1 :]
     is_repeat = (
-        len(expanded) == 5
-        and chain[2].args[1] in (2, -3)
-        and same_sizes(inserted, (*root[:2], 1, *root[2:]))
-        and same_sizes(expanded[:2], root[:2])
-        and same_sizes(merged, (root[0], root[1] * expanded[2], *root[2:]))
+        (len(root), len(expanded)) == (4, 5)
+        and chain[2].args[1] in (heads + 1, heads - 4)
+        and same_sizes(inserted, (*front, 1, *back))
+        and same_sizes(expanded[: heads + 1], front)
+        and same_sizes(merged, (*front[:-1], front[-1] * expanded[heads + 1], *back))
     )
     return (chain[-1], chain[:-1] + copies) if is_repeat else (node, [])
 

@@ -3,7 +3,7 @@
     keys = cat([past_keys, k], 1)                          # output
     out  = sdpa(q, transpose(repeat_kv(keys), 1, 2), ...)
         -> keys = cat([past_keys, transpose(k, 1, 2)], 2)  # output; past_keys [batch, num_kv_heads, kv_len, head_dim]
-           out  = sdpa(q, repeat_kv(keys), ...)
+           out  = sdpa(q, keys, ...)                       # or, of repeated keys, with a swap before and after
 
 Nothing but the layout changes, and only of what is read with heads and tokens swapped and in no other way: the graph
 computes the same, whatever its attention turns out to be. Inputs and outputs have their dimensions 1 and 2 swapped from
@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from specache_fx.capture.cache_side import unrepeated
 from specache_fx.capture.graph_edit import call, finish
 from specache_fx.capture.graph_slices import eliminate_dead_code
 from specache_fx.capture.graph_utils import (
@@ -26,28 +27,22 @@ from specache_fx.capture.graph_utils import (
     is_static_input,
     output_node,
     placeholders,
-    same_sizes,
     shape_of,
+    swaps,
     target_name,
     value_of,
 )
 
 _aten = torch.ops.aten
-_OTHER = {1: 2, 2: 1}
 
 
-def _swaps(node: Node) -> bool:
-    """Whether a node swaps dimensions 1 and 2 of a 4-D tensor."""
-    dims: Any = node.args[1:]
-    if node.target is _aten.permute.default:
-        return tuple(dim % 4 for dim in dims[0]) == (0, 2, 1, 3)
-    return node.target is _aten.transpose.int and {dim % 4 for dim in dims} == {1, 2}
-
-
-def _swap_sizes(tensor: Node) -> None:
-    for user in list(tensor.users):
-        if user.target is _aten.sym_size.int:
-            user.args = (tensor, _OTHER.get(user.args[1], user.args[1]))  # type: ignore[arg-type]
+def _read_sizes(root: Node, keys: Node) -> None:
+    """Have what reads sizes of a cache with tokens first read those of the same with heads first."""
+    for user in list(root.users):
+        if target_name(user) == "sym_numel":
+            user.args = (keys,)
+        elif target_name(user) == "sym_size":
+            user.args = (keys, {1: 2, 2: 1}.get(user.args[1], user.args[1]))  # type: ignore[call-overload]
 
 
 def _harmless(user: Node) -> bool:
@@ -55,42 +50,20 @@ def _harmless(user: Node) -> bool:
     return user.op == "output" or target_name(user) in ("sym_size", "sym_numel")
 
 
-def _repeated(node: Node, root: Node) -> tuple[Node, int] | None:
-    """Where repeat_kv of `root` that begins with `node` ends, and how often it repeats each head."""
-    chain = [node]
-    for name in ("expand", "reshape"):
-        users = list(chain[-1].users)
-        if name == "reshape" and len(users) == 1 and target_name(users[0]) == "clone":
-            users = list(users[0].users)
-        if len(users) != 1 or target_name(users[0]) != name:
-            return None
-        chain.append(users[0])
-    batch, tokens, heads, dim = shape_of(root) or (None,) * 4
-    inserted, expanded, merged = (shape_of(step) or () for step in chain)
-    groups = expanded[3] if len(expanded) == 5 else 0
-    is_repeat = (
-        target_name(node) == "unsqueeze"
-        and same_sizes(inserted, (batch, tokens, heads, 1, dim))
-        and same_sizes(expanded, (batch, tokens, heads, groups, dim))
-        and same_sizes(merged, (batch, tokens, heads * groups, dim))
-    )
-    return (chain[-1], groups) if is_repeat else None
-
-
-def _swapped_reads(root: Node) -> list[tuple[Node, int]] | None:
-    """The nodes that read a cache with heads and tokens swapped, each with its repeats; None if others read it too."""
-    reads: list[tuple[Node, int]] = []
-    for user in root.users:
-        if _harmless(user):
+def _swapped_reads(root: Node) -> list[Node] | None:
+    """The nodes that swap heads and tokens of a cache; None if another read is no repeat_kv."""
+    reads, others = list[Node](), [user for user in root.users if not _harmless(user)]
+    for user in others:
+        if swaps(user, 1, 2):
+            reads.append(user)
             continue
-        end, groups = (root, 1) if _swaps(user) else (_repeated(user, root) or (None, 1))
-        if end is None:
+        end = user
+        while target_name(end) in ("unsqueeze", "expand", "clone") and len(end.users) == 1:
+            end = next(iter(end.users))
+        is_repeat = unrepeated(end, heads=2)[0] is root and end.users
+        if not is_repeat or not all(swaps(reader, 1, 2) for reader in end.users):
             return None
-        swaps = [user] if end is root else list(end.users)
-        if not swaps or not all(_swaps(swap) for swap in swaps):
-            return None
-        reads += [(swap, groups) for swap in swaps]
-    return reads or None
+    return reads if others else None
 
 
 def _past_of(root: Node) -> tuple[Node, Node] | None:
@@ -105,36 +78,24 @@ def _past_of(root: Node) -> tuple[Node, Node] | None:
     return past, new
 
 
-def _swap_cache(
-    graph: Graph, root: Node, reads: list[tuple[Node, int]], past: tuple[Node, Node] | None
-) -> Node:
+def _swap_cache(graph: Graph, root: Node, reads: list[Node], past: tuple[Node, Node] | None) -> Node:
     """Put the cache with heads first behind `root`; returns it."""
     with graph.inserting_after(root):
         if past is None:
             keys = call(graph, _aten.transpose.int, (root, 1, 2), root)
         else:
             past[0].meta = {**past[0].meta, "val": value_of(past[0]).transpose(1, 2)}
-            _swap_sizes(past[0])
+            _read_sizes(past[0], past[0])
             new = call(graph, _aten.transpose.int, (past[1], 1, 2), root)
             with graph.inserting_after(new):
                 keys = call(graph, _aten.cat.default, ([past[0], new], 2), root)
-    for swap, groups in reads:
-        with graph.inserting_before(swap):
-            read = keys if groups == 1 else _repeat(graph, keys, groups, swap)
-        swap.replace_all_uses_with(read)
+    _read_sizes(root, keys)
+    for swap in reads:
+        swap.replace_all_uses_with(keys)
+    with graph.inserting_after(keys):
+        back = call(graph, _aten.transpose.int, (keys, 1, 2), root)
+    root.replace_all_uses_with(back, delete_user_cb=lambda user: user is not keys)
     return keys
-
-
-def _repeat(graph: Graph, keys: Node, groups: int, origin: Node) -> Node:
-    """repeat_kv at the graph's insertion point."""
-    sizes: list[Any] = [
-        size if isinstance(size, int) else call(graph, _aten.sym_size.int, (keys, dim), origin)
-        for dim, size in enumerate(value_of(keys).shape)
-    ]
-    batch, heads, tokens, dim = sizes
-    each = call(graph, _aten.unsqueeze.default, (keys, 2), origin)
-    each = call(graph, _aten.expand.default, (each, [batch, heads, groups, tokens, dim]), origin)
-    return call(graph, _aten.reshape.default, (each, [batch, heads * groups, tokens, dim]), origin)
 
 
 def heads_first(gm: GraphModule) -> tuple[list[int], list[int]]:
@@ -161,8 +122,6 @@ def heads_first(gm: GraphModule) -> tuple[list[int], list[int]]:
         swapped_outputs += places
         if past is not None:
             swapped_inputs.append(inputs.index(past[0]))
-            _swap_sizes(root)
-            root.replace_all_uses_with(keys)
     if swapped_outputs:
         output.args = (tuple(outs),)
         eliminate_dead_code(graph)

@@ -13,11 +13,14 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from specache_fx.capture.analyse import analyse
+from specache_fx.capture.cache_side import without_repeat
 from specache_fx.capture.graph_utils import output_node, placeholders, shape_of, target_name
+from specache_fx.capture.normalize_attention import SDPA
 from specache_fx.capture.program import Program
 from specache_fx.config import SpecacheConfig
 from specache_fx.runners import swap_inputs
 
+CAT = torch.ops.aten.cat.default
 Q, K, PAST = torch.randn(2, 4, 1, 8), torch.randn(2, 1, 2, 8), torch.randn(2, 5, 2, 8)
 
 
@@ -80,8 +83,12 @@ def test_append_to_tokens_becomes_one_to_heads(function: Callable[..., Any]) -> 
     assert (len(program.swapped_inputs), len(program.swapped_outputs)) == (1, 1)
     assert results[program.swapped_outputs[0]].shape == (2, 2, 6, 8)
     names = [target_name(node) for node in gm.graph.nodes if node.op not in ("placeholder", "output")]
-    repeats = ["unsqueeze", "expand", "reshape"] * (function in (interleaved, expanded))
-    assert names == ["transpose", "cat", *repeats, "scaled_dot_product_attention"]
+    repeats = ["transpose", "unsqueeze", "expand", "reshape", "transpose"]
+    repeats *= function in (interleaved, expanded)
+    assert [*filter("clone".__ne__, names)] == ["transpose", "cat", *repeats, "scaled_dot_product_attention"]
+    assert (
+        without_repeat(next(node for node in gm.graph.nodes if node.target is SDPA).args[1])[0].target is CAT
+    )
 
 
 def test_a_prompt_is_known_by_its_swapped_output() -> None:
