@@ -50,40 +50,34 @@ _aten = torch.ops.aten
 _BOUND = (torch.ops.specache.store.default, torch.ops.specache.attention.default)
 
 
-def _mask_row(graph: Graph, site: AttentionSite) -> Node | None:
-    """The mask of the newest query: which keys are real. Inserted at the graph's insertion point."""
-    if site.mask is None or len(shape_of(site.mask) or ()) < 2:
-        return site.mask
-    return call(graph, _aten.select.int, (site.mask, -2, -1), site.node)
-
-
 def _bind_prefill(graph: Graph, site: AttentionSite, state_node: Node) -> None:
-    if site.key_root is not site.new_key:
-        site.key_root.replace_all_uses_with(site.new_key)  # a cat with nothing: a copy that nobody needs
-        site.value_root.replace_all_uses_with(site.new_value)
+    for side in (site.keys, site.values):
+        if side.root is not side.new:
+            side.root.replace_all_uses_with(side.new)  # a cat with nothing: a copy that nobody needs
     _store(graph, site, state_node)
 
 
 def _store(graph: Graph, site: AttentionSite, state_node: Node) -> None:
-    following = site.node.next
-    with graph.inserting_before(following):
-        row = _mask_row(graph, site) if site.window is None else None
-        args = (site.new_key, site.new_value, row, state_node, site.layer)
-        call(graph, torch.ops.specache.store.default, args, site.node)
+    row = site.core.mask if site.keys.window is None else None
+    with graph.inserting_before(site.core.node.next):
+        if len(shape_of(row) or ()) > 1:  # the newest query's: which keys are real
+            row = call(graph, _aten.select.int, (row, -2, -1), site.core.node)
+        args = (site.keys.new, site.values.new, row, state_node, site.layer)
+        call(graph, torch.ops.specache.store.default, args, site.core.node)
 
 
 def _bind_extend(graph: Graph, site: AttentionSite, state_node: Node) -> None:
-    assert site.past_key is not None and site.past_value is not None
+    assert site.keys.past is not None and site.values.past is not None
     order = {node: i for i, node in enumerate(graph.nodes)}
-    roots, new = (site.key_root, site.value_root), (site.new_key, site.new_value)
+    roots, new = (site.keys.root, site.values.root), (site.keys.new, site.values.new)
     first, last = (choose(roots, key=order.__getitem__) for choose in (min, max))
     # A model may read keys before it has values: it appends these by itself.
     whole = all(order[user] > order[last] for root in roots for user in root.users)
     with graph.inserting_before(last if whole else first):
-        args = (site.past_key, site.past_value, *(new if whole else (None, None)), state_node, site.layer)
-        pair = call(graph, torch.ops.specache.load.default, args, site.node)
-        sides = [call(graph, operator.getitem, (pair, i), site.node) for i in (0, 1)]
-    for root, past, side in zip(roots, (site.past_key, site.past_value), sides, strict=True):
+        args = (site.keys.past, site.values.past, *(new if whole else (None, None)), state_node, site.layer)
+        pair = call(graph, torch.ops.specache.load.default, args, site.core.node)
+        sides = [call(graph, operator.getitem, (pair, i), site.core.node) for i in (0, 1)]
+    for root, past, side in zip(roots, (site.keys.past, site.values.past), sides, strict=True):
         if whole:
             root.replace_all_uses_with(side)
         else:
@@ -92,18 +86,19 @@ def _bind_extend(graph: Graph, site: AttentionSite, state_node: Node) -> None:
 
 
 def _bind_decode(graph: Graph, site: AttentionSite, index: int) -> None:
-    more: tuple[Any, ...] = () if site.softcap is None and site.sinks is None else (site.softcap, site.sinks)
+    core, value = site.core, value_of(site.core.node)
+    more: tuple[Any, ...] = () if core.softcap is None and core.sinks is None else (core.softcap, core.sinks)
     if site.expansion is not None:
-        more = (site.softcap, site.sinks, index, value_of(site.node).shape[-1])
-    with graph.inserting_before(site.node):
-        args = (site.query, site.new_key, site.new_value, site.layer, site.scale, *more)
-        out = call(graph, torch.ops.specache.attention.default, args, site.node)
-        if len(shape_of(site.node) or ()) == 3:  # batch and heads in one dimension
-            out = call(graph, _aten.flatten.using_ints, (out, 0, 1), site.node)
-        if (dtype := value_of(site.node).dtype) != value_of(out).dtype:
-            out = call(graph, _aten._to_copy.default, (out,), site.node, kwargs={"dtype": dtype})
-    site.node.replace_all_uses_with(out)
-    graph.erase_node(site.node)
+        more = (core.softcap, core.sinks, index, value.shape[-1])
+    with graph.inserting_before(core.node):
+        args = (core.query, site.keys.new, site.values.new, site.layer, core.scale, *more)
+        out = call(graph, torch.ops.specache.attention.default, args, core.node)
+        if value.dim() == 3:  # batch and heads in one dimension
+            out = call(graph, _aten.flatten.using_ints, (out, 0, 1), core.node)
+        if value.dtype != value_of(out).dtype:
+            out = call(graph, _aten._to_copy.default, (out,), core.node, kwargs={"dtype": value.dtype})
+    core.node.replace_all_uses_with(out)
+    graph.erase_node(core.node)
 
 
 def bind_cache(gm: GraphModule, program: Program) -> GraphModule:

@@ -38,21 +38,21 @@ def prompt_masks(gm: GraphModule, program: Program) -> GraphModule:
     assert state_node.name == STATE
     tested: dict[int, list[Node]] = {}
     for site in program.sites:
-        number = program.rules.get(site.node)
+        number = program.rules.get(site.core.node)
         if number is None:
             continue
-        with gm.graph.inserting_before(site.node):
+        with gm.graph.inserting_before(site.core.node):
             if number not in tested:
-                told = call(gm.graph, test, (site.mask, site.window), site.node, "mask_test")
+                told = call(gm.graph, test, (site.core.mask, site.keys.window), site.core.node, "mask_test")
                 tested[number] = [
-                    call(gm.graph, operator.getitem, (told, i), site.node) for i in (0, 1)
+                    call(gm.graph, operator.getitem, (told, i), site.core.node) for i in (0, 1)
                 ]  # verdict, and the real keys
-            query, *sides = site.node.args[:3]
+            query, *sides = site.core.node.args[:3]
             shared = (without_repeat(side)[0] for side in sides)  # type: ignore[arg-type]
-            args = (query, *shared, *tested[number], state_node, number, site.scale, site.window)
-            out = call(gm.graph, _ATTENTION, args, site.node, "attended")
-        site.node.replace_all_uses_with(out)
-        gm.graph.erase_node(site.node)
+            args = (query, *shared, *tested[number], state_node, number, site.core.scale, site.keys.window)
+            out = call(gm.graph, _ATTENTION, args, site.core.node, "attended")
+        site.core.node.replace_all_uses_with(out)
+        gm.graph.erase_node(site.core.node)
     eliminate_dead_code(gm.graph)
     return finish(gm)
 

@@ -146,7 +146,7 @@ class Backend:
         rewritten = run_passes(rewritten, program, BINDING_PASSES, observe)
         trace_as_growing(inputs, program.fixed_sizes)
         self._report(program)
-        devices = sorted({str(value_of(site.new_key).device) for site in program.sites})
+        devices = sorted({str(value_of(site.keys.new).device) for site in program.sites})
         if len(devices) > 1:
             remedy = "a session lives on one. Load the model on one device, as with device_map={'': 0}"
             reason = f"its KV caches are on {len(devices)} devices ({', '.join(devices)})"
@@ -226,10 +226,10 @@ class Backend:
     ) -> Compiled:
         """The runner of a graph in which attentions are rewritten."""
         config = program.config
-        kv = value_of(program.sites[0].new_key)
+        kv = value_of(program.sites[0].keys.new)
         choose_kernel(config.kernel, kv.device)
         check_forms(config.kernel, _forms(program))
-        tiered = {site.layer for site in program.sites if site.window is None}
+        tiered = {site.layer for site in program.sites if site.keys.window is None}
         if tiered and len(tiered) <= config.resident_layers:
             warn_once(
                 logger,
@@ -302,15 +302,17 @@ class Backend:
 def _forms(program: Program) -> list[LayerForm]:
     """What a kernel will be asked for by a graph's attentions, one lane's query a token."""
     config, sites = program.config, program.sites
-    resident = sorted({site.layer for site in sites if site.window is None})[: config.resident_layers]
+    resident = sorted({site.layer for site in sites if site.keys.window is None})[: config.resident_layers]
     return [
         LayerForm(
-            dtypes=frozenset({value_of(site.query).dtype, value_of(site.new_key).dtype}),
-            quantizer=make_quantizer(config) if site.window is None and site.layer not in resident else None,
+            dtypes=frozenset({value_of(site.core.query).dtype, value_of(site.keys.new).dtype}),
+            quantizer=make_quantizer(config)
+            if site.keys.window is None and site.layer not in resident
+            else None,
             key_dim=site.key_dim,
             value_dim=site.value_dim,
             lanes=config.num_lanes,
-            num_queries=config.num_lanes * (shape_of(site.query) or (1, 1))[1] // site.num_kv_heads,
+            num_queries=config.num_lanes * (shape_of(site.core.query) or (1, 1))[1] // site.num_kv_heads,
             expands=site.expansion is not None,
             aggregation=config.aggregation,
         )

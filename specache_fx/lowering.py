@@ -85,7 +85,7 @@ def lower_prompt(gm: GraphModule, inputs: Sequence[Any], program: Program, what:
     config, layers = program.config, len(program.owners)
     if config.lowering == "eager":
         return gm.forward
-    spelt_out = any(site.node.target is not SDPA for site in program.sites)
+    spelt_out = any(site.core.node.target is not SDPA for site in program.sites)
     tests = [node for node in gm.graph.nodes if node.target is test]
     if config.compile_prefill or spelt_out:
         with announced(what, config.lowering, layers):

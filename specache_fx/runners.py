@@ -42,7 +42,8 @@ _NOT_NUMBERS = (
 def layer_shapes(program: Program) -> tuple[LayerShape, ...]:
     """What the pairs of each layer of the session look like, in graph order."""
     return tuple(
-        LayerShape(site.num_kv_heads, site.key_dim, site.value_dim, site.window) for site in program.owners
+        LayerShape(site.num_kv_heads, site.key_dim, site.value_dim, site.keys.window)
+        for site in program.owners
     )
 
 

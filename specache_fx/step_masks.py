@@ -61,7 +61,7 @@ def read_masks(
     sources = program.decoding.sources
     kv_len = session.kv_len + 1
     rows = [over_keys(mask, kv_len) for mask in sources.masks_at(args, 0)]
-    no_mask = any(site.mask is None and site.window is None for site in program.sites)
+    no_mask = any(site.core.mask is None and site.keys.window is None for site in program.sites)
     shows_all = no_mask and session.key_mask.real is not None
     seen = None if shows_all else _seen(session, sources, rows)
     if seen is not None and not (ahead or compare or session.masks_move):
@@ -126,10 +126,10 @@ def _is_all_of(seen: torch.Tensor, padding: torch.Tensor | None) -> bool:
 def _check_hidden(row: torch.Tensor, seen: torch.Tensor | None, program: Program) -> None:
     """SDPA gives 0 where a row has no key to see; an additive mask makes numbers of it that are the model's own."""
     if seen is not None and row.dtype != torch.bool and not bool(seen.any(-1).all()):
-        site = next(site for site in program.sites if site.mask is not None and site.window is None)
+        site = next(site for site in program.sites if site.core.mask is not None and site.keys.window is None)
         raise UnsupportedGraphError(
-            f"The mask of attention `{site.node.name}` ({site.source}) hides every key of a row. Give each row a token"
-            ' that it sees, or compile this model with backend="inductor".'
+            f"The mask of attention `{site.core.node.name}` ({site.source}) hides every key of a row. Give each row a"
+            ' token that it sees, or compile this model with backend="inductor".'
         )
 
 

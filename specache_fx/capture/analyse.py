@@ -15,7 +15,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from specache_fx.capture.find_prelude import find_prelude
-from specache_fx.capture.find_sources import find_sources, find_token, fixed_sizes, with_masks
+from specache_fx.capture.find_sources import find_sources, find_token, fixed_sizes
 from specache_fx.capture.graph_utils import (
     is_static_input,
     placeholders,
@@ -25,12 +25,12 @@ from specache_fx.capture.graph_utils import (
 )
 from specache_fx.capture.heads_first import heads_first
 from specache_fx.capture.lanes import drawn_in, effect_of, kept_cache_of, single_lane
+from specache_fx.capture.mask_graphs import find_window_masks, with_masks
 from specache_fx.capture.match_attention import match_attention, phase_of
 from specache_fx.capture.normalize_attention import attention_cores
 from specache_fx.capture.outputs import find_logits, plan_outputs
 from specache_fx.capture.program import AttentionSite, Decoding, LeaveAlone, Phase, Program, Refusal
 from specache_fx.capture.prompt_rules import find_prompt_masks
-from specache_fx.capture.window_masks import find_window_masks
 from specache_fx.config import SpecacheConfig
 from specache_fx.progress import say_step
 from specache_fx.runtime.sources import Sources
@@ -82,7 +82,7 @@ def _with_attention(
         inputs.index(side)
         for site in sites
         if not site.shared
-        for side in (site.past_key, site.past_value)
+        for side in (site.keys.past, site.values.past)
         if side is not None
     )
     phase = phase_of(sites)
@@ -94,7 +94,7 @@ def _with_attention(
         plan, kept = plan_outputs(gm, sites, sources)
         decoding = None if sources is None else _decoding(gm, sites, past, sources, kept)
     except LeaveAlone as no:
-        refused = (Refusal(site.node.name, site.source, no.reason, no.remedy) for site in sites)
+        refused = (Refusal(site.core.node.name, site.source, no.reason, no.remedy) for site in sites)
         return replace(program, refusals=(*program.refusals, *refused))
     token, _ = find_token(gm.graph)
     masks, rules = find_prompt_masks(gm, sites) if decoding is None else ((), {})

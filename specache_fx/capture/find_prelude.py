@@ -93,8 +93,10 @@ def _runs_outside(node: Node) -> bool:
 def _readers(graph: Graph, sites: Sequence[AttentionSite], kept: Sequence[Node]) -> dict[Node, set[Node]]:
     """Who reads each node once the cache is out of the graph."""
     of_sites = {
-        site.node: [
-            each for each in (site.query, site.new_key, site.new_value, site.sinks) if each is not None
+        site.core.node: [
+            each
+            for each in (site.core.query, site.keys.new, site.values.new, site.core.sinks)
+            if each is not None
         ]
         for site in sites
     }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,19 +10,17 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from specache_fx.capture.collectives import full_rows
-from specache_fx.capture.graph_slices import ancestors, extract, mutated_inputs
 from specache_fx.capture.graph_utils import (
     is_integer,
     is_static_input,
     output_node,
     placeholders,
-    reads_shape_only,
     shape_of,
     symbols_of,
     target_name,
     value_of,
 )
-from specache_fx.capture.program import AttentionSite, LeaveAlone
+from specache_fx.capture.program import AttentionSite
 from specache_fx.runtime.sources import Sources
 
 _SAME_TOKENS = {"reshape", "unsqueeze", "squeeze", "_to_copy", "clone", "index_put", "masked_fill", "where"}
@@ -77,17 +74,10 @@ def find_token(graph: Graph) -> tuple[Node | None, int | None]:
     return node, rows
 
 
-def _read_for(results: list[Node]) -> set[Node]:
-    """What the results are computed from by its numbers, not by its shape alone."""
-    needed = ancestors(results)
-    shapes = {node for node in needed if reads_shape_only(node)}
-    return ancestors(results, shapes)
-
-
 def find_sources(
     gm: GraphModule, sites: Sequence[AttentionSite], past_inputs: Sequence[int], positions: Collection[int]
 ) -> Sources:
-    """Name the inputs of a decode graph; their masks come with `with_masks`.
+    """Name the inputs of a decode graph; their masks come with `mask_graphs.with_masks`.
 
     Args:
         gm: The graph.
@@ -104,8 +94,8 @@ def find_sources(
     growing_by_one = set[int]()
     most: dict[int, int] = {}
     for site in sites:
-        if site.window is not None and site.past_key is not None and site.past_value is not None:
-            most |= {index[side]: site.window - 1 for side in (site.past_key, site.past_value)}
+        if site.keys.window is not None and site.keys.past is not None and site.values.past is not None:
+            most |= {index[side]: site.keys.window - 1 for side in (site.keys.past, site.values.past)}
     growing = [i for i in past_inputs if i not in most] or past_inputs
     past_len = _kv_len(inputs[growing[0]])
     sizes_of_others: set[Any] = set()
@@ -163,26 +153,6 @@ def _kv_len(past: Node) -> Any:
     return (shape_of(past) or ())[2]
 
 
-def with_masks(gm: GraphModule, sources: Sources, sites: Sequence[AttentionSite]) -> Sources:
-    """With the masks of attentions to all tokens, cut out of the graph.
-
-    Raises:
-        LeaveAlone: If one is computed from something that can't be followed.
-    """
-    checked = [site for site in sites if site.window is None and site.mask is not None]
-    masks = list(dict.fromkeys(site.mask for site in checked if site.mask is not None))
-    if not masks:
-        return sources
-    roots = mask_inputs(gm, masks, sources, checked[0])
-    index = {node: i for i, node in enumerate(placeholders(gm.graph))}
-    return replace(
-        sources,
-        mask_graph=extract(gm, masks, roots),
-        mask_inputs=tuple(index[node] for node in roots),
-        layer_masks={site.layer: masks.index(site.mask) for site in checked if site.mask is not None},
-    )
-
-
 def fixed_sizes(
     inputs: Sequence[Node], past_inputs: Sequence[int], tokens_first: Collection[int], sources: Sources
 ) -> dict[int, int]:
@@ -217,36 +187,3 @@ def _now(size: Any) -> int | None:
     """What a size is in this call; None where it can't be told."""
     hint = size if isinstance(size, int) else size.node.hint
     return hint if isinstance(hint, int) else None
-
-
-def mask_inputs(gm: GraphModule, masks: list[Node], sources: Sources, site: AttentionSite) -> list[Node]:
-    """The inputs that masks are computed from.
-
-    Args:
-        gm: The graph.
-        masks: The masks.
-        sources: What is known of its inputs.
-        site: One of the attentions that use them.
-
-    Raises:
-        LeaveAlone: If one of them can't be followed.
-    """
-    inputs = placeholders(gm.graph)
-    index = {node: i for i, node in enumerate(inputs)}
-    needed = ancestors(masks)
-    roots = [node for node in inputs if node in needed]
-    written, read = set(mutated_inputs(gm.graph)), _read_for(masks)
-    growing = {symbol for i in sources.shapes for symbol in symbols_of(shape_of(inputs[i])[2])}  # type: ignore[index]
-    for node in roots:
-        known = is_integer(node) or is_static_input(node) or index[node] in sources.masks | sources.positions
-        # Of what grows with the context only the caches' shapes are known ahead.
-        grows = any(symbols_of(size) & growing for size in shape_of(node) or ())
-        shape_only = node not in read and (index[node] in sources.shapes or not grows)
-        if node in written or not (known or shape_only):
-            raise LeaveAlone(
-                f"the mask of `{site.node.name}` is computed from input `{node.name}`, which is neither a length, a"
-                " position nor a mask over keys",
-                "Pass a key padding mask of integers or booleans, [batch, kv_len], or compile this model with"
-                ' backend="inductor".',
-            )
-    return roots

@@ -3,7 +3,7 @@
     keys   = cat([past_keys, k], -2)        # output; in prefill the past is empty, or there is no cat
     values = cat([past_values, v], -2)      # output
     AttentionCore(out, q, repeat_kv(keys), repeat_kv(values), mask, scale, softcap, sinks)
-        -> AttentionSite(q, k, v, past_keys, past_values, keys, values, mask, scale, softcap, sinks)
+        -> AttentionSite(core, Side(keys, k, past_keys), Side(values, v, past_values))
 
 A layer with a sliding window, or that attends within chunks, returns `keys[:, :, -window + 1 :]` as its cache instead:
 a site with a `window`. Keys and values may also be computed from what is cached (`capture/expansion.py`: MLA). Where
@@ -84,8 +84,8 @@ def _match(
     owner = owners.get(keys.root)
     if owner is not owners.get(values.root):
         raise NoMatch("its keys and its values are those of different caches")
-    if owner is not None and (keys.root, values.root) != (owner.key_root, owner.value_root):
-        raise NoMatch(f"it reads as values what attention `{owner.node.name}` reads as keys")
+    if owner is not None and (keys.root, values.root) != (owner.keys.root, owner.values.root):
+        raise NoMatch(f"it reads as values what attention `{owner.core.node.name}` reads as keys")
     for side in (keys, values):
         if (changed := changed_past(side.root)) is not None:
             raise NoMatch(
@@ -108,7 +108,7 @@ def _match(
     if keys.root is values.root:
         raise NoMatch("its keys and values are one tensor")
     if (other := _of_other_tokens(keys, owners)) is not None:
-        raise NoMatch(f"its cache is not of the same tokens as that of attention `{other.node.name}`")
+        raise NoMatch(f"its cache is not of the same tokens as that of attention `{other.core.node.name}`")
     if k.dtype != v.dtype:
         raise NoMatch(f"its keys are {k.dtype} and its values {v.dtype}")
     for side in (k, v):
@@ -117,33 +117,21 @@ def _match(
     if core.problem is not None:
         raise NoMatch(*core.problem)
     _check_mask(core, keys, values)
-    if owner is not None and keys.past is not None and q.shape[2] == 1 and core.mask is not owner.mask:
-        raise NoMatch(f"it reads the cache of attention `{owner.node.name}` with another mask")
+    if owner is not None and keys.past is not None and q.shape[2] == 1 and core.mask is not owner.core.mask:
+        raise NoMatch(f"it reads the cache of attention `{owner.core.node.name}` with another mask")
     expansion: Expansion | None = None
     if reading.is_expanded:
         check_between(reading, inside)
         expansion = find_expansion(gm, reading)
     return AttentionSite(
         layer=len(owners) // 2 if owner is None else owner.layer,
-        node=core.node,
-        query=core.query,
-        new_key=keys.new,
-        new_value=values.new,
-        past_key=keys.past,
-        past_value=values.past,
-        key_root=keys.root,
-        value_root=values.root,
-        key_output=keys.output,
-        value_output=values.output,
-        mask=core.mask,
-        scale=core.scale,
-        softcap=core.softcap,
-        sinks=core.sinks,
+        core=core,
+        keys=keys,
+        values=values,
         num_kv_heads=int(k.shape[1]),
         key_dim=int(k.shape[-1]),
         value_dim=int(v.shape[-1]),
         source=source_of(core.node),
-        window=keys.window,
         shared=owner is not None,
         expansion=expansion,
     )
@@ -152,12 +140,12 @@ def _match(
 def _of_other_tokens(keys: Side, owners: dict[Node, AttentionSite]) -> AttentionSite | None:
     """An attention whose cache has another length, now or before: a session has one for all."""
     for site in owners.values():
-        if not statically_known_true(value_of(keys.new).shape[2] == value_of(site.new_key).shape[2]):
+        if not statically_known_true(value_of(keys.new).shape[2] == value_of(site.keys.new).shape[2]):
             return site
-        whole = keys.window is None and site.window is None
-        if whole and keys.past is not None and site.past_key is not None:
+        whole = keys.window is None and site.keys.window is None
+        if whole and keys.past is not None and site.keys.past is not None:
             # Dynamo has a symbol for each: as they are in the call that it traces.
-            now = [value_of(past).shape[2] for past in (keys.past, site.past_key)]
+            now = [value_of(past).shape[2] for past in (keys.past, site.keys.past)]
             if len({size if isinstance(size, int) else size.node.hint for size in now}) > 1:
                 return site
     return None
@@ -214,9 +202,9 @@ def phase_of(sites: Sequence[AttentionSite]) -> Phase:
     """What a graph with these attentions does with the KV cache."""
     if not sites:
         return Phase.NO_CACHE
-    if sites[0].past_key is None:
+    if sites[0].keys.past is None:
         return Phase.PREFILL
-    return Phase.DECODE if shape_of(sites[0].query)[2] == 1 else Phase.EXTEND  # type: ignore[index]
+    return Phase.DECODE if shape_of(sites[0].core.query)[2] == 1 else Phase.EXTEND  # type: ignore[index]
 
 
 def match_attention(
@@ -253,16 +241,16 @@ def match_attention(
             if isinstance(reading, NoMatch):
                 raise reading
             site = _match(gm, reading, outputs, readers, owners)
-            if sites and (site.past_key is None) != (sites[0].past_key is None):
+            if sites and (site.keys.past is None) != (sites[0].keys.past is None):
                 raise NoMatch("it has a past and others in the graph have none, or the reverse")
-            if site.expansion is not None and site.window is None and not config.placement.codes:
+            if site.expansion is not None and site.keys.window is None and not config.placement.codes:
                 raise NoMatch(
                     f"its keys and values are computed from what is cached (latent attention), and policy"
                     f" {config.policy!r} has only a part of that on the device",
                     'Use policy="specache" or "kivi".',
                 )
             sites.append(site)
-            for root in (site.key_root, site.value_root):
+            for root in (site.keys.root, site.values.root):
                 owners.setdefault(root, site)
         except NoMatch as no:
             if no.remedy:
@@ -278,10 +266,10 @@ def _drop_half_shared(
     sites: Sequence[AttentionSite], readers: dict[Node, list[Reading]]
 ) -> tuple[list[AttentionSite], list[Refusal]]:
     """Leave attentions alone whose cache is also read by one that is left alone: it would read handles."""
-    matched = {site.node for site in sites}
+    matched = {site.core.node for site in sites}
 
     def stranger(site: AttentionSite) -> Node | None:
-        both = readers[site.key_root] + readers[site.value_root]
+        both = readers[site.keys.root] + readers[site.values.root]
         return next((reader.core.node for reader in both if reader.core.node not in matched), None)
 
     kept: list[AttentionSite] = []
@@ -291,6 +279,6 @@ def _drop_half_shared(
             kept.append(site)
         else:
             reason = f"its cache is also read by attention `{other.name}`, which is left alone"
-            refusals.append(Refusal(site.node.name, site.source, reason, f"{LEAVE}."))
+            refusals.append(Refusal(site.core.node.name, site.source, reason, f"{LEAVE}."))
     layers = {layer: i for i, layer in enumerate(dict.fromkeys(site.layer for site in kept))}
     return [replace(site, layer=layers[site.layer]) for site in kept], refusals

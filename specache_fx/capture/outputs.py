@@ -37,7 +37,7 @@ def plan_outputs(
     slots: dict[Node, int] = {}
     for site in sites:
         if not site.shared:
-            slots[site.key_output], slots[site.value_output] = 2 * site.layer, 2 * site.layer + 1
+            slots[site.keys.output], slots[site.values.output] = 2 * site.layer, 2 * site.layer + 1
     handles: dict[int, int] = {}
     kept: list[int] = []
     lengths: list[int] = []

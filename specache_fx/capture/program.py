@@ -9,6 +9,7 @@ from enum import Enum
 
 from torch.fx import GraphModule, Node
 
+from specache_fx.capture.cache_side import Side
 from specache_fx.config import SpecacheConfig
 from specache_fx.runtime.expansion import Expansion
 from specache_fx.runtime.prompt_masks import PromptMask
@@ -95,50 +96,25 @@ class AttentionSite:
 
     Attributes:
         layer: Index of its cache, in graph order.
-        node: Its output: a `scaled_dot_product_attention` call, or a product with the values.
-        query: `[batch, num_heads, q_len, key_dim]`.
-        new_key: This call's keys, `[batch, num_kv_heads, q_len, key_dim]`, before repeat_kv.
-        new_value: This call's values.
-        past_key: Placeholder of the past keys; None in prefill.
-        past_value: Placeholder of the past values.
-        key_root: The keys that attention reads, past and new.
-        value_root: The values.
-        key_output: What the model returns as its cache: the root, or its newest `window - 1` tokens.
-        value_output: The same of the values.
-        mask: The mask node, if there is one.
-        scale: Factor on the scores.
-        softcap: Bound of the scaled scores; None where there is none.
-        sinks: `[num_heads]`; None where there are none.
+        core: What it computes.
+        keys: What is cached of its keys, before repeat_kv. A `window` is that of its values, too.
+        values: What is cached of its values.
         num_kv_heads: KV heads of the cache.
         key_dim: Elements of a cached key.
         value_dim: Elements of a cached value.
         source: The model's line.
-        window: Tokens that a query reaches, its own included, where the cache keeps no more (a sliding window or a
-            chunk); None where it keeps all.
         shared: It reads the cache of an earlier attention, `layer`, and keeps no pairs of its own.
         expansion: How its keys and values are computed from what is cached (MLA); None where they are what is cached.
     """
 
     layer: int
-    node: Node
-    query: Node
-    new_key: Node
-    new_value: Node
-    past_key: Node | None
-    past_value: Node | None
-    key_root: Node
-    value_root: Node
-    key_output: Node
-    value_output: Node
-    mask: Node | None
-    scale: float
-    softcap: float | None
-    sinks: Node | None
+    core: AttentionCore
+    keys: Side
+    values: Side
     num_kv_heads: int
     key_dim: int
     value_dim: int
     source: str
-    window: int | None = None
     shared: bool = False
     expansion: Expansion | None = None
 
@@ -255,7 +231,7 @@ class Program:
     @property
     def window_layers(self) -> set[int]:
         """The layers whose cache is a window."""
-        return {site.layer for site in self.sites if site.window is not None}
+        return {site.layer for site in self.sites if site.keys.window is not None}
 
     @property
     def exact_layers(self) -> set[int]:
@@ -263,7 +239,7 @@ class Program:
 
         Nothing of them is selected, fetched or waited for.
         """
-        others = [site.layer for site in self.owners if site.window is None]
+        others = [site.layer for site in self.owners if site.keys.window is None]
         return self.window_layers | set(others[: self.config.resident_layers])
 
 

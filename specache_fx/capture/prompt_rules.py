@@ -36,13 +36,13 @@ def find_prompt_masks(
     # A mask of what is cached is no mask of ours.
     changed = {*mutated_inputs(gm.graph)}
     changed |= {
-        root for site in sites if site.past_key is not None for root in (site.key_root, site.value_root)
+        root for site in sites if site.keys.past is not None for root in (site.keys.root, site.values.root)
     }
     for site in sites:
-        mask = site.mask
+        mask = site.core.mask
         if mask is None or not _may_follow_rule(site, mask):
             continue
-        key = (mask, site.window)
+        key = (mask, site.keys.window)
         if key not in places:
             needed = ancestors([mask])
             roots = [node for node in inputs if node in needed]
@@ -51,16 +51,16 @@ def find_prompt_masks(
                 continue
             places[key] = len(found)
             found.append(PromptMask(extract(gm, [mask], roots), tuple(map(inputs.index, roots))))
-        rules[site.node] = places[key]
+        rules[site.core.node] = places[key]
     return tuple(found), rules
 
 
 def _may_follow_rule(site: AttentionSite, mask: Node) -> bool:
     """Whether it masks each query's keys for all heads alike, in an operator that knows causal attention."""
-    shape, query = shape_of(mask) or (), shape_of(site.query) or ()
-    if site.node.target is not SDPA or len(shape) < 2 or len(query) != 4:
+    shape, query = shape_of(mask) or (), shape_of(site.core.query) or ()
+    if site.core.node.target is not SDPA or len(shape) < 2 or len(query) != 4:
         return False
-    q_len, kv_len = query[2], value_of(site.node.args[1]).shape[2]
+    q_len, kv_len = query[2], value_of(site.core.node.args[1]).shape[2]
     of_all = statically_known_true(shape[-2] == q_len) and statically_known_true(shape[-1] == kv_len)
     shared = len(shape) < 3 or statically_known_true(shape[-3] == 1)
     known = statically_known_true(kv_len >= q_len) and not statically_known_true(q_len == 1)

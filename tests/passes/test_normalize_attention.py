@@ -228,10 +228,10 @@ def test_attention_that_is_spelt_out_is_read(core: Core, expected: dict[str, Any
     assert program.refusals == ()
     assert (program.phase, len(program.sites)) == (Phase.DECODE, 1)
     (site,) = program.sites
-    assert site.scale == pytest.approx(expected["scale"])
-    assert site.softcap == expected.get("softcap")
-    assert (site.mask and shape_of(site.mask)) == expected.get("mask")
-    assert (site.sinks and shape_of(site.sinks)) == expected.get("sinks")
+    assert site.core.scale == pytest.approx(expected["scale"])
+    assert site.core.softcap == expected.get("softcap")
+    assert (site.core.mask and shape_of(site.core.mask)) == expected.get("mask")
+    assert (site.core.sinks and shape_of(site.core.sinks)) == expected.get("sinks")
     assert (site.num_kv_heads, site.key_dim, site.value_dim) == (4, 8, 12)
 
 
@@ -281,7 +281,7 @@ def test_a_gate_that_reads_no_scores_stays_the_models() -> None:
         return (q @ k.mT).softmax(-1) @ v * sinks.view(1, -1, 1, 1)
 
     program = state_of(gated)
-    assert program.refusals == () and program.sites[0].sinks is None
+    assert program.refusals == () and program.sites[0].core.sinks is None
 
 
 def test_probabilities_that_are_returned_are_refused() -> None:
@@ -306,4 +306,4 @@ def test_layers_that_add_the_same_mask_share_one_row() -> None:
     captured = graphs.by_phase(graphs.capture(graphs.tiny_llama("eager"), graphs.drive_transformers))
     for phase in (Phase.PREFILL, Phase.EXTEND, Phase.DECODE):
         program = graphs.matched(captured[phase])
-        assert len({site.mask for site in program.sites}) == 1
+        assert len({site.core.mask for site in program.sites}) == 1

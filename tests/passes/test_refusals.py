@@ -188,7 +188,7 @@ REASONS: dict[Callable[..., Any], tuple[str, str]] = {
 def test_plain_attention_is_matched() -> None:
     program = match(plain)
     assert (program.phase, len(program.sites), program.refusals) == (Phase.DECODE, 1, ())
-    assert (program.sites[0].num_kv_heads, program.sites[0].key_dim, program.sites[0].scale) == (
+    assert (program.sites[0].num_kv_heads, program.sites[0].key_dim, program.sites[0].core.scale) == (
         2,
         8,
         8**-0.5,
@@ -198,7 +198,7 @@ def test_plain_attention_is_matched() -> None:
 def test_window_is_matched_with_its_length() -> None:
     program = match(sliding_window)
     assert (program.phase, program.refusals) == (Phase.DECODE, ())
-    assert [(site.window, site.shared) for site in program.sites] == [(5, False)]
+    assert [(site.keys.window, site.shared) for site in program.sites] == [(5, False)]
 
 
 def test_second_attention_over_a_cache_is_matched_as_its_sharer() -> None:
