@@ -5,8 +5,8 @@ Without a rule vmap calls an operator once for each lane and stacks the results:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import cache
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,13 +34,29 @@ _ELEMENTWISE = ("all_reduce", "broadcast")
 
 def register_batching_rules() -> None:
     """Register the rules of the operators that exist by now; cheap to call again."""
-    for names, register in ((_GROUPED, _register_grouped), (_PACKED, _register_packed)):
+    for names, rule in ((_GROUPED, _grouped), (_PACKED, _packed)):
         for name in names:
             namespace, op = name.split("::")
             if hasattr(getattr(torch.ops, namespace), op):
-                register(name)
+                _register(name, rule)
     if torch.distributed.is_available():
-        _register_collectives()
+        for name in _ELEMENTWISE:
+            _register(f"_c10d_functional::{name}", partial(_collective, 0))
+        for name in _ALONG_ROWS:
+            _register(f"_c10d_functional::{name}", partial(_collective, 1))
+        _register("_c10d_functional::wait_tensor", _wait)
+
+
+_registered: dict[str, torch.library.Library] = {}  # rules end with their library
+
+
+def _register(name: str, rule: Callable[..., Any]) -> None:
+    """Register a rule, which gets the operator first, then what vmap gives."""
+    if name not in _registered:
+        namespace, op = name.split("::")
+        _registered[name] = torch.library.Library(namespace, "FRAGMENT")
+        bound = partial(rule, getattr(getattr(torch.ops, namespace), op).default)
+        torch.library.register_vmap(name, bound, lib=_registered[name])
 
 
 def fill_where_masked(graph: Graph) -> None:
@@ -58,40 +74,36 @@ def fill_where_masked(graph: Graph) -> None:
         node.target, node.args = torch.ops.aten.where.self, (mask, number, written)
 
 
-@cache
-def _register_grouped(name: str) -> torch.library.Library:
-    namespace, op = name.split("::")
-    call = getattr(getattr(torch.ops, namespace), op).default
-
-    def rule(info: Any, in_dims: tuple[int | None, ...], tokens: Tensor, weight: Tensor, *rest: Any) -> Any:
-        offsets = rest[0] if rest else None
-        if in_dims[1] is not None or offsets is None or any(dim is not None for dim in in_dims[3:]):
-            return _one_by_one(call, info.batch_size, in_dims, (tokens, weight, *rest)), 0
-        lanes = [
-            side.expand(info.batch_size, *side.shape) if dim is None else side.movedim(dim, 0)
-            for side, dim in ((tokens, in_dims[0]), (offsets, in_dims[2]))
-        ]
-        return _merged(call, lanes[0], weight, lanes[1], rest[1:]), 0
-
-    library = torch.library.Library(namespace, "FRAGMENT")
-    torch.library.register_vmap(name, rule, lib=library)
-    return library  # its rules end with it
+def _grouped(
+    call: Any, info: Any, in_dims: Sequence[int | None], tokens: Tensor, weight: Tensor, *rest: Any
+) -> tuple[Tensor, int]:
+    offsets = rest[0] if rest else None
+    if in_dims[1] is not None or offsets is None or any(dim is not None for dim in in_dims[3:]):
+        return _one_by_one(call, info.batch_size, in_dims, (tokens, weight, *rest)), 0
+    lanes = [
+        side.expand(info.batch_size, *side.shape) if dim is None else side.movedim(dim, 0)
+        for side, dim in ((tokens, in_dims[0]), (offsets, in_dims[2]))
+    ]
+    return _merged(call, lanes[0], weight, lanes[1], rest[1:]), 0
 
 
-@cache
-def _register_packed(name: str) -> torch.library.Library:
-    namespace, op = name.split("::")
-    call = getattr(getattr(torch.ops, namespace), op).default
+def _packed(
+    call: Any, info: Any, in_dims: Sequence[int | None], rows: Tensor, weight: Tensor, *rest: Any
+) -> tuple[Tensor, int]:
+    if in_dims[0] is None or any(dim is not None for dim in in_dims[1:]):
+        return _one_by_one(call, info.batch_size, in_dims, (rows, weight, *rest)), 0
+    lanes = rows.movedim(in_dims[0], 0)  # [lanes, rows, features]: rows don't know each other
+    return call(lanes.flatten(0, 1), weight, *rest).unflatten(0, lanes.shape[:2]), 0
 
-    def rule(info: Any, in_dims: tuple[int | None, ...], rows: Tensor, weight: Tensor, *rest: Any) -> Any:
-        if in_dims[0] is None or any(dim is not None for dim in in_dims[1:]):
-            return _one_by_one(call, info.batch_size, in_dims, (rows, weight, *rest)), 0
-        lanes = rows.movedim(in_dims[0], 0)  # [lanes, rows, features]: rows don't know each other
-        return call(lanes.flatten(0, 1), weight, *rest).unflatten(0, lanes.shape[:2]), 0
 
-    library = torch.library.Library(namespace, "FRAGMENT")
-    torch.library.register_vmap(name, rule, lib=library)
-    return library
+def _collective(
+    place: int, call: Any, info: Any, in_dims: Sequence[int], x: Tensor, *rest: Any
+) -> tuple[Tensor, int]:
+    return call(x.movedim(in_dims[0], place).contiguous(), *rest), place
+
+
+def _wait(call: Any, info: Any, in_dims: Sequence[int], x: Tensor) -> tuple[Tensor, int]:
+    return call(x), in_dims[0]  # it waits for the very tensor: a contiguous copy may come too early
 
 
 def _merged(call: Any, tokens: Tensor, weight: Tensor, offsets: Tensor, rest: tuple[Any, ...]) -> Tensor:
@@ -113,36 +125,7 @@ def _merged(call: Any, tokens: Tensor, weight: Tensor, offsets: Tensor, rest: tu
     return out[torch.argsort(order)].unflatten(0, (lanes, num_tokens))
 
 
-def _one_by_one(call: Any, lanes: int, in_dims: tuple[int | None, ...], args: tuple[Any, ...]) -> Tensor:
-    return torch.stack(
-        [
-            call(
-                *(arg if dim is None else arg.select(dim, i) for arg, dim in zip(args, in_dims, strict=True))
-            )
-            for i in range(lanes)
-        ]
-    )
-
-
-@cache
-def _register_collectives() -> torch.library.Library:
-    library = torch.library.Library("_c10d_functional", "FRAGMENT")
-    for names, place in ((_ELEMENTWISE, 0), (_ALONG_ROWS, 1)):
-        for name in names:
-            call = getattr(torch.ops._c10d_functional, name).default
-            torch.library.register_vmap(f"_c10d_functional::{name}", _collective(call, place), lib=library)
-    torch.library.register_vmap("_c10d_functional::wait_tensor", _wait, lib=library)
-    return library  # its rules end with it
-
-
-def _collective(call: Any, place: int) -> Any:
-    def rule(info: Any, in_dims: Sequence[int | None], x: Tensor, *rest: Any) -> tuple[Tensor, int]:
-        assert in_dims[0] is not None
-        return call(x.movedim(in_dims[0], place).contiguous(), *rest), place
-
-    return rule
-
-
-def _wait(info: Any, in_dims: Sequence[int], x: Tensor) -> tuple[Tensor, int]:
-    # It waits for the very tensor: a contiguous copy may come too early.
-    return torch.ops._c10d_functional.wait_tensor(x), in_dims[0]
+def _one_by_one(call: Any, lanes: int, in_dims: Sequence[int | None], args: tuple[Any, ...]) -> Tensor:
+    pairs = list(zip(args, in_dims, strict=True))
+    one = [[arg if dim is None else arg.select(dim, i) for arg, dim in pairs] for i in range(lanes)]
+    return torch.stack([call(*each) for each in one])

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.fx import GraphModule, Interpreter, Node
+from torch.fx import GraphModule, Interpreter
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.traceback import preserve_node_meta
 
@@ -59,7 +59,8 @@ def duplicate_query(gm: GraphModule, program: Program, inputs: Sequence[Any], la
     on_lanes, given = lane_inputs(gm, program), placeholders(gm.graph)
     for node in gm.graph.nodes:
         if node.target is SDPA:  # of an attention that is left alone
-            node.target, node.args, node.kwargs = F.scaled_dot_product_attention, node.args[:6], _form(node)
+            more = dict(zip(("scale", "enable_gqa"), node.args[6:], strict=True))
+            node.target, node.args, node.kwargs = F.scaled_dot_product_attention, node.args[:6], more
 
     def one_lane(*values: torch.Tensor) -> Any:
         full = list(inputs)
@@ -81,7 +82,3 @@ def duplicate_query(gm: GraphModule, program: Program, inputs: Sequence[Any], la
     for node, i in zip(placeholders(traced.graph), tensors, strict=True):
         node.meta["specache_name"] = given[i].name
     return finish(make_module(traced, traced.graph))
-
-
-def _form(attention: Node) -> dict[str, Any]:
-    return dict(zip(("scale", "enable_gqa"), attention.args[6:], strict=True))

@@ -116,15 +116,9 @@ def build_decode_graph(
     *,
     whole: str | None = None,
 ) -> GraphModule:
-    """The whole way from a captured decode graph to the one that is compiled.
+    """The whole way from a decode graph after `BINDING_PASSES` to the one that is compiled.
 
-    Args:
-        gm: After `BINDING_PASSES`.
-        program: What is known of it.
-        inputs: The first step's, see `duplicate_query`.
-        lanes: See `duplicate_query`.
-        observe: See `Observer`.
-        whole: See `decode_passes`.
+    See `duplicate_query` for the first step's `inputs` and `lanes`, and `decode_passes` for `whole`.
     """
     say_step("duplicate_query")
     traced = duplicate_query(gm, program, inputs, lanes)

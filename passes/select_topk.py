@@ -17,7 +17,6 @@ Paper: SpeCache Alg. 3, ArgTopK; "none" is Table 4's baseline.
 from __future__ import annotations
 
 import operator
-from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
@@ -33,11 +32,6 @@ PROBE = "specache_probe"  # in the meta of an attention that runs for its scores
 def attentions(gm: GraphModule) -> list[Node]:
     """The quantised attentions of a graph, probes too."""
     return [node for node in gm.graph.nodes if node.target is torch.ops.specache.quantized_attention.default]
-
-
-def _append_of(gm: GraphModule, layer: Any) -> Node:
-    append = torch.ops.specache.append.default
-    return next(node for node in gm.graph.nodes if node.target is append and node.args[3] == layer)
 
 
 def select_topk(gm: GraphModule, program: Program) -> GraphModule:
@@ -59,7 +53,10 @@ def select_topk(gm: GraphModule, program: Program) -> GraphModule:
         shape = shape_of(key)
         assert shape is not None
         # After the append, so that a group that this step quantises can be chosen for the next.
-        after = source if source is not attention else _append_of(gm, layer)
+        after = source
+        if source is attention:
+            append = torch.ops.specache.append.default
+            after = next(node for node in graph.nodes if node.target is append and node.args[3] == layer)
         with graph.inserting_after(source):
             scores = call(graph, operator.getitem, (source, 1), attention, "scores")
         with graph.inserting_after(scores if after is source else after):

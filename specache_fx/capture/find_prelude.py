@@ -63,7 +63,9 @@ def find_prelude(
     readers = _readers(gm.graph, sites, kept)
     positional, data = _origins(gm.graph, sources)
     inside = dict.fromkeys(node for node in gm.graph.nodes if node in positional and node not in data)
-    if lengths_are_static and (number := _number_in_the_graph(inside, readers)) is not None:
+    numbers = (node for node in inside if shape_of(node) is None and isinstance(value_of(node), _NUMBERS))
+    computed = (user for node in numbers for user in readers.get(node, ()) if user not in inside)
+    if lengths_are_static and (number := next(computed, None)) is not None:
         raise LeaveAlone(
             f"`{number.name}` ({source_of(number)}) computes with the number of tokens as a Python number, so that"
             " every length would be a graph of its own",
@@ -140,16 +142,6 @@ def _origins(graph: Graph, sources: Sources) -> tuple[set[Node], set[Node]]:
         if any(arg in data for arg in inputs) or draws_random_numbers(node):
             data.add(node)
     return positional, data
-
-
-def _number_in_the_graph(inside: Collection[Node], readers: dict[Node, set[Node]]) -> Node | None:
-    """What computes data with a length that is a Python number."""
-    for node in inside:
-        if shape_of(node) is None and isinstance(value_of(node), _NUMBERS):
-            for user in readers.get(node, ()):
-                if user not in inside:
-                    return user
-    return None
 
 
 def _cut(gm: GraphModule, boundary: list[Node], inside: Collection[Node], sources: Sources) -> Prelude:

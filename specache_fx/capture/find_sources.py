@@ -83,7 +83,7 @@ def find_sources(
         gm: The graph.
         sites: Its attentions.
         past_inputs: Positions of the past KV inputs.
-        positions: Positions of inputs that are known to grow by one per token.
+        positions: Those of inputs that are known to grow by one per token.
     """
     inputs = placeholders(gm.graph)
     index = {node: i for i, node in enumerate(inputs)}
@@ -156,14 +156,7 @@ def _kv_len(past: Node) -> Any:
 def fixed_sizes(
     inputs: Sequence[Node], past_inputs: Sequence[int], tokens_first: Collection[int], sources: Sources
 ) -> dict[int, int]:
-    """Inputs that grow with the context and are of constant size here, and in which dimension of Dynamo's tensor.
-
-    Args:
-        inputs: The placeholders.
-        past_inputs: Positions of the past KV inputs.
-        tokens_first: Those that have tokens first.
-        sources: What is known of the inputs.
-    """
+    """Inputs that grow with the context and are of constant size here, and in which dimension of Dynamo's tensor."""
     token_dims = {i: 1 if i in tokens_first else 2 for i in past_inputs}
     # One that is cut to the keys' length tells Dynamo nothing about its own: it is as long as the keys are now.
     now = (_now(_kv_len(inputs[i])) for i in token_dims if i not in sources.most)

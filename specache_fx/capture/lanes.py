@@ -32,10 +32,10 @@ def kept_cache_of(kept: Sequence[Node]) -> str | None:
 def single_lane(
     graph: Graph, kept: Sequence[Node], past_inputs: Sequence[int], token: int | None, logits: int | None
 ) -> str | None:
-    """Why a graph computes one token at a time; None where it can compute two.
+    """Why a decode graph computes one token at a time; None where it can compute two.
 
     Args:
-        graph: The decode graph.
+        graph: The graph.
         kept: The outputs that it goes on computing.
         past_inputs: Positions of the past KV inputs.
         token: Position of the token ids.

@@ -210,14 +210,7 @@ def phase_of(sites: Sequence[AttentionSite]) -> Phase:
 def match_attention(
     gm: GraphModule, cores: Sequence[AttentionCore], unknown: dict[Node, str], config: SpecacheConfig
 ) -> tuple[list[AttentionSite], list[Refusal]]:
-    """The attentions that are rewritten, and those that are not.
-
-    Args:
-        gm: The graph.
-        cores: Its attentions in normal form.
-        unknown: Softmaxes of others, with the reason.
-        config: The options.
-    """
+    """The attentions that are rewritten, and those that are not; `cores` and `unknown` are from `attention_cores`."""
     outputs = set(output_node(gm.graph).all_input_nodes)
     sites: list[AttentionSite] = []
     refusals: list[Refusal] = []

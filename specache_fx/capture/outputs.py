@@ -27,10 +27,7 @@ def plan_outputs(
 ) -> tuple[OutputPlan, list[Node]]:
     """What becomes of each output, and the nodes of those that the graph goes on computing.
 
-    Args:
-        gm: The graph.
-        sites: Its attentions.
-        sources: What is known of the inputs of a decode graph; None for others.
+    `sources` are the inputs of a decode graph; None for others.
     """
     inputs = placeholders(gm.graph)
     outs = list(output_node(gm.graph).args[0])  # type: ignore[arg-type]

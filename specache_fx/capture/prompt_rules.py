@@ -20,15 +20,7 @@ from specache_fx.runtime.prompt_masks import PromptMask
 def find_prompt_masks(
     gm: GraphModule, sites: Sequence[AttentionSite]
 ) -> tuple[tuple[PromptMask, ...], dict[Node, int]]:
-    """The masks that may follow a rule, and which of them each attention has.
-
-    Args:
-        gm: A graph of several tokens.
-        sites: Its attentions.
-
-    Returns:
-        The masks, and by attention's output the place of its mask among them.
-    """
+    """Masks of a graph of several tokens that may follow a rule, and by attention's output the place of its mask."""
     inputs = placeholders(gm.graph)
     found: list[PromptMask] = []
     places: dict[tuple[Node, int | None], int] = {}

@@ -38,17 +38,7 @@ def dense(
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """The normal form, for one query a head.
-
-    Args:
-        query: `[batch, num_heads, 1, key_dim]`.
-        key: `[batch, num_heads or 1, kv_len, key_dim]`.
-        value: `[batch, num_heads or 1, kv_len, value_dim]`.
-        mask: Added to the scores, `[..., 1, kv_len]`, or None.
-        scale: Factor on the products.
-        softcap: Bound of the scaled products.
-        sinks: `[num_heads]`: a column more, without a value.
-    """
+    """The normal form, of shapes as `AttentionCore` has them; the mask is a float one."""
     scores = query @ key.transpose(-1, -2) * scale
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
@@ -63,27 +53,18 @@ def dense(
 def exact_products() -> Iterator[None]:
     """No TF32 (nor bfloat16 on the CPU) in float32 products: its rounding would pass for a wrong form.
 
-    The user may have set the precision by either of torch's two interfaces; each refuses to speak of the other's.
+    The user may have set the precision by either of torch's two interfaces; that of backends puts both back.
     """
+    backends: Any = torch.backends
+    each = (backends.cuda.matmul, backends.mkldnn.matmul)
+    kept = [backend.fp32_precision for backend in each]
     try:
-        before = torch.get_float32_matmul_precision()
-    except RuntimeError:
-        backends: Any = torch.backends
-        each = (backends.cuda.matmul, backends.mkldnn.matmul)
-        kept = [backend.fp32_precision for backend in each]
-        try:
-            for backend in each:
-                backend.fp32_precision = "ieee"
-            yield
-        finally:
-            for backend, precision in zip(each, kept, strict=True):
-                backend.fp32_precision = precision
-        return
-    torch.set_float32_matmul_precision("highest")
-    try:
+        for backend in each:
+            backend.fp32_precision = "ieee"
         yield
     finally:
-        torch.set_float32_matmul_precision(before)
+        for backend, precision in zip(each, kept, strict=True):
+            backend.fp32_precision = precision
 
 
 def _equal_to(symbol: Any, shape_env: Any) -> set[Any]:
@@ -192,10 +173,10 @@ def _distance(
     """How far a core and the normal form are from each other, and what rounding allows.
 
     Args:
-        graph: Output, query and mask of the core.
+        graph: Computes output, query and mask of the core from `leaves`.
         core: What was read.
-        leaves: The graph's inputs.
-        numbers: For the inputs.
+        leaves: Nodes.
+        numbers: For the leaves.
         size: Of the scaled products.
 
     Returns:

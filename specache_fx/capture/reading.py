@@ -10,11 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch.fx import GraphModule, Node
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from specache_fx.capture.cache_side import NoMatch, is_cache, why_not_cached, without_repeat
 from specache_fx.capture.graph_slices import ancestors
-from specache_fx.capture.graph_utils import reads_shape_only, shape_of, source_of, target_name
+from specache_fx.capture.graph_utils import reads_shape_only, same_sizes, shape_of, source_of, target_name
 from specache_fx.capture.program import AttentionCore
 
 
@@ -92,7 +91,7 @@ def _behind(
     between = _made_from(cached, needed)
     for node in between:
         # It may be all there is of a prompt, and fewer of what comes after it: a window over a cache that keeps more.
-        if _takes_some(node):
+        if target_name(node) == "slice" and len(shape_of(node) or ()) == 4 and node.args[1] in (2, -2):
             raise NoMatch(f"it reads some of the tokens that are cached (`{node.name}`, {source_of(node)})")
     for_value = ancestors([value], stops)
     latent = next((node for node in cached if node in for_value), cached[1])
@@ -113,17 +112,10 @@ def _made_from(caches: list[Node], needed: set[Node]) -> set[Node]:
     return made
 
 
-def _takes_some(node: Node) -> bool:
-    """Whether a node takes some of the tokens of a 4-D tensor."""
-    return target_name(node) == "slice" and len(shape_of(node) or ()) == 4 and node.args[1] in (2, -2)
-
-
 def _same_tokens(cache: Node, side: Node) -> bool:
     """Whether a cache has a row for each row of keys or values."""
-    shapes = shape_of(cache), shape_of(side)
-    return all(shape is not None and len(shape) == 4 for shape in shapes) and statically_known_true(
-        shapes[0][2] == shapes[1][2]  # type: ignore[index]
-    )
+    one, other = shape_of(cache) or (), shape_of(side) or ()
+    return len(one) == len(other) == 4 and same_sizes(one[2:3], other[2:3])
 
 
 def check_between(reading: Reading, inside: set[Node]) -> None:
@@ -132,8 +124,6 @@ def check_between(reading: Reading, inside: set[Node]) -> None:
     Raises:
         NoMatch: Names what does.
     """
-    if not reading.is_expanded:
-        return
     for node in reading.inside - reading.core.inner:
         for user in node.users:
             if user not in inside and not reads_shape_only(user):

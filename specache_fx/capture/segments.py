@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
@@ -184,9 +183,3 @@ class _Moved:
             return size
         expression = size.node.expr.xreplace(self._symbols)
         return size.node.shape_env.create_symintnode(expression, hint=None)
-
-
-def writes(gm: GraphModule) -> bool:
-    """Whether a traced segment writes to an input."""
-    targets = (node.target for node in gm.graph.nodes)
-    return any(isinstance(target, OpOverload) and target._schema.is_mutable for target in targets)

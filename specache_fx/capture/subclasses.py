@@ -19,19 +19,11 @@ def flatten(values: Sequence[Any]) -> list[Any]:
     """`values`, each subclass replaced by the plain tensors in it."""
     flat: list[Any] = []
     for value in values:
-        if type(value) not in _PLAIN and isinstance(value, torch.Tensor):
-            flat.extend(_plain(value))
-        else:
-            flat.append(value)
+        inner = type(value) not in _PLAIN and is_traceable_wrapper_subclass(value)
+        flat.extend(
+            flatten([getattr(value, name) for name in value.__tensor_flatten__()[0]]) if inner else [value]
+        )
     return flat
-
-
-def _plain(tensor: Any) -> Iterator[torch.Tensor]:
-    if not is_traceable_wrapper_subclass(tensor):
-        yield tensor
-        return
-    for name in tensor.__tensor_flatten__()[0]:
-        yield from _plain(getattr(tensor, name))
 
 
 def unflatten(values: Sequence[Any], plain: Sequence[Any]) -> list[Any]:

@@ -40,10 +40,10 @@ from torch.utils import _pytree as pytree
 
 from specache_fx.capture.einsum import as_matmul
 from specache_fx.capture.graph_edit import copy_graph, fake_mode_of, finish, make_module
-from specache_fx.capture.graph_slices import eliminate_dead_code
+from specache_fx.capture.graph_slices import eliminate_dead_code, writes_in_place
 from specache_fx.capture.graph_utils import placeholders, same_sizes, target_name, value_of
 from specache_fx.capture.normalize_attention import SDPA
-from specache_fx.capture.segments import CannotCut, Joined, Segment, cut, writes
+from specache_fx.capture.segments import CannotCut, Joined, Segment, cut
 from specache_fx.capture.specialize_floats import specialize_floats
 from specache_fx.capture.subclasses import flatten, unflatten
 from specache_fx.runtime import ops  # noqa: F401  (registers torch.ops.specache)
@@ -111,7 +111,7 @@ def _by_segments(gm: GraphModule) -> GraphModule:
     for segment, form in zip(segments, forms, strict=True):
         if form not in known:
             traced, names = _traced(segment.graph(gm), [value_of(node) for node in segment.inputs])
-            if writes(traced):
+            if any(map(writes_in_place, traced.graph.nodes)):
                 raise CannotCut
             known[form] = segment, traced, names
         joined.add(segment, *known[form])

@@ -24,27 +24,25 @@ from specache_fx.capture.score_chain import PRODUCTS
 _READERS = {*PRODUCTS, "mul", "mm", "dot"}
 
 
-def _appends_to_input(root: Node) -> bool:
-    parts, dim = concatenated(root) or ([], 0)
-    return dim == 2 and bool(parts) and parts[0].op == "placeholder" and not is_static_input(parts[0])
-
-
 def _grew(out: Node, past: Node) -> bool:
     """Whether an output is an input with one more row: what a decode step returns of a cache."""
     size, before = shape_of(out) or (), shape_of(past) or ()
     if len(size) != len(before) or len(size) < 3:
         return False
     more = [pair for pair in zip(size, before, strict=True) if not statically_known_true(pair[0] == pair[1])]
-    if len(more) != 1 or more[0][1] == 1 or not statically_known_true(more[0][0] == more[0][1] + 1):
-        return False
-    return past in ancestors([out])
+    return (
+        len(more) == 1
+        and more[0][1] != 1
+        and statically_known_true(more[0][0] == more[0][1] + 1)
+        and past in ancestors([out])
+    )
 
 
 def _grown(gm: GraphModule, outputs: set[Node]) -> list[Node]:
     """Outputs that are inputs with one more row, if they are two or more: caches in a form of their own."""
     pasts = [node for node in placeholders(gm.graph) if is_float(node, 5) and not is_static_input(node)]
-    outs = [node for node in gm.graph.nodes if node in outputs and is_float(node, 5)]
-    found = [out for out in outs if any(_grew(out, past) for past in pasts)]
+    found = [out for out in gm.graph.nodes if out in outputs and is_float(out, 5)]
+    found = [out for out in found if any(_grew(out, past) for past in pasts)]
     return found if len(found) > 1 else []
 
 
@@ -105,25 +103,23 @@ def unknown_forms(
     refusals: dict[Node, Refusal] = {}
     silent: list[Node] = []
     for root in gm.graph.nodes:
-        if concatenated(root) is None or not is_cache(root, outputs):
+        parts, dim = concatenated(root) or ([], 0)
+        if not parts or not is_cache(root, outputs):
             continue
-        work, seen = list(root.users), set[Node]()
-        named = False
-        while work:
+        work, seen, softmax = list(root.users), set[Node](), None
+        is_known = False  # rewritten, or refused with a reason of its own
+        while work and softmax is None:
             node = work.pop(0)
-            if node in seen or reads_shape_only(node):
-                continue
-            if node in known:
-                named = True  # rewritten, or refused with a reason of its own
+            is_known |= node in known
+            if node in seen or node in known or reads_shape_only(node):
                 continue
             seen.add(node)
-            if node not in unknown:
-                work.extend(node.users)
-                continue
-            refusals.setdefault(node, Refusal(node.name, source_of(node), unknown[node], _remedy(node)))
-            named = True
-            break
-        if not named and _appends_to_input(root):
+            softmax = node if node in unknown else None
+            work.extend(node.users)
+        if softmax is not None:
+            refusal = Refusal(softmax.name, source_of(softmax), unknown[softmax], _remedy(softmax))
+            refusals.setdefault(softmax, refusal)
+        elif not is_known and dim == 2 and parts[0].op == "placeholder" and not is_static_input(parts[0]):
             silent.append(root)
     if not refusals and not refused:  # else it may be the other side of an attention that is named
         reason = "no attention that specache knows reads this cache (it knows SDPA and softmax of query times keys)"
