@@ -42,7 +42,8 @@ def _read_sizes(root: Node, keys: Node) -> None:
         if target_name(user) == "sym_numel":
             user.args = (keys,)
         elif target_name(user) == "sym_size":
-            user.args = (keys, {1: 2, 2: 1}.get(user.args[1], user.args[1]))  # type: ignore[call-overload]
+            dim: Any = user.args[1]
+            user.args = (keys, {1: 2, 2: 1}.get(dim, dim))
 
 
 def _harmless(user: Node) -> bool:

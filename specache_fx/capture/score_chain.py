@@ -102,7 +102,8 @@ class Scores:
         Raises:
             UnknownFormError: If the operation has no place in the normal form.
         """
-        name, first = target_name(node), node.args[0]
+        name = target_name(node)
+        first: Any = node.args[0]
         others = [arg for arg in node.args if not (isinstance(arg, Node) and arg in self.path)]
         other = others[0] if len(others) == 1 and len(node.args) == 2 and not node.kwargs else None
         if name in LAYOUTS | _MAXIMA or (name == "sub" and not others):
