@@ -27,6 +27,7 @@ class Sources:
         positions: Integer tensors that grow by one per token.
         masks: Masks over keys, whose last dimension grows by one per token.
         shapes: Past KV tensors; where only their shape is read, that is a length too.
+        whole_ids: Ids of the whole sequence, of which the newest are an input of their own.
         most: The most tokens that such a tensor, or the integer that is its length, gets to have, where its layer keeps
             a window.
         mask_graph: Computes the masks of attentions to all tokens; None where they have none.
@@ -43,6 +44,7 @@ class Sources:
     positions: frozenset[int] = frozenset()
     masks: frozenset[int] = frozenset()
     shapes: frozenset[int] = frozenset()
+    whole_ids: frozenset[int] = frozenset()
     most: dict[int, int] = field(default_factory=dict)
     mask_graph: GraphModule | None = None
     mask_inputs: tuple[int, ...] = ()

@@ -34,14 +34,14 @@ from specache_fx.progress import announced
 from specache_fx.recompile_limit import make_room
 from specache_fx.retrace import trace_as_growing
 from specache_fx.runners import (
+    AtBorder,
     Extend,
     LeftAlone,
     Prefill,
     Refused,
     TakenApart,
-    TokensFirst,
+    as_taken,
     compiling,
-    swap_inputs,
 )
 from specache_fx.runtime.handle import is_laid_out
 from specache_fx.runtime.host_blocks import check_host_dir, resolve_host
@@ -162,9 +162,7 @@ class Backend:
                 gm, example_inputs, replace(program, other_kv_inputs=tuple(kv_inputs(gm)))
             )
         plain = flatten(example_inputs)
-        runner = self._runner(rewritten, swap_inputs(program, plain), program, observe)
-        if program.swapped_outputs:
-            runner = TokensFirst(runner, program)
+        runner = self._runner(rewritten, as_taken(program, plain), program, observe)
         return runner if len(plain) == len(example_inputs) else TakenApart(runner)
 
     def _in_place(
@@ -225,6 +223,16 @@ class Backend:
         observe: Observer | None,
     ) -> Compiled:
         """The runner of a graph in which attentions are rewritten."""
+        runner = self._inner_runner(rewritten, example_inputs, program, observe)
+        return AtBorder(runner, program) if program.swapped_outputs or program.newest_inputs else runner
+
+    def _inner_runner(
+        self,
+        rewritten: GraphModule,
+        example_inputs: Sequence[Any],
+        program: Program,
+        observe: Observer | None,
+    ) -> Compiled:
         config = program.config
         kv = value_of(program.sites[0].keys.new)
         choose_kernel(config.kernel, kv.device)

@@ -26,7 +26,7 @@ from specache_fx.config import SpecacheConfig
 from specache_fx.decode_runner import Decode
 from specache_fx.errors import ConfigError
 from specache_fx.lowering import Compiled
-from specache_fx.runners import TakenApart, TokensFirst
+from specache_fx.runners import AtBorder, TakenApart
 
 _SDPA = "scaled_dot_product_attention"
 _APPENDS = ("cat", "concat", "concatenate")
@@ -127,7 +127,7 @@ class _Recorder:
                 report.runs = found if found != report.after else ""
             if name == "verify":  # of a decode graph, which its runner had made
                 decode = runner
-                while isinstance(decode, (TokensFirst, TakenApart)):
+                while isinstance(decode, (AtBorder, TakenApart)):
                     decode = decode.runner
                 assert isinstance(decode, Decode)
                 report.lanes, report.fallback = decode.lanes, decode.fallback

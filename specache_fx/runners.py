@@ -310,9 +310,12 @@ class Extend:
             return assemble(self._plan, kept, handles, args)
 
 
-def swap_inputs(program: Program, args: Sequence[Any]) -> list[Any]:
-    """Dynamo's inputs with heads first, as the graph takes them after `heads_first`."""
-    return [arg.transpose(1, 2) if i in program.swapped_inputs else arg for i, arg in enumerate(args)]
+def as_taken(program: Program, args: Sequence[Any]) -> list[Any]:
+    """Dynamo's inputs as the graph takes them after `heads_first` and `newest_tokens`."""
+    taken = list(args)
+    for i in program.swapped_inputs:
+        taken[i] = taken[i].transpose(1, 2)
+    return taken + [args[i][:, -count:] for i, count in program.newest_inputs]
 
 
 def with_tokens_first(handle: Handle) -> Handle:
@@ -332,11 +335,14 @@ class TakenApart:
         return self.runner(*flatten(args))
 
 
-class TokensFirst:
-    """Another runner for a model whose caches are `[batch, kv_len, num_kv_heads, head_dim]`; see `heads_first`.
+class AtBorder:
+    """Another runner for a model whose inputs and outputs the graph takes and gives otherwise.
+
+    Caches are `[batch, kv_len, num_kv_heads, head_dim]` (`heads_first`); ids are the whole sequence's
+    (`newest_tokens`).
 
     Attributes:
-        runner: Gets and gives them with heads first.
+        runner: Gets and gives caches with heads first, and gets the newest ids.
     """
 
     def __init__(self, runner: Compiled, program: Program) -> None:
@@ -344,7 +350,7 @@ class TokensFirst:
 
     def __call__(self, *args: Any) -> Any:
         """Run it."""
-        results = list(self.runner(*swap_inputs(self._program, args)))
+        results = list(self.runner(*as_taken(self._program, args)))
         assert self._program.outputs is not None
         with inference():
             for i in self._program.swapped_outputs:

@@ -20,6 +20,7 @@ import specache_fx
 pytestmark = [pytest.mark.nightly, pytest.mark.usefixtures("fresh_dynamo")]
 OPTIONS: dict[str, Any] = {"bits": 16, "group_size": 16, "residual_length": 16, "top_k": 8, "strict": True}
 PACKAGES = ("ibm-fms==1.13.1", "frozendict", "litgpt==0.5.13", "torchtune==0.6.1", "accelerate==1.15.0")
+PACKAGES += ("x-transformers==2.31.10", "einops==0.8.2", "einx==0.4.3", "loguru==0.7.3", "torch-einops-utils==0.2.0")
 GPT_FAST = "torchao==0.3.1"  # its wheel has the model of gpt-fast, which is not on PyPI itself
 
 
@@ -180,6 +181,22 @@ def test_torchtune_generates_the_same(without_init: Any, monkeypatch: pytest.Mon
             tokens.append(generate(call, ids, max_generated_tokens=60, top_k=1, rng=generator)[0])
         assert torch.equal(*tokens)
         assert_two_lanes(model.layers[0].attn.kv_cache.k_cache, length + 59)
+
+
+@pytest.mark.parametrize("more", [{}, {"attn_kv_heads": 2}, {"attn_qk_norm": True}], ids=str)
+def test_x_transformers_generates_the_same(more: dict[str, Any]) -> None:
+    from x_transformers import AutoregressiveWrapper, Decoder, TransformerWrapper
+
+    layers = Decoder(dim=64, depth=2, heads=4, attn_dim_head=16, attn_flash=True, **more)
+    model = randomised(
+        AutoregressiveWrapper(TransformerWrapper(num_tokens=97, max_seq_len=256, attn_layers=layers))
+    )
+    ids = torch.randint(97, (2, 30), generator=torch.Generator().manual_seed(1))
+    expected = model.generate(ids, 60, temperature=0.0)
+    model.net.compile(backend="specache", options=OPTIONS)
+    found, cache = model.generate(ids, 60, temperature=0.0, return_intermediates=True)
+    assert torch.equal(found, expected)
+    assert_two_lanes(cache.attn_intermediates[0].cached_kv[0], 30 + 59)
 
 
 def test_the_hooks_of_device_map_compile_each_layer_once(caplog: pytest.LogCaptureFixture) -> None:

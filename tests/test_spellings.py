@@ -253,6 +253,14 @@ class ReturnsItsMask(Hooked):
         return *super().forward(ids, past), torch.ones(2, start + ids.shape[1], dtype=torch.bool)
 
 
+class SlicesThatTakeEverything(Hooked):
+    def append(self, past: Tensor, new: Tensor) -> Tensor:
+        none = 0 * HEADS
+        return torch.cat([past[..., none:, :], new], -2)[..., none:, :].to(new.dtype).view_as(
+            torch.cat([past, new], 2)
+        )
+
+
 class Checkpointed(Hooked):
     def run_layer(self, *args: Any) -> Any:
         return checkpoint(super().run_layer, *args, use_reentrant=False)
@@ -269,6 +277,7 @@ class Checkpointed(Hooked):
         NewFull,
         OneDimensionalBias,
         ReturnsItsMask,
+        SlicesThatTakeEverything,
     ],
 )
 def test_a_spelling_is_rewritten_and_compiled_once(
@@ -293,6 +302,72 @@ def test_the_speculative_token_finds_its_place_in_a_table_of_torch() -> None:
                 out, past = compiled(out[:, -1:].argmax(-1), past)
         rates.append(specache_fx.stats(past).topk_hit_rate)
     assert rates[0] == rates[1]
+
+
+class TakesAllIds(Hooked):
+    """Called with all ids in each step; of what it has embedded it keeps the newest."""
+
+    def newest(self, ids: Tensor, past: Pairs | None) -> Tensor:
+        x = self.embed(ids) * 2.0 + self.positions(ids, 0)
+        return x if past is None else x[:, -1:]
+
+    def forward(self, ids: Tensor, past: Pairs | None = None, *more: Tensor) -> tuple[Any, ...]:
+        start = 0 if past is None else past[0][0].shape[2]
+        x = embedded = self.newest(ids, past)
+        place = torch.arange(start + x.shape[1])
+        hide = place[start:, None] - place[None] < 0
+        new = []
+        for layer in range(2):
+            x, pair = self.run_layer(layer, x, hide, None if past is None else past[layer])
+            new.append(pair)
+        return self.head(x), tuple(new), embedded
+
+
+class TakesAllIdsFirst(TakesAllIds):
+    def newest(self, ids: Tensor, past: Pairs | None) -> Tensor:
+        place = self.positions(ids, 0)
+        return self.embed(ids) + place if past is None else self.embed(ids[:, -1:]) + place[:, -1:]
+
+
+class ReturnsAllItEmbeds(TakesAllIds):
+    def forward(self, ids: Tensor, past: Pairs | None = None, *more: Tensor) -> tuple[Any, ...]:
+        return *super().forward(ids, past), self.embed(ids) * 3.0
+
+
+class MixesAllItEmbeds(TakesAllIds):
+    """What it keeps of the newest depends on the others: the ids can't be cut."""
+
+    def newest(self, ids: Tensor, past: Pairs | None) -> Tensor:
+        x = super().newest(ids, None).cumsum(1) * 0.2
+        return x if past is None else x[:, -1:]
+
+
+@pytest.mark.parametrize(
+    ("kind", "lanes"),
+    [(TakesAllIds, 2), (TakesAllIdsFirst, 2), (ReturnsAllItEmbeds, 2), (MixesAllItEmbeds, 1)],
+)
+def test_ids_of_the_whole_sequence_in_each_step(
+    kind: type[TakesAllIds], lanes: int, compiled_graphs: list[int]
+) -> None:
+    def run(model: Callable[..., Any]) -> tuple[Tensor, Tensor, Any]:
+        ids = torch.randint(89, (2, 10), generator=torch.Generator().manual_seed(1))
+        past, found, last = None, [], None
+        with torch.no_grad():
+            for _ in range(12):
+                out, past, *_, last = model(ids, past)
+                found.append(out[:, -1])
+                ids = torch.cat([ids, out[:, -1:].argmax(-1)], 1)
+        return torch.stack(found), last, past
+
+    plain, all_embedded, _ = run(kind())
+    compiled, last, past = run(torch.compile(kind(), backend="specache", options=OPTIONS))
+    assert plain.abs().mean() > 1 and (plain - compiled).abs().max() < 0.02
+    torch.testing.assert_close(last, all_embedded, rtol=1e-4, atol=1e-4)
+    assert set(compiled_graphs) == {lanes}
+    stats = specache_fx.stats(past)
+    assert stats.kv_len == 21
+    if lanes == 2:
+        assert len(compiled_graphs) == 1 and stats.exact_hit_rate == 1.0
 
 
 class TableByGather(Hooked):

@@ -20,6 +20,7 @@ from specache_fx.capture.graph_utils import (
     is_static_input,
     placeholders,
     reads_shape_only,
+    shape_of,
     value_of,
     weight_name,
 )
@@ -27,6 +28,7 @@ from specache_fx.capture.heads_first import heads_first
 from specache_fx.capture.lanes import drawn_in, effect_of, kept_cache_of, single_lane
 from specache_fx.capture.mask_graphs import find_window_masks, with_masks
 from specache_fx.capture.match_attention import match_attention, phase_of
+from specache_fx.capture.newest_tokens import newest_tokens
 from specache_fx.capture.normalize_attention import attention_cores
 from specache_fx.capture.outputs import find_logits, plan_outputs
 from specache_fx.capture.program import AttentionSite, Decoding, LeaveAlone, Phase, Program, Refusal
@@ -48,7 +50,8 @@ def analyse(gm: GraphModule, config: SpecacheConfig, positions: Collection[int] 
     """
     say_step("analyse")
     start, num_nodes = time.perf_counter(), len(gm.graph.nodes)
-    inputs, other_kv = placeholders(gm.graph), kv_inputs(gm)
+    other_kv, newest = kv_inputs(gm), newest_tokens(gm)
+    inputs = placeholders(gm.graph)
     swapped_inputs, swapped_outputs = heads_first(gm)
     sites, refusals = match_attention(gm, *attention_cores(gm), config)
     program = Program(
@@ -58,10 +61,14 @@ def analyse(gm: GraphModule, config: SpecacheConfig, positions: Collection[int] 
         other_kv_inputs=tuple(other_kv),
         swapped_inputs=frozenset(swapped_inputs),
         swapped_outputs=tuple(swapped_outputs),
+        newest_inputs=tuple(newest),
         refusals=tuple(refusals),
     )
     if sites:
         program = _with_attention(gm, program, sites, positions)
+    if program.phase is Phase.DECODE:
+        fixed = {i: 1 for i, _ in newest if isinstance((shape_of(inputs[i]) or ())[1], int)}
+        program = replace(program, fixed_sizes=program.fixed_sizes | fixed)
     logger.debug(
         "analysed: %s, %d attentions, %d refused, %d -> %d nodes, %.1f ms",
         program.phase.value,

@@ -20,6 +20,7 @@ from specache_fx.capture.graph_utils import (
     target_name,
     value_of,
 )
+from specache_fx.capture.newest_tokens import NEWEST_OF
 from specache_fx.capture.program import AttentionSite
 from specache_fx.runtime.sources import Sources
 
@@ -70,7 +71,7 @@ def find_token(graph: Graph) -> tuple[Node | None, int | None]:
                     work.append(user)
     if not found:
         return None, None
-    _, node, rows = max(found, key=lambda entry: entry[0])
+    _, node, rows = max(found, key=lambda entry: (entry[0], NEWEST_OF in entry[1].meta))
     return node, rows
 
 
@@ -98,13 +99,14 @@ def find_sources(
             most |= {index[side]: site.keys.window - 1 for side in (site.keys.past, site.values.past)}
     growing = [i for i in past_inputs if i not in most] or past_inputs
     past_len = _kv_len(inputs[growing[0]])
+    whole_ids = {node.meta[NEWEST_OF] for node in inputs if NEWEST_OF in node.meta}
     sizes_of_others: set[Any] = set()
     for node in inputs:
         shape = shape_of(node)
         if index[node] in positions and shape is not None:
             growing_by_one.add(index[node])
             continue
-        if shape is None or is_static_input(node):
+        if shape is None or is_static_input(node) or node in whole_ids:
             continue
         if node in past or (
             len(shape) == 4
@@ -135,13 +137,15 @@ def find_sources(
                     most[index[node]] = most[i]
 
     fixed = all(not symbols_of(_kv_len(inputs[i])) for i in growing)
+    takes_one = token is not None and statically_known_true((token_shape or (1,))[-1] == 1)
     return Sources(
-        token=index[token] if token is not None else None,
+        token=index[token] if token is not None and takes_one else None,
         vocabulary=vocabulary,
         lengths=frozenset(lengths),
         positions=frozenset(growing_by_one),
         masks=frozenset(masks),
         shapes=frozenset(shapes),
+        whole_ids=frozenset(map(index.__getitem__, whole_ids)),
         most=most,
         knows_next=bool(growing_by_one) or not fixed or bool(lengths),
         fixed_length=fixed,

@@ -7,7 +7,7 @@
 
 Nothing but the layout changes, and only of what is read with heads and tokens swapped and in no other way: the graph
 computes the same, whatever its attention turns out to be. Inputs and outputs have their dimensions 1 and 2 swapped from
-then on; `TokensFirst` in `specache_fx/runners.py` swaps them where Dynamo's tensors come in and go out.
+then on; `AtBorder` in `specache_fx/runners.py` swaps them where Dynamo's tensors come in and go out.
 
 A prompt's keys are such a cache if they are an output and read swapped. Every other graph stays as it is.
 """

@@ -64,10 +64,13 @@ def plan_outputs(
 
 
 def _tells_length(out: Node, sources: Sources) -> bool:
-    """Whether an output that grows with the context is computed from lengths, positions and masks alone."""
+    """Whether an output that grows with the context is computed from what says where it is alone.
+
+    That is lengths, positions, masks, and the ids of a whole sequence.
+    """
     if not any(isinstance(size, torch.SymInt) for size in shape_of(out) or ()):
         return False
-    moving = sources.lengths | sources.positions | sources.masks | sources.shapes
+    moving = sources.lengths | sources.positions | sources.masks | sources.shapes | sources.whole_ids
     needed = ancestors([out])
     return all(
         i in moving or is_static_input(node) or is_integer(node)

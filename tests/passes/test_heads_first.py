@@ -18,7 +18,7 @@ from specache_fx.capture.graph_utils import output_node, placeholders, shape_of,
 from specache_fx.capture.normalize_attention import SDPA
 from specache_fx.capture.program import Program
 from specache_fx.config import SpecacheConfig
-from specache_fx.runners import swap_inputs
+from specache_fx.runners import as_taken
 
 CAT = torch.ops.aten.cat.default
 Q, K, PAST = torch.randn(2, 4, 1, 8), torch.randn(2, 1, 2, 8), torch.randn(2, 5, 2, 8)
@@ -36,7 +36,7 @@ def run(function: Callable[..., Any], *tensors: Tensor) -> tuple[str, GraphModul
     program = analyse(gm, SpecacheConfig())
     for i in program.swapped_inputs:
         assert shape_of(placeholders(gm.graph)[i])[1:3] == (2, 5)  # type: ignore[index]
-    results = gm(*swap_inputs(program, captured.inputs))
+    results = gm(*as_taken(program, captured.inputs))
     swapped = [out.transpose(1, 2) if i in program.swapped_outputs else out for i, out in enumerate(results)]
     for mine, theirs in zip(swapped, captured.gm(*captured.inputs), strict=True):
         torch.testing.assert_close(mine, theirs)
@@ -74,7 +74,7 @@ def test_sizes_are_read_in_the_new_layout() -> None:
     output.args = ((*output.args[0], *sizes),)  # type: ignore[misc]
     program = analyse(gm, SpecacheConfig())
     assert len(program.swapped_inputs) == 1
-    assert gm(*swap_inputs(program, captured.inputs))[-2:] == (5, 2)
+    assert gm(*as_taken(program, captured.inputs))[-2:] == (5, 2)
 
 
 @pytest.mark.parametrize("function", [plain, permuted, interleaved, expanded])

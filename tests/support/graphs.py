@@ -19,7 +19,7 @@ from specache_fx.capture.trace import trace
 from specache_fx.config import SpecacheConfig
 from specache_fx.passes.duplicate_query import duplicate_query, lane_inputs
 from specache_fx.passes.pipeline import BINDING_PASSES, run_passes
-from specache_fx.runners import swap_inputs
+from specache_fx.runners import as_taken
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,7 @@ def decode_graph(captured: Captured, config: SpecacheConfig) -> tuple[GraphModul
     """The decode graph as the first of `DECODE_PASSES` gets it."""
     gm, program = bound(captured, config)
     assert program.phase is Phase.DECODE
-    lanes, args = config.num_lanes, tuple(swap_inputs(program, captured.inputs))
+    lanes, args = config.num_lanes, tuple(as_taken(program, captured.inputs))
     return duplicate_query(gm, program, decode_inputs(gm, program, args, lanes), lanes), program
 
 

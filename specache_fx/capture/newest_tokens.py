@@ -1,0 +1,132 @@
+"""`newest_tokens`: graphs that take the ids of the whole sequence, and read the newest of them.
+
+    x = embedding(table, ids) + pos; x = x[:, -1:]       # ids [batch, n]
+        -> x = embedding(table, newest) + pos[-1:]       # newest [batch, 1], a further input: ids[:, -1:]
+
+Some decoders are called with all ids in each step, and drop those that the cache stands for behind the embedding. Such
+a graph has another shape of ids in each step, and no input that is the token. The slice is moved up to the ids, past
+operators that treat tokens one by one, and made before the graph runs. The ids themselves stay an input: an output may
+be computed from them.
+
+A graph without such a slice stays as it is.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from specache_fx.capture.cache_side import END
+from specache_fx.capture.graph_edit import add_placeholder, call, finish
+from specache_fx.capture.graph_slices import eliminate_dead_code, mutated_inputs
+from specache_fx.capture.graph_utils import (
+    is_static_input,
+    placeholders,
+    shape_of,
+    value_of,
+)
+
+NEWEST_OF = "newest_of"  # in the meta of such an input: the placeholder of all ids
+_aten = torch.ops.aten
+_ONE_BY_ONE = {
+    _aten.add.Tensor, _aten.sub.Tensor, _aten.mul.Tensor, _aten.div.Tensor, _aten.masked_fill.Scalar,
+    _aten.where.self, _aten._to_copy.default, _aten.clone.default,
+}  # fmt: skip
+
+
+def _is_ids(node: Node) -> bool:
+    """Whether an input may be the ids of a sequence, `[batch, n]`."""
+    value = value_of(node)
+    is_integer = isinstance(value, torch.Tensor) and value.dtype in (torch.int64, torch.int32)
+    return is_integer and value.dim() == 2 and not is_static_input(node)
+
+
+def _newest(node: Node) -> tuple[int, int] | None:
+    """Dimension, counted from the front, and number of the newest tokens that a slice keeps."""
+    if node.target is not _aten.slice.Tensor or len(node.args) not in (3, 4):
+        return None
+    source, dim, start, *end = node.args
+    dims = shape_of(source) or ()
+    counts = isinstance(start, int) and start < 0 and end in ([], [None], [END])
+    if not counts or not dims or statically_known_true(dims[dim] == -start):  # type: ignore[index, operator]
+        return None
+    return dim % len(dims), -start  # type: ignore[operator]
+
+
+def _moved(graph: Graph, node: Node, dim: int, count: int, origin: Node) -> Node:
+    """The newest `count` tokens of a node, computed from the newest of what it reads."""
+    dims = shape_of(node) or ()
+    args: list[Any] | None = None
+    if node.target is _aten.embedding.default and dim < len(dims) - 1:
+        args = [node.args[0], _moved(graph, node.args[1], dim, count, origin), *node.args[2:]]  # type: ignore[arg-type]
+    elif node.target in _ONE_BY_ONE and _moves_through(node, dim):
+        args = [_part(graph, arg, len(dims) - dim, count, origin) for arg in node.args]
+    if args is None:
+        return call(graph, _aten.slice.Tensor, (node, dim, -count, END), origin)
+    return call(graph, node.target, tuple(args), node, kwargs=dict(node.kwargs))
+
+
+def _moves_through(node: Node, dim: int) -> bool:
+    """Whether each tensor that an operator reads has the tokens in their place, or is the same for all."""
+    dims = shape_of(node) or ()
+    read = (shape_of(arg) or () for arg in node.all_input_nodes)
+    sizes = [shape[dim - len(dims)] for shape in read if len(shape) >= len(dims) - dim]
+    return all(statically_known_true(size == 1) or statically_known_true(size == dims[dim]) for size in sizes)
+
+
+def _part(graph: Graph, arg: Any, from_end: int, count: int, origin: Node) -> Any:
+    """What an operator that broadcasts reads of an argument for the newest tokens."""
+    dims = shape_of(arg)
+    if dims is None or len(dims) < from_end or statically_known_true(dims[-from_end] == 1):
+        return arg
+    return _moved(graph, arg, len(dims) - from_end, count, origin)
+
+
+def _computed_one_by_one(ids: Node) -> set[Node]:
+    """The ids, and what operators that treat tokens one by one compute from them."""
+    found, work = {ids}, [ids]
+    while work:
+        for user in work.pop().users:
+            if user not in found and user.target in _ONE_BY_ONE | {_aten.embedding.default}:
+                found.add(user)
+                work.append(user)
+    return found
+
+
+def newest_tokens(gm: GraphModule) -> list[tuple[int, int]]:
+    """Have a graph take the newest ids as an input of their own.
+
+    Returns:
+        The further inputs: the position of the whole sequence's ids, and how many of the newest are taken of them.
+    """
+    graph = gm.graph
+    written = mutated_inputs(graph)
+    inputs = [node for node in placeholders(graph) if _is_ids(node) and node not in written]
+    computed = {ids: _computed_one_by_one(ids) for ids in inputs}
+    changed = False
+    for node in list(graph.nodes):
+        kept = _newest(node)
+        if kept is None or not any(node.args[0] in nodes - {ids} for ids, nodes in computed.items()):
+            continue
+        with graph.inserting_before(node):
+            node.replace_all_uses_with(_moved(graph, node.args[0], *kept, node))  # type: ignore[arg-type]
+        changed = True
+    if changed:
+        eliminate_dead_code(graph)
+    taken = []
+    for ids in inputs:
+        slices = [user for user in ids.users if _newest(user) is not None]
+        for count in dict.fromkeys(_newest(user)[1] for user in slices):  # type: ignore[index]
+            same = [user for user in slices if _newest(user) == (1, count)]
+            newest = add_placeholder(graph, f"{ids.name}_newest", None)
+            newest.meta |= {"val": value_of(same[0]), NEWEST_OF: ids}
+            for user in same:
+                user.replace_all_uses_with(newest)
+                graph.erase_node(user)
+            taken.append((placeholders(graph).index(ids), count))
+    if changed or taken:
+        finish(gm)
+    return taken
