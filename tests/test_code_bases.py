@@ -20,7 +20,13 @@ import specache_fx
 pytestmark = [pytest.mark.nightly, pytest.mark.usefixtures("fresh_dynamo")]
 OPTIONS: dict[str, Any] = {"bits": 16, "group_size": 16, "residual_length": 16, "top_k": 8, "strict": True}
 PACKAGES = ("ibm-fms==1.13.1", "frozendict", "litgpt==0.5.13", "torchtune==0.6.1", "accelerate==1.15.0")
-PACKAGES += ("x-transformers==2.31.10", "einops==0.8.2", "einx==0.4.3", "loguru==0.7.3", "torch-einops-utils==0.2.0")
+PACKAGES += (
+    "x-transformers==2.31.10",
+    "einops==0.8.2",
+    "einx==0.4.3",
+    "loguru==0.7.3",
+    "torch-einops-utils==0.2.0",
+)
 GPT_FAST = "torchao==0.3.1"  # its wheel has the model of gpt-fast, which is not on PyPI itself
 
 

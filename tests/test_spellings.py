@@ -256,8 +256,10 @@ class ReturnsItsMask(Hooked):
 class SlicesThatTakeEverything(Hooked):
     def append(self, past: Tensor, new: Tensor) -> Tensor:
         none = 0 * HEADS
-        return torch.cat([past[..., none:, :], new], -2)[..., none:, :].to(new.dtype).view_as(
-            torch.cat([past, new], 2)
+        return (
+            torch.cat([past[..., none:, :], new], -2)[..., none:, :]
+            .to(new.dtype)
+            .view_as(torch.cat([past, new], 2))
         )
 
 
@@ -431,6 +433,35 @@ def test_a_cache_in_a_form_of_its_own_is_named(model: type[Hooked], told: str) -
     torch._dynamo.reset()
     with pytest.raises(BackendCompilerFailed, match=told):
         logits(specache_fx.compile(model(), strict=True, lowering="eager"))
+
+
+class CrossAttention(Hooked):
+    """Reads another sequence too, which may be as long as the prompt."""
+
+    def hidden(self, x: Tensor, *more: Tensor) -> Tensor:
+        self.other = more[0]
+        return x
+
+    def run_layer(
+        self, layer: int, x: Tensor, hide: Tensor, past: tuple[Tensor, ...] | None
+    ) -> tuple[Tensor, Any]:
+        x, pair = super().run_layer(layer, x, hide, None if past is None else past[:2])  # type: ignore[arg-type]
+        q = self.qkv[layer](x)[..., :HIDDEN].unflatten(2, (HEADS, HEAD_DIM)).transpose(1, 2)
+        if past is None:
+            sides = self.qkv[layer](self.other)[..., HIDDEN:].chunk(2, -1)
+            cross = tuple(side.unflatten(2, (HEADS, HEAD_DIM)).transpose(1, 2) for side in sides)
+        else:
+            cross = past[2:]
+        return x + F.scaled_dot_product_attention(q, *cross).transpose(1, 2).flatten(2), (*pair, *cross)
+
+
+@pytest.mark.parametrize("length", [7, 10])
+def test_keys_of_another_sequence_are_no_cache_of_this_one(
+    length: int, caplog: pytest.LogCaptureFixture, compiled_graphs: list[int]
+) -> None:
+    other = torch.randn(2, length, HIDDEN, generator=torch.Generator().manual_seed(5))
+    assert equals_plain(CrossAttention(), lambda q_len: (other,)) < 0.02
+    assert "cross-attention" in caplog.text and compiled_graphs == [2]
 
 
 @pytest.mark.parametrize("first", ["data", "positions"])

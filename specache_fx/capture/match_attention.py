@@ -105,6 +105,8 @@ def _match(
             " (cross-attention, or a cache of fixed length?)",
             f"Use a DynamicCache if it is one of fixed length. {LEAVE}.",
         )
+    if keys.past is None and owner is None and _is_of_another_sequence(core, keys):
+        raise NoMatch("its keys are computed from another sequence than its queries (cross-attention)")
     if keys.root is values.root:
         raise NoMatch("its keys and values are one tensor")
     if (other := _of_other_tokens(keys, owners)) is not None:
@@ -135,6 +137,12 @@ def _match(
         shared=owner is not None,
         expansion=expansion,
     )
+
+
+def _is_of_another_sequence(core: AttentionCore, keys: Side) -> bool:
+    """Whether queries are computed from this call's tokens and keys are not, which may be as many."""
+    token, _ = find_token(core.node.graph)
+    return token is not None and token in ancestors([core.query]) and token not in ancestors([keys.new])
 
 
 def _of_other_tokens(keys: Side, owners: dict[Node, AttentionSite]) -> AttentionSite | None:

@@ -195,8 +195,8 @@ class Program:
         swapped_inputs: Positions of the inputs whose dimensions 1 and 2 `heads_first` swapped: caches that have tokens
             first.
         swapped_outputs: Positions of such outputs.
-        newest_inputs: Further inputs behind Dynamo's (`newest_tokens`): the position of the ids of a whole sequence, and
-            how many of the newest of them.
+        newest_inputs: Further inputs behind Dynamo's (`newest_tokens`): the position of the ids of a whole sequence,
+            and how many of the newest of them.
         fixed_sizes: Position to dimension of inputs that grow with the context, where Dynamo took the size for a
             constant (decode).
         token: Position of the token ids among Dynamo's inputs; None where there are none.
