@@ -48,12 +48,13 @@ def _newest(node: Node) -> tuple[int, int] | None:
     """Dimension, counted from the front, and number of the newest tokens that a slice keeps."""
     if node.target is not _aten.slice.Tensor or len(node.args) not in (3, 4):
         return None
-    source, dim, start, *end = node.args
+    args: Any = node.args
+    source, dim, start, *end = args
     dims = shape_of(source) or ()
     counts = isinstance(start, int) and start < 0 and end in ([], [None], [END])
-    if not counts or not dims or statically_known_true(dims[dim] == -start):  # type: ignore[index, operator]
+    if not counts or not dims or statically_known_true(dims[dim] == -start):
         return None
-    return dim % len(dims), -start  # type: ignore[operator]
+    return dim % len(dims), -start
 
 
 def _moved(graph: Graph, node: Node, dim: int, count: int, origin: Node) -> Node:
@@ -112,7 +113,7 @@ def newest_tokens(gm: GraphModule) -> list[tuple[int, int]]:
         if kept is None or not any(node.args[0] in nodes - {ids} for ids, nodes in computed.items()):
             continue
         with graph.inserting_before(node):
-            node.replace_all_uses_with(_moved(graph, node.args[0], *kept, node))  # type: ignore[arg-type]
+            node.replace_all_uses_with(_moved(graph, node.args[0], *kept, node))
         changed = True
     if changed:
         eliminate_dead_code(graph)
