@@ -95,6 +95,8 @@ class Handle(torch.Tensor):
         if torch.compiler.is_dynamo_compiling():
             # Modes too: under one (`torch.set_default_device`) Dynamo would come back here without end.
             with torch._C.DisableTorchFunction():
+                if func is torch.Tensor.view:  # of the strides of a real cache, which a handle doesn't have
+                    return torch.Tensor.reshape(*args, **(kwargs or {}))
                 return func(*args, **(kwargs or {}))
         if func in _GUARDED:
             return _as_plain(func, types, args, kwargs or {})

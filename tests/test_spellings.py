@@ -263,6 +263,29 @@ class SlicesThatTakeEverything(Hooked):
         )
 
 
+class FoldsHeads(Hooked):
+    """As fairseq does: attention is of `[batch * num_heads, tokens, head_dim]`, the cache is viewed as that."""
+
+    def run_layer(
+        self, layer: int, x: Tensor, hide: Tensor, past: tuple[Tensor, Tensor] | None
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        sides = self.qkv[layer](x).chunk(3, -1)
+        batch = len(x)
+        q, k, v = (
+            side.view(batch, -1, HEADS, HEAD_DIM).transpose(1, 2).reshape(batch * HEADS, -1, HEAD_DIM)
+            for side in sides
+        )
+        if past is not None:
+            k, v = (
+                torch.cat([held.view(batch * HEADS, -1, HEAD_DIM), new], 1)
+                for held, new in zip(past, (k, v), strict=True)
+            )
+        scores = torch.nan_to_num(torch.bmm(q, k.transpose(1, 2)) * HEAD_DIM**-0.5)
+        weights = scores.masked_fill(hide, -torch.inf).softmax(-1)
+        out = torch.bmm(weights, v).transpose(0, 1).reshape(-1, batch, HIDDEN).transpose(0, 1)
+        return x + out, (k.view(batch, HEADS, -1, HEAD_DIM), v.view(batch, HEADS, -1, HEAD_DIM))
+
+
 class Checkpointed(Hooked):
     def run_layer(self, *args: Any) -> Any:
         return checkpoint(super().run_layer, *args, use_reentrant=False)
@@ -274,6 +297,7 @@ class Checkpointed(Hooked):
         ByKeyword,
         Checkpointed,
         EmbeddingOfTorch,
+        FoldsHeads,
         FullLike,
         FullLikeByKeyword,
         NewFull,

@@ -16,6 +16,7 @@ from torch.fx import GraphModule, Node
 
 from specache_fx.capture.find_prelude import find_prelude
 from specache_fx.capture.find_sources import find_sources, find_token, fixed_sizes
+from specache_fx.capture.folded_heads import folded_heads
 from specache_fx.capture.graph_utils import (
     is_static_input,
     placeholders,
@@ -52,6 +53,7 @@ def analyse(gm: GraphModule, config: SpecacheConfig, positions: Collection[int] 
     start, num_nodes = time.perf_counter(), len(gm.graph.nodes)
     other_kv, newest = kv_inputs(gm), newest_tokens(gm)
     inputs = placeholders(gm.graph)
+    folded_heads(gm)
     swapped_inputs, swapped_outputs = heads_first(gm)
     sites, refusals = match_attention(gm, *attention_cores(gm), config)
     program = Program(

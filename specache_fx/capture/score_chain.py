@@ -106,8 +106,8 @@ class Scores:
         first: Any = node.args[0]
         others = [arg for arg in node.args if not (isinstance(arg, Node) and arg in self.path)]
         other = others[0] if len(others) == 1 and len(node.args) == 2 and not node.kwargs else None
-        if name in LAYOUTS | _MAXIMA or (name == "sub" and not others):
-            return  # a row's maximum is subtracted: no softmax notices
+        if name in LAYOUTS | _MAXIMA | {"nan_to_num"} or (name == "sub" and not others):
+            return  # a row's maximum is subtracted: no softmax notices; no score is NaN
         if self.sinks is not None:
             raise UnknownFormError(node, "comes after the sinks")
         if name == "cat" and isinstance(first, (list, tuple)) and first[0] in self.path:
