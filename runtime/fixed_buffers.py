@@ -52,20 +52,24 @@ def hold(
         held.version = _version(buffer)
 
 
-def tokens(buffer: torch.Tensor, count: int, *, swapped: bool) -> torch.Tensor:
-    """The first tokens of a buffer, heads first: of a handle a handle, of another tensor its numbers.
+def tokens(buffer: torch.Tensor, count: int, *, window: int | None, swapped: bool) -> torch.Tensor:
+    """The tokens of a buffer, heads first: of a handle a handle, of another tensor its numbers.
 
     Args:
         buffer: See `hold`.
-        count: Tokens.
+        count: Tokens of the cache.
+        window: Tokens that the buffer has room for, where it keeps the newest of them.
         swapped: Whether they are in dimension 1.
 
     Raises:
         CacheHandleError: If somebody wrote into a buffer that is a handle.
     """
+    first = 0
+    if window is not None and count >= window:
+        first, count = 1, window - 1
     with bare():
         if not isinstance(buffer, Handle):
-            return (buffer.transpose(1, 2) if swapped else buffer).narrow(2, 0, count)
+            return (buffer.transpose(1, 2) if swapped else buffer).narrow(2, first, count)
         if not are_intact([buffer]):
             raise CacheHandleError(_WRITTEN)
         shape, stride = list(buffer.shape), list(buffer.stride())
@@ -138,13 +142,22 @@ def _restore(held: Sequence[Handle]) -> None:
     assert session is not None
     first_shape = session.shapes[0]
     swapped = [has_tokens_first(buffer, first_shape.num_kv_heads) for buffer in held]
-    looks = [tokens(buffer, session.kv_len, swapped=swap) for buffer, swap in zip(held, swapped, strict=True)]
-    numbers = give_back(looks)
+    with bare():
+        codes = [handles.decode(buffer) for buffer in held]
+    windows = [session.shapes[code[0].slot // 2].window if code else None for code in codes]
+    looks = [
+        tokens(buffer, session.kv_len, window=window, swapped=swap)
+        for buffer, window, swap in zip(held, windows, swapped, strict=True)
+    ]
+    with bare():
+        numbers = give_back(looks)
     whole = []
     for place, (buffer, swap) in enumerate(zip(held, swapped, strict=True)):
         with bare():
             full = torch.zeros(buffer.shape, dtype=buffer.dtype, device=buffer.device)
-        (full.transpose(1, 2) if swap else full)[:, :, : session.kv_len] = numbers[place]
+        # The oldest row of a full window is not kept: the next token pushes it out before anything reads it.
+        first = int(session.kv_len >= (windows[place] or session.kv_len + 1))
+        (full.transpose(1, 2) if swap else full)[:, :, first : first + looks[place].shape[2]] = numbers[place]
         whole.append(full)
     refill(held, whole)
 

@@ -29,7 +29,7 @@ class Sources:
         shapes: Past KV tensors; where only their shape is read, that is a length too.
         whole_ids: Ids of the whole sequence, of which the newest are an input of their own.
         most: The most tokens that such a tensor, or the integer that is its length, gets to have, where its layer keeps
-            a window.
+            a window; and the most columns of a mask of such layers alone.
         mask_graph: Computes the masks of attentions to all tokens; None where they have none.
         mask_inputs: Positions of its inputs.
         layer_masks: Which of its results is the mask of a layer; layers without a mask are left out.
@@ -68,7 +68,12 @@ class Sources:
             if i in self.lengths or i in self.positions:
                 value = min(value + num_tokens, self.most[i]) if i in self.most else value + num_tokens
             elif i in self.masks:
-                value = torch.cat([value, value.new_ones((*value.shape[:-1], num_tokens))], dim=-1)
+                # A mask of four dimensions is added where it is of floating point numbers; others are 1 where one sees.
+                shown = 0 if value.dim() == 4 and value.is_floating_point() else 1
+                more = value.new_full((*value.shape[:-1], num_tokens), shown)
+                value = torch.cat([value, more], dim=-1)[
+                    ..., -self.most.get(i, value.shape[-1] + num_tokens) :
+                ]
             elif i in self.shapes:
                 batch, heads, kv_len, dim = value.shape
                 kv_len = min(kv_len + num_tokens, self.most.get(i, kv_len + num_tokens))

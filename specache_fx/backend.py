@@ -13,9 +13,15 @@ from torch.fx import GraphModule
 
 from specache_fx._log import forget_warnings, warn_once
 from specache_fx.capture.analyse import analyse, kv_inputs
-from specache_fx.capture.buffer_writes import attends_in_place, writes_in_place
+from specache_fx.capture.buffer_writes import writes_in_place
 from specache_fx.capture.cache_side import LEAVE, NoMatch
-from specache_fx.capture.fixed_caches import grow, has_one_token
+from specache_fx.capture.fixed_caches import (
+    attends_in_place,
+    grow,
+    has_one_token,
+    has_past,
+    keeps_windows_alone,
+)
 from specache_fx.capture.graph_utils import (
     placeholders,
     shape_of,
@@ -139,6 +145,12 @@ class Backend:
                 return self._in_place(gm, rewritten, example_inputs, config, observe)
             except NoMatch as no:
                 return self._left_in_place(gm, example_inputs, program, observe, no)
+        if keeps_windows_alone(rewritten):
+            bounded = NoMatch(
+                "its caches keep the newest tokens alone, in buffers of fixed length",
+                f"they don't grow. A DynamicCache is rewritten, and as exact. {LEAVE}.",
+            )
+            return self._left_in_place(gm, example_inputs, program, observe, bounded)
         inputs, writes = placeholders(rewritten.graph), writes_in_place(rewritten)
         program = analyse(rewritten, config)
         if observe is not None:
@@ -153,7 +165,7 @@ class Backend:
             return self._without_cache(gm, example_inputs, program, observe, reason, remedy)
         if program.phase is Phase.NO_CACHE and not program.refusals and writes:
             unread = NoMatch(
-                "its caches are written in place, and are not read by scaled_dot_product_attention in the same graph",
+                "its caches are written in place, and are not read by attention in the same graph",
                 f"Let it read them there, each call's tokens written at once, or use caches that grow. {LEAVE}.",
             )
             return self._left_in_place(gm, example_inputs, program, observe, unread)
@@ -211,8 +223,8 @@ class Backend:
                 except NoMatch as no:
                     return self._left_in_place(gm, example_inputs, Program(config), observe, no), None
 
-        has_past = has_one_token(traced)
-        runner = InPlace(make_later, has_past, make(has_past))
+        follows = has_past(traced)
+        runner = InPlace(make_later, follows, make(follows))
         return runner if len(flatten(example_inputs)) == len(example_inputs) else TakenApart(runner)
 
     def _runner(

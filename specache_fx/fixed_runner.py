@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from specache_fx.capture.buffers import FixedCaches, size_in
+from specache_fx.capture.buffer_writes import Tokens
+from specache_fx.capture.buffers import Buffer, FixedCaches, size_in
 from specache_fx.errors import CacheHandleError
 from specache_fx.lowering import Compiled
 from specache_fx.runners import inference
@@ -102,7 +103,8 @@ class InPlace:
         first_assert = len(values) - len(plan.asserts)
         first_end = first_assert - len(plan.ends)
         positions = [*(args[i] for i in plan.starts), *values[:first_end]]
-        capacity = min(size_in(buffer.capacity, args) for buffer in plan.buffers)
+        written = [buffer for buffer in plan.buffers if buffer.before is Tokens.ANY]
+        capacity = min(size_in(buffer.capacity, args) for buffer in written)
         held = [args[buffer.place] for buffer in plan.buffers if buffer.place is not None]
         session = registry.find(held[0]) if held else None
         start, agrees = None, None
@@ -120,6 +122,9 @@ class InPlace:
                     raise AssertionError(message)
             if session is not None and start > session.kv_len:
                 raise CacheHandleError(_GAP.format(start=start, kv_len=session.kv_len))
+        kv_len = start if session is None else session.kv_len
+        for buffer in plan.buffers:
+            _check_window(buffer, start, kv_len)
         for end, is_exact in zip(values[first_end:first_assert], plan.ends, strict=True):
             if end < start + q_len:
                 raise CacheHandleError(_READS_LESS.format(end=end, kv_len=start + q_len))
@@ -134,7 +139,7 @@ class InPlace:
         for buffer in plan.buffers if start else ():
             assert buffer.place is not None
             inputs[buffer.place] = fixed_buffers.tokens(
-                args[buffer.place], start, swapped=buffer.tokens_first
+                args[buffer.place], start, window=buffer.window, swapped=buffer.tokens_first
             )
         for place in plan.masks:
             inputs[place] = args[place].narrow(-1, 0, start + q_len)
@@ -162,6 +167,15 @@ class InPlace:
             with torch.inference_mode(args[place].is_inference()):
                 args[place].copy_(value)
         return tuple(outs)
+
+
+def _check_window(buffer: Buffer, start: int, kv_len: int) -> None:
+    """Make sure that a buffer that keeps the newest tokens is written as one that holds those before `start`."""
+    full = buffer.before is Tokens.FULL
+    if (full and (start != kv_len or start < (buffer.window or 0))) or (
+        buffer.before is Tokens.NONE and start
+    ):
+        raise CacheHandleError(_WINDOW.format(start=start, before=buffer.before.value, kv_len=kv_len))
 
 
 def _start(positions: Sequence[Any], q_len: int) -> int:
@@ -199,6 +213,11 @@ _SEVERAL = f"The layers of a model write one call's tokens at different position
 _GAP = (
     "Tokens are written at position {start} of a cache that holds {kv_len}: what lies between was never there."
     f" {_PROMPT}"
+)
+_WINDOW = (
+    "A layer with a sliding window writes into its buffer of fixed length as if that held {before} tokens, and others"
+    " write at position {start} of a cache that holds {kv_len}: it can't go back. Call reset() on the whole cache, and"
+    " start from the prompt."
 )
 _FULL = (
     "A cache of fixed length has room for {capacity} tokens, and this call would make them {kv_len}. Make a longer one"

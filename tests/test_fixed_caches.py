@@ -296,6 +296,12 @@ def spelt_out(s: OneLayer, q: Tensor, k: Tensor, v: Tensor, where: Tensor) -> Te
     return (q @ keys.mT).masked_fill(hidden, -torch.inf).softmax(-1) @ values
 
 
+def squared(s: OneLayer, q: Tensor, k: Tensor, v: Tensor, where: Tensor) -> Tensor:
+    keys, values = s.write(k, v, where)
+    hidden = torch.arange(16)[None] > where[:, None]
+    return ((q @ keys.mT) ** 2).masked_fill(hidden, -torch.inf).softmax(-1) @ values
+
+
 def apart(s: OneLayer, q: Tensor, k: Tensor, v: Tensor, where: Tensor) -> Tensor:
     keys, values = s.write(k, v, where)
     torch._dynamo.graph_break()
@@ -322,10 +328,10 @@ def tokens_for_heads(s: OneLayer, q: Tensor, k: Tensor, v: Tensor, where: Tensor
         (narrow_mask, "without a mask reads all of a cache"),
         (bucket, "reads the first 12 rows of a cache that holds 5 tokens"),
         (from_the_end, "position -16, counted from the end"),
-        (spelt_out, r"is left alone: its keys are cached, but not as.*a cache of fixed length\?"),
+        (squared, r"its form is not one that specache knows: `pow.*attn_implementation"),
         (first_heads, "is left alone: its keys are cached, but not as"),
         (tokens_for_heads, "is left alone: its keys are cached, but not as"),
-        (apart, "not read by scaled_dot_product_attention in the same graph"),
+        (apart, "not read by attention in the same graph"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
@@ -341,6 +347,17 @@ def test_what_would_be_another_answer_is_refused(attend: Callable[..., Tensor], 
 
     with pytest.raises((CacheHandleError, BackendCompilerFailed), match=named):
         steps()
+
+
+@pytest.mark.parametrize("options", [{}, ALL_STAGED], ids=["16 bits", "1 bit"])
+@torch.no_grad()
+def test_attention_that_is_spelt_out(options: dict[str, Any]) -> None:
+    plain = OneLayer(spelt_out)
+    ours = compiled(copy.deepcopy(plain), lookahead="query", **options)
+    for _ in range(2):
+        for start, count in ((0, 3), (3, 2), *((i, 1) for i in range(5, 16))):
+            ids, where = prompt(count)[:1], torch.arange(start, start + count)
+            torch.testing.assert_close(ours(ids, where), plain(ids, where), rtol=1e-4, atol=1e-4)
 
 
 class Broken(FixedDecoder):

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 import torch
@@ -18,21 +19,53 @@ from torch.fx import Graph, GraphModule, Node
 
 from specache_fx.capture.cache_side import without_repeat
 from specache_fx.capture.graph_utils import output_node, same_sizes, shape_of, value_of
-from specache_fx.capture.normalize_attention import SDPA
 
 _aten = torch.ops.aten
 _MADE = (_aten.zeros.default, _aten.full.default, _aten.new_zeros.default)
 
 
+class Tokens(Enum):
+    """How many tokens a buffer has to hold before a call that writes in some way."""
+
+    ANY = "any"
+    NONE = "none"
+    SOME = "some"  # `Append.position` of them
+    FULL = "as many as it has room for"
+
+
 @dataclass(frozen=True)
 class Append:
-    """This call's tokens, written into a buffer."""
+    """This call's tokens, written into a buffer.
+
+    Attributes:
+        node: What an attention reads.
+        buffer: An input, or a tensor that is made in this call.
+        dim: Dimension of the tokens.
+        position: Where the first token is written, or where each is. It tells nothing with `Tokens.NONE` and `FULL`.
+        new: The tokens.
+        window: Tokens that the buffer has room for, where it keeps the newest; None where it keeps all.
+        before: Tokens that it has to hold before this call.
+        kept: What is in the buffer after this call; None where that is `node`.
+    """
 
     node: Node
     buffer: Node
     dim: int
     position: Any
     new: Node
+    window: int | None = None
+    before: Tokens = Tokens.ANY
+    kept: Node | None = None
+
+    @property
+    def written(self) -> Node:
+        """What is in the buffer after this call."""
+        return self.kept or self.node
+
+    @property
+    def capacity(self) -> Any:
+        """Tokens that the buffer has room for."""
+        return (shape_of(self.written) or ())[self.dim]
 
     @property
     def q_len(self) -> Any:
@@ -137,14 +170,3 @@ def writes_in_place(gm: GraphModule) -> bool:
             if value is buffer and node.args[1] is not buffer:
                 return True
     return False
-
-
-def attends_in_place(gm: GraphModule) -> bool:
-    """Whether an attention of a functional graph reads a buffer that the graph writes a call's tokens into."""
-    found = appends(gm.graph)
-    return bool(found) and any(
-        read_by(side, found) is not None
-        for node in gm.graph.nodes
-        if node.target is SDPA
-        for side in node.args[1:3]
-    )

@@ -8,6 +8,8 @@ from typing import Any
 
 from torch.fx import GraphModule
 
+from specache_fx.capture.buffer_writes import Tokens
+
 Size = int | tuple[int, int | None]
 """A number; or the input of Dynamo's that has it as a size, and in which dimension (None: the input is the number)."""
 
@@ -29,12 +31,20 @@ class Buffer:
         outputs: Positions among Dynamo's outputs where the buffer itself is returned.
         tokens_first: It is `[batch, capacity, num_kv_heads, head_dim]`; else heads come first.
         capacity: Tokens that it has room for; see `Size`.
+        window: Tokens that it has room for, where it keeps the newest; None where it keeps all.
+        before: Tokens that it has to hold before the call.
     """
 
     place: int | None
     outputs: tuple[int, ...]
     tokens_first: bool
     capacity: Size
+    window: int | None
+    before: Tokens
+
+    def held(self, count: int) -> int:
+        """Tokens of `count` that the session keeps of it: no query reaches the oldest one of a full window."""
+        return count if self.window is None else min(count, self.window - 1)
 
 
 @dataclass(frozen=True)

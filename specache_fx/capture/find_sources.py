@@ -40,8 +40,27 @@ def _is_mask(node: Node, shape: tuple[Any, ...], past_len: Any) -> bool:
     if _is_integer_tensor(node) or value_of(node).dtype == torch.bool:
         # Where Dynamo knows that the context grows, it knows so of its masks.
         return isinstance(shape[-1], torch.SymInt) or (not symbols_of(past_len) and shape[-1] > 1)
-    grows = isinstance(shape[-1], torch.SymInt) or statically_known_true(shape[-1] == past_len + 1)
+    whole = statically_known_true(shape[-1] == past_len + 1)
+    if len(shape) == 4:
+        return bool(value_of(node).is_floating_point() and whole and symbols_of(past_len))
+    grows = isinstance(shape[-1], torch.SymInt) or whole
     return bool(len(shape) == 2 and value_of(node).is_floating_point() and grows)
+
+
+def _window_masks(sites: Sequence[AttentionSite]) -> dict[Node, int]:
+    """Inputs that are masks of windows alone, `[batch, num_heads or 1, 1, kv_len]`, and how wide they get."""
+    found = dict[Node, int]()
+    for site in sites:
+        if site.keys.window is not None and site.core.mask is not None:
+            kv_len = (shape_of(site.keys.root) or ())[2]
+            for node in ancestors([site.core.mask]):
+                shape = shape_of(node) or ()
+                if node.op == "placeholder" and len(shape) == 4 and statically_known_true(shape[3] == kv_len):
+                    found[node] = site.keys.window
+    others = ancestors(
+        site.core.mask for site in sites if site.keys.window is None and site.core.mask is not None
+    )
+    return {node: most for node, most in found.items() if node not in others}
 
 
 def find_token(graph: Graph) -> tuple[Node | None, int | None]:
@@ -98,6 +117,7 @@ def find_sources(
         if site.keys.window is not None and site.keys.past is not None and site.values.past is not None:
             most |= {index[side]: site.keys.window - 1 for side in (site.keys.past, site.values.past)}
     growing = [i for i in past_inputs if i not in most] or past_inputs
+    of_windows = _window_masks(sites)
     past_len = _kv_len(inputs[growing[0]])
     whole_ids = {node.meta[NEWEST_OF] for node in inputs if NEWEST_OF in node.meta}
     sizes_of_others: set[Any] = set()
@@ -115,7 +135,7 @@ def find_sources(
         ):
             shapes.add(index[node])
             continue
-        if node is not token and _is_mask(node, shape, past_len):
+        if node in of_windows or (node is not token and _is_mask(node, shape, past_len)):
             masks.add(index[node])
             continue
         for size in shape:
@@ -125,6 +145,7 @@ def find_sources(
             growing_by_one.add(index[node])
     whole = set().union(*(symbols_of(_kv_len(inputs[i])) for i in growing if i not in most))
     windows = list(most)
+    most |= {index[node]: columns for node, columns in of_windows.items()}
     for node in inputs:
         # An integer that is also the size of a tensor that does not grow (the batch) is no length. One that nothing
         # reads tells none either: where a handle begins in its storage.

@@ -11,7 +11,9 @@ outputs, keys and values in turn. A prompt has no past: it attends to its own to
 Where tokens are written is for the caller to compare with the number of tokens that are there (`FixedCaches.starts`).
 Counters of tokens that the graph moves are moved by the caller too.
 
-Attentions that are spelt out stay as they are, and so does every graph that reads a buffer in another way.
+A buffer that keeps the newest tokens alone (`capture/window_buffers.py`) is a window: what is returned for it is
+`keys[:, :, -window + 1 :]`, as of a cache that grows. Attention that is spelt out is written anew
+(`capture/buffer_reads.py`). A graph that reads a buffer in another way stays as it is.
 """
 
 from __future__ import annotations
@@ -26,9 +28,10 @@ from torch.fx import GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import DimDynamic
 
 from specache_fx.capture.buffer_masks import DATA, cut_to, is_narrow, shows_behind
-from specache_fx.capture.buffer_writes import Append, appends, read_by
+from specache_fx.capture.buffer_reads import Reader, readers_of, reads_buffer, write
+from specache_fx.capture.buffer_writes import Append, Tokens, appends
 from specache_fx.capture.buffers import Buffer, FixedCaches, Size
-from specache_fx.capture.cache_side import LEAVE, NoMatch
+from specache_fx.capture.cache_side import END, LEAVE, NoMatch
 from specache_fx.capture.graph_edit import call, copy_graph, fake_mode_of, finish
 from specache_fx.capture.graph_slices import ancestors, eliminate_dead_code, extract
 from specache_fx.capture.graph_utils import (
@@ -41,6 +44,7 @@ from specache_fx.capture.graph_utils import (
     value_of,
 )
 from specache_fx.capture.normalize_attention import SDPA
+from specache_fx.capture.window_buffers import with_windows
 from specache_fx.runtime.handle import is_laid_out
 
 _aten = torch.ops.aten
@@ -48,11 +52,31 @@ _LENGTH = "specache_kv_len"  # of the past, a symbol that no input of Dynamo's h
 _HINT = 2  # tokens of the past where a number is asked for: the fewest that no size is special at
 
 
+def attends_in_place(gm: GraphModule) -> bool:
+    """Whether an attention of a functional graph reads a buffer that keeps all tokens written into it."""
+    found = appends(gm.graph)
+    return bool(found) and any(reads_buffer(node, found) for node in gm.graph.nodes)
+
+
+def keeps_windows_alone(gm: GraphModule) -> bool:
+    """Whether the only buffers that a functional graph writes tokens into keep the newest ones."""
+    found = appends(gm.graph)
+    return not found and any(append.buffer.op == "placeholder" for append in with_windows(gm, {}).values())
+
+
+def has_past(gm: GraphModule) -> bool:
+    """Whether the call that a graph is compiled for follows others: it has one token, but for a prompt of one."""
+    found = with_windows(gm, appends(gm.graph)).values()
+    if any(append.before is not Tokens.ANY for append in found):
+        return any(append.before in (Tokens.SOME, Tokens.FULL) for append in found)
+    append = next(iter(found))
+    return append.buffer.op == "placeholder" and has_one_token(gm)
+
+
 def has_one_token(gm: GraphModule) -> bool:
-    """Whether such a call has one token: it has a past, but for a prompt of one."""
-    append = next(iter(appends(gm.graph).values()))
-    size = append.q_len
-    return append.buffer.op == "placeholder" and isinstance(size, int) and size == 1
+    """Whether a call has one token."""
+    size = next(iter(appends(gm.graph).values())).q_len
+    return isinstance(size, int) and size == 1
 
 
 def grow(gm: GraphModule, *, has_past: bool) -> tuple[GraphModule, FixedCaches]:
@@ -79,7 +103,8 @@ class _Rewrite:
         self._gm, self._graph, self._has_past = gm, gm.graph, has_past
         self._inputs = placeholders(gm.graph)
         self._place = {node: i for i, node in enumerate(self._inputs)}
-        self._appends = appends(gm.graph)
+        self._appends = with_windows(gm, appends(gm.graph))
+        self._readers = readers_of(gm, self._appends)
         mode = fake_mode_of(value_of(node) for node in self._inputs)
         assert mode is not None
         self._mode = mode
@@ -91,9 +116,7 @@ class _Rewrite:
 
     def run(self) -> FixedCaches:
         shown, shown_inputs = self._shown()
-        pairs = [
-            pair for node in list(self._graph.nodes) if node.target is SDPA for pair in self._attention(node)
-        ]
+        pairs = [pair for reader in self._readers for pair in self._attention(reader)]
         sides = list(dict.fromkeys(pairs))
         written = [self._appends[side] for side in sides]
         counters, counted, counted_inputs = self._counters()
@@ -104,25 +127,22 @@ class _Rewrite:
             if node.target is _aten.copy_.default and node.args[0] in moved:
                 self._graph.erase_node(node)
         outputs: list[Any] = list(output_node(self._graph).args[0])  # type: ignore[arg-type]
-        returned = {side: tuple(i for i, out in enumerate(outputs) if out is side) for side in sides}
-        outs = [None if out in sides else out for out in outputs]
-        output_node(self._graph).args = ((*outs, *(self._grown[side] for side in sides)),)
+        kept = {append.written for append in written}
+        returned = [tuple(i for i, out in enumerate(outputs) if out is append.written) for append in written]
+        outs = [None if out in kept else out for out in outputs]
+        output_node(self._graph).args = ((*outs, *map(self._kept, written)),)
         eliminate_dead_code(self._graph)
-        left = set(self._graph.nodes)
-        for side in sides:
-            if side in left and side.users:
-                user = next(iter(side.users))
-                raise NoMatch(
-                    f"{described(user)} reads a cache of fixed length, which holds no numbers", _REMEDY
-                )
+        self._check_readers(written)
         buffers = tuple(
             Buffer(
                 self._place.get(append.buffer),
-                returned[side],
+                places,
                 append.dim == 1,
                 self._capacity(append),
+                append.window,
+                append.before,
             )
-            for side, append in zip(sides, written, strict=True)
+            for append, places in zip(written, returned, strict=True)
         )
         finish(self._gm)
         self._forget_guards()
@@ -132,14 +152,35 @@ class _Rewrite:
             tuple(self._cut), shown, shown_inputs, self._q_len_of(written[0]),
         )  # fmt: skip
 
+    def _kept(self, append: Append) -> Node:
+        """What a cache that grows would return."""
+        grown = self._grown[append.node]
+        if append.window is None:
+            return grown
+        with self._graph.inserting_before(output_node(self._graph)):
+            return call(self._graph, _aten.slice.Tensor, (grown, 2, 1 - append.window, END), append.node)
+
+    def _check_readers(self, written: Sequence[Append]) -> None:
+        """Raise where something is left that reads a buffer."""
+        left = set(self._graph.nodes)
+        for append in written:
+            grown = self._grown[append.node]
+            old = [node for node in (append.node, append.written) if node in left and node is not grown]
+            users = [user for node in old for user in node.users]
+            if append.buffer.op == "placeholder":
+                users += [user for user in append.buffer.users if user is not grown]
+            for user in users:
+                if user.target is not _aten.sym_size.int:
+                    raise NoMatch(
+                        f"{described(user)} reads a cache of fixed length, which holds no numbers", _REMEDY
+                    )
+
     def _shown(self) -> tuple[GraphModule, tuple[int, ...]]:
         """`FixedCaches.shown`, before anything is edited."""
         masks = dict[Node, None]()
-        for node in self._graph.nodes:
-            if node.target is SDPA and read_by(node.args[1], self._appends) is not None:
-                mask: Any = node.args[3]
-                if mask is not None and not is_narrow(mask):
-                    masks[mask] = None
+        for reader in self._readers:
+            if reader.mask is not None and not is_narrow(reader.mask):
+                masks[reader.mask] = None
         inside = ancestors(masks)
         if any(node.target in DATA for node in inside):
             raise NoMatch("its mask is computed from data, not from positions and padding alone", _REMEDY)
@@ -164,37 +205,22 @@ class _Rewrite:
             mine = symbols_of(self._length)
             env.guards[:] = [guard for guard in env.guards if not mine & guard.expr.free_symbols]
 
-    def _attention(self, node: Node) -> tuple[Node, ...]:
-        """Have an attention read what is there. Returns its keys' and values' appends, if they are such."""
-        query, key, value, mask, dropout, causal, scale, _ = node.args
-        of_keys, of_values = (read_by(side, self._appends) for side in (key, value))
-        if of_keys is None and of_values is None:
-            return ()
-        if of_keys is None or of_values is None:
-            raise NoMatch(
-                "one of an attention's keys and values is written in place, and the other is not", _REMEDY
-            )
-        (keys, key_ends), (values, value_ends) = of_keys, of_values
+    def _attention(self, reader: Reader) -> tuple[Node, Node]:
+        """Have an attention read what is there. Returns what its keys and values are views of."""
+        node, mask = reader.node, reader.mask
+        (keys, key_ends), (values, value_ends) = reader.keys, reader.values
         with self._graph.inserting_before(node):
             sides = [self._tokens_of(each, node) for each in (keys, values)]
             hides = isinstance(mask, Node) and not is_narrow(mask)
             for end in (*key_ends, *value_ends):
                 self._ends[end] = self._ends.get(end, False) or not hides
-            if not hides and not (key_ends and value_ends):
+            reads_all = keys.before is Tokens.ANY and not (key_ends and value_ends)
+            if not hides and reads_all:
                 raise NoMatch(
                     "an attention without a mask reads all of a cache of fixed length, unwritten rows too",
                     _REMEDY,
                 )
-            args = (
-                query,
-                *sides,
-                self._mask(mask, keys, sides[0], node),
-                dropout,
-                causal,
-                scale,
-                True,
-            )
-            out = call(self._graph, SDPA, args, node)
+            out = write(self._graph, reader, *sides, self._mask(mask, keys, sides[0], node))
         node.replace_all_uses_with(out)
         self._graph.erase_node(node)
         return keys.node, values.node
@@ -209,11 +235,6 @@ class _Rewrite:
                 f"`{append.buffer.name}` is a piece of another tensor, whose memory can't be given back",
                 f"Make a buffer of its own for keys, and one for values, of each layer. {LEAVE}.",
             )
-        for user in append.buffer.users if append.buffer.op == "placeholder" else ():
-            if user is not side and user.target is not _aten.copy_.default:
-                raise NoMatch(
-                    f"{described(user)} reads a cache of fixed length, which holds no numbers", _REMEDY
-                )
         with self._graph.inserting_before(side):
             new = append.new
             if len(shape_of(new) or ()) == 3:
@@ -224,8 +245,10 @@ class _Rewrite:
         if self._has_past:
             if append.buffer.op != "placeholder":
                 raise NoMatch("a cache that is made in this call has a past", _REMEDY)
+            if append.before is Tokens.NONE:
+                raise NoMatch("a cache that has a past is written as one without", _REMEDY)
             sizes = list(shape_of(new) or ())
-            sizes[2] = self._length
+            sizes[2] = append.capacity - 1 if append.before is Tokens.FULL else self._length
             with self._mode, torch.no_grad():
                 value = value_of(append.buffer)
                 past = torch.empty(sizes, dtype=value.dtype, device=value.device)
@@ -243,20 +266,19 @@ class _Rewrite:
             return mask
         if mask not in self._masks:
             source = None
-            if self._has_past and all(map(self._attends, mask.users)):
+            if self._has_past and append.before is Tokens.ANY and all(map(self._attends, mask.users)):
                 source = cut_to(mask, shape_of(keys)[2], self._mode)  # type: ignore[index]
             if source is not None:
                 self._cut.append(self._place[source])
-            self._masks[mask] = self._sliced(mask, append, origin) if source is None else mask
+            self._masks[mask] = self._sliced(mask, append, keys, origin) if source is None else mask
         return self._masks[mask]
 
     def _attends(self, user: Node) -> bool:
         """Whether a node is an attention over buffers."""
-        if user.target is not SDPA:
-            return False
-        return user.args[1] in self._grown.values() or read_by(user.args[1], self._appends) is not None
+        mine = user.target is SDPA and user.args[1] in self._grown.values()
+        return mine or any(user in reader.inner for reader in self._readers)
 
-    def _sliced(self, mask: Node, append: Append, origin: Node) -> Node:
+    def _sliced(self, mask: Node, append: Append, keys: Node, origin: Node) -> Node:
         told = self._q_len_of(append)
         length: Any = told
         if not isinstance(told, int):
@@ -266,11 +288,18 @@ class _Rewrite:
         if self._has_past:  # not the size of all keys: the mask would be computed from them
             past = call(self._graph, _aten.sym_size.int, (append.buffer, 2), origin)
             length = call(self._graph, operator.add, (past, length), origin)
-        return call(self._graph, _aten.slice.Tensor, (mask, len(shape_of(mask) or ()) - 1, 0, length), origin)
+        dims = shape_of(mask) or ()
+        cut = call(self._graph, _aten.slice.Tensor, (mask, len(dims) - 1, 0, length), origin)
+        with (
+            self._mode,
+            torch.no_grad(),
+        ):  # a slice that may be as long as the whole has the smaller of two sizes
+            cut.meta["val"] = value_of(mask).new_empty((*dims[:-1], shape_of(keys)[2]))  # type: ignore[index]
+        return cut
 
     def _capacity(self, append: Append) -> Size:
         place = self._place.get(append.buffer)
-        return self._told(value_of(append.node).shape[append.dim]) if place is None else (place, append.dim)
+        return self._told(append.capacity) if place is None else (place, append.dim)
 
     def _q_len_of(self, append: Append) -> Size:
         return self._told(append.q_len)
@@ -318,6 +347,8 @@ class _Rewrite:
         starts, others = dict[int, None](), dict[Any, None]()
         for append in written:
             counter = _counter_of(append.position)
+            if append.before in (Tokens.NONE, Tokens.FULL):
+                continue
             if counter is not None:
                 starts[self._place[counter]] = None
             else:

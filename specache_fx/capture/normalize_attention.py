@@ -62,7 +62,12 @@ def _from_sdpa(gm: GraphModule, node: Node) -> AttentionCore:
     )
 
 
-def _from_softmax(gm: GraphModule, softmax: Node, outputs: set[Node], rows: Rows) -> AttentionCore:
+def from_softmax(gm: GraphModule, softmax: Node, outputs: set[Node], rows: Rows) -> AttentionCore:
+    """The attention around a softmax, read and proved; see `read_form`.
+
+    Raises:
+        UnknownFormError: If it has no normal form.
+    """
     core = read_form(gm, softmax, outputs, rows)
     if is_proved(core) and (reason := differs(gm, core)) is not None:
         raise UnknownFormError(softmax, f"was taken for an attention, but {reason}")
@@ -96,7 +101,7 @@ def attention_cores(gm: GraphModule) -> tuple[list[AttentionCore], dict[Node, st
             cores.append(_from_sdpa(gm, node))
         elif caches and node.target is torch.ops.aten._softmax.default:
             try:
-                cores.append(_from_softmax(gm, node, outputs, rows))
+                cores.append(from_softmax(gm, node, outputs, rows))
             except UnknownFormError as error:
                 unknown[node] = str(error)
     if rows.erase_unused(ancestors(node for core in cores for node in (core.query, core.mask) if node)):

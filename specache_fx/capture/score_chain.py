@@ -47,9 +47,14 @@ class UnknownFormError(Exception):
 
 
 class Rows:
-    """Inserts what rows of masks are computed by, the same operation on the same nodes once: layers share them."""
+    """Inserts what rows of masks are computed by, the same operation on the same nodes once: layers share them.
 
-    def __init__(self) -> None:
+    Args:
+        newest: Of the newest query alone; else of all queries.
+    """
+
+    def __init__(self, *, newest: bool = True) -> None:
+        self.newest = newest
         self._known: dict[Any, Node] = {}
 
     def call(self, before: Node, target: Any, *args: Any) -> Node:
@@ -156,9 +161,9 @@ class Scores:
         self.mask = self.rows.call(self.softmax, torch.where, self._row(mask, node), *sides)
 
     def _row(self, tensor: Node, scores: Node) -> Node:
-        """The newest query's row of what is added to (or masks) scores, with heads in a dimension of their own."""
+        """Rows of what is added to (or masks) scores, with heads in a dimension of their own."""
         dims = shape_of(tensor) or ()
-        if len(dims) > 1:
+        if self.rows.newest and len(dims) > 1:
             tensor = self.rows.call(self.softmax, _aten.slice.Tensor, tensor, len(dims) - 2, -1)
         if len(shape_of(scores) or ()) == len(dims) == 3 and dims[0] != 1:  # batch and heads are one
             tensor = self.rows.call(self.softmax, _aten.unflatten.int, tensor, 0, (-1, self.num_heads))

@@ -1,0 +1,240 @@
+"""The attentions of a graph that read buffers of fixed length: SDPA, and what is spelt out, in one form.
+
+    p = bmm(q, transpose(keys, -1, -2)) * scale; w = _softmax(p + mask, -1); out = bmm(w, values)
+        ->  specache.scaled_dot_product_attention(q, keys, values, mask, 0.0, False, scale, True)
+
+What is spelt out is read and proved as in a graph whose caches grow (`softmax_form.py`, `prove_form.py`). It is written
+anew, for its own operations have the buffer's length in their arguments. Only a softcap or sinks keep it spelt out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from specache_fx.capture.buffer_writes import Append, read_by
+from specache_fx.capture.cache_side import LEAVE, NoMatch
+from specache_fx.capture.graph_edit import call
+from specache_fx.capture.graph_slices import ancestors
+from specache_fx.capture.graph_utils import output_node, shape_of, value_of
+from specache_fx.capture.normalize_attention import SDPA, from_softmax
+from specache_fx.capture.score_chain import Rows, UnknownFormError
+from specache_fx.capture.softmax_form import read_form
+
+_aten = torch.ops.aten
+_ENDS = (SDPA, _aten._softmax.default, _aten.mm.default, _aten.addmm.default)
+_SDPA_INSTEAD = f'With transformers load the model with attn_implementation="sdpa". {LEAVE}.'
+
+
+@dataclass(frozen=True)
+class Reader:
+    """An attention over buffers.
+
+    Attributes:
+        node: Its output.
+        query: `[batch, num_heads, q_len, key_dim]`.
+        keys: What the keys are a view of, and where slices of the first tokens end.
+        values: The same of the values.
+        mask: `[..., q_len or 1, kv_len]`; None where there is none.
+        scale: Factor on the scores.
+        is_causal: As SDPA's.
+        softcap: Bound of the scaled scores.
+        sinks: `[num_heads]`.
+        dropout: As SDPA's.
+        inner: The nodes that it is made of.
+    """
+
+    node: Node
+    query: Node
+    keys: tuple[Append, list[Any]]
+    values: tuple[Append, list[Any]]
+    mask: Any
+    scale: Any
+    is_causal: bool = False
+    softcap: float | None = None
+    sinks: Node | None = None
+    dropout: float = 0.0
+    inner: frozenset[Node] = frozenset()
+
+
+def reads_buffer(node: Node, found: Mapping[Node, Append]) -> bool:
+    """Whether a node is an SDPA over buffers, or a softmax of scores that are computed from them."""
+    if node.target is SDPA:
+        return any(read_by(side, found) is not None for side in node.args[1:3])
+    if node.target is not _aten._softmax.default:
+        return False
+    # Not what other attentions made of them: a softmax of another kind reads hidden states.
+    stop = {*found, *(each for each in node.graph.nodes if each.target in _ENDS and each is not node)}
+    return not found.keys().isdisjoint(ancestors([node], stop))
+
+
+def readers_of(gm: GraphModule, found: Mapping[Node, Append]) -> list[Reader]:
+    """The attentions that read buffers. What is spelt out may get nodes that describe its mask.
+
+    Args:
+        gm: The graph.
+        found: Its writes.
+
+    Raises:
+        NoMatch: If the keys or the values alone are in a buffer, or its form isn't known.
+    """
+    readers = []
+    for node in list(gm.graph.nodes):
+        if node.target is SDPA:
+            query, key, value, mask, dropout, causal, scale, _ = node.args
+            sides = _sides(key, value, found)
+            if sides is not None:
+                readers.append(
+                    Reader(
+                        node, query, *sides, mask, scale, causal, dropout=dropout, inner=frozenset((node,))
+                    )
+                )
+        elif reads_buffer(node, found):
+            readers.append(_spelt_out(gm, node, found))
+    return readers
+
+
+def _sides(
+    key: Any, value: Any, found: Mapping[Node, Append]
+) -> tuple[tuple[Append, list[Any]], tuple[Append, list[Any]]] | None:
+    of_keys, of_values = (read_by(side, found) for side in (key, value))
+    if of_keys is None and of_values is None:
+        return None
+    if of_keys is None or of_values is None:
+        raise NoMatch("one of an attention's keys and values is written in place, and the other is not")
+    return of_keys, of_values
+
+
+def _spelt_out(gm: GraphModule, softmax: Node, found: Mapping[Node, Append]) -> Reader:
+    outputs = {*output_node(gm.graph).all_input_nodes, *found}
+    try:
+        rows = Rows()
+        core = from_softmax(gm, softmax, outputs, rows)
+        rows.erase_unused(ancestors([core.query]))  # the newest query's mask was for the proof
+        mask = read_form(gm, softmax, outputs, Rows(newest=False)).mask
+    except UnknownFormError as error:
+        raise NoMatch(f"an attention reads a cache of fixed length, and {error}", _SDPA_INSTEAD) from error
+    if core.problem is not None:
+        raise NoMatch(*core.problem)
+    sides = _sides(core.key, core.value, found)
+    if sides is None:
+        raise NoMatch("an attention's scores are computed from a cache of fixed length that is not its keys")
+    return Reader(
+        core.node, core.query, *sides, mask, core.scale, softcap=core.softcap, sinks=core.sinks, inner=core.inner
+    )  # fmt: skip
+
+
+def write(graph: Graph, reader: Reader, key: Node, value: Node, mask: Any) -> Node:
+    """Write an attention over tokens that are there. Inserted at the graph's insertion point.
+
+    Args:
+        graph: The graph.
+        reader: The attention.
+        key: `[batch, num_kv_heads, kv_len, key_dim]`.
+        value: `[batch, num_kv_heads, kv_len, value_dim]`.
+        mask: Of these tokens.
+    """
+    if reader.node.target is SDPA or (reader.softcap is None and reader.sinks is None):
+        if isinstance(mask, Node) and value_of(mask).is_floating_point():
+            mask = _cast(graph, mask, reader)
+        args = (
+            reader.query, key, value, mask, reader.dropout, reader.is_causal, reader.scale, True,
+        )  # fmt: skip
+        out = call(graph, SDPA, args, reader.node)
+    else:
+        out = _Spelling(graph, reader).write(key, value, mask)
+    if len(shape_of(reader.node) or ()) == 3:
+        dims = [-1, *(_size(graph, reader.node, reader.query, 2), shape_of(out)[3])]  # type: ignore[index]
+        out = call(graph, _aten.reshape.default, (out, dims), reader.node)
+    return out
+
+
+def _cast(graph: Graph, mask: Node, reader: Reader) -> Node:
+    """A mask in the query's dtype, as SDPA wants it. The least number stays one: a row may hide all keys."""
+    dtype = value_of(reader.query).dtype
+    if value_of(mask).dtype == dtype:
+        return mask
+    mask = call(graph, _aten.clamp.default, (mask, torch.finfo(dtype).min), reader.node)
+    return call(graph, _aten._to_copy.default, (mask,), reader.node, kwargs={"dtype": dtype})
+
+
+def _size(graph: Graph, origin: Node, node: Node, dim: int) -> Any:
+    size = shape_of(node)[dim]  # type: ignore[index]
+    return size if isinstance(size, int) else call(graph, _aten.sym_size.int, (node, dim), origin)
+
+
+class _Spelling:
+    """Writes products and a softmax, as `softmax_form.py` reads them."""
+
+    def __init__(self, graph: Graph, reader: Reader) -> None:
+        self._graph, self._reader = graph, reader
+
+    def _call(self, target: Any, *args: Any, **kwargs: Any) -> Node:
+        return call(self._graph, target, args, self._reader.node, kwargs=kwargs)
+
+    def write(self, key: Node, value: Node, mask: Any) -> Node:
+        query, origin = self._reader.query, self._reader.node
+        batch, q_len = (_size(self._graph, origin, query, dim) for dim in (0, 2))
+        kv_len = _size(self._graph, origin, key, 2)
+        heads = shape_of(query)[1]  # type: ignore[index]
+        rows = batch * heads if isinstance(batch, int) else self._call(torch.mul, batch, heads)
+        sizes = (batch, heads, kv_len)
+        key, value = (self._repeated(side, sizes) for side in (key, value))
+        key = self._call(_aten.transpose.int, key, 2, 3)
+        merged = [
+            self._call(_aten.reshape.default, each, [rows, *dims])
+            for each, dims in (
+                (query, (q_len, shape_of(query)[3])),  # type: ignore[index]
+                (key, (shape_of(key)[2], kv_len)),  # type: ignore[index]
+                (value, (kv_len, shape_of(value)[3])),  # type: ignore[index]
+            )
+        ]
+        scores = self._call(_aten.bmm.default, *merged[:2])
+        scores = self._call(_aten.reshape.default, scores, [batch, heads, q_len, kv_len])
+        scores = self._softmax(self._scaled(scores), mask, (batch, heads, q_len))
+        scores = self._call(_aten.reshape.default, scores, [rows, q_len, kv_len])
+        out = self._call(_aten.bmm.default, scores, merged[2])
+        return self._call(_aten.reshape.default, out, [batch, heads, q_len, shape_of(value)[3]])  # type: ignore[index]
+
+    def _repeated(self, side: Node, sizes: tuple[Any, ...]) -> Node:
+        batch, heads, kv_len = sizes
+        _, kv_heads, _, dim = shape_of(side)  # type: ignore[misc]
+        if kv_heads == heads:
+            return side
+        side = self._call(_aten.unsqueeze.default, side, 2)
+        side = self._call(_aten.expand.default, side, [batch, kv_heads, heads // kv_heads, kv_len, dim])
+        side = self._call(_aten.clone.default, side)
+        return self._call(_aten.reshape.default, side, [batch, heads, kv_len, dim])
+
+    def _scaled(self, scores: Node) -> Node:
+        scale, softcap = self._reader.scale, self._reader.softcap
+        scores = self._call(_aten.mul.Tensor, scores, scale)
+        if softcap is not None:
+            scores = self._call(_aten.div.Tensor, scores, softcap)
+            scores = self._call(_aten.tanh.default, scores)
+            scores = self._call(_aten.mul.Tensor, scores, softcap)
+        return scores
+
+    def _softmax(self, scores: Node, mask: Any, sizes: tuple[Any, ...]) -> Node:
+        dtype, sinks = value_of(scores).dtype, self._reader.sinks
+        wide = dtype if dtype.itemsize > 2 else torch.float32
+        scores = self._as(scores, wide)
+        if isinstance(mask, Node):
+            scores = self._call(_aten.add.Tensor, scores, mask)
+        if sinks is not None:
+            column = self._call(_aten.reshape.default, self._as(sinks, wide), [1, -1, 1, 1])
+            column = self._call(_aten.expand.default, column, [*sizes, 1])
+            scores = self._call(_aten.cat.default, [scores, column], -1)
+        weights = self._call(_aten._softmax.default, scores, -1, False)
+        if sinks is not None:
+            weights = self._call(_aten.slice.Tensor, weights, 3, 0, -1)
+        return self._as(weights, dtype)
+
+    def _as(self, node: Node, dtype: torch.dtype) -> Node:
+        return (
+            node if value_of(node).dtype == dtype else self._call(_aten._to_copy.default, node, dtype=dtype)
+        )
