@@ -10,6 +10,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from specache_fx.capture.collectives import full_rows
+from specache_fx.capture.graph_slices import ancestors
 from specache_fx.capture.graph_utils import (
     is_integer,
     is_static_input,

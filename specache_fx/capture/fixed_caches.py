@@ -210,7 +210,7 @@ class _Rewrite:
         node, mask = reader.node, reader.mask
         (keys, key_ends), (values, value_ends) = reader.keys, reader.values
         with self._graph.inserting_before(node):
-            sides = [self._tokens_of(each, node) for each in (keys, values)]
+            key, value = (self._tokens_of(each, node) for each in (keys, values))
             hides = isinstance(mask, Node) and not is_narrow(mask)
             for end in (*key_ends, *value_ends):
                 self._ends[end] = self._ends.get(end, False) or not hides
@@ -220,7 +220,7 @@ class _Rewrite:
                     "an attention without a mask reads all of a cache of fixed length, unwritten rows too",
                     _REMEDY,
                 )
-            out = write(self._graph, reader, *sides, self._mask(mask, keys, sides[0], node))
+            out = write(self._graph, reader, key, value, self._mask(mask, keys, key, node))
         node.replace_all_uses_with(out)
         self._graph.erase_node(node)
         return keys.node, values.node

@@ -58,7 +58,8 @@ def _rolled(gm: GraphModule, buffer: Node | None, value: Node) -> Append | None:
     put: Any = value.args[0] if value.target is _aten.clone.default else value
     if buffer is None or not isinstance(put, Node) or put.target is not _aten.index_put.default:
         return None
-    rolled, indices, new, *accumulates = put.args
+    args: Any = put.args
+    rolled, indices, new, *accumulates = args
     if rolled.target is not _aten.roll.default or rolled.args[0] is not buffer or any(accumulates):
         return None
     shifts, dims = (list(each) for each in rolled.args[1:])
@@ -88,7 +89,8 @@ def _newest_of(buffer: Node | None, value: Node) -> Append | None:
         return Append(keys, buffer or value, 2, 0, keys, window, Tokens.NONE, value)
     if len(parts) != 2 or dim != 2 or parts[0].target is not _aten.slice.Tensor:
         return None
-    source, along, start, end, *step = (*parts[0].args, *(0, None, None)[len(parts[0].args) - 1 :])
+    args, defaults = list[Any](parts[0].args), list[Any]((0, None, None))
+    source, along, start, end, *step = args + defaults[len(args) - 1 :]
     if source is not buffer or along % 4 != 2 or step not in ([], [1]):
         return None
     if (start, end) in ((1, END), (1, window)):
