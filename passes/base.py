@@ -1,4 +1,4 @@
-"""What a pass is."""
+"""`Pass`: a named rewrite of a graph."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Pass:
     Attributes:
         name: As in logs, in `explain` and in `skip_passes`.
         run: `(graph module, program) -> graph module`.
-        optional: What is computed is the same without it: `skip_passes` may name it.
+        optional: It changes no answer, so `skip_passes` may name it.
     """
 
     name: str

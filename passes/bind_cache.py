@@ -1,6 +1,6 @@
 """`bind_cache`: the KV cache leaves the graph.
 
-Past and present KV become handles. What moves the pairs depends on the phase:
+Past and present KV become handles. The operators that move the pairs depend on the phase:
 
     prefill   out = sdpa(q, k, v, mask)                 ->  out = sdpa(q, k, v, mask)
               return keys, values, logits                   specache.store(k, v, select(mask, -2, -1), state, layer)
@@ -16,7 +16,7 @@ Past and present KV become handles. What moves the pairs depends on the phase:
                                                                                   softcap, sinks)
               return keys, values, logits                   return logits
 
-Storing right after each attention is what keeps one layer's 16-bit pairs alive at a time. In decode nothing reads
+Storing right after each attention keeps one layer's 16-bit pairs alive at a time. In decode nothing reads
 the masks any more, so they and all that knew `kv_len` die here; what they say besides padding is applied at run time by
 `specache_fx/step_masks.py`, and for windows by `window_masks.py`.
 

@@ -47,7 +47,7 @@ def duplicate_query(gm: GraphModule, program: Program, inputs: Sequence[Any], la
 
     Args:
         gm: The graph after `split_prelude`.
-        program: What is known of it.
+        program: The findings on it.
         inputs: One per placeholder; with two lanes, those of `lane_inputs` have a leading dimension of 2. Integers
             become constants of the result.
         lanes: 1 or 2.
@@ -76,7 +76,7 @@ def duplicate_query(gm: GraphModule, program: Program, inputs: Sequence[Any], la
         function = torch.vmap(one_lane, in_dims=in_dims, randomness="different")
     trace = make_fx(function, tracing_mode="fake", _allow_non_fake_inputs=True)
     with torch.no_grad(), preserve_node_meta(), warnings.catch_warnings():
-        # What has no batching rule runs once a lane, and there are two: no drop that a user could do something about.
+        # Operators without a batching rule run once a lane, and there are two: a warning would help no user.
         warnings.filterwarnings("ignore", "There is a performance drop")
         traced = trace(*(inputs[i] for i in tensors))
     for node, i in zip(placeholders(traced.graph), tensors, strict=True):

@@ -88,7 +88,7 @@ def is_whole(gm: GraphModule) -> bool:
 
 
 def _appends_own(attention: Node, append: Node) -> bool:
-    """Whether what is appended is lane 0's of what the attention got: the one operator appends no other."""
+    """Whether the appended pair is lane 0's of the attention's: the one operator appends no other."""
     lane_0 = [(_aten.select.int, (side, 0, 0)) for side in attention.args[1:3]]
     return lane_0 == [(node.target, node.args) for node in append.args[:2] if isinstance(node, Node)]
 

@@ -1,4 +1,4 @@
-"""`insert_prefetch`: start each transfer right after its selection, beside what the device computes next.
+"""`insert_prefetch`: start each transfer right after its selection, beside the device's next computation.
 
     indices = specache.topk(scores, ...)
         -> indices = specache.topk(scores, ...)

@@ -51,17 +51,17 @@ _DECODE_PASSES: tuple[Pass, ...] = (
 )
 
 OPTIONAL = {step.name for step in (*BINDING_PASSES, *_DECODE_PASSES) if step.optional} | {"fuse_layer_steps"}
-"""What `skip_passes` may name: the model's answers are the same without it."""
+"""Names that `skip_passes` may have: the model's answers are the same without these passes."""
 
 Observer = Callable[[str, GraphModule, Program], None]
-"""Called with a pass's name, the graph that it left and what is known of it.
+"""Called with a pass's name, the graph that it left and the graph's `Program`.
 
 First with "dynamo" and Dynamo's graph, then with "analyse" and the graph in normal form, or with "leave_alone".
 """
 
 
 def decode_passes(whole: str | None) -> tuple[Pass, ...]:
-    """What a decode graph goes through after `duplicate_query`.
+    """Run the passes of a decode graph that come after `duplicate_query`.
 
     Args:
         whole: The kernel that runs a layer's step as one operator (`WholeSteps.kernel`); None for none.

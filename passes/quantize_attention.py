@@ -8,7 +8,7 @@ Only the output token's pair (lane 0) is appended; see `NextAnswer` for the spec
 (`specache.attention`) gets a lane dimension of 1. Where several attentions share a layer, the last one appends.
 A layer that is exact (`Program.exact_layers`) gets the same ops; what the passes after this one insert, it does
 without.
-`None` stands for the pairs that `insert_waits` will bring.
+`None` is the place of the pairs that `insert_waits` will bring.
 Paper: SpeCache eq. 1 and Alg. 3.
 """
 

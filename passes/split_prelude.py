@@ -1,4 +1,4 @@
-"""`split_prelude`: what depends on positions and lengths alone leaves the decode graph.
+"""`split_prelude`: nodes that depend on positions and lengths alone leave the decode graph.
 
     cos = f(position_ids); out = g(token, cos)   ->   out = g(token, specache_prelude_0)
 

@@ -1,4 +1,4 @@
-"""`verify`: what must hold of every decode graph before its operators are fused (DESIGN §2, law 6; §3, pass 9).
+"""`verify`: the invariants of every decode graph before its operators are fused (`docs/laws.md`, law 6).
 
 Changes nothing. A failure is a defect of the passes, not of the model.
 """
@@ -28,7 +28,7 @@ def verify(gm: GraphModule, program: Program) -> GraphModule:
     """Check waits, appends, markers and shapes.
 
     Raises:
-        PassInvariantError: Names the node and what is wrong with it.
+        PassInvariantError: Names the node and the defect.
     """
     ops = torch.ops.specache
     pending: dict[Any, bool] = {}  # layer -> a prefetch may be under way: always, when a step begins
@@ -42,7 +42,7 @@ def verify(gm: GraphModule, program: Program) -> GraphModule:
             pending[node.args[1]] = False
         elif node.target is ops.prefetch.default:
             if node.args[0].target is not ops.topk.default or node.args[0].args[2] != node.args[2]:
-                _fail(node, "it does not fetch what its own layer selected")
+                _fail(node, "it does not fetch the pairs that its own layer selected")
             pending[node.args[2]] = True
             if node.args[2] in exact:
                 _fail(node, "it fetches pairs of a layer that is exact: they are all on the device")

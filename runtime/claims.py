@@ -1,4 +1,4 @@
-"""What the past KV inputs of a call stand for: a session as it is, cut, reordered or copied.
+"""Resolve the past KV inputs of a call to a session: as it is, cut, reordered or copied.
 
 Handles are known by their storage, copies of handles by what their NaN-boxed rows say.
 """
@@ -28,32 +28,32 @@ REORDERED = (
 )
 CHOSEN = (
     "The past KV cache was edited: its elements are not those that the model returned, head by head and token after"
-    " token from the first on. They stand for numbers that are kept elsewhere: only the newest tokens can be cut off"
-    " (crop). To change the numbers, permute heads, evict tokens, or return the new tokens' pairs alone and put the"
-    " cache together outside of the model, use it uncompiled."
+    " token from the first on. It holds placeholders, and only its newest tokens can be cut off (crop). Use the model"
+    " uncompiled to change keys and values, to permute heads, to evict tokens, or to put the cache together outside of"
+    " the model."
 )
 _ENDED = (
-    "The past KV cache belongs to a session that has ended: all tensors of the cache that it is a copy of were dropped."
-    " A copy that was saved and loaded, or made within a compiled function, does not keep it. Keep the original until"
-    " such a copy is used, or start from the prompt."
+    "The past KV cache belongs to a session that has ended: it is a copy, and all tensors of its original were dropped."
+    " A copy that was saved and loaded, or made within a compiled function, does not keep the session. Keep the"
+    " original until such a copy is used, or start from the prompt."
 )
 _RELEASED = (
-    "The past KV cache was released (specache_fx.release, or a call that failed midway): nothing of what it stood for"
-    " is left. Start from the prompt, and release a cache when it is not needed any more."
+    "The past KV cache was released (specache_fx.release, or a call that failed midway), and its pairs are gone. Start"
+    " from the prompt, and release a cache when it is not needed any more."
 )
 LEFT = (
-    "The past KV cache belongs to a branch that was left: the same cache went on from an earlier token since. Keep the"
-    " cache that the model returned last, or start from the prompt."
+    "The past KV cache belongs to a branch that was left: the same cache has since gone on from an earlier token. Keep"
+    " the cache that the model returned last, or start from the prompt."
 )
 ELSEWHERE = (
-    "The past KV cache was made in another process: what it stands for is not in this one. Pickled or"
-    " sent elsewhere, its tensors are empty: save it with specache_fx.save(), and load it with specache_fx.load()."
+    "The past KV cache was made in another process, which has its keys and values. Pickled or sent elsewhere, its"
+    " tensors are placeholders: save it with specache_fx.save(), and load it with specache_fx.load()."
 )
 
 
 @dataclass(frozen=True)
 class Claim:
-    """What the past KV inputs of a call say.
+    """The session that past KV inputs claim, with length and rows.
 
     Attributes:
         issued: The set of handles that they are, or are copies of.
@@ -109,7 +109,7 @@ def go_on(
 
 
 def read_claim(past: Sequence[torch.Tensor]) -> Claim:
-    """Say what past KV inputs stand for. Changes nothing.
+    """Find the session of past KV inputs, their length and their rows. Changes nothing.
 
     Raises:
         CacheHandleError: As `go_on`.

@@ -54,7 +54,7 @@ class InstructionSet:
     Attributes:
         name: Of the libraries.
         flags: For the compiler.
-        cpu_flags: What the processor has to have, in the words of Linux.
+        cpu_flags: Features that the processor must have, in the words of Linux.
     """
 
     name: str
@@ -83,7 +83,7 @@ INSTRUCTION_SETS = {
 
 @functools.cache
 def cpu_flags() -> frozenset[str]:
-    """What the processor can do; empty where the system doesn't say (not Linux, or not x86)."""
+    """The processor's features; empty where the system doesn't list them (not Linux, or not x86)."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("flags"):
@@ -97,7 +97,7 @@ def usable_instruction_sets() -> tuple[str, ...]:
 
 
 def find_compiler() -> str | None:
-    """The C++ compiler: what `CXX` names, else g++ or clang++; None where there is none."""
+    """The C++ compiler: the one that `CXX` names, else g++ or clang++; None where there is none."""
     named = os.environ.get("CXX")
     return next(filter(None, map(shutil.which, [named] if named else ["g++", "clang++"])), None)
 
@@ -110,7 +110,7 @@ def load_library(name: str, sources: Path, instruction_set: str, *, with_torch: 
         name: Of the source with the entry points, `<name>.cpp` in `sources`.
         sources: Folder of that source and its headers.
         instruction_set: A name in `INSTRUCTION_SETS`.
-        with_torch: The source includes headers of torch's stable ABI, and what is loaded registers operators.
+        with_torch: The source includes headers of torch's stable ABI, and the library registers operators.
 
     Raises:
         BuildError: If there is no compiler, it fails, or the result can't be loaded.
@@ -158,7 +158,7 @@ def load_or_none(name: str, purpose: str) -> ctypes.CDLL | None:
 
 @functools.cache
 def build_ahead() -> None:
-    """Start to build what the cache lacks of `LIBRARIES`, beside what a first call does before it needs them.
+    """Start to build the `LIBRARIES` that the cache lacks, beside the first steps of a first call.
 
     Once a process, a thread for each. A failure is left to whoever loads the library.
     """

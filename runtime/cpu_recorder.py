@@ -5,7 +5,7 @@ Python takes as long as the smaller products: weights evict the interpreter from
 run once while this watches them. Their kernels and our operators go to a tape (`csrc/tape.h`), which `specache::replay`
 plays.
 
-One tape serves every step of a session: `specache::layer_step` reads lengths, and what is to be done, from `state`.
+One tape serves every step of a session: `specache::layer_step` reads lengths and instructions from `state`.
 Intermediate tensors lie in one arena, and share addresses where they are not alive at the same time. A function that
 does anything else is not recorded: another operator, an argument that is no tensor or integer, unknown code.
 """
@@ -39,7 +39,7 @@ _one_at_a_time = threading.Lock()  # functions are observed by other globals, wh
 
 
 class NotKnownError(Exception):
-    """A function calls what can't be noted; the message says what."""
+    """A function calls something that can't be recorded; the message names it."""
 
 
 class CpuRecorder:
@@ -48,7 +48,7 @@ class CpuRecorder:
     def record(
         self, run: Callable[[], Sequence[Any]], compiled: Callable[..., Any]
     ) -> tuple[Sequence[Any], Callable[[], None] | None]:
-        """Run a step, and note what it calls.
+        """Run a step, and record its calls.
 
         Args:
             run: Runs it.
@@ -117,7 +117,7 @@ def _cells(function: FunctionType) -> Iterator[Any]:
 
 
 class Observed(TorchDispatchMode):
-    """While it is entered, what functions of Inductor's call is noted, in this thread.
+    """While it is entered, it records the calls of Inductor's functions, in this thread.
 
     Args:
         functions: Of Inductor's.

@@ -1,9 +1,9 @@
-"""`DecodeStep`: what the ops of a decode graph do to a session, in graph order.
+"""`DecodeStep`: the effects of a decode graph's ops on a session, in graph order.
 
     wait_prefetch -> attend -> append -> select -> prefetch        once a layer, or as one (`WholeSteps`)
 
-It lasts for one run of the graph. It holds what its ops hand on to each other, and what the model's masks say of this
-token. The session holds what outlasts the token.
+It lasts for one run of the graph. It holds the values that ops hand on to each other, and this token's masks. The
+session holds everything that outlasts the token.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ class DecodeStep:
         session: Whose.
         whole: Layers whose operators the graph calls as one (`fuse_layer_steps`, `WholeSteps`).
         predecoding: Nothing is kept of the token, and no pairs have been prefetched for it.
-        biases: By layer that keeps all tokens, what the model adds to its scores: see `DecodeInputs.bias`.
-        seen: By layer that keeps all tokens, what each lane sees where the step reads the model's masks: bool `[lanes,
+        biases: By layer that keeps all tokens, the model's bias on its scores: see `DecodeInputs.bias`.
+        seen: By layer that keeps all tokens, the keys that each lane sees where the step reads masks: bool `[lanes,
             batch, kv_len + lanes]`, in place of the session's `key_mask`.
         window_masks: By layer that keeps a window, its masks, one a lane, where the model has masks there; None for a
-            lane whose mask can't be told: what it selects is void.
-        expansions: By attention, where keys and values are computed from what is cached: see `DecodeInputs.expand`.
+            lane whose mask is unknown: its selection is void.
+        expansions: By attention, where keys and values are computed from a latent: see `DecodeInputs.expand`.
         missed: Batch rows that choose pairs, bool `[batch]`; the others keep those that are staged. None for all rows.
-        shares: What the speculative token's scores weigh in the selection, float32 `[batch]` from 0 to 1; the output
+        shares: Weight of the speculative token's scores in the selection, float32 `[batch]` from 0 to 1; the output
             token's weigh the rest. None: they are all of it (Algorithm 3).
         lanes: Lanes of its graph.
         writes_next: Lane 1's pairs are written behind lane 0's, and don't count yet (`NextAnswer`). No group fills.
@@ -90,7 +90,7 @@ class DecodeStep:
         session, layers = self.session, {i: self.session.layers[i] for i in self.whole}
         assert session.steps is not None and session.batch is not None
         if session.transfer is not None:
-            session.transfer.join()  # what ran beside the step before reads what is written now
+            session.transfer.join()  # work beside the step before reads memory that is written now
         for cache in layers.values():
             cache.make_room(1 + self.writes_next)
         first = next(iter(session.tiered.values()))  # they have one length
@@ -137,7 +137,7 @@ class DecodeStep:
         return alike, visible, biases
 
     def _collect(self) -> tuple[list[int], bool]:
-        """Note what has run, also where the graph failed midway; see `WholeSteps.end`."""
+        """Record the layers that ran, also where the graph failed midway; see `WholeSteps.end`."""
         session = self.session
         assert session.steps is not None
         run, late = session.steps.end()
@@ -158,12 +158,12 @@ class DecodeStep:
 
     @property
     def windows_told(self) -> bool:
-        """Whether each lane sees of the windows what its token will see."""
+        """Whether each lane sees the window keys that its token will see."""
         return all(mask is not None for masks in self.window_masks.values() for mask in masks)
 
     @property
     def _scores_both(self) -> bool:
-        """Whether the first lane's scores are wanted: it has a share, or tells the rates what was needed."""
+        """Whether the first lane's scores are wanted: it has a share, or hit rates need them."""
         return self.session.config.track_hit_rates is not False or self.shares is not None
 
     def by_operators(
@@ -217,7 +217,7 @@ class DecodeStep:
             staged: Replace low-bit pairs by those that were prefetched (never in pre-decode).
             softcap: See `DecodeInputs`.
             sinks: See `DecodeInputs`.
-            expansion: Which of `expansions` makes keys and values of what is cached; None for none.
+            expansion: Index in `expansions` for latent attention; None for none.
 
         Returns:
             `[lanes, batch, num_heads, 1, value_dim]`.
@@ -286,7 +286,7 @@ class DecodeStep:
         return chosen
 
     def prefetch(self, layer: int, indices: torch.Tensor) -> None:
-        """Start bringing the 16-bit pairs of `indices` to the device, beside what the device computes next."""
+        """Start bringing the 16-bit pairs of `indices` to the device, beside its next computation."""
         assert self.session.transfer is not None
         self._staged.pop(layer, None)
         self.session.transfer.prefetch(layer, indices)

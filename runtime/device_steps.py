@@ -31,7 +31,7 @@ class DeviceSteps:
     Attributes:
         device: Where it is.
         kernel: See `WholeSteps`.
-        generation: Another number when a tensor lies elsewhere than before: what was captured then is void.
+        generation: Changes when a tensor moves: captures of the former number are void.
         plain_alone: A step that is not plain is left to the operators (`DecodeStep.by_operators`).
         captures: The step that runs next is captured or replayed, if it is plain.
     """
@@ -78,7 +78,7 @@ class DeviceSteps:
                 self._tell_counts(facts.counts)
 
     def _tell_stored(self, layer: int, facts: StepFacts) -> None:
-        """Say what `layer`, and others like it, hold."""
+        """Write the lengths of `layer`, and of others like it."""
         cache, stored = self._caches[layer], self._stored.get(layer)
         if stored is None or stored.room != cache.room:
             self._forget()
@@ -98,7 +98,7 @@ class DeviceSteps:
         self.generation += 1
 
     def _told(self, kept: torch.Tensor | None, value: torch.Tensor | None) -> torch.Tensor | None:
-        """Have `value` where the launches read it; without one what is there stays."""
+        """Write `value` where the launches read it; None leaves the former one."""
         if value is None:
             return kept
         if kept is None or kept.shape != value.shape:
@@ -115,7 +115,7 @@ class DeviceSteps:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the step that was told launches what most do: it decodes, no group fills, no mask moves."""
+        """Whether the step is plain: it decodes, no group fills, no mask moves."""
         facts = self._facts
         if facts is None or self._fills:
             return False
@@ -197,7 +197,7 @@ class DeviceSteps:
         self._run = list(self._caches)
 
     def check(self, error: RuntimeError) -> None:
-        """See `WholeSteps`: torch's own errors say what they are."""
+        """See `WholeSteps`: torch's own errors are passed on."""
 
     @property
     def device_bytes(self) -> int:

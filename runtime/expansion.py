@@ -1,4 +1,4 @@
-"""Keys and values that are computed from what is cached, token by token: multi-head latent attention (MLA)."""
+"""Keys and values that are computed from a cached latent, token by token: multi-head latent attention (MLA)."""
 
 from __future__ import annotations
 

@@ -18,8 +18,8 @@ from specache_fx.runtime.give_back import give_back, has_tokens_first
 from specache_fx.runtime.handle_tensor import Handle, bare, mark, unmark
 
 _WRITTEN = (
-    "A buffer that holds a model's cache was written to since the model was called. Its numbers are kept elsewhere:"
-    " what is written there is lost. Start from the prompt, at position 0."
+    "A buffer that holds a model's cache was written to since the model was called. It holds placeholders, so"
+    " the write is lost. Start from the prompt, at position 0."
 )
 
 
@@ -110,7 +110,7 @@ def refill(buffers: Sequence[torch.Tensor], numbers: Sequence[torch.Tensor]) -> 
 
 
 def restore(tensors: Sequence[object]) -> None:
-    """Make buffers that are handles what the model would have in them: for a graph that reads them itself.
+    """Turn buffers that are handles back into the model's numbers, for a graph that reads them itself.
 
     Args:
         tensors: Inputs of a call, such buffers among them.

@@ -1,4 +1,4 @@
-"""Handles turned back into the numbers that they stand for, for a graph that reads them itself."""
+"""Give back 16-bit pairs in place of handles, to a graph that reads them itself."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from specache_fx.runtime.claims import CHOSEN, LEFT, MIXED, REORDERED, living, r
 
 @registry.locked
 def give_back(tensors: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
-    """The numbers that handles stand for, for a graph that reads them itself.
+    """The 16-bit pairs of handles, for a graph that reads them itself.
 
     Args:
         tensors: Inputs of a call, handles among them, in any order. Of a session all, or some as it gave them last.
@@ -63,7 +63,7 @@ def has_tokens_first(tensor: torch.Tensor, num_kv_heads: int) -> bool:
 
 
 def _numbers(slots: Sequence[int], past: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """What handles of one session stand for, read and no more: of all slots, or of some as the last call gave them."""
+    """The pairs of one session's handles, read only: of all slots, or of some as the last call returned them."""
     issued = registry.issue_of(past[0])
     if issued is not None and len(slots) < 2 * len(issued.session.shapes):
         session, lengths = issued.session, issued.session.handle_lengths()

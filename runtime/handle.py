@@ -1,4 +1,4 @@
-"""Handles: what the model passes around in place of its KV cache.
+"""Handles: placeholders that the model passes around in place of its KV cache.
 
 A handle has the shape that the model expects, `[batch, num_kv_heads, kv_len, head_dim]`, and next to no memory. All
 handles of a session look at one storage. So storage identity names the session, and the storage dies with the last
@@ -65,7 +65,7 @@ _BOXES = {
 
 @dataclass(frozen=True)
 class HandleCode:
-    """What one batch row of a handle says: its session, its slot (2 * layer, + 1 for values), its row, its process."""
+    """One batch row of a handle: its session, its slot (2 * layer, + 1 for values), its row, its process."""
 
     session: int
     slot: int
@@ -249,7 +249,7 @@ def matches(copies: Sequence[torch.Tensor], session: int, batch: int, rows: Sequ
 
 
 def is_poisoned(tensor: torch.Tensor) -> bool:
-    """Whether a tensor begins with what a handle is made of, legible or not (its oldest tokens were cut off).
+    """Whether a tensor begins with a handle's elements, legible or not (its oldest tokens were cut off).
 
     Args:
         tensor: `[batch, num_kv_heads, kv_len, head_dim]`.
@@ -329,7 +329,7 @@ def has_tokens_first(handle: torch.Tensor) -> bool:
 
 
 def was_written(handle: torch.Tensor) -> bool:
-    """Whether somebody wrote into a handle, or into what it is a view of: `_look` has counted to 1."""
+    """Whether somebody wrote into a handle, or into its base tensor: `_look` has counted to 1."""
     return handle._version > 1
 
 

@@ -72,7 +72,7 @@ _JOINS = frozenset(("cat", "concat", "concatenate", "stack"))
 
 
 class Handle(torch.Tensor):
-    """A tensor that stands for keys or values of a session; see the module's docstring.
+    """A placeholder for keys or values of a session; see the module's docstring.
 
     Attributes:
         lease: Keeps the session.
@@ -91,7 +91,7 @@ class Handle(torch.Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Run what may be run on a handle outside of a graph, and refuse all else."""
+        """Run the functions that a handle allows outside of a graph, and refuse all others."""
         if torch.compiler.is_dynamo_compiling():
             # Modes too: under one (`torch.set_default_device`) Dynamo would come back here without end.
             with torch._C.DisableTorchFunction():
@@ -142,7 +142,7 @@ def unmark(handle: Handle) -> None:
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor of its own over the same memory, which is no handle; what is none is returned as it is."""
+    """A plain tensor over a handle's memory; any other tensor is returned as it is."""
     if not isinstance(tensor, Handle):
         return tensor
     with bare():
@@ -191,11 +191,11 @@ def _is_nothing(source: Any) -> bool:
 
 def _refusal(name: str) -> str:
     return (
-        f"`{name}` was called on a tensor of a KV cache of specache, outside of a graph that specache compiled. Such a"
-        " tensor holds no numbers: what it stands for is kept elsewhere, and can't be read or changed there. If a model"
-        " called it, that model's forward ran uncompiled: generate() of a wrapper (PEFT, torch.compile(model)) calls"
-        " the module inside, so compile with specache_fx.compile(model), which finds that one; and Dynamo runs a model"
-        ' uncompiled under torch.compiler.set_stance("force_eager"), torch._dynamo.config.suppress_errors or'
-        " disable. If you did: batch rows can be chosen and copied and the newest tokens cut off; to edit keys and"
-        " values, or to read them, make the cache with the model uncompiled."
+        f"`{name}` was called on a tensor of a KV cache of specache, outside of a graph that specache compiled. The"
+        " cache holds placeholders; only the compiled model can read it. If a model called it, that model's forward"
+        " ran uncompiled. generate() of a wrapper (PEFT, torch.compile(model)) calls the module inside: compile with"
+        " specache_fx.compile(model), which finds that one. Dynamo also runs a model uncompiled under"
+        ' torch.compiler.set_stance("force_eager"), torch._dynamo.config.suppress_errors or disable. If you called it:'
+        " you may choose and copy batch rows and cut off the newest tokens. To read or edit keys and values, make the"
+        " cache with the model uncompiled."
     )

@@ -34,7 +34,7 @@ def resolve_host(host: str, device: torch.device, nbytes: int = 0, host_dir: str
     Args:
         host: "auto", "pinned", "memory" or "disk".
         device: Where the model runs.
-        nbytes: What the session's first prompt will ask for.
+        nbytes: Bytes that the session's first prompt will ask for.
         host_dir: The option, for the warning.
 
     Returns:
@@ -112,7 +112,7 @@ class BlockStore(ABC):
         self._lock = threading.Lock()  # a thread may reserve ahead
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Hand out a block of that shape on the CPU; what it holds is undefined.
+        """Hand out a block of that shape on the CPU; its content is undefined.
 
         Raises:
             HostMemoryError: If it can't be had; nothing has changed then.
@@ -129,7 +129,7 @@ class BlockStore(ABC):
     def _allocate(self, shape: tuple[int, ...], dtype: torch.dtype, nbytes: int) -> torch.Tensor: ...
 
     def close(self) -> None:
-        """Give back what the blocks' own end does not; the caller has dropped them."""
+        """Give back the rest, beyond the blocks themselves; the caller has dropped them."""
         self.nbytes = 0
 
 
@@ -143,7 +143,7 @@ class MemoryStore(BlockStore):
         self._available, self._asked = 0, -_ASKED_AGAIN_S
 
     def _left(self, nbytes: int) -> int:
-        """Bytes of memory that are available. The system is asked each 0.1 s, or for more than half of what is left."""
+        """Bytes of memory that are available. The system is asked each 0.1 s, or for more than half of the rest."""
         now = time.monotonic()
         if now - self._asked > _ASKED_AGAIN_S or nbytes > self._available // 2:
             self._available, self._asked = available_bytes(), now
@@ -187,7 +187,7 @@ class PinnedStore(MemoryStore):
         address = ctypes.addressof(memory)
         if code := int(cudart.cudaHostRegister(address, len(memory), _PORTABLE_AND_MAPPED)):
             raise OSError(f"cudaHostRegister failed with error {code}")
-        # Called before what unmaps it: the newest finalizer of an object comes first.
+        # Called before the finalizer that unmaps it: the newest finalizer of an object comes first.
         weakref.finalize(memory, cudart.cudaHostUnregister, address).atexit = False
         return torch.frombuffer(memory, dtype=dtype, count=prod(shape)).view(shape)
 

@@ -164,7 +164,7 @@ class HostCache:
             v: `[batch, num_kv_heads, tokens, value_dim]`, likewise.
 
         Raises:
-            HostMemoryError: If the bytes can't be had. What was there stays readable.
+            HostMemoryError: If the bytes can't be had. Rows that were there stay readable.
         """
         self._check_open()
         rows, tokens = self._layers[layer], k.shape[2]
@@ -186,7 +186,7 @@ class HostCache:
         rows.length += tokens
 
     def _note_written(self, device: torch.device) -> None:
-        """Have whoever reads rows on the CPU, or frees them, wait for what was sent until now."""
+        """Have readers of rows on the CPU, and whoever frees them, wait for the copies sent until now."""
         if device.type != "cuda":
             return
         if self._written is None:
@@ -263,7 +263,7 @@ class HostCache:
         return out
 
     def reorder(self, layer: int, batch_rows: torch.Tensor) -> None:
-        """Make batch row i what row `batch_rows[i]` was, int64 `[batch]` on the CPU; moves only what changes."""
+        """Set batch row i to the former row `batch_rows[i]`, int64 `[batch]` on the CPU; moves changed rows only."""
         self._check_open()
         self._settle()
         rows = self._layers[layer]

@@ -8,7 +8,7 @@ from specache_fx.runtime.masks import split_row
 
 
 class KeyMask:
-    """What the masks of the prompt (or of the last extend) called padding, and no mask has shown since.
+    """Padding: keys that the masks of the prompt (or of the last extend) hid, and no mask has shown since.
 
     Attributes:
         real: Bool `[batch, tokens]`, maybe of fewer tokens than there are; None where no key is padding.
@@ -18,11 +18,11 @@ class KeyMask:
         self.real: torch.Tensor | None = None
 
     def read(self, row: torch.Tensor | None, batch: int) -> None:
-        """Take over what the newest query's row of a mask says about padding, see `split_row`."""
+        """Take over the padding of a mask's newest row, see `split_row`."""
         self.real = None if row is None else split_row(row, batch)[0]
 
     def widen(self, row: torch.Tensor | None, batch: int) -> None:
-        """Keys that another layer's mask shows are real as well: what hides them elsewhere is no padding."""
+        """Keys that another layer's mask shows are real as well: they are hidden elsewhere, but no padding."""
         if self.real is not None:
             real = None if row is None else split_row(row, batch)[0]
             self._set(None if real is None else self.real | real)
@@ -44,7 +44,7 @@ class KeyMask:
             self._set(self.real[:, :kv_len])
 
     def take(self, source: KeyMask, rows: torch.Tensor) -> None:
-        """Say what `source` says of batch rows `rows`, int64 `[batch]` on the device. `source` may be self."""
+        """Take over batch rows `rows` of `source`, int64 `[batch]` on the device. `source` may be self."""
         self._set(None if source.real is None else source.real.index_select(0, rows))
 
     def _set(self, real: torch.Tensor | None) -> None:

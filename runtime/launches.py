@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-_ALIGN_BYTES = 16  # what Triton's compiler may assume of an address, or not
+_ALIGN_BYTES = 16  # the alignment that Triton's compiler distinguishes
 
 _here = threading.local()
 
@@ -29,7 +29,7 @@ class Launch:
 
     def __init__(self, kernel: Any, grid: tuple[int, ...], arguments: Mapping[str, Any]) -> None:
         self._kernel, self._grid, self._arguments = kernel, grid, dict(arguments)
-        self._compiled: dict[tuple[bool, ...], Any] = {}  # by the alignment of what moves
+        self._compiled: dict[tuple[bool, ...], Any] = {}  # by the alignment of arguments that move
         self._places = {name: place for place, name in enumerate(kernel.arg_names)}
         self._values = [self._arguments.get(name) for name in kernel.arg_names]
 
@@ -62,7 +62,7 @@ def launch(kernel: Any, grid: tuple[int, ...], /, **arguments: Any) -> None:
 
 @contextlib.contextmanager
 def noted() -> Iterator[list[Launch]]:
-    """Collect what this thread launches by `launch` within the block, in order."""
+    """Collect this thread's launches by `launch` within the block, in order."""
     before, _here.notes = getattr(_here, "notes", None), []
     try:
         yield _here.notes

@@ -119,7 +119,7 @@ class LayerCache:
             rows.narrow(2, self.window_len + 1, 1).copy_(side)
 
     def quantize_overflow(self) -> None:
-        """Quantise and offload what `was_appended` has pushed out of the window, if anything.
+        """Quantise and offload the pairs that `was_appended` has pushed out of the window, if any.
 
         Raises:
             HostMemoryError: If the host tier can't take it.
@@ -157,13 +157,13 @@ class LayerCache:
         )
 
     def masked_rows(self, masks: Sequence[WindowMask | None], independent: bool) -> tuple[None, None]:
-        """See `LayerState`: `DecodeStep` says what is hidden."""
+        """See `LayerState`: `DecodeStep` hides keys."""
         return None, None
 
     def append(
         self, key: torch.Tensor, value: torch.Tensor, hold: bool = False, kv_len: int | None = None
     ) -> None:
-        """See `LayerState`: what overflows is quantised and offloaded. All is kept, so `kv_len` says nothing new."""
+        """See `LayerState`: the overflow is quantised and offloaded. All is kept, so `kv_len` says nothing new."""
         kv_len = self.kv_len + key.shape[2]
         overflow = 0 if hold else self.num_quantized_at(kv_len) - self.num_quantized
         held, rest = self.num_quantized, self.window_len + key.shape[2] - overflow
@@ -218,7 +218,7 @@ class LayerCache:
             self._resize(self._arena.layout.num_groups, most)
 
     def _moved(self) -> None:
-        """What was made of tensors is void: they lie elsewhere, or are longer."""
+        """Drop everything made of tensors: they lie elsewhere now, or are longer."""
         self._views = None
         self.sinks = self._find_sinks()
 

@@ -30,9 +30,9 @@ class LayerLaunches:
     """A layer's launches, prepared for one arena and one form of a step.
 
     Attributes:
-        arguments: Of all kernels, but for what differs from step to step.
+        arguments: Of all kernels, without those that differ from step to step.
         attention: Those of a step without biases, on the model's stream.
-        selection: What chooses and brings the next step's pairs; None where all of them are on the device.
+        selection: Chooses and brings the next step's pairs; None where all of them are on the device.
     """
 
     arguments: dict[str, Any]
@@ -53,7 +53,7 @@ class Selection:
 
     Attributes:
         scores: float32 `[lanes, batch, num_kv_heads, room]`: layers share it, for they select one after the other.
-        selected: What each round of the selection leaves.
+        selected: Results of each round of the selection.
         needed: The same of the output token's own selection, for the hit rates.
         before: The tokens that were staged for this step, int32 like `Staging.indices`.
         launches: Of a plain step, all of them; empty before the first.
@@ -93,7 +93,7 @@ def prepare(
         layer: Its index.
         cache: Its cache, as large as it is.
         call: Its attention in the step that asks.
-        stored: What the device knows of its tokens.
+        stored: Lengths and masks of its tokens on the device.
         written: See `StepFacts`.
         transfer: Has its slots; None where nothing is selected.
         top_k: Slots of a row.
@@ -101,7 +101,7 @@ def prepare(
     """
     from specache_fx.runtime.select import triton_topk
 
-    # Stand-ins: what is prepared keeps no activations.
+    # Stand-ins: prepared launches keep no activations.
     sides = {
         name: _of(shared, (name, *side.shape), functools.partial(torch.empty_like, side))
         for name, side in (("query", call.query), ("key", call.key), ("value", call.value))
@@ -167,6 +167,6 @@ def attention_of(arguments: dict[str, Any]) -> tuple[Launch, ...]:
 
 
 def _norms(query: torch.Tensor) -> torch.Tensor:
-    """What `merge_parts` leaves of queries for their scores."""
+    """The copies of queries that `merge_parts` leaves for their scores."""
     lanes, batch, num_heads = query.shape[:3]
     return query.new_empty((batch, lanes, num_heads), dtype=torch.float32)

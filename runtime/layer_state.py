@@ -1,4 +1,4 @@
-"""`LayerState`: what a session asks of a layer's cache, whatever that keeps."""
+"""`LayerState`: a session's interface to a layer's cache of any kind."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class LayerCall(LaneInputs):
 
     Attributes:
         staged: Rows that were prefetched, and their tokens; None where none were.
-        window_masks: Of a layer that keeps a window: what the model hides, one a lane; None where it has no mask.
+        window_masks: Of a layer that keeps a window: the model's mask, one a lane; None where it has none.
             `visible` takes their place for `inputs_at_any_length`.
     """
 
@@ -77,15 +77,15 @@ class LayerState(Protocol):
         Args:
             key: `[batch, num_kv_heads, q_len, key_dim]`.
             value: `[batch, num_kv_heads, q_len, value_dim]`.
-            hold: Quantise nothing until the next append: what is padding is known then.
-            kv_len: Tokens afterwards, where these are what is left of more; by default so many more than before.
+            hold: Quantise nothing until the next append: the padding is known then.
+            kv_len: Tokens afterwards, where these are the rest of more; by default so many more than before.
 
         Raises:
-            HostMemoryError: If the host tier can't take what leaves the device.
+            HostMemoryError: If the host tier can't take the pairs that leave the device.
         """
 
     def inputs(self, call: LayerCall) -> DecodeInputs:
-        """What a kernel is given in a decode step."""
+        """A kernel's inputs in a decode step."""
 
     def inputs_at_any_length(self, call: LayerCall) -> DecodeInputs:
         """As `inputs`, as if the arena were full: for kernels that are told the lengths elsewhere."""
@@ -93,7 +93,7 @@ class LayerState(Protocol):
     def masked_rows(
         self, masks: Sequence[WindowMask | None], independent: bool
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """What a step hides of a window, and adds to its scores.
+        """A step's mask of a window, and the bias of its scores.
 
         Args:
             masks: The model's own, one a lane; None hides and adds nothing. Lane 1's covers the window as it will be.
@@ -101,7 +101,7 @@ class LayerState(Protocol):
 
         Returns:
             Bool `[lanes, batch, window_len + lanes]`: the window's rows, then the lanes' own pairs. And
-            `[lanes, batch or 1, num_heads or 1, window_len + lanes]` of the masks' dtype. None for what there is not.
+            `[lanes, batch or 1, num_heads or 1, window_len + lanes]` of the masks' dtype; None where there is none.
 
         Raises:
             UnsupportedGraphError: If a mask is not as wide as the window.
@@ -110,7 +110,7 @@ class LayerState(Protocol):
     def history(
         self, kv_len: int | None = None, new: tuple[torch.Tensor, torch.Tensor] | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What the model would have as its past now, or had at an earlier length: fresh tensors.
+        """The model's past at this length, or at an earlier one: fresh tensors.
 
         Args:
             kv_len: The earlier length.
@@ -131,7 +131,7 @@ class LayerState(Protocol):
         """Keep the first `kv_len` tokens (crop, or undoing a step that failed midway)."""
 
     def take(self, source: Self, rows: torch.Tensor) -> None:
-        """Hold what `source` holds, of its batch rows `rows`: a reordering of this cache, or a copy of another.
+        """Take over the content of `source`, its batch rows `rows`: a reordering of this cache, or a copy of another.
 
         Args:
             source: This cache itself, or the cache of the same layer in another session, with as many tokens.
@@ -143,13 +143,13 @@ class LayerState(Protocol):
         """
 
     def snapshot(self) -> dict[str, torch.Tensor]:
-        """What is on the device, by name: views, and `sizes`, int64 on the CPU.
+        """The tensors on the device, by name: views, and `sizes`, int64 on the CPU.
 
         Memory that holds no token is left out: it may have belonged to something else.
         """
 
     def restore(self, held: Mapping[str, torch.Tensor]) -> None:
-        """Hold what `snapshot` gave, in an arena as large; the layer is empty, and `held` on any device.
+        """Take over a `snapshot`, in an arena as large; the layer is empty, and `held` on any device.
 
         Raises:
             ValueError: If `held` has other tensors than a layer of this form.
@@ -168,7 +168,7 @@ def copy_exactly(new: torch.Tensor, old: torch.Tensor, name: str) -> None:
 
 
 def restore_exactly(mine: Mapping[str, torch.Tensor], held: Mapping[str, torch.Tensor], name: str) -> None:
-    """Copy what `LayerState.snapshot` gave, but for `sizes`, to a layer's own tensors.
+    """Copy a `LayerState.snapshot`, without `sizes`, to a layer's own tensors.
 
     Raises:
         ValueError: If they are others.

@@ -19,7 +19,7 @@ _ALIGN_BYTES = 64  # a cache line; vectors of any kernel
 
 @dataclass(frozen=True)
 class LayerShape:
-    """What a layer's KV pairs look like, whatever the batch."""
+    """Form of a layer's KV pairs, for any batch."""
 
     num_kv_heads: int
     key_dim: int
@@ -47,7 +47,7 @@ class Place:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it takes, without what fills the last line."""
+        """Bytes that it takes, without the padding of the last line."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def of(self, arena: torch.Tensor) -> torch.Tensor:
@@ -142,7 +142,7 @@ class Layout:
         return key, value
 
     def put(self, planes: Planes, kind: KVKind, group: int, new: Planes) -> None:
-        """Write the codes of groups from number `group` on, and what is of the sequence, to an arena's planes."""
+        """Write the codes of groups from number `group` on, and the sequence's planes, to an arena."""
         for plane, form, rows in zip(planes, self._forms[kind], new, strict=True):
             plane.narrow(2, 0 if form.of_sequence else group * form.rows, rows.shape[2]).copy_(rows)
 
@@ -207,14 +207,14 @@ class Arena:
             return layout, layout.tensors(memory)
 
     def resize(self, num_groups: int, window_rows: int) -> None:
-        """Have so much room, and in it what both have rows for."""
+        """Have so much room, with the rows that fit into both."""
         before = self.tensors
         self.layout, self.tensors = self._allocate(num_groups, window_rows)
         for new, old in zip(self.tensors.all, before.all, strict=True):
             _copy_rows(new, old)
 
     def take(self, source: Arena, rows: torch.Tensor) -> None:
-        """Hold what `source` holds, of its batch rows `rows`, int64 `[batch]`; `source` may be this arena itself."""
+        """Take over batch rows `rows` of `source`, int64 `[batch]`; `source` may be this arena itself."""
         before = source.tensors
         if source is not self:
             self.layout, self.tensors = self._allocate(source.layout.num_groups, source.layout.window_rows)
@@ -223,7 +223,7 @@ class Arena:
 
 
 def _copy_rows(new: torch.Tensor, old: torch.Tensor) -> None:
-    """Copy the rows of tokens that both have; what has none, whole."""
+    """Copy the rows of tokens that both have; tensors without such rows, whole."""
     if new.dim() == 4:
         rows = min(new.shape[2], old.shape[2])
         new, old = new.narrow(2, 0, rows), old.narrow(2, 0, rows)

@@ -1,4 +1,4 @@
-"""Where built libraries are kept from process to process, and what of it may be loaded.
+"""The folder that keeps built libraries from process to process, and the check before one is loaded.
 
 Loading a library runs it. So the folder has to be this user's alone, and a file has to end with its own checksum: a
 file that was cut short loads without a complaint, and ends the process by SIGBUS when it is first called.
@@ -20,7 +20,7 @@ from specache_fx._log import warn_once
 
 _log = logging.getLogger(__name__)
 
-_BUILD = "build-"  # what names of the folders begin with in which libraries are built
+_BUILD = "build-"  # prefix of the folders in which libraries are built
 
 
 def user_folder() -> Path:
@@ -63,13 +63,13 @@ def kept_folder(file: str) -> Path | None:
 
 @contextlib.contextmanager
 def private_folder() -> Iterator[Path]:
-    """A folder for this process, gone afterwards: what was loaded from it stays loaded."""
+    """A folder for this process, gone afterwards: libraries loaded from it stay loaded."""
     with tempfile.TemporaryDirectory(prefix="specache-fx-", ignore_cleanup_errors=True) as folder:
         yield Path(folder)
 
 
 def is_whole(library: Path) -> bool:
-    """Whether a file is what `seal` left, and nobody else can have written to it."""
+    """Whether a file is as `seal` left it, and nobody else can have written to it."""
     try:
         content = library.read_bytes()
         return _sum(content[:-32]) == content[-32:] and _distrust(library) is None

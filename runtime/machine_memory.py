@@ -1,4 +1,4 @@
-"""What memory there is for the host tier: the machine's, within the limits of this process and of its container."""
+"""Memory available to the host tier: the machine's, within the limits of this process and of its container."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from pathlib import Path
 import psutil
 
 _IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs")
-# Of each version of control groups: what limits, what is used, and what of that the kernel can take back at once.
+# Of each version of control groups: the limit, the use, and the part of it that the kernel can take back at once.
 _FILES_V1 = (("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file")
 _FILES_V2 = (("memory.max", "memory.high"), "memory.current", "inactive_file")
 
 
 def available_bytes() -> int:
-    """Memory that this process can still get: what the machine has, within the limits that it runs under."""
+    """Memory that this process can still get: the machine's, within the limits that it runs under."""
     available = int(psutil.virtual_memory().available)
     limit = resource.getrlimit(resource.RLIMIT_DATA)[0]
     if limit != resource.RLIM_INFINITY:
@@ -49,7 +49,7 @@ def control_group_bytes(
 
 
 def _left(group: Path, limits: tuple[str, ...], usage: str, reclaimable: str) -> int | None:
-    """What one control group leaves; None where it sets no limit, or is none."""
+    """Bytes that one control group leaves; None where it sets no limit, or is none."""
     try:
         words = [(group / name).read_text().strip() for name in limits]
         least = min(int(word) for word in words if word != "max")

@@ -1,4 +1,4 @@
-"""Attention masks as a session reads them: which keys are real, and what is added to the scores of those that are."""
+"""Attention masks as a session reads them: the keys that are real, and the biases on their scores."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def split_row(row: torch.Tensor, batch: int) -> tuple[torch.Tensor | None, torch
 
 
 def hidden_bias(seen: torch.Tensor | None, bias: torch.Tensor | None) -> torch.Tensor | None:
-    """One bias for what `split_row` tells apart: -inf where a key is hidden.
+    """One bias from the two results of `split_row`: -inf where a key is hidden.
 
     Returns:
         `[batch or 1, num_heads or 1, kv_len]`; None where nothing is hidden and nothing added.
@@ -123,7 +123,7 @@ def lane_bias(rows: list[torch.Tensor | None], kv_len: int, independent: bool) -
 
 @dataclass(frozen=True)
 class WindowMask:
-    """What a model's mask says of a window's pairs and, last, of the token's own.
+    """A model's mask over a window's pairs and, last, the token's own.
 
     Attributes:
         width: Pairs that it covers, the token's own included.

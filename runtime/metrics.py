@@ -1,4 +1,4 @@
-"""What a session counts of its decode steps, without a host sync on the way."""
+"""Counters of a session's decode steps, without a host sync on the way."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Hits(NamedTuple):
         token_checks: Batch rows where one had been.
         topk_hits: Pairs of the output token's own top-k that were staged for it.
         topk_needed: Pairs of its own top-k.
-        mass: Its selection scores on what was staged for it.
+        mass: Its selection scores on staged pairs.
         best_mass: Its selection scores on its own top-k, the most that `top_k` pairs can have.
     """
 
@@ -52,7 +52,7 @@ class Hits(NamedTuple):
 
     @property
     def attention_rate(self) -> float | None:
-        """Attention on what was staged, of the most that there could be; None where it was not measured."""
+        """Attention on staged pairs, over the most that there could be; None where it was not measured."""
         return _rate(self.mass, self.best_mass)
 
 
@@ -94,7 +94,7 @@ class Step:
     Attributes:
         kv_len: Tokens in the cache after it.
         refetched: Its pairs were chosen anew (`on_miss="refetch"`).
-        hits: What was counted in it.
+        hits: Its counts.
     """
 
     kv_len: int
@@ -104,7 +104,7 @@ class Step:
 
 @dataclass
 class _Counts:
-    """What one step counted; None where nothing was there to count.
+    """The counts of one step; None where nothing was there to count.
 
     Attributes:
         missed: bool `[batch]`.
@@ -147,12 +147,12 @@ class Metrics:
         self._blocks: list[torch.Tensor] = []
         # Steps that are through, not yet in the total: a step has no time for sums of so few numbers.
         self._recent: list[_Counts] = []
-        # CUDA: what is counted of pairs is nobody's to wait for but the reader's.
+        # CUDA: only the reader waits for the counts of pairs.
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.begin_step()
 
     def begin_step(self) -> None:
-        """Start to count a step, and forget what one counted that broke off."""
+        """Start to count a step, and forget the counts of one that broke off."""
         self._step = _Counts()
         self._refetched = self._accepted = False
 
@@ -170,7 +170,7 @@ class Metrics:
         self._refetched = True
 
     def count_topk(self, scores: torch.Tensor, top_k: int, staged: torch.Tensor) -> None:
-        """Compare what a layer had staged for the step with what the output token itself would have chosen.
+        """Compare the pairs that a layer had staged for the step with the output token's own choice.
 
         Args:
             scores: float32 `[batch, num_kv_heads, num_quantized]`, lane 0's in this step, staged pairs in place.
@@ -188,7 +188,7 @@ class Metrics:
             read.record_stream(self._stream)
 
     def _join(self) -> None:
-        """Order what comes next on the current stream behind what was counted."""
+        """Order later work on the current stream behind the counting."""
         if self._stream is not None:
             torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
 

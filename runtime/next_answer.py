@@ -17,11 +17,11 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class LaneCall:
-    """What one lane's outputs are computed from.
+    """Inputs of one lane's outputs.
 
     Attributes:
         graph: Whose inputs these are.
-        computed: The token, what follows from its position, and masks of windows: compared by their numbers.
+        computed: The token, the prelude of its position, and masks of windows: compared by their numbers.
         given: All other tensors, most of them weights: the same ones, where they were, in the same version.
         numbers: Inputs that are no tensors, and the form of the masks.
     """
@@ -37,7 +37,7 @@ class NextAnswer:
 
     Args:
         results: One per result of the graph.
-        call: What they were computed from; no tensor of it is an inference tensor, whose changes don't show.
+        call: Their inputs; none is an inference tensor, whose changes don't show.
 
     Attributes:
         results: See above.

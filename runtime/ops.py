@@ -1,4 +1,4 @@
-"""The `specache::` operators: what a rewritten graph calls.
+"""The `specache::` operators of rewritten graphs.
 
 Every op that touches a session takes `state`, an int64 CPU tensor that begins with the session's number (`StepTable`),
 and says that it mutates it. That orders them all: no compiler may drop, reorder or duplicate one. Their results are
@@ -36,7 +36,7 @@ from specache_fx.runtime.native.products import by_blas
 from specache_fx.runtime.tracing import span
 
 _SIDES = "Tensor query, Tensor key, Tensor value"
-# What an attention has beyond scale: `capture/program.py` says what.
+# Arguments of an attention besides scale, see `capture/program.py`.
 _FORM = "float? softcap=None, Tensor? sinks=None, int? expansion=None, int? value_dim=None"
 
 # `Library.define` and `impl` cost 3 us a call where `custom_op` costs 13 to 16; a decode step makes up to five a layer.
@@ -93,7 +93,7 @@ def _sdpa(
 
 
 def _sdpa_autocast(device: str, *sides: Any) -> Tensor:
-    """Autocast casts what SDPA reads, mask included."""
+    """Autocast casts the inputs of SDPA, mask included."""
     dtype = torch.get_autocast_dtype(device.lower())
 
     def cast(side: Any) -> Any:

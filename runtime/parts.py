@@ -34,7 +34,7 @@ class Part:
 
 @contextlib.contextmanager
 def parts_of(tensors: Sequence[torch.Tensor]) -> Iterator[list[Part]]:
-    """The sessions that tensors stand for, all of them locked within; none where no tensor is a handle.
+    """The sessions of some handles, all locked within the block; none where no tensor is a handle.
 
     Args:
         tensors: Of a cache, in any order. Others than handles are left out.

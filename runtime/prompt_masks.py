@@ -37,7 +37,7 @@ class PromptMask:
 
 
 def test(mask: torch.Tensor, window: int | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Hold a mask against the rule. Inductor fuses it with what makes the mask, which is then never in memory.
+    """Hold a mask against the rule. Inductor fuses it with the mask's own code, so the mask is never in memory.
 
     Args:
         mask: Bool (True where a key is seen) or float that is added to the scores, `[..., q_len, kv_len]`.
@@ -205,6 +205,6 @@ def _reads_shared(query: torch.Tensor) -> bool:
 
 
 def empty_output(query: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """What `attend` returns, without its numbers."""
+    """The form of `attend`'s result, without numbers."""
     batch, num_heads, q_len, _ = query.shape
     return query.new_empty((batch, q_len, num_heads, value.shape[-1])).transpose(1, 2)

@@ -135,7 +135,7 @@ def issues_of(session: Session) -> list[Issue]:
 
 
 def forget(gone: Sequence[Issue]) -> None:
-    """Copies of these sets stand for nothing any more."""
+    """Forget these sets: their copies belong to no session any more."""
     for code in [code for code, issued in _issues.items() if any(issued is one for one in gone)]:
         del _issues[code]
 
@@ -180,7 +180,7 @@ def resized(session: Session, made: Sequence[torch.Tensor]) -> list[torch.Tensor
 
 
 def _lease(session: Session) -> Lease:
-    """What all handles of a session hold."""
+    """The lease: shared by all handles of a session, which ends with it."""
     lease = session.lease() if session.lease is not None else None
     if lease is None:
         lease = Lease(session)
@@ -220,7 +220,7 @@ def sweep() -> None:
 
 @locked
 def find(tensor: torch.Tensor) -> Session | None:
-    """The session of a handle or a copy of one, which may be released; None for what is neither."""
+    """The session of a handle or a copy of one, which may be released; None for other tensors."""
     issued = issue_of(tensor)
     if issued is not None:
         return issued.session
@@ -239,7 +239,7 @@ def release(session: Session, tensors: Sequence[torch.Tensor]) -> None:
 
 
 def issue_of(tensor: torch.Tensor) -> Issue | None:
-    """The set of handles that a tensor is one of; None for copies, and for what is no handle."""
+    """The set of handles that a tensor is one of; None for copies and other tensors."""
     issued = _by_storage.get(tensor.untyped_storage()._cdata)
     return None if issued is None or issued.storage.expired() else issued
 

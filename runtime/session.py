@@ -68,7 +68,7 @@ class Session:
     ) -> None:
         self.number = next(_numbers) % MAX_SESSION
         self.table = StepTable(self.number, len(shapes))
-        self.steps: WholeSteps | None = None  # what runs a layer's step as one operator, where that goes
+        self.steps: WholeSteps | None = None  # the one-operator steps, where they exist
         self.config, self.shapes, self.dtype, self.device = config, shapes, dtype, device
         self.batch: int | None = None
         self.kv_len = 0
@@ -89,7 +89,7 @@ class Session:
         self._tiered_layers = self._global[config.resident_layers :]
         self.graph: StepGraph | None = None  # replays steps; None where none is captured or noted
         # Lookahead.
-        self.speculative_token: torch.Tensor | None = None  # what lane 1 decodes next
+        self.speculative_token: torch.Tensor | None = None  # lane 1's next input
         # What it decoded last: a guess at the next output token. None behind a guess that was accepted: no lane ran.
         self.guessed_token: torch.Tensor | None = None
         recovers = config.on_miss == "recover" and config.num_lanes > 1
@@ -140,7 +140,7 @@ class Session:
             self._choose_steps()
 
     def _choose_steps(self) -> None:
-        """Find what runs a layer's step as one operator."""
+        """Choose the implementation of one-operator steps."""
         config, kernel, transfer = self.config, self.kernel, self.transfer
         if self.select_pairs is select_topk and config.lookahead != "none" and not config.sink_tokens:
             self.table.open(kernel, self.quantizer, transfer, config.aggregation)
@@ -193,7 +193,7 @@ class Session:
 
         Raises:
             HostMemoryError: If the host tier can't take them.
-            UnsupportedGraphError: If the mask hides keys from some heads only, or adds what is not finite.
+            UnsupportedGraphError: If the mask hides keys from some heads only, or adds numbers that are not finite.
         """
         if self.batch is None:
             self._open(key.shape[0], key.shape[2])
@@ -208,7 +208,7 @@ class Session:
         """A layer's history at 16 bits; see `LayerState.history`.
 
         Raises:
-            CacheHandleError: If a window has dropped what it would need.
+            CacheHandleError: If a window has dropped pairs that it would need.
         """
         return self.layers[layer].history(kv_len, new)
 
@@ -250,7 +250,7 @@ class Session:
         self.forget_lookahead()
 
     def reorder(self, rows: Sequence[int]) -> None:
-        """Make batch row i what row `rows[i]` was (beam search): as many rows as before."""
+        """Set batch row i to the former row `rows[i]` (beam search): as many rows as before."""
         index = torch.tensor(rows, device=self.device)
         if self.transfer is not None:
             self.transfer.reorder(index)
@@ -259,7 +259,7 @@ class Session:
         self._take_rows(self, index)
 
     def fork(self, rows: Sequence[int]) -> Session:
-        """A session of its own that holds what this one does, of batch rows `rows` in that order.
+        """A copy of this session with batch rows `rows`, in that order.
 
         Raises:
             HostMemoryError: If the host tier can't take a copy. This session is as it was.
@@ -289,7 +289,7 @@ class Session:
             setattr(self, name, None if value is None else value.index_select(0, index))
 
     def forget_lookahead(self) -> None:
-        """Drop the guess and what is staged: other tokens come (extend, crop, a new run of decode steps)."""
+        """Drop the guess and the staged pairs: other tokens come (extend, crop, a new run of decode steps)."""
         self.staged_for = self.speculative_token = self.guessed_token = self.next_answer = None
 
     def remember(self, tokens: torch.Tensor | None) -> None:
@@ -334,7 +334,7 @@ class Session:
 
     @property
     def state(self) -> torch.Tensor:
-        """What the ops of a graph know the session by."""
+        """The session's identity in the ops of a graph."""
         return self.table.state
 
     # Size -----------------------------------------------------------------------------------------------------------
@@ -379,7 +379,7 @@ class Session:
         return (self.batch or 0) * elements * self.dtype.itemsize
 
     def settle(self) -> None:
-        """Wait for the copies under way, so that what was counted is final."""
+        """Wait for the copies under way, so that the counts are final."""
         if self.transfer is not None:
             for layer in self._tiered_layers:
                 self.transfer.wait(layer)

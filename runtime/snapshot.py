@@ -1,4 +1,4 @@
-"""What a session holds, as named tensors: taken from one session, put into another, nothing computed anew.
+"""A session's content as named tensors: taken from one session, put into another, nothing computed anew.
 
 Names are `mask`, `tokens`, `speculative`, `guessed`, and for layer i `i.NAME`: `NAME` is of `LayerState.snapshot`,
 `host.N` (rows on the host, block by block), or `staged` (tokens in the slots).
@@ -16,7 +16,7 @@ from specache_fx.config import SpecacheConfig
 from specache_fx.runtime.layout import LayerShape
 from specache_fx.runtime.session import Session
 
-# Options that decide what is held of a cache of some length, and options that decide what was speculated and staged.
+# Options that decide the content of a cache of some length, and options that decide guess and staged pairs.
 HELD_OPTIONS = (
     "policy",
     "bits",
@@ -31,7 +31,7 @@ LOOKAHEAD_OPTIONS = "top_k", "lookahead", "on_miss", "aggregation", "selector"
 
 @dataclass(frozen=True)
 class SessionHeader:
-    """What is known of a session besides its tensors; plain data.
+    """A session's data besides its tensors; plain data.
 
     Attributes:
         config: The options.
@@ -68,7 +68,7 @@ class SessionHeader:
 
     @classmethod
     def from_json(cls, data: Mapping[str, object]) -> SessionHeader:
-        """What `to_json` gave.
+        """Build the header from the result of `to_json`.
 
         Raises:
             ConfigError: If the options are none of this version.
@@ -82,7 +82,7 @@ class SessionHeader:
 
 
 def snapshot(session: Session) -> dict[str, torch.Tensor]:
-    """What a session holds, by name: views. Hold the session's lock as long as they are read.
+    """A session's tensors, by name: views. Hold the session's lock as long as they are read.
 
     `Session.next_answer` is dropped. The saved session and the living one both compute the next step.
     """
@@ -105,7 +105,7 @@ def snapshot(session: Session) -> dict[str, torch.Tensor]:
 
 
 def restore(session: Session, header: SessionHeader, held: Mapping[str, torch.Tensor]) -> None:
-    """Fill a new session with what `snapshot` gave of another.
+    """Fill a new session with another one's `snapshot`.
 
     Its options in `HELD_OPTIONS` are those of `header`. Where others of `LOOKAHEAD_OPTIONS` differ, or no pairs were
     staged, lookahead starts over. Counts (`stats`) start at zero.
@@ -192,7 +192,7 @@ def _check_tokens(tokens: torch.Tensor, num_quantized: int, name: str) -> None:
 
 
 def take_lookahead(session: Session, source: Session, rows: list[int]) -> None:
-    """Stage for a fork of a session's batch rows what is staged for these."""
+    """Stage the same pairs for a fork of a session's batch rows."""
     if source.staged_for != source.kv_len:
         return
     index = torch.tensor(rows, device=source.device)

@@ -1,4 +1,4 @@
-"""The inputs of a decode graph that say where it is in the sequence, and what they will be some tokens later.
+"""Inputs that tell a decode graph's place in the sequence, and their values some tokens later.
 
 A decode graph knows its place in several ways: position ids, the length of the past, masks that grow by one. `Sources`
 names these inputs (`capture/find_sources.py` finds them). `Sources.ahead` makes them as they would be some tokens

@@ -37,7 +37,7 @@ class NotCapturedError(Exception):
 
 
 class Recorder(Protocol):
-    """Notes what a step launches."""
+    """Records a step's launches."""
 
     def record(self, run: Run, compiled: Compiled) -> tuple[Sequence[Any], Replay | None]:
         """Have `run`'s launches take place once, and note them.
@@ -47,7 +47,7 @@ class Recorder(Protocol):
             compiled: Its graph, which `run` calls.
 
         Returns:
-            Its results, which each replay writes anew, and what replays it; None where nothing can.
+            Its results, which each replay writes anew, and its replay; None where nothing can replay it.
 
         Raises:
             NotCapturedError: See there.
@@ -95,7 +95,7 @@ def _uncollected() -> Iterator[None]:
 
 
 def recorder_of(device: torch.device) -> Recorder | None:
-    """What captures plain steps on `device`; None off the GPU, where `CpuRecorder` notes steps in C++ alone."""
+    """The capture of plain steps on `device`; None off the GPU, where `CpuRecorder` notes steps in C++ alone."""
     return CudaRecorder(device) if device.type == "cuda" else None
 
 
@@ -112,8 +112,8 @@ class StepGraph:
     def __init__(self, recorder: Recorder) -> None:
         self.replays = 0
         self._recorder: Recorder | None = recorder
-        self._key: tuple[Any, ...] | None = None  # of what was captured
-        self._ran: tuple[Any, ...] | None = None  # of what ran last without a graph
+        self._key: tuple[Any, ...] | None = None  # of the captured step
+        self._ran: tuple[Any, ...] | None = None  # of the last step that ran without a graph
         self._inputs: list[torch.Tensor] = []
         self._results: Sequence[Any] = ()
         self._replay: Replay | None = None
@@ -135,7 +135,7 @@ class StepGraph:
 
         Args:
             compiled: The decode graph; of two steps it is the same object where shapes are.
-            inputs: What it takes, without `state`.
+            inputs: Its inputs, without `state`.
             moving: Which of them may lie elsewhere in each step; the others are weights.
             state: The session's.
             steps: The session's.
@@ -207,7 +207,7 @@ class StepGraph:
         self._key, self._replay, self._inputs, self._results = None, None, [], ()
 
     def close(self) -> None:
-        """Give the memory of what was captured back."""
+        """Give the memory of captures back."""
         self._drop()
         self._recorder = self._ran = None
 

@@ -1,4 +1,4 @@
-"""`StepTable`: what C++ is told of a session's layers, in the tensor that its graphs have as `state`.
+"""`StepTable`: addresses and lengths of a session's layers for C++, in the tensor that graphs have as `state`.
 
 `specache::layer_step` (`csrc/layer_step.h`) does all of a layer's decode step on the CPU. No Python runs between two
 products of weights, for these evict the interpreter from the processor's caches. The table says where a layer's tensors
@@ -31,7 +31,7 @@ from specache_fx.runtime.whole_steps import StepFacts
 _i64, _f64, _address = ctypes.c_int64, ctypes.c_double, ctypes.c_void_p
 # Of a layer's step, in the order of its `times`: names and tracks of spans.
 _PARTS = (("attention", "compute"), ("select", "compute"), ("append", "compute"), ("prefetch", "copies"))
-# What C++ adds up, in the order of `CpuTransfer.count_copies`.
+# Counters of C++, in the order of `CpuTransfer.count_copies`.
 _COUNTS = ("fetched_rows", "fetched_bytes", "kept_rows", "kept_bytes", "copy_seconds")
 _WORD_BYTES = 8
 _NOT_TO_RUN, _TO_RUN, _HAS_RUN = range(3)  # `Status` of layer_step.h
@@ -104,7 +104,7 @@ class StepTable:
         # By layer, the tensors that its addresses are of. They are the layer's: a table keeps no memory of others.
         self._described: dict[int, weakref.ref[LayerTensors]] = {}
         self._scores = torch.empty(0, device="cpu")
-        self._kept: tuple[object, ...] = ()  # what the step under way reads by address
+        self._kept: tuple[object, ...] = ()  # tensors that the step under way reads by address
 
     def open(self, kernel: Kernel, quantizer: Quantizer, transfer: Transfer | None, aggregation: str) -> None:
         """Find the functions that the operator calls; where one is missing, `serves` stays False.
@@ -223,7 +223,7 @@ class StepTable:
         """See `WholeSteps`: nothing runs beside."""
 
     def restart(self) -> None:
-        """See `WholeSteps`: what is captured here runs."""
+        """See `WholeSteps`: captured steps run here."""
 
     def replayed(self) -> None:
         """See `WholeSteps`: C++ notes it, layer by layer."""

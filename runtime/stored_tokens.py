@@ -1,4 +1,4 @@
-"""`StoredTokens`: what the device knows of the tokens that layers hold, at addresses that stay."""
+"""`StoredTokens`: lengths and masks of the layers' tokens in device memory, at addresses that stay."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class StoredTokens:
         self.lengths = torch.zeros(3, dtype=torch.int32, device=device)
         self.mask: torch.Tensor | None = None
         self.visible: torch.Tensor | None = None
-        self._told: torch.Tensor | None = None  # what was written to `mask` last
+        self._told: torch.Tensor | None = None  # the last value of `mask`
 
     @property
     def num_quantized(self) -> torch.Tensor:
@@ -52,7 +52,7 @@ class StoredTokens:
         return [tensor for tensor in (self.lengths, self.mask, self.visible) if tensor is not None]
 
     def tell(self, layer: int, cache: LayerState, facts: StepFacts) -> bool:
-        """Write what a step finds.
+        """Write the lengths and masks of a step.
 
         Args:
             layer: The first of the layers.

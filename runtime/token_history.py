@@ -1,4 +1,4 @@
-"""`TokenHistory`: the tokens of a session, and what followed where the newest of them stood before."""
+"""`TokenHistory`: the tokens of a session, and the followers of earlier occurrences of the newest n-gram."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class TokenHistory:
         self._length = 0
 
     def append(self, tokens: torch.Tensor, kv_len: int) -> None:
-        """Put tokens `[batch, q_len]` behind place `kv_len`; what comes before and was never given is unknown."""
+        """Put tokens `[batch, q_len]` behind place `kv_len`; earlier tokens that were never given are unknown."""
         batch, q_len = tokens.shape
         length, start = kv_len + q_len, kv_len + _FRONT
         if self._rows.shape[0] != batch or self._rows.shape[1] < length + _FRONT:
@@ -67,7 +67,7 @@ class TokenHistory:
         self._length = min(self._length, kv_len)
 
     def take(self, source: TokenHistory, rows: torch.Tensor) -> None:
-        """Hold what `source` holds, of its batch rows `rows`, int64 `[batch]` on the device."""
+        """Take over batch rows `rows` of `source`, int64 `[batch]` on the device."""
         if source._rows.shape[0]:
             self._rows, self._length = source._rows.index_select(0, rows), source._length
 

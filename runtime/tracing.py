@@ -19,12 +19,12 @@ class Span:
     """Something that took time.
 
     Attributes:
-        name: What it was.
+        name: Name of the event.
         track: "copies", "compute", or on CUDA the stream that it ran on.
         thread: Number of the thread that ran or issued it.
         start: Seconds of `time.perf_counter`.
         stop: Likewise.
-        args: What else is known of it, such as the layer.
+        args: Further fields, such as the layer.
     """
 
     name: str
@@ -101,10 +101,10 @@ def span(
     stream: torch.cuda.Stream | None = None,
     **args: int | str,
 ) -> contextlib.AbstractContextManager[None]:
-    """Record what the block takes, if somebody wants to know.
+    """Record the time of the block, if a trace is on.
 
     Args:
-        name: What it is.
+        name: Name of the event.
         track: Where to show it.
         device: Where its work is done: on CUDA it is timed on the current stream.
         stream: Instead of the current one.
@@ -118,7 +118,7 @@ def span(
 
 
 def add_span(name: str, track: str, start: float, stop: float, **args: int | str) -> None:
-    """Record what was timed elsewhere, in seconds of `time.perf_counter`, if somebody wants to know."""
+    """Record an event that was timed elsewhere, in seconds of `time.perf_counter`, if a trace is on."""
     if _recorders:
         _recorders[-1].spans.append(Span(name, track, threading.get_native_id(), start, stop, args))
 

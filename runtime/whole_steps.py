@@ -1,4 +1,4 @@
-"""`WholeSteps`: what runs all of a layer's decode step as one operator of the graph."""
+"""`WholeSteps`: runs all of a layer's decode step as one operator of the graph."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from specache_fx.runtime.layer_state import LayerState
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepFacts:
-    """What a step is, told before its graph runs.
+    """The facts of a step, told before its graph runs.
 
     Attributes:
         kv_len: Tokens before the step.
@@ -64,7 +64,7 @@ class WholeSteps(Protocol):
     reads_masks: ClassVar[bool]
 
     def tell(self, layers: Mapping[int, LayerState], facts: StepFacts) -> None:
-        """Say what the next step is, before its graph runs.
+        """Prepare the next step, before its graph runs.
 
         Args:
             layers: The caches that it steps, with room for the pairs that are written. Those that select have one
@@ -73,14 +73,14 @@ class WholeSteps(Protocol):
         """
 
     def end(self) -> tuple[list[int], bool]:
-        """Say what has been done, also where the graph failed midway.
+        """Report the layers that ran, also where the graph failed midway.
 
         Returns:
             The layers that have run, and whether the rows that they chose are still to be brought.
         """
 
     def check(self, error: RuntimeError) -> None:
-        """Raise what a layer failed with as our own error.
+        """Raise a layer's failure as our own error.
 
         Raises:
             HostMemoryError: If memory ran out.
@@ -88,16 +88,16 @@ class WholeSteps(Protocol):
 
     @property
     def form(self) -> tuple[Any, ...]:
-        """Of the step that was told: where it is the same, so is what is launched, at the same addresses."""
+        """Key of the prepared step: steps with the same key launch the same, at the same addresses."""
 
     def join(self) -> None:
-        """Have the model's stream wait for what runs beside."""
+        """Have the model's stream wait for the work beside it."""
 
     def restart(self) -> None:
         """Have the layers of the step that was told run, though some seemed to: a capture launches nothing."""
 
     def replayed(self) -> None:
-        """Note that what was captured has run: all layers of the step."""
+        """Record that a capture has run: all layers of the step."""
 
     @property
     def device_bytes(self) -> int:

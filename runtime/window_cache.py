@@ -84,7 +84,7 @@ class WindowCache:
         return self._inputs(call, self.window(), self.held, visible, bias)
 
     def inputs_at_any_length(self, call: LayerCall) -> DecodeInputs:
-        """See `LayerState`; `call.visible` hides what has left the window."""
+        """See `LayerState`; `call.visible` hides rows that have left the window."""
         return self._inputs(call, self.tensors.window, self.room, call.visible, call.bias)
 
     def _inputs(
@@ -151,7 +151,7 @@ class WindowCache:
         if self._filled + rows > buffer_rows(self.window_size):
             self._compact(keep)
         needed, room = self._filled + rows, self.room
-        if room < needed:  # a prompt takes exactly what it needs
+        if room < needed:  # a prompt takes no spare room
             self._arena.resize(0, max(needed, grown_rows(room, self.window_size)) if self.kv_len else needed)
 
     def _compact(self, keep: int) -> None:
@@ -245,9 +245,9 @@ class WindowCache:
         """Lay out one row a lane over the columns of all: `[..., held + lanes]`, 0 where a lane has no such pair.
 
         Args:
-            rows: `[..., pairs + 1]` each; None stands for `default` everywhere.
+            rows: `[..., pairs + 1]` each; None is `default` everywhere.
             empty: `[lanes, ..., 0]`: shape, dtype and device.
-            default: What None stands for.
+            default: The value in place of None.
             independent: See `_masked`.
         """
         held = self.held

@@ -37,7 +37,7 @@ class WindowMasks:
     moves: bool
 
     def at(self, session: Session, args: Sequence[Any], num_tokens: int) -> dict[int, WindowMask] | None:
-        """What the model lets its token see, now or `num_tokens` later, and what it adds to the scores.
+        """The model's mask of its token, now or `num_tokens` later, and the bias of the scores.
 
         Returns:
             By layer. None where it can't be told: Dynamo makes a graph of its own for the step in which a window fills

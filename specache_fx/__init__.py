@@ -54,7 +54,7 @@ __all__ = [
     "trace",
 ]
 
-# What loads torch is loaded when it is asked for: else `specache-fx --help` takes seconds. No module of this package
+# Names that need torch are imported at first access: else `specache-fx --help` takes seconds. No module of this package
 # may have one of these names: importing it would put the module in the function's place.
 _LAZY = {
     "SessionStats": "specache_fx.session_stats",

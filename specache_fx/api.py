@@ -21,11 +21,11 @@ from specache_fx.runtime.session import Session
 from specache_fx.session_stats import SessionStats, summarise
 
 NO_CACHE = (
-    "There is no KV cache of specache in what {function}() was given. Give it the past_key_values of a"
-    " compiled model, such as model.generate(..., return_dict_in_generate=True).past_key_values. If this is"
-    " one: the generate() of what torch.compile(model) returned runs uncompiled (use specache_fx.compile() or"
-    " model.compile()), or the model's attention was left alone (specache_fx.explain() says why), as"
-    " it is where gradients are enabled, or another process made it."
+    "The argument of {function}() has no KV cache of specache in it. Give it the past_key_values of a compiled model,"
+    " such as model.generate(..., return_dict_in_generate=True).past_key_values. If this is one, it has one of three"
+    " causes. generate() of the wrapper torch.compile(model) runs uncompiled: use specache_fx.compile() or"
+    " model.compile(). The model's attention was left alone, as it is with gradients enabled: specache_fx.explain()"
+    " says why. Another process made the cache."
 )
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -39,15 +39,15 @@ def compile(module: Module, **options: Any) -> Module:
     compiles the module inside, and those in it, as the wrapper is.
 
     Args:
-        module: A model, or what `torch.compile(model, backend="specache")` returned.
+        module: A model, or the wrapper of `torch.compile(model, backend="specache")`.
         **options: See `SpecacheConfig`. A wrapper already has its own.
 
     Returns:
-        What was given.
+        `module` itself.
 
     Raises:
         ConfigError: On unknown or bad options, a `host_dir` that can't be used, options for a wrapper, a wrapper of
-            another backend, or what is no module.
+            another backend, or an object that is no module.
     """
     if not isinstance(module, nn.Module):
         raise ConfigError(
@@ -90,7 +90,7 @@ def _backend_of(module: OptimizedModule) -> Any:
 
 
 def stats(past_key_values: Any) -> SessionStats:
-    """Say what a KV cache takes and how well its pairs were guessed.
+    """Count a KV cache's bytes and steps, and the hit rates of its guesses.
 
     Args:
         past_key_values: A cache that a compiled model returned: a transformers `Cache`, or any nest of tuples,
@@ -112,7 +112,7 @@ def stats(past_key_values: Any) -> SessionStats:
 
 
 def release(past_key_values: Any) -> None:
-    """Free all that a KV cache takes, on the device and on the host, now.
+    """Free a KV cache's memory on the device and on the host, now.
 
     A cache is freed by itself as soon as the last of its tensors, and of their copies and views, is dropped: `del out`
     is enough where nothing else holds them. The call that compiles a model's first decode step leaves a reference cycle

@@ -59,7 +59,7 @@ logger = logging.getLogger(__name__)
 
 
 def check_names(config: SpecacheConfig) -> None:
-    """Refuse what only a table of quantisers, selectors or kernels knows now, not in the first prompt.
+    """Refuse unknown quantisers, selectors and kernels at once, not in the first prompt.
 
     Raises:
         ConfigError: On an unknown name, or `host="pinned"` without a CUDA device.
@@ -76,7 +76,7 @@ def check_names(config: SpecacheConfig) -> None:
 
 
 class Backend:
-    """What `torch.compile(model, backend="specache")` calls, once a graph."""
+    """The backend of `torch.compile(model, backend="specache")`, called once a graph."""
 
     def __call__(
         self,
@@ -138,7 +138,7 @@ class Backend:
         try:
             rewritten = trace(gm)
         except TraceError as error:
-            remedy = "what it does in place, and where, can't be told"
+            remedy = "its effects in place are unknown"
             return self._without_cache(gm, example_inputs, program, observe, str(error), remedy)
         if attends_in_place(rewritten):
             try:
@@ -320,7 +320,7 @@ class Backend:
 
 
 def _forms(program: Program) -> list[LayerForm]:
-    """What a kernel will be asked for by a graph's attentions, one lane's query a token."""
+    """The forms of a graph's attentions that a kernel has to compute, one lane's query a token."""
     config, sites = program.config, program.sites
     resident = sorted({site.layer for site in sites if site.keys.window is None})[: config.resident_layers]
     return [

@@ -1,4 +1,4 @@
-"""What a model passes around as its cache, as JSON and back: containers, transformers' caches, tensors by reference.
+"""A model's cache object as JSON and back: containers, transformers' caches, tensors by reference.
 
 No class is made that is not a cache or a cache's layer of transformers, and none of its code runs.
 """
@@ -22,7 +22,7 @@ def describe(value: Any, name_of: Callable[[torch.Tensor], Any]) -> Any:
 
     Args:
         value: The cache.
-        name_of: What stands for a tensor.
+        name_of: Names a tensor.
 
     Raises:
         SavedCacheError: If something in it can't be written down.
@@ -54,8 +54,8 @@ def rebuild(told: Any, tensor_of: Callable[[Any], torch.Tensor], device: torch.d
     """The cache that `describe` wrote down.
 
     Args:
-        told: What it gave.
-        tensor_of: The tensor that something stands for.
+        told: Its result.
+        tensor_of: The tensor of a name.
         device: Of the model.
 
     Raises:

@@ -14,12 +14,12 @@ from specache_fx.runtime.tracing import Span, recording
 
 @contextlib.contextmanager
 def trace(path: str | Path) -> Iterator[None]:
-    """Write what decode steps do in this block as a trace, for https://ui.perfetto.dev or chrome://tracing.
+    """Write a trace of the decode steps in this block, for https://ui.perfetto.dev or chrome://tracing.
 
         with specache_fx.trace("steps.json"):
             model.generate(...)
 
-    Each step of each session is there with its attentions, selections, waits and appends; what lies between is the
+    Each step of each session is there with its attentions, selections, waits and appends. The gaps are the
     model's own. The copies of the prefetch are on tracks of their own: on the CPU one for each thread that made some,
     on CUDA the copy stream's (by its events).
 

@@ -1,6 +1,6 @@
 """The command line: `specache-fx plan`, `demo`, `models`, `eval`, `experiment` and `bench`.
 
-What needs torch or transformers is imported inside the commands, so that `--help` and bad options answer at once.
+Commands import torch and transformers inside, so that `--help` and bad options answer at once.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def plan_command(
     ] = None,
     json_file: JsonFile = None,
 ) -> None:
-    """Say what a KV cache will take on the device and on the host."""
+    """Plan the bytes of a KV cache on the device and on the host."""
     from specache_fx.plan_report import plan_rows, plan_table
 
     check_folder(json_file)
@@ -165,7 +165,7 @@ def demo_command(
     console = Console()
     columns = (TextColumn("{task.description:<28}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console) as progress, quiet(threads), as_bad_parameter():
-        # Inside: importing what they need is what torchao and transformers talk most about.
+        # Inside: torchao and transformers print most of their notices while their imports run.
         from specache_fx.demo import METHODS, run_demo
         from specache_fx.demo_report import DemoSettings, demo_json, demo_table
         from specache_fx.examples.needle import MODEL_DIR

@@ -18,7 +18,7 @@ def with_generators(module: nn.Module) -> list[Any]:
 def backend_of(call: Any) -> Any:
     """The backend, with its `compiler_fn` and the `kwargs` for it, that a context of Dynamo's was made with.
 
-    Torch wraps it several times; what is no such thing is returned as it is.
+    Torch wraps it several times. Any other object is returned as it is.
     """
     for name in ("callback", "_torchdynamo_orig_backend", "_torchdynamo_orig_backend"):
         call = getattr(call, name, call)

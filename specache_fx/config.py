@@ -32,9 +32,9 @@ class Policy:
             are exact, and a pair whose value is not fetched adds nothing to the output. Nothing is renormalised for it.
         host_keys: The 16-bit keys are kept on the host.
         host_values: The 16-bit values are.
-        prefetch: What the host keeps of a few pairs is brought back for each decode step.
-        bits: Widths of what stays on the device; the first is the default.
-        lookaheads: What may choose the pairs that are brought back; the first is the default.
+        prefetch: Each decode step gets the host's part of a few pairs.
+        bits: Valid widths of the device copy; the first is the default.
+        lookaheads: Valid values of `lookahead`; the first is the default.
         quantizer: Makes the codes, unless an option says otherwise.
     """
 
@@ -72,7 +72,7 @@ class SpecacheConfig:
     Attributes:
         policy: "specache" keeps the 16-bit KV pairs on the host and prefetches; "kivi" keeps the low-bit copy alone;
             "kcache" keeps exact keys on the device and values on the host, and fetches the `top_k` values that
-            weigh most in the same step: what it doesn't fetch, besides the window, counts as 0.
+            weigh most in the same step. Other values, except the window's, count as 0.
         bits: Width of the device copy's codes: 1, 2 (the default), 4, 8, or 16 (the exact pairs). "kcache" has no
             codes: it is 16 there, and nothing else is valid.
         group_size: Tokens (keys) or channels (values) that share one scale and zero.
@@ -84,18 +84,18 @@ class SpecacheConfig:
             part's first layers. Where that is all of them, a warning says so. KCache's L.
         sink_tokens: The first tokens of each sequence, after its padding, that stay at 16 bits on the device besides
             the window (StreamingLLM's attention sinks). Not with "kcache".
-        lookahead: What chooses the pairs: "token" (the default) decodes a speculative token beside the output token
+        lookahead: Chooses the pairs. "token" (the default) decodes a speculative token beside the output token
             (SpeCache); "query" uses the output token's own scores, one step late; "none" selects and fetches in the
             same step, as "kcache" always does.
-        on_miss: What follows when another token comes than the speculative one. "recover" (the default): the scores of
+        on_miss: The action after a wrong speculative token. "recover" (the default): the scores of
             both tokens choose the next pairs, and the token that followed the last occurrence of the newest n-gram
             replaces the speculative one. "keep": the speculative lane goes on from its own token, and its scores alone
             choose (the paper's Algorithm 3). "refetch": pairs are chosen and fetched anew for the right token, in one
             more pass before the step. Without a speculative token (another lookahead) no token is missed.
-        accept_guesses: Where the speculative token turns out to be the next one, return what its lane has computed, and
-            run no step for it. With 16 bits that changes logits by rounding alone. At fewer, that token attends to the
-            pairs that were prefetched for the token before it. The guesses are those of `on_miss="recover"`. Of a batch
-            all rows have to be guessed right. Don't write to `weight.data` between two tokens: that does not show.
+        accept_guesses: After a right speculative token, return its lane's outputs and run no step for it. With 16 bits
+            that changes logits by rounding alone. At fewer, that token attends to the pairs that were prefetched for
+            the token before it. The guesses are those of `on_miss="recover"`. In a batch, all rows have to be guessed
+            right. Don't write to `weight.data` between two tokens: that does not show.
         aggregation: How the selection scores of the query heads that share a kv head become one: "mean" or "max".
         quantizer: Name of a quantiser in `specache_fx.runtime.quant.QUANTIZERS`: "turboquant" by default, the paper's
             "kivi" with policy "kivi". With 16 bits there are no codes, and it says nothing.
@@ -205,9 +205,8 @@ class SpecacheConfig:
             )
         if self.accept_guesses and (self.num_lanes == 1 or self.on_miss != "recover"):
             raise ConfigError(
-                "accept_guesses=True needs a speculative token, and the guesses that are made behind a miss: it goes"
-                ' with policy="specache", lookahead="token" and on_miss="recover", the defaults. Leave it out, or the'
-                " option that says otherwise."
+                'accept_guesses=True needs a speculative token, and the guesses of on_miss="recover". It goes with'
+                ' policy="specache" and lookahead="token", the defaults. Leave it out, or the contradicting option.'
             )
         if self.host_dir is not None:
             if not isinstance(self.host_dir, (str, Path)):
@@ -219,7 +218,7 @@ class SpecacheConfig:
                 )
 
     def _default(self, name: str, value: Any) -> None:
-        """What the policy decides, where nothing was given."""
+        """Set an option that was not given to the policy's value."""
         if getattr(self, name) is None:
             object.__setattr__(self, name, value)
 
@@ -246,13 +245,14 @@ class SpecacheConfig:
     def num_quantized(self, kv_len: int) -> int:
         """How many of the oldest tokens are quantised when the cache holds `kv_len` tokens.
 
-        A function of the length alone, so that prefill, appending and cropping agree (DESIGN §2, residual window).
+        A function of the length alone, so that prefill, appending and cropping agree (`docs/laws.md`, residual
+        window).
         """
         return max(0, (kv_len - self.residual_length) // self.group_size) * self.group_size
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any] | SpecacheConfig | None) -> SpecacheConfig:
-        """Build a config from what `torch.compile(..., options=...)` was given.
+        """Build a config from the `options` of `torch.compile`.
 
         Raises:
             ConfigError: If an option is unknown; the message lists the valid ones.

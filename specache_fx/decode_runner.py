@@ -51,7 +51,7 @@ class DecodeGraph(NamedTuple):
 
 
 def _whole_kernel(session: Session) -> str | None:
-    """Of what runs a layer's step as one operator in this session."""
+    """Key of this session's one-operator steps."""
     return None if session.steps is None else session.steps.kernel
 
 
@@ -188,9 +188,9 @@ class Decode:
         return masks
 
     def _check_guess(self, session: Session, args: Sequence[Any], masks: StepMasks) -> torch.Tensor | None:
-        """Compare the token with what had been speculated, and mend what was wrong as `on_miss` says.
+        """Compare the token with the speculative one, and act on a miss as `on_miss` says.
 
-        What becomes of a batch row depends on no other row. Returns `DecodeStep.shares`.
+        A batch row's result depends on no other row. Returns `DecodeStep.shares`.
         """
         if self._sources.token is None or session.speculative_token is None:
             return None

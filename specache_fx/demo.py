@@ -1,4 +1,4 @@
-"""The demo: a trained model, long prompts, and what each KV cache remembers and takes.
+"""The demo: a trained model, long prompts, and each KV cache's score and bytes.
 
 Every row runs the same model on the same prompts through the public way: `model.compile(backend="specache")`, then
 `model.generate(...)`. The first row is transformers' own cache, uncompiled.
@@ -55,7 +55,7 @@ def run_demo(
     """Run every method on the same prompts.
 
     Args:
-        settings: What to run on.
+        settings: Prompts, lengths and device.
         on_batch: Called with the method's name before its first batch (0 prompts done) and after each batch.
 
     Raises:

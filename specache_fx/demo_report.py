@@ -1,4 +1,4 @@
-"""What the demo found: its rows, a table for people, and JSON with where the numbers came from."""
+"""The demo's report: its rows, a table for people, and JSON with the provenance of the numbers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from specache_fx.sizes import format_size
 
 @dataclass(frozen=True)
 class DemoSettings:
-    """What the demo runs on; see `specache-fx demo --help`."""
+    """Settings of the demo; see `specache-fx demo --help`."""
 
     model: str
     prompts: int = 100
@@ -32,7 +32,7 @@ class DemoSettings:
 
 @dataclass(frozen=True)
 class BatchResult:
-    """What one `generate` call gave; bytes of the whole batch.
+    """The result of one `generate` call; bytes of the whole batch.
 
     Attributes:
         prompts: How many.
@@ -142,11 +142,11 @@ def _or_dash(write: Callable[[float], str], value: float | None) -> str:
 
 
 def demo_json(settings: DemoSettings, rows: list[DemoRow], threads: int | None = None) -> dict[str, Any]:
-    """Everything needed to tell what was measured, on what, with what.
+    """The report: rows, settings, machine and versions.
 
     Args:
-        settings: What it ran on.
-        rows: What it found.
+        settings: Of the run.
+        rows: Its results.
         threads: CPU threads it ran with; torch's choice by default.
     """
     made = provenance(torch.device("cpu"))

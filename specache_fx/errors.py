@@ -16,7 +16,7 @@ class UnsupportedGraphError(SpecacheError):
 
 
 class CacheHandleError(SpecacheError):
-    """What was passed as past KV is not what this package handed out, or was changed in a way it can't follow."""
+    """The past KV is no cache that this package returned, or was changed in a way that can't be followed."""
 
 
 class SavedCacheError(SpecacheError):

@@ -1,4 +1,4 @@
-"""`explain`: run a model once and say what became of each of its attentions."""
+"""`explain`: run a model once and report each of its attentions."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _GAP = 6  # most nodes between two calls that belong to one attention
 
 @dataclass
 class GraphReport:
-    """What happened to one graph of Dynamo's.
+    """The report on one graph of Dynamo's.
 
     Attributes:
         phase: Prefill, extend, decode, or no cache.
@@ -45,10 +45,10 @@ class GraphReport:
         fallback: Why there is one lane though two were asked for.
         resident: Layers that stay whole on the device (`resident_layers`) of a decode graph.
         left_alone: Why the whole graph was left alone, whatever is in it.
-        has_cache: Whether it takes or returns what could be a KV cache.
+        has_cache: Whether it takes or returns tensors that could be a KV cache.
         before: The first attention as Dynamo saw it.
         after: The same, rewritten.
-        runs: Of a decode graph, what runs in place of `after` where C++ does all of a layer; empty where it is `after`.
+        runs: The code of a decode graph that runs in place of `after`, where C++ does all of a layer; else empty.
     """
 
     phase: Phase
@@ -107,7 +107,7 @@ class Explanation:
 
 
 class _Recorder:
-    """A backend that notes what the passes did."""
+    """A backend that records the passes' results."""
 
     def __init__(self, backend: Backend, options: dict[str, Any]) -> None:
         self.backend, self.options = backend, options
@@ -154,7 +154,7 @@ def _has_cache(gm: GraphModule) -> bool:
 
 
 def _around_attention(gm: GraphModule) -> str:
-    """The graph's first attention with what leads up to it, one line a node."""
+    """The graph's first attention and its operands' nodes, one line a node."""
     nodes = [node for node in gm.graph.nodes if node.op not in ("placeholder", "output")]
     found = [i for i, node in enumerate(nodes) if _is_attention(node)]
     if not found:
@@ -171,7 +171,7 @@ def _around_attention(gm: GraphModule) -> str:
 
 
 def _back_to_cat(attention: Node) -> set[Node]:
-    """The appends to the cache that an attention reads, and what makes its keys and values of them."""
+    """The appends to the cache that an attention reads, and the nodes between them and its keys and values."""
     shown: set[Node] = set()
     for side in attention.args[1:3]:
         path: list[Node] = []
@@ -201,7 +201,7 @@ def explain(
     run: Callable[[nn.Module], Any] | None = None,
     **inputs: Any,
 ) -> Explanation:
-    """Run a model for a few tokens and say what was rewritten, what was left alone and why, and how.
+    """Run a model for a few tokens and report each attention: rewritten and how, or left alone and why.
 
     The model is not changed: it is compiled aside, without Inductor. Dynamo is reset before and after
     (`torch._dynamo.reset()`), so other models that are compiled in this process compile anew at their next call.

@@ -18,7 +18,7 @@ from specache_fx.runtime.native import graph_ops
 
 _ROW = 1024  # words of 8 bytes that one sum is of
 _SAMPLE = 512  # elements of a weight that are compared each time, at least where it has so many
-_PIECE = 8192  # rows at a time, 64 MiB: bounds what a device needs for it
+_PIECE = 8192  # rows at a time, 64 MiB: bounds the extra memory on a device
 
 
 def _factors() -> torch.Tensor:
@@ -44,7 +44,7 @@ _SAYS_NOTHING = (
     ),
     *("problem_type", "return_dict", "torch_dtype", "transformers_version", "use_cache"),
 )
-# What was computed, with the memory and the version that it was computed of.
+# Digests so far, with the memory and the version of each weight.
 _known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
@@ -119,7 +119,7 @@ def matched(model: nn.Module, saved: Mapping[str, str]) -> dict[str, torch.Tenso
         saved: Name to digest.
 
     Returns:
-        By name; or what is missing or other than it was, as half a sentence.
+        The weights by name; or the missing or changed one, as half a sentence.
     """
     named: dict[str, list[torch.Tensor]] = {}
     for full, weight in (
@@ -141,7 +141,7 @@ def matched(model: nn.Module, saved: Mapping[str, str]) -> dict[str, torch.Tenso
 
 
 def config_digest(config: Any) -> str | None:
-    """Hash of what a config of transformers says of the numbers that its model computes; None of any other."""
+    """Hash of the fields of a transformers config that change the model's numbers; None for other models."""
     if not hasattr(config, "to_dict"):
         return None
     text = json.dumps(_telling(config.to_dict()), sort_keys=True, default=str)

@@ -19,11 +19,11 @@ from specache_fx.runtime.session import Session
 HOST = "cpu"
 """Where positions are read in every step. On other devices the host would wait for them."""
 Growing = tuple[Compiled, FixedCaches | None]
-"""What runs the graph, and what to do about its buffers; None where it is left alone."""
+"""The graph's runner, and the handling of its buffers; None where it is left alone."""
 
 
 class InPlace:
-    """Runs a prompt, or what follows one; the model's buffers are handles of the session from then on.
+    """Runs a prompt or later tokens; the model's buffers are handles of the session from then on.
 
     Args:
         make: Makes the runner of calls with a past, or of those without.
@@ -211,7 +211,7 @@ _PROMPT = "A prompt is written at position 0, and each call behind the one befor
 _ORDER = f"The tokens of one call are written at positions {{positions}}, not one after the other. {_PROMPT}"
 _SEVERAL = f"The layers of a model write one call's tokens at different positions {{starts}}. {_PROMPT}"
 _GAP = (
-    "Tokens are written at position {start} of a cache that holds {kv_len}: what lies between was never there."
+    "Tokens are written at position {start} of a cache that holds {kv_len}: the tokens between were never written."
     f" {_PROMPT}"
 )
 _WINDOW = (

@@ -1,4 +1,4 @@
-"""`GraphInputs`: what a decode graph gets in a call, those of its inputs that differ from lane to lane stacked."""
+"""`GraphInputs`: a decode graph's inputs in a call. Inputs that differ from lane to lane are stacked."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class GraphInputs:
 
     Args:
         gm: The graph, before it is traced for lanes.
-        program: What is known of it.
+        program: The findings on it.
 
     Attributes:
         varying: Which of the graph's inputs are no weights.
@@ -75,7 +75,7 @@ class GraphInputs:
         return inputs
 
     def window_masks(self, session: Session, args: Sequence[Any], lanes: int, ahead: int) -> WindowMasks:
-        """What the model's own masks let each lane see of the layers that keep a window."""
+        """Keys that the model's own masks show to each lane, in layers that keep a window."""
         windows = self._decoding.window_masks
         if windows is None:
             return {}
@@ -89,13 +89,13 @@ class GraphInputs:
         }
 
     def of_call(self, session: Session, args: Sequence[Any]) -> LaneCall:
-        """What a call's token is computed from."""
+        """The inputs of a call's token."""
         inputs = self.bind(args, None, 1, 0)
         computed = [inputs[i] for i in self._by_lane]
         return self._lane_call(args, inputs, computed, self.window_masks(session, args, 1, 0), 0)
 
     def of_lane_1(self, args: Sequence[Any], inputs: Sequence[Any], windows: WindowMasks) -> LaneCall | None:
-        """What lane 1 of a step is computed from; None where its masks can't be told.
+        """The inputs of lane 1 of a step; None where its masks are unknown.
 
         Args:
             args: Dynamo's inputs.
@@ -116,7 +116,7 @@ class GraphInputs:
     ) -> LaneCall:
         rest = [value for i, value in enumerate(inputs) if i not in self._by_lane]
         numbers: list[Any] = [value for value in rest if not isinstance(value, torch.Tensor)]
-        # What makes keys and values of latent attention is no input of the decode graph.
+        # The expansion of latent attention is no input of the decode graph.
         rest += [args[i] for expansion in self._expansions for i in expansion.inputs]
         for layer, masks in windows.items():
             mask = masks[lane]

@@ -56,10 +56,10 @@ def compile_by_layer(
         compile_part: Compiles a part by real inputs of it.
 
     Returns:
-        What runs it; None where more than half of its parts are of a form of their own, or parts can't be told.
+        Its callable; None where more than half of its parts are of a form of their own, or parts can't be told.
     """
     if any(map(writes_in_place, gm.graph.nodes)):
-        return None  # parts are ordered by what they read
+        return None  # parts are ordered by their inputs
     parts, given = split(gm.graph), dict(zip(placeholders(gm.graph), inputs, strict=True))
     examples = [[_example(gm, node, given) for node in part.inputs] for part in parts]
     if not all(isinstance(each, torch.Tensor) for part in examples for each in part):
@@ -93,7 +93,7 @@ def split(graph: Graph) -> list[Piece]:
 
 
 def _sink(graph: Graph, number: dict[Node, int]) -> None:
-    """Compute what comes of inputs alone, as of weights, where it is first read: parts are alike then."""
+    """Move nodes that depend on inputs alone (weights) to their first reader: parts are alike then."""
     for node in reversed(graph.nodes):
         is_item = operator.getitem in (node.target, *(user.target for user in node.users))
         if number.get(node) == 0 and node.users and not is_item:  # a list of tensors stays in one part

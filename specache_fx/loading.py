@@ -36,7 +36,7 @@ def load(model: nn.Module, folder: str | Path, *, input_ids: torch.Tensor | None
     `model` goes on with it as with the one that was saved: the tokens to come are the same, and so are the bytes on the
     device. It has the weights that the cache was made with, and the same `policy`, `bits`, `group_size`,
     `residual_length`, `resident_layers`, `sink_tokens` and `quantizer`. Other options are the model's own. Where
-    `top_k`, `lookahead`, `on_miss`, `aggregation` or `selector` differ, what was speculated is dropped. The options of
+    `top_k`, `lookahead`, `on_miss`, `aggregation` or `selector` differ, the saved guess is dropped. The options of
     a function that was compiled around the model can't be seen; those that were saved are taken then.
 
     Args:
@@ -46,7 +46,7 @@ def load(model: nn.Module, folder: str | Path, *, input_ids: torch.Tensor | None
             first ones have to be those that were saved with it.
 
     Returns:
-        What was given to `save`: a cache for `model.generate(ids, past_key_values=...)`, `ids` with all tokens.
+        The cache that was given to `save`, for `model.generate(ids, past_key_values=...)`, `ids` with all tokens.
 
     Raises:
         ConfigError: If `input_ids` are no integers `[batch, tokens]`.
@@ -129,13 +129,13 @@ def restored(
             session.close()
         if _is_of_the_file(error):
             raise SavedCacheError(
-                f"{file.path} doesn't hold what a cache of this version has: {error}."
+                f"{file.path} lacks a part that a cache of this version has: {error}."
             ) from error
         raise
 
 
 def _is_of_the_file(error: BaseException) -> bool:
-    """Whether what a file holds is to blame for an error, and not a lack of memory or a device."""
+    """Whether a file's content caused an error, not a lack of memory or a device."""
     if type(error) is RuntimeError:  # torch's own word for a tensor that doesn't fit
         return "DefaultCPUAllocator" not in str(error)
     return isinstance(error, (KeyError, TypeError, ValueError)) and not isinstance(error, ConfigError)
@@ -154,7 +154,7 @@ def cuts(file: TensorFile) -> bool:
 
 
 def _has_number(told: Any) -> bool:
-    """Whether what `describe` gave has a number, which may count tokens."""
+    """Whether a result of `describe` has a number, which may count tokens."""
     if isinstance(told, dict):
         return "tensor" not in told and any(map(_has_number, told.values()))
     if isinstance(told, list):

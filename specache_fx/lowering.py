@@ -79,7 +79,7 @@ def lower_prompt(gm: GraphModule, inputs: Sequence[Any], program: Program, what:
     Args:
         gm: The graph: a prompt, or tokens that follow a cache. Edited where it tests masks.
         inputs: Example inputs, as Dynamo gave them.
-        program: What is known of it.
+        program: The findings on it.
         what: Name of the graph, for the user.
     """
     config, layers = program.config, len(program.owners)
@@ -101,7 +101,7 @@ def _compile_tests(gm: GraphModule, inside: set[Node], inputs: Sequence[Any]) ->
 
     Args:
         gm: The graph.
-        inside: The tests, and what they are computed from.
+        inside: The tests and their operands.
         inputs: Example inputs of the graph.
     """
     given = placeholders(gm.graph)

@@ -1,4 +1,4 @@
-"""`ModelShape`: what the memory plan needs to know of a transformers model, read from its config."""
+"""`ModelShape`: the sizes of a transformers model that the memory plan needs, read from its config."""
 
 from __future__ import annotations
 

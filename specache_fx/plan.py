@@ -1,7 +1,7 @@
-"""The memory plan: what a KV cache will take, before there is one.
+"""The memory plan: the bytes of a KV cache, before there is one.
 
-Each part is asked of the class that will allocate it, with sizes alone: `Layout` for what is in a layer's arena,
-`Staging` for its slots (on the meta device), `HostCache` for what it rounds to. A test compares plans with sessions.
+Each part comes from the class that will allocate it, with sizes alone: `Layout` for a layer's arena, `Staging` for its
+slots (on the meta device), `HostCache` for its blocks. A test compares plans with sessions.
 
 Paper: SpeCache §4.1 and Table 1, column "KV Cache Size".
 """
@@ -36,8 +36,8 @@ class MemoryPlan:
             prefill): the window's buffer has grown to `residual_length + group_size` rows, and the codes, like a
             resident layer, have room for 256 more tokens, or a 64th more. A layer that keeps a window has an eighth
             more rows (64 at least, while it fills). Holds until that is full; with `reserve`, while there are no more
-            tokens. Not what a step needs for itself (activations; while one layer's codes move to a larger buffer, its
-            old ones).
+            tokens. The memory of a step itself is not in it: activations, and a layer's old codes while they move to a
+            larger buffer.
         host_bytes: Reserved on the host right after prefill.
         full_bytes: The whole cache on the device in the model's dtype.
     """
@@ -65,7 +65,7 @@ def plan(
     window_layers: int = 0,
     window: int | None = None,
 ) -> MemoryPlan:
-    """Say what the cache of a prompt will take.
+    """Plan the bytes of a prompt's cache.
 
     Args:
         layers: Attention layers, all alike but for `window_layers` and the config's `resident_layers`; of those that

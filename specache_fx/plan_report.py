@@ -63,7 +63,7 @@ def _windows(settings: Mapping[str, Any]) -> str:
 def plan_table(
     settings: Mapping[str, Any], options: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]
 ) -> Table:
-    """What `plan_rows` gave, below the full cache of the model itself."""
+    """The table of `plan_rows`, below the full cache of the model itself."""
     table = Table(
         title="{layers} layers x {num_kv_heads} kv heads x {width}, {context:,} tokens x batch {batch}, {dtype}".format(
             width=_width(settings), **settings

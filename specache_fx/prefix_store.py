@@ -34,7 +34,7 @@ class PrefixStore:
 
     Args:
         folder: Made if need be. Only this store should write to it. Its files hold the texts' tokens.
-        max_bytes: What all files may take. The least recently used entries go first.
+        max_bytes: Most bytes of all files together. The least recently used entries go first.
 
     Raises:
         ConfigError: If `max_bytes` is no whole number above 0.
@@ -130,7 +130,7 @@ class PrefixStore:
                 self._drop(entry, version, "its tokens can't be read.")
             else:
                 found.append((*_agreement(saved, ids), entry.used, entry))
-        # The longest first; of these what needs no cut, then the newest.
+        # The longest first; of these the ones that need no cut, then the newest.
         for common, whole, _, entry in sorted(found, key=lambda each: each[:3], reverse=True):
             if not common:
                 continue
@@ -189,14 +189,14 @@ class PrefixStore:
             entry.drop()
 
     def _clean(self) -> None:
-        """Remove what processes that were killed have left: only the holder of the lock writes."""
+        """Remove the partial files of killed processes: only the holder of the lock writes."""
         entries = {entry.tokens for entry in self._entries()}
         for path in (*self.folder.glob(f"{PARTIAL}*"), *(set(self.folder.glob("*.npy")) - entries)):
             path.unlink(missing_ok=True)
 
 
 def _key(about: dict[str, Any], tensors: dict[str, torch.Tensor]) -> str:
-    """Of a cache's tokens, padding, model and the options that decide what it holds."""
+    """Hash of a cache's tokens, padding, model and the options that decide its content."""
     options = [[session["config"][name] for name in HELD_OPTIONS] for session in about["sessions"]]
     models = [
         [session["model_config"], session["weights"], session["dtype"]] for session in about["sessions"]
@@ -208,7 +208,7 @@ def _key(about: dict[str, Any], tensors: dict[str, torch.Tensor]) -> str:
 
 
 def _masks(file: TensorFile) -> list[torch.Tensor | None]:
-    """What each session of a file keeps as its `KeyMask.real`."""
+    """`KeyMask.real` of each session of a file."""
     names = [f"{i}.mask" for i in range(len(file.about["sessions"]))]
     return [file.read(name) if name in file.names else None for name in names]
 

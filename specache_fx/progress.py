@@ -30,8 +30,8 @@ class Compile:
     """A compile that is under way.
 
     Attributes:
-        what: What is compiled.
-        step: What is being done.
+        what: Name of the graph.
+        step: The current step of the compile.
         thread: Who does it.
     """
 
@@ -109,7 +109,7 @@ def _display(compile: Compile) -> Any:
 
     grid = Table.grid(padding=(0, 1))
     grid.add_row(Spinner("dots"), compile)
-    # The program's own stdout and stderr stay what they are.
+    # The program's own stdout and stderr are restored.
     return Live(
         grid,
         console=Console(stderr=True),
@@ -125,7 +125,7 @@ def announced(what: str, lowering: Lowering, num_layers: int = 0) -> Iterator[No
     """Say so while the block runs, if it takes long. Within another one, or without Inductor, nothing is said.
 
     Args:
-        what: What is compiled: "the prompt".
+        what: Name of the graph: "the prompt".
         lowering: How.
         num_layers: Layers of it that have a cache, 0 where that says nothing.
     """
@@ -148,7 +148,7 @@ def announced(what: str, lowering: Lowering, num_layers: int = 0) -> Iterator[No
 
 
 def say_step(step: str) -> None:
-    """Name what is being done, if this thread compiles anything."""
+    """Name the current step, if this thread compiles anything."""
     for current in _running:
         if current.thread == threading.get_ident():
             current.step = step

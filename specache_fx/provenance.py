@@ -38,7 +38,7 @@ def command() -> str:
 
 
 def describe_device(device: torch.device) -> dict[str, Any]:
-    """Name, and for a CPU what it can do."""
+    """Name, and a CPU's instruction sets."""
     if device.type == "cuda":
         return {"type": "cuda", "name": torch.cuda.get_device_name(device)}
     return {

@@ -17,7 +17,7 @@ _CHATTY = ("transformers", "torchao", "torch", "huggingface_hub")
 
 @contextlib.contextmanager
 def quiet(threads: int | None = None) -> Iterator[None]:
-    """Keep other packages' notices, and what is being compiled, out of the progress bar.
+    """Keep other packages' notices, and compile messages, out of the progress bar.
 
     Errors, and this package's own warnings, are shown.
 

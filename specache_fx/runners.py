@@ -1,4 +1,4 @@
-"""What runs in place of Dynamo's graphs: one runner a phase (that of decode graphs is in `decode_runner.py`).
+"""Runners: the callables that replace Dynamo's graphs, one a phase (`decode_runner.py` has that of decode graphs).
 
 A runner gets Dynamo's inputs and gives Dynamo's outputs. Between the two it finds or makes the session, runs the
 compiled graph with the session's `state`, and puts handles where Dynamo expects KV tensors.
@@ -34,13 +34,14 @@ logger = logging.getLogger(__name__)
 _FRAMES_TO_FORWARD = 5  # from a runner to the frame of the module that was called, with some to spare
 _NO_ATTENTION = "The graph has no attention over this cache."
 _NOT_NUMBERS = (
-    "The past KV cache has NaNs in it: it is a cache of specache that was edited or cast to another dtype, or what made"
-    " it gave NaN. Pass a cache of specache back as the model returned it; its numbers can't be read or changed."
+    "The past KV cache has NaNs in it: it is a cache of specache that was edited or cast to another dtype, or a plain"
+    " one of a model that gave NaN. Pass a cache of specache back as the model returned it; its numbers can't be read"
+    " or changed."
 )
 
 
 def layer_shapes(program: Program) -> tuple[LayerShape, ...]:
-    """What the pairs of each layer of the session look like, in graph order."""
+    """Forms of the pairs of each layer of the session, in graph order."""
     return tuple(
         LayerShape(site.num_kv_heads, site.key_dim, site.value_dim, site.keys.window)
         for site in program.owners
@@ -114,7 +115,7 @@ def compiling() -> Iterator[None]:
 
 
 class LeftAlone:
-    """A graph without a rewritten attention. Handles are replaced by the numbers that they stand for."""
+    """A graph without a rewritten attention. It gets 16-bit pairs in place of handles."""
 
     def __init__(self, compiled: Compiled, program: Program) -> None:
         self._compiled, self._program = compiled, program
@@ -166,7 +167,7 @@ def _refuse_handles(args: Sequence[Any], program: Program) -> None:
 
 
 class Refused:
-    """Raises, in each call, what the compile would have raised: see `Backend.__call__`."""
+    """Raises the compile's error in each call: see `Backend.__call__`."""
 
     def __init__(self, error: SpecacheError) -> None:
         self._error = error
@@ -235,7 +236,7 @@ def resolve(
     """The session that a call goes on with, and the handles to give back.
 
     Args:
-        program: What is known of the graph.
+        program: The findings on the graph.
         shapes: The graph's `layer_shapes`.
         args: Dynamo's inputs.
 

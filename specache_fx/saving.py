@@ -21,7 +21,7 @@ from specache_fx.runtime.snapshot import SessionHeader, snapshot
 from specache_fx.tensor_file import write
 
 FILE = "cache.safetensors"
-FORMAT = 3  # counts up when older versions can't read what is written, or newer ones what was
+FORMAT = 3  # counts up when older versions can't read new files, or new versions old files
 
 
 def save(past_key_values: Any, folder: str | Path, *, input_ids: torch.Tensor | None = None) -> None:
@@ -29,14 +29,14 @@ def save(past_key_values: Any, folder: str | Path, *, input_ids: torch.Tensor | 
 
     One file, `cache.safetensors`, holds codes, windows, host rows, padding and lookahead as they are. It takes the
     place of an older one when it is whole; until then, and after an error, the older one stays. Nothing is pickled. The
-    file is readable by its owner alone: whoever has it can tell what the text was. A step that another thread runs on
+    file is readable by its owner alone: it tells the text to whoever reads it. A step that another thread runs on
     this cache is waited for, and steps wait until it is saved. If a step has just passed this length, its
     speculative token is dropped.
 
     Args:
         past_key_values: As for `stats`; all of its tensors, at the length that they have. Besides these it may hold
             other tensors (a layer that is left alone), numbers and strings.
-        folder: Made if need be; what else is in there stays.
+        folder: Made if need be; other files in it stay.
         input_ids: The tokens that the cache is of, integers `[batch, tokens]`: `load` can compare a hash of them.
 
     Raises:
@@ -49,7 +49,7 @@ def save(past_key_values: Any, folder: str | Path, *, input_ids: torch.Tensor | 
 
 
 def write_to(path: Path, about: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
-    """Write what `content` gave to a file, whose folder is made if need be.
+    """Write the result of `content` to a file, whose folder is made if need be.
 
     Raises:
         SavedCacheError: If it can't be written.
@@ -68,7 +68,7 @@ def write_to(path: Path, about: Mapping[str, Any], tensors: Mapping[str, torch.T
 def content(
     past_key_values: Any, input_ids: torch.Tensor | None
 ) -> Iterator[tuple[dict[str, Any], dict[str, torch.Tensor]]]:
-    """What a saved cache is made of, JSON and tensors; the cache stands still within. Raises as `save`."""
+    """JSON and tensors of a saved cache. No step runs on the cache within the block. Raises as `save`."""
     with inference(), contextlib.ExitStack() as held:
         seen: list[torch.Tensor] = []
 
@@ -103,12 +103,12 @@ def _about(part: Part) -> dict[str, Any]:
     gone = [name for name, weight in weights.items() if weight is None]
     if gone:
         raise SavedCacheError(
-            f"The model that this cache is of is gone (its weight {gone[0]!r}), and a saved cache names its model by"
+            f"The model of this cache is gone (its weight {gone[0]!r}), and a saved cache names its model by"
             " its weights. Save the cache while the model is there."
         )
     if not weights:
         raise SavedCacheError(
-            "Whose this cache is can't be told: the graph that made it read no parameter of a module. Compile the"
+            "The model of this cache is unknown: the graph that made it read no parameter of a module. Compile the"
             " module, not a function that is given its weights."
         )
     return {

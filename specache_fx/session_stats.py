@@ -1,4 +1,4 @@
-"""`SessionStats`: what `specache_fx.stats` says of a KV cache."""
+"""`SessionStats`: the result of `specache_fx.stats`."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ class StepHits:
 
 @dataclass(frozen=True)
 class SessionStats:
-    """What one KV cache takes and did.
+    """Bytes, steps and hit rates of one KV cache.
 
-    The two rates of pairs compare what was staged when a step attended with the output token's own top-k: the `top_k`
+    The two rates of pairs compare the pairs that a step had staged with the output token's own top-k: the `top_k`
     quantised positions with its largest selection scores in that very step (lane 0's, over the low-bit copy with the
-    staged pairs in place). What pre-decode or a refetch chose was staged for it too. Sums over batch rows, kv heads,
+    staged pairs in place). Pairs of pre-decode or of a refetch count as staged too. Sums over batch rows, kv heads,
     layers and steps are divided, not rates averaged. Padding is never needed. A copy that goes on by itself counts from
     its first step on; steps that were cropped off stay counted.
 
     Attributes:
         device_bytes: Bytes on the device: codes, scales, window, staged pairs, padding mask; counted on the tensors.
-        host_bytes: Bytes reserved on the host, with room for tokens to come: a quarter of what a layer holds, or 1,024
+        host_bytes: Bytes reserved on the host, with room for tokens to come: a quarter of a layer's tokens, or 1,024
             tokens where that is less. A crop gives nothing back.
         host_used_bytes: Bytes of these that hold pairs.
         full_bytes: Bytes that the whole cache would take on the device in the model's dtype.
@@ -57,12 +57,12 @@ class SessionStats:
         prefetched_rows: KV pairs brought.
         reused_bytes: Bytes of the pairs that were wanted again and still there, and so not moved.
         reused_rows: These pairs.
-        prefetch_seconds: What the copies took on the thread that made them. On CUDA that is only to issue them.
-        waited_seconds: What decode steps waited for copies, those that they made themselves included.
+        prefetch_seconds: Time of the copies on the thread that made them. On CUDA this is only the time to issue them.
+        waited_seconds: Time that decode steps waited for copies, their own copies included.
         exact_hit_rate: Share of speculative tokens that were the next output token; None without lookahead "token".
         topk_hit_rate: Share of the top-k pairs of the output token that had been prefetched; None where it was not
             measured (`track_hit_rates=False`, lookahead "none", or nothing quantised yet).
-        attention_hit_rate: The output token's attention on what had been prefetched, divided by its attention on its
+        attention_hit_rate: The output token's attention on prefetched pairs, divided by its attention on its
             own top-k: 1.0 where no other pairs would have had more. Attention is the selection score: the softmax
             probability, made one over the query heads of a group as `aggregation` says. None as `topk_hit_rate`.
         topk_hit_rate_if_right: The same in steps whose speculative token was right, by batch row; None where there was

@@ -1,4 +1,4 @@
-"""What a model's masks say while it decodes, beyond the padding that its session knows."""
+"""A model's masks while it decodes, beyond the padding that its session knows."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class StepMasks:
     """The model's masks for the output token, one of each per result of `Sources.mask_graph`.
 
     Attributes:
-        biases: What is added to the scores, `[batch or 1, num_heads or 1, kv_len + 1]`; None where nothing is.
+        biases: Added to the scores, `[batch or 1, num_heads or 1, kv_len + 1]`; None where nothing is.
         seen: Which keys are shown, bool `[batch, kv_len + 1]`, where the step reads that on the device; None where the
             session's padding and `biases` say it.
-        shows_padding: Keys that were padding are shown: what is staged was not chosen from them.
+        shows_padding: Keys that were padding are shown: the staged pairs were not chosen from them.
     """
 
     biases: list[torch.Tensor | None]
@@ -38,7 +38,7 @@ def read_masks(
 ) -> StepMasks:
     """Evaluate the model's own masks for the output token.
 
-    The decode graph has no masks: it hides what the prompt's mask called padding and nothing else. Keys
+    The decode graph has no masks: it hides the prompt's padding and nothing else. Keys
     that a mask hides besides get a bias of -inf (a sliding window over a cache that keeps all tokens, an
     attention_mask that changed).
 
@@ -49,7 +49,7 @@ def read_masks(
     Args:
         session: The session. `masks_move` is set where a mask hides, or in the next `group_size` tokens will hide, more
             than the padding.
-        program: What is known of the graph.
+        program: The findings on the graph.
         args: Dynamo's inputs.
         ahead: Look a group of tokens ahead as well: at the start and whenever a group fills.
         compare: Compare the masks on the host in every step.
@@ -103,7 +103,7 @@ def _seen(
 def _compared(
     session: Session, rows: Sequence[torch.Tensor], kv_len: int
 ) -> tuple[list[tuple[torch.Tensor | None, torch.Tensor | None]], list[bool]]:
-    """Of each row what `split_row` gives, and whether it hides just the padding. Most do."""
+    """`split_row` of each row, and whether the row hides just the padding. Most do."""
     assert session.batch is not None
     split: list[tuple[torch.Tensor | None, torch.Tensor | None]] = []
     agree = []
@@ -152,7 +152,7 @@ def step_biases(
     lanes: int,
     ahead: int,
 ) -> dict[int, torch.Tensor]:
-    """What the model adds to each layer's scores in a step, by layer; see `DecodeInputs.bias`.
+    """The model's bias on each layer's scores in a step, by layer; see `DecodeInputs.bias`.
 
     Args:
         session: The session.
@@ -183,7 +183,7 @@ def step_biases(
 def step_sees(
     session: Session, sources: Sources, masks: StepMasks, lanes: int, ahead: int
 ) -> dict[int, torch.Tensor]:
-    """`DecodeStep.seen`: lane 1 sees what lane 0 sees, and its own pair.
+    """`DecodeStep.seen`: lane 1 sees lane 0's keys, and its own pair.
 
     Args:
         session: The session.

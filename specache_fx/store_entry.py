@@ -55,7 +55,7 @@ class Entry:
         return self.path.is_file() and self.tokens.is_file()
 
     def version(self) -> tuple[int, ...] | None:
-        """What tells its files from those that replace them; None where its file is gone."""
+        """Identity of its files, which differs from that of their replacements; None where its file is gone."""
         with contextlib.suppress(FileNotFoundError):
             inode = self.path.stat().st_ino
             return (inode, self.tokens.stat().st_ino) if self.tokens.exists() else (inode,)

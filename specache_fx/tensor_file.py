@@ -32,7 +32,7 @@ _DTYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-PARTIAL = ".partial-"  # what names of files begin with that are being written
+PARTIAL = ".partial-"  # prefix of files that are being written
 _NO_DIGEST = "0" * 32
 
 
@@ -59,7 +59,7 @@ def write(path: Path, tensors: Mapping[str, torch.Tensor], about: Mapping[str, A
                 plain = tensor.detach().cpu().contiguous()
                 digests[name] = digest(plain)
                 file.write(plain.reshape(-1).view(torch.uint8).numpy().data)
-            # Digests are known now, and as long as what stands in their place.
+            # Digests are known now, and as long as their placeholders.
             file.seek(0)
             file.write(_header(tensors, digests, about))
             file.flush()
@@ -101,7 +101,7 @@ class TensorFile:
 
     Attributes:
         path: Where it is.
-        about: What `write` was given.
+        about: The `about` that `write` was given.
         names: Of the tensors.
     """
 
@@ -122,7 +122,7 @@ class TensorFile:
         """One tensor, on the CPU: mapped memory, valid until the file is closed.
 
         Raises:
-            SavedCacheError: If it isn't what was written.
+            SavedCacheError: If its bytes are not those that were written.
         """
         tensor: torch.Tensor = self._opened.get_tensor(name)
         if digest(tensor) != self._digests[name]:

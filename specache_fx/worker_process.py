@@ -14,7 +14,7 @@ from specache_fx.errors import ConfigError
 
 
 class WorkerError(ConfigError):
-    """The worker can't do what it was asked for; the message is its own."""
+    """The worker can't do a request; the message is its own."""
 
 
 def find_python(variable: str, folder: str, purpose: str, given: str | None = None) -> str:
@@ -23,7 +23,7 @@ def find_python(variable: str, folder: str, purpose: str, given: str | None = No
     Args:
         variable: Of the system's environment, that may name it.
         folder: Of the environment, in this folder or in the checkout; `.venv-peers` is made by `make peers`.
-        purpose: What it is needed for, to begin a message with.
+        purpose: Its purpose, to begin a message with.
         given: Its path, before all else.
 
     Raises:
@@ -47,12 +47,12 @@ class WorkerProcess:
 
     Args:
         python: Of its environment.
-        script: What it runs.
+        script: Its program.
         arguments: The script's.
         target: Of the Makefile that makes the environment, for messages.
 
     Attributes:
-        started: What it said first.
+        started: Its first message.
 
     Raises:
         WorkerError: If it does not start.
@@ -88,7 +88,7 @@ class WorkerProcess:
             self._process.stdin.write(json.dumps(request) + "\n")
             self._process.stdin.flush()
         except BrokenPipeError:
-            pass  # it has ended: what it said last is told below
+            pass  # it has ended: its last words are told below
         return self._answer()
 
     def _answer(self) -> dict[str, Any]:

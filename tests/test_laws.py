@@ -1,4 +1,4 @@
-"""DESIGN §2's laws on compiled models, against plain decoding and against the dense oracle."""
+"""The laws of `docs/laws.md` on compiled models, against plain decoding and against the dense oracle."""
 
 from __future__ import annotations
 

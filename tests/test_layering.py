@@ -1,4 +1,4 @@
-"""Imports follow the data (DESIGN, "Layout"): a module imports only what stands below it.
+"""Imports follow the data (CONTRIBUTING.md, "Layout"): a module imports only what stands below it.
 
 `RANKS` is the whole order, from the command line down to the leaves; a new module has to be given its place.
 """

@@ -124,5 +124,5 @@ def test_releasing_one_cache_leaves_others(model: nn.Module) -> None:
 
 def test_what_is_no_cache_of_ours_is_not_released() -> None:
     for thing in (None, [torch.zeros(1, 2, 3, 16)], generate(build("llama"))):
-        with pytest.raises(CacheHandleError, match=r"no KV cache of specache in what release\(\)"):
+        with pytest.raises(CacheHandleError, match=r"argument of release\(\) has no KV cache of specache"):
             specache_fx.release(thing)

@@ -289,7 +289,7 @@ def test_what_is_no_whole_cache_is_not_saved(model: Any, tmp_path: Path) -> None
     past, *_ = read(model, CASE)
     with pytest.raises(CacheHandleError, match="come from several caches"):
         specache_fx.save([past.layers[0].keys, past.layers[0].values], tmp_path)
-    with pytest.raises(CacheHandleError, match=r"no KV cache of specache in what save\(\)"):
+    with pytest.raises(CacheHandleError, match=r"argument of save\(\) has no KV cache of specache"):
         specache_fx.save([torch.zeros(1, 2, 3, 16)], tmp_path)
     with pytest.raises(SavedCacheError, match="A set in this cache can't be saved"):
         specache_fx.save({"past": past, "seen": {1, 2}}, tmp_path)
@@ -303,9 +303,7 @@ def test_a_cache_whose_model_is_gone_is_not_saved(tmp_path: Path) -> None:
     model = make(CASE)
     past, *_ = read(model, CASE)
     model.lm_head = nn.Linear(64, 128, bias=False)
-    with pytest.raises(
-        SavedCacheError, match=r"model that this cache is of is gone \(its weight 'lm_head.weight'\)"
-    ):
+    with pytest.raises(SavedCacheError, match=r"model of this cache is gone \(its weight 'lm_head.weight'\)"):
         specache_fx.save(past, tmp_path)
     torch._dynamo.reset()
 
@@ -443,7 +441,7 @@ def test_what_no_such_session_can_have_is_refused(
 
     before = num_sessions()
     rewritten(past, tmp_path / FILE, change)
-    with pytest.raises(SavedCacheError, match="doesn't hold what a cache of this version has"):
+    with pytest.raises(SavedCacheError, match="lacks a part that a cache of this version has"):
         specache_fx.load(model, tmp_path)
     assert num_sessions() == before
 
@@ -468,7 +466,7 @@ def test_rows_of_the_host_are_put_together_in_their_order_or_not_at_all(model: A
     assert same(held_by(tmp_path / "again"), held_by(tmp_path / "whole"))
     for numbers in ([0, 2], [0, 40], [1], [3, 4]):
         rewritten(past, tmp_path / FILE, pieces(numbers))
-        with pytest.raises(SavedCacheError, match=r"doesn't hold what a cache .* 'host\.\d+'"):
+        with pytest.raises(SavedCacheError, match=r"lacks a part that a cache .* 'host\.\d+'"):
             specache_fx.load(model, tmp_path)
     assert go_on(model, loaded, ids, mask) == go_on(model, past, ids, mask)
 

@@ -52,7 +52,7 @@ def check_kernel(name: str) -> None:
 def choose_kernel(name: str, device: torch.device) -> Kernel:
     """The kernel of that name, or the first that runs on `device` for "auto".
 
-    That one hands over to slower ones what it can't compute, and says so; one that was asked for by name raises.
+    That one hands layers that it can't compute to slower ones, and says so. A kernel asked for by name raises.
 
     Raises:
         ConfigError: If there is no kernel of that name.
@@ -82,7 +82,7 @@ def check_forms(name: str, forms: Iterable[LayerForm]) -> None:
     """Refuse, before a graph has run, a kernel that was asked for by name and can't compute a layer of it.
 
     Raises:
-        KernelUnavailableError: With the reason and what to do.
+        KernelUnavailableError: With the reason and the remedy.
     """
     for form in forms if name != "auto" else ():
         if (reason := KERNELS[name].misfit(form)) is not None:

@@ -1,4 +1,4 @@
-"""What an attention kernel gets and gives."""
+"""`Kernel`: the interface of attention kernels, with inputs and results."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Expand = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor
 
 @dataclass(frozen=True, slots=True)
 class LayerForm:
-    """What decides whether a kernel computes a layer's decode attention: of a step, or of a graph that hasn't run.
+    """Form of a layer's decode attention, of a step or of a graph that hasn't run: a kernel accepts or refuses it.
 
     Attributes:
         dtypes: Of all numbers that it reads, but codes.
@@ -29,7 +29,7 @@ class LayerForm:
         value_dim: Elements of a cached value.
         lanes: Lanes.
         num_queries: Queries of all lanes that share a kv head.
-        expands: Keys and values are computed from what is cached (`DecodeInputs.expand`).
+        expands: Keys and values are computed from a latent (`DecodeInputs.expand`).
         aggregation: See `DecodeInputs`.
     """
 
@@ -45,7 +45,7 @@ class LayerForm:
 
 @dataclass(slots=True, kw_only=True)
 class LaneInputs:
-    """What the graph has of one attention of a step: `lanes` queries a batch row, and their own pairs.
+    """The graph's inputs of one attention of a step: `lanes` queries a batch row, and their own pairs.
 
     Attributes:
         query: `[lanes, batch, num_heads, 1, key_dim]`.
@@ -194,7 +194,7 @@ def refuse(name: str, reason: str) -> KernelUnavailableError:
 def hand_over(
     name: str, others: Kernel | None, inputs: DecodeInputs, reason: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Have `others` compute what kernel `name` can't, for `reason`; said once where that is slow.
+    """Have `others` compute a layer that kernel `name` can't, for `reason`; said once where that is slow.
 
     Raises:
         KernelUnavailableError: If there are no others.

@@ -15,7 +15,7 @@ _WIDE = frozenset({torch.float32, torch.float64})
 class ExactPairsKernel:
     """The reference's answer without its copies: no plane is joined with the window, and no value that is 0 is read.
 
-    The reference kernel gets what this one is not made for: codes, latent attention, and narrow dtypes, whose products
+    The reference kernel gets the other cases: codes, latent attention, and narrow dtypes, whose products
     would be rounded. Runs on every device.
     """
 
@@ -29,7 +29,7 @@ class ExactPairsKernel:
         return None
 
     def misfit(self, form: LayerForm) -> str | None:
-        """Say what it has no code for, and leaves to the reference kernel."""
+        """Name the case that it leaves to the reference kernel, or None."""
         if not isinstance(form.quantizer, IdentityQuantizer) or form.expands:
             return "it is for pairs that are kept as they are"
         if len(form.dtypes) != 1 or not form.dtypes <= _WIDE:

@@ -45,10 +45,10 @@ class ReferenceKernel:
 
 
 def probabilities(inputs: DecodeInputs, stored: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
-    """What the softmax makes of scaled products: all but the sinks' share.
+    """Softmax of scaled products, without the sinks' share.
 
     Args:
-        inputs: Says what the model does to them, and what is hidden.
+        inputs: Has softcap, biases and hidden keys.
         stored: Of the stored tokens, `[lanes, batch, num_kv_heads, num_kv_groups, tokens]`.
         own: Of the lanes' own pairs, `[lanes, batch, num_kv_heads, num_kv_groups, lanes]`.
 
@@ -82,9 +82,9 @@ def probabilities(inputs: DecodeInputs, stored: torch.Tensor, own: torch.Tensor)
 
 
 def selection_scores(inputs: DecodeInputs, probs: torch.Tensor) -> torch.Tensor:
-    """The selection scores of `Kernel.attention` from what `probabilities` returned."""
+    """The selection scores of `Kernel.attention` from the result of `probabilities`."""
     lanes, tokens = inputs.query.shape[0], probs.shape[-1] - inputs.query.shape[0]
-    # Of the heads that share what is cached: of one kv head's group, or of all that read a latent.
+    # Of the heads that share a cached row: one kv head's group, or all heads that read a latent.
     shared = probs[lanes - inputs.num_scored :, ..., : tokens + 1].flatten(2, 3)
     shared = shared.unflatten(2, (inputs.key.shape[2], -1))
     scores = AGGREGATIONS[inputs.aggregation].of_heads(shared, 3).to(torch.float32)
@@ -102,7 +102,7 @@ def _by_kv_head(bias: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
 
 
 def _pairs(inputs: DecodeInputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What attention reads: `[batch, num_kv_heads, kv_len, dim]` twice, and the lanes' own, `[lanes, batch, ...]`."""
+    """Keys and values: `[batch, num_kv_heads, kv_len, dim]` twice, and the lanes' own, `[lanes, batch, ...]`."""
     keys, values = _stored_pairs(inputs)
     own_key, own_value = inputs.key.squeeze(3), inputs.value.squeeze(3)
     if inputs.expand is None:

@@ -62,12 +62,12 @@ def _stretch(keys: int, share: int, multiple: int) -> int:
 
 
 def length_class(code_tokens: int) -> int:
-    """What of a stretch's length decides which config is fastest: its power of two, up to a bound."""
+    """Tuning key of a stretch's length: its power of two, up to a bound."""
     return min(code_tokens, _LONG_STRETCH).bit_length()
 
 
 def arguments_of(inputs: DecodeInputs) -> dict[str, Any]:
-    """All that does not depend on how keys are cut. Copies only what has a layout of its own."""
+    """All that does not depend on how keys are cut. Copies only tensors with another layout."""
     query = inputs.query.contiguous()
     lanes, batch, num_heads, _, key_dim = query.shape
     num_kv_heads, value_dim = inputs.key.shape[2], inputs.value.shape[4]
@@ -116,7 +116,7 @@ def arguments_of(inputs: DecodeInputs) -> dict[str, Any]:
 
 
 def parts_of(query: torch.Tensor, splits: int, value_dim: int) -> dict[str, torch.Tensor]:
-    """What stretches of keys leave behind; see `partial_attention`."""
+    """Partial results of stretches of keys; see `partial_attention`."""
     lanes, batch, num_heads = query.shape[:3]
     part_max = query.new_empty((batch, lanes, num_heads, splits), dtype=torch.float32)
     part_out = part_max.new_empty((*part_max.shape, value_dim))
@@ -124,7 +124,7 @@ def parts_of(query: torch.Tensor, splits: int, value_dim: int) -> dict[str, torc
 
 
 def tokens_told(lengths: torch.Tensor | None, query: torch.Tensor, kv_len: int) -> dict[str, Any]:
-    """Whether lengths are read from the device's memory, and the rows of what has one column a token.
+    """Whether lengths are read from the device's memory, and the row length of tensors with one column a token.
 
     Args:
         lengths: int32 on the device: tokens in codes, rows of the window; None where launches say them.
@@ -145,7 +145,7 @@ def merge_arguments(
     kept: tuple[torch.Tensor, torch.Tensor] | None = None,
     written: int = 0,
 ) -> dict[str, Any]:
-    """What `merge_parts` and `rotate_queries` take besides; `kept`: the query's and the own keys' copies.
+    """Further arguments of `merge_parts` and `rotate_queries`; `kept`: the query's and the own keys' copies.
 
     `written`: see `StepFacts`.
     """
@@ -231,7 +231,7 @@ def _masks(inputs: DecodeInputs, query: torch.Tensor) -> dict[str, Any]:
 
 
 def bias_of(bias: torch.Tensor | None, query: torch.Tensor) -> dict[str, Any]:
-    """What is added to scores; see `DecodeInputs.bias`."""
+    """Bias of the scores; see `DecodeInputs.bias`."""
     if bias is None:
         return {"bias": query, "bias_lane": 0, "bias_batch": 0, "bias_head": 0, "HAS_BIAS": False}
     bias = bias if bias.stride(3) == 1 else bias.contiguous()

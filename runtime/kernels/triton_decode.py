@@ -45,7 +45,7 @@ from specache_fx.runtime.kernels.triton_tiles import (
 
 @triton.jit
 def _weights(scores, greatest, total):
-    """Go on with an online softmax: its weights, then its state, and what the former state is worth."""
+    """Go on with an online softmax: its weights, then its state, and the weight of the former state."""
     new = tl.maximum(greatest, tl.max(scores, 1))
     shift = tl.where(new == float("-inf"), 0.0, new) * LOG2E
     weights = tl.exp2(scores * LOG2E - shift[:, None, :])

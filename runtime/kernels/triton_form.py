@@ -1,4 +1,4 @@
-"""What Triton's decode kernels share: lengths, the queries of a tile, products before the softmax."""
+"""Shared parts of Triton's decode kernels: lengths, the queries of a tile, products before the softmax."""
 
 from __future__ import annotations
 

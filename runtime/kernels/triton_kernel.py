@@ -32,7 +32,7 @@ class TritonKernel:
     """Runs on NVIDIA GPUs, and on the CPU in Triton's interpreter.
 
     Args:
-        others: Computes what it has no code for: quantisers but KIVI's and TurboQuant's (`bits=16` too), aggregation
+        others: Computes the other cases: quantisers but KIVI's and TurboQuant's (`bits=16` too), aggregation
             "max", expansions, keys or values of more than 256 channels (128 of float32), dtypes that differ or are
             wider than float32. None: an error.
     """
@@ -43,15 +43,15 @@ class TritonKernel:
         self._others = others
 
     def unavailable_reason(self, device: torch.device) -> str | None:
-        """Say what is missing, or None."""
+        """The missing requirement, or None."""
         return triton_ops.unavailable_reason(device)
 
     def misfit(self, form: LayerForm) -> str | None:
-        """Say what these kernels have no code for, or None."""
+        """The form that these kernels have no code for, or None."""
         if len(form.dtypes) != 1 or not form.dtypes <= _DTYPES:
             return f"it is for one of float32, bfloat16 and float16, and this has {listed(form.dtypes)}"
         if form.expands:
-            return "keys and values are computed from what is cached (latent attention)"
+            return "keys and values are computed from a cached latent (latent attention)"
         if form.aggregation != "mean":
             return f"it has no aggregation={form.aggregation!r}"
         quantizer, most = form.quantizer, _MOST_CHANNELS

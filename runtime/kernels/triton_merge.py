@@ -1,6 +1,6 @@
 """Triton kernels around split-KV attention: queries in the basis of centred codes, and the parts put together.
 
-In a whole step (`DeviceSteps`) the second also appends the own pairs, and keeps what the selection reads later.
+In a whole step (`DeviceSteps`) the second also appends the own pairs, and keeps the selection's later inputs.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def merge_parts(
     BLOCK_S: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """One query's output, and what normalises its scores; a program each.
+    """One query's output, and the normaliser of its scores; a program each.
 
     Args:
         out: `[lanes, batch, num_heads, 1, VALUE_DIM]` of the query's dtype; 0 where a query sees nothing.

@@ -22,7 +22,7 @@ def key_operands(
     BLOCK_N: tl.constexpr,
     CENTRED: tl.constexpr,
 ):
-    """What `key_products` takes of keys, from `planes`: codes, scale, and zero or mean.
+    """The arguments of `key_products` for keys, from `planes`: codes, scale, and zero or mean.
 
     A tile; where keys are centred and a part lies in one group of tokens also each token's scale `[PARTS, BLOCK_N]` and
     the group's mean `[PARTS, columns]`.

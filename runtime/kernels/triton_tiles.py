@@ -38,13 +38,13 @@ def rounded(x, KV: tl.constexpr, DOT: tl.constexpr):
 
 @triton.constexpr_function
 def step(bits: int, unit: int) -> float:
-    """What a unit of `code_tile` is worth, in codes."""
+    """The worth of a unit of `code_tile`, in codes."""
     return 2.0**bits if unit == 32 else 1.0
 
 
 @triton.constexpr_function
 def least(bits: int, unit: int, centred: bool) -> float:
-    """What to take away from `code_tile * step`: codes count from their middle where they are centred."""
+    """The offset of `code_tile * step`: codes count from their middle where they are centred."""
     return (2.0**bits if unit == 32 else 0.0) + ((2**bits - 1) / 2 if centred else 0.0)
 
 

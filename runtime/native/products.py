@@ -1,4 +1,4 @@
-"""Products of a few rows with weights: what `specache::products` is where C++ can't be built."""
+"""Products of a few rows with weights: `specache::products` where C++ can't be built."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`Quantizer`: what a method must offer to keep the low-bit copy C' of the KV cache on the device."""
+"""`Quantizer`: the interface of methods that make the low-bit copy C' of the KV cache on the device."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ class PlaneForm:
 
 
 def saturated(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Float32 x as `dtype`, overwritten on the way: what lies beyond the dtype's largest number becomes it.
+    """Float32 x as `dtype`, clamped to the dtype's largest number; x is overwritten.
 
-    What was quantised lay within the range, so that this only brings numbers nearer; an infinity would make
+    The quantised numbers lay within the range, so that this only brings numbers nearer; an infinity would make
     attention NaN.
     """
     largest = min(torch.finfo(dtype).max, torch.finfo(x.dtype).max)
@@ -59,7 +59,7 @@ class Quantizer(ABC):
 
     The result for a group depends on that group, and on the row's first one with a real token where a method has planes
     of the sequence. So quantising groups as they fill gives the planes that quantising them all at prefill would give
-    (DESIGN §2, law 4). Inputs are finite.
+    (`docs/laws.md`, law 4). Inputs are finite.
 
     A new method is a subclass in a file of its own and one line in `QUANTIZERS`.
 
@@ -122,7 +122,7 @@ class Quantizer(ABC):
         """Bring keys back.
 
         Args:
-            planes: What `quantize_key` gave, or whole groups of it.
+            planes: The result of `quantize_key`, or whole groups of it.
             head_dim: Channels of a key; packing may have padded them.
             dtype: The KV dtype.
 
@@ -135,7 +135,7 @@ class Quantizer(ABC):
         """Bring values back; as `dequantize_key`."""
 
     def plane_forms(self, head_dim: int, dtype: torch.dtype, kind: KVKind) -> tuple[PlaneForm, ...]:
-        """What planes keys or values have, before there are any.
+        """Forms of the planes of keys or values, before there are any.
 
         Args:
             head_dim: Channels of a key or value.
@@ -146,15 +146,15 @@ class Quantizer(ABC):
 
     @abstractmethod
     def error_bound(self, planes: Planes, head_dim: int, kind: KVKind) -> torch.Tensor:
-        """How far what comes back may lie from what went in, rounding to the KV dtype apart.
+        """Bound of the error of quantising and dequantising, without rounding to the KV dtype.
 
         Args:
-            planes: What `quantize_key` or `quantize_value` gave.
+            planes: The result of `quantize_key` or `quantize_value`.
             head_dim: Channels of a key or value.
             kind: "key" or "value".
 
         Returns:
-            float32, `[batch, num_kv_heads, tokens, head_dim]` or what expands to it.
+            float32, `[batch, num_kv_heads, tokens, head_dim]` or a tensor that expands to it.
         """
 
     def bits_per_value(

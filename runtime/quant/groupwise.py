@@ -1,4 +1,4 @@
-"""`GroupwiseQuantizer`: what methods share that give each group of numbers a scale and a zero of its own.
+"""`GroupwiseQuantizer`: shared code of methods that give each group of numbers a scale and a zero of its own.
 
 Paper: KIVI §3, for which numbers form a group.
 """
@@ -21,11 +21,11 @@ class GroupwiseQuantizer(Quantizer):
     each channel and group of tokens; for values `[batch, num_kv_heads, tokens, ceil(head_dim / g)]` with
     `g = min(group_size, head_dim)`, one for each token and group of channels (the last group may be shorter).
 
-    Scale and zero are rounded to the KV dtype first, and the codes are computed from what they became: the
-    codes then fit what dequantisation will multiply. Arithmetic is in float32. What comes back is always finite; a
+    Scale and zero are rounded to the KV dtype first, and the codes are computed from the rounded ones: the
+    codes then fit the factors of dequantisation. Arithmetic is in float32. Results are always finite; a
     group whose span or scale is larger than the dtype's largest number loses accuracy at its upper end.
 
-    A method says how scale and zero follow from a group's minimum and maximum, and what a code stands for.
+    A method defines scale and zero by a group's minimum and maximum, and the value of a code.
     """
 
     @abstractmethod
@@ -95,7 +95,7 @@ class GroupwiseQuantizer(Quantizer):
         return saturated(x.flatten(3)[..., :head_dim], dtype)
 
     def error_bound(self, planes: Planes, head_dim: int, kind: KVKind) -> torch.Tensor:
-        """`Quantizer.error_bound`: the widest half of an interval between levels, times the scale (law 5)."""
+        """`Quantizer.error_bound`: half the widest interval between levels, times the scale (docs/laws.md, law 5)."""
         bound = self._half_interval() * planes[1].float()
         if kind == "key":
             return bound.repeat_interleave(self.group_size, dim=2)

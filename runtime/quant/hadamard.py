@@ -32,8 +32,8 @@ def transform(x: torch.Tensor, block: int) -> torch.Tensor:
     Done twice it gives `x / block`: rotating back is `block` times the same. H over the root of `block` is
     orthonormal; over `block`, a power of two, numbers become exact fractions and never leave the range of x.
 
-    By butterflies, not as a product with H: the sums are then the same however many tokens come at once (law 4),
-    which a matmul doesn't promise.
+    Butterflies, not a product with H, compute it. Their sums are the same however many tokens come at once
+    (`docs/laws.md`, law 4); a matmul doesn't promise that.
 
     Args:
         x: float32 `[..., channels]`, `channels` a multiple of `block`.

@@ -10,7 +10,7 @@ from specache_fx.runtime.quant.base import KVKind, Planes, Quantizer
 class IdentityQuantizer(Quantizer):
     """Keeps the pairs as they are: one plane, `[batch, num_kv_heads, tokens, head_dim]` of the KV dtype.
 
-    A law (DESIGN §2, law 1) needs it, and so does whoever measures what quantisation alone costs.
+    Law 1 (`docs/laws.md`) needs it. It also separates the loss of quantisation from everything else.
     """
 
     name = "identity"
@@ -22,7 +22,7 @@ class IdentityQuantizer(Quantizer):
         return "bits=16"
 
     def quantize_key(self, x: torch.Tensor) -> Planes:
-        """A contiguous copy: what the model does to x later must not reach the cache."""
+        """A contiguous copy: later writes of the model to x must not reach the cache."""
         self._check_whole_groups(x)
         return (x.clone(memory_format=torch.contiguous_format),)
 

@@ -34,6 +34,6 @@ class KeysOnlyQuantizer(IdentityQuantizer):
         return planes[0].new_zeros((*planes[0].shape[:3], head_dim), dtype=dtype)
 
     def error_bound(self, planes: Planes, head_dim: int, kind: KVKind) -> torch.Tensor:
-        """None for keys; what is gone of a value may be anything."""
+        """None for keys; the error of a value has no bound."""
         bound = super().error_bound(planes, head_dim, kind)
         return bound if kind == "key" else bound.fill_(torch.inf)

@@ -1,11 +1,11 @@
 """KIVI's layout, with SpeCache's zero and scale at 1 bit.
 
-Paper: SpeCache §3.4, eq. 2 (two bits and more) and eq. 3 (one bit); KIVI for what shares a scale.
+Paper: SpeCache §3.4, eq. 2 (two bits and more) and eq. 3 (one bit); KIVI for the numbers that share a scale.
 
 Plain ATen on purpose. torchao's `choose_qparams_affine`, `quantize_affine` and `dequantize_affine` don't give
 these codes: they multiply by 1/scale instead of dividing (another code near a tie, NaN at scale 0), take an
 integer zero (or tinygemm's midpoint, in private functions), raise a constant group's scale to an epsilon,
-have no eq. 3, and refuse a shorter last group. The tests use them as an independent check of what is shared.
+have no eq. 3, and refuse a shorter last group. The tests use them as an independent check of the shared part.
 On a GPU one kernel gives the same bits (`on_gpu`).
 """
 

@@ -13,7 +13,7 @@ from specache_fx.runtime.quant.kivi import KiviQuantizer, evenly_spaced
 class OriginalKiviQuantizer(KiviQuantizer):
     """`kivi`, but at 1 bit the two levels are the group's minimum and maximum. From 2 bits on it is `kivi`.
 
-    What comes back is thus larger than what went in: a number in the middle becomes one of the extremes. SpeCache
+    Results are thus larger than the inputs: a number in the middle becomes one of the extremes. SpeCache
     reports that models can hardly generate text from it. Layout and bits per value are `kivi`'s. At 1 bit the scale
     is the whole span: where that is more than the dtype's largest number (65504 in float16), half a scale is not the
     bound.

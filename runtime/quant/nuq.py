@@ -35,7 +35,7 @@ class NonUniformQuantizer(GroupwiseQuantizer):
     bytes are `GroupwiseQuantizer`'s. The levels are those of Lloyd and Max: the least mean squared error for 64
     normal numbers that are brought to -1..1 so. They lie closer where more numbers are, in the middle.
 
-    What differs from KVQuant: the levels are the same for every layer and model, and were calibrated for the normal
+    Differences from KVQuant: the levels are the same for every layer and model, and were calibrated for the normal
     law, not by a data set. There is no Fisher information that weighs errors, no sparse copy of outliers, no
     attention sink at 16 bits, and keys are those that attention reads, with their positions (KVQuant quantises
     them before RoPE). Scales come from the group itself, for keys too, where KVQuant calibrates them: the result

@@ -57,7 +57,7 @@ def pack(
 
     Args:
         x: `[batch, num_kv_heads, tokens, head_dim]`, whole groups.
-        balance: `[batch, num_kv_heads, 1, head_dim]` of x's dtype: what x is divided by; None for nothing.
+        balance: `[batch, num_kv_heads, 1, head_dim]` of x's dtype: divides x; None for nothing.
         bits: Width of a code.
         group_size: Tokens of a group.
         distance: Of levels, in standard deviations.

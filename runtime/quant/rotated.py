@@ -14,7 +14,7 @@ from specache_fx.runtime.quant.kivi import KiviQuantizer
 
 
 class RotatedQuantizer(KiviQuantizer):
-    """Rotates over the channels of a head, then does what `kivi` does; planes are those of the rotated numbers.
+    """Rotates over the channels of a head, then quantises as `kivi`; planes are those of the rotated numbers.
 
     A large channel spreads over all: no channel stands out. The rotation is Hadamard's with fixed signs, orthonormal
     up to a power of two. Where `head_dim` is no power of two it goes by blocks of the largest one that divides it
@@ -25,7 +25,7 @@ class RotatedQuantizer(KiviQuantizer):
     for the same bytes, they lose 0.16 with the rotation and 0.77 without. `kivi` itself loses 0.04 there: by
     channel, outlier channels do no harm in the first place.
 
-    What differs from RotateKV: the rotation is the same for every layer and model, without an order of channels that
+    Differences from RotateKV: the rotation is the same for every layer and model, without an order of channels that
     was calibrated, over the channels of one head, of keys after RoPE; attention sinks are not kept at 16 bits.
 
     A number comes back within half the sum of its block's scales (in the orthonormal rotation: within half a scale

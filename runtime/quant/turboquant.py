@@ -84,7 +84,7 @@ class TurboQuantizer(Quantizer):
     def _balance(self, first: torch.Tensor, real: torch.Tensor | None) -> torch.Tensor:
         """1 to 8 for each channel of the first group: the root of its spread, in units of a 64th of the widest one's.
 
-        Not below 1: what is divided by it stays within the range of the KV dtype.
+        Not below 1: quotients stay within the range of the KV dtype.
 
         Args:
             first: `[batch, num_kv_heads, group_size, head_dim]`; without tokens where there are none.
@@ -109,7 +109,7 @@ class TurboQuantizer(Quantizer):
         dtype = x.dtype
         x = x.float() if balance is None else x.float() / balance.float()
         groups = rotate(x).unflatten(2, (x.shape[2] // self.group_size, self.group_size))
-        # Sums in float64 do not depend on how many groups come at once (law 4), and never overflow.
+        # Sums in float64 do not depend on how many groups come at once (docs/laws.md, law 4), and never overflow.
         mean = saturated(groups.mean(3, keepdim=True, dtype=torch.float64).float(), dtype)
         centred = groups - mean.float()
         norm = _norm(centred)
@@ -144,7 +144,7 @@ class TurboQuantizer(Quantizer):
 
     @property
     def _middle(self) -> float:
-        """What codes count from."""
+        """The zero point of codes."""
         return (2**self.bits - 1) / 2
 
 

@@ -22,7 +22,7 @@ class ZipCacheQuantizer(KiviQuantizer):
     Keys are by channel, as in the paper: the values' method loses five to seven times as much on normal keys with a
     few offset channels after RoPE (a test has them).
 
-    What differs from ZipCache: all tokens have the same width (the paper gives salient ones more bits, by attention
+    Differences from ZipCache: all tokens have the same width (the paper gives salient ones more bits, by attention
     scores; here the pairs that matter come back at 16 bits instead). A group is `group_size` tokens of one head,
     where the paper normalises over the whole prompt and shares a token's scale among all heads; its parameters
     weigh almost nothing then. Here values have `head_dim + 2 * group_size` parameters a group: as many as `kivi`'s

@@ -13,7 +13,7 @@ class Aggregation:
     """A way of making one score of several; all of them are softmax probabilities of one token.
 
     Attributes:
-        of_heads: Scores and a dimension, the query heads that share what is cached (a group of a kv head; all heads of
+        of_heads: Scores and a dimension, the query heads that share a cached row (a group of a kv head; all heads of
             latent attention), to scores without that dimension. Takes no padding marks.
         of_attentions: The scores of two attentions that read the same cache, to one of both. Where a token is padding,
             below 0 in both, the result is below 0.

@@ -48,13 +48,13 @@ def sorted_topk(scores: torch.Tensor, top_k: int) -> torch.Tensor:
 
 
 class TopkOverlap(NamedTuple):
-    """What some positions have of a top-k, summed over kv heads; each `[batch]`, on the scores' device.
+    """The overlap of some positions with a top-k, summed over kv heads; each `[batch]`, on the scores' device.
 
     Attributes:
         hits: How many of them would be chosen, int64.
         needed: How many would be chosen in all, int64.
         mass: Their scores, float64.
-        best_mass: The scores of what would be chosen, float64: the most that `top_k` positions can have.
+        best_mass: The scores of the top-k itself, float64: the most that `top_k` positions can have.
     """
 
     hits: torch.Tensor
@@ -64,7 +64,7 @@ class TopkOverlap(NamedTuple):
 
 
 def topk_overlap(scores: torch.Tensor, top_k: int, positions: torch.Tensor) -> TopkOverlap:
-    """Compare `positions` with what `select_topk` would choose, without choosing.
+    """Compare `positions` with the choice of `select_topk`, without choosing.
 
     The least of the `top_k` largest keys is the bar: a position is among them if its key reaches it. That takes no
     sorting and no comparison of all with all, and ties are decided as in `select_topk`.
@@ -95,7 +95,7 @@ def topk_overlap(scores: torch.Tensor, top_k: int, positions: torch.Tensor) -> T
 
 
 def count_overlap(scores: torch.Tensor, top_k: int, positions: torch.Tensor, counts: torch.Tensor) -> None:
-    """Add what `topk_overlap` says to `counts`, float64 `[batch, 4]` on the scores' device."""
+    """Add the result of `topk_overlap` to `counts`, float64 `[batch, 4]` on the scores' device."""
     if top_k <= MOST_IN_A_KERNEL and triton_ops.runs_by_itself(scores.device):
         from specache_fx.runtime.select import triton_topk
 

@@ -47,7 +47,7 @@ def _best_of_blocks(
     Args:
         source: float32 scores, `tokens` a row; after the first round int64 keys, contiguous.
         other: Scores of the same strides, see `shares`.
-        shares: float32 `[batch]`: what the scores of `source` weigh; those of `other` weigh the rest.
+        shares: float32 `[batch]`: weight of the scores of `source`; those of `other` weigh the rest.
         lengths: int32: `tokens`, where they are read from the device's memory.
         out: int64 keys `[rows, blocks, top_k]`; in the last round int32 positions `[rows, top_k]`.
         row_stride: Elements from one batch row of scores to the next.
@@ -100,8 +100,8 @@ def _count_overlap(
 
     Args:
         scores: float32 `[batch, num_kv_heads, tokens]`.
-        own: int32 `[rows, top_k]`: what would be chosen.
-        positions: int32 `[rows, count]`: what is compared with it.
+        own: int32 `[rows, top_k]`: the own top-k.
+        positions: int32 `[rows, count]`: compared with it.
         counts: See above.
         row_stride: As in `_best_of_blocks`.
         head_stride: Likewise.
@@ -193,7 +193,7 @@ def select_topk(
         other: Scores of the same shape and strides: where given, what is chosen is `lerp(other, scores, shares)`'s.
         shares: float32 `[batch]`.
         told: How many tokens count, int32 `[1]` on the device; None: all.
-        out: Of each round what it leaves (`rounds`); by default new.
+        out: Results of each round (`rounds`); by default new.
 
     Returns:
         int32 `[batch, num_kv_heads, top_k]`.
@@ -238,7 +238,7 @@ def usual_block(top_k: int) -> int:
 
 
 def rounds(scores: torch.Tensor, top_k: int, block: int | None = None) -> list[torch.Tensor]:
-    """What each round of a selection leaves: int64 `[rows, blocks, top_k]`, and last what it returns; empty."""
+    """Results of each round of a selection: int64 `[rows, blocks, top_k]`, and last its result; empty."""
     block = block or usual_block(top_k)
     batch, heads, tokens = scores.shape
     results = []

@@ -1,4 +1,4 @@
-"""`Transfer`: what a session asks of its copies, and the slots that all of them fill."""
+"""`Transfer`: a session's interface to its copies, and the slots that all of them fill."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from specache_fx.runtime.transfer.staging import Staging
 
 @dataclass
 class CopyMetrics:
-    """What a transfer has copied; up to date for a layer after its `wait`.
+    """Counters of a transfer; up to date for a layer after its `wait`.
 
     Attributes:
         fetched_rows: Rows (a key with its value) brought from the host.
         reused_rows: Rows asked for that were staged already.
         fetched_bytes: Bytes of the fetched rows.
         reused_bytes: Bytes of the reused rows, which were not moved.
-        copy_seconds: What the copies took on the thread that made them.
-        waited_seconds: What was waited for them.
+        copy_seconds: Time of the copies on the thread that made them.
+        waited_seconds: Time waited for them.
     """
 
     fetched_rows: int = 0
@@ -40,7 +40,7 @@ class CopyMetrics:
 
 
 class Transfer:
-    """The copies of one session: `prefetch` starts one, `wait` orders what reads its rows behind it.
+    """The copies of one session: `prefetch` starts one, `wait` orders readers of its rows behind it.
 
     A layer's copies are made in the order of its prefetches. Not locked: one thread calls the methods. A subclass says
     how slots are filled (`prefetch_wanted`), and when that is through (`_order`, `_settle`, `_finish`).
@@ -53,7 +53,7 @@ class Transfer:
     Attributes:
         host: See above.
         synchronous: Let nothing run beside a copy: `prefetch` returns, or what comes next on the current stream runs,
-            when it is through (law 3 compares the two).
+            when it is through (`docs/laws.md`, law 3, compares the two).
     """
 
     def __init__(self, host: HostCache, top_k: int, device: torch.device) -> None:
@@ -65,12 +65,12 @@ class Transfer:
 
     @property
     def device_bytes(self) -> int:
-        """Bytes on the device: the slots, and what else the copies need there."""
+        """Bytes on the device: the slots, and other memory of the copies."""
         return sum(staging.nbytes for staging in self._staging.values())
 
     @property
     def metrics(self) -> CopyMetrics:
-        """What was copied; waits for the device where it copies by itself.
+        """The counters; waits for the device where it copies by itself.
 
         Raises:
             SpecacheError: If the device was asked for a token that the host does not hold.
@@ -100,7 +100,7 @@ class Transfer:
         """
         if self._closed:
             raise SpecacheError("This transfer is closed: its session has ended.")
-        self._order(layer)  # the last copy may still read what was wanted
+        self._order(layer)  # the last copy may still read `wanted`
         # A copy of our own: a compiled graph reuses the caller's buffer without asking.
         self.staging(layer).wanted.copy_(indices)
         self.prefetch_wanted(layer)
@@ -110,7 +110,7 @@ class Transfer:
         raise NotImplementedError
 
     def wait(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Order what comes next on the current stream (or thread) behind the layer's last prefetch.
+        """Order later work on the current stream (or thread) behind the layer's last prefetch.
 
         Returns:
             rows `[batch, num_kv_heads, top_k, key_dim + value_dim]` and indices int32 `[batch, num_kv_heads, top_k]`,
@@ -125,7 +125,7 @@ class Transfer:
         return staging.rows, staging.indices
 
     def join(self) -> None:
-        """Order what comes next on the current stream behind all that was launched beside it."""
+        """Order later work on the current stream behind all that was launched beside it."""
 
     def reset(self, layer: int) -> None:
         """Empty the layer's slots: the tokens there are about to change (crop, extend).
@@ -157,7 +157,7 @@ class Transfer:
         self._staging.clear()
 
     def _order(self, layer: int) -> None:
-        """Order what comes next behind the layer's last copy; raise what that failed with."""
+        """Order later work behind the layer's last copy; raise its error."""
 
     def _settle(self, layer: int) -> None:
         """As `_order`, and nothing reads the host's rows any more: they may change."""

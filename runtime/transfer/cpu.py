@@ -15,7 +15,7 @@ from specache_fx.runtime.transfer.staging import Staging, plan_slots
 
 
 def bring(host: HostCache, layer: int, staging: Staging) -> tuple[int, int]:
-    """Bring what `staging.wanted` names to the slots, all on the CPU; where it raises, the slots are as they were.
+    """Bring the rows of `staging.wanted` to the slots, all on the CPU; where it raises, the slots are as they were.
 
     In C++ where it can be built. `plan_slots` defines the answer.
 

@@ -49,7 +49,7 @@ class KernelTransfer(Transfer):
 
     @contextlib.contextmanager
     def beside(self, layer: int) -> Iterator[None]:
-        """Launch the block behind what the current stream has been given so far, and beside what it is given next.
+        """Launch the block behind the current stream's work so far, and beside its later work.
 
         Args:
             layer: Whose slots the block fills.
@@ -57,7 +57,7 @@ class KernelTransfer(Transfer):
         yield
 
     def copy(self, layer: int, told: torch.Tensor | None = None) -> None:
-        """Bring what the layer's slots want, on the current stream.
+        """Bring the rows that the layer's slots want, on the current stream.
 
         Args:
             layer: Layer number.

@@ -17,7 +17,7 @@ class Staging:
         indices: int32 `[batch, num_kv_heads, top_k]` on the device: the token in each slot, -1 where it is
             empty.
         slots: The same on the CPU; the same tensor where the device is the CPU.
-        wanted: int32 like `indices`, on the device: the transfer's own copy of what was asked for last.
+        wanted: int32 like `indices`, on the device: the transfer's own copy of the last request.
         done: CUDA: recorded on the copy stream after the last copy.
     """
 
@@ -55,7 +55,7 @@ class Staging:
         return self.rows.shape[-1] * self.rows.element_size()
 
     def order(self) -> None:
-        """CUDA: order what comes next on the current stream behind the last copy."""
+        """CUDA: order later work on the current stream behind the last copy."""
         if self.done is not None:
             torch.cuda.current_stream(self.rows.device).wait_event(self.done)
 
@@ -74,7 +74,7 @@ class Staging:
 
 @dataclass(frozen=True)
 class SlotPlan:
-    """What changes between two selections; every tensor is on the CPU.
+    """The changes between two selections; every tensor is on the CPU.
 
     Attributes:
         slots: int32 `[batch, num_kv_heads, top_k]`: the token in each slot afterwards, -1 where it is empty.

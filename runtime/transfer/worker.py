@@ -35,7 +35,7 @@ class WorkerTransfer(Transfer):
         _workers.add(self)
 
     def _copy(self, layer: int, staging: Staging) -> Copy:
-        """What the thread is to do. It holds host and slots, not the transfer: dropping that ends the thread."""
+        """The thread's job. It holds host and slots, not the transfer: dropping that ends the thread."""
         return partial(bring, self.host, layer, staging)
 
     def prefetch_wanted(self, layer: int) -> None:
@@ -56,7 +56,7 @@ class WorkerTransfer(Transfer):
         finally:
             if job.done():  # else the wait was interrupted, and the copy is still writing
                 del self._under_way[layer]
-                if job.exception() is not None:  # what the slots hold is unknown
+                if job.exception() is not None:  # the slots' content is unknown
                     self.staging(layer).clear()
         self._metrics.waited_seconds += time.perf_counter() - start
 
@@ -67,7 +67,7 @@ class WorkerTransfer(Transfer):
         self._thread.shutdown()
 
     def pause(self) -> None:
-        """Return when no copy is under way; what one failed with is left to `wait`."""
+        """Return when no copy is under way; `wait` raises a failed copy's error."""
         futures.wait(list(self._under_way.values()))
 
     def forget_thread(self) -> None:

@@ -78,7 +78,7 @@ def test_verify_refuses_a_prefetch_between_a_wait_and_its_read(gm: GraphModule, 
 
 def test_verify_refuses_a_prefetch_of_what_another_layer_selected(gm: GraphModule, program: Program) -> None:
     first(gm, OPS.prefetch.default, 1).update_arg(0, first(gm, OPS.topk.default, 0))
-    with pytest.raises(PassInvariantError, match="does not fetch what its own layer selected"):
+    with pytest.raises(PassInvariantError, match="does not fetch the pairs that its own layer selected"):
         verify(gm, program)
 
 

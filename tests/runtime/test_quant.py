@@ -1,4 +1,4 @@
-"""Laws 4 and 5 (DESIGN §2), and what else holds for every quantiser in the table."""
+"""Laws 4 and 5 (`docs/laws.md`), and the other rules for every quantiser in the table."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ __all__ = [
 
 
 class OracleDecoder:
-    """Runs a `TinyDecoder` as DESIGN §2 says; one generation at a time.
+    """Runs a `TinyDecoder` by `docs/laws.md`; one generation at a time.
 
     Args:
         model: Its weights and everything but its attention.

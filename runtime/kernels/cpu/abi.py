@@ -19,7 +19,7 @@ CODE_PLANES = ("key_codes", "key_scale", "key_zero", "value_codes", "value_scale
 
 
 class InputsC(ctypes.Structure):
-    """`SpecacheInputs`; see `inputs.h` for what each field is."""
+    """`SpecacheInputs`; `inputs.h` documents each field."""
 
     _fields_ = (
         *((name, _i64) for name in ("dtype", "bits", "group_size", "value_group", "centred")),
@@ -40,7 +40,7 @@ class InputsC(ctypes.Structure):
 
 
 class Addresses:
-    """Addresses of tensors, which it keeps alive: copies are made where a layout is not what the kernel reads.
+    """Addresses of tensors, which it keeps alive: tensors in another layout than the kernel's are copied.
 
     Args:
         in_place: Make no copies: the addresses are to outlive this object, and be those of the tensors themselves.

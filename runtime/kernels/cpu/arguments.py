@@ -1,4 +1,4 @@
-"""What the CPU kernel is told of a layer's tensors: `SpecacheInputs` filled in."""
+"""A layer's tensors for the CPU kernel: `SpecacheInputs` filled in."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def describe_cache(
     staged: tuple[torch.Tensor, torch.Tensor] | None,
     aggregation: str,
 ) -> None:
-    """Fill in what stays as long as a layer's memory does.
+    """Fill in the fields that stay as long as a layer's memory does.
 
     Args:
         to: Is filled in.
@@ -59,7 +59,7 @@ def describe_cache(
 
 
 def describe_bias(to: InputsC, at: Addresses, bias: torch.Tensor | None) -> None:
-    """Fill in what is added to the scores of a step; see `DecodeInputs.bias`."""
+    """Fill in the bias of a step's scores; see `DecodeInputs.bias`."""
     if bias is None:
         to.bias = None
         return

@@ -24,7 +24,7 @@ class CpuKernel:
 
     Args:
         instruction_set: A name in `cpp_build.INSTRUCTION_SETS`; the best that the processor has by default.
-        others: Computes what this is not made for (another quantiser, latent attention, float64); None: an error.
+        others: Computes the other cases (another quantiser, latent attention, float64); None: an error.
     """
 
     name = "cpu"
@@ -46,11 +46,11 @@ class CpuKernel:
         return None
 
     def misfit(self, form: LayerForm) -> str | None:
-        """Say what the library has no code for, or None."""
+        """The form that the library has no code for, or None."""
         if len(form.dtypes) != 1 or not form.dtypes <= DTYPES.keys():
             return f"it is for one of float32, bfloat16 and float16, and this has {listed(form.dtypes)}"
         if form.expands:
-            return "keys and values are computed from what is cached (latent attention)"
+            return "keys and values are computed from a cached latent (latent attention)"
         if form.num_queries > MAX_QUERIES or max(form.key_dim, form.value_dim) > MAX_DIM:
             return f"it takes {MAX_QUERIES:,} queries a kv head and {MAX_DIM:,} channels at most"
         quantizer = form.quantizer
