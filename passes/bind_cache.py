@@ -17,14 +17,14 @@ Past and present KV become handles. The operators that move the pairs depend on 
               return keys, values, logits                   return logits
 
 Storing right after each attention keeps one layer's 16-bit pairs alive at a time. In decode nothing reads
-the masks any more, so they and all that knew `kv_len` die here; what they say besides padding is applied at run time by
-`specache_fx/step_masks.py`, and for windows by `window_masks.py`.
+the masks any more, so they and all that knew `kv_len` die here. `specache_fx/step_masks.py` applies masks beyond
+padding at run time; for windows `window_masks.py` does.
 
-Where keys and values are computed from what is cached (MLA), the marker gets what is cached of the new token, the
-attention's index (of its expansion) and the width of its output.
+Latent attention (MLA): the marker gets the new token's latent, the attention's index (of its expansion) and the width
+of its output.
 
-Attentions that share a cache: the first one's pairs are stored and loaded, and in decode each gets a marker with its
-own query and the first one's layer and new pair.
+Attentions that share a cache: the first one's pairs are stored and loaded. In decode each gets a marker with its own
+query and the first one's layer and new pair.
 
 Without attentions to rewrite it leaves the graph as it is.
 """

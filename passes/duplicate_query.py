@@ -3,10 +3,9 @@
     out = specache.attention(q, k, v, layer, scale)               # q [batch, num_heads, 1, key_dim]
         -> out = specache.attention_lanes(q, k, v, layer, scale)  # q [lanes, batch, num_heads, 1, key_dim]
 
-The graph is traced again under `torch.vmap` over lanes: token ids and prelude tensors carry a leading lane
-dimension, everything else is shared, so that each weight is read once for both (`batching_rules` has the operators
-that vmap doesn't know). Result: an ATen graph of static
-shapes whose outputs have a leading lane dimension too.
+The graph is traced again under `torch.vmap` over lanes. Token ids and prelude tensors carry a leading lane dimension.
+Everything else is shared, so each weight is read once for both. `batching_rules` has the operators that vmap doesn't
+know. The result is an ATen graph of static shapes whose outputs have a leading lane dimension too.
 
 With one lane (lookahead "query" or "none", policy "kivi", or where lanes can't be had) it is traced as it is.
 

@@ -4,9 +4,9 @@
         -> p, m = specache.products(x, [w, v]); q = aten.add(m, b)
 
 A decode step has a row or two for each sequence and is bound by reading the weights. BLAS takes a few rows for a
-general product, whose packing costs more than the arithmetic, and reads the weight of a single row slower than memory
-gives it: see `runtime/csrc/products.cpp`. Products of the same rows are one call, as far as their weights are
-inputs of the graph and nothing is written in place between them.
+general product, whose packing costs more than the arithmetic. With a single row it reads the weight slower than memory
+gives it (`runtime/csrc/products.cpp`). Products of the same rows are one call, if their weights are inputs of the graph
+and nothing is written in place between them.
 
 Tokens that follow a cache may be few, too: a question about a document. Their number is known when the graph runs. So
 the operator takes all products of such a graph and leaves many rows to BLAS. A prompt keeps its products: arithmetic

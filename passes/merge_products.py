@@ -3,8 +3,8 @@
     e = aten.expand(aten.t(w), [lanes, batch, in, out]); p = aten.bmm(x, aten.view(e, [lanes * batch, in, out]))
         -> m = aten.mm(aten.view(x, [-1, in]), aten.t(w)); p = aten.view(m, [lanes * batch, rows, out])
 
-Where a linear layer's input is not contiguous (the output of an attention, heads and tokens swapped back), vmap makes
-a batch of products of it, and the weight is read once for each lane and batch row. Decoding is bound by what it reads.
+The output of an attention, heads and tokens swapped back, is not contiguous. vmap makes a batch of products of a linear
+layer on such an input, and reads the weight once for each lane and batch row. Reading bounds decoding.
 
 It does not match a second operand that differs from row to row of the batch, as attention's own.
 """

@@ -7,12 +7,11 @@ then a ruler of about `kv_len` elements:
 
     element [b, h, t, d] of slot s  =  storage[offset(s) + b * head_dim + 2 * h + t + d]
 
-Stride 2 over heads, stride 1 over tokens: cutting tokens off the end keeps the offset (a crop, which a session can
-follow), cutting off the oldest ones moves it (which it can't, and so must see). No two heads are alike: a copy whose
-heads were permuted is no copy.
+Strides are 2 over heads and 1 over tokens. A crop at the end keeps the offset, and a session can follow it. Cutting off
+the oldest tokens moves the offset, and is refused. No two heads are alike: a copy whose heads were permuted is no copy.
 
-Most elements are NaNs. Those of the rows have payload bits that spell (magic, session, slot, row, process), those of
-the ruler a sequence in which no stretch comes twice. They survive every copy. So a copied cache, or one whose rows
+Most elements are NaNs. Payload bits of the rows spell (magic, session, slot, row, process). Those of the ruler are a
+sequence in which no stretch comes twice. They survive every copy. So a copied cache, or one whose rows
 were permuted, can be told from the original; and one whose tokens were chosen, from one that was cropped (`matches`).
 A reader that takes a handle for a KV cache gets NaN, never an answer that is a little wrong.
 

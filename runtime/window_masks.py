@@ -1,6 +1,6 @@
-"""The masks of attentions over a window: which of the pairs that it keeps each lane attends to.
+"""The masks of attentions over a window: the pairs that each lane attends to.
 
-A layer with a sliding window or with chunks hides more than padding, and what it hides moves with every token. The
+A layer with a sliding window or with chunks hides more than padding, and its mask moves with every token. The
 model's own mask graph is evaluated in each step, for the output token and, with everything moved on by one, for the
 speculative one. Both are as wide as the window, whatever the context.
 """

@@ -1,8 +1,8 @@
 """Triton kernels that bring chosen rows from page-locked host memory to their slots: no index leaves the device.
 
 `plan_slots` gives every wanted token the slot that it has, or a free one, as `runtime.transfer.plan_slots` does on the
-CPU. `copy_rows` reads the rows of those that come by their host addresses, which a GPU can do where the memory is
-page-locked (unified addressing), and writes them into their slots.
+CPU. `copy_rows` reads the missing rows at their host addresses and writes them into their slots. A GPU can do so where
+the memory is page-locked (unified addressing).
 """
 
 from __future__ import annotations

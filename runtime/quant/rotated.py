@@ -25,8 +25,8 @@ class RotatedQuantizer(KiviQuantizer):
     for the same bytes, they lose 0.16 with the rotation and 0.77 without. `kivi` itself loses 0.04 there: by
     channel, outlier channels do no harm in the first place.
 
-    Differences from RotateKV: the rotation is the same for every layer and model, without an order of channels that
-    was calibrated, over the channels of one head, of keys after RoPE; attention sinks are not kept at 16 bits.
+    Differences from RotateKV: the rotation is the same for every layer and model, over the channels of one head, of
+    keys after RoPE. There is no calibrated order of channels. Attention sinks are not kept at 16 bits.
 
     A number comes back within half the sum of its block's scales (in the orthonormal rotation: within half a scale
     for each rotated number, so that the Euclidean norm of a block's error is at most that of half its scales). Equal

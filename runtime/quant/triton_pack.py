@@ -1,7 +1,7 @@
 """Triton kernels that quantise and pack whole groups by KIVI's formulas, to the bit as `KiviQuantizer` does.
 
-A program takes the groups that share a scale along one side of a tile, finds their least and greatest value, and packs
-the codes of neighbouring channels into bytes: for each place in a byte it reads the channels that go there.
+A program takes the groups that share a scale along one side of a tile and finds their least and greatest value. It
+packs the codes of neighbouring channels into bytes: for each place in a byte it reads the channels that go there.
 
 Paper: SpeCache §3.4, eq. 2 and 3.
 """
