@@ -2,11 +2,11 @@
 #   make test     lint, types, tests         make demo    the needle demo on a trained model
 #   make test-all   the tests that take minutes too          make test-gpu   those that a GPU runs on itself
 #   make format   rewrite in house style     make clean   remove all that make has made
-#   make experiments   the papers' experiments into results/, and docs/results.md; ONLY="table1 hits", ARGS=--quick
-#   make page     docs/results.md from results/
-#   make models   two real models and two texts, for specache-fx eval; ONLY="smollm2 austen" for some
-#   make peers    the environment of the methods that specache-fx eval compares with (kvpress)
-#   make peers-cpu   the environment of OpenVINO and llama.cpp, for specache-fx bench decode --peers
+#   make experiments   the papers' experiments into results/, and the pages; ONLY="table1 pareto", ARGS=--quick
+#   make page     tables of docs/ and README.md from results/
+#   make models   two real models and a text, for specache-bench; ONLY="smollm2 austen" for some
+#   make peers    the environment of the methods that specache-bench eval compares with (kvpress)
+#   make peers-cpu   the environment of OpenVINO and llama.cpp, for specache-bench decode --peers
 #   make architectures   the table of all model types; ONLY="llama opt" for some, ARGS=--again for all anew
 
 PYTHON ?= python3
@@ -25,9 +25,10 @@ TYPES := build/types
 
 # torch is named here, so that it and all that needs it are resolved together, to the version in constraints.txt. Triton
 # is not in there: a torch for CUDA brings the one that it was built with, and the newest does for the interpreter.
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml benchmarks/pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch --editable '.[test,eval,triton]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch \
+	    --editable '.[test,triton]' --editable 'benchmarks[all]'
 	touch $@
 
 install: $(STAMP)
@@ -40,7 +41,8 @@ types: $(STAMP)
 	rm -rf $(TYPES)
 	mkdir -p $(TYPES)/specache_fx
 	ln -s $(CURDIR)/specache_fx/* $(CURDIR)/passes $(CURDIR)/runtime $(CURDIR)/examples $(TYPES)/specache_fx/
-	MYPYPATH=$(TYPES) $(BIN)/mypy --package specache_fx
+	ln -s $(CURDIR)/benchmarks/specache_bench $(TYPES)/
+	MYPYPATH=$(TYPES) $(BIN)/mypy --package specache_fx --package specache_bench
 
 check: lint types
 
@@ -59,15 +61,15 @@ demo: $(STAMP)
 
 # Into $SPECACHE_DATA or the cache folder of the user; what is there is not fetched again.
 models: $(STAMP)
-	$(BIN)/specache-fx models $(ONLY)
+	$(BIN)/specache-bench models $(ONLY)
 
 # Under 2 hours on 2 cores, and it goes on where it was interrupted. Presses run where `make peers` was run before.
 experiments: $(STAMP)
-	$(BIN)/specache-fx experiment $(or $(ONLY),all) $(ARGS)
+	$(BIN)/specache-bench experiment $(or $(ONLY),all) $(ARGS)
 	$(MAKE) page
 
 page: $(STAMP)
-	$(BIN)/python -m specache_fx.experiments.page docs/results.md
+	$(BIN)/specache-bench page
 
 # 25 to 50 minutes on 2 cores, and it goes on where it was interrupted.
 architectures: $(STAMP)
@@ -82,7 +84,7 @@ $(PEERS)/installed:
 
 peers: $(PEERS)/installed
 
-# OpenVINO and llama.cpp for `specache-fx bench decode --peers`. llama.cpp is built for this processor, which takes 5
+# OpenVINO and llama.cpp for `specache-bench decode --peers`. llama.cpp is built for this processor, which takes 5
 # minutes on 2 cores. A CPU build of torch can't load the torchvision that optimum-intel brings, and needs none.
 PEERS_CPU := .venv-peers-cpu
 $(PEERS_CPU)/installed:
@@ -101,5 +103,5 @@ format: $(STAMP)
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) $(PEERS) $(PEERS_CPU) build dist specache_fx.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(PEERS) $(PEERS_CPU) build dist *.egg-info benchmarks/*.egg-info benchmarks/build .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

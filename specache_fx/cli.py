@@ -1,4 +1,4 @@
-"""The command line: `specache-fx plan`, `demo`, `models`, `eval`, `experiment` and `bench`.
+"""The command line: `specache-fx plan`, `explain` and `demo`. The laboratory (benchmarks/) has its own.
 
 Commands import torch and transformers inside, so that `--help` and bad options answer at once.
 """
@@ -14,11 +14,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from specache_fx.cli_bench import bench_app
 from specache_fx.cli_common import JsonFile, as_bad_parameter, check_dtype, check_folder
-from specache_fx.cli_eval import eval_command
-from specache_fx.cli_experiment import HELP, experiment_command
-from specache_fx.cli_models import models_command
 from specache_fx.config import POLICIES, SpecacheConfig
 from specache_fx.errors import ConfigError
 from specache_fx.sizes import parse_size
@@ -28,11 +24,6 @@ _DEFAULTS = SpecacheConfig()
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, help="Speculative low-bit KV caching for PyTorch decoders."
 )
-
-app.add_typer(bench_app, name="bench")
-app.command("eval")(eval_command)
-app.command("models")(models_command)
-app.command("experiment", help=HELP, no_args_is_help=True)(experiment_command)
 
 
 def _print_version(wanted: bool) -> None:
@@ -101,10 +92,9 @@ def plan_command(
                 raise ConfigError(
                     "--model brings --layers, --kv-heads and --head-dim: give one or the others."
                 )
-            from specache_fx.eval.real import MODELS, model_folder
             from specache_fx.model_shape import load_model_shape
 
-            read = load_model_shape(str(model_folder(model)) if model in MODELS else model)
+            read = load_model_shape(model)
             shape = {"layers": read.layers, "num_kv_heads": read.num_kv_heads, "head_dim": read.head_dim}
             more = {"window_layers": read.window_layers, "window": read.window} if read.window else {}
             more |= {"value_dim": read.value_dim} if read.value_dim else {}
@@ -136,6 +126,39 @@ def plan_command(
     if json_file is not None:
         report = {"settings": settings, "options": options, "rows": rows}
         json_file.write_text(json.dumps(report, indent=2) + "\n")
+
+
+@app.command("explain")
+def explain_command(
+    model: Annotated[
+        str, typer.Argument(help="A transformers model's folder or name: its config is enough.")
+    ],
+    layers: Annotated[int, typer.Option(min=1, help="First layers of it, with random weights.")] = 2,
+    tokens: Annotated[int, typer.Option(min=2, help="Of the prompt that is traced.")] = 16,
+) -> None:
+    """Say what becomes of a model's attention, and why, by running its first layers once."""
+    from specache_fx.quiet import quiet
+
+    with quiet(), as_bad_parameter():
+        import torch
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        from specache_fx.explanation import explain
+
+        try:
+            config = AutoConfig.from_pretrained(model)
+        except (OSError, ValueError) as error:
+            first = str(error).strip().splitlines()[0]
+            raise ConfigError(f"{model!r} has no config that transformers can read ({first}).") from error
+        text = config.get_text_config(decoder=True)
+        text.num_hidden_layers = min(layers, text.num_hidden_layers)
+        if getattr(text, "layer_types", None):
+            text.layer_types = text.layer_types[: text.num_hidden_layers]
+        made = AutoModelForCausalLM.from_config(config).eval()
+        ids = torch.arange(tokens)[None] % text.vocab_size
+        with torch.no_grad():
+            said = str(explain(made, input_ids=ids))
+    typer.echo(said)
 
 
 @app.command("demo")

@@ -17,24 +17,22 @@ import torch
 PACKAGES = ("specache-fx", "torch", "transformers", "datasets", "hqq", "optimum-quanto", "triton")
 
 
-def provenance(device: torch.device, packages: Sequence[str] = PACKAGES) -> dict[str, Any]:
+def provenance(
+    device: torch.device, packages: Sequence[str] = PACKAGES, program: str = "specache-fx"
+) -> dict[str, Any]:
     """Command, device, versions and commit.
 
     Args:
         device: Where it was measured.
         packages: Whose versions matter; those that are not installed are left out.
+        program: The command line's name.
     """
     return {
-        "command": command(),
+        "command": shlex.join([program, *sys.argv[1:]]),
         "device": describe_device(device),
         "versions": versions(packages),
         "commit": git_commit(),
     }
-
-
-def command() -> str:
-    """The command line, as one would type it."""
-    return shlex.join(["specache-fx", *sys.argv[1:]])
 
 
 def describe_device(device: torch.device) -> dict[str, Any]:

@@ -181,9 +181,18 @@ def test_plan_reads_windows_and_shared_layers(
     )
 
 
-def test_plan_knows_the_models_that_are_fetched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("SPECACHE_DATA", str(tmp_path))
-    assert "fetch it with `make models`" in refused("plan", "--model", "smollm2")
+def test_explain_runs_the_first_layers_of_a_config(tmp_path: Path) -> None:
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=7, num_attention_heads=2
+    )
+    config.save_pretrained(tmp_path)
+    result = run("explain", tmp_path, "--layers", 1)
+    assert result.exit_code == 0, result.output
+    assert (
+        "specache.quantized_attention" in result.output
+        and "1 attention rewritten, 0 left alone" in result.output
+    )
+    assert "has no config that transformers can read" in refused("explain", tmp_path / "nowhere")
 
 
 def test_plan_reads_latent_attention(tmp_path: Path) -> None:

@@ -18,15 +18,7 @@ FOLDERS = {"specache_fx": "specache_fx", "passes": "specache_fx.passes", "runtim
 # Highest first. A name stands for itself and, if it is a package, for all in it that has no line of its own.
 RANKS: tuple[tuple[str, ...], ...] = (
     ("specache_fx.cli",),
-    ("specache_fx.cli_bench", "specache_fx.cli_eval", "specache_fx.cli_experiment", "specache_fx.cli_models"),
-    ("specache_fx.bench.decode", "specache_fx.bench.report"),
-    ("specache_fx.bench.cpu_peers",),
-    ("specache_fx.bench.attention", "specache_fx.bench.overlap"),
-    ("specache_fx.bench",),
-    ("specache_fx.experiments",),
     ("specache_fx.cli_common",),
-    ("specache_fx.eval",),
-    ("specache_fx.worker_process",),
     ("specache_fx.demo",),
     ("specache_fx.demo_report", "specache_fx.plan_report"),
     ("specache_fx.examples",),
@@ -108,8 +100,6 @@ RANK = {name: len(RANKS) - i for i, names in enumerate(RANKS) for name in names}
 PACKAGES = (
     "specache_fx.capture",
     "specache_fx.passes",
-    "specache_fx.eval",
-    "specache_fx.experiments",
     "specache_fx.examples",
     "specache_fx.runtime.kernels",
     "specache_fx.runtime.native",
@@ -192,6 +182,13 @@ def test_runtime_knows_no_pass() -> None:
         if target.startswith("specache_fx.passes")
     ]
     assert found == []
+
+
+def test_library_does_not_know_its_laboratory() -> None:
+    for module, path in MODULES.items():
+        assert "specache_bench" not in path.read_text(), (
+            f"{module} names the laboratory, which is no part of the wheel"
+        )
 
 
 def test_every_line_of_the_order_is_a_module() -> None:

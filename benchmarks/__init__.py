@@ -1,1 +1,0 @@
-"""Benchmarks: `python -m benchmarks.<name>`, from the root of a checkout."""

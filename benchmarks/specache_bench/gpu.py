@@ -1,0 +1,404 @@
+"""Everything that a GPU shows, in one run of ten minutes: `python -m specache_bench.gpu`, on a bare machine too.
+
+Bare: torch, transformers, Triton and their needs, without an index. There, `pip install --no-index --no-deps
+--no-build-isolation -e . -e benchmarks` first. `STAGES` is the order. Each stage is a process with a time limit of its
+own: one that hangs, crashes or runs out of memory costs the others nothing. The JSON is written after each measurement;
+errors are in it, and are not fatal. `--quick` runs all of it with tiny shapes on any machine: to try the script.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import sys
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity
+from torch.profiler import profile as profiled
+
+import specache_fx
+from specache_bench.records import Method
+from specache_bench.speed import Attention, DecodeSteps, ModelSize
+from specache_fx.compiled import uncompile
+from specache_fx.config import SpecacheConfig
+from specache_fx.provenance import provenance
+from specache_fx.runtime import triton_ops
+
+ROOT = Path(__file__).resolve().parents[2]
+LLAMA_8B = ModelSize(32, 4096, 14336, 32, 8, 128, 128256)
+TINY = ModelSize(2, 32, 64, 4, 2, 16, 64)
+# Nothing is compiled by Inductor: a run starts at once, and the decode step is a CUDA graph all the same.
+METHODS = {
+    "transformers": Method.of("roomy"),
+    "kivi-2": Method.of("kivi", bits=2, residual_length=64),
+    "specache-2": Method.of("specache", bits=2),
+    "specache-1": Method.of("specache", bits=1),
+}
+_SMOKE = {"group_size": 16, "residual_length": 16, "top_k": 16}  # groups fill on the way
+_NEW_TOKENS = 80
+Found = dict[str, Any]
+
+
+@dataclass
+class Run:
+    """One stage: where, with tiny shapes or not, its seconds, the file of its record; and the record."""
+
+    device: torch.device
+    quick: bool
+    seconds: float
+    path: Path
+    record: Found = field(default_factory=dict)
+    _start: float = field(default_factory=time.perf_counter)
+
+    @property
+    def left(self) -> float:
+        """Seconds that are left."""
+        return self.seconds - (time.perf_counter() - self._start)
+
+    @property
+    def dtype(self) -> str:
+        """Of weights and cache."""
+        return "bfloat16" if self.device.type == "cuda" else "float32"
+
+    def attempt(self, found: Found, work: Callable[[], Any]) -> None:
+        """Do something that may fail: its result or its error goes into `found`, and to disk."""
+        try:
+            found.update((work() or {}) if self.left > 0 else {"skipped": "no time was left"})
+        except Exception as error:
+            found["error"] = f"{type(error).__name__}: {error}"
+            found["traceback"] = traceback.format_exc().splitlines()[-6:]
+        with contextlib.suppress(RuntimeError):  # a device that an error has broken
+            self.free()
+        whole = self.path.with_suffix(".part")
+        whole.write_text(json.dumps(self.record))
+        whole.replace(self.path)  # who is ended while it writes leaves the last record
+
+    def free(self) -> None:
+        """Give cached memory back, and count its peak anew."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(self.device)
+
+    def peak(self) -> int | None:
+        """The most bytes that were allocated since `free`; None on the CPU."""
+        return torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else None
+
+    def steps(self, layers: int, tokens: int, batch: int = 1) -> DecodeSteps:
+        """Decode steps of the 8B shape with so many layers behind so many tokens; a group fills once in 64 steps."""
+        if self.quick:
+            return DecodeSteps(TINY, batch, 200, self.dtype, 1, 2)
+        return DecodeSteps(replace(LLAMA_8B, layers=layers), batch, tokens, self.dtype, 1, 72)
+
+    def time(self, steps: DecodeSteps, methods: dict[str, Method], found: Found) -> None:
+        """A row for each method, each attempted by itself."""
+        for name, method in methods.items():
+            entry: Found = found.setdefault(name, {})
+
+            def work(name: str = name, method: Method = method) -> Found:
+                (row,) = steps.run({name: method}, self.device)["rows"]
+                return {**row, "peak_bytes": self.peak()}
+
+            self.attempt(entry, work)
+
+
+def sync(device: torch.device) -> None:
+    """Wait until the device has done its work."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def environment(run: Run) -> None:
+    """Device, versions, commit; gigabytes a second within the device, and over the bus either way."""
+    run.record |= provenance(run.device)
+    size = 1 << (16 if run.quick else 30)
+    here = torch.zeros(size, dtype=torch.uint8, device=run.device)
+    host = torch.zeros(size // 4, dtype=torch.uint8, pin_memory=run.device.type == "cuda")
+    copies = {"device": (torch.empty_like(here), here, 2 * size)}
+    copies |= {
+        "to_device": (here[: size // 4], host, size // 4),
+        "from_device": (host, here[: size // 4], size // 4),
+    }
+    for name, (to, of, nbytes) in copies.items():
+        seconds = []
+        for _ in range(10):
+            start = time.perf_counter()
+            to.copy_(of)
+            sync(run.device)
+            seconds.append(time.perf_counter() - start)
+        run.record[f"{name}_gb_s"] = round(nbytes / min(seconds) / 1e9, 1)
+
+
+def smoke(run: Run) -> None:
+    """A tiny model through `compile` and `generate` in several ways: at 16 bits its tokens equal eager's."""
+    model = replace(TINY, hidden=128, intermediate=256, head_dim=32, vocab=256).build(
+        torch.float32, torch.device("cpu")
+    )
+    for (
+        weight
+    ) in model.parameters():  # else attention is almost uniform, and nothing forgotten would be missed
+        if weight.dim() > 1:
+            weight.data.normal_(std=0.15, generator=torch.Generator().manual_seed(0))
+    model.to(run.device)
+    model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
+
+    def prompt(batch: int, tokens: int) -> torch.Tensor:
+        return torch.randint(1, 256, (batch, tokens), generator=torch.Generator().manual_seed(batch)).to(
+            run.device
+        )
+
+    def generate(ids: torch.Tensor, padded: bool = False, **options: Any) -> Any:
+        mask = torch.ones_like(ids)
+        for row in range(len(ids) if padded else 0):
+            mask[row, : 7 * row] = 0
+        options = {"max_new_tokens": _NEW_TOKENS, "do_sample": False, "use_cache": True, **options}
+        return model.generate(ids, attention_mask=mask, **options)
+
+    def cropped() -> torch.Tensor:
+        """Generate, take back ten tokens, and go on by two others at once."""
+        ids = prompt(1, 40)
+        options: Found = {"max_new_tokens": 30, "return_dict_in_generate": True}
+        first = generate(ids, **options)
+        past = first.past_key_values
+        past.crop(-10)
+        again = torch.cat([first.sequences[:, : past.get_seq_length()], ids[:, :2]], 1)
+        return torch.cat([first.sequences, generate(again, past_key_values=past, **options).sequences], 1)
+
+    def low() -> Found:
+        out = generate(prompt(2, 200), return_dict_in_generate=True)
+        stats = specache_fx.stats(out.past_key_values)
+        seen = {
+            name: getattr(stats, name) for name in ("kv_len", "device_bytes", "full_bytes", "topk_hit_rate")
+        }
+        return seen | {"ok": stats.kv_len == 199 + _NEW_TOKENS}
+
+    ways: dict[str, Callable[[], torch.Tensor]] = {
+        "tokens": lambda: generate(prompt(1, 40)),
+        "padding": lambda: generate(prompt(3, 40), padded=True),
+        "crop": cropped,
+        "beams": lambda: generate(prompt(2, 40), num_beams=3),
+    }
+    wanted = {name: way() for name, way in ways.items()}
+
+    def compiled(lowering: str, bits: int, way: Callable[[], Any]) -> Any:
+        torch.compiler.reset()
+        specache_fx.compile(model, bits=bits, lowering=lowering, **_SMOKE)
+        try:
+            return way()
+        finally:
+            uncompile(model)
+
+    for lowering in ("eager",) if run.quick else ("eager", "inductor"):
+        for name, way in ways.items():
+            entry: Found = run.record.setdefault(f"{lowering}, {name}", {})
+            run.attempt(entry, lambda: {"equal": torch.equal(compiled(lowering, 16, way), wanted[name])})  # noqa: B023
+        run.attempt(run.record.setdefault(f"{lowering}, 2 bits", {}), lambda: compiled(lowering, 2, low))  # noqa: B023
+
+
+def attention(run: Run) -> None:
+    """The attention kernel against the reference, and its time beside PyTorch's attention, at 64k tokens."""
+    run.record["triton"] = triton_ops.unavailable_reason(run.device) or "here"
+    shape = Attention(1, 4, 2, 16, 200) if run.quick else Attention(kv_len=65536)
+    dtype = getattr(torch, run.dtype)
+    for bits in (1, 2, 4, 8):
+        for quantizer in ("turboquant", "kivi"):
+
+            def check(config: SpecacheConfig = SpecacheConfig(bits=bits, quantizer=quantizer)) -> Found:  # noqa: B008
+                # A probability's relative error is that of its score: scores of this size, a few ulps of float32 each.
+                out, scores = shape.error(config, dtype, run.device)
+                ok = out <= max(4 * torch.finfo(dtype).eps, 1e-4) and scores <= 1e-3
+                return {"out_error": out, "scores_error": scores, "ok": ok}
+
+            run.attempt(run.record.setdefault(f"{bits} bit, {quantizer}", {}), check)
+    timed = run.record.setdefault("timed", {})
+    run.attempt(
+        timed,
+        lambda: shape.run([2, 1], ["turboquant"], run.device, dtype=run.dtype, rounds=2 if run.quick else 50),
+    )
+
+
+def latency(run: Run) -> None:
+    """Milliseconds of a step at batch 1 and 64k tokens, by method."""
+    run.time(run.steps(32, 65536), METHODS, run.record)
+
+
+def profile(run: Run) -> None:
+    """Launches of a step, its slowest kernels, and the share of it in which the device has nothing to do."""
+    steps, cuda, count = run.steps(8, 32768), run.device.type == "cuda", 3
+
+    def work(method: Method) -> Found:
+        with torch.inference_mode():
+            model = steps.size.build(getattr(torch, run.dtype), run.device)
+            with steps.opened({"one": method}, model) as opened:
+                activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
+                with profiled(activities=activities) as prof:
+                    opened["one"].turn(count)
+        kind = DeviceType.CUDA if cuda else DeviceType.CPU
+        events = sorted((e for e in prof.events() if e.device_type == kind), key=lambda e: e.time_range.start)
+        taken, busy, end = Counter[str](), 0.0, float("-inf")
+        for event in events:
+            taken[event.name[:60]] += event.time_range.elapsed_us()
+            busy += max(event.time_range.end - max(event.time_range.start, end), 0.0)
+            end = max(end, event.time_range.end)
+        whole = max(end - events[0].time_range.start, 1e-9)
+        slowest = {name: round(us / count, 2) for name, us in taken.most_common(12)}
+        found = {"launches_a_step": round(len(events) / count, 1), "us_a_step": round(whole / count, 1)}
+        return found | {"idle_share": round(1 - busy / whole, 4), "slowest_us": slowest}
+
+    for name, method in METHODS.items():
+        run.attempt(run.record.setdefault(name, {}), lambda: work(method))  # noqa: B023
+
+
+def model(run: Run) -> None:
+    """Peak memory and seconds of a prompt of 32k tokens, as users call it, by method."""
+    size = TINY if run.quick else replace(LLAMA_8B, layers=4)
+    made = size.build(getattr(torch, run.dtype), run.device)
+    prompt = torch.randint(0, size.vocab, (1, 100 if run.quick else 32768), device=run.device)
+
+    def prefill(ids: torch.Tensor) -> Any:
+        out = made(ids, attention_mask=torch.ones_like(ids), use_cache=True, logits_to_keep=1)
+        sync(run.device)
+        return out.past_key_values
+
+    def measure(options: Found | None) -> Found:
+        uncompile(made)
+        if options is not None:
+            specache_fx.compile(made, **options)
+        with torch.inference_mode():
+            for length in (prompt.shape[1] // 4, prompt.shape[1] // 2):  # compiles: one length serves all
+                prefill(prompt[:, :length])
+            run.free()
+            before = torch.cuda.memory_allocated(run.device) if run.device.type == "cuda" else 0
+            start = time.perf_counter()
+            past = prefill(prompt)
+            found = {
+                "prefill_s": time.perf_counter() - start,
+                "peak_bytes_over_weights": (run.peak() or before) - before,
+            }
+            return (
+                found if options is None else found | {"device_bytes": specache_fx.stats(past).device_bytes}
+            )
+
+    methods: dict[str, Found | None] = {
+        "transformers": None,
+        "specache-2": {"bits": 2},
+        "kivi-2": {"policy": "kivi"},
+    }
+    for name, options in methods.items():
+        given = None if options is None else {**options, "lowering": "eager"}
+        run.attempt(run.record.setdefault(name, {}), lambda given=given: measure(given))  # type: ignore[misc]
+
+
+def graphs(run: Run) -> None:
+    """A step captured in a CUDA graph, and not."""
+    methods = {name: Method.of("specache", bits=2, replay=on) for name, on in (("off", False), ("on", True))}
+    run.time(run.steps(32, 8192), methods, run.record)
+
+
+def batches(run: Run) -> None:
+    """Tokens a second by batch and context (the paper's Table 3)."""
+    for tokens in (200,) if run.quick else (8192, 32768):
+        for batch in (1, 2) if run.quick else (1, 4, 8):
+            methods = {name: METHODS[name] for name in ("transformers", "kivi-2", "specache-2")}
+            run.time(run.steps(8, tokens, batch), methods, run.record.setdefault(f"{tokens} x {batch}", {}))
+
+
+def tests(run: Run) -> None:
+    """The tests that a GPU runs on itself: the last lines, and whether all passed. Quick: collected alone."""
+    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider"]
+    command += ["--collect-only"] if run.quick else []
+    try:
+        done = subprocess.run(
+            command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=max(run.left - 2, 1)
+        )
+        run.record |= {"ok": done.returncode == 0, "output": done.stdout.splitlines()[-60:]}
+    except subprocess.TimeoutExpired:
+        run.record["error"] = "there was no time for all of them"
+
+
+# The work of each stage, and the seconds that it may take.
+STAGES: dict[str, tuple[Callable[[Run], None], float]] = {
+    "environment": (environment, 40),
+    "smoke": (smoke, 150),
+    "attention": (attention, 60),
+    "latency": (latency, 90),
+    "profile": (profile, 60),
+    "model": (model, 60),
+    "graphs": (graphs, 60),
+    "batches": (batches, 90),
+    "tests": (tests, 120),
+}
+
+
+def run_stage(name: str, seconds: float, quick: bool, out: Path) -> Found:
+    """Run one stage in a process of its own, and give the record as it was when the stage ended or was ended."""
+    if seconds <= 0:
+        return {"skipped": "no time was left"}
+    partial, start, error = out.with_suffix(f".{name}.json"), time.perf_counter(), None
+    partial.unlink(missing_ok=True)
+    command = [sys.executable, "-m", "specache_bench.gpu", "--stage", name, "--out", str(partial)]
+    command += ["--most", str(seconds), *(["--quick"] if quick else [])]
+    try:
+        limit = seconds + min(5.0, seconds)  # a stage that has no time left should end by itself
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=limit)
+        if done.returncode:
+            error = f"it ended with {done.returncode}: {done.stderr[-2000:]}"
+    except subprocess.TimeoutExpired:
+        error = f"it was ended after {seconds:.1f} s"
+    found: Found = json.loads(partial.read_text()) if partial.exists() else {}
+    partial.unlink(missing_ok=True)
+    return (
+        found
+        | ({} if error is None else {"error": error})
+        | {"seconds": round(time.perf_counter() - start, 2)}
+    )
+
+
+def main(
+    out: Annotated[Path, typer.Option(help="Where the JSON goes.")] = Path("results/gpu.json"),
+    minutes: Annotated[float, typer.Option(help="Time for all stages.")] = 10.0,
+    only: Annotated[list[str] | None, typer.Option(help="Stages to run; may be given several times.")] = None,
+    most: Annotated[float, typer.Option(help="Seconds that a stage may take at most.")] = 600.0,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Tiny shapes on any machine: tries the script.")
+    ] = False,
+    stage: Annotated[str | None, typer.Option(hidden=True)] = None,
+) -> None:
+    """Measure, and write one JSON."""
+    if unknown := {*(only or ()), *([stage] if stage else [])} - set(STAGES):
+        raise typer.BadParameter(f"{', '.join(sorted(unknown))}: the stages are {', '.join(STAGES)}.")
+    asks = "import sys, torch; sys.exit(not torch.cuda.is_available())"  # of another process: no memory is taken here
+    if not quick and subprocess.run([sys.executable, "-c", asks], check=False).returncode:
+        raise typer.BadParameter("There is no CUDA device: --quick tries the script without one.")
+    if stage is not None:
+        torch.manual_seed(0)
+        run = Run(torch.device("cuda" if torch.cuda.is_available() else "cpu"), quick, most, out)
+        run.attempt(run.record, lambda: STAGES[stage][0](run))
+        return
+    start, record = time.perf_counter(), {"quick": quick, "stages": dict[str, Found]()}
+    out.parent.mkdir(parents=True, exist_ok=True)
+    for name, (_, seconds) in STAGES.items():
+        if not only or name in only:
+            left = 60 * minutes - (time.perf_counter() - start)
+            found = record["stages"][name] = run_stage(name, min(seconds, most, left), quick, out)  # type: ignore[index]
+            record["seconds"] = round(time.perf_counter() - start, 1)
+            out.write_text(json.dumps(record, indent=1) + "\n")
+            text = json.dumps(found)
+            failed = text.count('"error"') + text.count('"ok": false') + text.count('"equal": false')
+            typer.echo(
+                f"{name}: {found.get('seconds', 0)} s, {failed} failures {found.get('error', '')[-300:]}"
+            )
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,582 @@
+"""The table of methods. A new one is a class here, or an option of one, and a line in `METHODS`.
+
+A method of this process is a `CacheMethod`: it turns the 16-bit cache of a prompt into a cache of its own and counts
+its bytes. A press of kvpress (`Evicting`), OpenVINO and llama.cpp (`CpuPeer`) run in other environments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from transformers import PreTrainedModel, QuantizedCache
+from transformers.cache_utils import DynamicLayer
+
+import specache_fx
+from specache_bench.decode import Decoder, Forced, Greedy, decode, until
+from specache_bench.lab import Lab
+from specache_bench.records import Method
+from specache_bench.worker_process import WorkerProcess, find_python
+from specache_fx.compiled import uncompile
+from specache_fx.config import SpecacheConfig
+from specache_fx.errors import CacheHandleError, ConfigError
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """The bytes of one batch's cache at this moment, counted on its tensors, and what it did (rates, counts)."""
+
+    device_bytes: int
+    host_bytes: int = 0
+    stats: dict[str, float | None] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Generated:
+    """What one batch gave.
+
+    Attributes:
+        ids: New tokens of each row, up to and without the first stop token.
+        footprint: At the end.
+        full_bytes: Of the full cache at the same length, for all rows.
+        step_ms: Of each decode step that is no warm-up: neither a batch's first nor one that compiles.
+        losses: Of forced tokens, float32 `[batch, steps]`.
+        kl: Of forced tokens, where their distributions are here; float32 `[batch, steps]`.
+        same_top: As `kl`; bool.
+    """
+
+    ids: list[list[int]]
+    footprint: Footprint
+    full_bytes: int
+    step_ms: list[float]
+    losses: torch.Tensor | None = None
+    kl: torch.Tensor | None = None
+    same_top: torch.Tensor | None = None
+
+
+class CacheMethod:
+    """A method of this process.
+
+    Attributes:
+        defaults: Options and their values; no others are taken, unless `check` says otherwise.
+    """
+
+    defaults: ClassVar[Mapping[str, Any]] = {}
+
+    def __init__(self, name: str, options: Mapping[str, Any]) -> None:
+        self.name, self.options = name, self.check(name, options)
+
+    @classmethod
+    def check(cls, name: str, options: Mapping[str, Any]) -> dict[str, Any]:
+        """The options with defaults filled in.
+
+        Raises:
+            ConfigError: On an unknown option or a bad value.
+        """
+        if unknown := [option for option in options if option not in cls.defaults]:
+            known = f"Valid options: {', '.join(cls.defaults)}." if cls.defaults else "It has no options."
+            raise ConfigError(f"Method {name!r} has no option {', '.join(map(repr, unknown))}. {known}")
+        return {**cls.defaults, **options}
+
+    @classmethod
+    def open(cls, name: str, options: Mapping[str, Any], lab: Lab) -> Any:
+        """Make it ready on a model."""
+        return InProcess(cls(name, options), lab)
+
+    def prepare(self, model: PreTrainedModel) -> None:
+        """Change the model, such as compile it."""
+
+    def begin(self, model: PreTrainedModel, cache: Any) -> Any:
+        """Turn a prompt's `DynamicCache`, which this may use up, into the cache to decode with."""
+        return cache
+
+    def told(self, cache: Any, prompt: torch.Tensor) -> None:
+        """Learn a prompt's tokens, int64 `[batch, prompt_len]`: the plain model read them, once for all methods."""
+
+    def measure(self, cache: Any) -> Footprint:
+        """The bytes of the cache now."""
+        return Footprint(sum(tensor.nbytes for tensor in kv_tensors(cache)))
+
+
+class Compiled(CacheMethod):
+    """transformers' own cache under `torch.compile`."""
+
+    def prepare(self, model: PreTrainedModel) -> None:
+        """Compile it."""
+        model.compile()
+
+
+# Of `stats()`, as records have them.
+_FIGURES = (
+    *("exact_hit_rate", "topk_hit_rate", "attention_hit_rate", "steps", "accepted_steps", "refetched_steps"),
+    *("topk_hit_rate_if_right", "topk_hit_rate_if_wrong", "longest_miss_run"),
+    *("attention_hit_rate_if_right", "attention_hit_rate_if_wrong"),
+)
+
+
+class Specache(CacheMethod):
+    """The backend of this package: a compiled model takes the prompt's cache over at its first decode step.
+
+    Without `lowering`, graphs run as they are (`"eager"`): a short run would spend its time compiling.
+    """
+
+    policy: ClassVar[str] = "specache"
+    defaults: ClassVar[Mapping[str, Any]] = {"lowering": "eager"}
+
+    @classmethod
+    def check(cls, name: str, options: Mapping[str, Any]) -> dict[str, Any]:
+        """`SpecacheConfig` says what is valid."""
+        if "policy" in options:
+            raise ConfigError(f"Method {name!r} is a policy already: leave the option 'policy' out.")
+        filled = {**cls.defaults, **options, "policy": cls.policy}
+        SpecacheConfig.from_options(filled)
+        return filled
+
+    def prepare(self, model: PreTrainedModel) -> None:
+        """Compile it."""
+        specache_fx.compile(model, **self.options)
+
+    def told(self, cache: Any, prompt: torch.Tensor) -> None:
+        """Put the prompt into the session's history, of which n-grams are looked up (`on_miss="recover"`)."""
+        from specache_fx.runtime import registry
+
+        for session in {registry.find(tensor) for tensor in kv_tensors(cache)}:
+            if session is not None and session.tokens is not None:
+                session.tokens.learn(prompt)
+
+    def measure(self, cache: Any) -> Footprint:
+        """What `specache_fx.stats` says.
+
+        Raises:
+            ConfigError: If the model was left as it is, and so has no cache of ours.
+        """
+        try:
+            stats = specache_fx.stats(cache)
+        except CacheHandleError as error:
+            raise ConfigError(
+                f"Method {self.name!r} leaves this model's attention as it is: specache_fx.explain() says why."
+            ) from error
+        rows = cache.layers[0].keys.shape[0]
+        found = {name: getattr(stats, name) for name in _FIGURES}
+        for name in ("prefetched_bytes", "prefetched_rows", "reused_rows"):
+            found[name] = getattr(stats, name) / rows
+        return Footprint(stats.device_bytes, stats.host_bytes, found)
+
+
+class Kivi(Specache):
+    """The low-bit copy alone, with 128 residual tokens: as much memory as SpeCache's 64 and 64 prefetched."""
+
+    policy: ClassVar[str] = "kivi"
+    defaults: ClassVar[Mapping[str, Any]] = {"lowering": "eager", "residual_length": 128}
+
+
+class Kcache(Specache):
+    """KCache: exact keys on the device, values on the host; N is `top_k`, L is `resident_layers`."""
+
+    policy: ClassVar[str] = "kcache"
+
+
+class Quantized(CacheMethod):
+    """transformers' `QuantizedCache` (hqq, quanto, fp8): the whole prompt is quantised, as in `generate()`."""
+
+    defaults: ClassVar[Mapping[str, Any]] = {
+        "backend": "hqq",
+        **dict.fromkeys(("bits", "group_size", "residual_length", "axis_key", "axis_value")),
+    }
+
+    def begin(self, model: PreTrainedModel, cache: Any) -> Any:
+        """Put the prompt's keys and values into a new cache, which quantises them.
+
+        Raises:
+            ConfigError: If the backend is not installed, or refuses an option or the model.
+        """
+        options = {**self.options}
+        backend, bits, group_size = options.pop("backend"), options.pop("bits"), options.pop("group_size")
+        if backend == "hqq" and options["axis_key"] is options["axis_value"] is None:
+            # transformers' default, 0, has tokens far apart share a scale.
+            options |= {"axis_key": 1, "axis_value": 1}
+        try:
+            made = QuantizedCache(backend, model.config, nbits=bits, q_group_size=group_size, **options)
+            for layer_idx, layer in enumerate(cache.layers):
+                made.update(layer.keys, layer.values, layer_idx)
+        except ImportError as error:
+            package = {"quanto": "optimum-quanto", "hqq": "hqq"}.get(backend, backend)
+            raise ConfigError(
+                f"Method {self.name!r}: backend {backend!r} needs `pip install {package}`."
+            ) from error
+        except (ValueError, AssertionError, RuntimeError) as error:
+            raise ConfigError(f"Method {self.name!r} with backend {backend!r}: {error}") from error
+        return made
+
+    def measure(self, cache: Any) -> Footprint:
+        """Codes, scales, zeros and the 16-bit rest of every layer."""
+        return Footprint(sum(x.nbytes for layer in cache.layers for x in plain_tensors(vars(layer))))
+
+
+class InProcess:
+    """A `CacheMethod` on a model of this process."""
+
+    def __init__(self, method: CacheMethod, lab: Lab) -> None:
+        self._method, self._model, self._lab = method, lab.model, lab
+        self._warm: set[int] = set()
+        torch._dynamo.reset()  # graphs of another method would count against the limits of compiling
+        method.prepare(lab.model)
+
+    def generate(
+        self,
+        input_ids: torch.Tensor,
+        max_new_tokens: int,
+        stop_ids: frozenset[int],
+    ) -> Generated:
+        """Decode greedily behind prompts of equal length, int64 `[batch, prompt_len]`."""
+        return self._run(input_ids, Greedy(max_new_tokens, stop_ids))
+
+    def score(self, input_ids: torch.Tensor, forced: torch.Tensor) -> Generated:
+        """Feed given tokens, int64 `[batch, steps + 1]`, behind prompts."""
+        return self._run(input_ids, Forced(forced, self._lab.log_probs(input_ids, forced)))
+
+    @torch.inference_mode()
+    def converse(
+        self,
+        prompt: list[int],
+        turns: Sequence[list[int]],
+        max_new_tokens: int,
+        stop_ids: frozenset[int],
+        answer_prompt: bool = True,
+    ) -> Generated:
+        """Answer a prompt (or only read it), then each turn on the cache that is there; one row of ids an answer."""
+        read = self._lab.read(torch.tensor([prompt]))
+        decoder = Decoder(self._model, self._method.begin(self._model, read.copy()), read.logits)
+        answers: list[list[int]] = []
+        kept: list[float] = []
+        unfed: list[int] = []  # the last token of an answer, which was chosen and no more
+        kv_len = len(prompt)
+        for turn in [*([None] if answer_prompt else []), *turns]:
+            if turn is not None:
+                tokens = [*unfed, *turn]
+                decoder.feed(torch.tensor([tokens], device=self._model.device))
+                kv_len += len(tokens)
+            chooser, before = Greedy(max_new_tokens, stop_ids), len(decoder.step_ms)
+            decode(decoder, chooser, self._telling(torch.tensor([prompt])))
+            kv_len += len(decoder.step_ms) - before
+            answers, unfed = answers + chooser.ids(), [chooser.last]
+            kept += decoder.step_ms[before + 2 :]
+        return Generated(answers, self._method.measure(decoder.cache), read.full_bytes(kv_len), kept)
+
+    def close(self) -> None:
+        """Leave the model as it was before."""
+        uncompile(self._model)
+
+    @torch.inference_mode()
+    def _run(self, input_ids: torch.Tensor, chooser: Greedy | Forced) -> Generated:
+        read = self._lab.read(input_ids)
+        decoder = Decoder(self._model, self._method.begin(self._model, read.copy()), read.logits)
+        decode(decoder, chooser, self._telling(input_ids))
+        # A batch's first step takes the prompt's cache over; the first two of a new batch size compile.
+        warm_up = 1 if len(input_ids) in self._warm else 2
+        self._warm.add(len(input_ids))
+        steps = len(decoder.step_ms)
+        made = Generated(
+            chooser.ids(),
+            self._method.measure(decoder.cache),
+            read.full_bytes(input_ids.shape[1] + steps),
+            decoder.step_ms[warm_up:],
+        )
+        if not isinstance(chooser, Forced):
+            return made
+        return replace(made, losses=chooser.losses(), kl=chooser.kl(), same_top=chooser.same_top())
+
+    def _telling(self, prompt: torch.Tensor) -> Callable[[int, Any], None]:
+        return lambda step, cache: self._method.told(cache, prompt) if step == 0 else None
+
+
+@dataclass(frozen=True)
+class Press:
+    """A class of kvpress, its paper, the attention it needs, and its arguments besides the ratio."""
+
+    name: str
+    paper: str
+    attention: str = "sdpa"
+    options: tuple[tuple[str, Any], ...] = ()
+
+
+PRESSES: dict[str, Press] = {
+    "press:snapkv": Press("SnapKVPress", "SnapKV (Li et al., NeurIPS 2024)"),
+    "press:h2o": Press("ObservedAttentionPress", "H2O (Zhang et al., NeurIPS 2023)", "eager"),
+    "press:streaming": Press("StreamingLLMPress", "StreamingLLM (Xiao et al., ICLR 2024)"),
+    "press:tova": Press("TOVAPress", "TOVA (Oren et al., EMNLP 2024)"),
+    "press:knorm": Press("KnormPress", "L2 norm of keys (Devoto et al., EMNLP 2024)"),
+    "press:expected": Press("ExpectedAttentionPress", "Expected attention (Devoto et al., 2025)"),
+    "press:pyramidkv": Press("PyramidKVPress", "PyramidKV (Cai et al., 2024)"),
+    "press:keydiff": Press("KeyDiffPress", "KeyDiff (Park et al., 2025)"),
+    "press:lagkv": Press("LagKVPress", "LagKV (Liang et al., 2025)"),
+    "press:random": Press("RandomPress", "none: pairs drawn by chance, to be beaten", options=(("seed", 0),)),
+}
+
+
+class Evicting(CacheMethod):
+    """`press:NAME`: evicts KV pairs after reading the prompt, in the worker with kvpress. Nothing is evicted later.
+
+    Options: either `bytes`, on the device for one sequence at the end of generation, or `ratio`, the share evicted.
+    """
+
+    defaults: ClassVar[Mapping[str, Any]] = {"bytes": None, "ratio": None}
+
+    @classmethod
+    def check(cls, name: str, options: Mapping[str, Any]) -> dict[str, Any]:
+        """See `CacheMethod`."""
+        given = super().check(name, options)
+        if (given["bytes"] is None) == (given["ratio"] is None):
+            raise ConfigError(
+                f"Method {name!r} needs either bytes (of one sequence on the device) or ratio (the share evicted)."
+            )
+        if given["ratio"] is not None and not 0 <= given["ratio"] < 1:
+            raise ConfigError(f"Method {name!r}: ratio={given['ratio']}: give a number from 0 to below 1.")
+        if given["bytes"] is not None and given["bytes"] < 1:
+            raise ConfigError(f"Method {name!r}: bytes={given['bytes']}: give a number of bytes above 0.")
+        return given
+
+    @classmethod
+    def open(cls, name: str, options: Mapping[str, Any], lab: Lab) -> Any:
+        """Start the worker."""
+        made = cls(name, options)
+        made._press, made._worker = PRESSES[name], lab.presses
+        return made
+
+    _press: Press
+    _worker: Any
+
+    def generate(self, input_ids: torch.Tensor, max_new_tokens: int, stop_ids: frozenset[int]) -> Generated:
+        """Decode greedily."""
+        return self._ask(input_ids, max_new_tokens=max_new_tokens, stop_ids=stop_ids)
+
+    def converse(
+        self,
+        prompt: list[int],
+        turns: Sequence[list[int]],
+        max_new_tokens: int,
+        stop_ids: frozenset[int],
+        answer_prompt: bool = True,
+    ) -> Generated:
+        """Read a context without its one question; answer that.
+
+        Raises:
+            ConfigError: On several questions: the worker's caches can't be gone on with from here.
+        """
+        if answer_prompt or len(turns) != 1:
+            raise ConfigError(
+                f"{self._press.name} answers one question a prompt: leave it out for tasks of turns."
+            )
+        return self._ask(
+            torch.tensor([prompt]), max_new_tokens=max_new_tokens, stop_ids=stop_ids, tail=turns[0]
+        )
+
+    def score(self, input_ids: torch.Tensor, forced: torch.Tensor) -> Generated:
+        """Feed given tokens."""
+        return self._ask(input_ids, forced=forced.tolist())
+
+    def close(self) -> None:
+        """Nothing: the worker stays for the next press."""
+
+    def _ask(
+        self,
+        input_ids: torch.Tensor,
+        forced: Any = None,
+        max_new_tokens: int = 0,
+        stop_ids: frozenset[int] = frozenset(),
+        tail: Sequence[int] = (),
+    ) -> Generated:
+        budget = self.options["bytes"]
+        answer = self._worker.ask(
+            {
+                "press": self._press.name,
+                "options": dict(self._press.options),
+                "attention": self._press.attention,
+                "ids": input_ids.tolist(),
+                "tail": list(tail),
+                "forced": forced,
+                "max_new_tokens": max_new_tokens,
+                "stop_ids": sorted(stop_ids),
+                "ratio": self.options["ratio"],
+                "device_bytes": None if budget is None else budget * len(input_ids),
+            }
+        )
+        ids = [until(row, stop_ids) for row in answer["ids"]]
+        stats = {"compression_ratio": answer["ratio"], "kept_tokens": answer["kept"]}
+        losses = None if answer["losses"] is None else torch.tensor(answer["losses"])
+        footprint = Footprint(answer["device_bytes"], 0, stats)
+        return Generated(ids, footprint, answer["full_bytes"], answer["step_ms"][1:], losses)
+
+
+class CpuPeer(CacheMethod):
+    """OpenVINO (8-bit KV) or llama.cpp (16-bit KV), with the same weights, in an environment of their own.
+
+    They decode behind a random context, for speed (`specache_bench.speed`), and answer no prompts.
+    """
+
+    @classmethod
+    def open(cls, name: str, options: Mapping[str, Any], lab: Lab) -> Any:
+        """Refuse prompts."""
+        raise ConfigError(
+            f"Method {name!r} is timed alone (specache-bench decode --peers): leave it out here."
+        )
+
+    @staticmethod
+    def find_python() -> str:
+        """The Python of their environment; a `ConfigError` if there is none."""
+        return find_python("SPECACHE_PEERS_CPU", ".venv-peers-cpu", "OpenVINO and llama.cpp (--peers)")
+
+    def start(self, folder: Path, dtype: str, batch: int, kv_len: int, room: int) -> WorkerProcess:
+        """A worker that has read a context.
+
+        Args:
+            folder: A Llama of transformers, in safetensors; its conversions are kept there.
+            dtype: Of its weights, "float32" or "bfloat16".
+            batch: Sequences.
+            kv_len: Tokens of context.
+            room: Most steps.
+
+        Raises:
+            ConfigError: If its environment is missing.
+            WorkerError: If it does not start.
+        """
+        numbers = map(str, (batch, kv_len, room, torch.get_num_threads()))
+        arguments = [self.name, str(folder), dtype, *numbers]
+        script = Path(__file__).with_name("cpu_worker.py")
+        return WorkerProcess(self.find_python(), script, arguments, "peers-cpu")
+
+
+class Roomy(CacheMethod):
+    """transformers' own cache with memory ahead: no step copies what is there. The strongest of 16 bits on a GPU."""
+
+    defaults: ClassVar[Mapping[str, Any]] = {"room": 256}
+
+    def begin(self, model: PreTrainedModel, cache: Any) -> Any:
+        """Put the prompt's keys and values into layers with room for so many tokens more."""
+        for layer_idx, layer in enumerate(cache.layers):
+            if type(layer) is DynamicLayer:
+                cache.layers[layer_idx] = _RoomyLayer(layer, self.options["room"])
+        return cache
+
+
+class _RoomyLayer(DynamicLayer):
+    def __init__(self, layer: DynamicLayer, room: int) -> None:
+        super().__init__()
+        self.lazy_initialization(layer.keys, layer.values)
+        self._whole = [F.pad(side, (0, 0, 0, room)) for side in (layer.keys, layer.values)]
+        self.keys, self.values = (side[:, :, :-room] for side in self._whole)
+
+    def update(self, key_states: Any, value_states: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        start = self.keys.shape[2]
+        end = start + key_states.shape[2]
+        for side, new in zip(self._whole, (key_states, value_states), strict=True):
+            side[:, :, start:end] = new
+        self.keys, self.values = (side[:, :, :end] for side in self._whole)
+        return self.keys, self.values
+
+
+METHODS: dict[str, type[CacheMethod]] = {
+    "full": CacheMethod,
+    "roomy": Roomy,
+    "compiled": Compiled,
+    "specache": Specache,
+    "kivi": Kivi,
+    "kcache": Kcache,
+    "quantized": Quantized,
+    **dict.fromkeys(PRESSES, Evicting),
+    **dict.fromkeys(("openvino", "llama.cpp"), CpuPeer),
+}
+WITH_BITS = ("specache", "kivi", "quantized")
+OURS = ("specache", "kivi", "kcache")
+
+
+def check_method(method: Method) -> None:
+    """Say before the work what is wrong with a method.
+
+    Raises:
+        ConfigError: If it is unknown, or an option is.
+    """
+    if method.name not in METHODS:
+        raise ConfigError(f"There is no method {method.name!r}. Methods: {', '.join(METHODS)}.")
+    METHODS[method.name].check(method.name, dict(method.options))
+
+
+def open_method(method: Method, lab: Lab) -> Any:
+    """Make a method ready on a model.
+
+    Raises:
+        ConfigError: If it is unknown, an option is bad, or it can't run here; the message says what can be done.
+    """
+    check_method(method)
+    return METHODS[method.name].open(method.name, dict(method.options), lab)
+
+
+def read_methods(spellings: Sequence[str], bits: Sequence[int], lowering: str | None) -> list[Method]:
+    """Methods as a command line spells them, one for each width where a method has one and doesn't say which.
+
+    Args:
+        spellings: Such as "full", "specache,bits=1", "press:snapkv".
+        bits: For methods with a width.
+        lowering: For methods of ours.
+
+    Raises:
+        ConfigError: If a method is unknown, an option is, or `bits` or `lowering` would be for nobody.
+    """
+    methods: list[Method] = []
+    used = set()
+    for spelling in spellings:
+        read = Method.read(spelling)
+        name, options = read.name, dict(read.options)
+        if name in OURS and lowering is not None and "lowering" not in options:
+            options["lowering"] = lowering
+            used.add("lowering")
+        spread = bool(bits) and name in WITH_BITS and "bits" not in options
+        if spread:
+            used.add("bits")
+        for width in bits if spread else [None]:
+            method = Method.of(name, **(options if width is None else {"bits": width, **options}))
+            check_method(Method.of(name, bytes=1) if needs_budget(method) else method)
+            methods.append(method)
+    if bits and "bits" not in used:
+        raise ConfigError(
+            f"--bits is for {', '.join(WITH_BITS)} without a width of their own: there is none."
+        )
+    if lowering is not None and "lowering" not in used:
+        raise ConfigError(f"--lowering is for {', '.join(OURS)} without one of their own: there is none.")
+    if twice := {str(method) for method in methods if methods.count(method) > 1}:
+        raise ConfigError(f"Method {', '.join(sorted(twice))} is given twice.")
+    methods.sort(key=needs_budget)
+    if needs_budget(methods[-1]) and not any(method.name == "specache" for method in methods):
+        raise ConfigError(
+            f"{methods[-1].name} gets as many bytes as SpeCache takes: give --method specache too, or the bytes"
+            f" ({methods[-1].name},bytes=400000) or the share to evict ({methods[-1].name},ratio=0.8)."
+        )
+    return methods
+
+
+def needs_budget(method: Method) -> bool:
+    """Whether it is a press that waits for the bytes of SpeCache."""
+    return method.name in PRESSES and not {"bytes", "ratio"} & dict(method.options).keys()
+
+
+def kv_tensors(cache: Any) -> list[torch.Tensor]:
+    """Keys and values of all layers that have some."""
+    layers = [layer for layer in cache.layers if getattr(layer, "keys", None) is not None]
+    return [tensor for layer in layers for tensor in (layer.keys, layer.values)]
+
+
+def plain_tensors(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors that hold something: those inside containers and inside tensor subclasses (quanto's)."""
+    if isinstance(value, torch.Tensor):
+        if hasattr(value, "__tensor_flatten__"):
+            for name in value.__tensor_flatten__()[0]:
+                yield from plain_tensors(getattr(value, name))
+        else:
+            yield value
+    elif isinstance(value, (Mapping, tuple, list)):
+        for inner in value.values() if isinstance(value, Mapping) else value:
+            yield from plain_tensors(inner)

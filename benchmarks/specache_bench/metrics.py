@@ -1,0 +1,95 @@
+"""How an answer is scored, 0 to 1. LongBench's metrics are lm-eval's: `pip install 'lm-eval[longbench]' rouge`."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from specache_fx.errors import ConfigError
+
+Metric = Callable[[str, Sequence[str]], float]
+
+
+def string_match_all(prediction: str, answers: Sequence[str]) -> float:
+    """The share of the answers that occur in the prediction, case aside (RULER's for all tasks but QA)."""
+    said = prediction.lower()
+    return sum(answer.lower() in said for answer in answers) / len(answers)
+
+
+def string_match_part(prediction: str, answers: Sequence[str]) -> float:
+    """1 if any of the answers occurs in the prediction, case aside (RULER's for QA)."""
+    said = prediction.lower()
+    return float(any(answer.lower() in said for answer in answers))
+
+
+def whole_words(prediction: str, answers: Sequence[str]) -> float:
+    """The share of the answers that the prediction has as whole words, in the words of our own models."""
+    said = f" {' '.join(prediction.split())} "
+    return sum(f" {answer} " in said for answer in answers) / len(answers)
+
+
+def words_in_place(prediction: str, answers: Sequence[str]) -> float:
+    """The share of the answer's words that the prediction has at their places, in the words of our own models."""
+    words, said = " ".join(answers).split(), prediction.split()
+    return sum(a == b for a, b in zip(words, said, strict=False)) / len(words)
+
+
+def copying(prediction: str, answers: Sequence[str]) -> float:
+    """The share of the answer's words that the prediction has in that order, by difflib's matching blocks."""
+    words = " ".join(answers).split()
+    blocks = difflib.SequenceMatcher(None, words, prediction.split(), autojunk=False).get_matching_blocks()
+    return sum(block.size for block in blocks) / len(words)
+
+
+def fields(prediction: str, answers: Sequence[str]) -> float:
+    """The share of the table's fields that the prediction has in its row; rows are found by their first field."""
+    said = [[field.strip() for field in line.split("|")] for line in prediction.splitlines()]
+    rows = {row[0]: row for row in reversed(said)}  # of rows that say the same first, the first counts
+    right = [[field.strip() for field in answer.split("|")] for answer in answers]
+    hits = sum(a == b for row in right for a, b in zip(row, rows.get(row[0], []), strict=False))
+    return hits / sum(map(len, right))
+
+
+METRICS: dict[str, Metric] = {
+    made.__name__: made
+    for made in (string_match_all, string_match_part, whole_words, words_in_place, copying, fields)
+}
+
+# LongBench's English and code tasks: lm-eval's metric, and whether only the answer's first line counts.
+LONGBENCH: dict[str, tuple[str, bool]] = {
+    **dict.fromkeys(
+        ("narrativeqa", "qasper", "multifieldqa_en", "hotpotqa", "2wikimqa", "musique"), ("qa_f1", False)
+    ),
+    **dict.fromkeys(("gov_report", "qmsum", "multi_news"), ("rouge", False)),
+    "triviaqa": ("qa_f1", True),
+    "samsum": ("rouge", True),
+    "trec": ("classification", True),
+    "passage_retrieval_en": ("retrieval", False),
+    "passage_count": ("count", False),
+    "lcc": ("code_sim", False),
+    "repobench-p": ("code_sim", False),
+}
+
+
+def score_row(task: str, prediction: str, answers: Sequence[str], classes: Sequence[str] = ()) -> float:
+    """The score of a data set's record: LongBench's by the task's own metric, all others as RULER's.
+
+    Raises:
+        ConfigError: If lm-eval's metrics are not installed.
+    """
+    name = task.removesuffix("_e")
+    if name not in LONGBENCH:
+        return (string_match_part if task.startswith("qa_") else string_match_all)(prediction, answers)
+    metric, first_line = LONGBENCH[name]
+    if first_line:
+        prediction = prediction.lstrip("\n").split("\n")[0]
+    try:
+        from lm_eval.tasks.longbench import metrics
+    except ImportError as error:
+        raise ConfigError(
+            f"LongBench's metrics are lm-eval's: pip install 'specache-bench[eval]' ({error})."
+        ) from error
+    document: dict[str, Any] = {"answers": list(answers), "all_classes": list(classes)}
+    (found,) = getattr(metrics, f"get_{metric}_score")(document, [prediction]).values()
+    return float(found)

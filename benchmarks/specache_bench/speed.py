@@ -1,0 +1,377 @@
+"""Speed: whole decode steps of a model with random weights, and one layer's attention, of all methods in turn.
+
+Weights and caches are random: a step's cost does not depend on the numbers. Random keys want hardly a staged row twice,
+so that transfers are the largest there can be.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+
+import specache_fx
+from specache_bench.decode import Decoder
+from specache_bench.methods import METHODS, OURS, CacheMethod, CpuPeer, plain_tensors
+from specache_bench.overlap import operator_calls, parts_of, record_steps
+from specache_bench.records import Method
+from specache_bench.timing import Timing, Turn, memory_bandwidth, seconds_of, take_turns
+from specache_fx.chrome_trace import write_trace
+from specache_fx.config import SpecacheConfig
+from specache_fx.errors import ConfigError
+from specache_fx.runtime.kernels import DecodeInputs, choose_kernel
+from specache_fx.runtime.kernels.reference import ReferenceKernel
+from specache_fx.runtime.quant import make_quantizer
+
+WARM_UP_STEPS = 4
+PEERS = {"OpenVINO, u8 KV": Method.of("openvino"), "llama.cpp, f16 KV": Method.of("llama.cpp")}
+_UNKNOWN = dict.fromkeys(("host_bytes", "moved_bytes_per_step", "copy_ms", "hidden_share"))
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """A Llama with random weights; `int8` has the weights of its linear layers in int8, by torchao."""
+
+    layers: int = 4
+    hidden: int = 1024
+    intermediate: int = 2816
+    num_heads: int = 16
+    num_kv_heads: int = 4
+    head_dim: int = 64
+    vocab: int = 4096
+    int8: bool = False
+
+    def build(self, dtype: torch.dtype, device: torch.device) -> LlamaForCausalLM:
+        """The model, the same weights each time."""
+        torch.manual_seed(0)
+        config = LlamaConfig(
+            vocab_size=self.vocab,
+            hidden_size=self.hidden,
+            intermediate_size=self.intermediate,
+            num_hidden_layers=self.layers,
+            num_attention_heads=self.num_heads,
+            num_key_value_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            max_position_embeddings=1 << 20,
+        )
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(
+            dtype if device.type == "cuda" else before
+        )  # a large one has no room for float32
+        try:
+            with device:
+                model = LlamaForCausalLM(config).to(dtype).eval().requires_grad_(False)
+        finally:
+            torch.set_default_dtype(before)
+        if self.int8:
+            from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+            quantize_(model, Int8WeightOnlyConfig())
+        return model
+
+
+def speed_methods(widths: list[int], lowering: str = "inductor") -> dict[str, Method]:
+    """Methods that can be timed here, by the names of the tables."""
+    known = {"transformers": Method.of("full"), "transformers, compiled": Method.of("compiled")}
+    if find_spec("optimum") and find_spec("optimum.quanto"):
+        known["QuantizedCache 2-bit"] = Method.of("quantized", backend="quanto", bits=2)
+    known["kivi 2-bit"] = Method.of("kivi", bits=2, residual_length=64, lowering=lowering)
+    known["kcache"] = Method.of("kcache", top_k=128, resident_layers=1, lowering=lowering)
+    return known | {
+        f"specache {bits}-bit": Method.of("specache", bits=bits, lowering=lowering) for bits in widths
+    }
+
+
+@dataclass(frozen=True)
+class DecodeSteps:
+    """Decode steps of a model behind a random context of `kv_len` tokens; `rounds` turns of `steps` for each method.
+
+    Results by method: `compile_s` (the first steps' time beyond the others'; of a peer its start, with the context),
+    `median_ms`, `p10_ms`, `p90_ms`, `calls`, `tokens_per_s`, `floor_ms` (weights and cache at the memory's bandwidth),
+    `device_bytes`, and of our own methods `host_bytes`, `moved_bytes_per_step`, `copy_ms` (of copies in a step),
+    `hidden_share` (of copy time, the share that overlapped compute), `operator_calls` a step, `parts_ms` (see
+    `parts_of`).
+    """
+
+    size: ModelSize = field(default_factory=ModelSize)
+    batch: int = 1
+    kv_len: int = 4096
+    dtype: str = "float32"
+    rounds: int = 8
+    steps: int = 8
+    kind: ClassVar[str] = "decode_steps"
+
+    @torch.inference_mode()
+    def run(
+        self,
+        methods: Mapping[str, Method],
+        device: torch.device,
+        on_method: Callable[[str], object] = lambda name: None,
+        trace: Path | None = None,
+    ) -> dict[str, Any]:
+        """Time all methods on the same weights and the same context, in turn; on a GPU one after another.
+
+        Args:
+            methods: By name.
+            device: Where.
+            on_method: Told what is compiled, and of every round.
+            trace: Where to write some steps of the first SpeCache method, see `specache_fx.trace`.
+
+        Returns:
+            `{"size", "batch", "kv_len", "dtype", "bandwidth_gb_s", "weight_bytes", "peers", "rows"}`; `peers` are
+            their versions.
+
+        Raises:
+            ConfigError: If the peers' environment is missing.
+        """
+        torch.compiler.reset()  # graphs of another batch or model would count against the limits of compiling
+        model = self.size.build(getattr(torch, self.dtype), device)
+        weights = sum(x.nbytes for x in plain_tensors(list(model.parameters())))
+        weights -= model.get_input_embeddings().weight.nbytes
+        bandwidth = memory_bandwidth(device)
+        groups = (
+            [{name: method} for name, method in methods.items()] if device.type == "cuda" else [dict(methods)]
+        )
+        rows, versions = [], {}
+        for group in groups:
+            with self.opened(group, model, on_method) as opened:
+                turns = {name: one.turn for name, one in opened.items()}
+                timings = take_turns(turns, self.rounds, self.steps, lambda: on_method("measuring"))
+                for name, one in opened.items():
+                    row = one.row(timings[name], None if trace is None or trace.exists() else trace)
+                    row["tokens_per_s"] = 1e3 * self.batch / timings[name].median_ms
+                    row["floor_ms"] = 1e3 * (weights + row["device_bytes"]) / bandwidth
+                    rows.append({"name": name, **row})
+                    if one.worker is not None:
+                        versions[name] = one.worker.started["versions"]
+        shape = {"size": asdict(self.size), "batch": self.batch, "kv_len": self.kv_len, "dtype": self.dtype}
+        machine = {"bandwidth_gb_s": bandwidth / 1e9, "weight_bytes": weights, "peers": versions}
+        return {**shape, **machine, "rows": rows}
+
+    @contextlib.contextmanager
+    def opened(
+        self,
+        methods: Mapping[str, Method],
+        model: Any,
+        on_method: Callable[[str], object] = lambda name: None,
+    ) -> Iterator[dict[str, Opened]]:
+        """Methods at work and warm, each with its own copy of the context."""
+        pairs = self._context(model)
+        with contextlib.ExitStack() as stack:
+            found = {}
+            for name, method in methods.items():
+                on_method(name)
+                start = time.perf_counter()
+                made = METHODS[method.name](method.name, dict(method.options))
+                found[name] = self._open(made, model, pairs, stack)
+                found[name].turn(WARM_UP_STEPS)
+                found[name].open_s = time.perf_counter() - start
+            del pairs
+            yield found
+
+    def _context(self, model: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Random keys and values of each layer: a prompt that nobody had to read."""
+        generator = torch.Generator(device=model.device).manual_seed(0)
+        shape = (self.batch, self.size.num_kv_heads, self.kv_len, self.size.head_dim)
+        given = {"generator": generator, "device": model.device}
+        return [
+            (torch.randn(shape, **given).to(model.dtype), torch.randn(shape, **given).to(model.dtype))
+            for _ in range(self.size.layers)
+        ]
+
+    def _open(self, method: CacheMethod, model: Any, pairs: Any, stack: contextlib.ExitStack) -> Opened:
+        if isinstance(method, CpuPeer):
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            model.save_pretrained(folder)
+            room = WARM_UP_STEPS + self.rounds * self.steps
+            worker = method.start(folder, self.dtype, self.batch, self.kv_len, room)
+            stack.callback(worker.close)
+            return Opened(method, lambda count: worker.ask({"steps": count})["seconds"], worker=worker)
+        model = copy.copy(model)  # the weights are shared, what is compiled is not
+        method.prepare(model)
+        cache = DynamicCache()
+        for layer, (key, value) in enumerate(pairs):
+            cache.update(key.clone(), value.clone(), layer)
+        decoder = Decoder(model, method.begin(model, cache))
+        return Opened(method, decoder.greedy, decoder)
+
+
+@dataclass
+class Opened:
+    """A method at work: its turns, its decoder or its worker, and the seconds until it was warm."""
+
+    method: CacheMethod
+    turn: Turn
+    decoder: Decoder | None = None
+    worker: Any = None
+    open_s: float = 0.0
+
+    def row(self, timing: Timing, trace: Path | None) -> dict[str, Any]:
+        """See `DecodeSteps`."""
+        row = {"compile_s": max(0.0, self.open_s - WARM_UP_STEPS * timing.median_ms / 1e3), **asdict(timing)}
+        if self.decoder is None:
+            unknown = dict.fromkeys(("operator_calls", "parts_ms"))
+            return {**row, "device_bytes": self.worker.started["device_bytes"], **_UNKNOWN, **unknown}
+        step, cache = partial(self.decoder.greedy, 1), self.decoder.cache
+        taken, spans = {"device_bytes": self.method.measure(cache).device_bytes, **_UNKNOWN}, []
+        if self.method.name in OURS:
+            seen = specache_fx.stats(cache)
+            taken = {
+                "device_bytes": seen.device_bytes,
+                "host_bytes": seen.host_bytes,
+                "moved_bytes_per_step": seen.prefetched_bytes / max(seen.steps, 1),
+                "copy_ms": 1e3 * seen.prefetch_seconds / max(seen.steps, 1),
+                "hidden_share": seen.hidden_share,
+            }
+            spans = record_steps(step)
+            if trace is not None and self.method.name == "specache":
+                write_trace(trace, spans)
+        return {**row, **taken, "operator_calls": operator_calls(step), "parts_ms": parts_of(spans)}
+
+
+@dataclass(frozen=True)
+class Attention:
+    """One layer's decode attention over a random cache: our kernels beside PyTorch's own attention.
+
+    Results by name: `bytes` (that have to be read), `floor_ms` (at the memory's bandwidth), `median_ms`, `p10_ms`,
+    `p90_ms`, `calls`. Our kernel answers `lanes` queries a head at once, PyTorch's attention one.
+    """
+
+    batch: int = 1
+    num_heads: int = 32
+    num_kv_heads: int = 8
+    head_dim: int = 128
+    kv_len: int = 32768
+    kind: ClassVar[str] = "attention"
+
+    def inputs(self, config: SpecacheConfig, lanes: int, dtype: torch.dtype, device: torch.device) -> Any:
+        """A kernel's inputs for a cache of random numbers, and the bytes of codes, scales, window and staged pairs."""
+        quantizer, quantized = make_quantizer(config), config.num_quantized(self.kv_len)
+        generator = torch.Generator(device=device).manual_seed(0)
+
+        def random(heads: int, tokens: int, *front: int) -> torch.Tensor:
+            size = (*front, self.batch, heads, tokens, self.head_dim)
+            return torch.randn(size, generator=generator, device=device, dtype=torch.float32).to(dtype)
+
+        key, value = random(self.num_kv_heads, self.kv_len), random(self.num_kv_heads, self.kv_len)
+        planes = (
+            quantizer.quantize_key(key[:, :, :quantized]),
+            quantizer.quantize_value(value[:, :, :quantized]),
+        )
+        order = torch.rand(self.batch, self.num_kv_heads, quantized, generator=generator, device=device)
+        chosen = order.topk(min(config.top_k, quantized)).indices
+        rows = torch.cat([key, value], dim=3).gather(
+            2, chosen[..., None].expand(-1, -1, -1, 2 * self.head_dim)
+        )
+        inputs = DecodeInputs(
+            query=random(self.num_heads, 1, lanes),
+            key=random(self.num_kv_heads, 1, lanes),
+            value=random(self.num_kv_heads, 1, lanes),
+            quantizer=quantizer,
+            key_planes=planes[0],
+            value_planes=planes[1],
+            num_quantized=quantized,
+            window_rows=(key[:, :, quantized:].contiguous(), value[:, :, quantized:].contiguous()),
+            window_len=self.kv_len - quantized,
+            staged_rows=rows,
+            staged_indices=chosen.to(torch.int32),
+            key_mask=None,
+            scale=self.head_dim**-0.5,
+            independent_lanes=False,
+            scored_lanes=1,
+        )
+        read = [*planes[0], *planes[1], inputs.window_key, inputs.window_value, rows]
+        return inputs, sum(tensor.nbytes for tensor in read)
+
+    def peers(self, device: torch.device) -> dict[str, tuple[Callable[[], object], int]]:
+        """PyTorch's attention over the whole cache, one query a head: a call, and the bytes that it has to read."""
+        made: dict[str, tuple[Callable[[], object], int]] = {}
+        groups = self.num_heads // self.num_kv_heads
+        for dtype in (torch.float32, torch.bfloat16):
+            query = torch.randn(self.batch, self.num_heads, 1, self.head_dim, device=device).to(dtype)
+            size = (self.batch, self.num_kv_heads, self.kv_len, self.head_dim)
+            key, value = (torch.randn(size, device=device).to(dtype) for _ in range(2))
+
+            def sdpa(q: torch.Tensor = query, k: torch.Tensor = key, v: torch.Tensor = value) -> object:
+                return F.scaled_dot_product_attention(q, k, v, enable_gqa=groups > 1)
+
+            def grouped(q: torch.Tensor = query, k: torch.Tensor = key, v: torch.Tensor = value) -> object:
+                q = q.view(self.batch, self.num_kv_heads, groups, self.head_dim)
+                return (q @ k.transpose(2, 3) * self.head_dim**-0.5).softmax(-1) @ v
+
+            name = str(dtype).removeprefix("torch.")
+            made[f"sdpa {name}"] = sdpa, key.nbytes + value.nbytes
+            made[f"grouped matmul {name}"] = grouped, key.nbytes + value.nbytes
+        return made
+
+    @torch.inference_mode()
+    def run(
+        self,
+        widths: list[int],
+        quantizers: list[str],
+        device: torch.device,
+        lanes: int = 2,
+        dtype: str = "bfloat16",
+        kernel: str = "auto",
+        rounds: int = 30,
+        on_round: Callable[[], object] = lambda: None,
+    ) -> dict[str, Any]:
+        """Time all of them in turn; the rows of the first quantiser don't say it.
+
+        Returns:
+            `{"shape", "lanes", "quantizers", "dtype", "kernel", "bandwidth_gb_s", "rows"}`.
+        """
+        chosen, made = choose_kernel(kernel, device), self.peers(device)
+        for quantizer in quantizers:
+            for bits in widths:
+                config = SpecacheConfig(bits=bits, quantizer=quantizer)
+                inputs, nbytes = self.inputs(config, lanes, getattr(torch, dtype), device)
+                name = f"specache {bits}-bit" + (f", {quantizer}" if quantizer != quantizers[0] else "")
+                made[name] = partial(chosen.attention, inputs), nbytes
+        turns: dict[str, Turn] = {name: partial(seconds_of, call, device) for name, (call, _) in made.items()}
+        take_turns(turns, 2, 1)  # builds, allocations
+        bandwidth = memory_bandwidth(device)
+        timings = take_turns(turns, rounds, 1, on_round)
+        rows = [
+            {"name": name, "bytes": nbytes, "floor_ms": 1e3 * nbytes / bandwidth, **asdict(timings[name])}
+            for name, (_, nbytes) in made.items()
+        ]
+        settings = {"lanes": lanes, "quantizers": quantizers, "dtype": dtype, "kernel": chosen.name}
+        return {"shape": asdict(self), **settings, "bandwidth_gb_s": bandwidth / 1e9, "rows": rows}
+
+    @torch.inference_mode()
+    def error(self, config: SpecacheConfig, dtype: torch.dtype, device: torch.device) -> tuple[float, float]:
+        """The chosen kernel's largest errors against the reference, of outputs and scores, relative to the largest."""
+        inputs, _ = self.inputs(config, 2, dtype, device)
+        found, wanted = (
+            each.attention(inputs) for each in (choose_kernel("auto", device), ReferenceKernel())
+        )
+        errors = [
+            (a.float() - b.float()).abs().max() / b.float().abs().max()
+            for a, b in zip(found, wanted, strict=True)
+        ]
+        return float(errors[0]), float(errors[1])
+
+
+def check_peers(device: torch.device, dtype: str) -> None:
+    """Refuse peers where they can't run.
+
+    Raises:
+        ConfigError: On another device, float16, or without their environment.
+    """
+    if device.type != "cpu":
+        raise ConfigError(f"--peers run on the CPU, and --device is {device.type}: leave one of them out.")
+    if dtype == "float16":
+        raise ConfigError("--peers run in float32 or bfloat16, and --dtype is float16.")
+    CpuPeer.find_python()

@@ -1,0 +1,174 @@
+"""Times to the first token, each start in a process of its own: `specache-bench starts`.
+
+First calls: a model's first prompts, from empty compilers' caches and from those that a first process left, beside the
+model uncompiled, under `torch.compile`, and with Dynamo alone (`backend="eager"`: no backend can be ready sooner).
+Saved caches: a question about a document that was read and saved before, beside reading it anew, after a question about
+another document, so that nothing is left to compile. Loading the model is not counted; loading a cache is.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import specache_fx
+from specache_bench.fetch import VARIABLE, cache_folder
+from specache_bench.lab import Lab
+from specache_bench.workloads import read_windows
+from specache_fx import fingerprint
+from specache_fx.quiet import quiet
+from specache_fx.saving import FILE
+
+PROMPT_LEN, FIRST_TOKENS = 512, 5
+CALLS = {"first": 0, "second": 0, "another_length": 88, "a_third_length": 188}
+WAYS = ("uncompiled", "torch.compile", "dynamo alone", "specache")
+CONTEXT, QUESTION, NEW_TOKENS, ASKS = 4096, 16, 32, 5
+READS, IN_MEMORY, ON_DISK = "reads all", "loads, file in memory", "loads, file on disk"
+
+
+class Clock:
+    """A streamer of `generate`, which puts the prompt into it and then each token: when each came."""
+
+    def __init__(self) -> None:
+        self.begun, self.seconds = time.perf_counter(), list[float]()
+
+    def put(self, tokens: torch.Tensor) -> None:
+        """Note the time."""
+        self.seconds.append(time.perf_counter() - self.begun)
+
+    def end(self) -> None:
+        """Nothing is left to do."""
+
+
+def _generate(model: Any, ids: torch.Tensor, count: int, past: Any = None) -> tuple[Clock, list[int]]:
+    clock = Clock()
+    mask, given = torch.ones_like(ids), {"max_new_tokens": count, "min_new_tokens": count, "do_sample": False}
+    out = model.generate(ids, attention_mask=mask, past_key_values=past, streamer=clock, **given)
+    return clock, out[0, ids.shape[1] :].tolist()
+
+
+def first_calls(model: str, threads: int, way: str) -> dict[str, Any]:
+    """Seconds to the first token and to the fifth: of a first call, of a second, and of two longer prompts."""
+    with quiet(threads), Lab(model) as lab, torch.inference_mode():
+        prompts = read_windows(lab, "austen", 2 * PROMPT_LEN, 4, seed=0)
+        if way == "specache":
+            specache_fx.compile(lab.model)
+        elif way != "uncompiled":
+            lab.model.compile(**({"backend": "eager"} if way == "dynamo alone" else {}))
+        found: dict[str, Any] = {}
+        for (name, more), prompt in zip(CALLS.items(), prompts, strict=True):
+            seconds = _generate(lab.model, prompt[None, : PROMPT_LEN + more], FIRST_TOKENS)[0].seconds
+            found[f"{name}_call"] = {"first_token": seconds[1], "fifth_token": seconds[FIRST_TOKENS]}
+        return found | {"layers": lab.model.config.get_text_config().num_hidden_layers}
+
+
+def saved_start(model: str, threads: int, start: str, folder: str) -> dict[str, Any]:
+    """One process: `start` is READS, IN_MEMORY, ON_DISK, or "saves"."""
+    with quiet(threads), Lab(model) as lab, torch.inference_mode():
+        specache_fx.compile(lab.model)
+        texts = read_windows(lab, "austen", CONTEXT + QUESTION, 2, seed=0)
+        other, ids = (text[None] for text in texts)
+        past = None if start == READS else lab.model(other[:, :CONTEXT], use_cache=True).past_key_values
+        _generate(lab.model, other, NEW_TOKENS, past)
+        path = Path(folder) / FILE
+        if start == "saves":
+            past = lab.model(ids[:, :CONTEXT], use_cache=True).past_key_values
+            begun = time.perf_counter()
+            specache_fx.save(past, folder, input_ids=ids[:, :CONTEXT])
+            found: dict[str, Any] = {
+                "save_seconds": time.perf_counter() - begun,
+                "file_bytes": path.stat().st_size,
+            }
+            stats = specache_fx.stats(past)
+            found |= {"device_bytes": stats.device_bytes, "host_used_bytes": stats.host_used_bytes}
+            return found | {"tokens": _generate(lab.model, ids, NEW_TOKENS, past)[1]}
+        asks = []
+        for _ in range(1 if start == READS else ASKS):
+            past = None
+            if start == ON_DISK:
+                with path.open("rb") as file:
+                    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            fingerprint.clear_digests()
+            begun = time.perf_counter()
+            if start != READS:
+                past = specache_fx.load(lab.model, folder, input_ids=ids)
+            loaded = time.perf_counter() - begun
+            nbytes = None if past is None else specache_fx.stats(past).device_bytes
+            clock, tokens = _generate(lab.model, ids, NEW_TOKENS, past)
+            first = clock.begun + clock.seconds[1] - begun
+            asks.append({"first_token": first, "load": loaded, "device_bytes": nbytes, "tokens": tokens})
+        return {"asks": asks}
+
+
+def _process(
+    function: Callable[..., Any], *arguments: object, environment: Mapping[str, str] | None = None
+) -> Any:
+    """A function of this module in a process of its own."""
+    code = f"import json, sys; from specache_bench.starts import {function.__name__} as run\n"
+    code += "print(json.dumps(run(sys.argv[1], int(sys.argv[2]), *sys.argv[3:])))"
+    root = str(Path(__file__).resolve().parents[1])
+    path = {"PYTHONPATH": os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))}
+    command, given = (
+        [sys.executable, "-c", code, *map(str, arguments)],
+        {**os.environ, **path, **(environment or {})},
+    )
+    done = subprocess.run(command, env=given, check=True, capture_output=True, text=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def measure_first_calls(models: list[str], threads: int, say: Callable[[str], object]) -> dict[str, Any]:
+    """Rows by model, way and start; as `results/real_first_call.json`."""
+    rows = []
+    for model in models:
+        for way in WAYS:
+            with tempfile.TemporaryDirectory() as folder:
+                caches = {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor", "XDG_CACHE_HOME": folder}
+                caches |= {VARIABLE: str(cache_folder())}  # models are where they are kept
+                for start in ["uncompiled"] if way == "uncompiled" else ["empty caches", "second process"]:
+                    row = {"model": model, "method": way, "start": start}
+                    rows.append(row | _process(first_calls, model, threads, way, environment=caches))
+                    say(str(rows[-1]))
+    settings = {"prompt_len": PROMPT_LEN, "new_tokens": FIRST_TOKENS, "threads": threads}
+    return {"settings": settings, "rows": rows}
+
+
+def measure_saved(model: str, threads: int, rounds: int, say: Callable[[str], object]) -> dict[str, Any]:
+    """Rows by start, medians of all asks; as `results/saved.json`."""
+    times: dict[str, list[dict[str, Any]]] = {start: [] for start in (READS, IN_MEMORY, ON_DISK)}
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:  # /tmp may be memory
+        saved = _process(saved_start, model, threads, "saves", folder)
+        stayed = saved.pop("tokens")
+        for start in [start for _ in range(rounds) for start in times]:  # in turn: the machine's speed moves
+            for found in _process(saved_start, model, threads, start, folder)["asks"]:
+                found["tokens_equal"] = found.pop("tokens") == stayed
+                times[start].append(found)
+                say(f"{start}: {found}")
+    rows = [
+        {
+            "start": start,
+            "first_token_seconds": statistics.median(each["first_token"] for each in found),
+            "load_seconds": None if start == READS else statistics.median(each["load"] for each in found),
+            "device_bytes": found[0]["device_bytes"],
+            "tokens_equal": all(each["tokens_equal"] for each in found),
+            "all_first_token_seconds": [each["first_token"] for each in found],
+        }
+        for start, found in times.items()
+    ]
+    settings: dict[str, Any] = {
+        "model": model,
+        "context": CONTEXT,
+        "question": QUESTION,
+        "new_tokens": NEW_TOKENS,
+    }
+    settings |= {"rounds": rounds, "asks": ASKS, "threads": threads}
+    return {"settings": settings, "saved": saved, "rows": rows}

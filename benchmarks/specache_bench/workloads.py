@@ -1,0 +1,318 @@
+"""Workloads on a model: prompts with answers, and a text's own tokens. `specache_bench.speed` has those of speed.
+
+A workload is a frozen dataclass: equal fields are equal work. `run` gives a record's result. All of them have
+`device_bytes`, `full_bytes` and `host_bytes` of one sequence at the end (means over sequences), `ratio`, `decode_ms`
+(median of a step of a batch), `seconds` of the whole run, and `stats` of the method itself.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any, ClassVar
+
+import torch
+
+from specache_bench.fetch import TEXTS, text_file
+from specache_bench.lab import Lab
+from specache_bench.methods import Generated
+from specache_bench.metrics import METRICS, score_row
+from specache_bench.records import Method
+from specache_bench.tasks import Sample, make_samples
+from specache_fx.errors import ConfigError
+
+Progress = Callable[[int], object]
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """Prompts of a task, answered greedily: `scores` 0 to 1 of each, `score`, `predictions`, and `turn_scores`.
+
+    Attributes:
+        task: A name in the model's table of tasks.
+        length: Tokens of each.
+        number: How many.
+        seed: Of their randomness.
+        depth: 0..1, where the needle lies; None for anywhere.
+        knobs: More of the task's own options.
+        data: File of a data set.
+        chat: Use the chat template.
+        agnostic: The method reads (and evicts from) the context without its question, which follows.
+    """
+
+    task: str
+    length: int
+    number: int
+    seed: int
+    depth: float | None = None
+    knobs: tuple[tuple[str, Any], ...] = ()
+    data: str | None = None
+    chat: bool = False
+    agnostic: bool = False
+    kind: ClassVar[str] = "prompts"
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that are read."""
+        return self.length * self.number
+
+    def samples(self, lab: Lab) -> list[Sample]:
+        """The prompts, checked to fit the model; made once.
+
+        Raises:
+            ConfigError: If they can't be made, or are too long.
+        """
+
+        class Made(list[Sample]):
+            nbytes = 0
+
+        def make() -> Made:
+            made = make_samples(
+                self.task,
+                lab,
+                num_prompts=self.number,
+                length=self.length,
+                seed=self.seed,
+                depth=self.depth,
+                data=self.data,
+                chat=self.chat,
+                **dict(self.knobs),
+            )
+            check_fit(lab, self.task, made)
+            return Made(made)
+
+        made: list[Sample] = lab.samples.get(replace(self, agnostic=False), make)
+        return made
+
+    def check(self, lab: Lab) -> None:
+        """Say before the work what is wrong."""
+        if self.agnostic and not all(sample.question for sample in self.samples(lab)):
+            raise ConfigError(
+                f"Task {self.task!r} has no question of its own: leave --question-agnostic out."
+            )
+
+    def run(self, lab: Lab, method: Method, progress: Progress = lambda done: None) -> dict[str, Any]:
+        """See the module."""
+        return answer(lab, method, self.samples(lab), self.agnostic, progress)
+
+    def __str__(self) -> str:
+        return f"{self.task}, {self.length:,} tokens"
+
+
+def check_fit(lab: Lab, task: str, samples: Sequence[Sample]) -> None:
+    """Raise a `ConfigError` where a prompt with its answers is too long for the model."""
+    for sample in samples:
+        more = sum(len(lab.encode_more(turn.question)) + sample.max_new_tokens for turn in sample.turns)
+        lab.check_length(
+            f"a prompt of {task!r}", len(lab.encode(sample.prompt)), sample.max_new_tokens + more
+        )
+
+
+def answer(
+    lab: Lab,
+    method: Method,
+    samples: Sequence[Sample],
+    agnostic: bool = False,
+    progress: Progress = lambda done: None,
+) -> dict[str, Any]:
+    """Generate greedily behind prompts; those of equal length run together, those with turns alone."""
+    began, running, stops = time.perf_counter(), lab.running(method), lab.stop_ids
+    prompts = [lab.encode(sample.context if agnostic else sample.prompt) for sample in samples]
+    answers: list[list[str]] = [[] for _ in samples]
+    results: list[tuple[int, Generated]] = []
+    kinds = [
+        (len(prompt), sample.max_new_tokens, row if sample.turns or agnostic else None)
+        for row, (prompt, sample) in enumerate(zip(prompts, samples, strict=True))
+    ]
+    for rows in batches(kinds, lab.batch_size):
+        ids, first = [prompts[row] for row in rows], samples[rows[0]]
+        if first.turns or agnostic:
+            asked = [first.question] if agnostic else [turn.question for turn in first.turns]
+            turns = [lab.encode_more(question) for question in asked]
+            result = running.converse(ids[0], turns, first.max_new_tokens, stops, answer_prompt=not agnostic)
+            answers[rows[0]] = [lab.decode(new) for new in result.ids]
+        else:
+            result = running.generate(torch.tensor(ids), first.max_new_tokens, stops)
+            for row, new in zip(rows, result.ids, strict=True):
+                answers[row] = [lab.decode(new)]
+        results.append((len(rows), result))
+        progress(len(rows))
+    scores = [_score_turns(sample, said) for sample, said in zip(samples, answers, strict=True)]
+    means = [sum(turns) / len(turns) for turns in scores]
+    return {
+        "scores": means,
+        "score": sum(means) / len(means),
+        "predictions": ["\n".join(said) for said in answers],
+        **({"turn_scores": scores} if samples[0].turns else {}),
+        **summed_up(results, began),
+    }
+
+
+def _score_turns(sample: Sample, predictions: Sequence[str]) -> list[float]:
+    expected = [sample.answers, *(turn.answers for turn in sample.turns)]
+    return [score(sample, said, answers) for answers, said in zip(expected, predictions, strict=True)]
+
+
+def score(sample: Sample, prediction: str, answers: Sequence[str] | None = None) -> float:
+    """0 to 1: how well a prediction answers a sample."""
+    answers = sample.answers if answers is None else answers
+    if sample.metric.startswith("row:"):
+        return score_row(sample.metric.removeprefix("row:"), prediction, answers, sample.classes)
+    return METRICS[sample.metric](prediction, answers)
+
+
+@dataclass(frozen=True)
+class Windows:
+    """Windows of a text whose last tokens are fed one by one.
+
+    Results: `perplexity`; `kl` of the full cache's distribution from the method's, in nats, and `same_top`, the share
+    of tokens at which both have the same likeliest one (None where another process has the logits); `losses` by window,
+    and each of these by token (`loss_at`, `kl_at`, `same_top_at`).
+
+    Attributes:
+        text: A file, or a name of `TEXTS`.
+        length: Tokens of a window, those that are decoded included.
+        number: How many.
+        seed: Of the draw.
+        decoded: Tokens of each window that count: the last ones.
+    """
+
+    text: str
+    length: int
+    number: int
+    seed: int
+    decoded: int = 64
+    kind: ClassVar[str] = "windows"
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that are read."""
+        return self.length * self.number
+
+    def check(self, lab: Lab) -> None:
+        """Raise a `ConfigError` if the text or the windows are too short or too long."""
+        self._windows(lab)
+
+    def _windows(self, lab: Lab) -> torch.Tensor:
+        longest = self.length - 2
+        if not 1 <= self.decoded <= longest:
+            raise ConfigError(
+                f"decoded={self.decoded}: of windows of {self.length:,} tokens, 1 to {longest:,} can count."
+            )
+        windows = read_windows(lab, self.text, self.length, self.number, self.seed)
+        lab.check_length("a window", windows.shape[1])
+        return windows
+
+    def run(self, lab: Lab, method: Method, progress: Progress = lambda done: None) -> dict[str, Any]:
+        """See the class."""
+        began, windows, running = time.perf_counter(), self._windows(lab), lab.running(method)
+        results: list[tuple[int, Generated]] = []
+        for batch in windows.split(lab.batch_size):
+            split = self.length - self.decoded - 1
+            results.append((len(batch), running.score(batch[:, :split], batch[:, split:])))
+            progress(len(batch))
+        losses = torch.cat([result.losses for _, result in results if result.losses is not None])
+        kls = [result.kl for _, result in results if result.kl is not None]
+        tops = [result.same_top for _, result in results if result.same_top is not None]
+        kl, top = (torch.cat(each) if each else None for each in (kls, tops))
+        means = losses.double().mean(dim=1).tolist()
+        return {
+            "perplexity": math.exp(sum(means) / len(means)),
+            "kl": None if kl is None else kl.double().mean().item(),
+            "same_top": None if top is None else top.double().mean().item(),
+            "losses": means,
+            "tokens": losses.numel(),
+            "loss_at": _rounded(losses),
+            "kl_at": None if kl is None else _rounded(kl),
+            "same_top_at": None if top is None else top.int().tolist(),
+            **summed_up(results, began),
+        }
+
+    def __str__(self) -> str:
+        return f"{Path(self.text).name}, {self.length:,} tokens"
+
+
+def read_windows(lab: Lab, text: str, length: int, number: int, seed: int) -> torch.Tensor:
+    """Stretches of a text that don't overlap, drawn by the seed, each after the tokenizer's first special token.
+
+    Args:
+        lab: Whose tokenizer is used.
+        text: A UTF-8 file, or a name of `TEXTS`.
+        length: Tokens of a window, the special one included.
+        number: How many.
+        seed: Of the draw.
+
+    Returns:
+        int64 `[number, length]`, in the order of the text.
+
+    Raises:
+        ConfigError: If the text can't be read or is too short.
+    """
+    file = text_file(text) if text in TEXTS else Path(text)
+    try:
+        content = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"{file} can't be read as UTF-8 text ({error}). Give a text file, or a name of `specache-bench models`."
+        ) from error
+    opening = lab.encode("")
+    ids, step = lab.encode(content)[len(opening) :], length - len(opening)
+    if step < 1:
+        raise ConfigError(
+            f"length={length}: a window needs more tokens than the {len(opening)} special ones."
+        )
+    if (found := len(ids) // step) < number:
+        raise ConfigError(
+            f"{file} has {len(ids):,} tokens, {found} windows of {length:,}: ask for a smaller length or for fewer than"
+            f" {number} prompts."
+        )
+    starts = sorted(random.Random(seed).sample(range(found), number))
+    return torch.tensor([opening + ids[step * start : step * (start + 1)] for start in starts])
+
+
+def batches(kinds: Sequence[Any], batch_size: int) -> Iterator[list[int]]:
+    """Rows of the same kind together, in order, at most `batch_size` at a time."""
+    groups: dict[Any, list[int]] = {}
+    for row, kind in enumerate(kinds):
+        groups.setdefault(kind, []).append(row)
+    for rows in groups.values():
+        for start in range(0, len(rows), batch_size):
+            yield rows[start : start + batch_size]
+
+
+def summed_up(results: Sequence[tuple[int, Generated]], began: float) -> dict[str, Any]:
+    """Means over sequences, from batches with their number of rows; see the module."""
+    rows = sum(n for n, _ in results)
+    steps = [ms for _, result in results for ms in result.step_ms]
+    stats: dict[str, float | None] = {}
+    for name in dict.fromkeys(name for _, result in results for name in result.footprint.stats):
+        known = [(n, value) for n, r in results if (value := r.footprint.stats.get(name)) is not None]
+        stats[name] = sum(n * value for n, value in known) / sum(n for n, _ in known) if known else None
+    device, full, host = (
+        round(sum(value) / rows)
+        for value in zip(
+            *((r.footprint.device_bytes, r.full_bytes, r.footprint.host_bytes) for _, r in results),
+            strict=True,
+        )
+    )
+    return {
+        "device_bytes": device,
+        "full_bytes": full,
+        "host_bytes": host,
+        "ratio": device / full,
+        "decode_ms": median(steps) if steps else None,
+        "seconds": time.perf_counter() - began,
+        "stats": stats,
+    }
+
+
+def _rounded(values: torch.Tensor) -> Any:
+    return [[round(value, 6) for value in row] for row in values.tolist()]
+
+
+WORKLOADS: dict[str, Any] = {made.kind: made for made in (Prompts, Windows)}

@@ -1,0 +1,81 @@
+"""Models for the laboratory: the suite model, and a random one that reads English byte by byte."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+from support import triton_mode  # noqa: F401  first of all: Triton decides on import whether it interprets
+from tokenizers import Tokenizer, decoders, pre_tokenizers, processors
+from tokenizers.models import BPE
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from specache_bench.lab import Lab
+
+_SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large]
+settings.register_profile(
+    "ci", derandomize=True, deadline=None, max_examples=20, suppress_health_check=_SLOW, database=None
+)
+settings.register_profile("nightly", deadline=None, max_examples=500, suppress_health_check=_SLOW)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+torch.set_num_threads(1)
+
+CHAT = "<bos>{% for m in messages %}[{{ m.role }}] {{ m.content }} {% endfor %}[assistant] "
+
+
+@pytest.fixture(scope="session")
+def english_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random llama whose tokens are bytes."""
+    folder = tmp_path_factory.mktemp("english")
+    letters = {letter: i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(BPE(vocab=letters, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<bos>", eos_token="<eos>", chat_template=CHAT
+    )
+    fast.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<bos> $A", special_tokens=[("<bos>", fast.bos_token_id)]
+    )
+    fast.save_pretrained(folder)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(fast),
+        hidden_size=64,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=4096,
+        bos_token_id=fast.bos_token_id,
+        eos_token_id=fast.eos_token_id,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def english(english_folder: Path) -> Iterator[Lab]:
+    with Lab(str(english_folder), dtype="float32") as lab:
+        yield lab
+
+
+@pytest.fixture(scope="module")
+def suite() -> Iterator[Lab]:
+    """The trained suite model."""
+    with Lab("suite", dtype="float32") as lab:
+        yield lab
+        lab.close()
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def fresh_dynamo() -> Iterator[None]:
+    """Forget compiled code before and after, so that recompile counts and limits are the test's own."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()

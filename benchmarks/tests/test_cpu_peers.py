@@ -1,0 +1,115 @@
+"""OpenVINO and llama.cpp beside us: the same weights give the same tokens, and a missing environment is named."""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import DynamicCache
+
+from specache_bench.cpu_worker import repeated
+from specache_bench.decode import Decoder
+from specache_bench.methods import CpuPeer
+from specache_bench.records import Method
+from specache_bench.speed import PEERS, DecodeSteps, ModelSize
+from specache_bench.worker_process import WorkerError
+from specache_fx.errors import ConfigError
+
+SIZE = ModelSize(layers=2, hidden=64, intermediate=96, num_heads=4, num_kv_heads=2, head_dim=16, vocab=64)
+CPU = torch.device("cpu")
+
+
+def _is_missing() -> bool:
+    try:
+        CpuPeer.find_python()
+    except ConfigError:
+        return True
+    return False
+
+
+with_peers = pytest.mark.skipif(_is_missing(), reason="`make peers-cpu` was not run")
+
+
+def tokens_of(decoder: Decoder, count: int) -> list[list[int]]:
+    tokens = []
+    decoder.step(torch.full((2, 1), 7))
+    for _ in range(count):
+        assert decoder.logits is not None
+        tokens.append(decoder.logits.argmax(-1).tolist())
+        decoder.greedy(1)
+    return tokens
+
+
+@with_peers
+@pytest.mark.nightly
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", ["openvino", "llama.cpp"])
+def test_peer_decodes_the_tokens_of_transformers(kind: str, dtype: str, tmp_path: Path) -> None:
+    model = SIZE.build(getattr(torch, dtype), CPU)
+    model.save_pretrained(tmp_path)
+    peer = CpuPeer(kind, {}).start(tmp_path, dtype, batch=2, kv_len=0, room=20)
+    try:
+        assert peer.ask({"steps": 12})["tokens"] == tokens_of(Decoder(model, DynamicCache()), 12)
+    finally:
+        peer.close()
+
+
+@with_peers
+@pytest.mark.nightly
+def test_llama_cpp_holds_its_prompt_again_and_again(tmp_path: Path) -> None:
+    model = SIZE.build(torch.float32, CPU)
+    model.save_pretrained(tmp_path)
+    prompt = torch.from_numpy(np.random.default_rng(0).integers(0, SIZE.vocab, 64))
+    cache = DynamicCache()
+    model(input_ids=prompt.expand(2, -1), past_key_values=cache, use_cache=True)
+    for layer in cache.layers:
+        layer.keys = layer.keys.repeat(1, 1, 3, 1)[:, :, :150]
+        layer.values = layer.values.repeat(1, 1, 3, 1)[:, :, :150]
+    peer = CpuPeer("llama.cpp", {}).start(tmp_path, "float32", batch=2, kv_len=150, room=20)
+    try:
+        assert peer.ask({"steps": 12})["tokens"] == tokens_of(Decoder(model, cache), 12)
+    finally:
+        peer.close()
+
+
+def test_state_of_llama_cpp_is_repeated_by_token_and_by_channel() -> None:
+    def state(kv_len: int, keys: bytes, values: bytes) -> bytes:
+        cells = b"".join(struct.pack("=iIi", i, 1, 0) for i in range(kv_len))
+        head = struct.pack("=IIII", 5, 6, 2, kv_len) + cells + struct.pack("=II", 1, 1)
+        of_values = struct.pack("=iII", 1, 1, 2) + values + struct.pack("=I", 0)
+        return head + struct.pack("=iQ", 1, 2) + keys + of_values
+
+    assert repeated(state(2, b"aabb", b"xyXY"), 3) == state(3, b"aabbaa", b"xyxXYX")
+    with pytest.raises(RuntimeError, match="longer than is known"):
+        repeated(state(2, b"aabb", b"xyXY") + b"more", 3)
+
+
+@with_peers
+@pytest.mark.nightly
+def test_peers_take_their_turns_beside_us() -> None:
+    chosen = {"specache 2-bit": Method.of("specache", bits=2), **PEERS}
+    found = DecodeSteps(SIZE, 2, 200, "float32", 2, 3).run(chosen, CPU)
+    rows = {row["name"]: row for row in found["rows"]}
+    assert list(rows) == list(chosen) and set(found["peers"]) == set(PEERS)
+    assert all(row["calls"] == 6 and row["median_ms"] > 0 for row in rows.values())
+    pairs = 2 * 2 * 200 * SIZE.layers * SIZE.num_kv_heads * SIZE.head_dim  # keys and values of both sequences
+    assert rows["llama.cpp, f16 KV"]["device_bytes"] == 2 * pairs
+    assert pairs < rows["OpenVINO, u8 KV"]["device_bytes"] < 2 * pairs
+
+
+def test_missing_environment_says_how_to_make_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPECACHE_PEERS_CPU", "/nowhere")
+    with pytest.raises(ConfigError, match=r"--peers.*/nowhere is no file\. Make it with `make peers-cpu`"):
+        CpuPeer.find_python()
+
+
+def test_worker_that_does_not_start_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho no Python here >&2\nexit 1\n")
+    python.chmod(0o755)
+    monkeypatch.setenv("SPECACHE_PEERS_CPU", str(python))
+    with pytest.raises(WorkerError, match=r"ended \(no Python here\)\. `make peers-cpu` makes"):
+        CpuPeer("openvino", {}).start(tmp_path, "float32", 1, 8, 8)

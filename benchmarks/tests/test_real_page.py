@@ -1,0 +1,102 @@
+"""The pages on trained models have the figures of the committed results, and these hold what the default is for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from specache_bench import real_models as page
+
+ROOT = Path(__file__).resolve().parents[2]
+PERFORMANCE = ROOT / "docs" / "performance.md"
+
+
+def rows_of(model: str) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = json.loads((ROOT / f"results/real_{model}.json").read_text())["rows"]
+    return rows
+
+
+def row_of(model: str, label: str, bits: int, mode: str, length: int) -> dict[str, Any]:
+    row = page.find(rows_of(model), label, bits, mode, length)
+    assert row is not None
+    return row
+
+
+def test_default_is_near_to_the_full_cache() -> None:
+    for length in (2048, 4096):
+        for bits, most in ((2, 0.015), (1, 0.06)):
+            assert row_of("smollm2", page.DEFAULT, bits, "forced", length)["kl"] <= most
+
+
+def test_default_captures_more_attention_than_what_it_replaced() -> None:
+    for model in page.MODELS:
+        for mode in ("forced", "greedy", "sampled"):
+            captured = [
+                row_of(model, label, 2, mode, 2048)["stats"]["attention_hit_rate"]
+                for label in (page.DEFAULT, "keep", "query")
+            ]
+            assert captured[0] == max(captured)
+
+
+def test_readme_says_what_becomes_of_a_table() -> None:
+    readme = (ROOT / "README.md").read_text().replace("\n", " ")
+    for name, label, bits in (
+        ("full cache", "full cache", None),
+        ("SpeCache 2-bit", page.DEFAULT, 2),
+        ("KIVI 2-bit", "KIVI", 2),
+    ):
+        rows = [page.find(rows_of(model), label, bits, "table", 1500) for model in page.MODELS]
+        assert f"{name} {' and '.join(format(row['score'], '.3f') for row in rows if row)}" in readme
+
+
+def test_docs_say_how_long_a_first_call_takes() -> None:
+    report = json.loads((ROOT / "results/real_first_call.json").read_text())
+    rows = {(row["method"], row["start"]): row for row in report["rows"] if row["model"] == "smollm2"}
+
+    def told(method: str, start: str, call: str = "first_call") -> list[str]:
+        found = rows[method, start][call]
+        return [f"{found[token]:.{int(found[token] < 1)}f} s" for token in ("first_token", "fifth_token")]
+
+    docs = " ".join(PERFORMANCE.read_text().split())
+    for label, method, starts in (
+        ("transformers, uncompiled", "uncompiled", ("uncompiled", "uncompiled")),
+        ("transformers, `torch.compile`", "torch.compile", ("empty caches", "second process")),
+        ("specache", "specache", ("empty caches", "second process")),
+    ):
+        cells = [seconds.removesuffix(" s") for start in starts for seconds in told(method, start)]
+        assert f"| {label} | {' | '.join(cells)} |" in docs
+    assert f"which takes it {told('dynamo alone', 'second process')[1]} by itself" in docs
+    lengths = [
+        told("specache", "empty caches", f"{call}_call")[0] for call in ("another_length", "a_third_length")
+    ]
+    assert "second prompt length takes {} to its first token, a third one {}".format(*lengths) in docs
+    readme = " ".join((ROOT / page.README).read_text().split())
+    first, later = (told("specache", start)[0] for start in ("empty caches", "second process"))
+    assert f"first token after {first}, and after {later} in a later process" in readme
+
+
+def test_misses_end_where_the_sequence_has_the_ngram() -> None:
+    for model in page.MODELS:
+        (row,) = (row for row in rows_of(model) if row["mode"] == "misses")
+        assert row["longest_run_with_ngram"] <= 3
+
+
+def test_docs_say_how_long_a_saved_cache_takes_to_answer() -> None:
+    report = json.loads((ROOT / "results/saved.json").read_text())
+    rows = {row["start"]: row for row in report["rows"]}
+    reads, loads = (rows[start]["first_token_seconds"] for start in ("reads all", "loads, file in memory"))
+    assert all(row["tokens_equal"] for row in rows.values())
+    assert rows["loads, file in memory"]["device_bytes"] == report["saved"]["device_bytes"]
+    docs = " ".join(PERFORMANCE.read_text().split())
+    size = f"{report['saved']['file_bytes'] / 2**20:.0f} MiB"
+    assert f"first token after {loads:.1f} s from a saved cache of 4,096 tokens ({size})" in docs
+    assert f"It does so after {reads:.1f} s where it reads them" in docs
+    loading = rows["loads, file in memory"]["load_seconds"]
+    assert f"Loading is {loading:.2f} s of the {loads:.2f}" in docs
+
+
+def test_a_saved_cache_answers_in_a_tenth_of_the_time_that_reading_takes() -> None:
+    rows = {row["start"]: row for row in json.loads((ROOT / "results/saved.json").read_text())["rows"]}
+    reads, loads = (rows[start]["first_token_seconds"] for start in ("reads all", "loads, file in memory"))
+    assert loads <= reads / 10

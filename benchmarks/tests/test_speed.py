@@ -1,0 +1,142 @@
+"""`specache-bench decode` and `attention`: what their numbers are of. Not how fast anything is."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from typer.testing import CliRunner
+
+from specache_bench.cli import app
+from specache_bench.methods import plain_tensors
+from specache_bench.overlap import parts_of
+from specache_bench.report import attention_table, decode_tables
+from specache_bench.speed import DecodeSteps, ModelSize, speed_methods
+from specache_fx.runtime.tracing import Span
+
+CPU = torch.device("cpu")
+RESULTS = Path(__file__).resolve().parents[2] / "results"
+
+
+def span(name: str, start: float, stop: float) -> Span:
+    return Span(name, "track", 0, start, stop, {})
+
+
+def test_tables_of_the_committed_runs_show_every_digit_in_80_columns() -> None:
+    (attention,) = json.loads((RESULTS / "bench_attention.json").read_text())["results"]
+    tables = [attention_table(attention)]
+    for name in ("bench_decode", "peers_float32", "peers_batches", "int8"):
+        for decode in json.loads((RESULTS / f"{name}.json").read_text())["results"]:
+            tables += decode_tables(decode)
+    console = Console(width=80, file=io.StringIO())
+    console.print(*tables)
+    assert isinstance(console.file, io.StringIO) and "…" not in console.file.getvalue()
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_decode_steps_of_all_kinds_are_timed_and_traced(tmp_path: Path) -> None:
+    size = ModelSize(layers=2, hidden=32, intermediate=48, num_heads=4, num_kv_heads=2, head_dim=8, vocab=32)
+    known, trace = speed_methods([2], lowering="eager"), tmp_path / "trace.json"
+    chosen = {name: known[name] for name in ("transformers", "kivi 2-bit", "specache 2-bit")}
+    result = DecodeSteps(size, 2, 300, "float32", 2, 3).run(chosen, CPU, trace=trace)
+    rows = {row["name"]: row for row in result["rows"]}
+    assert list(rows) == list(chosen) and result["peers"] == {}
+    assert all(min(row["median_ms"], row["tokens_per_s"], row["floor_ms"]) > 0 for row in rows.values())
+    # Prompt, four steps to warm up and 2 x 3 that were timed, and whatever a cache adds to make room.
+    assert rows["transformers"]["device_bytes"] == 2 * 2 * 2 * 2 * 8 * 4 * 310
+    assert rows["kivi 2-bit"]["device_bytes"] < rows["transformers"]["device_bytes"]
+    assert 0 <= rows["specache 2-bit"]["hidden_share"] <= 1
+    assert rows["specache 2-bit"]["moved_bytes_per_step"] > 0
+    assert all(row["operator_calls"] > 10 * size.layers for row in rows.values())
+    for name, row in rows.items():
+        parts = row["parts_ms"]
+        assert (parts is None) == (name == "transformers")
+        if parts is not None:  # all but the first are within it
+            assert 0 < parts["attention"] < parts["decode step"]
+            assert sum(parts.values()) < 2 * parts["decode step"]
+    names = [event["name"] for event in json.loads(trace.read_text())["traceEvents"] if event["ph"] == "X"]
+    assert names.count("decode step") == 8
+    assert names.count("prefetch") == names.count("attention") == 8 * size.layers
+
+
+def test_attention_is_timed_beside_what_others_offer(tmp_path: Path) -> None:
+    file = tmp_path / "attention.json"
+    command = [
+        "attention",
+        "--kv-len",
+        "256",
+        "--heads",
+        "4",
+        "--kv-heads",
+        "2",
+        "--head-dim",
+        "16",
+        "--rounds",
+        "2",
+    ]
+    done = CliRunner().invoke(app, [*command, "--device", "cpu", "--json", str(file)])
+    assert done.exit_code == 0, done.output
+    report = json.loads(file.read_text())
+    assert report["command"].startswith("specache-bench") and {"commit", "device", "versions"} < report.keys()
+    (result,) = report["results"]
+    names = [row["name"] for row in result["rows"]]
+    ours = {f"specache {bits}-bit{codes}" for bits in (1, 2) for codes in ("", ", kivi")}
+    assert {"sdpa float32", *ours} <= set(names)
+    assert result["shape"]["kv_len"] == 256
+
+
+def test_int8_weights_take_a_byte_an_element() -> None:
+    size = ModelSize(1, 64, 96, 2, 1, 64, 16, int8=True)
+    model = size.build(torch.float32, CPU)
+    linear = 64 * (2 * 128 + 2 * 64 + 3 * 96 + 16)
+    others = model.get_input_embeddings().weight.nbytes + 3 * 64 * 4  # norms
+    held = sum(x.nbytes for x in plain_tensors(list(model.parameters())))
+    assert linear < held - others < 1.2 * linear  # with a scale a row
+
+
+def test_a_part_of_a_step_is_that_of_the_median_step() -> None:
+    spans = [span("decode step", 0, 1), span("decode step", 2, 3), span("decode step", 4, 14)]
+    spans += [span("attention", 0.1, 0.35), span("attention", 0.5, 0.75), span("attention", 2.1, 2.35)]
+    spans += [span("attention", 5, 13), span("attention", 20, 25)]
+    found = parts_of(spans)
+    assert found is not None
+    assert found["decode step"] == pytest.approx(1000) and found["attention"] == pytest.approx(500)
+    assert parts_of([span("attention", 0, 1)]) is None
+
+
+@pytest.mark.slow
+def test_decode_writes_where_its_numbers_come_from(tmp_path: Path) -> None:
+    file, records = tmp_path / "decode.json", tmp_path / "records.jsonl"
+    sizes = "--layers 1 --hidden 32 --intermediate 16 --heads 2 --kv-heads 1 --head-dim 64 --vocab 16 --context 130"
+    command = ["decode", *sizes.split(), *["--rounds", "1", "--steps", "1", "--bits", "2", "--device", "cpu"]]
+    done = CliRunner().invoke(app, [*command, "--json", str(file), "--records", str(records)])
+    assert done.exit_code == 0, done.output
+    report = json.loads(file.read_text())
+    assert report["command"].startswith("specache-bench") and {"commit", "device", "versions"} < report.keys()
+    kivi = {"method": "kivi", "bits": 2, "residual_length": 64, "lowering": "inductor"}
+    assert report["settings"]["methods"]["kivi 2-bit"] == kivi
+    lines = [json.loads(line) for line in records.read_text().splitlines()]
+    assert [line["result"]["name"] for line in lines] == [row["name"] for row in report["results"][0]["rows"]]
+    assert all(line["job"]["workload"]["kv_len"] == 130 and line["provenance"]["device"] for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["attention", "--heads", "3", "--kv-heads", "2"], "is no multiple of"),
+        (["decode", "--bits", "3"], "choose one of"),
+        (["decode", "--dtype", "int8"], "choose one of"),
+        (["decode", "--int8", "--peers"], "--int8 has no --peers"),
+        (["decode", "--trace", "missing/trace.json"], "give a file in a folder that exists"),
+        (["decode", "--json", "missing/file.json"], "give a file in a folder that exists"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_bad_options_are_named(options: list[str], message: str) -> None:
+    done = CliRunner(env={"COLUMNS": "200", "TERM": "dumb"}).invoke(app, options)
+    assert done.exit_code == 2
+    assert message in done.output

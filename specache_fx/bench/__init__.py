@@ -1,1 +1,0 @@
-"""`specache-fx bench`: how fast attention and decode steps are, beside what users would pick instead."""
