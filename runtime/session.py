@@ -46,7 +46,7 @@ _MUCH_STAGED = 32 << 20  # bytes below which nobody minds
 _numbers = itertools.count(1)
 
 # The weight of the speculative token's scores in the selection; the output token's have the rest. Chosen among the
-# shares of results/real_candidates.json (a dense simulation, before benchmarks/ was one laboratory).
+# shares of results/real_candidates.json, a dense simulation.
 SHARE_AFTER_HIT, SHARE_AFTER_MISS = 0.8, 0.4
 
 

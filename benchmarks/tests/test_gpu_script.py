@@ -37,7 +37,7 @@ def test_stages_with_tiny_shapes_say_what_they_found(tmp_path):
 
 @pytest.mark.nightly
 def test_every_stage_runs_with_tiny_shapes(tmp_path):
-    record = run(tmp_path / "gpu.json", "--most", "300")
+    record = run(tmp_path / "gpu.json", "--most", "300", "--minutes", "40")
     assert list(record["stages"]) == list(STAGES)
     text = json.dumps(record)
     assert '"error"' not in text and '"equal": false' not in text and '"ok": false' not in text
