@@ -93,7 +93,12 @@ def measure(model: str, file: Path, wanted: Callable[[Run], bool], say: Callable
             found = run.workload.run(lab, run.method)
             if found.get("kl_at") is not None:
                 found["kls"] = [sum(window) / len(window) for window in found["kl_at"]]
-            row: dict[str, Any] = {"label": run.label, "mode": run.mode, "commit": commit, "length": run.length}
+            row: dict[str, Any] = {
+                "label": run.label,
+                "mode": run.mode,
+                "commit": commit,
+                "length": run.length,
+            }
             row |= {"method": run.method.name, "options": dict(run.method.options)}
             rows.append(row | {name: value for name, value in found.items() if name not in _LARGE})
             machine = provenance(lab.model.device)

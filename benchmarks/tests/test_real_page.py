@@ -71,7 +71,7 @@ def test_docs_say_how_long_a_first_call_takes() -> None:
         told("specache", "empty caches", f"{call}_call")[0] for call in ("another_length", "a_third_length")
     ]
     assert "second prompt length takes {} to its first token, a third one {}".format(*lengths) in docs
-    readme = " ".join((ROOT / page.README).read_text().split())
+    readme = " ".join((ROOT / "README.md").read_text().split())
     first, later = (told("specache", start)[0] for start in ("empty caches", "second process"))
     assert f"first token after {first}, and after {later} in a later process" in readme
 
