@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from support.models import KVPairs, TinyConfig, TinyDecoder
-from support.zoo import build
 from torch import Tensor
 
 import specache_fx
@@ -136,18 +135,3 @@ def test_an_output_as_long_as_the_context_is_no_obstacle() -> None:
             our_logits, our_past, our_ones = ours(token, our_past)
             torch.testing.assert_close(our_logits, logits, rtol=1e-4, atol=1e-4)
             assert our_ones.shape == ones.shape
-
-
-def test_a_static_cache_of_eager_attention_is_named_with_the_remedy(caplog: pytest.LogCaptureFixture) -> None:
-    torch._dynamo.reset()
-    model = build("llama")
-    model.set_attn_implementation("eager")
-    prompt = torch.arange(3, 15)[None]
-    kwargs: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "cache_implementation": "static"}
-    expected = model.generate(prompt, **kwargs)
-    model.compile(backend="specache", options=OPTIONS)
-    with caplog.at_level("WARNING", logger="specache_fx"):
-        assert torch.equal(model.generate(prompt, **kwargs), expected)
-    named = [text for text in caplog.messages if "a cache of fixed length" in text]
-    left = [text for text in caplog.messages if "left alone" in text]
-    assert any("DynamicCache" in text for text in left) and named

@@ -241,7 +241,7 @@ def test_gradients_get_the_numbers_of_a_cache(exact_model: nn.Module, cut: int, 
 
 def test_stats_of_an_uncompiled_models_cache_are_refused(model: nn.Module) -> None:
     past = generate(build("llama"), new_tokens=4).past_key_values
-    with pytest.raises(CacheHandleError, match=r"There is no KV cache of specache"):
+    with pytest.raises(CacheHandleError, match=r"has no KV cache of specache"):
         specache_fx.stats(past)
 
 
