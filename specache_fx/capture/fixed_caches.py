@@ -28,6 +28,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import DimDynamic
 
 from specache_fx.capture.buffer_masks import DATA, cut_to, is_narrow, shows_behind
+from specache_fx.capture.buffer_positions import REMEDY, asserts_of, counters_of, positions_of
 from specache_fx.capture.buffer_reads import Reader, readers_of, reads_buffer, write
 from specache_fx.capture.buffer_writes import Append, Tokens, appends
 from specache_fx.capture.buffers import Buffer, FixedCaches, Size
@@ -119,9 +120,9 @@ class _Rewrite:
         pairs = [pair for reader in self._readers for pair in self._attention(reader)]
         sides = list(dict.fromkeys(pairs))
         written = [self._appends[side] for side in sides]
-        counters, counted, counted_inputs = self._counters()
-        conditions, asserts = self._asserts()
-        starts, positions, position_inputs = self._positions(written, conditions)
+        counters, counted, counted_inputs = counters_of(self._gm)
+        conditions, asserts = asserts_of(self._gm)
+        starts, positions, position_inputs = positions_of(self._gm, written, [*self._ends, *conditions])
         moved = {append.buffer for append in written} | {self._inputs[place] for place in counters}
         for node in list(self._graph.nodes):
             if node.target is _aten.copy_.default and node.args[0] in moved:
@@ -172,7 +173,7 @@ class _Rewrite:
             for user in users:
                 if user.target is not _aten.sym_size.int:
                     raise NoMatch(
-                        f"{described(user)} reads a cache of fixed length, which holds no numbers", _REMEDY
+                        f"{described(user)} reads a cache of fixed length, which holds no numbers", REMEDY
                     )
 
     def _shown(self) -> tuple[GraphModule, tuple[int, ...]]:
@@ -183,7 +184,7 @@ class _Rewrite:
                 masks[reader.mask] = None
         inside = ancestors(masks)
         if any(node.target in DATA for node in inside):
-            raise NoMatch("its mask is computed from data, not from positions and padding alone", _REMEDY)
+            raise NoMatch("its mask is computed from data, not from positions and padding alone", REMEDY)
         needed = [node for node in self._inputs if node in inside]
         gm = extract(self._gm, list(masks), needed)
         graph, output = gm.graph, output_node(gm.graph)
@@ -218,7 +219,7 @@ class _Rewrite:
             if not hides and reads_all:
                 raise NoMatch(
                     "an attention without a mask reads all of a cache of fixed length, unwritten rows too",
-                    _REMEDY,
+                    REMEDY,
                 )
             out = write(self._graph, reader, key, value, self._mask(mask, keys, key, node))
         node.replace_all_uses_with(out)
@@ -244,9 +245,9 @@ class _Rewrite:
         tokens = new
         if self._has_past:
             if append.buffer.op != "placeholder":
-                raise NoMatch("a cache that is made in this call has a past", _REMEDY)
+                raise NoMatch("a cache that is made in this call has a past", REMEDY)
             if append.before is Tokens.NONE:
-                raise NoMatch("a cache that has a past is written as one without", _REMEDY)
+                raise NoMatch("a cache that has a past is written as one without", REMEDY)
             sizes = list(shape_of(new) or ())
             sizes[2] = append.capacity - 1 if append.before is Tokens.FULL else self._length
             with self._mode, torch.no_grad():
@@ -315,63 +316,8 @@ class _Rewrite:
                 if node not in buffers and same_sizes([other], [size]):
                     return place, dim
         raise NoMatch(
-            "how many tokens a call has, or a buffer has room for, can't be told from its inputs", _REMEDY
+            "how many tokens a call has, or a buffer has room for, can't be told from its inputs", REMEDY
         )
-
-    def _counters(self) -> tuple[tuple[int, ...], GraphModule, tuple[int, ...]]:
-        """Integer inputs that are written to, and what computes their next values from integer inputs."""
-        moved: dict[Node, Any] = {}
-        for node in self._graph.nodes:
-            if node.target is _aten.copy_.default and _is_integer(node.args[0]):
-                given = [each for each in ancestors([node.args[1]]) if each.op == "placeholder"]
-                if all(map(_is_integer, given)):
-                    moved[node.args[0]] = node.args[1]
-        graph, inputs = self._cut_out(list(moved.values()))
-        return tuple(self._place[node] for node in moved), graph, inputs
-
-    def _asserts(self) -> tuple[list[Node], tuple[str, ...]]:
-        """What the model asserts of its integer inputs alone, taken out of the graph: conditions and messages."""
-        conditions, messages = list[Node](), list[str]()
-        for node in list(self._graph.nodes):
-            if node.target in (_aten._assert_async.default, _aten._assert_async.msg):
-                given = [each for each in ancestors([node]) if each.op == "placeholder"]
-                if all(map(_is_integer, given)):
-                    conditions.append(node.args[0])
-                    messages.append(str((*node.args, "an assertion of the model does not hold")[1]))
-                    self._graph.erase_node(node)
-        return conditions, tuple(messages)
-
-    def _positions(
-        self, written: Sequence[Append], conditions: Sequence[Node]
-    ) -> tuple[tuple[int, ...], GraphModule, tuple[int, ...]]:
-        starts, others = dict[int, None](), dict[Any, None]()
-        for append in written:
-            counter = _counter_of(append.position)
-            if append.before in (Tokens.NONE, Tokens.FULL):
-                continue
-            if counter is not None:
-                starts[self._place[counter]] = None
-            else:
-                others[append.position] = None
-        graph, inputs = self._cut_out([*others, *self._ends, *conditions])
-        return tuple(starts), graph, inputs
-
-    def _cut_out(self, results: list[Any]) -> tuple[GraphModule, tuple[int, ...]]:
-        """A graph of its own that computes results from integers among Dynamo's inputs."""
-        nodes = [result for result in results if isinstance(result, Node)]
-        needed = [node for node in self._inputs if node in ancestors(nodes)]
-        for node in needed:
-            if not _is_integer(node):
-                raise NoMatch(f"where a token is written is computed from `{node.name}`", _REMEDY)
-        graph = extract(self._gm, nodes, needed)
-        found = iter(output_node(graph.graph).args[0])  # type: ignore[arg-type]
-        output_node(graph.graph).args = (
-            tuple(next(found) if isinstance(result, Node) else result for result in results),
-        )
-        return finish(graph), tuple(self._place[node] for node in needed)
-
-
-_REMEDY = f"Let nothing but attention read such a cache, or use a DynamicCache. {LEAVE}."
 
 
 def _new_length(mode: Any) -> torch.SymInt:
@@ -388,29 +334,3 @@ def _is_piece(buffer: torch.Tensor) -> bool:
         return False
     held, needed = buffer.untyped_storage().nbytes(), buffer.numel() * buffer.element_size()
     return buffer._is_view() or not same_sizes([held], [needed])
-
-
-def _is_integer(node: Any) -> bool:
-    value = value_of(node)
-    if isinstance(value, torch.Tensor):
-        return not value.is_floating_point() and not value.is_complex() and value.dtype != torch.bool
-    return isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool)
-
-
-def _counter_of(position: Any) -> Node | None:
-    """The 0-d input that is added to `arange(q_len)`; None for another position."""
-    if not isinstance(position, Node) or position.target is not _aten.add.Tensor or position.kwargs:
-        return None
-    for one, other in (position.args[:2], position.args[1::-1]):
-        if _is_range(one) and isinstance(other, Node) and other.op == "placeholder" and shape_of(other) == ():
-            return other
-    return None
-
-
-def _is_range(node: Any) -> bool:
-    """Whether a node is 0, 1, 2, ..."""
-    if not isinstance(node, Node):
-        return False
-    if node.target in (_aten.arange.start, _aten.arange.start_step):
-        return bool(node.args[0] == 0 and node.args[2:] in ((), (1,)))
-    return node.target is _aten.arange.default
