@@ -399,7 +399,7 @@ def test_a_cache_that_was_edited_through_another_name_is_refused(
     model: nn.Module, how: str, which: int
 ) -> None:
     past = generate(model, new_tokens=5).past_key_values
-    with pytest.raises(CacheHandleError, match=r"was edited|can't be read or changed"):  # noqa: PT012
+    with pytest.raises(CacheHandleError, match=r"was edited|holds placeholders"):  # noqa: PT012
         ALIASES[how](pairs(past)[which])
         step(model, past)
 
@@ -411,7 +411,7 @@ def test_a_cache_that_is_put_together_anew_is_a_copy(model: nn.Module) -> None:
     torch.testing.assert_close(step(model, again), expected, **CLOSE)
     shared = copy.copy(past.layers[0].keys)
     assert shared.data_ptr() == past.layers[0].keys.data_ptr()
-    with pytest.raises(CacheHandleError, match="can't be read or changed"):
+    with pytest.raises(CacheHandleError, match="holds placeholders"):
         shared.mul_(2)
 
 

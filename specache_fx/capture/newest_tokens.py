@@ -86,14 +86,18 @@ def _part(graph: Graph, arg: Any, from_end: int, count: int, origin: Node) -> An
     return _moved(graph, arg, len(dims) - from_end, count, origin)
 
 
-def _computed_one_by_one(ids: Node) -> set[Node]:
-    """The ids, and what operators that treat tokens one by one compute from them."""
-    found, work = {ids}, [ids]
-    while work:
-        for user in work.pop().users:
-            if user not in found and user.target in _ONE_BY_ONE | {_aten.embedding.default}:
-                found.add(user)
-                work.append(user)
+def _computed_one_by_one(graph: Graph, ids: Node) -> set[Node]:
+    """The ids, and what operators that treat tokens one by one compute from them.
+
+    The residual stream is none: what attention adds to it comes from other tokens.
+    """
+    found, depends = {ids}, {ids}
+    for node in graph.nodes:
+        read = set(node.all_input_nodes)
+        if read & depends:
+            depends.add(node)
+            if node.target in _ONE_BY_ONE | {_aten.embedding.default} and read & depends <= found:
+                found.add(node)
     return found
 
 
@@ -106,7 +110,7 @@ def newest_tokens(gm: GraphModule) -> list[tuple[int, int]]:
     graph = gm.graph
     written = mutated_inputs(graph)
     inputs = [node for node in placeholders(graph) if _is_ids(node) and node not in written]
-    computed = {ids: _computed_one_by_one(ids) for ids in inputs}
+    computed = {ids: _computed_one_by_one(graph, ids) for ids in inputs}
     changed = False
     for node in list(graph.nodes):
         kept = _newest(node)

@@ -1,0 +1,19 @@
+"""`newest_tokens`: graphs that stay as they are. `tests/test_spellings.py` has those that change."""
+
+from __future__ import annotations
+
+import torch
+from support import graphs
+
+from specache_fx.capture.newest_tokens import newest_tokens
+
+
+def test_a_prompt_whose_last_logits_alone_are_computed_stays_as_it_is() -> None:
+    """The residual stream is the embedding of the ids plus what attention adds: it can't be cut to the newest."""
+    ids = torch.randint(1, 61, (2, 11), generator=torch.Generator().manual_seed(0))
+    for captured in graphs.capture(graphs.tiny_llama(), lambda model: model(ids, logits_to_keep=1)):
+        gm = captured.copy()
+        before = graphs.code(gm)
+        assert "slice" in before
+        assert newest_tokens(gm) == []
+        assert graphs.code(gm) == before
