@@ -20,8 +20,9 @@ BESIDE = ["selection_scores", "_best_of_blocks", "_best_of_blocks", "plan_slots"
 COUNTED = ["_best_of_blocks", "_best_of_blocks", "_count_overlap"]
 
 MOST_ATEN = 3
-# Without what a launcher does in C. What is captured costs none of it.
-MOST_US = 60  # 44 measured, 33 without hit rates
+# Calls of an empty Python method that take as long as a layer's launches, without what a launcher does in C. A captured
+# step costs none of it.
+MOST_CALLS = 1400  # 1,000 to 1,200 measured, 720 to 760 without hit rates: 85 and 60 us on a slow machine
 
 
 @functools.cache
@@ -34,12 +35,12 @@ def measured() -> dict[str, Any]:
 
 @needs_compiler
 @pytest.mark.slow
-def test_layer_keeps_to_its_launches_operators_and_microseconds():
+def test_layer_keeps_to_its_launches_operators_and_time():
     found = measured()["layer"]
     assert found["launches"] == CRITICAL
     assert found["beside"] == BESIDE + COUNTED
     assert found["aten"] <= MOST_ATEN, found["operators"]
-    assert found["us"] <= MOST_US
+    assert found["calls"] <= MOST_CALLS, found["us"]
     assert found["as_triton_binds"]
 
 

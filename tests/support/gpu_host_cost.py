@@ -5,15 +5,18 @@ CPU; what the runtime asks about the device is answered as a GPU's would be. Pri
 
 The layer is Llama-3.1-8B's at 5,000 tokens (two rounds of the selection), in a plain step: no group fills. Times are
 thread time, the shortest of rounds over a second: a neighbour on the core or in its cache only ever adds to one, and
-may do so for longer than all of the rounds take in a row. `aten` counts what the dispatcher sees.
+may do so for longer than all of the rounds take in a row. `calls` is the same time in calls of an empty Python method,
+timed in the same rounds: clocks of machines differ by a factor of two. `aten` counts what the dispatcher sees.
 """
 
 from __future__ import annotations
 
 import collections
 import json
+import statistics
 import sys
 import time
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -105,6 +108,25 @@ class Operators(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+class _Empty:
+    def method(self, *given: Any) -> tuple[Any, ...]:
+        return given
+
+
+def timed(call: Callable[[], object]) -> float:
+    """Thread time of a call, in microseconds."""
+    start = time.thread_time()
+    call()
+    return 1e6 * (time.thread_time() - start)
+
+
+def thousand_calls() -> None:
+    """The unit of `calls`, a thousand times."""
+    empty = _Empty()
+    for i in range(1000):
+        empty.method(i, empty, None)
+
+
 def named(given: Given) -> tuple[Any, ...]:
     """All that reaches the device: addresses, and numbers that are no constants. An output is new each time."""
     numbers = [
@@ -143,16 +165,14 @@ def layer_step(track_hit_rates: bool) -> dict[str, Any]:
             steps.restart()
             steps.launch(0, query, key, value, 0.088)
 
-        rounds = []
+        rounds, calls = [], []
         with DecodeStep(session, whole=(0,), shares=shares).running():
             for _ in range(20):  # compiles, tunes
                 launch()
             for _ in range(40):
                 time.sleep(0.025)
-                for _ in range(10):
-                    start = time.thread_time()
-                    launch()
-                    rounds.append(1e6 * (time.thread_time() - start))
+                rounds.append(min(timed(launch) for _ in range(10)))
+                calls.append(1000 * rounds[-1] / min(timed(thousand_calls) for _ in range(5)))
             launches.clear()
             with Operators() as operators:
                 launch()
@@ -166,6 +186,7 @@ def layer_step(track_hit_rates: bool) -> dict[str, Any]:
         ends = names.index("merge_parts") + 1  # with it the model's stream has what it waits for
         return {
             "us": round(min(rounds), 1),
+            "calls": round(statistics.median(calls)),
             "launches": names[:ends],
             "beside": names[ends:],
             "as_triton_binds": [named(one) for one in again] == [named(one) for one in launches],
