@@ -7,6 +7,7 @@
 #   make models   two real models and a text, for specache-bench; ONLY="smollm2 austen" for some
 #   make peers    the environment of the methods that specache-bench eval compares with (kvpress)
 #   make peers-cpu   the environment of OpenVINO and llama.cpp, for specache-bench decode --peers
+#   make wheel    a wheel in dist/ with the C++ libraries built; needs a C++ compiler
 #   make architectures   the table of all model types; ONLY="llama opt" for some, ARGS=--again for all anew
 
 PYTHON ?= python3
@@ -21,7 +22,7 @@ STAMP := $(VENV)/installed
 TYPES := build/types
 
 .DEFAULT_GOAL := test
-.PHONY: install lint types check test test-all test-gpu demo models peers peers-cpu experiments page architectures format clean
+.PHONY: install lint types check test test-all test-gpu wheel demo models peers peers-cpu experiments page architectures format clean
 
 # torch is named here, so that it and all that needs it are resolved together, to the version in constraints.txt. Triton
 # is not in there: a torch for CUDA brings the one that it was built with, and the newest does for the interpreter.
@@ -55,6 +56,17 @@ test-all: test
 # One process: it has the GPU.
 test-gpu: $(STAMP)
 	$(BIN)/python -m pytest -m gpu $(PYTEST_ARGS)
+
+# From a copy: this checkout builds its libraries at first use, and build/ may hold files that are gone. The libraries
+# need this system's libc or a newer one, and a torch that is no older than 2.11.
+WHEEL := build/wheel
+wheel: $(STAMP)
+	rm -rf $(WHEEL)
+	mkdir -p $(WHEEL)
+	git ls-files -z specache_fx passes runtime examples pyproject.toml README.md LICENSE | xargs -0 cp --parents -t $(WHEEL)
+	$(BIN)/python -P $(WHEEL)/runtime/cpp_build.py
+	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation --wheel-dir dist \
+	    --config-settings "--build-option=--plat-name=$(shell $(BIN)/python -c 'import sysconfig; print(sysconfig.get_platform())')" $(WHEEL)
 
 demo: $(STAMP)
 	$(BIN)/specache-fx demo

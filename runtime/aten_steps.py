@@ -3,9 +3,9 @@
     attention (rows without a token are masked) -> append -> select -> copy -> hit rates
     lookahead "none":  attention -> select -> copy -> attention -> append
 
-`TritonSteps` has no launches for `policy="kcache"`, lookahead "none", sinks, other quantisers and selectors. The
-kernel reads all rows that there is room for. A mask hides those without a token, by lengths in the device's memory. So
-shapes stay, and the step can be captured. All other steps run operator by operator, on the same tensors.
+`TritonSteps` has no launches for `policy="kcache"`, lookahead "none", sinks and other quantisers. The kernel reads all
+rows that there is room for. A mask hides those without a token, by lengths in the device's memory. So shapes stay, and
+the step can be captured. All other steps run operator by operator, on the same tensors.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from specache_fx.runtime.device_steps import DeviceSteps
 from specache_fx.runtime.kernels import DecodeInputs, Kernel
 from specache_fx.runtime.layer_cache import LayerCache
 from specache_fx.runtime.layer_state import LayerCall, LayerState
-from specache_fx.runtime.select import Selector, count_overlap
+from specache_fx.runtime.select import count_overlap, select_topk
 from specache_fx.runtime.stored_tokens import StoredTokens
 from specache_fx.runtime.tracing import span
 from specache_fx.runtime.transfer import KernelTransfer, Transfer
@@ -36,7 +36,6 @@ class AtenSteps(DeviceSteps):
     Args:
         config: Its options.
         kernel: Its kernel.
-        select: Its selector.
         tiered: Its layers that select.
         transfer: Brings the rows; None where nothing is selected.
         device: Where it is.
@@ -49,13 +48,12 @@ class AtenSteps(DeviceSteps):
         self,
         config: SpecacheConfig,
         kernel: Kernel,
-        select: Selector,
         tiered: Mapping[int, LayerCache],
         transfer: KernelTransfer | None,
         device: torch.device,
     ) -> None:
         super().__init__(device, config.top_k, transfer)
-        self._attention, self._select, self._tiered = kernel, select, tiered
+        self._attention, self._tiered = kernel, tiered
         self._selects_first = config.lookahead == "none"
         self._is_full = False
         # Of the step under way, by the first layer of those that are alike and what an arena has room for.
@@ -66,7 +64,6 @@ class AtenSteps(DeviceSteps):
         cls,
         config: SpecacheConfig,
         kernel: Kernel,
-        select: Selector,
         tiered: Mapping[int, LayerCache],
         transfer: Transfer | None,
         device: torch.device,
@@ -76,7 +73,7 @@ class AtenSteps(DeviceSteps):
             return None
         if triton_ops.unavailable_reason(device) is not None:
             return None  # it tells the lengths
-        return cls(config, kernel, select, tiered, transfer, device)
+        return cls(config, kernel, tiered, transfer, device)
 
     def tell(self, layers: Mapping[int, LayerState], facts: StepFacts) -> None:
         """See `WholeSteps`."""
@@ -143,7 +140,7 @@ class AtenSteps(DeviceSteps):
         if facts.counts is not None:
             assert self._counts is not None
             count_overlap(scores[0], self._top_k, staging.indices, self._counts)
-        staging.wanted.copy_(self._select(chooses, self._top_k))
+        staging.wanted.copy_(select_topk(chooses, self._top_k))
 
     def _inputs(self, layer: int, cache: LayerState, call: LayerCall, stored: StoredTokens) -> DecodeInputs:
         """A full arena, whose rows without a token are hidden."""

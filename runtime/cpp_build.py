@@ -1,6 +1,7 @@
-"""C++ sources of this package as shared libraries: built by the system's compiler at first use, then kept in a cache.
+"""C++ sources of this package as shared libraries.
 
-The libraries have a plain C interface and include no header of torch, or those of its stable ABI alone: they build in
+A wheel may hold them (`make wheel`). Else the system's compiler builds them at first use, and a cache keeps them. The
+libraries have a plain C interface and include no header of torch, or those of its stable ABI alone: they build in
 seconds. They link OpenMP by the name under which torch has already loaded it, so that both use the same threads.
 """
 
@@ -30,6 +31,8 @@ DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """`Dtype` of vec.h."""
 
 SOURCES = Path(__file__).parent / "csrc"
+PREBUILT = Path(__file__).parent / "prebuilt"
+"""Libraries of a wheel, `<name>_<instruction set>_<digest of its sources and flags>.so`."""
 
 LIBRARIES = {"attention": False, "codes": False, "selection": False, "graph_ops": True}
 """This package's, and whether each includes headers of torch."""
@@ -104,7 +107,7 @@ def find_compiler() -> str | None:
 
 @functools.cache
 def load_library(name: str, sources: Path, instruction_set: str, *, with_torch: bool = False) -> ctypes.CDLL:
-    """Load a library, building it unless the cache has it.
+    """Load a library of the wheel's or of the cache, or build it.
 
     Args:
         name: Of the source with the entry points, `<name>.cpp` in `sources`.
@@ -115,6 +118,8 @@ def load_library(name: str, sources: Path, instruction_set: str, *, with_torch: 
     Raises:
         BuildError: If there is no compiler, it fails, or the result can't be loaded.
     """
+    if (library := _prebuilt(name, sources, instruction_set, with_torch)) is not None:
+        return library
     build = _Build.of(name, sources, instruction_set, with_torch)
     kept = kept_folder(build.file)
     if kept is not None:
@@ -124,6 +129,34 @@ def load_library(name: str, sources: Path, instruction_set: str, *, with_torch: 
             return build.load(folder)
     except OSError as error:
         raise BuildError(f"there is no folder to build in ({error}); set TMPDIR to one") from error
+
+
+def _prebuilt(name: str, sources: Path, instruction_set: str, with_torch: bool) -> ctypes.CDLL | None:
+    """The wheel's library; None where it has none of these sources, or this system can't load it."""
+    library = PREBUILT / prebuilt_name(name, sources, instruction_set, with_torch)
+    try:
+        return ctypes.CDLL(str(library)) if library.exists() else None
+    except OSError as error:
+        _log.info("%s is built anew: %s", library.name, error)
+        return None
+
+
+def prebuilt_name(name: str, sources: Path, instruction_set: str, with_torch: bool) -> str:
+    """File of a library in `PREBUILT`. That of an older version has another name."""
+    return f"{name}_{instruction_set}_{_digest(sources, _all_flags(instruction_set, with_torch))}.so"
+
+
+def prebuild(folder: Path) -> None:
+    """Build the `LIBRARIES` for all `INSTRUCTION_SETS` into a folder.
+
+    Raises:
+        BuildError: If there is no compiler, or it fails.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, with_torch in LIBRARIES.items():
+        for isa in INSTRUCTION_SETS:
+            build = _Build.of(name, SOURCES, isa, with_torch)
+            build.compile(folder / prebuilt_name(name, SOURCES, isa, with_torch))
 
 
 def load_best(name: str) -> ctypes.CDLL:
@@ -169,6 +202,8 @@ def build_ahead() -> None:
 
 def _ensure_built(name: str) -> None:
     for instruction_set in usable_instruction_sets():
+        if _prebuilt(name, SOURCES, instruction_set, LIBRARIES[name]) is not None:
+            return
         try:
             build = _Build.of(name, SOURCES, instruction_set, LIBRARIES[name])
             if (folder := kept_folder(build.file)) is not None:
@@ -203,12 +238,11 @@ class _Build:
             named = os.environ.get("CXX")
             reason = f"CXX={named!r} is not a program" if named else "there is no g++ or clang++"
             raise BuildError(f"{reason}; install a C++ compiler, or name one by CXX")
-        isa = INSTRUCTION_SETS[instruction_set]
-        flags = (*_FLAGS, *isa.flags, *((_STABLE_ABI,) if with_torch else ()))
+        flags = _all_flags(instruction_set, with_torch)
         key = _key(sources, (compiler, *flags, *((torch.__version__,) if with_torch else ())))
         more = _torch_flags() if with_torch else ()
         command = (compiler, *flags, str(sources / f"{name}.cpp"), *more)
-        return cls(name, f"{name}_{isa.name}_{key}.so", command)
+        return cls(name, f"{name}_{instruction_set}_{key}.so", command)
 
     def load(self, folder: Path) -> ctypes.CDLL:
         """The library that `folder` has, or is given."""
@@ -233,30 +267,34 @@ class _Build:
                     return  # another thread or process has built it meanwhile
                 _log.info("building %s (a few seconds, once)", library)
                 built = place / self.file
-                done = subprocess.run(
-                    [*self.command, "-o", str(built)],
-                    capture_output=True,
-                    text=True,
-                    check=False,
-                    timeout=_TIMEOUT_S,
-                )
-                if done.returncode != 0:
-                    first = next(
-                        (line for line in done.stderr.splitlines() if "error" in line), done.stderr[:300]
-                    )
-                    raise CompilerError(
-                        f"{self.command[0]} failed: {first.strip()}; set CXX to another C++ compiler"
-                    )
+                self.compile(built)
                 seal(built, library)
         except (OSError, subprocess.TimeoutExpired) as error:
             raise BuildError(f"{library} can't be built ({error})") from error
 
+    def compile(self, out: Path) -> None:
+        """Raises `CompilerError` with the first line that names an error."""
+        command = [*self.command, "-o", str(out)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_TIMEOUT_S)
+        if done.returncode != 0:
+            first = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr[:300])
+            raise CompilerError(f"{command[0]} failed: {first.strip()}; set CXX to another C++ compiler")
+
+
+def _all_flags(instruction_set: str, with_torch: bool) -> tuple[str, ...]:
+    stable = (_STABLE_ABI,) if with_torch else ()
+    return (*_FLAGS, *INSTRUCTION_SETS[instruction_set].flags, *stable)
+
 
 def _key(sources: Path, command: Sequence[str]) -> str:
-    """Changes with all that the library depends on. Paths are left out but for the compiler's."""
-    digest = hashlib.sha256(repr((command, platform.machine())).encode())
+    """Changes with all that a library in the cache depends on. Paths are left out but for the compiler's."""
     compiler = Path(command[0]).stat()
-    digest.update(f"{compiler.st_size} {compiler.st_mtime_ns}".encode())
+    return _digest(sources, (*command, str(compiler.st_size), str(compiler.st_mtime_ns)))
+
+
+def _digest(sources: Path, words: Sequence[str]) -> str:
+    """Changes with the sources, the words and the machine."""
+    digest = hashlib.sha256(repr((tuple(words), platform.machine())).encode())
     for path in sorted((*sources.glob("*.h"), *sources.glob("*.cpp"))):
         digest.update(path.name.encode() + path.read_bytes())
     return digest.hexdigest()[:16]
@@ -266,3 +304,7 @@ def _torch_flags() -> tuple[str, ...]:
     """Where torch's headers and its library are. `torch.utils.cpp_extension` knows too, and needs setuptools."""
     home = Path(torch.__file__).parent
     return f"-I{home / 'include'}", f"-L{home / 'lib'}", "-ltorch_cpu"
+
+
+if __name__ == "__main__":
+    prebuild(PREBUILT)

@@ -18,7 +18,7 @@ import torch
 from specache_fx.runtime.kernels import Expand
 from specache_fx.runtime.layer_state import LayerCall
 from specache_fx.runtime.masks import WindowMask
-from specache_fx.runtime.select import AGGREGATIONS
+from specache_fx.runtime.select import AGGREGATIONS, select_topk
 from specache_fx.runtime.session import Session
 from specache_fx.runtime.whole_steps import StepFacts
 
@@ -276,7 +276,7 @@ class DecodeStep:
         chooses = scores[-1]
         if self.shares is not None:
             chooses = torch.lerp(scores[0], chooses, self.shares[:, None, None])
-        chosen = session.select_pairs(chooses[..., : cache.num_quantized], config.top_k)
+        chosen = select_topk(chooses[..., : cache.num_quantized], config.top_k)
         ahead = config.lookahead != "none" and not self.predecoding
         if config.track_hit_rates and ahead and session.transfer is not None and quantized_before:
             # The copy overwrites which tokens are staged.

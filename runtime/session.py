@@ -32,7 +32,6 @@ from specache_fx.runtime.metrics import Metrics
 from specache_fx.runtime.next_answer import NextAnswer
 from specache_fx.runtime.prompt_masks import PromptMasks
 from specache_fx.runtime.quant import make_quantizer
-from specache_fx.runtime.select import make_selector, select_topk
 from specache_fx.runtime.step_graph import StepGraph, recorder_of
 from specache_fx.runtime.step_table import StepTable
 from specache_fx.runtime.token_history import TokenHistory
@@ -83,7 +82,6 @@ class Session:
         self.transfer: Transfer | None = None
         self.quantizer = make_quantizer(config)
         self.kernel = choose_kernel(config.kernel, device)
-        self.select_pairs = make_selector(config)
         self._global = [i for i, shape in enumerate(shapes) if shape.window is None]
         # Of these, the ones whose older tokens leave the device: the first `resident_layers` keep all there.
         self._tiered_layers = self._global[config.resident_layers :]
@@ -142,7 +140,7 @@ class Session:
     def _choose_steps(self) -> None:
         """Choose the implementation of one-operator steps."""
         config, kernel, transfer = self.config, self.kernel, self.transfer
-        if self.select_pairs is select_topk and config.lookahead != "none" and not config.sink_tokens:
+        if config.lookahead != "none" and not config.sink_tokens:
             self.table.open(kernel, self.quantizer, transfer, config.aggregation)
             of_device = TritonSteps.of(config, kernel, self.quantizer, transfer, self.device)
             self.steps = self.table if self.table.serves else of_device
@@ -152,9 +150,7 @@ class Session:
             self.graph = StepGraph(CpuRecorder())
         elif (recorder := recorder_of(self.device)) is not None:
             if self.steps is None:  # `AtenSteps` serve captured steps alone
-                self.steps = AtenSteps.of(
-                    config, kernel, self.select_pairs, self.tiered, transfer, self.device
-                )
+                self.steps = AtenSteps.of(config, kernel, self.tiered, transfer, self.device)
             self.graph = None if self.steps is None else StepGraph(recorder)
 
     def _make_layer(self, layer: int, batch: int) -> LayerState:

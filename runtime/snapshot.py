@@ -26,7 +26,7 @@ HELD_OPTIONS = (
     "sink_tokens",
     "quantizer",
 )
-LOOKAHEAD_OPTIONS = "top_k", "lookahead", "on_miss", "aggregation", "selector"
+LOOKAHEAD_OPTIONS = "top_k", "lookahead", "on_miss", "aggregation"
 
 
 @dataclass(frozen=True)

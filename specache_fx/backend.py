@@ -53,19 +53,17 @@ from specache_fx.runtime.handle import is_laid_out
 from specache_fx.runtime.host_blocks import check_host_dir, resolve_host
 from specache_fx.runtime.kernels import LayerForm, check_forms, check_kernel, choose_kernel
 from specache_fx.runtime.quant import make_quantizer
-from specache_fx.runtime.select import make_selector
 
 logger = logging.getLogger(__name__)
 
 
 def check_names(config: SpecacheConfig) -> None:
-    """Refuse unknown quantisers, selectors and kernels at once, not in the first prompt.
+    """Refuse unknown quantisers and kernels at once, not in the first prompt.
 
     Raises:
         ConfigError: On an unknown name, or `host="pinned"` without a CUDA device.
     """
     make_quantizer(config)
-    make_selector(config)
     check_kernel(config.kernel)
     if unknown := set(config.skip_passes) - OPTIONAL:
         raise ConfigError(

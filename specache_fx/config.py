@@ -99,7 +99,6 @@ class SpecacheConfig:
         aggregation: How the selection scores of the query heads that share a kv head become one: "mean" or "max".
         quantizer: Name of a quantiser in `specache_fx.runtime.quant.QUANTIZERS`: "turboquant" by default, the paper's
             "kivi" with policy "kivi". With 16 bits there are no codes, and it says nothing.
-        selector: Name of a selection policy in `specache_fx.runtime.select.SELECTORS`.
         host: Where the 16-bit pairs live: "pinned" (CUDA), "memory", "disk" (a memory-mapped file), or "auto":
             "pinned" or "memory", or "disk" with a warning where there is too little memory for the prompt's.
         host_dir: Folder for the file; by default the system's temporary folder, or `/var/tmp` where that is in memory.
@@ -140,7 +139,6 @@ class SpecacheConfig:
     accept_guesses: bool = False
     aggregation: Aggregation = "mean"
     quantizer: str = _OF_POLICY
-    selector: str = "topk"
     host: HostKind = "auto"
     host_dir: str | None = None
     reserve: int = 0
@@ -192,7 +190,7 @@ class SpecacheConfig:
         object.__setattr__(self, "skip_passes", tuple(names))
         if not isinstance(self.track_hit_rates, bool) and self.track_hit_rates != "steps":
             raise ConfigError(f'track_hit_rates={self.track_hit_rates!r}: give True, False or "steps".')
-        for name in ("quantizer", "selector", "kernel"):
+        for name in ("quantizer", "kernel"):
             if not isinstance(getattr(self, name), str):
                 raise ConfigError(f"{name}={getattr(self, name)!r}: give a name (a string).")
         if self.on_miss == "refetch" and self.num_lanes == 1:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -96,6 +97,58 @@ def test_wheel_declares_the_backend_and_the_command(wheel: zipfile.ZipFile) -> N
     declared.read_string(wheel.read(name).decode())
     assert dict(declared["torch_dynamo_backends"]) == {"specache": "specache_fx.entry_point:specache"}
     assert dict(declared["console_scripts"]) == {"specache-fx": "specache_fx.cli:app"}
+
+
+WITHOUT_A_CHECKOUT = """
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import specache_fx
+from specache_fx.runtime import cpp_build
+from specache_fx.runtime.native import graph_ops
+
+assert "site" in specache_fx.__file__, specache_fx.__file__
+assert cpp_build.find_compiler() is None
+torch.manual_seed(0)
+sizes = dict(hidden_size=32, intermediate_size=64, num_attention_heads=4, num_key_value_heads=2)
+model = LlamaForCausalLM(LlamaConfig(vocab_size=64, num_hidden_layers=2, **sizes)).eval()
+ids = torch.randint(64, (2, 40))
+kept = dict(max_new_tokens=30, do_sample=False, pad_token_id=0, return_dict_in_generate=True)
+expected = model.generate(ids, **kept).sequences
+model.compile(backend="specache", options={"bits": 16, "group_size": 8, "residual_length": 8, "lowering": "eager"})
+out = model.generate(ids, **kept)
+assert torch.equal(out.sequences, expected)
+assert specache_fx.stats(out.past_key_values).topk_hit_rate > 0
+assert graph_ops.load() is not None
+"""
+
+
+@pytest.mark.nightly
+def test_wheel_alone_generates_without_a_compiler(tmp_path: Path) -> None:
+    """`make wheel`, installed beside this environment's other packages; the checkout is not on the path."""
+    subprocess.run(["make", "wheel"], cwd=ROOT, check=True)
+    (path,) = (ROOT / "dist").glob("specache_fx-*.whl")
+    site = tmp_path / "site"
+    install = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--no-deps",
+        "--no-index",
+        "--target",
+        str(site),
+    ]
+    subprocess.run([*install, str(path)], check=True)
+    env = os.environ | {"PYTHONPATH": str(site), "CXX": "none", "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    for command in (
+        [sys.executable, "-c", WITHOUT_A_CHECKOUT],
+        [str(site / "bin" / "specache-fx"), "--help"],
+    ):
+        done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr[-2000:]
+    assert not list(tmp_path.rglob("cache/**/*.so"))
 
 
 def test_torch_finds_the_backend_by_its_name() -> None:

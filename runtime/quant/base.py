@@ -70,6 +70,8 @@ class Quantizer(ABC):
             scale + zero` is all of dequantisation. "centred": they are `TurboQuantizer`'s. None: kernels can't.
         sequence_key_planes: How many planes of keys, the last ones, are one row for the whole sequence: made of its
             first group with a token that is no padding.
+        exact_constants: The kinds of which a group of one number comes back exactly. Numbers within four times the
+            dtype's smallest normal one may not.
         bits: Width of a code.
         group_size: Tokens that are quantised together.
     """
@@ -78,6 +80,7 @@ class Quantizer(ABC):
     valid_bits: ClassVar[tuple[int, ...]]
     code_form: ClassVar[CodeForm | None] = None
     sequence_key_planes: ClassVar[int] = 0
+    exact_constants: ClassVar[tuple[KVKind, ...]] = ()
 
     def __init__(self, bits: int, group_size: int) -> None:
         self.bits = bits

@@ -15,6 +15,7 @@ class IdentityQuantizer(Quantizer):
 
     name = "identity"
     valid_bits = (16,)
+    exact_constants = ("key", "value")
 
     @property
     def asked_by(self) -> str:

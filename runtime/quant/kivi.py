@@ -16,7 +16,7 @@ from typing import ClassVar
 import torch
 
 from specache_fx.runtime.quant import on_gpu
-from specache_fx.runtime.quant.base import CodeForm, Planes
+from specache_fx.runtime.quant.base import CodeForm, KVKind, Planes
 from specache_fx.runtime.quant.groupwise import GroupwiseQuantizer
 
 
@@ -45,6 +45,7 @@ class KiviQuantizer(GroupwiseQuantizer):
     name = "kivi"
     valid_bits = (1, 2, 4, 8)
     code_form: ClassVar[CodeForm | None] = "affine"
+    exact_constants: ClassVar[tuple[KVKind, ...]] = ("key", "value")
 
     def quantize_key(self, x: torch.Tensor) -> Planes:
         """See `Quantizer.quantize_key`; on a GPU by one kernel."""

@@ -50,6 +50,7 @@ class NonUniformQuantizer(GroupwiseQuantizer):
 
     name = "nuq"
     valid_bits = (1, 2, 4)
+    exact_constants = ("key", "value")
 
     def __init__(self, bits: int, group_size: int) -> None:
         super().__init__(bits, group_size)

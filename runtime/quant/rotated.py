@@ -37,6 +37,7 @@ class RotatedQuantizer(KiviQuantizer):
 
     name = "rotated"
     code_form = None
+    exact_constants = ("key",)
 
     def quantize_key(self, x: torch.Tensor) -> Planes:
         """See `Quantizer.quantize_key`."""

@@ -52,6 +52,7 @@ class TurboQuantizer(Quantizer):
     valid_bits = (1, 2, 4, 8)
     code_form = "centred"
     sequence_key_planes = 1
+    exact_constants = ("key",)
 
     def quantize_key(self, x: torch.Tensor) -> Planes:
         """See `Quantizer.quantize_key`."""

@@ -36,6 +36,7 @@ class ZipCacheQuantizer(KiviQuantizer):
 
     name = "zipcache"
     code_form = None
+    exact_constants = ("key",)
 
     def quantize_value(self, x: torch.Tensor) -> Planes:
         """See `Quantizer.quantize_value`."""

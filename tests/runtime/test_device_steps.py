@@ -17,8 +17,6 @@ from specache_fx.config import SpecacheConfig
 from specache_fx.runtime import host_cache, ops, registry  # noqa: F401  (ops defines the operators)
 from specache_fx.runtime.decode_step import DecodeStep
 from specache_fx.runtime.layout import LayerShape
-from specache_fx.runtime.select import SELECTORS
-from specache_fx.runtime.select.topk import sorted_topk
 from specache_fx.runtime.session import Session
 from specache_fx.runtime.transfer import KernelTransfer
 from specache_fx.runtime.triton_steps import TritonSteps
@@ -268,12 +266,10 @@ def test_bytes_of_the_steps_are_the_sessions() -> None:
         {"lookahead": "none"},
         {"host": "disk"},
         {"quantizer": "nuq"},
-        {"selector": "other"},
     ],
     ids=lambda o: next(iter(o)),
 )
-def test_sessions_that_they_do_not_serve(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(SELECTORS, "other", sorted_topk)
+def test_sessions_that_they_do_not_serve(options: dict[str, Any]) -> None:
     session = Session(SpecacheConfig(**(USUAL | options)), (LayerShape(2, 8, 8),), torch.float32, DEVICE)
     session.store(0, torch.randn(2, 2, 40, 8, device=DEVICE), torch.randn(2, 2, 40, 8, device=DEVICE), None)
     assert session.steps is None

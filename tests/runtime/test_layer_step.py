@@ -27,8 +27,6 @@ from specache_fx.runtime.decode_step import DecodeStep
 from specache_fx.runtime.layer_cache import LayerCache
 from specache_fx.runtime.layout import LayerShape
 from specache_fx.runtime.native import graph_ops
-from specache_fx.runtime.select import SELECTORS
-from specache_fx.runtime.select.topk import sorted_topk
 from specache_fx.runtime.session import Session
 from specache_fx.runtime.step_table import StepTable
 from specache_fx.runtime.tracing import recording
@@ -336,14 +334,10 @@ def test_both_lanes_have_their_share_in_the_selection(tracked: bool) -> None:
         {"lookahead": "none", "on_miss": "keep"},
         {"host": "disk"},
         {"quantizer": "nuq"},
-        {"selector": "other"},
     ],
     ids=lambda o: next(iter(o)),
 )
-def test_sessions_that_the_call_does_not_serve(
-    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(SELECTORS, "other", sorted_topk)
+def test_sessions_that_the_call_does_not_serve(options: dict[str, Any]) -> None:
     config = SpecacheConfig(**{"bits": 2, "group_size": 8, "residual_length": 8, "top_k": 4, **options})
     session = Session(config, (LayerShape(2, 8, 8),), torch.float32, CPU)
     session.store(0, torch.randn(2, 2, 40, 8), torch.randn(2, 2, 40, 8), None)

@@ -262,3 +262,31 @@ def start(code: str, *args: str, env: dict[str, str]) -> subprocess.Popen[str]:
 def run(code: str, *args: str, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", textwrap.dedent(code), *args]
     return subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=120)
+
+
+def test_library_of_the_wheel_needs_no_compiler(
+    sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpp_build, "PREBUILT", tmp_path / "prebuilt")
+    monkeypatch.setattr(cpp_build, "SOURCES", sources)
+    monkeypatch.setattr(cpp_build, "LIBRARIES", {"tiny": False})
+    cpp_build.prebuild(tmp_path / "prebuilt")
+    assert len(list((tmp_path / "prebuilt").iterdir())) == len(cpp_build.INSTRUCTION_SETS)
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert load(sources, tmp_path / "cache", monkeypatch) == 42
+    assert not (tmp_path / "cache").exists()
+    # Of other sources it is not taken.
+    write(sources, 43)
+    with pytest.raises(cpp_build.BuildError, match="no-such-compiler"):
+        load(sources, tmp_path / "cache", monkeypatch)
+
+
+def test_library_of_the_wheel_that_this_system_cannot_load_is_built(
+    sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpp_build, "PREBUILT", tmp_path)
+    (tmp_path / cpp_build.prebuilt_name("tiny", sources, "portable", False)).write_bytes(
+        b"for another system"
+    )
+    assert load(sources, tmp_path / "cache", monkeypatch) == 42
+    assert kept(tmp_path / "cache").exists()

@@ -255,13 +255,14 @@ def test_turboquant_balances_a_padded_row_by_its_own_tokens(pads: int) -> None:
 
 
 def test_paper_map_has_the_bits_per_value() -> None:
-    """The table of quantisers there: head_dim 128, group_size 64, 16-bit scales."""
+    """Each row of the table of quantisers there: head_dim 128, group_size 64, 16-bit scales."""
     rows = re.findall(r"^\| `([\w-]+)` \|.*\| ([\d., ]+) \|$", PAPER_MAP.read_text(), re.MULTILINE)
     written = {name: [float(figure) for figure in figures.split(",")] for name, figures in rows}
     computed: dict[str, list[float]] = {}
     for name, bits in METHODS:
         computed.setdefault(name, []).append(quantizer_of(name, bits).bits_per_value(128))
-    assert written == computed
+    assert len(written) >= 6
+    assert written == {name: computed[name] for name in written}
 
 
 @pytest.mark.parametrize(

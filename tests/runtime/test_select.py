@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from specache_fx.config import Aggregation
 from specache_fx.runtime import cpp_build
 from specache_fx.runtime.native import selection
-from specache_fx.runtime.select import AGGREGATIONS, SELECTORS, count_overlap, select_topk, topk_overlap
+from specache_fx.runtime.select import AGGREGATIONS, count_overlap, select_topk, topk_overlap
 from specache_fx.runtime.select.topk import sorted_topk
 
 # Few different values, so that most rows have ties; the padding mark; the neighbours of zero.
@@ -25,7 +25,7 @@ def best(row: list[float], top_k: int) -> list[int]:
     return chosen + [-1] * (top_k - len(chosen))
 
 
-@pytest.mark.parametrize("select", [*SELECTORS.values(), sorted_topk])
+@pytest.mark.parametrize("select", [select_topk, sorted_topk])
 @settings(max_examples=150, deadline=None)
 @given(
     rows=st.integers(0, 12).flatmap(
