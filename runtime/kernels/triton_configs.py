@@ -5,10 +5,10 @@ Apart from the kernels, because these numbers belong to machines. Triton tries t
 (`triton_arguments.length_class`): a growing context tunes a few times and compiles nothing. The interpreter gets one
 config, for there is nothing to time.
 
-Registers are capped: 168 a thread let three blocks of 4 warps run on a multiprocessor, 128 let four. At head_dim
-128 nothing spills, with padding or without, and a warp's instructions for 64 tokens have a budget
-(`tests/runtime/test_triton_budgets.py`). Wider heads, more than 8 queries a kv head, biases and softcaps would spill
-under a cap, so they have none.
+Registers are capped: 168 a thread let three blocks of 4 warps run on a multiprocessor, 128 let four. At head_dim 128
+nothing spills, with padding or without, and a warp's instructions for 64 tokens have a budget
+(`tests/unit/runtime/test_triton_budgets.py`). Wider heads, more than 8 queries a kv head, biases and softcaps would
+spill under a cap, so they have none.
 
 None of these numbers has been measured on a GPU yet.
 """

@@ -1,4 +1,4 @@
-"""A worker of `tests/test_tensor_parallel.py`: one process of two, under `torch.distributed.run`."""
+"""A worker of `tests/models/test_tensor_parallel.py`: one process of two, under `torch.distributed.run`."""
 
 from __future__ import annotations
 

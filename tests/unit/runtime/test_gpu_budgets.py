@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from support.triton_mode import needs_compiler
 
-TESTS = Path(__file__).parents[1]
+TESTS = Path(__file__).parents[2]
 # The next product waits for these; the rest runs beside it, and with a captured step none costs the host anything.
 CRITICAL = ["rotate_queries", "partial_attention", "merge_parts"]
 # Beyond 2,048 tokens a selection takes two rounds.

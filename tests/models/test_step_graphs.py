@@ -25,7 +25,7 @@ from specache_fx.runtime.triton_steps import TritonSteps
 
 pytestmark = [
     needs_triton,
-    pytest.mark.skipif(DEVICE.type != "cpu", reason="there a GPU captures: tests/test_gpu.py"),
+    pytest.mark.skipif(DEVICE.type != "cpu", reason="there a GPU captures: tests/models/test_gpu.py"),
 ]
 USUAL = {
     "kernel": "triton",

@@ -22,7 +22,7 @@ from packaging.requirements import Requirement
 
 from specache_fx.examples.needle import make_prompts, to_text
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = {
     "specache_fx": "specache_fx",
     "passes": "specache_fx/passes",

@@ -29,7 +29,7 @@ from specache_fx.runtime.quant.hadamard import block_size, signs, transform
 from specache_fx.runtime.quant.nuq import codebook
 from specache_fx.runtime.quant.packing import unpack
 
-PAPER_MAP = Path(__file__).resolve().parents[2] / "docs" / "paper_map.md"
+PAPER_MAP = Path(__file__).resolve().parents[3] / "docs" / "paper_map.md"
 
 
 # nuq

@@ -163,7 +163,7 @@ _DISK_FULL = """
 
 
 def test_disk_full_in_prefill_names_the_bytes_and_the_model_stays_usable() -> None:
-    root = Path(__file__).parent.parent
+    root = Path(__file__).parents[2]
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(_DISK_FULL)],
         cwd=root,

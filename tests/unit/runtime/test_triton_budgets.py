@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from support.triton_mode import needs_compiler
 
-TESTS = Path(__file__).parents[1]
+TESTS = Path(__file__).parents[2]
 MOST_REGISTERS = 168  # a thread: three blocks of 128 threads have a multiprocessor's 65,536
 # That four warps execute on average for 64 tokens, on sm_90: of any config, and of the best one for centred codes.
 MOST_INSTRUCTIONS = 700

@@ -11,7 +11,7 @@ import pytest
 
 from specache_fx.config import SpecacheConfig
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 README_WORDS, SENTENCE_WORDS = 900, 25
 PAGES = [
     "README.md",

@@ -17,7 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from tests.support.tensor_parallel import SETTINGS
 
 pytest.importorskip("torch.distributed.tensor")
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = {"specache_fx": "specache_fx", "passes": "specache_fx.passes", "runtime": "specache_fx.runtime"}
 
 # Highest first. A name stands for itself and, if it is a package, for all in it that has no line of its own.

@@ -43,7 +43,7 @@ from specache_fx.runtime import registry
 from specache_fx.runtime.native import graph_ops
 from specache_fx.saving import FILE, FORMAT, content, write_to
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 Told = dict[str, dict[str, Any]]
 
 

@@ -1,4 +1,4 @@
-"""`newest_tokens`: graphs that stay as they are. `tests/test_spellings.py` has those that change."""
+"""`newest_tokens`: graphs that stay as they are. `tests/models/test_spellings.py` has those that change."""
 
 from __future__ import annotations
 
