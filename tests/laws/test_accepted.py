@@ -16,11 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import strategies
 from support.cases import examples, nightly_unless
+from support.compiled import EXACT, compiled, forced_tokens
 from support.models import Generated, TinyConfig, TinyDecoder, generate
 from support.oracle import OracleDecoder
 from support.triton_mode import needs_triton
 from support.zoo import SMALL, build
-from test_laws import EXACT, compiled, forced_tokens
 from torch import Tensor
 
 import specache_fx

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -12,6 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from support import strategies
 from support.cases import examples
+from support.compiled import EXACT, compiled, forced_tokens
 from support.models import Generated, TinyConfig, TinyDecoder, generate
 from support.oracle import DecodeStep, OracleDecoder, OracleRun
 
@@ -21,27 +20,11 @@ from specache_fx.runtime import registry
 from specache_fx.runtime.metrics import Hits
 from specache_fx.runtime.quant import QUANTIZERS
 
-# Compiled float32 against eager float32: the order of sums differs, nothing else.
-EXACT = {"rtol": 2e-4, "atol": 2e-4}
-
-
-def compiled(model: TinyDecoder, config: SpecacheConfig) -> Callable[..., Any]:
-    torch._dynamo.reset()
-    options = {**asdict(config), "lowering": "eager"}
-    return torch.compile(model, backend="specache", options=options)
-
 
 def run(
     prompt: strategies.Prompt, config: SpecacheConfig, tokens: int, forced: torch.Tensor | None = None
 ) -> Generated:
     return generate(compiled(prompt.model, config), prompt.input_ids, tokens, prompt.attention_mask, forced)
-
-
-def forced_tokens(prompt: strategies.Prompt, tokens: int, seed: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(
-        prompt.model.config.vocab_size, (len(prompt.input_ids), tokens - 1), generator=generator
-    )
 
 
 @settings(max_examples=examples(10))

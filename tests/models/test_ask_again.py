@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from test_saving import python
+from support.process import python
 
 from specache_fx.examples.ask_again import needle_document
 

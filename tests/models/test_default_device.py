@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.models import TinyConfig, TinyDecoder, generate
-from test_saving import python
+from support.process import python
 
 import specache_fx
 

@@ -13,8 +13,8 @@ import torch
 from filelock import FileLock
 from hypothesis import given
 from hypothesis import strategies as st
+from support.process import python
 from support.zoo import SMALL, build
-from test_saving import python
 from torch import Tensor
 
 import specache_fx

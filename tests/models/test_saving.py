@@ -6,10 +6,7 @@ import copy
 import functools
 import gc
 import json
-import os
 import resource
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,6 +16,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from support.cases import nightly_unless
+from support.process import python
 from support.saved_cases import (
     CASES,
     DAILY,
@@ -43,23 +41,7 @@ from specache_fx.runtime import registry
 from specache_fx.runtime.native import graph_ops
 from specache_fx.saving import FILE, FORMAT, content, write_to
 
-ROOT = Path(__file__).resolve().parents[2]
 Told = dict[str, dict[str, Any]]
-
-
-def python(*arguments: str) -> str:
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, *arguments],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
 
 
 @pytest.fixture(scope="module")
