@@ -33,13 +33,19 @@ import specache_fx
 from specache_fx import CacheHandleError
 from specache_fx.examples.needle import MODEL_DIR, make_prompts
 
-pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+anew = pytest.mark.usefixtures("fresh_dynamo")
 
 
 def compiled(name: str = "llama", /, **options: Any) -> nn.Module:
     model = build(name)
     model.compile(backend="specache", options={**SMALL, "bits": 16, **options})
     return model
+
+
+@cache
+def shared(name: str = "llama") -> nn.Module:
+    """Compiled once for tests that leave its graphs as they are, one after another."""
+    return compiled(name)
 
 
 @cache
@@ -87,9 +93,10 @@ _ALIKE = (
 def test_way_equals_eager(name: str, way: str) -> None:
     prompt, kwargs = arguments(way, name)
     expected = generate(eager(name), prompt, **kwargs)
-    assert torch.equal(generate(compiled(name), prompt, **kwargs), expected)
+    assert torch.equal(generate(shared(name), prompt, **kwargs), expected)
 
 
+@anew
 @pytest.mark.parametrize(
     "way",
     nightly_unless(
@@ -106,7 +113,7 @@ def test_way_runs_at_low_bits(way: str) -> None:
 
 
 def test_generations_of_other_sizes_on_one_model() -> None:
-    model = compiled()
+    model = shared()
     for batch, width in ((1, 5), (3, 30), (2, 17), (1, 9)):
         prompt = left_padded(tuple(width - 2 * row for row in range(batch)), seed=batch)
         assert torch.equal(generate(model, prompt), generate(eager(), prompt))
@@ -115,7 +122,7 @@ def test_generations_of_other_sizes_on_one_model() -> None:
 def test_two_caches_stepped_by_turns() -> None:
     prompts = PADDED["input_ids"][1:3], PADDED["input_ids"][1:3, 4:].flip(0)
     expected = [own_loop(eager(), prompt, 24) for prompt in prompts]
-    model = compiled()
+    model = shared()
     tokens, pasts = list(prompts), [None, None]
     for i in range(24):
         for which in (0, 1):
@@ -126,7 +133,7 @@ def test_two_caches_stepped_by_turns() -> None:
 
 
 def test_generate_within_generate() -> None:
-    model, inner = compiled(), []
+    model, inner = shared(), []
     outer = Listener(lambda: inner.append(generate(model, ALONE, new_tokens=12)))
     assert torch.equal(generate(model, streamer=outer, new_tokens=20), generate(eager(), new_tokens=20))
     expected = generate(eager(), ALONE, new_tokens=12)
@@ -135,13 +142,13 @@ def test_generate_within_generate() -> None:
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_conversation_on_one_cache(name: str) -> None:
-    assert torch.equal(conversation(compiled(name)), conversation(eager(name)))
+    assert torch.equal(conversation(shared(name)), conversation(eager(name)))
 
 
 @pytest.mark.parametrize("removed", [1, 7, 19])
 def test_continuing_a_cropped_cache(removed: int) -> None:
     """Into the window, over its edge, and deep into what was quantised."""
-    torch.testing.assert_close(crop_and_go_on(compiled(), removed), crop_and_go_on(eager(), removed), **EXACT)
+    torch.testing.assert_close(crop_and_go_on(shared(), removed), crop_and_go_on(eager(), removed), **EXACT)
 
 
 def test_extending_a_cropped_cache() -> None:
@@ -150,7 +157,7 @@ def test_extending_a_cropped_cache() -> None:
         past.crop(-9)
         return own_loop(model, torch.tensor([[77, 3, 4, 77, 12]]), 12, past)
 
-    torch.testing.assert_close(crop_and_extend(compiled()), crop_and_extend(eager()), **EXACT)
+    torch.testing.assert_close(crop_and_extend(shared()), crop_and_extend(eager()), **EXACT)
 
 
 # How the model is called --------------------------------------------------------------------------------------------
@@ -159,14 +166,12 @@ def test_extending_a_cropped_cache() -> None:
 @pytest.mark.parametrize("name", ["llama", "gpt2", "qwen3"])
 def test_own_loop_without_positions_or_mask(name: str) -> None:
     prompt = PADDED["input_ids"][1:]
-    torch.testing.assert_close(
-        own_loop(compiled(name), prompt, 25), own_loop(eager(name), prompt, 25), **EXACT
-    )
+    torch.testing.assert_close(own_loop(shared(name), prompt, 25), own_loop(eager(name), prompt, 25), **EXACT)
 
 
 def test_streamer_gets_every_token() -> None:
     listener = Listener()
-    tokens = generate(compiled(), streamer=listener)
+    tokens = generate(shared(), streamer=listener)
     assert listener.ended and torch.equal(torch.cat(listener.pieces, dim=1), tokens)
 
 
@@ -182,6 +187,7 @@ def streamed(model: nn.Module, tokenizer: Any, inputs: dict[str, Tensor]) -> str
     return "".join(pieces)
 
 
+@anew
 def test_text_streamers_give_the_text_of_eager(capsys: pytest.CaptureFixture[str]) -> None:
     tokenizer = AutoTokenizer.from_pretrained(MODEL_DIR)
     model = AutoModelForCausalLM.from_pretrained(MODEL_DIR, dtype=torch.float32)
@@ -206,7 +212,7 @@ def test_text_streamers_give_the_text_of_eager(capsys: pytest.CaptureFixture[str
 
 def test_inference_mode_and_no_grad_by_turns() -> None:
     prompt = PADDED["input_ids"][1:]
-    expected, model = own_loop(eager(), prompt, 25), compiled()
+    expected, model = own_loop(eager(), prompt, 25), shared()
     token, past = prompt, None
     for i in range(25):
         mode = (torch.inference_mode, torch.no_grad)[(i // 5) % 2]
@@ -216,6 +222,7 @@ def test_inference_mode_and_no_grad_by_turns() -> None:
         torch.testing.assert_close(out.logits[:, -1], expected[i], **EXACT)
 
 
+@anew
 def test_inference_mode_generate_equals_eager() -> None:
     with torch.inference_mode():
         assert torch.equal(generate(compiled()), generate(eager()))
@@ -223,7 +230,7 @@ def test_inference_mode_generate_equals_eager() -> None:
 
 def test_hidden_states_are_those_of_the_output_token() -> None:
     kwargs = {"output_hidden_states": True, "return_dict_in_generate": True, "new_tokens": 20}
-    ours, plain = generate(compiled(), **kwargs), generate(eager(), **kwargs)
+    ours, plain = generate(shared(), **kwargs), generate(eager(), **kwargs)
     assert torch.equal(ours.sequences, plain.sequences)
     for our_step, plain_step in zip(ours.hidden_states, plain.hidden_states, strict=True):
         torch.testing.assert_close(our_step, plain_step, **EXACT)
@@ -233,10 +240,11 @@ def test_hidden_states_are_those_of_the_output_token() -> None:
 def test_logits_to_keep(logits_to_keep: int) -> None:
     prompt, kwargs = PADDED["input_ids"][1:], {"logits_to_keep": logits_to_keep}
     torch.testing.assert_close(
-        own_loop(compiled(), prompt, 12, **kwargs), own_loop(eager(), prompt, 12, **kwargs), **EXACT
+        own_loop(shared(), prompt, 12, **kwargs), own_loop(eager(), prompt, 12, **kwargs), **EXACT
     )
 
 
+@anew
 def test_gradients_leave_the_model_alone_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     model, plain = compiled().train(), build("llama").train()
     with caplog.at_level(logging.WARNING, logger="specache_fx"):
@@ -259,6 +267,7 @@ def test_gradients_leave_the_model_alone_with_a_warning(caplog: pytest.LogCaptur
     torch.testing.assert_close(found, wanted, **EXACT)
 
 
+@anew
 @pytest.mark.parametrize("lookahead", nightly_unless(lambda name: name == "token", ["token", "query"]))
 def test_generation_up_to_the_last_learned_position(lookahead: str) -> None:
     """At the end the speculative lane asks for a position that the table does not have."""
