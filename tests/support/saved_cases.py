@@ -103,10 +103,7 @@ OWN = {
 DAILY = (
     "1-bit",
     "2-bit",
-    "prompt-alone",
     "sinks",
-    "resident",
-    "kivi",
     "disk",
     "window",
     "tokens-first",
