@@ -18,7 +18,7 @@ def ask(store: Path, key: str) -> tuple[str, str]:
     return said, loaded
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_document_is_read_once_and_asked_about_again(tmp_path: Path) -> None:
     records = dict(re.findall(r"\| (key\d\d) ((?:v\d\d ?){4})", needle_document()))
     (first, second), store = list(records)[:2], tmp_path / "store"

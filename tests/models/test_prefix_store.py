@@ -334,7 +334,7 @@ def test_what_killed_processes_left_is_removed(model: Any, tmp_path: Path) -> No
     assert len(files(tmp_path)) == 1 and len(list(tmp_path.iterdir())) == 3  # cache, tokens, lock
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_processes_that_put_and_get_at_once_find_whole_caches(model: Any, tmp_path: Path) -> None:
     put(PrefixStore(tmp_path / "one", 1 << 30), model, DOCUMENT)
     store = PrefixStore(tmp_path / "store", 3 * held(tmp_path / "one"))

@@ -496,7 +496,7 @@ def test_other_caches_go_on_while_one_is_saved(model: Any) -> None:
     assert went_on and len(said) == 2 and said[0] == said[1]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_two_processes_that_save_at_once_leave_one_whole_cache(model: Any, saved: Path) -> None:
     code = f"""
 import sys, specache_fx

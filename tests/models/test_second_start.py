@@ -58,6 +58,7 @@ def start(cache: Path, artifacts: Path | None = None) -> dict[str, object]:
     return found
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(not torch._inductor.config.fx_graph_cache, reason="Inductor's cache is switched off here")
 def test_second_start_compiles_nothing_anew(tmp_path: Path) -> None:
     first, second = start(tmp_path), start(tmp_path)
