@@ -60,7 +60,7 @@ AT_ONCE, NO_MORE = "0" + "1" * 12, "1" + "0" * 12
 @pytest.mark.parametrize(
     ("name", "batch", "masks"),
     nightly_unless(
-        lambda case: case not in (("window", 3, COMES), ("learned", 3, AT_ONCE)),
+        lambda case: case[0] in ("plain", "local", "latent"),
         [
             ("plain", 1, COMES),
             ("plain", 3, GOES),
@@ -84,11 +84,14 @@ def test_a_mask_that_comes_or_goes_within_a_generation_is_followed(name: str, ba
 
 @pytest.mark.parametrize(
     ("masks", "dtype"),
-    [
-        (("0" * 14, "1" * 14), torch.int64),
-        (("1" * 14, "0" * 14), torch.bool),
-        (("0" * 14, "0" + "1" * 13), torch.float32),
-    ],
+    nightly_unless(
+        lambda case: case[1] != torch.bool,
+        [
+            (("0" * 14, "1" * 14), torch.int64),
+            (("1" * 14, "0" * 14), torch.bool),
+            (("0" * 14, "0" + "1" * 13), torch.float32),
+        ],
+    ),
 )
 def test_a_generation_with_a_mask_follows_one_without(masks: tuple[str, str], dtype: torch.dtype) -> None:
     model = TinyDecoder(TinyConfig())
@@ -131,7 +134,7 @@ def transformers_steps(model: Any, ids: Tensor, past: Any, masked: bool, count: 
 @pytest.mark.parametrize(
     ("name", "attention"),
     nightly_unless(
-        lambda case: case in (("gemma3_text", "sdpa"), ("llama", "eager")),
+        lambda case: case == ("llama", "eager"),
         [("llama", "sdpa"), ("gemma3_text", "sdpa"), ("llama", "eager"), ("gpt2", "eager")],
     ),
 )
@@ -183,7 +186,7 @@ def test_a_cache_that_is_taken_over_is_speculated_on_as_one_of_our_own() -> None
     assert found[1][1] == found[0][1]
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize("name", nightly_unless("llama".__eq__, ["llama", "gpt2"]))
 def test_a_dynamic_cache_that_is_taken_over_is_pre_decoded_once(name: str) -> None:
     model = build(name)
     first, past = transformers_steps(model, prompt(1) + 3, None, False, 1)

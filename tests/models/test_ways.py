@@ -32,7 +32,7 @@ import specache_fx
 # Windows beside global layers; windows, sinks and experts; latents and experts; experts.
 NAMES = ("gemma3_text", "gpt_oss-window", "deepseek_v3", "mixtral")
 _WINDOWED = NAMES[:2]
-FEW = ("prompt_lookup", "beams_return_sequences")
+FEW = ("prompt_lookup",)
 # transformers itself leaves no layer out there, and runs past the end of the shorter cache.
 NOT_BY_TRANSFORMERS = {("gpt_oss-window", "early_exit")}
 

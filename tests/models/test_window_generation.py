@@ -49,7 +49,7 @@ def decode(model: Any, past: Any, steps: int) -> Tensor:
     return torch.stack([model(token, past_key_values=past, use_cache=True).logits for token in tokens])
 
 
-@pytest.mark.parametrize("bits", [16, 1])
+@pytest.mark.parametrize("bits", nightly_unless((1).__eq__, [16, 1]))
 def test_beams_equal_eager(bits: int) -> None:
     expected = generate(eager("gemma3_text"), num_beams=3)
     assert torch.equal(generate(compiled("gemma3_text", bits), num_beams=3), expected)
@@ -89,7 +89,7 @@ def test_full_windows_alone_are_not_taken_over() -> None:
         decode(compiled("mistral-window"), prompt(eager("mistral-window"), WINDOW + 5), 1)
 
 
-@pytest.mark.parametrize("tokens", [9, 21])
+@pytest.mark.parametrize("tokens", nightly_unless((21).__eq__, [9, 21]))
 def test_forks_go_their_own_ways(tokens: int) -> None:
     ours, theirs = compiled("gemma3_text"), eager("gemma3_text")
     mine, plain = prompt(ours, tokens), prompt(theirs, tokens)
