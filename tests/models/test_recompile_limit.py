@@ -111,6 +111,7 @@ def test_graphs_that_are_left_alone_count() -> None:
     assert config.recompile_limit > 2
 
 
+@pytest.mark.nightly
 @torch.no_grad()
 def test_compiles_of_the_same_code_by_another_backend_find_room() -> None:
     """No backend of ours is asked there: the last that the limit allows may be one of these."""
@@ -152,6 +153,7 @@ def test_the_limit_holds_for_a_thread_for_each_request() -> None:
         assert failures == []
 
 
+@pytest.mark.nightly
 def test_a_limit_of_the_region_is_raised_too() -> None:
     if "recompile_limit" not in inspect.signature(torch.compile).parameters:
         assert not torch.__version__.startswith(("2.12", "2.13"))
@@ -165,6 +167,7 @@ def test_a_limit_of_the_region_is_raised_too() -> None:
     assert config.recompile_limit == before
 
 
+@pytest.mark.nightly
 def test_the_accumulated_limit_is_an_error_until_dynamo_is_reset() -> None:
     plain, model = build("llama"), compiled()
     first, padded, *others = list(prompts(plain))[:4]
