@@ -1,5 +1,6 @@
 # Each target does all of its own set-up, and nothing twice.
 #   make test     lint, types, tests         make demo    the needle demo on a trained model
+#   make quick    under a minute: parts of each kind, some laws, one model, nothing by Inductor
 #   make test-all   the tests that take minutes too          make test-gpu   those that a GPU runs on itself
 #   make format   rewrite in house style     make clean   remove all that make has made
 #   make experiments   the papers' experiments into results/, and the pages; ONLY="table1 pareto", ARGS=--quick
@@ -22,7 +23,7 @@ STAMP := $(VENV)/installed
 TYPES := build/types
 
 .DEFAULT_GOAL := test
-.PHONY: install lint types check test test-all test-gpu wheel demo models peers peers-cpu experiments page architectures format clean
+.PHONY: install lint types check quick test test-all test-gpu wheel demo models peers peers-cpu experiments page architectures format clean
 
 # torch is named here, so that it and all that needs it are resolved together, to the version in constraints.txt. Triton
 # is not in there: a torch for CUDA brings the one that it was built with, and the newest does for the interpreter.
@@ -46,6 +47,16 @@ types: $(STAMP)
 	MYPYPATH=$(TYPES) $(BIN)/mypy --package specache_fx --package specache_bench
 
 check: lint types
+
+# The inner loop. Each of them takes seconds.
+QUICK := tests/unit/capture/test_trace.py tests/unit/passes/test_decode_graphs.py tests/unit/passes/test_heads_first.py \
+    tests/unit/passes/test_graph_utils.py $(addprefix tests/unit/runtime/test_, quant_kivi.py quant_methods.py select.py \
+    metrics.py sink_rows.py token_history.py mask_rows.py machine_memory.py packing.py layer_step.py) \
+    tests/unit/test_layering.py tests/laws/test_laws.py::test_kivi_equals_the_dense_oracle \
+    tests/laws/test_laws.py::test_every_policy_option_equals_the_dense_oracle \
+    'tests/models/test_models.py::test_tokens_equal_eager_with_bits_16[llama]'
+quick: $(STAMP)
+	$(BIN)/python -m pytest -q --numprocesses $(WORKERS) --dist worksteal $(QUICK)
 
 test: check
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal --durations 15 $(PYTEST_ARGS)

@@ -27,7 +27,7 @@ def run(
     return generate(compiled(prompt.model, config), prompt.input_ids, tokens, prompt.attention_mask, forced)
 
 
-@settings(max_examples=examples(10))
+@settings(max_examples=examples(6))
 @given(st.data(), st.sampled_from(("bits", "residual", "top_k")), strategies.lookaheads)
 def test_law_1_exact_settings_equal_plain_decoding(data: st.DataObject, how: str, lookahead: str) -> None:
     prompt = data.draw(strategies.prompts())
@@ -39,7 +39,7 @@ def test_law_1_exact_settings_equal_plain_decoding(data: st.DataObject, how: str
     assert torch.equal(ours.tokens, plain.tokens)
 
 
-@settings(max_examples=examples(6))
+@settings(max_examples=examples(4))
 @given(st.data(), st.sampled_from((torch.bfloat16, torch.float16)))
 def test_law_1_holds_within_rounding_in_16_bits(data: st.DataObject, dtype: torch.dtype) -> None:
     prompt = data.draw(strategies.prompts(dtype))
@@ -55,7 +55,7 @@ def test_law_1_holds_within_rounding_in_16_bits(data: st.DataObject, dtype: torc
     assert (ours.logits.float() - truth.logits).abs().max() <= 2 * budget + 1e-3
 
 
-@settings(max_examples=examples(15))
+@settings(max_examples=examples(8))
 @given(st.data())
 def test_decoding_equals_the_dense_oracle(data: st.DataObject) -> None:
     # From 2 tokens: after a prompt of one, Dynamo makes the length a constant of the first decode graph, and lookahead
@@ -166,7 +166,7 @@ def test_law_1_holds_for_kcache(data: st.DataObject, how: str) -> None:
     assert torch.equal(ours.tokens, plain.tokens)
 
 
-@settings(max_examples=examples(6))
+@settings(max_examples=examples(4))
 @given(st.data())
 def test_kcache_equals_the_dense_oracle(data: st.DataObject) -> None:
     prompt = kcache_prompt(data)
@@ -181,7 +181,7 @@ def test_kcache_equals_the_dense_oracle(data: st.DataObject) -> None:
     assert stats.prefetched_bytes == stats.prefetched_rows * (prompt.model.config.value_dim or 0) * 4
 
 
-@settings(max_examples=examples(6))
+@settings(max_examples=examples(4))
 @given(st.data())
 def test_kivi_equals_the_dense_oracle(data: st.DataObject) -> None:
     prompt = data.draw(strategies.prompts())

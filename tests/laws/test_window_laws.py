@@ -48,7 +48,7 @@ def forced_tokens(prompt: strategies.Prompt, tokens: int, seed: int) -> Tensor:
     )
 
 
-@settings(max_examples=examples(4))
+@settings(max_examples=examples(3))
 @given(st.data())
 def test_windows_equal_the_dense_oracle(data: st.DataObject) -> None:
     prompt = data.draw(windowed())
@@ -66,7 +66,10 @@ def test_windows_equal_the_dense_oracle(data: st.DataObject) -> None:
 
 @pytest.mark.parametrize(
     ("lookahead", "window", "layer"),
-    [("token", 9, 1), ("token", 20, 0), ("token", 4, 0), ("query", 5, 0), ("none", 6, 0)],
+    nightly_unless(
+        lambda case: case in (("token", 9, 1), ("token", 4, 0), ("query", 5, 0)),
+        [("token", 9, 1), ("token", 20, 0), ("token", 4, 0), ("query", 5, 0), ("none", 6, 0)],
+    ),
 )
 def test_window_of_one_layer_equals_the_dense_oracle(lookahead: Any, window: int, layer: int) -> None:
     # Window 9: the past's length came in as an integer too, and lane 1 was given one more than the window has.
@@ -84,7 +87,7 @@ def test_window_of_one_layer_equals_the_dense_oracle(lookahead: Any, window: int
         assert session.metrics.hits.topk_hits == truth.topk_hits.hits
 
 
-@settings(max_examples=examples(4))
+@settings(max_examples=examples(3))
 @given(windowed())
 def test_windows_equal_plain_decoding(prompt: strategies.Prompt) -> None:
     plain = generate(prompt.model, prompt.input_ids, 30, prompt.attention_mask)
@@ -151,7 +154,7 @@ def turns(forward: Any, lengths: tuple[int, ...], tokens: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     "lengths",
     nightly_unless(
-        lambda case: len(case[0]) < 8, [((5, 3, 1, 1, 9, 1, 1, 4),), ((20, 1, 7, 1, 1),), ((6, 6, 6, 6),)]
+        lambda case: case[0][0] == 20, [((5, 3, 1, 1, 9, 1, 1, 4),), ((20, 1, 7, 1, 1),), ((6, 6, 6, 6),)]
     ),
     ids=str,
 )
