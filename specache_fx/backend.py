@@ -13,7 +13,7 @@ from torch.fx import GraphModule
 
 from specache_fx._log import forget_warnings, warn_once
 from specache_fx.capture.analyse import analyse, kv_inputs
-from specache_fx.capture.buffer_writes import writes_in_place
+from specache_fx.capture.buffer_writes import writes_tokens
 from specache_fx.capture.cache_side import LEAVE, NoMatch
 from specache_fx.capture.fixed_caches import (
     attends_in_place,
@@ -149,7 +149,7 @@ class Backend:
                 f"they don't grow. A DynamicCache is rewritten, and as exact. {LEAVE}.",
             )
             return self._left_in_place(gm, example_inputs, program, observe, bounded)
-        inputs, writes = placeholders(rewritten.graph), writes_in_place(rewritten)
+        inputs, writes = placeholders(rewritten.graph), writes_tokens(rewritten)
         program = analyse(rewritten, config)
         if observe is not None:
             observe("analyse", rewritten, program)

@@ -114,7 +114,11 @@ class InPlace:
             and session.device.type != HOST
             and fixed_buffers.are_intact(held)
         ):
-            start, agrees = session.kv_len, torch.stack([_at(one, session) for one in positions]).all()
+            asserted = (torch.as_tensor(one, device=session.device).all() for one in values[first_assert:])
+            start, agrees = (
+                session.kv_len,
+                torch.stack([*(_at(one, session) for one in positions), *asserted]).all(),
+            )
         else:
             start = _start(positions, q_len)
             for message, holds in zip(plan.asserts, values[first_assert:], strict=True):

@@ -29,7 +29,7 @@ from specache_fx.capture.heads_first import heads_first
 from specache_fx.capture.lanes import drawn_in, effect_of, kept_cache_of, single_lane
 from specache_fx.capture.mask_graphs import find_window_masks, with_masks
 from specache_fx.capture.match_attention import match_attention, phase_of
-from specache_fx.capture.newest_tokens import newest_tokens
+from specache_fx.capture.newest_tokens import NEWEST_OF, newest_tokens
 from specache_fx.capture.normalize_attention import attention_cores
 from specache_fx.capture.outputs import find_logits, plan_outputs
 from specache_fx.capture.program import AttentionSite, Decoding, LeaveAlone, Phase, Program, Refusal
@@ -106,6 +106,8 @@ def _with_attention(
         refused = (Refusal(site.core.node.name, site.source, no.reason, no.remedy) for site in sites)
         return replace(program, refusals=(*program.refusals, *refused))
     token, _ = find_token(gm.graph)
+    if token is not None and phase is Phase.PREFILL:  # a prompt's tokens are all of them
+        token = token.meta.get(NEWEST_OF, token)
     masks, rules = find_prompt_masks(gm, sites) if decoding is None else ((), {})
     return replace(
         program,

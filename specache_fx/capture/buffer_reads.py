@@ -3,8 +3,9 @@
     p = bmm(q, transpose(keys, -1, -2)) * scale; w = _softmax(p + mask, -1); out = bmm(w, values)
         ->  specache.scaled_dot_product_attention(q, keys, values, mask, 0.0, False, scale, True)
 
-What is spelt out is read and proved as in a graph whose caches grow (`softmax_form.py`, `prove_form.py`). It is written
-anew, for its own operations have the buffer's length in their arguments. Only a softcap or sinks keep it spelt out.
+What is spelt out is read as in a graph whose caches grow, and always proved (`softmax_form.py`, `prove_form.py`). It
+is written anew, for its own operations have the buffer's length in their arguments. Only a softcap, sinks, or a bias
+wider than the query keep it spelt out.
 """
 
 from __future__ import annotations
@@ -113,7 +114,7 @@ def _spelt_out(gm: GraphModule, softmax: Node, found: Mapping[Node, Append]) -> 
     outputs = {*output_node(gm.graph).all_input_nodes, *found}
     try:
         rows = Rows()
-        core = from_softmax(gm, softmax, outputs, rows)
+        core = from_softmax(gm, softmax, outputs, rows, replaced=True)
         rows.erase_unused(ancestors([core.query]))  # the newest query's mask was for the proof
         mask = read_form(gm, softmax, outputs, Rows(newest=False)).mask
     except UnknownFormError as error:
@@ -138,7 +139,8 @@ def write(graph: Graph, reader: Reader, key: Node, value: Node, mask: Any) -> No
         value: `[batch, num_kv_heads, kv_len, value_dim]`.
         mask: Of these tokens.
     """
-    if reader.node.target is SDPA or (reader.softcap is None and reader.sinks is None):
+    plain = reader.softcap is None and reader.sinks is None and not _is_wide_bias(reader)
+    if reader.node.target is SDPA or plain:
         if isinstance(mask, Node) and value_of(mask).is_floating_point():
             mask = _cast(graph, mask, reader)
         args = (
@@ -151,6 +153,23 @@ def write(graph: Graph, reader: Reader, key: Node, value: Node, mask: Any) -> No
         dims = [-1, *(_size(graph, reader.node, reader.query, 2), shape_of(out)[3])]  # type: ignore[index]
         out = call(graph, _aten.reshape.default, (out, dims), reader.node)
     return out
+
+
+def _is_wide_bias(reader: Reader) -> bool:
+    """Whether a mask has numbers that the query's dtype would round. Those of a mask that only hides have none."""
+    mask = reader.mask
+    if not isinstance(mask, Node) or not value_of(mask).is_floating_point():
+        return False
+    return bool(value_of(mask).dtype.itemsize > value_of(reader.query).dtype.itemsize) and not _hides_alone(
+        mask
+    )
+
+
+def _hides_alone(mask: Any) -> bool:
+    """Whether `score_chain.py` made a mask of fills alone."""
+    if isinstance(mask, Node):
+        return mask.target is torch.where and all(map(_hides_alone, mask.args[1:]))
+    return isinstance(mask, float)
 
 
 def _cast(graph: Graph, mask: Node, reader: Reader) -> Node:

@@ -106,7 +106,8 @@ def _write(node: Node) -> Append | None:
     if len(sizes) == 3 and dims[:1] == (1,):  # `buffer[:, :, position] = new` of one batch row
         sizes = (1, *sizes)
     fits = len(dims) == len(sizes) == 4 and dim % 4 in (1, 2)
-    if not fits or len(shape_of(position) or (0,)) > 1:
+    chooses = isinstance(value_of(position), torch.Tensor) and value_of(position).dtype == torch.bool
+    if not fits or chooses or len(shape_of(position) or (0,)) > 1:
         return None
     others = [i for i in range(4) if i != dim % 4]
     if not same_sizes([dims[i] for i in others], [sizes[i] for i in others]):
@@ -160,7 +161,7 @@ def read_by(side: Any, found: Mapping[Node, Append]) -> tuple[Append, list[Any]]
     return (found[side], ends) if found[side].dim == tokens else None
 
 
-def writes_in_place(gm: GraphModule) -> bool:
+def writes_tokens(gm: GraphModule) -> bool:
     """Whether a functional graph writes tokens into a buffer in a way that is known, or one after the other."""
     for node in gm.graph.nodes:
         if node.target is _aten.copy_.default:

@@ -61,8 +61,12 @@ def attends_in_place(gm: GraphModule) -> bool:
 
 def keeps_windows_alone(gm: GraphModule) -> bool:
     """Whether the only buffers that a functional graph writes tokens into keep the newest ones."""
-    found = appends(gm.graph)
-    return not found and any(append.buffer.op == "placeholder" for append in with_windows(gm, {}).values())
+    if appends(gm.graph):
+        return False
+    windows = {
+        node: append for node, append in with_windows(gm, {}).items() if append.buffer.op == "placeholder"
+    }
+    return any(reads_buffer(node, windows) for node in gm.graph.nodes)
 
 
 def has_past(gm: GraphModule) -> bool:
@@ -94,7 +98,11 @@ def grow(gm: GraphModule, *, has_past: bool) -> tuple[GraphModule, FixedCaches]:
         NoMatch: If a cache is read in a way that is not known.
     """
     gm = copy_graph(gm)
-    return gm, _Rewrite(gm, has_past).run()
+    rewrite = _Rewrite(gm, has_past)
+    try:
+        return gm, rewrite.run()
+    finally:
+        rewrite.forget_guards()
 
 
 class _Rewrite:
@@ -146,7 +154,6 @@ class _Rewrite:
             for append, places in zip(written, returned, strict=True)
         )
         finish(self._gm)
-        self._forget_guards()
         return FixedCaches(
             buffers, starts, positions, position_inputs, tuple(self._ends.values()), asserts,
             counters, counted, counted_inputs,
@@ -199,7 +206,7 @@ class _Rewrite:
         output.args = (tuple(results),)
         return finish(gm), tuple(self._place[node] for node in needed)
 
-    def _forget_guards(self) -> None:
+    def forget_guards(self) -> None:
         """Dynamo can't check a guard on the past's length, which is no size of its inputs. `InPlace` checks it."""
         if self._length is not None:
             env: Any = self._mode.shape_env

@@ -74,7 +74,9 @@ def _past_of(root: Node) -> tuple[Node, Node] | None:
         return None
     past, new = parts
     is_past = past.op == "placeholder" and not is_static_input(past)
-    if not is_past or not all(user is root or _harmless(user) for user in past.users):
+    if not is_past or not all(
+        user is root or (_harmless(user) and user.op != "output") for user in past.users
+    ):
         return None
     return past, new
 

@@ -37,24 +37,33 @@ _ONE_BY_ONE = {
 }  # fmt: skip
 
 
-def _is_ids(node: Node) -> bool:
-    """Whether an input may be the ids of a sequence, `[batch, n]`."""
-    value = value_of(node)
-    is_integer = isinstance(value, torch.Tensor) and value.dtype in (torch.int64, torch.int32)
-    return is_integer and value.dim() == 2 and not is_static_input(node)
+def _ids(graph: Graph) -> list[Node]:
+    """The inputs `[batch, n]` that index an embedding, in whole or their newest, and that nothing writes to."""
+    indices = dict[Node, None]()
+    for node in graph.nodes:
+        if node.target is _aten.embedding.default:
+            index = node.args[1]
+            indices[index.args[0] if _newest(index) is not None else index] = None
+    written = mutated_inputs(graph)
+    return [
+        node
+        for node in indices
+        if node.op == "placeholder" and len(shape_of(node) or ()) == 2 and node not in written
+        if not is_static_input(node)
+    ]
 
 
-def _newest(node: Node) -> tuple[int, int] | None:
-    """Dimension, counted from the front, and number of the newest tokens that a slice keeps."""
+def _newest(node: Node) -> int | None:
+    """How many of the newest tokens a slice of `[batch, n, ...]` keeps; None for another node."""
     if node.target is not _aten.slice.Tensor or len(node.args) not in (3, 4):
         return None
     args: Any = node.args
     source, dim, start, *end = args
     dims = shape_of(source) or ()
     counts = isinstance(start, int) and start < 0 and end in ([], [None], [END])
-    if not counts or not dims or statically_known_true(dims[dim] == -start):
+    if not counts or len(dims) < 2 or dim % len(dims) != 1 or statically_known_true(dims[1] == -start):
         return None
-    return dim % len(dims), -start
+    return int(-start)
 
 
 def _moved(graph: Graph, node: Node, dim: int, count: int, origin: Node) -> Node:
@@ -108,8 +117,7 @@ def newest_tokens(gm: GraphModule) -> list[tuple[int, int]]:
         The further inputs: the position of the whole sequence's ids, and how many of the newest are taken of them.
     """
     graph = gm.graph
-    written = mutated_inputs(graph)
-    inputs = [node for node in placeholders(graph) if _is_ids(node) and node not in written]
+    inputs = _ids(graph)
     computed = {ids: _computed_one_by_one(graph, ids) for ids in inputs}
     changed = False
     for node in list(graph.nodes):
@@ -117,15 +125,15 @@ def newest_tokens(gm: GraphModule) -> list[tuple[int, int]]:
         if kept is None or not any(node.args[0] in nodes - {ids} for ids, nodes in computed.items()):
             continue
         with graph.inserting_before(node):
-            node.replace_all_uses_with(_moved(graph, node.args[0], *kept, node))
+            node.replace_all_uses_with(_moved(graph, node.args[0], 1, kept, node))
         changed = True
     if changed:
         eliminate_dead_code(graph)
     taken = []
     for ids in inputs:
         slices = [user for user in ids.users if _newest(user) is not None]
-        for count in dict.fromkeys(_newest(user)[1] for user in slices):  # type: ignore[index]
-            same = [user for user in slices if _newest(user) == (1, count)]
+        for count in dict.fromkeys(map(_newest, slices)):
+            same = [user for user in slices if _newest(user) == count]
             newest = add_placeholder(graph, f"{ids.name}_newest", None)
             newest.meta |= {"val": value_of(same[0]), NEWEST_OF: ids}
             for user in same:

@@ -5,8 +5,9 @@
     out = bmm(slice(_softmax(cat([s, sinks], -1), -1), -1, 0, -1), v)
         -> AttentionCore(out, q, k, v, mask, scale, softcap, sinks)
 
-Describes, and leaves the model's own operations where they are: a prompt's attention stays the model's. It may insert
-the mask of the newest query, which `bind_cache` gives to the session.
+Describes, and leaves the model's own operations where they are: a prompt's attention stays the model's, but for that
+over buffers of fixed length (`capture/buffer_reads.py`). It may insert the mask of the newest query, which
+`bind_cache` gives to the session.
 
 What is spelt out (`attn_implementation="eager"`, bloom, mpt, gpt_oss, ...) is read
 (`capture/softmax_form.py`) and then proved on random numbers (`capture/prove_form.py`). What has no such form is noted
@@ -26,7 +27,7 @@ from specache_fx.capture.graph_edit import finish
 from specache_fx.capture.graph_slices import ancestors, constant_of
 from specache_fx.capture.graph_utils import output_node, real_users, shape_of, target_name
 from specache_fx.capture.program import AttentionCore
-from specache_fx.capture.prove_form import differs, is_proved
+from specache_fx.capture.prove_form import MOST_REPLACED, MOST_SCORES, differs, is_proved
 from specache_fx.capture.score_chain import Rows, UnknownFormError
 from specache_fx.capture.softmax_form import read_form
 from specache_fx.runtime import ops  # noqa: F401  (registers torch.ops.specache)
@@ -62,14 +63,26 @@ def _from_sdpa(gm: GraphModule, node: Node) -> AttentionCore:
     )
 
 
-def from_softmax(gm: GraphModule, softmax: Node, outputs: set[Node], rows: Rows) -> AttentionCore:
+def from_softmax(
+    gm: GraphModule, softmax: Node, outputs: set[Node], rows: Rows, *, replaced: bool = False
+) -> AttentionCore:
     """The attention around a softmax, read and proved; see `read_form`.
 
+    Args:
+        gm: The graph.
+        softmax: It.
+        outputs: See `read_form`.
+        rows: See `read_form`.
+        replaced: Whether a prompt's operations are replaced too, so that it needs its proof.
+
     Raises:
-        UnknownFormError: If it has no normal form.
+        UnknownFormError: If it has no normal form, or a prompt that is to be replaced is too long for its proof.
     """
     core = read_form(gm, softmax, outputs, rows)
-    if is_proved(core) and (reason := differs(gm, core)) is not None:
+    proved = is_proved(core, MOST_REPLACED if replaced else MOST_SCORES)
+    if replaced and not proved:
+        raise UnknownFormError(softmax, "has too many scores to be proved for a prompt of this length")
+    if proved and (reason := differs(gm, core)) is not None:
         raise UnknownFormError(softmax, f"was taken for an attention, but {reason}")
     return replace(core, problem=_read_elsewhere(core))
 

@@ -21,9 +21,10 @@ from specache_fx.capture.graph_utils import placeholders, shape_of, symbols_of, 
 from specache_fx.capture.program import AttentionCore
 from specache_fx.runtime.masks import hides
 
-# Scores of a prompt's proof, at most: its numbers stay the model's own, nothing hangs on it. A decode step's is always
-# made.
-_MAX_SCORES = 2**20
+# Scores of a prompt's proof, at most; a decode step's is always made. Where a prompt's numbers stay the model's own,
+# nothing hangs on it.
+MOST_SCORES = 2**20
+MOST_REPLACED = 2**23
 _SEEDS = 16  # tried until random masks show something
 # Sizes that are open get these, one after another: no two alike, none a power of 2.
 _SIZES = (5, 3, 7, 6, 9, 10, 11, 12, 13, 14, 15)
@@ -131,12 +132,12 @@ class Numbers:
         return random.to(device=fake.device, dtype=fake.dtype)
 
 
-def is_proved(core: AttentionCore) -> bool:
-    """Whether a proof has to be made, or is small enough to be made for an early refusal."""
+def is_proved(core: AttentionCore, most: int) -> bool:
+    """Whether a proof is made: of each decode step, and of prompts with that many scores at most."""
     numbers = Numbers(core.node)
     batch, heads, q_len, _ = (numbers.integer(size) for size in shape_of(core.query) or ())
     kv_len = numbers.integer((shape_of(core.key) or ())[2])
-    return q_len == 1 or batch * heads * q_len * kv_len <= _MAX_SCORES
+    return q_len == 1 or batch * heads * q_len * kv_len <= most
 
 
 def differs(gm: GraphModule, core: AttentionCore) -> str | None:

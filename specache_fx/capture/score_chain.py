@@ -111,6 +111,8 @@ class Scores:
         first: Any = node.args[0]
         others = [arg for arg in node.args if not (isinstance(arg, Node) and arg in self.path)]
         other = others[0] if len(others) == 1 and len(node.args) == 2 and not node.kwargs else None
+        if name in _MAXIMA and not self._is_of_rows(node):
+            raise UnknownFormError(node, "is no maximum over the keys")
         if name in LAYOUTS | _MAXIMA | {"nan_to_num"} or (name == "sub" and not others):
             return  # a row's maximum is subtracted: no softmax notices; no score is NaN
         if self.sinks is not None:
@@ -138,6 +140,16 @@ class Scores:
                 raise UnknownFormError(node, "bounds the scores")
         else:
             raise UnknownFormError(node)
+
+    @staticmethod
+    def _is_of_rows(node: Node) -> bool:
+        """Whether a maximum is one for all keys of a query."""
+        if target_name(node) == "getitem" or len(node.args) < 2:
+            return True
+        given: Any = node.args[1]
+        last = len(shape_of(node.args[0]) or ()) - 1
+        dims = given if isinstance(given, (list, tuple)) else [given]
+        return not dims or any(dim in (-1, last) for dim in dims)
 
     def add(self, mask: Any, scores: Node, factor: float) -> None:
         """Add a mask to the scores that a node computes, times a factor."""

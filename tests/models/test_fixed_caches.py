@@ -307,6 +307,20 @@ def squared(s: OneLayer, q: Tensor, k: Tensor, v: Tensor, where: Tensor) -> Tens
     return ((q @ keys.mT) ** 2).masked_fill(hidden, -torch.inf).softmax(-1) @ values
 
 
+def less_a_maximum_over_queries(s: OneLayer, q: Tensor, k: Tensor, v: Tensor, where: Tensor) -> Tensor:
+    keys, values = s.write(k, v, where)
+    scores = (q @ keys.mT).masked_fill(torch.arange(16)[None] > where[:, None], -1e30)
+    return (scores - scores.amax(-2, keepdim=True)).softmax(-1) @ values
+
+
+def biased_in_float32(s: OneLayer, q: Tensor, k: Tensor, v: Tensor, where: Tensor) -> Tensor:
+    keys, values = s.write(k, v, where)
+    bias = 500 + torch.tensor([0.41, 0.33, 0.26, 0.17])[:, None, None] * torch.arange(16)
+    scores = (q @ keys.mT).float() + bias
+    hidden = torch.arange(16)[None] > where[:, None]
+    return scores.masked_fill(hidden, -torch.inf).softmax(-1).to(v.dtype) @ values
+
+
 def apart(s: OneLayer, q: Tensor, k: Tensor, v: Tensor, where: Tensor) -> Tensor:
     keys, values = s.write(k, v, where)
     torch._dynamo.graph_break()
@@ -334,6 +348,7 @@ def tokens_for_heads(s: OneLayer, q: Tensor, k: Tensor, v: Tensor, where: Tensor
         (bucket, "reads the first 12 rows of a cache that holds 5 tokens"),
         (from_the_end, "position -16, counted from the end"),
         (squared, r"its form is not one that specache knows: `pow.*attn_implementation"),
+        (less_a_maximum_over_queries, "`amax.*is no maximum over the keys"),
         (first_heads, "is left alone: its keys are cached, but not as"),
         (tokens_for_heads, "is left alone: its keys are cached, but not as"),
         (apart, "not read by attention in the same graph"),
@@ -363,6 +378,47 @@ def test_attention_that_is_spelt_out(options: dict[str, Any]) -> None:
         for start, count in ((0, 3), (3, 2), *((i, 1) for i in range(5, 16))):
             ids, where = prompt(count)[:1], torch.arange(start, start + count)
             torch.testing.assert_close(ours(ids, where), plain(ids, where), rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def test_a_bias_that_16_bits_would_round_is_added_as_it_is() -> None:
+    plain = OneLayer(biased_in_float32).bfloat16()
+    ours = compiled(copy.deepcopy(plain), lookahead="query")
+    for start, count in ((0, 5), *((i, 1) for i in range(5, 16))):
+        ids, where = prompt(count)[:1], torch.arange(start, start + count)
+        torch.testing.assert_close(ours(ids, where), plain(ids, where), rtol=2e-2, atol=2e-2)
+
+
+class KeepsNewestStates(torch.nn.Module):
+    """Attention over a cache that grows, beside a buffer of the newest states that no attention reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.qkv = torch.nn.Embedding(VOCAB_SIZE, 64), torch.nn.Linear(64, 192)
+        self.head = torch.nn.Linear(64, VOCAB_SIZE)
+        self.register_buffer("states", torch.zeros(1, 4, 6, 16))
+        self.eval().requires_grad_(False)
+
+    def forward(self, ids: Tensor, past: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Any]:
+        q, k, v = (x.view(1, -1, 4, 16).transpose(1, 2) for x in self.qkv(self.embed(ids)).chunk(3, -1))
+        self.states.copy_(torch.cat([self.states[:, :, 1:], q], 2)[:, :, -6:])
+        if past is not None:
+            k, v = torch.cat([past[0], k], 2), torch.cat([past[1], v], 2)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=past is None)
+        return self.head((out + self.states.mean(2, True)).transpose(1, 2).flatten(2)), (k, v)
+
+
+@torch.no_grad()
+def test_a_buffer_of_newest_states_is_no_cache_of_windows() -> None:
+    plain = KeepsNewestStates()
+    ours = compiled(copy.deepcopy(plain), lookahead="query")
+    caches: list[Any] = [None, None]
+    for i in range(20):
+        ids = prompt(9)[:1] if i == 0 else torch.tensor([[i]])
+        expected, caches[0] = plain(ids, caches[0])
+        found, caches[1] = ours(ids, caches[1])
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    assert specache_fx.stats(caches[1]).kv_len == 28
 
 
 class Broken(FixedDecoder):

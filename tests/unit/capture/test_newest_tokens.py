@@ -8,6 +8,27 @@ from support import graphs
 from specache_fx.capture.newest_tokens import newest_tokens
 
 
+class Sliced(torch.nn.Module):
+    """Slices of a dimension that is no sequence, and of a mask that indexes no embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(61, 8).requires_grad_(False)
+
+    def forward(self, ids: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x = self.embed(ids)
+        return x[-1:], x * mask[:, -3:, None].sum(1, keepdim=True)
+
+
+def test_other_slices_stay_as_they_are() -> None:
+    ids, mask = torch.ones(2, 3, dtype=torch.long), torch.ones(2, 9, dtype=torch.long)
+    (captured,) = graphs.capture(Sliced(), lambda model: model(ids, mask))
+    gm = captured.copy()
+    before = graphs.code(gm)
+    assert newest_tokens(gm) == []
+    assert graphs.code(gm) == before
+
+
 def test_a_prompt_whose_last_logits_alone_are_computed_stays_as_it_is() -> None:
     """The residual stream is the embedding of the ids plus what attention adds: it can't be cut to the newest."""
     ids = torch.randint(1, 61, (2, 11), generator=torch.Generator().manual_seed(0))
