@@ -132,7 +132,7 @@ def newest_tokens(gm: GraphModule) -> list[tuple[int, int]]:
     taken = []
     for ids in inputs:
         slices = [user for user in ids.users if _newest(user) is not None]
-        for count in dict.fromkeys(map(_newest, slices)):
+        for count in dict.fromkeys(filter(None, map(_newest, slices))):
             same = [user for user in slices if _newest(user) == count]
             newest = add_placeholder(graph, f"{ids.name}_newest", None)
             newest.meta |= {"val": value_of(same[0]), NEWEST_OF: ids}
