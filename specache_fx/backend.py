@@ -22,7 +22,9 @@ from specache_fx.capture.fixed_caches import (
     has_past,
     keeps_windows_alone,
 )
+from specache_fx.capture.flex_attention import with_masks_alone
 from specache_fx.capture.graph_utils import (
+    is_float,
     placeholders,
     shape_of,
     value_of,
@@ -138,9 +140,10 @@ class Backend:
         except TraceError as error:
             remedy = "its effects in place are unknown"
             return self._without_cache(gm, example_inputs, program, observe, str(error), remedy)
-        if attends_in_place(rewritten):
+        plain = with_masks_alone(rewritten)
+        if attends_in_place(plain):
             try:
-                return self._in_place(gm, rewritten, example_inputs, config, observe)
+                return self._in_place(gm, plain, example_inputs, config, observe)
             except NoMatch as no:
                 return self._left_in_place(gm, example_inputs, program, observe, no)
         if keeps_windows_alone(rewritten):
@@ -171,9 +174,9 @@ class Backend:
             return self._left_alone(
                 gm, example_inputs, replace(program, other_kv_inputs=tuple(kv_inputs(gm)))
             )
-        plain = flatten(example_inputs)
-        runner = self._runner(rewritten, as_taken(program, plain), program, observe)
-        return runner if len(plain) == len(example_inputs) else TakenApart(runner)
+        taken = flatten(example_inputs)
+        runner = self._runner(rewritten, as_taken(program, taken), program, observe)
+        return runner if len(taken) == len(example_inputs) else TakenApart(runner)
 
     def _in_place(
         self,
@@ -284,7 +287,8 @@ class Backend:
         program = replace(program, other_kv_inputs=tuple(kv_inputs(gm)), left_alone=message)
         if observe is not None:
             observe("leave_alone", gm, program)
-        has_cache |= any(len(shape_of(out) or ()) == 4 for out in gm.graph.output_node().all_input_nodes)
+        outputs = gm.graph.output_node().all_input_nodes
+        has_cache |= any(len(shape_of(out) or ()) == 4 and is_float(out) for out in outputs)
         if has_cache or program.other_kv_inputs:
             if program.config.strict:
                 raise UnsupportedGraphError(message)

@@ -16,6 +16,7 @@ from torch.fx import GraphModule, Node
 
 from specache_fx.capture.find_prelude import find_prelude
 from specache_fx.capture.find_sources import find_sources, find_token, fixed_sizes
+from specache_fx.capture.flex_attention import flex_attention
 from specache_fx.capture.folded_heads import folded_heads
 from specache_fx.capture.graph_utils import (
     is_static_input,
@@ -55,7 +56,10 @@ def analyse(gm: GraphModule, config: SpecacheConfig, positions: Collection[int] 
     inputs = placeholders(gm.graph)
     folded_heads(gm)
     swapped_inputs, swapped_outputs = heads_first(gm)
-    sites, refusals = match_attention(gm, *attention_cores(gm), config)
+    flex = flex_attention(gm)
+    cores, unknown = attention_cores(gm)
+    sites, refusals = match_attention(gm, cores, unknown | flex.unknown, config)
+    sites = flex.settle(sites)
     program = Program(
         config,
         inputs=tuple(node.name for node in inputs),

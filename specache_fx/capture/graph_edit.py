@@ -74,8 +74,7 @@ def call(
     node.meta = {
         k: v for k, v in origin.meta.items() if k in ("stack_trace", "nn_module_stack", "source_fn_stack")
     }
-    tensors = [value_of(arg) for arg in node.all_input_nodes]
-    mode = fake_mode_of(tensors)
+    mode = fake_mode_of(map(value_of, (*node.all_input_nodes, origin)))
     if mode is not None:
         with mode, torch.no_grad():
             value = target(*torch.fx.node.map_arg(args, value_of), **kwargs)

@@ -10,6 +10,7 @@ import torch
 from torch._ops import OpOverload
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.nn.attention import flex_attention
 
 from specache_fx.runtime import handle_tensor
 
@@ -133,7 +134,8 @@ def _line_of(node: Node) -> tuple[str, str]:
     frames = re.findall(
         r'File "([^"]+)", line (\d+), in [^\n]*\n\s*([^\n]*)', node.meta.get("stack_trace") or ""
     )
-    frames = [frame for frame in frames if frame[0] != handle_tensor.__file__]  # Dynamo traces through it
+    passed = (handle_tensor.__file__, flex_attention.__file__)  # Dynamo traces through these
+    frames = [frame for frame in frames if frame[0] not in passed]
     frames = [frame for frame in frames if "transformers/integrations" not in frame[0]] or frames
     if not frames:
         return "", ""

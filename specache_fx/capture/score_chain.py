@@ -57,12 +57,12 @@ class Rows:
         self.newest = newest
         self._known: dict[Any, Node] = {}
 
-    def call(self, before: Node, target: Any, *args: Any) -> Node:
+    def call(self, before: Node, target: Any, *args: Any, **kwargs: Any) -> Node:
         """The result of a call; a new one is inserted before a node."""
-        key = (target, repr(args))
+        key = (target, repr((args, kwargs)))
         if key not in self._known:
             with before.graph.inserting_before(before):
-                self._known[key] = call(before.graph, target, args, before)
+                self._known[key] = call(before.graph, target, args, before, kwargs=kwargs)
         return self._known[key]
 
     def erase_unused(self, used: set[Node]) -> bool:

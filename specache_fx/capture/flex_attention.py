@@ -1,0 +1,148 @@
+"""`flex_attention`: the higher-order operator as plain attention, for as long as the analyses look at it.
+
+    out = flex_attention(q, k, v, score_mod, (..., mask_mod), scale)[0]
+        -> out = sdpa(q, k, v, mask, 0.0, False, scale, True)               # score_mod changes nothing
+        -> s = score_mod(q @ k^T * scale, b, h, i, j)                       # in float32
+           out = softmax(where(mask, s, -inf)) @ v
+
+`mask` is `mask_mod(b, h, i, j)` (`capture/flex_mods.py`). A list of blocks says no more than the `mask_mod` that it was
+made from. Without a `mask_mod` it says more, and the attention stays.
+
+`Flex.settle` puts the operator back where no analysis could use its meaning. It does so in a prompt whose scores are
+changed too: the operator keeps no scores in memory. What can't be told plainly is in `Flex.unknown`, with the reason.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch._higher_order_ops.flex_attention import flex_attention as FLEX
+from torch.fx import GraphModule, Node
+
+from specache_fx.capture.flex_mods import Mods, UnclearError
+from specache_fx.capture.graph_edit import copy_graph, finish
+from specache_fx.capture.graph_utils import same_sizes, shape_of, value_of
+from specache_fx.capture.normalize_attention import SDPA
+from specache_fx.capture.program import AttentionSite
+from specache_fx.capture.score_chain import Rows
+
+_aten = torch.ops.aten
+_NO_BLOCKS = 1 << 30  # the block size of a mask that nobody gave
+
+
+@dataclass
+class Flex:
+    """The flex attentions of a graph.
+
+    Attributes:
+        own: Name, arguments and notes of the operator, by the node that has its meaning.
+        unknown: Those that stay, with the reason.
+    """
+
+    own: dict[Node, tuple[str, tuple[Any, ...], dict[str, Any]]] = field(default_factory=dict)
+    unknown: dict[Node, str] = field(default_factory=dict)
+
+    def settle(self, sites: Sequence[AttentionSite]) -> list[AttentionSite]:
+        """Put operators back: those of no site, and those of several tokens whose scores are changed."""
+        replaced = {site.core.node for site in sites if site.core.node.target is SDPA or _is_decoded(site)}
+        back = {node: self._put_back(node) for node in self.own if node not in replaced}
+        return [
+            replace(site, core=replace(site.core, node=out, inner=frozenset({out, *out.all_input_nodes})))
+            if (out := back.get(site.core.node)) is not None
+            else site
+            for site in sites
+        ]
+
+    def _put_back(self, node: Node) -> Node:
+        name, args, meta = self.own[node]
+        with node.graph.inserting_before(node):
+            whole = node.graph.create_node("call_function", FLEX, args, name=name)
+            out = node.graph.call_function(operator.getitem, (whole, 0))
+        whole.meta, out.meta = dict(meta), dict(node.meta)
+        node.replace_all_uses_with(out)
+        return out
+
+
+def _is_decoded(site: AttentionSite) -> bool:
+    return site.keys.past is not None and same_sizes((shape_of(site.core.query) or ())[2:3], (1,))
+
+
+def flex_attention(gm: GraphModule) -> Flex:
+    """Replace each flex attention by what it means, in place."""
+    found, rows = Flex(), Rows()
+    for node in [node for node in gm.graph.nodes if node.target is FLEX]:
+        try:
+            meaning = _meaning(gm, node, rows)
+        except UnclearError as error:
+            found.unknown[node] = f"flex_attention can't be told as a mask or a bias there: {error}"
+            continue
+        meaning._rename(f"{node.name}_plain")
+        found.own[meaning] = node.name, node.args, node.meta
+        for user in list(node.users):
+            user.replace_all_uses_with(meaning)
+            gm.graph.erase_node(user)
+        gm.graph.erase_node(node)
+    if found.own:
+        finish(gm)
+    return found
+
+
+def with_masks_alone(gm: GraphModule) -> GraphModule:
+    """A copy whose flex attentions are SDPA; the graph itself where it has none, or one that is more than that."""
+    if not any(node.target is FLEX for node in gm.graph.nodes):
+        return gm
+    copied = copy_graph(gm)
+    found = flex_attention(copied)
+    return gm if found.unknown or any(node.target is not SDPA for node in found.own) else copied
+
+
+def _meaning(gm: GraphModule, flex: Node, rows: Rows) -> Node:
+    """The output of an attention, computed before it."""
+    given: Any = flex.args
+    query, key, value, score_mod, _, scale, _, score_reads, _ = given
+    if any(user.args[1] != 0 and user.users for user in flex.users):
+        raise UnclearError("its log-sum-exp or its largest scores are read")
+    if not same_sizes((shape_of(query) or ())[:1], (shape_of(key) or ())[:1]):
+        raise UnclearError("its queries and its keys are of other batches")
+    mods = Mods(gm, flex, rows)
+    mask = _mask(mods, flex)
+    score_graph = getattr(gm, score_mod.target).graph
+    if score_graph.output_node().args[0] is next(iter(score_graph.nodes)):  # the score as it came
+        return mods.call(SDPA, query, key, value, mask, 0.0, False, scale, True)
+    narrow = value_of(query).dtype
+    wide = torch.float64 if narrow == torch.float64 else torch.float32
+    of_queries, of_keys = mods.sizes[2:]
+    q = mods.by_head(query, of_queries, wide)
+    k, v = mods.by_head(key, of_keys, wide), mods.by_head(value, of_keys, narrow)
+    products = mods.call(_aten.bmm.default, q, mods.call(_aten.transpose.int, k, 1, 2))
+    scores = mods.call(_aten.reshape.default, products, [-1, *mods.sizes[1:]])
+    scores = mods.run(score_mod, score_reads, [mods.call(_aten.mul.Tensor, scores, scale)])
+    if mask is not None:
+        scores = mods.call(_aten.where.self, mask, scores, mods.call(_aten.scalar_tensor.default, -torch.inf))
+    softmax = mods.call(_aten._softmax.default, scores, -1, False)
+    softmax._rename(f"{flex.name}_softmax")
+    weights = mods.call(_aten.reshape.default, mods.cast(softmax, narrow), [-1, *mods.sizes[2:]])
+    out = mods.call(_aten.bmm.default, weights, v)
+    return mods.call(_aten.reshape.default, out, [-1, *mods.sizes[1:3], value_of(value).shape[3]])
+
+
+def _mask(mods: Mods, flex: Node) -> Node | None:
+    """The mask, `[batch or 1, 1, q_len or 1, kv_len or 1]`; None where nothing is hidden."""
+    blocks: Any = flex.args[4]
+    mask = mods.run(blocks[-1], flex.args[8])  # type: ignore[arg-type]
+    shape = shape_of(mask) or ()
+    if mask.target is _aten.new_ones.default:
+        if blocks[-2] != _NO_BLOCKS:
+            raise UnclearError(
+                "its block mask has no mask_mod, so that blocks alone say which keys are hidden"
+            )
+        return None
+    if not shape:
+        return mods.call(_aten.reshape.default, mask, [1, 1, 1, 1])
+    if not same_sizes(shape[1:2], (1,)):
+        raise UnclearError("its mask_mod hides other keys from head to head")
+    return mask

@@ -1,0 +1,129 @@
+"""`score_mod` and `mask_mod` of a flex attention, computed for all places of its scores at once.
+
+Their graphs are of one place, `b`, `h`, `i`, `j` without dimensions. Here these are indices that broadcast, from
+`[batch, 1, 1, 1]` to `[1, 1, 1, kv_len]`. So what reads them has to be pointwise, or to take one number of a tensor.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from specache_fx.capture.graph_slices import draws_random_numbers
+from specache_fx.capture.graph_utils import described, placeholders, reads_shape_only, shape_of, value_of
+from specache_fx.capture.score_chain import Rows
+
+_aten = torch.ops.aten
+_ONE_BY_ONE = {_aten._to_copy.default, _aten.floor_divide.default, _aten.alias.default}  # they lack the tag
+
+
+class UnclearError(Exception):
+    """Why a flex attention can't be told plainly."""
+
+
+class Mods:
+    """Computes the mods of one attention before it.
+
+    Args:
+        gm: The graph.
+        flex: The attention.
+        rows: Calls that others have made already.
+
+    Attributes:
+        sizes: Batch, heads, queries and keys: numbers, or what computes them.
+    """
+
+    def __init__(self, gm: GraphModule, flex: Node, rows: Rows) -> None:
+        self._gm, self._flex, self._rows = gm, flex, rows
+        query, key, *_ = flex.args
+        self.sizes = [*(self._size(query, dim) for dim in range(3)), self._size(key, 2)]
+        device = value_of(query).device
+        self._places = []
+        for dim, size in enumerate(self.sizes):
+            index = self.call(_aten.arange.default, size, dtype=torch.int64, device=device)
+            shape = [-1 if each == dim else 1 for each in range(4)]
+            self._places.append(self.call(_aten.reshape.default, index, shape))
+
+    def call(self, target: Any, *args: Any, **kwargs: Any) -> Node:
+        """The result of a call before the attention."""
+        return self._rows.call(self._flex, target, *args, **kwargs)
+
+    def cast(self, node: Node, dtype: torch.dtype) -> Node:
+        """A tensor in a dtype."""
+        same = value_of(node).dtype == dtype
+        return node if same else self.call(_aten._to_copy.default, node, dtype=dtype)
+
+    def by_head(self, side: Node, tokens: Any, dtype: torch.dtype) -> Node:
+        """`[batch * num_heads, tokens, dim]` of queries, or of keys or values, repeated for their queries."""
+        _, heads, _, dim = shape_of(side) or ()
+        groups = self.sizes[1] // heads
+        if groups > 1:
+            side = self.call(_aten.unsqueeze.default, side, 2)
+            side = self.call(_aten.expand.default, side, [-1, -1, groups, -1, -1])
+            side = self.call(_aten.reshape.default, side, [-1, self.sizes[1], tokens, dim])
+        return self.call(_aten.reshape.default, self.cast(side, dtype), [-1, tokens, dim])
+
+    def run(self, mod: Any, reads: Sequence[Any], scores: Sequence[Node] = ()) -> Node:
+        """The result of a mod.
+
+        Args:
+            mod: Its graph.
+            reads: What it captures.
+            scores: Its first argument, where it has that.
+
+        Raises:
+            UnclearError: If an operator in it is of one place alone.
+        """
+        varied = {*scores, *self._places}
+        arguments = iter([*scores, *self._places, *reads])
+        values: dict[Node, Any] = {}
+        graph = getattr(self._gm, mod.target).graph
+        for node in graph.nodes:
+            if node.op == "placeholder":
+                values[node] = next(arguments)
+            elif node.op == "call_function":
+                read = (values[each] for each in node.all_input_nodes)
+                varies = not reads_shape_only(node) and not varied.isdisjoint(read)
+                if draws_random_numbers(node) or (varies and not _is_one_by_one(node)):
+                    raise UnclearError(f"{described(node)} is neither pointwise nor one number of a tensor")
+                args = torch.fx.node.map_arg(node.args, values.__getitem__)
+                values[node] = self.call(node.target, *args, **node.kwargs)
+                if varies:
+                    varied.add(values[node])
+            elif node.op != "output":
+                raise UnclearError(f"`{node.name}` is a constant of its own")
+        (result,) = graph.output_node().args
+        if result not in values:
+            raise UnclearError("its mod returns no tensor")
+        return values[result]
+
+    def _size(self, node: Any, dim: int) -> Any:
+        """A size, of the graph's integers where it can be: a mask does not depend on keys then."""
+        size = (shape_of(node) or ())[dim]
+        if isinstance(size, int):
+            return size
+        integers = [each for each in placeholders(self._gm.graph) if isinstance(value_of(each), torch.SymInt)]
+        symbols = {value_of(each).node.expr: each for each in integers}
+        terms = size.node.expr.as_ordered_terms()
+        if not all(term.is_Integer or term in symbols for term in terms):
+            return self.call(_aten.sym_size.int, node, dim)
+        total, *others = (int(term) if term.is_Integer else symbols[term] for term in terms)
+        for other in others:
+            total = self.call(operator.add, total, other)
+        return total
+
+
+def _is_one_by_one(node: Node) -> bool:
+    """Whether an operator gives the same for each place, however many there are."""
+    target: Any = node.target
+    if shape_of(node) != ():
+        return False
+    if target is not _aten.index.Tensor:
+        return torch.Tag.pointwise in getattr(target, "tags", ()) or target in _ONE_BY_ONE
+    args: Any = node.args
+    source, indices = args
+    return len(shape_of(source) or ()) == len(indices) and all(shape_of(index) == () for index in indices)
