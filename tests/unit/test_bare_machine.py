@@ -8,6 +8,8 @@ import sys
 import textwrap
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 # Dependencies of tests, evaluation and development.
 ABSENT = [
@@ -111,5 +113,6 @@ def test_without_a_compiler_the_model_runs_operator_by_operator(tmp_path):
     assert "Inductor finds no C++ compiler" in printed and 'lowering="eager"' in printed
 
 
+@pytest.mark.nightly
 def test_weights_made_in_inference_mode_are_compiled():
     assert run(GENERATION.format(inference=True)).split() == ["True"]

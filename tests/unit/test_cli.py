@@ -261,6 +261,7 @@ def test_sizes_are_read_and_written() -> None:
         parse_size("-1")
 
 
+@pytest.mark.nightly
 def test_demo_runs_every_method_and_writes_what_it_measured(tmp_path: Path, fresh_dynamo: None) -> None:
     file = tmp_path / "demo.json"
     sizes = ["--prompts", 3, "--batch-size", 2, "--context", 400, "--records", 16, "--threads", 1]
