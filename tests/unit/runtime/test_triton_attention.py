@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from support.cases import examples
 from support.decode_case import CaseShape, DecodeCase
 from support.triton_mode import DEVICE, INSTALLED, needs_triton
 
@@ -48,7 +49,7 @@ def shapes(draw: st.DrawFn) -> CaseShape:
     )
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=examples(6), deadline=None)
 @given(shape=shapes())
 @example(shape=CaseShape(groups=0, window_len=0, top_k=0))
 @example(shape=CaseShape(num_kv_groups=40, lanes=2, batch=1, num_kv_heads=1, groups=1))  # several query tiles
