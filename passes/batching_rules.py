@@ -1,4 +1,4 @@
-"""How operators that `torch.vmap` has no rule for take two lanes at once.
+"""Rules of two lanes at once for operators that `torch.vmap` has none for.
 
 Without a rule vmap calls an operator once for each lane and stacks the results: right, but each weight is read twice.
 """

@@ -33,7 +33,7 @@ from specache_fx.passes.batching_rules import fill_where_masked, register_batchi
 
 
 def lane_inputs(gm: GraphModule, program: Program) -> list[bool]:
-    """Which of the graph's inputs differ from lane to lane: the token ids and the prelude tensors."""
+    """The graph's inputs that differ from lane to lane: the token ids and the prelude tensors."""
     token = None if program.decoding is None else program.decoding.sources.token
     return [
         "specache_prelude" in node.meta or (token is not None and node.meta.get("specache_input") == token)

@@ -70,7 +70,7 @@ def decode_passes(whole: str | None) -> tuple[Pass, ...]:
 
 
 def _calls(gm: GraphModule) -> Counter[str]:
-    """How often a graph calls each operator; nothing where no log shows it."""
+    """The number of calls of each operator in a graph; nothing where no log shows it."""
     if not logger.isEnabledFor(logging.DEBUG):
         return Counter()
     return Counter(str(node.target) for node in gm.graph.nodes if node.op == "call_function")

@@ -218,7 +218,7 @@ def _ensure_built(name: str) -> None:
 
 @dataclass(frozen=True)
 class _Build:
-    """How a library is built.
+    """The build of one library.
 
     Attributes:
         name: See `load_library`.
@@ -301,7 +301,7 @@ def _digest(sources: Path, words: Sequence[str]) -> str:
 
 
 def _torch_flags() -> tuple[str, ...]:
-    """Where torch's headers and its library are. `torch.utils.cpp_extension` knows too, and needs setuptools."""
+    """The folders of torch's headers and its library. `torch.utils.cpp_extension` knows too, and needs setuptools."""
     home = Path(torch.__file__).parent
     return f"-I{home / 'include'}", f"-L{home / 'lib'}", "-ltorch_cpu"
 

@@ -274,7 +274,7 @@ class Tape:
 
 
 def share_addresses(lives: Sequence[tuple[int, int, int]]) -> tuple[list[int], int]:
-    """Where pieces of memory lie that need not all be there at once.
+    """The places of pieces of memory that need not all be there at once.
 
     Args:
         lives: Of each piece the first and the last step that it is needed in, and its bytes.

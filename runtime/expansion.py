@@ -14,7 +14,7 @@ from specache_fx.runtime.kernels import Expand
 
 @dataclass(frozen=True)
 class Expansion:
-    """How the keys and values of an attention are computed from its cache.
+    """The graphs by which an attention's keys and values are computed from its cache.
 
     Attributes:
         graph: `(cached keys, cached values, tokens, *inputs) -> (keys, values)`.

@@ -42,7 +42,7 @@ _HEAD_STRIDE = 2  # elements; not that of tokens, so that the two can be told ap
 
 @dataclass(frozen=True)
 class _NanBox:
-    """How NaN payloads look in one dtype: the integer view, the quiet NaN, and the free payload bits below it."""
+    """NaN payloads in one dtype: the integer view, the quiet NaN, and the free payload bits below it."""
 
     integer: torch.dtype
     quiet_nan: int

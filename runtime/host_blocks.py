@@ -1,4 +1,4 @@
-"""Where `HostCache` gets blocks: plain memory, page-locked memory, or a mapped file that leaves no trace."""
+"""The blocks of `HostCache`: plain memory, page-locked memory, or a mapped file that leaves no trace."""
 
 from __future__ import annotations
 

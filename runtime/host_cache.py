@@ -144,7 +144,7 @@ class HostCache:
         return self._layers[layer].length
 
     def table(self, layer: int) -> torch.Tensor:
-        """Where a layer's rows are, for kernels that read them by address.
+        """The addresses of a layer's rows, for kernels that read them.
 
         Returns:
             int64, one-dimensional, on the CPU: the number of blocks; of each its first token and its address; one past

@@ -49,7 +49,7 @@ class LayerLaunches:
 
 @dataclass
 class Selection:
-    """Where the launches beside the model's stream write to.
+    """The results of launches beside the model's stream.
 
     Attributes:
         scores: float32 `[lanes, batch, num_kv_heads, room]`: layers share it, for they select one after the other.

@@ -12,7 +12,7 @@ _LEAVE = 'Compile this model with backend="inductor".'
 
 
 def hides(row: torch.Tensor) -> torch.Tensor:
-    """Where an additive mask hides: at so low a value that the key gets no weight, whatever its score.
+    """The keys that an additive mask hides: its value is so low that the key gets no weight, whatever its score.
 
     Models use the least number of their dtype, -inf, or a part of either (codegen divides the sum of scores and mask).
     Half precision has no room for that: there it is a number that no bias comes near.
@@ -32,7 +32,7 @@ def over_keys(row: torch.Tensor, kv_len: int) -> torch.Tensor:
 
 
 def real_keys(row: torch.Tensor, batch: int) -> torch.Tensor | None:
-    """Which keys a row shows, where that can be told without its numbers.
+    """The keys that a row shows, where that can be told without its numbers.
 
     Args:
         row: See `split_row`.

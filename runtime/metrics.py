@@ -18,7 +18,7 @@ _HINT_STEPS, _HINT_RATE = 64, 0.1
 
 
 class Hits(NamedTuple):
-    """How well the pairs of some steps were guessed: sums over batch rows, kv heads, layers and steps.
+    """Counts of right guesses in some steps: sums over batch rows, kv heads, layers and steps.
 
     Attributes:
         token_hits: Batch rows whose token was the one that had been speculated.

@@ -1,4 +1,4 @@
-"""Which sessions there are, and whose a handle is.
+"""The sessions that there are, and the owner of each handle.
 
 A session ends with the last of its handles, their views and copies (`Lease`), wherever that is dropped. A cache that
 is reordered drops all its old handles before it uses the new ones: these are copies, and keep the session.

@@ -1,4 +1,4 @@
-"""Where Triton's kernels can run. Triton itself is imported when it is asked for, and not before.
+"""The devices on which Triton's kernels can run. Triton itself is imported when it is asked for, and not before.
 
 Paper: none; this is about machines.
 """

@@ -1,4 +1,4 @@
-"""What the commands share: options that are checked before the work, and errors without a traceback."""
+"""Parts of all commands: options that are checked before the work, and errors without a traceback."""
 
 from __future__ import annotations
 

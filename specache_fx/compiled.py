@@ -1,4 +1,4 @@
-"""Which modules `specache_fx.compile` compiles, and how a model runs without that, for a while or from then on."""
+"""The modules that `specache_fx.compile` compiles; and models without that, for a while or from then on."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ _OF_POLICY: Any = None  # a default that the policy decides; no value of a confi
 
 @dataclass(frozen=True)
 class Policy:
-    """Where KV pairs live that have left the 16-bit window: data that passes and runtime read, never a code path.
+    """The place of KV pairs that have left the 16-bit window: data that passes and runtime read, never a code path.
 
     Attributes:
         codes: A low-bit copy of keys and values stays on the device. If not, the 16-bit keys do and no values: scores
@@ -241,7 +241,7 @@ class SpecacheConfig:
         return 2 if self.placement.prefetch and self.lookahead == "token" else 1
 
     def num_quantized(self, kv_len: int) -> int:
-        """How many of the oldest tokens are quantised when the cache holds `kv_len` tokens.
+        """The number of oldest tokens that are quantised when the cache holds `kv_len` tokens.
 
         A function of the length alone, so that prefill, appending and cropping agree (`docs/laws.md`, residual
         window).

@@ -17,7 +17,7 @@ from specache_fx.runtime.handle_tensor import Handle
 from specache_fx.runtime.session import Session
 
 HOST = "cpu"
-"""Where positions are read in every step. On other devices the host would wait for them."""
+"""The device whose positions are read in every step. On others the host would wait for them."""
 Growing = tuple[Compiled, FixedCaches | None]
 """The graph's runner, and the handling of its buffers; None where it is left alone."""
 
@@ -96,7 +96,7 @@ class InPlace:
         return self._made[has_past]
 
     def _where(self, args: Sequence[Any]) -> tuple[int, int, torch.Tensor | None]:
-        """Where this call's first token is written, how many there are, and on a device whether that is so."""
+        """The row of this call's first token, the number of tokens, and on a device whether that is so."""
         plan = self._plan
         q_len = size_in(plan.q_len, args)
         values = list(plan.positions.forward(*(args[i] for i in plan.position_inputs)))
@@ -183,7 +183,7 @@ def _check_window(buffer: Buffer, start: int, kv_len: int) -> None:
 
 
 def _start(positions: Sequence[Any], q_len: int) -> int:
-    """Where the first token is written in all buffers."""
+    """The row of the first token, the same in all buffers."""
     starts = set()
     for position in positions:
         first = int(position.reshape(-1)[0]) if isinstance(position, torch.Tensor) else int(position)

@@ -214,7 +214,7 @@ def _masks(file: TensorFile) -> list[torch.Tensor | None]:
 
 
 def _real(mask: torch.Tensor | None, tokens: int) -> torch.Tensor | None:
-    """Which of the first tokens are no padding, bool `[batch, tokens]` on the CPU; None where all are."""
+    """A mark for each of the first tokens that is no padding, bool `[batch, tokens]` on the CPU; None where all are."""
     if mask is None:
         return None
     known = mask[:, :tokens].cpu().bool()
@@ -227,7 +227,7 @@ def _same(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
 
 
 def _agreement(saved: np.ndarray[Any, Any], ids: np.ndarray[Any, Any]) -> tuple[int, bool]:
-    """How many of the saved tokens a prompt begins with, its last one left out, and whether these are all."""
+    """The number of saved tokens that a prompt begins with, its last one left out, and whether these are all."""
     if saved.ndim != 2 or len(saved) != len(ids):
         return 0, False
     most = min(saved.shape[1], ids.shape[1] - 1)

@@ -1,4 +1,4 @@
-"""Where numbers come from: machine, versions, commit and command, for every JSON that is written."""
+"""The origin of numbers: machine, versions, commit and command, for every JSON that is written."""
 
 from __future__ import annotations
 

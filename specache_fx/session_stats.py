@@ -13,7 +13,7 @@ from specache_fx.runtime.session import Session
 
 @dataclass(frozen=True)
 class StepHits:
-    """How well the pairs of one decode step were guessed; the rates are those of `SessionStats`, of this step alone.
+    """The hit rates of one decode step, as those of `SessionStats`.
 
     Attributes:
         kv_len: Tokens in the cache after the step.

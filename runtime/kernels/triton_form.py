@@ -167,7 +167,7 @@ def without_staged(
     BLOCK_T: tl.constexpr,
     ONE_PASS: tl.constexpr,
 ):
-    """Which of each part's tokens from `start` on lie before `stop` and are not staged, bool `[PARTS, BLOCK_N]`.
+    """A mark for each part's tokens from `start` on that lie before `stop` and are not staged, bool `[PARTS, BLOCK_N]`.
 
     One bit a token: tokens are staged once at most, so that adding bits is joining them. That takes a sum of BLOCK_T
     numbers a word, where comparing all with all takes 32 times as many.

@@ -13,7 +13,7 @@ import triton.language as tl
 
 @triton.jit
 def _is_among(own, others, count, BLOCK: tl.constexpr):
-    """Which of `own` `[BLOCK]`, where not below 0, are among the `count` numbers at `others`."""
+    """A mark for each of `own` `[BLOCK]`, not below 0, that is among the `count` numbers at `others`."""
     found = tl.zeros([BLOCK], tl.int32)
     for first in range(0, count, BLOCK):
         at = first + tl.arange(0, BLOCK)

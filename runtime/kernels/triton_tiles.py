@@ -132,7 +132,7 @@ def _number(bits, KV: tl.constexpr, DOT: tl.constexpr):
 
 @triton.jit
 def code_rows(codes, row, stride, of: tl.constexpr):
-    """Where the codes of the head `row` begin: heads are whole rows apart, which makes loads wide."""
+    """The address at which the codes of the head `row` begin: heads are whole rows apart, which makes loads wide."""
     BITS: tl.constexpr = of[0]
     UNIT: tl.constexpr = of[1]
     DIM: tl.constexpr = of[3]

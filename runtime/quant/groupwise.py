@@ -46,7 +46,7 @@ class GroupwiseQuantizer(Quantizer):
 
     @abstractmethod
     def _half_interval(self) -> float:
-        """How far a number may lie from its level, in scales."""
+        """The distance that a number may have from its level, in scales."""
 
     def quantize_key(self, x: torch.Tensor) -> Planes:
         """See `Quantizer.quantize_key`."""

@@ -1,4 +1,4 @@
-"""How scores become one where several of them choose the same pairs: `SpecacheConfig.aggregation`."""
+"""One score of several that choose the same pairs: `SpecacheConfig.aggregation`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a graph writes tokens into buffers: what its caller computes of integer inputs before it runs.
+"""The rows of buffers that a graph writes tokens into; its caller computes them from integer inputs.
 
 Counters are inputs that the graph moves itself. Other positions, and what the model asserts of integers, are cut out.
 """
@@ -35,7 +35,7 @@ def counters_of(gm: GraphModule) -> tuple[tuple[int, ...], GraphModule, tuple[in
 
 
 def asserts_of(gm: GraphModule) -> tuple[list[Node], tuple[str, ...]]:
-    """What the model asserts of its integer inputs alone, taken out of the graph: conditions and messages."""
+    """The model's assertions on its integer inputs alone, taken out of the graph: conditions and messages."""
     conditions, messages = list[Node](), list[str]()
     for node in list(gm.graph.nodes):
         if node.target in (_aten._assert_async.default, _aten._assert_async.msg):
@@ -50,7 +50,7 @@ def asserts_of(gm: GraphModule) -> tuple[list[Node], tuple[str, ...]]:
 def positions_of(
     gm: GraphModule, written: Sequence[Append], further: Sequence[Any]
 ) -> tuple[tuple[int, ...], GraphModule, tuple[int, ...]]:
-    """Where tokens are written: counters among the inputs, and what computes other positions, then `further`."""
+    """The rows of tokens: counters among the inputs, and a graph of other positions, then `further`."""
     place = _places(gm)
     starts, others = dict[int, None](), dict[Any, None]()
     for append in written:

@@ -25,7 +25,7 @@ _MADE = (_aten.zeros.default, _aten.full.default, _aten.new_zeros.default)
 
 
 class Tokens(Enum):
-    """How many tokens a buffer has to hold before a call that writes in some way."""
+    """The number of tokens that a buffer holds before a call, by its way of writing."""
 
     ANY = "any"
     NONE = "none"
@@ -59,7 +59,7 @@ class Append:
 
     @property
     def written(self) -> Node:
-        """What is in the buffer after this call."""
+        """The buffer's content after this call."""
         return self.kept or self.node
 
     @property
@@ -69,13 +69,13 @@ class Append:
 
     @property
     def q_len(self) -> Any:
-        """How many tokens are written."""
+        """The number of tokens that are written."""
         sizes = shape_of(self.new) or ()
         return sizes[self.dim - 4]
 
 
 def _of_buffer(node: Node) -> Append | None:
-    """What a node writes into a buffer that is an input or is made here; None for what does something else."""
+    """The write of a node into a buffer that is an input or is made here; None for another node."""
     append = _write(node)
     if append is None:
         return None
@@ -84,7 +84,7 @@ def _of_buffer(node: Node) -> Append | None:
 
 
 def _write(node: Node) -> Append | None:
-    """What a node writes into a 4-D tensor along its tokens; None for what does something else."""
+    """The write of a node into a 4-D tensor along its tokens; None for another node."""
     args: Any = node.args
     if node.target is _aten.index_copy.default:
         buffer, dim, position, new = args

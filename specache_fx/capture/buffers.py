@@ -1,4 +1,4 @@
-"""What the caller of a graph does about buffers of fixed length: found in the graph, done in each call."""
+"""The caller's duties towards buffers of fixed length: found in the graph, done in each call."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Size = int | tuple[int, int | None]
 
 
 def size_in(told: Size, args: Sequence[Any]) -> int:
-    """What a size is in a call."""
+    """The value of a size in a call."""
     if isinstance(told, int):
         return told
     place, dim = told
@@ -49,7 +49,7 @@ class Buffer:
 
 @dataclass(frozen=True)
 class FixedCaches:
-    """What the caller of a graph needs to know of its buffers.
+    """The caller's duties towards a graph's buffers.
 
     Attributes:
         buffers: Keys and values in turn, layer by layer.

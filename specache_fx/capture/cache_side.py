@@ -104,7 +104,7 @@ def unrepeated(node: Node, heads: int) -> tuple[Node, list[Node]]:
 
 
 def newest(node: Node) -> int | None:
-    """How many of the newest tokens a slice of keys keeps, `[:, :, -n:]`; None where it is another one."""
+    """The number of newest tokens that a slice of keys keeps, `[:, :, -n:]`; None for another slice."""
     if node.target is not _aten.slice.Tensor or len(shape_of(node) or ()) != 4:
         return None
     args: list[Any] = [*node.args[1:], *(0, None, None, 1)[len(node.args) - 1 :]]
@@ -152,7 +152,7 @@ def _appended(root: Node) -> tuple[Node | None, Node]:
 
 
 def changed_past(root: Node) -> Node | None:
-    """What changes the past before this call's tokens are appended to it, `cat([0.9 * past, new], -2)`."""
+    """The node that changes the past before this call's tokens are appended to it, `cat([0.9 * past, new], -2)`."""
     parts, dim = concatenated(root) or ([], 0)
     if len(parts) != 2 or dim != 2 or parts[0].op == "placeholder" or shape_of(parts[0]) == (0,):
         return None
@@ -193,7 +193,7 @@ def side_of(root: Node, what: str, outputs: set[Node], inside: set[Node]) -> Sid
 
 
 def why_not_cached(root: Node, what: str, outputs: set[Node]) -> NoMatch:
-    """What to say of keys or values that are no cache."""
+    """The refusal of keys or values that are no cache."""
     shape = shape_of(root)
     if shape is None or len(shape) != 4:
         return NoMatch(f"its {what} have shape {shape}, not [batch, num_kv_heads, kv_len, head_dim]")
@@ -213,7 +213,7 @@ def why_not_cached(root: Node, what: str, outputs: set[Node]) -> NoMatch:
 
 
 def _written_values(graph: Graph) -> set[Node]:
-    """What is written to inputs, and what goes into that."""
+    """The writes to inputs, and the nodes that go into them."""
     writes = (node for node in graph.nodes if node.target is _aten.copy_.default)
     return ancestors(source for node in writes for source in node.all_input_nodes[1:])
 

@@ -81,7 +81,7 @@ def find_expansion(gm: GraphModule, reading: Reading) -> Expansion:
 
 
 def _made(reading: Reading) -> str:
-    """Where keys and values come from, with the model's lines."""
+    """The sources of keys and values, with the model's lines."""
     between = reading.inside - reading.core.inner
     order = (node for node in reading.core.node.graph.nodes if node in between)
     lines = [line for line in dict.fromkeys(map(source_of, order)) if line]

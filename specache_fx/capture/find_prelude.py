@@ -1,4 +1,4 @@
-"""Where positions and lengths enter a decode graph: position ids, position embeddings, ALiBi's distances.
+"""The nodes by which positions and lengths enter a decode graph: position ids, position embeddings, ALiBi's distances.
 
     ids = arange(kv_len, kv_len + 1); cos = f(ids); out = g(token, cos)   ->   prelude: ids = arange(...)
 
@@ -48,7 +48,7 @@ def find_prelude(
     *,
     lengths_are_static: bool,
 ) -> Cut:
-    """Where position-only tensors enter the rest of a decode graph.
+    """The nodes by which position-only tensors enter the rest of a decode graph.
 
     Args:
         gm: The graph, its caches still in it.
@@ -93,7 +93,7 @@ def _runs_outside(node: Node) -> bool:
 
 
 def _readers(graph: Graph, sites: Sequence[AttentionSite], kept: Sequence[Node]) -> dict[Node, set[Node]]:
-    """Who reads each node once the cache is out of the graph."""
+    """The readers of each node once the cache is out of the graph."""
     of_sites = {
         site.core.node: [
             each

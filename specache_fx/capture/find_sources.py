@@ -1,4 +1,4 @@
-"""Which inputs of a decode graph are the token, positions, lengths and masks: by dependence, not by name."""
+"""The token, positions, lengths and masks among a decode graph's inputs: by dependence, not by name."""
 
 from __future__ import annotations
 
@@ -207,6 +207,6 @@ def fixed_sizes(
 
 
 def _now(size: Any) -> int | None:
-    """What a size is in this call; None where it can't be told."""
+    """The value of a size in this call; None where it can't be told."""
     hint = size if isinstance(size, int) else size.node.hint
     return hint if isinstance(hint, int) else None

@@ -161,7 +161,7 @@ class _Rewrite:
         )  # fmt: skip
 
     def _kept(self, append: Append) -> Node:
-        """What a cache that grows would return."""
+        """The return value of a cache that grows."""
         grown = self._grown[append.node]
         if append.window is None:
             return grown

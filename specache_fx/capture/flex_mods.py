@@ -22,7 +22,7 @@ _ONE_BY_ONE = {_aten._to_copy.default, _aten.floor_divide.default, _aten.alias.d
 
 
 class UnclearError(Exception):
-    """Why a flex attention can't be told plainly."""
+    """A flex attention can't be told plainly; the message says why."""
 
 
 class Mods:

@@ -1,4 +1,4 @@
-"""What edits an FX graph: copies, calls, inputs."""
+"""Edits of an FX graph: copies, calls, inputs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What computes what in a functional graph, and the parts that it tells."""
+"""Dependence in a functional graph, and parts of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a node of an FX graph is: its value, its name, where it comes from, what it reads."""
+"""Nodes of an FX graph: value, name, source line, inputs."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def source_of(node: Node) -> str:
 
 
 def described(node: Node) -> str:
-    """How a message names a node on its way: what it is called, what it calls, and the model's line, without folder."""
+    """A node in a message: its name, its operator, and the model's line, without folder."""
     file, place = _line_of(node)
     return f"`{node.name}` ({target_name(node)}{f', {Path(file).name}{place}' if file else ''})"
 

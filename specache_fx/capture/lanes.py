@@ -1,4 +1,4 @@
-"""Why a decode graph computes one token at a time, where it can't compute two."""
+"""Reasons for which a decode graph computes one token at a time, not two."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def kept_cache_of(kept: Sequence[Node]) -> str | None:
 def single_lane(
     graph: Graph, kept: Sequence[Node], past_inputs: Sequence[int], token: int | None, logits: int | None
 ) -> str | None:
-    """Why a decode graph computes one token at a time; None where it can compute two.
+    """The reason for one token at a time in a decode graph; None where it can compute two.
 
     Args:
         graph: The graph.

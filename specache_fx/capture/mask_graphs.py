@@ -51,7 +51,7 @@ def find_window_masks(
 def _cut(
     gm: GraphModule, sources: Sources, sites: Sequence[AttentionSite]
 ) -> tuple[GraphModule | None, list[Node], dict[int, int]]:
-    """What computes the masks of attentions, None if there are none; its inputs, and the place of each layer's mask."""
+    """The graph of the attentions' masks, None if there are none; its inputs, and the place of each layer's mask."""
     of_layers = {site.layer: site.core.mask for site in sites if site.core.mask is not None}
     masks = list(dict.fromkeys(of_layers.values()))
     if not masks:

@@ -187,7 +187,7 @@ def _check_mask(core: AttentionCore, keys: Side, values: Side) -> None:
 
 
 def _data_behind(core: AttentionCore, keys: Side, values: Side) -> Node | None:
-    """What a mask reads, of tokens, embeddings, queries, keys and values; their shapes don't count."""
+    """A token input, embedding, query, key or value that a mask reads; their shapes don't count."""
     assert core.mask is not None
     graph = core.mask.graph
     token, vocabulary = find_token(graph)
@@ -207,7 +207,7 @@ def _data_behind(core: AttentionCore, keys: Side, values: Side) -> Node | None:
 
 
 def phase_of(sites: Sequence[AttentionSite]) -> Phase:
-    """What a graph with these attentions does with the KV cache."""
+    """The use that a graph with these attentions makes of the KV cache."""
     if not sites:
         return Phase.NO_CACHE
     if sites[0].keys.past is None:

@@ -54,7 +54,7 @@ def _ids(graph: Graph) -> list[Node]:
 
 
 def _newest(node: Node) -> int | None:
-    """How many of the newest tokens a slice of `[batch, n, ...]` keeps; None for another node."""
+    """The number of newest tokens that a slice of `[batch, n, ...]` keeps; None for another node."""
     if node.target is not _aten.slice.Tensor or len(node.args) not in (3, 4):
         return None
     args: Any = node.args
@@ -88,7 +88,7 @@ def _moves_through(node: Node, dim: int) -> bool:
 
 
 def _part(graph: Graph, arg: Any, from_end: int, count: int, origin: Node) -> Any:
-    """What an operator that broadcasts reads of an argument for the newest tokens."""
+    """The part of an argument that an operator which broadcasts reads for the newest tokens."""
     dims = shape_of(arg)
     if dims is None or len(dims) < from_end or statically_known_true(dims[-from_end] == 1):
         return arg

@@ -25,7 +25,7 @@ _NEVER_PREDICTED = 32  # rows of a table of embeddings, at most, that logits hav
 def plan_outputs(
     gm: GraphModule, sites: Sequence[AttentionSite], sources: Sources | None
 ) -> tuple[OutputPlan, list[Node]]:
-    """What becomes of each output, and the nodes of those that the graph goes on computing.
+    """The plan for each output, and the nodes of those that the graph goes on computing.
 
     `sources` are the inputs of a decode graph; None for others.
     """
@@ -80,7 +80,7 @@ def _tells_length(out: Node, sources: Sources) -> bool:
 
 
 def find_logits(kept: Sequence[Node], vocabulary: int | None) -> int | None:
-    """Which kept output has a number for every token of the vocabulary; the last one computed, if several.
+    """The kept output with a number for every token of the vocabulary; the last one computed, if several.
 
     A table of embeddings may have some rows more, for tokens that are put in but never predicted (pictures). What is
     taken here decides what lane 1 speculates on, and no output.

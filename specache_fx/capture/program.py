@@ -1,4 +1,4 @@
-"""What the analyses say of one graph: a `Program`, which passes and runners read and nothing changes."""
+"""`Program`: the findings on one graph, which passes and runners read. Nothing changes it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from specache_fx.runtime.window_masks import WindowMasks
 
 
 class Phase(Enum):
-    """What a graph does with the KV cache."""
+    """A graph's use of the KV cache."""
 
     NO_CACHE = "no cache"
     PREFILL = "prefill"
@@ -48,7 +48,7 @@ class Refusal:
 
 
 def alike(refusals: Sequence[Refusal]) -> list[str]:
-    """What to say of refusals: layers that differ in the names of their nodes alone are one message."""
+    """The messages of refusals: layers that differ in the names of their nodes alone are one."""
     groups: dict[tuple[str, str], list[Refusal]] = {}
     for refusal in refusals:
         groups.setdefault((refusal.source, re.sub("`[^`]*`", "``", refusal.reason)), []).append(refusal)
@@ -121,7 +121,7 @@ class AttentionSite:
 
 @dataclass(frozen=True)
 class OutputPlan:
-    """How the outputs of Dynamo's graph are put together again.
+    """The assembly of Dynamo's outputs.
 
     Attributes:
         total: Number of outputs that Dynamo expects.
@@ -145,7 +145,7 @@ class OutputPlan:
 
 @dataclass(frozen=True)
 class Cut:
-    """What of a decode graph depends on positions and lengths alone.
+    """The part of a decode graph that positions and lengths determine.
 
     Attributes:
         prelude: Computes what the rest of the graph reads of it; None where it reads nothing.
@@ -160,7 +160,7 @@ class Cut:
 
 @dataclass(frozen=True)
 class Decoding:
-    """What is known of a decode graph alone.
+    """Findings on a decode graph alone.
 
     Attributes:
         sources: Token, lengths, positions and masks among the inputs.

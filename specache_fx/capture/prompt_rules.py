@@ -1,4 +1,4 @@
-"""Which masks of a prompt can be tested before they are made: `passes/prompt_masks.py` puts the tests in.
+"""The masks of a prompt that can be tested before they are made: `passes/prompt_masks.py` puts the tests in.
 
 Masks that weights or random numbers go into, and those of attentions that are spelt out, are made as the model says.
 """

@@ -171,7 +171,7 @@ def differs(gm: GraphModule, core: AttentionCore) -> str | None:
 def _distance(
     graph: GraphModule, core: AttentionCore, leaves: list[Node], numbers: Numbers, size: float
 ) -> tuple[float | None, float]:
-    """How far a core and the normal form are from each other, and what rounding allows.
+    """The distance of a core from the normal form, and the distance that rounding allows.
 
     Args:
         graph: Computes output, query and mask of the core from `leaves`.

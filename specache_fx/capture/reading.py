@@ -1,4 +1,4 @@
-"""What an attention reads of a KV cache: the cached tensors themselves, or what is computed from them.
+"""The reading of a KV cache by an attention: the cached tensors themselves, or results of them.
 
 keys, values are cached                         -> read as they are
 keys, values = expand(latent, k_rot)            -> latent and k_rot are cached (multi-head latent attention)
@@ -46,7 +46,7 @@ class Reading:
 def readings_of(
     gm: GraphModule, cores: Sequence[AttentionCore], outputs: set[Node]
 ) -> dict[Node, Reading | NoMatch]:
-    """How each attention reads its cache, by its node; or why that is none that could be followed."""
+    """The reading of each attention, by its node; or the reason for none that could be followed."""
     caches = {node for node in gm.graph.nodes if is_cache(node, outputs)}
     attentions = {core.node for core in cores}
     found: dict[Node, Reading | NoMatch] = {}

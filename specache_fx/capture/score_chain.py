@@ -1,4 +1,4 @@
-"""What is done to the scores of attention that is spelt out, from the product of queries and keys to the softmax.
+"""The scores of attention that is spelt out, from the product of queries and keys to the softmax.
 
 Masks and biases become one row, the newest query's: a prompt stores which keys are real, a decode step has one query.
 """

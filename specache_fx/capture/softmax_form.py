@@ -135,7 +135,7 @@ def _drops_last(node: Node) -> bool:
 def _side(
     node: Any, outputs: set[Node], *, transposed: bool, is_query: bool = False
 ) -> tuple[Node, list[Node]]:
-    """What an operand of a product is made of, `[batch, num_heads, tokens, dim]`, and the nodes that make it so.
+    """The source of a product's operand, `[batch, num_heads, tokens, dim]`, and the nodes in between.
 
     Args:
         node: The operand.

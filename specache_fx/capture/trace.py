@@ -59,7 +59,7 @@ aten = torch.ops.aten
 
 
 class TraceError(Exception):
-    """Why a graph can't be had as functional ATen."""
+    """A graph can't be traced to functional ATen."""
 
 
 def trace(gm: GraphModule) -> GraphModule:
@@ -193,7 +193,7 @@ class _Named(Interpreter):
 
 
 def _write_inputs(inputs: Sequence[Any], wrapped: Sequence[Any]) -> None:
-    """What was written to an input while the graph ran is written behind all else.
+    """Put writes to inputs behind all else.
 
     Args:
         inputs: Of the traced function.
@@ -225,7 +225,7 @@ def _functional() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _fake(inputs: Sequence[Any]) -> Iterator[None]:
-    """Where tensors that are made are fake as the inputs are, and constants that Dynamo left real are constants."""
+    """A context in which new tensors are fake as the inputs are, and constants that Dynamo left real are constants."""
     mode = fake_mode_of(inputs)  # not the tracing context's: Dynamo changes that before it calls a backend
     if mode is None:
         raise TraceError("it takes no tensors")

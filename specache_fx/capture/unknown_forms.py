@@ -47,7 +47,7 @@ def _grown(gm: GraphModule, outputs: set[Node]) -> list[Node]:
 
 
 def _reader(root: Node) -> Node:
-    """Where a cache is read: the first product of what it goes through, or the cache itself."""
+    """The reader of a cache: the first product behind it, or the cache itself."""
     work, seen = [root], set[Node]()
     while work:
         node = work.pop(0)
@@ -66,7 +66,7 @@ def _remedy(softmax: Node) -> str:
 
 
 def _unread(out: Node) -> Refusal:
-    """What to say of a cache in a form of its own."""
+    """The message for a cache in a form of its own."""
     made_by = next(
         (node for node in out.all_input_nodes if isinstance(node.target, HigherOrderOperator)), None
     )

@@ -45,7 +45,7 @@ def with_windows(gm: GraphModule, found: Mapping[Node, Append]) -> dict[Node, Ap
 
 
 def _written(graph: Graph) -> list[tuple[Node | None, Node]]:
-    """What is written to each input, and what may be a buffer that is made in this call: no input, and an output."""
+    """The writes to each input; and outputs that may be buffers which are made in this call, without an input."""
     writes: list[tuple[Any, Any]] = [
         node.args[:2] for node in graph.nodes if node.target is _aten.copy_.default
     ]
