@@ -195,9 +195,8 @@ class Backend:
 
         def make(has_past: bool) -> Growing:
             rewritten, plan = grow(traced, has_past=has_past)
-            inputs = placeholders(rewritten.graph)
-            examples = [value_of(node) for node in inputs]
             inner = analyse(rewritten, config, plan.starts + plan.position_inputs)
+            examples = [value_of(node) for node in placeholders(rewritten.graph)]  # newest ids are one more
             buffers = {buffer.place for buffer in plan.buffers}
             weights = {i: name for i, name in inner.weights.items() if i not in buffers}
             inner = replace(inner, weights=weights)

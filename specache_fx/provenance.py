@@ -7,7 +7,6 @@ import platform
 import shlex
 import subprocess
 import sys
-from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -17,20 +16,17 @@ import torch
 PACKAGES = ("specache-fx", "torch", "transformers", "datasets", "hqq", "optimum-quanto", "triton")
 
 
-def provenance(
-    device: torch.device, packages: Sequence[str] = PACKAGES, program: str = "specache-fx"
-) -> dict[str, Any]:
+def provenance(device: torch.device, program: str = "specache-fx") -> dict[str, Any]:
     """Command, device, versions and commit.
 
     Args:
         device: Where it was measured.
-        packages: Whose versions matter; those that are not installed are left out.
         program: The command line's name.
     """
     return {
         "command": shlex.join([program, *sys.argv[1:]]),
         "device": describe_device(device),
-        "versions": versions(packages),
+        "versions": versions(),
         "commit": git_commit(),
     }
 
@@ -58,10 +54,10 @@ def cpu_name() -> str:
     return names[0] if names else platform.processor() or platform.machine()
 
 
-def versions(packages: Sequence[str] = PACKAGES) -> dict[str, str]:
+def versions() -> dict[str, str]:
     """Of Python and of the packages that are installed."""
     found = {"python": platform.python_version()}
-    for name in packages:
+    for name in PACKAGES:
         try:
             found[name] = version(name)
         except PackageNotFoundError:

@@ -101,12 +101,11 @@ class Lab:
         dtype: str = "bfloat16",
         peers_python: str | None = None,
         batch_size: int = 8,
-        limit: int = READ_LIMIT,
     ) -> None:
         self.name, self.dtype, self.batch_size = model, dtype, batch_size
         self.folder, self.model, self.tokenizer = load(model, device, dtype)
         self.samples = Kept(1 << 62)
-        self._reads, self._references = Kept(limit), Kept(limit)
+        self._reads, self._references = Kept(READ_LIMIT), Kept(READ_LIMIT)
         self._open: tuple[Method, Any] | None = None
         self._peers_python = peers_python
         self._presses: Presses | None = None

@@ -31,8 +31,8 @@ class Method:
 
     @classmethod
     def of(cls, name: str, **options: Any) -> Method:
-        """`Method.of("specache", bits=1)`."""
-        return cls(name, tuple(options.items()))
+        """`Method.of("specache", bits=1)`. Equal methods are equal jobs, in whatever order their options are given."""
+        return cls(name, tuple(sorted(options.items())))
 
     @classmethod
     def read(cls, text: str) -> Method:

@@ -68,10 +68,10 @@ def records_table(title: str, records: Mapping[Job, Record]) -> Table:
     return table(columns, rows, title, caption)
 
 
-def attention_table(result: Mapping[str, Any], base: str = "sdpa float32") -> Table:
-    """One layer's attention, from `Attention.run`; ratios to the row `base`."""
+def attention_table(result: Mapping[str, Any]) -> Table:
+    """One layer's attention, from `Attention.run`; ratios to PyTorch's in float32."""
     shape = result["shape"]
-    reference = next(row["median_ms"] for row in result["rows"] if row["name"] == base)
+    reference = next(row["median_ms"] for row in result["rows"] if row["name"] == "sdpa float32")
     columns: list[Column] = [("", of("name", str))]
     names = ("median_ms", "p10_ms", "p90_ms")
     columns += [
@@ -93,10 +93,12 @@ def attention_table(result: Mapping[str, Any], base: str = "sdpa float32") -> Ta
     return table(columns, result["rows"], title, caption)
 
 
-def decode_tables(result: Mapping[str, Any], base: str = "transformers") -> list[Table]:
-    """Decode steps of a model, from `DecodeSteps.run`: times, then bytes; ratios to the row `base`."""
+def decode_tables(result: Mapping[str, Any]) -> list[Table]:
+    """Decode steps of a model, from `DecodeSteps.run`: times, then bytes; ratios to transformers, or the first row."""
     size, rows = result["size"], result["rows"]
-    reference = next((row["median_ms"] for row in rows if row["name"] == base), rows[0]["median_ms"])
+    reference = next(
+        (row["median_ms"] for row in rows if row["name"] == "transformers"), rows[0]["median_ms"]
+    )
     name: Column = ("", of("name", str))
     heads = {"ms": "median_ms", "p10": "p10_ms", "p90": "p90_ms", "tokens/s": "tokens_per_s"}
     times: list[Column] = [name, *((head, of(value, "{:.1f}".format)) for head, value in heads.items())]

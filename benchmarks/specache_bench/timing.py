@@ -57,9 +57,9 @@ def take_turns(
     return {name: Timing.of(times) for name, times in seconds.items()}
 
 
-def memory_bandwidth(device: torch.device, nbytes: int = _COPY_BYTES) -> float:
+def memory_bandwidth(device: torch.device) -> float:
     """Bytes a second that a plain copy moves, read and written ones counted: what the floors are computed from."""
-    source = torch.ones(nbytes, dtype=torch.uint8, device=device)
+    source = torch.ones(_COPY_BYTES, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     timing = Timing.of(seconds_of(lambda: target.copy_(source), device, _COPIES))
-    return 2 * nbytes / (timing.p10_ms / 1e3)
+    return 2 * _COPY_BYTES / (timing.p10_ms / 1e3)

@@ -28,21 +28,23 @@ class Score(TypedDict):
     exact_match: float
 
 
+_BATCH = 16  # prompts of one length a `generate` call: nothing is padded
+
+
 @torch.inference_mode()
-def exact_match(model: PreTrainedModel, prompts: Prompts, batch_size: int = 16) -> float:
+def exact_match(model: PreTrainedModel, prompts: Prompts) -> float:
     """The share of prompts of which every answer token is right, decoded greedily.
 
     Args:
         model: any causal language model with the needle vocabulary.
         prompts: from `make_prompts`.
-        batch_size: prompts per `generate` call; they are all of one length, so nothing is padded.
 
     Returns:
         Between 0 and 1.
     """
     correct = 0
-    for start in range(0, len(prompts), batch_size):
-        rows = slice(start, start + batch_size)
+    for start in range(0, len(prompts), _BATCH):
+        rows = slice(start, start + _BATCH)
         input_ids = prompts.input_ids[rows].to(model.device)
         output = model.generate(
             input_ids,

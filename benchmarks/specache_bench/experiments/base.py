@@ -25,18 +25,18 @@ PRESSES = {"snapkv": "SnapKV", "h2o": "H2O", "tova": "TOVA", "streaming": "Strea
 
 def kivi(bits: int, group_size: int = 64, **more: Any) -> Method:
     """KIVI as SpeCache §4.1 has it: 128 residual tokens, as much memory as SpeCache takes with its 64 prefetched."""
-    return _sorted("kivi", bits=bits, group_size=group_size, **({"residual_length": 128} | more))
+    return Method.of("kivi", bits=bits, group_size=group_size, **({"residual_length": 128} | more))
 
 
 def specache(bits: int, group_size: int = 64, **more: Any) -> Method:
     """SpeCache as its §4.1 has it: 64 residual tokens, 64 prefetched pairs, KIVI's codes, Algorithm 3 to the letter."""
     settings = {"residual_length": 64, "top_k": 64, "quantizer": "kivi", "on_miss": "keep"} | more
-    return _sorted("specache", bits=bits, group_size=group_size, **settings)
+    return Method.of("specache", bits=bits, group_size=group_size, **settings)
 
 
 def kcache(num_values: int, layers: int) -> Method:
     """KCache: as in the paper no window of values stays on the device, and tokens are offloaded by fours."""
-    return _sorted("kcache", top_k=num_values, resident_layers=layers, residual_length=0, group_size=4)
+    return Method.of("kcache", top_k=num_values, resident_layers=layers, residual_length=0, group_size=4)
 
 
 def press(name: str) -> Method:
@@ -46,12 +46,7 @@ def press(name: str) -> Method:
 
 def quantized(backend: str, bits: int) -> Method:
     """Transformers' QuantizedCache, with groups and a window as KIVI's."""
-    return _sorted("quantized", backend=backend, bits=bits, group_size=64, residual_length=128)
-
-
-def _sorted(name: str, **options: Any) -> Method:
-    # Equal methods have to be equal jobs, whatever the order in which their options were given.
-    return Method(name, tuple(sorted(options.items())))
+    return Method.of("quantized", backend=backend, bits=bits, group_size=64, residual_length=128)
 
 
 def label(method: Method) -> str:
