@@ -65,13 +65,14 @@ class Quantizer(ABC):
 
     Attributes:
         name: The method's name in `QUANTIZERS`.
-        valid_bits: The widths that it can be built with.
+        valid_bits: The widths that it can be built with, of 1, 2, 4 and 8, narrowest first.
         code_form: For kernels that read codes themselves. "affine": planes are KIVI's (`KiviQuantizer`), and `code *
             scale + zero` is all of dequantisation. "centred": they are `TurboQuantizer`'s. None: kernels can't.
         sequence_key_planes: How many planes of keys, the last ones, are one row for the whole sequence: made of its
             first group with a token that is no padding.
         exact_constants: The kinds of which a group of one number comes back exactly. Numbers within four times the
             dtype's smallest normal one may not.
+        beats_zeros: Whether its narrowest codes lose less of normal numbers than zeros would.
         bits: Width of a code.
         group_size: Tokens that are quantised together.
     """
@@ -81,6 +82,7 @@ class Quantizer(ABC):
     code_form: ClassVar[CodeForm | None] = None
     sequence_key_planes: ClassVar[int] = 0
     exact_constants: ClassVar[tuple[KVKind, ...]] = ()
+    beats_zeros: ClassVar[bool] = True
 
     def __init__(self, bits: int, group_size: int) -> None:
         self.bits = bits

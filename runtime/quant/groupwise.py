@@ -30,7 +30,7 @@ class GroupwiseQuantizer(Quantizer):
 
     @abstractmethod
     def _zero_and_scale(self, low: torch.Tensor, high: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Zero and scale of groups with these minima and maxima, all float32; a group of equals has scale 0."""
+        """Zero and scale of groups with these minima and maxima, all float32; a group of equals may have scale 0."""
 
     @abstractmethod
     def _encode(self, x: torch.Tensor) -> torch.Tensor:

@@ -20,6 +20,7 @@ class OriginalKiviQuantizer(KiviQuantizer):
     """
 
     name = "kivi-original"
+    beats_zeros = False
 
     def _zero_and_scale(self, low: torch.Tensor, high: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return evenly_spaced(low, high, self.bits)

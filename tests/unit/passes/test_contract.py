@@ -106,6 +106,20 @@ def test_pass_leaves_a_sound_graph_and_changes_nothing_when_it_runs_again(
     assert graphs.code(step.run(gm, program)) == whole
 
 
+# `test_products.py` has the products that `merge_products` merges; `verify` changes nothing.
+_SEEN = [step for step in DECODE_PASSES if step.name not in ("merge_products", "verify")]
+
+
+@pytest.mark.parametrize("step", _SEEN, ids=lambda step: step.name)
+def test_every_decode_pass_changes_a_graph(step: Pass) -> None:
+    def changes(model: str) -> bool:
+        gm, program = before(step, Phase.DECODE, model, CONFIGS["token"])
+        code = graphs.code(gm)
+        return graphs.code(step.run(gm, program)) != code
+
+    assert any(map(changes, MODELS))
+
+
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("phase", CACHED)
 def test_passes_leave_the_graph_of_dynamo_alone(model: str, phase: Phase) -> None:
