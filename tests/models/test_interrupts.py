@@ -72,7 +72,10 @@ def test_an_interrupt_comes_out_of_a_step_as_it_is(timer: Timer, fresh_dynamo: N
             timer.armed = True
             logits = step(compiled, mine, token)
             timer.armed = False
-        except timer.error:
+        except (timer.error, SystemError) as error:
+            # Where it strikes between two frames, Dynamo's C code goes on with the exception set.
+            if not isinstance(error, timer.error) and not isinstance(error.__cause__, timer.error):
+                raise
             struck += 1
             for layer, pair in zip(mine.layers, held, strict=True):  # some may have been exchanged already
                 layer.keys, layer.values = pair

@@ -69,6 +69,7 @@ def test_second_start_compiles_nothing_anew(tmp_path: Path) -> None:
     assert second["tokens"] == first["tokens"]
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(not torch._inductor.config.fx_graph_cache, reason="Inductor's cache is switched off here")
 def test_another_machine_compiles_nothing_that_it_is_given(tmp_path: Path) -> None:
     """PyTorch's mega-cache: what one process compiled, as bytes."""
