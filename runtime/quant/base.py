@@ -71,7 +71,6 @@ class Quantizer(ABC):
         sequence_key_planes: How many planes of keys, the last ones, are one row for the whole sequence: made of its
             first group with a token that is no padding.
         exact_constants: The kinds of which a group of one number comes back exactly.
-        exact_above: Times the dtype's smallest normal number, above which such a number does.
         beats_zeros: Whether its narrowest codes lose less of normal numbers than zeros would.
         bits: Width of a code.
         group_size: Tokens that are quantised together.
@@ -82,7 +81,6 @@ class Quantizer(ABC):
     code_form: ClassVar[CodeForm | None] = None
     sequence_key_planes: ClassVar[int] = 0
     exact_constants: ClassVar[tuple[KVKind, ...]] = ()
-    exact_above: ClassVar[int] = 0
     beats_zeros: ClassVar[bool] = True
 
     def __init__(self, bits: int, group_size: int) -> None:

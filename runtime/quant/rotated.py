@@ -38,7 +38,6 @@ class RotatedQuantizer(KiviQuantizer):
     name = "rotated"
     code_form = None
     exact_constants = ("key",)
-    exact_above = 4  # a rotated key is stored as a fraction: the smallest numbers have none
 
     def quantize_key(self, x: torch.Tensor) -> Planes:
         """See `Quantizer.quantize_key`."""
