@@ -24,7 +24,6 @@ from specache_fx.passes.few_row_products import FEW_ROW_PRODUCTS, PRODUCTS_OF_TU
 from specache_fx.passes.fuse_layer_steps import fuse_layer_steps_of
 from specache_fx.passes.insert_prefetch import INSERT_PREFETCH
 from specache_fx.passes.insert_waits import INSERT_WAITS
-from specache_fx.passes.merge_products import MERGE_PRODUCTS
 from specache_fx.passes.prompt_masks import PROMPT_MASKS
 from specache_fx.passes.quantize_attention import QUANTIZE_ATTENTION
 from specache_fx.passes.select_topk import SELECT_TOPK
@@ -45,7 +44,6 @@ _DECODE_PASSES: tuple[Pass, ...] = (
     SELECT_TOPK,
     INSERT_PREFETCH,
     INSERT_WAITS,
-    MERGE_PRODUCTS,
     FEW_ROW_PRODUCTS,
     VERIFY,
 )

@@ -127,8 +127,7 @@ GOLDEN = {
         products = products(x, [w])
         """,
 }  # fmt: skip
-# `test_products.py` has what `merge_products` does; `verify` changes nothing.
-GOLDEN |= {"merge_products": GOLDEN["insert_waits"], "verify": GOLDEN["few_row_products"]}
+GOLDEN |= {"verify": GOLDEN["few_row_products"]}  # which changes nothing
 
 
 @pytest.mark.parametrize("name", GOLDEN)

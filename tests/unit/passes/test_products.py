@@ -1,4 +1,4 @@
-"""`merge_products` and `few_row_products`: the same numbers, each weight read once, by one call for the same rows."""
+"""`few_row_products`: the same numbers, each weight read once, by one call for the same rows."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from support import graphs
 from torch import Tensor
 from torch.fx import GraphModule
@@ -16,7 +14,6 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from specache_fx.capture.program import Phase, Program
 from specache_fx.config import SpecacheConfig
 from specache_fx.passes.few_row_products import PRODUCTS_OF_TURNS, few_row_products
-from specache_fx.passes.merge_products import merge_products
 from specache_fx.passes.pipeline import decode_passes, run_passes
 
 aten = torch.ops.aten
@@ -173,42 +170,6 @@ def test_scaled_product_with_a_bias_is_left_as_it_is() -> None:
     gm = traced(lambda b, x, w: torch.addmm(b, x, w.t(), alpha=2), *inputs)
     before = graphs.code(gm)
     assert graphs.code(few_row_products(gm, STATE)) == before
-
-
-@given(
-    lanes=st.integers(1, 3),
-    batch=st.integers(1, 3),
-    width=st.integers(1, 5),
-    out=st.integers(1, 20),
-    data=st.data(),
-)
-def test_batch_of_products_with_one_weight_is_one_product(
-    lanes: int, batch: int, width: int, out: int, data: st.DataObject
-) -> None:
-    rows = data.draw(st.integers(1, 3))
-    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
-    x = torch.randn(lanes * batch, rows, width, generator=generator)
-    w = torch.randn(out, width, generator=generator)
-
-    def product(x: Tensor, w: Tensor) -> Tensor:
-        shared = w.t().expand(lanes, batch, width, out)
-        return torch.bmm(x, shared.reshape(lanes * batch, width, out))
-
-    gm = traced(product, x, w)
-    views = (
-        count(gm, aten.clone.default) == 0
-    )  # else the weight was copied for each row, and is no view of one
-    gm = few_row_products(merge_products(gm, STATE), STATE)
-    assert count(gm, aten.bmm.default) == (not views)
-    assert count(gm, aten.expand.default) == (not views)
-    torch.testing.assert_close(gm(x, w), product(x, w))
-
-
-def test_batch_of_products_with_a_matrix_each_stays() -> None:
-    x, w = torch.ones(2, 1, 4), torch.ones(2, 4, 16)
-    gm = traced(torch.bmm, x, w)
-    before = graphs.code(gm)
-    assert graphs.code(merge_products(gm, STATE)) == before
 
 
 def test_decode_graph_reads_each_weight_of_a_layer_once() -> None:

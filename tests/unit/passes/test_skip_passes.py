@@ -52,14 +52,14 @@ def test_a_log_says_what_each_pass_did(caplog: pytest.LogCaptureFixture) -> None
 
 
 @pytest.mark.parametrize(
-    "names", [["bind_cache"], ["verify"], ["no_such_pass"], ["merge_products", "insert_waits"]]
+    "names", [["bind_cache"], ["verify"], ["no_such_pass"], ["few_row_products", "insert_waits"]]
 )
 def test_only_passes_that_change_no_answer_can_be_left_out(names: list[str]) -> None:
     with pytest.raises(ConfigError, match=f"{', '.join(sorted(OPTIONAL))} can be left"):
         specache_fx.compile(build("llama"), skip_passes=names)
 
 
-@pytest.mark.parametrize("given", ["merge_products", 5, None, [1]])
+@pytest.mark.parametrize("given", ["few_row_products", 5, None, [1]])
 def test_what_is_no_list_of_names_is_refused(given: object) -> None:
     with pytest.raises(ConfigError, match="give a list of names"):
         specache_fx.compile(build("llama"), skip_passes=given)
