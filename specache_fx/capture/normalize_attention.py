@@ -33,6 +33,7 @@ from specache_fx.capture.softmax_form import read_form
 from specache_fx.runtime import ops  # noqa: F401  (registers torch.ops.specache)
 
 SDPA = torch.ops.specache.scaled_dot_product_attention.default
+SDPA_DEFAULTS = (None, 0.0, False, None, False)  # of the arguments behind query, key and value
 _LEAVE = f"{LEAVE}."
 
 

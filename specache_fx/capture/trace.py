@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -41,16 +41,16 @@ from torch.utils import _pytree as pytree
 from specache_fx.capture.einsum import as_matmul
 from specache_fx.capture.graph_edit import copy_graph, fake_mode_of, finish, make_module
 from specache_fx.capture.graph_slices import eliminate_dead_code, writes_in_place
-from specache_fx.capture.graph_utils import placeholders, same_sizes, target_name, value_of
-from specache_fx.capture.normalize_attention import SDPA
+from specache_fx.capture.graph_utils import placeholders, target_name, value_of
+from specache_fx.capture.normalize_attention import SDPA, SDPA_DEFAULTS
 from specache_fx.capture.segments import CannotCut, Joined, Segment, cut
+from specache_fx.capture.simplify import simplify
 from specache_fx.capture.specialize_floats import specialize_floats
 from specache_fx.capture.subclasses import flatten, unflatten
 from specache_fx.runtime import ops  # noqa: F401  (registers torch.ops.specache)
 from specache_fx.runtime.handle import is_laid_out
 
 _SDPA_ARGS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
-_SDPA_DEFAULTS = (None, 0.0, False, None, False)  # of the arguments behind the first three
 _DROPOUTS = {
     "dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_dropout", "feature_alpha_dropout",
 }  # fmt: skip
@@ -89,7 +89,7 @@ def trace(gm: GraphModule) -> GraphModule:
         line = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
         raise TraceError(line) from error
     _note_inputs(gm, traced.graph, inputs)
-    _simplify(traced.graph)
+    simplify(traced.graph)
     eliminate_dead_code(traced.graph)
     return finish(make_module(traced, fx_graph_cse(traced.graph)))
 
@@ -158,7 +158,7 @@ def _marked(gm: GraphModule) -> GraphModule:
             as_matmul(node)
         elif node.op == "call_function" and node.target is F.scaled_dot_product_attention:
             given = dict(zip(_SDPA_ARGS, node.args, strict=False)) | node.kwargs
-            rest = zip(_SDPA_ARGS[3:], _SDPA_DEFAULTS, strict=True)
+            rest = zip(_SDPA_ARGS[3:], SDPA_DEFAULTS, strict=True)
             args = [*(given[name] for name in _SDPA_ARGS[:3]), *(given.get(name, by) for name, by in rest)]
             node.target, node.args, node.kwargs = SDPA, tuple(args), {}
     marked.recompile()
@@ -247,69 +247,3 @@ def _note_inputs(gm: GraphModule, graph: Graph, inputs: Sequence[Any]) -> None:
     for new, old in zip(placeholders(graph), parts, strict=True):
         new.meta |= {key: old.meta[key] for key in _KEPT if key in old.meta}
         new._rename(old.name)
-
-
-def _simplify(graph: Graph) -> None:
-    """Take out what changes nothing: slices of everything, views of the same shape, casts that are none."""
-    for node in list(graph.nodes):
-        if node.target in (aten.view.default, aten._unsafe_view.default):
-            node.target = aten.reshape.default  # of any strides
-        elif node.target is SDPA:  # the dispatcher leaves out what is as by default
-            node.args = (*node.args, *_SDPA_DEFAULTS[len(node.args) - 3 :])
-        elif node.target in (aten.full_like.default, aten.new_full.default):
-            _without_example(node)
-        elif node.target is aten.slice_scatter.default:
-            _with_an_end(node)
-        if node.target is aten.reshape.default:  # back to a shape that the same elements had
-            source: Any = node.args[0]
-            while source.target in _SAME_ELEMENTS:
-                source = source.args[0]
-                if source.op != "placeholder" and same_sizes(value_of(node).shape, value_of(source).shape):
-                    node.args = (source, *node.args[1:])
-        if node.op == "call_function" and _is_identity(node):
-            node.replace_all_uses_with(node.args[0])
-            graph.erase_node(node)
-
-
-def _without_example(node: Node) -> None:
-    """Make `full` of `full_like(x, n)` and `new_full(x, size, n)`, where n is computed: of x only dtype is read."""
-    value = value_of(node)
-    if isinstance(node.args[-1], Node) and all(isinstance(size, int) for size in value.shape):
-        node.target, node.args = aten.full.default, (list(value.shape), node.args[-1])
-        node.kwargs = {"dtype": value.dtype, "device": value.device}
-
-
-def _with_an_end(node: Node) -> None:
-    """A slice that is written to the end ends there: vmap's rule takes the end for a number of elements."""
-    args: list[Any] = [*node.args, *(0, None, None)[len(node.args) - 2 :]][:5]
-    size = value_of(node).shape[args[2]]
-    if isinstance(size, int) and (args[4] is None or (isinstance(args[4], int) and args[4] > size)):
-        node.args = (*args[:4], size, *node.args[5:])
-
-
-_LAYOUTS = (aten.reshape.default, aten.expand.default, aten.slice.Tensor, aten.squeeze.dim, aten.squeeze.dims)
-_SAME_ELEMENTS = (
-    aten.clone.default,
-    aten.reshape.default,
-    aten.unsqueeze.default,
-    aten.squeeze.dim,
-    aten.squeeze.dims,
-)
-_SAME: tuple[Callable[..., Any], ...] = (
-    aten.alias.default,
-    aten.detach.default,
-    aten.lift_fresh_copy.default,
-)
-
-
-def _is_identity(node: Node) -> bool:
-    if node.target in _SAME:
-        return True
-    if node.target not in _LAYOUTS:
-        return False
-    value, source = value_of(node), value_of(node.args[0])
-    if not isinstance(value, torch.Tensor) or not isinstance(source, torch.Tensor):
-        return False
-    if node.target is aten.slice.Tensor and node.args[2:3] not in ((), (None,), (0,)):
-        return False  # the newest n tokens, of which there are no more: a window says so
-    return same_sizes(value.shape, source.shape)

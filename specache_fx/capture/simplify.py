@@ -1,0 +1,88 @@
+"""One spelling of each operator, and none that changes nothing; `capture/trace.py` ends with it.
+
+x.view(x.shape); x[:, :]; x.expand(x.shape); alias(x)  ->  x
+view, _unsafe_view                                     ->  reshape
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from specache_fx.capture.graph_utils import same_sizes, value_of
+from specache_fx.capture.normalize_attention import SDPA, SDPA_DEFAULTS
+
+_aten = torch.ops.aten
+_LAYOUTS = (
+    _aten.reshape.default,
+    _aten.expand.default,
+    _aten.slice.Tensor,
+    _aten.squeeze.dim,
+    _aten.squeeze.dims,
+)
+_SAME_ELEMENTS = (
+    _aten.clone.default,
+    _aten.reshape.default,
+    _aten.unsqueeze.default,
+    _aten.squeeze.dim,
+    _aten.squeeze.dims,
+)
+_SAME: tuple[Callable[..., Any], ...] = (
+    _aten.alias.default,
+    _aten.detach.default,
+    _aten.lift_fresh_copy.default,
+)
+
+
+def simplify(graph: Graph) -> None:
+    """Take out slices of everything, views of the same shape and aliases, and spell the rest in one way."""
+    for node in list(graph.nodes):
+        if node.target in (_aten.view.default, _aten._unsafe_view.default):
+            node.target = _aten.reshape.default  # of any strides
+        elif node.target is SDPA:  # the dispatcher leaves out what is as by default
+            node.args = (*node.args, *SDPA_DEFAULTS[len(node.args) - 3 :])
+        elif node.target in (_aten.full_like.default, _aten.new_full.default):
+            _without_example(node)
+        elif node.target is _aten.slice_scatter.default:
+            _with_an_end(node)
+        if node.target is _aten.reshape.default:  # back to a shape that the same elements had
+            source: Any = node.args[0]
+            while source.target in _SAME_ELEMENTS:
+                source = source.args[0]
+                if source.op != "placeholder" and same_sizes(value_of(node).shape, value_of(source).shape):
+                    node.args = (source, *node.args[1:])
+        if node.op == "call_function" and _is_identity(node):
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
+
+
+def _without_example(node: Node) -> None:
+    """Make `full` of `full_like(x, n)` and `new_full(x, size, n)`, where n is computed: of x only dtype is read."""
+    value = value_of(node)
+    if isinstance(node.args[-1], Node) and all(isinstance(size, int) for size in value.shape):
+        node.target, node.args = _aten.full.default, (list(value.shape), node.args[-1])
+        node.kwargs = {"dtype": value.dtype, "device": value.device}
+
+
+def _with_an_end(node: Node) -> None:
+    """A slice that is written to the end ends there: vmap's rule takes the end for a number of elements."""
+    args: list[Any] = [*node.args, *(0, None, None)[len(node.args) - 2 :]][:5]
+    size = value_of(node).shape[args[2]]
+    if isinstance(size, int) and (args[4] is None or (isinstance(args[4], int) and args[4] > size)):
+        node.args = (*args[:4], size, *node.args[5:])
+
+
+def _is_identity(node: Node) -> bool:
+    if node.target in _SAME:
+        return True
+    if node.target not in _LAYOUTS:
+        return False
+    value, source = value_of(node), value_of(node.args[0])
+    if not isinstance(value, torch.Tensor) or not isinstance(source, torch.Tensor):
+        return False
+    if node.target is _aten.slice.Tensor and node.args[2:3] not in ((), (None,), (0,)):
+        return False  # the newest n tokens, of which there are no more: a window says so
+    return same_sizes(value.shape, source.shape)
