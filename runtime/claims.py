@@ -18,9 +18,8 @@ from specache_fx.runtime.layout import LayerShape
 from specache_fx.runtime.session import Session
 
 MIXED = (
-    "The past KV tensors of this call come from several caches, or in another order than the model returned them, or"
-    " their oldest tokens were cut off. Pass the cache of one call back as it was: only its newest tokens can be cut"
-    " off (crop)."
+    "The past KV tensors of this call come from several caches or in another order, or their oldest tokens were cut"
+    " off. Pass the cache of one call back as the model returned it: only its newest tokens can be cut off (crop)."
 )
 REORDERED = (
     "Copy batch rows with index_select (Cache.reorder_cache, batch_select_indices, batch_repeat_interleave) or deepcopy"
@@ -154,9 +153,9 @@ def _claimed_length(session: Session, past: Sequence[torch.Tensor]) -> int:
         is_newest = session.newest is not None and session.newest.are(past)
         if not is_newest and session.kv_len != max(tensor.shape[2] for tensor in past):
             raise CacheHandleError(
-                "How many tokens this past KV cache holds can't be told: each of its layers keeps a window, all of them"
-                " are full, and it is not the one that the model returned last (a copy, or an earlier one). Go on from"
-                " the newest cache, or start from the prompt."
+                "The number of tokens in this past KV cache can't be told: each of its layers keeps a window that is"
+                " full. It is not the cache that the model returned last (a copy, or an earlier one). Go on from the"
+                " newest cache, or start from the prompt."
             )
         return session.kv_len
     return kv_len
@@ -230,9 +229,9 @@ def _recognise(past: Sequence[torch.Tensor]) -> Claim:
         codes = handles.decode(tensor)
         if codes is None:
             raise CacheHandleError(
-                f"The past KV tensor of shape {tuple(tensor.shape)} is no cache of a model compiled with specache,"
-                " though other layers' are, or heads of a copy were permuted, or its oldest tokens cut off. Pass the"
-                " cache of one call back as the model returned it."
+                f"The past KV tensor of shape {tuple(tensor.shape)} is no cache of a model compiled with specache, and"
+                " other layers' are; or heads of a copy were permuted, or its oldest tokens cut off. Pass the cache of"
+                " one call back as the model returned it."
             )
         if not codes[0].is_ours:
             raise CacheHandleError(ELSEWHERE)

@@ -219,9 +219,9 @@ _GAP = (
     f" {_PROMPT}"
 )
 _WINDOW = (
-    "A layer with a sliding window writes into its buffer of fixed length as if that held {before} tokens, and others"
-    " write at position {start} of a cache that holds {kv_len}: it can't go back. Call reset() on the whole cache, and"
-    " start from the prompt."
+    "A layer with a sliding window writes into its buffer as if that held {before} tokens. Others write at position"
+    " {start} of a cache that holds {kv_len}: a window can't go back. Call reset() on the whole cache, and start from"
+    " the prompt."
 )
 _FULL = (
     "A cache of fixed length has room for {capacity} tokens, and this call would make them {kv_len}. Make a longer one"
