@@ -31,6 +31,7 @@ from torch._functorch._aot_autograd.functional_utils import (
     to_fun,
 )
 from torch._functorch.compile_utils import fx_graph_cse
+from torch._guards import TracingContext
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 from torch.fx import Graph, GraphModule, Interpreter, Node
 from torch.fx.experimental import proxy_tensor
@@ -229,8 +230,14 @@ def _fake(inputs: Sequence[Any]) -> Iterator[None]:
     mode = fake_mode_of(inputs)  # not the tracing context's: Dynamo changes that before it calls a backend
     if mode is None:
         raise TraceError("it takes no tensors")
-    # Without the dispatcher torch 2.11 makes constants of symbols.
-    with mock.patch.object(mode, "allow_non_fake_inputs", True), enable_python_dispatcher(), mode:
+    context = TracingContext.try_get()
+    with contextlib.ExitStack() as stack:
+        if context is not None:  # torch 2.11 traces the functions of flex attention in its mode
+            stack.enter_context(mock.patch.object(context, "fake_mode", mode))
+        stack.enter_context(mock.patch.object(mode, "allow_non_fake_inputs", True))
+        # Without the dispatcher torch 2.11 makes constants of symbols.
+        stack.enter_context(enable_python_dispatcher())
+        stack.enter_context(mode)
         yield
 
 
