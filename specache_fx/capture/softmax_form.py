@@ -88,7 +88,8 @@ def _path(softmax: Node) -> dict[Node, None]:
     """The product of queries and keys, and in order what leads from it to the softmax."""
     nodes = softmax.graph.nodes
     ends = [node for node in nodes if target_name(node) in _ENDS]
-    behind = ancestors(softmax.all_input_nodes, ends)
+    sizes = (node for node in nodes if reads_shape_only(node))  # rotary embeddings may be products, too
+    behind = ancestors(softmax.all_input_nodes, [*ends, *sizes])
     products = [node for node in ends if node in behind and target_name(node) in PRODUCTS]
     if len(products) > 1:
         raise UnknownFormError(products[1], "is another product in its scores")
