@@ -23,7 +23,9 @@ from specache_fx.capture.fixed_caches import (
     keeps_windows_alone,
 )
 from specache_fx.capture.flex_attention import with_masks_alone
+from specache_fx.capture.grad_modes import needs_gradients
 from specache_fx.capture.graph_utils import (
+    is_buffer_of_fixed_size,
     is_float,
     placeholders,
     shape_of,
@@ -57,6 +59,13 @@ from specache_fx.runtime.kernels import LayerForm, check_forms, check_kernel, ch
 from specache_fx.runtime.quant import make_quantizer
 
 logger = logging.getLogger(__name__)
+_GROWING_BUFFERS = (
+    "specache: the model keeps a growing KV cache in buffers of its own (register_buffer). Dynamo takes the sizes of"
+    " buffers for constants, and compiles the step anew for each token. Set"
+    " torch._dynamo.config.force_parameter_static_shapes = False before the first call, or keep the cache in plain"
+    " attributes. If a module counts its tokens in an int, set"
+    " torch._dynamo.config.allow_unspec_int_on_nn_module = True too."
+)
 
 
 def check_names(config: SpecacheConfig) -> None:
@@ -130,9 +139,7 @@ class Backend:
         program = Program(config)
         if observe is not None:
             observe("dynamo", gm, program)
-        if torch.is_grad_enabled() and any(
-            getattr(value, "requires_grad", False) for value in example_inputs
-        ):
+        if torch.is_grad_enabled() and needs_gradients(gm):
             remedy = "it is for inference. Call it under torch.no_grad() (model.generate() does)"
             return self._without_cache(gm, example_inputs, program, observe, "gradients are enabled", remedy)
         try:
@@ -159,6 +166,9 @@ class Backend:
         rewritten = run_passes(rewritten, program, BINDING_PASSES, observe)
         trace_as_growing(inputs, program.fixed_sizes)
         self._report(program)
+        static = program.phase is Phase.DECODE and torch._dynamo.config.force_parameter_static_shapes
+        if static and any(is_buffer_of_fixed_size(inputs[i]) for i in program.past_inputs):
+            warn_once(logger, _GROWING_BUFFERS)
         devices = sorted({str(value_of(site.keys.new).device) for site in program.sites})
         if len(devices) > 1:
             remedy = "a session lives on one. Load the model on one device, as with device_map={'': 0}"

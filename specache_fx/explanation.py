@@ -25,6 +25,7 @@ from specache_fx.compiled import uncompiled, with_generators
 from specache_fx.config import SpecacheConfig
 from specache_fx.decode_runner import Decode
 from specache_fx.errors import ConfigError
+from specache_fx.fixed_runner import InPlace
 from specache_fx.lowering import Compiled
 from specache_fx.runners import AtBorder, TakenApart
 
@@ -127,7 +128,7 @@ class _Recorder:
                 report.runs = found if found != report.after else ""
             if name == "verify":  # of a decode graph, which its runner had made
                 decode = runner
-                while isinstance(decode, (AtBorder, TakenApart)):
+                while isinstance(decode, (AtBorder, InPlace, TakenApart)):
                     decode = decode.runner
                 assert isinstance(decode, Decode)
                 report.lanes, report.fallback = decode.lanes, decode.fallback

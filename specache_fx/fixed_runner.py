@@ -37,6 +37,11 @@ class InPlace:
         assert first[1] is not None
         self._plan = first[1]
 
+    @property
+    def runner(self) -> Compiled:
+        """The runner of calls with a past; of a first call where there was none."""
+        return (self._made.get(True) or self._made[False])[0]
+
     def __call__(self, *args: Any) -> Any:
         """Run the call's tokens.
 

@@ -126,9 +126,12 @@ class LeftAlone:
         Raises:
             CacheHandleError: If handles come in that are not a whole cache of one call.
         """
-        kv = self._program.other_kv_inputs
         with inference():
             fixed_buffers.restore(args)
+        handles = (
+            i for i, each in enumerate(args) if isinstance(each, Handle)
+        )  # the model's buffers may be some
+        kv = sorted({*self._program.other_kv_inputs, *handles})
         if registry.first_handle([args[i] for i in kv]) is None:
             return self._compiled(*args)
         reasons = _reasons(self._program)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from specache_fx.capture.cache_side import without_repeat
+from specache_fx.capture.cache_side import unrepeated, without_repeat
 from specache_fx.capture.graph_utils import output_node, same_sizes, shape_of, value_of
 
 _aten = torch.ops.aten
@@ -141,10 +141,9 @@ def read_by(side: Any, found: Mapping[Node, Append]) -> tuple[Append, list[Any]]
     """
     tokens, ends = 2, list[Any]()  # the dimension of tokens, on the way from the attention to the buffer
     while side not in found:
-        if tokens == 2:
-            side, repeat = without_repeat(side)
-            if repeat:
-                continue
+        side, repeat = without_repeat(side) if tokens == 2 else unrepeated(side, heads=2)
+        if repeat:
+            continue
         args: Any = side.args
         if (
             side.target is _aten.slice.Tensor

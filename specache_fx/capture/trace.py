@@ -40,6 +40,7 @@ from torch.fx.traceback import preserve_node_meta
 from torch.utils import _pytree as pytree
 
 from specache_fx.capture.einsum import as_matmul
+from specache_fx.capture.grad_modes import without_modes
 from specache_fx.capture.graph_edit import copy_graph, fake_mode_of, finish, make_module
 from specache_fx.capture.graph_slices import eliminate_dead_code, writes_in_place
 from specache_fx.capture.graph_utils import placeholders, target_name, value_of
@@ -145,8 +146,12 @@ def _traced(gm: GraphModule, inputs: Sequence[Any]) -> tuple[GraphModule, dict[N
 
 
 def _marked(gm: GraphModule) -> GraphModule:
-    """A copy with SDPA as an operator of ours, without dropouts that are off, and a module's floats as numbers."""
+    """A copy with SDPA as an operator of ours, without dropouts that are off, and a module's floats as numbers.
+
+    Modes of gradients are left out: a graph that comes here needs none.
+    """
     marked = copy_graph(gm)
+    without_modes(marked.graph)
     specialize_floats(marked)
     for name, child in marked.named_children():  # of operators that take graphs, as checkpoint's
         if isinstance(child, GraphModule):

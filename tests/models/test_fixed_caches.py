@@ -40,7 +40,7 @@ def step(model: Any, position: int, token: int = 5) -> torch.Tensor:
 
 
 # One by a tensor, one by a number; `make test-all` has the others.
-_DAILY = next(iter(BY_TENSOR)), next(iter(BY_NUMBER)), "sliced_to_the_end"
+_DAILY = next(iter(BY_TENSOR)), next(iter(BY_NUMBER)), "sliced_to_the_end", "repeated_before_swapped"
 
 
 @pytest.mark.parametrize("spelling", nightly_unless(_DAILY.__contains__, BY_TENSOR | BY_NUMBER))
@@ -246,6 +246,34 @@ def test_inference_mode(mode: Any) -> None:
         for _ in range(2):
             expected = generate(plain, prompt(30), 10, by_number=False)
             assert torch.equal(generate(ours, prompt(30), 10, by_number=False)[0], expected[0])
+
+
+class InInferenceMode(FixedDecoder):
+    """Enters the mode by itself, and its weights ask for gradients."""
+
+    @torch.inference_mode()
+    def forward(self, ids: Tensor, where: Any) -> Tensor:
+        return super().forward(ids, where)
+
+
+def test_inference_mode_of_the_model_itself() -> None:
+    plain, model = (InInferenceMode("index_put").requires_grad_() for _ in range(2))
+    ours = compiled(model, **ALL_STAGED)
+    for _ in range(2):
+        with torch.enable_grad():
+            expected, found = (
+                generate.__wrapped__(each, prompt(30), 10, by_number=False)  # type: ignore[attr-defined]
+                for each in (plain, ours)
+            )
+        assert torch.equal(found[0], expected[0]) and not found[1].requires_grad
+    assert specache_fx.stats(model.layers[0].keys).exact_hit_rate == 1.0
+
+
+def test_explain_of_a_fixed_cache() -> None:
+    report = specache_fx.explain(
+        FixedDecoder("index_put"), run=lambda each: generate(each, prompt(9), 3, by_number=False)
+    )
+    assert [len(graph.rewritten) for graph in report.graphs] == [2, 2] and report.graphs[1].lanes == 2
 
 
 class OneLayer(torch.nn.Module):

@@ -524,3 +524,62 @@ def test_sessions_of_a_thread_that_ended_are_freed_by_the_next_sweep() -> None:
     thread.join()
     registry.sweep()
     assert len(registry._by_storage) == before
+
+
+class KeptInBuffers(Hooked):
+    """Grows its cache in buffers of its own; a call without `past` begins anew."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ("keys0", "values0", "keys1", "values1"):
+            self.register_buffer(name, None, persistent=False)
+
+    def forward(self, ids: Tensor, past: Any = None, *more: Tensor) -> tuple[Any, ...]:
+        kept = [getattr(self, name) for name in ("keys0", "values0", "keys1", "values1")]
+        pairs = None if past is None else ((kept[0], kept[1]), (kept[2], kept[3]))
+        out, (first, second) = super().forward(ids, pairs)
+        self.keys0, self.values0, self.keys1, self.values1 = *first, *second
+        return out, True
+
+    def look(self) -> Tensor:
+        return self.keys0.mean() + self.values1.mean()
+
+
+@pytest.mark.parametrize("static", [True, False], ids=["static sizes", "any sizes"])
+def test_a_cache_that_grows_in_buffers(
+    static: bool, compiled_graphs: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    plain, model = KeptInBuffers(), KeptInBuffers()
+    steps = 2 if static else 10
+    with torch._dynamo.config.patch(force_parameter_static_shapes=static):
+        found = logits(torch.compile(model, backend="specache", options=OPTIONS), steps=steps)
+    torch.testing.assert_close(found, logits(plain, steps=steps), rtol=1e-4, atol=1e-4)
+    assert specache_fx.stats(model.keys0).kv_len == 10 + steps
+    # Numbers, not placeholders, for a graph that reads the buffers alone.
+    with torch.no_grad():
+        looked = torch.compile(model.look, backend="specache", options=OPTIONS)()
+        torch.testing.assert_close(looked, plain.look(), rtol=1e-4, atol=1e-4)
+    assert ("force_parameter_static_shapes = False" in caplog.text) == static
+    assert static or compiled_graphs[-1] == 2
+
+
+def with_mode(mode: Any, *methods: str) -> Hooked:
+    """A model whose weights ask for gradients, and that turns them off in some of its methods."""
+    names = {name: mode()(getattr(Hooked, name)) for name in methods}
+    return type("WithMode", (Hooked,), names)().requires_grad_()
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_model_that_turns_gradients_off_by_itself(mode: Any, compiled_graphs: list[int]) -> None:
+    model = with_mode(mode, "forward")
+    with torch.enable_grad():
+        run = logits.__wrapped__  # type: ignore[attr-defined]
+        found = run(torch.compile(model, backend="specache", options={**OPTIONS, "strict": True}))
+    torch.testing.assert_close(found, logits(model), rtol=1e-4, atol=1e-4)
+    assert compiled_graphs == [2] and not found.requires_grad
+
+
+def test_gradients_that_are_off_in_a_part_alone(caplog: pytest.LogCaptureFixture) -> None:
+    model = with_mode(torch.no_grad, "positions", "hidden")
+    out, _ = torch.compile(model, backend="specache", options=OPTIONS)(torch.arange(10)[None])
+    assert out.requires_grad and "gradients are enabled" in caplog.text

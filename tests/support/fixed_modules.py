@@ -47,11 +47,19 @@ def sliced_to_the_end(buffer: Tensor, start: int, new: Tensor) -> Tensor:
     return buffer[:, :, : start + new.shape[2]]
 
 
+def repeated_before_swapped(buffer: Tensor, start: int, new: Tensor) -> Tensor:
+    """Tokens first; heads are repeated as they are kept, and swapped with tokens behind that."""
+    end = start + new.shape[2]
+    buffer[:, start:end] = new.transpose(1, 2)
+    return buffer[:, :end].repeat_interleave(HEADS // KV_HEADS, dim=2).transpose(1, 2)
+
+
+TOKENS_FIRST = tokens_first, repeated_before_swapped
 BY_TENSOR: dict[str, Callable[..., Tensor]] = {
     each.__name__: each for each in (index_put, index_copy, tokens_first)
 }
 BY_NUMBER: dict[str, Callable[..., Tensor]] = {
-    each.__name__: each for each in (sliced, narrowed, sliced_to_the_end)
+    each.__name__: each for each in (sliced, narrowed, sliced_to_the_end, repeated_before_swapped)
 }
 
 
@@ -62,7 +70,7 @@ class FixedLayer(nn.Module):
         self.q, self.o = nn.Linear(HIDDEN, HEADS * HEAD_DIM), nn.Linear(HEADS * HEAD_DIM, HIDDEN)
         self.kv = nn.Linear(HIDDEN, 2 * KV_HEADS * HEAD_DIM)
         shape = (batch, KV_HEADS, capacity, HEAD_DIM)
-        if append is tokens_first:
+        if append in TOKENS_FIRST:
             shape = (batch, capacity, KV_HEADS, HEAD_DIM)
         self.register_buffer("keys", torch.zeros(shape), persistent=False)
         self.register_buffer("values", torch.zeros(shape), persistent=False)
@@ -75,7 +83,8 @@ class FixedLayer(nn.Module):
             self.append(buffer, where, each)
             for buffer, each in zip((self.keys, self.values), new, strict=True)
         )
-        keys, values = (each.repeat_interleave(HEADS // KV_HEADS, dim=1) for each in (keys, values))
+        if keys.shape[1] < HEADS:
+            keys, values = (each.repeat_interleave(HEADS // KV_HEADS, dim=1) for each in (keys, values))
         out = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask[..., : keys.shape[2]])
         return x + self.o(out.transpose(1, 2).reshape(batch, n, -1))
 
