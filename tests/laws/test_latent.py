@@ -28,7 +28,7 @@ def compiled(model: TinyDecoder, config: SpecacheConfig) -> torch.nn.Module:
     return torch.compile(model, backend="specache", options={**asdict(config), "lowering": "eager"})  # type: ignore[return-value]
 
 
-@settings(max_examples=examples(3))
+@settings(max_examples=examples(2))
 @given(st.data(), st.sampled_from(("bits", "top_k")), strategies.lookaheads)
 def test_exact_settings_equal_plain_decoding(data: st.DataObject, how: str, lookahead: str) -> None:
     prompt = data.draw(strategies.prompts(latent=True))
@@ -42,7 +42,7 @@ def test_exact_settings_equal_plain_decoding(data: st.DataObject, how: str, look
     assert torch.equal(ours.tokens, plain.tokens)
 
 
-@settings(max_examples=examples(3))
+@settings(max_examples=examples(2))
 @given(st.data())
 def test_decoding_equals_the_dense_oracle(data: st.DataObject) -> None:
     prompt = data.draw(strategies.prompts(min_len=2, latent=True))

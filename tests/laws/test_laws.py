@@ -27,7 +27,7 @@ def run(
     return generate(compiled(prompt.model, config), prompt.input_ids, tokens, prompt.attention_mask, forced)
 
 
-@settings(max_examples=examples(6))
+@settings(max_examples=examples(5))
 @given(st.data(), st.sampled_from(("bits", "residual", "top_k")), strategies.lookaheads)
 def test_law_1_exact_settings_equal_plain_decoding(data: st.DataObject, how: str, lookahead: str) -> None:
     prompt = data.draw(strategies.prompts())
@@ -39,7 +39,7 @@ def test_law_1_exact_settings_equal_plain_decoding(data: st.DataObject, how: str
     assert torch.equal(ours.tokens, plain.tokens)
 
 
-@settings(max_examples=examples(4))
+@settings(max_examples=examples(3))
 @given(st.data(), st.sampled_from((torch.bfloat16, torch.float16)))
 def test_law_1_holds_within_rounding_in_16_bits(data: st.DataObject, dtype: torch.dtype) -> None:
     prompt = data.draw(strategies.prompts(dtype))
@@ -55,7 +55,7 @@ def test_law_1_holds_within_rounding_in_16_bits(data: st.DataObject, dtype: torc
     assert (ours.logits.float() - truth.logits).abs().max() <= 2 * budget + 1e-3
 
 
-@settings(max_examples=examples(8))
+@settings(max_examples=examples(6))
 @given(st.data())
 def test_decoding_equals_the_dense_oracle(data: st.DataObject) -> None:
     # From 2 tokens: after a prompt of one, Dynamo makes the length a constant of the first decode graph, and lookahead
@@ -104,7 +104,7 @@ def assert_counted(hits: Hits, config: SpecacheConfig, truth: OracleRun | Decode
 @pytest.mark.parametrize(
     "quantizer", [name for name, method in QUANTIZERS.items() if method.valid_bits[0] < 16]
 )
-@settings(max_examples=examples(2))
+@settings(max_examples=examples(1))
 @given(st.data())
 def test_every_quantizer_equals_the_dense_oracle(quantizer: str, data: st.DataObject) -> None:
     prompt = data.draw(strategies.prompts(min_len=10, max_len=20))
@@ -158,7 +158,7 @@ def kcache_prompt(data: st.DataObject) -> strategies.Prompt:
     return prompt
 
 
-@settings(max_examples=examples(4))
+@settings(max_examples=examples(2))
 @given(st.data(), st.sampled_from(("residual", "top_k")))
 def test_law_1_holds_for_kcache(data: st.DataObject, how: str) -> None:
     prompt = kcache_prompt(data)
@@ -170,7 +170,7 @@ def test_law_1_holds_for_kcache(data: st.DataObject, how: str) -> None:
     assert torch.equal(ours.tokens, plain.tokens)
 
 
-@settings(max_examples=examples(4))
+@settings(max_examples=examples(3))
 @given(st.data())
 def test_kcache_equals_the_dense_oracle(data: st.DataObject) -> None:
     prompt = kcache_prompt(data)
@@ -185,7 +185,7 @@ def test_kcache_equals_the_dense_oracle(data: st.DataObject) -> None:
     assert stats.prefetched_bytes == stats.prefetched_rows * (prompt.model.config.value_dim or 0) * 4
 
 
-@settings(max_examples=examples(4))
+@settings(max_examples=examples(3))
 @given(st.data())
 def test_kivi_equals_the_dense_oracle(data: st.DataObject) -> None:
     prompt = data.draw(strategies.prompts())

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.cases import nightly_unless
 from support.models import Generated, TinyConfig, TinyDecoder, generate
 from support.oracle import OracleDecoder, OracleRun
 from torch import Tensor
@@ -71,7 +72,7 @@ def test_rows_that_missed_choose_anew_and_depend_on_no_other_row() -> None:
 
 
 def test_right_guesses_are_never_refetched_and_wrong_ones_always() -> None:
-    model = TinyDecoder(TinyConfig())
+    model = TinyDecoder(TinyConfig(num_layers=1))
     always, never = torch.ones_like(GUESSED), torch.zeros_like(GUESSED)
     runs: dict[tuple[str, bool], Generated] = {}
     tokens = {
@@ -124,7 +125,7 @@ def test_recovering_rows_depend_on_no_other_row_and_are_the_oracles() -> None:
 
 
 def test_runs_of_misses_end_where_the_sequence_has_the_ngram() -> None:
-    model, period = TinyDecoder(TinyConfig()), torch.arange(7).repeat(12)[None]
+    model, period = TinyDecoder(TinyConfig(num_layers=1)), torch.arange(7).repeat(12)[None]
     prompt, forced = period[:, :40], period[:, 40:]
     longest = {}
     for on_miss in ("recover", "keep"):
@@ -135,19 +136,21 @@ def test_runs_of_misses_end_where_the_sequence_has_the_ngram() -> None:
     assert longest["recover"] <= 3 and longest["keep"] > 10
 
 
-@pytest.mark.parametrize("lookahead", ["query", "none"])
+@pytest.mark.parametrize("lookahead", nightly_unless("query".__eq__, ["query", "none"]))
 def test_recovering_is_nothing_where_no_token_is_speculated(lookahead: str) -> None:
     model = TinyDecoder(TinyConfig(num_layers=1))
     runs = []
-    for options in ({"on_miss": "recover"}, {"on_miss": "keep"}, {}):
+    for options in ({"on_miss": "recover"}, {"on_miss": "keep"}):
         torch._dynamo.reset()
         forward = compiled(model, config(lookahead=lookahead, **options))
         runs.append(generate(forward, PROMPT, TOKENS, PADDED, FORCED))
-    assert torch.equal(runs[0].logits, runs[1].logits) and torch.equal(runs[0].logits, runs[2].logits)
+    assert torch.equal(runs[0].logits, runs[1].logits)
     assert specache_fx.stats(runs[0].past).longest_miss_run == 0
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize(
+    "dtype", nightly_unless(lambda dtype: dtype == torch.float64, [torch.bfloat16, torch.float64])
+)
 def test_recovering_does_not_depend_on_the_default_dtype(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -216,7 +219,7 @@ def test_series_adds_up_to_the_rates() -> None:
 
 
 def test_rates_are_split_by_whether_the_token_was_right() -> None:
-    model = TinyDecoder(TinyConfig())
+    model = TinyDecoder(TinyConfig(num_layers=1))
     keep = config()
     tokens = fed(truth_of(model, keep))
     # A row alone: then a step is right or wrong as a whole, and each needs as many pairs.

@@ -25,15 +25,21 @@ def meta_by_default() -> Iterator[None]:
 @pytest.mark.parametrize(
     ("config", "options"),
     [
-        (TinyConfig(), {}),
+        (TinyConfig(num_layers=1), {}),
         pytest.param(
             TinyConfig(), {"kernel": "reference", "sink_tokens": 2, "host": "disk"}, marks=pytest.mark.nightly
         ),
         pytest.param(
             TinyConfig(repeat_kv="expand", softcap=4.0), {"policy": "kivi"}, marks=pytest.mark.nightly
         ),
-        (TinyConfig(window=9, window_layers=(1,)), {"on_miss": "refetch"}),
-        (TinyConfig(num_kv_heads=1, head_dim=16, latent_dim=12), {"kernel": "reference"}),
+        pytest.param(
+            TinyConfig(window=9, window_layers=(1,)), {"on_miss": "refetch"}, marks=pytest.mark.nightly
+        ),
+        pytest.param(
+            TinyConfig(num_kv_heads=1, head_dim=16, latent_dim=12),
+            {"kernel": "reference"},
+            marks=pytest.mark.nightly,
+        ),
     ],
     ids=["kernel", "reference", "eager_attention", "window", "latent"],
 )
@@ -60,7 +66,7 @@ torch.set_default_device("meta")
 import specache_fx
 from support.models import TinyConfig, TinyDecoder, generate
 with torch.device("cpu"):
-    model = TinyDecoder(TinyConfig())
+    model = TinyDecoder(TinyConfig(num_layers=1))
     prompt = torch.arange(1, 43).view(2, 21)
 model = specache_fx.compile(model, lowering="eager", group_size=4, residual_length=4, top_k=4)
 found = generate(model, prompt, 9)
@@ -80,7 +86,7 @@ assert torch.equal(stayed, again)
 
 
 def test_handles_that_are_copied_and_cropped_are_found_under_another_default_device():
-    config = TinyConfig()
+    config = TinyConfig(num_layers=1)
     model = specache_fx.compile(
         TinyDecoder(config), lowering="eager", group_size=4, residual_length=4, top_k=4
     )

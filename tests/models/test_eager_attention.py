@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from functools import cache
 from typing import Any
 
@@ -40,7 +41,8 @@ over_cases = pytest.mark.parametrize(
 
 
 def model(name: str, attention: str | None) -> nn.Module:
-    built = build(name, **({} if attention is None else {"attn_implementation": attention}))
+    # Of one layer: Dynamo traces layer by layer.
+    built = build(name, 1, **({} if attention is None else {"attn_implementation": attention}))
     for parameter, weight in built.named_parameters():
         if parameter.endswith("sinks"):
             weight.data.normal_(mean=1.0, generator=torch.Generator().manual_seed(1))
@@ -84,14 +86,19 @@ def test_tokens_equal_eager_with_bits_16(name: str, attention: str | None) -> No
     assert assert_equal(name, attention, bits=16).exact_hit_rate == 1.0
 
 
-@pytest.mark.parametrize("name", ["bloom", "gemma2", "gpt_oss"])
+@pytest.mark.parametrize("name", nightly_unless("gpt_oss".__eq__, ["bloom", "gemma2", "gpt_oss"]))
 def test_tokens_equal_eager_with_every_pair_prefetched(name: str) -> None:
     stats = assert_equal(name, None, bits=1, top_k=64)
     assert stats.topk_hit_rate == 1.0 and stats.prefetched_rows > 0
 
 
-@pytest.mark.parametrize("lookahead", ["query", "none"])
-@pytest.mark.parametrize("name", ["bloom", "gpt_oss"])
+@pytest.mark.parametrize(
+    ("name", "lookahead"),
+    nightly_unless(
+        lambda case: case in (("bloom", "query"), ("gpt_oss", "none")),
+        itertools.product(["bloom", "gpt_oss"], ["query", "none"]),
+    ),
+)
 def test_other_lookaheads_equal_eager(name: str, lookahead: str) -> None:
     assert_equal(name, None, bits=1, top_k=64, lookahead=lookahead)
 

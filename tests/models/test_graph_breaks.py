@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from support.cases import nightly_unless
 from support.models import Block, TinyConfig, TinyDecoder, generate
 from support.own_modules import OwnConfig, OwnDecoder, SwiGLU, greedy
 from support.zoo import SMALL, build, left_padded
@@ -64,17 +63,18 @@ def test_an_own_module_with_a_break_in_each_layer_equals_itself(
     plain = greedy(model, padded=True)
     model.mlps = nn.ModuleList(broken(mlp) for mlp in model.mlps)
     with caplog.at_level("WARNING", logger="specache_fx"):
-        ours = greedy(torch.compile(model, backend="specache", options=OPTIONS), padded=True)
+        options = {**OPTIONS, "track_hit_rates": "steps"}
+        ours = greedy(torch.compile(model, backend="specache", options=options), padded=True)
     assert torch.equal(ours.tokens, plain.tokens)
     torch.testing.assert_close(ours.logits, plain.logits, rtol=1e-4, atol=1e-4)
     assert_one_warning_that_names_the_break(caplog)
     stats = specache_fx.stats(ours.cache)
     assert stats.exact_hit_rate is None and stats.topk_hit_rate == 1.0 and stats.kv_len == 36
+    assert len(stats.hit_series) == stats.steps == 23  # a session a layer, whose steps are added up
 
 
-@pytest.mark.parametrize(
-    "place", nightly_unless(lambda place: not place, ["", "self_attn.k_proj"]), ids=["layer", "k_proj"]
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("place", ["", "self_attn.k_proj"], ids=["layer", "k_proj"])
 def test_llama_with_a_break_in_each_layer_equals_itself(place: str, caplog: pytest.LogCaptureFixture) -> None:
     model = build("llama")
     kwargs: dict[str, Any] = {**left_padded(), "max_new_tokens": 12, "do_sample": False}
@@ -109,7 +109,7 @@ class Broken(TinyDecoder):
 
 
 def test_keys_that_are_joined_outside_of_the_graph_are_named(caplog: pytest.LogCaptureFixture) -> None:
-    model = Broken(TinyConfig())
+    model = Broken(TinyConfig(num_layers=1))
     plain = generate(model, PROMPT, 12)
     with caplog.at_level("WARNING", logger="specache_fx"):
         ours = generate(torch.compile(model, backend="specache", options=OPTIONS), PROMPT, 12)
@@ -131,7 +131,7 @@ class BrokenSteps(Broken):
 
 
 def test_handles_that_are_appended_to_outside_of_any_graph_are_an_error() -> None:
-    compiled = torch.compile(BrokenSteps(TinyConfig()), backend="specache", options=OPTIONS)
+    compiled = torch.compile(BrokenSteps(TinyConfig(num_layers=1)), backend="specache", options=OPTIONS)
     with pytest.raises(
         specache_fx.CacheHandleError, match="`cat` was called on a tensor of a KV cache of specache"
     ):

@@ -97,11 +97,9 @@ def waits_of_steps(
 @pytest.mark.parametrize(
     ("make", "padding"),
     [
-        (llama, 7),
-        (gemma, 0),
         # The interpreter takes a second a step.
-        pytest.param(llama, 0, marks=pytest.mark.nightly),
-        pytest.param(gemma, 7, marks=pytest.mark.nightly),
+        *(pytest.param(*case, marks=pytest.mark.nightly) for case in ((llama, 7), (llama, 0), (gemma, 0))),
+        (gemma, 7),
     ],
 )
 def test_plain_steps_wait_for_nothing(make: Any, padding: int, monkeypatch: pytest.MonkeyPatch) -> None:

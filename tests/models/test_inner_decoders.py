@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.cases import nightly_unless
 from support.multimodal import build_seq2seq, build_vision, picture_prompt
 from support.zoo import SMALL, left_padded
 from torch import nn
@@ -34,7 +35,7 @@ def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.message for record in caplog.records if record.name.startswith("specache_fx")]
 
 
-@pytest.mark.parametrize("name", ["llava", "qwen2_5_vl"])
+@pytest.mark.parametrize("name", nightly_unless("llava".__eq__, ["llava", "qwen2_5_vl"]))
 def test_text_decoder_under_pictures_is_rewritten(name: str, caplog: pytest.LogCaptureFixture) -> None:
     model = build_vision(name)
     with caplog.at_level("WARNING", logger="specache_fx"):
@@ -44,7 +45,7 @@ def test_text_decoder_under_pictures_is_rewritten(name: str, caplog: pytest.LogC
     assert warnings_of(caplog) == []
 
 
-@pytest.mark.parametrize("name", ["llava", "gemma3"])
+@pytest.mark.parametrize("name", nightly_unless("gemma3".__eq__, ["llava", "gemma3"]))
 def test_text_decoder_compiled_alone_takes_embeddings(name: str, caplog: pytest.LogCaptureFixture) -> None:
     model: Any = build_vision(name)
     options = {**SMALL, "bits": 16}

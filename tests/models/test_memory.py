@@ -68,9 +68,8 @@ def test_prefill_keeps_one_layers_pairs_alive(lowering: str, most: int) -> None:
     assert growth - (copies[most] - copies[2]) < 0.5 * layer_bytes
 
 
-@pytest.mark.parametrize(
-    ("window", "padding"), nightly_unless(lambda case: case[1] == 9, [(None, 0), (96, 9)])
-)
+@pytest.mark.nightly  # `unit/passes/test_prompt_masks.py` has the operator that needs no mask
+@pytest.mark.parametrize(("window", "padding"), [(None, 0), (96, 9)])
 def test_prompt_has_no_mask_of_all_its_queries_and_keys(window: int | None, padding: int) -> None:
     layers = () if window is None else (0,)
     model = TinyDecoder(TinyConfig(num_layers=2, window=window, window_layers=layers, max_positions=4096))
@@ -162,6 +161,7 @@ _DISK_FULL = """
 """
 
 
+@pytest.mark.nightly  # `test_host_cache.py` has full disks by day
 def test_disk_full_in_prefill_names_the_bytes_and_the_model_stays_usable() -> None:
     root = Path(__file__).parents[2]
     done = subprocess.run(
@@ -208,23 +208,6 @@ def test_disk_full_in_decode_loses_no_token(few_file_bytes: Callable[[int], None
     assert torch.equal(torch.cat(tokens, dim=1), plain.tokens[:, 4:])
     if session.host_bytes > 1 << 20:
         assert failures
-
-
-def test_the_session_ends_with_its_last_handle_at_the_next_forward() -> None:
-    model = TinyDecoder(TinyConfig())
-    compiled = torch.compile(model, backend="specache", options=OPTIONS)
-    ours = generate(compiled, _prompt(model), 4)
-    session = registry.find(ours.past[0][0])
-    assert session is not None
-    kept = ours.past[1][1]
-    del ours
-    gc.collect()
-    generate(compiled, _prompt(model), 2)
-    assert not session.closed  # one handle lives: so does the cache
-    del kept
-    gc.collect()
-    generate(compiled, _prompt(model), 2)
-    assert session.closed and session.host_bytes == session.device_bytes == 0
 
 
 def test_device_bytes_do_not_grow_with_what_is_offloaded() -> None:

@@ -49,25 +49,19 @@ class HalfEager(TinyDecoder):
         return self.head(self.norm(hidden)), presents
 
 
-def test_a_cache_that_stays_in_the_graph_leaves_one_lane(caplog: pytest.LogCaptureFixture) -> None:
-    """Lane 1 would not see lane 0's pair there."""
-    generate(torch.compile(HalfEager(TinyConfig()), backend="specache", options=OPTIONS), PROMPT, 3)
-    assert "stays in the graph" in caplog.text
-
-
-def test_a_graph_may_be_rewritten_in_part() -> None:
+def test_a_graph_may_be_rewritten_in_part(caplog: pytest.LogCaptureFixture) -> None:
     model = HalfEager(TinyConfig())
     plain = generate(model, PROMPT, 24)
-    ours = generate(torch.compile(model, backend="specache", options=OPTIONS), PROMPT, 24)
+    compiled = torch.compile(model, backend="specache", options=OPTIONS)
+    ours = generate(compiled, PROMPT, 24)
     assert torch.equal(ours.tokens, plain.tokens)
     assert registry.find(ours.past[0][0]) is not None
     assert registry.find(ours.past[1][0]) is None  # a real cache, as the layer expects it
     torch.testing.assert_close(ours.past[1][0], plain.past[1][0], rtol=1e-4, atol=1e-4)
-
-
-def test_a_handle_in_the_place_of_a_real_cache_is_refused() -> None:
-    compiled = torch.compile(HalfEager(TinyConfig()), backend="specache", options=OPTIONS)
-    ours = generate(compiled, PROMPT, 4)
+    assert (
+        "stays in the graph" in caplog.text
+    )  # one lane: the second would not see the first one's pair there
+    # A handle in the place of a real cache is refused.
     swapped = [ours.past[0], tuple(side.clone() for side in ours.past[0])]
     mask = torch.cat([ours.attention_mask, ours.attention_mask.new_ones(2, 1)], dim=1)
     with pytest.raises(specache_fx.CacheHandleError, match="did not rewrite"), torch.no_grad():
@@ -75,7 +69,7 @@ def test_a_handle_in_the_place_of_a_real_cache_is_refused() -> None:
 
 
 def test_a_call_of_another_model_leaves_the_session_as_it_was() -> None:
-    models = [TinyDecoder(TinyConfig(seed=seed)) for seed in range(2)]
+    models = [TinyDecoder(TinyConfig(num_layers=1, seed=seed)) for seed in range(2)]
     plain = generate(models[0], PROMPT, 12)
     first = torch.compile(models[0], backend="specache", options=OPTIONS)
     other = torch.compile(models[1], backend="specache", options={**OPTIONS, "top_k": 8})
@@ -106,7 +100,7 @@ class GatedByPosition(TinyDecoder):
 
 
 def test_data_that_is_written_into_a_tensor_of_positions_stays_in_the_graph() -> None:
-    model = GatedByPosition(TinyConfig())
+    model = GatedByPosition(TinyConfig(num_layers=1))
     plain = generate(model, PROMPT, 24)
     ours = generate(torch.compile(model, backend="specache", options=OPTIONS), PROMPT, 24)
     torch.testing.assert_close(ours.logits, plain.logits, rtol=2e-4, atol=2e-4)
@@ -155,7 +149,7 @@ class Swapped(TinyDecoder):
 
 
 def test_keys_that_are_read_as_values_are_left_alone() -> None:
-    model = Swapped(TinyConfig())
+    model = Swapped(TinyConfig(num_layers=1))
     plain = generate(model, PROMPT, 20)
     ours = generate(torch.compile(model, backend="specache", options=OPTIONS), PROMPT, 20)
     torch.testing.assert_close(ours.logits, plain.logits, rtol=2e-4, atol=2e-4)
@@ -169,7 +163,7 @@ class LengthScaled(TinyDecoder):
 
 
 def test_a_length_as_a_python_number_is_left_alone_and_named(caplog: pytest.LogCaptureFixture) -> None:
-    model = LengthScaled(TinyConfig())
+    model = LengthScaled(TinyConfig(num_layers=1))
     plain = generate(model, PROMPT, 20)
     ours = generate(torch.compile(model, backend="specache", options=OPTIONS), PROMPT, 20)
     torch.testing.assert_close(ours.logits, plain.logits, rtol=2e-4, atol=2e-4)
@@ -190,7 +184,7 @@ def test_a_scale_that_is_computed_from_a_size_is_not_made_a_constant(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """A guard on it would compile each step anew."""
-    model, stats = ScaledByLength(TinyConfig()), torch._dynamo.utils.counters["stats"]
+    model, stats = ScaledByLength(TinyConfig(num_layers=1)), torch._dynamo.utils.counters["stats"]
     plain, before = generate(model, PROMPT, 20), stats["unique_graphs"]
     ours = generate(torch.compile(model, backend="specache", options=OPTIONS), PROMPT, 20)
     torch.testing.assert_close(ours.logits, plain.logits, rtol=2e-4, atol=2e-4)

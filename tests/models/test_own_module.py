@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -102,12 +102,17 @@ def tokens(count: int, seed: int) -> Tensor:
     return torch.randint(97, (2, count), generator=torch.Generator().manual_seed(seed))
 
 
+TURNS = ((21, 20), (6, 12), (1, 10), (9, 2))
+
+
 @torch.no_grad()
-def drive(model: Callable[..., tuple[Tensor, Past]]) -> tuple[list[Tensor], Past]:
+def drive(
+    model: Callable[..., tuple[Tensor, Past]], turns: Sequence[tuple[int, int]] = TURNS
+) -> tuple[list[Tensor], Past]:
     """Prompt, decode, extend, decode, crop by slicing, decode, extend: the logits of every call."""
     found: list[Tensor] = []
     past: Past | None = None
-    for turn, (count, steps) in enumerate([(21, 20), (6, 12), (1, 10), (9, 2)]):
+    for turn, (count, steps) in enumerate(turns):
         if turn == 2:
             assert past is not None
             past = [(k[:, :, :-17], v[:, :, :-17]) for k, v in past]
@@ -120,26 +125,28 @@ def drive(model: Callable[..., tuple[Tensor, Past]]) -> tuple[list[Tensor], Past
 
 @pytest.mark.parametrize("enter", ENTRIES)
 def test_own_module_equals_itself_uncompiled(enter: Callable[..., Any]) -> None:
-    expected, plain_past = drive(NanoGPT())
-    found, past = drive(enter(NanoGPT()))
+    """The whole conversation by one way in; by the others a prompt and steps."""
+    num_layers, turns = (2, TURNS) if enter is by_torch_compile else (1, TURNS[:1])
+    expected, plain_past = drive(NanoGPT(num_layers), turns)
+    found, past = drive(enter(NanoGPT(num_layers)), turns)
     torch.testing.assert_close(found, expected, **EXACT)
     stats = specache_fx.stats(past)
     assert stats.kv_len == plain_past[0][0].shape[2] == past[0][0].shape[2]
     assert stats.full_bytes == sum(k.nbytes + v.nbytes for k, v in plain_past)
     assert 0 < stats.host_used_bytes <= stats.host_bytes
-    assert stats.steps == 20 + 12 + 11 + 2 and stats.prefetched_rows > 0
+    assert stats.steps == (45 if turns is TURNS else 20) and stats.prefetched_rows > 0
 
 
 def test_own_module_at_low_bits_is_near() -> None:
-    expected, _ = drive(NanoGPT())
-    found, past = drive(by_torch_compile(NanoGPT(), bits=8, top_k=4))
+    expected, _ = drive(NanoGPT(1))
+    found, past = drive(by_torch_compile(NanoGPT(1), bits=8, top_k=4))
     assert specache_fx.stats(past).topk_hit_rate is not None
     differences = [(mine - theirs).abs().max() for mine, theirs in zip(found, expected, strict=True)]
     assert 0 < max(differences) < 0.5 and differences[0] < 1e-4  # the prompt is exact
 
 
 def test_explain_drives_an_own_module() -> None:
-    text = str(specache_fx.explain(NanoGPT(), run=drive))
+    text = str(specache_fx.explain(NanoGPT(), run=lambda model: drive(model, TURNS[:1])))
     assert "2 attentions rewritten, 0 left alone" in text and "test_own_module.py" in text
     assert "specache.quantized_attention" in text and "specache.prefetch" in text
 
@@ -161,9 +168,9 @@ def test_strict_raises_what_stands_in_the_way() -> None:
 
 
 def test_not_strict_leaves_it_alone_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    expected, _ = drive(NanoGPT(odd_scores=True))
+    expected, _ = drive(NanoGPT(1, odd_scores=True), TURNS[:1])
     with caplog.at_level("WARNING", logger="specache_fx"):
-        found, past = drive(by_torch_compile(NanoGPT(odd_scores=True)))
+        found, past = drive(by_torch_compile(NanoGPT(1, odd_scores=True)), TURNS[:1])
     torch.testing.assert_close(found, expected, **EXACT)
     assert "is left alone" in caplog.text and "test_own_module.py" in caplog.text
     with pytest.raises(CacheHandleError, match="attention was left alone"):
@@ -214,8 +221,8 @@ def test_wrapper_of_another_backend_is_refused() -> None:
 @pytest.mark.parametrize("enter", [by_method, by_specache, by_specache_on_wrapper])
 def test_generate_really_uses_the_backend(enter: Callable[..., Any]) -> None:
     kwargs = {**left_padded(), "max_new_tokens": 20, "do_sample": False}
-    expected = build("llama").generate(**kwargs)
-    out = enter(build("llama")).generate(**kwargs, return_dict_in_generate=True)
+    expected = build("llama", 1).generate(**kwargs)
+    out = enter(build("llama", 1)).generate(**kwargs, return_dict_in_generate=True)
     assert torch.equal(out.sequences, expected)
     stats = specache_fx.stats(out.past_key_values)
     assert stats.steps == 19 and stats.kv_len == 31

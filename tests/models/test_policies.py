@@ -30,12 +30,12 @@ def generate(model: Any, steps: int = 30, **kwargs: Any) -> Any:
 
 
 @cache
-def eager(name: str) -> Tensor:
-    return generate(build(name)).sequences
+def eager(name: str, layers: int | None = None) -> Tensor:
+    return generate(build(name, layers)).sequences
 
 
-def ours(name: str, prefill_chunk_size: int | None = None, **options: Any) -> Any:
-    model = specache_fx.compile(build(name), **{**SMALL, "strict": True, **options})
+def ours(name: str, prefill_chunk_size: int | None = None, layers: int | None = None, **options: Any) -> Any:
+    model = specache_fx.compile(build(name, layers), **{**SMALL, "strict": True, **options})
     return generate(model, prefill_chunk_size=prefill_chunk_size)
 
 
@@ -86,14 +86,14 @@ def sinks_of(past: Any) -> list[list[list[int]]]:
 @pytest.mark.parametrize("policy", nightly_unless(lambda policy: policy == "specache", ["specache", "kivi"]))
 def test_sinks_are_not_put_on_padding_when_a_chunk_is_nothing_else(policy: str) -> None:
     exact = {"specache": {"bits": 1, "top_k": 128}, "kivi": {"bits": 8}}[policy]
-    out = ours("llama", policy=policy, sink_tokens=3, prefill_chunk_size=6, **exact)
+    out = ours("llama", policy=policy, sink_tokens=3, prefill_chunk_size=6, layers=1, **exact)
     if policy == "specache":
-        assert torch.equal(out.sequences, eager("llama"))
-    assert sinks_of(out.past_key_values) == [[[12, 13, 14], [0, 1, 2]]] * 2
+        assert torch.equal(out.sequences, eager("llama", 1))
+    assert sinks_of(out.past_key_values) == [[[12, 13, 14], [0, 1, 2]]]
 
 
 @pytest.mark.parametrize("policy", nightly_unless("specache".__eq__, ["specache", "kivi"]))
-@pytest.mark.parametrize("tokens", [1, 4])
+@pytest.mark.parametrize("tokens", nightly_unless((4).__eq__, [1, 4]))
 @torch.no_grad()
 def test_sinks_of_a_cache_that_is_taken_over_are_its_first_real_tokens(policy: str, tokens: int) -> None:
     model = build("llama")

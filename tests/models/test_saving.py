@@ -35,7 +35,7 @@ from support.zoo import SMALL, build
 from torch import nn
 
 import specache_fx
-from specache_fx import CacheHandleError, ConfigError, HostMemoryError, SavedCacheError
+from specache_fx import CacheHandleError, ConfigError, HostMemoryError, SavedCacheError, saving
 from specache_fx.fingerprint import digest, weight_digest
 from specache_fx.runtime import registry
 from specache_fx.runtime.native import graph_ops
@@ -364,15 +364,12 @@ def test_a_full_disk_leaves_the_older_cache(model: Any, saved: Path) -> None:
     assert same(held_by(saved), before)
 
 
-def test_a_file_of_another_format_is_refused(model: Any, saved: Path) -> None:
-    code = f"""
-import sys, specache_fx.saving as saving, specache_fx
-from support.saved_cases import *
-saving.FORMAT = 999
-case = Case(options={CASE.options!r})
-specache_fx.save(read(make(case), case)[0], sys.argv[1])
-"""
-    python("-c", code, str(saved))
+def test_a_file_of_another_format_is_refused(
+    model: Any, saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(saving, "FORMAT", 999)
+        specache_fx.save(read(model, CASE)[0], saved)
     with pytest.raises(SavedCacheError, match=f"its format is 999, this version reads {FORMAT}"):
         specache_fx.load(model, saved)
 

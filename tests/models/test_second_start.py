@@ -86,7 +86,7 @@ def test_nothing_recompiles_after_two_lengths() -> None:
     torch._dynamo.reset()
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2
     )
     model = LlamaForCausalLM(config).eval()
     form = {"max_new_tokens": 20, "min_new_tokens": 20, "do_sample": False}

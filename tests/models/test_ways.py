@@ -1,6 +1,6 @@
 """Ways of generating, one after another on one compiled model, for models whose caches have other shapes.
 
-All of them take minutes: CI runs some of the shorter ones for one model, `make test-all` the others.
+They take minutes: `make test-all` runs them. `test_generation.py` has them by day, for one model.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from support.cases import nightly_unless
 from support.ways import (
     EXACT,
     PADDED,
@@ -27,12 +26,10 @@ from support.ways import (
 from support.zoo import SMALL, WINDOW, build
 from torch import nn
 
-import specache_fx
-
+pytestmark = pytest.mark.nightly
 # Windows beside global layers; windows, sinks and experts; latents and experts; experts.
 NAMES = ("gemma3_text", "gpt_oss-window", "deepseek_v3", "mixtral")
 _WINDOWED = NAMES[:2]
-FEW = ("prompt_lookup",)
 # transformers itself leaves no layer out there, and runs past the end of the shorter cache.
 NOT_BY_TRANSFORMERS = {("gpt_oss-window", "early_exit")}
 
@@ -42,7 +39,7 @@ def eager(name: str) -> nn.Module:
     return build(name)
 
 
-@pytest.fixture(scope="module", params=nightly_unless(lambda name: name == "deepseek_v3", NAMES))
+@pytest.fixture(scope="module", params=NAMES)
 def pair(request: pytest.FixtureRequest) -> tuple[str, nn.Module]:
     torch._dynamo.reset()
     model = build(request.param)
@@ -50,12 +47,9 @@ def pair(request: pytest.FixtureRequest) -> tuple[str, nn.Module]:
     return request.param, model
 
 
-@pytest.mark.parametrize(
-    "ways", [FEW, pytest.param(tuple(WAYS), marks=pytest.mark.nightly)], ids=["some", "all"]
-)
-def test_ways_equal_eager(pair: tuple[str, nn.Module], ways: tuple[str, ...]) -> None:
+def test_ways_equal_eager(pair: tuple[str, nn.Module]) -> None:
     name, model = pair
-    for way in ways:
+    for way in WAYS:
         prompt, kwargs = arguments(way, name)
         if (name, way) in NOT_BY_TRANSFORMERS:
             with pytest.raises(IndexError):
@@ -66,7 +60,6 @@ def test_ways_equal_eager(pair: tuple[str, nn.Module], ways: tuple[str, ...]) ->
         assert torch.equal(generate(model, prompt, **kwargs), expected), way
 
 
-@pytest.mark.nightly
 def test_one_cache_over_several_calls(pair: tuple[str, nn.Module]) -> None:
     name, model = pair
     assert torch.equal(conversation(model), conversation(eager(name)))
@@ -84,7 +77,6 @@ def test_a_cache_of_the_uncompiled_model_is_taken_over(pair: tuple[str, nn.Modul
     torch.testing.assert_close(ours, theirs, **EXACT)
 
 
-@pytest.mark.nightly
 def test_threads_do_not_mix(pair: tuple[str, nn.Module]) -> None:
     name, model = pair
     prompts = [{key: side[row : row + 1] for key, side in PADDED.items()} for row in range(3)]
@@ -100,14 +92,3 @@ def test_threads_do_not_mix(pair: tuple[str, nn.Module]) -> None:
     for thread in threads:
         thread.join()
     assert all(torch.equal(found[i], expected[i]) for i in range(3))
-
-
-@pytest.mark.nightly
-def test_ways_run_at_low_bits(pair: tuple[str, nn.Module]) -> None:
-    name, _ = pair
-    torch._dynamo.reset()
-    model: Any = specache_fx.compile(build(name), **SMALL, bits=1)
-    for way in ("greedy", "sampling", "prefill_chunk_size", "prompt_lookup", "beams"):
-        prompt, kwargs = arguments(way, name)
-        out: Any = generate(model, prompt, return_dict_in_generate=True, output_logits=True, **kwargs)
-        assert all(logits.isfinite().all() for logits in out.logits), way

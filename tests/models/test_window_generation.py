@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from functools import cache
 from typing import Any
 
@@ -60,9 +61,8 @@ def test_beams_over_windows_alone_are_refused_once_these_are_full() -> None:
         generate(compiled("mistral-window"), num_beams=2)
 
 
-@pytest.mark.parametrize(
-    "name", nightly_unless(lambda name: name == "mistral-window", ["gemma3_text", "mistral-window"])
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ["gemma3_text", "mistral-window"])
 def test_drafts_equal_eager(name: str) -> None:
     """Transformers then keeps whole windows, which it crops on both ends itself: those layers are left alone."""
     expected = generate(eager(name), REPEATS, prompt_lookup_num_tokens=3)
@@ -72,7 +72,7 @@ def test_drafts_equal_eager(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "tokens"),
     nightly_unless(
-        lambda case: case[0] == "gemma3_text",
+        lambda case: case == ("gemma3_text", 21),
         [("gemma3_text", 9), ("gemma3_text", 21), ("mistral-window", 9)],
     ),
     ids=str,
@@ -100,14 +100,14 @@ def test_forks_go_their_own_ways(tokens: int) -> None:
         torch.testing.assert_close(decode(ours, a, 10), decode(theirs, b, 10), rtol=2e-4, atol=2e-4)
 
 
-@pytest.mark.parametrize("copied", [False, True], ids=["view", "copy"])
 @pytest.mark.parametrize("tokens", [9, 21], ids=["filling", "full"])
-@pytest.mark.parametrize("layer", [0, 1], ids=["window", "global"])
-def test_cut_handles_are_refused(layer: int, tokens: int, copied: bool) -> None:
+def test_cut_handles_are_refused(tokens: int) -> None:
     past = prompt(compiled("gemma3_text"), tokens)
-    handles = [tensor for each in past.layers for tensor in (each.keys, each.values)]
-    assert claims.read_claim(handles).kv_len == tokens
-    for i in (2 * layer, 2 * layer + 1):
-        handles[i] = handles[i][:, :, 1:].clone() if copied else handles[i][:, :, 1:]
-    with pytest.raises(CacheHandleError):
-        claims.read_claim(handles)
+    whole = [tensor for each in past.layers for tensor in (each.keys, each.values)]
+    assert claims.read_claim(whole).kv_len == tokens
+    for layer, copied in itertools.product((0, 1), (False, True)):  # the window's, the global one's
+        handles = list(whole)
+        for i in (2 * layer, 2 * layer + 1):
+            handles[i] = handles[i][:, :, 1:].clone() if copied else handles[i][:, :, 1:]
+        with pytest.raises(CacheHandleError):
+            claims.read_claim(handles)

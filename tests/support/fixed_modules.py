@@ -21,11 +21,6 @@ def index_copy(buffer: Tensor, position: Tensor, new: Tensor) -> Tensor:
     return buffer.index_copy_(-2, position, new)
 
 
-def index_copy_of_rows(buffer: Tensor, position: Tensor, new: Tensor) -> Tensor:
-    """A batch of fewer rows than the buffer has."""
-    return buffer[: new.shape[0]].index_copy_(-2, position, new)
-
-
 def tokens_first(buffer: Tensor, position: Tensor, new: Tensor) -> Tensor:
     buffer[:, position] = new.transpose(1, 2)
     return buffer.transpose(1, 2)

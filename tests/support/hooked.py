@@ -1,4 +1,4 @@
-"""A decoder of two layers, parts of which a test spells in its own way."""
+"""A decoder of a layer or two, parts of which a test spells in its own way."""
 
 from __future__ import annotations
 
@@ -17,11 +17,13 @@ Pairs = tuple[tuple[Tensor, Tensor], ...]
 class Hooked(nn.Module):
     """Positions are added to the embeddings, queries, keys and values come from one projection; no norms, no MLP."""
 
+    num_layers = 1
+
     def __init__(self) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(0)
         self.embed, self.head = nn.Embedding(VOCABULARY, HIDDEN), nn.Linear(HIDDEN, VOCABULARY)
-        self.qkv = nn.ModuleList(nn.Linear(HIDDEN, 3 * HIDDEN) for _ in range(2))
+        self.qkv = nn.ModuleList(nn.Linear(HIDDEN, 3 * HIDDEN) for _ in range(self.num_layers))
         self.table = nn.Parameter(torch.zeros(64, HIDDEN))
         self.register_buffer("rates", torch.arange(1, HIDDEN + 1) * 0.05)
         self.register_buffer("state", torch.ones(1, 1, HIDDEN))
@@ -59,7 +61,7 @@ class Hooked(nn.Module):
         place = torch.arange(start + ids.shape[1])
         hide = place[start:, None] - place[None] < 0
         new = []
-        for layer in range(2):
+        for layer in range(self.num_layers):
             x, pair = self.run_layer(layer, x, hide, None if past is None else past[layer])
             new.append(pair)
         return self.head(x), tuple(new)

@@ -37,14 +37,12 @@ class Case:
 
 CASES = {
     "1-bit": Case(options={"bits": 1}),
-    "2-bit": Case(options={"bits": 2}, dtype=torch.bfloat16),
+    "2-bit, sinks, disk": Case(options={"bits": 2, "sink_tokens": 3, "host": "disk"}, dtype=torch.bfloat16),
     "prompt-alone": Case(options={"bits": 1}, decoded=0),
     "exact": Case(options={"bits": 16}, decoded=16),
-    "sinks": Case(options={"bits": 1, "sink_tokens": 3}),
     "resident": Case(options={"bits": 1, "resident_layers": 1}),
     "kivi": Case(options={"policy": "kivi", "bits": 1}),
     "kcache": Case(options={"policy": "kcache"}),
-    "disk": Case(options={"bits": 1, "host": "disk"}),
     "query": Case(options={"bits": 1, "lookahead": "query"}),
     "same-step": Case(options={"bits": 1, "lookahead": "none"}),
     "paper": Case(options={"bits": 1, "quantizer": "kivi", "on_miss": "keep"}),
@@ -100,7 +98,7 @@ OWN = {
     "graph-breaks": OwnConfig(),
 }
 # What one test run can wait for; the others are for the night.
-DAILY = ("2-bit", "sinks", "disk", "window", "tokens-first")
+DAILY = ("2-bit, sinks, disk", "window", "tokens-first")
 OWN_PROMPT = torch.randint(3, 60, (2, 40), generator=torch.Generator().manual_seed(5))
 
 

@@ -28,6 +28,7 @@ low_bits = st.sampled_from(LOW_BITS)
 bits = st.sampled_from(BITS)
 # Every method with each of its widths: the options "quantizer" and "bits".
 quantizers = st.sampled_from([(name, b) for name, method in QUANTIZERS.items() for b in method.valid_bits])
+policies = st.sampled_from(tuple(POLICIES))
 group_sizes = st.sampled_from((4, 8, 16))
 residual_lengths = st.integers(0, 24)
 top_ks = st.integers(1, 20)
@@ -37,9 +38,6 @@ lookaheads = st.sampled_from(("token", "query", "none"))
 aggregations = st.sampled_from(("mean", "max"))
 misses = st.sampled_from(("keep", "recover", "refetch"))
 tracking = st.sampled_from((True, "steps", False))
-
-
-policies = st.sampled_from(tuple(POLICIES))
 
 
 @st.composite
@@ -139,15 +137,6 @@ def filled(shape: tuple[int, ...], dtype: torch.dtype, fill: str, seed: int) -> 
 def tensors(draw: st.DrawFn, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
     """`filled` with a fill and a seed of its choice."""
     return filled(shape, dtype or draw(dtypes), draw(st.sampled_from(FILLS)), draw(seeds))
-
-
-@st.composite
-def scores(draw: st.DrawFn, batch: int, num_kv_heads: int, tokens: int) -> Tensor:
-    """Selection scores, float32 [batch, num_kv_heads, tokens] 0..1: distinct, or with ties, or all 0 or 1."""
-    generator = torch.Generator().manual_seed(draw(seeds))
-    values = torch.rand(batch, num_kv_heads, tokens, generator=generator)
-    levels = draw(st.sampled_from((0, 4, 1)))
-    return (values * levels).round() / levels if levels else values
 
 
 @st.composite

@@ -17,12 +17,12 @@ import specache_fx
 SETTINGS: dict[str, dict[str, Any]] = {
     "exact": {"bits": 16, "top_k": 8, "accept_guesses": True},
     "refetch": {"bits": 2, "top_k": 8, "on_miss": "refetch"},
-    "Inductor": {"bits": 2, "top_k": 8, "lowering": "inductor"},
+    "Inductor": {"bits": 2, "top_k": 8, "lowering": "inductor"},  # at night
 }
 RATES = ("topk_hit_rate", "attention_hit_rate", "exact_hit_rate", "accepted_steps", "refetched_steps")
 
 
-def generations(folder: Path, *, sharded: bool) -> dict[str, Any]:
+def generations(folder: Path, names: list[str], *, sharded: bool) -> dict[str, Any]:
     """What each setting generates, twice, and its statistics."""
     config = {"distributed_config": DistributedConfig(tp_plan="auto")} if sharded else {}
     ids = torch.randint(0, 96, (2, 70), generator=torch.Generator().manual_seed(1))
@@ -30,7 +30,8 @@ def generations(folder: Path, *, sharded: bool) -> dict[str, Any]:
     mask[0, :9] = 0
     model = AutoModelForCausalLM.from_pretrained(folder, **config).eval()
     found: dict[str, Any] = {}
-    for name, setting in {"eager": None, **SETTINGS}.items():
+    for name in ("eager", *names):
+        setting = SETTINGS.get(name)
         if setting is not None:
             torch._dynamo.reset()
             options = {"strict": True, "group_size": 8, "residual_length": 8, "lowering": "eager", **setting}
@@ -67,17 +68,17 @@ def refusal(folder: Path) -> str:
     return ""
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, names: list[str]) -> None:
     """Write what this process found to `rank<n>.json`."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    found = {"sharded": generations(folder, sharded=True), "refusal": refusal(folder)}
+    found = {"sharded": generations(folder, names, sharded=True), "refusal": refusal(folder)}
     if dist.get_rank() == 0:
-        found["single"] = generations(folder, sharded=False)
+        found["single"] = generations(folder, names, sharded=False)
     (folder / f"rank{dist.get_rank()}.json").write_text(json.dumps(found))
     dist.barrier()
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2:])

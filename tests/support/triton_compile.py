@@ -1,4 +1,4 @@
-"""Compile every Triton kernel of the package for GPUs, without one: `python triton_compile.py [llama|forms|others]`.
+"""Compile Triton kernels of the package for GPUs, without one: `python triton_compile.py [usual|llama|forms|others]`.
 
 Run as a process of its own, where Triton doesn't interpret. Launches are caught and their kernels compiled down to
 machine code for the given targets: what types, shared memory and registers can't do is found here, and speed is not.
@@ -151,6 +151,13 @@ def catch_launches() -> None:
     triton.runtime.Autotuner.run = run_tuned
 
 
+def usual() -> None:
+    """The kernels of a decode step with the default options at the shape of Llama-3.1-8B, without masks."""
+    shape = replace(LLAMA, bits=2, quantizer="turboquant", forms=frozenset())
+    _whole_step(shape, reads_masks=False)
+    _copy_and_select(128, torch.bfloat16)
+
+
 def llama() -> None:
     """A decode step's kernels as Llama-3.1-8B needs them, in both forms of codes, with masks and without."""
     for bits, quantizer, forms in ((2, "turboquant", ()), (1, "turboquant", ("mask",)), (2, "kivi", ())):
@@ -216,6 +223,6 @@ def _copy_and_select(dim: int, dtype: torch.dtype) -> None:
 
 if __name__ == "__main__":
     catch_launches()
-    for part in (llama, forms, others):
+    for part in (usual, llama, forms, others):
         if part.__name__ in sys.argv or not any(word.isalpha() for word in sys.argv[1:]):
             part()

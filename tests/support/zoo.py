@@ -132,12 +132,16 @@ _NOT_OF = {
 }
 
 
-def build(name: str, **overrides: Any) -> nn.Module:
+_LAYERS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")
+
+
+def build(name: str, layers: int | None = None, **overrides: Any) -> nn.Module:
     """A random decoder of one architecture: 2 layers, hidden size 64, heads of 16, GQA 4 to 2 where it has it.
 
     Args:
         name: One of `NAMES` or `WINDOWED_NAMES`, "lfm2", "deepseek_v3", or one whose attention is spelt
             out (bloom, gpt_oss, ...).
+        layers: Fewer than it has: Dynamo's tracing, which is most of a test's time, grows with them.
         **overrides: Fields of its config.
 
     Returns:
@@ -147,6 +151,10 @@ def build(name: str, **overrides: Any) -> nn.Module:
     torch.manual_seed(0)
     fields = {**_COMMON, **{**_OWN, **_HYBRID, **_SPELT_OUT, **_WINDOWED, **_LATENT}[name], **overrides}
     attention = fields.pop("attn_implementation", None)
+    if layers is not None:
+        fields |= {field: layers for field in _LAYERS if field in fields}
+        fields |= {field: fields[field][:layers] for field in ("layer_types",) if field in fields}
+        fields |= {"attention_types": [[["global"], layers]]} if "attention_types" in fields else {}
     fields = {field: value for field, value in fields.items() if field not in _NOT_OF.get(name, ())}
     config = AutoConfig.for_model(name.removesuffix("-window"), **fields)
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()

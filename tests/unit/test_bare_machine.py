@@ -87,7 +87,7 @@ def test_stats_and_release_find_a_cache_without_optree():
 GENERATION = """
     import torch, transformers, specache_fx
     config = transformers.LlamaConfig(
-        hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, vocab_size=64
+        hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=64
     )
     ids = torch.arange(40)[None]
     with torch.inference_mode({inference}):

@@ -47,8 +47,8 @@ class Products(TorchDispatchMode):
 @pytest.mark.parametrize(
     ("allow", "config"),
     [
-        (set_as_before_torch_2_9, TinyConfig(softcap=3.0)),
-        (set_by_backend, TinyConfig(num_kv_heads=1, head_dim=16, latent_dim=12)),
+        (set_as_before_torch_2_9, TinyConfig(num_layers=1, softcap=3.0)),
+        (set_by_backend, TinyConfig(num_layers=1, num_kv_heads=1, head_dim=16, latent_dim=12)),
     ],
     ids=["spelt_out", "expansion"],
 )

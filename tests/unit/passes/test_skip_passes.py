@@ -30,12 +30,12 @@ def generated(model: torch.nn.Module, **options: object) -> torch.Tensor:
 
 @cache
 def with_all_passes() -> torch.Tensor:
-    return generated(build("llama"))
+    return generated(build("llama", 1))
 
 
 @pytest.mark.parametrize("name", sorted(OPTIONAL))
 def test_a_pass_that_is_left_out_changes_no_answer(name: str, caplog: pytest.LogCaptureFixture) -> None:
-    model, expected = build("llama"), with_all_passes()
+    model, expected = build("llama", 1), with_all_passes()
     with caplog.at_level(logging.DEBUG, logger="specache_fx.passes"):
         assert torch.equal(generated(model, skip_passes=[name]), expected)
     said = caplog.messages
@@ -45,10 +45,10 @@ def test_a_pass_that_is_left_out_changes_no_answer(name: str, caplog: pytest.Log
 
 def test_a_log_says_what_each_pass_did(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.DEBUG, logger="specache_fx"):
-        generated(build("llama"))
+        generated(build("llama", 1))
     assert any("analysed: decode" in message and "ms" in message for message in caplog.messages)
     (waits,) = {message.split(" ms")[1] for message in caplog.messages if message.startswith("insert_waits")}
-    assert waits == ", specache.wait_prefetch.default +2"
+    assert waits == ", specache.wait_prefetch.default +1"
 
 
 @pytest.mark.parametrize(
@@ -56,10 +56,10 @@ def test_a_log_says_what_each_pass_did(caplog: pytest.LogCaptureFixture) -> None
 )
 def test_only_passes_that_change_no_answer_can_be_left_out(names: list[str]) -> None:
     with pytest.raises(ConfigError, match=f"{', '.join(sorted(OPTIONAL))} can be left"):
-        specache_fx.compile(build("llama"), skip_passes=names)
+        specache_fx.compile(build("llama", 1), skip_passes=names)
 
 
 @pytest.mark.parametrize("given", ["few_row_products", 5, None, [1]])
 def test_what_is_no_list_of_names_is_refused(given: object) -> None:
     with pytest.raises(ConfigError, match="give a list of names"):
-        specache_fx.compile(build("llama"), skip_passes=given)
+        specache_fx.compile(build("llama", 1), skip_passes=given)

@@ -263,6 +263,7 @@ def test_compiler_that_fails_is_named(nothing_built: Path, monkeypatch: pytest.M
     assert not list(nothing_built.rglob("*.so"))
 
 
+@pytest.mark.nightly  # it builds the kernel
 def test_compiler_that_lacks_the_best_instruction_set_builds_the_next(
     nothing_built: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,0 +1,130 @@
+"""Two sessions of the same tokens: one is stepped by operators, the other by one operator a layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from support.strategies import AttentionShape
+from torch import Tensor
+
+from specache_fx.config import SpecacheConfig
+from specache_fx.runtime import ops, registry  # noqa: F401  (ops defines the operators)
+from specache_fx.runtime.decode_step import DecodeStep
+from specache_fx.runtime.layout import LayerShape
+from specache_fx.runtime.session import Session
+
+Own = tuple[Tensor, Tensor, Tensor]
+
+
+def laid_out(own: Own, layout: str) -> Own:
+    """The same numbers as a model may have them in memory."""
+    if layout == "turned":  # batch rows come last
+        return tuple(x.transpose(1, 4).contiguous().transpose(1, 4) for x in own)  # type: ignore[return-value]
+    if layout == "fused":  # parts of one projection
+        rows = [x.transpose(2, 3).flatten(3) for x in own]
+        parts = torch.cat(rows, -1).split([row.shape[-1] for row in rows], -1)
+        return tuple(  # type: ignore[return-value]
+            part.unflatten(-1, (x.shape[2], -1)).transpose(2, 3) for x, part in zip(own, parts, strict=True)
+        )
+    return own
+
+
+class Twins:
+    """Args: the operator, options, sizes, the prompt's tokens, and how near results are; None for the same bits."""
+
+    def __init__(
+        self,
+        whole: Callable[..., Any],
+        config: SpecacheConfig,
+        shape: AttentionShape,
+        tokens: int,
+        dtype: torch.dtype = torch.float32,
+        layers: int = 1,
+        padding: int = 0,
+        device: torch.device | str = "cpu",
+        close: dict[str, float] | None = None,
+    ) -> None:
+        self._whole, self._close, self._device = whole, close, torch.device(device)
+        self.shape, self.dtype, self.layers = shape, dtype, layers
+        self.generator = torch.Generator().manual_seed(0)
+        self.given: Own | list[Tensor] = []  # what the operator got last
+        layer_shape = LayerShape(shape.num_kv_heads, shape.head_dim, shape.value_dim)
+        self.sessions = [Session(config, (layer_shape,) * layers, dtype, self._device) for _ in range(2)]
+        mask = torch.ones(shape.batch, 1, tokens, dtype=torch.bool, device=device)
+        mask[1:, :, :padding] = False
+        for layer in range(layers):
+            key, value = self.pair(tokens)
+            for session in self.sessions:
+                session.store(layer, key, value, mask if padding else None)
+        for session in self.sessions:
+            session.advance(tokens, decoded=False)
+        self.step(predecode=True)
+
+    def random(self, heads: int, tokens: int, dim: int, *lanes: int) -> Tensor:
+        shape = (*lanes, self.shape.batch, heads, tokens, dim)
+        return torch.randn(shape, generator=self.generator).to(self._device, self.dtype)
+
+    def pair(self, tokens: int, *lanes: int) -> tuple[Tensor, Tensor]:
+        heads, dims = self.shape.num_kv_heads, (self.shape.head_dim, self.shape.value_dim)
+        return self.random(heads, tokens, dims[0], *lanes), self.random(heads, tokens, dims[1], *lanes)
+
+    def own(self, lanes: int) -> Own:
+        """Query, key and value of each lane's token."""
+        return (self.random(self.shape.num_heads, 1, self.shape.head_dim, lanes), *self.pair(1, lanes))
+
+    def in_one(self, own: Own, layer: int = 0, scale: float = 0.3, **form: Any) -> Tensor:
+        """The second session's layer by one operator."""
+        out = self._whole(*own, self.sessions[1].state, layer, scale, form.get("softcap"), form.get("sinks"))
+        assert isinstance(out, Tensor)
+        return out
+
+    def step(
+        self,
+        lanes: int = 2,
+        predecode: bool = False,
+        layout: str = "",
+        told: dict[str, Any] | None = None,
+        scale: float = 0.3,
+        **form: Any,
+    ) -> None:
+        """One step of both; `told` goes to `DecodeStep`."""
+        whole = tuple(range(self.layers))
+        by_ops, in_one = (
+            DecodeStep(session, predecode, each, **(told or {}))
+            for session, each in zip(self.sessions, ((), whole), strict=True)
+        )
+        with in_one.running():
+            for layer in whole:
+                query, key, value = own = laid_out(self.own(lanes), layout)
+                self.given = own if layout else [side.clone() for side in own]
+                out = self.in_one(self.given, layer, scale, **form)  # type: ignore[arg-type]
+                by_ops.wait_prefetch(layer)
+                wanted = by_ops.attend(layer, query, key, value, scale, True, **form)
+                by_ops.append(layer, key[0], value[0])
+                by_ops.prefetch(layer, by_ops.select(layer))
+                torch.testing.assert_close(out, wanted, **(self._close or {"rtol": 0, "atol": 0}))
+        for layer in whole:
+            ours, theirs = (session.layers[layer] for session in self.sessions)
+            assert ours.kv_len == theirs.kv_len
+            for x, y in zip(*(self.state(session, layer) for session in self.sessions), strict=True):
+                assert torch.equal(x, y)
+        if not predecode:
+            for session in self.sessions:
+                session.advance(1, decoded=True)
+            hits = [tuple(session.metrics.hits) for session in self.sessions]
+            torch.testing.assert_close(*hits, **(self._close or {"rtol": 0, "atol": 0}))
+
+    @staticmethod
+    def state(session: Session, layer: int = 0) -> list[Tensor]:
+        """What a layer holds, and what is staged of it."""
+        transfer = session.transfer
+        assert transfer is not None
+        rows, indices = transfer.wait(layer)
+        held = [*session.tiered[layer].window(), *session.load(layer)]
+        return [*held, rows[indices >= 0], indices, transfer.staging(layer).wanted]
+
+    def close(self) -> None:
+        for session in self.sessions:
+            session.close()
