@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -23,41 +24,60 @@ _WRITTEN = (
 )
 
 
+class Place(NamedTuple):
+    """A buffer's sizes.
+
+    Attributes:
+        capacity: Tokens that it has room for.
+        tokens_first: It is `[rows, capacity, num_kv_heads, head_dim]`, and not heads first.
+        rows: Sequences that it has room for; 0 for as many as there are.
+    """
+
+    capacity: int
+    tokens_first: bool
+    rows: int
+
+
 @contextlib.contextmanager
 def _mode_of(buffer: torch.Tensor) -> Iterator[None]:
     with torch.inference_mode(buffer.is_inference()), torch.no_grad(), bare():
         yield
 
 
-def hold(
-    buffers: Sequence[torch.Tensor], issued: Sequence[torch.Tensor], places: Sequence[tuple[int, bool]]
-) -> None:
+def hold(buffers: Sequence[torch.Tensor], issued: Sequence[torch.Tensor], places: Sequence[Place]) -> None:
     """Make buffers handles of a session, whose memory they so give back.
 
     Args:
         buffers: Tensors of any shape.
         issued: Handles of the session, one for each.
-        places: Of each buffer how many tokens it has room for, and whether it is `[batch, capacity, num_kv_heads,
-            head_dim]` and not heads first.
+        places: Of each buffer.
     """
     if buffers[0].untyped_storage()._cdata == issued[0].untyped_storage()._cdata:
         return
     with bare():
-        whole = handles.resize(issued, [capacity for capacity, _ in places])
-    for buffer, handle, (_, swapped), old in zip(buffers, whole, places, issued, strict=True):
+        # Rows of no sequence look at the elements behind those of the first one; an element each is enough.
+        whole = handles.resize(issued, [place.capacity + place.rows for place in places])
+    for buffer, handle, place, old in zip(buffers, whole, places, issued, strict=True):
         with _mode_of(buffer):
-            look = handle.transpose(1, 2) if swapped else handle
-            buffer.set_(look.untyped_storage(), look.storage_offset(), look.shape, look.stride())
+            look = handle.narrow(2, 0, place.capacity)
+            look = look.transpose(1, 2) if place.tokens_first else look
+            shape, stride = list(look.shape), list(look.stride())
+            if place.rows > shape[0]:
+                shape[0], stride[0] = place.rows, 1
+            buffer.set_(look.untyped_storage(), look.storage_offset(), shape, stride)
         held = mark(buffer, old.lease)  # type: ignore[attr-defined]
         held.version = _version(buffer)
 
 
-def tokens(buffer: torch.Tensor, count: int, *, window: int | None, swapped: bool) -> torch.Tensor:
+def tokens(
+    buffer: torch.Tensor, count: int, *, batch: int, window: int | None, swapped: bool
+) -> torch.Tensor:
     """The tokens of a buffer, heads first: of a handle a handle, of another tensor its numbers.
 
     Args:
         buffer: See `hold`.
         count: Tokens of the cache.
+        batch: Its sequences: the first rows of the buffer.
         window: Tokens that the buffer has room for, where it keeps the newest of them.
         swapped: Whether they are in dimension 1.
 
@@ -69,13 +89,13 @@ def tokens(buffer: torch.Tensor, count: int, *, window: int | None, swapped: boo
         first, count = 1, window - 1
     with bare():
         if not isinstance(buffer, Handle):
-            return (buffer.transpose(1, 2) if swapped else buffer).narrow(2, first, count)
+            return (buffer.transpose(1, 2) if swapped else buffer)[:batch].narrow(2, first, count)
         if not are_intact([buffer]):
             raise CacheHandleError(_WRITTEN)
         shape, stride = list(buffer.shape), list(buffer.stride())
         for sizes in (shape, stride) if swapped else ():
             sizes[1], sizes[2] = sizes[2], sizes[1]
-        shape[2] = count
+        shape[0], shape[2], stride[0] = batch, count, shape[3]
         alone = torch.empty(0, dtype=buffer.dtype, device=buffer.device)  # no view, see `handle.py`
         alone.set_(buffer.untyped_storage(), buffer.storage_offset(), shape, stride)
         return mark(alone, buffer.lease)
@@ -126,15 +146,16 @@ def restore(tensors: Sequence[object]) -> None:
 
 
 def restore_others(buffers: Sequence[torch.Tensor], count: int) -> None:
-    """Restore buffers that are some of a session's, where a graph steps them alone (after a graph break).
+    """Restore buffers that are some of a session's: a graph steps them alone, or others hold numbers again.
 
     Args:
         buffers: Of one graph.
         count: How many it has.
     """
-    session = registry.find(buffers[0])
-    if session is not None and 2 * len(session.shapes) != count:
-        restore(buffers)
+    held = [buffer for buffer in buffers if isinstance(buffer, Handle)]
+    session = registry.find(held[0]) if held else None
+    if session is not None and not 2 * len(session.shapes) == count == len(held):
+        restore(held)
 
 
 def _restore(held: Sequence[Handle]) -> None:
@@ -143,10 +164,10 @@ def _restore(held: Sequence[Handle]) -> None:
     first_shape = session.shapes[0]
     swapped = [has_tokens_first(buffer, first_shape.num_kv_heads) for buffer in held]
     with bare():
-        codes = [handles.decode(buffer) for buffer in held]
+        codes = [handles.decode(buffer[:1]) for buffer in held]
     windows = [session.shapes[code[0].slot // 2].window if code else None for code in codes]
     looks = [
-        tokens(buffer, session.kv_len, window=window, swapped=swap)
+        tokens(buffer, session.kv_len, batch=session.batch or 1, window=window, swapped=swap)
         for buffer, window, swap in zip(held, windows, swapped, strict=True)
     ]
     with bare():
@@ -157,7 +178,8 @@ def _restore(held: Sequence[Handle]) -> None:
             full = torch.zeros(buffer.shape, dtype=buffer.dtype, device=buffer.device)
         # The oldest row of a full window is not kept: the next token pushes it out before anything reads it.
         first = int(session.kv_len >= (windows[place] or session.kv_len + 1))
-        (full.transpose(1, 2) if swap else full)[:, :, first : first + looks[place].shape[2]] = numbers[place]
+        batch, _, count, _ = looks[place].shape
+        (full.transpose(1, 2) if swap else full)[:batch, :, first : first + count] = numbers[place]
         whole.append(full)
     refill(held, whole)
 

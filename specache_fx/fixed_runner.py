@@ -57,7 +57,14 @@ class InPlace:
         runner, plan = self._runner(start > 0)
         if plan is None:
             return runner(*args)
-        places = [(size_in(buffer.capacity, args), buffer.tokens_first) for buffer in plan.buffers]
+        places = [
+            fixed_buffers.Place(
+                size_in(buffer.capacity, args),
+                buffer.tokens_first,
+                0 if buffer.place is None else args[buffer.place].shape[0],
+            )
+            for buffer in plan.buffers
+        ]
         agrees = self._masks_agree(plan, args, start + q_len, agrees)
         given = [args[buffer.place] for buffer in plan.buffers if buffer.place is not None]
         with inference():
@@ -131,6 +138,9 @@ class InPlace:
                     raise AssertionError(message)
             if session is not None and start > session.kv_len:
                 raise CacheHandleError(_GAP.format(start=start, kv_len=session.kv_len))
+        batch = size_in(plan.batch, args)
+        if session is not None and start and batch != session.batch:
+            raise CacheHandleError(_OTHER_BATCH.format(batch=batch, held=session.batch))
         kv_len = start if session is None else session.kv_len
         for buffer in plan.buffers:
             _check_window(buffer, start, kv_len)
@@ -148,7 +158,11 @@ class InPlace:
         for buffer in plan.buffers if start else ():
             assert buffer.place is not None
             inputs[buffer.place] = fixed_buffers.tokens(
-                args[buffer.place], start, window=buffer.window, swapped=buffer.tokens_first
+                args[buffer.place],
+                start,
+                batch=size_in(plan.batch, args),
+                window=buffer.window,
+                swapped=buffer.tokens_first,
             )
         for place in plan.masks:
             inputs[place] = args[place].narrow(-1, 0, start + q_len)
@@ -156,7 +170,7 @@ class InPlace:
 
     @staticmethod
     def _finish(
-        plan: FixedCaches, args: Sequence[Any], results: Sequence[Any], places: Sequence[tuple[int, bool]]
+        plan: FixedCaches, args: Sequence[Any], results: Sequence[Any], places: Sequence[fixed_buffers.Place]
     ) -> tuple[Any, ...]:
         """Dynamo's outputs. The buffers hold the session, and counters are moved."""
         count = len(results) - len(plan.buffers)
@@ -222,6 +236,10 @@ _SEVERAL = f"The layers of a model write one call's tokens at different position
 _GAP = (
     "Tokens are written at position {start} of a cache that holds {kv_len}: the tokens between were never written."
     f" {_PROMPT}"
+)
+_OTHER_BATCH = (
+    "A call of {batch} sequences goes on with a cache of fixed length that holds {held}. Give each call as many as its"
+    f" prompt. {_PROMPT}"
 )
 _WINDOW = (
     "A layer with a sliding window writes into its buffer as if that held {before} tokens. Others write at position"

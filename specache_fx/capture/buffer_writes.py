@@ -3,14 +3,17 @@
     keys = index_copy(buffer, 2, position, k); copy_(buffer, keys)      buffer.index_copy_(2, position, k)
     keys = index_put(buffer, [None, None, position], k); ...            buffer[:, :, position] = k
     keys = slice_scatter(buffer, k, 2, start, end); ...                 buffer[:, :, start:end] = k
+    keys = index_put(buffer[:batch], ...)
+    copy_(buffer, slice_scatter(buffer, keys, 0, 0, batch))             buffer[:batch, :, position] = k
 
-A buffer is `[batch, num_kv_heads, capacity, head_dim]`, or has tokens first, in dimension 1.
+A buffer is `[rows, num_kv_heads, capacity, head_dim]`, or has tokens first, in dimension 1. It has as many rows as the
+batch, or more.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
@@ -83,6 +86,21 @@ def _of_buffer(node: Node) -> Append | None:
     return append if made or append.buffer.op == "placeholder" else None
 
 
+def _of_first_rows(node: Any) -> Append | None:
+    """The write of a node into the first rows of an input's batch, `_write(buffer[:batch])`; None for another node."""
+    if not isinstance(node, Node) or node.target is not _aten.slice_scatter.default:
+        return None
+    args: Any = node.args
+    buffer, part, *where = args
+    if [*where, *(0, None)[len(where) :]][:2] not in ([0, 0], [0, None]) or not isinstance(part, Node):
+        return None
+    inner = _write(part)
+    if inner is None or inner.buffer.target is not _aten.slice.Tensor or inner.buffer.args[0] is not buffer:
+        return None
+    is_first = inner.buffer.args[1:3] in ((), (0,), (0, 0), (0, None))
+    return replace(inner, buffer=buffer, kept=node) if is_first else None
+
+
 def _write(node: Node) -> Append | None:
     """The write of a node into a 4-D tensor along its tokens; None for another node."""
     args: Any = node.args
@@ -126,7 +144,8 @@ def appends(graph: Graph) -> dict[Node, Append]:
             written.get(append.buffer) is node or (append.buffer.op != "placeholder" and node in outputs)
         ):
             found[node] = append
-    return found
+    of_rows = (_of_first_rows(value) for buffer, value in written.items() if buffer.op == "placeholder")
+    return found | {append.node: append for append in of_rows if append is not None}
 
 
 def read_by(side: Any, found: Mapping[Node, Append]) -> tuple[Append, list[Any]] | None:
@@ -165,7 +184,7 @@ def writes_tokens(gm: GraphModule) -> bool:
     for node in gm.graph.nodes:
         if node.target is _aten.copy_.default:
             buffer, value = node.args
-            while value is not buffer and (append := _write(value)) is not None:
+            while value is not buffer and (append := _write(value) or _of_first_rows(value)) is not None:
                 value = append.buffer
             if value is buffer and node.args[1] is not buffer:
                 return True

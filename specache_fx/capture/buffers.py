@@ -68,6 +68,7 @@ class FixedCaches:
             Dynamo's inputs `shown_inputs`.
         shown_inputs: See `shown`.
         q_len: How many tokens the call has.
+        batch: How many sequences; a buffer may have room for more.
     """
 
     buffers: tuple[Buffer, ...]
@@ -83,3 +84,4 @@ class FixedCaches:
     shown: Callable[..., Any]
     shown_inputs: tuple[int, ...]
     q_len: Size
+    batch: Size

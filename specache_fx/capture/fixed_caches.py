@@ -157,7 +157,7 @@ class _Rewrite:
         return FixedCaches(
             buffers, starts, positions, position_inputs, tuple(self._ends.values()), asserts,
             counters, counted, counted_inputs,
-            tuple(self._cut), shown, shown_inputs, self._q_len_of(written[0]),
+            tuple(self._cut), shown, shown_inputs, self._q_len_of(written[0]), self._batch_of(written[0]),
         )  # fmt: skip
 
     def _kept(self, append: Append) -> Node:
@@ -311,6 +311,13 @@ class _Rewrite:
 
     def _q_len_of(self, append: Append) -> Size:
         return self._told(append.q_len)
+
+    def _batch_of(self, append: Append) -> Size:
+        batch = (shape_of(self._grown[append.node]) or ())[0]
+        place = self._place.get(append.buffer)
+        if place is not None and same_sizes((shape_of(append.written) or ())[:1], [batch]):
+            return place, 0
+        return self._told(batch)
 
     def _told(self, size: Any) -> Size:
         if isinstance(size, int):

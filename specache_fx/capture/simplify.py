@@ -1,7 +1,10 @@
 """One spelling of each operator, and none that changes nothing; `capture/trace.py` ends with it.
 
-x.view(x.shape); x[:, :]; x.expand(x.shape); alias(x)  ->  x
-view, _unsafe_view                                     ->  reshape
+    x.view(x.shape); x[:, :]; x.expand(x.shape); alias(x)     ->  x
+    slice(slice_scatter(x, y, 0, start, end), 0, start, end)  ->  y
+    view, _unsafe_view                                        ->  reshape
+
+Sizes that Dynamo left open are compared as symbols: no guard is added.
 """
 
 from __future__ import annotations
@@ -48,6 +51,10 @@ def simplify(graph: Graph) -> None:
             _without_example(node)
         elif node.target is _aten.slice_scatter.default:
             _with_an_end(node)
+        elif (part := _written_part(node)) is not None:
+            node.replace_all_uses_with(part)
+            graph.erase_node(node)
+            continue
         if node.target is _aten.reshape.default:  # back to a shape that the same elements had
             source: Any = node.args[0]
             while source.target in _SAME_ELEMENTS:
@@ -73,6 +80,23 @@ def _with_an_end(node: Node) -> None:
     size = value_of(node).shape[args[2]]
     if isinstance(size, int) and (args[4] is None or (isinstance(args[4], int) and args[4] > size)):
         node.args = (*args[:4], size, *node.args[5:])
+
+
+def _written_part(node: Node) -> Node | None:
+    """The rows of a batch that a slice reads, where just these were written before.
+
+    Not tokens: a prompt's are read out of the buffer that they were written into (`capture/buffer_writes.py`).
+    """
+    scatter: Any = node.args[0] if node.target is _aten.slice.Tensor else None
+    if scatter is None or scatter.target is not _aten.slice_scatter.default:
+        return None
+    (dim, start, _, step), (same, begin, _, each) = (
+        [*args, *(0, None, None, 1)[len(args) :]] for args in (node.args[1:], scatter.args[2:])
+    )
+    part, dims = scatter.args[1], value_of(node).dim()
+    alike = dim % dims == same % dims == 0 and same_sizes([value_of(start or 0)], [value_of(begin or 0)])
+    is_same = alike and step == each == 1 and same_sizes(value_of(node).shape, value_of(part).shape)
+    return part if is_same else None
 
 
 def _is_identity(node: Node) -> bool:

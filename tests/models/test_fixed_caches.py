@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.cases import nightly_unless
-from support.fixed_modules import BY_NUMBER, BY_TENSOR, VOCAB_SIZE, FixedDecoder, generate
+from support.fixed_modules import BY_NUMBER, BY_TENSOR, OF_ROWS, VOCAB_SIZE, FixedDecoder, generate
 from torch import Tensor
 from torch._dynamo.exc import BackendCompilerFailed
 from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
@@ -56,6 +56,25 @@ def test_every_spelling_is_rewritten_and_equal(spelling: str) -> None:
         stats = specache_fx.stats(model.layers[0].keys)
         assert (stats.kv_len, stats.steps, stats.exact_hit_rate) == (length + count, count, 1.0)
         assert stats.prefetched_rows > 0
+
+
+@pytest.mark.parametrize("spelling", OF_ROWS)
+def test_a_batch_of_fewer_rows_than_the_buffers(spelling: str) -> None:
+    plain, model = (FixedDecoder(spelling, batch=4) for _ in range(2))
+    ours, by_number = compiled(model, **ALL_STAGED), model.by_number
+    for batch in (2, 2, 3):
+        ids = torch.randint(1, 97, (batch, 30), generator=torch.Generator().manual_seed(batch))
+        (tokens, logits), expected = (generate(each, ids, 40, by_number) for each in (ours, plain))
+        assert torch.equal(tokens, expected[0])
+        torch.testing.assert_close(logits, expected[1], rtol=1e-4, atol=1e-4)
+        assert specache_fx.stats(model.layers[0].keys).kv_len == 69 + 1
+    with pytest.raises(CacheHandleError, match=r"A call of 2 sequences goes on with .* holds 3"):
+        ours(tokens[:2, :1], 70 if by_number else torch.tensor([70]))
+    with torch.no_grad():
+        looked = torch.compile(lambda: model.layers[0].keys.mean((1, 2, 3)), backend="specache")()
+        torch.testing.assert_close(looked[:3], plain.layers[0].keys.mean((1, 2, 3))[:3], rtol=1e-4, atol=1e-4)
+        at = 70 if by_number else torch.tensor([70])  # the buffers hold numbers again, and are taken over
+        torch.testing.assert_close(ours(tokens[:, -1:], at), plain(tokens[:, -1:], at), rtol=1e-4, atol=1e-4)
 
 
 def test_memory_of_the_buffers_is_given_back() -> None:

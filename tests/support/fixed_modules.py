@@ -49,12 +49,27 @@ def repeated_before_swapped(buffer: Tensor, start: int, new: Tensor) -> Tensor:
     return buffer[:, :end].repeat_interleave(HEADS // KV_HEADS, dim=2).transpose(1, 2)
 
 
-TOKENS_FIRST = tokens_first, repeated_before_swapped
+def index_copy_of_rows(buffer: Tensor, position: Tensor, new: Tensor) -> Tensor:
+    """A batch of fewer rows than the buffer has."""
+    return buffer[: new.shape[0]].index_copy_(-2, position, new)
+
+
+def sliced_of_rows(buffer: Tensor, start: int, new: Tensor) -> Tensor:
+    """The same with tokens first; what is read ends with this call's tokens."""
+    batch, end = new.shape[0], start + new.shape[2]
+    buffer[:batch, start:end] = new.transpose(1, 2)
+    return buffer[:batch, :end].transpose(1, 2)
+
+
+TOKENS_FIRST = tokens_first, repeated_before_swapped, sliced_of_rows
 BY_TENSOR: dict[str, Callable[..., Tensor]] = {
     each.__name__: each for each in (index_put, index_copy, tokens_first)
 }
 BY_NUMBER: dict[str, Callable[..., Tensor]] = {
     each.__name__: each for each in (sliced, narrowed, sliced_to_the_end, repeated_before_swapped)
+}
+OF_ROWS: dict[str, Callable[..., Tensor]] = {
+    each.__name__: each for each in (index_copy_of_rows, sliced_of_rows)
 }
 
 
@@ -85,12 +100,12 @@ class FixedLayer(nn.Module):
 
 
 class FixedDecoder(nn.Module):
-    """Args: how it writes, of `BY_TENSOR` or `BY_NUMBER`."""
+    """Args: how it writes, of `BY_TENSOR`, `BY_NUMBER` or `OF_ROWS`."""
 
     def __init__(self, spelling: str, batch: int = 2, capacity: int = 160, num_layers: int = 2) -> None:
         super().__init__()
-        self.by_number = spelling in BY_NUMBER
-        append = (BY_TENSOR | BY_NUMBER)[spelling]
+        append = (BY_TENSOR | BY_NUMBER | OF_ROWS)[spelling]
+        self.by_number = append in (*BY_NUMBER.values(), sliced_of_rows)
         self.tokens, self.places = nn.Embedding(VOCAB_SIZE, HIDDEN), nn.Embedding(capacity, HIDDEN)
         self.layers = nn.ModuleList(FixedLayer(append, batch, capacity) for _ in range(num_layers))
         self.head = nn.Linear(HIDDEN, VOCAB_SIZE)
