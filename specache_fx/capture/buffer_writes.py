@@ -91,14 +91,15 @@ def _of_first_rows(node: Any) -> Append | None:
     if not isinstance(node, Node) or node.target is not _aten.slice_scatter.default:
         return None
     args: Any = node.args
-    buffer, part, *where = args
+    _, part, *where = args
     if [*where, *(0, None)[len(where) :]][:2] not in ([0, 0], [0, None]) or not isinstance(part, Node):
         return None
     inner = _write(part)
-    if inner is None or inner.buffer.target is not _aten.slice.Tensor or inner.buffer.args[0] is not buffer:
+    if inner is None or inner.buffer.target is not _aten.slice.Tensor:
         return None
-    is_first = inner.buffer.args[1:3] in ((), (0,), (0, 0), (0, None))
-    return replace(inner, buffer=buffer, kept=node) if is_first else None
+    source, *sliced = inner.buffer.args
+    is_first = source is args[0] and sliced[:2] in ([], [0], [0, 0], [0, None])
+    return replace(inner, buffer=args[0], kept=node) if is_first else None
 
 
 def _write(node: Node) -> Append | None:
