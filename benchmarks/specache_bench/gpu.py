@@ -17,6 +17,8 @@ import traceback
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -28,14 +30,14 @@ from torch.profiler import profile as profiled
 
 import specache_fx
 from specache_bench.records import Method
-from specache_bench.speed import Attention, DecodeSteps, ModelSize
+from specache_bench.speed import SIZES, Attention, DecodeSteps, ModelSize
+from specache_bench.timing import seconds_of
 from specache_fx.compiled import uncompile
 from specache_fx.config import SpecacheConfig
 from specache_fx.provenance import provenance
 from specache_fx.runtime import triton_ops
 
 ROOT = Path(__file__).resolve().parents[2]
-LLAMA_8B = ModelSize(32, 4096, 14336, 32, 8, 128, 128256)
 TINY = ModelSize(2, 32, 64, 4, 2, 16, 64)
 # Nothing is compiled by Inductor: a run starts at once, and the decode step is a CUDA graph all the same.
 METHODS = {
@@ -70,8 +72,10 @@ class Run:
         """Of weights and cache."""
         return "bfloat16" if self.device.type == "cuda" else "float32"
 
-    def attempt(self, found: Found, work: Callable[[], Any]) -> None:
-        """Do something that may fail: its result or its error goes into `found`, and to disk."""
+    def attempt(self, name: str, work: Callable[[], Any], within: str | None = None) -> None:
+        """Do something that may fail: its result or its error goes into the record under a name, and to disk."""
+        record = self.record if within is None else self.record.setdefault(within, {})
+        found: Found = record.setdefault(name, {}) if name else record
         try:
             found.update((work() or {}) if self.left > 0 else {"skipped": "no time was left"})
         except Exception as error:
@@ -98,24 +102,17 @@ class Run:
         """Decode steps of the 8B shape with so many layers behind so many tokens; a group fills once in 64 steps."""
         if self.quick:
             return DecodeSteps(TINY, batch, 200, self.dtype, 1, 2)
-        return DecodeSteps(replace(LLAMA_8B, layers=layers), batch, tokens, self.dtype, 1, 72)
+        return DecodeSteps(replace(SIZES["8b"], layers=layers), batch, tokens, self.dtype, 1, 72)
 
-    def time(self, steps: DecodeSteps, methods: dict[str, Method], found: Found) -> None:
+    def time(self, steps: DecodeSteps, methods: dict[str, Method], within: str | None = None) -> None:
         """A row for each method, each attempted by itself."""
-        for name, method in methods.items():
-            entry: Found = found.setdefault(name, {})
 
-            def work(name: str = name, method: Method = method) -> Found:
-                (row,) = steps.run({name: method}, self.device)["rows"]
-                return {**row, "peak_bytes": self.peak()}
+        def row(name: str) -> Found:
+            (found,) = steps.run({name: methods[name]}, self.device)["rows"]
+            return {**found, "peak_bytes": self.peak()}
 
-            self.attempt(entry, work)
-
-
-def sync(device: torch.device) -> None:
-    """Wait until the device has done its work."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+        for name in methods:
+            self.attempt(name, partial(row, name), within)
 
 
 def environment(run: Run) -> None:
@@ -124,50 +121,37 @@ def environment(run: Run) -> None:
     size = 1 << (16 if run.quick else 30)
     here = torch.zeros(size, dtype=torch.uint8, device=run.device)
     host = torch.zeros(size // 4, dtype=torch.uint8, pin_memory=run.device.type == "cuda")
-    copies = {"device": (torch.empty_like(here), here, 2 * size)}
-    copies |= {
-        "to_device": (here[: size // 4], host, size // 4),
-        "from_device": (host, here[: size // 4], size // 4),
-    }
-    for name, (to, of, nbytes) in copies.items():
-        seconds = []
-        for _ in range(10):
-            start = time.perf_counter()
-            to.copy_(of)
-            sync(run.device)
-            seconds.append(time.perf_counter() - start)
-        run.record[f"{name}_gb_s"] = round(nbytes / min(seconds) / 1e9, 1)
+    part = here[: size // 4]
+    copies = {"device": (torch.empty_like(here), here, 2), "to_device": (part, host, 1)}
+    copies["from_device"] = (host, part, 1)
+    for name, (to, of, times) in copies.items():
+        best = min(seconds_of(partial(to.copy_, of), run.device, 10))
+        run.record[f"{name}_gb_s"] = round(times * of.nbytes / best / 1e9, 1)
 
 
 def smoke(run: Run) -> None:
     """A tiny model through `compile` and `generate` in several ways: at 16 bits its tokens equal eager's."""
-    model = replace(TINY, hidden=128, intermediate=256, head_dim=32, vocab=256).build(
-        torch.float32, torch.device("cpu")
-    )
-    for (
-        weight
-    ) in model.parameters():  # else attention is almost uniform, and nothing forgotten would be missed
-        if weight.dim() > 1:
-            weight.data.normal_(std=0.15, generator=torch.Generator().manual_seed(0))
+    size = replace(TINY, hidden=128, intermediate=256, head_dim=32, vocab=256)
+    model, random = size.build(torch.float32, torch.device("cpu")), torch.Generator().manual_seed(0)
+    for weight in model.parameters():
+        if weight.dim() > 1:  # else attention is almost uniform, and nothing forgotten would be missed
+            weight.data.normal_(std=0.15, generator=random)
     model.to(run.device)
     model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
 
     def prompt(batch: int, tokens: int) -> torch.Tensor:
-        return torch.randint(1, 256, (batch, tokens), generator=torch.Generator().manual_seed(batch)).to(
-            run.device
-        )
+        generator = torch.Generator().manual_seed(batch)
+        return torch.randint(1, 256, (batch, tokens), generator=generator).to(run.device)
 
-    def generate(ids: torch.Tensor, padded: bool = False, **options: Any) -> Any:
-        mask = torch.ones_like(ids)
-        for row in range(len(ids) if padded else 0):
-            mask[row, : 7 * row] = 0
+    def generate(ids: torch.Tensor, pad: int = 0, **options: Any) -> Any:
+        starts = pad * torch.arange(len(ids), device=run.device)
+        mask = (torch.arange(ids.shape[1], device=run.device) >= starts[:, None]).long()
         options = {"max_new_tokens": _NEW_TOKENS, "do_sample": False, "use_cache": True, **options}
         return model.generate(ids, attention_mask=mask, **options)
 
     def cropped() -> torch.Tensor:
         """Generate, take back ten tokens, and go on by two others at once."""
-        ids = prompt(1, 40)
-        options: Found = {"max_new_tokens": 30, "return_dict_in_generate": True}
+        ids, options = prompt(1, 40), {"max_new_tokens": 30, "return_dict_in_generate": True}
         first = generate(ids, **options)
         past = first.past_key_values
         past.crop(-10)
@@ -175,16 +159,14 @@ def smoke(run: Run) -> None:
         return torch.cat([first.sequences, generate(again, past_key_values=past, **options).sequences], 1)
 
     def low() -> Found:
-        out = generate(prompt(2, 200), return_dict_in_generate=True)
-        stats = specache_fx.stats(out.past_key_values)
-        seen = {
-            name: getattr(stats, name) for name in ("kv_len", "device_bytes", "full_bytes", "topk_hit_rate")
-        }
+        stats = specache_fx.stats(generate(prompt(2, 200), return_dict_in_generate=True).past_key_values)
+        names = ("kv_len", "device_bytes", "full_bytes", "topk_hit_rate")
+        seen = {name: getattr(stats, name) for name in names}
         return seen | {"ok": stats.kv_len == 199 + _NEW_TOKENS}
 
     ways: dict[str, Callable[[], torch.Tensor]] = {
         "tokens": lambda: generate(prompt(1, 40)),
-        "padding": lambda: generate(prompt(3, 40), padded=True),
+        "padding": lambda: generate(prompt(3, 40), pad=7),
         "crop": cropped,
         "beams": lambda: generate(prompt(2, 40), num_beams=3),
     }
@@ -198,11 +180,13 @@ def smoke(run: Run) -> None:
         finally:
             uncompile(model)
 
+    def equal(lowering: str, name: str) -> Found:
+        return {"equal": torch.equal(compiled(lowering, 16, ways[name]), wanted[name])}
+
     for lowering in ("eager",) if run.quick else ("eager", "inductor"):
-        for name, way in ways.items():
-            entry: Found = run.record.setdefault(f"{lowering}, {name}", {})
-            run.attempt(entry, lambda: {"equal": torch.equal(compiled(lowering, 16, way), wanted[name])})  # noqa: B023
-        run.attempt(run.record.setdefault(f"{lowering}, 2 bits", {}), lambda: compiled(lowering, 2, low))  # noqa: B023
+        for name in ways:
+            run.attempt(f"{lowering}, {name}", partial(equal, lowering, name))
+        run.attempt(f"{lowering}, 2 bits", partial(compiled, lowering, 2, low))
 
 
 def attention(run: Run) -> None:
@@ -210,40 +194,35 @@ def attention(run: Run) -> None:
     run.record["triton"] = triton_ops.unavailable_reason(run.device) or "here"
     shape = Attention(1, 4, 2, 16, 200) if run.quick else Attention(kv_len=65536)
     dtype = getattr(torch, run.dtype)
-    for bits in (1, 2, 4, 8):
-        for quantizer in ("turboquant", "kivi"):
 
-            def check(config: SpecacheConfig = SpecacheConfig(bits=bits, quantizer=quantizer)) -> Found:  # noqa: B008
-                # A probability's relative error is that of its score: scores of this size, a few ulps of float32 each.
-                out, scores = shape.error(config, dtype, run.device)
-                ok = out <= max(4 * torch.finfo(dtype).eps, 1e-4) and scores <= 1e-3
-                return {"out_error": out, "scores_error": scores, "ok": ok}
+    def check(bits: int, quantizer: str) -> Found:
+        # A probability's relative error is that of its score: scores of this size, a few ulps of float32 each.
+        out, scores = shape.error(SpecacheConfig(bits=bits, quantizer=quantizer), dtype, run.device)
+        ok = out <= max(4 * torch.finfo(dtype).eps, 1e-4) and scores <= 1e-3
+        return {"out_error": out, "scores_error": scores, "ok": ok}
 
-            run.attempt(run.record.setdefault(f"{bits} bit, {quantizer}", {}), check)
-    timed = run.record.setdefault("timed", {})
-    run.attempt(
-        timed,
-        lambda: shape.run([2, 1], ["turboquant"], run.device, dtype=run.dtype, rounds=2 if run.quick else 50),
-    )
+    for bits, quantizer in product((1, 2, 4, 8), ("turboquant", "kivi")):
+        run.attempt(f"{bits} bit, {quantizer}", partial(check, bits, quantizer))
+    rounds = 2 if run.quick else 50
+    run.attempt("timed", lambda: shape.run([2, 1], ["turboquant"], run.device, run.dtype, rounds))
 
 
 def latency(run: Run) -> None:
     """Milliseconds of a step at batch 1 and 64k tokens, by method."""
-    run.time(run.steps(32, 65536), METHODS, run.record)
+    run.time(run.steps(32, 65536), METHODS)
 
 
 def profile(run: Run) -> None:
     """Launches of a step, its slowest kernels, and the share of it in which the device has nothing to do."""
     steps, cuda, count = run.steps(8, 32768), run.device.type == "cuda", 3
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
+    kind = DeviceType.CUDA if cuda else DeviceType.CPU
 
+    @torch.inference_mode()
     def work(method: Method) -> Found:
-        with torch.inference_mode():
-            model = steps.size.build(getattr(torch, run.dtype), run.device)
-            with steps.opened({"one": method}, model) as opened:
-                activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
-                with profiled(activities=activities) as prof:
-                    opened["one"].turn(count)
-        kind = DeviceType.CUDA if cuda else DeviceType.CPU
+        model = steps.size.build(getattr(torch, run.dtype), run.device)
+        with steps.opened({"one": method}, model) as opened, profiled(activities=activities) as prof:
+            opened["one"].turn(count)
         events = sorted((e for e in prof.events() if e.device_type == kind), key=lambda e: e.time_range.start)
         taken, busy, end = Counter[str](), 0.0, float("-inf")
         for event in events:
@@ -256,61 +235,49 @@ def profile(run: Run) -> None:
         return found | {"idle_share": round(1 - busy / whole, 4), "slowest_us": slowest}
 
     for name, method in METHODS.items():
-        run.attempt(run.record.setdefault(name, {}), lambda: work(method))  # noqa: B023
+        run.attempt(name, partial(work, method))
 
 
 def model(run: Run) -> None:
     """Peak memory and seconds of a prompt of 32k tokens, as users call it, by method."""
-    size = TINY if run.quick else replace(LLAMA_8B, layers=4)
+    size = TINY if run.quick else replace(SIZES["8b"], layers=4)
     made = size.build(getattr(torch, run.dtype), run.device)
     prompt = torch.randint(0, size.vocab, (1, 100 if run.quick else 32768), device=run.device)
 
     def prefill(ids: torch.Tensor) -> Any:
-        out = made(ids, attention_mask=torch.ones_like(ids), use_cache=True, logits_to_keep=1)
-        sync(run.device)
-        return out.past_key_values
+        return made(
+            ids, attention_mask=torch.ones_like(ids), use_cache=True, logits_to_keep=1
+        ).past_key_values
 
+    @torch.inference_mode()
     def measure(options: Found | None) -> Found:
         uncompile(made)
         if options is not None:
-            specache_fx.compile(made, **options)
-        with torch.inference_mode():
-            for length in (prompt.shape[1] // 4, prompt.shape[1] // 2):  # compiles: one length serves all
-                prefill(prompt[:, :length])
-            run.free()
-            before = torch.cuda.memory_allocated(run.device) if run.device.type == "cuda" else 0
-            start = time.perf_counter()
-            past = prefill(prompt)
-            found = {
-                "prefill_s": time.perf_counter() - start,
-                "peak_bytes_over_weights": (run.peak() or before) - before,
-            }
-            return (
-                found if options is None else found | {"device_bytes": specache_fx.stats(past).device_bytes}
-            )
+            specache_fx.compile(made, lowering="eager", **options)
+        for length in (prompt.shape[1] // 4, prompt.shape[1] // 2):  # compiles: one length serves all
+            prefill(prompt[:, :length])
+        run.free()
+        before, pasts = run.peak() or 0, list[Any]()
+        (seconds,) = seconds_of(lambda: pasts.append(prefill(prompt)), run.device, 1)
+        found = {"prefill_s": seconds, "peak_bytes_over_weights": (run.peak() or before) - before}
+        return found | ({} if options is None else {"device_bytes": specache_fx.stats(pasts[0]).device_bytes})
 
-    methods: dict[str, Found | None] = {
-        "transformers": None,
-        "specache-2": {"bits": 2},
-        "kivi-2": {"policy": "kivi"},
-    }
-    for name, options in methods.items():
-        given = None if options is None else {**options, "lowering": "eager"}
-        run.attempt(run.record.setdefault(name, {}), lambda given=given: measure(given))  # type: ignore[misc]
+    run.attempt("transformers", partial(measure, None))
+    run.attempt("specache-2", partial(measure, {"bits": 2}))
+    run.attempt("kivi-2", partial(measure, {"policy": "kivi"}))
 
 
 def graphs(run: Run) -> None:
     """A step captured in a CUDA graph, and not."""
     methods = {name: Method.of("specache", bits=2, replay=on) for name, on in (("off", False), ("on", True))}
-    run.time(run.steps(32, 8192), methods, run.record)
+    run.time(run.steps(32, 8192), methods)
 
 
 def batches(run: Run) -> None:
     """Tokens a second by batch and context (the paper's Table 3)."""
-    for tokens in (200,) if run.quick else (8192, 32768):
-        for batch in (1, 2) if run.quick else (1, 4, 8):
-            methods = {name: METHODS[name] for name in ("transformers", "kivi-2", "specache-2")}
-            run.time(run.steps(8, tokens, batch), methods, run.record.setdefault(f"{tokens} x {batch}", {}))
+    methods = {name: METHODS[name] for name in ("transformers", "kivi-2", "specache-2")}
+    for tokens, batch in product((200,) if run.quick else (8192, 32768), (1, 2) if run.quick else (1, 4, 8)):
+        run.time(run.steps(8, tokens, batch), methods, f"{tokens} x {batch}")
 
 
 def tests(run: Run) -> None:
@@ -357,11 +324,8 @@ def run_stage(name: str, seconds: float, quick: bool, out: Path) -> Found:
         error = f"it was ended after {seconds:.1f} s"
     found: Found = json.loads(partial.read_text()) if partial.exists() else {}
     partial.unlink(missing_ok=True)
-    return (
-        found
-        | ({} if error is None else {"error": error})
-        | {"seconds": round(time.perf_counter() - start, 2)}
-    )
+    found |= {} if error is None else {"error": error}
+    return found | {"seconds": round(time.perf_counter() - start, 2)}
 
 
 def main(
@@ -383,7 +347,7 @@ def main(
     if stage is not None:
         torch.manual_seed(0)
         run = Run(torch.device("cuda" if torch.cuda.is_available() else "cpu"), quick, most, out)
-        run.attempt(run.record, lambda: STAGES[stage][0](run))
+        run.attempt("", lambda: STAGES[stage][0](run))
         return
     start, record = time.perf_counter(), {"quick": quick, "stages": dict[str, Found]()}
     out.parent.mkdir(parents=True, exist_ok=True)

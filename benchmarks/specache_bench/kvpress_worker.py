@@ -2,14 +2,14 @@
 
     python kvpress_worker.py MODEL_FOLDER DTYPE DEVICE THREADS
 
-One JSON object a line. First it says {"ready": true, "versions": {...}}, then it answers requests:
+A request (see `worker_loop`):
 
     {"press": "SnapKVPress", "options": {}, "attention": "sdpa", "ids": [[...], ...], "tail": [...],
      "max_new_tokens": 8, "stop_ids": [2], "forced": null or [[...], ...], "ratio": null or 0.8,
      "device_bytes": null or 374000}
 
-with {"ids", "losses", "device_bytes", "full_bytes", "kept", "ratio", "step_ms"} or {"error": "..."}. All prompts of a
-request have the same length; bytes are of the whole batch. The press sees `ids`; `tail` is read after it, whole.
+Its answer has "ids", "losses", "device_bytes", "full_bytes", "kept", "ratio", "step_ms". All prompts of a request have
+the same length; bytes are of the whole batch. The press sees `ids`; `tail` is read after it, whole.
 """
 
 from __future__ import annotations
@@ -17,9 +17,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
-import os
 import sys
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +32,7 @@ import transformers
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from specache_bench.decode import Decoder, Forced, Greedy, decode
+from specache_bench.worker_loop import serve
 
 
 class Worker:
@@ -68,7 +67,7 @@ class Worker:
             "ids": chooser.ids(),
             "losses": chooser.losses().tolist() if isinstance(chooser, Forced) else None,
             "device_bytes": num_bytes(decoder.cache),
-            "full_bytes": round(per_token * (ids.shape[1] + tail.shape[1] + len(decoder.step_ms))),
+            "full_bytes": round(per_token * (ids.shape[1] + decoder.num_fed)),
             "kept": kept / per_token,
             "ratio": ratio,
             "step_ms": decoder.step_ms,
@@ -79,7 +78,9 @@ class Worker:
         import kvpress
 
         length, budget, ratio = ids.shape[1], request["device_bytes"], request["ratio"]
-        self.full_bytes = self.bytes_per_token(ids) * length
+        one = transformers.DynamicCache()
+        self.model(input_ids=ids[:, :1], past_key_values=one, use_cache=True)
+        self.full_bytes = num_bytes(one) * length
         if ratio is None:
             # A cache that holds `kept` tokens now holds `kept + more` at the end, when its bytes are counted.
             kept = min(length, max(1, math.ceil(budget * length / self.full_bytes) - more))
@@ -95,42 +96,14 @@ class Worker:
                 return cache, out.logits[:, -1].float(), ratio
             ratio = max(0.0, ratio - max(1 / length, (budget - at_end) / self.full_bytes))
 
-    def bytes_per_token(self, ids: torch.Tensor) -> float:
-        """Bytes of a token of the whole batch in the full cache."""
-        cache = transformers.DynamicCache()
-        self.model(input_ids=ids[:, :1], past_key_values=cache, use_cache=True)
-        return num_bytes(cache)
-
 
 def num_bytes(cache: Any) -> int:
     """Of all keys and values."""
     return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
 
 
-def main() -> None:
-    """Answer until the input ends."""
-    folder, dtype, device, threads = sys.argv[1:]
-    # What libraries print must not get between the answers.
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-
-    def say(answer: dict[str, Any]) -> None:
-        answers.write(json.dumps(answer) + "\n")
-        answers.flush()
-
-    try:
-        worker = Worker(folder, dtype, device, int(threads))
-        packages = ("kvpress", "transformers", "torch")
-        say({"ready": True, "versions": {name: version(name) for name in packages}})
-    except Exception as error:
-        say({"error": f"{type(error).__name__}: {error}"})
-        return
-    for line in sys.stdin:
-        try:
-            say(worker.answer(json.loads(line)))
-        except Exception as error:
-            say({"error": f"{type(error).__name__}: {error}"})
-
-
 if __name__ == "__main__":
-    main()
+    model, dtype, device, threads = sys.argv[1:]
+    serve(
+        lambda: (Worker(model, dtype, device, int(threads)).answer, {}), ("kvpress", "transformers", "torch")
+    )

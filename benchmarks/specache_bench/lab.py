@@ -24,7 +24,7 @@ from transformers import (
 from specache_bench.decode import Decoder, Forced, decode, last_logits_only
 from specache_bench.fetch import MODELS, model_folder
 from specache_bench.records import Method
-from specache_bench.worker_process import Presses
+from specache_bench.workers import KVPRESS, WorkerProcess
 from specache_fx.compiled import uncompiled
 from specache_fx.errors import ConfigError
 from specache_fx.sizes import DTYPE_BYTES
@@ -86,7 +86,6 @@ class Lab:
         model: A folder, a name on the hub, or one of "needle", "suite" (ours), "smollm2", "gemma3" (`make models`).
         device: "auto" (CUDA where there is one), "cpu" or "cuda".
         dtype: "bfloat16", "float16" or "float32".
-        peers_python: Python of the environment with kvpress; `$SPECACHE_PEERS` or `.venv-peers` by default.
         batch_size: Prompts at a time.
 
     Raises:
@@ -94,30 +93,19 @@ class Lab:
     """
 
     def __init__(
-        self,
-        model: str,
-        *,
-        device: str = "auto",
-        dtype: str = "bfloat16",
-        peers_python: str | None = None,
-        batch_size: int = 8,
+        self, model: str, *, device: str = "auto", dtype: str = "bfloat16", batch_size: int = 8
     ) -> None:
         self.name, self.dtype, self.batch_size = model, dtype, batch_size
         self.folder, self.model, self.tokenizer = load(model, device, dtype)
-        self.samples = Kept(1 << 62)
+        self.samples: dict[Any, list[Any]] = {}
         self._reads, self._references = Kept(READ_LIMIT), Kept(READ_LIMIT)
         self._open: tuple[Method, Any] | None = None
-        self._peers_python = peers_python
-        self._presses: Presses | None = None
+        self._presses: WorkerProcess | None = None
 
     # Tokens.
 
     def encode(self, prompt: str) -> list[int]:
-        """The tokens of a prompt, special tokens included, unless the text begins with one (a chat template's).
-
-        Raises:
-            ConfigError: If the tokenizer has no token for a word.
-        """
+        """The tokens of a prompt, special tokens included, unless the text begins with one (a chat template's)."""
         first = self.tokenizer.bos_token
         ready = first is not None and prompt.startswith(str(first))
         try:
@@ -138,6 +126,15 @@ class Lab:
         """The text of new tokens."""
         return str(self.tokenizer.decode(ids, skip_special_tokens=True))
 
+    def chat_prompt(self, text: str) -> str:
+        """A message in the tokenizer's chat template; a `ConfigError` if it has none."""
+        if getattr(self.tokenizer, "chat_template", None) is None:
+            raise ConfigError(
+                f"The tokenizer of {self.name!r} has no chat template: leave chat out, or give an instruction model."
+            )
+        message = [{"role": "user", "content": text}]
+        return str(self.tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True))
+
     @property
     def stop_ids(self) -> frozenset[int]:
         """The tokens that end an answer."""
@@ -146,9 +143,13 @@ class Lab:
             found |= {ids} if isinstance(ids, int) else set(ids or ())
         return frozenset(found)
 
+    @property
+    def _config(self) -> Any:
+        return self.model.config.get_text_config(decoder=True)
+
     def check_length(self, what: str, num_tokens: int, max_new_tokens: int = 0) -> None:
         """Raise a `ConfigError` where tokens and those to follow are more than the model holds."""
-        longest = getattr(self.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+        longest = getattr(self._config, "max_position_embeddings", None)
         if longest is not None and num_tokens + max_new_tokens > longest:
             follow = f", and {max_new_tokens:,} are to follow" if max_new_tokens else ""
             raise ConfigError(
@@ -176,14 +177,9 @@ class Lab:
 
     @torch.inference_mode()
     def log_probs(self, input_ids: torch.Tensor, forced: torch.Tensor) -> torch.Tensor:
-        """The full cache's distributions, decoded step by step as a method decodes: rounding is the same.
+        """The full cache's distributions of forced tokens but the first: float32 `[batch, steps, vocab]`.
 
-        Args:
-            input_ids: Prompts, int64 `[batch, prompt_len]`.
-            forced: Tokens that follow them, int64 `[batch, steps + 1]`.
-
-        Returns:
-            float32 `[batch, steps, vocab]`, on the model's device: of all forced tokens but the first.
+        They are decoded step by step as a method decodes: rounding is the same.
         """
 
         def make() -> torch.Tensor:
@@ -199,15 +195,14 @@ class Lab:
     @property
     def head_dim(self) -> int:
         """Channels of a head."""
-        config = self.model.config.get_text_config(decoder=True)
+        config = self._config
         return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
     @property
     def capacity(self) -> int:
         """Tokens of prompts whose caches are kept."""
-        config = self.model.config.get_text_config(decoder=True)
-        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        size = self.head_dim * heads * config.num_hidden_layers * 2 * self.model.dtype.itemsize
+        heads = getattr(self._config, "num_key_value_heads", None) or self._config.num_attention_heads
+        size = self.head_dim * heads * self._config.num_hidden_layers * 2 * self.model.dtype.itemsize
         return int(READ_LIMIT // size)
 
     # Methods.
@@ -217,28 +212,27 @@ class Lab:
         from specache_bench.methods import open_method
 
         if self._open is None or self._open[0] != method:
-            self.leave()
+            self._leave()
             self._open = (method, open_method(method, self))
         return self._open[1]
 
-    def leave(self) -> None:
-        """Leave the model as it was."""
-        if self._open is not None:
-            self._open[1].close()
-            self._open = None
-
     @property
-    def presses(self) -> Presses:
+    def presses(self) -> WorkerProcess:
         """The worker with kvpress, which is started at first use."""
         if self._presses is None:
             threads = str(torch.get_num_threads())
             arguments = [self.folder, self.dtype, self.model.device.type, threads]
-            self._presses = Presses(self._peers_python, arguments)
+            self._presses = WorkerProcess(KVPRESS, "kvpress_worker.py", arguments)
         return self._presses
 
+    def _leave(self) -> None:
+        if self._open is not None:
+            self._open[1].close()
+            self._open = None
+
     def close(self) -> None:
-        """Leave the model and end the worker."""
-        self.leave()
+        """Leave the model as it was, and end the worker."""
+        self._leave()
         if self._presses is not None:
             self._presses.close()
             self._presses = None
@@ -276,7 +270,7 @@ def _key(ids: torch.Tensor) -> tuple[tuple[int, ...], bytes]:
 
 
 def load(model: str, device: str, dtype: str) -> tuple[str, PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load a model with its tokenizer; see `Lab`. Its folder or name, the model on the device, the tokenizer."""
+    """Its folder or name, the model on the device, and the tokenizer; see `Lab`."""
     if dtype not in DTYPE_BYTES:
         raise ConfigError(f"dtype={dtype!r}: choose one of {', '.join(DTYPE_BYTES)}.")
     place, folder = device_of(device), model
@@ -300,11 +294,7 @@ def load(model: str, device: str, dtype: str) -> tuple[str, PreTrainedModel, Pre
 
 
 def device_of(name: str) -> torch.device:
-    """The device of a name; "auto" is CUDA where there is one.
-
-    Raises:
-        ConfigError: If it is not there.
-    """
+    """The device of a name, "auto" is CUDA where there is one; a `ConfigError` if it is not there."""
     if name not in ("auto", "cpu", "cuda"):
         raise ConfigError(f"device={name!r}: choose one of auto, cpu, cuda.")
     if name == "cuda" and not torch.cuda.is_available():

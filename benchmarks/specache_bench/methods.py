@@ -17,10 +17,10 @@ from transformers import PreTrainedModel, QuantizedCache
 from transformers.cache_utils import DynamicLayer
 
 import specache_fx
-from specache_bench.decode import Decoder, Forced, Greedy, decode, until
+from specache_bench.decode import Decoder, Forced, Greedy, decode
 from specache_bench.lab import Lab
 from specache_bench.records import Method
-from specache_bench.worker_process import WorkerProcess, find_python
+from specache_bench.workers import CPU_PEERS, WorkerProcess
 from specache_fx.compiled import uncompile
 from specache_fx.config import SpecacheConfig
 from specache_fx.errors import CacheHandleError, ConfigError
@@ -58,6 +58,31 @@ class Generated:
     same_top: torch.Tensor | None = None
 
 
+@dataclass(frozen=True)
+class Asked:
+    """Prompts of equal length, and what is to follow them.
+
+    Attributes:
+        prompts: int64 `[batch, prompt_len]`.
+        max_new_tokens: Of an answer.
+        stop_ids: Tokens that end it.
+        turns: Tokens to read behind what is there, each followed by an answer: none behind the prompt itself.
+        forced: In place of answers: given tokens, int64 `[batch, steps + 1]`.
+    """
+
+    prompts: torch.Tensor
+    max_new_tokens: int = 0
+    stop_ids: frozenset[int] = frozenset()
+    turns: Sequence[Sequence[int]] = ((),)
+    forced: torch.Tensor | None = None
+
+    def chooser(self, full: torch.Tensor | None = None) -> Greedy | Forced:
+        """Of an answer's tokens, or of the given ones, with the full cache's distributions of them."""
+        if self.forced is None:
+            return Greedy(self.max_new_tokens, self.stop_ids)
+        return Forced(self.forced, full)
+
+
 class CacheMethod:
     """A method of this process.
 
@@ -72,11 +97,7 @@ class CacheMethod:
 
     @classmethod
     def check(cls, name: str, options: Mapping[str, Any]) -> dict[str, Any]:
-        """The options with defaults filled in.
-
-        Raises:
-            ConfigError: On an unknown option or a bad value.
-        """
+        """The options with defaults filled in; a `ConfigError` on an unknown one or a bad value."""
         if unknown := [option for option in options if option not in cls.defaults]:
             known = f"Valid options: {', '.join(cls.defaults)}." if cls.defaults else "It has no options."
             raise ConfigError(f"Method {name!r} has no option {', '.join(map(repr, unknown))}. {known}")
@@ -116,23 +137,23 @@ _FIGURES = (
     *("topk_hit_rate_if_right", "topk_hit_rate_if_wrong", "longest_miss_run"),
     *("attention_hit_rate_if_right", "attention_hit_rate_if_wrong"),
 )
+_MOVED = ("prefetched_bytes", "prefetched_rows", "reused_rows")  # of one sequence
 
 
 class Specache(CacheMethod):
-    """The backend of this package: a compiled model takes the prompt's cache over at its first decode step.
+    """The backend of this package, by policy: a compiled model takes the prompt's cache over at its first decode step.
 
-    Without `lowering`, graphs run as they are (`"eager"`): a short run would spend its time compiling.
+    Without `lowering`, graphs run as they are (`"eager"`): a short run would spend its time compiling. `kivi` is the
+    low-bit copy alone, with 128 residual tokens: as much memory as SpeCache's 64 and 64 prefetched.
     """
-
-    policy: ClassVar[str] = "specache"
-    defaults: ClassVar[Mapping[str, Any]] = {"lowering": "eager"}
 
     @classmethod
     def check(cls, name: str, options: Mapping[str, Any]) -> dict[str, Any]:
         """`SpecacheConfig` says what is valid."""
         if "policy" in options:
             raise ConfigError(f"Method {name!r} is a policy already: leave the option 'policy' out.")
-        filled = {**cls.defaults, **options, "policy": cls.policy}
+        own = {"residual_length": 128} if name == "kivi" else {}
+        filled = {"lowering": "eager", **own, **options, "policy": name}
         SpecacheConfig.from_options(filled)
         return filled
 
@@ -149,11 +170,7 @@ class Specache(CacheMethod):
                 session.tokens.learn(prompt)
 
     def measure(self, cache: Any) -> Footprint:
-        """What `specache_fx.stats` says.
-
-        Raises:
-            ConfigError: If the model was left as it is, and so has no cache of ours.
-        """
+        """What `specache_fx.stats` says; a `ConfigError` if the model was left as it is."""
         try:
             stats = specache_fx.stats(cache)
         except CacheHandleError as error:
@@ -162,22 +179,8 @@ class Specache(CacheMethod):
             ) from error
         rows = cache.layers[0].keys.shape[0]
         found = {name: getattr(stats, name) for name in _FIGURES}
-        for name in ("prefetched_bytes", "prefetched_rows", "reused_rows"):
-            found[name] = getattr(stats, name) / rows
+        found |= {name: getattr(stats, name) / rows for name in _MOVED}
         return Footprint(stats.device_bytes, stats.host_bytes, found)
-
-
-class Kivi(Specache):
-    """The low-bit copy alone, with 128 residual tokens: as much memory as SpeCache's 64 and 64 prefetched."""
-
-    policy: ClassVar[str] = "kivi"
-    defaults: ClassVar[Mapping[str, Any]] = {"lowering": "eager", "residual_length": 128}
-
-
-class Kcache(Specache):
-    """KCache: exact keys on the device, values on the host; N is `top_k`, L is `resident_layers`."""
-
-    policy: ClassVar[str] = "kcache"
 
 
 class Quantized(CacheMethod):
@@ -189,11 +192,7 @@ class Quantized(CacheMethod):
     }
 
     def begin(self, model: PreTrainedModel, cache: Any) -> Any:
-        """Put the prompt's keys and values into a new cache, which quantises them.
-
-        Raises:
-            ConfigError: If the backend is not installed, or refuses an option or the model.
-        """
+        """Put the prompt's keys and values into a new cache, which quantises them; a `ConfigError` if it refuses."""
         options = {**self.options}
         backend, bits, group_size = options.pop("backend"), options.pop("bits"), options.pop("group_size")
         if backend == "hqq" and options["axis_key"] is options["axis_value"] is None:
@@ -226,72 +225,41 @@ class InProcess:
         torch._dynamo.reset()  # graphs of another method would count against the limits of compiling
         method.prepare(lab.model)
 
-    def generate(
-        self,
-        input_ids: torch.Tensor,
-        max_new_tokens: int,
-        stop_ids: frozenset[int],
-    ) -> Generated:
-        """Decode greedily behind prompts of equal length, int64 `[batch, prompt_len]`."""
-        return self._run(input_ids, Greedy(max_new_tokens, stop_ids))
-
-    def score(self, input_ids: torch.Tensor, forced: torch.Tensor) -> Generated:
-        """Feed given tokens, int64 `[batch, steps + 1]`, behind prompts."""
-        return self._run(input_ids, Forced(forced, self._lab.log_probs(input_ids, forced)))
-
     @torch.inference_mode()
-    def converse(
-        self,
-        prompt: list[int],
-        turns: Sequence[list[int]],
-        max_new_tokens: int,
-        stop_ids: frozenset[int],
-        answer_prompt: bool = True,
-    ) -> Generated:
-        """Answer a prompt (or only read it), then each turn on the cache that is there; one row of ids an answer."""
-        read = self._lab.read(torch.tensor([prompt]))
+    def ask(self, asked: Asked) -> Generated:
+        """Decode behind prompts that the plain model has read."""
+        read, batch = self._lab.read(asked.prompts), len(asked.prompts)
+        full = None if asked.forced is None else self._lab.log_probs(asked.prompts, asked.forced)
         decoder = Decoder(self._model, self._method.begin(self._model, read.copy()), read.logits)
-        answers: list[list[int]] = []
-        kept: list[float] = []
-        unfed: list[int] = []  # the last token of an answer, which was chosen and no more
-        kv_len = len(prompt)
-        for turn in [*([None] if answer_prompt else []), *turns]:
-            if turn is not None:
-                tokens = [*unfed, *turn]
-                decoder.feed(torch.tensor([tokens], device=self._model.device))
-                kv_len += len(tokens)
-            chooser, before = Greedy(max_new_tokens, stop_ids), len(decoder.step_ms)
-            decode(decoder, chooser, self._telling(torch.tensor([prompt])))
-            kv_len += len(decoder.step_ms) - before
-            answers, unfed = answers + chooser.ids(), [chooser.last]
-            kept += decoder.step_ms[before + 2 :]
-        return Generated(answers, self._method.measure(decoder.cache), read.full_bytes(kv_len), kept)
+        ids: list[list[int]] = []
+        step_ms: list[float] = []
+        unfed = torch.empty(
+            batch, 0, dtype=torch.int64
+        )  # an answer's last token, which was chosen and no more
+        for turn in asked.turns:
+            if turn:
+                told = torch.tensor([turn]).expand(batch, -1)
+                decoder.feed(torch.cat([unfed, told], dim=1).to(self._model.device))
+            chooser, before = asked.chooser(full), len(decoder.step_ms)
+            decode(decoder, chooser, self._telling(asked.prompts))
+            ids += chooser.ids()
+            if isinstance(chooser, Greedy):
+                unfed = chooser.last
+            # A batch's first step takes the prompt's cache over; the first two of a new shape compile.
+            step_ms += decoder.step_ms[before + (1 if batch in self._warm and not turn else 2) :]
+        self._warm.add(batch)
+        footprint = self._method.measure(decoder.cache)
+        made = Generated(ids, footprint, read.full_bytes(read.prompt_len + decoder.num_fed), step_ms)
+        if not isinstance(chooser, Forced):
+            return made
+        return replace(made, losses=chooser.losses(), kl=chooser.kl(), same_top=chooser.same_top())
 
     def close(self) -> None:
         """Leave the model as it was before."""
         uncompile(self._model)
 
-    @torch.inference_mode()
-    def _run(self, input_ids: torch.Tensor, chooser: Greedy | Forced) -> Generated:
-        read = self._lab.read(input_ids)
-        decoder = Decoder(self._model, self._method.begin(self._model, read.copy()), read.logits)
-        decode(decoder, chooser, self._telling(input_ids))
-        # A batch's first step takes the prompt's cache over; the first two of a new batch size compile.
-        warm_up = 1 if len(input_ids) in self._warm else 2
-        self._warm.add(len(input_ids))
-        steps = len(decoder.step_ms)
-        made = Generated(
-            chooser.ids(),
-            self._method.measure(decoder.cache),
-            read.full_bytes(input_ids.shape[1] + steps),
-            decoder.step_ms[warm_up:],
-        )
-        if not isinstance(chooser, Forced):
-            return made
-        return replace(made, losses=chooser.losses(), kl=chooser.kl(), same_top=chooser.same_top())
-
-    def _telling(self, prompt: torch.Tensor) -> Callable[[int, Any], None]:
-        return lambda step, cache: self._method.told(cache, prompt) if step == 0 else None
+    def _telling(self, prompts: torch.Tensor) -> Callable[[int, Any], None]:
+        return lambda step, cache: self._method.told(cache, prompts) if step == 0 else None
 
 
 @dataclass(frozen=True)
@@ -330,124 +298,88 @@ class Evicting(CacheMethod):
     def check(cls, name: str, options: Mapping[str, Any]) -> dict[str, Any]:
         """See `CacheMethod`."""
         given = super().check(name, options)
-        if (given["bytes"] is None) == (given["ratio"] is None):
+        budget, ratio = given["bytes"], given["ratio"]
+        if (budget is None) == (ratio is None):
             raise ConfigError(
                 f"Method {name!r} needs either bytes (of one sequence on the device) or ratio (the share evicted)."
             )
-        if given["ratio"] is not None and not 0 <= given["ratio"] < 1:
-            raise ConfigError(f"Method {name!r}: ratio={given['ratio']}: give a number from 0 to below 1.")
-        if given["bytes"] is not None and given["bytes"] < 1:
-            raise ConfigError(f"Method {name!r}: bytes={given['bytes']}: give a number of bytes above 0.")
+        if ratio is not None and not 0 <= ratio < 1:
+            raise ConfigError(f"Method {name!r}: ratio={ratio}: give a number from 0 to below 1.")
+        if budget is not None and budget < 1:
+            raise ConfigError(f"Method {name!r}: bytes={budget}: give a number of bytes above 0.")
         return given
 
     @classmethod
     def open(cls, name: str, options: Mapping[str, Any], lab: Lab) -> Any:
-        """Start the worker."""
+        """Start the worker, if it has not started yet."""
         made = cls(name, options)
-        made._press, made._worker = PRESSES[name], lab.presses
+        made._worker = lab.presses
         return made
 
-    _press: Press
-    _worker: Any
+    _worker: WorkerProcess
 
-    def generate(self, input_ids: torch.Tensor, max_new_tokens: int, stop_ids: frozenset[int]) -> Generated:
-        """Decode greedily."""
-        return self._ask(input_ids, max_new_tokens=max_new_tokens, stop_ids=stop_ids)
-
-    def converse(
-        self,
-        prompt: list[int],
-        turns: Sequence[list[int]],
-        max_new_tokens: int,
-        stop_ids: frozenset[int],
-        answer_prompt: bool = True,
-    ) -> Generated:
-        """Read a context without its one question; answer that.
-
-        Raises:
-            ConfigError: On several questions: the worker's caches can't be gone on with from here.
-        """
-        if answer_prompt or len(turns) != 1:
-            raise ConfigError(
-                f"{self._press.name} answers one question a prompt: leave it out for tasks of turns."
-            )
-        return self._ask(
-            torch.tensor([prompt]), max_new_tokens=max_new_tokens, stop_ids=stop_ids, tail=turns[0]
+    def ask(self, asked: Asked) -> Generated:
+        """Decode in the worker; a `ConfigError` on several questions, since its caches can't be gone on with."""
+        press, budget = PRESSES[self.name], self.options["bytes"]
+        if len(asked.turns) != 1:
+            raise ConfigError(f"{press.name} answers one question a prompt: leave it out for tasks of turns.")
+        answer = self._worker.ask(
+            {
+                "press": press.name,
+                "options": dict(press.options),
+                "attention": press.attention,
+                "ids": asked.prompts.tolist(),
+                "tail": list(asked.turns[0]),
+                "forced": None if asked.forced is None else asked.forced.tolist(),
+                "max_new_tokens": asked.max_new_tokens,
+                "stop_ids": sorted(asked.stop_ids),
+                "ratio": self.options["ratio"],
+                "device_bytes": None if budget is None else budget * len(asked.prompts),
+            }
         )
-
-    def score(self, input_ids: torch.Tensor, forced: torch.Tensor) -> Generated:
-        """Feed given tokens."""
-        return self._ask(input_ids, forced=forced.tolist())
+        stats = {"compression_ratio": answer["ratio"], "kept_tokens": answer["kept"]}
+        losses = None if answer["losses"] is None else torch.tensor(answer["losses"])
+        footprint = Footprint(answer["device_bytes"], 0, stats)
+        return Generated(answer["ids"], footprint, answer["full_bytes"], answer["step_ms"][1:], losses)
 
     def close(self) -> None:
         """Nothing: the worker stays for the next press."""
 
-    def _ask(
-        self,
-        input_ids: torch.Tensor,
-        forced: Any = None,
-        max_new_tokens: int = 0,
-        stop_ids: frozenset[int] = frozenset(),
-        tail: Sequence[int] = (),
-    ) -> Generated:
-        budget = self.options["bytes"]
-        answer = self._worker.ask(
-            {
-                "press": self._press.name,
-                "options": dict(self._press.options),
-                "attention": self._press.attention,
-                "ids": input_ids.tolist(),
-                "tail": list(tail),
-                "forced": forced,
-                "max_new_tokens": max_new_tokens,
-                "stop_ids": sorted(stop_ids),
-                "ratio": self.options["ratio"],
-                "device_bytes": None if budget is None else budget * len(input_ids),
-            }
-        )
-        ids = [until(row, stop_ids) for row in answer["ids"]]
-        stats = {"compression_ratio": answer["ratio"], "kept_tokens": answer["kept"]}
-        losses = None if answer["losses"] is None else torch.tensor(answer["losses"])
-        footprint = Footprint(answer["device_bytes"], 0, stats)
-        return Generated(ids, footprint, answer["full_bytes"], answer["step_ms"][1:], losses)
-
 
 class CpuPeer(CacheMethod):
-    """OpenVINO (8-bit KV) or llama.cpp (16-bit KV), with the same weights, in an environment of their own.
+    """OpenVINO or llama.cpp, with the same weights, in an environment of their own; `kv` is their cache's format.
 
     They decode behind a random context, for speed (`specache_bench.speed`), and answer no prompts.
     """
 
+    formats: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "openvino": ("u8", "u4"),
+        "llama.cpp": ("f16", "q8_0"),
+    }
+
+    @classmethod
+    def check(cls, name: str, options: Mapping[str, Any]) -> dict[str, Any]:
+        """See `CacheMethod`; the first format is the default."""
+        known = cls.formats[name]
+        if unknown := [option for option in options if option != "kv"]:
+            raise ConfigError(f"Method {name!r} has no option {', '.join(map(repr, unknown))}: it has kv.")
+        if (kv := options.get("kv", known[0])) not in known:
+            raise ConfigError(f"Method {name!r}: kv={kv}: choose one of {', '.join(known)}.")
+        return {"kv": kv}
+
     @classmethod
     def open(cls, name: str, options: Mapping[str, Any], lab: Lab) -> Any:
         """Refuse prompts."""
-        raise ConfigError(
-            f"Method {name!r} is timed alone (specache-bench decode --peers): leave it out here."
-        )
-
-    @staticmethod
-    def find_python() -> str:
-        """The Python of their environment; a `ConfigError` if there is none."""
-        return find_python("SPECACHE_PEERS_CPU", ".venv-peers-cpu", "OpenVINO and llama.cpp (--peers)")
+        raise ConfigError(f"Method {name!r} is timed alone (specache-bench decode): leave it out here.")
 
     def start(self, folder: Path, dtype: str, batch: int, kv_len: int, room: int) -> WorkerProcess:
-        """A worker that has read a context.
+        """A worker that has read a context, with room for so many steps; a `ConfigError` if it does not start.
 
-        Args:
-            folder: A Llama of transformers, in safetensors; its conversions are kept there.
-            dtype: Of its weights, "float32" or "bfloat16".
-            batch: Sequences.
-            kv_len: Tokens of context.
-            room: Most steps.
-
-        Raises:
-            ConfigError: If its environment is missing.
-            WorkerError: If it does not start.
+        `folder` has a Llama of transformers, in safetensors; its conversions are kept there.
         """
         numbers = map(str, (batch, kv_len, room, torch.get_num_threads()))
-        arguments = [self.name, str(folder), dtype, *numbers]
-        script = Path(__file__).with_name("cpu_worker.py")
-        return WorkerProcess(self.find_python(), script, arguments, "peers-cpu")
+        arguments = [self.name, self.options["kv"], str(folder), dtype, *numbers]
+        return WorkerProcess(CPU_PEERS, "cpu_worker.py", arguments)
 
 
 class Roomy(CacheMethod):
@@ -479,81 +411,57 @@ class _RoomyLayer(DynamicLayer):
         return self.keys, self.values
 
 
+OURS = ("specache", "kivi", "kcache")
 METHODS: dict[str, type[CacheMethod]] = {
     "full": CacheMethod,
     "roomy": Roomy,
     "compiled": Compiled,
-    "specache": Specache,
-    "kivi": Kivi,
-    "kcache": Kcache,
+    **dict.fromkeys(OURS, Specache),
     "quantized": Quantized,
     **dict.fromkeys(PRESSES, Evicting),
     **dict.fromkeys(("openvino", "llama.cpp"), CpuPeer),
 }
 WITH_BITS = ("specache", "kivi", "quantized")
-OURS = ("specache", "kivi", "kcache")
 
 
 def check_method(method: Method) -> None:
-    """Say before the work what is wrong with a method.
-
-    Raises:
-        ConfigError: If it is unknown, or an option is.
-    """
+    """Say before the work what is wrong with a method: a `ConfigError` if it is unknown, or an option is."""
     if method.name not in METHODS:
         raise ConfigError(f"There is no method {method.name!r}. Methods: {', '.join(METHODS)}.")
     METHODS[method.name].check(method.name, dict(method.options))
 
 
 def open_method(method: Method, lab: Lab) -> Any:
-    """Make a method ready on a model.
-
-    Raises:
-        ConfigError: If it is unknown, an option is bad, or it can't run here; the message says what can be done.
-    """
+    """Make a method ready on a model; a `ConfigError` if it is bad or can't run here."""
     check_method(method)
     return METHODS[method.name].open(method.name, dict(method.options), lab)
 
 
-def read_methods(spellings: Sequence[str], bits: Sequence[int], lowering: str | None) -> list[Method]:
-    """Methods as a command line spells them, one for each width where a method has one and doesn't say which.
-
-    Args:
-        spellings: Such as "full", "specache,bits=1", "press:snapkv".
-        bits: For methods with a width.
-        lowering: For methods of ours.
+def read_methods(spellings: Sequence[str], bits: Sequence[int]) -> list[Method]:
+    """Methods as "specache,top_k=32" spells them, one for each of `bits` where it has a width and doesn't say which.
 
     Raises:
-        ConfigError: If a method is unknown, an option is, or `bits` or `lowering` would be for nobody.
+        ConfigError: If a method is unknown, an option is, or `bits` would be for nobody.
     """
     methods: list[Method] = []
-    used = set()
-    for spelling in spellings:
-        read = Method.read(spelling)
-        name, options = read.name, dict(read.options)
-        if name in OURS and lowering is not None and "lowering" not in options:
-            options["lowering"] = lowering
-            used.add("lowering")
-        spread = bool(bits) and name in WITH_BITS and "bits" not in options
-        if spread:
-            used.add("bits")
-        for width in bits if spread else [None]:
-            method = Method.of(name, **(options if width is None else {"bits": width, **options}))
-            check_method(Method.of(name, bytes=1) if needs_budget(method) else method)
-            methods.append(method)
-    if bits and "bits" not in used:
+    given = [Method.read(spelling) for spelling in spellings]
+    widened = [one for one in given if bits and one.name in WITH_BITS and "bits" not in dict(one.options)]
+    for one in given:
+        methods += [one.having(bits=width) for width in bits] if one in widened else [one]
+    if bits and not widened:
         raise ConfigError(
             f"--bits is for {', '.join(WITH_BITS)} without a width of their own: there is none."
         )
-    if lowering is not None and "lowering" not in used:
-        raise ConfigError(f"--lowering is for {', '.join(OURS)} without one of their own: there is none.")
+    for method in methods:
+        check_method(method.having(bytes=1) if needs_budget(method) else method)
     if twice := {str(method) for method in methods if methods.count(method) > 1}:
         raise ConfigError(f"Method {', '.join(sorted(twice))} is given twice.")
     methods.sort(key=needs_budget)
     if needs_budget(methods[-1]) and not any(method.name == "specache" for method in methods):
+        name = methods[-1].name
         raise ConfigError(
-            f"{methods[-1].name} gets as many bytes as SpeCache takes: give --method specache too, or the bytes"
-            f" ({methods[-1].name},bytes=400000) or the share to evict ({methods[-1].name},ratio=0.8)."
+            f"{name} gets as many bytes as SpeCache takes: give --method specache too, or the bytes"
+            f" ({name},bytes=400000) or the share to evict ({name},ratio=0.8)."
         )
     return methods
 

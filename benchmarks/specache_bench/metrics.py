@@ -1,10 +1,9 @@
-"""How an answer is scored, 0 to 1. LongBench's metrics are lm-eval's: `pip install 'lm-eval[longbench]' rouge`."""
+"""How an answer is scored, 0 to 1. LongBench's metrics are lm-eval's."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from specache_fx.errors import ConfigError
 
@@ -72,16 +71,18 @@ LONGBENCH: dict[str, tuple[str, bool]] = {
 }
 
 
-def score_row(task: str, prediction: str, answers: Sequence[str], classes: Sequence[str] = ()) -> float:
-    """The score of a data set's record: LongBench's by the task's own metric, all others as RULER's.
+def score(metric: str, prediction: str, answers: Sequence[str], classes: Sequence[str] = ()) -> float:
+    """By one of `METRICS`; "row:TASK" is a data set's: LongBench's tasks by their own metrics, all others as RULER's.
 
     Raises:
         ConfigError: If lm-eval's metrics are not installed.
     """
-    name = task.removesuffix("_e")
-    if name not in LONGBENCH:
+    if metric in METRICS:
+        return METRICS[metric](prediction, answers)
+    task = metric.removeprefix("row:").removesuffix("_e").removesuffix("-e")
+    if task not in LONGBENCH:
         return (string_match_part if task.startswith("qa_") else string_match_all)(prediction, answers)
-    metric, first_line = LONGBENCH[name]
+    name, first_line = LONGBENCH[task]
     if first_line:
         prediction = prediction.lstrip("\n").split("\n")[0]
     try:
@@ -90,6 +91,6 @@ def score_row(task: str, prediction: str, answers: Sequence[str], classes: Seque
         raise ConfigError(
             f"LongBench's metrics are lm-eval's: pip install 'specache-bench[eval]' ({error})."
         ) from error
-    document: dict[str, Any] = {"answers": list(answers), "all_classes": list(classes)}
-    (found,) = getattr(metrics, f"get_{metric}_score")(document, [prediction]).values()
+    document = {"answers": list(answers), "all_classes": list(classes)}
+    (found,) = getattr(metrics, f"get_{name}_score")(document, [prediction]).values()
     return float(found)

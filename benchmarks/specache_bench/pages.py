@@ -20,10 +20,11 @@ from specache_fx.errors import ConfigError
 def renew_all(root: Path) -> None:
     """Renew docs/results.md, docs/real_models.md and README.md below a folder, from its results/."""
     results, page = root / "results", root / "docs" / "results.md"
+    trained = real_models.tables(real_models.read(results))
     blocks = {
         page: {name: block(page, results, name) for name in EXPERIMENTS},
-        root / "docs" / "real_models.md": real_models.blocks(results),
-        root / "README.md": real_models.readme_block(results),
+        root / "README.md": {"real": trained.pop("real")},
+        root / "docs" / "real_models.md": trained,
     }
     for file, content in blocks.items():
         file.write_text(renew(file.read_text(encoding="utf-8"), content), encoding="utf-8")

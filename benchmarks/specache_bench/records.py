@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import json
-import time
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,12 +18,7 @@ CONDITIONS = ("model", "model_fingerprint", "dtype", "batch_size", "device", "ve
 
 @dataclass(frozen=True)
 class Method:
-    """A way of decoding.
-
-    Attributes:
-        name: In `specache_bench.methods.METHODS`.
-        options: Names and values.
-    """
+    """A way of decoding: a name of `specache_bench.methods.METHODS`, and its options by name."""
 
     name: str
     options: tuple[tuple[str, Any], ...] = ()
@@ -40,19 +34,17 @@ class Method:
         name, options = read_spelling(text)
         return cls.of(name, **options)
 
+    def having(self, **options: Any) -> Method:
+        """With these options instead of its own."""
+        return Method.of(self.name, **(dict(self.options) | options))
+
     def __str__(self) -> str:
         return " ".join([self.name, *(f"{name}={value}" for name, value in self.options)])
 
 
 @dataclass(frozen=True)
 class Job:
-    """A method on a workload.
-
-    Attributes:
-        method: The method.
-        workload: The workload, a frozen dataclass of `specache_bench.workloads`.
-        match: A method whose device bytes on this workload `method` is given as its budget.
-    """
+    """A method on a workload. `match` is a method whose device bytes on this workload it is given as its budget."""
 
     method: Method
     workload: Any
@@ -77,12 +69,9 @@ class Job:
 
 @dataclass(frozen=True)
 class Record:
-    """What a job gave.
+    """What a job gave: its workload says what is in the result. `missing` is why it was not run, if it was not.
 
-    Attributes:
-        result: By name; bytes are of one sequence at the end. See the workload for what is in it.
-        missing: Why the job was not run; the result is empty then.
-        provenance: Command, commit, date, machine, versions, and all else of `CONDITIONS`.
+    Provenance has the command, commit and date, and all of `CONDITIONS`.
     """
 
     result: dict[str, Any] = field(default_factory=dict)
@@ -103,25 +92,22 @@ class Record:
 
 
 class Store:
-    """Records in a file, a line of JSON each, written at once, and found again where all conditions agree.
-
-    Args:
-        file: Made when the first record is put.
-        conditions: Those of this run, by the names of `CONDITIONS`.
-    """
+    """Records in a file, a line of JSON each, written at once, and found again where all of `CONDITIONS` agree."""
 
     def __init__(self, file: Path | None, conditions: Mapping[str, Any]) -> None:
         self._file = file
         self._conditions = json.loads(json.dumps(conditions))  # as JSON gives it back
         self._found: dict[str, Record] = {}
-        self._others: dict[str, dict[str, Any]] = {}
-        for line in _lines(file):
-            key = json.dumps(line["job"], sort_keys=True)
-            made = {name: line["provenance"].get(name) for name in CONDITIONS}
-            if made == self._of(line["job"]):
-                self._found[key] = Record(line["result"], None, line["provenance"])
-            else:
-                self._others[key] = made
+        text = file.read_text(encoding="utf-8") if file is not None and file.is_file() else ""
+        # An interrupted write leaves half a line: what follows it begins on a line of its own.
+        self._gap = "\n" if text and not text.endswith("\n") else ""
+        for saved in text.splitlines():
+            with contextlib.suppress(json.JSONDecodeError):
+                line = json.loads(saved)
+                made = {name: line["provenance"].get(name) for name in CONDITIONS}
+                if made == self._of(line["job"]):
+                    key = json.dumps(line["job"], sort_keys=True)
+                    self._found[key] = Record(line["result"], None, line["provenance"])
 
     def _of(self, job: Mapping[str, Any]) -> dict[str, Any]:
         """Only presses depend on what is in their environment."""
@@ -139,44 +125,14 @@ class Store:
         if self._file is not None:
             line = {"job": job.to_json(), "provenance": record.provenance, "result": record.result}
             self._file.parent.mkdir(parents=True, exist_ok=True)
-            with self._file.open("a+b") as file:
-                # An interrupted write leaves half a line: what follows it begins on a line of its own.
-                file.write((b"" if _ends_a_line(file) else b"\n") + json.dumps(line).encode() + b"\n")
+            with self._file.open("a", encoding="utf-8") as file:
+                file.write(f"{self._gap}{json.dumps(line)}\n")
+            self._gap = ""
         return record
-
-    def made_otherwise(self, jobs: Sequence[Job]) -> dict[str, int]:
-        """Of jobs that are there under other conditions alone: which condition differs, and for how many."""
-        differing: Counter[str] = Counter()
-        for job in jobs:
-            if job.key in self._others and job.key not in self._found:
-                other, ours = self._others[job.key], self._of(job.to_json())
-                differing.update(name for name in CONDITIONS if other[name] != ours[name])
-        return dict(sorted(differing.items()))
-
-
-def _lines(file: Path | None) -> list[dict[str, Any]]:
-    lines = []
-    for text in file.read_text(encoding="utf-8").splitlines() if file is not None and file.is_file() else ():
-        try:
-            lines.append(json.loads(text))
-        except json.JSONDecodeError:
-            continue  # half a line: the record that was being written when the run was ended
-    return lines
-
-
-def _ends_a_line(file: Any) -> bool:
-    if not file.tell():
-        return True
-    file.seek(-1, 2)
-    return bool(file.read(1) == b"\n")
 
 
 def read_spelling(text: str) -> tuple[str, dict[str, Any]]:
-    """Read "name,option=value,..." as a name and its options: numbers, True, False, None, and all else as text.
-
-    Raises:
-        ConfigError: If it is spelt otherwise.
-    """
+    """Read "name,option=value,..." as a name and its options: numbers, True, False, None, and all else as text."""
     name, *parts = (part.strip() for part in text.split(","))
     options: dict[str, Any] = {}
     for part in parts:
@@ -192,8 +148,3 @@ def read_spelling(text: str) -> tuple[str, dict[str, Any]]:
         except (ValueError, SyntaxError):
             options[option] = {"true": True, "false": False}.get(value.lower(), value)
     return name, options
-
-
-def made_now(commit: str | None, command: str) -> dict[str, Any]:
-    """What a record says of its making beside its conditions."""
-    return {"commit": commit, "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "command": command}

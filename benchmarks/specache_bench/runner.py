@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from importlib import import_module
@@ -10,7 +11,7 @@ from typing import Any
 
 import specache_bench
 from specache_bench.lab import Lab, digest_of
-from specache_bench.records import Job, Method, Record, Store, made_now
+from specache_bench.records import Job, Method, Record, Store
 from specache_fx.config import SpecacheConfig
 from specache_fx.errors import SpecacheError
 from specache_fx.provenance import provenance
@@ -58,16 +59,13 @@ def run_jobs(
     measure: Callable[[Job, Record | None], Record],
     done: Callable[[Job, Record], object] = lambda job, record: None,
 ) -> dict[str, Record]:
-    """Run what the store doesn't hold, and put it there one by one.
+    """Run what the store doesn't hold, and put it there one by one; records by `Job.key`.
 
     Args:
         jobs: As `ordered` gives them.
         store: Where finished jobs are.
         measure: Runs one; its second argument is the record of the method that `Job.match` names.
-        done: Called after each with its record, also for those that were there.
-
-    Returns:
-        Records by key.
+        done: Called after each, also for those that were there.
     """
     records: dict[str, Record] = {}
     for job in jobs:
@@ -100,7 +98,8 @@ def measure_on(
         except SpecacheError as error:
             return Record(missing=str(error))
         result["stats"] |= _code_size(lab, method)
-        return Record(result, None, made_now(origin["commit"], origin["command"]))
+        made = {"commit": origin["commit"], "date": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
+        return Record(result, None, made | {"command": origin["command"]})
 
     return measure
 

@@ -10,8 +10,8 @@ import contextlib
 import copy
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,11 +22,12 @@ import torch.nn.functional as F
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 import specache_fx
+from specache_bench import timing
 from specache_bench.decode import Decoder
-from specache_bench.methods import METHODS, OURS, CacheMethod, CpuPeer, plain_tensors
-from specache_bench.overlap import operator_calls, parts_of, record_steps
-from specache_bench.records import Method
+from specache_bench.methods import METHODS, OURS, CacheMethod, CpuPeer, check_method, plain_tensors
+from specache_bench.records import Method, read_spelling
 from specache_bench.timing import Timing, Turn, memory_bandwidth, seconds_of, take_turns
+from specache_bench.workers import CPU_PEERS
 from specache_fx.chrome_trace import write_trace
 from specache_fx.config import SpecacheConfig
 from specache_fx.errors import ConfigError
@@ -35,12 +36,29 @@ from specache_fx.runtime.kernels.reference import ReferenceKernel
 from specache_fx.runtime.quant import make_quantizer
 
 WARM_UP_STEPS = 4
-PEERS = {"OpenVINO, u8 KV": Method.of("openvino"), "llama.cpp, f16 KV": Method.of("llama.cpp")}
-_UNKNOWN = dict.fromkeys(("host_bytes", "moved_bytes_per_step", "copy_ms", "hidden_share"))
+PEERS = (Method.of("openvino"), Method.of("llama.cpp"))
+_LANES = 2  # queries a head: the output token and the speculative one
+_OURS_ALONE = ("host_bytes", "moved_bytes_per_step", "copy_ms", "hidden_share", "operator_calls", "parts_ms")
 
 
 @dataclass(frozen=True)
-class ModelSize:
+class _Heads:
+    """What has heads is spelled by its numbers, and checked."""
+
+    def __post_init__(self) -> None:
+        heads, kv_heads = (getattr(self, name) for name in ("num_heads", "num_kv_heads"))
+        if heads % kv_heads:
+            raise ConfigError(f"num_heads={heads} is no multiple of num_kv_heads={kv_heads}.")
+
+    def having(self, options: Mapping[str, Any]) -> Any:
+        """With other numbers; a `ConfigError` if one is none of its own."""
+        if unknown := options.keys() - asdict(self).keys():
+            raise ConfigError(f"It has no {', '.join(sorted(unknown))}: it has {', '.join(asdict(self))}.")
+        return replace(self, **options)
+
+
+@dataclass(frozen=True)
+class ModelSize(_Heads):
     """A Llama with random weights; `int8` has the weights of its linear layers in int8, by torchao."""
 
     layers: int = 4
@@ -51,6 +69,15 @@ class ModelSize:
     head_dim: int = 64
     vocab: int = 4096
     int8: bool = False
+
+    @staticmethod
+    def read(text: str) -> ModelSize:
+        """From "smollm2" or "small,layers=2,int8=True": one of `SIZES`, with other numbers."""
+        name, options = read_spelling(text)
+        if name not in SIZES:
+            raise ConfigError(f"There is no size {name!r}: choose one of {', '.join(SIZES)}.")
+        made: ModelSize = SIZES[name].having(options)
+        return made
 
     def build(self, dtype: torch.dtype, device: torch.device) -> LlamaForCausalLM:
         """The model, the same weights each time."""
@@ -66,9 +93,8 @@ class ModelSize:
             max_position_embeddings=1 << 20,
         )
         before = torch.get_default_dtype()
-        torch.set_default_dtype(
-            dtype if device.type == "cuda" else before
-        )  # a large one has no room for float32
+        if device.type == "cuda":  # a large one has no room for float32
+            torch.set_default_dtype(dtype)
         try:
             with device:
                 model = LlamaForCausalLM(config).to(dtype).eval().requires_grad_(False)
@@ -81,16 +107,53 @@ class ModelSize:
         return model
 
 
-def speed_methods(widths: list[int], lowering: str = "inductor") -> dict[str, Method]:
-    """Methods that can be timed here, by the names of the tables."""
+SIZES = {
+    "small": ModelSize(),
+    "smollm2": ModelSize(30, 576, 1536, 9, 3, 64, 49152),
+    "1b": ModelSize(16, 2048, 8192, 32, 8, 64, 32000),
+    "8b": ModelSize(32, 4096, 14336, 32, 8, 128, 128256),
+}
+
+
+def speed_methods(
+    widths: Sequence[int], more: Sequence[str] = (), peers: bool = False, lowering: str = "inductor"
+) -> dict[str, Method]:
+    """What is timed, by the names of the tables.
+
+    Args:
+        widths: Of SpeCache.
+        more: Methods as a command line spells them.
+        peers: Whether OpenVINO and llama.cpp are, each in its own default format.
+        lowering: Of our methods.
+    """
     known = {"transformers": Method.of("full"), "transformers, compiled": Method.of("compiled")}
     if find_spec("optimum") and find_spec("optimum.quanto"):
         known["QuantizedCache 2-bit"] = Method.of("quantized", backend="quanto", bits=2)
     known["kivi 2-bit"] = Method.of("kivi", bits=2, residual_length=64, lowering=lowering)
     known["kcache"] = Method.of("kcache", top_k=128, resident_layers=1, lowering=lowering)
-    return known | {
-        f"specache {bits}-bit": Method.of("specache", bits=bits, lowering=lowering) for bits in widths
-    }
+    known |= {f"specache {bits}-bit": Method.of("specache", bits=bits, lowering=lowering) for bits in widths}
+    for method in (*(PEERS if peers else ()), *map(Method.read, more)):
+        check_method(method)
+        kv = CpuPeer.formats.get(method.name)
+        title = {"openvino": "OpenVINO"}.get(method.name, method.name)
+        name = f"{title}, {dict(method.options).get('kv', kv[0])} KV" if kv else str(method)
+        known[name] = method
+    return known
+
+
+def check_methods(methods: Mapping[str, Method], device: torch.device, dtype: str, size: ModelSize) -> None:
+    """Say before the work what can't be timed, as a `ConfigError`: int8 without torchao, peers where they don't run."""
+    if size.int8 and find_spec("torchao") is None:
+        raise ConfigError("int8=True needs torchao. Install it with `pip install torchao`.")
+    if not any(method.name in CpuPeer.formats for method in methods.values()):
+        return
+    if device.type != "cpu":
+        raise ConfigError(f"Peers run on the CPU, and --device is {device.type}: leave one of them out.")
+    if dtype == "float16":
+        raise ConfigError("Peers run in float32 or bfloat16, and --dtype is float16.")
+    if size.int8:
+        raise ConfigError("int8=True has no peers: their weights would be others. Leave one of them out.")
+    CPU_PEERS.python()
 
 
 @dataclass(frozen=True)
@@ -99,9 +162,8 @@ class DecodeSteps:
 
     Results by method: `compile_s` (the first steps' time beyond the others'; of a peer its start, with the context),
     `median_ms`, `p10_ms`, `p90_ms`, `calls`, `tokens_per_s`, `floor_ms` (weights and cache at the memory's bandwidth),
-    `device_bytes`, and of our own methods `host_bytes`, `moved_bytes_per_step`, `copy_ms` (of copies in a step),
-    `hidden_share` (of copy time, the share that overlapped compute), `operator_calls` a step, `parts_ms` (see
-    `parts_of`).
+    `device_bytes`, `operator_calls` a step, and of our own methods `host_bytes`, `moved_bytes_per_step`, `copy_ms` (of
+    copies in a step), `hidden_share` (of copy time, the share that overlapped compute), `parts_ms` (see `parts_of`).
     """
 
     size: ModelSize = field(default_factory=ModelSize)
@@ -131,20 +193,15 @@ class DecodeSteps:
         Returns:
             `{"size", "batch", "kv_len", "dtype", "bandwidth_gb_s", "weight_bytes", "peers", "rows"}`; `peers` are
             their versions.
-
-        Raises:
-            ConfigError: If the peers' environment is missing.
         """
         torch.compiler.reset()  # graphs of another batch or model would count against the limits of compiling
         model = self.size.build(getattr(torch, self.dtype), device)
         weights = sum(x.nbytes for x in plain_tensors(list(model.parameters())))
         weights -= model.get_input_embeddings().weight.nbytes
         bandwidth = memory_bandwidth(device)
-        groups = (
-            [{name: method} for name, method in methods.items()] if device.type == "cuda" else [dict(methods)]
-        )
+        alone = device.type == "cuda"
         rows, versions = [], {}
-        for group in groups:
+        for group in [{name: methods[name]} for name in methods] if alone else [dict(methods)]:
             with self.opened(group, model, on_method) as opened:
                 turns = {name: one.turn for name, one in opened.items()}
                 timings = take_turns(turns, self.rounds, self.steps, lambda: on_method("measuring"))
@@ -166,8 +223,11 @@ class DecodeSteps:
         model: Any,
         on_method: Callable[[str], object] = lambda name: None,
     ) -> Iterator[dict[str, Opened]]:
-        """Methods at work and warm, each with its own copy of the context."""
-        pairs = self._context(model)
+        """Methods at work and warm, each with its own copy of the context: keys and values that nobody had to read."""
+        generator = torch.Generator(device=model.device).manual_seed(0)
+        shape = (self.batch, self.size.num_kv_heads, self.kv_len, self.size.head_dim)
+        random = partial(torch.randn, shape, generator=generator, device=model.device)
+        pairs = [(random().to(model.dtype), random().to(model.dtype)) for _ in range(self.size.layers)]
         with contextlib.ExitStack() as stack:
             found = {}
             for name, method in methods.items():
@@ -179,16 +239,6 @@ class DecodeSteps:
                 found[name].open_s = time.perf_counter() - start
             del pairs
             yield found
-
-    def _context(self, model: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Random keys and values of each layer: a prompt that nobody had to read."""
-        generator = torch.Generator(device=model.device).manual_seed(0)
-        shape = (self.batch, self.size.num_kv_heads, self.kv_len, self.size.head_dim)
-        given = {"generator": generator, "device": model.device}
-        return [
-            (torch.randn(shape, **given).to(model.dtype), torch.randn(shape, **given).to(model.dtype))
-            for _ in range(self.size.layers)
-        ]
 
     def _open(self, method: CacheMethod, model: Any, pairs: Any, stack: contextlib.ExitStack) -> Opened:
         if isinstance(method, CpuPeer):
@@ -217,35 +267,33 @@ class Opened:
     worker: Any = None
     open_s: float = 0.0
 
-    def row(self, timing: Timing, trace: Path | None) -> dict[str, Any]:
+    def row(self, timed: Timing, trace: Path | None) -> dict[str, Any]:
         """See `DecodeSteps`."""
-        row = {"compile_s": max(0.0, self.open_s - WARM_UP_STEPS * timing.median_ms / 1e3), **asdict(timing)}
+        row: dict[str, Any] = dict.fromkeys(_OURS_ALONE)
+        row |= {"compile_s": max(0.0, self.open_s - WARM_UP_STEPS * timed.median_ms / 1e3), **asdict(timed)}
         if self.decoder is None:
-            unknown = dict.fromkeys(("operator_calls", "parts_ms"))
-            return {**row, "device_bytes": self.worker.started["device_bytes"], **_UNKNOWN, **unknown}
+            return row | {"device_bytes": self.worker.started["device_bytes"]}
         step, cache = partial(self.decoder.greedy, 1), self.decoder.cache
-        taken, spans = {"device_bytes": self.method.measure(cache).device_bytes, **_UNKNOWN}, []
+        row["device_bytes"] = self.method.measure(cache).device_bytes
         if self.method.name in OURS:
             seen = specache_fx.stats(cache)
-            taken = {
-                "device_bytes": seen.device_bytes,
-                "host_bytes": seen.host_bytes,
-                "moved_bytes_per_step": seen.prefetched_bytes / max(seen.steps, 1),
-                "copy_ms": 1e3 * seen.prefetch_seconds / max(seen.steps, 1),
-                "hidden_share": seen.hidden_share,
-            }
-            spans = record_steps(step)
+            steps = max(seen.steps, 1)
+            row |= {"host_bytes": seen.host_bytes, "hidden_share": seen.hidden_share}
+            row["moved_bytes_per_step"] = seen.prefetched_bytes / steps
+            row["copy_ms"] = 1e3 * seen.prefetch_seconds / steps
+            spans = timing.record_steps(step)
+            row["parts_ms"] = timing.parts_of(spans)
             if trace is not None and self.method.name == "specache":
                 write_trace(trace, spans)
-        return {**row, **taken, "operator_calls": operator_calls(step), "parts_ms": parts_of(spans)}
+        return row | {"operator_calls": timing.operator_calls(step)}
 
 
 @dataclass(frozen=True)
-class Attention:
+class Attention(_Heads):
     """One layer's decode attention over a random cache: our kernels beside PyTorch's own attention.
 
     Results by name: `bytes` (that have to be read), `floor_ms` (at the memory's bandwidth), `median_ms`, `p10_ms`,
-    `p90_ms`, `calls`. Our kernel answers `lanes` queries a head at once, PyTorch's attention one.
+    `p90_ms`, `calls`. Our kernel answers two queries a head at once, PyTorch's attention one.
     """
 
     batch: int = 1
@@ -255,75 +303,67 @@ class Attention:
     kv_len: int = 32768
     kind: ClassVar[str] = "attention"
 
-    def inputs(self, config: SpecacheConfig, lanes: int, dtype: torch.dtype, device: torch.device) -> Any:
+    def inputs(self, config: SpecacheConfig, dtype: torch.dtype, device: torch.device) -> Any:
         """A kernel's inputs for a cache of random numbers, and the bytes of codes, scales, window and staged pairs."""
         quantizer, quantized = make_quantizer(config), config.num_quantized(self.kv_len)
         generator = torch.Generator(device=device).manual_seed(0)
 
-        def random(heads: int, tokens: int, *front: int) -> torch.Tensor:
-            size = (*front, self.batch, heads, tokens, self.head_dim)
-            return torch.randn(size, generator=generator, device=device, dtype=torch.float32).to(dtype)
+        def random(*size: int) -> torch.Tensor:
+            return torch.randn(*size, self.head_dim, generator=generator, device=device).to(dtype)
 
-        key, value = random(self.num_kv_heads, self.kv_len), random(self.num_kv_heads, self.kv_len)
-        planes = (
-            quantizer.quantize_key(key[:, :, :quantized]),
-            quantizer.quantize_value(value[:, :, :quantized]),
-        )
+        key, value = (random(self.batch, self.num_kv_heads, self.kv_len) for _ in range(2))
+        key_planes = quantizer.quantize_key(key[:, :, :quantized])
+        value_planes = quantizer.quantize_value(value[:, :, :quantized])
         order = torch.rand(self.batch, self.num_kv_heads, quantized, generator=generator, device=device)
         chosen = order.topk(min(config.top_k, quantized)).indices
-        rows = torch.cat([key, value], dim=3).gather(
-            2, chosen[..., None].expand(-1, -1, -1, 2 * self.head_dim)
-        )
+        where = chosen[..., None].expand(-1, -1, -1, 2 * self.head_dim)
+        staged = torch.cat([key, value], dim=3).gather(2, where)
         inputs = DecodeInputs(
-            query=random(self.num_heads, 1, lanes),
-            key=random(self.num_kv_heads, 1, lanes),
-            value=random(self.num_kv_heads, 1, lanes),
+            query=random(_LANES, self.batch, self.num_heads, 1),
+            key=random(_LANES, self.batch, self.num_kv_heads, 1),
+            value=random(_LANES, self.batch, self.num_kv_heads, 1),
             quantizer=quantizer,
-            key_planes=planes[0],
-            value_planes=planes[1],
+            key_planes=key_planes,
+            value_planes=value_planes,
             num_quantized=quantized,
             window_rows=(key[:, :, quantized:].contiguous(), value[:, :, quantized:].contiguous()),
             window_len=self.kv_len - quantized,
-            staged_rows=rows,
+            staged_rows=staged,
             staged_indices=chosen.to(torch.int32),
             key_mask=None,
             scale=self.head_dim**-0.5,
             independent_lanes=False,
             scored_lanes=1,
         )
-        read = [*planes[0], *planes[1], inputs.window_key, inputs.window_value, rows]
+        read = [*key_planes, *value_planes, inputs.window_key, inputs.window_value, staged]
         return inputs, sum(tensor.nbytes for tensor in read)
 
     def peers(self, device: torch.device) -> dict[str, tuple[Callable[[], object], int]]:
         """PyTorch's attention over the whole cache, one query a head: a call, and the bytes that it has to read."""
         made: dict[str, tuple[Callable[[], object], int]] = {}
         groups = self.num_heads // self.num_kv_heads
+
+        def grouped(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+            query = query.view(self.batch, self.num_kv_heads, groups, self.head_dim)
+            return (query @ key.transpose(2, 3) * self.head_dim**-0.5).softmax(-1) @ value
+
         for dtype in (torch.float32, torch.bfloat16):
-            query = torch.randn(self.batch, self.num_heads, 1, self.head_dim, device=device).to(dtype)
-            size = (self.batch, self.num_kv_heads, self.kv_len, self.head_dim)
-            key, value = (torch.randn(size, device=device).to(dtype) for _ in range(2))
-
-            def sdpa(q: torch.Tensor = query, k: torch.Tensor = key, v: torch.Tensor = value) -> object:
-                return F.scaled_dot_product_attention(q, k, v, enable_gqa=groups > 1)
-
-            def grouped(q: torch.Tensor = query, k: torch.Tensor = key, v: torch.Tensor = value) -> object:
-                q = q.view(self.batch, self.num_kv_heads, groups, self.head_dim)
-                return (q @ k.transpose(2, 3) * self.head_dim**-0.5).softmax(-1) @ v
-
-            name = str(dtype).removeprefix("torch.")
-            made[f"sdpa {name}"] = sdpa, key.nbytes + value.nbytes
-            made[f"grouped matmul {name}"] = grouped, key.nbytes + value.nbytes
+            lengths = ((self.num_heads, 1), *2 * [(self.num_kv_heads, self.kv_len)])
+            sizes = ((self.batch, *heads, self.head_dim) for heads in lengths)
+            query, key, value = (torch.randn(size, device=device).to(dtype) for size in sizes)
+            sdpa = partial(F.scaled_dot_product_attention, query, key, value, enable_gqa=groups > 1)
+            name, nbytes = str(dtype).removeprefix("torch."), key.nbytes + value.nbytes
+            made[f"sdpa {name}"] = sdpa, nbytes
+            made[f"grouped matmul {name}"] = partial(grouped, query, key, value), nbytes
         return made
 
     @torch.inference_mode()
     def run(
         self,
-        widths: list[int],
-        quantizers: list[str],
+        widths: Sequence[int],
+        quantizers: Sequence[str],
         device: torch.device,
-        lanes: int = 2,
         dtype: str = "bfloat16",
-        kernel: str = "auto",
         rounds: int = 30,
         on_round: Callable[[], object] = lambda: None,
     ) -> dict[str, Any]:
@@ -332,13 +372,13 @@ class Attention:
         Returns:
             `{"shape", "lanes", "quantizers", "dtype", "kernel", "bandwidth_gb_s", "rows"}`.
         """
-        chosen, made = choose_kernel(kernel, device), self.peers(device)
+        kernel, made = choose_kernel("auto", device), self.peers(device)
         for quantizer in quantizers:
             for bits in widths:
                 config = SpecacheConfig(bits=bits, quantizer=quantizer)
-                inputs, nbytes = self.inputs(config, lanes, getattr(torch, dtype), device)
+                inputs, nbytes = self.inputs(config, getattr(torch, dtype), device)
                 name = f"specache {bits}-bit" + (f", {quantizer}" if quantizer != quantizers[0] else "")
-                made[name] = partial(chosen.attention, inputs), nbytes
+                made[name] = partial(kernel.attention, inputs), nbytes
         turns: dict[str, Turn] = {name: partial(seconds_of, call, device) for name, (call, _) in made.items()}
         take_turns(turns, 2, 1)  # builds, allocations
         bandwidth = memory_bandwidth(device)
@@ -347,31 +387,15 @@ class Attention:
             {"name": name, "bytes": nbytes, "floor_ms": 1e3 * nbytes / bandwidth, **asdict(timings[name])}
             for name, (_, nbytes) in made.items()
         ]
-        settings = {"lanes": lanes, "quantizers": quantizers, "dtype": dtype, "kernel": chosen.name}
+        settings = {"lanes": _LANES, "quantizers": quantizers, "dtype": dtype, "kernel": kernel.name}
         return {"shape": asdict(self), **settings, "bandwidth_gb_s": bandwidth / 1e9, "rows": rows}
 
     @torch.inference_mode()
-    def error(self, config: SpecacheConfig, dtype: torch.dtype, device: torch.device) -> tuple[float, float]:
+    def error(self, config: SpecacheConfig, dtype: torch.dtype, device: torch.device) -> list[float]:
         """The chosen kernel's largest errors against the reference, of outputs and scores, relative to the largest."""
-        inputs, _ = self.inputs(config, 2, dtype, device)
+        inputs, _ = self.inputs(config, dtype, device)
         found, wanted = (
             each.attention(inputs) for each in (choose_kernel("auto", device), ReferenceKernel())
         )
-        errors = [
-            (a.float() - b.float()).abs().max() / b.float().abs().max()
-            for a, b in zip(found, wanted, strict=True)
-        ]
-        return float(errors[0]), float(errors[1])
-
-
-def check_peers(device: torch.device, dtype: str) -> None:
-    """Refuse peers where they can't run.
-
-    Raises:
-        ConfigError: On another device, float16, or without their environment.
-    """
-    if device.type != "cpu":
-        raise ConfigError(f"--peers run on the CPU, and --device is {device.type}: leave one of them out.")
-    if dtype == "float16":
-        raise ConfigError("--peers run in float32 or bfloat16, and --dtype is float16.")
-    CpuPeer.find_python()
+        pairs = ((a.float(), b.float()) for a, b in zip(found, wanted, strict=True))
+        return [float((a - b).abs().max() / b.abs().max()) for a, b in pairs]

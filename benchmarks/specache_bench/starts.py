@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from itertools import product
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -110,18 +111,14 @@ def saved_start(model: str, threads: int, start: str, folder: str) -> dict[str, 
         return {"asks": asks}
 
 
-def _process(
-    function: Callable[..., Any], *arguments: object, environment: Mapping[str, str] | None = None
-) -> Any:
+def _process(function: Callable[..., Any], *arguments: object, **environment: str) -> Any:
     """A function of this module in a process of its own."""
     code = f"import json, sys; from specache_bench.starts import {function.__name__} as run\n"
     code += "print(json.dumps(run(sys.argv[1], int(sys.argv[2]), *sys.argv[3:])))"
     root = str(Path(__file__).resolve().parents[1])
-    path = {"PYTHONPATH": os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))}
-    command, given = (
-        [sys.executable, "-c", code, *map(str, arguments)],
-        {**os.environ, **path, **(environment or {})},
-    )
+    path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
+    given = {**os.environ, "PYTHONPATH": path, **environment}
+    command = [sys.executable, "-c", code, *map(str, arguments)]
     done = subprocess.run(command, env=given, check=True, capture_output=True, text=True)
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -129,15 +126,14 @@ def _process(
 def measure_first_calls(models: list[str], threads: int, say: Callable[[str], object]) -> dict[str, Any]:
     """Rows by model, way and start; as `results/real_first_call.json`."""
     rows = []
-    for model in models:
-        for way in WAYS:
-            with tempfile.TemporaryDirectory() as folder:
-                caches = {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor", "XDG_CACHE_HOME": folder}
-                caches |= {VARIABLE: str(cache_folder())}  # models are where they are kept
-                for start in ["uncompiled"] if way == "uncompiled" else ["empty caches", "second process"]:
-                    row = {"model": model, "method": way, "start": start}
-                    rows.append(row | _process(first_calls, model, threads, way, environment=caches))
-                    say(str(rows[-1]))
+    for model, way in product(models, WAYS):
+        with tempfile.TemporaryDirectory() as folder:
+            caches = {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor", "XDG_CACHE_HOME": folder}
+            caches |= {VARIABLE: str(cache_folder())}  # models are where they are kept
+            for start in ["uncompiled"] if way == "uncompiled" else ["empty caches", "second process"]:
+                row = {"model": model, "method": way, "start": start}
+                rows.append(row | _process(first_calls, model, threads, way, **caches))
+                say(str(rows[-1]))
     settings = {"prompt_len": PROMPT_LEN, "new_tokens": FIRST_TOKENS, "threads": threads}
     return {"settings": settings, "rows": rows}
 
@@ -148,7 +144,7 @@ def measure_saved(model: str, threads: int, rounds: int, say: Callable[[str], ob
     with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:  # /tmp may be memory
         saved = _process(saved_start, model, threads, "saves", folder)
         stayed = saved.pop("tokens")
-        for start in [start for _ in range(rounds) for start in times]:  # in turn: the machine's speed moves
+        for start in [*times] * rounds:  # in turn: the machine's speed moves
             for found in _process(saved_start, model, threads, start, folder)["asks"]:
                 found["tokens_equal"] = found.pop("tokens") == stayed
                 times[start].append(found)
@@ -156,19 +152,17 @@ def measure_saved(model: str, threads: int, rounds: int, say: Callable[[str], ob
     rows = [
         {
             "start": start,
-            "first_token_seconds": statistics.median(each["first_token"] for each in found),
-            "load_seconds": None if start == READS else statistics.median(each["load"] for each in found),
+            "first_token_seconds": median(each["first_token"] for each in found),
+            "load_seconds": None if start == READS else median(each["load"] for each in found),
             "device_bytes": found[0]["device_bytes"],
             "tokens_equal": all(each["tokens_equal"] for each in found),
             "all_first_token_seconds": [each["first_token"] for each in found],
         }
         for start, found in times.items()
     ]
-    settings: dict[str, Any] = {
-        "model": model,
-        "context": CONTEXT,
-        "question": QUESTION,
-        "new_tokens": NEW_TOKENS,
+    settings = {"model": model, "context": CONTEXT, "question": QUESTION, "new_tokens": NEW_TOKENS}
+    return {
+        "settings": settings | {"rounds": rounds, "asks": ASKS, "threads": threads},
+        "saved": saved,
+        "rows": rows,
     }
-    settings |= {"rounds": rounds, "asks": ASKS, "threads": threads}
-    return {"settings": settings, "saved": saved, "rows": rows}

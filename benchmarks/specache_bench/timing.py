@@ -1,16 +1,22 @@
-"""Timing: several functions in turn, so that what else the machine does meets all of them alike."""
+"""Timing: several functions in turn, so that what else the machine does meets all of them alike; parts of a step."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median, quantiles
+from statistics import median
 
+import numpy as np
 import torch
+
+from specache_fx.runtime.tracing import Span, recording
 
 _COPY_BYTES = 256 << 20
 _COPIES = 9
+_TRACED_STEPS = 8
+_PROFILED_STEPS = 4
+_PARTS = ("decode step", "attention", "append", "select", "start prefetch", "wait for prefetch")
 
 Turn = Callable[[int], list[float]]
 """Makes so many calls, and says how many seconds each took."""
@@ -26,11 +32,10 @@ class Timing:
     calls: int
 
     @classmethod
-    def of(cls, seconds: list[float]) -> Timing:
+    def of(cls, seconds: Sequence[float]) -> Timing:
         """Of the times of all calls, at least one."""
-        ms = [1e3 * s for s in seconds]
-        tenths = quantiles(ms, n=10, method="inclusive") if len(ms) > 1 else ms * 9
-        return cls(median(ms), tenths[0], tenths[-1], len(ms))
+        p10, middle, p90 = (1e3 * np.percentile(seconds, (10, 50, 90))).tolist()
+        return cls(middle, p10, p90, len(seconds))
 
 
 def seconds_of(function: Callable[[], object], device: torch.device, calls: int) -> list[float]:
@@ -63,3 +68,43 @@ def memory_bandwidth(device: torch.device) -> float:
     target = torch.empty_like(source)
     timing = Timing.of(seconds_of(lambda: target.copy_(source), device, _COPIES))
     return 2 * _COPY_BYTES / (timing.p10_ms / 1e3)
+
+
+def operator_calls(step: Callable[[], object]) -> float:
+    """PyTorch operators that a step calls, those that others call too: what is paid for one by one.
+
+    Kernels that Inductor made are called by its own code, and are not among them.
+    """
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, acc_events=True) as profile:
+        for _ in range(_PROFILED_STEPS):
+            step()
+    ours = (event for event in profile.key_averages() if event.key.startswith(("aten::", "specache::")))
+    return sum(event.count for event in ours) / _PROFILED_STEPS
+
+
+def record_steps(step: Callable[[], object]) -> list[Span]:
+    """What a few steps do, and when; see `specache_fx.trace`."""
+    with recording() as recorder:
+        for _ in range(_TRACED_STEPS):
+            step()
+        return recorder.finish()
+
+
+def parts_of(spans: Sequence[Span]) -> dict[str, float] | None:
+    """Milliseconds of a step: of its graph ("decode step"), and of the operators on caches that the graph calls.
+
+    The rest of the graph is products with weights and the model's other operations; the rest of the step is Python.
+
+    Args:
+        spans: Of steps, of which the median counts; None is returned where there is none.
+    """
+    steps = [span for span in spans if span.name == "decode step"]
+
+    def seconds_in(step: Span, name: str) -> float:
+        inside = (span for span in spans if span.name == name and step.start <= span.start < step.stop)
+        return sum(span.stop - span.start for span in inside)
+
+    return (
+        {name: 1e3 * median(seconds_in(step, name) for step in steps) for name in _PARTS} if steps else None
+    )

@@ -13,20 +13,21 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any, ClassVar
 
 import torch
 
 from specache_bench.fetch import TEXTS, text_file
 from specache_bench.lab import Lab
-from specache_bench.methods import Generated
-from specache_bench.metrics import METRICS, score_row
-from specache_bench.records import Method
+from specache_bench.methods import Asked, Generated
+from specache_bench.metrics import score
+from specache_bench.records import Method, read_spelling
 from specache_bench.tasks import Sample, make_samples
 from specache_fx.errors import ConfigError
 
 Progress = Callable[[int], object]
+_BY_TOKEN = ("losses", "kl", "same_top")
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,6 @@ class Prompts:
         seed: Of their randomness.
         depth: 0..1, where the needle lies; None for anywhere.
         knobs: More of the task's own options.
-        data: File of a data set.
         chat: Use the chat template.
         agnostic: The method reads (and evicts from) the context without its question, which follows.
     """
@@ -51,10 +51,16 @@ class Prompts:
     seed: int
     depth: float | None = None
     knobs: tuple[tuple[str, Any], ...] = ()
-    data: str | None = None
     chat: bool = False
     agnostic: bool = False
     kind: ClassVar[str] = "prompts"
+
+    @classmethod
+    def read(cls, text: str, length: int, number: int, seed: int) -> Prompts:
+        """From "multikey,depth=0.5,records=16": options that are no attributes are the task's."""
+        task, options = read_spelling(text)
+        own = {name: options.pop(name) for name in ("depth", "chat", "agnostic") if name in options}
+        return cls(task, length, number, seed, knobs=tuple(sorted(options.items())), **own)
 
     @property
     def tokens(self) -> int:
@@ -62,55 +68,31 @@ class Prompts:
         return self.length * self.number
 
     def samples(self, lab: Lab) -> list[Sample]:
-        """The prompts, checked to fit the model; made once.
-
-        Raises:
-            ConfigError: If they can't be made, or are too long.
-        """
-
-        class Made(list[Sample]):
-            nbytes = 0
-
-        def make() -> Made:
-            made = make_samples(
-                self.task,
-                lab,
-                num_prompts=self.number,
-                length=self.length,
-                seed=self.seed,
-                depth=self.depth,
-                data=self.data,
-                chat=self.chat,
-                **dict(self.knobs),
-            )
-            check_fit(lab, self.task, made)
-            return Made(made)
-
-        made: list[Sample] = lab.samples.get(replace(self, agnostic=False), make)
-        return made
+        """The prompts, made once; a `ConfigError` if they can't be made, or are too long."""
+        key = replace(self, agnostic=False)
+        if key not in lab.samples:
+            given = {"num_prompts": self.number, "depth": self.depth, "chat": self.chat, **dict(self.knobs)}
+            made = make_samples(self.task, lab, length=self.length, seed=self.seed, **given)
+            for sample in made:
+                answers = sample.max_new_tokens * (1 + len(sample.turns))
+                more = answers + sum(len(lab.encode_more(turn.question)) for turn in sample.turns)
+                lab.check_length(f"a prompt of {self.task!r}", len(lab.encode(sample.prompt)), more)
+            lab.samples[key] = made
+        found: list[Sample] = lab.samples[key]
+        return found
 
     def check(self, lab: Lab) -> None:
         """Say before the work what is wrong."""
         if self.agnostic and not all(sample.question for sample in self.samples(lab)):
-            raise ConfigError(
-                f"Task {self.task!r} has no question of its own: leave --question-agnostic out."
-            )
+            raise ConfigError(f"Task {self.task!r} has no question of its own: leave agnostic out.")
 
     def run(self, lab: Lab, method: Method, progress: Progress = lambda done: None) -> dict[str, Any]:
         """See the module."""
         return answer(lab, method, self.samples(lab), self.agnostic, progress)
 
     def __str__(self) -> str:
-        return f"{self.task}, {self.length:,} tokens"
-
-
-def check_fit(lab: Lab, task: str, samples: Sequence[Sample]) -> None:
-    """Raise a `ConfigError` where a prompt with its answers is too long for the model."""
-    for sample in samples:
-        more = sum(len(lab.encode_more(turn.question)) + sample.max_new_tokens for turn in sample.turns)
-        lab.check_length(
-            f"a prompt of {task!r}", len(lab.encode(sample.prompt)), sample.max_new_tokens + more
-        )
+        apart = ", question after it" if self.agnostic else ""
+        return f"{self.task}, {self.length:,} tokens{apart}"
 
 
 def answer(
@@ -121,49 +103,40 @@ def answer(
     progress: Progress = lambda done: None,
 ) -> dict[str, Any]:
     """Generate greedily behind prompts; those of equal length run together, those with turns alone."""
-    began, running, stops = time.perf_counter(), lab.running(method), lab.stop_ids
+    began, running = time.perf_counter(), lab.running(method)
     prompts = [lab.encode(sample.context if agnostic else sample.prompt) for sample in samples]
-    answers: list[list[str]] = [[] for _ in samples]
-    results: list[tuple[int, Generated]] = []
     kinds = [
         (len(prompt), sample.max_new_tokens, row if sample.turns or agnostic else None)
         for row, (prompt, sample) in enumerate(zip(prompts, samples, strict=True))
     ]
+    answers: list[list[str]] = [[] for _ in samples]
+    results: list[tuple[int, Generated]] = []
     for rows in batches(kinds, lab.batch_size):
-        ids, first = [prompts[row] for row in rows], samples[rows[0]]
-        if first.turns or agnostic:
-            asked = [first.question] if agnostic else [turn.question for turn in first.turns]
-            turns = [lab.encode_more(question) for question in asked]
-            result = running.converse(ids[0], turns, first.max_new_tokens, stops, answer_prompt=not agnostic)
-            answers[rows[0]] = [lab.decode(new) for new in result.ids]
-        else:
-            result = running.generate(torch.tensor(ids), first.max_new_tokens, stops)
-            for row, new in zip(rows, result.ids, strict=True):
-                answers[row] = [lab.decode(new)]
+        first = samples[rows[0]]
+        questions = [lab.encode_more(turn.question) for turn in first.turns]
+        turns = [lab.encode_more(first.question) if agnostic else [], *questions]
+        ids = torch.tensor([prompts[row] for row in rows])
+        result = running.ask(Asked(ids, first.max_new_tokens, lab.stop_ids, turns))
+        # Of several rows, or of the turns of one.
+        for place, new in enumerate(result.ids):
+            answers[rows[place % len(rows)]].append(lab.decode(new))
         results.append((len(rows), result))
         progress(len(rows))
-    scores = [_score_turns(sample, said) for sample, said in zip(samples, answers, strict=True)]
-    means = [sum(turns) / len(turns) for turns in scores]
+    scores = [
+        [
+            score(sample.metric, text, right, sample.classes)
+            for text, right in zip(said, [sample.answers, *(t.answers for t in sample.turns)], strict=True)
+        ]
+        for sample, said in zip(samples, answers, strict=True)
+    ]
+    means = [fmean(turns) for turns in scores]
     return {
         "scores": means,
-        "score": sum(means) / len(means),
+        "score": fmean(means),
         "predictions": ["\n".join(said) for said in answers],
         **({"turn_scores": scores} if samples[0].turns else {}),
         **summed_up(results, began),
     }
-
-
-def _score_turns(sample: Sample, predictions: Sequence[str]) -> list[float]:
-    expected = [sample.answers, *(turn.answers for turn in sample.turns)]
-    return [score(sample, said, answers) for answers, said in zip(expected, predictions, strict=True)]
-
-
-def score(sample: Sample, prediction: str, answers: Sequence[str] | None = None) -> float:
-    """0 to 1: how well a prediction answers a sample."""
-    answers = sample.answers if answers is None else answers
-    if sample.metric.startswith("row:"):
-        return score_row(sample.metric.removeprefix("row:"), prediction, answers, sample.classes)
-    return METRICS[sample.metric](prediction, answers)
 
 
 @dataclass(frozen=True)
@@ -214,22 +187,20 @@ class Windows:
         results: list[tuple[int, Generated]] = []
         for batch in windows.split(lab.batch_size):
             split = self.length - self.decoded - 1
-            results.append((len(batch), running.score(batch[:, :split], batch[:, split:])))
+            results.append((len(batch), running.ask(Asked(batch[:, :split], forced=batch[:, split:]))))
             progress(len(batch))
-        losses = torch.cat([result.losses for _, result in results if result.losses is not None])
-        kls = [result.kl for _, result in results if result.kl is not None]
-        tops = [result.same_top for _, result in results if result.same_top is not None]
-        kl, top = (torch.cat(each) if each else None for each in (kls, tops))
+        losses, kl, same_top = (_joined([getattr(r, name) for _, r in results]) for name in _BY_TOKEN)
+        assert losses is not None
         means = losses.double().mean(dim=1).tolist()
         return {
-            "perplexity": math.exp(sum(means) / len(means)),
+            "perplexity": math.exp(fmean(means)),
             "kl": None if kl is None else kl.double().mean().item(),
-            "same_top": None if top is None else top.double().mean().item(),
+            "same_top": None if same_top is None else same_top.double().mean().item(),
             "losses": means,
             "tokens": losses.numel(),
             "loss_at": _rounded(losses),
             "kl_at": None if kl is None else _rounded(kl),
-            "same_top_at": None if top is None else top.int().tolist(),
+            "same_top_at": None if same_top is None else same_top.int().tolist(),
             **summed_up(results, began),
         }
 
@@ -239,13 +210,6 @@ class Windows:
 
 def read_windows(lab: Lab, text: str, length: int, number: int, seed: int) -> torch.Tensor:
     """Stretches of a text that don't overlap, drawn by the seed, each after the tokenizer's first special token.
-
-    Args:
-        lab: Whose tokenizer is used.
-        text: A UTF-8 file, or a name of `TEXTS`.
-        length: Tokens of a window, the special one included.
-        number: How many.
-        seed: Of the draw.
 
     Returns:
         int64 `[number, length]`, in the order of the text.
@@ -261,11 +225,7 @@ def read_windows(lab: Lab, text: str, length: int, number: int, seed: int) -> to
             f"{file} can't be read as UTF-8 text ({error}). Give a text file, or a name of `specache-bench models`."
         ) from error
     opening = lab.encode("")
-    ids, step = lab.encode(content)[len(opening) :], length - len(opening)
-    if step < 1:
-        raise ConfigError(
-            f"length={length}: a window needs more tokens than the {len(opening)} special ones."
-        )
+    ids, step = lab.encode(content)[len(opening) :], max(length - len(opening), 1)
     if (found := len(ids) // step) < number:
         raise ConfigError(
             f"{file} has {len(ids):,} tokens, {found} windows of {length:,}: ask for a smaller length or for fewer than"
@@ -293,22 +253,22 @@ def summed_up(results: Sequence[tuple[int, Generated]], began: float) -> dict[st
     for name in dict.fromkeys(name for _, result in results for name in result.footprint.stats):
         known = [(n, value) for n, r in results if (value := r.footprint.stats.get(name)) is not None]
         stats[name] = sum(n * value for n, value in known) / sum(n for n, _ in known) if known else None
-    device, full, host = (
-        round(sum(value) / rows)
-        for value in zip(
-            *((r.footprint.device_bytes, r.full_bytes, r.footprint.host_bytes) for _, r in results),
-            strict=True,
-        )
-    )
+    device = round(sum(r.footprint.device_bytes for _, r in results) / rows)
+    full = round(sum(r.full_bytes for _, r in results) / rows)
     return {
         "device_bytes": device,
         "full_bytes": full,
-        "host_bytes": host,
+        "host_bytes": round(sum(r.footprint.host_bytes for _, r in results) / rows),
         "ratio": device / full,
         "decode_ms": median(steps) if steps else None,
         "seconds": time.perf_counter() - began,
         "stats": stats,
     }
+
+
+def _joined(batches: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+    known = [batch for batch in batches if batch is not None]
+    return torch.cat(known) if known else None
 
 
 def _rounded(values: torch.Tensor) -> Any:

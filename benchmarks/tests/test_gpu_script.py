@@ -75,29 +75,19 @@ def test_stage_that_fails_says_how(tmp_path, monkeypatch):
     assert "no such stage: the stages are" in " ".join(found["error"].replace("│", " ").split())
 
 
+def refused(out: Path, *options: str) -> str:
+    command = [sys.executable, "-m", "specache_bench.gpu", "--out", str(out), *options]
+    given = {**os.environ, **PATH}
+    done = subprocess.run(command, cwd=ROOT, env=given, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and not out.exists()
+    return " ".join(done.stderr.replace("│", " ").split())
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_without_a_gpu_nothing_is_run_or_written(tmp_path):
-    out = tmp_path / "gpu.json"
-    command = [sys.executable, "-m", "specache_bench.gpu", "--out", str(out)]
-    done = subprocess.run(
-        command, cwd=ROOT, env={**os.environ, **PATH}, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 2 and "There is no CUDA device: --quick" in done.stderr
-    assert not out.exists()
+    assert "There is no CUDA device: --quick" in refused(tmp_path / "gpu.json")
 
 
 def test_unknown_stages_are_named(tmp_path):
-    command = [
-        sys.executable,
-        "-m",
-        "specache_bench.gpu",
-        "--only",
-        "speed",
-        "--out",
-        str(tmp_path / "gpu.json"),
-    ]
-    done = subprocess.run(
-        command, cwd=ROOT, env={**os.environ, **PATH}, capture_output=True, text=True, check=False
-    )
-    said = " ".join(done.stderr.replace("│", " ").split())
-    assert done.returncode == 2 and "speed: the stages are environment, smoke" in said
+    said = refused(tmp_path / "gpu.json", "--only", "speed")
+    assert "speed: the stages are environment, smoke" in said

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, MistralConfig, MistralForCausalLM
 
-from specache_bench.decode import Forced, Greedy, until
+from specache_bench.decode import Forced, Greedy
 from specache_bench.lab import Kept, Lab, Read
 from specache_bench.methods import METHODS, Footprint, Generated, Specache, read_methods
 from specache_bench.records import Method, read_spelling
@@ -142,7 +142,8 @@ def test_turns_are_answered_on_the_cache_of_those_before(suite: Lab, method: Met
             whole, attention_mask=torch.ones_like(whole), max_new_tokens=count, do_sample=False
         )
         new = done[0, len(ids) :].tolist()
-        said.append(suite.decode(until(new, suite.stop_ids)))
+        ends = [place for place, token in enumerate(new) if token in suite.stop_ids]
+        said.append(suite.decode(new[: ends[0]] if ends else new))
         ids = ids + new
     assert found["predictions"] == ["\n".join(said)]
     assert len(found["turn_scores"][0]) == 3 and found["scores"][0] == sum(found["turn_scores"][0]) / 3
@@ -217,7 +218,6 @@ def test_rows_stop_at_their_stop_token_and_the_batch_at_the_last() -> None:
     assert greedy.next(logits(6, 7)) is not None
     assert greedy.next(logits(2, 8)) is None
     assert greedy.ids() == [[5, 6], []]
-    assert until([1, 2, 3], frozenset()) == [1, 2, 3]
 
 
 def test_divergence_is_that_of_the_two_distributions() -> None:
@@ -261,7 +261,7 @@ def test_means_weigh_every_sequence_the_same_and_leave_out_what_is_not_known() -
 )
 def test_bad_methods_are_named_before_the_work(method: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message.replace(".", r"\.")):
-        read_methods([method], [], None)
+        read_methods([method], [])
 
 
 def test_methods_that_can_not_answer_here_say_so(suite: Lab) -> None:
@@ -286,16 +286,16 @@ def test_room_ahead_changes_no_answer(suite: Lab) -> None:
 
 def test_widths_go_to_those_that_have_none_and_presses_come_last() -> None:
     given = ["press:snapkv", "full", "specache", "kivi,bits=4", "press:tova,ratio=0.5"]
-    assert read_methods(given, [1, 2], "eager") == [
+    assert read_methods(given, [1, 2]) == [
         FULL,
-        Method.of("specache", bits=1, lowering="eager"),
-        Method.of("specache", bits=2, lowering="eager"),
-        Method.of("kivi", bits=4, lowering="eager"),
+        Method.of("specache", bits=1),
+        Method.of("specache", bits=2),
+        Method.of("kivi", bits=4),
         Method.of("press:tova", ratio=0.5),
         Method.of("press:snapkv"),
     ]
     with pytest.raises(ConfigError, match="full is given twice"):
-        read_methods(["full", "full"], [], None)
+        read_methods(["full", "full"], [])
 
 
 def test_spelling_is_read() -> None:

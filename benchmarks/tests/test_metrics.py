@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from specache_bench.metrics import METRICS, score_row
+from specache_bench.metrics import METRICS, score
 
 
 @pytest.mark.parametrize(
@@ -48,13 +48,14 @@ def test_metric_by_hand(metric, prediction, answers, expected):
         ("triviaqa", "\nParis\nPassage: another one", ("Paris",), 1),
         ("niah_single_1", "it is 12", ("12", "34"), 0.5),
         ("qa_1", "it is 12", ("12", "34"), 1),
+        ("passage_count_e", "17 or 18", ("18",), 0.5),
     ],
 )
 def test_record_is_scored_by_its_benchmark(task, prediction, answers, expected):
     if not task.startswith(("niah", "qa_")):
         pytest.importorskip("lm_eval")
         pytest.importorskip("rouge")
-    assert score_row(task, prediction, answers) == pytest.approx(expected, abs=1e-6)
+    assert score(f"row:{task}", prediction, answers) == pytest.approx(expected, abs=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -64,4 +65,4 @@ def test_record_is_scored_by_its_benchmark(task, prediction, answers, expected):
 def test_classification_shares_the_point_among_the_labels_named(prediction, expected):
     pytest.importorskip("lm_eval")
     classes = ("Definition of something", "Definition", "Person")
-    assert score_row("trec", prediction, ("Definition of something",), classes) == expected
+    assert score("row:trec", prediction, ("Definition of something",), classes) == expected

@@ -12,7 +12,7 @@ import pytest
 from specache_bench.lab import Lab
 from specache_bench.methods import PRESSES
 from specache_bench.records import Method
-from specache_bench.worker_process import WorkerError, find_presses
+from specache_bench.workers import KVPRESS, WorkerError
 from specache_bench.workloads import Prompts, Windows, answer
 from specache_fx.errors import ConfigError
 
@@ -71,23 +71,22 @@ def test_perplexity_of_a_press_that_evicts_nothing_is_the_full_caches(suite: Lab
 
 
 def test_missing_environment_says_how_to_make_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.delenv(VARIABLE, raising=False)
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match=r"/nowhere is no file\. Make it with `make peers`"):
-        find_presses("/nowhere")
     monkeypatch.setenv(VARIABLE, "/elsewhere")
-    with pytest.raises(ConfigError, match="/elsewhere is no file"):
-        find_presses()
+    with pytest.raises(ConfigError, match=r"/elsewhere is no file\. Make it with `make peers`"):
+        KVPRESS.python()
     monkeypatch.delenv(VARIABLE)
     python = tmp_path / ".venv-peers" / "bin" / "python"
     python.parent.mkdir(parents=True)
     python.symlink_to(sys.executable)
-    assert find_presses() == str(python)
+    assert KVPRESS.python() == str(python)
 
 
-def test_environment_without_kvpress_is_named() -> None:
+def test_environment_without_kvpress_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, sys.executable)
+    assert KVPRESS.versions("torch", "kvpress") is None
     with (
-        Lab("suite", dtype="float32", peers_python=sys.executable) as lab,
+        Lab("suite", dtype="float32") as lab,
         pytest.raises(WorkerError, match=r"has no kvpress: `make peers` makes one that has"),
     ):
         PROMPTS.run(lab, Method.of("press:snapkv", ratio=0.5))

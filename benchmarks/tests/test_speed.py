@@ -13,9 +13,9 @@ from typer.testing import CliRunner
 
 from specache_bench.cli import app
 from specache_bench.methods import plain_tensors
-from specache_bench.overlap import parts_of
 from specache_bench.report import attention_table, decode_tables
 from specache_bench.speed import DecodeSteps, ModelSize, speed_methods
+from specache_bench.timing import parts_of
 from specache_fx.runtime.tracing import Span
 
 CPU = torch.device("cpu")
@@ -65,19 +65,8 @@ def test_decode_steps_of_all_kinds_are_timed_and_traced(tmp_path: Path) -> None:
 
 def test_attention_is_timed_beside_what_others_offer(tmp_path: Path) -> None:
     file = tmp_path / "attention.json"
-    command = [
-        "attention",
-        "--kv-len",
-        "256",
-        "--heads",
-        "4",
-        "--kv-heads",
-        "2",
-        "--head-dim",
-        "16",
-        "--rounds",
-        "2",
-    ]
+    shape = "layer,num_heads=4,num_kv_heads=2,head_dim=16"
+    command = ["attention", "--kv-len", "256", "--shape", shape, "--rounds", "2"]
     done = CliRunner().invoke(app, [*command, "--device", "cpu", "--json", str(file)])
     assert done.exit_code == 0, done.output
     report = json.loads(file.read_text())
@@ -110,27 +99,29 @@ def test_a_part_of_a_step_is_that_of_the_median_step() -> None:
 
 @pytest.mark.slow
 def test_decode_writes_where_its_numbers_come_from(tmp_path: Path) -> None:
-    file, records = tmp_path / "decode.json", tmp_path / "records.jsonl"
-    sizes = "--layers 1 --hidden 32 --intermediate 16 --heads 2 --kv-heads 1 --head-dim 64 --vocab 16 --context 130"
-    command = ["decode", *sizes.split(), *["--rounds", "1", "--steps", "1", "--bits", "2", "--device", "cpu"]]
-    done = CliRunner().invoke(app, [*command, "--json", str(file), "--records", str(records)])
+    file = tmp_path / "decode.json"
+    size = "small,layers=1,hidden=32,intermediate=16,num_heads=2,num_kv_heads=1,vocab=16"
+    command = ["decode", "--size", size, "--context", "130", "--rounds", "1", "--steps", "1", "--bits", "2"]
+    command += ["--method", "specache,bits=1,lowering=eager", "--device", "cpu", "--json", str(file)]
+    done = CliRunner().invoke(app, command)
     assert done.exit_code == 0, done.output
     report = json.loads(file.read_text())
     assert report["command"].startswith("specache-bench") and {"commit", "device", "versions"} < report.keys()
     kivi = {"method": "kivi", "bits": 2, "residual_length": 64, "lowering": "inductor"}
     assert report["settings"]["methods"]["kivi 2-bit"] == kivi
-    lines = [json.loads(line) for line in records.read_text().splitlines()]
-    assert [line["result"]["name"] for line in lines] == [row["name"] for row in report["results"][0]["rows"]]
-    assert all(line["job"]["workload"]["kv_len"] == 130 and line["provenance"]["device"] for line in lines)
+    names = [row["name"] for row in report["results"][0]["rows"]]
+    assert names[-2:] == ["specache 2-bit", "specache bits=1 lowering=eager"]
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["attention", "--heads", "3", "--kv-heads", "2"], "is no multiple of"),
+        (["attention", "--shape", "layer,num_heads=3,num_kv_heads=2"], "is no multiple of"),
         (["decode", "--bits", "3"], "choose one of"),
         (["decode", "--dtype", "int8"], "choose one of"),
-        (["decode", "--int8", "--peers"], "--int8 has no --peers"),
+        (["decode", "--size", "small,int8=True", "--peers"], "int8=True has no peers"),
+        (["decode", "--size", "small,width=3"], "It has no width: it has layers"),
+        (["decode", "--method", "openvino,kv=f16"], "choose one of u8, u4"),
         (["decode", "--trace", "missing/trace.json"], "give a file in a folder that exists"),
         (["decode", "--json", "missing/file.json"], "give a file in a folder that exists"),
     ],

@@ -1,66 +1,33 @@
-"""An experiment is data: lines of methods, their tasks, columns; a table and a picture follow from it."""
+"""An experiment is a section of `papers.toml`: lines of methods and columns; a table and a picture follow from it."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from specache_bench.experiments import style
 from specache_bench.experiments.style import DASH, Table
-from specache_bench.records import Job, Method, Record
+from specache_bench.records import Job, Method, Record, read_spelling
 from specache_bench.workloads import WORKLOADS, Prompts
+from specache_fx.sizes import format_size
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# Tasks of our own model and those in English call the number of needles differently.
-NEEDLES = {"suite": "num_keys", "english": "records"}
-FULL = Method.of("full")
-PRESSES = {"snapkv": "SnapKV", "h2o": "H2O", "tova": "TOVA", "streaming": "StreamingLLM"}
+DATA: dict[str, Any] = tomllib.loads(Path(__file__).with_name("papers.toml").read_text(encoding="utf-8"))
 
 
-def kivi(bits: int, group_size: int = 64, **more: Any) -> Method:
-    """KIVI as SpeCache §4.1 has it: 128 residual tokens, as much memory as SpeCache takes with its 64 prefetched."""
-    return Method.of("kivi", bits=bits, group_size=group_size, **({"residual_length": 128} | more))
-
-
-def specache(bits: int, group_size: int = 64, **more: Any) -> Method:
-    """SpeCache as its §4.1 has it: 64 residual tokens, 64 prefetched pairs, KIVI's codes, Algorithm 3 to the letter."""
-    settings = {"residual_length": 64, "top_k": 64, "quantizer": "kivi", "on_miss": "keep"} | more
-    return Method.of("specache", bits=bits, group_size=group_size, **settings)
-
-
-def kcache(num_values: int, layers: int) -> Method:
-    """KCache: as in the paper no window of values stays on the device, and tokens are offloaded by fours."""
-    return Method.of("kcache", top_k=num_values, resident_layers=layers, residual_length=0, group_size=4)
-
-
-def press(name: str) -> Method:
-    """A press of kvpress, to be given the bytes of another method (`Job.match`)."""
-    return Method.of(f"press:{name}")
-
-
-def quantized(backend: str, bits: int) -> Method:
-    """Transformers' QuantizedCache, with groups and a window as KIVI's."""
-    return Method.of("quantized", backend=backend, bits=bits, group_size=64, residual_length=128)
-
-
-def label(method: Method) -> str:
-    """As tables call it: "SpeCache 1-bit"."""
-    options, name = dict(method.options), method.name
-    if name == "kcache":
-        return f"KCache N={options['top_k']} L={options['resident_layers']}"
-    if name == "quantized":
-        return f"{options['backend']} {options['bits']}-bit"
-    return (
-        "full cache"
-        if name == "full"
-        else f"{'KIVI' if name == 'kivi' else 'SpeCache'} {options['bits']}-bit"
-    )
+def paper_method(spelling: str) -> Method:
+    """A method with the papers' settings where it doesn't say otherwise: "specache,bits=1"."""
+    method = Method.read(spelling)
+    settings = DATA["settings"].get(method.name)
+    _, given = read_spelling(method.name + (f",{settings}" if settings else ""))
+    return Method.of(method.name, **{**given, **dict(method.options)})
 
 
 @dataclass(frozen=True)
@@ -108,15 +75,28 @@ class Average:
         """Device bytes to the full cache's: the papers' "KV cache size"."""
         return float(sum(r.device_bytes for r in self.records) / sum(r.full_bytes for r in self.records))
 
-    @property
-    def decode_ms(self) -> float:
-        """Mean over tasks of the median time of a decode step."""
-        return fmean(record.decode_ms or 0.0 for record in self.records)
-
     def stat(self, name: str) -> float | None:
         """Mean over tasks of one of the method's own figures; None where no task has it."""
         found = [value for record in self.records if (value := record.stats.get(name)) is not None]
         return fmean(found) if found else None
+
+    def cell(self, text: str) -> str:
+        """A figure as a column shows it: "ms" and others below; or one of `stat`'s, as "topk_hit_rate:.2f"."""
+        steps, moved, again = (self.stat(n) for n in ("steps", "prefetched_bytes", "refetched_steps"))
+        if text == "ms":
+            return f"{fmean(record.decode_ms or 0.0 for record in self.records):.1f}"
+        if text == "fetched":
+            return format_size(moved / steps) if steps and moved else DASH
+        if text == "moved":  # as "fetched", but nothing fetched is told
+            return DASH if moved is None else format_size(moved / steps if steps else 0)
+        if text == "twice":
+            return DASH if not steps or again is None else f"{again / steps:.2f}"
+        name, _, form = text.partition(":")
+        value = self.stat(name)
+        return DASH if value is None else format(value, form or ".2f")
+
+    def __str__(self) -> str:
+        return f"{self.score:.1f} ± {self.error:.1f}"
 
 
 class Results:
@@ -138,13 +118,42 @@ class Results:
 class Line:
     """A line of a table: its first columns, the method (with another one's bytes), its last columns.
 
-    A last column is a text, a function of the line's average, or another method, whose score is shown.
+    A last column is a text, "=" and a figure of the line's average, or "=score METHOD".
     """
 
     labels: tuple[str, ...]
     method: Method
-    match: Method | None = None
-    extra: tuple[str | Callable[[Average], str] | Method, ...] = ()
+    match: Method | None
+    cells: tuple[str, ...]
+    quick: bool
+
+    @classmethod
+    def read(cls, text: str, num_labels: int, extra: list[list[str]]) -> Line:
+        """From a line of `papers.toml`."""
+        cells = [cell.strip() for cell in text.removeprefix("*").split("|")]
+        method, _, match = cells[num_labels].partition(" at ")
+        defaults = [column[1] if len(column) > 1 else DASH for column in extra]
+        given = cells[num_labels + 1 :] or [""] * len(extra)
+        last = tuple(cell or default for cell, default in zip(given, defaults, strict=True))
+        own, other = paper_method(method), paper_method(match) if match else None
+        return cls(tuple(cells[:num_labels]), own, other, last, text.startswith("*"))
+
+    @property
+    def others(self) -> list[Method]:
+        """Methods whose scores are shown in last columns."""
+        return [paper_method(cell[7:]) for cell in self.cells if cell.startswith("=score ")]
+
+    def last(self, average: Average | None, results: Results) -> list[str]:
+        """The text of its last columns."""
+        found = []
+        for cell in self.cells:
+            if cell.startswith("=score "):
+                found.append(str(results.over(paper_method(cell[7:])) or DASH))
+            elif cell.startswith("="):
+                found.append(DASH if average is None else average.cell(cell[1:]))
+            else:
+                found.append(cell)
+        return found
 
 
 @dataclass(frozen=True)
@@ -157,11 +166,9 @@ class Experiment:
         caption: A few sentences for the page, about the table and the picture.
         title: Of the table.
         headers: Of the lines' labels; then come KV size, scores by task, their average.
-        lines: At a scale.
         extra: Headers of the lines' last columns.
+        every_line: Of a run that is not quick.
         notes: The papers' own tables.
-        by_size: Lines are shown from few bytes to many.
-        draw: Draws the picture into an empty figure; bars by line where there is none.
     """
 
     name: str
@@ -169,93 +176,83 @@ class Experiment:
     caption: str
     title: str
     headers: tuple[str, ...]
-    lines: Callable[[Scale], Sequence[Line]]
-    extra: tuple[str, ...] = ()
-    notes: tuple[Table, ...] = ()
-    by_size: bool = False
-    draw: Callable[[Results, Figure], None] | None = None
+    extra: tuple[str, ...]
+    every_line: tuple[Line, ...]
+    notes: tuple[Table, ...]
+
+    @classmethod
+    def read(cls, name: str, section: Mapping[str, Any]) -> Self:
+        """From a section of `papers.toml`."""
+        headers, extra = tuple(section["headers"]), section.get("extra", [])
+        lines = [Line.read(line, len(headers), extra) for line in section["lines"].strip().splitlines()]
+        notes = tuple(Table.read(note["title"], note["rows"]) for note in section.get("notes", ()))
+        return cls(
+            name,
+            section["summary"],
+            section["caption"],
+            section["title"],
+            headers,
+            tuple(column[0] for column in extra),
+            tuple(lines),
+            notes,
+        )
+
+    def lines(self, scale: Scale) -> list[Line]:
+        """At a scale; a quick run doesn't spend its time compiling."""
+        if not scale.quick:
+            return [*self.every_line]
+        lines = [line for line in self.every_line if line.quick] or self.every_line
+        compiled = [line for line in lines if "lowering" in dict(line.method.options)]
+        return [
+            replace(line, method=line.method.having(lowering="eager")) if line in compiled else line
+            for line in lines
+        ]
 
     def jobs(self, scale: Scale) -> list[Job]:
         """Its jobs at a scale."""
         found = []
         for line in self.lines(scale):
             found += scale.everywhere([line.method], line.match)
-            found += scale.everywhere([one for one in line.extra if isinstance(one, Method)])
+            found += scale.everywhere(line.others)
         return found
+
+    def averages(self, results: Results) -> list[tuple[Line, Average | None]]:
+        """Its lines in the table's order, with their results."""
+        return [(line, results.over(line.method, line.match)) for line in self.lines(results.scale)]
 
     def tables(self, results: Results) -> list[Table]:
         """Scores by task and their average with its standard error, bytes as a share of the full cache's."""
         scale, rows = results.scale, []
         tasks = [] if len(scale.tasks) == 1 else list(scale.tasks)
-        found = [(line, results.over(line.method, line.match)) for line in self.lines(scale)]
-        if self.by_size:
-            found.sort(key=lambda pair: 9.0 if pair[1] is None else pair[1].ratio)
-        for line, average in found:
+        for line, average in self.averages(results):
             records = [results[job] for job in scale.everywhere([line.method], line.match)]
-            by_task = (
-                [DASH if record.missing else f"{record.score:.1f}" for record in records] if tasks else []
-            )
+            by_task = [DASH if record.missing else f"{record.score:.1f}" for record in records if tasks]
             size = DASH if average is None else f"{average.ratio:.2f}x"
-            more = [_extra(one, average, results) for one in line.extra]
-            rows.append((*line.labels, size, *by_task, average_text(average), *more))
+            rows.append((*line.labels, size, *by_task, str(average or DASH), *line.last(average, results)))
         names = (*self.headers, "KV size", *tasks, "average" if tasks else scale.tasks[0], *self.extra)
         return [Table(f"{self.title} ({scale})", names, tuple(rows)), *self.notes]
 
-    def picture(self, results: Results, file: Path) -> None:
-        """Draw into a file."""
-        lines = self.lines(results.scale)
-        with style.figure(7.5, 5.5 if self.draw else 1.2 + 0.24 * len(lines)) as drawn:
-            if self.draw is not None:
-                self.draw(results, drawn)
-            else:
-                shown = []
-                for line in lines:
-                    if (average := results.over(line.method, line.match)) is not None:
-                        name = " ".join(text for text in line.labels if text not in ("", DASH))
-                        name = f"{name}  ({average.ratio:.2f}x)"
-                        shown.append(
-                            (name, average.score, average.error, style.FAMILIES.get(line.method.name))
-                        )
-                style.bars(
-                    drawn.subplots(), shown, f"{self.title}: score by {', '.join(filter(None, self.headers))}"
-                )
-            # No dates and versions inside: an equal picture is an equal file.
-            drawn.savefig(file, metadata={"Software": None})
-
-
-def _extra(one: str | Callable[[Average], str] | Method, average: Average | None, results: Results) -> str:
-    if isinstance(one, Method):
-        return average_text(results.over(one))
-    return one if isinstance(one, str) else DASH if average is None else one(average)
-
-
-def average_text(average: Average | None) -> str:
-    """A score with its standard error."""
-    return DASH if average is None else f"{average.score:.1f} ± {average.error:.1f}"
-
-
-def stat(name: str, form: str = ".2f") -> Callable[[Average], str]:
-    """A column of one of the method's own figures."""
-
-    def text(average: Average) -> str:
-        value = average.stat(name)
-        return DASH if value is None else format(value, form)
-
-    return text
+    def draw(self, results: Results, figure: Figure) -> None:
+        """Bars by line."""
+        lines = [(line, average) for line, average in self.averages(results) if average is not None]
+        figure.set_size_inches(7.5, 1.2 + 0.24 * len(self.lines(results.scale)))
+        bars = []
+        for line, average in lines:
+            name = " ".join(text for text in line.labels if text not in ("", DASH))
+            shown = f"{name}  ({average.ratio:.2f}x)"
+            bars.append((shown, average.score, average.error, line.method.name))
+        title = f"{self.title}: score by {', '.join(filter(None, self.headers))}"
+        style.bars(figure.subplots(), bars, title)
 
 
 def write(
-    experiment: Any, scale: Scale, records: Mapping[str, Record], origin: Mapping[str, Any], out: Path
+    experiment: Experiment,
+    scale: Scale,
+    records: Mapping[str, Record],
+    origin: Mapping[str, Any],
+    out: Path,
 ) -> None:
-    """Write `<name>.json`, and its table and picture, into a folder.
-
-    Args:
-        experiment: Which.
-        scale: How much was run.
-        records: By `Job.key`, at least those of its jobs.
-        origin: Device, versions, commit, command, model.
-        out: The folder.
-    """
+    """Write `<name>.json`, from records by `Job.key` and what they come of; then its table and picture."""
     cells = []
     for job in {job.key: job for job in experiment.jobs(scale)}.values():
         record = records[job.key]
@@ -264,23 +261,21 @@ def write(
         made = {name: record.provenance.get(name) for name in ("commit", "date")}
         cells.append({"cell": job.to_json(), **kept, "missing": record.missing, "made": made})
     seconds = sum(cell.get("seconds", 0.0) for cell in cells)
-    report = {
-        "experiment": experiment.name,
-        **origin,
-        "scale": asdict(scale),
-        "seconds": seconds,
-        "cells": cells,
-    }
+    report = {"experiment": experiment.name, **origin, "scale": asdict(scale), "seconds": seconds}
+    report["cells"] = cells
     out.mkdir(parents=True, exist_ok=True)
     (out / f"{experiment.name}.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     render(experiment, Results(scale, records), out)
 
 
-def render(experiment: Any, results: Results, out: Path) -> None:
+def render(experiment: Experiment, results: Results, out: Path) -> None:
     """Write an experiment's tables and picture."""
     text = "\n\n".join(f"{table.title}\n\n{table.markdown()}" for table in experiment.tables(results))
     (out / f"{experiment.name}.md").write_text(text + "\n", encoding="utf-8")
-    experiment.picture(results, out / f"{experiment.name}.png")
+    with style.figure() as figure:
+        experiment.draw(results, figure)
+        # No dates and versions inside: an equal picture is an equal file.
+        figure.savefig(out / f"{experiment.name}.png", metadata={"Software": None})
 
 
 def read(file: Path) -> tuple[Results, dict[str, Any]]:
@@ -299,11 +294,10 @@ def to_job(saved: Mapping[str, Any]) -> Job:
     given = dict(saved.get("workload") or {"kind": "prompts", **saved["prompts"]})
     kind = WORKLOADS[given.pop("kind")]
     given["knobs"] = _pairs(given["knobs"])
-    methods = [
+    method, match = (
         each and Method(each["name"], _pairs(each["options"])) for each in (saved["method"], saved["match"])
-    ]
-    assert methods[0] is not None
-    return Job(methods[0], kind(**given), methods[1])
+    )
+    return Job(method, kind(**given), match)
 
 
 def _pairs(saved: list[list[Any]]) -> tuple[tuple[str, Any], ...]:

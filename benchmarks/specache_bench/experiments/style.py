@@ -44,6 +44,12 @@ class Table:
     headers: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
 
+    @classmethod
+    def read(cls, title: str, text: str) -> Table:
+        """From lines with | between the cells, headers first."""
+        headers, *rows = (tuple(map(str.strip, line.split("|"))) for line in text.strip().splitlines())
+        return cls(title, headers, tuple(rows))
+
     def markdown(self) -> str:
         """GitHub's Markdown; first column to the left, figures to the right."""
         rule = ["---"] + ["---:"] * (len(self.headers) - 1)
@@ -52,29 +58,23 @@ class Table:
 
 
 @contextmanager
-def figure(width: float, height: float) -> Iterator[Figure]:
-    """An empty figure in this style, laid out so that labels don't overlap. Sizes in inches."""
+def figure() -> Iterator[Figure]:
+    """An empty figure in this style, laid out so that labels don't overlap."""
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     with matplotlib.rc_context(_RC):
-        drawn = Figure(figsize=(width, height), layout="constrained")
+        drawn = Figure(layout="constrained")
         FigureCanvasAgg(drawn)
         yield drawn
 
 
-def score_axis(axes: Axes) -> None:
-    """A y axis from 0 to a little above 100, so that nothing looks larger than it is."""
-    axes.set_ylabel("score (%)")
-    axes.set_ylim(0, 108)
-    axes.set_yticks(range(0, 101, 20))
-
-
-def bars(axes: Axes, shown: Sequence[tuple[str, float, float, str | None]], title: str) -> None:
-    """A bar a line, top to bottom: its name, score, standard error and colour."""
-    for place, (_, score, error, colour) in enumerate(shown):
-        bar = axes.barh(place, score, 0.8, xerr=error, color=colour or RED, error_kw={"ecolor": "#444444"})
+def bars(axes: Axes, shown: Sequence[tuple[str, float, float, str]], title: str) -> None:
+    """A bar a line, top to bottom: its name, score, standard error and method."""
+    for place, (_, score, error, method) in enumerate(shown):
+        colour = FAMILIES.get(method, RED)
+        bar = axes.barh(place, score, 0.8, xerr=error, color=colour, error_kw={"ecolor": "#444444"})
         axes.bar_label(bar, [f"{score:.0f}"], fontsize=7, padding=3)
     axes.set_yticks(range(len(shown)), [name for name, *_ in shown])
     axes.invert_yaxis()
@@ -83,12 +83,3 @@ def bars(axes: Axes, shown: Sequence[tuple[str, float, float, str | None]], titl
     axes.set_xticks(range(0, 101, 20))
     axes.set_xlabel("score (%), with device bytes as a share of the full cache's")
     axes.set_title(title)
-
-
-def legend_below(drawn: Figure, columns: int) -> None:
-    """One legend for all axes, under them."""
-    found: dict[str, Any] = {}
-    for axes in drawn.axes:
-        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
-            found.setdefault(label, handle)
-    drawn.legend(found.values(), found.keys(), loc="outside lower center", ncols=columns)

@@ -27,11 +27,11 @@ class Sample:
         prompt: Text; the tokenizer adds its special tokens, unless the text begins with them (a chat template).
         answers: Texts that must be found.
         max_new_tokens: Tokens to generate at most.
-        metric: In `METRICS`; "row:TASK" of a data set's record.
+        metric: In `METRICS`; "row:TASK" of a data set.
         turns: Asked one after another behind the answer to the prompt; each answer has `max_new_tokens`.
-        classes: Labels to choose from, for a task of classification.
         context: Its first part, where the prompt falls into a context and a question.
         question: The rest, with the answer's opening.
+        classes: Labels to choose from, for a task of classification.
     """
 
     prompt: str
@@ -39,23 +39,16 @@ class Sample:
     max_new_tokens: int
     metric: str
     turns: tuple[Turn, ...] = ()
-    classes: tuple[str, ...] = ()
     context: str = ""
     question: str = ""
+    classes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Draft:
-    """A prompt in its parts.
+    """A prompt in its parts: `before` says what is coming, `opening` is the answer's, put into the model's mouth.
 
-    Attributes:
-        before: Says what is coming.
-        body: Text with what is hidden.
-        question: About it.
-        opening: Of the answer, put into the model's mouth.
-        answers: What must be found.
-        max_new_tokens: To answer with; each turn has as many.
-        turns: Further questions with their answers.
+    The other fields are those of `Sample`.
     """
 
     before: str
@@ -69,20 +62,29 @@ class Draft:
 
 @dataclass(frozen=True)
 class Writer:
-    """What turns text into tokens and messages into a chat.
-
-    Attributes:
-        encode: Tokens of a prompt, special tokens included.
-        chat: Puts a message into the model's chat template; None for plain text.
-    """
+    """What turns a prompt into tokens, special ones included, and a message into a chat; None for plain text."""
 
     encode: Callable[[str], list[int]]
     chat: Callable[[str], str] | None = None
 
-    def prompt(self, draft: Draft) -> str:
-        """The whole text."""
-        asked = f"{draft.before}\n\n{draft.body}\n\n{draft.question}"
-        return (asked + " " if self.chat is None else self.chat(asked)) + draft.opening
+    def parts(self, context: str, question: str, opening: str) -> tuple[str, str]:
+        """A prompt up to the end of its context, and the rest."""
+        asked = f"{context}\x00{question}"  # no tokenizer sees the mark
+        context, _, question = (asked if self.chat is None else self.chat(asked)).rpartition("\x00")
+        return context, question + opening
+
+    def sample(self, draft: Draft, metric: str) -> Sample:
+        """The whole text, and where its context ends."""
+        space = " " if self.chat is None else ""
+        asked = f"\n\n{draft.question}{space}"
+        context, question = self.parts(f"{draft.before}\n\n{draft.body}", asked, draft.opening)
+        found = (draft.answers, draft.max_new_tokens, metric, draft.turns)
+        return Sample(context + question, *found, context, question)
+
+    def tokens(self, draft: Draft) -> int:
+        """Of the prompt, all turns and all answers."""
+        texts = [self.sample(draft, "").prompt, *(turn.question for turn in draft.turns)]
+        return sum(len(self.encode(text)) + draft.max_new_tokens for text in texts)
 
 
 def fit(task: str, length: int, write: Callable[[int], Draft], writer: Writer) -> Draft:
@@ -97,23 +99,17 @@ def fit(task: str, length: int, write: Callable[[int], Draft], writer: Writer) -
     Raises:
         ConfigError: If not even the shortest one fits.
     """
-
-    def tokens(size: int) -> int:
-        draft = write(size)
-        more = sum(len(writer.encode(turn.question)) + draft.max_new_tokens for turn in draft.turns)
-        return len(writer.encode(writer.prompt(draft))) + draft.max_new_tokens + more
-
-    if (least := tokens(0)) > length:
+    if (least := writer.tokens(write(0))) > length:
         raise ConfigError(
             f"length={length:,} is too short for task {task!r}: with nothing around what is hidden, prompt and answer"
             f" take {least:,} tokens."
         )
     low, high = 0, 1
-    while tokens(high) <= length:
+    while writer.tokens(write(high)) <= length:
         low, high = high, 2 * high
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if tokens(middle) <= length else (low, middle)
+        low, high = (middle, high) if writer.tokens(write(middle)) <= length else (low, middle)
     return write(low)
 
 
