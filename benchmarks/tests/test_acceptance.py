@@ -74,7 +74,7 @@ def test_the_page_says_what_does_not_hold() -> None:
         lost("table1", "specache,bits=1,group_size=32"),
         lost("kcache", "kcache,top_k=128,resident_layers=0"),
     )
-    assert small_groups > 2 and f"and {small_groups:.1f} (g = 32) at 1 bit" in page
+    assert small_groups > 2 and f"and {small_groups:.1f} (g = 32). " in page
     assert "within 2 points at g = 64, not at g = 32" in page
     assert no_layer > 1 and f"and {no_layer:.2f} at N = 128" in page
     for bits in (1, 2):

@@ -144,7 +144,7 @@ def test_graph_that_is_left_alone_refuses_a_part_of_another_length(model: nn.Mod
     past.crop(-3)
     other = torch.compile(Sigmoid(), backend="specache", options=SMALL)
     with pytest.raises(
-        CacheHandleError, match=r"one call back as it was.*scaled_dot_product_attention there"
+        CacheHandleError, match=r"one call back as the model returned it.*scaled_dot_product_attention there"
     ):
         attended(other, past, 0)
 

@@ -537,6 +537,8 @@ def test_sessions_of_a_thread_that_ended_are_freed_by_the_next_sweep() -> None:
 class KeptInBuffers(Hooked):
     """Grows its cache in buffers of its own; a call without `past` begins anew."""
 
+    num_layers = 2
+
     def __init__(self) -> None:
         super().__init__()
         for name in ("keys0", "values0", "keys1", "values1"):
