@@ -95,7 +95,9 @@ def tokens(
         shape, stride = list(buffer.shape), list(buffer.stride())
         for sizes in (shape, stride) if swapped else ():
             sizes[1], sizes[2] = sizes[2], sizes[1]
-        shape[0], shape[2], stride[0] = batch, count, shape[3]
+        shape[2] = count
+        if handles.is_laid_out(buffer):  # a copy has the rows that were copied
+            shape[0], stride[0] = batch, shape[3]
         alone = torch.empty(0, dtype=buffer.dtype, device=buffer.device)  # no view, see `handle.py`
         alone.set_(buffer.untyped_storage(), buffer.storage_offset(), shape, stride)
         return mark(alone, buffer.lease)

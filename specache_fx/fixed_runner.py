@@ -13,6 +13,7 @@ from specache_fx.errors import CacheHandleError
 from specache_fx.lowering import Compiled
 from specache_fx.runners import inference
 from specache_fx.runtime import fixed_buffers, registry
+from specache_fx.runtime.handle import is_laid_out
 from specache_fx.runtime.handle_tensor import Handle
 from specache_fx.runtime.session import Session
 
@@ -139,7 +140,7 @@ class InPlace:
             if session is not None and start > session.kv_len:
                 raise CacheHandleError(_GAP.format(start=start, kv_len=session.kv_len))
         batch = size_in(plan.batch, args)
-        if session is not None and start and batch != session.batch:
+        if session is not None and start and batch != session.batch and is_laid_out(held[0]):
             raise CacheHandleError(_OTHER_BATCH.format(batch=batch, held=session.batch))
         kv_len = start if session is None else session.kv_len
         for buffer in plan.buffers:

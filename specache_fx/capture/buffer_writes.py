@@ -92,13 +92,17 @@ def _of_first_rows(node: Any) -> Append | None:
         return None
     args: Any = node.args
     _, part, *where = args
-    if [*where, *(0, None)[len(where) :]][:2] not in ([0, 0], [0, None]) or not isinstance(part, Node):
+    if (
+        where[:2] not in ([], [0], [0, 0], [0, None])
+        or where[3:] not in ([], [1])
+        or not isinstance(part, Node)
+    ):
         return None
     inner = _write(part)
     if inner is None or inner.buffer.target is not _aten.slice.Tensor:
         return None
     source, *sliced = inner.buffer.args
-    is_first = source is args[0] and sliced[:2] in ([], [0], [0, 0], [0, None])
+    is_first = source is args[0] and sliced[:2] in ([], [0], [0, 0], [0, None]) and sliced[3:] in ([], [1])
     return replace(inner, buffer=args[0], kept=node) if is_first else None
 
 

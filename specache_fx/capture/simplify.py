@@ -95,6 +95,7 @@ def _written_part(node: Node) -> Node | None:
     )
     part, dims = scatter.args[1], value_of(node).dim()
     alike = dim % dims == same % dims == 0 and same_sizes([value_of(start or 0)], [value_of(begin or 0)])
+    alike = alike and value_of(node).dtype == value_of(part).dtype
     is_same = alike and step == each == 1 and same_sizes(value_of(node).shape, value_of(part).shape)
     return part if is_same else None
 
