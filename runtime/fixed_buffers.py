@@ -24,13 +24,13 @@ _WRITTEN = (
 )
 
 
-class Place(NamedTuple):
+class Extent(NamedTuple):
     """A buffer's sizes.
 
     Attributes:
         capacity: Tokens that it has room for.
         tokens_first: It is `[rows, capacity, num_kv_heads, head_dim]`, and not heads first.
-        rows: Sequences that it has room for; 0 for as many as there are.
+        rows: Sequences that it has room for; 0: the session's batch.
     """
 
     capacity: int
@@ -44,29 +44,35 @@ def _mode_of(buffer: torch.Tensor) -> Iterator[None]:
         yield
 
 
-def hold(buffers: Sequence[torch.Tensor], issued: Sequence[torch.Tensor], places: Sequence[Place]) -> None:
+def hold(buffers: Sequence[torch.Tensor], issued: Sequence[torch.Tensor], extents: Sequence[Extent]) -> None:
     """Make buffers handles of a session, whose memory they so give back.
 
     Args:
         buffers: Tensors of any shape.
         issued: Handles of the session, one for each.
-        places: Of each buffer.
+        extents: Sizes of each buffer.
     """
-    if buffers[0].untyped_storage()._cdata == issued[0].untyped_storage()._cdata:
-        return
+    # Rows of no sequence lie behind the others, over what the storage has there.
+    spare = [max(extent.rows - handle.shape[0], 0) for extent, handle in zip(extents, issued, strict=True)]
+    room = [
+        extent.capacity + more * handle.shape[3]
+        for extent, more, handle in zip(extents, spare, issued, strict=True)
+    ]
     with bare():
-        # Rows of no sequence look at the elements behind those of the first one; an element each is enough.
-        whole = handles.resize(issued, [place.capacity + place.rows for place in places])
-    for buffer, handle, place, old in zip(buffers, whole, places, issued, strict=True):
+        whole = handles.resize(issued, room)
+    for buffer, handle, extent, more, old in zip(buffers, whole, extents, spare, issued, strict=True):
         with _mode_of(buffer):
-            look = handle.narrow(2, 0, place.capacity)
-            look = look.transpose(1, 2) if place.tokens_first else look
-            shape, stride = list(look.shape), list(look.stride())
-            if place.rows > shape[0]:
-                shape[0], stride[0] = place.rows, 1
-            buffer.set_(look.untyped_storage(), look.storage_offset(), shape, stride)
+            look = handle.narrow(2, 0, extent.capacity)
+            look = look.transpose(1, 2) if extent.tokens_first else look
+            shape = (look.shape[0] + more, *look.shape[1:])
+            buffer.set_(look.untyped_storage(), look.storage_offset(), shape, look.stride())
         held = mark(buffer, old.lease)  # type: ignore[attr-defined]
         held.version = _version(buffer)
+
+
+def are_held(buffers: Sequence[torch.Tensor], issued: Sequence[torch.Tensor]) -> bool:
+    """Whether buffers are handles of the session that has issued these already."""
+    return buffers[0].untyped_storage()._cdata == issued[0].untyped_storage()._cdata
 
 
 def tokens(
@@ -77,7 +83,7 @@ def tokens(
     Args:
         buffer: See `hold`.
         count: Tokens of the cache.
-        batch: Its sequences: the first rows of the buffer.
+        batch: Sequences of the cache: the first rows of the buffer.
         window: Tokens that the buffer has room for, where it keeps the newest of them.
         swapped: Whether they are in dimension 1.
 
@@ -95,9 +101,7 @@ def tokens(
         shape, stride = list(buffer.shape), list(buffer.stride())
         for sizes in (shape, stride) if swapped else ():
             sizes[1], sizes[2] = sizes[2], sizes[1]
-        shape[2] = count
-        if handles.is_laid_out(buffer):  # a copy has the rows that were copied
-            shape[0], stride[0] = batch, shape[3]
+        shape[0], shape[2] = min(shape[0], batch), count  # a copy may have fewer rows than the session
         alone = torch.empty(0, dtype=buffer.dtype, device=buffer.device)  # no view, see `handle.py`
         alone.set_(buffer.untyped_storage(), buffer.storage_offset(), shape, stride)
         return mark(alone, buffer.lease)
@@ -148,11 +152,11 @@ def restore(tensors: Sequence[object]) -> None:
 
 
 def restore_others(buffers: Sequence[torch.Tensor], count: int) -> None:
-    """Restore buffers that are some of a session's: a graph steps them alone, or others hold numbers again.
+    """Restore a session's buffers where a graph has only part of them, or part of them holds numbers again.
 
     Args:
-        buffers: Of one graph.
-        count: How many it has.
+        buffers: The graph's.
+        count: Number of the graph's buffers.
     """
     held = [buffer for buffer in buffers if isinstance(buffer, Handle)]
     session = registry.find(held[0]) if held else None
@@ -167,9 +171,10 @@ def _restore(held: Sequence[Handle]) -> None:
     swapped = [has_tokens_first(buffer, first_shape.num_kv_heads) for buffer in held]
     with bare():
         codes = [handles.decode(buffer[:1]) for buffer in held]
+        batch = _rows_held(held[0], session.batch or 1)
     windows = [session.shapes[code[0].slot // 2].window if code else None for code in codes]
     looks = [
-        tokens(buffer, session.kv_len, batch=session.batch or 1, window=window, swapped=swap)
+        tokens(buffer, session.kv_len, batch=batch, window=window, swapped=swap)
         for buffer, window, swap in zip(held, windows, swapped, strict=True)
     ]
     with bare():
@@ -180,10 +185,18 @@ def _restore(held: Sequence[Handle]) -> None:
             full = torch.zeros(buffer.shape, dtype=buffer.dtype, device=buffer.device)
         # The oldest row of a full window is not kept: the next token pushes it out before anything reads it.
         first = int(session.kv_len >= (windows[place] or session.kv_len + 1))
-        batch, _, count, _ = looks[place].shape
+        count = looks[place].shape[2]
         (full.transpose(1, 2) if swap else full)[:batch, :, first : first + count] = numbers[place]
         whole.append(full)
     refill(held, whole)
+
+
+def _rows_held(buffer: torch.Tensor, batch: int) -> int:
+    """Rows of a buffer that stand for sequences: the session's, or of a copy those that name one slot. See `bare`."""
+    if handles.is_laid_out(buffer):
+        return batch
+    slots = [code[0].slot if code else None for code in map(handles.decode, buffer.split(1))]
+    return next((row for row, slot in enumerate(slots) if slot != slots[0]), len(slots))
 
 
 def _version(buffer: torch.Tensor) -> int | None:

@@ -25,7 +25,6 @@ from specache_fx.capture.fixed_caches import (
 from specache_fx.capture.flex_attention import with_masks_alone
 from specache_fx.capture.grad_modes import needs_gradients
 from specache_fx.capture.graph_utils import (
-    is_buffer_of_fixed_size,
     is_float,
     placeholders,
     shape_of,
@@ -33,7 +32,7 @@ from specache_fx.capture.graph_utils import (
 )
 from specache_fx.capture.program import Phase, Program, alike
 from specache_fx.capture.subclasses import flatten
-from specache_fx.capture.trace import TraceError, trace
+from specache_fx.capture.trace import GROWS, TraceError, trace
 from specache_fx.config import SpecacheConfig
 from specache_fx.decode_runner import Decode
 from specache_fx.errors import ConfigError, SpecacheError, UnsupportedGraphError
@@ -139,7 +138,7 @@ class Backend:
         program = Program(config)
         if observe is not None:
             observe("dynamo", gm, program)
-        if torch.is_grad_enabled() and needs_gradients(gm):
+        if needs_gradients(gm):
             remedy = "it is for inference. Call it under torch.no_grad() (model.generate() does)"
             return self._without_cache(gm, example_inputs, program, observe, "gradients are enabled", remedy)
         try:
@@ -166,8 +165,8 @@ class Backend:
         rewritten = run_passes(rewritten, program, BINDING_PASSES, observe)
         trace_as_growing(inputs, program.fixed_sizes)
         self._report(program)
-        static = program.phase is Phase.DECODE and torch._dynamo.config.force_parameter_static_shapes
-        if static and any(is_buffer_of_fixed_size(inputs[i]) for i in program.past_inputs):
+        grows = program.phase is Phase.DECODE and any(GROWS in inputs[i].meta for i in program.past_inputs)
+        if grows and torch._dynamo.config.force_parameter_static_shapes:
             warn_once(logger, _GROWING_BUFFERS)
         devices = sorted({str(value_of(site.keys.new).device) for site in program.sites})
         if len(devices) > 1:

@@ -58,14 +58,7 @@ class InPlace:
         runner, plan = self._runner(start > 0)
         if plan is None:
             return runner(*args)
-        places = [
-            fixed_buffers.Place(
-                size_in(buffer.capacity, args),
-                buffer.tokens_first,
-                0 if buffer.place is None else args[buffer.place].shape[0],
-            )
-            for buffer in plan.buffers
-        ]
+        extents = None if start else _extents(plan, args)  # a prompt's buffers are freed before it runs
         agrees = self._masks_agree(plan, args, start + q_len, agrees)
         given = [args[buffer.place] for buffer in plan.buffers if buffer.place is not None]
         with inference():
@@ -82,7 +75,7 @@ class InPlace:
                     fixed_buffers.refill(given, zeros)
             raise
         with inference():
-            outs = self._finish(plan, args, results, places)
+            outs = self._finish(plan, args, results, extents)
             return outs if agrees is None else tuple(_or_nan(out, agrees) for out in outs)
 
     @staticmethod
@@ -171,7 +164,10 @@ class InPlace:
 
     @staticmethod
     def _finish(
-        plan: FixedCaches, args: Sequence[Any], results: Sequence[Any], places: Sequence[fixed_buffers.Place]
+        plan: FixedCaches,
+        args: Sequence[Any],
+        results: Sequence[Any],
+        extents: Sequence[fixed_buffers.Extent] | None,
     ) -> tuple[Any, ...]:
         """Dynamo's outputs. The buffers hold the session, and counters are moved."""
         count = len(results) - len(plan.buffers)
@@ -182,7 +178,8 @@ class InPlace:
             else args[buffer.place]
             for buffer, handle in zip(plan.buffers, issued, strict=True)
         ]
-        fixed_buffers.hold(buffers, issued, places)
+        if not fixed_buffers.are_held(buffers, issued):
+            fixed_buffers.hold(buffers, issued, extents or _extents(plan, args))
         for buffer, tensor in zip(plan.buffers, buffers, strict=True):
             for i in buffer.outputs:
                 outs[i] = tensor
@@ -191,6 +188,18 @@ class InPlace:
             with torch.inference_mode(args[place].is_inference()):
                 args[place].copy_(value)
         return tuple(outs)
+
+
+def _extents(plan: FixedCaches, args: Sequence[Any]) -> list[fixed_buffers.Extent]:
+    """The sizes of a plan's buffers in a call."""
+    return [
+        fixed_buffers.Extent(
+            size_in(buffer.capacity, args),
+            buffer.tokens_first,
+            0 if buffer.place is None else args[buffer.place].shape[0],
+        )
+        for buffer in plan.buffers
+    ]
 
 
 def _check_window(buffer: Buffer, start: int, kv_len: int) -> None:
@@ -239,8 +248,8 @@ _GAP = (
     f" {_PROMPT}"
 )
 _OTHER_BATCH = (
-    "A call of {batch} sequences goes on with a cache of fixed length that holds {held}. Give each call as many as its"
-    f" prompt. {_PROMPT}"
+    "A call of {batch} sequences goes on with a cache of fixed length that holds {held} sequences. Give each call as"
+    f" many sequences as the prompt. {_PROMPT}"
 )
 _WINDOW = (
     "A layer with a sliding window writes into its buffer as if that held {before} tokens. Others write at position"

@@ -128,11 +128,9 @@ class LeftAlone:
         """
         with inference():
             fixed_buffers.restore(args)
-        handles = (
-            i for i, each in enumerate(args) if isinstance(each, Handle)
-        )  # the model's buffers may be some
-        kv = sorted({*self._program.other_kv_inputs, *handles})
-        if registry.first_handle([args[i] for i in kv]) is None:
+        held = (i for i, each in enumerate(args) if isinstance(each, Handle))
+        kv = sorted({*self._program.other_kv_inputs, *held})
+        if not _has_handles([args[i] for i in kv]):
             return self._compiled(*args)
         reasons = _reasons(self._program)
         with inference():
@@ -145,7 +143,7 @@ class LeftAlone:
         inputs = list(args)
         for place, tensor in real.items():
             inputs[kv[place]] = tensor
-        _refuse_handles(inputs, self._program)  # a mere piece of one
+        _refuse_handles([inputs[i] for i in kv], self._program)  # a mere piece of one
         warn_once(
             logger,
             "specache gives a KV cache back, at 16 bits and on the device, to a graph that it leaves alone; it stays"
@@ -159,9 +157,16 @@ def _reasons(program: Program) -> str:
     return program.left_alone or " ".join(alike(program.refusals)) or _NO_ATTENTION
 
 
-def _refuse_handles(args: Sequence[Any], program: Program) -> None:
+def _has_handles(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether a tensor is a handle, a copy of one, or a piece of one."""
+    if any(isinstance(tensor, Handle) for tensor in tensors):
+        return True
+    return registry.first_handle(tensors) is not None
+
+
+def _refuse_handles(tensors: Sequence[torch.Tensor], program: Program) -> None:
     """No input that stays a tensor may be a handle."""
-    if registry.first_handle([args[i] for i in program.other_kv_inputs]) is not None:
+    if _has_handles(tensors):
         reasons = _reasons(program)
         raise CacheHandleError(
             "A KV cache that is managed by specache reached an attention that specache did not rewrite, and would be"
@@ -251,7 +256,7 @@ def resolve(
         HostMemoryError: If a fork, or a cache that is taken over, doesn't fit.
     """
     past = [args[i] for i in program.past_inputs]
-    _refuse_handles(args, program)
+    _refuse_handles([args[i] for i in program.other_kv_inputs], program)
     if registry.first_handle(past) is None:
         session, past = _take_over(program, shapes, past, args)
     else:

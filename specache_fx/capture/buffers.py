@@ -68,7 +68,7 @@ class FixedCaches:
             Dynamo's inputs `shown_inputs`.
         shown_inputs: See `shown`.
         q_len: How many tokens the call has.
-        batch: How many sequences; a buffer may have room for more.
+        batch: Number of sequences; a buffer may have room for more.
     """
 
     buffers: tuple[Buffer, ...]

@@ -330,7 +330,8 @@ class _Rewrite:
                 if node not in buffers and same_sizes([other], [size]):
                     return place, dim
         raise NoMatch(
-            "how many tokens a call has, or a buffer has room for, can't be told from its inputs", REMEDY
+            "how many tokens or sequences a call has, or a buffer has room for, can't be told from its inputs",
+            REMEDY,
         )
 
 

@@ -15,9 +15,10 @@ _MODES = (grad_mode._exit_inference_mode, grad_mode._enter_inference_mode, torch
 
 
 def needs_gradients(gm: GraphModule) -> bool:
-    """Whether gradients flow through a graph of Dynamo's: it gives or writes a tensor that asks for them."""
-    given = _that_ask(output_node(gm.graph).all_input_nodes)
-    return bool(given) or any(not value.is_leaf for value in _that_ask(placeholders(gm.graph)))
+    """Whether gradients flow through a graph of Dynamo's: it computes or writes a tensor that asks for them."""
+    computed = (node for node in output_node(gm.graph).all_input_nodes if node.op != "placeholder")
+    written = (value for value in _that_ask(placeholders(gm.graph)) if not value.is_leaf)
+    return bool(_that_ask(computed)) or (torch.is_grad_enabled() and any(True for _ in written))
 
 
 def without_modes(graph: Graph) -> None:

@@ -69,23 +69,14 @@ def symbols_of(size: Any) -> set[Any]:
     return set(size.node.expr.free_symbols) if isinstance(size, torch.SymInt) else set()
 
 
+STATIC = (
+    "_dynamo_static_input_type"  # Dynamo's mark of parameters and buffers, in a placeholder's `tensor_dict`
+)
+
+
 def is_static_input(node: Node) -> bool:
-    """Whether a placeholder is a parameter or buffer of the model. A buffer that is a growing cache is none."""
-    is_own = "_dynamo_static_input_type" in node.meta.get("tensor_dict", {})
-    return is_own and (isinstance(value_of(node), torch.nn.Parameter) or not _is_replaced(node))
-
-
-def is_buffer_of_fixed_size(node: Node) -> bool:
-    """Whether a placeholder is a buffer of the model, of sizes that Dynamo took for constants."""
-    is_own = "_dynamo_static_input_type" in node.meta.get("tensor_dict", {})
-    return is_own and all(isinstance(size, int) for size in shape_of(node) or ())
-
-
-def _is_replaced(buffer: Node) -> bool:
-    """Whether a model appends to a buffer, and keeps what comes out or the newest of it."""
-    grown = [user for user in buffer.users if (concatenated(user) or ([user], 0))[0][0] is buffer]
-    cut = [user for node in grown for user in node.users if target_name(user) == "slice"]
-    return not {*grown, *cut}.isdisjoint(output_node(buffer.graph).all_input_nodes)
+    """Whether a placeholder is a parameter or buffer of the model, growing caches apart (`capture/trace.py`)."""
+    return STATIC in node.meta.get("tensor_dict", {})
 
 
 def weight_name(node: Node) -> str:

@@ -1,4 +1,4 @@
-"""One spelling of each operator, and none that changes nothing; `capture/trace.py` ends with it.
+"""One spelling of each operator, and no operator without effect; `capture/trace.py` ends with it.
 
     x.view(x.shape); x[:, :]; x.expand(x.shape); alias(x)     ->  x
     slice(slice_scatter(x, y, 0, start, end), 0, start, end)  ->  y
@@ -45,13 +45,13 @@ def simplify(graph: Graph) -> None:
     for node in list(graph.nodes):
         if node.target in (_aten.view.default, _aten._unsafe_view.default):
             node.target = _aten.reshape.default  # of any strides
-        elif node.target is SDPA:  # the dispatcher leaves out what is as by default
+        elif node.target is SDPA:  # the dispatcher leaves out arguments equal to their defaults
             node.args = (*node.args, *SDPA_DEFAULTS[len(node.args) - 3 :])
         elif node.target in (_aten.full_like.default, _aten.new_full.default):
             _without_example(node)
         elif node.target is _aten.slice_scatter.default:
             _with_an_end(node)
-        elif (part := _written_part(node)) is not None:
+        if (part := _written_part(node)) is not None:
             node.replace_all_uses_with(part)
             graph.erase_node(node)
             continue
@@ -83,21 +83,23 @@ def _with_an_end(node: Node) -> None:
 
 
 def _written_part(node: Node) -> Node | None:
-    """The rows of a batch that a slice reads, where just these were written before.
+    """The rows of a batch that a slice reads back right after they were written, or a write of all rows.
 
     Not tokens: a prompt's are read out of the buffer that they were written into (`capture/buffer_writes.py`).
     """
-    scatter: Any = node.args[0] if node.target is _aten.slice.Tensor else None
-    if scatter is None or scatter.target is not _aten.slice_scatter.default:
+    scatter: Any = node.args[0] if node.target is _aten.slice.Tensor else node
+    if scatter.target is not _aten.slice_scatter.default:
         return None
+    part, *where = scatter.args[1:]
+    read = where if scatter is node else node.args[1:]
     (dim, start, _, step), (same, begin, _, each) = (
-        [*args, *(0, None, None, 1)[len(args) :]] for args in (node.args[1:], scatter.args[2:])
+        [*args, *(0, None, None, 1)[len(args) :]] for args in (where, read)
     )
-    part, dims = scatter.args[1], value_of(node).dim()
-    alike = dim % dims == same % dims == 0 and same_sizes([value_of(start or 0)], [value_of(begin or 0)])
-    alike = alike and value_of(node).dtype == value_of(part).dtype
-    is_same = alike and step == each == 1 and same_sizes(value_of(node).shape, value_of(part).shape)
-    return part if is_same else None
+    value, written = value_of(node), value_of(part)
+    alike = (dim, step) == (same, each) == (0, 1) and same_sizes(
+        [value_of(start or 0)], [value_of(begin or 0)]
+    )
+    return part if alike and same_sizes(value.shape, written.shape) and value.dtype == written.dtype else None
 
 
 def _is_identity(node: Node) -> bool:

@@ -43,7 +43,15 @@ from specache_fx.capture.einsum import as_matmul
 from specache_fx.capture.grad_modes import without_modes
 from specache_fx.capture.graph_edit import copy_graph, fake_mode_of, finish, make_module
 from specache_fx.capture.graph_slices import eliminate_dead_code, writes_in_place
-from specache_fx.capture.graph_utils import placeholders, target_name, value_of
+from specache_fx.capture.graph_utils import (
+    STATIC,
+    concatenated,
+    is_static_input,
+    output_node,
+    placeholders,
+    target_name,
+    value_of,
+)
 from specache_fx.capture.normalize_attention import SDPA, SDPA_DEFAULTS
 from specache_fx.capture.segments import CannotCut, Joined, Segment, cut
 from specache_fx.capture.simplify import simplify
@@ -57,6 +65,7 @@ _DROPOUTS = {
     "dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_dropout", "feature_alpha_dropout",
 }  # fmt: skip
 _KEPT = ("tensor_dict", "grapharg", "_dynamo_source", "stack_trace")  # of a placeholder's meta
+GROWS = "specache_grows"  # in the meta of a placeholder: a buffer of the model that is a growing cache
 aten = torch.ops.aten
 
 
@@ -93,6 +102,7 @@ def trace(gm: GraphModule) -> GraphModule:
     _note_inputs(gm, traced.graph, inputs)
     simplify(traced.graph)
     eliminate_dead_code(traced.graph)
+    _note_growing_buffers(traced.graph)
     return finish(make_module(traced, fx_graph_cse(traced.graph)))
 
 
@@ -217,6 +227,19 @@ def _write_inputs(inputs: Sequence[Any], wrapped: Sequence[Any]) -> None:
             raise TraceError("an input is written to that lies in the same memory as another one")
         written: Any = from_fun(inner)
         x.copy_(written)
+
+
+def _note_growing_buffers(graph: Graph) -> None:
+    """Buffers that the model appends to and replaces are caches: they lose Dynamo's mark of what stays."""
+    outputs = set(output_node(graph).all_input_nodes)
+    for node in placeholders(graph):
+        if not is_static_input(node) or isinstance(value_of(node), torch.nn.Parameter):
+            continue
+        grown = [user for user in node.users if (concatenated(user) or ([user], 0))[0][0] is node]
+        cut = [user for each in grown for user in each.users if user.target is aten.slice.Tensor]
+        if not outputs.isdisjoint((*grown, *cut)):
+            rest = {key: value for key, value in node.meta["tensor_dict"].items() if key != STATIC}
+            node.meta |= {"tensor_dict": rest, GROWS: True}
 
 
 @contextlib.contextmanager

@@ -77,6 +77,46 @@ def test_a_batch_of_fewer_rows_than_the_buffers(spelling: str) -> None:
         torch.testing.assert_close(ours(tokens[:, -1:], at), plain(tokens[:, -1:], at), rtol=1e-4, atol=1e-4)
 
 
+def test_other_rows_than_the_first_are_left_alone(caplog: pytest.LogCaptureFixture) -> None:
+    def every_other_row(buffer: Tensor, position: Tensor, new: Tensor) -> Tensor:
+        return buffer[::2].index_copy_(-2, position, new)
+
+    plain, model = (FixedDecoder("index_put", batch=4, num_layers=1) for _ in range(2))
+    for each in (plain, model):
+        each.layers[0].append = every_other_row
+    found = generate(compiled(model, strict=False), prompt(9), 5, by_number=False)
+    torch.testing.assert_close(found, generate(plain, prompt(9), 5, by_number=False))
+    assert "is left alone" in caplog.text
+
+
+COPIES: dict[str, tuple[int, Callable[[Tensor], Tensor]]] = {
+    "repeated": (2, lambda buffer: buffer.repeat_interleave(2, 0)),
+    "one row": (2, lambda buffer: buffer[1:].clone()),
+    "spare rows": (4, lambda buffer: buffer.clone()),
+}
+
+
+@pytest.mark.parametrize("name", COPIES)
+@torch.no_grad()
+def test_copies_of_buffers_go_on_with_the_rows_that_they_have(name: str) -> None:
+    rows, copied = COPIES[name]
+    plain, model = (FixedDecoder("index_copy_of_rows", batch=rows) for _ in range(2))
+    ours = compiled(model, **ALL_STAGED)
+    for each in (plain, ours):
+        generate(each, prompt(20), 12, by_number=False)
+    for each in (plain, model):
+        for layer in each.layers:
+            layer.keys, layer.values = copied(layer.keys), copied(layer.values)
+    batch = min(len(plain.layers[0].keys), 4 if name == "repeated" else 2)
+    for position in (32, 33):
+        one = torch.full((batch, 1), 5), torch.tensor([position])
+        torch.testing.assert_close(ours(*one), plain(*one), rtol=1e-4, atol=1e-4)
+        if position == 32:  # a graph that is left alone reads the rows of all sequences
+            looked = torch.compile(lambda: model.layers[1].keys.mean((1, 2, 3)), backend="specache")()
+            expected = plain.layers[1].keys.mean((1, 2, 3))
+            torch.testing.assert_close(looked[:batch], expected[:batch], rtol=1e-4, atol=1e-4)
+
+
 def test_memory_of_the_buffers_is_given_back() -> None:
     model = FixedDecoder("index_put", capacity=2048)
     ours = compiled(model, bits=2)

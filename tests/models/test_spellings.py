@@ -589,6 +589,14 @@ def test_a_model_that_turns_gradients_off_by_itself(mode: Any, compiled_graphs: 
     assert compiled_graphs == [2] and not found.requires_grad
 
 
+def test_gradients_that_a_model_turns_on_by_itself_are_kept(caplog: pytest.LogCaptureFixture) -> None:
+    model = with_mode(torch.enable_grad, "forward")
+    with torch.no_grad():
+        out, _ = torch.compile(model, backend="specache", options=OPTIONS)(torch.arange(10)[None])
+    out.sum().backward()
+    assert model.head.weight.grad is not None and "gradients are enabled" in caplog.text
+
+
 def test_gradients_that_are_off_in_a_part_alone(caplog: pytest.LogCaptureFixture) -> None:
     model = with_mode(torch.no_grad, "positions", "hidden")
     out, _ = torch.compile(model, backend="specache", options=OPTIONS)(torch.arange(10)[None])

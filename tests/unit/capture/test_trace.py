@@ -86,6 +86,14 @@ def buffers_written(s: Any, x: Tensor) -> Any:
 
 
 @feature
+def rows_read_back(s: Any, x: Tensor) -> Any:
+    y = x.clone()
+    y[:1] = 2 * x[:1]
+    cast = torch.slice_scatter(x.bfloat16(), 3 * x[:1], 0, 0, 1)
+    return y[:1] + 1, cast[:1] * 2
+
+
+@feature
 def input_written_through_a_view(s: Any, x: Tensor) -> Any:
     x[0].mul_(2)
     return s.lin(x)
