@@ -1,5 +1,5 @@
 // Decode attention over a low-bit KV cache: scores, softmax and values in one pass over the packed codes, for all lanes
-// and the whole group of query heads at once. See docs/architecture.md, "Kernels".
+// and the whole group of query heads at once. See docs/kernels.md.
 #include <atomic>
 #include <memory>
 #include <new>

@@ -230,7 +230,10 @@ def test_import_of_a_folder_by_its_own_name_is_forbidden(tmp_path: Path) -> None
     "document",
     [
         "CONTRIBUTING.md",
-        *(f"docs/{name}.md" for name in ("architecture", "laws", "paper_map", "performance")),
+        *(
+            f"docs/{name}.md"
+            for name in ("architecture", "capture", "kernels", "laws", "paper_map", "performance")
+        ),
     ],
 )
 def test_document_names_only_files_and_functions_that_exist(document: str) -> None:

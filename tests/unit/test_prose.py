@@ -15,8 +15,10 @@ ROOT = Path(__file__).resolve().parents[2]
 README_WORDS, SENTENCE_WORDS = 900, 25
 NAMES = (
     "architecture",
+    "capture",
     "compare",
     "guide",
+    "kernels",
     "laws",
     "limits",
     "paper_map",
