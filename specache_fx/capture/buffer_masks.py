@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch.fx import Graph, Node
 
 from specache_fx.capture.graph_edit import call, fake_mode_of
 from specache_fx.capture.graph_slices import ancestors
-from specache_fx.capture.graph_utils import same_sizes, shape_of, value_of
+from specache_fx.capture.graph_utils import is_pointwise, same_sizes, shape_of, value_of
 from specache_fx.capture.normalize_attention import SDPA
 from specache_fx.runtime.masks import hides_from
 
@@ -18,24 +19,7 @@ _aten = torch.ops.aten
 DATA = (SDPA, _aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.embedding.default)
 """A mask that is computed with one of these is none of positions and padding alone."""
 
-
-# What these make of a mask's column depends on no other one.
-_BY_COLUMN = (
-    _aten._to_copy.default,
-    _aten.unsqueeze.default,
-    _aten.expand.default,
-    _aten.logical_not.default,
-    _aten.bitwise_not.default,
-    _aten.masked_fill.Scalar,
-    _aten.mul.Tensor,
-    _aten.add.Tensor,
-    _aten.sub.Tensor,
-    _aten.rsub.Scalar,
-    _aten.where.ScalarOther,
-    _aten.where.ScalarSelf,
-    _aten.where.Scalar,
-    _aten.clone.default,
-)
+_LAYOUTS = (_aten.unsqueeze.default, _aten.expand.default)
 
 
 def is_narrow(mask: Node) -> bool:
@@ -61,13 +45,14 @@ def shows_behind(graph: Graph, mask: Node, kv_len: Node) -> Node:
     return call(graph, _aten.any.default, (both,), mask)
 
 
-def cut_to(mask: Node, length: Any, mode: FakeTensorMode) -> Node | None:
+def cut_to(mask: Node, length: Any, mode: FakeTensorMode, attends: Callable[[Node], bool]) -> Node | None:
     """Have an input that is a mask over the whole buffer come in cut: values are noted anew, no node changes.
 
     Args:
         mask: What attention takes.
         length: The number of columns.
         mode: Of the graph's fake values.
+        attends: Whether a node is part of an attention over buffers: that may read the input too.
 
     Returns:
         The input; None where the mask is made of none, of more than its columns one by one, or where something else
@@ -84,14 +69,15 @@ def cut_to(mask: Node, length: Any, mode: FakeTensorMode) -> Node | None:
     try:
         for node in mask.graph.nodes:
             if node in inside and not values.keys().isdisjoint(node.all_input_nodes):
-                if node.target not in _BY_COLUMN:
+                if node.target not in _LAYOUTS and not is_pointwise(node):
                     return None
                 with mode, torch.no_grad():
                     args = torch.fx.node.map_arg(node.args, lambda old: values.get(old, value_of(old)))
                     values[node] = node.target(*args, **node.kwargs)
     except Exception:  # of any operator: the buffer's length is a number in it
         return None
-    read_elsewhere = any(not inside.issuperset(node.users) for node in values if node is not mask)
+    users = {user for node in values for user in node.users} - inside
+    read_elsewhere = not all(map(attends, users))
     if read_elsewhere or not same_sizes(values[mask].shape[-1:], [length]):
         return None
     for node, value in values.items():

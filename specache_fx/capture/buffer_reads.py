@@ -83,7 +83,7 @@ def readers_of(gm: GraphModule, found: Mapping[Node, Append]) -> list[Reader]:
     Raises:
         NoMatch: If the keys or the values alone are in a buffer, or its form isn't known.
     """
-    readers = []
+    readers, rows = list[Reader](), Rows(newest=False)
     for node in list(gm.graph.nodes):
         if node.target is SDPA:
             query, key, value, mask, dropout, causal, scale, _ = node.args
@@ -95,7 +95,7 @@ def readers_of(gm: GraphModule, found: Mapping[Node, Append]) -> list[Reader]:
                     )
                 )
         elif reads_buffer(node, found):
-            readers.append(_spelt_out(gm, node, found))
+            readers.append(_spelt_out(gm, node, found, rows))
     return readers
 
 
@@ -110,13 +110,13 @@ def _sides(
     return of_keys, of_values
 
 
-def _spelt_out(gm: GraphModule, softmax: Node, found: Mapping[Node, Append]) -> Reader:
+def _spelt_out(gm: GraphModule, softmax: Node, found: Mapping[Node, Append], of_all: Rows) -> Reader:
     outputs = {*output_node(gm.graph).all_input_nodes, *found}
     try:
         rows = Rows()
         core = from_softmax(gm, softmax, outputs, rows, replaced=True)
         rows.erase_unused(ancestors([core.query]))  # the newest query's mask was for the proof
-        mask = read_form(gm, softmax, outputs, Rows(newest=False)).mask
+        mask = read_form(gm, softmax, outputs, of_all).mask
     except UnknownFormError as error:
         raise NoMatch(f"an attention reads a cache of fixed length, and {error}", _SDPA_INSTEAD) from error
     if core.problem is not None:

@@ -15,6 +15,7 @@ from specache_fx.capture.graph_utils import (
     reads_shape_only,
     same_sizes,
     shape_of,
+    shown_shape,
     swaps,
     target_name,
 )
@@ -196,7 +197,9 @@ def why_not_cached(root: Node, what: str, outputs: set[Node]) -> NoMatch:
     """The refusal of keys or values that are no cache."""
     shape = shape_of(root)
     if shape is None or len(shape) != 4:
-        return NoMatch(f"its {what} have shape {shape}, not [batch, num_kv_heads, kv_len, head_dim]")
+        return NoMatch(
+            f"its {what} have shape {shown_shape(root)}, not [batch, num_kv_heads, kv_len, head_dim]"
+        )
     cut = any(target_name(user) == "slice" and user in outputs for user in root.users)
     if cut or _appended(root)[0] is not None:
         return NoMatch(

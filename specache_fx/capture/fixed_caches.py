@@ -274,8 +274,8 @@ class _Rewrite:
             return mask
         if mask not in self._masks:
             source = None
-            if self._has_past and append.before is Tokens.ANY and all(map(self._attends, mask.users)):
-                source = cut_to(mask, shape_of(keys)[2], self._mode)  # type: ignore[index]
+            if self._has_past and append.before is Tokens.ANY:
+                source = cut_to(mask, shape_of(keys)[2], self._mode, self._attends)  # type: ignore[index]
             if source is not None:
                 self._cut.append(self._place[source])
             self._masks[mask] = self._sliced(mask, append, keys, origin) if source is None else mask

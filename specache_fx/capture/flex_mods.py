@@ -14,11 +14,17 @@ import torch
 from torch.fx import GraphModule, Node
 
 from specache_fx.capture.graph_slices import draws_random_numbers
-from specache_fx.capture.graph_utils import described, placeholders, reads_shape_only, shape_of, value_of
+from specache_fx.capture.graph_utils import (
+    described,
+    is_pointwise,
+    placeholders,
+    reads_shape_only,
+    shape_of,
+    value_of,
+)
 from specache_fx.capture.score_chain import Rows
 
 _aten = torch.ops.aten
-_ONE_BY_ONE = {_aten._to_copy.default, _aten.floor_divide.default, _aten.alias.default}  # they lack the tag
 
 
 class UnclearError(Exception):
@@ -123,7 +129,7 @@ def _is_one_by_one(node: Node) -> bool:
     if shape_of(node) != ():
         return False
     if target is not _aten.index.Tensor:
-        return torch.Tag.pointwise in getattr(target, "tags", ()) or target in _ONE_BY_ONE
+        return is_pointwise(node)
     args: Any = node.args
     source, indices = args
     return len(shape_of(source) or ()) == len(indices) and all(shape_of(index) == () for index in indices)

@@ -14,6 +14,7 @@ from torch.nn.attention import flex_attention
 
 from specache_fx.runtime import handle_tensor
 
+_aten = torch.ops.aten
 _METADATA = {
     "size",
     "numel",
@@ -40,6 +41,12 @@ def shape_of(node: Any) -> tuple[Any, ...] | None:
     """Shape of a tensor node; None for what is no tensor."""
     value = value_of(node)
     return tuple(value.shape) if isinstance(value, torch.Tensor) else None
+
+
+def shown_shape(node: Any) -> str:
+    """Shape of a tensor node in a message, `?` where a size is open."""
+    sizes = ("?" if isinstance(size, torch.SymInt) else str(size) for size in shape_of(node) or ())
+    return f"[{', '.join(sizes)}]"
 
 
 def same_sizes(one: Any, other: Any) -> bool:
@@ -95,6 +102,17 @@ def target_name(node: Node) -> str:
     return str(node.target) if node.op == "call_method" else node.op
 
 
+_UNTAGGED = {
+    _aten._to_copy.default, _aten.alias.default, _aten.floor_divide.default, _aten.where.Scalar,
+    _aten.where.ScalarOther, _aten.where.ScalarSelf, torch.where,
+}  # fmt: skip
+
+
+def is_pointwise(node: Node) -> bool:
+    """Whether each element of a result is computed from one of each operand, as these broadcast."""
+    return torch.Tag.pointwise in getattr(node.target, "tags", ()) or node.target in _UNTAGGED
+
+
 def swaps(node: Node, one: int, other: int) -> bool:
     """Whether a node swaps two dimensions of its tensor, as `transpose` or `permute` does."""
     dims = len(shape_of(node) or ())
@@ -102,10 +120,10 @@ def swaps(node: Node, one: int, other: int) -> bool:
         return False
     order = list(range(dims))
     order[one], order[other] = order[other], order[one]
-    if node.target is torch.ops.aten.permute.default:
+    if node.target is _aten.permute.default:
         return [dim % dims for dim in node.args[1]] == order  # type: ignore[union-attr, operator]
     pair = {dim % dims for dim in (one, other)}
-    return node.target is torch.ops.aten.transpose.int and {dim % dims for dim in node.args[1:]} == pair  # type: ignore[operator]
+    return node.target is _aten.transpose.int and {dim % dims for dim in node.args[1:]} == pair  # type: ignore[operator]
 
 
 def real_users(node: Node) -> list[Node]:
@@ -162,7 +180,7 @@ def output_node(graph: Graph) -> Node:
 
 def concatenated(node: Any) -> tuple[list[Node], int] | None:
     """The parts of a `cat`, and its dimension counted from the front; None for what is none."""
-    if not isinstance(node, Node) or node.target is not torch.ops.aten.cat.default:
+    if not isinstance(node, Node) or node.target is not _aten.cat.default:
         return None
     parts: Any = node.args[0]
     dim: Any = node.args[1] if len(node.args) > 1 else 0

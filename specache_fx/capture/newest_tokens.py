@@ -23,6 +23,7 @@ from specache_fx.capture.cache_side import END
 from specache_fx.capture.graph_edit import add_placeholder, call, finish
 from specache_fx.capture.graph_slices import eliminate_dead_code, mutated_inputs
 from specache_fx.capture.graph_utils import (
+    is_pointwise,
     is_static_input,
     placeholders,
     shape_of,
@@ -31,10 +32,6 @@ from specache_fx.capture.graph_utils import (
 
 NEWEST_OF = "newest_of"  # in the meta of such an input: the placeholder of all ids
 _aten = torch.ops.aten
-_ONE_BY_ONE = {
-    _aten.add.Tensor, _aten.sub.Tensor, _aten.mul.Tensor, _aten.div.Tensor, _aten.masked_fill.Scalar,
-    _aten.where.self, _aten._to_copy.default, _aten.clone.default,
-}  # fmt: skip
 
 
 def _ids(graph: Graph) -> list[Node]:
@@ -72,7 +69,7 @@ def _moved(graph: Graph, node: Node, dim: int, count: int, origin: Node) -> Node
     args: list[Any] | None = None
     if node.target is _aten.embedding.default and dim < len(dims) - 1:
         args = [node.args[0], _moved(graph, node.args[1], dim, count, origin), *node.args[2:]]  # type: ignore[arg-type]
-    elif node.target in _ONE_BY_ONE and _moves_through(node, dim):
+    elif is_pointwise(node) and _moves_through(node, dim):
         args = [_part(graph, arg, len(dims) - dim, count, origin) for arg in node.args]
     if args is None:
         return call(graph, _aten.slice.Tensor, (node, dim, -count, END), origin)
@@ -105,7 +102,8 @@ def _computed_one_by_one(graph: Graph, ids: Node) -> set[Node]:
         read = set(node.all_input_nodes)
         if read & depends:
             depends.add(node)
-            if node.target in _ONE_BY_ONE | {_aten.embedding.default} and read & depends <= found:
+            by_token = node.target is _aten.embedding.default or is_pointwise(node)
+            if by_token and read & depends <= found:
                 found.add(node)
     return found
 

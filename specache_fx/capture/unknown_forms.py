@@ -15,6 +15,7 @@ from specache_fx.capture.graph_utils import (
     placeholders,
     reads_shape_only,
     shape_of,
+    shown_shape,
     source_of,
     target_name,
 )
@@ -74,9 +75,7 @@ def _unread(out: Node) -> Refusal:
         reason = f"it runs inside `{target_name(made_by)}`, where specache does not look"
         remedy = f"Call the layers themselves (model.gradient_checkpointing_disable()). {LEAVE}."
     else:
-        reason = (
-            f"its cache has shape {tuple(shape_of(out) or ())}, and no attention that specache knows reads it"
-        )
+        reason = f"its cache has shape {shown_shape(out)}, and no attention that specache knows reads it"
         remedy = f"Cache keys and values as [batch, num_kv_heads, kv_len, head_dim]. {LEAVE}."
     return Refusal(out.name, source_of(out), reason, remedy)
 

@@ -255,7 +255,7 @@ def test_refusal_of_keys_without_heads_says_their_shape() -> None:
         return F.scaled_dot_product_attention(q, keys, values), keys, values
 
     (refusal,) = match(flat, *(torch.randn(2, 3, 8) for _ in range(3))).refusals
-    assert refusal.reason == "its keys have shape (2, 3, 8), not [batch, num_kv_heads, kv_len, head_dim]"
+    assert refusal.reason == "its keys have shape [2, 3, 8], not [batch, num_kv_heads, kv_len, head_dim]"
 
 
 def test_refusal_of_a_past_beside_none_says_so() -> None:
