@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,8 +24,10 @@ from specache_fx.capture.graph_edit import call
 from specache_fx.capture.graph_slices import ancestors
 from specache_fx.capture.graph_utils import output_node, shape_of, value_of
 from specache_fx.capture.normalize_attention import SDPA, from_softmax
+from specache_fx.capture.prove_form import dense
 from specache_fx.capture.score_chain import Rows, UnknownFormError
 from specache_fx.capture.softmax_form import read_form
+from specache_fx.capture.trace import inline
 
 _aten = torch.ops.aten
 _ENDS = (SDPA, _aten._softmax.default, _aten.mm.default, _aten.addmm.default)
@@ -148,7 +151,9 @@ def write(graph: Graph, reader: Reader, key: Node, value: Node, mask: Any) -> No
         )  # fmt: skip
         out = call(graph, SDPA, args, reader.node)
     else:
-        out = _Spelling(graph, reader).write(key, value, mask)
+        spelt = partial(dense, scale=reader.scale, softcap=reader.softcap)
+        mask = mask if isinstance(mask, Node) else None
+        out = inline(graph, spelt, (reader.query, key, value, mask, reader.sinks), reader.node)
     if len(shape_of(reader.node) or ()) == 3:
         dims = [-1, *(_size(graph, reader.node, reader.query, 2), shape_of(out)[3])]  # type: ignore[index]
         out = call(graph, _aten.reshape.default, (out, dims), reader.node)
@@ -184,76 +189,3 @@ def _cast(graph: Graph, mask: Node, reader: Reader) -> Node:
 def _size(graph: Graph, origin: Node, node: Node, dim: int) -> Any:
     size = shape_of(node)[dim]  # type: ignore[index]
     return size if isinstance(size, int) else call(graph, _aten.sym_size.int, (node, dim), origin)
-
-
-class _Spelling:
-    """Writes products and a softmax, as `softmax_form.py` reads them."""
-
-    def __init__(self, graph: Graph, reader: Reader) -> None:
-        self._graph, self._reader = graph, reader
-
-    def _call(self, target: Any, *args: Any, **kwargs: Any) -> Node:
-        return call(self._graph, target, args, self._reader.node, kwargs=kwargs)
-
-    def write(self, key: Node, value: Node, mask: Any) -> Node:
-        query, origin = self._reader.query, self._reader.node
-        batch, q_len = (_size(self._graph, origin, query, dim) for dim in (0, 2))
-        kv_len = _size(self._graph, origin, key, 2)
-        heads = shape_of(query)[1]  # type: ignore[index]
-        rows = batch * heads if isinstance(batch, int) else self._call(torch.mul, batch, heads)
-        sizes = (batch, heads, kv_len)
-        key, value = (self._repeated(side, sizes) for side in (key, value))
-        key = self._call(_aten.transpose.int, key, 2, 3)
-        merged = [
-            self._call(_aten.reshape.default, each, [rows, *dims])
-            for each, dims in (
-                (query, (q_len, shape_of(query)[3])),  # type: ignore[index]
-                (key, (shape_of(key)[2], kv_len)),  # type: ignore[index]
-                (value, (kv_len, shape_of(value)[3])),  # type: ignore[index]
-            )
-        ]
-        scores = self._call(_aten.bmm.default, *merged[:2])
-        scores = self._call(_aten.reshape.default, scores, [batch, heads, q_len, kv_len])
-        scores = self._softmax(self._scaled(scores), mask, (batch, heads, q_len))
-        scores = self._call(_aten.reshape.default, scores, [rows, q_len, kv_len])
-        out = self._call(_aten.bmm.default, scores, merged[2])
-        return self._call(_aten.reshape.default, out, [batch, heads, q_len, shape_of(value)[3]])  # type: ignore[index]
-
-    def _repeated(self, side: Node, sizes: tuple[Any, ...]) -> Node:
-        batch, heads, kv_len = sizes
-        _, kv_heads, _, dim = shape_of(side)  # type: ignore[misc]
-        if kv_heads == heads:
-            return side
-        side = self._call(_aten.unsqueeze.default, side, 2)
-        side = self._call(_aten.expand.default, side, [batch, kv_heads, heads // kv_heads, kv_len, dim])
-        side = self._call(_aten.clone.default, side)
-        return self._call(_aten.reshape.default, side, [batch, heads, kv_len, dim])
-
-    def _scaled(self, scores: Node) -> Node:
-        scale, softcap = self._reader.scale, self._reader.softcap
-        scores = self._call(_aten.mul.Tensor, scores, scale)
-        if softcap is not None:
-            scores = self._call(_aten.div.Tensor, scores, softcap)
-            scores = self._call(_aten.tanh.default, scores)
-            scores = self._call(_aten.mul.Tensor, scores, softcap)
-        return scores
-
-    def _softmax(self, scores: Node, mask: Any, sizes: tuple[Any, ...]) -> Node:
-        dtype, sinks = value_of(scores).dtype, self._reader.sinks
-        wide = dtype if dtype.itemsize > 2 else torch.float32
-        scores = self._as(scores, wide)
-        if isinstance(mask, Node):
-            scores = self._call(_aten.add.Tensor, scores, mask)
-        if sinks is not None:
-            column = self._call(_aten.reshape.default, self._as(sinks, wide), [1, -1, 1, 1])
-            column = self._call(_aten.expand.default, column, [*sizes, 1])
-            scores = self._call(_aten.cat.default, [scores, column], -1)
-        weights = self._call(_aten._softmax.default, scores, -1, False)
-        if sinks is not None:
-            weights = self._call(_aten.slice.Tensor, weights, 3, 0, -1)
-        return self._as(weights, dtype)
-
-    def _as(self, node: Node, dtype: torch.dtype) -> Node:
-        return (
-            node if value_of(node).dtype == dtype else self._call(_aten._to_copy.default, node, dtype=dtype)
-        )

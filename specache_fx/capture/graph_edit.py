@@ -71,15 +71,19 @@ def call(
     """
     kwargs = kwargs or {}
     node = graph.create_node("call_function", target, args, kwargs, name=name)
-    node.meta = {
-        k: v for k, v in origin.meta.items() if k in ("stack_trace", "nn_module_stack", "source_fn_stack")
-    }
+    node.meta = origin_of(origin)
     mode = fake_mode_of(map(value_of, (*node.all_input_nodes, origin)))
     if mode is not None:
         with mode, torch.no_grad():
             value = target(*torch.fx.node.map_arg(args, value_of), **kwargs)
         node.meta["val"] = value
     return node
+
+
+def origin_of(node: Node) -> dict[str, Any]:
+    """The notes that say which line of the model a node comes from."""
+    kept = ("stack_trace", "nn_module_stack", "source_fn_stack")
+    return {key: value for key, value in node.meta.items() if key in kept}
 
 
 def erase_unused(node: object, targets: Collection[Any]) -> None:

@@ -35,19 +35,30 @@ def dense(
     key: torch.Tensor,
     value: torch.Tensor,
     mask: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    *,
     scale: float,
     softcap: float | None,
-    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """The normal form, of shapes as `AttentionCore` has them; the mask is a float one."""
+    """The normal form, of shapes as `AttentionCore` has them; the mask is a float one.
+
+    The softmax is in float32 at least, as models spell it.
+    """
+    groups = query.shape[1] // key.shape[1]
+    if groups > 1:
+        key, value = (side[:, :, None].expand(-1, -1, groups, -1, -1).flatten(1, 2) for side in (key, value))
     scores = query @ key.transpose(-1, -2) * scale
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
     if mask is not None:
         scores = scores + mask
     if sinks is not None:
-        scores = torch.cat([scores, sinks[None, :, None, None].expand(*scores.shape[:3], 1)], dim=-1)
-    return scores.softmax(-1)[..., : key.shape[2]] @ value
+        column = sinks.to(scores.dtype)[None, :, None, None].expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, column], dim=-1)
+    weights = scores.softmax(-1)
+    weights = weights if sinks is None else weights[..., :-1]
+    return weights.to(query.dtype) @ value
 
 
 @contextlib.contextmanager
@@ -203,9 +214,9 @@ def _distance(
             values[core.key].to(wide),
             values[core.value].to(wide),
             masks[0].to(wide) if masks else None,
-            core.scale,
-            core.softcap,
             values[core.sinks].to(wide) if core.sinks is not None else None,
+            scale=core.scale,
+            softcap=core.softcap,
         )
         out = out.to(wide).reshape(*query.shape[:3], -1)[:, :, -1:]
         seen = torch.ones(expected.shape[:3], dtype=torch.bool, device=out.device)

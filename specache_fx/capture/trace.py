@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -41,7 +41,7 @@ from torch.utils import _pytree as pytree
 
 from specache_fx.capture.einsum import as_matmul
 from specache_fx.capture.grad_modes import without_modes
-from specache_fx.capture.graph_edit import copy_graph, fake_mode_of, finish, make_module
+from specache_fx.capture.graph_edit import copy_graph, fake_mode_of, finish, make_module, origin_of
 from specache_fx.capture.graph_slices import eliminate_dead_code, writes_in_place
 from specache_fx.capture.graph_utils import (
     STATIC,
@@ -133,11 +133,14 @@ def _by_segments(gm: GraphModule) -> GraphModule:
 def _traced(gm: GraphModule, inputs: Sequence[Any]) -> tuple[GraphModule, dict[Node, str]]:
     """A functional graph, and the names of the nodes of `gm` that its nodes compute the results of."""
     names: dict[Node, str] = {}
+    return _functional_graph(lambda *values: _Named(gm, names).run(*values), inputs), names
 
+
+def _functional_graph(function: Callable[..., Any], inputs: Sequence[Any]) -> GraphModule:
     def run(*flat: Any) -> Any:
         with _functional():
             wrapped = [to_fun(value) if isinstance(value, torch.Tensor) else value for value in flat]
-            out = _Named(gm, names).run(*unflatten(inputs, wrapped))
+            out = function(*unflatten(inputs, wrapped))
             out = pytree.tree_map_only(torch.Tensor, from_fun, out)
         _write_inputs(flat, wrapped)
         return out
@@ -152,7 +155,35 @@ def _traced(gm: GraphModule, inputs: Sequence[Any]) -> tuple[GraphModule, dict[N
             tracing_mode="real",
             _allow_non_fake_inputs=True,
         )
-        return make(*flat), names
+        traced: GraphModule = make(*flat)
+        return traced
+
+
+def inline(graph: Graph, function: Callable[..., Any], operands: Sequence[Any], origin: Node) -> Node:
+    """Insert what a function of tensors computes at the graph's insertion point.
+
+    Args:
+        graph: A functional graph.
+        function: Returns a tensor.
+        operands: Its arguments: nodes and constants.
+        origin: The node that this stands for, see `call`.
+    """
+    nodes = [each for each in operands if isinstance(each, Node)]
+
+    def of_nodes(*values: Any) -> Any:
+        given = iter(values)
+        return function(*(next(given) if isinstance(each, Node) else each for each in operands))
+
+    traced = _functional_graph(of_nodes, [value_of(node) for node in nodes])
+    simplify(traced.graph)
+    eliminate_dead_code(traced.graph)
+    copied = dict(zip(placeholders(traced.graph), nodes, strict=True))
+    for node in traced.graph.nodes:
+        if node.op == "call_function":
+            copied[node] = graph.node_copy(node, copied.__getitem__)
+            copied[node].meta = {"val": value_of(node)} | origin_of(origin)
+    (result,) = output_node(traced.graph).all_input_nodes
+    return copied[result]
 
 
 def _marked(gm: GraphModule) -> GraphModule:
