@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx import Graph, Node
+from torch.fx import Node
 
-from specache_fx.capture.graph_edit import call, fake_mode_of
 from specache_fx.capture.graph_slices import ancestors
 from specache_fx.capture.graph_utils import is_pointwise, same_sizes, shape_of, value_of
 from specache_fx.capture.normalize_attention import SDPA
@@ -27,22 +26,11 @@ def is_narrow(mask: Node) -> bool:
     return (shape_of(mask) or (1,))[-1] == 1
 
 
-def shows_behind(graph: Graph, mask: Node, kv_len: Node) -> Node:
-    """Whether a mask shows a column from `kv_len` on. Inserted at the graph's insertion point."""
-    width: Any = shape_of(mask)[-1]  # type: ignore[index]
-    if not isinstance(width, int):
-        width = call(graph, _aten.sym_size.int, (mask, len(shape_of(mask) or ()) - 1), mask)
-    columns = graph.call_function(_aten.arange.default, (width,), {"device": value_of(mask).device})
-    mode = fake_mode_of([value_of(mask)])
-    assert mode is not None
-    with mode:
-        columns.meta["val"] = torch.arange(value_of(width), device=value_of(mask).device)
-    behind = call(graph, _aten.ge.Tensor, (columns, kv_len), mask)
-    shows = mask
-    if value_of(mask).dtype != torch.bool:
-        shows = call(graph, _aten.gt.Scalar, (mask, hides_from(value_of(mask).dtype)), mask)
-    both = call(graph, _aten.bitwise_and.Tensor, (shows, behind), mask)
-    return call(graph, _aten.any.default, (both,), mask)
+def shows_behind(mask: torch.Tensor, kv_len: torch.Tensor) -> torch.Tensor:
+    """Whether a mask shows a column from `kv_len` on."""
+    columns = torch.arange(mask.shape[-1], device=mask.device)
+    shows = mask if mask.dtype == torch.bool else mask > hides_from(mask.dtype)
+    return (shows & (columns >= kv_len)).any()
 
 
 def cut_to(mask: Node, length: Any, mode: FakeTensorMode, attends: Callable[[Node], bool]) -> Node | None:

@@ -45,6 +45,7 @@ from specache_fx.capture.graph_utils import (
     value_of,
 )
 from specache_fx.capture.normalize_attention import SDPA
+from specache_fx.capture.trace import inline
 from specache_fx.capture.window_buffers import with_windows
 from specache_fx.runtime.handle import is_laid_out
 
@@ -202,7 +203,7 @@ class _Rewrite:
         with graph.inserting_before(output):
             for mask in output.args[0]:  # type: ignore[union-attr]
                 assert isinstance(mask, Node)
-                results.append(shows_behind(graph, mask, kv_len))
+                results.append(inline(graph, shows_behind, (mask, kv_len), mask))
         output.args = (tuple(results),)
         return finish(gm), tuple(self._place[node] for node in needed)
 

@@ -17,18 +17,22 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch._higher_order_ops.flex_attention import flex_attention as FLEX
 from torch.fx import GraphModule, Node
 
 from specache_fx.capture.flex_mods import Mods, UnclearError
 from specache_fx.capture.graph_edit import copy_graph, finish
-from specache_fx.capture.graph_utils import same_sizes, shape_of, value_of
+from specache_fx.capture.graph_utils import same_sizes, shape_of
 from specache_fx.capture.normalize_attention import SDPA
 from specache_fx.capture.program import AttentionSite
+from specache_fx.capture.prove_form import repeated
 from specache_fx.capture.score_chain import Rows
+from specache_fx.capture.trace import inline
 
 _aten = torch.ops.aten
 _NO_BLOCKS = 1 << 30  # the block size of a mask that nobody gave
@@ -113,21 +117,24 @@ def _meaning(gm: GraphModule, flex: Node, rows: Rows) -> Node:
     score_graph = getattr(gm, score_mod.target).graph
     if score_graph.output_node().args[0] is next(iter(score_graph.nodes)):  # the score as it came
         return mods.call(SDPA, query, key, value, mask, 0.0, False, scale, True)
-    narrow = value_of(query).dtype
-    wide = torch.float64 if narrow == torch.float64 else torch.float32
-    of_queries, of_keys = mods.sizes[2:]
-    q = mods.by_head(query, of_queries, wide)
-    k, v = mods.by_head(key, of_keys, wide), mods.by_head(value, of_keys, narrow)
-    products = mods.call(_aten.bmm.default, q, mods.call(_aten.transpose.int, k, 1, 2))
-    scores = mods.call(_aten.reshape.default, products, [-1, *mods.sizes[1:]])
-    scores = mods.run(score_mod, score_reads, [mods.call(_aten.mul.Tensor, scores, scale)])
+    with gm.graph.inserting_before(flex):
+        scores = inline(gm.graph, partial(_scores, scale=scale), (query, key), flex)
+    scores = mods.run(score_mod, score_reads, [scores])
+    with gm.graph.inserting_before(flex):
+        return inline(gm.graph, _weighted_values, (scores, mask, value), flex)
+
+
+def _scores(query: Tensor, key: Tensor, *, scale: float) -> Tensor:
+    """Scores in float32 at least, as the operator has them: `[batch, num_heads, q_len, kv_len]`."""
+    wide = torch.promote_types(query.dtype, torch.float32)
+    key = repeated(key, query.shape[1])
+    return (query.to(wide) @ key.to(wide).transpose(-1, -2)) * scale
+
+
+def _weighted_values(scores: Tensor, mask: Tensor | None, value: Tensor) -> Tensor:
     if mask is not None:
-        scores = mods.call(_aten.where.self, mask, scores, mods.call(_aten.scalar_tensor.default, -torch.inf))
-    softmax = mods.call(_aten._softmax.default, scores, -1, False)
-    softmax._rename(f"{flex.name}_softmax")
-    weights = mods.call(_aten.reshape.default, mods.cast(softmax, narrow), [-1, *mods.sizes[2:]])
-    out = mods.call(_aten.bmm.default, weights, v)
-    return mods.call(_aten.reshape.default, out, [-1, *mods.sizes[1:3], value_of(value).shape[3]])
+        scores = torch.where(mask, scores, -torch.inf)
+    return scores.softmax(-1).to(value.dtype) @ repeated(value, scores.shape[1])
 
 
 def _mask(mods: Mods, flex: Node) -> Node | None:

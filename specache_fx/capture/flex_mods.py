@@ -38,18 +38,15 @@ class Mods:
         gm: The graph.
         flex: The attention.
         rows: Calls that others have made already.
-
-    Attributes:
-        sizes: Batch, heads, queries and keys: numbers, or what computes them.
     """
 
     def __init__(self, gm: GraphModule, flex: Node, rows: Rows) -> None:
         self._gm, self._flex, self._rows = gm, flex, rows
         query, key, *_ = flex.args
-        self.sizes = [*(self._size(query, dim) for dim in range(3)), self._size(key, 2)]
+        sizes = [*(self._size(query, dim) for dim in range(3)), self._size(key, 2)]
         device = value_of(query).device
         self._places = []
-        for dim, size in enumerate(self.sizes):
+        for dim, size in enumerate(sizes):
             index = self.call(_aten.arange.default, size, dtype=torch.int64, device=device)
             shape = [-1 if each == dim else 1 for each in range(4)]
             self._places.append(self.call(_aten.reshape.default, index, shape))
@@ -57,21 +54,6 @@ class Mods:
     def call(self, target: Any, *args: Any, **kwargs: Any) -> Node:
         """The result of a call before the attention."""
         return self._rows.call(self._flex, target, *args, **kwargs)
-
-    def cast(self, node: Node, dtype: torch.dtype) -> Node:
-        """A tensor in a dtype."""
-        same = value_of(node).dtype == dtype
-        return node if same else self.call(_aten._to_copy.default, node, dtype=dtype)
-
-    def by_head(self, side: Node, tokens: Any, dtype: torch.dtype) -> Node:
-        """`[batch * num_heads, tokens, dim]` of queries, or of keys or values, repeated for their queries."""
-        _, heads, _, dim = shape_of(side) or ()
-        groups = self.sizes[1] // heads
-        if groups > 1:
-            side = self.call(_aten.unsqueeze.default, side, 2)
-            side = self.call(_aten.expand.default, side, [-1, -1, groups, -1, -1])
-            side = self.call(_aten.reshape.default, side, [-1, self.sizes[1], tokens, dim])
-        return self.call(_aten.reshape.default, self.cast(side, dtype), [-1, tokens, dim])
 
     def run(self, mod: Any, reads: Sequence[Any], scores: Sequence[Node] = ()) -> Node:
         """The result of a mod.

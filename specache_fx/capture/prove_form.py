@@ -30,6 +30,12 @@ _SEEDS = 16  # tried until random masks show something
 _SIZES = (5, 3, 7, 6, 9, 10, 11, 12, 13, 14, 15)
 
 
+def repeated(side: torch.Tensor, num_heads: int) -> torch.Tensor:
+    """Keys or values for each query head: `[batch, num_heads, kv_len, head_dim]`."""
+    groups = num_heads // side.shape[1]
+    return side if groups == 1 else side[:, :, None].expand(-1, -1, groups, -1, -1).flatten(1, 2)
+
+
 def dense(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -44,9 +50,7 @@ def dense(
 
     The softmax is in float32 at least, as models spell it.
     """
-    groups = query.shape[1] // key.shape[1]
-    if groups > 1:
-        key, value = (side[:, :, None].expand(-1, -1, groups, -1, -1).flatten(1, 2) for side in (key, value))
+    key, value = (repeated(side, query.shape[1]) for side in (key, value))
     scores = query @ key.transpose(-1, -2) * scale
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
