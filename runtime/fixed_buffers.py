@@ -15,7 +15,8 @@ import torch
 from specache_fx.errors import CacheHandleError
 from specache_fx.runtime import handle as handles
 from specache_fx.runtime import registry
-from specache_fx.runtime.give_back import give_back, has_tokens_first
+from specache_fx.runtime.give_back import form_of, give_back
+from specache_fx.runtime.handle import Form
 from specache_fx.runtime.handle_tensor import Handle, bare, mark, unmark
 
 _WRITTEN = (
@@ -168,7 +169,7 @@ def _restore(held: Sequence[Handle]) -> None:
     session = registry.find(held[0])
     assert session is not None
     first_shape = session.shapes[0]
-    swapped = [has_tokens_first(buffer, first_shape.num_kv_heads) for buffer in held]
+    swapped = [form_of(buffer, first_shape.num_kv_heads) is Form.TOKENS_FIRST for buffer in held]
     with bare():
         codes = [handles.decode(buffer[:1]) for buffer in held]
         batch = _rows_held(held[0], session.batch or 1)

@@ -10,6 +10,7 @@ from specache_fx.errors import CacheHandleError
 from specache_fx.runtime import handle as handles
 from specache_fx.runtime import registry
 from specache_fx.runtime.claims import CHOSEN, LEFT, MIXED, REORDERED, living, read_claim
+from specache_fx.runtime.handle import Form
 
 
 @registry.locked
@@ -35,31 +36,28 @@ def give_back(tensors: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
         slots, order = zip(*sorted(found), strict=True)
         issued = living(registry.by_code(number))
         shapes = issued.session.shapes
-        swapped = [
-            has_tokens_first(tensors[place], shapes[slot // 2].num_kv_heads)
-            for slot, place in zip(slots, order, strict=True)
-        ]
+        heads = [shapes[slot // 2].num_kv_heads for slot in slots]
+        forms = [form_of(tensors[place], count) for place, count in zip(order, heads, strict=True)]
         past = [
-            tensors[place].transpose(1, 2) if swap else tensors[place]
-            for place, swap in zip(order, swapped, strict=True)
+            handles.heads_first(tensors[place], form, count)
+            for place, form, count in zip(order, forms, heads, strict=True)
         ]
-        sides = _numbers(slots, past)
-        for place, swap, side in zip(order, swapped, sides, strict=True):
-            real[place] = (side.transpose(1, 2) if swap else side).contiguous()
+        for place, form, side in zip(order, forms, _numbers(slots, past), strict=True):
+            moved = side if form is Form.HEADS_FIRST else side.transpose(1, 2)
+            real[place] = (moved.flatten(2) if form is Form.HEADS_MERGED else moved).contiguous()
     return real
 
 
-def has_tokens_first(tensor: torch.Tensor, num_kv_heads: int) -> bool:
-    """Whether a handle, or a copy of one, is `[batch, kv_len, num_kv_heads, head_dim]`.
+def form_of(tensor: torch.Tensor, num_kv_heads: int) -> Form:
+    """The form of a handle, or of a copy of one.
 
     Raises:
         CacheHandleError: If a copy has as many tokens as heads, which tells nothing.
     """
-    if handles.is_laid_out(tensor):
-        return handles.has_tokens_first(tensor)
-    if tensor.shape[1] == tensor.shape[2] and num_kv_heads > 1:
+    form = handles.form_of(tensor, num_kv_heads)
+    if form is None:
         raise CacheHandleError(REORDERED)
-    return tensor.shape[1] != num_kv_heads
+    return form
 
 
 def _numbers(slots: Sequence[int], past: Sequence[torch.Tensor]) -> list[torch.Tensor]:

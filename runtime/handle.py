@@ -27,6 +27,7 @@ import secrets
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 
 import torch
 
@@ -38,6 +39,14 @@ _FILLER = 0x2A  # payload of the NaNs behind a row's code: no computation makes 
 _NUMBER_EVERY = 8  # elements; heads have room for a number behind the code
 _SLACK = 512  # elements by which a ruler grows at least
 _HEAD_STRIDE = 2  # elements; not that of tokens, so that the two can be told apart
+
+
+class Form(StrEnum):
+    """The dimensions of keys or values outside of the graph."""
+
+    HEADS_FIRST = "heads first"  # [batch, num_kv_heads, kv_len, head_dim]
+    TOKENS_FIRST = "tokens first"  # [batch, kv_len, num_kv_heads, head_dim]
+    HEADS_MERGED = "heads merged"  # [batch, kv_len, num_kv_heads * head_dim]
 
 
 @dataclass(frozen=True)
@@ -178,12 +187,14 @@ def decode(handle: torch.Tensor) -> list[HandleCode] | None:
     """Read the codes of a handle, or of a copy of one (a device-to-host copy of a few bytes).
 
     Args:
-        handle: `[batch, num_kv_heads, kv_len, head_dim]`.
+        handle: `[batch, num_kv_heads, kv_len, head_dim]`, or of another `Form`.
 
     Returns:
         One code per batch row, or None if the tensor is no handle.
     """
     box = _BOXES.get(handle.dtype)
+    if handle.dim() == 3:
+        handle = handle.unsqueeze(1)
     if box is None or handle.dim() != 4 or 0 in handle.shape or unfit_reason(handle.dtype, handle.shape[-1]):
         return None
     seen = handle[:, 0, 0].detach().cpu().contiguous().view(box.integer)
@@ -247,16 +258,17 @@ def matches(copies: Sequence[torch.Tensor], session: int, batch: int, rows: Sequ
     return bool(torch.stack(same).all())
 
 
-def is_poisoned(tensor: torch.Tensor) -> bool:
-    """Whether a tensor begins with a handle's elements, legible or not (its oldest tokens were cut off).
+def first_row(tensor: torch.Tensor) -> torch.Tensor:
+    """A handle's first elements, or another cache's: 1-D."""
+    return tensor.detach()[(0,) * (tensor.dim() - 1)]
 
-    Args:
-        tensor: `[batch, num_kv_heads, kv_len, head_dim]`.
-    """
+
+def is_poisoned(tensor: torch.Tensor) -> bool:
+    """Whether a tensor begins with a handle's elements, legible or not (its oldest tokens were cut off)."""
     box = _BOXES.get(tensor.dtype)
-    if box is None or tensor.dim() != 4 or 0 in tensor.shape:
+    if box is None or tensor.dim() not in (3, 4) or 0 in tensor.shape:
         return False
-    row = tensor[0, 0, 0].detach().cpu().contiguous()
+    row = first_row(tensor).cpu().contiguous()
     payload = row.view(box.integer).to(torch.int64) - box.quiet_nan
     return bool((row.isnan() & (payload > 0) & (payload < 1 << box.bits)).any())
 
@@ -319,12 +331,32 @@ def resize(issued: Sequence[torch.Tensor], lengths: Sequence[int]) -> list[torch
 
 def is_laid_out(tensor: torch.Tensor) -> bool:
     """Whether a tensor has the strides of a handle, which no tensor of numbers has: heads 2, tokens and channels 1."""
+    if tensor.dim() == 3:
+        return tensor.shape[2] > 1 and tensor.stride()[1:] == (1, 1)
     return tensor.dim() == 4 and tensor.stride()[1:] in ((_HEAD_STRIDE, 1, 1), (1, _HEAD_STRIDE, 1))
 
 
-def has_tokens_first(handle: torch.Tensor) -> bool:
-    """Whether a tensor that `is_laid_out` is `[batch, kv_len, num_kv_heads, head_dim]`."""
-    return handle.stride(2) == _HEAD_STRIDE
+def form_of(tensor: torch.Tensor, num_kv_heads: int) -> Form | None:
+    """The form of a handle or of a copy of one; None of a copy with as many tokens as heads, which tells nothing."""
+    if tensor.dim() == 3:
+        return Form.HEADS_MERGED
+    if is_laid_out(tensor):
+        return Form.TOKENS_FIRST if tensor.stride(2) == _HEAD_STRIDE else Form.HEADS_FIRST
+    if tensor.shape[1] == tensor.shape[2] and num_kv_heads > 1:
+        return None
+    return Form.HEADS_FIRST if tensor.shape[1] == num_kv_heads else Form.TOKENS_FIRST
+
+
+def heads_first(tensor: torch.Tensor, form: Form, num_kv_heads: int) -> torch.Tensor:
+    """A handle, or a copy of one, as `[batch, num_kv_heads, kv_len, head_dim]`: a view."""
+    if form is Form.HEADS_FIRST:
+        return tensor
+    if form is Form.TOKENS_FIRST:
+        return tensor.transpose(1, 2)
+    # Elements that lie behind those of the first head are the other heads', as far as they are at stride 2.
+    (batch, kv_len, width), (rows, tokens, channels) = tensor.shape, tensor.stride()
+    sizes = (batch, num_kv_heads, kv_len, width // num_kv_heads)
+    return tensor.as_strided(sizes, (rows, _HEAD_STRIDE * channels, tokens, channels))
 
 
 def was_written(handle: torch.Tensor) -> bool:
@@ -340,14 +372,20 @@ def is_whole(handle: torch.Tensor) -> bool:
     )
 
 
-def tokens_first(handle: torch.Tensor) -> torch.Tensor:
-    """The same handle as `[batch, kv_len, num_kv_heads, head_dim]`; shares the storage.
+def in_form(handle: torch.Tensor, form: Form) -> torch.Tensor:
+    """The same handle in a form; shares the storage.
 
     Args:
         handle: `[batch, num_kv_heads, kv_len, head_dim]`.
+        form: Not `HEADS_FIRST`, which it has.
     """
-    swapped = handle.transpose(1, 2)
-    place = (handle.untyped_storage(), handle.storage_offset(), swapped.shape, swapped.stride())
+    batch, heads, kv_len, dim = handle.shape
+    rows, of_heads, tokens, channels = handle.stride()
+    shape: tuple[int, ...] = (batch, kv_len, heads, dim)
+    strides: tuple[int, ...] = (rows, tokens, of_heads, channels)
+    if form is Form.HEADS_MERGED:
+        shape, strides = (batch, kv_len, heads * dim), (rows, tokens, channels)
+    place = (handle.untyped_storage(), handle.storage_offset(), shape, strides)
     alone = torch.empty(0, dtype=handle.dtype, device=handle.device).set_(*place)  # no view, see `_look`
     torch._dynamo.maybe_mark_dynamic(alone, 1)
     return alone
@@ -372,7 +410,7 @@ def _look(
     held = storage.nbytes() // dtype.itemsize
     needed, kv_len = 0, 0
     for offset, (batch, heads, tokens, dim) in places:
-        needed = max(needed, offset + batch * dim + _HEAD_STRIDE * heads + tokens)
+        needed = max(needed, offset + batch * dim + heads * dim + tokens)
         kv_len = max(kv_len, tokens)
     if held < needed:
         capacity = needed + max(_SLACK, kv_len // 2)

@@ -12,7 +12,8 @@ from specache_fx.errors import CacheHandleError
 from specache_fx.runtime import handle as handles
 from specache_fx.runtime import registry
 from specache_fx.runtime.claims import ELSEWHERE, MIXED, check_open, living, read_claim
-from specache_fx.runtime.give_back import has_tokens_first
+from specache_fx.runtime.give_back import form_of
+from specache_fx.runtime.handle import Form
 from specache_fx.runtime.session import Session
 from specache_fx.runtime.snapshot import take_lookahead
 
@@ -24,12 +25,12 @@ class Part:
     Attributes:
         session: It, or a copy of the part that the cache still has.
         places: Of its handles among the tensors, by slot: keys and values in turn, layer by layer.
-        swapped: Which of these are `[batch, kv_len, num_kv_heads, head_dim]`.
+        forms: Of these, likewise.
     """
 
     session: Session
     places: list[int]
-    swapped: list[bool]
+    forms: list[Form]
 
 
 @contextlib.contextmanager
@@ -72,9 +73,13 @@ def _part(
     if sorted(by_slot) != list(range(2 * len(shapes))):
         raise CacheHandleError(MIXED)
     places = [by_slot[slot] for slot in range(len(by_slot))]
-    swapped = [has_tokens_first(tensors[p], shapes[i // 2].num_kv_heads) for i, p in enumerate(places)]
+    heads = [shape.num_kv_heads for shape in shapes for _ in range(2)]
+    forms = [form_of(tensors[place], count) for place, count in zip(places, heads, strict=True)]
     claim = read_claim(
-        [tensors[p].transpose(1, 2) if s else tensors[p] for p, s in zip(places, swapped, strict=True)]
+        [
+            handles.heads_first(tensors[place], form, count)
+            for place, form, count in zip(places, forms, heads, strict=True)
+        ]
     )
     session = claim.session
     stack.enter_context(registry.holding(session))
@@ -89,4 +94,4 @@ def _part(
         if whole and len(claim.rows) == source.batch and not registry.is_held(source):
             take_lookahead(session, source, claim.rows)  # as `go_on` moves the rows in place
         session.rewind(claim.kv_len)
-    return Part(session, places, swapped)
+    return Part(session, places, forms)

@@ -246,7 +246,7 @@ def issue_of(tensor: torch.Tensor) -> Issue | None:
 
 @locked
 def first_handle(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """The first of several floating-point 4-D tensors that is a handle, a copy of one, or a piece of one.
+    """The first of several floating-point tensors, 3-D or 4-D, that is a handle, a copy of one, or a piece of one.
 
     Costs one read of the device, whatever their number: only what begins with NaN is looked at closely.
     """
@@ -258,7 +258,7 @@ def first_handle(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
         return None
     # No three elements in a row are numbers, and a sum with NaN is NaN.
     starts = torch.stack(
-        [tensor.detach()[0, 0, 0, :3].sum().to(full[0].device, torch.float32) for tensor in full]
+        [handles.first_row(tensor)[:3].sum().to(full[0].device, torch.float32) for tensor in full]
     )
     for tensor, is_nan in zip(full, starts.isnan().tolist(), strict=True):
         if is_nan and handles.is_poisoned(tensor):

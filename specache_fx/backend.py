@@ -245,7 +245,8 @@ class Backend:
     ) -> Compiled:
         """The runner of a graph in which attentions are rewritten."""
         runner = self._inner_runner(rewritten, example_inputs, program, observe)
-        return AtBorder(runner, program) if program.swapped_outputs or program.newest_inputs else runner
+        moved = program.swapped_outputs or program.merged_outputs or program.newest_inputs
+        return AtBorder(runner, program) if moved else runner
 
     def _inner_runner(
         self,

@@ -19,9 +19,9 @@ from specache_fx.compiled import backend_of
 from specache_fx.config import SpecacheConfig
 from specache_fx.errors import ConfigError, SavedCacheError
 from specache_fx.fingerprint import check_ids, config_of, matched, token_hash
-from specache_fx.runners import inference, with_tokens_first
+from specache_fx.runners import in_form, inference
 from specache_fx.runtime import registry
-from specache_fx.runtime.handle_tensor import Handle
+from specache_fx.runtime.handle import Form
 from specache_fx.runtime.session import Session
 from specache_fx.runtime.snapshot import HELD_OPTIONS, SessionHeader, restore
 from specache_fx.saving import FILE, FORMAT
@@ -113,12 +113,9 @@ def restored(
             for i, about in enumerate(file.about["sessions"]):
                 session = _session(model, file, i, about, weights[i], made)
                 session.rewind(session.kv_len if kv_len is None else kv_len)
-                for place, swap, handle in zip(
-                    about["places"], about["swapped"], registry.issue(session), strict=True
-                ):
-                    tensors[place] = (
-                        with_tokens_first(handle) if swap and isinstance(handle, Handle) else handle
-                    )
+                issued = registry.issue(session)
+                for place, form, handle in zip(about["places"], about["forms"], issued, strict=True):
+                    tensors[place] = in_form(handle, Form(form))
             for name in file.names:
                 kind, _, number = name.partition(".")
                 if kind == "plain":
@@ -171,7 +168,7 @@ def _session(
     made: list[Session],
 ) -> Session:
     """One session of a file; it is put into `made` before it is filled."""
-    others = "places", "swapped", "model_config", "weights"
+    others = "places", "forms", "model_config", "weights"
     header = SessionHeader.from_json({name: value for name, value in about.items() if name not in others})
     device = next((weight.device for weight in weights.values()), torch.device("cpu"))
     config, dtype = options_of(model) or header.config, getattr(torch, header.dtype)

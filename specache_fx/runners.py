@@ -23,8 +23,9 @@ from specache_fx.capture.subclasses import flatten
 from specache_fx.errors import CacheHandleError, SpecacheError
 from specache_fx.lowering import Compiled
 from specache_fx.runtime import claims, fixed_buffers, registry
+from specache_fx.runtime import handle as handles
 from specache_fx.runtime.give_back import give_back
-from specache_fx.runtime.handle import tokens_first
+from specache_fx.runtime.handle import Form, heads_first, is_laid_out, is_poisoned
 from specache_fx.runtime.handle_tensor import Handle, bare, mark, plain
 from specache_fx.runtime.layout import LayerShape
 from specache_fx.runtime.prompt_masks import PromptMasks
@@ -320,17 +321,31 @@ class Extend:
 
 
 def as_taken(program: Program, args: Sequence[Any]) -> list[Any]:
-    """Dynamo's inputs as the graph takes them after `heads_first` and `newest_tokens`."""
+    """Dynamo's inputs as the graph takes them after `merged_heads`, `heads_first` and `newest_tokens`."""
     taken = list(args)
+    for i, heads in program.merged_inputs.items():
+        taken[i] = heads_apart(taken[i], heads)
     for i in program.swapped_inputs:
         taken[i] = taken[i].transpose(1, 2)
     return taken + [args[i][:, -count:] for i, count in program.newest_inputs]
 
 
-def with_tokens_first(handle: Handle) -> Handle:
-    """The same handle as `[batch, kv_len, num_kv_heads, head_dim]`."""
+def heads_apart(tensor: torch.Tensor, num_heads: int) -> torch.Tensor:
+    """`[batch, kv_len, num_heads, head_dim]` of a cache with merged heads: of numbers, a handle or a copy of one."""
+    lease = tensor.lease if isinstance(tensor, Handle) else None
     with bare():
-        return mark(tokens_first(handle), handle.lease)
+        if lease is None and not is_laid_out(tensor) and not is_poisoned(tensor):
+            return tensor.unflatten(2, (num_heads, -1))
+        apart = heads_first(plain(tensor), Form.HEADS_MERGED, num_heads).transpose(1, 2)
+        return apart if lease is None else mark(apart, lease)
+
+
+def in_form(handle: torch.Tensor, form: Form) -> torch.Tensor:
+    """The same handle, `[batch, num_kv_heads, kv_len, head_dim]`, in another form."""
+    if form is Form.HEADS_FIRST or not isinstance(handle, Handle):
+        return handle
+    with bare():
+        return mark(handles.in_form(handle, form), handle.lease)
 
 
 class TakenApart:
@@ -347,8 +362,8 @@ class TakenApart:
 class AtBorder:
     """Another runner for a model whose inputs and outputs the graph takes and gives otherwise.
 
-    Caches are `[batch, kv_len, num_kv_heads, head_dim]` (`heads_first`); ids are the whole sequence's
-    (`newest_tokens`).
+    Caches have their tokens first (`heads_first`), or their heads merged too (`merged_heads`); ids are the whole
+    sequence's (`newest_tokens`).
 
     Attributes:
         runner: Gets and gives caches with heads first, and gets the newest ids.
@@ -362,9 +377,14 @@ class AtBorder:
         results = list(self.runner(*as_taken(self._program, args)))
         assert self._program.outputs is not None
         with inference():
-            for i in self._program.swapped_outputs:
-                if i in self._program.outputs.handles:
-                    results[i] = with_tokens_first(results[i])
-                else:  # a cache that is left alone: in memory as the model's own cat would have it
+            merged, handed_out = self._program.merged_outputs, self._program.outputs.handles
+            for i in {*self._program.swapped_outputs, *merged}:
+                if i in handed_out:
+                    results[i] = in_form(results[i], Form.HEADS_MERGED if i in merged else Form.TOKENS_FIRST)
+                    continue
+                # A cache that is left alone: in memory as the model's own cat would have it.
+                if i in self._program.swapped_outputs:
                     results[i] = results[i].transpose(1, 2).contiguous()
+                if i in merged:
+                    results[i] = results[i].flatten(2)
         return tuple(results)

@@ -21,7 +21,7 @@ from specache_fx.runtime.snapshot import SessionHeader, snapshot
 from specache_fx.tensor_file import write
 
 FILE = "cache.safetensors"
-FORMAT = 4  # counts up when older versions can't read new files, or new versions old files
+FORMAT = 5  # counts up when older versions can't read new files, or new versions old files
 
 
 def save(past_key_values: Any, folder: str | Path, *, input_ids: torch.Tensor | None = None) -> None:
@@ -114,7 +114,7 @@ def _about(part: Part) -> dict[str, Any]:
     return {
         **SessionHeader.of(part.session).to_json(),
         "places": part.places,
-        "swapped": part.swapped,
+        "forms": part.forms,
         "model_config": config_digest(part.session.model_config),
         "weights": {name: weight_digest(weight) for name, weight in weights.items() if weight is not None},
     }

@@ -30,6 +30,7 @@ from specache_fx.capture.heads_first import heads_first
 from specache_fx.capture.lanes import drawn_in, effect_of, kept_cache_of, single_lane
 from specache_fx.capture.mask_graphs import find_window_masks, with_masks
 from specache_fx.capture.match_attention import match_attention, phase_of
+from specache_fx.capture.merged_heads import merged_heads
 from specache_fx.capture.newest_tokens import NEWEST_OF, newest_tokens
 from specache_fx.capture.normalize_attention import attention_cores
 from specache_fx.capture.outputs import find_logits, plan_outputs
@@ -54,6 +55,7 @@ def analyse(gm: GraphModule, config: SpecacheConfig, positions: Collection[int] 
     start, num_nodes = time.perf_counter(), len(gm.graph.nodes)
     other_kv, newest = kv_inputs(gm), newest_tokens(gm)
     inputs = placeholders(gm.graph)
+    merged_inputs, merged_outputs = merged_heads(gm)
     folded_heads(gm)
     swapped_inputs, swapped_outputs = heads_first(gm)
     flex = flex_attention(gm)
@@ -67,6 +69,8 @@ def analyse(gm: GraphModule, config: SpecacheConfig, positions: Collection[int] 
         other_kv_inputs=tuple(other_kv),
         swapped_inputs=frozenset(swapped_inputs),
         swapped_outputs=tuple(swapped_outputs),
+        merged_inputs=merged_inputs,
+        merged_outputs=merged_outputs,
         newest_inputs=tuple(newest),
         refusals=tuple(refusals),
     )

@@ -195,6 +195,9 @@ class Program:
         swapped_inputs: Positions of the inputs whose dimensions 1 and 2 `heads_first` swapped: caches that have tokens
             first.
         swapped_outputs: Positions of such outputs.
+        merged_inputs: Positions of the inputs whose heads `merged_heads` took apart, and how many these are: caches
+            `[batch, kv_len, num_kv_heads * head_dim]`.
+        merged_outputs: The same of outputs.
         newest_inputs: Further inputs behind Dynamo's (`newest_tokens`): the position of the ids of a whole sequence,
             and how many of the newest of them.
         fixed_sizes: Position to dimension of inputs that grow with the context, where Dynamo took the size for a
@@ -217,6 +220,8 @@ class Program:
     other_kv_inputs: tuple[int, ...] = ()
     swapped_inputs: frozenset[int] = frozenset()
     swapped_outputs: tuple[int, ...] = ()
+    merged_inputs: dict[int, int] = field(default_factory=dict)
+    merged_outputs: dict[int, int] = field(default_factory=dict)
     newest_inputs: tuple[tuple[int, int], ...] = ()
     fixed_sizes: dict[int, int] = field(default_factory=dict)
     token: int | None = None
