@@ -175,8 +175,9 @@ class Backend:
             return self._without_cache(gm, example_inputs, program, observe, reason, remedy)
         if program.phase is Phase.NO_CACHE and not program.refusals and writes:
             unread = NoMatch(
-                "its caches are written in place, and are not read by attention in the same graph",
-                f"Let it read them there, each call's tokens written at once, or use caches that grow. {LEAVE}.",
+                "its caches are written in place, and no attention that specache knows reads them in the same graph",
+                "Let it read them there, [batch, num_kv_heads, kv_len, head_dim], each call's tokens written at once."
+                f" Or use caches that grow. {LEAVE}.",
             )
             return self._left_in_place(gm, example_inputs, program, observe, unread)
         if program.phase is Phase.NO_CACHE:

@@ -21,9 +21,12 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from specache_fx.capture.cache_side import unrepeated, without_repeat
-from specache_fx.capture.graph_utils import output_node, same_sizes, shape_of, value_of
+from specache_fx.capture.graph_utils import is_float, output_node, same_sizes, shape_of, value_of
 
 _aten = torch.ops.aten
+_WRITES = (
+    _aten.index_copy.default, _aten.index_put.default, _aten.slice_scatter.default, _aten.scatter.src,
+)  # fmt: skip
 _MADE = (_aten.zeros.default, _aten.full.default, _aten.new_zeros.default)
 
 
@@ -185,12 +188,12 @@ def read_by(side: Any, found: Mapping[Node, Append]) -> tuple[Append, list[Any]]
 
 
 def writes_tokens(gm: GraphModule) -> bool:
-    """Whether a functional graph writes tokens into a buffer in a way that is known, or one after the other."""
+    """Whether a functional graph writes parts of an input of 3 dimensions or more, as it would tokens."""
     for node in gm.graph.nodes:
-        if node.target is _aten.copy_.default:
+        if node.target is _aten.copy_.default and is_float(node.args[0], 5):
             buffer, value = node.args
-            while value is not buffer and (append := _write(value) or _of_first_rows(value)) is not None:
-                value = append.buffer
-            if value is buffer and node.args[1] is not buffer:
+            while value.target in _WRITES:
+                value = value.args[0]
+            if value is buffer is not node.args[1] and len(shape_of(buffer) or ()) > 2:
                 return True
     return False

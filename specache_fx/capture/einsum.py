@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,9 +13,11 @@ def as_matmul(node: Node) -> None:
     """Make a `matmul` of an `einsum` of two tensors in a graph of Dynamo's, where it is one; leave it alone else.
 
         einsum("b h i d, b h j d -> b h i j", q, k)    ->  matmul(q, transpose(k, -1, -2))
+        einsum("b i h d, b j h d -> b h i j", q, k)    ->  matmul(swap(q), transpose(swap(k), -1, -2))
+        einsum("b h i j, b j h d -> b i h d", p, v)    ->  swap(matmul(p, swap(v)))
         einsum("b h i j, b j d -> b h i d", p, v)      ->  matmul(p, unsqueeze(v, 1))
 
-    PyTorch would compute it by five permutations of five dimensions.
+    `swap` is a permutation. PyTorch would compute it by five permutations of five dimensions.
     """
     equation, *operands = node.args
     if len(operands) == 1 and isinstance(operands[0], (list, tuple)):
@@ -23,18 +26,16 @@ def as_matmul(node: Node) -> None:
         return
     inputs, result = equation.replace(" ", "").split("->")
     sides = inputs.split(",")
-    if len(sides) != 2 or len(result) < 3 or any(len(set(each)) != len(each) for each in (*sides, result)):
+    if len(sides) != 2 or any(len(set(each)) != len(each) for each in (*sides, result)):
         return
     first, second = sides
-    batch, (row, column), summed = list(result[:-2]), tuple(result[-2:]), first[-1]
-    transposed = second[-2:] == column + summed
-    if first != "".join([*batch, row, summed]) or summed in result:
+    summed = [letter for letter in first if letter in second and letter not in result]
+    rows = [letter for letter in result if letter not in second]
+    columns = [letter for letter in result if letter not in first]
+    if len(summed) != 1 or not rows or not columns or set(first + second) - set(result) != {*summed}:
         return
-    if not transposed and second[-2:] != summed + column:
-        return
-    shared = second[:-2]
-    if [letter for letter in batch if letter in shared] != list(shared):
-        return
+    row, column = rows[-1], columns[-1]
+    batch = [letter for letter in result if letter not in (row, column)]
     graph, (left, right) = node.graph, operands
     with graph.inserting_before(node):
 
@@ -43,9 +44,22 @@ def as_matmul(node: Node) -> None:
             new.meta = {key: node.meta[key] for key in ("stack_trace", "nn_module_stack") if key in node.meta}
             return new
 
-        if transposed:
-            right = call(torch.transpose, right, -1, -2)
-        for place, letter in enumerate(batch):
-            if letter not in shared:
-                right = call(torch.unsqueeze, right, place)
-    node.target, node.args, node.kwargs = torch.matmul, (left, right), {}
+        def arranged(tensor: Any, letters: str, wanted: Sequence[str]) -> Any:
+            """A tensor with its dimensions in another order, and one of size 1 for each that it lacks."""
+            order = [letters.index(letter) for letter in wanted if letter in letters]
+            if order != sorted(order):
+                tensor = call(torch.permute, tensor, order)
+            for place, letter in enumerate(wanted):
+                tensor = tensor if letter in letters else call(torch.unsqueeze, tensor, place)
+            return tensor
+
+        left = arranged(left, first, [*batch, row, *summed])
+        if second.index(column) < second.index(summed[0]):
+            right = call(torch.transpose, arranged(right, second, [*batch, column, *summed]), -1, -2)
+        else:
+            right = arranged(right, second, [*batch, *summed, column])
+        product = call(torch.matmul, left, right)
+        out = arranged(product, "".join([*batch, row, column]), result)
+    node.replace_all_uses_with(out)
+    graph.erase_node(node)
+    out._rename(node.name)

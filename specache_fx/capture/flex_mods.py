@@ -6,7 +6,6 @@ Their graphs are of one place, `b`, `h`, `i`, `j` without dimensions. Here these
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,7 +16,6 @@ from specache_fx.capture.graph_slices import draws_random_numbers
 from specache_fx.capture.graph_utils import (
     described,
     is_pointwise,
-    placeholders,
     reads_shape_only,
     shape_of,
     value_of,
@@ -42,8 +40,9 @@ class Mods:
 
     def __init__(self, gm: GraphModule, flex: Node, rows: Rows) -> None:
         self._gm, self._flex, self._rows = gm, flex, rows
-        query, key, *_ = flex.args
-        sizes = [*(self._size(query, dim) for dim in range(3)), self._size(key, 2)]
+        given: Any = flex.args
+        query, key, *_ = given
+        sizes = [rows.size(flex, side, dim) for side, dim in ((query, 0), (query, 1), (query, 2), (key, 2))]
         device = value_of(query).device
         self._places = []
         for dim, size in enumerate(sizes):
@@ -88,21 +87,6 @@ class Mods:
         if result not in values:
             raise UnclearError("its mod returns no tensor")
         return values[result]
-
-    def _size(self, node: Any, dim: int) -> Any:
-        """A size, of the graph's integers where it can be: a mask does not depend on keys then."""
-        size = (shape_of(node) or ())[dim]
-        if isinstance(size, int):
-            return size
-        integers = [each for each in placeholders(self._gm.graph) if isinstance(value_of(each), torch.SymInt)]
-        symbols = {value_of(each).node.expr: each for each in integers}
-        terms = size.node.expr.as_ordered_terms()
-        if not all(term.is_Integer or term in symbols for term in terms):
-            return self.call(_aten.sym_size.int, node, dim)
-        total, *others = (int(term) if term.is_Integer else symbols[term] for term in terms)
-        for other in others:
-            total = self.call(operator.add, total, other)
-        return total
 
 
 def _is_one_by_one(node: Node) -> bool:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
+from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
 from torch.fx._lazy_graph_module import _LazyGraphModule
@@ -74,10 +76,30 @@ def call(
     node.meta = origin_of(origin)
     mode = fake_mode_of(map(value_of, (*node.all_input_nodes, origin)))
     if mode is not None:
-        with mode, torch.no_grad():
+        with enable_python_dispatcher(), mode, torch.no_grad():  # some operators take no symbols else
             value = target(*torch.fx.node.map_arg(args, value_of), **kwargs)
         node.meta["val"] = value
     return node
+
+
+def size_of(before: Node, node: Node, dim: int) -> Any:
+    """A size of a node: a number, or what computes it, inserted before a node.
+
+    Of the graph's integers where it can be: what is computed from it does not depend on the node then.
+    """
+    size, graph = value_of(node).shape[dim], before.graph
+    if isinstance(size, int):
+        return size
+    integers = [each for each in placeholders(graph) if isinstance(value_of(each), torch.SymInt)]
+    symbols = {value_of(each).node.expr: each for each in integers}
+    terms = size.node.expr.as_ordered_terms()
+    with graph.inserting_before(before):
+        if not all(term.is_Integer or term in symbols for term in terms):
+            return call(graph, torch.ops.aten.sym_size.int, (node, dim), before)
+        total, *others = (int(term) if term.is_Integer else symbols[term] for term in terms)
+        for other in others:
+            total = call(graph, operator.add, (total, other), before)
+        return total
 
 
 def origin_of(node: Node) -> dict[str, Any]:

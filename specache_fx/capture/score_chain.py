@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from specache_fx.capture.graph_edit import call
+from specache_fx.capture.graph_edit import call, size_of
 from specache_fx.capture.graph_slices import ancestors, constant_of
 from specache_fx.capture.graph_utils import (
     described,
@@ -65,10 +65,17 @@ class Rows:
                 self._known[key] = call(before.graph, target, args, before, kwargs=kwargs)
         return self._known[key]
 
+    def size(self, before: Node, node: Node, dim: int) -> Any:
+        """A size, see `size_of`; the same one once."""
+        key = ("size", str(value_of(node).shape[dim]))
+        if key not in self._known:
+            self._known[key] = size_of(before, node, dim)
+        return self._known[key]
+
     def erase_unused(self, used: set[Node]) -> bool:
         """Erase what nothing in `used` is computed from; returns whether anything is left."""
         for node in reversed(self._known.values()):
-            if node not in used:
+            if isinstance(node, Node) and node not in used:
                 node.graph.erase_node(node)
         return not used.isdisjoint(self._known.values())
 

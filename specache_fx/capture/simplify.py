@@ -2,6 +2,7 @@
 
     x.view(x.shape); x[:, :]; x.expand(x.shape); alias(x)     ->  x
     slice(slice_scatter(x, y, 0, start, end), 0, start, end)  ->  y
+    slice_scatter(x, slice(x, -1, -n) + y, -1, -n)            ->  x + pad(y)
     view, _unsafe_view                                        ->  reshape
 
 Sizes that Dynamo left open are compared as symbols: no guard is added.
@@ -9,13 +10,16 @@ Sizes that Dynamo left open are compared as symbols: no guard is added.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.fx import Graph, Node
 
-from specache_fx.capture.graph_utils import same_sizes, value_of
+from specache_fx.capture.cache_side import END
+from specache_fx.capture.graph_edit import call, size_of
+from specache_fx.capture.graph_utils import same_sizes, shape_of, value_of
 from specache_fx.capture.normalize_attention import SDPA, SDPA_DEFAULTS
 
 _aten = torch.ops.aten
@@ -51,7 +55,7 @@ def simplify(graph: Graph) -> None:
             _without_example(node)
         elif node.target is _aten.slice_scatter.default:
             _with_an_end(node)
-        if (part := _written_part(node)) is not None:
+        if (part := _with_more_at_the_end(node) or _written_part(node)) is not None:
             node.replace_all_uses_with(part)
             graph.erase_node(node)
             continue
@@ -80,6 +84,34 @@ def _with_an_end(node: Node) -> None:
     size = value_of(node).shape[args[2]]
     if isinstance(size, int) and (args[4] is None or (isinstance(args[4], int) and args[4] > size)):
         node.args = (*args[:4], size, *node.args[5:])
+
+
+def _with_more_at_the_end(node: Node) -> Node | None:
+    """The sum with zeros and y that `x[..., -n:] += y` computes: scores of this call's tokens get their causal mask.
+
+    Python reads such a slice, adds to it, and writes it back once more: then x is as it was.
+    """
+    args: list[Any] = [*node.args, *(0, None, None, 1)[len(node.args) - 2 :]]
+    if node.target is not _aten.slice_scatter.default or not isinstance(args[3], int) or args[3] >= 0:
+        return None
+    whole, part, dim, start, end, step = args
+    last = len(shape_of(whole) or ()) - 1
+    part = part.args[0] if part.target is _aten.clone.default else part
+    is_sum = part.target is _aten.add.Tensor and not part.kwargs
+    read, more = part.args if is_sum else (part, None)
+    if not isinstance(read, Node) or read.target is not _aten.slice.Tensor or (dim, step) != (last, 1):
+        return None
+    ends = (None, END, value_of(whole).shape[-1])
+    if read.args[:3] != (whole, last, start) or end not in ends or (*read.args, None)[3] not in ends:
+        return None
+    if more is None:
+        return whole
+    if not isinstance(more, Node) or (shape_of(more) or (0,))[-1] != -start:
+        return None
+    with node.graph.inserting_before(node):
+        rest = call(node.graph, operator.add, (size_of(node, whole, last), start), node)
+        padded = call(node.graph, _aten.constant_pad_nd.default, (more, [rest, 0]), node)
+        return call(node.graph, _aten.add.Tensor, (whole, padded), node)
 
 
 def _written_part(node: Node) -> Node | None:

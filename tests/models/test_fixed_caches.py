@@ -437,7 +437,7 @@ def tokens_for_heads(s: OneLayer, q: Tensor, k: Tensor, v: Tensor, where: Tensor
         (less_a_maximum_over_queries, "`amax.*is no maximum over the keys"),
         (first_heads, "is left alone: its keys are cached, but not as"),
         (tokens_for_heads, "is left alone: its keys are cached, but not as"),
-        (apart, "not read by attention in the same graph"),
+        (apart, "no attention that specache knows reads them in the same graph"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
