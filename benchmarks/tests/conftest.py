@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers, processors
 from tokenizers.models import BPE
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from specache_bench import lab as laboratory
 from specache_bench.lab import Lab
 
 _SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large]
@@ -70,6 +72,29 @@ def suite() -> Iterator[Lab]:
     with Lab("suite", dtype="float32") as lab:
         yield lab
         lab.close()
+    torch._dynamo.reset()
+
+
+def _two_layers(*given: Any, load: Any = laboratory.load) -> Any:
+    folder, model, tokenizer = load(*given)
+    model.model.layers, model.config.num_hidden_layers = model.model.layers[:2], 2
+    return folder, model, tokenizer
+
+
+@pytest.fixture
+def shallow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models have their first two layers, which look back as well: they are compiled in half the time."""
+    monkeypatch.setattr(laboratory, "load", _two_layers)
+
+
+@pytest.fixture(scope="module")
+def two_layers() -> Iterator[Lab]:
+    """Those of the suite model."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(laboratory, "load", _two_layers)
+        made = Lab("suite", dtype="float32")
+    with made as lab:
+        yield lab
     torch._dynamo.reset()
 
 

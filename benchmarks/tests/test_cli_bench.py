@@ -24,12 +24,12 @@ def said(result: Result) -> str:
     return " ".join(result.output.replace("│", " ").split())
 
 
-@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.usefixtures("fresh_dynamo", "shallow")
 def test_every_method_runs_on_every_task_length_and_depth(tmp_path: Path) -> None:
     records = tmp_path / "records.jsonl"
     tasks = "--task single,depth=0.5 --task multikey,num_keys=6,depth=0.5 --length 300 --length 400"
     where = tasks.split()
-    what = ["--method", "full", "--method", "kivi", "--bits", 2, "--prompts", 2, "--threads", 1]
+    what = ["--method", "full", "--method", "kivi", "--bits", 2, "--prompts", 2, "--seed", 5, "--threads", 1]
     result = run("eval", *where, *what, "--records", records)
     assert result.exit_code == 0, result.output
     lines = [json.loads(line) for line in records.read_text().splitlines()]
@@ -90,9 +90,9 @@ def test_help_loads_no_torch() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.usefixtures("fresh_dynamo", "shallow")
 def test_experiment_leaves_json_table_and_picture_and_goes_on(tmp_path: Path) -> None:
-    command = ("experiment", "figure5", "--quick", "--threads", 1, "--out", tmp_path)
+    command = ("experiment", "figure5", "--quick", "--seed", 1, "--threads", 1, "--out", tmp_path)
     result = run(*command)
     assert result.exit_code == 0, result.output
     assert (tmp_path / "figure5.md").read_text().count("|") > 20
@@ -102,11 +102,7 @@ def test_experiment_leaves_json_table_and_picture_and_goes_on(tmp_path: Path) ->
     assert results.scale.quick
     full, low, more = (
         results.over(paper_method(one))
-        for one in (
-            "full",
-            "kivi,bits=1,group_size=32,residual_length=64",
-            "specache,bits=1,group_size=32",
-        )
+        for one in ("full", "kivi,bits=1,group_size=32,residual_length=64", "specache,bits=1,group_size=32")
     )
     assert full is not None and low is not None and more is not None
     assert full.ratio == 1 and low.ratio < more.ratio < 1 and full.score == 100

@@ -11,34 +11,55 @@ from typing import Any
 
 import pytest
 import torch
+import typer
 from support.triton_mode import DEVICE, needs_triton
 
-from specache_bench.gpu import STAGES, run_stage
+from specache_bench import gpu
 
 ROOT = Path(__file__).resolve().parents[2]
-PATH = {"PYTHONPATH": str(ROOT / "benchmarks")}
+
+
+@pytest.fixture(autouse=True)
+def _path(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "benchmarks"))
 
 
 def run(out: Path, *options: str, **environment: str) -> dict[str, Any]:
     command = [sys.executable, "-m", "specache_bench.gpu", "--quick", "--out", str(out), *options]
-    given = {**os.environ, **PATH, "OMP_NUM_THREADS": "1", **environment}
+    given = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
     done = subprocess.run(command, cwd=ROOT, env=given, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     assert [path.name for path in out.parent.iterdir()] == [out.name]
     return json.loads(out.read_text())  # type: ignore[no-any-return]
 
 
-@pytest.mark.slow
-def test_stages_with_tiny_shapes_say_what_they_found(tmp_path):
-    stages = run(tmp_path / "gpu.json", "--only", "environment", "--only", "smoke")["stages"]
-    assert list(stages) == ["environment", "smoke"]
-    assert stages["smoke"]["eager, crop"] == {"equal": True}
+def test_stages_are_processes_and_say_what_they_found(tmp_path):
+    out = tmp_path / "gpu.json"
+    gpu.main(out, only=["environment"], quick=True)
+    assert [path.name for path in tmp_path.iterdir()] == [out.name]
+    stages = json.loads(out.read_text())["stages"]
+    assert list(stages) == ["environment"] and stages["environment"]["device_gb_s"] > 0
+
+
+class CropAlone(gpu.Run):
+    """Of what a stage attempts by day: each way is a compiled model."""
+
+    def attempt(self, name, work, within=None):
+        if name == "eager, crop":
+            super().attempt(name, work, within)
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_smoke_compares_with_the_plain_model(tmp_path):
+    run = CropAlone(torch.device("cpu"), True, 600, tmp_path / "gpu.json")
+    gpu.smoke(run)
+    assert run.record == json.loads(run.path.read_text()) == {"eager, crop": {"equal": True}}
 
 
 @pytest.mark.nightly
 def test_every_stage_runs_with_tiny_shapes(tmp_path):
     record = run(tmp_path / "gpu.json", "--most", "300", "--minutes", "40")
-    assert list(record["stages"]) == list(STAGES)
+    assert list(record["stages"]) == list(gpu.STAGES)
     text = json.dumps(record)
     assert '"error"' not in text and '"equal": false' not in text and '"ok": false' not in text
     stages = record["stages"]
@@ -62,32 +83,32 @@ def test_attention_kernel_is_checked_in_the_interpreter(tmp_path):
     )
 
 
-def test_stage_without_time_is_ended_and_recorded(tmp_path, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", PATH["PYTHONPATH"])
-    found = run_stage("environment", 0.2, True, tmp_path / "gpu.json")
+def test_stage_without_time_is_ended_and_recorded(tmp_path):
+    found = gpu.run_stage("environment", 0.2, True, tmp_path / "gpu.json")
     assert found["error"] == "it was ended after 0.2 s"
-    assert run_stage("environment", 0, True, tmp_path / "gpu.json") == {"skipped": "no time was left"}
+    assert gpu.run_stage("environment", 0, True, tmp_path / "gpu.json") == {"skipped": "no time was left"}
 
 
 def test_stage_that_fails_says_how(tmp_path, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", PATH["PYTHONPATH"])
-    found = run_stage("no such stage", 60, True, tmp_path / "gpu.json")
-    assert "no such stage: the stages are" in " ".join(found["error"].replace("│", " ").split())
-
-
-def refused(out: Path, *options: str) -> str:
-    command = [sys.executable, "-m", "specache_bench.gpu", "--out", str(out), *options]
-    given = {**os.environ, **PATH}
-    done = subprocess.run(command, cwd=ROOT, env=given, capture_output=True, text=True, check=False)
-    assert done.returncode == 2 and not out.exists()
-    return " ".join(done.stderr.replace("│", " ").split())
+    broken = tmp_path / "python"
+    broken.write_text("#!/bin/sh\necho out of memory >&2\nexit 3\n")
+    broken.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(broken))
+    found = gpu.run_stage("environment", 60, True, tmp_path / "gpu.json")
+    assert found["error"] == "it ended with 3: out of memory\n"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_without_a_gpu_nothing_is_run_or_written(tmp_path):
-    assert "There is no CUDA device: --quick" in refused(tmp_path / "gpu.json")
+    with pytest.raises(typer.BadParameter, match="There is no CUDA device: --quick"):
+        gpu.main(tmp_path / "gpu.json")
+    assert not list(tmp_path.iterdir())
 
 
-def test_unknown_stages_are_named(tmp_path):
-    said = refused(tmp_path / "gpu.json", "--only", "speed")
-    assert "speed: the stages are environment, smoke" in said
+@pytest.mark.parametrize(
+    "given", [{"only": ["speed"]}, {"stage": "speed"}], ids=lambda given: next(iter(given))
+)
+def test_unknown_stages_are_named(tmp_path, given):
+    with pytest.raises(typer.BadParameter, match="speed: the stages are environment, smoke"):
+        gpu.main(tmp_path / "gpu.json", **given)
+    assert not list(tmp_path.iterdir())

@@ -16,11 +16,13 @@ from specache_bench.records import Method, read_spelling
 from specache_bench.tasks import Sample
 from specache_bench.tasks.building import Turn
 from specache_bench.workloads import Prompts, Windows, answer, batches, read_windows, summed_up
+from specache_fx.compiled import uncompiled
 from specache_fx.errors import ConfigError
 from specache_fx.examples.suite import MODEL_DIR
 
 LENGTH = 400
 FULL = Method.of("full")
+EXACT = Method.of("specache", bits=16)
 
 
 def prompts(number: int = 3, length: int = LENGTH) -> Prompts:
@@ -61,34 +63,6 @@ def text(tmp_path_factory: pytest.TempPathFactory, suite: Lab) -> str:
     return str(file)
 
 
-def test_specache_at_16_bits_says_what_the_full_cache_says(suite: Lab, text: str) -> None:
-    exact, windows = Method.of("specache", bits=16), Windows(text, 250, 2, 0, 8)
-    full, full_text = prompts(2).run(suite, FULL), windows.run(suite, FULL)
-    low = prompts(2).run(suite, exact)
-    compiled = suite.model._compiled_call_impl
-    assert compiled is not None and low["predictions"] == full["predictions"]
-    found = windows.run(suite, exact)
-    assert suite.model._compiled_call_impl is compiled  # it stays, until another method is run
-    assert found["perplexity"] == pytest.approx(full_text["perplexity"], rel=1e-3)
-    assert found["kl"] < 1e-6 and found["same_top"] == 1 and found["stats"]["steps"] == 8
-    # The prompts are untouched: the plain model's cache still gives the plain model's answers.
-    assert prompts(2).run(suite, FULL)["predictions"] == full["predictions"]
-    assert suite.model._compiled_call_impl is None
-
-
-def test_low_bits_tell_bytes_rates_and_divergence(suite: Lab, text: str) -> None:
-    full, low = (prompts(2, 700).run(suite, method) for method in (FULL, Method.of("specache", bits=1)))
-    assert low["ratio"] < 0.6 and low["host_bytes"] > 0 and low["full_bytes"] == full["full_bytes"]
-    stats = low["stats"]
-    assert 0 <= stats["exact_hit_rate"] <= 1 and 0 < stats["topk_hit_rate"] <= 1
-    pair = 2 * suite.head_dim * 4
-    assert stats["prefetched_bytes"] == stats["prefetched_rows"] * pair
-    found = Windows(text, 250, 3, 0, 20).run(suite, Method.of("kivi", bits=1))
-    assert found["kl"] > 1e-3 and found["same_top"] < 1
-    assert found["kl"] == pytest.approx(sum(map(sum, found["kl_at"])) / 60, abs=1e-5)
-    assert [len(row) for row in found["same_top_at"]] == [20, 20, 20]
-
-
 def test_perplexity_of_the_full_cache_equals_one_forward_pass(suite: Lab, text: str) -> None:
     found = Windows(text, 250, 3, 0, 20).run(suite, FULL)
     windows = read_windows(suite, text, 250, 3, 0)
@@ -127,40 +101,75 @@ def turned(samples: list[Sample], follow: list[str]) -> list[Sample]:
     return [replace(sample, turns=tuple(Turn(text, sample.answers) for text in follow)) for sample in samples]
 
 
-@pytest.mark.parametrize("method", [FULL, Method.of("specache", bits=16)], ids=str)
-def test_turns_are_answered_on_the_cache_of_those_before(suite: Lab, method: Method) -> None:
-    first, second = prompts(2).samples(suite)
+@pytest.fixture(scope="module", params=[FULL, EXACT], ids=str)
+def method(request: pytest.FixtureRequest) -> Method:
+    """Pytest runs the tests of one after those of the other: what is compiled serves all of them."""
+    found: Method = request.param
+    return found
+
+
+def test_turns_are_answered_on_the_cache_of_those_before(two_layers: Lab, method: Method) -> None:
+    first, second = prompts(2).samples(two_layers)
     follow = [" ".join(second.prompt.split()[-9:]), " ".join(first.prompt.split()[-2:])]
     (asked,) = turned([first], follow)
-    found = answer(suite, method, [asked])
-    model = AutoModelForCausalLM.from_pretrained(MODEL_DIR, dtype=torch.float32)
-    ids, said = suite.encode(first.prompt), []
+    found = answer(two_layers, method, [asked])
+    ids, said = two_layers.encode(first.prompt), []
     for text in ["", *follow]:
-        ids = ids + suite.encode_more(text)
+        ids = ids + two_layers.encode_more(text)
         whole, count = torch.tensor([ids]), first.max_new_tokens
-        done = model.generate(
-            whole, attention_mask=torch.ones_like(whole), max_new_tokens=count, do_sample=False
-        )
+        with uncompiled(two_layers.model):
+            done = two_layers.model.generate(
+                whole, attention_mask=torch.ones_like(whole), max_new_tokens=count, do_sample=False
+            )
         new = done[0, len(ids) :].tolist()
-        ends = [place for place, token in enumerate(new) if token in suite.stop_ids]
-        said.append(suite.decode(new[: ends[0]] if ends else new))
+        ends = [place for place, token in enumerate(new) if token in two_layers.stop_ids]
+        said.append(two_layers.decode(new[: ends[0]] if ends else new))
         ids = ids + new
     assert found["predictions"] == ["\n".join(said)]
     assert len(found["turn_scores"][0]) == 3 and found["scores"][0] == sum(found["turn_scores"][0]) / 3
     assert found["turn_scores"][0][0] == 1
 
 
-@pytest.mark.parametrize("method", [FULL, Method.of("specache", bits=16)], ids=str)
-def test_question_that_follows_its_context_is_answered_as_one_prompt(suite: Lab, method: Method) -> None:
-    samples = prompts(2).samples(suite)
+def test_question_that_follows_its_context_is_answered_as_one_prompt(two_layers: Lab, method: Method) -> None:
+    count = 2 if method == FULL else 1  # another batch is another graph
+    samples = Prompts("multikey", LENGTH, count, 2).samples(two_layers)  # which two layers answer
     words = [sample.prompt.split() for sample in samples]
     parted = [
         replace(sample, context=" ".join(one[:-9]), question=" " + " ".join(one[-9:]))
         for sample, one in zip(samples, words, strict=True)
     ]
-    whole, apart = (answer(suite, method, parted, agnostic) for agnostic in (False, True))
+    whole, apart = (answer(two_layers, method, parted, agnostic) for agnostic in (False, True))
     assert apart["predictions"] == whole["predictions"] and whole["score"] == 1
     assert apart["full_bytes"] == whole["full_bytes"]
+
+
+def test_specache_at_16_bits_says_what_the_full_cache_says(two_layers: Lab, text: str) -> None:
+    windows = Windows(text, 250, 2, 0, 8)
+    low = prompts(2).run(two_layers, EXACT)
+    compiled = two_layers.model._compiled_call_impl
+    assert compiled is not None
+    found = windows.run(two_layers, EXACT)
+    assert two_layers.model._compiled_call_impl is compiled  # it stays, until another method is run
+    # The prompts are untouched: the plain model's cache still gives the plain model's answers.
+    full, full_text = prompts(2).run(two_layers, FULL), windows.run(two_layers, FULL)
+    assert two_layers.model._compiled_call_impl is None
+    assert low["predictions"] == full["predictions"]
+    assert found["perplexity"] == pytest.approx(full_text["perplexity"], rel=1e-3)
+    assert found["kl"] < 1e-6 and found["same_top"] == 1 and found["stats"]["steps"] == 8
+
+
+def test_low_bits_tell_bytes_rates_and_divergence(two_layers: Lab, text: str) -> None:
+    one_bit = Method.of("specache", bits=1)
+    full, low = (prompts(2, 700).run(two_layers, method) for method in (FULL, one_bit))
+    assert low["ratio"] < 0.6 and low["host_bytes"] > 0 and low["full_bytes"] == full["full_bytes"]
+    stats = low["stats"]
+    assert 0 <= stats["exact_hit_rate"] <= 1 and 0 < stats["topk_hit_rate"] <= 1
+    pair = 2 * two_layers.head_dim * 4
+    assert stats["prefetched_bytes"] == stats["prefetched_rows"] * pair
+    found = Windows(text, 250, 2, 0, 20).run(two_layers, one_bit)
+    assert found["kl"] > 1e-3 and found["same_top"] < 1
+    assert found["kl"] == pytest.approx(sum(map(sum, found["kl_at"])) / 40, abs=1e-5)
+    assert [len(row) for row in found["same_top_at"]] == [20, 20]
 
 
 def test_prompts_that_do_not_fit_are_refused(english: Lab) -> None:

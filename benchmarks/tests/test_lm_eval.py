@@ -25,12 +25,10 @@ def test_lm_eval_measures_by_decoding(english_folder: Path) -> None:
         made = (get_model("specache-hf") if more else HFLM)(**given, **more)
         asked = [Instance("loglikelihood", {}, pair, i) for i, pair in enumerate(pairs)]
         found[name] = made.loglikelihood(asked, disable_tqdm=True)
-        text = [
-            Instance(
-                "generate_until", {}, (pairs[0][0], {"until": [], "max_gen_toks": 6, "do_sample": False}), 0
-            )
-        ]
-        found[name].append(made.generate_until(text, disable_tqdm=True)[0])
+        if name != "low":
+            told = (pairs[0][0], {"until": [], "max_gen_toks": 6, "do_sample": False})
+            text = [Instance("generate_until", {}, told, 0)]
+            found[name].append(made.generate_until(text, disable_tqdm=True)[0])
         torch._dynamo.reset()
     for exact, plain in zip(found["specache-hf"][:2], found["hf"][:2], strict=True):
         assert exact[0] == pytest.approx(plain[0], abs=1e-3) and exact[1] == plain[1]

@@ -196,7 +196,7 @@ NOT_BUILT: dict[str, str] = {
 GENERATE: dict[str, dict[str, Any]] = {
     "blt": {
         "use_cache": False
-    },  # with a cache, transformers' own generate() asks its config for a field it hasn't
+    }  # with a cache, transformers' own generate() asks its config for a field it hasn't
 }
 
 

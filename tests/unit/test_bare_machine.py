@@ -51,65 +51,43 @@ def run(code: str, **environment: str) -> str:
     return done.stdout
 
 
-def test_package_and_gpu_script_import_without_what_the_gpu_machine_lacks():
-    run(
-        """
-        import specache_fx.api, specache_fx.backend, specache_fx.explanation, specache_fx.plan
-        import runpy
-        try:
-            sys.argv = ["gpu", "--help"]
-            sys.path.insert(0, "benchmarks")
-            runpy.run_module("specache_bench.gpu", run_name="__main__")
-        except SystemExit as end:
-            assert not end.code
-        """
-    )
-
-
-def test_stats_and_release_find_a_cache_without_optree():
-    printed = run(
-        """
-        import torch, transformers, specache_fx
-        config = transformers.LlamaConfig(
-            hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, vocab_size=64
-        )
-        model = transformers.LlamaForCausalLM(config).eval()
-        specache_fx.compile(model, lowering="eager", kernel="reference")
-        with torch.no_grad():
-            past = model(torch.arange(9)[None], use_cache=True).past_key_values
-        print(specache_fx.stats({"nested": [past]}).kv_len)
-        specache_fx.release(past)
-        """
-    )
-    assert printed.split() == ["9"]
-
-
 GENERATION = """
     import torch, transformers, specache_fx
     config = transformers.LlamaConfig(
         hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=64
     )
-    ids = torch.arange(40)[None]
+    ids, asked = torch.arange(40)[None], {{"max_new_tokens": 6, "do_sample": False}}
     with torch.inference_mode({inference}):
         torch.manual_seed(0)
         model = transformers.LlamaForCausalLM(config).eval()
-        expected = model.generate(ids, max_new_tokens=6, do_sample=False)
+        expected = model.generate(ids, **asked)
         specache_fx.compile(model, bits=16, group_size=8, residual_length=8, top_k=8)
-        print(torch.equal(model.generate(ids, max_new_tokens=6, do_sample=False), expected))
+        found = model.generate(ids, **asked, return_dict_in_generate=True)
+        print(torch.equal(found.sequences, expected))
 """
 
 
-def test_without_a_compiler_the_model_runs_operator_by_operator(tmp_path):
-    printed = run(
-        """
-    import logging
+def test_package_and_gpu_script_need_nothing_that_the_gpu_machine_lacks(tmp_path):
+    """Without a compiler, the model runs operator by operator; without optree, a cache is found in a container."""
+    program = """
+    import logging, runpy
+    import specache_fx.api, specache_fx.backend, specache_fx.explanation, specache_fx.plan
     logging.basicConfig(format="%(message)s", stream=sys.stdout)
     """
-        + GENERATION.format(inference=False),
-        CXX="/no/such/compiler",
-        TORCHINDUCTOR_CACHE_DIR=str(tmp_path),
-    )
-    assert "True" in printed.splitlines()
+    program += GENERATION.format(inference=False)
+    program += """
+    print(specache_fx.stats({"nested": [found.past_key_values]}).kv_len)
+    specache_fx.release(found.past_key_values)
+    sys.argv = ["gpu", "--help"]
+    sys.path.insert(0, "benchmarks")
+    try:
+        runpy.run_module("specache_bench.gpu", run_name="__main__")
+    except SystemExit as end:
+        assert not end.code
+    """
+    printed = run(program, CXX="/no/such/compiler", TORCHINDUCTOR_CACHE_DIR=str(tmp_path))
+    lines = printed.splitlines()
+    assert lines.index("True") < lines.index("45") < next(i for i, x in enumerate(lines) if "Usage" in x)
     assert "Inductor finds no C++ compiler" in printed and 'lowering="eager"' in printed
 
 

@@ -36,10 +36,7 @@ RANKS: tuple[tuple[str, ...], ...] = (
         "specache_fx.store_entry",
     ),
     ("specache_fx.runners", "specache_fx.step_masks", "specache_fx.retrace", "specache_fx.graph_inputs"),
-    (
-        "specache_fx.lowering",
-        "specache_fx.tensor_file",
-    ),
+    ("specache_fx.lowering", "specache_fx.tensor_file"),
     ("specache_fx.layer_parts",),
     ("specache_fx.fingerprint",),
     ("specache_fx.passes",),

@@ -26,7 +26,7 @@ print("after")
 LINE = "specache: compiling the decode step (30 layers)"
 
 
-def script(seconds: float = 1.2, lowering: str = "inductor", setup: str = "") -> list[str]:
+def script(seconds: float = 0.8, lowering: str = "inductor", setup: str = "") -> list[str]:
     return [sys.executable, "-c", COMPILE.format(seconds=seconds, lowering=lowering, setup=setup)]
 
 
@@ -75,7 +75,7 @@ def in_a_pipe(command: list[str]) -> tuple[str, str]:
 
 
 def test_a_line_with_step_and_seconds_vanishes_from_a_terminal_and_the_time_stays() -> None:
-    out, err = on_a_terminal(script())
+    out, err = on_a_terminal(script(seconds=1.2))
     assert out == "before\nafter\n"
     assert f"{LINE}: Inductor, 1 s" in re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", err)
     (line,) = left_on_screen(err)

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from support import graphs
+from support.captured import captured
 from support.zoo import build
 from torch import nn
 
 from specache_fx.capture.graph_utils import target_name
 from specache_fx.capture.program import Phase, Program
 from specache_fx.runtime.sources import Prelude
-
-
-def decoding(model: nn.Module, drive: Any) -> tuple[Program, tuple[Any, ...]]:
-    captured = graphs.by_phase(graphs.capture(model, drive))[Phase.DECODE]
-    return graphs.matched(captured), captured.inputs
 
 
 def prelude_of(program: Program) -> Prelude:
@@ -31,8 +25,8 @@ def called(prelude: Prelude) -> set[str]:
 
 
 def test_rotations_are_computed_in_the_graph() -> None:
-    program, inputs = decoding(graphs.tiny_llama(), graphs.drive_transformers)
-    prelude = prelude_of(program)
+    decode = captured("llama")[Phase.DECODE]
+    prelude, inputs = prelude_of(graphs.matched(decode)), decode.inputs
     assert not {"cos", "sin", "mul", "bmm", "cat"} & called(prelude)
     (ids,) = prelude(inputs, 0)
     (following,) = prelude(inputs, 1)
@@ -44,8 +38,8 @@ def test_a_look_up_stays_where_it_can_fail() -> None:
     """GPT-2's table of positions ends; the token after its last row has no position, and gets the last one's."""
     model = build("gpt2", n_layer=1).requires_grad_(False)
     model.transformer.wpe = nn.Embedding(11, model.config.n_embd).requires_grad_(False)
-    program, inputs = decoding(model, graphs.drive_transformers)
-    prelude = prelude_of(program)
+    decode = graphs.by_phase(graphs.capture(model, graphs.drive_transformers))[Phase.DECODE]
+    prelude, inputs = prelude_of(graphs.matched(decode)), decode.inputs
     assert "embedding" in called(prelude)
     (last,) = (each for each in prelude(inputs, 0) if each.is_floating_point())
     (held,) = (each for each in prelude(inputs, 1) if each.is_floating_point())

@@ -12,7 +12,7 @@ import transformers.integrations.moe  # noqa: F401  (defines the operator)
 from hypothesis import given
 from hypothesis import strategies as st
 from support.cases import nightly_unless
-from support.graphs import by_phase, capture, decode_graph, drive_transformers
+from support.graphs import by_phase, capture, decode_graph
 from support.models import TinyConfig, TinyDecoder, generate
 from support.zoo import build
 from torch import Tensor
@@ -106,7 +106,12 @@ def test_no_weight_is_read_twice(model: str, fresh_dynamo: None) -> None:
         names = [str(getattr(node.target, "_opname", "")) for node in gm.graph.nodes]
         return Counter(name for name in names if name in PRODUCTS)
 
-    graph = by_phase(capture(build(model, 1), drive_transformers))[Phase.DECODE]
+    def drive(forward: Any) -> None:
+        ids = torch.arange(14).view(2, 7)
+        past = forward(ids[:, :6], use_cache=True).past_key_values
+        forward(ids[:, 6:], past_key_values=past, use_cache=True)
+
+    graph = by_phase(capture(build(model, 1), drive))[Phase.DECODE]
     one, two = products(1), products(2)
     assert sum(one.values()) == sum(two.values()) >= 7
     assert model == "llama" or two["grouped_mm_fallback"] >= 2

@@ -8,9 +8,8 @@ from functools import cache
 import pytest
 import torch
 from support import graphs
+from support.captured import MODELS, captured
 from support.cases import nightly_unless
-from support.graphs import Captured
-from support.own_modules import OwnConfig, OwnDecoder
 from torch import Tensor, nn
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -25,7 +24,6 @@ from specache_fx.passes.pipeline import BINDING_PASSES, decode_passes, run_passe
 DECODE_PASSES = decode_passes("cpu")
 
 CACHED = (Phase.PREFILL, Phase.EXTEND, Phase.DECODE)
-MODELS = ("tiny", "unpadded", "eager", "sinks", "tokens first", "llama")
 BY_DAY = nightly_unless(lambda model: model != "llama", MODELS)  # its graphs are as the tiny decoder's
 CONFIGS = {
     "token": SpecacheConfig(group_size=4, residual_length=4, top_k=4),
@@ -35,22 +33,6 @@ CONFIGS = {
     "kcache": SpecacheConfig(group_size=4, residual_length=4, top_k=4, policy="kcache"),
     "kivi": SpecacheConfig(group_size=4, residual_length=4, policy="kivi"),
 }
-
-
-@cache
-def captured(model: str) -> dict[Phase, Captured]:
-    """A model's graph of each phase, traced once a process."""
-    if model in ("llama", "eager"):
-        llama = graphs.tiny_llama("eager" if model == "eager" else "sdpa")
-        return graphs.by_phase(graphs.capture(llama, graphs.drive_transformers))
-    if model == "tokens first":
-        own = OwnDecoder(OwnConfig(layout="tokens first", num_layers=1, repeat_kv="expand"))
-        return graphs.by_phase(graphs.capture(own, graphs.drive_own))
-    if model == "sinks":
-        every = graphs.tiny_decoder(softcap=2.0, sinks=True, alibi=True)
-        return graphs.by_phase(graphs.capture(every, graphs.drive_tiny))
-    tiny = graphs.tiny_decoder(num_layers=2, repeat_kv="expand" if model == "unpadded" else "sdpa")
-    return graphs.by_phase(graphs.capture(tiny, lambda f: graphs.drive_tiny(f, padded=model == "tiny")))
 
 
 @cache
@@ -85,11 +67,18 @@ def assert_each_keeps_the_contract(passes: Sequence[Pass], gm: GraphModule, prog
 @pytest.mark.parametrize("model", BY_DAY)
 @pytest.mark.parametrize("phase", CACHED)
 @pytest.mark.filterwarnings("error:Raw SymInt")
-def test_binding_passes_leave_sound_graphs_and_change_nothing_when_they_run_again(
+def test_binding_passes_leave_sound_graphs_change_nothing_again_and_leave_the_graph_of_dynamo_alone(
     phase: Phase, model: str
 ) -> None:
-    gm = captured(model)[phase].copy()
+    graph = captured(model)[phase]
+    code, names = graph.gm.code, graphs.code(graph.gm)
+    gm = graph.copy()
     assert_each_keeps_the_contract(BINDING_PASSES, gm, analyse(gm, CONFIGS["token"]))
+    if phase is Phase.DECODE:
+        traced(model, CONFIGS["token"])
+    graph.gm.recompile()
+    assert (graph.gm.code, graphs.code(graph.gm)) == (code, names)
+    assert not any("specache" in key for node in graph.gm.graph.nodes for key in node.meta)
 
 
 @pytest.mark.parametrize(
@@ -124,19 +113,6 @@ def test_every_decode_pass_changes_a_graph(step: Pass) -> None:
         return graphs.code(step.run(gm, program)) != code
 
     assert any(map(changes, MODELS))
-
-
-@pytest.mark.parametrize("model", BY_DAY)
-@pytest.mark.parametrize("phase", CACHED)
-def test_passes_leave_the_graph_of_dynamo_alone(model: str, phase: Phase) -> None:
-    graph = captured(model)[phase]
-    code, names = graph.gm.code, graphs.code(graph.gm)
-    graphs.bound(graph, CONFIGS["token"])
-    if phase is Phase.DECODE:
-        traced(model, CONFIGS["token"])
-    graph.gm.recompile()
-    assert (graph.gm.code, graphs.code(graph.gm)) == (code, names)
-    assert not any("specache" in key for node in graph.gm.graph.nodes for key in node.meta)
 
 
 class NoCache(nn.Module):

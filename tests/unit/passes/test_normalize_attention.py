@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support import graphs
+from support.captured import captured
 from torch import Tensor, nn
 
 from specache_fx.capture.graph_utils import shape_of
@@ -303,7 +304,6 @@ def test_probabilities_that_are_returned_are_refused() -> None:
 
 
 def test_layers_that_add_the_same_mask_share_one_row() -> None:
-    captured = graphs.by_phase(graphs.capture(graphs.tiny_llama("eager"), graphs.drive_transformers))
     for phase in (Phase.PREFILL, Phase.EXTEND, Phase.DECODE):
-        program = graphs.matched(captured[phase])
+        program = graphs.matched(captured("eager")[phase])
         assert len({site.core.mask for site in program.sites}) == 1

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from support import graphs
+from support.captured import captured
 from torch import Tensor
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -173,8 +174,7 @@ def test_scaled_product_with_a_bias_is_left_as_it_is() -> None:
 
 
 def test_decode_graph_reads_each_weight_of_a_layer_once() -> None:
-    llama = graphs.tiny_llama()
-    decode = graphs.by_phase(graphs.capture(llama, graphs.drive_transformers))[Phase.DECODE]
+    decode = captured("llama")[Phase.DECODE]
     gm, program = graphs.decode_graph(decode, SpecacheConfig(group_size=4, residual_length=4, top_k=4))
     gm = run_passes(gm, program, decode_passes("cpu"))
     assert (count(gm, aten.bmm.default), count(gm, aten.mm.default)) == (0, 0)

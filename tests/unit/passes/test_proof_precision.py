@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 from support import graphs
-from support.models import TinyConfig, TinyDecoder
+from support.captured import captured
+from support.graphs import Captured
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from specache_fx.capture.program import Phase
@@ -44,21 +45,27 @@ class Products(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+def spelt_out() -> Captured:
+    return captured("sinks")[Phase.DECODE]
+
+
+def expansion() -> Captured:
+    model = graphs.tiny_decoder(num_kv_heads=1, head_dim=16, latent_dim=12)
+    ids = torch.arange(7)[None]
+    return graphs.capture(model, lambda forward: forward(ids[:, 6:], past=forward(ids[:, :6])[1]))[1]
+
+
 @pytest.mark.parametrize(
-    ("allow", "config"),
-    [
-        (set_as_before_torch_2_9, TinyConfig(num_layers=1, softcap=3.0)),
-        (set_by_backend, TinyConfig(num_layers=1, num_kv_heads=1, head_dim=16, latent_dim=12)),
-    ],
+    ("allow", "graph"),
+    [(set_as_before_torch_2_9, spelt_out), (set_by_backend, expansion)],
     ids=["spelt_out", "expansion"],
 )
-def test_proofs_multiply_in_full_float32(allow: Callable[[], None], config: TinyConfig) -> None:
-    model = TinyDecoder(config)
-    decode = graphs.by_phase(graphs.capture(model, graphs.drive_tiny))[Phase.DECODE]
+def test_proofs_multiply_in_full_float32(allow: Callable[[], None], graph: Callable[[], Captured]) -> None:
+    decode = graph()
     allow()
     before = [backend.fp32_precision for backend in BACKENDS]
     with Products() as products:
         program = graphs.matched(decode)
-    assert len(program.sites) == config.num_layers and not program.refusals
+    assert len(program.sites) == 1 and not program.refusals
     assert products.seen == {("ieee", "ieee")}
     assert [backend.fp32_precision for backend in BACKENDS] == before

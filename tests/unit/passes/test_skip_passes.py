@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from functools import cache
 
 import pytest
 import torch
@@ -28,27 +27,19 @@ def generated(model: torch.nn.Module, **options: object) -> torch.Tensor:
     return out
 
 
-@cache
-def with_all_passes() -> torch.Tensor:
-    return generated(build("llama", 1))
-
-
-@pytest.mark.parametrize("name", sorted(OPTIONAL))
-def test_a_pass_that_is_left_out_changes_no_answer(name: str, caplog: pytest.LogCaptureFixture) -> None:
-    model, expected = build("llama", 1), with_all_passes()
-    with caplog.at_level(logging.DEBUG, logger="specache_fx.passes"):
-        assert torch.equal(generated(model, skip_passes=[name]), expected)
-    said = caplog.messages
-    assert f"{name}: skipped" in said
-    assert not any(message.startswith(f"{name}: ") and "nodes" in message for message in said)
-
-
-def test_a_log_says_what_each_pass_did(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.DEBUG, logger="specache_fx"):
-        generated(build("llama", 1))
+def test_a_pass_that_is_left_out_changes_no_answer_and_a_log_says_what_each_did(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.DEBUG, logger="specache_fx")
+    expected = generated(build("llama", 1))
     assert any("analysed: decode" in message and "ms" in message for message in caplog.messages)
     (waits,) = {message.split(" ms")[1] for message in caplog.messages if message.startswith("insert_waits")}
     assert waits == ", specache.wait_prefetch.default +1"
+    for name in sorted(OPTIONAL):
+        caplog.clear()
+        assert torch.equal(generated(build("llama", 1), skip_passes=[name]), expected), name
+        assert f"{name}: skipped" in caplog.messages
+        assert not any(said.startswith(f"{name}: ") and "nodes" in said for said in caplog.messages)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from support import graphs
+from support.captured import captured
 from torch.fx import GraphModule, Node
 
 from specache_fx.capture.graph_edit import call, copy_graph
@@ -28,8 +29,7 @@ OPS = torch.ops.specache
 def decode() -> tuple[GraphModule, Program]:
     """The decode graph of two layers, as it is before its operators are fused."""
     config = SpecacheConfig(group_size=4, residual_length=4, top_k=4)
-    captured = graphs.by_phase(graphs.capture(graphs.tiny_decoder(num_layers=2), graphs.drive_tiny))
-    gm, program = graphs.decode_graph(captured[Phase.DECODE], config)
+    gm, program = graphs.decode_graph(captured("tiny")[Phase.DECODE], config)
     return run_passes(gm, program, DECODE_PASSES[: DECODE_PASSES.index(VERIFY) + 1]), program
 
 
@@ -119,7 +119,7 @@ def test_verify_refuses_a_graph_that_reads_a_handle(gm: GraphModule, program: Pr
 
 
 def test_verify_refuses_a_shape_that_is_not_static(gm: GraphModule, program: Program) -> None:
-    dynamic = graphs.by_phase(graphs.capture(graphs.tiny_decoder(), graphs.drive_tiny))[Phase.EXTEND]
+    dynamic = captured("tiny")[Phase.EXTEND]
     symbolic = next(
         value
         for node in dynamic.gm.graph.nodes
@@ -137,10 +137,9 @@ def test_verify_names_the_node_and_asks_for_a_report(gm: GraphModule, program: P
         verify(gm, program)
 
 
-def test_verify_asks_for_no_wait_where_nothing_is_fetched(decode: tuple[GraphModule, Program]) -> None:
-    captured = graphs.by_phase(graphs.capture(graphs.tiny_decoder(), graphs.drive_tiny))
+def test_verify_asks_for_no_wait_where_nothing_is_fetched() -> None:
     config = SpecacheConfig(group_size=4, residual_length=4, policy="kivi")
-    gm, program = graphs.decode_graph(captured[Phase.DECODE], config)
+    gm, program = graphs.decode_graph(captured("tiny")[Phase.DECODE], config)
     run_passes(gm, program, DECODE_PASSES)
     assert graphs.nodes_of(gm, OPS.wait_prefetch.default) == []
 

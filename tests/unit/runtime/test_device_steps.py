@@ -168,7 +168,7 @@ def test_launches_stay_where_they_are_until_an_arena_moves() -> None:
         pair.step()
         generations.add(held.generation)
     assert len(generations) == 1
-    for _ in range(5):
+    for _ in range(3):
         pair.step()
         generations.add(held.generation)
     assert len(generations) > 1
@@ -223,7 +223,7 @@ def test_sessions_that_they_do_not_serve(options: dict[str, Any]) -> None:
 def test_pairs_of_lane_1_are_there_where_they_are_accepted(bits: int) -> None:
     pair = Twins(tokens=29, bits=bits, group_size=8, residual_length=8, layers=1)
     accepted = 0
-    for _ in range(10):
+    for _ in range(8):
         fills = [not (pair.sessions[0].kv_len + ahead - 8) % 8 for ahead in (1, 2)]
         pair.step(told={"writes_next": not fills[0]})
         if not any(fills):

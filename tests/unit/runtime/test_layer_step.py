@@ -6,7 +6,7 @@ import contextlib
 import ctypes
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -50,9 +50,26 @@ def fails(*_: Any) -> int:
 SHAPE = strategies.AttentionShape(batch=2, num_heads=4, num_kv_heads=2, head_dim=8, value_dim=8)
 
 
-def twins(tokens: int = 40, dtype: torch.dtype = torch.float32, **options: Any) -> Twins:
-    config = SpecacheConfig(**{"bits": 2, "group_size": 8, "residual_length": 8, "top_k": 4, **options})
-    return Twins(LAYER_STEP, config, SHAPE, tokens, dtype)
+Make = Callable[..., Twins]
+
+
+@pytest.fixture
+def twins() -> Iterator[Make]:
+    made: list[Twins] = []
+
+    def make(tokens: int = 40, dtype: torch.dtype = torch.float32, **options: Any) -> Twins:
+        config = SpecacheConfig(**{"bits": 2, "group_size": 8, "residual_length": 8, "top_k": 4, **options})
+        made.append(Twins(LAYER_STEP, config, SHAPE, tokens, dtype))
+        return made[-1]
+
+    yield make
+    for pair in made:
+        pair.close()
+
+
+def run(pair: Twins, steps: int, **told: Any) -> None:
+    for _ in range(steps):
+        pair.step(**told)
 
 
 @settings(max_examples=60)
@@ -113,7 +130,7 @@ def test_windows_and_layers_that_select_nothing_are_stepped_too(
     kinds.close()
 
 
-def test_a_group_that_a_step_fills_is_prefetched_by_it() -> None:
+def test_a_group_that_a_step_fills_is_prefetched_by_it(twins: Make) -> None:
     """Chosen before it is quantised, and brought once its rows are on the host."""
     pair = twins(tokens=40, top_k=40)
     cache, transfer = pair.sessions[1].layers[0], pair.sessions[1].transfer
@@ -124,7 +141,6 @@ def test_a_group_that_a_step_fills_is_prefetched_by_it() -> None:
         quantized.append(cache.num_quantized)
         assert set(transfer.wait(0)[1].flatten().tolist()) - {-1} == set(range(cache.num_quantized))
     assert quantized[-1] == quantized[0] + 16
-    pair.close()
 
 
 @pytest.mark.parametrize(
@@ -132,83 +148,69 @@ def test_a_group_that_a_step_fills_is_prefetched_by_it() -> None:
     [{"softcap": 2.0}, {"sinks": torch.tensor([0.5, -1.0, 2.0, 0.0])}, {"scale": 0.5}],
     ids=lambda form: next(iter(form)),
 )
-def test_forms_of_attention_may_differ_from_step_to_step(form: dict[str, Any]) -> None:
+def test_forms_of_attention_may_differ_from_step_to_step(twins: Make, form: dict[str, Any]) -> None:
     pair = twins()
     for step in range(4):
         pair.step(**(form if step % 2 else {}))
-    pair.close()
 
 
-def changes() -> dict[str, Callable[[Twins], Any]]:
-    def crop(pair: Twins) -> None:
-        for session in pair.sessions:
-            session.rewind(session.kv_len - 20)
-
-    def reorder(pair: Twins) -> None:
-        for session in pair.sessions:
-            session.reorder([1, 0])
-
-    def extend(pair: Twins) -> None:
-        key, value = pair.random(2, 3, 8), pair.random(2, 3, 8)
-        for session in pair.sessions:
-            session.store(0, key, value, None)
-            session.forget_lookahead()
-            session.advance(3, decoded=False)
-
-    return {"crop": crop, "reorder": reorder, "extend": extend}
+def crop(pair: Twins, tokens: int = 20) -> None:
+    for session in pair.sessions:
+        session.rewind(session.kv_len - tokens)
 
 
-@pytest.mark.parametrize("name", changes())
-def test_what_changes_a_session_between_two_steps_is_seen(name: str) -> None:
-    pair = twins(tokens=44)
-    for _ in range(3):
-        pair.step()
-    changes()[name](pair)
-    for _ in range(12):
-        pair.step()
-    pair.close()
+def reorder(pair: Twins) -> None:
+    for session in pair.sessions:
+        session.reorder([1, 0])
 
 
-def test_rows_of_a_group_that_is_cropped_and_filled_anew_are_the_new_ones() -> None:
-    pair = twins(tokens=40, top_k=40)
-    for back in (9, 17, 9):
-        for _ in range(10):
-            pair.step()
-        for session in pair.sessions:
-            session.rewind(session.kv_len - back)
-        pair.step(predecode=True)
-    for _ in range(20):
-        pair.step()
-    pair.close()
-
-
-def test_rows_that_an_extend_brought_to_the_host_are_found() -> None:
-    pair = twins(tokens=40, top_k=80, reserve=200)  # else the arena moves, and all is described anew
-    pair.step()
-    key, value = pair.random(2, 40, 8), pair.random(2, 40, 8)
+def extend(pair: Twins, tokens: int = 3) -> None:
+    key, value = pair.pair(tokens)
     for session in pair.sessions:
         session.store(0, key, value, None)
         session.forget_lookahead()
-        session.advance(40, decoded=False)
+        session.advance(tokens, decoded=False)
+
+
+@pytest.mark.parametrize("change", [crop, reorder, extend])
+def test_what_changes_a_session_between_two_steps_is_seen(
+    twins: Make, change: Callable[[Twins], None]
+) -> None:
+    pair = twins(tokens=44)
+    run(pair, 3)
+    change(pair)
+    run(pair, 12)
+
+
+def test_rows_of_a_group_that_is_cropped_and_filled_anew_are_the_new_ones(twins: Make) -> None:
+    pair = twins(tokens=40, top_k=40)
+    for back in (9, 17, 9):
+        run(pair, 10)
+        crop(pair, back)
+        pair.step(predecode=True)
+    run(pair, 20)
+
+
+def test_rows_that_an_extend_brought_to_the_host_are_found(twins: Make) -> None:
+    pair = twins(tokens=40, top_k=80, reserve=200)  # else the arena moves, and all is described anew
+    pair.step()
+    extend(pair, 40)
     pair.step(predecode=True)
     pair.step()
-    pair.close()
 
 
-def test_padding_is_never_chosen() -> None:
+def test_padding_is_never_chosen(twins: Make) -> None:
     pair = twins(tokens=40, top_k=40)
     for session in pair.sessions:
         session.key_mask.read(torch.arange(session.kv_len) >= torch.tensor([[[5]], [[0]]]), 2)
     pair.step(predecode=True)
-    for _ in range(12):
-        pair.step()
+    run(pair, 12)
     staged = pair.sessions[1].transfer.wait(0)[1]
     assert not ((staged[0] >= 0) & (staged[0] < 5)).any()
     assert (staged[1] == 0).any()
-    pair.close()
 
 
-def test_rows_that_guessed_right_keep_what_is_staged() -> None:
+def test_rows_that_guessed_right_keep_what_is_staged(twins: Make) -> None:
     """`on_miss="refetch"`: a pre-decode for some batch rows alone."""
     pair = twins(tokens=60)
     pair.step()
@@ -217,16 +219,14 @@ def test_rows_that_guessed_right_keep_what_is_staged() -> None:
     pair.step(predecode=True, told={"missed": missed})
     after = pair.sessions[1].transfer.wait(0)[1]
     assert torch.equal(before[0], after[0]) and not torch.equal(before[1], after[1])
-    pair.close()
 
 
 @pytest.mark.parametrize("tracked", [True, False])
-def test_both_lanes_have_their_share_in_the_selection(tracked: bool) -> None:
+def test_both_lanes_have_their_share_in_the_selection(twins: Make, tracked: bool) -> None:
     pair = twins(tokens=60, track_hit_rates=tracked)
     for _ in range(6):
         # 0 and 1 are exact in either arithmetic; between them the last bit is rounded otherwise.
         pair.step(told={"shares": torch.tensor([0.0, 1.0])})
-    pair.close()
 
 
 @pytest.mark.parametrize(
@@ -251,27 +251,23 @@ def test_sessions_that_the_call_does_not_serve(options: dict[str, Any]) -> None:
     session.close()
 
 
-def test_a_bias_that_begins_and_ends_is_seen() -> None:
+def test_a_bias_that_begins_and_ends_is_seen(twins: Make) -> None:
     pair = twins()
-    for _ in range(4):
-        pair.step()
+    run(pair, 4)
     stored = pair.sessions[0].kv_len
     bias = torch.zeros(2, 2, 1, stored + 2).index_fill(3, torch.tensor([3, 20, stored]), -torch.inf)
     pair.step(told={"biases": {0: bias}})
-    for _ in range(2):
-        pair.step()
-    pair.close()
+    run(pair, 2)
 
 
-def test_lanes_and_layouts_may_differ_from_step_to_step() -> None:
+def test_lanes_and_layouts_may_differ_from_step_to_step(twins: Make) -> None:
     pair = twins()
     for lanes, layout in ((2, ""), (1, ""), (1, "turned"), (2, "fused"), (2, "turned"), (2, "")):
         pair.step(lanes=lanes, layout=layout)
-    pair.close()
 
 
 @pytest.mark.parametrize("wrong", ["lanes", "batch", "heads", "dim", "dtype"])
-def test_what_is_not_the_layers_is_refused(wrong: str) -> None:
+def test_what_is_not_the_layers_is_refused(twins: Make, wrong: str) -> None:
     pair = twins()
     query, key, value = pair.own(2)
     key = {
@@ -286,13 +282,11 @@ def test_what_is_not_the_layers_is_refused(wrong: str) -> None:
     with pytest.raises(RuntimeError, match="is not what layer 0 has"), step.running():
         in_one_call((query, key, value), pair.sessions[1], 0.3)
     assert pair.sessions[1].layers[0].kv_len == kv_len
-    pair.close()
 
 
-def test_a_trace_shows_the_parts_of_a_layer() -> None:
+def test_a_trace_shows_the_parts_of_a_layer(twins: Make) -> None:
     pair = twins()
-    for _ in range(3):
-        pair.step()
+    run(pair, 3)
     own, step = pair.own(2), DecodeStep(pair.sessions[1], whole=(0,))
     with recording() as recorder:
         before = time.perf_counter()
@@ -304,14 +298,12 @@ def test_a_trace_shows_the_parts_of_a_layer() -> None:
     times = [before, *(time for span in spans for time in (span.start, span.stop)), after]
     assert times == sorted(times)
     assert all(span.args == {"layer": 0} for span in spans)
-    pair.close()
 
 
 @pytest.mark.parametrize("which", ["attention", "topk", "overlap"])
-def test_without_memory_a_step_says_so_and_can_be_repeated(which: str) -> None:
+def test_without_memory_a_step_says_so_and_can_be_repeated(twins: Make, which: str) -> None:
     pair = twins()
-    for _ in range(3):
-        pair.step()
+    run(pair, 3)
     session = pair.sessions[1]
     # Memory that runs out in the middle of the call is the one thing that can't be had for real.
     broken = ctypes.CFUNCTYPE(ctypes.c_int64)(fails)
@@ -328,10 +320,9 @@ def test_without_memory_a_step_says_so_and_can_be_repeated(which: str) -> None:
     repeat_step(pair)
 
 
-def test_a_copy_that_fails_leaves_the_step_to_be_repeated() -> None:
+def test_a_copy_that_fails_leaves_the_step_to_be_repeated(twins: Make) -> None:
     pair = twins()
-    for _ in range(3):
-        pair.step()
+    run(pair, 3)
     session = pair.sessions[1]
 
     def step_with_an_empty_host() -> None:
@@ -349,29 +340,28 @@ def test_a_copy_that_fails_leaves_the_step_to_be_repeated() -> None:
     repeat_step(pair)
 
 
-def repeat_step(pair: Any) -> None:
+def repeat_step(pair: Twins, steps: int = 4) -> None:
     """Begin the step that failed in one of them anew, and go on."""
     for each in pair.sessions:
         each.rewind(each.kv_len)
         each.transfer.reset(0)
         each.metrics.begin_step()
     pair.step(predecode=True)
-    for _ in range(4):
-        pair.step()
-    pair.close()
+    run(pair, steps)
 
 
-def test_what_the_graph_fails_with_comes_out_as_it_is() -> None:
+def test_what_the_graph_fails_with_comes_out_as_it_is(twins: Make) -> None:
     pair = twins()
     step = DecodeStep(pair.sessions[1], whole=(0,))
     error = RuntimeError("of the model")
     with pytest.raises(RuntimeError) as raised, step.running():
         raise error
     assert raised.value is error
-    pair.close()
 
 
-def test_a_host_that_takes_no_more_leaves_the_step_to_be_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_that_takes_no_more_leaves_the_step_to_be_repeated(
+    twins: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pair = twins(tokens=40)
     session = pair.sessions[1]
     cache = session.tiered[0]
@@ -388,47 +378,36 @@ def test_a_host_that_takes_no_more_leaves_the_step_to_be_repeated(monkeypatch: p
             in_one_call(pair.own(2), session, 0.3)
     session.rewind(session.kv_len)
     assert session.layers[0].kv_len == session.kv_len
-    for each in pair.sessions:
-        each.transfer.reset(0)
-        each.metrics.begin_step()
-    pair.step(predecode=True)
-    for _ in range(12):
-        pair.step()
-    pair.close()
+    repeat_step(pair, 12)
 
 
-def test_a_step_that_fails_between_two_layers_has_done_the_first() -> None:
+def test_a_step_that_fails_between_two_layers_has_done_the_first(twins: Make) -> None:
     pair = twins()
-    for _ in range(3):
-        pair.step()
+    run(pair, 3)
     session = pair.sessions[1]
     kv_len, step = session.layers[0].kv_len, DecodeStep(session, whole=(0,))
     with contextlib.suppress(ZeroDivisionError), step.running():
         in_one_call(pair.own(2), session, 0.3)
         raise ZeroDivisionError
     assert session.layers[0].kv_len == kv_len + 1
-    pair.close()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_sinks_may_be_of_the_models_dtype(dtype: torch.dtype) -> None:
+def test_sinks_may_be_of_the_models_dtype(twins: Make, dtype: torch.dtype) -> None:
     pair = twins(dtype=torch.bfloat16)
-    for _ in range(4):
-        pair.step(sinks=torch.tensor([0.5, -1.0, 2.0, 0.0], dtype=dtype))
-    pair.close()
+    run(pair, 4, sinks=torch.tensor([0.5, -1.0, 2.0, 0.0], dtype=dtype))
 
 
-def test_a_layer_is_not_run_twice_in_a_step() -> None:
+def test_a_layer_is_not_run_twice_in_a_step(twins: Make) -> None:
     pair = twins()
     session, own = pair.sessions[1], pair.own(2)
     with DecodeStep(session, whole=(0,)).running():
         in_one_call(own, session, 0.3)
         with pytest.raises(RuntimeError, match="twice for layer 0"):
             in_one_call(own, session, 0.3)
-    pair.close()
 
 
-def test_a_step_within_another_ones_finds_its_own_layers() -> None:
+def test_a_step_within_another_ones_finds_its_own_layers(twins: Make) -> None:
     pairs = [twins(), twins(tokens=44)]
     inner, outer = (pair.sessions[1] for pair in pairs)
     with DecodeStep(outer, whole=(0,)).running(), DecodeStep(inner, whole=(0,)).running():
@@ -436,11 +415,9 @@ def test_a_step_within_another_ones_finds_its_own_layers() -> None:
         in_one_call(pairs[0].own(2), inner, 0.3)
     assert outer.layers[0].kv_len == outer.kv_len + 1
     assert inner.layers[0].kv_len == inner.kv_len + 1
-    for pair in pairs:
-        pair.close()
 
 
-def test_two_threads_run_a_session_each() -> None:
+def test_two_threads_run_a_session_each(twins: Make) -> None:
     pairs = [twins(), twins(tokens=44)]
     failures = []
     begin = threading.Barrier(2)
@@ -448,8 +425,7 @@ def test_two_threads_run_a_session_each() -> None:
     def generate(pair: Twins) -> None:
         begin.wait()
         try:
-            for _ in range(30):
-                pair.step()
+            run(pair, 30)
         except BaseException as error:
             failures.append(error)
 
@@ -459,30 +435,34 @@ def test_two_threads_run_a_session_each() -> None:
     for thread in threads:
         thread.join()
     assert not failures
-    for pair in pairs:
-        pair.close()
 
 
-def llama(**options: Any) -> LlamaForCausalLM:
+def llama(layers: int = 2, vocab: int = 64) -> LlamaForCausalLM:
     torch.manual_seed(0)
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=64, num_hidden_layers=2, **sizes, **options)).eval()
+    return LlamaForCausalLM(LlamaConfig(vocab_size=vocab, num_hidden_layers=layers, **sizes)).eval()
+
+
+def generated(model: LlamaForCausalLM, tokens: int, **options: Any) -> Any:
+    """Tokens, logits and the cache; compiled where there are options."""
+    if options:
+        groups = {"group_size": 8, "residual_length": 8, "lowering": "eager"}
+        model.compile(backend="specache", options=groups | options)
+    asked = {"do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+    return model.generate(torch.arange(40)[None], max_new_tokens=tokens, **asked)
+
+
+def session_of(past: Any) -> Session:
+    session = registry.find(past.layers[0].keys)
+    assert session is not None
+    return session
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
 def test_layers_that_the_graph_does_not_call_as_one_are_not_told() -> None:
     """The session could be served, but no kernel in C++ reads float64."""
-    options = {"group_size": 8, "residual_length": 8, "top_k": 64, "lowering": "eager"}
-    ids = torch.arange(40)[None]
-    plain = llama().double()
-    ours = llama().double()
-    ours.compile(backend="specache", options=options)
-    wanted, got = (
-        model.generate(
-            ids, max_new_tokens=20, do_sample=False, output_logits=True, return_dict_in_generate=True
-        )
-        for model in (plain, ours)
-    )
+    model = llama(1).double()
+    wanted, got = generated(model, 20), generated(model, 20, top_k=64)
     assert torch.equal(wanted.sequences, got.sequences)
     torch.testing.assert_close(torch.stack(got.logits), torch.stack(wanted.logits), rtol=1e-9, atol=1e-9)
 
@@ -495,13 +475,9 @@ def storages(session: Session) -> list[StorageWeakRef]:
 
 @pytest.mark.usefixtures("fresh_dynamo")
 def test_growth_and_release_leave_no_old_memory() -> None:
-    model = llama()
-    model.compile(backend="specache", options={"group_size": 8, "residual_length": 8, "lowering": "eager"})
-    past = model.generate(
-        torch.arange(40)[None], max_new_tokens=8, do_sample=False, return_dict_in_generate=True
-    ).past_key_values
-    session = registry.find(past.layers[0].keys)
-    assert session is not None and session.table._described
+    past = generated(llama(), 8, top_k=64).past_key_values
+    session = session_of(past)
+    assert session.table._described
     before = storages(session)[2:]
     for cache in session.tiered.values():
         cache._resize(cache._arena.layout.num_groups + 1, cache._arena.layout.window_rows)
@@ -517,32 +493,12 @@ def test_growth_and_release_leave_no_old_memory() -> None:
 def test_a_compiled_model_takes_one_call_and_says_the_same(
     threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = LlamaConfig(
-        vocab_size=4096,  # several threads multiply
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-    )
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(config).eval()
-    options = {"group_size": 8, "residual_length": 8, "top_k": 4, "lowering": "eager"}
-    fetched, served = [], []
+    model, fetched, served = llama(1, 4096), [], []  # so large that several threads multiply
 
     def answer() -> list[torch.Tensor]:
         torch._dynamo.reset()
-        model.compile(backend="specache", options=options)
-        done = model.generate(
-            torch.arange(40)[None],
-            max_new_tokens=24,
-            do_sample=False,
-            return_dict_in_generate=True,
-            output_logits=True,
-        )
-        session = registry.find(done.past_key_values.layers[0].keys)
-        assert session is not None
-        served.append(session.table.serves)
+        done = generated(model, 24, top_k=4)
+        served.append(session_of(done.past_key_values).table.serves)
         fetched.append(specache_fx.stats(done.past_key_values).prefetched_rows)
         return [done.sequences, *done.logits]
 
@@ -557,6 +513,5 @@ def test_a_compiled_model_takes_one_call_and_says_the_same(
     assert served == [True, False]
     # What both lanes have a share in is rounded otherwise.
     assert torch.equal(ours[0], theirs[0])
-    for mine, other in zip(ours[1:], theirs[1:], strict=True):
-        torch.testing.assert_close(mine, other)
+    torch.testing.assert_close(ours[1:], theirs[1:])
     assert fetched[0] == fetched[1] > 0

@@ -11,7 +11,9 @@ import subprocess
 import sys
 import tempfile
 import textwrap
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,6 +21,7 @@ import pytest
 from specache_fx import _log
 from specache_fx.runtime import cpp_build, library_cache
 
+Load = Callable[[Path], int]
 pytestmark = pytest.mark.skipif(cpp_build.find_compiler() is None, reason="no C++ compiler")
 
 
@@ -35,11 +38,17 @@ def write(folder: Path, answer: int) -> None:
     (folder / "tiny.cpp").write_text(f'extern "C" int answer() {{ return {answer}; }}\n')
 
 
-def load(sources: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> int:
-    """What the library answers that is loaded from a cache in `cache`, or built there."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
-    answer: int = cpp_build.load_library.__wrapped__("tiny", sources, "portable").answer()
-    return answer
+@pytest.fixture
+def load(sources: Path, monkeypatch: pytest.MonkeyPatch) -> Load:
+    """What the library answers that is loaded from a cache in a folder, or built there."""
+    _log.forget_warnings()
+
+    def load(cache: Path) -> int:
+        monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+        answer: int = cpp_build.load_library.__wrapped__("tiny", sources, "portable").answer()
+        return answer
+
+    return load
 
 
 def kept(cache: Path) -> Path:
@@ -52,10 +61,8 @@ def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 @pytest.mark.parametrize("damage", ["none left", "half", "last byte", "one bit"])
-def test_library_that_is_damaged_is_built_anew(
-    sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str
-) -> None:
-    load(sources, tmp_path / "a", monkeypatch)
+def test_library_that_is_damaged_is_built_anew(load: Load, tmp_path: Path, damage: str) -> None:
+    load(tmp_path / "a")
     whole = kept(tmp_path / "a").read_bytes()
     flipped = bytearray(whole)
     flipped[len(whole) // 2] ^= 1
@@ -68,39 +75,36 @@ def test_library_that_is_damaged_is_built_anew(
     # In another folder: a library of the same path is not loaded twice.
     shutil.copytree(tmp_path / "a", tmp_path / "b")
     kept(tmp_path / "b").write_bytes(damaged[damage])
-    assert load(sources, tmp_path / "b", monkeypatch) == 42
+    assert load(tmp_path / "b") == 42
     assert library_cache.is_whole(kept(tmp_path / "b"))
 
 
-def test_library_that_is_whole_is_not_built_again(
-    sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    load(sources, tmp_path, monkeypatch)
+def test_library_that_is_whole_is_not_built_again(load: Load, tmp_path: Path) -> None:
+    load(tmp_path)
     before = kept(tmp_path).stat()
-    assert load(sources, tmp_path, monkeypatch) == 42
+    assert load(tmp_path) == 42
     assert kept(tmp_path).stat() == before
 
 
 def test_folder_that_others_may_write_to_is_not_loaded_from(
-    sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    load: Load, sources: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    load(sources, tmp_path / "a", monkeypatch)
+    load(tmp_path / "a")
     name = kept(tmp_path / "a").name
     write(sources, 666)
-    load(sources, tmp_path / "b", monkeypatch)
+    load(tmp_path / "b")
     write(sources, 42)
     shared = tmp_path / "shared" / "specache_fx"
     shared.mkdir(parents=True)
     kept(tmp_path / "b").rename(shared / name)
-    assert load(sources, tmp_path / "shared", monkeypatch) == 666  # a planted one would run
+    assert load(tmp_path / "shared") == 666  # a planted one would run
     other = tmp_path / "other"
     shared.parent.rename(other)
     shared = other / "specache_fx"
     shared.chmod(0o777)
     content = {path: path.read_bytes() for path in shared.iterdir()}
-    _log.forget_warnings()
     for _ in range(2):
-        assert load(sources, other, monkeypatch) == 42
+        assert load(other) == 42
     assert {path: path.read_bytes() for path in shared.iterdir()} == content
     assert warnings_of(caplog) == [
         "specache builds its C++ libraries anew in each process, which takes some seconds: others may write to"
@@ -108,55 +112,48 @@ def test_folder_that_others_may_write_to_is_not_loaded_from(
     ]
 
 
-def test_library_that_others_may_write_to_is_built_anew(
-    sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    load(sources, tmp_path, monkeypatch)
+def test_library_that_others_may_write_to_is_built_anew(load: Load, tmp_path: Path) -> None:
+    load(tmp_path)
     kept(tmp_path).chmod(0o775)
-    assert load(sources, tmp_path, monkeypatch) == 42
+    assert load(tmp_path) == 42
     assert stat.S_IMODE(kept(tmp_path).stat().st_mode) == 0o755
 
 
 def test_relative_home_is_no_place_to_keep_libraries(
-    sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", "relative")
-    _log.forget_warnings()
-    assert load(sources, Path("relative"), monkeypatch) == 42
+    assert load(Path("relative")) == 42
     assert "HOME='relative' is no absolute path" in warnings_of(caplog)[0]
     assert not (tmp_path / "relative").exists()
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to give a folder away")
 def test_folder_of_another_user_is_not_loaded_from(
-    sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    load: Load, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = tmp_path / "specache_fx"
     folder.mkdir()
     os.chown(folder, 54321, 54321)
-    _log.forget_warnings()
-    assert load(sources, tmp_path, monkeypatch) == 42
+    assert load(tmp_path) == 42
     assert not list(folder.iterdir())
     assert f"{folder} belongs to another user" in warnings_of(caplog)[0]
 
 
 def test_cache_that_cannot_be_made_is_named_and_done_without(
-    sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    load: Load, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "file").write_text("")
-    _log.forget_warnings()
-    assert load(sources, tmp_path / "file", monkeypatch) == 42
+    assert load(tmp_path / "file") == 42
     assert f"Not a directory: '{tmp_path / 'file' / 'specache_fx'}'" in warnings_of(caplog)[0]
 
 
-def test_relative_cache_home_is_ignored(
-    sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_relative_cache_home_is_ignored(load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    assert load(sources, Path("relative"), monkeypatch) == 42
+    assert load(Path("relative")) == 42
     assert not list((tmp_path / "here").iterdir())
     assert kept(tmp_path / "home" / ".cache").exists()
 
@@ -194,8 +191,9 @@ def test_two_processes_that_build_at_once_share_one_library(sources: Path, tmp_p
     assert kept(tmp_path)
 
 
-def look_up(sources: Path, cache: Path, **more: str) -> subprocess.CompletedProcess[str]:
-    """Look the backend up in a process whose libraries are those of `sources`, and let the builds end."""
+def test_looking_the_backend_up_builds_what_its_first_call_needs_and_loads_none(
+    sources: Path, tmp_path: Path
+) -> None:
     code = """
         import logging, pathlib, sys, threading
         import torch
@@ -208,13 +206,7 @@ def look_up(sources: Path, cache: Path, **more: str) -> subprocess.CompletedProc
                 thread.join()
         print(cpp_build.load_library.cache_info().currsize, "loaded")
     """
-    return run(code, str(sources), env={**os.environ, "XDG_CACHE_HOME": str(cache), **more})
-
-
-def test_looking_the_backend_up_builds_what_its_first_call_needs_and_loads_none(
-    sources: Path, tmp_path: Path
-) -> None:
-    done = look_up(sources, tmp_path)
+    done = run(code, str(sources), env={**os.environ, "XDG_CACHE_HOME": str(tmp_path)})
     assert done.stdout.strip() == "0 loaded", done.stderr
     best = cpp_build.usable_instruction_sets()[0]
     (library,) = (tmp_path / "specache_fx").glob(f"tiny_{best}_*.so")
@@ -222,15 +214,24 @@ def test_looking_the_backend_up_builds_what_its_first_call_needs_and_loads_none(
 
 
 @pytest.mark.parametrize("compiler", ["false", "not-a-compiler"])
-def test_compiler_that_fails_is_left_to_the_first_call(sources: Path, tmp_path: Path, compiler: str) -> None:
-    done = look_up(sources, tmp_path, CXX=compiler)
-    assert done.returncode == 0, done.stderr
-    assert "Traceback" not in done.stderr
-    assert not list(tmp_path.glob("specache_fx/*.so"))
+def test_compiler_that_fails_is_left_to_the_first_call(
+    sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiler: str
+) -> None:
+    raised: list[object] = []
+    monkeypatch.setattr(threading, "excepthook", raised.append)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("CXX", compiler)
+    monkeypatch.setattr(cpp_build, "SOURCES", sources)
+    monkeypatch.setattr(cpp_build, "LIBRARIES", {"tiny": False})
+    cpp_build.build_ahead()
+    for thread in threading.enumerate():
+        if thread.name == "build tiny":
+            thread.join()
+    assert not raised and not list(tmp_path.glob("specache_fx/*.so"))
 
 
 def test_build_that_was_killed_is_cleared_away_by_the_next_one(
-    sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    load: Load, sources: Path, tmp_path: Path
 ) -> None:
     slow = tmp_path / "slow"
     slow.write_text("#!/bin/sh\nexec sleep 100\n")
@@ -249,7 +250,7 @@ def test_build_that_was_killed_is_cleared_away_by_the_next_one(
     os.killpg(process.pid, signal.SIGKILL)
     process.communicate()
     assert left[0].is_dir()
-    assert load(sources, tmp_path, monkeypatch) == 42
+    assert load(tmp_path) == 42
     assert [path for path in cache.iterdir() if path.is_dir()] == []
 
 
@@ -265,7 +266,7 @@ def run(code: str, *args: str, env: dict[str, str]) -> subprocess.CompletedProce
 
 
 def test_library_of_the_wheel_needs_no_compiler(
-    sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    load: Load, sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cpp_build, "PREBUILT", tmp_path / "prebuilt")
     monkeypatch.setattr(cpp_build, "SOURCES", sources)
@@ -273,20 +274,20 @@ def test_library_of_the_wheel_needs_no_compiler(
     cpp_build.prebuild(tmp_path / "prebuilt")
     assert len(list((tmp_path / "prebuilt").iterdir())) == len(cpp_build.INSTRUCTION_SETS)
     monkeypatch.setenv("CXX", "no-such-compiler")
-    assert load(sources, tmp_path / "cache", monkeypatch) == 42
+    assert load(tmp_path / "cache") == 42
     assert not (tmp_path / "cache").exists()
     # Of other sources it is not taken.
     write(sources, 43)
     with pytest.raises(cpp_build.BuildError, match="no-such-compiler"):
-        load(sources, tmp_path / "cache", monkeypatch)
+        load(tmp_path / "cache")
 
 
 def test_library_of_the_wheel_that_this_system_cannot_load_is_built(
-    sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    load: Load, sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cpp_build, "PREBUILT", tmp_path)
     (tmp_path / cpp_build.prebuilt_name("tiny", sources, "portable", False)).write_bytes(
         b"for another system"
     )
-    assert load(sources, tmp_path / "cache", monkeypatch) == 42
+    assert load(tmp_path / "cache") == 42
     assert kept(tmp_path / "cache").exists()

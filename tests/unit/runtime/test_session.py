@@ -183,12 +183,7 @@ class SessionMachine(RuleBasedStateMachine):
         pair.extend(tokens, data.draw(strategies.key_masks(pair.shape.batch, tokens)))
 
     @precondition(lambda self: any(pair.oracles for pair in self.pairs))
-    @rule(
-        which=st.integers(0, 1),
-        lanes=st.integers(1, 2),
-        steps=st.integers(1, 10),
-        whole=st.booleans(),
-    )
+    @rule(which=st.integers(0, 1), lanes=st.integers(1, 2), steps=st.integers(1, 10), whole=st.booleans())
     def decode(self, which: int, lanes: int, steps: int, whole: bool) -> None:
         pair = self.pairs[which] if self.pairs[which].oracles else self.pairs[1 - which]
         if pair.session.staged_for != pair.session.kv_len:

@@ -29,10 +29,8 @@ SHAPES = [(2, 3, 5), (1, 4, 4)]
 BATCH = 2
 TOP_K = 6
 NEEDS_CPP = pytest.mark.skipif(cpp_build.find_compiler() is None, reason="no C++ compiler")
-DEVICES = [
-    "cpu",
-    pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")),
-]
+NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")
+DEVICES = ["cpu", pytest.param("cuda", marks=NEEDS_CUDA)]
 
 
 def make_host(tokens: int, device: str = "cpu", kind: str = "auto") -> tuple[HostCache, list[torch.Tensor]]:
@@ -80,14 +78,16 @@ def assert_staged(
 SELECTIONS = st.lists(st.integers(-1, 9), min_size=5, max_size=5).map(
     lambda row: [token if token not in row[:place] else -1 for place, token in enumerate(row)]
 )
+# What is staged and what is wanted: int32 [2, 3, 5] each.
+STAGED_AND_WANTED = st.lists(st.tuples(SELECTIONS, SELECTIONS), min_size=6, max_size=6).map(
+    lambda rows: torch.tensor(rows, dtype=torch.int32).transpose(0, 1).contiguous().view(2, 2, 3, 5)
+)
 
 
 @settings(max_examples=150)
-@given(rows=st.lists(st.tuples(SELECTIONS, SELECTIONS), min_size=6, max_size=6))
-def test_plan_keeps_what_is_wanted_and_fetches_the_rest_into_free_slots(rows):
-    staged, wanted = (
-        torch.tensor([row[i] for row in rows], dtype=torch.int32).reshape(2, 3, 5) for i in (0, 1)
-    )
+@given(both=STAGED_AND_WANTED)
+def test_plan_keeps_what_is_wanted_and_fetches_the_rest_into_free_slots(both):
+    staged, wanted = both
     plan = plan_slots(staged, wanted)
     after = plan.slots.clone().view(-1)
     expected_kept = 0
@@ -105,12 +105,10 @@ def test_plan_keeps_what_is_wanted_and_fetches_the_rest_into_free_slots(rows):
 
 @NEEDS_CPP
 @settings(max_examples=150)
-@given(rows=st.lists(st.tuples(SELECTIONS, SELECTIONS), min_size=6, max_size=6))
-def test_cpp_stages_as_planned(rows):
+@given(both=STAGED_AND_WANTED)
+def test_cpp_stages_as_planned(both):
     assert graph_ops.load() is not None
-    slots, wanted = (
-        torch.tensor([row[i] for row in rows], dtype=torch.int32).reshape(2, 3, 5) for i in (0, 1)
-    )
+    slots, wanted = both
     plan = plan_slots(slots, wanted)
     source = torch.arange(60.0).reshape(2, 3, 10, 1).expand(-1, -1, -1, 3)
     blocks = [source[:, :, :4].contiguous(), source[:, :, 4:9].contiguous(), source[:, :, 9:].contiguous()]
@@ -154,6 +152,7 @@ class WorkerMachine(RuleBasedStateMachine):
     device = "cpu"
     host_kind = "auto"
     synchronous = False
+    late = True  # else it is what is chosen for the host
     layers = st.integers(0, len(SHAPES) - 1)
 
     @initialize(seed=st.integers(0, 99))
@@ -165,9 +164,10 @@ class WorkerMachine(RuleBasedStateMachine):
         self.fetched = self.reused = self.fetched_bytes = self.reused_bytes = 0
 
     def make_transfer(self, rng):
-        transfer = late_transfer(
-            self.host, TOP_K, torch.device(self.device), lambda: time.sleep(rng.choice([0, 0, 1e-4, 1e-3]))
-        )
+        given = self.host, TOP_K, torch.device(self.device)
+        if not self.late:
+            return choose_transfer(*given)
+        transfer = late_transfer(*given, lambda: time.sleep(rng.choice([0, 0, 1e-4, 1e-3])))
         transfer.synchronous = self.synchronous
         return transfer
 
@@ -248,33 +248,28 @@ class PlainMachine(WorkerMachine):
                 self.patch.undo()
 
 
+class PlainInMemoryMachine(PlainMachine):
+    """At once, where C++ can't be built."""
+
+    late = False
+
+
 class InMemoryMachine(WorkerMachine):
     """Rows are in memory: they are copied at once."""
 
-    def make_transfer(self, rng):
-        return choose_transfer(self.host, TOP_K, torch.device(self.device))
+    late = False
 
 
 class FileMachine(WorkerMachine):
     """Rows are in files: a thread copies them."""
 
-    host_kind = "disk"
-
-    def make_transfer(self, rng):
-        return choose_transfer(self.host, TOP_K, torch.device(self.device))
+    late, host_kind = False, "disk"
 
 
-class PlainInMemoryMachine(PlainMachine):
-    """At once, where C++ can't be built."""
-
-    def make_transfer(self, rng):
-        return choose_transfer(self.host, TOP_K, torch.device(self.device))
-
-
-class CudaMachine(InMemoryMachine):
+class CudaMachine(WorkerMachine):
     """Page-locked rows: the device copies by itself."""
 
-    device = "cuda"
+    late, device = False, "cuda"
 
 
 class CudaWorkerMachine(WorkerMachine):
@@ -283,25 +278,19 @@ class CudaWorkerMachine(WorkerMachine):
     device, host_kind = "cuda", "memory"
 
 
-MACHINE = settings(max_examples=25, stateful_step_count=20, deadline=None)
-TestAsynchronous = WorkerMachine.TestCase
-TestAsynchronous.settings = MACHINE
-TestSynchronous = SynchronousMachine.TestCase
-TestSynchronous.settings = MACHINE
-TestPlain = PlainMachine.TestCase
-TestPlain.settings = MACHINE
-TestPlainInMemory = PlainInMemoryMachine.TestCase
-TestPlainInMemory.settings = MACHINE
-TestInMemory = NEEDS_CPP(InMemoryMachine.TestCase)
-TestInMemory.settings = MACHINE
-TestFile = NEEDS_CPP(FileMachine.TestCase)
-TestFile.settings = MACHINE
-TestCuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")(CudaMachine.TestCase)
-TestCuda.settings = MACHINE
-TestCudaWorker = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")(
-    CudaWorkerMachine.TestCase
-)
-TestCudaWorker.settings = MACHINE
+def case(machine, needs=lambda test: test):
+    machine.TestCase.settings = settings(max_examples=25, stateful_step_count=20, deadline=None)
+    return needs(machine.TestCase)
+
+
+TestAsynchronous = case(WorkerMachine)
+TestSynchronous = case(SynchronousMachine)
+TestPlain = case(PlainMachine)
+TestPlainInMemory = case(PlainInMemoryMachine)
+TestInMemory = case(InMemoryMachine, NEEDS_CPP)
+TestFile = case(FileMachine, NEEDS_CPP)
+TestCuda = case(CudaMachine, NEEDS_CUDA)
+TestCudaWorker = case(CudaWorkerMachine, NEEDS_CUDA)
 
 
 def run_alone(code: str) -> str:
