@@ -6,7 +6,8 @@
 
 Whisper caches keys so, and others that append a projection as it comes. Inputs and outputs have four dimensions from
 then on; `AtBorder` in `specache_fx/runners.py` takes heads apart and merges them. Only caches are changed that nothing
-reads otherwise, and whose heads and tokens are swapped next: `heads_first` goes on from here.
+reads otherwise, and whose heads are repeated or swapped with tokens next: `heads_first` goes on
+from here.
 """
 
 from __future__ import annotations
@@ -47,12 +48,14 @@ def merged_heads(gm: GraphModule) -> tuple[dict[int, int], dict[int, int]]:
     merged_inputs: dict[int, int] = {}
     merged_outputs: dict[int, int] = {}
     for root in dict.fromkeys(out for out in outs if isinstance(out, Node)):
-        reads, parts = _split_reads(root), concatenated(root)
-        if not reads or (parts is not None and not _is_append(root, *parts)):
+        reads, parts, whole = _split_reads(root), concatenated(root), _merged_from(root)
+        if whole is None and (not reads or (parts is not None and not _is_append(root, *parts))):
             continue
-        _, _, heads, dim = shape_of(reads[0]) or ()
+        heads, dim = (shape_of(whole or reads[0]) or ())[2:]
         with graph.inserting_after(root):
-            if parts is None:
+            if whole is not None:
+                keys = whole
+            elif parts is None:
                 keys = call(graph, _aten.unflatten.int, (root, 2, (heads, dim)), root)
             else:
                 past, new = parts[0]
@@ -88,10 +91,21 @@ def _split_reads(root: Node) -> list[Node]:
         and len(shape) == 4
         and isinstance(shape[2], int)
         and same_sizes(shape, (*sizes[:2], *shapes[0][2:]))
-        and any(swaps(user, 1, 2) for user in read.users)
+        and any(swaps(user, 1, 2) or user.target is _aten.unsqueeze.default for user in read.users)
         for read, shape in zip(reads, shapes, strict=True)
     )
     return reads if alike else []
+
+
+def _merged_from(root: Node) -> Node | None:
+    """`[batch, tokens, heads, dim]` of a prompt's keys that are merged to be returned, and read before that."""
+    source: Any = root.args[0] if root.target is _aten.reshape.default else None
+    if isinstance(source, Node) and source.target is _aten.clone.default:
+        source = source.args[0]
+    sizes, whole = shape_of(root) or (), shape_of(source) or ()
+    alone = all(user.op == "output" or reads_shape_only(user) for user in root.users)
+    is_merged = len(sizes) == 3 and len(whole) == 4 and same_sizes(sizes[:2], whole[:2])
+    return source if alone and is_merged and isinstance(whole[2], int) else None
 
 
 def _is_append(root: Node, parts: list[Node], dim: int) -> bool:

@@ -387,6 +387,11 @@ def spelt_out(s: OneLayer, q: Tensor, k: Tensor, v: Tensor, where: Tensor) -> Te
     return (q @ keys.mT).masked_fill(hidden, -torch.inf).softmax(-1) @ values
 
 
+def hidden_where_told(s: OneLayer, q: Tensor, k: Tensor, v: Tensor, told: tuple[Tensor, Tensor]) -> Tensor:
+    keys, values = s.write(k, v, told[0])
+    return (q @ keys.mT).masked_fill(told[1], -torch.inf).softmax(-1) @ values
+
+
 def squared(s: OneLayer, q: Tensor, k: Tensor, v: Tensor, where: Tensor) -> Tensor:
     keys, values = s.write(k, v, where)
     hidden = torch.arange(16)[None] > where[:, None]
@@ -464,6 +469,43 @@ def test_attention_that_is_spelt_out(options: dict[str, Any]) -> None:
         for start, count in ((0, 3), (3, 2), *((i, 1) for i in range(5, 16))):
             ids, where = prompt(count)[:1], torch.arange(start, start + count)
             torch.testing.assert_close(ours(ids, where), plain(ids, where), rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def test_attention_that_is_spelt_out_with_a_mask_that_is_given() -> None:
+    plain = OneLayer(hidden_where_told)
+    ours = compiled(copy.deepcopy(plain), lookahead="query")
+    for start, count in ((0, 5), *((i, 1) for i in range(5, 16))):
+        ids, where = prompt(count)[:1], torch.arange(start, start + count)
+        told = where, torch.arange(16)[None] > where[:, None]
+        torch.testing.assert_close(ours(ids, told), plain(ids, told), rtol=1e-4, atol=1e-4)
+
+
+class Absorbed(torch.nn.Module):
+    """Attention over a buffer of latents, `[batch, tokens, channels]`, that are keys and values for all heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.down = torch.nn.Embedding(VOCAB_SIZE, 64), torch.nn.Linear(64, 16)
+        self.register_buffer("latents", torch.zeros(1, 16, 16))
+        self.eval().requires_grad_(False)
+
+    def forward(self, ids: Tensor, where: Tensor) -> Tensor:
+        x = self.embed(ids)
+        self.latents[:, where] = self.down(x)
+        scores = x.unflatten(2, (4, 16)).transpose(1, 2) @ self.latents.mT[:, None]
+        hidden = torch.arange(16)[None] > where[:, None]
+        return scores.masked_fill(hidden, -torch.inf).softmax(-1) @ self.latents[:, None]
+
+
+@torch.no_grad()
+def test_a_buffer_of_latents_is_left_alone_and_named(caplog: pytest.LogCaptureFixture) -> None:
+    plain = Absorbed()
+    ours = compiled(copy.deepcopy(plain), strict=False)
+    for start, count in ((0, 5), (5, 1), (6, 1)):
+        ids, where = prompt(count)[:1], torch.arange(start, start + count)
+        torch.testing.assert_close(ours(ids, where), plain(ids, where))
+    assert caplog.text.count("no attention that specache knows reads them") == 1
 
 
 @torch.no_grad()

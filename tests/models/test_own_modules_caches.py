@@ -29,6 +29,7 @@ from specache_fx.runtime import handle_tensor
 OPTIONS: dict[str, Any] = {"group_size": 8, "residual_length": 8, "top_k": 8, "lowering": "eager"}
 # Two ways of being exact: nothing is lost by quantising, or every low-bit pair is replaced by its original in time.
 EXACT: dict[str, dict[str, Any]] = {"16 bits": {"bits": 16}, "all staged": {"bits": 1, "top_k": 64}}
+TOKENS_FIRST: tuple[Layout, ...] = ("tokens first", "heads merged")
 STACKS: tuple[Layout, ...] = ("one tensor a layer", "one tensor")
 
 
@@ -60,9 +61,10 @@ def test_every_container_is_rewritten_and_equal(container: str, kind: Literal["g
     assert_rewritten_and_equal(config, padded=gpt, **EXACT["all staged" if gpt else "16 bits"])
 
 
+@pytest.mark.parametrize("layout", TOKENS_FIRST)
 @pytest.mark.parametrize("repeat_kv", nightly_unless("expand".__eq__, ["interleave", "expand"]))
-def test_tokens_before_heads_are_rewritten_and_equal(repeat_kv: RepeatKV) -> None:
-    config = OwnConfig("llama", "tuples", "tokens first", repeat_kv=repeat_kv)
+def test_tokens_before_heads_are_rewritten_and_equal(repeat_kv: RepeatKV, layout: Layout) -> None:
+    config = OwnConfig("llama", "tuples", layout, repeat_kv=repeat_kv)
     assert_rewritten_and_equal(config, padded=repeat_kv == "expand", **EXACT["all staged"])
 
 
@@ -95,8 +97,9 @@ def converse(model: Any) -> tuple[list[Tensor], Any]:
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
-def test_tokens_before_heads_through_a_conversation() -> None:
-    model = OwnDecoder(OwnConfig(layout="tokens first"))
+@pytest.mark.parametrize("layout", TOKENS_FIRST)
+def test_tokens_before_heads_through_a_conversation(layout: Layout) -> None:
+    model = OwnDecoder(OwnConfig(layout=layout))
     expected, plain = converse(model)
     options = {**OPTIONS, "bits": 16}
     counters = torch._dynamo.utils.counters["stats"]
@@ -117,18 +120,20 @@ class OddAttention(Attention):
         q, k, v = (
             linear(x).unflatten(2, (-1, self.config.head_dim)) for linear in (self.wq, self.wk, self.wv)
         )
-        if past is not None:
-            k, v = torch.cat((past[0], k), dim=1), torch.cat((past[1], v), dim=1)
+        k, v = present = self.appended(k, v, past)
+        if self.config.layout == "heads merged":
+            k, v = (side.unflatten(2, (-1, self.config.head_dim)) for side in present)
         assert mask is not None
         scores = q.transpose(1, 2) @ k.permute(0, 2, 3, 1)
         weights = scores.masked_fill(~mask, -torch.inf).softmax(-1).sqrt()
-        return self.wo((weights @ v.transpose(1, 2)).transpose(1, 2).flatten(2)), (k, v)
+        return self.wo((weights @ v.transpose(1, 2)).transpose(1, 2).flatten(2)), present
 
 
 @pytest.mark.nightly
 @pytest.mark.usefixtures("fresh_dynamo")
-def test_tokens_before_heads_where_one_layer_is_left_alone() -> None:
-    model = OwnDecoder(OwnConfig("gpt", num_kv_heads=4, layout="tokens first"))
+@pytest.mark.parametrize("layout", TOKENS_FIRST)
+def test_tokens_before_heads_where_one_layer_is_left_alone(layout: Layout) -> None:
+    model = OwnDecoder(OwnConfig("gpt", num_kv_heads=4, layout=layout))
     model.attentions[1].__class__ = OddAttention
     plain = greedy(model, padded=True)
     ours = greedy(torch.compile(model, backend="specache", options={**OPTIONS, "bits": 16}), padded=True)
@@ -145,7 +150,7 @@ def test_tokens_before_heads_where_one_layer_is_left_alone() -> None:
     container=st.sampled_from(sorted(CONTAINERS)),
     num_layers=st.integers(1, 3),
     heads=st.sampled_from([(1, 1), (4, 1), (4, 4), (6, 2)]),
-    layout=st.sampled_from(["heads first", "tokens first"]),
+    layout=st.sampled_from(["heads first", *TOKENS_FIRST]),
     padded=st.booleans(),
     exact=st.sampled_from(sorted(EXACT)),
 )

@@ -153,6 +153,14 @@ class BiasWrittenAfterItWasAdded(SpeltOut):
         return scores.softmax(-1) @ v
 
 
+class NewestTokensGetTheirMask(SpeltOut):
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, hide: Tensor) -> Tensor:
+        n = q.shape[2]
+        scores = (q @ k.transpose(-1, -2) * HEAD_DIM**-0.5).masked_fill(hide, -1e30)
+        scores[:, :, :, -n:] += torch.full((n, n), -1e30).triu(1)
+        return scores.softmax(-1) @ v
+
+
 class QueryWrittenBeforeTheValues(SpeltOut):
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, hide: Tensor) -> Tensor:
         q = q.clone()
@@ -199,6 +207,7 @@ class QueryScaledBesideItsKeys(Hooked):
     [
         (MaskWrittenBetweenLayers, ""),
         (BiasWrittenAfterItWasAdded, ""),
+        (NewestTokensGetTheirMask, ""),
         (QueryWrittenBeforeTheValues, ""),
         (KeysWrittenUnderAnotherName, "which is not a pair of tensors"),
         (RepeatedKeysWritten, "don't form groups"),

@@ -19,7 +19,7 @@ VOCAB_SIZE = 89
 Pair = tuple[Tensor, Tensor]
 Cache = tuple[Any, ...]
 RepeatKV = Literal["sdpa", "interleave", "expand"]
-Layout = Literal["heads first", "tokens first", "one tensor a layer", "one tensor"]
+Layout = Literal["heads first", "tokens first", "heads merged", "one tensor a layer", "one tensor"]
 
 
 @dataclass
@@ -131,12 +131,12 @@ class Attention(nn.Module):
         q, k, v = (
             linear(x).unflatten(2, (-1, self.config.head_dim)) for linear in (self.wq, self.wk, self.wv)
         )
-        if self.config.layout == "tokens first":  # cached as [batch, kv_len, num_kv_heads, head_dim]
+        if self.tokens_first:  # cached as [batch, kv_len, num_kv_heads, head_dim], or with heads merged
             if self.config.kind == "llama":
                 q, k = (apply_rotary(side.transpose(1, 2), position_ids).transpose(1, 2) for side in (q, k))
-            if past is not None:
-                k, v = torch.cat((past[0], k), dim=1), torch.cat((past[1], v), dim=1)
-            present = k, v
+            k, v = present = self.appended(k, v, past)
+            if self.config.layout == "heads merged":
+                k, v = (side.unflatten(2, (-1, self.config.head_dim)) for side in present)
             k, v = self.repeat_kv(k), self.repeat_kv(v)
             q, k, v = (side.transpose(1, 2) for side in (q, k, v))
         else:
@@ -155,6 +155,16 @@ class Attention(nn.Module):
             enable_gqa=k.shape[1] < q.shape[1],
         )
         return self.wo(y.transpose(1, 2).flatten(2)), present
+
+    @property
+    def tokens_first(self) -> bool:
+        return self.config.layout in ("tokens first", "heads merged")
+
+    def appended(self, k: Tensor, v: Tensor, past: Pair | None) -> Pair:
+        """The cache with this call's `[batch, q_len, num_kv_heads, head_dim]`, tokens first."""
+        if self.config.layout == "heads merged":
+            k, v = k.flatten(2), v.flatten(2)
+        return (k, v) if past is None else (torch.cat((past[0], k), dim=1), torch.cat((past[1], v), dim=1))
 
     def repeat_kv(self, x: Tensor) -> Tensor:
         """`[batch, kv_len, num_kv_heads, head_dim]` with the query's heads, where that is not left to SDPA."""
@@ -221,7 +231,7 @@ class OwnDecoder(nn.Module):
         """
         pairs = self.pairs(cache) if cache else None
         q_len = ids.shape[1]
-        past_len = 0 if pairs is None else pairs[0][0].shape[1 if self.config.layout == "tokens first" else 2]
+        past_len = 0 if pairs is None else pairs[0][0].shape[1 if self.attentions[0].tokens_first else 2]
         seen = None
         if mask is None:
             position_ids = torch.arange(past_len, past_len + q_len, device=ids.device)[None]
