@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import strategies
 from support.cases import examples, nightly_unless
+from support.compiled import EXACT, assert_oracles, assert_plain, compiled
 from support.models import TinyConfig, TinyDecoder, generate
 from support.oracle import OracleDecoder
 from support.zoo import SMALL, build, left_padded
@@ -19,13 +20,7 @@ import specache_fx
 from specache_fx.config import SpecacheConfig
 from specache_fx.runtime import registry
 
-EXACT = {"rtol": 2e-4, "atol": 2e-4}
-LATENT = TinyConfig(num_heads=4, num_kv_heads=1, head_dim=16, value_dim=12, latent_dim=20)
-
-
-def compiled(model: TinyDecoder, config: SpecacheConfig) -> torch.nn.Module:
-    torch._dynamo.reset()
-    return torch.compile(model, backend="specache", options={**asdict(config), "lowering": "eager"})  # type: ignore[return-value]
+LATENT = TinyConfig(num_layers=1, num_heads=4, num_kv_heads=1, head_dim=16, value_dim=12, latent_dim=20)
 
 
 @settings(max_examples=examples(2))
@@ -34,12 +29,7 @@ def test_exact_settings_equal_plain_decoding(data: st.DataObject, how: str, look
     prompt = data.draw(strategies.prompts(latent=True))
     exact = {"bits": {"bits": 16}, "top_k": {"top_k": 100}}[how]
     config = data.draw(strategies.configs(lookahead=lookahead, **exact))
-    plain = generate(prompt.model, prompt.input_ids, 12, prompt.attention_mask)
-    ours = generate(
-        compiled(prompt.model, config), prompt.input_ids, 12, prompt.attention_mask, plain.tokens[:, :-1]
-    )
-    torch.testing.assert_close(ours.logits, plain.logits, **EXACT)
-    assert torch.equal(ours.tokens, plain.tokens)
+    assert_plain(prompt, config)
 
 
 @settings(max_examples=examples(2))
@@ -47,13 +37,7 @@ def test_exact_settings_equal_plain_decoding(data: st.DataObject, how: str, look
 def test_decoding_equals_the_dense_oracle(data: st.DataObject) -> None:
     prompt = data.draw(strategies.prompts(min_len=2, latent=True))
     config = data.draw(strategies.configs(bits=data.draw(strategies.low_bits)))
-    truth = OracleDecoder(prompt.model, config).generate(prompt.input_ids, 14, prompt.attention_mask)
-    ours = generate(
-        compiled(prompt.model, config), prompt.input_ids, 14, prompt.attention_mask, truth.tokens[:, :-1]
-    )
-    torch.testing.assert_close(ours.logits, truth.logits, **EXACT)
-    session = registry.find(ours.past[0][0])
-    assert session is not None
+    truth, _, session = assert_oracles(prompt, config, 14, None)
     if config.num_lanes == 2:
         assert session.metrics.hits.token_hits == sum(step.exact_hits.hits for step in truth.steps)
     if config.lookahead != "none":

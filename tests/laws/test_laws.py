@@ -10,21 +10,14 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from support import strategies
 from support.cases import examples
-from support.compiled import EXACT, compiled, forced_tokens
-from support.models import Generated, TinyConfig, TinyDecoder, generate
-from support.oracle import DecodeStep, OracleDecoder, OracleRun
+from support.compiled import assert_oracles, assert_plain, forced_tokens, run
+from support.models import TinyConfig, TinyDecoder, generate
+from support.oracle import DecodeStep, OracleRun
 
 import specache_fx
 from specache_fx.config import SpecacheConfig
-from specache_fx.runtime import registry
 from specache_fx.runtime.metrics import Hits
 from specache_fx.runtime.quant import QUANTIZERS
-
-
-def run(
-    prompt: strategies.Prompt, config: SpecacheConfig, tokens: int, forced: torch.Tensor | None = None
-) -> Generated:
-    return generate(compiled(prompt.model, config), prompt.input_ids, tokens, prompt.attention_mask, forced)
 
 
 @settings(max_examples=examples(5))
@@ -33,10 +26,7 @@ def test_law_1_exact_settings_equal_plain_decoding(data: st.DataObject, how: str
     prompt = data.draw(strategies.prompts())
     exact = {"bits": {"bits": 16}, "residual": {"residual_length": 100}, "top_k": {"top_k": 100}}[how]
     config = data.draw(strategies.configs(lookahead=lookahead, **exact))
-    plain = generate(prompt.model, prompt.input_ids, 12, prompt.attention_mask)
-    ours = run(prompt, config, 12, forced=plain.tokens[:, :-1])
-    torch.testing.assert_close(ours.logits, plain.logits, **EXACT)
-    assert torch.equal(ours.tokens, plain.tokens)
+    assert_plain(prompt, config)
 
 
 @settings(max_examples=examples(3))
@@ -71,13 +61,7 @@ def test_decoding_equals_the_dense_oracle(data: st.DataObject) -> None:
     # In some steps some rows go on with what had been speculated for them.
     generator = torch.Generator().manual_seed(seed)
     guessed = torch.rand(forced.shape, generator=generator) < data.draw(st.sampled_from((0.0, 0.6, 1.0)))
-    truth = OracleDecoder(prompt.model, config).generate(
-        prompt.input_ids, tokens, prompt.attention_mask, forced, guessed
-    )
-    ours = run(prompt, config, tokens, torch.stack([step.token for step in truth.steps], dim=1))
-    torch.testing.assert_close(ours.logits, truth.logits, **EXACT)
-    session = registry.find(ours.past[0][0])
-    assert session is not None
+    truth, _, session = assert_oracles(prompt, config, tokens, forced, guessed)
     assert session.metrics.steps == tokens - 1
     assert session.metrics.refetched_steps == sum(step.refetched is not None for step in truth.steps)
     assert_counted(session.metrics.hits, config, truth)
@@ -113,11 +97,7 @@ def test_every_quantizer_equals_the_dense_oracle(quantizer: str, data: st.DataOb
         strategies.configs(quantizer=quantizer, bits=QUANTIZERS[quantizer].valid_bits[0], **small)
     )
     forced = forced_tokens(prompt, 8, data.draw(strategies.seeds))
-    truth = OracleDecoder(prompt.model, config).generate(prompt.input_ids, 8, prompt.attention_mask, forced)
-    ours = run(prompt, config, 8, forced)
-    torch.testing.assert_close(ours.logits, truth.logits, **EXACT)
-    session = registry.find(ours.past[0][0])
-    assert session is not None
+    _, _, session = assert_oracles(prompt, config, 8, forced)
     assert session.quantizer.name == quantizer and session.layers[0].num_quantized >= 12
 
 
@@ -139,9 +119,7 @@ def test_every_policy_option_equals_the_dense_oracle(options: dict[str, Any]) ->
     ids = torch.randint(61, (2, 14), generator=torch.Generator().manual_seed(0))
     prompt = strategies.Prompt(model, ids, mask)
     forced = forced_tokens(prompt, 12, 1)
-    truth = OracleDecoder(model, config).generate(ids, 12, mask, forced)
-    ours = run(prompt, config, 12, forced)
-    torch.testing.assert_close(ours.logits, truth.logits, **EXACT)
+    truth, ours, _ = assert_oracles(prompt, config, 12, forced)
     plain = generate(model, ids, 12, mask, forced)
     exact = config.resident_layers == 2
     assert torch.allclose(truth.logits, plain.logits, atol=1e-3) == exact  # else this test would tell nothing
@@ -164,10 +142,7 @@ def test_law_1_holds_for_kcache(data: st.DataObject, how: str) -> None:
     prompt = kcache_prompt(data)
     exact = {"residual": {"residual_length": 100}, "top_k": {"top_k": 100}}[how]
     config = data.draw(strategies.configs(policy="kcache", **exact))
-    plain = generate(prompt.model, prompt.input_ids, 12, prompt.attention_mask)
-    ours = run(prompt, config, 12, forced=plain.tokens[:, :-1])
-    torch.testing.assert_close(ours.logits, plain.logits, **EXACT)
-    assert torch.equal(ours.tokens, plain.tokens)
+    assert_plain(prompt, config)
 
 
 @settings(max_examples=examples(3))
@@ -176,9 +151,7 @@ def test_kcache_equals_the_dense_oracle(data: st.DataObject) -> None:
     prompt = kcache_prompt(data)
     config = data.draw(strategies.configs(policy="kcache"))
     forced = forced_tokens(prompt, 12, data.draw(strategies.seeds))
-    truth = OracleDecoder(prompt.model, config).generate(prompt.input_ids, 12, prompt.attention_mask, forced)
-    ours = run(prompt, config, 12, forced)
-    torch.testing.assert_close(ours.logits, truth.logits, **EXACT)
+    _, ours, _ = assert_oracles(prompt, config, 12, forced)
     stats = specache_fx.stats(ours.past)
     assert stats.exact_hit_rate is stats.topk_hit_rate is None
     # A row on the host is a value alone.
@@ -191,8 +164,4 @@ def test_kivi_equals_the_dense_oracle(data: st.DataObject) -> None:
     prompt = data.draw(strategies.prompts())
     config = data.draw(strategies.configs(policy="kivi", bits=data.draw(strategies.low_bits)))
     forced = forced_tokens(prompt, 10, data.draw(strategies.seeds))
-    truth = OracleDecoder(prompt.model, config).generate(prompt.input_ids, 10, prompt.attention_mask, forced)
-    ours = run(prompt, config, 10, forced)
-    torch.testing.assert_close(ours.logits, truth.logits, **EXACT)
-    session = registry.find(ours.past[0][0])
-    assert session is not None and session.host_bytes == 0
+    assert assert_oracles(prompt, config, 10, forced)[2].host_bytes == 0

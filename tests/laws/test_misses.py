@@ -52,7 +52,7 @@ def fed(truth: OracleRun) -> Tensor:
 
 
 def test_rows_that_missed_choose_anew_and_depend_on_no_other_row() -> None:
-    model = TinyDecoder(TinyConfig())
+    model = TinyDecoder(TinyConfig(num_layers=1))
     refetch = config(on_miss="refetch")
     truth = truth_of(model, refetch)
     tokens = fed(truth)
@@ -101,7 +101,7 @@ def test_right_guesses_are_never_refetched_and_wrong_ones_always() -> None:
 
 
 def test_recovering_rows_depend_on_no_other_row_and_are_the_oracles() -> None:
-    model = TinyDecoder(TinyConfig(vocab_size=5))  # n-grams come again
+    model = TinyDecoder(TinyConfig(num_layers=1, vocab_size=5))  # n-grams come again
     prompt, forced = PROMPT % 5, FORCED % 5
     recover = config(top_k=2)
     oracle = OracleDecoder(model, recover)
@@ -197,7 +197,7 @@ def test_refetch_goes_on_after_beams_were_reordered() -> None:
 
 
 def test_series_adds_up_to_the_rates() -> None:
-    model = TinyDecoder(TinyConfig())
+    model = TinyDecoder(TinyConfig(num_layers=1))
     truth = truth_of(model, config())
     past = generate(compiled(model, config()), PROMPT, TOKENS, PADDED, fed(truth)).past
     stats = specache_fx.stats(past)

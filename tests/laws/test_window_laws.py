@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import strategies
 from support.cases import examples, nightly_unless
+from support.compiled import EXACT, assert_oracles, assert_plain, compiled, forced_tokens
 from support.models import TinyConfig, TinyDecoder, generate
-from support.oracle import OracleDecoder
 from torch import Tensor
 
 import specache_fx
@@ -23,14 +23,7 @@ from specache_fx.runtime.layout import Arena, LayerShape
 from specache_fx.runtime.quant import make_quantizer
 from specache_fx.runtime.window_cache import WindowCache, buffer_rows
 
-EXACT = {"rtol": 2e-4, "atol": 2e-4}
-OPTIONS: dict[str, Any] = {"bits": 16, "group_size": 8, "residual_length": 8, "top_k": 8, "lowering": "eager"}
-
-
-def compiled(model: TinyDecoder, config: SpecacheConfig | None = None) -> Any:
-    torch._dynamo.reset()
-    options = OPTIONS if config is None else {**asdict(config), "lowering": "eager"}
-    return torch.compile(model, backend="specache", options=options)
+CONFIG = SpecacheConfig(bits=16, group_size=8, residual_length=8, top_k=8)
 
 
 @st.composite
@@ -42,24 +35,14 @@ def windowed(draw: st.DrawFn) -> strategies.Prompt:
     return strategies.Prompt(TinyDecoder(config), prompt.input_ids, prompt.attention_mask)
 
 
-def forced_tokens(prompt: strategies.Prompt, tokens: int, seed: int) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(
-        prompt.model.config.vocab_size, (len(prompt.input_ids), tokens - 1), generator=generator
-    )
-
-
 @settings(max_examples=examples(2))
 @given(st.data())
 def test_windows_equal_the_dense_oracle(data: st.DataObject) -> None:
     prompt = data.draw(windowed())
     config = data.draw(strategies.configs(bits=data.draw(strategies.low_bits)))
     forced = forced_tokens(prompt, 14, data.draw(strategies.seeds))
-    truth = OracleDecoder(prompt.model, config).generate(prompt.input_ids, 14, prompt.attention_mask, forced)
-    ours = generate(compiled(prompt.model, config), prompt.input_ids, 14, prompt.attention_mask, forced)
-    torch.testing.assert_close(ours.logits, truth.logits, **EXACT)
-    session = registry.find(ours.past[0][0])
-    assert session is not None and session.metrics.steps == 13
+    truth, _, session = assert_oracles(prompt, config, 14, forced)
+    assert session.metrics.steps == 13
     if config.num_lanes == 2 and session.has_tiered_layers:
         assert session.metrics.hits.token_hits == truth.exact_hits.hits
         assert session.metrics.hits.token_checks == truth.exact_hits.total
@@ -78,11 +61,7 @@ def test_window_of_one_layer_equals_the_dense_oracle(lookahead: Any, window: int
     config = SpecacheConfig(bits=1, group_size=4, residual_length=2, top_k=3, lookahead=lookahead)
     mask = torch.ones(2, 14, dtype=torch.bool)
     mask[0, :3] = False
-    truth = OracleDecoder(model, config).generate(ids(14), 14, mask, ids(13, 1))
-    ours = generate(compiled(model, config), ids(14), 14, mask, ids(13, 1))
-    torch.testing.assert_close(ours.logits, truth.logits, **EXACT)
-    session = registry.find(ours.past[0][0])
-    assert session is not None
+    truth, _, session = assert_oracles(strategies.Prompt(model, ids(14), mask), config, 14, ids(13, 1))
     assert session.metrics.hits.token_checks == truth.exact_hits.total
     if lookahead != "none":
         assert session.metrics.hits.topk_hits == truth.topk_hits.hits
@@ -91,10 +70,7 @@ def test_window_of_one_layer_equals_the_dense_oracle(lookahead: Any, window: int
 @settings(max_examples=examples(2))
 @given(windowed())
 def test_windows_equal_plain_decoding(prompt: strategies.Prompt) -> None:
-    plain = generate(prompt.model, prompt.input_ids, 30, prompt.attention_mask)
-    ours = generate(compiled(prompt.model), prompt.input_ids, 30, prompt.attention_mask)
-    torch.testing.assert_close(ours.logits, plain.logits, **EXACT)
-    assert torch.equal(ours.tokens, plain.tokens)
+    assert_plain(prompt, CONFIG, 30)
 
 
 @given(
@@ -164,7 +140,7 @@ LONGER, SHORTER, CHUNKS = (20, 1, 7, 1, 1), (5, 3, 1, 1, 9, 1, 1, 4), (6, 6, 6, 
 def test_turns_and_chunks_equal_the_plain_model(config: TinyConfig, lengths: tuple[int, ...]) -> None:
     model, tokens = TinyDecoder(config), ids(sum(lengths))
     torch.testing.assert_close(
-        turns(compiled(model), lengths, tokens), turns(model, lengths, tokens), **EXACT
+        turns(compiled(model, CONFIG), lengths, tokens), turns(model, lengths, tokens), **EXACT
     )
 
 
@@ -176,7 +152,7 @@ def cropped(past: Any, kv_len: int) -> Any:
 @torch.no_grad()
 def test_crop_before_the_window_is_full_equals_the_plain_model(config: TinyConfig) -> None:
     model = TinyDecoder(config)
-    forward = compiled(model)
+    forward = compiled(model, CONFIG)
     results = []
     for run in (model, forward):
         _, past = run(ids(9), attention_mask=torch.ones(2, 9).bool())
@@ -192,7 +168,7 @@ def test_crop_before_the_window_is_full_equals_the_plain_model(config: TinyConfi
 
 @torch.no_grad()
 def test_going_back_beyond_a_full_window_is_refused_with_the_remedy() -> None:
-    forward = compiled(TinyDecoder(MIXED))
+    forward = compiled(TinyDecoder(MIXED), CONFIG)
     _, first = forward(ids(20), attention_mask=torch.ones(2, 20).bool())
     past = first
     for step in range(4):
@@ -205,7 +181,7 @@ def test_going_back_beyond_a_full_window_is_refused_with_the_remedy() -> None:
 
 @torch.no_grad()
 def test_an_earlier_cache_of_full_windows_alone_is_refused() -> None:
-    forward = compiled(TinyDecoder(ALONE))
+    forward = compiled(TinyDecoder(ALONE), CONFIG)
     _, first = forward(ids(20), attention_mask=torch.ones(2, 20).bool())
     _, second = forward(ids(1), past=first, attention_mask=torch.ones(2, 21).bool())
     with pytest.raises(specache_fx.CacheHandleError, match="can't be told"):
@@ -216,7 +192,7 @@ def test_an_earlier_cache_of_full_windows_alone_is_refused() -> None:
 @torch.no_grad()
 def test_handles_have_the_lengths_of_their_layers_and_bytes_are_bounded() -> None:
     model = TinyDecoder(MIXED)
-    forward = compiled(model)
+    forward = compiled(model, CONFIG)
     ours = generate(forward, ids(5), 60)
     assert [key.shape[2] for key, _ in ours.past] == [WINDOW - 1, 64]
     stats = specache_fx.stats(ours.past)

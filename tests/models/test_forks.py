@@ -35,9 +35,9 @@ PADDED = left_padded()
 def models(request: pytest.FixtureRequest) -> tuple[Any, Any]:
     """A model, and the same one compiled."""
     torch._dynamo.reset()
-    compiled = build("llama")
+    compiled = build("plain")
     compiled.compile(backend="specache", options={**SMALL, "lowering": "eager", **EVERY[request.param]})
-    return build("llama"), compiled
+    return build("plain"), compiled
 
 
 def greedy(model: Any, inputs: dict[str, Tensor], **kwargs: Any) -> Any:
@@ -199,7 +199,7 @@ def test_a_cache_of_the_uncompiled_model_goes_on_with_several_tokens(models: tup
 def test_generations_in_threads_do_not_mix(count: int) -> None:
     """From the first call on: two of them compile the model while the others wait, or run what is there."""
     torch._dynamo.reset()
-    plain, compiled = build("llama", 1), build("llama", 1)
+    plain, compiled = build("plain", 1), build("plain", 1)
     compiled.compile(backend="specache", options={**SMALL, "bits": 16})
     jobs: list[Callable[[Any], Tensor]] = [
         lambda model: greedy(model, PADDED),

@@ -35,20 +35,20 @@ anew = pytest.mark.usefixtures("fresh_dynamo")
 LAYERS = 1
 
 
-def compiled(name: str = "llama", /, **options: Any) -> nn.Module:
+def compiled(name: str = "plain", /, **options: Any) -> nn.Module:
     model = build(name, LAYERS)
     model.compile(backend="specache", options={**SMALL, "bits": 16, **options})
     return model
 
 
 @cache
-def shared(name: str = "llama") -> nn.Module:
+def shared(name: str = "plain") -> nn.Module:
     """Compiled once for tests that leave its graphs as they are, one after another."""
     return compiled(name)
 
 
 @cache
-def eager(name: str = "llama") -> nn.Module:
+def eager(name: str = "plain") -> nn.Module:
     return build(name, LAYERS)
 
 
@@ -79,8 +79,8 @@ _DAILY = ("prefill_chunk_size", "prompt_lookup", "assistant_model")
 @pytest.mark.parametrize(
     ("name", "way"),
     nightly_unless(
-        lambda case: case[0] == "llama" and case[1] in _DAILY,
-        itertools.product(["llama", "gpt2"], [way for way in WAYS if way != "early_exit"]),
+        lambda case: case[0] == "plain" and case[1] in _DAILY,
+        itertools.product(["plain", "gpt2"], [way for way in WAYS if way != "early_exit"]),
     ),
 )
 def test_way_equals_eager(name: str, way: str) -> None:
@@ -110,7 +110,7 @@ def test_generate_within_generate() -> None:
 
 
 @pytest.mark.nightly  # by day two turns are among `test_forks.py`'s threads
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize("name", ["plain", "gpt2"])
 def test_conversation_on_one_cache(name: str) -> None:
     assert torch.equal(conversation(shared(name)), conversation(eager(name)))
 
@@ -133,7 +133,7 @@ def test_extending_a_cropped_cache() -> None:
 # How the model is called --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", nightly_unless("llama".__eq__, ["llama", "gpt2", "qwen3"]))
+@pytest.mark.parametrize("name", nightly_unless("plain".__eq__, ["plain", "gpt2", "qwen3"]))
 def test_own_loop_without_positions_or_mask(name: str) -> None:
     prompt = PADDED["input_ids"][1:]
     torch.testing.assert_close(own_loop(shared(name), prompt, 25), own_loop(eager(name), prompt, 25), **EXACT)
@@ -166,7 +166,7 @@ def test_inference_mode_generate_equals_eager() -> None:
 
 def test_hidden_states_are_those_of_the_output_token() -> None:
     kwargs = {"output_hidden_states": True, "return_dict_in_generate": True, "new_tokens": 20}
-    ours, plain = generate(shared(), **kwargs), generate(eager(), **kwargs)
+    ours, plain = generate(shared("llama"), **kwargs), generate(eager("llama"), **kwargs)
     assert torch.equal(ours.sequences, plain.sequences)
     for our_step, plain_step in zip(ours.hidden_states, plain.hidden_states, strict=True):
         torch.testing.assert_close(our_step, plain_step, **EXACT)
@@ -175,13 +175,15 @@ def test_hidden_states_are_those_of_the_output_token() -> None:
 def test_logits_to_keep() -> None:
     prompt, kwargs = PADDED["input_ids"][1:], {"logits_to_keep": 1}
     torch.testing.assert_close(
-        own_loop(shared(), prompt, 12, **kwargs), own_loop(eager(), prompt, 12, **kwargs), **EXACT
+        own_loop(shared("llama"), prompt, 12, **kwargs),
+        own_loop(eager("llama"), prompt, 12, **kwargs),
+        **EXACT,
     )
 
 
 @anew
 def test_gradients_leave_the_model_alone_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    model, plain = compiled().train(), build("llama", LAYERS).train()
+    model, plain = compiled("llama").train(), build("llama", LAYERS).train()
     with caplog.at_level(logging.WARNING, logger="specache_fx"):
         ours = model(**PADDED, labels=PADDED["input_ids"])
     assert "gradients are enabled" in caplog.text and "torch.no_grad()" in caplog.text

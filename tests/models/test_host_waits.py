@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from support.cases import nightly_unless
 from support.triton_mode import needs_triton
+from support.zoo import build
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import specache_fx
 from specache_fx.decode_runner import Decode
@@ -29,16 +30,6 @@ WAITS = {
 }
 # Branches of the CPU: a handle's numbers are compared, and where all guesses were right nothing is looked up.
 CPU_ALONE = {("claims.py", "_own"), ("session.py", "recover")}
-SHAPE: dict[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "vocab_size": 64,
-    "max_position_embeddings": 512,
-}
 
 
 class Waits(TorchDispatchMode):
@@ -59,19 +50,9 @@ class Waits(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def llama() -> PreTrainedModel:
-    return LlamaForCausalLM(LlamaConfig(**SHAPE))
-
-
-def gemma() -> PreTrainedModel:
-    kinds = ["sliding_attention", "full_attention"]
-    return Gemma3ForCausalLM(Gemma3TextConfig(**SHAPE, sliding_window=8, layer_types=kinds))
-
-
-def waits_of_steps(
-    model: PreTrainedModel, padding: int, monkeypatch: pytest.MonkeyPatch
-) -> list[Counter[Any]]:
+def waits_of_steps(name: str, padding: int, monkeypatch: pytest.MonkeyPatch) -> list[Counter[Any]]:
     """Of each decode step."""
+    model: Any = build(name, vocab_size=64, hidden_size=32, head_dim=8)
     steps: list[Counter[Any]] = []
     usual = Decode.__call__
 
@@ -82,9 +63,7 @@ def waits_of_steps(
         return result
 
     monkeypatch.setattr(Decode, "__call__", call)
-    specache_fx.compile(
-        model.eval(), kernel="triton", lowering="eager", group_size=8, residual_length=8, top_k=4
-    )
+    specache_fx.compile(model, kernel="triton", lowering="eager", group_size=8, residual_length=8, top_k=4)
     ids = torch.randint(1, 64, (1, 20), generator=torch.Generator().manual_seed(0))
     mask = torch.ones_like(ids)
     mask[0, :padding] = 0
@@ -94,16 +73,15 @@ def waits_of_steps(
     return steps
 
 
+# The interpreter takes a second a step.
 @pytest.mark.parametrize(
-    ("make", "padding"),
-    [
-        # The interpreter takes a second a step.
-        *(pytest.param(*case, marks=pytest.mark.nightly) for case in ((llama, 7), (llama, 0), (gemma, 0))),
-        (gemma, 7),
-    ],
+    ("name", "padding"),
+    nightly_unless(
+        ("plain-window", 7).__eq__, [("plain", 7), ("plain", 0), ("plain-window", 0), ("plain-window", 7)]
+    ),
 )
-def test_plain_steps_wait_for_nothing(make: Any, padding: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    steps = waits_of_steps(make(), padding, monkeypatch)
+def test_plain_steps_wait_for_nothing(name: str, padding: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = waits_of_steps(name, padding, monkeypatch)
     # 20 tokens: a group fills, and masks are compared with the padding, where the next length is a multiple of 8.
     plain = [found for i, found in enumerate(steps) if i and (21 + i) % 8]
     assert 5 < len(plain) < len(steps) - 1

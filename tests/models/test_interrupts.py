@@ -58,8 +58,8 @@ def timer(request: pytest.FixtureRequest) -> Iterator[Timer]:
 
 
 def test_an_interrupt_comes_out_of_a_step_as_it_is(timer: Timer, fresh_dynamo: None) -> None:
-    plain = build("llama", max_position_embeddings=LENGTH)
-    compiled = specache_fx.compile(build("llama", max_position_embeddings=LENGTH), **SMALL, bits=16)
+    plain = build("plain", max_position_embeddings=LENGTH)
+    compiled = specache_fx.compile(build("plain", max_position_embeddings=LENGTH), **SMALL, bits=16)
     mine, theirs = prompt(compiled), prompt(plain)
     step(compiled, mine, 3)
     step(plain, theirs, 3)
@@ -85,7 +85,7 @@ def test_an_interrupt_comes_out_of_a_step_as_it_is(timer: Timer, fresh_dynamo: N
 
 
 def test_first_step_after_a_crop_can_fail_and_be_repeated(fresh_dynamo: None) -> None:
-    model = specache_fx.compile(build("llama"), **SMALL)
+    model = specache_fx.compile(build("plain"), **SMALL)
     past = prompt(model)
     for token in (3, 4, 5):
         step(model, past, token)
@@ -105,7 +105,7 @@ def test_first_step_after_a_crop_can_fail_and_be_repeated(fresh_dynamo: None) ->
 def test_a_session_whose_end_was_interrupted_ends_with_the_next_call(
     fresh_dynamo: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = specache_fx.compile(build("llama"), **SMALL)
+    model = specache_fx.compile(build("plain"), **SMALL)
     past = prompt(model)
     for token in range(30):
         step(model, past, token)

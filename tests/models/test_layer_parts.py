@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from support.cases import nightly_unless
+from support.zoo import build
 from torch.fx import Graph, GraphModule
-from transformers import (
-    Gemma3ForCausalLM,
-    Gemma3TextConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PhiConfig,
-    PhiForCausalLM,
-    PreTrainedModel,
-)
 
 import specache_fx
 from specache_fx import ConfigError, layer_parts, lowering
@@ -24,40 +18,12 @@ from specache_fx.runtime.native import graph_ops
 from specache_fx.runtime.step_table import empty_state
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
-SHAPE: dict[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 5,  # the least whose parts are more often alike than not
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "vocab_size": 64,
-    "max_position_embeddings": 256,
-}
+LAYERS = 5  # the least whose parts are more often alike than not
 
 
-def llama() -> PreTrainedModel:
-    return LlamaForCausalLM(LlamaConfig(**SHAPE))
-
-
-def gemma() -> PreTrainedModel:
-    kinds = ["sliding_attention", "full_attention"] * 4
-    return Gemma3ForCausalLM(
-        Gemma3TextConfig(**SHAPE | {"num_hidden_layers": 8}, sliding_window=16, layer_types=kinds)
-    )
-
-
-def phi() -> PreTrainedModel:
-    """Its feed-forward reads what attention reads: of the first layer it needs no layer's step."""
-    shape = {name: size for name, size in SHAPE.items() if name != "head_dim"} | {"num_hidden_layers": 8}
-    return PhiForCausalLM(PhiConfig(**shape))
-
-
-def decode(make: Any, steps: int = 12, padding: int = 0, **options: Any) -> tuple[torch.Tensor, Any]:
+def decode(model: Any, steps: int = 12, padding: int = 0, **options: Any) -> tuple[torch.Tensor, Any]:
     """Logits of a prompt of 28 tokens and of steps, and the stats."""
     torch._dynamo.reset()
-    torch.manual_seed(0)
-    model = make().eval()
     specache_fx.compile(model, group_size=16, residual_length=16, top_k=4, **options)
     ids = torch.randint(1, 64, (2, 28 + steps), generator=torch.Generator().manual_seed(0))
     mask = torch.ones_like(ids)
@@ -73,10 +39,17 @@ def decode(make: Any, steps: int = 12, padding: int = 0, **options: Any) -> tupl
 
 
 # The first part, those between two layers, and the last. Gemma's second one computes what later ones read.
-@pytest.mark.parametrize(("make", "forms"), [(llama, 3), pytest.param(gemma, 4, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(
+    ("name", "layers", "forms"),
+    nightly_unless(
+        ("plain", LAYERS, 3).__eq__, [("plain", LAYERS, 3), ("llama", LAYERS, 3), ("gemma3_text", 8, 4)]
+    ),
+)
 def test_layers_that_are_alike_are_compiled_once_and_replayed(
-    make: Any, forms: int, monkeypatch: pytest.MonkeyPatch
+    name: str, layers: int, forms: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    kinds = {"layer_types": ["sliding_attention", "full_attention"] * 4} if name == "gemma3_text" else {}
+    make = partial(build, name, num_hidden_layers=layers, **kinds)
     compiled: list[list[int]] = []  # nodes of what is compiled, by decode graph
     usual, by_layer = lowering._compile_static, lowering.compile_by_layer
 
@@ -84,20 +57,25 @@ def test_layers_that_are_alike_are_compiled_once_and_replayed(
         compiled[-1].append(len(gm.graph.nodes))
         return usual(gm, inputs)
 
+    def as_it_is(gm: GraphModule, inputs: Any) -> Any:
+        compiled[-1].append(len(gm.graph.nodes))
+        return gm.forward
+
     def a_graph(*given: Any) -> Any:
         compiled.append([])
         return by_layer(*given)
 
     monkeypatch.setattr(lowering, "_compile_static", counting)
     monkeypatch.setattr(lowering, "compile_by_layer", a_graph)
-    logits, stats = decode(make)
+    logits, stats = decode(make())
     assert len(compiled[0]) == forms and all(len(each) <= forms for each in compiled)
     assert stats.replayed_steps >= 10
-    plain, _ = decode(make, lowering="eager")
+    plain, _ = decode(make(), lowering="eager")
     torch.testing.assert_close(logits, plain, atol=1e-4, rtol=1e-4)
     monkeypatch.setattr(lowering, "compile_by_layer", lambda *_: compiled.append([]))
+    monkeypatch.setattr(lowering, "_compile_static", as_it_is)
     compiled.clear()
-    whole, _ = decode(make)
+    whole, _ = decode(make())
     assert all(len(each) == 1 for each in compiled)
     torch.testing.assert_close(logits, whole, atol=1e-4, rtol=1e-4)
 
@@ -112,9 +90,9 @@ def test_a_model_whose_first_feed_forward_needs_no_attention_is_cut_too(
         return gm.forward
 
     monkeypatch.setattr(lowering, "_compile_static", as_it_is)
-    logits, _ = decode(phi)
+    logits, _ = decode(build("plain", 8, is_parallel=True))
     assert 1 < len(parts) < 6
-    plain, _ = decode(phi, lowering="eager")
+    plain, _ = decode(build("plain", 8, is_parallel=True), lowering="eager")
     torch.testing.assert_close(logits, plain, atol=1e-4, rtol=1e-4)
 
 
@@ -164,16 +142,16 @@ def test_a_prompt_is_compiled_where_that_is_asked_for(really: bool, monkeypatch:
         return usual(gm, *given) if really else gm.forward
 
     monkeypatch.setattr(lowering, "lower", counting)
-    expected, _ = decode(llama, 0, padding=5)
+    expected, _ = decode(build("plain", LAYERS), 0, padding=5)
     assert compiled == [0]  # the tests of its masks alone
-    logits, _ = decode(llama, 0, padding=5, compile_prefill=True)
-    assert compiled[1] > 5 * 7 - 1
+    logits, _ = decode(build("plain", LAYERS), 0, padding=5, compile_prefill=True)
+    assert compiled[1] > LAYERS * 6 - 1
     torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
     with pytest.raises(ConfigError, match="compile_prefill=True contradicts"):
-        specache_fx.compile(llama(), compile_prefill=True, lowering="eager")
+        specache_fx.compile(build("plain"), compile_prefill=True, lowering="eager")
     with pytest.raises(ConfigError, match="compile_prefill=1"):
-        specache_fx.compile(llama(), compile_prefill=1)
-    specache_fx.explain(llama(), options={"compile_prefill": True})
+        specache_fx.compile(build("plain"), compile_prefill=1)
+    specache_fx.explain(build("plain"), options={"compile_prefill": True})
 
 
 def test_a_prompt_whose_attention_is_spelt_out_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,8 +162,8 @@ def test_a_prompt_whose_attention_is_spelt_out_is_compiled(monkeypatch: pytest.M
         return gm.forward
 
     monkeypatch.setattr(lowering, "lower", counting)
-    decode(lambda: LlamaForCausalLM(LlamaConfig(**SHAPE, attn_implementation="eager")), 0)
-    assert len(compiled) == 1 and compiled[0] > 5 * 7 - 1
+    decode(build("llama", attn_implementation="eager"), 0)
+    assert len(compiled) == 1 and compiled[0] > 2 * 7 - 1
 
 
 class WritesItsMask(torch.nn.Module):

@@ -92,7 +92,7 @@ CHANGES = (
 
 @pytest.mark.parametrize("options", [{}, {"bits": 1, "top_k": 64}], ids=["bits 16", "all prefetched"])
 def test_a_mask_that_changes_after_the_prompt_is_applied(options: dict[str, Any]) -> None:
-    plain = TinyDecoder(TinyConfig())
+    plain = TinyDecoder(TinyConfig(num_layers=1))
     model = torch.compile(plain, backend="specache", options={**OPTIONS, **options})
     unchanged = drive(plain, extended(prompt()[1], 14))
     for change in CHANGES:
@@ -112,7 +112,7 @@ def test_a_mask_per_head_is_left_alone() -> None:
             allowed = (mask[0] & ~hidden).expand(q.shape[1], q.shape[2], -1)
             return F.scaled_dot_product_attention(q, k, v, attn_mask=allowed, scale=self.scale)
 
-    model = PerHead(TinyConfig(num_heads=2, num_kv_heads=2))  # as many heads as batch rows
+    model = PerHead(TinyConfig(num_layers=1, num_heads=2, num_kv_heads=2))  # as many heads as batch rows
     input_ids = prompt()[0]
     plain = generate(model, input_ids, 8)
     assert torch.equal(generate(compiled(model), input_ids, 8).tokens, plain.tokens)

@@ -103,7 +103,7 @@ def _prompt(model: TinyDecoder, tokens: int = 40) -> torch.Tensor:
 def test_bad_host_dir_is_named_when_the_model_is_compiled_and_the_model_stays_usable(
     tmp_path: Path, kind: str
 ) -> None:
-    folder, model = tmp_path / "kv", TinyDecoder(TinyConfig())
+    folder, model = tmp_path / "kv", TinyDecoder(TinyConfig(num_layers=1))
     if kind == "file":
         folder.write_text("")
     options = {**OPTIONS, "host": "disk", "host_dir": str(folder)}
@@ -123,12 +123,12 @@ def test_bad_host_dir_is_named_when_the_model_is_compiled_and_the_model_stays_us
 
 def test_host_dir_is_no_matter_where_nothing_is_offloaded(tmp_path: Path) -> None:
     options = {**OPTIONS, "policy": "kivi", "host": "disk", "host_dir": str(tmp_path / "missing")}
-    model = TinyDecoder(TinyConfig())
+    model = TinyDecoder(TinyConfig(num_layers=1))
     assert generate(specache_fx.compile(model, **options), _prompt(model), 4).tokens.shape == (2, 4)
 
 
 def test_host_dir_that_goes_away_is_named_and_the_model_stays_usable(tmp_path: Path) -> None:
-    folder, model = tmp_path / "kv", TinyDecoder(TinyConfig())
+    folder, model = tmp_path / "kv", TinyDecoder(TinyConfig(num_layers=1))
     folder.mkdir()
     specache_fx.compile(model, **OPTIONS, host="disk", host_dir=folder)
     generate(model, _prompt(model), 4)
@@ -184,7 +184,7 @@ def few_file_bytes() -> Iterator[Callable[[int], None]]:
 
 
 def test_disk_full_in_decode_loses_no_token(few_file_bytes: Callable[[int], None]) -> None:
-    model = TinyDecoder(TinyConfig())
+    model = TinyDecoder(TinyConfig(num_layers=1))
     plain = generate(model, _prompt(model, 16), 40)
     compiled = torch.compile(model, backend="specache", options={**OPTIONS, "bits": 16, "host": "disk"})
     ours = generate(compiled, _prompt(model, 16), 4)
@@ -211,7 +211,7 @@ def test_disk_full_in_decode_loses_no_token(few_file_bytes: Callable[[int], None
 
 
 def test_device_bytes_do_not_grow_with_what_is_offloaded() -> None:
-    model = TinyDecoder(TinyConfig(max_positions=4096))
+    model = TinyDecoder(TinyConfig(num_layers=1, max_positions=4096))
     sizes = {}
     for policy in ("specache", "kivi"):
         compiled = torch.compile(model, backend="specache", options={**OPTIONS, "policy": policy})
@@ -232,9 +232,9 @@ def test_more_than_there_is_room_for_is_said_by_name(caplog: pytest.LogCaptureFi
     ids = torch.ones(1, 12, dtype=torch.long)
     with torch.no_grad():
         with caplog.at_level("WARNING", logger="specache_fx"):
-            specache_fx.compile(build("llama"), **SMALL | {"top_k": 200_000})(ids, use_cache=True)
+            specache_fx.compile(build("plain"), **SMALL | {"top_k": 200_000})(ids, use_cache=True)
         assert "top_k=200000 keeps room for" in caplog.text
         torch._dynamo.reset()
-        decoder = specache_fx.compile(build("llama"), **SMALL | {"reserve": 10**14, "policy": "kivi"})
+        decoder = specache_fx.compile(build("plain"), **SMALL | {"reserve": 10**14, "policy": "kivi"})
         with pytest.raises(HostMemoryError, match="ask for less by reserve="):
             decoder(ids, use_cache=True)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
+from support.own_modules import VOCAB_SIZE, OwnConfig, OwnDecoder
 from support.zoo import SMALL, build, left_padded
 from torch import Tensor, nn
 from torch._dynamo.exc import BackendCompilerFailed
@@ -19,63 +19,14 @@ pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 EXACT = {"rtol": 2e-4, "atol": 2e-4}
 OPTIONS = {**SMALL, "bits": 16}
-Past = list[tuple[Tensor, Tensor]]
+Past = Sequence[tuple[Tensor, Tensor]]
 
 
-class Attention(nn.Module):
-    """nanoGPT's: one projection for q, k and v; `odd_scores` makes it one that can't be rewritten."""
-
-    def __init__(self, width: int, num_heads: int, odd_scores: bool) -> None:
-        super().__init__()
-        self.num_heads, self.odd_scores = num_heads, odd_scores
-        self.c_attn, self.c_proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
-
-    def forward(self, x: Tensor, past: tuple[Tensor, Tensor] | None) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        batch, q_len, width = x.shape
-        q, k, v = (
-            part.view(batch, q_len, self.num_heads, -1).transpose(1, 2)
-            for part in self.c_attn(x).split(width, dim=2)
-        )
-        if past is not None:
-            k, v = torch.cat((past[0], k), dim=2), torch.cat((past[1], v), dim=2)
-        kv_len = k.shape[2]
-        rows = torch.arange(q_len, device=x.device)[:, None] + (kv_len - q_len)
-        mask = torch.arange(kv_len, device=x.device)[None, :] <= rows
-        if self.odd_scores:
-            scores = (q @ k.transpose(-2, -1) * q.shape[-1] ** -0.5).relu()
-            y = scores.masked_fill(~mask, float("-inf")).softmax(-1) @ v
-        else:
-            y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-        return self.c_proj(y.transpose(1, 2).reshape(batch, q_len, width)), (k, v)
-
-
-class NanoGPT(nn.Module):
-    """Learned positions, tied embeddings, multi-head attention, past KV as a list of tuples."""
-
-    def __init__(
-        self, num_layers: int = 2, width: int = 64, num_heads: int = 4, odd_scores: bool = False
-    ) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.wte, self.wpe = nn.Embedding(97, width), nn.Embedding(256, width)
-        self.ln = nn.ModuleList(nn.LayerNorm(width) for _ in range(2 * num_layers + 1))
-        self.attn = nn.ModuleList(Attention(width, num_heads, odd_scores) for _ in range(num_layers))
-        self.mlp = nn.ModuleList(
-            nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
-            for _ in range(num_layers)
-        )
-        self.eval().requires_grad_(False)
-
-    def forward(self, idx: Tensor, past: Past | None = None) -> tuple[Tensor, Past]:
-        start = 0 if past is None else past[0][0].shape[2]
-        x = self.wte(idx) + self.wpe(torch.arange(start, start + idx.shape[1], device=idx.device))
-        presents: Past = []
-        for i, (attn, mlp) in enumerate(zip(self.attn, self.mlp, strict=True)):
-            y, present = attn(self.ln[2 * i](x), None if past is None else past[i])
-            presents.append(present)
-            x = x + y
-            x = x + mlp(self.ln[2 * i + 1](x))
-        return self.ln[-1](x) @ self.wte.weight.T, presents
+def own(num_layers: int = 2, odd_scores: bool = False) -> OwnDecoder:
+    """Learned positions, multi-head attention, tied embeddings."""
+    model = OwnDecoder(OwnConfig("gpt", num_layers=num_layers, num_kv_heads=4, odd_scores=odd_scores))
+    model.head.weight = model.embed.weight
+    return model
 
 
 def by_torch_compile(module: nn.Module, **options: Any) -> Any:
@@ -99,27 +50,25 @@ ENTRIES = (by_torch_compile, by_method, by_specache, by_specache_on_wrapper)
 
 
 def tokens(count: int, seed: int) -> Tensor:
-    return torch.randint(97, (2, count), generator=torch.Generator().manual_seed(seed))
+    return torch.randint(VOCAB_SIZE, (2, count), generator=torch.Generator().manual_seed(seed))
 
 
 TURNS = ((21, 20), (6, 12), (1, 10), (9, 2))
 
 
 @torch.no_grad()
-def drive(
-    model: Callable[..., tuple[Tensor, Past]], turns: Sequence[tuple[int, int]] = TURNS
-) -> tuple[list[Tensor], Past]:
+def drive(model: Callable[..., Any], turns: Sequence[tuple[int, int]] = TURNS) -> tuple[list[Tensor], Past]:
     """Prompt, decode, extend, decode, crop by slicing, decode, extend: the logits of every call."""
     found: list[Tensor] = []
-    past: Past | None = None
+    past: Past = ()
     for turn, (count, steps) in enumerate(turns):
         if turn == 2:
-            assert past is not None
             past = [(k[:, :, :-17], v[:, :, :-17]) for k, v in past]
         for step in range(steps + 1):
-            logits, past = model(tokens(1 if step else count, seed=100 * turn + step), past)
+            ids = tokens(1 if step else count, seed=100 * turn + step)
+            length = ids.shape[1] + (past[0][0].shape[2] if past else 0)
+            logits, past = model(ids, torch.ones(2, length, dtype=torch.bool), *([past] if past else []))
             found.append(logits)
-    assert past is not None
     return found, past
 
 
@@ -127,8 +76,8 @@ def drive(
 def test_own_module_equals_itself_uncompiled(enter: Callable[..., Any]) -> None:
     """The whole conversation by one way in; by the others a prompt and steps."""
     num_layers, turns = (2, TURNS) if enter is by_torch_compile else (1, TURNS[:1])
-    expected, plain_past = drive(NanoGPT(num_layers), turns)
-    found, past = drive(enter(NanoGPT(num_layers)), turns)
+    expected, plain_past = drive(own(num_layers), turns)
+    found, past = drive(enter(own(num_layers)), turns)
     torch.testing.assert_close(found, expected, **EXACT)
     stats = specache_fx.stats(past)
     assert stats.kv_len == plain_past[0][0].shape[2] == past[0][0].shape[2]
@@ -138,16 +87,16 @@ def test_own_module_equals_itself_uncompiled(enter: Callable[..., Any]) -> None:
 
 
 def test_own_module_at_low_bits_is_near() -> None:
-    expected, _ = drive(NanoGPT(1))
-    found, past = drive(by_torch_compile(NanoGPT(1), bits=8, top_k=4))
+    expected, _ = drive(own(1))
+    found, past = drive(by_torch_compile(own(1), bits=8, top_k=4))
     assert specache_fx.stats(past).topk_hit_rate is not None
     differences = [(mine - theirs).abs().max() for mine, theirs in zip(found, expected, strict=True)]
     assert 0 < max(differences) < 0.5 and differences[0] < 1e-4  # the prompt is exact
 
 
 def test_explain_drives_an_own_module() -> None:
-    text = str(specache_fx.explain(NanoGPT(), run=lambda model: drive(model, TURNS[:1])))
-    assert "2 attentions rewritten, 0 left alone" in text and "test_own_module.py" in text
+    text = str(specache_fx.explain(own(), run=lambda model: drive(model, TURNS[:1])))
+    assert "2 attentions rewritten, 0 left alone" in text and "own_modules.py" in text
     assert "specache.quantized_attention" in text and "specache.prefetch" in text
 
 
@@ -155,7 +104,7 @@ def test_explain_drives_an_own_module() -> None:
 
 
 def test_strict_raises_what_stands_in_the_way() -> None:
-    model = by_torch_compile(NanoGPT(odd_scores=True), strict=True)
+    model = by_torch_compile(own(odd_scores=True), strict=True)
     with pytest.raises(BackendCompilerFailed) as raised:
         drive(
             model
@@ -163,16 +112,16 @@ def test_strict_raises_what_stands_in_the_way() -> None:
     inner = raised.value.inner_exception
     assert isinstance(inner, UnsupportedGraphError)
     assert "softmax" in str(inner) and 'backend="inductor"' in str(inner)
-    assert "test_own_module.py" in str(inner)  # the model's own line
+    assert "own_modules.py" in str(inner)  # the model's own line
     assert str(inner) in str(raised.value)
 
 
 def test_not_strict_leaves_it_alone_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    expected, _ = drive(NanoGPT(1, odd_scores=True), TURNS[:1])
+    expected, _ = drive(own(1, odd_scores=True), TURNS[:1])
     with caplog.at_level("WARNING", logger="specache_fx"):
-        found, past = drive(by_torch_compile(NanoGPT(1, odd_scores=True)), TURNS[:1])
+        found, past = drive(by_torch_compile(own(1, odd_scores=True)), TURNS[:1])
     torch.testing.assert_close(found, expected, **EXACT)
-    assert "is left alone" in caplog.text and "test_own_module.py" in caplog.text
+    assert "is left alone" in caplog.text and "own_modules.py" in caplog.text
     with pytest.raises(CacheHandleError, match="attention was left alone"):
         specache_fx.stats(past)
 
@@ -184,7 +133,7 @@ def cause(error: BaseException) -> BaseException:
 @pytest.mark.parametrize("mode", ["max-autotune", "reduce-overhead"])
 def test_mode_is_refused(mode: str) -> None:
     with pytest.raises((ConfigError, BackendCompilerFailed)) as raised, torch.no_grad():
-        torch.compile(NanoGPT(), backend="specache", mode=mode)(tokens(8, seed=0))
+        torch.compile(own(), backend="specache", mode=mode)(tokens(8, seed=0), None)
     error = cause(raised.value)
     assert isinstance(error, ConfigError)
     assert f"mode={mode!r} is not supported" in str(error) and "bits, group_size" in str(error)
@@ -193,7 +142,7 @@ def test_mode_is_refused(mode: str) -> None:
 @pytest.mark.parametrize("enter", [by_torch_compile, by_method, by_specache])
 def test_unknown_option_is_refused(enter: Callable[..., Any]) -> None:
     with pytest.raises((ConfigError, BackendCompilerFailed)) as raised, torch.no_grad():
-        enter(NanoGPT(), group_sise=64)(tokens(8, seed=0))
+        enter(own(), group_sise=64)(tokens(8, seed=0), None)
     error = cause(raised.value)
     assert isinstance(error, ConfigError) and isinstance(error, ValueError)
     assert "Unknown option 'group_sise'. Did you mean 'group_size'?" in str(error)
@@ -202,17 +151,17 @@ def test_unknown_option_is_refused(enter: Callable[..., Any]) -> None:
 
 def test_bad_value_is_refused_before_anything_runs() -> None:
     with pytest.raises(ConfigError, match=r"bits=3 is not valid: choose one of 1, 2, 4, 8, 16"):
-        specache_fx.compile(NanoGPT(), bits=3)
+        specache_fx.compile(own(), bits=3)
 
 
 def test_wrapper_takes_no_second_options() -> None:
     with pytest.raises(ConfigError, match="bits: this module is compiled already"):
-        specache_fx.compile(by_torch_compile(NanoGPT()), bits=2)
+        specache_fx.compile(by_torch_compile(own()), bits=2)
 
 
 def test_wrapper_of_another_backend_is_refused() -> None:
     with pytest.raises(ConfigError, match='not with "specache"'):
-        specache_fx.compile(torch.compile(NanoGPT(), backend="eager"))
+        specache_fx.compile(torch.compile(own(), backend="eager"))
 
 
 # generate() ---------------------------------------------------------------------------------------------------------
@@ -221,8 +170,8 @@ def test_wrapper_of_another_backend_is_refused() -> None:
 @pytest.mark.parametrize("enter", [by_method, by_specache, by_specache_on_wrapper])
 def test_generate_really_uses_the_backend(enter: Callable[..., Any]) -> None:
     kwargs = {**left_padded(), "max_new_tokens": 20, "do_sample": False}
-    expected = build("llama", 1).generate(**kwargs)
-    out = enter(build("llama", 1)).generate(**kwargs, return_dict_in_generate=True)
+    expected = build("plain", 1).generate(**kwargs)
+    out = enter(build("plain", 1)).generate(**kwargs, return_dict_in_generate=True)
     assert torch.equal(out.sequences, expected)
     stats = specache_fx.stats(out.past_key_values)
     assert stats.steps == 19 and stats.kv_len == 31

@@ -172,7 +172,7 @@ def test_any_shape_is_rewritten_and_equal(
 @pytest.mark.parametrize("kind", nightly_unless("gpt".__eq__, ["gpt", "llama"]))
 def test_a_prompt_of_one_token_costs_no_guess(kind: Literal["gpt", "llama"]) -> None:
     """Dynamo makes its length a constant of the first step's graph: the next position can't be told there."""
-    model = OwnDecoder(OwnConfig(kind, num_kv_heads=4 if kind == "gpt" else 2))
+    model = OwnDecoder(OwnConfig(kind, num_layers=1, num_kv_heads=4 if kind == "gpt" else 2))
     plain = greedy(model, padded=False, prompt=1)
     ours = greedy(
         torch.compile(model, backend="specache", options={**OPTIONS, "bits": 16}), padded=False, prompt=1

@@ -46,8 +46,8 @@ def ours(name: str, prefill_chunk_size: int | None = None, layers: int | None = 
 def test_resident_layers_are_whole_on_the_device_and_the_others_are_not(
     resident: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    out = ours("llama", bits=1, top_k=128, resident_layers=resident)
-    assert torch.equal(out.sequences, eager("llama"))
+    out = ours("plain", bits=1, top_k=128, resident_layers=resident)
+    assert torch.equal(out.sequences, eager("plain"))
     assert ("resident_layers=9 keeps each of the 2 layers" in caplog.text) == (resident == 9)
     stats = specache_fx.stats(out.past_key_values)
     assert (stats.host_bytes > 0) == (stats.prefetched_bytes > 0) == (resident == 1)
@@ -59,7 +59,7 @@ def test_resident_layers_are_whole_on_the_device_and_the_others_are_not(
         assert stats.device_bytes == stats.full_bytes // 50 * 277 + 2 * 49
 
 
-@pytest.mark.parametrize("name", nightly_unless("gemma3_text".__eq__, ["gemma3n_text", "gemma3_text"]))
+@pytest.mark.parametrize("name", nightly_unless("plain-window".__eq__, ["gemma3n_text", "plain-window"]))
 def test_resident_layers_are_counted_without_windows_and_shared_ones_read_them(name: str) -> None:
     out = ours(name, bits=1, top_k=1, resident_layers=1)  # of the one layer that has all tokens
     assert torch.equal(out.sequences, eager(name))
@@ -86,9 +86,9 @@ def sinks_of(past: Any) -> list[list[list[int]]]:
 @pytest.mark.parametrize("policy", nightly_unless(lambda policy: policy == "specache", ["specache", "kivi"]))
 def test_sinks_are_not_put_on_padding_when_a_chunk_is_nothing_else(policy: str) -> None:
     exact = {"specache": {"bits": 1, "top_k": 128}, "kivi": {"bits": 8}}[policy]
-    out = ours("llama", policy=policy, sink_tokens=3, prefill_chunk_size=6, layers=1, **exact)
+    out = ours("plain", policy=policy, sink_tokens=3, prefill_chunk_size=6, layers=1, **exact)
     if policy == "specache":
-        assert torch.equal(out.sequences, eager("llama", 1))
+        assert torch.equal(out.sequences, eager("plain", 1))
     assert sinks_of(out.past_key_values) == [[[12, 13, 14], [0, 1, 2]]]
 
 
@@ -96,7 +96,7 @@ def test_sinks_are_not_put_on_padding_when_a_chunk_is_nothing_else(policy: str) 
 @pytest.mark.parametrize("tokens", nightly_unless((4).__eq__, [1, 4]))
 @torch.no_grad()
 def test_sinks_of_a_cache_that_is_taken_over_are_its_first_real_tokens(policy: str, tokens: int) -> None:
-    model = build("llama")
+    model = build("plain")
     inputs = left_padded(LENGTHS)
     past = model(**inputs, use_cache=True).past_key_values
     specache_fx.compile(model, **{**SMALL, "policy": policy, "bits": 1, "sink_tokens": 3})
@@ -118,7 +118,7 @@ def test_a_negative_number_of_sink_tokens_is_refused() -> None:
 
 @pytest.mark.parametrize("beams", [1, 2])
 def test_kcache_that_fetches_every_value_equals_the_uncompiled_model(beams: int) -> None:
-    plain, model = build("llama"), build("llama")
+    plain, model = build("plain"), build("plain")
     specache_fx.compile(
         model, **SMALL | {"policy": "kcache", "top_k": 128, "resident_layers": 1, "strict": True}
     )

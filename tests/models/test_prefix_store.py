@@ -31,8 +31,13 @@ DOCUMENT = torch.randint(3, 128, (1, 60), generator=torch.Generator().manual_see
 @pytest.fixture(scope="module")
 def model() -> Iterator[Any]:
     torch._dynamo.reset()
-    yield specache_fx.compile(build("llama", 1), **OPTIONS)
+    yield specache_fx.compile(build("plain", 1), **OPTIONS)
     torch._dynamo.reset()
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> PrefixStore:
+    return PrefixStore(tmp_path, 1 << 30)
 
 
 @torch.no_grad()
@@ -56,9 +61,8 @@ def files(folder: Path) -> list[Path]:
 
 
 def test_other_tokens_and_a_disk_that_fails_leave_nothing(
-    model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: Any, store: PrefixStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store = PrefixStore(tmp_path / "store", 1 << 30)
     with pytest.raises(SavedCacheError, match="token 0 is another"):
         store.put(DOCUMENT + 1, read(model, DOCUMENT))
 
@@ -84,8 +88,7 @@ def put(store: PrefixStore, model: Any, ids: Tensor) -> None:
         os.utime(path, (1000 + i, 1000 + i))
 
 
-def test_the_longest_saved_prefix_answers_as_if_all_was_read(model: Any, tmp_path: Path) -> None:
-    store = PrefixStore(tmp_path / "store", 1 << 30)
+def test_the_longest_saved_prefix_answers_as_if_all_was_read(model: Any, store: PrefixStore) -> None:
     assert store.get(model, DOCUMENT) == (None, 0)
     for length in (20, 60, 40):
         put(store, model, DOCUMENT[:, :length])
@@ -97,8 +100,7 @@ def test_the_longest_saved_prefix_answers_as_if_all_was_read(model: Any, tmp_pat
         assert answer(model, ids, past) == answer(model, ids, stayed)
 
 
-def test_the_prompts_last_token_is_left_to_be_read(model: Any, tmp_path: Path) -> None:
-    store = PrefixStore(tmp_path, 1 << 30)
+def test_the_prompts_last_token_is_left_to_be_read(model: Any, store: PrefixStore) -> None:
     put(store, model, DOCUMENT)
     past, num_tokens = store.get(model, DOCUMENT)
     assert num_tokens == 59
@@ -125,25 +127,23 @@ def test_what_agrees_of_a_saved_cache_is_as_if_no_more_had_been_read(
 @pytest.mark.parametrize(
     ("name", "options"),
     nightly_unless(
-        lambda case: case[0] == "llama", [("llama", {"policy": "kivi"}), ("gemma3_text", {}), ("lfm2", {})]
+        lambda case: case[0] == "plain", [("plain", {"policy": "kivi"}), ("gemma3_text", {}), ("lfm2", {})]
     ),
 )
 def test_what_cannot_be_cut_exactly_is_found_whole_alone(
-    name: str, options: dict[str, Any], tmp_path: Path
+    name: str, options: dict[str, Any], store: PrefixStore
 ) -> None:
-    other = specache_fx.compile(build(name, 1 if name == "llama" else None), **SMALL, **options)
-    store = PrefixStore(tmp_path, 1 << 30)
+    other = specache_fx.compile(build(name, 1 if name == "plain" else None), **SMALL, **options)
     put(store, other, DOCUMENT)
-    assert store.get(other, DOCUMENT) == (None, 0) and len(files(tmp_path)) == 1
+    assert store.get(other, DOCUMENT) == (None, 0) and len(files(store.folder)) == 1
     past, num_tokens = store.get(other, asked(5, 6))
     assert num_tokens == 60 and answer(other, asked(5, 6), past) == answer(
         other, asked(5, 6), read(other, DOCUMENT)
     )
 
 
-def test_a_cache_with_tensors_of_the_models_own_is_not_cut(model: Any, tmp_path: Path) -> None:
+def test_a_cache_with_tensors_of_the_models_own_is_not_cut(model: Any, store: PrefixStore) -> None:
     """A layer that is left alone: its tensors would stay as long as they were."""
-    store = PrefixStore(tmp_path, 1 << 30)
     own = torch.randn(1, 2, 60, 16)
     store.put(DOCUMENT, (read(model, DOCUMENT), (own, own + 1)))
     assert store.get(model, DOCUMENT[:, :40]) == (None, 0)
@@ -181,15 +181,14 @@ def test_padding_has_to_agree(model: Any, tmp_path: Path) -> None:
         store.get(model, longer, mask)
 
 
-def test_entries_of_other_models_and_options_are_passed_over(model: Any, tmp_path: Path) -> None:
-    store = PrefixStore(tmp_path, 1 << 30)
-    other = specache_fx.compile(build("llama", 1), **{**OPTIONS, "bits": 2})
-    tuned: Any = specache_fx.compile(build("llama", 1), **OPTIONS)
+def test_entries_of_other_models_and_options_are_passed_over(model: Any, store: PrefixStore) -> None:
+    other = specache_fx.compile(build("plain", 1), **{**OPTIONS, "bits": 2})
+    tuned: Any = specache_fx.compile(build("plain", 1), **OPTIONS)
     with torch.no_grad():
         tuned.lm_head.weight[0] += 1
     put(store, other, DOCUMENT)
     put(store, tuned, DOCUMENT[:, :50])
-    assert store.get(model, asked(5, 6)) == (None, 0) and len(files(tmp_path)) == 2
+    assert store.get(model, asked(5, 6)) == (None, 0) and len(files(store.folder)) == 2
     put(store, model, DOCUMENT[:, :40])
     assert store.get(model, asked(5, 6))[1] == 40
     assert store.get(other, asked(5, 6))[1] == 60
@@ -219,12 +218,11 @@ def test_the_least_recently_used_goes_first_and_the_bytes_stay_within(model: Any
     assert len(files(store.folder)) == 3
 
 
-def test_the_same_cache_is_kept_once(model: Any, tmp_path: Path) -> None:
-    store = PrefixStore(tmp_path, 1 << 30)
+def test_the_same_cache_is_kept_once(model: Any, store: PrefixStore) -> None:
     put(store, model, DOCUMENT)
-    (path,) = files(tmp_path)
+    (path,) = files(store.folder)
     store.put(DOCUMENT, read(model, DOCUMENT))
-    assert files(tmp_path) == [path] and path.stat().st_mtime > 2000
+    assert files(store.folder) == [path] and path.stat().st_mtime > 2000
 
 
 def test_bad_arguments_are_named(model: Any, tmp_path: Path) -> None:
@@ -244,15 +242,14 @@ def test_bad_arguments_are_named(model: Any, tmp_path: Path) -> None:
         store.put(DOCUMENT, read(model, DOCUMENT))
 
 
-def test_an_entry_with_options_of_another_version_is_passed_over(model: Any, tmp_path: Path) -> None:
-    store = PrefixStore(tmp_path, 1 << 30)
+def test_an_entry_with_options_of_another_version_is_passed_over(model: Any, store: PrefixStore) -> None:
     put(store, model, DOCUMENT[:, :30])
     put(store, model, DOCUMENT)
-    longest = max(files(tmp_path), key=lambda path: path.stat().st_mtime)
+    longest = max(files(store.folder), key=lambda path: path.stat().st_mtime)
     with content(read(model, DOCUMENT), DOCUMENT) as (about, tensors):
         about["sessions"][0]["config"]["stripes"] = 3
         write_to(longest, about, tensors)
-    assert store.get(model, asked(5, 6))[1] == 30 and len(files(tmp_path)) == 2
+    assert store.get(model, asked(5, 6))[1] == 30 and len(files(store.folder)) == 2
 
 
 # What others do -------------------------------------------------------------------------------------------------------
@@ -261,12 +258,11 @@ def test_an_entry_with_options_of_another_version_is_passed_over(model: Any, tmp
 @pytest.mark.parametrize("suffix", [".safetensors", ".npy"])
 @pytest.mark.parametrize("how", ["cut", "changed"])
 def test_a_broken_entry_is_removed_with_a_warning(
-    suffix: str, how: str, model: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    suffix: str, how: str, model: Any, store: PrefixStore, caplog: pytest.LogCaptureFixture
 ) -> None:
-    store = PrefixStore(tmp_path, 1 << 30)
     put(store, model, DOCUMENT[:, :30])
     put(store, model, DOCUMENT)
-    longest = max(files(tmp_path), key=lambda path: path.stat().st_mtime)
+    longest = max(files(store.folder), key=lambda path: path.stat().st_mtime)
     data = bytearray(longest.with_suffix(suffix).read_bytes())
     data[-200] ^= 1
     longest.with_suffix(suffix).write_bytes(data if how == "changed" else data[:-100])
@@ -274,22 +270,21 @@ def test_a_broken_entry_is_removed_with_a_warning(
         assert store.get(model, asked(5, 6))[1] == 30
     (warning,) = [record.message for record in caplog.records if record.name.startswith("specache_fx")]
     assert warning.startswith(f"specache removes {longest} from its store")
-    assert len(list(tmp_path.glob("*.safetensors"))) == len(list(tmp_path.glob("*.npy"))) == 1
+    assert len(list(store.folder.glob("*.safetensors"))) == len(list(store.folder.glob("*.npy"))) == 1
 
 
-def test_a_damaged_entry_is_removed_by_the_holder_of_the_lock(model: Any, tmp_path: Path) -> None:
-    store = PrefixStore(tmp_path, 1 << 30)
+def test_a_damaged_entry_is_removed_by_the_holder_of_the_lock(model: Any, store: PrefixStore) -> None:
     put(store, model, DOCUMENT)
-    (path,) = files(tmp_path)
+    (path,) = files(store.folder)
     path.write_bytes(path.read_bytes()[:-100])
     thread = threading.Thread(target=store.get, args=(model, asked(5, 6)))
-    with FileLock(tmp_path / ".lock"):
+    with FileLock(store.folder / ".lock"):
         thread.start()
         thread.join(1)
         assert thread.is_alive() and path.exists()
         # Who holds the lock puts it anew: that one is not removed.
-        put(PrefixStore(tmp_path / "other", 1 << 30), model, DOCUMENT)
-        os.replace(tmp_path / "other" / path.name, path)
+        put(PrefixStore(store.folder / "other", 1 << 30), model, DOCUMENT)
+        os.replace(store.folder / "other" / path.name, path)
     thread.join(60)
     assert store.get(model, asked(5, 6))[1] == 60
 
@@ -308,31 +303,28 @@ def test_a_cache_goes_on_while_its_put_waits_for_another_process(model: Any, tmp
     assert len(files(tmp_path)) == 1
 
 
-def test_an_entry_that_is_just_gone_is_no_damaged_one(model: Any, tmp_path: Path) -> None:
+def test_an_entry_that_is_just_gone_is_no_damaged_one(model: Any, store: PrefixStore) -> None:
     """Its tokens may be those of a process that puts it again."""
-    store = PrefixStore(tmp_path, 1 << 30)
     put(store, model, DOCUMENT)
-    (path,) = files(tmp_path)
+    (path,) = files(store.folder)
     path.unlink()
     assert store._restored(model, Entry(path), None, 60, True) is None
     assert path.with_suffix(".npy").exists()
 
 
-def test_an_entry_without_its_tokens_is_put_again(model: Any, tmp_path: Path) -> None:
-    store = PrefixStore(tmp_path, 1 << 30)
+def test_an_entry_without_its_tokens_is_put_again(model: Any, store: PrefixStore) -> None:
     put(store, model, DOCUMENT)
-    (path,) = files(tmp_path)
+    (path,) = files(store.folder)
     path.with_suffix(".npy").unlink()
     put(store, model, DOCUMENT)
     assert store.get(model, asked(5, 6))[1] == 60
 
 
-def test_what_killed_processes_left_is_removed(model: Any, tmp_path: Path) -> None:
-    store = PrefixStore(tmp_path, 1 << 30)
-    (tmp_path / ".partial-abc").write_bytes(b"half")
-    (tmp_path / "abc.npy").write_bytes(b"tokens without a cache")
+def test_what_killed_processes_left_is_removed(model: Any, store: PrefixStore) -> None:
+    (store.folder / ".partial-abc").write_bytes(b"half")
+    (store.folder / "abc.npy").write_bytes(b"tokens without a cache")
     put(store, model, DOCUMENT)
-    assert len(files(tmp_path)) == 1 and len(list(tmp_path.iterdir())) == 3  # cache, tokens, lock
+    assert len(files(store.folder)) == 1 and len(list(store.folder.iterdir())) == 3  # cache, tokens, lock
 
 
 @pytest.mark.nightly
@@ -342,7 +334,7 @@ def test_processes_that_put_and_get_at_once_find_whole_caches(model: Any, tmp_pa
     code = f"""
 import sys
 from test_prefix_store import *
-model = specache_fx.compile(build("llama", 1), **OPTIONS)
+model = specache_fx.compile(build("plain", 1), **OPTIONS)
 store = PrefixStore({str(store.folder)!r}, {store.max_bytes})
 for i in range(60):
     ids = (DOCUMENT + i % 4 + int(sys.argv[1])) % 125 + 3

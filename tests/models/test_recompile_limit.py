@@ -74,7 +74,7 @@ def assert_as_eager(model: nn.Module, plain: nn.Module, prompt: dict[str, Tensor
     torch.testing.assert_close(*answers, rtol=1e-4, atol=1e-4)
 
 
-def compiled(name: str = "llama", **how: Any) -> nn.Module:
+def compiled(name: str = "plain", **how: Any) -> nn.Module:
     model = build(name, 1)
     model.compile(backend="specache", options=OPTIONS, **how)
     return model
@@ -83,7 +83,7 @@ def compiled(name: str = "llama", **how: Any) -> nn.Module:
 @pytest.mark.nightly
 def test_generating_in_many_ways_raises_the_limit_and_equals_eager(caplog: pytest.LogCaptureFixture) -> None:
     config.recompile_limit = 3
-    plain, model = build("llama", 1), compiled()
+    plain, model = build("plain", 1), compiled()
     with caplog.at_level(logging.WARNING, logger="specache_fx"):
         for prompt in prompts(plain):
             assert_as_eager(model, plain, prompt)
@@ -96,7 +96,7 @@ def test_generating_in_many_ways_raises_the_limit_and_equals_eager(caplog: pytes
 @torch.no_grad()
 def test_graphs_that_are_left_alone_count() -> None:
     config.recompile_limit = 2
-    plain, model = build("llama", 1), compiled()
+    plain, model = build("plain", 1), compiled()
     ids = torch.arange(3, 11)[None]
     out = model(ids, use_cache=True)
     for batch in (1, 2):
@@ -116,7 +116,7 @@ def test_graphs_that_are_left_alone_count() -> None:
 def test_compiles_of_the_same_code_by_another_backend_find_room() -> None:
     """No backend of ours is asked there: the last that the limit allows may be one of these."""
     config.recompile_limit = 4
-    plain, model, other = build("llama", 1), compiled(), build("llama", 1)
+    plain, model, other = build("llama", 1), compiled("llama"), build("llama", 1)
     other.compile(backend="eager")
     ids = torch.arange(3, 11)[None]
     assert_as_eager(model, plain, {"input_ids": ids})
@@ -137,7 +137,7 @@ def test_compiles_of_the_same_code_by_another_backend_find_room() -> None:
 def test_the_limit_holds_for_a_thread_for_each_request() -> None:
     """What a thread sets in Dynamo's config is that thread's alone, compiled versions are everyone's."""
     config._config["recompile_limit"].default = 3  # a new thread knows nothing of what this one has set
-    plain, model = build("llama", 1), compiled()
+    plain, model = build("plain", 1), compiled()
     failures: list[Exception] = []
 
     def request(prompt: dict[str, Tensor]) -> None:
@@ -161,7 +161,7 @@ def test_a_limit_of_the_region_is_raised_too() -> None:
             compiled(recompile_limit=2)
         return
     before = config.recompile_limit
-    plain, model = build("llama", 1), compiled(recompile_limit=2, isolate_recompiles=True)
+    plain, model = build("plain", 1), compiled(recompile_limit=2, isolate_recompiles=True)
     for prompt in list(prompts(plain))[:3]:
         assert_as_eager(model, plain, prompt)
     assert config.recompile_limit == before
@@ -169,7 +169,7 @@ def test_a_limit_of_the_region_is_raised_too() -> None:
 
 @pytest.mark.nightly
 def test_the_accumulated_limit_is_an_error_until_dynamo_is_reset() -> None:
-    plain, model = build("llama", 1), compiled()
+    plain, model = build("plain", 1), compiled()
     first, padded, *others = list(prompts(plain))[:4]
     assert_as_eager(model, plain, first)
     config.accumulated_recompile_limit = max(FRAME_COMPILE_COUNTER.values()) + 1

@@ -23,7 +23,7 @@ PROMPT = left_padded()
 @pytest.fixture(scope="module")
 def model() -> nn.Module:
     torch._dynamo.reset()
-    model = specache_fx.compile(build("llama", 1), **SMALL, bits=2)
+    model = specache_fx.compile(build("plain", 1), **SMALL, bits=2)
     generate(model, num_beams=2)
     step(model, generate(model))
     gc.collect()  # a call that compiles leaves a cycle of Dynamo's around its cache
@@ -123,6 +123,6 @@ def test_releasing_one_cache_leaves_others(model: nn.Module) -> None:
 
 
 def test_what_is_no_cache_of_ours_is_not_released() -> None:
-    for thing in (None, [torch.zeros(1, 2, 3, 16)], generate(build("llama", 1))):
+    for thing in (None, [torch.zeros(1, 2, 3, 16)], generate(build("plain", 1))):
         with pytest.raises(CacheHandleError, match=r"argument of release\(\) has no KV cache of specache"):
             specache_fx.release(thing)

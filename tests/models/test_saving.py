@@ -169,11 +169,11 @@ def test_saving_leaves_the_cache_as_it_was(model: Any, tmp_path: Path) -> None:
 
 
 def test_options_that_decide_nothing_of_what_is_held_are_the_models(saved: Path) -> None:
-    past = specache_fx.load(specache_fx.compile(build("llama"), **SMALL, **CASE.options), saved)
+    past = specache_fx.load(specache_fx.compile(build("plain"), **SMALL, **CASE.options), saved)
     session = registry.find(past.layers[0].keys)
     assert session is not None and session.speculative_token is not None
     options = {**SMALL, **CASE.options, "top_k": 4, "host": "disk"}
-    past = specache_fx.load(specache_fx.compile(build("llama"), **options), saved)
+    past = specache_fx.load(specache_fx.compile(build("plain"), **options), saved)
     session = registry.find(past.layers[0].keys)
     assert session is not None and session.speculative_token is None
     assert session.config.top_k == 4 and session.config.host == "disk"
@@ -183,29 +183,29 @@ def test_options_that_decide_nothing_of_what_is_held_are_the_models(saved: Path)
 
 
 def fine_tuned() -> Any:
-    model = build("llama")
+    model = build("plain")
     with torch.no_grad():
-        model.model.layers[1].mlp.up_proj.weight[3, 5] += 1e-3  # type: ignore[union-attr, operator, index]
+        model.layers[1].up_proj.weight[3, 5] += 1e-3  # type: ignore[union-attr, operator, index]
     return model
 
 
 def with_adapters() -> Any:
     from peft import LoraConfig, get_peft_model
 
-    return get_peft_model(build("llama"), LoraConfig(target_modules=["q_proj"]))
+    return get_peft_model(build("plain"), LoraConfig(target_modules=["q_proj"]))
 
 
 def with_another_epsilon() -> Any:
-    return build("llama", rms_norm_eps=1e-5)
+    return build("plain", rms_norm_eps=1e-5)
 
 
 @pytest.mark.parametrize(
     ("other", "said"),
     [
-        (fine_tuned, r"other numbers in '.*layers\.1\.mlp\.up_proj\.weight'"),
+        (fine_tuned, r"other numbers in '.*layers\.1\.up_proj\.weight'"),
         (with_adapters, r"has no weight '.*q_proj\.weight'"),
         (with_another_epsilon, "a model with another config"),
-        (lambda: build("llama").bfloat16(), r"saved in float32, the model is in torch\.bfloat16"),
+        (lambda: build("plain").bfloat16(), r"saved in float32, the model is in torch\.bfloat16"),
         (lambda: build("qwen2"), "a model with another config"),
     ],
 )
@@ -217,7 +217,7 @@ def test_another_model_is_refused(other: Any, said: str, saved: Path) -> None:
 
 
 def test_weights_that_are_written_behind_their_version_are_noticed(model: Any, saved: Path) -> None:
-    written = model.model.layers[1].mlp.up_proj.weight
+    written = model.layers[1].up_proj.weight
     assert specache_fx.load(model, saved) is not None
     kept = written.detach().clone()
     try:
@@ -232,8 +232,8 @@ def test_weights_that_are_written_behind_their_version_are_noticed(model: Any, s
 def test_a_merged_adapter_is_another_weight() -> None:
     from peft import LoraConfig, get_peft_model
 
-    adapted = get_peft_model(build("llama"), LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
-    weight = adapted.get_parameter("base_model.model.model.layers.0.self_attn.q_proj.base_layer.weight")
+    adapted = get_peft_model(build("plain"), LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
+    weight = adapted.get_parameter("base_model.model.layers.0.q_proj.base_layer.weight")
     before = weight_digest(weight)
     adapted.merge_adapter()
     assert weight_digest(weight) != before
@@ -244,7 +244,7 @@ def test_a_merged_adapter_is_another_weight() -> None:
     [("bits", 2), ("group_size", 16), ("residual_length", 16), ("sink_tokens", 0), ("quantizer", "kivi")],
 )
 def test_options_that_decide_what_is_held_are_compared(name: str, value: Any, saved: Path) -> None:
-    other = specache_fx.compile(build("llama"), **{**SMALL, **CASE.options, name: value})
+    other = specache_fx.compile(build("plain"), **{**SMALL, **CASE.options, name: value})
     with pytest.raises(SavedCacheError, match=f"it has {name}=.*, the model {value!r}"):
         specache_fx.load(other, saved)
 
@@ -263,7 +263,7 @@ def test_other_tokens_are_refused(model: Any, saved: Path) -> None:
 
 def test_a_model_that_is_not_compiled_is_warned_of(saved: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("WARNING", logger="specache_fx"):
-        specache_fx.load(build("llama"), saved)
+        specache_fx.load(build("plain"), saved)
     assert "specache_fx.compile(model, ...)" in caplog.text
 
 
@@ -293,7 +293,7 @@ def test_a_cache_whose_model_is_gone_is_not_saved(tmp_path: Path) -> None:
 def test_host_folder_that_is_gone_leaves_nothing_half_loaded(saved: Path, tmp_path: Path) -> None:
     (tmp_path / "host").mkdir()
     options = {**SMALL, **CASE.options, "host": "disk", "host_dir": tmp_path / "host"}
-    model = specache_fx.compile(build("llama"), **options)
+    model = specache_fx.compile(build("plain"), **options)
     (tmp_path / "host").rmdir()
     before = num_sessions()
     with pytest.raises(HostMemoryError, match="host"):
@@ -517,9 +517,9 @@ for _ in range(60):
 
 
 def test_a_prompt_of_embeddings_is_saved_with_its_tokens(tmp_path: Path) -> None:
-    decoder = specache_fx.compile(build("llama"), **SMALL)
+    decoder = specache_fx.compile(build("plain"), **SMALL)
     ids = torch.randint(3, 128, (2, 20))
     with torch.no_grad():
-        past = decoder(inputs_embeds=decoder.model.embed_tokens(ids), use_cache=True).past_key_values
+        past = decoder(inputs_embeds=decoder.embed_tokens(ids), use_cache=True).past_key_values
     specache_fx.save(past, tmp_path, input_ids=ids)  # nobody saw the tokens: there is nothing to compare
     assert specache_fx.load(decoder, tmp_path, input_ids=ids) is not None

@@ -9,13 +9,7 @@ import pytest
 import torch
 from support.tape import TapeRecorder, launches_recorded
 from support.triton_mode import DEVICE, needs_triton
-from transformers import (
-    Gemma3ForCausalLM,
-    Gemma3TextConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedModel,
-)
+from support.zoo import build
 
 import specache_fx
 from specache_fx.runtime import session as sessions
@@ -38,23 +32,6 @@ USUAL = {
 VOCAB = 40
 
 
-def model(windows: bool, layers: int) -> PreTrainedModel:
-    torch.manual_seed(0)
-    shape = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
-    size = {
-        "num_hidden_layers": layers,
-        "intermediate_size": 32,
-        "vocab_size": VOCAB,
-        "max_position_embeddings": 256,
-    }
-    if windows:
-        kinds = ["sliding_attention", "full_attention"]
-        return Gemma3ForCausalLM(
-            Gemma3TextConfig(**shape, **size, sliding_window=8, layer_types=kinds)
-        ).eval()
-    return LlamaForCausalLM(LlamaConfig(**shape, **size)).eval()
-
-
 def decode(
     recorder: TapeRecorder | None,
     steps: int,
@@ -73,7 +50,8 @@ def decode(
     # As on a GPU: kernels copy, whichever attends, and nothing is C++.
     monkeypatch.setattr(sessions, "choose_transfer", lambda *given, **_: KernelTransfer(*given))
     monkeypatch.setattr(selection, "load", lambda: None)
-    plain = model(windows, 2 if windows else layers)
+    sizes = {"vocab_size": VOCAB, "hidden_size": 32, "head_dim": 8}
+    plain = build("plain-window", sliding_window=8, **sizes) if windows else build("plain", layers, **sizes)
     compiled = specache_fx.compile(plain, **(USUAL | options))
     ids = torch.randint(1, VOCAB, (batch, 21), generator=torch.Generator().manual_seed(1))
     mask = torch.ones_like(ids)
@@ -183,9 +161,9 @@ def test_a_mask_that_changes_between_two_groups_is_obeyed_at_once(
 
 
 def test_a_weight_that_moves_is_read_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    def at(step: int, plain: LlamaForCausalLM) -> None:
+    def at(step: int, plain: Any) -> None:
         if step == 4:
-            plain.model.norm.weight.data = plain.model.norm.weight.data * torch.linspace(0.5, 2, 32)
+            plain.norm.weight.data = plain.norm.weight.data * torch.linspace(0.5, 2, 32)
 
     form = {"lookahead": "query", "track_hit_rates": False}
     ran, _ = decode(None, 7, monkeypatch, at=at, **form)

@@ -52,17 +52,17 @@ def decode(model: Any, past: Any, steps: int) -> Tensor:
 
 @pytest.mark.parametrize("bits", nightly_unless((1).__eq__, [16, 1]))
 def test_beams_equal_eager(bits: int) -> None:
-    expected = generate(eager("gemma3_text"), num_beams=3)
-    assert torch.equal(generate(compiled("gemma3_text", bits), num_beams=3), expected)
+    expected = generate(eager("plain-window"), num_beams=3)
+    assert torch.equal(generate(compiled("plain-window", bits), num_beams=3), expected)
 
 
 def test_beams_over_windows_alone_are_refused_once_these_are_full() -> None:
     with pytest.raises(CacheHandleError, match="each of its layers keeps a window"):
-        generate(compiled("mistral-window"), num_beams=2)
+        generate(compiled("plain-windows"), num_beams=2)
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("name", ["gemma3_text", "mistral-window"])
+@pytest.mark.parametrize("name", ["plain-window", "plain-windows"])
 def test_drafts_equal_eager(name: str) -> None:
     """Transformers then keeps whole windows, which it crops on both ends itself: those layers are left alone."""
     expected = generate(eager(name), REPEATS, prompt_lookup_num_tokens=3)
@@ -72,8 +72,8 @@ def test_drafts_equal_eager(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "tokens"),
     nightly_unless(
-        lambda case: case == ("gemma3_text", 21),
-        [("gemma3_text", 9), ("gemma3_text", 21), ("mistral-window", 9)],
+        lambda case: case == ("plain-window", 21),
+        [("plain-window", 9), ("plain-window", 21), ("plain-windows", 9)],
     ),
     ids=str,
 )
@@ -86,12 +86,12 @@ def test_a_plain_cache_is_taken_over(name: str, tokens: int) -> None:
 
 def test_full_windows_alone_are_not_taken_over() -> None:
     with pytest.raises(CacheHandleError, match="how many tokens it holds can't be told"):
-        decode(compiled("mistral-window"), prompt(eager("mistral-window"), WINDOW + 5), 1)
+        decode(compiled("plain-windows"), prompt(eager("plain-windows"), WINDOW + 5), 1)
 
 
 @pytest.mark.parametrize("tokens", nightly_unless((21).__eq__, [9, 21]))
 def test_forks_go_their_own_ways(tokens: int) -> None:
-    ours, theirs = compiled("gemma3_text"), eager("gemma3_text")
+    ours, theirs = compiled("plain-window"), eager("plain-window")
     mine, plain = prompt(ours, tokens), prompt(theirs, tokens)
     twin, plain_twin = copy.deepcopy(mine), copy.deepcopy(plain)
     for past in (twin, plain_twin):
@@ -102,7 +102,7 @@ def test_forks_go_their_own_ways(tokens: int) -> None:
 
 @pytest.mark.parametrize("tokens", [9, 21], ids=["filling", "full"])
 def test_cut_handles_are_refused(tokens: int) -> None:
-    past = prompt(compiled("gemma3_text"), tokens)
+    past = prompt(compiled("plain-window"), tokens)
     whole = [tensor for each in past.layers for tensor in (each.keys, each.values)]
     assert claims.read_claim(whole).kv_len == tokens
     for layer, copied in itertools.product((0, 1), (False, True)):  # the window's, the global one's

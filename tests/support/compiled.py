@@ -1,4 +1,4 @@
-"""A `TinyDecoder` compiled for a law, and tokens to feed it."""
+"""A `TinyDecoder` compiled for a law, tokens to feed it, and its run beside the oracle's."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ from typing import Any
 
 import torch
 from support import strategies
-from support.models import TinyDecoder
+from support.models import Generated, TinyDecoder, generate
+from support.oracle import OracleDecoder, OracleRun
 
 from specache_fx.config import SpecacheConfig
+from specache_fx.runtime import registry
+from specache_fx.runtime.session import Session
 
 # Compiled float32 against eager float32: the order of sums differs, nothing else.
 EXACT = {"rtol": 2e-4, "atol": 2e-4}
@@ -27,3 +30,35 @@ def forced_tokens(prompt: strategies.Prompt, tokens: int, seed: int) -> torch.Te
     return torch.randint(
         prompt.model.config.vocab_size, (len(prompt.input_ids), tokens - 1), generator=generator
     )
+
+
+def run(
+    prompt: strategies.Prompt, config: SpecacheConfig, tokens: int, forced: torch.Tensor | None = None
+) -> Generated:
+    return generate(compiled(prompt.model, config), prompt.input_ids, tokens, prompt.attention_mask, forced)
+
+
+def assert_plain(prompt: strategies.Prompt, config: SpecacheConfig, tokens: int = 12) -> None:
+    """Exact options give what the uncompiled model gives."""
+    plain = generate(prompt.model, prompt.input_ids, tokens, prompt.attention_mask)
+    ours = run(prompt, config, tokens, forced=plain.tokens[:, :-1])
+    torch.testing.assert_close(ours.logits, plain.logits, **EXACT)
+    assert torch.equal(ours.tokens, plain.tokens)
+
+
+def assert_oracles(
+    prompt: strategies.Prompt,
+    config: SpecacheConfig,
+    tokens: int,
+    forced: torch.Tensor | None,
+    guessed: torch.Tensor | None = None,
+) -> tuple[OracleRun, Generated, Session]:
+    """Logits are the dense oracle's: its run, ours, and our session. See `OracleDecoder.generate` for `guessed`."""
+    truth = OracleDecoder(prompt.model, config).generate(
+        prompt.input_ids, tokens, prompt.attention_mask, forced, guessed
+    )
+    ours = run(prompt, config, tokens, torch.stack([step.token for step in truth.steps], dim=1))
+    torch.testing.assert_close(ours.logits, truth.logits, **EXACT)
+    session = registry.find(ours.past[0][0])
+    assert session is not None
+    return truth, ours, session

@@ -102,7 +102,7 @@ class FixedLayer(nn.Module):
 class FixedDecoder(nn.Module):
     """Args: how it writes, of `BY_TENSOR`, `BY_NUMBER` or `OF_ROWS`."""
 
-    def __init__(self, spelling: str, batch: int = 2, capacity: int = 160, num_layers: int = 2) -> None:
+    def __init__(self, spelling: str, batch: int = 2, capacity: int = 160, num_layers: int = 1) -> None:
         super().__init__()
         append = (BY_TENSOR | BY_NUMBER | OF_ROWS)[spelling]
         self.by_number = append in (*BY_NUMBER.values(), sliced_of_rows)

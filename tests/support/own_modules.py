@@ -82,6 +82,7 @@ class OwnConfig:
     num_kv_heads: int = 2
     head_dim: int = 8
     repeat_kv: RepeatKV = "sdpa"
+    odd_scores: bool = False  # attention that can't be rewritten; needs a mask
 
     @property
     def width(self) -> int:
@@ -146,6 +147,11 @@ class Attention(nn.Module):
             if past is not None:
                 k, v = torch.cat((past[0], k), dim=2), torch.cat((past[1], v), dim=2)
             present = k, v
+        if self.config.odd_scores:
+            scores = (q @ k.mT * self.config.head_dim**-0.5).relu()
+            return self.wo(
+                (scores.masked_fill(~mask, -torch.inf).softmax(-1) @ v).transpose(1, 2).flatten(2)
+            ), present
         y = F.scaled_dot_product_attention(
             q,
             k,

@@ -29,7 +29,7 @@ class Case:
         dtype: Of the model.
     """
 
-    model: str = "llama"
+    model: str = "plain"
     options: dict[str, Any] = field(default_factory=dict)
     decoded: int = 19
     dtype: torch.dtype = torch.float32
@@ -37,7 +37,9 @@ class Case:
 
 CASES = {
     "1-bit": Case(options={"bits": 1}),
-    "2-bit, sinks, disk": Case(options={"bits": 2, "sink_tokens": 3, "host": "disk"}, dtype=torch.bfloat16),
+    "2-bit, sinks, disk, window": Case(
+        "plain-window", {"bits": 2, "sink_tokens": 3, "host": "disk"}, dtype=torch.bfloat16
+    ),
     "prompt-alone": Case(options={"bits": 1}, decoded=0),
     "exact": Case(options={"bits": 16}, decoded=16),
     "resident": Case(options={"bits": 1, "resident_layers": 1}),
@@ -47,9 +49,9 @@ CASES = {
     "same-step": Case(options={"bits": 1, "lookahead": "none"}),
     "paper": Case(options={"bits": 1, "quantizer": "kivi", "on_miss": "keep"}),
     "refetch": Case(options={"bits": 1, "on_miss": "refetch"}),
-    "window": Case("gemma3_text", {"bits": 1}),
-    "window-not-full": Case("gemma3_text", {"bits": 1}, decoded=1),
-    "all-windows": Case("mistral-window", {"bits": 1}),
+    "window": Case("plain-window", {"bits": 1}),
+    "window-not-full": Case("plain-window", {"bits": 1}, decoded=1),
+    "all-windows": Case("plain-windows", {"bits": 1}),
     "shared-kv": Case("gemma3n_text", {"bits": 1}),
     "latent": Case("deepseek_v3", {"bits": 1}),
     "state": Case("lfm2", {"bits": 1}),
@@ -98,7 +100,7 @@ OWN = {
     "graph-breaks": OwnConfig(),
 }
 # What one test run can wait for; the others are for the night.
-DAILY = ("2-bit, sinks, disk", "window", "tokens-first")
+DAILY = ("2-bit, sinks, disk, window", "tokens-first")
 OWN_PROMPT = torch.randint(3, 60, (2, 40), generator=torch.Generator().manual_seed(5))
 
 

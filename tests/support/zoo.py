@@ -5,9 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    DynamicCache,
+    GenerationMixin,
+    LlamaConfig,
+    PreTrainedModel,
+)
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 VOCAB_SIZE = 128
 PAD_TOKEN_ID = 0
@@ -82,6 +91,11 @@ _WINDOWED: dict[str, dict[str, Any]] = {
     "gemma2-window": _WINDOW_AND_ALL,
     "gpt_oss-window": {**_WINDOW_AND_ALL, "num_local_experts": 4, "num_experts_per_tok": 2},
 }
+_PLAIN: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "plain-window": _WINDOW_AND_ALL,
+    "plain-windows": {"sliding_window": WINDOW, "layer_types": ["sliding_attention"] * 2},
+}
 WINDOWED_NAMES = tuple(_WINDOWED)
 """Models with a sliding window or chunks of `WINDOW` tokens in some layers or all; two have layers that share KV."""
 # What is cached is a rotated key and a latent, one head of each.
@@ -132,6 +146,75 @@ _NOT_OF = {
 }
 
 
+class _PlainLayer(nn.Module):
+    def __init__(self, config: LlamaConfig, index: int) -> None:
+        super().__init__()
+        self.index, self.head_dim, hidden = index, config.head_dim, config.hidden_size
+        kv = config.num_key_value_heads * config.head_dim
+        self.is_parallel = getattr(config, "is_parallel", False)
+        self.has_window = config.layer_types[index] == "sliding_attention"
+        for name, width in {"q": hidden, "k": kv, "v": kv, "o": hidden, "up": hidden, "down": hidden}.items():
+            self.add_module(f"{name}_proj", nn.Linear(hidden, width, bias=False))
+
+    def forward(self, x: Tensor, masks: list[Tensor], past: Any) -> Tensor:
+        q, k, v = (
+            side(x).unflatten(2, (-1, self.head_dim)).transpose(1, 2)
+            for side in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        if past is not None:
+            k, v = past.update(k, v, self.index)
+        mask = masks[self.has_window][..., -k.shape[2] :]
+        attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+        y = x + self.o_proj(attended.transpose(1, 2).flatten(2))
+        return y + self.down_proj(F.silu(self.up_proj(x if self.is_parallel else y)))
+
+
+class Plain(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
+    """A decoder for `generate()` and its caches, of few operators: Dynamo traces it in half of Llama's time.
+
+    With `is_parallel` in its config a feed-forward reads what attention reads.
+    """
+
+    config_class = LlamaConfig
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__(config)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.places = nn.Embedding(config.max_position_embeddings, config.hidden_size)
+        self.layers = nn.ModuleList(_PlainLayer(config, i) for i in range(config.num_hidden_layers))
+        self.norm = nn.LayerNorm(config.hidden_size)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Any = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool = True,
+        **_: Any,
+    ) -> CausalLMOutputWithPast:
+        past = past_key_values
+        if past is None and use_cache:
+            past = DynamicCache(config=self.config)
+        x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        start, count = 0 if past is None else past.get_seq_length(), x.shape[1]
+        if position_ids is None:
+            position_ids = torch.arange(start, start + count)[None]
+        mask = torch.ones(count, start + count, dtype=torch.bool).tril(start)[None, None]
+        if attention_mask is not None:
+            mask = mask & attention_mask.bool()[:, None, None]
+        x = x + self.places(position_ids)
+        masks, window = [mask], self.config.sliding_window
+        if window is not None:
+            masks.append(mask & torch.ones(count, start + count, dtype=torch.bool).triu(start - window + 1))
+        for layer in self.layers:
+            x = layer(x, masks, past)
+        return CausalLMOutputWithPast(logits=self.lm_head(self.norm(x)), past_key_values=past)
+
+
 _LAYERS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")
 
 
@@ -139,8 +222,8 @@ def build(name: str, layers: int | None = None, **overrides: Any) -> nn.Module:
     """A random decoder of one architecture: 2 layers, hidden size 64, heads of 16, GQA 4 to 2 where it has it.
 
     Args:
-        name: One of `NAMES` or `WINDOWED_NAMES`, "lfm2", "deepseek_v3", or one whose attention is spelt
-            out (bloom, gpt_oss, ...).
+        name: One of `NAMES` or `WINDOWED_NAMES`, "lfm2", "deepseek_v3", one whose attention is spelt
+            out (bloom, gpt_oss, ...), or one of `Plain`: where the architecture is no matter.
         layers: Fewer than it has: Dynamo's tracing, which is most of a test's time, grows with them.
         **overrides: Fields of its config.
 
@@ -149,13 +232,21 @@ def build(name: str, layers: int | None = None, **overrides: Any) -> nn.Module:
     """
     transformers.logging.set_verbosity_error()
     torch.manual_seed(0)
-    fields = {**_COMMON, **{**_OWN, **_HYBRID, **_SPELT_OUT, **_WINDOWED, **_LATENT}[name], **overrides}
+    known = {**_PLAIN, **_OWN, **_HYBRID, **_SPELT_OUT, **_WINDOWED, **_LATENT}
+    fields = {**_COMMON, **known[name], **overrides}
     attention = fields.pop("attn_implementation", None)
     if layers is not None:
         fields |= {field: layers for field in _LAYERS if field in fields}
         fields |= {field: fields[field][:layers] for field in ("layer_types",) if field in fields}
         fields |= {"attention_types": [[["global"], layers]]} if "attention_types" in fields else {}
     fields = {field: value for field, value in fields.items() if field not in _NOT_OF.get(name, ())}
+    if name in _PLAIN:
+        fields = {
+            "sliding_window": None,
+            "layer_types": ["full_attention"] * fields["num_hidden_layers"],
+            **fields,
+        }
+        return made_to_tell(Plain(LlamaConfig(**fields)).eval())
     config = AutoConfig.for_model(name.removesuffix("-window"), **fields)
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
     return made_to_tell(model)
