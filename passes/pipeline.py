@@ -33,12 +33,7 @@ from specache_fx.progress import say_step
 
 logger = logging.getLogger(__name__)
 
-BINDING_PASSES: tuple[Pass, ...] = (
-    BIND_CACHE,
-    PROMPT_MASKS,
-    PRODUCTS_OF_TURNS,
-    SPLIT_PRELUDE,
-)
+BINDING_PASSES: tuple[Pass, ...] = (BIND_CACHE, PROMPT_MASKS, PRODUCTS_OF_TURNS, SPLIT_PRELUDE)
 _DECODE_PASSES: tuple[Pass, ...] = (
     QUANTIZE_ATTENTION,
     SELECT_TOPK,

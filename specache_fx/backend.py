@@ -24,12 +24,7 @@ from specache_fx.capture.fixed_caches import (
 )
 from specache_fx.capture.flex_attention import with_masks_alone
 from specache_fx.capture.grad_modes import needs_gradients
-from specache_fx.capture.graph_utils import (
-    is_float,
-    placeholders,
-    shape_of,
-    value_of,
-)
+from specache_fx.capture.graph_utils import is_float, placeholders, shape_of, value_of
 from specache_fx.capture.program import Phase, Program, alike
 from specache_fx.capture.subclasses import flatten
 from specache_fx.capture.trace import GROWS, TraceError, trace
@@ -42,16 +37,7 @@ from specache_fx.passes.pipeline import BINDING_PASSES, OPTIONAL, Observer, run_
 from specache_fx.progress import announced
 from specache_fx.recompile_limit import make_room
 from specache_fx.retrace import trace_as_growing
-from specache_fx.runners import (
-    AtBorder,
-    Extend,
-    LeftAlone,
-    Prefill,
-    Refused,
-    TakenApart,
-    as_taken,
-    compiling,
-)
+from specache_fx.runners import AtBorder, Extend, LeftAlone, Prefill, Refused, TakenApart, as_taken, compiling
 from specache_fx.runtime.handle import is_laid_out
 from specache_fx.runtime.host_blocks import check_host_dir, resolve_host
 from specache_fx.runtime.kernels import LayerForm, check_forms, check_kernel, choose_kernel

@@ -60,10 +60,7 @@ class PrefixStore:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             # The lock first: steps wait for the cache while it is held, and other processes may write for long.
-            with (
-                FileLock(self.folder / ".lock"),
-                content(past_key_values, input_ids) as (about, tensors),
-            ):
+            with FileLock(self.folder / ".lock"), content(past_key_values, input_ids) as (about, tensors):
                 self._put(input_ids, about, tensors)
         except OSError as error:
             raise SavedCacheError(

@@ -192,8 +192,7 @@ def decode_command(
     context: Annotated[list[int] | None, Option(min=1, help="Tokens; 256 and 16384 by default.")] = None,
     batch: Annotated[list[int] | None, Option(min=1, help="Sequences; 1 by default.")] = None,
     size: Annotated[
-        str,
-        Option(help="Of the model: small, smollm2, 1b, 8b; numbers as in small,layers=2,int8=True."),
+        str, Option(help="Of the model: small, smollm2, 1b, 8b; numbers as in small,layers=2,int8=True.")
     ] = "small",
     bits: Widths = None,
     method: Annotated[list[str] | None, Option(help=f"More methods, as openvino,kv=u4. {_SPELLING}")] = None,

@@ -57,7 +57,7 @@ MODELS: dict[str, Model] = {
 }
 # Debian packages, and the SHA-256 of the text as it is kept, in UTF-8.
 TEXTS: dict[str, tuple[str, str]] = {
-    "austen": ("r-cran-janeaustenr", "0ee9a6379f9c7521f6edbda09a7cf0bb6674dc62762cf6377eb7dac2fa19ac2b"),
+    "austen": ("r-cran-janeaustenr", "0ee9a6379f9c7521f6edbda09a7cf0bb6674dc62762cf6377eb7dac2fa19ac2b")
 }
 
 

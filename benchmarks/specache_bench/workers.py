@@ -80,12 +80,7 @@ class WorkerProcess:
         command = [environment.python(), str(_HERE / script), *arguments]
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed by close()
         self._process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-            text=True,
-            env=_alone(),
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True, env=_alone()
         )
         try:
             self.started = self._answer()

@@ -70,10 +70,7 @@ def _store_part(parts, at, row_ok, greatest, total, out, channel, channel_ok, DI
 
 
 @triton.autotune(
-    decode_configs(),
-    key=TUNED_BY,
-    prune_configs_by={"early_config_prune": fitting},
-    cache_results=True,
+    decode_configs(), key=TUNED_BY, prune_configs_by={"early_config_prune": fitting}, cache_results=True
 )
 @triton.jit(do_not_specialize=LENGTHS)
 def partial_attention(

@@ -158,14 +158,7 @@ def first_slots(indices, top_k, BLOCK_T: tl.constexpr):
 
 @triton.jit
 def without_staged(
-    start,
-    stop,
-    slots,
-    indices,
-    top_k,
-    BLOCK_N: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    ONE_PASS: tl.constexpr,
+    start, stop, slots, indices, top_k, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, ONE_PASS: tl.constexpr
 ):
     """A mark for each part's tokens from `start` on that lie before `stop` and are not staged, bool `[PARTS, BLOCK_N]`.
 

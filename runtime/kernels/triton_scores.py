@@ -113,10 +113,7 @@ def _write(out, score_stride, summed, position, position_ok, kv_len, place, form
 
 
 @triton.autotune(
-    score_configs(),
-    key=TUNED_BY,
-    prune_configs_by={"early_config_prune": fitting},
-    cache_results=True,
+    score_configs(), key=TUNED_BY, prune_configs_by={"early_config_prune": fitting}, cache_results=True
 )
 @triton.jit(do_not_specialize=LENGTHS)
 def selection_scores(

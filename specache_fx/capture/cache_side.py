@@ -182,8 +182,7 @@ def side_of(root: Node, what: str, outputs: set[Node], inside: set[Node]) -> Sid
         if user not in inside and user is not output and user.op != "output" and not reads_shape_only(user):
             if user in _written_values(root.graph):
                 raise NoMatch(
-                    f"its {what} are written into a cache of fixed length: {described(user)}",
-                    GROWING,
+                    f"its {what} are written into a cache of fixed length: {described(user)}", GROWING
                 )
             raise NoMatch(f"its {what} are also used by {described(user)}", ONLY_ATTENTION)
     for user in () if past is None else past.users:

@@ -13,13 +13,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from specache_fx.capture.graph_slices import draws_random_numbers
-from specache_fx.capture.graph_utils import (
-    described,
-    is_pointwise,
-    reads_shape_only,
-    shape_of,
-    value_of,
-)
+from specache_fx.capture.graph_utils import described, is_pointwise, reads_shape_only, shape_of, value_of
 from specache_fx.capture.score_chain import Rows
 
 _aten = torch.ops.aten

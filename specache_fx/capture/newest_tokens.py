@@ -22,13 +22,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from specache_fx.capture.cache_side import END
 from specache_fx.capture.graph_edit import add_placeholder, call, finish
 from specache_fx.capture.graph_slices import eliminate_dead_code, mutated_inputs
-from specache_fx.capture.graph_utils import (
-    is_pointwise,
-    is_static_input,
-    placeholders,
-    shape_of,
-    value_of,
-)
+from specache_fx.capture.graph_utils import is_pointwise, is_static_input, placeholders, shape_of, value_of
 
 NEWEST_OF = "newest_of"  # in the meta of such an input: the placeholder of all ids
 _aten = torch.ops.aten

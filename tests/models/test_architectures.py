@@ -15,17 +15,7 @@ from support.cases import nightly_unless
 
 # One of each kind: plain, learned positions, ALiBi, sliding and full layers, mixture, softmax with sinks, latent
 # attention, convolutions beside attention, no KV cache.
-FEW = (
-    "llama",
-    "opt",
-    "bloom",
-    "gemma3_text",
-    "mixtral",
-    "gpt_oss",
-    "deepseek_v3",
-    "lfm2",
-    "mamba",
-)
+FEW = ("llama", "opt", "bloom", "gemma3_text", "mixtral", "gpt_oss", "deepseek_v3", "lfm2", "mamba")
 SAME_VERSIONS = pytest.mark.skipif(
     transformers.__version__ != table.made_with(), reason="the table was made with another transformers"
 )

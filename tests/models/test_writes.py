@@ -175,9 +175,7 @@ def test_positions_may_be_read_before_all_of_them_are_written(
     assert not caplog.text
 
 
-def test_new_keys_may_be_written_to_after_they_were_appended(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_new_keys_may_be_written_to_after_they_were_appended(caplog: pytest.LogCaptureFixture) -> None:
     expected = logits(Writing("new keys", lambda x: None))
     model = torch.compile(
         Writing("new keys", lambda x: None), backend="specache", options={**SMALL, "bits": 16}

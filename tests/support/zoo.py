@@ -113,7 +113,7 @@ _LATENT: dict[str, dict[str, Any]] = {
         "topk_group": 1,
         "moe_intermediate_size": 32,
         "first_k_dense_replace": 1,
-    },
+    }
 }
 # Attention and short convolutions in turn: a state that is updated in place beside the KV cache.
 _HYBRID: dict[str, dict[str, Any]] = {

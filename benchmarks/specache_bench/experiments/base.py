@@ -246,11 +246,7 @@ class Experiment:
 
 
 def write(
-    experiment: Experiment,
-    scale: Scale,
-    records: Mapping[str, Record],
-    origin: Mapping[str, Any],
-    out: Path,
+    experiment: Experiment, scale: Scale, records: Mapping[str, Record], origin: Mapping[str, Any], out: Path
 ) -> None:
     """Write `<name>.json`, from records by `Job.key` and what they come of; then its table and picture."""
     cells = []
