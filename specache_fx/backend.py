@@ -151,7 +151,7 @@ class Backend:
         rewritten = run_passes(rewritten, program, BINDING_PASSES, observe)
         trace_as_growing(inputs, program.fixed_sizes)
         self._report(program)
-        grows = program.phase is Phase.DECODE and any(GROWS in inputs[i].meta for i in program.past_inputs)
+        grows = program.phase is Phase.DECODE and any(inputs[i].meta.get(GROWS) for i in program.past_inputs)
         if grows and torch._dynamo.config.force_parameter_static_shapes:
             warn_once(logger, _GROWING_BUFFERS)
         devices = sorted({str(value_of(site.keys.new).device) for site in program.sites})

@@ -12,12 +12,12 @@ from torch.fx import Node
 from specache_fx.capture.graph_slices import ancestors
 from specache_fx.capture.graph_utils import is_pointwise, same_sizes, shape_of, value_of
 from specache_fx.capture.normalize_attention import SDPA
-from specache_fx.runtime.masks import hides_from
 
 _aten = torch.ops.aten
 DATA = (SDPA, _aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.embedding.default)
 """A mask that is computed with one of these is none of positions and padding alone."""
 
+_HIDES = -1e4  # or less, as many a model adds: rows of zeros that were never written have no larger scores
 _LAYOUTS = (_aten.unsqueeze.default, _aten.expand.default)
 
 
@@ -29,7 +29,7 @@ def is_narrow(mask: Node) -> bool:
 def shows_behind(mask: torch.Tensor, kv_len: torch.Tensor) -> torch.Tensor:
     """Whether a mask shows a column from `kv_len` on."""
     columns = torch.arange(mask.shape[-1], device=mask.device)
-    shows = mask if mask.dtype == torch.bool else mask > hides_from(mask.dtype)
+    shows = mask if mask.dtype == torch.bool else mask > _HIDES
     return (shows & (columns >= kv_len)).any()
 
 

@@ -27,7 +27,7 @@ _aten = torch.ops.aten
 _WRITES = (
     _aten.index_copy.default, _aten.index_put.default, _aten.slice_scatter.default, _aten.scatter.src,
 )  # fmt: skip
-_MADE = (_aten.zeros.default, _aten.full.default, _aten.new_zeros.default)
+_MADE = (_aten.zeros.default, _aten.full.default, _aten.new_zeros.default, _aten.zeros_like.default)
 
 
 class Tokens(Enum):

@@ -24,6 +24,7 @@ from unittest import mock
 import torch
 import torch.nn.functional as F
 from torch._dispatch.python import enable_python_dispatcher
+from torch._dynamo.source import is_from_unspecialized_param_buffer_source
 from torch._functorch._aot_autograd.functional_utils import (
     from_fun,
     has_data_mutation,
@@ -264,13 +265,15 @@ def _note_growing_buffers(graph: Graph) -> None:
     """Buffers that the model appends to and replaces are caches: they lose Dynamo's mark of what stays."""
     outputs = set(output_node(graph).all_input_nodes)
     for node in placeholders(graph):
-        if not is_static_input(node) or isinstance(value_of(node), torch.nn.Parameter):
+        source = getattr(node.meta.get("grapharg"), "source", None)
+        if not is_static_input(node) or isinstance(value_of(node), torch.nn.Parameter) or source is None:
             continue
         grown = [user for user in node.users if (concatenated(user) or ([user], 0))[0][0] is node]
         cut = [user for each in grown for user in each.users if user.target is aten.slice.Tensor]
         if not outputs.isdisjoint((*grown, *cut)):
             rest = {key: value for key, value in node.meta["tensor_dict"].items() if key != STATIC}
-            node.meta |= {"tensor_dict": rest, GROWS: True}
+            # A plain tensor of a module has that mark, too, and none of a buffer's constant sizes.
+            node.meta |= {"tensor_dict": rest, GROWS: is_from_unspecialized_param_buffer_source(source)}
 
 
 @contextlib.contextmanager

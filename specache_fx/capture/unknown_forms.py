@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 from torch._ops import HigherOrderOperator
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
@@ -22,13 +25,14 @@ from specache_fx.capture.graph_utils import (
 from specache_fx.capture.program import Refusal
 from specache_fx.capture.score_chain import PRODUCTS
 
+_MOST_OPERATIONS = 4
 _READERS = {*PRODUCTS, "mul", "mm", "dot"}
 
 
 def _grew(out: Node, past: Node) -> bool:
     """Whether an output is an input with one more row: what a decode step returns of a cache."""
     size, before = shape_of(out) or (), shape_of(past) or ()
-    if len(size) != len(before) or len(size) < 3:
+    if len(size) != len(before) or len(size) < 3 or not all(map(_is_plain, (*size, *before))):
         return False
     more = [pair for pair in zip(size, before, strict=True) if not statically_known_true(pair[0] == pair[1])]
     return (
@@ -37,6 +41,11 @@ def _grew(out: Node, past: Node) -> bool:
         and statically_known_true(more[0][0] == more[0][1] + 1)
         and past in ancestors([out])
     )
+
+
+def _is_plain(size: Any) -> bool:
+    """Whether a size is a number, or a sum as a cache's is: to compare others (hashed buckets) takes minutes."""
+    return not isinstance(size, torch.SymInt) or size.node.expr.count_ops() <= _MOST_OPERATIONS
 
 
 def _grown(gm: GraphModule, outputs: set[Node]) -> list[Node]:

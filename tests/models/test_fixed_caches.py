@@ -481,6 +481,21 @@ def test_attention_that_is_spelt_out_with_a_mask_that_is_given() -> None:
         torch.testing.assert_close(ours(ids, told), plain(ids, told), rtol=1e-4, atol=1e-4)
 
 
+def hidden_by_a_number(s: OneLayer, q: Tensor, k: Tensor, v: Tensor, where: Tensor) -> Tensor:
+    keys, values = s.write(k, v, where)
+    mask = torch.zeros(len(where), 16).masked_fill(torch.arange(16)[None] > where[:, None], -1e4)
+    return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask)
+
+
+@torch.no_grad()
+def test_rows_that_a_finite_number_hides_are_hidden() -> None:
+    plain = OneLayer(hidden_by_a_number)
+    ours = compiled(copy.deepcopy(plain), lookahead="query")
+    for start, count in ((0, 5), *((i, 1) for i in range(5, 16))):
+        ids, where = prompt(count)[:1], torch.arange(start, start + count)
+        torch.testing.assert_close(ours(ids, where), plain(ids, where), rtol=1e-4, atol=1e-4)
+
+
 class Absorbed(torch.nn.Module):
     """Attention over a buffer of latents, `[batch, tokens, channels]`, that are keys and values for all heads."""
 
