@@ -444,18 +444,20 @@ def test_a_further_input_is_no_mask_and_no_position(
     assert equals_plain(Conditioned(), extra) < 0.02
 
 
-class FlatCaches(Hooked):
+class ChannelsFirst(Hooked):
+    """Caches `[batch, channels, kv_len]`."""
+
     def run_layer(
         self, layer: int, x: Tensor, hide: Tensor, past: tuple[Tensor, Tensor] | None
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        q, k, v = self.qkv[layer](x).chunk(3, -1)
+        q, k, v = self.qkv[layer](x).mT.chunk(3, 1)
         if past is not None:
-            k, v = torch.cat([past[0], k], 1), torch.cat([past[1], v], 1)
-        heads = (side.view(2, -1, HEADS, HEAD_DIM).transpose(1, 2) for side in (q, k, v))
+            k, v = torch.cat([past[0], k], 2), torch.cat([past[1], v], 2)
+        heads = (side.unflatten(1, (HEADS, HEAD_DIM)).mT for side in (q, k, v))
         return x + self.attend(layer, *heads, hide).transpose(1, 2).flatten(2), (k, v)  # type: ignore[call-arg]
 
     def forward(self, ids: Tensor, past: Pairs | None = None, *more: Tensor) -> tuple[Any, ...]:
-        start = 0 if past is None else past[0][0].shape[1]
+        start = 0 if past is None else past[0][0].shape[2]
         x = self.embed(ids) + self.positions(ids, start)
         place = torch.arange(start + ids.shape[1])
         hide = place[start:, None] - place[None] < 0
@@ -464,7 +466,8 @@ class FlatCaches(Hooked):
 
 
 @pytest.mark.parametrize(
-    ("model", "told"), [(FlatCaches, r"Cache keys and values as \[batch, num_kv_heads, kv_len, head_dim\]")]
+    ("model", "told"),
+    [(ChannelsFirst, r"Cache keys and values as \[batch, num_kv_heads, kv_len, head_dim\]")],
 )
 def test_a_cache_in_a_form_of_its_own_is_named(model: type[Hooked], told: str) -> None:
     assert equals_plain(model()) == 0
