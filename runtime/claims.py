@@ -14,6 +14,7 @@ from specache_fx.config import SpecacheConfig
 from specache_fx.errors import CacheHandleError
 from specache_fx.runtime import handle as handles
 from specache_fx.runtime import registry
+from specache_fx.runtime.handle_form import is_whole
 from specache_fx.runtime.layout import LayerShape
 from specache_fx.runtime.session import Session
 
@@ -207,7 +208,7 @@ def _own(issued: registry.Issue, past: Sequence[torch.Tensor]) -> Claim:
             )
         if tensor.storage_offset() != offset:
             raise CacheHandleError(MIXED)
-        if not handles.is_whole(tensor):
+        if not is_whole(tensor):
             raise CacheHandleError(CHOSEN)
         offset += tensor.shape[0] * tensor.shape[3]
     # What wrote by another way (DLPack, the storage) counted no version.

@@ -16,7 +16,7 @@ from specache_fx.errors import CacheHandleError
 from specache_fx.runtime import handle as handles
 from specache_fx.runtime import registry
 from specache_fx.runtime.give_back import form_of, give_back
-from specache_fx.runtime.handle import Form
+from specache_fx.runtime.handle_form import Form, is_laid_out
 from specache_fx.runtime.handle_tensor import Handle, bare, mark, unmark
 
 _WRITTEN = (
@@ -194,7 +194,7 @@ def _restore(held: Sequence[Handle]) -> None:
 
 def _rows_held(buffer: torch.Tensor, batch: int) -> int:
     """Rows of a buffer that stand for sequences: the session's, or of a copy those that name one slot. See `bare`."""
-    if handles.is_laid_out(buffer):
+    if is_laid_out(buffer):
         return batch
     slots = [code[0].slot if code else None for code in map(handles.decode, buffer.split(1))]
     return next((row for row, slot in enumerate(slots) if slot != slots[0]), len(slots))

@@ -8,9 +8,9 @@ import torch
 
 from specache_fx.errors import CacheHandleError
 from specache_fx.runtime import handle as handles
-from specache_fx.runtime import registry
+from specache_fx.runtime import handle_form, registry
 from specache_fx.runtime.claims import CHOSEN, LEFT, MIXED, REORDERED, living, read_claim
-from specache_fx.runtime.handle import Form
+from specache_fx.runtime.handle_form import Form, heads_first, is_whole
 
 
 @registry.locked
@@ -39,7 +39,7 @@ def give_back(tensors: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
         heads = [shapes[slot // 2].num_kv_heads for slot in slots]
         forms = [form_of(tensors[place], count) for place, count in zip(order, heads, strict=True)]
         past = [
-            handles.heads_first(tensors[place], form, count)
+            heads_first(tensors[place], form, count)
             for place, form, count in zip(order, forms, heads, strict=True)
         ]
         for place, form, side in zip(order, forms, _numbers(slots, past), strict=True):
@@ -54,7 +54,7 @@ def form_of(tensor: torch.Tensor, num_kv_heads: int) -> Form:
     Raises:
         CacheHandleError: If a copy has as many tokens as heads, which tells nothing.
     """
-    form = handles.form_of(tensor, num_kv_heads)
+    form = handle_form.form_of(tensor, num_kv_heads)
     if form is None:
         raise CacheHandleError(REORDERED)
     return form
@@ -68,7 +68,7 @@ def _numbers(slots: Sequence[int], past: Sequence[torch.Tensor]) -> list[torch.T
         same = all(registry.issue_of(tensor) is issued for tensor in past)
         if not same or any(tensor.shape[2] != lengths[i] for i, tensor in zip(slots, past, strict=True)):
             raise CacheHandleError(MIXED)
-        if not all(handles.is_whole(tensor) and not handles.was_written(tensor) for tensor in past):
+        if not all(is_whole(tensor) and not handles.was_written(tensor) for tensor in past):
             raise CacheHandleError(CHOSEN)
         if issued.valid_len is not None and session.kv_len > issued.valid_len:
             raise CacheHandleError(LEFT)

@@ -27,9 +27,10 @@ import secrets
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 
 import torch
+
+from specache_fx.runtime.handle_form import HEAD_STRIDE
 
 MAGIC = 0x5CA
 _FIELDS = (("magic", 12), ("session", 24), ("slot", 12), ("row", 16), ("process", 24))  # 88 bits
@@ -38,15 +39,6 @@ MAX_SESSION = 1 << 24
 _FILLER = 0x2A  # payload of the NaNs behind a row's code: no computation makes such a one
 _NUMBER_EVERY = 8  # elements; heads have room for a number behind the code
 _SLACK = 512  # elements by which a ruler grows at least
-_HEAD_STRIDE = 2  # elements; not that of tokens, so that the two can be told apart
-
-
-class Form(StrEnum):
-    """The dimensions of keys or values outside of the graph."""
-
-    HEADS_FIRST = "heads first"  # [batch, num_kv_heads, kv_len, head_dim]
-    TOKENS_FIRST = "tokens first"  # [batch, kv_len, num_kv_heads, head_dim]
-    HEADS_MERGED = "heads merged"  # [batch, kv_len, num_kv_heads * head_dim]
 
 
 @dataclass(frozen=True)
@@ -243,14 +235,14 @@ def matches(copies: Sequence[torch.Tensor], session: int, batch: int, rows: Sequ
     if any((copy.dtype, copy.device) != (dtype, device) for copy in copies):
         return False
     coded = _all_rows(session, [copy.shape[3] for copy in copies], batch, dtype)
-    longest = max(copy.shape[2] + copy.shape[3] + _HEAD_STRIDE * copy.shape[1] for copy in copies)
+    longest = max(copy.shape[2] + copy.shape[3] + HEAD_STRIDE * copy.shape[1] for copy in copies)
     storage = torch.cat([coded, _ruler(len(coded), len(coded) + longest, dtype)])
     storage = storage.view(_BOXES[dtype].integer).to(device)
     in_order = list(rows) == list(range(batch))
     index, offset, same = torch.tensor(rows, device=device), 0, []
     for copy in copies:
         _, heads, kv_len, dim = copy.shape
-        issued = storage.as_strided((batch, heads, kv_len, dim), (dim, _HEAD_STRIDE, 1, 1), offset)
+        issued = storage.as_strided((batch, heads, kv_len, dim), (dim, HEAD_STRIDE, 1, 1), offset)
         if not in_order:
             issued = issued.index_select(0, index)  # as large as the copy
         same.append((copy.detach().view(_BOXES[dtype].integer) == issued).all())
@@ -329,66 +321,9 @@ def resize(issued: Sequence[torch.Tensor], lengths: Sequence[int]) -> list[torch
     return resized
 
 
-def is_laid_out(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has the strides of a handle, which no tensor of numbers has: heads 2, tokens and channels 1."""
-    if tensor.dim() == 3:
-        return tensor.shape[2] > 1 and tensor.stride()[1:] == (1, 1)
-    return tensor.dim() == 4 and tensor.stride()[1:] in ((_HEAD_STRIDE, 1, 1), (1, _HEAD_STRIDE, 1))
-
-
-def form_of(tensor: torch.Tensor, num_kv_heads: int) -> Form | None:
-    """The form of a handle or of a copy of one; None of a copy with as many tokens as heads, which tells nothing."""
-    if tensor.dim() == 3:
-        return Form.HEADS_MERGED
-    if is_laid_out(tensor):
-        return Form.TOKENS_FIRST if tensor.stride(2) == _HEAD_STRIDE else Form.HEADS_FIRST
-    if tensor.shape[1] == tensor.shape[2] and num_kv_heads > 1:
-        return None
-    return Form.HEADS_FIRST if tensor.shape[1] == num_kv_heads else Form.TOKENS_FIRST
-
-
-def heads_first(tensor: torch.Tensor, form: Form, num_kv_heads: int) -> torch.Tensor:
-    """A handle, or a copy of one, as `[batch, num_kv_heads, kv_len, head_dim]`: a view."""
-    if form is Form.HEADS_FIRST:
-        return tensor
-    if form is Form.TOKENS_FIRST:
-        return tensor.transpose(1, 2)
-    # Elements that lie behind those of the first head are the other heads', as far as they are at stride 2.
-    (batch, kv_len, width), (rows, tokens, channels) = tensor.shape, tensor.stride()
-    sizes = (batch, num_kv_heads, kv_len, width // num_kv_heads)
-    return tensor.as_strided(sizes, (rows, _HEAD_STRIDE * channels, tokens, channels))
-
-
 def was_written(handle: torch.Tensor) -> bool:
     """Whether somebody wrote into a handle, or into its base tensor: `_look` has counted to 1."""
     return handle._version > 1
-
-
-def is_whole(handle: torch.Tensor) -> bool:
-    """Whether the strides are those of a handle with heads first: all heads and tokens, one after the other."""
-    wanted, strides = (handle.shape[3], _HEAD_STRIDE, 1, 1), handle.stride()
-    return strides == wanted or all(
-        size <= 1 or stride == want for size, stride, want in zip(handle.shape, strides, wanted, strict=True)
-    )
-
-
-def in_form(handle: torch.Tensor, form: Form) -> torch.Tensor:
-    """The same handle in a form; shares the storage.
-
-    Args:
-        handle: `[batch, num_kv_heads, kv_len, head_dim]`.
-        form: Not `HEADS_FIRST`, which it has.
-    """
-    batch, heads, kv_len, dim = handle.shape
-    rows, of_heads, tokens, channels = handle.stride()
-    shape: tuple[int, ...] = (batch, kv_len, heads, dim)
-    strides: tuple[int, ...] = (rows, tokens, of_heads, channels)
-    if form is Form.HEADS_MERGED:
-        shape, strides = (batch, kv_len, heads * dim), (rows, tokens, channels)
-    place = (handle.untyped_storage(), handle.storage_offset(), shape, strides)
-    alone = torch.empty(0, dtype=handle.dtype, device=handle.device).set_(*place)  # no view, see `_look`
-    torch._dynamo.maybe_mark_dynamic(alone, 1)
-    return alone
 
 
 def _look(
@@ -418,8 +353,6 @@ def _look(
         tail = torch.empty(0, dtype=dtype, device=device).set_(storage, held, (capacity - held,), (1,))
         tail.copy_(_ruler(held, capacity, dtype))
     return [
-        torch.empty(0, dtype=dtype, device=device).set_(
-            storage, offset, shape, (shape[3], _HEAD_STRIDE, 1, 1)
-        )
+        torch.empty(0, dtype=dtype, device=device).set_(storage, offset, shape, (shape[3], HEAD_STRIDE, 1, 1))
         for offset, shape in places
     ]

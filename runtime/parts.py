@@ -13,7 +13,7 @@ from specache_fx.runtime import handle as handles
 from specache_fx.runtime import registry
 from specache_fx.runtime.claims import ELSEWHERE, MIXED, check_open, living, read_claim
 from specache_fx.runtime.give_back import form_of
-from specache_fx.runtime.handle import Form
+from specache_fx.runtime.handle_form import Form, heads_first
 from specache_fx.runtime.session import Session
 from specache_fx.runtime.snapshot import take_lookahead
 
@@ -77,7 +77,7 @@ def _part(
     forms = [form_of(tensors[place], count) for place, count in zip(places, heads, strict=True)]
     claim = read_claim(
         [
-            handles.heads_first(tensors[place], form, count)
+            heads_first(tensors[place], form, count)
             for place, form, count in zip(places, forms, heads, strict=True)
         ]
     )

@@ -38,7 +38,7 @@ from specache_fx.progress import announced
 from specache_fx.recompile_limit import make_room
 from specache_fx.retrace import trace_as_growing
 from specache_fx.runners import AtBorder, Extend, LeftAlone, Prefill, Refused, TakenApart, as_taken, compiling
-from specache_fx.runtime.handle import is_laid_out
+from specache_fx.runtime.handle_form import is_laid_out
 from specache_fx.runtime.host_blocks import check_host_dir, resolve_host
 from specache_fx.runtime.kernels import LayerForm, check_forms, check_kernel, choose_kernel
 from specache_fx.runtime.quant import make_quantizer

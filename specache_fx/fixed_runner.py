@@ -13,7 +13,7 @@ from specache_fx.errors import CacheHandleError
 from specache_fx.lowering import Compiled
 from specache_fx.runners import inference
 from specache_fx.runtime import fixed_buffers, registry
-from specache_fx.runtime.handle import is_laid_out
+from specache_fx.runtime.handle_form import is_laid_out
 from specache_fx.runtime.handle_tensor import Handle
 from specache_fx.runtime.session import Session
 

@@ -21,7 +21,7 @@ from specache_fx.errors import ConfigError, SavedCacheError
 from specache_fx.fingerprint import check_ids, config_of, matched, token_hash
 from specache_fx.runners import in_form, inference
 from specache_fx.runtime import registry
-from specache_fx.runtime.handle import Form
+from specache_fx.runtime.handle_form import Form
 from specache_fx.runtime.session import Session
 from specache_fx.runtime.snapshot import HELD_OPTIONS, SessionHeader, restore
 from specache_fx.saving import FILE, FORMAT

@@ -22,10 +22,10 @@ from specache_fx.capture.program import OutputPlan, Program, alike
 from specache_fx.capture.subclasses import flatten
 from specache_fx.errors import CacheHandleError, SpecacheError
 from specache_fx.lowering import Compiled
-from specache_fx.runtime import claims, fixed_buffers, registry
-from specache_fx.runtime import handle as handles
+from specache_fx.runtime import claims, fixed_buffers, handle_form, registry
 from specache_fx.runtime.give_back import give_back
-from specache_fx.runtime.handle import Form, heads_first, is_laid_out, is_poisoned
+from specache_fx.runtime.handle import is_poisoned
+from specache_fx.runtime.handle_form import Form, heads_first, is_laid_out
 from specache_fx.runtime.handle_tensor import Handle, bare, mark, plain
 from specache_fx.runtime.layout import LayerShape
 from specache_fx.runtime.prompt_masks import PromptMasks
@@ -345,7 +345,7 @@ def in_form(handle: torch.Tensor, form: Form) -> torch.Tensor:
     if form is Form.HEADS_FIRST or not isinstance(handle, Handle):
         return handle
     with bare():
-        return mark(handles.in_form(handle, form), handle.lease)
+        return mark(handle_form.in_form(handle, form), handle.lease)
 
 
 class TakenApart:

@@ -47,7 +47,7 @@ from specache_fx.capture.graph_utils import (
 from specache_fx.capture.normalize_attention import SDPA
 from specache_fx.capture.trace import inline
 from specache_fx.capture.window_buffers import with_windows
-from specache_fx.runtime.handle import is_laid_out
+from specache_fx.runtime.handle_form import is_laid_out
 
 _aten = torch.ops.aten
 _LENGTH = "specache_kv_len"  # of the past, a symbol that no input of Dynamo's has

@@ -31,7 +31,7 @@ from specache_fx.capture.graph_utils import (
     swaps,
     value_of,
 )
-from specache_fx.runtime.handle import Form, heads_first, is_laid_out
+from specache_fx.runtime.handle_form import Form, heads_first, is_laid_out
 
 _aten = torch.ops.aten
 

@@ -59,7 +59,7 @@ from specache_fx.capture.simplify import simplify
 from specache_fx.capture.specialize_floats import specialize_floats
 from specache_fx.capture.subclasses import flatten, unflatten
 from specache_fx.runtime import ops  # noqa: F401  (registers torch.ops.specache)
-from specache_fx.runtime.handle import is_laid_out
+from specache_fx.runtime.handle_form import is_laid_out
 
 _SDPA_ARGS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 _DROPOUTS = {

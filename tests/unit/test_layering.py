@@ -75,7 +75,12 @@ RANKS: tuple[tuple[str, ...], ...] = (
         "specache_fx.runtime.prompt_masks",
         "specache_fx.runtime.sources",
     ),
-    ("specache_fx.runtime.quant", "specache_fx.runtime.select", "specache_fx.runtime.masks"),
+    (
+        "specache_fx.runtime.quant",
+        "specache_fx.runtime.select",
+        "specache_fx.runtime.masks",
+        "specache_fx.runtime.handle_form",
+    ),
     ("specache_fx.runtime.native",),
     (
         "specache_fx.runtime.tracing",
