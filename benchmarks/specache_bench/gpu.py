@@ -126,7 +126,7 @@ def environment(run: Run) -> None:
     copies["from_device"] = (host, part, 1)
     for name, (to, of, times) in copies.items():
         best = min(seconds_of(partial(to.copy_, of), run.device, 10))
-        run.record[f"{name}_gb_s"] = round(times * of.nbytes / best / 1e9, 1)
+        run.record[f"{name}_gb_s"] = round(times * of.nbytes / best / 1e9, 3)
 
 
 def smoke(run: Run) -> None:
