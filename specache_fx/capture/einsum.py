@@ -34,8 +34,14 @@ def as_matmul(node: Node) -> None:
     columns = [letter for letter in result if letter not in first]
     if len(summed) != 1 or not rows or not columns or set(first + second) - set(result) != {*summed}:
         return
-    row, column = rows[-1], columns[-1]
-    batch = [letter for letter in result if letter not in (row, column)]
+    column = columns[-1]
+
+    def others(row: str) -> list[str]:
+        return [letter for letter in result if letter not in (row, column)]
+
+    # Of several rows the one that lets the first tensor stay as it is, if there is one.
+    row = next((row for row in rows if [*others(row), row, *summed] == list(first)), rows[-1])
+    batch = others(row)
     graph, (left, right) = node.graph, operands
     with graph.inserting_before(node):
 

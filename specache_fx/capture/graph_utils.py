@@ -113,17 +113,28 @@ def is_pointwise(node: Node) -> bool:
     return torch.Tag.pointwise in getattr(node.target, "tags", ()) or node.target in _UNTAGGED
 
 
+def order_of(node: Any) -> list[int] | None:
+    """The dimensions of its tensor in the order that `transpose` or `permute` gives them; None for another node."""
+    order = list(range(len(shape_of(node) or ())))
+    if not order or node.target not in (_aten.permute.default, _aten.transpose.int):
+        return None
+    dims = [
+        dim % len(order) for dim in (node.args[1] if node.target is _aten.permute.default else node.args[1:])
+    ]
+    if node.target is _aten.permute.default:
+        return dims
+    order[dims[0]], order[dims[1]] = dims[1], dims[0]
+    return order
+
+
 def swaps(node: Node, one: int, other: int) -> bool:
     """Whether a node swaps two dimensions of its tensor, as `transpose` or `permute` does."""
-    dims = len(shape_of(node) or ())
-    if not -dims <= min(one, other) <= max(one, other) < dims:
+    order = order_of(node) or []
+    if not -len(order) <= min(one, other) <= max(one, other) < len(order):
         return False
-    order = list(range(dims))
-    order[one], order[other] = order[other], order[one]
-    if node.target is _aten.permute.default:
-        return [dim % dims for dim in node.args[1]] == order  # type: ignore[union-attr, operator]
-    pair = {dim % dims for dim in (one, other)}
-    return node.target is _aten.transpose.int and {dim % dims for dim in node.args[1:]} == pair  # type: ignore[operator]
+    swapped = list(range(len(order)))
+    swapped[one], swapped[other] = swapped[other], swapped[one]
+    return order == swapped
 
 
 def real_users(node: Node) -> list[Node]:

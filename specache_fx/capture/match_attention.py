@@ -99,7 +99,7 @@ def _match(
     if keys.window != values.window:
         raise NoMatch("its keys and its values are cached for different numbers of tokens")
     # Where others keep the pairs, the prompt's last queries alone may go on.
-    if keys.past is None and owner is None and not statically_known_true(k.shape[2] == q.shape[2]):
+    if keys.past is None and owner is None and not _is_of_these_tokens(q, k):
         raise NoMatch(
             "its keys are not those of this call alone, nor an append of them to a past that is an input"
             " (cross-attention, or a cache of fixed length?)",
@@ -137,6 +137,16 @@ def _match(
         shared=owner is not None,
         expansion=expansion,
     )
+
+
+def _is_of_these_tokens(query: torch.Tensor, key: torch.Tensor) -> bool:
+    """Whether there is a query for each key, or one for each query head of its group (`capture/grouped_heads.py`)."""
+    rows, tokens = query.shape[2], key.shape[2]
+    groups = 1
+    if query.shape[1] == key.shape[1]:
+        now = [size if isinstance(size, int) else size.node.hint for size in (rows, tokens)]
+        groups = now[0] // now[1] if all(now) else 1
+    return statically_known_true(rows == tokens * groups)
 
 
 def _is_of_another_sequence(core: AttentionCore, keys: Side) -> bool:
@@ -212,7 +222,7 @@ def phase_of(sites: Sequence[AttentionSite]) -> Phase:
         return Phase.NO_CACHE
     if sites[0].keys.past is None:
         return Phase.PREFILL
-    return Phase.DECODE if shape_of(sites[0].core.query)[2] == 1 else Phase.EXTEND  # type: ignore[index]
+    return Phase.DECODE if shape_of(sites[0].keys.new)[2] == 1 else Phase.EXTEND  # type: ignore[index]
 
 
 def match_attention(

@@ -1,6 +1,8 @@
 """One spelling of each operator, and no operator without effect; `capture/trace.py` ends with it.
 
     x.view(x.shape); x[:, :]; x.expand(x.shape); alias(x)     ->  x
+    permute(x, [0, 2, 1])                                     ->  transpose(x, 1, 2)
+    transpose(transpose(x, 1, 2), 1, 2)                       ->  x
     slice(slice_scatter(x, y, 0, start, end), 0, start, end)  ->  y
     slice_scatter(x, slice(x, -1, -n) + y, -1, -n)            ->  x + pad(y)
     view, _unsafe_view                                        ->  reshape
@@ -19,7 +21,7 @@ from torch.fx import Graph, Node
 
 from specache_fx.capture.cache_side import END
 from specache_fx.capture.graph_edit import call, size_of
-from specache_fx.capture.graph_utils import same_sizes, shape_of, value_of
+from specache_fx.capture.graph_utils import order_of, same_sizes, shape_of, value_of
 from specache_fx.capture.normalize_attention import SDPA, SDPA_DEFAULTS
 
 _aten = torch.ops.aten
@@ -46,15 +48,22 @@ _SAME: tuple[Callable[..., Any], ...] = (
 
 def simplify(graph: Graph) -> None:
     """Take out slices of everything, views of the same shape and aliases, and spell the rest in one way."""
+    known: dict[Any, Node] = {}
     for node in list(graph.nodes):
         if node.target in (_aten.view.default, _aten._unsafe_view.default):
             node.target = _aten.reshape.default  # of any strides
+        elif len(moved := [i for i, dim in enumerate(order_of(node) or ()) if i != dim]) == 2:
+            node.target, node.args = _aten.transpose.int, (node.args[0], *moved)
         elif node.target is SDPA:  # the dispatcher leaves out arguments equal to their defaults
             node.args = (*node.args, *SDPA_DEFAULTS[len(node.args) - 3 :])
         elif node.target in (_aten.full_like.default, _aten.new_full.default):
             _without_example(node)
         elif node.target is _aten.slice_scatter.default:
             _with_an_end(node)
+        if node.target is _aten.transpose.int:  # the same one once: what is returned is what is read then
+            node.args = (node.args[0], *(dim % len(shape_of(node) or ()) for dim in node.args[1:]))
+            if (same := known.setdefault(node.args, node)) is not node:
+                node.replace_all_uses_with(same)
         if (part := _with_more_at_the_end(node) or _written_part(node)) is not None:
             node.replace_all_uses_with(part)
             graph.erase_node(node)
@@ -65,8 +74,8 @@ def simplify(graph: Graph) -> None:
                 source = source.args[0]
                 if source.op != "placeholder" and same_sizes(value_of(node).shape, value_of(source).shape):
                     node.args = (source, *node.args[1:])
-        if node.op == "call_function" and _is_identity(node):
-            node.replace_all_uses_with(node.args[0])
+        if node.op == "call_function" and (source := _equal_to(node)) is not None:
+            node.replace_all_uses_with(source)
             graph.erase_node(node)
 
 
@@ -134,14 +143,20 @@ def _written_part(node: Node) -> Node | None:
     return part if alike and same_sizes(value.shape, written.shape) and value.dtype == written.dtype else None
 
 
-def _is_identity(node: Node) -> bool:
+def _equal_to(node: Node) -> Node | None:
+    """The node that one equals which does nothing, or which undoes what was done."""
+    source: Any = node.args[0] if node.args else None
     if node.target in _SAME:
-        return True
+        return source
+    if (order := order_of(node)) is not None:
+        before = order_of(source)
+        back = before is not None and [before[dim] for dim in order] == sorted(order)
+        return source.args[0] if back else None
     if node.target not in _LAYOUTS:
-        return False
-    value, source = value_of(node), value_of(node.args[0])
-    if not isinstance(value, torch.Tensor) or not isinstance(source, torch.Tensor):
-        return False
+        return None
+    value, other = value_of(node), value_of(source)
+    if not isinstance(value, torch.Tensor) or not isinstance(other, torch.Tensor):
+        return None
     if node.target is _aten.slice.Tensor and node.args[2:3] not in ((), (None,), (0,)):
-        return False  # the newest n tokens, of which there are no more: a window says so
-    return same_sizes(value.shape, source.shape)
+        return None  # the newest n tokens, of which there are no more: a window says so
+    return source if same_sizes(value.shape, other.shape) else None

@@ -13,6 +13,7 @@ e^b) (granite_swa). Changes of dtype and of shape don't matter. Every other oper
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -57,7 +58,7 @@ def read_form(gm: GraphModule, softmax: Node, outputs: set[Node], rows: Rows) ->
     key, key_path = _side(key, outputs, transposed=True)
     value, value_path = _side(output.args[1], outputs, transposed=False)
     sizes = shape_of(query) or ()
-    num_heads = sizes[1] if len(sizes) == 4 else (shape_of(key) or ())[1]  # a single one is of all queries
+    num_heads = _heads_of(softmax, sizes, key)
     alpha, beta = (constant_of(gm, product.kwargs.get(name, 1.0)) for name in ("alpha", "beta"))
     if alpha is None or beta is None:
         raise UnknownFormError(product)
@@ -79,9 +80,31 @@ def read_form(gm: GraphModule, softmax: Node, outputs: set[Node], rows: Rows) ->
             inner, output, scores.sinks = inner | gate, users[0], sinks
     if len(sizes) == 3:
         query = rows.call(softmax, _aten.unflatten.int, query, 0, (-1, num_heads))
+    elif len(sizes) == 5:
+        query = rows.call(softmax, _aten.flatten.using_ints, query, 1, 2)
+    elif sizes[1] != num_heads:
+        sizes = (-1, num_heads, rows.size(softmax, softmax, 2), sizes[3])
+        query = rows.call(softmax, _aten.reshape.default, query, [*sizes])
     return AttentionCore(
         output, query, key, value, scores.mask, scores.scale, scores.softcap, scores.sinks, frozenset(inner)
     )
+
+
+def chain_of(softmax: Node, outputs: set[Node]) -> list[Node]:
+    """The product of queries and keys, and in order what leads from it to the product with the values.
+
+    Raises:
+        UnknownFormError: If there is another product, or none, in between, or something else reads probabilities.
+    """
+    return [*_path(softmax), softmax, *_weighted_values(softmax, outputs)[0]]
+
+
+def _heads_of(softmax: Node, query: Sequence[Any], key: Node) -> Any:
+    """Query heads: of the scores where rows of the queries are heads, too (`capture/grouped_heads.py`)."""
+    scores, kv_heads = shape_of(softmax) or (), (shape_of(key) or ())[1]
+    if len(scores) == 4 and isinstance(scores[1], int) and scores[1] % kv_heads == 0:
+        return scores[1]
+    return query[1] if len(query) == 4 else kv_heads  # a single one is of all queries
 
 
 def _path(softmax: Node) -> dict[Node, None]:
@@ -149,6 +172,8 @@ def _side(
         dims, name = shape_of(node) or (), target_name(node)
         same = name in ("_to_copy", "clone") or (name == "reshape" and len(dims) == 3)
         same |= name == "expand" and len(dims) == 4 and same_sizes((shape_of(node.args[0]) or ())[1:2], (1,))
+        same |= name == "expand" and len(dims) == 5 and same_sizes((shape_of(node.args[0]) or ())[2:3], (1,))
+        same |= name == "unsqueeze" and len(dims) == 5 and node.args[1] in (2, -3)
         swap = (transposed or len(dims) == 3) and swaps(node, -1, -2)
         if node in outputs or not (same or swap):
             break

@@ -53,6 +53,7 @@ from specache_fx.capture.graph_utils import (
     target_name,
     value_of,
 )
+from specache_fx.capture.grouped_heads import grouped_heads
 from specache_fx.capture.normalize_attention import SDPA, SDPA_DEFAULTS
 from specache_fx.capture.segments import CannotCut, Joined, Segment, cut
 from specache_fx.capture.simplify import simplify
@@ -102,6 +103,7 @@ def trace(gm: GraphModule) -> GraphModule:
         raise TraceError(line) from error
     _note_inputs(gm, traced.graph, inputs)
     simplify(traced.graph)
+    grouped_heads(traced.graph)
     eliminate_dead_code(traced.graph)
     _note_growing_buffers(traced.graph)
     return finish(make_module(traced, fx_graph_cse(traced.graph)))

@@ -331,6 +331,69 @@ def test_a_spelling_is_rewritten_and_compiled_once(
     assert not caplog.text
 
 
+def as_rows(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+    out = F.scaled_dot_product_attention(q.flatten(2, 3), k, v, attn_mask=bias.flatten(1, 2)[None])
+    return out.view_as(q)
+
+
+def as_rows_of_one_mask(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+    seen = (bias[0, 0] > -1e4).repeat(q.shape[2], 1)
+    return F.scaled_dot_product_attention(q.flatten(2, 3), k, v, attn_mask=seen).view_as(q)
+
+
+def as_rows_spelt_out(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+    scores = q.flatten(2, 3) @ k.transpose(-1, -2) * HEAD_DIM**-0.5
+    return ((scores + bias.flatten(1, 2)).softmax(-1) @ v).view_as(q)
+
+
+def as_rows_but_masked_apart(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+    scores = (q.flatten(2, 3) @ k.transpose(-1, -2)).unflatten(2, q.shape[2:4]) * HEAD_DIM**-0.5 + bias
+    return (scores.softmax(-1).flatten(2, 3) @ v).view_as(q)
+
+
+def as_an_einsum(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+    q, k, v = q.permute(0, 3, 1, 2, 4), k.transpose(1, 2), v.transpose(1, 2)
+    scores = torch.einsum("bskgd,btkd->bkgst", q, k) * HEAD_DIM**-0.5 + bias
+    return torch.einsum("bkgst,btkd->bskgd", scores.softmax(-1), v).permute(0, 2, 3, 1, 4)
+
+
+def with_a_maximum(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+    scores = q @ k.unsqueeze(2).transpose(-1, -2) * HEAD_DIM**-0.5 + bias
+    return (scores - scores.amax(4, keepdim=True)).softmax(4) @ v.unsqueeze(2)
+
+
+def in_five_dimensions(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q, k[:, :, None], v[:, :, None].expand(*q.shape[:3], -1, -1), bias)
+
+
+@pytest.mark.parametrize(
+    "attention",
+    [
+        as_rows,
+        as_rows_of_one_mask,
+        as_rows_spelt_out,
+        as_rows_but_masked_apart,
+        as_an_einsum,
+        with_a_maximum,
+        in_five_dimensions,
+    ],
+)
+def test_query_heads_in_groups(attention: Callable[..., Tensor], compiled_graphs: list[int]) -> None:
+    class Grouped(Hooked):
+        """Two query heads of each KV head, each with a bias of its own."""
+
+        def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, hide: Tensor) -> Tensor:
+            slopes = torch.tensor([[0.5, 0.25], [0.1, 0.0]])[..., None, None]
+            bias = (slopes * torch.arange(k.shape[2])).masked_fill(hide, -1e30)
+            if attention is as_rows_of_one_mask:
+                bias = torch.zeros(2, 2, *hide.shape).masked_fill(hide, -1e30)
+            one, other = attention(torch.stack([q, 1.5 * q.flip(-1)], 2), k, v, bias).unbind(2)
+            return one - 0.5 * other
+
+    assert equals_plain(Grouped()) < 0.02
+    assert compiled_graphs == [2]
+
+
 def test_the_speculative_token_finds_its_place_in_a_table_of_torch() -> None:
     """Indices are held inside the table for it, and the table is left as it is."""
     rates = []

@@ -49,6 +49,11 @@ def repeated_before_swapped(buffer: Tensor, start: int, new: Tensor) -> Tensor:
     return buffer[:, :end].repeat_interleave(HEADS // KV_HEADS, dim=2).transpose(1, 2)
 
 
+def sliced_for_groups(buffer: Tensor, start: int, new: Tensor) -> Tensor:
+    """Query heads of a KV head share it: nothing is repeated."""
+    return sliced(buffer, start, new).unsqueeze(2)
+
+
 def index_copy_of_rows(buffer: Tensor, position: Tensor, new: Tensor) -> Tensor:
     """A batch of fewer rows than the buffer has."""
     return buffer[: new.shape[0]].index_copy_(-2, position, new)
@@ -66,7 +71,8 @@ BY_TENSOR: dict[str, Callable[..., Tensor]] = {
     each.__name__: each for each in (index_put, index_copy, tokens_first)
 }
 BY_NUMBER: dict[str, Callable[..., Tensor]] = {
-    each.__name__: each for each in (sliced, narrowed, sliced_to_the_end, repeated_before_swapped)
+    each.__name__: each
+    for each in (sliced, narrowed, sliced_to_the_end, sliced_for_groups, repeated_before_swapped)
 }
 OF_ROWS: dict[str, Callable[..., Tensor]] = {
     each.__name__: each for each in (index_copy_of_rows, sliced_of_rows)
@@ -93,10 +99,12 @@ class FixedLayer(nn.Module):
             self.append(buffer, where, each)
             for buffer, each in zip((self.keys, self.values), new, strict=True)
         )
-        if keys.shape[1] < HEADS:
+        if keys.dim() == 5:
+            q = q.unflatten(1, (KV_HEADS, -1))
+        elif keys.shape[1] < HEADS:
             keys, values = (each.repeat_interleave(HEADS // KV_HEADS, dim=1) for each in (keys, values))
-        out = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask[..., : keys.shape[2]])
-        return x + self.o(out.transpose(1, 2).reshape(batch, n, -1))
+        out = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask[..., : keys.shape[-2]])
+        return x + self.o(out.view(batch, HEADS, n, HEAD_DIM).transpose(1, 2).reshape(batch, n, -1))
 
 
 class FixedDecoder(nn.Module):

@@ -1,0 +1,185 @@
+"""`grouped_heads`: query heads that lie in groups beside their KV head get one dimension.
+
+    s = softmax(reshape(bmm(q, k^T), [b, kv, g, q_len, kv_len]) + mask)
+        -> s = softmax(reshape(bmm(q, k^T), [b, kv * g, q_len, kv_len]) + flatten(mask, 1, 2))
+    sdpa(q, unsqueeze(k, 2), unsqueeze(v, 2), mask)              # q [b, kv, g, q_len, d]
+        -> unflatten(sdpa(flatten(q, 1, 2), k, v, flatten(mask, 1, 2)), 1, [kv, g])
+    sdpa(q, k, v, mask)                                          # q [b, kv, g, d] of one token: heads as rows
+        -> reshape(sdpa(reshape(q, [b, kv * g, 1, d]), k, v, mask), [b, kv, g, d])
+
+Einsums such as `bskgd,btkd->bkgst` have groups, and so have models that repeat no keys. Heads as rows, `[b, kv, g *
+q_len, d]`, are taken apart where there is one token: a prompt's attention stays the model's in any case.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+from torch.fx.node import map_arg
+
+from specache_fx.capture.graph_edit import call
+from specache_fx.capture.graph_utils import (
+    concatenated,
+    is_pointwise,
+    output_node,
+    same_sizes,
+    shape_of,
+    target_name,
+)
+from specache_fx.capture.normalize_attention import SDPA
+from specache_fx.capture.score_chain import UnknownFormError
+from specache_fx.capture.softmax_form import chain_of
+
+_aten = torch.ops.aten
+_SHAPED = (_aten.reshape.default, _aten.expand.default)
+_OVER_KEYS = (_aten._softmax.default, _aten.amax.default, _aten.slice.Tensor, _aten.cat.default)
+
+
+def grouped_heads(graph: Graph) -> None:
+    """Merge groups, in place."""
+    is_step, outputs = _is_of_one_token(graph), set(output_node(graph).all_input_nodes)
+    for node in list(graph.nodes):
+        if node.target is SDPA:
+            _merge_operator(node, is_step)
+        elif node.target is _aten._softmax.default:
+            _merge_scores(node, outputs, is_step)
+
+
+def _is_of_one_token(graph: Graph) -> bool:
+    """Whether a call appends one token to what it returns, or embeds one."""
+    for node in graph.nodes:
+        parts, dim = concatenated(node) or ([], 0)
+        if len(parts) == 2 and parts[0].op == "placeholder" and len(shape_of(node) or ()) in (3, 4):
+            return shape_of(parts[1])[dim] == 1  # type: ignore[index]
+    embedded = (shape_of(node.args[1]) or () for node in graph.nodes if target_name(node) == "embedding")
+    return any(dims[-1:] == (1,) for dims in embedded)
+
+
+def _groups(node: Any, *, rows: bool) -> tuple[int, int] | None:
+    """KV heads and groups of `[batch, kv, groups, q_len, n]`, or of a token's `[batch, kv, groups, n]`."""
+    dims = shape_of(node) or ()
+    if len(dims) != (4 if rows else 5) or not all(isinstance(size, int) for size in dims[1:3]):
+        return None
+    return dims[1:3] if not rows or dims[2] > 1 else None
+
+
+def _merge_operator(node: Node, is_step: bool) -> None:
+    query, key, value, mask, *rest = node.args
+    dims, keys = shape_of(query) or (), (shape_of(key) or ())[1:3]
+    rows = len(dims) == 4
+    groups = _groups(query, rows=rows)
+    if groups is None or (rows and (not is_step or keys[0] != groups[0] or same_sizes(keys, groups))):
+        return
+    graph, (kv_heads, size) = node.graph, groups
+    with graph.inserting_before(node):
+        if rows:
+            query = call(graph, _aten.reshape.default, (query, [-1, kv_heads * size, 1, dims[3]]), node)
+        else:
+            query = call(graph, _aten.flatten.using_ints, (query, 1, 2), node)
+            key, value = (_without_groups(side, node) for side in (key, value))
+        mask = _merged(mask, groups, rows, node) if isinstance(mask, Node) else mask
+        out = call(graph, SDPA, (query, key, value, mask, *rest[:-1], True), node)
+        if rows:
+            out = call(graph, _aten.reshape.default, (out, [-1, *(shape_of(node) or ())[1:]]), node)
+        else:
+            out = call(graph, _aten.unflatten.int, (out, 1, groups), node)
+    node.replace_all_uses_with(out)
+    graph.erase_node(node)
+
+
+def _without_groups(side: Any, node: Node) -> Node:
+    """Keys or values `[batch, heads, kv_len, dim]` of those that have groups."""
+    batch = (shape_of(side) or ())[:1]
+    while target_name(side) in ("expand", "clone") and same_sizes((shape_of(side.args[0]) or ())[:1], batch):
+        side = side.args[0]
+    if side.target is _aten.unsqueeze.default and side.args[1] in (2, -3):
+        return side.args[0]
+    return call(node.graph, _aten.flatten.using_ints, (side, 1, 2), node)
+
+
+def _merged(mask: Node, groups: tuple[int, int], rows: bool, origin: Node) -> Node:
+    """A mask with one dimension for the heads where it has two, KV heads and groups (rows, of one token)."""
+    graph, dims = origin.graph, shape_of(mask) or ()
+    if rows and len(dims) > 1:
+        if dims[-2] != 1 and _is_tiled(mask):
+            mask = call(graph, _aten.slice.Tensor, (mask, len(dims) - 2, 0, 1), origin)
+        mask = call(graph, _aten.unsqueeze.default, (mask, -2), origin)
+        dims = shape_of(mask) or ()
+    if len(dims) < 4:  # none for KV heads
+        if len(dims) < 3 or dims[0] == 1:
+            return mask
+        mask = call(graph, _aten.unsqueeze.default, (mask, 0), origin)
+    elif dims[-4:-2] == (1, 1):
+        return call(graph, _aten.squeeze.dim, (mask, -3), origin)
+    sizes = [*[-1] * (len(dims) - 4), *groups, -1, -1]
+    expanded = call(graph, _aten.expand.default, (mask, sizes), origin)
+    return call(graph, _aten.flatten.using_ints, (expanded, -4, -3), origin)
+
+
+def _is_tiled(mask: Node) -> bool:
+    """Whether a mask's rows are one row, repeated."""
+    node: Any = mask
+    while node.target in (_aten.reshape.default, _aten.clone.default):
+        node = node.args[0]
+    if node.target not in (_aten.expand.default, _aten.repeat.default):
+        return False
+
+    def real(sizes: Any) -> list[Any]:
+        return [size for size in sizes if size != 1 or isinstance(size, torch.SymInt)]
+
+    dims = shape_of(node) or ()
+    place = len(dims) - 2
+    while place > 0 and dims[place] == 1:
+        place -= 1
+    before = (shape_of(node.args[0]) or ())[place - len(dims) :]
+    of_row = len(before) < len(dims) - place or before[0] == 1
+    return of_row and same_sizes(real(dims), real(shape_of(mask)))
+
+
+def _merge_scores(softmax: Node, outputs: set[Node], is_step: bool) -> None:
+    dims = shape_of(softmax) or ()
+    rows = is_step and len(dims) == 4
+    groups = _groups(softmax, rows=rows)
+    if groups is None:
+        return
+    try:
+        product, *chain = chain_of(softmax, outputs)
+    except UnknownFormError:
+        return
+    if rows and not same_sizes((shape_of(product) or ())[1:2], groups[1:]):
+        return
+    inside = [node for node in chain if len(shape_of(node) or ()) == len(dims)]
+    if not all(_can_follow(node, groups, {product, *chain}) for node in inside):
+        return
+    graph = softmax.graph
+    merged: dict[Node, Node] = {}
+    for node in inside:
+        with graph.inserting_before(node):
+
+            def as_merged(arg: Node, node: Node = node) -> Node:
+                is_mask = arg not in (product, *chain) and shape_of(arg)
+                return _merged(arg, groups, rows, node) if is_mask else merged.get(arg, arg)
+
+            args: Any = map_arg(node.args, as_merged)
+            if node.target in _SHAPED:
+                front, back = args[1][:1], args[1][3:]
+                args = (args[0], [*front, groups[0] * groups[1], *([1] if rows else []), *back])
+            elif node.target in _OVER_KEYS:
+                args = (args[0], -1, *args[2:])
+            merged[node] = call(graph, node.target, args, node, kwargs=dict(node.kwargs))
+    for node, new in merged.items():
+        node.replace_all_uses_with(new)
+
+
+def _can_follow(node: Node, groups: tuple[int, int], chain: set[Node]) -> bool:
+    """Whether a node between the two products does the same with one dimension for two."""
+    dims = len(shape_of(node) or ())
+    over_keys = node.target in _OVER_KEYS and node.args[1] in (-1, dims - 1, [-1], [dims - 1])
+    known = is_pointwise(node) or node.target in (*_SHAPED, _aten.clone.default) or over_keys
+    return (
+        known
+        and same_sizes((shape_of(node) or ())[1:3], groups)
+        and all(user in chain for user in node.users)
+    )
