@@ -2,6 +2,8 @@
 
     s = softmax(reshape(bmm(q, k^T), [b, kv, g, q_len, kv_len]) + mask)
         -> s = softmax(reshape(bmm(q, k^T), [b, kv * g, q_len, kv_len]) + flatten(mask, 1, 2))
+    s = softmax(transpose(reshape(bmm(q, k^T), [b, h, q_len, kv_len]), 1, 2) + mask)
+        -> s = softmax(reshape(bmm(q, k^T), [b, h, q_len, kv_len]) + transpose(mask, -3, -2))
     sdpa(q, unsqueeze(k, 2), unsqueeze(v, 2), mask)              # q [b, kv, g, q_len, d]
         -> unflatten(sdpa(flatten(q, 1, 2), k, v, flatten(mask, 1, 2)), 1, [kv, g])
     sdpa(q, k, v, mask)                                          # q [b, kv, g, d] of one token: heads as rows
@@ -13,6 +15,7 @@ q_len, d]`, are taken apart where there is one token: a prompt's attention stays
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,28 +26,27 @@ from specache_fx.capture.graph_edit import call
 from specache_fx.capture.graph_utils import (
     concatenated,
     is_pointwise,
-    output_node,
     same_sizes,
     shape_of,
+    swaps,
     target_name,
 )
 from specache_fx.capture.normalize_attention import SDPA
 from specache_fx.capture.score_chain import UnknownFormError
-from specache_fx.capture.softmax_form import chain_of
+from specache_fx.capture.softmax_form import path_of
 
 _aten = torch.ops.aten
-_SHAPED = (_aten.reshape.default, _aten.expand.default)
 _OVER_KEYS = (_aten._softmax.default, _aten.amax.default, _aten.slice.Tensor, _aten.cat.default)
 
 
 def grouped_heads(graph: Graph) -> None:
     """Merge groups, in place."""
-    is_step, outputs = _is_of_one_token(graph), set(output_node(graph).all_input_nodes)
+    is_step = _is_of_one_token(graph)
     for node in list(graph.nodes):
         if node.target is SDPA:
             _merge_operator(node, is_step)
         elif node.target is _aten._softmax.default:
-            _merge_scores(node, outputs, is_step)
+            _merge_scores(node, is_step)
 
 
 def _is_of_one_token(graph: Graph) -> bool:
@@ -138,48 +140,75 @@ def _is_tiled(mask: Node) -> bool:
     return of_row and same_sizes(real(dims), real(shape_of(mask)))
 
 
-def _merge_scores(softmax: Node, outputs: set[Node], is_step: bool) -> None:
+def _merge_scores(softmax: Node, is_step: bool) -> None:
+    """Compute scores and probabilities with heads in dimension 1 of four, beside what there is of them."""
     dims = shape_of(softmax) or ()
-    rows = is_step and len(dims) == 4
-    groups = _groups(softmax, rows=rows)
-    if groups is None:
-        return
     try:
-        product, *chain = chain_of(softmax, outputs)
+        path = list(path_of(softmax))
     except UnknownFormError:
         return
-    if rows and not same_sizes((shape_of(product) or ())[1:2], groups[1:]):
-        return
-    inside = [node for node in chain if len(shape_of(node) or ()) == len(dims)]
-    if not all(_can_follow(node, groups, {product, *chain}) for node in inside):
-        return
-    graph = softmax.graph
-    merged: dict[Node, Node] = {}
-    for node in inside:
-        with graph.inserting_before(node):
-
-            def as_merged(arg: Node, node: Node = node) -> Node:
-                is_mask = arg not in (product, *chain) and shape_of(arg)
-                return _merged(arg, groups, rows, node) if is_mask else merged.get(arg, arg)
-
-            args: Any = map_arg(node.args, as_merged)
-            if node.target in _SHAPED:
-                front, back = args[1][:1], args[1][3:]
-                args = (args[0], [*front, groups[0] * groups[1], *([1] if rows else []), *back])
-            elif node.target in _OVER_KEYS:
-                args = (args[0], -1, *args[2:])
-            merged[node] = call(graph, node.target, args, node, kwargs=dict(node.kwargs))
-    for node, new in merged.items():
-        node.replace_all_uses_with(new)
+    rows = is_step and len(dims) == 4 and same_sizes((shape_of(path[0]) or ())[1:2], dims[2:3])
+    groups = _groups(softmax, rows=rows)
+    shaped = [
+        node
+        for node in path
+        if node.target is _aten.reshape.default and len(shape_of(node) or ()) == len(dims)
+    ]
+    swapped = [node for node in path if len(dims) == 4 and swaps(node, 1, 2)]
+    if groups is not None and shaped:
+        start, front = shaped[0], [groups[0] * groups[1], *([1] if rows else [])]
+        before: Any = start.args[1]
+        sizes = [*before[:1], *front, *before[3:]]
+        with softmax.graph.inserting_before(start):
+            merged = call(softmax.graph, _aten.reshape.default, (start.args[0], sizes), start)
+        _follow({start: merged}, lambda mask, node: _merged(mask, groups, rows, node))
+    elif swapped:
+        _follow({swapped[0]: swapped[0].args[0]}, _swapped)
 
 
-def _can_follow(node: Node, groups: tuple[int, int], chain: set[Node]) -> bool:
-    """Whether a node between the two products does the same with one dimension for two."""
-    dims = len(shape_of(node) or ())
-    over_keys = node.target in _OVER_KEYS and node.args[1] in (-1, dims - 1, [-1], [dims - 1])
-    known = is_pointwise(node) or node.target in (*_SHAPED, _aten.clone.default) or over_keys
+def _follow(moved: dict[Node, Any], operand: Callable[[Node, Node], Node]) -> None:
+    """Compute what is computed from scores from scores with other dimensions, up to where it gets others anyhow.
+
+    Args:
+        moved: The scores, and the same with other dimensions.
+        operand: The same for a mask.
+    """
+    (start,) = moved
+    graph, dims = start.graph, len(shape_of(start) or ())
+    is_swap = swaps(start, 1, 2)
+    node = start.next
+    while node.op != "output":
+        read, node = node, node.next
+        source: Any = read.args[0] if read.args else None
+        if not any(arg in moved for arg in read.all_input_nodes) or len(shape_of(read) or ()) > dims:
+            continue
+        if read.target is _aten.reshape.default and not is_swap:
+            read.args = (moved[source], *read.args[1:])
+        elif swaps(read, 1, 2) and is_swap:
+            read.replace_all_uses_with(moved[source])
+        elif len(shape_of(read) or ()) == dims and _keeps_dimensions(read):
+            with graph.inserting_before(read):
+
+                def as_moved(arg: Node, read: Node = read) -> Node:
+                    return moved[arg] if arg in moved else operand(arg, read) if shape_of(arg) else arg
+
+                args: Any = map_arg(read.args, as_moved)
+                args = (args[0], -1, *args[2:]) if read.target in _OVER_KEYS else args
+                moved[read] = call(graph, read.target, args, read, kwargs=dict(read.kwargs))
+
+
+def _keeps_dimensions(node: Node) -> bool:
+    """Whether a node computes each score from scores in the same place or of the same query."""
+    last = len(shape_of(node) or ()) - 1
+    over_keys = node.target in _OVER_KEYS and node.args[1] in (-1, last, [-1], [last])
+    return is_pointwise(node) or node.target is _aten.clone.default or over_keys
+
+
+def _swapped(mask: Node, origin: Node) -> Node:
+    """A mask of `[..., q_len, num_heads, kv_len]` with heads first."""
+    dims = shape_of(mask) or ()
+    if len(dims) > 2:
+        return call(origin.graph, _aten.transpose.int, (mask, len(dims) - 3, len(dims) - 2), origin)
     return (
-        known
-        and same_sizes((shape_of(node) or ())[1:3], groups)
-        and all(user in chain for user in node.users)
+        mask if dims[:-1] in ((), (1,)) else call(origin.graph, _aten.unsqueeze.default, (mask, -2), origin)
     )

@@ -50,7 +50,7 @@ def read_form(gm: GraphModule, softmax: Node, outputs: set[Node], rows: Rows) ->
     dims = len(shape_of(softmax) or ())
     if dims not in (3, 4) or softmax.args[1] not in (-1, dims - 1):
         raise UnknownFormError(softmax, "is not over the last of 3 or 4 dimensions")
-    path = _path(softmax)
+    path = path_of(softmax)
     product = next(iter(path))
     after, output = _weighted_values(softmax, outputs)
     *biases, query, key = product.args
@@ -90,15 +90,6 @@ def read_form(gm: GraphModule, softmax: Node, outputs: set[Node], rows: Rows) ->
     )
 
 
-def chain_of(softmax: Node, outputs: set[Node]) -> list[Node]:
-    """The product of queries and keys, and in order what leads from it to the product with the values.
-
-    Raises:
-        UnknownFormError: If there is another product, or none, in between, or something else reads probabilities.
-    """
-    return [*_path(softmax), softmax, *_weighted_values(softmax, outputs)[0]]
-
-
 def _heads_of(softmax: Node, query: Sequence[Any], key: Node) -> Any:
     """Query heads: of the scores where rows of the queries are heads, too (`capture/grouped_heads.py`)."""
     scores, kv_heads = shape_of(softmax) or (), (shape_of(key) or ())[1]
@@ -107,7 +98,7 @@ def _heads_of(softmax: Node, query: Sequence[Any], key: Node) -> Any:
     return query[1] if len(query) == 4 else kv_heads  # a single one is of all queries
 
 
-def _path(softmax: Node) -> dict[Node, None]:
+def path_of(softmax: Node) -> dict[Node, None]:
     """The product of queries and keys, and in order what leads from it to the softmax."""
     nodes = softmax.graph.nodes
     ends = [node for node in nodes if target_name(node) in _ENDS]

@@ -303,6 +303,17 @@ class FoldsHeads(Hooked):
         return x + out, (k.view(batch, HEADS, -1, HEAD_DIM), v.view(batch, HEADS, -1, HEAD_DIM))
 
 
+class QueriesBeforeHeads(Hooked):
+    """As DeepSeek's code has scores: `[batch, q_len, num_heads, kv_len]`."""
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, hide: Tensor) -> Tensor:
+        q, k, v = (side.transpose(1, 2) for side in (q, k, v))
+        scores = torch.einsum("bshd,bthd->bsht", q, k) * HEAD_DIM**-0.5
+        scores += torch.zeros(hide.shape).masked_fill(hide, -1e30).unsqueeze(1)
+        weights = scores.softmax(dim=-1, dtype=torch.float32).type_as(q)
+        return torch.einsum("bsht,bthd->bshd", weights, v).transpose(1, 2)
+
+
 class Checkpointed(Hooked):
     def run_layer(self, *args: Any) -> Any:
         return checkpoint(super().run_layer, *args, use_reentrant=False)
@@ -319,6 +330,7 @@ class Checkpointed(Hooked):
         FullLikeByKeyword,
         NewFull,
         OneDimensionalBias,
+        QueriesBeforeHeads,
         ReturnsItsMask,
         SlicesThatTakeEverything,
     ],
