@@ -270,6 +270,6 @@ _SHOWN = (
     ' backend="inductor".'
 )
 _READS_LESS = (
-    "An attention reads the first {end} tokens of a cache that holds {kv_len} with this call's: the newest ones are"
-    " left out. Let it read as many as there are, and hide tokens with a mask."
+    "An attention reads {end} tokens, and the cache holds {kv_len} with this call's. Let it read as many as there are,"
+    " and hide tokens with a mask. A prompt that attends to its own tokens alone is written at position 0, in one call."
 )

@@ -156,6 +156,20 @@ def appends(graph: Graph) -> dict[Node, Append]:
     return found | {append.node: append for append in of_rows if append is not None}
 
 
+def unread(found: Mapping[Node, Append]) -> dict[Node, Append]:
+    """The writes whose result nothing reads, by the tokens that they write: a prompt may attend to these themselves."""
+    by_tokens = {}
+    for append in found.values():
+        if all(user.op == "output" or user.target is _aten.copy_.default for user in append.node.users):
+            new: Any = append.new
+            while new.target in (_aten.clone.default, _aten.reshape.default):
+                if not same_sizes((shape_of(new) or ())[-3:], (shape_of(new.args[0]) or ())[-3:]):
+                    break
+                new = new.args[0]  # Python leaves a batch of one row out
+            by_tokens[new] = append
+    return by_tokens
+
+
 def read_by(side: Any, found: Mapping[Node, Append]) -> tuple[Append, list[Any]] | None:
     """The write whose result an attention's keys or values are a view of; None where they are none of one.
 

@@ -30,10 +30,10 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic
 from specache_fx.capture.buffer_masks import DATA, cut_to, is_narrow, shows_behind
 from specache_fx.capture.buffer_positions import REMEDY, asserts_of, counters_of, positions_of
 from specache_fx.capture.buffer_reads import Reader, readers_of, reads_buffer, write
-from specache_fx.capture.buffer_writes import Append, Tokens, appends
+from specache_fx.capture.buffer_writes import Append, Tokens, appends, unread
 from specache_fx.capture.buffers import Buffer, FixedCaches, Size
 from specache_fx.capture.cache_side import END, LEAVE, NoMatch
-from specache_fx.capture.graph_edit import call, copy_graph, fake_mode_of, finish
+from specache_fx.capture.graph_edit import call, copy_graph, fake_mode_of, finish, size_of
 from specache_fx.capture.graph_slices import ancestors, eliminate_dead_code, extract
 from specache_fx.capture.graph_utils import (
     described,
@@ -57,6 +57,7 @@ _HINT = 2  # tokens of the past where a number is asked for: the fewest that no 
 def attends_in_place(gm: GraphModule) -> bool:
     """Whether an attention of a functional graph reads a buffer that keeps all tokens written into it."""
     found = appends(gm.graph)
+    found |= unread(found)
     return bool(found) and any(reads_buffer(node, found) for node in gm.graph.nodes)
 
 
@@ -113,6 +114,7 @@ class _Rewrite:
         self._gm, self._graph, self._has_past = gm, gm.graph, has_past
         self._inputs = placeholders(gm.graph)
         self._place = {node: i for i, node in enumerate(self._inputs)}
+        self._read_written()
         self._appends = with_windows(gm, appends(gm.graph))
         self._readers = readers_of(gm, self._appends)
         mode = fake_mode_of(value_of(node) for node in self._inputs)
@@ -160,6 +162,33 @@ class _Rewrite:
             counters, counted, counted_inputs,
             tuple(self._cut), shown, shown_inputs, self._q_len_of(written[0]), self._batch_of(written[0]),
         )  # fmt: skip
+
+    def _read_written(self) -> None:
+        """Have a prompt that attends to its own tokens, and writes them into buffers, read them there."""
+        order = {node: i for i, node in enumerate(self._graph.nodes)}
+        for new, append in unread(appends(self._graph)).items():
+            between: list[Any] = [append.node, append.new]
+            while between[-1] is not new:
+                between.append(between[-1].args[0])
+            between = list(dict.fromkeys(between))[:-1]
+            readers = [user for user in new.users if user not in between]
+            if not readers:
+                continue
+            first = min(readers, key=order.__getitem__)
+            needed = {node for each in between for node in each.all_input_nodes}.difference(between)
+            if self._has_past or any(order[node] > order[first] for node in needed):
+                raise NoMatch(
+                    f"{described(first)} reads the tokens of this call, and none that are in the cache",
+                    "Let it read the cache after they are written to it, or write a prompt as one.",
+                )
+            for node in reversed(between):
+                first.prepend(node)
+            with self._graph.inserting_before(first):
+                end = size_of(first, new, append.dim)
+                args = (append.node, append.dim, 0, end)
+                written = call(self._graph, _aten.slice.Tensor, args, first)
+            for reader in readers:
+                reader.replace_input_with(new, written)
 
     def _kept(self, append: Append) -> Node:
         """The return value of a cache that grows."""

@@ -460,6 +460,29 @@ def test_what_would_be_another_answer_is_refused(attend: Callable[..., Tensor], 
         steps()
 
 
+def a_prompt_to_its_own(self: OneLayer, q: Tensor, k: Tensor, v: Tensor, where: Tensor) -> Tensor:
+    """A prompt attends to the tokens that it writes, and to none before them; a step to the buffers."""
+    self.write(k, v, where)
+    if len(where) > 1:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    return F.scaled_dot_product_attention(q, self.keys, self.values, torch.arange(16) <= where[:, None])
+
+
+@torch.no_grad()
+def test_a_prompt_that_attends_to_its_own_tokens() -> None:
+    plain = OneLayer(a_prompt_to_its_own)
+    model = copy.deepcopy(plain)
+    ours = compiled(model, lookahead="query")
+    for last in (16, 12):
+        for start, count in ((0, 5), *((i, 1) for i in range(5, last))):
+            ids, where = prompt(count)[:1], torch.arange(start, start + count)
+            torch.testing.assert_close(ours(ids, where), plain(ids, where), rtol=1e-4, atol=1e-4)
+            if start == 5:  # a second piece would see nothing of the first one
+                with pytest.raises(CacheHandleError, match="reads 3 tokens, and the cache holds 9.*in one call"):
+                    ours(prompt(3)[:1], torch.arange(6, 9))
+        assert specache_fx.stats(model.keys).steps == last - 5
+
+
 @pytest.mark.parametrize("options", [{}, ALL_STAGED], ids=["16 bits", "1 bit"])
 @torch.no_grad()
 def test_attention_that_is_spelt_out(options: dict[str, Any]) -> None:
