@@ -199,13 +199,11 @@ class Backend:
             if observe is not None:
                 observe("analyse", rewritten, inner)
             rewritten = run_passes(rewritten, inner, BINDING_PASSES, observe)
-            if inner.refusals or 2 * len(inner.owners) != len(plan.buffers):
-                reason = (
-                    inner.refusals[0].reason
-                    if inner.refusals
-                    else "not all of its caches are read by attention"
-                )
-                raise NoMatch(f"its caches are written in place, and {reason}", LEAVE)
+            for refusal in inner.refusals:
+                raise NoMatch(f"its caches are written in place, and {refusal.told}", refusal.remedy)
+            if 2 * len(inner.owners) != len(plan.buffers):
+                unread = "its caches are written in place, and not all of them are read by attention"
+                raise NoMatch(unread, LEAVE)
             if not has_one_token(traced) and config.lowering == "inductor":  # fused, no mask is kept
                 assert isinstance(plan.shown, GraphModule)
                 roots = [value_of(node) for node in placeholders(plan.shown.graph)]

@@ -42,9 +42,14 @@ class Refusal:
     reason: str
     remedy: str
 
-    def __str__(self) -> str:
+    @property
+    def told(self) -> str:
+        """What is left alone, and why."""
         where = f" ({self.source})" if self.source else ""
-        return f"attention `{self.node}`{where} is left alone: {self.reason}. {self.remedy}"
+        return f"attention `{self.node}`{where} is left alone: {self.reason}"
+
+    def __str__(self) -> str:
+        return f"{self.told}. {self.remedy}"
 
 
 def alike(refusals: Sequence[Refusal]) -> list[str]:
