@@ -479,7 +479,7 @@ def test_a_prompt_that_attends_to_its_own_tokens() -> None:
             torch.testing.assert_close(ours(ids, where), plain(ids, where), rtol=1e-4, atol=1e-4)
             if start == 5:  # a second piece would see nothing of the first one
                 with pytest.raises(
-                    CacheHandleError, match="reads 3 tokens, and the cache holds 9.*in one call"
+                    CacheHandleError, match=r"reads 3 tokens, and the cache holds 9.*in one call"
                 ):
                     ours(prompt(3)[:1], torch.arange(6, 9))
         assert specache_fx.stats(model.keys).steps == last - 5
