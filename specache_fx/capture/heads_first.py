@@ -116,7 +116,7 @@ def heads_first(gm: GraphModule) -> tuple[list[int], list[int]]:
         if root.op == "placeholder" or len(shape_of(root) or ()) != 4:
             continue
         reads, past = _swapped_reads(root), _past_of(root)
-        if reads is None or (past is None and concatenated(root) is not None):
+        if reads is None or (past is None and (concatenated(root) or (None, 0))[1] == 1):
             continue
         keys = _swap_cache(graph, root, reads, past)
         places = [i for i, out in enumerate(outs) if out is root]

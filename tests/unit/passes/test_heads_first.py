@@ -91,9 +91,10 @@ def test_append_to_tokens_becomes_one_to_heads(function: Callable[..., Any]) -> 
     )
 
 
-def test_a_prompt_is_known_by_its_swapped_output() -> None:
+@pytest.mark.parametrize("rotated", [8, 4])  # of 8 channels: a part of them is a cat, but none of tokens
+def test_a_prompt_is_known_by_its_swapped_output(rotated: int) -> None:
     def prompt(q: Tensor, k: Tensor) -> Any:
-        keys = k * 2
+        keys = k * 2 if rotated == 8 else torch.cat([k[..., :rotated] * 2, k[..., rotated:]], -1)
         return sdpa(q, keys.transpose(1, 2)), keys
 
     _, _, program, results = run(prompt, Q, K)
