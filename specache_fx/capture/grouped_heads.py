@@ -133,15 +133,15 @@ def _is_tiled(mask: Node) -> bool:
 
     dims = shape_of(node) or ()
     place = len(dims) - 2
-    while place > 0 and dims[place] == 1:
+    while place > 0 and same_sizes(dims[place : place + 1], (1,)):
         place -= 1
     before = (shape_of(node.args[0]) or ())[place - len(dims) :]
-    of_row = len(before) < len(dims) - place or before[0] == 1
+    of_row = len(before) < len(dims) - place or same_sizes(before[:1], (1,))
     return of_row and same_sizes(real(dims), real(shape_of(mask)))
 
 
 def _merge_scores(softmax: Node, is_step: bool) -> None:
-    """Compute scores and probabilities with heads in dimension 1 of four, beside what there is of them."""
+    """Compute scores and probabilities once more, with heads in dimension 1 of four."""
     dims = shape_of(softmax) or ()
     try:
         path = list(path_of(softmax))
@@ -167,11 +167,11 @@ def _merge_scores(softmax: Node, is_step: bool) -> None:
 
 
 def _follow(moved: dict[Node, Any], operand: Callable[[Node, Node], Node]) -> None:
-    """Compute what is computed from scores from scores with other dimensions, up to where it gets others anyhow.
+    """Compute the results of scores once more, with other dimensions, up to a reshape or a swap.
 
     Args:
-        moved: The scores, and the same with other dimensions.
-        operand: The same for a mask.
+        moved: The first of the scores, and the same with other dimensions; all others are added.
+        operand: Gives a mask these dimensions, before a node.
     """
     (start,) = moved
     graph, dims = start.graph, len(shape_of(start) or ())
