@@ -98,7 +98,7 @@ def test_what_is_kept_is_what_the_model_caches() -> None:
 @pytest.mark.parametrize("bits", nightly_unless((1).__eq__, [16, 1]))
 def test_deepseek_generates_as_uncompiled(bits: int) -> None:
     torch._dynamo.reset()
-    model: Any = build("deepseek_v3")
+    model: Any = build("deepseek_v3", 1)
     options = {
         "max_new_tokens": 40,
         "do_sample": False,

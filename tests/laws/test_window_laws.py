@@ -193,15 +193,15 @@ def test_an_earlier_cache_of_full_windows_alone_is_refused() -> None:
 def test_handles_have_the_lengths_of_their_layers_and_bytes_are_bounded() -> None:
     model = TinyDecoder(MIXED)
     forward = compiled(model, CONFIG)
-    ours = generate(forward, ids(5), 60)
-    assert [key.shape[2] for key, _ in ours.past] == [WINDOW - 1, 64]
+    ours = generate(forward, ids(5), 30)
+    assert [key.shape[2] for key, _ in ours.past] == [WINDOW - 1, 34]
     stats = specache_fx.stats(ours.past)
     pair = 2 * 2 * (8 + 8) * 4  # batch, heads, key and value, float32
-    assert stats.full_bytes == (WINDOW - 1 + 64) * pair
+    assert stats.full_bytes == (WINDOW - 1 + 34) * pair
     session = registry.find(ours.past[0][0])
     assert session is not None
     assert session.layers[0].device_bytes == buffer_rows(WINDOW - 1) * pair
     assert session.host is not None and session.host.length(0) == 0
-    longer = generate(forward, ids(5), 120)
+    longer = generate(forward, ids(5), 60)
     found = registry.find(longer.past[0][0])
     assert found is not None and found.layers[0].device_bytes == session.layers[0].device_bytes

@@ -53,10 +53,10 @@ def test_policies_are_seen_in_the_graph() -> None:
 
 
 def test_a_transformers_model_is_driven_through_generate_and_left_as_it_was() -> None:
-    model = build("llama")
+    model = build("llama", 1)
     input_ids = torch.arange(3, 20)[None]
     report = specache_fx.explain(model, input_ids=input_ids)
-    assert "decode, 2 lanes, 2 attentions rewritten" in str(report)
+    assert "decode, 2 lanes, 1 attention rewritten" in str(report)
     assert "modeling_llama.py" in report.graphs[0].rewritten[0]
     assert model._compiled_call_impl is None
     out = model.generate(input_ids, max_new_tokens=2, do_sample=False, return_dict_in_generate=True)
@@ -66,13 +66,13 @@ def test_a_transformers_model_is_driven_through_generate_and_left_as_it_was() ->
 
 def test_attention_that_is_left_alone_has_its_line_and_the_remedy() -> None:
     report = specache_fx.explain(
-        build("llama", attn_implementation="eager"),
+        build("llama", 1, attn_implementation="eager"),
         input_ids=torch.arange(3, 20)[None],
         use_cache=True,
         output_attentions=True,
     )
     text = str(report)
-    assert "0 attentions rewritten, 2 left alone" in text
+    assert "0 attentions rewritten, 1 left alone" in text
     assert "modeling_llama.py" in text and "nn.functional.softmax" in text
     assert 'attn_implementation="sdpa"' in text
 
@@ -96,10 +96,10 @@ class _OwnAttention(torch.nn.Module):
 
 
 def test_a_compiled_wrapper_is_explained_as_the_model_inside() -> None:
-    model = build("llama")
+    model = build("llama", 1)
     wrapper = torch.compile(model, backend="specache")
     report = specache_fx.explain(wrapper, input_ids=torch.arange(3, 20)[None])
-    assert "decode, 2 lanes, 2 attentions rewritten" in str(report)
+    assert "decode, 2 lanes, 1 attention rewritten" in str(report)
     names = [line.split(" = ")[0].strip() for line in report.graphs[1].before.splitlines()]
     # With torch 2.11 transformers repeats keys and values itself.
     assert (names[:2], names[-1]) == (["keys", "values"], "attn_output")

@@ -39,13 +39,25 @@ def step(model: Any, position: int, token: int = 5) -> torch.Tensor:
     return model(torch.full((2, 1), token), torch.tensor([position]))
 
 
+def begun(
+    length: int, count: int, kind: type[FixedDecoder] = FixedDecoder, num_layers: int = 1, **options: Any
+) -> tuple[FixedDecoder, FixedDecoder, Any]:
+    """A decoder, its twin, and that one compiled: both have generated `count` tokens after a prompt."""
+    plain, model = (kind("index_put", num_layers=num_layers) for _ in range(2))
+    ours = compiled(model, **options)
+    for each in (plain, ours):
+        generate(each, prompt(length), count, by_number=False)
+    return plain, model, ours
+
+
 # One by a tensor, one by a number; `make test-all` has the others.
 _DAILY = next(iter(BY_TENSOR)), "sliced_to_the_end", "repeated_before_swapped"
 
 
 @pytest.mark.parametrize("spelling", nightly_unless(_DAILY.__contains__, BY_TENSOR | BY_NUMBER))
 def test_every_spelling_is_rewritten_and_equal(spelling: str) -> None:
-    plain, model = (FixedDecoder(spelling, num_layers=2) for _ in range(2))
+    layers = 1 + (spelling == "index_put")
+    plain, model = (FixedDecoder(spelling, num_layers=layers) for _ in range(2))
     ours = compiled(model, **ALL_STAGED)
     # Three generations on the same buffers, the last prompt in pieces.
     for seed, (length, count, chunk) in enumerate(((20, 100, None), (33, 12, None), (30, 12, 7))):
@@ -137,10 +149,7 @@ def test_memory_of_the_buffers_is_given_back() -> None:
 
 
 def test_a_position_that_leaves_a_gap_is_refused_and_nothing_is_lost() -> None:
-    plain, model = FixedDecoder("index_put"), FixedDecoder("index_put")
-    ours = compiled(model)
-    for each in (plain, ours):
-        generate(each, prompt(20), 3, by_number=False)
+    plain, _, ours = begun(20, 3)
     with pytest.raises(CacheHandleError, match="position 25 of a cache that holds 23"):
         step(ours, 25)
     with pytest.raises(CacheHandleError, match="not one after the other"):
@@ -150,10 +159,7 @@ def test_a_position_that_leaves_a_gap_is_refused_and_nothing_is_lost() -> None:
 
 def test_on_a_device_a_wrong_position_gives_nan(monkeypatch: pytest.MonkeyPatch) -> None:
     """The host doesn't read it there: it would wait."""
-    plain, model = FixedDecoder("index_put"), FixedDecoder("index_put")
-    ours = compiled(model)
-    for each in (plain, ours):
-        generate(each, prompt(20), 3, by_number=False)
+    plain, _, ours = begun(20, 3)
     monkeypatch.setattr(fixed_runner, "HOST", "none")
     torch.testing.assert_close(step(ours, 23), step(plain, 23), rtol=1e-4, atol=1e-4)
     assert step(ours, 30).isnan().all()
@@ -162,10 +168,7 @@ def test_on_a_device_a_wrong_position_gives_nan(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_an_earlier_position_goes_back() -> None:
-    plain, model = FixedDecoder("index_put"), FixedDecoder("index_put")
-    ours = compiled(model, **ALL_STAGED)
-    for each in (plain, ours):
-        generate(each, prompt(40), 20, by_number=False)
+    plain, model, ours = begun(40, 20, **ALL_STAGED)
     for position in (50, 51, 30, 31):
         torch.testing.assert_close(step(ours, position), step(plain, position), rtol=1e-4, atol=1e-4)
     more = prompt(6, 1), torch.arange(20, 26)
@@ -208,10 +211,7 @@ def test_zeroed_buffers_have_no_past() -> None:
 
 
 def test_a_copy_goes_its_own_way() -> None:
-    plain, model = FixedDecoder("index_put"), FixedDecoder("index_put")
-    ours = compiled(model, **ALL_STAGED)
-    for each in (plain, ours):
-        generate(each, prompt(30), 10, by_number=False)
+    plain, model, ours = begun(30, 10, **ALL_STAGED)
     other, other_plain = copy.deepcopy(model), copy.deepcopy(plain)
     forked = compiled(other, **ALL_STAGED)
     for position in range(40, 60):
@@ -263,10 +263,7 @@ class Peeking(FixedDecoder):
 
 @pytest.mark.parametrize("lowering", nightly_unless("eager".__eq__, ["eager", "inductor"]))
 def test_a_graph_that_is_left_alone_gets_its_numbers_back(lowering: str) -> None:
-    plain, model = Peeking("index_put"), Peeking("index_put")
-    ours = compiled(model, strict=False, lowering=lowering)
-    for each in (plain, ours):
-        generate(each, prompt(30), 2, by_number=False)
+    plain, model, ours = begun(30, 2, Peeking, strict=False, lowering=lowering)
     plain.peeks = model.peeks = True
     for position in (32, 33):
         torch.testing.assert_close(step(ours, position), step(plain, position), rtol=1e-4, atol=1e-4)
@@ -352,6 +349,29 @@ class OneLayer(torch.nn.Module):
     def write(self, k: Tensor, v: Tensor, rows: Any) -> tuple[Tensor, Tensor]:
         self.keys[:, :, rows], self.values[:, :, rows] = k, v
         return self.keys, self.values
+
+
+def in_query_lane(plain: OneLayer, **options: Any) -> Any:
+    """A compiled copy: it returns no logits to speculate on."""
+    return compiled(copy.deepcopy(plain), lookahead="query", **options)
+
+
+@torch.no_grad()
+def assert_same_steps(
+    plain: Any,
+    ours: Any,
+    pieces: tuple[int, ...] = (5,),
+    tokens: int = 16,
+    tell: Any = None,
+    near: float = 1e-4,
+) -> None:
+    """A prompt in pieces, and single tokens; `tell` makes of positions what the model is given."""
+    start = 0
+    for count in (*pieces, *[1] * (tokens - sum(pieces))):
+        ids, where = prompt(count)[:1], torch.arange(start, start + count)
+        told = where if tell is None else tell(where)
+        torch.testing.assert_close(ours(ids, told), plain(ids, told), rtol=near, atol=near)
+        start += count
 
 
 def ring(s: OneLayer, q: Tensor, k: Tensor, v: Tensor, where: Tensor) -> Tensor:
@@ -446,18 +466,10 @@ def tokens_for_heads(s: OneLayer, q: Tensor, k: Tensor, v: Tensor, where: Tensor
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-@torch.no_grad()
 def test_what_would_be_another_answer_is_refused(attend: Callable[..., Tensor], named: str) -> None:
     plain = OneLayer(attend)
-    ours = compiled(copy.deepcopy(plain), lookahead="query")  # it returns no logits
-
-    def steps() -> None:
-        for start, count in ((0, 5), *((i, 1) for i in range(5, 20))):
-            ids, where = prompt(count)[:1], torch.arange(start, start + count)
-            torch.testing.assert_close(ours(ids, where), plain(ids, where), rtol=1e-4, atol=1e-4)
-
     with pytest.raises((CacheHandleError, BackendCompilerFailed), match=named):
-        steps()
+        assert_same_steps(plain, in_query_lane(plain), tokens=20)
 
 
 def a_prompt_to_its_own(self: OneLayer, q: Tensor, k: Tensor, v: Tensor, where: Tensor) -> Tensor:
@@ -486,24 +498,18 @@ def test_a_prompt_that_attends_to_its_own_tokens() -> None:
 
 
 @pytest.mark.parametrize("options", [{}, ALL_STAGED], ids=["16 bits", "1 bit"])
-@torch.no_grad()
 def test_attention_that_is_spelt_out(options: dict[str, Any]) -> None:
     plain = OneLayer(spelt_out)
-    ours = compiled(copy.deepcopy(plain), lookahead="query", **options)
+    ours = in_query_lane(plain, **options)
     for _ in range(2):
-        for start, count in ((0, 3), (3, 2), *((i, 1) for i in range(5, 16))):
-            ids, where = prompt(count)[:1], torch.arange(start, start + count)
-            torch.testing.assert_close(ours(ids, where), plain(ids, where), rtol=1e-4, atol=1e-4)
+        assert_same_steps(plain, ours, pieces=(3, 2))
 
 
-@torch.no_grad()
 def test_attention_that_is_spelt_out_with_a_mask_that_is_given() -> None:
     plain = OneLayer(hidden_where_told)
-    ours = compiled(copy.deepcopy(plain), lookahead="query")
-    for start, count in ((0, 5), *((i, 1) for i in range(5, 16))):
-        ids, where = prompt(count)[:1], torch.arange(start, start + count)
-        told = where, torch.arange(16)[None] > where[:, None]
-        torch.testing.assert_close(ours(ids, told), plain(ids, told), rtol=1e-4, atol=1e-4)
+    assert_same_steps(
+        plain, in_query_lane(plain), tell=lambda where: (where, torch.arange(16)[None] > where[:, None])
+    )
 
 
 def hidden_by_a_number(s: OneLayer, q: Tensor, k: Tensor, v: Tensor, where: Tensor) -> Tensor:
@@ -512,13 +518,9 @@ def hidden_by_a_number(s: OneLayer, q: Tensor, k: Tensor, v: Tensor, where: Tens
     return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask)
 
 
-@torch.no_grad()
 def test_rows_that_a_finite_number_hides_are_hidden() -> None:
     plain = OneLayer(hidden_by_a_number)
-    ours = compiled(copy.deepcopy(plain), lookahead="query")
-    for start, count in ((0, 5), *((i, 1) for i in range(5, 16))):
-        ids, where = prompt(count)[:1], torch.arange(start, start + count)
-        torch.testing.assert_close(ours(ids, where), plain(ids, where), rtol=1e-4, atol=1e-4)
+    assert_same_steps(plain, in_query_lane(plain))
 
 
 class Absorbed(torch.nn.Module):
@@ -538,23 +540,16 @@ class Absorbed(torch.nn.Module):
         return scores.masked_fill(hidden, -torch.inf).softmax(-1) @ self.latents[:, None]
 
 
-@torch.no_grad()
 def test_a_buffer_of_latents_is_left_alone_and_named(caplog: pytest.LogCaptureFixture) -> None:
     plain = Absorbed()
     ours = compiled(copy.deepcopy(plain), strict=False)
-    for start, count in ((0, 5), (5, 1), (6, 1)):
-        ids, where = prompt(count)[:1], torch.arange(start, start + count)
-        torch.testing.assert_close(ours(ids, where), plain(ids, where))
+    assert_same_steps(plain, ours, tokens=7, near=1e-5)
     assert caplog.text.count("no attention that specache knows reads them") == 1
 
 
-@torch.no_grad()
 def test_a_bias_that_16_bits_would_round_is_added_as_it_is() -> None:
     plain = OneLayer(biased_in_float32).bfloat16()
-    ours = compiled(copy.deepcopy(plain), lookahead="query")
-    for start, count in ((0, 5), *((i, 1) for i in range(5, 16))):
-        ids, where = prompt(count)[:1], torch.arange(start, start + count)
-        torch.testing.assert_close(ours(ids, where), plain(ids, where), rtol=2e-2, atol=2e-2)
+    assert_same_steps(plain, in_query_lane(plain), near=2e-2)
 
 
 class KeepsNewestStates(torch.nn.Module):
@@ -605,10 +600,9 @@ class Broken(FixedDecoder):
 
 
 def test_graphs_of_single_layers_go_on_with_a_cache_of_all() -> None:
-    plain, model = (Broken("index_put", num_layers=2) for _ in range(2))
-    ours = compiled(model, strict=False)  # a layer's graph has no second lane
-    for each in (plain, ours):
-        generate(each, prompt(30), 5, by_number=False)
+    plain, model, ours = begun(
+        30, 5, Broken, num_layers=2, strict=False
+    )  # a layer's graph has no second lane
     model.breaks = True
     for position in range(35, 45):
         torch.testing.assert_close(step(ours, position), step(plain, position), rtol=1e-4, atol=1e-4)

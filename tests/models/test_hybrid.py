@@ -28,7 +28,7 @@ def test_a_hybrid_of_convolutions_and_attention_equals_eager() -> None:
 
 @torch.no_grad()
 def test_tokens_and_embeddings_may_take_turns() -> None:
-    plain, model = build("llama"), build("llama")
+    plain, model = build("plain", 1), build("plain", 1)
     model.compile(backend="specache", options=OPTIONS)
     embed = plain.get_input_embeddings()
 

@@ -179,7 +179,7 @@ def test_generate_really_uses_the_backend(enter: Callable[..., Any]) -> None:
 
 def test_generate_of_a_bare_wrapper_bypasses_the_backend() -> None:
     """Why `specache_fx.compile` takes wrappers: torch binds `generate` to the module inside."""
-    wrapper = by_torch_compile(build("llama"))
+    wrapper = by_torch_compile(build("plain", 1))
     out = wrapper.generate(**left_padded(), max_new_tokens=4, do_sample=False, return_dict_in_generate=True)
     with pytest.raises(CacheHandleError, match="has no KV cache of specache"):
         specache_fx.stats(out.past_key_values)

@@ -99,7 +99,7 @@ def converse(model: Any) -> tuple[list[Tensor], Any]:
 @pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.parametrize("layout", TOKENS_FIRST)
 def test_tokens_before_heads_through_a_conversation(layout: Layout) -> None:
-    model = OwnDecoder(OwnConfig(layout=layout))
+    model = OwnDecoder(OwnConfig(layout=layout, num_layers=1))
     expected, plain = converse(model)
     options = {**OPTIONS, "bits": 16}
     counters = torch._dynamo.utils.counters["stats"]

@@ -22,7 +22,7 @@ OPTIONS = {"bits": 2, "group_size": 4, "residual_length": 4, "top_k": 4, "loweri
 def traced(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """The events of a generation of `STEPS` decode steps."""
     torch._dynamo.reset()
-    tmp_path, model = tmp_path_factory.mktemp("trace"), build("llama").eval()
+    tmp_path, model = tmp_path_factory.mktemp("trace"), build("plain").eval()
     model.compile(backend="specache", options=OPTIONS)
     ids = torch.randint(1, 61, (2, 20), generator=torch.Generator().manual_seed(0))
     with specache_fx.trace(tmp_path / "trace.json"):
@@ -101,7 +101,7 @@ def test_trace_needs_a_file_in_a_folder_that_exists(path: str, tmp_path: Path) -
 
 
 def test_stats_say_what_prefetching_took_and_what_was_waited_for(fresh_dynamo: None) -> None:
-    model = build("llama", 1).eval()
+    model = build("plain", 1).eval()
     model.compile(backend="specache", options=OPTIONS)
     ids = torch.randint(1, 61, (1, 20), generator=torch.Generator().manual_seed(0))
     out = model.generate(ids, max_new_tokens=4, do_sample=False, return_dict_in_generate=True)

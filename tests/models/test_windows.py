@@ -88,8 +88,9 @@ class Lanes:
 
 def cases() -> Iterator[Any]:
     """By day: windows, and chunks, which fill while every pair is prefetched."""
-    daily = ("gemma3_text", "short", 1), ("llama4_text", "short", 1)
-    for name, length, bits in itertools.product(WINDOWED_NAMES, ("short", "long"), (1, 16)):
+    daily = ("plain-window", "short", 1), ("llama4_text", "short", 1)
+    names = "plain-window", *WINDOWED_NAMES
+    for name, length, bits in itertools.product(names, ("short", "long"), (1, 16)):
         always = (name, length, bits) in daily
         lengths = SHORT if length == "short" else LONG
         marks = [] if always else [pytest.mark.nightly]

@@ -204,7 +204,7 @@ def tuned_again(lanes: int, groups: int) -> int:
 
     # As many rows of a query tile: what tells the two apart is the lanes alone.
     shape = CaseShape(
-        lanes=lanes, batch=1, num_kv_groups=8 // lanes, key_dim=64, value_dim=64, group_size=64, groups=groups
+        lanes=lanes, batch=1, num_kv_groups=8 // lanes, key_dim=16, value_dim=16, group_size=64, groups=groups
     )
     TritonKernel().attention(DecodeCase(shape).inputs(CPU))
     return len(partial_attention.cache)
@@ -214,6 +214,9 @@ def main() -> None:
     """Measure."""
     torch.set_num_threads(1)
     driver.set_active(FakeDriver())
+    # All configs take the same time here: the first is chosen, and the others need no compiling.
+    fitting = triton.runtime.Autotuner.prune_configs
+    triton.runtime.Autotuner.prune_configs = lambda *given: fitting(*given)[:1]
     from specache_fx.runtime import triton_ops
     from specache_fx.runtime.kernels import triton_arguments
 

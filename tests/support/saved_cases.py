@@ -96,7 +96,7 @@ class BreakAfter(nn.Module):
 OWN = {
     "lists": OwnConfig(container="lists"),
     "dicts": OwnConfig("gpt", container="dicts", num_kv_heads=4),
-    "tokens-first": OwnConfig(layout="tokens first"),
+    "tokens-first": OwnConfig(layout="tokens first", num_layers=1),
     "graph-breaks": OwnConfig(),
 }
 # What one test run can wait for; the others are for the night.

@@ -30,7 +30,7 @@ def generations(folder: Path, names: list[str], *, sharded: bool) -> dict[str, A
     mask[0, :9] = 0
     model = AutoModelForCausalLM.from_pretrained(folder, **config).eval()
     found: dict[str, Any] = {}
-    for name in ("eager", *names):
+    for name in names if sharded else ("eager", *names):
         setting = SETTINGS.get(name)
         if setting is not None:
             torch._dynamo.reset()

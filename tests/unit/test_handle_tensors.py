@@ -25,7 +25,7 @@ OUTSIDE = "outside of a graph that specache compiled"
 @pytest.fixture(scope="module")
 def model() -> nn.Module:
     torch._dynamo.reset()
-    return specache_fx.compile(build("llama"), **SMALL, bits=16)
+    return specache_fx.compile(build("plain"), **SMALL, bits=16)
 
 
 @torch.no_grad()
@@ -52,7 +52,7 @@ def peft_model() -> Any:
     config = peft.LoraConfig(
         task_type="CAUSAL_LM", target_modules=["q_proj", "v_proj"], init_lora_weights=False
     )
-    return peft.get_peft_model(build("llama", 1), config).eval()
+    return peft.get_peft_model(build("plain", 1), config).eval()
 
 
 @pytest.mark.parametrize("wrapped", [False, True], ids=["module", "torch.compile"])
@@ -69,7 +69,7 @@ def test_generate_of_a_peft_model_goes_on_with_a_cache_of_a_call(wrapped: bool, 
     assert specache_fx.stats(past).steps == 8  # `generate` ran compiled
 
 
-@pytest.mark.parametrize("make", [peft_model, lambda: build("llama", 1)], ids=["peft", "llama"])
+@pytest.mark.parametrize("make", [peft_model, lambda: build("plain", 1)], ids=["peft", "plain"])
 def test_generate_that_runs_uncompiled_is_refused_a_cache(
     make: Callable[[], Any], fresh_dynamo: None
 ) -> None:

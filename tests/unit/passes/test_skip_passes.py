@@ -31,13 +31,13 @@ def test_a_pass_that_is_left_out_changes_no_answer_and_a_log_says_what_each_did(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.DEBUG, logger="specache_fx")
-    expected = generated(build("llama", 1))
+    expected = generated(build("plain", 1))
     assert any("analysed: decode" in message and "ms" in message for message in caplog.messages)
     (waits,) = {message.split(" ms")[1] for message in caplog.messages if message.startswith("insert_waits")}
     assert waits == ", specache.wait_prefetch.default +1"
     for name in sorted(OPTIONAL):
         caplog.clear()
-        assert torch.equal(generated(build("llama", 1), skip_passes=[name]), expected), name
+        assert torch.equal(generated(build("plain", 1), skip_passes=[name]), expected), name
         assert f"{name}: skipped" in caplog.messages
         assert not any(said.startswith(f"{name}: ") and "nodes" in said for said in caplog.messages)
 
@@ -47,10 +47,10 @@ def test_a_pass_that_is_left_out_changes_no_answer_and_a_log_says_what_each_did(
 )
 def test_only_passes_that_change_no_answer_can_be_left_out(names: list[str]) -> None:
     with pytest.raises(ConfigError, match=f"{', '.join(sorted(OPTIONAL))} can be left"):
-        specache_fx.compile(build("llama", 1), skip_passes=names)
+        specache_fx.compile(build("plain", 1), skip_passes=names)
 
 
 @pytest.mark.parametrize("given", ["few_row_products", 5, None, [1]])
 def test_what_is_no_list_of_names_is_refused(given: object) -> None:
     with pytest.raises(ConfigError, match="give a list of names"):
-        specache_fx.compile(build("llama", 1), skip_passes=given)
+        specache_fx.compile(build("plain", 1), skip_passes=given)
