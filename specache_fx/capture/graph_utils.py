@@ -56,6 +56,16 @@ def same_sizes(one: Any, other: Any) -> bool:
     )
 
 
+def unexpanded(mask: Any) -> Any:
+    """A mask that broadcasts as another one does, which is made of it for all heads or rows of a batch."""
+    while isinstance(mask, Node) and mask.target is _aten.expand.default:
+        source: Any = mask.args[0]
+        if not same_sizes((shape_of(source) or ())[-2:], (shape_of(mask) or ())[-2:]):
+            break
+        mask = source
+    return mask
+
+
 def is_integer(node: Any) -> bool:
     """Whether a node is a Python or symbolic integer."""
     return (

@@ -5,6 +5,8 @@
     transpose(transpose(x, 1, 2), 1, 2)                       ->  x
     slice(slice_scatter(x, y, 0, start, end), 0, start, end)  ->  y
     slice_scatter(x, slice(x, -1, -n) + y, -1, -n)            ->  x + pad(y)
+    repeat of a dimension of size 1                           ->  expand
+    sdpa(q, k, v, expand(mask))                               ->  sdpa(q, k, v, mask)
     view, _unsafe_view                                        ->  reshape
 
 Sizes that Dynamo left open are compared as symbols: no guard is added.
@@ -21,7 +23,7 @@ from torch.fx import Graph, Node
 
 from specache_fx.capture.cache_side import END
 from specache_fx.capture.graph_edit import call, size_of
-from specache_fx.capture.graph_utils import order_of, same_sizes, shape_of, value_of
+from specache_fx.capture.graph_utils import order_of, same_sizes, shape_of, unexpanded, value_of
 from specache_fx.capture.normalize_attention import SDPA, SDPA_DEFAULTS
 
 _aten = torch.ops.aten
@@ -56,6 +58,9 @@ def simplify(graph: Graph) -> None:
             node.target, node.args = _aten.transpose.int, (node.args[0], *moved)
         elif node.target is SDPA:  # the dispatcher leaves out arguments equal to their defaults
             node.args = (*node.args, *SDPA_DEFAULTS[len(node.args) - 3 :])
+            node.args = (*node.args[:3], unexpanded(node.args[3]), *node.args[4:])
+        elif node.target is _aten.repeat.default:
+            _as_expand(node)
         elif node.target in (_aten.full_like.default, _aten.new_full.default):
             _without_example(node)
         elif node.target is _aten.slice_scatter.default:
@@ -85,6 +90,16 @@ def _without_example(node: Node) -> None:
     if isinstance(node.args[-1], Node) and all(isinstance(size, int) for size in value.shape):
         node.target, node.args = _aten.full.default, (list(value.shape), node.args[-1])
         node.kwargs = {"dtype": value.dtype, "device": value.device}
+
+
+def _as_expand(node: Node) -> None:
+    """Make `expand` of a `repeat` of dimensions of size 1."""
+    args: Any = node.args
+    source, times = args
+    before = shape_of(source) or ()
+    sizes = zip([*[1] * (len(times) - len(before)), *before], times, strict=True)
+    if all(each == 1 or same_sizes([size], [1]) for size, each in sizes):
+        node.target, node.args = _aten.expand.default, (source, [-1 if each == 1 else each for each in times])
 
 
 def _with_an_end(node: Node) -> None:

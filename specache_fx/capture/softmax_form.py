@@ -4,6 +4,7 @@
     s = softcap * tanh(scale * p / softcap)  either may be missing
     s = s + mask                             any number of masks and biases; masked_fill and where with a huge negative
     w = softmax(cat([s, sinks]))[..., :-1]   with or without sinks; the maximum may be subtracted first
+    w = masked_fill(w, hidden, 0)            of the same mask as before
     out = bmm(w, v)                          sinks may be a gate behind it
 
 A gate is `out * sigmoid(logsumexp(s, -1) - sinks)`: the same, since sigmoid(log(sum e^s) - b) = sum e^s / (sum e^s +
@@ -13,7 +14,7 @@ e^b) (granite_swa). Changes of dtype and of shape don't matter. Every other oper
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -52,7 +53,7 @@ def read_form(gm: GraphModule, softmax: Node, outputs: set[Node], rows: Rows) ->
         raise UnknownFormError(softmax, "is not over the last of 3 or 4 dimensions")
     path = path_of(softmax)
     product = next(iter(path))
-    after, output = _weighted_values(softmax, outputs)
+    after, output = _weighted_values(gm, softmax, outputs, path)
     *biases, query, key = product.args
     query, query_path = _side(query, outputs, transposed=False, is_query=True)
     key, key_path = _side(key, outputs, transposed=True)
@@ -119,9 +120,12 @@ def path_of(softmax: Node) -> dict[Node, None]:
     return path
 
 
-def _weighted_values(softmax: Node, outputs: set[Node]) -> tuple[list[Node], Node]:
+def _weighted_values(
+    gm: GraphModule, softmax: Node, outputs: set[Node], scores: Iterable[Node]
+) -> tuple[list[Node], Node]:
     """The nodes from the softmax to the product with the values, and that product."""
     node, path = softmax, list[Node]()
+    hidden = [score.args[1] for score in scores if target_name(score) == "masked_fill"]
     while True:
         users = real_users(node)
         if len(users) != 1:
@@ -135,7 +139,10 @@ def _weighted_values(softmax: Node, outputs: set[Node]) -> tuple[list[Node], Nod
             return path, user
         if target_name(user) in ("native_dropout", "bernoulli"):
             raise UnknownFormError(user, "is on: call model.eval() first")
-        if target_name(user) not in LAYOUTS and not _drops_last(user):
+        # What was hidden has no probability; a row of nothing else would be NaN.
+        hides = target_name(user) == "masked_fill" and user.args[1] in hidden
+        zeros = hides and constant_of(gm, user.args[2]) == 0
+        if target_name(user) not in LAYOUTS and not _drops_last(user) and not zeros:
             raise UnknownFormError(user, "changes its probabilities")
         path.append(user)
         node = user
