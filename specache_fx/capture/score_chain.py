@@ -21,7 +21,6 @@ from specache_fx.capture.graph_utils import (
     same_sizes,
     shape_of,
     target_name,
-    unexpanded,
     value_of,
 )
 
@@ -182,7 +181,6 @@ class Scores:
 
     def _row(self, tensor: Node, scores: Node) -> Node:
         """Rows of what is added to (or masks) scores, with heads in a dimension of their own."""
-        tensor = unexpanded(tensor)
         dims = shape_of(tensor) or ()
         if self.rows.newest and len(dims) > 1:
             tensor = self.rows.call(self.softmax, _aten.slice.Tensor, tensor, len(dims) - 2, -1)

@@ -6,7 +6,7 @@
     slice(slice_scatter(x, y, 0, start, end), 0, start, end)  ->  y
     slice_scatter(x, slice(x, -1, -n) + y, -1, -n)            ->  x + pad(y)
     repeat of a dimension of size 1                           ->  expand
-    sdpa(q, k, v, expand(mask))                               ->  sdpa(q, k, v, mask)
+    s + expand(mask); sdpa(q, k, v, expand(mask))             ->  s + mask; sdpa(q, k, v, mask)
     view, _unsafe_view                                        ->  reshape
 
 Sizes that Dynamo left open are compared as symbols: no guard is added.
@@ -20,10 +20,11 @@ from typing import Any
 
 import torch
 from torch.fx import Graph, Node
+from torch.fx.node import map_arg
 
 from specache_fx.capture.cache_side import END
 from specache_fx.capture.graph_edit import call, size_of
-from specache_fx.capture.graph_utils import order_of, same_sizes, shape_of, unexpanded, value_of
+from specache_fx.capture.graph_utils import is_pointwise, order_of, same_sizes, shape_of, unexpanded, value_of
 from specache_fx.capture.normalize_attention import SDPA, SDPA_DEFAULTS
 
 _aten = torch.ops.aten
@@ -65,6 +66,8 @@ def simplify(graph: Graph) -> None:
             _without_example(node)
         elif node.target is _aten.slice_scatter.default:
             _with_an_end(node)
+        if is_pointwise(node):
+            _broadcast(node)
         if node.target is _aten.transpose.int:  # the same one once: what is returned is what is read then
             node.args = (node.args[0], *(dim % len(shape_of(node) or ()) for dim in node.args[1:]))
             if (same := known.setdefault(node.args, node)) is not node:
@@ -90,6 +93,13 @@ def _without_example(node: Node) -> None:
     if isinstance(node.args[-1], Node) and all(isinstance(size, int) for size in value.shape):
         node.target, node.args = _aten.full.default, (list(value.shape), node.args[-1])
         node.kwargs = {"dtype": value.dtype, "device": value.device}
+
+
+def _broadcast(node: Node) -> None:
+    """Leave out the `expand` of operands beside one of the result's shape."""
+    others = (arg for arg in node.all_input_nodes if arg.target is not _aten.expand.default)
+    if any(same_sizes(shape_of(other) or (), shape_of(node) or ()) for other in others):
+        node.args = map_arg(node.args, unexpanded)
 
 
 def _as_expand(node: Node) -> None:

@@ -303,6 +303,25 @@ class FoldsHeads(Hooked):
         return x + out, (k.view(batch, HEADS, -1, HEAD_DIM), v.view(batch, HEADS, -1, HEAD_DIM))
 
 
+class FilledProbabilities(SpeltOut):
+    """As in WeNet: a row that sees nothing has no probabilities."""
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, hide: Tensor) -> Tensor:
+        hide = hide.expand(q.shape[1], *hide.shape)
+        scores = (q @ k.transpose(-1, -2) * HEAD_DIM**-0.5).masked_fill(hide, -torch.inf)
+        return scores.softmax(-1).masked_fill(hide, 0.0) @ v
+
+
+class OneMaskForAllHeads(Hooked):
+    """Keys and values of a single head are repeated, and so is the mask."""
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, hide: Tensor) -> Tensor:
+        q = torch.cat([q, 1.5 * q], 1)
+        k, v = (side[:, :, None].repeat(1, 1, 2, 1, 1).flatten(1, 2) for side in (k, v))
+        mask = (~hide)[None, None].expand(q.shape[0], q.shape[1], -1, -1)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)[:, 1:3]
+
+
 class QueriesBeforeHeads(Hooked):
     """As DeepSeek's code has scores: `[batch, q_len, num_heads, kv_len]`."""
 
@@ -325,11 +344,13 @@ class Checkpointed(Hooked):
         ByKeyword,
         Checkpointed,
         EmbeddingOfTorch,
+        FilledProbabilities,
         FoldsHeads,
         FullLike,
         FullLikeByKeyword,
         NewFull,
         OneDimensionalBias,
+        OneMaskForAllHeads,
         QueriesBeforeHeads,
         ReturnsItsMask,
         SlicesThatTakeEverything,
