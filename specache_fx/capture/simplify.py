@@ -176,7 +176,7 @@ def _equal_to(node: Node) -> Node | None:
     if (order := order_of(node)) is not None:
         before = order_of(source)
         back = before is not None and [before[dim] for dim in order] == sorted(order)
-        return source.args[0] if back else None
+        return source.args[0] if back and not _is_returned(source) else None
     if node.target not in _LAYOUTS:
         return None
     value, other = value_of(node), value_of(source)
@@ -185,3 +185,9 @@ def _equal_to(node: Node) -> Node | None:
     if node.target is _aten.slice.Tensor and node.args[2:3] not in ((), (None,), (0,)):
         return None  # the newest n tokens, of which there are no more: a window says so
     return source if same_sizes(value.shape, other.shape) else None
+
+
+def _is_returned(node: Node) -> bool:
+    """Whether a node is an output, if in another shape: a cache, which attention may read by a swap."""
+    shapes = (*_SAME_ELEMENTS, _aten.view.default, _aten._unsafe_view.default)
+    return any(user.op == "output" or (user.target in shapes and _is_returned(user)) for user in node.users)
