@@ -209,7 +209,8 @@ def why_not_cached(root: Node, what: str, outputs: set[Node]) -> NoMatch:
         return NoMatch(
             f"its {what} are cached, but not as a [batch, num_kv_heads, kv_len, head_dim] tensor that grows by cat"
             " and is returned as it is (another layout, a stack, a cache of fixed length?)",
-            f"Return cat([past, new], dim=-2) itself, or use a DynamicCache. {LEAVE}.",
+            "Return cat([past, new], dim=-2) itself, keys and values in tensors of their own, or use a DynamicCache."
+            f" {LEAVE}.",
         )
     return NoMatch(f"its {what} are not returned as a KV cache", "")
 

@@ -35,6 +35,7 @@ from specache_fx.capture.find_sources import find_token
 from specache_fx.capture.graph_slices import ancestors, mutated_inputs
 from specache_fx.capture.graph_utils import (
     described,
+    is_float,
     is_static_input,
     output_node,
     placeholders,
@@ -187,12 +188,16 @@ def _check_mask(core: AttentionCore, keys: Side, values: Side) -> None:
     if dims is not None and len(dims) > 4:
         raise NoMatch(f"its mask has {len(dims)} dimensions")
     if dims is not None and len(dims) > 2 and dims[-3] != 1 and value_of(core.mask).dtype == torch.bool:
-        raise NoMatch("its mask hides other keys from head to head")
+        one_mask = "Give it one mask for all heads, [batch, 1, q_len, kv_len]"
+        raise NoMatch("its mask hides other keys from head to head", f"{one_mask}. {LEAVE}.")
     if core.mask is not None and (data := _data_behind(core, keys, values)) is not None:
         where = f", {line}" if (line := source_of(core.mask)) and line != source_of(core.node) else ""
         raise NoMatch(
             f"its mask (`{core.mask.name}`{where}) is computed from data (`{data.name}`), not from positions and"
-            " padding alone"
+            " padding alone",
+            f"If `{data.name}` is a mask, give it as booleans or integers. {LEAVE}."
+            if data.op == "placeholder" and is_float(data)
+            else f"{LEAVE}.",
         )
 
 

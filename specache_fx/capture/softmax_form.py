@@ -33,6 +33,7 @@ from specache_fx.capture.program import AttentionCore
 from specache_fx.capture.score_chain import LAYOUTS, PRODUCTS, Rows, Scores, UnknownFormError
 
 _aten = torch.ops.aten
+NO_KEYS = "is no [..., kv_len, dim]"
 _ENDS = PRODUCTS | {"mm", "addmm"}  # no scores lie behind these
 
 
@@ -179,7 +180,7 @@ def _side(
         node, transposed = node.args[0], transposed ^ swap
     whole = len(dims) == 4 and isinstance(dims[1], int)
     if transposed or not (whole or is_query):
-        raise UnknownFormError(node, "is no [..., kv_len, dim]")
+        raise UnknownFormError(node, NO_KEYS)
     return node, path
 
 

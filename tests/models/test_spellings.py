@@ -563,7 +563,7 @@ class ChannelsFirst(Hooked):
 
 @pytest.mark.parametrize(
     ("model", "told"),
-    [(ChannelsFirst, r"Cache keys and values as \[batch, num_kv_heads, kv_len, head_dim\]")],
+    [(ChannelsFirst, r"Cache keys and values apart, each as \[batch, num_kv_heads, kv_len, head_dim\]")],
 )
 def test_a_cache_in_a_form_of_its_own_is_named(model: type[Hooked], told: str) -> None:
     assert equals_plain(model()) == 0
