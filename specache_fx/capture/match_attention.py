@@ -196,7 +196,7 @@ def _check_mask(core: AttentionCore, keys: Side, values: Side) -> None:
             f"its mask (`{core.mask.name}`{where}) is computed from data (`{data.name}`), not from positions and"
             " padding alone",
             f"If `{data.name}` is a mask, give it as booleans or integers. {LEAVE}."
-            if data.op == "placeholder" and is_float(data)
+            if data.op == "placeholder" and len(shape_of(data) or ()) == 3 and is_float(data)
             else f"{LEAVE}.",
         )
 

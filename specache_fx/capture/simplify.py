@@ -176,7 +176,7 @@ def _equal_to(node: Node) -> Node | None:
     if (order := order_of(node)) is not None:
         before = order_of(source)
         back = before is not None and [before[dim] for dim in order] == sorted(order)
-        return source.args[0] if back and not _is_returned(source) else None
+        return source.args[0] if back and not (_is_returned(source) or _is_returned(node)) else None
     if node.target not in _LAYOUTS:
         return None
     value, other = value_of(node), value_of(source)

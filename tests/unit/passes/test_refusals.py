@@ -151,7 +151,10 @@ def three_parts(q: Tensor, k: Tensor, v: Tensor, pk: Tensor, pv: Tensor) -> Any:
 
 REASONS: dict[Callable[..., Any], tuple[str, str]] = {
     with_dropout: ("it has dropout", "Call model.eval() first."),
-    with_mask_per_head: ("its mask hides other keys from head to head", LEAVE),
+    with_mask_per_head: (
+        "its mask hides other keys from head to head",
+        f"Give it one mask for all heads, [batch, 1, q_len, kv_len]. {LEAVE}",
+    ),
     with_mask_from_queries: (
         "its mask (`expand`, HERE: return sdpa(q, keys, values, attn_mask=q[:, :1, :, :1].expand(2, 1, 1, 6)), keys,"
         " values) is computed from data (`l_args_0_`), not from positions and padding alone",
