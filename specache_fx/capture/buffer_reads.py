@@ -65,10 +65,15 @@ class Reader:
     inner: frozenset[Node] = frozenset()
 
 
+def is_over(node: Node, found: Mapping[Node, Append]) -> bool:
+    """Whether a node is an SDPA over buffers."""
+    return node.target is SDPA and any(read_by(side, found) is not None for side in node.args[1:3])
+
+
 def reads_buffer(node: Node, found: Mapping[Node, Append]) -> bool:
     """Whether a node is an SDPA over buffers, or a softmax of scores that are computed from them."""
     if node.target is SDPA:
-        return any(read_by(side, found) is not None for side in node.args[1:3])
+        return is_over(node, found)
     if node.target is not _aten._softmax.default:
         return False
     # Not what other attentions made of them: a softmax of another kind reads hidden states.

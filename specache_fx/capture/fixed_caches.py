@@ -29,7 +29,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic
 
 from specache_fx.capture.buffer_masks import DATA, cut_to, is_narrow, shows_behind
 from specache_fx.capture.buffer_positions import REMEDY, asserts_of, counters_of, positions_of
-from specache_fx.capture.buffer_reads import Reader, readers_of, reads_buffer, write
+from specache_fx.capture.buffer_reads import Reader, is_over, readers_of, reads_buffer, write
 from specache_fx.capture.buffer_writes import Append, Tokens, appends, unread
 from specache_fx.capture.buffers import Buffer, FixedCaches, Size
 from specache_fx.capture.cache_side import END, LEAVE, NoMatch
@@ -57,8 +57,8 @@ _HINT = 2  # tokens of the past where a number is asked for: the fewest that no 
 def attends_in_place(gm: GraphModule) -> bool:
     """Whether an attention of a functional graph reads a buffer that keeps all tokens written into it."""
     found = appends(gm.graph)
-    found |= unread(found)
-    return bool(found) and any(reads_buffer(node, found) for node in gm.graph.nodes)
+    written = unread(found)
+    return bool(found) and any(reads_buffer(node, found) or is_over(node, written) for node in gm.graph.nodes)
 
 
 def keeps_windows_alone(gm: GraphModule) -> bool:
@@ -172,8 +172,9 @@ class _Rewrite:
                 between.append(between[-1].args[0])
             between = list(dict.fromkeys(between))[:-1]
             readers = [user for user in new.users if user not in between]
-            if not readers:
-                continue
+            attends = any(is_over(node, {new: append}) for node in self._graph.nodes)
+            if not attends or len(shape_of(new) or ()) != 4:
+                continue  # no cache, of which nobody would check where it is written
             first = min(readers, key=order.__getitem__)
             needed = {node for each in between for node in each.all_input_nodes}.difference(between)
             if self._has_past or any(order[node] > order[first] for node in needed):

@@ -480,6 +480,33 @@ def a_prompt_to_its_own(self: OneLayer, q: Tensor, k: Tensor, v: Tensor, where: 
     return F.scaled_dot_product_attention(q, self.keys, self.values, torch.arange(16) <= where[:, None])
 
 
+def beside_a_log(self: OneLayer, q: Tensor, k: Tensor, v: Tensor, where: Tensor) -> Tensor:
+    """A buffer of queries, which no attention reads, written from its third row on."""
+    keys, values = self.write(k, v, where)
+    self.log[:, :, where + 2] = q
+    return F.scaled_dot_product_attention(q, keys, values, torch.arange(16) <= where[:, None])
+
+
+def spelt_out_beside_a_log(self: OneLayer, q: Tensor, k: Tensor, v: Tensor, where: Tensor) -> Tensor:
+    keys, values = self.write(k, v, where)
+    self.log[:, :, where + 2] = q
+    scores = (q @ keys.transpose(-1, -2) / 4).masked_fill(torch.arange(16) > where[:, None], -torch.inf)
+    return scores.softmax(-1) @ values
+
+
+@pytest.mark.parametrize("attend", [beside_a_log, spelt_out_beside_a_log])
+@torch.no_grad()
+def test_a_buffer_that_no_attention_reads_is_the_models(attend: Callable[..., Tensor]) -> None:
+    plain = OneLayer(attend)
+    plain.register_buffer("log", torch.zeros(1, 4, 32, 16))
+    model = copy.deepcopy(plain)
+    ours = compiled(model, lookahead="query")
+    for start, count in ((0, 5), *((i, 1) for i in range(5, 9))):
+        ids, where = prompt(count)[:1], torch.arange(start, start + count)
+        torch.testing.assert_close(ours(ids, where), plain(ids, where), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(model.log, plain.log)
+
+
 @torch.no_grad()
 def test_a_prompt_that_attends_to_its_own_tokens() -> None:
     plain = OneLayer(a_prompt_to_its_own)
