@@ -107,9 +107,10 @@ def _as_expand(node: Node) -> None:
     args: Any = node.args
     source, times = args
     before = shape_of(source) or ()
-    sizes = zip([*[1] * (len(times) - len(before)), *before], times, strict=True)
-    if all(each == 1 or same_sizes([size], [1]) for size, each in sizes):
-        node.target, node.args = _aten.expand.default, (source, [-1 if each == 1 else each for each in times])
+    more = len(times) - len(before)  # dimensions in front, which have no size yet
+    if all(each == 1 or same_sizes([size], [1]) for size, each in zip(before, times[more:], strict=True)):
+        sizes = [*times[:more], *(-1 if each == 1 else each for each in times[more:])]
+        node.target, node.args = _aten.expand.default, (source, sizes)
 
 
 def _with_an_end(node: Node) -> None:

@@ -318,6 +318,7 @@ class OneMaskForAllHeads(Hooked):
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, hide: Tensor) -> Tensor:
         q = torch.cat([q, 1.5 * q], 1)
         k, v = (side[:, :, None].repeat(1, 1, 2, 1, 1).flatten(1, 2) for side in (k, v))
+        hide = hide.repeat(1, 1, 1)[0]  # dimensions in front
         mask = (~hide)[None, None].expand(q.shape[0], q.shape[1], -1, -1)
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)[:, 1:3]
 
