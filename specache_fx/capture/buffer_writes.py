@@ -166,7 +166,8 @@ def unread(found: Mapping[Node, Append]) -> dict[Node, Append]:
                 if not same_sizes((shape_of(new) or ())[-3:], (shape_of(new.args[0]) or ())[-3:]):
                     break
                 new = new.args[0]  # Python leaves a batch of one row out
-            by_tokens[new] = append
+            if len(shape_of(new) or ()) == 4:
+                by_tokens[new] = append
     return by_tokens
 
 

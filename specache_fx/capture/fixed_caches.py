@@ -39,6 +39,7 @@ from specache_fx.capture.graph_utils import (
     described,
     output_node,
     placeholders,
+    real_users,
     same_sizes,
     shape_of,
     symbols_of,
@@ -171,10 +172,10 @@ class _Rewrite:
             while between[-1] is not new:
                 between.append(between[-1].args[0])
             between = list(dict.fromkeys(between))[:-1]
-            readers = [user for user in new.users if user not in between]
+            readers = [user for user in real_users(new) if user not in between]
             attends = any(is_over(node, {new: append}) for node in self._graph.nodes)
-            if not attends or len(shape_of(new) or ()) != 4:
-                continue  # no cache, of which nobody would check where it is written
+            if not attends:
+                continue  # no cache: no attention reads these tokens
             first = min(readers, key=order.__getitem__)
             needed = {node for each in between for node in each.all_input_nodes}.difference(between)
             if self._has_past or any(order[node] > order[first] for node in needed):
@@ -183,7 +184,8 @@ class _Rewrite:
                     "Let it read the cache after they are written to it, or write a prompt as one.",
                 )
             for node in reversed(between):
-                first.prepend(node)
+                if order[node] > order[first]:
+                    first.prepend(node)
             with self._graph.inserting_before(first):
                 end = size_of(first, new, append.dim)
                 args = (append.node, append.dim, 0, end)

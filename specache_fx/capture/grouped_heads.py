@@ -70,9 +70,13 @@ def _groups(node: Any, *, rows: bool) -> tuple[int, int] | None:
 def _merge_operator(node: Node, is_step: bool) -> None:
     query, key, value, mask, *rest = node.args
     dims, keys = shape_of(query) or (), (shape_of(key) or ())[1:3]
+    if len(shape_of(key) or ()) != len(dims) or len(shape_of(value) or ()) != len(dims):
+        return
     rows = len(dims) == 4
     groups = _groups(query, rows=rows)
-    if groups is None or (rows and (not is_step or keys[0] != groups[0] or same_sizes(keys, groups))):
+    if groups is None or (
+        rows and (not is_step or rest[1] or keys[0] != groups[0] or same_sizes(keys, groups))
+    ):
         return
     graph, (kv_heads, size) = node.graph, groups
     with graph.inserting_before(node):
@@ -80,7 +84,7 @@ def _merge_operator(node: Node, is_step: bool) -> None:
             query = call(graph, _aten.reshape.default, (query, [-1, kv_heads * size, 1, dims[3]]), node)
         else:
             query = call(graph, _aten.flatten.using_ints, (query, 1, 2), node)
-            key, value = (_without_groups(side, node) for side in (key, value))
+            key, value = (_without_groups(side, groups, node) for side in (key, value))
         mask = _merged(mask, groups, rows, node) if isinstance(mask, Node) else mask
         out = call(graph, SDPA, (query, key, value, mask, *rest[:-1], True), node)
         if rows:
@@ -91,13 +95,15 @@ def _merge_operator(node: Node, is_step: bool) -> None:
     graph.erase_node(node)
 
 
-def _without_groups(side: Any, node: Node) -> Node:
+def _without_groups(side: Any, groups: tuple[int, int], node: Node) -> Node:
     """Keys or values `[batch, heads, kv_len, dim]` of those that have groups."""
-    batch = (shape_of(side) or ())[:1]
-    while target_name(side) in ("expand", "clone") and same_sizes((shape_of(side.args[0]) or ())[:1], batch):
+    front = (shape_of(side) or ())[:2]
+    while target_name(side) in ("expand", "clone") and same_sizes((shape_of(side.args[0]) or ())[:2], front):
         side = side.args[0]
     if side.target is _aten.unsqueeze.default and side.args[1] in (2, -3):
         return side.args[0]
+    if not same_sizes((shape_of(side) or ())[1:2], groups[:1]):  # heads of other groups share it
+        side = call(node.graph, _aten.expand.default, (side, [-1, *groups, -1, -1]), node)
     return call(node.graph, _aten.flatten.using_ints, (side, 1, 2), node)
 
 
@@ -152,9 +158,11 @@ def _merge_scores(softmax: Node, is_step: bool) -> None:
     shaped = [
         node
         for node in path
-        if node.target is _aten.reshape.default and len(shape_of(node) or ()) == len(dims)
+        if node.target is _aten.reshape.default
+        and len(shape_of(node) or ()) == len(dims)
+        and same_sizes((shape_of(node) or ())[1:3], dims[1:3])
     ]
-    swapped = [node for node in path if len(dims) == 4 and swaps(node, 1, 2)]
+    swapped = [node for node in path if len(shape_of(node) or ()) == len(dims) == 4 and swaps(node, 1, 2)]
     if groups is not None and shaped:
         start, front = shaped[0], [groups[0] * groups[1], *([1] if rows else [])]
         before: Any = start.args[1]
@@ -200,7 +208,7 @@ def _follow(moved: dict[Node, Any], operand: Callable[[Node, Node], Node]) -> No
 def _keeps_dimensions(node: Node) -> bool:
     """Whether a node computes each score from scores in the same place or of the same query."""
     last = len(shape_of(node) or ()) - 1
-    over_keys = node.target in _OVER_KEYS and node.args[1] in (-1, last, [-1], [last])
+    over_keys = node.target in _OVER_KEYS and node.args[1:2] in ((-1,), (last,), ([-1],), ([last],))
     return is_pointwise(node) or node.target is _aten.clone.default or over_keys
 
 

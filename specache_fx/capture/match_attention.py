@@ -40,6 +40,7 @@ from specache_fx.capture.graph_utils import (
     output_node,
     placeholders,
     reads_shape_only,
+    same_sizes,
     shape_of,
     source_of,
     value_of,
@@ -227,7 +228,8 @@ def phase_of(sites: Sequence[AttentionSite]) -> Phase:
         return Phase.NO_CACHE
     if sites[0].keys.past is None:
         return Phase.PREFILL
-    return Phase.DECODE if shape_of(sites[0].keys.new)[2] == 1 else Phase.EXTEND  # type: ignore[index]
+    tokens = (node for site in sites for node in (site.core.query, site.keys.new))
+    return Phase.DECODE if all(same_sizes(shape_of(node)[2:3], (1,)) for node in tokens) else Phase.EXTEND  # type: ignore[index]
 
 
 def match_attention(

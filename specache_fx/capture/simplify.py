@@ -42,6 +42,10 @@ _SAME_ELEMENTS = (
     _aten.squeeze.dim,
     _aten.squeeze.dims,
 )
+_VIEWS = (
+    _aten.view.default, _aten._unsafe_view.default, _aten.transpose.int, _aten.permute.default,
+    _aten.slice.Tensor, _aten.select.int, _aten.expand.default,
+)  # fmt: skip
 _SAME: tuple[Callable[..., Any], ...] = (
     _aten.alias.default,
     _aten.detach.default,
@@ -60,7 +64,7 @@ def simplify(graph: Graph) -> None:
         elif node.target is SDPA:  # the dispatcher leaves out arguments equal to their defaults
             node.args = (*node.args, *SDPA_DEFAULTS[len(node.args) - 3 :])
             node.args = (*node.args[:3], unexpanded(node.args[3]), *node.args[4:])
-        elif node.target is _aten.repeat.default:
+        elif node.target is _aten.repeat.default and not _is_returned(node):
             _as_expand(node)
         elif node.target in (_aten.full_like.default, _aten.new_full.default):
             _without_example(node)
@@ -68,10 +72,8 @@ def simplify(graph: Graph) -> None:
             _with_an_end(node)
         if is_pointwise(node):
             _broadcast(node)
-        if node.target is _aten.transpose.int:  # the same one once: what is returned is what is read then
+        if node.target is _aten.transpose.int:
             node.args = (node.args[0], *(dim % len(shape_of(node) or ()) for dim in node.args[1:]))
-            if (same := known.setdefault(node.args, node)) is not node:
-                node.replace_all_uses_with(same)
         if (part := _with_more_at_the_end(node) or _written_part(node)) is not None:
             node.replace_all_uses_with(part)
             graph.erase_node(node)
@@ -82,8 +84,12 @@ def simplify(graph: Graph) -> None:
                 source = source.args[0]
                 if source.op != "placeholder" and same_sizes(value_of(node).shape, value_of(source).shape):
                     node.args = (source, *node.args[1:])
-        if node.op == "call_function" and (source := _equal_to(node)) is not None:
-            node.replace_all_uses_with(source)
+        equal = _equal_to(node) if node.op == "call_function" else None
+        if equal is None and node.target is _aten.transpose.int:  # attention reads the one that is returned
+            same = known.setdefault(node.args, node)
+            equal = same if same is not node else None
+        if equal is not None:
+            node.replace_all_uses_with(equal)
             graph.erase_node(node)
 
 
@@ -97,6 +103,8 @@ def _without_example(node: Node) -> None:
 
 def _broadcast(node: Node) -> None:
     """Leave out the `expand` of operands beside one of the result's shape."""
+    if not any(arg.target is _aten.expand.default for arg in node.all_input_nodes):
+        return
     others = (arg for arg in node.all_input_nodes if arg.target is not _aten.expand.default)
     if any(same_sizes(shape_of(other) or (), shape_of(node) or ()) for other in others):
         node.args = map_arg(node.args, unexpanded)
@@ -190,5 +198,5 @@ def _equal_to(node: Node) -> Node | None:
 
 def _is_returned(node: Node) -> bool:
     """Whether a node is an output, if in another shape: a cache, which attention may read by a swap."""
-    shapes = (*_SAME_ELEMENTS, _aten.view.default, _aten._unsafe_view.default)
+    shapes = (*_SAME_ELEMENTS, *_VIEWS)
     return any(user.op == "output" or (user.target in shapes and _is_returned(user)) for user in node.users)

@@ -400,9 +400,32 @@ def in_five_dimensions(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k[:, :, None], v[:, :, None].expand(*q.shape[:3], -1, -1), bias)
 
 
+def with_groups_first(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+    """A head of each group reads the same KV head: of four heads 0 and 2 the first one."""
+    q, bias = q.transpose(1, 2), bias.transpose(0, 1)
+    return F.scaled_dot_product_attention(q, k[:, None], v[:, None], bias).transpose(1, 2)
+
+
+@torch.no_grad()
+def test_scores_that_look_like_groups_and_are_none() -> None:
+    class Swaps(Hooked):
+        """The same swap twice, undone; scores of folded heads that are swapped; probabilities that are joined."""
+
+        def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, hide: Tensor) -> Tensor:
+            q = (q.transpose(1, 2) * q.transpose(1, 2).sigmoid()).transpose(1, 2)
+            folded = torch.bmm(k.flatten(0, 1), q.flatten(0, 1).transpose(1, 2)).transpose(1, 2)
+            bias = torch.arange(folded.shape[0])[:, None, None] * 0.1 * torch.arange(k.shape[2])
+            scores = (folded * HEAD_DIM**-0.5 + bias).view(*q.shape[:3], -1).masked_fill(hide, -1e30)
+            weights = scores.softmax(-1)
+            return weights @ v + 0 * torch.cat([weights, weights])[: len(q)].mean()
+
+    assert equals_plain(Swaps()) < 0.02
+
+
 @pytest.mark.parametrize(
     "attention",
     [
+        with_groups_first,
         as_rows,
         as_rows_of_one_mask,
         as_rows_spelt_out,
