@@ -160,7 +160,9 @@ def write(graph: Graph, reader: Reader, key: Node, value: Node, mask: Any) -> No
         mask = mask if isinstance(mask, Node) else None
         out = inline(graph, spelt, (reader.query, key, value, mask, reader.sinks), reader.node)
     if len(shape_of(reader.node) or ()) == 3:
-        dims = [-1, *(_size(graph, reader.node, reader.query, 2), shape_of(out)[3])]  # type: ignore[index]
+        rows = shape_of(reader.node)[1]  # type: ignore[index]  # heads may be among them
+        rows = rows if isinstance(rows, int) else _size(graph, reader.node, reader.query, 2)
+        dims = [-1, rows, shape_of(out)[3]]  # type: ignore[index]
         out = call(graph, _aten.reshape.default, (out, dims), reader.node)
     return out
 

@@ -54,7 +54,7 @@ def _is_of_one_token(graph: Graph) -> bool:
     for node in graph.nodes:
         parts, dim = concatenated(node) or ([], 0)
         if len(parts) == 2 and parts[0].op == "placeholder" and len(shape_of(node) or ()) in (3, 4):
-            return shape_of(parts[1])[dim] == 1  # type: ignore[index]
+            return same_sizes((shape_of(parts[1]) or ())[dim : dim + 1], (1,))
     embedded = (shape_of(node.args[1]) or () for node in graph.nodes if target_name(node) == "embedding")
     return any(dims[-1:] == (1,) for dims in embedded)
 

@@ -101,7 +101,7 @@ def _match(
     if keys.window != values.window:
         raise NoMatch("its keys and its values are cached for different numbers of tokens")
     # Where others keep the pairs, the prompt's last queries alone may go on.
-    if keys.past is None and owner is None and not _is_of_these_tokens(q, k):
+    if keys.past is None and owner is None and not _is_of_these_tokens(core, k):
         raise NoMatch(
             "its keys are not those of this call alone, nor an append of them to a past that is an input"
             " (cross-attention, or a cache of fixed length?)",
@@ -141,11 +141,14 @@ def _match(
     )
 
 
-def _is_of_these_tokens(query: torch.Tensor, key: torch.Tensor) -> bool:
+def _is_of_these_tokens(core: AttentionCore, key: torch.Tensor) -> bool:
     """Whether there is a query for each key, or one for each query head of its group (`capture/grouped_heads.py`)."""
+    query = value_of(core.query)
     rows, tokens = query.shape[2], key.shape[2]
     groups = 1
-    if query.shape[1] == key.shape[1]:
+    if (
+        query.shape[1] == key.shape[1] and find_token(core.node.graph)[0] is not None
+    ):  # else it may be another sequence
         now = [size if isinstance(size, int) else size.node.hint for size in (rows, tokens)]
         groups = now[0] // now[1] if all(now) else 1
     return statically_known_true(rows == tokens * groups)

@@ -85,8 +85,8 @@ def read_form(gm: GraphModule, softmax: Node, outputs: set[Node], rows: Rows) ->
     elif len(sizes) == 5:
         query = rows.call(softmax, _aten.flatten.using_ints, query, 1, 2)
     elif sizes[1] != num_heads:
-        sizes = (-1, num_heads, rows.size(softmax, softmax, 2), sizes[3])
-        query = rows.call(softmax, _aten.reshape.default, query, [*sizes])
+        tokens = rows.size(softmax, softmax.all_input_nodes[0], 2)
+        query = rows.call(softmax, _aten.reshape.default, query, [-1, num_heads, tokens, sizes[3]])
     return AttentionCore(
         output, query, key, value, scores.mask, scores.scale, scores.softcap, scores.sinks, frozenset(inner)
     )
