@@ -93,7 +93,7 @@ def _bind_decode(graph: Graph, site: AttentionSite, index: int) -> None:
     with graph.inserting_before(core.node):
         args = (core.query, site.keys.new, site.values.new, site.layer, core.scale, *more)
         out = call(graph, torch.ops.specache.attention.default, args, core.node)
-        if value.dim() == 3:  # batch and heads in one dimension; there may be heads in the place of queries
+        if value.dim() == 3:  # batch and heads are one dimension; query heads may be rows
             out = call(graph, _aten.reshape.default, (out, [-1, *value.shape[1:]]), core.node)
         if value.dtype != value_of(out).dtype:
             out = call(graph, _aten._to_copy.default, (out,), core.node, kwargs={"dtype": value.dtype})

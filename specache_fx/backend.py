@@ -199,8 +199,9 @@ class Backend:
             if observe is not None:
                 observe("analyse", rewritten, inner)
             rewritten = run_passes(rewritten, inner, BINDING_PASSES, observe)
-            for refusal in inner.refusals:
-                raise NoMatch(f"its caches are written in place, and {refusal.told}", refusal.remedy)
+            if inner.refusals:
+                first = inner.refusals[0]
+                raise NoMatch(f"its caches are written in place, and {first.told}", first.remedy)
             if 2 * len(inner.owners) != len(plan.buffers):
                 unread = "its caches are written in place, and not all of them are read by attention"
                 raise NoMatch(unread, LEAVE)

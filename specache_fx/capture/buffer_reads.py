@@ -72,10 +72,8 @@ def is_over(node: Node, found: Mapping[Node, Append]) -> bool:
 
 def reads_buffer(node: Node, found: Mapping[Node, Append]) -> bool:
     """Whether a node is an SDPA over buffers, or a softmax of scores that are computed from them."""
-    if node.target is SDPA:
-        return is_over(node, found)
     if node.target is not _aten._softmax.default:
-        return False
+        return is_over(node, found)
     # Not what other attentions made of them: a softmax of another kind reads hidden states.
     stop = {*found, *(each for each in node.graph.nodes if each.target in _ENDS and each is not node)}
     return not found.keys().isdisjoint(ancestors([node], stop))

@@ -157,7 +157,7 @@ def appends(graph: Graph) -> dict[Node, Append]:
 
 
 def unread(found: Mapping[Node, Append]) -> dict[Node, Append]:
-    """The writes whose result nothing reads, by the tokens that they write: a prompt may attend to these themselves."""
+    """The writes whose result nothing reads, by their tokens: a prompt may attend to these instead."""
     by_tokens = {}
     for append in found.values():
         if all(user.op == "output" or user.target is _aten.copy_.default for user in append.node.users):

@@ -57,7 +57,7 @@ def same_sizes(one: Any, other: Any) -> bool:
 
 
 def unexpanded(mask: Any) -> Any:
-    """A mask that broadcasts as another one does, which is made of it for all heads or rows of a batch."""
+    """The mask that another one was expanded from, over heads or batch: both broadcast alike."""
     while isinstance(mask, Node) and mask.target is _aten.expand.default:
         source: Any = mask.args[0]
         if not same_sizes((shape_of(source) or ())[-2:], (shape_of(mask) or ())[-2:]):
@@ -126,14 +126,12 @@ def is_pointwise(node: Node) -> bool:
 def order_of(node: Any) -> list[int] | None:
     """The dimensions of its tensor in the order that `transpose` or `permute` gives them; None for another node."""
     order = list(range(len(shape_of(node) or ())))
-    if not order or node.target not in (_aten.permute.default, _aten.transpose.int):
+    if order and node.target is _aten.permute.default:
+        return [dim % len(order) for dim in node.args[1]]
+    if not order or node.target is not _aten.transpose.int:
         return None
-    dims = [
-        dim % len(order) for dim in (node.args[1] if node.target is _aten.permute.default else node.args[1:])
-    ]
-    if node.target is _aten.permute.default:
-        return dims
-    order[dims[0]], order[dims[1]] = dims[1], dims[0]
+    one, other = node.args[1:]
+    order[one], order[other] = order[other], order[one]
     return order
 
 

@@ -10,7 +10,7 @@
         -> reshape(sdpa(reshape(q, [b, kv * g, 1, d]), k, v, mask), [b, kv, g, d])
 
 Einsums such as `bskgd,btkd->bkgst` have groups, and so have models that repeat no keys. Heads as rows, `[b, kv, g *
-q_len, d]`, are taken apart where there is one token: a prompt's attention stays the model's in any case.
+q_len, d]`, are split in a step of one token. A prompt over growing caches keeps the model's attention.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from specache_fx.capture.graph_edit import call
 from specache_fx.capture.graph_utils import (
     concatenated,
     is_pointwise,
+    output_node,
     same_sizes,
     shape_of,
     swaps,
@@ -41,7 +42,7 @@ _OVER_KEYS = (_aten._softmax.default, _aten.amax.default, _aten.slice.Tensor, _a
 
 def grouped_heads(graph: Graph) -> None:
     """Merge groups, in place."""
-    is_step = _is_of_one_token(graph)
+    is_step = _is_of_one_token(graph, set(output_node(graph).all_input_nodes))
     for node in list(graph.nodes):
         if node.target is SDPA:
             _merge_operator(node, is_step)
@@ -49,11 +50,11 @@ def grouped_heads(graph: Graph) -> None:
             _merge_scores(node, is_step)
 
 
-def _is_of_one_token(graph: Graph) -> bool:
+def _is_of_one_token(graph: Graph, outputs: set[Node]) -> bool:
     """Whether a call appends one token to what it returns, or embeds one."""
     for node in graph.nodes:
         parts, dim = concatenated(node) or ([], 0)
-        if len(parts) == 2 and parts[0].op == "placeholder" and len(shape_of(node) or ()) in (3, 4):
+        if len(parts) == 2 and parts[0].op == "placeholder" and node in outputs:
             return same_sizes((shape_of(parts[1]) or ())[dim : dim + 1], (1,))
     embedded = (shape_of(node.args[1]) or () for node in graph.nodes if target_name(node) == "embedding")
     return any(dims[-1:] == (1,) for dims in embedded)
@@ -115,13 +116,10 @@ def _merged(mask: Node, groups: tuple[int, int], rows: bool, origin: Node) -> No
             mask = call(graph, _aten.slice.Tensor, (mask, len(dims) - 2, 0, 1), origin)
         mask = call(graph, _aten.unsqueeze.default, (mask, -2), origin)
         dims = shape_of(mask) or ()
-    if len(dims) < 4:  # none for KV heads
-        if len(dims) < 3 or dims[0] == 1:
-            return mask
-        mask = call(graph, _aten.unsqueeze.default, (mask, 0), origin)
-    elif dims[-4:-2] == (1, 1):
-        return call(graph, _aten.squeeze.dim, (mask, -3), origin)
-    sizes = [*[-1] * (len(dims) - 4), *groups, -1, -1]
+    front = dims[-4:-2]
+    if all(same_sizes((size,), (1,)) for size in front):  # one for all heads
+        return call(graph, _aten.squeeze.dim, (mask, -3), origin) if len(front) == 2 else mask
+    sizes = [*[-1] * max(len(dims) - 4, 0), *groups, -1, -1]
     expanded = call(graph, _aten.expand.default, (mask, sizes), origin)
     return call(graph, _aten.flatten.using_ints, (expanded, -4, -3), origin)
 
@@ -175,11 +173,11 @@ def _merge_scores(softmax: Node, is_step: bool) -> None:
 
 
 def _follow(moved: dict[Node, Any], operand: Callable[[Node, Node], Node]) -> None:
-    """Compute the results of scores once more, with other dimensions, up to a reshape or a swap.
+    """Copy the operations behind the first scores in a new layout, up to the reshape or the swap that ends it.
 
     Args:
-        moved: The first of the scores, and the same with other dimensions; all others are added.
-        operand: Gives a mask these dimensions, before a node.
+        moved: Maps the first scores to themselves in that layout; copies are added.
+        operand: Puts a mask into it, before a node.
     """
     (start,) = moved
     graph, dims = start.graph, len(shape_of(start) or ())

@@ -145,13 +145,12 @@ def _is_of_these_tokens(core: AttentionCore, key: torch.Tensor) -> bool:
     """Whether there is a query for each key, or one for each query head of its group (`capture/grouped_heads.py`)."""
     query = value_of(core.query)
     rows, tokens = query.shape[2], key.shape[2]
-    groups = 1
-    if (
-        query.shape[1] == key.shape[1] and find_token(core.node.graph)[0] is not None
-    ):  # else it may be another sequence
-        now = [size if isinstance(size, int) else size.node.hint for size in (rows, tokens)]
-        groups = now[0] // now[1] if all(now) else 1
-    return statically_known_true(rows == tokens * groups)
+    if statically_known_true(rows == tokens):
+        return True
+    if query.shape[1] != key.shape[1] or find_token(core.node.graph)[0] is None:
+        return False  # keys of another sequence can't be told from those of fewer heads without token ids
+    now = [size if isinstance(size, int) else size.node.hint for size in (rows, tokens)]
+    return all(now) and statically_known_true(rows == tokens * (now[0] // now[1]))
 
 
 def _is_of_another_sequence(core: AttentionCore, keys: Side) -> bool:

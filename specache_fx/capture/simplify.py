@@ -102,7 +102,7 @@ def _without_example(node: Node) -> None:
 
 
 def _broadcast(node: Node) -> None:
-    """Leave out the `expand` of operands beside one of the result's shape."""
+    """Drop the `expand` of an operand where another one has the result's shape already."""
     if not any(arg.target is _aten.expand.default for arg in node.all_input_nodes):
         return
     others = (arg for arg in node.all_input_nodes if arg.target is not _aten.expand.default)
@@ -178,7 +178,7 @@ def _written_part(node: Node) -> Node | None:
 
 
 def _equal_to(node: Node) -> Node | None:
-    """The node that one equals which does nothing, or which undoes what was done."""
+    """The earlier node with the same numbers in the same shape, where a node does nothing or undoes the one before."""
     source: Any = node.args[0] if node.args else None
     if node.target in _SAME:
         return source
@@ -197,6 +197,6 @@ def _equal_to(node: Node) -> Node | None:
 
 
 def _is_returned(node: Node) -> bool:
-    """Whether a node is an output, if in another shape: a cache, which attention may read by a swap."""
+    """Whether a node or a view of it is an output: a cache, perhaps, that attention reads by a swap."""
     shapes = (*_SAME_ELEMENTS, *_VIEWS)
     return any(user.op == "output" or (user.target in shapes and _is_returned(user)) for user in node.users)

@@ -33,7 +33,6 @@ from specache_fx.capture.program import AttentionCore
 from specache_fx.capture.score_chain import LAYOUTS, PRODUCTS, Rows, Scores, UnknownFormError
 
 _aten = torch.ops.aten
-NO_KEYS = "is no [..., kv_len, dim]"
 _ENDS = PRODUCTS | {"mm", "addmm"}  # no scores lie behind these
 
 
@@ -180,7 +179,8 @@ def _side(
         node, transposed = node.args[0], transposed ^ swap
     whole = len(dims) == 4 and isinstance(dims[1], int)
     if transposed or not (whole or is_query):
-        raise UnknownFormError(node, NO_KEYS)
+        told = "is no [..., kv_len, dim]: cache it as that, and transpose it where it is multiplied"
+        raise UnknownFormError(node, told)
     return node, path
 
 

@@ -24,7 +24,6 @@ from specache_fx.capture.graph_utils import (
 )
 from specache_fx.capture.program import Refusal
 from specache_fx.capture.score_chain import PRODUCTS
-from specache_fx.capture.softmax_form import NO_KEYS
 
 _MOST_OPERATIONS = 4
 _READERS = {*PRODUCTS, "mul", "mm", "dot"}
@@ -50,11 +49,14 @@ def _is_plain(size: Any) -> bool:
 
 
 def _grown(gm: GraphModule, outputs: set[Node]) -> list[Node]:
-    """Outputs that are inputs with one more row, two or more, or one of five dimensions: caches in their own form."""
+    """Caches in a form of their own: outputs that are inputs with one more row.
+
+    There are two or more of them, or one of five dimensions, keys and values in one tensor.
+    """
     pasts = [node for node in placeholders(gm.graph) if is_float(node, 5) and not is_static_input(node)]
     found = [out for out in gm.graph.nodes if out in outputs and is_float(out, 5)]
     found = [out for out in found if any(_grew(out, past) for past in pasts)]
-    stacked = any(len(shape_of(out) or ()) == 5 for out in found)  # keys and values in one tensor
+    stacked = any(len(shape_of(out) or ()) == 5 for out in found)
     return found if len(found) > 1 or stacked else []
 
 
@@ -71,9 +73,7 @@ def _reader(root: Node) -> Node:
     return root
 
 
-def _remedy(softmax: Node, reason: str) -> str:
-    if reason.endswith(NO_KEYS):
-        return f"Cache it as [batch, num_kv_heads, kv_len, head_dim], and transpose it behind that. {LEAVE}."
+def _remedy(softmax: Node) -> str:
     if "/transformers/" in source_of(softmax):
         return f'Load it with attn_implementation="sdpa" if it can be. {LEAVE}.'
     return f"Use torch.nn.functional.scaled_dot_product_attention there if it can be. {LEAVE}."
@@ -129,9 +129,7 @@ def unknown_forms(
             softmax = node if node in unknown else None
             work.extend(node.users)
         if softmax is not None:
-            refusal = Refusal(
-                softmax.name, source_of(softmax), unknown[softmax], _remedy(softmax, unknown[softmax])
-            )
+            refusal = Refusal(softmax.name, source_of(softmax), unknown[softmax], _remedy(softmax))
             refusals.setdefault(softmax, refusal)
         elif not is_known and dim == 2 and parts[0].op == "placeholder" and not is_static_input(parts[0]):
             silent.append(root)

@@ -585,9 +585,39 @@ class ChannelsFirst(Hooked):
         return self.head(x), (pair,)
 
 
+class KeysTransposed(Hooked):
+    """Caches values, and keys `[batch, num_kv_heads, head_dim, kv_len]`."""
+
+    def run_layer(
+        self, layer: int, x: Tensor, hide: Tensor, past: tuple[Tensor, Tensor] | None
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        sides = self.qkv[layer](x).chunk(3, -1)
+        q, k, v = (side.view(*x.shape[:2], HEADS, HEAD_DIM).transpose(1, 2) for side in sides)
+        k = k.mT
+        if past is not None:
+            v, k = torch.cat([past[0], v], 2), torch.cat([past[1], k], 3)
+        scores = (q @ k * HEAD_DIM**-0.5).masked_fill(hide, -1e30)
+        return x + (scores.softmax(-1) @ v).transpose(1, 2).flatten(2), (v, k)
+
+
+class Stacked(SpeltOut):
+    """Keys and values are one tensor, of a single layer."""
+
+    def forward(self, ids: Tensor, past: Any = None, *more: Tensor) -> tuple[Any, ...]:
+        logits, (pair,) = super().forward(ids, None if past is None else (tuple(past.unbind(0)),))
+        return logits, torch.stack(pair)
+
+
+_APART = r"Cache keys and values apart, each as \[batch, num_kv_heads, kv_len, head_dim\]"
+
+
 @pytest.mark.parametrize(
     ("model", "told"),
-    [(ChannelsFirst, r"Cache keys and values apart, each as \[batch, num_kv_heads, kv_len, head_dim\]")],
+    [
+        (ChannelsFirst, _APART),
+        (Stacked, _APART),
+        (KeysTransposed, r"is no \[\.\.\., kv_len, dim\]: cache it as that, and transpose it"),
+    ],
 )
 def test_a_cache_in_a_form_of_its_own_is_named(model: type[Hooked], told: str) -> None:
     assert equals_plain(model()) == 0
