@@ -15,8 +15,8 @@ import torch
 from specache_fx.errors import CacheHandleError
 from specache_fx.runtime import handle as handles
 from specache_fx.runtime import registry
-from specache_fx.runtime.give_back import form_of, give_back
-from specache_fx.runtime.handle_form import Form, is_laid_out
+from specache_fx.runtime.give_back import give_back
+from specache_fx.runtime.handle_form import Form, from_heads_first, is_laid_out, token_dim
 from specache_fx.runtime.handle_tensor import Handle, bare, mark, unmark
 
 _WRITTEN = (
@@ -59,6 +59,9 @@ def hold(buffers: Sequence[torch.Tensor], issued: Sequence[torch.Tensor], extent
         extent.capacity + more * handle.shape[3]
         for extent, more, handle in zip(extents, spare, issued, strict=True)
     ]
+    session = registry.find(issued[0])
+    assert session is not None
+    session.forms = [Form.TOKENS_FIRST if extent.tokens_first else Form.HEADS_FIRST for extent in extents]
     with bare():
         whole = handles.resize(issued, room)
     for buffer, handle, extent, more, old in zip(buffers, whole, extents, spare, issued, strict=True):
@@ -168,26 +171,25 @@ def restore_others(buffers: Sequence[torch.Tensor], count: int) -> None:
 def _restore(held: Sequence[Handle]) -> None:
     session = registry.find(held[0])
     assert session is not None
-    first_shape = session.shapes[0]
-    swapped = [form_of(buffer, first_shape.num_kv_heads) is Form.TOKENS_FIRST for buffer in held]
     with bare():
-        codes = [handles.decode(buffer[:1]) for buffer in held]
+        slots = [code.slot if code else 0 for code in map(handles.first_code, held)]
         batch = _rows_held(held[0], session.batch or 1)
-    windows = [session.shapes[code[0].slot // 2].window if code else None for code in codes]
+    forms = [session.forms[slot] for slot in slots]
+    windows = [session.shapes[slot // 2].window for slot in slots]
     looks = [
-        tokens(buffer, session.kv_len, batch=batch, window=window, swapped=swap)
-        for buffer, window, swap in zip(held, windows, swapped, strict=True)
+        tokens(buffer, session.kv_len, batch=batch, window=window, swapped=form is Form.TOKENS_FIRST)
+        for buffer, window, form in zip(held, windows, forms, strict=True)
     ]
     with bare():
-        numbers = give_back(looks)
+        numbers = give_back([from_heads_first(look, form) for look, form in zip(looks, forms, strict=True)])
     whole = []
-    for place, (buffer, swap) in enumerate(zip(held, swapped, strict=True)):
+    for place, (buffer, form) in enumerate(zip(held, forms, strict=True)):
         with bare():
             full = torch.zeros(buffer.shape, dtype=buffer.dtype, device=buffer.device)
         # The oldest row of a full window is not kept: the next token pushes it out before anything reads it.
         first = int(session.kv_len >= (windows[place] or session.kv_len + 1))
         count = looks[place].shape[2]
-        (full.transpose(1, 2) if swap else full)[:batch, :, first : first + count] = numbers[place]
+        full[:batch].narrow(token_dim(form), first, count).copy_(numbers[place])
         whole.append(full)
     refill(held, whole)
 

@@ -8,9 +8,10 @@ import torch
 
 from specache_fx.errors import CacheHandleError
 from specache_fx.runtime import handle as handles
-from specache_fx.runtime import handle_form, registry
+from specache_fx.runtime import registry
 from specache_fx.runtime.claims import CHOSEN, LEFT, MIXED, REORDERED, living, read_claim
-from specache_fx.runtime.handle_form import Form, heads_first, is_whole
+from specache_fx.runtime.handle_form import Form, from_heads_first, heads_first, is_whole
+from specache_fx.runtime.session import Session
 
 
 @registry.locked
@@ -29,35 +30,29 @@ def give_back(tensors: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
     """
     places: dict[int, list[tuple[int, int]]] = {}
     for place, tensor in enumerate(tensors):
-        for code in (handles.decode(tensor) or [])[:1]:
+        if (code := handles.first_code(tensor)) is not None:
             places.setdefault(code.session, []).append((code.slot, place))
     real: dict[int, torch.Tensor] = {}
     for number, found in places.items():
         slots, order = zip(*sorted(found), strict=True)
         issued = living(registry.by_code(number))
-        shapes = issued.session.shapes
-        heads = [shapes[slot // 2].num_kv_heads for slot in slots]
-        forms = [form_of(tensors[place], count) for place, count in zip(order, heads, strict=True)]
-        past = [
-            heads_first(tensors[place], form, count)
-            for place, form, count in zip(order, forms, heads, strict=True)
-        ]
+        forms = [issued.session.forms[slot] for slot in slots]
+        past = [with_heads_first(tensors[place], issued.session, slot) for slot, place in sorted(found)]
         for place, form, side in zip(order, forms, _numbers(slots, past), strict=True):
-            moved = side if form is Form.HEADS_FIRST else side.transpose(1, 2)
-            real[place] = (moved.flatten(2) if form is Form.HEADS_MERGED else moved).contiguous()
+            real[place] = from_heads_first(side, form).contiguous()
     return real
 
 
-def form_of(tensor: torch.Tensor, num_kv_heads: int) -> Form:
-    """The form of a handle, or of a copy of one.
+def with_heads_first(tensor: torch.Tensor, session: Session, slot: int) -> torch.Tensor:
+    """A handle of a session, or a copy of one, as `[batch, num_kv_heads, kv_len, head_dim]`.
 
     Raises:
-        CacheHandleError: If a copy has as many tokens as heads, which tells nothing.
+        CacheHandleError: If it has lost a dimension, or has one more.
     """
-    form = handle_form.form_of(tensor, num_kv_heads)
-    if form is None:
+    form = session.forms[slot]
+    if tensor.dim() != (3 if form is Form.HEADS_MERGED else 4):
         raise CacheHandleError(REORDERED)
-    return form
+    return heads_first(tensor, form, session.shapes[slot // 2].num_kv_heads)
 
 
 def _numbers(slots: Sequence[int], past: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -179,17 +179,31 @@ def decode(handle: torch.Tensor) -> list[HandleCode] | None:
     """Read the codes of a handle, or of a copy of one (a device-to-host copy of a few bytes).
 
     Args:
-        handle: `[batch, num_kv_heads, kv_len, head_dim]`, or of another `Form`.
+        handle: `[batch, num_kv_heads, kv_len, head_dim]`, or of another `Form` that has rows first.
 
     Returns:
         One code per batch row, or None if the tensor is no handle.
     """
-    box = _BOXES.get(handle.dtype)
-    if handle.dim() == 3:
-        handle = handle.unsqueeze(1)
-    if box is None or handle.dim() != 4 or 0 in handle.shape or unfit_reason(handle.dtype, handle.shape[-1]):
-        return None
-    seen = handle[:, 0, 0].detach().cpu().contiguous().view(box.integer)
+    return _codes(handle[:, 0, 0] if handle.dim() == 4 else handle[:, 0]) if _may_be_one(handle) else None
+
+
+def first_code(handle: torch.Tensor) -> HandleCode | None:
+    """The code of the first batch row of a handle or of a copy of one, in any `Form`; None of another tensor."""
+    looks = [handle, handle.mT] if handle.dim() == 4 else [handle]  # channels may come before tokens
+    rows = (first_row(look)[None] for look in looks if _may_be_one(look))
+    return next((codes[0] for codes in map(_codes, rows) if codes is not None), None)
+
+
+def _may_be_one(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has a dtype and dimensions that a handle may have, channels last."""
+    fits = tensor.dim() in (3, 4) and 0 not in tensor.shape
+    return fits and unfit_reason(tensor.dtype, tensor.shape[-1]) is None
+
+
+def _codes(rows: torch.Tensor) -> list[HandleCode] | None:
+    """The codes that first elements spell, `[batch, head_dim]`; None where one spells none."""
+    box = _BOXES[rows.dtype]
+    seen = rows.detach().cpu().contiguous().view(box.integer)
     codes = []
     for row in seen.to(torch.int64) - box.quiet_nan:
         elements = row[: box.code_length].tolist()

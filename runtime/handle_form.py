@@ -1,10 +1,13 @@
 """The form of a handle: its dimensions outside of the graph, and the strides by which all forms are one storage.
 
-    heads first     [batch, num_kv_heads, kv_len, head_dim]      strides (head_dim, 2, 1, 1)
-    tokens first    [batch, kv_len, num_kv_heads, head_dim]      strides (head_dim, 1, 2, 1)
-    heads merged    [batch, kv_len, num_kv_heads * head_dim]     strides (head_dim, 1, 1)
+    heads first       [batch, num_kv_heads, kv_len, head_dim]      strides (head_dim, 2, 1, 1)
+    tokens first      [batch, kv_len, num_kv_heads, head_dim]      strides (head_dim, 1, 2, 1)
+    sequence first    [kv_len, batch, num_kv_heads, head_dim]      strides (1, head_dim, 2, 1)
+    tokens last       [batch, num_kv_heads, head_dim, kv_len]      strides (head_dim, 2, 1, 1)
+    heads merged      [batch, kv_len, num_kv_heads * head_dim]     strides (head_dim, 1, 1)
 
-Elements are those of `handle.py`. The graph takes every cache with heads first.
+Elements are those of `handle.py`. The graph takes every cache with heads first. A session knows the forms of its
+handles.
 """
 
 from __future__ import annotations
@@ -21,33 +24,42 @@ class Form(StrEnum):
 
     HEADS_FIRST = "heads first"  # [batch, num_kv_heads, kv_len, head_dim]
     TOKENS_FIRST = "tokens first"  # [batch, kv_len, num_kv_heads, head_dim]
+    SEQUENCE_FIRST = "sequence first"  # [kv_len, batch, num_kv_heads, head_dim]
+    TOKENS_LAST = "tokens last"  # [batch, num_kv_heads, head_dim, kv_len]
     HEADS_MERGED = "heads merged"  # [batch, kv_len, num_kv_heads * head_dim]
+
+
+ORDERS = {
+    Form.HEADS_FIRST: (0, 1, 2, 3),
+    Form.TOKENS_FIRST: (0, 2, 1, 3),
+    Form.SEQUENCE_FIRST: (1, 2, 0, 3),
+    Form.TOKENS_LAST: (0, 1, 3, 2),
+}
+"""Of each form with four dimensions: where batch, heads, tokens and channels are."""
+
+
+def from_heads_first(tensor: torch.Tensor, form: Form) -> torch.Tensor:
+    """`[batch, num_kv_heads, kv_len, head_dim]` in a form; a view, but where heads are merged."""
+    if form is Form.HEADS_MERGED:
+        return tensor.transpose(1, 2).flatten(2)
+    order = ORDERS[form]
+    return tensor.permute([order.index(dim) for dim in range(4)])
 
 
 def is_laid_out(tensor: torch.Tensor) -> bool:
     """Whether a tensor has the strides of a handle, which no tensor of numbers has: heads 2, tokens and channels 1."""
     if tensor.dim() == 3:
         return tensor.shape[2] > 1 and tensor.stride()[1:] == (1, 1)
-    return tensor.dim() == 4 and tensor.stride()[1:] in ((HEAD_STRIDE, 1, 1), (1, HEAD_STRIDE, 1))
-
-
-def form_of(tensor: torch.Tensor, num_kv_heads: int) -> Form | None:
-    """The form of a handle or of a copy of one; None of a copy with as many tokens as heads, which tells nothing."""
-    if tensor.dim() == 3:
-        return Form.HEADS_MERGED
-    if is_laid_out(tensor):
-        return Form.TOKENS_FIRST if tensor.stride(2) == HEAD_STRIDE else Form.HEADS_FIRST
-    if tensor.shape[1] == tensor.shape[2] and num_kv_heads > 1:
-        return None
-    return Form.HEADS_FIRST if tensor.shape[1] == num_kv_heads else Form.TOKENS_FIRST
+    if tensor.dim() != 4:
+        return False
+    first, *rest = tensor.stride()
+    return rest in ([HEAD_STRIDE, 1, 1], [1, HEAD_STRIDE, 1]) or [first, *rest[1:]] == [1, HEAD_STRIDE, 1]
 
 
 def heads_first(tensor: torch.Tensor, form: Form, num_kv_heads: int) -> torch.Tensor:
     """A handle, or a copy of one, as `[batch, num_kv_heads, kv_len, head_dim]`: a view."""
-    if form is Form.HEADS_FIRST:
-        return tensor
-    if form is Form.TOKENS_FIRST:
-        return tensor.transpose(1, 2)
+    if form is not Form.HEADS_MERGED:
+        return tensor.permute(ORDERS[form])
     # Elements that lie behind those of the first head are the other heads', as far as they are at stride 2.
     (batch, kv_len, width), (rows, tokens, channels) = tensor.shape, tensor.stride()
     sizes = (batch, num_kv_heads, kv_len, width // num_kv_heads)
@@ -70,12 +82,18 @@ def in_form(handle: torch.Tensor, form: Form) -> torch.Tensor:
         form: Not `HEADS_FIRST`, which it has.
     """
     batch, heads, kv_len, dim = handle.shape
-    rows, of_heads, tokens, channels = handle.stride()
-    shape: tuple[int, ...] = (batch, kv_len, heads, dim)
-    strides: tuple[int, ...] = (rows, tokens, of_heads, channels)
-    if form is Form.HEADS_MERGED:
-        shape, strides = (batch, kv_len, heads * dim), (rows, tokens, channels)
-    place = (handle.untyped_storage(), handle.storage_offset(), shape, strides)
+    rows, _, tokens, channels = handle.stride()
+    look = (
+        handle.as_strided((batch, kv_len, heads * dim), (rows, tokens, channels))
+        if form is Form.HEADS_MERGED
+        else from_heads_first(handle, form)
+    )
+    place = (handle.untyped_storage(), handle.storage_offset(), look.shape, look.stride())
     alone = torch.empty(0, dtype=handle.dtype, device=handle.device).set_(*place)  # no view, see `handle.py`
-    torch._dynamo.maybe_mark_dynamic(alone, 1)
+    torch._dynamo.maybe_mark_dynamic(alone, token_dim(form))
     return alone
+
+
+def token_dim(form: Form) -> int:
+    """The dimension of tokens."""
+    return 1 if form is Form.HEADS_MERGED else ORDERS[form][2]

@@ -12,8 +12,8 @@ from specache_fx.errors import CacheHandleError
 from specache_fx.runtime import handle as handles
 from specache_fx.runtime import registry
 from specache_fx.runtime.claims import ELSEWHERE, MIXED, check_open, living, read_claim
-from specache_fx.runtime.give_back import form_of
-from specache_fx.runtime.handle_form import Form, heads_first
+from specache_fx.runtime.give_back import with_heads_first
+from specache_fx.runtime.handle_form import Form
 from specache_fx.runtime.session import Session
 from specache_fx.runtime.snapshot import take_lookahead
 
@@ -52,7 +52,7 @@ def parts_of(tensors: Sequence[torch.Tensor]) -> Iterator[list[Part]]:
 def _parts(tensors: Sequence[torch.Tensor], stack: contextlib.ExitStack) -> list[Part]:
     found: dict[int, dict[int, int]] = {}
     for place, tensor in enumerate(tensors):
-        for code in (handles.decode(tensor) or [])[:1]:
+        if (code := handles.first_code(tensor)) is not None:
             if not code.is_ours:
                 raise CacheHandleError(ELSEWHERE)
             found.setdefault(code.session, {})[code.slot] = place
@@ -69,18 +69,12 @@ def _parts(tensors: Sequence[torch.Tensor], stack: contextlib.ExitStack) -> list
 def _part(
     tensors: Sequence[torch.Tensor], number: int, by_slot: dict[int, int], stack: contextlib.ExitStack
 ) -> Part:
-    shapes = living(registry.by_code(number)).session.shapes
-    if sorted(by_slot) != list(range(2 * len(shapes))):
+    session = living(registry.by_code(number)).session
+    if sorted(by_slot) != list(range(2 * len(session.shapes))):
         raise CacheHandleError(MIXED)
     places = [by_slot[slot] for slot in range(len(by_slot))]
-    heads = [shape.num_kv_heads for shape in shapes for _ in range(2)]
-    forms = [form_of(tensors[place], count) for place, count in zip(places, heads, strict=True)]
-    claim = read_claim(
-        [
-            heads_first(tensors[place], form, count)
-            for place, form, count in zip(places, forms, heads, strict=True)
-        ]
-    )
+    forms = list(session.forms)
+    claim = read_claim([with_heads_first(tensors[place], session, slot) for slot, place in enumerate(places)])
     session = claim.session
     stack.enter_context(registry.holding(session))
     check_open(session)

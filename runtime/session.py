@@ -20,6 +20,7 @@ from specache_fx.errors import CacheHandleError, UnsupportedGraphError
 from specache_fx.runtime.aten_steps import AtenSteps
 from specache_fx.runtime.cpu_recorder import CpuRecorder
 from specache_fx.runtime.handle import MAX_SESSION, Newest
+from specache_fx.runtime.handle_form import Form
 from specache_fx.runtime.handle_tensor import Lease
 from specache_fx.runtime.host_cache import HostCache, resolve_host
 from specache_fx.runtime.kernels import choose_kernel
@@ -71,6 +72,7 @@ class Session:
         self.config, self.shapes, self.dtype, self.device = config, shapes, dtype, device
         self.batch: int | None = None
         self.kv_len = 0
+        self.forms = [Form.HEADS_FIRST] * (2 * len(shapes))  # of the handles outside of the graph, by slot
         self.key_mask = KeyMask()
         self.masks_move = False  # the model's masks hide more than the padding, now or soon
         self.prompt_masks: PromptMasks | None = None  # while several tokens run
@@ -270,7 +272,7 @@ class Session:
             twin.close()
             raise
         twin.kv_len = self.kv_len
-        twin.weights, twin.model_config = self.weights, self.model_config
+        twin.weights, twin.model_config, twin.forms = self.weights, self.model_config, [*self.forms]
         twin._take_rows(self, index)
         twin.forget_lookahead()  # its staged pairs are not copied
         return twin

@@ -114,8 +114,9 @@ def restored(
                 session = _session(model, file, i, about, weights[i], made)
                 session.rewind(session.kv_len if kv_len is None else kv_len)
                 issued = registry.issue(session)
-                for place, form, handle in zip(about["places"], about["forms"], issued, strict=True):
-                    tensors[place] = in_form(handle, Form(form))
+                given = zip(about["places"], about["forms"], issued, strict=True)
+                for slot, (place, form, handle) in enumerate(given):
+                    tensors[place] = in_form(handle, Form(form), slot)
             for name in file.names:
                 kind, _, number = name.partition(".")
                 if kind == "plain":

@@ -25,7 +25,7 @@ from specache_fx.lowering import Compiled
 from specache_fx.runtime import claims, fixed_buffers, handle_form, registry
 from specache_fx.runtime.give_back import give_back
 from specache_fx.runtime.handle import is_poisoned
-from specache_fx.runtime.handle_form import Form, heads_first, is_laid_out
+from specache_fx.runtime.handle_form import ORDERS, Form, from_heads_first, heads_first, is_laid_out
 from specache_fx.runtime.handle_tensor import Handle, bare, mark, plain
 from specache_fx.runtime.layout import LayerShape
 from specache_fx.runtime.prompt_masks import PromptMasks
@@ -325,8 +325,8 @@ def as_taken(program: Program, args: Sequence[Any]) -> list[Any]:
     taken = list(args)
     for i, heads in program.merged_inputs.items():
         taken[i] = heads_apart(taken[i], heads)
-    for i in program.swapped_inputs:
-        taken[i] = taken[i].transpose(1, 2)
+    for i, form in program.swapped_inputs.items():
+        taken[i] = taken[i].permute(ORDERS[form])
     return taken + [args[i][:, -count:] for i, count in program.newest_inputs]
 
 
@@ -340,10 +340,13 @@ def heads_apart(tensor: torch.Tensor, num_heads: int) -> torch.Tensor:
         return apart if lease is None else mark(apart, lease)
 
 
-def in_form(handle: torch.Tensor, form: Form) -> torch.Tensor:
-    """The same handle, `[batch, num_kv_heads, kv_len, head_dim]`, in another form."""
+def in_form(handle: torch.Tensor, form: Form, slot: int) -> torch.Tensor:
+    """The same handle, `[batch, num_kv_heads, kv_len, head_dim]`, in another form, which its session notes."""
     if form is Form.HEADS_FIRST or not isinstance(handle, Handle):
         return handle
+    session = handle.lease.session
+    assert isinstance(session, Session)
+    session.forms[slot] = form
     with bare():
         return mark(handle_form.in_form(handle, form), handle.lease)
 
@@ -362,8 +365,8 @@ class TakenApart:
 class AtBorder:
     """Another runner for a model whose inputs and outputs the graph takes and gives otherwise.
 
-    Caches have their tokens first (`heads_first`), or their heads merged too (`merged_heads`); ids are the whole
-    sequence's (`newest_tokens`).
+    Caches have their tokens or their sequence first (`heads_first`), or their heads merged too (`merged_heads`); ids
+    are the whole sequence's (`newest_tokens`).
 
     Attributes:
         runner: Gets and gives caches with heads first, and gets the newest ids.
@@ -377,14 +380,15 @@ class AtBorder:
         results = list(self.runner(*as_taken(self._program, args)))
         assert self._program.outputs is not None
         with inference():
-            merged, handed_out = self._program.merged_outputs, self._program.outputs.handles
-            for i in {*self._program.swapped_outputs, *merged}:
-                if i in handed_out:
-                    results[i] = in_form(results[i], Form.HEADS_MERGED if i in merged else Form.TOKENS_FIRST)
+            swapped, merged = self._program.swapped_outputs, self._program.merged_outputs
+            for i in {*swapped, *merged}:
+                if (slot := self._program.outputs.handles.get(i)) is not None:
+                    form = Form.HEADS_MERGED if i in merged else swapped[i]
+                    results[i] = in_form(results[i], form, slot)
                     continue
                 # A cache that is left alone: in memory as the model's own cat would have it.
-                if i in self._program.swapped_outputs:
-                    results[i] = results[i].transpose(1, 2).contiguous()
+                if i in swapped:
+                    results[i] = from_heads_first(results[i], swapped[i]).contiguous()
                 if i in merged:
                     results[i] = results[i].flatten(2)
         return tuple(results)

@@ -12,11 +12,11 @@ from specache_fx.capture.graph_slices import ancestors, mutated_inputs
 from specache_fx.capture.graph_utils import (
     concatenated,
     described,
+    order_of,
     reads_shape_only,
     same_sizes,
     shape_of,
     shown_shape,
-    swaps,
     target_name,
 )
 
@@ -69,15 +69,17 @@ class Side:
 
 
 def without_repeat(node: Node) -> tuple[Node, list[Node]]:
-    """Strip repeat_kv, also one that swaps heads and tokens before and after.
+    """Strip repeat_kv, also one that is permuted before, so that heads are dimension 2, and back behind.
 
     Returns:
         What is repeated, and the nodes that do it; the node itself, and none, where it is no repeat.
     """
-    if not swaps(node, 1, 2):
+    order = order_of(node)
+    if order is None:
         return unrepeated(node, heads=1)
     inner, chain = unrepeated(node.args[0], heads=2)  # type: ignore[arg-type]
-    if not chain or not swaps(inner, 1, 2):
+    before = order_of(inner)
+    if not chain or before is None or [before[dim] for dim in order] != [0, 1, 2, 3] or order[1] != 2:
         return node, []
     return inner.args[0], [node, *chain, inner]  # type: ignore[return-value]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from specache_fx.capture.graph_utils import (
 )
 from specache_fx.capture.newest_tokens import NEWEST_OF
 from specache_fx.capture.program import AttentionSite
+from specache_fx.runtime.handle_form import Form, token_dim
 from specache_fx.runtime.sources import Sources
 
 _SAME_TOKENS = {"reshape", "unsqueeze", "squeeze", "_to_copy", "clone", "index_put", "masked_fill", "where"}
@@ -184,10 +185,10 @@ def _kv_len(past: Node) -> Any:
 
 
 def fixed_sizes(
-    inputs: Sequence[Node], past_inputs: Sequence[int], tokens_first: Collection[int], sources: Sources
+    inputs: Sequence[Node], past_inputs: Sequence[int], swapped: Mapping[int, Form], sources: Sources
 ) -> dict[int, int]:
     """Inputs that grow with the context and are of constant size here, and in which dimension of Dynamo's tensor."""
-    token_dims = {i: 1 if i in tokens_first else 2 for i in past_inputs}
+    token_dims = {i: token_dim(swapped.get(i, Form.HEADS_FIRST)) for i in past_inputs}
     # One that is cut to the keys' length tells Dynamo nothing about its own: it is as long as the keys are now.
     now = (_now(_kv_len(inputs[i])) for i in token_dims if i not in sources.most)
     lengths = {length + 1 for length in now if length is not None}

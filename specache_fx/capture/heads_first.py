@@ -1,15 +1,19 @@
-"""`heads_first`: KV caches `[batch, kv_len, num_kv_heads, head_dim]` in the layout that the other passes know.
+"""`heads_first`: KV caches of another layout in the one that the other passes know.
 
-    keys = cat([past_keys, k], 1)                          # output
+    keys = cat([past_keys, k], 1)                          # output; [batch, kv_len, num_kv_heads, head_dim]
     out  = sdpa(q, transpose(repeat_kv(keys), 1, 2), ...)
         -> keys = cat([past_keys, transpose(k, 1, 2)], 2)  # output; past_keys [batch, num_kv_heads, kv_len, head_dim]
-           out  = sdpa(q, keys, ...)                       # or, of repeated keys, with a swap before and after
+           out  = sdpa(q, keys, ...)                       # or, of repeated keys, permuted before and after
 
-Nothing but the layout changes, and only of what is read with heads and tokens swapped and in no other way: the graph
-computes the same, whatever its attention turns out to be. Inputs and outputs have their dimensions 1 and 2 swapped from
-then on; `AtBorder` in `specache_fx/runners.py` swaps them where Dynamo's tensors come in and go out.
+So for `[kv_len, batch, num_kv_heads, head_dim]`, which is appended to in dimension 0 and read by `permute(1, 2, 0, 3)`,
+for keys `[batch, num_kv_heads, head_dim, kv_len]`, and for caches that the model itself permutes where they come in and
+go out: `show_layouts` puts the permute in front of their readers.
 
-A prompt's keys are such a cache if they are an output and read swapped. Every other graph stays as it is.
+Nothing but the layout changes, and only of what is read with heads before tokens and in no other way: the graph
+computes the same, whatever its attention turns out to be. Inputs and outputs have heads first from then on; `AtBorder`
+in `specache_fx/runners.py` permutes them where Dynamo's tensors come in and go out.
+
+A prompt's keys are such a cache if they are an output and read permuted. Every other graph stays as it is.
 """
 
 from __future__ import annotations
@@ -25,108 +29,121 @@ from specache_fx.capture.graph_slices import eliminate_dead_code
 from specache_fx.capture.graph_utils import (
     concatenated,
     is_static_input,
+    order_of,
     output_node,
     placeholders,
     shape_of,
-    swaps,
     target_name,
     value_of,
 )
+from specache_fx.capture.hidden_layouts import FORMS, follows_layout, inverse, permuted, show_layouts
+from specache_fx.runtime.handle_form import ORDERS, Form, token_dim
 
 _aten = torch.ops.aten
 
 
-def _read_sizes(root: Node, keys: Node) -> None:
-    """Have what reads sizes of a cache with tokens first read those of the same with heads first."""
+def _read_sizes(root: Node, keys: Node, form: Form) -> None:
+    """Have what reads sizes of a cache read those of the same with heads first."""
     for user in list(root.users):
         if target_name(user) == "sym_numel":
             user.args = (keys,)
         elif target_name(user) == "sym_size":
-            dim: Any = user.args[1]
-            user.args = (keys, {1: 2, 2: 1}.get(dim, dim))
+            user.args = (keys, ORDERS[form].index(user.args[1]))
 
 
-def _harmless(user: Node) -> bool:
-    """Whether a node reads a cache in a way that does not depend on the layout, or can follow it."""
-    return user.op == "output" or target_name(user) in ("sym_size", "sym_numel")
+def _permuted_reads(root: Node, *, tokens_last: bool) -> tuple[Form, list[Node]] | None:
+    """The form of a cache, and the nodes that read it with heads first; None if another read is no repeat_kv.
 
-
-def _swapped_reads(root: Node) -> list[Node] | None:
-    """The nodes that swap heads and tokens of a cache; None if another read is no repeat_kv."""
-    reads, others = list[Node](), [user for user in root.users if not _harmless(user)]
-    for user in others:
-        if swaps(user, 1, 2):
+    Args:
+        root: The cache.
+        tokens_last: It is known to have its tokens last: a `transpose(2, 3)` alone may be one of the product.
+    """
+    reads, permutes = list[Node](), list[Node]()
+    for user in root.users:
+        if follows_layout(user):
+            continue
+        if order_of(user) is not None:
             reads.append(user)
+            permutes.append(user)
             continue
         end = user
         while target_name(end) in ("unsqueeze", "expand", "clone") and len(end.users) == 1:
             end = next(iter(end.users))
-        is_repeat = unrepeated(end, heads=2)[0] is root and end.users
-        if not is_repeat or not all(swaps(reader, 1, 2) for reader in end.users):
+        if unrepeated(end, heads=2)[0] is not root or not end.users:
             return None
-    return reads if others else None
+        permutes += end.users
+    forms = {FORMS.get(tuple(order_of(node) or ())) for node in permutes}
+    form = forms.pop() if len(forms) == 1 else None
+    return None if form is None or tokens_last != (form is Form.TOKENS_LAST) else (form, reads)
 
 
-def _past_of(root: Node) -> tuple[Node, Node] | None:
+def _past_of(root: Node, form: Form) -> tuple[Node, Node] | None:
     """The past and the new part of `cat([past, new], 1)`, where nothing else reads that input."""
     parts, dim = concatenated(root) or ([], 0)
-    if len(parts) != 2 or dim != 1:
+    if len(parts) != 2 or dim != token_dim(form):
         return None
     past, new = parts
     is_past = past.op == "placeholder" and not is_static_input(past)
     if not is_past or not all(
-        user is root or (_harmless(user) and user.op != "output") for user in past.users
+        user is root or (follows_layout(user) and user.op != "output") for user in past.users
     ):
         return None
     return past, new
 
 
-def _swap_cache(graph: Graph, root: Node, reads: list[Node], past: tuple[Node, Node] | None) -> Node:
+def _permute_cache(
+    graph: Graph, root: Node, form: Form, reads: list[Node], past: tuple[Node, Node] | None
+) -> Node:
     """Put the cache with heads first behind `root`; returns it."""
+    order = ORDERS[form]
     with graph.inserting_after(root):
         if past is None:
-            keys = call(graph, _aten.transpose.int, (root, 1, 2), root)
+            keys = permuted(graph, root, order, root)
         else:
-            past[0].meta = {**past[0].meta, "val": value_of(past[0]).transpose(1, 2)}
-            _read_sizes(past[0], past[0])
-            new = call(graph, _aten.transpose.int, (past[1], 1, 2), root)
+            past[0].meta = {**past[0].meta, "val": value_of(past[0]).permute(order)}
+            _read_sizes(past[0], past[0], form)
+            new = permuted(graph, past[1], order, root)
             with graph.inserting_after(new):
                 keys = call(graph, _aten.cat.default, ([past[0], new], 2), root)
-    _read_sizes(root, keys)
-    for swap in reads:
-        swap.replace_all_uses_with(keys)
+    _read_sizes(root, keys, form)
+    for read in reads:
+        read.replace_all_uses_with(keys)
     with graph.inserting_after(keys):
-        back = call(graph, _aten.transpose.int, (keys, 1, 2), root)
+        back = permuted(graph, keys, inverse(order), root)
     root.replace_all_uses_with(back, delete_user_cb=lambda user: user is not keys)
     return keys
 
 
-def heads_first(gm: GraphModule) -> tuple[list[int], list[int]]:
-    """Swap heads and tokens of the caches that have tokens first.
+def heads_first(gm: GraphModule) -> tuple[dict[int, Form], dict[int, Form]]:
+    """Have caches of another layout with heads first.
 
     Returns:
-        Positions of the inputs and of the outputs whose dimensions 1 and 2 are swapped from here on.
+        Positions of the inputs and of the outputs that have heads first from here on, and the form that they had.
     """
     graph = gm.graph
     output, inputs = output_node(graph), placeholders(graph)
+    permuted_inputs: dict[int, Form] = {}
+    permuted_outputs: dict[int, Form] = {}
+    shown = show_layouts(graph)
     outs: list[Any] = list(output.args[0])  # type: ignore[arg-type]
-    swapped_inputs: list[int] = []
-    swapped_outputs: list[int] = []
     for root in dict.fromkeys(out for out in outs if isinstance(out, Node)):
         if root.op == "placeholder" or len(shape_of(root) or ()) != 4:
             continue
-        reads, past = _swapped_reads(root), _past_of(root)
-        if reads is None or (past is None and (concatenated(root) or (None, 0))[1] == 1):
+        found = _permuted_reads(root, tokens_last=shown.get(root) is Form.TOKENS_LAST)
+        if found is None:
             continue
-        keys = _swap_cache(graph, root, reads, past)
+        form, reads = found
+        past = _past_of(root, form)
+        if past is None and (concatenated(root) or (None, None))[1] == token_dim(form):
+            continue
+        keys = _permute_cache(graph, root, form, reads, past)
         places = [i for i, out in enumerate(outs) if out is root]
         for i in places:
-            outs[i] = keys
-        swapped_outputs += places
+            outs[i], permuted_outputs[i] = keys, form
         if past is not None:
-            swapped_inputs.append(inputs.index(past[0]))
-    if swapped_outputs:
+            permuted_inputs[inputs.index(past[0])] = form
+    if permuted_outputs or shown:
         output.args = (tuple(outs),)
         eliminate_dead_code(graph)
         finish(gm)
-    return swapped_inputs, swapped_outputs
+    return permuted_inputs, permuted_outputs

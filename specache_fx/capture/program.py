@@ -12,6 +12,7 @@ from torch.fx import GraphModule, Node
 from specache_fx.capture.cache_side import Side
 from specache_fx.config import SpecacheConfig
 from specache_fx.runtime.expansion import Expansion
+from specache_fx.runtime.handle_form import Form
 from specache_fx.runtime.prompt_masks import PromptMask
 from specache_fx.runtime.sources import Prelude, Sources
 from specache_fx.runtime.window_masks import WindowMasks
@@ -197,9 +198,8 @@ class Program:
         weights: Positions of parameters and buffers among Dynamo's inputs, each with its name in the module.
         past_inputs: Positions of the past KV inputs among Dynamo's, keys and values in turn.
         other_kv_inputs: Positions of inputs that could be KV tensors too, and stay as they are.
-        swapped_inputs: Positions of the inputs whose dimensions 1 and 2 `heads_first` swapped: caches that have tokens
-            first.
-        swapped_outputs: Positions of such outputs.
+        swapped_inputs: Positions of the inputs that `heads_first` has with heads first, and the form that they come in.
+        swapped_outputs: The same of outputs.
         merged_inputs: Positions of the inputs whose heads `merged_heads` took apart, and how many these are: caches
             `[batch, kv_len, num_kv_heads * head_dim]`.
         merged_outputs: The same of outputs.
@@ -223,8 +223,8 @@ class Program:
     weights: dict[int, str] = field(default_factory=dict)
     past_inputs: tuple[int, ...] = ()
     other_kv_inputs: tuple[int, ...] = ()
-    swapped_inputs: frozenset[int] = frozenset()
-    swapped_outputs: tuple[int, ...] = ()
+    swapped_inputs: dict[int, Form] = field(default_factory=dict)
+    swapped_outputs: dict[int, Form] = field(default_factory=dict)
     merged_inputs: dict[int, int] = field(default_factory=dict)
     merged_outputs: dict[int, int] = field(default_factory=dict)
     newest_inputs: tuple[tuple[int, int], ...] = ()

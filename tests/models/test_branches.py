@@ -87,25 +87,6 @@ def test_a_model_with_a_state_of_its_own_moves_it_once_a_token(lookahead: str) -
     assert torch.equal(model.calls, plain.calls)
 
 
-class OtherLayout(TinyDecoder):
-    """Keeps keys and values as [batch, kv_len, num_kv_heads, head_dim]."""
-
-    def forward(self, input_ids: Tensor, past: Any = None, **kwargs: Any) -> Any:
-        past = past and [(k.transpose(1, 2), v.transpose(1, 2)) for k, v in past]
-        logits, presents = super().forward(input_ids, past, **kwargs)
-        return logits, [(k.transpose(1, 2), v.transpose(1, 2)) for k, v in presents]
-
-
-def test_a_cache_of_another_layout_is_named() -> None:
-    model = OtherLayout(TinyConfig())
-    report = specache_fx.explain(model, run=lambda m: m(PROMPT))
-    assert "0 attentions rewritten, 2 left alone" in str(report)
-    assert "another layout" in str(report)
-    strict = torch.compile(model, backend="specache", options={**OPTIONS, "strict": True})
-    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="another layout"), torch.no_grad():
-        strict(PROMPT)
-
-
 def test_an_output_as_long_as_the_context_is_no_obstacle() -> None:
     class Lengths(TinyDecoder):
         def forward(self, input_ids: Tensor, past: Any = None, **kwargs: Any) -> Any:

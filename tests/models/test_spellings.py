@@ -586,18 +586,19 @@ class ChannelsFirst(Hooked):
 
 
 class KeysTransposed(Hooked):
-    """Caches values, and keys `[batch, num_kv_heads, head_dim, kv_len]`."""
+    """Caches values, and keys `[batch, num_kv_heads, head_dim, kv_len]`, which are repeated for groups of heads."""
 
     def run_layer(
         self, layer: int, x: Tensor, hide: Tensor, past: tuple[Tensor, Tensor] | None
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         sides = self.qkv[layer](x).chunk(3, -1)
         q, k, v = (side.view(*x.shape[:2], HEADS, HEAD_DIM).transpose(1, 2) for side in sides)
-        k = k.mT
+        k, v = k[:, ::2].mT, v[:, ::2]
         if past is not None:
             v, k = torch.cat([past[0], v], 2), torch.cat([past[1], k], 3)
+        cached, k, v = (v, k), k.repeat_interleave(2, 1), v.repeat_interleave(2, 1)
         scores = (q @ k * HEAD_DIM**-0.5).masked_fill(hide, -1e30)
-        return x + (scores.softmax(-1) @ v).transpose(1, 2).flatten(2), (v, k)
+        return x + (scores.softmax(-1) @ v).transpose(1, 2).flatten(2), cached
 
 
 class Stacked(SpeltOut):

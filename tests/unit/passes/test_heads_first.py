@@ -19,6 +19,7 @@ from specache_fx.capture.normalize_attention import SDPA
 from specache_fx.capture.program import Program
 from specache_fx.config import SpecacheConfig
 from specache_fx.runners import as_taken
+from specache_fx.runtime.handle_form import Form, from_heads_first
 
 CAT = torch.ops.aten.cat.default
 Q, K, PAST = torch.randn(2, 4, 1, 8), torch.randn(2, 1, 2, 8), torch.randn(2, 5, 2, 8)
@@ -37,7 +38,11 @@ def run(function: Callable[..., Any], *tensors: Tensor) -> tuple[str, GraphModul
     for i in program.swapped_inputs:
         assert shape_of(placeholders(gm.graph)[i])[1:3] == (2, 5)  # type: ignore[index]
     results = gm(*as_taken(program, captured.inputs))
-    swapped = [out.transpose(1, 2) if i in program.swapped_outputs else out for i, out in enumerate(results)]
+    forms = [program.swapped_outputs.get(i, Form.HEADS_FIRST) for i in range(len(results))]
+    swapped = [
+        from_heads_first(out, form) if out.dim() == 4 else out
+        for out, form in zip(results, forms, strict=True)
+    ]
     for mine, theirs in zip(swapped, captured.gm(*captured.inputs), strict=True):
         torch.testing.assert_close(mine, theirs)
     return before, gm, program, results
@@ -81,7 +86,7 @@ def test_sizes_are_read_in_the_new_layout() -> None:
 def test_append_to_tokens_becomes_one_to_heads(function: Callable[..., Any]) -> None:
     _, gm, program, results = run(function, Q, K, PAST)
     assert (len(program.swapped_inputs), len(program.swapped_outputs)) == (1, 1)
-    assert results[program.swapped_outputs[0]].shape == (2, 2, 6, 8)
+    assert results[next(iter(program.swapped_outputs))].shape == (2, 2, 6, 8)
     names = [target_name(node) for node in gm.graph.nodes if node.op not in ("placeholder", "output")]
     repeats = ["transpose", "unsqueeze", "expand", "reshape", "transpose"]
     repeats *= function in (interleaved, expanded)
@@ -98,8 +103,8 @@ def test_a_prompt_is_known_by_its_swapped_output(rotated: int) -> None:
         return sdpa(q, keys.transpose(1, 2)), keys
 
     _, _, program, results = run(prompt, Q, K)
-    assert program.swapped_inputs == frozenset() and len(program.swapped_outputs) == 1
-    assert results[program.swapped_outputs[0]].shape == (2, 2, 1, 8)
+    assert program.swapped_inputs == {} and len(program.swapped_outputs) == 1
+    assert results[next(iter(program.swapped_outputs))].shape == (2, 2, 1, 8)
 
 
 def past_read_elsewhere(q: Tensor, k: Tensor, past: Tensor) -> Any:
@@ -145,7 +150,4 @@ def newest_returned(q: Tensor, k: Tensor, past: Tensor) -> Any:
 )
 def test_what_is_read_in_another_way_stays(function: Callable[..., Any]) -> None:
     before, gm, program, _ = run(function, Q, K, PAST)
-    assert before == graphs.code(gm) and (program.swapped_inputs, program.swapped_outputs) == (
-        frozenset(),
-        (),
-    )
+    assert before == graphs.code(gm) and (program.swapped_inputs, program.swapped_outputs) == ({}, {})
