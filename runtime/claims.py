@@ -41,6 +41,11 @@ _RELEASED = (
     "The past KV cache was released (specache_fx.release, or a call that failed midway), and its pairs are gone. Start"
     " from the prompt, and release a cache when it is not needed any more."
 )
+_PARTS = (
+    "A graph reads {count} of the {layers} layers of the past KV cache. Dynamo breaks the model's graph between layers"
+    ' here, and did not in the prompt. TORCH_LOGS="graph_breaks" shows where. Take the break out (.item(), print, or an'
+    ' if on a tensor), or compile this model with backend="inductor".'
+)
 LEFT = (
     "The past KV cache belongs to a branch that was left: the same cache has since gone on from an earlier token. Keep"
     " the cache that the model returned last, or start from the prompt."
@@ -97,6 +102,9 @@ def go_on(
             branch that was left or another model, or were cut.
         HostMemoryError: If the host tier can't take a fork.
     """
+    known = registry.find(past[0])
+    if known is not None and len(past) < 2 * len(known.shapes):
+        raise CacheHandleError(_PARTS.format(count=len(past) // 2, layers=len(known.shapes)))
     claim = read_claim(past)
     session = claim.session
     if session.config != config or session.shapes != shapes:

@@ -123,6 +123,7 @@ class _Recorder:
             report.phase, report.refusals = program.phase, list(program.refusals)
             report.left_alone = program.left_alone
             report.rewritten = [site.source for site in program.sites]
+            report.has_cache |= bool(program.sites)  # in buffers of the model
             if name == "fuse_layer_steps":
                 found = _around_attention(graph)
                 report.runs = found if found != report.after else ""

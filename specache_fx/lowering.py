@@ -20,8 +20,9 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from specache_fx._log import warn_once
+from specache_fx.capture.graph_edit import call
 from specache_fx.capture.graph_slices import ancestors, eliminate_dead_code, extract
-from specache_fx.capture.graph_utils import placeholders, value_of
+from specache_fx.capture.graph_utils import placeholders, shape_of, symbols_of, value_of
 from specache_fx.capture.normalize_attention import SDPA
 from specache_fx.capture.program import Program
 from specache_fx.config import Lowering
@@ -62,13 +63,16 @@ def _by_inductor(gm: GraphModule, inputs: list[Any]) -> Compiled:
     try:
         compiled: Any = compile_fx(gm, inputs)
     except InductorError as error:
-        if not isinstance(error.inner_exception, InvalidCxxCompiler):
-            raise
-        warn_once(
-            logger,
-            "Inductor finds no C++ compiler, so the model runs operator by operator. Install one, or name one by CXX;"
-            ' lowering="eager" says that this is meant',
+        cause = error.inner_exception
+        if isinstance(cause, InvalidCxxCompiler):
+            why = "Inductor finds no C++ compiler", "Install one, or name one by CXX;"
+        else:
+            line = (str(cause).strip().splitlines() or [""])[0]
+            why = f"Inductor fails to compile a graph ({type(cause).__name__}: {line})", "It is slower;"
+        message = (
+            f'{why[0]}, so it runs operator by operator. {why[1]} lowering="eager" says that this is meant'
         )
+        warn_once(logger, message)
         return gm.forward
     return compiled
 
@@ -106,6 +110,8 @@ def _compile_tests(gm: GraphModule, inside: set[Node], inputs: Sequence[Any]) ->
     """
     given = placeholders(gm.graph)
     roots = [node for node in given if node in inside]
+    sizes = _unbound_sizes(gm.graph, roots)
+    roots += sizes
     for node in gm.graph.nodes:
         if node.target in (operator.getitem, torch.ops.aten.select.int) and inside.issuperset(
             node.all_input_nodes
@@ -122,13 +128,35 @@ def _compile_tests(gm: GraphModule, inside: set[Node], inputs: Sequence[Any]) ->
     with part.graph.inserting_before(end):
         end.args = (tuple(_computed(part.graph, each) for each in end.all_input_nodes),)
     part.recompile()
-    compiled = lower(part, [inputs[given.index(node)] for node in roots], "inductor")
-    with gm.graph.inserting_before(next(node for node in gm.graph.nodes if node.op != "placeholder")):
+    examples = [value_of(node) if node in sizes else inputs[given.index(node)] for node in roots]
+    compiled = lower(part, examples, "inductor")
+    first = next(node for node in gm.graph.nodes if node.op != "placeholder" and node not in sizes)
+    with gm.graph.inserting_before(first):
         told = gm.graph.call_function(target(compiled), tuple(roots))
         for number, node in enumerate(results):
             node.replace_all_uses_with(gm.graph.call_function(operator.getitem, (told, number)))
     eliminate_dead_code(gm.graph)
     gm.recompile()
+
+
+def _unbound_sizes(graph: Graph, roots: Sequence[Node]) -> list[Node]:
+    """Insert the sizes of other inputs that sizes of some are sums of: Inductor doesn't solve for them.
+
+    Args:
+        graph: A graph.
+        roots: Some of its inputs.
+    """
+    given = placeholders(graph)
+    sums = set().union(*(symbols_of(size) for root in roots for size in shape_of(root) or ()))
+    missing = sums - {size.node.expr for root in roots for size in shape_of(root) or () if symbols_of(size)}
+    found: dict[object, Node] = {}
+    for node in given:
+        for dim, size in enumerate(shape_of(node) or ()):
+            if symbols_of(size) and size.node.expr in missing - found.keys():
+                with graph.inserting_after(given[-1]):
+                    made = call(graph, torch.ops.aten.sym_size.int, (node, dim), node)
+                found[size.node.expr] = made
+    return list(found.values())
 
 
 def _computed(graph: Graph, result: Node) -> Node:

@@ -52,8 +52,11 @@ def cut_to(mask: Node, length: Any, mode: FakeTensorMode, attends: Callable[[Nod
     if len(given) != 1:
         return None
     (source,) = given
+    whole = value_of(source)
+    sizes = (*whole.shape[:-1], length)
     with mode:
-        values = {source: value_of(source).new_empty((*(shape_of(source) or ())[:-1], length))}
+        cut = torch.empty_strided(sizes, whole.stride(), dtype=whole.dtype, device=whole.device)
+    values = {source: cut}
     try:
         for node in mask.graph.nodes:
             if node in inside and not values.keys().isdisjoint(node.all_input_nodes):

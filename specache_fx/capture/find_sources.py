@@ -35,12 +35,8 @@ def _is_integer_tensor(node: Node) -> bool:
     return isinstance(value, torch.Tensor) and value.dtype in (torch.int64, torch.int32)
 
 
-def _is_mask(node: Node, shape: tuple[Any, ...], past_len: Any, is_fixed: bool) -> bool:
-    """Whether an input looks like a mask over keys: integers or booleans, or floats of the cache's length.
-
-    Floats `[batch, num_heads or 1, q_len, kv_len]` are one beside a cache of fixed length alone: `generate()` makes
-    them, and they leave a key to each row.
-    """
+def _is_mask(node: Node, shape: tuple[Any, ...], past_len: Any) -> bool:
+    """Whether an input looks like a mask over keys: integers or booleans, or floats of the cache's length."""
     if len(shape) < 2:
         return False
     if _is_integer_tensor(node) or value_of(node).dtype == torch.bool:
@@ -48,7 +44,7 @@ def _is_mask(node: Node, shape: tuple[Any, ...], past_len: Any, is_fixed: bool) 
         return isinstance(shape[-1], torch.SymInt) or (not symbols_of(past_len) and shape[-1] > 1)
     whole = statically_known_true(shape[-1] == past_len + 1)
     if len(shape) == 4:
-        return bool(is_fixed and value_of(node).is_floating_point() and whole and symbols_of(past_len))
+        return bool(value_of(node).is_floating_point() and whole and symbols_of(past_len))
     grows = isinstance(shape[-1], torch.SymInt) or whole
     return bool(len(shape) == 2 and value_of(node).is_floating_point() and grows)
 
@@ -141,7 +137,7 @@ def find_sources(
         ):
             shapes.add(index[node])
             continue
-        if node in of_windows or (node is not token and _is_mask(node, shape, past_len, bool(positions))):
+        if node in of_windows or (node is not token and _is_mask(node, shape, past_len)):
             masks.add(index[node])
             continue
         for size in shape:

@@ -1,6 +1,6 @@
 """`folded_heads`: appends to caches whose heads are folded into the batch have a dimension for them again.
 
-    keys = cat([reshape(past, [b * h, -1, d]), reshape(k, [b * h, q_len, d])], 1)     # past, k [b, h, tokens, d]
+    keys = cat([reshape(past, [b * h, -1, d]), k], 1)    # past [b, h, tokens, d]
     returned = reshape(keys, [b, h, -1, d])
         -> returned = cat([past, k], 2);  keys = reshape(returned, [b * h, -1, d])
 
@@ -16,7 +16,7 @@ from torch.fx import GraphModule, Node
 
 from specache_fx.capture.graph_edit import call, finish
 from specache_fx.capture.graph_slices import eliminate_dead_code
-from specache_fx.capture.graph_utils import concatenated, same_sizes, shape_of
+from specache_fx.capture.graph_utils import concatenated, output_node, same_sizes, shape_of
 
 _reshape = torch.ops.aten.reshape.default
 
@@ -28,15 +28,27 @@ def folded_heads(gm: GraphModule) -> None:
         parts, dims = concatenated(node), shape_of(node) or ()
         if parts is None or parts[1] != 1 or not all(isinstance(size, int) for size in dims[::2]):
             continue
-        whole = [each for each in map(_unfolded, parts[0]) if each is not None]
-        sizes = [(shape_of(each) or ()) for each in whole]
-        if len(whole) < len(parts[0]) or not all(same_sizes(size[:2], sizes[0][:2]) for size in sizes):
+        past, *others = parts[0]
+        before = _unfolded(past)
+        sizes = (shape_of(before) or ())[:2]
+        if before is None or not isinstance(sizes[1], int):
             continue
         with graph.inserting_before(node):
+            whole = [before, *(_unfolded(each, sizes) or _apart(each, sizes[1]) for each in others)]
             joined = call(graph, torch.ops.aten.cat.default, (whole, 2), node)
             folded = call(graph, _reshape, (joined, [dims[0], -1, dims[2]]), node)
         node.replace_all_uses_with(folded)
         changed = True
+    for out in output_node(graph).all_input_nodes:
+        keys: Any = out.args[0] if out.target is _reshape else None
+        dims, heads = shape_of(keys) or (), (shape_of(out) or ())[1:2]
+        fixed = all(isinstance(size, int) for size in (*dims[::2], *heads))
+        if fixed and _is_fold(out, keys) and _unfolded(keys) is None:
+            with graph.inserting_after(keys):  # a prompt's
+                apart = _apart(keys, heads[0])
+            with graph.inserting_after(apart):
+                folded = call(graph, _reshape, (apart, [dims[0], -1, dims[2]]), keys)
+            keys.replace_all_uses_with(folded, delete_user_cb=lambda user, apart=apart: user is not apart)
     for node in list(graph.nodes):
         source = _unfolded(node.args[0]) if node.target is _reshape else None
         if source is not None and same_sizes(shape_of(source) or (), shape_of(node) or ()):
@@ -47,11 +59,25 @@ def folded_heads(gm: GraphModule) -> None:
         finish(gm)
 
 
-def _unfolded(node: Any) -> Node | None:
-    """`[batch, heads, tokens, dim]` of a node that folds it to `[batch * heads, tokens, dim]`; None for another."""
+def _unfolded(node: Any, sizes: tuple[Any, ...] | None = None) -> Node | None:
+    """`[batch, heads, tokens, dim]` of a node that folds it to `[batch * heads, tokens, dim]`; None for another.
+
+    Args:
+        node: The node.
+        sizes: What batch and heads have to be.
+    """
     source: Any = node.args[0] if isinstance(node, Node) and node.target is _reshape else None
     if isinstance(source, Node) and source.target is torch.ops.aten.clone.default:
         source = source.args[0]
-    whole, folded = shape_of(source) or (), shape_of(node) or ()
-    is_folded = len(whole) == 4 and len(folded) == 3 and same_sizes(whole[2:], folded[1:])
-    return source if is_folded else None
+    fits = sizes is None or same_sizes((shape_of(source) or ())[:2], sizes)
+    return source if fits and _is_fold(source, node) else None
+
+
+def _is_fold(whole: Any, folded: Any) -> bool:
+    sizes, merged = shape_of(whole) or (), shape_of(folded) or ()
+    return len(sizes) == 4 and len(merged) == 3 and same_sizes(sizes[2:], merged[1:])
+
+
+def _apart(folded: Node, heads: int) -> Node:
+    """Insert `[batch, heads, tokens, dim]` of `[batch * heads, tokens, dim]`."""
+    return call(folded.graph, torch.ops.aten.unflatten.int, (folded, 0, (-1, heads)), folded)

@@ -105,7 +105,7 @@ def _match(
         raise NoMatch(
             "its keys are not those of this call alone, nor an append of them to a past that is an input"
             " (cross-attention, or a cache of fixed length?)",
-            f"Use a DynamicCache if it is one of fixed length. {LEAVE}.",
+            f"Write into a cache of fixed length in place (index_copy_), or use a DynamicCache. {LEAVE}.",
         )
     if keys.past is None and owner is None and _is_of_another_sequence(core, keys):
         raise NoMatch("its keys are computed from another sequence than its queries (cross-attention)")

@@ -2,12 +2,13 @@
 
     x.view(x.shape); x[:, :]; x.expand(x.shape); alias(x)     ->  x
     permute(x, [0, 2, 1])                                     ->  transpose(x, 1, 2)
+    permute(x, [0, 2, 3, 1])                                  ->  transpose(transpose(x, 1, 2), 2, 3)
     transpose(transpose(x, 1, 2), 1, 2)                       ->  x
     slice(slice_scatter(x, y, 0, start, end), 0, start, end)  ->  y
     slice_scatter(x, slice(x, -1, -n) + y, -1, -n)            ->  x + pad(y)
     repeat of a dimension of size 1                           ->  expand
     s + expand(mask); sdpa(q, k, v, expand(mask))             ->  s + mask; sdpa(q, k, v, mask)
-    view, _unsafe_view                                        ->  reshape
+    view, _unsafe_view; x == False                            ->  reshape; logical_not(x)
 
 Sizes that Dynamo left open are compared as symbols: no guard is added.
 """
@@ -61,6 +62,18 @@ def simplify(graph: Graph) -> None:
             node.target = _aten.reshape.default  # of any strides
         elif len(moved := [i for i, dim in enumerate(order_of(node) or ()) if i != dim]) == 2:
             node.target, node.args = _aten.transpose.int, (node.args[0], *moved)
+        elif order_of(node) == [0, 2, 3, 1]:  # keys, heads first and transposed for their product
+            with graph.inserting_before(node):
+                first = call(graph, _aten.transpose.int, (node.args[0], 1, 2), node)
+            known.setdefault(first.args, first)
+            node.target, node.args = _aten.transpose.int, (known[first.args], 2, 3)
+        elif (
+            node.target is _aten.eq.Scalar and value_of(node.args[0]).dtype is torch.bool and not node.args[1]
+        ):
+            node.target, node.args = (
+                _aten.logical_not.default,
+                node.args[:1],
+            )  # Inductor fails on a bool's `eq`
         elif node.target is SDPA:  # the dispatcher leaves out arguments equal to their defaults
             node.args = (*node.args, *SDPA_DEFAULTS[len(node.args) - 3 :])
             node.args = (*node.args[:3], unexpanded(node.args[3]), *node.args[4:])

@@ -4,7 +4,7 @@
     s = softcap * tanh(scale * p / softcap)  either may be missing
     s = s + mask                             any number of masks and biases; masked_fill and where with a huge negative
     w = softmax(cat([s, sinks]))[..., :-1]   with or without sinks; the maximum may be subtracted first
-    w = masked_fill(w, hidden, 0)            of the same mask as before
+    w = masked_fill(w, hidden, 0)            of the same mask as before; where(isnan(w), 0, w)
     out = bmm(w, v)                          sinks may be a gate behind it
 
 A gate is `out * sigmoid(logsumexp(s, -1) - sinks)`: the same, since sigmoid(log(sum e^s) - b) = sum e^s / (sum e^s +
@@ -128,6 +128,9 @@ def _weighted_values(
     hidden = [score.args[1] for score in scores if target_name(score) == "masked_fill"]
     while True:
         users = real_users(node)
+        if (filled := _without_nan(gm, node, users)) is not None:
+            path += users
+            node, users = filled, real_users(filled)
         if len(users) != 1:
             passing = PRODUCTS | LAYOUTS
             other = next((user for user in users if target_name(user) not in passing), softmax)
@@ -146,6 +149,19 @@ def _weighted_values(
             raise UnknownFormError(user, "changes its probabilities")
         path.append(user)
         node = user
+
+
+def _without_nan(gm: GraphModule, node: Node, users: Sequence[Node]) -> Node | None:
+    """The node that puts 0 in the place of NaN, where a query sees no key; None where there is none."""
+    nans = [user for user in users if target_name(user) == "isnan"]
+    filled = [user for user in users if target_name(user) in ("where", "masked_fill")]
+    if (len(users), len(nans), len(filled)) != (2, 1, 1) or real_users(nans[0]) != filled:
+        return None
+    args: Any = filled[0].args
+    fill = args[1] if target_name(filled[0]) == "where" else args[2]
+    hides = args == (nans[0], fill, node) or args == (node, nans[0], fill)
+    is_zero = target_name(fill) == "zeros_like" if shape_of(fill) else constant_of(gm, fill) == 0
+    return filled[0] if hides and is_zero else None
 
 
 def _drops_last(node: Node) -> bool:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.hooked import Hooked, logits
 from support.models import Block, TinyConfig, TinyDecoder, generate
 from support.own_modules import OwnConfig, OwnDecoder, SwiGLU, greedy
 from support.zoo import SMALL, build, left_padded
@@ -136,3 +137,20 @@ def test_handles_that_are_appended_to_outside_of_any_graph_are_an_error() -> Non
         specache_fx.CacheHandleError, match="`cat` was called on a tensor of a KV cache of specache"
     ):
         generate(compiled, PROMPT, 4)
+
+
+class BreaksInSteps(Hooked):
+    """Its steps ask for a number in each layer, and its prompts don't."""
+
+    num_layers = 2
+
+    def run_layer(self, layer: int, x: Tensor, hide: Tensor, past: Any) -> Any:
+        if past is not None:
+            assert x.abs().max().item() < 1e9
+        return super().run_layer(layer, x, hide, past)
+
+
+def test_a_step_whose_graph_breaks_between_layers_is_told_so() -> None:
+    compiled = torch.compile(BreaksInSteps(), backend="specache", options=OPTIONS)
+    with pytest.raises(specache_fx.CacheHandleError, match=r"reads 1 of the 2 layers .* graph_breaks"):
+        logits(compiled)

@@ -6,11 +6,12 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from support.cases import nightly_unless
-from support.hooked import HEAD_DIM, HEADS, HIDDEN, Hooked, Pairs, SpeltOut, logits
+from support.hooked import HEAD_DIM, HEADS, HIDDEN, VOCABULARY, Hooked, Pairs, SpeltOut, logits
 from torch import Tensor
 from torch._dynamo.exc import BackendCompilerFailed
 from torch.utils.checkpoint import checkpoint
@@ -312,6 +313,65 @@ class FilledProbabilities(SpeltOut):
         return scores.softmax(-1).masked_fill(hide, 0.0) @ v
 
 
+class FilledWhereNaN(SpeltOut):
+    """As in TransformerLens; the mask is compared with False."""
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, hide: Tensor) -> Tensor:
+        scores = (q @ k.transpose(-1, -2) * HEAD_DIM**-0.5).masked_fill((~hide) == False, -torch.inf)  # noqa: E712
+        weights = scores.softmax(-1)
+        return torch.where(torch.isnan(weights), torch.zeros_like(weights), weights) @ v
+
+
+class FoldsHeadsBehindTokens(Hooked):
+    """As fairseq's own attention folds them: `[tokens, batch * num_heads, head_dim]` first."""
+
+    def run_layer(
+        self, layer: int, x: Tensor, hide: Tensor, past: tuple[Tensor, Tensor] | None
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        batch = len(x)
+        sides = self.qkv[layer](x.transpose(0, 1)).chunk(3, -1)
+        q, k, v = (side.contiguous().view(-1, batch * HEADS, HEAD_DIM).transpose(0, 1) for side in sides)
+        if past is not None:
+            k, v = (
+                torch.cat([held.view(batch * HEADS, -1, HEAD_DIM), new], 1)
+                for held, new in zip(past, (k, v), strict=True)
+            )
+        weights = (torch.bmm(q, k.transpose(1, 2)) * HEAD_DIM**-0.5).masked_fill(hide, -torch.inf).softmax(-1)
+        out = torch.bmm(weights, v).transpose(0, 1).reshape(-1, batch, HIDDEN).transpose(0, 1)
+        return x + out, (k.view(batch, HEADS, -1, HEAD_DIM), v.view(batch, HEADS, -1, HEAD_DIM))
+
+
+class KeysPermutedOnce(Hooked):
+    """Caches `[batch, kv_len, num_kv_heads, head_dim]`, and permutes keys for their product in one go."""
+
+    def run_layer(
+        self, layer: int, x: Tensor, hide: Tensor, past: tuple[Tensor, Tensor] | None
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        q, k, v = (side.unflatten(2, (HEADS, HEAD_DIM)) for side in self.qkv[layer](x).chunk(3, -1))
+        if past is not None:
+            k, v = torch.cat([past[0], k], 1), torch.cat([past[1], v], 1)
+        scores = (q.permute(0, 2, 1, 3) @ k.permute(0, 2, 3, 1) * HEAD_DIM**-0.5).masked_fill(hide, -1e30)
+        return x + (scores.softmax(-1) @ v.permute(0, 2, 1, 3)).transpose(1, 2).flatten(2), (k, v)
+
+    def forward(self, ids: Tensor, past: Pairs | None = None, *more: Tensor) -> tuple[Any, ...]:
+        start = 0 if past is None else past[0][0].shape[1]
+        place = torch.arange(start + ids.shape[1])
+        x = self.embed(ids) + self.positions(ids, start)
+        x, pair = self.run_layer(0, x, place[start:, None] < place[None], None if past is None else past[0])
+        return self.head(x), (pair,)
+
+
+class ScaleOfNumPy(SpeltOut):
+    """A model's number of NumPy is a tensor to Dynamo."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = np.sqrt(HEAD_DIM)
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, hide: Tensor) -> Tensor:
+        return (q @ k.transpose(-1, -2) / self.scale).masked_fill(hide, -1e30).softmax(-1) @ v
+
+
 class OneMaskForAllHeads(Hooked):
     """Keys and values of a single head are repeated, and so is the mask."""
 
@@ -346,14 +406,18 @@ class Checkpointed(Hooked):
         Checkpointed,
         EmbeddingOfTorch,
         FilledProbabilities,
+        FilledWhereNaN,
         FoldsHeads,
+        FoldsHeadsBehindTokens,
         FullLike,
         FullLikeByKeyword,
+        KeysPermutedOnce,
         NewFull,
         OneDimensionalBias,
         OneMaskForAllHeads,
         QueriesBeforeHeads,
         ReturnsItsMask,
+        ScaleOfNumPy,
         SlicesThatTakeEverything,
     ],
 )
@@ -363,6 +427,14 @@ def test_a_spelling_is_rewritten_and_compiled_once(
     assert equals_plain(model()) < 0.02
     assert compiled_graphs == [2]
     assert not caplog.text
+
+
+def test_a_number_of_numpy_that_changes_compiles_anew() -> None:
+    model = ScaleOfNumPy()
+    compiled = torch.compile(model, backend="specache", options=OPTIONS)
+    for scale in (4.0, 2.0):
+        model.scale = np.float64(scale)
+        torch.testing.assert_close(logits(compiled), logits(model), rtol=1e-4, atol=1e-4)
 
 
 def as_rows(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
@@ -562,6 +634,67 @@ def test_a_further_input_is_no_mask_and_no_position(
             return use(x, *more)
 
     assert equals_plain(Conditioned(), extra) < 0.02
+
+
+class MaskGiven(Hooked):
+    """Its caller makes the mask, `[batch, 1, q_len, kv_len]`."""
+
+    def forward(self, ids: Tensor, past: Pairs | None = None, *more: Tensor) -> tuple[Any, ...]:
+        x = self.embed(ids) + self.positions(ids, 0 if past is None else past[0][0].shape[2])
+        x, pair = self.run_layer(0, x, more[0], None if past is None else past[0])
+        return self.head(x), (pair,)
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, hide: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=hide)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
+def test_a_mask_over_queries_and_keys_is_an_input(dtype: torch.dtype, compiled_graphs: list[int]) -> None:
+    length = 0
+
+    def mask(q_len: int) -> tuple[Tensor]:
+        nonlocal length
+        length = q_len if q_len > 1 else length + 1
+        shown = torch.ones(2, 1, q_len, length, dtype=torch.bool).tril(length - q_len)
+        shown[1, :, :, :3] = False  # padding
+        shown[1, :, :3, :3] = torch.eye(3, dtype=torch.bool)[: min(q_len, 3)]
+        return (shown if dtype == torch.bool else torch.zeros(shown.shape).masked_fill(~shown, -1e30),)
+
+    assert equals_plain(MaskGiven(), mask) < 0.02
+    assert compiled_graphs == [2]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("buffers", nightly_unless(False.__eq__, [False, True]))
+def test_a_second_piece_of_a_prompt_brings_its_mask(buffers: bool, caplog: pytest.LogCaptureFixture) -> None:
+    class Buffered(MaskGiven):
+        num_layers = 1
+
+        def run_layer(self, layer: int, x: Tensor, hide: Tensor, past: Any) -> Any:
+            q, k, v = (
+                side.unflatten(2, (HEADS, HEAD_DIM)).transpose(1, 2) for side in self.qkv[0](x).chunk(3, -1)
+            )
+            for held, new in zip((self.k, self.v), (k, v), strict=True):
+                held.index_copy_(2, self.at, new)
+            return x + self.attend(0, q, self.k, self.v, hide).transpose(1, 2).flatten(2), (q, q)
+
+    def run(model: Any, inner: Any) -> Tensor:
+        inner.k, inner.v = (torch.zeros(2, HEADS, 64, HEAD_DIM) for _ in range(2))
+        ids = torch.randint(VOCABULARY, (2, 40), generator=torch.Generator().manual_seed(1))
+        shown, past, found = torch.ones(64, 64, dtype=torch.bool).tril().expand(2, 1, 64, 64), None, []
+        for start, end in ((0, 20), (20, 37), (37, 38), (38, 39), (39, 40)):
+            inner.at = torch.arange(start, end)
+            mask = shown[:, :, start:end, : 64 if buffers else end]
+            out, past, *_ = model(ids[:, start:end], None if buffers else past, mask)
+            found.append(out[:, -1])
+        return torch.stack(found)
+
+    kind = Buffered if buffers else MaskGiven
+    plain, model = kind(), kind()
+    expected = run(plain, plain)
+    compiled = torch.compile(model, backend="specache", options={**OPTIONS, "lowering": "inductor"})
+    torch.testing.assert_close(run(compiled, model), expected, rtol=1e-3, atol=1e-3)
+    assert "Inductor fails" not in caplog.text
 
 
 class ChannelsFirst(Hooked):
