@@ -16,7 +16,14 @@ from torch.fx import GraphModule, Node
 
 from specache_fx.capture.graph_edit import call, finish
 from specache_fx.capture.graph_slices import eliminate_dead_code
-from specache_fx.capture.graph_utils import concatenated, output_node, same_sizes, shape_of
+from specache_fx.capture.graph_utils import (
+    concatenated,
+    order_of,
+    output_node,
+    same_sizes,
+    shape_of,
+    target_name,
+)
 
 _reshape = torch.ops.aten.reshape.default
 
@@ -31,21 +38,21 @@ def folded_heads(gm: GraphModule) -> None:
         past, *others = parts[0]
         before = _unfolded(past)
         sizes = (shape_of(before) or ())[:2]
-        if before is None or not isinstance(sizes[1], int):
+        if before is None or not all(isinstance(size, int) for size in sizes):
             continue
         with graph.inserting_before(node):
-            whole = [before, *(_unfolded(each, sizes) or _apart(each, sizes[1]) for each in others)]
+            whole = [before, *(_unfolded(each, sizes) or _apart(each, *sizes) for each in others)]
             joined = call(graph, torch.ops.aten.cat.default, (whole, 2), node)
             folded = call(graph, _reshape, (joined, [dims[0], -1, dims[2]]), node)
         node.replace_all_uses_with(folded)
         changed = True
     for out in output_node(graph).all_input_nodes:
         keys: Any = out.args[0] if out.target is _reshape else None
-        dims, heads = shape_of(keys) or (), (shape_of(out) or ())[1:2]
-        fixed = all(isinstance(size, int) for size in (*dims[::2], *heads))
-        if fixed and _is_fold(out, keys) and _unfolded(keys) is None:
-            with graph.inserting_after(keys):  # a prompt's
-                apart = _apart(keys, heads[0])
+        dims, sizes = shape_of(keys) or (), (shape_of(out) or ())[:2]
+        fixed = all(isinstance(size, int) for size in (*dims[::2], *sizes))
+        if fixed and _is_fold(out, keys) and _unfolded(keys) is None and _is_operand(keys):  # a prompt's
+            with graph.inserting_after(keys):
+                apart = _apart(keys, *sizes)
             with graph.inserting_after(apart):
                 folded = call(graph, _reshape, (apart, [dims[0], -1, dims[2]]), keys)
             keys.replace_all_uses_with(folded, delete_user_cb=lambda user, apart=apart: user is not apart)
@@ -73,11 +80,19 @@ def _unfolded(node: Any, sizes: tuple[Any, ...] | None = None) -> Node | None:
     return source if fits and _is_fold(source, node) else None
 
 
+def _is_operand(keys: Node) -> bool:
+    """Whether keys or values are the second operand of each product that reads them, transposed or not."""
+    readers = [(user, node) for node in (keys, *filter(order_of, keys.users)) for user in node.users]
+    products = [(user, node) for user, node in readers if target_name(user) in ("bmm", "baddbmm")]
+    return bool(products) and all(user.args[-1] is node for user, node in products)
+
+
 def _is_fold(whole: Any, folded: Any) -> bool:
     sizes, merged = shape_of(whole) or (), shape_of(folded) or ()
     return len(sizes) == 4 and len(merged) == 3 and same_sizes(sizes[2:], merged[1:])
 
 
-def _apart(folded: Node, heads: int) -> Node:
+def _apart(folded: Node, batch: int, heads: int) -> Node:
     """Insert `[batch, heads, tokens, dim]` of `[batch * heads, tokens, dim]`."""
-    return call(folded.graph, torch.ops.aten.unflatten.int, (folded, 0, (-1, heads)), folded)
+    sizes = [batch, heads, -1, (shape_of(folded) or ())[2]]
+    return call(folded.graph, _reshape, (folded, sizes), folded)

@@ -115,12 +115,15 @@ def _transpose_twice(graph: Graph, root: Node, products: set[Node]) -> bool:
     """
     work, readers = [root], list[Node]()
     while work:
-        for user in work.pop().users:
+        node = work.pop()
+        for user in node.users:
             if target_name(user) in ("expand", "reshape", "clone"):
                 work.append(user)
-            elif not follows_layout(user):
+            elif user in products and user.args[-1] is node:
                 readers.append(user)
-    if root.op == "placeholder" or not readers or not products.issuperset(readers):
+            elif not follows_layout(user):
+                return False
+    if root.op == "placeholder" or not readers:
         return False
     with graph.inserting_after(root):
         keys = call(graph, _aten.transpose.int, (root, 2, 3), root)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from support.cases import nightly_unless
 from torch import Tensor, nn
 
 import specache_fx
@@ -28,6 +30,7 @@ ORDERS = {
     "returned permuted": (2, 0, 1, 3),
     "keys transposed": (0, 1, 3, 2),
 }
+PERMUTED_MOST = ("sequence first", "keys transposed")
 OPTIONS: dict[str, Any] = {"bits": 16, "group_size": 4, "residual_length": 4, "top_k": 4, "lowering": "eager"}
 
 
@@ -112,7 +115,7 @@ def prompt(batch: int, length: int = 5) -> Tensor:
     return torch.randint(TOKENS, (batch, length), generator=torch.Generator().manual_seed(batch))
 
 
-@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("batch", nightly_unless((2).__eq__, [1, 2]))
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_layout_is_rewritten_and_equals_plain_decoding(kind: str, batch: int) -> None:
     model, ours = both(kind, strict=True)
@@ -124,7 +127,7 @@ def test_every_layout_is_rewritten_and_equals_plain_decoding(kind: str, batch: i
     assert specache_fx.stats(our_past).steps == 39
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", nightly_unless(PERMUTED_MOST.__contains__, KINDS))
 def test_caches_are_cropped_copied_and_reordered_in_their_layout(kind: str) -> None:
     model, ours = both(kind)
     tokens_at = [ORDERS[kind].index(2), ORDERS[kind].index(2) if kind != "keys transposed" else 2]
@@ -147,8 +150,13 @@ def test_caches_are_cropped_copied_and_reordered_in_their_layout(kind: str) -> N
         torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("length", [2, HEADS, DIM, 11])  # as many tokens as rows, heads or channels
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(  # as many tokens as rows, heads or channels
+    ("kind", "length"),
+    nightly_unless(
+        lambda case: case[0] in PERMUTED_MOST and case[1] in (2, DIM),
+        itertools.product(KINDS, (2, HEADS, DIM, 11)),
+    ),
+)
 def test_a_graph_that_is_left_alone_gets_the_layout_of_the_model(kind: str, length: int) -> None:
     model, ours = both(kind)
     with torch.no_grad():
@@ -162,7 +170,7 @@ def test_a_graph_that_is_left_alone_gets_the_layout_of_the_model(kind: str, leng
             torch.testing.assert_close(our_side, side, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", nightly_unless(PERMUTED_MOST.__contains__, KINDS))
 def test_a_saved_cache_has_the_layout_of_the_model(kind: str, tmp_path: Path) -> None:
     _, ours = both(kind)
     _, past = decode(ours, None, prompt(2), 6)
