@@ -172,8 +172,10 @@ def _restore(held: Sequence[Handle]) -> None:
     session = registry.find(held[0])
     assert session is not None
     with bare():
-        slots = [code.slot if code else 0 for code in map(handles.first_code, held)]
+        slots = [code.slot for code in map(handles.first_code, held) if code is not None]
         batch = _rows_held(held[0], session.batch or 1)
+    if len(slots) < len(held):
+        raise CacheHandleError(_WRITTEN)
     forms = [session.forms[slot] for slot in slots]
     windows = [session.shapes[slot // 2].window for slot in slots]
     looks = [

@@ -10,7 +10,7 @@ from specache_fx.errors import CacheHandleError
 from specache_fx.runtime import handle as handles
 from specache_fx.runtime import registry
 from specache_fx.runtime.claims import CHOSEN, LEFT, MIXED, REORDERED, living, read_claim
-from specache_fx.runtime.handle_form import Form, from_heads_first, heads_first, is_whole
+from specache_fx.runtime.handle_form import Form, from_heads_first, is_whole, to_heads_first
 from specache_fx.runtime.session import Session
 
 
@@ -52,7 +52,7 @@ def with_heads_first(tensor: torch.Tensor, session: Session, slot: int) -> torch
     form = session.forms[slot]
     if tensor.dim() != (3 if form is Form.HEADS_MERGED else 4):
         raise CacheHandleError(REORDERED)
-    return heads_first(tensor, form, session.shapes[slot // 2].num_kv_heads)
+    return to_heads_first(tensor, form, session.shapes[slot // 2].num_kv_heads)
 
 
 def _numbers(slots: Sequence[int], past: Sequence[torch.Tensor]) -> list[torch.Tensor]:

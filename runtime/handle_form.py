@@ -12,6 +12,7 @@ handles.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import StrEnum
 
 import torch
@@ -38,25 +39,28 @@ ORDERS = {
 """Of each form with four dimensions: where batch, heads, tokens and channels are."""
 
 
+def inverse(order: Sequence[int]) -> list[int]:
+    """The permutation that undoes another one."""
+    return [order.index(dim) for dim in range(len(order))]
+
+
 def from_heads_first(tensor: torch.Tensor, form: Form) -> torch.Tensor:
-    """`[batch, num_kv_heads, kv_len, head_dim]` in a form; a view, but where heads are merged."""
+    """`[batch, num_kv_heads, kv_len, head_dim]` in a form: a view, except for merged heads."""
     if form is Form.HEADS_MERGED:
         return tensor.transpose(1, 2).flatten(2)
-    order = ORDERS[form]
-    return tensor.permute([order.index(dim) for dim in range(4)])
+    return tensor.permute(inverse(ORDERS[form]))
 
 
 def is_laid_out(tensor: torch.Tensor) -> bool:
     """Whether a tensor has the strides of a handle, which no tensor of numbers has: heads 2, tokens and channels 1."""
     if tensor.dim() == 3:
         return tensor.shape[2] > 1 and tensor.stride()[1:] == (1, 1)
-    if tensor.dim() != 4:
-        return False
-    first, *rest = tensor.stride()
-    return rest in ([HEAD_STRIDE, 1, 1], [1, HEAD_STRIDE, 1]) or [first, *rest[1:]] == [1, HEAD_STRIDE, 1]
+    return tensor.dim() == 4 and any(
+        [tensor.stride(dim) for dim in order[1:]] == [HEAD_STRIDE, 1, 1] for order in ORDERS.values()
+    )
 
 
-def heads_first(tensor: torch.Tensor, form: Form, num_kv_heads: int) -> torch.Tensor:
+def to_heads_first(tensor: torch.Tensor, form: Form, num_kv_heads: int) -> torch.Tensor:
     """A handle, or a copy of one, as `[batch, num_kv_heads, kv_len, head_dim]`: a view."""
     if form is not Form.HEADS_MERGED:
         return tensor.permute(ORDERS[form])

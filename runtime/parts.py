@@ -13,7 +13,6 @@ from specache_fx.runtime import handle as handles
 from specache_fx.runtime import registry
 from specache_fx.runtime.claims import ELSEWHERE, MIXED, check_open, living, read_claim
 from specache_fx.runtime.give_back import with_heads_first
-from specache_fx.runtime.handle_form import Form
 from specache_fx.runtime.session import Session
 from specache_fx.runtime.snapshot import take_lookahead
 
@@ -25,12 +24,10 @@ class Part:
     Attributes:
         session: It, or a copy of the part that the cache still has.
         places: Of its handles among the tensors, by slot: keys and values in turn, layer by layer.
-        forms: Of these, likewise.
     """
 
     session: Session
     places: list[int]
-    forms: list[Form]
 
 
 @contextlib.contextmanager
@@ -73,7 +70,6 @@ def _part(
     if sorted(by_slot) != list(range(2 * len(session.shapes))):
         raise CacheHandleError(MIXED)
     places = [by_slot[slot] for slot in range(len(by_slot))]
-    forms = list(session.forms)
     claim = read_claim([with_heads_first(tensors[place], session, slot) for slot, place in enumerate(places)])
     session = claim.session
     stack.enter_context(registry.holding(session))
@@ -88,4 +84,4 @@ def _part(
         if whole and len(claim.rows) == source.batch and not registry.is_held(source):
             take_lookahead(session, source, claim.rows)  # as `go_on` moves the rows in place
         session.rewind(claim.kv_len)
-    return Part(session, places, forms)
+    return Part(session, places)

@@ -231,7 +231,7 @@ class Backend:
     ) -> Compiled:
         """The runner of a graph in which attentions are rewritten."""
         runner = self._inner_runner(rewritten, example_inputs, program, observe)
-        moved = program.swapped_outputs or program.merged_outputs or program.newest_inputs
+        moved = program.permuted_outputs or program.merged_outputs or program.newest_inputs
         return AtBorder(runner, program) if moved else runner
 
     def _inner_runner(

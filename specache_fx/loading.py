@@ -19,7 +19,7 @@ from specache_fx.compiled import backend_of
 from specache_fx.config import SpecacheConfig
 from specache_fx.errors import ConfigError, SavedCacheError
 from specache_fx.fingerprint import check_ids, config_of, matched, token_hash
-from specache_fx.runners import in_form, inference
+from specache_fx.runners import hand_out, inference
 from specache_fx.runtime import registry
 from specache_fx.runtime.handle_form import Form
 from specache_fx.runtime.session import Session
@@ -116,7 +116,7 @@ def restored(
                 issued = registry.issue(session)
                 given = zip(about["places"], about["forms"], issued, strict=True)
                 for slot, (place, form, handle) in enumerate(given):
-                    tensors[place] = in_form(handle, Form(form), slot)
+                    tensors[place] = hand_out(handle, Form(form), slot)
             for name in file.names:
                 kind, _, number = name.partition(".")
                 if kind == "plain":

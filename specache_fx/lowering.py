@@ -68,7 +68,7 @@ def _by_inductor(gm: GraphModule, inputs: list[Any]) -> Compiled:
             why = "Inductor finds no C++ compiler", "Install one, or name one by CXX;"
         else:
             line = (str(cause).strip().splitlines() or [""])[0]
-            why = f"Inductor fails to compile a graph ({type(cause).__name__}: {line})", "It is slower;"
+            why = f"Inductor fails to compile a graph ({type(cause).__name__}: {line})", "Please report it;"
         message = (
             f'{why[0]}, so it runs operator by operator. {why[1]} lowering="eager" says that this is meant'
         )

@@ -25,7 +25,7 @@ from specache_fx.lowering import Compiled
 from specache_fx.runtime import claims, fixed_buffers, handle_form, registry
 from specache_fx.runtime.give_back import give_back
 from specache_fx.runtime.handle import is_poisoned
-from specache_fx.runtime.handle_form import ORDERS, Form, from_heads_first, heads_first, is_laid_out
+from specache_fx.runtime.handle_form import ORDERS, Form, from_heads_first, is_laid_out, to_heads_first
 from specache_fx.runtime.handle_tensor import Handle, bare, mark, plain
 from specache_fx.runtime.layout import LayerShape
 from specache_fx.runtime.prompt_masks import PromptMasks
@@ -325,7 +325,7 @@ def as_taken(program: Program, args: Sequence[Any]) -> list[Any]:
     taken = list(args)
     for i, heads in program.merged_inputs.items():
         taken[i] = heads_apart(taken[i], heads)
-    for i, form in program.swapped_inputs.items():
+    for i, form in program.permuted_inputs.items():
         taken[i] = taken[i].permute(ORDERS[form])
     return taken + [args[i][:, -count:] for i, count in program.newest_inputs]
 
@@ -336,17 +336,18 @@ def heads_apart(tensor: torch.Tensor, num_heads: int) -> torch.Tensor:
     with bare():
         if lease is None and not is_laid_out(tensor) and not is_poisoned(tensor):
             return tensor.unflatten(2, (num_heads, -1))
-        apart = heads_first(plain(tensor), Form.HEADS_MERGED, num_heads).transpose(1, 2)
+        apart = to_heads_first(plain(tensor), Form.HEADS_MERGED, num_heads).transpose(1, 2)
         return apart if lease is None else mark(apart, lease)
 
 
-def in_form(handle: torch.Tensor, form: Form, slot: int) -> torch.Tensor:
+def hand_out(handle: torch.Tensor, form: Form, slot: int) -> torch.Tensor:
     """The same handle, `[batch, num_kv_heads, kv_len, head_dim]`, in another form, which its session notes."""
-    if form is Form.HEADS_FIRST or not isinstance(handle, Handle):
-        return handle
+    assert isinstance(handle, Handle)
     session = handle.lease.session
     assert isinstance(session, Session)
     session.forms[slot] = form
+    if form is Form.HEADS_FIRST:
+        return handle
     with bare():
         return mark(handle_form.in_form(handle, form), handle.lease)
 
@@ -380,11 +381,11 @@ class AtBorder:
         results = list(self.runner(*as_taken(self._program, args)))
         assert self._program.outputs is not None
         with inference():
-            swapped, merged = self._program.swapped_outputs, self._program.merged_outputs
+            swapped, merged = self._program.permuted_outputs, self._program.merged_outputs
             for i in {*swapped, *merged}:
                 if (slot := self._program.outputs.handles.get(i)) is not None:
                     form = Form.HEADS_MERGED if i in merged else swapped[i]
-                    results[i] = in_form(results[i], form, slot)
+                    results[i] = hand_out(results[i], form, slot)
                     continue
                 # A cache that is left alone: in memory as the model's own cat would have it.
                 if i in swapped:

@@ -114,7 +114,7 @@ def _about(part: Part) -> dict[str, Any]:
     return {
         **SessionHeader.of(part.session).to_json(),
         "places": part.places,
-        "forms": part.forms,
+        "forms": part.session.forms,
         "model_config": config_digest(part.session.model_config),
         "weights": {name: weight_digest(weight) for name, weight in weights.items() if weight is not None},
     }

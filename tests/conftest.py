@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 from collections.abc import Iterator
 
@@ -30,6 +31,20 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)
+
+
+@pytest.fixture(autouse=True)
+def inductor_compiles(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A graph that Inductor fails to compile would run all the same: no test may pass so by accident."""
+    said: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("specache_fx.lowering")
+    logger.addHandler(handler)
+    yield
+    logger.removeHandler(handler)
+    if request.node.get_closest_marker("inductor_fails") is None:
+        assert not [text for text in said if text.startswith("Inductor fails")]
 
 
 @pytest.fixture

@@ -57,7 +57,7 @@ def analyse(gm: GraphModule, config: SpecacheConfig, positions: Collection[int] 
     inputs = placeholders(gm.graph)
     merged_inputs, merged_outputs = merged_heads(gm)
     folded_heads(gm)
-    swapped_inputs, swapped_outputs = heads_first(gm)
+    permuted_inputs, permuted_outputs = heads_first(gm)
     flex = flex_attention(gm)
     cores, unknown = attention_cores(gm)
     sites, refusals = match_attention(gm, cores, unknown | flex.unknown, config)
@@ -67,8 +67,8 @@ def analyse(gm: GraphModule, config: SpecacheConfig, positions: Collection[int] 
         inputs=tuple(node.name for node in inputs),
         weights={i: weight_name(node) for i, node in enumerate(inputs) if is_static_input(node)},
         other_kv_inputs=tuple(other_kv),
-        swapped_inputs=swapped_inputs,
-        swapped_outputs=swapped_outputs,
+        permuted_inputs=permuted_inputs,
+        permuted_outputs=permuted_outputs,
         merged_inputs=merged_inputs,
         merged_outputs=merged_outputs,
         newest_inputs=tuple(newest),
@@ -106,7 +106,7 @@ def _with_attention(
     sources: Sources | None = None
     if phase is Phase.DECODE:
         sources = find_sources(gm, sites, past, positions)
-        program = replace(program, fixed_sizes=fixed_sizes(inputs, past, program.swapped_inputs, sources))
+        program = replace(program, fixed_sizes=fixed_sizes(inputs, past, program.permuted_inputs, sources))
     try:
         plan, kept = plan_outputs(gm, sites, sources)
         decoding = None if sources is None else _decoding(gm, sites, past, sources, kept)

@@ -36,7 +36,10 @@ def _is_integer_tensor(node: Node) -> bool:
 
 
 def _is_mask(node: Node, shape: tuple[Any, ...], past_len: Any) -> bool:
-    """Whether an input looks like a mask over keys: integers or booleans, or floats of the cache's length."""
+    """Whether an input looks like a mask over keys: integers or booleans, or floats of the cache's length.
+
+    Floats of two dimensions are 1 where a key is seen, those of four are added to the scores (`Sources.ahead`).
+    """
     if len(shape) < 2:
         return False
     if _is_integer_tensor(node) or value_of(node).dtype == torch.bool:

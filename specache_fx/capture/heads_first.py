@@ -13,7 +13,8 @@ Nothing but the layout changes, and only of what is read with heads before token
 computes the same, whatever its attention turns out to be. Inputs and outputs have heads first from then on; `AtBorder`
 in `specache_fx/runners.py` permutes them where Dynamo's tensors come in and go out.
 
-A prompt's keys are such a cache if they are an output and read permuted. Every other graph stays as it is.
+A prompt's keys are such a cache if they are an output and read permuted. Every other graph computes the same; an output
+that is permuted to be returned may be permuted for its other readers instead.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ from specache_fx.capture.graph_utils import (
     target_name,
     value_of,
 )
-from specache_fx.capture.hidden_layouts import FORMS, follows_layout, inverse, permuted, show_layouts
-from specache_fx.runtime.handle_form import ORDERS, Form, token_dim
+from specache_fx.capture.hidden_layouts import FORMS, follows_layout, permuted, show_layouts
+from specache_fx.runtime.handle_form import ORDERS, Form, inverse, token_dim
 
 _aten = torch.ops.aten
 
@@ -78,7 +79,7 @@ def _permuted_reads(root: Node, *, tokens_last: bool) -> tuple[Form, list[Node]]
 
 
 def _past_of(root: Node, form: Form) -> tuple[Node, Node] | None:
-    """The past and the new part of `cat([past, new], 1)`, where nothing else reads that input."""
+    """The past and the new part of a `cat` over tokens, where nothing else reads that input."""
     parts, dim = concatenated(root) or ([], 0)
     if len(parts) != 2 or dim != token_dim(form):
         return None
@@ -115,7 +116,7 @@ def _permute_cache(
 
 
 def heads_first(gm: GraphModule) -> tuple[dict[int, Form], dict[int, Form]]:
-    """Have caches of another layout with heads first.
+    """Permute caches of other layouts to heads first.
 
     Returns:
         Positions of the inputs and of the outputs that have heads first from here on, and the form that they had.

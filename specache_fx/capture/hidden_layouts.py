@@ -18,8 +18,9 @@ from torch.fx import Graph, Node
 
 from specache_fx.capture.graph_edit import call
 from specache_fx.capture.graph_slices import ancestors, eliminate_dead_code
-from specache_fx.capture.graph_utils import concatenated, order_of, output_node, shape_of, target_name
-from specache_fx.runtime.handle_form import ORDERS, Form, token_dim
+from specache_fx.capture.graph_utils import concatenated, order_of, output_node, shape_of, swaps, target_name
+from specache_fx.capture.normalize_attention import SDPA
+from specache_fx.runtime.handle_form import ORDERS, Form, inverse, token_dim
 
 _aten = torch.ops.aten
 FORMS: dict[tuple[int, ...], Form] = {
@@ -38,7 +39,8 @@ def show_layouts(graph: Graph) -> dict[Node, Form]:
     if shown:
         eliminate_dead_code(graph)
     products = _score_products(graph)
-    last = (out for out in returned if out not in shown and _transpose_twice(graph, out, products))
+    others = [out for out in returned if out not in shown and out.op != "placeholder"]
+    last = [out for out in others if _is_read_by_sdpa(out) or _transpose_twice(graph, out, products)]
     return shown | dict.fromkeys(last, Form.TOKENS_LAST)
 
 
@@ -48,11 +50,6 @@ def permuted(graph: Graph, node: Node, order: Sequence[int], origin: Node) -> No
     if len(moved) == 2:
         return call(graph, _aten.transpose.int, (node, *sorted(moved)), origin)
     return call(graph, _aten.permute.default, (node, list(order)), origin)
-
-
-def inverse(order: Sequence[int]) -> list[int]:
-    """The permutation that undoes another one."""
-    return [order.index(dim) for dim in range(len(order))]
 
 
 def follows_layout(user: Node) -> bool:
@@ -95,6 +92,13 @@ def _permute_reads(graph: Graph, returned: Node) -> tuple[Node, Form] | None:
     return root, form
 
 
+def _is_read_by_sdpa(root: Node) -> bool:
+    """Whether the readers of a cache are SDPAs of `transpose(root, 2, 3)`."""
+    readers = [user for user in root.users if not follows_layout(user)]
+    transposed = bool(readers) and all(swaps(reader, 2, 3) for reader in readers)
+    return transposed and all(user.target is SDPA for reader in readers for user in reader.users)
+
+
 def _score_products(graph: Graph) -> set[Node]:
     """The products that a softmax is computed from, without another product in between."""
     products = [node for node in graph.nodes if target_name(node) in ("mm", "addmm", "bmm", "baddbmm")]
@@ -123,7 +127,7 @@ def _transpose_twice(graph: Graph, root: Node, products: set[Node]) -> bool:
                 readers.append(user)
             elif not follows_layout(user):
                 return False
-    if root.op == "placeholder" or not readers:
+    if not readers:
         return False
     with graph.inserting_after(root):
         keys = call(graph, _aten.transpose.int, (root, 2, 3), root)

@@ -31,7 +31,7 @@ from specache_fx.capture.graph_utils import (
     swaps,
     value_of,
 )
-from specache_fx.runtime.handle_form import Form, heads_first, is_laid_out
+from specache_fx.runtime.handle_form import Form, is_laid_out, to_heads_first
 
 _aten = torch.ops.aten
 
@@ -118,5 +118,5 @@ def _is_append(root: Node, parts: list[Node], dim: int) -> bool:
 def _apart(value: torch.Tensor, heads: int) -> torch.Tensor:
     """The fake value of a past with its heads apart; that of a handle has a handle's strides."""
     if is_laid_out(value):
-        return heads_first(value, Form.HEADS_MERGED, heads).transpose(1, 2)
+        return to_heads_first(value, Form.HEADS_MERGED, heads).transpose(1, 2)
     return value.unflatten(2, (heads, -1))

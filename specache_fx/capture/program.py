@@ -198,8 +198,8 @@ class Program:
         weights: Positions of parameters and buffers among Dynamo's inputs, each with its name in the module.
         past_inputs: Positions of the past KV inputs among Dynamo's, keys and values in turn.
         other_kv_inputs: Positions of inputs that could be KV tensors too, and stay as they are.
-        swapped_inputs: Positions of the inputs that `heads_first` has with heads first, and the form that they come in.
-        swapped_outputs: The same of outputs.
+        permuted_inputs: Inputs that `heads_first` permutes, by position, with their form.
+        permuted_outputs: The same of outputs.
         merged_inputs: Positions of the inputs whose heads `merged_heads` took apart, and how many these are: caches
             `[batch, kv_len, num_kv_heads * head_dim]`.
         merged_outputs: The same of outputs.
@@ -223,8 +223,8 @@ class Program:
     weights: dict[int, str] = field(default_factory=dict)
     past_inputs: tuple[int, ...] = ()
     other_kv_inputs: tuple[int, ...] = ()
-    swapped_inputs: dict[int, Form] = field(default_factory=dict)
-    swapped_outputs: dict[int, Form] = field(default_factory=dict)
+    permuted_inputs: dict[int, Form] = field(default_factory=dict)
+    permuted_outputs: dict[int, Form] = field(default_factory=dict)
     merged_inputs: dict[int, int] = field(default_factory=dict)
     merged_outputs: dict[int, int] = field(default_factory=dict)
     newest_inputs: tuple[tuple[int, int], ...] = ()

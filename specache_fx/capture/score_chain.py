@@ -94,6 +94,7 @@ class Scores:
         softcap: Bound of the scaled products; None where there is none.
         mask: Row of the newest query; None where nothing is added.
         sinks: `[num_heads]`, computed from parameters alone; None where there are none.
+        factors: Operators and numbers that the queries are scaled by, which are no constants.
         inner: Nodes beside the path that nothing else needs.
     """
 
@@ -106,6 +107,7 @@ class Scores:
     softcap: float | None = None
     mask: Node | None = None
     sinks: Node | None = None
+    factors: list[tuple[Any, Node]] = field(default_factory=list)
     inner: set[Node] = field(default_factory=set)
 
     def apply(self, node: Node) -> None:
@@ -133,7 +135,8 @@ class Scores:
             self.softcap = 1.0
         elif name == "mul" or (name == "div" and other is not first):
             if not (factor := constant_of(self.gm, other)):
-                raise UnknownFormError(node, "has a factor that is computed in the graph")
+                self._scale_queries(node, other)
+                return
             factor = factor if name == "mul" else 1 / factor
             self.scale *= factor
             self.softcap = None if self.softcap is None else self.softcap * abs(factor)
@@ -157,6 +160,13 @@ class Scores:
         last = len(shape_of(node.args[0]) or ()) - 1
         dims = given if isinstance(given, (list, tuple)) else [given]
         return not dims or any(dim in (-1, last) for dim in dims)
+
+    def _scale_queries(self, node: Node, factor: Any) -> None:
+        """Note a number that is no constant, `self.scale = np.sqrt(head_dim)`: queries are multiplied by it instead."""
+        is_number = isinstance(value_of(factor), torch.Tensor) and shape_of(factor) == ()
+        if not is_number or self.mask is not None or self.softcap is not None:
+            raise UnknownFormError(node, "has a factor that is computed in the graph")
+        self.factors.append((node.target, factor))
 
     def add(self, mask: Any, scores: Node, factor: float) -> None:
         """Add a mask to the scores that a node computes, times a factor."""

@@ -67,13 +67,8 @@ def simplify(graph: Graph) -> None:
                 first = call(graph, _aten.transpose.int, (node.args[0], 1, 2), node)
             known.setdefault(first.args, first)
             node.target, node.args = _aten.transpose.int, (known[first.args], 2, 3)
-        elif (
-            node.target is _aten.eq.Scalar and value_of(node.args[0]).dtype is torch.bool and not node.args[1]
-        ):
-            node.target, node.args = (
-                _aten.logical_not.default,
-                node.args[:1],
-            )  # Inductor fails on a bool's `eq`
+        elif node.target is _aten.eq.Scalar and node.args[1] == 0 and _is_bool(node.args[0]):
+            node.target, node.args = _aten.logical_not.default, node.args[:1]  # Inductor fails on the other
         elif node.target is SDPA:  # the dispatcher leaves out arguments equal to their defaults
             node.args = (*node.args, *SDPA_DEFAULTS[len(node.args) - 3 :])
             node.args = (*node.args[:3], unexpanded(node.args[3]), *node.args[4:])
@@ -104,6 +99,10 @@ def simplify(graph: Graph) -> None:
         if equal is not None:
             node.replace_all_uses_with(equal)
             graph.erase_node(node)
+
+
+def _is_bool(node: Any) -> bool:
+    return value_of(node).dtype is torch.bool
 
 
 def _without_example(node: Node) -> None:

@@ -86,6 +86,8 @@ def read_form(gm: GraphModule, softmax: Node, outputs: set[Node], rows: Rows) ->
     elif sizes[1] != num_heads:
         tokens = rows.size(softmax, softmax.all_input_nodes[0], 2)
         query = rows.call(softmax, _aten.reshape.default, query, [-1, num_heads, tokens, sizes[3]])
+    for target, factor in scores.factors:
+        query = rows.call(softmax, target, query, factor)
     return AttentionCore(
         output, query, key, value, scores.mask, scores.scale, scores.softcap, scores.sinks, frozenset(inner)
     )
@@ -195,8 +197,8 @@ def _side(
         node, transposed = node.args[0], transposed ^ swap
     whole = len(dims) == 4 and isinstance(dims[1], int)
     if transposed or not (whole or is_query):
-        told = "is no [..., kv_len, dim]: cache it as that, and transpose it where it is multiplied"
-        raise UnknownFormError(node, told)
+        keys = "is no [..., kv_len, dim]: cache it as that, and transpose it where it is multiplied"
+        raise UnknownFormError(node, "is no [..., q_len, dim]" if is_query else keys)
     return node, path
 
 

@@ -6,20 +6,16 @@
 Dynamo traces one code for all models of a class, and makes a symbol of a float in which two of them differ (of every
 float, with `dynamic=True`). A guard says here which it is, so that another one compiles anew. What a caller passes to
 the model stays a symbol: it may be another number in each step.
-
-Dynamo makes a tensor of a module's NumPy number, `self.scale = np.sqrt(head_dim)`. It is a constant too, with a guard.
 """
 
 from __future__ import annotations
 
 import torch
-from torch._dynamo.guards import GuardBuilder, install_guard
-from torch._dynamo.source import NumpyTensorSource
 from torch.fx import GraphModule, Node
 from torch.fx.node import Argument, map_arg
 
 from specache_fx.capture.graph_slices import float_of
-from specache_fx.capture.graph_utils import placeholders, value_of
+from specache_fx.capture.graph_utils import value_of
 
 
 def _is_own(node: Node) -> bool:
@@ -29,24 +25,8 @@ def _is_own(node: Node) -> bool:
     return "NN_MODULE" in str(where() if callable(where) else where)  # a method before torch 2.12
 
 
-def _specialize_numpy(gm: GraphModule) -> None:
-    """Put constants in the place of NumPy's numbers."""
-    for node in placeholders(gm.graph):
-        given = node.meta.get("grapharg")
-        source, number = getattr(given, "source", None), getattr(given, "example_strong_ref", None)
-        if not isinstance(source, NumpyTensorSource) or not _is_own(node) or number is None or number.dim():
-            continue
-        install_guard(source.base.make_guard(GuardBuilder.EQUALS_MATCH))
-        gm.register_buffer(f"{node.name}_constant", number)
-        with gm.graph.inserting_after(placeholders(gm.graph)[-1]):
-            constant = gm.graph.get_attr(f"{node.name}_constant")
-        constant.meta["example_value"] = value_of(node)
-        node.replace_all_uses_with(constant)
-
-
 def specialize_floats(gm: GraphModule) -> None:
     """Put numbers in the place of symbols, in a graph of Dynamo's."""
-    _specialize_numpy(gm)
     for node in list(gm.graph.nodes):
         symbol, read = value_of(node), node.all_input_nodes
         if node.target != "item" or not isinstance(symbol, torch.SymFloat) or not all(map(_is_own, read)):

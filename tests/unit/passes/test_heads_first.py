@@ -35,10 +35,10 @@ def run(function: Callable[..., Any], *tensors: Tensor) -> tuple[str, GraphModul
     gm = captured.copy()
     before = graphs.code(gm)
     program = analyse(gm, SpecacheConfig())
-    for i in program.swapped_inputs:
+    for i in program.permuted_inputs:
         assert shape_of(placeholders(gm.graph)[i])[1:3] == (2, 5)  # type: ignore[index]
     results = gm(*as_taken(program, captured.inputs))
-    forms = [program.swapped_outputs.get(i, Form.HEADS_FIRST) for i in range(len(results))]
+    forms = [program.permuted_outputs.get(i, Form.HEADS_FIRST) for i in range(len(results))]
     swapped = [
         from_heads_first(out, form) if out.dim() == 4 else out
         for out, form in zip(results, forms, strict=True)
@@ -78,15 +78,15 @@ def test_sizes_are_read_in_the_new_layout() -> None:
         sizes = [gm.graph.call_function(torch.ops.aten.sym_size.int, (past, dim)) for dim in (1, 0)]
     output.args = ((*output.args[0], *sizes),)  # type: ignore[misc]
     program = analyse(gm, SpecacheConfig())
-    assert len(program.swapped_inputs) == 1
+    assert len(program.permuted_inputs) == 1
     assert gm(*as_taken(program, captured.inputs))[-2:] == (5, 2)
 
 
 @pytest.mark.parametrize("function", [plain, permuted, interleaved, expanded])
 def test_append_to_tokens_becomes_one_to_heads(function: Callable[..., Any]) -> None:
     _, gm, program, results = run(function, Q, K, PAST)
-    assert (len(program.swapped_inputs), len(program.swapped_outputs)) == (1, 1)
-    assert results[next(iter(program.swapped_outputs))].shape == (2, 2, 6, 8)
+    assert (len(program.permuted_inputs), len(program.permuted_outputs)) == (1, 1)
+    assert results[next(iter(program.permuted_outputs))].shape == (2, 2, 6, 8)
     names = [target_name(node) for node in gm.graph.nodes if node.op not in ("placeholder", "output")]
     repeats = ["transpose", "unsqueeze", "expand", "reshape", "transpose"]
     repeats *= function in (interleaved, expanded)
@@ -103,8 +103,8 @@ def test_a_prompt_is_known_by_its_swapped_output(rotated: int) -> None:
         return sdpa(q, keys.transpose(1, 2)), keys
 
     _, _, program, results = run(prompt, Q, K)
-    assert program.swapped_inputs == {} and len(program.swapped_outputs) == 1
-    assert results[next(iter(program.swapped_outputs))].shape == (2, 2, 1, 8)
+    assert program.permuted_inputs == {} and len(program.permuted_outputs) == 1
+    assert results[next(iter(program.permuted_outputs))].shape == (2, 2, 1, 8)
 
 
 def past_read_elsewhere(q: Tensor, k: Tensor, past: Tensor) -> Any:
@@ -137,6 +137,27 @@ def newest_returned(q: Tensor, k: Tensor, past: Tensor) -> Any:
     return sdpa(q, keys.transpose(1, 2)), keys[:, -3:]
 
 
+def values_read_by_another_layer(q: Tensor, k: Tensor) -> Any:
+    """As of value residuals: an output is permuted, and something else than attention reads it, too."""
+    values = k.transpose(1, 2) * 2
+    return sdpa(q, values) + values.repeat(1, 2, 1, 1), values.transpose(1, 2)
+
+
+def keys_multiplied_from_the_left(q: Tensor, k: Tensor) -> Any:
+    keys = k.transpose(1, 2) * 2
+    return torch.softmax(keys @ q[:, :2].transpose(2, 3), -1), keys
+
+
+@pytest.mark.parametrize(
+    ("function", "permuted"), [(values_read_by_another_layer, [1]), (keys_multiplied_from_the_left, [])]
+)
+def test_the_same_is_computed_of_an_output_that_is_no_cache(
+    function: Callable[..., Any], permuted: list[int]
+) -> None:
+    _, _, program, _ = run(function, Q, K)
+    assert program.permuted_inputs == {} and list(program.permuted_outputs) == permuted
+
+
 @pytest.mark.parametrize(
     "function",
     [
@@ -150,4 +171,4 @@ def newest_returned(q: Tensor, k: Tensor, past: Tensor) -> Any:
 )
 def test_what_is_read_in_another_way_stays(function: Callable[..., Any]) -> None:
     before, gm, program, _ = run(function, Q, K, PAST)
-    assert before == graphs.code(gm) and (program.swapped_inputs, program.swapped_outputs) == ({}, {})
+    assert before == graphs.code(gm) and (program.permuted_inputs, program.permuted_outputs) == ({}, {})
