@@ -24,7 +24,7 @@ from specache_fx.capture.fixed_caches import (
 )
 from specache_fx.capture.flex_attention import with_masks_alone
 from specache_fx.capture.grad_modes import needs_gradients
-from specache_fx.capture.graph_utils import is_float, placeholders, shape_of, value_of
+from specache_fx.capture.graph_utils import is_float, placeholders, reads_shape_only, shape_of, value_of
 from specache_fx.capture.program import Phase, Program, alike
 from specache_fx.capture.subclasses import flatten
 from specache_fx.capture.trace import GROWS, TraceError, trace
@@ -300,8 +300,10 @@ class Backend:
         # Dynamo makes a graph for the layout of handles, which runs once: the cache that it returns is of numbers.
         once = any(isinstance(each, torch.Tensor) and is_laid_out(each) for each in inputs)
         lowering = "eager" if once else program.config.lowering
+        given = placeholders(gm.graph)
+        sizes = frozenset(i for i, node in enumerate(given) if all(map(reads_shape_only, node.users)))
         with announced("a graph that is left alone", lowering):
-            return LeftAlone(lower(gm, inputs, lowering), program)
+            return LeftAlone(lower(gm, inputs, lowering), program, sizes)
 
     def _report(self, program: Program) -> None:
         if program.refusals and program.config.strict:

@@ -116,10 +116,16 @@ def compiling() -> Iterator[None]:
 
 
 class LeftAlone:
-    """A graph without a rewritten attention. It gets 16-bit pairs in place of handles."""
+    """A graph without a rewritten attention. It gets 16-bit pairs in place of handles.
 
-    def __init__(self, compiled: Compiled, program: Program) -> None:
-        self._compiled, self._program = compiled, program
+    Args:
+        compiled: Runs it.
+        program: The findings on it.
+        sizes: Positions of inputs that it reads no number of: a handle has its size.
+    """
+
+    def __init__(self, compiled: Compiled, program: Program, sizes: frozenset[int]) -> None:
+        self._compiled, self._program, self._sizes = compiled, program, sizes
 
     def __call__(self, *args: Any) -> Any:
         """Run the graph.
@@ -129,7 +135,7 @@ class LeftAlone:
         """
         with inference():
             fixed_buffers.restore(args)
-        held = (i for i, each in enumerate(args) if isinstance(each, Handle))
+        held = (i for i, each in enumerate(args) if isinstance(each, Handle) and i not in self._sizes)
         kv = sorted({*self._program.other_kv_inputs, *held})
         if not _has_handles([args[i] for i in kv]):
             return self._compiled(*args)
