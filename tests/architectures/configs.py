@@ -251,11 +251,17 @@ def small_config(model_type: str) -> PreTrainedConfig:
     return shrink(CONFIG_MAPPING[model_type], _OWN.get(model_type))
 
 
-def build(model_type: str) -> nn.Module:
-    """A random model of one of `TYPES`, in eval mode, whose `generate()` never stops early."""
+def build(model_type: str, attention: str | None = None) -> nn.Module:
+    """A random model of one of `TYPES`, in eval mode, whose `generate()` never stops early.
+
+    Args:
+        model_type: The type.
+        attention: Implementation of attention; the type's own choice by default.
+    """
     transformers.logging.set_verbosity_error()
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(small_config(model_type)).float().eval()
+    chosen = {} if attention is None else {"attn_implementation": attention}
+    model = AutoModelForCausalLM.from_config(small_config(model_type), **chosen).float().eval()
     return made_to_tell(model)
 
 
