@@ -98,8 +98,28 @@ def markdown(rows: dict[str, dict[str, Any]]) -> str:
         "|---|---|---|---|---|---|---|---|",
         *(_line(name, row) for name, row in rows.items()),
         "",
+        *_with_eager_attention(rows),
+        "",
     ]
     return "\n".join(lines)
+
+
+def _with_eager_attention(rows: dict[str, dict[str, Any]]) -> list[str]:
+    """How the types fare whose own choice is another attention."""
+    found = {name: row["eager attention"] for name, row in rows.items() if "eager attention" in row}
+    counts = Counter(row["verdict"] for row in found.values())
+    told = ", ".join(f"{counts[verdict]} {verdict}" for verdict in VERDICTS if counts[verdict])
+    others = [
+        f"- {name}: {row['verdict']}: {_cell(reasons({**row, 'cases': {'': row['case']}, 'kv_layers': 1}))}"
+        for name, row in found.items()
+        if row["verdict"] != "rewritten"
+    ]
+    return [
+        f'With `attn_implementation="eager"` ({len(found)} types whose own choice is another, a padded batch at 16'
+        f" bits): {told}.",
+        "",
+        *others,
+    ]
 
 
 def _line(name: str, row: dict[str, Any]) -> str:
@@ -148,6 +168,9 @@ def worse(new: dict[str, Any], old: dict[str, Any]) -> list[str]:
     found = []
     if order.index(new["verdict"]) > order.index(old["verdict"]):
         found.append(f"verdict {old['verdict']!r} became {new['verdict']!r}: {reasons(new)}")
+    eager = [row.get("eager attention", {}).get("verdict") for row in (new, old)]
+    if None not in eager and order.index(eager[0]) > order.index(eager[1]):
+        found.append(f"with eager attention {eager[1]!r} became {eager[0]!r}")
     for name, before in old.get("cases", {}).items():
         after = new.get("cases", {}).get(name)
         if after is None:
