@@ -102,14 +102,14 @@ def go_on(
             branch that was left or another model, or were cut.
         HostMemoryError: If the host tier can't take a fork.
     """
-    known = registry.find(past[0])
-    is_part = known is not None and len(shapes) < len(known.shapes) and set(shapes) <= set(known.shapes)
-    if known is not None and is_part and known.config == config:
-        check_open(known)
-        raise CacheHandleError(_PARTS.format(count=len(past) // 2, layers=len(known.shapes)))
-    claim = read_claim(past)
+    try:
+        claim = read_claim(past)
+    except CacheHandleError:
+        _check_whole(past, config, shapes)
+        raise
     session = claim.session
     if session.config != config or session.shapes != shapes:
+        _check_whole(past, config, shapes)
         raise CacheHandleError(
             f"The past KV cache was made with {session.config} for {len(session.shapes)} layers; this graph was"
             f" compiled with {config} for {len(shapes)}. Use a cache with the compiled model that made it."
@@ -142,6 +142,17 @@ def living(issued: registry.Issue | None) -> registry.Issue:
         raise CacheHandleError(_ENDED)
     check_open(issued.session)
     return issued
+
+
+def _check_whole(
+    past: Sequence[torch.Tensor], config: SpecacheConfig, shapes: tuple[LayerShape, ...]
+) -> None:
+    """Raise where the inputs of a call are some layers' of a cache that this model made."""
+    known = registry.find(past[0])
+    if known is None or known.closed or known.config != config:
+        return
+    if len(shapes) < len(known.shapes) and set(shapes) <= set(known.shapes):
+        raise CacheHandleError(_PARTS.format(count=len(shapes), layers=len(known.shapes)))
 
 
 def check_open(session: Session) -> None:

@@ -12,6 +12,7 @@ from torch._guards import TracingContext, tracing
 from torch.fx import GraphModule
 
 from specache_fx._log import forget_warnings, warn_once
+from specache_fx.border import AtBorder, TakenApart, as_taken
 from specache_fx.capture.analyse import analyse, kv_inputs
 from specache_fx.capture.buffer_writes import writes_tokens
 from specache_fx.capture.cache_side import LEAVE, NoMatch
@@ -37,7 +38,7 @@ from specache_fx.passes.pipeline import BINDING_PASSES, OPTIONAL, Observer, run_
 from specache_fx.progress import announced
 from specache_fx.recompile_limit import make_room
 from specache_fx.retrace import trace_as_growing
-from specache_fx.runners import AtBorder, Extend, LeftAlone, Prefill, Refused, TakenApart, as_taken, compiling
+from specache_fx.runners import Extend, LeftAlone, Prefill, Refused, compiling
 from specache_fx.runtime.handle_form import is_laid_out
 from specache_fx.runtime.host_blocks import check_host_dir, resolve_host
 from specache_fx.runtime.kernels import LayerForm, check_forms, check_kernel, choose_kernel

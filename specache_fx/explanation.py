@@ -11,6 +11,7 @@ from torch import nn
 from torch.fx import GraphModule, Node
 
 from specache_fx.backend import Backend, check_names
+from specache_fx.border import AtBorder, TakenApart
 from specache_fx.capture.graph_utils import (
     is_float,
     is_static_input,
@@ -27,7 +28,6 @@ from specache_fx.decode_runner import Decode
 from specache_fx.errors import ConfigError
 from specache_fx.fixed_runner import InPlace
 from specache_fx.lowering import Compiled
-from specache_fx.runners import AtBorder, TakenApart
 
 _SDPA = "scaled_dot_product_attention"
 _APPENDS = ("cat", "concat", "concatenate")

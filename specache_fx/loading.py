@@ -14,12 +14,13 @@ from torch import nn
 
 from specache_fx._log import warn_once
 from specache_fx.backend import Backend
+from specache_fx.border import hand_out
 from specache_fx.cache_tree import rebuild
 from specache_fx.compiled import backend_of
 from specache_fx.config import SpecacheConfig
 from specache_fx.errors import ConfigError, SavedCacheError
 from specache_fx.fingerprint import check_ids, config_of, matched, token_hash
-from specache_fx.runners import hand_out, inference
+from specache_fx.runners import inference
 from specache_fx.runtime import registry
 from specache_fx.runtime.handle_form import Form
 from specache_fx.runtime.session import Session

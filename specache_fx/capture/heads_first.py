@@ -11,7 +11,7 @@ go out: `show_layouts` puts the permute in front of their readers.
 
 Nothing but the layout changes, and only of what is read with heads before tokens and in no other way: the graph
 computes the same, whatever its attention turns out to be. Inputs and outputs have heads first from then on; `AtBorder`
-in `specache_fx/runners.py` permutes them where Dynamo's tensors come in and go out.
+in `specache_fx/border.py` permutes them where Dynamo's tensors come in and go out.
 
 A prompt's keys are such a cache if they are an output and read permuted. Every other graph computes the same; an output
 that is permuted to be returned may be permuted for its other readers instead.

@@ -5,7 +5,7 @@
         -> split = cat([past, unflatten(k, 2, [h, d])], 1)      # output; past [b, tokens, h, d]
 
 Whisper caches keys so, and others that append a projection as it comes. Inputs and outputs have four dimensions from
-then on; `AtBorder` in `specache_fx/runners.py` takes heads apart and merges them. Only caches are changed that nothing
+then on; `AtBorder` in `specache_fx/border.py` takes heads apart and merges them. Only caches are changed that nothing
 reads otherwise, and whose heads are repeated or swapped with tokens next: `heads_first` goes on
 from here.
 """

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.cases import nightly_unless
 from support.hooked import Hooked, logits
 from support.models import Block, TinyConfig, TinyDecoder, generate
 from support.own_modules import OwnConfig, OwnDecoder, SwiGLU, greedy
@@ -74,8 +75,7 @@ def test_an_own_module_with_a_break_in_each_layer_equals_itself(
     assert len(stats.hit_series) == stats.steps == 23  # a session a layer, whose steps are added up
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("place", ["", "self_attn.k_proj"], ids=["layer", "k_proj"])
+@pytest.mark.parametrize("place", nightly_unless("".__eq__, ["", "self_attn.k_proj"]))
 def test_llama_with_a_break_in_each_layer_equals_itself(place: str, caplog: pytest.LogCaptureFixture) -> None:
     model = build("llama")
     kwargs: dict[str, Any] = {**left_padded(), "max_new_tokens": 12, "do_sample": False}

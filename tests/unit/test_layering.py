@@ -35,6 +35,7 @@ RANKS: tuple[tuple[str, ...], ...] = (
         "specache_fx.session_stats",
         "specache_fx.store_entry",
     ),
+    ("specache_fx.border",),
     ("specache_fx.runners", "specache_fx.step_masks", "specache_fx.retrace", "specache_fx.graph_inputs"),
     ("specache_fx.lowering", "specache_fx.tensor_file"),
     ("specache_fx.layer_parts",),

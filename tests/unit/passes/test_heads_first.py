@@ -12,13 +12,13 @@ from support import graphs
 from torch import Tensor
 from torch.fx import GraphModule
 
+from specache_fx.border import as_taken
 from specache_fx.capture.analyse import analyse
 from specache_fx.capture.cache_side import without_repeat
 from specache_fx.capture.graph_utils import output_node, placeholders, shape_of, target_name
 from specache_fx.capture.normalize_attention import SDPA
 from specache_fx.capture.program import Program
 from specache_fx.config import SpecacheConfig
-from specache_fx.runners import as_taken
 from specache_fx.runtime.handle_form import Form, from_heads_first
 
 CAT = torch.ops.aten.cat.default
