@@ -3,11 +3,12 @@
     out = specache.attention(q, k, v, layer, scale)               # q [batch, num_heads, 1, key_dim]
         -> out = specache.attention_lanes(q, k, v, layer, scale)  # q [lanes, batch, num_heads, 1, key_dim]
 
-The graph is traced again under `torch.vmap` over lanes. Token ids and prelude tensors carry a leading lane dimension.
+The graph is traced again under vmap over lanes. Token ids and prelude tensors carry a leading lane dimension.
 Everything else is shared, so each weight is read once for both. `batching_rules` has the operators that vmap doesn't
 know. The result is an ATen graph of static shapes whose outputs have a leading lane dimension too.
 
 With one lane (lookahead "query" or "none", policy "kivi", or where lanes can't be had) it is traced as it is.
+Of layers that are alike one is traced (`capture/segments.py`).
 
 Unlike the passes before it, this one needs real inputs: it runs when the first decode step does.
 Paper: SpeCache §3.3 and Alg. 3, "simultaneously decode two tokens".
@@ -21,15 +22,26 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.fx import GraphModule, Interpreter
+from torch import Tensor
+from torch._C._functorch import _add_batch_dim, _remove_batch_dim, is_batchedtensor
+from torch._functorch.vmap import lazy_load_decompositions, vmap_increment_nesting
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.fx.node import map_arg
 from torch.fx.traceback import preserve_node_meta
 
-from specache_fx.capture.graph_edit import finish, make_module
-from specache_fx.capture.graph_utils import placeholders
+from specache_fx.capture.graph_edit import call, copy_graph, finish
+from specache_fx.capture.graph_utils import output_node, placeholders, value_of
 from specache_fx.capture.normalize_attention import SDPA
 from specache_fx.capture.program import Program
+from specache_fx.capture.segments import CannotCut, Joined, Segment, cut
 from specache_fx.passes.batching_rules import fill_where_masked, register_batching_rules
+
+_EXPAND = torch.ops.aten.expand.default
+_MARKERS = (torch.ops.specache.attention.default, torch.ops.specache.attention_lanes.default)
+_OF_LAYER = (3, 7)  # arguments of a marker that differ from layer to layer: `layer` and `expansion`
 
 
 def lane_inputs(gm: GraphModule, program: Program) -> list[bool]:
@@ -45,7 +57,7 @@ def duplicate_query(gm: GraphModule, program: Program, inputs: Sequence[Any], la
     """Trace the decode graph for that many lanes.
 
     Args:
-        gm: The graph after `split_prelude`.
+        gm: The graph after `split_prelude`. It stays as it is.
         program: The findings on it.
         inputs: One per placeholder; with two lanes, those of `lane_inputs` have a leading dimension of 2. Integers
             become constants of the result.
@@ -54,30 +66,124 @@ def duplicate_query(gm: GraphModule, program: Program, inputs: Sequence[Any], la
     Returns:
         The ATen graph; its inputs are the tensors among `inputs`, in order.
     """
-    tensors = [i for i, value in enumerate(inputs) if isinstance(value, torch.Tensor)]
-    on_lanes, given = lane_inputs(gm, program), placeholders(gm.graph)
-    for node in gm.graph.nodes:
-        if node.target is SDPA:  # of an attention that is left alone
-            more = dict(zip(("scale", "enable_gqa"), node.args[6:], strict=True))
-            node.target, node.args, node.kwargs = F.scaled_dot_product_attention, node.args[:6], more
-
-    def one_lane(*values: torch.Tensor) -> Any:
-        full = list(inputs)
-        for i, value in zip(tensors, values, strict=True):
-            full[i] = value
-        return Interpreter(gm).run(*full)  # not gm(...): new nodes shall know the lines of the model
-
-    function = one_lane
+    flags = lane_inputs(gm, program)
+    gm = copy_graph(gm)
+    on_lanes = {node for node, flag in zip(placeholders(gm.graph), flags, strict=True) if flag and lanes > 1}
+    layers = _prepare(gm, inputs)
     if lanes > 1:
         register_batching_rules()
         fill_where_masked(gm.graph)
-        in_dims = tuple(0 if on_lanes[i] else None for i in tensors)
-        function = torch.vmap(one_lane, in_dims=in_dims, randomness="different")
-    trace = make_fx(function, tracing_mode="fake", _allow_non_fake_inputs=True)
+    try:
+        segments = cut(gm.graph, lambda node: node.target in _MARKERS)
+    except CannotCut:
+        segments = [Segment.of(node for node in gm.graph.nodes if node.op not in ("placeholder", "output"))]
+    joined, known = Joined(gm), dict[str, tuple[Segment, GraphModule, list[bool]]]()
+    for segment in segments:
+        heads = zip(segment.heads(), segment.inputs, strict=True)
+        form = segment.form(f"{node in on_lanes} {head}" for head, node in heads)
+        if form not in known:
+            known[form] = segment, *_traced(segment, gm, [node in on_lanes for node in segment.inputs], lanes)
+        like, traced, batched = known[form]
+        joined.add(segment, like, traced, {})
+        outs: Any = output_node(traced.graph).args[0]
+        for node, out, flag in zip(segment.results, outs, batched, strict=True):
+            node.meta["val"] = value_of(out)
+            if flag:
+                on_lanes.add(node)
+    traced = joined.finish()
+    for node, old in zip(placeholders(traced.graph), placeholders(gm.graph), strict=True):
+        node.meta["specache_name"] = old.name
+    _restore(traced, layers)
+    results: Any = output_node(gm.graph).args[0]
+    if lanes > 1:
+        _spread(traced, [node in on_lanes for node in results], lanes)
+    return finish(traced)
+
+
+def _prepare(gm: GraphModule, inputs: Sequence[Any]) -> list[list[Any]]:
+    """Give the graph its inputs' values, integers as constants, and make its layers alike.
+
+    Returns:
+        Of each marker, in order, the arguments `_OF_LAYER`.
+    """
+    mode = FakeTensorMode(
+        allow_fallback_kernels=True, allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=True
+    )
+    numbers = dict[Node, Any]()
+    for node, value in zip(placeholders(gm.graph), inputs, strict=True):
+        if isinstance(value, Tensor):
+            node.meta["val"] = mode.from_tensor(value)
+        else:
+            numbers[node] = value
+    layers = []
+    for node in gm.graph.nodes:
+        args, kwargs = (
+            map_arg(side, lambda each: numbers.get(each, each)) for side in (node.args, node.kwargs)
+        )
+        node.args, node.kwargs = args, kwargs
+        if node.target is SDPA:  # of an attention that is left alone
+            more = dict(zip(("scale", "enable_gqa"), node.args[6:], strict=True))
+            node.target, node.args, node.kwargs = F.scaled_dot_product_attention, node.args[:6], more
+        elif node.target in _MARKERS:
+            layers.append(list(node.args))
+            node.args = tuple(
+                0 if i in _OF_LAYER and arg is not None else arg for i, arg in enumerate(node.args)
+            )
+    for node in numbers:
+        gm.graph.erase_node(node)
+    return layers
+
+
+def _restore(traced: GraphModule, layers: Sequence[Sequence[Any]]) -> None:
+    """Give the markers the arguments again that `_prepare` took."""
+    markers = (node for node in traced.graph.nodes if node.target in _MARKERS)
+    for node, args in zip(markers, layers, strict=True):
+        node.args = tuple(args[i] if i in _OF_LAYER else arg for i, arg in enumerate(node.args))
+
+
+def _spread(traced: GraphModule, batched: Sequence[bool], lanes: int) -> None:
+    """Give outputs that are the same in all lanes the dimension of lanes, too."""
+    output = output_node(traced.graph)
+    outs: Any = output.args[0]
+    with traced.graph.inserting_before(output):
+        output.args = (
+            tuple(
+                out if flag else call(traced.graph, _EXPAND, (out, [lanes, *value_of(out).shape]), out)
+                for out, flag in zip(outs, batched, strict=True)
+            ),
+        )
+
+
+def _traced(
+    segment: Segment, gm: GraphModule, on_lanes: Sequence[bool], lanes: int
+) -> tuple[GraphModule, list[bool]]:
+    """The ATen graph of a segment, and which of its results differ from lane to lane.
+
+    Args:
+        segment: The segment.
+        gm: Its graph.
+        on_lanes: Of its inputs, those that differ.
+        lanes: 1 or 2.
+    """
+    graph, batched = segment.graph(gm), list[bool]()
+    run = Interpreter(graph).run  # not graph(...): new nodes shall know the lines of the model
+
+    def one_lane(*values: Any) -> Any:
+        batched[:] = [False] * len(segment.results)
+        return run(*values)
+
+    def all_lanes(*values: Any) -> Any:
+        lazy_load_decompositions()
+        with vmap_increment_nesting(lanes, "different") as level:
+            pairs = zip(values, on_lanes, strict=True)
+            results = run(*(_add_batch_dim(value, 0, level) if flag else value for value, flag in pairs))
+            batched[:] = [isinstance(out, Tensor) and is_batchedtensor(out) for out in results]
+            found = zip(results, batched, strict=True)
+            return tuple(_remove_batch_dim(out, level, lanes, 0) if flag else out for out, flag in found)
+
+    values = [value_of(node) for node in segment.inputs]
+    trace = make_fx(one_lane if lanes == 1 else all_lanes, tracing_mode="fake", _allow_non_fake_inputs=True)
     with torch.no_grad(), preserve_node_meta(), warnings.catch_warnings():
         # Operators without a batching rule run once a lane, and there are two: a warning would help no user.
         warnings.filterwarnings("ignore", "There is a performance drop")
-        traced = trace(*(inputs[i] for i in tensors))
-    for node, i in zip(placeholders(traced.graph), tensors, strict=True):
-        node.meta["specache_name"] = given[i].name
-    return finish(make_module(traced, traced.graph))
+        return trace(*values), batched

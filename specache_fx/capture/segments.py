@@ -54,7 +54,7 @@ def _numbers(value: Any) -> list[Any]:
 
 
 def _described(value: Any, numbered: dict[Any, Any]) -> str:
-    if not isinstance(value, (torch.Tensor, int, torch.SymInt)):
+    if not isinstance(value, (torch.Tensor, int, float, torch.SymInt)):
         raise CannotCut
     sizes = [
         str(size.node.expr.xreplace(numbered)) if isinstance(size, torch.SymInt) else str(size)
@@ -68,7 +68,7 @@ def cut(graph: Graph, ends: Callable[[Node], bool]) -> list[Segment]:
     """The segments of a graph, in order: each but the last has a node that ends it.
 
     Raises:
-        CannotCut: If too few are alike, or something other than tensors and integers goes from one to another.
+        CannotCut: If too few are alike, or something other than tensors and numbers goes from one to another.
     """
     pieces: list[list[Node]] = [[]]
     for node in graph.nodes:

@@ -250,3 +250,17 @@ def test_dynamic_true_changes_nothing(case: str) -> None:
 def test_inductor_equals_eager(case: str) -> None:
     """The graphs compiled for real; by day `test_layer_parts.py` does."""
     assert_equals_eager(case, 60, bits=16, lowering="inductor")
+
+
+@pytest.mark.parametrize("name", ["qwen3", "deepseek_v3", "gpt_oss"])
+def test_layers_whose_lanes_are_traced_once_equal_eager(name: str) -> None:
+    """Weights, sinks and expansions of latents differ from layer to layer."""
+    made, watch = build(name, 5, layer_types=["full_attention"] * 5), Watch()
+    expected = generate(made, FEW_TOKENS)
+    made.compile(
+        backend=partial(Backend(), options={**SMALL, "bits": 16, "strict": True}, observe=watch.observe)
+    )
+    found = generate(made, FEW_TOKENS)
+    assert torch.equal(found.sequences, expected.sequences)
+    torch.testing.assert_close(found.logits, expected.logits, rtol=1e-4, atol=1e-4)
+    assert watch.decode

@@ -11,6 +11,7 @@ from support import graphs
 from support.graphs import Captured
 from torch.fx import GraphModule
 
+from specache_fx.capture.graph_utils import placeholders
 from specache_fx.capture.program import Phase
 from specache_fx.config import SpecacheConfig
 from specache_fx.passes.pipeline import decode_passes, run_passes
@@ -125,3 +126,13 @@ def test_decode_without_lookahead_selects_and_fetches_before_it_attends(options:
 )
 def test_decode_fetches_nothing_under_kivi_nor_for_a_resident_layer(options: dict[str, Any]) -> None:
     assert after("insert_waits", SpecacheConfig(group_size=4, residual_length=4, **options)) == ATTEND
+
+
+def test_layers_of_one_trace_keep_their_numbers_and_weights() -> None:
+    model = graphs.tiny_decoder(scale=0.5, num_layers=5)
+    decode = graphs.by_phase(graphs.capture(model, graphs.drive_tiny))[Phase.DECODE]
+    gm, _ = graphs.decode_graph(decode, SpecacheConfig(**SMALL))
+    markers = [node for node in gm.graph.nodes if "attention_lanes" in str(node.target)]
+    assert [node.args[3] for node in markers] == list(range(5))
+    readers = [len(node.users) for node in placeholders(gm.graph) if "_weight_" in node.name]
+    assert len(readers) > 5 * 7 and set(readers) <= {1, 2}  # the embedding is the head, too
