@@ -16,6 +16,7 @@ from specache_fx.border import AtBorder, TakenApart, as_taken
 from specache_fx.capture.analyse import analyse, kv_inputs
 from specache_fx.capture.buffer_writes import writes_tokens
 from specache_fx.capture.cache_side import LEAVE, NoMatch
+from specache_fx.capture.dynamo_graph import needs_gradients
 from specache_fx.capture.fixed_caches import (
     attends_in_place,
     grow,
@@ -24,7 +25,6 @@ from specache_fx.capture.fixed_caches import (
     keeps_windows_alone,
 )
 from specache_fx.capture.flex_attention import with_masks_alone
-from specache_fx.capture.grad_modes import needs_gradients
 from specache_fx.capture.graph_utils import is_float, placeholders, reads_shape_only, shape_of, value_of
 from specache_fx.capture.program import Phase, Program, alike
 from specache_fx.capture.subclasses import flatten

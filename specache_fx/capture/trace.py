@@ -22,7 +22,6 @@ from typing import Any
 from unittest import mock
 
 import torch
-import torch.nn.functional as F
 from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.source import is_from_unspecialized_param_buffer_source
 from torch._functorch._aot_autograd.functional_utils import (
@@ -40,9 +39,8 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, m
 from torch.fx.traceback import preserve_node_meta
 from torch.utils import _pytree as pytree
 
-from specache_fx.capture.einsum import as_matmul
-from specache_fx.capture.grad_modes import without_modes
-from specache_fx.capture.graph_edit import copy_graph, fake_mode_of, finish, make_module, origin_of
+from specache_fx.capture.dynamo_graph import prepared
+from specache_fx.capture.graph_edit import fake_mode_of, finish, make_module, origin_of
 from specache_fx.capture.graph_slices import eliminate_dead_code, writes_in_place
 from specache_fx.capture.graph_utils import (
     STATIC,
@@ -54,18 +52,13 @@ from specache_fx.capture.graph_utils import (
     value_of,
 )
 from specache_fx.capture.grouped_heads import grouped_heads
-from specache_fx.capture.normalize_attention import SDPA, SDPA_DEFAULTS
+from specache_fx.capture.normalize_attention import SDPA
 from specache_fx.capture.segments import CannotCut, Joined, Segment, cut
 from specache_fx.capture.simplify import simplify
-from specache_fx.capture.specialize_floats import specialize_floats
 from specache_fx.capture.subclasses import flatten, unflatten
 from specache_fx.runtime import ops  # noqa: F401  (registers torch.ops.specache)
 from specache_fx.runtime.handle_form import is_laid_out
 
-_SDPA_ARGS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
-_DROPOUTS = {
-    "dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_dropout", "feature_alpha_dropout",
-}  # fmt: skip
 _KEPT = ("tensor_dict", "grapharg", "_dynamo_source", "stack_trace")  # of a placeholder's meta
 GROWS = "specache_grows"  # in the meta of a placeholder: a buffer of the model that is a growing cache
 aten = torch.ops.aten
@@ -87,7 +80,7 @@ def trace(gm: GraphModule) -> GraphModule:
     Raises:
         TraceError: If it does something that a functional graph can't.
     """
-    marked = _marked(gm)
+    marked = prepared(gm)
     inputs = [value_of(node) for node in placeholders(gm.graph)]
     try:
         try:
@@ -189,41 +182,6 @@ def inline(graph: Graph, function: Callable[..., Any], operands: Sequence[Any], 
     return copied[result]
 
 
-def _marked(gm: GraphModule) -> GraphModule:
-    """A copy with SDPA as an operator of ours, without dropouts that are off, and a module's floats as numbers.
-
-    Modes of gradients are left out: a graph that comes here needs none.
-    """
-    marked = copy_graph(gm)
-    without_modes(marked.graph)
-    specialize_floats(marked)
-    for name, child in marked.named_children():  # of operators that take graphs, as checkpoint's
-        if isinstance(child, GraphModule):
-            setattr(marked, name, _marked(child))
-    for node in list(marked.graph.nodes):
-        if _is_off_dropout(node):  # gives its input back, which fake tensors don't show
-            node.replace_all_uses_with(node.all_input_nodes[0])
-            marked.graph.erase_node(node)
-        elif node.op == "call_function" and target_name(node) == "einsum":
-            as_matmul(node)
-        elif node.op == "call_function" and node.target is F.scaled_dot_product_attention:
-            given = dict(zip(_SDPA_ARGS, node.args, strict=False)) | node.kwargs
-            rest = zip(_SDPA_ARGS[3:], SDPA_DEFAULTS, strict=True)
-            args = [*(given[name] for name in _SDPA_ARGS[:3]), *(given.get(name, by) for name, by in rest)]
-            node.target, node.args, node.kwargs = SDPA, tuple(args), {}
-    marked.recompile()
-    return marked
-
-
-def _is_off_dropout(node: Node) -> bool:
-    def argument(place: int, name: str, default: Any) -> Any:
-        return node.args[place] if len(node.args) > place else node.kwargs.get(name, default)
-
-    if node.op != "call_function" or target_name(node) not in _DROPOUTS:
-        return False
-    return bool(argument(1, "p", 0.5) == 0 or argument(2, "training", True) is False)
-
-
 class _Named(Interpreter):
     """Runs a graph while it is traced, and notes which node is the result of each of its own."""
 
@@ -243,12 +201,7 @@ class _Named(Interpreter):
 
 
 def _write_inputs(inputs: Sequence[Any], wrapped: Sequence[Any]) -> None:
-    """Put writes to inputs behind all else.
-
-    Args:
-        inputs: Of the traced function.
-        wrapped: The same under functionalisation, after the graph has run.
-    """
+    """Put writes to inputs behind all else; `wrapped` are the inputs under functionalisation, after the run."""
     tensors = [(x, inner) for x, inner in zip(inputs, wrapped, strict=True) if isinstance(x, torch.Tensor)]
     memory = Counter(x.untyped_storage()._cdata for x, _ in tensors)
     for x, inner in tensors:

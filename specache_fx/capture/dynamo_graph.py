@@ -1,0 +1,171 @@
+"""Dynamo's graph before it is traced: what it asks for, and what a trace would show worse or not at all.
+
+    scaled_dot_product_attention(q, k, v)          ->  specache.scaled_dot_product_attention(q, k, v, None, 0.0, ...)
+    einsum("b h i d, b h j d -> b h i j", q, k)    ->  matmul(q, transpose(k, -1, -2))
+    s = l_self_scaling.item(); f(s)                ->  f(0.25)
+    dropout(x, 0.1, False)                         ->  x
+
+Dynamo traces one code for all models of a class, and makes a symbol of a float in which two of them differ (of every
+float, with `dynamic=True`). A guard says here which it is, so that another one compiles anew. What a caller passes to
+the model stays a symbol: it may be another number in each step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.autograd import grad_mode
+from torch.fx import GraphModule, Node
+from torch.fx.node import Argument, map_arg
+
+from specache_fx.capture.graph_edit import copy_graph
+from specache_fx.capture.graph_slices import float_of
+from specache_fx.capture.graph_utils import output_node, placeholders, target_name, value_of
+from specache_fx.capture.normalize_attention import SDPA, SDPA_DEFAULTS
+
+# Modes of gradients that a model enters in its own `forward`. The exit of one reads its entry, and so is erased first.
+_MODES = (grad_mode._exit_inference_mode, grad_mode._enter_inference_mode, torch._C._set_grad_enabled)
+_SDPA_ARGS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
+_DROPOUTS = {
+    "dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_dropout", "feature_alpha_dropout",
+}  # fmt: skip
+
+
+def needs_gradients(gm: GraphModule) -> bool:
+    """Whether gradients flow through a graph of Dynamo's: it computes or writes a tensor that asks for them."""
+    computed = (node for node in output_node(gm.graph).all_input_nodes if node.op != "placeholder")
+    written = (value for value in _that_ask(placeholders(gm.graph)) if not value.is_leaf)
+    return bool(_that_ask(computed)) or (torch.is_grad_enabled() and any(True for _ in written))
+
+
+def _that_ask(nodes: Iterable[Node]) -> list[torch.Tensor]:
+    """The values that ask for gradients."""
+    return [
+        value for value in map(value_of, nodes) if isinstance(value, torch.Tensor) and value.requires_grad
+    ]
+
+
+def prepared(gm: GraphModule) -> GraphModule:
+    """A copy with SDPA as an operator of ours, without dropouts that are off, and a module's floats as numbers.
+
+    Modes of gradients are left out: a graph that comes here needs none, and runs in one already.
+    """
+    copied = copy_graph(gm)
+    for target in _MODES:
+        for node in copied.graph.find_nodes(op="call_function", target=target):
+            copied.graph.erase_node(node)
+    _specialize_floats(copied)
+    for name, child in copied.named_children():  # of operators that take graphs, as checkpoint's
+        if isinstance(child, GraphModule):
+            setattr(copied, name, prepared(child))
+    for node in list(copied.graph.nodes):
+        if _is_off_dropout(node):  # gives its input back, which fake tensors don't show
+            node.replace_all_uses_with(node.all_input_nodes[0])
+            copied.graph.erase_node(node)
+        elif node.op == "call_function" and target_name(node) == "einsum":
+            _as_matmul(node)
+        elif node.op == "call_function" and node.target is F.scaled_dot_product_attention:
+            given = dict(zip(_SDPA_ARGS, node.args, strict=False)) | node.kwargs
+            rest = zip(_SDPA_ARGS[3:], SDPA_DEFAULTS, strict=True)
+            args = [*(given[name] for name in _SDPA_ARGS[:3]), *(given.get(name, by) for name, by in rest)]
+            node.target, node.args, node.kwargs = SDPA, tuple(args), {}
+    copied.recompile()
+    return copied
+
+
+def _is_off_dropout(node: Node) -> bool:
+    def argument(place: int, name: str, default: Any) -> Any:
+        return node.args[place] if len(node.args) > place else node.kwargs.get(name, default)
+
+    if node.op != "call_function" or target_name(node) not in _DROPOUTS:
+        return False
+    return bool(argument(1, "p", 0.5) == 0 or argument(2, "training", True) is False)
+
+
+def _specialize_floats(gm: GraphModule) -> None:
+    """Put numbers in the place of symbols that are floats of a module's own."""
+    for node in list(gm.graph.nodes):
+        symbol, read = value_of(node), node.all_input_nodes
+        if node.target != "item" or not isinstance(symbol, torch.SymFloat) or not all(map(_is_own, read)):
+            continue
+        if (number := float_of(symbol)) is None:
+            continue
+
+        def known(arg: Node, symbol: Node = node, number: float = number) -> Argument:
+            return number if arg is symbol else arg
+
+        for user in list(node.users):
+            user.args, user.kwargs = map_arg(user.args, known), map_arg(user.kwargs, known)
+        gm.graph.erase_node(node)
+
+
+def _is_own(node: Node) -> bool:
+    """Whether a graph's input is an attribute of a module."""
+    source = getattr(node.meta.get("grapharg"), "source", None)
+    where = getattr(source, "guard_source", None)
+    return "NN_MODULE" in str(where() if callable(where) else where)  # a method before torch 2.12
+
+
+def _as_matmul(node: Node) -> None:
+    """Make a `matmul` of an `einsum` of two tensors in a graph of Dynamo's, where it is one; leave it alone else.
+
+        einsum("b h i d, b h j d -> b h i j", q, k)    ->  matmul(q, transpose(k, -1, -2))
+        einsum("b i h d, b j h d -> b h i j", q, k)    ->  matmul(swap(q), transpose(swap(k), -1, -2))
+        einsum("b h i j, b j h d -> b i h d", p, v)    ->  swap(matmul(p, swap(v)))
+        einsum("b h i j, b j d -> b h i d", p, v)      ->  matmul(p, unsqueeze(v, 1))
+
+    `swap` is a permutation. PyTorch would compute it by five permutations of five dimensions.
+    """
+    equation, *operands = node.args
+    if len(operands) == 1 and isinstance(operands[0], (list, tuple)):
+        operands = list(operands[0])
+    if not isinstance(equation, str) or len(operands) != 2 or "." in equation or "->" not in equation:
+        return
+    inputs, result = equation.replace(" ", "").split("->")
+    sides = inputs.split(",")
+    if len(sides) != 2 or any(len(set(each)) != len(each) for each in (*sides, result)):
+        return
+    first, second = sides
+    summed = [letter for letter in first if letter in second and letter not in result]
+    rows = [letter for letter in result if letter not in second]
+    columns = [letter for letter in result if letter not in first]
+    if len(summed) != 1 or not rows or not columns or set(first + second) - set(result) != {*summed}:
+        return
+    column = columns[-1]
+
+    def others(row: str) -> list[str]:
+        return [letter for letter in result if letter not in (row, column)]
+
+    # Of several rows the one that lets the first tensor stay as it is, if there is one.
+    row = next((row for row in rows if [*others(row), row, *summed] == list(first)), rows[-1])
+    batch = others(row)
+    graph, (left, right) = node.graph, operands
+    with graph.inserting_before(node):
+
+        def call(target: Any, *args: Any) -> Node:
+            new = graph.call_function(target, args)
+            new.meta = {key: node.meta[key] for key in ("stack_trace", "nn_module_stack") if key in node.meta}
+            return new
+
+        def arranged(tensor: Any, letters: str, wanted: Sequence[str]) -> Any:
+            """A tensor with its dimensions in another order, and one of size 1 for each that it lacks."""
+            order = [letters.index(letter) for letter in wanted if letter in letters]
+            if order != sorted(order):
+                tensor = call(torch.permute, tensor, order)
+            for place, letter in enumerate(wanted):
+                tensor = tensor if letter in letters else call(torch.unsqueeze, tensor, place)
+            return tensor
+
+        left = arranged(left, first, [*batch, row, *summed])
+        if second.index(column) < second.index(summed[0]):
+            right = call(torch.transpose, arranged(right, second, [*batch, column, *summed]), -1, -2)
+        else:
+            right = arranged(right, second, [*batch, *summed, column])
+        product = call(torch.matmul, left, right)
+        out = arranged(product, "".join([*batch, row, column]), result)
+    node.replace_all_uses_with(out)
+    graph.erase_node(node)
+    out._rename(node.name)
