@@ -12,6 +12,7 @@ from specache_fx.capture.graph_slices import ancestors, mutated_inputs
 from specache_fx.capture.graph_utils import (
     concatenated,
     described,
+    newest,
     order_of,
     reads_shape_only,
     same_sizes,
@@ -37,7 +38,6 @@ _VIEWS = {
     "getitem",
 }
 _RELAYOUTS = {"cat", "stack", "transpose", "permute", "reshape", "clone", "unsqueeze"}
-END = 2**63 - 1  # of a slice that goes to the end
 
 
 class NoMatch(Exception):
@@ -104,16 +104,6 @@ def unrepeated(node: Node, heads: int) -> tuple[Node, list[Node]]:
         and same_sizes(merged, (*front[:-1], front[-1] * expanded[heads + 1], *back))
     )
     return (chain[-1], chain[:-1] + copies) if is_repeat else (node, [])
-
-
-def newest(node: Node) -> int | None:
-    """The number of newest tokens that a slice of keys keeps, `[:, :, -n:]`; None for another slice."""
-    if node.target is not _aten.slice.Tensor or len(shape_of(node) or ()) != 4:
-        return None
-    args: list[Any] = [*node.args[1:], *(0, None, None, 1)[len(node.args) - 1 :]]
-    dim, start, end, step = args
-    newest_only = dim in (2, -2) and isinstance(start, int) and start < 0 and step == 1
-    return -start if newest_only and end in (None, END) else None
 
 
 def _kept_slice(root: Node, outputs: set[Node]) -> Node | None:

@@ -32,10 +32,11 @@ from specache_fx.capture.buffer_positions import REMEDY, asserts_of, counters_of
 from specache_fx.capture.buffer_reads import Reader, is_over, readers_of, reads_buffer, write
 from specache_fx.capture.buffer_writes import Append, Tokens, appends, unread
 from specache_fx.capture.buffers import Buffer, FixedCaches, Size
-from specache_fx.capture.cache_side import END, LEAVE, NoMatch
+from specache_fx.capture.cache_side import LEAVE, NoMatch
 from specache_fx.capture.graph_edit import call, copy_graph, fake_mode_of, finish, size_of
 from specache_fx.capture.graph_slices import ancestors, eliminate_dead_code, extract
 from specache_fx.capture.graph_utils import (
+    END,
     described,
     output_node,
     placeholders,

@@ -16,15 +16,8 @@ from specache_fx.runtime import handle_tensor
 
 _aten = torch.ops.aten
 _METADATA = {
-    "size",
-    "numel",
-    "dim",
-    "ndimension",
-    "sym_size",
-    "sym_stride",
-    "sym_numel",
-    "sym_storage_offset",
-}
+    "size", "numel", "dim", "ndimension", "sym_size", "sym_stride", "sym_numel", "sym_storage_offset",
+}  # fmt: skip
 _MAKES_LIKE = {
     "new_ones", "new_zeros", "new_full", "new_empty", "ones_like", "zeros_like", "full_like", "empty_like",
 }  # fmt: skip
@@ -143,6 +136,27 @@ def swaps(node: Node, one: int, other: int) -> bool:
     swapped = list(range(len(order)))
     swapped[one], swapped[other] = swapped[other], swapped[one]
     return order == swapped
+
+
+END = 2**63 - 1  # of a slice that goes to the end
+
+
+def cut_of(node: Any) -> tuple[int, Any, Any, Any] | None:
+    """Dimension, start, end (`END` without one) and step of `slice` or `slice_scatter`; None for another node."""
+    target = node.target if isinstance(node, Node) else None
+    if target not in (_aten.slice.Tensor, _aten.slice_scatter.default):
+        return None
+    given = node.args[1 if target is _aten.slice.Tensor else 2 :]
+    filled: list[Any] = [*given, *(0, None, None, 1)[len(given) :]]
+    dim, start, end, step = filled
+    dims = shape_of(node) or ()
+    return dim % len(dims), 0 if start is None else start, END if end is None else end, step
+
+
+def newest(node: Any, dim: int = 2) -> int | None:
+    """The number of newest tokens that a slice of them keeps, `[:, :, -n:]` of keys; None for another node."""
+    along, start, *rest = cut_of(node) or (None, None)
+    return -start if along == dim and isinstance(start, int) and start < 0 and rest == [END, 1] else None
 
 
 def real_users(node: Node) -> list[Node]:

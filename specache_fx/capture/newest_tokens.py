@@ -19,10 +19,18 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from specache_fx.capture.cache_side import END
 from specache_fx.capture.graph_edit import add_placeholder, call, finish
 from specache_fx.capture.graph_slices import eliminate_dead_code, mutated_inputs
-from specache_fx.capture.graph_utils import is_pointwise, is_static_input, placeholders, shape_of, value_of
+from specache_fx.capture.graph_utils import (
+    END,
+    is_pointwise,
+    is_static_input,
+    newest,
+    placeholders,
+    same_sizes,
+    shape_of,
+    value_of,
+)
 
 NEWEST_OF = "newest_of"  # in the meta of such an input: the placeholder of all ids
 _aten = torch.ops.aten
@@ -45,16 +53,9 @@ def _ids(graph: Graph) -> list[Node]:
 
 
 def _newest(node: Node) -> int | None:
-    """The number of newest tokens that a slice of `[batch, n, ...]` keeps; None for another node."""
-    if node.target is not _aten.slice.Tensor or len(node.args) not in (3, 4):
-        return None
-    args: Any = node.args
-    source, dim, start, *end = args
-    dims = shape_of(source) or ()
-    counts = isinstance(start, int) and start < 0 and end in ([], [None], [END])
-    if not counts or len(dims) < 2 or dim % len(dims) != 1 or statically_known_true(dims[1] == -start):
-        return None
-    return int(-start)
+    """The number of newest tokens that a slice of `[batch, n, ...]` keeps, of more; None for another node."""
+    count = newest(node, 1)
+    return None if count is None or same_sizes((shape_of(node.args[0]) or ())[1:2], (count,)) else count
 
 
 def _moved(graph: Graph, node: Node, dim: int, count: int, origin: Node) -> Node:
@@ -126,10 +127,10 @@ def newest_tokens(gm: GraphModule) -> list[tuple[int, int]]:
         slices = [user for user in ids.users if _newest(user) is not None]
         for count in dict.fromkeys(filter(None, map(_newest, slices))):
             same = [user for user in slices if _newest(user) == count]
-            newest = add_placeholder(graph, f"{ids.name}_newest", None)
-            newest.meta |= {"val": value_of(same[0]), NEWEST_OF: ids}
+            taken_ids = add_placeholder(graph, f"{ids.name}_newest", None)
+            taken_ids.meta |= {"val": value_of(same[0]), NEWEST_OF: ids}
             for user in same:
-                user.replace_all_uses_with(newest)
+                user.replace_all_uses_with(taken_ids)
                 graph.erase_node(user)
             taken.append((placeholders(graph).index(ids), count))
     if changed or taken:

@@ -23,9 +23,17 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from specache_fx.capture.cache_side import END
 from specache_fx.capture.graph_edit import call, size_of
-from specache_fx.capture.graph_utils import is_pointwise, order_of, same_sizes, shape_of, unexpanded, value_of
+from specache_fx.capture.graph_utils import (
+    END,
+    cut_of,
+    is_pointwise,
+    order_of,
+    same_sizes,
+    shape_of,
+    unexpanded,
+    value_of,
+)
 from specache_fx.capture.normalize_attention import SDPA, SDPA_DEFAULTS
 
 _aten = torch.ops.aten
@@ -82,14 +90,16 @@ def simplify(graph: Graph) -> None:
             _broadcast(node)
         if node.target is _aten.transpose.int:
             node.args = (node.args[0], *(dim % len(shape_of(node) or ()) for dim in node.args[1:]))
-        if (part := _with_more_at_the_end(node) or _written_part(node)) is not None:
+        part = _with_more_at_the_end(node) or _written_part(node)
+        if part is not None:
             node.replace_all_uses_with(part)
             graph.erase_node(node)
             continue
-        if node.target is _aten.reshape.default:  # back to a shape that the same elements had
+        if node.target is _aten.reshape.default:
             source: Any = node.args[0]
             while source.target in _SAME_ELEMENTS:
                 source = source.args[0]
+                # Back to a shape that the same elements had.
                 if source.op != "placeholder" and same_sizes(value_of(node).shape, value_of(source).shape):
                     node.args = (source, *node.args[1:])
         equal = _equal_to(node) if node.op == "call_function" else None
@@ -135,10 +145,10 @@ def _as_expand(node: Node) -> None:
 
 def _with_an_end(node: Node) -> None:
     """A slice that is written to the end ends there: vmap's rule takes the end for a number of elements."""
-    args: list[Any] = [*node.args, *(0, None, None)[len(node.args) - 2 :]][:5]
-    size = value_of(node).shape[args[2]]
-    if isinstance(size, int) and (args[4] is None or (isinstance(args[4], int) and args[4] > size)):
-        node.args = (*args[:4], size, *node.args[5:])
+    dim, start, end, step = cut_of(node) or (0, 0, 0, 1)
+    size = value_of(node).shape[dim]
+    if isinstance(size, int) and isinstance(end, int) and end > size:
+        node.args = (*node.args[:2], dim, start, size, step)
 
 
 def _with_more_at_the_end(node: Node) -> Node | None:
@@ -146,18 +156,19 @@ def _with_more_at_the_end(node: Node) -> Node | None:
 
     Python reads such a slice, adds to it, and writes it back once more: then x is as it was.
     """
-    args: list[Any] = [*node.args, *(0, None, None, 1)[len(node.args) - 2 :]]
-    if node.target is not _aten.slice_scatter.default or not isinstance(args[3], int) or args[3] >= 0:
+    if node.target is not _aten.slice_scatter.default:
         return None
-    whole, part, dim, start, end, step = args
-    last = len(shape_of(whole) or ()) - 1
+    args: Any = node.args
+    whole, part = args[:2]
     part = part.args[0] if part.target is _aten.clone.default else part
     is_sum = part.target is _aten.add.Tensor and not part.kwargs
     read, more = part.args if is_sum else (part, None)
-    if not isinstance(read, Node) or read.target is not _aten.slice.Tensor or (dim, step) != (last, 1):
-        return None
-    ends = (None, END, value_of(whole).shape[-1])
-    if read.args[:3] != (whole, last, start) or end not in ends or (*read.args, None)[3] not in ends:
+    last, size = len(shape_of(whole) or ()) - 1, value_of(whole).shape[-1]
+    cuts = [cut_of(each) or (None,) * 4 for each in (node, read)]
+    start = cuts[0][1]
+    ends = all(cut[:2] == (last, start) and cut[2] in (END, size) and cut[3] == 1 for cut in cuts)
+    is_read = ends and read.target is _aten.slice.Tensor and read.args[0] is whole
+    if not is_read or not isinstance(start, int) or start >= 0:
         return None
     if more is None:
         return whole
@@ -177,15 +188,10 @@ def _written_part(node: Node) -> Node | None:
     scatter: Any = node.args[0] if node.target is _aten.slice.Tensor else node
     if scatter.target is not _aten.slice_scatter.default:
         return None
-    part, *where = scatter.args[1:]
-    read = where if scatter is node else node.args[1:]
-    (dim, start, _, step), (same, begin, _, each) = (
-        [*args, *(0, None, None, 1)[len(args) :]] for args in (where, read)
-    )
+    part = scatter.args[1]
     value, written = value_of(node), value_of(part)
-    alike = (dim, step) == (same, each) == (0, 1) and same_sizes(
-        [value_of(start or 0)], [value_of(begin or 0)]
-    )
+    (dim, start, _, step), (same, begin, _, each) = (cut_of(one) or (None,) * 4 for one in (scatter, node))
+    alike = (dim, step) == (same, each) == (0, 1) and same_sizes([value_of(start)], [value_of(begin)])
     return part if alike and same_sizes(value.shape, written.shape) and value.dtype == written.dtype else None
 
 
@@ -203,7 +209,7 @@ def _equal_to(node: Node) -> Node | None:
     value, other = value_of(node), value_of(source)
     if not isinstance(value, torch.Tensor) or not isinstance(other, torch.Tensor):
         return None
-    if node.target is _aten.slice.Tensor and node.args[2:3] not in ((), (None,), (0,)):
+    if (cut := cut_of(node)) is not None and cut[1] != 0:
         return None  # the newest n tokens, of which there are no more: a window says so
     return source if same_sizes(value.shape, other.shape) else None
 

@@ -22,6 +22,7 @@ from torch.fx import GraphModule, Node
 
 from specache_fx.capture.graph_slices import ancestors, constant_of
 from specache_fx.capture.graph_utils import (
+    cut_of,
     reads_shape_only,
     real_users,
     same_sizes,
@@ -168,8 +169,7 @@ def _without_nan(gm: GraphModule, node: Node, users: Sequence[Node]) -> Node | N
 
 def _drops_last(node: Node) -> bool:
     """Whether a node is `x[..., :-1]`."""
-    last = len(shape_of(node) or ()) - 1
-    return node.target is _aten.slice.Tensor and node.args[1:] in ((last, 0, -1), (-1, 0, -1))
+    return cut_of(node) == (len(shape_of(node) or ()) - 1, 0, -1, 1)
 
 
 def _side(
@@ -177,11 +177,7 @@ def _side(
 ) -> tuple[Node, list[Node]]:
     """The source of a product's operand, `[batch, num_heads, tokens, dim]`, and the nodes in between.
 
-    Args:
-        node: The operand.
-        outputs: The walk ends there.
-        transposed: The operand's last two dimensions are swapped.
-        is_query: It may also be of three dimensions.
+    The walk ends at `outputs`. A query may also have three dimensions.
     """
     path = list[Node]()
     while True:

@@ -18,9 +18,8 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from specache_fx.capture.buffer_writes import Append, Tokens
-from specache_fx.capture.cache_side import END, newest
 from specache_fx.capture.graph_slices import constant_of
-from specache_fx.capture.graph_utils import concatenated, output_node, shape_of
+from specache_fx.capture.graph_utils import END, concatenated, newest, output_node, shape_of
 
 _aten = torch.ops.aten
 
