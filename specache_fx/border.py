@@ -22,7 +22,7 @@ from specache_fx.runtime.session import Session
 
 
 def as_taken(program: Program, args: Sequence[Any]) -> list[Any]:
-    """Dynamo's inputs as the graph takes them after `merged_heads`, `heads_first` and `newest_tokens`."""
+    """Dynamo's inputs as the graph takes them after `heads_first` and `newest_tokens`."""
     taken = list(args)
     for i, heads in program.merged_inputs.items():
         taken[i] = heads_apart(taken[i], heads)
@@ -67,8 +67,8 @@ class TakenApart:
 class AtBorder:
     """Another runner for a model whose inputs and outputs the graph takes and gives otherwise.
 
-    Caches have their tokens or their sequence first (`heads_first`), or their heads merged too (`merged_heads`); ids
-    are the whole sequence's (`newest_tokens`).
+    Caches have their tokens or their sequence first, or their heads merged too (`heads_first`); ids are the whole
+    sequence's (`newest_tokens`).
 
     Attributes:
         runner: Gets and gives caches with heads first, and gets the newest ids.

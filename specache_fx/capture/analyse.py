@@ -17,7 +17,6 @@ from torch.fx import GraphModule, Node
 from specache_fx.capture.find_prelude import find_prelude
 from specache_fx.capture.find_sources import find_sources, find_token, fixed_sizes
 from specache_fx.capture.flex_attention import flex_attention
-from specache_fx.capture.folded_heads import folded_heads
 from specache_fx.capture.graph_utils import (
     is_static_input,
     placeholders,
@@ -30,7 +29,6 @@ from specache_fx.capture.heads_first import heads_first
 from specache_fx.capture.lanes import drawn_in, effect_of, kept_cache_of, single_lane
 from specache_fx.capture.mask_graphs import find_window_masks, with_masks
 from specache_fx.capture.match_attention import match_attention, phase_of
-from specache_fx.capture.merged_heads import merged_heads
 from specache_fx.capture.newest_tokens import NEWEST_OF, newest_tokens
 from specache_fx.capture.normalize_attention import attention_cores
 from specache_fx.capture.outputs import find_logits, plan_outputs
@@ -55,9 +53,7 @@ def analyse(gm: GraphModule, config: SpecacheConfig, positions: Collection[int] 
     start, num_nodes = time.perf_counter(), len(gm.graph.nodes)
     other_kv, newest = kv_inputs(gm), newest_tokens(gm)
     inputs = placeholders(gm.graph)
-    merged_inputs, merged_outputs = merged_heads(gm)
-    folded_heads(gm)
-    permuted_inputs, permuted_outputs = heads_first(gm)
+    apart, permuted = heads_first(gm)
     flex = flex_attention(gm)
     cores, unknown = attention_cores(gm)
     sites, refusals = match_attention(gm, cores, unknown | flex.unknown, config)
@@ -67,10 +63,10 @@ def analyse(gm: GraphModule, config: SpecacheConfig, positions: Collection[int] 
         inputs=tuple(node.name for node in inputs),
         weights={i: weight_name(node) for i, node in enumerate(inputs) if is_static_input(node)},
         other_kv_inputs=tuple(other_kv),
-        permuted_inputs=permuted_inputs,
-        permuted_outputs=permuted_outputs,
-        merged_inputs=merged_inputs,
-        merged_outputs=merged_outputs,
+        permuted_inputs={i: view.form for i, view in permuted[0].items()},
+        permuted_outputs={i: view.form for i, view in permuted[1].items()},
+        merged_inputs={i: view.heads for i, view in apart[0].items()},
+        merged_outputs={i: view.heads for i, view in apart[1].items()},
         newest_inputs=tuple(newest),
         refusals=tuple(refusals),
     )

@@ -58,15 +58,7 @@ def follows_layout(user: Node) -> bool:
 
 
 def _permute_reads(graph: Graph, returned: Node) -> tuple[Node, Form] | None:
-    """Have a cache that the model permutes to return it be permuted for its readers instead.
-
-    Args:
-        graph: Its graph.
-        returned: An output, `permute(cat([permute(past), new], 2))`, or a prompt's.
-
-    Returns:
-        What is returned then, and its form; None where it is no such cache.
-    """
+    """Have a cache that is permuted to be returned be permuted for its readers; what is returned then, and its form."""
     form = next((form for order, form in FORMS.items() if inverse(order) == order_of(returned)), None)
     keys: Any = returned.args[0] if form is not None else None
     if form is None or keys.op == "placeholder" or all(user is returned for user in keys.users):
@@ -107,16 +99,7 @@ def _score_products(graph: Graph) -> set[Node]:
 
 
 def _transpose_twice(graph: Graph, root: Node, products: set[Node]) -> bool:
-    """Have keys that are multiplied as they are be transposed, and back.
-
-    Args:
-        graph: Its graph.
-        root: An output.
-        products: See `_score_products`: queries times `[batch, num_kv_heads, head_dim, kv_len]`.
-
-    Returns:
-        Whether it is such keys.
-    """
+    """Have keys `[batch, num_kv_heads, head_dim, kv_len]` that are multiplied as they are be transposed, and back."""
     work, readers = [root], list[Node]()
     while work:
         node = work.pop()

@@ -200,7 +200,7 @@ class Program:
         other_kv_inputs: Positions of inputs that could be KV tensors too, and stay as they are.
         permuted_inputs: Inputs that `heads_first` permutes, by position, with their form.
         permuted_outputs: The same of outputs.
-        merged_inputs: Positions of the inputs whose heads `merged_heads` took apart, and how many these are: caches
+        merged_inputs: Positions of the inputs whose heads `heads_first` took apart, and how many these are: caches
             `[batch, kv_len, num_kv_heads * head_dim]`.
         merged_outputs: The same of outputs.
         newest_inputs: Further inputs behind Dynamo's (`newest_tokens`): the position of the ids of a whole sequence,
