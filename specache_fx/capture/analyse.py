@@ -27,13 +27,12 @@ from specache_fx.capture.graph_utils import (
 )
 from specache_fx.capture.heads_first import heads_first
 from specache_fx.capture.lanes import drawn_in, effect_of, kept_cache_of, single_lane
-from specache_fx.capture.mask_graphs import find_window_masks, with_masks
+from specache_fx.capture.mask_graphs import find_prompt_masks, find_window_masks, with_masks
 from specache_fx.capture.match_attention import match_attention, phase_of
 from specache_fx.capture.newest_tokens import NEWEST_OF, newest_tokens
 from specache_fx.capture.normalize_attention import attention_cores
 from specache_fx.capture.outputs import find_logits, plan_outputs
 from specache_fx.capture.program import AttentionSite, Decoding, LeaveAlone, Phase, Program, Refusal
-from specache_fx.capture.prompt_rules import find_prompt_masks
 from specache_fx.config import SpecacheConfig
 from specache_fx.progress import say_step
 from specache_fx.runtime.sources import Sources

@@ -14,7 +14,7 @@ from torch.fx import GraphModule, Node
 from specache_fx.capture.buffer_writes import Append, Tokens
 from specache_fx.capture.cache_side import LEAVE, NoMatch
 from specache_fx.capture.graph_edit import finish
-from specache_fx.capture.graph_slices import ancestors, extract
+from specache_fx.capture.graph_slices import ancestors, cut_out
 from specache_fx.capture.graph_utils import output_node, placeholders, shape_of, value_of
 
 REMEDY = f"Let nothing but attention read such a cache, or use a DynamicCache. {LEAVE}."
@@ -67,18 +67,15 @@ def positions_of(
 
 def _cut_out(gm: GraphModule, results: list[Any]) -> tuple[GraphModule, tuple[int, ...]]:
     """A graph of its own that computes results from integers among Dynamo's inputs."""
-    place = _places(gm)
-    nodes = [result for result in results if isinstance(result, Node)]
-    needed = [node for node in place if node in ancestors(nodes)]
-    for node in needed:
+    graph, taken = cut_out(gm, [result for result in results if isinstance(result, Node)])
+    for node in placeholders(graph.graph):
         if not _is_integer(node):
             raise NoMatch(f"where a token is written is computed from `{node.name}`", REMEDY)
-    graph = extract(gm, nodes, needed)
     found = iter(output_node(graph.graph).args[0])  # type: ignore[arg-type]
     output_node(graph.graph).args = (
         tuple(next(found) if isinstance(result, Node) else result for result in results),
     )
-    return finish(graph), tuple(place[node] for node in needed)
+    return finish(graph), taken
 
 
 def _places(gm: GraphModule) -> dict[Node, int]:

@@ -10,7 +10,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.utils._sympy.symbol import SymT, symbol_is_type
 
 from specache_fx.capture.graph_edit import make_module
-from specache_fx.capture.graph_utils import shape_of, value_of
+from specache_fx.capture.graph_utils import placeholders, shape_of, value_of
 
 _CONSTANT_NODES = 50  # a factor is computed in fewer
 
@@ -41,6 +41,13 @@ def extract(gm: GraphModule, results: list[Node], inputs: list[Node]) -> GraphMo
             copied[node] = graph.node_copy(node, lambda old: copied[old])
     graph.output(tuple(copied[node] for node in results))
     return make_module(gm, graph)
+
+
+def cut_out(gm: GraphModule, results: list[Node]) -> tuple[GraphModule, tuple[int, ...]]:
+    """A graph of its own that computes `results`, and the positions of the inputs that it takes."""
+    needed = ancestors(results)
+    inputs = {i: node for i, node in enumerate(placeholders(gm.graph)) if node in needed}
+    return extract(gm, results, list(inputs.values())), tuple(inputs)
 
 
 def float_of(symbol: torch.SymFloat) -> float | None:

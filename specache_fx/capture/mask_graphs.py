@@ -1,4 +1,9 @@
-"""The masks of attentions, cut out of a decode graph before its cache is."""
+"""The masks of attentions, cut out of a graph before its cache is.
+
+A decode graph's are evaluated in each step. A prompt's may be tested before they are made: `passes/prompt_masks.py`
+puts the tests in. Those that weights or random numbers go into, and those of attentions that are spelt out, are made as
+the model says.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +11,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from torch.fx import GraphModule, Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from specache_fx.capture.graph_slices import ancestors, extract, mutated_inputs
+from specache_fx.capture.graph_slices import ancestors, cut_out, draws_random_numbers, mutated_inputs
 from specache_fx.capture.graph_utils import (
     is_integer,
     is_static_input,
@@ -17,7 +23,9 @@ from specache_fx.capture.graph_utils import (
     symbols_of,
     value_of,
 )
+from specache_fx.capture.normalize_attention import SDPA
 from specache_fx.capture.program import AttentionSite, LeaveAlone
+from specache_fx.runtime.prompt_masks import PromptMask
 from specache_fx.runtime.sources import Sources
 from specache_fx.runtime.window_masks import WindowMasks
 
@@ -28,8 +36,7 @@ def with_masks(gm: GraphModule, sources: Sources, sites: Sequence[AttentionSite]
     Raises:
         LeaveAlone: If one is computed from something that can't be followed.
     """
-    graph, roots, layers = _cut(gm, sources, [site for site in sites if site.keys.window is None])
-    inputs = tuple(map(placeholders(gm.graph).index, roots))
+    graph, inputs, layers = _cut(gm, sources, [site for site in sites if site.keys.window is None])
     return replace(sources, mask_graph=graph, mask_inputs=inputs, layer_masks=layers) if graph else sources
 
 
@@ -42,27 +49,27 @@ def find_window_masks(
         LeaveAlone: See `with_masks`.
     """
     windows = [site for site in sites if site.keys.window is not None]
-    graph, roots, layers = _cut(gm, sources, windows)
+    graph, inputs, layers = _cut(gm, sources, windows)
+    roots = [placeholders(gm.graph)[i] for i in inputs]
     moves = not any(is_integer(node) and not symbols_of(value_of(node)) for node in roots)
-    inputs = tuple(map(placeholders(gm.graph).index, roots))
     return WindowMasks(graph, inputs, layers, sources, moves) if windows else None
 
 
 def _cut(
     gm: GraphModule, sources: Sources, sites: Sequence[AttentionSite]
-) -> tuple[GraphModule | None, list[Node], dict[int, int]]:
+) -> tuple[GraphModule | None, tuple[int, ...], dict[int, int]]:
     """The graph of the attentions' masks, None if there are none; its inputs, and the place of each layer's mask."""
     of_layers = {site.layer: site.core.mask for site in sites if site.core.mask is not None}
     masks = list(dict.fromkeys(of_layers.values()))
     if not masks:
-        return None, [], {}
+        return None, (), {}
+    graph, taken = cut_out(gm, masks)
     inputs, needed = placeholders(gm.graph), ancestors(masks)
-    roots = [node for node in inputs if node in needed]
     read = ancestors(masks, [node for node in needed if reads_shape_only(node)])  # not for its shape alone
     written = set(mutated_inputs(gm.graph))
     growing = {symbol for i in sources.shapes for symbol in symbols_of((shape_of(inputs[i]) or ())[2])}
-    for node in roots:
-        place = inputs.index(node)
+    for place in taken:
+        node = inputs[place]
         known = is_integer(node) or is_static_input(node) or place in sources.masks | sources.positions
         # Of what grows with the context only the caches' shapes are known ahead.
         grows = any(symbols_of(size) & growing for size in shape_of(node) or ())
@@ -75,4 +82,44 @@ def _cut(
                 "Pass a key padding mask of integers or booleans, [batch, kv_len], or compile this model with"
                 ' backend="inductor".',
             )
-    return extract(gm, masks, roots), roots, {layer: masks.index(mask) for layer, mask in of_layers.items()}
+    return graph, taken, {layer: masks.index(mask) for layer, mask in of_layers.items()}
+
+
+def find_prompt_masks(
+    gm: GraphModule, sites: Sequence[AttentionSite]
+) -> tuple[tuple[PromptMask, ...], dict[Node, int]]:
+    """Masks of a graph of several tokens that may follow a rule, and by attention's output the place of its mask."""
+    found: list[PromptMask] = []
+    places: dict[tuple[Node, int | None], int] = {}
+    rules: dict[Node, int] = {}
+    # A mask of what is cached is no mask of ours.
+    changed = {*mutated_inputs(gm.graph)}
+    changed |= {
+        root for site in sites if site.keys.past is not None for root in (site.keys.root, site.values.root)
+    }
+    for site in sites:
+        mask = site.core.mask
+        if mask is None or not _may_follow_rule(site, mask):
+            continue
+        key = (mask, site.keys.window)
+        if key not in places:
+            needed = ancestors([mask])
+            weighs = any(is_static_input(node) and value_of(node).dim() > 0 for node in needed)
+            if weighs or any(map(draws_random_numbers, needed)) or needed & changed:
+                continue
+            places[key] = len(found)
+            found.append(PromptMask(*cut_out(gm, [mask])))
+        rules[site.core.node] = places[key]
+    return tuple(found), rules
+
+
+def _may_follow_rule(site: AttentionSite, mask: Node) -> bool:
+    """Whether it masks each query's keys for all heads alike, in an operator that knows causal attention."""
+    shape, query = shape_of(mask) or (), shape_of(site.core.query) or ()
+    if site.core.node.target is not SDPA or len(shape) < 2 or len(query) != 4:
+        return False
+    q_len, kv_len = query[2], value_of(site.core.node.args[1]).shape[2]
+    of_all = statically_known_true(shape[-2] == q_len) and statically_known_true(shape[-1] == kv_len)
+    shared = len(shape) < 3 or statically_known_true(shape[-3] == 1)
+    known = statically_known_true(kv_len >= q_len) and not statically_known_true(q_len == 1)
+    return of_all and shared and known

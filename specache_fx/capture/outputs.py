@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch.fx import GraphModule, Node
 
-from specache_fx.capture.graph_slices import ancestors, extract
+from specache_fx.capture.graph_slices import ancestors, cut_out
 from specache_fx.capture.graph_utils import (
     is_integer,
     is_static_input,
@@ -29,7 +29,6 @@ def plan_outputs(
 
     `sources` are the inputs of a decode graph; None for others.
     """
-    inputs = placeholders(gm.graph)
     outs = list(output_node(gm.graph).args[0])  # type: ignore[arg-type]
     slots: dict[Node, int] = {}
     for site in sites:
@@ -48,16 +47,14 @@ def plan_outputs(
             lengths.append(i)
         else:
             kept.append(i)
-    results = [outs[i] for i in lengths]
-    used = ancestors(results)
-    needed = [node for node in inputs if node in used] if lengths else []
+    length_graph, length_inputs = cut_out(gm, [outs[i] for i in lengths]) if lengths else (None, ())
     plan = OutputPlan(
         total=len(outs),
         handles=handles,
         kept=tuple(kept),
         lengths=tuple(lengths),
-        length_graph=extract(gm, results, needed) if lengths else None,
-        length_inputs=tuple(map(inputs.index, needed)),
+        length_graph=length_graph,
+        length_inputs=length_inputs,
         constants=constants,
     )
     return plan, [outs[i] for i in kept]
