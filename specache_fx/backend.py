@@ -17,13 +17,7 @@ from specache_fx.capture.analyse import analyse, kv_inputs
 from specache_fx.capture.buffer_writes import writes_tokens
 from specache_fx.capture.cache_side import LEAVE, NoMatch
 from specache_fx.capture.dynamo_graph import needs_gradients
-from specache_fx.capture.fixed_caches import (
-    attends_in_place,
-    grow,
-    has_one_token,
-    has_past,
-    keeps_windows_alone,
-)
+from specache_fx.capture.fixed_caches import attends_in_place, grow, has_past, keeps_windows_alone
 from specache_fx.capture.flex_attention import with_masks_alone
 from specache_fx.capture.graph_utils import is_float, placeholders, reads_shape_only, shape_of, value_of
 from specache_fx.capture.program import Phase, Program, alike
@@ -206,7 +200,7 @@ class Backend:
             if 2 * len(inner.owners) != len(plan.buffers):
                 unread = "its caches are written in place, and not all of them are read by attention"
                 raise NoMatch(unread, LEAVE)
-            if not has_one_token(traced) and config.lowering == "inductor":  # fused, no mask is kept
+            if plan.q_len != 1 and config.lowering == "inductor":  # fused, no mask is kept
                 assert isinstance(plan.shown, GraphModule)
                 roots = [value_of(node) for node in placeholders(plan.shown.graph)]
                 plan = replace(plan, shown=lower(plan.shown, roots, config.lowering))

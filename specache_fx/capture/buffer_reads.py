@@ -11,7 +11,7 @@ wider than the query keep it spelt out.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -23,7 +23,8 @@ from specache_fx.capture.cache_side import LEAVE, NoMatch
 from specache_fx.capture.graph_edit import call
 from specache_fx.capture.graph_slices import ancestors
 from specache_fx.capture.graph_utils import output_node, shape_of, value_of
-from specache_fx.capture.normalize_attention import SDPA, from_softmax
+from specache_fx.capture.normalize_attention import SDPA, from_sdpa, from_softmax
+from specache_fx.capture.program import AttentionCore
 from specache_fx.capture.prove_form import dense
 from specache_fx.capture.score_chain import Rows, UnknownFormError
 from specache_fx.capture.softmax_form import read_form
@@ -39,30 +40,14 @@ class Reader:
     """An attention over buffers.
 
     Attributes:
-        node: Its output.
-        query: `[batch, num_heads, q_len, key_dim]`.
+        core: What it computes, with a mask of all queries.
         keys: What the keys are a view of, and where slices of the first tokens end.
         values: The same of the values.
-        mask: `[..., q_len or 1, kv_len]`; None where there is none.
-        scale: Factor on the scores.
-        is_causal: As SDPA's.
-        softcap: Bound of the scaled scores.
-        sinks: `[num_heads]`.
-        dropout: As SDPA's.
-        inner: The nodes that it is made of.
     """
 
-    node: Node
-    query: Node
+    core: AttentionCore
     keys: tuple[Append, list[Any]]
     values: tuple[Append, list[Any]]
-    mask: Any
-    scale: Any
-    is_causal: bool = False
-    softcap: float | None = None
-    sinks: Node | None = None
-    dropout: float = 0.0
-    inner: frozenset[Node] = frozenset()
 
 
 def is_over(node: Node, found: Mapping[Node, Append]) -> bool:
@@ -92,23 +77,18 @@ def readers_of(gm: GraphModule, found: Mapping[Node, Append]) -> list[Reader]:
     readers, rows = list[Reader](), Rows(newest=False)
     for node in list(gm.graph.nodes):
         if node.target is SDPA:
-            query, key, value, mask, dropout, causal, scale, _ = node.args
-            sides = _sides(key, value, found)
-            if sides is not None:
-                readers.append(
-                    Reader(
-                        node, query, *sides, mask, scale, causal, dropout=dropout, inner=frozenset((node,))
-                    )
-                )
+            core = from_sdpa(gm, node)
+            if (sides := _sides(core, found)) is not None:
+                readers.append(Reader(core, *sides))
         elif reads_buffer(node, found):
             readers.append(_spelt_out(gm, node, found, rows))
     return readers
 
 
 def _sides(
-    key: Any, value: Any, found: Mapping[Node, Append]
+    core: AttentionCore, found: Mapping[Node, Append]
 ) -> tuple[tuple[Append, list[Any]], tuple[Append, list[Any]]] | None:
-    of_keys, of_values = (read_by(side, found) for side in (key, value))
+    of_keys, of_values = (read_by(side, found) for side in (core.key, core.value))
     if of_keys is None and of_values is None:
         return None
     if of_keys is None or of_values is None:
@@ -127,15 +107,13 @@ def _spelt_out(gm: GraphModule, softmax: Node, found: Mapping[Node, Append], of_
         raise NoMatch(f"an attention reads a cache of fixed length, and {error}", _SDPA_INSTEAD) from error
     if core.problem is not None:
         raise NoMatch(*core.problem)
-    sides = _sides(core.key, core.value, found)
+    sides = _sides(core, found)
     if sides is None:
         raise NoMatch("an attention's scores are computed from a cache of fixed length that is not its keys")
-    return Reader(
-        core.node, core.query, *sides, mask, core.scale, softcap=core.softcap, sinks=core.sinks, inner=core.inner
-    )  # fmt: skip
+    return Reader(replace(core, mask=mask), *sides)
 
 
-def write(graph: Graph, reader: Reader, key: Node, value: Node, mask: Any) -> Node:
+def write(graph: Graph, reader: Reader, key: Node, value: Node, mask: Node | None) -> Node:
     """Write an attention over tokens that are there. Inserted at the graph's insertion point.
 
     Args:
@@ -145,34 +123,30 @@ def write(graph: Graph, reader: Reader, key: Node, value: Node, mask: Any) -> No
         value: `[batch, num_kv_heads, kv_len, value_dim]`.
         mask: Of these tokens.
     """
-    plain = reader.softcap is None and reader.sinks is None and not _is_wide_bias(reader)
-    if reader.node.target is SDPA or plain:
-        if isinstance(mask, Node) and value_of(mask).is_floating_point():
-            mask = _cast(graph, mask, reader)
-        args = (
-            reader.query, key, value, mask, reader.dropout, reader.is_causal, reader.scale, True,
-        )  # fmt: skip
-        out = call(graph, SDPA, args, reader.node)
+    core, node = reader.core, reader.core.node
+    is_sdpa = node.target is SDPA
+    if is_sdpa or (core.softcap is None and core.sinks is None and not _is_wide_bias(core)):
+        if mask is not None and value_of(mask).is_floating_point():
+            mask = _cast(graph, mask, core)
+        form = node.args[4:7] if is_sdpa else (0.0, False, core.scale)
+        out = call(graph, SDPA, (core.query, key, value, mask, *form, True), node)
     else:
-        spelt = partial(dense, scale=reader.scale, softcap=reader.softcap)
-        mask = mask if isinstance(mask, Node) else None
-        out = inline(graph, spelt, (reader.query, key, value, mask, reader.sinks), reader.node)
-    if len(shape_of(reader.node) or ()) == 3:
-        rows = shape_of(reader.node)[1]  # type: ignore[index]  # heads may be among them
-        rows = rows if isinstance(rows, int) else _size(graph, reader.node, reader.query, 2)
+        spelt = partial(dense, scale=core.scale, softcap=core.softcap)
+        out = inline(graph, spelt, (core.query, key, value, mask, core.sinks), node)
+    if len(shape_of(node) or ()) == 3:
+        rows = shape_of(node)[1]  # type: ignore[index]  # heads may be among them
+        rows = rows if isinstance(rows, int) else call(graph, _aten.sym_size.int, (core.query, 2), node)
         dims = [-1, rows, shape_of(out)[3]]  # type: ignore[index]
-        out = call(graph, _aten.reshape.default, (out, dims), reader.node)
+        out = call(graph, _aten.reshape.default, (out, dims), node)
     return out
 
 
-def _is_wide_bias(reader: Reader) -> bool:
+def _is_wide_bias(core: AttentionCore) -> bool:
     """Whether a mask has numbers that the query's dtype would round. Those of a mask that only hides have none."""
-    mask = reader.mask
-    if not isinstance(mask, Node) or not value_of(mask).is_floating_point():
+    if core.mask is None or not value_of(core.mask).is_floating_point():
         return False
-    return bool(value_of(mask).dtype.itemsize > value_of(reader.query).dtype.itemsize) and not _hides_alone(
-        mask
-    )
+    wider = value_of(core.mask).dtype.itemsize > value_of(core.query).dtype.itemsize
+    return wider and not _hides_alone(core.mask)
 
 
 def _hides_alone(mask: Any) -> bool:
@@ -182,15 +156,10 @@ def _hides_alone(mask: Any) -> bool:
     return isinstance(mask, float)
 
 
-def _cast(graph: Graph, mask: Node, reader: Reader) -> Node:
+def _cast(graph: Graph, mask: Node, core: AttentionCore) -> Node:
     """A mask in the query's dtype, as SDPA wants it. The least number stays one: a row may hide all keys."""
-    dtype = value_of(reader.query).dtype
+    dtype = value_of(core.query).dtype
     if value_of(mask).dtype == dtype:
         return mask
-    mask = call(graph, _aten.clamp.default, (mask, torch.finfo(dtype).min), reader.node)
-    return call(graph, _aten._to_copy.default, (mask,), reader.node, kwargs={"dtype": dtype})
-
-
-def _size(graph: Graph, origin: Node, node: Node, dim: int) -> Any:
-    size = shape_of(node)[dim]  # type: ignore[index]
-    return size if isinstance(size, int) else call(graph, _aten.sym_size.int, (node, dim), origin)
+    mask = call(graph, _aten.clamp.default, (mask, torch.finfo(dtype).min), core.node)
+    return call(graph, _aten._to_copy.default, (mask,), core.node, kwargs={"dtype": dtype})

@@ -7,7 +7,14 @@
     copy_(buffer, slice_scatter(buffer, keys, 0, 0, batch))             buffer[:batch, :, position] = k
 
 A buffer is `[rows, num_kv_heads, capacity, head_dim]`, or has tokens first, in dimension 1. It has as many rows as the
-batch, or more.
+batch, or more. One that keeps the newest tokens alone, as transformers' StaticSlidingWindowLayer, is a window:
+
+    keys = index_put(roll(buffer, -1, 2), [None, None, [-1]], k); copy_(buffer, keys)       full, one token
+    keys = cat([buffer[:, :, 1:], k], 2);      copy_(buffer, keys[:, :, -window:])          full, several
+    keys = cat([buffer[:, :, :count], k], 2);  copy_(buffer, keys[:, :, -window:])          becoming full
+    keys = k;                                  copy_(buffer, keys[:, :, -window:])          a prompt longer than that
+
+Attention reads `keys`. Until it is full a window is written like any other buffer, and is told by being shorter.
 """
 
 from __future__ import annotations
@@ -21,7 +28,19 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from specache_fx.capture.cache_side import unrepeated, without_repeat
-from specache_fx.capture.graph_utils import is_float, output_node, same_sizes, shape_of, value_of
+from specache_fx.capture.graph_slices import constant_of
+from specache_fx.capture.graph_utils import (
+    END,
+    concatenated,
+    cut_of,
+    is_float,
+    newest,
+    output_node,
+    same_sizes,
+    shape_of,
+    swaps,
+    value_of,
+)
 
 _aten = torch.ops.aten
 _WRITES = (
@@ -93,20 +112,13 @@ def _of_first_rows(node: Any) -> Append | None:
     """The write of a node into the first rows of an input's batch, `_write(buffer[:batch])`; None for another node."""
     if not isinstance(node, Node) or node.target is not _aten.slice_scatter.default:
         return None
-    args: Any = node.args
-    _, part, *where = args
-    if (
-        where[:2] not in ([], [0], [0, 0], [0, None])
-        or where[3:] not in ([], [1])
-        or not isinstance(part, Node)
-    ):
+    buffer, part, *_ = node.args
+    inner = _write(part) if isinstance(part, Node) else None
+    if inner is None or inner.buffer.target is not _aten.slice.Tensor or inner.buffer.args[0] is not buffer:
         return None
-    inner = _write(part)
-    if inner is None or inner.buffer.target is not _aten.slice.Tensor:
-        return None
-    source, *sliced = inner.buffer.args
-    is_first = source is args[0] and sliced[:2] in ([], [0], [0, 0], [0, None]) and sliced[3:] in ([], [1])
-    return replace(inner, buffer=args[0], kept=node) if is_first else None
+    firsts = (cut for each in (node, inner.buffer) if (cut := cut_of(each)) is not None)
+    is_first = all((dim, start, step) == (0, 0, 1) for dim, start, _, step in firsts)
+    return replace(inner, buffer=inner.buffer.args[0], kept=node) if is_first else None  # type: ignore[arg-type]
 
 
 def _write(node: Node) -> Append | None:
@@ -114,16 +126,11 @@ def _write(node: Node) -> Append | None:
     args: Any = node.args
     if node.target is _aten.index_copy.default:
         buffer, dim, position, new = args
-    elif node.target is _aten.index_put.default:
-        buffer, indices, new, *accumulates = args
-        places = [i for i, index in enumerate(indices) if index is not None]
-        if len(places) != 1 or any(accumulates):
-            return None
-        dim, position = places[0], indices[places[0]]
+    elif (put := _put(node)) is not None:
+        buffer, dim, position, new = put
     elif node.target is _aten.slice_scatter.default:
-        given: list[Any] = [*args, *(0, None, None, 1)[len(args) - 2 :]]
-        buffer, new, dim, position, _, step = given
-        position = 0 if position is None else position
+        buffer, new = args[:2]
+        dim, position, _, step = cut_of(node) or (0, 0, 0, 0)
         if step != 1:
             return None
     else:
@@ -141,6 +148,16 @@ def _write(node: Node) -> Append | None:
     return Append(node, buffer, dim % 4, position, new)
 
 
+def _put(node: Any) -> tuple[Any, int, Node, Any] | None:
+    """Tensor, dimension, index and new numbers of `x[..., index] = new`; None for another node."""
+    if not isinstance(node, Node) or node.target is not _aten.index_put.default:
+        return None
+    args: Any = node.args
+    tensor, indices, new, *accumulates = args
+    places = [i for i, index in enumerate(indices) if index is not None]
+    return (tensor, places[0], indices[places[0]], new) if len(places) == 1 and not any(accumulates) else None
+
+
 def appends(graph: Graph) -> dict[Node, Append]:
     """The writes that are the whole change of an input, or that an output is."""
     written = {node.args[0]: node.args[1] for node in graph.nodes if node.target is _aten.copy_.default}
@@ -154,6 +171,81 @@ def appends(graph: Graph) -> dict[Node, Append]:
             found[node] = append
     of_rows = (_of_first_rows(value) for buffer, value in written.items() if buffer.op == "placeholder")
     return found | {append.node: append for append in of_rows if append is not None}
+
+
+def with_windows(gm: GraphModule, found: Mapping[Node, Append]) -> dict[Node, Append]:
+    """The writes of a graph, those of windows too.
+
+    Args:
+        gm: The graph.
+        found: From `appends`.
+    """
+    longest = max((append.capacity for append in found.values()), default=0)
+    known = {
+        node: replace(append, window=append.capacity) if append.capacity < longest else append
+        for node, append in found.items()
+    }
+    for buffer, value in _written(gm.graph):
+        append = _rolled(gm, buffer, value) or _newest_of(buffer, value)
+        if append is not None:
+            known.setdefault(append.node, append)
+    return known
+
+
+def _written(graph: Graph) -> list[tuple[Node | None, Node]]:
+    """The writes to each input; and outputs that may be buffers which are made in this call, without an input."""
+    writes: list[tuple[Any, Any]] = [
+        node.args[:2] for node in graph.nodes if node.target is _aten.copy_.default
+    ]
+    made = (node for node in output_node(graph).all_input_nodes if node.target is _aten.clone.default)
+    return [*writes, *((None, node) for node in made)]
+
+
+def _rolled(gm: GraphModule, buffer: Node | None, value: Node) -> Append | None:
+    """One token, written behind the others of a full buffer, which move down a row."""
+    put = _put(value.args[0] if value.target is _aten.clone.default else value)
+    if buffer is None or put is None:
+        return None
+    rolled, dim, index, new = put
+    if rolled.target is not _aten.roll.default or rolled.args[0] is not buffer or dim != 2:
+        return None
+    shifts, dims = (list(each) for each in rolled.args[1:])
+    sizes = shape_of(new) or ()
+    one_token = shape_of(index) == (1,) and len(sizes) == 4 and sizes[2] == 1
+    if shifts != [-1] or [each % 4 for each in dims] != [2] or not one_token:
+        return None
+    if constant_of(gm, index) not in (-1, _window(buffer) - 1):
+        return None
+    return Append(value, buffer, 2, 0, new, _window(buffer), Tokens.FULL, value)
+
+
+def _newest_of(buffer: Node | None, value: Node) -> Append | None:
+    """The newest tokens of what attention reads, written over the whole buffer."""
+    part: Any = value.args[0] if value.target is _aten.clone.default else value
+    if not isinstance(part, Node) or part.op != "call_function":
+        return None
+    window, keys = newest(part), part.args[0]
+    if window is None or not isinstance(keys, Node) or (shape_of(part) or ())[2:-1] != (window,):
+        return None
+    if buffer is not None and _window(buffer) != window:
+        return None
+    parts, dim = concatenated(keys) or ([], 0)
+    if buffer is None or buffer not in {origin for each in parts for origin in each.all_input_nodes}:
+        # In a first call there is no buffer yet: what it returns stands for one.
+        return Append(keys, buffer or value, 2, 0, keys, window, Tokens.NONE, value)
+    if len(parts) != 2 or dim != 2 or parts[0].args[:1] != (buffer,):
+        return None
+    along, start, end, step = cut_of(parts[0]) or (None,) * 4
+    if (along, step) != (2, 1) or start not in (0, 1) or (start == 1 and end not in (END, window)):
+        return None
+    position, before = (end, Tokens.SOME) if start == 0 else (0, Tokens.FULL)
+    return Append(keys, buffer, 2, position, parts[1], window, before, value)
+
+
+def _window(buffer: Node) -> int:
+    """Rows of a buffer."""
+    dims = shape_of(buffer) or ()
+    return dims[2] if len(dims) == 4 and isinstance(dims[2], int) else 0
 
 
 def unread(found: Mapping[Node, Append]) -> dict[Node, Append]:
@@ -186,19 +278,14 @@ def read_by(side: Any, found: Mapping[Node, Append]) -> tuple[Append, list[Any]]
         side, repeat = without_repeat(side) if tokens == 2 else unrepeated(side, heads=2)
         if repeat:
             continue
-        args: Any = side.args
-        if (
-            side.target is _aten.slice.Tensor
-            and len(args) == 4
-            and args[1] % 4 == tokens
-            and args[2] in (0, None)
-        ):
-            ends.append(args[3])
-        elif side.target is _aten.transpose.int and {dim % 4 for dim in args[1:]} == {1, 2}:
+        dim, start, end, step = cut_of(side) or (None,) * 4
+        if side.target is _aten.slice.Tensor and (dim, start, step) == (tokens, 0, 1):
+            ends.append(end)
+        elif swaps(side, 1, 2):
             tokens = 3 - tokens
         else:
             return None
-        side = args[0]
+        side = side.args[0]
     return (found[side], ends) if found[side].dim == tokens else None
 
 

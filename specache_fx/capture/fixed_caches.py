@@ -11,15 +11,15 @@ outputs, keys and values in turn. A prompt has no past: it attends to its own to
 Where tokens are written is for the caller to compare with the number of tokens that are there (`FixedCaches.starts`).
 Counters of tokens that the graph moves are moved by the caller too.
 
-A buffer that keeps the newest tokens alone (`capture/window_buffers.py`) is a window: what is returned for it is
-`keys[:, :, -window + 1 :]`, as of a cache that grows. Attention that is spelt out is written anew
+A buffer that keeps the newest tokens alone is a window: what is returned for it is `keys[:, :, -window + 1 :]`, as of a
+cache that grows. Attention that is spelt out is written anew
 (`capture/buffer_reads.py`). A graph that reads a buffer in another way stays as it is.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,11 +30,11 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic
 from specache_fx.capture.buffer_masks import DATA, cut_to, is_narrow, shows_behind
 from specache_fx.capture.buffer_positions import REMEDY, asserts_of, counters_of, positions_of
 from specache_fx.capture.buffer_reads import Reader, is_over, readers_of, reads_buffer, write
-from specache_fx.capture.buffer_writes import Append, Tokens, appends, unread
+from specache_fx.capture.buffer_writes import Append, Tokens, appends, unread, with_windows
 from specache_fx.capture.buffers import Buffer, FixedCaches, Size
 from specache_fx.capture.cache_side import LEAVE, NoMatch
 from specache_fx.capture.graph_edit import call, copy_graph, fake_mode_of, finish, size_of
-from specache_fx.capture.graph_slices import ancestors, eliminate_dead_code, extract
+from specache_fx.capture.graph_slices import ancestors, cut_out, eliminate_dead_code
 from specache_fx.capture.graph_utils import (
     END,
     described,
@@ -48,7 +48,6 @@ from specache_fx.capture.graph_utils import (
 )
 from specache_fx.capture.normalize_attention import SDPA
 from specache_fx.capture.trace import inline
-from specache_fx.capture.window_buffers import with_windows
 from specache_fx.runtime.handle_form import is_laid_out
 
 _aten = torch.ops.aten
@@ -79,13 +78,7 @@ def has_past(gm: GraphModule) -> bool:
     if any(append.before is not Tokens.ANY for append in found):
         return any(append.before in (Tokens.SOME, Tokens.FULL) for append in found)
     append = next(iter(found))
-    return append.buffer.op == "placeholder" and has_one_token(gm)
-
-
-def has_one_token(gm: GraphModule) -> bool:
-    """Whether a call has one token."""
-    size = next(iter(appends(gm.graph).values())).q_len
-    return isinstance(size, int) and size == 1
+    return append.buffer.op == "placeholder" and isinstance(append.q_len, int) and append.q_len == 1
 
 
 def grow(gm: GraphModule, *, has_past: bool) -> tuple[GraphModule, FixedCaches]:
@@ -116,15 +109,17 @@ class _Rewrite:
         self._gm, self._graph, self._has_past = gm, gm.graph, has_past
         self._inputs = placeholders(gm.graph)
         self._place = {node: i for i, node in enumerate(self._inputs)}
-        self._read_written()
-        self._appends = with_windows(gm, appends(gm.graph))
-        self._readers = readers_of(gm, self._appends)
+        found = appends(gm.graph)
+        own = self._read_unwritten(found)
+        self._appends = with_windows(gm, found)
+        self._readers = readers_of(gm, self._appends | own)
+        self._own = {append.node: new for new, append in own.items()}
         mode = fake_mode_of(value_of(node) for node in self._inputs)
         assert mode is not None
         self._mode = mode
         self._length = _new_length(mode) if has_past else None
         self._grown: dict[Node, Node] = {}  # what a buffer holds now, heads first
-        self._masks: dict[Any, Any] = {}
+        self._masks: dict[Node, Node] = {}
         self._cut: list[int] = []
         self._ends: dict[Any, bool] = {}
 
@@ -165,34 +160,22 @@ class _Rewrite:
             tuple(self._cut), shown, shown_inputs, self._q_len_of(written[0]), self._batch_of(written[0]),
         )  # fmt: skip
 
-    def _read_written(self) -> None:
-        """Have a prompt that attends to its own tokens, and writes them into buffers, read them there."""
-        order = {node: i for i, node in enumerate(self._graph.nodes)}
-        for new, append in unread(appends(self._graph)).items():
-            between: list[Any] = [append.node, append.new]
-            while between[-1] is not new:
-                between.append(between[-1].args[0])
-            between = list(dict.fromkeys(between))[:-1]
-            readers = [user for user in real_users(new) if user not in between]
-            attends = any(is_over(node, {new: append}) for node in self._graph.nodes)
-            if not attends:
-                continue  # no cache: no attention reads these tokens
-            first = min(readers, key=order.__getitem__)
-            needed = {node for each in between for node in each.all_input_nodes}.difference(between)
-            if self._has_past or any(order[node] > order[first] for node in needed):
-                raise NoMatch(
-                    f"{described(first)} reads the tokens of this call, and none that are in the cache",
-                    "Let it read the cache after they are written to it, or write a prompt as one.",
-                )
-            for node in reversed(between):
-                if order[node] > order[first]:
-                    first.prepend(node)
-            with self._graph.inserting_before(first):
-                end = size_of(first, new, append.dim)
-                args = (append.node, append.dim, 0, end)
-                written = call(self._graph, _aten.slice.Tensor, args, first)
-            for reader in readers:
-                reader.replace_input_with(new, written)
+    def _read_unwritten(self, found: Mapping[Node, Append]) -> dict[Node, Append]:
+        """The tokens that a prompt attends to and writes into buffers, by themselves."""
+        nodes = self._graph.nodes  # what no attention reads is no cache
+        own = {
+            new: append
+            for new, append in unread(found).items()
+            if any(is_over(node, {new: append}) for node in nodes)
+        }
+        for new, append in own.items() if self._has_past else ():
+            written = ancestors([append.node], [new])
+            first = next(user for user in real_users(new) if user not in written)
+            raise NoMatch(
+                f"{described(first)} reads the tokens of this call, and none that are in the cache",
+                "Let it read the cache after they are written to it, or write a prompt as one.",
+            )
+        return own
 
     def _kept(self, append: Append) -> Node:
         """The return value of a cache that grows."""
@@ -221,13 +204,11 @@ class _Rewrite:
         """`FixedCaches.shown`, before anything is edited."""
         masks = dict[Node, None]()
         for reader in self._readers:
-            if reader.mask is not None and not is_narrow(reader.mask):
-                masks[reader.mask] = None
-        inside = ancestors(masks)
-        if any(node.target in DATA for node in inside):
+            if reader.core.mask is not None and not is_narrow(reader.core.mask):
+                masks[reader.core.mask] = None
+        if any(node.target in DATA for node in ancestors(masks)):
             raise NoMatch("its mask is computed from data, not from positions and padding alone", REMEDY)
-        needed = [node for node in self._inputs if node in inside]
-        gm = extract(self._gm, list(masks), needed)
+        gm, taken = cut_out(self._gm, list(masks))
         graph, output = gm.graph, output_node(gm.graph)
         with graph.inserting_before(next(iter(graph.nodes))):
             kv_len = graph.placeholder("kv_len")
@@ -238,7 +219,7 @@ class _Rewrite:
                 assert isinstance(mask, Node)
                 results.append(inline(graph, shows_behind, (mask, kv_len), mask))
         output.args = (tuple(results),)
-        return finish(gm), tuple(self._place[node] for node in needed)
+        return finish(gm), taken
 
     def forget_guards(self) -> None:
         """Dynamo can't check a guard on the past's length, which is no size of its inputs. `InPlace` checks it."""
@@ -249,11 +230,14 @@ class _Rewrite:
 
     def _attention(self, reader: Reader) -> tuple[Node, Node]:
         """Have an attention read what is there. Returns what its keys and values are views of."""
-        node, mask = reader.node, reader.mask
+        node, mask = reader.core.node, reader.core.mask
         (keys, key_ends), (values, value_ends) = reader.keys, reader.values
         with self._graph.inserting_before(node):
             key, value = (self._tokens_of(each, node) for each in (keys, values))
-            hides = isinstance(mask, Node) and not is_narrow(mask)
+            hides = mask is not None and not is_narrow(mask)
+            for append, ends in (reader.keys, reader.values):
+                if append.node in self._own:
+                    ends.append(size_of(node, self._own[append.node], append.dim))
             for end in (*key_ends, *value_ends):
                 self._ends[end] = self._ends.get(end, False) or not hides
             reads_all = keys.before is Tokens.ANY and not (key_ends and value_ends)
@@ -277,8 +261,8 @@ class _Rewrite:
                 f"`{append.buffer.name}` is a piece of another tensor, whose memory can't be given back",
                 f"Make a buffer of its own for keys, and one for values, of each layer. {LEAVE}.",
             )
-        with self._graph.inserting_before(side):
-            new = append.new
+        new = self._own.get(side, append.new)
+        with self._graph.inserting_before(new.next if side in self._own else side):
             if len(shape_of(new) or ()) == 3:
                 new = call(self._graph, _aten.unsqueeze.default, (new, 0), origin)
             if append.dim == 1:
@@ -302,9 +286,9 @@ class _Rewrite:
         self._grown[side] = tokens
         return tokens
 
-    def _mask(self, mask: Any, append: Append, keys: Node, origin: Node) -> Any:
+    def _mask(self, mask: Node | None, append: Append, keys: Node, origin: Node) -> Node | None:
         """A mask of the tokens that are there. Inserted at the graph's insertion point."""
-        if not isinstance(mask, Node) or is_narrow(mask):
+        if mask is None or is_narrow(mask):
             return mask
         if mask not in self._masks:
             source = None
@@ -318,7 +302,7 @@ class _Rewrite:
     def _attends(self, user: Node) -> bool:
         """Whether a node is an attention over buffers."""
         mine = user.target is SDPA and user.args[1] in self._grown.values()
-        return mine or any(user in reader.inner for reader in self._readers)
+        return mine or any(user in reader.core.inner for reader in self._readers)
 
     def _sliced(self, mask: Node, append: Append, keys: Node, origin: Node) -> Node:
         told = self._q_len_of(append)

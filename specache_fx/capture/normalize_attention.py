@@ -37,7 +37,8 @@ SDPA_DEFAULTS = (None, 0.0, False, None, False)  # of the arguments behind query
 _LEAVE = f"{LEAVE}."
 
 
-def _from_sdpa(gm: GraphModule, node: Node) -> AttentionCore:
+def from_sdpa(gm: GraphModule, node: Node) -> AttentionCore:
+    """The attention that an operator computes."""
     args: Any = node.args
     query, key, value, mask, dropout, causal, given, _ = args
     problem = None
@@ -112,7 +113,7 @@ def attention_cores(gm: GraphModule) -> tuple[list[AttentionCore], dict[Node, st
     rows = Rows()
     for node in list(gm.graph.nodes):
         if node.target is SDPA:
-            cores.append(_from_sdpa(gm, node))
+            cores.append(from_sdpa(gm, node))
         elif caches and node.target is torch.ops.aten._softmax.default:
             try:
                 cores.append(from_softmax(gm, node, outputs, rows))
