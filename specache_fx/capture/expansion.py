@@ -93,15 +93,7 @@ def _made(reading: Reading) -> str:
 def _cut(
     gm: GraphModule, reading: Reading, lengths: list[Node], leaves: list[Node], tokens: Any
 ) -> GraphModule:
-    """The operations between cache and attention, the length an input.
-
-    Args:
-        gm: Dynamo's graph.
-        reading: The attention.
-        lengths: Nodes that are the number of tokens.
-        leaves: The further inputs.
-        tokens: The number of tokens in Dynamo's graph where it is a constant that stands for it; None to keep it.
-    """
+    """The operations between cache and attention. The length is an input: nodes `lengths`, the constant `tokens`."""
     inputs = [reading.key_cache, reading.value_cache, *lengths, *leaves]
     cut = extract(gm, [reading.key, reading.value], inputs)
     ends = placeholders(cut.graph)

@@ -173,12 +173,7 @@ def _merge_scores(softmax: Node, is_step: bool) -> None:
 
 
 def _follow(moved: dict[Node, Any], operand: Callable[[Node, Node], Node]) -> None:
-    """Copy the operations behind the first scores in a new layout, up to the reshape or the swap that ends it.
-
-    Args:
-        moved: Maps the first scores to themselves in that layout; copies are added.
-        operand: Puts a mask into it, before a node.
-    """
+    """Copy the operations behind the first scores, the key of `moved`, in the layout of its value, up to its end."""
     (start,) = moved
     graph, dims = start.graph, len(shape_of(start) or ())
     is_swap = swaps(start, 1, 2)

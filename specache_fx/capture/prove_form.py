@@ -188,15 +188,8 @@ def _distance(
 ) -> tuple[float | None, float]:
     """The distance of a core from the normal form, and the distance that rounding allows.
 
-    Args:
-        graph: Computes output, query and mask of the core from `leaves`.
-        core: What was read.
-        leaves: Nodes.
-        numbers: For the leaves.
-        size: Of the scaled products.
-
-    Returns:
-        The distance is None where the numbers hide every key from every query: they prove nothing.
+    `graph` computes output, query and mask from `leaves`; the scaled products are of a size. The distance is None where
+    the numbers hide every key from every query: they prove nothing.
     """
     key_dim = (shape_of(core.key) or ())[3]
     query_spread = size / (abs(core.scale) * key_dim**0.5)
