@@ -23,6 +23,7 @@ from specache_fx.capture.normalize_attention import SDPA
 from specache_fx.runtime.handle_form import ORDERS, Form, inverse, token_dim
 
 _aten = torch.ops.aten
+_FOLLOWING = ("sym_size", "sym_numel", "new_ones", "new_zeros", "new_full", "new_empty")
 FORMS: dict[tuple[int, ...], Form] = {
     ORDERS[form]: form for form in (Form.TOKENS_FIRST, Form.SEQUENCE_FIRST, Form.TOKENS_LAST)
 }
@@ -54,7 +55,7 @@ def permuted(graph: Graph, node: Node, order: Sequence[int], origin: Node) -> No
 
 def follows_layout(user: Node) -> bool:
     """Whether a node reads a cache in a way that does not depend on the layout, or can follow it."""
-    return user.op == "output" or target_name(user) in ("sym_size", "sym_numel")
+    return user.op == "output" or target_name(user) in _FOLLOWING
 
 
 def _permute_reads(graph: Graph, returned: Node) -> tuple[Node, Form] | None:
