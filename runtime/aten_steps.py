@@ -19,7 +19,6 @@ from specache_fx.config import SpecacheConfig
 from specache_fx.runtime import triton_ops
 from specache_fx.runtime.device_steps import DeviceSteps
 from specache_fx.runtime.kernels import DecodeInputs, Kernel
-from specache_fx.runtime.layer_cache import LayerCache
 from specache_fx.runtime.layer_state import LayerCall, LayerState
 from specache_fx.runtime.select import count_overlap, select_topk
 from specache_fx.runtime.stored_tokens import StoredTokens
@@ -36,7 +35,6 @@ class AtenSteps(DeviceSteps):
     Args:
         config: Its options.
         kernel: Its kernel.
-        tiered: Its layers that select.
         transfer: Brings the rows; None where nothing is selected.
         device: Where it is.
     """
@@ -48,12 +46,11 @@ class AtenSteps(DeviceSteps):
         self,
         config: SpecacheConfig,
         kernel: Kernel,
-        tiered: Mapping[int, LayerCache],
         transfer: KernelTransfer | None,
         device: torch.device,
     ) -> None:
         super().__init__(device, config.top_k, transfer)
-        self._attention, self._tiered = kernel, tiered
+        self._attention = kernel
         self._selects_first = config.lookahead == "none"
         self._is_full = False
         # Of the step under way, by the first layer of those that are alike and what an arena has room for.
@@ -61,19 +58,14 @@ class AtenSteps(DeviceSteps):
 
     @classmethod
     def of(
-        cls,
-        config: SpecacheConfig,
-        kernel: Kernel,
-        tiered: Mapping[int, LayerCache],
-        transfer: Transfer | None,
-        device: torch.device,
+        cls, config: SpecacheConfig, kernel: Kernel, transfer: Transfer | None, device: torch.device
     ) -> AtenSteps | None:
         """The steps of a session, or None where a thread brings its rows: no captured step can wait for that."""
         if transfer is not None and not isinstance(transfer, KernelTransfer):
             return None
         if triton_ops.unavailable_reason(device) is not None:
             return None  # it tells the lengths
-        return cls(config, kernel, tiered, transfer, device)
+        return cls(config, kernel, transfer, device)
 
     def tell(self, layers: Mapping[int, LayerState], facts: StepFacts) -> None:
         """See `WholeSteps`."""
@@ -104,7 +96,7 @@ class AtenSteps(DeviceSteps):
         if transfer is not None and self._selects_first:
             with span("select", device=self.device, layer=layer):
                 _, scores = self._attention.attention(self._inputs(layer, cache, call, stored))
-                self._choose(layer, scores)
+                self._choose(layer, cache, scores)
                 transfer.copy(layer, stored.num_quantized)
             call = replace(call, scored_lanes=0)
         if transfer is not None:
@@ -118,14 +110,14 @@ class AtenSteps(DeviceSteps):
                     rows.index_copy_(2, at + lane, own[lane])
         if transfer is not None and not self._selects_first:
             with span("select", device=self.device, layer=layer):
-                self._choose(layer, scores)
+                self._choose(layer, cache, scores)
             with transfer.beside(layer), span("copy", "copies", device=self.device, layer=layer):
                 transfer.copy(layer, stored.num_quantized)
         return out
 
-    def _choose(self, layer: int, scores: torch.Tensor) -> None:
+    def _choose(self, layer: int, cache: LayerState, scores: torch.Tensor) -> None:
         """Have the slots ask for the top-k by the scores of an attention; see `DecodeStep.select`."""
-        facts, transfer, cache = self._facts, self._transfer, self._tiered[layer]
+        facts, transfer = self._facts, self._transfer
         assert facts is not None and transfer is not None
         # Rows without a token have scores below 0, as padding has.
         room = cache.room - cache.tensors.window[0].shape[2]

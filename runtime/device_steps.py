@@ -17,10 +17,10 @@ from specache_fx.runtime.layer_state import LayerCall, LayerState
 from specache_fx.runtime.layout import LayerTensors
 from specache_fx.runtime.stored_tokens import StoredTokens
 from specache_fx.runtime.transfer import KernelTransfer
-from specache_fx.runtime.whole_steps import StepFacts
+from specache_fx.runtime.whole_steps import StepFacts, WholeSteps
 
 
-class DeviceSteps:
+class DeviceSteps(WholeSteps):
     """The launches of one session.
 
     Args:
@@ -29,14 +29,11 @@ class DeviceSteps:
         transfer: Brings the rows; None where nothing is selected.
 
     Attributes:
-        device: Where it is.
-        kernel: See `WholeSteps`.
         generation: Changes when a tensor moves: captures of the former number are void.
         plain_alone: A step that is not plain is left to the operators (`DecodeStep.by_operators`).
         captures: The step that runs next is captured or replayed, if it is plain.
     """
 
-    kernel: str
     plain_alone: ClassVar[bool] = False
     reads_masks: ClassVar[bool] = True
 
@@ -195,9 +192,6 @@ class DeviceSteps:
     def replayed(self) -> None:
         """See `WholeSteps`."""
         self._run = list(self._caches)
-
-    def check(self, error: RuntimeError) -> None:
-        """See `WholeSteps`: torch's own errors are passed on."""
 
     @property
     def device_bytes(self) -> int:

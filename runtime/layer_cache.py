@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Self
 
 import torch
@@ -11,9 +11,8 @@ from specache_fx.config import SpecacheConfig
 from specache_fx.runtime.host_cache import HostCache
 from specache_fx.runtime.kernels import DecodeInputs
 from specache_fx.runtime.key_mask import KeyMask
-from specache_fx.runtime.layer_state import LayerCall, restore_exactly
-from specache_fx.runtime.layout import Arena, LayerTensors
-from specache_fx.runtime.masks import WindowMask
+from specache_fx.runtime.layer_state import LayerCall, LayerState, restore_exactly
+from specache_fx.runtime.layout import Arena
 from specache_fx.runtime.quant import Planes
 from specache_fx.runtime.sink_rows import SinkRows
 
@@ -23,7 +22,7 @@ _KINDS = "key", "value"
 _LEAST_GROWTH_TOKENS = 256
 
 
-class LayerCache:
+class LayerCache(LayerState):
     """One layer's keys and values: quantised oldest tokens, then a 16-bit window of the newest.
 
     The length alone decides which tokens are quantised (`SpecacheConfig.num_quantized`). Of a resident layer none are,
@@ -42,9 +41,6 @@ class LayerCache:
 
     Attributes:
         quantizer: Makes the codes.
-        sinks: 16-bit rows of quantised tokens that stay on the device; None where none do.
-        num_quantized: Tokens in the low-bit copy.
-        window_len: Tokens in the window.
     """
 
     def __init__(
@@ -56,9 +52,9 @@ class LayerCache:
         key_mask: KeyMask,
         is_exact: bool = False,
     ) -> None:
+        super().__init__(arena)
         self.config, self.host, self.layer, self.is_exact = config, host, layer, is_exact
-        self.num_quantized = self.window_len = 0
-        self._arena, self.quantizer, self._key_mask = arena, arena.quantizer, key_mask
+        self.quantizer, self._key_mask = arena.quantizer, key_mask
         self._views: tuple[Planes, Planes] | None = None
         self.sinks = self._find_sinks()
         if self.sinks is not None:
@@ -71,25 +67,10 @@ class LayerCache:
         """Tokens in the low-bit copy when there are `kv_len`."""
         return 0 if self.is_exact else self.config.num_quantized(kv_len)
 
-    @property
-    def kv_len(self) -> int:
-        """Tokens held in all."""
-        return self.num_quantized + self.window_len
-
-    @property
-    def device_bytes(self) -> int:
-        """Bytes on the device: codes with their scales, sinks, and the window."""
-        return self._arena.layout.nbytes
-
     def window(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The 16-bit keys and values of the newest tokens; views, no copy."""
         key, value = self._arena.tensors.window
         return key.narrow(2, 0, self.window_len), value.narrow(2, 0, self.window_len)
-
-    @property
-    def tensors(self) -> LayerTensors:
-        """See `LayerState`."""
-        return self._arena.tensors
 
     @property
     def planes(self) -> tuple[Planes, Planes]:
@@ -100,23 +81,9 @@ class LayerCache:
             )
         return self._views
 
-    @property
-    def room(self) -> int:
-        """See `LayerState`."""
-        return self._arena.layout.num_groups * self.config.group_size + self._arena.layout.window_rows
-
     def make_room(self, rows: int) -> None:
         """See `LayerState`."""
         self._make_room(self.num_quantized, self.window_len + rows)
-
-    def was_appended(self) -> None:
-        """See `LayerState`."""
-        self.window_len += 1
-
-    def write_next(self, key: torch.Tensor, value: torch.Tensor) -> None:
-        """See `LayerState`."""
-        for rows, side in zip(self._arena.tensors.window, (key, value), strict=True):
-            rows.narrow(2, self.window_len + 1, 1).copy_(side)
 
     def quantize_overflow(self) -> None:
         """Quantise and offload the pairs that `was_appended` has pushed out of the window, if any.
@@ -155,10 +122,6 @@ class LayerCache:
             staged_indices=indices,
             aggregation=self.config.aggregation,
         )
-
-    def masked_rows(self, masks: Sequence[WindowMask | None], independent: bool) -> tuple[None, None]:
-        """See `LayerState`: `DecodeStep` hides keys."""
-        return None, None
 
     def append(
         self, key: torch.Tensor, value: torch.Tensor, hold: bool = False, kv_len: int | None = None
@@ -304,12 +267,8 @@ class LayerCache:
                 self.host.reorder(self.layer, rows.cpu())
             else:
                 self.host.take(self.layer, source.host, rows.cpu())
-        self._arena.take(source._arena, rows)
-        self.num_quantized, self.window_len = source.num_quantized, source.window_len
+        super().take(source, rows)
         self._moved()
-
-    def check_truncate(self, kv_len: int) -> None:
-        """See `LayerState`: nothing is ever gone."""
 
     def truncate(self, kv_len: int) -> None:
         """Keep the first `kv_len` tokens (crop, or undoing a step that failed midway).

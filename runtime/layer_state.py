@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, Self
+from typing import Self
 
 import torch
 
 from specache_fx.runtime.kernels import DecodeInputs, LaneInputs
-from specache_fx.runtime.layout import LayerTensors
+from specache_fx.runtime.layout import Arena, LayerTensors
 from specache_fx.runtime.masks import WindowMask
+from specache_fx.runtime.sink_rows import SinkRows
 
 
 @dataclass(slots=True, kw_only=True)
@@ -27,48 +29,61 @@ class LayerCall(LaneInputs):
     window_masks: Sequence[WindowMask | None] = ()
 
 
-class LayerState(Protocol):
-    """One layer's keys, `[batch, num_kv_heads, kv_len, key_dim]`, and values, `[..., value_dim]`.
+class LayerState(ABC):
+    """One layer's keys, `[batch, num_kv_heads, kv_len, key_dim]`, and values, `[..., value_dim]`, in one arena.
+
+    Args:
+        arena: The layer's memory, empty.
 
     Attributes:
         is_exact: All of it is on the device at 16 bits: nothing is selected, fetched or waited for.
+        num_quantized: Tokens in the low-bit copy, the oldest.
+        window_len: Rows of `tensors.window` in use: the next pair comes behind them.
+        sinks: 16-bit rows of quantised tokens that stay on the device; None where none do.
     """
 
     is_exact: bool
+    sinks: SinkRows | None = None
+
+    def __init__(self, arena: Arena) -> None:
+        self._arena = arena
+        self.num_quantized = self.window_len = 0
 
     @property
     def kv_len(self) -> int:
         """Tokens that it has had, whether it keeps them or not."""
+        return self.num_quantized + self.window_len
 
     @property
     def device_bytes(self) -> int:
         """Bytes on the device."""
+        return self._arena.layout.nbytes
 
     @property
     def tensors(self) -> LayerTensors:
         """All that is on the device; the same object until it lies elsewhere."""
-
-    @property
-    def num_quantized(self) -> int:
-        """Tokens in the low-bit copy, the oldest."""
-
-    @property
-    def window_len(self) -> int:
-        """Rows of `tensors.window` in use: the next pair comes behind them."""
+        return self._arena.tensors
 
     @property
     def room(self) -> int:
         """Tokens that the arena has room for: in codes and, behind them, in the window."""
+        layout = self._arena.layout
+        return layout.num_groups * self._arena.quantizer.group_size + layout.window_rows
 
+    @abstractmethod
     def make_room(self, rows: int) -> None:
         """Have so many rows free in the window."""
 
     def was_appended(self) -> None:
         """A pair was written behind the window's last one."""
+        self.window_len += 1
 
     def write_next(self, key: torch.Tensor, value: torch.Tensor) -> None:
         """Write a pair, `[batch, num_kv_heads, 1, dim]` each, one row behind the free one. It is not counted."""
+        for rows, side in zip(self.tensors.window, (key, value), strict=True):
+            rows.narrow(2, self.window_len + 1, 1).copy_(side)
 
+    @abstractmethod
     def append(
         self, key: torch.Tensor, value: torch.Tensor, hold: bool = False, kv_len: int | None = None
     ) -> None:
@@ -84,16 +99,18 @@ class LayerState(Protocol):
             HostMemoryError: If the host tier can't take the pairs that leave the device.
         """
 
+    @abstractmethod
     def inputs(self, call: LayerCall) -> DecodeInputs:
         """A kernel's inputs in a decode step."""
 
+    @abstractmethod
     def inputs_at_any_length(self, call: LayerCall) -> DecodeInputs:
         """As `inputs`, as if the arena were full: for kernels that are told the lengths elsewhere."""
 
     def masked_rows(
         self, masks: Sequence[WindowMask | None], independent: bool
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """A step's mask of a window, and the bias of its scores.
+        """A step's mask of a window, and the bias of its scores; None of a layer that keeps all tokens.
 
         Args:
             masks: The model's own, one a lane; None hides and adds nothing. Lane 1's covers the window as it will be.
@@ -106,7 +123,9 @@ class LayerState(Protocol):
         Raises:
             UnsupportedGraphError: If a mask is not as wide as the window.
         """
+        return None, None
 
+    @abstractmethod
     def history(
         self, kv_len: int | None = None, new: tuple[torch.Tensor, torch.Tensor] | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -120,13 +139,14 @@ class LayerState(Protocol):
             CacheHandleError: If it would need pairs that are gone.
         """
 
-    def check_truncate(self, kv_len: int) -> None:
+    def check_truncate(self, kv_len: int) -> None:  # noqa: B027  (most layers can always go back)
         """Make sure that `truncate` can be served.
 
         Raises:
             CacheHandleError: If it would need pairs that are gone.
         """
 
+    @abstractmethod
     def truncate(self, kv_len: int) -> None:
         """Keep the first `kv_len` tokens (crop, or undoing a step that failed midway)."""
 
@@ -141,13 +161,17 @@ class LayerState(Protocol):
         Raises:
             HostMemoryError: If the host tier can't take a copy.
         """
+        self._arena.take(source._arena, rows)
+        self.num_quantized, self.window_len = source.num_quantized, source.window_len
 
+    @abstractmethod
     def snapshot(self) -> dict[str, torch.Tensor]:
         """The tensors on the device, by name: views, and `sizes`, int64 on the CPU.
 
         Memory that holds no token is left out: it may have belonged to something else.
         """
 
+    @abstractmethod
     def restore(self, held: Mapping[str, torch.Tensor]) -> None:
         """Take over a `snapshot`, in an arena as large; the layer is empty, and `held` on any device.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -93,31 +94,30 @@ def hidden_bias(seen: torch.Tensor | None, bias: torch.Tensor | None) -> torch.T
     )
 
 
-def lane_bias(rows: list[torch.Tensor | None], kv_len: int, independent: bool) -> torch.Tensor | None:
-    """The biases of a decode step as a kernel reads them.
+def by_lane(rows: Sequence[torch.Tensor | None], num_stored: int, independent: bool) -> torch.Tensor | None:
+    """A row of each lane's mask or bias, laid out over the columns of all lanes as a kernel reads them.
 
     Args:
-        rows: One per lane, `[batch or 1, num_heads or 1, at least kv_len + 1]`; None where a lane has none.
-        kv_len: Tokens stored; a row goes on with the lanes' own pairs.
-        independent: Each lane sees its own pair only: all lanes are the same token, so all own columns are the same.
+        rows: One per lane, `[..., pairs + 1]`: the newest stored pairs that the lane may see, and last its own. Lane 1
+            is a token later: lane 0's own pair comes before its own. None: 0 everywhere.
+        num_stored: Columns of stored pairs.
+        independent: All lanes are the same token, and each sees its own pair only.
 
     Returns:
-        `[lanes, batch or 1, num_heads or 1, kv_len + lanes]`: the stored tokens' and each lane's own; None where all
-        are None.
+        `[lanes, ..., num_stored + lanes]`, 0 where a lane has no such pair; None where all rows are None.
     """
     known = [row for row in rows if row is not None]
     if not known:
         return None
-    lanes = len(rows)
-    shape = torch.broadcast_shapes(*(row.shape[:2] for row in known))
-    out = known[0].new_zeros((lanes, *shape, kv_len + lanes))
+    shape = torch.broadcast_shapes(*(row.shape[:-1] for row in known))
+    out = known[0].new_zeros((len(rows), *shape, num_stored + len(rows)))
     for lane, row in enumerate(rows):
-        if row is not None and independent:
-            out[lane, ..., :kv_len] = row[..., :kv_len]
-            out[lane, ..., kv_len:] = row[..., kv_len : kv_len + 1]
-        elif row is not None:
-            seen = min(row.shape[-1], kv_len + lane + 1)
-            out[lane, ..., :seen] = row[..., :seen]
+        if row is not None:
+            others = 0 if independent else lane
+            seen = row[..., : num_stored + others + 1]
+            stored, own = seen.split([seen.shape[-1] - others - 1, others + 1], dim=-1)
+            out[lane, ..., num_stored - stored.shape[-1] : num_stored] = stored
+            out[lane, ..., num_stored + lane - others : num_stored + lane + 1] = own
     return out
 
 

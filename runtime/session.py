@@ -22,7 +22,8 @@ from specache_fx.runtime.cpu_recorder import CpuRecorder
 from specache_fx.runtime.handle import MAX_SESSION, Newest
 from specache_fx.runtime.handle_form import Form
 from specache_fx.runtime.handle_tensor import Lease
-from specache_fx.runtime.host_cache import HostCache, resolve_host
+from specache_fx.runtime.host_blocks import resolve_host
+from specache_fx.runtime.host_cache import HostCache
 from specache_fx.runtime.kernels import choose_kernel
 from specache_fx.runtime.kernels.triton_kernel import TritonKernel
 from specache_fx.runtime.key_mask import KeyMask
@@ -152,7 +153,7 @@ class Session:
             self.graph = StepGraph(CpuRecorder())
         elif (recorder := recorder_of(self.device)) is not None:
             if self.steps is None:  # `AtenSteps` serve captured steps alone
-                self.steps = AtenSteps.of(config, kernel, self.tiered, transfer, self.device)
+                self.steps = AtenSteps.of(config, kernel, transfer, self.device)
             self.graph = None if self.steps is None else StepGraph(recorder)
 
     def _make_layer(self, layer: int, batch: int) -> LayerState:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 
@@ -50,8 +50,10 @@ class StepFacts:
     counts: torch.Tensor | None
 
 
-class WholeSteps(Protocol):
+class WholeSteps:
     """The steps of one session's layers, an operator each: `StepTable` in C++, `DeviceSteps` on a device.
+
+    Nothing runs beside steps of C++, and no memory of theirs counts: that is the default.
 
     Attributes:
         kernel: Name of the kernel whose layers it runs; see `passes.fuse_layer_steps`.
@@ -71,6 +73,7 @@ class WholeSteps(Protocol):
                 length.
             facts: See there.
         """
+        raise NotImplementedError
 
     def end(self) -> tuple[list[int], bool]:
         """Report the layers that ran, also where the graph failed midway.
@@ -78,6 +81,7 @@ class WholeSteps(Protocol):
         Returns:
             The layers that have run, and whether the rows that they chose are still to be brought.
         """
+        raise NotImplementedError
 
     def check(self, error: RuntimeError) -> None:
         """Raise a layer's failure as our own error.
@@ -89,6 +93,7 @@ class WholeSteps(Protocol):
     @property
     def form(self) -> tuple[Any, ...]:
         """Key of the prepared step: steps with the same key launch the same, at the same addresses."""
+        raise NotImplementedError
 
     def join(self) -> None:
         """Have the model's stream wait for the work beside it."""
@@ -102,6 +107,7 @@ class WholeSteps(Protocol):
     @property
     def device_bytes(self) -> int:
         """Bytes on the device that the steps need for themselves."""
+        return 0
 
     def close(self) -> None:
         """Keep no memory; nothing runs any more."""

@@ -10,73 +10,44 @@ import torch.nn.functional as F
 
 from specache_fx.errors import CacheHandleError, UnsupportedGraphError
 from specache_fx.runtime.kernels import DecodeInputs
-from specache_fx.runtime.layer_state import LayerCall, restore_exactly
-from specache_fx.runtime.layout import Arena, LayerTensors
-from specache_fx.runtime.masks import WindowMask
+from specache_fx.runtime.layer_state import LayerCall, LayerState, restore_exactly
+from specache_fx.runtime.layout import Arena
+from specache_fx.runtime.masks import WindowMask, by_lane
 
 _GROW_ROWS = 64
 
 
-class WindowCache:
+class WindowCache(LayerState):
     """The newest `window - 1` keys and values of a layer (a sliding window, or the chunk that is being written).
 
     With the query's own pair these are all that the model itself keeps. Nothing is quantised, offloaded or selected.
     The arena has an eighth more rows, two at least: pairs move to its front when it is full, and not with every token.
-    The last token can be taken back (`truncate`).
+    The last token can be taken back (`truncate`). The oldest of the rows in use may have left the window.
 
     Args:
         arena: The layer's memory, empty.
         window: Tokens that a query reaches, its own included.
-
-    Attributes:
-        kv_len: See `LayerState`.
     """
 
     is_exact = True
+    kv_len = 0
 
     def __init__(self, arena: Arena, window: int) -> None:
+        super().__init__(arena)
         self.window_size = window - 1
-        self.kv_len = 0
-        self._arena = arena
-        self._filled = 0
 
     @property
     def held(self) -> int:
         """Pairs that a query attends to, without its own."""
         return min(self.kv_len, self.window_size)
 
-    @property
-    def device_bytes(self) -> int:
-        """Bytes on the device."""
-        return self._arena.layout.nbytes
-
     def window(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The newest pairs in order, `[batch, num_kv_heads, held, dim]` each; views, no copy."""
-        return self._rows(self._filled - self.held, self._filled)
+        return self._rows(self.window_len - self.held, self.window_len)
 
     def _rows(self, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
         key, value = self._arena.tensors.window
         return key[:, :, start:stop], value[:, :, start:stop]
-
-    @property
-    def tensors(self) -> LayerTensors:
-        """See `LayerState`."""
-        return self._arena.tensors
-
-    @property
-    def num_quantized(self) -> int:
-        """See `LayerState`: none."""
-        return 0
-
-    @property
-    def window_len(self) -> int:
-        """See `LayerState`; the oldest of them may have left the window."""
-        return self._filled
-
-    @property
-    def room(self) -> int:
-        """See `LayerState`."""
-        return self._arena.layout.window_rows
 
     def inputs(self, call: LayerCall) -> DecodeInputs:
         """See `LayerState`: no codes, nothing staged."""
@@ -112,7 +83,7 @@ class WindowCache:
         """See `LayerState`."""
         kv_len = self.kv_len if kv_len is None else kv_len
         self.check_truncate(kv_len)
-        end = self._filled - (self.kv_len - kv_len)
+        end = self.window_len - (self.kv_len - kv_len)
         held = self._rows(end - min(kv_len, self.window_size), end)
         parts = [held] if new is None else [held, new]
         key, value = (torch.cat(side, 2) for side in zip(*parts, strict=True))
@@ -125,10 +96,10 @@ class WindowCache:
         q_len = key.shape[2]
         new_len = min(q_len, self.window_size)
         self._make_room(new_len, self.window_size - (0 if q_len == 1 else new_len))
-        needed = self._filled + new_len
-        for rows, side in zip(self._rows(self._filled, needed), (key, value), strict=True):
+        needed = self.window_len + new_len
+        for rows, side in zip(self._rows(self.window_len, needed), (key, value), strict=True):
             rows.copy_(side[:, :, q_len - new_len :])
-        self._filled = needed
+        self.window_len = needed
         self.kv_len = self.kv_len + q_len if kv_len is None else kv_len
 
     def make_room(self, rows: int) -> None:
@@ -138,32 +109,27 @@ class WindowCache:
 
     def was_appended(self) -> None:
         """See `LayerState`."""
-        self._filled += 1
+        super().was_appended()
         self.kv_len += 1
-
-    def write_next(self, key: torch.Tensor, value: torch.Tensor) -> None:
-        """See `LayerState`."""
-        for rows, side in zip(self._rows(self._filled + 1, self._filled + 2), (key, value), strict=True):
-            rows.copy_(side)
 
     def _make_room(self, rows: int, keep: int) -> None:
         """Have so many rows free; where they don't fit, the `keep` newest pairs stay."""
-        if self._filled + rows > buffer_rows(self.window_size):
+        if self.window_len + rows > buffer_rows(self.window_size):
             self._compact(keep)
-        needed, room = self._filled + rows, self.room
+        needed, room = self.window_len + rows, self.room
         if room < needed:  # a prompt takes no spare room
             self._arena.resize(0, max(needed, grown_rows(room, self.window_size)) if self.kv_len else needed)
 
     def _compact(self, keep: int) -> None:
         """Move the newest pairs to the front."""
-        newest = self._rows(self._filled - keep, self._filled)
+        newest = self._rows(self.window_len - keep, self.window_len)
         for rows, side in zip(self._rows(0, keep), newest, strict=True):
             rows.copy_(side.clone())
-        self._filled = keep
+        self.window_len = keep
 
     def check_truncate(self, kv_len: int) -> None:
         """See `LayerState`."""
-        if min(kv_len, self.window_size) > self._filled - max(0, self.kv_len - kv_len):
+        if min(kv_len, self.window_size) > self.window_len - max(0, self.kv_len - kv_len):
             raise CacheHandleError(
                 f"The KV cache can't go back from {self.kv_len} tokens to {kv_len}: a layer with a window of"
                 f" {self.window_size + 1} tokens has dropped pairs that it would need again. Crop such a cache before"
@@ -174,25 +140,25 @@ class WindowCache:
         """See `LayerState`."""
         self.check_truncate(kv_len)
         if kv_len < self.kv_len:
-            self._filled -= self.kv_len - kv_len
+            self.window_len -= self.kv_len - kv_len
             self.kv_len = kv_len
 
     def take(self, source: Self, rows: torch.Tensor) -> None:
         """See `LayerState`."""
-        self._arena.take(source._arena, rows)
-        self._filled, self.kv_len = source._filled, source.kv_len
+        super().take(source, rows)
+        self.kv_len = source.kv_len
 
     def snapshot(self) -> dict[str, torch.Tensor]:
         """See `LayerState`; `sizes`: rows of the arena, filled ones, tokens."""
-        sizes = self._arena.layout.window_rows, self._filled, self.kv_len
+        sizes = self._arena.layout.window_rows, self.window_len, self.kv_len
         return {"sizes": torch.tensor(sizes, device="cpu"), **self._held()}
 
     def _held(self) -> dict[str, torch.Tensor]:
-        return dict(zip(("key", "value"), self._rows(0, self._filled), strict=True))
+        return dict(zip(("key", "value"), self._rows(0, self.window_len), strict=True))
 
     def restore(self, held: Mapping[str, torch.Tensor]) -> None:
         """See `LayerState`."""
-        room, self._filled, self.kv_len = held["sizes"].tolist()
+        room, self.window_len, self.kv_len = held["sizes"].tolist()
         self._arena.resize(0, room)
         restore_exactly(self._held(), held, f"a layer with a window of {self.window_size + 1}")
 
@@ -204,7 +170,7 @@ class WindowCache:
         if visible is None:
             shape = len(masks), self._arena.batch, self.held + len(masks)
             visible = self.tensors.window[0].new_ones(shape, dtype=torch.bool)
-        left = (self._filled - self.held, 0)
+        left = (self.window_len - self.held, 0)
         return F.pad(visible, left), None if bias is None else F.pad(bias, left)
 
     def _masked(
@@ -214,52 +180,26 @@ class WindowCache:
 
         Lane 1 is one token later: the oldest pair has left its window when that is full, and lane 0's is in it.
         """
-        for lane, mask in enumerate(masks):
-            wide = self._cached(lane, independent)
-            if mask is not None and mask.width != wide + 1:
+        # Pairs that a lane finds in its window, besides its own.
+        found = [
+            min(self.kv_len + (0 if independent else lane), self.window_size) for lane in range(len(masks))
+        ]
+        for mask, pairs in zip(masks, found, strict=True):
+            if mask is not None and mask.width != pairs + 1:
                 raise UnsupportedGraphError(
-                    f"The mask of a layer with a window covers {mask.width} keys, where the layer has {wide} and"
+                    f"The mask of a layer with a window covers {mask.width} keys, where the layer has {pairs} and"
                     ' the token\'s own. Compile this model with backend="inductor".'
                 )
-        seen = [None if mask is None else mask.seen for mask in masks]
         visible = None
-        if len(masks) > 1 or seen[0] is not None:
-            empty = self._arena.tensors.window[0].new_zeros(
-                (len(masks), self._arena.batch, 0), dtype=torch.bool
-            )
-            visible = self._by_lane(seen, empty, True, independent)
+        if len(masks) > 1 or (masks[0] is not None and masks[0].seen is not None):
+            ones = self.tensors.window[0].new_ones((self._arena.batch, max(found) + 1), dtype=torch.bool)
+            seen = [None if mask is None else mask.seen for mask in masks]
+            rows = [
+                ones[:, : pairs + 1] if row is None else row for row, pairs in zip(seen, found, strict=True)
+            ]
+            visible = by_lane(rows, self.held, independent)
         biases = [None if mask is None else mask.bias for mask in masks]
-        known = [bias for bias in biases if bias is not None]
-        if not known:
-            return visible, None
-        shape = torch.broadcast_shapes(*(bias.shape[:2] for bias in known))
-        return visible, self._by_lane(biases, known[0].new_zeros((len(masks), *shape, 0)), 0, independent)
-
-    def _cached(self, lane: int, independent: bool) -> int:
-        """Pairs that a lane finds in its window, besides its own."""
-        return min(self.kv_len + (0 if independent else lane), self.window_size)
-
-    def _by_lane(
-        self, rows: Sequence[torch.Tensor | None], empty: torch.Tensor, default: float, independent: bool
-    ) -> torch.Tensor:
-        """Lay out one row a lane over the columns of all: `[..., held + lanes]`, 0 where a lane has no such pair.
-
-        Args:
-            rows: `[..., pairs + 1]` each; None is `default` everywhere.
-            empty: `[lanes, ..., 0]`: shape, dtype and device.
-            default: The value in place of None.
-            independent: See `_masked`.
-        """
-        held = self.held
-        out = empty.new_zeros((*empty.shape[:-1], held + len(rows)))
-        for lane, row in enumerate(rows):
-            ahead = 0 if independent else lane
-            wide = self._cached(lane, independent)
-            stored = wide - ahead
-            out[lane, ..., held - stored : held] = default if row is None else row[..., :stored]
-            for back in range(ahead + 1):
-                out[lane, ..., held + lane - back] = default if row is None else row[..., wide - back]
-        return out
+        return visible, by_lane(biases, self.held, independent)
 
 
 def buffer_rows(window_size: int) -> int:

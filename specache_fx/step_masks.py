@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from specache_fx.capture.program import Program
 from specache_fx.errors import UnsupportedGraphError
-from specache_fx.runtime.masks import hidden_bias, lane_bias, over_keys, real_keys, split_row
+from specache_fx.runtime.masks import by_lane, hidden_bias, over_keys, real_keys, split_row
 from specache_fx.runtime.session import Session
 from specache_fx.runtime.sources import Sources
 
@@ -175,7 +175,7 @@ def step_biases(
                 masks = [split_row(row, session.batch) for row in rows_ahead]
                 following = [hidden_bias(*mask) if session.masks_move else mask[1] for mask in masks]
         rows.append(following)
-    stacked = [lane_bias(list(row), session.kv_len, independent=not ahead) for row in zip(*rows, strict=True)]
+    stacked = [by_lane(row, session.kv_len, independent=not ahead) for row in zip(*rows, strict=True)]
     chosen = {layer: stacked[mask] for layer, mask in sources.layer_masks.items()}
     return {layer: bias for layer, bias in chosen.items() if bias is not None}
 
@@ -192,17 +192,11 @@ def step_sees(
         lanes: Tokens of the step.
         ahead: As in `step_biases`: in pre-decode each lane sees its own pair alone.
     """
-    by_lane = [None if row is None else _by_lane(row, session.kv_len, lanes, ahead) for row in masks.seen]
-    chosen = {layer: by_lane[mask] for layer, mask in sources.layer_masks.items()}
+    laid_out = [
+        by_lane([row] * lanes, session.kv_len, independent=True)
+        if row is None or not ahead
+        else torch.stack([F.pad(row, (0, lanes - 1), value=lane > 0) for lane in range(lanes)])
+        for row in masks.seen
+    ]
+    chosen = {layer: laid_out[mask] for layer, mask in sources.layer_masks.items()}
     return {layer: seen for layer, seen in chosen.items() if seen is not None}
-
-
-def _by_lane(row: torch.Tensor, kv_len: int, lanes: int, ahead: int) -> torch.Tensor:
-    """`[batch, kv_len + 1]` of the output token as `[lanes, batch, kv_len + lanes]`."""
-    if ahead:
-        return torch.stack([F.pad(row, (0, lanes - 1), value=lane > 0) for lane in range(lanes)])
-    out = row.new_zeros((lanes, row.shape[0], kv_len + lanes))
-    for lane in range(lanes):
-        out[lane, :, :kv_len] = row[:, :kv_len]
-        out[lane, :, kv_len + lane] = row[:, kv_len]
-    return out

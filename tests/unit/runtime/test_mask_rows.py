@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from specache_fx.errors import UnsupportedGraphError
-from specache_fx.runtime.masks import hides, lane_bias, split_row
+from specache_fx.runtime.masks import by_lane, hides, split_row
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -62,18 +62,24 @@ def test_a_bias_that_is_not_finite_is_refused(value: float) -> None:
 
 def test_lanes_see_the_stored_keys_and_the_own_ones_up_to_theirs() -> None:
     now, following = torch.arange(4.0).reshape(1, 1, 4), 10 + torch.arange(5.0).reshape(1, 1, 5)
-    bias = lane_bias([now, following], kv_len=3, independent=False)
+    bias = by_lane([now, following], 3, independent=False)
     assert bias is not None
-    # Lane 0 does not see lane 1's pair: what stands there is not read.
     assert bias[:, 0, 0].tolist() == [[0, 1, 2, 3, 0], [10, 11, 12, 13, 14]]
 
 
 def test_independent_lanes_are_the_same_token() -> None:
     now = torch.arange(4.0).reshape(1, 1, 4)
-    bias = lane_bias([now, now], kv_len=3, independent=True)
+    bias = by_lane([now, now], 3, independent=True)
     assert bias is not None
-    assert bias[:, 0, 0].tolist() == [[0, 1, 2, 3, 3]] * 2
+    assert bias[:, 0, 0].tolist() == [[0, 1, 2, 3, 0], [0, 1, 2, 0, 3]]
+
+
+def test_lane_1_of_a_full_window_has_lost_the_oldest_pair() -> None:
+    now = torch.arange(1.0, 5).reshape(1, 1, 4)
+    rows = by_lane([now, 10 + now], 3, independent=False)
+    assert rows is not None
+    assert rows[:, 0, 0].tolist() == [[1, 2, 3, 4, 0], [0, 11, 12, 13, 14]]
 
 
 def test_lanes_without_a_bias_have_none() -> None:
-    assert lane_bias([None, None], kv_len=3, independent=False) is None
+    assert by_lane([None, None], 3, independent=False) is None
