@@ -12,13 +12,11 @@ import torch
 from specache_fx.runtime.kernels.triton_arguments import (
     arguments_of,
     bias_of,
-    cut_keys,
-    length_class,
     merge_arguments,
+    norms_of,
     parts_of,
-    taken_by,
-    tokens_told,
 )
+from specache_fx.runtime.kernels.triton_kernel import attention_launches
 from specache_fx.runtime.launches import Launch
 from specache_fx.runtime.layer_state import LayerCall, LayerState
 from specache_fx.runtime.stored_tokens import StoredTokens
@@ -110,17 +108,12 @@ def prepare(
     staging = None if cache.is_exact or transfer is None else transfer.staging(layer)
     staged = None if call.independent_lanes or staging is None else (staging.rows, staging.indices)
     inputs = cache.inputs_at_any_length(replace(call, staged=staged))
-    arguments = arguments_of(inputs)
+    arguments = arguments_of(inputs, stored.lengths)
     if arguments["CENTRED"]:
         assert arguments["balance"].data_ptr() == inputs.key_planes[3].data_ptr(), "a copy would go stale"
     query = call.query
     lanes, batch, num_heads = query.shape[:3]
-    heads, value_dim = arguments["num_kv_heads"], arguments["VALUE_DIM"]
-    rows = arguments["top_k"] + inputs.window_len + lanes
-    arguments |= cut_keys(inputs.num_quantized, rows, batch * heads, query.device)
-    arguments["length_class"] = length_class(arguments["code_tokens"])
-    arguments |= tokens_told(stored.lengths, query, stored.room)
-    splits = arguments["splits"]
+    heads, value_dim, splits = (arguments[name] for name in ("num_kv_heads", "VALUE_DIM", "splits"))
     arguments |= _of(
         shared,
         ("parts", lanes, batch, num_heads, splits, value_dim),
@@ -128,11 +121,11 @@ def prepare(
     )
     if staging is None:
         arguments |= merge_arguments(inputs, arguments, written=written)
-        arguments["norm"] = _of(shared, ("norm", batch, lanes, num_heads), lambda: _norms(query))
-        return LayerLaunches(arguments, attention_of(arguments | bias_of(None, query)), None)
+        arguments["norm"] = _of(shared, ("norm", batch, lanes, num_heads), lambda: norms_of(query))
+        return LayerLaunches(arguments, attention_launches(arguments | bias_of(None, query)), None)
     kept = torch.empty_like(query), torch.empty_like(call.key)
     arguments |= merge_arguments(inputs, arguments, kept, written)
-    arguments["norm"] = _norms(query)
+    arguments["norm"] = norms_of(query)
     scores = _of(
         shared,
         ("scores", lanes, batch, heads, stored.room),
@@ -148,25 +141,4 @@ def prepare(
     ]
     before = _of(shared, ("before", *staging.indices.shape), lambda: torch.empty_like(staging.indices))
     selection = Selection(scores, [*between[0][:-1], staging.wanted], between[1], before)
-    return LayerLaunches(arguments, attention_of(arguments | bias_of(None, query)), selection)
-
-
-def attention_of(arguments: dict[str, Any]) -> tuple[Launch, ...]:
-    """The launches on the model's stream: a rotation where codes are centred, parts, their sum."""
-    from specache_fx.runtime.kernels.triton_decode import partial_attention
-    from specache_fx.runtime.kernels.triton_merge import merge_parts, rotate_queries
-
-    queries = arguments["LANES"] * arguments["batch"] * arguments["num_heads"]
-    grid = (arguments["batch"] * arguments["num_kv_heads"], arguments["splits"], arguments["TILES"])
-    rotation = taken_by(rotate_queries, arguments) | {"out": arguments["code_query"]}
-    return (
-        *([Launch(rotate_queries, (queries,), rotation)] if arguments["CENTRED"] else []),
-        Launch(partial_attention, grid, taken_by(partial_attention, arguments)),
-        Launch(merge_parts, (queries,), taken_by(merge_parts, arguments)),
-    )
-
-
-def _norms(query: torch.Tensor) -> torch.Tensor:
-    """The copies of queries that `merge_parts` leaves for their scores."""
-    lanes, batch, num_heads = query.shape[:3]
-    return query.new_empty((batch, lanes, num_heads), dtype=torch.float32)
+    return LayerLaunches(arguments, attention_launches(arguments | bias_of(None, query)), selection)

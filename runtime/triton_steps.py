@@ -19,10 +19,10 @@ from specache_fx.config import SpecacheConfig
 from specache_fx.runtime import triton_ops
 from specache_fx.runtime.device_steps import DeviceSteps
 from specache_fx.runtime.kernels import Kernel
-from specache_fx.runtime.kernels.triton_arguments import bias_of, taken_by
-from specache_fx.runtime.kernels.triton_kernel import TritonKernel
-from specache_fx.runtime.launches import launch, noted
-from specache_fx.runtime.layer_launches import LayerLaunches, Selection, Shared, attention_of, prepare
+from specache_fx.runtime.kernels.triton_arguments import bias_of
+from specache_fx.runtime.kernels.triton_kernel import TritonKernel, attention_launches, launch_scores
+from specache_fx.runtime.launches import noted
+from specache_fx.runtime.layer_launches import LayerLaunches, Selection, Shared, prepare
 from specache_fx.runtime.layer_state import LayerCall, LayerState
 from specache_fx.runtime.quant import Quantizer
 from specache_fx.runtime.select.topk import MOST_IN_A_KERNEL
@@ -91,7 +91,7 @@ class TritonSteps(DeviceSteps):
         out = query.new_empty((*query.shape[:4], prepared.arguments["VALUE_DIM"]))
         launches = prepared.attention
         if call.bias is not None:
-            launches = attention_of(prepared.arguments | bias_of(call.bias, query))
+            launches = attention_launches(prepared.arguments | bias_of(call.bias, query))
         *rotations, parts, merge = launches
         for rotation in rotations:
             rotation(query=query)
@@ -125,7 +125,6 @@ class TritonSteps(DeviceSteps):
     def _launch_selection(
         self, layer: int, arguments: dict[str, Any], prepared: Selection, stored: StoredTokens
     ) -> None:
-        from specache_fx.runtime.kernels.triton_scores import selection_scores
         from specache_fx.runtime.select import triton_topk
 
         facts, transfer = self._facts, self._transfer
@@ -134,8 +133,7 @@ class TritonSteps(DeviceSteps):
         if not arguments["CENTRED"]:
             kept["code_query"] = kept["query"]
         scores, staging = prepared.scores, transfer.staging(layer)
-        grid = (arguments["batch"] * arguments["num_kv_heads"], arguments["splits"])
-        launch(selection_scores, grid, **(taken_by(selection_scores, arguments | kept) | {"out": scores}))
+        launch_scores(arguments | kept | {"out": scores})
         triton_topk.select_topk(
             scores[-1],
             self._top_k,

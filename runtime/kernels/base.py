@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Any, Protocol
+from typing import Any, ClassVar, Self
 
 import torch
 
@@ -150,24 +152,31 @@ class DecodeInputs(LaneInputs):
         return self.query.shape[0] if self.scored_lanes is None else self.scored_lanes
 
 
-class Kernel(Protocol):
+class Kernel(ABC):
     """A way of computing decode attention. `reference` defines the answer; every other one must agree with it."""
 
-    name: str
+    name: ClassVar[str]
+    _others: Kernel | None = None
 
     def unavailable_reason(self, device: torch.device) -> str | None:
-        """Say why this kernel can't run on `device`, or None if it can."""
+        """Say why this kernel can't run on `device`, or None if it can: as ATen does, by default."""
+        return None
 
     def misfit(self, form: LayerForm) -> str | None:
-        """Say why this kernel can't compute a layer of that form, or None if it can."""
+        """Say why this kernel can't compute a layer of that form, or None if it can: by default each."""
+        return None
 
-    def or_else(self, others: Kernel) -> Kernel:
+    def or_else(self, others: Kernel) -> Self:
         """This kernel, with `others` for the layers that it can't compute: "auto". By itself it refuses them."""
+        both = copy.copy(self)
+        both._others = others
+        return both
 
     def attention(self, inputs: DecodeInputs) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attend with every lane.
+        """Attend with every lane. If others compute a layer in its place, and that is slow, a warning says so once.
 
         Raises:
+            HostMemoryError: If there is no memory to work in.
             KernelUnavailableError: If it can't compute this layer, and nobody else is to.
 
         Returns:
@@ -177,6 +186,21 @@ class Kernel(Protocol):
             where a token is padding or not `visible`. Tokens of the window count: appending lane 0's pair may push them
             out of it.
         """
+        if (reason := self.misfit(inputs.form)) is None:
+            return self._attend(inputs)
+        if self._others is None:
+            raise refuse(self.name, reason)
+        if self._others.misfit(inputs.form) is not None:
+            warn_once(
+                _log,
+                f"Attention will be slow: kernel={self.name!r} can't compute a layer of this model ({reason}), so"
+                " kernel='reference' takes its place.",
+            )
+        return self._others.attention(inputs)
+
+    @abstractmethod
+    def _attend(self, inputs: DecodeInputs) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `attention`, of a layer that it can compute."""
 
 
 def listed(dtypes: frozenset[torch.dtype]) -> str:
@@ -189,22 +213,3 @@ def refuse(name: str, reason: str) -> KernelUnavailableError:
     return KernelUnavailableError(
         f"kernel={name!r} can't compute a layer of this model: {reason}. Use kernel='auto'."
     )
-
-
-def hand_over(
-    name: str, others: Kernel | None, inputs: DecodeInputs, reason: str
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Have `others` compute a layer that kernel `name` can't, for `reason`; said once where that is slow.
-
-    Raises:
-        KernelUnavailableError: If there are no others.
-    """
-    if others is None:
-        raise refuse(name, reason)
-    if others.misfit(inputs.form) is not None:
-        warn_once(
-            _log,
-            f"Attention will be slow: kernel={name!r} can't compute a layer of this model ({reason}), so"
-            " kernel='reference' takes its place.",
-        )
-    return others.attention(inputs)

@@ -12,7 +12,7 @@ from specache_fx.runtime.quant.keys_only import KeysOnlyQuantizer
 _WIDE = frozenset({torch.float32, torch.float64})
 
 
-class ExactPairsKernel:
+class ExactPairsKernel(Kernel):
     """The reference's answer without its copies: no plane is joined with the window, and no value that is 0 is read.
 
     The reference kernel gets the other cases: codes, latent attention, and narrow dtypes, whose products
@@ -20,13 +20,7 @@ class ExactPairsKernel:
     """
 
     name = "exact_pairs"
-
-    def __init__(self) -> None:
-        self._reference = ReferenceKernel()
-
-    def unavailable_reason(self, device: torch.device) -> str | None:
-        """Never: it needs nothing but ATen."""
-        return None
+    _others = ReferenceKernel()
 
     def misfit(self, form: LayerForm) -> str | None:
         """Name the case that it leaves to the reference kernel, or None."""
@@ -36,14 +30,8 @@ class ExactPairsKernel:
             return "it is for float32 and float64"
         return None
 
-    def or_else(self, others: Kernel) -> Kernel:
-        """Itself: the reference kernel computes the rest."""
-        return self
-
-    def attention(self, inputs: DecodeInputs) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attend with every lane; see `Kernel.attention`. Paper: KCache §3.1, where values are fetched."""
-        if self.misfit(inputs.form) is not None:
-            return self._reference.attention(inputs)
+    def _attend(self, inputs: DecodeInputs) -> tuple[torch.Tensor, torch.Tensor]:
+        """Paper: KCache §3.1, where values are fetched."""
         lanes, batch, num_heads, _, key_dim = inputs.query.shape
         num_kv_heads, value_dim = inputs.key.shape[2], inputs.value.shape[4]
         own_key, own_value = inputs.key.squeeze(3), inputs.value.squeeze(3)

@@ -4,29 +4,17 @@ from __future__ import annotations
 
 import torch
 
-from specache_fx.runtime.kernels.base import DecodeInputs, Kernel, LayerForm
+from specache_fx.runtime.kernels.base import DecodeInputs, Kernel
 from specache_fx.runtime.select import AGGREGATIONS
 
 
-class ReferenceKernel:
+class ReferenceKernel(Kernel):
     """Dequantises the whole low-bit copy, then attends densely. Runs on every device."""
 
     name = "reference"
 
-    def unavailable_reason(self, device: torch.device) -> str | None:
-        """Never: it needs nothing but ATen."""
-        return None
-
-    def misfit(self, form: LayerForm) -> str | None:
-        """Never."""
-        return None
-
-    def or_else(self, others: Kernel) -> Kernel:
-        """Itself: there is nothing that it can't compute."""
-        return self
-
-    def attention(self, inputs: DecodeInputs) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attend with every lane; see `Kernel.attention`. Paper: SpeCache eq. 1, Algorithm 3."""
+    def _attend(self, inputs: DecodeInputs) -> tuple[torch.Tensor, torch.Tensor]:
+        """Paper: SpeCache eq. 1, Algorithm 3."""
         lanes, batch, num_heads, _, key_dim = inputs.query.shape
         compute = torch.promote_types(inputs.query.dtype, torch.float32)
         keys, values, own_key, own_value = (side.to(compute) for side in _pairs(inputs))

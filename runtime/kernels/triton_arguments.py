@@ -31,7 +31,7 @@ def tile_widths(bits: int, dims: tuple[int, int]) -> tuple[int, int]:
     return key, value
 
 
-def cut_keys(num_quantized: int, num_rows: int, tiles: int, device: torch.device) -> dict[str, int]:
+def _cut_keys(num_quantized: int, num_rows: int, tiles: int, device: torch.device) -> dict[str, int]:
     """Cut the keys into stretches, so that the device has work however few query tiles there are.
 
     Args:
@@ -41,7 +41,8 @@ def cut_keys(num_quantized: int, num_rows: int, tiles: int, device: torch.device
         device: Where the kernels run.
 
     Returns:
-        `code_splits` stretches of `code_tokens` codes, then rows in stretches of `row_tokens`, `splits` in all.
+        `code_splits` stretches of `code_tokens` codes, then rows in stretches of `row_tokens`, `splits` in all. And
+        the tuning key of a stretch's length: its power of two, up to a bound.
     """
     share = max(1, _programs(device) // tiles)
     row_tokens = _stretch(num_rows, share, _STRETCH)
@@ -54,6 +55,7 @@ def cut_keys(num_quantized: int, num_rows: int, tiles: int, device: torch.device
         "code_tokens": code_tokens,
         "row_tokens": row_tokens,
         "splits": code_splits + -(-num_rows // row_tokens),
+        "length_class": min(code_tokens, _LONG_STRETCH).bit_length(),
     }
 
 
@@ -61,20 +63,22 @@ def _stretch(keys: int, share: int, multiple: int) -> int:
     return max(1, -(-keys // (share * multiple))) * multiple
 
 
-def length_class(code_tokens: int) -> int:
-    """Tuning key of a stretch's length: its power of two, up to a bound."""
-    return min(code_tokens, _LONG_STRETCH).bit_length()
+def arguments_of(inputs: DecodeInputs, lengths: torch.Tensor | None = None) -> dict[str, Any]:
+    """Arguments of both passes over the keys, but for results. Copies only tensors with another layout.
 
-
-def arguments_of(inputs: DecodeInputs) -> dict[str, Any]:
-    """All that does not depend on how keys are cut. Copies only tensors with another layout."""
+    Args:
+        inputs: See there.
+        lengths: int32 on the device: tokens in codes, rows of the window, where launches read them there; `inputs` has
+            those that there is room for then. None where launches say them.
+    """
     query = inputs.query.contiguous()
     lanes, batch, num_heads, _, key_dim = query.shape
     num_kv_heads, value_dim = inputs.key.shape[2], inputs.value.shape[4]
     centred = inputs.num_quantized > 0 and inputs.quantizer.code_form == "centred"
     rows, heads = _query_tile(lanes, num_heads // num_kv_heads)
     key_pad, value_pad = tile_widths(_bits(inputs), (key_dim, value_dim))
-    stored = _stored(inputs, query)
+    stored, staged = _stored(inputs, query), _staged(inputs, query)
+    num_rows, kv_len = staged["top_k"] + inputs.window_len + lanes, inputs.num_quantized + inputs.window_len
     kv = triton_ops.dtype(query.dtype)
     return {
         "query": query,
@@ -110,33 +114,28 @@ def arguments_of(inputs: DecodeInputs) -> dict[str, Any]:
         "code_query": torch.empty_like(query, dtype=torch.float32) if centred else query,
         "balance": inputs.key_planes[3].contiguous() if centred else query,
         **stored,
-        **_staged(inputs, query),
+        **staged,
         **_masks(inputs, query),
-    }
-
-
-def parts_of(query: torch.Tensor, splits: int, value_dim: int) -> dict[str, torch.Tensor]:
-    """Partial results of stretches of keys; see `partial_attention`."""
-    lanes, batch, num_heads = query.shape[:3]
-    part_max = query.new_empty((batch, lanes, num_heads, splits), dtype=torch.float32)
-    part_out = part_max.new_empty((*part_max.shape, value_dim))
-    return {"part_max": part_max, "part_sum": torch.empty_like(part_max), "part_out": part_out}
-
-
-def tokens_told(lengths: torch.Tensor | None, query: torch.Tensor, kv_len: int) -> dict[str, Any]:
-    """Whether lengths are read from the device's memory, and the row length of tensors with one column a token.
-
-    Args:
-        lengths: int32 on the device: tokens in codes, rows of the window; None where launches say them.
-        query: Any tensor of the device.
-        kv_len: Stored tokens; where `lengths` says how many there are, those that there is room for.
-    """
-    return {
+        **_cut_keys(inputs.num_quantized, num_rows, batch * num_kv_heads, query.device),
         "lengths": triton_ops.pointer_or(lengths, query),
         "TOLD": lengths is not None,
         "mask_stride": kv_len,
         "score_stride": kv_len + 1,
     }
+
+
+def norms_of(query: torch.Tensor) -> torch.Tensor:
+    """Memory for the normalisers of scores that `merge_parts` leaves for the selection."""
+    lanes, batch, num_heads = query.shape[:3]
+    return query.new_empty((batch, lanes, num_heads), dtype=torch.float32)
+
+
+def parts_of(query: torch.Tensor, splits: int, value_dim: int) -> dict[str, torch.Tensor]:
+    """Memory for partial results of stretches of keys; see `partial_attention`."""
+    norms = norms_of(query)
+    part_max = norms.new_empty((*norms.shape, splits))
+    part_out = part_max.new_empty((*part_max.shape, value_dim))
+    return {"part_max": part_max, "part_sum": torch.empty_like(part_max), "part_out": part_out}
 
 
 def merge_arguments(

@@ -6,20 +6,21 @@ the rotation of the queries, where codes are of rotated pairs.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from specache_fx.runtime import triton_ops
-from specache_fx.runtime.kernels.base import DecodeInputs, Kernel, LayerForm, hand_over, listed
+from specache_fx.runtime.kernels.base import DecodeInputs, Kernel, LayerForm, listed
 from specache_fx.runtime.kernels.triton_arguments import (
     arguments_of,
-    cut_keys,
-    length_class,
     merge_arguments,
+    norms_of,
     parts_of,
     taken_by,
     tile_widths,
-    tokens_told,
 )
+from specache_fx.runtime.launches import Launch, launch
 
 _DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32})
 # Of a tile: wider keys would not fit into registers. Exact products of float32 take more of them.
@@ -28,19 +29,14 @@ _MOST_CHANNELS_FLOAT32 = 128
 _MOST_LANES = 8
 
 
-class TritonKernel:
+class TritonKernel(Kernel):
     """Runs on NVIDIA GPUs, and on the CPU in Triton's interpreter.
 
-    Args:
-        others: Computes the other cases: quantisers but KIVI's and TurboQuant's (`bits=16` too), aggregation
-            "max", expansions, keys or values of more than 256 channels (128 of float32), dtypes that differ or are
-            wider than float32. None: an error.
+    Cases for others: quantisers but KIVI's and TurboQuant's (`bits=16` too), aggregation "max", expansions, keys or
+    values of more than 256 channels (128 of float32), dtypes that differ or are wider than float32.
     """
 
     name = "triton"
-
-    def __init__(self, others: Kernel | None = None) -> None:
-        self._others = others
 
     def unavailable_reason(self, device: torch.device) -> str | None:
         """The missing requirement, or None."""
@@ -64,46 +60,41 @@ class TritonKernel:
             return f"it takes {most} channels of this dtype and {_MOST_LANES} lanes at most"
         return None
 
-    def or_else(self, others: Kernel) -> Kernel:
-        """See `Kernel.or_else`."""
-        return TritonKernel(others)
+    def _attend(self, inputs: DecodeInputs) -> tuple[torch.Tensor, torch.Tensor]:
+        """Paper: SpeCache eq. 1, Algorithm 3."""
+        arguments = arguments_of(inputs)
+        query, splits, value_dim = (arguments[name] for name in ("query", "splits", "VALUE_DIM"))
+        lanes, batch, num_heads = query.shape[:3]
+        out, norm = query.new_empty((lanes, batch, num_heads, 1, value_dim)), norms_of(query)
+        scores = norm.new_empty((lanes, batch, arguments["num_kv_heads"], arguments["score_stride"]))
+        arguments |= parts_of(query, splits, value_dim) | merge_arguments(inputs, arguments)
+        arguments |= {"out": out, "norm": norm}
+        with triton_ops.on(query.device):
+            for one in attention_launches(arguments):
+                one()
+            if inputs.num_scored:
+                launch_scores(arguments | {"out": scores})
+        return out, scores[lanes - inputs.num_scored :]
 
-    def attention(self, inputs: DecodeInputs) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attend with every lane; see `Kernel.attention`. Paper: SpeCache eq. 1, Algorithm 3."""
-        if (reason := self.misfit(inputs.form)) is not None:
-            return hand_over(self.name, self._others, inputs, reason)
-        return _launch(inputs)
 
-
-def _launch(inputs: DecodeInputs) -> tuple[torch.Tensor, torch.Tensor]:
+def attention_launches(arguments: dict[str, Any]) -> tuple[Launch, ...]:
+    """The launches that the model waits for: a rotation where codes are centred, parts, their sum."""
     from specache_fx.runtime.kernels.triton_decode import partial_attention
     from specache_fx.runtime.kernels.triton_merge import merge_parts, rotate_queries
+
+    queries = arguments["LANES"] * arguments["batch"] * arguments["num_heads"]
+    grid = (arguments["batch"] * arguments["num_kv_heads"], arguments["splits"], arguments["TILES"])
+    rotation = taken_by(rotate_queries, arguments) | {"out": arguments["code_query"]}
+    return (
+        *([Launch(rotate_queries, (queries,), rotation)] if arguments["CENTRED"] else []),
+        Launch(partial_attention, grid, taken_by(partial_attention, arguments)),
+        Launch(merge_parts, (queries,), taken_by(merge_parts, arguments)),
+    )
+
+
+def launch_scores(arguments: dict[str, Any]) -> None:
+    """Launch the kernel of selection scores, behind attention."""
     from specache_fx.runtime.kernels.triton_scores import selection_scores
 
-    arguments = arguments_of(inputs)
-    query = arguments["query"]
-    lanes, batch, num_heads = query.shape[:3]
-    num_kv_heads, value_dim = arguments["num_kv_heads"], arguments["VALUE_DIM"]
-    kv_len = inputs.num_quantized + arguments["window_len"]
-    tiles = batch * num_kv_heads
-    arguments |= cut_keys(
-        inputs.num_quantized, arguments["top_k"] + arguments["window_len"] + lanes, tiles, query.device
-    )
-    splits = arguments["splits"]
-    arguments["length_class"] = length_class(arguments["code_tokens"])
-
-    arguments |= parts_of(query, splits, value_dim) | tokens_told(None, query, kv_len)
-    arguments |= merge_arguments(inputs, arguments)
-    out = query.new_empty((lanes, batch, num_heads, 1, value_dim))
-    norm = arguments["part_max"].new_empty((batch, lanes, num_heads))
-    scores = norm.new_empty((lanes, batch, num_kv_heads, kv_len + 1))
-    with triton_ops.on(query.device):
-        if arguments["CENTRED"]:
-            rotate_queries[(lanes * batch * num_heads,)](
-                out=arguments["code_query"], **taken_by(rotate_queries, arguments)
-            )
-        partial_attention[(tiles, splits, arguments["TILES"])](**taken_by(partial_attention, arguments))
-        merge_parts[(batch * lanes * num_heads,)](out=out, norm=norm, **taken_by(merge_parts, arguments))
-        if inputs.num_scored:
-            selection_scores[(tiles, splits)](out=scores, norm=norm, **taken_by(selection_scores, arguments))
-    return out, scores[lanes - inputs.num_scored :]
+    grid = (arguments["batch"] * arguments["num_kv_heads"], arguments["splits"])
+    launch(selection_scores, grid, **taken_by(selection_scores, arguments))

@@ -10,7 +10,7 @@ import torch
 
 from specache_fx.errors import HostMemoryError
 from specache_fx.runtime.cpp_build import DTYPES, SOURCES, BuildError, load_best, load_library
-from specache_fx.runtime.kernels.base import DecodeInputs, Kernel, LayerForm, hand_over, listed
+from specache_fx.runtime.kernels.base import DecodeInputs, Kernel, LayerForm, listed
 from specache_fx.runtime.kernels.cpu.abi import Addresses
 from specache_fx.runtime.kernels.cpu.arguments import describe
 
@@ -19,19 +19,19 @@ MAX_QUERIES = 1024  # kMaxQueries of head.h
 MAX_DIM = 4096  # sums of 32 bits hold the products of so many channels, or tokens of a group
 
 
-class CpuKernel:
+class CpuKernel(Kernel):
     """Attention in one pass over the packed codes, each read once for all lanes and the whole group of heads.
+
+    Cases for others: another quantiser, latent attention, float64.
 
     Args:
         instruction_set: A name in `cpp_build.INSTRUCTION_SETS`; the best that the processor has by default.
-        others: Computes the other cases (another quantiser, latent attention, float64); None: an error.
     """
 
     name = "cpu"
 
-    def __init__(self, instruction_set: str | None = None, others: Kernel | None = None) -> None:
+    def __init__(self, instruction_set: str | None = None) -> None:
         self.instruction_set = instruction_set
-        self._others = others
 
     def unavailable_reason(self, device: torch.device) -> str | None:
         """Say why it can't run: another device, or a library that can't be built. The first call builds it."""
@@ -66,19 +66,8 @@ class CpuKernel:
             return f"group_size={quantizer.group_size} has bytes with codes of two groups in it"
         return None
 
-    def or_else(self, others: Kernel) -> Kernel:
-        """See `Kernel.or_else`."""
-        return CpuKernel(self.instruction_set, others)
-
-    def attention(self, inputs: DecodeInputs) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attend with every lane; see `Kernel.attention`. Paper: SpeCache eq. 1, Algorithm 3.
-
-        Raises:
-            HostMemoryError: If there is no memory to work in.
-            KernelUnavailableError: If it can't compute this, and nobody else is to.
-        """
-        if (reason := self.misfit(inputs.form)) is not None:
-            return hand_over(self.name, self._others, inputs, reason)
+    def _attend(self, inputs: DecodeInputs) -> tuple[torch.Tensor, torch.Tensor]:
+        """Paper: SpeCache eq. 1, Algorithm 3."""
         (lanes, batch, num_heads, _, _), (_, _, num_kv_heads, _, _) = inputs.query.shape, inputs.key.shape
         out = inputs.query.new_empty((lanes, batch, num_heads, 1, inputs.value.shape[4]))
         stored = inputs.num_quantized + inputs.window_len
