@@ -16,6 +16,7 @@ import os
 import platform
 import shutil
 import subprocess
+import tempfile
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from pathlib import Path
 
 import torch
 
-from specache_fx.runtime.library_cache import building, is_whole, kept_folder, private_folder, seal
+from specache_fx.runtime.library_cache import building, is_whole, kept_folder, seal
 
 _log = logging.getLogger(__name__)
 
@@ -34,7 +35,7 @@ SOURCES = Path(__file__).parent / "csrc"
 PREBUILT = Path(__file__).parent / "prebuilt"
 """Libraries of a wheel, `<name>_<instruction set>_<digest of its sources and flags>.so`."""
 
-LIBRARIES = {"attention": False, "codes": False, "selection": False, "graph_ops": True}
+LIBRARIES = {"attention": False, "graph_ops": True}
 """This package's, and whether each includes headers of torch."""
 
 _FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-fopenmp", "-fwrapv", "-Wno-psabi")
@@ -125,8 +126,9 @@ def load_library(name: str, sources: Path, instruction_set: str, *, with_torch: 
     if kept is not None:
         return build.load(kept)
     try:
-        with private_folder() as folder:
-            return build.load(folder)
+        # Libraries that were loaded from it stay loaded.
+        with tempfile.TemporaryDirectory(prefix="specache-fx-", ignore_cleanup_errors=True) as folder:
+            return build.load(Path(folder))
     except OSError as error:
         raise BuildError(f"there is no folder to build in ({error}); set TMPDIR to one") from error
 
@@ -173,20 +175,6 @@ def load_best(name: str) -> ctypes.CDLL:
             _log.info("%s for %s: %s", name, instruction_set, error)
             errors.append(error)
     raise errors[0]
-
-
-def load_or_none(name: str, purpose: str) -> ctypes.CDLL | None:
-    """As `load_best`; None where it can't be built, which the log says.
-
-    Args:
-        name: See `LIBRARIES`.
-        purpose: What is done without C++ then.
-    """
-    try:
-        return load_best(name)
-    except BuildError as error:
-        _log.info("%s without C++: %s", purpose, error)
-        return None
 
 
 @functools.cache

@@ -61,13 +61,6 @@ def kept_folder(file: str) -> Path | None:
     return None
 
 
-@contextlib.contextmanager
-def private_folder() -> Iterator[Path]:
-    """A folder for this process, gone afterwards: libraries loaded from it stay loaded."""
-    with tempfile.TemporaryDirectory(prefix="specache-fx-", ignore_cleanup_errors=True) as folder:
-        yield Path(folder)
-
-
 def is_whole(library: Path) -> bool:
     """Whether a file is as `seal` left it, and nobody else can have written to it."""
     try:
@@ -112,8 +105,6 @@ def building(folder: Path, name: str) -> Iterator[Path]:
 
 def _distrust(path: Path) -> str | None:
     """Reason not to load anything of `path`, or None. As for ssh, root's files are as good as one's own."""
-    if not hasattr(os, "geteuid"):
-        return None
     found = path.stat()
     if found.st_uid not in (0, os.geteuid()):
         return f"{path} belongs to another user"

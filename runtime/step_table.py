@@ -22,11 +22,11 @@ from specache_fx.runtime.kernels.cpu.abi import Addresses, InputsC
 from specache_fx.runtime.kernels.cpu.arguments import describe_bias, describe_cache
 from specache_fx.runtime.layer_state import LayerState
 from specache_fx.runtime.layout import LayerTensors
-from specache_fx.runtime.native import graph_ops, selection
+from specache_fx.runtime.native import graph_ops
 from specache_fx.runtime.quant import Quantizer
 from specache_fx.runtime.tracing import add_span, is_recording
 from specache_fx.runtime.transfer import CpuTransfer, Transfer
-from specache_fx.runtime.whole_steps import StepFacts
+from specache_fx.runtime.whole_steps import StepFacts, WholeSteps
 
 _i64, _f64, _address = ctypes.c_int64, ctypes.c_double, ctypes.c_void_p
 # Of a layer's step, in the order of its `times`: names and tracks of spans.
@@ -43,8 +43,7 @@ class SessionC(ctypes.Structure):
     _fields_ = (
         *((name, _i64) for name in ("number", "num_selectable", "scored_lanes", "threads")),
         *((name, _i64) for name in ("predecodes", "written", "stages", "is_timed")),
-        *((name, _address) for name in ("scores", "key_mask", "shares", "missed", "counts")),
-        *((name, _address) for name in ("attention", "topk", "overlap")),
+        *((name, _address) for name in ("scores", "key_mask", "shares", "missed", "counts", "attention")),
         *((name, _i64) for name in ("failed", "fetched_rows", "fetched_bytes", "kept_rows", "kept_bytes")),
         ("copy_seconds", _f64),
     )
@@ -68,7 +67,7 @@ def empty_state(num_layers: int) -> torch.Tensor:
     return torch.zeros(nbytes // _WORD_BYTES, dtype=torch.int64, device="cpu")
 
 
-class StepTable:
+class StepTable(WholeSteps):
     """The table of one session.
 
     Args:
@@ -78,10 +77,6 @@ class StepTable:
     Attributes:
         state: int64 on the CPU.
         serves: Whether C++ runs layers' steps; known once `open` was called.
-        kernel: See `WholeSteps`.
-        device: See `WholeSteps`.
-        form: See `WholeSteps`.
-        reads_masks: See `WholeSteps`.
     """
 
     kernel = "cpu"
@@ -107,7 +102,7 @@ class StepTable:
         self._kept: tuple[object, ...] = ()  # tensors that the step under way reads by address
 
     def open(self, kernel: Kernel, quantizer: Quantizer, transfer: Transfer | None, aggregation: str) -> None:
-        """Find the functions that the operator calls; where one is missing, `serves` stays False.
+        """Find the operator and the attention that it calls; where one is missing, `serves` stays False.
 
         Args:
             kernel: The session's.
@@ -119,14 +114,12 @@ class StepTable:
             return
         if transfer is not None and not isinstance(transfer, CpuTransfer):
             return
-        functions, library = selection.addresses(), graph_ops.load()
-        if functions is None or library is None:
+        library = graph_ops.load()
+        if library is None:
             return
         assert library.specache_session_size() == ctypes.sizeof(SessionC)
         assert library.specache_layer_size() == ctypes.sizeof(LayerC)
-        session = self._session
-        session.attention = kernel.address
-        session.topk, session.overlap = functions
+        self._session.attention = kernel.address
         self._transfer, self._quantizer, self._aggregation = transfer, quantizer, aggregation
         self.serves = True
 
@@ -218,20 +211,6 @@ class StepTable:
             raise HostMemoryError(
                 "There is no memory for a layer's decode step: free some, or shorten the context."
             ) from error
-
-    def join(self) -> None:
-        """See `WholeSteps`: nothing runs beside."""
-
-    def restart(self) -> None:
-        """See `WholeSteps`: captured steps run here."""
-
-    def replayed(self) -> None:
-        """See `WholeSteps`: C++ notes it, layer by layer."""
-
-    @property
-    def device_bytes(self) -> int:
-        """See `WholeSteps`: the table is no part of the cache."""
-        return 0
 
     def close(self) -> None:
         """Keep no memory; nothing runs any more."""

@@ -1,6 +1,7 @@
 // Operators that a graph calls on the CPU without Python between: `specache::products` (passes/few_row_products.py) and
 // `specache::layer_step`; `specache::replay` makes the calls of a whole step. And `specache::stage`, the copy of a layer
-// step alone; `specache::following`, of speculative tokens; `specache::row_sums`, of fingerprints.
+// step alone, and its selection; `specache::centred_codes`, of a prompt and of full groups; `specache::following`, of
+// speculative tokens; `specache::row_sums`, of fingerprints.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
@@ -10,6 +11,7 @@
 #include <tuple>
 #include <vector>
 
+#include "codes.h"
 #include "layer_step.h"
 #include "products.cpp"
 #include "tape.h"
@@ -123,6 +125,69 @@ std::vector<int64_t> stage(Tensor table, int64_t length, Tensor wanted, Tensor t
   return {done.failure, done.fetched, done.kept};
 }
 
+// Scores `[batch, heads, tokens]` whose rows lie evenly apart: a slice of more tokens does.
+Tensor even_rows(const Tensor& scores) {
+  STD_TORCH_CHECK(scores.dim() == 3 && scores.scalar_type() == ScalarType::Float,
+                  "specache: scores are to be float32 [batch, heads, tokens]");
+  const bool even = scores.stride(2) == 1 && scores.stride(0) == scores.size(1) * scores.stride(1);
+  return even ? scores : torch::stable::contiguous(scores);
+}
+
+// See select/topk.py. Whether memory ran out.
+bool select_topk(Tensor scores, int64_t top_k, Tensor chosen) {
+  const Tensor rows = even_rows(scores);
+  const int64_t count = rows.size(0) * rows.size(1);
+  STD_TORCH_CHECK(chosen.scalar_type() == ScalarType::Int && chosen.is_contiguous() && chosen.numel() == count * top_k,
+                  "specache::select_topk: chosen is to be int32 [batch, heads, top_k]");
+  return specache::select_topk(static_cast<const float*>(rows.data_ptr()), count, rows.stride(1), rows.size(2), top_k,
+                               static_cast<int32_t*>(chosen.data_ptr()), torch::stable::get_num_threads());
+}
+
+// Likewise, of `count_overlap`.
+bool count_overlap(Tensor scores, int64_t top_k, Tensor positions, Tensor counts) {
+  const Tensor rows = even_rows(scores);
+  const Tensor staged = positions.is_contiguous() ? positions : torch::stable::contiguous(positions);
+  const int64_t batch = rows.size(0), heads = rows.size(1);
+  STD_TORCH_CHECK(staged.dim() == 3 && staged.scalar_type() == ScalarType::Int && staged.size(0) == batch &&
+                      staged.size(1) == heads && counts.scalar_type() == ScalarType::Double && counts.is_contiguous() &&
+                      counts.numel() == 4 * batch,
+                  "specache::count_overlap: positions are to be int32 [batch, heads, slots], counts float64 [batch, 4]");
+  return specache::count_overlap(static_cast<const float*>(rows.data_ptr()), batch, heads, rows.stride(1), rows.size(2),
+                                 top_k, static_cast<const int32_t*>(staged.data_ptr()), staged.size(2),
+                                 static_cast<double*>(counts.data_ptr()), torch::stable::get_num_threads());
+}
+
+// See quant/turboquant.py: codes, scale and mean; nothing where memory ran out.
+std::vector<Tensor> centred_codes(Tensor x, std::optional<Tensor> balance, int64_t bits, int64_t group_size,
+                                  double distance) {
+  STD_TORCH_CHECK(x.dim() == 4 && specache::dtype_of(x) >= 0 && group_size > 0 && x.size(2) % group_size == 0,
+                  "specache::centred_codes: x is to be [batch, heads, groups * group_size, dim], of a KV dtype");
+  const Tensor from = x.stride(3) == 1 ? x : torch::stable::contiguous(x);
+  const int64_t batch = x.size(0), heads = x.size(1), tokens = x.size(2), dim = x.size(3), groups = tokens / group_size;
+  const Tensor codes = empty({batch, heads, tokens, (dim * bits + 7) / 8}, aoti_torch_dtype_uint8()),
+               scale = empty({batch, heads, tokens, 1}, x), mean = empty({batch, heads, groups, dim}, x);
+  const std::optional<Tensor> divisor = balance ? std::optional(torch::stable::contiguous(*balance)) : std::nullopt;
+  const specache::CodesCall in = {specache::dtype_of(x),
+                              bits,
+                              group_size,
+                              batch,
+                              heads,
+                              groups,
+                              dim,
+                              torch::stable::get_num_threads(),
+                              from.data_ptr(),
+                              from.stride(0),
+                              from.stride(1),
+                              from.stride(2),
+                              divisor ? divisor->data_ptr() : nullptr,
+                              static_cast<float>(distance),
+                              static_cast<uint8_t*>(codes.data_ptr()),
+                              scale.data_ptr(),
+                              mean.data_ptr()};
+  if (specache::quantize(in)) return {};
+  return {codes, scale, mean};
+}
+
 // See runtime/token_history.py: of each row what followed the latest of the longest matches, and whether there is one.
 // Rows have `most - 1` unknown tokens before the first, and `unknown` equals nothing.
 std::tuple<Tensor, Tensor> following(Tensor rows, int64_t length, int64_t most, int64_t unknown) {
@@ -189,6 +254,9 @@ bool specache_tape_kernel(specache::Tape* tape, const void* kernel, const int64_
 STABLE_TORCH_LIBRARY_FRAGMENT(specache, m) {
   m.def("row_sums(Tensor words, Tensor factors) -> Tensor");
   m.def("stage(Tensor table, int length, Tensor wanted, Tensor(a!) tokens, Tensor(b!) rows) -> int[]");
+  m.def("select_topk(Tensor scores, int top_k, Tensor(a!) chosen) -> bool");
+  m.def("count_overlap(Tensor scores, int top_k, Tensor positions, Tensor(a!) counts) -> bool");
+  m.def("centred_codes(Tensor x, Tensor? balance, int bits, int group_size, float distance) -> Tensor[]");
   m.def("following(Tensor rows, int length, int most, int unknown) -> (Tensor, Tensor)");
   m.def("note_products(int tape, Tensor rows, Tensor[] weights, Tensor[] results) -> ()");
   m.def("note_layer_step(int tape, Tensor out, Tensor query, Tensor key, Tensor value, Tensor state, int layer,"
@@ -199,6 +267,9 @@ STABLE_TORCH_LIBRARY_FRAGMENT(specache, m) {
 STABLE_TORCH_LIBRARY_IMPL(specache, CPU, m) {
   m.impl("row_sums", TORCH_BOX(&row_sums));
   m.impl("stage", TORCH_BOX(&stage));
+  m.impl("select_topk", TORCH_BOX(&select_topk));
+  m.impl("count_overlap", TORCH_BOX(&count_overlap));
+  m.impl("centred_codes", TORCH_BOX(&centred_codes));
   m.impl("following", TORCH_BOX(&following));
   m.impl("products", TORCH_BOX(&products));
   m.impl("layer_step", TORCH_BOX(&specache::layer_step));

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "inputs.h"
+#include "selection.h"
 #include "stage.h"
 #include "tensors.h"
 #include "vec.h"
@@ -29,12 +30,8 @@ struct SpecacheSession {
   const uint8_t* key_mask;  // [batch, stored]; null where all are real
   const float* shares;      // see inputs.h
   const uint8_t* missed;    // [batch]: rows that choose, the others keep what is staged; null for all
-  double* counts;           // [batch, 4], see `specache_overlap`; null where nobody counts
+  double* counts;           // [batch, 4], see `count_overlap`; null where nobody counts
   int64_t (*attention)(const SpecacheInputs*);
-  int64_t (*topk)(const float* scores, int64_t rows, int64_t stride, int64_t tokens, int64_t top_k, int32_t* chosen,
-                  int64_t threads);
-  int64_t (*overlap)(const float* scores, int64_t batch, int64_t heads, int64_t stride, int64_t tokens, int64_t top_k,
-                     const int32_t* staged, int64_t slots, double* counts, int64_t threads);
   int64_t failed;  // out: why a layer didn't come to its end; see `specache::Failure`
   int64_t fetched_rows, fetched_bytes, kept_rows, kept_bytes;  // out: of all copies, added up
   double copy_seconds;                                         // out: likewise
@@ -152,10 +149,10 @@ inline int64_t run(SpecacheSession& session, SpecacheLayer& layer, const Specach
   }
   const int64_t heads = in.batch * in.kv_heads, stride = in.num_quantized + in.window_len + 1;
   const float* const last = in.scores + (in.scored_lanes - 1) * heads * stride;
-  if (session.topk(last, heads, stride, session.num_selectable, slots.top_k, layer.wanted, in.threads)) return kNoMemory;
+  if (select_topk(last, heads, stride, session.num_selectable, slots.top_k, layer.wanted, in.threads)) return kNoMemory;
   if (session.counts != nullptr && in.num_staged > 0 &&
-      session.overlap(in.scores, in.batch, in.kv_heads, stride, in.num_quantized, slots.top_k, slots.tokens, slots.top_k,
-                      session.counts, in.threads))
+      count_overlap(in.scores, in.batch, in.kv_heads, stride, in.num_quantized, slots.top_k, slots.tokens, slots.top_k,
+                    session.counts, in.threads))
     return kNoMemory;
   keep_staged(session, layer);
   mark(2);

@@ -9,8 +9,11 @@ from __future__ import annotations
 import ctypes
 import enum
 import functools
+import logging
 
-from specache_fx.runtime.cpp_build import load_or_none
+from specache_fx.runtime.cpp_build import BuildError, load_best
+
+_log = logging.getLogger(__name__)
 
 
 class Failure(enum.IntEnum):
@@ -24,8 +27,10 @@ class Failure(enum.IntEnum):
 @functools.cache
 def load() -> ctypes.CDLL | None:
     """Have them run in C++ from now on, built at first use; None where it can't be."""
-    loaded = load_or_none("graph_ops", "operators")
-    if loaded is None:
+    try:
+        loaded = load_best("graph_ops")
+    except BuildError as error:
+        _log.info("operators without C++: %s", error)
         return None
     loaded.specache_session_size.restype = loaded.specache_layer_size.restype = ctypes.c_int64
     loaded.specache_tape_new.restype = ctypes.c_void_p

@@ -6,8 +6,9 @@ from typing import NamedTuple
 
 import torch
 
+from specache_fx.errors import HostMemoryError
 from specache_fx.runtime import triton_ops
-from specache_fx.runtime.native import selection
+from specache_fx.runtime.native import graph_ops
 
 MOST_IN_A_KERNEL = 512  # pairs that Triton's selection chooses at most
 
@@ -28,14 +29,20 @@ def select_topk(scores: torch.Tensor, top_k: int) -> torch.Tensor:
         int32 `[batch, num_kv_heads, top_k]`: positions, unique in a row, by falling score; -1 fills the end
         where fewer are valid.
 
+    Raises:
+        HostMemoryError: If there is no memory to work in.
+
     Paper: SpeCache Alg. 3 (the top-k of the speculative token's attention).
     """
     if top_k <= MOST_IN_A_KERNEL and triton_ops.runs_by_itself(scores.device):
         from specache_fx.runtime.select import triton_topk
 
         return triton_topk.select_topk(scores, top_k)
-    if scores.device.type == "cpu" and (library := selection.load()) is not None:
-        return selection.select_topk(library, scores, top_k)
+    if scores.device.type == "cpu" and graph_ops.load() is not None:
+        chosen = torch.empty((*scores.shape[:2], top_k), dtype=torch.int32, device="cpu")
+        if torch.ops.specache.select_topk.default(scores, top_k, chosen):
+            raise HostMemoryError("There is no memory to select pairs: free some, or lower top_k.")
+        return chosen
     return sorted_topk(scores, top_k)
 
 
@@ -100,8 +107,11 @@ def count_overlap(scores: torch.Tensor, top_k: int, positions: torch.Tensor, cou
         from specache_fx.runtime.select import triton_topk
 
         triton_topk.count_overlap(scores, top_k, positions, counts)
-    elif scores.device.type == "cpu" and (library := selection.load()) is not None:
-        selection.count_overlap(library, scores, top_k, positions, counts)
+    elif scores.device.type == "cpu" and graph_ops.load() is not None:
+        if torch.ops.specache.count_overlap.default(scores, top_k, positions, counts):
+            raise HostMemoryError(
+                "There is no memory to count hit rates: free some, or track_hit_rates=False."
+            )
     else:
         found = topk_overlap(scores, top_k, positions)
         counts += torch.stack([count.to(torch.float64) for count in found], dim=1)

@@ -13,7 +13,7 @@ from support.zoo import build
 
 import specache_fx
 from specache_fx.runtime import session as sessions
-from specache_fx.runtime.native import selection
+from specache_fx.runtime.native import graph_ops
 from specache_fx.runtime.transfer import KernelTransfer
 from specache_fx.runtime.triton_steps import TritonSteps
 
@@ -49,7 +49,7 @@ def decode(
     monkeypatch.setattr(sessions, "recorder_of", lambda device: recorder)
     # As on a GPU: kernels copy, whichever attends, and nothing is C++.
     monkeypatch.setattr(sessions, "choose_transfer", lambda *given, **_: KernelTransfer(*given))
-    monkeypatch.setattr(selection, "load", lambda: None)
+    monkeypatch.setattr(graph_ops, "load", lambda: None)
     sizes = {"vocab_size": VOCAB, "hidden_size": 32, "head_dim": 8}
     plain = build("plain-window", sliding_window=8, **sizes) if windows else build("plain", layers, **sizes)
     compiled = specache_fx.compile(plain, **(USUAL | options))

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from specache_fx.config import Aggregation
 from specache_fx.runtime import cpp_build
-from specache_fx.runtime.native import selection
+from specache_fx.runtime.native import graph_ops
 from specache_fx.runtime.select import AGGREGATIONS, count_overlap, select_topk, topk_overlap
 from specache_fx.runtime.select.topk import sorted_topk
 
@@ -69,7 +69,7 @@ def test_rows_are_shared_out_among_threads(threads):
 
 @pytest.mark.skipif(cpp_build.find_compiler() is None, reason="no C++ compiler")
 def test_selection_on_the_cpu_is_in_cpp_where_it_can_be_built():
-    assert selection.load() is not None
+    assert graph_ops.load() is not None
 
 
 def test_selection_takes_a_slice_of_more_tokens():

@@ -1,5 +1,7 @@
 // `TurboQuantizer`'s codes of whole groups, as runtime/quant/turboquant.py makes them but for the order of float64 sums.
 // A group's numbers lie by channel here, so that vectors hold tokens and each step is a few instructions for many of them.
+#pragma once
+
 #include <algorithm>
 #include <atomic>
 #include <cmath>
@@ -8,12 +10,9 @@
 
 #include "rotation.h"
 
-using namespace specache;
+namespace specache {
 
-extern "C" {
-
-// Mirrored in quant/on_cpu.py.
-struct SpecacheCodes {
+struct CodesCall {
   int64_t dtype, bits, group_size, batch, heads, groups, dim, threads;
   const void* from;  // [batch, heads, groups * group_size, dim]; strides in elements, those of channels 1
   int64_t batch_stride, head_stride, token_stride;
@@ -22,13 +21,10 @@ struct SpecacheCodes {
   uint8_t* codes;       // [batch, heads, groups * group_size, width]
   void *scale, *mean;   // [batch, heads, groups * group_size], [batch, heads, groups, dim]
 };
-}
-
-namespace {
 
 // What one thread needs.
-struct Scratch {
-  Scratch(const SpecacheCodes& in)
+struct GroupScratch {
+  GroupScratch(const CodesCall& in)
       : numbers(in.group_size * in.dim),
         codes(in.group_size * in.dim),
         row(in.dim),
@@ -58,7 +54,7 @@ inline float stored(void* to, int64_t at, float x, int64_t dtype) {
 }
 
 // Reads a group by channel; balanced, and with the signs and the factor of the rotation.
-void read(const SpecacheCodes& in, const void* from, const void* balance, Scratch& own) {
+inline void read(const CodesCall& in, const void* from, const void* balance, GroupScratch& own) {
   const int64_t size = in.group_size, block = block_of(in.dim);
   if (balance != nullptr) to_float(own.factors.data(), balance, in.dim, in.dtype);
   for (int64_t t = 0; t < size; t++) {
@@ -70,7 +66,7 @@ void read(const SpecacheCodes& in, const void* from, const void* balance, Scratc
   }
 }
 
-void quantize_group(const SpecacheCodes& in, int64_t head, int64_t group, Scratch& own) {
+inline void quantize_group(const CodesCall& in, int64_t head, int64_t group, GroupScratch& own) {
   const int64_t size = in.group_size, dim = in.dim, token = (head * in.groups + group) * size;
   const int64_t offset = head / in.heads * in.batch_stride + head % in.heads * in.head_stride;
   read(in, row_of(in.from, offset + group * size * in.token_stride, in.dtype),
@@ -129,20 +125,15 @@ void quantize_group(const SpecacheCodes& in, int64_t head, int64_t group, Scratc
   }
 }
 
-}  // namespace
-
-extern "C" {
-
-// 0, or 1 where memory ran out.
-int64_t specache_codes(const SpecacheCodes* arguments) {
-  const SpecacheCodes& in = *arguments;
+// Whether memory ran out.
+inline bool quantize(const CodesCall& in) {
   const int64_t items = in.batch * in.heads * in.groups;
   std::atomic<int64_t> next{0};
   std::atomic<bool> failed{false};
 #pragma omp parallel num_threads(in.threads) if (in.threads > 1 && items > 1)
   {
     try {
-      Scratch own(in);
+      GroupScratch own(in);
       for (int64_t i = next++; i < items; i = next++) quantize_group(in, i / in.groups, i % in.groups, own);
     } catch (const std::exception&) {
       failed = true;  // none may leave the parallel region
@@ -150,4 +141,5 @@ int64_t specache_codes(const SpecacheCodes* arguments) {
   }
   return failed;
 }
-}
+
+}  // namespace specache

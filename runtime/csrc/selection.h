@@ -1,5 +1,7 @@
 // Choosing pairs in one call: what PyTorch needs a dozen passes for, and holds Python's lock meanwhile. It defines the
 // answers: see select/topk.py.
+#pragma once
+
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
@@ -8,7 +10,7 @@
 #include <functional>
 #include <vector>
 
-namespace {
+namespace specache {
 
 // Larger is better: the bits of a score that is not negative, then the lower position.
 using Key = uint64_t;
@@ -24,7 +26,7 @@ inline int32_t order_of(float score) {
 }
 
 // Leaves the best `count` keys, unsorted.
-void keep_best(std::vector<Key>& keys, int64_t count) {
+inline void keep_best(std::vector<Key>& keys, int64_t count) {
   std::nth_element(keys.begin(), keys.begin() + count - 1, keys.end(), std::greater<Key>());
   keys.resize(count);
 }
@@ -37,7 +39,7 @@ inline int32_t block_maximum(const float* scores, int64_t count) {
 }
 
 // What one row needs while it is looked at.
-struct Scratch {
+struct RowScratch {
   std::vector<Key> keys;
   std::vector<int32_t> maxima, sorted;  // of blocks
 };
@@ -45,7 +47,7 @@ struct Scratch {
 // Leaves the keys of the `top_k` best scores in `own`, or of all that are no padding, unsorted. BLOCK scores at a time are
 // passed over where none of them can be among these.
 template <int64_t BLOCK>
-void find_best_by(const float* scores, int64_t tokens, int64_t top_k, Scratch& own) {
+void find_best_by(const float* scores, int64_t tokens, int64_t top_k, RowScratch& own) {
   const int64_t blocks = (tokens + BLOCK - 1) / BLOCK, whole = tokens / BLOCK;
   own.keys.clear();
   own.maxima.resize(blocks);
@@ -71,14 +73,14 @@ void find_best_by(const float* scores, int64_t tokens, int64_t top_k, Scratch& o
 }
 
 // Likewise. Large blocks are passed over only where there are many more of them than `top_k`.
-void find_best(const float* scores, int64_t tokens, int64_t top_k, Scratch& own) {
+inline void find_best(const float* scores, int64_t tokens, int64_t top_k, RowScratch& own) {
   if (tokens >= 2 * top_k * kBlock)
     find_best_by<kBlock>(scores, tokens, top_k, own);
   else
     find_best_by<kSmallBlock>(scores, tokens, top_k, own);
 }
 
-void choose(const float* scores, int64_t tokens, int64_t top_k, Scratch& own, int32_t* chosen) {
+inline void choose(const float* scores, int64_t tokens, int64_t top_k, RowScratch& own, int32_t* chosen) {
   find_best(scores, tokens, top_k, own);
   std::sort(own.keys.begin(), own.keys.end(), std::greater<Key>());
   const int64_t found = own.keys.size();
@@ -91,7 +93,8 @@ struct Overlap {
   double hits = 0, needed = 0, mass = 0, best_mass = 0;
 };
 
-Overlap compare(const float* scores, int64_t tokens, int64_t top_k, Scratch& own, const int32_t* staged, int64_t slots) {
+inline Overlap compare(const float* scores, int64_t tokens, int64_t top_k, RowScratch& own, const int32_t* staged,
+                       int64_t slots) {
   find_best(scores, tokens, top_k, own);
   Overlap overlap;
   overlap.needed = static_cast<double>(own.keys.size());
@@ -117,7 +120,7 @@ bool for_rows(int64_t rows, int64_t tokens, int64_t threads, F function) {
 #pragma omp parallel for schedule(dynamic) num_threads(threads) if (threads > 1)
   for (int64_t row = 0; row < rows; row++) {
     try {
-      thread_local Scratch own;
+      thread_local RowScratch own;
       function(row, own);
     } catch (const std::exception&) {
       failed = true;  // none may leave the loop
@@ -126,34 +129,30 @@ bool for_rows(int64_t rows, int64_t tokens, int64_t threads, F function) {
   return failed;
 }
 
-}  // namespace
-
-extern "C" {
-
-// 0, or 1 where memory ran out. `scores[rows][tokens]`, rows `stride` apart; `chosen[rows][top_k]`.
-int64_t specache_topk(const float* scores, int64_t rows, int64_t stride, int64_t tokens, int64_t top_k, int32_t* chosen,
-                      int64_t threads) {
-  if (top_k < 1) return 0;
-  return for_rows(rows, tokens, threads, [&](int64_t row, Scratch& own) {
+// Whether memory ran out. `scores[rows][tokens]`, rows `stride` apart; `chosen[rows][top_k]`.
+inline bool select_topk(const float* scores, int64_t rows, int64_t stride, int64_t tokens, int64_t top_k,
+                        int32_t* chosen, int64_t threads) {
+  if (top_k < 1) return false;
+  return for_rows(rows, tokens, threads, [&](int64_t row, RowScratch& own) {
     choose(scores + row * stride, tokens, top_k, own, chosen + row * top_k);
   });
 }
 
-// Adds to `counts[batch][4]` what `staged[batch][heads][slots]` has of what `specache_topk` would choose, summed over the
-// heads; see `TopkOverlap`. 0, or 1 where memory ran out: then nothing is added.
-int64_t specache_overlap(const float* scores, int64_t batch, int64_t heads, int64_t stride, int64_t tokens,
-                         int64_t top_k, const int32_t* staged, int64_t slots, double* counts, int64_t threads) {
+// Adds to `counts[batch][4]` what `staged[batch][heads][slots]` has of what `select_topk` would choose, summed over the
+// heads; see `TopkOverlap`. Whether memory ran out: then nothing is added.
+inline bool count_overlap(const float* scores, int64_t batch, int64_t heads, int64_t stride, int64_t tokens,
+                          int64_t top_k, const int32_t* staged, int64_t slots, double* counts, int64_t threads) {
   const int64_t rows = batch * heads;
   std::vector<Overlap> each;
   try {
     each.resize(rows);
   } catch (const std::exception&) {
-    return 1;
+    return true;
   }
-  const bool failed = for_rows(rows, tokens, threads, [&](int64_t row, Scratch& own) {
+  const bool failed = for_rows(rows, tokens, threads, [&](int64_t row, RowScratch& own) {
     each[row] = compare(scores + row * stride, tokens, top_k, own, staged + row * slots, slots);
   });
-  if (failed) return 1;
+  if (failed) return true;
   for (int64_t row = 0; row < rows; row++) {
     double* const of_batch_row = counts + row / heads * 4;
     of_batch_row[0] += each[row].hits;
@@ -161,6 +160,7 @@ int64_t specache_overlap(const float* scores, int64_t batch, int64_t heads, int6
     of_batch_row[2] += each[row].mass;
     of_batch_row[3] += each[row].best_mass;
   }
-  return 0;
+  return false;
 }
-}
+
+}  // namespace specache
