@@ -219,29 +219,21 @@ class Metrics:
         """Bring the newest steps into the total."""
         self._total, self._longest, self._run = self._sum()
         if self._keep_steps:
-            self._blocks.append(self._rows())
+            self._blocks.append(self._rows().sum(1))
         self._recent = []
 
     def _sum(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The total, the longest run of misses and the runs up to now, with the newest steps."""
-        self._join()
-        total, longest, run = self._total.clone(), self._longest, self._run
-        if topks := [step.topk for step in self._recent if step.topk is not None]:
-            total[0, 2:] += torch.cat(topks).sum(0)
+        total, longest, run = self._total, self._longest, self._run
+        if self._recent:
+            rows = self._rows()
+            right, checked = rows[..., :1], rows[..., 1:2]
+            parts = rows, rows * right, rows * (checked - right)
+            total = total + torch.stack([part.sum((0, 1)) for part in parts])
         guessed = [step.missed for step in self._recent if step.missed is not None]
         if not guessed:
             return total, longest, run
         missed = torch.stack(guessed)  # [steps, batch]
-        checked = torch.stack([(~missed).sum(), missed.sum()]).to(torch.float64)
-        total[0, :2] += torch.stack([checked[0], checked.sum()])
-        total[1, :2] += checked[0]
-        total[2, 1] += checked[1]
-        both = [step for step in self._recent if step.missed is not None and step.topk is not None]
-        if both:
-            wrong = torch.cat([step.missed for step in both]).to(torch.float64)[:, None]  # type: ignore[misc]
-            counts = torch.cat([step.topk for step in both])  # type: ignore[misc]
-            total[1, 2:] += (counts * (1 - wrong)).sum(0)
-            total[2, 2:] += (counts * wrong).sum(0)
         steps = torch.arange(1, len(missed) + 1, device=missed.device)[:, None]
         last_hit = torch.where(missed, 0, steps).cummax(dim=0).values
         before = run if run.shape == missed.shape[1:] else torch.zeros_like(missed[0], dtype=torch.int64)
@@ -249,15 +241,14 @@ class Metrics:
         return total, torch.maximum(longest, runs.max()), runs[-1]
 
     def _rows(self) -> torch.Tensor:
-        """The newest steps' counters, float64 `[steps, 6]`."""
+        """The newest steps' counts in the order of `Hits`, float64 `[steps, batch, 6]`; there are some."""
         self._join()
-        rows = self._total.new_zeros(len(self._recent), len(Hits._fields))
-        for row, step in zip(rows, self._recent, strict=True):
-            if step.missed is not None:
-                row[0], row[1] = (~step.missed).sum(), len(step.missed)
-            if step.topk is not None:
-                row[2:] = step.topk.sum(0)
-        return rows
+        batch = next((step.batch for step in self._recent if step.batch is not None), 0)
+        none, no_pairs = self._total.new_zeros(batch, dtype=torch.bool), self._total.new_zeros(batch, 4)
+        missed = torch.stack([none if step.missed is None else step.missed for step in self._recent])
+        checked = torch.stack([none if step.missed is None else ~none for step in self._recent])
+        pairs = torch.stack([no_pairs if step.topk is None else step.topk for step in self._recent])
+        return torch.cat([torch.stack([checked & ~missed, checked], -1), pairs], -1)
 
     @property
     def hits(self) -> Hits:
@@ -286,5 +277,6 @@ class Metrics:
         if not self._told:
             return []
         with torch.inference_mode(False), torch.no_grad():
-            rows = torch.cat([*self._blocks, self._rows()]).tolist()
+            newest = [self._rows().sum(1)] if self._recent else []
+            rows = torch.cat([*self._blocks, *newest]).tolist()
         return [Step(*told, Hits(*row)) for told, row in zip(self._told, rows, strict=True)]
