@@ -132,6 +132,21 @@ def read_claim(past: Sequence[torch.Tensor]) -> Claim:
     return claim
 
 
+def by_session(tensors: Sequence[torch.Tensor]) -> dict[int, list[tuple[int, int]]]:
+    """The handles among tensors: of each session, by its number, their slots and places.
+
+    Raises:
+        CacheHandleError: If another process made one.
+    """
+    found: dict[int, list[tuple[int, int]]] = {}
+    for place, tensor in enumerate(tensors):
+        if (code := handles.first_code(tensor)) is not None:
+            if not code.is_ours:
+                raise CacheHandleError(ELSEWHERE)
+            found.setdefault(code.session, []).append((code.slot, place))
+    return found
+
+
 def living(issued: registry.Issue | None) -> registry.Issue:
     """A set of handles whose session is still there.
 

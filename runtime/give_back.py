@@ -9,7 +9,7 @@ import torch
 from specache_fx.errors import CacheHandleError
 from specache_fx.runtime import handle as handles
 from specache_fx.runtime import registry
-from specache_fx.runtime.claims import CHOSEN, LEFT, MIXED, REORDERED, living, read_claim
+from specache_fx.runtime.claims import CHOSEN, LEFT, MIXED, REORDERED, by_session, living, read_claim
 from specache_fx.runtime.handle_form import Form, from_heads_first, is_whole, to_heads_first
 from specache_fx.runtime.session import Session
 
@@ -28,12 +28,8 @@ def give_back(tensors: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
     Raises:
         CacheHandleError: As `go_on`.
     """
-    places: dict[int, list[tuple[int, int]]] = {}
-    for place, tensor in enumerate(tensors):
-        if (code := handles.first_code(tensor)) is not None:
-            places.setdefault(code.session, []).append((code.slot, place))
     real: dict[int, torch.Tensor] = {}
-    for number, found in places.items():
+    for number, found in by_session(tensors).items():
         slots, order = zip(*sorted(found), strict=True)
         issued = living(registry.by_code(number))
         forms = [issued.session.forms[slot] for slot in slots]

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 import torch
 
 from specache_fx.errors import CacheHandleError
-from specache_fx.runtime import handle as handles
 from specache_fx.runtime import registry
-from specache_fx.runtime.claims import ELSEWHERE, MIXED, check_open, living, read_claim
+from specache_fx.runtime.claims import MIXED, by_session, check_open, living, read_claim
 from specache_fx.runtime.give_back import with_heads_first
 from specache_fx.runtime.session import Session
 from specache_fx.runtime.snapshot import take_lookahead
@@ -47,12 +46,7 @@ def parts_of(tensors: Sequence[torch.Tensor]) -> Iterator[list[Part]]:
 
 @registry.locked
 def _parts(tensors: Sequence[torch.Tensor], stack: contextlib.ExitStack) -> list[Part]:
-    found: dict[int, dict[int, int]] = {}
-    for place, tensor in enumerate(tensors):
-        if (code := handles.first_code(tensor)) is not None:
-            if not code.is_ours:
-                raise CacheHandleError(ELSEWHERE)
-            found.setdefault(code.session, {})[code.slot] = place
+    found = {number: dict(places) for number, places in by_session(tensors).items()}
     ours = {place for places in found.values() for place in places.values()}
     rest = [t for i, t in enumerate(tensors) if i not in ours and t.dim() == 4 and t.is_floating_point()]
     if registry.first_handle(rest) is not None:
