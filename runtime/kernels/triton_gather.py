@@ -26,19 +26,12 @@ def _is_among(own, others, count, BLOCK: tl.constexpr):
 def plan_slots(
     staged, wanted, missing, source, counters, lengths, length, top_k, TOLD: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Plan one row: which tokens come, and which slot takes which of them.
+    """Plan one row: which tokens come, and which slot takes which of them. All but two are int32 `[rows, top_k]`.
 
-    Args:
-        staged: int32 `[rows, top_k]`: the token in each slot, -1 where it is empty.
-        wanted: int32 `[rows, top_k]`: tokens to hold, unique in a row; -1 is none.
-        missing: int32 `[rows, top_k]`, written: wanted tokens that are not staged, in wanted's order; then -1.
-        source: int32 `[rows, top_k]`, written: for each slot its place in `missing`, -1 where its token stays.
-        counters: int64 `[3]`, added to: rows that come, rows that stay, tokens that the host does not hold.
-        lengths: int32: `length`, where it is read from the device's memory.
-        length: Tokens that the host holds; others are left out.
-        top_k: Slots of a row.
-        TOLD: See `lengths`.
-        BLOCK: Tokens at a time.
+    `staged` is the token in each slot, -1 where it is empty; `wanted` the tokens to hold, unique in a row, -1 for none.
+    Written: `missing`, the wanted tokens that are not staged, in wanted's order, then -1; and `source`, for each slot
+    its place in `missing`, -1 where its token stays. `counters`, int64 `[3]`, are added to: rows that come, rows that
+    stay, tokens that the host does not hold. It holds `length` tokens; where TOLD, as many as `lengths` says, int32.
     """
     if TOLD:
         length = tl.load(lengths)
@@ -85,19 +78,12 @@ def copy_rows(
     WORDS_PAD: tl.constexpr,
     SLOTS: tl.constexpr,
 ):
-    """Fill SLOTS slots of one row, where their token does not stay.
+    """Fill SLOTS slots of one row, where their token does not stay; `missing` and `source` are those of `plan_slots`.
 
-    Args:
-        rows: `[rows, top_k, WORDS]`: the slots, as integers as wide as a row's bytes allow.
-        staged: int32 `[rows, top_k]`: the token in each slot; written.
-        missing: See `plan_slots`.
-        source: See `plan_slots`.
-        table: int64, see `HostCache.table`: how many blocks the host has; the first token and the address of each,
-            `[rows, tokens of the block, WORDS]`; one behind the last token.
-        top_k: Slots of a row.
-        WORDS: Integers of a row.
-        WORDS_PAD: A power of two, not below WORDS.
-        SLOTS: Slots of a program.
+    Written: `rows`, `[rows, top_k, WORDS]`, the slots as integers as wide as a row's bytes allow; and `staged`, int32
+    `[rows, top_k]`, the token in each. `table` is `HostCache.table`: how many blocks the host has; the first token and
+    the address of each, `[rows, tokens of the block, WORDS]`; one behind the last token. WORDS_PAD is a power of two,
+    not below WORDS.
     """
     row = tl.program_id(0).to(tl.int64)
     slot = tl.program_id(1) * SLOTS + tl.arange(0, SLOTS)

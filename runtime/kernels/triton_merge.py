@@ -35,18 +35,9 @@ def rotate_queries(
 ):
     """One query in the basis of centred codes: balanced, rotated and divided by `block_size`; a program each.
 
-    Args:
-        out: float32 `[lanes, batch, num_heads, 1, KEY_DIM]`.
-        query: The same of the model's dtype.
-        balance: `[batch, num_kv_heads, 1, KEY_DIM]`, of the codes of keys (`TurboQuantizer`).
-        turn: float32 `[KEY_DIM, KEY_DIM]`, see `quant.hadamard.rotation`.
-        num_heads: Query heads.
-        num_kv_heads: Key heads.
-        batch: Batch rows.
-        NUM_GROUPS: Query heads of a kv head.
-        KEY_DIM: Channels.
-        KEY_CHANNELS: A power of two, not below KEY_DIM.
-        BLOCK_C: Channels of a step.
+    `query` is `[lanes, batch, num_heads, 1, KEY_DIM]`, `out` the same in float32. `balance` is that of the codes of
+    keys (`TurboQuantizer`), `turn` the first result of `quant.hadamard.rotation`. KEY_CHANNELS is a power of two, not
+    below KEY_DIM; BLOCK_C of them are made at a time.
     """
     number = tl.program_id(0).to(tl.int64)  # counted over [lanes, batch, num_heads]
     kv_head = (number % num_heads) // NUM_GROUPS
@@ -110,42 +101,17 @@ def merge_parts(
 ):
     """One query's output, and the normaliser of its scores; a program each.
 
-    Args:
-        out: `[lanes, batch, num_heads, 1, VALUE_DIM]` of the query's dtype; 0 where a query sees nothing.
-        norm: float32 `[batch, lanes, num_heads]`: the logarithm of the sum of exp(score), the sink's included.
-        part_max: See `triton_decode`.
-        part_sum: Likewise.
-        part_out: Likewise.
-        sinks: `[num_heads]`.
-        turn_back: float32 `[VALUE_DIM, VALUE_DIM]`: turns sums of centred codes back.
-        kept_query: As `query`, written: the selection reads it when `query` may be overwritten.
-        kept_key: As `own_key`, likewise.
-        query: `[lanes, batch, num_heads, 1, KEY_DIM]`.
-        own_key: The lanes' own, `[lanes, batch, num_kv_heads, 1, KEY_DIM]`.
-        own_value: `[..., VALUE_DIM]`.
-        window_key: Own keys are written behind its last row.
-        window_value: Likewise.
-        window_key_stride: Elements from one head to the next.
-        window_value_stride: Likewise.
-        lengths: int32, of which the second is the rows of the window.
-        batch: Batch rows.
-        num_heads: Query heads.
-        splits: Parts.
-        code_splits: How many of them are of codes, the first ones.
-        KEY_DIM: Channels of a key.
-        KEY_CHANNELS: A power of two, not below.
-        VALUE_DIM: Channels of a value.
-        VALUE_CHANNELS: A power of two, not below.
-        NUM_GROUPS: Query heads of a kv head.
-        LANES: Lanes.
-        HAS_SINKS: Whether there are sinks.
-        CENTRED: Codes are of rotated values.
-        KEEPS: Write `kept_query` and `kept_key`.
-        WRITTEN: Lanes whose own pairs are written to the window.
-        KV: dtype of out.
-        DOT: See `rounded`.
-        BLOCK_S: Parts read at once.
-        BLOCK_C: Channels written at once.
+    `part_*` are those of `partial_attention`: `splits` parts, the first `code_splits` of them of codes. Where these are
+    CENTRED, `turn_back`, float32 `[VALUE_DIM, VALUE_DIM]`, turns their sums back.
+
+    `out` is `[lanes, batch, num_heads, 1, VALUE_DIM]` of dtype KV; 0 where a query sees nothing. `norm`, float32
+    `[batch, lanes, num_heads]`, is the logarithm of the sum of exp(score), that of `sinks` `[num_heads]` included.
+
+    Where it KEEPS them, `query` `[lanes, batch, num_heads, 1, KEY_DIM]` and `own_key` `[lanes, batch, num_kv_heads, 1,
+    KEY_DIM]` are copied to `kept_*`: the selection reads those when the model may have overwritten these. The own pairs
+    of the first WRITTEN lanes are written to the window, behind as many rows as the second of `lengths`, int32.
+
+    *_CHANNELS are powers of two, not below the channels. BLOCK_S parts are read and BLOCK_C channels written at once.
     """
     number = tl.program_id(0).to(tl.int64)  # counted over [batch, lanes, num_heads]
     head = number % num_heads

@@ -70,25 +70,11 @@ def pack_keys(
     KV: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One group of tokens of one head, BLOCK bytes wide: a scale and a zero for each channel.
+    """One group of GROUP tokens of one head, BLOCK bytes wide: a scale and a zero for each channel.
 
-    Args:
-        x: `[batch, num_kv_heads, num_groups * GROUP, DIM]`, any strides.
-        codes: uint8 `[batch, num_kv_heads, num_groups * GROUP, ceil(DIM * BITS / 8)]`, contiguous.
-        scale: `[batch, num_kv_heads, num_groups, DIM]`, contiguous.
-        zero: Likewise.
-        stride_batch: x's.
-        stride_head: x's.
-        stride_token: x's.
-        stride_channel: x's.
-        num_kv_heads: Heads.
-        num_groups: Groups of tokens.
-        GROUP: Tokens of a group.
-        GROUP_PAD: A power of two, not below GROUP.
-        DIM: Channels.
-        BITS: Width of a code.
-        KV: dtype of x.
-        BLOCK: Bytes of a row that a program writes.
+    `x` is `[batch, num_kv_heads, num_groups * GROUP, DIM]` of dtype KV, of any strides. `codes`, uint8 `[batch,
+    num_kv_heads, num_groups * GROUP, ceil(DIM * BITS / 8)]`, and `scale` and `zero`, `[batch, num_kv_heads, num_groups,
+    DIM]`, are contiguous. GROUP_PAD is a power of two, not below GROUP.
     """
     PER_BYTE: tl.constexpr = 8 // BITS
     WIDTH: tl.constexpr = (DIM + PER_BYTE - 1) // PER_BYTE
@@ -139,23 +125,9 @@ def pack_values(
 ):
     """BLOCK tokens of one head, one group of GROUP channels: a scale and a zero for each token.
 
-    Args:
-        x: `[batch, num_kv_heads, tokens, DIM]`, any strides.
-        codes: uint8 `[batch, num_kv_heads, tokens, ceil(DIM * BITS / 8)]`, contiguous.
-        scale: `[batch, num_kv_heads, tokens, ceil(DIM / GROUP)]`, contiguous.
-        zero: Likewise.
-        stride_batch: x's.
-        stride_head: x's.
-        stride_token: x's.
-        stride_channel: x's.
-        num_kv_heads: Heads.
-        tokens: Tokens of a head.
-        GROUP: Channels of a group: whole bytes of codes, or all channels.
-        DIM: Channels.
-        BITS: Width of a code.
-        KV: dtype of x.
-        BLOCK: Tokens of a program.
-        BYTES: A power of two, not below the bytes of a group.
+    `x` is `[batch, num_kv_heads, tokens, DIM]` of dtype KV, of any strides. `codes`, uint8 `[batch, num_kv_heads,
+    tokens, ceil(DIM * BITS / 8)]`, and `scale` and `zero`, `[batch, num_kv_heads, tokens, ceil(DIM / GROUP)]`, are
+    contiguous. A group is whole bytes of codes, or all channels. BYTES is a power of two, not below a group's bytes.
     """
     PER_BYTE: tl.constexpr = 8 // BITS
     WIDTH: tl.constexpr = (DIM + PER_BYTE - 1) // PER_BYTE

@@ -42,25 +42,13 @@ def _best_of_blocks(
     K: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Keep the best keys of one block of one row, in order.
+    """Keep the best `top_k` keys of one block of one row, in order.
 
-    Args:
-        source: float32 scores, `tokens` a row; after the first round int64 keys, contiguous.
-        other: Scores of the same strides, see `shares`.
-        shares: float32 `[batch]`: weight of the scores of `source`; those of `other` weigh the rest.
-        lengths: int32: `tokens`, where they are read from the device's memory.
-        out: int64 keys `[rows, blocks, top_k]`; in the last round int32 positions `[rows, top_k]`.
-        row_stride: Elements from one batch row of scores to the next.
-        head_stride: From one kv head to the next.
-        num_kv_heads: Heads of a batch row.
-        tokens: Keys of a row.
-        top_k: Keys that a block leaves.
-        FIRST: The source is scores.
-        LAST: There is one block.
-        MIXES: There is an `other`.
-        TOLD: See `lengths`.
-        K: A power of two, not below `top_k`, and 2 at least.
-        BLOCK: Keys of a block.
+    `source` is float32 scores in the FIRST round, of a batch row each `row_stride` and a kv head each `head_stride`
+    elements; then contiguous int64 keys. `out` is int64 keys `[rows, blocks, top_k]`; in the LAST round, with one
+    block, int32 positions `[rows, top_k]`. Where it MIXES, `shares`, float32 `[batch]`, are the weights of the scores
+    in `source`, and those in `other`, of the same strides, weigh the rest. Where TOLD, `lengths` has the number of
+    tokens, int32. K is a power of two, not below `top_k`, and 2 at least.
     """
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
@@ -98,17 +86,8 @@ def _count_overlap(
 ):
     """Add one row's share to `counts`, float64 `[batch, 4]`; see `TopkOverlap`. A program each.
 
-    Args:
-        scores: float32 `[batch, num_kv_heads, tokens]`.
-        own: int32 `[rows, top_k]`: the own top-k.
-        positions: int32 `[rows, count]`: compared with it.
-        counts: See above.
-        row_stride: As in `_best_of_blocks`.
-        head_stride: Likewise.
-        num_kv_heads: Heads of a batch row.
-        top_k: See `own`.
-        count: See `positions`.
-        BLOCK: Positions at a time.
+    `positions`, int32 `[rows, count]`, are compared with the top-k of `scores`: `own`, int32 `[rows, top_k]`. Strides
+    are as in `_best_of_blocks`.
     """
     row = tl.program_id(0).to(tl.int64)
     scores += (row // num_kv_heads) * row_stride + (row % num_kv_heads) * head_stride
