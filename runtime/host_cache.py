@@ -20,9 +20,7 @@ import numpy as np
 import torch
 
 from specache_fx.errors import HostMemoryError, SpecacheError
-from specache_fx.runtime.host_blocks import STORES, resolve_host
-
-__all__ = ["HostCache", "RowShape", "resolve_host", "row_bytes"]
+from specache_fx.runtime.host_blocks import STORES
 
 ALIGN_TOKENS = 64
 _LEAST_BLOCKS = 31  # that a table has room for

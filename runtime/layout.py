@@ -100,7 +100,6 @@ class Layout:
         shape: LayerShape,
         batch: int,
         dtype: torch.dtype,
-        *,
         num_groups: int,
         window_rows: int,
         sink_tokens: int,
@@ -172,26 +171,13 @@ class Arena:
         device: torch.device,
         sink_tokens: int = 0,
     ) -> None:
-        self.quantizer, self.shape, self.batch, self.dtype, self.device = (
-            quantizer,
-            shape,
-            batch,
-            dtype,
-            device,
-        )
-        self.sink_tokens = sink_tokens
+        self.quantizer, self.shape, self.batch, self.dtype = quantizer, shape, batch, dtype
+        self.device, self.sink_tokens = device, sink_tokens
         self.layout, self.tensors = self._allocate(0, 0)
 
     def _allocate(self, num_groups: int, window_rows: int) -> tuple[Layout, LayerTensors]:
-        layout = Layout(
-            self.quantizer,
-            self.shape,
-            self.batch,
-            self.dtype,
-            num_groups=num_groups,
-            window_rows=window_rows,
-            sink_tokens=self.sink_tokens,
-        )
+        sizes = num_groups, window_rows, self.sink_tokens
+        layout = Layout(self.quantizer, self.shape, self.batch, self.dtype, *sizes)
         # No inference tensor, whoever asks first: it is written in any mode.
         with torch.inference_mode(False):
             # Zeros: `AtenSteps` multiplies what holds no token by 0, and NaN would survive that.

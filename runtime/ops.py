@@ -125,12 +125,7 @@ def _load(
 
 
 def _load_fake(
-    past_key: Tensor,
-    past_value: Tensor,
-    new_key: Tensor | None,
-    new_value: Tensor | None,
-    state: Tensor,
-    layer: int,
+    past_key: Tensor, past_value: Tensor, new_key: Tensor | None, new_value: Tensor | None, *_: Any
 ) -> tuple[Tensor, Tensor]:
     def side(past: Tensor, new: Tensor | None) -> Tensor:
         batch, num_kv_heads, kv_len, dim = past.shape
@@ -185,16 +180,9 @@ def _quantized_attention(
 
 
 def _quantized_attention_fake(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    staged: Tensor | None,
-    state: Tensor,
-    layer: int,
-    scale: float,
-    *form: Any,
+    query: Tensor, key: Tensor, value: Tensor, staged: Tensor | None, state: Tensor, *form: Any
 ) -> tuple[Tensor, Tensor]:
-    return _attention_fake(query, key, value, layer, scale, *form), _ticket()
+    return _attention_fake(query, key, value, *form), _ticket()
 
 
 def _topk(scores: Tensor, state: Tensor, layer: int, batch: int, num_kv_heads: int, top_k: int) -> Tensor:

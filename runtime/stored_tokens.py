@@ -8,8 +8,6 @@ from specache_fx.runtime import triton_ops
 from specache_fx.runtime.layer_state import LayerState
 from specache_fx.runtime.whole_steps import StepFacts
 
-_NUM_QUANTIZED, _WINDOW_LEN, _NUM_SELECTABLE = range(3)  # of `lengths`
-
 
 class StoredTokens:
     """Of layers that have the same ones (`StepFacts.alike`): how many, and which of them a lane sees.
@@ -19,7 +17,10 @@ class StoredTokens:
         device: Where the layers are.
 
     Attributes:
-        lengths: int32 `[3]`, see `tell_lengths`.
+        lengths: int32 `[3]` on the device, see `tell_lengths`: the next three, which are views `[1]` of it.
+        num_quantized: Tokens in codes.
+        window_len: Rows of the window.
+        num_selectable: Tokens that may be chosen.
         mask: Bool `[batch, room]`: which tokens are real; None where nothing was padding.
         visible: Bool `[lanes, batch, room + lanes]`, see `StepFacts`; None where no step had it.
     """
@@ -27,24 +28,10 @@ class StoredTokens:
     def __init__(self, room: int, device: torch.device) -> None:
         self.room, self._device = room, device
         self.lengths = torch.zeros(3, dtype=torch.int32, device=device)
+        self.num_quantized, self.window_len, self.num_selectable = self.lengths.split(1)
         self.mask: torch.Tensor | None = None
         self.visible: torch.Tensor | None = None
         self._told: torch.Tensor | None = None  # the last value of `mask`
-
-    @property
-    def num_quantized(self) -> torch.Tensor:
-        """Tokens in codes, int32 `[1]` on the device; a view."""
-        return self.lengths[_NUM_QUANTIZED : _NUM_QUANTIZED + 1]
-
-    @property
-    def window_len(self) -> torch.Tensor:
-        """Rows of the window, int32 `[1]` on the device; a view."""
-        return self.lengths[_WINDOW_LEN : _WINDOW_LEN + 1]
-
-    @property
-    def num_selectable(self) -> torch.Tensor:
-        """Tokens that may be chosen, int32 `[1]` on the device; a view."""
-        return self.lengths[_NUM_SELECTABLE:]
 
     @property
     def tensors(self) -> list[torch.Tensor]:

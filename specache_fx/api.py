@@ -71,7 +71,8 @@ def compile(module: Module, **options: Any) -> Module:
             f"{', '.join(options)}: this module is compiled already, with options of its own. Give them to"
             " torch.compile(..., options={...}), or give specache_fx.compile() the module that is not compiled."
         )
-    backend = _backend_of(module)
+    found = backend_of(module.dynamo_ctx)
+    backend = getattr(found, "compiler_fn", found)
     if not isinstance(backend, Backend):
         name = getattr(backend, "_compiler_name", backend)
         raise ConfigError(
@@ -81,12 +82,6 @@ def compile(module: Module, **options: Any) -> Module:
     for inner in with_generators(module._orig_mod):
         inner._compiled_call_impl = module.dynamo_ctx(inner._call_impl)
     return module
-
-
-def _backend_of(module: OptimizedModule) -> Any:
-    """The backend that a wrapper was made with."""
-    found = backend_of(module.dynamo_ctx)
-    return getattr(found, "compiler_fn", found)
 
 
 def stats(past_key_values: Any) -> SessionStats:

@@ -108,15 +108,7 @@ def plan(
     shape = LayerShape(num_kv_heads, head_dim, value_dim)
 
     def arena(num_groups: int, window_rows: int, sink_tokens: int = 0) -> int:
-        return Layout(
-            quantizer,
-            shape,
-            batch,
-            kv_dtype,
-            num_groups=num_groups,
-            window_rows=window_rows,
-            sink_tokens=sink_tokens,
-        ).nbytes
+        return Layout(quantizer, shape, batch, kv_dtype, num_groups, window_rows, sink_tokens).nbytes
 
     num_quantized = config.num_quantized(context)
     least_groups, least_rows = reserved(config, is_exact=False)

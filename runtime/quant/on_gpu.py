@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from specache_fx.runtime import triton_ops
@@ -35,31 +37,11 @@ def pack_keys(x: torch.Tensor, bits: int, group_size: int) -> Planes:
     from specache_fx.runtime.quant import triton_pack
 
     batch, heads, tokens, dim = x.shape
-    groups, width = tokens // group_size, packed_width(dim, bits)
-    codes = torch.empty(batch, heads, tokens, width, dtype=torch.uint8, device=x.device)
-    scale = torch.empty(batch, heads, groups, dim, dtype=x.dtype, device=x.device)
-    zero = torch.empty_like(scale)
-    padded = power_of_two(group_size)
+    groups, width, padded = tokens // group_size, packed_width(dim, bits), power_of_two(group_size)
     block = min(power_of_two(width), max(_TILE // padded, 1))
-    with triton_ops.on(x.device):
-        triton_pack.pack_keys[(batch * heads * groups, -(-width // block))](
-            x,
-            codes,
-            scale,
-            zero,
-            *x.stride(),
-            heads,
-            groups,
-            GROUP=group_size,
-            GROUP_PAD=padded,
-            DIM=dim,
-            BITS=bits,
-            KV=triton_ops.dtype(x.dtype),
-            BLOCK=block,
-            # 0.75 * low + 0.25 * high is rounded once for each operation in ATen.
-            enable_fp_fusion=False,
-        )
-    return codes, scale, zero
+    grid = (batch * heads * groups, -(-width // block))
+    sizes = {"GROUP": group_size, "GROUP_PAD": padded, "BLOCK": block}
+    return _packed(triton_pack.pack_keys, grid, x, bits, groups, (groups, dim), sizes)
 
 
 def pack_values(x: torch.Tensor, bits: int, group_size: int) -> Planes:
@@ -68,27 +50,35 @@ def pack_values(x: torch.Tensor, bits: int, group_size: int) -> Planes:
 
     batch, heads, tokens, dim = x.shape
     channels = min(group_size, dim)
-    groups = -(-dim // channels)
-    codes = torch.empty(batch, heads, tokens, packed_width(dim, bits), dtype=torch.uint8, device=x.device)
-    scale = torch.empty(batch, heads, tokens, groups, dtype=x.dtype, device=x.device)
-    zero = torch.empty_like(scale)
-    width = power_of_two(packed_width(channels, bits))
+    groups, width = -(-dim // channels), power_of_two(packed_width(channels, bits))
     block = max(min(power_of_two(tokens), _TILE // width, 128), 1)
+    grid = (batch * heads, -(-tokens // block), groups)
+    sizes = {"GROUP": channels, "BLOCK": block, "BYTES": width}
+    return _packed(triton_pack.pack_values, grid, x, bits, tokens, (tokens, groups), sizes)
+
+
+def _packed(
+    kernel: Any,
+    grid: tuple[int, ...],
+    x: torch.Tensor,
+    bits: int,
+    count: int,
+    of_scales: tuple[int, int],
+    sizes: dict[str, int],
+) -> Planes:
+    """Launch a kernel of `triton_pack`, of `count` groups or tokens a head. Scales: `[batch, heads, *of_scales]`."""
+    batch, heads, tokens, dim = x.shape
+    codes = torch.empty(batch, heads, tokens, packed_width(dim, bits), dtype=torch.uint8, device=x.device)
+    scale = torch.empty(batch, heads, *of_scales, dtype=x.dtype, device=x.device)
+    zero = torch.empty_like(scale)
+    # 0.75 * low + 0.25 * high is rounded once for each operation in ATen.
+    constants = {
+        **sizes,
+        "DIM": dim,
+        "BITS": bits,
+        "KV": triton_ops.dtype(x.dtype),
+        "enable_fp_fusion": False,
+    }
     with triton_ops.on(x.device):
-        triton_pack.pack_values[(batch * heads, -(-tokens // block), groups)](
-            x,
-            codes,
-            scale,
-            zero,
-            *x.stride(),
-            heads,
-            tokens,
-            GROUP=channels,
-            DIM=dim,
-            BITS=bits,
-            KV=triton_ops.dtype(x.dtype),
-            BLOCK=block,
-            BYTES=width,
-            enable_fp_fusion=False,
-        )
+        kernel[grid](x, codes, scale, zero, *x.stride(), heads, count, **constants)
     return codes, scale, zero

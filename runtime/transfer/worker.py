@@ -66,14 +66,6 @@ class WorkerTransfer(Transfer):
                 self._order(layer)
         self._thread.shutdown()
 
-    def pause(self) -> None:
-        """Return when no copy is under way; `wait` raises a failed copy's error."""
-        futures.wait(list(self._under_way.values()))
-
-    def forget_thread(self) -> None:
-        """In a forked process, which lacks it: have the next copy start one."""
-        self._thread = _thread()
-
 
 _workers: weakref.WeakSet[WorkerTransfer] = weakref.WeakSet()
 _here = threading.local()
@@ -97,14 +89,13 @@ def _count(copy: Copy, row_bytes: int, metrics: CopyMetrics) -> None:
 
 def _before_fork() -> None:
     for worker in list(_workers):
-        worker.pause()
+        futures.wait(list(worker._under_way.values()))  # `wait` raises a failed copy's error
 
 
 def _in_child() -> None:
     for worker in list(_workers):
-        worker.forget_thread()
+        worker._thread = _thread()
 
 
-if hasattr(os, "register_at_fork"):
-    # A forked process has no thread that copies: it gets no copy that is half made.
-    os.register_at_fork(before=_before_fork, after_in_child=_in_child)
+# A forked process has no thread that copies: it gets no copy that is half made.
+os.register_at_fork(before=_before_fork, after_in_child=_in_child)

@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from specache_fx.errors import ConfigError, HostMemoryError, SpecacheError
-from specache_fx.runtime.host_cache import HostCache, resolve_host
+from specache_fx.runtime.host_blocks import resolve_host
+from specache_fx.runtime.host_cache import HostCache
 
 SHAPES = [(2, 3, 5), (1, 4, 4)]
 BATCH = 2

@@ -21,7 +21,8 @@ from support.late_transfer import late_transfer
 
 from specache_fx.errors import SpecacheError
 from specache_fx.runtime import cpp_build, tracing
-from specache_fx.runtime.host_cache import HostCache, resolve_host
+from specache_fx.runtime.host_blocks import resolve_host
+from specache_fx.runtime.host_cache import HostCache
 from specache_fx.runtime.native import graph_ops
 from specache_fx.runtime.transfer import CpuTransfer, Staging, choose_transfer, cpu, plan_slots
 
