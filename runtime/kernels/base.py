@@ -186,11 +186,12 @@ class Kernel(ABC):
             where a token is padding or not `visible`. Tokens of the window count: appending lane 0's pair may push them
             out of it.
         """
-        if (reason := self.misfit(inputs.form)) is None:
+        form = inputs.form
+        if (reason := self.misfit(form)) is None:
             return self._attend(inputs)
         if self._others is None:
             raise refuse(self.name, reason)
-        if self._others.misfit(inputs.form) is not None:
+        if self._others.misfit(form) is not None:
             warn_once(
                 _log,
                 f"Attention will be slow: kernel={self.name!r} can't compute a layer of this model ({reason}), so"
