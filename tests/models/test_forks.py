@@ -15,9 +15,12 @@ from support.zoo import SMALL, build, left_padded
 from torch import Tensor, nn
 
 import specache_fx
-from specache_fx import CacheHandleError
-from specache_fx.runtime import handle
+from specache_fx import CacheHandleError, SpecacheConfig
+from specache_fx.runtime import handle, registry
+from specache_fx.runtime.give_back import give_back
+from specache_fx.runtime.handle_tensor import plain
 from specache_fx.runtime.layer_cache import LayerCache
+from specache_fx.runtime.layout import LayerShape
 from specache_fx.runtime.quant.identity import IdentityQuantizer
 from specache_fx.runtime.quant.turboquant import TurboQuantizer
 
@@ -301,3 +304,22 @@ def test_a_cache_of_another_process_is_refused(
     monkeypatch.setattr(handle._process, "number", handle._process.number ^ 1)
     with pytest.raises(CacheHandleError, match="made in another process"):
         decode(models[1], saved, [3])
+
+
+def test_handles_of_another_process_are_refused_where_a_graph_is_left_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A session of this process has the number that they carry, and fewer layers."""
+    cpu = torch.device("cpu")
+    mine = registry.open_session(SpecacheConfig(), (LayerShape(1, 64, 64),), torch.float32, cpu)
+    pair = torch.randn(1, 1, 5, 64)
+    mine.store(0, pair, pair, None)
+    mine.advance(5, decoded=False)
+    code = handle.first_code(plain(registry.issue(mine)[0]))
+    assert code is not None
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(handle._process, "number", handle._process.number ^ 1)
+        theirs = handle.issue(code.session, [(1, 64)] * 4, 1, 5, torch.float32, cpu)
+    with pytest.raises(CacheHandleError, match="made in another process"):
+        give_back(theirs)
+    mine.close()
