@@ -1,1 +1,1 @@
-"""C++ that this package calls on the CPU, each library by a module of its own."""
+"""C++ that this package calls on the CPU, and products where it can't be built."""
