@@ -20,6 +20,7 @@ from specache_fx.config import SpecacheConfig
 from specache_fx.errors import HostMemoryError
 from specache_fx.runtime import registry
 from specache_fx.runtime.session import Session
+from specache_fx.runtime.step_table import SessionC
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -284,7 +285,7 @@ def test_a_step_that_failed_midway_and_is_repeated_counts_once(monkeypatch: pyte
     _, past = forward(FORCED[:, :1], past=past)
     session = registry.find(past[0][0])
     assert session is not None and session.table.serves
-    table = session.table._session
+    table = SessionC.from_address(session.state.data_ptr())
     function = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_void_p)
     real, calls = function(table.attention), []
 

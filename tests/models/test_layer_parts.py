@@ -9,10 +9,12 @@ import pytest
 import torch
 from support.cases import nightly_unless
 from support.zoo import build
+from torch._inductor import compile_fx
 from torch.fx import Graph, GraphModule
 
 import specache_fx
-from specache_fx import ConfigError, layer_parts, lowering
+from specache_fx import ConfigError, layer_parts
+from specache_fx.compiled import uncompiled
 from specache_fx.runtime import ops  # noqa: F401  (defines the operators)
 from specache_fx.runtime.native import graph_ops
 from specache_fx.runtime.step_table import empty_state
@@ -21,11 +23,33 @@ pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 LAYERS = 5  # the least whose parts are more often alike than not
 
 
+class Inductor:
+    """In Inductor's place, or before it: notes what it is given to compile."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.products: list[int] = []  # by graph
+        self.compiles, self._usual = False, compile_fx.compile_fx
+        monkeypatch.setattr(compile_fx, "compile_fx", self)
+
+    def __call__(self, gm: GraphModule, inputs: list[Any]) -> Any:
+        self.products.append(sum(node.target is torch.ops.aten.mm.default for node in gm.graph.nodes))
+        return self._usual(gm, inputs) if self.compiles else gm.forward
+
+
+@pytest.fixture
+def inductor(monkeypatch: pytest.MonkeyPatch) -> Inductor:
+    return Inductor(monkeypatch)
+
+
+def tokens(count: int) -> torch.Tensor:
+    return torch.randint(1, 64, (2, count), generator=torch.Generator().manual_seed(0))
+
+
 def decode(model: Any, steps: int = 12, padding: int = 0, **options: Any) -> tuple[torch.Tensor, Any]:
     """Logits of a prompt of 28 tokens and of steps, and the stats."""
     torch._dynamo.reset()
-    specache_fx.compile(model, group_size=16, residual_length=16, top_k=4, **options)
-    ids = torch.randint(1, 64, (2, 28 + steps), generator=torch.Generator().manual_seed(0))
+    specache_fx.compile(model, **{"group_size": 16, "residual_length": 16, "top_k": 4} | options)
+    ids = tokens(28 + steps)
     mask = torch.ones_like(ids)
     mask[0, :padding] = 0
     with torch.no_grad():
@@ -46,54 +70,26 @@ def decode(model: Any, steps: int = 12, padding: int = 0, **options: Any) -> tup
     ),
 )
 def test_layers_that_are_alike_are_compiled_once_and_replayed(
-    name: str, layers: int, forms: int, monkeypatch: pytest.MonkeyPatch
+    name: str, layers: int, forms: int, inductor: Inductor
 ) -> None:
     kinds = {"layer_types": ["sliding_attention", "full_attention"] * 4} if name == "gemma3_text" else {}
     make = partial(build, name, num_hidden_layers=layers, **kinds)
-    compiled: list[list[int]] = []  # nodes of what is compiled, by decode graph
-    usual, by_layer = lowering._compile_static, lowering.compile_by_layer
-
-    def counting(gm: GraphModule, inputs: Any) -> Any:
-        compiled[-1].append(len(gm.graph.nodes))
-        return usual(gm, inputs)
-
-    def as_it_is(gm: GraphModule, inputs: Any) -> Any:
-        compiled[-1].append(len(gm.graph.nodes))
-        return gm.forward
-
-    def a_graph(*given: Any) -> Any:
-        compiled.append([])
-        return by_layer(*given)
-
-    monkeypatch.setattr(lowering, "_compile_static", counting)
-    monkeypatch.setattr(lowering, "compile_by_layer", a_graph)
+    inductor.compiles = True
     logits, stats = decode(make())
-    assert len(compiled[0]) == forms and all(len(each) <= forms for each in compiled)
+    assert len(inductor.products) == 1 + forms  # of the prompt its masks alone
     assert stats.replayed_steps >= 10
-    plain, _ = decode(make(), lowering="eager")
-    torch.testing.assert_close(logits, plain, atol=1e-4, rtol=1e-4)
-    monkeypatch.setattr(lowering, "compile_by_layer", lambda *_: compiled.append([]))
-    monkeypatch.setattr(lowering, "_compile_static", as_it_is)
-    compiled.clear()
-    whole, _ = decode(make())
-    assert all(len(each) == 1 for each in compiled)
+    inductor.compiles = False
+    whole, _ = decode(make(), replay=False)
+    assert len(inductor.products) == 1 + forms + 2
     torch.testing.assert_close(logits, whole, atol=1e-4, rtol=1e-4)
 
 
-def test_a_model_whose_first_feed_forward_needs_no_attention_is_cut_too(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    parts: list[int] = []
-
-    def as_it_is(gm: GraphModule, inputs: Any) -> Any:
-        parts.append(len(gm.graph.nodes))
-        return gm.forward
-
-    monkeypatch.setattr(lowering, "_compile_static", as_it_is)
-    logits, _ = decode(build("plain", 8, is_parallel=True))
-    assert 1 < len(parts) < 6
-    plain, _ = decode(build("plain", 8, is_parallel=True), lowering="eager")
-    torch.testing.assert_close(logits, plain, atol=1e-4, rtol=1e-4)
+def test_a_model_whose_first_feed_forward_needs_no_attention_is_cut_too(inductor: Inductor) -> None:
+    model = build("plain", 8, is_parallel=True)
+    logits, _ = decode(model, 2, top_k=64)
+    assert 1 < len(inductor.products) - 1 < 6
+    with torch.no_grad(), uncompiled(model):
+        torch.testing.assert_close(logits, model(tokens(30)).logits, atol=1e-4, rtol=1e-4)
 
 
 def of_layers(*factors: float) -> tuple[GraphModule, list[torch.Tensor]]:
@@ -133,19 +129,12 @@ def test_parts_that_differ_in_a_number_are_not_alike() -> None:
 
 
 @pytest.mark.parametrize("really", [False, pytest.param(True, marks=pytest.mark.nightly)])
-def test_a_prompt_is_compiled_where_that_is_asked_for(really: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    compiled: list[int] = []
-    usual = lowering.lower
-
-    def counting(gm: GraphModule, *given: Any) -> Any:
-        compiled.append(sum(node.target is torch.ops.aten.mm.default for node in gm.graph.nodes))
-        return usual(gm, *given) if really else gm.forward
-
-    monkeypatch.setattr(lowering, "lower", counting)
-    expected, _ = decode(build("plain", LAYERS), 0, padding=5)
-    assert compiled == [0]  # the tests of its masks alone
-    logits, _ = decode(build("plain", LAYERS), 0, padding=5, compile_prefill=True)
-    assert compiled[1] > LAYERS * 6 - 1
+def test_a_prompt_is_compiled_where_that_is_asked_for(really: bool, inductor: Inductor) -> None:
+    inductor.compiles = really
+    expected, _ = decode(build("plain", 1), 0, padding=5)
+    assert inductor.products == [0]  # the tests of its masks alone
+    logits, _ = decode(build("plain", 1), 0, padding=5, compile_prefill=True)
+    assert inductor.products[1] > 6 - 1
     torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
     with pytest.raises(ConfigError, match="compile_prefill=True contradicts"):
         specache_fx.compile(build("plain"), compile_prefill=True, lowering="eager")
@@ -154,16 +143,9 @@ def test_a_prompt_is_compiled_where_that_is_asked_for(really: bool, monkeypatch:
     specache_fx.explain(build("plain"), options={"compile_prefill": True})
 
 
-def test_a_prompt_whose_attention_is_spelt_out_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    compiled: list[int] = []
-
-    def counting(gm: GraphModule, *_: Any) -> Any:
-        compiled.append(sum(node.target is torch.ops.aten.mm.default for node in gm.graph.nodes))
-        return gm.forward
-
-    monkeypatch.setattr(lowering, "lower", counting)
+def test_a_prompt_whose_attention_is_spelt_out_is_compiled(inductor: Inductor) -> None:
     decode(build("llama", attn_implementation="eager"), 0)
-    assert len(compiled) == 1 and compiled[0] > 2 * 7 - 1
+    assert len(inductor.products) == 1 and inductor.products[0] > 2 * 7 - 1
 
 
 class WritesItsMask(torch.nn.Module):
@@ -193,10 +175,8 @@ class WritesItsMask(torch.nn.Module):
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_a_mask_that_is_written_in_place_stays_in_its_graph(
-    when: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(lowering, "lower", lambda gm, *_: gm.forward)
+@pytest.mark.usefixtures("inductor")
+def test_a_mask_that_is_written_in_place_stays_in_its_graph(when: str) -> None:
     torch.manual_seed(0)
     module = WritesItsMask(when).eval()
     ids = torch.randint(32, (2, 24), generator=torch.Generator().manual_seed(1))

@@ -55,7 +55,7 @@ def test_dropping_a_cache_frees_its_session_at_once(model: nn.Module, beams: int
     past = generate(model, num_beams=beams)
     session = session_of(past)
     del past
-    assert is_free(session) and session not in [issued.session for issued in registry._issues.values()]
+    assert is_free(session) and not registry.issues_of(session)
 
 
 def test_a_view_and_a_copy_keep_the_session(model: nn.Module) -> None:
@@ -83,11 +83,14 @@ def test_a_session_ends_while_the_registry_is_busy(model: nn.Module) -> None:
 
     registry.locked(drop)()
     assert not sessions[1].closed
-    thread = threading.Thread(target=drop)
-    with registry._lock:
+
+    def drop_in_a_thread() -> None:
+        thread = threading.Thread(target=drop)
         thread.start()
         thread.join(timeout=20)
         assert not thread.is_alive() and not sessions[0].closed
+
+    registry.locked(drop_in_a_thread)()
     generate(model)
     assert all(map(is_free, sessions))
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from support.cases import nightly_unless
+from support.open_sessions import num_sessions
 from support.process import python
 from support.saved_cases import (
     CASES,
@@ -111,10 +112,6 @@ def held_by(folder: Path) -> dict[str, torch.Tensor]:
 
 def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
-
-
-def num_sessions() -> int:
-    return sum(not session.closed for session in registry._open.values())
 
 
 def test_a_loaded_cache_holds_the_same_to_the_bit(model: Any, saved: Path, tmp_path: Path) -> None:

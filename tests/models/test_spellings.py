@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from support.cases import nightly_unless
 from support.hooked import HEAD_DIM, HEADS, HIDDEN, VOCABULARY, Hooked, Pairs, SpeltOut, logits
+from support.open_sessions import num_sessions
 from torch import Tensor
 from torch._dynamo.exc import BackendCompilerFailed
 from torch.utils.checkpoint import checkpoint
@@ -832,12 +833,12 @@ def test_sessions_of_a_thread_that_ended_are_freed_by_the_next_sweep() -> None:
     model = torch.compile(Hooked(), backend="specache", options=OPTIONS)
     logits(model, steps=1)
     registry.sweep()
-    before = len(registry._by_storage)
+    before = num_sessions()
     thread = threading.Thread(target=logits, args=(model,), kwargs={"steps": 1})
     thread.start()
     thread.join()
     registry.sweep()
-    assert len(registry._by_storage) == before
+    assert num_sessions() == before
 
 
 class KeptInBuffers(Hooked):

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any
 
 import pytest
 import torch
+from architectures import measure
 from support.cases import nightly_unless
 from support.models import TinyConfig, TinyDecoder
 from support.models import generate as decode
 from support.zoo import SMALL, WINDOW, WINDOWED_NAMES, build, left_padded
 from torch import Tensor
 
-from specache_fx import decode_runner
+from specache_fx import backend
 from specache_fx.backend import Backend
-from specache_fx.runtime.session import Session
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -47,43 +46,13 @@ def distance(seen: Tensor, expected: Tensor) -> float:
     return float((seen - expected).abs().max() / expected.abs().max())
 
 
-@dataclass
-class Lanes:
-    """Feeds lane 1 with the true next token and keeps its logits, step by step."""
-
-    truth: Tensor  # [batch, tokens]
-    kv_len: list[int] = field(default_factory=list)
-    logits: list[Tensor] = field(default_factory=list)
-
-    def watch(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        step, lower = decode_runner.Decode._step, decode_runner.lower_static
-
-        def forced(
-            runner: decode_runner.Decode, session: Session, args: Any, biases: Any, ahead: int, **more: Any
-        ) -> Any:
-            if ahead and runner.lanes > 1 and session.kv_len + 1 < self.truth.shape[1]:
-                session.speculative_token = self.truth[:, session.kv_len + 1, None]
-            out = step(runner, session, args, biases, ahead, **more)
-            if ahead and out[1] and runner.lanes > 1:
-                self.kv_len.append(session.kv_len)
-                self.logits.append(self.last)
-            return out
-
-        def kept(*args: Any, **more: Any) -> Any:
-            compiled = lower(*args, **more)
-
-            def run(*inputs: Tensor) -> Any:
-                results = compiled(*inputs)
-                self.last = next(
-                    result for result in results if result.shape[-1] == 128 and result.dim() == 4
-                )[1]
-                return results
-
-            return run
-
-        monkeypatch.setattr(decode_runner.Decode, "_step", forced)
-        if self.truth.numel():
-            monkeypatch.setattr(decode_runner, "lower_static", kept)
+def watched(expected: Any, prompt_len: int, monkeypatch: pytest.MonkeyPatch) -> measure.Watch:
+    """Has lane 1 fed with the true next token, and its logits compared, step by step."""
+    monkeypatch.setattr(measure, "NEW_TOKENS", STEPS)
+    tokens, logits = expected.sequences[:, prompt_len:], torch.stack(expected.logits)
+    watch = measure.Watch(measure.Eager(tokens, logits, None))
+    monkeypatch.setattr(backend, "Decode", watch.decode_class())
+    return watch
 
 
 def cases() -> Iterator[Any]:
@@ -102,9 +71,7 @@ def test_tokens_and_logits_of_both_lanes_equal_eager(
     name: str, lengths: tuple[int, ...], bits: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = eager(name, lengths)
-    lanes = Lanes(expected.sequences)
-    if name != "mistral-window":
-        lanes.watch(monkeypatch)
+    watch = watched(expected, max(lengths), monkeypatch)
     model = build(name)
     model.compile(backend="specache", options={**OPTIONS, "bits": bits})
     out = generate(model, lengths)
@@ -113,15 +80,10 @@ def test_tokens_and_logits_of_both_lanes_equal_eager(
     assert distance(torch.stack(out.logits), logits) < 1e-4
     if name == "mistral-window":  # nothing is selected where every layer keeps a window: one lane
         return
-    prompt_len = max(lengths)
-    ahead = [
-        distance(seen[:, 0], logits[kv_len - prompt_len + 2])
-        for kv_len, seen in zip(lanes.kv_len, lanes.logits, strict=True)
-        if kv_len - prompt_len + 2 < STEPS
-    ]
-    assert max(ahead) < 1e-4
+    ahead = watch.lane_differences
+    assert measure.largest(ahead) < 1e-4
     # Lane 1 is void in one step alone: the one that fills the window.
-    assert len(ahead) == STEPS - 2 - (prompt_len < WINDOW)
+    assert len(ahead) == STEPS - 2 - (max(lengths) < WINDOW)
 
 
 @pytest.mark.parametrize(

@@ -278,19 +278,17 @@ def test_compiler_that_lacks_the_best_instruction_set_builds_the_next(
 
 def test_library_depends_on_the_sources_the_flags_and_nothing_else(tmp_path: Path) -> None:
     (tmp_path / "a.cpp").write_text("1")
-    compiler = cpp_build.find_compiler()
-    assert compiler is not None
 
-    def key(*flags: str, folder: Path = tmp_path) -> str:
-        return cpp_build._key(folder, (compiler, *flags))
+    def name(with_torch: bool = False, folder: Path = tmp_path) -> str:
+        return cpp_build.prebuilt_name("a", folder, "portable", with_torch)
 
-    first = key("-O3")
-    assert first == key("-O3") != key("-O2")
+    first = name()
+    assert first == name() != name(with_torch=True)
     (tmp_path / "moved").mkdir()
     (tmp_path / "moved" / "a.cpp").write_text("1")
-    assert first == key("-O3", folder=tmp_path / "moved")
+    assert first == name(folder=tmp_path / "moved")
     (tmp_path / "a.h").write_text("2")
-    assert first != key("-O3")
+    assert first != name()
 
 
 def test_python_and_c_agree_on_the_inputs() -> None:

@@ -21,11 +21,13 @@ class FakeRuntime:
         self.error = error
         self.registered: dict[int, int] = {}
         self.flags: set[int] = set()
+        self.threads: list[str] = []  # that registered
 
     def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
         if not self.error:
             self.registered[address] = nbytes
             self.flags.add(flags)
+            self.threads.append(threading.current_thread().name)
         return self.error
 
     def cudaHostUnregister(self, address: int) -> int:
@@ -66,26 +68,18 @@ def test_pinned_memory_that_can_not_be_had_is_named(runtime):
     assert store.nbytes == 0 and not runtime.registered
 
 
-def test_decoding_pins_nothing_on_the_thread_of_the_step(runtime, monkeypatch):
-    allocating: list[str] = []
-    allocate = PinnedStore.allocate
-
-    def noted(self: PinnedStore, *args: Any) -> torch.Tensor:
-        allocating.append(threading.current_thread().name)
-        return allocate(self, *args)
-
-    monkeypatch.setattr(PinnedStore, "allocate", noted)
+def test_decoding_pins_nothing_on_the_thread_of_the_step(runtime):
     cache = HostCache(2, [(2, 8, 8)], torch.bfloat16, "pinned", block_tokens=256)
 
     def append(tokens: int) -> None:
         cache.append(0, *(torch.randn(2, 2, tokens, 8, dtype=torch.bfloat16) for _ in range(2)))
 
     append(1024)
-    reserved = len(allocating)
-    assert set(allocating) == {threading.current_thread().name}
+    reserved = len(runtime.threads)
+    assert set(runtime.threads) == {threading.current_thread().name}
     for _ in range(40):
         append(64)
-    later = set(allocating[reserved:])
+    later = set(runtime.threads[reserved:])
     assert len(later) == 1 and later.pop().startswith("specache-reserve")
     assert cache.length(0) == 1024 + 40 * 64
     cache.close()

@@ -526,18 +526,14 @@ def test_interpreter_exits_with_a_copy_under_way():
     code = """
         import atexit, threading
         atexit.register(lambda: print([thread.name for thread in threading.enumerate()]))  # runs last
-        import time, torch
+        import sys, time, torch
         from specache_fx.runtime.host_cache import HostCache
-        from specache_fx.runtime.transfer import WorkerTransfer
-
-        class Late(WorkerTransfer):
-            def _copy(self, layer, staging):
-                copy = super()._copy(layer, staging)
-                return lambda: (time.sleep(0.05), copy())[1]
+        sys.path.insert(0, "tests")
+        from support.late_transfer import late_transfer
 
         host = HostCache(1, [(1, 64, 64)], torch.float32)
         host.append(0, torch.zeros(1, 1, 5000, 64), torch.zeros(1, 1, 5000, 64))
-        transfer = Late(host, 4096, torch.device("cpu"))
+        transfer = late_transfer(host, 4096, torch.device("cpu"), lambda: time.sleep(0.05))
         transfer.prefetch(0, torch.arange(4096, dtype=torch.int32).view(1, 1, -1))
     """
     assert run_alone(code) == "['MainThread']\n"
