@@ -15,8 +15,6 @@ from support.oracle import (
     OracleCache,
     OracleDecoder,
     overlap,
-    quantize_dequantize_key,
-    quantize_dequantize_value,
     quantize_key,
     quantize_value,
     select,
@@ -99,20 +97,6 @@ def test_quantize_error_is_within_half_a_scale(
     size = done.dequantized.double().abs() + x.double().abs() + scale.double() * 2**bits
     rounding = size * torch.finfo(dtype).eps * 2 + torch.finfo(dtype).smallest_normal
     assert ((x.double() - done.dequantized.double()).abs() <= scale.double() / 2 + rounding).all()
-
-
-@given(
-    strategies.dtypes,
-    strategies.low_bits,
-    st.sampled_from(("constant", "constant_huge", "zeros")),
-    strategies.seeds,
-)
-def test_quantize_constant_group_comes_back_exactly(
-    dtype: torch.dtype, bits: int, fill: str, seed: int
-) -> None:
-    x = strategies.filled((1, 2, 8, 6), dtype, fill, seed)
-    assert torch.equal(quantize_dequantize_key(x, bits, 4), x)
-    assert torch.equal(quantize_dequantize_value(x, bits, 4), x)
 
 
 # Selection, by hand

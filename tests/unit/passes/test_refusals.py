@@ -235,7 +235,7 @@ def test_refusal_says_the_reason_the_line_and_the_remedy(function: Callable[...,
 
 @pytest.mark.parametrize(
     "function",
-    [values_of_more_heads, past_comes_last, past_is_changed_first, written_into_the_past, three_parts],
+    [values_of_more_heads, past_comes_last, written_into_the_past, three_parts],
     ids=lambda function: function.__name__,
 )
 def test_cache_that_is_no_append_to_the_past_is_refused_and_not_taken_for_a_prompt(
