@@ -94,8 +94,8 @@ def test_accepted_steps_equal_the_dense_oracle(data: st.DataObject) -> None:
     ],
 )
 def test_every_kernel_writes_the_pairs_that_are_accepted(kernel: str, form: str) -> None:
-    windows: dict[str, Any] = {"window": 20, "window_layers": (0, 2)} if form == "windows" else {}
-    model = TinyDecoder(TinyConfig(num_layers=3, head_dim=16, **windows))
+    windows: dict[str, Any] = {"window": 20, "window_layers": (0,)} if form == "windows" else {}
+    model = TinyDecoder(TinyConfig(num_layers=2, head_dim=16, **windows))
     more = {"resident_layers": 1, "sink_tokens": 2} if form == "resident and sinks" else {}
     config = SpecacheConfig(
         bits=2, group_size=8, residual_length=8, top_k=4, kernel=kernel, **ACCEPTS, **more
@@ -110,12 +110,13 @@ def test_every_kernel_writes_the_pairs_that_are_accepted(kernel: str, form: str)
     )
     torch.testing.assert_close(ours.logits, truth.logits, **EXACT)
     assert specache_fx.stats(ours.past).accepted_steps == sum(step.accepted for step in truth.steps) > 5
-    session = registry.find(ours.past[2][0])
+    session = registry.find(ours.past[1][0])
     assert session is not None
     whole = None if kernel == "reference" or "sinks" in form else kernel
     assert (None if session.steps is None else session.steps.kernel) == whole
 
 
+@pytest.mark.nightly  # by day `generate` is plain decoding at 16 bits, and the oracle at fewer
 @settings(max_examples=examples(2))
 @given(st.data())
 def test_exact_caches_equal_plain_decoding(data: st.DataObject) -> None:
@@ -137,7 +138,7 @@ def greedy(model: Any, inputs: dict[str, Tensor], **more: Any) -> Any:
 @pytest.mark.parametrize(
     ("kind", "lowering"),
     nightly_unless(
-        lambda case: case in (("plain", "inductor"), ("plain-window", "eager"), ("padded", "eager")),
+        lambda case: case in (("plain", "inductor"), ("padded", "eager")),
         itertools.product(["plain", "plain-window", "padded", "beams"], ["eager", "inductor"]),
     ),
 )
@@ -175,14 +176,17 @@ class Loop:
     """A tiny decoder that is fed what it guesses; each call can be made another."""
 
     def __init__(self, **form: Any) -> None:
-        self.model = Flipped(TinyConfig(num_layers=2, **form))
+        self.model = Flipped(TinyConfig(**{"num_layers": 1, **form}))
         self.twin = copy.deepcopy(self.model)
         config = SpecacheConfig(bits=16, group_size=16, residual_length=16, top_k=4, **ACCEPTS)  # type: ignore[arg-type]
         self.forward: Callable[..., Any] = compiled(self.model, config)
-        self.ids = IDS.clone()
-        self.mask = torch.ones_like(self.ids, dtype=torch.bool)
-        _, self.past = self.forward(self.ids, attention_mask=self.mask)
-        _, self.plain = self.twin(self.ids, attention_mask=self.mask)
+        self.begin()
+
+    def begin(self) -> None:
+        """A prompt, and a step that foresees the next one."""
+        self.mask = torch.ones_like(IDS, dtype=torch.bool)
+        _, self.past = self.forward(IDS, attention_mask=self.mask)
+        _, self.plain = self.twin(IDS, attention_mask=self.mask)
         self.step(7)
 
     @property
@@ -222,39 +226,39 @@ def test_what_was_guessed_is_accepted_and_nothing_else() -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(
-    "change",
-    [
-        "position",
-        "mask",
-        "mask of a window",
-        "weight in place",
-        "weight elsewhere",
-        "weight of an expansion",
-        "graph",
-    ],
-)
-def test_a_call_with_other_inputs_is_computed(change: str) -> None:
-    forms: dict[str, dict[str, Any]] = {
-        "mask of a window": {"window": 40, "window_layers": (0,), "only_windows_padded": True},
-        "weight of an expansion": {"num_kv_heads": 1, "head_dim": 32, "latent_dim": 16},
-    }
-    loop = Loop(**forms.get(change, {}))
-    token, more = loop.guess(), {}
-    if change == "position":
-        more = {"shift": 2}
-    elif change == "graph":
-        loop.model.flip = loop.twin.flip = True
-    elif "mask" in change:
-        more = {"hidden": 3}
-    else:
+def test_a_call_with_other_inputs_is_computed() -> None:
+    loop = Loop()
+    loop.step(loop.guess(), shift=2)
+    assert loop.accepted == 0, "position"
+    loop.begin()
+    loop.step(loop.guess(), hidden=3)
+    assert loop.accepted == 0, "mask"
+    for name in ("weight in place", "weight elsewhere", "graph"):
+        loop.begin()
+        token = loop.guess()
         for model in (loop.model, loop.twin):
-            weight = model.head.weight
-            if change == "weight elsewhere":
-                weight.data = -weight
+            if name == "weight in place":
+                model.head.weight.mul_(-1)
+            elif name == "weight elsewhere":
+                model.head.weight.data = -model.head.weight
             else:
-                (model.blocks[0].kv_up_proj.weight if "expansion" in change else weight).mul_(-1)
-    loop.step(token, **more)
+                model.flip = True
+        loop.step(token)
+        assert loop.accepted == 0, name
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("change", ["mask of a window", "weight of an expansion"])
+def test_a_call_with_another_mask_of_a_window_or_expansion_is_computed(change: str) -> None:
+    if "mask" in change:
+        loop = Loop(num_layers=2, window=40, window_layers=(0,), only_windows_padded=True)
+        loop.step(loop.guess(), hidden=3)
+    else:
+        loop = Loop(num_kv_heads=1, head_dim=32, latent_dim=16)
+        token = loop.guess()
+        for model in (loop.model, loop.twin):
+            model.blocks[0].kv_up_proj.weight.mul_(-1)
+        loop.step(token)
     assert loop.accepted == 0
 
 

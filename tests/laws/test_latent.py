@@ -23,6 +23,7 @@ from specache_fx.runtime import registry
 LATENT = TinyConfig(num_layers=1, num_heads=4, num_kv_heads=1, head_dim=16, value_dim=12, latent_dim=20)
 
 
+@pytest.mark.nightly  # by day DeepSeek's generation is exact
 @settings(max_examples=examples(2))
 @given(st.data(), st.sampled_from(("bits", "top_k")), strategies.lookaheads)
 def test_exact_settings_equal_plain_decoding(data: st.DataObject, how: str, lookahead: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -110,6 +111,13 @@ MIXED = TinyConfig(num_layers=2, window=WINDOW, window_layers=(0,))
 ALONE = TinyConfig(num_layers=2, window=WINDOW, window_layers=(0, 1))
 
 
+@cache
+def both(config: TinyConfig) -> tuple[TinyDecoder, Any]:
+    """A decoder, and compiled: once for tests that follow each other."""
+    model = TinyDecoder(config)
+    return model, compiled(model, CONFIG)
+
+
 def ids(tokens: int, seed: int = 0) -> Tensor:
     return torch.randint(61, (2, tokens), generator=torch.Generator().manual_seed(seed))
 
@@ -138,37 +146,13 @@ LONGER, SHORTER, CHUNKS = (20, 1, 7, 1, 1), (5, 3, 1, 1, 9, 1, 1, 4), (6, 6, 6, 
     ids=str,
 )
 def test_turns_and_chunks_equal_the_plain_model(config: TinyConfig, lengths: tuple[int, ...]) -> None:
-    model, tokens = TinyDecoder(config), ids(sum(lengths))
-    torch.testing.assert_close(
-        turns(compiled(model, CONFIG), lengths, tokens), turns(model, lengths, tokens), **EXACT
-    )
-
-
-def cropped(past: Any, kv_len: int) -> Any:
-    return [(key[:, :, :kv_len], value[:, :, :kv_len]) for key, value in past]
-
-
-@pytest.mark.parametrize("config", nightly_unless(ALONE.__eq__, [MIXED, ALONE]), ids=["mixed", "alone"])
-@torch.no_grad()
-def test_crop_before_the_window_is_full_equals_the_plain_model(config: TinyConfig) -> None:
-    model = TinyDecoder(config)
-    forward = compiled(model, CONFIG)
-    results = []
-    for run in (model, forward):
-        _, past = run(ids(9), attention_mask=torch.ones(2, 9).bool())
-        _, past = run(ids(1, 1), past=past, attention_mask=torch.ones(2, 10).bool())
-        past = cropped(past, 7)
-        logits = []
-        for step in range(8):
-            out, past = run(ids(1, step), past=past, attention_mask=torch.ones(2, 8 + step).bool())
-            logits.append(out)
-        results.append(torch.cat(logits, 1))
-    torch.testing.assert_close(results[1], results[0], **EXACT)
+    (model, forward), tokens = both(config), ids(sum(lengths))
+    torch.testing.assert_close(turns(forward, lengths, tokens), turns(model, lengths, tokens), **EXACT)
 
 
 @torch.no_grad()
 def test_going_back_beyond_a_full_window_is_refused_with_the_remedy() -> None:
-    forward = compiled(TinyDecoder(MIXED), CONFIG)
+    _, forward = both(MIXED)
     _, first = forward(ids(20), attention_mask=torch.ones(2, 20).bool())
     past = first
     for step in range(4):
@@ -180,19 +164,8 @@ def test_going_back_beyond_a_full_window_is_refused_with_the_remedy() -> None:
 
 
 @torch.no_grad()
-def test_an_earlier_cache_of_full_windows_alone_is_refused() -> None:
-    forward = compiled(TinyDecoder(ALONE), CONFIG)
-    _, first = forward(ids(20), attention_mask=torch.ones(2, 20).bool())
-    _, second = forward(ids(1), past=first, attention_mask=torch.ones(2, 21).bool())
-    with pytest.raises(specache_fx.CacheHandleError, match="can't be told"):
-        forward(ids(1), past=first, attention_mask=torch.ones(2, 21).bool())
-    forward(ids(1), past=second, attention_mask=torch.ones(2, 22).bool())
-
-
-@torch.no_grad()
 def test_handles_have_the_lengths_of_their_layers_and_bytes_are_bounded() -> None:
-    model = TinyDecoder(MIXED)
-    forward = compiled(model, CONFIG)
+    _, forward = both(MIXED)
     ours = generate(forward, ids(5), 30)
     assert [key.shape[2] for key, _ in ours.past] == [WINDOW - 1, 34]
     stats = specache_fx.stats(ours.past)
@@ -205,3 +178,33 @@ def test_handles_have_the_lengths_of_their_layers_and_bytes_are_bounded() -> Non
     longer = generate(forward, ids(5), 60)
     found = registry.find(longer.past[0][0])
     assert found is not None and found.layers[0].device_bytes == session.layers[0].device_bytes
+
+
+def cropped(past: Any, kv_len: int) -> Any:
+    return [(key[:, :, :kv_len], value[:, :, :kv_len]) for key, value in past]
+
+
+@pytest.mark.parametrize("config", nightly_unless(ALONE.__eq__, [MIXED, ALONE]), ids=["mixed", "alone"])
+@torch.no_grad()
+def test_crop_before_the_window_is_full_equals_the_plain_model(config: TinyConfig) -> None:
+    results = []
+    for run in both(config):
+        _, past = run(ids(9), attention_mask=torch.ones(2, 9).bool())
+        _, past = run(ids(1, 1), past=past, attention_mask=torch.ones(2, 10).bool())
+        past = cropped(past, 7)
+        logits = []
+        for step in range(8):
+            out, past = run(ids(1, step), past=past, attention_mask=torch.ones(2, 8 + step).bool())
+            logits.append(out)
+        results.append(torch.cat(logits, 1))
+    torch.testing.assert_close(results[1], results[0], **EXACT)
+
+
+@torch.no_grad()
+def test_an_earlier_cache_of_full_windows_alone_is_refused() -> None:
+    _, forward = both(ALONE)
+    _, first = forward(ids(20), attention_mask=torch.ones(2, 20).bool())
+    _, second = forward(ids(1), past=first, attention_mask=torch.ones(2, 21).bool())
+    with pytest.raises(specache_fx.CacheHandleError, match="can't be told"):
+        forward(ids(1), past=first, attention_mask=torch.ones(2, 21).bool())
+    forward(ids(1), past=second, attention_mask=torch.ones(2, 22).bool())

@@ -148,32 +148,28 @@ def test_memory_of_the_buffers_is_given_back() -> None:
         step(model, 1504)  # uncompiled
 
 
-def test_a_position_that_leaves_a_gap_is_refused_and_nothing_is_lost() -> None:
-    plain, _, ours = begun(20, 3)
-    with pytest.raises(CacheHandleError, match="position 25 of a cache that holds 23"):
-        step(ours, 25)
-    with pytest.raises(CacheHandleError, match="not one after the other"):
-        ours(prompt(2), torch.tensor([23, 25]))
-    torch.testing.assert_close(step(ours, 23), step(plain, 23), rtol=1e-4, atol=1e-4)
-
-
-def test_on_a_device_a_wrong_position_gives_nan(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The host doesn't read it there: it would wait."""
-    plain, _, ours = begun(20, 3)
-    monkeypatch.setattr(fixed_runner, "HOST", "none")
-    torch.testing.assert_close(step(ours, 23), step(plain, 23), rtol=1e-4, atol=1e-4)
-    assert step(ours, 30).isnan().all()
-    again = generate(ours, prompt(20), 3, by_number=False)
-    assert torch.equal(again[0], generate(plain, prompt(20), 3, by_number=False)[0])
-
-
-def test_an_earlier_position_goes_back() -> None:
+def test_a_position_goes_back_and_leaves_no_gap(monkeypatch: pytest.MonkeyPatch) -> None:
     plain, model, ours = begun(40, 20, **ALL_STAGED)
-    for position in (50, 51, 30, 31):
+    with pytest.raises(CacheHandleError, match="position 62 of a cache that holds 60"):
+        step(ours, 62)
+    with pytest.raises(CacheHandleError, match="not one after the other"):
+        ours(prompt(2), torch.tensor([60, 62]))
+    for position in (60, 50, 51, 30, 31):  # nothing is lost
         torch.testing.assert_close(step(ours, position), step(plain, position), rtol=1e-4, atol=1e-4)
     more = prompt(6, 1), torch.arange(20, 26)
     torch.testing.assert_close(ours(*more), plain(*more), rtol=1e-4, atol=1e-4)
     assert specache_fx.stats(model.layers[0].keys).kv_len == 26
+    # On a device a wrong position gives NaN: the host doesn't read it there, for it would wait.
+    monkeypatch.setattr(fixed_runner, "HOST", "none")
+    torch.testing.assert_close(step(ours, 26), step(plain, 26), rtol=1e-4, atol=1e-4)
+    assert step(ours, 33).isnan().all()
+    again = generate(ours, prompt(20), 3, by_number=False)
+    assert torch.equal(again[0], generate(plain, prompt(20), 3, by_number=False)[0])
+    monkeypatch.undo()
+    for layer in model.layers:
+        layer.keys.zero_()  # then they have no past
+    with pytest.raises(CacheHandleError, match="was written to"):
+        step(ours, 23)
 
 
 def test_a_full_buffer_is_refused() -> None:
@@ -198,16 +194,6 @@ def test_what_somebody_else_writes_is_refused() -> None:
     assert torch.equal(
         generate(ours, prompt(20), 3, by_number=False)[0], generate(plain, prompt(20), 3, by_number=False)[0]
     )
-
-
-def test_zeroed_buffers_have_no_past() -> None:
-    model = FixedDecoder("index_put")
-    ours = compiled(model)
-    generate(ours, prompt(20), 3, by_number=False)
-    for layer in model.layers:
-        layer.keys.zero_()
-    with pytest.raises(CacheHandleError, match="was written to"):
-        step(ours, 23)
 
 
 def test_a_copy_goes_its_own_way() -> None:

@@ -38,7 +38,7 @@ SPELT_OUT = (
 # Attention that is no SDPA call: "eager" asks for it, others have no other.
 CASES = [*NAMES, *SPELT_OUT, *(f"{name} eager" for name in ("llama", "qwen3", "phi3", "gpt2", "opt"))]
 # Rotary and learned positions; each of the others has a spelling of its own, or a term that the rest lacks.
-DAILY = {"llama", "gpt2", "gpt2 eager", *SPELT_OUT} - {"codegen", "xglm"}
+DAILY = {"llama", "gpt2", *SPELT_OUT} - {"codegen", "xglm"}
 _, PROMPT_LEN = left_padded()["input_ids"].shape
 
 
@@ -152,7 +152,7 @@ def test_low_bits_change_the_tokens(case: str) -> None:
 @pytest.mark.parametrize(
     ("case", "lookahead"),
     nightly_unless(
-        lambda case: case in (("bloom", "query"), ("gpt_oss", "none")),
+        ("bloom", "query").__eq__,
         itertools.product(["llama", "gpt2", "bloom", "gpt_oss"], ["query", "none"]),
     ),
 )
@@ -174,10 +174,9 @@ def test_a_turn_longer_than_its_past_equals_eager() -> None:
 OTHER_DTYPES = nightly_unless(lambda dtype: dtype == torch.bfloat16, [torch.bfloat16, torch.float16])
 
 
-@pytest.mark.parametrize("dtype", OTHER_DTYPES, ids=str)
-@pytest.mark.parametrize(
-    "case", nightly_unless("gpt_oss".__eq__, ["llama eager", "bloom", "codegen", "gpt_oss"])
-)
+@pytest.mark.nightly  # by day the laws draw softcaps and sinks in 16 bits
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("case", ["llama eager", "bloom", "codegen", "gpt_oss"])
 def test_spelt_out_attention_runs_in_16_bits(case: str, dtype: torch.dtype) -> None:
     decoder = model(case).to(dtype)
     expected = torch.stack(generate(decoder, 2).logits)

@@ -94,12 +94,6 @@ def test_own_module_at_low_bits_is_near() -> None:
     assert 0 < max(differences) < 0.5 and differences[0] < 1e-4  # the prompt is exact
 
 
-def test_explain_drives_an_own_module() -> None:
-    text = str(specache_fx.explain(own(), run=lambda model: drive(model, TURNS[:1])))
-    assert "2 attentions rewritten, 0 left alone" in text and "own_modules.py" in text
-    assert "specache.quantized_attention" in text and "specache.prefetch" in text
-
-
 # Refusals -----------------------------------------------------------------------------------------------------------
 
 

@@ -134,8 +134,8 @@ def loops(cubin: bytes, warps: int, arguments: dict[str, Any]) -> dict[str, Any]
     }
 
 
-def catch_launches() -> None:
-    """Compile instead of launching; of what is tuned every config that fits."""
+def catch_launches(most: int | None) -> None:
+    """Compile instead of launching; of what is tuned `most` configs that fit, the largest first, or every one."""
 
     def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         given = dict(zip(self.arg_names, args, strict=False)) | kwargs
@@ -144,7 +144,7 @@ def catch_launches() -> None:
 
     def run_tuned(self: Any, *args: Any, **kwargs: Any) -> None:
         named = {name: value for name, value in kwargs.items() if name in self.arg_names}
-        for config in self.early_config_prune(self.configs, named, **kwargs):
+        for config in self.early_config_prune(self.configs, named, **kwargs)[:most]:
             self.fn.run(*args, **kwargs, **config.all_kwargs())
 
     triton.runtime.JITFunction.run = run
@@ -152,7 +152,7 @@ def catch_launches() -> None:
 
 
 def usual() -> None:
-    """The kernels of a decode step with the default options at the shape of Llama-3.1-8B, without masks."""
+    """The kernels of a decode step with the default options at the shape of Llama-3.1-8B, without masks; a config."""
     shape = replace(LLAMA, bits=2, quantizer="turboquant", forms=frozenset())
     _whole_step(shape, reads_masks=False)
     _copy_and_select(128, torch.bfloat16)
@@ -222,7 +222,7 @@ def _copy_and_select(dim: int, dtype: torch.dtype) -> None:
 
 
 if __name__ == "__main__":
-    catch_launches()
+    catch_launches(1 if "usual" in sys.argv else None)
     for part in (usual, llama, forms, others):
         if part.__name__ in sys.argv or not any(word.isalpha() for word in sys.argv[1:]):
             part()

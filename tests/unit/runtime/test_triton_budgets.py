@@ -35,7 +35,7 @@ def _compiled(part: str, sm: int = 90) -> list[dict[str, Any]]:
     [("usual", 90), *(pytest.param("llama", sm, marks=pytest.mark.nightly) for sm in (80, 90))],
 )
 def test_kernels_keep_to_their_budgets_at_the_shape_of_llama(part, sm):
-    """Registers; and on sm_90 loads an iteration ahead, instructions, and how wide rows are read. One compile a day."""
+    """Registers; and on sm_90 loads an iteration ahead, instructions, and how wide rows are read. One config a day."""
     found = _compiled(part, sm)
     attention = {"rotate_queries", "partial_attention", "selection_scores", "merge_parts"}
     assert {each["kernel"] for each in found} >= attention | {
