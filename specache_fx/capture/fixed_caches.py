@@ -12,8 +12,8 @@ Where tokens are written is for the caller to compare with the number of tokens 
 Counters of tokens that the graph moves are moved by the caller too.
 
 A buffer that keeps the newest tokens alone is a window: what is returned for it is `keys[:, :, -window + 1 :]`, as of a
-cache that grows. Attention that is spelt out is written anew
-(`capture/buffer_reads.py`). A graph that reads a buffer in another way stays as it is.
+cache that grows. Attention that is spelt out is written anew (`capture/buffer_reads.py`). A graph that reads a buffer
+in another way stays as it is.
 """
 
 from __future__ import annotations
