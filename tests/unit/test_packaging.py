@@ -350,6 +350,16 @@ def test_peers_in_the_docs_are_those_of_the_committed_runs() -> None:
     assert behind == ["4 layers, bfloat16, 4,096 tokens"]  # README says where a peer is ahead
 
 
+def test_widths_of_peers_caches_in_the_docs_are_those_of_the_committed_run() -> None:
+    text = PERFORMANCE.read_text()
+    header = next(line for line in text.split("\n") if "q8_0 KV |" in line)
+    columns = header.strip(" |").split(" | ")[1:]
+    for result in json.loads((ROOT / "results" / "peers_kv_widths.json").read_text())["results"]:
+        times = {row["name"]: row["median_ms"] for row in result["rows"]}
+        assert {name for name in times if "KV" in name} <= set(columns)
+        assert _peer_line("4 layers, float32, AVX2", result, map(times.__getitem__, columns)) in text
+
+
 def test_parts_of_a_step_in_the_docs_are_those_of_the_committed_runs() -> None:
     docs = PERFORMANCE.read_text()
     for name, shape in PEER_RUNS.items():
