@@ -3,7 +3,7 @@
     out = specache.attention(q, k, v, layer, scale)               # q [batch, num_heads, 1, key_dim]
         -> out = specache.attention_lanes(q, k, v, layer, scale)  # q [lanes, batch, num_heads, 1, key_dim]
 
-The graph is traced again under vmap over lanes. Token ids and prelude tensors carry a leading lane dimension.
+The graph is traced again under `torch.vmap` over lanes. Token ids and prelude tensors carry a leading lane dimension.
 Everything else is shared, so each weight is read once for both. `batching_rules` has the operators that vmap doesn't
 know. The result is an ATen graph of static shapes whose outputs have a leading lane dimension too.
 
@@ -165,14 +165,10 @@ def _traced(
         on_lanes: Of its inputs, those that differ.
         lanes: 1 or 2.
     """
-    graph, batched = segment.graph(gm), list[bool]()
-    run = Interpreter(graph).run  # not graph(...): new nodes shall know the lines of the model
+    batched = [False] * len(segment.results)
+    run = Interpreter(segment.graph(gm)).run  # not a call of it: new nodes shall know the lines of the model
 
-    def one_lane(*values: Any) -> Any:
-        batched[:] = [False] * len(segment.results)
-        return run(*values)
-
-    def all_lanes(*values: Any) -> Any:
+    def on_all(*values: Any) -> Any:
         lazy_load_decompositions()
         with vmap_increment_nesting(lanes, "different") as level:
             pairs = zip(values, on_lanes, strict=True)
@@ -182,7 +178,7 @@ def _traced(
             return tuple(_remove_batch_dim(out, level, lanes, 0) if flag else out for out, flag in found)
 
     values = [value_of(node) for node in segment.inputs]
-    trace = make_fx(one_lane if lanes == 1 else all_lanes, tracing_mode="fake", _allow_non_fake_inputs=True)
+    trace = make_fx(run if lanes == 1 else on_all, tracing_mode="fake", _allow_non_fake_inputs=True)
     with torch.no_grad(), preserve_node_meta(), warnings.catch_warnings():
         # Operators without a batching rule run once a lane, and there are two: a warning would help no user.
         warnings.filterwarnings("ignore", "There is a performance drop")

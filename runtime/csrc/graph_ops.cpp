@@ -167,23 +167,13 @@ std::vector<Tensor> centred_codes(Tensor x, std::optional<Tensor> balance, int64
   const Tensor codes = empty({batch, heads, tokens, (dim * bits + 7) / 8}, aoti_torch_dtype_uint8()),
                scale = empty({batch, heads, tokens, 1}, x), mean = empty({batch, heads, groups, dim}, x);
   const std::optional<Tensor> divisor = balance ? std::optional(torch::stable::contiguous(*balance)) : std::nullopt;
-  const specache::CodesCall in = {specache::dtype_of(x),
-                              bits,
-                              group_size,
-                              batch,
-                              heads,
-                              groups,
-                              dim,
-                              torch::stable::get_num_threads(),
-                              from.data_ptr(),
-                              from.stride(0),
-                              from.stride(1),
-                              from.stride(2),
-                              divisor ? divisor->data_ptr() : nullptr,
-                              static_cast<float>(distance),
-                              static_cast<uint8_t*>(codes.data_ptr()),
-                              scale.data_ptr(),
-                              mean.data_ptr()};
+  const specache::CodesCall in = {
+      specache::dtype_of(x), bits, group_size, batch, heads, groups, dim,
+      torch::stable::get_num_threads(),
+      from.data_ptr(), from.stride(0), from.stride(1), from.stride(2),
+      divisor ? divisor->data_ptr() : nullptr,
+      static_cast<float>(distance),
+      static_cast<uint8_t*>(codes.data_ptr()), scale.data_ptr(), mean.data_ptr()};
   if (specache::quantize(in)) return {};
   return {codes, scale, mean};
 }

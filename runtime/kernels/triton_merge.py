@@ -101,17 +101,22 @@ def merge_parts(
 ):
     """One query's output, and the normaliser of its scores; a program each.
 
-    `part_*` are those of `partial_attention`: `splits` parts, the first `code_splits` of them of codes. Where these are
-    CENTRED, `turn_back`, float32 `[VALUE_DIM, VALUE_DIM]`, turns their sums back.
+    Read:
+        part_max, part_sum, part_out: `splits` parts of `partial_attention`; the first `code_splits` are of codes.
+        turn_back: float32 `[VALUE_DIM, VALUE_DIM]`: turns sums of codes back, where these are CENTRED.
+        sinks: `[num_heads]`, where it HAS_SINKS.
+        query, own_key: `[lanes, batch, num_heads, 1, KEY_DIM]` and `[lanes, batch, num_kv_heads, 1, KEY_DIM]`.
+        own_value: `[lanes, batch, num_kv_heads, 1, VALUE_DIM]`.
+        lengths: int32; the second is the rows of the window.
 
-    `out` is `[lanes, batch, num_heads, 1, VALUE_DIM]` of dtype KV; 0 where a query sees nothing. `norm`, float32
-    `[batch, lanes, num_heads]`, is the logarithm of the sum of exp(score), that of `sinks` `[num_heads]` included.
+    Written:
+        out: `[lanes, batch, num_heads, 1, VALUE_DIM]` of dtype KV; 0 where a query sees nothing.
+        norm: float32 `[batch, lanes, num_heads]`: the logarithm of the sum of exp(score), the sink's included.
+        kept_query, kept_key: Copies of `query` and `own_key`, where it KEEPS them. The selection reads these; the model
+            may have overwritten the others by then.
+        window_key, window_value: The own pairs of the first WRITTEN lanes, behind the rows of the window.
 
-    Where it KEEPS them, `query` `[lanes, batch, num_heads, 1, KEY_DIM]` and `own_key` `[lanes, batch, num_kv_heads, 1,
-    KEY_DIM]` are copied to `kept_*`: the selection reads those when the model may have overwritten these. The own pairs
-    of the first WRITTEN lanes are written to the window, behind as many rows as the second of `lengths`, int32.
-
-    *_CHANNELS are powers of two, not below the channels. BLOCK_S parts are read and BLOCK_C channels written at once.
+    *_CHANNELS are powers of two, not below the channels. BLOCK_S parts are read at once, and BLOCK_C channels written.
     """
     number = tl.program_id(0).to(tl.int64)  # counted over [batch, lanes, num_heads]
     head = number % num_heads

@@ -44,11 +44,17 @@ def _best_of_blocks(
 ):
     """Keep the best `top_k` keys of one block of one row, in order.
 
-    `source` is float32 scores in the FIRST round, of a batch row each `row_stride` and a kv head each `head_stride`
-    elements; then contiguous int64 keys. `out` is int64 keys `[rows, blocks, top_k]`; in the LAST round, with one
-    block, int32 positions `[rows, top_k]`. Where it MIXES, `shares`, float32 `[batch]`, are the weights of the scores
-    in `source`, and those in `other`, of the same strides, weigh the rest. Where TOLD, `lengths` has the number of
-    tokens, int32. K is a power of two, not below `top_k`, and 2 at least.
+    Read:
+        source: In the FIRST round float32 scores, `row_stride` elements a batch row, `head_stride` a kv head. Then
+            contiguous int64 keys.
+        other: Where it MIXES, scores of the same strides.
+        shares: float32 `[batch]`: the weights of `source`; `other` weighs the rest.
+        lengths: int32: the number of tokens, where that is TOLD by the device's memory.
+
+    Written:
+        out: int64 keys `[rows, blocks, top_k]`; in the LAST round, of one block, int32 positions `[rows, top_k]`.
+
+    K is a power of two, not below `top_k`, and 2 at least.
     """
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)

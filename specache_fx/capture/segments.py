@@ -20,6 +20,7 @@ from specache_fx.capture.graph_utils import target_name, value_of
 from specache_fx.capture.pieces import Piece
 
 _FEWEST = 3  # segments that have to be alike
+_CROSSING = (torch.Tensor, int, float, torch.SymInt, torch.SymFloat)  # may go from segment to segment
 _LEVELS = (("_vmap_increment_nesting", 1), ("_vmap_decrement_nesting", -1))
 
 
@@ -78,7 +79,12 @@ def cut(graph: Graph, ends: Callable[[Node], bool]) -> list[Segment]:
         if ends(node):
             pieces.append([])
     found = [Segment.of(nodes) for nodes in pieces if nodes]
-    if len(found) < _FEWEST or any(not _is_level(segment.nodes) for segment in found):
+    crossing = (value_of(node) for segment in found for node in segment.inputs)
+    if (
+        len(found) < _FEWEST
+        or any(not _is_level(segment.nodes) for segment in found)
+        or any(not isinstance(value, _CROSSING) for value in crossing)
+    ):
         raise CannotCut
     return found
 
@@ -133,7 +139,9 @@ class Joined:
                 results: Any = map_arg(node.args[0], lambda old: copied[old])
             else:
                 new = copied[node] = self.graph.node_copy(node, lambda old: copied[old])
-                new.meta = node.meta if not moved else {**node.meta, "val": values.of(node.meta.get("val"))}
+                new.meta = dict(node.meta)
+                if moved:
+                    new.meta["val"] = values.of(value_of(node))
                 if (name := mine.get(names.get(node, ""))) is not None:
                     new._rename(name)
         self._nodes |= zip(segment.results, results, strict=True)

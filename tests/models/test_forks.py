@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import os
+import signal
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -301,6 +302,7 @@ def test_a_cache_of_another_process_is_refused(models: tuple[Any, Any]) -> None:
     saved = copy.deepcopy(prompt(models[1]))
     child = os.fork()
     if not child:
+        signal.alarm(60)
         try:
             decode(models[1], saved, [3])
         except CacheHandleError as error:

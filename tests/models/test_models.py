@@ -251,10 +251,10 @@ def test_inductor_equals_eager(case: str) -> None:
     assert_equals_eager(case, 60, bits=16, lowering="inductor")
 
 
-@pytest.mark.parametrize("name", ["qwen3", "deepseek_v3", "gpt_oss"])
+@pytest.mark.parametrize("name", ["deepseek_v3", "gpt_oss"])
 def test_layers_whose_lanes_are_traced_once_equal_eager(name: str) -> None:
-    """Weights, sinks and expansions of latents differ from layer to layer."""
-    made, watch = build(name, 5, layer_types=["full_attention"] * 5), Watch()
+    """Weights, expansions of latents and sinks differ from layer to layer."""
+    made, watch = build(name, 4, layer_types=["full_attention"] * 4), Watch()
     expected = generate(made, FEW_TOKENS)
     made.compile(
         backend=partial(Backend(), options={**SMALL, "bits": 16, "strict": True}, observe=watch.observe)

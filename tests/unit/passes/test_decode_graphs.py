@@ -134,5 +134,6 @@ def test_layers_of_one_trace_keep_their_numbers_and_weights() -> None:
     gm, _ = graphs.decode_graph(decode, SpecacheConfig(**SMALL))
     markers = [node for node in gm.graph.nodes if "attention_lanes" in str(node.target)]
     assert [node.args[3] for node in markers] == list(range(5))
+    assert len({id(node.meta["val"]) for node in markers}) == 2  # the first layer comes with the embedding
     readers = [len(node.users) for node in placeholders(gm.graph) if "_weight_" in node.name]
     assert len(readers) > 5 * 7 and set(readers) <= {1, 2}  # the embedding is the head, too
