@@ -908,3 +908,25 @@ def test_gradients_that_are_off_in_a_part_alone(caplog: pytest.LogCaptureFixture
     model = with_mode(torch.no_grad, "positions", "hidden")
     out, _ = torch.compile(model, backend="specache", options=OPTIONS)(torch.arange(10)[None])
     assert out.requires_grad and "gradients are enabled" in caplog.text
+
+
+class ReturnsItsNorm(Hooked):
+    """Returns a number besides that no token goes into."""
+
+    def forward(self, ids: Tensor, past: Pairs | None = None, *more: Tensor) -> tuple[Any, ...]:
+        out, new = super().forward(ids, past)
+        return out, new, self.head.weight.norm(dim=1)
+
+
+@torch.no_grad()
+def test_an_output_that_no_token_goes_into(compiled_graphs: list[int]) -> None:
+    plain = ReturnsItsNorm()
+    ours = torch.compile(ReturnsItsNorm(), backend="specache", options=OPTIONS)
+    ids = torch.arange(9)[None]
+    (_, past, _), (_, expected, _) = ours(ids[:, :6]), plain(ids[:, :6])
+    for place in range(6, 9):
+        token = ids[:, place : place + 1]
+        (out, past, norm), (wanted, expected, plain_norm) = ours(token, past), plain(token, expected)
+        torch.testing.assert_close(out, wanted, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(norm, plain_norm)
+    assert compiled_graphs == [2]
