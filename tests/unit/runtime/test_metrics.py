@@ -42,9 +42,9 @@ def test_hits_are_split_by_whether_the_token_was_right(keep_steps: bool) -> None
     right, wrong = torch.zeros(6), torch.zeros(6)
     runs, longest = [0] * 3, 0
     for step in range(STEPS):
-        missed = (torch.rand(3, generator=generator) < 0.7) | (
-            240 <= step < 290
-        )  # the longest run is of two sums
+        missed = torch.rand(3, generator=generator) < 0.7
+        if 240 <= step < 290:  # the longest run is of two sums
+            missed[:] = True
         topk = torch.randint(9, (3, 4), generator=generator).double()
         counted.step_counts(3).add_(topk)
         if step % 9:  # else a step without a guess, which neither ends a run nor is part of one
