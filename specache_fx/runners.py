@@ -78,14 +78,27 @@ def assemble(
     return tuple(outputs)
 
 
-@contextlib.contextmanager
-def inference() -> Iterator[None]:
+class _Modes(torch._C._InferenceMode):
+    """Its constructor enters, its exit brings all modes back: those of gradients and of autocast too."""
+
+    autocast: Any
+
+
+def inference() -> _Modes:
     """No gradients, and no inference tensors: a session outlives the mode that its prompt ran in.
 
-    No autocast either: its casts are in the graph.
+    No autocast either: its casts are in the graph. The exit is C++, which an interrupt (Ctrl-C) can't split: an exit in
+    Python may come with the end of its traceback, and set the step's modes anew behind the caller's `no_grad`.
     """
-    with torch.inference_mode(False), torch.no_grad(), torch._C._DisableAutocast():
-        yield
+    modes = _Modes(False)
+    try:
+        torch._C._set_grad_enabled(False)
+        modes.autocast = torch._C._DisableAutocast()
+        modes.autocast.__enter__()
+    except BaseException:
+        modes.__exit__(None, None, None)
+        raise
+    return modes
 
 
 overriding = torch._C._EnableTorchFunction

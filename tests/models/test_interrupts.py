@@ -21,9 +21,10 @@ IDS = left_padded((12, 12, 12))["input_ids"]
 LENGTH = 600
 
 
-@torch.no_grad()
 def step(model: Any, past: Any, token: int) -> Tensor:
-    return model(torch.full((3, 1), token), past_key_values=past, use_cache=True).logits
+    with torch._C._InferenceMode(False):  # C++: a `no_grad` could be struck itself, on the way in or out
+        torch._C._set_grad_enabled(False)
+        return model(torch.full((3, 1), token), past_key_values=past, use_cache=True).logits
 
 
 @torch.no_grad()
@@ -80,6 +81,7 @@ def test_an_interrupt_comes_out_of_a_step_as_it_is(timer: Timer, fresh_dynamo: N
             for layer, pair in zip(mine.layers, held, strict=True):  # some may have been exchanged already
                 layer.keys, layer.values = pair
             logits = step(compiled, mine, token)
+        assert torch.is_grad_enabled()  # no mode of the step's comes back when its traceback is freed
         torch.testing.assert_close(logits, step(plain, theirs, token), rtol=1e-3, atol=1e-3)
     assert struck >= 20
 
