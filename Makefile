@@ -1,6 +1,7 @@
 # Each target does all of its own set-up, and nothing twice.
 #   make test     lint, types, tests         make demo    the needle demo on a trained model
 #   make quick    under a minute: parts of each kind, some laws, one model, nothing by Inductor
+#   make check    lint and types alone
 #   make test-all   the tests that take minutes too          make test-gpu   those that a GPU runs on itself
 #   make format   rewrite in house style     make clean   remove all that make has made
 #   make experiments   the papers' experiments into results/, and the pages; ONLY="table1 pareto", ARGS=--quick

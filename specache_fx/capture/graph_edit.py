@@ -117,7 +117,7 @@ def erase_unused(node: object, targets: Collection[Any]) -> None:
 
 
 def finish(gm: GraphModule) -> GraphModule:
-    """Check the graph, and have its code made again; every pass ends with it."""
+    """Check an edited graph, and have its code made again."""
     gm.graph.lint()
     gm.recompile()
     return gm

@@ -1,4 +1,4 @@
-"""What every pass in the tables keeps to, whatever it does (STYLE, "Tests")."""
+"""What every pass in the tables keeps to, whatever it does."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from specache_fx.config import SpecacheConfig
 from specache_fx.passes.pipeline import decode_passes, run_passes
 
 DECODE_PASSES = decode_passes("cpu")
-
+NAMES = ["duplicate_query", *(step.name for step in DECODE_PASSES)]
 SMALL = {"group_size": 4, "residual_length": 4, "top_k": 4}
 QKV = "products = products(x, [w, w, w])"
 OTHERS = [f"products = products(x, [{weights}])" for weights in ("w", "w, w", "w", "w")]
@@ -29,14 +29,13 @@ SELECT = "indices = topk(scores, specache_state, 0, 2, 2, 4)"
 FETCH = "prefetch = prefetch(indices, specache_state, 0)"
 WAIT = "staged = wait_prefetch(specache_state, 0)"
 STAGED = [line.replace("None", "staged") for line in ATTEND]
-GOLDEN = {
+GOLDEN = {  # of the passes that change our own operators
     "duplicate_query": ["attention_lanes = attention_lanes(q, k, v, 0, 0.5)"],
     "quantize_attention": ATTEND,
     "select_topk": [*ATTEND, SELECT],
     "insert_prefetch": [*ATTEND, SELECT, FETCH],
     "insert_waits": [WAIT, *STAGED, SELECT, FETCH],
     "few_row_products": [QKV, WAIT, *STAGED, SELECT, FETCH, *OTHERS],
-    "verify": [QKV, WAIT, *STAGED, SELECT, FETCH, *OTHERS],
     "fuse_layer_steps": [QKV, "attended = layer_step(q, k, v, specache_state, 0, 0.5)", *OTHERS],
 }
 
@@ -90,17 +89,18 @@ def test_decode_has_a_marker_for_its_attention() -> None:
     assert after_capture(Phase.DECODE) == ["attention = attention(q_1, k_1, v, 0, 0.5)"]
 
 
-@pytest.mark.parametrize("name", GOLDEN)
+@pytest.mark.parametrize("name", NAMES)
 def test_decode_with_two_lanes(name: str) -> None:
-    assert after(name, SpecacheConfig(**SMALL)) == GOLDEN[name]
+    earlier = next(each for each in reversed(NAMES[: NAMES.index(name) + 1]) if each in GOLDEN)
+    assert after(name, SpecacheConfig(**SMALL)) == GOLDEN[earlier]
 
 
-def test_every_decode_pass_has_a_golden_graph() -> None:
-    assert set(GOLDEN) == {"duplicate_query", *(step.name for step in DECODE_PASSES)}
+def test_every_golden_graph_is_that_of_a_pass() -> None:
+    assert set(GOLDEN) <= set(NAMES)
 
 
 def test_decode_that_selects_by_its_own_query_has_the_same_calls_for_its_single_lane() -> None:
-    assert after("verify", SpecacheConfig(**SMALL, lookahead="query")) == GOLDEN["verify"]
+    assert after("verify", SpecacheConfig(**SMALL, lookahead="query")) == GOLDEN["few_row_products"]
 
 
 @pytest.mark.parametrize("options", [{"lookahead": "none"}, {"policy": "kcache"}], ids=str)
