@@ -156,7 +156,8 @@ def _outside(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str,
             return func(*args, **kwargs)
     moves = name in _MOVES or name == "__get__"  # a property
     first: Any = args[0] if args else None
-    if name == "zero_" and hasattr(first, "version"):  # a cache is reset: a prompt is to follow
+    zeros = name == "zero_" or (name == "fill_" and args[1:] == (0,))
+    if zeros and hasattr(first, "version"):  # a cache is reset: a prompt is to follow
         first.version = ZEROED
         return first
     sources = list(first) if name in _JOINS and isinstance(first, (list, tuple)) else [first]
