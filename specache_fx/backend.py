@@ -236,6 +236,7 @@ class Backend:
         program: Program,
         observe: Observer | None,
     ) -> Compiled:
+        make_room(rewrites=True)
         config = program.config
         kv = value_of(program.sites[0].keys.new)
         choose_kernel(config.kernel, kv.device)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import threading
 from types import FrameType
 from typing import Any
 
@@ -26,21 +27,30 @@ logger = logging.getLogger(__name__)
 _LIMIT = "recompile_limit"
 _ACCUMULATED = "accumulated_recompile_limit"
 _raised: dict[int, int] = {}  # the limit that was found, and to what it was raised last
+_rewritten = threading.Event()  # whether a graph was: before that, no uncompiled code can meet a handle
 
 
-def make_room() -> None:
+def make_room(*, rewrites: bool = False) -> None:
     """Raise Dynamo's recompile limit once compiles have used up half of it. Called for every graph of this backend.
+
+    Until one is rewritten, the limit holds as for any backend: a model that is left alone and counts its tokens in an
+    int would else be compiled for each of them, up to the error.
 
     The other half is for compiles of the same code by other backends, which do not come here. The number of the
     compile counts for what the limit is compared to, the compiled versions that are kept: it is never less. A limit of
     the region's own, `torch.compile(..., recompile_limit=...)` of torch 2.12 and later, is raised likewise.
 
+    Args:
+        rewrites: The graph is rewritten.
+
     Raises:
         UnsupportedGraphError: At `accumulated_recompile_limit`, Dynamo's stop for a function that is compiled without
             end. So is every later compile of the function, until Dynamo is reset.
     """
+    if rewrites:
+        _rewritten.set()
     compile_id = CompileContext.current_compile_id()
-    if compile_id is None or compile_id.frame_compile_id is None:
+    if not _rewritten.is_set() or compile_id is None or compile_id.frame_compile_id is None:
         return
     count = compile_id.frame_compile_id + 1
     config: Any = torch._dynamo.config

@@ -16,7 +16,7 @@ from torch._dynamo.convert_frame import FRAME_COMPILE_COUNTER
 from torch._dynamo.exc import BackendCompilerFailed
 
 import specache_fx
-from specache_fx import UnsupportedGraphError
+from specache_fx import UnsupportedGraphError, recompile_limit
 
 LIMITS = ("recompile_limit", "accumulated_recompile_limit")
 OPTIONS = {**SMALL, "bits": 16}
@@ -108,6 +108,31 @@ def test_graphs_that_are_left_alone_count() -> None:
         out = model(token, past_key_values=out.past_key_values, use_cache=True)
         expected = plain(token, past_key_values=expected.past_key_values, use_cache=True)
         torch.testing.assert_close(out.logits, expected.logits, rtol=1e-4, atol=1e-4)
+    assert config.recompile_limit > 2
+
+
+class Counter(nn.Module):
+    """Counts its calls in an int, which Dynamo takes for a constant."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x * self.calls
+
+
+@torch.no_grad()
+def test_the_limit_holds_until_a_graph_is_rewritten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recompile_limit, "_rewritten", threading.Event())
+    config.recompile_limit = 2
+    counter = Counter()
+    counter.compile(backend="specache", options=OPTIONS)
+    for i in range(1, 7):
+        assert counter(torch.ones(2)).tolist() == [i, i]
+    assert config.recompile_limit == 2
+    model = compiled()
+    for batch in (1, 2, 3):
+        model(torch.arange(3, 11).expand(batch, -1), use_cache=True)
     assert config.recompile_limit > 2
 
 
