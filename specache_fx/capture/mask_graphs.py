@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+import torch
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
@@ -28,6 +29,8 @@ from specache_fx.capture.program import AttentionSite, LeaveAlone
 from specache_fx.runtime.prompt_masks import PromptMask
 from specache_fx.runtime.sources import Sources
 from specache_fx.runtime.window_masks import WindowMasks
+
+_aten = torch.ops.aten
 
 
 def with_masks(gm: GraphModule, sources: Sources, sites: Sequence[AttentionSite]) -> Sources:
@@ -71,6 +74,7 @@ def _cut(
     for place in taken:
         node = inputs[place]
         known = is_integer(node) or is_static_input(node) or place in sources.masks | sources.positions
+        known |= _is_table(node, {inputs[i] for i in sources.positions})
         # Of what grows with the context only the caches' shapes are known ahead.
         grows = any(symbols_of(size) & growing for size in shape_of(node) or ())
         shape_only = node not in read and (place in sources.shapes or not grows)
@@ -83,6 +87,19 @@ def _cut(
                 ' backend="inductor".',
             )
     return graph, taken, {layer: masks.index(mask) for layer, mask in of_layers.items()}
+
+
+def _is_table(node: Node, positions: set[Node]) -> bool:
+    """Whether all that is read of an input are rows picked by position: a causal mask of all positions, perhaps."""
+    readers = [user for user in node.users if not reads_shape_only(user)]
+    return bool(readers) and all(
+        _is_table(user, positions)
+        if user.target is _aten.unsqueeze.default
+        else user.target is _aten.index.Tensor
+        and user.args[0] is node
+        and bool(ancestors(user.all_input_nodes[1:]) & positions)
+        for user in readers
+    )
 
 
 def find_prompt_masks(

@@ -525,6 +525,29 @@ def test_attention_that_is_spelt_out_with_a_mask_that_is_given() -> None:
     )
 
 
+class RowsOfATable(OneLayer):
+    """Its mask is made before the call, for all positions; it returns logits."""
+
+    def __init__(self) -> None:
+        super().__init__(self.attend_by_table)
+
+    @staticmethod
+    def attend_by_table(s: OneLayer, q: Tensor, k: Tensor, v: Tensor, told: tuple[Tensor, Tensor]) -> Tensor:
+        keys, values = s.write(k, v, told[0])
+        return F.scaled_dot_product_attention(q, keys, values, attn_mask=told[1][None, None, told[0]])
+
+    def forward(self, ids: Tensor, where: Any) -> Tensor:
+        return super().forward(ids, where).transpose(1, 2).flatten(2) @ self.embed.weight.T
+
+
+def test_a_mask_of_rows_of_a_table_that_is_given() -> None:
+    plain, table = RowsOfATable(), torch.ones(16, 16, dtype=torch.bool).tril()
+    model = copy.deepcopy(plain)
+    assert_same_steps(plain, compiled(model), tell=lambda where: (where, table))
+    stats = specache_fx.stats(model.keys)
+    assert stats.kv_len == 16 and stats.exact_hit_rate is not None
+
+
 def hidden_by_a_number(s: OneLayer, q: Tensor, k: Tensor, v: Tensor, where: Tensor) -> Tensor:
     keys, values = s.write(k, v, where)
     mask = torch.zeros(len(where), 16).masked_fill(torch.arange(16)[None] > where[:, None], -1e4)
