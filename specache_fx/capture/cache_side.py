@@ -22,6 +22,7 @@ from specache_fx.capture.graph_utils import (
 )
 
 LEAVE = 'backend="inductor" compiles this model as it is'
+BREAKS = f'TORCH_LOGS="graph_breaks" shows where graphs break. {LEAVE}.'
 GROWING = f"Use a DynamicCache (cache_implementation=None, or past_key_values=DynamicCache()). {LEAVE}."
 ONLY_ATTENTION = f"Let nothing but attention, and cat([past, new], dim=-2), read the cached tensors. {LEAVE}."
 _aten = torch.ops.aten

@@ -22,6 +22,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from specache_fx.capture.cache_side import (
+    BREAKS,
     GROWING,
     LEAVE,
     NoMatch,
@@ -53,16 +54,21 @@ from specache_fx.runtime.expansion import Expansion
 from specache_fx.runtime.handle import unfit_reason
 
 
+def _cache_of(core: AttentionCore) -> Node:
+    """The keys as they are cached: not repeated for query heads, whichever dimensions are swapped."""
+    root, _ = without_repeat(core.key)
+    return root.args[0] if root.target is torch.ops.aten.transpose.int else root  # type: ignore[return-value]
+
+
 def _comes_whole(core: AttentionCore) -> bool:
     """Whether keys are an input of the graph, and not just those of this call's tokens."""
-    root, _ = without_repeat(core.key)
-    dims, queries = shape_of(root), shape_of(core.query)
+    cache, dims, queries = _cache_of(core), shape_of(core.key), shape_of(core.query)
     return (
-        root.op == "placeholder"
-        and not is_static_input(root)
+        cache.op == "placeholder"
+        and not is_static_input(cache)
         and dims is not None
         and queries is not None
-        and len(dims) == 4
+        and len(shape_of(cache) or ()) == 4
         and not statically_known_true(dims[2] == queries[2])
     )
 
@@ -250,12 +256,12 @@ def match_attention(
     for core in cores:
         try:
             if _comes_whole(core):
-                if without_repeat(core.key)[0] in mutated_inputs(gm.graph):
+                if _cache_of(core) in mutated_inputs(gm.graph):
                     raise NoMatch("its keys are written into a cache of fixed length", GROWING)
                 raise NoMatch(
                     "its keys come into the graph whole, they are not appended to a past there (cross-attention, or a"
                     " graph break between cat([past, new], dim=-2) and the attention)",
-                    f'TORCH_LOGS="graph_breaks" shows where graphs break. {LEAVE}.',
+                    BREAKS,
                 )
             reading = readings[core.node]
             if isinstance(reading, NoMatch):

@@ -9,7 +9,7 @@ from torch._ops import HigherOrderOperator
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from specache_fx.capture.cache_side import LEAVE, is_cache
+from specache_fx.capture.cache_side import BREAKS, LEAVE, is_cache
 from specache_fx.capture.graph_slices import ancestors
 from specache_fx.capture.graph_utils import (
     concatenated,
@@ -134,9 +134,15 @@ def unknown_forms(
         elif not is_known and dim == 2 and parts[0].op == "placeholder" and not is_static_input(parts[0]):
             silent.append(root)
     if not refusals and not refused:  # else it may be the other side of an attention that is named
-        reason = "no attention that specache knows reads this cache (it knows SDPA and softmax of query times keys)"
-        remedy = f"Use torch.nn.functional.scaled_dot_product_attention there. {LEAVE}."
-        for reader in map(_reader, silent):
+        for root in silent:
+            if all(user.op == "output" or reads_shape_only(user) for user in root.users):
+                reason = "nothing in this graph reads its cache (a graph break between its append and the attention?)"
+                refusals[root] = Refusal(root.name, source_of(root), reason, BREAKS)
+                continue
+            reason = "no attention that specache knows reads this cache"
+            reason += " (it knows SDPA and softmax of query times keys)"
+            remedy = f"Use torch.nn.functional.scaled_dot_product_attention there. {LEAVE}."
+            reader = _reader(root)
             refusals[reader] = Refusal(reader.name, source_of(reader), reason, remedy)
         if not refusals and not matched:
             refusals = {out: _unread(out) for out in _grown(gm, outputs)}

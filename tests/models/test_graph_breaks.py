@@ -121,6 +121,34 @@ def test_keys_that_are_joined_outside_of_the_graph_are_named(caplog: pytest.LogC
     assert "support/models.py" in warning
 
 
+class BreaksBehindAppends(Hooked):
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, hide: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        return super().attend(layer, q, k, v, hide)
+
+
+def test_appends_whose_attention_is_in_another_graph_are_told_so(caplog: pytest.LogCaptureFixture) -> None:
+    compiled = torch.compile(BreaksBehindAppends(), backend="specache", options=OPTIONS)
+    with caplog.at_level("WARNING", logger="specache_fx"):
+        torch.testing.assert_close(logits(compiled), logits(BreaksBehindAppends()))
+    assert all("graph_breaks" in warning for warning in warnings_of(caplog))
+    assert "nothing in this graph reads its cache" in caplog.text
+    assert "its keys come into the graph whole" in caplog.text
+
+
+@torch.no_grad()
+def test_keys_that_come_whole_are_named_in_any_layout(caplog: pytest.LogCaptureFixture) -> None:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return nn.functional.scaled_dot_product_attention(q, k.transpose(1, 2), v.transpose(1, 2))
+
+    with caplog.at_level("WARNING", logger="specache_fx"):
+        torch.compile(attend, backend="specache", options=OPTIONS)(
+            torch.ones(1, 4, 1, 16), *torch.ones(2, 1, 9, 4, 16)
+        )
+    (warning,) = warnings_of(caplog)
+    assert "its keys come into the graph whole" in warning
+
+
 class BrokenSteps(Broken):
     """Broken only once there is a past: the prompt's graph is whole and returns handles."""
 
