@@ -48,8 +48,8 @@ def single_lane(
         return f"the model draws random numbers (`{drawn}`), and would draw more of them"
     if token is None:
         return (
-            "this graph takes no token ids (embeddings as input, or a graph break inside the model, which"
-            ' TORCH_LOGS=graph_breaks names; device_map\'s hooks break it at each layer, tp_plan="auto" does not)'
+            "this graph takes no token ids (embeddings as input, several code books, or a graph break inside the model,"
+            ' which TORCH_LOGS=graph_breaks names; device_map\'s hooks break it at each layer, tp_plan="auto" does not)'
         )
     if cache := kept_cache_of(kept):
         return (
