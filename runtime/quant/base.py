@@ -61,7 +61,7 @@ class Quantizer(ABC):
     of the sequence. So quantising groups as they fill gives the planes that quantising them all at prefill would give
     (`docs/laws.md`, law 4). Inputs are finite.
 
-    A new method is a subclass in a file of its own and one line in `QUANTIZERS`.
+    Planes are contiguous. CONTRIBUTING.md has the steps for a new method.
 
     Attributes:
         name: The method's name in `QUANTIZERS`.

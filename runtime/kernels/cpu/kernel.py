@@ -56,11 +56,10 @@ class CpuKernel(Kernel):
         quantizer = form.quantizer
         if quantizer is None:
             return None
-        if quantizer.code_form is None or quantizer.group_size > MAX_DIM:
-            return (
-                f"it reads KIVI's and TurboQuant's codes in groups of {MAX_DIM:,} at most, not what"
-                f" {quantizer.asked_by} makes"
-            )
+        if quantizer.code_form is None:
+            return f"it reads KIVI's and TurboQuant's codes, not what {quantizer.asked_by} makes"
+        if quantizer.group_size > MAX_DIM:
+            return f"it reads codes in groups of {MAX_DIM:,} at most, not of {quantizer.group_size:,}"
         shared = form.value_dim > quantizer.group_size and quantizer.code_form == "affine"
         if shared and quantizer.group_size * quantizer.bits % 8:
             return f"group_size={quantizer.group_size} has bytes with codes of two groups in it"

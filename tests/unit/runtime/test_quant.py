@@ -52,6 +52,14 @@ def test_what_comes_back_lies_within_the_error_bound(
 
 @over_kinds
 @over_methods
+def test_error_bound_is_of_the_size_of_a_token(name: str, bits: int, kind: KVKind) -> None:
+    x, quantizer = fill("normal", (2, 2, 64, 64), torch.float32, 0), quantizer_of(name, bits, 16)
+    bound = quantizer.error_bound(quantize(quantizer, kind, x), 64, kind)
+    assert bound.max() <= 2 * x.norm(dim=3).max()
+
+
+@over_kinds
+@over_methods
 @settings(max_examples=15, deadline=None)
 @given(
     drawn=inputs(
