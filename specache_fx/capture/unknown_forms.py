@@ -139,9 +139,7 @@ def unknown_forms(
                 reason = "nothing in this graph reads its cache (a graph break between its append and the attention?)"
                 refusals[root] = Refusal(root.name, source_of(root), reason, BREAKS)
                 continue
-            reason = (
-                "no attention that specache knows reads this cache (it knows SDPA and softmax of query times keys)"
-            )
+            reason = "no attention that specache knows reads this cache (it knows SDPA and softmax of query times keys)"
             remedy = f"Use torch.nn.functional.scaled_dot_product_attention there. {LEAVE}."
             reader = _reader(root)
             refusals[reader] = Refusal(reader.name, source_of(reader), reason, remedy)
