@@ -1,1 +1,1 @@
-"""."""
+"""Rewrites of a `Program`'s graph, one file a pass."""

@@ -39,7 +39,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from specache_fx.capture.graph_edit import add_placeholder, call, finish
 from specache_fx.capture.graph_slices import eliminate_dead_code
-from specache_fx.capture.graph_utils import output_node, placeholders, shape_of, value_of
+from specache_fx.capture.graph_utils import placeholders, shape_of, value_of
 from specache_fx.capture.program import AttentionSite, Phase, Program
 from specache_fx.passes.base import Pass
 from specache_fx.runtime import ops  # noqa: F401  (registers torch.ops.specache)
@@ -106,7 +106,7 @@ def bind_cache(gm: GraphModule, program: Program) -> GraphModule:
     graph = gm.graph
     if program.outputs is None or any(node.target in _BOUND for node in graph.nodes):
         return gm
-    output = output_node(graph)
+    output = graph.output_node()
     outs: Any = output.args[0]
     output.args = (tuple(outs[i] for i in program.outputs.kept),)
     if program.phase is Phase.DECODE:

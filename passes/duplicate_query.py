@@ -33,7 +33,7 @@ from torch.fx.node import map_arg
 from torch.fx.traceback import preserve_node_meta
 
 from specache_fx.capture.graph_edit import call, copy_graph, finish
-from specache_fx.capture.graph_utils import output_node, placeholders, value_of
+from specache_fx.capture.graph_utils import placeholders, value_of
 from specache_fx.capture.normalize_attention import SDPA
 from specache_fx.capture.program import Program
 from specache_fx.capture.segments import CannotCut, Joined, Segment, cut
@@ -85,7 +85,7 @@ def duplicate_query(gm: GraphModule, program: Program, inputs: Sequence[Any], la
             known[form] = segment, *_traced(segment, gm, [node in on_lanes for node in segment.inputs], lanes)
         like, traced, batched = known[form]
         joined.add(segment, like, traced, {})
-        outs: Any = output_node(traced.graph).args[0]
+        outs: Any = traced.graph.output_node().args[0]
         for node, out, flag in zip(segment.results, outs, batched, strict=True):
             node.meta["val"] = value_of(out)
             if flag:
@@ -94,7 +94,7 @@ def duplicate_query(gm: GraphModule, program: Program, inputs: Sequence[Any], la
     for node, old in zip(placeholders(traced.graph), placeholders(gm.graph), strict=True):
         node.meta["specache_name"] = old.name
     _restore(traced, layers)
-    results: Any = output_node(gm.graph).args[0]
+    results: Any = gm.graph.output_node().args[0]
     if lanes > 1:
         _spread(traced, [node in on_lanes for node in results], lanes)
     return finish(traced)
@@ -143,7 +143,7 @@ def _restore(traced: GraphModule, layers: Sequence[Sequence[Any]]) -> None:
 
 def _spread(traced: GraphModule, batched: Sequence[bool], lanes: int) -> None:
     """Give outputs that are the same in all lanes the dimension of lanes, too."""
-    output = output_node(traced.graph)
+    output = traced.graph.output_node()
     outs: Any = output.args[0]
     with traced.graph.inserting_before(output):
         output.args = (

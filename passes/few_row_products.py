@@ -5,8 +5,8 @@
 
 A decode step has a row or two for each sequence and is bound by reading the weights. BLAS takes a few rows for a
 general product, whose packing costs more than the arithmetic. With a single row it reads the weight slower than memory
-gives it (`runtime/csrc/products.cpp`). Products of the same rows are one call, if their weights are inputs of the graph
-and nothing is written in place between them.
+gives it (`runtime/csrc/products.cpp`). Products of the same rows whose weights are inputs of the graph are one
+call: the graph writes to no weight before its end.
 
 Tokens that follow a cache may be few, too: a question about a document. Their number is known when the graph runs. So
 the operator takes all products of such a graph and leaves many rows to BLAS. A prompt keeps its products: arithmetic

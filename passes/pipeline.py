@@ -54,7 +54,7 @@ First with "dynamo" and Dynamo's graph, then with "analyse" and the graph in nor
 
 
 def decode_passes(whole: str | None) -> tuple[Pass, ...]:
-    """Run the passes of a decode graph that come after `duplicate_query`.
+    """The passes of a decode graph that come after `duplicate_query`.
 
     Args:
         whole: The kernel that runs a layer's step as one operator (`WholeSteps.kernel`); None for none.

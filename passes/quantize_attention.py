@@ -52,7 +52,7 @@ def quantize_attention(gm: GraphModule, program: Program) -> GraphModule:
                 out = call(graph, aten.select.int, (out, 0, 0), marker)
             if (
                 last[layer] is marker
-            ):  # whoever else reads this layer has its own lane's pair, not a stored one
+            ):  # other readers of this layer have their own lane's pair, not a stored one
                 own = [
                     call(graph, aten.select.int, (side, 0, 0), marker, name)
                     for side, name in ((key, "new_key"), (value, "new_value"))

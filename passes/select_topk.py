@@ -22,7 +22,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from specache_fx.capture.graph_edit import call, finish
-from specache_fx.capture.graph_utils import shape_of
+from specache_fx.capture.graph_utils import value_of
 from specache_fx.capture.program import Program
 from specache_fx.passes.base import Pass
 
@@ -50,8 +50,7 @@ def select_topk(gm: GraphModule, program: Program) -> GraphModule:
             with graph.inserting_before(attention):
                 source = call(graph, attention.target, attention.args, attention, "probe")
             source.meta[PROBE] = True
-        shape = shape_of(key)
-        assert shape is not None
+        shape = value_of(key).shape
         # After the append, so that a group that this step quantises can be chosen for the next.
         after = source
         if source is attention:

@@ -29,7 +29,7 @@ def split_prelude(gm: GraphModule, program: Program) -> GraphModule:
         entry.meta["specache_prelude"] = i
         node.replace_all_uses_with(entry)
         inputs.append(entry)
-    for node in reversed(cut.unread):
+    for node in reversed(cut.asserts):
         graph.erase_node(node)
     eliminate_dead_code(graph)
     for node in placeholders(graph):

@@ -62,7 +62,7 @@ class Claim:
 
     Attributes:
         issued: The set of handles that they are, or are copies of.
-        kv_len: Tokens that the caller believes to be there.
+        kv_len: Length of the cache, as the caller's tensors tell it.
         past: The inputs, where they are the session's own handles; None where they are copies.
         rows: Batch rows of the session, in the order of the inputs'.
     """

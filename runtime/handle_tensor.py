@@ -107,12 +107,12 @@ class Handle(torch.Tensor):
             return f"Handle(shape={tuple(self.shape)}, dtype={self.dtype}, device={str(self.device)!r})"
 
     def __copy__(self) -> Self:
-        return mark(plain(self), self.lease)  # type: ignore[return-value]
+        return _copy_of(self, plain(self))  # type: ignore[return-value]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         if id(self) not in memo:
             with bare():
-                memo[id(self)] = mark(copy.deepcopy(plain(self), memo), self.lease)
+                memo[id(self)] = _copy_of(self, copy.deepcopy(plain(self), memo))
             self.lease.note_copy(memo[id(self)])
         return memo[id(self)]
 
@@ -133,6 +133,13 @@ def mark(tensor: torch.Tensor, lease: Lease) -> Handle:
     assert isinstance(tensor, Handle)
     tensor.lease = lease
     return tensor
+
+
+def _copy_of(handle: Handle, tensor: torch.Tensor) -> Handle:
+    marked = mark(tensor, handle.lease)
+    if hasattr(handle, "version"):  # but for a reset, a copy's elements tell what was done to it
+        marked.version = ZEROED if handle.version == ZEROED else None
+    return marked
 
 
 def unmark(handle: Handle) -> None:
@@ -172,9 +179,10 @@ def _outside(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str,
             raise CacheHandleError(_refusal(f"{name} (to another dtype)"))
         for tensor in tensors:
             if not isinstance(tensor, Handle):
-                marked = mark(tensor, sources[0].lease)
-                if hasattr(sources[0], "version") and tensor.shape[1:] == sources[0].shape[1:]:
-                    marked.version = None  # a copy of a buffer: its elements tell what was done to it
+                if tensor.shape[1:] == sources[0].shape[1:]:
+                    _copy_of(sources[0], tensor)
+                else:
+                    mark(tensor, sources[0].lease)
             if tensor.untyped_storage()._cdata != sources[0].untyped_storage()._cdata:
                 sources[0].lease.note_copy(tensor)
     return moved

@@ -31,7 +31,7 @@ RowShape = tuple[int, int, int]
 
 
 class _Rows:
-    """One layer's blocks; block i holds the tokens from `starts[i]` to `starts[i + 1]`. `HostCache.table`: `table`."""
+    """One layer's blocks. Block i holds the tokens from `starts[i]` up to `starts[i + 1]`."""
 
     def __init__(self, shape: RowShape) -> None:
         self.num_kv_heads, self.key_dim, self.value_dim = shape
@@ -247,8 +247,9 @@ class HostCache:
         rows = self._layers[layer]
         row = batch_idx.numpy() * rows.num_kv_heads + head_idx.numpy()
         token = token_idx.numpy()
-        if token.size and not (token.min() >= 0 and token.max() < rows.length):
-            raise IndexError(f"Token {token.max()} of layer {layer}, which holds {rows.length}.")
+        outside = token[(token < 0) | (token >= rows.length)]
+        if outside.size:
+            raise IndexError(f"Token {outside[0]} of layer {layer}, which holds {rows.length}.")
         out = torch.empty(token.size, rows.dim, dtype=self.dtype, device="cpu")
         block_idx = np.searchsorted(rows.starts[1:], token, side="right")
         for index in np.unique(block_idx).tolist():

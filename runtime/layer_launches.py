@@ -65,7 +65,7 @@ class Selection:
 
 
 Shared = dict[tuple[Any, ...], Any]
-"""By name the memory of which layers of one shape need one piece: they run one after the other."""
+"""Memory by name that all layers of a shape share: they run one after the other."""
 
 
 def _of(shared: Shared, key: tuple[Any, ...], make: Callable[[], Any]) -> Any:

@@ -1,4 +1,4 @@
-"""The sessions behind a whole cache, each held still at the length and in the order of rows that its tensors tell."""
+"""The sessions behind a whole cache: locked, cut to the length and put in the row order that its tensors tell."""
 
 from __future__ import annotations
 

@@ -231,7 +231,7 @@ def find(tensor: torch.Tensor) -> Session | None:
 
 @locked
 def release(session: Session, tensors: Sequence[torch.Tensor]) -> None:
-    """Free a session whose handles, or copies of them, are among `tensors`; not for copies alone if handles live."""
+    """Free a session of which `tensors` has handles or copies. For copies alone it stays while a handle of it lives."""
     originals = any(issued.session is session for issued in map(issue_of, tensors) if issued is not None)
     if originals or not is_held(session):
         with holding(session):

@@ -272,7 +272,7 @@ class Session:
         except BaseException:
             twin.close()
             raise
-        twin.kv_len = self.kv_len
+        twin.kv_len, twin.masks_move = self.kv_len, self.masks_move
         twin.weights, twin.model_config, twin.forms = self.weights, self.model_config, [*self.forms]
         twin._take_rows(self, index)
         twin.forget_lookahead()  # its staged pairs are not copied

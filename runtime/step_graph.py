@@ -8,8 +8,8 @@ On a GPU it is a CUDA graph, of plain steps (`DeviceSteps.is_plain`). All others
 and leave the captured one valid: a group fills, pre-decode, refetch, masks that move, tracing. On the CPU it is a list
 of C++ calls, of any step: they read what is to be done from `state` (`CpuRecorder`).
 
-What was captured is void when a tensor that it reads has moved, and when another form comes twice. A weight may move;
-on a GPU also an arena that grows, or a table.
+A capture is void when a tensor that it reads has moved: a weight, on a GPU also an arena that grows, or a table. The
+second call of an unrecorded form captures that form.
 """
 
 from __future__ import annotations

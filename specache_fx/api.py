@@ -113,9 +113,9 @@ def release(past_key_values: Any) -> None:
     is enough where nothing else holds them. The call that compiles a model's first decode step leaves a reference cycle
     of Dynamo's around its cache, which goes with `gc.collect()`. This is for caches that something still holds.
 
-    Whoever uses a released cache, or a copy of it, gets a `CacheHandleError`, and so does `stats()`. To release it
-    again does nothing, nor to release a copy whose original is held. A copy that a model has gone on from is a cache of
-    its own. A step that another thread runs is waited for.
+    Whoever uses a released cache, or a copy of it, gets a `CacheHandleError`, and so does `stats()`.
+    Releasing a cache twice does nothing. Releasing a copy does nothing while the original is held. A copy that a model
+    has gone on from is a cache of its own. A step that another thread runs is waited for.
 
     Args:
         past_key_values: As for `stats`.

@@ -120,12 +120,12 @@ class Backend:
         if observe is not None:
             observe("dynamo", gm, program)
         if needs_gradients(gm):
-            remedy = "it is for inference. Call it under torch.no_grad() (model.generate() does)"
+            remedy = "specache is for inference. Call the model under torch.no_grad() (model.generate() does)"
             return self._without_cache(gm, example_inputs, program, observe, "gradients are enabled", remedy)
         try:
             rewritten = trace(gm)
         except TraceError as error:
-            remedy = "its effects in place are unknown"
+            remedy = "its effects in place are unknown. Move that operation out of the compiled module"
             return self._without_cache(gm, example_inputs, program, observe, str(error), remedy)
         plain = with_masks_alone(rewritten)
         if attends_in_place(plain):
@@ -316,14 +316,12 @@ class Backend:
 
 def _forms(program: Program) -> list[LayerForm]:
     """The forms of a graph's attentions that a kernel has to compute, one lane's query a token."""
-    config, sites = program.config, program.sites
-    resident = sorted({site.layer for site in sites if site.keys.window is None})[: config.resident_layers]
+    config, exact = program.config, program.exact_layers
+    quantizer = make_quantizer(config)
     return [
         LayerForm(
             dtypes=frozenset({value_of(site.core.query).dtype, value_of(site.keys.new).dtype}),
-            quantizer=make_quantizer(config)
-            if site.keys.window is None and site.layer not in resident
-            else None,
+            quantizer=None if site.layer in exact else quantizer,
             key_dim=site.key_dim,
             value_dim=site.value_dim,
             lanes=config.num_lanes,
@@ -331,7 +329,7 @@ def _forms(program: Program) -> list[LayerForm]:
             expands=site.expansion is not None,
             aggregation=config.aggregation,
         )
-        for site in sites
+        for site in program.sites
     ]
 
 

@@ -98,7 +98,7 @@ def plan_command(
             shape = {"layers": read.layers, "num_kv_heads": read.num_kv_heads, "head_dim": read.head_dim}
             more = {"window_layers": read.window_layers, "window": read.window} if read.window else {}
             more |= {"value_dim": read.value_dim} if read.value_dim else {}
-            context, dtype = context or read.max_context, dtype or read.dtype
+            context, dtype = read.max_context if context is None else context, dtype or read.dtype
         shape["context"] = context
         if missing := [name for name, size in shape.items() if size is None]:
             names = ", ".join("--" + name.removeprefix("num_").replace("_", "-") for name in missing)

@@ -164,16 +164,13 @@ class SpecacheConfig:
                     f" {' or '.join(map(repr, valid))} alone: leave {name} out, or choose another policy."
                 )
         self._default("quantizer", self.placement.quantizer)
-        self._one_of("on_miss", get_args(OnMiss))
-        self._one_of("aggregation", get_args(Aggregation))
-        self._one_of("host", get_args(HostKind))
-        self._one_of("lowering", get_args(Lowering))
-        self._integer("group_size", 1)
-        self._integer("residual_length", 0)
-        self._integer("top_k", 1)
-        self._integer("resident_layers", 0)
-        self._integer("sink_tokens", 0)
-        self._integer("reserve", 0)
+        kinds = {"on_miss": OnMiss, "aggregation": Aggregation, "host": HostKind, "lowering": Lowering}
+        for name, kind in kinds.items():
+            self._one_of(name, get_args(kind))
+        for name in ("group_size", "top_k"):
+            self._integer(name, 1)
+        for name in ("residual_length", "resident_layers", "sink_tokens", "reserve"):
+            self._integer(name, 0)
         if self.sink_tokens and not self.placement.codes:
             raise ConfigError(
                 f"sink_tokens={self.sink_tokens} contradicts policy={self.policy!r}: its keys are exact for all tokens,"

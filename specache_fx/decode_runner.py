@@ -169,7 +169,7 @@ class Decode:
 
     @staticmethod
     def _fills_group(session: Session) -> bool:
-        """Whether the step fills a group, or would if there were as many tokens: true once in `group_size` steps."""
+        """Whether the window gives a group to the codes in this step: true once in `group_size` steps."""
         config = session.config
         return not (session.kv_len + 1 - config.residual_length) % config.group_size
 

@@ -15,7 +15,6 @@ from specache_fx.border import AtBorder, TakenApart
 from specache_fx.capture.graph_utils import (
     is_float,
     is_static_input,
-    output_node,
     placeholders,
     shape_of,
     target_name,
@@ -45,7 +44,7 @@ class GraphReport:
         lanes: Tokens that a decode step computes at once; 0 in other phases.
         fallback: Why there is one lane though two were asked for.
         resident: Layers that stay whole on the device (`resident_layers`) of a decode graph.
-        left_alone: Why the whole graph was left alone, whatever is in it.
+        left_alone: Why the graph runs as the model wrote it; None if it was rewritten.
         has_cache: Whether it takes or returns tensors that could be a KV cache.
         before: The first attention as Dynamo saw it.
         after: The same, rewritten.
@@ -151,7 +150,7 @@ def _has_cache(gm: GraphModule) -> bool:
     inputs = [node for node in placeholders(gm.graph) if not is_static_input(node)]
     return any(
         is_float(node) and len(shape_of(node) or ()) == 4
-        for node in (*inputs, *output_node(gm.graph).all_input_nodes)
+        for node in (*inputs, *gm.graph.output_node().all_input_nodes)
     )
 
 

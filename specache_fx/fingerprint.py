@@ -31,7 +31,7 @@ def _factors() -> torch.Tensor:
 
 _FACTORS = _factors()
 
-# Of a config: no number that is computed depends on it, or the weights tell it. It may differ where the model doesn't.
+# Entries of a config that no computed number depends on, or that the weights tell. Equal models may differ in them.
 _SAYS_NOTHING = (
     *(
         "architectures",

@@ -113,7 +113,7 @@ class InPlace:
         capacity = min(size_in(buffer.capacity, args) for buffer in written)
         held = [args[buffer.place] for buffer in plan.buffers if buffer.place is not None]
         session = registry.find(held[0]) if held else None
-        start, agrees = None, None
+        agrees = None
         if (
             session is not None
             and q_len == 1

@@ -128,6 +128,6 @@ class GraphInputs:
         return LaneCall(self, computed, tensors, numbers)
 
     def shapes(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
-        """Of a graph that is compiled for these, all that it is compiled for."""
+        """The shapes and numbers that a graph compiled for these inputs is valid for."""
         varying = (inputs[i] for i in self.varying)
         return tuple(tuple(x.shape) if isinstance(x, torch.Tensor) else x for x in varying)

@@ -26,7 +26,7 @@ from specache_fx.runtime.handle_form import Form
 from specache_fx.runtime.session import Session
 from specache_fx.runtime.snapshot import HELD_OPTIONS, SessionHeader, restore
 from specache_fx.saving import FILE, FORMAT
-from specache_fx.tensor_file import TensorFile, opened
+from specache_fx.tensor_file import AGAIN, TensorFile, opened
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +95,8 @@ def fitting(model: nn.Module, file: TensorFile, input_ids: torch.Tensor | None =
         weights = matched(model, about["weights"])
         dtypes = {str(weight.dtype) for weight in model.parameters() if weight.is_floating_point()}
         if isinstance(weights, str) and f"torch.{about['dtype']}" not in dtypes:
-            return f"it was saved in {about['dtype']}, the model is in {' and '.join(sorted(dtypes))}."
+            mine = " and ".join(sorted(dtypes))
+            return f"it was saved in {about['dtype']}, the model is in {mine}. Load the model in that dtype."
         if isinstance(weights, str):
             return f"it is another model's: this one {weights}. Load it with the model that made it."
         found.append(weights)
@@ -128,7 +129,7 @@ def restored(
             session.close()
         if _is_of_the_file(error):
             raise SavedCacheError(
-                f"{file.path} lacks a part that a cache of this version has: {error}."
+                f"{file.path} lacks a part that a cache of this version has: {error}.{AGAIN}"
             ) from error
         raise
 

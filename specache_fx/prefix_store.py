@@ -113,17 +113,22 @@ class PrefixStore:
             ConfigError: If `input_ids` are no integers `[batch, tokens]`, or `attention_mask` has another shape.
             HostMemoryError: If the host tier can't take it.
         """
-        if attention_mask is not None and attention_mask.shape != input_ids.shape:
-            raise ConfigError(
-                f"attention_mask is {tuple(attention_mask.shape)}, input_ids are {tuple(input_ids.shape)}: give a mask"
-                " of the tokens' shape."
-            )
         ids = check_ids(input_ids).cpu().numpy()
+        if attention_mask is not None and attention_mask.shape != ids.shape:
+            raise ConfigError(
+                f"attention_mask is {tuple(attention_mask.shape)}, input_ids are {ids.shape}: give a mask of the"
+                " tokens' shape."
+            )
         warn_if_plain(model)
         found = []
         for entry in self._entries():
             version = entry.version()
-            if (saved := entry.read_tokens()) is None:
+            try:
+                saved = entry.read_tokens()
+            except PermissionError as error:
+                logger.info("%s is passed over: %s", entry.path, error)
+                continue
+            if saved is None:
                 self._drop(entry, version, "its tokens can't be read.")
             else:
                 found.append((*_agreement(saved, ids), entry.used, entry))
@@ -158,10 +163,13 @@ class PrefixStore:
                 if not isinstance(found, str):
                     return restored(model, file, found, common)
                 logger.info("%s is passed over: %s", entry.path, found)
-        except CacheHandleError as error:
+        except (CacheHandleError, PermissionError) as error:
             logger.info("%s is passed over: %s", entry.path, error)
         except SavedCacheError as error:
-            self._drop(entry, version, str(error))
+            if isinstance(error.__cause__, PermissionError):  # it may be whole: another user can tell
+                logger.info("%s is passed over: %s", entry.path, error)
+            else:
+                self._drop(entry, version, str(error))
         return None
 
     def _drop(self, entry: Entry, version: tuple[int, ...] | None, reason: str) -> None:

@@ -36,9 +36,9 @@ def make_room(*, rewrites: bool = False) -> None:
     Until one is rewritten, the limit holds as for any backend: a model that is left alone and counts its tokens in an
     int would else be compiled for each of them, up to the error.
 
-    The other half is for compiles of the same code by other backends, which do not come here. The number of the
-    compile counts for what the limit is compared to, the compiled versions that are kept: it is never less. A limit of
-    the region's own, `torch.compile(..., recompile_limit=...)` of torch 2.12 and later, is raised likewise.
+    The other half is for compiles of the same code by other backends, which do not come here. Dynamo compares the limit
+    with the number of kept versions. The compile's number, which is known here, is at least that. A limit of the
+    region's own, `torch.compile(..., recompile_limit=...)` of torch 2.12 and later, is raised likewise.
 
     Args:
         rewrites: The graph is rewritten.

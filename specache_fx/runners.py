@@ -30,7 +30,7 @@ from specache_fx.runtime.session import Session
 
 logger = logging.getLogger(__name__)
 _FRAMES_TO_FORWARD = 5  # from a runner to the frame of the module that was called, with some to spare
-_NO_ATTENTION = "The graph has no attention over this cache."
+_NO_ATTENTION = "The graph has no attention over this cache. Pass it to the module that made it."
 _NOT_NUMBERS = (
     "The past KV cache has NaNs in it: it is a cache of specache that was edited or cast to another dtype, or a plain"
     " one of a model that gave NaN. Pass a cache of specache back as the model returned it; its numbers can't be read"
@@ -64,18 +64,12 @@ def assemble(
     plan: OutputPlan, kept: Sequence[Any], handles: Sequence[torch.Tensor], args: Sequence[Any]
 ) -> tuple[Any, ...]:
     """Dynamo's outputs from the graph's and the handles."""
-    outputs: list[Any] = [None] * plan.total
-    for i, value in zip(plan.kept, kept, strict=True):
-        outputs[i] = value
-    for i, slot in plan.handles.items():
-        outputs[i] = handles[slot]
-    for i, value in plan.constants.items():
-        outputs[i] = value
+    outputs: dict[int, Any] = dict(zip(plan.kept, kept, strict=True)) | plan.constants
+    outputs |= {i: handles[slot] for i, slot in plan.handles.items()}
     if plan.length_graph is not None:
         lengths = plan.length_graph(*(args[i] for i in plan.length_inputs))
-        for i, value in zip(plan.lengths, lengths, strict=True):
-            outputs[i] = value
-    return tuple(outputs)
+        outputs |= zip(plan.lengths, lengths, strict=True)
+    return tuple(outputs[i] for i in range(len(outputs)))
 
 
 class _Modes(torch._C._InferenceMode):
@@ -87,8 +81,8 @@ class _Modes(torch._C._InferenceMode):
 def inference() -> _Modes:
     """No gradients, and no inference tensors: a session outlives the mode that its prompt ran in.
 
-    No autocast either: its casts are in the graph. The exit is C++, which an interrupt (Ctrl-C) can't split: an exit in
-    Python may come with the end of its traceback, and set the step's modes anew behind the caller's `no_grad`.
+    No autocast either: its casts are in the graph. The exit is C++, which an interrupt (Ctrl-C) can't split. An exit in
+    Python could run when the interrupt's traceback dies, and set the step's modes anew behind the caller's `no_grad`.
     """
     modes = _Modes(False)
     try:
@@ -102,7 +96,7 @@ def inference() -> _Modes:
 
 
 overriding = torch._C._EnableTorchFunction
-"""Within it weights of a tensor subclass (torchao's) act as such.
+"""Lets weights of a tensor subclass (torchao's) dispatch to their class within the block.
 
 Dynamo calls a graph without it where handles, a subclass too, are among the inputs.
 """
@@ -186,8 +180,8 @@ def _refuse_handles(tensors: Sequence[torch.Tensor], program: Program) -> None:
     if _has_handles(tensors):
         reasons = _reasons(program)
         raise CacheHandleError(
-            "A KV cache that is managed by specache reached an attention that specache did not rewrite, and would be"
-            f" read as numbers there. {reasons}"
+            "A KV cache that is managed by specache reached a graph that specache did not rewrite, and would be read as"
+            f" numbers there. {reasons}"
         )
 
 

@@ -12,7 +12,7 @@ import torch
 from specache_fx.api import NO_CACHE
 from specache_fx.cache_tree import describe
 from specache_fx.errors import CacheHandleError, SavedCacheError
-from specache_fx.fingerprint import config_digest, token_hash, weight_digest
+from specache_fx.fingerprint import check_ids, config_digest, token_hash, weight_digest
 from specache_fx.runners import inference
 from specache_fx.runtime.handle_tensor import Handle, plain
 from specache_fx.runtime.parts import Part, parts_of
@@ -121,6 +121,7 @@ def _about(part: Part) -> dict[str, Any]:
 
 
 def _hash(session: Session, input_ids: torch.Tensor) -> str:
+    input_ids = check_ids(input_ids)
     expected = session.batch, session.kv_len
     if tuple(input_ids.shape) != expected:
         raise SavedCacheError(

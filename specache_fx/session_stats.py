@@ -52,7 +52,7 @@ class SessionStats:
         replayed_steps: Replays of a captured step (`replay`), of pre-decode and refetches too; of several sessions
             the fewest.
         refetched_steps: Steps whose pairs were chosen anew, which costs a forward pass each (`on_miss="refetch"`).
-        accepted_steps: Steps whose token had been speculated, and computed by then (`accept_guesses`).
+        accepted_steps: Steps whose answer lane 1 computed a step earlier: it guessed their token (`accept_guesses`).
         prefetched_bytes: Bytes brought to the device by prefetching, over all steps.
         prefetched_rows: KV pairs brought.
         reused_bytes: Bytes of the pairs that were wanted again and still there, and so not moved.

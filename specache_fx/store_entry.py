@@ -69,8 +69,12 @@ class Entry:
             path.unlink(missing_ok=True)
 
     def read_tokens(self) -> np.ndarray[Any, Any] | None:
-        """Its tokens; None where they can't be read."""
-        with contextlib.suppress(OSError, ValueError, EOFError):
+        """Its tokens; None where the file is damaged or gone.
+
+        Raises:
+            PermissionError: If this user may not read them.
+        """
+        with contextlib.suppress(FileNotFoundError, ValueError, EOFError):
             found: np.ndarray[Any, Any] = np.load(self.tokens, allow_pickle=False)
             return found
         return None

@@ -102,7 +102,7 @@ class TensorFile:
     Attributes:
         path: Where it is.
         about: The `about` that `write` was given.
-        names: Of the tensors.
+        names: The tensors' names.
     """
 
     def __init__(self, path: Path, opened: Any) -> None:
@@ -122,9 +122,12 @@ class TensorFile:
         """One tensor, on the CPU: mapped memory, valid until the file is closed.
 
         Raises:
-            SavedCacheError: If its bytes are not those that were written.
+            SavedCacheError: If it can't be read, or its bytes are not those that were written.
         """
-        tensor: torch.Tensor = self._opened.get_tensor(name)
+        try:
+            tensor: torch.Tensor = self._opened.get_tensor(name)
+        except SafetensorError as error:
+            raise _unreadable(self.path, error) from error
         if digest(tensor) != self._digests[name]:
             raise SavedCacheError(
                 f"{self.path} is damaged: the bytes of {name!r} are not those that were saved.{AGAIN}"
@@ -146,13 +149,18 @@ def opened(path: Path) -> Iterator[TensorFile]:
     """
     if not path.is_file():
         raise SavedCacheError(f"There is no saved cache in {str(path.parent)!r}: no file {path.name}.{AGAIN}")
-    try:
-        # It is opened twice, to read its header and to map it; its place may be taken by another file in between.
-        with path.open("rb") as held:
-            same = Path(f"/proc/self/fd/{held.fileno()}")
-            with safe_open(same if same.exists() else path, framework="pt", device="cpu") as file:
-                yield TensorFile(path, file)
-    except (SafetensorError, OSError) as error:
-        raise SavedCacheError(
-            f"{path} can't be read, it was cut short or is no such file: {error}.{AGAIN}"
-        ) from error
+    with contextlib.ExitStack() as held:
+        try:  # not the caller's block: its errors are no fault of the file
+            # It is opened twice, to read its header and to map it; its place may be taken by another file in between.
+            source = held.enter_context(path.open("rb"))
+            same = Path(f"/proc/self/fd/{source.fileno()}")
+            file = held.enter_context(
+                safe_open(same if same.exists() else path, framework="pt", device="cpu")
+            )
+        except (SafetensorError, OSError) as error:
+            raise _unreadable(path, error) from error
+        yield TensorFile(path, file)
+
+
+def _unreadable(path: Path, error: Exception) -> SavedCacheError:
+    return SavedCacheError(f"{path} can't be read, it was cut short or is no such file: {error}.{AGAIN}")

@@ -167,7 +167,7 @@ class Kernel(ABC):
         return None
 
     def or_else(self, others: Kernel) -> Self:
-        """This kernel, with `others` for the layers that it can't compute: "auto". By itself it refuses them."""
+        """The kernel "auto": this one, and `others` for the layers that it can't compute. By itself it refuses them."""
         both = copy.copy(self)
         both._others = others
         return both

@@ -1,1 +1,1 @@
-"""From Dynamo's graph to functional ATen."""
+"""From Dynamo's graph to functional ATen, and to a frozen `Program`."""

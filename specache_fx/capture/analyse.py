@@ -1,7 +1,8 @@
 """From functional ATen to a `Program`: the graph in normal form, and all that is known of it.
 
-Attention and caches get one form first (`heads_first`, `attention_cores`), which changes nothing that is computed. The
-rest of the analyses edit nothing. What they can't follow is a refusal, and the graph stays the model's.
+Attention and caches get one form first (`newest_tokens`, `heads_first`, `flex_attention`, `attention_cores`), which
+changes nothing that is computed. The rest of the analyses edit nothing. What they can't follow is a refusal, and the
+graph stays the model's.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from dataclasses import replace
 import torch
 from torch.fx import GraphModule, Node
 
+from specache_fx.capture.cache_side import NoMatch
 from specache_fx.capture.find_prelude import find_prelude
 from specache_fx.capture.find_sources import find_sources, find_token, fixed_sizes
 from specache_fx.capture.flex_attention import flex_attention
@@ -32,7 +34,7 @@ from specache_fx.capture.match_attention import match_attention, phase_of
 from specache_fx.capture.newest_tokens import NEWEST_OF, newest_tokens
 from specache_fx.capture.normalize_attention import attention_cores
 from specache_fx.capture.outputs import find_logits, plan_outputs
-from specache_fx.capture.program import AttentionSite, Decoding, LeaveAlone, Phase, Program, Refusal
+from specache_fx.capture.program import AttentionSite, Decoding, Phase, Program, Refusal
 from specache_fx.config import SpecacheConfig
 from specache_fx.progress import say_step
 from specache_fx.runtime.sources import Sources
@@ -105,8 +107,8 @@ def _with_attention(
     try:
         plan, kept = plan_outputs(gm, sites, sources)
         decoding = None if sources is None else _decoding(gm, sites, past, sources, kept)
-    except LeaveAlone as no:
-        refused = (Refusal(site.core.node.name, site.source, no.reason, no.remedy) for site in sites)
+    except NoMatch as no:
+        refused = (Refusal(site.core.node.name, site.source, str(no), no.remedy) for site in sites)
         return replace(program, refusals=(*program.refusals, *refused))
     token, _ = find_token(gm.graph)
     if token is not None and phase is Phase.PREFILL:  # a prompt's tokens are all of them
@@ -137,13 +139,14 @@ def _decoding(
     logits = find_logits(kept, sources.vocabulary)
     # A cache that stays in the graph has a length of its own in each step anyhow.
     static = kept_cache_of(kept) is None
+    cut = find_prelude(gm, sites, kept, sources, lengths_are_static=static)
     return Decoding(
         sources=sources,
         window_masks=find_window_masks(gm, sources, sites),
-        cut=find_prelude(gm, sites, kept, sources, lengths_are_static=static),
+        cut=cut,
         logits=logits,
-        single_lane=single_lane(gm.graph, kept, past, sources.token, logits),
-        is_pure=effect_of(gm.graph) is None and drawn_in(gm.graph) is None,
+        single_lane=single_lane(gm.graph, kept, past, sources.token, logits, cut),
+        is_pure=effect_of(gm.graph, cut.asserts) is None and drawn_in(gm.graph) is None,
     )
 
 

@@ -15,7 +15,7 @@ from specache_fx.capture.buffer_writes import Append, Tokens
 from specache_fx.capture.cache_side import LEAVE, NoMatch
 from specache_fx.capture.graph_edit import finish
 from specache_fx.capture.graph_slices import ancestors, cut_out
-from specache_fx.capture.graph_utils import output_node, placeholders, shape_of, value_of
+from specache_fx.capture.graph_utils import placeholders, shape_of, value_of
 
 REMEDY = f"Let nothing but attention read such a cache, or use a DynamicCache. {LEAVE}."
 _aten = torch.ops.aten
@@ -70,9 +70,12 @@ def _cut_out(gm: GraphModule, results: list[Any]) -> tuple[GraphModule, tuple[in
     graph, taken = cut_out(gm, [result for result in results if isinstance(result, Node)])
     for node in placeholders(graph.graph):
         if not _is_integer(node):
-            raise NoMatch(f"where a token is written is computed from `{node.name}`", REMEDY)
-    found = iter(output_node(graph.graph).args[0])  # type: ignore[arg-type]
-    output_node(graph.graph).args = (
+            raise NoMatch(
+                f"where a token is written is computed from `{node.name}`, which has no integers",
+                f"Compute it from positions or a counter. {LEAVE}.",
+            )
+    found = iter(graph.graph.output_node().args[0])  # type: ignore[arg-type]
+    graph.graph.output_node().args = (
         tuple(next(found) if isinstance(result, Node) else result for result in results),
     )
     return finish(graph), taken

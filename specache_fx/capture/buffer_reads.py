@@ -3,15 +3,15 @@
     p = bmm(q, transpose(keys, -1, -2)) * scale; w = _softmax(p + mask, -1); out = bmm(w, values)
         ->  specache.scaled_dot_product_attention(q, keys, values, mask, 0.0, False, scale, True)
 
-What is spelt out is read as in a graph whose caches grow, and always proved (`softmax_form.py`, `prove_form.py`). It
-is written anew, for its own operations have the buffer's length in their arguments. Only a softcap, sinks, or a bias
-wider than the query keep it spelt out.
+Spelt-out attention is read as in a graph whose caches grow, and proved for all queries (`softmax_form.py`,
+`prove_form.py`); a prompt of more than 2^23 scores is left alone. It is written anew, for its own operations have the
+buffer's length in their arguments. Only a softcap, sinks, or a bias wider than the query keep it spelt out.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -22,12 +22,11 @@ from specache_fx.capture.buffer_writes import Append, read_by
 from specache_fx.capture.cache_side import LEAVE, NoMatch
 from specache_fx.capture.graph_edit import call
 from specache_fx.capture.graph_slices import ancestors
-from specache_fx.capture.graph_utils import output_node, shape_of, value_of
+from specache_fx.capture.graph_utils import described, shape_of, value_of
 from specache_fx.capture.normalize_attention import SDPA, from_sdpa, from_softmax
 from specache_fx.capture.program import AttentionCore
 from specache_fx.capture.prove_form import dense
 from specache_fx.capture.score_chain import Rows, UnknownFormError
-from specache_fx.capture.softmax_form import read_form
 from specache_fx.capture.trace import inline
 
 _aten = torch.ops.aten
@@ -92,25 +91,23 @@ def _sides(
     if of_keys is None and of_values is None:
         return None
     if of_keys is None or of_values is None:
-        raise NoMatch("one of an attention's keys and values is written in place, and the other is not")
+        one = f"keys or values of {described(core.node)} are written in place, and the others are not"
+        raise NoMatch(one)
     return of_keys, of_values
 
 
-def _spelt_out(gm: GraphModule, softmax: Node, found: Mapping[Node, Append], of_all: Rows) -> Reader:
-    outputs = {*output_node(gm.graph).all_input_nodes, *found}
+def _spelt_out(gm: GraphModule, softmax: Node, found: Mapping[Node, Append], rows: Rows) -> Reader:
+    outputs = {*gm.graph.output_node().all_input_nodes, *found}
     try:
-        rows = Rows()
-        core = from_softmax(gm, softmax, outputs, rows, replaced=True)
-        rows.erase_unused(ancestors([core.query]))  # the newest query's mask was for the proof
-        mask = read_form(gm, softmax, outputs, of_all).mask
+        core = from_softmax(gm, softmax, outputs, rows)
     except UnknownFormError as error:
         raise NoMatch(f"an attention reads a cache of fixed length, and {error}", _SDPA_INSTEAD) from error
     if core.problem is not None:
         raise NoMatch(*core.problem)
     sides = _sides(core, found)
     if sides is None:
-        raise NoMatch("an attention's scores are computed from a cache of fixed length that is not its keys")
-    return Reader(replace(core, mask=mask), *sides)
+        raise NoMatch(f"{described(softmax)} is computed from a cache of fixed length that is not its keys")
+    return Reader(core, *sides)
 
 
 def write(graph: Graph, reader: Reader, key: Node, value: Node, mask: Node | None) -> Node:

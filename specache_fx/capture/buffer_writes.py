@@ -35,7 +35,6 @@ from specache_fx.capture.graph_utils import (
     cut_of,
     is_float,
     newest,
-    output_node,
     same_sizes,
     shape_of,
     swaps,
@@ -99,15 +98,6 @@ class Append:
         return sizes[self.dim - 4]
 
 
-def _of_buffer(node: Node) -> Append | None:
-    """The write of a node into a buffer that is an input or is made here; None for another node."""
-    append = _write(node)
-    if append is None:
-        return None
-    made = append.buffer.target in _MADE and value_of(append.buffer).is_floating_point()
-    return append if made or append.buffer.op == "placeholder" else None
-
-
 def _of_first_rows(node: Any) -> Append | None:
     """The write of a node into the first rows of an input's batch, `_write(buffer[:batch])`; None for another node."""
     if not isinstance(node, Node) or node.target is not _aten.slice_scatter.default:
@@ -161,13 +151,14 @@ def _put(node: Any) -> tuple[Any, int, Node, Any] | None:
 def appends(graph: Graph) -> dict[Node, Append]:
     """The writes that are the whole change of an input, or that an output is."""
     written = {node.args[0]: node.args[1] for node in graph.nodes if node.target is _aten.copy_.default}
-    outputs = set(output_node(graph).all_input_nodes)
+    outputs = set(graph.output_node().all_input_nodes)
     found = {}
     for node in graph.nodes:
-        append = _of_buffer(node) if node.op == "call_function" else None
-        if append is not None and (
-            written.get(append.buffer) is node or (append.buffer.op != "placeholder" and node in outputs)
-        ):
+        append = _write(node) if node.op == "call_function" else None
+        if append is None:
+            continue
+        made = append.buffer.target in _MADE and value_of(append.buffer).is_floating_point()
+        if written.get(append.buffer) is node or (made and node in outputs):
             found[node] = append
     of_rows = (_of_first_rows(value) for buffer, value in written.items() if buffer.op == "placeholder")
     return found | {append.node: append for append in of_rows if append is not None}
@@ -197,7 +188,7 @@ def _written(graph: Graph) -> list[tuple[Node | None, Node]]:
     writes: list[tuple[Any, Any]] = [
         node.args[:2] for node in graph.nodes if node.target is _aten.copy_.default
     ]
-    made = (node for node in output_node(graph).all_input_nodes if node.target is _aten.clone.default)
+    made = (node for node in graph.output_node().all_input_nodes if node.target is _aten.clone.default)
     return [*writes, *((None, node) for node in made)]
 
 

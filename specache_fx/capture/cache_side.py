@@ -27,8 +27,7 @@ GROWING = f"Use a DynamicCache (cache_implementation=None, or past_key_values=Dy
 ONLY_ATTENTION = f"Let nothing but attention, and cat([past, new], dim=-2), read the cached tensors. {LEAVE}."
 _aten = torch.ops.aten
 _SAME_TOKENS = {"clone", "_to_copy", "slice"}
-_VIEWS = {
-    *_SAME_TOKENS,
+_VIEWS = _SAME_TOKENS | {
     "transpose",
     "permute",
     "expand",
@@ -70,7 +69,7 @@ class Side:
 
 
 def without_repeat(node: Node) -> tuple[Node, list[Node]]:
-    """Strip repeat_kv, also one that is permuted before, so that heads are dimension 2, and back behind.
+    """Strip repeat_kv, also between two permutes that put heads into dimension 2 and back.
 
     Returns:
         What is repeated, and the nodes that do it; the node itself, and none, where it is no repeat.

@@ -23,7 +23,7 @@ from torch.fx.node import Argument, map_arg
 
 from specache_fx.capture.graph_edit import copy_graph
 from specache_fx.capture.graph_slices import float_of
-from specache_fx.capture.graph_utils import output_node, placeholders, target_name, value_of
+from specache_fx.capture.graph_utils import placeholders, target_name, value_of
 from specache_fx.capture.normalize_attention import SDPA, SDPA_DEFAULTS
 
 # Modes of gradients that a model enters in its own `forward`. The exit of one reads its entry, and so is erased first.
@@ -36,7 +36,7 @@ _DROPOUTS = {
 
 def needs_gradients(gm: GraphModule) -> bool:
     """Whether gradients flow through a graph of Dynamo's: it computes or writes a tensor that asks for them."""
-    computed = (node for node in output_node(gm.graph).all_input_nodes if node.op != "placeholder")
+    computed = (node for node in gm.graph.output_node().all_input_nodes if node.op != "placeholder")
     written = (value for value in _that_ask(placeholders(gm.graph)) if not value.is_leaf)
     return bool(_that_ask(computed)) or (torch.is_grad_enabled() and any(True for _ in written))
 

@@ -14,6 +14,7 @@ from collections.abc import Collection, Sequence
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from specache_fx.capture.cache_side import NoMatch
 from specache_fx.capture.graph_edit import finish
 from specache_fx.capture.graph_slices import (
     ancestors,
@@ -25,7 +26,6 @@ from specache_fx.capture.graph_slices import (
 from specache_fx.capture.graph_utils import (
     is_integer,
     is_static_input,
-    output_node,
     placeholders,
     reads_shape_only,
     shape_of,
@@ -33,7 +33,7 @@ from specache_fx.capture.graph_utils import (
     target_name,
     value_of,
 )
-from specache_fx.capture.program import AttentionSite, Cut, LeaveAlone
+from specache_fx.capture.program import AttentionSite, Cut
 from specache_fx.runtime.sources import Prelude, Sources
 
 _NUMBERS = (torch.SymInt, torch.SymFloat)
@@ -58,7 +58,7 @@ def find_prelude(
         lengths_are_static: Refuse a graph that computes data with a length that is a Python number.
 
     Raises:
-        LeaveAlone: If every length would be a graph of its own.
+        NoMatch: If every length would be a graph of its own.
     """
     readers = _readers(gm.graph, sites, kept)
     positional, data = _origins(gm.graph, sources)
@@ -66,7 +66,7 @@ def find_prelude(
     numbers = (node for node in inside if shape_of(node) is None and isinstance(value_of(node), _NUMBERS))
     computed = (user for node in numbers for user in readers.get(node, ()) if user not in inside)
     if lengths_are_static and (number := next(computed, None)) is not None:
-        raise LeaveAlone(
+        raise NoMatch(
             f"`{number.name}` ({source_of(number)}) computes with the number of tokens as a Python number, so that"
             " every length would be a graph of its own",
             "Make it a tensor, of position_ids or a mask.",
@@ -79,9 +79,10 @@ def find_prelude(
         and shape_of(node) is not None
         and (node in kept or any(user not in outside for user in readers.get(node, ())))
     ]
-    unread = [node for node in inside if not node.users and node.op == "call_function" and has_effect(node)]
-    prelude = _cut(gm, boundary, outside, sources) if boundary else None
-    return Cut(prelude, tuple(boundary), tuple(unread))
+    # A position moves them and no data does, so they write to nothing and draw nothing.
+    asserts = [node for node in inside if not node.users and node.op == "call_function" and has_effect(node)]
+    prelude = _cut(gm, boundary, asserts, outside, sources) if boundary or asserts else None
+    return Cut(prelude, tuple(boundary), tuple(asserts))
 
 
 def _runs_outside(node: Node) -> bool:
@@ -144,19 +145,25 @@ def _origins(graph: Graph, sources: Sources) -> tuple[set[Node], set[Node]]:
     return positional, data
 
 
-def _cut(gm: GraphModule, boundary: list[Node], inside: Collection[Node], sources: Sources) -> Prelude:
+def _cut(
+    gm: GraphModule,
+    boundary: list[Node],
+    asserts: Sequence[Node],
+    inside: Collection[Node],
+    sources: Sources,
+) -> Prelude:
     inputs = placeholders(gm.graph)
     needed = [
         i
         for i, node in enumerate(inputs)
         if node in inside or is_static_input(node) or is_integer(node) or i in sources.shapes
     ]
-    plain = extract(gm, boundary, [inputs[i] for i in needed])
+    plain = extract(gm, boundary, [inputs[i] for i in needed], asserts)
     for node in placeholders(plain.graph):
         if not node.users:
             plain.graph.erase_node(node)
     finish(plain)
-    results = list(output_node(plain.graph).all_input_nodes)
+    results = list(plain.graph.output_node().all_input_nodes)
     names = {node.name for node in placeholders(plain.graph)}
     return Prelude(
         graph=plain,

@@ -14,7 +14,6 @@ from specache_fx.capture.graph_slices import ancestors
 from specache_fx.capture.graph_utils import (
     is_integer,
     is_static_input,
-    output_node,
     placeholders,
     shape_of,
     symbols_of,
@@ -73,7 +72,7 @@ def find_token(graph: Graph) -> tuple[Node | None, int | None]:
 
     Where processes share a table, that is the whole table.
     """
-    shapes = [shape_of(out) for out in output_node(graph).all_input_nodes]
+    shapes = [shape_of(out) for out in graph.output_node().all_input_nodes]
     last_dims = {shape[-1] for shape in shapes if shape and isinstance(shape[-1], int)}
     found: list[tuple[bool, Node, int]] = []
     for start in placeholders(graph):

@@ -38,7 +38,6 @@ from specache_fx.capture.graph_slices import ancestors, cut_out, eliminate_dead_
 from specache_fx.capture.graph_utils import (
     END,
     described,
-    output_node,
     placeholders,
     real_users,
     same_sizes,
@@ -103,7 +102,7 @@ def grow(gm: GraphModule, *, has_past: bool) -> tuple[GraphModule, FixedCaches]:
 
 
 class _Rewrite:
-    """One graph's."""
+    """The rewrite of one graph."""
 
     def __init__(self, gm: GraphModule, has_past: bool) -> None:
         self._gm, self._graph, self._has_past = gm, gm.graph, has_past
@@ -135,11 +134,11 @@ class _Rewrite:
         for node in list(self._graph.nodes):
             if node.target is _aten.copy_.default and node.args[0] in moved:
                 self._graph.erase_node(node)
-        outputs: list[Any] = list(output_node(self._graph).args[0])  # type: ignore[arg-type]
+        outputs: list[Any] = list(self._graph.output_node().args[0])  # type: ignore[arg-type]
         kept = {append.written for append in written}
         returned = [tuple(i for i, out in enumerate(outputs) if out is append.written) for append in written]
         outs = [None if out in kept else out for out in outputs]
-        output_node(self._graph).args = ((*outs, *map(self._kept, written)),)
+        self._graph.output_node().args = ((*outs, *map(self._kept, written)),)
         eliminate_dead_code(self._graph)
         self._check_readers(written)
         buffers = tuple(
@@ -157,7 +156,7 @@ class _Rewrite:
         return FixedCaches(
             buffers, starts, positions, position_inputs, tuple(self._ends.values()), asserts,
             counters, counted, counted_inputs,
-            tuple(self._cut), shown, shown_inputs, self._q_len_of(written[0]), self._batch_of(written[0]),
+            tuple(self._cut), shown, shown_inputs, self._told(written[0].q_len), self._batch_of(written[0]),
         )  # fmt: skip
 
     def _read_unwritten(self, found: Mapping[Node, Append]) -> dict[Node, Append]:
@@ -178,11 +177,11 @@ class _Rewrite:
         return own
 
     def _kept(self, append: Append) -> Node:
-        """The return value of a cache that grows."""
+        """What the graph returns for a buffer: all tokens, or the newest of a window."""
         grown = self._grown[append.node]
         if append.window is None:
             return grown
-        with self._graph.inserting_before(output_node(self._graph)):
+        with self._graph.inserting_before(self._graph.output_node()):
             return call(self._graph, _aten.slice.Tensor, (grown, 2, 1 - append.window, END), append.node)
 
     def _check_readers(self, written: Sequence[Append]) -> None:
@@ -207,9 +206,15 @@ class _Rewrite:
             if reader.core.mask is not None and not is_narrow(reader.core.mask):
                 masks[reader.core.mask] = None
         if any(node.target in DATA for node in ancestors(masks)):
-            raise NoMatch("its mask is computed from data, not from positions and padding alone", REMEDY)
+            of_data = [mask for mask in masks if any(node.target in DATA for node in ancestors([mask]))]
+            reader = next(reader for reader in self._readers if reader.core.mask in of_data)
+            raise NoMatch(
+                f"the mask of {described(reader.core.node)} is computed from data, not from positions and padding"
+                " alone",
+                f"Compute it from these, or use a DynamicCache. {LEAVE}.",
+            )
         gm, taken = cut_out(self._gm, list(masks))
-        graph, output = gm.graph, output_node(gm.graph)
+        graph, output = gm.graph, gm.graph.output_node()
         with graph.inserting_before(next(iter(graph.nodes))):
             kv_len = graph.placeholder("kv_len")
         kv_len.meta["val"] = self._mode.from_tensor(torch.tensor(0))
@@ -243,8 +248,8 @@ class _Rewrite:
             reads_all = keys.before is Tokens.ANY and not (key_ends and value_ends)
             if not hides and reads_all:
                 raise NoMatch(
-                    "an attention without a mask reads all of a cache of fixed length, unwritten rows too",
-                    REMEDY,
+                    f"{described(node)} reads all of a cache of fixed length, and no mask hides its unwritten rows",
+                    f"Give it a mask, or as many rows as there are tokens. {LEAVE}.",
                 )
             out = write(self._graph, reader, key, value, self._mask(mask, keys, key, node))
         node.replace_all_uses_with(out)
@@ -270,9 +275,10 @@ class _Rewrite:
         tokens = new
         if self._has_past:
             if append.buffer.op != "placeholder":
-                raise NoMatch("a cache that is made in this call has a past", REMEDY)
+                made = f"{described(side)} writes behind position 0 of a cache that this call makes"
+                raise NoMatch(made, f"Make the cache before the first call. {LEAVE}.")
             if append.before is Tokens.NONE:
-                raise NoMatch("a cache that has a past is written as one without", REMEDY)
+                raise NoMatch(f"{described(side)} writes at position 0 of a cache that has tokens", REMEDY)
             sizes = list(shape_of(new) or ())
             sizes[2] = append.capacity - 1 if append.before is Tokens.FULL else self._length
             with self._mode, torch.no_grad():
@@ -305,7 +311,7 @@ class _Rewrite:
         return mine or any(user in reader.core.inner for reader in self._readers)
 
     def _sliced(self, mask: Node, append: Append, keys: Node, origin: Node) -> Node:
-        told = self._q_len_of(append)
+        told = self._told(append.q_len)
         length: Any = told
         if not isinstance(told, int):
             length, dim = self._inputs[told[0]], told[1]
@@ -316,19 +322,14 @@ class _Rewrite:
             length = call(self._graph, operator.add, (past, length), origin)
         dims = shape_of(mask) or ()
         cut = call(self._graph, _aten.slice.Tensor, (mask, len(dims) - 1, 0, length), origin)
-        with (
-            self._mode,
-            torch.no_grad(),
-        ):  # a slice that may be as long as the whole has the smaller of two sizes
+        # A slice that may be as long as the whole has the smaller of two sizes.
+        with self._mode, torch.no_grad():
             cut.meta["val"] = value_of(mask).new_empty((*dims[:-1], shape_of(keys)[2]))  # type: ignore[index]
         return cut
 
     def _capacity(self, append: Append) -> Size:
         place = self._place.get(append.buffer)
         return self._told(append.capacity) if place is None else (place, append.dim)
-
-    def _q_len_of(self, append: Append) -> Size:
-        return self._told(append.q_len)
 
     def _batch_of(self, append: Append) -> Size:
         batch = (shape_of(self._grown[append.node]) or ())[0]

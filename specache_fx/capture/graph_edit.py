@@ -27,8 +27,7 @@ def copy_graph(gm: GraphModule) -> GraphModule:
     graph.output(graph.graph_copy(gm.graph, copied))
     for old, new in copied.items():
         new.meta = dict(old.meta)
-    output = next(iter(reversed(graph.nodes)))
-    output.meta = dict(next(iter(reversed(gm.graph.nodes))).meta)
+    graph.output_node().meta = dict(gm.graph.output_node().meta)
     return make_module(gm, graph)
 
 
@@ -83,9 +82,9 @@ def call(
 
 
 def size_of(before: Node, node: Node, dim: int) -> Any:
-    """A size of a node: a number, or what computes it, inserted before a node.
+    """Size of one dimension of `node`: a number, or nodes that compute it, inserted before `before`.
 
-    Of the graph's integers where it can be: what is computed from it does not depend on the node then.
+    It is computed from the graph's integer inputs where possible, so it does not depend on `node`.
     """
     size, graph = value_of(node).shape[dim], before.graph
     if isinstance(size, int):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -28,14 +28,19 @@ def ancestors(nodes: Iterable[Node], stop: Iterable[Node] = ()) -> set[Node]:
     return seen
 
 
-def extract(gm: GraphModule, results: list[Node], inputs: list[Node]) -> GraphModule:
-    """A graph of its own that computes `results` from `inputs`, in the order given; these may be any nodes."""
+def extract(
+    gm: GraphModule, results: list[Node], inputs: list[Node], effects: Sequence[Node] = ()
+) -> GraphModule:
+    """A graph of its own that computes `results` from `inputs`, in the order given; these may be any nodes.
+
+    It also makes the calls `effects`, which have no result.
+    """
     graph = Graph()
     copied: dict[Node, Node] = {}
     for node in inputs:
         copied[node] = graph.placeholder(node.name)
         copied[node].meta = dict(node.meta)
-    needed = ancestors(results, inputs)
+    needed = ancestors([*results, *effects], inputs)
     for node in gm.graph.nodes:
         if node in needed and node not in copied:
             copied[node] = graph.node_copy(node, lambda old: copied[old])
@@ -93,7 +98,7 @@ def has_effect(node: Node) -> bool:
 
 
 def writes_in_place(node: Node) -> bool:
-    """Whether a call changes a tensor of the model in place. Of ours only `state` is said to be changed."""
+    """Whether a call changes a tensor of the model in place. Our own operators don't: they change only `state`."""
     schema = getattr(node.target, "_schema", None)
     return schema is not None and bool(schema.is_mutable) and not schema.name.startswith("specache::")
 

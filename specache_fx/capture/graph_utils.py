@@ -79,9 +79,8 @@ def symbols_of(size: Any) -> set[Any]:
     return set(size.node.expr.free_symbols) if isinstance(size, torch.SymInt) else set()
 
 
-STATIC = (
-    "_dynamo_static_input_type"  # Dynamo's mark of parameters and buffers, in a placeholder's `tensor_dict`
-)
+# Dynamo's mark of parameters and buffers, in a placeholder's `tensor_dict`.
+STATIC = "_dynamo_static_input_type"
 
 
 def is_static_input(node: Node) -> bool:
@@ -130,12 +129,9 @@ def order_of(node: Any) -> list[int] | None:
 
 def swaps(node: Node, one: int, other: int) -> bool:
     """Whether a node swaps two dimensions of its tensor, as `transpose` or `permute` does."""
-    order = order_of(node) or []
-    if not -len(order) <= min(one, other) <= max(one, other) < len(order):
-        return False
-    swapped = list(range(len(order)))
-    swapped[one], swapped[other] = swapped[other], swapped[one]
-    return order == swapped
+    dims = len(shape_of(node) or ())
+    moved = [i for i, dim in enumerate(order_of(node) or ()) if i != dim]
+    return moved == sorted(dim + dims if dim < 0 else dim for dim in (one, other))
 
 
 END = 2**63 - 1  # of a slice that goes to the end
@@ -204,11 +200,6 @@ def _line_of(node: Node) -> tuple[str, str]:
 def placeholders(graph: Graph) -> list[Node]:
     """The graph's inputs, in order."""
     return [node for node in graph.nodes if node.op == "placeholder"]
-
-
-def output_node(graph: Graph) -> Node:
-    """The graph's output."""
-    return next(node for node in reversed(graph.nodes) if node.op == "output")
 
 
 def concatenated(node: Any) -> tuple[list[Node], int] | None:

@@ -10,7 +10,7 @@
         -> reshape(sdpa(reshape(q, [b, kv * g, 1, d]), k, v, mask), [b, kv, g, d])
 
 Einsums such as `bskgd,btkd->bkgst` have groups, and so have models that repeat no keys. Heads as rows, `[b, kv, g *
-q_len, d]`, are split in a step of one token. A prompt over growing caches keeps the model's attention.
+q_len, d]`, are split in a step of one token. In a prompt such rows stay as they are.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from specache_fx.capture.graph_edit import call
 from specache_fx.capture.graph_utils import (
     concatenated,
     is_pointwise,
-    output_node,
     same_sizes,
     shape_of,
     swaps,
@@ -42,7 +41,7 @@ _OVER_KEYS = (_aten._softmax.default, _aten.amax.default, _aten.slice.Tensor, _a
 
 def grouped_heads(graph: Graph) -> None:
     """Merge groups, in place."""
-    is_step = _is_of_one_token(graph, set(output_node(graph).all_input_nodes))
+    is_step = _is_of_one_token(graph, set(graph.output_node().all_input_nodes))
     for node in list(graph.nodes):
         if node.target is SDPA:
             _merge_operator(node, is_step)

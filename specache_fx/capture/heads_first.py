@@ -42,7 +42,6 @@ from specache_fx.capture.graph_utils import (
     is_float,
     is_static_input,
     order_of,
-    output_node,
     placeholders,
     reads_shape_only,
     same_sizes,
@@ -168,7 +167,7 @@ def _is_past(node: Node, root: Node) -> bool:
 
 def _move(gm: GraphModule, view_of: Callable[[Node], tuple[View, list[Node]] | None]) -> Moved:
     """Have outputs that are read as a cache, by the nodes that `view_of` gives, come in and go out as they are read."""
-    inputs, output = placeholders(gm.graph), output_node(gm.graph)
+    inputs, output = placeholders(gm.graph), gm.graph.output_node()
     taken, given = dict[int, View](), dict[int, View]()
     outs: list[Any] = list(output.args[0])  # type: ignore[arg-type]
     for root in dict.fromkeys(out for out in outs if isinstance(out, Node) and out.op != "placeholder"):

@@ -18,7 +18,7 @@ from torch.fx import Graph, Node
 
 from specache_fx.capture.graph_edit import call
 from specache_fx.capture.graph_slices import ancestors, eliminate_dead_code
-from specache_fx.capture.graph_utils import concatenated, order_of, output_node, shape_of, swaps, target_name
+from specache_fx.capture.graph_utils import concatenated, order_of, shape_of, swaps, target_name
 from specache_fx.capture.normalize_attention import SDPA
 from specache_fx.runtime.handle_form import ORDERS, Form, inverse, token_dim
 
@@ -35,7 +35,7 @@ def show_layouts(graph: Graph) -> dict[Node, Form]:
     Returns:
         Outputs that are read by one now, and their form.
     """
-    returned = [out for out in output_node(graph).all_input_nodes if len(shape_of(out) or ()) == 4]
+    returned = [out for out in graph.output_node().all_input_nodes if len(shape_of(out) or ()) == 4]
     shown = dict(filter(None, [_permute_reads(graph, out) for out in returned]))
     if shown:
         eliminate_dead_code(graph)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch.fx import Graph, Node
@@ -10,13 +10,22 @@ from torch.fx import Graph, Node
 from specache_fx.capture.cache_side import grows
 from specache_fx.capture.graph_slices import ancestors, draws_random_numbers, has_effect, mutated_inputs
 from specache_fx.capture.graph_utils import is_static_input, placeholders, shape_of, value_of
+from specache_fx.capture.program import Cut
 
 
-def effect_of(graph: Graph) -> str | None:
-    """An input that the graph writes to, or a call that is there for its effect."""
-    effects = (node for node in graph.nodes if node.op == "call_function" and has_effect(node))
-    changed = [*mutated_inputs(graph), *(node for node in effects if not draws_random_numbers(node))]
-    return next((node.name for node in changed), None)
+def effect_of(graph: Graph, outside: Collection[Node] = ()) -> str | None:
+    """What the graph does beside its results, but for calls that are taken `outside`."""
+    if changed := mutated_inputs(graph):
+        return f"the model updates a state of its own (`{changed[0].name}`)"
+    for node in graph.nodes:
+        if (
+            node.op == "call_function"
+            and node not in outside
+            and has_effect(node)
+            and not draws_random_numbers(node)
+        ):
+            return f"the model calls `{node.name}` for its effect"
+    return None
 
 
 def drawn_in(graph: Graph) -> str | None:
@@ -30,7 +39,12 @@ def kept_cache_of(kept: Sequence[Node]) -> str | None:
 
 
 def single_lane(
-    graph: Graph, kept: Sequence[Node], past_inputs: Sequence[int], token: int | None, logits: int | None
+    graph: Graph,
+    kept: Sequence[Node],
+    past_inputs: Sequence[int],
+    token: int | None,
+    logits: int | None,
+    cut: Cut,
 ) -> str | None:
     """The reason for one token at a time in a decode graph; None where it can compute two.
 
@@ -40,10 +54,11 @@ def single_lane(
         past_inputs: Positions of the past KV inputs.
         token: Position of the token ids.
         logits: Position of the logits among `kept`.
+        cut: Takes assertions on positions out of the graph.
     """
-    if effect := effect_of(graph):
+    if effect := effect_of(graph, cut.asserts):
         # Lanes and pre-decode run what is in the graph for a token that may never come: state would move twice.
-        return f"the model updates a state of its own (`{effect}`)"
+        return effect
     if drawn := drawn_in(graph):
         return f"the model draws random numbers (`{drawn}`), and would draw more of them"
     if token is None:

@@ -14,6 +14,7 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from specache_fx.capture.cache_side import NoMatch
 from specache_fx.capture.graph_slices import ancestors, cut_out, draws_random_numbers, mutated_inputs
 from specache_fx.capture.graph_utils import (
     is_integer,
@@ -25,7 +26,7 @@ from specache_fx.capture.graph_utils import (
     value_of,
 )
 from specache_fx.capture.normalize_attention import SDPA
-from specache_fx.capture.program import AttentionSite, LeaveAlone
+from specache_fx.capture.program import AttentionSite
 from specache_fx.runtime.prompt_masks import PromptMask
 from specache_fx.runtime.sources import Sources
 from specache_fx.runtime.window_masks import WindowMasks
@@ -37,7 +38,7 @@ def with_masks(gm: GraphModule, sources: Sources, sites: Sequence[AttentionSite]
     """With the masks of attentions to all tokens.
 
     Raises:
-        LeaveAlone: If one is computed from something that can't be followed.
+        NoMatch: If one is computed from something that can't be followed.
     """
     graph, inputs, layers = _cut(gm, sources, [site for site in sites if site.keys.window is None])
     return replace(sources, mask_graph=graph, mask_inputs=inputs, layer_masks=layers) if graph else sources
@@ -49,7 +50,7 @@ def find_window_masks(
     """The masks of attentions over a window; None where there is no window.
 
     Raises:
-        LeaveAlone: See `with_masks`.
+        NoMatch: See `with_masks`.
     """
     windows = [site for site in sites if site.keys.window is not None]
     graph, inputs, layers = _cut(gm, sources, windows)
@@ -79,8 +80,8 @@ def _cut(
         grows = any(symbols_of(size) & growing for size in shape_of(node) or ())
         shape_only = node not in read and (place in sources.shapes or not grows)
         if node in written or not (known or shape_only):
-            site = next(site for site in sites if site.core.mask is not None)
-            raise LeaveAlone(
+            site = next(site for site in sites if site.core.mask and node in ancestors([site.core.mask]))
+            raise NoMatch(
                 f"the mask of `{site.core.node.name}` is computed from input `{node.name}`, which is neither a length,"
                 " a position nor a mask over keys",
                 "Pass a key padding mask of integers or booleans, [batch, kv_len], or compile this model with"
@@ -109,7 +110,7 @@ def find_prompt_masks(
     found: list[PromptMask] = []
     places: dict[tuple[Node, int | None], int] = {}
     rules: dict[Node, int] = {}
-    # A mask of what is cached is no mask of ours.
+    # A mask computed from cached pairs can't be evaluated apart from the graph.
     changed = {*mutated_inputs(gm.graph)}
     changed |= {
         root for site in sites if site.keys.past is not None for root in (site.keys.root, site.values.root)

@@ -38,7 +38,6 @@ from specache_fx.capture.graph_utils import (
     described,
     is_float,
     is_static_input,
-    output_node,
     placeholders,
     reads_shape_only,
     same_sizes,
@@ -50,7 +49,6 @@ from specache_fx.capture.program import AttentionCore, AttentionSite, Phase, Ref
 from specache_fx.capture.reading import Reading, check_between, readings_of
 from specache_fx.capture.unknown_forms import unknown_forms
 from specache_fx.config import SpecacheConfig
-from specache_fx.runtime.expansion import Expansion
 from specache_fx.runtime.handle import unfit_reason
 
 
@@ -62,14 +60,12 @@ def _cache_of(core: AttentionCore) -> Node:
 
 def _comes_whole(core: AttentionCore) -> bool:
     """Whether keys are an input of the graph, and not just those of this call's tokens."""
-    cache, dims, queries = _cache_of(core), shape_of(core.key), shape_of(core.query)
+    cache = _cache_of(core)
     return (
         cache.op == "placeholder"
         and not is_static_input(cache)
-        and dims is not None
-        and queries is not None
         and len(shape_of(cache) or ()) == 4
-        and not statically_known_true(dims[2] == queries[2])
+        and not statically_known_true(value_of(core.key).shape[2] == value_of(core.query).shape[2])
     )
 
 
@@ -129,10 +125,8 @@ def _match(
     _check_mask(core, keys, values)
     if owner is not None and keys.past is not None and q.shape[2] == 1 and core.mask is not owner.core.mask:
         raise NoMatch(f"it reads the cache of attention `{owner.core.node.name}` with another mask")
-    expansion: Expansion | None = None
     if reading.is_expanded:
         check_between(reading, inside)
-        expansion = find_expansion(gm, reading)
     return AttentionSite(
         layer=len(owners) // 2 if owner is None else owner.layer,
         core=core,
@@ -143,7 +137,7 @@ def _match(
         value_dim=int(v.shape[-1]),
         source=source_of(core.node),
         shared=owner is not None,
-        expansion=expansion,
+        expansion=find_expansion(gm, reading) if reading.is_expanded else None,
     )
 
 
@@ -181,7 +175,11 @@ def _of_other_tokens(keys: Side, owners: dict[Node, AttentionSite]) -> Attention
 
 def _check_heads(reading: Reading) -> None:
     q, k, v = (value_of(node) for node in (reading.core.query, reading.key, reading.value))
-    if q.dim() != 4 or k.shape[1] != v.shape[1] or q.shape[1] % k.shape[1]:
+    if q.dim() != 4:
+        raise NoMatch(f"its queries have {q.dim()} dimensions, not [batch, num_heads, q_len, head_dim]")
+    if statically_known_true(q.shape[0] != k.shape[0]):
+        raise NoMatch(f"its queries are a batch of {q.shape[0]}, its keys one of {k.shape[0]}")
+    if k.shape[1] != v.shape[1] or q.shape[1] % k.shape[1]:
         heads = f"{q.shape[1]} query heads, {k.shape[1]} heads of keys and {v.shape[1]} of values"
         raise NoMatch(f"its {heads} don't form groups")
     cached = [value_of(node).shape[1] for node in (reading.key_cache, reading.value_cache)]
@@ -216,7 +214,7 @@ def _data_behind(core: AttentionCore, keys: Side, values: Side) -> Node | None:
     graph = core.mask.graph
     token, vocabulary = find_token(graph)
     returns_logits = any(
-        (shape_of(out) or (None,))[-1] == vocabulary for out in output_node(graph).all_input_nodes
+        (shape_of(out) or (None,))[-1] == vocabulary for out in graph.output_node().all_input_nodes
     )
     read = (core.query, keys.new, values.new, keys.past, values.past, token if returns_logits else None)
     data = {node for node in read if node is not None}
@@ -232,8 +230,6 @@ def _data_behind(core: AttentionCore, keys: Side, values: Side) -> Node | None:
 
 def phase_of(sites: Sequence[AttentionSite]) -> Phase:
     """The use that a graph with these attentions makes of the KV cache."""
-    if not sites:
-        return Phase.NO_CACHE
     if sites[0].keys.past is None:
         return Phase.PREFILL
     tokens = (node for site in sites for node in (site.core.query, site.keys.new))
@@ -244,7 +240,7 @@ def match_attention(
     gm: GraphModule, cores: Sequence[AttentionCore], unknown: dict[Node, str], config: SpecacheConfig
 ) -> tuple[list[AttentionSite], list[Refusal]]:
     """The attentions that are rewritten, and those that are not; `cores` and `unknown` are from `attention_cores`."""
-    outputs = set(output_node(gm.graph).all_input_nodes)
+    outputs = set(gm.graph.output_node().all_input_nodes)
     sites: list[AttentionSite] = []
     refusals: list[Refusal] = []
     readings = readings_of(gm, cores, outputs)

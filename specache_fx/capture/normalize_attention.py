@@ -22,10 +22,10 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from specache_fx.capture.cache_side import LEAVE
+from specache_fx.capture.cache_side import LEAVE, NoMatch
 from specache_fx.capture.graph_edit import finish
 from specache_fx.capture.graph_slices import ancestors, constant_of
-from specache_fx.capture.graph_utils import output_node, real_users, shape_of, target_name
+from specache_fx.capture.graph_utils import described, real_users, shape_of, target_name
 from specache_fx.capture.program import AttentionCore
 from specache_fx.capture.prove_form import MOST_REPLACED, MOST_SCORES, differs, is_proved
 from specache_fx.capture.score_chain import Rows, UnknownFormError
@@ -65,26 +65,28 @@ def from_sdpa(gm: GraphModule, node: Node) -> AttentionCore:
     )
 
 
-def from_softmax(
-    gm: GraphModule, softmax: Node, outputs: set[Node], rows: Rows, *, replaced: bool = False
-) -> AttentionCore:
+def from_softmax(gm: GraphModule, softmax: Node, outputs: set[Node], rows: Rows) -> AttentionCore:
     """The attention around a softmax, read and proved; see `read_form`.
 
     Args:
         gm: The graph.
-        softmax: It.
+        softmax: The softmax.
         outputs: See `read_form`.
-        rows: See `read_form`.
-        replaced: Whether a prompt's operations are replaced too, so that it needs its proof.
+        rows: See `read_form`. Of all queries where a prompt's operations are replaced too, so that it needs its proof.
 
     Raises:
-        UnknownFormError: If it has no normal form, or a prompt that is to be replaced is too long for its proof.
+        UnknownFormError: If it has no normal form.
+        NoMatch: If a prompt that is to be replaced is too long for its proof.
     """
     core = read_form(gm, softmax, outputs, rows)
-    proved = is_proved(core, MOST_REPLACED if replaced else MOST_SCORES)
-    if replaced and not proved:
-        raise UnknownFormError(softmax, "has too many scores to be proved for a prompt of this length")
-    if proved and (reason := differs(gm, core)) is not None:
+    proved = is_proved(core, MOST_SCORES if rows.newest else MOST_REPLACED)
+    if not (proved or rows.newest):
+        many = f"has more than 2^{MOST_REPLACED.bit_length() - 1} scores in this prompt, too many to prove its form"
+        raise NoMatch(
+            f"{described(softmax)} {many}",
+            f"Give the prompt in pieces, or use scaled_dot_product_attention. {LEAVE}.",
+        )
+    if proved and (reason := differs(gm, core, newest=rows.newest)) is not None:
         raise UnknownFormError(softmax, f"was taken for an attention, but {reason}")
     return replace(core, problem=_read_elsewhere(core))
 
@@ -108,7 +110,7 @@ def attention_cores(gm: GraphModule) -> tuple[list[AttentionCore], dict[Node, st
     """The attentions of a graph in normal form, and the softmaxes around which none was found, with the reason."""
     cores: list[AttentionCore] = []
     unknown: dict[Node, str] = {}
-    outputs = set(output_node(gm.graph).all_input_nodes)
+    outputs = set(gm.graph.output_node().all_input_nodes)
     caches = any(len(shape_of(out) or ()) == 4 for out in outputs)
     rows = Rows()
     for node in list(gm.graph.nodes):

@@ -11,7 +11,6 @@ from specache_fx.capture.graph_slices import ancestors, cut_out
 from specache_fx.capture.graph_utils import (
     is_integer,
     is_static_input,
-    output_node,
     placeholders,
     shape_of,
     value_of,
@@ -29,7 +28,7 @@ def plan_outputs(
 
     `sources` are the inputs of a decode graph; None for others.
     """
-    outs = list(output_node(gm.graph).args[0])  # type: ignore[arg-type]
+    outs = list(gm.graph.output_node().args[0])  # type: ignore[arg-type]
     slots: dict[Node, int] = {}
     for site in sites:
         if not site.shared:
@@ -49,7 +48,6 @@ def plan_outputs(
             kept.append(i)
     length_graph, length_inputs = cut_out(gm, [outs[i] for i in lengths]) if lengths else (None, ())
     plan = OutputPlan(
-        total=len(outs),
         handles=handles,
         kept=tuple(kept),
         lengths=tuple(lengths),

@@ -130,7 +130,6 @@ class OutputPlan:
     """The assembly of Dynamo's outputs.
 
     Attributes:
-        total: Number of outputs that Dynamo expects.
         handles: Output index to slot (2 * layer, + 1 for values).
         kept: Output indices that the rewritten graph still computes, in its order.
         lengths: Output indices that are integers, or tensors that grow with the context and are computed from
@@ -140,7 +139,6 @@ class OutputPlan:
         constants: Output indices that are plain values.
     """
 
-    total: int
     handles: dict[int, int]
     kept: tuple[int, ...]
     lengths: tuple[int, ...]
@@ -156,12 +154,12 @@ class Cut:
     Attributes:
         prelude: Computes what the rest of the graph reads of it; None where it reads nothing.
         boundary: The nodes that it computes.
-        unread: Calls without a result among what it leaves behind.
+        asserts: Assertions on positions, which the prelude makes for the output token alone.
     """
 
     prelude: Prelude | None
     boundary: tuple[Node, ...]
-    unread: tuple[Node, ...]
+    asserts: tuple[Node, ...]
 
 
 @dataclass(frozen=True)
@@ -194,7 +192,7 @@ class Program:
         phase: What the graph does with the KV cache.
         sites: The attentions that are rewritten.
         refusals: Those that are not, and why.
-        inputs: Names of Dynamo's placeholders, in order.
+        inputs: Names of the graph's placeholders: Dynamo's, then those of `newest_inputs`.
         weights: Positions of parameters and buffers among Dynamo's inputs, each with its name in the module.
         past_inputs: Positions of the past KV inputs among Dynamo's, keys and values in turn.
         other_kv_inputs: Positions of inputs that could be KV tensors too, and stay as they are.
@@ -212,7 +210,7 @@ class Program:
         prompt_masks: The masks that are tested before they are made (prefill and extend).
         rules: Output of an attention to the place of its mask in `prompt_masks`.
         decoding: What is known of a decode graph; None for others.
-        left_alone: Why the graph is left alone whatever is in it, if it is: a whole message.
+        left_alone: Message that says why the whole graph is skipped, or None.
     """
 
     config: SpecacheConfig
@@ -254,11 +252,3 @@ class Program:
         """
         others = [site.layer for site in self.owners if site.keys.window is None]
         return self.window_layers | set(others[: self.config.resident_layers])
-
-
-class LeaveAlone(Exception):
-    """The attentions of a graph are to be left as they are; `reason` and `remedy` are those of their `Refusal`s."""
-
-    def __init__(self, reason: str, remedy: str) -> None:
-        super().__init__(reason, remedy)
-        self.reason, self.remedy = reason, remedy

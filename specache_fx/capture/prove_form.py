@@ -21,10 +21,10 @@ from specache_fx.capture.graph_utils import placeholders, shape_of, symbols_of, 
 from specache_fx.capture.program import AttentionCore
 from specache_fx.runtime.masks import hides
 
-# Scores of a prompt's proof, at most; a decode step's is always made. Where a prompt's numbers stay the model's own,
-# nothing hangs on it.
+# Scores of a prompt's proof, at most; a decode step's is always made. The form of a longer prompt is only read: its
+# attention stays the model's.
 MOST_SCORES = 2**20
-MOST_REPLACED = 2**23
+MOST_REPLACED = 2**23  # the same, where a prompt's operations are replaced
 _SEEDS = 16  # tried until random masks show something
 # Sizes that are open get these, one after another: no two alike, none a power of 2.
 _SIZES = (5, 3, 7, 6, 9, 10, 11, 12, 13, 14, 15)
@@ -155,8 +155,13 @@ def is_proved(core: AttentionCore, most: int) -> bool:
     return q_len == 1 or batch * heads * q_len * kv_len <= most
 
 
-def differs(gm: GraphModule, core: AttentionCore) -> str | None:
+def differs(gm: GraphModule, core: AttentionCore, *, newest: bool) -> str | None:
     """Compute a core as the graph does and as the normal form does.
+
+    Args:
+        gm: The graph.
+        core: It.
+        newest: Compare the newest query alone: the core's mask is its row.
 
     Returns:
         What is wrong; None where they agree.
@@ -171,7 +176,7 @@ def differs(gm: GraphModule, core: AttentionCore) -> str | None:
     for size in (1.0, core.softcap) if core.softcap is not None else (1.0,):
         for seed in range(_SEEDS):
             try:
-                distance, bound = _distance(graph, core, leaves, Numbers(core.node, seed), size)
+                distance, bound = _distance(graph, core, leaves, Numbers(core.node, seed), size, newest)
             except (RuntimeError, TypeError, ValueError, IndexError) as error:
                 return f"it can't be computed on small tensors ({(str(error).splitlines() or [''])[0]})"
             if distance is not None:
@@ -184,13 +189,14 @@ def differs(gm: GraphModule, core: AttentionCore) -> str | None:
 
 
 def _distance(
-    graph: GraphModule, core: AttentionCore, leaves: list[Node], numbers: Numbers, size: float
+    graph: GraphModule, core: AttentionCore, leaves: list[Node], numbers: Numbers, size: float, newest: bool
 ) -> tuple[float | None, float]:
     """The distance of a core from the normal form, and the distance that rounding allows.
 
     `graph` computes output, query and mask from `leaves`; the scaled products are of a size. The distance is None where
     the numbers hide every key from every query: they prove nothing.
     """
+    rows = slice(-1 if newest else None, None)
     key_dim = (shape_of(core.key) or ())[3]
     query_spread = size / (abs(core.scale) * key_dim**0.5)
     spreads = {
@@ -207,7 +213,7 @@ def _distance(
         )
         wide = torch.promote_types(query.dtype, torch.float32)
         expected = dense(
-            query[:, :, -1:].to(wide),
+            query[:, :, rows].to(wide),
             values[core.key].to(wide),
             values[core.value].to(wide),
             masks[0].to(wide) if masks else None,
@@ -215,7 +221,7 @@ def _distance(
             scale=core.scale,
             softcap=core.softcap,
         )
-        out = out.to(wide).reshape(*query.shape[:3], -1)[:, :, -1:]
+        out = out.to(wide).reshape(*query.shape[:3], -1)[:, :, rows]
         seen = torch.ones(expected.shape[:3], dtype=torch.bool, device=out.device)
         if masks:
             seen = seen & ~hides(masks[0]).all(-1)

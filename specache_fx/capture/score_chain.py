@@ -58,11 +58,19 @@ class Rows:
         self._known: dict[Any, Node] = {}
 
     def call(self, before: Node, target: Any, *args: Any, **kwargs: Any) -> Node:
-        """The result of a call; a new one is inserted before a node."""
+        """The result of a call; a new one is inserted before a node.
+
+        Raises:
+            UnknownFormError: If the shapes don't fit: they were guessed.
+        """
         key = (target, repr((args, kwargs)))
         if key not in self._known:
-            with before.graph.inserting_before(before):
-                self._known[key] = call(before.graph, target, args, before, kwargs=kwargs)
+            try:
+                with before.graph.inserting_before(before):
+                    self._known[key] = call(before.graph, target, args, before, kwargs=kwargs)
+            except (IndexError, RuntimeError) as error:
+                before.graph.erase_node(before.prev)
+                raise UnknownFormError(before, "is of parts whose shapes don't fit each other") from error
         return self._known[key]
 
     def size(self, before: Node, node: Node, dim: int) -> Any:

@@ -19,7 +19,7 @@ from specache_fx.capture.graph_edit import fake_mode_of, make_module
 from specache_fx.capture.graph_utils import target_name, value_of
 from specache_fx.capture.pieces import Piece
 
-_FEWEST = 3  # segments that have to be alike
+_FEWEST = 3  # segments that a cut has to give
 _CROSSING = (torch.Tensor, int, float, torch.SymInt, torch.SymFloat)  # may go from segment to segment
 _LEVELS = (("_vmap_increment_nesting", 1), ("_vmap_decrement_nesting", -1))
 
@@ -69,7 +69,7 @@ def cut(graph: Graph, ends: Callable[[Node], bool]) -> list[Segment]:
     """The segments of a graph, in order: each but the last has a node that ends it.
 
     Raises:
-        CannotCut: If too few are alike, or something other than tensors and numbers goes from one to another.
+        CannotCut: If there are fewer than three, or something other than tensors and numbers goes from one to another.
     """
     pieces: list[list[Node]] = [[]]
     for node in graph.nodes:
@@ -148,7 +148,7 @@ class Joined:
 
     def _constant(self, traced: GraphModule, node: Node) -> Node:
         value = getattr(traced, str(node.target))
-        name = f"constant_{len(self.root.__dict__) + len(self.root._buffers) + len(self.root._modules)}"
+        name = f"constant_{len(self.graph.nodes)}"
         setattr(self.root, name, value)
         new = self.graph.get_attr(name)
         new.meta = dict(node.meta)

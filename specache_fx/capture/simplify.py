@@ -18,7 +18,6 @@ returned so stays. Sizes that Dynamo left open are compared as symbols: no guard
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -41,29 +40,14 @@ from specache_fx.capture.graph_utils import (
 from specache_fx.capture.normalize_attention import SDPA, SDPA_DEFAULTS
 
 _aten = torch.ops.aten
-_LAYOUTS = (
-    _aten.reshape.default,
-    _aten.expand.default,
-    _aten.slice.Tensor,
-    _aten.squeeze.dim,
-    _aten.squeeze.dims,
-)
-_SAME_ELEMENTS = (
-    _aten.clone.default,
-    _aten.reshape.default,
-    _aten.unsqueeze.default,
-    _aten.squeeze.dim,
-    _aten.squeeze.dims,
-)
+_SQUEEZES = (_aten.squeeze.dim, _aten.squeeze.dims)
+_LAYOUTS = (_aten.reshape.default, _aten.expand.default, _aten.slice.Tensor, *_SQUEEZES)
+_SAME_ELEMENTS = (_aten.clone.default, _aten.reshape.default, _aten.unsqueeze.default, *_SQUEEZES)
 _VIEWS = (
     _aten.view.default, _aten._unsafe_view.default, _aten.transpose.int, _aten.permute.default,
     _aten.slice.Tensor, _aten.select.int, _aten.expand.default,
 )  # fmt: skip
-_SAME: tuple[Callable[..., Any], ...] = (
-    _aten.alias.default,
-    _aten.detach.default,
-    _aten.lift_fresh_copy.default,
-)
+_SAME: tuple[Any, ...] = (_aten.alias.default, _aten.detach.default, _aten.lift_fresh_copy.default)
 
 
 def simplify(graph: Graph) -> None:

@@ -70,7 +70,7 @@ def read_form(gm: GraphModule, softmax: Node, outputs: set[Node], rows: Rows) ->
     for node in list(path)[1:]:
         scores.apply(node)
     if any(_drops_last(node) for node in after) != (scores.sinks is not None):
-        raise UnknownFormError(softmax, "and the columns that it is taken over")
+        raise UnknownFormError(softmax, "is over columns that are neither keys nor one sink a head")
     inner = {*path, softmax, *after, output, *query_path, *key_path, *value_path, *scores.inner}
     users = real_users(output)
     if len(users) == 1 and _splits_heads(users[0], num_heads):
@@ -136,7 +136,7 @@ def _weighted_values(
             node, users = filled, real_users(filled)
         if len(users) != 1:
             passing = PRODUCTS | LAYOUTS
-            other = next((user for user in users if target_name(user) not in passing), softmax)
+            other = next((user for user in users if target_name(user) not in passing), (softmax, *users)[-1])
             returned = other.op == "output" or not outputs.isdisjoint((other, node))
             why = ": call the model with output_attentions=False" if returned else ""
             raise UnknownFormError(other, f"reads its probabilities{why}")
@@ -182,9 +182,11 @@ def _side(
     path = list[Node]()
     while True:
         dims, name = shape_of(node) or (), target_name(node)
-        same = name in ("_to_copy", "clone") or (name == "reshape" and len(dims) == 3)
-        same |= name == "expand" and len(dims) == 4 and same_sizes((shape_of(node.args[0]) or ())[1:2], (1,))
-        same |= name == "expand" and len(dims) == 5 and same_sizes((shape_of(node.args[0]) or ())[2:3], (1,))
+        before = next(map(shape_of, node.all_input_nodes), None) or ()
+        same = name in ("_to_copy", "clone")
+        same |= name == "reshape" and len(dims) == 3 and same_sizes(before[-1:], dims[-1:])
+        same |= name == "expand" and len(dims) == 4 and same_sizes(before[1:2], (1,))
+        same |= name == "expand" and len(dims) == 5 and same_sizes(before[2:3], (1,))
         same |= name == "unsqueeze" and len(dims) == 5 and node.args[1] in (2, -3)
         swap = (transposed or len(dims) == 3) and swaps(node, -1, -2)
         if node in outputs or not (same or swap):
@@ -192,7 +194,7 @@ def _side(
         path.append(node)
         node, transposed = node.args[0], transposed ^ swap
     whole = len(dims) == 4 and isinstance(dims[1], int)
-    if transposed or not (whole or is_query):
+    if transposed or not (whole or (is_query and 3 <= len(dims) <= 5)):
         keys = "is no [..., kv_len, dim]: cache it as that, and transpose it where it is multiplied"
         raise UnknownFormError(node, "is no [..., q_len, dim]" if is_query else keys)
     return node, path

@@ -46,7 +46,6 @@ from specache_fx.capture.graph_utils import (
     STATIC,
     concatenated,
     is_static_input,
-    output_node,
     placeholders,
     target_name,
     value_of,
@@ -109,7 +108,10 @@ def _by_segments(gm: GraphModule) -> GraphModule:
         CannotCut: If they are to be traced together.
     """
     segments = cut(gm.graph, lambda node: node.target is SDPA or target_name(node) == "softmax")
-    if any(len(flatten([value_of(node)])) != 1 for node in placeholders(gm.graph)):
+    given = [value_of(node) for node in placeholders(gm.graph)]
+    if list(map(id, flatten(given))) != list(
+        map(id, given)
+    ):  # a subclass has more than its shape to be alike in
         raise CannotCut
     forms = [segment.form(segment.heads()) for segment in segments]
     if len(set(forms)) == len(forms):
@@ -178,7 +180,7 @@ def inline(graph: Graph, function: Callable[..., Any], operands: Sequence[Any], 
         if node.op == "call_function":
             copied[node] = graph.node_copy(node, copied.__getitem__)
             copied[node].meta = {"val": value_of(node)} | origin_of(origin)
-    (result,) = output_node(traced.graph).all_input_nodes
+    (result,) = traced.graph.output_node().all_input_nodes
     return copied[result]
 
 
@@ -218,7 +220,7 @@ def _write_inputs(inputs: Sequence[Any], wrapped: Sequence[Any]) -> None:
 
 def _note_growing_buffers(graph: Graph) -> None:
     """Buffers that the model appends to and replaces are caches: they lose Dynamo's mark of what stays."""
-    outputs = set(output_node(graph).all_input_nodes)
+    outputs = set(graph.output_node().all_input_nodes)
     for node in placeholders(graph):
         source = getattr(node.meta.get("grapharg"), "source", None)
         if not is_static_input(node) or isinstance(value_of(node), torch.nn.Parameter) or source is None:

@@ -209,6 +209,20 @@ def test_a_copy_goes_its_own_way() -> None:
             torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy])
+def test_a_copy_starts_anew(copied: Callable[[Tensor], Tensor]) -> None:
+    plain, model, ours = begun(30, 10, **ALL_STAGED)
+    expected = generate(plain, prompt(20), 3, by_number=False)
+    for reset in (False, True):
+        for layer in model.layers:
+            layer.keys, layer.values = copied(layer.keys), copied(layer.values)
+            if reset:
+                layer.keys.zero_()
+        with pytest.raises(SavedCacheError, match="A cache of fixed length"):
+            specache_fx.save([layer.keys for layer in model.layers], "nowhere")
+        assert torch.equal(generate(ours, prompt(20), 3, by_number=False)[0], expected[0])
+
+
 def test_a_prompt_that_ran_uncompiled_is_taken_over() -> None:
     plain, model = FixedDecoder("index_put"), FixedDecoder("index_put")
     for each in (plain, model):
@@ -444,7 +458,7 @@ def tokens_for_heads(s: OneLayer, q: Tensor, k: Tensor, v: Tensor, where: Tensor
     [
         (ring, "mask shows rows of a cache behind the 1 tokens"),
         (open_mask, "mask shows rows of a cache behind the 5 tokens"),
-        (narrow_mask, "without a mask reads all of a cache"),
+        (narrow_mask, "and no mask hides its unwritten rows"),
         (bucket, "reads the first 12 rows of a cache that holds 5 tokens"),
         (from_the_end, "position -16, counted from the end"),
         (squared, r"its form is not one that specache knows: `pow.*attn_implementation"),
@@ -687,24 +701,6 @@ def test_static_cache(made: str) -> None:
         torch.testing.assert_close(found.logits, expected.logits, rtol=1e-4, atol=1e-4)
         for cache in caches:
             cache.reset()
-
-
-@pytest.mark.nightly  # `generate` has it by day
-@torch.no_grad()
-def test_a_padding_mask_and_a_static_cache() -> None:
-    plain, model = llama(), llama()
-    model.compile(backend="specache", options=OPTIONS | ALL_STAGED)
-    caches = [StaticCache(config=plain.config, max_cache_len=64) for _ in range(2)]
-    one = two = prompt(9)
-    mask = torch.ones(2, 9, dtype=torch.int64)
-    mask[1, :4] = 0
-    for _ in range(20):
-        expected = plain(one, past_key_values=caches[0], attention_mask=mask).logits
-        found = model(two, past_key_values=caches[1], attention_mask=mask).logits
-        torch.testing.assert_close(found[:, -1], expected[:, -1], rtol=1e-4, atol=1e-4)
-        one, two = expected[:, -1:].argmax(-1), found[:, -1:].argmax(-1)
-        mask = torch.nn.functional.pad(mask, (0, 1), value=1)
-    assert specache_fx.stats(caches[1]).steps == 19
 
 
 @pytest.mark.parametrize("padded", nightly_unless(True.__eq__, [False, True]))

@@ -17,7 +17,6 @@ from support.ways import (
     PADDED,
     WAYS,
     arguments,
-    conversation,
     crop_and_go_on,
     generate,
     own_loop,
@@ -109,12 +108,6 @@ def test_generate_within_generate() -> None:
     assert len(inner) == 21 and all(torch.equal(tokens, expected) for tokens in inner)
 
 
-@pytest.mark.nightly  # by day two turns are among `test_forks.py`'s threads
-@pytest.mark.parametrize("name", ["plain", "gpt2"])
-def test_conversation_on_one_cache(name: str) -> None:
-    assert torch.equal(conversation(shared(name)), conversation(eager(name)))
-
-
 @pytest.mark.parametrize("removed", [1, 7, 19])
 def test_continuing_a_cropped_cache(removed: int) -> None:
     """Into the window, over its edge, and deep into what was quantised."""
@@ -155,13 +148,6 @@ def test_inference_mode_and_no_grad_by_turns() -> None:
             out = model(token, past_key_values=past, use_cache=True)
         past, token = out.past_key_values, out.logits[:, -1].argmax(-1)[:, None]
         torch.testing.assert_close(out.logits[:, -1], expected[i], **EXACT)
-
-
-@anew
-@pytest.mark.nightly
-def test_inference_mode_generate_equals_eager() -> None:
-    with torch.inference_mode():
-        assert torch.equal(generate(compiled()), generate(eager()))
 
 
 def test_hidden_states_are_those_of_the_output_token() -> None:

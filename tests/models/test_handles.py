@@ -14,7 +14,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.cases import nightly_unless
-from support.open_sessions import num_sessions
 from support.zoo import SMALL, build, left_padded
 from torch import Tensor, nn
 from torch._dynamo.exc import BackendCompilerFailed, TorchRuntimeError
@@ -205,12 +204,6 @@ def test_gradients_get_the_numbers_of_a_cache(exact_model: nn.Module, cut: int, 
 
 
 # Foreign caches -----------------------------------------------------------------------------------------------------
-
-
-def test_stats_of_an_uncompiled_models_cache_are_refused(model: nn.Module) -> None:
-    past = generate(build("plain"), new_tokens=4).past_key_values
-    with pytest.raises(CacheHandleError, match=r"has no KV cache of specache"):
-        specache_fx.stats(past)
 
 
 def refused(reason: str) -> Any:
@@ -418,13 +411,6 @@ def test_a_handle_among_other_tensors_is_found(others: int) -> None:
     mine = handle.issue(6, [(2, 16)], 2, 3, torch.bfloat16, CPU)[0].clone()
     assert registry.first_handle(numbers * others) is None
     assert registry.first_handle([*numbers * others, mine, *numbers]) is mine
-
-
-def test_many_generations_leave_one_session(model: nn.Module) -> None:
-    before = num_sessions()
-    for _ in range(4):
-        generate(model, new_tokens=3)
-    assert num_sessions() == before
 
 
 # Codes --------------------------------------------------------------------------------------------------------------

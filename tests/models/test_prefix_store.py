@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -231,8 +232,10 @@ def test_bad_arguments_are_named(model: Any, tmp_path: Path) -> None:
     store = PrefixStore(tmp_path / "file", 1 << 30)
     with pytest.raises(ConfigError, match=r"give integers \[batch, tokens\]"):
         store.get(model, DOCUMENT[0])
-    with pytest.raises(ConfigError, match="input_ids are a list: give a tensor of integers"):
-        store.put(DOCUMENT.tolist(), None)  # type: ignore[arg-type]
+    ids, mask = DOCUMENT.tolist(), torch.ones_like(DOCUMENT)
+    for call in (lambda: store.put(ids, None), lambda: store.get(model, ids, mask)):
+        with pytest.raises(ConfigError, match="input_ids are a list: give a tensor of integers"):
+            call()
     with pytest.raises(SavedCacheError, match="but the cache is of"):
         store.put(asked(5), read(model, DOCUMENT))
     store = PrefixStore(tmp_path / "no folder", 1 << 30)
@@ -300,6 +303,41 @@ def test_a_cache_goes_on_while_its_put_waits_for_another_process(model: Any, tmp
         session.lock.release()
     thread.join(60)
     assert len(files(tmp_path)) == 1
+
+
+def test_an_error_of_the_callers_process_removes_nothing(
+    model: Any, store: PrefixStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(store, model, DOCUMENT)
+
+    def alarm(*_: Any) -> None:
+        raise TimeoutError("of a signal's handler")
+
+    monkeypatch.setattr(prefix_store, "fitting", alarm)
+    with pytest.raises(TimeoutError):
+        store.get(model, asked(5, 6))
+    monkeypatch.undo()
+    assert store.get(model, asked(5, 6))[1] == 60
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".npy"])
+def test_an_entry_of_a_user_who_lets_nobody_read_it_is_passed_over(suffix: str, model: Any) -> None:
+    nobody = 65534
+    with tempfile.TemporaryDirectory() as folder:
+        store = PrefixStore(folder, 1 << 30)
+        put(store, model, DOCUMENT[:, :30])
+        put(store, model, DOCUMENT)
+        longest = max(files(store.folder), key=lambda path: path.stat().st_mtime)
+        for path in (store.folder, *store.folder.iterdir()):
+            path.chmod(0o777)
+        longest.with_suffix(suffix).chmod(0)
+        user = os.geteuid()
+        os.seteuid(user or nobody)  # root reads everything
+        try:
+            assert store.get(model, asked(5, 6))[1] == 30
+        finally:
+            os.seteuid(user)
+        assert len(files(store.folder)) == 2
 
 
 def test_an_entry_that_is_just_gone_is_no_damaged_one(model: Any, store: PrefixStore) -> None:

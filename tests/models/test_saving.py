@@ -254,6 +254,8 @@ def test_other_tokens_are_refused(model: Any, saved: Path) -> None:
         specache_fx.load(model, saved, input_ids=ids)
     with pytest.raises(SavedCacheError, match=r"input_ids are \(3, 50\), but the cache is of \(3, 49\)"):
         specache_fx.save(read(model, CASE)[0], saved, input_ids=ids)
+    with pytest.raises(ConfigError, match="input_ids are a list"):
+        specache_fx.save(read(model, CASE)[0], saved, input_ids=ids.tolist())
     with pytest.raises(SavedCacheError, match="are not the tokens of this cache: token 47 is another"):
         specache_fx.save(read(model, CASE)[0], saved, input_ids=ids[:, :-1])
 

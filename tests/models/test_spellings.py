@@ -11,7 +11,18 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.cases import nightly_unless
-from support.hooked import HEAD_DIM, HEADS, HIDDEN, VOCABULARY, Hooked, Pairs, SpeltOut, logits
+from support.hooked import (
+    HEAD_DIM,
+    HEADS,
+    HIDDEN,
+    VOCABULARY,
+    AssertsOfNumbers,
+    AssertsOfPositions,
+    Hooked,
+    Pairs,
+    SpeltOut,
+    logits,
+)
 from support.open_sessions import num_sessions
 from torch import Tensor
 from torch._dynamo.exc import BackendCompilerFailed
@@ -136,6 +147,23 @@ def test_an_operator_that_is_there_for_its_effect_runs_as_often_as_in_the_model(
     NOTES.clear()
     logits(torch.compile(Noting(), backend="specache", options=OPTIONS))
     assert expected == NOTES
+
+
+def test_an_assertion_on_positions_holds_for_the_output_token_alone(compiled_graphs: list[int]) -> None:
+    plain, model = AssertsOfPositions(), AssertsOfPositions()
+    ours = torch.compile(model, backend="specache", options={**OPTIONS, "strict": True})
+    torch.testing.assert_close(logits(ours, steps=6), logits(plain, steps=6), rtol=1e-4, atol=1e-4)
+    assert compiled_graphs == [2]
+    for each in (plain, ours):
+        with pytest.raises((AssertionError, RuntimeError), match="no position"):
+            logits(each, steps=7)
+
+
+def test_an_assertion_on_numbers_keeps_one_lane(
+    compiled_graphs: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    assert equals_plain(AssertsOfNumbers()) < 0.02
+    assert compiled_graphs == [1] and "for its effect" in caplog.text
 
 
 class MaskWrittenBetweenLayers(SpeltOut):
@@ -395,6 +423,21 @@ class QueriesBeforeHeads(Hooked):
         return torch.einsum("bsht,bthd->bshd", weights, v).transpose(1, 2)
 
 
+class OneViewOfTheQueries(SpeltOut):
+    """A step's queries are `[batch * num_heads, 1, head_dim]` from their projection on."""
+
+    def run_layer(
+        self, layer: int, x: Tensor, hide: Tensor, past: tuple[Tensor, Tensor] | None
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        if past is None:
+            return super().run_layer(layer, x, hide, past)
+        q, *sides = self.qkv[layer](x).chunk(3, -1)
+        new = (side.view(len(x), 1, HEADS, HEAD_DIM).transpose(1, 2) for side in sides)
+        k, v = (self.append(old, side) for old, side in zip(past, new, strict=True))
+        scores = torch.bmm(q.reshape(-1, 1, HEAD_DIM), k.flatten(0, 1).mT) * HEAD_DIM**-0.5
+        return x + torch.bmm(scores.softmax(-1), v.flatten(0, 1)).view(x.shape), (k, v)
+
+
 class Checkpointed(Hooked):
     def run_layer(self, *args: Any) -> Any:
         return checkpoint(super().run_layer, *args, use_reentrant=False)
@@ -416,6 +459,7 @@ class Checkpointed(Hooked):
         NewFull,
         OneDimensionalBias,
         OneMaskForAllHeads,
+        OneViewOfTheQueries,
         QueriesBeforeHeads,
         ReturnsItsMask,
         ScaleOfNumPy,

@@ -5,9 +5,7 @@ They take minutes: `make test-all` runs them. `test_generation.py` has them by d
 
 from __future__ import annotations
 
-import threading
 from functools import cache
-from typing import Any
 
 import pytest
 import torch
@@ -75,20 +73,3 @@ def test_a_cache_of_the_uncompiled_model_is_taken_over(pair: tuple[str, nn.Modul
     ours = own_loop(model, token, 12, step(eager(name), ids)[1])
     theirs = own_loop(eager(name), token, 12, step(eager(name), ids)[1])
     torch.testing.assert_close(ours, theirs, **EXACT)
-
-
-def test_threads_do_not_mix(pair: tuple[str, nn.Module]) -> None:
-    name, model = pair
-    prompts = [{key: side[row : row + 1] for key, side in PADDED.items()} for row in range(3)]
-    expected = [eager(name).generate(**prompt, max_new_tokens=20, do_sample=False) for prompt in prompts]
-    found: dict[int, Any] = {}
-
-    def run(i: int) -> None:
-        found[i] = model.generate(**prompts[i], max_new_tokens=20, do_sample=False)  # type: ignore[operator]
-
-    threads = [threading.Thread(target=run, args=(i,)) for i in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert all(torch.equal(found[i], expected[i]) for i in range(3))

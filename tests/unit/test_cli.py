@@ -156,6 +156,7 @@ def test_plan_reads_a_models_config(
         settings = planned(tmp_path, "--model", model)["settings"]
         assert tuple(settings[name] for name in names) == shape
     assert planned(tmp_path, "--model", tmp_path, "--context", 64)["settings"]["context"] == 64
+    assert "context=0" in said(run("plan", "--model", tmp_path, "--context", 0))
 
 
 @pytest.mark.parametrize(

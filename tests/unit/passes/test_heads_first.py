@@ -15,7 +15,7 @@ from torch.fx import GraphModule
 from specache_fx.border import as_taken
 from specache_fx.capture.analyse import analyse
 from specache_fx.capture.cache_side import without_repeat
-from specache_fx.capture.graph_utils import output_node, placeholders, shape_of, target_name
+from specache_fx.capture.graph_utils import placeholders, shape_of, target_name
 from specache_fx.capture.normalize_attention import SDPA
 from specache_fx.capture.program import Program
 from specache_fx.config import SpecacheConfig
@@ -73,7 +73,7 @@ def test_sizes_are_read_in_the_new_layout() -> None:
     (captured,) = graphs.capture(graphs.FunctionModule(plain), lambda forward: forward(Q, K, PAST))
     gm = captured.copy()
     past = next(node for node in placeholders(gm.graph) if shape_of(node) == (2, 5, 2, 8))
-    output = output_node(gm.graph)
+    output = gm.graph.output_node()
     with gm.graph.inserting_before(output):
         sizes = [gm.graph.call_function(torch.ops.aten.sym_size.int, (past, dim)) for dim in (1, 0)]
     output.args = ((*output.args[0], *sizes),)  # type: ignore[misc]

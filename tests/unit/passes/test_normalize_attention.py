@@ -206,7 +206,7 @@ def sinks_from_data(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sinks: Tensor
     return scores.softmax(-1)[..., :-1] @ v
 
 
-@names("columns that it is taken over")
+@names("is over columns that are neither keys nor one sink a head")
 def the_newest_key_is_dropped(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sinks: Tensor) -> Tensor:
     return (q @ k.mT).softmax(-1)[..., :-1] @ v[:, :, :-1]
 

@@ -312,15 +312,6 @@ def wanted_of(*tokens: int, layer: int = 0) -> torch.Tensor:
     return torch.tensor(row, dtype=torch.int32).expand(BATCH, SHAPES[layer][0], TOP_K).contiguous()
 
 
-def test_wait_before_any_prefetch_gives_empty_slots():
-    host, _ = make_host(10)
-    transfer = choose_transfer(host, TOP_K, torch.device("cpu"))
-    rows, indices = transfer.wait(1)
-    assert rows.shape == (BATCH, 1, TOP_K, 8)
-    assert (indices == -1).all()
-    assert transfer.device_bytes == rows.nbytes + 2 * indices.nbytes
-
-
 def test_prefetch_returns_at_once_and_wait_and_reset_do_not():
     host, source = make_host(10)
     go = threading.Event()
