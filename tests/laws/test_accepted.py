@@ -18,6 +18,7 @@ from support import strategies
 from support.cases import examples, nightly_unless
 from support.compiled import EXACT, compiled, forced_tokens
 from support.models import Generated, TinyConfig, TinyDecoder, generate
+from support.open_sessions import session_of
 from support.oracle import OracleDecoder
 from support.triton_mode import needs_triton
 from support.zoo import SMALL, build
@@ -110,8 +111,7 @@ def test_every_kernel_writes_the_pairs_that_are_accepted(kernel: str, form: str)
     )
     torch.testing.assert_close(ours.logits, truth.logits, **EXACT)
     assert specache_fx.stats(ours.past).accepted_steps == sum(step.accepted for step in truth.steps) > 5
-    session = registry.find(ours.past[1][0])
-    assert session is not None
+    session = session_of(ours.past[1:])
     whole = None if kernel == "reference" or "sinks" in form else kernel
     assert (None if session.steps is None else session.steps.kernel) == whole
 
@@ -266,8 +266,8 @@ def foreseen(model: Any) -> tuple[Any, Any]:
     """A cache that has an answer ready, and its session."""
     cache = model(IDS, use_cache=True).past_key_values
     model(torch.tensor([[7]]), past_key_values=cache)
-    session = registry.find(cache.layers[0].keys)
-    assert session is not None and session.next_answer is not None and session.guessed_token is not None
+    session = session_of(cache)
+    assert session.next_answer is not None and session.guessed_token is not None
     return cache, session
 
 
@@ -324,8 +324,8 @@ def test_rows_that_are_reordered_forget_what_was_foreseen() -> None:
             each(torch.full((2, 1), token), past_key_values=cache)
             cache.reorder_cache(swapped)  # each time, so that one graph serves all calls
             gc.collect()  # else what compiled still holds the handles, and the next call is a fork's
-    session = registry.find(caches[0].layers[0].keys)
-    assert session is not None and session.next_answer is not None and session.guessed_token is not None
+    session = session_of(caches[0])
+    assert session.next_answer is not None and session.guessed_token is not None
     assert session.guessed_token.flatten().tolist() == [9, 9]
     ours, theirs = (
         each(torch.full((2, 1), 9), past_key_values=cache).logits
@@ -356,8 +356,7 @@ def test_a_window_can_go_back_by_a_token_in_every_step(kernel: Any) -> None:
     for _ in range(40):
         mask = F.pad(mask, (0, 1), value=True)
         _, past = forward(torch.tensor([[7]]), past=past, attention_mask=mask)
-        session = registry.find(past[1][0])
-        assert session is not None
+        session = session_of(past[1:])
         for layer in session.layers:
             layer.check_truncate(session.kv_len - 1)
 
@@ -407,7 +406,6 @@ def test_outputs_are_the_callers_own() -> None:
         assert torch.equal(found, expected)
         assert logits.untyped_storage().nbytes() == logits.nbytes
         found.zero_()  # a later call must not see it
-        session = registry.find(cache[0][0])
-        assert session is not None
+        session = session_of(cache)
         token = token if session.guessed_token is None else session.guessed_token.clone()
     assert int(session.metrics.accepted_steps) > 0

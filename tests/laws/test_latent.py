@@ -13,12 +13,12 @@ from support import strategies
 from support.cases import examples, nightly_unless
 from support.compiled import EXACT, assert_oracles, assert_plain, compiled
 from support.models import TinyConfig, TinyDecoder, generate
+from support.open_sessions import session_of
 from support.oracle import OracleDecoder
 from support.zoo import SMALL, build, left_padded
 
 import specache_fx
 from specache_fx.config import SpecacheConfig
-from specache_fx.runtime import registry
 
 LATENT = TinyConfig(num_layers=1, num_heads=4, num_kv_heads=1, head_dim=16, value_dim=12, latent_dim=20)
 
@@ -87,8 +87,7 @@ def test_what_is_kept_is_what_the_model_caches() -> None:
     config = SpecacheConfig(bits=1, group_size=16, residual_length=8, top_k=4)
     ids = torch.randint(LATENT.vocab_size, (2, 200), generator=torch.Generator().manual_seed(0))
     ours, plain = generate(compiled(model, config), ids, 5), generate(model, ids, 5)
-    session = registry.find(ours.past[0][0])
-    assert session is not None
+    session = session_of(ours.past)
     shape = session.shapes[0]
     assert (shape.num_kv_heads, shape.key_dim, shape.value_dim) == (1, 8, 20)
     assert session.full_bytes == sum(side.nbytes for layer in plain.past for side in layer)

@@ -12,13 +12,13 @@ import pytest
 import torch
 from support.cases import nightly_unless
 from support.models import Generated, TinyConfig, TinyDecoder, generate
+from support.open_sessions import session_of
 from support.oracle import OracleDecoder, OracleRun
 from torch import Tensor
 
 import specache_fx
 from specache_fx.config import SpecacheConfig
 from specache_fx.errors import HostMemoryError
-from specache_fx.runtime import registry
 from specache_fx.runtime.session import Session
 from specache_fx.runtime.step_table import SessionC
 
@@ -283,8 +283,8 @@ def test_a_step_that_failed_midway_and_is_repeated_counts_once(monkeypatch: pyte
     forward = compiled(TinyDecoder(TinyConfig(num_layers=2)), config())
     _, past = forward(PROMPT)
     _, past = forward(FORCED[:, :1], past=past)
-    session = registry.find(past[0][0])
-    assert session is not None and session.table.serves
+    session = session_of(past)
+    assert session.table.serves
     table = SessionC.from_address(session.state.data_ptr())
     function = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_void_p)
     real, calls = function(table.attention), []

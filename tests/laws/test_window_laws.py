@@ -15,11 +15,11 @@ from support import strategies
 from support.cases import examples, nightly_unless
 from support.compiled import EXACT, assert_oracles, assert_plain, compiled, forced_tokens
 from support.models import TinyConfig, TinyDecoder, generate
+from support.open_sessions import session_of
 from torch import Tensor
 
 import specache_fx
 from specache_fx.config import SpecacheConfig
-from specache_fx.runtime import registry
 from specache_fx.runtime.layout import Arena, LayerShape
 from specache_fx.runtime.quant import make_quantizer
 from specache_fx.runtime.window_cache import WindowCache, buffer_rows
@@ -171,13 +171,12 @@ def test_handles_have_the_lengths_of_their_layers_and_bytes_are_bounded() -> Non
     stats = specache_fx.stats(ours.past)
     pair = 2 * 2 * (8 + 8) * 4  # batch, heads, key and value, float32
     assert stats.full_bytes == (WINDOW - 1 + 34) * pair
-    session = registry.find(ours.past[0][0])
-    assert session is not None
+    session = session_of(ours.past)
     assert session.layers[0].device_bytes == buffer_rows(WINDOW - 1) * pair
     assert session.host is not None and session.host.length(0) == 0
     longer = generate(forward, ids(5), 60)
-    found = registry.find(longer.past[0][0])
-    assert found is not None and found.layers[0].device_bytes == session.layers[0].device_bytes
+    found = session_of(longer.past)
+    assert found.layers[0].device_bytes == session.layers[0].device_bytes
 
 
 def cropped(past: Any, kv_len: int) -> Any:

@@ -6,13 +6,14 @@ import copy
 import itertools
 import os
 import signal
-import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from support.cases import nightly_unless
+from support.threads import at_once
 from support.zoo import SMALL, build, left_padded
 from torch import Tensor, nn
 
@@ -213,24 +214,8 @@ def test_generations_in_threads_do_not_mix(count: int) -> None:
         lambda model: greedy(model, ONE),
     ][:count]
     expected = [job(plain) for job in jobs]
-    found: dict[int, Any] = {}
-    start = threading.Barrier(len(jobs))
-
-    def run(i: int) -> None:
-        start.wait()
-        try:
-            found[i] = jobs[i](compiled)
-        except BaseException as error:
-            found[i] = error
-
-    threads = [threading.Thread(target=run, args=(i,)) for i in range(len(jobs))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for i, tokens in enumerate(expected):
-        assert isinstance(found[i], Tensor), found[i]
-        assert torch.equal(found[i], tokens)
+    found = at_once([partial(job, compiled) for job in jobs])
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
 # Steps that fail ------------------------------------------------------------------------------------------------------

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from support.open_sessions import session_of
 from support.zoo import SMALL, build, left_padded
 from torch import Tensor
 
 import specache_fx
-from specache_fx.runtime import registry
 from specache_fx.runtime.transfer import Transfer
 
 IDS = left_padded((12, 12, 12))["input_ids"]
@@ -111,8 +111,8 @@ def test_a_session_whose_end_was_interrupted_ends_with_the_next_call(
     past = prompt(model)
     for token in range(30):
         step(model, past, token)
-    session = registry.find(past.layers[0].keys)
-    assert session is not None and session.host is not None
+    session = session_of(past)
+    assert session.host is not None
     host, usual, of_session = session.host, Transfer.close, id(session.transfer)
 
     def struck(self: Transfer) -> None:

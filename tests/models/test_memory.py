@@ -15,6 +15,7 @@ import pytest
 import torch
 from support.cases import nightly_unless
 from support.models import TinyConfig, TinyDecoder, generate
+from support.open_sessions import session_of
 from support.zoo import SMALL, build
 from torch._dynamo.exc import BackendCompilerFailed
 
@@ -188,8 +189,7 @@ def test_disk_full_in_decode_loses_no_token(few_file_bytes: Callable[[int], None
     plain = generate(model, _prompt(model, 16), 40)
     compiled = torch.compile(model, backend="specache", options={**OPTIONS, "bits": 16, "host": "disk"})
     ours = generate(compiled, _prompt(model, 16), 4)
-    session = registry.find(ours.past[0][0])
-    assert session is not None
+    session = session_of(ours.past)
     mask, past, token = ours.attention_mask, ours.past, ours.tokens[:, -1:]
     few_file_bytes(session.host_bytes)
     tokens, failures = [], 0

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from support.models import TinyConfig, TinyDecoder, attention_mask_4d, generate, positions_from_mask
+from support.open_sessions import session_of
 from torch import Tensor
 
 import specache_fx
@@ -104,8 +105,8 @@ def test_data_that_is_written_into_a_tensor_of_positions_stays_in_the_graph() ->
     plain = generate(model, PROMPT, 24)
     ours = generate(torch.compile(model, backend="specache", options=OPTIONS), PROMPT, 24)
     torch.testing.assert_close(ours.logits, plain.logits, rtol=2e-4, atol=2e-4)
-    session = registry.find(ours.past[0][0])
-    assert session is not None and session.metrics.hits.token_hits == session.metrics.hits.token_checks
+    session = session_of(ours.past)
+    assert session.metrics.hits.token_hits == session.metrics.hits.token_checks
 
 
 class TwoCaches(TinyDecoder):

@@ -8,11 +8,12 @@ from dataclasses import replace
 import pytest
 import torch
 from support.models import TinyConfig, TinyDecoder, generate
+from support.open_sessions import session_of
 from torch._dynamo.exc import BackendCompilerFailed
 
 from specache_fx import _log
 from specache_fx.errors import KernelUnavailableError
-from specache_fx.runtime import cpp_build, registry
+from specache_fx.runtime import cpp_build
 from specache_fx.runtime.kernels.cpu import CpuKernel
 
 pytestmark = [
@@ -59,8 +60,8 @@ def test_named_kernel_that_cannot_compute_a_model_is_an_error_before_the_prompt_
 @pytest.mark.parametrize("options", [{}, {"resident_layers": 1, "quantizer": "nuq"}])
 def test_named_kernel_computes_what_it_can(options: dict[str, object]) -> None:
     past = run(TinyDecoder(PLAIN), kernel="cpu", **options)
-    session = registry.find(past[0][0])  # type: ignore[index]
-    assert session is not None and isinstance(session.kernel, CpuKernel)
+    session = session_of(past)
+    assert isinstance(session.kernel, CpuKernel)
 
 
 @pytest.mark.parametrize(

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 from support.cases import nightly_unless
+from support.open_sessions import session_of
 from support.zoo import SMALL, build, left_padded
 from torch import Tensor
 
 import specache_fx
 from specache_fx.config import SpecacheConfig
 from specache_fx.errors import ConfigError
-from specache_fx.runtime import registry
 from specache_fx.runtime.layer_cache import LayerCache
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -77,8 +77,7 @@ def test_a_negative_number_of_resident_layers_is_refused() -> None:
 
 def sinks_of(past: Any) -> list[list[list[int]]]:
     """The tokens whose rows each layer holds, by layer and sequence."""
-    session = registry.find(past.layers[0].keys)
-    assert session is not None
+    session = session_of(past)
     layers = [layer for layer in session.layers if isinstance(layer, LayerCache) and layer.sinks is not None]
     return [layer.sinks.indices.tolist() for layer in layers if layer.sinks is not None]
 

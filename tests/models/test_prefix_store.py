@@ -15,13 +15,13 @@ from filelock import FileLock
 from hypothesis import given
 from hypothesis import strategies as st
 from support.cases import nightly_unless
+from support.open_sessions import session_of
 from support.process import python
 from support.zoo import SMALL, build
 from torch import Tensor
 
 import specache_fx
 from specache_fx import ConfigError, PrefixStore, SavedCacheError, prefix_store
-from specache_fx.runtime import registry
 from specache_fx.saving import content, write_to
 
 OPTIONS: dict[str, Any] = {**SMALL, "bits": 1, "sink_tokens": 2}
@@ -293,8 +293,7 @@ def test_a_damaged_entry_is_removed_by_the_holder_of_the_lock(model: Any, store:
 
 def test_a_cache_goes_on_while_its_put_waits_for_another_process(model: Any, tmp_path: Path) -> None:
     store, past = PrefixStore(tmp_path, 1 << 30), read(model, DOCUMENT)
-    session = registry.find(past.layers[0].keys)
-    assert session is not None
+    session = session_of(past)
     thread = threading.Thread(target=store.put, args=(DOCUMENT, past))
     with FileLock(tmp_path / ".lock"):
         thread.start()

@@ -6,10 +6,12 @@ import inspect
 import logging
 import threading
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from support.threads import at_once
 from support.zoo import SMALL, VOCAB_SIZE, build, left_padded
 from torch import Tensor, nn
 from torch._dynamo.convert_frame import FRAME_COMPILE_COUNTER
@@ -163,19 +165,8 @@ def test_the_limit_holds_for_a_thread_for_each_request() -> None:
     """What a thread sets in Dynamo's config is that thread's alone, compiled versions are everyone's."""
     config._config["recompile_limit"].default = 3  # a new thread knows nothing of what this one has set
     plain, model = build("plain", 1), compiled()
-    failures: list[Exception] = []
-
-    def request(prompt: dict[str, Tensor]) -> None:
-        try:
-            assert_as_eager(model, plain, prompt)
-        except Exception as error:
-            failures.append(error)
-
     for prompt in list(prompts(plain))[:3]:
-        thread = threading.Thread(target=request, args=(prompt,))
-        thread.start()
-        thread.join()
-        assert failures == []
+        at_once([partial(assert_as_eager, model, plain, prompt)])
 
 
 @pytest.mark.nightly

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import threading
 import weakref
 from typing import Any
 
@@ -13,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.cases import nightly_unless
+from support.threads import at_once
 from support.zoo import SMALL, build
 from torch import nn
 from torchao.quantization import Int8WeightOnlyConfig, quantize_
@@ -103,19 +103,13 @@ def test_a_weight_elsewhere_and_other_threads() -> None:
     other.layers[0].down_proj.weight.data *= 2
     assert torch.equal(changed, decode(other, plain, 6)[0])
 
-    results: dict[int, torch.Tensor] = {}
-
-    def run(number: int) -> None:
+    def run() -> torch.Tensor:
         with torch.no_grad():
             own = decoder(tokens(21), use_cache=True).past_key_values
-        results[number] = decode(decoder, own, STEPS)[0]
+        return decode(decoder, own, STEPS)[0]
 
-    threads = [threading.Thread(target=run, args=(i,)) for i in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
+    one, two, three = at_once([run] * 3)
+    assert torch.equal(one, two) and torch.equal(one, three)
 
 
 @pytest.mark.nightly

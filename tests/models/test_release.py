@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.open_sessions import session_of
 from support.zoo import SMALL, build, left_padded
 from torch import Tensor, nn
 
@@ -38,12 +39,6 @@ def generate(model: Any, **kwargs: Any) -> Any:
 @torch.no_grad()
 def step(model: Any, past: Any) -> Tensor:
     return model(torch.full((3, 1), 5), past_key_values=past, use_cache=True).logits
-
-
-def session_of(past: Any) -> Session:
-    session = registry.find(past.layers[0].keys)
-    assert session is not None and session.device_bytes > 0 and session.host_bytes > 0
-    return session
 
 
 def is_free(session: Session) -> bool:

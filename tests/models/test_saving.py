@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from support.cases import nightly_unless
-from support.open_sessions import num_sessions
+from support.open_sessions import num_sessions, session_of
 from support.process import python
 from support.saved_cases import (
     CASES,
@@ -38,7 +38,6 @@ from torch import nn
 import specache_fx
 from specache_fx import CacheHandleError, ConfigError, HostMemoryError, SavedCacheError, saving
 from specache_fx.fingerprint import digest, weight_digest
-from specache_fx.runtime import registry
 from specache_fx.runtime.native import graph_ops
 from specache_fx.saving import FILE, FORMAT, content, write_to
 
@@ -167,12 +166,12 @@ def test_saving_leaves_the_cache_as_it_was(model: Any, tmp_path: Path) -> None:
 
 def test_options_that_decide_nothing_of_what_is_held_are_the_models(saved: Path) -> None:
     past = specache_fx.load(specache_fx.compile(build("plain"), **SMALL, **CASE.options), saved)
-    session = registry.find(past.layers[0].keys)
-    assert session is not None and session.speculative_token is not None
+    session = session_of(past)
+    assert session.speculative_token is not None
     options = {**SMALL, **CASE.options, "top_k": 4, "host": "disk"}
     past = specache_fx.load(specache_fx.compile(build("plain"), **options), saved)
-    session = registry.find(past.layers[0].keys)
-    assert session is not None and session.speculative_token is None
+    session = session_of(past)
+    assert session.speculative_token is None
     assert session.config.top_k == 4 and session.config.host == "disk"
 
 
@@ -461,8 +460,7 @@ def test_token_ids_without_a_batch_are_named(model: Any, saved: Path) -> None:
 
 def test_saving_waits_for_a_step_in_another_thread(model: Any, tmp_path: Path) -> None:
     past, *_ = read(model, CASE)
-    session = registry.find(past.layers[0].keys)
-    assert session is not None
+    session = session_of(past)
     thread = threading.Thread(target=specache_fx.save, args=(past, tmp_path))
     with session.lock:
         thread.start()
@@ -475,8 +473,7 @@ def test_saving_waits_for_a_step_in_another_thread(model: Any, tmp_path: Path) -
 def test_other_caches_go_on_while_one_is_saved(model: Any) -> None:
     past, ids, mask = read(model, CASE)
     other, *_ = read(model, CASE)
-    session = registry.find(past.layers[0].keys)
-    assert session is not None
+    session = session_of(past)
     said: list[Any] = []
     waiting = threading.Thread(target=lambda: said.append(go_on(model, past, ids, mask)))
     going = threading.Thread(target=lambda: said.append(go_on(model, other, ids, mask)))

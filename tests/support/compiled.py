@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from support import strategies
 from support.models import Generated, TinyDecoder, generate
+from support.open_sessions import session_of
 from support.oracle import OracleDecoder, OracleRun
 
 from specache_fx.config import SpecacheConfig
-from specache_fx.runtime import registry
 from specache_fx.runtime.session import Session
 
 # Compiled float32 against eager float32: the order of sums differs, nothing else.
@@ -59,6 +59,5 @@ def assert_oracles(
     )
     ours = run(prompt, config, tokens, torch.stack([step.token for step in truth.steps], dim=1))
     torch.testing.assert_close(ours.logits, truth.logits, **EXACT)
-    session = registry.find(ours.past[0][0])
-    assert session is not None
+    session = session_of(ours.past)
     return truth, ours, session

@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from support.cases import nightly_unless
 from support.graphs import by_phase, capture, decode_graph
 from support.models import TinyConfig, TinyDecoder, generate
+from support.open_sessions import session_of
 from support.zoo import build
 from torch import Tensor
 
 from specache_fx.capture.program import Phase
 from specache_fx.config import SpecacheConfig
 from specache_fx.passes.batching_rules import register_batching_rules
-from specache_fx.runtime import registry
 
 OPS = {
     "transformers": (torch.ops.transformers.grouped_mm_fallback, torch.float32),
@@ -135,6 +135,6 @@ def test_tokens_that_are_replaced_in_a_copy_keep_both_lanes(caplog: pytest.LogCa
     options = {"bits": 16, "group_size": 4, "residual_length": 4, "top_k": 4, "lowering": "eager"}
     ours = generate(torch.compile(model, backend="specache", options=options), ids, 20)
     torch.testing.assert_close(ours.logits, plain.logits, rtol=2e-4, atol=2e-4)
-    session = registry.find(ours.past[0][0])
-    assert session is not None and session.metrics.hits.token_checks == session.metrics.hits.token_hits == 36
+    session = session_of(ours.past)
+    assert session.metrics.hits.token_checks == session.metrics.hits.token_hits == 36
     assert "not possible here" not in caplog.text

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-import threading
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,6 +12,7 @@ import torch
 from hypothesis import example, given, settings
 from support.cases import examples
 from support.kernel_cases import CONTENTS, KernelCase, kernel_cases, make_inputs, truth_of
+from support.threads import at_once
 from torch import Tensor
 
 from specache_fx import _log
@@ -163,20 +164,13 @@ def test_threads_change_nothing_but_rounding(name: str, num_kv_heads: int, num_t
 def test_python_threads_do_not_disturb_each_other() -> None:
     cases = [make_inputs(KernelCase(groups=20 + i, seed=i)) for i in range(4)]
     wanted = [KERNELS["cpu"].attention(inputs) for inputs in cases]
-    wrong: list[int] = []
 
     def work(i: int) -> None:
         for _ in range(20):
             got = KERNELS["cpu"].attention(cases[i])
-            if not all(torch.equal(a, b) for a, b in zip(got, wanted[i], strict=True)):
-                wrong.append(i)
+            assert all(torch.equal(a, b) for a, b in zip(got, wanted[i], strict=True))
 
-    workers = [threading.Thread(target=work, args=(i,)) for i in range(len(cases))]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-    assert wrong == []
+    at_once([partial(work, i) for i in range(len(cases))])
 
 
 @pytest.mark.parametrize("what", ["query", "window_key", "window_value", "scale"])

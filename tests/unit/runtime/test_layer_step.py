@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,6 +16,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from support import strategies
 from support.kinds_of_layers import Kinds
+from support.open_sessions import session_of
+from support.threads import at_once
 from support.twins import Own, Twins
 from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -418,23 +420,7 @@ def test_a_step_within_another_ones_finds_its_own_layers(twins: Make) -> None:
 
 
 def test_two_threads_run_a_session_each(twins: Make) -> None:
-    pairs = [twins(), twins(tokens=44)]
-    failures = []
-    begin = threading.Barrier(2)
-
-    def generate(pair: Twins) -> None:
-        begin.wait()
-        try:
-            run(pair, 30)
-        except BaseException as error:
-            failures.append(error)
-
-    threads = [threading.Thread(target=generate, args=(pair,)) for pair in pairs]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures
+    at_once([partial(run, pair, 30) for pair in (twins(), twins(tokens=44))])
 
 
 def llama(layers: int = 2, vocab: int = 64) -> LlamaForCausalLM:
@@ -450,12 +436,6 @@ def generated(model: LlamaForCausalLM, tokens: int, **options: Any) -> Any:
         model.compile(backend="specache", options=groups | options)
     asked = {"do_sample": False, "output_logits": True, "return_dict_in_generate": True}
     return model.generate(torch.arange(40)[None], max_new_tokens=tokens, **asked)
-
-
-def session_of(past: Any) -> Session:
-    session = registry.find(past.layers[0].keys)
-    assert session is not None
-    return session
 
 
 @pytest.mark.usefixtures("fresh_dynamo")

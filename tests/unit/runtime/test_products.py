@@ -6,7 +6,6 @@ import ctypes
 import itertools
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import c_products
+from support.threads import at_once
 from torch import Tensor
 
 from specache_fx.runtime import cpp_build, ops  # noqa: F401  (defines the operator)
@@ -210,17 +210,9 @@ def test_rows_that_do_not_lie_side_by_side_are_read_as_they_are() -> None:
 def test_threads_multiply_at_the_same_time() -> None:
     rows, weights = torch.randn(2, 256), [torch.randn(512, 256)]
     wanted = multiply(rows, weights)[0]
-    wrong: list[Tensor] = []
 
     def repeat() -> None:
         for _ in range(50):
-            (got,) = multiply(rows, weights)
-            if not torch.equal(got, wanted):
-                wrong.append(got)
+            assert torch.equal(multiply(rows, weights)[0], wanted)
 
-    threads = [threading.Thread(target=repeat) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
+    at_once([repeat] * 4)
