@@ -305,39 +305,3 @@ def test_a_step_that_failed_midway_and_is_repeated_counts_once(monkeypatch: pyte
     assert stats.steps == 2
     # The run of steps begins anew: what the broken one had compared is not counted.
     assert stats.hit_series[1].exact_hit_rate is stats.exact_hit_rate is None
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (
-            {"lookahead": "query"},
-            "lookahead='query' speculates on no token, so none is missed: leave on_miss out",
-        ),
-        ({"lookahead": "none"}, "lookahead='none' speculates on no token"),
-        ({"policy": "kivi"}, "policy='kivi' speculates on no token"),
-    ],
-)
-def test_refetch_without_a_speculative_token_is_refused(options: dict[str, Any], words: str) -> None:
-    with pytest.raises(specache_fx.ConfigError, match=words):
-        SpecacheConfig(on_miss="refetch", **options)
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"on_miss": "retry"}, "on_miss='retry' is not valid: choose one of 'recover', 'keep', 'refetch'"),
-        ({"aggregation": "sum"}, "aggregation='sum' is not valid: choose one of 'mean', 'max'"),
-        ({"track_hit_rates": "step"}, "track_hit_rates='step': give True, False or \"steps\""),
-        ({"replay": "auto"}, "replay='auto': give True or False"),
-        ({"track_hit_rates": 1}, "track_hit_rates=1: give True"),
-    ],
-)
-def test_unknown_values_are_refused(options: dict[str, Any], words: str) -> None:
-    with pytest.raises(specache_fx.ConfigError, match=words):
-        SpecacheConfig(**options)
-
-
-def test_an_option_of_an_earlier_version_is_named_as_it_is_called_now() -> None:
-    with pytest.raises(specache_fx.ConfigError, match="Did you mean 'replay'"):
-        SpecacheConfig.from_options({"cuda_graphs": False})

@@ -10,6 +10,7 @@ from support.zoo import build
 
 import specache_fx
 from specache_fx import ConfigError
+from specache_fx.config import SpecacheConfig
 from specache_fx.passes.pipeline import OPTIONAL
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -53,4 +54,4 @@ def test_only_passes_that_change_no_answer_can_be_left_out(names: list[str]) -> 
 @pytest.mark.parametrize("given", ["few_row_products", 5, None, [1]])
 def test_what_is_no_list_of_names_is_refused(given: object) -> None:
     with pytest.raises(ConfigError, match="give a list of names"):
-        specache_fx.compile(build("plain", 1), skip_passes=given)
+        SpecacheConfig.from_options({"skip_passes": given})
