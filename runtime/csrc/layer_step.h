@@ -31,7 +31,7 @@ struct SpecacheSession {
   const float* shares;      // see inputs.h
   const uint8_t* missed;    // [batch]: rows that choose, the others keep what is staged; null for all
   double* counts;           // [batch, 4], see `count_overlap`; null where nobody counts
-  int64_t (*attention)(const SpecacheInputs*);
+  int64_t (*attention)(const SpecacheInputs*);  // `specache_attention` of attention.cpp
   int64_t failed;  // out: why a layer didn't come to its end; see `specache::Failure`
   int64_t fetched_rows, fetched_bytes, kept_rows, kept_bytes;  // out: of all copies, added up
   double copy_seconds;                                         // out: likewise
