@@ -25,6 +25,9 @@ _WRITTEN = (
 )
 
 
+_LOST = "specache_lost"  # attribute: `_version` of a buffer whose tokens are gone
+
+
 class Extent(NamedTuple):
     """A buffer's sizes.
 
@@ -126,8 +129,21 @@ def free(buffers: Sequence[torch.Tensor]) -> list[torch.Size]:
             buffer.set_(nothing.untyped_storage(), 0, (0,), (1,))
         if isinstance(buffer, Handle):
             unmark(buffer)
+        vars(buffer).pop(_LOST, None)
     registry.sweep()
     return shapes
+
+
+def lose(buffers: Sequence[torch.Tensor], shapes: Sequence[torch.Size]) -> None:
+    """Make freed buffers zeros of their shapes: the call that was to fill them failed, see `are_lost`."""
+    refill(buffers, [buffers[0].new_zeros(shape) for shape in shapes])
+    for buffer in buffers:
+        setattr(buffer, _LOST, _version(buffer))
+
+
+def are_lost(buffers: Sequence[torch.Tensor]) -> bool:
+    """Whether the last call that was to fill buffers failed, and nobody has written into one since."""
+    return any(getattr(buffer, _LOST, -1) == _version(buffer) for buffer in buffers)
 
 
 def refill(buffers: Sequence[torch.Tensor], numbers: Sequence[torch.Tensor]) -> None:

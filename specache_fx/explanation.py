@@ -103,7 +103,7 @@ class Explanation:
             self.graphs and not self.is_driven and all(graph.phase is Phase.PREFILL for graph in self.graphs)
         ):
             lines.append("Only a prompt was run: give explain() a run= that makes a prompt and a few steps.")
-        nothing = "Nothing was compiled: `run` has to call the module it is given. generate() of it runs the plain model."
+        nothing = "Nothing was compiled: `run` has to call the module it is given. Its generate() runs the plain model."
         return "\n".join(lines) if lines else nothing
 
 

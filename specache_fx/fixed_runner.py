@@ -70,9 +70,8 @@ class InPlace:
             results = runner(*inputs)
         except BaseException:
             if shapes is not None:
-                zeros = [given[0].new_zeros(shape) for shape in shapes]
                 with inference():
-                    fixed_buffers.refill(given, zeros)
+                    fixed_buffers.lose(given, shapes)
             raise
         with inference():
             outs = self._finish(plan, args, results, extents)
@@ -132,6 +131,8 @@ class InPlace:
                     raise AssertionError(message)
             if session is not None and start > session.kv_len:
                 raise CacheHandleError(_GAP.format(start=start, kv_len=session.kv_len))
+            if start and fixed_buffers.are_lost(held):
+                raise CacheHandleError(_LOST.format(start=start))
         batch = size_in(plan.batch, args)
         if session is not None and start and batch != session.batch and is_laid_out(held[0]):
             raise CacheHandleError(_OTHER_BATCH.format(batch=batch, held=session.batch))
@@ -246,6 +247,10 @@ _SEVERAL = f"The layers of a model write one call's tokens at different position
 _GAP = (
     "Tokens are written at position {start} of a cache that holds {kv_len}: the tokens between were never written."
     f" {_PROMPT}"
+)
+_LOST = (
+    "A token is written at position {start} of a cache of fixed length whose prompt failed midway: the tokens before"
+    f" are gone. {_PROMPT}"
 )
 _OTHER_BATCH = (
     "A call of {batch} sequences goes on with a cache of fixed length that holds {held} sequences. Give each call as"

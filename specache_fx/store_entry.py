@@ -8,7 +8,9 @@ import os
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from tokenize import TokenError
 from typing import Any
+from zipfile import BadZipFile
 
 import numpy as np
 import torch
@@ -16,6 +18,9 @@ import torch
 from specache_fx.tensor_file import PARTIAL
 
 logger = logging.getLogger(__name__)
+# What NumPy raises for a file that is damaged or gone. A header that tells of more than there is asks for no memory: the
+# file is mapped.
+_DAMAGED = (FileNotFoundError, IsADirectoryError, ValueError, EOFError, SyntaxError, TokenError, BadZipFile)
 
 
 @dataclass(frozen=True)
@@ -74,10 +79,12 @@ class Entry:
         Raises:
             PermissionError: If this user may not read them.
         """
-        with contextlib.suppress(FileNotFoundError, ValueError, EOFError):
-            found: np.ndarray[Any, Any] = np.load(self.tokens, allow_pickle=False)
-            return found
-        return None
+        try:
+            found: Any = np.load(self.tokens, mmap_mode="r", allow_pickle=False)
+        except _DAMAGED:
+            return None
+        is_ours = isinstance(found, np.ndarray) and found.ndim == 2 and found.dtype == np.int64
+        return np.array(found) if is_ours else None
 
     def write_tokens(self, ids: torch.Tensor) -> None:
         """Put its tokens in their place, all at once."""

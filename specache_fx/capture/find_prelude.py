@@ -14,7 +14,7 @@ from collections.abc import Collection, Sequence
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from specache_fx.capture.cache_side import NoMatch
+from specache_fx.capture.cache_side import LEAVE, NoMatch
 from specache_fx.capture.graph_edit import finish
 from specache_fx.capture.graph_slices import (
     ancestors,
@@ -24,6 +24,7 @@ from specache_fx.capture.graph_slices import (
     mutated_inputs,
 )
 from specache_fx.capture.graph_utils import (
+    described,
     is_integer,
     is_static_input,
     placeholders,
@@ -71,6 +72,13 @@ def find_prelude(
             " every length would be a graph of its own",
             "Make it a tensor, of position_ids or a mask.",
         )
+    items = (node for node in data if target_name(node) == "_local_scalar_dense")
+    if (item := next(items, None)) is not None:
+        raise NoMatch(
+            f"{described(item)} makes a Python number of the model's data, so that every number would be a graph of its"
+            " own",
+            f"Keep it a tensor. {LEAVE}.",
+        )
     outside = ancestors(node for node in inside if _runs_outside(node)) & inside.keys()
     boundary = [
         node
@@ -79,8 +87,7 @@ def find_prelude(
         and shape_of(node) is not None
         and (node in kept or any(user not in outside for user in readers.get(node, ())))
     ]
-    # A position moves them and no data does, so they write to nothing and draw nothing.
-    asserts = [node for node in inside if not node.users and node.op == "call_function" and has_effect(node)]
+    asserts = [node for node in gm.graph.nodes if node not in data and _asserts(node)]
     prelude = _cut(gm, boundary, asserts, outside, sources) if boundary or asserts else None
     return Cut(prelude, tuple(boundary), tuple(asserts))
 
@@ -88,9 +95,14 @@ def find_prelude(
 def _runs_outside(node: Node) -> bool:
     """Whether a graph of one shape can't compute a node, or fails to where a token has no position in the model."""
     sizes = [shape_of(each) for each in (node, *node.all_input_nodes)]
-    if node.op == "placeholder" or has_effect(node) or target_name(node) in _LOOKS_UP:
+    if node.op == "placeholder" or _asserts(node) or target_name(node) in _LOOKS_UP:
         return True
     return any(size is None or not all(isinstance(n, int) for n in size) for size in sizes)
+
+
+def _asserts(node: Node) -> bool:
+    """Whether a node does nothing but compare what it gets. It may do so twice, as pre-decode does."""
+    return target_name(node).startswith(("_assert", "sym_constrain"))
 
 
 def _readers(graph: Graph, sites: Sequence[AttentionSite], kept: Sequence[Node]) -> dict[Node, set[Node]]:

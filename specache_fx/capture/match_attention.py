@@ -177,8 +177,12 @@ def _check_heads(reading: Reading) -> None:
     q, k, v = (value_of(node) for node in (reading.core.query, reading.key, reading.value))
     if q.dim() != 4:
         raise NoMatch(f"its queries have {q.dim()} dimensions, not [batch, num_heads, q_len, head_dim]")
-    if statically_known_true(q.shape[0] != k.shape[0]):
-        raise NoMatch(f"its queries are a batch of {q.shape[0]}, its keys one of {k.shape[0]}")
+    for side in map(value_of, (reading.key_cache, reading.value_cache, reading.key)):
+        if statically_known_true(q.shape[0] != side.shape[0]):
+            remedy = f"Cache them expanded to the queries' batch. {LEAVE}."
+            raise NoMatch(
+                f"its queries are a batch of {q.shape[0]}, its keys or values one of {side.shape[0]}", remedy
+            )
     if k.shape[1] != v.shape[1] or q.shape[1] % k.shape[1]:
         heads = f"{q.shape[1]} query heads, {k.shape[1]} heads of keys and {v.shape[1]} of values"
         raise NoMatch(f"its {heads} don't form groups")

@@ -102,7 +102,7 @@ def _read_elsewhere(core: AttentionCore) -> tuple[str, str] | None:
             if user not in core.inner:
                 returned = any(target_name(origin) == "_softmax" for origin in ancestors([node]) & core.inner)
                 remedy = "Call the model with output_attentions=False. " if returned else ""
-                return f"`{user.name}` ({target_name(user)}) reads its `{node.name}`", f"{remedy}{_LEAVE}"
+                return f"{described(user)} reads its `{node.name}`", f"{remedy}{_LEAVE}"
     return None
 
 

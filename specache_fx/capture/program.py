@@ -154,7 +154,7 @@ class Cut:
     Attributes:
         prelude: Computes what the rest of the graph reads of it; None where it reads nothing.
         boundary: The nodes that it computes.
-        asserts: Assertions on positions, which the prelude makes for the output token alone.
+        asserts: Assertions that no data goes into, which the prelude makes for the output token alone.
     """
 
     prelude: Prelude | None

@@ -209,6 +209,24 @@ def test_a_copy_goes_its_own_way() -> None:
             torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
+def test_a_prompt_that_fails_midway_leaves_no_tokens() -> None:
+    plain, model, ours = begun(20, 3, **ALL_STAGED)
+    wrong = prompt(20)
+    wrong[0, 3] = 10_000  # no token: the embedding raises, when the buffers are free
+    for written in (False, True):
+        with pytest.raises(IndexError):
+            ours(wrong, torch.arange(20))
+        with pytest.raises(CacheHandleError, match="whose prompt failed midway"):
+            step(ours, 20)
+        if written:  # a cache of the user's own
+            for mine, theirs in zip(model.layers, plain.layers, strict=True):
+                mine.keys.copy_(theirs.keys)
+                mine.values.copy_(theirs.values)
+            torch.testing.assert_close(step(ours, 23), step(plain, 23), rtol=1e-4, atol=1e-4)
+        again = generate(ours, prompt(20), 3, by_number=False)
+        assert torch.equal(again[0], generate(plain, prompt(20), 3, by_number=False)[0])
+
+
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy])
 def test_a_copy_starts_anew(copied: Callable[[Tensor], Tensor]) -> None:
     plain, model, ours = begun(30, 10, **ALL_STAGED)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from filelock import FileLock
@@ -273,6 +274,29 @@ def test_a_broken_entry_is_removed_with_a_warning(
     (warning,) = [record.message for record in caplog.records if record.name.startswith("specache_fx")]
     assert warning.startswith(f"specache removes {longest} from its store")
     assert len(list(store.folder.glob("*.safetensors"))) == len(list(store.folder.glob("*.npy"))) == 1
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda path: path.write_bytes(path.read_bytes().replace(b"'shape'", b"'shap\\")),
+        lambda path: path.write_bytes(b"PK\x03\x04"),
+        lambda path: path.write_bytes(path.read_bytes().replace(b"(1, 60)", b"(1, 9**15)".ljust(7))),
+        lambda path: np.savez(path.open("wb"), np.arange(3)),
+        lambda path: np.save(path, np.ones((1, 60), np.float32)),
+        lambda path: np.save(path, np.arange(60)),
+    ],
+    ids=["header", "stub of a zip", "huge", "zip", "floats", "one dimension"],
+)
+def test_tokens_of_another_form_are_damage(
+    write: Callable[[Path], Any], model: Any, store: PrefixStore
+) -> None:
+    put(store, model, DOCUMENT)
+    (path,) = files(store.folder)
+    write(path.with_suffix(".npy"))
+    assert store.get(model, asked(5, 6)) == (None, 0) and not files(store.folder)
+    put(store, model, DOCUMENT)
+    assert store.get(model, asked(5, 6))[1] == 60
 
 
 def test_a_damaged_entry_is_removed_by_the_holder_of_the_lock(model: Any, store: PrefixStore) -> None:

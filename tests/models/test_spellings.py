@@ -135,18 +135,26 @@ def test_a_write_by_another_library_is_seen(name: str, where: str, compiled_grap
     assert len(compiled_graphs) == 1
 
 
-def test_an_operator_that_is_there_for_its_effect_runs_as_often_as_in_the_model() -> None:
+@pytest.mark.parametrize("where", ["data", "positions"])
+def test_an_operator_that_is_there_for_its_effect_runs_as_often_as_in_the_model(where: str) -> None:
     class Noting(Hooked):
         def hidden(self, x: Tensor, *more: Tensor) -> Tensor:
-            torch.ops.spellings.note(x)
+            if where == "data":
+                torch.ops.spellings.note(x)
             return x
+
+        def positions(self, ids: Tensor, start: int) -> Tensor:
+            if where == "positions":
+                torch.ops.spellings.note(torch.arange(start, start + ids.shape[1])[None])
+            return super().positions(ids, start)
 
     NOTES.clear()
     logits(Noting())
     expected = NOTES.copy()
-    NOTES.clear()
-    logits(torch.compile(Noting(), backend="specache", options=OPTIONS))
-    assert expected == NOTES
+    for options in ({}, {"on_miss": "refetch"}):
+        NOTES.clear()
+        logits(torch.compile(Noting(), backend="specache", options=OPTIONS | options))
+        assert expected == NOTES
 
 
 def test_an_assertion_on_positions_holds_for_the_output_token_alone(compiled_graphs: list[int]) -> None:
@@ -157,6 +165,44 @@ def test_an_assertion_on_positions_holds_for_the_output_token_alone(compiled_gra
     for each in (plain, ours):
         with pytest.raises((AssertionError, RuntimeError), match="no position"):
             logits(each, steps=7)
+
+
+@torch.no_grad()
+def test_an_assertion_on_positions_of_a_prompt_of_one_token() -> None:
+    plain = AssertsOfPositions()
+    ours = torch.compile(AssertsOfPositions(), backend="specache", options={**OPTIONS, "strict": True})
+    past = expected = None
+    for token in range(5):
+        ids = torch.tensor([[token + 3]])
+        (out, past), (wanted, expected) = ours(ids, past), plain(ids, expected)
+        torch.testing.assert_close(out, wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_a_python_number_of_the_models_data_is_refused(caplog: pytest.LogCaptureFixture) -> None:
+    class Scaled(Hooked):
+        def hidden(self, x: Tensor, *more: Tensor) -> Tensor:
+            return x * (1 + 0.01 * x.argmax().item())
+
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        assert equals_plain(Scaled()) < 0.02
+    assert "makes a Python number of the model's data" in caplog.text
+
+
+def test_keys_of_one_sequence_for_all_are_no_cache_of_each(caplog: pytest.LogCaptureFixture) -> None:
+    class Shared(Hooked):
+        def run_layer(
+            self, layer: int, x: Tensor, hide: Tensor, past: tuple[Tensor, Tensor] | None
+        ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+            sides = self.qkv[layer](x).chunk(3, -1)
+            q, k, v = (side.view(*x.shape[:2], HEADS, HEAD_DIM).transpose(1, 2) for side in sides)
+            k, v = k[:1], v[:1]
+            if past is not None:
+                k, v = self.append(past[0], k), self.append(past[1], v)
+            keys, values = (side.expand(len(q), -1, -1, -1) for side in (k, v))
+            return x + self.attend(layer, q, keys, values, hide).transpose(1, 2).flatten(2), (k, v)
+
+    assert equals_plain(Shared()) < 0.02
+    assert "its queries are a batch of 2, its keys or values one of 1" in caplog.text
 
 
 def test_an_assertion_on_numbers_keeps_one_lane(
