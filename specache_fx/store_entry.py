@@ -18,8 +18,8 @@ import torch
 from specache_fx.tensor_file import PARTIAL
 
 logger = logging.getLogger(__name__)
-# What NumPy raises for a file that is damaged or gone. A header that tells of more than there is asks for no memory: the
-# file is mapped.
+# What NumPy raises for a file that is damaged or gone. The file is mapped, so a header that tells of more than there is
+# asks for no memory.
 _DAMAGED = (FileNotFoundError, IsADirectoryError, ValueError, EOFError, SyntaxError, TokenError, BadZipFile)
 
 
