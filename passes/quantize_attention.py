@@ -50,9 +50,8 @@ def quantize_attention(gm: GraphModule, program: Program) -> GraphModule:
             out = call(graph, operator.getitem, (attention, 0), marker, "out")
             if not has_lanes:
                 out = call(graph, aten.select.int, (out, 0, 0), marker)
-            if (
-                last[layer] is marker
-            ):  # other readers of this layer have their own lane's pair, not a stored one
+            # Other readers of this layer have their own lane's pair, not a stored one.
+            if last[layer] is marker:
                 own = [
                     call(graph, aten.select.int, (side, 0, 0), marker, name)
                     for side, name in ((key, "new_key"), (value, "new_value"))

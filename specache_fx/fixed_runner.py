@@ -131,7 +131,7 @@ class InPlace:
                     raise AssertionError(message)
             if session is not None and start > session.kv_len:
                 raise CacheHandleError(_GAP.format(start=start, kv_len=session.kv_len))
-            if start and fixed_buffers.are_lost(held):
+            if session is None and start and fixed_buffers.are_lost(held):
                 raise CacheHandleError(_LOST.format(start=start))
         batch = size_in(plan.batch, args)
         if session is not None and start and batch != session.batch and is_laid_out(held[0]):

@@ -17,15 +17,9 @@ def effect_of(graph: Graph, outside: Collection[Node] = ()) -> str | None:
     """What the graph does beside its results, but for calls that are taken `outside`."""
     if changed := mutated_inputs(graph):
         return f"the model updates a state of its own (`{changed[0].name}`)"
-    for node in graph.nodes:
-        if (
-            node.op == "call_function"
-            and node not in outside
-            and has_effect(node)
-            and not draws_random_numbers(node)
-        ):
-            return f"the model calls `{node.name}` for its effect"
-    return None
+    calls = (node for node in graph.nodes if node.op == "call_function" and node not in outside)
+    effects = (node for node in calls if has_effect(node) and not draws_random_numbers(node))
+    return next((f"the model calls `{node.name}` for its effect" for node in effects), None)
 
 
 def drawn_in(graph: Graph) -> str | None:
@@ -54,7 +48,7 @@ def single_lane(
         past_inputs: Positions of the past KV inputs.
         token: Position of the token ids.
         logits: Position of the logits among `kept`.
-        cut: Takes assertions on positions out of the graph.
+        cut: Takes assertions out of the graph.
     """
     if effect := effect_of(graph, cut.asserts):
         # Lanes and pre-decode run what is in the graph for a token that may never come: state would move twice.

@@ -109,9 +109,8 @@ def _by_segments(gm: GraphModule) -> GraphModule:
     """
     segments = cut(gm.graph, lambda node: node.target is SDPA or target_name(node) == "softmax")
     given = [value_of(node) for node in placeholders(gm.graph)]
-    if list(map(id, flatten(given))) != list(
-        map(id, given)
-    ):  # a subclass has more than its shape to be alike in
+    # A subclass has more than its shape to be alike in.
+    if list(map(id, flatten(given))) != list(map(id, given)):
         raise CannotCut
     forms = [segment.form(segment.heads()) for segment in segments]
     if len(set(forms)) == len(forms):
