@@ -247,7 +247,7 @@ def _own(issued: registry.Issue, past: Sequence[torch.Tensor]) -> Claim:
         if not is_whole(tensor):
             raise CacheHandleError(CHOSEN)
         offset += tensor.shape[0] * tensor.shape[3]
-    # What wrote by another way (DLPack, the storage) counted no version.
+    # A write by another way (DLPack, the storage) counted no version.
     codes = issued.codes
     changed = codes is not None and not torch.equal(handles.codes_of(past[0], len(codes)), codes)
     if changed or any(map(handles.was_written, past)):

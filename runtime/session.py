@@ -91,7 +91,7 @@ class Session:
         self.graph: StepGraph | None = None  # replays steps; None where none is captured or noted
         # Lookahead.
         self.speculative_token: torch.Tensor | None = None  # lane 1's next input
-        # What it decoded last: a guess at the next output token. None behind a guess that was accepted: no lane ran.
+        # Lane 1's newest token: a guess at the next output token. None behind a guess that was accepted: no lane ran.
         self.guessed_token: torch.Tensor | None = None
         recovers = config.on_miss == "recover" and config.num_lanes > 1
         self.tokens = TokenHistory(device) if recovers else None
@@ -104,7 +104,7 @@ class Session:
         self.closed = False
         self.lease: weakref.ref[Lease] | None = None  # of its handles; it ends with that
         self.lock = threading.RLock()  # held while a step runs: a fork in another thread waits for its end
-        # What the last call returned.
+        # The handles that the last call returned.
         self.newest: Newest | None = None
 
     def _open(self, batch: int, tokens: int) -> None:

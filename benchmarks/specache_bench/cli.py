@@ -1,6 +1,6 @@
 """The command line, `specache-bench`: eval, decode, attention, experiment, real, starts, page, models, lm-eval.
 
-What needs torch is imported inside the commands, so that `--help` and bad options answer at once.
+Modules that need torch are imported inside the commands, so that `--help` and bad options answer at once.
 """
 
 from __future__ import annotations

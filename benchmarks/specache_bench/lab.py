@@ -70,7 +70,7 @@ class Kept:
         self._limit, self._kept = limit, OrderedDict[Any, Any]()
 
     def get(self, key: Any, make: Callable[[], Any]) -> Any:
-        """What is kept, or what is made now."""
+        """The kept result, or one that is made now."""
         if key not in self._kept:
             self._kept[key] = make()
         self._kept.move_to_end(key)

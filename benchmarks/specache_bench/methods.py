@@ -37,7 +37,7 @@ class Footprint:
 
 @dataclass(frozen=True)
 class Generated:
-    """What one batch gave.
+    """The results of one batch.
 
     Attributes:
         ids: New tokens of each row, up to and without the first stop token.
@@ -170,7 +170,7 @@ class Specache(CacheMethod):
                 session.tokens.learn(prompt)
 
     def measure(self, cache: Any) -> Footprint:
-        """What `specache_fx.stats` says; a `ConfigError` if the model was left as it is."""
+        """The result of `specache_fx.stats`; a `ConfigError` if the model was left as it is."""
         try:
             stats = specache_fx.stats(cache)
         except CacheHandleError as error:

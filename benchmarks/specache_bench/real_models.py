@@ -46,7 +46,7 @@ class Run:
         return Windows(of["text"], self.length, of["windows"], of["seed"], of["decoded"])
 
     def row(self) -> dict[str, Any]:
-        """What names it in a report."""
+        """Its name in a report."""
         named = {"label": self.label, "mode": self.mode, "length": self.length}
         return named | {"method": self.method.name, "options": dict(self.method.options)}
 

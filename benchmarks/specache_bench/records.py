@@ -1,4 +1,4 @@
-"""What is run and what came of it: a `Method` on a workload is a `Job`, which gives a `Record`, a line of JSON."""
+"""Jobs and their records: a `Method` on a workload is a `Job`, which gives a `Record`, a line of JSON."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Record:
-    """What a job gave: its workload says what is in the result. `missing` is why it was not run, if it was not.
+    """The result of a job, in its workload's form. `missing` is why it was not run, if it was not.
 
     Provenance has the command, commit and date, and all of `CONDITIONS`.
     """

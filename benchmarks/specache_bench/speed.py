@@ -43,7 +43,7 @@ _OURS_ALONE = ("host_bytes", "moved_bytes_per_step", "copy_ms", "hidden_share", 
 
 @dataclass(frozen=True)
 class _Heads:
-    """What has heads is spelled by its numbers, and checked."""
+    """A size with heads is spelled by its numbers, and checked."""
 
     def __post_init__(self) -> None:
         heads, kv_heads = (getattr(self, name) for name in ("num_heads", "num_kv_heads"))
@@ -118,7 +118,7 @@ SIZES = {
 def speed_methods(
     widths: Sequence[int], more: Sequence[str] = (), peers: bool = False, lowering: str = "inductor"
 ) -> dict[str, Method]:
-    """What is timed, by the names of the tables.
+    """The methods that are timed, by the names of the tables.
 
     Args:
         widths: Of SpeCache.

@@ -84,7 +84,7 @@ def operator_calls(step: Callable[[], object]) -> float:
 
 
 def record_steps(step: Callable[[], object]) -> list[Span]:
-    """What a few steps do, and when; see `specache_fx.trace`."""
+    """The events of a few steps, with their times; see `specache_fx.trace`."""
     with recording() as recorder:
         for _ in range(_TRACED_STEPS):
             step()

@@ -193,7 +193,7 @@ def selection_scores(
     place = (batch_row, kv_head, batch, num_kv_heads)
     form = (softcap, bias, bias_lane, bias_batch, bias_head, key_mask, mask_stride, visible)
     flags: tl.constexpr = (LANES, NUM_GROUPS, HAS_SOFTCAP, HAS_BIAS, HAS_MASK, HAS_VISIBLE, INDEPENDENT)
-    # What each lane sees is for `_write`, once a lane: of their own pairs, lane 0's alone has a column.
+    # `_write` hides a lane's unseen tokens, once a lane. Of the lanes' own pairs, lane 0's alone has a column.
     inner: tl.constexpr = (
         LANES,
         NUM_GROUPS,

@@ -1,4 +1,4 @@
-"""The attentions of a graph that read buffers of fixed length: SDPA, and what is spelt out, in one form.
+"""The attentions of a graph that read buffers of fixed length: SDPA and spelt-out attention, in one form.
 
     p = bmm(q, transpose(keys, -1, -2)) * scale; w = _softmax(p + mask, -1); out = bmm(w, values)
         ->  specache.scaled_dot_product_attention(q, keys, values, mask, 0.0, False, scale, True)

@@ -72,7 +72,7 @@ def without_repeat(node: Node) -> tuple[Node, list[Node]]:
     """Strip repeat_kv, also between two permutes that put heads into dimension 2 and back.
 
     Returns:
-        What is repeated, and the nodes that do it; the node itself, and none, where it is no repeat.
+        The repeated node, and the nodes that repeat it; the node itself, and none, where it is no repeat.
     """
     order = order_of(node)
     if order is None:

@@ -129,7 +129,7 @@ def _differs(reading: Reading, expansion: Expansion, leaves: list[Node]) -> str 
     smaller; the tokens are moved; some are left out. What a token becomes has to stay the same but for rounding.
 
     Returns:
-        What is wrong; None where all holds.
+        The difference; None where all holds.
     """
     numbers = Numbers(reading.core.node)
     more = [numbers.value(leaf, 1.0) for leaf in leaves]

@@ -177,7 +177,7 @@ class _Rewrite:
         return own
 
     def _kept(self, append: Append) -> Node:
-        """What the graph returns for a buffer: all tokens, or the newest of a window."""
+        """The graph's output for a buffer: all tokens, or the newest of a window."""
         grown = self._grown[append.node]
         if append.window is None:
             return grown

@@ -14,7 +14,7 @@ from specache_fx.capture.program import Cut
 
 
 def effect_of(graph: Graph, outside: Collection[Node] = ()) -> str | None:
-    """What the graph does beside its results, but for calls that are taken `outside`."""
+    """The first effect of a graph beside its results, but for calls that are taken `outside`: a reason for one lane."""
     if changed := mutated_inputs(graph):
         return f"the model updates a state of its own (`{changed[0].name}`)"
     calls = (node for node in graph.nodes if node.op == "call_function" and node not in outside)

@@ -9,9 +9,9 @@ Describes, and leaves the model's own operations where they are: a prompt's atte
 over buffers of fixed length (`capture/buffer_reads.py`). It may insert the mask of the newest query, which
 `bind_cache` gives to the session.
 
-What is spelt out (`attn_implementation="eager"`, bloom, mpt, gpt_oss, ...) is read
-(`capture/softmax_form.py`) and then proved on random numbers (`capture/prove_form.py`). What has no such form is noted
-with the operation that stands in the way; if it reads a KV cache, `match_attention` refuses it.
+Spelt-out attention (`attn_implementation="eager"`, bloom, mpt, gpt_oss, ...) is read (`capture/softmax_form.py`) and
+then proved on random numbers (`capture/prove_form.py`). An attention without such a form is noted with the operation
+that stands in the way; if it reads a KV cache, `match_attention` refuses it.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ class Refusal:
 
     @property
     def told(self) -> str:
-        """What is left alone, and why."""
+        """The attention that is left alone, and the reason."""
         where = f" ({self.source})" if self.source else ""
         return f"attention `{self.node}`{where} is left alone: {self.reason}"
 

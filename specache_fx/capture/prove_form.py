@@ -164,7 +164,7 @@ def differs(gm: GraphModule, core: AttentionCore, *, newest: bool) -> str | None
         newest: Compare the newest query alone: the core's mask is its row.
 
     Returns:
-        What is wrong; None where they agree.
+        The difference; None where they agree.
     """
     read = {arg for node in core.inner for arg in node.all_input_nodes} - core.inner
     leaves = [node for node in gm.graph.nodes if node in read]  # in order: the same numbers every time

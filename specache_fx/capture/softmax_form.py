@@ -145,7 +145,7 @@ def _weighted_values(
             return path, user
         if target_name(user) in ("native_dropout", "bernoulli"):
             raise UnknownFormError(user, "is on: call model.eval() first")
-        # What was hidden has no probability; a row of nothing else would be NaN.
+        # A hidden score has no probability; a row of hidden scores alone would be NaN.
         hides = target_name(user) == "masked_fill" and user.args[1] in hidden
         zeros = hides and constant_of(gm, user.args[2]) == 0
         if target_name(user) not in LAYOUTS and not _drops_last(user) and not zeros:

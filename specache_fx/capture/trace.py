@@ -9,7 +9,7 @@ place then, `out=`, views and vmap are resolved, and autocast's casts are in the
 `copy_` to its placeholder, behind all else. SDPA stays one call: an operator of ours that is pure and has no insides.
 
 Inputs are those of Dynamo, in its order; tensor subclasses (torchao's weights) are taken apart (`subclasses.flatten`).
-What a node of Dynamo's computes has its name.
+A result of one of Dynamo's nodes has that node's name.
 """
 
 from __future__ import annotations

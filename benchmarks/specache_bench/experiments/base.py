@@ -275,7 +275,7 @@ def render(experiment: Experiment, results: Results, out: Path) -> None:
 
 
 def read(file: Path) -> tuple[Results, dict[str, Any]]:
-    """What `write` wrote, today or before the laboratory had workloads: the records, and all of the JSON."""
+    """The records of a file that `write` wrote, today or before the laboratory had workloads, and all of its JSON."""
     report = json.loads(file.read_text(encoding="utf-8"))
     scale = Scale(**{**report["scale"], "tasks": tuple(report["scale"]["tasks"])})
     records = {}

@@ -62,7 +62,7 @@ class Draft:
 
 @dataclass(frozen=True)
 class Writer:
-    """What turns a prompt into tokens, special ones included, and a message into a chat; None for plain text."""
+    """Turns a prompt into tokens, special ones included, and a message into a chat; None for plain text."""
 
     encode: Callable[[str], list[int]]
     chat: Callable[[str], str] | None = None
