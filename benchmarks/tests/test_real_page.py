@@ -64,14 +64,15 @@ def test_docs_say_how_long_a_first_call_takes() -> None:
     ):
         cells = [seconds.removesuffix(" s") for start in starts for seconds in told(method, start)]
         assert f"| {label} | {' | '.join(cells)} |" in docs
-    assert f"which takes it {told('dynamo alone', 'second process')[1]} by itself" in docs
+    assert f"By itself it takes {told('dynamo alone', 'second process')[1]} to the fifth token" in docs
     lengths = [
         told("specache", "empty caches", f"{call}_call")[0] for call in ("another_length", "a_third_length")
     ]
     assert "second prompt length takes {} to its first token, a third one {}".format(*lengths) in docs
     readme = " ".join((ROOT / "README.md").read_text().split())
-    first, later = (told("specache", start)[0] for start in ("empty caches", "second process"))
-    assert f"first token after {first}, and after {later} in a later process" in readme
+    first, later = (told("specache", start) for start in ("empty caches", "second process"))
+    assert f"first token after {first[0]} and its fifth after {first[1]}; in a later process after" in readme
+    assert f"in a later process after {later[0]} and {later[1]}." in readme
 
 
 def test_misses_end_where_the_sequence_has_the_ngram() -> None:
