@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,12 @@ from support import graphs
 from support.captured import captured
 from torch import Tensor, nn
 
+from specache_fx.capture.graph_edit import call
 from specache_fx.capture.graph_utils import shape_of
+from specache_fx.capture.normalize_attention import from_softmax
 from specache_fx.capture.program import Phase, Program
+from specache_fx.capture.prove_form import differs
+from specache_fx.capture.score_chain import Rows
 
 HERE = Path(__file__).name
 MIN = torch.finfo(torch.float32).min
@@ -307,3 +312,15 @@ def test_layers_that_add_the_same_mask_share_one_row() -> None:
     for phase in (Phase.PREFILL, Phase.EXTEND, Phase.DECODE):
         program = graphs.matched(captured("eager")[phase])
         assert len({site.core.mask for site in program.sites}) == 1
+
+
+def test_a_prompt_that_is_replaced_is_proved_for_all_queries() -> None:
+    gm = captured("sinks")[Phase.PREFILL].copy()
+    softmax = next(node for node in gm.graph.nodes if node.target is torch.ops.aten._softmax.default)
+    core = from_softmax(gm, softmax, set(gm.graph.output_node().all_input_nodes), Rows(newest=False))
+    assert core.mask is not None and differs(gm, core, newest=False) is None
+    with gm.graph.inserting_after(core.mask):
+        row = call(gm.graph, torch.ops.aten.select.int, (core.mask, -2, -1), core.mask)
+    with gm.graph.inserting_after(row):  # the oldest query sees what the newest does
+        mask = call(gm.graph, torch.ops.aten.select_scatter.default, (core.mask, row, -2, 0), core.mask)
+    assert "on random numbers it differs" in str(differs(gm, replace(core, mask=mask), newest=False))
