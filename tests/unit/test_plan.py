@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -50,6 +51,16 @@ def test_ratio_equals_the_papers_table_1(
     # by the codes and indices of the 64 tokens that are staged: it shows at 4k tokens, by 0.003.
     kivi = replace(config, policy="kivi", residual_length=128)
     assert float(ratio) - 0.01 < plan(*shape, 1, kivi).ratio < plan(*shape, 1, config).ratio
+
+
+def test_readme_gives_the_plans_sizes() -> None:
+    readme = " ".join((Path(__file__).parents[2] / "README.md").read_text().split())
+    two, one = (plan(*MISTRAL_7B, 1, SpecacheConfig(bits=bits)) for bits in (2, 1))
+    sizes = [f"{sizes.device_bytes / 2**20:.1f} MiB ({sizes.ratio:.2f}x)" for sizes in (two, one)]
+    assert f"At 2 bits the device holds {sizes[0]}, at 1 bit {sizes[1]}; the host holds 4.0 GiB." in readme
+    short = plan(*MISTRAL_7B[:3], 1024, 1, SpecacheConfig(bits=2))
+    decoding = short.device_bytes_peak / short.full_bytes
+    assert f"1,024 tokens take {short.ratio:.2f}x at 2 bits, and {decoding:.2f}x while decoding." in readme
 
 
 def session_of(
