@@ -11,20 +11,21 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from specache_bench import real_models
+from specache_bench import real_models, speed_page
 from specache_bench.experiments import EXPERIMENTS
 from specache_bench.experiments.base import read
 from specache_fx.errors import ConfigError
 
 
 def renew_all(root: Path) -> None:
-    """Renew docs/results.md, docs/real_models.md and README.md below a folder, from its results/."""
+    """Renew README.md, docs/results.md, docs/real_models.md and docs/performance.md of a folder, from its results/."""
     results, page = root / "results", root / "docs" / "results.md"
     trained = real_models.tables(real_models.read(results))
     blocks = {
         page: {name: block(page, results, name) for name in EXPERIMENTS},
-        root / "README.md": {"real": trained.pop("real")},
+        root / "README.md": {"real": trained.pop("real"), **speed_page.readme_tables(results)},
         root / "docs" / "real_models.md": trained,
+        root / "docs" / "performance.md": speed_page.tables(results),
     }
     for file, content in blocks.items():
         file.write_text(renew(file.read_text(encoding="utf-8"), content), encoding="utf-8")

@@ -89,12 +89,13 @@ def test_committed_table_is_that_of_the_committed_records(name: str) -> None:
 
 
 def test_committed_pages_show_the_committed_results(tmp_path: Path) -> None:
-    for name in ("docs/results.md", "docs/real_models.md", "README.md"):
+    names = ("README.md", *(f"docs/{name}.md" for name in ("results", "real_models", "performance")))
+    for name in names:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text((ROOT / name).read_text())
     (tmp_path / "results").symlink_to(ROOT / "results")
     pages.renew_all(tmp_path)
-    for name in ("docs/results.md", "docs/real_models.md", "README.md"):
+    for name in names:
         assert (tmp_path / name).read_text() == (ROOT / name).read_text(), f"{name}: run `make page`"
 
 

@@ -57,13 +57,6 @@ def test_docs_say_how_long_a_first_call_takes() -> None:
         return [f"{found[token]:.{int(found[token] < 1)}f} s" for token in ("first_token", "fifth_token")]
 
     docs = " ".join(PERFORMANCE.read_text().split())
-    for label, method, starts in (
-        ("transformers, uncompiled", "uncompiled", ("uncompiled", "uncompiled")),
-        ("transformers, `torch.compile`", "torch.compile", ("empty caches", "second process")),
-        ("specache", "specache", ("empty caches", "second process")),
-    ):
-        cells = [seconds.removesuffix(" s") for start in starts for seconds in told(method, start)]
-        assert f"| {label} | {' | '.join(cells)} |" in docs
     assert f"By itself it takes {told('dynamo alone', 'second process')[1]} to the fifth token" in docs
     lengths = [
         told("specache", "empty caches", f"{call}_call")[0] for call in ("another_length", "a_third_length")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import json
 import os
 import re
 import shutil
@@ -11,11 +9,10 @@ import subprocess
 import sys
 import textwrap
 import zipfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from configparser import ConfigParser
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any
 
 import pytest
 from packaging.requirements import Requirement
@@ -30,7 +27,6 @@ PACKAGES = {
     "examples": "specache_fx/examples",
 }
 MODELS = [ROOT / "examples" / name / "model" for name in ("needle", "suite")]
-PERFORMANCE = ROOT / "docs" / "performance.md"
 
 
 @pytest.fixture(scope="module")
@@ -271,161 +267,3 @@ def test_first_example_of_the_readme_runs_as_written(tmp_path: Path) -> None:
     told = {name: int(number) for name, number in re.findall(r"\b(\w+)=(\d+),", done.stdout)}
     assert 2000 < told["kv_len"] <= 2002 + 64
     assert told["device_bytes"] < 0.3 * told["full_bytes"]
-
-
-def test_speeds_in_the_docs_are_those_of_the_committed_runs() -> None:
-    docs = PERFORMANCE.read_text()
-    (attention,) = json.loads((ROOT / "results" / "bench_attention.json").read_text())["results"]
-    rows = {row["name"]: row["median_ms"] for row in attention["rows"]}
-    for name, label in (("specache 2-bit", "SpeCache, 2 bits"), ("specache 1-bit", "SpeCache, 1 bit")):
-        times = [rows["sdpa float32"] / rows[name], rows["grouped matmul bfloat16"] / rows[name]]
-        assert f"| {label} | 2 | {rows[name]:.1f} | {times[0]:.1f}x | {times[1]:.1f}x |" in docs
-    results = json.loads((ROOT / "results" / "bench_decode.json").read_text())["results"]
-    assert [result["kv_len"] for result in results] == [256, 4096, 16384, 32768]
-    by_name = [{row["name"]: row for row in result["rows"]} for result in results]
-    for name, row in by_name[2].items():
-        times = " | ".join(f"{rows[name]['median_ms']:.1f}" for rows in by_name)
-        copies = f"{row['copy_ms']:.2f}" if row["copy_ms"] else "-"
-        held = f"{row['tokens_per_s']:.0f} | {row['device_bytes'] / 2**20:.1f} MiB | {copies}"
-        assert f"| {name} | {times} | {held} |" in docs
-    for name in ("specache 2-bit", "specache 1-bit"):
-        shorter, longer = by_name[2][name], by_name[3][name]
-        # A step grows no faster than what it reads of the context, and copies are little of it.
-        growth = longer["median_ms"] / shorter["median_ms"]
-        assert growth < longer["device_bytes"] / shorter["device_bytes"]
-        assert all(rows[name]["copy_ms"] < 0.05 * rows[name]["median_ms"] for rows in by_name)
-    long, longest = (by_name[i]["specache 2-bit"]["median_ms"] for i in (2, 3))
-    assert f"a step takes {longest / long:.1f} times" in " ".join(docs.split())
-    here = by_name[2]["transformers"]["median_ms"] / by_name[2]["specache 2-bit"]["median_ms"]
-    assert f"is {here:.1f} times as fast as one of transformers." in " ".join(docs.split())
-
-
-PEER_RUNS = {
-    "float32": "4 layers, float32",
-    "bfloat16": "4 layers, bfloat16",
-    "batches": "4 layers, float32",
-    "smollm2": "SmolLM2's shape, bfloat16",
-    "1b": "1B, bfloat16",
-}
-"""Of `results/peers_*.json`, what the tables call the model."""
-
-
-def _peer_line(shape: str, result: dict[str, Any], times: Iterable[float]) -> str:
-    batch = "" if result["batch"] == 1 else f", batch {result['batch']}"
-    return (
-        f"| {shape}{batch}, {result['kv_len']:,} tokens | " + " | ".join(f"{ms:.1f}" for ms in times) + " |"
-    )
-
-
-def _peer_lines(columns: list[str], runs: Mapping[str, str] = PEER_RUNS) -> list[str]:
-    """The line of each case of the committed runs, as a table of peers has it."""
-    lines = []
-    for name, shape in runs.items():
-        for result in json.loads((ROOT / "results" / f"peers_{name}.json").read_text())["results"]:
-            times = {row["name"]: row["median_ms"] for row in result["rows"]}
-            assert set(columns) == set(times) - {"kcache", "QuantizedCache 2-bit"}
-            lines.append(_peer_line(shape, result, map(times.__getitem__, columns)))
-    return lines
-
-
-def _peer_table(document: Path) -> tuple[list[str], list[str]]:
-    """Columns and lines of a page's table of peers."""
-    header, _, *lines = ("| ms a step |" + document.read_text().split("| ms a step |", 1)[1]).split("\n")
-    return header.strip(" |").split(" | ")[1:], list(
-        itertools.takewhile(lambda line: line.startswith("|"), lines)
-    )
-
-
-def test_peers_in_the_docs_are_those_of_the_committed_runs() -> None:
-    columns, lines = _peer_table(PERFORMANCE)
-    assert lines == list(dict.fromkeys(_peer_lines(columns)))
-    without_avx512 = _peer_lines(columns, {"float32_avx2": "4 layers, float32, AVX2"})
-    assert "\n".join(without_avx512) in PERFORMANCE.read_text()
-    columns, some = _peer_table(ROOT / "README.md")
-    assert len(some) >= 5
-    assert set(some) <= set(_peer_lines(columns))
-    ours, peers = columns.index("specache 2-bit") + 1, [columns.index(n) + 1 for n in columns if "KV" in n]
-    times = [[cell.strip() for cell in line.strip("|").split("|")] for line in some]
-    behind = [row[0] for row in times if min(float(row[peer]) for peer in peers) < float(row[ours])]
-    assert behind == ["4 layers, bfloat16, 4,096 tokens"]  # README says where a peer is ahead
-
-
-def test_widths_of_peers_caches_in_the_docs_are_those_of_the_committed_run() -> None:
-    text = PERFORMANCE.read_text()
-    header = next(line for line in text.split("\n") if "q8_0 KV |" in line)
-    columns = header.strip(" |").split(" | ")[1:]
-    for result in json.loads((ROOT / "results" / "peers_kv_widths.json").read_text())["results"]:
-        times = {row["name"]: row["median_ms"] for row in result["rows"]}
-        assert {name for name in times if "KV" in name} <= set(columns)
-        assert _peer_line("4 layers, float32, AVX2", result, map(times.__getitem__, columns)) in text
-
-
-def test_parts_of_a_step_in_the_docs_are_those_of_the_committed_runs() -> None:
-    docs = PERFORMANCE.read_text()
-    for name, shape in PEER_RUNS.items():
-        for result in json.loads((ROOT / "results" / f"peers_{name}.json").read_text())["results"]:
-            rows = {row["name"]: row for row in result["rows"]}
-            ours, kivi = rows["specache 2-bit"], rows["kivi 2-bit"]
-            parts = ours["parts_ms"]
-            times = (
-                ours["median_ms"],
-                ours["floor_ms"],
-                parts["decode step"],
-                parts["attention"],
-                kivi["parts_ms"]["attention"],
-            )
-            if result["batch"] == 1:
-                assert _peer_line(shape, result, times) in docs
-
-
-def _cases(run: str) -> list[dict[str, dict[str, Any]]]:
-    """Of each case of a committed run its rows, by name."""
-    results = json.loads((ROOT / "results" / f"{run}.json").read_text())["results"]
-    return [{row["name"]: row for row in result["rows"]} for result in results]
-
-
-def _int8_weights() -> Iterator[str]:
-    short, long = ({name: row["median_ms"] for name, row in case.items()} for case in _cases("int8"))
-    ours, plain, compiled = "specache 2-bit", "transformers", "transformers, compiled"
-    yield f"take {short[ours]:.1f} ms at 4,096 tokens and {long[ours]:.1f} at 16,384, in float32"
-    yield f"transformers takes {short[plain]:.0f} and {long[plain]:.0f}, "
-    yield f"under `torch.compile` {short[compiled]:.0f} and {long[compiled]:.0f}."
-
-
-def _longer_contexts() -> Iterator[str]:
-    names = ("specache 2-bit", "kivi 2-bit", "transformers")
-    ours, kivi, plain = ([case[name] for case in _cases("slope")] for name in names)
-
-    def listed(rows: list[dict[str, Any]], digits: int) -> str:
-        *first, last = (f"{row['median_ms']:.{digits}f}" for row in rows)
-        return f"{', '.join(first)} and {last}"
-
-    yield f"SpeCache takes {listed(ours, 1)} ms at 4,096, 32,768 and 131,072 tokens"
-    yield f"One of KIVI takes {listed(kivi, 1)}, one of transformers {listed(plain, 0)} (4 layers, float32)."
-    growth = [(rows[-1]["median_ms"] - rows[0]["median_ms"]) / (131.072 - 4.096) for rows in (ours, kivi)]
-    yield f"{growth[0]:.2f} and {growth[1]:.2f} ms for 1,000 tokens, {growth[0] / growth[1]:.1f} times as much."
-    (mine, all_mine), (theirs, all_theirs) = (
-        (rows[-1]["parts_ms"]["attention"], rows[-1]["parts_ms"]["decode step"]) for rows in (ours, kivi)
-    )
-    yield f"{mine:.1f} of {all_mine:.1f} ms of the graph at 131,072 tokens, KIVI's {theirs:.1f} of {all_theirs:.1f}."
-    yield f"Reading weights and codes takes {ours[-1]['floor_ms']:.1f} ms there."
-
-
-def _huge_pages() -> Iterator[str]:
-    huge, *usual = (_cases(run)[-1] for run in ("huge_pages", "peers_float32", "peers_float32_earlier"))
-
-    def beside(name: str, digits: int, unit: str = "") -> str:
-        least, most = (pick(case[name]["median_ms"] for case in usual) for pick in (min, max))
-        return (
-            f"{huge[name]['median_ms']:.{digits}f}{unit} in place of {least:.{digits}f} to {most:.{digits}f}"
-        )
-
-    yield f"SpeCache takes {beside('specache 2-bit', 1, ' ms')}, and KIVI {beside('kivi 2-bit', 1)}."
-    yield f"takes {beside('transformers', 0, ' ms')}"
-
-
-@pytest.mark.parametrize("sentences", [_int8_weights, _longer_contexts, _huge_pages])
-def test_times_in_sentences_are_those_of_the_committed_runs(sentences: Callable[[], Iterator[str]]) -> None:
-    text = " ".join(PERFORMANCE.read_text().split())
-    for sentence in sentences():
-        assert sentence in text

@@ -1,0 +1,89 @@
+"""Sentences on speed have the figures of the committed results; `test_experiments.py` compares the tables."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specache_bench.speed_page import RUNS, cases
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS, PERFORMANCE = ROOT / "results", ROOT / "docs" / "performance.md"
+
+
+def _growth() -> Iterator[str]:
+    runs = cases(RESULTS, "bench_decode")
+    *_, long, longest = runs
+    for name in ("specache 2-bit", "specache 1-bit"):
+        # A step grows no faster than what it reads of the context, and copies are little of it.
+        growth = longest[name]["median_ms"] / long[name]["median_ms"]
+        assert growth < longest[name]["device_bytes"] / long[name]["device_bytes"]
+        assert all(case[name]["copy_ms"] < 0.05 * case[name]["median_ms"] for case in runs)
+    here, there = (case["specache 2-bit"]["median_ms"] for case in (long, longest))
+    yield f"a step takes {there / here:.1f} times"
+    yield f"is {long['transformers']['median_ms'] / here:.1f} times as fast as one of transformers."
+
+
+def _int8_weights() -> Iterator[str]:
+    short, long = ({name: row["median_ms"] for name, row in case.items()} for case in cases(RESULTS, "int8"))
+    ours, plain, compiled = "specache 2-bit", "transformers", "transformers, compiled"
+    yield f"take {short[ours]:.1f} ms at 4,096 tokens and {long[ours]:.1f} at 16,384, in float32"
+    yield f"transformers takes {short[plain]:.0f} and {long[plain]:.0f}, "
+    yield f"under `torch.compile` {short[compiled]:.0f} and {long[compiled]:.0f}."
+
+
+def _longer_contexts() -> Iterator[str]:
+    names = ("specache 2-bit", "kivi 2-bit", "transformers")
+    ours, kivi, plain = ([case[name] for case in cases(RESULTS, "slope")] for name in names)
+
+    def listed(rows: list[dict[str, Any]], digits: int) -> str:
+        *first, last = (f"{row['median_ms']:.{digits}f}" for row in rows)
+        return f"{', '.join(first)} and {last}"
+
+    yield f"SpeCache takes {listed(ours, 1)} ms at 4,096, 32,768 and 131,072 tokens"
+    yield f"One of KIVI takes {listed(kivi, 1)}, one of transformers {listed(plain, 0)} (4 layers, float32)."
+    growth = [(rows[-1]["median_ms"] - rows[0]["median_ms"]) / (131.072 - 4.096) for rows in (ours, kivi)]
+    yield f"{growth[0]:.2f} and {growth[1]:.2f} ms for 1,000 tokens, {growth[0] / growth[1]:.1f} times as much."
+    (mine, all_mine), (theirs, all_theirs) = (
+        (rows[-1]["parts_ms"]["attention"], rows[-1]["parts_ms"]["decode step"]) for rows in (ours, kivi)
+    )
+    yield f"{mine:.1f} of {all_mine:.1f} ms of the graph at 131,072 tokens, KIVI's {theirs:.1f} of {all_theirs:.1f}."
+    yield f"Reading weights and codes takes {ours[-1]['floor_ms']:.1f} ms there."
+
+
+def _huge_pages() -> Iterator[str]:
+    huge, *usual = (
+        cases(RESULTS, run)[-1] for run in ("huge_pages", "peers_float32", "peers_float32_earlier")
+    )
+
+    def beside(name: str, digits: int, unit: str = "") -> str:
+        least, most = (pick(case[name]["median_ms"] for case in usual) for pick in (min, max))
+        return (
+            f"{huge[name]['median_ms']:.{digits}f}{unit} in place of {least:.{digits}f} to {most:.{digits}f}"
+        )
+
+    yield f"SpeCache takes {beside('specache 2-bit', 1, ' ms')}, and KIVI {beside('kivi 2-bit', 1)}."
+    yield f"takes {beside('transformers', 0, ' ms')}"
+
+
+@pytest.mark.parametrize("sentences", [_growth, _int8_weights, _longer_contexts, _huge_pages])
+def test_times_in_sentences_are_those_of_the_committed_runs(sentences: Callable[[], Iterator[str]]) -> None:
+    text = " ".join(PERFORMANCE.read_text().split())
+    for sentence in sentences():
+        assert sentence in text
+
+
+def test_readme_says_where_a_peer_is_ahead() -> None:
+    behind = []
+    for run in ("peers_bfloat16", "peers_smollm2", "peers_1b"):
+        for place, rows in zip(
+            ("first", "last"), cases(RESULTS, run)[:: len(cases(RESULTS, run)) - 1], strict=True
+        ):
+            peers = [row["median_ms"] for name, row in rows.items() if name.endswith("KV")]
+            if min(peers) < rows["specache 2-bit"]["median_ms"]:
+                behind.append((RUNS[run], place))
+    assert behind == [("4 layers, bfloat16", "first")]
+    assert "llama.cpp is faster on 4 layers at 4,096 tokens." in (ROOT / "README.md").read_text()
