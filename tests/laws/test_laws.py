@@ -9,7 +9,7 @@ import torch
 from hypothesis import Phase, assume, given, settings
 from hypothesis import strategies as st
 from support import strategies
-from support.cases import examples
+from support.cases import examples, nightly_unless
 from support.compiled import assert_oracles, assert_plain, forced_tokens, run
 from support.models import TinyConfig, TinyDecoder, generate
 from support.oracle import DecodeStep, OracleRun
@@ -20,7 +20,7 @@ from specache_fx.runtime.metrics import Hits
 from specache_fx.runtime.quant import QUANTIZERS
 
 
-@settings(max_examples=examples(5))
+@settings(max_examples=examples(3))
 @given(st.data(), st.sampled_from(("bits", "residual", "top_k")), strategies.lookaheads)
 def test_law_1_exact_settings_equal_plain_decoding(data: st.DataObject, how: str, lookahead: str) -> None:
     prompt = data.draw(strategies.prompts())
@@ -29,7 +29,7 @@ def test_law_1_exact_settings_equal_plain_decoding(data: st.DataObject, how: str
     assert_plain(prompt, config)
 
 
-@settings(max_examples=examples(3))
+@settings(max_examples=examples(2))
 @given(st.data(), st.sampled_from((torch.bfloat16, torch.float16)))
 def test_law_1_holds_within_rounding_in_16_bits(data: st.DataObject, dtype: torch.dtype) -> None:
     prompt = data.draw(strategies.prompts(dtype))
@@ -45,7 +45,7 @@ def test_law_1_holds_within_rounding_in_16_bits(data: st.DataObject, dtype: torc
     assert (ours.logits.float() - truth.logits).abs().max() <= 2 * budget + 1e-3
 
 
-@settings(max_examples=examples(6))
+@settings(max_examples=examples(4))
 @given(st.data())
 def test_decoding_equals_the_dense_oracle(data: st.DataObject) -> None:
     # From 2 tokens: after a prompt of one, Dynamo makes the length a constant of the first decode graph, and lookahead
@@ -103,13 +103,16 @@ def test_every_quantizer_equals_the_dense_oracle(quantizer: str, data: st.DataOb
 
 @pytest.mark.parametrize(
     "options",
-    [
-        {"resident_layers": 1, "sink_tokens": 3},
-        {"resident_layers": 2},
-        {"lookahead": "none", "sink_tokens": 9},
-        {"policy": "kivi", "resident_layers": 1, "sink_tokens": 3},
-        {"policy": "kcache", "bits": 16, "resident_layers": 1},
-    ],
+    nightly_unless(
+        lambda options: options.get("resident_layers") == 1 and options.get("policy") != "kivi",
+        [
+            {"resident_layers": 1, "sink_tokens": 3},
+            {"resident_layers": 2},
+            {"lookahead": "none", "sink_tokens": 9},
+            {"policy": "kivi", "resident_layers": 1, "sink_tokens": 3},
+            {"policy": "kcache", "bits": 16, "resident_layers": 1},
+        ],
+    ),
     ids=str,
 )
 def test_every_policy_option_equals_the_dense_oracle(options: dict[str, Any]) -> None:
@@ -136,7 +139,7 @@ def kcache_prompt(data: st.DataObject) -> strategies.Prompt:
     return prompt
 
 
-@settings(max_examples=examples(2))
+@settings(max_examples=examples(1))
 @given(st.data(), st.sampled_from(("residual", "top_k")))
 def test_law_1_holds_for_kcache(data: st.DataObject, how: str) -> None:
     prompt = kcache_prompt(data)
@@ -145,7 +148,7 @@ def test_law_1_holds_for_kcache(data: st.DataObject, how: str) -> None:
     assert_plain(prompt, config)
 
 
-@settings(max_examples=examples(3))
+@settings(max_examples=examples(2))
 @given(st.data())
 def test_kcache_equals_the_dense_oracle(data: st.DataObject) -> None:
     prompt = kcache_prompt(data)
@@ -158,7 +161,7 @@ def test_kcache_equals_the_dense_oracle(data: st.DataObject) -> None:
     assert stats.prefetched_bytes == stats.prefetched_rows * (prompt.model.config.value_dim or 0) * 4
 
 
-@settings(max_examples=examples(3))
+@settings(max_examples=examples(2))
 @given(st.data())
 def test_kivi_equals_the_dense_oracle(data: st.DataObject) -> None:
     prompt = data.draw(strategies.prompts())

@@ -68,7 +68,7 @@ def test_window_of_one_layer_equals_the_dense_oracle(lookahead: Any, window: int
         assert session.metrics.hits.topk_hits == truth.topk_hits.hits
 
 
-@settings(max_examples=examples(2))
+@settings(max_examples=examples(1))
 @given(windowed())
 def test_windows_equal_plain_decoding(prompt: strategies.Prompt) -> None:
     assert_plain(prompt, CONFIG, 30)
