@@ -89,7 +89,7 @@ def test_help_loads_no_torch() -> None:
     assert "Compare ways of keeping the KV cache" in done.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.nightly  # by day, tables and pictures are made of invented records, and jobs run and resume in `eval`
 @pytest.mark.usefixtures("fresh_dynamo", "shallow")
 def test_experiment_leaves_json_table_and_picture_and_goes_on(tmp_path: Path) -> None:
     command = ("experiment", "figure5", "--quick", "--seed", 1, "--threads", 1, "--out", tmp_path)

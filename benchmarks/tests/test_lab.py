@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.cases import nightly_unless
 from transformers import AutoModelForCausalLM, MistralConfig, MistralForCausalLM
 
 from specache_bench.decode import Forced, Greedy
@@ -101,7 +102,7 @@ def turned(samples: list[Sample], follow: list[str]) -> list[Sample]:
     return [replace(sample, turns=tuple(Turn(text, sample.answers) for text in follow)) for sample in samples]
 
 
-@pytest.fixture(scope="module", params=[FULL, EXACT], ids=str)
+@pytest.fixture(scope="module", params=nightly_unless(FULL.__eq__, [FULL, EXACT]), ids=str)
 def method(request: pytest.FixtureRequest) -> Method:
     """Pytest runs the tests of one after those of the other: what is compiled serves all of them."""
     found: Method = request.param

@@ -33,7 +33,7 @@ def test_exact_settings_equal_plain_decoding(data: st.DataObject, how: str, look
     assert_plain(prompt, config)
 
 
-@settings(max_examples=examples(2))
+@settings(max_examples=examples(1))
 @given(st.data())
 def test_decoding_equals_the_dense_oracle(data: st.DataObject) -> None:
     prompt = data.draw(strategies.prompts(min_len=2, latent=True))
