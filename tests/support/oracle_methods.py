@@ -179,6 +179,10 @@ def improved(x: Tensor, bits: int) -> Tensor:
     return quantize_group(flat, 2, bits).dequantized.view_as(x)
 
 
+# Keys with a row for the whole sequence: the functions take `real`, bool [batch, tokens] or None, too.
+DEQUANTIZED_SEQUENCE: dict[str, Callable[[Tensor, int, int, Tensor | None], Tensor]] = {
+    "turboquant": balanced
+}
 DEQUANTIZED_KEY: dict[str, Method] = {
     "kivi-original": by_channel(original),
     "nuq": by_channel(nearest_level),

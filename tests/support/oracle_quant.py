@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import torch
 from support.oracle_groups import Quantized, quantize_group
-from support.oracle_methods import DEQUANTIZED_KEY, DEQUANTIZED_VALUE, balanced
+from support.oracle_methods import DEQUANTIZED_KEY, DEQUANTIZED_SEQUENCE, DEQUANTIZED_VALUE, Method
 from torch import Tensor
 
 # Positions by batch row and kv head: indices[batch][kv_head] is a list, best first.
@@ -42,9 +42,9 @@ def quantize_dequantize_key(
         return x
     if quantizer == "kivi":
         return quantize_key(x, bits, group_size).dequantized
-    if quantizer == "turboquant":
-        return balanced(x, bits, group_size, real)
-    return DEQUANTIZED_KEY[quantizer](x, bits, group_size)
+    if quantizer in DEQUANTIZED_SEQUENCE:
+        return DEQUANTIZED_SEQUENCE[quantizer](x, bits, group_size, real)
+    return _of(DEQUANTIZED_KEY, quantizer)(x, bits, group_size)
 
 
 def quantize_dequantize_value(x: Tensor, bits: int, group_size: int, quantizer: str = "kivi") -> Tensor:
@@ -53,7 +53,12 @@ def quantize_dequantize_value(x: Tensor, bits: int, group_size: int, quantizer: 
         return x
     if quantizer == "kivi":
         return quantize_value(x, bits, group_size).dequantized
-    return DEQUANTIZED_VALUE[quantizer](x, bits, group_size)
+    return _of(DEQUANTIZED_VALUE, quantizer)(x, bits, group_size)
+
+
+def _of(methods: dict[str, Method], quantizer: str) -> Method:
+    assert quantizer in methods, f"{quantizer!r} is not written down in tests/support/oracle_methods.py"
+    return methods[quantizer]
 
 
 def select(scores: Tensor, mask: Tensor, k: int) -> Indices:
