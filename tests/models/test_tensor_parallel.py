@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import pytest
 import torch
+from support.process import python
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.support.tensor_parallel import SETTINGS
 
 pytest.importorskip("torch.distributed.tensor")
-ROOT = Path(__file__).parents[2]
 
 
 DAILY = ("exact", "refetch")
@@ -41,16 +37,8 @@ def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         initializer_range=0.1,
     )
     LlamaForCausalLM(config).save_pretrained(folder)
-    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    done = subprocess.run(
-        [*run, str(ROOT / "tests/support/tensor_parallel.py"), str(folder), *request.param],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    run = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
+    python(*run, "tests/support/tensor_parallel.py", str(folder), *request.param)
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
 
 

@@ -11,12 +11,12 @@ ROOT = Path(__file__).resolve().parents[2]
 PATH = os.pathsep.join(map(str, (ROOT, ROOT / "tests", ROOT / "tests" / "models")))
 
 
-def python(*arguments: str) -> str:
-    """What Python prints, one thread."""
+def python(*arguments: str, cwd: Path = ROOT, **environment: str) -> str:
+    """What Python prints, one thread; it has to end well."""
     done = subprocess.run(
         [sys.executable, *arguments],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": PATH, "OMP_NUM_THREADS": "1"},
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": PATH, "OMP_NUM_THREADS": "1", **environment},
         capture_output=True,
         text=True,
         check=False,

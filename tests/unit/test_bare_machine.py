@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
 import pytest
+from support.process import python
 
 ROOT = Path(__file__).resolve().parents[2]
 # Dependencies of tests, evaluation and development.
@@ -38,17 +36,7 @@ def run(code: str, **environment: str) -> str:
         import torch._dynamo, transformers
         sys.modules["optree"] = None
     """
-    program = textwrap.dedent(blocked) + textwrap.dedent(code)
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, **environment},
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
+    return python("-c", textwrap.dedent(blocked) + textwrap.dedent(code), **environment)
 
 
 GENERATION = """

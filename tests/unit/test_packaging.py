@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from support.process import python
 
 from specache_fx.examples.needle import make_prompts, to_text
 
@@ -178,9 +179,7 @@ def test_import_and_help_load_no_torch() -> None:
         import torch
         assert torch.compile(torch.nn.Linear(2, 2), backend="specache") is not None
     """
-    command = [sys.executable, "-c", textwrap.dedent(code)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    python("-c", textwrap.dedent(code))
 
 
 def test_no_module_has_the_name_of_a_public_function() -> None:
@@ -261,9 +260,7 @@ def test_first_example_of_the_readme_runs_as_written(tmp_path: Path) -> None:
     (tmp_path / "MODEL").symlink_to(MODELS[0])
     records = make_prompts(1, 2000, 48, seed=0).input_ids[0, 1:]  # the tokenizer adds the first token itself
     (tmp_path / "prompt.txt").write_text(to_text(records))
-    command = [sys.executable, "-c", example[1]]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    told = {name: int(number) for name, number in re.findall(r"\b(\w+)=(\d+),", done.stdout)}
+    printed = python("-c", example[1], cwd=tmp_path)
+    told = {name: int(number) for name, number in re.findall(r"\b(\w+)=(\d+),", printed)}
     assert 2000 < told["kv_len"] <= 2002 + 64
     assert told["device_bytes"] < 0.3 * told["full_bytes"]

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import functools
 import json
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
+from support.process import python
 from support.triton_mode import needs_compiler
 
-TESTS = Path(__file__).parents[2]
 # The next product waits for these; the rest runs beside it, and with a captured step none costs the host anything.
 CRITICAL = ["rotate_queries", "partial_attention", "merge_parts"]
 # Beyond 2,048 tokens a selection takes two rounds.
@@ -27,10 +24,7 @@ MOST_CALLS = 1400  # 1,000 to 1,200 measured, 720 to 760 without hit rates: 85 a
 
 @functools.cache
 def measured() -> dict[str, Any]:
-    command = [sys.executable, "-m", "support.gpu_host_cost"]
-    done = subprocess.run(command, cwd=TESTS, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return json.loads(done.stdout)  # type: ignore[no-any-return]
+    return json.loads(python("-m", "support.gpu_host_cost"))  # type: ignore[no-any-return]
 
 
 @needs_compiler

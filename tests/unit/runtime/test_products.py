@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import c_products
+from support.process import python
 from support.threads import at_once
 from torch import Tensor
 
@@ -125,9 +124,7 @@ os.environ.update(usual)
 assert graph_ops.load() is not None
 torch.testing.assert_close(multiply(rows, weights), by_blas)
 """
-    command = [sys.executable, "-c", program, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    python("-c", program, str(tmp_path))
 
 
 @pytest.mark.parametrize(

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import functools
 import json
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
+from support.process import python
 from support.triton_mode import needs_compiler
 
-TESTS = Path(__file__).parents[2]
 MOST_REGISTERS = 168  # a thread: three blocks of 128 threads have a multiprocessor's 65,536
 # That four warps execute on average for 64 tokens, on sm_90: of any config, and of the best one for centred codes.
 MOST_INSTRUCTIONS = 700
@@ -22,10 +19,8 @@ BEST_INSTRUCTIONS = {"partial_attention": 345, "selection_scores": 215}
 @functools.cache
 def _compiled(part: str, sm: int = 90) -> list[dict[str, Any]]:
     """What each kernel takes, by config, for a compute capability."""
-    command = [sys.executable, "-m", "support.triton_compile", part, str(sm)]
-    done = subprocess.run(command, cwd=TESTS, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    printed = python("-m", "support.triton_compile", part, str(sm))
+    return [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
 
 
 @needs_compiler
