@@ -8,13 +8,15 @@ from typing import Any
 
 import pytest
 
-from specache_bench.speed_page import RUNS, cases
+from specache_bench.speed_page import cases, readme_tables, results_of
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS, PERFORMANCE = ROOT / "results", ROOT / "docs" / "performance.md"
 
 
 def _growth() -> Iterator[str]:
+    lengths = [result["kv_len"] for result in results_of(RESULTS, "bench_decode")]
+    assert lengths == [256, 4096, 16384, 32768]
     runs = cases(RESULTS, "bench_decode")
     *_, long, longest = runs
     for name in ("specache 2-bit", "specache 1-bit"):
@@ -77,13 +79,9 @@ def test_times_in_sentences_are_those_of_the_committed_runs(sentences: Callable[
 
 
 def test_readme_says_where_a_peer_is_ahead() -> None:
-    behind = []
-    for run in ("peers_bfloat16", "peers_smollm2", "peers_1b"):
-        for place, rows in zip(
-            ("first", "last"), cases(RESULTS, run)[:: len(cases(RESULTS, run)) - 1], strict=True
-        ):
-            peers = [row["median_ms"] for name, row in rows.items() if name.endswith("KV")]
-            if min(peers) < rows["specache 2-bit"]["median_ms"]:
-                behind.append((RUNS[run], place))
-    assert behind == [("4 layers, bfloat16", "first")]
+    table = readme_tables(RESULTS)["peers"].splitlines()
+    header, _, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in table)
+    ours, peers = header.index("specache 2-bit"), [i for i, name in enumerate(header) if name.endswith("KV")]
+    behind = [row[0] for row in rows if min(float(row[peer]) for peer in peers) < float(row[ours])]
+    assert behind == ["4 layers, bfloat16, 4,096 tokens"]
     assert "llama.cpp is faster on 4 layers at 4,096 tokens." in (ROOT / "README.md").read_text()
