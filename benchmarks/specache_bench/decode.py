@@ -29,6 +29,7 @@ class Decoder:
         cache: Holds what came before.
         logits: Of the newest token, float `[batch, vocab]`; None before the first step.
         position: Of the next token, where the cache doesn't know it: it is shorter than the text.
+        first: The tokens that `greedy` begins with where there are no logits, int64 `[batch, 1]`.
 
     Attributes:
         num_fed: Tokens that it has fed, of each sequence.
@@ -36,9 +37,14 @@ class Decoder:
     """
 
     def __init__(
-        self, model: Any, cache: Any, logits: torch.Tensor | None = None, position: int | None = None
+        self,
+        model: Any,
+        cache: Any,
+        logits: torch.Tensor | None = None,
+        position: int | None = None,
+        first: torch.Tensor | None = None,
     ) -> None:
-        self.model, self.cache, self.logits, self.position = model, cache, logits, position
+        self.model, self.cache, self.logits, self.position, self.first = model, cache, logits, position, first
         self.num_fed = 0
         self.step_ms: list[float] = []
         self._arguments = last_logits_only(model)
@@ -68,13 +74,13 @@ class Decoder:
         return logits
 
     def greedy(self, count: int) -> list[float]:
-        """Seconds of so many greedy steps in a row, the choice of the token among them; the first token ever is 7."""
+        """Seconds of so many greedy steps in a row, the choice of the token among them."""
         seconds = []
         for _ in range(count):
             began = time.perf_counter()
             if self.logits is None:
-                batch = self.cache.layers[0].keys.shape[0]
-                self.step(torch.full((batch, 1), 7, device=self.model.device))
+                assert self.first is not None
+                self.step(self.first)
             else:
                 self.step(self.logits.argmax(dim=-1, keepdim=True))
             seconds.append(time.perf_counter() - began)

@@ -253,7 +253,8 @@ class DecodeSteps:
         cache = DynamicCache()
         for layer, (key, value) in enumerate(pairs):
             cache.update(key.clone(), value.clone(), layer)
-        decoder = Decoder(model, method.begin(model, cache))
+        first = torch.full((self.batch, 1), 7, device=model.device)
+        decoder = Decoder(model, method.begin(model, cache), first=first)
         return Opened(method, decoder.greedy, decoder)
 
 

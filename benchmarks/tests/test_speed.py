@@ -48,7 +48,9 @@ def test_decode_steps_of_all_kinds_are_timed_and_traced(
     file, trace = tmp_path / "decode.json", tmp_path / "trace.json"
     size = "small,layers=1,hidden=32,intermediate=48,num_heads=4,num_kv_heads=2,head_dim=8,vocab=32"
     command = ["decode", "--size", size, "--batch", "2", "--context", "300", "--rounds", "2", "--steps", "3"]
-    command += ["--bits", "2", "--method", "roomy", "--device", "cpu"]
+    # hqq's layers have no keys of their own right after a prompt.
+    command += ["--bits", "2", "--method", "roomy", "--method", "quantized,backend=hqq,bits=2,group_size=8"]
+    command += ["--device", "cpu"]
     done = CliRunner().invoke(app, [*command, "--json", str(file), "--trace", str(trace)])
     assert done.exit_code == 0, done.output
     report = json.loads(file.read_text())
