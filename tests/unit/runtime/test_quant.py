@@ -70,6 +70,7 @@ def test_error_bound_is_of_the_size_of_a_token(name: str, bits: int, kind: KVKin
 )
 @example(drawn=(8, fill("normal", (1, 2, 16, 80), torch.bfloat16, 0)))
 @example(drawn=(64, fill("outlier", (1, 1, 64, 16), torch.float16, 0)))
+@example(drawn=(64, fill("normal", (1, 1, 64, 128), torch.float32, 0)))
 def test_what_comes_back_is_what_the_oracle_says(
     name: str, bits: int, kind: KVKind, drawn: tuple[int, Tensor]
 ) -> None:

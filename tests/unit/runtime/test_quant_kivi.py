@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from hypothesis import example, given, settings
-from support.quant_inputs import KINDS, METHODS, fill, inputs, loss, quantizer_of, roundtrip
+from support.quant_inputs import KINDS, METHODS, fill, inputs, quantizer_of, roundtrip
 from torch import Tensor
 
 from specache_fx.runtime.quant import KVKind, Quantizer
@@ -109,14 +109,6 @@ def test_original_one_bit_levels_are_the_extremes() -> None:
     x = torch.tensor([0.0, 1.0, 2.0, 3.0, 4.0]).reshape(1, 1, 5, 1)
     _, back = roundtrip(quantizer_of("kivi-original", 1, 5), "key", x)
     assert back.flatten().tolist() == [0.0, 0.0, 0.0, 4.0, 4.0]
-
-
-def test_the_improved_one_bit_formula_loses_a_third_of_the_original() -> None:
-    """Table 5's reason: on normal numbers the original's result is larger than what went in."""
-    x = fill("normal", (1, 2, 256, 64), torch.float32, 0)
-    (_, improved), (_, original) = (roundtrip(quantizer_of(name, 1), "value", x) for name in AFFINE)
-    assert loss(x, improved) < loss(x, original) / 3
-    assert original.square().mean() > 4 * x.square().mean() > improved.square().mean()
 
 
 @pytest.mark.parametrize("bits", [1, 2, 4, 8])
