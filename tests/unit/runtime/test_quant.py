@@ -35,12 +35,12 @@ over_kinds = pytest.mark.parametrize("kind", KINDS)
 @over_kinds
 @over_methods
 @settings(max_examples=15, deadline=None)
-@given(drawn=inputs(dtypes=[torch.float32]))
+@given(drawn=inputs(dtypes=[torch.float32, torch.float64]))
 @example(drawn=(8, fill("huge", (1, 1, 8, 20), torch.float32, 0)))
 def test_what_comes_back_lies_within_the_error_bound(
     name: str, bits: int, kind: KVKind, drawn: tuple[int, Tensor]
 ) -> None:
-    """Law 5. In float32, where next to nothing is lost by rounding scales and zeros."""
+    """Law 5. In float32 and float64, where next to nothing is lost by rounding scales and zeros."""
     group_size, x = drawn
     quantizer = quantizer_of(name, bits, group_size)
     planes, back = roundtrip(quantizer, kind, x)
