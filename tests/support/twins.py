@@ -13,6 +13,7 @@ from specache_fx.config import SpecacheConfig
 from specache_fx.runtime import ops, registry  # noqa: F401  (ops defines the operators)
 from specache_fx.runtime.decode_step import DecodeStep
 from specache_fx.runtime.layout import LayerShape
+from specache_fx.runtime.masks import WindowMask
 from specache_fx.runtime.session import Session
 
 Own = tuple[Tensor, Tensor, Tensor]
@@ -32,7 +33,7 @@ def laid_out(own: Own, layout: str) -> Own:
 
 
 class Twins:
-    """Args: the operator, options, sizes, the prompt's tokens, and how near results are; None for the same bits."""
+    """Args: the operator, options, sizes, the prompt's tokens, how near results are (None: the same bits), windows."""
 
     def __init__(
         self,
@@ -45,22 +46,27 @@ class Twins:
         padding: int = 0,
         device: torch.device | str = "cpu",
         close: dict[str, float] | None = None,
+        windows: dict[int, int] | None = None,
     ) -> None:
         self._whole, self._close, self._device = whole, close, torch.device(device)
         self.shape, self.dtype, self.layers = shape, dtype, layers
         self.generator = torch.Generator().manual_seed(0)
         self.given: Own | list[Tensor] = []  # what the operator got last
-        layer_shape = LayerShape(shape.num_kv_heads, shape.head_dim, shape.value_dim)
-        self.sessions = [Session(config, (layer_shape,) * layers, dtype, self._device) for _ in range(2)]
-        mask = torch.ones(shape.batch, 1, tokens, dtype=torch.bool, device=device)
-        mask[1:, :, :padding] = False
+        self.windows = windows or {}  # by layer
+        sizes = (shape.num_kv_heads, shape.head_dim, shape.value_dim)
+        shapes = tuple(LayerShape(*sizes, self.windows.get(layer)) for layer in range(layers))
+        self.sessions = [Session(config, shapes, dtype, self._device) for _ in range(2)]
+        self.real = torch.ones(shape.batch, tokens, dtype=torch.bool, device=device)  # no padding
+        self.real[1:, :padding] = False
         for layer in range(layers):
             key, value = self.pair(tokens)
             for session in self.sessions:
-                session.store(layer, key, value, mask if padding else None)
+                session.store(layer, key, value, self.real[:, None] if padding else None)
         for session in self.sessions:
             session.advance(tokens, decoded=False)
-        self.step(predecode=True)
+        self.selects = config.placement.prefetch
+        if self.selects:
+            self.step(predecode=True)
 
     def random(self, heads: int, tokens: int, dim: int, *lanes: int) -> Tensor:
         shape = (*lanes, self.shape.batch, heads, tokens, dim)
@@ -92,7 +98,7 @@ class Twins:
         """One step of both; `told` goes to `DecodeStep`."""
         whole = tuple(range(self.layers))
         by_ops, in_one = (
-            DecodeStep(session, predecode, each, **(told or {}))
+            DecodeStep(session, predecode, each, **{"lanes": lanes, **(told or {})})
             for session, each in zip(self.sessions, ((), whole), strict=True)
         )
         with in_one.running():
@@ -100,10 +106,13 @@ class Twins:
                 query, key, value = own = laid_out(self.own(lanes), layout)
                 self.given = own if layout else [side.clone() for side in own]
                 out = self.in_one(self.given, layer, scale, **form)  # type: ignore[arg-type]
-                by_ops.wait_prefetch(layer)
-                wanted = by_ops.attend(layer, query, key, value, scale, True, **form)
+                selects = self.selects and layer in by_ops.session.tiered
+                if selects:
+                    by_ops.wait_prefetch(layer)
+                wanted = by_ops.attend(layer, query, key, value, scale, selects, **form)
                 by_ops.append(layer, key[0], value[0])
-                by_ops.prefetch(layer, by_ops.select(layer))
+                if selects:
+                    by_ops.prefetch(layer, by_ops.select(layer))
                 torch.testing.assert_close(out, wanted, **(self._close or {"rtol": 0, "atol": 0}))
         for layer in whole:
             ours, theirs = (session.layers[layer] for session in self.sessions)
@@ -111,20 +120,58 @@ class Twins:
             for x, y in zip(*(self.state(session, layer) for session in self.sessions), strict=True):
                 assert torch.equal(x, y)
         if not predecode:
+            self.real = torch.cat([self.real, self.real.new_ones(len(self.real), 1)], 1)
             for session in self.sessions:
                 session.advance(1, decoded=True)
             hits = [tuple(session.metrics.hits) for session in self.sessions]
             torch.testing.assert_close(*hits, **(self._close or {"rtol": 0, "atol": 0}))
 
-    @staticmethod
-    def state(session: Session, layer: int = 0) -> list[Tensor]:
+    def state(self, session: Session, layer: int = 0) -> list[Tensor]:
         """What a layer holds, and what is staged of it."""
-        transfer = session.transfer
-        assert transfer is not None
+        held, transfer = list(session.load(layer)), session.transfer
+        assert (transfer is not None) == self.selects
+        if transfer is None or layer not in session.tiered:
+            return held
         rows, indices = transfer.wait(layer)
-        held = [*session.tiered[layer].window(), *session.load(layer)]
-        return [*held, rows[indices >= 0], indices, transfer.staging(layer).wanted]
+        window = session.tiered[layer].window()
+        return [*window, *held, rows[indices >= 0], indices, transfer.staging(layer).wanted]
 
     def close(self) -> None:
         for session in self.sessions:
             session.close()
+
+
+class Kinds(Twins):
+    """Layers: a short window, a long one that isn't full, a resident one, a window as the first, one with codes.
+
+    Args: the operator, the prompt's tokens, padding of the second batch row, the device and options.
+    """
+
+    def __init__(
+        self, whole: Callable[..., Any], tokens: int, padding: int, device: torch.device, **options: Any
+    ) -> None:
+        config = SpecacheConfig(group_size=4, residual_length=3, top_k=5, resident_layers=1, **options)
+        super().__init__(
+            whole,
+            config,
+            AttentionShape(2, 4, 2, 16, 16),
+            tokens,
+            layers=5,
+            padding=padding,
+            device=device,
+            close={"rtol": 1e-4, "atol": 1e-5},
+            windows={0: 7, 1: 30, 3: 7},
+        )
+        assert list(self.sessions[0].tiered) == [4]
+
+    def masked_step(self, lanes: int = 2, masked: bool = True) -> None:
+        """One step, of one lane where nothing is selected, with what the model would say of its windows."""
+        lanes, told = lanes if self.selects else 1, {}
+        for window in set(self.windows.values()):
+            seen = [
+                torch.cat([self.real, self.real.new_ones(2, 1 + lane)], 1)[:, -window:]
+                for lane in range(lanes)
+            ]
+            told[window] = tuple(WindowMask(each.shape[1], each, None) for each in seen)
+        masks = {layer: told[window] for layer, window in self.windows.items()} if masked else {}
+        self.step(lanes, told={"window_masks": masks})

@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import twins
 from support.cases import examples, nightly_unless
-from support.kinds_of_layers import Kinds
 from support.strategies import AttentionShape
 from support.triton_mode import DEVICE, needs_triton
 
@@ -96,13 +95,13 @@ def test_windows_and_layers_that_select_nothing_are_stepped_too(
     padding: int, masked: bool, policy: str
 ) -> None:
     step = torch.ops.specache.device_step.default
-    kinds = Kinds(DEVICE, step, 24, padding, kernel="triton", reserve=30, policy=policy)
+    kinds = twins.Kinds(step, 24, padding, DEVICE, kernel="triton", reserve=30, policy=policy)
     steps = kinds.sessions[1].steps
     assert isinstance(steps, TritonSteps)
-    kinds.step(masked=masked)
+    kinds.masked_step(masked=masked)
     generation = steps.generation
     for _ in range(3):
-        kinds.step(masked=masked)
+        kinds.masked_step(masked=masked)
     assert steps.generation == generation  # a window that is full doesn't move
     kinds.close()
 

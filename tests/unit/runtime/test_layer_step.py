@@ -15,10 +15,9 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from support import strategies
-from support.kinds_of_layers import Kinds
 from support.open_sessions import session_of
 from support.threads import at_once
-from support.twins import Own, Twins
+from support.twins import Kinds, Own, Twins
 from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -119,16 +118,15 @@ def test_steps_are_the_same_bits(
 def test_windows_and_layers_that_select_nothing_are_stepped_too(
     lanes: int, tokens: int, padding: int, masked: bool, bits: int, policy: str
 ) -> None:
-    step = torch.ops.specache.layer_step.default
     coded = {"bits": bits, "policy": policy, "quantizer": "turboquant"}
-    kinds = Kinds(CPU, step, tokens, min(padding, tokens - 1), **coded)
+    kinds = Kinds(LAYER_STEP, tokens, min(padding, tokens - 1), CPU, **coded)
     for _ in range(12):  # windows fill, are compacted and grow
-        kinds.step(lanes, masked=masked)
+        kinds.masked_step(lanes, masked)
     for session in kinds.sessions:
         session.rewind(session.kv_len - 1)
     kinds.real = kinds.real[:, :-1]
     for _ in range(2):
-        kinds.step(lanes, masked=masked)
+        kinds.masked_step(lanes, masked)
     kinds.close()
 
 
