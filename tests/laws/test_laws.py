@@ -12,7 +12,7 @@ from support import strategies
 from support.cases import examples, nightly_unless
 from support.compiled import assert_oracles, assert_plain, forced_tokens, run
 from support.models import TinyConfig, TinyDecoder, generate
-from support.oracle import DecodeStep, OracleRun
+from support.oracle_records import DecodeStep, OracleRun
 
 import specache_fx
 from specache_fx.config import SpecacheConfig

@@ -13,7 +13,8 @@ import torch
 from support.cases import nightly_unless
 from support.models import Generated, TinyConfig, TinyDecoder, generate
 from support.open_sessions import session_of
-from support.oracle import OracleDecoder, OracleRun
+from support.oracle import OracleDecoder
+from support.oracle_records import OracleRun
 from torch import Tensor
 
 import specache_fx

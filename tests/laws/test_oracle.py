@@ -11,14 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support import strategies
 from support.models import TinyConfig, TinyDecoder, generate
-from support.oracle import (
-    OracleCache,
-    OracleDecoder,
-    overlap,
-    quantize_key,
-    quantize_value,
-    select,
-)
+from support.oracle import OracleDecoder
+from support.oracle_cache import OracleCache
+from support.oracle_quant import quantize_key, quantize_value, select
+from support.oracle_records import overlap
 from torch import Tensor
 
 from specache_fx.config import Lookahead, SpecacheConfig

@@ -10,7 +10,8 @@ import torch
 from support import strategies
 from support.models import Generated, TinyDecoder, generate
 from support.open_sessions import session_of
-from support.oracle import OracleDecoder, OracleRun
+from support.oracle import OracleDecoder
+from support.oracle_records import OracleRun
 
 from specache_fx.config import SpecacheConfig
 from specache_fx.runtime.session import Session

@@ -11,16 +11,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from support.models import TinyDecoder, attention_mask_4d, positions_from_mask, within_window
 from support.oracle_cache import OracleCache, ScoreForm
-from support.oracle_quant import (
-    Indices,
-    Quantized,
-    quantize_dequantize_key,
-    quantize_dequantize_value,
-    quantize_key,
-    quantize_value,
-    select,
-)
-from support.oracle_records import DecodeStep, HitCount, Mass, OracleRun, mass_of, overlap
+from support.oracle_quant import Indices, select
+from support.oracle_records import NOTHING, DecodeStep, HitCount, OracleRun, mass_of, overlap
 from torch import Tensor
 
 if TYPE_CHECKING:
@@ -28,23 +20,6 @@ if TYPE_CHECKING:
 
 # What lane 1's scores weigh in the selection where `on_miss="recover"`.
 SHARE_AFTER_HIT, SHARE_AFTER_MISS = 0.8, 0.4
-
-__all__ = [
-    "DecodeStep",
-    "HitCount",
-    "Indices",
-    "OracleCache",
-    "OracleDecoder",
-    "OracleRun",
-    "Quantized",
-    "ScoreForm",
-    "overlap",
-    "quantize_dequantize_key",
-    "quantize_dequantize_value",
-    "quantize_key",
-    "quantize_value",
-    "select",
-]
 
 
 class OracleDecoder:
@@ -175,10 +150,10 @@ class OracleDecoder:
             if same_step and not cache.is_exact:
                 _, alone = cache.attend(q, k, v, None, scale, self.form)
                 layer_staged = select(alone[0], cache.selectable, self.config.top_k)
-                out, probabilities = cache.attend_all(q, k, v, layer_staged, scale, self.form)
+                out, probabilities = cache.attend(q, k, v, layer_staged, scale, self.form, whole=True)
                 scores.append(alone[0])
             else:
-                out, probabilities = cache.attend_all(q, k, v, layer_staged, scale, self.form)
+                out, probabilities = cache.attend(q, k, v, layer_staged, scale, self.form, whole=True)
                 last = probabilities[-1]
                 if shares is not None:
                     weights = shares[:, None, None]
@@ -260,7 +235,7 @@ class OracleDecoder:
         before = self.num_quantized
         done = self._step(tokens, self.next_staged if self.looks_ahead else None, shares)
 
-        exact_hits, topk_hits, mass = HitCount(), HitCount(), Mass()
+        exact_hits = topk_hits = mass = NOTHING
         if self.expected is not None:
             exact_hits = HitCount(int((self.expected == token).sum()), len(token))
         if self.config.policy == "specache":
@@ -270,7 +245,7 @@ class OracleDecoder:
             ):
                 if not cache.is_exact:
                     topk_hits += overlap(guessed, needed)
-                    mass += Mass(mass_of(guessed, own), mass_of(needed, own))
+                    mass += HitCount(mass_of(guessed, own), mass_of(needed, own))
 
         fills = self._fills_group()
         for cache, (k, v) in zip(self.caches, done.pairs, strict=True):
@@ -315,22 +290,7 @@ class OracleDecoder:
             cache.append(k, v)
         self.expected, self.speculative = None, known.logits.argmax(-1)
         hits = HitCount(len(known.token), len(known.token))
-        return DecodeStep(
-            known.token,
-            known.logits,
-            None,
-            None,
-            None,
-            [],
-            [],
-            [],
-            False,
-            hits,
-            HitCount(),
-            Mass(),
-            None,
-            True,
-        )
+        return DecodeStep(known.token, known.logits, exact_hits=hits, accepted=True)
 
     def generate(
         self,

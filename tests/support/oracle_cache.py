@@ -173,6 +173,7 @@ class OracleCache:
         staged: Indices | None,
         scale: float,
         form: ScoreForm = PLAIN,
+        whole: bool = False,
     ) -> tuple[Tensor, Tensor]:
         """One decode step: the cache, then lane 0's own pair, then (lane 1 alone) lane 1's own.
 
@@ -185,25 +186,13 @@ class OracleCache:
             staged: K_t, the positions that are at 16 bits; None for none.
             scale: Of the logits.
             form: What else is done to them.
+            whole: Return scores of the window and of lane 0's own pair too: [..., kv_len + 1].
 
         Returns:
             out [lanes, batch, num_heads, 1, value_dim], and scores, float32
             [lanes, batch, num_kv_heads, num_quantized]: probabilities of the quantised positions, mean or maximum
             (`aggregation`) over the query heads that share the kv head.
         """
-        out, probabilities = self.attend_all(q_lanes, k_lanes, v_lanes, staged, scale, form)
-        return out, probabilities[..., : self.num_quantized]
-
-    def attend_all(
-        self,
-        q_lanes: Tensor,
-        k_lanes: Tensor,
-        v_lanes: Tensor,
-        staged: Indices | None,
-        scale: float,
-        form: ScoreForm = PLAIN,
-    ) -> tuple[Tensor, Tensor]:
-        """As `attend`, with scores of the window and of lane 0's own pair too: [..., kv_len + 1]."""
         k, v = self.device_pairs(staged)
         there = self.has_values(staged)
         num_kv_heads, num_heads = k.shape[1], q_lanes.shape[2]
@@ -229,5 +218,5 @@ class OracleCache:
             outs.append((probabilities * counted[:, :, None] @ lane_v).to(q_lanes.dtype))
             shared = probabilities[:, :, 0].unflatten(1, (num_kv_heads, -1))
             by_kv_head = shared.amax(2) if self.config.aggregation == "max" else shared.mean(2)
-            scores.append(by_kv_head[..., : self.kv_len + 1].float())
+            scores.append(by_kv_head[..., : self.kv_len + 1 if whole else self.num_quantized].float())
         return torch.stack(outs), torch.stack(scores)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from support.oracle_quant import Indices
@@ -10,10 +10,10 @@ from torch import Tensor
 
 
 class HitCount(NamedTuple):
-    """`hits` of `total`; the rate of nothing is None."""
+    """`hits` of `total`, positions or attention on them; the rate of nothing is None."""
 
-    hits: int = 0
-    total: int = 0
+    hits: float = 0
+    total: float = 0
 
     def __add__(self, other: HitCount) -> HitCount:  # type: ignore[override]
         return HitCount(self.hits + other.hits, self.total + other.total)
@@ -23,18 +23,7 @@ class HitCount(NamedTuple):
         return self.hits / self.total if self.total else None
 
 
-class Mass(NamedTuple):
-    """Attention on what was staged, and on the output token's own top-k."""
-
-    staged: float = 0.0
-    best: float = 0.0
-
-    def __add__(self, other: Mass) -> Mass:  # type: ignore[override]
-        return Mass(self.staged + other.staged, self.best + other.best)
-
-    @property
-    def rate(self) -> float | None:
-        return self.staged / self.best if self.best else None
+NOTHING = HitCount()
 
 
 @dataclass(frozen=True)
@@ -54,24 +43,24 @@ class DecodeStep:
         exact_hits: Rows whose `token` is what the step before had speculated for this position.
         topk_hits: |K_t and top-k of lane 0's own scores at this step| of |the latter|, over all layers, rows
             and heads.
-        mass: Lane 0's own scores on K_t, and on their top-k, over all layers, rows and heads.
+        mass: Lane 0's own scores on K_t, of those on their top-k, over all layers, rows and heads.
         refetched: Rows that missed, for which Algorithm 2 ran again: bool [batch]; None where it did not run.
         accepted: Whether lane 1 of the step before had computed it (`accept_guesses`).
     """
 
     token: Tensor
     logits: Tensor
-    lane1_token: Tensor | None
-    lane1_logits: Tensor | None
-    speculative: Tensor | None
-    staged: list[Indices]
-    selected: list[Indices]
-    scores: list[Tensor]
-    predecoded: bool
-    exact_hits: HitCount
-    topk_hits: HitCount
-    mass: Mass
-    refetched: Tensor | None
+    lane1_token: Tensor | None = None
+    lane1_logits: Tensor | None = None
+    speculative: Tensor | None = None
+    staged: list[Indices] = field(default_factory=list)
+    selected: list[Indices] = field(default_factory=list)
+    scores: list[Tensor] = field(default_factory=list)
+    predecoded: bool = False
+    exact_hits: HitCount = NOTHING
+    topk_hits: HitCount = NOTHING
+    mass: HitCount = NOTHING
+    refetched: Tensor | None = None
     accepted: bool = False
 
 
@@ -86,20 +75,20 @@ class OracleRun:
 
     @property
     def exact_hits(self) -> HitCount:
-        return sum((step.exact_hits for step in self.steps), start=HitCount())
+        return sum((step.exact_hits for step in self.steps), start=NOTHING)
 
     @property
     def topk_hits(self) -> HitCount:
-        return sum((step.topk_hits for step in self.steps), start=HitCount())
+        return sum((step.topk_hits for step in self.steps), start=NOTHING)
 
     @property
-    def mass(self) -> Mass:
-        return sum((step.mass for step in self.steps), start=Mass())
+    def mass(self) -> HitCount:
+        return sum((step.mass for step in self.steps), start=NOTHING)
 
 
 def overlap(guessed: Indices, wanted: Indices) -> HitCount:
     """How many of the wanted positions were guessed, over all batch rows and kv heads."""
-    count = HitCount()
+    count = NOTHING
     for guessed_row, wanted_row in zip(guessed, wanted, strict=True):
         for guessed_head, wanted_head in zip(guessed_row, wanted_row, strict=True):
             count += HitCount(len(set(guessed_head) & set(wanted_head)), len(wanted_head))

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 from support import strategies
 from support.late_transfer import late_transfer
-from support.oracle import Indices, OracleCache, ScoreForm, select
+from support.oracle_cache import OracleCache, ScoreForm
+from support.oracle_quant import Indices, select
 
 from specache_fx.config import Aggregation, SpecacheConfig
 from specache_fx.errors import CacheHandleError
@@ -117,7 +118,7 @@ class _Pair:
         else:
             run.wait_prefetch(layer)
             out = run.attend(layer, query, key, value, 0.3, True, form.softcap, form.sinks)
-        expected, scores = oracle.attend_all(query, key, value, self.staged[layer], 0.3, form)
+        expected, scores = oracle.attend(query, key, value, self.staged[layer], 0.3, form, whole=True)
         torch.testing.assert_close(out, expected, **CLOSE)
         if not whole:
             run.append(layer, key[0], value[0])
