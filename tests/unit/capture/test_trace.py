@@ -19,8 +19,6 @@ from specache_fx.capture.graph_utils import placeholders, shape_of, source_of, t
 from specache_fx.capture.normalize_attention import SDPA
 from specache_fx.capture.trace import TraceError, trace
 
-FEATURES: dict[str, Callable[..., Any]] = {}
-
 
 @pytest.fixture(scope="module", autouse=True)
 def operators() -> Iterator[None]:
@@ -39,11 +37,6 @@ def operators() -> Iterator[None]:
 NOTES: list[int] = []
 
 
-def feature(function: Callable[..., Any]) -> Callable[..., Any]:
-    FEATURES[function.__name__] = function
-    return function
-
-
 class Case(nn.Module):
     """A function of a module with a layer and buffers."""
 
@@ -60,137 +53,104 @@ class Case(nn.Module):
         return self.function(self, x)
 
 
-@feature
-def masks_written_in_place(s: Any, x: Tensor) -> Any:
-    seen = torch.ones(2, 8, dtype=torch.bool)
-    seen[:, 3] = False
-    mask = torch.zeros(2, 8)
-    mask.masked_fill_(~seen, -1e9)
-    mask[..., 0] = 1
-    mask[0].add_(2)
-    return s.lin(x) + mask
+class Features:
+    """Of a `Case` and its input."""
 
+    def masks_written_in_place(s: Any, x: Tensor) -> Any:
+        seen = torch.ones(2, 8, dtype=torch.bool)
+        seen[:, 3] = False
+        mask = torch.zeros(2, 8)
+        mask.masked_fill_(~seen, -1e9)
+        mask[..., 0] = 1
+        mask[0].add_(2)
+        return s.lin(x) + mask
 
-@feature
-def out_argument(s: Any, x: Tensor) -> Any:
-    out = torch.empty_like(x)
-    torch.mul(x, 2, out=out)
-    return s.lin(out)
+    def out_argument(s: Any, x: Tensor) -> Any:
+        out = torch.empty_like(x)
+        torch.mul(x, 2, out=out)
+        return s.lin(out)
 
+    def buffers_written(s: Any, x: Tensor) -> Any:
+        s.count += 1
+        s.state.copy_(s.state * 0.5 + x)
+        s.state[:, 2:4] = x[:, :2]
+        return s.lin(s.state) + s.count
 
-@feature
-def buffers_written(s: Any, x: Tensor) -> Any:
-    s.count += 1
-    s.state.copy_(s.state * 0.5 + x)
-    s.state[:, 2:4] = x[:, :2]
-    return s.lin(s.state) + s.count
+    def rows_read_back(s: Any, x: Tensor) -> Any:
+        y = x.clone()
+        y[:1] = 2 * x[:1]
+        cast = torch.slice_scatter(x.bfloat16(), 3 * x[:1], 0, 0, 1)
+        return y[:1] + 1, cast[:1] * 2
 
+    def input_written_through_a_view(s: Any, x: Tensor) -> Any:
+        x[0].mul_(2)
+        return s.lin(x)
 
-@feature
-def rows_read_back(s: Any, x: Tensor) -> Any:
-    y = x.clone()
-    y[:1] = 2 * x[:1]
-    cast = torch.slice_scatter(x.bfloat16(), 3 * x[:1], 0, 0, 1)
-    return y[:1] + 1, cast[:1] * 2
-
-
-@feature
-def input_written_through_a_view(s: Any, x: Tensor) -> Any:
-    x[0].mul_(2)
-    return s.lin(x)
-
-
-@feature
-def results_that_alias(s: Any, x: Tensor) -> Any:
-    y = s.lin(x)
-    return y, y.view(16), y[0], y
-
-
-@feature
-def operators_of_lists(s: Any, x: Tensor) -> Any:
-    a, b = x.clone(), x.clone()
-    torch._foreach_mul_([a, b], 2)
-    return a + b
-
-
-@feature
-def flags(s: Any, x: Tensor) -> Any:
-    return F.relu(s.lin(x), inplace=True)
-
-
-@feature
-def dropout_that_is_off(s: Any, x: Tensor) -> Any:
-    y = x.clone()
-    F.dropout(y, 0.5, False).mul_(3)
-    return y
-
-
-@feature
-def random_numbers(s: Any, x: Tensor) -> Any:
-    return F.dropout(x, 0.5, True) + torch.rand_like(x) + torch.empty(2, 8).uniform_(0, 1)
-
-
-@feature
-def random_numbers_that_nobody_reads(s: Any, x: Tensor) -> Any:
-    torch.rand_like(x)
-    return torch.randn(2, 8) + x
-
-
-@feature
-def levels_of_vmap(s: Any, x: Tensor) -> Any:
-    return torch.vmap(torch.vmap(lambda a: torch.where(a > 0, a, 0.0)))(s.lin(x))
-
-
-@feature
-def constants(s: Any, x: Tensor) -> Any:
-    return x + torch.tensor([1.0, 2, 3, 4, 5, 6, 7, 8]) + torch.cat([torch.tensor([]), torch.ones(8)])
-
-
-@feature
-def attention_of_what_is_written_later(s: Any, x: Tensor) -> Any:
-    q = x.view(1, 2, 2, 4).clone()
-    out = F.scaled_dot_product_attention(q, q, q, is_causal=True, scale=0.3)
-    q.zero_()
-    return out + q
-
-
-@feature
-def strides_written(s: Any, x: Tensor) -> Any:
-    y = x.clone()
-    y.t_()
-    y.unsqueeze_(0)
-    return y.sum(0)
-
-
-@feature
-def checkpoints(s: Any, x: Tensor) -> Any:
-    return checkpoint(lambda t: F.relu(s.lin(t)), x, use_reentrant=False)
-
-
-@feature
-def branches(s: Any, x: Tensor) -> Any:
-    return torch.cond(x.sum() > 0, lambda t: t * 2, lambda t: t - 1, (x,))
-
-
-@feature
-def autocast_of_a_part(s: Any, x: Tensor) -> Any:
-    with torch.autocast("cpu", torch.bfloat16):
+    def results_that_alias(s: Any, x: Tensor) -> Any:
         y = s.lin(x)
-    return y, s.lin(x)
+        return y, y.view(16), y[0], y
+
+    def operators_of_lists(s: Any, x: Tensor) -> Any:
+        a, b = x.clone(), x.clone()
+        torch._foreach_mul_([a, b], 2)
+        return a + b
+
+    def flags(s: Any, x: Tensor) -> Any:
+        return F.relu(s.lin(x), inplace=True)
+
+    def dropout_that_is_off(s: Any, x: Tensor) -> Any:
+        y = x.clone()
+        F.dropout(y, 0.5, False).mul_(3)
+        return y
+
+    def random_numbers(s: Any, x: Tensor) -> Any:
+        return F.dropout(x, 0.5, True) + torch.rand_like(x) + torch.empty(2, 8).uniform_(0, 1)
+
+    def random_numbers_that_nobody_reads(s: Any, x: Tensor) -> Any:
+        torch.rand_like(x)
+        return torch.randn(2, 8) + x
+
+    def levels_of_vmap(s: Any, x: Tensor) -> Any:
+        return torch.vmap(torch.vmap(lambda a: torch.where(a > 0, a, 0.0)))(s.lin(x))
+
+    def constants(s: Any, x: Tensor) -> Any:
+        return x + torch.tensor([1.0, 2, 3, 4, 5, 6, 7, 8]) + torch.cat([torch.tensor([]), torch.ones(8)])
+
+    def attention_of_what_is_written_later(s: Any, x: Tensor) -> Any:
+        q = x.view(1, 2, 2, 4).clone()
+        out = F.scaled_dot_product_attention(q, q, q, is_causal=True, scale=0.3)
+        q.zero_()
+        return out + q
+
+    def strides_written(s: Any, x: Tensor) -> Any:
+        y = x.clone()
+        y.t_()
+        y.unsqueeze_(0)
+        return y.sum(0)
+
+    def checkpoints(s: Any, x: Tensor) -> Any:
+        return checkpoint(lambda t: F.relu(s.lin(t)), x, use_reentrant=False)
+
+    def branches(s: Any, x: Tensor) -> Any:
+        return torch.cond(x.sum() > 0, lambda t: t * 2, lambda t: t - 1, (x,))
+
+    def autocast_of_a_part(s: Any, x: Tensor) -> Any:
+        with torch.autocast("cpu", torch.bfloat16):
+            y = s.lin(x)
+        return y, s.lin(x)
+
+    def effects(s: Any, x: Tensor) -> Any:
+        torch.ops.door.note(x)
+        return s.lin(x)
+
+    def operators_that_write(s: Any, x: Tensor) -> Any:
+        y = x.clone()
+        torch.ops.door.bump(y)
+        torch.ops.door.bump(s.state)
+        return s.lin(y) + s.state
 
 
-@feature
-def effects(s: Any, x: Tensor) -> Any:
-    torch.ops.door.note(x)
-    return s.lin(x)
-
-
-@feature
-def operators_that_write(s: Any, x: Tensor) -> Any:
-    y = x.clone()
-    torch.ops.door.bump(y)
-    torch.ops.door.bump(s.state)
-    return s.lin(y) + s.state
+FEATURES = {name: function for name, function in vars(Features).items() if callable(function)}
 
 
 @cache
@@ -210,25 +170,21 @@ def run(gm: GraphModule, inputs: tuple[Any, ...]) -> tuple[list[Tensor], list[Te
 
 
 @pytest.mark.parametrize("name", FEATURES)
-def test_a_functional_graph_computes_the_same(name: str) -> None:
+def test_a_functional_graph_computes_the_same_and_writes_to_inputs_alone_at_its_end(name: str) -> None:
     found = captured(FEATURES[name])
     NOTES.clear()
     expected = run(found.gm, found.inputs)
-    times = len(NOTES)
-    torch.testing.assert_close(run(trace(found.gm), found.inputs), expected, rtol=0, atol=0)
+    times, gm = len(NOTES), trace(found.gm)
+    torch.testing.assert_close(run(gm, found.inputs), expected, rtol=0, atol=0)
     assert len(NOTES) == 2 * times
-
-
-@pytest.mark.parametrize("name", FEATURES)
-def test_nothing_is_written_in_place_but_inputs_at_the_end(name: str) -> None:
-    nodes = [node for node in trace(captured(FEATURES[name]).gm).graph.nodes if node.op == "call_function"]
+    nodes = [node for node in gm.graph.nodes if node.op == "call_function"]
     writes = [node for node in nodes if getattr(getattr(node.target, "_schema", None), "is_mutable", False)]
     assert all(target_name(node) == "copy_" and node.args[0].op == "placeholder" for node in writes)
     assert nodes[len(nodes) - len(writes) :] == writes
 
 
 def test_inputs_that_are_written_to_are_known() -> None:
-    names = {node.name for node in mutated_inputs(trace(captured(buffers_written).gm).graph)}
+    names = {node.name for node in mutated_inputs(trace(captured(Features.buffers_written).gm).graph)}
     assert {"count" in name or "state" in name for name in names} == {True} and len(names) == 2
 
 
