@@ -12,12 +12,13 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 import triton
-from support import sass
 from support.decode_case import CaseShape, DecodeCase
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -60,6 +61,22 @@ LLAMA = CaseShape(
 )
 
 
+CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+_INSTRUCTION = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)([^;]*);", re.MULTILINE)
+# The first that fits; what fits nowhere is "other".
+_CLASSES = {
+    "MMA": "HMMA",
+    "loads": "LDG|LDGSTS|LDGDEPBAR|DEPBAR|STG",
+    "shared": "LDS|LDSM|STS|STSM|BAR|SHFL|REDUX",
+    "conversions": "I2F|F2F|F2I|F2FP|I2FP",
+    "floats": r"F(ADD|MUL|FMA|MNMX|SEL|SETP)\w*|MUFU|H(ADD|MUL|FMA|MNMX)2",
+    "integers": r"P?LOP3|SHF|PRMT|I\w+|LEA|SEL|VI\w+|BMSK|SGXT|R2P|P2R|U\w+",
+}
+
+Instruction = tuple[int, str, str]
+"""Address, opcode, operands."""
+
+
 def compile_launch(
     kernel: triton.JITFunction[Any], arguments: dict[str, Any], options: dict[str, Any]
 ) -> None:
@@ -99,15 +116,10 @@ def compile_launch(
 
 def resources(cubin: bytes) -> dict[str, int]:
     """Registers a thread, and bytes of what did not fit into them; nothing where the wheel has no cuobjdump."""
-    if not sass.CUOBJDUMP.exists():
+    if not CUOBJDUMP.exists():
         return {}
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        said = subprocess.run(
-            [sass.CUOBJDUMP, "-res-usage", file.name], capture_output=True, text=True, check=True
-        )
-    found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", said.stdout + said.stderr)
+    said = dumped(cubin, "-res-usage")
+    found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", said)
     assert found is not None, said
     registers, stack, local = map(int, found.groups())
     return {"registers": registers, "spilled": stack + local}
@@ -118,20 +130,70 @@ def loops(cubin: bytes, warps: int, arguments: dict[str, Any]) -> dict[str, Any]
 
     `for_64_tokens` is what four warps execute for 64 tokens, divided by four.
     """
-    if "BLOCK_N" not in arguments or not arguments["HAS_CODES"] or not sass.CUOBJDUMP.exists():
+    if "BLOCK_N" not in arguments or not arguments["HAS_CODES"] or not CUOBJDUMP.exists():
         return {}
-    found = sass.product_loops(sass.instructions(cubin))
+    found = product_loops(instructions(cubin))
     if not found:  # of float32: written out
         return {}
     codes, *rows = found
-    counts = sass.by_class(codes)
+    counts = by_class(codes)
     parts = arguments["PARTS"]
     return {
         "loop": counts,
         "for_64_tokens": counts["all"] * warps * 64 / (arguments["BLOCK_N"] * parts) / 4,
-        "code_loads": sass.global_loads(codes),
-        "row_loads": [sass.global_loads(body) for body in rows],
+        "code_loads": global_loads(codes),
+        "row_loads": [global_loads(body) for body in rows],
     }
+
+
+def dumped(cubin: bytes, option: str) -> str:
+    """What cuobjdump says of machine code."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        said = subprocess.run([CUOBJDUMP, option, file.name], capture_output=True, text=True, check=True)
+    return said.stdout + said.stderr
+
+
+def instructions(cubin: bytes) -> list[Instruction]:
+    """Of all kernels in a file of machine code."""
+    said = dumped(cubin, "-sass")
+    return [(int(at, 16), opcode, rest) for at, opcode, rest in _INSTRUCTION.findall(said)]
+
+
+def product_loops(code: list[Instruction]) -> list[list[str]]:
+    """Opcodes of each loop with products, from a backward branch's target to the branch; most logic first.
+
+    Codes are unpacked by logic, so that the first is the loop over codes where there is one.
+    """
+    loops = []
+    for at, opcode, rest in code:
+        target = re.search(r"0x([0-9a-f]+)", rest)
+        if opcode.startswith("BRA") and target is not None and int(target[1], 16) < at:
+            body = [name for where, name, _ in code if int(target[1], 16) <= where <= at]
+            if any("MMA" in name for name in body):
+                loops.append(body)
+    return sorted(loops, key=lambda body: -sum(name.startswith(("LOP3", "SHF")) for name in body))
+
+
+def by_class(opcodes: list[str]) -> dict[str, int]:
+    """How many there are of each class, and "all"."""
+    counts = Counter(_class_of(name.split(".", maxsplit=1)[0]) for name in opcodes)
+    return {"all": len(opcodes), **{name: counts[name] for name in (*_CLASSES, "other")}}
+
+
+def _class_of(name: str) -> str:
+    return next((each for each, pattern in _CLASSES.items() if re.fullmatch(pattern, name)), "other")
+
+
+def global_loads(opcodes: list[str]) -> dict[str, int]:
+    """Loads from global memory, by bytes a thread."""
+    widths = Counter()
+    for name in opcodes:
+        if re.match(r"LDG(STS)?\.", name):
+            bits = re.search(r"\.(?:[US])?(8|16|64|128)\b", name)
+            widths[int(bits[1]) // 8 if bits else 4] += 1
+    return {str(width): widths[width] for width in sorted(widths)}
 
 
 def catch_launches(most: int | None) -> None:

@@ -12,7 +12,7 @@ import torch
 from hypothesis import example, given, settings
 from support.cases import examples
 from support.kernel_cases import CONTENTS, KernelCase, kernel_cases, make_inputs, truth_of
-from support.threads import at_once
+from support.threads import at_once, num_threads
 from torch import Tensor
 
 from specache_fx import _log
@@ -144,19 +144,15 @@ def test_rounding_to_one_byte_shifts_nothing(name: str) -> None:
     assert float(error.pow(2).mean().sqrt()) < 4e-3 * truth.largest_value
 
 
-@pytest.mark.parametrize(("num_kv_heads", "num_threads"), [(1, 2), (5, 3)])
+@pytest.mark.parametrize(("num_kv_heads", "threads"), [(1, 2), (5, 3)])
 @pytest.mark.parametrize("name", CPU_KERNELS)
-def test_threads_change_nothing_but_rounding(name: str, num_kv_heads: int, num_threads: int) -> None:
+def test_threads_change_nothing_but_rounding(name: str, num_kv_heads: int, threads: int) -> None:
     # Some heads whole, others in parts. Parts know less of the whole mass: other pairs are read in float arithmetic.
     shape = {"num_kv_heads": num_kv_heads, "num_kv_groups": 4, "key_dim": 64, "value_dim": 64}
     inputs = make_inputs(KernelCase(groups=300, **shape))
     alone = TESTED[name].attention(inputs)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(num_threads)
-    try:
+    with num_threads(threads):
         together = TESTED[name].attention(inputs)
-    finally:
-        torch.set_num_threads(threads)
     for one, two in zip(alone, together, strict=True):
         torch.testing.assert_close(one, two, rtol=1e-4, atol=3e-5)
 

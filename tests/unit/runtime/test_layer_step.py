@@ -16,7 +16,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from support import strategies
 from support.open_sessions import session_of
-from support.threads import at_once
+from support.threads import at_once, num_threads
 from support.twins import Kinds, Own, Twins
 from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -479,12 +479,8 @@ def test_a_compiled_model_takes_one_call_and_says_the_same(threads: int) -> None
         fetched.append(specache_fx.stats(done.past_key_values).prefetched_rows)
         return [done.sequences, *done.logits]
 
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
+    with num_threads(threads):
         ours, theirs = answer("memory"), answer("disk")
-    finally:
-        torch.set_num_threads(before)
     assert served == [True, False]
     # What both lanes have a share in is rounded otherwise.
     assert torch.equal(ours[0], theirs[0])

@@ -10,13 +10,61 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support import c_products
 from support.process import python
-from support.threads import at_once
+from support.threads import at_once, num_threads
 from torch import Tensor
 
 from specache_fx.runtime import cpp_build, ops  # noqa: F401  (defines the operator)
 from specache_fx.runtime.native import graph_ops, products
+
+MAX_WEIGHTS = 8  # kMaxWeights
+_i64, _address = ctypes.c_int64, ctypes.c_void_p
+
+
+class _ProductsC(ctypes.Structure):
+    """`SpecacheProducts` of products.cpp."""
+
+    _fields_ = (
+        *((name, _i64) for name in ("num_rows", "in", "bfloat16", "int8", "num_weights", "threads")),
+        ("rows", _address),
+        ("weights", _address * MAX_WEIGHTS),
+        ("out", _i64 * MAX_WEIGHTS),
+        ("results", _address * MAX_WEIGHTS),
+    )
+
+
+def has_tiles(instruction_set: str) -> bool:
+    """Whether AMX multiplies bfloat16."""
+    library = cpp_build.load_library("products", cpp_build.SOURCES, instruction_set)
+    library.specache_has_tiles.restype = ctypes.c_bool
+    return bool(library.specache_has_tiles())
+
+
+def multiply_in(
+    instruction_set: str, rows: Tensor, weights: list[Tensor], results: list[Tensor] | None = None
+) -> list[Tensor]:
+    """`rows @ weight.T` of up to `MAX_WEIGHTS` weights, to `results` where they are given."""
+    rows = rows.contiguous()
+    if results is None:
+        results = [torch.empty((len(rows), len(weight)), dtype=rows.dtype) for weight in weights]
+    pointers = _address * MAX_WEIGHTS
+    arguments = _ProductsC(
+        *(
+            *rows.shape,
+            rows.dtype is torch.bfloat16,
+            weights[0].dtype is torch.int8,
+            len(weights),
+            torch.get_num_threads(),
+            rows.data_ptr(),
+        ),
+        pointers(*(weight.data_ptr() for weight in weights)),
+        (_i64 * MAX_WEIGHTS)(*map(len, weights)),
+        pointers(*(result.data_ptr() for result in results)),
+    )
+    cpp_build.load_library("products", cpp_build.SOURCES, instruction_set).specache_products(
+        ctypes.byref(arguments)
+    )
+    return results
 
 
 def multiply(rows: Tensor, weights: list[Tensor]) -> list[Tensor]:
@@ -45,7 +93,7 @@ def check(rows: Tensor, weights: list[Tensor], got: list[Tensor]) -> None:
     width=st.integers(1, 300)
     | st.integers(2000, 4200)
     | st.integers(1, 12).map(lambda n: 32 * n),  # tiles are of 32
-    outs=st.lists(st.integers(1, 90), min_size=1, max_size=c_products.MAX_WEIGHTS),
+    outs=st.lists(st.integers(1, 90), min_size=1, max_size=MAX_WEIGHTS),
     dtype=st.sampled_from(products.DTYPES),
     int8=st.booleans(),
     seed=st.integers(0, 99),
@@ -60,7 +108,7 @@ def test_products_are_those_of_float64(
         weights = [
             torch.randint(-128, 128, weight.shape, generator=generator).to(torch.int8) for weight in weights
         ]
-    check(rows, weights, c_products.multiply(instruction_set, rows, weights))
+    check(rows, weights, multiply_in(instruction_set, rows, weights))
 
 
 @pytest.mark.parametrize("dtype", products.DTYPES)
@@ -69,14 +117,10 @@ def test_products_are_those_of_float64(
 def test_large_weights_are_shared_out_among_threads(width: int, count: int, dtype: torch.dtype) -> None:
     rows = torch.randn(count, width).to(dtype)
     weights = [torch.randn(out, width).to(dtype) for out in (700, 3, 1100)]
-    before = torch.get_num_threads()
     results = []
-    try:
-        for threads in (1, 2, 5):
-            torch.set_num_threads(threads)
+    for threads in (1, 2, 5):
+        with num_threads(threads):
             results.append(multiply(rows, weights))
-    finally:
-        torch.set_num_threads(before)
     check(rows, weights, results[0])
     for others in results[1:]:
         assert all(map(torch.equal, results[0], others))
@@ -93,15 +137,6 @@ def test_int8_weights_in_an_operator(count: int, dtype: torch.dtype) -> None:
     for order in (mixed, mixed[::-1]):
         with pytest.raises(RuntimeError, match="all int8"):
             multiply(rows, order)
-
-
-@pytest.mark.parametrize("count", [1, 2])
-def test_without_a_compiler_blas_multiplies(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows, weights = torch.randn(count, 40), [torch.randn(7, 40), torch.randn(64, 40)]
-    check(rows, weights, products.by_blas(rows, weights))
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    monkeypatch.setattr(cpp_build, "load_library", cpp_build.load_library.__wrapped__)
-    assert graph_ops.load.__wrapped__() is None
 
 
 def test_operator_is_there_before_cpp_is_and_without_it(tmp_path: Path) -> None:
@@ -159,7 +194,7 @@ def test_nothing_is_read_or_written_beside_operands_and_results(
         rows = torch.randn(num_rows, width).to(dtype)
         kept = torch.full((num_rows * out + 128,), 7.0, dtype=dtype)
         result = kept[64:-64].view(num_rows, out)
-        check(rows, [weight], c_products.multiply(instruction_set, rows, [weight], [result]))
+        check(rows, [weight], multiply_in(instruction_set, rows, [weight], [result]))
         assert (kept[:64] == 7).all() and (kept[-64:] == 7).all()
 
 
@@ -169,7 +204,7 @@ def test_tiles_multiply_where_processor_and_system_have_them() -> None:
         has = name == "avx512_bf16" and {"amx_tile", "amx_bf16"} <= cpp_build.cpu_flags()
         if has:
             has = ctypes.CDLL(None).syscall(158, ask_for, tile_data) == 0  # arch_prctl
-        assert c_products.has_tiles(name) == has
+        assert has_tiles(name) == has
 
 
 @pytest.mark.parametrize("dtype", products.DTYPES)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from support.threads import num_threads
 
 from specache_fx.config import Aggregation
 from specache_fx.runtime import cpp_build
@@ -58,12 +59,8 @@ def test_rows_are_shared_out_among_threads(threads):
     scores[0, 0] = 0.25  # all alike
     scores[0, 1] = -1
     scores[1, 0] = torch.linspace(0, 1, 8000)
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
+    with num_threads(threads):
         chosen = select_topk(scores, 64)
-    finally:
-        torch.set_num_threads(before)
     assert chosen.flatten(0, 1).tolist() == [best(row, 64) for row in scores.flatten(0, 1).tolist()]
 
 
@@ -72,17 +69,12 @@ def test_selection_on_the_cpu_is_in_cpp_where_it_can_be_built():
     assert graph_ops.load() is not None
 
 
-def test_selection_takes_a_slice_of_more_tokens():
-    scores = torch.rand(2, 3, 9)
-    for part in (scores[..., :5], scores[..., 4:], scores[:1], scores[:, 1:]):
-        assert torch.equal(select_topk(part, 2), sorted_topk(part.contiguous(), 2))
-
-
 def test_selection_takes_scores_of_any_layout_and_leaves_them_alone():
-    scores = torch.rand(5, 2, 3).permute(1, 2, 0)
-    before = scores.clone()
-    assert torch.equal(select_topk(scores, 2), select_topk(scores.contiguous(), 2))
-    assert torch.equal(scores, before)
+    scores, turned = torch.rand(2, 3, 9), torch.rand(5, 2, 3).permute(1, 2, 0)
+    for part in (scores[..., :5], scores[..., 4:], scores[:1], scores[:, 1:], turned):
+        before = part.clone()
+        assert torch.equal(select_topk(part, 2), sorted_topk(part.contiguous(), 2))
+        assert torch.equal(part, before)
 
 
 @settings(max_examples=150, deadline=None)
