@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
 import textwrap
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,6 +17,7 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from support.process import start
 
 from specache_fx.errors import ConfigError, HostMemoryError, SpecacheError
 from specache_fx.runtime.host_blocks import resolve_host
@@ -24,6 +25,8 @@ from specache_fx.runtime.host_cache import HostCache
 
 SHAPES = [(2, 3, 5), (1, 4, 4)]
 BATCH = 2
+# Large tensors are mapped, and given back at once: a limit leaves the same in every run.
+python = partial(start, MALLOC_MMAP_THRESHOLD_=str(1 << 20))
 
 
 def pairs(
@@ -234,17 +237,6 @@ def test_folder_that_cannot_hold_a_file_is_named(tmp_path: Path):
         cache.close()
 
 
-def python(code: str, *arguments: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(code), *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        # Large tensors are mapped, and given back at once: a limit leaves the same in every run.
-        env={**os.environ, "MALLOC_MMAP_THRESHOLD_": str(1 << 20)},
-    )
-
-
 def test_folder_without_permission_is_named(tmp_path: Path):
     """In a process of its own: root, which may write anywhere, becomes nobody for it."""
     code = """
@@ -355,24 +347,6 @@ def test_full_file_system_raises_instead_of_ending_the_process(tmp_path: Path):
     assert reason in done.stdout
 
 
-def test_killed_process_leaves_no_file(tmp_path: Path):
-    code = """
-        import sys, time, torch
-        from specache_fx.runtime.host_cache import HostCache
-        cache = HostCache(1, [(1, 64, 64)], torch.float16, "disk", sys.argv[1])
-        k = torch.randn(1, 1, 512, 64).half()
-        cache.append(0, k, k)
-        print("stored", flush=True)
-        time.sleep(60)
-    """
-    process = python(code, str(tmp_path))
-    assert process.stdout is not None
-    assert process.stdout.readline().strip() == "stored"
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
-    assert not list(tmp_path.iterdir())
-
-
 def test_disk_space_is_reserved_before_it_is_written(tmp_path: Path):
     """A mapping of space that the disk then lacks would end the process by SIGBUS."""
     cache = HostCache(1, [(1, 64, 64)], torch.float16, "disk", str(tmp_path))
@@ -414,9 +388,12 @@ def test_disk_space_is_given_back_when_closed_or_dropped(tmp_path: Path, close):
     assert open_files_under(tmp_path) == 0
 
 
-def test_file_without_o_tmpfile_has_no_name_either(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("flag", [os.O_TMPFILE, 0])
+def test_file_has_no_name_so_that_a_killed_process_leaves_none(
+    tmp_path: Path, flag: int, monkeypatch: pytest.MonkeyPatch
+):
     """Without the flag, opening a folder fails as it does on file systems that lack the feature."""
-    monkeypatch.setattr(os, "O_TMPFILE", 0)
+    monkeypatch.setattr(os, "O_TMPFILE", flag)
     cache = HostCache(BATCH, SHAPES, torch.bfloat16, "disk", str(tmp_path))
     k, v = pairs(0, 8, 0)
     cache.append(0, k, v)

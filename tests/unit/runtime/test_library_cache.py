@@ -7,16 +7,14 @@ import os
 import shutil
 import signal
 import stat
-import subprocess
-import sys
 import tempfile
-import textwrap
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from support.process import start
 
 from specache_fx import _log
 from specache_fx.runtime import cpp_build, library_cache
@@ -172,10 +170,10 @@ def test_user_without_a_home_builds_in_a_folder_that_does_not_stay(sources: Path
         shutil.copytree(sources, Path(folder) / "sources")
         (Path(folder) / "tmp").mkdir()
         (Path(folder) / "tmp").chmod(0o777)
-        done = run(code, f"{folder}/sources", env={**os.environ, "TMPDIR": f"{folder}/tmp"})
+        out, err = start(code, f"{folder}/sources", TMPDIR=f"{folder}/tmp").communicate(timeout=120)
         assert not list((Path(folder) / "tmp").iterdir())
-    assert done.stdout.strip() == "42", done.stderr
-    assert "Could not determine home directory" in done.stderr  # said, and no error
+    assert out.strip() == "42", err
+    assert "Could not determine home directory" in err  # said, and no error
 
 
 def test_two_processes_that_build_at_once_share_one_library(sources: Path, tmp_path: Path) -> None:
@@ -184,8 +182,7 @@ def test_two_processes_that_build_at_once_share_one_library(sources: Path, tmp_p
         from specache_fx.runtime import cpp_build
         print(cpp_build.load_library("tiny", pathlib.Path(sys.argv[1]), "portable").answer())
     """
-    env = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
-    running = [start(code, str(sources), env=env) for _ in range(2)]
+    running = [start(code, str(sources), XDG_CACHE_HOME=str(tmp_path)) for _ in range(2)]
     assert [process.communicate()[0].strip() for process in running] == ["42", "42"]
     assert {path.suffix for path in (tmp_path / "specache_fx").iterdir()} == {"", ".so"}
     assert kept(tmp_path)
@@ -206,27 +203,30 @@ def test_looking_the_backend_up_builds_what_its_first_call_needs_and_loads_none(
                 thread.join()
         print(cpp_build.load_library.cache_info().currsize, "loaded")
     """
-    done = run(code, str(sources), env={**os.environ, "XDG_CACHE_HOME": str(tmp_path)})
-    assert done.stdout.strip() == "0 loaded", done.stderr
+    out, err = start(code, str(sources), XDG_CACHE_HOME=str(tmp_path)).communicate(timeout=120)
+    assert out.strip() == "0 loaded", err
     best = cpp_build.usable_instruction_sets()[0]
     (library,) = (tmp_path / "specache_fx").glob(f"tiny_{best}_*.so")
     assert library_cache.is_whole(library)
 
 
-@pytest.mark.parametrize("compiler", ["false", "not-a-compiler"])
+@pytest.mark.parametrize(("compiler", "builds"), [("false", ["build tiny"]), ("not-a-compiler", [])])
 def test_compiler_that_fails_is_left_to_the_first_call(
-    sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiler: str
+    sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiler: str, builds: list[str]
 ) -> None:
     raised: list[object] = []
+    started: list[threading.Thread] = []
+    usual = threading.Thread.start
+    monkeypatch.setattr(threading.Thread, "start", lambda own: (started.append(own), usual(own))[1])
     monkeypatch.setattr(threading, "excepthook", raised.append)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("CXX", compiler)
     monkeypatch.setattr(cpp_build, "SOURCES", sources)
     monkeypatch.setattr(cpp_build, "LIBRARIES", {"tiny": False})
-    cpp_build.build_ahead()
-    for thread in threading.enumerate():
-        if thread.name == "build tiny":
-            thread.join()
+    cpp_build.build_ahead.__wrapped__()
+    assert [thread.name for thread in started] == builds
+    for thread in started:
+        thread.join()
     assert not raised and not list(tmp_path.glob("specache_fx/*.so"))
 
 
@@ -242,8 +242,7 @@ def test_build_that_was_killed_is_cleared_away_by_the_next_one(
         cpp_build.load_library("tiny", pathlib.Path(sys.argv[1]), "portable")
     """
     cache = tmp_path / "specache_fx"
-    env = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "CXX": str(slow)}
-    process = start(code, str(sources), env=env)
+    process = start(code, str(sources), XDG_CACHE_HOME=str(tmp_path), CXX=str(slow))
     while not (left := [path for path in cache.glob("*") if path.is_dir()]):
         assert process.poll() is None
         time.sleep(0.05)
@@ -252,17 +251,6 @@ def test_build_that_was_killed_is_cleared_away_by_the_next_one(
     assert left[0].is_dir()
     assert load(tmp_path) == 42
     assert [path for path in cache.iterdir() if path.is_dir()] == []
-
-
-def start(code: str, *args: str, env: dict[str, str]) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", textwrap.dedent(code), *args]
-    pipe = subprocess.PIPE
-    return subprocess.Popen(command, env=env, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
-
-
-def run(code: str, *args: str, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", textwrap.dedent(code), *args]
-    return subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=120)
 
 
 def test_library_of_the_wheel_needs_no_compiler(

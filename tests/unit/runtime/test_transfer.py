@@ -6,9 +6,6 @@ import gc
 import os
 import random
 import signal
-import subprocess
-import sys
-import textwrap
 import threading
 import time
 
@@ -18,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from support.late_transfer import late_transfer
+from support.process import start
 
 from specache_fx.errors import SpecacheError
 from specache_fx.runtime import cpp_build, tracing
@@ -42,8 +40,8 @@ def make_host(tokens: int, device: str = "cpu", kind: str = "auto") -> tuple[Hos
     for layer, (heads, key_dim, value_dim) in enumerate(SHAPES):
         gen = torch.Generator().manual_seed(layer)
         rows.append(torch.randn(BATCH, heads, tokens, key_dim + value_dim, generator=gen))
-        for start in range(0, tokens, 50):  # several blocks
-            part = rows[layer][:, :, start : start + 50]
+        for first in range(0, tokens, 50):  # several blocks
+            part = rows[layer][:, :, first : first + 50]
             host.append(layer, part[..., :key_dim], part[..., key_dim:])
     return host, rows
 
@@ -101,7 +99,7 @@ def test_plan_keeps_what_is_wanted_and_fetches_the_rest_into_free_slots(both):
     assert len(plan.slot_idx) == int((wanted >= 0).sum()) - expected_kept
     assert after[plan.slot_idx].tolist() == plan.token_idx.tolist()
     assert torch.equal(plan.slot_idx // 5, plan.batch_idx * 3 + plan.head_idx)
-    assert staged.view(-1)[plan.slot_idx].tolist() != plan.token_idx.tolist() or not len(plan.slot_idx)
+    assert (staged.view(-1)[plan.slot_idx] != plan.token_idx).all()
 
 
 @NEEDS_CPP
@@ -296,15 +294,10 @@ TestCudaWorker = case(CudaWorkerMachine, NEEDS_CUDA)
 
 def run_alone(code: str) -> str:
     """What a program prints that runs in a process of its own, ends well and complains of nothing."""
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", textwrap.dedent(code)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    return done.stdout
+    process = start(code, PYTHONWARNINGS="ignore")
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (0, "")
+    return out
 
 
 def wanted_of(*tokens: int, layer: int = 0) -> torch.Tensor:
@@ -517,9 +510,8 @@ def test_interpreter_exits_with_a_copy_under_way():
     code = """
         import atexit, threading
         atexit.register(lambda: print([thread.name for thread in threading.enumerate()]))  # runs last
-        import sys, time, torch
+        import time, torch
         from specache_fx.runtime.host_cache import HostCache
-        sys.path.insert(0, "tests")
         from support.late_transfer import late_transfer
 
         host = HostCache(1, [(1, 64, 64)], torch.float32)
