@@ -21,6 +21,7 @@ LOW_BITS = (1, 2, 4, 8)
 HEAD_DIMS = (8, 16, 20, 32)
 # "random" comes first: hypothesis shrinks towards it.
 FILLS = ("random", "constant", "constant_huge", "ties", "zeros", "extremes", "outlier")
+QUANT_FILLS = (*FILLS[:5], "outlier", "huge", "tiny", "two_values", "offset")
 
 seeds = st.integers(0, 2**16)
 dtypes = st.sampled_from(DTYPES)
@@ -108,29 +109,39 @@ def key_masks(draw: st.DrawFn, batch: int, kv_len: int) -> Tensor:
 
 
 def filled(shape: tuple[int, ...], dtype: torch.dtype, fill: str, seed: int) -> Tensor:
-    """A finite tensor [..., tokens, channels] of `shape`.
+    """Finite numbers [..., tokens, channels]; of `QUANT_FILLS` too.
 
-    "extremes" stays at a quarter of the dtype's range: the top code of a group that spans all of it can
-    overflow the dtype when dequantised. A constant group must survive at the very end of the range.
+    "extremes" stays at a quarter of the dtype's range, "huge" in the half of it where error bounds hold: the top code
+    of a group that spans all of it can overflow the dtype when dequantised. A constant group must survive at its end.
+    float64 has float32's range.
     """
     generator = torch.Generator().manual_seed(seed)
-    random = torch.randn(shape, generator=generator)
-    if fill == "constant":  # along tokens and channels, so that K's groups and V's are both constant
-        random = random[..., :1, :1].expand(shape) * 3
-    elif fill == "constant_huge":
-        random = torch.full(shape, torch.finfo(dtype).max) * (1 if seed % 2 else -1)
-    elif fill == "ties":
-        random = random.round()
-    elif fill == "zeros":
-        random = torch.zeros(shape)
-    elif fill == "extremes":
-        info = torch.finfo(dtype)
-        choices = torch.tensor([info.max / 4, -info.max / 4, info.tiny, -info.tiny, 0.0, 1.0])
-        random = choices[torch.randint(len(choices), shape, generator=generator)]
-    elif fill == "outlier":  # one channel far from the others, as keys have them
-        random = random.clone()
-        random[..., 0] *= 100
-    return random.to(dtype).contiguous()
+    x = torch.randn(shape, generator=generator)
+    info = torch.finfo(torch.float32 if dtype == torch.float64 else dtype)
+    match fill:
+        case "constant":  # along tokens and channels, so that K's groups and V's are both constant
+            x = x[..., :1, :1].expand(shape) * 3
+        case "constant_huge":
+            x = torch.full(shape, info.max if seed % 2 else info.min)
+        case "zeros":
+            x = torch.zeros(shape)
+        case "extremes":
+            choices = torch.tensor([info.max / 4, -info.max / 4, info.tiny, -info.tiny, 0.0, 1.0])
+            x = choices[torch.randint(len(choices), shape, generator=generator)]
+        case "huge":
+            biggest = info.max if dtype == torch.float16 else 1.6e38
+            x = x.sign() * biggest * torch.randint(0, 3, shape, generator=generator).clamp(max=1)
+        case "tiny":
+            x = x * info.tiny
+        case "two_values":
+            x = torch.where(x > 0, 1.0, 2.0)
+        case "offset":
+            x = x + 1000
+        case "outlier":  # one channel far from the others, as keys have them
+            x[..., :1] *= 100
+        case "ties":
+            x = (x * 4).round() / 4
+    return x.to(dtype).contiguous()
 
 
 @st.composite

@@ -10,17 +10,16 @@ from hypothesis import example, given, settings
 from support.oracle_quant import quantize_dequantize_key, quantize_dequantize_value
 from support.quant_inputs import (
     DTYPES,
-    FILLS,
     HEAD_DIMS,
     KINDS,
     METHODS,
-    fill,
     inputs,
     loss,
     quantize,
     quantizer_of,
     roundtrip,
 )
+from support.strategies import QUANT_FILLS, filled
 from torch import Tensor
 
 from specache_fx.config import SpecacheConfig
@@ -36,7 +35,7 @@ over_kinds = pytest.mark.parametrize("kind", KINDS)
 @over_methods
 @settings(max_examples=15, deadline=None)
 @given(drawn=inputs(dtypes=[torch.float32, torch.float64]))
-@example(drawn=(8, fill("huge", (1, 1, 8, 20), torch.float32, 0)))
+@example(drawn=(8, filled((1, 1, 8, 20), torch.float32, "huge", 0)))
 def test_what_comes_back_lies_within_the_error_bound(
     name: str, bits: int, kind: KVKind, drawn: tuple[int, Tensor]
 ) -> None:
@@ -53,7 +52,7 @@ def test_what_comes_back_lies_within_the_error_bound(
 @over_kinds
 @over_methods
 def test_error_bound_is_of_the_size_of_a_token(name: str, bits: int, kind: KVKind) -> None:
-    x, quantizer = fill("normal", (2, 2, 64, 64), torch.float32, 0), quantizer_of(name, bits, 16)
+    x, quantizer = filled((2, 2, 64, 64), torch.float32, "random", 0), quantizer_of(name, bits, 16)
     bound = quantizer.error_bound(quantize(quantizer, kind, x), 64, kind)
     assert bound.max() <= 2 * x.norm(dim=3).max()
 
@@ -63,14 +62,14 @@ def test_error_bound_is_of_the_size_of_a_token(name: str, bits: int, kind: KVKin
 @settings(max_examples=15, deadline=None)
 @given(
     drawn=inputs(
-        fills=[f for f in FILLS if f not in ("huge", "tiny")],
+        fills=[f for f in QUANT_FILLS if f not in ("huge", "tiny")],
         head_dims=[1, 3, 8, 20, 48],
         group_sizes=(1, 5, 8, 16),
     )
 )
-@example(drawn=(8, fill("normal", (1, 2, 16, 80), torch.bfloat16, 0)))
-@example(drawn=(64, fill("outlier", (1, 1, 64, 16), torch.float16, 0)))
-@example(drawn=(64, fill("normal", (1, 1, 64, 128), torch.float32, 0)))
+@example(drawn=(8, filled((1, 2, 16, 80), torch.bfloat16, "random", 0)))
+@example(drawn=(64, filled((1, 1, 64, 16), torch.float16, "outlier", 0)))
+@example(drawn=(64, filled((1, 1, 64, 128), torch.float32, "random", 0)))
 def test_what_comes_back_is_what_the_oracle_says(
     name: str, bits: int, kind: KVKind, drawn: tuple[int, Tensor]
 ) -> None:
@@ -113,7 +112,7 @@ def test_group_by_group_gives_the_planes_of_all_at_once(
 def test_some_groups_come_back_as_among_all(name: str, bits: int, kind: KVKind) -> None:
     """What a store does: rows of whole groups are cut, batch rows permuted."""
     quantizer = quantizer_of(name, bits, 8)
-    x = fill("normal", (3, 2, 24, 20), torch.bfloat16, 0)
+    x = filled((3, 2, 24, 20), torch.bfloat16, "random", 0)
     planes, back = roundtrip(quantizer, kind, x)
     order = torch.tensor([2, 0])
     part = tuple(plane[order][:, :, : max(plane.shape[2] // 3 * 2, 1)] for plane in planes)
@@ -180,7 +179,7 @@ def test_bits_per_value_of_a_pair_is_the_mean_of_key_and_value(name: str, bits: 
 @over_kinds
 @pytest.mark.parametrize("name", [name for name in QUANTIZERS if len(QUANTIZERS[name].valid_bits) > 1])
 def test_more_bits_lose_less(name: str, kind: KVKind) -> None:
-    x = fill("normal", (1, 2, 128, 64), torch.float32, 0)
+    x = filled((1, 2, 128, 64), torch.float32, "random", 0)
     losses = [
         loss(x, roundtrip(quantizer_of(name, bits), kind, x)[1]) for bits in QUANTIZERS[name].valid_bits
     ]

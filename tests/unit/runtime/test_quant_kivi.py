@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from hypothesis import example, given, settings
-from support.quant_inputs import KINDS, METHODS, fill, inputs, quantizer_of, roundtrip
+from support.quant_inputs import KINDS, METHODS, inputs, quantizer_of, roundtrip
+from support.strategies import filled
 from torch import Tensor
 
 from specache_fx.runtime.quant import KVKind, Quantizer
@@ -25,8 +26,8 @@ def expand_to_elements(quantizer: Quantizer, kind: KVKind, plane: Tensor, head_d
 @pytest.mark.parametrize(("name", "bits"), [method for method in METHODS if method[0] in AFFINE])
 @settings(max_examples=20, deadline=None)
 @given(drawn=inputs())
-@example(drawn=(8, fill("huge", (1, 1, 8, 20), torch.float16, 0)))
-@example(drawn=(8, fill("huge", (1, 1, 8, 20), torch.bfloat16, 0)))
+@example(drawn=(8, filled((1, 1, 8, 20), torch.float16, "huge", 0)))
+@example(drawn=(8, filled((1, 1, 8, 20), torch.bfloat16, "huge", 0)))
 @example(drawn=(2, torch.tensor([[[[0.0], [6e-8]]]], dtype=torch.float16)))
 def test_dequantised_value_lies_within_half_a_scale(
     name: str, bits: int, kind: KVKind, drawn: tuple[int, Tensor]

@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from support.lloyd_levels import lloyd_levels
 from support.quant_inputs import (
     METHODS,
-    fill,
     inputs,
     keys_with_offsets,
     quantize,
     quantizer_of,
     roundtrip,
 )
+from support.strategies import filled
 from torch import Tensor
 
 from specache_fx.runtime.quant import Planes, on_cpu
@@ -102,7 +102,7 @@ def test_zipcache_values_by_hand() -> None:
 
 
 def test_zipcache_keys_are_kivis() -> None:
-    x = fill("outlier", (1, 2, 16, 20), torch.bfloat16, 0)
+    x = filled((1, 2, 16, 20), torch.bfloat16, "outlier", 0)
     ours, theirs = (quantize(quantizer_of(name, 2, 8), "key", x) for name in ("zipcache", "kivi"))
     assert all(torch.equal(*planes) for planes in zip(ours, theirs, strict=True))
 
@@ -166,9 +166,9 @@ def test_turboquant_in_cpp_gives_the_planes_of_pytorch(
 def test_turboquant_balances_a_padded_row_by_its_own_tokens(pads: int) -> None:
     """Chunk by chunk, as a session quantises: groups of padding come first."""
     quantizer = quantizer_of("turboquant", 2, 8)
-    alone = fill("offset", (1, 2, 48 - pads, 16), torch.float32, 0)
+    alone = filled((1, 2, 48 - pads, 16), torch.float32, "offset", 0)
     padded = torch.cat([torch.full((1, 2, pads, 16), 3.0), alone], dim=2)
-    batch = torch.cat([padded, fill("normal", (1, 2, 48, 16), torch.float32, 1)])
+    batch = torch.cat([padded, filled((1, 2, 48, 16), torch.float32, "random", 1)])
     real = torch.arange(48) >= torch.tensor([[pads], [0]])
     parts: list[Planes] = []
     held: Planes = ()
