@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,80 +48,33 @@ def append(past: Tensor, new: Tensor) -> Tensor:
     return torch.cat([past, new], dim=-2)
 
 
-def plain(q: Tensor, k: Tensor, v: Tensor, pk: Tensor, pv: Tensor) -> Any:
-    keys, values = append(pk, k), append(pv, v)
-    return sdpa(q, keys, values), keys, values
+def attended(q: Tensor, keys: Tensor, values: Tensor, **options: Any) -> tuple[Tensor, ...]:
+    return sdpa(q, keys, values, **options), keys, values
 
 
-def with_dropout(q: Tensor, k: Tensor, v: Tensor, pk: Tensor, pv: Tensor) -> Any:
-    keys, values = append(pk, k), append(pv, v)
-    return sdpa(q, keys, values, dropout_p=0.1), keys, values
+def after(read: Callable[..., Any]) -> Callable[..., Any]:
+    """`read(q, keys, values)` after this call's tokens were appended to the past."""
+    return lambda q, k, v, pk, pv: read(q, append(pk, k), append(pv, v))
 
 
-def with_mask_per_head(q: Tensor, k: Tensor, v: Tensor, pk: Tensor, pv: Tensor) -> Any:
-    keys, values = append(pk, k), append(pv, v)
-    shown = torch.arange(4)[:, None, None] <= torch.arange(keys.shape[-2])
-    return sdpa(q, keys, values, attn_mask=shown[None]), keys, values
+plain = after(attended)
+with_dropout = after(partial(attended, dropout_p=0.1))
 
 
-def with_mask_from_queries(q: Tensor, k: Tensor, v: Tensor, pk: Tensor, pv: Tensor) -> Any:
-    keys, values = append(pk, k), append(pv, v)
-    return sdpa(q, keys, values, attn_mask=q[:, :1, :, :1].expand(2, 1, 1, 6)), keys, values
+def with_mask_from_queries(q: Tensor, keys: Tensor, values: Tensor) -> Any:
+    return attended(q, keys, values, attn_mask=q[:, :1, :, :1].expand(2, 1, 1, 6))
 
 
-def keys_used_elsewhere(q: Tensor, k: Tensor, v: Tensor, pk: Tensor, pv: Tensor) -> Any:
-    keys, values = append(pk, k), append(pv, v)
-    return sdpa(q, keys, values), keys, values, keys.sum()
+def keys_used_elsewhere(q: Tensor, keys: Tensor, values: Tensor) -> Any:
+    return *attended(q, keys, values), keys.sum()
 
 
 def past_used_elsewhere(q: Tensor, k: Tensor, v: Tensor, pk: Tensor, pv: Tensor) -> Any:
-    keys, values = append(pk, k), append(pv, v)
-    return sdpa(q, keys, values), keys, values, pk.mean()
+    return *attended(q, append(pk, k), append(pv, v)), pk.mean()
 
 
-def cache_not_returned(q: Tensor, k: Tensor, v: Tensor, pk: Tensor, pv: Tensor) -> Any:
-    keys, values = append(pk, k), append(pv, v)
-    return sdpa(q, keys, values)
-
-
-def sliding_window(q: Tensor, k: Tensor, v: Tensor, pk: Tensor, pv: Tensor) -> Any:
-    keys, values = append(pk, k), append(pv, v)
-    return sdpa(q, keys, values), keys[:, :, -4:], values[:, :, -4:]
-
-
-def oldest_tokens_returned(q: Tensor, k: Tensor, v: Tensor, pk: Tensor, pv: Tensor) -> Any:
-    keys, values = append(pk, k), append(pv, v)
-    return sdpa(q, keys, values), keys[:, :, :4], values[:, :, :4]
-
-
-def windows_that_differ(q: Tensor, k: Tensor, v: Tensor, pk: Tensor, pv: Tensor) -> Any:
-    keys, values = append(pk, k), append(pv, v)
-    return sdpa(q, keys, values), keys[:, :, -4:], values[:, :, -3:]
-
-
-def shared_cache(q: Tensor, k: Tensor, v: Tensor, pk: Tensor, pv: Tensor) -> Any:
-    keys, values = append(pk, k), append(pv, v)
-    return sdpa(sdpa(q, keys, values), keys, values), keys, values
-
-
-def shared_with_dropout(q: Tensor, k: Tensor, v: Tensor, pk: Tensor, pv: Tensor) -> Any:
-    keys, values = append(pk, k), append(pv, v)
-    return sdpa(sdpa(q, keys, values), keys, values, dropout_p=0.1), keys, values
-
-
-def one_tensor_for_both(q: Tensor, k: Tensor, v: Tensor, pk: Tensor, pv: Tensor) -> Any:
-    keys = append(pk, k)
-    return sdpa(q, keys, keys), keys
-
-
-def causal_with_one_query(q: Tensor, k: Tensor, v: Tensor, pk: Tensor, pv: Tensor) -> Any:
-    keys, values = append(pk, k), append(pv, v)
-    return sdpa(q, keys, values, is_causal=True), keys, values
-
-
-def past_of_keys_alone(q: Tensor, k: Tensor, v: Tensor, pk: Tensor, pv: Tensor) -> Any:
-    keys, values = append(pk, k), v.expand(2, 2, 6, 8).contiguous()
-    return sdpa(q, keys, values), keys, values
+def past_is_changed_first(q: Tensor, k: Tensor, v: Tensor, pk: Tensor, pv: Tensor) -> Any:
+    return attended(q, append(pk * 2, k), append(pv * 2, v))
 
 
 def values_of_more_heads(q: Tensor, k: Tensor, v: Tensor, pk: Tensor, pv: Tensor) -> Any:
@@ -128,63 +82,70 @@ def values_of_more_heads(q: Tensor, k: Tensor, v: Tensor, pk: Tensor, pv: Tensor
     return F.scaled_dot_product_attention(q[:, :2], keys, values), keys, values
 
 
-def past_comes_last(q: Tensor, k: Tensor, v: Tensor, pk: Tensor, pv: Tensor) -> Any:
-    keys, values = append(k * 1, pk), append(v * 1, pv)
-    return sdpa(q, keys, values), keys, values
+def with_mask_per_head(q: Tensor, keys: Tensor, values: Tensor) -> Any:
+    shown = torch.arange(4)[:, None, None] <= torch.arange(keys.shape[-2])
+    return attended(q, keys, values, attn_mask=shown[None])
 
 
-def past_is_changed_first(q: Tensor, k: Tensor, v: Tensor, pk: Tensor, pv: Tensor) -> Any:
-    keys, values = append(pk * 2, k), append(pv * 2, v)
-    return sdpa(q, keys, values), keys, values
-
-
-def written_into_the_past(q: Tensor, k: Tensor, v: Tensor, pk: Tensor, pv: Tensor) -> Any:
-    index = torch.tensor([4])
-    keys, values = pk.index_copy(2, index, k), pv.index_copy(2, index, v)
-    return sdpa(q, keys, values), keys, values
-
-
-def three_parts(q: Tensor, k: Tensor, v: Tensor, pk: Tensor, pv: Tensor) -> Any:
-    keys, values = torch.cat([pk, k, k], -2), torch.cat([pv, v, v], -2)
-    return sdpa(q, keys, values), keys, values
-
-
-REASONS: dict[Callable[..., Any], tuple[str, str]] = {
-    with_dropout: ("it has dropout", "Call model.eval() first."),
-    with_mask_per_head: (
+NOT_RETURNED = (
+    "neither its whole keys nor the newest of them are what the model returns as its cache",
+    f"Return cat([past, new], dim=-2) itself or its last tokens, [:, :, -n:]. {LEAVE}",
+)
+REASONS: dict[str, tuple[Callable[..., Any], str, str]] = {
+    "dropout": (with_dropout, "it has dropout", "Call model.eval() first."),
+    "mask per head": (
+        after(with_mask_per_head),
         "its mask hides other keys from head to head",
         f"Give it one mask for all heads, [batch, 1, q_len, kv_len]. {LEAVE}",
     ),
-    with_mask_from_queries: (
-        "its mask (`expand`, HERE: return sdpa(q, keys, values, attn_mask=q[:, :1, :, :1].expand(2, 1, 1, 6)), keys,"
-        " values) is computed from data (`l_args_0_`), not from positions and padding alone",
+    "mask from queries": (
+        after(with_mask_from_queries),
+        "its mask (`expand`, HERE: return attended(q, keys, values, attn_mask=q[:, :1, :, :1].expand(2, 1, 1, 6)))"
+        " is computed from data (`l_args_0_`), not from positions and padding alone",
         LEAVE,
     ),
-    keys_used_elsewhere: (
-        "its keys are also used by `sum_1` (sum, HERE: return sdpa(q, keys, values), keys, values, keys.sum())",
+    "keys used elsewhere": (
+        after(keys_used_elsewhere),
+        "its keys are also used by `sum_1` (sum, HERE: return *attended(q, keys, values), keys.sum())",
         f"{ALONE} {LEAVE}",
     ),
-    past_used_elsewhere: (
-        "its past keys are also used by `mean` (mean, HERE: return sdpa(q, keys, values), keys, values, pk.mean())",
+    "past used elsewhere": (
+        past_used_elsewhere,
+        "its past keys are also used by `mean` (mean, HERE: return *attended(q, append(pk, k), append(pv, v)),"
+        " pk.mean())",
         f"{ALONE} {LEAVE}",
     ),
-    past_is_changed_first: (
-        "what is appended to is not the past as it came in, but what `mul` (mul, HERE: keys, values = append(pk * 2,"
-        " k), append(pv * 2, v)) makes of it",
+    "past changed first": (
+        past_is_changed_first,
+        "what is appended to is not the past as it came in, but what `mul` (mul, HERE: return attended(q,"
+        " append(pk * 2, k), append(pv * 2, v))) makes of it",
         f"Append this call's tokens to the past itself: cat([past, new], dim=-2). {LEAVE}",
     ),
-    cache_not_returned: (
-        "neither its whole keys nor the newest of them are what the model returns as its cache",
-        f"Return cat([past, new], dim=-2) itself or its last tokens, [:, :, -n:]. {LEAVE}",
+    "cache not returned": (after(sdpa), *NOT_RETURNED),
+    "oldest tokens returned": (
+        after(lambda q, keys, values: (sdpa(q, keys, values), keys[:, :, :4], values[:, :, :4])),
+        *NOT_RETURNED,
     ),
-    oldest_tokens_returned: (
-        "neither its whole keys nor the newest of them are what the model returns as its cache",
-        f"Return cat([past, new], dim=-2) itself or its last tokens, [:, :, -n:]. {LEAVE}",
+    "windows that differ": (
+        after(lambda q, keys, values: (sdpa(q, keys, values), keys[:, :, -4:], values[:, :, -3:])),
+        "its keys and its values are cached for different numbers of tokens",
+        LEAVE,
     ),
-    windows_that_differ: ("its keys and its values are cached for different numbers of tokens", LEAVE),
-    one_tensor_for_both: ("its keys and values are one tensor", LEAVE),
-    causal_with_one_query: ("it is causal with one query, which hides all keys but the first", LEAVE),
-    past_of_keys_alone: ("only one of its keys and values has a past", LEAVE),
+    "one tensor for both": (
+        lambda q, k, v, pk, pv: (sdpa(q, keys := append(pk, k), keys), keys),
+        "its keys and values are one tensor",
+        LEAVE,
+    ),
+    "causal with one query": (
+        after(partial(attended, is_causal=True)),
+        "it is causal with one query, which hides all keys but the first",
+        LEAVE,
+    ),
+    "past of keys alone": (
+        lambda q, k, v, pk, pv: attended(q, append(pk, k), v.expand(2, 2, 6, 8).contiguous()),
+        "only one of its keys and values has a past",
+        LEAVE,
+    ),
 }
 
 
@@ -199,19 +160,22 @@ def test_plain_attention_is_matched() -> None:
 
 
 def test_window_is_matched_with_its_length() -> None:
-    program = match(sliding_window)
+    program = match(
+        after(lambda q, keys, values: (sdpa(q, keys, values), keys[:, :, -4:], values[:, :, -4:]))
+    )
     assert (program.phase, program.refusals) == (Phase.DECODE, ())
     assert [(site.keys.window, site.shared) for site in program.sites] == [(5, False)]
 
 
 def test_second_attention_over_a_cache_is_matched_as_its_sharer() -> None:
-    program = match(shared_cache)
+    program = match(after(lambda q, keys, values: attended(sdpa(q, keys, values), keys, values)))
     assert (program.phase, program.refusals) == (Phase.DECODE, ())
     assert [(site.layer, site.shared) for site in program.sites] == [(0, False), (0, True)]
 
 
 def test_cache_that_a_refused_attention_reads_too_is_left_alone() -> None:
-    program = match(shared_with_dropout)
+    read = partial(attended, dropout_p=0.1)
+    program = match(after(lambda q, keys, values: read(sdpa(q, keys, values), keys, values)))
     assert (program.phase, program.sites) == (Phase.NO_CACHE, ())
     assert [refusal.reason for refusal in program.refusals] == [
         "it has dropout",
@@ -219,13 +183,14 @@ def test_cache_that_a_refused_attention_reads_too_is_left_alone() -> None:
     ]
 
 
-@pytest.mark.parametrize("function", REASONS, ids=lambda function: function.__name__)
-def test_refusal_says_the_reason_the_line_and_the_remedy(function: Callable[..., Any]) -> None:
+@pytest.mark.parametrize("name", REASONS)
+def test_refusal_says_the_reason_the_line_and_the_remedy(name: str) -> None:
+    function, *expected = REASONS[name]
     program = match(function)
     assert (program.phase, program.sites) == (Phase.NO_CACHE, ())
     (refusal,) = program.refusals
     reason = re.sub(rf"\S*{re.escape(HERE)}:\d+", "HERE", refusal.reason)
-    assert (reason, refusal.remedy) == REASONS[function]
+    assert [reason, refusal.remedy] == expected
     assert f"{HERE}:" in refusal.source
     assert "scaled_dot_product_attention(q, k, v, enable_gqa=True, **options)" in refusal.source
     assert str(refusal) == (
@@ -235,8 +200,15 @@ def test_refusal_says_the_reason_the_line_and_the_remedy(function: Callable[...,
 
 @pytest.mark.parametrize(
     "function",
-    [values_of_more_heads, past_comes_last, written_into_the_past, three_parts],
-    ids=lambda function: function.__name__,
+    [
+        values_of_more_heads,
+        lambda q, k, v, pk, pv: attended(q, append(k * 1, pk), append(v * 1, pv)),
+        lambda q, k, v, pk, pv: attended(
+            q, *(past.index_copy(2, torch.tensor([4]), new) for past, new in ((pk, k), (pv, v)))
+        ),
+        lambda q, k, v, pk, pv: attended(q, torch.cat([pk, k, k], -2), torch.cat([pv, v, v], -2)),
+    ],
+    ids=["values of more heads", "past comes last", "written into the past", "three parts"],
 )
 def test_cache_that_is_no_append_to_the_past_is_refused_and_not_taken_for_a_prompt(
     function: Callable[..., Any],
