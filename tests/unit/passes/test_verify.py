@@ -104,6 +104,12 @@ def test_verify_refuses_a_layer_that_is_appended_twice(gm: GraphModule, program:
         verify(gm, program)
 
 
+def test_verify_refuses_an_append_before_its_attention(gm: GraphModule, program: Program) -> None:
+    first(gm, OPS.quantized_attention.default).prepend(first(gm, OPS.append.default))
+    with pytest.raises(PassInvariantError, match="appended to: its own pair would count twice"):
+        verify(gm, program)
+
+
 def test_verify_refuses_a_marker_that_was_left_behind(gm: GraphModule, program: Program) -> None:
     attention = first(gm, OPS.quantized_attention.default)
     with gm.graph.inserting_before(attention):
