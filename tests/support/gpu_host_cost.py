@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
-from torch.utils._python_dispatch import TorchDispatchMode
+from support.watch import Watch
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
@@ -96,18 +96,6 @@ class FakeDriver:
         return lambda call, quantiles=None: (call(), [1.0, 1.0, 1.0])[1]
 
 
-class Operators(TorchDispatchMode):
-    """ATen operators by name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: collections.Counter[str] = collections.Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen[str(func).removeprefix("aten.").removesuffix(".default")] += 1
-        return func(*args, **(kwargs or {}))
-
-
 class _Empty:
     def method(self, *given: Any) -> tuple[Any, ...]:
         return given
@@ -174,7 +162,10 @@ def layer_step(track_hit_rates: bool) -> dict[str, Any]:
                 rounds.append(min(timed(launch) for _ in range(10)))
                 calls.append(1000 * rounds[-1] / min(timed(thousand_calls) for _ in range(5)))
             launches.clear()
-            with Operators() as operators:
+            operators = collections.Counter[str]()
+            with Watch(
+                lambda op, *_: operators.update([str(op).removeprefix("aten.").removesuffix(".default")])
+            ):
                 launch()
             again = list(launches)
             for layer in steps._layers.values():
@@ -190,8 +181,8 @@ def layer_step(track_hit_rates: bool) -> dict[str, Any]:
             "launches": names[:ends],
             "beside": names[ends:],
             "as_triton_binds": [named(one) for one in again] == [named(one) for one in launches],
-            "aten": sum(operators.seen.values()),
-            "operators": dict(operators.seen.most_common()),
+            "aten": operators.total(),
+            "operators": dict(operators.most_common()),
         }
 
 

@@ -6,30 +6,16 @@ from typing import Any
 
 import torch
 import transformers
-from support.zoo import PAD_TOKEN_ID, VOCAB_SIZE
+from support.zoo import COMMON, PAD_TOKEN_ID, VOCAB_SIZE, made_to_tell
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoModelForSeq2SeqLM
 
 IMAGE_TOKEN, IMAGE_START, IMAGE_END = 127, 125, 124
 
-_TEXT: dict[str, Any] = {
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 256,
-    "pad_token_id": PAD_TOKEN_ID,
-    "bos_token_id": 1,
-    "eos_token_id": None,
-    "tie_word_embeddings": False,
-}
 _PICTURE = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
 _VISION: dict[str, dict[str, Any]] = {
     "llava": {
-        "text_config": {"model_type": "llama", **_TEXT},
+        "text_config": {"model_type": "llama", **COMMON},
         "vision_config": {
             "model_type": "clip_vision_model",
             "image_size": 28,
@@ -41,7 +27,7 @@ _VISION: dict[str, dict[str, Any]] = {
     },
     "qwen2_5_vl": {
         "text_config": {
-            **_TEXT,
+            **COMMON,
             "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]},
         },
         "vision_config": {
@@ -60,7 +46,7 @@ _VISION: dict[str, dict[str, Any]] = {
     },
     "gemma3": {
         "text_config": {
-            **_TEXT,
+            **COMMON,
             "sliding_window": 16,
             "layer_types": ["sliding_attention", "full_attention"],
         },
@@ -101,15 +87,9 @@ def build_seq2seq(name: str) -> nn.Module:
 def _build(kind: Any, name: str, fields: dict[str, Any]) -> nn.Module:
     transformers.logging.set_verbosity_error()
     torch.manual_seed(0)
-    model: nn.Module = kind.from_config(AutoConfig.for_model(name, **fields)).eval()
-    generator = torch.Generator().manual_seed(0)
-    for weight in model.parameters():
-        if weight.dim() >= 2:
-            weight.data.normal_(std=0.15, generator=generator)
-    generation: Any = model.generation_config
-    generation.eos_token_id = generation.forced_eos_token_id = None
-    generation.pad_token_id = PAD_TOKEN_ID
-    return model
+    model: Any = made_to_tell(kind.from_config(AutoConfig.for_model(name, **fields)).eval())
+    model.generation_config.forced_eos_token_id = None
+    return model  # type: ignore[no-any-return]
 
 
 def picture_prompt(name: str) -> dict[str, Tensor]:

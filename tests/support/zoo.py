@@ -24,7 +24,7 @@ MAX_POSITIONS = 512
 # Every option acts within a few dozen tokens.
 SMALL: dict[str, Any] = {"group_size": 8, "residual_length": 8, "top_k": 8, "lowering": "eager"}
 
-_COMMON: dict[str, Any] = {
+COMMON: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 64,
     "intermediate_size": 128,
@@ -119,20 +119,14 @@ _LATENT: dict[str, dict[str, Any]] = {
 _HYBRID: dict[str, dict[str, Any]] = {
     "lfm2": {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]}
 }
+_GPTJ = {"n_embd": 64, "n_layer": 2, "n_head": 4, "rotary_dim": 8, "n_positions": MAX_POSITIONS}
 # Attention that is no SDPA call, or one with biases in its mask.
 _SPELT_OUT: dict[str, dict[str, Any]] = {
     "bloom": {"n_layer": 2, "n_head": 4},
     "mpt": {"d_model": 64, "n_heads": 4, "n_layers": 2, "use_cache": True},
     "falcon": {"alibi": True, "num_kv_heads": 2},
-    "gptj": {"n_embd": 64, "n_layer": 2, "n_head": 4, "rotary_dim": 8, "n_positions": MAX_POSITIONS},
-    "codegen": {
-        "n_embd": 64,
-        "n_layer": 2,
-        "n_head": 4,
-        "rotary_dim": 8,
-        "n_positions": MAX_POSITIONS,
-        "n_ctx": MAX_POSITIONS,
-    },
+    "gptj": _GPTJ,
+    "codegen": {**_GPTJ, "n_ctx": MAX_POSITIONS},
     "xglm": {"d_model": 64, "ffn_dim": 128, "num_layers": 2, "attention_heads": 4},
     "gemma2": {"layer_types": ["full_attention"] * 2},
     "gpt_oss": {"layer_types": ["full_attention"] * 2, "num_local_experts": 4, "num_experts_per_tok": 2},
@@ -233,7 +227,7 @@ def build(name: str, layers: int | None = None, **overrides: Any) -> nn.Module:
     transformers.logging.set_verbosity_error()
     torch.manual_seed(0)
     known = {**_PLAIN, **_OWN, **_HYBRID, **_SPELT_OUT, **_WINDOWED, **_LATENT}
-    fields = {**_COMMON, **known[name], **overrides}
+    fields = {**COMMON, **known[name], **overrides}
     attention = fields.pop("attn_implementation", None)
     if layers is not None:
         fields |= {field: layers for field in _LAYERS if field in fields}

@@ -48,25 +48,37 @@ def run(function: Callable[..., Any], *tensors: Tensor) -> tuple[str, GraphModul
     return before, gm, program, results
 
 
-def plain(q: Tensor, k: Tensor, past: Tensor) -> Any:
-    keys = torch.cat([past, k], 1)
-    return sdpa(q, keys.transpose(1, 2)), keys
+def reading(read: Callable[[Tensor, Tensor], Tensor], dim: int = 1) -> Callable[..., Any]:
+    """Attention over the past and this call's keys, which are returned."""
+
+    def function(q: Tensor, k: Tensor, past: Tensor) -> Any:
+        keys = torch.cat([past, k], dim)
+        return read(q, keys), keys
+
+    return function
 
 
-def permuted(q: Tensor, k: Tensor, past: Tensor) -> Any:
-    keys = torch.cat([past, k], dim=-3)
-    return sdpa(q, keys.permute(0, 2, 1, 3)), keys
-
-
-def interleaved(q: Tensor, k: Tensor, past: Tensor) -> Any:
-    keys = torch.cat([past, k], dim=1)
-    return sdpa(q, keys.repeat_interleave(2, dim=2).transpose(2, 1)), keys
-
-
-def expanded(q: Tensor, k: Tensor, past: Tensor) -> Any:
-    keys = torch.cat([past, k], dim=1)
-    repeated = keys[:, :, :, None, :].expand(2, 6, 2, 2, 8).reshape(2, 6, 4, 8)
-    return sdpa(q, repeated.transpose(1, 2)), keys
+plain = reading(lambda q, keys: sdpa(q, keys.transpose(1, 2)))
+TAKEN = {
+    "transposed": plain,
+    "permuted": reading(lambda q, keys: sdpa(q, keys.permute(0, 2, 1, 3)), -3),
+    "interleaved": reading(lambda q, keys: sdpa(q, keys.repeat_interleave(2, dim=2).transpose(2, 1))),
+    "expanded": reading(
+        lambda q, keys: sdpa(
+            q, keys[:, :, :, None, :].expand(2, 6, 2, 2, 8).reshape(2, 6, 4, 8).transpose(1, 2)
+        )
+    ),
+}
+LEFT: dict[str, Callable[..., Any]] = {
+    "past read elsewhere": lambda q, k, past: (*plain(q, k, past), past.sum()),
+    "cache read elsewhere": lambda q, k, past: (*(read := plain(q, k, past)), read[1].sum()),
+    "repeated in other order": reading(lambda q, keys: sdpa(q, keys.repeat(1, 1, 2, 1).transpose(1, 2))),
+    "past comes last": lambda q, k, past: plain(q, past, k * 1),
+    "read as it is": reading(
+        lambda q, keys: F.scaled_dot_product_attention(q[:, :, :, :], keys[:, :4], keys[:, :4])
+    ),
+    "newest returned": lambda q, k, past: ((read := plain(q, k, past))[0], read[1][:, -3:]),
+}
 
 
 def test_sizes_are_read_in_the_new_layout() -> None:
@@ -82,14 +94,14 @@ def test_sizes_are_read_in_the_new_layout() -> None:
     assert gm(*as_taken(program, captured.inputs))[-2:] == (5, 2)
 
 
-@pytest.mark.parametrize("function", [plain, permuted, interleaved, expanded])
-def test_append_to_tokens_becomes_one_to_heads(function: Callable[..., Any]) -> None:
-    _, gm, program, results = run(function, Q, K, PAST)
+@pytest.mark.parametrize("name", TAKEN)
+def test_append_to_tokens_becomes_one_to_heads(name: str) -> None:
+    _, gm, program, results = run(TAKEN[name], Q, K, PAST)
     assert (len(program.permuted_inputs), len(program.permuted_outputs)) == (1, 1)
     assert results[next(iter(program.permuted_outputs))].shape == (2, 2, 6, 8)
     names = [target_name(node) for node in gm.graph.nodes if node.op not in ("placeholder", "output")]
     repeats = ["transpose", "unsqueeze", "expand", "reshape", "transpose"]
-    repeats *= function in (interleaved, expanded)
+    repeats *= name in ("interleaved", "expanded")
     assert [*filter("clone".__ne__, names)] == ["transpose", "cat", *repeats, "scaled_dot_product_attention"]
     assert (
         without_repeat(next(node for node in gm.graph.nodes if node.target is SDPA).args[1])[0].target is CAT
@@ -105,36 +117,6 @@ def test_a_prompt_is_known_by_its_swapped_output(rotated: int) -> None:
     _, _, program, results = run(prompt, Q, K)
     assert program.permuted_inputs == {} and len(program.permuted_outputs) == 1
     assert results[next(iter(program.permuted_outputs))].shape == (2, 2, 1, 8)
-
-
-def past_read_elsewhere(q: Tensor, k: Tensor, past: Tensor) -> Any:
-    keys = torch.cat([past, k], 1)
-    return sdpa(q, keys.transpose(1, 2)), keys, past.sum()
-
-
-def cache_read_elsewhere(q: Tensor, k: Tensor, past: Tensor) -> Any:
-    keys = torch.cat([past, k], 1)
-    return sdpa(q, keys.transpose(1, 2)), keys, keys.sum()
-
-
-def repeated_in_other_order(q: Tensor, k: Tensor, past: Tensor) -> Any:
-    keys = torch.cat([past, k], 1)
-    return sdpa(q, keys.repeat(1, 1, 2, 1).transpose(1, 2)), keys
-
-
-def past_comes_last(q: Tensor, k: Tensor, past: Tensor) -> Any:
-    keys = torch.cat([k * 1, past], 1)
-    return sdpa(q, keys.transpose(1, 2)), keys
-
-
-def read_as_it_is(q: Tensor, k: Tensor, past: Tensor) -> Any:
-    keys = torch.cat([past, k], 1)
-    return F.scaled_dot_product_attention(q[:, :, :, :], keys[:, :4], keys[:, :4]), keys
-
-
-def newest_returned(q: Tensor, k: Tensor, past: Tensor) -> Any:
-    keys = torch.cat([past, k], 1)
-    return sdpa(q, keys.transpose(1, 2)), keys[:, -3:]
 
 
 def values_read_by_another_layer(q: Tensor, k: Tensor) -> Any:
@@ -158,17 +140,7 @@ def test_the_same_is_computed_of_an_output_that_is_no_cache(
     assert program.permuted_inputs == {} and list(program.permuted_outputs) == permuted
 
 
-@pytest.mark.parametrize(
-    "function",
-    [
-        past_read_elsewhere,
-        cache_read_elsewhere,
-        repeated_in_other_order,
-        past_comes_last,
-        read_as_it_is,
-        newest_returned,
-    ],
-)
-def test_what_is_read_in_another_way_stays(function: Callable[..., Any]) -> None:
-    before, gm, program, _ = run(function, Q, K, PAST)
+@pytest.mark.parametrize("name", LEFT)
+def test_what_is_read_in_another_way_stays(name: str) -> None:
+    before, gm, program, _ = run(LEFT[name], Q, K, PAST)
     assert before == graphs.code(gm) and (program.permuted_inputs, program.permuted_outputs) == ({}, {})

@@ -10,7 +10,7 @@ import torch
 from support import graphs
 from support.captured import captured
 from support.graphs import Captured
-from torch.utils._python_dispatch import TorchDispatchMode
+from support.watch import Watch
 
 from specache_fx.capture.program import Phase
 
@@ -32,19 +32,6 @@ def precision_of_other_tests() -> Iterator[None]:
     torch.set_float32_matmul_precision("highest")
 
 
-class Products(TorchDispatchMode):
-    """Notes under which precision products of real numbers are computed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: set[tuple[str, ...]] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in (torch.ops.aten.bmm.default, torch.ops.aten.mm.default) and type(args[0]) is torch.Tensor:
-            self.seen.add(tuple(backend.fp32_precision for backend in BACKENDS))
-        return func(*args, **(kwargs or {}))
-
-
 def spelt_out() -> Captured:
     return captured("sinks")[Phase.DECODE]
 
@@ -64,8 +51,15 @@ def test_proofs_multiply_in_full_float32(allow: Callable[[], None], graph: Calla
     decode = graph()
     allow()
     before = [backend.fp32_precision for backend in BACKENDS]
-    with Products() as products:
+    seen = set()
+
+    def note(func: Any, args: Any, _: Any) -> None:
+        """Under which precision products of real numbers are computed."""
+        if func in (torch.ops.aten.bmm.default, torch.ops.aten.mm.default) and type(args[0]) is torch.Tensor:
+            seen.add(tuple(backend.fp32_precision for backend in BACKENDS))
+
+    with Watch(note):
         program = graphs.matched(decode)
     assert len(program.sites) == 1 and not program.refusals
-    assert products.seen == {("ieee", "ieee")}
+    assert seen == {("ieee", "ieee")}
     assert [backend.fp32_precision for backend in BACKENDS] == before

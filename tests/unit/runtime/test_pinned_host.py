@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from support.watch import Watch
 
 from specache_fx.errors import HostMemoryError
 from specache_fx.runtime.host_blocks import PinnedStore
@@ -99,25 +99,13 @@ def test_ahead_of_a_step_there_may_be_no_memory_and_the_step_asks_again(runtime)
     assert torch.equal(cache.read(0, 128, 192)[0], rows)
 
 
-class Copies(TorchDispatchMode):
-    """The tensors of every copy."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[Any] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if "copy" in str(func):
-            self.seen.append((str(func), args, kwargs or {}))
-        return func(*args, **(kwargs or {}))
-
-
 def test_rows_from_the_device_go_out_in_one_call_from_piece_to_piece():
     block = torch.zeros(2, 3, 10, 8)
     pairs = torch.randn(2, 3, 7, 8)
-    with Copies() as copies:
+    copies: list[Any] = []
+    with Watch(lambda func, args, _: "copy" in str(func) and copies.append((str(func), args))):
         _send(block[:, :, 2:6], pairs[:, :, 1:5])
-    ((name, (targets, sources, non_blocking), _),) = copies.seen
+    ((name, (targets, sources, non_blocking)),) = copies
     assert name == "aten._foreach_copy_.default" and non_blocking
     # A copy between devices of what is in one piece on both sides takes no buffer.
     assert len(targets) == 6 and all(each.is_contiguous() for each in (*targets, *sources))
