@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -92,16 +93,6 @@ def test_int8_weight_that_is_written_after_it_was_converted() -> None:
     torch.testing.assert_close(gm(x, w.clone()), written(x, w.clone()))
 
 
-def test_weight_that_is_computed_after_another_product_has_a_call_of_its_own() -> None:
-    def chained(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
-        return x.mm(w.t()) + x.mm((v * x.mm(w.t()).sum()).t())
-
-    inputs = (torch.randn(2, 5), torch.randn(4, 5), torch.randn(4, 5))
-    gm = few_row_products(traced(chained, *inputs), STATE)
-    assert count(gm, PRODUCTS) == 2
-    torch.testing.assert_close(gm(*inputs), chained(*inputs))
-
-
 @pytest.mark.parametrize(
     "chained",
     [
@@ -133,42 +124,38 @@ def test_what_is_written_in_place_between_two_products_is_seen_by_the_second(wha
     torch.testing.assert_close(gm(*(x.clone() for x in inputs)), wanted)
 
 
-def test_other_rows_of_the_same_elements_are_another_call() -> None:
-    def viewed(x: Tensor, w: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        return x.view(2, 6).mm(w.t()), x.view(4, 3).mm(v.t())
-
-    inputs = (torch.randn(12), torch.randn(4, 6), torch.randn(4, 3))
-    gm = few_row_products(traced(viewed, *inputs), STATE)
+@pytest.mark.parametrize(
+    ("products", "shapes"),
+    [
+        (lambda x, w, v: x.mm(w.t()) + x.mm((v * x.mm(w.t()).sum()).t()), [(2, 5), (4, 5), (4, 5)]),
+        (lambda x, w, v: (x.view(2, 6).mm(w.t()), x.view(4, 3).mm(v.t())), [(12,), (4, 6), (4, 3)]),
+    ],
+    ids=["a weight that is computed after another product", "other rows of the same elements"],
+)
+def test_products_that_are_of_two_calls(products: Callable[..., Any], shapes: list[tuple[int, ...]]) -> None:
+    inputs = [torch.randn(shape) for shape in shapes]
+    gm = few_row_products(traced(products, *inputs), STATE)
     assert count(gm, PRODUCTS) == 2
-    torch.testing.assert_close(gm(*inputs), viewed(*inputs))
+    torch.testing.assert_close(gm(*inputs), products(*inputs))
+
+
+ONES = torch.ones(2, 5), torch.ones(3, 5), torch.ones(3)
 
 
 @pytest.mark.parametrize(
-    ("rows", "weight"),
+    ("product", "inputs"),
     [
-        (torch.ones(33, 5), torch.ones(16, 5)),
-        (torch.ones(2, 5, dtype=torch.float64), torch.ones(16, 5, dtype=torch.float64)),
-        (torch.ones(2, 5), torch.ones(5, 16).t()),
-        (torch.ones(2, 0), torch.ones(16, 0)),
+        (lambda x, w: x.mm(w.t()), [torch.ones(33, 5), torch.ones(16, 5)]),
+        (lambda x, w: x.mm(w.t()), [torch.ones(2, 5).double(), torch.ones(16, 5).double()]),
+        (lambda x, w: x.mm(w.t()), [torch.ones(2, 5), torch.ones(5, 16).t()]),
+        (lambda x, w: x.mm(w.t()), [torch.ones(2, 0), torch.ones(16, 0)]),
+        (lambda x, w, b: torch.addmm(b, x, w.t()), [each.bfloat16() for each in ONES]),
+        (lambda x, w, b: torch.addmm(b, x, w.t(), alpha=2), [*ONES]),
     ],
-    ids=["many rows", "float64", "columns", "nothing to sum"],
+    ids=["many rows", "float64", "columns", "nothing to sum", "a bias in bfloat16", "a bias beside a scale"],
 )
-def test_other_products_are_left_as_they_are(rows: Tensor, weight: Tensor) -> None:
-    gm = traced(lambda x, w: x.mm(w.t()), rows, weight)
-    before = graphs.code(gm)
-    assert graphs.code(few_row_products(gm, STATE)) == before
-
-
-def test_product_in_bfloat16_with_a_bias_is_left_as_it_is() -> None:
-    inputs = (torch.ones(3).bfloat16(), torch.ones(2, 5).bfloat16(), torch.ones(3, 5).bfloat16())
-    gm = traced(lambda b, x, w: torch.addmm(b, x, w.t()), *inputs)
-    before = graphs.code(gm)
-    assert graphs.code(few_row_products(gm, STATE)) == before
-
-
-def test_scaled_product_with_a_bias_is_left_as_it_is() -> None:
-    inputs = (torch.ones(3), torch.ones(2, 5), torch.ones(3, 5))
-    gm = traced(lambda b, x, w: torch.addmm(b, x, w.t(), alpha=2), *inputs)
+def test_other_products_are_left_as_they_are(product: Callable[..., Tensor], inputs: list[Tensor]) -> None:
+    gm = traced(product, *inputs)
     before = graphs.code(gm)
     assert graphs.code(few_row_products(gm, STATE)) == before
 
