@@ -72,38 +72,37 @@ def capture(model: nn.Module, drive: Callable[[Any], Any]) -> list[Captured]:
     return recorder.graphs
 
 
+_CALLS = ((0, 6), (6, 9), (9, 10), (10, 11))
+
+
+def _batch() -> tuple[Tensor, Tensor]:
+    """Two rows of token ids and their mask; the first has two tokens of padding."""
+    mask = torch.ones(2, 11, dtype=torch.bool)
+    mask[0, :2] = False
+    return torch.randint(1, 61, (2, 11), generator=torch.Generator().manual_seed(0)), mask
+
+
 def drive_tiny(forward: Any, padded: bool = True) -> None:
     """Prompt of 6, extend by 3, two decode steps, for a batch of 2."""
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(61, (2, 11), generator=generator)
-    mask = torch.ones(2, 11, dtype=torch.bool)
-    if padded:
-        mask[0, :2] = False
-    past = None
-    for start, stop in ((0, 6), (6, 9), (9, 10), (10, 11)):
+    (ids, mask), past = _batch(), None
+    for start, stop in _CALLS:
         keys = mask[:, :stop] if padded else None
         _, past = forward(ids[:, start:stop], past=past, attention_mask=keys)
 
 
 def drive_transformers(forward: Any) -> None:
     """The same for a transformers causal LM."""
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(1, 61, (2, 11), generator=generator)
-    mask = torch.ones(2, 11, dtype=torch.int64)
-    mask[0, :2] = 0
-    past = None
-    for start, stop in ((0, 6), (6, 9), (9, 10), (10, 11)):
-        out = forward(ids[:, start:stop], attention_mask=mask[:, :stop], past_key_values=past, use_cache=True)
+    (ids, mask), past = _batch(), None
+    for start, stop in _CALLS:
+        keys = mask[:, :stop].long()
+        out = forward(ids[:, start:stop], attention_mask=keys, past_key_values=past, use_cache=True)
         past = out.past_key_values
 
 
 def drive_own(forward: Any) -> None:
     """The same for an `OwnDecoder`."""
-    ids = torch.randint(61, (2, 11), generator=torch.Generator().manual_seed(0))
-    mask = torch.ones(2, 11, dtype=torch.bool)
-    mask[0, :2] = False
-    cache: list[Any] = []
-    for start, stop in ((0, 6), (6, 9), (9, 10), (10, 11)):
+    (ids, mask), cache = _batch(), list[Any]()
+    for start, stop in _CALLS:
         _, *cache = forward(ids[:, start:stop], mask[:, :stop], *cache)
 
 
@@ -117,11 +116,6 @@ def tiny_decoder(**changes: Any) -> TinyDecoder:
     return TinyDecoder(TinyConfig(**{"num_layers": 1, **changes}))
 
 
-def phase_of(captured: Captured) -> Phase:
-    """What `analyse` takes the graph for."""
-    return matched(captured).phase
-
-
 def matched(captured: Captured) -> Program:
     """What the analyses say about a graph."""
     return analyse(captured.copy(), SpecacheConfig())
@@ -129,7 +123,7 @@ def matched(captured: Captured) -> Program:
 
 def by_phase(graphs: list[Captured]) -> dict[Phase, Captured]:
     """The last graph of each phase (its shapes are the dynamic ones)."""
-    return {phase_of(captured): captured for captured in graphs}
+    return {matched(captured).phase: captured for captured in graphs}
 
 
 def decode_inputs(gm: GraphModule, program: Program, args: tuple[Any, ...], lanes: int) -> list[Any]:
@@ -173,14 +167,10 @@ def calls(gm: GraphModule) -> str:
     lines = []
     for node in gm.graph.nodes:
         name = getattr(node.target, "__name__", str(node.target)).removesuffix(".default")
-        if node.op == "call_function" and (is_specache(node) or name == "scaled_dot_product_attention"):
+        ours = str(node.target).startswith("specache.") or name == "scaled_dot_product_attention"
+        if node.op == "call_function" and ours:
             lines.append(f"{node.name} = {name}({', '.join(map(str, node.args))})")
     return "\n".join(lines).replace("_default", "")
-
-
-def is_specache(node: Node) -> bool:
-    """Whether a node calls one of our operators."""
-    return node.op == "call_function" and str(node.target).startswith("specache.")
 
 
 def nodes_of(gm: GraphModule, op: Any) -> list[Node]:

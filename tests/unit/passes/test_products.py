@@ -37,7 +37,7 @@ def calls(gm: GraphModule) -> list[str]:
 
 
 def count(gm: GraphModule, op: object) -> int:
-    return sum(node.target is op for node in gm.graph.nodes)
+    return len(graphs.nodes_of(gm, op))
 
 
 def test_products_of_the_same_few_rows_are_one_call() -> None:
