@@ -62,30 +62,20 @@ def sources(pattern: str) -> set[str]:
     }
 
 
-def test_wheel_holds_every_module(wheel: zipfile.ZipFile) -> None:
-    assert {name for name in wheel.namelist() if name.endswith(".py")} == sources("*.py")
+def test_wheel_holds_modules_sources_types_and_trained_models(wheel: zipfile.ZipFile) -> None:
+    names = set(wheel.namelist())
+    code = {name for name in names if name.endswith((".py", ".h", ".cpp"))}
+    assert code == sources("*.py") | sources("*.h") | sources("*.cpp")
+    assert any(name.endswith("attention.cpp") for name in code)
+    models = {
+        f"specache_fx/{path.relative_to(ROOT).as_posix()}" for model in MODELS for path in model.iterdir()
+    }
+    assert {"specache_fx/py.typed", *models} <= names
 
 
 def test_every_folder_of_modules_is_a_package() -> None:
     folders = {name.rpartition("/")[0] for name in sources("*.py")}
     assert folders == {name.rpartition("/")[0] for name in sources("__init__.py")}
-
-
-def test_wheel_holds_every_source_of_the_cpu_kernel(wheel: zipfile.ZipFile) -> None:
-    held = {name for name in wheel.namelist() if name.endswith((".h", ".cpp"))}
-    assert held == sources("*.h") | sources("*.cpp")
-    assert any(name.endswith("attention.cpp") for name in held)
-
-
-def test_wheel_says_that_it_is_typed(wheel: zipfile.ZipFile) -> None:
-    assert "specache_fx/py.typed" in wheel.namelist()
-
-
-def test_wheel_holds_the_trained_models(wheel: zipfile.ZipFile) -> None:
-    expected = {
-        f"specache_fx/{path.relative_to(ROOT).as_posix()}" for model in MODELS for path in model.iterdir()
-    }
-    assert expected <= set(wheel.namelist())
 
 
 def test_wheel_declares_the_backend_and_the_command(wheel: zipfile.ZipFile) -> None:
@@ -126,18 +116,8 @@ def test_wheel_alone_generates_without_a_compiler(tmp_path: Path) -> None:
     subprocess.run(["make", "wheel"], cwd=ROOT, check=True)
     (path,) = (ROOT / "dist").glob("specache_fx-*.whl")
     site = tmp_path / "site"
-    install = [
-        sys.executable,
-        "-m",
-        "pip",
-        "install",
-        "--quiet",
-        "--no-deps",
-        "--no-index",
-        "--target",
-        str(site),
-    ]
-    subprocess.run([*install, str(path)], check=True)
+    install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index"]
+    subprocess.run([*install, "--target", str(site), str(path)], check=True)
     env = os.environ | {"PYTHONPATH": str(site), "CXX": "none", "XDG_CACHE_HOME": str(tmp_path / "cache")}
     for command in (
         [sys.executable, "-c", WITHOUT_A_CHECKOUT],
@@ -205,17 +185,9 @@ def test_constraints_pin_every_dependency_within_its_range() -> None:
 def test_import_of_a_folder_by_its_own_name_is_forbidden(tmp_path: Path) -> None:
     bad = tmp_path / "bad.py"
     bad.write_text("import passes\nfrom runtime import ops\nfrom passes.base import Pass\n")
-    command = [
-        sys.executable,
-        "-m",
-        "ruff",
-        "check",
-        "--config",
-        str(ROOT / "pyproject.toml"),
-        "--select",
-        "TID251",
-    ]
-    done = subprocess.run([*command, str(bad)], capture_output=True, text=True, check=False)
+    config = ["--config", str(ROOT / "pyproject.toml"), "--select", "TID251"]
+    command = [sys.executable, "-m", "ruff", "check", *config, str(bad)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert done.stdout.count("TID251") == 3
     assert "import specache_fx.passes: `import passes` makes a second copy of the module" in done.stdout

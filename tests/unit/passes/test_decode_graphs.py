@@ -99,33 +99,26 @@ def test_every_golden_graph_is_that_of_a_pass() -> None:
     assert set(GOLDEN) <= set(NAMES)
 
 
-def test_decode_that_selects_by_its_own_query_has_the_same_calls_for_its_single_lane() -> None:
-    assert after("verify", SpecacheConfig(**SMALL, lookahead="query")) == GOLDEN["few_row_products"]
-
-
-@pytest.mark.parametrize("options", [{"lookahead": "none"}, {"policy": "kcache"}], ids=str)
-def test_steps_of_other_operators_are_not_fused(options: dict[str, Any]) -> None:
-    config = SpecacheConfig(**SMALL, **options)
-    assert after("fuse_layer_steps", config) == after("verify", config)
-
-
-@pytest.mark.parametrize("options", [{**SMALL, "resident_layers": 1}, {"policy": "kivi"}], ids=str)
-def test_step_of_a_layer_that_selects_nothing_is_one_operator_too(options: dict[str, Any]) -> None:
-    assert after("fuse_layer_steps", SpecacheConfig(**options)) == GOLDEN["fuse_layer_steps"]
-
-
 @pytest.mark.parametrize("options", [{"lookahead": "none"}, {"policy": "kcache"}], ids=str)
 def test_decode_without_lookahead_selects_and_fetches_before_it_attends(options: dict[str, Any]) -> None:
-    probe = ATTEND[0].replace("attention =", "probe =")
-    expected = [probe, SELECT, FETCH, WAIT, *STAGED]
-    assert after("insert_waits", SpecacheConfig(**SMALL, **options)) == expected
+    config, probe = SpecacheConfig(**SMALL, **options), ATTEND[0].replace("attention =", "probe =")
+    assert after("insert_waits", config) == [probe, SELECT, FETCH, WAIT, *STAGED]
+    assert after("fuse_layer_steps", config) == after("verify", config)  # these operators are not fused
 
 
 @pytest.mark.parametrize(
-    "options", [{"policy": "kivi"}, {"resident_layers": 1}, {"resident_layers": 9}], ids=str
+    ("name", "options", "expected"),
+    [
+        ("verify", {"lookahead": "query"}, GOLDEN["few_row_products"]),  # the same calls for its single lane
+        ("fuse_layer_steps", {"resident_layers": 1}, GOLDEN["fuse_layer_steps"]),
+        ("fuse_layer_steps", {"policy": "kivi"}, GOLDEN["fuse_layer_steps"]),
+        ("insert_waits", {"policy": "kivi"}, ATTEND),
+        ("insert_waits", {"resident_layers": 1}, ATTEND),
+        ("insert_waits", {"resident_layers": 9}, ATTEND),
+    ],
 )
-def test_decode_fetches_nothing_under_kivi_nor_for_a_resident_layer(options: dict[str, Any]) -> None:
-    assert after("insert_waits", SpecacheConfig(group_size=4, residual_length=4, **options)) == ATTEND
+def test_decode_with_other_options(name: str, options: dict[str, Any], expected: list[str]) -> None:
+    assert after(name, SpecacheConfig(**SMALL, **options)) == expected
 
 
 def test_layers_of_one_trace_keep_their_numbers_and_weights() -> None:
