@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
 from support import triton_mode  # noqa: F401  first of all: Triton decides on import whether it interprets
 from tokenizers import Tokenizer, decoders, pre_tokenizers, processors
 from tokenizers.models import BPE
@@ -17,14 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from specache_bench import lab as laboratory
 from specache_bench.lab import Lab
-
-_SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large]
-settings.register_profile(
-    "ci", derandomize=True, deadline=None, max_examples=20, suppress_health_check=_SLOW, database=None
-)
-settings.register_profile("nightly", deadline=None, max_examples=500, suppress_health_check=_SLOW)
-settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
-torch.set_num_threads(1)
+from tests.conftest import fresh_dynamo  # noqa: F401  and its profiles and threads
 
 CHAT = "<bos>{% for m in messages %}[{{ m.role }}] {{ m.content }} {% endfor %}[assistant] "
 
@@ -95,12 +86,4 @@ def two_layers() -> Iterator[Lab]:
         made = Lab("suite", dtype="float32")
     with made as lab:
         yield lab
-    torch._dynamo.reset()
-
-
-@pytest.fixture
-def fresh_dynamo() -> Iterator[None]:
-    """Forget compiled code before and after, so that recompile counts and limits are the test's own."""
-    torch._dynamo.reset()
-    yield
     torch._dynamo.reset()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from support.strategies import AttentionShape
 from torch import Tensor
@@ -17,6 +18,17 @@ from specache_fx.runtime.masks import WindowMask
 from specache_fx.runtime.session import Session
 
 Own = tuple[Tensor, Tensor, Tensor]
+not_served = pytest.mark.parametrize(
+    "options",
+    [
+        {"sink_tokens": 2},
+        {"kernel": "reference"},
+        {"lookahead": "none", "on_miss": "keep"},
+        {"host": "disk"},
+        {"quantizer": "nuq"},
+    ],
+    ids=lambda options: next(iter(options)),
+)
 
 
 def laid_out(own: Own, layout: str) -> Own:

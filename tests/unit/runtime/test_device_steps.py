@@ -200,17 +200,7 @@ def test_bytes_of_the_steps_are_the_sessions() -> None:
     pair.close()
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"sink_tokens": 2},
-        {"kernel": "reference"},
-        {"lookahead": "none"},
-        {"host": "disk"},
-        {"quantizer": "nuq"},
-    ],
-    ids=lambda o: next(iter(o)),
-)
+@twins.not_served
 def test_sessions_that_they_do_not_serve(options: dict[str, Any]) -> None:
     session = Session(SpecacheConfig(**(USUAL | options)), (LayerShape(2, 8, 8),), torch.float32, DEVICE)
     session.store(0, torch.randn(2, 2, 40, 8, device=DEVICE), torch.randn(2, 2, 40, 8, device=DEVICE), None)

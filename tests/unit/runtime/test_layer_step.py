@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from support import strategies
 from support.open_sessions import session_of
 from support.threads import at_once, num_threads
-from support.twins import Kinds, Own, Twins
+from support.twins import Kinds, Twins, not_served
 from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -36,12 +36,6 @@ from specache_fx.runtime.tracing import recording
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.skipif(graph_ops.load() is None, reason="there is no C++ compiler")
 LAYER_STEP = torch.ops.specache.layer_step.default
-
-
-def in_one_call(own: Own, session: Session, scale: float) -> torch.Tensor:
-    out = LAYER_STEP(*own, session.state, 0, scale, None, None)
-    assert isinstance(out, torch.Tensor)
-    return out
 
 
 def fails(*_: Any) -> int:
@@ -143,15 +137,22 @@ def test_a_group_that_a_step_fills_is_prefetched_by_it(twins: Make) -> None:
     assert quantized[-1] == quantized[0] + 16
 
 
-@pytest.mark.parametrize(
-    "form",
-    [{"softcap": 2.0}, {"sinks": torch.tensor([0.5, -1.0, 2.0, 0.0])}, {"scale": 0.5}],
-    ids=lambda form: next(iter(form)),
-)
-def test_forms_of_attention_may_differ_from_step_to_step(twins: Make, form: dict[str, Any]) -> None:
+STEPS: dict[str, list[dict[str, Any]]] = {
+    "softcap": [{}, {"softcap": 2.0}] * 2,
+    "sinks": [{}, {"sinks": torch.tensor([0.5, -1.0, 2.0, 0.0])}] * 2,
+    "scale": [{}, {"scale": 0.5}] * 2,
+    "lanes and layouts": [
+        {"lanes": lanes, "layout": layout}
+        for lanes, layout in ((2, ""), (1, ""), (1, "turned"), (2, "fused"), (2, "turned"), (2, ""))
+    ],
+}
+
+
+@pytest.mark.parametrize("steps", STEPS.values(), ids=STEPS)
+def test_a_step_may_differ_from_the_one_before(twins: Make, steps: list[dict[str, Any]]) -> None:
     pair = twins()
-    for step in range(4):
-        pair.step(**(form if step % 2 else {}))
+    for told in steps:
+        pair.step(**told)
 
 
 def crop(pair: Twins, tokens: int = 20) -> None:
@@ -229,17 +230,7 @@ def test_both_lanes_have_their_share_in_the_selection(twins: Make, tracked: bool
         pair.step(told={"shares": torch.tensor([0.0, 1.0])})
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"sink_tokens": 2},
-        {"kernel": "reference"},
-        {"lookahead": "none", "on_miss": "keep"},
-        {"host": "disk"},
-        {"quantizer": "nuq"},
-    ],
-    ids=lambda o: next(iter(o)),
-)
+@not_served
 def test_sessions_that_the_call_does_not_serve(options: dict[str, Any]) -> None:
     config = SpecacheConfig(**{"bits": 2, "group_size": 8, "residual_length": 8, "top_k": 4, **options})
     session = Session(config, (LayerShape(2, 8, 8),), torch.float32, CPU)
@@ -247,7 +238,7 @@ def test_sessions_that_the_call_does_not_serve(options: dict[str, Any]) -> None:
     assert not session.table.serves
     own = torch.randn(2, 2, 4, 1, 8), torch.randn(2, 2, 2, 1, 8), torch.randn(2, 2, 2, 1, 8)
     with pytest.raises(RuntimeError, match="layer 0 is not to run now"):
-        in_one_call(own, session, 0.3)
+        LAYER_STEP(*own, session.state, 0, 0.3, None, None)
     session.close()
 
 
@@ -258,12 +249,6 @@ def test_a_bias_that_begins_and_ends_is_seen(twins: Make) -> None:
     bias = torch.zeros(2, 2, 1, stored + 2).index_fill(3, torch.tensor([3, 20, stored]), -torch.inf)
     pair.step(told={"biases": {0: bias}})
     run(pair, 2)
-
-
-def test_lanes_and_layouts_may_differ_from_step_to_step(twins: Make) -> None:
-    pair = twins()
-    for lanes, layout in ((2, ""), (1, ""), (1, "turned"), (2, "fused"), (2, "turned"), (2, "")):
-        pair.step(lanes=lanes, layout=layout)
 
 
 @pytest.mark.parametrize("wrong", ["lanes", "batch", "heads", "dim", "dtype"])
@@ -280,7 +265,7 @@ def test_what_is_not_the_layers_is_refused(twins: Make, wrong: str) -> None:
     kv_len = pair.sessions[1].layers[0].kv_len
     step = DecodeStep(pair.sessions[1], whole=(0,))
     with pytest.raises(RuntimeError, match="is not what layer 0 has"), step.running():
-        in_one_call((query, key, value), pair.sessions[1], 0.3)
+        pair.in_one((query, key, value))
     assert pair.sessions[1].layers[0].kv_len == kv_len
 
 
@@ -291,7 +276,7 @@ def test_a_trace_shows_the_parts_of_a_layer(twins: Make) -> None:
     with recording() as recorder:
         before = time.perf_counter()
         with step.running():
-            in_one_call(own, pair.sessions[1], 0.3)
+            pair.in_one(own)
         after = time.perf_counter()
     spans = recorder.finish()
     assert [span.name for span in spans] == ["attention", "select", "append", "prefetch"]
@@ -314,7 +299,7 @@ def test_without_memory_a_step_says_so_and_can_be_repeated(twins: Make) -> None:
         pytest.raises(HostMemoryError, match="no memory for a layer's decode step") as raised,
         step.running(),
     ):
-        in_one_call(pair.own(2), session, 0.3)
+        pair.in_one(pair.own(2))
     assert isinstance(raised.value.__cause__, RuntimeError)
     table.attention = real
     repeat_step(pair)
@@ -330,7 +315,7 @@ def test_a_copy_that_fails_leaves_the_step_to_be_repeated(twins: Make) -> None:
         with DecodeStep(session, whole=(0,)).running():
             real, layer.host_length = layer.host_length, 0
             try:
-                in_one_call(pair.own(2), session, 0.3)
+                pair.in_one(pair.own(2))
             finally:
                 layer.host_length = real
 
@@ -375,7 +360,7 @@ def test_a_host_that_takes_no_more_leaves_the_step_to_be_repeated(
     with monkeypatch.context() as patch:
         patch.setattr(session.host, "append", full)
         with pytest.raises(HostMemoryError, match="no room"), step.running():
-            in_one_call(pair.own(2), session, 0.3)
+            pair.in_one(pair.own(2))
     session.rewind(session.kv_len)
     assert session.layers[0].kv_len == session.kv_len
     repeat_step(pair, 12)
@@ -387,7 +372,7 @@ def test_a_step_that_fails_between_two_layers_has_done_the_first(twins: Make) ->
     session = pair.sessions[1]
     kv_len, step = session.layers[0].kv_len, DecodeStep(session, whole=(0,))
     with contextlib.suppress(ZeroDivisionError), step.running():
-        in_one_call(pair.own(2), session, 0.3)
+        pair.in_one(pair.own(2))
         raise ZeroDivisionError
     assert session.layers[0].kv_len == kv_len + 1
 
@@ -402,17 +387,17 @@ def test_a_layer_is_not_run_twice_in_a_step(twins: Make) -> None:
     pair = twins()
     session, own = pair.sessions[1], pair.own(2)
     with DecodeStep(session, whole=(0,)).running():
-        in_one_call(own, session, 0.3)
+        pair.in_one(own)
         with pytest.raises(RuntimeError, match="twice for layer 0"):
-            in_one_call(own, session, 0.3)
+            pair.in_one(own)
 
 
 def test_a_step_within_another_ones_finds_its_own_layers(twins: Make) -> None:
     pairs = [twins(), twins(tokens=44)]
     inner, outer = (pair.sessions[1] for pair in pairs)
     with DecodeStep(outer, whole=(0,)).running(), DecodeStep(inner, whole=(0,)).running():
-        in_one_call(pairs[1].own(2), outer, 0.3)
-        in_one_call(pairs[0].own(2), inner, 0.3)
+        pairs[1].in_one(pairs[1].own(2))
+        pairs[0].in_one(pairs[0].own(2))
     assert outer.layers[0].kv_len == outer.kv_len + 1
     assert inner.layers[0].kv_len == inner.kv_len + 1
 
