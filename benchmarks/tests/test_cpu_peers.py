@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -42,6 +43,18 @@ def tokens_of(decoder: Decoder, count: int) -> list[list[int]]:
     return tokens
 
 
+def check(
+    kind: str, kv: str, folder: Path, model: Any, cache: DynamicCache, kv_len: int, dtype: str = "float32"
+) -> None:
+    """The peer says the tokens of transformers."""
+    model.save_pretrained(folder)
+    peer = CpuPeer(kind, {"kv": kv}).start(folder, dtype, batch=2, kv_len=kv_len, room=20)
+    try:
+        assert peer.ask({"steps": 12})["tokens"] == tokens_of(Decoder(model, cache), 12)
+    finally:
+        peer.close()
+
+
 @with_peers
 @pytest.mark.nightly
 @pytest.mark.parametrize(
@@ -55,13 +68,7 @@ def tokens_of(decoder: Decoder, count: int) -> list[list[int]]:
     ],
 )
 def test_peer_decodes_the_tokens_of_transformers(kind: str, kv: str, dtype: str, tmp_path: Path) -> None:
-    model = SIZE.build(getattr(torch, dtype), CPU)
-    model.save_pretrained(tmp_path)
-    peer = CpuPeer(kind, {"kv": kv}).start(tmp_path, dtype, batch=2, kv_len=0, room=20)
-    try:
-        assert peer.ask({"steps": 12})["tokens"] == tokens_of(Decoder(model, DynamicCache()), 12)
-    finally:
-        peer.close()
+    check(kind, kv, tmp_path, SIZE.build(getattr(torch, dtype), CPU), DynamicCache(), 0, dtype)
 
 
 @with_peers
@@ -69,18 +76,13 @@ def test_peer_decodes_the_tokens_of_transformers(kind: str, kv: str, dtype: str,
 @pytest.mark.parametrize("kv", ["f16", "q8_0"])
 def test_llama_cpp_holds_its_prompt_again_and_again(kv: str, tmp_path: Path) -> None:
     model = SIZE.build(torch.float32, CPU)
-    model.save_pretrained(tmp_path)
     prompt = torch.from_numpy(np.random.default_rng(0).integers(0, SIZE.vocab, 64))
     cache = DynamicCache()
     model(input_ids=prompt.expand(2, -1), past_key_values=cache, use_cache=True)
     for layer in cache.layers:
         layer.keys = layer.keys.repeat(1, 1, 3, 1)[:, :, :150]
         layer.values = layer.values.repeat(1, 1, 3, 1)[:, :, :150]
-    peer = CpuPeer("llama.cpp", {"kv": kv}).start(tmp_path, "float32", batch=2, kv_len=150, room=20)
-    try:
-        assert peer.ask({"steps": 12})["tokens"] == tokens_of(Decoder(model, cache), 12)
-    finally:
-        peer.close()
+    check("llama.cpp", kv, tmp_path, model, cache, 150)
 
 
 def test_state_of_llama_cpp_is_repeated_by_token_and_by_channel() -> None:
@@ -100,15 +102,10 @@ def test_state_of_llama_cpp_is_repeated_by_token_and_by_channel() -> None:
 @pytest.mark.nightly
 def test_openvino_reads_its_context_in_u4(tmp_path: Path) -> None:
     model = SIZE.build(torch.float32, CPU)
-    model.save_pretrained(tmp_path)
     words = torch.from_numpy(np.random.default_rng(0).integers(0, SIZE.vocab, (2, 600)))
     cache = DynamicCache()
     model(input_ids=words, past_key_values=cache, use_cache=True)
-    peer = CpuPeer("openvino", {"kv": "u4"}).start(tmp_path, "float32", batch=2, kv_len=600, room=20)
-    try:
-        assert peer.ask({"steps": 12})["tokens"] == tokens_of(Decoder(model, cache), 12)
-    finally:
-        peer.close()
+    check("openvino", "u4", tmp_path, model, cache, 600)
 
 
 @with_peers

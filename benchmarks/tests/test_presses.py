@@ -38,7 +38,7 @@ def test_press_that_evicts_nothing_says_what_the_full_cache_says(press: str, sui
 @pytest.mark.parametrize("share", [0.25, 0.4, 9.0])
 def test_press_gets_the_bytes_it_is_given_or_a_token_more(press: str, share: float, suite: Lab) -> None:
     whole = PROMPTS.run(suite, FULL)["device_bytes"]
-    budget, found = int(share * whole), None
+    budget = int(share * whole)
     found = PROMPTS.run(suite, Method.of(press, bytes=budget))
     assert found["full_bytes"] == whole
     # PyramidKV gives each layer another number, rounded for each.

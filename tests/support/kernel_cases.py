@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from hypothesis import strategies as st
 from support import strategies
-from support.oracle_methods import largest_power_of_two, rudin_shapiro
+from support.oracle_methods import hadamard, largest_power_of_two, rudin_shapiro
 from torch import Tensor
 
 from specache_fx.runtime.kernels.base import DecodeInputs
@@ -274,10 +274,5 @@ def _codes(inputs: DecodeInputs, key_dim: int, value_dim: int) -> tuple[Tensor, 
 def _rotated_back(x: Tensor) -> Tensor:
     """Times Hadamard's matrix with its signs, in blocks of channels; float64."""
     block = largest_power_of_two(x.shape[-1])
-    number = torch.arange(block)
-    both = number[:, None] & number
-    matrix = torch.ones(block, block, dtype=torch.float64)
-    for place in range(block.bit_length()):
-        matrix = torch.where((both >> place) & 1 == 1, -matrix, matrix)
-    parts = [part @ matrix * rudin_shapiro(block).double() for part in x.split(block, dim=-1)]
-    return torch.cat(parts, dim=-1)
+    signs = block * rudin_shapiro(block).double()
+    return torch.cat([hadamard(part) * signs for part in x.split(block, dim=-1)], dim=-1)

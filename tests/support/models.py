@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -106,13 +107,7 @@ def positions_from_mask(key_mask: Tensor, q_len: int) -> Tensor:
     return (key_mask.to(torch.int64).cumsum(-1) - 1).clamp(min=0)[:, -q_len:]
 
 
-class RMSNorm(nn.Module):
-    def __init__(self, size: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight, 1e-6)
+_rms_norm = partial(nn.RMSNorm, eps=1e-6)
 
 
 class Block(nn.Module):
@@ -122,7 +117,7 @@ class Block(nn.Module):
         super().__init__()
         self.config = config
         hidden, dim, value_dim = config.hidden_size, config.head_dim, config.value_dim or config.head_dim
-        make_norm = RMSNorm if config.norm == "rms" else nn.LayerNorm
+        make_norm = _rms_norm if config.norm == "rms" else nn.LayerNorm
         self.attention_norm, self.mlp_norm = make_norm(hidden), make_norm(hidden)
         self.q_proj = nn.Linear(hidden, config.num_heads * dim, bias=False)
         self.k_proj = nn.Linear(hidden, config.num_kv_heads * config.rotary_dim, bias=False)
@@ -177,7 +172,7 @@ class TinyDecoder(nn.Module):
             nn.Embedding(config.max_positions, config.hidden_size) if config.positions == "learned" else None
         )
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
-        self.norm = RMSNorm(config.hidden_size) if config.norm == "rms" else nn.LayerNorm(config.hidden_size)
+        self.norm = (_rms_norm if config.norm == "rms" else nn.LayerNorm)(config.hidden_size)
         self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         generator = torch.Generator().manual_seed(config.seed)
         for name, weight in self.named_parameters():

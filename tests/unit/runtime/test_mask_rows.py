@@ -60,25 +60,21 @@ def test_a_bias_that_is_not_finite_is_refused(value: float) -> None:
         split_row(torch.tensor([0.0, value]), batch=1)
 
 
-def test_lanes_see_the_stored_keys_and_the_own_ones_up_to_theirs() -> None:
-    now, following = torch.arange(4.0).reshape(1, 1, 4), 10 + torch.arange(5.0).reshape(1, 1, 5)
-    bias = by_lane([now, following], 3, independent=False)
+@pytest.mark.parametrize(
+    ("rows", "independent", "expected"),
+    [
+        ([[0, 1, 2, 3], [10, 11, 12, 13, 14]], False, [[0, 1, 2, 3, 0], [10, 11, 12, 13, 14]]),
+        ([[0, 1, 2, 3], [0, 1, 2, 3]], True, [[0, 1, 2, 3, 0], [0, 1, 2, 0, 3]]),
+        ([[1, 2, 3, 4], [11, 12, 13, 14]], False, [[1, 2, 3, 4, 0], [0, 11, 12, 13, 14]]),
+    ],
+    ids=["stored keys and own ones up to theirs", "the same token", "a full window has lost the oldest pair"],
+)
+def test_lanes_see_what_is_theirs(
+    rows: list[list[int]], independent: bool, expected: list[list[int]]
+) -> None:
+    bias = by_lane([torch.tensor([[row]]).float() for row in rows], 3, independent=independent)
     assert bias is not None
-    assert bias[:, 0, 0].tolist() == [[0, 1, 2, 3, 0], [10, 11, 12, 13, 14]]
-
-
-def test_independent_lanes_are_the_same_token() -> None:
-    now = torch.arange(4.0).reshape(1, 1, 4)
-    bias = by_lane([now, now], 3, independent=True)
-    assert bias is not None
-    assert bias[:, 0, 0].tolist() == [[0, 1, 2, 3, 0], [0, 1, 2, 0, 3]]
-
-
-def test_lane_1_of_a_full_window_has_lost_the_oldest_pair() -> None:
-    now = torch.arange(1.0, 5).reshape(1, 1, 4)
-    rows = by_lane([now, 10 + now], 3, independent=False)
-    assert rows is not None
-    assert rows[:, 0, 0].tolist() == [[1, 2, 3, 4, 0], [0, 11, 12, 13, 14]]
+    assert bias[:, 0, 0].tolist() == expected
 
 
 def test_lanes_without_a_bias_have_none() -> None:
