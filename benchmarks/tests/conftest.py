@@ -8,14 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from support import triton_mode  # noqa: F401  first of all: Triton decides on import whether it interprets
+from support.profiles import fresh_dynamo  # noqa: F401  first of all: it imports Triton
 from tokenizers import Tokenizer, decoders, pre_tokenizers, processors
 from tokenizers.models import BPE
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from specache_bench import lab as laboratory
 from specache_bench.lab import Lab
-from tests.conftest import fresh_dynamo  # noqa: F401  and its profiles and threads
 
 CHAT = "<bos>{% for m in messages %}[{{ m.role }}] {{ m.content }} {% endfor %}[assistant] "
 

@@ -1,6 +1,6 @@
 """Triton for tests: compiled where there is a GPU, else interpreted on the CPU.
 
-Triton decides whether it interprets when its functions are decorated, so its first import counts. `tests/conftest.py`
+Triton decides whether it interprets when its functions are decorated, so its first import counts. `support/profiles.py`
 imports this module before any test, and the variable is gone again afterwards: other tests, and the processes that they
 start, are not to interpret anything.
 """
