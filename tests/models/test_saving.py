@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from support.cases import nightly_unless
-from support.open_sessions import num_sessions, session_of
+from support.open_sessions import all_end, session_of
 from support.process import python
 from support.saved_cases import (
     CASES,
@@ -206,10 +206,8 @@ def with_another_epsilon() -> Any:
     ],
 )
 def test_another_model_is_refused(other: Any, said: str, saved: Path) -> None:
-    before = num_sessions()
-    with pytest.raises(SavedCacheError, match=said):
+    with all_end(), pytest.raises(SavedCacheError, match=said):
         specache_fx.load(specache_fx.compile(other(), **SMALL, **CASE.options), saved)
-    assert num_sessions() == before
 
 
 def test_weights_that_are_written_behind_their_version_are_noticed(model: Any, saved: Path) -> None:
@@ -293,10 +291,8 @@ def test_host_folder_that_is_gone_leaves_nothing_half_loaded(saved: Path, tmp_pa
     options = {**SMALL, **CASE.options, "host": "disk", "host_dir": tmp_path / "host"}
     model = specache_fx.compile(build("plain"), **options)
     (tmp_path / "host").rmdir()
-    before = num_sessions()
-    with pytest.raises(HostMemoryError, match="host"):
+    with all_end(), pytest.raises(HostMemoryError, match="host"):
         specache_fx.load(model, saved)
-    assert num_sessions() == before
 
 
 # The file -------------------------------------------------------------------------------------------------------------
@@ -312,25 +308,26 @@ def test_a_file_that_is_cut_short_is_refused(model: Any, saved: Path) -> None:
 
 def test_no_changed_byte_makes_another_cache(model: Any, saved: Path) -> None:
     """It is an error, or the byte meant nothing."""
-    whole, before, header = (saved / FILE).read_bytes(), held_by(saved), num_sessions()
+    whole, before = (saved / FILE).read_bytes(), held_by(saved)
     start = 8 + int.from_bytes(whole[:8], "little")
     draw = torch.Generator().manual_seed(0)
     places = [*torch.randint(start, len(whole), (40,), generator=draw).tolist(), start, len(whole) - 1]
     places += torch.randint(0, start, (40,), generator=draw).tolist()
     refused = 0
-    for place in places:
-        damaged = bytearray(whole)
-        damaged[place] ^= 1 << (place % 7)
-        (saved / FILE).write_bytes(damaged)
-        try:
-            past = specache_fx.load(model, saved)
-        except SavedCacheError:
-            refused += 1
-            continue
-        specache_fx.save(past, saved)
-        assert place < start and same(held_by(saved), before)
-        del past
-    assert refused > 60 and num_sessions() == header
+    with all_end() as made:
+        for place in places:
+            damaged = bytearray(whole)
+            damaged[place] ^= 1 << (place % 7)
+            (saved / FILE).write_bytes(damaged)
+            try:
+                past = specache_fx.load(model, saved)
+            except SavedCacheError:
+                refused += 1
+                continue
+            specache_fx.save(past, saved)
+            assert place < start and same(held_by(saved), before)
+            del past
+    assert refused > 60 and made
 
 
 def test_nothing_to_load_is_named(model: Any, tmp_path: Path) -> None:
@@ -416,11 +413,10 @@ def test_what_no_such_session_can_have_is_refused(
     def change(_: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
         tensors[name] = torch.tensor(value, dtype=tensors[name].dtype)
 
-    before = num_sessions()
     rewritten(past, tmp_path / FILE, change)
-    with pytest.raises(SavedCacheError, match="lacks a part that a cache of this version has"):
+    with all_end() as made, pytest.raises(SavedCacheError, match="lacks a part that a cache of this version"):
         specache_fx.load(model, tmp_path)
-    assert num_sessions() == before
+    assert made
 
 
 def test_rows_of_the_host_are_put_together_in_their_order_or_not_at_all(model: Any, tmp_path: Path) -> None:

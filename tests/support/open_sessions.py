@@ -1,9 +1,14 @@
-"""The sessions that there are, whoever holds them."""
+"""The session of a cache, and whether sessions end."""
 
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+from weakref import WeakSet
+
+import pytest
 
 from specache_fx.runtime import registry
 from specache_fx.runtime.session import Session
@@ -16,7 +21,21 @@ def session_of(past: Any) -> Session:
     return session
 
 
-def num_sessions() -> int:
-    """Sessions of this process that are not closed. A call that compiles leaves cycles, which hold its cache."""
-    gc.collect()
-    return sum(type(each) is Session and not each.closed for each in gc.get_objects())
+@contextmanager
+def all_end() -> Iterator[list[int]]:
+    """Sessions that are made inside are closed or gone at the end; yields a list that gets their numbers."""
+    made: WeakSet[Session] = WeakSet()
+    numbers: list[int] = []
+    begin = Session.__init__
+
+    def noting(self: Session, *given: Any, **more: Any) -> None:
+        begin(self, *given, **more)
+        made.add(self)
+        numbers.append(self.number)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Session, "__init__", noting)
+        yield numbers
+    if not all(session.closed for session in made):
+        gc.collect()  # a call that compiles leaves cycles, which hold its cache
+    assert all(session.closed for session in made)
