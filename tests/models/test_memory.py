@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 import resource
-import subprocess
-import sys
 import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +14,7 @@ import torch
 from support.cases import nightly_unless
 from support.models import TinyConfig, TinyDecoder, generate
 from support.open_sessions import session_of
+from support.process import python
 from support.zoo import SMALL, build
 from torch._dynamo.exc import BackendCompilerFailed
 
@@ -100,7 +99,7 @@ def _prompt(model: TinyDecoder, tokens: int = 40) -> torch.Tensor:
     return torch.randint(model.config.vocab_size, (2, tokens), generator=generator)
 
 
-@pytest.mark.parametrize("kind", ["missing", "file"])
+@pytest.mark.parametrize("kind", nightly_unless("missing".__eq__, ["missing", "file"]))
 def test_bad_host_dir_is_named_when_the_model_is_compiled_and_the_model_stays_usable(
     tmp_path: Path, kind: str
 ) -> None:
@@ -142,8 +141,7 @@ def test_host_dir_that_goes_away_is_named_and_the_model_stays_usable(tmp_path: P
 
 
 _DISK_FULL = """
-    import resource, sys, torch
-    sys.path.insert(0, "tests")
+    import resource, torch
     from support.models import TinyConfig, TinyDecoder, generate
     import specache_fx
     model = TinyDecoder(TinyConfig(max_positions=8192))
@@ -164,16 +162,9 @@ _DISK_FULL = """
 
 @pytest.mark.nightly  # `test_host_cache.py` has full disks by day
 def test_disk_full_in_prefill_names_the_bytes_and_the_model_stays_usable() -> None:
-    root = Path(__file__).parents[2]
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(_DISK_FULL)],
-        cwd=root,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert "usable: True" in done.stdout, done.stderr[-2000:]
-    refused = next(line for line in done.stdout.splitlines() if line.startswith("refused:"))
+    said = python("-c", textwrap.dedent(_DISK_FULL))
+    assert "usable: True" in said
+    refused = next(line for line in said.splitlines() if line.startswith("refused:"))
     assert "bytes" in refused and "host" in refused
 
 
@@ -186,9 +177,10 @@ def few_file_bytes() -> Iterator[Callable[[int], None]]:
 
 def test_disk_full_in_decode_loses_no_token(few_file_bytes: Callable[[int], None]) -> None:
     model = TinyDecoder(TinyConfig(num_layers=1))
-    plain = generate(model, _prompt(model, 16), 40)
+    ids = _prompt(model, 60)  # the host's first block has room for 64 tokens
+    plain = generate(model, ids, 40)
     compiled = torch.compile(model, backend="specache", options={**OPTIONS, "bits": 16, "host": "disk"})
-    ours = generate(compiled, _prompt(model, 16), 4)
+    ours = generate(compiled, ids, 4)
     session = session_of(ours.past)
     mask, past, token = ours.attention_mask, ours.past, ours.tokens[:, -1:]
     few_file_bytes(session.host_bytes)
@@ -206,25 +198,7 @@ def test_disk_full_in_decode_loses_no_token(few_file_bytes: Callable[[int], None
         token = logits[:, -1].argmax(-1, keepdim=True)
         tokens.append(token)
     assert torch.equal(torch.cat(tokens, dim=1), plain.tokens[:, 4:])
-    if session.host_bytes > 1 << 20:
-        assert failures
-
-
-def test_device_bytes_do_not_grow_with_what_is_offloaded() -> None:
-    model = TinyDecoder(TinyConfig(num_layers=1, max_positions=4096))
-    sizes = {}
-    for policy in ("specache", "kivi"):
-        compiled = torch.compile(model, backend="specache", options={**OPTIONS, "policy": policy})
-        for tokens in (256, 2048):
-            ours = generate(compiled, _prompt(model, tokens), 2)
-            sizes[policy, tokens] = specache_fx.stats(ours.past)
-        torch._dynamo.reset()
-    for policy in ("specache", "kivi"):
-        small, large = sizes[policy, 256], sizes[policy, 2048]
-        codes = (large.device_bytes - small.device_bytes) / (large.full_bytes - small.full_bytes)
-        # 1/32 for codes; scales and zeros: 2/8 for keys (groups of 8 tokens), 2/8 for values (8 channels).
-        assert codes == pytest.approx(1 / 32 + 0.25, rel=1e-6)
-    assert sizes["kivi", 2048].host_bytes == 0 < sizes["specache", 2048].host_bytes
+    assert failures
 
 
 def test_more_than_there_is_room_for_is_said_by_name(caplog: pytest.LogCaptureFixture) -> None:
