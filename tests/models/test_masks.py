@@ -103,7 +103,7 @@ def test_a_mask_that_changes_after_the_prompt_is_applied(options: dict[str, Any]
         assert torch.allclose(drive(model, masks), expected, rtol=2e-4, atol=2e-4), change.__name__
 
 
-def test_a_mask_per_head_is_left_alone() -> None:
+def test_a_mask_per_head_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:
     class PerHead(TinyDecoder):
         def sdpa(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
             groups = self.config.num_heads // self.config.num_kv_heads
@@ -115,9 +115,8 @@ def test_a_mask_per_head_is_left_alone() -> None:
     model = PerHead(TinyConfig(num_layers=1, num_heads=2, num_kv_heads=2))  # as many heads as batch rows
     input_ids = prompt()[0]
     plain = generate(model, input_ids, 8)
-    assert torch.equal(generate(compiled(model), input_ids, 8).tokens, plain.tokens)
-    report = specache_fx.explain(model, run=lambda m: m(input_ids))
-    assert "hides other keys from head to head" in str(report)
+    torch.testing.assert_close(generate(compiled(model), input_ids, 8).logits, plain.logits)
+    assert "hides other keys from head to head" in caplog.text
 
 
 def test_a_mask_that_is_left_out_after_a_padded_prompt_hides_nothing_any_more() -> None:
@@ -163,7 +162,8 @@ def test_a_bias_in_an_additive_mask_equals_plain_decoding() -> None:
     model = Biased(TinyConfig(num_layers=1))
     input_ids, mask = prompt()
     plain = generate(model, input_ids, 20, mask)
-    assert torch.equal(generate(compiled(model), input_ids, 20, mask).tokens, plain.tokens)
+    ours = generate(compiled(model), input_ids, 20, mask)
+    torch.testing.assert_close(ours.logits, plain.logits, rtol=2e-4, atol=2e-4)
 
 
 def test_a_bias_that_is_written_in_place_equals_plain_decoding() -> None:
@@ -177,7 +177,8 @@ def test_a_bias_that_is_written_in_place_equals_plain_decoding() -> None:
     model = InPlace(TinyConfig(num_layers=1))
     input_ids, mask = prompt()
     plain = generate(model, input_ids, 20, mask)
-    assert torch.equal(generate(compiled(model), input_ids, 20, mask).tokens, plain.tokens)
+    ours = generate(compiled(model), input_ids, 20, mask)
+    torch.testing.assert_close(ours.logits, plain.logits, rtol=2e-4, atol=2e-4)
 
 
 def test_a_bias_that_is_not_finite_is_refused() -> None:
@@ -210,7 +211,8 @@ def test_an_additive_padding_mask_equals_plain_decoding() -> None:
     model = Additive(TinyConfig(num_layers=1))
     input_ids, mask = prompt()
     plain = generate(model, input_ids, 20, mask)
-    assert torch.equal(generate(compiled(model), input_ids, 20, mask).tokens, plain.tokens)
+    ours = generate(compiled(model), input_ids, 20, mask)
+    torch.testing.assert_close(ours.logits, plain.logits, rtol=2e-4, atol=2e-4)
 
 
 def test_a_mask_of_floats_equals_plain_decoding() -> None:
@@ -222,17 +224,16 @@ def test_a_mask_of_floats_equals_plain_decoding() -> None:
     input_ids, mask = prompt()
 
     def run(forward: Any) -> Tensor:
-        keys, tokens = mask.float(), []
+        keys, found = mask.float(), []
         with torch.no_grad():
             logits, past = forward(input_ids, attention_mask=keys)
             for _ in range(20):
-                tokens.append(logits[:, -1].argmax(-1, keepdim=True))
+                found.append(logits[:, -1])
                 keys = torch.cat([keys, keys.new_ones(2, 1)], dim=1)
-                logits, past = forward(tokens[-1], past=past, attention_mask=keys)
-        return torch.cat(tokens, dim=1)
+                logits, past = forward(found[-1].argmax(-1, keepdim=True), past=past, attention_mask=keys)
+        return torch.stack(found)
 
-    expected = run(model)
-    assert torch.equal(run(compiled(model)), expected)
+    torch.testing.assert_close(run(compiled(model)), run(model), rtol=2e-4, atol=2e-4)
 
 
 def test_a_mask_over_queries_in_a_step_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
