@@ -33,8 +33,8 @@ def test_every_graph_is_named_with_its_phase_and_the_decode_ops_are_shown() -> N
     report = specache_fx.explain(TinyDecoder(TinyConfig()), options={"bits": 1, "top_k": 4}, run=_run)
     assert [graph.phase.value for graph in report.graphs][:2] == ["prefill", "decode"]
     assert "graph 0: prefill, 2 attentions rewritten, 0 left alone" in str(report)
-    assert "decode, 2 lanes, 2 attentions rewritten" in str(report)
-    assert "support/models.py" in report.graphs[0].rewritten[0]
+    assert "decode, 2 lanes, 2 attentions rewritten, 0 left alone" in str(report)
+    assert all("support/models.py" in graph.rewritten[0] for graph in report.graphs[:2])
     assert "scaled_dot_product_attention" in report.graphs[1].before
     assert re.findall(r"= specache\.(\w+)\(", report.graphs[1].after) == DECODE_LAYER
     assert re.findall(r"= specache\.(\w+)\(", report.graphs[1].runs) == ["layer_step"]
@@ -55,9 +55,13 @@ def test_policies_are_seen_in_the_graph() -> None:
 def test_a_transformers_model_is_driven_through_generate_and_left_as_it_was() -> None:
     model = build("llama", 1)
     input_ids = torch.arange(3, 20)[None]
-    report = specache_fx.explain(model, input_ids=input_ids)
+    report = specache_fx.explain(torch.compile(model, backend="specache"), input_ids=input_ids)
     assert "decode, 2 lanes, 1 attention rewritten" in str(report)
     assert "modeling_llama.py" in report.graphs[0].rewritten[0]
+    names = [line.split(" = ")[0].strip() for line in report.graphs[1].before.splitlines()]
+    # With torch 2.11 transformers repeats keys and values itself.
+    assert (names[:2], names[-1]) == (["keys", "values"], "attn_output")
+    assert (len(names) == 3) == (torch.__version__ >= "2.12")
     assert model._compiled_call_impl is None
     out = model.generate(input_ids, max_new_tokens=2, do_sample=False, return_dict_in_generate=True)
     with pytest.raises(specache_fx.CacheHandleError, match=r"no KV cache of specache"):
@@ -65,16 +69,13 @@ def test_a_transformers_model_is_driven_through_generate_and_left_as_it_was() ->
 
 
 def test_attention_that_is_left_alone_has_its_line_and_the_remedy() -> None:
-    report = specache_fx.explain(
-        build("llama", 1, attn_implementation="eager"),
-        input_ids=torch.arange(3, 20)[None],
-        use_cache=True,
-        output_attentions=True,
-    )
-    text = str(report)
+    model = build("llama", 1, attn_implementation="eager")
+    form = {"use_cache": True, "output_attentions": True, "max_new_tokens": 1}
+    text = str(specache_fx.explain(model, input_ids=torch.arange(3, 20)[None], **form))
     assert "0 attentions rewritten, 1 left alone" in text
     assert "modeling_llama.py" in text and "nn.functional.softmax" in text
-    assert 'attn_implementation="sdpa"' in text
+    assert 'attn_implementation="sdpa"' in text and "output_attentions=False" in text
+    assert model._compiled_call_impl is None
 
 
 class _Cacheless(torch.nn.Module):
@@ -93,17 +94,6 @@ class _OwnAttention(torch.nn.Module):
             x = weights @ values
             new += [keys, values]
         return x, new
-
-
-def test_a_compiled_wrapper_is_explained_as_the_model_inside() -> None:
-    model = build("llama", 1)
-    wrapper = torch.compile(model, backend="specache")
-    report = specache_fx.explain(wrapper, input_ids=torch.arange(3, 20)[None])
-    assert "decode, 2 lanes, 1 attention rewritten" in str(report)
-    names = [line.split(" = ")[0].strip() for line in report.graphs[1].before.splitlines()]
-    # With torch 2.11 transformers repeats keys and values itself.
-    assert (names[:2], names[-1]) == (["keys", "values"], "attn_output")
-    assert (len(names) == 3) == (torch.__version__ >= "2.12")
 
 
 def test_bad_options_are_named_at_once() -> None:
@@ -138,7 +128,7 @@ class _Broken(TinyDecoder):
 
 
 def test_a_graph_break_falls_back_to_query() -> None:
-    report = specache_fx.explain(_Broken(TinyConfig()), run=_run)
+    report = specache_fx.explain(_Broken(TinyConfig(num_layers=1)), run=_run)
     assert "1 lane," in str(report) and 'lookahead "query" instead of "token"' in str(report)
 
 
