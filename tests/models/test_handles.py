@@ -58,6 +58,19 @@ def pairs(past: Any) -> list[Tensor]:
     return [tensor for layer in past.layers for tensor in (layer.keys, layer.values)]
 
 
+def branch_of(past: Any) -> Any:
+    """A cache with the tensors that another has now."""
+    branch = copy.copy(past)
+    branch.layers = [copy.copy(layer) for layer in past.layers]
+    return branch
+
+
+@pytest.fixture(scope="module")
+def generated(model: nn.Module) -> Any:
+    """A cache that no call goes on with: tests take `branch_of` it, and are refused."""
+    return generate(model).past_key_values
+
+
 # What a cache says about itself -------------------------------------------------------------------------------------
 
 
@@ -73,8 +86,8 @@ def test_length_is_right_after_every_step(model: nn.Module) -> None:
     assert out.past_key_values.get_seq_length() == 46
 
 
-def test_returned_cache_takes_next_to_nothing(model: nn.Module) -> None:
-    past = generate(model).past_key_values
+def test_returned_cache_takes_next_to_nothing(generated: Any) -> None:
+    past = generated
     storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in pairs(past)}
     # One storage: a row of head_dim floats for each of the 4 slots and 3 batch rows, and a ruler of a float a token.
     assert len(storages) == 1 and sum(storages.values()) <= 4 * (4 * 3 * 16 + 41 + 2 * 512)
@@ -100,20 +113,18 @@ def assert_never_finite(run: Callable[[], Tensor]) -> None:
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_every_attention_is_refused_a_handle(model: nn.Module, attention: str) -> None:
-    past = generate(model).past_key_values
-    assert_refused(lambda: step(build("llama", attn_implementation=attention), past))
+def test_every_attention_is_refused_a_handle(generated: Any, attention: str) -> None:
+    model = build("llama", attn_implementation=attention)
+    assert_refused(lambda: step(model, branch_of(generated)))
 
 
-def test_force_eager_is_refused_a_handle(model: nn.Module) -> None:
-    past = generate(model).past_key_values
+def test_force_eager_is_refused_a_handle(model: nn.Module, generated: Any) -> None:
     with torch.compiler.set_stance("force_eager"):
-        assert_refused(lambda: step(model, past))
+        assert_refused(lambda: step(model, branch_of(generated)))
 
 
-def test_another_compiler_gets_no_numbers_from_a_handle(model: nn.Module) -> None:
-    past = generate(model).past_key_values
-    assert_never_finite(lambda: step(torch.compile(build("plain"), backend="eager"), past))
+def test_another_compiler_gets_no_numbers_from_a_handle(generated: Any) -> None:
+    assert_never_finite(lambda: step(torch.compile(build("plain"), backend="eager"), branch_of(generated)))
 
 
 class Sigmoid(nn.Module):
@@ -140,21 +151,14 @@ def test_graph_that_is_left_alone_gets_the_numbers_of_a_handle(
 
 
 @torch.no_grad()
-def test_graph_that_is_left_alone_refuses_a_part_of_another_length(model: nn.Module) -> None:
-    past = generate(model).past_key_values
+def test_graph_that_is_left_alone_refuses_a_part_of_another_length(generated: Any) -> None:
+    past = branch_of(generated)
     past.crop(-3)
     other = torch.compile(Sigmoid(), backend="specache", options=SMALL)
     with pytest.raises(
         CacheHandleError, match=r"one call back as the model returned it.*scaled_dot_product_attention there"
     ):
         attended(other, past, 0)
-
-
-def branch_of(past: Any) -> Any:
-    """A cache with the tensors that another has now."""
-    branch = copy.copy(past)
-    branch.layers = [copy.copy(layer) for layer in past.layers]
-    return branch
 
 
 @pytest.mark.parametrize("copied", [False, True], ids=["own", "copy"])
@@ -222,10 +226,8 @@ def refused(reason: str) -> Any:
     ),
     ids=str,
 )
-def test_cache_of_another_compiled_model_is_refused(
-    model: nn.Module, other: dict[str, dict[str, Any]]
-) -> None:
-    past = generate(model).past_key_values
+def test_cache_of_another_compiled_model_is_refused(generated: Any, other: dict[str, dict[str, Any]]) -> None:
+    past = branch_of(generated)
     second = build("plain", **other.get("overrides", {}))
     second.compile(backend="specache", options={**SMALL, "bits": 2, **other.get("options", {})})
     if other.get("overrides"):  # its own third layer never saw a prompt
@@ -237,9 +239,9 @@ def test_cache_of_another_compiled_model_is_refused(
         step(second, past)
 
 
-def test_layers_of_two_caches_are_refused(model: nn.Module) -> None:
-    first, second = generate(model).past_key_values, generate(model).past_key_values
-    first.layers[1].keys = second.layers[1].keys
+def test_layers_of_two_caches_are_refused(model: nn.Module, generated: Any) -> None:
+    first = generate(model).past_key_values
+    first.layers[1].keys = generated.layers[1].keys
     with pytest.raises(CacheHandleError, match="come from several caches"):
         step(model, first)
 
@@ -292,8 +294,8 @@ CHOICES: dict[str, Callable[[Tensor, int], Tensor]] = {
 
 
 @pytest.mark.parametrize("choice", CHOICES)
-def test_a_choice_of_tokens_is_refused(model: nn.Module, choice: str) -> None:
-    past = generate(model).past_key_values
+def test_a_choice_of_tokens_is_refused(model: nn.Module, generated: Any, choice: str) -> None:
+    past = branch_of(generated)
     for layer in past.layers:
         layer.keys, layer.values = (CHOICES[choice](x, x.shape[2]) for x in (layer.keys, layer.values))
     reason = r"edited: its elements are not those|claims \d+ tokens"
