@@ -13,7 +13,7 @@ from support import strategies
 from support.models import TinyConfig, TinyDecoder, generate
 from support.oracle import OracleDecoder
 from support.oracle_cache import OracleCache
-from support.oracle_quant import quantize_key, quantize_value, select
+from support.oracle_quant import select
 from support.oracle_records import overlap
 from torch import Tensor
 
@@ -28,71 +28,6 @@ def _padded_prompt(prompt_len: int = 23) -> tuple[TinyDecoder, Tensor, Tensor]:
     input_ids = torch.randint(61, (2, prompt_len), generator=torch.Generator().manual_seed(1))
     attention_mask = torch.arange(prompt_len)[None, :] >= torch.tensor([[6], [0]])
     return model, input_ids, attention_mask
-
-
-# Quantisation, by hand
-
-
-def test_quantize_key_two_bits_by_hand() -> None:
-    x = torch.tensor([0.0, 1.0, 2.0, 6.0]).view(1, 1, 4, 1)
-    done = quantize_key(x, bits=2, group_size=4)
-    assert (done.zero.item(), done.scale.item()) == (0.0, 2.0)
-    # 1 / 2 = 0.5 goes to the even 0.
-    assert done.codes.flatten().tolist() == [0, 0, 1, 3]
-    assert done.dequantized.flatten().tolist() == [0.0, 0.0, 2.0, 6.0]
-
-
-def test_quantize_key_one_bit_by_hand() -> None:
-    x = torch.tensor([-4.0, -1.0, 0.5, 4.0]).view(1, 1, 4, 1)
-    done = quantize_key(x, bits=1, group_size=4)
-    assert (done.zero.item(), done.scale.item()) == (-2.0, 4.0)
-    # Without the clamp the maximum, (4 + 2) / 4 = 1.5, would be code 2.
-    assert done.codes.flatten().tolist() == [0, 0, 1, 1]
-    assert done.dequantized.flatten().tolist() == [-2.0, -2.0, 2.0, 2.0]
-
-
-def test_quantize_value_groups_channels_of_one_token_the_last_shorter() -> None:
-    x = torch.tensor([[0.0, 3.0, 1.0, 10.0, 16.0], [5.0, 5.0, 5.0, 7.0, 7.0]]).view(1, 1, 2, 5)
-    done = quantize_value(x, bits=2, group_size=3)
-    assert done.zero.view(2, 2).tolist() == [[0.0, 10.0], [5.0, 7.0]]
-    assert done.scale.view(2, 2).tolist() == [[1.0, 2.0], [0.0, 0.0]]
-    assert done.codes.view(2, 5).tolist() == [[0, 3, 1, 0, 3], [0, 0, 0, 0, 0]]
-    assert torch.equal(done.dequantized, x)
-
-
-def test_quantize_key_keeps_groups_and_channels_apart() -> None:
-    x = torch.tensor([[0.0, 5.0], [3.0, 5.0], [7.0, -1.0], [7.0, 2.0]]).view(1, 1, 4, 2)
-    done = quantize_key(x, bits=2, group_size=2)
-    assert done.zero.view(2, 2).tolist() == [[0.0, 5.0], [7.0, -1.0]]
-    assert done.scale.view(2, 2).tolist() == [[1.0, 0.0], [0.0, 1.0]]
-    assert torch.equal(done.dequantized, x)
-
-
-def test_codes_come_from_the_rounded_scale_and_zero() -> None:
-    x = torch.tensor([0.10009765625, 0.2, 0.3, 0.7]).bfloat16().view(1, 1, 4, 1)
-    done = quantize_key(x, bits=8, group_size=4)
-    assert done.scale.dtype == done.zero.dtype == torch.bfloat16
-    codes = ((x.float() - done.zero.float()) / done.scale.float()).round().clamp(0, 255)
-    assert torch.equal(done.codes, codes.to(torch.uint8))
-
-
-@given(st.data(), strategies.dtypes, strategies.low_bits, strategies.group_sizes, st.sampled_from("kv"))
-def test_quantize_error_is_within_half_a_scale(
-    data: st.DataObject, dtype: torch.dtype, bits: int, group_size: int, kind: str
-) -> None:
-    x = data.draw(strategies.tensors((2, 2, 2 * group_size, data.draw(st.sampled_from((5, 8, 20)))), dtype))
-    if kind == "k":
-        done = quantize_key(x, bits, group_size)
-        scale = done.scale.repeat_interleave(group_size, dim=2)
-    else:
-        done = quantize_value(x, bits, group_size)
-        scale = done.scale.repeat_interleave(min(group_size, x.shape[3]), dim=3)[..., : x.shape[3]]
-    assert int(done.codes.max()) < 2**bits
-    assert torch.isfinite(done.dequantized).all()
-    # Rounding: of the zero and of the result, each half a unit at their size; of the scale, once a code.
-    size = done.dequantized.double().abs() + x.double().abs() + scale.double() * 2**bits
-    rounding = size * torch.finfo(dtype).eps * 2 + torch.finfo(dtype).smallest_normal
-    assert ((x.double() - done.dequantized.double()).abs() <= scale.double() / 2 + rounding).all()
 
 
 # Selection, by hand
@@ -349,19 +284,6 @@ def test_decode_after_crop_equals_a_fresh_run(data: st.DataObject, lookahead: st
 
 
 # The tiny decoder
-
-
-@pytest.mark.usefixtures("fresh_dynamo")
-@pytest.mark.parametrize(("positions", "repeat_kv"), [("rotary", "sdpa"), ("learned", "expand")])
-def test_tiny_decoder_compiles_without_graph_breaks(positions: str, repeat_kv: str) -> None:
-    config = TinyConfig(num_layers=1, positions=positions, repeat_kv=repeat_kv, value_dim=12)  # type: ignore[arg-type]
-    model = TinyDecoder(config)
-    input_ids = torch.randint(61, (2, 9), generator=torch.Generator().manual_seed(1))
-    attention_mask = torch.arange(9)[None, :] >= torch.tensor([[4], [0]])
-    plain = generate(model, input_ids, 5, attention_mask)
-    compiled = generate(torch.compile(model, backend="eager", fullgraph=True), input_ids, 5, attention_mask)
-    torch.testing.assert_close(compiled.logits, plain.logits)
-    assert len(set(plain.tokens.flatten().tolist())) > 3
 
 
 @given(strategies.prompts(max_len=12))
