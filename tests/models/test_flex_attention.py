@@ -60,9 +60,7 @@ CASES = [((Causal, Alibi), True), ((Window,), True), ((Softcap,), True)]
 CASES += [((MadeBlocks,), False), ((Documents,), False), ((Alibi,), False)]
 
 
-@pytest.mark.parametrize(
-    ("kinds", "padded"), nightly_unless(lambda case: case[0] in ((Causal, Alibi), (Window,)), CASES)
-)
+@pytest.mark.parametrize(("kinds", "padded"), nightly_unless(((Causal, Alibi), True).__eq__, CASES))
 def test_is_rewritten_in_both_lanes(kinds: tuple[type[Causal], ...], padded: bool) -> None:
     stats = specache_fx.stats(equal(kinds, padded, 30, strict=True).cache)
     assert (stats.steps, stats.exact_hit_rate) == (29, 1.0)
@@ -78,10 +76,11 @@ TOLD = {
 }
 
 
-@pytest.mark.parametrize("kind", TOLD)
-def test_is_left_alone_by_name(kind: type[Causal], caplog: pytest.LogCaptureFixture) -> None:
-    equal((kind,), False, 1)
-    assert TOLD[kind] in caplog.text and "torch.nn.functional.scaled_dot_product_attention" in caplog.text
+def test_is_left_alone_by_name(caplog: pytest.LogCaptureFixture) -> None:
+    equal(tuple(TOLD), False, 1)
+    for told in TOLD.values():
+        assert told in caplog.text
+    assert caplog.text.count("torch.nn.functional.scaled_dot_product_attention") >= len(TOLD)
 
 
 @torch.no_grad()
@@ -124,11 +123,11 @@ def test_a_cache_of_fixed_length(monkeypatch: pytest.MonkeyPatch) -> None:
     model = fixed_modules.FixedDecoder("index_put", num_layers=1)
     ours = torch.compile(model, backend="specache", options={**OPTIONS, "strict": True})
     prompt = torch.randint(97, (2, 20), generator=torch.Generator().manual_seed(0))
-    plain = fixed_modules.generate(fixed_modules.FixedDecoder("index_put", num_layers=1), prompt, 44, False)
-    for expected, found in zip(plain, fixed_modules.generate(ours, prompt, 44, False), strict=True):
+    plain = fixed_modules.generate(fixed_modules.FixedDecoder("index_put", num_layers=1), prompt, 20, False)
+    for expected, found in zip(plain, fixed_modules.generate(ours, prompt, 20, False), strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     stats = specache_fx.stats(model.layers[0].keys)
-    assert (stats.steps, stats.exact_hit_rate) == (44, 1.0)
+    assert (stats.steps, stats.exact_hit_rate) == (20, 1.0)
 
 
 @pytest.mark.nightly
