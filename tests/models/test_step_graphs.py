@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterator
-from functools import cache
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -34,20 +32,6 @@ USUAL = {
 VOCAB = 40
 
 
-@cache
-def compiled(windows: bool, layers: int, options: tuple[tuple[str, Any], ...]) -> tuple[Any, Any]:
-    """A compiled model, and its weights as they were."""
-    sizes = {"vocab_size": VOCAB, "hidden_size": 32, "head_dim": 8}
-    plain = build("plain-window", sliding_window=8, **sizes) if windows else build("plain", layers, **sizes)
-    return specache_fx.compile(plain, **dict(options)), copy.deepcopy(plain.state_dict())
-
-
-@pytest.fixture(autouse=True)
-def one_model_a_test(fresh_dynamo: None) -> Iterator[None]:
-    yield
-    compiled.cache_clear()
-
-
 def decode(
     recorder: TapeRecorder | None,
     steps: int,
@@ -61,27 +45,29 @@ def decode(
     **options: Any,
 ) -> tuple[list[torch.Tensor], Any]:
     """Logits of each step, greedy, and the stats. `at` is called before each step, `hide` changes its mask."""
+    torch._dynamo.reset()
     monkeypatch.setattr(sessions, "recorder_of", lambda device: recorder)
     # As on a GPU: kernels copy, whichever attends, and nothing is C++.
     monkeypatch.setattr(sessions, "choose_transfer", lambda *given, **_: KernelTransfer(*given))
     monkeypatch.setattr(graph_ops, "load", lambda: None)
-    model, weights = compiled(windows, layers, tuple(sorted((USUAL | options).items())))
-    model.load_state_dict(weights)
+    sizes = {"vocab_size": VOCAB, "hidden_size": 32, "head_dim": 8}
+    plain = build("plain-window", sliding_window=8, **sizes) if windows else build("plain", layers, **sizes)
+    compiled = specache_fx.compile(plain, **(USUAL | options))
     ids = torch.randint(1, VOCAB, (batch, 21), generator=torch.Generator().manual_seed(1))
     mask = torch.ones_like(ids)
     mask[0, :padding] = 0
     given = {"attention_mask": mask} if padding else {}
     with torch.no_grad(), launches_recorded():
-        out = model(ids, use_cache=True, **given)
+        out = compiled(ids, use_cache=True, **given)
         logits = [out.logits[:, -1]]
         for step in range(steps):
-            at(step, model)
+            at(step, plain)
             token = logits[-1].argmax(-1, keepdim=True)
             if padding:
                 mask = torch.cat([mask, mask[:, -1:]], 1)
                 shown = hide(step, mask)
                 given = {} if shown is None else {"attention_mask": shown}
-            out = model(token, past_key_values=out.past_key_values, use_cache=True, **given)
+            out = compiled(token, past_key_values=out.past_key_values, use_cache=True, **given)
             logits.append(out.logits[:, -1])
     stats = specache_fx.stats(out.past_key_values)
     specache_fx.release(out.past_key_values)
