@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,8 @@ from support.cases import nightly_unless
 from torch import Tensor, nn
 
 import specache_fx
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 HEADS, DIM, TOKENS = 4, 8, 97
 KINDS = ("tokens first", "sequence first", "returned permuted", "keys transposed", "keys transposed for SDPA")
@@ -99,14 +100,6 @@ def both(kind: str, **options: Any) -> tuple[Decoder, Any]:
     return model, torch.compile(copy.deepcopy(model), backend="specache", options=OPTIONS | options)
 
 
-@pytest.fixture(scope="module")
-def twins(request: pytest.FixtureRequest) -> Iterator[tuple[str, Decoder, Any]]:
-    """A kind, a decoder of it, and that one compiled; tests of a kind come one after the other."""
-    torch._dynamo.reset()
-    yield request.param, *both(request.param, strict=True)
-    torch._dynamo.reset()
-
-
 def decode(model: Any, past: Any, token: Tensor, count: int) -> tuple[Tensor, Any]:
     logits = []
     with torch.no_grad():
@@ -130,11 +123,9 @@ def cropped(past: Any, kind: str) -> Any:
 
 
 @pytest.mark.parametrize("batch", nightly_unless((2).__eq__, [1, 2]))
-@pytest.mark.parametrize("twins", KINDS, indirect=True)
-def test_every_layout_is_rewritten_and_equals_plain_decoding(
-    twins: tuple[str, Decoder, Any], batch: int
-) -> None:
-    _, model, ours = twins
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_layout_is_rewritten_and_equals_plain_decoding(kind: str, batch: int) -> None:
+    model, ours = both(kind, strict=True)
     for _ in range(2):
         expected, past = decode(model, None, prompt(batch), 40)
         logits, our_past = decode(ours, None, prompt(batch), 40)
@@ -143,9 +134,9 @@ def test_every_layout_is_rewritten_and_equals_plain_decoding(
     assert specache_fx.stats(our_past).steps == 39
 
 
-@pytest.mark.parametrize("twins", nightly_unless(PERMUTED_MOST.__contains__, KINDS), indirect=True)
-def test_caches_are_cropped_copied_and_reordered_in_their_layout(twins: tuple[str, Decoder, Any]) -> None:
-    kind, model, ours = twins
+@pytest.mark.parametrize("kind", nightly_unless(PERMUTED_MOST.__contains__, KINDS))
+def test_caches_are_cropped_copied_and_reordered_in_their_layout(kind: str) -> None:
+    model, ours = both(kind)
     rows_at = ORDERS[kind].index(0)
 
     def reordered(past: Any) -> Any:
@@ -159,21 +150,6 @@ def test_caches_are_cropped_copied_and_reordered_in_their_layout(twins: tuple[st
         torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("twins", nightly_unless(PERMUTED_MOST.__contains__, KINDS), indirect=True)
-def test_a_saved_cache_has_the_layout_of_the_model(twins: tuple[str, Decoder, Any], tmp_path: Path) -> None:
-    kind, _, ours = twins
-    _, whole = decode(ours, None, prompt(2), 6)
-    past = cropped(whole, kind)  # a copy is saved
-    specache_fx.save(past, tmp_path / "cache")
-    loaded = specache_fx.load(ours, tmp_path / "cache")
-    assert [t.shape for pair in loaded for t in pair] == [t.shape for pair in past for t in pair]
-    expected, _ = decode(ours, past, prompt(2, 1), 6)
-    logits, _ = decode(ours, loaded, prompt(2, 1), 6)
-    torch.testing.assert_close(logits, expected)
-
-
-# Compiled anew: a length that is like another size is so when the graph is made.
-@pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.parametrize(  # as many tokens as rows, heads or channels
     ("kind", "length"),
     nightly_unless(
@@ -192,3 +168,16 @@ def test_a_graph_that_is_left_alone_gets_the_layout_of_the_model(kind: str, leng
     for pair, our_pair in zip(past, our_past, strict=True):
         for side, our_side in zip(pair, our_pair, strict=True):
             torch.testing.assert_close(our_side, side, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", nightly_unless(PERMUTED_MOST.__contains__, KINDS))
+def test_a_saved_cache_has_the_layout_of_the_model(kind: str, tmp_path: Path) -> None:
+    _, ours = both(kind)
+    _, whole = decode(ours, None, prompt(2), 6)
+    past = cropped(whole, kind)  # a copy is saved
+    specache_fx.save(past, tmp_path / "cache")
+    loaded = specache_fx.load(ours, tmp_path / "cache")
+    assert [t.shape for pair in loaded for t in pair] == [t.shape for pair in past for t in pair]
+    expected, _ = decode(ours, past, prompt(2, 1), 6)
+    logits, _ = decode(ours, loaded, prompt(2, 1), 6)
+    torch.testing.assert_close(logits, expected)
