@@ -46,7 +46,9 @@ def block(page: Path, results: Path, name: str) -> str:
 
 def _provenance(saved: Mapping[str, Any]) -> str:
     device = saved["device"]
-    machine = f"{device['name']} ({device['threads']} of {device['cores']} cores)"
+    machine = device["name"]
+    if "threads" in device:  # a CPU's
+        machine += f" ({device['threads']} of {device['cores']} cores)"
     versions = ", ".join(f"{name} {number}" for name, number in saved["versions"].items())
     pressed = any(cell["cell"]["method"]["name"].startswith("press:") for cell in saved["cells"])
     if pressed and saved.get("peers"):

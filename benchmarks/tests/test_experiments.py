@@ -112,6 +112,10 @@ def test_block_has_table_picture_reasons_and_provenance(tmp_path: Path) -> None:
         "experiment table5`: model suite (0123456789abcdef), bfloat16, seed 0, AMD EPYC (2 of 2 cores)"
         in block
     )
+    file = tmp_path / "results" / "table5.json"
+    gpu = json.loads(file.read_text()) | {"device": {"type": "cuda", "name": "NVIDIA H200"}}
+    file.write_text(json.dumps(gpu))
+    assert "seed 0, NVIDIA H200, " in pages.block(tmp_path / "docs" / "results.md", file.parent, "table5")
     assert pages.block(tmp_path / "docs" / "results.md", tmp_path, "table1").startswith("Not run yet")
 
 
