@@ -388,7 +388,7 @@ class Roomy(CacheMethod):
     defaults: ClassVar[Mapping[str, Any]] = {"room": 256}
 
     def begin(self, model: PreTrainedModel, cache: Any) -> Any:
-        """Put the prompt's keys and values into layers with room for so many tokens more."""
+        """Put the prompt's keys and values into layers with room for so many tokens more, and again when it is full."""
         for layer_idx, layer in enumerate(cache.layers):
             if type(layer) is DynamicLayer:
                 cache.layers[layer_idx] = _RoomyLayer(layer, self.options["room"])
@@ -399,12 +399,15 @@ class _RoomyLayer(DynamicLayer):
     def __init__(self, layer: DynamicLayer, room: int) -> None:
         super().__init__()
         self.lazy_initialization(layer.keys, layer.values)
-        self._whole = [F.pad(side, (0, 0, 0, room)) for side in (layer.keys, layer.values)]
-        self.keys, self.values = (side[:, :, :-room] for side in self._whole)
+        self.keys, self.values, self._room = layer.keys, layer.values, room
+        self._whole = [self.keys, self.values]
 
     def update(self, key_states: Any, value_states: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         start = self.keys.shape[2]
         end = start + key_states.shape[2]
+        if end > self._whole[0].shape[2]:
+            more = (0, 0, 0, key_states.shape[2] + self._room)
+            self._whole = [F.pad(side, more) for side in (self.keys, self.values)]
         for side, new in zip(self._whole, (key_states, value_states), strict=True):
             side[:, :, start:end] = new
         self.keys, self.values = (side[:, :, :end] for side in self._whole)

@@ -289,9 +289,12 @@ def test_methods_that_can_not_answer_here_say_so(suite: Lab) -> None:
     }
 
 
-def test_room_ahead_changes_no_answer(suite: Lab) -> None:
+def test_room_ahead_changes_no_answer(suite: Lab, text: str) -> None:
     full, roomy = (prompts(2).run(suite, Method.of(name)) for name in ("full", "roomy"))
     assert roomy["predictions"] == full["predictions"] and roomy["device_bytes"] == full["device_bytes"]
+    for room in (0, 3):  # it is full before the end
+        found = Windows(text, 250, 2, 0, 20).run(suite, Method.of("roomy", room=room))
+        assert found["kl"] < 1e-6 and found["device_bytes"] == 249 * token_bytes(suite)
 
 
 def test_widths_go_to_those_that_have_none_and_presses_come_last() -> None:
