@@ -124,7 +124,7 @@ def speed_methods(
         widths: Of SpeCache.
         more: Methods as a command line spells them.
         peers: Whether OpenVINO and llama.cpp are, each in its own default format.
-        lowering: Of our methods.
+        lowering: Of our methods, where `more` doesn't say otherwise.
     """
     known = {"transformers": Method.of("full"), "transformers, compiled": Method.of("compiled")}
     if find_spec("optimum") and find_spec("optimum.quanto"):
@@ -137,7 +137,8 @@ def speed_methods(
         kv = CpuPeer.formats.get(method.name)
         title = {"openvino": "OpenVINO"}.get(method.name, method.name)
         name = f"{title}, {dict(method.options).get('kv', kv[0])} KV" if kv else str(method)
-        known[name] = method
+        own = {"lowering": lowering} if method.name in OURS else {}
+        known[name] = Method.of(method.name, **{**own, **dict(method.options)})
     return known
 
 

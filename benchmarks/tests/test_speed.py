@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from specache_bench import speed
 from specache_bench.cli import app
 from specache_bench.methods import plain_tensors
+from specache_bench.records import Method
 from specache_bench.report import attention_table, decode_tables
 from specache_bench.speed import ModelSize, speed_methods
 from specache_bench.timing import parts_of
@@ -80,9 +81,12 @@ def test_decode_steps_of_all_kinds_are_timed_and_traced(
 
 
 def test_methods_are_lowered_by_inductor_unless_told_otherwise() -> None:
-    chosen = speed_methods([2], ["specache,bits=1,lowering=eager"])
-    assert list(chosen)[-2:] == ["specache 2-bit", "specache bits=1 lowering=eager"]
-    assert dict(chosen["specache 2-bit"].options) == {"bits": 2, "lowering": "inductor"}
+    chosen = speed_methods([2], ["specache,bits=1,lowering=eager", "kivi,bits=4", "roomy"])
+    *_, built_in, told, more, other = chosen.items()
+    assert built_in == ("specache 2-bit", Method.of("specache", bits=2, lowering="inductor"))
+    assert told == ("specache bits=1 lowering=eager", Method.of("specache", bits=1, lowering="eager"))
+    assert more == ("kivi bits=4", Method.of("kivi", bits=4, lowering="inductor"))
+    assert other == ("roomy", Method.of("roomy"))
 
 
 def test_attention_is_timed_beside_what_others_offer(tmp_path: Path) -> None:
