@@ -18,7 +18,7 @@ from specache_bench.experiments.style import DASH, Table
 from specache_bench.lab import Lab
 from specache_bench.records import Method, read_spelling
 from specache_bench.workloads import Prompts, Windows
-from specache_fx.provenance import git_commit, provenance
+from specache_fx.provenance import provenance
 
 _DATA: dict[str, Any] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 MODELS: dict[str, Any] = _DATA["models"]
@@ -64,24 +64,22 @@ def runs_of(model: str) -> Iterator[Run]:
 
 
 def measure(model: str, file: Path, say: Callable[[str], object]) -> None:
-    """Run what the file has not, and add it."""
-    rows: list[dict[str, Any]] = json.loads(file.read_text())["rows"] if file.is_file() else []
+    """Run what the file has not, and add it. The head of a file is of its rows that have no command of their own."""
+    report: dict[str, Any] = json.loads(file.read_text()) if file.is_file() else {"rows": []}
+    rows = report["rows"]
     there = [_key({"method": "specache", **row}) for row in rows]
     runs = [run for run in runs_of(model) if _key(run.row()) not in there]
     if not runs:
         return
-    commit = git_commit()  # before the file changes
     with Lab(model) as lab:
-        machine = provenance(lab.model.device, program="specache-bench")
-        report: dict[str, Any] = {name: machine[name] for name in ("command", "device", "versions")}
-        settings = {"model": model, "dtype": str(lab.model.dtype), **_SETTINGS}
+        made = provenance(lab.model.device, program="specache-bench")  # before the file changes
+        made["settings"] = {"model": model, "dtype": str(lab.model.dtype), **_SETTINGS}
         for run in runs:
             found = run.workload.run(lab, run.method)
             if found.get("kl_at") is not None:
                 found["kls"] = [sum(window) / len(window) for window in found["kl_at"]]
             kept = {name: value for name, value in found.items() if name not in _LARGE}
-            rows.append({**run.row(), "commit": commit, **kept})
-            report |= {"commits": sorted({row["commit"] for row in rows}), "settings": settings, "rows": rows}
+            rows.append({**run.row(), **made, **kept})
             file.write_text(json.dumps(report, indent=1) + "\n")
             shown = [f"{name} {found[name]:.4f}" for name in ("kl", "score") if found.get(name) is not None]
             say(f"{run.label}, {run.method}, {run.mode}, {run.length:,}: {' '.join(shown)}")

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+
+import pytest
+import torch
 
 from specache_bench import real_models as page
 
@@ -41,6 +45,39 @@ def test_readme_says_what_becomes_of_a_table() -> None:
     for model, name in zip(page.MODELS, ("SmolLM2-135M", "Gemma 3 270M"), strict=True):
         rows = [row_of(model, label, bits, "table", 1500) for label, bits in columns]
         assert f"| {name} | {' | '.join(format(row['score'], '.3f') for row in rows)} |" in readme
+
+
+def test_rows_that_are_added_leave_those_before_and_their_head(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class NoLab:
+        def __init__(self, model: str) -> None:
+            self.model = SimpleNamespace(device=torch.device("cpu"), dtype=torch.bfloat16)
+
+        __enter__ = __exit__ = lambda self, *exc: self
+
+    class NoWork:
+        def run(self, lab: object, method: object) -> dict[str, Any]:
+            return {"score": 0.5, "predictions": ["long"]}
+
+    file = tmp_path / "real_smollm2.json"
+    old = json.loads((ROOT / "results/real_smollm2.json").read_text())
+    old["rows"] = [row for row in old["rows"] if row["label"] != "keep" or row["mode"] != "table"]
+    file.write_text(json.dumps(old))
+    monkeypatch.setattr(page, "Lab", NoLab)
+    monkeypatch.setattr(page.Run, "workload", NoWork())
+    page.measure("smollm2", file, print)
+    new = json.loads(file.read_text())
+    count = len(old["rows"])
+    assert new["rows"][:count] == old["rows"] and new | {"rows": []} == old | {"rows": []}
+    added = new["rows"][count:]
+    assert [row["options"]["bits"] for row in added if row["label"] == "keep" and row["mode"] == "table"] == [
+        2,
+        1,
+    ]
+    for row in added:
+        assert {"command", "device", "versions", "commit", "settings"} < row.keys()
+        assert row["score"] == 0.5 and "predictions" not in row
 
 
 def test_docs_say_how_long_a_first_call_takes() -> None:
