@@ -47,6 +47,11 @@ def _progress(console: Console, threads: int | None) -> Iterator[Progress]:
         yield progress
 
 
+def _check_out(out: Path) -> None:
+    if not out.is_dir():
+        raise ConfigError(f"--out {out}: give a folder that exists.")
+
+
 def _write(file: Path | None, report: dict[str, Any]) -> None:
     if file is not None:
         file.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
@@ -302,6 +307,7 @@ def real_command(
     with quiet(threads), as_bad_parameter():
         from specache_bench import real_models
 
+        _check_out(out)
         if unknown := set(models) - set(real_models.MODELS):
             known = ", ".join(real_models.MODELS)
             raise ConfigError(f"no model {', '.join(sorted(unknown))}: choose from {known}.")
@@ -324,6 +330,7 @@ def starts_command(
         from specache_bench import starts
         from specache_fx.provenance import provenance
 
+        _check_out(out)
         origin, say = provenance(torch.device("cpu"), program="specache-bench"), Console().print
         if which == "first_call":
             report = starts.measure_first_calls(models or ["smollm2", "gemma3"], threads, say)

@@ -27,6 +27,7 @@ from specache_bench.fetch import VARIABLE, cache_folder
 from specache_bench.lab import Lab
 from specache_bench.workloads import read_windows
 from specache_fx import fingerprint
+from specache_fx.errors import ConfigError
 from specache_fx.quiet import quiet
 from specache_fx.saving import FILE
 
@@ -112,14 +113,17 @@ def saved_start(model: str, threads: int, start: str, folder: str) -> dict[str, 
 
 
 def _process(function: Callable[..., Any], *arguments: object, **environment: str) -> Any:
-    """A function of this module in a process of its own."""
+    """A function of this module in a process of its own; a `ConfigError` with its last words if it fails."""
     code = f"import json, sys; from specache_bench.starts import {function.__name__} as run\n"
     code += "print(json.dumps(run(sys.argv[1], int(sys.argv[2]), *sys.argv[3:])))"
     root = str(Path(__file__).resolve().parents[1])
     path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
     given = {**os.environ, "PYTHONPATH": path, **environment}
     command = [sys.executable, "-c", code, *map(str, arguments)]
-    done = subprocess.run(command, env=given, check=True, capture_output=True, text=True)
+    done = subprocess.run(command, env=given, check=False, capture_output=True, text=True)
+    if done.returncode:
+        *_, last = ["without a word", *done.stderr.strip().splitlines()]
+        raise ConfigError(f"{function.__name__} {' '.join(command[3:])} ended: {last}")
     return json.loads(done.stdout.splitlines()[-1])
 
 

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from specache_bench import real_models as page
+from specache_bench import starts
+from specache_bench.cli import app
+from specache_fx.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
 DEFAULT = "recover (default)"
@@ -105,6 +110,23 @@ def test_misses_end_where_the_sequence_has_the_ngram() -> None:
         rows = json.loads((ROOT / f"results/real_{model}.json").read_text())["rows"]
         (row,) = (row for row in rows if row["mode"] == "misses")
         assert row["longest_run_with_ngram"] <= 3
+
+
+def test_start_that_fails_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    broken = tmp_path / "python"
+    broken.write_text("#!/bin/sh\necho Traceback >&2\necho The model is not there. >&2\nexit 1\n")
+    broken.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(broken))
+    with pytest.raises(
+        ConfigError, match=r"^first_calls smollm2 1 specache ended: The model is not there\.$"
+    ):
+        starts._process(starts.first_calls, "smollm2", 1, "specache")
+
+
+@pytest.mark.parametrize("command", [["starts", "saved"], ["real", "smollm2"]], ids="-".join)
+def test_folder_of_results_is_asked_for_before_the_work(command: list[str]) -> None:
+    done = CliRunner().invoke(app, [*command, "--out", "/nowhere"])
+    assert done.exit_code == 2 and "--out /nowhere: give a folder that exists" in done.output
 
 
 def test_docs_say_how_long_a_saved_cache_takes_to_answer_which_is_a_tenth_of_reading() -> None:
