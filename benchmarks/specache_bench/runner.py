@@ -17,7 +17,20 @@ from specache_fx.errors import SpecacheError
 from specache_fx.provenance import provenance
 
 # Modules of the laboratory whose source doesn't decide a record's numbers.
-_APART = ("cli", "experiments", "fetch", "real_models", "report", "gpu", "starts")
+_APART = (
+    *(
+        "__main__",
+        "cli",
+        "cpu_worker",
+        "experiments",
+        "fetch",
+        "gpu",
+        "lm_eval_model",
+        "pages",
+        "real_models",
+    ),
+    *("report", "speed", "speed_page", "starts", "timing"),
+)
 
 
 def matched(job: Job) -> Job | None:

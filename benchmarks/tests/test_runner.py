@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.invented import invented
 
+from specache_bench import runner
 from specache_bench.records import Job, Method, Record, Store
 from specache_bench.runner import matched, ordered, run_jobs
 from specache_bench.workloads import Prompts
@@ -104,6 +105,14 @@ def test_half_a_line_is_dropped_and_what_follows_is_kept(tmp_path: Path) -> None
     for job in (JOB, other):
         kept = again.get(job)
         assert kept is not None and kept.result == invented(job).result
+
+
+def test_modules_that_decide_no_record_are_named() -> None:
+    """A new module is one of either."""
+    there = {path.stem for path in Path(runner.__file__).parent.iterdir() if path.suffix != ".toml"}
+    deciding = {"decode", "kvpress_worker", "lab", "methods", "metrics", "records", "runner", "tasks"}
+    deciding |= {"__init__", "worker_loop", "workers", "workloads"}
+    assert there - {"__pycache__"} == deciding | set(runner._APART) and not deciding & set(runner._APART)
 
 
 def test_missing_cell_is_not_kept_and_takes_its_matches_along(tmp_path: Path) -> None:
