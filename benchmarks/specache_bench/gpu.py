@@ -341,14 +341,14 @@ def main(
     """Measure, and write one JSON."""
     if unknown := {*(only or ()), *([stage] if stage else [])} - set(STAGES):
         raise typer.BadParameter(f"{', '.join(sorted(unknown))}: the stages are {', '.join(STAGES)}.")
-    asks = "import sys, torch; sys.exit(not torch.cuda.is_available())"  # of another process: no memory is taken here
-    if not quick and subprocess.run([sys.executable, "-c", asks], check=False).returncode:
-        raise typer.BadParameter("There is no CUDA device: --quick tries the script without one.")
     if stage is not None:
         torch.manual_seed(0)
         run = Run(torch.device("cuda" if torch.cuda.is_available() else "cpu"), quick, most, out)
         run.attempt("", lambda: STAGES[stage][0](run))
         return
+    asks = "import sys, torch; sys.exit(not torch.cuda.is_available())"  # of another process: no memory is taken here
+    if not quick and subprocess.run([sys.executable, "-c", asks], check=False).returncode:
+        raise typer.BadParameter("There is no CUDA device: --quick tries the script without one.")
     start, record = time.perf_counter(), {"quick": quick, "stages": dict[str, Found]()}
     out.parent.mkdir(parents=True, exist_ok=True)
     for name, (_, seconds) in STAGES.items():
