@@ -138,7 +138,7 @@ def eval_command(
                     raise ConfigError(made.missing)
                 return made
 
-            done = run_jobs(ordered(jobs, lab.capacity), Store(records, conditions(lab)), measure)
+            done = run_jobs(ordered(jobs, lab.capacity), Store(records, conditions(lab, jobs)), measure)
             for job in jobs:
                 if kvpress is not None and job.workload in read:
                     write_results(kvpress, job, done[job.key], lab, origin["command"])

@@ -12,6 +12,7 @@ from typing import Any
 import specache_bench
 from specache_bench.lab import Lab, digest_of
 from specache_bench.records import Job, Method, Record, Store
+from specache_bench.workers import KVPRESS
 from specache_fx.config import SpecacheConfig
 from specache_fx.errors import SpecacheError
 from specache_fx.provenance import provenance
@@ -117,9 +118,10 @@ def measure_on(
     return measure
 
 
-def conditions(lab: Lab, peers: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """All that numbers depend on beside the job; see `records.CONDITIONS`."""
+def conditions(lab: Lab, jobs: Iterable[Job]) -> dict[str, Any]:
+    """All that numbers of jobs depend on beside them; see `records.CONDITIONS`."""
     machine = provenance(lab.model.device)
+    pressed = any(job.method.name.startswith("press:") for job in jobs)
     return {
         "model": lab.name,
         "model_fingerprint": lab.fingerprint,
@@ -128,7 +130,7 @@ def conditions(lab: Lab, peers: Mapping[str, str] | None = None) -> dict[str, An
         "device": machine["device"],
         "versions": machine["versions"],
         "code": code_fingerprint(),
-        "peers": peers,
+        "peers": KVPRESS.versions("kvpress", "torch", "transformers") if pressed else None,
     }
 
 

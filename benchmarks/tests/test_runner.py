@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.invented import invented
 
-from specache_bench import runner
+from specache_bench import runner, workers
+from specache_bench.lab import Lab
 from specache_bench.records import Job, Method, Record, Store
 from specache_bench.runner import matched, ordered, run_jobs
 from specache_bench.workloads import Prompts
@@ -105,6 +106,12 @@ def test_half_a_line_is_dropped_and_what_follows_is_kept(tmp_path: Path) -> None
     for job in (JOB, other):
         kept = again.get(job)
         assert kept is not None and kept.result == invented(job).result
+
+
+def test_presses_depend_on_what_is_in_their_environment(suite: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workers.Environment, "versions", lambda self, *names: dict.fromkeys(names, "1"))
+    found = [runner.conditions(suite, jobs)["peers"] for jobs in ([JOB, PRESS], [JOB])]
+    assert found == [{"kvpress": "1", "torch": "1", "transformers": "1"}, None]
 
 
 def test_modules_that_decide_no_record_are_named() -> None:

@@ -12,7 +12,6 @@ from specache_bench.experiments.pareto import Pareto
 from specache_bench.lab import Lab
 from specache_bench.records import Job, Record, Store
 from specache_bench.runner import conditions, measure_on, ordered, run_jobs
-from specache_bench.workers import KVPRESS
 from specache_fx.errors import ConfigError
 from specache_fx.provenance import provenance
 
@@ -55,7 +54,7 @@ def run_experiments(
     """
     needed = {name: {job.key for job in EXPERIMENTS[name].jobs(scale)} for name in names}
     jobs = ordered([job for name in names for job in EXPERIMENTS[name].jobs(scale)], lab.capacity)
-    given = conditions(lab, KVPRESS.versions("kvpress", "torch", "transformers"))
+    given = conditions(lab, jobs)
     store, records, reasons = Store(out / "records.jsonl", given), dict[str, Record](), set[str]()
     if kept := sum(store.get(job) is not None for job in jobs):
         say(f"{kept} of {len(jobs)} jobs are there already.")
