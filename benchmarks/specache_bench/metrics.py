@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from specache_fx.errors import ConfigError
 
@@ -55,42 +57,32 @@ METRICS: dict[str, Metric] = {
     for made in (string_match_all, string_match_part, whole_words, words_in_place, copying, fields)
 }
 
-# LongBench's English and code tasks: lm-eval's metric, and whether only the answer's first line counts.
-LONGBENCH: dict[str, tuple[str, bool]] = {
-    **dict.fromkeys(
-        ("narrativeqa", "qasper", "multifieldqa_en", "hotpotqa", "2wikimqa", "musique"), ("qa_f1", False)
-    ),
-    **dict.fromkeys(("gov_report", "qmsum", "multi_news"), ("rouge", False)),
-    "triviaqa": ("qa_f1", True),
-    "samsum": ("rouge", True),
-    "trec": ("classification", True),
-    "passage_retrieval_en": ("retrieval", False),
-    "passage_count": ("count", False),
-    "lcc": ("code_sim", False),
-    "repobench-p": ("code_sim", False),
-}
+_RULER = ("niah", "vt", "cwe", "fwe", "qa_")  # how its tasks' names begin
 
 
 def score(metric: str, prediction: str, answers: Sequence[str], classes: Sequence[str] = ()) -> float:
-    """By one of `METRICS`; "row:TASK" is a data set's: LongBench's tasks by their own metrics, all others as RULER's.
+    """By one of `METRICS`; "row:TASK" is a data set's: LongBench's tasks as lm-eval has them, all others as RULER's.
 
     Raises:
-        ConfigError: If lm-eval's metrics are not installed.
+        ConfigError: If the task is none of RULER's and lm-eval is not installed.
     """
     if metric in METRICS:
         return METRICS[metric](prediction, answers)
     task = metric.removeprefix("row:").removesuffix("_e").removesuffix("-e")
-    if task not in LONGBENCH:
+    if task.startswith(_RULER):
         return (string_match_part if task.startswith("qa_") else string_match_all)(prediction, answers)
-    name, first_line = LONGBENCH[task]
-    if first_line:
-        prediction = prediction.lstrip("\n").split("\n")[0]
     try:
         from lm_eval.tasks.longbench import metrics
     except ImportError as error:
         raise ConfigError(
-            f"LongBench's metrics are lm-eval's: pip install 'specache-bench[eval]' ({error})."
+            f"Task {task!r} is none of RULER's. The metrics of LongBench's are lm-eval's: pip install"
+            f" 'specache-bench[eval]' ({error})."
         ) from error
+    if not (file := Path(metrics.__file__).parent / f"{task}.yaml").is_file():
+        return string_match_all(prediction, answers)
+    rules = file.read_text(encoding="utf-8")
+    if 'until: ["\\n"]' in rules:  # an answer is a line
+        prediction = prediction.lstrip("\n").split("\n")[0]
+    (name,) = re.findall(r"!function metrics\.(\w+)", rules)
     document = {"answers": list(answers), "all_classes": list(classes)}
-    (found,) = getattr(metrics, f"get_{name}_score")(document, [prediction]).values()
-    return float(found)
+    return float(getattr(metrics, name)(document, [prediction])["score"])

@@ -49,6 +49,10 @@ def test_metric_by_hand(metric, prediction, answers, expected):
         ("niah_single_1", "it is 12", ("12", "34"), 0.5),
         ("qa_1", "it is 12", ("12", "34"), 1),
         ("passage_count_e", "17 or 18", ("18",), 0.5),
+        ("multifieldqa_zh", "北京大学", ("北京大学",), 1),
+        ("dureader", "我爱北京", ("我爱北京",), 1),
+        ("passage_retrieval_zh", "段落3或7", ("段落3",), 0.5),
+        ("another_set", "it is 12", ("12", "34"), 0.5),
     ],
 )
 def test_record_is_scored_by_its_benchmark(task, prediction, answers, expected):
@@ -65,4 +69,5 @@ def test_record_is_scored_by_its_benchmark(task, prediction, answers, expected):
 def test_classification_shares_the_point_among_the_labels_named(prediction, expected):
     pytest.importorskip("lm_eval")
     classes = ("Definition of something", "Definition", "Person")
-    assert score("row:trec", prediction, ("Definition of something",), classes) == expected
+    for answer in (prediction, f"\n{prediction}\nPerson"):  # its first line counts
+        assert score("row:trec", answer, ("Definition of something",), classes) == expected
