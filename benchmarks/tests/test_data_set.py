@@ -38,9 +38,9 @@ def data(tmp_path: Path) -> str:
 
 def test_rows_are_prompts_of_context_question_and_the_answers_opening(data: str, english: Lab) -> None:
     made = samples(english, data, 3, only="niah_single_1")
-    assert {sample.prompt for sample in made} == {"The stone is red. What is red? It is"}
+    assert {sample.prompt for sample in made} == {"The stone is red. What is red?\n It is"}
     assert [sample.answers for sample in made] == [(f"stone {i}", "it") for i in (1, 3, 5)]
-    assert (made[0].context, made[0].question) == ("The stone is red.", " What is red? It is")
+    assert (made[0].context, made[0].question) == ("The stone is red.", " What is red?\n It is")
     assert (made[0].metric, made[0].max_new_tokens) == ("row:niah_single_1", 4)
     (chat,) = samples(english, data, chat=True)
     assert chat.context == "<bos>[user] The stone is red."
@@ -56,7 +56,7 @@ def test_longbench_rows_have_classes_and_empty_cells(form: str, english: Lab, tm
     getattr(table, f"to_{form}")(file, index=False)
     classified, code = samples(english, file, 2)
     assert (classified.answers, classified.classes) == (("red", "[1]"), ("red", "7"))
-    assert (code.prompt, code.question, code.answers, code.classes) == (ROW["context"], "", ("x = 1",), ())
+    assert (code.context, code.question, code.answers, code.classes) == (ROW["context"], "\n", ("x = 1",), ())
 
 
 def test_files_that_are_none_or_too_small_are_named(data: str, english: Lab, tmp_path: Path) -> None:

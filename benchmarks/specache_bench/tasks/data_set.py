@@ -71,7 +71,8 @@ def _sample(row: Mapping[Any, Any], writer: Writer, length: int) -> Sample | Non
     question, prefix = (
         text if isinstance(text := row.get(name), str) else "" for name in ("question", "answer_prefix")
     )
-    context, question = writer.parts(str(row["context"]), question, prefix)
+    apart = "\n" if writer.chat is None else ""  # as kvpress' pipeline; a template has its own
+    context, question = writer.parts(str(row["context"]), question + apart, prefix)
     if len(writer.encode(context + question)) + int(row["max_new_tokens"]) > length:
         return None
     answers, classes = _texts(row["answer"]), _texts(row.get("all_classes"))
