@@ -348,7 +348,10 @@ def page_command(root: Annotated[Path, Argument(help="Of a checkout.")] = Path()
     with as_bad_parameter():
         from specache_bench.pages import renew_all
 
-        renew_all(root)
+        try:
+            renew_all(root)
+        except FileNotFoundError as error:
+            raise ConfigError(f"{root} is no checkout: there is no {error.filename}.") from error
 
 
 @app.command("models")

@@ -19,7 +19,7 @@ from transformers.cache_utils import DynamicLayer
 import specache_fx
 from specache_bench.decode import Decoder, Forced, Greedy, decode
 from specache_bench.lab import Lab
-from specache_bench.records import Method
+from specache_bench.records import Method, check_options
 from specache_bench.workers import CPU_PEERS, WorkerProcess
 from specache_fx.compiled import uncompile
 from specache_fx.config import SpecacheConfig
@@ -98,9 +98,7 @@ class CacheMethod:
     @classmethod
     def check(cls, name: str, options: Mapping[str, Any]) -> dict[str, Any]:
         """The options with defaults filled in; a `ConfigError` on an unknown one or a bad value."""
-        if unknown := [option for option in options if option not in cls.defaults]:
-            known = f"Valid options: {', '.join(cls.defaults)}." if cls.defaults else "It has no options."
-            raise ConfigError(f"Method {name!r} has no option {', '.join(map(repr, unknown))}. {known}")
+        check_options(f"Method {name!r}", options, cls.defaults)
         return {**cls.defaults, **options}
 
     @classmethod
@@ -207,7 +205,7 @@ class Quantized(CacheMethod):
             raise ConfigError(
                 f"Method {self.name!r}: backend {backend!r} needs `pip install {package}`."
             ) from error
-        except (ValueError, AssertionError, RuntimeError) as error:
+        except (TypeError, ValueError, AssertionError, RuntimeError) as error:
             raise ConfigError(f"Method {self.name!r} with backend {backend!r}: {error}") from error
         return made
 
@@ -292,13 +290,11 @@ class Evicting(CacheMethod):
     Options: either `bytes`, on the device for one sequence at the end of generation, or `ratio`, the share evicted.
     """
 
-    defaults: ClassVar[Mapping[str, Any]] = {"bytes": None, "ratio": None}
-
     @classmethod
     def check(cls, name: str, options: Mapping[str, Any]) -> dict[str, Any]:
         """See `CacheMethod`."""
-        given = super().check(name, options)
-        budget, ratio = given["bytes"], given["ratio"]
+        check_options(f"Method {name!r}", options, {"bytes": 1, "ratio": 0.5})
+        budget, ratio = options.get("bytes"), options.get("ratio")
         if (budget is None) == (ratio is None):
             raise ConfigError(
                 f"Method {name!r} needs either bytes (of one sequence on the device) or ratio (the share evicted)."
@@ -307,7 +303,7 @@ class Evicting(CacheMethod):
             raise ConfigError(f"Method {name!r}: ratio={ratio}: give a number from 0 to below 1.")
         if budget is not None and budget < 1:
             raise ConfigError(f"Method {name!r}: bytes={budget}: give a number of bytes above 0.")
-        return given
+        return {"bytes": budget, "ratio": ratio}
 
     @classmethod
     def open(cls, name: str, options: Mapping[str, Any], lab: Lab) -> Any:
@@ -361,8 +357,7 @@ class CpuPeer(CacheMethod):
     def check(cls, name: str, options: Mapping[str, Any]) -> dict[str, Any]:
         """See `CacheMethod`; the first format is the default."""
         known = cls.formats[name]
-        if unknown := [option for option in options if option != "kv"]:
-            raise ConfigError(f"Method {name!r} has no option {', '.join(map(repr, unknown))}: it has kv.")
+        check_options(f"Method {name!r}", options, {"kv": known[0]})
         if (kv := options.get("kv", known[0])) not in known:
             raise ConfigError(f"Method {name!r}: kv={kv}: choose one of {', '.join(known)}.")
         return {"kv": kv}

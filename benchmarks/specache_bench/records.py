@@ -148,3 +148,24 @@ def read_spelling(text: str) -> tuple[str, dict[str, Any]]:
         except (ValueError, SyntaxError):
             options[option] = {"true": True, "false": False}.get(value.lower(), value)
     return name, options
+
+
+_KINDS = {bool: "True or False", int: "a whole number >= 0", float: "a number", str: "a text"}
+
+
+def check_options(what: str, given: Mapping[str, Any], like: Mapping[str, Any]) -> None:
+    """A `ConfigError` on an option that is unknown, or has another type than its default or its example.
+
+    Args:
+        what: Begins the message: "Method 'roomy'".
+        given: Options by name.
+        like: Defaults or examples by name; where it is None, all types are taken.
+    """
+    if unknown := [name for name in given if name not in like]:
+        known = f"Valid options: {', '.join(like)}." if like else "It has no options."
+        raise ConfigError(f"{what} has no option {', '.join(map(repr, unknown))}. {known}")
+    for name, value in given.items():
+        kind, own = type(like[name]), type(value)
+        right = own is kind or (kind is float and own is int) or like[name] is None
+        if not right or (kind is int and value < 0):
+            raise ConfigError(f"{what}: {name}={value}: give {_KINDS[kind]}.")

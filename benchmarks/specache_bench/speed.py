@@ -25,7 +25,7 @@ import specache_fx
 from specache_bench import timing
 from specache_bench.decode import Decoder
 from specache_bench.methods import METHODS, OURS, CacheMethod, CpuPeer, check_method, plain_tensors
-from specache_bench.records import Method, read_spelling
+from specache_bench.records import Method, check_options, read_spelling
 from specache_bench.timing import Timing, Turn, memory_bandwidth, seconds_of, take_turns
 from specache_bench.workers import CPU_PEERS
 from specache_fx.chrome_trace import write_trace
@@ -46,14 +46,16 @@ class _Heads:
     """A size with heads is spelled by its numbers, and checked."""
 
     def __post_init__(self) -> None:
+        for name, number in asdict(self).items():
+            if type(number) is int and number < 1:
+                raise ConfigError(f"{name}={number}: give a whole number >= 1.")
         heads, kv_heads = (getattr(self, name) for name in ("num_heads", "num_kv_heads"))
         if heads % kv_heads:
             raise ConfigError(f"num_heads={heads} is no multiple of num_kv_heads={kv_heads}.")
 
     def having(self, options: Mapping[str, Any]) -> Any:
-        """With other numbers; a `ConfigError` if one is none of its own."""
-        if unknown := options.keys() - asdict(self).keys():
-            raise ConfigError(f"It has no {', '.join(sorted(unknown))}: it has {', '.join(asdict(self))}.")
+        """With other numbers; a `ConfigError` if one is none of its own, or no number."""
+        check_options("The shape", options, asdict(self))
         return replace(self, **options)
 
 

@@ -22,7 +22,7 @@ from specache_bench.fetch import TEXTS, text_file
 from specache_bench.lab import Lab
 from specache_bench.methods import Asked, Generated
 from specache_bench.metrics import score
-from specache_bench.records import Method, read_spelling
+from specache_bench.records import Method, check_options, read_spelling
 from specache_bench.tasks import Sample, make_samples
 from specache_fx.errors import ConfigError
 
@@ -59,7 +59,9 @@ class Prompts:
     def read(cls, text: str, length: int, number: int, seed: int) -> Prompts:
         """From "multikey,depth=0.5,records=16": options that are no attributes are the task's."""
         task, options = read_spelling(text)
-        own = {name: options.pop(name) for name in ("depth", "chat", "agnostic") if name in options}
+        examples = {"depth": 0.5, "chat": True, "agnostic": True}
+        own = {name: options.pop(name) for name in examples if name in options}
+        check_options(f"Task {task!r}", own, examples)
         return cls(task, length, number, seed, knobs=tuple(sorted(options.items())), **own)
 
     @property

@@ -63,6 +63,9 @@ def test_every_method_runs_on_every_task_length_and_depth(tmp_path: Path) -> Non
         (["--task", "single", "--bits", 3], "bits=3 is not valid"),
         (["--task", "single", "--method", "full", "--bits", 1], "--bits is for specache, kivi, quantized"),
         (["--task", "single,agnostic=True"], "has no question of its own"),
+        (["--task", "single,depth=abc"], "Task 'single': depth=abc: give a number"),
+        (["--task", "multikey,num_keys=x"], "Task 'multikey': num_keys=x: give a whole number"),
+        (["--task", "data,file=3"], "Task 'data': file=3: give a text"),
         (["--task", "single", "--dtype", "int8"], "choose one of bfloat16, float16, float32"),
         (["--task", "single", "--records", "/nowhere/x.jsonl"], "a folder that exists"),
         (["--task", "single", "--model", "/nowhere"], "There is no folder /nowhere"),
@@ -74,6 +77,11 @@ def test_bad_input_is_refused_with_a_remedy(args: list[object], message: str) ->
     assert result.exit_code == 2, result.output
     assert "Traceback" not in result.output
     assert message in said(result)
+
+
+def test_page_is_of_a_checkout(tmp_path: Path) -> None:
+    result = run("page", tmp_path)
+    assert result.exit_code == 2 and "is no checkout: there is no" in said(result)
 
 
 def test_help_loads_no_torch() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 from typing import TYPE_CHECKING, Any
 
+from specache_bench.records import check_options
 from specache_bench.tasks.building import Draft, Sample, Writer, fit
 from specache_bench.tasks.data_set import read_samples
 from specache_bench.tasks.english import ENGLISH
@@ -61,8 +62,11 @@ def make_samples(
             raise ConfigError(
                 "Task 'data' is data,file=FILE and, of a task in it, only=TASK; it has no more options."
             )
+        check_options("Task 'data'", knobs, {"file": "", "only": ""})
         return read_samples(num_prompts, length, seed, writer, **knobs)
     if lab.name == "suite":
+        if task in suite.TASKS:
+            check_options(f"Task {task!r}", knobs, suite.TASKS[task].knobs)
         metric = _SUITE_METRICS.get(task, "whole_words")
         made = suite.make_samples(task, num_prompts, length, seed, depth=depth, **knobs)
         return [Sample(one.prompt, tuple(one.answers), one.max_new_tokens, metric) for one in made]
@@ -70,6 +74,7 @@ def make_samples(
         raise ConfigError(f"There is no task {task!r}. Tasks: {', '.join(ENGLISH)}, data.")
     if chat and task == "turns":  # questions that follow an answer are in no template's words
         raise ConfigError(f"Task {task!r} is asked in plain text: leave chat out.")
+    check_options(f"Task {task!r}", knobs, ENGLISH[task].__kwdefaults__ or {})
     metric = _METRICS.get(task, "string_match_all")
     samples = []
     for index in range(num_prompts):
@@ -77,7 +82,7 @@ def make_samples(
         def write(size: int, index: int = index) -> Draft:
             try:
                 return ENGLISH[task](random.Random(f"{task} {seed} {index}"), size, depth, **knobs)
-            except (TypeError, ValueError, IndexError) as error:
+            except (ValueError, IndexError) as error:
                 raise ConfigError(f"Task {task!r} can't be made with {knobs}: {error}.") from error
 
         samples.append(writer.sample(fit(task, length, write, writer), metric))

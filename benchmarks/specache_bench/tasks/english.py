@@ -30,22 +30,22 @@ def single(rng: random.Random, size: int, depth: float | None) -> Draft:
     return _numbers(rng, size, depth, keys=1, values=1, asked=1)
 
 
-def multikey(rng: random.Random, size: int, depth: float | None, records: int = 8) -> Draft:
+def multikey(rng: random.Random, size: int, depth: float | None, *, records: int = 8) -> Draft:
     """Several keys with a number each, one of them asked."""
     return _numbers(rng, size, depth, keys=records, values=1, asked=1)
 
 
-def multivalue(rng: random.Random, size: int, depth: float | None, values: int = 4) -> Draft:
+def multivalue(rng: random.Random, size: int, depth: float | None, *, values: int = 4) -> Draft:
     """Several numbers for one key, all asked."""
     return _numbers(rng, size, depth, keys=1, values=values, asked=1)
 
 
-def multiquery(rng: random.Random, size: int, depth: float | None, queries: int = 4) -> Draft:
+def multiquery(rng: random.Random, size: int, depth: float | None, *, queries: int = 4) -> Draft:
     """Several keys with a number each, all asked."""
     return _numbers(rng, size, depth, keys=queries, values=1, asked=queries)
 
 
-def tracking(rng: random.Random, size: int, depth: float | None, hops: int = 4, chains: int = 2) -> Draft:
+def tracking(rng: random.Random, size: int, depth: float | None, *, hops: int = 4, chains: int = 2) -> Draft:
     """Chains of variable assignments; all variables of the first chain are asked."""
     names = _names(rng, chains * (hops + 1))
     start = rng.sample(range(10000, 100000), chains)
@@ -67,7 +67,7 @@ def tracking(rng: random.Random, size: int, depth: float | None, hops: int = 4, 
     )
 
 
-def copying(rng: random.Random, size: int, depth: float | None, words: int = 40) -> Draft:
+def copying(rng: random.Random, size: int, depth: float | None, *, words: int = 40) -> Draft:
     """A passage of random words, to be repeated."""
     passage = " ".join(rng.choice((*ADJECTIVES, *NOUNS)) for _ in range(words))
     needle = f"The passage to remember begins here: {passage}. The passage ends here."
@@ -81,7 +81,7 @@ def copying(rng: random.Random, size: int, depth: float | None, words: int = 40)
     )
 
 
-def table(rng: random.Random, size: int, depth: float | None, rows: int = 8, tables: int = 2) -> Draft:
+def table(rng: random.Random, size: int, depth: float | None, *, rows: int = 8, tables: int = 2) -> Draft:
     """Tables of numbered things in a text; one is to be written out, and each of its fields counts."""
     numbers = rng.sample(range(1000, 10000), rows * tables)
     names = [f"{rng.choice(ADJECTIVES)} {noun}" for noun in rng.sample(NOUNS, tables)]
@@ -102,7 +102,9 @@ def table(rng: random.Random, size: int, depth: float | None, rows: int = 8, tab
     )
 
 
-def turns(rng: random.Random, size: int, depth: float | None, records: int = 8, questions: int = 4) -> Draft:
+def turns(
+    rng: random.Random, size: int, depth: float | None, *, records: int = 8, questions: int = 4
+) -> Draft:
     """Several keys with a number each; some are asked, one after another on the same cache."""
     draft = _numbers(rng, size, depth, keys=records, values=1, asked=1)
     found = re.findall(r"One of the special magic numbers for (\S+) is: (\d+)\.", draft.body)
