@@ -127,7 +127,8 @@ def eval_command(
             ours = [each for each in methods if each.name == "specache"]
             ours.sort(key=lambda each: dict(each.options).get("bits", 2))
             jobs = [Job(m, w, ours[-1] if needs_budget(m) else None) for w in workloads for m in methods]
-            progress.update(bar, total=len(jobs) * prompts)
+            store = Store(records, conditions(lab, jobs))
+            progress.update(bar, total=prompts * sum(store.get(job) is None for job in jobs))
             origin = provenance(lab.model.device, program="specache-bench")
             measured = measure_on(lab, origin, lambda number: progress.update(bar, advance=number))
 
@@ -138,7 +139,7 @@ def eval_command(
                     raise ConfigError(made.missing)
                 return made
 
-            done = run_jobs(ordered(jobs, lab.capacity), Store(records, conditions(lab, jobs)), measure)
+            done = run_jobs(ordered(jobs, lab.capacity), store, measure)
             for job in jobs:
                 if kvpress is not None and job.workload in read:
                     write_results(kvpress, job, done[job.key], lab, origin["command"])

@@ -248,13 +248,14 @@ def batches(kinds: Sequence[Any], batch_size: int) -> Iterator[list[int]]:
 
 
 def summed_up(results: Sequence[tuple[int, Generated]], began: float) -> dict[str, Any]:
-    """Means over sequences, from batches with their number of rows; see the module."""
+    """Means over sequences, from batches with their number of rows, and the longest of what is "longest"."""
     rows = sum(n for n, _ in results)
     steps = [ms for _, result in results for ms in result.step_ms]
     stats: dict[str, float | None] = {}
     for name in dict.fromkeys(name for _, result in results for name in result.footprint.stats):
         known = [(n, value) for n, r in results if (value := r.footprint.stats.get(name)) is not None]
-        stats[name] = sum(n * value for n, value in known) / sum(n for n, _ in known) if known else None
+        mean = sum(n * value for n, value in known) / sum(n for n, _ in known) if known else None
+        stats[name] = max(value for _, value in known) if known and "longest" in name else mean
     device = round(sum(r.footprint.device_bytes for _, r in results) / rows)
     full = round(sum(r.full_bytes for _, r in results) / rows)
     return {

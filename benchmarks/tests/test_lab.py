@@ -248,11 +248,12 @@ def test_divergence_is_that_of_the_two_distributions() -> None:
 
 def test_means_weigh_every_sequence_the_same_and_leave_out_what_is_not_known() -> None:
     def batch(rows: int, device: int, rate: float | None, ms: list[float]) -> tuple[int, Generated]:
-        return rows, Generated([], Footprint(device * rows, 0, {"rate": rate}), 100 * rows, ms)
+        stats = {"rate": rate, "longest_run": device}
+        return rows, Generated([], Footprint(device * rows, 0, stats), 100 * rows, ms)
 
     total = summed_up([batch(3, 10, 0.5, [1.0, 9.0]), batch(1, 30, None, [2.0])], 0.0)
     assert (total["device_bytes"], total["full_bytes"], total["decode_ms"]) == (15, 100, 2)
-    assert total["stats"] == {"rate": 0.5}
+    assert total["stats"] == {"rate": 0.5, "longest_run": 30}
     assert summed_up([batch(1, 1, None, [])], 0.0)["decode_ms"] is None
     assert list(batches(["a", "b", "a", "a", "b"], 2)) == [[0, 2], [3], [1, 4]]
 

@@ -31,7 +31,7 @@ class Pareto(Experiment):
                 [average.score for average in averages],
                 [average.error for average in averages],
                 color=style.COLOURS[number % len(style.COLOURS)],
-                marker="*osDPXv^<>d"[number],
+                marker="*osDPXv^<>d"[number % 11],
                 linestyle="--" if number >= len(style.COLOURS) else "-",
                 elinewidth=0.7,
                 label=name,
