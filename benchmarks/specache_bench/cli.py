@@ -269,7 +269,7 @@ def experiment_command(
         from specache_bench.lab import Lab
 
         def say(line: str) -> None:
-            console.print(line, highlight=False, markup=False)
+            console.print(line, highlight=False, markup=False, soft_wrap=True)
 
         if names == ["list"]:
             for name, experiment in EXPERIMENTS.items():

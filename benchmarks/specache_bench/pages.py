@@ -1,4 +1,4 @@
-"""Tables and captions of the pages, from results/: `specache-bench page`.
+"""Tables of the pages, from results/: `specache-bench page`.
 
 Text between `<!-- NAME: begin -->` and `<!-- NAME: end -->` is written anew. All else is prose, which stays.
 """
@@ -38,8 +38,8 @@ def block(page: Path, results: Path, name: str) -> str:
         return f"Not run yet: `specache-bench experiment {name}`."
     experiment, (records, saved) = EXPERIMENTS[name], read(file)
     picture = Path(os.path.relpath(results / f"{name}.png", page.parent)).as_posix()
-    parts = [experiment.caption, f"![{experiment.summary}]({picture})"]
-    parts += [f"{table.title}:\n\n{table.markdown()}" for table in experiment.tables(records)]
+    table = experiment.table(records)
+    parts = [f"![{experiment.summary}]({picture})", f"{table.title}:", table.markdown()]
     parts += [_not_run(saved), _provenance(saved)]
     return "\n\n".join(part for part in parts if part)
 

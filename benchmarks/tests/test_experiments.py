@@ -46,16 +46,16 @@ def made(name: str, scale: Scale, **missing: str) -> Results:
 @pytest.mark.parametrize("scale", [FULL, QUICK], ids=["full", "quick"])
 def test_tables_are_whole(name: str, scale: Scale) -> None:
     assert EXPERIMENTS[name].name == name
-    for table in EXPERIMENTS[name].tables(made(name, scale)):
-        assert table.rows and {len(row) for row in table.rows} == {len(table.headers)}
-        assert all(cell.strip() or column for row in table.rows for column, cell in enumerate(row))
-        assert "None" not in table.markdown() and "nan" not in table.markdown()
+    table = EXPERIMENTS[name].table(made(name, scale))
+    assert table.rows and {len(row) for row in table.rows} == {len(table.headers)}
+    assert all(cell.strip() or column for row in table.rows for column, cell in enumerate(row))
+    assert "None" not in table.markdown() and "nan" not in table.markdown()
 
 
 @EACH
 def test_missing_jobs_are_dashes_and_no_error(name: str, tmp_path: Path) -> None:
     missing = made(name, FULL, every="one")
-    assert all("-" in row for row in EXPERIMENTS[name].tables(missing)[0].rows)
+    assert all("-" in row for row in EXPERIMENTS[name].table(missing).rows)
     render(EXPERIMENTS[name], missing, tmp_path)
 
 
@@ -63,11 +63,10 @@ def test_missing_jobs_are_dashes_and_no_error(name: str, tmp_path: Path) -> None
 def test_what_is_written_reads_back(name: str, tmp_path: Path) -> None:
     experiment, scale = EXPERIMENTS[name], QUICK
     records = {job.key: invented(job) for job in experiment.jobs(scale)}
-    write(experiment, scale, records, ORIGIN, tmp_path)
+    table = write(experiment, scale, records, ORIGIN, tmp_path)
     results, saved = read(tmp_path / f"{name}.json")
     assert results.scale == scale and saved["model"] == "suite"
-    assert experiment.tables(results) == experiment.tables(Results(scale, records))
-    assert (tmp_path / f"{name}.md").read_text().startswith(experiment.tables(results)[0].title)
+    assert experiment.table(results) == table
     assert (tmp_path / f"{name}.png").stat().st_size > 10_000
 
 
@@ -78,14 +77,6 @@ def test_experiments_share_their_jobs() -> None:
     # Equal settings written in another order would run twice.
     sets = [(job.workload, job.match, job.method.name, frozenset(job.method.options)) for job in order]
     assert len(set(sets)) == len(sets)
-
-
-@EACH
-def test_committed_table_is_that_of_the_committed_records(name: str) -> None:
-    results, _ = read(ROOT / "results" / f"{name}.json")
-    tables = EXPERIMENTS[name].tables(results)
-    text = "\n\n".join(f"{table.title}\n\n{table.markdown()}" for table in tables)
-    assert (ROOT / "results" / f"{name}.md").read_text() == text + "\n"
 
 
 def test_committed_pages_show_the_committed_results(tmp_path: Path) -> None:

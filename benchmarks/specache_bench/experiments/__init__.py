@@ -73,7 +73,7 @@ def run_experiments(
             if job.key in keys:
                 keys.discard(job.key)
                 if not keys:
-                    write(EXPERIMENTS[name], scale, records, whole, out)
-                    say(f"{name}: see {out / name}.md and .png")
+                    table = write(EXPERIMENTS[name], scale, records, whole, out)
+                    say(f"{name}: see {out / name}.json and .png. {table.title}:\n\n{table.markdown()}\n")
 
     return run_jobs(jobs, store, measure_on(lab, origin), done)

@@ -163,39 +163,26 @@ class Experiment:
     Attributes:
         name: Of its files.
         summary: A line for `--help`.
-        caption: A few sentences for the page, about the table and the picture.
         title: Of the table.
         headers: Of the lines' labels; then come KV size, scores by task, their average.
         extra: Headers of the lines' last columns.
         every_line: Of a run that is not quick.
-        notes: The papers' own tables.
     """
 
     name: str
     summary: str
-    caption: str
     title: str
     headers: tuple[str, ...]
     extra: tuple[str, ...]
     every_line: tuple[Line, ...]
-    notes: tuple[Table, ...]
 
     @classmethod
     def read(cls, name: str, section: Mapping[str, Any]) -> Self:
         """From a section of `papers.toml`."""
         headers, extra = tuple(section["headers"]), section.get("extra", [])
         lines = [Line.read(line, len(headers), extra) for line in section["lines"].strip().splitlines()]
-        notes = tuple(Table.read(note["title"], note["rows"]) for note in section.get("notes", ()))
-        return cls(
-            name,
-            section["summary"],
-            section["caption"],
-            section["title"],
-            headers,
-            tuple(column[0] for column in extra),
-            tuple(lines),
-            notes,
-        )
+        names = tuple(column[0] for column in extra)
+        return cls(name, section["summary"], section["title"], headers, names, tuple(lines))
 
     def lines(self, scale: Scale) -> list[Line]:
         """At a scale; a quick run doesn't spend its time compiling."""
@@ -220,7 +207,7 @@ class Experiment:
         """Its lines in the table's order, with their results."""
         return [(line, results.over(line.method, line.match)) for line in self.lines(results.scale)]
 
-    def tables(self, results: Results) -> list[Table]:
+    def table(self, results: Results) -> Table:
         """Scores by task and their average with its standard error, bytes as a share of the full cache's."""
         scale, rows = results.scale, []
         tasks = [] if len(scale.tasks) == 1 else list(scale.tasks)
@@ -230,7 +217,7 @@ class Experiment:
             size = DASH if average is None else f"{average.ratio:.2f}x"
             rows.append((*line.labels, size, *by_task, str(average or DASH), *line.last(average, results)))
         names = (*self.headers, "KV size", *tasks, "average" if tasks else scale.tasks[0], *self.extra)
-        return [Table(f"{self.title} ({scale})", names, tuple(rows)), *self.notes]
+        return Table(f"{self.title} ({scale})", names, tuple(rows))
 
     def draw(self, results: Results, figure: Figure) -> None:
         """Bars by line."""
@@ -247,8 +234,8 @@ class Experiment:
 
 def write(
     experiment: Experiment, scale: Scale, records: Mapping[str, Record], origin: Mapping[str, Any], out: Path
-) -> None:
-    """Write `<name>.json`, from records by `Job.key` and what they come of; then its table and picture."""
+) -> Table:
+    """Write `<name>.json`, from records by `Job.key` and what they come of, and `<name>.png`; give the table."""
     cells = []
     for job in {job.key: job for job in experiment.jobs(scale)}.values():
         record = records[job.key]
@@ -261,13 +248,13 @@ def write(
     report["cells"] = cells
     out.mkdir(parents=True, exist_ok=True)
     (out / f"{experiment.name}.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    render(experiment, Results(scale, records), out)
+    results = Results(scale, records)
+    render(experiment, results, out)
+    return experiment.table(results)
 
 
 def render(experiment: Experiment, results: Results, out: Path) -> None:
-    """Write an experiment's tables and picture."""
-    text = "\n\n".join(f"{table.title}\n\n{table.markdown()}" for table in experiment.tables(results))
-    (out / f"{experiment.name}.md").write_text(text + "\n", encoding="utf-8")
+    """Write an experiment's picture."""
     with style.figure() as figure:
         experiment.draw(results, figure)
         # No dates and versions inside: an equal picture is an equal file.

@@ -31,7 +31,7 @@ class Needles(Experiment):
             for job in row
         ]
 
-    def tables(self, results: Results) -> list[Table]:
+    def table(self, results: Results) -> Table:
         """Means over depths by length; the picture has the places."""
         (lengths, depths), rows = _axes(results.scale), []
         for haystack in _HAYSTACKS:
@@ -42,7 +42,7 @@ class Needles(Experiment):
                 rows.append((haystack, *line.labels, *(shown or [DASH] * (len(lengths) + 1))))
         each = _number(results.scale)
         title = f"{self.title}, means over {len(depths)} depths with {each} prompts each"
-        return [Table(title, ("haystack", "method", *(f"{n:,}" for n in lengths), "all"), tuple(rows))]
+        return Table(title, ("haystack", "method", *(f"{n:,}" for n in lengths), "all"), tuple(rows))
 
     def draw(self, results: Results, figure: Figure) -> None:
         """A heat map for each method and haystack."""

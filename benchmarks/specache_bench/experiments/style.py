@@ -44,12 +44,6 @@ class Table:
     headers: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
 
-    @classmethod
-    def read(cls, title: str, text: str) -> Table:
-        """From lines with | between the cells, headers first."""
-        headers, *rows = (tuple(map(str.strip, line.split("|"))) for line in text.strip().splitlines())
-        return cls(title, headers, tuple(rows))
-
     def markdown(self) -> str:
         """GitHub's Markdown; first column to the left, figures to the right."""
         rule = ["---"] + ["---:"] * (len(self.headers) - 1)
