@@ -54,6 +54,18 @@ def test_tokens_of_beams_equal_the_plain_models():
 
 
 @pytest.mark.parametrize("lowering", ["eager", "inductor"])
+def test_tokens_behind_a_crop_equal_the_plain_models(lowering):
+    ids, found = prompt()["input_ids"][:1], []
+    for model in on_gpu(bits=16, lowering=lowering):
+        first = generate(model, {"input_ids": ids}, return_dict_in_generate=True)
+        past = first.past_key_values
+        past.crop(-10)
+        again = torch.cat([first.sequences[:, : past.get_seq_length()], ids[:, :2]], 1)  # two others at once
+        found.append(generate(model, {"input_ids": again}, past_key_values=past))
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("lowering", ["eager", "inductor"])
 def test_captured_steps_give_the_tokens_of_those_that_run_launch_by_launch(lowering):
     _, compiled = on_gpu(bits=2, lowering=lowering, replay=False)
     ran = generate(compiled, prompt(), 80)
