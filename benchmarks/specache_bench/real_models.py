@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from specache_bench.experiments.style import DASH, Table
 from specache_bench.lab import Lab
 from specache_bench.records import Method, read_spelling
+from specache_bench.report import Table
 from specache_bench.workloads import Prompts, Windows
 from specache_fx.provenance import provenance
 
@@ -52,15 +52,16 @@ class Run:
 
 
 def runs_of(model: str) -> Iterator[Run]:
-    """All runs of a model; runs of one method follow each other."""
+    """All runs of a model."""
     places = {
         "main": [("forced", _WHERE["main_length"])],
         "tasks": [(task, _WHERE["task_length"]) for task in _WHERE["tasks"]],
     }
     places["whole"] = [("forced", length) for length in MODELS[model]["lengths"]] + places["tasks"]
-    for label, method, where in _cells(_DATA["runs"]["lines"]):
+    for bits, label, method, where in _lines(_DATA["runs"]["lines"]):
+        wide = Method.read(method) if bits == 16 else Method.read(method).having(bits=bits)
         for name in where.split():
-            yield from (Run(label, Method.read(method), mode, length) for mode, length in places[name])
+            yield from (Run(label, wide, mode, length) for mode, length in places[name])
 
 
 def measure(model: str, file: Path, say: Callable[[str], object]) -> None:
@@ -114,23 +115,24 @@ def tables(rows: Rows) -> dict[str, str]:
 def _table(rows: Rows, section: Mapping[str, Any]) -> Table:
     """Lines of which nothing was run are left out."""
     columns = [(header, *read_spelling(which)) for header, which in _cells(section["columns"])]
-    lines = []
+    lines: list[dict[str, Any]] = []
     for model in MODELS if section["by_model"] else [None]:
-        front = [MODELS[model]["title"]] if model else []
-        for bits, label, *shown in _cells(section["rows"]):
-            run: dict[str, Any] = {"label": label, "bits": None if bits == "16" else int(bits)}
+        for bits, label, *shown in _lines(section["rows"]):
+            run: dict[str, Any] = {"label": label, "bits": None if bits == 16 else bits}
             run |= {"model": model} if model else {}
-            found = [find(rows, **run, **more) for _, _, more in columns]
-            cells = [_number(row, figure) for row, (_, figure, _) in zip(found, columns, strict=True)]
-            if any(found):
-                lines.append((*front, *(shown or (bits, label)), *cells))
-    return Table("", (*section["labels"], *(header for header, *_ in columns)), tuple(lines))
+            found = {header: find(rows, **run, **more) for header, _, more in columns}
+            if any(found.values()):
+                named = {"model": MODELS[model]["title"] if model else "", "bits": bits}
+                others = dict.fromkeys(section["labels"], shown[0] if shown else label)
+                lines.append(others | named | found)
+    front = {label: label for label in section["labels"]}
+    return Table.of(front | {header: f"{header}/{figure}" for header, figure, _ in columns}, lines)
 
 
-def _number(row: dict[str, Any] | None, figure: str) -> str:
-    name, _, form = figure.partition(":")
-    value = None if row is None else row.get(name, row.get("stats", {}).get(name))
-    return DASH if value is None else format(value, form)
+def _lines(text: str) -> Iterator[tuple[Any, ...]]:
+    """Bits and further cells of each line, which begins with its widths; those of more bits first."""
+    for bits in (16, 2, 1):
+        yield from ((bits, *cells) for widths, *cells in _cells(text) if str(bits) in widths.split())
 
 
 def _cells(text: str) -> list[list[str]]:

@@ -1,40 +1,70 @@
-"""Tables on the terminal, of records and of reports."""
+"""Tables: of rows by columns, in Markdown for pages and by rich on the terminal; those of records and of reports."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import rich.table
 from rich import box
-from rich.table import Table
 
 from specache_bench.records import Job, Record
 from specache_fx.sizes import format_size
 
+DASH = "-"
 
-def table(columns: Mapping[str, str], rows: Sequence[Any], title: str = "", caption: str = "") -> Table:
-    """A line a row; the first columns without figures to the left.
 
-    Args:
-        columns: By header, a value's name and its format: "median_ms:.1f", or "device_bytes:size".
-        rows: Values by name.
-        title: Above it.
-        caption: Below it.
-    """
-    made = Table(title=title, caption=caption, box=box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
-    for header in columns:
-        side: Any = "left" if header in ("", "task", "method") else "right"
-        made.add_column(header, justify=side, no_wrap=header != "method", overflow="fold")
-    for row in rows:
-        made.add_row(*(_cell(row, column) for column in columns.values()))
-    return made
+@dataclass(frozen=True)
+class Table:
+    """A table as text: `headers`, and rows of as many strings. `title` stands above it, `caption` below."""
+
+    title: str
+    headers: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    caption: str = ""
+
+    @classmethod
+    def of(
+        cls, columns: Mapping[str, str], rows: Iterable[Mapping[str, Any]], title: str = "", caption: str = ""
+    ) -> Table:
+        """A line a row.
+
+        Args:
+            columns: By header, a value's place and its format: "median_ms:.1f", "device_bytes:size",
+                "stats/topk_hit_rate:.2f".
+            rows: Values by name.
+            title: See the class.
+            caption: See the class.
+        """
+        lines = (tuple(_cell(row, column) for column in columns.values()) for row in rows)
+        return cls(title, tuple(columns), tuple(lines), caption)
+
+    def markdown(self) -> str:
+        """GitHub's Markdown; first column to the left, figures to the right."""
+        rule = ["---"] + ["---:"] * (len(self.headers) - 1)
+        lines = [self.headers, rule, *self.rows]
+        return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+    def __rich__(self) -> rich.table.Table:
+        """The first columns without figures to the left."""
+        look: dict[str, Any] = {"box": box.SIMPLE_HEAD, "collapse_padding": True, "pad_edge": False}
+        made = rich.table.Table(title=self.title, caption=self.caption, **look)
+        for header in self.headers:
+            side: Any = "left" if header in ("", "task", "method") else "right"
+            made.add_column(header, justify=side, no_wrap=header != "method", overflow="fold")
+        for row in self.rows:
+            made.add_row(*row)
+        return made
 
 
 def _cell(row: Mapping[str, Any], column: str) -> str:
-    name, _, form = column.partition(":")
-    value = row.get(name)
+    place, _, form = column.partition(":")
+    value: Any = row
+    for name in place.split("/"):
+        value = None if value is None else value.get(name)
     if value is None or (form == "size" and not value):
-        return "-"
+        return DASH
     return format_size(value) if form == "size" else f"{value:{form}}"
 
 
@@ -60,7 +90,7 @@ def records_table(title: str, records: Mapping[Job, Record]) -> Table:
         " the speculative token was the next one. top-k hits: the pairs wanted had been prefetched; attention hits: of"
         " the attention on them."
     )
-    return table(columns, rows, title, caption)
+    return Table.of(columns, rows, title, caption)
 
 
 def _beside(rows: Sequence[Mapping[str, Any]], reference: str, digits: int) -> list[dict[str, Any]]:
@@ -83,7 +113,7 @@ def attention_table(result: Mapping[str, Any]) -> Table:
         f"specache: {result['lanes']} queries a head, {result['dtype']}, kernel {result['kernel']}; the others 1 query."
         f" floor: its bytes at {result['bandwidth_gb_s']:.1f} GB/s, measured in this run by copying."
     )
-    return table(columns, _beside(result["rows"], "sdpa float32", 1), title, caption)
+    return Table.of(columns, _beside(result["rows"], "sdpa float32", 1), title, caption)
 
 
 def decode_tables(result: Mapping[str, Any]) -> list[Table]:
@@ -107,4 +137,4 @@ def decode_tables(result: Mapping[str, Any]) -> list[Table]:
         "copies: ms a step; hidden: the share of that which overlapped compute; calls: operators of PyTorch that a step"
         " calls."
     )
-    return [table(times, rows, title, floor), table(sizes, rows, "", copies)]
+    return [Table.of(times, rows, title, floor), Table.of(sizes, rows, "", copies)]

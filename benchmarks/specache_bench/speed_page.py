@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from specache_bench.experiments.style import DASH, Table
+from specache_bench.report import Table
 
 Case = dict[str, dict[str, Any]]  # of each method its row
 
@@ -32,7 +32,19 @@ _ATTENTION = {
     "specache 2-bit, kivi": 'SpeCache, 2 bits, `quantizer="kivi"`',
     "specache 1-bit, kivi": 'SpeCache, 1 bit, `quantizer="kivi"`',
 }
-_STARTS = {"uncompiled": "transformers, uncompiled", "torch.compile": "transformers, `torch.compile`"}
+_BOUNDS = {
+    "": "name",
+    "step": "specache 2-bit/median_ms:.1f",
+    "floor": "specache 2-bit/floor_ms:.1f",
+    "its graph": "specache 2-bit/parts_ms/decode step:.1f",
+    "of that attention": "specache 2-bit/parts_ms/attention:.1f",
+    "KIVI's attention": "kivi 2-bit/parts_ms/attention:.1f",
+}
+_STARTS = {
+    "uncompiled": "transformers, uncompiled",
+    "torch.compile": "transformers, `torch.compile`",
+    "specache": "specache",
+}
 
 
 def results_of(results: Path, run: str) -> list[dict[str, Any]]:
@@ -46,100 +58,75 @@ def cases(results: Path, run: str) -> list[Case]:
     return [{row["name"]: row for row in result["rows"]} for result in results_of(results, run)]
 
 
+def _named(results: Path, run: str, shape: str) -> list[dict[str, Any]]:
+    """The cases of a run, each with its name."""
+    found = []
+    for result, rows in zip(results_of(results, run), cases(results, run), strict=True):
+        batch = "" if result["batch"] == 1 else f", batch {result['batch']}"
+        found.append({"name": f"{shape}{batch}, {result['kv_len']:,} tokens", **rows})
+    return found
+
+
 def readme_tables(results: Path) -> dict[str, str]:
     """Of README: the shortest and the longest context of each model in bfloat16."""
     rows = []
     for run in ("peers_bfloat16", "peers_smollm2", "peers_1b"):
-        first, *_, last = _times(results, run, RUNS[run], _METHODS)
+        first, *_, last = _named(results, run, RUNS[run])
         rows += [first, last]
-    return {"peers": _table(("ms a step", *_METHODS), rows)}
+    return {"peers": _times(rows, _METHODS)}
 
 
 def tables(results: Path) -> dict[str, str]:
     """Of docs/performance.md, by the names of their markers."""
-    peers = [row for run, shape in RUNS.items() for row in _times(results, run, shape, _METHODS)]
-    avx2 = _times(results, "peers_float32_avx2", _AVX2, _METHODS)
-    widths = _times(results, "peers_kv_widths", _AVX2, _WIDTHS)
+    peers = [case for run, shape in RUNS.items() for case in _named(results, run, shape)]
     return {
-        "attention": _attention(results),
-        "decode": _decode(results),
-        "peers": _table(("ms a step", *_METHODS), peers),
-        "avx2": _table(("ms a step", *_METHODS), avx2),
-        "widths": _table(("ms a step", *_WIDTHS), widths),
-        "starts": _starts(results),
-        "bounds": _bounds(results),
+        "attention": _attention(cases(results, "bench_attention")[0]),
+        "decode": _decode(results_of(results, "bench_decode")),
+        "peers": _times(peers, _METHODS),
+        "avx2": _times(_named(results, "peers_float32_avx2", _AVX2), _METHODS),
+        "widths": _times(_named(results, "peers_kv_widths", _AVX2), _WIDTHS),
+        "starts": _starts(json.loads((results / "real_first_call.json").read_text())["rows"]),
+        "bounds": Table.of(_BOUNDS, (case for case in peers if "batch" not in case["name"])).markdown(),
     }
 
 
-def _table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    return Table("", tuple(headers), tuple(map(tuple, rows))).markdown()
+def _times(rows: Sequence[Case], methods: Sequence[str]) -> str:
+    columns = {"ms a step": "name"} | {method: f"{method}/median_ms:.1f" for method in methods}
+    return Table.of(columns, rows).markdown()
 
 
-def _named(results: Path, run: str, shape: str) -> Iterator[tuple[str, Case]]:
-    for result, rows in zip(results_of(results, run), cases(results, run), strict=True):
-        batch = "" if result["batch"] == 1 else f", batch {result['batch']}"
-        yield f"{shape}{batch}, {result['kv_len']:,} tokens", rows
-
-
-def _times(results: Path, run: str, shape: str, methods: Sequence[str]) -> list[list[str]]:
-    return [
-        [name, *(f"{rows[method]['median_ms']:.1f}" for method in methods)]
-        for name, rows in _named(results, run, shape)
-    ]
-
-
-def _attention(results: Path) -> str:
-    (rows,) = cases(results, "bench_attention")
+def _attention(case: Case) -> str:
+    columns = {"": "label", "queries a head": "queries", "ms": "median_ms:.1f", "of SDPA": "sdpa float32"}
+    columns |= {"of the bf16 product": "grouped matmul bfloat16", "floor, ms": "floor_ms:.1f"}
     lines = []
     for name, label in _ATTENTION.items():
-        ms, queries = rows[name]["median_ms"], "2" if name.startswith("specache") else "1"
-        ratios = [
-            f"{rows[other]['median_ms'] / ms:.1f}x" for other in ("sdpa float32", "grouped matmul bfloat16")
-        ]
-        lines.append([label, queries, f"{ms:.1f}", *ratios, f"{rows[name]['floor_ms']:.1f}"])
-    return _table(("", "queries a head", "ms", "of SDPA", "of the bf16 product", "floor, ms"), lines)
+        row, named = case[name], {"label": label, "queries": 1 + name.startswith("specache")}
+        others = ("sdpa float32", "grouped matmul bfloat16")
+        ratios = {other: f"{case[other]['median_ms'] / row['median_ms']:.1f}x" for other in others}
+        lines.append(row | named | ratios)
+    return Table.of(columns, lines).markdown()
 
 
-def _decode(results: Path) -> str:
-    by_length = cases(results, "bench_decode")
-    lengths, held = [result["kv_len"] for result in results_of(results, "bench_decode")], by_length[2]
-    lines = [
-        [
-            name,
-            *(f"{rows[name]['median_ms']:.1f}" for rows in by_length),
-            f"{row['tokens_per_s']:.0f}",
-            f"{row['device_bytes'] / 2**20:.1f} MiB",
-            f"{row['copy_ms']:.2f}" if row["copy_ms"] else DASH,
-        ]
-        for name, row in held.items()
-    ]
-    behind = (f"tokens/s at {lengths[2]:,}", "device KV there", "copies, ms a step")
-    return _table(("", *(f"{length:,}" for length in lengths), *behind), lines)
+def _decode(results: Sequence[dict[str, Any]]) -> str:
+    lengths = [result["kv_len"] for result in results]
+    columns = {"": "name"} | {f"{length:,}": f"{length}:.1f" for length in lengths}
+    columns |= {f"tokens/s at {lengths[2]:,}": "tokens_per_s:.0f", "device KV there": "device_bytes:size"}
+    columns["copies, ms a step"] = "copy_ms:.2f"
+    rows = [{**row, "copy_ms": row["copy_ms"] or None} for row in results[2]["rows"]]
+    for length, result in zip(lengths, results, strict=True):
+        for row, other in zip(rows, result["rows"], strict=True):
+            row[str(length)] = other["median_ms"]
+    return Table.of(columns, rows).markdown()
 
 
-def _starts(results: Path) -> str:
-    rows = {
-        (row["method"], row["start"]): row["first_call"]
-        for row in json.loads((results / "real_first_call.json").read_text())["rows"]
-        if row["model"] == "smollm2"
-    }
+def _starts(rows: Sequence[dict[str, Any]]) -> str:
+    found = {(row["method"], row["start"]): row["first_call"] for row in rows if row["model"] == "smollm2"}
     lines = []
-    for method in ("uncompiled", "torch.compile", "specache"):
+    for method, label in _STARTS.items():
         starts = ("uncompiled",) * 2 if method == "uncompiled" else ("empty caches", "second process")
-        seconds = [rows[method, start][token] for start in starts for token in ("first_token", "fifth_token")]
-        lines.append([_STARTS.get(method, method), *(f"{each:.{int(each < 1)}f}" for each in seconds)])
-    return _table(
-        ("seconds", "empty caches, first token", "fifth", "second process, first token", "fifth"), lines
-    )
-
-
-def _bounds(results: Path) -> str:
-    lines = []
-    for run, shape in RUNS.items():
-        for name, rows in _named(results, run, shape):
-            ours, kivi = (rows[method] for method in reversed(_OURS))
-            parts = ours["parts_ms"]
-            times = (ours["median_ms"], ours["floor_ms"], parts["decode step"], parts["attention"])
-            if "batch" not in name:
-                lines.append([name, *(f"{ms:.1f}" for ms in (*times, kivi["parts_ms"]["attention"]))])
-    return _table(("", "step", "floor", "its graph", "of that attention", "KIVI's attention"), lines)
+        seconds = [
+            found[method, start][token] for start in starts for token in ("first_token", "fifth_token")
+        ]
+        lines.append((label, *(f"{each:.{int(each < 1)}f}" for each in seconds)))
+    headers = ("seconds", "empty caches, first token", "fifth", "second process, first token", "fifth")
+    return Table("", headers, tuple(lines)).markdown()

@@ -11,8 +11,8 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any, Self
 
 from specache_bench.experiments import style
-from specache_bench.experiments.style import DASH, Table
 from specache_bench.records import Job, Method, Record, read_spelling
+from specache_bench.report import DASH, Table
 from specache_bench.workloads import WORKLOADS, Prompts
 from specache_fx.sizes import format_size
 

@@ -6,8 +6,8 @@ from statistics import fmean
 from typing import TYPE_CHECKING
 
 from specache_bench.experiments.base import Experiment, Results, Scale
-from specache_bench.experiments.style import DASH, Table
 from specache_bench.records import Job, Method
+from specache_bench.report import DASH, Table
 from specache_bench.workloads import Prompts
 
 if TYPE_CHECKING:

@@ -1,17 +1,15 @@
-"""How tables and pictures look: one colour for each family of methods, colour-blind safe (Okabe and Ito)."""
+"""How pictures look: one colour for each family of methods, colour-blind safe (Okabe and Ito)."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-DASH = "-"
 BLACK, ORANGE, SKY, GREEN = "#000000", "#E69F00", "#56B4E9", "#009E73"
 BLUE, RED, PURPLE = "#0072B2", "#D55E00", "#CC79A7"
 # Their yellow can't be seen on white; a dark red of Tol's and a grey are apart from the others too.
@@ -34,21 +32,6 @@ _RC: dict[Any, Any] = {
     "legend.frameon": False,
     "figure.dpi": 150,
 }
-
-
-@dataclass(frozen=True)
-class Table:
-    """A table as text: `headers`, and rows of as many strings. `title` says what was run."""
-
-    title: str
-    headers: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-
-    def markdown(self) -> str:
-        """GitHub's Markdown; first column to the left, figures to the right."""
-        rule = ["---"] + ["---:"] * (len(self.headers) - 1)
-        lines = [self.headers, rule, *self.rows]
-        return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 @contextmanager
