@@ -209,11 +209,11 @@ class Lab:
 
     def running(self, method: Method) -> Any:
         """A method that is ready on this model; it stays compiled until another one is asked for."""
-        from specache_bench.methods import open_method
+        from specache_bench.methods import make_method
 
         if self._open is None or self._open[0] != method:
             self._leave()
-            self._open = (method, open_method(method, self))
+            self._open = (method, make_method(method).open(self))
         return self._open[1]
 
     @property

@@ -6,10 +6,10 @@ its bytes. A press of kvpress (`Evicting`), OpenVINO and llama.cpp (`CpuPeer`) r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 import torch.nn.functional as F
@@ -76,12 +76,6 @@ class Asked:
     turns: Sequence[Sequence[int]] = ((),)
     forced: torch.Tensor | None = None
 
-    def chooser(self, full: torch.Tensor | None = None) -> Greedy | Forced:
-        """Of an answer's tokens, or of the given ones, with the full cache's distributions of them."""
-        if self.forced is None:
-            return Greedy(self.max_new_tokens, self.stop_ids)
-        return Forced(self.forced, full)
-
 
 class CacheMethod:
     """A method of this process.
@@ -101,10 +95,12 @@ class CacheMethod:
         check_options(f"Method {name!r}", options, cls.defaults)
         return {**cls.defaults, **options}
 
-    @classmethod
-    def open(cls, name: str, options: Mapping[str, Any], lab: Lab) -> Any:
+    def open(self, lab: Lab) -> Self:
         """Make it ready on a model."""
-        return InProcess(cls(name, options), lab)
+        self._lab, self._warm = lab, set[int]()
+        torch._dynamo.reset()  # graphs of another method would count against the limits of compiling
+        self.prepare(lab.model)
+        return self
 
     def prepare(self, model: PreTrainedModel) -> None:
         """Change the model, such as compile it."""
@@ -119,6 +115,43 @@ class CacheMethod:
     def measure(self, cache: Any) -> Footprint:
         """The bytes of the cache now."""
         return Footprint(sum(tensor.nbytes for tensor in kv_tensors(cache)))
+
+    @torch.inference_mode()
+    def ask(self, asked: Asked) -> Generated:
+        """Decode behind prompts that the plain model has read."""
+        lab, batch = self._lab, len(asked.prompts)
+        read = lab.read(asked.prompts)
+        full = None if asked.forced is None else lab.log_probs(asked.prompts, asked.forced)
+        decoder = Decoder(lab.model, self.begin(lab.model, read.copy()), read.logits)
+        ids: list[list[int]] = []
+        step_ms: list[float] = []
+        unfed = torch.empty(batch, 0, dtype=torch.int64)  # an answer's last token: chosen, and no more
+        for turn in asked.turns:
+            if turn:
+                told = torch.tensor([turn]).expand(batch, -1)
+                decoder.feed(torch.cat([unfed, told], dim=1).to(lab.model.device))
+            chooser: Greedy | Forced
+            if asked.forced is None:
+                chooser = Greedy(asked.max_new_tokens, asked.stop_ids)
+            else:
+                chooser = Forced(asked.forced, full)
+            before = len(decoder.step_ms)
+            decode(decoder, chooser, lambda step, at: None if step else self.told(at, asked.prompts))
+            ids += chooser.ids()
+            if isinstance(chooser, Greedy):
+                unfed = chooser.last
+            # A batch's first step takes the prompt's cache over; the first two of a new shape compile.
+            step_ms += decoder.step_ms[before + (1 if batch in self._warm and not turn else 2) :]
+        self._warm.add(batch)
+        footprint = self.measure(decoder.cache)
+        made = Generated(ids, footprint, read.full_bytes(read.prompt_len + decoder.num_fed), step_ms)
+        if not isinstance(chooser, Forced):
+            return made
+        return replace(made, losses=chooser.losses(), kl=chooser.kl(), same_top=chooser.same_top())
+
+    def close(self) -> None:
+        """Leave the model as it was before."""
+        uncompile(self._lab.model)
 
 
 class Compiled(CacheMethod):
@@ -214,52 +247,6 @@ class Quantized(CacheMethod):
         return Footprint(sum(x.nbytes for layer in cache.layers for x in plain_tensors(vars(layer))))
 
 
-class InProcess:
-    """A `CacheMethod` on a model of this process."""
-
-    def __init__(self, method: CacheMethod, lab: Lab) -> None:
-        self._method, self._model, self._lab = method, lab.model, lab
-        self._warm: set[int] = set()
-        torch._dynamo.reset()  # graphs of another method would count against the limits of compiling
-        method.prepare(lab.model)
-
-    @torch.inference_mode()
-    def ask(self, asked: Asked) -> Generated:
-        """Decode behind prompts that the plain model has read."""
-        read, batch = self._lab.read(asked.prompts), len(asked.prompts)
-        full = None if asked.forced is None else self._lab.log_probs(asked.prompts, asked.forced)
-        decoder = Decoder(self._model, self._method.begin(self._model, read.copy()), read.logits)
-        ids: list[list[int]] = []
-        step_ms: list[float] = []
-        unfed = torch.empty(
-            batch, 0, dtype=torch.int64
-        )  # an answer's last token, which was chosen and no more
-        for turn in asked.turns:
-            if turn:
-                told = torch.tensor([turn]).expand(batch, -1)
-                decoder.feed(torch.cat([unfed, told], dim=1).to(self._model.device))
-            chooser, before = asked.chooser(full), len(decoder.step_ms)
-            decode(decoder, chooser, self._telling(asked.prompts))
-            ids += chooser.ids()
-            if isinstance(chooser, Greedy):
-                unfed = chooser.last
-            # A batch's first step takes the prompt's cache over; the first two of a new shape compile.
-            step_ms += decoder.step_ms[before + (1 if batch in self._warm and not turn else 2) :]
-        self._warm.add(batch)
-        footprint = self._method.measure(decoder.cache)
-        made = Generated(ids, footprint, read.full_bytes(read.prompt_len + decoder.num_fed), step_ms)
-        if not isinstance(chooser, Forced):
-            return made
-        return replace(made, losses=chooser.losses(), kl=chooser.kl(), same_top=chooser.same_top())
-
-    def close(self) -> None:
-        """Leave the model as it was before."""
-        uncompile(self._model)
-
-    def _telling(self, prompts: torch.Tensor) -> Callable[[int, Any], None]:
-        return lambda step, cache: self._method.told(cache, prompts) if step == 0 else None
-
-
 @dataclass(frozen=True)
 class Press:
     """A class of kvpress, its paper, the attention it needs, and its arguments besides the ratio."""
@@ -305,14 +292,10 @@ class Evicting(CacheMethod):
             raise ConfigError(f"Method {name!r}: bytes={budget}: give a number of bytes above 0.")
         return {"bytes": budget, "ratio": ratio}
 
-    @classmethod
-    def open(cls, name: str, options: Mapping[str, Any], lab: Lab) -> Any:
+    def open(self, lab: Lab) -> Self:
         """Start the worker, if it has not started yet."""
-        made = cls(name, options)
-        made._worker = lab.presses
-        return made
-
-    _worker: WorkerProcess
+        self._worker = lab.presses
+        return self
 
     def ask(self, asked: Asked) -> Generated:
         """Decode in the worker; a `ConfigError` on several questions, since its caches can't be gone on with."""
@@ -362,10 +345,9 @@ class CpuPeer(CacheMethod):
             raise ConfigError(f"Method {name!r}: kv={kv}: choose one of {', '.join(known)}.")
         return {"kv": kv}
 
-    @classmethod
-    def open(cls, name: str, options: Mapping[str, Any], lab: Lab) -> Any:
+    def open(self, lab: Lab) -> Self:
         """Refuse prompts."""
-        raise ConfigError(f"Method {name!r} is timed alone (specache-bench decode): leave it out here.")
+        raise ConfigError(f"Method {self.name!r} is timed alone (specache-bench decode): leave it out here.")
 
     def start(self, folder: Path, dtype: str, batch: int, kv_len: int, room: int) -> WorkerProcess:
         """A worker that has read a context, with room for so many steps; a `ConfigError` if it does not start.
@@ -422,17 +404,11 @@ METHODS: dict[str, type[CacheMethod]] = {
 WITH_BITS = ("specache", "kivi", "quantized")
 
 
-def check_method(method: Method) -> None:
-    """Say before the work what is wrong with a method: a `ConfigError` if it is unknown, or an option is."""
+def make_method(method: Method) -> CacheMethod:
+    """By its name and options; a `ConfigError` if it is unknown, or an option is, or a value is bad."""
     if method.name not in METHODS:
         raise ConfigError(f"There is no method {method.name!r}. Methods: {', '.join(METHODS)}.")
-    METHODS[method.name].check(method.name, dict(method.options))
-
-
-def open_method(method: Method, lab: Lab) -> Any:
-    """Make a method ready on a model; a `ConfigError` if it is bad or can't run here."""
-    check_method(method)
-    return METHODS[method.name].open(method.name, dict(method.options), lab)
+    return METHODS[method.name](method.name, dict(method.options))
 
 
 def read_methods(spellings: Sequence[str], bits: Sequence[int]) -> list[Method]:
@@ -451,7 +427,7 @@ def read_methods(spellings: Sequence[str], bits: Sequence[int]) -> list[Method]:
             f"--bits is for {', '.join(WITH_BITS)} without a width of their own: there is none."
         )
     for method in methods:
-        check_method(method.having(bytes=1) if needs_budget(method) else method)
+        make_method(method.having(bytes=1) if needs_budget(method) else method)
     if twice := {str(method) for method in methods if methods.count(method) > 1}:
         raise ConfigError(f"Method {', '.join(sorted(twice))} is given twice.")
     methods.sort(key=needs_budget)

@@ -24,7 +24,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 import specache_fx
 from specache_bench import timing
 from specache_bench.decode import Decoder
-from specache_bench.methods import METHODS, OURS, CacheMethod, CpuPeer, check_method, plain_tensors
+from specache_bench.methods import OURS, CacheMethod, CpuPeer, make_method, plain_tensors
 from specache_bench.records import Method, check_options, read_spelling
 from specache_bench.timing import Timing, Turn, memory_bandwidth, seconds_of, take_turns
 from specache_bench.workers import CPU_PEERS
@@ -135,7 +135,7 @@ def speed_methods(
     known["kcache"] = Method.of("kcache", top_k=128, resident_layers=1, lowering=lowering)
     known |= {f"specache {bits}-bit": Method.of("specache", bits=bits, lowering=lowering) for bits in widths}
     for method in (*(PEERS if peers else ()), *map(Method.read, more)):
-        check_method(method)
+        make_method(method)
         kv = CpuPeer.formats.get(method.name)
         title = {"openvino": "OpenVINO"}.get(method.name, method.name)
         name = f"{title}, {dict(method.options).get('kv', kv[0])} KV" if kv else str(method)
@@ -236,8 +236,7 @@ class DecodeSteps:
             for name, method in methods.items():
                 on_method(name)
                 start = time.perf_counter()
-                made = METHODS[method.name](method.name, dict(method.options))
-                found[name] = self._open(made, model, pairs, stack)
+                found[name] = self._open(make_method(method), model, pairs, stack)
                 found[name].turn(WARM_UP_STEPS)
                 found[name].open_s = time.perf_counter() - start
             del pairs
