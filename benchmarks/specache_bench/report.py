@@ -124,7 +124,7 @@ def decode_tables(result: Mapping[str, Any]) -> list[Table]:
     times["compile\ns"] = "compile_s:.0f"
     sizes = {"": "name", "device\nKV": "device_bytes:size", "host\nKV": "host_bytes:size"}
     sizes |= {"moved\na step": "moved_bytes_per_step:size", "copies\nms": "copy_ms:.2f"}
-    sizes |= {"hidden": "hidden_share:.0%", "calls": "operator_calls:.0f"}
+    sizes["hidden"] = "hidden_share:.0%"
     title = (
         f"decode steps at {result['kv_len']:,} tokens x batch {result['batch']}, {result['dtype']}:"
         f" {size['layers']} layers, hidden {size['hidden']}, {size['num_heads']} heads on {size['num_kv_heads']}"
@@ -133,8 +133,5 @@ def decode_tables(result: Mapping[str, Any]) -> list[Table]:
         f"floor: {format_size(result['weight_bytes'])} of weights and the device's part of the cache at"
         f" {result['bandwidth_gb_s']:.1f} GB/s, measured in this run by copying."
     )
-    copies = (
-        "copies: ms a step; hidden: the share of that which overlapped compute; calls: operators of PyTorch that a step"
-        " calls."
-    )
+    copies = "copies: ms a step; hidden: the share of that which overlapped compute."
     return [Table.of(times, rows, title, floor), Table.of(sizes, rows, "", copies)]

@@ -38,7 +38,7 @@ from specache_fx.runtime.quant import make_quantizer
 WARM_UP_STEPS = 4
 PEERS = (Method.of("openvino"), Method.of("llama.cpp"))
 _LANES = 2  # queries a head: the output token and the speculative one
-_OURS_ALONE = ("host_bytes", "moved_bytes_per_step", "copy_ms", "hidden_share", "operator_calls", "parts_ms")
+_OURS_ALONE = ("host_bytes", "moved_bytes_per_step", "copy_ms", "hidden_share", "parts_ms")
 
 
 @dataclass(frozen=True)
@@ -165,8 +165,8 @@ class DecodeSteps:
 
     Results by method: `compile_s` (the first steps' time beyond the others'; of a peer its start, with the context),
     `median_ms`, `p10_ms`, `p90_ms`, `calls`, `tokens_per_s`, `floor_ms` (weights and cache at the memory's bandwidth),
-    `device_bytes`, `operator_calls` a step, and of our own methods `host_bytes`, `moved_bytes_per_step`, `copy_ms` (of
-    copies in a step), `hidden_share` (of copy time, the share that overlapped compute), `parts_ms` (see `parts_of`).
+    `device_bytes`, and of our own methods `host_bytes`, `moved_bytes_per_step`, `copy_ms` (of copies in a step),
+    `hidden_share` (of copy time, the share that overlapped compute), `parts_ms` (see `parts_of`).
     """
 
     size: ModelSize = field(default_factory=ModelSize)
@@ -276,7 +276,7 @@ class Opened:
         row |= {"compile_s": max(0.0, self.open_s - WARM_UP_STEPS * timed.median_ms / 1e3), **asdict(timed)}
         if self.decoder is None:
             return row | {"device_bytes": self.worker.started["device_bytes"]}
-        step, cache = partial(self.decoder.greedy, 1), self.decoder.cache
+        cache = self.decoder.cache
         row["device_bytes"] = self.method.measure(cache).device_bytes
         if self.method.name in OURS:
             seen = specache_fx.stats(cache)
@@ -284,11 +284,11 @@ class Opened:
             row |= {"host_bytes": seen.host_bytes, "hidden_share": seen.hidden_share}
             row["moved_bytes_per_step"] = seen.prefetched_bytes / steps
             row["copy_ms"] = 1e3 * seen.prefetch_seconds / steps
-            spans = timing.record_steps(step)
+            spans = timing.record_steps(partial(self.decoder.greedy, 1))
             row["parts_ms"] = timing.parts_of(spans)
             if trace is not None and self.method.name == "specache":
                 write_trace(trace, spans)
-        return row | {"operator_calls": timing.operator_calls(step)}
+        return row
 
 
 @dataclass(frozen=True)

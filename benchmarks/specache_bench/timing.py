@@ -15,7 +15,6 @@ from specache_fx.runtime.tracing import Span, recording
 _COPY_BYTES = 256 << 20
 _COPIES = 9
 _TRACED_STEPS = 8
-_PROFILED_STEPS = 4
 _PARTS = ("decode step", "attention", "append", "select", "start prefetch", "wait for prefetch")
 
 Turn = Callable[[int], list[float]]
@@ -68,19 +67,6 @@ def memory_bandwidth(device: torch.device) -> float:
     target = torch.empty_like(source)
     timing = Timing.of(seconds_of(lambda: target.copy_(source), device, _COPIES))
     return 2 * _COPY_BYTES / (timing.p10_ms / 1e3)
-
-
-def operator_calls(step: Callable[[], object]) -> float:
-    """PyTorch operators that a step calls, those that others call too: what is paid for one by one.
-
-    Kernels that Inductor made are called by its own code, and are not among them.
-    """
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities, acc_events=True) as profile:
-        for _ in range(_PROFILED_STEPS):
-            step()
-    ours = (event for event in profile.key_averages() if event.key.startswith(("aten::", "specache::")))
-    return sum(event.count for event in ours) / _PROFILED_STEPS
 
 
 def record_steps(step: Callable[[], object]) -> list[Span]:

@@ -68,7 +68,6 @@ def test_decode_steps_of_all_kinds_are_timed_and_traced(
     assert rows["kivi 2-bit"]["device_bytes"] < rows["transformers"]["device_bytes"]
     assert 0 <= rows["specache 2-bit"]["hidden_share"] <= 1
     assert rows["specache 2-bit"]["moved_bytes_per_step"] > 0
-    assert all(rows[name]["operator_calls"] > 10 for name in OURS)
     for name, row in rows.items():
         parts = row["parts_ms"]
         assert (parts is not None) == (name in OURS)
