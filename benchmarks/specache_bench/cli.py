@@ -99,13 +99,12 @@ def eval_command(
     with _progress(console, threads) as progress:
         from specache_bench.lab import Lab
         from specache_bench.methods import needs_budget, read_methods
-        from specache_bench.records import Job, Record, Store
+        from specache_bench.records import Job, Record
         from specache_bench.report import records_table
-        from specache_bench.runner import conditions, measure_on, ordered, run_jobs
+        from specache_bench.runner import measure_on, planned, run_jobs
         from specache_bench.tasks.data_set import write_results
         from specache_bench.workers import KVPRESS
         from specache_bench.workloads import Prompts, Windows
-        from specache_fx.provenance import provenance
 
         bar = progress.add_task("loading", total=None)
         methods = read_methods(method or _METHODS, bits or [])
@@ -127,9 +126,8 @@ def eval_command(
             ours = [each for each in methods if each.name == "specache"]
             ours.sort(key=lambda each: dict(each.options).get("bits", 2))
             jobs = [Job(m, w, ours[-1] if needs_budget(m) else None) for w in workloads for m in methods]
-            store = Store(records, conditions(lab, jobs))
+            order, store, origin = planned(jobs, lab, records)
             progress.update(bar, total=prompts * sum(store.get(job) is None for job in jobs))
-            origin = provenance(lab.model.device, program="specache-bench")
             measured = measure_on(lab, origin, lambda number: progress.update(bar, advance=number))
 
             def measure(job: Job, budget: Record | None) -> Record:
@@ -139,7 +137,7 @@ def eval_command(
                     raise ConfigError(made.missing)
                 return made
 
-            done = run_jobs(ordered(jobs, lab.capacity), store, measure)
+            done = run_jobs(order, store, measure)
             for job in jobs:
                 if kvpress is not None and job.workload in read:
                     write_results(kvpress, job, done[job.key], lab, origin["command"])
@@ -319,9 +317,13 @@ def real_command(
 @app.command("starts")
 def starts_command(
     which: Annotated[str, Argument(help="first_call or saved.")],
-    models: Annotated[list[str] | None, Option("--model", help="Of make models.")] = None,
+    models: Annotated[
+        list[str] | None, Option("--model", help="Of make models; one of them for saved.")
+    ] = None,
     threads: Annotated[int, Option(min=1, help="CPU threads.")] = 2,
-    rounds: Annotated[int, Option(min=1, help="Processes of each kind, of saved.")] = 3,
+    rounds: Annotated[
+        int | None, Option(min=1, help="Of saved: processes of each kind, 3 by default.")
+    ] = None,
     out: Results = Path("results"),
 ) -> None:
     """Time first calls, and answers from saved caches; each start is a process of its own."""
@@ -332,12 +334,15 @@ def starts_command(
         from specache_fx.provenance import provenance
 
         _check_out(out)
+        unread = {"first_call": rounds and "--rounds", "saved": len(models or ()) > 1 and "a second --model"}
+        if unread.get(which):
+            raise ConfigError(f"{which} doesn't take {unread[which]}: leave it out.")
         origin, say = provenance(torch.device("cpu"), program="specache-bench"), Console().print
         if which == "first_call":
             report = starts.measure_first_calls(models or ["smollm2", "gemma3"], threads, say)
             _write(out / "real_first_call.json", origin | report)
         elif which == "saved":
-            report = starts.measure_saved((models or ["smollm2"])[0], threads, rounds, say)
+            report = starts.measure_saved((models or ["smollm2"])[0], threads, rounds or 3, say)
             _write(out / "saved.json", origin | report)
         else:
             raise ConfigError(f"There is no {which!r}: choose first_call or saved.")

@@ -73,18 +73,11 @@ class Decoder:
         self.step_ms.append((time.perf_counter() - began) * 1000)
         return logits
 
-    def greedy(self, count: int) -> list[float]:
-        """Seconds of so many greedy steps in a row, the choice of the token among them."""
-        seconds = []
-        for _ in range(count):
-            began = time.perf_counter()
-            if self.logits is None:
-                assert self.first is not None
-                self.step(self.first)
-            else:
-                self.step(self.logits.argmax(dim=-1, keepdim=True))
-            seconds.append(time.perf_counter() - began)
-        return seconds
+    def greedy(self) -> None:
+        """A step with the likeliest token; `first` where there are no logits yet."""
+        tokens = self.first if self.logits is None else self.logits.argmax(dim=-1, keepdim=True)
+        assert tokens is not None
+        self.step(tokens)
 
 
 def decode(

@@ -7,7 +7,6 @@ import hashlib
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +26,9 @@ from specache_bench.records import Method
 from specache_bench.workers import KVPRESS, WorkerProcess
 from specache_fx.compiled import uncompiled
 from specache_fx.errors import ConfigError
+from specache_fx.examples.suite import MODEL_DIR
 from specache_fx.sizes import DTYPE_BYTES
 
-OWN_MODELS = ("needle", "suite")
 READ_LIMIT = 4 << 30  # bytes of prompts' caches, and of distributions, that are kept for the next method
 
 
@@ -83,7 +82,7 @@ class Lab:
     """One model, and any method on the same prompts.
 
     Args:
-        model: A folder, a name on the hub, or one of "needle", "suite" (ours), "smollm2", "gemma3" (`make models`).
+        model: A folder, a name on the hub, or one of "suite" (ours), "smollm2", "gemma3" (`make models`).
         device: "auto" (CUDA where there is one), "cpu" or "cuda".
         dtype: "bfloat16", "float16" or "float32".
         batch_size: Prompts at a time.
@@ -274,8 +273,8 @@ def load(model: str, device: str, dtype: str) -> tuple[str, PreTrainedModel, Pre
     if dtype not in DTYPE_BYTES:
         raise ConfigError(f"dtype={dtype!r}: choose one of {', '.join(DTYPE_BYTES)}.")
     place, folder = device_of(device), model
-    if model in OWN_MODELS:
-        folder = str(import_module(f"specache_fx.examples.{model}").MODEL_DIR)
+    if model == "suite":
+        folder = str(MODEL_DIR)
     elif model in MODELS:
         folder = str(model_folder(model))
     if model.startswith(("/", ".", "~")) and not Path(model).expanduser().is_dir():
@@ -288,7 +287,7 @@ def load(model: str, device: str, dtype: str) -> tuple[str, PreTrainedModel, Pre
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise ConfigError(
             f"The model {model!r} can't be loaded ({str(error).strip().splitlines()[0]}). Give a folder of a causal"
-            f" language model with its tokenizer, a name on the hub, or one of {', '.join((*OWN_MODELS, *MODELS))}."
+            f" language model with its tokenizer, a name on the hub, or one of {', '.join(('suite', *MODELS))}."
         ) from error
     return folder, loaded.eval().to(place), tokenizer
 

@@ -163,12 +163,8 @@ class Compiled(CacheMethod):
 
 
 # Of `stats()`, as records have them.
-_FIGURES = (
-    *("exact_hit_rate", "topk_hit_rate", "attention_hit_rate", "steps", "accepted_steps", "refetched_steps"),
-    *("topk_hit_rate_if_right", "topk_hit_rate_if_wrong", "longest_miss_run"),
-    *("attention_hit_rate_if_right", "attention_hit_rate_if_wrong"),
-)
-_MOVED = ("prefetched_bytes", "prefetched_rows", "reused_rows")  # of one sequence
+_FIGURES = ("exact_hit_rate", "topk_hit_rate", "attention_hit_rate", "steps", "refetched_steps")
+_MOVED = ("prefetched_bytes", "prefetched_rows")  # of one sequence
 
 
 class Specache(CacheMethod):

@@ -23,7 +23,6 @@ from specache_fx.provenance import provenance
 _DATA: dict[str, Any] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 MODELS: dict[str, Any] = _DATA["models"]
 _SETTINGS, _WHERE = _DATA["settings"], _DATA["where"]
-_LARGE = ("kl_at", "loss_at", "same_top_at", "predictions")
 Rows = dict[str, list[dict[str, Any]]]
 """Of each model's report."""
 
@@ -77,10 +76,8 @@ def measure(model: str, file: Path, say: Callable[[str], object]) -> None:
         made["settings"] = {"model": model, "dtype": str(lab.model.dtype), **_SETTINGS}
         for run in runs:
             found = run.workload.run(lab, run.method)
-            if found.get("kl_at") is not None:
-                found["kls"] = [sum(window) / len(window) for window in found["kl_at"]]
-            kept = {name: value for name, value in found.items() if name not in _LARGE}
-            rows.append({**run.row(), **made, **kept})
+            found.pop("predictions", None)
+            rows.append({**run.row(), **made, **found})
             file.write_text(json.dumps(report, indent=1) + "\n")
             shown = [f"{name} {found[name]:.4f}" for name in ("kl", "score") if found.get(name) is not None]
             say(f"{run.label}, {run.method}, {run.mode}, {run.length:,}: {' '.join(shown)}")

@@ -19,17 +19,7 @@ from specache_fx.provenance import provenance
 
 # Modules of the laboratory whose source doesn't decide a record's numbers.
 _APART = (
-    *(
-        "__main__",
-        "cli",
-        "cpu_worker",
-        "experiments",
-        "fetch",
-        "gpu",
-        "lm_eval_model",
-        "pages",
-        "real_models",
-    ),
+    *("cli", "cpu_worker", "experiments", "fetch", "gpu", "lm_eval_model", "pages", "real_models"),
     *("report", "speed", "speed_page", "starts", "timing"),
 )
 
@@ -65,6 +55,13 @@ def ordered(jobs: Iterable[Job], capacity: int) -> list[Job]:
     for job in sorted(every.values(), key=lambda one: one.match is not None):
         methods.setdefault((job.method, job.match), len(methods))
     return sorted(every.values(), key=lambda one: (stages[one.workload], methods[one.method, one.match]))
+
+
+def planned(jobs: Iterable[Job], lab: Lab, file: Path | None) -> tuple[list[Job], Store, dict[str, Any]]:
+    """Jobs in order, the records in a file that hold for them today, and their `conditions`."""
+    order = ordered(jobs, lab.capacity)
+    origin = conditions(lab, order)
+    return order, Store(file, origin), origin
 
 
 def run_jobs(
@@ -119,16 +116,14 @@ def measure_on(
 
 
 def conditions(lab: Lab, jobs: Iterable[Job]) -> dict[str, Any]:
-    """All that numbers of jobs depend on beside them; see `records.CONDITIONS`."""
-    machine = provenance(lab.model.device)
+    """All that numbers of jobs depend on beside them (see `records.CONDITIONS`), and the command and commit."""
     pressed = any(job.method.name.startswith("press:") for job in jobs)
     return {
+        **provenance(lab.model.device, program="specache-bench"),
         "model": lab.name,
         "model_fingerprint": lab.fingerprint,
         "dtype": lab.dtype,
         "batch_size": lab.batch_size,
-        "device": machine["device"],
-        "versions": machine["versions"],
         "code": code_fingerprint(),
         "peers": KVPRESS.versions("kvpress", "torch", "transformers") if pressed else None,
     }

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -175,7 +175,6 @@ class DecodeSteps:
     dtype: str = "float32"
     rounds: int = 8
     steps: int = 8
-    kind: ClassVar[str] = "decode_steps"
 
     @torch.inference_mode()
     def run(
@@ -257,7 +256,7 @@ class DecodeSteps:
             cache.update(key.clone(), value.clone(), layer)
         first = torch.full((self.batch, 1), 7, device=model.device)
         decoder = Decoder(model, method.begin(model, cache), first=first)
-        return Opened(method, decoder.greedy, decoder)
+        return Opened(method, partial(seconds_of, decoder.greedy, model.device), decoder)
 
 
 @dataclass
@@ -284,7 +283,7 @@ class Opened:
             row |= {"host_bytes": seen.host_bytes, "hidden_share": seen.hidden_share}
             row["moved_bytes_per_step"] = seen.prefetched_bytes / steps
             row["copy_ms"] = 1e3 * seen.prefetch_seconds / steps
-            spans = timing.record_steps(partial(self.decoder.greedy, 1))
+            spans = timing.record_steps(self.decoder.greedy)
             row["parts_ms"] = timing.parts_of(spans)
             if trace is not None and self.method.name == "specache":
                 write_trace(trace, spans)
@@ -304,7 +303,6 @@ class Attention(_Heads):
     num_kv_heads: int = 8
     head_dim: int = 128
     kv_len: int = 32768
-    kind: ClassVar[str] = "attention"
 
     def inputs(self, config: SpecacheConfig, dtype: torch.dtype, device: torch.device) -> Any:
         """A kernel's inputs for a cache of random numbers, and the bytes of codes, scales, window and staged pairs."""

@@ -146,8 +146,8 @@ class Windows:
     """Windows of a text whose last tokens are fed one by one.
 
     Results: `perplexity`; `kl` of the full cache's distribution from the method's, in nats, and `same_top`, the share
-    of tokens at which both have the same likeliest one (None where another process has the logits); `losses` by window,
-    and each of these by token (`loss_at`, `kl_at`, `same_top_at`).
+    of tokens at which both have the same likeliest one (None where another process has the logits); `losses` and
+    `kls` by window.
 
     Attributes:
         text: A file, or a name of `TEXTS`.
@@ -191,18 +191,15 @@ class Windows:
             split = self.length - self.decoded - 1
             results.append((len(batch), running.ask(Asked(batch[:, :split], forced=batch[:, split:]))))
             progress(len(batch))
-        losses, kl, same_top = (_joined([getattr(r, name) for _, r in results]) for name in _BY_TOKEN)
+        losses, kls, same_top = (_means([getattr(r, name) for _, r in results]) for name in _BY_TOKEN)
         assert losses is not None
-        means = losses.double().mean(dim=1).tolist()
         return {
-            "perplexity": math.exp(fmean(means)),
-            "kl": None if kl is None else kl.double().mean().item(),
-            "same_top": None if same_top is None else same_top.double().mean().item(),
-            "losses": means,
-            "tokens": losses.numel(),
-            "loss_at": _rounded(losses),
-            "kl_at": None if kl is None else _rounded(kl),
-            "same_top_at": None if same_top is None else same_top.int().tolist(),
+            "perplexity": math.exp(fmean(losses)),
+            "kl": None if kls is None else fmean(kls),
+            "same_top": None if same_top is None else fmean(same_top),
+            "losses": losses,
+            "kls": kls,
+            "tokens": self.decoded * len(losses),
             **summed_up(results, began),
         }
 
@@ -248,14 +245,13 @@ def batches(kinds: Sequence[Any], batch_size: int) -> Iterator[list[int]]:
 
 
 def summed_up(results: Sequence[tuple[int, Generated]], began: float) -> dict[str, Any]:
-    """Means over sequences, from batches with their number of rows, and the longest of what is "longest"."""
+    """Means over sequences, from batches with their number of rows; see the module."""
     rows = sum(n for n, _ in results)
     steps = [ms for _, result in results for ms in result.step_ms]
     stats: dict[str, float | None] = {}
     for name in dict.fromkeys(name for _, result in results for name in result.footprint.stats):
         known = [(n, value) for n, r in results if (value := r.footprint.stats.get(name)) is not None]
-        mean = sum(n * value for n, value in known) / sum(n for n, _ in known) if known else None
-        stats[name] = max(value for _, value in known) if known and "longest" in name else mean
+        stats[name] = sum(n * value for n, value in known) / sum(n for n, _ in known) if known else None
     device = round(sum(r.footprint.device_bytes for _, r in results) / rows)
     full = round(sum(r.full_bytes for _, r in results) / rows)
     return {
@@ -269,13 +265,10 @@ def summed_up(results: Sequence[tuple[int, Generated]], began: float) -> dict[st
     }
 
 
-def _joined(batches: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+def _means(batches: Sequence[torch.Tensor | None]) -> list[float] | None:
+    """Over each window's tokens."""
     known = [batch for batch in batches if batch is not None]
-    return torch.cat(known) if known else None
-
-
-def _rounded(values: torch.Tensor) -> Any:
-    return [[round(value, 6) for value in row] for row in values.tolist()]
+    return torch.cat(known).double().mean(dim=1).tolist() if known else None
 
 
 WORKLOADS: dict[str, Any] = {made.kind: made for made in (Prompts, Windows)}

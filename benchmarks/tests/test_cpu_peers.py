@@ -39,7 +39,7 @@ def tokens_of(decoder: Decoder, count: int) -> list[list[int]]:
     for _ in range(count):
         assert decoder.logits is not None
         tokens.append(decoder.logits.argmax(-1).tolist())
-        decoder.greedy(1)
+        decoder.greedy()
     return tokens
 
 

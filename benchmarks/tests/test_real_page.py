@@ -123,6 +123,16 @@ def test_start_that_fails_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         starts._process(starts.first_calls, "smollm2", 1, "specache")
 
 
+@pytest.mark.parametrize(
+    "command",
+    ["first_call --rounds 3", "saved --model smollm2 --model gemma3"],
+    ids=lambda command: command.split()[0],
+)
+def test_options_that_a_start_has_no_use_for_are_named(command: str, tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, ["starts", *command.split(), "--out", str(tmp_path)])
+    assert done.exit_code == 2 and "leave it out" in done.output
+
+
 @pytest.mark.parametrize("command", [["starts", "saved"], ["real", "smollm2"]], ids="-".join)
 def test_folder_of_results_is_asked_for_before_the_work(command: list[str]) -> None:
     done = CliRunner().invoke(app, [*command, "--out", "/nowhere"])

@@ -10,10 +10,9 @@ from specache_bench.experiments.base import DATA, Experiment, Scale, write
 from specache_bench.experiments.needles import Needles
 from specache_bench.experiments.pareto import Pareto
 from specache_bench.lab import Lab
-from specache_bench.records import Job, Record, Store
-from specache_bench.runner import conditions, measure_on, ordered, run_jobs
+from specache_bench.records import Job, Record
+from specache_bench.runner import measure_on, planned, run_jobs
 from specache_fx.errors import ConfigError
-from specache_fx.provenance import provenance
 
 __all__ = ["EXPERIMENTS", "TASKS", "Scale", "run_experiments", "wanted"]
 
@@ -53,15 +52,13 @@ def run_experiments(
         on_job: Called with the number of jobs first, then after each job.
     """
     needed = {name: {job.key for job in EXPERIMENTS[name].jobs(scale)} for name in names}
-    jobs = ordered([job for name in names for job in EXPERIMENTS[name].jobs(scale)], lab.capacity)
-    given = conditions(lab, jobs)
-    store, records, reasons = Store(out / "records.jsonl", given), dict[str, Record](), set[str]()
+    asked = [job for name in names for job in EXPERIMENTS[name].jobs(scale)]
+    jobs, store, origin = planned(asked, lab, out / "records.jsonl")
+    origin |= {"seed": scale.seed, "date": time.strftime("%Y-%m-%d")}
+    records, reasons = dict[str, Record](), set[str]()
     if kept := sum(store.get(job) is not None for job in jobs):
         say(f"{kept} of {len(jobs)} jobs are there already.")
     on_job(len(jobs))
-    origin = provenance(lab.model.device, program="specache-bench")
-    whole = given | {name: origin[name] for name in ("command", "commit")}
-    whole |= {"seed": scale.seed, "date": time.strftime("%Y-%m-%d")}
 
     def done(job: Job, record: Record) -> None:
         on_job(job)
@@ -73,7 +70,7 @@ def run_experiments(
             if job.key in keys:
                 keys.discard(job.key)
                 if not keys:
-                    table = write(EXPERIMENTS[name], scale, records, whole, out)
+                    table = write(EXPERIMENTS[name], scale, records, origin, out)
                     say(f"{name}: see {out / name}.json and .png. {table.title}:\n\n{table.markdown()}\n")
 
     return run_jobs(jobs, store, measure_on(lab, origin), done)

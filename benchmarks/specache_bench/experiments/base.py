@@ -87,8 +87,6 @@ class Average:
             return f"{fmean(record.decode_ms or 0.0 for record in self.records):.1f}"
         if text == "fetched":
             return format_size(moved / steps) if steps and moved else DASH
-        if text == "moved":  # as "fetched", but nothing fetched is told
-            return DASH if moved is None else format_size(moved / steps if steps else 0)
         if text == "twice":
             return DASH if not steps or again is None else f"{again / steps:.2f}"
         name, _, form = text.partition(":")
