@@ -127,7 +127,7 @@ def eval_command(
             ours.sort(key=lambda each: dict(each.options).get("bits", 2))
             jobs = [Job(m, w, ours[-1] if needs_budget(m) else None) for w in workloads for m in methods]
             order, store, origin = planned(jobs, lab, records)
-            progress.update(bar, total=prompts * sum(store.get(job) is None for job in jobs))
+            progress.update(bar, total=prompts * sum(store.get(job) is None for job in order))
             measured = measure_on(lab, origin, lambda number: progress.update(bar, advance=number))
 
             def measure(job: Job, budget: Record | None) -> Record:
@@ -334,14 +334,15 @@ def starts_command(
         from specache_fx.provenance import provenance
 
         _check_out(out)
-        unread = {"first_call": rounds and "--rounds", "saved": len(models or ()) > 1 and "a second --model"}
-        if unread.get(which):
-            raise ConfigError(f"{which} doesn't take {unread[which]}: leave it out.")
         origin, say = provenance(torch.device("cpu"), program="specache-bench"), Console().print
         if which == "first_call":
+            if rounds is not None:
+                raise ConfigError("first_call doesn't take --rounds: leave it out.")
             report = starts.measure_first_calls(models or ["smollm2", "gemma3"], threads, say)
             _write(out / "real_first_call.json", origin | report)
         elif which == "saved":
+            if len(models or ()) > 1:
+                raise ConfigError("saved doesn't take a second --model: leave it out.")
             report = starts.measure_saved((models or ["smollm2"])[0], threads, rounds or 3, say)
             _write(out / "saved.json", origin | report)
         else:

@@ -1,9 +1,10 @@
 """Everything that a GPU shows, in one run of ten minutes: `python -m specache_bench.gpu`, on a bare machine too.
 
-Bare: torch, transformers, Triton and their needs, without an index. There, `pip install --no-index --no-deps
---no-build-isolation -e . -e benchmarks` first. `STAGES` is the order. Each stage is a process with a time limit of its
-own: one that hangs, crashes or runs out of memory costs the others nothing. The JSON is written after each measurement;
-errors are in it, and are not fatal. `--quick` runs all of it with tiny shapes on any machine: to try the script.
+Bare: torch, transformers, Triton and their needs, without an index; pytest, hypothesis and setuptools for `tests`.
+There, `pip install --no-index --no-deps --no-build-isolation -e . -e benchmarks` first. `STAGES` is the order. Each
+stage is a process with a time limit of its own: one that hangs, crashes or runs out of memory costs the others nothing.
+The JSON is written after each measurement; errors are in it, and are not fatal. `--quick` runs all of it with tiny
+shapes on any machine: to try the script.
 """
 
 from __future__ import annotations

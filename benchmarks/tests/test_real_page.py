@@ -34,10 +34,12 @@ def test_default_is_near_to_the_full_cache() -> None:
             assert row_of("smollm2", DEFAULT, bits, "forced", length)["kl"] <= most
 
 
-def test_kivis_loss_and_the_papers_grow_with_the_context() -> None:
-    for label in ("KIVI", "paper"):
-        losses = [row_of("smollm2", label, 2, "forced", length)["kl"] for length in (1024, 2048, 4096)]
-        assert losses == sorted(losses)
+@pytest.mark.parametrize(
+    ("model", "label", "bits"), [("smollm2", "KIVI", 2), ("smollm2", "paper", 2), ("gemma3", DEFAULT, 1)]
+)
+def test_losses_that_grow_with_the_context(model: str, label: str, bits: int) -> None:
+    losses = [row_of(model, label, bits, "forced", length)["kl"] for length in (1024, 2048, 4096)]
+    assert losses == sorted(losses)
 
 
 def test_default_captures_more_attention_than_what_it_replaced() -> None:

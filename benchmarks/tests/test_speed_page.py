@@ -91,8 +91,6 @@ def test_documents_say_where_a_peer_is_ahead() -> None:
     short, batch = "4 layers, {}, 4,096 tokens", "4 layers, float32, batch 8, 4,096 tokens"
     assert _behind(tables(RESULTS)["peers"]) == [short.format("float32"), short.format("bfloat16"), batch]
     text = " ".join(PERFORMANCE.read_text().split())
-    assert (
-        "llama.cpp is faster than SpeCache, and in float32 OpenVINO is. A batch of 8 takes OpenVINO as"
-        in text
-    )
+    assert "On 4 layers at 4,096 tokens and batch 1, llama.cpp is faster than SpeCache, and so is" in text
+    assert "OpenVINO in float32. At a batch of 8, OpenVINO takes as long as SpeCache." in text
     assert "In all other lines SpeCache is faster than both." in text

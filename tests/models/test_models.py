@@ -147,8 +147,7 @@ def test_tokens_equal_eager_with_every_pair_prefetched(case: str) -> None:
     assert stats.topk_hit_rate == 1.0 and stats.prefetched_rows > 0
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("case", ["llama", "opt", "mixtral", "plain"])
+@pytest.mark.parametrize("case", nightly_unless("plain".__eq__, ["llama", "opt", "mixtral", "plain"]))
 def test_low_bits_change_the_tokens(case: str) -> None:
     """The two tests above can fail: where pairs are missing at 16 bits, the tokens are others."""
     out, _ = watched(case, 60, bits=1, top_k=1)

@@ -291,8 +291,9 @@ def test_host_folder_that_is_gone_leaves_nothing_half_loaded(saved: Path, tmp_pa
     options = {**SMALL, **CASE.options, "host": "disk", "host_dir": tmp_path / "host"}
     model = specache_fx.compile(build("plain"), **options)
     (tmp_path / "host").rmdir()
-    with all_end(), pytest.raises(HostMemoryError, match="host"):
+    with all_end() as made, pytest.raises(HostMemoryError, match="host"):
         specache_fx.load(model, saved)
+    assert made
 
 
 # The file -------------------------------------------------------------------------------------------------------------

@@ -10,6 +10,8 @@ from specache_bench.experiments.base import Average, Experiment, Line, Results
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+_MARKERS = "*osDPXv^<>d"
+
 
 class Pareto(Experiment):
     """Lines from few bytes to many; a curve for each family, which is a line's first label."""
@@ -31,7 +33,7 @@ class Pareto(Experiment):
                 [average.score for average in averages],
                 [average.error for average in averages],
                 color=style.COLOURS[number % len(style.COLOURS)],
-                marker="*osDPXv^<>d"[number % 11],
+                marker=_MARKERS[number % len(_MARKERS)],
                 linestyle="--" if number >= len(style.COLOURS) else "-",
                 elinewidth=0.7,
                 label=name,

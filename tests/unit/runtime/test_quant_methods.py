@@ -11,9 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.lloyd_levels import lloyd_levels
 from support.quant_inputs import (
+    KINDS,
     METHODS,
     inputs,
     keys_with_offsets,
+    loss,
     quantize,
     quantizer_of,
     roundtrip,
@@ -21,7 +23,7 @@ from support.quant_inputs import (
 from support.strategies import filled
 from torch import Tensor
 
-from specache_fx.runtime.quant import Planes, on_cpu
+from specache_fx.runtime.quant import KVKind, Planes, on_cpu
 from specache_fx.runtime.quant.hadamard import block_size, signs, transform
 from specache_fx.runtime.quant.nuq import codebook
 from specache_fx.runtime.quant.packing import unpack
@@ -85,6 +87,32 @@ def test_signs_make_equal_numbers_as_flat_as_can_be(block: int) -> None:
     assert set(pattern.tolist()) <= {1.0, -1.0}
     flat = transform(pattern, block).abs() * block**0.5
     assert flat.max() <= 2**0.5 + 1e-6  # the mean of squares is 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("bits", [1, 2, 4, 8])
+@pytest.mark.parametrize("fill", ["random", "constant", "outlier", "offset"])
+def test_rotated_error_is_bound_in_the_norm(fill: str, bits: int, kind: KVKind) -> None:
+    """The rotation keeps lengths: a token's error is at most as long as half its scales, in the orthonormal one."""
+    x = filled((1, 2, 64, 80), torch.float32, fill, 2)
+    planes, back = roundtrip(quantizer_of("rotated", bits, 32), kind, x)
+    scales = planes[1].repeat_interleave(32 if kind == "key" else 1, dim=2)
+    if kind == "value":
+        scales = scales.repeat_interleave(32, dim=3)[..., :80]
+    # Numbers are stored divided by the root of 16 once more.
+    bound = 16**0.5 * (scales / 2).norm(dim=3)
+    assert ((back - x).norm(dim=3) <= bound * (1 + 1e-5) + 1e-5 * x.abs().amax()).all()
+
+
+@pytest.mark.parametrize(("name", "least"), [("rotated", 3), ("zipcache", 4)])
+@pytest.mark.parametrize("bits", [1, 2, 4])
+def test_keys_lose_least_by_channel(name: str, least: int, bits: int) -> None:
+    """Why keys of both stay by channel, and what the rotation is worth where a group mixes channels (by token)."""
+    x = keys_with_offsets()
+    by_channel, by_token = (loss(x, roundtrip(quantizer_of(name, bits), kind, x)[1]) for kind in KINDS)
+    assert least * by_channel < by_token
+    if name == "rotated":
+        assert by_token < loss(x, roundtrip(quantizer_of("kivi", bits), "value", x)[1]) / 3
 
 
 # zipcache
