@@ -2,28 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
-
-
-@dataclass(frozen=True)
-class Quantized:
-    """Codes, scales and zeros as stored, and what they stand for.
-
-    Attributes:
-        codes: uint8, shaped as the input, one code an element (not packed).
-        scale: KV dtype; K: [batch, num_kv_heads, tokens / group_size, head_dim];
-            V: [batch, num_kv_heads, tokens, ceil(head_dim / group_size)].
-        zero: As `scale`.
-        dequantized: KV dtype, shaped as the input.
-    """
-
-    codes: Tensor
-    scale: Tensor
-    zero: Tensor
-    dequantized: Tensor
 
 
 def in_range(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -34,8 +14,8 @@ def in_range(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 def quantize_group(
     x: Tensor, dim: int, bits: int, original: bool = False, stored: torch.dtype | None = None
-) -> Quantized:
-    """Quantise `x`, all of whose elements along `dim` share one scale and zero.
+) -> Tensor:
+    """Quantise `x` and back, in its dtype; all elements along `dim` share one scale and zero.
 
     Args:
         x: Any floating dtype.
@@ -61,5 +41,4 @@ def quantize_group(
     divisor = torch.where(scale == 0, 1.0, scale.to(wide.dtype))
     codes = torch.round((wide - zero) / divisor).clamp(0, 2**bits - 1)
     codes = torch.where(scale == 0, 0.0, codes)
-    dequantized = in_range(codes * scale.to(wide.dtype) + zero.to(wide.dtype), x.dtype)
-    return Quantized(codes.to(torch.uint8), scale, zero, dequantized)
+    return in_range(codes * scale.to(wide.dtype) + zero.to(wide.dtype), x.dtype)

@@ -45,7 +45,7 @@ def by_token(group: Callable[[Tensor, int], Tensor]) -> Method:
 def original(x: Tensor, bits: int) -> Tensor:
     """Eq. 2, whatever the bits; the group is all of dims 2 and 3."""
     flat = x.flatten(2)
-    return quantize_group(flat, 2, bits, original=True).dequantized.view_as(x)
+    return quantize_group(flat, 2, bits, original=True).view_as(x)
 
 
 def nearest_level(x: Tensor, bits: int) -> Tensor:
@@ -101,7 +101,7 @@ def rotated(inner: Callable[[Callable[[Tensor, int], Tensor]], Method]) -> Metho
 
         def kivi(group: Tensor, bits: int) -> Tensor:
             flat = group.flatten(2)
-            return quantize_group(flat, 2, bits, stored=x.dtype).dequantized.view_as(group)
+            return quantize_group(flat, 2, bits, stored=x.dtype).view_as(group)
 
         y = torch.cat([hadamard(part.float() * signs) for part in x.split(block, dim=3)], dim=3)
         z = inner(kivi)(y, bits, group_size)
@@ -168,7 +168,7 @@ def channel_separable(x: Tensor, bits: int, group_size: int) -> Tensor:
         rows = []
         for row in group.split(1, dim=2):
             even = torch.where(size == 0, row.float(), row.float() / size)
-            rows.append(quantize_group(even, 3, bits, stored=x.dtype).dequantized * size)
+            rows.append(quantize_group(even, 3, bits, stored=x.dtype) * size)
         groups.append(in_range(torch.cat(rows, dim=2), x.dtype))
     return torch.cat(groups, dim=2)
 
@@ -176,7 +176,7 @@ def channel_separable(x: Tensor, bits: int, group_size: int) -> Tensor:
 def improved(x: Tensor, bits: int) -> Tensor:
     """Eq. 2, eq. 3 at one bit."""
     flat = x.flatten(2)
-    return quantize_group(flat, 2, bits).dequantized.view_as(x)
+    return quantize_group(flat, 2, bits).view_as(x)
 
 
 # Keys with a row for the whole sequence: the functions take `real`, bool [batch, tokens] or None, too.

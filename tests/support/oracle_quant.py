@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import torch
-from support.oracle_groups import Quantized, quantize_group
+from support.oracle_groups import quantize_group
 from support.oracle_methods import DEQUANTIZED_KEY, DEQUANTIZED_SEQUENCE, DEQUANTIZED_VALUE, Method
 from torch import Tensor
 
@@ -13,46 +11,33 @@ from torch import Tensor
 Indices = list[list[list[int]]]
 
 
-def _join(parts: Iterable[Quantized], dim: int) -> Quantized:
-    parts = list(parts)
-    fields = ("codes", "scale", "zero", "dequantized")
-    return Quantized(*(torch.cat([getattr(part, field) for part in parts], dim) for field in fields))
-
-
-def quantize_key(x: Tensor, bits: int, group_size: int) -> Quantized:
-    """Quantise keys [batch, num_kv_heads, tokens, head_dim], per channel and `group_size` tokens."""
-    assert x.shape[2] % group_size == 0
-    return _join((quantize_group(group, 2, bits) for group in x.split(group_size, dim=2)), dim=2)
-
-
-def quantize_value(x: Tensor, bits: int, group_size: int) -> Quantized:
-    """Quantise values [batch, num_kv_heads, tokens, head_dim], per token and group of channels.
-
-    The last group may be shorter than `min(group_size, head_dim)`.
-    """
-    group_size = min(group_size, x.shape[3])
-    return _join((quantize_group(group, 3, bits) for group in x.split(group_size, dim=3)), dim=3)
-
-
 def quantize_dequantize_key(
     x: Tensor, bits: int, group_size: int, quantizer: str = "kivi", real: Tensor | None = None
 ) -> Tensor:
-    """What `x` becomes in C'; 16 bits keep it as it is. `real`: bool [batch, tokens], False where padding is."""
+    """Keys [batch, num_kv_heads, tokens, head_dim] as C' has them, KIVI's per channel and `group_size` tokens.
+
+    16 bits keep them as they are. `real`: bool [batch, tokens], False where padding is.
+    """
     if bits == 16 or x.shape[2] == 0:
         return x
     if quantizer == "kivi":
-        return quantize_key(x, bits, group_size).dequantized
+        assert x.shape[2] % group_size == 0
+        return torch.cat([quantize_group(group, 2, bits) for group in x.split(group_size, dim=2)], dim=2)
     if quantizer in DEQUANTIZED_SEQUENCE:
         return DEQUANTIZED_SEQUENCE[quantizer](x, bits, group_size, real)
     return _of(DEQUANTIZED_KEY, quantizer)(x, bits, group_size)
 
 
 def quantize_dequantize_value(x: Tensor, bits: int, group_size: int, quantizer: str = "kivi") -> Tensor:
-    """What `x` becomes in C'; 16 bits keep it as it is."""
+    """Values [batch, num_kv_heads, tokens, head_dim] as C' has them, KIVI's per token and group of channels.
+
+    16 bits keep them as they are. The last group may be shorter than `min(group_size, head_dim)`.
+    """
     if bits == 16 or x.shape[2] == 0:
         return x
     if quantizer == "kivi":
-        return quantize_value(x, bits, group_size).dequantized
+        groups = x.split(min(group_size, x.shape[3]), dim=3)
+        return torch.cat([quantize_group(group, 3, bits) for group in groups], dim=3)
     return _of(DEQUANTIZED_VALUE, quantizer)(x, bits, group_size)
 
 
