@@ -71,6 +71,12 @@ class KeyMask:
         self._set(None if seen is None else real | seen[:, :stored])
         return True
 
+    def shows(self, before: torch.Tensor | None) -> bool:
+        """Whether keys are real that were padding: not so in `before`, bool `[batch, tokens]` of an earlier `real`."""
+        if before is None:
+            return False
+        return self.real is None or bool((self.real[:, : before.shape[1]] & ~before).any())
+
     @property
     def device_bytes(self) -> int:
         """Bytes of the mask."""

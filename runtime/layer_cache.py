@@ -142,7 +142,7 @@ class LayerCache(LayerState):
             key, value = (torch.cat(pair, 2) for pair in zip(self.window(), (key, value), strict=True))
         try:
             real = self._key_mask.at(kv_len)
-            self._quantize(key[:, :, :overflow], value[:, :, :overflow], real)
+            self._quantize(key, value, overflow, real)
             if self.sinks is not None:
                 self.sinks.offer(held, key[:, :, :overflow], value[:, :, :overflow], real)
         except BaseException:
@@ -194,23 +194,41 @@ class LayerCache(LayerState):
         if self.host is not None and self.host.length(self.layer) > num_tokens:
             self.host.truncate(self.layer, num_tokens)
 
-    def _quantize(self, key: torch.Tensor, value: torch.Tensor, real: torch.Tensor | None) -> None:
-        """Offload and quantise whole groups, the oldest of the window; `real` is the padding mask of all tokens."""
+    def _quantize(
+        self, key: torch.Tensor, value: torch.Tensor, tokens: int, real: torch.Tensor | None
+    ) -> None:
+        """Offload and quantise the oldest `tokens` of the window, whole groups; `real` is the mask of all tokens.
+
+        Of the keys behind them, `residual_length` are always there: a row's first tokens may be among these.
+        """
         if self.host is not None:
             key_dim, value_dim = self.config.placement.host_dims(key.shape[3], value.shape[3])
-            self.host.append(self.layer, key[..., :key_dim], value[..., :value_dim])
-        tokens, group_size = key.shape[2], self.config.group_size
+            self.host.append(self.layer, key[:, :, :tokens, :key_dim], value[:, :, :tokens, :value_dim])
+        group_size, num_ahead = self.config.group_size, self.config.residual_length
         chunk = max(_QUANTIZE_CHUNK_TOKENS // group_size, 1) * group_size
         for start in range(0, tokens, chunk):
             part = slice(start, min(start + chunk, tokens))
             size, group = part.stop - part.start, self.num_quantized // group_size
-            shown = None if real is None else real[:, : self.num_quantized + size]
+            held = slice(self.num_quantized, self.num_quantized + size)
             layout, tensors = self._arena.layout, self.tensors
-            key_planes = self.quantizer.quantize_more_keys(key[:, :, part], self.planes[0], shown)
+            key_planes = self.quantizer.quantize_more_keys(
+                key[:, :, part.start : part.stop + num_ahead],
+                self.planes[0],
+                None if real is None else real[:, : held.stop + num_ahead],
+                num_ahead,
+            )
             layout.put(tensors.key_planes, "key", group, key_planes)
-            layout.put(tensors.value_planes, "value", group, self.quantizer.quantize_value(value[:, :, part]))
+            shown = None if real is None else real[:, held]
+            value_planes = self.quantizer.quantize_value(value[:, :, part], shown)
+            layout.put(tensors.value_planes, "value", group, value_planes)
             self.num_quantized += size
             self._moved()
+
+    def requantize(self) -> None:
+        """Make the codes anew by the padding that is known now, from the originals."""
+        key, value = self.history()
+        self.truncate(0)
+        self.append(key, value)
 
     def history(
         self, kv_len: int | None = None, new: tuple[torch.Tensor, torch.Tensor] | None = None

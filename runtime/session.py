@@ -287,14 +287,37 @@ class Session:
             value = getattr(source, name)
             setattr(self, name, None if value is None else value.index_select(0, index))
 
+    def requantize(self) -> None:
+        """Make all codes anew: keys that were padding are shown, which their groups' statistics have left out."""
+        if self.config.bits == 16 or not self._tiered_layers:
+            return
+        if self.host is None:
+            warn_once(
+                _log,
+                "specache: a mask shows keys that it hid before, and their codes are less exact than others. policy="
+                f"{self.config.policy!r} keeps no 16-bit pairs to quantise anew. Take policy='specache' for masks that"
+                " move.",
+            )
+            return
+        for i, layer in self.tiered.items():
+            if self.transfer is not None:
+                self.transfer.reset(i)
+            layer.requantize()
+
     def forget_lookahead(self) -> None:
         """Drop the guess and the staged pairs: other tokens come (extend, crop, a new run of decode steps)."""
         self.staged_for = self.speculative_token = self.guessed_token = self.next_answer = None
 
     def remember(self, tokens: torch.Tensor | None) -> None:
-        """Note the tokens that go through next, integers `[batch, q_len]`; None where the graph takes none."""
+        """Note the tokens that go through next, integers `[batch, q_len]`; None where the graph takes none.
+
+        Of several tokens the layers have told the padding by now.
+        """
         if self.tokens is not None and tokens is not None:
             self.tokens.append(tokens, self.kv_len)
+            kv_len = self.kv_len + tokens.shape[1]
+            if tokens.shape[1] > 1 and (real := self.key_mask.at(kv_len)) is not None:
+                self.tokens.hide(real)
 
     def recover(self, token: torch.Tensor, missed: torch.Tensor) -> torch.Tensor:
         """Go on where some rows' tokens were not the speculated ones; nothing waits for the device.

@@ -8,7 +8,7 @@ from specache_fx.runtime.native import graph_ops
 
 # So many of the newest tokens are looked for, and fewer where they never stood in that order before.
 MOST_NGRAM = 4
-_UNKNOWN = -1  # a token that no graph was seen to take
+_UNKNOWN = -1  # a token that no graph was seen to take, or padding
 _NONE = -2  # equals no token, nor an unknown one
 _FRONT = MOST_NGRAM - 1
 
@@ -16,7 +16,8 @@ _FRONT = MOST_NGRAM - 1
 class TokenHistory:
     """Token ids `[batch, kv_len]` of one session, on its device.
 
-    A place is unknown where the tokens did not come through a rewritten graph: a cache that was taken over.
+    A place is unknown where the tokens did not come through a rewritten graph: a cache that was taken over. So is one
+    under padding.
 
     Args:
         device: Where the session lives.
@@ -61,6 +62,12 @@ class TokenHistory:
     def learn(self, tokens: torch.Tensor) -> None:
         """Put the tokens `[batch, prompt_len]` of a prompt that a plain model read, before those that are there."""
         self._rows[:, _FRONT : _FRONT + tokens.shape[1]] = tokens
+
+    def hide(self, real: torch.Tensor) -> None:
+        """Forget the tokens under padding, where `real`, bool `[batch, kv_len]`, is False: their ids mean nothing."""
+        held = self.held
+        if len(held):
+            held.masked_fill_(~real[:, : self._length], _UNKNOWN)
 
     def crop(self, kv_len: int) -> None:
         """Forget the tokens from `kv_len` on."""

@@ -304,8 +304,8 @@ def _take_over(
             for i, mask in enumerate(masks):
                 take = session.key_mask.widen if i else session.key_mask.read
                 take(mask[..., :-1], past[0].shape[0])
-        # In an extend the graph's own store op tells the padding: until then it isn't known which tokens are the first.
-        hold = program.decoding is None and program.config.sink_tokens > 0
+        # In an extend the graph's own store op tells the padding: until then nothing is quantised.
+        hold = program.decoding is None
         for layer in range(len(shapes)):
             session.store(layer, past[2 * layer], past[2 * layer + 1], None, kv_len, hold)
         session.advance(kv_len, decoded=False)
@@ -330,9 +330,12 @@ class Extend:
             with session.lock:
                 claims.check_open(session)  # another thread may have released it
                 session.forget_lookahead()
+                padding = session.key_mask.at(session.kv_len)
                 inputs = list(map(plain, args))
                 with told_by_rule(session, self._program, inputs):
                     kept = self._compiled(*inputs, session.state)
                 _advance(session, self._program, args)
+                if session.key_mask.shows(padding):
+                    session.requantize()
                 handles = registry.resized(session, past)
             return assemble(self._plan, kept, handles, args)

@@ -78,6 +78,7 @@ def read_masks(
     for real in () if session.key_mask.real is None else shown:
         shows_padding |= session.key_mask.show(real, kv_len)
     if shows_padding:
+        session.requantize()
         agree = [session.key_mask.agrees(real, kv_len) for real, _ in split]
     moves = not all(agree) or (session.masks_move and not ahead)
     if ahead and not moves and not sources.fixed_length:

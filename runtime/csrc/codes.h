@@ -17,6 +17,7 @@ struct CodesCall {
   const void* from;  // [batch, heads, groups * group_size, dim]; strides in elements, those of channels 1
   int64_t batch_stride, head_stride, token_stride;
   const void* balance;  // [batch, heads, dim]: what numbers are divided by; null for nothing
+  const bool* counted;  // [batch, groups * group_size]: tokens that a mean counts, one a group at least; null for all
   float distance;       // of levels, in standard deviations
   uint8_t* codes;       // [batch, heads, groups * group_size, width]
   void *scale, *mean;   // [batch, heads, groups * group_size], [batch, heads, groups, dim]
@@ -30,12 +31,13 @@ struct GroupScratch {
         row(in.dim),
         factors(in.dim),
         deviation(in.group_size),
+        counts(in.group_size, 1.0),
         squares(in.group_size),
         steps(in.group_size) {}
   std::vector<float> numbers;  // [dim, group_size]
   std::vector<uint8_t> codes;  // the same
   std::vector<float> row, factors, deviation;
-  std::vector<double> squares;
+  std::vector<double> counts, squares;
   std::vector<int32_t> steps;
 };
 
@@ -74,14 +76,21 @@ inline void quantize_group(const CodesCall& in, int64_t head, int64_t group, Gro
   float* const numbers = own.numbers.data();
   transform(numbers, dim, size);
 
+  double total = static_cast<double>(size);
+  if (in.counted != nullptr) {
+    const bool* const counted = in.counted + (head / in.heads * in.groups + group) * size;
+    std::copy(counted, counted + size, own.counts.begin());
+    total = static_cast<double>(std::count(counted, counted + size, true));
+  }
+  const double* const counts = own.counts.data();
   std::fill(own.squares.begin(), own.squares.end(), 0.0);
   double* const squares = own.squares.data();
   for (int64_t c = 0; c < dim; c++) {
     float* x = numbers + c * size;
     double sum = 0;
 #pragma omp simd reduction(+ : sum)
-    for (int64_t t = 0; t < size; t++) sum += x[t];
-    const float mean = stored(in.mean, (head * in.groups + group) * dim + c, saturated(sum / size, in.dtype), in.dtype);
+    for (int64_t t = 0; t < size; t++) sum += counts[t] * x[t];
+    const float mean = stored(in.mean, (head * in.groups + group) * dim + c, saturated(sum / total, in.dtype), in.dtype);
     for (int64_t t = 0; t < size; t++) {
       x[t] -= mean;
       squares[t] += static_cast<double>(x[t]) * x[t];

@@ -158,8 +158,8 @@ bool count_overlap(Tensor scores, int64_t top_k, Tensor positions, Tensor counts
 }
 
 // See quant/turboquant.py: codes, scale and mean; nothing where memory ran out.
-std::vector<Tensor> centred_codes(Tensor x, std::optional<Tensor> balance, int64_t bits, int64_t group_size,
-                                  double distance) {
+std::vector<Tensor> centred_codes(Tensor x, std::optional<Tensor> balance, std::optional<Tensor> counted, int64_t bits,
+                                  int64_t group_size, double distance) {
   STD_TORCH_CHECK(x.dim() == 4 && specache::dtype_of(x) >= 0 && group_size > 0 && x.size(2) % group_size == 0,
                   "specache::centred_codes: x is to be [batch, heads, groups * group_size, dim], of a KV dtype");
   const Tensor from = x.stride(3) == 1 ? x : torch::stable::contiguous(x);
@@ -167,11 +167,13 @@ std::vector<Tensor> centred_codes(Tensor x, std::optional<Tensor> balance, int64
   const Tensor codes = empty({batch, heads, tokens, (dim * bits + 7) / 8}, aoti_torch_dtype_uint8()),
                scale = empty({batch, heads, tokens, 1}, x), mean = empty({batch, heads, groups, dim}, x);
   const std::optional<Tensor> divisor = balance ? std::optional(torch::stable::contiguous(*balance)) : std::nullopt;
+  const std::optional<Tensor> counts = counted ? std::optional(torch::stable::contiguous(*counted)) : std::nullopt;
   const specache::CodesCall in = {
       specache::dtype_of(x), bits, group_size, batch, heads, groups, dim,
       torch::stable::get_num_threads(),
       from.data_ptr(), from.stride(0), from.stride(1), from.stride(2),
       divisor ? divisor->data_ptr() : nullptr,
+      counts ? static_cast<const bool*>(counts->data_ptr()) : nullptr,
       static_cast<float>(distance),
       static_cast<uint8_t*>(codes.data_ptr()), scale.data_ptr(), mean.data_ptr()};
   if (specache::quantize(in)) return {};
@@ -246,7 +248,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(specache, m) {
   m.def("stage(Tensor table, int length, Tensor wanted, Tensor(a!) tokens, Tensor(b!) rows) -> int[]");
   m.def("select_topk(Tensor scores, int top_k, Tensor(a!) chosen) -> bool");
   m.def("count_overlap(Tensor scores, int top_k, Tensor positions, Tensor(a!) counts) -> bool");
-  m.def("centred_codes(Tensor x, Tensor? balance, int bits, int group_size, float distance) -> Tensor[]");
+  m.def("centred_codes(Tensor x, Tensor? balance, Tensor? counted, int bits, int group_size, float distance)"
+        " -> Tensor[]");
   m.def("following(Tensor rows, int length, int most, int unknown) -> (Tensor, Tensor)");
   m.def("note_products(int tape, Tensor rows, Tensor[] weights, Tensor[] results) -> ()");
   m.def("note_layer_step(int tape, Tensor out, Tensor query, Tensor key, Tensor value, Tensor state, int layer,"

@@ -57,9 +57,10 @@ def saturated(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 class Quantizer(ABC):
     """Turns 16-bit keys and values into planes and back, by whole groups of `group_size` tokens.
 
-    The result for a group depends on that group, and on the row's first one with a real token where a method has planes
-    of the sequence. So quantising groups as they fill gives the planes that quantising them all at prefill would give
-    (`docs/laws.md`, law 4). Inputs are finite.
+    The planes of a group depend on that group, and on the row's first real tokens where a method has planes of the
+    sequence. So quantising groups as they fill gives the planes that quantising them all at prefill would give
+    (`docs/laws.md`, law 4). What tokens of a group share (a scale, a mean) is of its real tokens alone (law 7). Inputs
+    are finite.
 
     Planes are contiguous. CONTRIBUTING.md has the steps for a new method.
 
@@ -68,8 +69,7 @@ class Quantizer(ABC):
         valid_bits: The widths that it can be built with, of 1, 2, 4 and 8, narrowest first.
         code_form: For kernels that read codes themselves. "affine": planes are KIVI's (`KiviQuantizer`), and `code *
             scale + zero` is all of dequantisation. "centred": they are `TurboQuantizer`'s. None: kernels can't.
-        sequence_key_planes: How many planes of keys, the last ones, are one row for the whole sequence: made of its
-            first group with a token that is no padding.
+        sequence_key_planes: How many planes of keys, the last ones, are one row for the whole sequence.
         exact_constants: The kinds of which a group of one number comes back exactly.
         beats_zeros: Whether its narrowest codes lose less of normal numbers than zeros would.
         bits: Width of a code.
@@ -93,32 +93,39 @@ class Quantizer(ABC):
         return f"quantizer={self.name!r}, bits={self.bits}, group_size={self.group_size}"
 
     @abstractmethod
-    def quantize_key(self, x: torch.Tensor) -> Planes:
+    def quantize_key(self, x: torch.Tensor, real: torch.Tensor | None = None) -> Planes:
         """Quantise keys.
 
         Args:
             x: `[batch, num_kv_heads, tokens, head_dim]`, of the KV dtype, any strides, any device; `tokens` a
                 multiple of `group_size` (0 too).
+            real: bool `[batch, tokens]`: False where a token is padding; None for nowhere. See `_counted`.
 
         Returns:
             The planes, on x's device.
         """
 
-    def quantize_more_keys(self, x: torch.Tensor, held: Planes, real: torch.Tensor | None = None) -> Planes:
+    def quantize_more_keys(
+        self, x: torch.Tensor, held: Planes, real: torch.Tensor | None = None, num_ahead: int = 0
+    ) -> Planes:
         """Quantise keys that follow others of their sequence.
 
         Args:
-            x: As for `quantize_key`.
+            x: As for `quantize_key`, and behind these tokens `num_ahead` that are not quantised yet.
             held: The planes of those before; without groups, or empty, where x is the sequence's beginning.
             real: bool `[batch, tokens]`, of those before and of x: False where a token is padding; None for nowhere.
+            num_ahead: Tokens at x's end of which planes of the sequence may be made, and no others.
 
         Returns:
             As `quantize_key`. Planes of the sequence are the held ones, but in rows that had no real token before.
         """
-        return self.quantize_key(x)
+        before, tokens = held[0].shape[2] if held else 0, x.shape[2] - num_ahead
+        return self.quantize_key(
+            x[:, :, :tokens], None if real is None else real[:, before : before + tokens]
+        )
 
     @abstractmethod
-    def quantize_value(self, x: torch.Tensor) -> Planes:
+    def quantize_value(self, x: torch.Tensor, real: torch.Tensor | None = None) -> Planes:
         """Quantise values; as `quantize_key`."""
 
     @abstractmethod
@@ -175,6 +182,22 @@ class Quantizer(ABC):
         forms = (form for kind in kinds for form in self.plane_forms(head_dim, dtype, kind))
         total = sum(form.nbytes for form in forms if not form.of_sequence)
         return 8 * total / (len(kinds) * self.group_size * head_dim)
+
+    def _counted(self, real: torch.Tensor | None) -> torch.Tensor | None:
+        """Tokens that count for what their group shares: the real ones, and all where a group is padding.
+
+        A mask that moves may show such a group later.
+
+        Args:
+            real: bool `[batch, tokens]`; None where all are real.
+
+        Returns:
+            bool `[batch, tokens / group_size, group_size]`, one in each group at least; None where all count.
+        """
+        if real is None:
+            return None
+        groups = real.unflatten(1, (real.shape[1] // self.group_size, self.group_size))
+        return groups | ~groups.any(2, keepdim=True)
 
     def _check_whole_groups(self, x: torch.Tensor) -> None:
         if x.shape[2] % self.group_size:

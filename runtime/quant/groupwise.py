@@ -48,19 +48,19 @@ class GroupwiseQuantizer(Quantizer):
     def _half_interval(self) -> float:
         """The distance that a number may have from its level, in scales."""
 
-    def quantize_key(self, x: torch.Tensor) -> Planes:
+    def quantize_key(self, x: torch.Tensor, real: torch.Tensor | None = None) -> Planes:
         """See `Quantizer.quantize_key`."""
-        return self._quantize_by_channel(x, x.dtype)
+        return self._quantize_by_channel(x, x.dtype, real)
 
-    def quantize_value(self, x: torch.Tensor) -> Planes:
-        """See `Quantizer.quantize_value`."""
+    def quantize_value(self, x: torch.Tensor, real: torch.Tensor | None = None) -> Planes:
+        """See `Quantizer.quantize_value`. A token has its own scale, so that padding counts for nothing."""
         return self._quantize_by_token(x, x.dtype)
 
-    def _quantize_by_channel(self, x: torch.Tensor, dtype: torch.dtype) -> Planes:
+    def _quantize_by_channel(self, x: torch.Tensor, dtype: torch.dtype, real: torch.Tensor | None) -> Planes:
         """`quantize_key`, for scales and zeros of `dtype`, which x itself need not have."""
         self._check_whole_groups(x)
         groups = x.unflatten(2, (x.shape[2] // self.group_size, self.group_size))
-        codes, scale, zero = self._quantize(groups, 3, dtype)
+        codes, scale, zero = self._quantize(groups, 3, dtype, self._counted(real))
         return pack(codes.flatten(2, 3), self.bits), scale.squeeze(3), zero.squeeze(3)
 
     def _quantize_by_token(self, x: torch.Tensor, dtype: torch.dtype) -> Planes:
@@ -106,15 +106,21 @@ class GroupwiseQuantizer(Quantizer):
         return min(self.group_size, head_dim)
 
     def _quantize(
-        self, x: torch.Tensor, dim: int, dtype: torch.dtype
+        self, x: torch.Tensor, dim: int, dtype: torch.dtype, counted: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Quantise groups that lie along `dim`; scale and zero keep that dimension with size 1.
+
+        Only tokens that are `counted` (`Quantizer._counted`) make scale and zero, if given.
 
         Returns:
             uint8 codes shaped like x; scale and zero of `dtype`.
         """
+        lows = highs = x
+        if counted is not None:
+            others = ~counted[:, None, :, :, None]
+            lows, highs = x.masked_fill(others, torch.inf), x.masked_fill(others, -torch.inf)
         # Exact in any dtype, and half the memory traffic of converting first.
-        low, high = (t.float() for t in (x.amin(dim, keepdim=True), x.amax(dim, keepdim=True)))
+        low, high = lows.amin(dim, keepdim=True).float(), highs.amax(dim, keepdim=True).float()
         zero, scale = self._zero_and_scale(low, high)
         # An infinite scale, of a span wider than the dtype reaches, would make code 0 a NaN.
         stored_scale = scale.clamp(max=min(torch.finfo(dtype).max, torch.finfo(scale.dtype).max)).to(dtype)

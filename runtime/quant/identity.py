@@ -22,12 +22,12 @@ class IdentityQuantizer(Quantizer):
         """See `Quantizer.asked_by`."""
         return "bits=16"
 
-    def quantize_key(self, x: torch.Tensor) -> Planes:
+    def quantize_key(self, x: torch.Tensor, real: torch.Tensor | None = None) -> Planes:
         """A contiguous copy: later writes of the model to x must not reach the cache."""
         self._check_whole_groups(x)
         return (x.clone(memory_format=torch.contiguous_format),)
 
-    def quantize_value(self, x: torch.Tensor) -> Planes:
+    def quantize_value(self, x: torch.Tensor, real: torch.Tensor | None = None) -> Planes:
         """As `quantize_key`."""
         return self.quantize_key(x)
 

@@ -24,7 +24,7 @@ class KeysOnlyQuantizer(IdentityQuantizer):
         """See `Quantizer.asked_by`."""
         return "policy='kcache'"
 
-    def quantize_value(self, x: torch.Tensor) -> Planes:
+    def quantize_value(self, x: torch.Tensor, real: torch.Tensor | None = None) -> Planes:
         """Planes without bytes."""
         self._check_whole_groups(x)
         return (x.new_empty((*x.shape[:3], 0)),)

@@ -47,19 +47,19 @@ class KiviQuantizer(GroupwiseQuantizer):
     code_form: ClassVar[CodeForm | None] = "affine"
     exact_constants: ClassVar[tuple[KVKind, ...]] = ("key", "value")
 
-    def quantize_key(self, x: torch.Tensor) -> Planes:
+    def quantize_key(self, x: torch.Tensor, real: torch.Tensor | None = None) -> Planes:
         """See `Quantizer.quantize_key`; on a GPU by one kernel."""
         if self._packs_on_gpu and on_gpu.packs_keys(x, self.group_size):
             self._check_whole_groups(x)
-            return on_gpu.pack_keys(x, self.bits, self.group_size)
-        return super().quantize_key(x)
+            return on_gpu.pack_keys(x, self._counted(real), self.bits, self.group_size)
+        return super().quantize_key(x, real)
 
-    def quantize_value(self, x: torch.Tensor) -> Planes:
+    def quantize_value(self, x: torch.Tensor, real: torch.Tensor | None = None) -> Planes:
         """See `Quantizer.quantize_value`; on a GPU by one kernel."""
         if self._packs_on_gpu and on_gpu.packs_values(x, self.bits, self.group_size):
             self._check_whole_groups(x)
             return on_gpu.pack_values(x, self.bits, self.group_size)
-        return super().quantize_value(x)
+        return super().quantize_value(x, real)
 
     @property
     def _packs_on_gpu(self) -> bool:

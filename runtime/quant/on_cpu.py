@@ -24,13 +24,19 @@ def packs(x: torch.Tensor, group_size: int) -> bool:
 
 
 def pack(
-    x: torch.Tensor, balance: torch.Tensor | None, bits: int, group_size: int, distance: float
+    x: torch.Tensor,
+    balance: torch.Tensor | None,
+    counted: torch.Tensor | None,
+    bits: int,
+    group_size: int,
+    distance: float,
 ) -> Planes:
     """Codes, scale and mean; see `TurboQuantizer`.
 
     Args:
         x: `[batch, num_kv_heads, tokens, head_dim]`, whole groups.
         balance: `[batch, num_kv_heads, 1, head_dim]` of x's dtype: divides x; None for nothing.
+        counted: bool `[batch, tokens / group_size, group_size]`: tokens that a mean counts; None for all.
         bits: Width of a code.
         group_size: Tokens of a group.
         distance: Of levels, in standard deviations.
@@ -38,7 +44,9 @@ def pack(
     Raises:
         HostMemoryError: If there is no memory to work in.
     """
-    planes: list[torch.Tensor] = torch.ops.specache.centred_codes(x, balance, bits, group_size, distance)
+    planes: list[torch.Tensor] = torch.ops.specache.centred_codes(
+        x, balance, counted, bits, group_size, distance
+    )
     if not planes:
         raise HostMemoryError("There is no memory to quantise pairs: free some, or shorten the context.")
     return tuple(planes)

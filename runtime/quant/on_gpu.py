@@ -32,16 +32,17 @@ def packs_values(x: torch.Tensor, bits: int, group_size: int) -> bool:
     return whole and packs_keys(x, 1)
 
 
-def pack_keys(x: torch.Tensor, bits: int, group_size: int) -> Planes:
-    """Quantise keys; see `KiviQuantizer.quantize_key`."""
+def pack_keys(x: torch.Tensor, counted: torch.Tensor | None, bits: int, group_size: int) -> Planes:
+    """Quantise keys; see `KiviQuantizer.quantize_key`. `counted` is of `Quantizer._counted`."""
     from specache_fx.runtime.quant import triton_pack
 
     batch, heads, tokens, dim = x.shape
     groups, width, padded = tokens // group_size, packed_width(dim, bits), power_of_two(group_size)
     block = min(power_of_two(width), max(_TILE // padded, 1))
     grid = (batch * heads * groups, -(-width // block))
-    sizes = {"GROUP": group_size, "GROUP_PAD": padded, "BLOCK": block}
-    return _packed(triton_pack.pack_keys, grid, x, bits, groups, (groups, dim), sizes)
+    sizes = {"GROUP": group_size, "GROUP_PAD": padded, "BLOCK": block, "COUNTED": counted is not None}
+    counts = x if counted is None else counted.contiguous().view(torch.uint8)  # x is not read
+    return _packed(triton_pack.pack_keys, grid, x, bits, groups, (groups, dim), sizes, counts)
 
 
 def pack_values(x: torch.Tensor, bits: int, group_size: int) -> Planes:
@@ -65,6 +66,7 @@ def _packed(
     count: int,
     of_scales: tuple[int, int],
     sizes: dict[str, int],
+    *more: torch.Tensor,
 ) -> Planes:
     """Launch a kernel of `triton_pack`, of `count` groups or tokens a head. Scales: `[batch, heads, *of_scales]`."""
     batch, heads, tokens, dim = x.shape
@@ -80,5 +82,5 @@ def _packed(
         "enable_fp_fusion": False,
     }
     with triton_ops.on(x.device):
-        kernel[grid](x, codes, scale, zero, *x.stride(), heads, count, **constants)
+        kernel[grid](x, *more, codes, scale, zero, *x.stride(), heads, count, **constants)
     return codes, scale, zero

@@ -39,11 +39,11 @@ class RotatedQuantizer(KiviQuantizer):
     code_form = None
     exact_constants = ("key",)
 
-    def quantize_key(self, x: torch.Tensor) -> Planes:
+    def quantize_key(self, x: torch.Tensor, real: torch.Tensor | None = None) -> Planes:
         """See `Quantizer.quantize_key`."""
-        return self._quantize_by_channel(rotate(x), x.dtype)
+        return self._quantize_by_channel(rotate(x), x.dtype, real)
 
-    def quantize_value(self, x: torch.Tensor) -> Planes:
+    def quantize_value(self, x: torch.Tensor, real: torch.Tensor | None = None) -> Planes:
         """See `Quantizer.quantize_value`."""
         return self._quantize_by_token(rotate(x), x.dtype)
 

@@ -54,6 +54,7 @@ def _codes(x, scale, zero, BITS: tl.constexpr):
 @triton.jit(do_not_specialize=["num_groups"])
 def pack_keys(
     x,
+    counted,
     codes,
     scale,
     zero,
@@ -65,6 +66,7 @@ def pack_keys(
     num_groups,
     GROUP: tl.constexpr,
     GROUP_PAD: tl.constexpr,
+    COUNTED: tl.constexpr,
     DIM: tl.constexpr,
     BITS: tl.constexpr,
     KV: tl.constexpr,
@@ -74,7 +76,8 @@ def pack_keys(
 
     `x` is `[batch, num_kv_heads, num_groups * GROUP, DIM]` of dtype KV, of any strides. `codes`, uint8 `[batch,
     num_kv_heads, num_groups * GROUP, ceil(DIM * BITS / 8)]`, and `scale` and `zero`, `[batch, num_kv_heads, num_groups,
-    DIM]`, are contiguous. GROUP_PAD is a power of two, not below GROUP.
+    DIM]`, are contiguous. GROUP_PAD is a power of two, not below GROUP. Where COUNTED, only the tokens of `counted`
+    (uint8 `[batch, num_groups * GROUP]`) make scales and zeros.
     """
     PER_BYTE: tl.constexpr = 8 // BITS
     WIDTH: tl.constexpr = (DIM + PER_BYTE - 1) // PER_BYTE
@@ -85,6 +88,10 @@ def pack_keys(
     byte = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     place = tl.arange(0, GROUP_PAD)
     token_ok = place < GROUP
+    counts = token_ok
+    if COUNTED:
+        tokens = counted + (batch_row * num_groups + group) * GROUP + place
+        counts = tl.load(tokens, mask=token_ok, other=0) != 0
     rows = x + batch_row * stride_batch + head * stride_head + (group * GROUP + place) * stride_token
     packed = tl.zeros([GROUP_PAD, BLOCK], tl.int32)
     for at in tl.static_range(PER_BYTE):
@@ -92,8 +99,8 @@ def pack_keys(
         channel_ok = channel < DIM
         ok = token_ok[:, None] & channel_ok[None, :]
         values = tl.load(rows[:, None] + channel[None, :] * stride_channel, mask=ok, other=0).to(tl.float32)
-        low = tl.min(tl.where(token_ok[:, None], values, float("inf")), 0)
-        high = tl.max(tl.where(token_ok[:, None], values, float("-inf")), 0)
+        low = tl.min(tl.where(counts[:, None], values, float("inf")), 0)
+        high = tl.max(tl.where(counts[:, None], values, float("-inf")), 0)
         s, z = _scale_and_zero(low, high, BITS, KV)
         tl.store(scale + row * DIM + channel, s.to(KV), mask=channel_ok)
         tl.store(zero + row * DIM + channel, z.to(KV), mask=channel_ok)

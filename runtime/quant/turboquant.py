@@ -29,10 +29,10 @@ class TurboQuantizer(Quantizer):
     scale is `[batch, num_kv_heads, tokens, 1]`, the mean `[batch, num_kv_heads, tokens / group_size, head_dim]`, the
     balance `[batch, num_kv_heads, 1, head_dim]`, all of the KV dtype.
 
-    1. Balance, of keys alone: each channel is divided by the root of its spread over the real tokens of the row's first
-       group that has some. Queries are large where keys hardly vary; a rotation would spread the error of wide channels
-       over narrow ones. Kernels multiply queries by it. The root is SmoothQuant's choice (Xiao et al., 2023) between
-       keys and queries.
+    1. Balance, of keys alone: each channel is divided by the root of its spread over the row's first `group_size` real
+       tokens. Queries are large where keys hardly vary; a rotation would spread the error of wide channels over narrow
+       ones. Kernels multiply queries by it. The root is SmoothQuant's choice (Xiao et al., 2023) between keys and
+       queries. Too few tokens tell no spread: there is no balance then.
     2. Rotation (`hadamard.rotate`): a large channel spreads over all, and numbers become nearly normal.
     3. Centring: an offset that the tokens of a group share goes into the mean, at 16 bits. Keys have large ones.
     4. Levels: evenly spaced, for normal numbers; at one and two bits they lose as little as Lloyd's and Max's.
@@ -54,64 +54,80 @@ class TurboQuantizer(Quantizer):
     sequence_key_planes = 1
     exact_constants = ("key",)
 
-    def quantize_key(self, x: torch.Tensor) -> Planes:
+    def quantize_key(self, x: torch.Tensor, real: torch.Tensor | None = None) -> Planes:
         """See `Quantizer.quantize_key`."""
-        return self.quantize_more_keys(x, ())
+        return self.quantize_more_keys(x, (), real)
 
-    def quantize_more_keys(self, x: torch.Tensor, held: Planes, real: torch.Tensor | None = None) -> Planes:
+    def quantize_more_keys(
+        self, x: torch.Tensor, held: Planes, real: torch.Tensor | None = None, num_ahead: int = 0
+    ) -> Planes:
         """See `Quantizer.quantize_more_keys`."""
-        self._check_whole_groups(x)
-        before = held[0].shape[2] if held else 0
-        if real is None or not x.shape[2]:
-            balance = held[3] if before else self._balance(x[:, :, : self.group_size], None)
-        else:
-            balance = self._balance(*self._first_real(x, real[:, before:]))
-            if before:  # the codes of padding may be of any balance: nobody reads them
-                begun = real[:, :before].any(1)[:, None, None, None]
-                balance = torch.where(begun, held[3], balance)
-        return *self._quantize(x, balance), balance
+        before, tokens = held[0].shape[2] if held else 0, x.shape[2] - num_ahead
+        new = x[:, :, :tokens]
+        self._check_whole_groups(new)
+        if real is None or not tokens:
+            balance = held[3] if before else self._balance(new[:, :, : self.group_size], None)
+            return *self._quantize(new, balance, None), balance
+        balance = self._balance(*self._first_real(x, real[:, before:], num_ahead))
+        if before:
+            begun = real[:, :before].any(1)[:, None, None, None]
+            balance = torch.where(begun, held[3], balance)
+        return *self._quantize(new, balance, self._counted(real[:, before : before + tokens])), balance
 
-    def quantize_value(self, x: torch.Tensor) -> Planes:
+    def quantize_value(self, x: torch.Tensor, real: torch.Tensor | None = None) -> Planes:
         """See `Quantizer.quantize_value`."""
-        return self._quantize(x, None)
+        return self._quantize(x, None, self._counted(real))
 
-    def _first_real(self, x: torch.Tensor, real: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Each row's first group with a real token, and which of its tokens are real; any group where none is."""
-        groups = real.unflatten(1, (-1, self.group_size))
-        number = groups.any(2).to(torch.uint8).argmax(1)
-        rows = torch.arange(len(x), device=x.device)
-        return x.unflatten(2, groups.shape[1:])[rows, :, number], groups[rows, number]
+    def _first_real(
+        self, x: torch.Tensor, real: torch.Tensor, num_ahead: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Each row's first group with a real token and the `num_ahead` tokens behind it, and which of them count.
+
+        The first `group_size` real ones do. So a row has the balance that it would have without padding, if there are
+        so many ahead. A row without a real token has any group.
+        """
+        size, tokens = self.group_size, x.shape[2]
+        groups = real[:, : tokens - num_ahead].unflatten(1, ((tokens - num_ahead) // size, size))
+        start = groups.any(2).to(torch.uint8).argmax(1, keepdim=True) * size
+        places = start + torch.arange(size + num_ahead, device=x.device)
+        shown = real.gather(1, places)
+        first = x.gather(2, places[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
+        return first, shown & (shown.cumsum(1) <= size)
 
     def _balance(self, first: torch.Tensor, real: torch.Tensor | None) -> torch.Tensor:
-        """1 to 8 for each channel of the first group: the root of its spread, in units of a 64th of the widest one's.
+        """1 to 8 for each channel of these keys: the root of its spread, in units of a 64th of the widest one's.
 
-        Not below 1: quotients stay within the range of the KV dtype.
+        Not below 1: quotients stay within the range of the KV dtype. 1 for all channels of a row in which fewer than
+        half of `group_size` tokens count.
 
         Args:
-            first: `[batch, num_kv_heads, group_size, head_dim]`; without tokens where there are none.
-            real: bool `[batch, group_size]`: tokens that count; None for all.
+            first: `[batch, num_kv_heads, tokens, head_dim]`; without tokens where there are none.
+            real: bool `[batch, tokens]`: tokens that count; None for all.
         """
         if not first.shape[2]:
             return first.new_ones((*first.shape[:2], 1, first.shape[3]))
         counted = torch.ones(first.shape[0], first.shape[2], device=first.device) if real is None else real
+        enough = (2 * counted.sum(1) >= self.group_size)[:, None, None, None]
         weight = counted.double()[:, None, :, None]
         weight = weight / weight.sum(2, keepdim=True).clamp(min=1)
         offset = first.double() - (first * weight).sum(2, keepdim=True)
         spread = (offset.square() * weight).sum(2, keepdim=True).sqrt()
         widest = spread.amax(3, keepdim=True)
         units = _MOST_SPREAD * spread / torch.where(widest == 0, 1.0, widest)
-        return units.clamp_(min=1).sqrt_().to(first.dtype)
+        return torch.where(enough, units.clamp_(min=1).sqrt_(), 1.0).to(first.dtype)
 
-    def _quantize(self, x: torch.Tensor, balance: torch.Tensor | None) -> Planes:
-        """Codes, scale and mean."""
+    def _quantize(
+        self, x: torch.Tensor, balance: torch.Tensor | None, counted: torch.Tensor | None
+    ) -> Planes:
+        """Codes, scale and mean; only tokens that are `counted` (`_counted`) make the mean, if given."""
         self._check_whole_groups(x)
         if on_cpu.packs(x, self.group_size):
-            return on_cpu.pack(x, balance, self.bits, self.group_size, _LEVEL_DISTANCE[self.bits])
+            return on_cpu.pack(x, balance, counted, self.bits, self.group_size, _LEVEL_DISTANCE[self.bits])
         dtype = x.dtype
         x = x.float() if balance is None else x.float() / balance.float()
         groups = rotate(x).unflatten(2, (x.shape[2] // self.group_size, self.group_size))
         # Sums in float64 do not depend on how many groups come at once (docs/laws.md, law 4), and never overflow.
-        mean = saturated(groups.mean(3, keepdim=True, dtype=torch.float64).float(), dtype)
+        mean = saturated(_mean(groups, counted).float(), dtype)
         centred = groups - mean.float()
         norm = _norm(centred)
         deviation = (norm / x.shape[3] ** 0.5).float()
@@ -147,6 +163,14 @@ class TurboQuantizer(Quantizer):
     def _middle(self) -> float:
         """The zero point of codes."""
         return (2**self.bits - 1) / 2
+
+
+def _mean(groups: torch.Tensor, counted: torch.Tensor | None) -> torch.Tensor:
+    """Of each group's tokens, float64 `[batch, num_kv_heads, groups, 1, head_dim]`; see `Quantizer._counted`."""
+    if counted is None:
+        return groups.mean(3, keepdim=True, dtype=torch.float64)
+    weight = counted[:, None, :, :, None]
+    return (groups * weight).sum(3, keepdim=True, dtype=torch.float64) / weight.sum(3, keepdim=True)
 
 
 def _norm(x: torch.Tensor) -> torch.Tensor:

@@ -38,12 +38,15 @@ class ZipCacheQuantizer(KiviQuantizer):
     code_form = None
     exact_constants = ("key",)
 
-    def quantize_value(self, x: torch.Tensor) -> Planes:
+    def quantize_value(self, x: torch.Tensor, real: torch.Tensor | None = None) -> Planes:
         """See `Quantizer.quantize_value`."""
         self._check_whole_groups(x)
         groups = x.unflatten(2, (x.shape[2] // self.group_size, self.group_size))
         # In float64: torch's float32 root is not always the nearest number, nor surely the same one in a longer row.
-        size = groups.abs().amax(3).double().sqrt().to(x.dtype)
+        sizes, counted = groups.abs(), self._counted(real)
+        if counted is not None:
+            sizes = sizes.masked_fill(~counted[:, None, :, :, None], 0)
+        size = sizes.amax(3).double().sqrt().to(x.dtype)
         divisor = torch.where(size == 0, 1.0, size.float())
         planes = self._quantize_by_token((groups.float() / divisor.unsqueeze(3)).flatten(2, 3), x.dtype)
         return (*planes, size)

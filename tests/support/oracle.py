@@ -6,6 +6,7 @@ recomputed from it, attention is one product and one softmax over all keys, sele
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -37,7 +38,7 @@ class OracleDecoder:
         self.model, self.config, self.compute_dtype = model, config, compute_dtype
         self.form = ScoreForm(model.config.softcap, model.slopes, model.sinks)
         self.caches: list[OracleCache] = []
-        self.tokens: list[list[int]] = []  # by batch row
+        self.tokens: list[list[int | None]] = []  # by batch row; None where padding is
         self._forget_lookahead()
 
     @property
@@ -92,8 +93,8 @@ class OracleDecoder:
             return self.model.sdpa(q, k, v, mask if window is None else within_window(mask, window))
 
         logits = self.model.run(input_ids, positions_from_mask(key_mask, q_len), attention)
-        for row, new in zip(self.tokens, input_ids.tolist(), strict=True):
-            row.extend(new)
+        for row, new, shown in zip(self.tokens, input_ids.tolist(), key_mask.tolist(), strict=True):
+            row[:] = [token if real else None for token, real in zip([*row, *new], shown, strict=True)]
         if first:
             self.caches = [
                 OracleCache(
@@ -316,12 +317,16 @@ class OracleDecoder:
         return OracleRun(prefill_logits, logits.argmax(-1), logits, steps)
 
 
-def following(tokens: list[int]) -> int | None:
-    """What followed the longest run of 1 to 4 newest tokens where it stood last before; None where it never did."""
+def following(tokens: Sequence[int | None]) -> int | None:
+    """What followed the longest run of 1 to 4 newest tokens where it stood last before; None where it never did.
+
+    A token of None, which is padding, equals no token and is no answer.
+    """
     for length in (4, 3, 2, 1):
         for start in range(len(tokens) - length - 1, -1, -1):
-            if tokens[start : start + length] == tokens[-length:]:
-                return tokens[start + length]
+            run, after = tokens[start : start + length], tokens[start + length]
+            if None not in run and after is not None and run == tokens[-length:]:
+                return after
     return None
 
 

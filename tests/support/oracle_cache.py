@@ -128,9 +128,10 @@ class OracleCache:
         """(K', V') of the quantised positions, [batch, num_kv_heads, num_quantized, ...]."""
         config, count = self.config, self.num_quantized
         how = config.bits, config.group_size, config.quantizer
+        ahead = config.residual_length if count else 0
         return (
-            quantize_dequantize_key(self.k[:, :, :count], *how, self.key_mask),
-            quantize_dequantize_value(self.v[:, :, :count], *how),
+            quantize_dequantize_key(self.k[:, :, : count + ahead], *how, self.key_mask, ahead),
+            quantize_dequantize_value(self.v[:, :, :count], *how, self.key_mask),
         )
 
     def device_pairs(self, staged: Indices | None = None) -> tuple[Tensor, Tensor]:

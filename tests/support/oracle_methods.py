@@ -114,18 +114,32 @@ def rotated(inner: Callable[[Callable[[Tensor, int], Tensor]], Method]) -> Metho
 LEVEL_DISTANCE = {1: 1.5958, 2: 0.9957, 4: 0.3352, 8: 0.0308}  # Max 1960, table II
 
 
-def balanced(x: Tensor, bits: int, group_size: int, real: Tensor | None = None) -> Tensor:
-    """TurboQuant's keys: `norm_kept` of channels that are divided by the root of their spread in the first group.
+def of_real_tokens(method: Method, x: Tensor, bits: int, group_size: int, real: Tensor) -> Tensor:
+    """What `method` makes of each group's real tokens (`real`, bool [batch, tokens]), as if there were no padding."""
+    back = torch.zeros_like(x)
+    for row, shown in enumerate(real.tolist()):
+        for start in range(0, x.shape[2], group_size):
+            places = [i for i in range(start, start + group_size) if shown[i]]
+            if places:
+                back[row, :, places] = method(x[row : row + 1, :, places], bits, group_size)[0]
+    return back
 
-    Of each batch row it is the first one that is not all padding (`real`, bool [batch, tokens]); its padding does not
-    count. The spread counts in 64ths of the widest channel's, and one 64th at least.
+
+def balanced(x: Tensor, bits: int, group_size: int, real: Tensor, num_ahead: int) -> Tensor:
+    """TurboQuant's keys: `norm_kept` of channels that are divided by the root of their spread.
+
+    The spread is that of a batch row's first `group_size` real tokens (`real`, bool [batch, tokens]), as far as they
+    are in its first group with one or up to `num_ahead` tokens behind that. It counts in 64ths of the widest channel's,
+    and one 64th at least. Fewer tokens than half of `group_size` have no balance.
     """
+    tokens = x.shape[2] - num_ahead
     spreads = []
     for row, keys in enumerate(x.double()):
-        shown = [True] * x.shape[2] if real is None else real[row, : x.shape[2]].tolist()
-        start = next((i for i in range(0, len(shown), group_size) if any(shown[i : i + group_size])), 0)
-        first = keys[:, [i for i in range(start, start + group_size) if shown[i]]]
-        if first.shape[1]:
+        shown = real[row].tolist()
+        start = next((i for i in range(0, tokens, group_size) if any(shown[i : i + group_size])), 0)
+        places = [i for i in range(start, start + group_size + num_ahead) if shown[i]][:group_size]
+        if 2 * len(places) >= group_size:
+            first = keys[:, places]
             offset = first - first.mean(1, keepdim=True)
             spreads.append(offset.square().mean(1, keepdim=True).sqrt())
         else:
@@ -134,7 +148,12 @@ def balanced(x: Tensor, bits: int, group_size: int, real: Tensor | None = None) 
     widest = spread.amax(3, keepdim=True)
     share = torch.where(widest == 0, 0.0, spread / torch.where(widest == 0, 1.0, widest))
     factor = (64 * share).clamp(min=1).sqrt().to(x.dtype).float()
-    return in_range(norm_kept(x.float() / factor, bits, group_size, x.dtype).float() * factor, x.dtype)
+
+    def method(part: Tensor, bits: int, group_size: int) -> Tensor:
+        return norm_kept(part, bits, group_size, x.dtype)
+
+    even = (x.float() / factor)[:, :, :tokens]
+    return in_range(of_real_tokens(method, even, bits, group_size, real) * factor, x.dtype)
 
 
 def norm_kept(x: Tensor, bits: int, group_size: int, stored: torch.dtype | None = None) -> Tensor:
@@ -179,17 +198,17 @@ def improved(x: Tensor, bits: int) -> Tensor:
     return quantize_group(flat, 2, bits).view_as(x)
 
 
-# Keys with a row for the whole sequence: the functions take `real`, bool [batch, tokens] or None, too.
-DEQUANTIZED_SEQUENCE: dict[str, Callable[[Tensor, int, int, Tensor | None], Tensor]] = {
-    "turboquant": balanced
-}
+# Keys with a row for the whole sequence: the functions take `real`, bool [batch, tokens], and `num_ahead` too.
+DEQUANTIZED_SEQUENCE: dict[str, Callable[[Tensor, int, int, Tensor, int], Tensor]] = {"turboquant": balanced}
 DEQUANTIZED_KEY: dict[str, Method] = {
+    "kivi": by_channel(improved),
     "kivi-original": by_channel(original),
     "nuq": by_channel(nearest_level),
     "rotated": rotated(by_channel),
     "zipcache": by_channel(improved),
 }
 DEQUANTIZED_VALUE: dict[str, Method] = {
+    "kivi": by_token(improved),
     "kivi-original": by_token(original),
     "nuq": by_token(nearest_level),
     "rotated": rotated(by_token),

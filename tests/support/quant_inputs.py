@@ -41,13 +41,15 @@ def inputs(
     return group_size, x
 
 
-def quantize(quantizer: Quantizer, kind: KVKind, x: Tensor) -> Planes:
-    return quantizer.quantize_key(x) if kind == "key" else quantizer.quantize_value(x)
+def quantize(quantizer: Quantizer, kind: KVKind, x: Tensor, real: Tensor | None = None) -> Planes:
+    return quantizer.quantize_key(x, real) if kind == "key" else quantizer.quantize_value(x, real)
 
 
-def roundtrip(quantizer: Quantizer, kind: KVKind, x: Tensor) -> tuple[Planes, Tensor]:
+def roundtrip(
+    quantizer: Quantizer, kind: KVKind, x: Tensor, real: Tensor | None = None
+) -> tuple[Planes, Tensor]:
     """The planes, and what comes back of them."""
-    planes = quantize(quantizer, kind, x)
+    planes = quantize(quantizer, kind, x, real)
     back: Any = quantizer.dequantize_key if kind == "key" else quantizer.dequantize_value
     return planes, back(planes, x.shape[3], x.dtype)
 

@@ -96,12 +96,20 @@ def left_paddings(draw: st.DrawFn, batch: int, kv_len: int) -> Tensor:
 
 @st.composite
 def key_masks(draw: st.DrawFn, batch: int, kv_len: int) -> Tensor:
-    """Key mask, bool [batch, kv_len]: all real, left-padded, or with holes (the newest token is real)."""
-    kind = draw(st.sampled_from(("real", "left", "holes")))
+    """Key mask, bool [batch, kv_len]: all real, padded left, right or in the middle, or with holes.
+
+    The newest token of a mask with holes is real.
+    """
+    kind = draw(st.sampled_from(("real", "left", "right", "middle", "holes")))
     if kind == "real":
         return torch.ones(batch, kv_len, dtype=torch.bool)
     if kind == "left":
         return draw(left_paddings(batch, kv_len))
+    if kind == "right":
+        return draw(left_paddings(batch, kv_len)).flip(1)
+    if kind == "middle":
+        place, (first, second) = torch.arange(kv_len), (draw(st.integers(0, kv_len)) for _ in range(2))
+        return ((place < min(first, second)) | (place >= max(first, second))).expand(batch, -1)
     generator = torch.Generator().manual_seed(draw(seeds))
     mask = torch.rand(batch, kv_len, generator=generator) < draw(st.sampled_from((0.1, 0.5, 0.9)))
     mask[:, -1] = True

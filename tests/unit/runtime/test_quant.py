@@ -7,6 +7,7 @@ from itertools import pairwise
 import pytest
 import torch
 from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from support.oracle_quant import quantize_dequantize_key, quantize_dequantize_value
 from support.quant_inputs import (
     DTYPES,
@@ -19,7 +20,7 @@ from support.quant_inputs import (
     quantizer_of,
     roundtrip,
 )
-from support.strategies import QUANT_FILLS, filled
+from support.strategies import QUANT_FILLS, filled, key_masks
 from torch import Tensor
 
 from specache_fx.config import SpecacheConfig
@@ -77,6 +78,34 @@ def test_what_comes_back_is_what_the_oracle_says(
     _, back = roundtrip(quantizer_of(name, bits, group_size), kind, x)
     oracle = quantize_dequantize_key if kind == "key" else quantize_dequantize_value
     assert torch.equal(back, oracle(x, bits, group_size, name))
+
+
+@over_kinds
+@over_methods
+@settings(max_examples=15, deadline=None)
+@given(
+    drawn=inputs(
+        fills=[f for f in QUANT_FILLS if f not in ("huge", "tiny")],
+        head_dims=[3, 8, 20],
+        group_sizes=(2, 5, 8),
+    ),
+    data=st.data(),
+)
+def test_real_tokens_come_back_as_if_their_groups_had_no_padding(
+    name: str, bits: int, kind: KVKind, drawn: tuple[int, Tensor], data: st.DataObject
+) -> None:
+    """Law 7: padding on any side counts for nothing, whatever it holds."""
+    group_size, x = drawn
+    quantizer = quantizer_of(name, bits, group_size)
+    real = data.draw(key_masks(x.shape[0], x.shape[2])) if x.numel() else torch.ones(x.shape[0], 0).bool()
+    shown = real[:, None, :, None]
+    other = x.masked_fill(~shown, data.draw(st.sampled_from((0.0, -3e4, 7.5))))
+    _, back = roundtrip(quantizer, kind, x, real)
+    _, again = roundtrip(quantizer, kind, other, real)
+    oracle = quantize_dequantize_key if kind == "key" else quantize_dequantize_value
+    expected = oracle(x, bits, group_size, name, real)
+    for found in (back, again):
+        assert torch.equal(found.masked_fill(~shown, 0), expected.masked_fill(~shown, 0))
 
 
 @over_kinds

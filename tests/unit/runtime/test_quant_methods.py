@@ -20,7 +20,7 @@ from support.quant_inputs import (
     quantizer_of,
     roundtrip,
 )
-from support.strategies import filled
+from support.strategies import filled, key_masks
 from torch import Tensor
 
 from specache_fx.runtime.quant import KVKind, Planes, on_cpu
@@ -173,19 +173,20 @@ def test_turboquant_gives_good_scores_wherever_queries_are_large(bits: int) -> N
 
 @pytest.mark.parametrize("bits", [1, 2, 4, 8])
 @settings(max_examples=20, deadline=None)
-@given(drawn=inputs(), strided=st.booleans())
+@given(drawn=inputs(), strided=st.booleans(), data=st.data())
 def test_turboquant_in_cpp_gives_the_planes_of_pytorch(
-    bits: int, drawn: tuple[int, Tensor], strided: bool
+    bits: int, drawn: tuple[int, Tensor], strided: bool, data: st.DataObject
 ) -> None:
     group_size, x = drawn
     if strided:
         x = x.repeat(1, 1, 1, 2)[..., ::2]
     quantizer = quantizer_of("turboquant", bits, group_size)
     assert on_cpu.packs(x, group_size) == (x.numel() > 0)
-    ours = *quantizer.quantize_key(x), *quantizer.quantize_value(x)
+    real = data.draw(key_masks(x.shape[0], x.shape[2])) if x.numel() else None
+    ours = *quantizer.quantize_key(x, real), *quantizer.quantize_value(x, real)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(on_cpu, "packs", lambda *_: False)
-        theirs = *quantizer.quantize_key(x), *quantizer.quantize_value(x)
+        theirs = *quantizer.quantize_key(x, real), *quantizer.quantize_value(x, real)
     for plane, other in zip(ours, theirs, strict=True):
         assert torch.equal(plane, other)
 

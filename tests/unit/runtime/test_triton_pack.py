@@ -26,19 +26,44 @@ pytestmark = [needs_triton, pytest.mark.gpu]
     fill=st.sampled_from(strategies.FILLS),
     seed=strategies.seeds,
     swapped=st.booleans(),
+    padded=st.booleans(),
 )
-@example(shape=(1, 1, 1, 8), group_size=8, bits=1, dtype=torch.float32, fill="random", seed=0, swapped=False)
-def test_planes_are_the_reference_quantisers_to_the_bit(shape, group_size, bits, dtype, fill, seed, swapped):
+@example(
+    shape=(1, 1, 1, 8),
+    group_size=8,
+    bits=1,
+    dtype=torch.float32,
+    fill="random",
+    seed=0,
+    swapped=False,
+    padded=False,
+)
+@example(
+    shape=(2, 2, 2, 20),
+    group_size=5,
+    bits=2,
+    dtype=torch.bfloat16,
+    fill="random",
+    seed=0,
+    swapped=True,
+    padded=True,
+)
+def test_planes_are_the_reference_quantisers_to_the_bit(
+    shape, group_size, bits, dtype, fill, seed, swapped, padded
+):
     batch, heads, groups, dim = shape
     x = strategies.filled((batch, heads, groups * group_size, dim), dtype, fill, seed)
     if swapped:  # the layout of a projection's output
         x = x.transpose(1, 2).contiguous().transpose(1, 2)
     reference = KiviQuantizer(bits, group_size)  # on the CPU: ATen
-    sides = [(on_gpu.pack_keys, reference.quantize_key)]
+    real = counted = None
+    if padded:
+        real = torch.arange(x.shape[2]) >= torch.tensor([x.shape[2] // 3, group_size + 1])[:batch, None]
+        counted = reference._counted(real).to(DEVICE)
+    sides = [(on_gpu.pack_keys(x.to(DEVICE), counted, bits, group_size), reference.quantize_key(x, real))]
     if group_size >= dim or group_size * bits % 8 == 0:
-        sides.append((on_gpu.pack_values, reference.quantize_value))
-    for pack, quantize in sides:
-        planes, expected = pack(x.to(DEVICE), bits, group_size), quantize(x)
+        sides.append((on_gpu.pack_values(x.to(DEVICE), bits, group_size), reference.quantize_value(x)))
+    for planes, expected in sides:
         for plane, wanted in zip(planes, expected, strict=True):
             assert (plane.shape, plane.dtype) == (wanted.shape, wanted.dtype)
             assert plane.is_contiguous()
