@@ -19,6 +19,8 @@ _LEVEL_DISTANCE = {1: 1.5958, 2: 0.9957, 4: 0.3352, 8: 0.0308}
 
 # The spread of the widest channel over that of the narrowest which still counts.
 _MOST_SPREAD = 64
+# Tokens that the spread of a row's few tokens is mixed with: tokens of one spread in all channels.
+_MIXED_TOKENS = 2
 
 
 class TurboQuantizer(Quantizer):
@@ -32,7 +34,7 @@ class TurboQuantizer(Quantizer):
     1. Balance, of keys alone: each channel is divided by the root of its spread over the row's first `group_size` real
        tokens. Queries are large where keys hardly vary; a rotation would spread the error of wide channels over narrow
        ones. Kernels multiply queries by it. The root is SmoothQuant's choice (Xiao et al., 2023) between keys and
-       queries. Too few tokens tell no spread: there is no balance then.
+       queries. Few tokens tell little of a spread: it is mixed with that of all channels.
     2. Rotation (`hadamard.rotate`): a large channel spreads over all, and numbers become nearly normal.
     3. Centring: an offset that the tokens of a group share goes into the mean, at 16 bits. Keys have large ones.
     4. Levels: evenly spaced, for normal numbers; at one and two bits they lose as little as Lloyd's and Max's.
@@ -97,8 +99,9 @@ class TurboQuantizer(Quantizer):
     def _balance(self, first: torch.Tensor, real: torch.Tensor | None) -> torch.Tensor:
         """1 to 8 for each channel of these keys: the root of its spread, in units of a 64th of the widest one's.
 
-        Not below 1: quotients stay within the range of the KV dtype. 1 for all channels of a row in which fewer than
-        half of `group_size` tokens count.
+        Not below 1: quotients stay within the range of the KV dtype. A row of n tokens, less than `group_size`, gets
+        `2 * (1 - n / group_size)` tokens more, whose variance is the mean of all channels'. Of two tokens alone, chance
+        makes one channel's spread many times another's.
 
         Args:
             first: `[batch, num_kv_heads, tokens, head_dim]`; without tokens where there are none.
@@ -107,14 +110,17 @@ class TurboQuantizer(Quantizer):
         if not first.shape[2]:
             return first.new_ones((*first.shape[:2], 1, first.shape[3]))
         counted = torch.ones(first.shape[0], first.shape[2], device=first.device) if real is None else real
-        enough = (2 * counted.sum(1) >= self.group_size)[:, None, None, None]
         weight = counted.double()[:, None, :, None]
-        weight = weight / weight.sum(2, keepdim=True).clamp(min=1)
+        tokens = weight.sum(2, keepdim=True)
+        weight = weight / tokens.clamp(min=1)
         offset = first.double() - (first * weight).sum(2, keepdim=True)
-        spread = (offset.square() * weight).sum(2, keepdim=True).sqrt()
+        variance = (offset.square() * weight).sum(2, keepdim=True)
+        mixed = (_MIXED_TOKENS * (1 - tokens / self.group_size)).clamp(min=0)
+        variance = (tokens * variance + mixed * variance.mean(3, keepdim=True)) / (tokens + mixed)
+        spread = variance.sqrt()
         widest = spread.amax(3, keepdim=True)
         units = _MOST_SPREAD * spread / torch.where(widest == 0, 1.0, widest)
-        return torch.where(enough, units.clamp_(min=1).sqrt_(), 1.0).to(first.dtype)
+        return units.clamp_(min=1).sqrt_().to(first.dtype)
 
     def _quantize(
         self, x: torch.Tensor, balance: torch.Tensor | None, counted: torch.Tensor | None

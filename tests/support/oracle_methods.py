@@ -129,8 +129,9 @@ def balanced(x: Tensor, bits: int, group_size: int, real: Tensor, num_ahead: int
     """TurboQuant's keys: `norm_kept` of channels that are divided by the root of their spread.
 
     The spread is that of a batch row's first `group_size` real tokens (`real`, bool [batch, tokens]), as far as they
-    are in its first group with one or up to `num_ahead` tokens behind that. It counts in 64ths of the widest channel's,
-    and one 64th at least. Fewer tokens than half of `group_size` have no balance.
+    are in its first group with one or up to `num_ahead` tokens behind that. Where there are n, fewer than that, its
+    square is mixed with `2 * (1 - n / group_size)` tokens of the mean of all channels'. It counts in 64ths of the
+    widest channel's, and one 64th at least.
     """
     tokens = x.shape[2] - num_ahead
     spreads = []
@@ -138,10 +139,11 @@ def balanced(x: Tensor, bits: int, group_size: int, real: Tensor, num_ahead: int
         shown = real[row].tolist()
         start = next((i for i in range(0, tokens, group_size) if any(shown[i : i + group_size])), 0)
         places = [i for i in range(start, start + group_size + num_ahead) if shown[i]][:group_size]
-        if 2 * len(places) >= group_size:
-            first = keys[:, places]
-            offset = first - first.mean(1, keepdim=True)
-            spreads.append(offset.square().mean(1, keepdim=True).sqrt())
+        if places:
+            first, n = keys[:, places], len(places)
+            variance = (first - first.mean(1, keepdim=True)).square().mean(1, keepdim=True)
+            more = 2 * (1 - n / group_size)
+            spreads.append(((n * variance + more * variance.mean(2, keepdim=True)) / (n + more)).sqrt())
         else:
             spreads.append(torch.zeros_like(keys[:, :1]))
     spread = torch.stack(spreads)

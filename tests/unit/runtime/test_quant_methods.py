@@ -192,8 +192,8 @@ def test_turboquant_in_cpp_gives_the_planes_of_pytorch(
 
 
 @pytest.mark.parametrize("pads", [8, 19, 32])
-def test_turboquant_balances_a_padded_row_by_its_own_tokens(pads: int) -> None:
-    """Chunk by chunk, as a session quantises: groups of padding come first."""
+def test_turboquant_balances_a_padded_row_as_the_row_alone(pads: int) -> None:
+    """Chunk by chunk, as a session quantises: groups of padding come first, and a window of 8 tokens is known."""
     quantizer = quantizer_of("turboquant", 2, 8)
     alone = filled((1, 2, 48 - pads, 16), torch.float32, "offset", 0)
     padded = torch.cat([torch.full((1, 2, pads, 16), 3.0), alone], dim=2)
@@ -201,18 +201,29 @@ def test_turboquant_balances_a_padded_row_by_its_own_tokens(pads: int) -> None:
     real = torch.arange(48) >= torch.tensor([[pads], [0]])
     parts: list[Planes] = []
     held: Planes = ()
-    for start in range(0, 48, 8):
-        parts.append(quantizer.quantize_more_keys(batch[:, :, start : start + 8], held, real[:, : start + 8]))
+    for start in range(0, 40, 8):
+        known = start + 16
+        parts.append(quantizer.quantize_more_keys(batch[:, :, start:known], held, real[:, :known], 8))
         held = *(torch.cat(planes, 2) for planes in list(zip(*parts, strict=True))[:3]), parts[-1][3]
-    first = alone[:, :, : 8 - pads % 8]
-    spread = first.double().std(2, correction=0, keepdim=True)
-    expected = (64 * spread / spread.amax(3, keepdim=True)).clamp(min=1).sqrt().float()
-    torch.testing.assert_close(held[3][:1], expected)
-    at_once = quantizer.quantize_more_keys(batch, (), real)
+    assert torch.equal(held[3][:1], quantizer.quantize_key(alone[:, :, :8])[3])
+    assert torch.equal(held[3][1:], quantizer.quantize_key(batch[1:, :, :8])[3])
+    at_once = quantizer.quantize_more_keys(batch, (), real, 8)
+    for plane, other in zip(at_once, held, strict=True):
+        assert torch.equal(plane[1:], other[1:])
     assert torch.equal(at_once[3], held[3])
-    whole = pads + (-pads) % 8  # from here on the row's codes are those of its own tokens
-    assert torch.equal(at_once[0][:1, :, whole:], held[0][:1, :, whole:])
-    assert torch.equal(at_once[0][1:], held[0][1:])
+    assert torch.equal(at_once[0][:1, :, pads:], held[0][:1, :, pads:])
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 5])
+def test_turboquant_balances_few_tokens_less(tokens: int) -> None:
+    """Of normal numbers alike in all channels, two tokens would make one channel's spread many times another's."""
+    quantizer = quantizer_of("turboquant", 2, 64)
+    keys, real = filled((1, 1, 64, 16), torch.float32, "random", 0), torch.arange(64)[None] < tokens
+    balance = quantizer.quantize_key(keys, real)[3]
+    assert float(balance.max() / balance.min()) < (1.001 if tokens == 1 else 2)
+    keys[..., 3] *= 30
+    outlier = quantizer.quantize_key(keys, real)[3]
+    assert tokens == 1 or (outlier[..., 3].item() == 8 and outlier.median() < 4)
 
 
 # What the documents say
