@@ -32,6 +32,7 @@ from specache_fx.runtime.layer_state import LayerState
 from specache_fx.runtime.layout import Arena, LayerShape
 from specache_fx.runtime.metrics import Metrics
 from specache_fx.runtime.next_answer import NextAnswer
+from specache_fx.runtime.origin import Origin
 from specache_fx.runtime.prompt_masks import PromptMasks
 from specache_fx.runtime.quant import make_quantizer
 from specache_fx.runtime.step_graph import StepGraph, recorder_of
@@ -97,9 +98,7 @@ class Session:
         self.tokens = TokenHistory(device) if recovers else None
         self.next_answer: NextAnswer | None = None
         self.staged_for: int | None = None  # the length at which the staged pairs are those of the next token
-        # Whose it is, for a saved cache: the weights that its prompt's graph read, by name, and its model's config.
-        self.weights: dict[str, weakref.ref[torch.Tensor]] = {}
-        self.model_config: object = None
+        self.origin = Origin()
         # Who uses it.
         self.closed = False
         self.lease: weakref.ref[Lease] | None = None  # of its handles; it ends with that
@@ -273,7 +272,7 @@ class Session:
             twin.close()
             raise
         twin.kv_len, twin.masks_move = self.kv_len, self.masks_move
-        twin.weights, twin.model_config, twin.forms = self.weights, self.model_config, [*self.forms]
+        twin.origin, twin.forms = self.origin.copy(), [*self.forms]
         twin._take_rows(self, index)
         twin.forget_lookahead()  # its staged pairs are not copied
         return twin

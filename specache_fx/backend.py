@@ -37,6 +37,7 @@ from specache_fx.runtime.handle_form import is_laid_out
 from specache_fx.runtime.host_blocks import check_host_dir, resolve_host
 from specache_fx.runtime.kernels import LayerForm, check_forms, check_kernel, choose_kernel
 from specache_fx.runtime.quant import make_quantizer
+from specache_fx.traced_values import traced
 
 logger = logging.getLogger(__name__)
 _GROWING_BUFFERS = (
@@ -140,7 +141,8 @@ class Backend:
             )
             return self._left_in_place(gm, example_inputs, program, observe, bounded)
         inputs, writes = placeholders(rewritten.graph), writes_tokens(rewritten)
-        program = analyse(rewritten, config)
+        values, floats = traced(inputs)
+        program = replace(analyse(rewritten, config), values=values, floats=floats)
         if observe is not None:
             observe("analyse", rewritten, program)
         rewritten = run_passes(rewritten, program, BINDING_PASSES, observe)

@@ -17,7 +17,7 @@ from specache_fx.lowering import Compiled, lower_static
 from specache_fx.passes.fuse_layer_steps import is_whole, whole_layers
 from specache_fx.passes.pipeline import Observer, build_decode_graph
 from specache_fx.progress import announced
-from specache_fx.runners import assemble, compiling, inference, layer_shapes, resolve
+from specache_fx.runners import assemble, compiling, inference, layer_shapes, note_graph, resolve
 from specache_fx.runtime import claims, registry
 from specache_fx.runtime.decode_step import DecodeStep
 from specache_fx.runtime.device_steps import DeviceSteps
@@ -95,6 +95,8 @@ class Decode:
             session, past = resolve(self._program, self._layers, args)
             with session.lock:
                 claims.check_open(session)  # another thread may have released it
+                if not session.origin.knows(self._program.values):
+                    note_graph(session, self._program, args)
                 session.metrics.begin_step()
                 token = None if self._sources.token is None else args[self._sources.token]
                 session.remember(None if token is None else token.reshape(-1, 1))

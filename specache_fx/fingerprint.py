@@ -15,6 +15,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from specache_fx.capture.subclasses import flatten
 from specache_fx.errors import ConfigError
 from specache_fx.runtime.native import graph_ops
+from specache_fx.traced_values import Values, differing, is_silent, tensor_of
 
 _ROW = 1024  # words of 8 bytes that one sum is of
 _SAMPLE = 512  # elements of a weight that are compared each time, at least where it has so many
@@ -31,19 +32,6 @@ def _factors() -> torch.Tensor:
 
 _FACTORS = _factors()
 
-# Entries of a config that no computed number depends on, or that the weights tell. Equal models may differ in them.
-_SAYS_NOTHING = (
-    *(
-        "architectures",
-        "dtype",
-        "id2label",
-        "is_decoder",
-        "label2id",
-        "output_attentions",
-        "output_hidden_states",
-    ),
-    *("problem_type", "return_dict", "torch_dtype", "transformers_version", "use_cache"),
-)
 # Digests so far, with the memory and the version of each weight.
 _known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
@@ -111,33 +99,33 @@ def clear_digests() -> None:
     _known.clear()
 
 
-def matched(model: nn.Module, saved: Mapping[str, str]) -> dict[str, torch.Tensor] | str:
+def matched(model: nn.Module, saved: Mapping[str, str], values: Values) -> dict[str, torch.Tensor] | str:
     """The weights of a model that a cache was made with.
 
     Args:
-        model: It, or a module around it: a name may have more in front.
+        model: It, or a module around it.
         saved: Name to digest.
+        values: Of `traced_values`: the Python values that it has to have too.
 
     Returns:
-        The weights by name; or the missing or changed one, as half a sentence.
+        The weights by name; or the missing or changed one, or another value, as half a sentence.
     """
-    named: dict[str, list[torch.Tensor]] = {}
-    for full, weight in (
-        *model.named_parameters(remove_duplicate=False),
-        *model.named_buffers(remove_duplicate=False),
-    ):
-        parts = full.split(".")
-        for start in range(len(parts)):
-            named.setdefault(".".join(parts[start:]), []).append(weight)
-    found: dict[str, torch.Tensor] = {}
-    for name, wanted in saved.items():
-        if name not in named:
-            return f"has no weight {name!r}"
-        same = [weight for weight in named[name] if weight_digest(weight) == wanted]
-        if not same:
-            return f"has other numbers in {name!r}"
-        found[name] = same[0]
-    return found
+    told: dict[int, str] = {}  # how far a module is like the one that was saved, and what it lacks
+    for module in model.modules():
+        found: dict[str, torch.Tensor] = {}
+        for name, wanted in saved.items():
+            weight = tensor_of(module, name)
+            if weight is None or weight_digest(weight) != wanted:
+                lacks = f"has {'no weight' if weight is None else 'other numbers in'} {name!r}"
+                told.setdefault(len(found), lacks)
+                break
+            found[name] = weight
+        else:
+            other = differing(module, values)
+            if other is None:
+                return found
+            told[len(saved)] = other
+    return told[max(told)]
 
 
 def config_digest(config: Any) -> str | None:
@@ -151,11 +139,7 @@ def config_digest(config: Any) -> str | None:
 def _telling(value: Any) -> Any:
     if not isinstance(value, dict):
         return value
-    return {
-        str(key): _telling(item)
-        for key, item in value.items()
-        if key not in _SAYS_NOTHING and not str(key).startswith("_") and "token_id" not in str(key)
-    }
+    return {str(key): _telling(item) for key, item in value.items() if not is_silent(str(key))}
 
 
 def config_of(model: nn.Module, saved: str | None) -> Any:

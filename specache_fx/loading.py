@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from specache_fx.fingerprint import check_ids, config_of, matched, token_hash
 from specache_fx.runners import inference
 from specache_fx.runtime import registry
 from specache_fx.runtime.handle_form import Form
+from specache_fx.runtime.origin import Origin
 from specache_fx.runtime.session import Session
 from specache_fx.runtime.snapshot import HELD_OPTIONS, SessionHeader, restore
 from specache_fx.saving import FILE, FORMAT
@@ -35,9 +35,9 @@ def load(model: nn.Module, folder: str | Path, *, input_ids: torch.Tensor | None
     """Restore a KV cache that `save` wrote, in this process or another. Nothing is computed anew.
 
     `model` goes on with it as with the one that was saved: the tokens to come are the same, and so are the bytes on the
-    device. It has the weights that the cache was made with, and the same `policy`, `bits`, `group_size`,
-    `residual_length`, `resident_layers`, `sink_tokens` and `quantizer`. Other options are the model's own. Where
-    `top_k`, `lookahead`, `on_miss` or `aggregation` differ, the saved guess is dropped. The options of a function that
+    device. It has the weights that the cache was made with, and the numbers in its modules: the same adapters are on,
+    in the same order, with the same scaling. It has the same `policy`, `bits`, `group_size`, `residual_length`,
+    `resident_layers`, `sink_tokens` and `quantizer`. Other options are the model's own. Where `top_k`, `lookahead`, `on_miss` or `aggregation` differ, the saved guess is dropped. The options of a function that
     was compiled around the model can't be seen; those that were saved are taken then.
 
     Args:
@@ -92,13 +92,16 @@ def fitting(model: nn.Module, file: TensorFile, input_ids: torch.Tensor | None =
                 return f"it has {name}={theirs!r}, the model {mine!r}. Compile the model with the option of the cache."
         if about["model_config"] is not None and config_of(model, about["model_config"]) is None:
             return "it is of a model with another config. Load it with the model that made it."
-        weights = matched(model, about["weights"])
+        weights = matched(model, about["weights"], about["values"])
         dtypes = {str(weight.dtype) for weight in model.parameters() if weight.is_floating_point()}
         if isinstance(weights, str) and f"torch.{about['dtype']}" not in dtypes:
             mine = " and ".join(sorted(dtypes))
             return f"it was saved in {about['dtype']}, the model is in {mine}. Load the model in that dtype."
         if isinstance(weights, str):
-            return f"it is another model's: this one {weights}. Load it with the model that made it."
+            return (
+                f"it is another model's: this one {weights}. Load it with the model that made it, and with the same"
+                " adapters and numbers."
+            )
         found.append(weights)
     return found
 
@@ -171,14 +174,14 @@ def _session(
     made: list[Session],
 ) -> Session:
     """One session of a file; it is put into `made` before it is filled."""
-    others = "places", "forms", "model_config", "weights"
+    others = "places", "forms", "model_config", "weights", "values"
     header = SessionHeader.from_json({name: value for name, value in about.items() if name not in others})
     device = next((weight.device for weight in weights.values()), torch.device("cpu"))
     config, dtype = options_of(model) or header.config, getattr(torch, header.dtype)
     session = registry.open_session(config, header.shapes, dtype, device)
     made.append(session)
-    session.weights = {name: weakref.ref(weight) for name, weight in weights.items()}
-    session.model_config = config_of(model, about["model_config"])
+    session.origin = Origin(config_of(model, about["model_config"]))
+    session.origin.note(weights, about["values"])
     front = f"{number}."
     restore(session, header, {n.removeprefix(front): file.read(n) for n in file.names if n.startswith(front)})
     return session

@@ -204,7 +204,8 @@ def _key(about: dict[str, Any], tensors: dict[str, torch.Tensor]) -> str:
     """Hash of a cache's tokens, padding, model and the options that decide its content."""
     options = [[session["config"][name] for name in HELD_OPTIONS] for session in about["sessions"]]
     models = [
-        [session["model_config"], session["weights"], session["dtype"]] for session in about["sessions"]
+        [session[name] for name in ("model_config", "weights", "values", "dtype")]
+        for session in about["sessions"]
     ]
     masks = [_real(tensors.get(f"{i}.mask"), each["kv_len"]) for i, each in enumerate(about["sessions"])]
     padding = [None if mask is None else digest(mask) for mask in masks]

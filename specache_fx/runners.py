@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
-import weakref
 from collections.abc import Iterator, Sequence
 from types import FrameType
 from typing import Any
@@ -48,16 +47,25 @@ def layer_shapes(program: Program) -> tuple[LayerShape, ...]:
 
 def _note_model(session: Session, program: Program, args: Sequence[Any]) -> None:
     """Note whose a new session is. The graph is of any module with such a forward: only this call says of which."""
-    session.weights = {name: weakref.ref(args[i]) for i, name in program.weights.items()}
+    note_graph(session, program, args)
     frame: FrameType | None = sys._getframe(1)
     for _ in range(_FRAMES_TO_FORWARD):
         # Of methods alone: to ask a caller's frame for its locals would keep them, caches too, as long as it runs.
         if frame is not None and frame.f_code.co_varnames[:1] == ("self",):
             module = frame.f_locals["self"]
             if isinstance(module, torch.nn.Module):
-                session.model_config = getattr(module, "config", None)
+                session.origin.model_config = getattr(module, "config", None)
                 return
         frame = None if frame is None else frame.f_back
+
+
+def note_graph(session: Session, program: Program, args: Sequence[Any]) -> None:
+    """Note that a session's tokens go through a graph."""
+    told: dict[str, dict[str, str]] = {}
+    for i, (module, attribute) in program.floats.items():
+        told.setdefault(module, {})[attribute] = repr(float(args[i]))
+    weights = {name: args[i] for i, name in program.weights.items()}
+    session.origin.note(weights, program.values, *([told] if told else ()))
 
 
 def assemble(
@@ -329,6 +337,7 @@ class Extend:
             session, past = resolve(self._program, self._layers, args)
             with session.lock:
                 claims.check_open(session)  # another thread may have released it
+                note_graph(session, self._program, args)
                 session.forget_lookahead()
                 padding = session.key_mask.at(session.kv_len)
                 inputs = list(map(plain, args))

@@ -21,7 +21,7 @@ from specache_fx.runtime.snapshot import SessionHeader, snapshot
 from specache_fx.tensor_file import write
 
 FILE = "cache.safetensors"
-FORMAT = 5  # counts up when older versions can't read new files, or new versions old files
+FORMAT = 6  # counts up when older versions can't read new files, or new versions old files
 
 
 def save(past_key_values: Any, folder: str | Path, *, input_ids: torch.Tensor | None = None) -> None:
@@ -99,24 +99,14 @@ def content(
 
 
 def _about(part: Part) -> dict[str, Any]:
-    weights = {name: weight() for name, weight in part.session.weights.items()}
-    gone = [name for name, weight in weights.items() if weight is None]
-    if gone:
-        raise SavedCacheError(
-            f"The model of this cache is gone (its weight {gone[0]!r}), and a saved cache names its model by"
-            " its weights. Save the cache while the model is there."
-        )
-    if not weights:
-        raise SavedCacheError(
-            "The model of this cache is unknown: the graph that made it read no parameter of a module. Compile the"
-            " module, not a function that is given its weights."
-        )
+    origin = part.session.origin
     return {
         **SessionHeader.of(part.session).to_json(),
         "places": part.places,
         "forms": part.session.forms,
-        "model_config": config_digest(part.session.model_config),
-        "weights": {name: weight_digest(weight) for name, weight in weights.items() if weight is not None},
+        "model_config": config_digest(origin.model_config),
+        "weights": {name: weight_digest(weight) for name, weight in origin.weights().items()},
+        "values": origin.values(),
     }
 
 

@@ -88,11 +88,27 @@ def is_static_input(node: Node) -> bool:
     return STATIC in node.meta.get("tensor_dict", {})
 
 
+def source_name(source: Any) -> str:
+    """The expression that reads what a source of Dynamo's stands for; empty where there is none."""
+    try:
+        name = getattr(source, "name", "")
+        return str(name() if callable(name) else name)  # a method before torch 2.12
+    except NotImplementedError:
+        return ""
+
+
 def weight_name(node: Node) -> str:
-    """Name of a parameter or buffer in the module whose forward the graph is of, as `named_parameters` has it."""
-    source = getattr(getattr(node.meta.get("grapharg"), "source", None), "name", "")
-    text = source() if callable(source) else str(source)  # a method before torch 2.12
-    return ".".join(re.findall(r"\._(?:modules|parameters|buffers)\[['\"](.+?)['\"]\]", text)) or node.name
+    """Name of a parameter, buffer or other tensor in the module whose forward the graph is of.
+
+    Of parameters and buffers that is the one that `named_parameters` has.
+    """
+    text = source_name(getattr(node.meta.get("grapharg"), "source", None))
+    text = re.sub(r"\.__dict__\[['\"](\w+)['\"]\]", r".\1", text)
+    found = re.search(r"\._(?:modules|parameters|buffers)\[.*", text) or re.search(
+        r"\.\w+(?:\[[^][]*\])*$", text
+    )
+    names = re.sub(r"\._(?:modules|parameters|buffers)\[['\"](.+?)['\"]\]", r".\1", found[0] if found else "")
+    return names.removeprefix(".") or node.name
 
 
 def target_name(node: Node) -> str:

@@ -1,0 +1,109 @@
+"""`Origin`: whose numbers a session holds, for a saved cache."""
+
+from __future__ import annotations
+
+import re
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import nn
+
+from specache_fx.errors import SavedCacheError
+
+Values = Mapping[str, Mapping[str, str]]  # of `specache_fx.traced_values`: module, attribute, value
+
+_INT = re.compile(r"-?\d+")
+_AGAIN = "Read its tokens again, with one model as it is now, and save that cache."
+
+
+@dataclass
+class Origin:
+    """What the graphs read that a session's tokens went through.
+
+    Attributes:
+        model_config: Config of the module that was called first.
+    """
+
+    model_config: object = None
+    _weights: dict[str, tuple[weakref.ref[torch.Tensor], int | None]] = field(default_factory=dict)
+    _changed: str | None = None  # a weight that was not the same in all graphs
+    _values: list[Values] = field(default_factory=list)
+
+    def copy(self) -> Origin:
+        """Of a fork."""
+        return replace(self, _weights={**self._weights}, _values=[*self._values])
+
+    def knows(self, values: Values) -> bool:
+        """Whether a graph with this object as its constants was noted."""
+        return any(each is values for each in self._values)
+
+    def note(self, weights: Mapping[str, torch.Tensor], *values: Values) -> None:
+        """Tokens go through a graph.
+
+        Args:
+            weights: Its weights, by name.
+            values: Its constants: the same object each time. Further ones are of this call alone.
+        """
+        for name, weight in weights.items():
+            now = weakref.ref(weight), _version(weight)
+            if self._weights.setdefault(name, now) != now:  # equal references are of one object
+                self._changed = name
+        self._values += [each for each in values if not self.knows(each)]
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """The weights, by name.
+
+        Raises:
+            SavedCacheError: If one is gone, or not what it was; or none is known.
+        """
+        found: dict[str, torch.Tensor] = {}
+        for name, (held, version) in self._weights.items():
+            weight = held()
+            if weight is None:
+                raise SavedCacheError(
+                    f"The model of this cache is gone (its weight {name!r}), and a saved cache names its model by"
+                    " its weights. Save the cache while the model is there."
+                )
+            if name == self._changed or version != _version(weight):
+                raise SavedCacheError(
+                    f"The weight {name!r} of this cache's model has changed since the cache's first tokens were read."
+                    f" {_AGAIN}"
+                )
+            found[name] = weight
+        if not found:
+            raise SavedCacheError(
+                "The model of this cache is unknown: the graph that made it read no parameter of a module. Compile the"
+                " module, not a function that is given its weights."
+            )
+        return found
+
+    def values(self) -> dict[str, dict[str, str]]:
+        """The constants. An int that differs from graph to graph counts tokens, and is left out.
+
+        Raises:
+            SavedCacheError: If another one differs.
+        """
+        found: dict[str, dict[str, str]] = {}
+        counts = set()
+        for noted in self._values:
+            for module, told in noted.items():
+                mine = found.setdefault(module, {})
+                for attribute, value in told.items():
+                    before = mine.setdefault(attribute, value)
+                    if before != value and _INT.fullmatch(before) and _INT.fullmatch(value):
+                        counts.add((module, attribute))
+                    elif before != value:
+                        raise SavedCacheError(
+                            f"{attribute} of {module or 'the model'} was {before} when this cache's first tokens were"
+                            f" read, and then {value}. {_AGAIN}"
+                        )
+        for module, attribute in counts:
+            del found[module][attribute]
+        return found
+
+
+def _version(weight: torch.Tensor) -> int | None:
+    """Of a parameter's numbers. Buffers may be a state that each step writes; inference tensors have no version."""
+    return weight._version if isinstance(weight, nn.Parameter) and not weight.is_inference() else None
