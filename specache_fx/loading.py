@@ -37,8 +37,9 @@ def load(model: nn.Module, folder: str | Path, *, input_ids: torch.Tensor | None
     `model` goes on with it as with the one that was saved: the tokens to come are the same, and so are the bytes on the
     device. It has the weights that the cache was made with, and the numbers in its modules: the same adapters are on,
     in the same order, with the same scaling. It has the same `policy`, `bits`, `group_size`, `residual_length`,
-    `resident_layers`, `sink_tokens` and `quantizer`. Other options are the model's own. Where `top_k`, `lookahead`, `on_miss` or `aggregation` differ, the saved guess is dropped. The options of a function that
-    was compiled around the model can't be seen; those that were saved are taken then.
+    `resident_layers`, `sink_tokens` and `quantizer`. Other options are the model's own. Where `top_k`, `lookahead`,
+    `on_miss` or `aggregation` differ, the saved guess is dropped. The options of a function that was compiled around
+    the model can't be seen; those that were saved are taken then.
 
     Args:
         model: Compiled with this backend (`specache_fx.compile`), on the device where the cache is to be.
