@@ -26,6 +26,20 @@ HELD_OPTIONS = (
     "sink_tokens",
     "quantizer",
 )
+_SIZE = range(1 << 31)
+_SPARE_TOKENS = 1024  # more than memory grows by at once
+HEADER_FORM = {
+    "config": dict,
+    "shapes": [
+        {"num_kv_heads": _SIZE, "key_dim": _SIZE, "value_dim": _SIZE, "window": (range(1, 1 << 31), None)}
+    ],
+    "dtype": frozenset({"float64", "float32", "float16", "bfloat16"}),
+    "batch": _SIZE,
+    "kv_len": _SIZE,
+    "staged": bool,
+    "masks_move": bool,
+}
+"""The `SessionHeader.to_json` of a session (`specache_fx/json_form.py`)."""
 LOOKAHEAD_OPTIONS = "top_k", "lookahead", "on_miss", "aggregation"
 
 
@@ -140,7 +154,7 @@ def restore(session: Session, header: SessionHeader, held: Mapping[str, torch.Te
         mine = {name.partition(".")[2]: held[name] for name in held if name.startswith(f"{i}.")}
         mine.pop("staged", None)
         parts = [mine.pop(f"host.{n}") for n in range(sum(name.startswith("host.") for name in mine))]
-        _check_sizes(session, i, mine["sizes"].tolist())
+        _check_sizes(session, i, mine["sizes"].tolist(), header)
         layer.restore(mine)
         if i in session.tiered:
             _restore_rows(session, i, parts, held)
@@ -153,20 +167,24 @@ def restore(session: Session, header: SessionHeader, held: Mapping[str, torch.Te
         _look_ahead(session, held)
 
 
-def _check_sizes(session: Session, layer: int, sizes: list[int]) -> None:
-    """Make sure that a layer's tokens have room in its arena, and that whole groups are quantised.
+def _check_sizes(session: Session, layer: int, sizes: list[int], header: SessionHeader) -> None:
+    """Make sure that a layer's tokens have room in its arena, not much more, and that whole groups are quantised.
 
     Raises:
         ValueError: If not.
     """
     window, group_size = session.shapes[layer].window, session.config.group_size
+    config = header.config
+    enough = 2 * (header.kv_len + config.reserve + config.residual_length + group_size) + _SPARE_TOKENS
     if window is not None:
         room, filled, kv_len = sizes
-        fits = 0 <= min(kv_len, window - 1) <= filled <= room
+        fits = 0 <= min(kv_len, window - 1) <= filled <= room <= enough + 2 * window
     else:
         groups, room, quantized, filled = sizes
         most = groups * group_size if layer in session.tiered else 0
-        fits = 0 <= quantized <= most and quantized % group_size == 0 and 0 <= filled <= room
+        fits = (
+            0 <= quantized <= most <= enough and quantized % group_size == 0 and 0 <= filled <= room <= enough
+        )
     if not fits:
         raise ValueError(f"layer {layer} can't have sizes {sizes}")
 

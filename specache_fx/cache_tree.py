@@ -67,7 +67,9 @@ def rebuild(told: Any, tensor_of: Callable[[Any], torch.Tensor], device: torch.d
     if kind == "tensor":
         return tensor_of(what)
     if kind == "dtype":
-        return getattr(torch, what)
+        if not isinstance(dtype := getattr(torch, what), torch.dtype):
+            raise TypeError(f"{what!r:.40} is no dtype")
+        return dtype
     if kind == "device":
         return device
     if kind in ("list", "tuple"):
@@ -75,6 +77,8 @@ def rebuild(told: Any, tensor_of: Callable[[Any], torch.Tensor], device: torch.d
         return items if kind == "list" else tuple(items)
     if kind == "dict":
         return {rebuild(key, tensor_of, device): rebuild(item, tensor_of, device) for key, item in what}
+    if kind not in ("class", "object"):
+        raise ValueError(f"it has a {kind!r:.40}")
     found = _class_of(*what)
     if kind == "class":
         return found
@@ -99,7 +103,7 @@ def _class_of(module: str, name: str) -> type:
         try:
             import_module("transformers.cache_utils")
             found = getattr(import_module(module), name, None)
-        except ImportError:
+        except (ImportError, ValueError):
             found = None
     if not isinstance(found, type) or not _is_of_transformers(found):
         raise SavedCacheError(

@@ -12,21 +12,24 @@ import torch
 from torch import nn
 
 from specache_fx._log import warn_once
-from specache_fx.backend import Backend
+from specache_fx.backend import Backend, check_names
 from specache_fx.border import hand_out
 from specache_fx.cache_tree import rebuild
 from specache_fx.compiled import backend_of
 from specache_fx.config import SpecacheConfig
 from specache_fx.errors import ConfigError, SavedCacheError
 from specache_fx.fingerprint import check_ids, config_of, matched, token_hash
+from specache_fx.json_form import FormError, check
 from specache_fx.runners import inference
 from specache_fx.runtime import registry
 from specache_fx.runtime.handle_form import Form
+from specache_fx.runtime.layout import LayerShape
+from specache_fx.runtime.machine_memory import available_bytes
 from specache_fx.runtime.origin import Origin
 from specache_fx.runtime.session import Session
-from specache_fx.runtime.snapshot import HELD_OPTIONS, SessionHeader, restore
+from specache_fx.runtime.snapshot import HEADER_FORM, HELD_OPTIONS, SessionHeader, restore
 from specache_fx.saving import FILE, FORMAT
-from specache_fx.tensor_file import AGAIN, TensorFile, opened
+from specache_fx.tensor_file import AGAIN, TensorFile, opened, unreadable
 
 logger = logging.getLogger(__name__)
 
@@ -69,10 +72,88 @@ def load(model: nn.Module, folder: str | Path, *, input_ids: torch.Tensor | None
 Weights = dict[str, torch.Tensor]
 
 
+_FORM = {
+    "format": int,
+    "tokens": (str, None),
+    "sessions": [
+        {
+            **HEADER_FORM,
+            "places": [range(1 << 31)],
+            "forms": [frozenset(form.value for form in Form)],
+            "model_config": (str, None),
+            "weights": {str: str},
+            "values": {str: {str: str}},
+        }
+    ],
+    "cache": dict,
+}
+_BITS = 8  # of a byte; a cache keeps one at least of each number of each token
+
+
+def _check(file: TensorFile) -> None:
+    """Make sure that a file's header has all that is read of it, and tells of no more than the file holds.
+
+    Raises:
+        FormError: If not.
+        SavedCacheError: If it has a class that this version of transformers lacks.
+    """
+    check(file.about, _FORM, "")
+    sessions, used = file.about["sessions"], set()
+    if not sessions:
+        raise FormError("sessions is an empty list: expected one at least")
+    for i, about in enumerate(sessions):
+        shapes = [LayerShape(**shape) for shape in about["shapes"]]
+        if not shapes or not about["weights"]:
+            raise FormError(f"sessions[{i}] has no layers or no weights")
+        if not 2 * len(shapes) == len(about["places"]) == len(about["forms"]):
+            raise FormError(
+                f"sessions[{i}].places is not two for each of {len(shapes)} layers, or forms is not"
+            )
+        numbers = sum(
+            shape.num_kv_heads * (shape.key_dim + shape.value_dim) * max(0, shape.tokens(about["kv_len"]))
+            for shape in shapes
+        )
+        if about["batch"] * numbers > _BITS * file.nbytes:
+            raise FormError(f"sessions[{i}] tells of more tokens than the file holds")
+        used.update(about["places"])
+    plain = {int(name[6:]) for name in file.names if name[:6] == "plain." and name[6:].isdecimal()}
+    if len(used) != sum(len(about["places"]) for about in sessions) or used & plain:
+        raise FormError("places names a tensor twice")
+    known, missing = used | plain, used.copy()
+
+    def tensor_of(place: Any) -> torch.Tensor:
+        if place not in known:
+            raise FormError(f"cache names tensor {place!r:.80}, which is not there")
+        missing.discard(place)
+        return torch.empty(0)
+
+    try:
+        rebuild(file.about["cache"], tensor_of, torch.device("cpu"))
+    except (SavedCacheError, FormError):
+        raise
+    except Exception as error:  # whatever it is made of: nothing but the file comes in
+        raise FormError(
+            f"cache is no object that can be made ({type(error).__name__}: {error!s:.80})"
+        ) from error
+    if missing:
+        raise FormError(f"cache lacks tensor {min(missing)}")
+
+
 def fitting(model: nn.Module, file: TensorFile, input_ids: torch.Tensor | None = None) -> list[Weights] | str:
-    """The weights of a model that a saved cache was made with, by session; or why there are none, and the remedy."""
-    if file.about["format"] != FORMAT:
-        return f"its format is {file.about['format']}, this version reads {FORMAT}. Save it again with this version."
+    """The weights of a model that a saved cache was made with, by session; or why there are none, and the remedy.
+
+    Raises:
+        SavedCacheError: If the file is damaged, as far as its header tells.
+    """
+    made_by = file.about.get("format")
+    if type(made_by) is int and made_by != FORMAT:
+        return f"its format is {made_by}, this version reads {FORMAT}. Save it again with this version."
+    try:
+        _check(file)
+    except FormError as error:
+        raise unreadable(file.path, error) from error
+    except SavedCacheError as error:
+        return str(error)
     kept = file.about["tokens"]
     batch, kv_len = (file.about["sessions"][0][name] for name in ("batch", "kv_len"))
     if input_ids is not None and kept is None:
@@ -85,8 +166,15 @@ def fitting(model: nn.Module, file: TensorFile, input_ids: torch.Tensor | None =
     for about in file.about["sessions"]:
         try:
             saved = SpecacheConfig.from_options(about["config"])
+            if options is None:  # these are taken then
+                check_names(saved)
         except ConfigError as error:
             return f"its options are another version's: {error} Save it again with this version."
+        if options is None and (nbytes := _ahead(saved, about)) > available_bytes():
+            return (
+                f"its options top_k, reserve and sink_tokens ask for {nbytes:,} bytes. Load it with a module that was"
+                " compiled with options of its own."
+            )
         for name in HELD_OPTIONS:
             mine, theirs = (None if each is None else getattr(each, name) for each in (options, saved))
             if options is not None and mine != theirs:
@@ -105,6 +193,16 @@ def fitting(model: nn.Module, file: TensorFile, input_ids: torch.Tensor | None =
             )
         found.append(weights)
     return found
+
+
+def _ahead(config: SpecacheConfig, about: Mapping[str, Any]) -> int:
+    """Bytes that options ask for beyond the tokens of a cache."""
+    numbers = sum(
+        shape["num_kv_heads"] * (shape["key_dim"] + shape["value_dim"]) for shape in about["shapes"]
+    )
+    tokens = config.top_k + config.reserve + config.sink_tokens
+    nbytes: int = tokens * about["batch"] * numbers * getattr(torch, about["dtype"]).itemsize
+    return nbytes
 
 
 def restored(
@@ -142,7 +240,8 @@ def _is_of_the_file(error: BaseException) -> bool:
     """Whether a file's content caused an error, not a lack of memory or a device."""
     if type(error) is RuntimeError:  # torch's own word for a tensor that doesn't fit
         return "DefaultCPUAllocator" not in str(error)
-    return isinstance(error, (KeyError, TypeError, ValueError)) and not isinstance(error, ConfigError)
+    kinds = LookupError, TypeError, ValueError, ArithmeticError
+    return isinstance(error, kinds) and not isinstance(error, ConfigError)
 
 
 def cuts(file: TensorFile) -> bool:

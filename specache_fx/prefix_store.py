@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
+import re
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +16,18 @@ import torch
 from filelock import FileLock
 from torch import nn
 
+from specache_fx._log import warn_once
 from specache_fx.errors import CacheHandleError, ConfigError, SavedCacheError
 from specache_fx.fingerprint import check_ids, digest, token_hash
 from specache_fx.loading import cuts, fitting, restored, warn_if_plain
 from specache_fx.runtime.snapshot import HELD_OPTIONS
 from specache_fx.saving import content, write_to
 from specache_fx.store_entry import Entry
-from specache_fx.tensor_file import PARTIAL, TensorFile, file_bytes, opened
+from specache_fx.tensor_file import TensorFile, file_bytes, opened
 
 logger = logging.getLogger(__name__)
 _NPY_HEADER_BYTES = 128
+_NAME = re.compile("[0-9a-f]{32}")  # of an entry: its `_key`
 
 
 class PrefixStore:
@@ -33,7 +38,7 @@ class PrefixStore:
     the tokens and the padding of all.
 
     Args:
-        folder: Made if need be. Only this store should write to it. Its files hold the texts' tokens.
+        folder: Made if need be. Its files hold the texts' tokens. Files of others in it stay, and don't count.
         max_bytes: Most bytes of all files together. The least recently used entries go first.
 
     Raises:
@@ -96,7 +101,8 @@ class PrefixStore:
 
         An entry that agrees with the prompt in its first tokens alone is cut there. It can't be under `policy="kivi"`,
         which keeps no 16-bit pairs, nor with windows or other layers that count tokens by themselves. The prompt's last
-        token is always left to be read. An entry that is damaged is removed, with a warning.
+        token is always left to be read. An entry that is damaged is removed, with a warning. Files that this user can't
+        read, or that are no entries, are passed over, with one warning each.
 
         Args:
             model: As for `specache_fx.load`; entries of other models and options are passed over. The log says why, at
@@ -126,7 +132,7 @@ class PrefixStore:
             try:
                 saved = entry.read_tokens()
             except PermissionError as error:
-                logger.info("%s is passed over: %s", entry.path, error)
+                _pass_over(entry.path, error)
                 continue
             if saved is None:
                 self._drop(entry, version, "its tokens can't be read.")
@@ -150,10 +156,12 @@ class PrefixStore:
             return None
         try:
             with opened(entry.path) as file:
-                saved = entry.read_tokens()
-                if saved is None or token_hash(torch.from_numpy(saved)) != file.about["tokens"]:
-                    raise SavedCacheError(f"{entry.tokens} doesn't hold the tokens that were saved.")
                 found = fitting(model, file)
+                saved = None if isinstance(found, str) else entry.read_tokens()
+                if not isinstance(found, str) and (
+                    saved is None or token_hash(torch.from_numpy(saved)) != file.about["tokens"]
+                ):
+                    raise SavedCacheError(f"{entry.tokens} doesn't hold the tokens that were saved.")
                 if not isinstance(found, str) and not whole and not cuts(file):
                     found = f"it can't be cut to {common} tokens."
                 if not isinstance(found, str) and not all(
@@ -163,11 +171,13 @@ class PrefixStore:
                 if not isinstance(found, str):
                     return restored(model, file, found, common)
                 logger.info("%s is passed over: %s", entry.path, found)
-        except (CacheHandleError, PermissionError) as error:
+        except CacheHandleError as error:
             logger.info("%s is passed over: %s", entry.path, error)
+        except PermissionError as error:
+            _pass_over(entry.path, error)
         except SavedCacheError as error:
             if isinstance(error.__cause__, PermissionError):  # it may be whole: another user can tell
-                logger.info("%s is passed over: %s", entry.path, error)
+                _pass_over(entry.path, error)
             else:
                 self._drop(entry, version, str(error))
         return None
@@ -182,7 +192,21 @@ class PrefixStore:
             logger.warning("specache can't remove %s from its store (%s): %s", entry.path, error, reason)
 
     def _entries(self) -> list[Entry]:
-        return [Entry(path) for path in self.folder.glob("*.safetensors")]
+        """The regular files that have an entry's name. What else ends so is somebody else's."""
+        found = []
+        for path in self.folder.glob("*.safetensors"):
+            try:
+                is_regular = stat.S_ISREG(path.stat().st_mode)
+            except FileNotFoundError:  # another process has just removed it
+                continue
+            except OSError as error:
+                _pass_over(path, error)
+                continue
+            if is_regular and _NAME.fullmatch(path.stem):
+                found.append(Entry(path))
+            else:
+                _pass_over(path, "it is no file that a store writes.")
+        return found
 
     def _make_room(self, nbytes: int) -> None:
         entries = sorted(self._entries(), key=lambda entry: entry.used)
@@ -194,10 +218,16 @@ class PrefixStore:
             entry.drop()
 
     def _clean(self) -> None:
-        """Remove the partial files of killed processes: only the holder of the lock writes."""
+        """Remove the tokens that killed processes left without a cache: only the holder of the lock writes."""
         entries = {entry.tokens for entry in self._entries()}
-        for path in (*self.folder.glob(f"{PARTIAL}*"), *(set(self.folder.glob("*.npy")) - entries)):
-            path.unlink(missing_ok=True)
+        for path in set(self.folder.glob("*.npy")) - entries:
+            if _NAME.fullmatch(path.stem):
+                with contextlib.suppress(OSError):
+                    path.unlink()
+
+
+def _pass_over(path: Path, reason: object) -> None:
+    warn_once(logger, f"specache passes over {path} in its store: {reason}")
 
 
 def _key(about: dict[str, Any], tensors: dict[str, torch.Tensor]) -> str:

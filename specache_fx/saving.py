@@ -36,7 +36,7 @@ def save(past_key_values: Any, folder: str | Path, *, input_ids: torch.Tensor | 
     Args:
         past_key_values: As for `stats`; all of its tensors, at the length that they have. Besides these it may hold
             other tensors (a layer that is left alone), numbers and strings.
-        folder: Made if need be; other files in it stay.
+        folder: Made if need be. Other files in it stay, but for those that killed processes left half-written.
         input_ids: The tokens that the cache is of, integers `[batch, tokens]`: `load` can compare a hash of them.
 
     Raises:

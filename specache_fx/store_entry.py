@@ -5,22 +5,19 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from tokenize import TokenError
 from typing import Any
-from zipfile import BadZipFile
 
 import numpy as np
 import torch
 
-from specache_fx.tensor_file import PARTIAL
+from specache_fx.tensor_file import regular, replacing
 
 logger = logging.getLogger(__name__)
-# What NumPy raises for a file that is damaged or gone. The file is mapped, so a header that tells of more than there is
-# asks for no memory.
-_DAMAGED = (FileNotFoundError, IsADirectoryError, ValueError, EOFError, SyntaxError, TokenError, BadZipFile)
+# What is raised for a file that is damaged, gone or no regular one.
+_DAMAGED = (OSError, ValueError, EOFError, SyntaxError, TokenError, TypeError, OverflowError, RecursionError)
 
 
 @dataclass(frozen=True)
@@ -41,7 +38,11 @@ class Entry:
     @property
     def nbytes(self) -> int:
         """Bytes of both files."""
-        return sum(path.stat().st_size for path in (self.path, self.tokens) if path.exists())
+        found = 0
+        for path in (self.path, self.tokens):
+            with contextlib.suppress(OSError):
+                found += path.stat().st_size
+        return found
 
     def touch(self) -> None:
         """It is used now."""
@@ -61,10 +62,11 @@ class Entry:
 
     def version(self) -> tuple[int, ...] | None:
         """Identity of its files, which differs from that of their replacements; None where its file is gone."""
-        with contextlib.suppress(FileNotFoundError):
-            inode = self.path.stat().st_ino
-            return (inode, self.tokens.stat().st_ino) if self.tokens.exists() else (inode,)
-        return None
+        found = []
+        for path in (self.path, self.tokens):
+            with contextlib.suppress(OSError):
+                found.append(path.stat().st_ino)
+        return tuple(found) or None
 
     def drop(self, reason: str | None = None) -> None:
         """Remove it, and say why if there is a reason. For the holder of the store's lock."""
@@ -80,14 +82,21 @@ class Entry:
             PermissionError: If this user may not read them.
         """
         try:
-            found: Any = np.load(self.tokens, mmap_mode="r", allow_pickle=False)
+            with regular(self.tokens) as file:
+                if np.lib.format.read_magic(file) != (1, 0):
+                    return None
+                shape, is_fortran, dtype = np.lib.format.read_array_header_1_0(file)
+                data = file.read()
+        except PermissionError:
+            raise
         except _DAMAGED:
             return None
-        is_ours = isinstance(found, np.ndarray) and found.ndim == 2 and found.dtype == np.int64
-        return np.array(found) if is_ours else None
+        if len(shape) != 2 or min(shape) < 0 or is_fortran or dtype != np.int64:
+            return None
+        fits = 8 * shape[0] * shape[1] == len(data)
+        return np.frombuffer(data, np.int64).reshape(shape).copy() if fits else None
 
     def write_tokens(self, ids: torch.Tensor) -> None:
         """Put its tokens in their place, all at once."""
-        with tempfile.NamedTemporaryFile(prefix=PARTIAL, dir=self.path.parent, delete=False) as file:
-            np.save(file, ids.cpu().to(torch.int64).numpy(), allow_pickle=False)
-        os.replace(file.name, self.tokens)
+        with replacing(self.tokens) as file:
+            np.save(file, ids.cpu().to(torch.int64).contiguous().numpy(), allow_pickle=False)

@@ -139,6 +139,8 @@ def _placed(scope: Any, steps: Sequence[Step]) -> _Place | None:
             if in_config and isinstance(step, str) and is_silent(step):
                 return None
         value = _step(value, step)
+        if isinstance(value, property):  # code
+            return None
         in_config = hasattr(type(value), "to_dict")
         if isinstance(value, nn.Module) and (owner is None or rest[:-1] == ("_modules",)):
             names += [str(step[0])] if rest else []

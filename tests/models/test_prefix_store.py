@@ -385,7 +385,7 @@ def test_an_entry_without_its_tokens_is_put_again(model: Any, store: PrefixStore
 
 def test_what_killed_processes_left_is_removed(model: Any, store: PrefixStore) -> None:
     (store.folder / ".partial-abc").write_bytes(b"half")
-    (store.folder / "abc.npy").write_bytes(b"tokens without a cache")
+    (store.folder / f"{0:032x}.npy").write_bytes(b"tokens without a cache")
     put(store, model, DOCUMENT)
     assert len(files(store.folder)) == 1 and len(list(store.folder.iterdir())) == 3  # cache, tokens, lock
 

@@ -402,6 +402,8 @@ def test_an_option_that_this_version_lacks_is_named(model: Any, tmp_path: Path) 
         ("0.0.sizes", [6, 64, -32, 81]),
         ("0.0.sizes", [6, 64, 44, 5]),
         ("0.0.sizes", [6, 3, 32, 17]),
+        ("0.0.sizes", [1 << 40, 64, 32, 17]),
+        ("0.0.sizes", [6, 1 << 40, 32, 17]),
         ("0.tokens", [[1, 2, 3]]),
         ("0.mask", [[True]]),
     ],
