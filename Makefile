@@ -3,6 +3,7 @@
 #   make quick    under a minute: parts of each kind, some laws, one model, nothing by Inductor
 #   make check    lint and types alone
 #   make test-all   the tests that take minutes too          make test-gpu   those that a GPU runs on itself
+#   make fuzz   caches used in any way, with random models and seeds, for MINUTES; it prints the seed of a failure
 #   make format   rewrite in house style     make clean   remove all that make has made
 #   make experiments   the papers' experiments into results/, and the pages; ONLY="table1 pareto", ARGS=--quick
 #   make page     tables of docs/ and README.md from results/
@@ -18,13 +19,14 @@ BIN := $(VENV)/bin
 # Tests run in so many processes, one torch thread each.
 WORKERS ?= 2
 PYTEST_ARGS ?=
+MINUTES ?= 60
 
 STAMP := $(VENV)/installed
 # What mypy reads: the package as it will be installed. It can't follow setuptools' mapping of passes/ and runtime/.
 TYPES := build/types
 
 .DEFAULT_GOAL := test
-.PHONY: install lint types check quick test test-all test-gpu wheel demo models peers peers-cpu experiments page architectures format clean
+.PHONY: install lint types check quick test test-all test-gpu fuzz wheel demo models peers peers-cpu experiments page architectures format clean
 
 # torch is named here, so that it and all that needs it are resolved together, to the version in constraints.txt. Triton
 # is not in there: a torch for CUDA brings the one that it was built with, and the newest does for the interpreter.
@@ -68,6 +70,9 @@ test-all: test
 # One process: it has the GPU.
 test-gpu: $(STAMP)
 	$(BIN)/python -m pytest -m gpu $(PYTEST_ARGS)
+
+fuzz: $(STAMP)
+	PYTHONPATH=tests $(BIN)/python -m support.fuzz $(MINUTES) $(WORKERS)
 
 # From a copy: this checkout builds its libraries at first use, and build/ may hold files that are gone. The libraries
 # need this system's libc or a newer one, and a torch that is no older than 2.11.
