@@ -104,6 +104,7 @@ pieces = st.lists(st.integers(1, 30), max_size=3)
 whiches = st.integers(0, 3)
 steps = st.integers(1, 20)
 some = precondition(lambda self: self.world is not None and self.world.talks)
+several = precondition(lambda self: self.world is not None and len(self.world.talks) > 1)
 
 
 class AnyUse(RuleBasedStateMachine):
@@ -122,6 +123,8 @@ class AnyUse(RuleBasedStateMachine):
 
     def do(self, use: str, **how: Any) -> None:
         """Do it; what fails has to fail with other weights too, for a rounding that turns a code is no fault."""
+        if not self.world.talks and use != "prompt":
+            return  # a rounding ended them
         if any(known(self.world, use, how) for known in KNOWN.values()):
             return
         self.program.append((use, how))
@@ -165,7 +168,7 @@ class AnyUse(RuleBasedStateMachine):
     def decode(self, **how: Any) -> None:
         self.do("decode", **how)
 
-    @precondition(lambda self: self.world is not None and len(self.world.talks) > 1)
+    @several
     @rule(steps=steps, greedy=st.booleans(), seed=seeds)
     def decode_in_threads(self, **how: Any) -> None:
         self.do("decode_in_threads", **how)
@@ -200,7 +203,7 @@ class AnyUse(RuleBasedStateMachine):
     def say_nothing(self, **how: Any) -> None:
         self.do("say_nothing", **how)
 
-    @some
+    @several
     @rule(which=whiches)
     def drop(self, **how: Any) -> None:
         self.do("drop", **how)
@@ -216,14 +219,23 @@ class AnyUse(RuleBasedStateMachine):
     def tell_again(self, **how: Any) -> None:
         self.do("tell_again", **how)
 
-    @precondition(lambda self: self.world is not None and self.setting.dtype == torch.float32)
+    @precondition(lambda self: self.world is not None and self.setting.has_beams)
     @rule(lengths=lengths, beams=st.integers(2, 3), steps=steps, seed=seeds)
     def beam_search(self, **how: Any) -> None:
         self.do("beam_search", **how)
 
     def teardown(self) -> None:
-        for which in range(len(self.world.talks) if self.world else 0):
-            self.do("tell_again", which=which)
+        """Each conversation goes on, and is told again: as it was, with other padding, and a row in all other ways."""
+        talks = range(len(self.world.talks) if self.world else 0)
+        for which in talks:
+            self.do("decode", which=which, steps=3, greedy=True, seed=which)
+        for which in talks:
+            for how in (
+                {},
+                {"padding": "other"},
+                {"row": which, "whole": True, "padding": "shorter", "other": True},
+            ):
+                self.do("tell_again", which=which, **how)
 
 
 def run(world: World, use: str, how: dict[str, Any]) -> None:

@@ -73,6 +73,11 @@ class Setting:
         """Whether another order of sums changes codes: in 16 bits nearly always, in float32 once in many runs."""
         return self.dtype != torch.float32
 
+    @property
+    def has_beams(self) -> bool:
+        """Whether it can search by beams, and has something to compare them with."""
+        return self.kind not in WINDOWS_ALONE and not self.rounds and (self.exact or bool(self.other))
+
     def __hash__(self) -> int:
         return hash(repr(self))
 
@@ -338,12 +343,6 @@ class World:
 
     def beam_search(self, lengths: Sequence[int], beams: int, steps: int, seed: int) -> None:
         expected = "plain" if self.setting.exact else "other"
-        if (
-            self.setting.kind in WINDOWS_ALONE
-            or self.setting.rounds
-            or not (self.setting.exact or self.setting.other)
-        ):
-            return
         ids, real = batch_of(lengths, "left", seed)
         given = {
             "attention_mask": real.long(),
