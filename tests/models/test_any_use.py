@@ -10,6 +10,7 @@ from collections.abc import Callable
 from random import Random
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import note, seed, settings
 from hypothesis import strategies as st
@@ -254,7 +255,7 @@ def fails(world: World, program: list[tuple[str, dict[str, Any]]]) -> bool:
 
 if SEED:
     AnyUse = seed(SEED)(AnyUse)
-TestAnyUse = AnyUse.TestCase
+TestAnyUse = pytest.mark.slow(AnyUse.TestCase)
 TestAnyUse.settings = settings(
-    max_examples=200 if SEED or NIGHTLY else 15, stateful_step_count=15, print_blob=True
+    max_examples=200 if SEED or NIGHTLY else 10, stateful_step_count=15, print_blob=True
 )
