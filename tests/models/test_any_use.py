@@ -212,7 +212,7 @@ class AnyUse(RuleBasedStateMachine):
     @some
     @rule(
         which=whiches,
-        row=st.none() | st.integers(0, 3),
+        row=st.none() | st.integers(0, 3) if SEED else st.none(),
         whole=st.booleans(),
         padding=st.sampled_from(("same", "other", "shorter")),
         other=st.booleans(),
@@ -226,7 +226,7 @@ class AnyUse(RuleBasedStateMachine):
         self.do("beam_search", **how)
 
     def teardown(self) -> None:
-        """Each conversation goes on, and is told again: as it was, with other padding, and a row in all other ways."""
+        """Each conversation goes on, and is told again: as it was, with other padding, and in all other ways."""
         talks = range(len(self.world.talks) if self.world else 0)
         for which in talks:
             self.do("decode", which=which, steps=3, greedy=True, seed=which)
@@ -234,7 +234,7 @@ class AnyUse(RuleBasedStateMachine):
             for how in (
                 {},
                 {"padding": "other"},
-                {"row": which, "whole": True, "padding": "shorter", "other": True},
+                {"row": which if SEED else None, "whole": True, "padding": "shorter", "other": True},
             ):
                 self.do("tell_again", which=which, **how)
 
