@@ -22,9 +22,6 @@ from support.strategies import seeds
 Known = Callable[[World, str, dict[str, Any]], bool]
 # Faults that are known, and the uses that are left out until each is mended. Delete an entry with its fault.
 KNOWN: dict[str, Known] = {
-    "codes count padding, and n-grams read it": lambda world, use, how: (
-        how.get("padding") == "other" and not world.setting.exact
-    ),
     "a copy and fewer or more rows lose the lookahead": lambda world, use, how: (
         (how.get("keep", False) or how.get("how", "reorder") != "reorder")
         and not world.setting.exact
