@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from types import CodeType
 from typing import Any
 
 import torch
 from torch._guards import TracingContext, tracing
 from torch.fx import GraphModule
 
+from specache_fx import dynamo_hooks, graph_breaks
 from specache_fx._log import forget_warnings, warn_once
 from specache_fx.border import AtBorder, TakenApart, as_taken
 from specache_fx.capture.analyse import analyse, kv_inputs
@@ -117,9 +119,11 @@ class Backend:
         config = SpecacheConfig.from_options(options)
         check_names(config)
         make_room()
+        found, uncompiled = graph_breaks.around(gm)
+        _say(uncompiled, config)
         program = Program(config)
         if observe is not None:
-            observe("dynamo", gm, program)
+            observe("dynamo", gm, replace(program, left_alone=uncompiled))
         if needs_gradients(gm):
             remedy = "specache is for inference. Call the model under torch.no_grad() (model.generate() does)"
             return self._without_cache(gm, example_inputs, program, observe, "gradients are enabled", remedy)
@@ -142,7 +146,7 @@ class Backend:
             return self._left_in_place(gm, example_inputs, program, observe, bounded)
         inputs, writes = placeholders(rewritten.graph), writes_tokens(rewritten)
         values, floats = traced(inputs)
-        program = replace(analyse(rewritten, config), values=values, floats=floats)
+        program = replace(graph_breaks.named(analyse(rewritten, config), found), values=values, floats=floats)
         if observe is not None:
             observe("analyse", rewritten, program)
         rewritten = run_passes(rewritten, program, BINDING_PASSES, observe)
@@ -157,16 +161,21 @@ class Backend:
             reason = f"its KV caches are on {len(devices)} devices ({', '.join(devices)})"
             return self._without_cache(gm, example_inputs, program, observe, reason, remedy)
         if program.phase is Phase.NO_CACHE and not program.refusals and writes:
+            remedy = (
+                "Let it read them there, [batch, num_kv_heads, kv_len, head_dim], each call's tokens written at once."
+                f" Or use caches that grow. {LEAVE}."
+            )
             unread = NoMatch(
                 "its caches are written in place, and no attention that specache knows reads them in the same graph",
-                "Let it read them there, [batch, num_kv_heads, kv_len, head_dim], each call's tokens written at once."
-                f" Or use caches that grow. {LEAVE}.",
+                remedy if found is None else f"{found}. {found.remedy}",
             )
             return self._left_in_place(gm, example_inputs, program, observe, unread)
         if program.phase is Phase.NO_CACHE:
-            return self._left_alone(
-                gm, example_inputs, replace(program, other_kv_inputs=tuple(kv_inputs(gm)))
-            )
+            piece = None if found is None else f"This graph is a piece. {found}. {found.remedy}"
+            program = replace(program, other_kv_inputs=tuple(kv_inputs(gm)), left_alone=piece)
+            if observe is not None and piece is not None:
+                observe("leave_alone", gm, program)
+            return self._left_alone(gm, example_inputs, program)
         taken = flatten(example_inputs)
         runner = self._runner(rewritten, as_taken(program, taken), program, observe)
         return runner if len(taken) == len(example_inputs) else TakenApart(runner)
@@ -239,6 +248,7 @@ class Backend:
         observe: Observer | None,
     ) -> Compiled:
         make_room(rewrites=True)
+        graph_breaks.note_rewritten(program)
         config = program.config
         kv = value_of(program.sites[0].keys.new)
         choose_kernel(config.kernel, kv.device)
@@ -261,9 +271,23 @@ class Backend:
             return Prefill(compiled, program, kv.dtype, kv.device)
         return Extend(compiled, program)
 
+    def given_up(self, code: CodeType, error: Exception | None, options: Any) -> str | None:
+        """Say that Dynamo skips a frame with attention over a cache: `dynamo_hooks` calls this.
+
+        Returns:
+            What is said; None of another frame.
+
+        Raises:
+            UnsupportedGraphError: Under `strict=True`.
+        """
+        message = graph_breaks.given_up(code, error)
+        _say(message, SpecacheConfig.from_options(options))
+        return message
+
     def reset(self) -> None:
         """Called by `torch.compiler.reset()`."""
         forget_warnings()
+        graph_breaks.forget()
 
     def _without_cache(
         self,
@@ -316,6 +340,18 @@ class Backend:
         )
 
 
+def _say(message: str | None, config: SpecacheConfig) -> None:
+    """Say that attention runs uncompiled.
+
+    Raises:
+        UnsupportedGraphError: Under `strict=True`.
+    """
+    if message is not None and config.strict:
+        raise UnsupportedGraphError(message)
+    if message is not None:
+        warn_once(logger, f"specache: {message}")
+
+
 def _forms(program: Program) -> list[LayerForm]:
     """The forms of a graph's attentions that a kernel has to compute, one lane's query a token."""
     config, exact = program.config, program.exact_layers
@@ -335,4 +371,5 @@ def _forms(program: Program) -> list[LayerForm]:
     ]
 
 
+dynamo_hooks.install()
 specache = Backend()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from types import CodeType
 from typing import Any, cast
 
 import torch
@@ -66,13 +67,21 @@ class GraphReport:
 
 @dataclass
 class Explanation:
-    """Every graph that the run compiled, in order. `print` it."""
+    """Every graph that the run compiled, in order. `print` it.
+
+    Attributes:
+        graphs: The graphs.
+        is_driven: Whether the caller gave a `run`.
+        uncompiled: Of each frame that Dynamo skips though it attends over a cache, why.
+    """
 
     graphs: list[GraphReport] = field(default_factory=list)
     is_driven: bool = False
+    uncompiled: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
         lines: list[str] = []
+        first: dict[str, int] = {}  # graph of each reason
         for i, graph in enumerate(self.graphs):
             lanes = f", {graph.lanes} lane{'s' if graph.lanes > 1 else ''}" if graph.lanes else ""
             unread = graph.phase is Phase.NO_CACHE and graph.has_cache
@@ -83,7 +92,8 @@ class Explanation:
             lines += [f"  rewritten: {source}" for source in dict.fromkeys(graph.rewritten)]
             lines += [f"  {message}" for message in alike(graph.refusals)]
             if graph.left_alone:
-                lines.append(f"  {graph.left_alone}")
+                told = first.setdefault(graph.left_alone, i)
+                lines.append(f"  {graph.left_alone}" if told == i else f"  for the reason of graph {told}")
             if graph.fallback:
                 lines.append(f'  lookahead "query" instead of "token": {graph.fallback}')
             if graph.resident:
@@ -103,6 +113,7 @@ class Explanation:
             self.graphs and not self.is_driven and all(graph.phase is Phase.PREFILL for graph in self.graphs)
         ):
             lines.append("Only a prompt was run: give explain() a run= that makes a prompt and a few steps.")
+        lines += dict.fromkeys(self.uncompiled)
         nothing = "Nothing was compiled: `run` has to call the module it is given. Its generate() runs the plain model."
         return "\n".join(lines) if lines else nothing
 
@@ -139,6 +150,11 @@ class _Recorder:
         runner = self.backend(gm, example_inputs, options=self.options, observe=observe)
         self.explanation.graphs.append(report)  # not before: Dynamo may trace it once more
         return runner
+
+    def given_up(self, code: CodeType, error: Exception | None, _: Any) -> None:
+        """Called as the backend's is."""
+        message = self.backend.given_up(code, error, self.options)
+        self.explanation.uncompiled += [] if message is None else [message]
 
 
 def _is_attention(node: Node) -> bool:

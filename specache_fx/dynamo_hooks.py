@@ -1,0 +1,165 @@
+"""Hooks in Dynamo, for which torch (2.11 to 2.15) has no public interface.
+
+`evaluates_flags`: once a prompt's length is dynamic, `is_causal=q_len > 1` is a symbolic bool. SDPA takes none: Dynamo
+breaks the graph there, and skips the whole frame for ever where the call is in a loop. The hook makes it a bool under a
+guard, as an `if` does. `torch.compiler.substitute_in_graph` would be the public way, and refuses functions that Dynamo
+puts into graphs.
+
+`watches_frames`: a frame that Dynamo skips runs uncompiled, and no backend is called. The hook calls `given_up` of the
+backend that it was to be compiled with, where that has such a method.
+
+`watches_breaks`: notes each break with Dynamo's reason (`graph_breaks`), which a backend is not told.
+
+None changes anything for another backend, but that the break of the first is gone there as well.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+from collections.abc import Callable, Iterable
+from types import CodeType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch._dynamo import convert_frame, symbolic_convert
+from torch._dynamo.variables import ConstantVariable, SymNodeVariable
+from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+from specache_fx import graph_breaks
+from specache_fx.compiled import backend_of
+
+logger = logging.getLogger(__name__)
+_FLAGGED = (
+    F.scaled_dot_product_attention,
+    torch.ops.aten.scaled_dot_product_attention,
+    torch.ops.aten.scaled_dot_product_attention.default,
+)
+
+
+def evaluates_flags(table: Any) -> bool:
+    """Have Dynamo evaluate symbolic bools among SDPA's arguments.
+
+    Args:
+        table: Dynamo's handlers of torch functions; a handler gets `(variable, tx, *args, **kwargs)`, and what it
+            returns stands for the call. Where it returns None, Dynamo goes on as without one.
+
+    Returns:
+        Whether it could be done.
+    """
+    if not isinstance(table, dict) or not hasattr(SymNodeVariable, "evaluate_expr"):
+        return False
+    for function in _FLAGGED:
+        table.setdefault(function, _with_plain_flags)
+    return True
+
+
+def _with_plain_flags(variable: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+    if not any(map(_is_flag, (*args, *kwargs.values()))):
+        return None
+    plain = [_plain(each, tx) for each in args]
+    return variable.call_function(tx, plain, {name: _plain(each, tx) for name, each in kwargs.items()})
+
+
+def _is_flag(variable: Any) -> bool:
+    """Whether an argument is a symbolic bool of sizes, which a guard can hold; one of data is left to Dynamo."""
+    if not isinstance(variable, SymNodeVariable):
+        return False
+    value = variable.sym_num
+    return isinstance(value, torch.SymBool) and not free_unbacked_symbols(value)
+
+
+def _plain(variable: Any, tx: Any) -> Any:
+    return ConstantVariable.create(variable.evaluate_expr(tx.output)) if _is_flag(variable) else variable
+
+
+def watches_frames(converter: Any) -> bool:
+    """Have backends told of each frame that Dynamo tries to compile and skips.
+
+    Args:
+        converter: Dynamo's class whose instances are called with a frame. They return the compiled code, or raise.
+
+    Returns:
+        Whether it could be done.
+    """
+
+    def wrapped(convert: Any) -> Any:
+        def watched(self: Any, frame: Any, *args: Any, skip: int = 0, **kwargs: Any) -> Any:
+            try:
+                result = convert(self, frame, *args, skip=skip + 1, **kwargs)
+            except Exception as error:
+                _tell(self, frame.f_code, error)
+                raise
+            if getattr(result, "guarded_code", None) is None:
+                _tell(self, frame.f_code, None)
+            return result
+
+        return watched
+
+    return _wrap(converter, "__call__", {"frame", "skip"}, wrapped)
+
+
+def _tell(converter: Any, code: CodeType, error: Exception | None) -> None:
+    found = backend_of(converter)
+    given_up = getattr(getattr(found, "compiler_fn", found), "given_up", None)
+    if given_up is not None:
+        given_up(code, error, getattr(found, "kwargs", {}).get("options"))
+
+
+def watches_breaks(translator: Any) -> bool:
+    """Have `graph_breaks` note each break.
+
+    Args:
+        translator: Dynamo's class that traces a frame, `f_code`, and logs each break with the line, `lineno`, at which
+            it is and the exception that it had.
+
+    Returns:
+        Whether it could be done.
+    """
+
+    def wrapped(log: Any) -> Any:
+        def watched(self: Any, code_options: Any, reason: str, exc: Exception) -> Any:
+            graph_breaks.note(self.f_code, self.lineno, exc)
+            return log(self, code_options, reason, exc)
+
+        return watched
+
+    return _wrap(translator, "log_graph_break", {"code_options", "reason", "exc"}, wrapped)
+
+
+def _wrap(owner: Any, name: str, parameters: set[str], wrapped: Callable[[Any], Any]) -> bool:
+    """Put `wrapped(method)` in a method's place, once, if it has these parameters."""
+    method = getattr(owner, name, None)
+    if method is None or not parameters.issubset(_parameters(method)):
+        return False
+    if not hasattr(method, "__wrapped__"):
+        setattr(owner, name, functools.wraps(method)(wrapped(method)))
+    return True
+
+
+def _parameters(function: Callable[..., Any]) -> Iterable[str]:
+    try:
+        return inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return ()
+
+
+def install() -> None:
+    """Put the hooks in place. Called by an import, under its lock: once, and before the first trace."""
+    table = getattr(TorchInGraphFunctionVariable, "_get_handlers", dict)()
+    if not evaluates_flags(table):
+        logger.warning(
+            "specache does not know how torch %s handles functions. Attention with is_causal=q_len > 1 is rewritten at"
+            " the first prompt length alone. Write is_causal=True if q_len > 1 else False.",
+            torch.__version__,
+        )
+    frames = watches_frames(getattr(convert_frame, "ConvertFrameAssert", None))
+    if not frames or not watches_breaks(getattr(symbolic_convert, "InstructionTranslatorBase", None)):
+        logger.warning(
+            "specache does not know how torch %s breaks graphs. Attention that runs uncompiled behind a break gets no"
+            ' warning. TORCH_LOGS="graph_breaks" shows breaks.',
+            torch.__version__,
+        )

@@ -1,0 +1,226 @@
+"""Breaks of Dynamo's graphs: where they are, why, and what they cost the attention behind them.
+
+Dynamo compiles the code before a break and the code behind it apart. Where it can't go on behind a break, in a loop for
+one, the rest of the frame or the whole of it runs uncompiled, and what it calls is compiled by itself. No backend gets
+an attention that stands in such a frame.
+"""
+
+from __future__ import annotations
+
+import dis
+import linecache
+import re
+import sys
+import traceback
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+from torch._dynamo.convert_frame import ConvertFrameAssert
+from torch._dynamo.exc import Unsupported, UserError
+from torch.fx import GraphModule
+
+from specache_fx.capture.cache_side import BREAKS, LEAVE
+from specache_fx.capture.program import Program
+
+_RESUMED = re.compile(r"torch_dynamo_resume_in_.*_at_(\d+)$")
+_PLACE = re.compile(r"(.+?):(\d+): ")
+_REST_RUNS_UNCOMPILED = "step_unsupported"  # Dynamo's reason for a graph behind which it doesn't go on
+_ATTENTIONS = {"scaled_dot_product_attention", "flex_attention"}
+_PRODUCTS = {"matmul", "bmm", "baddbmm", "einsum", "@"}
+_APPENDS = {
+    "cat", "concat", "concatenate", "index_copy_", "index_copy", "index_put_", "scatter_", "copy_", "STORE_SUBSCR",
+    "STORE_SLICE",
+}  # fmt: skip
+Place = tuple[str, int]
+"""File and line."""
+
+
+@dataclass(frozen=True)
+class Break:
+    """A break.
+
+    Attributes:
+        source: The model's line, "file:line: code"; "" where it is not known.
+        reason: Dynamo's.
+    """
+
+    source: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.source or 'It'} breaks the graph ({self.reason})"
+
+    @property
+    def remedy(self) -> str:
+        """What to do about it."""
+        if "Tensor.item()" in self.reason:
+            return (
+                "Python needs the number of a tensor there. Write tokens with buffer.index_copy_(dim, positions,"
+                f" tokens), or pass the position as an int. {LEAVE}."
+            )
+        return f"Take that out of the compiled code. {LEAVE}."
+
+
+@dataclass(frozen=True)
+class _Uncompiled:
+    """A frame that runs uncompiled, or its rest: why, what to say of it, whether it attends, and keeps what is cached."""
+
+    found: Break
+    message: str
+    attends: bool
+    keeps: bool
+
+
+_behind: dict[Place, Break] = {}  # by the line at which the code behind a break goes on
+_last: dict[Place, Break] = {}  # by the first line of the code
+_frames: dict[Place, _Uncompiled] = {}  # likewise
+_attentions: set[Place] = set()  # that were rewritten
+
+
+def forget() -> None:
+    """Forget all breaks, as `torch.compiler.reset()` does."""
+    for each in (_behind, _last, _frames, _attentions):
+        each.clear()
+
+
+def note(code: CodeType, line: int, error: Exception) -> None:
+    """Note a break.
+
+    Args:
+        code: The traced frame's.
+        line: The line that breaks, or calls what does.
+        error: Dynamo's.
+    """
+    _behind[code.co_filename, line] = _last[_first_line(code)] = _break(error)
+
+
+def around(gm: GraphModule) -> tuple[Break | None, str | None]:
+    """Where a graph that is compiled now was broken off.
+
+    Returns:
+        The break before it, else the one around it, else the one behind it; None if it is whole. And what to say of
+        the rest of its frame, where that runs uncompiled and attends.
+    """
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and not (
+        isinstance(frame.f_locals.get("self"), ConvertFrameAssert) and "frame" in frame.f_locals
+    ):
+        frame = frame.f_back
+    if frame is None:
+        return None, None
+    code: CodeType = frame.f_locals["frame"].f_code
+    resumed = _RESUMED.match(code.co_name)
+    before = _behind.get((code.co_filename, int(resumed[1]))) if resumed else None
+    while before is None and frame is not None:
+        above = _frames.get(_first_line(frame.f_code))
+        before = None if above is None else above.found
+        frame = frame.f_back
+    reason = getattr(gm, "compile_subgraph_reason", None)
+    ended = _last.get(_first_line(code)) if reason is not None and reason.graph_break else None
+    message = None
+    if ended is not None and reason.reason == _REST_RUNS_UNCOMPILED:
+        message = _uncompiled(code, ended, reason.user_stack[0].lineno)
+    return before or ended, message
+
+
+def named(program: Program, found: Break | None) -> Program:
+    """The findings on a graph, with the break that its refusals suspect."""
+    if found is None:
+        return program
+    remedy = f"{found}. {found.remedy}"
+    refusals = tuple(
+        replace(each, remedy=remedy) if each.remedy == BREAKS else each for each in program.refusals
+    )
+    return replace(program, refusals=refusals)
+
+
+def note_rewritten(program: Program) -> None:
+    """Note the lines of attention that is rewritten."""
+    found = (_PLACE.match(site.source) for site in program.sites)
+    _attentions.update((each[1], int(each[2])) for each in found if each)
+
+
+def given_up(code: CodeType, error: Exception | None) -> str | None:
+    """What to say of a frame that Dynamo skips; None for one without attention over a cache.
+
+    Args:
+        code: The frame's.
+        error: Dynamo's; None where it had none.
+    """
+    is_soft = isinstance(error, (Unsupported, UserError)) or torch._dynamo.config.suppress_errors
+    if error is None or not is_soft:  # nothing to compile; or the caller gets the error
+        return None
+    return _uncompiled(code, _break(error))
+
+
+def _uncompiled(code: CodeType, found: Break, line: int = 0) -> str | None:
+    """What to say of code that runs uncompiled from a line on.
+
+    Attention may stand in one such frame, and what it caches be kept by another: one that it is called by, or calls.
+    """
+    rest = _from(code, line)
+    lines = set(map(_line_of, rest))
+    was = any(file == code.co_filename and each in lines for file, each in _attentions)
+    before = " Attention in it was rewritten before, and no longer is." if was else ""
+    message = (
+        f"`{code.co_qualname}` ({code.co_filename}:{line or code.co_firstlineno}) runs uncompiled from now on, its"
+        f" attention too. {found}.{before} {found.remedy}"
+    )
+    here = _frames[_first_line(code)] = _Uncompiled(found, message, _attends(rest), _keeps(rest))
+    running = [here]
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        running += [_frames[place]] if (place := _first_line(frame.f_code)) in _frames else []
+        frame = frame.f_back
+    if was:
+        return message
+    attending = next((each.message for each in running if each.attends), None)
+    return attending if any(each.keeps for each in running) else None
+
+
+def _from(code: CodeType, line: int) -> list[dis.Instruction]:
+    """The instructions from a line on, or from the start of the loop around it."""
+    found = list(dis.get_instructions(code))
+    start = next((i for i, each in enumerate(found) if (_line_of(each) or 0) >= line), 0)
+    jumps = (each.argval for each in found[start:] if each.opname.startswith("JUMP_BACKWARD"))
+    first = min([found[start].offset, *jumps])
+    return [each for each in found if each.offset >= first]
+
+
+def _line_of(instruction: dis.Instruction) -> int | None:
+    return None if instruction.positions is None else instruction.positions.lineno
+
+
+def _attends(instructions: Iterable[dis.Instruction]) -> bool:
+    """Whether instructions attend by themselves, not in what they call."""
+    names = _names(instructions)
+    return bool(names & _ATTENTIONS) or ("softmax" in names and bool(names & _PRODUCTS))
+
+
+def _keeps(instructions: Iterable[dis.Instruction]) -> bool:
+    """Whether instructions append to a tensor or write into one, as a cache is kept."""
+    return bool(_names(instructions) & _APPENDS)
+
+
+def _names(instructions: Iterable[dis.Instruction]) -> set[str]:
+    """Names that instructions use, and what they do."""
+    return {name for each in instructions for name in (each.opname, each.argrepr, str(each.argval))}
+
+
+def _first_line(code: CodeType) -> Place:
+    return code.co_filename, code.co_firstlineno
+
+
+def _break(error: Exception) -> Break:
+    stack = getattr(error, "real_stack", None)
+    lines = [line.strip() for line in str(getattr(error, "msg", None) or error).splitlines()]
+    told = [line.removeprefix("Explanation:").strip().rstrip(".") for line in lines if line][:2]
+    return Break(_shown(stack[-1]) if stack else "", ": ".join(line for line in told if line))
+
+
+def _shown(place: traceback.FrameSummary) -> str:
+    code = place.line or linecache.getline(place.filename, place.lineno or 0).strip()
+    return f"{place.filename}:{place.lineno}: {code}"
