@@ -7,15 +7,16 @@ import logging
 _said: set[str] = set()
 
 
-def warn_once(logger: logging.Logger, message: str) -> None:
+def warn_once(logger: logging.Logger, message: str, *, key: str | None = None) -> None:
     """Log `message` as a warning, the first time it is given in this process.
 
     Args:
         logger: Where to log it.
         message: The whole text; two messages that differ are two warnings.
+        key: What tells two messages apart, where that is not the whole text.
     """
-    if message not in _said:
-        _said.add(message)
+    if (key or message) not in _said:
+        _said.add(key or message)
         logger.warning(message)
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from types import CodeType
 from typing import Any
 
 import torch
@@ -271,7 +271,7 @@ class Backend:
             return Prefill(compiled, program, kv.dtype, kv.device)
         return Extend(compiled, program)
 
-    def given_up(self, code: CodeType, error: Exception | None, options: Any) -> str | None:
+    def given_up(self, frame: Any, error: Exception | None, options: Any) -> str | None:
         """Say that Dynamo skips a frame with attention over a cache: `dynamo_hooks` calls this.
 
         Returns:
@@ -280,7 +280,7 @@ class Backend:
         Raises:
             UnsupportedGraphError: Under `strict=True`.
         """
-        message = graph_breaks.given_up(code, error)
+        message = graph_breaks.given_up(frame, error)
         _say(message, SpecacheConfig.from_options(options))
         return message
 
@@ -331,7 +331,8 @@ class Backend:
         if program.refusals and program.config.strict:
             raise UnsupportedGraphError(" ".join(alike(program.refusals)))
         for message in alike(program.refusals):
-            warn_once(logger, f"specache: {message}")
+            # Graphs of one model differ in the names of nodes, and in which sizes are constants.
+            warn_once(logger, f"specache: {message}", key=re.sub(r"`[^`]*`|\[[\d, ?]*\]", "", message))
         logger.info(
             "%s: %d attentions rewritten, %d left alone",
             program.phase.value,

@@ -19,7 +19,6 @@ import functools
 import inspect
 import logging
 from collections.abc import Callable, Iterable
-from types import CodeType
 from typing import Any
 
 import torch
@@ -91,10 +90,10 @@ def watches_frames(converter: Any) -> bool:
             try:
                 result = convert(self, frame, *args, skip=skip + 1, **kwargs)
             except Exception as error:
-                _tell(self, frame.f_code, error)
+                _tell(self, frame, error)
                 raise
             if getattr(result, "guarded_code", None) is None:
-                _tell(self, frame.f_code, None)
+                _tell(self, frame, None)
             return result
 
         return watched
@@ -102,11 +101,11 @@ def watches_frames(converter: Any) -> bool:
     return _wrap(converter, "__call__", {"frame", "skip"}, wrapped)
 
 
-def _tell(converter: Any, code: CodeType, error: Exception | None) -> None:
+def _tell(converter: Any, frame: Any, error: Exception | None) -> None:
     found = backend_of(converter)
     given_up = getattr(getattr(found, "compiler_fn", found), "given_up", None)
     if given_up is not None:
-        given_up(code, error, getattr(found, "kwargs", {}).get("options"))
+        given_up(frame, error, getattr(found, "kwargs", {}).get("options"))
 
 
 def watches_breaks(translator: Any) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from types import CodeType
 from typing import Any, cast
 
 import torch
@@ -151,9 +150,9 @@ class _Recorder:
         self.explanation.graphs.append(report)  # not before: Dynamo may trace it once more
         return runner
 
-    def given_up(self, code: CodeType, error: Exception | None, _: Any) -> None:
+    def given_up(self, frame: Any, error: Exception | None, _: Any) -> None:
         """Called as the backend's is."""
-        message = self.backend.given_up(code, error, self.options)
+        message = self.backend.given_up(frame, error, self.options)
         self.explanation.uncompiled += [] if message is None else [message]
 
 

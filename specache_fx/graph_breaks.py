@@ -12,7 +12,7 @@ import linecache
 import re
 import sys
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from types import CodeType, FrameType
 from typing import Any
@@ -111,7 +111,8 @@ def around(gm: GraphModule) -> tuple[Break | None, str | None]:
         frame = frame.f_back
     if frame is None:
         return None, None
-    code: CodeType = frame.f_locals["frame"].f_code
+    traced = frame.f_locals["frame"]
+    code: CodeType = traced.f_code
     resumed = _RESUMED.match(code.co_name)
     before = _behind.get((code.co_filename, int(resumed[1]))) if resumed else None
     while before is None and frame is not None:
@@ -122,7 +123,7 @@ def around(gm: GraphModule) -> tuple[Break | None, str | None]:
     ended = _last.get(_first_line(code)) if reason is not None and reason.graph_break else None
     message = None
     if ended is not None and reason.reason == _REST_RUNS_UNCOMPILED:
-        message = _uncompiled(code, ended, reason.user_stack[0].lineno)
+        message = _uncompiled(traced, ended, reason.user_stack[0].lineno)
     return before or ended, message
 
 
@@ -143,25 +144,28 @@ def note_rewritten(program: Program) -> None:
     _attentions.update((each[1], int(each[2])) for each in found if each)
 
 
-def given_up(code: CodeType, error: Exception | None) -> str | None:
+def given_up(frame: Any, error: Exception | None) -> str | None:
     """What to say of a frame that Dynamo skips; None for one without attention over a cache.
 
     Args:
-        code: The frame's.
+        frame: The frame, or what Dynamo has of one: `f_code` and `f_globals`.
         error: Dynamo's; None where it had none.
     """
     is_soft = isinstance(error, (Unsupported, UserError)) or torch._dynamo.config.suppress_errors
     if error is None or not is_soft:  # nothing to compile; or the caller gets the error
         return None
-    return _uncompiled(code, _break(error))
+    return _uncompiled(frame, _break(error))
 
 
-def _uncompiled(code: CodeType, found: Break, line: int = 0) -> str | None:
-    """What to say of code that runs uncompiled from a line on.
+def _uncompiled(traced: Any, found: Break, line: int = 0) -> str | None:
+    """What to say of a frame that runs uncompiled from a line on.
 
     Attention may stand in one such frame, and what it caches be kept by another: one that it is called by, or calls.
     """
+    code: CodeType = traced.f_code
     rest = _from(code, line)
+    names = _names(rest, traced.f_globals)
+    attends = bool(names & _ATTENTIONS) or ("softmax" in names and bool(names & _PRODUCTS))
     lines = set(map(_line_of, rest))
     was = any(file == code.co_filename and each in lines for file, each in _attentions)
     before = " Attention in it was rewritten before, and no longer is." if was else ""
@@ -169,7 +173,7 @@ def _uncompiled(code: CodeType, found: Break, line: int = 0) -> str | None:
         f"`{code.co_qualname}` ({code.co_filename}:{line or code.co_firstlineno}) runs uncompiled from now on, its"
         f" attention too. {found}.{before} {found.remedy}"
     )
-    here = _frames[_first_line(code)] = _Uncompiled(found, message, _attends(rest), _keeps(rest))
+    here = _frames[_first_line(code)] = _Uncompiled(found, message, attends, bool(names & _APPENDS))
     running = [here]
     frame: FrameType | None = sys._getframe()
     while frame is not None:
@@ -194,20 +198,11 @@ def _line_of(instruction: dis.Instruction) -> int | None:
     return None if instruction.positions is None else instruction.positions.lineno
 
 
-def _attends(instructions: Iterable[dis.Instruction]) -> bool:
-    """Whether instructions attend by themselves, not in what they call."""
-    names = _names(instructions)
-    return bool(names & _ATTENTIONS) or ("softmax" in names and bool(names & _PRODUCTS))
-
-
-def _keeps(instructions: Iterable[dis.Instruction]) -> bool:
-    """Whether instructions append to a tensor or write into one, as a cache is kept."""
-    return bool(_names(instructions) & _APPENDS)
-
-
-def _names(instructions: Iterable[dis.Instruction]) -> set[str]:
-    """Names that instructions use, and what they do."""
-    return {name for each in instructions for name in (each.opname, each.argrepr, str(each.argval))}
+def _names(instructions: Iterable[dis.Instruction], variables: Mapping[str, Any]) -> set[str]:
+    """What instructions do, and the names that they use: of functions in global variables their own."""
+    used = {name for each in instructions for name in (each.opname, each.argrepr, str(each.argval))}
+    values = (variables[name] for name in used & variables.keys())
+    return used | {str(getattr(value, "__name__", "")) for value in values}
 
 
 def _first_line(code: CodeType) -> Place:
