@@ -91,7 +91,7 @@ class FixedLayer(nn.Module):
         self.register_buffer("keys", torch.zeros(shape), persistent=False)
         self.register_buffer("values", torch.zeros(shape), persistent=False)
 
-    def forward(self, x: Tensor, where: Any, mask: Tensor) -> Tensor:
+    def forward(self, x: Tensor, where: Any, mask: Tensor | None) -> Tensor:
         batch, n, _ = x.shape
         q = self.q(x).view(batch, n, HEADS, HEAD_DIM).transpose(1, 2)
         new = self.kv(x).view(batch, n, 2 * KV_HEADS, HEAD_DIM).transpose(1, 2).chunk(2, 1)
@@ -103,15 +103,21 @@ class FixedLayer(nn.Module):
             q = q.unflatten(1, (KV_HEADS, -1))
         elif keys.shape[1] < HEADS:
             keys, values = (each.repeat_interleave(HEADS // KV_HEADS, dim=1) for each in (keys, values))
-        out = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask[..., : keys.shape[-2]])
+        mask = None if mask is None else mask[..., : keys.shape[-2]]
+        out = F.scaled_dot_product_attention(
+            q, keys, values, attn_mask=mask, is_causal=mask is None and n > 1
+        )
         return x + self.o(out.view(batch, HEADS, n, HEAD_DIM).transpose(1, 2).reshape(batch, n, -1))
 
 
 class FixedDecoder(nn.Module):
-    """Args: how it writes, of `BY_TENSOR`, `BY_NUMBER` or `OF_ROWS`."""
+    """Args: how it writes, of `BY_TENSOR`, `BY_NUMBER` or `OF_ROWS`; without masks, a prompt comes in one call."""
 
-    def __init__(self, spelling: str, batch: int = 2, capacity: int = 160, num_layers: int = 1) -> None:
+    def __init__(
+        self, spelling: str, batch: int = 2, capacity: int = 160, num_layers: int = 1, masked: bool = True
+    ) -> None:
         super().__init__()
+        self.masked = masked
         append = (BY_TENSOR | BY_NUMBER | OF_ROWS)[spelling]
         self.by_number = append in (*BY_NUMBER.values(), sliced_of_rows)
         self.tokens, self.places = nn.Embedding(VOCAB_SIZE, HIDDEN), nn.Embedding(capacity, HIDDEN)
@@ -126,7 +132,7 @@ class FixedDecoder(nn.Module):
     def forward(self, ids: Tensor, where: Any) -> Tensor:
         position = torch.arange(where, where + ids.shape[1]) if self.by_number else where
         x = self.tokens(ids) + self.places(position)
-        mask = self.causal[None, None, position]
+        mask = self.causal[None, None, position] if self.masked else None
         for layer in self.layers:
             x = layer(x, where, mask)
         return self.head(x)
