@@ -204,9 +204,9 @@ def _refusal(name: str) -> str:
         " cache holds placeholders; only the compiled model can read it. If you called it: you may choose and copy"
         " batch rows and cut off the newest tokens. To read or edit keys and values, make the cache with the model"
         " uncompiled. If a model called it, that model's forward ran uncompiled."
-        ' A graph break in its loop over layers does that; TORCH_LOGS="graph_breaks" shows it. SDPA'
-        " with an is_causal that is computed from sizes is one: pass a bool. generate() of a wrapper (PEFT,"
-        " torch.compile(model)) calls the module inside: compile with specache_fx.compile(model), which finds that one."
+        ' A graph break in its loop over layers does that; TORCH_LOGS="graph_breaks" shows it. generate() of a wrapper'
+        " (PEFT, torch.compile(model)) calls the module inside: compile with specache_fx.compile(model), which finds"
+        " that one."
         ' Dynamo also runs a model uncompiled under torch.compiler.set_stance("force_eager"),'
         " torch._dynamo.config.suppress_errors or disable."
     )

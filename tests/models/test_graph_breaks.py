@@ -12,6 +12,9 @@ from support.models import Block, TinyConfig, TinyDecoder, generate
 from support.own_modules import OwnConfig, OwnDecoder, SwiGLU, greedy
 from support.zoo import SMALL, build, left_padded
 from torch import Tensor, nn
+from torch._dynamo.exc import BackendCompilerFailed
+from torch.nn.functional import scaled_dot_product_attention as sdpa
+from transformers import BertConfig, BertModel, T5Config, T5EncoderModel, ViTConfig, ViTModel
 
 import specache_fx
 
@@ -52,6 +55,11 @@ def assert_one_warning_that_names_the_break(caplog: pytest.LogCaptureFixture) ->
     assert (
         "this graph takes no token ids (embeddings as input, several code books, or a graph break" in warning
     )
+
+
+def names_the_break(warning: str) -> bool:
+    told = "torch._dynamo.graph_break() breaks the graph (Call to `torch._dynamo.graph_break()`"
+    return "test_graph_breaks.py:" in warning and told in warning and "Take that out of the" in warning
 
 
 def break_after(module: nn.Module, args: Any, output: Any) -> Any:
@@ -117,8 +125,8 @@ def test_keys_that_are_joined_outside_of_the_graph_are_named(caplog: pytest.LogC
     torch.testing.assert_close(ours.logits, plain.logits, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(ours.past, plain.past, rtol=1e-4, atol=1e-4)
     (warning,) = warnings_of(caplog)
-    assert "its keys come into the graph whole" in warning and "graph_breaks" in warning
-    assert "support/models.py" in warning
+    assert "its keys come into the graph whole" in warning and "support/models.py" in warning
+    assert names_the_break(warning)
 
 
 class BreaksBehindAppends(Hooked):
@@ -131,7 +139,7 @@ def test_appends_whose_attention_is_in_another_graph_are_told_so(caplog: pytest.
     compiled = torch.compile(BreaksBehindAppends(), backend="specache", options=OPTIONS)
     with caplog.at_level("WARNING", logger="specache_fx"):
         torch.testing.assert_close(logits(compiled), logits(BreaksBehindAppends()))
-    assert all("graph_breaks" in warning for warning in warnings_of(caplog))
+    assert all(map(names_the_break, warnings_of(caplog)))
     assert "nothing in this graph reads its cache" in caplog.text
     assert "its keys come into the graph whole" in caplog.text
 
@@ -182,3 +190,194 @@ def test_a_step_whose_graph_breaks_between_layers_is_told_so() -> None:
     compiled = torch.compile(BreaksInSteps(), backend="specache", options=OPTIONS)
     with pytest.raises(specache_fx.CacheHandleError, match="reads 1 of the 2 layers"):
         logits(compiled)
+
+
+# Frames that run uncompiled -----------------------------------------------------------------------------------------
+
+
+class InOneLoop(nn.Module):
+    """All layers in one `forward`: behind a break in the loop Dynamo gives the whole frame up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Hooked()
+
+    def between(self, x: Tensor) -> Any:
+        """In each layer."""
+
+    def forward(self, ids: Tensor, past: Any = None) -> Any:
+        start = 0 if past is None else past[0][0].shape[2]
+        x, new = self.inner.embed(ids) + self.inner.positions(ids, start), []
+        for layer in range(2):
+            q, k, v = (side.unflatten(-1, (2, 16)).transpose(1, 2) for side in self.inner.qkv[0](x).chunk(3, -1))
+            if past is not None:
+                k, v = torch.cat([past[layer][0], k], 2), torch.cat([past[layer][1], v], 2)
+            self.between(x)
+            x = x + sdpa(q, k, v, is_causal=q.shape[2] > 1).transpose(1, 2).flatten(2)
+            new.append((k, v))
+        return self.inner.head(x), new
+
+
+class Prints(InOneLoop):
+    def between(self, x: Tensor) -> Any:
+        print(end="")
+
+
+class AsksForANumber(InOneLoop):
+    def between(self, x: Tensor) -> Any:
+        return x.abs().max().item()
+
+
+class Branches(InOneLoop):
+    def between(self, x: Tensor) -> Any:
+        if x.abs().max() > 1e9:
+            raise OverflowError
+
+
+class Tries(InOneLoop):
+    def between(self, x: Tensor) -> Any:
+        try:
+            print(end="")
+        except OSError:
+            return None
+
+
+class PrintsForLongPrompts(InOneLoop):
+    def between(self, x: Tensor) -> Any:
+        if x.shape[1] > 12:
+            print(end="")
+
+
+class SpeltOutAndPrints(Prints):
+    def forward(self, ids: Tensor, past: Any = None) -> Any:
+        x, new = self.inner.embed(ids), []
+        for layer in range(2):
+            q, k, v = (side.unflatten(-1, (2, 16)).transpose(1, 2) for side in self.inner.qkv[0](x).chunk(3, -1))
+            if past is not None:
+                k, v = torch.cat([past[layer][0], k], 2), torch.cat([past[layer][1], v], 2)
+            self.between(x)
+            x = x + (torch.softmax(q @ k.mT, -1) @ v).transpose(1, 2).flatten(2)
+            new.append((k, v))
+        return self.inner.head(x), new
+
+
+class AtATensor(nn.Module):
+    """Buffers are written at a slice whose start is a tensor: Python needs its number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Hooked()
+        self.kept = [(torch.zeros(2, 2, 64, 16), torch.zeros(2, 2, 64, 16)) for _ in range(2)]
+        self.count = torch.zeros(1, dtype=torch.int64)
+
+    def write(self, buffer: Tensor, start: Tensor, new: Tensor) -> None:
+        buffer[:, :, start : start + new.shape[2]] = new
+
+    def forward(self, ids: Tensor, past: Any = None) -> Any:
+        place = self.count + torch.arange(ids.shape[1])
+        x = self.inner.embed(ids)
+        mask = torch.arange(64)[None] <= place[:, None]
+        for layer in range(2):
+            q, k, v = (side.unflatten(-1, (2, 16)).transpose(1, 2) for side in self.inner.qkv[0](x).chunk(3, -1))
+            for buffer, new in zip(self.kept[layer], (k, v), strict=True):
+                self.write(buffer, self.count[0], new)
+            x = x + sdpa(q, *self.kept[layer], attn_mask=mask).transpose(1, 2).flatten(2)
+        self.count += ids.shape[1]
+        return self.inner.head(x), None
+
+
+class AsTheRemedySays(AtATensor):
+    def write(self, buffer: Tensor, start: Tensor, new: Tensor) -> None:
+        buffer.index_copy_(2, start + torch.arange(new.shape[2]), new)
+
+
+UNCOMPILED: dict[type[nn.Module], str] = {
+    Prints: 'print(end="") breaks the graph (Failed to trace builtin operator',
+    AsksForANumber: "return x.abs().max().item() breaks the graph (Unsupported Tensor.item() call",
+    Branches: "if x.abs().max() > 1e9: breaks the graph (Data-dependent branching",
+    Tries: 'print(end="") breaks the graph (Failed to trace builtin operator',
+    SpeltOutAndPrints: 'print(end="") breaks the graph (Failed to trace builtin operator',
+    AtATensor: "buffer[:, :, start : start + new.shape[2]] = new breaks the graph (Unsupported Tensor.item() call",
+}
+
+
+@pytest.mark.parametrize("kind", UNCOMPILED)
+def test_attention_that_runs_uncompiled_is_told_of_once_and_is_an_error_if_strict(
+    kind: type[nn.Module], caplog: pytest.LogCaptureFixture
+) -> None:
+    compiled = torch.compile(kind(), backend="specache", options=OPTIONS)
+    with caplog.at_level("WARNING", logger="specache_fx"):
+        assert torch.equal(logits(compiled), logits(kind()))
+    (warning,) = warnings_of(caplog)
+    assert "runs uncompiled from now on, its attention too" in warning and UNCOMPILED[kind] in warning
+    assert ("index_copy_" in warning) is (kind in (AtATensor, AsksForANumber))
+    torch._dynamo.reset()
+    with pytest.raises((specache_fx.UnsupportedGraphError, BackendCompilerFailed), match="runs uncompiled"):
+        logits(torch.compile(kind(), backend="specache", options={**OPTIONS, "strict": True}))
+    report = str(specache_fx.explain(kind(), options=OPTIONS, run=logits))
+    assert UNCOMPILED[kind] in report and "runs uncompiled" in report
+
+
+def test_the_remedy_for_a_position_that_is_a_tensor_works(caplog: pytest.LogCaptureFixture) -> None:
+    compiled = torch.compile(AsTheRemedySays(), backend="specache", options={**OPTIONS, "strict": True})
+    torch.testing.assert_close(logits(compiled), logits(AsTheRemedySays()), rtol=1e-3, atol=1e-3)
+    assert specache_fx.stats(compiled.kept).steps == 10
+
+
+@torch.no_grad()
+def test_a_model_that_was_rewritten_and_no_longer_is_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    compiled = torch.compile(PrintsForLongPrompts(), backend="specache", options=OPTIONS)
+    logits(compiled)
+    with caplog.at_level("WARNING", logger="specache_fx"):
+        _, past = compiled(torch.ones(1, 9, dtype=torch.int64))
+        assert specache_fx.stats(past).kv_len == 9 and not caplog.records
+        compiled(torch.ones(1, 13, dtype=torch.int64))
+        compiled(torch.ones(1, 14, dtype=torch.int64))
+    (warning,) = warnings_of(caplog)
+    assert "Attention in it was rewritten before, and no longer is" in warning and "print(end" in warning
+    torch._dynamo.reset()
+    compiled = torch.compile(PrintsForLongPrompts(), backend="specache", options={**OPTIONS, "strict": True})
+    logits(compiled)
+    with pytest.raises(specache_fx.UnsupportedGraphError, match="was rewritten before"):
+        compiled(torch.ones(1, 13, dtype=torch.int64))
+
+
+class Encodes(nn.Module):
+    """No cache: neither a break nor an uncompiled attention is of interest."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Hooked()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.inner.embed(ids)
+        for _ in range(2):
+            q, k, v = (side.unflatten(-1, (2, 16)).transpose(1, 2) for side in self.inner.qkv[0](x).chunk(3, -1))
+            print(end="")
+            x = x + sdpa(q, k, v).transpose(1, 2).flatten(2)
+        return self.inner.head(x)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("breaks", [False, True])
+@pytest.mark.parametrize("name", ["own", "bert", "t5", "llama", "vit"])
+def test_models_without_a_cache_are_quiet(
+    name: str, breaks: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    shape = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+    model: Any = {
+        "own": Encodes,
+        "bert": lambda: BertModel(BertConfig(**shape, vocab_size=61)),
+        "t5": lambda: T5EncoderModel(T5Config(vocab_size=61, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4)),
+        "llama": lambda: build("llama", 2),
+        "vit": lambda: ViTModel(ViTConfig(**shape, image_size=32, patch_size=8)),
+    }[name]()
+    if breaks:
+        for part in [part for part in model.modules() if type(part).__name__.endswith("Attention")]:
+            part.register_forward_hook(break_after)
+    model.eval().compile(backend="specache", options={**OPTIONS, "strict": True})
+    kwargs = {"use_cache": False} if name == "llama" else {}
+    with caplog.at_level("WARNING", logger="specache_fx"):
+        for length in (9, 12):
+            model(torch.ones(1, 3, 32, 32) if name == "vit" else torch.ones(2, length, dtype=torch.int64), **kwargs)
+    assert warnings_of(caplog) == []
