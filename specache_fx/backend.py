@@ -271,7 +271,7 @@ class Backend:
             return Prefill(compiled, program, kv.dtype, kv.device)
         return Extend(compiled, program)
 
-    def given_up(self, frame: Any, error: Exception | None, options: Any) -> str | None:
+    def given_up(self, frame: Any, error: Exception, options: Any) -> str | None:
         """Say that Dynamo skips a frame with attention over a cache: `dynamo_hooks` calls this.
 
         Returns:

@@ -76,10 +76,10 @@ def _plain(variable: Any, tx: Any) -> Any:
 
 
 def watches_frames(converter: Any) -> bool:
-    """Have backends told of each frame that Dynamo tries to compile and skips.
+    """Have backends told of each frame that Dynamo gives up.
 
     Args:
-        converter: Dynamo's class whose instances are called with a frame. They return the compiled code, or raise.
+        converter: Dynamo's class whose instances are called with a frame. They raise where Dynamo is to skip it.
 
     Returns:
         Whether it could be done.
@@ -88,20 +88,17 @@ def watches_frames(converter: Any) -> bool:
     def wrapped(convert: Any) -> Any:
         def watched(self: Any, frame: Any, *args: Any, skip: int = 0, **kwargs: Any) -> Any:
             try:
-                result = convert(self, frame, *args, skip=skip + 1, **kwargs)
+                return convert(self, frame, *args, skip=skip + 1, **kwargs)
             except Exception as error:
                 _tell(self, frame, error)
                 raise
-            if getattr(result, "guarded_code", None) is None:
-                _tell(self, frame, None)
-            return result
 
         return watched
 
     return _wrap(converter, "__call__", {"frame", "skip"}, wrapped)
 
 
-def _tell(converter: Any, frame: Any, error: Exception | None) -> None:
+def _tell(converter: Any, frame: Any, error: Exception) -> None:
     found = backend_of(converter)
     given_up = getattr(getattr(found, "compiler_fn", found), "given_up", None)
     if given_up is not None:
@@ -148,7 +145,8 @@ def _parameters(function: Callable[..., Any]) -> Iterable[str]:
 
 def install() -> None:
     """Put the hooks in place. Called by an import, under its lock: once, and before the first trace."""
-    table = getattr(TorchInGraphFunctionVariable, "_get_handlers", dict)()
+    handlers: Any = getattr(TorchInGraphFunctionVariable, "_get_handlers", None)
+    table = None if handlers is None else handlers()
     if not evaluates_flags(table):
         logger.warning(
             "specache does not know how torch %s handles functions. Attention with is_causal=q_len > 1 is rewritten at"

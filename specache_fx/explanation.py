@@ -150,7 +150,7 @@ class _Recorder:
         self.explanation.graphs.append(report)  # not before: Dynamo may trace it once more
         return runner
 
-    def given_up(self, frame: Any, error: Exception | None, _: Any) -> None:
+    def given_up(self, frame: Any, error: Exception, _: Any) -> None:
         """Called as the backend's is."""
         message = self.backend.given_up(frame, error, self.options)
         self.explanation.uncompiled += [] if message is None else [message]

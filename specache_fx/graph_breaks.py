@@ -66,7 +66,14 @@ class Break:
 
 @dataclass(frozen=True)
 class _Uncompiled:
-    """A frame that runs uncompiled, or its rest: why, what to say of it, whether it attends, and keeps what is cached."""
+    """A frame that runs uncompiled, or the rest of one.
+
+    Attributes:
+        found: Why.
+        message: What to say of it.
+        attends: Whether it attends by itself, not in what it calls.
+        keeps: Whether it appends to a tensor or writes into one, as a cache is kept.
+    """
 
     found: Break
     message: str
@@ -117,11 +124,12 @@ def around(gm: GraphModule) -> tuple[Break | None, str | None]:
     before = _behind.get((code.co_filename, int(resumed[1]))) if resumed else None
     while before is None and frame is not None:
         above = _frames.get(_first_line(frame.f_code))
-        before = None if above is None else above.found
+        before = above.found if above is not None and (above.attends or above.keeps) else None
         frame = frame.f_back
-    reason = getattr(gm, "compile_subgraph_reason", None)
-    ended = _last.get(_first_line(code)) if reason is not None and reason.graph_break else None
-    message = None
+    reason: Any = getattr(gm, "compile_subgraph_reason", None)
+    if reason is None or not reason.graph_break:
+        return before, None
+    ended, message = _last.get(_first_line(code)), None
     if ended is not None and reason.reason == _REST_RUNS_UNCOMPILED:
         message = _uncompiled(traced, ended, reason.user_stack[0].lineno)
     return before or ended, message
@@ -144,16 +152,15 @@ def note_rewritten(program: Program) -> None:
     _attentions.update((each[1], int(each[2])) for each in found if each)
 
 
-def given_up(frame: Any, error: Exception | None) -> str | None:
+def given_up(frame: Any, error: Exception) -> str | None:
     """What to say of a frame that Dynamo skips; None for one without attention over a cache.
 
     Args:
-        frame: The frame, or what Dynamo has of one: `f_code` and `f_globals`.
-        error: Dynamo's; None where it had none.
+        frame: What Dynamo has of it: `f_code` and `f_globals`.
+        error: Dynamo's.
     """
-    is_soft = isinstance(error, (Unsupported, UserError)) or torch._dynamo.config.suppress_errors
-    if error is None or not is_soft:  # nothing to compile; or the caller gets the error
-        return None
+    if not isinstance(error, (Unsupported, UserError)) and not torch._dynamo.config.suppress_errors:
+        return None  # the caller gets the error
     return _uncompiled(frame, _break(error))
 
 

@@ -89,7 +89,9 @@ def _unread(out: Node) -> Refusal:
         remedy = f"Call the layers themselves (model.gradient_checkpointing_disable()). {LEAVE}."
     else:
         dims = len(shape_of(out) or ())
-        form = "keys and values, or several layers, in one tensor" if dims > 4 else f"shape {shown_shape(out)}"
+        form = (
+            "keys and values, or several layers, in one tensor" if dims > 4 else f"shape {shown_shape(out)}"
+        )
         reason = f"its cache has {form}, and no attention that specache knows reads it"
         remedy = f"Cache keys and values apart, each as [batch, num_kv_heads, kv_len, head_dim]. {LEAVE}."
     return Refusal(out.name, source_of(out), reason, remedy)

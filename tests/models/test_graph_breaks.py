@@ -209,7 +209,9 @@ class InOneLoop(nn.Module):
         start = 0 if past is None else past[0][0].shape[2]
         x, new = self.inner.embed(ids) + self.inner.positions(ids, start), []
         for layer in range(2):
-            q, k, v = (side.unflatten(-1, (2, 16)).transpose(1, 2) for side in self.inner.qkv[0](x).chunk(3, -1))
+            q, k, v = (
+                side.unflatten(-1, (2, 16)).transpose(1, 2) for side in self.inner.qkv[0](x).chunk(3, -1)
+            )
             if past is not None:
                 k, v = torch.cat([past[layer][0], k], 2), torch.cat([past[layer][1], v], 2)
             self.between(x)
@@ -218,9 +220,9 @@ class InOneLoop(nn.Module):
         return self.inner.head(x), new
 
 
-class Prints(InOneLoop):
+class Breaks(InOneLoop):
     def between(self, x: Tensor) -> Any:
-        print(end="")
+        torch._dynamo.graph_break()
 
 
 class AsksForANumber(InOneLoop):
@@ -237,22 +239,24 @@ class Branches(InOneLoop):
 class Tries(InOneLoop):
     def between(self, x: Tensor) -> Any:
         try:
-            print(end="")
+            torch._dynamo.graph_break()
         except OSError:
             return None
 
 
-class PrintsForLongPrompts(InOneLoop):
+class BreaksForLongPrompts(InOneLoop):
     def between(self, x: Tensor) -> Any:
         if x.shape[1] > 12:
-            print(end="")
+            torch._dynamo.graph_break()
 
 
-class SpeltOutAndPrints(Prints):
+class SpeltOutAndBreaks(Breaks):
     def forward(self, ids: Tensor, past: Any = None) -> Any:
         x, new = self.inner.embed(ids), []
         for layer in range(2):
-            q, k, v = (side.unflatten(-1, (2, 16)).transpose(1, 2) for side in self.inner.qkv[0](x).chunk(3, -1))
+            q, k, v = (
+                side.unflatten(-1, (2, 16)).transpose(1, 2) for side in self.inner.qkv[0](x).chunk(3, -1)
+            )
             if past is not None:
                 k, v = torch.cat([past[layer][0], k], 2), torch.cat([past[layer][1], v], 2)
             self.between(x)
@@ -278,7 +282,9 @@ class AtATensor(nn.Module):
         x = self.inner.embed(ids)
         mask = torch.arange(64)[None] <= place[:, None]
         for layer in range(2):
-            q, k, v = (side.unflatten(-1, (2, 16)).transpose(1, 2) for side in self.inner.qkv[0](x).chunk(3, -1))
+            q, k, v = (
+                side.unflatten(-1, (2, 16)).transpose(1, 2) for side in self.inner.qkv[0](x).chunk(3, -1)
+            )
             for buffer, new in zip(self.kept[layer], (k, v), strict=True):
                 self.write(buffer, self.count[0], new)
             x = x + sdpa(q, *self.kept[layer], attn_mask=mask).transpose(1, 2).flatten(2)
@@ -292,11 +298,11 @@ class AsTheRemedySays(AtATensor):
 
 
 UNCOMPILED: dict[type[nn.Module], str] = {
-    Prints: 'print(end="") breaks the graph (Failed to trace builtin operator',
+    Breaks: "torch._dynamo.graph_break() breaks the graph (Call to",
     AsksForANumber: "return x.abs().max().item() breaks the graph (Unsupported Tensor.item() call",
     Branches: "if x.abs().max() > 1e9: breaks the graph (Data-dependent branching",
-    Tries: 'print(end="") breaks the graph (Failed to trace builtin operator',
-    SpeltOutAndPrints: 'print(end="") breaks the graph (Failed to trace builtin operator',
+    Tries: "torch._dynamo.graph_break() breaks the graph (Call to",
+    SpeltOutAndBreaks: "torch._dynamo.graph_break() breaks the graph (Call to",
     AtATensor: "buffer[:, :, start : start + new.shape[2]] = new breaks the graph (Unsupported Tensor.item() call",
 }
 
@@ -326,7 +332,7 @@ def test_the_remedy_for_a_position_that_is_a_tensor_works(caplog: pytest.LogCapt
 
 @torch.no_grad()
 def test_a_model_that_was_rewritten_and_no_longer_is_says_so(caplog: pytest.LogCaptureFixture) -> None:
-    compiled = torch.compile(PrintsForLongPrompts(), backend="specache", options=OPTIONS)
+    compiled = torch.compile(BreaksForLongPrompts(), backend="specache", options=OPTIONS)
     logits(compiled)
     with caplog.at_level("WARNING", logger="specache_fx"):
         _, past = compiled(torch.ones(1, 9, dtype=torch.int64))
@@ -334,9 +340,9 @@ def test_a_model_that_was_rewritten_and_no_longer_is_says_so(caplog: pytest.LogC
         compiled(torch.ones(1, 13, dtype=torch.int64))
         compiled(torch.ones(1, 14, dtype=torch.int64))
     (warning,) = warnings_of(caplog)
-    assert "Attention in it was rewritten before, and no longer is" in warning and "print(end" in warning
+    assert "Attention in it was rewritten before, and no longer is" in warning and "graph_break()" in warning
     torch._dynamo.reset()
-    compiled = torch.compile(PrintsForLongPrompts(), backend="specache", options={**OPTIONS, "strict": True})
+    compiled = torch.compile(BreaksForLongPrompts(), backend="specache", options={**OPTIONS, "strict": True})
     logits(compiled)
     with pytest.raises(specache_fx.UnsupportedGraphError, match="was rewritten before"):
         compiled(torch.ones(1, 13, dtype=torch.int64))
@@ -352,8 +358,10 @@ class Encodes(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         x = self.inner.embed(ids)
         for _ in range(2):
-            q, k, v = (side.unflatten(-1, (2, 16)).transpose(1, 2) for side in self.inner.qkv[0](x).chunk(3, -1))
-            print(end="")
+            q, k, v = (
+                side.unflatten(-1, (2, 16)).transpose(1, 2) for side in self.inner.qkv[0](x).chunk(3, -1)
+            )
+            torch._dynamo.graph_break()
             x = x + sdpa(q, k, v).transpose(1, 2).flatten(2)
         return self.inner.head(x)
 
@@ -361,14 +369,14 @@ class Encodes(nn.Module):
 @torch.no_grad()
 @pytest.mark.parametrize("breaks", [False, True])
 @pytest.mark.parametrize("name", ["own", "bert", "t5", "llama", "vit"])
-def test_models_without_a_cache_are_quiet(
-    name: str, breaks: bool, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_models_without_a_cache_are_quiet(name: str, breaks: bool, caplog: pytest.LogCaptureFixture) -> None:
     shape = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
     model: Any = {
         "own": Encodes,
         "bert": lambda: BertModel(BertConfig(**shape, vocab_size=61)),
-        "t5": lambda: T5EncoderModel(T5Config(vocab_size=61, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4)),
+        "t5": lambda: T5EncoderModel(
+            T5Config(vocab_size=61, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4)
+        ),
         "llama": lambda: build("llama", 2),
         "vit": lambda: ViTModel(ViTConfig(**shape, image_size=32, patch_size=8)),
     }[name]()
@@ -379,5 +387,8 @@ def test_models_without_a_cache_are_quiet(
     kwargs = {"use_cache": False} if name == "llama" else {}
     with caplog.at_level("WARNING", logger="specache_fx"):
         for length in (9, 12):
-            model(torch.ones(1, 3, 32, 32) if name == "vit" else torch.ones(2, length, dtype=torch.int64), **kwargs)
+            model(
+                torch.ones(1, 3, 32, 32) if name == "vit" else torch.ones(2, length, dtype=torch.int64),
+                **kwargs,
+            )
     assert warnings_of(caplog) == []

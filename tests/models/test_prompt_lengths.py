@@ -58,12 +58,18 @@ FLAGS: dict[str, Flags] = {
     "as many keys": lambda q, k, v: SDPA(q, k, v, is_causal=q.shape[-2] == k.shape[-2]),
     "of bools": lambda q, k, v: SDPA(q, k, v, is_causal=(q.size(2) != 1) & (q.size(2) == k.size(2))),
     "bool()": lambda q, k, v: SDPA(q, k, v, is_causal=bool(q.shape[-2] > 1)),
-    "conditional": lambda q, k, v: SDPA(q, k, v, is_causal=True if q.shape[-2] > 1 else False),
+    "conditional": lambda q, k, v: SDPA(q, k, v, is_causal=True if q.shape[-2] > 1 else False),  # noqa: SIM210
     "enable_gqa": lambda q, k, v: SDPA(q, k, v, is_causal=q.size(2) > 1, enable_gqa=k.size(2) > 0),
     "scale": lambda q, k, v: SDPA(q, k, v, is_causal=q.size(2) > 1, scale=q.shape[-1] ** -0.5),
 }
 CASES = [(name, dynamic) for name in FLAGS for dynamic in (None, True, False)]
-BY_DAY = {("keyword", None), ("keyword", True), ("keyword", False), ("positional", None), ("enable_gqa", None)}
+BY_DAY = {
+    ("keyword", None),
+    ("keyword", True),
+    ("keyword", False),
+    ("positional", None),
+    ("enable_gqa", None),
+}
 
 
 @torch.no_grad()
@@ -82,9 +88,7 @@ def turns(model: Any, steps: int = 3) -> list[tuple[Tensor, Any]]:
 
 
 @pytest.mark.parametrize(("name", "dynamic"), nightly_unless(BY_DAY.__contains__, CASES))
-def test_a_flag_that_is_computed_from_sizes_is_a_bool_at_each_length(
-    name: str, dynamic: bool | None
-) -> None:
+def test_a_flag_that_is_computed_from_sizes_is_a_bool_at_each_length(name: str, dynamic: bool | None) -> None:
     plain = turns(flagged(FLAGS[name]))
     ours = turns(torch.compile(flagged(FLAGS[name]), backend="specache", options=OPTIONS, dynamic=dynamic))
     for (expected, _), (found, past) in zip(plain, ours, strict=True):
@@ -136,7 +140,9 @@ def test_own_modules(config: OwnConfig) -> None:
 
 
 WITHOUT_MASKS = "sliced_to_the_end", "repeated_before_swapped", "sliced_of_rows"
-FIXED = [(name, True) for name in {**fixed_modules.BY_TENSOR, **fixed_modules.BY_NUMBER, **fixed_modules.OF_ROWS}]
+FIXED = [
+    (name, True) for name in {**fixed_modules.BY_TENSOR, **fixed_modules.BY_NUMBER, **fixed_modules.OF_ROWS}
+]
 FIXED += [(name, False) for name in WITHOUT_MASKS]
 
 
@@ -148,7 +154,9 @@ def test_modules_with_buffers(spelling: str, masked: bool) -> None:
     model, plain = (FixedDecoder(spelling, num_layers=2, masked=masked) for _ in range(2))
     compiled = torch.compile(model, backend="specache", options=OPTIONS)
     for length in LENGTHS:
-        ids = torch.randint(fixed_modules.VOCAB_SIZE, (2, length), generator=torch.Generator().manual_seed(length))
+        ids = torch.randint(
+            fixed_modules.VOCAB_SIZE, (2, length), generator=torch.Generator().manual_seed(length)
+        )
         _, expected = fixed_modules.generate(plain, ids, 4, plain.by_number)
         _, found = fixed_modules.generate(compiled, ids, 4, plain.by_number)
         torch.testing.assert_close(found, expected, **ALIKE)
