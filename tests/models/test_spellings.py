@@ -1016,3 +1016,33 @@ def test_outputs_beside_logits_and_cache(compiled_graphs: Graphs, caplog: pytest
         torch.testing.assert_close([out, *rest], [wanted, *others], rtol=1e-4, atol=1e-4)
     assert compiled_graphs == [(2, 1)]
     assert not caplog.text
+
+
+class KeysBesideValues(Hooked):
+    """A layer caches keys and values in one tensor, `[batch, heads, kv_len, 2 * head_dim]` here."""
+
+    dim = -1
+
+    def run_layer(self, layer: int, x: Tensor, hide: Tensor, past: Any) -> Any:
+        sides = self.qkv[layer](x).chunk(3, -1)
+        q, k, v = (side.unflatten(-1, (HEADS, HEAD_DIM)).transpose(1, 2) for side in sides)
+        pair = torch.cat([k, v], self.dim)
+        pair = pair if past is None else torch.cat([past[0], pair], 2)
+        k, v = pair.chunk(2, self.dim)
+        return x + self.attend(layer, q, k, v, hide).transpose(1, 2).flatten(2), (pair, x)
+
+
+class KeysBeforeValues(KeysBesideValues):
+    dim = 1
+
+
+@pytest.mark.parametrize("kind", [KeysBesideValues, KeysBeforeValues])
+def test_keys_and_values_in_one_tensor_are_left_alone_and_told_of_once(
+    kind: type[Hooked], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("WARNING", logger="specache_fx"):
+        assert equals_plain(kind()) == 0.0
+    (record,) = caplog.records
+    assert "test_spellings.py" in record.message or "hooked.py" in record.message
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="is left alone"):
+        logits(torch.compile(kind(), backend="specache", options={**OPTIONS, "strict": True}))
