@@ -72,12 +72,21 @@ inline Floats exponential(Floats x) {
 
 inline float exponential(float x) { return exponential(splat(x))[0]; }
 
-// cap * tanh(x / cap).
+// cap * tanh(x / cap) within 3 ulp, for a cap above 0. tanh(y) is g / (g + 2) where g = e^2y - 1. With 2^n times 2^f for
+// e^2y, g is 2^n (2^f - 1) + (2^n - 1): nothing cancels, however small y is.
 inline Floats capped(Floats x, float cap) {
-  const Floats size = magnitude(x) * (2.0f / cap);
-  const Floats e = exponential(size > 80.0f ? splat(80.0f) : size);
-  const Floats y = cap - (2.0f * cap) / (e + 1.0f);
-  return x < 0.0f ? -y : y;
+  const float most = 3.4028235e38f, factor = 2 * 1.44269504f / cap;
+  Floats y = magnitude(x) * (factor < most ? factor : most);
+  y = y > 60.0f ? splat(60.0f) : y;
+  const Floats rounded = y + kRounder, f = y - (rounded - kRounder);
+  Floats z = f * 1.5403512e-4f + 1.3390735e-3f;
+  z = z * f + 9.6182376e-3f;
+  z = z * f + 5.5503573e-2f;
+  z = z * f + 2.4022649e-1f;
+  z = z * f + 6.9314718e-1f;
+  const Floats power = (Floats)(((Ints)rounded + 127) << 23), grown = z * f * power + (power - 1.0f);
+  const Floats size = grown / (grown + 2.0f) * cap;
+  return x < 0.0f ? -size : size;
 }
 
 enum Dtype : int64_t { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };

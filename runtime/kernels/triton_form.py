@@ -81,6 +81,24 @@ def code_stretch(split, code_tokens, num_quantized, GROUP: tl.constexpr):
 
 
 @triton.jit
+def capped(scores, cap):
+    """`cap * tanh(scores / cap)` without cancellation: see `capped` of vec.h."""
+    y = tl.abs(scores) * tl.minimum(2 * LOG2E / cap, 3.4028235e38)
+    y = tl.where(y > 60, 60.0, y)  # NaN stays
+    n = tl.floor(y + 0.5)
+    f = y - n
+    z = f * 1.5403512e-4 + 1.3390735e-3
+    z = z * f + 9.6182376e-3
+    z = z * f + 5.5503573e-2
+    z = z * f + 2.4022649e-1
+    z = z * f + 6.9314718e-1
+    power = tl.exp2(n)
+    grown = z * f * power + (power - 1)
+    size = grown / (grown + 2) * cap
+    return tl.where(scores < 0, -size, size)
+
+
+@triton.jit
 def formed_scores(
     scores, position, position_ok, kv_len, place, rows, form, flags: tl.constexpr, ALL_STORED: tl.constexpr
 ):
@@ -113,7 +131,7 @@ def formed_scores(
     batch_row, kv_head, batch, _ = place
     lane, head, row_ok = rows
     if HAS_SOFTCAP:
-        scores = softcap * (2 * tl.sigmoid(2 * scores / softcap) - 1)  # tanh
+        scores = capped(scores, softcap)
     seen = position_ok[:, :, None]
     if HAS_BIAS:
         query_head = kv_head * NUM_GROUPS + head

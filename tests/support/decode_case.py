@@ -38,6 +38,7 @@ class CaseShape:
     independent: bool = False
     dtype: torch.dtype = torch.float32
     forms: frozenset[str] = field(default_factory=frozenset)
+    softcap: float = 3.0
     seed: int = 0
 
 
@@ -70,7 +71,7 @@ class DecodeCase:
         self.query = self._random(s.lanes, s.batch, num_heads, 1, s.key_dim)
         self.scale = 1 / math.sqrt(s.key_dim)
         self.staged = self._staged()
-        self.softcap = 3.0 if "softcap" in s.forms else None
+        self.softcap = s.softcap if "softcap" in s.forms else None
         self.sinks = self._random(num_heads) if "sinks" in s.forms else None
         self.mask = self._coins(s.batch, self.kv_len) if "mask" in s.forms else None
         if self.mask is not None and "hidden_row" in s.forms:

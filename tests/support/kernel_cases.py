@@ -72,7 +72,7 @@ def kernel_cases(draw: st.DrawFn) -> KernelCase:
         content=draw(st.sampled_from(CONTENTS)),
         masked=draw(st.sampled_from(("none", "left", "holes", "visible", "all"))),
         bias=draw(st.sampled_from(("none", "shared", "by_head", "hiding"))),
-        softcap=draw(st.sampled_from((None, 2.0, 30.0))),
+        softcap=draw(st.sampled_from((None, *strategies.softcaps))),
         sinks=draw(st.booleans()),
         independent=draw(st.booleans()),
         aggregation=draw(st.sampled_from(("mean", "max"))),

@@ -38,6 +38,7 @@ sink_tokens = st.sampled_from((0, 0, 1, 3, 9))
 lookaheads = st.sampled_from(("token", "query", "none"))
 aggregations = st.sampled_from(("mean", "max"))
 misses = st.sampled_from(("keep", "recover", "refetch"))
+softcaps = (1e-42, 1e-3, 3.0, 30.0, 1e4, 1e6, 1e8, 1e30, 3e38)  # no strategy: all of them
 tracking = st.sampled_from((True, "steps", False))
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from hypothesis import example, given, settings
+from support import strategies
 from support.cases import examples
 from support.kernel_cases import CONTENTS, KernelCase, kernel_cases, make_inputs, truth_of
 from support.threads import at_once, num_threads
@@ -109,6 +110,13 @@ def close(got: Tensor, wanted: Tensor, relative: float, absolute: float) -> None
 @example(case=KernelCase(masked="all", bias="hiding", independent=True))
 def test_kernel_is_within_its_error_budget(name: str, case: KernelCase) -> None:
     check_budget(TESTED[name], make_inputs(case))
+
+
+@pytest.mark.parametrize("softcap", strategies.softcaps)
+@pytest.mark.parametrize("quantizer", ["kivi", "turboquant"])
+@pytest.mark.parametrize("name", TESTED)
+def test_softcap_of_any_size_is_within_the_error_budget(name: str, quantizer: str, softcap: float) -> None:
+    check_budget(TESTED[name], make_inputs(KernelCase(quantizer=quantizer, softcap=softcap)))
 
 
 @pytest.mark.parametrize("content", CONTENTS)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from support import strategies
 from support.cases import examples, nightly_unless
 from support.decode_case import CaseShape, DecodeCase
 from support.triton_mode import DEVICE, INSTALLED, needs_triton
@@ -45,6 +46,7 @@ def shapes(draw: st.DrawFn) -> CaseShape:
         independent=draw(st.booleans()),
         dtype=draw(st.sampled_from((torch.float32, torch.bfloat16, torch.float16))),
         forms=frozenset(draw(st.lists(st.sampled_from(FORMS), max_size=4))),
+        softcap=draw(st.sampled_from(strategies.softcaps)),
         seed=draw(st.integers(0, 999)),
     )
 
@@ -67,6 +69,13 @@ def test_attention_equals_the_dense_softmax_within_its_budget(shape):
     inputs = case.inputs(DEVICE)
     assert TritonKernel().misfit(inputs.form) is None
     case.check(*TritonKernel().attention(inputs))
+
+
+@pytest.mark.parametrize("softcap", strategies.softcaps)
+def test_softcap_of_any_size_is_within_the_budget(softcap):
+    shape = CaseShape(batch=1, num_kv_heads=1, groups=3, forms=frozenset(("softcap",)), softcap=softcap)
+    case = DecodeCase(shape)
+    case.check(*TritonKernel().attention(case.inputs(DEVICE)))
 
 
 @pytest.mark.parametrize(
