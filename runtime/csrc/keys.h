@@ -14,12 +14,16 @@ inline float dot_floats(const float* a, const float* b, int64_t n) {
   return sum((total[0] + total[1]) + (total[2] + total[3]));
 }
 
-// Whether scores come out within `tolerance` (rms) from factors of one byte, the largest of which is `top`. The rounding
-// of a factor is spread evenly over a step, and codes, less their mean, evenly over their range.
+// The error of scores (rms) from factors of so many bytes, the largest of which is `top`. The rounding of a factor is spread
+// evenly over a step, and codes, less their mean, evenly over their range.
 template <int BITS>
-inline bool one_byte_will_do(const Head& h, float top) {
-  return top / kLimit[1] * Format<BITS>::kMaxCode * h.root_key_dim / 12.0f <= h.in.tolerance;
+inline float error_of_scores(const Head& h, float top, int64_t bytes) {
+  return top / kLimit[bytes] * Format<BITS>::kMaxCode * h.root_key_dim / 12.0f;
 }
+
+// Scores of tens of thousands are rounded by more than this at two bytes. Then float arithmetic has to do: what is off by
+// tens of units makes other tokens win.
+constexpr float kMostError = 0.25f;
 
 // Reads scales and zeros of a chunk of tokens, `groups` groups from `first` on. Leaves in `h.row` the largest scale of each
 // channel.
@@ -66,7 +70,7 @@ inline void read_centred(const Head& h, int64_t first, int64_t groups) {
   }
 }
 
-// Reads scales and zeros, and fits the factors' steps to them. Returns how many bytes a factor gets.
+// Reads scales and zeros, and fits the factors' steps to them. Returns how many bytes a factor gets; 0: no integers will do.
 template <int BITS>
 inline int64_t start_keys(const Head& h, int64_t first, int64_t groups) {
   const Sizes& s = h.s;
@@ -81,7 +85,8 @@ inline int64_t start_keys(const Head& h, int64_t first, int64_t groups) {
     h.steps[q] = largest_product(h.packed_query + q * s.key_pad, h.row, s.key_pad);
     top = h.steps[q] > top ? h.steps[q] : top;
   }
-  const int64_t bytes = h.in.tolerance > 0 && one_byte_will_do<BITS>(h, top) ? 1 : 2;
+  if (!(error_of_scores<BITS>(h, top, 2) <= kMostError)) return 0;
+  const int64_t bytes = h.in.tolerance > 0 && error_of_scores<BITS>(h, top, 1) <= h.in.tolerance ? 1 : 2;
   for (int64_t q = 0; q < s.queries; q++) {
     h.steps[q] *= 1.0f / kLimit[bytes];
     const float inverse = inverse_of(h.steps[q]);
@@ -126,22 +131,9 @@ inline void score_group(const Head& h, int64_t first, int64_t g) {
   }
 }
 
-// Scores of a chunk, whole groups.
+// Leaves the key of one token in `h.row`, in float arithmetic.
 template <int BITS>
-inline void score_chunk(const Head& h, int64_t first, int64_t tokens) {
-  const int64_t size = h.in.group_size, groups = tokens / size;
-  const int64_t bytes = start_keys<BITS>(h, first / size, groups);
-  for (int64_t g = 0; g < groups; g++) {
-    if (bytes == 1)
-      score_group<BITS, 1>(h, first / size, g);
-    else
-      score_group<BITS, 2>(h, first / size, g);
-  }
-}
-
-// The score of one token in float arithmetic.
-template <int BITS>
-inline float score_token(const Head& h, int64_t token, int64_t q) {
+inline void read_key(const Head& h, int64_t token) {
   using F = Format<BITS>;
   const uint8_t* codes = h.codes_at(h.in.key_codes, token, h.s.key_bytes);
   const int64_t group = token / h.in.group_size;
@@ -156,7 +148,28 @@ inline float score_token(const Head& h, int64_t token, int64_t q) {
     const float code = static_cast<float>(codes[c / F::kPerByte] >> (c % F::kPerByte * BITS) & F::kMaxCode);
     h.row[c] += h.in.centred ? h.spare[0] * (code - F::kMaxCode / 2.0f) : h.spare[c] * code;
   }
+}
+
+// The score of the key in `h.row`.
+inline float score_row(const Head& h, int64_t q) {
   return dot_floats(h.code_query + q * h.s.key_pad, h.row, h.s.key_pad);
+}
+
+// Scores of a chunk, whole groups.
+template <int BITS>
+inline void score_chunk(const Head& h, int64_t first, int64_t tokens) {
+  const int64_t size = h.in.group_size, groups = tokens / size;
+  const int64_t bytes = start_keys<BITS>(h, first / size, groups);
+  for (int64_t t = 0; bytes == 0 && t < tokens; t++) {
+    read_key<BITS>(h, first + t);
+    for (int64_t q = 0; q < h.s.queries; q++) h.probs_of(q)[t] = score_row(h, q);
+  }
+  for (int64_t g = 0; bytes > 0 && g < groups; g++) {
+    if (bytes == 1)
+      score_group<BITS, 1>(h, first / size, g);
+    else
+      score_group<BITS, 2>(h, first / size, g);
+  }
 }
 
 }  // namespace specache

@@ -85,7 +85,8 @@ inline int64_t recompute_large(const Head& h, int64_t q, int64_t first, int64_t 
   const float bound = mass / 64;
   for (int64_t t = 0; t < n; t++) {
     if (!(probs[t] > bound) || count == 64 * h.s.queries) continue;
-    const float score = finished(h, q, first + t, score_token<BITS>(h, first + t, q));
+    read_key<BITS>(h, first + t);
+    const float score = finished(h, q, first + t, score_row(h, q));
     const float p = exponential(score - reference);
     mass += p - probs[t];
     add_value<BITS>(h, first + t, q, p);

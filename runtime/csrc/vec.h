@@ -116,9 +116,11 @@ inline uint32_t float_to_bits(float x) {
 
 inline float half_to_float(uint16_t half) {
   const uint32_t rest = (half & 0x7fffu) << 13;
-  // Exponents are 112 apart; multiplying instead of adding gets subnormal numbers right.
-  uint32_t bits = float_to_bits(bits_to_float(rest) * 5.192296858534828e33f);
-  bits = rest >= 0x0f800000u ? rest | 0x7f800000u : bits;
+  // Exponents are 112 apart. A subnormal number counts steps above 2^-14, which is subtracted again: no float is subnormal
+  // on the way, which a processor that flushes those would lose.
+  uint32_t bits = rest + (112u << 23);
+  const uint32_t subnormal = float_to_bits(bits_to_float(rest + (113u << 23)) - 6.103515625e-5f);
+  bits = rest >= 0x0f800000u ? rest | 0x7f800000u : rest < 0x00800000u ? subnormal : bits;
   return bits_to_float(bits | (half & 0x8000u) << 16);
 }
 

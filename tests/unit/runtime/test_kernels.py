@@ -119,6 +119,40 @@ def test_softcap_of_any_size_is_within_the_error_budget(name: str, quantizer: st
     check_budget(TESTED[name], make_inputs(KernelCase(quantizer=quantizer, softcap=softcap)))
 
 
+@pytest.mark.parametrize("size", [1e4, 3e5, 1e7, 1e12])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("quantizer", ["kivi", "turboquant"])
+@pytest.mark.parametrize("name", TESTED)
+def test_huge_scores_leave_the_largest_ones_value(
+    name: str, quantizer: str, dtype: torch.dtype, size: float
+) -> None:
+    # Integers of 16 bits round scores of a million by tens: e to the power of that overflowed, and the sum lost itself.
+    case = KernelCase(2, 32, quantizer, groups=12, lanes=1, num_kv_groups=4, key_dim=64, dtype=dtype)
+    inputs = make_inputs(case)
+    inputs = replace(inputs, query=(inputs.query.float() * size).to(dtype))
+    out, scores = TESTED[name].attention(inputs)
+    truth = truth_of(inputs)
+    close(out, truth.out, 0, 0.01 * truth.largest_value)
+    close(scores, truth.scores, 0, 0.01)
+
+
+@pytest.mark.parametrize("quantizer", ["kivi", "turboquant"])
+@pytest.mark.parametrize("name", CPU_KERNELS)
+def test_flushed_subnormal_numbers_cost_float16_nothing(name: str, quantizer: str) -> None:
+    # Scales of values of 3e-5 are subnormal in float16, and far from that in float32.
+    inputs = make_inputs(KernelCase(quantizer=quantizer, dtype=torch.float16, num_kv_heads=1, top_k=0))
+    side = 3e-5 * torch.randn(1, 1, inputs.num_quantized, 16, generator=torch.Generator().manual_seed(0))
+    inputs = replace(inputs, value_planes=inputs.quantizer.quantize_value(side.half()))
+    assert bool((inputs.value_planes[1] < torch.finfo(torch.float16).smallest_normal).any())
+    wanted = TESTED[name].attention(inputs)
+    torch.set_flush_denormal(True)
+    try:
+        got = TESTED[name].attention(inputs)
+    finally:
+        torch.set_flush_denormal(False)
+    assert all(map(torch.equal, got, wanted))
+
+
 @pytest.mark.parametrize("content", CONTENTS)
 @pytest.mark.parametrize("bits", [1, 2])
 @pytest.mark.parametrize("quantizer", ["kivi", "turboquant"])
