@@ -1,12 +1,12 @@
 """`few_row_products`: up to 32 rows times weights, each weight read once, as fast as memory gives it.
 
     p = aten.mm(x, aten.t(w)); q = aten.addmm(b, x, aten.t(v))        # x [2, in], w [out, in], v [other_out, in]
-        -> p, m = specache.products(x, [w, v]); q = aten.add(m, b)
+        -> p, m = specache.products(x, w, v); q = aten.add(m, b)
 
 A decode step has a row or two for each sequence and is bound by reading the weights. BLAS takes a few rows for a
 general product, whose packing costs more than the arithmetic. With a single row it reads the weight slower than memory
 gives it (`runtime/csrc/products.cpp`). Products of the same rows whose weights are inputs of the graph are one
-call: the graph writes to no weight before its end.
+call, up to 8 of them: the graph writes to no weight before its end.
 
 Tokens that follow a cache may be few, too: a question about a document. Their number is known when the graph runs. So
 the operator takes all products of such a graph and leaves many rows to BLAS. A prompt keeps its products: arithmetic
@@ -31,7 +31,7 @@ from specache_fx.capture.program import Phase, Program
 from specache_fx.passes.base import Pass
 from specache_fx.runtime import ops  # noqa: F401  (defines the operator)
 from specache_fx.runtime.native import graph_ops
-from specache_fx.runtime.native.products import DTYPES, MAX_ROWS
+from specache_fx.runtime.native.products import DTYPES, MAX_ROWS, MAX_WEIGHTS
 
 aten = torch.ops.aten
 _VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
@@ -50,7 +50,8 @@ def few_row_products(gm: GraphModule, program: Program) -> GraphModule:
     if groups:
         graph_ops.load()
     for products in groups.values():
-        _replace(gm, products)
+        for first in range(0, len(products), MAX_WEIGHTS):
+            _replace(gm, products[first : first + MAX_WEIGHTS])
     return finish(gm) if groups else gm
 
 
@@ -58,11 +59,14 @@ def _replace(gm: GraphModule, products: list[Node]) -> None:
     graph, first = gm.graph, products[0]
     # Operands are read when they are needed: one that was a product may be another call's result by then.
     with graph.inserting_before(first):
-        arguments = (_operands(first)[0], [_operands(node)[1] for node in products])
-        results = call(graph, torch.ops.specache.products.default, arguments, first, "products")
-        outs = [
-            call(graph, operator.getitem, (results, i), node, "product") for i, node in enumerate(products)
-        ]
+        arguments = (_operands(first)[0], *(_operands(node)[1] for node in products))
+        overload = getattr(torch.ops.specache.products, f"of{len(products)}")
+        outs = [call(graph, overload, arguments, first, "products")]
+        if len(products) > 1:
+            outs = [
+                call(graph, operator.getitem, (outs[0], i), node, "product")
+                for i, node in enumerate(products)
+            ]
     for node, out in zip(products, outs, strict=True):
         rows, weight, bias = _operands(node)
         with graph.inserting_before(node):

@@ -30,6 +30,7 @@ from specache_fx.capture.graph_utils import value_of
 from specache_fx.capture.program import Program
 from specache_fx.passes.base import Pass
 from specache_fx.runtime.kernels import KERNELS, LayerForm
+from specache_fx.runtime.native.products import is_products
 from specache_fx.runtime.quant import make_quantizer
 
 _ops, _aten = torch.ops.specache, torch.ops.aten
@@ -84,7 +85,7 @@ def whole_layers(gm: GraphModule) -> tuple[int, ...]:
 def is_whole(gm: GraphModule) -> bool:
     """Whether one operator steps each layer, and nothing else touches the session."""
     ours = (node for node in gm.graph.nodes if str(node.target).startswith("specache."))
-    return all(node.target in (*_whole().values(), _ops.products.default) for node in ours)
+    return all(is_layer_step(node) or is_products(node.target) for node in ours)
 
 
 def _appends_own(attention: Node, append: Node) -> bool:

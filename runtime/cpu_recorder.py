@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map_only
 
 from specache_fx.runtime.native import graph_ops
-from specache_fx.runtime.native.products import MAX_ROWS
+from specache_fx.runtime.native.products import MAX_ROWS, is_products
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
@@ -202,9 +202,11 @@ class Observed(TorchDispatchMode):
         kwargs = kwargs or {}
         results = func(*args, **kwargs)
         ours = torch.ops.specache
-        if func is ours.products.default and _are_few(args[0]):
-            self._calls.append((ours.note_products, (*args, results)))
-            self._made += results
+        if is_products(func) and _are_few(args[0]):
+            rows, *weights = args
+            made = list(results) if len(weights) > 1 else [results]
+            self._calls.append((ours.note_products, (rows, weights, made)))
+            self._made += made
         elif func is ours.layer_step.default:
             form = [kwargs.get(name) for name in ("softcap", "sinks")]
             self._calls.append((ours.note_layer_step, (results, *args, *form[len(args) - 6 :])))

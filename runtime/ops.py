@@ -11,8 +11,8 @@ int64 `[1]` tensors that carry the data edge and nothing else. So no decode grap
     decode    wait_prefetch -> quantized_attention -> append -> topk -> prefetch
               or all as one: layer_step (the CPU's kernel), device_step (`DeviceSteps`)
 
-`products` touches no session: a few rows times weights. On the CPU it and `layer_step` are C++, once
-`runtime/native/graph_ops.py` has loaded that; `layer_step` is nothing else.
+`products` touches no session: a few rows times weights, an overload for each number of these. On the CPU it and
+`layer_step` are C++, once `runtime/native/graph_ops.py` has loaded that; `layer_step` is nothing else.
 
 `attention` and `attention_lanes` are markers: passes put the first where an attention was, `torch.vmap` turns it
 into the second, and a later pass replaces either. Neither runs.
@@ -32,7 +32,7 @@ from torch import Tensor
 from specache_fx.runtime import decode_step, prompt_masks, registry
 from specache_fx.runtime.decode_step import DecodeStep
 from specache_fx.runtime.device_steps import DeviceSteps
-from specache_fx.runtime.native.products import by_blas
+from specache_fx.runtime.native.products import MAX_WEIGHTS, by_blas
 from specache_fx.runtime.tracing import span
 
 _SIDES = "Tensor query, Tensor key, Tensor value"
@@ -223,8 +223,14 @@ def _layer_step_fake(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tens
     return query.new_empty((*query.shape[:-1], value.shape[-1]))
 
 
-def _products_fake(rows: Tensor, weights: list[Tensor]) -> list[Tensor]:
-    return [rows.new_empty((*rows.shape[:-1], weight.shape[0])) for weight in weights]
+def _products(rows: Tensor, *weights: Tensor) -> Any:
+    results = by_blas(rows, weights)
+    return tuple(results) if len(results) > 1 else results[0]
+
+
+def _products_fake(rows: Tensor, *weights: Tensor) -> Any:
+    results = [rows.new_empty((*rows.shape[:-1], weight.shape[0])) for weight in weights]
+    return tuple(results) if len(results) > 1 else results[0]
 
 
 _define("store(Tensor key, Tensor value, Tensor? mask, Tensor(a!) state, int layer) -> ()", _store, _nothing)
@@ -273,7 +279,10 @@ for _name, _real in (("layer_step", None), ("device_step", _device_step)):
         _real,
         _layer_step_fake,
     )
-_define("products(Tensor rows, Tensor[] weights) -> Tensor[]", by_blas, _products_fake)
+for _count in range(1, MAX_WEIGHTS + 1):
+    _weights, _results = ", ".join(f"Tensor weight{i}" for i in range(_count)), ", ".join(["Tensor"] * _count)
+    # An overload for each number of weights: Inductor's C++ wrapper takes no list of results.
+    _define(f"products.of{_count}(Tensor rows, {_weights}) -> ({_results})", _products, _products_fake)
 
 
 def _lanes(

@@ -27,6 +27,7 @@ from specache_fx.decode_runner import Decode
 from specache_fx.errors import ConfigError
 from specache_fx.fixed_runner import InPlace
 from specache_fx.lowering import Compiled
+from specache_fx.runtime.native.products import is_products
 
 _SDPA = "scaled_dot_product_attention"
 _APPENDS = ("cat", "concat", "concatenate")
@@ -157,7 +158,7 @@ class _Recorder:
 
 
 def _is_attention(node: Node) -> bool:
-    ours = "specache" in str(node.target) and node.target is not torch.ops.specache.products.default
+    ours = "specache" in str(node.target) and not is_products(node.target)
     return ours or target_name(node) == _SDPA
 
 

@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <memory>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "codes.h"
@@ -22,9 +23,7 @@ using specache::empty;
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-bool are_int8(const std::vector<Tensor>& weights) {
-  return !weights.empty() && weights[0].scalar_type() == ScalarType::Char;
-}
+bool are_int8(const std::vector<Tensor>& weights) { return weights[0].scalar_type() == ScalarType::Char; }
 
 void check(const Tensor& rows, const std::vector<Tensor>& weights) {
   const ScalarType dtype = rows.scalar_type(), wanted = are_int8(weights) ? ScalarType::Char : dtype;
@@ -38,23 +37,17 @@ void check(const Tensor& rows, const std::vector<Tensor>& weights) {
                     "specache::products: a weight is to be [out, in], contiguous, of the dtype of the rows; or all int8");
 }
 
-// The calls of `specache_products` that compute `results`, for up to kMaxWeights weights each. `rows` are contiguous.
-std::vector<SpecacheProducts> calls_for(const Tensor& rows, const std::vector<Tensor>& weights,
-                                        const std::vector<Tensor>& results) {
-  const int64_t in = rows.size(-1);
-  std::vector<SpecacheProducts> calls;
-  for (size_t first = 0; first < weights.size(); first += kMaxWeights) {
-    SpecacheProducts p = {rows.numel() / in, in, rows.scalar_type() == ScalarType::BFloat16, are_int8(weights)};
-    p.rows = rows.data_ptr();
-    p.num_weights = std::min<int64_t>(weights.size() - first, kMaxWeights);
-    for (int64_t i = 0; i < p.num_weights; i++) {
-      p.weights[i] = weights[first + i].data_ptr();
-      p.out[i] = weights[first + i].size(0);
-      p.results[i] = results[first + i].data_ptr();
-    }
-    calls.push_back(p);
+// The call of `specache_products` that computes `results`. `rows` are contiguous, weights kMaxWeights at most.
+SpecacheProducts call_for(const Tensor& rows, const std::vector<Tensor>& weights, const std::vector<Tensor>& results) {
+  const int64_t in = rows.size(-1), num_weights = weights.size();
+  SpecacheProducts p = {rows.numel() / in, in, rows.scalar_type() == ScalarType::BFloat16, are_int8(weights), num_weights};
+  p.rows = rows.data_ptr();
+  for (int64_t i = 0; i < num_weights; i++) {
+    p.weights[i] = weights[i].data_ptr();
+    p.out[i] = weights[i].size(0);
+    p.results[i] = results[i].data_ptr();
   }
-  return calls;
+  return p;
 }
 
 void multiply(SpecacheProducts p) {
@@ -81,9 +74,25 @@ std::vector<Tensor> products(Tensor rows, std::vector<Tensor> weights) {
     shape.back() = weight.size(0);
     results.push_back(rows.dim() == 2 ? result : torch::stable::view(result, shape));
   }
-  for (const SpecacheProducts& p : calls_for(packed, weights, results)) multiply(p);
+  multiply(call_for(packed, weights, results));
   return results;
 }
+
+// `specache::products.ofN`. Results are N tensors, not a list: Inductor's C++ wrapper takes no list.
+template <class Numbers>
+struct ProductsOf;
+template <size_t... I>
+struct ProductsOf<std::index_sequence<I...>> {
+  template <size_t>
+  using Each = Tensor;
+  static std::tuple<Each<I>...> run(Tensor rows, Each<I>... weights) {
+    const std::vector<Tensor> results = products(rows, {weights...});
+    return {results[I]...};
+  }
+};
+template <size_t N>
+using Products = ProductsOf<std::make_index_sequence<N>>;
+static_assert(kMaxWeights == 8, "as many are defined");
 
 specache::Tape& tape_at(int64_t address) { return *reinterpret_cast<specache::Tape*>(address); }
 
@@ -91,10 +100,10 @@ specache::Tape& tape_at(int64_t address) { return *reinterpret_cast<specache::Ta
 void note_products(int64_t tape, Tensor rows, std::vector<Tensor> weights, std::vector<Tensor> results) {
   check(rows, weights);
   const int64_t num_rows = rows.numel() / rows.size(-1);
-  STD_TORCH_CHECK(rows.is_contiguous() && num_rows >= 1 && num_rows <= kMaxRows && weights.size() == results.size(),
+  STD_TORCH_CHECK(rows.is_contiguous() && num_rows >= 1 && num_rows <= kMaxRows && weights.size() == results.size() &&
+                      weights.size() <= kMaxWeights,
                   "specache::note_products: these are no few rows");
-  for (const SpecacheProducts& p : calls_for(rows, weights, results))
-    tape_at(tape).calls.push_back([p] { multiply(p); });
+  tape_at(tape).calls.push_back([p = call_for(rows, weights, results)] { multiply(p); });
 }
 
 // Notes what `layer_step` has done.
@@ -264,7 +273,14 @@ STABLE_TORCH_LIBRARY_IMPL(specache, CPU, m) {
   m.impl("count_overlap", TORCH_BOX(&count_overlap));
   m.impl("centred_codes", TORCH_BOX(&centred_codes));
   m.impl("following", TORCH_BOX(&following));
-  m.impl("products", TORCH_BOX(&products));
+  m.impl("products.of1", TORCH_BOX(&Products<1>::run));
+  m.impl("products.of2", TORCH_BOX(&Products<2>::run));
+  m.impl("products.of3", TORCH_BOX(&Products<3>::run));
+  m.impl("products.of4", TORCH_BOX(&Products<4>::run));
+  m.impl("products.of5", TORCH_BOX(&Products<5>::run));
+  m.impl("products.of6", TORCH_BOX(&Products<6>::run));
+  m.impl("products.of7", TORCH_BOX(&Products<7>::run));
+  m.impl("products.of8", TORCH_BOX(&Products<8>::run));
   m.impl("layer_step", TORCH_BOX(&specache::layer_step));
   m.impl("note_products", TORCH_BOX(&note_products));
   m.impl("note_layer_step", TORCH_BOX(&note_layer_step));

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 MAX_ROWS = 32  # kMaxRows of products.cpp; BLAS gets more
+MAX_WEIGHTS = 8  # kMaxWeights: overloads `of1` to `of8`
 _FEW = 8
 DTYPES = (torch.float32, torch.bfloat16)
 
@@ -27,3 +29,8 @@ def by_blas(rows: torch.Tensor, weights: Sequence[torch.Tensor]) -> list[torch.T
     if rows.dim() != 2 or len(rows) == 1 or len(rows) > _FEW:
         return [rows @ weight.t() for weight in weights]
     return [(weight @ rows.t()).t().contiguous() for weight in weights]
+
+
+def is_products(target: Any) -> bool:
+    """Whether a node's target, or an operator, is an overload of `specache::products`."""
+    return str(target).startswith("specache.products.")

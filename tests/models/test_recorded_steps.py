@@ -161,7 +161,7 @@ def test_kernels_are_replayed_on_what_the_inputs_hold_then() -> None:
     x, weight = torch.randn(3, 40), torch.randn(24, 40)
 
     def function(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        first, second = torch.ops.specache.products(torch.tanh(x), [weight, weight + 1])
+        first, second = torch.ops.specache.products(torch.tanh(x), weight, weight + 1)
         return torch.softmax(first * second, -1).amax(0), first + 1
 
     lowered = compiled(function, x, weight)

@@ -19,8 +19,8 @@ from specache_fx.passes.pipeline import decode_passes, run_passes
 DECODE_PASSES = decode_passes("cpu")
 NAMES = ["duplicate_query", *(step.name for step in DECODE_PASSES)]
 SMALL = {"group_size": 4, "residual_length": 4, "top_k": 4}
-QKV = "products = products(x, [w, w, w])"
-OTHERS = [f"products = products(x, [{weights}])" for weights in ("w", "w, w", "w", "w")]
+QKV = "products = products.of3(x, w, w, w)"
+OTHERS = [f"products = products.of{weights.count('w')}(x, {weights})" for weights in ("w", "w, w", "w", "w")]
 ATTEND = [
     "attention = quantized_attention(q, k, v, None, specache_state, 0, 0.5)",
     "append = append(own_k, own_v, specache_state, 0)",
@@ -47,7 +47,7 @@ def captured() -> dict[Phase, Captured]:
 
 def shown(gm: GraphModule) -> str:
     """The calls of ours, weights and what they multiply by what they are and not by name."""
-    calls = re.sub(r"products(_\d+)?( = products\()\w+", r"products\2x", graphs.calls(gm))
+    calls = re.sub(r"products(_\d+)?( = products\.of\d\()\w+", r"products\2x", graphs.calls(gm))
     return re.sub(r"\b(arg\d+_1|l_self_\w+_weight_)", "w", calls)
 
 

@@ -17,9 +17,9 @@ from specache_fx.capture.program import Phase, Program
 from specache_fx.config import SpecacheConfig
 from specache_fx.passes.few_row_products import PRODUCTS_OF_TURNS, few_row_products
 from specache_fx.passes.pipeline import decode_passes, run_passes
+from specache_fx.runtime.native.products import is_products
 
 aten = torch.ops.aten
-PRODUCTS = torch.ops.specache.products.default
 STATE = Program(SpecacheConfig())
 
 
@@ -40,6 +40,10 @@ def count(gm: GraphModule, op: object) -> int:
     return len(graphs.nodes_of(gm, op))
 
 
+def count_products(gm: GraphModule) -> int:
+    return sum(is_products(node.target) for node in gm.graph.nodes)
+
+
 def test_products_of_the_same_few_rows_are_one_call() -> None:
     def two(x: Tensor, w: Tensor, v: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
         # Each linear layer has a view of its own of what it multiplies.
@@ -49,12 +53,22 @@ def test_products_of_the_same_few_rows_are_one_call() -> None:
     gm = few_row_products(traced(two, *inputs), STATE)
     assert calls(gm) == [
         "view = view(x_1, [2, 5])",
-        "products = products(view, [w_1, v_1])",
+        "products = products(view, w_1, v_1)",
         "product = getitem(products, 0)",
         "product_1 = getitem(products, 1)",
         "biased = add(product_1, b_1)",
     ]
     torch.testing.assert_close(gm(*inputs), two(*inputs))
+
+
+def test_more_weights_than_one_call_takes_are_shared_out() -> None:
+    def many(x: Tensor, *weights: Tensor) -> list[Tensor]:
+        return [x.mm(weight.t()) for weight in weights]
+
+    inputs = (torch.randn(2, 5), *(torch.randn(out, 5) for out in range(1, 11)))
+    gm = few_row_products(traced(many, *inputs), STATE)
+    assert (count_products(gm), count(gm, aten.mm.default)) == (2, 0)
+    torch.testing.assert_close(gm(*inputs), many(*inputs))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -72,12 +86,11 @@ def test_int8_weights_are_read_as_they_are(dtype: torch.dtype) -> None:
     )
     gm = few_row_products(traced(scaled, *inputs), STATE)
     assert calls(gm) == [
-        "products = products(x_1, [w_1, v_1])",
+        "products = products(x_1, w_1, v_1)",
         "product = getitem(products, 0)",
         "product_1 = getitem(products, 1)",
         "mul = mul(product, s_1)",
-        "products_1 = products(x_1, [u_1])",
-        "product_2 = getitem(products_1, 0)",
+        "products_1 = products(x_1, u_1)",
     ]
     torch.testing.assert_close(gm(*inputs), scaled(*inputs))
 
@@ -120,7 +133,7 @@ def test_what_is_written_in_place_between_two_products_is_seen_by_the_second(wha
     inputs = (torch.randn(2, 5), torch.randn(4, 5))
     wanted = written(*(x.clone() for x in inputs))
     gm = few_row_products(traced(torch.func.functionalize(written), *inputs), STATE)
-    assert count(gm, PRODUCTS) == 2
+    assert count_products(gm) == 2
     torch.testing.assert_close(gm(*(x.clone() for x in inputs)), wanted)
 
 
@@ -135,7 +148,7 @@ def test_what_is_written_in_place_between_two_products_is_seen_by_the_second(wha
 def test_products_that_are_of_two_calls(products: Callable[..., Any], shapes: list[tuple[int, ...]]) -> None:
     inputs = [torch.randn(shape) for shape in shapes]
     gm = few_row_products(traced(products, *inputs), STATE)
-    assert count(gm, PRODUCTS) == 2
+    assert count_products(gm) == 2
     torch.testing.assert_close(gm(*inputs), products(*inputs))
 
 
@@ -165,7 +178,7 @@ def test_decode_graph_reads_each_weight_of_a_layer_once() -> None:
     gm, program = graphs.decode_graph(decode, SpecacheConfig(group_size=4, residual_length=4, top_k=4))
     gm = run_passes(gm, program, decode_passes("cpu"))
     assert (count(gm, aten.bmm.default), count(gm, aten.mm.default)) == (0, 0)
-    calls_of_weights = [len(node.args[1]) for node in gm.graph.nodes if node.target is PRODUCTS]
+    calls_of_weights = [len(node.args) - 1 for node in gm.graph.nodes if is_products(node.target)]
     assert calls_of_weights == [3, 1, 2, 1, 1]  # q, k, v; output; gate, up; down; logits
 
 
@@ -181,9 +194,9 @@ def test_products_of_tokens_that_follow_a_cache_are_the_operators_however_many_t
     torch._dynamo.mark_dynamic(inputs[0], 1)
     (captured,) = graphs.capture(graphs.FunctionModule(layer), lambda forward: forward(*inputs))
     gm = PRODUCTS_OF_TURNS.run(captured.copy(), Program(SpecacheConfig(), phase=Phase.PREFILL))
-    assert count(gm, PRODUCTS) == 0
+    assert count_products(gm) == 0
     gm = PRODUCTS_OF_TURNS.run(gm, Program(SpecacheConfig(), phase=Phase.EXTEND))
-    assert (count(gm, PRODUCTS), count(gm, aten.mm.default), count(gm, aten.addmm.default)) == (2, 0, 0)
+    assert (count_products(gm), count(gm, aten.mm.default), count(gm, aten.addmm.default)) == (2, 0, 0)
     for tokens in (3, 40):
         x = torch.randn(2, tokens, 5)
         given = [tokens if isinstance(value, int) else value for value in captured.inputs]

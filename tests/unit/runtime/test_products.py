@@ -17,7 +17,6 @@ from torch import Tensor
 from specache_fx.runtime import cpp_build, ops  # noqa: F401  (defines the operator)
 from specache_fx.runtime.native import graph_ops, products
 
-MAX_WEIGHTS = 8  # kMaxWeights
 _i64, _address = ctypes.c_int64, ctypes.c_void_p
 
 
@@ -27,9 +26,9 @@ class _ProductsC(ctypes.Structure):
     _fields_ = (
         *((name, _i64) for name in ("num_rows", "in", "bfloat16", "int8", "num_weights", "threads")),
         ("rows", _address),
-        ("weights", _address * MAX_WEIGHTS),
-        ("out", _i64 * MAX_WEIGHTS),
-        ("results", _address * MAX_WEIGHTS),
+        ("weights", _address * products.MAX_WEIGHTS),
+        ("out", _i64 * products.MAX_WEIGHTS),
+        ("results", _address * products.MAX_WEIGHTS),
     )
 
 
@@ -43,11 +42,11 @@ def has_tiles(instruction_set: str) -> bool:
 def multiply_in(
     instruction_set: str, rows: Tensor, weights: list[Tensor], results: list[Tensor] | None = None
 ) -> list[Tensor]:
-    """`rows @ weight.T` of up to `MAX_WEIGHTS` weights, to `results` where they are given."""
+    """`rows @ weight.T` of up to `products.MAX_WEIGHTS` weights, to `results` where they are given."""
     rows = rows.contiguous()
     if results is None:
         results = [torch.empty((len(rows), len(weight)), dtype=rows.dtype) for weight in weights]
-    pointers = _address * MAX_WEIGHTS
+    pointers = _address * products.MAX_WEIGHTS
     arguments = _ProductsC(
         *(
             *rows.shape,
@@ -58,7 +57,7 @@ def multiply_in(
             rows.data_ptr(),
         ),
         pointers(*(weight.data_ptr() for weight in weights)),
-        (_i64 * MAX_WEIGHTS)(*map(len, weights)),
+        (_i64 * products.MAX_WEIGHTS)(*map(len, weights)),
         pointers(*(result.data_ptr() for result in results)),
     )
     cpp_build.load_library("products", cpp_build.SOURCES, instruction_set).specache_products(
@@ -70,7 +69,8 @@ def multiply_in(
 def multiply(rows: Tensor, weights: list[Tensor]) -> list[Tensor]:
     """As a graph does, in C++."""
     assert graph_ops.load() is not None
-    return list(torch.ops.specache.products.default(rows, weights))
+    results = torch.ops.specache.products(rows, *weights)
+    return [results] if len(weights) == 1 else list(results)
 
 
 def check(rows: Tensor, weights: list[Tensor], got: list[Tensor]) -> None:
@@ -93,7 +93,7 @@ def check(rows: Tensor, weights: list[Tensor], got: list[Tensor]) -> None:
     width=st.integers(1, 300)
     | st.integers(2000, 4200)
     | st.integers(1, 12).map(lambda n: 32 * n),  # tiles are of 32
-    outs=st.lists(st.integers(1, 90), min_size=1, max_size=MAX_WEIGHTS),
+    outs=st.lists(st.integers(1, 90), min_size=1, max_size=products.MAX_WEIGHTS),
     dtype=st.sampled_from(products.DTYPES),
     int8=st.booleans(),
     seed=st.integers(0, 99),
@@ -147,17 +147,17 @@ from specache_fx.runtime import ops
 from specache_fx.runtime.native import graph_ops, products
 
 rows, weights = torch.randn(2, 40), [torch.randn(5, 40)]
-multiply = torch.ops.specache.products.default
-by_blas = multiply(rows, weights)
-assert torch.equal(by_blas[0], products.by_blas(rows, weights)[0])
+multiply = torch.ops.specache.products
+by_blas = multiply(rows, *weights)
+assert torch.equal(by_blas, products.by_blas(rows, weights)[0])
 usual = dict(os.environ)
 os.environ |= {"CXX": "no-such-compiler", "XDG_CACHE_HOME": sys.argv[1]}
 assert graph_ops.load.__wrapped__() is None
-assert torch.equal(multiply(rows, weights)[0], by_blas[0])
+assert torch.equal(multiply(rows, *weights), by_blas)
 os.environ.clear()
 os.environ.update(usual)
 assert graph_ops.load() is not None
-torch.testing.assert_close(multiply(rows, weights), by_blas)
+torch.testing.assert_close(multiply(rows, *weights), by_blas)
 """
     python("-c", program, str(tmp_path))
 
@@ -219,10 +219,10 @@ def test_rows_in_more_dimensions_and_more_than_a_few_are_multiplied_too(
     check(rows.flatten(0, -2), weights, [part.flatten(0, -2) for part in products.by_blas(rows, weights)])
 
 
-def test_more_weights_than_one_call_takes() -> None:
-    rows, weights = torch.randn(2, 24), [torch.randn(out, 24) for out in range(1, 20)]
+@pytest.mark.parametrize("count", range(1, products.MAX_WEIGHTS + 1))
+def test_any_number_of_weights_up_to_the_most(count: int) -> None:
+    rows, weights = torch.randn(2, 24), [torch.randn(out, 24) for out in range(1, count + 1)]
     check(rows, weights, multiply(rows, weights))
-    assert multiply(rows, []) == []
 
 
 def test_infinities_and_nan_stay_what_they_are() -> None:
