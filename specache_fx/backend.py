@@ -17,14 +17,24 @@ from specache_fx._log import forget_warnings, warn_once
 from specache_fx.border import AtBorder, TakenApart, as_taken
 from specache_fx.capture.analyse import analyse, kv_inputs
 from specache_fx.capture.buffer_writes import writes_tokens
-from specache_fx.capture.cache_side import LEAVE, NoMatch
+from specache_fx.capture.cache_side import GROWING, LEAVE, NoMatch
 from specache_fx.capture.dynamo_graph import needs_gradients
 from specache_fx.capture.fixed_caches import attends_in_place, grow, has_past, keeps_windows_alone
 from specache_fx.capture.flex_attention import with_masks_alone
-from specache_fx.capture.graph_utils import is_float, placeholders, reads_shape_only, shape_of, value_of
+from specache_fx.capture.graph_edit import fake_mode_of
+from specache_fx.capture.graph_slices import mutated_inputs
+from specache_fx.capture.graph_utils import (
+    described,
+    is_float,
+    placeholders,
+    reads_shape_only,
+    shape_of,
+    value_of,
+)
 from specache_fx.capture.program import Phase, Program, alike
 from specache_fx.capture.subclasses import flatten
 from specache_fx.capture.trace import GROWS, TraceError, trace
+from specache_fx.capture.unknown_forms import CACHE_SO, attention_behind
 from specache_fx.config import SpecacheConfig
 from specache_fx.decode_runner import Decode
 from specache_fx.errors import ConfigError, SpecacheError, UnsupportedGraphError
@@ -127,10 +137,14 @@ class Backend:
         if needs_gradients(gm):
             remedy = "specache is for inference. Call the model under torch.no_grad() (model.generate() does)"
             return self._without_cache(gm, example_inputs, program, observe, "gradients are enabled", remedy)
+        if fake_mode_of(value_of(node) for node in placeholders(gm.graph)) is None:
+            return self._left_alone(
+                gm, example_inputs, program
+            )  # it takes no tensors: neither tokens nor a cache
         try:
             rewritten = trace(gm)
         except TraceError as error:
-            remedy = "its effects in place are unknown. Move that operation out of the compiled module"
+            remedy = "Move that operation out of the compiled module"
             return self._without_cache(gm, example_inputs, program, observe, str(error), remedy)
         plain = with_masks_alone(rewritten)
         if attends_in_place(plain):
@@ -141,7 +155,7 @@ class Backend:
         if keeps_windows_alone(rewritten):
             bounded = NoMatch(
                 "its caches keep the newest tokens alone, in buffers of fixed length",
-                f"they don't grow. A DynamicCache is rewritten, and as exact. {LEAVE}.",
+                f"they don't grow. {GROWING}",
             )
             return self._left_in_place(gm, example_inputs, program, observe, bounded)
         inputs, writes = placeholders(rewritten.graph), writes_tokens(rewritten)
@@ -161,13 +175,17 @@ class Backend:
             reason = f"its KV caches are on {len(devices)} devices ({', '.join(devices)})"
             return self._without_cache(gm, example_inputs, program, observe, reason, remedy)
         if program.phase is Phase.NO_CACHE and not program.refusals and writes:
-            remedy = (
-                "Let it read them there, [batch, num_kv_heads, kv_len, head_dim], each call's tokens written at once."
-                f" Or use caches that grow. {LEAVE}."
+            reader = attention_behind(mutated_inputs(rewritten.graph))
+            read = (
+                "no attention reads them here"
+                if reader is None
+                else f"{described(reader)} reads them in another form"
             )
             unread = NoMatch(
-                "its caches are written in place, and no attention that specache knows reads them in the same graph",
-                remedy if found is None else f"{found}. {found.remedy}",
+                f"its caches are written in place, and {read}",
+                f"{CACHE_SO}. Write each call's tokens at once. {LEAVE}."
+                if found is None
+                else f"{found}. {found.remedy}",
             )
             return self._left_in_place(gm, example_inputs, program, observe, unread)
         if program.phase is Phase.NO_CACHE:

@@ -47,7 +47,10 @@ class TritonKernel(Kernel):
         if len(form.dtypes) != 1 or not form.dtypes <= _DTYPES:
             return f"it is for one of float32, bfloat16 and float16, and this has {listed(form.dtypes)}"
         if form.expands:
-            return "keys and values are computed from a cached latent (latent attention)"
+            return (
+                "keys and values are computed from what is cached: latent attention, or KV heads that are repeated in"
+                " another order than by repeat_interleave(groups, dim=1)"
+            )
         if form.aggregation != "mean":
             return f"it has no aggregation={form.aggregation!r}"
         quantizer, most = form.quantizer, _MOST_CHANNELS

@@ -12,12 +12,12 @@ import torch
 from torch.fx import GraphModule, Node
 
 from specache_fx.capture.buffer_writes import Append, Tokens
-from specache_fx.capture.cache_side import LEAVE, NoMatch
+from specache_fx.capture.cache_side import GROW, LEAVE, NoMatch
 from specache_fx.capture.graph_edit import finish
 from specache_fx.capture.graph_slices import ancestors, cut_out
 from specache_fx.capture.graph_utils import placeholders, shape_of, value_of
 
-REMEDY = f"Let nothing but attention read such a cache, or use a DynamicCache. {LEAVE}."
+REMEDY = f"Let nothing but attention read such a cache. Or {GROW}. {LEAVE}."
 _aten = torch.ops.aten
 
 

@@ -19,7 +19,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from specache_fx.capture.buffer_writes import Append, read_by
-from specache_fx.capture.cache_side import LEAVE, NoMatch
+from specache_fx.capture.cache_side import NoMatch, sdpa_instead
 from specache_fx.capture.graph_edit import call
 from specache_fx.capture.graph_slices import ancestors
 from specache_fx.capture.graph_utils import described, shape_of, value_of
@@ -31,7 +31,6 @@ from specache_fx.capture.trace import inline
 
 _aten = torch.ops.aten
 _ENDS = (SDPA, _aten._softmax.default, _aten.mm.default, _aten.addmm.default)
-_SDPA_INSTEAD = f'With transformers load the model with attn_implementation="sdpa". {LEAVE}.'
 
 
 @dataclass(frozen=True)
@@ -101,7 +100,9 @@ def _spelt_out(gm: GraphModule, softmax: Node, found: Mapping[Node, Append], row
     try:
         core = from_softmax(gm, softmax, outputs, rows)
     except UnknownFormError as error:
-        raise NoMatch(f"an attention reads a cache of fixed length, and {error}", _SDPA_INSTEAD) from error
+        raise NoMatch(
+            f"an attention reads a cache of fixed length, and {error}", sdpa_instead(softmax)
+        ) from error
     if core.problem is not None:
         raise NoMatch(*core.problem)
     sides = _sides(core, found)

@@ -18,12 +18,14 @@ from specache_fx.capture.graph_utils import (
     same_sizes,
     shape_of,
     shown_shape,
+    source_of,
     target_name,
 )
 
 LEAVE = 'backend="inductor" compiles this model as it is'
 BREAKS = f'TORCH_LOGS="graph_breaks" shows where graphs break. {LEAVE}.'
-GROWING = f"Use a DynamicCache (cache_implementation=None, or past_key_values=DynamicCache()). {LEAVE}."
+GROW = "let the cache grow, cat([past, new], dim=-2) (with transformers a DynamicCache)"
+GROWING = f"{GROW[0].upper()}{GROW[1:]}. {LEAVE}."
 ONLY_ATTENTION = f"Let nothing but attention, and cat([past, new], dim=-2), read the cached tensors. {LEAVE}."
 _aten = torch.ops.aten
 _SAME_TOKENS = {"clone", "_to_copy", "slice"}
@@ -38,6 +40,13 @@ _VIEWS = _SAME_TOKENS | {
     "getitem",
 }
 _RELAYOUTS = {"cat", "stack", "transpose", "permute", "reshape", "clone", "unsqueeze"}
+
+
+def sdpa_instead(softmax: Node) -> str:
+    """The remedy for attention that is spelt out in another form."""
+    if "/transformers/" in source_of(softmax):
+        return f'Load it with attn_implementation="sdpa" if it can be. {LEAVE}.'
+    return f"Use torch.nn.functional.scaled_dot_product_attention there if it can be. {LEAVE}."
 
 
 class NoMatch(Exception):
@@ -85,20 +94,23 @@ def without_repeat(node: Node) -> tuple[Node, list[Node]]:
 
 
 def unrepeated(node: Node, heads: int) -> tuple[Node, list[Node]]:
-    """Strip `reshape(clone(expand(unsqueeze(x, heads + 1), ...)), ...)`, which repeats dimension `heads` of four."""
+    """Strip `reshape(clone(expand(unsqueeze(x, heads + 1), ...)), ...)`, which repeats dimension `heads` of four.
+
+    A reshape may insert the dimension, too: `x.view(b, h, 1, n, d)`.
+    """
     chain, copies = [node], []
-    for name in ("reshape", "expand", "unsqueeze"):
-        if name == "expand" and target_name(chain[-1]) == "clone":
+    for names in (("reshape",), ("expand",), ("unsqueeze", "reshape")):
+        if names == ("expand",) and target_name(chain[-1]) == "clone":
             copies.append(chain.pop())
             chain.append(copies[-1].args[0])  # type: ignore[arg-type]
-        if target_name(chain[-1]) != name or not isinstance(chain[-1].args[0], Node):
+        if target_name(chain[-1]) not in names or not isinstance(chain[-1].args[0], Node):
             return node, []
         chain.append(chain[-1].args[0])
     merged, expanded, inserted, root = (shape_of(step) or () for step in chain)
     front, back = root[: heads + 1], root[heads + 1 :]
     is_repeat = (
         (len(root), len(expanded)) == (4, 5)
-        and chain[2].args[1] in (heads + 1, heads - 4)
+        and (target_name(chain[2]) == "reshape" or chain[2].args[1] in (heads + 1, heads - 4))
         and same_sizes(inserted, (*front, 1, *back))
         and same_sizes(expanded[: heads + 1], front)
         and same_sizes(merged, (*front[:-1], front[-1] * expanded[heads + 1], *back))
@@ -197,12 +209,17 @@ def why_not_cached(root: Node, what: str, outputs: set[Node]) -> NoMatch:
             f"neither its whole {what} nor the newest of them are what the model returns as its cache",
             f"Return cat([past, new], dim=-2) itself or its last tokens, [:, :, -n:]. {LEAVE}.",
         )
+    if (write := _write_before(root)) is not None:
+        return NoMatch(
+            f"its {what} are computed from a cache of fixed length that {described(write)} writes; specache follows"
+            " keys and values that are cached themselves, written by index_copy_ or into a slice",
+            f"Keep them so, in buffers of their own, [batch, num_kv_heads, max_len, head_dim]. Or {GROW}. {LEAVE}.",
+        )
     if _is_cached_elsewhere(root, outputs):
         return NoMatch(
             f"its {what} are cached, but not as a [batch, num_kv_heads, kv_len, head_dim] tensor that grows by cat"
-            " and is returned as it is (another layout, a stack, a cache of fixed length?)",
-            "Return cat([past, new], dim=-2) itself, keys and values in tensors of their own, or use a DynamicCache."
-            f" {LEAVE}.",
+            " and is returned as it is (another layout, or a stack?)",
+            f"Return cat([past, new], dim=-2) itself, keys and values in tensors of their own. {LEAVE}.",
         )
     return NoMatch(f"its {what} are not returned as a KV cache", "")
 
@@ -213,11 +230,18 @@ def _written_values(graph: Graph) -> set[Node]:
     return ancestors(source for node in writes for source in node.all_input_nodes[1:])
 
 
+def _write_before(root: Node) -> Node | None:
+    """What computes the new numbers of an input that keys or values are read from: of a cache of fixed length."""
+    read, written = ancestors([root]), set(mutated_inputs(root.graph))
+    for node in root.graph.nodes:
+        if node.target is _aten.copy_.default and node.args[0] in written & read:
+            source = node.args[1]
+            return source if isinstance(source, Node) and source.op == "call_function" else node
+    return None
+
+
 def _is_cached_elsewhere(root: Node, outputs: set[Node]) -> bool:
-    """Whether keys that are no output are written into an input (a static cache) or returned in another form."""
-    written = set(mutated_inputs(root.graph))
-    if any(node in written for node in ancestors([root])):
-        return True
+    """Whether keys that are no output are returned in another form."""
     work, seen = [root, *root.all_input_nodes], set()
     while work:
         node = work.pop()

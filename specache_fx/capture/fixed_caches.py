@@ -32,7 +32,7 @@ from specache_fx.capture.buffer_positions import REMEDY, asserts_of, counters_of
 from specache_fx.capture.buffer_reads import Reader, is_over, readers_of, reads_buffer, write
 from specache_fx.capture.buffer_writes import Append, Tokens, appends, unread, with_windows
 from specache_fx.capture.buffers import Buffer, FixedCaches, Size
-from specache_fx.capture.cache_side import LEAVE, NoMatch
+from specache_fx.capture.cache_side import GROW, LEAVE, NoMatch
 from specache_fx.capture.graph_edit import call, copy_graph, fake_mode_of, finish, size_of
 from specache_fx.capture.graph_slices import ancestors, cut_out, eliminate_dead_code
 from specache_fx.capture.graph_utils import (
@@ -211,7 +211,7 @@ class _Rewrite:
             raise NoMatch(
                 f"the mask of {described(reader.core.node)} is computed from data, not from positions and padding"
                 " alone",
-                f"Compute it from these, or use a DynamicCache. {LEAVE}.",
+                f"Compute it from these. Or {GROW}. {LEAVE}.",
             )
         gm, taken = cut_out(self._gm, list(masks))
         graph, output = gm.graph, gm.graph.output_node()

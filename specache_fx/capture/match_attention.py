@@ -23,6 +23,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from specache_fx.capture.cache_side import (
     BREAKS,
+    GROW,
     GROWING,
     LEAVE,
     NoMatch,
@@ -107,7 +108,7 @@ def _match(
         raise NoMatch(
             "its keys are not those of this call alone, nor an append of them to a past that is an input"
             " (cross-attention, or a cache of fixed length?)",
-            f"Write into a cache of fixed length in place (index_copy_), or use a DynamicCache. {LEAVE}.",
+            f"Write into a cache of fixed length in place (index_copy_). Or {GROW}. {LEAVE}.",
         )
     if keys.past is None and owner is None and _is_of_another_sequence(core, keys):
         raise NoMatch("its keys are computed from another sequence than its queries (cross-attention)")
@@ -200,7 +201,10 @@ def _check_mask(core: AttentionCore, keys: Side, values: Side) -> None:
         raise NoMatch(f"its mask has {len(dims)} dimensions")
     if dims is not None and len(dims) > 2 and dims[-3] != 1 and value_of(core.mask).dtype == torch.bool:
         one_mask = "Give it one mask for all heads, [batch, 1, q_len, kv_len]"
-        raise NoMatch("its mask hides other keys from head to head", f"{one_mask}. {LEAVE}.")
+        raise NoMatch(
+            f"its mask has {dims[-3]} heads, and may hide other keys from head to head",
+            f"{one_mask}. {LEAVE}.",
+        )
     if core.mask is not None and (data := _data_behind(core, keys, values)) is not None:
         where = f", {line}" if (line := source_of(core.mask)) and line != source_of(core.node) else ""
         raise NoMatch(

@@ -189,6 +189,9 @@ class Scores:
     def _fill(self, node: Node, mask: Any, fill: Any) -> None:
         """`masked_fill(s, m, fill)`, `where(m, s, fill)` or `where(m, fill, s)`."""
         number = constant_of(self.gm, fill)
+        if number is None and isinstance(fill, Node):
+            held = f"puts what the tensor `{fill.name}` holds in the place of scores, which may change: give the number"
+            raise UnknownFormError(node, f"{held} itself, float('-inf')")
         if number is None or number > _FILL_AT_MOST or value_of(mask).dtype != torch.bool:
             raise UnknownFormError(node, "puts something else than a huge negative in the place of scores")
         base: Any = 0.0 if self.mask is None else self.mask

@@ -8,6 +8,7 @@
     slice_scatter(x, slice(x, -1, -n) + y, -1, -n)            ->  x + pad(y)
     repeat of a dimension of size 1                           ->  expand
     s + expand(mask); sdpa(q, k, v, expand(mask))             ->  s + mask; sdpa(q, k, v, mask)
+    sdpa(q, k, v, not expand(mask))                           ->  sdpa(q, k, v, slice(not expand(mask), 1, 0, 1))
     view, _unsafe_view; x == False                            ->  reshape; logical_not(x)
     cat([reshape(past, [b * h, -1, d]), k], 1)                ->  reshape(cat([past, reshape(k)], 2), [b * h, -1, d])
 
@@ -67,7 +68,7 @@ def simplify(graph: Graph) -> None:
             node.target, node.args = _aten.logical_not.default, node.args[:1]  # Inductor fails on the other
         elif node.target is SDPA:  # the dispatcher leaves out arguments equal to their defaults
             node.args = (*node.args, *SDPA_DEFAULTS[len(node.args) - 3 :])
-            node.args = (*node.args[:3], unexpanded(node.args[3]), *node.args[4:])
+            node.args = (*node.args[:3], _of_one_head(unexpanded(node.args[3])), *node.args[4:])
         elif node.target is _aten.repeat.default and not _is_returned(node):
             _as_expand(node)
         elif node.target in (_aten.full_like.default, _aten.new_full.default):
@@ -130,6 +131,32 @@ def _as_expand(node: Node) -> None:
     if all(each == 1 or same_sizes([size], [1]) for size, each in zip(before, times[more:], strict=True)):
         sizes = [*times[:more], *(-1 if each == 1 else each for each in times[more:])]
         node.target, node.args = _aten.expand.default, (source, sizes)
+
+
+def _of_one_head(mask: Any) -> Any:
+    """One head of a mask whose heads are alike: SDPA broadcasts it."""
+    if not isinstance(mask, Node) or same_sizes((shape_of(mask) or ())[-3:-2] or (1,), (1,)):
+        return mask
+    if not _is_alike_by_head(mask):
+        return mask
+    with mask.graph.inserting_after(mask):
+        return call(mask.graph, _aten.slice.Tensor, (mask, len(shape_of(mask) or ()) - 3, 0, 1), mask)
+
+
+def _is_alike_by_head(mask: Any) -> bool:
+    """Whether the third to last dimension of a tensor was expanded, and every head treated alike since."""
+    if not isinstance(mask, Node) or same_sizes((shape_of(mask) or ())[-3:-2] or (1,), (1,)):
+        return True
+    sliced = mask.args[1] if mask.target is _aten.slice.Tensor and len(mask.args) > 1 else 0
+    if mask.target is _aten.slice.Tensor and sliced in (-3, len(shape_of(mask) or ()) - 3):
+        return False
+    follows = is_pointwise(mask) or mask.target in (
+        _aten.expand.default,
+        _aten.slice.Tensor,
+        _aten.clone.default,
+        _aten._to_copy.default,
+    )
+    return follows and all(map(_is_alike_by_head, mask.all_input_nodes))
 
 
 def _with_an_end(node: Node) -> None:

@@ -246,8 +246,7 @@ def _functional() -> Iterator[None]:
 def _fake(inputs: Sequence[Any]) -> Iterator[None]:
     """A context in which new tensors are fake as the inputs are, and constants that Dynamo left real are constants."""
     mode = fake_mode_of(inputs)  # not the tracing context's: Dynamo changes that before it calls a backend
-    if mode is None:
-        raise TraceError("it takes no tensors")
+    assert mode is not None, "a graph without tensors is left alone"
     context = TracingContext.try_get()
     with contextlib.ExitStack() as stack:
         if context is not None:  # torch 2.11 traces the functions of flex attention in its mode

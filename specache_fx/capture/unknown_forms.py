@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,10 +10,11 @@ from torch._ops import HigherOrderOperator
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from specache_fx.capture.cache_side import BREAKS, LEAVE, is_cache
+from specache_fx.capture.cache_side import BREAKS, LEAVE, is_cache, sdpa_instead
 from specache_fx.capture.graph_slices import ancestors
 from specache_fx.capture.graph_utils import (
     concatenated,
+    described,
     is_float,
     is_static_input,
     placeholders,
@@ -22,10 +24,15 @@ from specache_fx.capture.graph_utils import (
     source_of,
     target_name,
 )
+from specache_fx.capture.normalize_attention import SDPA
 from specache_fx.capture.program import Refusal
 from specache_fx.capture.score_chain import PRODUCTS
 
 _MOST_OPERATIONS = 4
+CACHE_SO = (
+    "Cache keys and values apart, each as [batch, num_kv_heads, kv_len, head_dim], for scaled_dot_product_attention; or"
+    " latents that grow by cat as [batch, 1, kv_len, dim], and compute each head's keys and values from them"
+)
 _READERS = {*PRODUCTS, "mul", "mm", "dot"}
 
 
@@ -73,10 +80,22 @@ def _reader(root: Node) -> Node:
     return root
 
 
-def _remedy(softmax: Node) -> str:
-    if "/transformers/" in source_of(softmax):
-        return f'Load it with attn_implementation="sdpa" if it can be. {LEAVE}.'
-    return f"Use torch.nn.functional.scaled_dot_product_attention there if it can be. {LEAVE}."
+def _is_inside(node: Node) -> bool:
+    """Whether a node is the SDPA that another function of PyTorch calls, `multi_head_attention_forward`."""
+    return target_name(node).startswith("_scaled_dot_product")
+
+
+def attention_behind(roots: Sequence[Node]) -> Node | None:
+    """The first SDPA or softmax that is computed from some nodes."""
+    work, seen = list(roots), set[Node]()
+    while work:
+        node = work.pop(0)
+        if node.target is SDPA or target_name(node) == "_softmax" or _is_inside(node):
+            return node
+        more = [user for user in node.users if user not in seen and not reads_shape_only(user)]
+        seen.update(more)
+        work.extend(more)
+    return None
 
 
 def _unread(out: Node) -> Refusal:
@@ -92,8 +111,14 @@ def _unread(out: Node) -> Refusal:
         form = (
             "keys and values, or several layers, in one tensor" if dims > 4 else f"shape {shown_shape(out)}"
         )
-        reason = f"its cache has {form}, and no attention that specache knows reads it"
-        remedy = f"Cache keys and values apart, each as [batch, num_kv_heads, kv_len, head_dim]. {LEAVE}."
+        reader = attention_behind([out])
+        read = (
+            "no attention reads it here"
+            if reader is None
+            else f"{described(reader)} reads it in another form"
+        )
+        reason = f"its cache has {form}, and {read}"
+        remedy = f"{CACHE_SO}. {LEAVE}."
     return Refusal(out.name, source_of(out), reason, remedy)
 
 
@@ -133,7 +158,7 @@ def unknown_forms(
             softmax = node if node in unknown else None
             work.extend(node.users)
         if softmax is not None:
-            refusal = Refusal(softmax.name, source_of(softmax), unknown[softmax], _remedy(softmax))
+            refusal = Refusal(softmax.name, source_of(softmax), unknown[softmax], sdpa_instead(softmax))
             refusals.setdefault(softmax, refusal)
         elif not is_known and dim == 2 and parts[0].op == "placeholder" and not is_static_input(parts[0]):
             silent.append(root)
@@ -146,6 +171,12 @@ def unknown_forms(
             reason = "no attention that specache knows reads this cache (it knows SDPA and softmax of query times keys)"
             remedy = f"Use torch.nn.functional.scaled_dot_product_attention there. {LEAVE}."
             reader = _reader(root)
+            if (called := attention_behind([root])) is not None and _is_inside(called):
+                reader, reason = called, "another function calls it (torch.nn.MultiheadAttention?)"
+                remedy = (
+                    "Call torch.nn.functional.scaled_dot_product_attention itself, with the keys and values that are"
+                    f" cached. {LEAVE}."
+                )
             refusals[reader] = Refusal(reader.name, source_of(reader), reason, remedy)
         if not refusals and not matched:
             refusals = {out: _unread(out) for out in _grown(gm, outputs)}

@@ -480,11 +480,14 @@ def tokens_for_heads(s: OneLayer, q: Tensor, k: Tensor, v: Tensor, where: Tensor
         (narrow_mask, "and no mask hides its unwritten rows"),
         (bucket, "reads the first 12 rows of a cache that holds 5 tokens"),
         (from_the_end, "position -16, counted from the end"),
-        (squared, r"its form is not one that specache knows: `pow.*attn_implementation"),
+        (
+            squared,
+            r"its form is not one that specache knows: `pow.*scaled_dot_product_attention there if it can be",
+        ),
         (less_a_maximum_over_queries, "`amax.*is no maximum over the keys"),
-        (first_heads, "is left alone: its keys are cached, but not as"),
-        (tokens_for_heads, "is left alone: its keys are cached, but not as"),
-        (apart, "no attention that specache knows reads them in the same graph"),
+        (first_heads, "is left alone: its keys are computed from a cache of fixed length"),
+        (tokens_for_heads, "is left alone: its keys are computed from a cache of fixed length"),
+        (apart, "no attention reads them here"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )

@@ -50,7 +50,10 @@ class CpuKernel(Kernel):
         if len(form.dtypes) != 1 or not form.dtypes <= DTYPES.keys():
             return f"it is for one of float32, bfloat16 and float16, and this has {listed(form.dtypes)}"
         if form.expands:
-            return "keys and values are computed from a cached latent (latent attention)"
+            return (
+                "keys and values are computed from what is cached: latent attention, or KV heads that are repeated in"
+                " another order than by repeat_interleave(groups, dim=1)"
+            )
         if form.num_queries > MAX_QUERIES or max(form.key_dim, form.value_dim) > MAX_DIM:
             return f"it takes {MAX_QUERIES:,} queries a kv head and {MAX_DIM:,} channels at most"
         quantizer = form.quantizer

@@ -95,7 +95,7 @@ REASONS: dict[str, tuple[Callable[..., Any], str, str]] = {
     "dropout": (with_dropout, "it has dropout", "Call model.eval() first."),
     "mask per head": (
         after(with_mask_per_head),
-        "its mask hides other keys from head to head",
+        "its mask has 4 heads, and may hide other keys from head to head",
         f"Give it one mask for all heads, [batch, 1, q_len, kv_len]. {LEAVE}",
     ),
     "mask from queries": (
@@ -256,3 +256,108 @@ def test_refusals_leave_the_graph_as_it_is() -> None:
     before = graphs.code(gm)
     analyse(gm, SpecacheConfig())
     assert graphs.code(gm) == before
+
+
+def one_mask_for_all_heads(q: Tensor, keys: Tensor, values: Tensor) -> Any:
+    hidden = (torch.arange(keys.shape[-2]) < 2).expand(2, 4, 1, -1)
+    return attended(q, keys, values, attn_mask=~hidden[..., : keys.shape[-2]])
+
+
+def heads_repeated_by_views(q: Tensor, keys: Tensor, values: Tensor) -> Any:
+    def repeated(x: Tensor) -> Tensor:
+        batch, heads, tokens, dim = x.shape
+        return x.view(batch, heads, 1, tokens, dim).repeat(1, 1, 2, 1, 1).view(batch, -1, tokens, dim)
+
+    return F.scaled_dot_product_attention(q, repeated(keys), repeated(values)), keys, values
+
+
+def test_one_mask_that_is_expanded_over_heads_is_one_mask() -> None:
+    program = match(after(one_mask_for_all_heads))
+    assert len(program.sites) == 1 and not program.refusals
+
+
+def test_heads_that_views_repeat_are_groups() -> None:
+    (site,) = match(after(heads_repeated_by_views)).sites
+    assert site.expansion is None and site.num_kv_heads == 2
+
+
+def filled_from_a_tensor(q: Tensor, keys: Tensor, values: Tensor, fill: Tensor, number: float | None) -> Any:
+    keys, values = (x.repeat_interleave(2, dim=1) for x in (keys, values))
+    shown = torch.arange(keys.shape[-2]) > 1
+    scores = torch.where(shown, q @ keys.transpose(-1, -2), fill if number is None else number)
+    return scores.softmax(-1) @ values
+
+
+@pytest.mark.parametrize("number", [None, -torch.inf])
+def test_scores_that_a_tensor_fills_and_that_a_number_fills(number: float | None) -> None:
+    def step(q: Tensor, k: Tensor, v: Tensor, pk: Tensor, pv: Tensor, fill: Tensor) -> Any:
+        keys, values = append(pk, k), append(pv, v)
+        return filled_from_a_tensor(q, keys, values, fill, number), keys, values
+
+    program = match(step, *tensors(), torch.tensor(-torch.inf))
+    if number is not None:
+        assert len(program.sites) == 1
+        return
+    (refusal,) = program.refusals
+    assert re.search(
+        r"puts what the tensor `\w+` holds in the place of scores, which may change: give the number",
+        refusal.told,
+    )
+
+
+def absorbed(q: Tensor, k: Tensor, v: Tensor, pk: Tensor, pv: Tensor) -> Any:
+    """Latents of three dimensions, and scores that are the sum of two products."""
+    latent, rotary = torch.cat([pk[:, 0], k[:, 0]], 1), torch.cat([pv[:, 0], v[:, 0]], 1)
+    scores = torch.einsum("bhsc,btc->bhst", q, latent) + torch.einsum("bhsr,btr->bhst", q, rotary)
+    return torch.einsum("bhst,btc->bhsc", scores.softmax(-1), latent), latent, rotary
+
+
+def expanded(q: Tensor, k: Tensor, v: Tensor, pk: Tensor, pv: Tensor) -> Any:
+    """The same kind, as the remedy says."""
+    latent, rotary = append(pk[:, :1], k[:, :1]), append(pv[:, :1], v[:, :1])
+    keys = torch.cat([latent.expand(-1, 4, -1, -1), rotary.expand(-1, 4, -1, -1)], -1)
+    return F.scaled_dot_product_attention(torch.cat([q, q], -1), keys, keys[..., :8]), latent, rotary
+
+
+def test_absorbed_latents_are_named_by_the_softmax_that_reads_them() -> None:
+    def step(q: Tensor, k: Tensor, v: Tensor, latent: Tensor, rotary: Tensor) -> Any:
+        return absorbed(q, k, v, latent[:, None], rotary[:, None])
+
+    q, k, v, past, other = tensors()
+    refusals = match(step, q, k, v, past[:, 0], other[:, 0]).refusals
+    assert len(refusals) == 2
+    for refusal in refusals:
+        assert re.search(
+            r"its cache has shape .*, and `\w+` \(_softmax, .* reads it in another form", refusal.told
+        )
+        assert "latents that grow by cat as [batch, 1, kv_len, dim]" in refusal.remedy
+    (site,) = match(expanded, q, k[:, :1], v[:, :1], past[:, :1], other[:, :1]).sites
+    assert site.expansion is not None
+
+
+def test_attention_that_pytorch_calls_inside_is_no_attention_to_put_there() -> None:
+    def step(q: Tensor, k: Tensor, v: Tensor, pk: Tensor, pv: Tensor) -> Any:
+        keys, values = append(pk, k), append(pv, v)
+        out = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q, keys.repeat_interleave(2, 1), values.repeat_interleave(2, 1)
+        )[0]
+        return out, keys, values
+
+    told = {(refusal.reason, refusal.remedy) for refusal in match(step).refusals}
+    ((reason, remedy),) = told
+    assert reason == "another function calls it (torch.nn.MultiheadAttention?)"
+    assert remedy.startswith("Call torch.nn.functional.scaled_dot_product_attention itself")
+
+
+def test_a_write_that_is_not_known_is_named() -> None:
+    def step(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor) -> Any:
+        at = torch.full((2, 2, 1, 8), 3)
+        keys.scatter_(2, at, k)
+        values.scatter_(2, at, v)
+        return sdpa(q, keys, values)
+
+    (refusal,) = match(step).refusals
+    assert re.search(
+        r"its keys are computed from a cache of fixed length that `\w+` \(scatter, ", refusal.told
+    )
+    assert "DynamicCache)" in refusal.remedy and "index_copy_" in refusal.told
