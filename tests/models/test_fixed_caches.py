@@ -627,7 +627,12 @@ def test_a_buffer_of_latents_is_left_alone_and_named(caplog: pytest.LogCaptureFi
     plain = Absorbed()
     ours = compiled(copy.deepcopy(plain), strict=False)
     assert_same_steps(plain, ours, tokens=7, near=1e-5)
-    assert len(re.findall(r"written in place, and `\w+` \(_softmax, .*? reads them in another form", caplog.text)) == 1
+    assert (
+        len(
+            re.findall(r"written in place, and `\w+` \(_softmax, .*? reads them in another form", caplog.text)
+        )
+        == 1
+    )
 
 
 def test_a_bias_that_16_bits_would_round_is_added_as_it_is() -> None:
