@@ -203,5 +203,5 @@ def test_another_layout_is_left_alone_with_the_remedy(
     with pytest.raises(specache_fx.CacheHandleError, match="attention was left alone"):
         specache_fx.stats(ours.cache)
     (warning,) = (record.message for record in caplog.records)
-    assert "own_modules.py" in warning and "another layout, a stack" in warning
+    assert "own_modules.py" in warning and "another layout, or a stack" in warning
     assert "Return cat([past, new], dim=-2) itself" in warning
