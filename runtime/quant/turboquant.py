@@ -19,8 +19,6 @@ _LEVEL_DISTANCE = {1: 1.5958, 2: 0.9957, 4: 0.3352, 8: 0.0308}
 
 # The spread of the widest channel over that of the narrowest which still counts.
 _MOST_SPREAD = 64
-# Tokens that the spread of a row's few tokens is mixed with: tokens of one spread in all channels.
-_MIXED_TOKENS = 2
 
 
 class TurboQuantizer(Quantizer):
@@ -100,7 +98,7 @@ class TurboQuantizer(Quantizer):
         """1 to 8 for each channel of these keys: the root of its spread, in units of a 64th of the widest one's.
 
         Not below 1: quotients stay within the range of the KV dtype. A row of n tokens, less than `group_size`, gets
-        `2 * (1 - n / group_size)` tokens more, whose variance is the mean of all channels'. Of two tokens alone, chance
+        `1 - n / group_size` of a token more, whose variance is the mean of all channels'. Of two tokens alone, chance
         makes one channel's spread many times another's.
 
         Args:
@@ -115,7 +113,7 @@ class TurboQuantizer(Quantizer):
         weight = weight / tokens.clamp(min=1)
         offset = first.double() - (first * weight).sum(2, keepdim=True)
         variance = (offset.square() * weight).sum(2, keepdim=True)
-        mixed = (_MIXED_TOKENS * (1 - tokens / self.group_size)).clamp(min=0)
+        mixed = (1 - tokens / self.group_size).clamp(min=0)
         variance = (tokens * variance + mixed * variance.mean(3, keepdim=True)) / (tokens + mixed)
         spread = variance.sqrt()
         widest = spread.amax(3, keepdim=True)

@@ -130,7 +130,7 @@ def balanced(x: Tensor, bits: int, group_size: int, real: Tensor, num_ahead: int
 
     The spread is that of a batch row's first `group_size` real tokens (`real`, bool [batch, tokens]), as far as they
     are in its first group with one or up to `num_ahead` tokens behind that. Where there are n, fewer than that, its
-    square is mixed with `2 * (1 - n / group_size)` tokens of the mean of all channels'. It counts in 64ths of the
+    square is mixed with `1 - n / group_size` of a token of the mean of all channels'. It counts in 64ths of the
     widest channel's, and one 64th at least.
     """
     tokens = x.shape[2] - num_ahead
@@ -142,7 +142,7 @@ def balanced(x: Tensor, bits: int, group_size: int, real: Tensor, num_ahead: int
         if places:
             first, n = keys[:, places], len(places)
             variance = (first - first.mean(1, keepdim=True)).square().mean(1, keepdim=True)
-            more = 2 * (1 - n / group_size)
+            more = 1 - n / group_size
             spreads.append(((n * variance + more * variance.mean(2, keepdim=True)) / (n + more)).sqrt())
         else:
             spreads.append(torch.zeros_like(keys[:, :1]))

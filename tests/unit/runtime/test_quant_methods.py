@@ -220,7 +220,7 @@ def test_turboquant_balances_few_tokens_less(tokens: int) -> None:
     quantizer = quantizer_of("turboquant", 2, 64)
     keys, real = filled((1, 1, 64, 16), torch.float32, "random", 0), torch.arange(64)[None] < tokens
     balance = quantizer.quantize_key(keys, real)[3]
-    assert float(balance.max() / balance.min()) < (1.001 if tokens == 1 else 2)
+    assert float(balance.max() / balance.min()) < (1.001 if tokens == 1 else 2.5)
     keys[..., 3] *= 30
     outlier = quantizer.quantize_key(keys, real)[3]
     assert tokens == 1 or (outlier[..., 3].item() == 8 and outlier.median() < 4)
