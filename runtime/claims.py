@@ -17,6 +17,7 @@ from specache_fx.runtime import registry
 from specache_fx.runtime.handle_form import is_whole
 from specache_fx.runtime.layout import LayerShape
 from specache_fx.runtime.session import Session
+from specache_fx.runtime.snapshot import fork
 
 MIXED = (
     "The past KV tensors of this call come from several caches or in another order, or their oldest tokens were cut"
@@ -51,8 +52,9 @@ LEFT = (
     " the cache that the model returned last, or start from the prompt."
 )
 ELSEWHERE = (
-    "The past KV cache was made in another process, which has its keys and values. Pickled or sent elsewhere, its"
-    " tensors are placeholders: save it with specache_fx.save(), and load it with specache_fx.load()."
+    "The past KV cache was made in another process, which has its keys and values. Pickled, sent elsewhere or inherited"
+    " by a forked process, its tensors are placeholders: save it there with specache_fx.save(), and load it here with"
+    " specache_fx.load()."
 )
 
 
@@ -63,13 +65,15 @@ class Claim:
     Attributes:
         issued: The set of handles that they are, or are copies of.
         kv_len: Length of the cache, as the caller's tensors tell it.
-        past: The inputs, where they are the session's own handles; None where they are copies.
+        past: The inputs.
+        is_copy: They are copies of the session's handles, and not its own.
         rows: Batch rows of the session, in the order of the inputs'.
     """
 
     issued: registry.Issue
     kv_len: int
-    past: list[torch.Tensor] | None
+    past: Sequence[torch.Tensor]
+    is_copy: bool
     rows: list[int]
 
     @property
@@ -84,10 +88,12 @@ def go_on(
 ) -> tuple[Session, list[torch.Tensor]]:
     """Give the session that the past KV inputs of a call belong to, at the length that the caller believes.
 
-    The session's own handles, uncut, go on as they are. Cut: new ones; older handles that counted the tokens that are
-    discarded are void from then on (another branch). Copies: the session itself with its batch rows reordered, where
-    nobody holds the original any more (beam search), else a session of its own (a fork). A fork also where tokens are
-    discarded that a copy may have.
+    A copy is a cache of its own, whoever goes on first. So a call gets a session of its own (a fork) where other
+    tensors hold the state that it would change: copies, or for a copy the session's handles.
+
+    Else the call has the session itself. Its handles, uncut, go on as they are. Cut: new ones; older handles that
+    counted the tokens that are discarded are void from then on (another branch). Copies: the batch rows are put into
+    their order (beam search).
 
     Args:
         past: The inputs, keys and values in turn, layer by layer.
@@ -179,20 +185,22 @@ def check_open(session: Session) -> None:
 def _claimed_length(session: Session, past: Sequence[torch.Tensor]) -> int:
     """Tokens that the caller believes to be there, by the lengths of the handles.
 
-    A layer that keeps a window tells it until that is full. Where no layer tells more, only the handles that the last
-    call returned are known to be up to date.
+    A layer that keeps a window tells it until that is full. Where no layer tells more, the handles have it noted, and
+    so have their copies.
 
     Raises:
         CacheHandleError: If the layers disagree, or it can't be told.
     """
     kv_len = told_length(session.shapes, past)
     if kv_len is None:
-        is_newest = session.newest is not None and session.newest.are(past)
-        if not is_newest and session.kv_len != max(tensor.shape[2] for tensor in past):
+        noted = {getattr(tensor, "kv_len", None) for tensor in past}
+        kv_len = noted.pop() if len(noted) == 1 else None
+    if kv_len is None:
+        if session.kv_len != max(tensor.shape[2] for tensor in past):
             raise CacheHandleError(
                 "The number of tokens in this past KV cache can't be told: each of its layers keeps a window that is"
-                " full. It is not the cache that the model returned last (a copy, or an earlier one). Go on from the"
-                " newest cache, or start from the prompt."
+                " full, and its tensors are of several calls, or copies that were pickled or made within a compiled"
+                " function. Copy the cache with deepcopy, outside of compiled functions, or start from the prompt."
             )
         return session.kv_len
     return kv_len
@@ -254,7 +262,7 @@ def _own(issued: registry.Issue, past: Sequence[torch.Tensor]) -> Claim:
         raise CacheHandleError(CHOSEN)
     if kv_len is None:
         kv_len = _claimed_length(issued.session, past)
-    return Claim(issued, kv_len, list(past), list(range(batch)))
+    return Claim(issued, kv_len, past, False, list(range(batch)))
 
 
 def _recognise(past: Sequence[torch.Tensor]) -> Claim:
@@ -283,37 +291,38 @@ def _recognise(past: Sequence[torch.Tensor]) -> Claim:
     kv_len = _claimed_length(session, past)
     if not handles.matches(past, number, session.batch or 0, first):
         raise CacheHandleError(CHOSEN)
-    if found.moved is not None:
-        if first != found.moved or kv_len != session.kv_len:
-            raise CacheHandleError(LEFT)
-        first = list(range(session.batch or 0))
-    if first != list(range(session.batch or 0)) and kv_len != session.kv_len:
-        # Rows that were moved can't be told from tokens that were cut off, unless the length is whole.
+    if min(first) and session.kv_len - kv_len >= min(tensor.shape[3] for tensor in past):
+        # Without its `head_dim` oldest tokens, a row looks like the next row.
         raise CacheHandleError(
             f"The past KV cache holds rows {first} of a session's {session.batch} at {kv_len} tokens, where the session"
-            f" has {session.kv_len}. {REORDERED}"
+            f" has {session.kv_len}: its oldest tokens may have been cut off. {REORDERED}"
         )
-    return Claim(found, kv_len, None, first)
+    if found.moved is not None:
+        if first != found.moved:
+            raise CacheHandleError(LEFT)
+        first = list(range(session.batch or 0))
+    return Claim(found, kv_len, past, True, first)
 
 
 def _take(claim: Claim) -> tuple[Session, list[torch.Tensor]]:
     session, rows = claim.session, claim.rows
     discards = claim.kv_len < session.kv_len
-    is_copy = claim.past is None
-    if (is_copy and (registry.is_held(session) or len(rows) != session.batch)) or (
-        discards and registry.has_copies(session)  # which may claim what is discarded
-    ):
-        session = session.fork(rows)
+    shared = claim.is_copy and registry.is_held(session)
+    if shared or len(rows) != session.batch or registry.has_copies(session, claim.past, discards):
+        session.rewind(session.kv_len)  # a step that failed midway leaves some layers longer
+        session = fork(session, rows)
         session.rewind(claim.kv_len)
         registry.touch(session)
         return session, registry.issue(session)
-    if is_copy and rows != list(range(len(rows))):
-        _reorder(claim)
+    if claim.is_copy:
+        session.next_answer = None  # as in a fork
+        if rows != list(range(len(rows))):
+            _reorder(claim)
     registry.touch(session)
     session.rewind(claim.kv_len)
     # A step that failed may have gone back already; its handles are lost, and the older ones end here.
-    if claim.past is not None and not discards and claim.issued.valid_len is None:
-        return session, claim.past
+    if not claim.is_copy and not discards and claim.issued.valid_len is None:
+        return session, list(claim.past)
     for issued in registry.issues_of(session):
         if discards or issued.valid_len is None:
             known = session.kv_len if issued.valid_len is None else issued.valid_len

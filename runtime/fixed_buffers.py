@@ -15,6 +15,7 @@ import torch
 from specache_fx.errors import CacheHandleError
 from specache_fx.runtime import handle as handles
 from specache_fx.runtime import registry
+from specache_fx.runtime.claims import ELSEWHERE
 from specache_fx.runtime.give_back import give_back
 from specache_fx.runtime.handle_form import Form, from_heads_first, is_laid_out, token_dim
 from specache_fx.runtime.handle_tensor import Handle, bare, mark, unmark
@@ -165,7 +166,8 @@ def restore(tensors: Sequence[object]) -> None:
     for tensor in tensors:
         if isinstance(tensor, Handle) and hasattr(tensor, "version"):
             session = registry.find(tensor)
-            assert session is not None
+            if session is None:
+                raise CacheHandleError(ELSEWHERE)
             by_session.setdefault(session.number, []).append(tensor)
     for held in by_session.values():
         _restore(held)

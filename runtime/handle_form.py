@@ -61,7 +61,9 @@ def is_laid_out(tensor: torch.Tensor) -> bool:
 
 
 def to_heads_first(tensor: torch.Tensor, form: Form, num_kv_heads: int) -> torch.Tensor:
-    """A handle, or a copy of one, as `[batch, num_kv_heads, kv_len, head_dim]`: a view."""
+    """A handle, or a copy of one, as `[batch, num_kv_heads, kv_len, head_dim]`: itself, or a view."""
+    if form is Form.HEADS_FIRST:
+        return tensor  # the very handle: its session may know it (`Newest`)
     if form is not Form.HEADS_MERGED:
         return tensor.permute(ORDERS[form])
     # Elements that lie behind those of the first head are the other heads', as far as they are at stride 2.

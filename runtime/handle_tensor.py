@@ -11,13 +11,13 @@ A copy of a handle, or a view, is one too. All of a session hold one `Lease`: th
 from __future__ import annotations
 
 import copy
-import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import torch
 from torch._dynamo.eval_frame import set_code_exec_strategy
 from torch._dynamo.types import FrameAction, FrameExecStrategy
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from specache_fx.errors import CacheHandleError
 
@@ -26,6 +26,13 @@ bare = torch._C.DisableTorchFunctionSubclass
 
 
 ZEROED = -1
+_FEW_COPIES = 64
+
+
+class _Counted(Protocol):
+    """A `Session`."""
+
+    kv_len: int
 
 
 class Lease:
@@ -35,18 +42,24 @@ class Lease:
         session: The `Session`, which knows its lease weakly.
     """
 
-    def __init__(self, session: object) -> None:
+    def __init__(self, session: _Counted) -> None:
         self.session = session
-        self._copies: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
+        self._copies: dict[int, tuple[StorageWeakRef, int]] = {}  # by storage: views of a copy keep it
+        self._swept = 0  # those that lived when the others were forgotten last
 
     def note_copy(self, copied: torch.Tensor) -> None:
         """A copy with memory of its own was made."""
-        self._copies[id(copied)] = copied  # a beam search notes a copy a tensor and step
+        storage = copied.untyped_storage()
+        self._copies[storage._cdata] = StorageWeakRef(storage), self.session.kv_len
+        if len(self._copies) > 2 * self._swept + _FEW_COPIES:  # a beam search notes a copy a tensor and step
+            self._swept = len(self.copies())
 
-    @property
-    def has_copies(self) -> bool:
-        """Whether one lives."""
-        return len(self._copies) > 0
+    def copies(self) -> dict[int, int]:
+        """Tokens that the session had when each copy that lives was made, by the address of the copy's storage."""
+        for key, (storage, _) in list(self._copies.items()):
+            if storage.expired():
+                del self._copies[key]
+        return {key: kv_len for key, (_, kv_len) in list(self._copies.items())}
 
 
 # Names of functions, of methods and of `torch`. These tell about a tensor, or make one like it.
@@ -76,11 +89,14 @@ class Handle(torch.Tensor):
 
     Attributes:
         lease: Keeps the session.
+        kv_len: Tokens that the session had when the model returned it, or what it is a copy of. None where that is not
+            known: of a buffer of the model's.
         version: Of a buffer of the model's (`fixed_buffers.py`): its `_version` when it became a handle, None where it
             has none, or `ZEROED`. Other handles lack it.
     """
 
     lease: Lease
+    kv_len: int | None
     version: int | None
 
     @classmethod
@@ -127,16 +143,16 @@ _code = Handle.__torch_function__.__code__
 set_code_exec_strategy(_code, FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP))
 
 
-def mark(tensor: torch.Tensor, lease: Lease) -> Handle:
+def mark(tensor: torch.Tensor, lease: Lease, kv_len: int | None = None) -> Handle:
     """Make a plain tensor a handle; it is the same object."""
     tensor.__class__ = Handle
     assert isinstance(tensor, Handle)
-    tensor.lease = lease
+    tensor.lease, tensor.kv_len = lease, kv_len
     return tensor
 
 
 def _copy_of(handle: Handle, tensor: torch.Tensor) -> Handle:
-    marked = mark(tensor, handle.lease)
+    marked = mark(tensor, handle.lease, handle.kv_len)
     if hasattr(handle, "version"):  # but for a reset, a copy's elements tell what was done to it
         marked.version = ZEROED if handle.version == ZEROED else None
     return marked
@@ -144,7 +160,7 @@ def _copy_of(handle: Handle, tensor: torch.Tensor) -> Handle:
 
 def unmark(handle: Handle) -> None:
     """Make a handle a plain tensor; it is the same object, and keeps no session."""
-    del handle.lease, handle.version
+    del handle.lease, handle.kv_len, handle.version
     handle.__class__ = torch.Tensor  # type: ignore[assignment]
 
 
@@ -177,12 +193,13 @@ def _outside(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str,
         tensors = [result for result in results if isinstance(result, torch.Tensor)]
         if any(tensor.dtype != sources[0].dtype for tensor in tensors):
             raise CacheHandleError(_refusal(f"{name} (to another dtype)"))
+        kv_len = sources[0].kv_len if len({source.kv_len for source in sources}) == 1 else None
         for tensor in tensors:
             if not isinstance(tensor, Handle):
                 if tensor.shape[1:] == sources[0].shape[1:]:
-                    _copy_of(sources[0], tensor)
+                    _copy_of(sources[0], tensor).kv_len = kv_len
                 else:
-                    mark(tensor, sources[0].lease)
+                    mark(tensor, sources[0].lease, kv_len)
             if tensor.untyped_storage()._cdata != sources[0].untyped_storage()._cdata:
                 sources[0].lease.note_copy(tensor)
     return moved

@@ -272,29 +272,6 @@ class HostCache:
         for block, inside, _ in rows.parts(0, rows.length):
             block[changed, :, inside] = block[batch_rows[changed], :, inside]
 
-    def take(self, layer: int, source: HostCache, batch_rows: torch.Tensor) -> None:
-        """Fill a layer that is empty with batch rows of another cache's.
-
-        Args:
-            layer: Layer number, in both.
-            source: A cache of the same layers and dtype.
-            batch_rows: int64 `[batch]` on the CPU: which of its batch rows.
-
-        Raises:
-            HostMemoryError: If the bytes can't be had.
-        """
-        self._check_open()
-        source._settle()
-        theirs, mine = source._layers[layer], self._layers[layer]
-        if mine.length:
-            raise IndexError(f"Layer {layer} holds {mine.length} tokens already.")
-        self._reserve(mine, theirs.length)
-        for block, inside, outside in theirs.parts(0, theirs.length):
-            for own, own_inside, own_outside in mine.parts(outside.start, outside.stop):
-                part = slice(inside.start + own_outside.start, inside.start + own_outside.stop)
-                own[:, :, own_inside] = block[batch_rows, :, part]
-        mine.length = theirs.length
-
     def parts(self, layer: int) -> list[torch.Tensor]:
         """A layer's rows in order, `[batch, num_kv_heads, tokens, key_dim + value_dim]` each; views, no copy."""
         self._check_open()
@@ -371,7 +348,8 @@ class HostCache:
         if self._ahead and half_full and rows.next_block is None:
             if self._thread is None:
                 self._thread = ThreadPoolExecutor(1, "specache-reserve")
-            rows.next_block = self._thread.submit(self._allocate, rows, self._growth(rows.starts[-1]))
+            with contextlib.suppress(RuntimeError):  # the interpreter exits: see `WorkerTransfer`
+                rows.next_block = self._thread.submit(self._allocate, rows, self._growth(rows.starts[-1]))
 
     def _growth(self, tokens: int) -> int:
         """Tokens by which a layer with room for `tokens` grows: a short cache shouldn't reserve many times itself."""

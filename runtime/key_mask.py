@@ -25,7 +25,7 @@ class KeyMask:
         """Keys that another layer's mask shows are real as well: they are hidden elsewhere, but no padding."""
         if self.real is not None:
             real = None if row is None else split_row(row, batch)[0]
-            self._set(None if real is None else self.real | real)
+            self.put(None if real is None else self.real | real)
 
     def at(self, kv_len: int) -> torch.Tensor | None:
         """Bool `[batch, kv_len]` for a length of now or later; None where every key is real."""
@@ -41,13 +41,14 @@ class KeyMask:
     def crop(self, kv_len: int) -> None:
         """Keep the first `kv_len` keys."""
         if self.real is not None:
-            self._set(self.real[:, :kv_len])
+            self.put(self.real[:, :kv_len])
 
-    def take(self, source: KeyMask, rows: torch.Tensor) -> None:
-        """Take over batch rows `rows` of `source`, int64 `[batch]` on the device. `source` may be self."""
-        self._set(None if source.real is None else source.real.index_select(0, rows))
+    def reorder(self, rows: torch.Tensor) -> None:
+        """Set batch row i to the former row `rows[i]`, int64 `[batch]` on the device."""
+        self.put(None if self.real is None else self.real.index_select(0, rows))
 
-    def _set(self, real: torch.Tensor | None) -> None:
+    def put(self, real: torch.Tensor | None) -> None:
+        """Have this padding: see `real`."""
         self.real = None if real is None or bool(real.all()) else real
 
     def agrees(self, seen: torch.Tensor | None, kv_len: int) -> bool:
@@ -68,7 +69,7 @@ class KeyMask:
         real = self.at(stored)
         if real is None or (seen is not None and not bool((seen[:, :stored] & ~real).any())):
             return False
-        self._set(None if seen is None else real | seen[:, :stored])
+        self.put(None if seen is None else real | seen[:, :stored])
         return True
 
     def shows(self, before: torch.Tensor | None) -> bool:

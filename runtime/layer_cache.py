@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Self
 
 import torch
 
@@ -278,15 +277,11 @@ class LayerCache(LayerState):
             to_value.copy_(value[:, :, start:stop])
         to_key.copy_(key[:, :, start:stop])
 
-    def take(self, source: Self, rows: torch.Tensor) -> None:
+    def reorder(self, rows: torch.Tensor) -> None:
         """See `LayerState`."""
-        if self.host is not None and source.host is not None:
-            if source is self:
-                self.host.reorder(self.layer, rows.cpu())
-            else:
-                self.host.take(self.layer, source.host, rows.cpu())
-        super().take(source, rows)
-        self._moved()
+        if self.host is not None:
+            self.host.reorder(self.layer, rows.cpu())
+        super().reorder(rows)
 
     def truncate(self, kv_len: int) -> None:
         """Keep the first `kv_len` tokens (crop, or undoing a step that failed midway).

@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Self
 
 import torch
 
@@ -150,19 +149,9 @@ class LayerState(ABC):
     def truncate(self, kv_len: int) -> None:
         """Keep the first `kv_len` tokens (crop, or undoing a step that failed midway)."""
 
-    def take(self, source: Self, rows: torch.Tensor) -> None:
-        """Take over the content of `source`, its batch rows `rows`: a reordering of this cache, or a copy of another.
-
-        Args:
-            source: This cache itself, or the cache of the same layer in another session, with as many tokens.
-            rows: int64 `[batch]` on the device: row i becomes a copy of the source's row `rows[i]`. Of another
-                session's cache it may be any number of rows.
-
-        Raises:
-            HostMemoryError: If the host tier can't take a copy.
-        """
-        self._arena.take(source._arena, rows)
-        self.num_quantized, self.window_len = source.num_quantized, source.window_len
+    def reorder(self, rows: torch.Tensor) -> None:
+        """Set batch row i to the former row `rows[i]`, int64 `[batch]` on the device."""
+        self._arena.reorder(rows)
 
     @abstractmethod
     def snapshot(self) -> dict[str, torch.Tensor]:

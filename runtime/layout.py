@@ -199,13 +199,10 @@ class Arena:
         for new, old in zip(self.tensors.all, before.all, strict=True):
             _copy_rows(new, old)
 
-    def take(self, source: Arena, rows: torch.Tensor) -> None:
-        """Take over batch rows `rows` of `source`, int64 `[batch]`; `source` may be this arena itself."""
-        before = source.tensors
-        if source is not self:
-            self.layout, self.tensors = self._allocate(source.layout.num_groups, source.layout.window_rows)
-        for new, old in zip(self.tensors.all, before.all, strict=True):
-            new.copy_(old.index_select(0, rows))
+    def reorder(self, rows: torch.Tensor) -> None:
+        """Set batch row i to the former row `rows[i]`, int64 `[batch]` on the device."""
+        for tensor in self.tensors.all:
+            tensor.copy_(tensor.index_select(0, rows))
 
 
 def _copy_rows(new: torch.Tensor, old: torch.Tensor) -> None:

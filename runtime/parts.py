@@ -13,7 +13,7 @@ from specache_fx.runtime import registry
 from specache_fx.runtime.claims import MIXED, by_session, check_open, living, read_claim
 from specache_fx.runtime.give_back import with_heads_first
 from specache_fx.runtime.session import Session
-from specache_fx.runtime.snapshot import take_lookahead
+from specache_fx.runtime.snapshot import fork
 
 
 @dataclass(frozen=True)
@@ -68,14 +68,9 @@ def _part(
     session = claim.session
     stack.enter_context(registry.holding(session))
     check_open(session)
-    # A step that failed midway leaves some layers longer.
-    whole = all(
-        length == claim.kv_len for length in (session.kv_len, *(layer.kv_len for layer in session.layers))
-    )
-    if not whole or claim.rows != list(range(session.batch or 0)):
-        source, session = session, session.fork(claim.rows)
+    session.rewind(session.kv_len)  # a step that failed midway leaves some layers longer
+    if claim.kv_len != session.kv_len or claim.rows != list(range(session.batch or 0)):
+        session = fork(session, claim.rows)
         stack.callback(session.close)
-        if whole and len(claim.rows) == source.batch and not registry.is_held(source):
-            take_lookahead(session, source, claim.rows)  # as `go_on` moves the rows in place
         session.rewind(claim.kv_len)
     return Part(session, places)

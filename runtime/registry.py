@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import os
 import threading
 import weakref
 from collections import deque
@@ -145,10 +146,19 @@ def is_held(session: Session) -> bool:
     return any(issued.session is session and not issued.storage.expired() for issued in _by_storage.values())
 
 
-def has_copies(session: Session) -> bool:
-    """Whether a copy of a handle of the session lives, with memory of its own."""
+def has_copies(session: Session, past: Sequence[torch.Tensor], discards: bool) -> bool:
+    """Whether copies of the session's handles live, other than a call's `past`, that hold what the call changes.
+
+    Args:
+        session: The session.
+        past: Its handles, or copies of them.
+        discards: The call changes tokens too that the session has had for long, not just its newest state.
+    """
     lease = session.lease() if session.lease is not None else None
-    return lease is not None and lease.has_copies
+    if lease is None or not (copies := lease.copies()):
+        return False
+    given = {tensor.untyped_storage()._cdata for tensor in past}
+    return any(key not in given and (discards or kv_len == session.kv_len) for key, kv_len in copies.items())
 
 
 @locked
@@ -173,7 +183,7 @@ def resized(session: Session, made: Sequence[torch.Tensor]) -> list[torch.Tensor
     lease = _lease(session)
     with bare():
         newest: list[torch.Tensor] = [
-            mark(handle, lease) for handle in handles.resize(made, session.handle_lengths())
+            mark(handle, lease, session.kv_len) for handle in handles.resize(made, session.handle_lengths())
         ]
     session.newest = handles.Newest(list(map(weakref.ref, newest)), session.kv_len)
     return newest
@@ -196,6 +206,8 @@ def _end(session: Session) -> None:
     this thread makes, nor change the registry under a function of it that this thread is in. In these cases the next
     forward pass frees the session.
     """
+    if _open.get(session.number) is not session:  # the parent's: see `_in_child`
+        return
     _ended.append(session)
     if copies_here():
         return
@@ -226,7 +238,7 @@ def find(tensor: torch.Tensor) -> Session | None:
         return issued.session
     session = tensor.lease.session if isinstance(tensor, Handle) else None
     assert session is None or isinstance(session, Session)
-    return session
+    return None if session is None or _open.get(session.number) is not session else session
 
 
 @locked
@@ -264,3 +276,21 @@ def first_handle(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
         if is_nan and handles.is_poisoned(tensor):
             return tensor
     return None
+
+
+_of_parent: list[Session] = []
+
+
+def _in_child() -> None:
+    """Leave all sessions to the parent of a forked process, which shares their files and page-locked memory.
+
+    Their handles carry the parent's number (`handle.py`), so each use of one is refused as another process's.
+    """
+    _lock._at_fork_reinit()  # type: ignore[attr-defined]  # another thread of the parent may have held it
+    # To free the device's memory is not for a forked process.
+    _of_parent.extend(session for session in _open.values() if session.device.type != "cpu")
+    for known in (_issues, _by_storage, _open, _ended):
+        known.clear()
+
+
+os.register_at_fork(after_in_child=_in_child)

@@ -250,40 +250,16 @@ class Session:
     def reorder(self, rows: Sequence[int]) -> None:
         """Set batch row i to the former row `rows[i]` (beam search): as many rows as before."""
         index = torch.tensor(rows, device=self.device)
+        self.next_answer = None
         if self.transfer is not None:
             self.transfer.reorder(index)
         for layer in self.layers:
-            layer.take(layer, index)
-        self._take_rows(self, index)
-
-    def fork(self, rows: Sequence[int]) -> Session:
-        """A copy of this session with batch rows `rows`, in that order.
-
-        Raises:
-            HostMemoryError: If the host tier can't take a copy. This session is as it was.
-        """
-        twin = Session(self.config, self.shapes, self.dtype, self.device)
-        index = torch.tensor(rows, device=self.device)
-        try:
-            twin._open(len(rows), self.kv_len)
-            for mine, theirs in zip(twin.layers, self.layers, strict=True):
-                mine.take(theirs, index)
-        except BaseException:
-            twin.close()
-            raise
-        twin.kv_len, twin.masks_move = self.kv_len, self.masks_move
-        twin.origin, twin.forms = self.origin.copy(), [*self.forms]
-        twin._take_rows(self, index)
-        twin.forget_lookahead()  # its staged pairs are not copied
-        return twin
-
-    def _take_rows(self, source: Session, index: torch.Tensor) -> None:
-        self.next_answer = None
-        self.key_mask.take(source.key_mask, index)
-        if self.tokens is not None and source.tokens is not None:
-            self.tokens.take(source.tokens, index)
+            layer.reorder(index)
+        self.key_mask.reorder(index)
+        if self.tokens is not None:
+            self.tokens.reorder(index)
         for name in ("speculative_token", "guessed_token"):
-            value = getattr(source, name)
+            value = getattr(self, name)
             setattr(self, name, None if value is None else value.index_select(0, index))
 
     def requantize(self) -> None:

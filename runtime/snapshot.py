@@ -1,13 +1,15 @@
 """A session's content as named tensors: taken from one session, put into another, nothing computed anew.
 
+A saved cache and a fork are made so. Both go on as the session that they are of.
+
 Names are `mask`, `tokens`, `speculative`, `guessed`, and for layer i `i.NAME`: `NAME` is of `LayerState.snapshot`,
 `host.N` (rows on the host, block by block), or `staged` (tokens in the slots).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -127,7 +129,7 @@ def restore(session: Session, header: SessionHeader, held: Mapping[str, torch.Te
     Args:
         session: It has no tokens. After an error it is to be closed.
         header: Of the session that was saved.
-        held: On the CPU, by name; read once.
+        held: By name, on any device; read once, layer by layer.
 
     Raises:
         HostMemoryError: If the host tier can't take the rows.
@@ -147,7 +149,7 @@ def restore(session: Session, header: SessionHeader, held: Mapping[str, torch.Te
             )
     session._open(header.batch, header.kv_len)
     if "mask" in held:
-        session.key_mask.real = held["mask"].to(device, copy=True)
+        session.key_mask.put(held["mask"].to(device, copy=True))
     if session.tokens is not None and "tokens" in held:
         session.tokens.append(held["tokens"].to(device), 0)
     for i, layer in enumerate(session.layers):
@@ -209,17 +211,42 @@ def _check_tokens(tokens: torch.Tensor, num_quantized: int, name: str) -> None:
         raise ValueError(f"{name} names tokens that are not quantised")
 
 
-def take_lookahead(session: Session, source: Session, rows: list[int]) -> None:
-    """Stage the same pairs for a fork of a session's batch rows."""
-    if source.staged_for != source.kv_len:
-        return
-    index = torch.tensor(rows, device=source.device)
-    held = {
-        name: tensor.index_select(0, index)
-        for name, tensor in snapshot(source).items()
-        if name in ("speculative", "guessed") or name.endswith(".staged")
-    }
-    _look_ahead(session, held)
+class _Rows(Mapping[str, torch.Tensor]):
+    """A snapshot's tensors with other batch rows, each copied when it is read: a layer's at a time."""
+
+    def __init__(self, held: Mapping[str, torch.Tensor], rows: Sequence[int]) -> None:
+        self._held, self._rows = held, torch.tensor(rows)
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        tensor = self._held[name]
+        return tensor if name.endswith(".sizes") else tensor.index_select(0, self._rows.to(tensor.device))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._held)
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+
+def fork(source: Session, rows: Sequence[int]) -> Session:
+    """A session of its own with batch rows `rows` of another, which is held and has no step that failed midway.
+
+    Each row goes on as it would in `source`, which forgets `Session.next_answer` as with `snapshot`.
+
+    Raises:
+        HostMemoryError: If the host tier can't take a copy.
+    """
+    held: Mapping[str, torch.Tensor] = snapshot(source)
+    if list(rows) != list(range(source.batch or 0)):
+        held = _Rows(held, rows)
+    twin = Session(source.config, source.shapes, source.dtype, source.device)
+    try:
+        restore(twin, replace(SessionHeader.of(source), batch=len(rows)), held)
+    except BaseException:
+        twin.close()
+        raise
+    twin.origin, twin.forms = source.origin.copy(), [*source.forms]
+    return twin
 
 
 def _look_ahead(session: Session, held: Mapping[str, torch.Tensor]) -> None:

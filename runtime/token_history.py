@@ -73,10 +73,10 @@ class TokenHistory:
         """Forget the tokens from `kv_len` on."""
         self._length = min(self._length, kv_len)
 
-    def take(self, source: TokenHistory, rows: torch.Tensor) -> None:
-        """Take over batch rows `rows` of `source`, int64 `[batch]` on the device."""
-        if source._rows.shape[0]:
-            self._rows, self._length = source._rows.index_select(0, rows), source._length
+    def reorder(self, rows: torch.Tensor) -> None:
+        """Set batch row i to the former row `rows[i]`, int64 `[batch]` on the device."""
+        if self._rows.shape[0]:
+            self._rows = self._rows.index_select(0, rows)
 
     def following(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The token that followed where the newest tokens stood last: of the longest match, the latest place.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Self
 
 import torch
 import torch.nn.functional as F
@@ -142,11 +141,6 @@ class WindowCache(LayerState):
         if kv_len < self.kv_len:
             self.window_len -= self.kv_len - kv_len
             self.kv_len = kv_len
-
-    def take(self, source: Self, rows: torch.Tensor) -> None:
-        """See `LayerState`."""
-        super().take(source, rows)
-        self.kv_len = source.kv_len
 
     def snapshot(self) -> dict[str, torch.Tensor]:
         """See `LayerState`; `sizes`: rows of the arena, filled ones, tokens."""

@@ -33,12 +33,12 @@ def as_taken(program: Program, args: Sequence[Any]) -> list[Any]:
 
 def heads_apart(tensor: torch.Tensor, num_heads: int) -> torch.Tensor:
     """`[batch, kv_len, num_heads, head_dim]` of a cache with merged heads: of numbers, a handle or a copy of one."""
-    lease = tensor.lease if isinstance(tensor, Handle) else None
+    handle = tensor if isinstance(tensor, Handle) else None
     with bare():
-        if lease is None and not is_laid_out(tensor) and not is_poisoned(tensor):
+        if handle is None and not is_laid_out(tensor) and not is_poisoned(tensor):
             return tensor.unflatten(2, (num_heads, -1))
         apart = to_heads_first(plain(tensor), Form.HEADS_MERGED, num_heads).transpose(1, 2)
-        return apart if lease is None else mark(apart, lease)
+        return apart if handle is None else mark(apart, handle.lease, handle.kv_len)
 
 
 def hand_out(handle: torch.Tensor, form: Form, slot: int) -> torch.Tensor:
@@ -50,7 +50,7 @@ def hand_out(handle: torch.Tensor, form: Form, slot: int) -> torch.Tensor:
     if form is Form.HEADS_FIRST:
         return handle
     with bare():
-        return mark(handle_form.in_form(handle, form), handle.lease)
+        return mark(handle_form.in_form(handle, form), handle.lease, handle.kv_len)
 
 
 class TakenApart:

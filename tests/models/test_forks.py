@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import copy
+import gc
 import itertools
 import os
 import signal
+import threading
+import traceback
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +22,7 @@ from support.zoo import SMALL, build, left_padded
 from torch import Tensor, nn
 
 import specache_fx
-from specache_fx import CacheHandleError, SpecacheConfig
+from specache_fx import CacheHandleError, SpecacheConfig, progress
 from specache_fx.runtime import handle, registry
 from specache_fx.runtime.give_back import give_back
 from specache_fx.runtime.handle_tensor import plain
@@ -249,7 +253,7 @@ def test_a_reordering_that_failed_is_never_wrong(
 ) -> None:
     past = prompt(models[1])
     past.reorder_cache(torch.tensor([2, 0, 0]))
-    fail_once(monkeypatch, LayerCache, "take", nth)
+    fail_once(monkeypatch, LayerCache, "reorder", nth)
     with pytest.raises(torch.OutOfMemoryError):
         decode(models[1], past, [3])
     with pytest.raises(CacheHandleError, match="session that has ended"):
@@ -283,18 +287,90 @@ def fail_once(monkeypatch: pytest.MonkeyPatch, owner: type, method: str, nth: in
 # Other processes ------------------------------------------------------------------------------------------------------
 
 
-def test_a_cache_of_another_process_is_refused(models: tuple[Any, Any]) -> None:
-    saved = copy.deepcopy(prompt(models[1]))
+def in_child(act: Callable[[], None]) -> int:
+    """Run something in a forked process; returns its id. It exits with 0 if nothing is raised."""
     child = os.fork()
     if not child:
         signal.alarm(60)
+        torch.set_num_threads(1)  # OpenMP's threads don't survive a fork
         try:
-            decode(models[1], saved, [3])
-        except CacheHandleError as error:
-            os._exit("made in another process" not in str(error))
+            act()
+            os._exit(0)
+        except BaseException:
+            traceback.print_exc()
         finally:
             os._exit(2)
+    return child
+
+
+def end(child: int) -> None:
     assert os.waitpid(child, 0)[1] == 0
+
+
+def test_a_cache_of_another_process_is_refused(models: tuple[Any, Any]) -> None:
+    original = prompt(models[1])
+    saved = copy.deepcopy(original)
+
+    def uses() -> None:
+        for past in (original, saved):
+            with pytest.raises(CacheHandleError, match="inherited by a forked process"):
+                decode(models[1], past, [3])
+        for use in (specache_fx.stats, specache_fx.release):
+            with pytest.raises(CacheHandleError, match="Another process"):
+                use(original)
+
+    end(in_child(uses))
+
+
+@pytest.mark.parametrize("host", ["disk", "memory"])
+def test_a_forked_process_leaves_its_parents_caches_alone(host: str, tmp_path: Path) -> None:
+    """Of a mapped file both would see what one writes. The child has caches of its own, and those that were saved."""
+    torch._dynamo.reset()
+    model = build("plain")
+    model.compile(backend="specache", options={**SMALL, "bits": 2, "host": host})
+    expected = decode(model, prompt(model), list(range(40)))
+    past = prompt(model)
+    logits = decode(model, past, list(range(20)))
+    specache_fx.save(past, tmp_path)
+
+    def goes_on() -> None:
+        nonlocal past
+        with pytest.raises(CacheHandleError, match="inherited by a forked process"):
+            decode(model, past, [7])
+        assert close(decode(model, prompt(model), list(range(20))), expected[:20])
+        assert close(decode(model, specache_fx.load(model, tmp_path), list(range(20, 40))), expected[20:])
+        past = None  # frees nothing of the parent's
+        gc.collect()
+
+    end(in_child(goes_on))
+    assert close(logits + decode(model, past, list(range(20, 40))), expected)
+
+
+def test_a_forked_process_waits_for_no_thread_of_its_parent(models: tuple[Any, Any]) -> None:
+    """Another thread had the registry, and a step under way, when the process was forked."""
+    expected, past = decode(models[1], prompt(models[1]), [3, 4]), prompt(models[1])
+    session, held, done = registry.find(past.layers[0].keys), threading.Event(), threading.Event()
+    assert session is not None
+
+    def holds() -> None:
+        with session.lock, registry._lock, progress._lock:
+            held.set()
+            done.wait(60)
+
+    def goes_on() -> None:
+        nonlocal past
+        past = None
+        assert close(decode(models[1], prompt(models[1]), [3, 4]), expected)
+        with progress.announced("nothing", "inductor"):
+            pass
+
+    thread = threading.Thread(target=holds)
+    thread.start()
+    held.wait()
+    child = in_child(goes_on)
+    done.set()
+    thread.join()
+    end(child)
 
 
 def test_handles_of_another_process_are_refused_where_a_graph_is_left_alone(

@@ -13,6 +13,7 @@ from specache_fx.config import SpecacheConfig
 from specache_fx.runtime.layer_cache import LayerCache
 from specache_fx.runtime.layout import LayerShape
 from specache_fx.runtime.session import Session
+from specache_fx.runtime.snapshot import fork
 
 HEADS, KEY_DIM, VALUE_DIM = 2, 8, 6
 
@@ -111,7 +112,7 @@ def test_a_reordered_session_and_a_fork_have_their_rows_sinks(policy: str) -> No
     made.store(0, key, value, mask[:, None])
     made.advance(22, decoded=False)
     rows = torch.tensor([2, 0, 0, 1])
-    twin = made.fork(rows.tolist())
+    twin = fork(made, rows.tolist())
     check(layer_of(twin), mask[rows], key[rows], value[rows])
     rows = torch.tensor([1, 1, 2])
     made.reorder(rows.tolist())

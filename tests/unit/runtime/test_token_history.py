@@ -99,9 +99,7 @@ def test_crop_and_append_again_replace_tokens() -> None:
     assert guesses(history) == [2]
 
 
-def test_rows_are_taken_in_their_order() -> None:
-    history, other = TokenHistory(CPU), history_of([[1, 2, 3, 1, 2], [4, 5, 6, 4, 5]])
-    history.take(other, torch.tensor([1, 1, 0]))
+def test_rows_are_put_in_their_order() -> None:
+    history = history_of([[1, 2, 3, 1, 2], [4, 5, 6, 4, 5], [7, 8, 9, 7, 8]])
+    history.reorder(torch.tensor([1, 1, 0]))
     assert guesses(history) == [6, 6, 3]
-    other.append(torch.tensor([[9], [9]]), 5)
-    assert guesses(history) == [6, 6, 3]  # a copy
