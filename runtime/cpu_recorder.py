@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import logging
+import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -35,7 +36,13 @@ _ALIGNMENT = 64
 _ALLOCATES = "empty_strided_cpu"
 # Globals that launch nothing. What `torch` calls, `Observed` sees as operators.
 _HARMLESS = frozenset({"assert_size_stride", "assert_alignment", "reinterpret_tensor", "torch"})
-_one_at_a_time = threading.Lock()  # functions are observed by other globals, which all threads see
+_one_at_a_time = threading.RLock()  # functions are observed by other globals, which all threads see
+# A forked process gets the functions as they are.
+os.register_at_fork(
+    before=_one_at_a_time.acquire,
+    after_in_parent=_one_at_a_time.release,
+    after_in_child=_one_at_a_time.release,
+)
 
 
 class NotKnownError(Exception):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import sys
 import threading
 import time
@@ -152,6 +153,15 @@ def say_step(step: str) -> None:
     for current in _running:
         if current.thread == threading.get_ident():
             current.step = step
+
+
+def _in_child() -> None:
+    """Forget the compiles of threads that a forked process does not have, and a lock that one of them held."""
+    _lock._at_fork_reinit()  # type: ignore[attr-defined]
+    _running[:] = [current for current in _running if current.thread == threading.get_ident()]
+
+
+os.register_at_fork(after_in_child=_in_child)
 
 
 @contextlib.contextmanager

@@ -6,10 +6,8 @@ prefetch:  a job for the thread; what it fails with empties the slots and is rai
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 import time
-import weakref
 from collections.abc import Callable
 from concurrent import futures
 from functools import partial
@@ -32,7 +30,6 @@ class WorkerTransfer(Transfer):
         super().__init__(host, top_k, device)
         self._thread = _thread()
         self._under_way: dict[int, futures.Future[None]] = {}  # by layer
-        _workers.add(self)
 
     def _copy(self, layer: int, staging: Staging) -> Copy:
         """The thread's job. It holds host and slots, not the transfer: dropping that ends the thread."""
@@ -42,7 +39,12 @@ class WorkerTransfer(Transfer):
         """See `Transfer`."""
         staging = self.staging(layer)
         copy = self._copy(layer, staging)
-        job = self._under_way[layer] = self._thread.submit(_count, copy, staging.row_bytes, self._metrics)
+        count = partial(_count, copy, staging.row_bytes, self._metrics)
+        try:
+            job = self._under_way[layer] = self._thread.submit(count)
+        except RuntimeError:  # the interpreter exits, and a daemon thread still generates
+            count()
+            return
         if self.synchronous:
             futures.wait([job])
 
@@ -67,7 +69,6 @@ class WorkerTransfer(Transfer):
         self._thread.shutdown()
 
 
-_workers: weakref.WeakSet[WorkerTransfer] = weakref.WeakSet()
 _here = threading.local()
 
 
@@ -85,17 +86,3 @@ def _count(copy: Copy, row_bytes: int, metrics: CopyMetrics) -> None:
     start = time.perf_counter()
     metrics.count(*copy(), row_bytes)
     metrics.copy_seconds += time.perf_counter() - start
-
-
-def _before_fork() -> None:
-    for worker in list(_workers):
-        futures.wait(list(worker._under_way.values()))  # `wait` raises a failed copy's error
-
-
-def _in_child() -> None:
-    for worker in list(_workers):
-        worker._thread = _thread()
-
-
-# A forked process has no thread that copies: it gets no copy that is half made.
-os.register_at_fork(before=_before_fork, after_in_child=_in_child)
