@@ -92,9 +92,10 @@ def check_host_dir(host: str, host_dir: str | None) -> None:
         )
     try:
         os.close(_open_unnamed(folder))
-    except OSError as error:
+    except (OSError, ValueError) as error:  # a path may have characters that none has
+        reason = getattr(error, "strerror", None) or error
         raise ConfigError(
-            f'host="disk" can\'t keep a file under {folder!r}: {error.strerror}. Give host_dir= a folder that exists'
+            f'host="disk" can\'t keep a file under {folder!r}: {reason}. Give host_dir= a folder that exists'
             ' and can be written to, or use host="memory".'
         ) from error
 

@@ -73,7 +73,7 @@ def disk_folder(host_dir: str | None) -> str:
 
 def memory_file_system(folder: str) -> str | None:
     """Name of the file system that keeps a folder's files in memory (tmpfs); None where they are on a disk."""
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, ValueError):
         device = os.stat(folder).st_dev
         number = f"{os.major(device)}:{os.minor(device)}"
         for line in Path("/proc/self/mountinfo").read_text().splitlines():

@@ -6,6 +6,7 @@ is reordered drops all its old handles before it uses the new ones: these are co
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import itertools
@@ -58,6 +59,7 @@ _issues: dict[int, Issue] = {}  # by the code that the handles carry
 _by_storage: dict[int, Issue] = {}  # those whose handles live
 _open: WeakValueDictionary[int, Session] = WeakValueDictionary()  # also those in their first prefill
 _ended: deque[Session] = deque()  # whose last handle is gone, and which are still to be closed
+_LAST_CALL_S = 2  # that the process's exit waits for a call
 _lock = threading.RLock()  # generations may run in threads, each with a cache of its own
 
 
@@ -294,3 +296,16 @@ def _in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_in_child)
+
+
+def _at_exit() -> None:
+    """Let the calls of daemon threads end, and none begin: torch takes its operators away next.
+
+    A thread that waits for a lock ends quietly with the process.
+    """
+    _lock.acquire(timeout=_LAST_CALL_S)  # each call asks for it first
+    for session in list(_open.values()):
+        session.lock.acquire(timeout=_LAST_CALL_S)
+
+
+atexit.register(_at_exit)

@@ -19,6 +19,7 @@ OnMiss = Literal["recover", "keep", "refetch"]
 HitTracking = bool | Literal["steps"]
 
 BITS = (1, 2, 4, 8, 16)
+_MOST = 2**31 - 1  # places of tokens are int32
 _RENAMED = {"cuda_graphs": "replay"}  # options of earlier versions
 _OF_POLICY: Any = None  # a default that the policy decides; no value of a config that is made
 
@@ -185,7 +186,8 @@ class SpecacheConfig:
         if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) for name in names):
             raise ConfigError(f"skip_passes={names!r}: give a list of names.")
         object.__setattr__(self, "skip_passes", tuple(names))
-        if not isinstance(self.track_hit_rates, bool) and self.track_hit_rates != "steps":
+        tracks: Any = self.track_hit_rates
+        if not isinstance(tracks, bool) and not (isinstance(tracks, str) and tracks == "steps"):
             raise ConfigError(f'track_hit_rates={self.track_hit_rates!r}: give True, False or "steps".')
         for name in ("quantizer", "kernel"):
             if not isinstance(getattr(self, name), str):
@@ -219,13 +221,16 @@ class SpecacheConfig:
 
     def _one_of(self, name: str, valid: tuple[Any, ...]) -> None:
         value = getattr(self, name)
-        if isinstance(value, (bool, float)) or value not in valid:
+        # An array compares element by element, and True is 1.
+        if isinstance(value, bool) or not isinstance(value, (int, str)) or value not in valid:
             raise ConfigError(f"{name}={value!r} is not valid: choose one of {', '.join(map(repr, valid))}.")
 
     def _integer(self, name: str, least: int) -> None:
         value = getattr(self, name)
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise ConfigError(f"{name}={value!r} is not valid: give a whole number >= {least}.")
+        if value > _MOST:
+            raise ConfigError(f"{name}={value} is not valid: give a whole number of at most {_MOST:,}.")
 
     @property
     def placement(self) -> Policy:

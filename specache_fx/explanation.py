@@ -25,6 +25,7 @@ from specache_fx.compiled import uncompiled, with_generators
 from specache_fx.config import SpecacheConfig
 from specache_fx.decode_runner import Decode
 from specache_fx.errors import ConfigError
+from specache_fx.fingerprint import check_ids
 from specache_fx.fixed_runner import InPlace
 from specache_fx.lowering import Compiled
 from specache_fx.runtime.native.products import is_products
@@ -236,9 +237,13 @@ def explain(
         A report to print.
 
     Raises:
-        ConfigError: On unknown or bad options, or where there is nothing to run the model with.
+        ConfigError: On unknown or bad options, where `input_ids` for `generate()` are no integers `[batch, tokens]`, or
+            where there is nothing to run the model with.
     """
     check_names(SpecacheConfig.from_options(options))
+    ids = inputs.get("input_ids")
+    if isinstance(ids, str) or (ids is not None and hasattr(model, "generate")):
+        check_ids(cast(Any, ids))
     recorder = _Recorder(Backend(), {**(options or {}), "lowering": "eager", "compile_prefill": False})
     recorder.explanation.is_driven = run is not None
     model = getattr(model, "_orig_mod", model)  # a wrapper of torch.compile

@@ -245,7 +245,7 @@ class Prefill:
             )
             _note_model(session, self._program, args)
             try:
-                with told_by_rule(session, self._program, args):
+                with session.lock, told_by_rule(session, self._program, args):
                     kept = self._compiled(*args, session.state)
                 _advance(session, self._program, args)
                 handles = registry.issue(session)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from specache_fx.errors import SpecacheError
+from specache_fx.errors import HostMemoryError, SpecacheError
 from specache_fx.runtime.host_cache import HostCache
 from specache_fx.runtime.transfer.staging import Staging
 
@@ -82,7 +82,15 @@ class Transfer:
         if layer not in self._staging:
             num_kv_heads, key_dim, value_dim = self.host.shapes[layer]
             shape = (self.host.batch, num_kv_heads, self._top_k)
-            self._staging[layer] = Staging.empty(shape, key_dim + value_dim, self.host.dtype, self._device)
+            try:
+                made = Staging.empty(shape, key_dim + value_dim, self.host.dtype, self._device)
+            except RuntimeError as error:
+                if self._device.type != "cpu":  # CUDA's error says what is needed
+                    raise
+                raise HostMemoryError(
+                    f"There is no memory for top_k={self._top_k} prefetched pairs a layer: lower top_k."
+                ) from error
+            self._staging[layer] = made
         return self._staging[layer]
 
     def prefetch(self, layer: int, indices: torch.Tensor) -> None:

@@ -59,6 +59,60 @@ def test_fewer_batch_rows_are_refused(models: tuple[Any, Any]) -> None:
         ours(A[:1], past=cut, attention_mask=torch.ones(1, 22, dtype=torch.bool))
 
 
+NOTHING = PROMPT[:, :0]
+
+
+class OfAnySize(torch.nn.Module):
+    """One attention, whose views have no size that is to be found (-1): they hold for no elements as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(61, 64)
+
+    def forward(
+        self, ids: Tensor, past: KVPairs | None = None, attention_mask: Tensor | None = None
+    ) -> tuple[Tensor, KVPairs]:
+        batch, q_len = ids.shape
+        query = self.embedding(ids).view(batch, q_len, 2, 32).transpose(1, 2)
+        key, value = query.sin(), query.cos()
+        if past is not None:
+            key, value = torch.cat([past[0][0], key], 2), torch.cat([past[0][1], value], 2)
+        kv_len = key.shape[2]
+        seen = torch.arange(kv_len)[None] <= torch.arange(kv_len - q_len, kv_len)[:, None]
+        out = torch.nn.functional.scaled_dot_product_attention(query, key, value, seen)
+        return out.transpose(1, 2).reshape(batch, q_len, 64) @ self.embedding.weight.T, [(key, value)]
+
+
+@torch.no_grad()
+def fed(model: Any, parts: list[Tensor]) -> list[Tensor]:
+    past, logits = None, []
+    for tokens in parts:
+        kv_len = (0 if past is None else past[-1][0].shape[2]) + tokens.shape[1]
+        mask = torch.ones(len(tokens), kv_len, dtype=torch.bool)
+        out, past = model(tokens, past=past, attention_mask=mask)
+        logits.append(out)
+    return logits
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize(
+    "parts",
+    [
+        [NOTHING, PROMPT, A, B],
+        [NOTHING, A, NOTHING, B],
+        [PROMPT, NOTHING, A, NOTHING, B, C],
+        [PROMPT[:0], A[:0], PROMPT[:0]],
+    ],
+    ids=["prompt", "prompt-then-one", "turns", "rows"],
+)
+def test_calls_without_tokens_or_sequences_are_the_models_own(parts: list[Tensor]) -> None:
+    """They are left alone, and the next call takes the cache over."""
+    plain = OfAnySize()
+    ours = torch.compile(plain, backend="specache", options=OPTIONS)
+    for found, expected in zip(fed(ours, parts), fed(plain, parts), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
 class Counting(TinyDecoder):
     """A state of its own that every call moves on, as recurrent layers have."""
 

@@ -29,6 +29,12 @@ def test_a_model_that_has_nothing_to_begin_with_is_told_so() -> None:
         specache_fx.explain(build("llama", bos_token_id=None))
 
 
+@pytest.mark.parametrize("ids", ["text", [[1, 2]], torch.ones(3), torch.ones(1, 3)], ids=str)
+def test_ids_that_are_none_are_refused(ids: Any) -> None:
+    with pytest.raises(ConfigError, match=r"input_ids are .*: give .*integers \[batch, tokens\]"):
+        specache_fx.explain(build("llama", 1), input_ids=ids)
+
+
 def test_every_graph_is_named_with_its_phase_and_the_decode_ops_are_shown() -> None:
     report = specache_fx.explain(TinyDecoder(TinyConfig()), options={"bits": 1, "top_k": 4}, run=_run)
     assert [graph.phase.value for graph in report.graphs][:2] == ["prefill", "decode"]

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import copy
 import gc
+import os
+import subprocess
+import sys
 import threading
 from typing import Any
 
@@ -124,3 +127,39 @@ def test_what_is_no_cache_of_ours_is_not_released() -> None:
     for thing in (None, [torch.zeros(1, 2, 3, 16)], generate(build("plain", 1))):
         with pytest.raises(CacheHandleError, match=r"argument of release\(\) has no KV cache of specache"):
             specache_fx.release(thing)
+
+
+def test_a_step_of_a_daemon_thread_ends_before_its_operators_go() -> None:
+    """And none begins: a thread that waits for a lock ends quietly with the process."""
+    code = """if True:
+        import atexit, threading, time
+        atexit.register(time.sleep, 1)  # behind all that torch does at exit
+        import torch
+        from specache_fx import SpecacheConfig
+        from specache_fx.runtime import ops, registry
+        from specache_fx.runtime.layout import LayerShape
+
+        session = registry.open_session(SpecacheConfig(), (LayerShape(1, 64, 64),), torch.float32, torch.device("cpu"))
+        begun = threading.Event()
+
+        def steps():
+            while True:
+                registry.sweep()  # as each call does first
+                with session.lock:
+                    begun.set()
+                    time.sleep(0.3)
+                    torch.ops.specache.products
+
+        threading.Thread(target=steps, daemon=True).start()
+        begun.wait()
+    """
+    environment = {**os.environ, "PYTHONWARNINGS": "ignore", "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0 and "specache" not in done.stderr

@@ -6,7 +6,9 @@ import re
 from dataclasses import asdict
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from specache_fx import ConfigError
 from specache_fx.config import SpecacheConfig
@@ -18,6 +20,16 @@ KCACHE = {"policy": "kcache"}
     ("options", "words"),
     [
         ({"bits": 3}, "bits=3 is not valid: choose one of 1, 2, 4, 8, 16"),
+        ({"bits": {}}, "bits={} is not valid: choose one of"),
+        ({"bits": np.int64(2)}, "bits=np.int64(2) is not valid: choose one of"),
+        ({"bits": torch.tensor([1, 2])}, "bits=tensor([1, 2]) is not valid: choose one of"),
+        ({"bits": float("nan")}, "bits=nan is not valid: choose one of"),
+        ({"lowering": np.array([1, 2])}, "lowering=array([1, 2]) is not valid: choose one of"),
+        ({"track_hit_rates": np.array([1, 2])}, "track_hit_rates=array([1, 2]): give True"),
+        ({"top_k": np.int64(3)}, "top_k=np.int64(3) is not valid: give a whole number >= 1"),
+        ({"top_k": "3"}, "top_k='3' is not valid: give a whole number >= 1"),
+        ({"top_k": 10**30}, f"top_k={10**30} is not valid: give a whole number of at most 2,147,483,647"),
+        ({"reserve": 10**30}, f"reserve={10**30} is not valid: give a whole number of at most"),
         ({"on_miss": "retry"}, "on_miss='retry' is not valid: choose one of 'recover', 'keep', 'refetch'"),
         ({"aggregation": "sum"}, "aggregation='sum' is not valid: choose one of 'mean', 'max'"),
         ({"resident_layers": -1}, "resident_layers=-1 is not valid: give a whole number >= 0"),

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from specache_fx import _log
-from specache_fx.errors import HostMemoryError
+from specache_fx.errors import ConfigError, HostMemoryError
 from specache_fx.runtime.host_blocks import check_host_dir, resolve_host
 from specache_fx.runtime.host_cache import HostCache
 from specache_fx.runtime.machine_memory import (
@@ -137,3 +137,9 @@ def test_folder_on_a_disk_is_not_warned_of(tmp_path: Path, caplog: pytest.LogCap
     candidates = (str(tmp_path), "/var/tmp", str(Path(__file__).parent))
     check_host_dir("disk", next(folder for folder in candidates if memory_file_system(folder) is None))
     assert warnings_of(caplog) == []
+
+
+@pytest.mark.parametrize("folder", ["a\0b", "\ud800", ""])
+def test_a_path_that_none_can_be_is_refused(folder: str) -> None:
+    with pytest.raises(ConfigError, match=r"can't keep a file under .* Give host_dir= a folder that exists"):
+        check_host_dir("disk", folder)

@@ -17,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from support.late_transfer import late_transfer
 from support.process import start
 
-from specache_fx.errors import SpecacheError
+from specache_fx.errors import HostMemoryError, SpecacheError
 from specache_fx.runtime import cpp_build, tracing
 from specache_fx.runtime.host_blocks import resolve_host
 from specache_fx.runtime.host_cache import HostCache
@@ -520,3 +520,28 @@ def test_interpreter_exits_with_a_copy_under_way():
         transfer.prefetch(0, torch.arange(4096, dtype=torch.int32).view(1, 1, -1))
     """
     assert run_alone(code) == "['MainThread']\n"
+
+
+def test_slots_that_no_memory_has_room_for_name_their_option():
+    host, _ = make_host(10)
+    with pytest.raises(HostMemoryError, match=r"no memory for top_k=2147483647 .* lower top_k"):
+        choose_transfer(host, 2**31 - 1, torch.device("cpu")).staging(0)
+
+
+def test_a_daemon_threads_copies_at_the_interpreters_exit_are_made_without_a_thread():
+    """`atexit` functions run behind the end of all thread pools."""
+    code = """
+        import atexit, torch
+        from specache_fx.runtime.host_cache import HostCache
+        from specache_fx.runtime.transfer import choose_transfer
+
+        host = HostCache(1, [(1, 8, 8)], torch.float32, "disk")
+        host.append(0, *(torch.arange(9.0).view(1, 1, 9, 1).expand(1, 1, 9, 8),) * 2)
+        transfer = choose_transfer(host, 4, torch.device("cpu"))
+
+        @atexit.register
+        def copies():
+            transfer.prefetch(0, torch.arange(4, dtype=torch.int32).view(1, 1, -1))
+            print(transfer.wait(0)[0][0, 0, :, 0].tolist())
+    """
+    assert run_alone(code) == "[0.0, 1.0, 2.0, 3.0]\n"
