@@ -188,7 +188,7 @@ class Arena:
                     raise
                 raise HostMemoryError(
                     f"There is no memory for a layer's cache of {layout.nbytes:,} bytes: free some, shorten the"
-                    " context, or ask for less by reserve=."
+                    " context, or ask for less by reserve=, residual_length=, group_size= or sink_tokens=."
                 ) from error
             return layout, layout.tensors(memory)
 

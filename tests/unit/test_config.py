@@ -28,7 +28,7 @@ KCACHE = {"policy": "kcache"}
         ({"track_hit_rates": np.array([1, 2])}, "track_hit_rates=array([1, 2]): give True"),
         ({"top_k": np.int64(3)}, "top_k=np.int64(3) is not valid: give a whole number >= 1"),
         ({"top_k": "3"}, "top_k='3' is not valid: give a whole number >= 1"),
-        ({"top_k": 10**30}, f"top_k={10**30} is not valid: give a whole number of at most 2,147,483,647"),
+        ({"top_k": 10**30}, f"top_k={10**30} is not valid: give a whole number of at most 281,474,976,710,656"),
         ({"reserve": 10**30}, f"reserve={10**30} is not valid: give a whole number of at most"),
         ({"on_miss": "retry"}, "on_miss='retry' is not valid: choose one of 'recover', 'keep', 'refetch'"),
         ({"aggregation": "sum"}, "aggregation='sum' is not valid: choose one of 'mean', 'max'"),

@@ -524,8 +524,8 @@ def test_interpreter_exits_with_a_copy_under_way():
 
 def test_slots_that_no_memory_has_room_for_name_their_option():
     host, _ = make_host(10)
-    with pytest.raises(HostMemoryError, match=r"no memory for top_k=2147483647 .* lower top_k"):
-        choose_transfer(host, 2**31 - 1, torch.device("cpu")).staging(0)
+    with pytest.raises(HostMemoryError, match=r"no memory for top_k=35184372088832 .* lower top_k"):
+        choose_transfer(host, 2**45, torch.device("cpu")).staging(0)
 
 
 def test_a_daemon_threads_copies_at_the_interpreters_exit_are_made_without_a_thread():
