@@ -260,7 +260,7 @@ def match_attention(
     for core in cores:
         try:
             if 0 in (shape_of(core.query) or ()):
-                raise NoMatch("this call has no tokens or no sequences", "Make no call without tokens")
+                raise NoMatch("this call has no tokens or no sequences", "Make no call without tokens.")
             if _comes_whole(core):
                 if _cache_of(core) in mutated_inputs(gm.graph):
                     raise NoMatch("its keys are written into a cache of fixed length", GROWING)

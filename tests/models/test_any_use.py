@@ -16,28 +16,12 @@ from hypothesis import note, seed, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 from support.cases import NIGHTLY
-from support.conversations import WINDOWS_ALONE, Setting, World
+from support.conversations import Setting, World
 from support.strategies import seeds
 
 Known = Callable[[World, str, dict[str, Any]], bool]
 # Faults that are known, and the uses that are left out until each is mended. Delete an entry with its fault.
-KNOWN: dict[str, Known] = {
-    "a copy and fewer or more rows lose the lookahead": lambda world, use, how: (
-        (how.get("keep", False) or how.get("how", "reorder") != "reorder")
-        and not world.setting.exact
-        and world.setting.all_options.get("lookahead") != "none"
-        and "policy" not in world.setting.options
-    ),
-    "rows don't move beside copies": lambda world, use, how: (
-        (use == "move_rows" and world.talk(how["which"]).has_copies)
-        or (use == "fork" and how["keep"] and world.talk(how["which"]).moved)
-    ),
-    "full windows alone can't be saved and copied": lambda world, use, how: (
-        use in ("fork", "save_and_load") and world.setting.kind in WINDOWS_ALONE
-    ),
-    "a softcap of 1e4 and more cancels": lambda world, use, how: world.setting.kind == "high-softcap",
-    "a turn of no tokens": lambda world, use, how: use == "say_nothing",
-}
+KNOWN: dict[str, Known] = {}
 
 
 def any_setting(random: Random) -> Setting:
@@ -195,11 +179,6 @@ class AnyUse(RuleBasedStateMachine):
     @rule(which=whiches)
     def save_and_load(self, **how: Any) -> None:
         self.do("save_and_load", **how)
-
-    @some
-    @rule(which=whiches)
-    def say_nothing(self, **how: Any) -> None:
-        self.do("say_nothing", **how)
 
     @several
     @rule(which=whiches)

@@ -7,7 +7,6 @@ the tale that is told again from its first call gives what the cache should have
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import inspect
 import tempfile
@@ -22,7 +21,6 @@ from support.zoo import SMALL, VOCAB_SIZE, build
 from torch import Tensor, nn
 
 import specache_fx
-from specache_fx import SpecacheError
 
 # All experts take part: a rounding that chooses another one is no fault.
 _NO_CHOICE = {"num_experts_per_tok": 4}
@@ -278,13 +276,6 @@ class World:
 
     def decode_in_threads(self, steps: int, greedy: bool, seed: int) -> None:
         at_once([partial(self._decode, talk, steps, greedy, seed + i) for i, talk in enumerate(self.talks)])
-
-    def say_nothing(self, which: int) -> None:
-        """A turn of no tokens changes nothing, or is refused."""
-        talk = self.talk(which)
-        empty = torch.empty(len(tokens_of(talk.tale).ids), 0)
-        with contextlib.suppress(SpecacheError):
-            _, talk.past = call(self.model, empty.long(), tokens_of(talk.tale).real, talk.past)
 
     # The cache --------------------------------------------------------------------------------------------------------
 
