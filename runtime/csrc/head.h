@@ -1,6 +1,7 @@
 // `Head`: one (batch row, kv head) of a call, or a stretch of its tokens, with all that is being computed of it.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 
 #include "inputs.h"
@@ -173,6 +174,19 @@ struct Head {
   const float* bias_of(int64_t q) const {
     const int64_t lane = q / in.heads_per_kv, head = kv_head * in.heads_per_kv + q % in.heads_per_kv;
     return in.bias + lane * in.bias_lane_stride + batch_row * in.bias_batch_stride + head * in.bias_head_stride;
+  }
+  // Has no scales of padding, so that it counts for nothing in the step that a chunk's numbers share.
+  void drop_padding(int64_t first, int64_t tokens, float* scales) const {
+    if (in.key_mask == nullptr) return;
+    const uint8_t* real = in.key_mask + batch_row * s.stored + first;
+    for (int64_t t = 0; t < tokens; t++)
+      if (!real[t]) scales[t] = 0;
+  }
+  // Whether all tokens of a group are padding.
+  bool is_padding(int64_t group) const {
+    if (in.key_mask == nullptr) return false;
+    const uint8_t* real = in.key_mask + batch_row * s.stored + group * in.group_size;
+    return std::none_of(real, real + in.group_size, [](uint8_t each) { return each != 0; });
   }
   // Whether a lane sees the pair of that number: stored ones, then the lanes' own.
   bool sees(int64_t lane, int64_t pair) const {

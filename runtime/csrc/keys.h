@@ -35,6 +35,7 @@ inline void read_affine(const Head& h, int64_t first, int64_t groups) {
     to_float(h.spare, h.at(h.in.key_zero, first + g, h.in.key_dim), h.in.key_dim, h.in.dtype);
     packed_order<BITS>(h.spare, s.key_steps, middles);
     to_float(h.spare, h.at(h.in.key_scale, first + g, h.in.key_dim), h.in.key_dim, h.in.dtype);
+    if (h.is_padding(first + g)) memset(h.spare, 0, 4 * h.in.key_dim);
     packed_order<BITS>(h.spare, s.key_steps, scales);
   }
   // In a loop of its own: what was just written in pieces is slow to be read in vectors.
@@ -55,6 +56,7 @@ inline void read_centred(const Head& h, int64_t first, int64_t groups) {
   const Sizes& s = h.s;
   const int64_t tokens = groups * h.in.group_size, padded = round_up(tokens, kLanes);
   to_float(h.token_scales, h.at(h.in.key_scale, first * h.in.group_size, 1), tokens, h.in.dtype);
+  h.drop_padding(first * h.in.group_size, tokens, h.token_scales);
   for (int64_t t = tokens; t < padded; t++) h.token_scales[t] = 0;
   Floats tops{};
   for (int64_t t = 0; t < padded; t += kLanes) tops = larger(load_floats(h.token_scales + t), tops);

@@ -91,6 +91,7 @@ inline void add_values(const Head& h, int64_t first, int64_t tokens) {
   if (!h.in.centred) by_group(h, h.at(h.in.value_zero, first, s.value_groups), tokens, h.value_middles);
   for (int64_t g = 0; g < s.value_groups; g++) {
     float *scales = h.value_scales + g * s.chunk_pad, *middles = h.value_middles + g * s.chunk_pad;
+    h.drop_padding(first, tokens, scales);
     memset(scales + tokens, 0, 4 * (s.chunk_pad - tokens));
     memset(middles + tokens, 0, 4 * (s.chunk_pad - tokens));
     Floats tops{};
