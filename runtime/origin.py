@@ -35,22 +35,30 @@ class Origin:
         """Of a fork."""
         return replace(self, _weights={**self._weights}, _values=[*self._values])
 
-    def knows(self, values: Values) -> bool:
-        """Whether a graph with this object as its constants was noted."""
-        return any(each is values for each in self._values)
+    def knows(self, values: Values, name: str, weight: object) -> bool:
+        """Whether a graph with this object as its constants was noted, and with this weight of that name."""
+        held, _ = self._weights.get(name, (None, None))
+        is_same = held is not None and held() is weight
+        return is_same and any(each is values for each in self._values)
 
-    def note(self, weights: Mapping[str, torch.Tensor], *values: Values) -> None:
+    def note(
+        self, weights: Mapping[str, torch.Tensor], values: Values, of_call: Values | None = None
+    ) -> None:
         """Tokens go through a graph.
 
         Args:
             weights: Its weights, by name.
-            values: Its constants: the same object each time. Further ones are of this call alone.
+            values: Its constants: for `knows`, the same object each time.
+            of_call: Values that are its inputs.
         """
         for name, weight in weights.items():
-            now = weakref.ref(weight), _version(weight)
-            if self._weights.setdefault(name, now) != now:  # equal references are of one object
+            held, version = self._weights.setdefault(name, (weakref.ref(weight), _version(weight)))
+            if held() is not weight or version != _version(weight):  # `==` of references compares numbers
                 self._changed = name
-        self._values += [each for each in values if not self.knows(each)]
+        if not any(each is values for each in self._values):
+            self._values.append(values)
+        if of_call and of_call not in self._values:
+            self._values.append(of_call)
 
     def weights(self) -> dict[str, torch.Tensor]:
         """The weights, by name.
@@ -95,9 +103,10 @@ class Origin:
                     if before != value and _INT.fullmatch(before) and _INT.fullmatch(value):
                         counts.add((module, attribute))
                     elif before != value:
+                        place = " of ".join(filter(None, (attribute, module or "the model")))
                         raise SavedCacheError(
-                            f"{attribute} of {module or 'the model'} was {before} when this cache's first tokens were"
-                            f" read, and then {value}. {_AGAIN}"
+                            f"{place} was {before} when this cache's first tokens were read, and"
+                            f" then {value}. {_AGAIN}"
                         )
         for module, attribute in counts:
             del found[module][attribute]

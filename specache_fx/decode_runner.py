@@ -95,7 +95,7 @@ class Decode:
             session, past = resolve(self._program, self._layers, args)
             with session.lock:
                 claims.check_open(session)  # another thread may have released it
-                if not session.origin.knows(self._program.values):
+                if not self._is_noted(session, args):
                     note_graph(session, self._program, args)
                 session.metrics.begin_step()
                 token = None if self._sources.token is None else args[self._sources.token]
@@ -106,6 +106,14 @@ class Decode:
                     session.forget_lookahead()
                 handles = registry.resized(session, past)
             return assemble(self._plan, kept, handles, args)
+
+    def _is_noted(self, session: Session, args: Sequence[Any]) -> bool:
+        """Whether the session has gone through this graph with this model: one weight tells, all take too long."""
+        program = self._program
+        if program.floats or not program.weights:
+            return False
+        place, name = next(iter(program.weights.items()))
+        return session.origin.knows(program.values, name, args[place])
 
     def _decode(self, session: Session, args: Sequence[Any]) -> tuple[list[Any], bool]:
         """The output token's results, and whether lookahead goes on: lane 1 had a position, and masks, of its own."""

@@ -65,7 +65,7 @@ def note_graph(session: Session, program: Program, args: Sequence[Any]) -> None:
     for i, (module, attribute) in program.floats.items():
         told.setdefault(module, {})[attribute] = repr(float(args[i]))
     weights = {name: args[i] for i, name in program.weights.items()}
-    session.origin.note(weights, program.values, *([told] if told else ()))
+    session.origin.note(weights, program.values, told)
 
 
 def assemble(

@@ -198,6 +198,23 @@ def test_a_cache_that_two_models_read_is_not_saved(adapted: Any, tmp_path: Path)
     specache_fx.save(read(decoder, PROMPT, None), tmp_path)  # the remedy
 
 
+@pytest.mark.parametrize("tokens", [4, 1], ids=["turn", "step"])
+def test_a_cache_that_goes_on_in_another_model_is_not_saved(tokens: int, tmp_path: Path) -> None:
+    torch._dynamo.reset()
+    first, second = (specache_fx.compile(build("plain", 1), bits=16, **SMALL) for _ in range(2))
+    with torch.no_grad():
+        for weight in second.parameters():
+            weight.add_(0.01)
+    past = read(first)
+    for model in (first, second):
+        past = read(model, PROMPT[:, :tokens], past)
+    with pytest.raises(
+        SavedCacheError, match=r"has changed since the cache's first tokens were read\. Read its"
+    ):
+        specache_fx.save(past, tmp_path)
+    specache_fx.save(read(second), tmp_path)  # the remedy
+
+
 def test_adapters_of_transformers_own_are_told_too(tmp_path: Path) -> None:
     torch._dynamo.reset()
     model: Any = build("plain", 1)
