@@ -274,10 +274,14 @@ class Session:
                 " move.",
             )
             return
-        for i, layer in self.tiered.items():
-            if self.transfer is not None:
-                self.transfer.reset(i)
-            layer.requantize()
+        try:
+            for i, layer in self.tiered.items():
+                if self.transfer is not None:
+                    self.transfer.reset(i)
+                layer.requantize()
+        except BaseException:
+            self.close()  # a layer has lost its pairs
+            raise
 
     def forget_lookahead(self) -> None:
         """Drop the guess and the staged pairs: other tokens come (extend, crop, a new run of decode steps)."""
@@ -286,7 +290,7 @@ class Session:
     def remember(self, tokens: torch.Tensor | None) -> None:
         """Note the tokens that go through next, integers `[batch, q_len]`; None where the graph takes none.
 
-        Of several tokens the layers have told the padding by now.
+        The layers have read the padding of several tokens by now.
         """
         if self.tokens is not None and tokens is not None:
             self.tokens.append(tokens, self.kv_len)

@@ -260,6 +260,26 @@ def test_a_reordering_that_failed_is_never_wrong(
         decode(models[1], past, [3])
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("tokens", [1, 4], ids=["step", "turn"])
+@pytest.mark.parametrize("models", ["top_k"], indirect=True)  # the others have no codes
+def test_codes_that_failed_to_be_made_anew_are_never_wrong(
+    models: tuple[Any, Any], tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A call shows padding, and a layer's pairs have no codes when memory runs out."""
+    model, ids = models[1], torch.arange(3 * 44).view(3, 44) * 7 % 97
+    mask = torch.ones_like(ids)
+    mask[1, :9] = 0
+    past = model(ids[:, :40], attention_mask=mask[:, :40], use_cache=True).past_key_values
+    call = {"past_key_values": past, "attention_mask": torch.ones_like(ids[:, : 40 + tokens])}
+    with monkeypatch.context() as patch:
+        fail_once(patch, LayerCache, "_quantize", 1)
+        with pytest.raises(torch.OutOfMemoryError):
+            model(ids[:, 40 : 40 + tokens], **call)
+    with pytest.raises(CacheHandleError, match="a call that failed midway"):
+        model(ids[:, 40 : 40 + tokens], **call)
+
+
 def test_a_step_that_failed_after_a_reordering_can_be_repeated(
     models: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
