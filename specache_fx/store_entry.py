@@ -86,15 +86,16 @@ class Entry:
                 if np.lib.format.read_magic(file) != (1, 0):
                     return None
                 shape, is_fortran, dtype = np.lib.format.read_array_header_1_0(file)
-                data = file.read()
+                is_ours = len(shape) == 2 and min(shape) >= 0 and not is_fortran and dtype == np.int64
+                nbytes = os.fstat(file.fileno()).st_size - file.tell()
+                if not is_ours or 8 * shape[0] * shape[1] != nbytes:  # before so much is read
+                    return None
+                data = file.read(nbytes)
         except PermissionError:
             raise
         except _DAMAGED:
             return None
-        if len(shape) != 2 or min(shape) < 0 or is_fortran or dtype != np.int64:
-            return None
-        fits = 8 * shape[0] * shape[1] == len(data)
-        return np.frombuffer(data, np.int64).reshape(shape).copy() if fits else None
+        return np.frombuffer(data, np.int64).reshape(shape).copy() if len(data) == nbytes else None
 
     def write_tokens(self, ids: torch.Tensor) -> None:
         """Put its tokens in their place, all at once."""

@@ -287,8 +287,9 @@ def test_a_broken_entry_is_removed_with_a_warning(
         lambda path: np.savez(path.open("wb"), np.arange(3)),
         lambda path: np.save(path, np.ones((1, 60), np.float32)),
         lambda path: np.save(path, np.arange(60)),
+        lambda path: os.truncate(path, 1 << 43),
     ],
-    ids=["header", "stub of a zip", "huge", "zip", "floats", "one dimension"],
+    ids=["header", "stub of a zip", "huge", "zip", "floats", "one dimension", "holes"],
 )
 def test_tokens_of_another_form_are_damage(
     write: Callable[[Path], Any], model: Any, store: PrefixStore
