@@ -8,7 +8,7 @@ puts into graphs.
 `watches_frames`: a frame that Dynamo skips runs uncompiled, and no backend is called. The hook calls `given_up` of the
 backend that it was to be compiled with, where that has such a method.
 
-`watches_breaks`: notes each break with Dynamo's reason (`graph_breaks`), which a backend is not told.
+`watches_breaks`: notes each break with Dynamo's reason (`graph_breaks`), which no backend gets.
 
 None changes anything for another backend, but that the break of the first is gone there as well.
 """
@@ -32,6 +32,7 @@ from specache_fx import graph_breaks
 from specache_fx.compiled import backend_of
 
 logger = logging.getLogger(__name__)
+_OURS = "_is_of_specache"
 _FLAGGED = (
     F.scaled_dot_product_attention,
     torch.ops.aten.scaled_dot_product_attention,
@@ -76,7 +77,7 @@ def _plain(variable: Any, tx: Any) -> Any:
 
 
 def watches_frames(converter: Any) -> bool:
-    """Have backends told of each frame that Dynamo gives up.
+    """Call `given_up` of a backend for each frame that Dynamo gives up.
 
     Args:
         converter: Dynamo's class whose instances are called with a frame. They raise where Dynamo is to skip it.
@@ -131,8 +132,10 @@ def _wrap(owner: Any, name: str, parameters: set[str], wrapped: Callable[[Any], 
     method = getattr(owner, name, None)
     if method is None or not parameters.issubset(_parameters(method)):
         return False
-    if not hasattr(method, "__wrapped__"):
-        setattr(owner, name, functools.wraps(method)(wrapped(method)))
+    if not hasattr(method, _OURS):
+        watched = functools.wraps(method)(wrapped(method))
+        setattr(watched, _OURS, True)
+        setattr(owner, name, watched)
     return True
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -103,6 +104,7 @@ def test_another_backend_gets_the_whole_graph_too() -> None:
 
 
 def test_the_hooks_are_put_in_once_and_only_where_they_fit() -> None:
+    dynamo_hooks.install()  # the backend may not be imported yet
     handlers = dict(TorchInGraphFunctionVariable._get_handlers())
     translate = torch._dynamo.symbolic_convert.InstructionTranslatorBase.log_graph_break
     dynamo_hooks.install()
@@ -112,6 +114,13 @@ def test_the_hooks_are_put_in_once_and_only_where_they_fit() -> None:
     class Other:
         def __call__(self, code: Any) -> None: ...
 
+    class Decorated:
+        @functools.wraps(translate)
+        def log_graph_break(self, code_options: Any, reason: str, exc: Exception) -> None: ...
+
+    decorated = Decorated.log_graph_break
+    del decorated.__dict__["_is_of_specache"]
+    assert dynamo_hooks.watches_breaks(Decorated) and Decorated.log_graph_break is not decorated
     before = Other.__call__
     assert not dynamo_hooks.evaluates_flags(None)
     assert not dynamo_hooks.watches_frames(Other) and not dynamo_hooks.watches_breaks(Other)
