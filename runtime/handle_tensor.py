@@ -58,7 +58,7 @@ class Lease:
         """Tokens that the session had when each copy that lives was made, by the address of the copy's storage."""
         for key, (storage, _) in list(self._copies.items()):
             if storage.expired():
-                del self._copies[key]
+                self._copies.pop(key, None)  # another thread may have forgotten it
         return {key: kv_len for key, (_, kv_len) in list(self._copies.items())}
 
 

@@ -12,6 +12,7 @@ import functools
 import itertools
 import os
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -59,7 +60,7 @@ _issues: dict[int, Issue] = {}  # by the code that the handles carry
 _by_storage: dict[int, Issue] = {}  # those whose handles live
 _open: WeakValueDictionary[int, Session] = WeakValueDictionary()  # also those in their first prefill
 _ended: deque[Session] = deque()  # whose last handle is gone, and which are still to be closed
-_LAST_CALL_S = 2  # that the process's exit waits for a call
+_LAST_CALL_S = 2  # that the process's exit waits for all calls
 _lock = threading.RLock()  # generations may run in threads, each with a cache of its own
 
 
@@ -303,9 +304,10 @@ def _at_exit() -> None:
 
     A thread that waits for a lock ends quietly with the process.
     """
+    end = time.monotonic() + _LAST_CALL_S
     _lock.acquire(timeout=_LAST_CALL_S)  # each call asks for it first
     for session in list(_open.values()):
-        session.lock.acquire(timeout=_LAST_CALL_S)
+        session.lock.acquire(timeout=max(0, end - time.monotonic()))
 
 
 atexit.register(_at_exit)

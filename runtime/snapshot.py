@@ -221,6 +221,9 @@ class _Rows(Mapping[str, torch.Tensor]):
         tensor = self._held[name]
         return tensor if name.endswith(".sizes") else tensor.index_select(0, self._rows.to(tensor.device))
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._held
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._held)
 
