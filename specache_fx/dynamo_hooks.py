@@ -23,9 +23,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch._dynamo import convert_frame, symbolic_convert
-from torch._dynamo.variables import ConstantVariable, SymNodeVariable
-from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
+from torch._dynamo import convert_frame, symbolic_convert, variables
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from specache_fx import graph_breaks
@@ -50,7 +48,9 @@ def evaluates_flags(table: Any) -> bool:
     Returns:
         Whether it could be done.
     """
-    if not isinstance(table, dict) or not hasattr(SymNodeVariable, "evaluate_expr"):
+    if not isinstance(table, dict) or not hasattr(
+        getattr(variables, "SymNodeVariable", None), "evaluate_expr"
+    ):
         return False
     for function in _FLAGGED:
         table.setdefault(function, _with_plain_flags)
@@ -66,14 +66,18 @@ def _with_plain_flags(variable: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _is_flag(variable: Any) -> bool:
     """Whether an argument is a symbolic bool of sizes, which a guard can hold; one of data is left to Dynamo."""
-    if not isinstance(variable, SymNodeVariable):
+    if not isinstance(variable, variables.SymNodeVariable):
         return False
     value = variable.sym_num
     return isinstance(value, torch.SymBool) and not free_unbacked_symbols(value)
 
 
 def _plain(variable: Any, tx: Any) -> Any:
-    return ConstantVariable.create(variable.evaluate_expr(tx.output)) if _is_flag(variable) else variable
+    return (
+        variables.ConstantVariable.create(variable.evaluate_expr(tx.output))
+        if _is_flag(variable)
+        else variable
+    )
 
 
 def watches_frames(converter: Any) -> bool:
@@ -148,7 +152,7 @@ def _parameters(function: Callable[..., Any]) -> Iterable[str]:
 
 def install() -> None:
     """Put the hooks in place. Called by an import, under its lock: once, and before the first trace."""
-    handlers: Any = getattr(TorchInGraphFunctionVariable, "_get_handlers", None)
+    handlers: Any = getattr(getattr(variables, "TorchInGraphFunctionVariable", None), "_get_handlers", None)
     table = None if handlers is None else handlers()
     if not evaluates_flags(table):
         logger.warning(
