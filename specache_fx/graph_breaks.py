@@ -58,8 +58,9 @@ class Break:
         """What to do about it."""
         if "Tensor.item()" in self.reason:
             return (
-                "Python needs the number of a tensor there. Write tokens with buffer.index_copy_(dim, positions,"
-                f" tokens), or pass the position as an int. {LEAVE}."
+                "Python needs the number of a tensor there. Take that out of the compiled code. If it is the position"
+                " of a write, use buffer.index_copy_(dim, positions, tokens), or pass the position as an int."
+                f" {LEAVE}."
             )
         return f"Take that out of the compiled code. {LEAVE}."
 
