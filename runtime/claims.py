@@ -177,7 +177,8 @@ def _check_whole(
 
 
 def check_open(session: Session) -> None:
-    """Raise the `CacheHandleError` of a session that was released."""
+    """Raise the `CacheHandleError` of a session that was released. Calls do so behind its lock."""
+    registry.check_running()
     if session.closed:
         raise CacheHandleError(_RELEASED)
 

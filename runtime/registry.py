@@ -60,6 +60,7 @@ _issues: dict[int, Issue] = {}  # by the code that the handles carry
 _by_storage: dict[int, Issue] = {}  # those whose handles live
 _open: WeakValueDictionary[int, Session] = WeakValueDictionary()  # also those in their first prefill
 _ended: deque[Session] = deque()  # whose last handle is gone, and which are still to be closed
+_exits = threading.Event()
 _LAST_CALL_S = 2  # that the process's exit waits for all calls
 _lock = threading.RLock()  # generations may run in threads, each with a cache of its own
 
@@ -82,6 +83,7 @@ def locked(function: Callable[P, R]) -> Callable[P, R]:
         while True:
             try:
                 with _lock, bare():
+                    check_running()
                     return function(*args, **kwargs)
             except _Busy as busy:
                 if _lock._is_owned():  # type: ignore[attr-defined]
@@ -91,6 +93,12 @@ def locked(function: Callable[P, R]) -> Callable[P, R]:
                 pass
 
     return alone
+
+
+def check_running() -> None:
+    """End this thread, a daemon, quietly if the process exits: see `_at_exit`."""
+    if _exits.is_set() and threading.current_thread() is not threading.main_thread():
+        raise SystemExit
 
 
 @contextlib.contextmanager
@@ -212,7 +220,7 @@ def _end(session: Session) -> None:
     if _open.get(session.number) is not session:  # the parent's: see `_in_child`
         return
     _ended.append(session)
-    if copies_here():
+    if copies_here() or _exits.is_set():
         return
     if not _lock._is_owned() and _lock.acquire(blocking=False):  # type: ignore[attr-defined]
         try:
@@ -302,12 +310,13 @@ os.register_at_fork(after_in_child=_in_child)
 def _at_exit() -> None:
     """Let the calls of daemon threads end, and none begin: torch takes its operators away next.
 
-    A thread that waits for a lock ends quietly with the process.
+    No lock is kept: a handler that runs later may wait for such a thread.
     """
+    _exits.set()
     end = time.monotonic() + _LAST_CALL_S
-    _lock.acquire(timeout=_LAST_CALL_S)  # each call asks for it first
-    for session in list(_open.values()):
-        session.lock.acquire(timeout=max(0, end - time.monotonic()))
+    for lock in (_lock, *(session.lock for session in list(_open.values()))):
+        if lock.acquire(timeout=max(0, end - time.monotonic())):
+            lock.release()
 
 
 atexit.register(_at_exit)

@@ -129,8 +129,21 @@ def test_what_is_no_cache_of_ours_is_not_released() -> None:
             specache_fx.release(thing)
 
 
+def exits(code: str) -> str:
+    """Standard error of a process that runs code, and ends in time."""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONWARNINGS": "ignore", "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    return done.stderr
+
+
 def test_a_step_of_a_daemon_thread_ends_before_its_operators_go() -> None:
-    """And none begins: a thread that waits for a lock ends quietly with the process."""
+    """And none begins: a thread that would begin one ends quietly."""
     code = """if True:
         import atexit, threading, time
         atexit.register(time.sleep, 1)  # behind all that torch does at exit
@@ -153,13 +166,22 @@ def test_a_step_of_a_daemon_thread_ends_before_its_operators_go() -> None:
         threading.Thread(target=steps, daemon=True).start()
         begun.wait()
     """
-    environment = {**os.environ, "PYTHONWARNINGS": "ignore", "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert done.returncode == 0 and "specache" not in done.stderr
+    assert "specache" not in exits(code)
+
+
+def test_a_handler_at_exit_can_wait_for_a_thread_with_a_cache() -> None:
+    """As of a server, which was made before the package was imported."""
+    code = """if True:
+        import atexit, threading
+        stop = threading.Event()
+        atexit.register(lambda: (stop.set(), worker.join()))
+        from specache_fx.runtime import registry
+
+        def works():
+            while not stop.wait(0.01):
+                registry.sweep()
+
+        worker = threading.Thread(target=works, daemon=True)
+        worker.start()
+    """
+    assert "Traceback" not in exits(code)
