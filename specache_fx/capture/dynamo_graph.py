@@ -3,27 +3,30 @@
     scaled_dot_product_attention(q, k, v)          ->  specache.scaled_dot_product_attention(q, k, v, None, 0.0, ...)
     einsum("b h i d, b h j d -> b h i j", q, k)    ->  matmul(q, transpose(k, -1, -2))
     s = l_self_scaling.item(); f(s)                ->  f(0.25)
+    keys[:, :, -s + 1:]                            ->  keys[:, :, -15:]
     dropout(x, 0.1, False)                         ->  x
 
-Dynamo traces one code for all models of a class, and makes a symbol of a float in which two of them differ (of every
-float, with `dynamic=True`). A guard says here which it is, so that another one compiles anew. What a caller passes to
-the model stays a symbol: it may be another number in each step.
+Dynamo traces one code for all models of a class, and makes a symbol of a number in which two of them differ (of every
+number, with `dynamic=True`). A guard says here which float or which window it is, so that another one compiles anew.
+What a caller passes to the model stays a symbol: it may be another number in each step.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch._dynamo.source import TensorPropertySource
 from torch.autograd import grad_mode
 from torch.fx import GraphModule, Node
 from torch.fx.node import Argument, map_arg
 
 from specache_fx.capture.graph_edit import copy_graph
-from specache_fx.capture.graph_slices import float_of
-from specache_fx.capture.graph_utils import placeholders, target_name, value_of
+from specache_fx.capture.graph_slices import ancestors, float_of
+from specache_fx.capture.graph_utils import is_integer, placeholders, target_name, value_of
 from specache_fx.capture.normalize_attention import SDPA, SDPA_DEFAULTS
 
 # Modes of gradients that a model enters in its own `forward`. The exit of one reads its entry, and so is erased first.
@@ -58,6 +61,7 @@ def prepared(gm: GraphModule) -> GraphModule:
         for node in copied.graph.find_nodes(op="call_function", target=target):
             copied.graph.erase_node(node)
     _specialize_floats(copied)
+    _specialize_windows(copied)
     for name, child in copied.named_children():  # of operators that take graphs, as checkpoint's
         if isinstance(child, GraphModule):
             setattr(copied, name, prepared(child))
@@ -100,6 +104,24 @@ def _specialize_floats(gm: GraphModule) -> None:
         for user in list(node.users):
             user.args, user.kwargs = map_arg(user.args, known), map_arg(user.kwargs, known)
         gm.graph.erase_node(node)
+
+
+def _specialize_windows(gm: GraphModule) -> None:
+    """Put numbers in the place of symbols that say how many of the newest keys are kept."""
+    for node in gm.graph.find_nodes(op="call_function", target=operator.getitem):
+        cut = node.args[1]
+        if not isinstance(cut, tuple) or len(cut) != 4 or not isinstance(cut[2], slice):
+            continue
+        start = cut[2].start
+        if isinstance(start, Node) and all(map(_is_int, ancestors([start]) & {*placeholders(gm.graph)})):
+            kept = slice(int(value_of(start)), cut[2].stop, cut[2].step)
+            node.args = (node.args[0], (*cut[:2], kept, cut[3]))
+
+
+def _is_int(node: Node) -> bool:
+    """Whether a graph's input is an int that the model keeps. A size of a tensor is another one in each step."""
+    source = getattr(node.meta.get("grapharg"), "source", None)
+    return is_integer(node) and not isinstance(source, TensorPropertySource)
 
 
 def _is_own(node: Node) -> bool:

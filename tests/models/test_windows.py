@@ -115,3 +115,25 @@ def test_nothing_is_compiled_once_the_window_is_full(lengths: tuple[int, ...], l
     decode(counted, prompt["input_ids"] % 61, 60, prompt["attention_mask"])
     # Dynamo has a graph of its own for the step that fills the window, and one for all that follow.
     assert max(made) <= late
+
+
+@pytest.mark.parametrize(
+    ("windows", "dynamic"),
+    [((16,), True), pytest.param((16, 12), None, marks=pytest.mark.slow)],
+    ids=["dynamic", "models that differ"],
+)
+@torch.no_grad()
+def test_windows_that_dynamo_takes_for_symbols_are_known(
+    windows: tuple[int, ...], dynamic: bool | None
+) -> None:
+    """A window that is full has one pair less than its layer says: so Dynamo computes one from the other."""
+    ids = torch.randint(3, 100, (2, 34), generator=torch.Generator().manual_seed(0))
+    for window in windows:
+        plain, model = (build("plain-window", sliding_window=window) for _ in range(2))
+        model.compile(backend="specache", dynamic=dynamic, options={**OPTIONS, "bits": 16})
+        past, start = None, 0
+        for piece in (6, 22, 5, 1):
+            end = start + piece
+            out = model(ids[:, start:end], use_cache=True, past_key_values=past)
+            past, start = out.past_key_values, end
+            assert distance(out.logits, plain(ids[:, :end]).logits[:, -piece:]) < 1e-4
