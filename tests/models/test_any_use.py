@@ -190,7 +190,8 @@ class AnyUse(RuleBasedStateMachine):
         which=whiches,
         row=st.none() | st.integers(0, 3) if SEED else st.none(),
         whole=st.booleans(),
-        padding=st.sampled_from(("same", "other", "shorter")),
+        other_ids=st.booleans(),
+        columns=st.sampled_from((0, -40, 8, 21)),
         other=st.booleans(),
     )
     def tell_again(self, **how: Any) -> None:
@@ -209,8 +210,8 @@ class AnyUse(RuleBasedStateMachine):
         for which in talks:
             for how in (
                 {},
-                {"padding": "other"},
-                {"row": which if SEED else None, "whole": True, "padding": "shorter", "other": True},
+                {"other_ids": True, "columns": 13},
+                {"row": which if SEED else None, "whole": True, "columns": -40, "other": True},
             ):
                 self.do("tell_again", which=which, **how)
 

@@ -13,11 +13,13 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
+from itertools import takewhile
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from support.threads import at_once
-from support.zoo import SMALL, VOCAB_SIZE, build
+from support.zoo import COMMON, SMALL, VOCAB_SIZE, build
 from torch import Tensor, nn
 
 import specache_fx
@@ -30,9 +32,9 @@ _CHANGED: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v3": ("deepseek_v3", {**_NO_CHOICE, "qk_rope_head_dim": 16}),
     "high-softcap": ("gemma2", {"attn_logit_softcapping": 1e6}),
 }
-WINDOWS_ALONE = ("mistral-window", "plain-windows")
-WINDOWED = (*WINDOWS_ALONE, "plain-window", "gpt_oss-window", "gemma3_text")
+WINDOWED = ("mistral-window", "plain-windows", "plain-window", "gpt_oss-window", "gemma3_text")
 GROUP = SMALL["group_size"]
+HEAD_DIM = COMMON["head_dim"]
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,7 @@ class Setting:
     @property
     def has_beams(self) -> bool:
         """Whether it can search by beams, and has something to compare them with."""
-        return self.kind not in WINDOWS_ALONE and not self.rounds and (self.exact or bool(self.other))
+        return not self.rounds and (self.exact or bool(self.other))
 
     def __hash__(self) -> int:
         return hash(repr(self))
@@ -199,13 +201,16 @@ def with_other_padding(tale: Tale) -> Tale:
     ]
 
 
-def without_groups_of_padding(tale: Tale) -> Tale:
-    """The first call without the groups at its beginning that are padding in all rows."""
+def with_columns_of_padding(tale: Tale, count: int, group: int) -> Tale:
+    """Further columns of padding at the beginning, in whole groups, or fewer: no more than all rows have there."""
     first = tale[0]
     assert isinstance(first, Call)
     padding = int(first.real.any(0).long().argmax()) if first.real.any() else 0
-    cut = padding // GROUP * GROUP
-    return [Call(first.ids[:, cut:], first.real[:, cut:], first.logits[:, cut:]), *tale[1:]]
+    shortest = min(tokens_of(tale[: calls + 1]).ids.shape[1] for calls in range(len(tale)))
+    count = max(count, -padding, 1 - shortest)  # crops leave a token
+    count = -(-count // group * group)
+    ids, real = (F.pad(part, (count, 0)) for part in (first.ids, first.real))
+    return [Call(ids, real, F.pad(first.logits, (0, 0, count, 0))), *tale[1:]]
 
 
 def assert_same(found: Tale, expected: Tale, **close: float) -> None:
@@ -227,14 +232,12 @@ class Conversation:
     Attributes:
         past: The cache.
         tale: Of its tokens.
-        has_copies: There is or was a copy beside it.
-        moved: Its rows were moved, and no call has gone on since.
+        rows: Of the cache as the last call returned it, if they were moved since.
     """
 
     past: Any
     tale: Tale
-    has_copies: bool = False
-    moved: bool = False
+    rows: Tensor | None = None
 
 
 class World:
@@ -283,8 +286,8 @@ class World:
         talk = self.talk(which)
         count = min(count, tokens_of(talk.tale).ids.shape[1] - 1)
         if count and self.setting.kind not in WINDOWED:
-            if talk.moved:
-                self._decode(talk, 1, False, 0)  # a limit: a step between the two
+            if talk.rows is not None:
+                self._step_before_a_limit(talk, talk.rows, count)
             talk.past.crop(-count)
             talk.tale = [*talk.tale, Crop(count)]
 
@@ -293,7 +296,6 @@ class World:
         talk = self.talk(which)
         twin = replace(talk, past=copy.deepcopy(talk.past))
         if keep:
-            talk.has_copies = twin.has_copies = True
             self.talks.append(twin)
             if self.setting.kind in WINDOWED:  # a full window can't go back, so the copy goes on first
                 self._decode(twin, 1, False, seed)
@@ -302,15 +304,15 @@ class World:
 
     def move_rows(self, which: int, how: str, rows: Sequence[int]) -> None:
         talk, options = self.talk(which), self.setting.all_options
-        if self.setting.kind in WINDOWS_ALONE or (options.get("accept_guesses") and not self.setting.exact):
-            return  # a limit; and a guess is accepted where that of all rows is right
+        if options.get("accept_guesses") and not self.setting.exact:
+            return  # a guess is accepted where that of all rows is right
         batch = len(tokens_of(talk.tale).ids)
         index = torch.tensor([row % batch for row in rows])
-        if isinstance(talk.tale[-1], Crop):
-            self._decode(talk, 1, False, 0)  # a limit: a step between the two
+        if how == "reorder":
+            index = index[torch.arange(batch) % len(index)]
+        self._step_before_a_limit(talk, index if talk.rows is None else talk.rows[index])
         match how:
             case "reorder":
-                index = index[torch.arange(batch) % len(index)]
                 talk.past.reorder_cache(index)
             case "select":
                 talk.past.batch_select_indices(index)
@@ -318,8 +320,8 @@ class World:
                 times = 2 if batch <= 2 else 1
                 index = torch.arange(batch).repeat_interleave(times)
                 talk.past.batch_repeat_interleave(times)
+        talk.rows = index if talk.rows is None else talk.rows[index]
         talk.tale = [each.rows(index) for each in talk.tale]
-        talk.moved = True
 
     def save_and_load(self, which: int) -> None:
         talk = self.talk(which)
@@ -351,25 +353,36 @@ class World:
         which: int,
         row: int | None = None,
         whole: bool = False,
-        padding: str = "same",
+        other_ids: bool = False,
+        columns: int = 0,
         other: bool = False,
     ) -> None:
-        """All calls from the beginning on, in another way: a row alone, chunks as one, other padding, other options."""
+        """All calls from the beginning on, in another way.
+
+        Args:
+            which: The conversation.
+            row: One of its rows alone.
+            whole: Chunks as one.
+            other_ids: Other ids of padding.
+            columns: More padding, or less.
+            other: Other options.
+        """
         tale, options = self.talk(which).tale, self.setting.all_options
         if self.setting.exact and self.setting.rounds:
             return  # `check` compares
         other = other and bool(self.setting.other)
         if self.setting.rounds:
-            row, whole, padding = None, False, padding.replace("shorter", "same")
+            row, whole, columns = None, False, 0
             other = other and "kernel" not in self.setting.other and "lowering" not in self.setting.other
         whole = whole and options.get("policy") != "kivi"  # whose later pieces read codes
+        group = 1 if self.setting.exact else GROUP  # whose tokens stay together
         if row is not None and not options.get("accept_guesses"):
             row %= len(tokens_of(tale).ids)
             tale = [each.rows(torch.tensor([row])) for each in tale]
         for change, wanted in {
             in_one_piece: whole,
-            with_other_padding: padding == "other",
-            without_groups_of_padding: padding == "shorter",
+            with_other_padding: other_ids,
+            partial(with_columns_of_padding, count=columns, group=group): columns != 0,
         }.items():
             tale = change(tale) if wanted else tale
         assert_same(
@@ -401,7 +414,13 @@ class World:
         mask = torch.cat([*before, real], 1)
         logits, talk.past = call(model or self.model, ids, mask, talk.past, self.setting.masked)
         talk.tale = [*talk.tale, Call(ids, real, logits)]
-        talk.moved = False
+        talk.rows = None
+
+    def _step_before_a_limit(self, talk: Conversation, rows: Tensor, count: int = 0) -> None:
+        """Without the first of them, rows that are cropped so far look like others."""
+        crops = takewhile(lambda each: isinstance(each, Crop), reversed(talk.tale))
+        if 0 not in rows and count + sum(each.count for each in crops) >= HEAD_DIM:
+            self._decode(talk, 1, False, 0)
 
     def _read(
         self,
