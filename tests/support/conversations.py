@@ -308,8 +308,11 @@ class World:
             return  # a guess is accepted where that of all rows is right
         batch = len(tokens_of(talk.tale).ids)
         index = torch.tensor([row % batch for row in rows])
+        times = 2 if batch <= 2 else 1
         if how == "reorder":
             index = index[torch.arange(batch) % len(index)]
+        elif how == "repeat":
+            index = torch.arange(batch).repeat_interleave(times)
         self._step_before_a_limit(talk, index if talk.rows is None else talk.rows[index])
         match how:
             case "reorder":
@@ -317,8 +320,6 @@ class World:
             case "select":
                 talk.past.batch_select_indices(index)
             case _:
-                times = 2 if batch <= 2 else 1
-                index = torch.arange(batch).repeat_interleave(times)
                 talk.past.batch_repeat_interleave(times)
         talk.rows = index if talk.rows is None else talk.rows[index]
         talk.tale = [each.rows(index) for each in talk.tale]
