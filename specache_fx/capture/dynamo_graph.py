@@ -121,7 +121,7 @@ def _specialize_windows(gm: GraphModule) -> None:
 def _is_int(node: Node) -> bool:
     """Whether a graph's input is an int that the model keeps. A size of a tensor is another one in each step."""
     source = getattr(node.meta.get("grapharg"), "source", None)
-    return is_integer(node) and not isinstance(source, TensorPropertySource)
+    return is_integer(node) and source is not None and not isinstance(source, TensorPropertySource)
 
 
 def _is_own(node: Node) -> bool:
