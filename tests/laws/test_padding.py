@@ -69,8 +69,9 @@ def test_padded_rows_equal_the_oracle_whatever_is_under_the_mask(
         real = torch.nn.functional.pad(torch.cat(masks, dim=1), (0, STEPS), value=True)
         text = TEXT[:, : real.shape[1]]  # padding that goes on as the text does
         truth = oracles(model, config, masks, text)
-        for ids in (text, text.where(real, 0), text.where(real, 1)):
-            torch.testing.assert_close(decoded(forward, masks, ids), truth, **EXACT)
+        ours = [decoded(forward, masks, ids) for ids in (text, text.where(real, 0), text.where(real, 1))]
+        torch.testing.assert_close(ours[0], truth, **EXACT)
+        assert torch.equal(ours[0], ours[1]) and torch.equal(ours[0], ours[2])
 
 
 @pytest.mark.parametrize("how", ["decode", "extend"])
