@@ -83,7 +83,8 @@ def code_stretch(split, code_tokens, num_quantized, GROUP: tl.constexpr):
 @triton.jit
 def capped(scores, cap):
     """`cap * tanh(scores / cap)` without cancellation: see `capped` of vec.h."""
-    y = tl.abs(scores) * tl.minimum(2 * LOG2E / cap, 3.4028235e38)
+    # Triton takes a number above float32's largest for a float64.
+    y = tl.abs(scores) * tl.minimum(2 * LOG2E / cap, 3.4028234663852886e38)
     y = tl.where(y > 60, 60.0, y)  # NaN stays
     n = tl.floor(y + 0.5)
     f = y - n

@@ -200,10 +200,17 @@ def test_crop_before_the_window_is_full_equals_the_plain_model(config: TinyConfi
 
 
 @torch.no_grad()
-def test_an_earlier_cache_of_full_windows_alone_is_refused() -> None:
-    _, forward = both(ALONE)
-    _, first = forward(ids(20), attention_mask=torch.ones(2, 20).bool())
-    _, second = forward(ids(1), past=first, attention_mask=torch.ones(2, 21).bool())
-    with pytest.raises(specache_fx.CacheHandleError, match="can't be told"):
-        forward(ids(1), past=first, attention_mask=torch.ones(2, 21).bool())
-    forward(ids(1), past=second, attention_mask=torch.ones(2, 22).bool())
+def test_an_earlier_cache_of_full_windows_alone_goes_on_while_its_pairs_are_there() -> None:
+    plain, forward = both(ALONE)
+    masks = [torch.ones(2, length).bool() for length in range(20, 25)]
+    (_, first), (_, plain_first) = (each(ids(20), attention_mask=masks[0]) for each in (forward, plain))
+    _, second = forward(ids(1), past=first, attention_mask=masks[1])
+    expected = plain(ids(1), past=plain_first, attention_mask=masks[1])[0]
+    ours, again = forward(ids(1), past=first, attention_mask=masks[1])
+    torch.testing.assert_close(ours, expected, **EXACT)
+    with pytest.raises(specache_fx.CacheHandleError, match="branch that was left"):
+        forward(ids(1), past=second, attention_mask=masks[2])
+    for mask in masks[2:4]:
+        _, again = forward(ids(1), past=again, attention_mask=mask)
+    with pytest.raises(specache_fx.CacheHandleError, match="dropped pairs that it would need"):
+        forward(ids(1), past=first, attention_mask=masks[1])

@@ -115,7 +115,7 @@ def test_graphs_keep_the_operator_where_it_is_not_replaced(
 
 
 def test_a_cache_of_fixed_length(monkeypatch: pytest.MonkeyPatch) -> None:
-    def attend(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor) -> Tensor:
+    def attend(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor, is_causal: bool) -> Tensor:
         offset = attn_mask[0, 0, 0].sum() - 1  # of the buffer's rows, as gpt-fast has it
         return flex_attention(q, k, v, block_mask=one_block(q, k, lambda b, h, i, j: i + offset >= j))
 
