@@ -76,7 +76,8 @@ class KeyMask:
         """Whether keys are real that were padding: not so in `before`, bool `[batch, tokens]` of an earlier `real`."""
         if before is None:
             return False
-        return self.real is None or bool((self.real[:, : before.shape[1]] & ~before).any())
+        real = self.at(before.shape[1])
+        return real is None or bool((real & ~before).any())
 
     @property
     def device_bytes(self) -> int:

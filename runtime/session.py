@@ -269,9 +269,8 @@ class Session:
         if self.host is None:
             warn_once(
                 _log,
-                "specache: a mask shows keys that it hid before, and their codes are less exact than others. policy="
-                f"{self.config.policy!r} keeps no 16-bit pairs to quantise anew. Take policy='specache' for masks that"
-                " move.",
+                f"specache: a mask shows keys that it hid before. policy={self.config.policy!r} has no 16-bit pairs to"
+                " quantise them anew, so their codes are less exact. Take policy='specache' for masks that move.",
             )
             return
         try:
