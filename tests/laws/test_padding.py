@@ -106,3 +106,14 @@ def test_keys_that_a_later_mask_shows_are_quantised_anew(how: str, quantizer: st
             truth = oracle.decode(TEXT[:, at + step]).logits
             ours, past = forward(TEXT[:, at + step, None], past=past, attention_mask=mask)
             torch.testing.assert_close(ours[:, -1], truth, **EXACT)
+
+
+def test_codes_without_originals_stay_and_a_warning_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    model = TinyDecoder(TinyConfig(num_layers=1))
+    config = SpecacheConfig(bits=2, group_size=GROUP, residual_length=8, policy="kivi")
+    forward, real = compiled(model, config), (torch.arange(36) >= 21).expand(2, -1)
+    with torch.no_grad(), caplog.at_level("WARNING", logger="specache_fx"):
+        _, past = forward(TEXT[:, :36], attention_mask=real)
+        forward(TEXT[:, 36:37], past=past, attention_mask=torch.ones(2, 37, dtype=torch.bool))
+    (warning,) = (record.message for record in caplog.records)
+    assert "policy='kivi' has no 16-bit pairs to quantise them anew" in warning
