@@ -33,7 +33,7 @@ def distributions(model: PreTrainedModel, ids: Tensor, pads: int) -> Tensor:
     return torch.stack(found[1:])
 
 
-@pytest.mark.nightly  # half an hour; by day tests/laws/test_padding.py has a tiny model
+@pytest.mark.nightly  # four minutes; by day tests/laws/test_padding.py has a tiny model
 def test_left_padding_costs_a_row_nothing() -> None:
     folder, text = fetch.make("smollm2"), fetch.make("austen") / "austen.txt"
     ids = AutoTokenizer.from_pretrained(folder)(text.read_text()[20000:26000], return_tensors="pt").input_ids
