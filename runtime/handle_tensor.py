@@ -153,9 +153,13 @@ def mark(tensor: torch.Tensor, lease: Lease, kv_len: int | None = None) -> Handl
 
 def _copy_of(handle: Handle, tensor: torch.Tensor) -> Handle:
     marked = mark(tensor, handle.lease, handle.kv_len)
-    if hasattr(handle, "version"):  # but for a reset, a copy's elements tell what was done to it
-        marked.version = ZEROED if handle.version == ZEROED else None
+    _keep_version(handle, marked)
     return marked
+
+
+def _keep_version(handle: Handle, copied: Handle) -> None:
+    if hasattr(handle, "version"):  # but for a reset, a copy's elements tell what was done to it
+        copied.version = ZEROED if handle.version == ZEROED else None
 
 
 def unmark(handle: Handle) -> None:
@@ -196,10 +200,9 @@ def _outside(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str,
         kv_len = sources[0].kv_len if len({source.kv_len for source in sources}) == 1 else None
         for tensor in tensors:
             if not isinstance(tensor, Handle):
+                marked = mark(tensor, sources[0].lease, kv_len)
                 if tensor.shape[1:] == sources[0].shape[1:]:
-                    _copy_of(sources[0], tensor).kv_len = kv_len
-                else:
-                    mark(tensor, sources[0].lease, kv_len)
+                    _keep_version(sources[0], marked)
             if tensor.untyped_storage()._cdata != sources[0].untyped_storage()._cdata:
                 sources[0].lease.note_copy(tensor)
     return moved

@@ -7,6 +7,7 @@ file that was cut short loads without a complaint, and ends the process by SIGBU
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import logging
 import os
@@ -92,9 +93,7 @@ def building(folder: Path, name: str) -> Iterator[Path]:
         A folder to build in, within `folder`. Those that killed processes have left there are removed.
     """
     with contextlib.ExitStack() as stack:
-        with contextlib.suppress(ImportError, OSError):
-            import fcntl
-
+        with contextlib.suppress(OSError):
             lock = stack.enter_context((folder / f"lock-{name}").open("w"))
             fcntl.flock(lock, fcntl.LOCK_EX)
             for left in folder.glob(f"{_BUILD}{name}-*"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -28,30 +28,33 @@ class Origin:
 
     model_config: object = None
     _weights: dict[str, tuple[weakref.ref[torch.Tensor], int | None]] = field(default_factory=dict)
-    _changed: str | None = None  # a weight that was not the same in all graphs
-    _values: list[Values] = field(default_factory=list)
+    _changed: str | None = None  # a name that is not of one weight alone, in all graphs
+    _values: list[Values | None] = field(default_factory=list)
 
     def copy(self) -> Origin:
         """Of a fork."""
         return replace(self, _weights={**self._weights}, _values=[*self._values])
 
-    def knows(self, values: Values, name: str, weight: object) -> bool:
+    def knows(self, values: Values | None, name: str, weight: object) -> bool:
         """Whether a graph with this object as its constants was noted, and with this weight of that name."""
         held, _ = self._weights.get(name, (None, None))
         is_same = held is not None and held() is weight
         return is_same and any(each is values for each in self._values)
 
     def note(
-        self, weights: Mapping[str, torch.Tensor], values: Values, of_call: Values | None = None
+        self,
+        weights: Iterable[tuple[str, torch.Tensor]],
+        values: Values | None,
+        of_call: Values | None = None,
     ) -> None:
         """Tokens go through a graph.
 
         Args:
-            weights: Its weights, by name.
-            values: Its constants: for `knows`, the same object each time.
+            weights: Names and weights.
+            values: Its constants, for `knows` the same object each time; None where they can't be read.
             of_call: Values that are its inputs.
         """
-        for name, weight in weights.items():
+        for name, weight in weights:
             held, version = self._weights.setdefault(name, (weakref.ref(weight), _version(weight)))
             if held() is not weight or version != _version(weight):  # `==` of references compares numbers
                 self._changed = name
@@ -76,8 +79,8 @@ class Origin:
                 )
             if name == self._changed or version != _version(weight):
                 raise SavedCacheError(
-                    f"The weight {name!r} of this cache's model has changed since the cache's first tokens were read."
-                    f" {_AGAIN}"
+                    f"The weight {name!r} of this cache's model has changed since the cache's first tokens were read,"
+                    f" or two modules in one compiled function have one of this name. {_AGAIN}"
                 )
             found[name] = weight
         if not found:
@@ -91,11 +94,16 @@ class Origin:
         """The constants. An int that differs from graph to graph counts tokens, and is left out.
 
         Raises:
-            SavedCacheError: If another one differs.
+            SavedCacheError: If another one differs, or they can't be read.
         """
         found: dict[str, dict[str, str]] = {}
         counts = set()
         for noted in self._values:
+            if noted is None:
+                raise SavedCacheError(
+                    f"specache can't read from torch {torch.__version__} which numbers of the model this cache depends"
+                    " on, so it can't tell whose a saved one is. Save it with torch 2.11 to 2.15."
+                )
             for module, told in noted.items():
                 mine = found.setdefault(module, {})
                 for attribute, value in told.items():

@@ -19,7 +19,7 @@ OnMiss = Literal["recover", "keep", "refetch"]
 HitTracking = bool | Literal["steps"]
 
 BITS = (1, 2, 4, 8, 16)
-_MOST = 2**48  # so that no product of sizes exceeds 64 bits
+_MOST = 2**48  # a larger one is a mistake, and overflows where sizes are multiplied
 _RENAMED = {"cuda_graphs": "replay"}  # options of earlier versions
 _OF_POLICY: Any = None  # a default that the policy decides; no value of a config that is made
 

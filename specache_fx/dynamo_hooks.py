@@ -95,7 +95,7 @@ def watches_frames(converter: Any) -> bool:
             try:
                 return convert(self, frame, *args, skip=skip + 1, **kwargs)
             except Exception as error:
-                _tell(self, frame, error)
+                _notify(self, frame, error)
                 raise
 
         return watched
@@ -103,7 +103,7 @@ def watches_frames(converter: Any) -> bool:
     return _wrap(converter, "__call__", {"frame", "skip"}, wrapped)
 
 
-def _tell(converter: Any, frame: Any, error: Exception) -> None:
+def _notify(converter: Any, frame: Any, error: Exception) -> None:
     found = backend_of(converter)
     given_up = getattr(getattr(found, "compiler_fn", found), "given_up", None)
     if given_up is not None:
@@ -152,7 +152,8 @@ def _parameters(function: Callable[..., Any]) -> Iterable[str]:
 
 def install() -> None:
     """Put the hooks in place. Called by an import, under its lock: once, and before the first trace."""
-    handlers: Any = getattr(getattr(variables, "TorchInGraphFunctionVariable", None), "_get_handlers", None)
+    functions = getattr(variables, "TorchInGraphFunctionVariable", None)
+    handlers = getattr(functions, "_get_handlers", None)
     table = None if handlers is None else handlers()
     if not evaluates_flags(table):
         logger.warning(

@@ -99,7 +99,7 @@ def clear_digests() -> None:
     _known.clear()
 
 
-def matched(model: nn.Module, saved: Mapping[str, str], values: Values) -> dict[str, torch.Tensor] | str:
+def weights_of(model: nn.Module, saved: Mapping[str, str], values: Values) -> dict[str, torch.Tensor] | str:
     """The weights of a model that a cache was made with.
 
     Args:
@@ -110,22 +110,22 @@ def matched(model: nn.Module, saved: Mapping[str, str], values: Values) -> dict[
     Returns:
         The weights by name; or the missing or changed one, or another value, as half a sentence.
     """
-    told: dict[int, str] = {}  # how far a module is like the one that was saved, and what it lacks
+    lacking: dict[int, str] = {}  # how far a module is like the one that was saved, and what it lacks
     for module in model.modules():
         found: dict[str, torch.Tensor] = {}
         for name, wanted in saved.items():
             weight = tensor_of(module, name)
             if weight is None or weight_digest(weight) != wanted:
                 lacks = f"has {'no weight' if weight is None else 'other numbers in'} {name!r}"
-                told.setdefault(len(found), lacks)
+                lacking.setdefault(len(found), lacks)
                 break
             found[name] = weight
         else:
             other = differing(module, values)
             if other is None:
                 return found
-            told[len(saved)] = other
-    return told[max(told)]
+            lacking[len(saved)] = other
+    return lacking[max(lacking)]
 
 
 def config_digest(config: Any) -> str | None:

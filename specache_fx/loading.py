@@ -18,7 +18,7 @@ from specache_fx.cache_tree import rebuild
 from specache_fx.compiled import backend_of
 from specache_fx.config import SpecacheConfig
 from specache_fx.errors import ConfigError, SavedCacheError
-from specache_fx.fingerprint import check_ids, config_of, matched, token_hash
+from specache_fx.fingerprint import check_ids, config_of, token_hash, weights_of
 from specache_fx.json_form import FormError, check
 from specache_fx.runners import inference
 from specache_fx.runtime import registry
@@ -181,7 +181,7 @@ def fitting(model: nn.Module, file: TensorFile, input_ids: torch.Tensor | None =
                 return f"it has {name}={theirs!r}, the model {mine!r}. Compile the model with the option of the cache."
         if about["model_config"] is not None and config_of(model, about["model_config"]) is None:
             return "it is of a model with another config. Load it with the model that made it."
-        weights = matched(model, about["weights"], about["values"])
+        weights = weights_of(model, about["weights"], about["values"])
         dtypes = {str(weight.dtype) for weight in model.parameters() if weight.is_floating_point()}
         if isinstance(weights, str) and f"torch.{about['dtype']}" not in dtypes:
             mine = " and ".join(sorted(dtypes))
@@ -281,7 +281,7 @@ def _session(
     session = registry.open_session(config, header.shapes, dtype, device)
     made.append(session)
     session.origin = Origin(config_of(model, about["model_config"]))
-    session.origin.note(weights, about["values"])
+    session.origin.note(weights.items(), about["values"])
     front = f"{number}."
     restore(session, header, {n.removeprefix(front): file.read(n) for n in file.names if n.startswith(front)})
     return session

@@ -61,11 +61,11 @@ def _note_model(session: Session, program: Program, args: Sequence[Any]) -> None
 
 def note_graph(session: Session, program: Program, args: Sequence[Any]) -> None:
     """Note that a session's tokens go through a graph."""
-    told: dict[str, dict[str, str]] = {}
+    floats: dict[str, dict[str, str]] = {}
     for i, (module, attribute) in program.floats.items():
-        told.setdefault(module, {})[attribute] = repr(float(args[i]))
-    weights = {name: args[i] for i, name in program.weights.items()}
-    session.origin.note(weights, program.values, told)
+        floats.setdefault(module, {})[attribute] = repr(float(args[i]))
+    weights = [(name, args[i]) for i, name in program.weights.items()]
+    session.origin.note(weights, program.values, floats)
 
 
 def assemble(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import hashlib
 import json
 import os
@@ -99,10 +100,8 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 def _lock(fd: int, wait: bool) -> bool:
     """Lock a file until it is closed, or its process is killed. False where another has, or there are no locks."""
     try:
-        import fcntl
-
         fcntl.flock(fd, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-    except (ImportError, OSError):
+    except OSError:
         return False
     return True
 

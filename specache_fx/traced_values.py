@@ -13,6 +13,7 @@ never traced. Values are text: it is compared, and shown in messages.
 from __future__ import annotations
 
 import inspect
+import logging
 import re
 from collections.abc import Iterator, Sequence
 from enum import Enum
@@ -28,6 +29,8 @@ from torch.fx import Node
 from torch.nn.modules.dropout import _DropoutNd
 
 from specache_fx.capture.graph_utils import source_name
+
+logger = logging.getLogger(__name__)
 
 Values = dict[str, dict[str, str]]  # module, attribute of it, value
 Step = str | tuple[str | int]  # an attribute's name, or a key in a tuple
@@ -63,15 +66,26 @@ def is_silent(entry: str) -> bool:
 # While Dynamo traces --------------------------------------------------------------------------------------------------
 
 
-def traced(inputs: Sequence[Node]) -> tuple[Values, dict[int, tuple[str, str]]]:
+def traced(inputs: Sequence[Node]) -> tuple[Values | None, dict[int, tuple[str, str]]]:
     """The values that are constants of the graph which Dynamo is compiling.
 
     Args:
         inputs: The graph's placeholders.
 
     Returns:
-        The values; and module and attribute of each float that is an input of the graph instead, by position.
+        The values, None where this torch has no such guards; and module and attribute of each float that is an input
+        of the graph instead, by position.
     """
+    try:
+        return _read_guards(inputs)
+    except (
+        Exception
+    ):  # of Dynamo's internals, which another torch may have changed: the model runs all the same
+        logger.debug("the guards of torch %s can't be read", torch.__version__, exc_info=True)
+        return None, {}
+
+
+def _read_guards(inputs: Sequence[Node]) -> tuple[Values, dict[int, tuple[str, str]]]:
     context, found = TracingContext.try_get(), Values()
     if context is None:
         return found, {}

@@ -194,7 +194,8 @@ class Program:
         refusals: Those that are not, and why.
         inputs: Names of the graph's placeholders: Dynamo's, then those of `newest_inputs`.
         weights: Positions of parameters and buffers among Dynamo's inputs, each with its name in the module.
-        values: Python values of modules that are constants of the graph (`specache_fx/traced_values.py`).
+        values: Python values of modules that are constants of the graph (`specache_fx/traced_values.py`). None where
+            they can't be read.
         floats: Positions of inputs that are floats of modules: module and attribute.
         past_inputs: Positions of the past KV inputs among Dynamo's, keys and values in turn.
         other_kv_inputs: Positions of inputs that could be KV tensors too, and stay as they are.
@@ -221,7 +222,7 @@ class Program:
     refusals: tuple[Refusal, ...] = ()
     inputs: tuple[str, ...] = ()
     weights: dict[int, str] = field(default_factory=dict)
-    values: dict[str, dict[str, str]] = field(default_factory=dict)
+    values: dict[str, dict[str, str]] | None = field(default_factory=dict)
     floats: dict[int, tuple[str, str]] = field(default_factory=dict)
     past_inputs: tuple[int, ...] = ()
     other_kv_inputs: tuple[int, ...] = ()

@@ -137,16 +137,18 @@ def _of_one_head(mask: Any) -> Any:
     """One head of a mask whose heads are alike: SDPA broadcasts it."""
     if not isinstance(mask, Node) or same_sizes((shape_of(mask) or ())[-3:-2] or (1,), (1,)):
         return mask
-    if not _is_alike_by_head(mask):
+    if not _is_alike_by_head(mask, {}):
         return mask
     with mask.graph.inserting_after(mask):
         return call(mask.graph, _aten.slice.Tensor, (mask, len(shape_of(mask) or ()) - 3, 0, 1), mask)
 
 
-def _is_alike_by_head(mask: Any) -> bool:
-    """Whether the third to last dimension of a tensor was expanded, and every head treated alike since."""
+def _is_alike_by_head(mask: Any, known: dict[Node, bool]) -> bool:
+    """Whether the third to last dimension of a tensor was expanded, and every head treated the same since."""
     if not isinstance(mask, Node) or same_sizes((shape_of(mask) or ())[-3:-2] or (1,), (1,)):
         return True
+    if mask in known:
+        return known[mask]
     sliced = mask.args[1] if mask.target is _aten.slice.Tensor and len(mask.args) > 1 else 0
     if mask.target is _aten.slice.Tensor and sliced in (-3, len(shape_of(mask) or ()) - 3):
         return False
@@ -156,7 +158,8 @@ def _is_alike_by_head(mask: Any) -> bool:
         _aten.clone.default,
         _aten._to_copy.default,
     )
-    return follows and all(map(_is_alike_by_head, mask.all_input_nodes))
+    known[mask] = follows and all(_is_alike_by_head(each, known) for each in mask.all_input_nodes)
+    return known[mask]
 
 
 def _with_an_end(node: Node) -> None:

@@ -24,7 +24,7 @@ def _run(model: torch.nn.Module) -> None:
     generate(model, torch.arange(24).view(2, 12) % 61, 4)
 
 
-def test_a_model_that_has_nothing_to_begin_with_is_told_so() -> None:
+def test_a_model_that_has_nothing_to_begin_with_is_named() -> None:
     with pytest.raises(ConfigError, match="give it input_ids"):
         specache_fx.explain(build("llama", bos_token_id=None))
 

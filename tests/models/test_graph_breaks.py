@@ -135,7 +135,7 @@ class BreaksBehindAppends(Hooked):
         return super().attend(layer, q, k, v, hide)
 
 
-def test_appends_whose_attention_is_in_another_graph_are_told_so(caplog: pytest.LogCaptureFixture) -> None:
+def test_appends_whose_attention_is_in_another_graph_warn(caplog: pytest.LogCaptureFixture) -> None:
     compiled = torch.compile(BreaksBehindAppends(), backend="specache", options=OPTIONS)
     with caplog.at_level("WARNING", logger="specache_fx"):
         torch.testing.assert_close(logits(compiled), logits(BreaksBehindAppends()))
@@ -186,7 +186,7 @@ class BreaksInSteps(Hooked):
         return super().run_layer(layer, x, hide, past)
 
 
-def test_a_step_whose_graph_breaks_between_layers_is_told_so() -> None:
+def test_a_step_whose_graph_breaks_between_layers_is_an_error() -> None:
     compiled = torch.compile(BreaksInSteps(), backend="specache", options=OPTIONS)
     with pytest.raises(specache_fx.CacheHandleError, match="reads 1 of the 2 layers"):
         logits(compiled)
@@ -308,7 +308,7 @@ UNCOMPILED: dict[type[nn.Module], str] = {
 
 
 @pytest.mark.parametrize("kind", UNCOMPILED)
-def test_attention_that_runs_uncompiled_is_told_of_once_and_is_an_error_if_strict(
+def test_attention_that_runs_uncompiled_warns_once_and_is_an_error_if_strict(
     kind: type[nn.Module], caplog: pytest.LogCaptureFixture
 ) -> None:
     compiled = torch.compile(kind(), backend="specache", options=OPTIONS)

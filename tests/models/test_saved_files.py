@@ -205,7 +205,7 @@ INNER: dict[str, bytes] = {
 
 
 @pytest.mark.parametrize("kind", INNER)
-def test_what_is_told_in_the_metadata_is_checked(kind: str, model: Any, tmp_path: Path) -> None:
+def test_the_metadata_is_checked(kind: str, model: Any, tmp_path: Path) -> None:
     text = INNER[kind].decode()
     told = {"specache_fx": text, "sha256": hashlib.sha256(text.encode()).hexdigest()}
     save_file({"a": torch.zeros(3)}, tmp_path / FILE, told)

@@ -209,13 +209,13 @@ def test_a_cache_that_goes_on_in_another_model_is_not_saved(tokens: int, tmp_pat
     for model in (first, second):
         past = read(model, PROMPT[:, :tokens], past)
     with pytest.raises(
-        SavedCacheError, match=r"has changed since the cache's first tokens were read\. Read its"
+        SavedCacheError, match=r"has changed since the cache's first tokens were read, or two modules"
     ):
         specache_fx.save(past, tmp_path)
     specache_fx.save(read(second), tmp_path)  # the remedy
 
 
-def test_adapters_of_transformers_own_are_told_too(tmp_path: Path) -> None:
+def test_adapters_of_transformers_own_are_compared_too(tmp_path: Path) -> None:
     torch._dynamo.reset()
     model: Any = build("plain", 1)
     for name in ("a", "b"):
@@ -351,7 +351,7 @@ def test_what_a_module_counts_or_never_reads_is_not_compared(own_saved: Path) ->
 
 
 @pytest.mark.parametrize("dynamic", [None, True, False])
-def test_the_same_values_are_told_of_each_compile_length_and_batch(
+def test_the_same_values_are_noted_by_each_compile_length_and_batch(
     dynamic: bool | None, own_saved: Path, tmp_path: Path
 ) -> None:
     torch._dynamo.reset()
@@ -396,3 +396,27 @@ def test_an_int_that_the_caller_counts_up_is_left_out(own: Any, tmp_path: Path) 
             specache_fx.save(past, tmp_path)
     finally:
         block.width, block.temperature = 3, 0.5
+
+
+def test_a_cache_of_two_modules_with_one_name_is_not_saved(tmp_path: Path) -> None:
+    model, head = build("plain", 1), build("plain", 1)
+
+    @torch.no_grad()
+    def both(ids: Tensor) -> Any:
+        out = model(ids, use_cache=True)
+        return head.get_input_embeddings()(ids).sum() + out.logits.sum(), out.past_key_values
+
+    _, past = torch.compile(both, backend="specache", options=SMALL)(PROMPT)
+    with pytest.raises(SavedCacheError, match="two modules in one compiled function"):
+        specache_fx.save(past, tmp_path)
+
+
+def test_a_torch_whose_guards_cannot_be_read_computes_and_saves_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("specache_fx.traced_values._written", None)
+    torch._dynamo.reset()
+    past = read(specache_fx.compile(build("plain", 1), bits=16, **SMALL))
+    assert past.get_seq_length() == PROMPT.shape[1]
+    with pytest.raises(SavedCacheError, match=r"can't read from torch 2"):
+        specache_fx.save(past, tmp_path)
