@@ -90,7 +90,7 @@ def _is_off_dropout(node: Node) -> bool:
 
 
 def _specialize_floats(gm: GraphModule) -> None:
-    """Put numbers in the place of symbols that are floats of a module's own."""
+    """Put numbers in the place of symbols that are floats of a module's own, or global ones (`math.pi`)."""
     for node in list(gm.graph.nodes):
         symbol, read = value_of(node), node.all_input_nodes
         if node.target != "item" or not isinstance(symbol, torch.SymFloat) or not all(map(_is_own, read)):
@@ -125,10 +125,11 @@ def _is_int(node: Node) -> bool:
 
 
 def _is_own(node: Node) -> bool:
-    """Whether a graph's input is an attribute of a module."""
+    """Whether a graph's input is an attribute of a module, or a global."""
     source = getattr(node.meta.get("grapharg"), "source", None)
     where = getattr(source, "guard_source", None)
-    return "NN_MODULE" in str(where() if callable(where) else where)  # a method before torch 2.12
+    kind = str(where() if callable(where) else where)  # a method before torch 2.12
+    return "NN_MODULE" in kind or kind.endswith(".GLOBAL")
 
 
 def _as_matmul(node: Node) -> None:

@@ -34,21 +34,27 @@ def _is_integer_tensor(node: Node) -> bool:
     return isinstance(value, torch.Tensor) and value.dtype in (torch.int64, torch.int32)
 
 
-def _is_mask(node: Node, shape: tuple[Any, ...], past_len: Any) -> bool:
+def _is_mask(node: Node, shape: tuple[Any, ...], past_len: Any, grows: bool) -> bool:
     """Whether an input looks like a mask over keys: integers or booleans, or floats of the cache's length.
 
     Floats of two dimensions are 1 where a key is seen, those of four are added to the scores (`Sources.ahead`).
+
+    Args:
+        node: The input.
+        shape: Its shape.
+        past_len: Tokens of a cache.
+        grows: That is a symbol, and no window's.
     """
     if len(shape) < 2:
         return False
     if _is_integer_tensor(node) or value_of(node).dtype == torch.bool:
-        # Where Dynamo knows that the context grows, it knows so of its masks.
-        return isinstance(shape[-1], torch.SymInt) or (not symbols_of(past_len) and shape[-1] > 1)
+        # Where Dynamo knows that the context grows, it knows so of its masks. Windows alone don't tell it.
+        return isinstance(shape[-1], torch.SymInt) or (not grows and shape[-1] > 1)
     whole = statically_known_true(shape[-1] == past_len + 1)
     if len(shape) == 4:
         return bool(value_of(node).is_floating_point() and whole and symbols_of(past_len))
-    grows = isinstance(shape[-1], torch.SymInt) or whole
-    return bool(len(shape) == 2 and value_of(node).is_floating_point() and grows)
+    is_whole = isinstance(shape[-1], torch.SymInt) or whole
+    return bool(len(shape) == 2 and value_of(node).is_floating_point() and is_whole)
 
 
 def _window_masks(sites: Sequence[AttentionSite]) -> dict[Node, int]:
@@ -123,6 +129,7 @@ def find_sources(
     growing = [i for i in past_inputs if i not in most] or past_inputs
     of_windows = _window_masks(sites)
     past_len = _kv_len(inputs[growing[0]])
+    grows = bool(symbols_of(past_len)) and growing[0] not in most
     whole_ids = {node.meta[NEWEST_OF] for node in inputs if NEWEST_OF in node.meta}
     sizes_of_others: set[Any] = set()
     for node in inputs:
@@ -139,7 +146,7 @@ def find_sources(
         ):
             shapes.add(index[node])
             continue
-        if node in of_windows or (node is not token and _is_mask(node, shape, past_len)):
+        if node in of_windows or (node is not token and _is_mask(node, shape, past_len, grows)):
             masks.add(index[node])
             continue
         for size in shape:

@@ -270,7 +270,7 @@ def others() -> None:
     """Packing; selection and gathering of other forms."""
     x = torch.randn(1, 2, 128, 128)
     for bits, dtype in ((2, torch.bfloat16), (1, torch.float16), (8, torch.float32)):
-        on_gpu.pack_keys(x.to(dtype), bits, 64)
+        on_gpu.pack_keys(x.to(dtype), None, bits, 64)
         on_gpu.pack_values(x.to(dtype), bits, 64)
     _copy_and_select(9, torch.bfloat16)
 
