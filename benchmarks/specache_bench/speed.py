@@ -367,13 +367,14 @@ class Attention(_Heads):
         dtype: str = "bfloat16",
         rounds: int = 30,
         on_round: Callable[[], object] = lambda: None,
+        kernel_name: str = "auto",
     ) -> dict[str, Any]:
         """Time all of them in turn; the rows of the first quantiser don't say it.
 
         Returns:
             `{"shape", "lanes", "quantizers", "dtype", "kernel", "bandwidth_gb_s", "rows"}`.
         """
-        kernel, made = choose_kernel("auto", device), self.peers(device)
+        kernel, made = choose_kernel(kernel_name, device), self.peers(device)
         for quantizer in quantizers:
             for bits in widths:
                 config = SpecacheConfig(bits=bits, quantizer=quantizer)
@@ -393,10 +394,10 @@ class Attention(_Heads):
 
     @torch.inference_mode()
     def error(self, config: SpecacheConfig, dtype: torch.dtype, device: torch.device) -> list[float]:
-        """The chosen kernel's largest errors against the reference, of outputs and scores, relative to the largest."""
+        """The largest errors of the config's kernel against the reference, of outputs and scores, relative to the largest."""
         inputs, _ = self.inputs(config, dtype, device)
         found, wanted = (
-            each.attention(inputs) for each in (choose_kernel("auto", device), ReferenceKernel())
+            each.attention(inputs) for each in (choose_kernel(config.kernel, device), ReferenceKernel())
         )
         pairs = ((a.float(), b.float()) for a, b in zip(found, wanted, strict=True))
         return [float((a - b).abs().max() / b.abs().max()) for a, b in pairs]
