@@ -394,7 +394,7 @@ class Attention(_Heads):
 
     @torch.inference_mode()
     def error(self, config: SpecacheConfig, dtype: torch.dtype, device: torch.device) -> list[float]:
-        """The largest errors of the config's kernel against the reference, of outputs and scores, relative to the largest."""
+        """The kernel's largest errors against the reference, of outputs and scores, relative to the largest."""
         inputs, _ = self.inputs(config, dtype, device)
         found, wanted = (
             each.attention(inputs) for each in (choose_kernel(config.kernel, device), ReferenceKernel())
