@@ -74,6 +74,13 @@ def find_prelude(
         )
     items = (node for node in data if target_name(node) == "_local_scalar_dense")
     if (item := next(items, None)) is not None:
+        grapharg = item.all_input_nodes[0].meta.get("grapharg")
+        if getattr(grapharg, "pass_arg_as_tensor", False):  # so Dynamo passes floats
+            raise NoMatch(
+                f"{described(item)} computes with a float among the arguments of the compiled code, so that every float"
+                " would be a graph of its own",
+                f"Keep it as an attribute of the module, or compile without dynamic=True. {LEAVE}.",
+            )
         raise NoMatch(
             f"{described(item)} makes a Python number of the model's data, so that every number would be a graph of its"
             " own",

@@ -207,7 +207,7 @@ def _case(model: Any, model_type: str, eager: Eager, options: dict[str, Any], pa
     row["lane_difference"] = largest(watch.lane_differences)
     row["rewritten"] = max(watch.layers.values(), default=0)
     row["lanes"] = min((runner.lanes for runner in watch.runners), default=0)
-    row["fallback"] = next((runner.fallback for runner in watch.runners if runner.fallback), None)
+    row["fallback"] = next((_plain(runner.fallback) for runner in watch.runners if runner.fallback), None)
     row["refusals"] = list(
         dict.fromkeys(_plain(refusal.reason) for program in watch.programs for refusal in program.refusals)
     )

@@ -188,6 +188,30 @@ def test_a_python_number_of_the_models_data_is_refused(caplog: pytest.LogCapture
     assert "makes a Python number of the model's data" in caplog.text
 
 
+class ScaledByArgument(Hooked):
+    """`forward` gets a float."""
+
+    def hidden(self, x: Tensor, *more: Any) -> Tensor:
+        return x * more[0]  # type: ignore[no-any-return]
+
+
+def test_a_float_argument_that_is_a_symbol_is_named() -> None:
+    options = {**OPTIONS, "strict": True}
+    compiled = torch.compile(ScaledByArgument(), backend="specache", dynamic=True, options=options)
+    ids = torch.randint(60, (1, 20), generator=torch.Generator().manual_seed(0))
+    said = r"a float among the arguments .* without dynamic=True"
+    with torch.no_grad():
+        _, past = compiled(ids, None, 0.5)
+        with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match=said):
+            compiled(ids[:, :1], past, 0.5)
+    torch._dynamo.reset()
+    compiled = torch.compile(ScaledByArgument(), backend="specache", options=options)  # the remedy
+    with torch.no_grad():
+        _, past = compiled(ids, None, 0.5)
+        _, past = compiled(ids[:, :1], past, 0.5)
+    assert specache_fx.stats(past).steps == 1
+
+
 def test_keys_of_one_sequence_for_all_are_no_cache_of_each(caplog: pytest.LogCaptureFixture) -> None:
     class Shared(Hooked):
         def run_layer(
