@@ -79,6 +79,8 @@ def from_softmax(gm: GraphModule, softmax: Node, outputs: set[Node], rows: Rows)
         NoMatch: If a prompt that is to be replaced is too long for its proof.
     """
     core = read_form(gm, softmax, outputs, rows)
+    if 0 in (shape_of(core.query) or ()):
+        return core  # `match_attention` refuses a call without tokens; nothing is there to be proved
     proved = is_proved(core, MOST_SCORES if rows.newest else MOST_REPLACED)
     if not (proved or rows.newest):
         many = f"has more than 2^{MOST_REPLACED.bit_length() - 1} scores in this prompt, too many to prove its form"

@@ -79,8 +79,17 @@ class OfAnySize(torch.nn.Module):
             key, value = torch.cat([past[0][0], key], 2), torch.cat([past[0][1], value], 2)
         kv_len = key.shape[2]
         seen = torch.arange(kv_len)[None] <= torch.arange(kv_len - q_len, kv_len)[:, None]
-        out = torch.nn.functional.scaled_dot_product_attention(query, key, value, seen)
+        out = self.attend(query, key, value, seen)
         return out.transpose(1, 2).reshape(batch, q_len, 64) @ self.embedding.weight.T, [(key, value)]
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, seen: Tensor) -> Tensor:
+        return torch.nn.functional.scaled_dot_product_attention(query, key, value, seen)
+
+
+class SpeltOut(OfAnySize):
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, seen: Tensor) -> Tensor:
+        scores = (query @ key.mT * 32**-0.5).masked_fill(~seen, -1e30)
+        return scores.softmax(-1) @ value
 
 
 @torch.no_grad()
@@ -105,12 +114,18 @@ def fed(model: Any, parts: list[Tensor]) -> list[Tensor]:
     ],
     ids=["prompt", "prompt-then-one", "turns", "rows"],
 )
-def test_calls_without_tokens_or_sequences_are_the_models_own(parts: list[Tensor]) -> None:
+@pytest.mark.parametrize("kind", [OfAnySize, SpeltOut])
+def test_calls_without_tokens_or_sequences_are_the_models_own(
+    kind: type[OfAnySize], parts: list[Tensor], caplog: pytest.LogCaptureFixture
+) -> None:
     """They are left alone, and the next call takes the cache over."""
-    plain = OfAnySize()
+    plain = kind()
     ours = torch.compile(plain, backend="specache", options=OPTIONS)
-    for found, expected in zip(fed(ours, parts), fed(plain, parts), strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    with caplog.at_level("WARNING", logger="specache_fx"):
+        for found, expected in zip(fed(ours, parts), fed(plain, parts), strict=True):
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    reason = "is left alone: this call has no tokens or no sequences. Make no call without tokens."
+    assert caplog.messages and all(reason in message for message in caplog.messages)
 
 
 class Counting(TinyDecoder):
