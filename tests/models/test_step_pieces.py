@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -114,3 +115,26 @@ def test_a_piece_with_one_lane_names_the_break(case: str, caplog: pytest.LogCapt
         places = [message.find(part) for part in ("test_step_pieces.py:", *told)]
         assert -1 not in places and places == sorted(places), message
         assert "Take that out of the compiled code" in message and "TORCH_LOGS=graph_breaks" not in message
+
+
+class AttendsByItself(Hooked):
+    """Attention is in a piece of its own, to which each size of its inputs is open under `dynamic=True`."""
+
+    def run_layer(self, layer: int, x: Tensor, hide: Tensor, past: Any) -> Any:
+        q, k, v = (side.view(*x.shape[:2], 2, 16).transpose(1, 2) for side in self.qkv[layer](x).chunk(3, -1))
+        torch._dynamo.graph_break()
+        if past is not None:
+            k, v = self.append(past[0], k), self.append(past[1], v)
+        out = self.attend(layer, q, k, v, hide)
+        torch._dynamo.graph_break()
+        return x + out.transpose(1, 2).flatten(2), (k, v)
+
+
+def test_an_open_head_dim_leaves_no_symbol_in_the_graph() -> None:
+    compiled = torch.compile(AttendsByItself(), backend="specache", dynamic=True, options=OPTIONS)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.testing.assert_close(logits(compiled), logits(AttendsByItself()), rtol=1e-3, atol=1e-3)
+    assert not [
+        each.message for each in caught if "passed as argument to Graph.create_node" in str(each.message)
+    ]
