@@ -41,7 +41,6 @@ from specache_fx.errors import ConfigError, SpecacheError, UnsupportedGraphError
 from specache_fx.fixed_runner import Growing, InPlace
 from specache_fx.lowering import Compiled, example_state, lower, lower_prompt
 from specache_fx.passes.pipeline import BINDING_PASSES, OPTIONAL, Observer, run_passes
-from specache_fx.progress import announced
 from specache_fx.recompile_limit import make_room
 from specache_fx.retrace import trace_as_growing
 from specache_fx.runners import Extend, LeftAlone, Prefill, Refused, compiling
@@ -344,8 +343,7 @@ class Backend:
         lowering = "eager" if once else program.config.lowering
         given = placeholders(gm.graph)
         sizes = frozenset(i for i, node in enumerate(given) if all(map(reads_shape_only, node.users)))
-        with announced("a graph that is left alone", lowering):
-            return LeftAlone(lower(gm, inputs, lowering), program, sizes)
+        return LeftAlone(lower(gm, inputs, lowering), program, sizes)
 
     def _report(self, program: Program) -> None:
         if program.refusals and program.config.strict:
