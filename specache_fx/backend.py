@@ -41,7 +41,6 @@ from specache_fx.errors import ConfigError, SpecacheError, UnsupportedGraphError
 from specache_fx.fixed_runner import Growing, InPlace
 from specache_fx.lowering import Compiled, example_state, lower, lower_prompt
 from specache_fx.passes.pipeline import BINDING_PASSES, OPTIONAL, Observer, run_passes
-from specache_fx.progress import announced
 from specache_fx.recompile_limit import make_room
 from specache_fx.retrace import trace_as_growing
 from specache_fx.runners import Extend, LeftAlone, Prefill, Refused, compiling
@@ -129,7 +128,8 @@ class Backend:
         config = SpecacheConfig.from_options(options)
         check_names(config)
         make_room()
-        found, uncompiled = graph_breaks.around(gm)
+        piece = graph_breaks.around(gm)
+        found, uncompiled = piece.found, piece.uncompiled
         _say(uncompiled, config)
         program = Program(config)
         if observe is not None:
@@ -149,7 +149,7 @@ class Backend:
         plain = with_masks_alone(rewritten)
         if attends_in_place(plain):
             try:
-                return self._in_place(gm, plain, example_inputs, config, observe)
+                return self._in_place(gm, plain, example_inputs, config, observe, piece)
             except NoMatch as no:
                 return self._left_in_place(gm, example_inputs, program, observe, no)
         if keeps_windows_alone(rewritten):
@@ -160,7 +160,7 @@ class Backend:
             return self._left_in_place(gm, example_inputs, program, observe, bounded)
         inputs, writes = placeholders(rewritten.graph), writes_tokens(rewritten)
         values, floats = traced(inputs)
-        program = replace(graph_breaks.named(analyse(rewritten, config), found), values=values, floats=floats)
+        program = replace(graph_breaks.named(analyse(rewritten, config), piece), values=values, floats=floats)
         if observe is not None:
             observe("analyse", rewritten, program)
         rewritten = run_passes(rewritten, program, BINDING_PASSES, observe)
@@ -189,9 +189,9 @@ class Backend:
             )
             return self._left_in_place(gm, example_inputs, program, observe, unread)
         if program.phase is Phase.NO_CACHE:
-            piece = None if found is None else f"This graph is a piece. {found}. {found.remedy}"
-            program = replace(program, other_kv_inputs=tuple(kv_inputs(gm)), left_alone=piece)
-            if observe is not None and piece is not None:
+            broken = None if found is None else f"This graph is a piece. {found}. {found.remedy}"
+            program = replace(program, other_kv_inputs=tuple(kv_inputs(gm)), left_alone=broken)
+            if observe is not None and broken is not None:
                 observe("leave_alone", gm, program)
             return self._left_alone(gm, example_inputs, program)
         taken = flatten(example_inputs)
@@ -205,6 +205,7 @@ class Backend:
         example_inputs: Sequence[Any],
         config: SpecacheConfig,
         observe: Observer | None,
+        piece: graph_breaks.Around,
     ) -> Compiled:
         """The runner of a graph that writes its caches in place.
 
@@ -215,7 +216,7 @@ class Backend:
 
         def make(has_past: bool) -> Growing:
             rewritten, plan = grow(traced, has_past=has_past)
-            inner = analyse(rewritten, config, plan.starts + plan.position_inputs)
+            inner = graph_breaks.named(analyse(rewritten, config, plan.starts + plan.position_inputs), piece)
             examples = [value_of(node) for node in placeholders(rewritten.graph)]  # newest ids are one more
             buffers = {buffer.place for buffer in plan.buffers}
             weights = {i: name for i, name in inner.weights.items() if i not in buffers}
@@ -342,8 +343,7 @@ class Backend:
         lowering = "eager" if once else program.config.lowering
         given = placeholders(gm.graph)
         sizes = frozenset(i for i, node in enumerate(given) if all(map(reads_shape_only, node.users)))
-        with announced("a graph that is left alone", lowering):
-            return LeftAlone(lower(gm, inputs, lowering), program, sizes)
+        return LeftAlone(lower(gm, inputs, lowering), program, sizes)
 
     def _report(self, program: Program) -> None:
         if program.refusals and program.config.strict:

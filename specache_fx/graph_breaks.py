@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from types import CodeType, FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch._dynamo.convert_frame import ConvertFrameAssert
@@ -23,7 +23,8 @@ from torch._dynamo.exc import Unsupported, UserError
 from torch.fx import GraphModule
 
 from specache_fx.capture.cache_side import BREAKS, LEAVE
-from specache_fx.capture.program import Program
+from specache_fx.capture.lanes import NO_LOGITS, NO_TOKENS
+from specache_fx.capture.program import Decoding, Program
 
 _RESUMED = re.compile(r"torch_dynamo_resume_in_.*_at_(\d+)$")
 _PLACE = re.compile(r"(.+?):(\d+): ")
@@ -55,14 +56,33 @@ class Break:
 
     @property
     def remedy(self) -> str:
+        """What to do about it, or else."""
+        return f"{self.cure} {LEAVE}."
+
+    @property
+    def cure(self) -> str:
         """What to do about it."""
         if "Tensor.item()" in self.reason:
             return (
                 "Python needs the number of a tensor there. Take that out of the compiled code. If it is the position"
                 " of a write, use buffer.index_copy_(dim, positions, tokens), or pass the position as an int."
-                f" {LEAVE}."
             )
-        return f"Take that out of the compiled code. {LEAVE}."
+        return "Take that out of the compiled code."
+
+
+class Around(NamedTuple):
+    """Where a graph was broken off.
+
+    Attributes:
+        found: The break before it, else the one around it, else the one behind it; None if it is whole, or a frame
+            that calls it is broken and neither attends nor keeps a cache.
+        caller: The break of any frame that calls it, where `found` is None.
+        uncompiled: What to say of the rest of its frame, where that runs uncompiled and attends.
+    """
+
+    found: Break | None = None
+    caller: Break | None = None
+    uncompiled: str | None = None
 
 
 @dataclass(frozen=True)
@@ -105,46 +125,62 @@ def note(code: CodeType, line: int, error: Exception) -> None:
     _behind[code.co_filename, line] = _last[_first_line(code)] = _break(error)
 
 
-def around(gm: GraphModule) -> tuple[Break | None, str | None]:
-    """Where a graph that is compiled now was broken off.
-
-    Returns:
-        The break before it, else the one around it, else the one behind it; None if it is whole. And what to say of
-        the rest of its frame, where that runs uncompiled and attends.
-    """
+def around(gm: GraphModule) -> Around:
+    """Where a graph that is compiled now was broken off."""
     frame: FrameType | None = sys._getframe()
     while frame is not None and not (
         isinstance(frame.f_locals.get("self"), ConvertFrameAssert) and "frame" in frame.f_locals
     ):
         frame = frame.f_back
     if frame is None:
-        return None, None
+        return Around()
     traced = frame.f_locals["frame"]
     code: CodeType = traced.f_code
     resumed = _RESUMED.match(code.co_name)
     before = _behind.get((code.co_filename, int(resumed[1]))) if resumed else None
+    caller: Break | None = None
     while before is None and frame is not None:
         above = _frames.get(_first_line(frame.f_code))
-        before = above.found if above is not None and (above.attends or above.keeps) else None
+        if above is not None:
+            caller = caller or above.found
+            before = above.found if above.attends or above.keeps else None
         frame = frame.f_back
     reason: Any = getattr(gm, "compile_subgraph_reason", None)
     if reason is None or not reason.graph_break:
-        return before, None
+        return Around(before, caller)
     ended, message = _last.get(_first_line(code)), None
     if ended is not None and reason.reason == _REST_RUNS_UNCOMPILED:
         message = _uncompiled(traced, ended, reason.user_stack[0].lineno)
-    return before or ended, message
+    return Around(before or ended, caller, message)
 
 
-def named(program: Program, found: Break | None) -> Program:
-    """The findings on a graph, with the break that its refusals suspect."""
-    if found is None:
+def named(program: Program, piece: Around) -> Program:
+    """The findings on a graph, with the break that its refusals suspect, and the one that leaves it one lane."""
+    decoding = _named_lane(program.decoding, piece.found or piece.caller)
+    program = replace(program, decoding=decoding)
+    if piece.found is None:
         return program
-    remedy = f"{found}. {found.remedy}"
+    remedy = f"{piece.found}. {piece.found.remedy}"
     refusals = tuple(
         replace(each, remedy=remedy) if each.remedy == BREAKS else each for each in program.refusals
     )
     return replace(program, refusals=refusals)
+
+
+def _named_lane(decoding: Decoding | None, found: Break | None) -> Decoding | None:
+    """The findings on a step, with a break as the first reason for one lane where its piece lacks tokens or logits."""
+    if decoding is None or decoding.single_lane is None or found is None:
+        return decoding
+    if decoding.sources.token is None:
+        lacks = "takes no token ids"
+    elif decoding.logits is None:
+        lacks = "returns no logits"
+    else:
+        return decoding
+    reason = f"{found}, and this piece {lacks}. {found.cure.rstrip('.')}"
+    if decoding.single_lane not in (NO_TOKENS, NO_LOGITS):
+        reason = f"{reason}. Besides, {decoding.single_lane}"
+    return replace(decoding, single_lane=reason)
 
 
 def note_rewritten(program: Program) -> None:

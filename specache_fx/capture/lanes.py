@@ -12,6 +12,12 @@ from specache_fx.capture.graph_slices import ancestors, draws_random_numbers, ha
 from specache_fx.capture.graph_utils import is_static_input, placeholders, shape_of, value_of
 from specache_fx.capture.program import Cut
 
+NO_TOKENS = (
+    "this graph takes no token ids (embeddings as input, several code books, or a graph break inside the model,"
+    ' which TORCH_LOGS=graph_breaks names; device_map\'s hooks break it at each layer, tp_plan="auto" does not)'
+)
+NO_LOGITS = "this graph returns no logits over its vocabulary"
+
 
 def effect_of(graph: Graph, outside: Collection[Node] = ()) -> str | None:
     """The first effect of a graph beside its results, but for calls that are taken `outside`: a reason for one lane."""
@@ -56,10 +62,7 @@ def single_lane(
     if drawn := drawn_in(graph):
         return f"the model draws random numbers (`{drawn}`), and would draw more of them"
     if token is None:
-        return (
-            "this graph takes no token ids (embeddings as input, several code books, or a graph break inside the model,"
-            ' which TORCH_LOGS=graph_breaks names; device_map\'s hooks break it at each layer, tp_plan="auto" does not)'
-        )
+        return NO_TOKENS
     if cache := kept_cache_of(kept):
         return (
             f"the cache of an attention that is left alone stays in the graph (`{cache}`), where the speculative token"
@@ -70,7 +73,7 @@ def single_lane(
             f"the model carries a state of its own from token to token (`{carried}`), which the speculative token would"
             " not find moved on"
         )
-    return "this graph returns no logits over its vocabulary" if logits is None else None
+    return NO_LOGITS if logits is None else None
 
 
 def _carried_state(inputs: Sequence[Node], kept: Sequence[Node], past_inputs: Sequence[int]) -> str | None:

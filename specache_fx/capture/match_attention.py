@@ -130,7 +130,8 @@ def _match(
         check_between(reading, inside)
     return AttentionSite(
         layer=len(owners) // 2 if owner is None else owner.layer,
-        core=core,
+        # Of a head_dim that is open when Dynamo traces (dynamic=True) it is a symbol, and no node of the graph.
+        core=replace(core, scale=float(core.scale)),
         keys=keys,
         values=values,
         num_kv_heads=int(k.shape[1]),

@@ -10,6 +10,10 @@ import sys
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
+
+from specache_fx import progress
 
 COMPILE = """
 import logging, sys, time
@@ -151,3 +155,16 @@ own.start()
 def test_a_terminal_that_takes_no_line_back_gets_one_line() -> None:
     _, err = on_a_terminal(script(), TERM="dumb")
     assert err.count("\n") == 1 and err.startswith(LINE) and "\x1b" not in err
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("gradients", [True, False])
+def test_nothing_is_said_of_a_graph_that_is_left_alone(
+    gradients: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A model without a KV cache is compiled as Inductor compiles it, which says nothing."""
+    monkeypatch.setattr(progress, "QUIET_SECONDS", 0.0)
+    compiled = torch.compile(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), backend="specache")
+    with caplog.at_level("INFO", logger="specache_fx.progress"), torch.set_grad_enabled(gradients):
+        assert compiled(torch.ones(2, 4)).requires_grad is gradients
+    assert caplog.messages == []
