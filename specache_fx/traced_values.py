@@ -78,9 +78,7 @@ def traced(inputs: Sequence[Node]) -> tuple[Values | None, dict[int, tuple[str, 
     """
     try:
         return _read_guards(inputs)
-    except (
-        Exception
-    ):  # of Dynamo's internals, which another torch may have changed: the model runs all the same
+    except Exception:  # another torch may have other internals: the model runs all the same
         logger.debug("the guards of torch %s can't be read", torch.__version__, exc_info=True)
         return None, {}
 

@@ -158,8 +158,8 @@ def attention(run: Run) -> None:
     for bits, quantizer in product((1, 2, 4, 8), ("turboquant", "kivi")):
         run.attempt(f"{bits} bit, {quantizer}", partial(check, bits, quantizer))
     rounds = 2 if run.quick else 50
-    timed = partial(shape.run, kernel_name=kernel)
-    run.attempt("timed", lambda: timed([2, 1], ["turboquant"], run.device, run.dtype, rounds))
+    settings = [2, 1], ["turboquant"], run.device, run.dtype, rounds
+    run.attempt("timed", partial(shape.run, *settings, kernel_name=kernel))
 
 
 def latency(run: Run) -> None:

@@ -33,7 +33,10 @@ def any_setting(number: int) -> Setting:
     other = pick(SAME)
     if random.random() < 0.15:
         options, other = {**options, "lowering": "inductor"}, pick(({"replay": False}, {"lowering": "eager"}))
-    return Setting(kind, options, other, pick((torch.float32, torch.float32, torch.bfloat16, torch.float16)))
+    dtypes = [torch.float32, torch.float32, torch.bfloat16]
+    # In float16 a score over 1e6 is a subnormal number: the model's own scores are off by 0.06, and it is refused.
+    dtypes += [torch.float16] if kind != "high-softcap" else []
+    return Setting(kind, options, other, pick(dtypes))
 
 
 KINDS = (

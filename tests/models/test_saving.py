@@ -143,6 +143,20 @@ def test_a_cropped_copy_is_saved_at_its_length(model: Any, tmp_path: Path) -> No
     assert go_on(model, loaded, ids[:, :-7], mask[:, :-7]) == go_on(model, kept, ids[:, :-7], mask[:, :-7])
 
 
+def test_a_cache_of_full_windows_alone_goes_on_where_nothing_is_compiled_yet(tmp_path: Path) -> None:
+    """The first graph is of a step: no width of a mask is known to grow."""
+    case = CASES["all-windows"]
+    model = make(case)
+    past, ids, mask = read(model, case)
+    specache_fx.save(past, tmp_path)
+    stayed = go_on(model, past, ids, mask)
+    torch._dynamo.reset()
+    again = make(case)
+    loaded = specache_fx.load(again, tmp_path)
+    assert go_on(again, loaded, ids, mask) == stayed
+    assert specache_fx.stats(loaded).steps == NEW_TOKENS
+
+
 @pytest.mark.parametrize("held", [False, True], ids=["moved", "forked"])
 def test_rows_of_a_reordered_cache_are_saved_in_their_order(held: bool, model: Any, tmp_path: Path) -> None:
     past, ids, mask = read(model, CASE)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -186,6 +187,48 @@ def test_a_python_number_of_the_models_data_is_refused(caplog: pytest.LogCapture
     with torch._dynamo.config.patch(capture_scalar_outputs=True):
         assert equals_plain(Scaled()) < 0.02
     assert "makes a Python number of the model's data" in caplog.text
+
+
+class ScaledByGlobal(Hooked):
+    def hidden(self, x: Tensor, *more: Tensor) -> Tensor:
+        return x * math.sqrt(2 / math.pi)
+
+
+def test_a_global_float_that_is_a_symbol_is_a_number() -> None:
+    options = {**OPTIONS, "strict": True}
+    found = logits(torch.compile(ScaledByGlobal(), backend="specache", dynamic=True, options=options))
+    torch.testing.assert_close(found, logits(ScaledByGlobal()), rtol=1e-4, atol=1e-4)
+
+
+class Softcapped(Hooked):
+    """With a softcap at which scores of float16 overflow."""
+
+    def positions(self, ids: Tensor, start: int) -> Tensor:
+        return super().positions(ids, start).to(self.head.weight.dtype)
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, hide: Tensor) -> Tensor:
+        scores = 5e4 * torch.tanh(q @ k.mT * 0.25 / 5e4)
+        return scores.masked_fill(hide, torch.finfo(q.dtype).min).softmax(-1) @ v
+
+
+def test_a_softcap_at_the_end_of_float16_is_read() -> None:
+    options = {**OPTIONS, "strict": True}
+    found = logits(torch.compile(Softcapped().half(), backend="specache", options=options))
+    torch.testing.assert_close(found.float(), logits(Softcapped()), rtol=0.05, atol=0.2)
+
+
+class MasksOfMasks(Hooked):
+    """A mask expanded over heads, in which each operation reads the last one's result twice."""
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, hide: Tensor) -> Tensor:
+        seen = (~hide)[None, None].expand(q.shape[0], q.shape[1], -1, -1)
+        for _ in range(60):
+            seen = seen & (seen | ~seen)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
+
+
+def test_a_mask_is_read_once_however_often_its_parts_are_used() -> None:
+    assert equals_plain(MasksOfMasks()) < 1e-4
 
 
 class ScaledByArgument(Hooked):
