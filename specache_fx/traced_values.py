@@ -40,6 +40,7 @@ _STEP = re.compile(r"""\.([A-Za-z_]\w*)|\[(-?\d+)\]|\['([^'\\]*)'\]|\["([^"\\]*)
 _OF_CLASS = re.compile(r"(?:dict\()?type\(([^()]*)\)(?:\.__mro__\[\d+\])?\.__dict__\)?\['(\w+)'\]")
 # Flags and counts that traced code has set so far, by class: a model's first call sets one that the next one reads.
 _states: set[tuple[type, str]] = set()
+_OF_CONSTANTS = ("CONSTANT_MATCH", "EQUALS_MATCH")  # guards
 _LONGEST = 200  # characters of a value that is kept as it is
 # What no number depends on as long as nothing is trained: flags for that, and a module's hooks.
 _SILENT = {*vars(nn.Module()), "gradient_checkpointing"} - {"_modules", "_parameters", "_buffers"}
@@ -118,6 +119,30 @@ def _read_guards(inputs: Sequence[Node]) -> tuple[Values, dict[int, tuple[str, s
         if (told := _told(place.value)) is not None:
             found.setdefault(place.module, {})[place.attribute] = told
     return found, floats
+
+
+def constant_counts() -> list[str]:
+    """Dynamo's names of the integers that are constants of the graph, and that the traced code sets anew."""
+    try:
+        context = TracingContext.try_get()
+        return [] if context is None else sorted(_read_counts(context))
+    except Exception:  # as above
+        logger.debug("what a call sets can't be read in torch %s", torch.__version__, exc_info=True)
+        return []
+
+
+def _read_counts(context: TracingContext) -> set[str]:
+    output = InstructionTranslator.current_tx().output
+    written, found = set(_written(output.side_effects)), set()
+    for guard in context.guards_context.dynamo_guards:
+        steps = _steps(name := source_name(guard.originating_source))
+        if guard.create_fn_name() in _OF_CONSTANTS and (steps in written or steps[:-1] in written):
+            value: Any = {"L": output.local_scope, "G": output.global_scope}
+            for step in steps:
+                value = _step(value, step)
+            if type(value) is int:
+                found.add(name)
+    return found
 
 
 def _written(side_effects: Any) -> Iterator[tuple[Step, ...]]:
