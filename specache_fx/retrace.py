@@ -19,7 +19,7 @@ from torch.fx import Node
 from specache_fx.traced_values import constant_counts
 
 _MARKS = "_dynamo_weak_dynamic_indices"  # of torch._dynamo.maybe_mark_dynamic
-_before: str | None = None  # torch's setting, while a trace has counts that are marked in it
+_before: list[str] = []  # torch's setting, while a trace has counts that are marked in it
 
 
 class TraceAgain(TensorifyScalarRestartAnalysis, UnspecializeRestartAnalysis):
@@ -57,14 +57,14 @@ def trace_as_growing(inputs: Sequence[Node], fixed: Mapping[int, int], *, is_ste
 
 def _mark_counts(is_step: bool) -> bool:
     """Mark a step's constant counts for the next trace alone. Returns whether there were any."""
-    global _before
     marked = torch.compiler.config.dynamic_sources
     # A comma and white space separate names there.
     names = [name for name in constant_counts() if not re.search(r"[,\s]", name)] if is_step else []
     new = [pattern for name in names if (pattern := f"{re.escape(name)}$") not in marked.split(",")]
     if new:
-        _before = marked if _before is None else _before
+        if not _before:
+            _before.append(marked)
         torch.compiler.config.dynamic_sources = ",".join(filter(None, [marked, *new]))
-    elif _before is not None:
-        torch.compiler.config.dynamic_sources, _before = _before, None
+    elif _before:
+        torch.compiler.config.dynamic_sources = _before.pop()
     return bool(new)
