@@ -85,7 +85,7 @@ def make_room(*, rewrites: bool = False) -> None:
         f"specache: nothing is wrong, but the code of this model has been compiled {count} times, for different"
         f" models, shapes and ways of generating. Past {name}, {allowed}, Dynamo would run it uncompiled, on a KV cache"
         f" that only compiled code can read. So the limit is now {raised}. TORCH_LOGS=recompiles shows why."
-        " If a module counts its tokens in an int of its own, set"
+        " If a module counts its tokens in an int of its own, each turn compiles anew: set"
         " torch._dynamo.config.allow_unspec_int_on_nn_module = True.",
     )
 
