@@ -283,6 +283,8 @@ def _told(value: Any) -> str | None:
         text = f"a {type(value).__qualname__}"
     elif isinstance(value, (FunctionType, BuiltinFunctionType, type)):
         text = f"{value.__module__}.{value.__qualname__}"
+    elif isinstance(value, (set, frozenset)):
+        text = f"{{{', '.join(sorted(map(str, map(_told, value))))}}}"  # its order is another one in each process
     elif isinstance(value, (dict, list, tuple)):
         kept = [
             type(each).__qualname__ if isinstance(each, (dict, list, tuple)) else _told(each)

@@ -251,6 +251,7 @@ class Block(nn.Module):
         self.temperature, self.width, self.bias, self.mode = 0.5, 3, True, "sum"
         self.config, self.table = SimpleNamespace(theta=1e4), torch.linspace(0, 1, 16)
         self.scales, self.kinds, self.finish = {"x": 1.5}, ["a"], F.gelu
+        self.tags, self.frozen = {"double", "other"}, frozenset(["half"])
         self.dropout, self.calls, self.ready, self.unread = 0.1, 0, False, 1.0
 
     def forward(self, x: Tensor, past: tuple[Tensor, Tensor] | None) -> tuple[Tensor, tuple[Tensor, Tensor]]:
@@ -263,6 +264,8 @@ class Block(nn.Module):
         for scale in self.scales.values():
             h = h * scale
         h = h * len(self.kinds) if self.mode == "sum" else h
+        h = h * 2 if "double" in self.tags else h
+        h = h / 2 if "half" in self.frozen else h
         for block in self.blocks:
             h = block(h)
         q, k, v = self.qkv(h).unflatten(-1, (6, 8)).transpose(1, 2).split(2, 1)
@@ -313,6 +316,8 @@ CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
     "item": (lambda block: block.scales.update(x=2.0), r"has 2.0 as scales\['x'\] of block, not 1.5"),
     "further item": (lambda block: block.scales.update(y=2.0), r"has keys \['x', 'y'\] as scales of block"),
     "list": (lambda block: block.kinds.append("b"), r"has \['a', 'b'\] as kinds of block"),
+    "set": (lambda block: block.tags.discard("double"), r"has {'other'} as tags of block"),
+    "frozen set": (lambda block: setattr(block, "frozen", frozenset()), r"has {} as frozen of block, not {'half'}"),
     "function": (lambda block: setattr(block, "finish", F.relu), "has torch.nn.functional.relu as finish"),
     "module": (lambda block: setattr(block, "act", nn.GELU()), "has a GELU as block.act, not a SiLU"),
     "further module": (lambda block: block.blocks.append(nn.Tanh()), r"keys \['0', '1'\] as _modules"),
