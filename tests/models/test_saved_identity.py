@@ -317,7 +317,10 @@ CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
     "further item": (lambda block: block.scales.update(y=2.0), r"has keys \['x', 'y'\] as scales of block"),
     "list": (lambda block: block.kinds.append("b"), r"has \['a', 'b'\] as kinds of block"),
     "set": (lambda block: block.tags.discard("double"), r"has {'other'} as tags of block"),
-    "frozen set": (lambda block: setattr(block, "frozen", frozenset()), r"has {} as frozen of block, not {'half'}"),
+    "frozen set": (
+        lambda block: setattr(block, "frozen", frozenset()),
+        r"has {} as frozen of block, not {'half'}",
+    ),
     "function": (lambda block: setattr(block, "finish", F.relu), "has torch.nn.functional.relu as finish"),
     "module": (lambda block: setattr(block, "act", nn.GELU()), "has a GELU as block.act, not a SiLU"),
     "further module": (lambda block: block.blocks.append(nn.Tanh()), r"keys \['0', '1'\] as _modules"),
