@@ -101,8 +101,8 @@ class Origin:
         for noted in self._values:
             if noted is None:
                 raise SavedCacheError(
-                    f"specache can't read from torch {torch.__version__} which numbers of the model this cache depends"
-                    " on, so it can't tell whose a saved one is. Save it with torch 2.11 to 2.15."
+                    f"specache could not read from torch {torch.__version__} which numbers of the model this cache"
+                    " depends on, so it can't tell whose a saved one is. A warning at the model's first call says why."
                 )
             for module, told in noted.items():
                 mine = found.setdefault(module, {})

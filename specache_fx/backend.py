@@ -164,7 +164,7 @@ class Backend:
         if observe is not None:
             observe("analyse", rewritten, program)
         rewritten = run_passes(rewritten, program, BINDING_PASSES, observe)
-        trace_as_growing(inputs, program.fixed_sizes, is_step=program.phase is Phase.DECODE)
+        program = trace_as_growing(inputs, program)
         self._report(program)
         grows = program.phase is Phase.DECODE and any(inputs[i].meta.get(GROWS) for i in program.past_inputs)
         if grows and torch._dynamo.config.force_parameter_static_shapes:

@@ -132,8 +132,8 @@ class Decode:
             else:
                 shares = self._check_guess(session, args, masks)
         kept, windows_told = self._step(session, args, masks, ahead=1, shares=shares)
-        told = self._sources.knows_next and windows_told
-        return kept, told and not (self._sources.fixed_length and session.masks_move)
+        knows = self._sources.knows_next and session.kv_len not in self._decoding.fixed_lengths
+        return kept, knows and windows_told and not (self._sources.fixed_length and session.masks_move)
 
     @property
     def _accepts(self) -> bool:

@@ -6,7 +6,8 @@ guard, as an `if` does. `torch.compiler.substitute_in_graph` would be the public
 puts into graphs.
 
 `watches_frames`: a frame that Dynamo skips runs uncompiled, and no backend is called. The hook calls `given_up` of the
-backend that it was to be compiled with, where that has such a method.
+backend that it was to be compiled with, where that has such a method. It takes back what `retrace` marks in
+`torch.compiler.config.dynamic_sources` for a frame.
 
 `watches_breaks`: notes each break with Dynamo's reason (`graph_breaks`), which no backend gets.
 
@@ -92,15 +93,23 @@ def watches_frames(converter: Any) -> bool:
 
     def wrapped(convert: Any) -> Any:
         def watched(self: Any, frame: Any, *args: Any, skip: int = 0, **kwargs: Any) -> Any:
-            try:
-                return convert(self, frame, *args, skip=skip + 1, **kwargs)
-            except Exception as error:
-                _notify(self, frame, error)
-                raise
+            config: Any = torch.compiler.config
+            with config.patch(dynamic_sources=config.dynamic_sources):  # `retrace` adds to it, for this frame
+                try:
+                    return convert(self, frame, *args, skip=skip + 1, **kwargs)
+                except Exception as error:
+                    _notify(self, frame, error)
+                    raise
 
         return watched
 
     return _wrap(converter, "__call__", {"frame", "skip"}, wrapped)
+
+
+def restores_marks() -> bool:
+    """Whether `watches_frames` is in place, and takes back what is marked for a frame."""
+    converter = getattr(convert_frame, "ConvertFrameAssert", None)
+    return hasattr(getattr(converter, "__call__", None), _OURS)  # noqa: B004
 
 
 def _notify(converter: Any, frame: Any, error: Exception) -> None:

@@ -1,25 +1,28 @@
 """Has Dynamo trace a decode graph again where it took the context's length for a constant.
 
-Dynamo takes every size and every integer for a constant until it has seen two. So the first step over a cache of plain
-tensors becomes a graph for one length, as does the first one with a mask, or over a cache that counts its tokens (as
-transformers' windows do). Such a graph does not know the next token's position, and the step after it compiles anew.
-Handles are marked as growing when they are made (`runtime/handle.py`); tensors and counts of the caller's are marked
-here.
+Dynamo takes every size and every argument for a constant until it has seen two. So the first step over a cache of plain
+tensors becomes a graph for one length, as does the first one with a mask. So does a step over a cache that counts its
+tokens, as transformers' windows do. Such a graph does not know the next token's position, and the step after it
+compiles anew. Handles are marked as growing when they are made (`runtime/handle.py`); tensors and counts of the
+caller's are marked here.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch._dynamo.exc import TensorifyScalarRestartAnalysis, UnspecializeRestartAnalysis
 from torch.fx import Node
 
-from specache_fx.traced_values import constant_counts
+from specache_fx.capture.program import Program
+from specache_fx.dynamo_hooks import restores_marks
+from specache_fx.traced_values import fixed_lengths
 
 _MARKS = "_dynamo_weak_dynamic_indices"  # of torch._dynamo.maybe_mark_dynamic
-_before: list[str] = []  # torch's setting, while a trace has counts that are marked in it
 
 
 class TraceAgain(TensorifyScalarRestartAnalysis, UnspecializeRestartAnalysis):
@@ -34,37 +37,49 @@ def _is_marked(tensor: torch.Tensor, dim: int) -> bool:
     return dim in getattr(tensor, _MARKS, ())
 
 
-def trace_as_growing(inputs: Sequence[Node], fixed: Mapping[int, int], *, is_step: bool) -> None:
-    """Mark what grows with the context and is a constant, and have Dynamo start over. What is marked is left alone.
+def trace_as_growing(inputs: Sequence[Node], program: Program) -> Program:
+    """Mark what grows with the context and is a constant, and have Dynamo start over.
 
     Args:
         inputs: The graph's placeholders.
-        fixed: Position to dimension of the inputs that grow with the context, of constant size here.
-        is_step: The graph decodes a token: a count of tokens grows with each call.
+        program: The findings on it.
+
+    Returns:
+        The findings, with the lengths that are constants all the same. A count among them leaves one lane.
 
     Raises:
         TraceAgain: If any was not marked before.
     """
-    marked = _mark_counts(is_step)
-    for i, dim in fixed.items():
+    lengths = fixed_lengths(program.kv_lens)
+    marked, stay = _mark_counts([each.name for each in lengths if each.counts])
+    for i, dim in program.fixed_sizes.items():
         tensor = getattr(inputs[i].meta.get("grapharg"), "example", None)
         if isinstance(tensor, torch.Tensor) and not _is_marked(tensor, dim):
             torch._dynamo.maybe_mark_dynamic(tensor, dim)
             marked |= _is_marked(tensor, dim)  # Dynamo ignores it beside a mark of the caller's own
     if marked:
         raise TraceAgain(restart_reason="specache: the context's length is a variable")
+    decoding = program.decoding
+    if decoding is None or not lengths:
+        return program
+    reason = decoding.single_lane
+    if stay and reason is None:
+        reason = (
+            f"{stay[0]} counts tokens, and code reads its value, as range() does: each length has a graph"
+        )
+    values = frozenset(each.value for each in lengths)
+    return replace(program, decoding=replace(decoding, single_lane=reason, fixed_lengths=values))
 
 
-def _mark_counts(is_step: bool) -> bool:
-    """Mark a step's constant counts for the next trace alone. Returns whether there were any."""
-    marked = torch.compiler.config.dynamic_sources
-    # A comma and white space separate names there.
-    names = [name for name in constant_counts() if not re.search(r"[,\s]", name)] if is_step else []
-    new = [pattern for name in names if (pattern := f"{re.escape(name)}$") not in marked.split(",")]
-    if new:
-        if not _before:
-            _before.append(marked)
-        torch.compiler.config.dynamic_sources = ",".join(filter(None, [marked, *new]))
-    elif _before:
-        torch.compiler.config.dynamic_sources = _before.pop()
-    return bool(new)
+def _mark_counts(names: Iterable[str]) -> tuple[bool, list[str]]:
+    """Mark counts for the traces of this frame. Returns whether any was not marked before, and those that were."""
+    config: Any = torch.compiler.config
+    marked = config.dynamic_sources
+    # Dynamo splits the setting at commas, and drops its blanks.
+    patterns = {name: f"{re.escape(name)}$" for name in names if not re.search(r"[,\s]", name)}
+    new = [pattern for pattern in patterns.values() if pattern not in marked.split(",")]
+    stay = [name for name, pattern in patterns.items() if pattern in marked.split(",")]
+    if not new or not restores_marks():
+        return False, stay
+    config.dynamic_sources = ",".join(filter(None, [marked, *new]))
+    return True, stay

@@ -15,7 +15,7 @@ from __future__ import annotations
 import inspect
 import logging
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from enum import Enum
 from hashlib import sha256
 from types import BuiltinFunctionType, FunctionType, GetSetDescriptorType, MemberDescriptorType
@@ -24,10 +24,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch._dynamo.variables.dicts import ConstDictVariable
+from torch._dynamo.variables.lists import BaseListVariable
 from torch._guards import TracingContext
 from torch.fx import Node
 from torch.nn.modules.dropout import _DropoutNd
 
+from specache_fx._log import warn_once
 from specache_fx.capture.graph_utils import source_name
 
 logger = logging.getLogger(__name__)
@@ -79,8 +82,8 @@ def traced(inputs: Sequence[Node]) -> tuple[Values | None, dict[int, tuple[str, 
     """
     try:
         return _read_guards(inputs)
-    except Exception:  # another torch may have other internals: the model runs all the same
-        logger.debug("the guards of torch %s can't be read", torch.__version__, exc_info=True)
+    except Exception as error:
+        _warn("a graph's guards", error, "Caches of its model can't be saved.")
         return None, {}
 
 
@@ -90,7 +93,7 @@ def _read_guards(inputs: Sequence[Node]) -> tuple[Values, dict[int, tuple[str, s
         return found, {}
     output = InstructionTranslator.current_tx().output
     scope = {"L": output.local_scope, "G": output.global_scope}
-    moving, floats = set(_written(output.side_effects)), {}
+    moving, floats = {steps for steps, _ in _new_values(output.side_effects)}, {}
     _states.update(
         (type(place.owner), place.attribute) for steps in moving if (place := _placed(scope, steps))
     )
@@ -121,37 +124,98 @@ def _read_guards(inputs: Sequence[Node]) -> tuple[Values, dict[int, tuple[str, s
     return found, floats
 
 
-def constant_counts() -> list[str]:
-    """Dynamo's names of the integers that are constants of the graph, and that the traced code sets anew."""
+class FixedLength(NamedTuple):
+    """An integer that is a constant of the graph, and equals the length of a cache.
+
+    Attributes:
+        name: Dynamo's.
+        value: Its value.
+        counts: It surely counts tokens: the traced code adds one to it, or gets it as an argument.
+    """
+
+    name: str
+    value: int
+    counts: bool
+
+
+def fixed_lengths(kv_lens: Collection[int]) -> list[FixedLength]:
+    """The integers that are constants of the graph which Dynamo is compiling, and equal the length of a cache.
+
+    Args:
+        kv_lens: Tokens of the caches in this call.
+    """
     try:
         context = TracingContext.try_get()
-        return [] if context is None else sorted(_read_counts(context))
-    except Exception:  # as above
-        logger.debug("what a call sets can't be read in torch %s", torch.__version__, exc_info=True)
+        return [] if context is None or not kv_lens else _read_lengths(context, kv_lens)
+    except Exception as error:
+        _warn("what a call sets", error, "The first generation may select other pairs than later ones.")
         return []
 
 
-def _read_counts(context: TracingContext) -> set[str]:
+def _read_lengths(context: TracingContext, kv_lens: Collection[int]) -> list[FixedLength]:
     output = InstructionTranslator.current_tx().output
-    written, found = set(_written(output.side_effects)), set()
+    scope = {"L": output.local_scope, "G": output.global_scope}
+    new, found = dict(_new_values(output.side_effects)), {}
     for guard in context.guards_context.dynamo_guards:
         steps = _steps(name := source_name(guard.originating_source))
-        if guard.create_fn_name() in _OF_CONSTANTS and (steps in written or steps[:-1] in written):
-            value: Any = {"L": output.local_scope, "G": output.global_scope}
-            for step in steps:
-                value = _step(value, step)
-            if type(value) is int:
-                found.add(name)
-    return found
+        value: Any = scope
+        for step in steps:
+            value = _step(value, step)
+        if type(value) is not int or value not in kv_lens:
+            continue
+        is_counted = _later(new, steps) == value + 1
+        # Attributes hold other numbers, which may equal a length by chance.
+        is_argument = steps[0] == ("L",) and all(isinstance(step, tuple) for step in steps)
+        if is_counted or guard.create_fn_name() in _OF_CONSTANTS:
+            found[name] = FixedLength(name, value, is_counted or is_argument)
+    return list(found.values())
 
 
-def _written(side_effects: Any) -> Iterator[tuple[Step, ...]]:
-    """What the traced code itself sets. It counts or remembers: the next call finds another value."""
+def _later(new: Mapping[tuple[Step, ...], Any], steps: tuple[Step, ...]) -> Any:
+    """What traced code sets a value to, if that is one number in this graph; None otherwise."""
+    known = next((n for n in range(len(steps), 0, -1) if steps[:n] in new), None)
+    if known is None:
+        return None
+    variable = new[steps[:known]]
+    for step in steps[known:]:
+        variable = _item(variable, step)
+    if variable is None or variable.is_python_constant():
+        return None if variable is None else variable.as_python_constant()
+    symbol = getattr(variable, "sym_num", None)
+    return symbol.node.maybe_as_int() if isinstance(symbol, torch.SymInt) else None
+
+
+def _item(variable: Any, step: Step) -> Any:
+    """An item of a list or dict of Dynamo's; None where there is none."""
+    key = step[0] if isinstance(step, tuple) else None
+    if isinstance(variable, BaseListVariable) and isinstance(key, int):
+        return dict(enumerate(variable.items)).get(key)
+    if isinstance(variable, ConstDictVariable) and key is not None:
+        keys = ((each.vt, value) for each, value in variable.items.items())
+        return next((v for k, v in keys if k.is_python_constant() and k.as_python_constant() == key), None)
+    return None
+
+
+def _warn(what: str, error: Exception, otherwise: str) -> None:
+    """Another torch may have other internals: the model runs all the same."""
+    torch_is = f"torch {torch.__version__} ({type(error).__name__}: {error})"
+    warn_once(logger, f"specache: {what} can't be read in {torch_is}. {otherwise}")
+
+
+def _new_values(side_effects: Any) -> Iterator[tuple[tuple[Step, ...], Any]]:
+    """What the traced code itself sets, and Dynamo's variable of the new value.
+
+    It counts or remembers: the next call finds another value.
+    """
     for variable in side_effects.id_to_variable.values():
         steps = _steps(source_name(variable.source))
-        if steps and side_effects.is_modified(variable):
-            attributes = side_effects.store_attr_mutations.get(variable)
-            yield from [steps] if attributes is None else [(*steps, name) for name in attributes]
+        if not steps or not side_effects.is_modified(variable):
+            continue
+        attributes = side_effects.store_attr_mutations.get(variable)
+        if attributes is None:
+            yield steps, variable
+        else:
+            yield from (((*steps, name), new) for name, new in attributes.items())
 
 
 class _Place(NamedTuple):

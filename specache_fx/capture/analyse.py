@@ -17,7 +17,7 @@ from torch.fx import GraphModule, Node
 
 from specache_fx.capture.cache_side import NoMatch
 from specache_fx.capture.find_prelude import find_prelude
-from specache_fx.capture.find_sources import find_sources, find_token, fixed_sizes
+from specache_fx.capture.find_sources import find_sources, find_token, fixed_sizes, kv_lens
 from specache_fx.capture.flex_attention import flex_attention
 from specache_fx.capture.graph_utils import (
     is_static_input,
@@ -103,7 +103,8 @@ def _with_attention(
     sources: Sources | None = None
     if phase is Phase.DECODE:
         sources = find_sources(gm, sites, past, positions)
-        program = replace(program, fixed_sizes=fixed_sizes(inputs, past, program.permuted_inputs, sources))
+        fixed = fixed_sizes(inputs, past, program.permuted_inputs, sources)
+        program = replace(program, fixed_sizes=fixed, kv_lens=kv_lens(inputs, past, sources))
     try:
         plan, kept = plan_outputs(gm, sites, sources)
         decoding = None if sources is None else _decoding(gm, sites, past, sources, kept)

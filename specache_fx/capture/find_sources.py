@@ -195,8 +195,7 @@ def fixed_sizes(
     """Inputs that grow with the context and are of constant size here, and in which dimension of Dynamo's tensor."""
     token_dims = {i: token_dim(swapped.get(i, Form.HEADS_FIRST)) for i in past_inputs}
     # One that is cut to the keys' length tells Dynamo nothing about its own: it is as long as the keys are now.
-    now = (_now(_kv_len(inputs[i])) for i in token_dims if i not in sources.most)
-    lengths = {length + 1 for length in now if length is not None}
+    lengths = {length + 1 for length in kv_lens(inputs, past_inputs, sources)}
     mask_dims = {}
     for i, node in enumerate(inputs):
         shape = shape_of(node) or ()
@@ -210,6 +209,12 @@ def fixed_sizes(
         # Dynamo makes a constant of 1 whatever it is told.
         if not symbols_of(size := (shape_of(inputs[i]) or ())[2 if i in token_dims else -1]) and size > 1
     }
+
+
+def kv_lens(inputs: Sequence[Node], past_inputs: Sequence[int], sources: Sources) -> frozenset[int]:
+    """Tokens of the caches that grow, in the call that is traced."""
+    now = (_now(_kv_len(inputs[i])) for i in past_inputs if i not in sources.most)
+    return frozenset(length for length in now if length is not None)
 
 
 def _now(size: Any) -> int | None:

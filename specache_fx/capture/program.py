@@ -172,6 +172,8 @@ class Decoding:
         cut: What depends on positions and lengths alone.
         logits: Position of the logits among the kept outputs; None where there are none.
         single_lane: Why it computes one token at a time; None where it can compute two.
+        fixed_lengths: Lengths of the cache that a constant of the graph equals. It may be a count of tokens: lane 1 may
+            not have the next token's position there.
         is_pure: It writes to no input, does nothing besides and draws no random numbers: two runs are alike.
     """
 
@@ -181,6 +183,7 @@ class Decoding:
     logits: int | None
     single_lane: str | None
     is_pure: bool
+    fixed_lengths: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -208,6 +211,7 @@ class Program:
             and how many of the newest of them.
         fixed_sizes: Position to dimension of inputs that grow with the context, where Dynamo took the size for a
             constant (decode).
+        kv_lens: Tokens of the past KV inputs that grow, in the call that is traced (decode).
         token: Position of the token ids among Dynamo's inputs; None where there are none.
         outputs: How Dynamo's outputs are made; None where nothing is rewritten.
         prompt_masks: The masks that are tested before they are made (prefill and extend).
@@ -232,6 +236,7 @@ class Program:
     merged_outputs: dict[int, int] = field(default_factory=dict)
     newest_inputs: tuple[tuple[int, int], ...] = ()
     fixed_sizes: dict[int, int] = field(default_factory=dict)
+    kv_lens: frozenset[int] = frozenset()
     token: int | None = None
     outputs: OutputPlan | None = None
     prompt_masks: tuple[PromptMask, ...] = ()
