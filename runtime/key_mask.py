@@ -28,7 +28,7 @@ class KeyMask:
             self.put(None if real is None else self.real | real)
 
     def at(self, kv_len: int) -> torch.Tensor | None:
-        """Bool `[batch, kv_len]` for a length of now or later; None where every key is real."""
+        """Bool `[batch, kv_len]` for any length; None where every key is real."""
         if self.real is None or self.real.shape[1] == kv_len:
             return self.real
         return torch.nn.functional.pad(self.real, (0, kv_len - self.real.shape[1]), value=True)

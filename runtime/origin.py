@@ -79,8 +79,9 @@ class Origin:
                 )
             if name == self._changed or version != _version(weight):
                 raise SavedCacheError(
-                    f"The weight {name!r} of this cache's model has changed since the cache's first tokens were read,"
-                    f" or two modules in one compiled function have one of this name. {_AGAIN}"
+                    f"The weight {name!r} of this cache's model is another one than when the cache's first tokens were"
+                    " read: it has changed, or two modules in one compiled function share its name."
+                    f" {_AGAIN}"
                 )
             found[name] = weight
         if not found:
@@ -101,8 +102,9 @@ class Origin:
         for noted in self._values:
             if noted is None:
                 raise SavedCacheError(
-                    f"specache could not read from torch {torch.__version__} which numbers of the model this cache"
-                    " depends on, so it can't tell whose a saved one is. A warning at the model's first call says why."
+                    "specache can't tell which numbers of the model this cache depends on, nor whose a saved one is:"
+                    f" torch {torch.__version__} hides them (a warning at the model's first call says so), or two"
+                    " modules in one compiled function have one name. Compile the model alone."
                 )
             for module, told in noted.items():
                 mine = found.setdefault(module, {})

@@ -52,7 +52,7 @@ class Break:
     reason: str
 
     def __str__(self) -> str:
-        return f"{self.source or 'It'} breaks the graph ({self.reason})"
+        return f"{self.source or 'A line that Dynamo does not name'} breaks the graph ({self.reason})"
 
     @property
     def remedy(self) -> str:
@@ -74,9 +74,9 @@ class Around(NamedTuple):
     """Where a graph was broken off.
 
     Attributes:
-        found: The break before it, else the one around it, else the one behind it; None if it is whole, or a frame
-            that calls it is broken and neither attends nor keeps a cache.
-        caller: The break of any frame that calls it, where `found` is None.
+        found: The break before it, else the one around it, else the one behind it. One around it counts where its
+            frame attends or keeps a cache. None of a graph that is whole.
+        caller: The break of the innermost frame that calls it.
         uncompiled: What to say of the rest of its frame, where that runs uncompiled and attends.
     """
 
@@ -156,8 +156,7 @@ def around(gm: GraphModule) -> Around:
 
 def named(program: Program, piece: Around) -> Program:
     """The findings on a graph, with the break that its refusals suspect, and the one that leaves it one lane."""
-    decoding = _named_lane(program.decoding, piece.found or piece.caller)
-    program = replace(program, decoding=decoding)
+    program = replace(program, decoding=_named_lane(program.decoding, piece))
     if piece.found is None:
         return program
     remedy = f"{piece.found}. {piece.found.remedy}"
@@ -167,17 +166,20 @@ def named(program: Program, piece: Around) -> Program:
     return replace(program, refusals=refusals)
 
 
-def _named_lane(decoding: Decoding | None, found: Break | None) -> Decoding | None:
-    """The findings on a step, with a break as the first reason for one lane where its piece lacks tokens or logits."""
+def _named_lane(decoding: Decoding | None, piece: Around) -> Decoding | None:
+    """The findings on a step, with a break as the first reason for one lane, where it lacks tokens or logits."""
+    found = piece.found or piece.caller
     if decoding is None or decoding.single_lane is None or found is None:
         return decoding
     if decoding.sources.token is None:
-        lacks = "takes no token ids"
+        lacks, needs = "takes no token ids", "have the whole take token ids"
     elif decoding.logits is None:
-        lacks = "returns no logits"
+        lacks, needs = "returns no logits", "have the whole return logits"
     else:
         return decoding
-    reason = f"{found}, and this piece {lacks}. {found.cure.rstrip('.')}"
+    # A caller's break may be another matter: the call may be whole, and lack them by itself.
+    needed = "" if piece.found is not None else f", and {needs}"
+    reason = f"{found}, and this piece {lacks}. {found.cure.rstrip('.')}{needed}"
     if decoding.single_lane not in (NO_TOKENS, NO_LOGITS):
         reason = f"{reason}. Besides, {decoding.single_lane}"
     return replace(decoding, single_lane=reason)

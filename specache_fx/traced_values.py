@@ -77,8 +77,8 @@ def traced(inputs: Sequence[Node]) -> tuple[Values | None, dict[int, tuple[str, 
         inputs: The graph's placeholders.
 
     Returns:
-        The values, None where this torch has no such guards; and module and attribute of each float that is an input
-        of the graph instead, by position.
+        The values, None where this torch has no such guards, or two modules share a name. And module and attribute of
+        each float that is an input of the graph instead, by position.
     """
     try:
         return _read_guards(inputs)
@@ -87,7 +87,7 @@ def traced(inputs: Sequence[Node]) -> tuple[Values | None, dict[int, tuple[str, 
         return None, {}
 
 
-def _read_guards(inputs: Sequence[Node]) -> tuple[Values, dict[int, tuple[str, str]]]:
+def _read_guards(inputs: Sequence[Node]) -> tuple[Values | None, dict[int, tuple[str, str]]]:
     context, found = TracingContext.try_get(), Values()
     if context is None:
         return found, {}
@@ -119,8 +119,9 @@ def _read_guards(inputs: Sequence[Node]) -> tuple[Values, dict[int, tuple[str, s
             continue
         if isinstance(place.value, int) and (type(place.owner), place.attribute) in _states:
             continue
-        if (told := _told(place.value)) is not None:
-            found.setdefault(place.module, {})[place.attribute] = told
+        told = _told(place.value)
+        if told is not None and found.setdefault(place.module, {}).setdefault(place.attribute, told) != told:
+            return None, {}  # two modules in one compiled function have this name
     return found, floats
 
 

@@ -43,7 +43,7 @@ def _is_mask(node: Node, shape: tuple[Any, ...], past_len: Any, grows: bool) -> 
         node: The input.
         shape: Its shape.
         past_len: Tokens of a cache.
-        grows: That is a symbol, and no window's.
+        grows: `past_len` is a symbol, and not a window's length.
     """
     if len(shape) < 2:
         return False

@@ -172,7 +172,8 @@ def differs(gm: GraphModule, core: AttentionCore, *, newest: bool) -> str | None
     graph = extract(gm, results, leaves)
     if len(placeholders(graph.graph)) > len(leaves):
         return "its queries or masks can't be told from what they are computed from"
-    # Of size 1 after scaling, and once more at the bound, where it acts, if the dtype has numbers of that size.
+    # Of size 1 after scaling, and of the softcap's size, where it acts. In float16 a cap above 1,023 is tried with
+    # smaller numbers, which it hardly bends.
     most = torch.finfo(value_of(core.query).dtype).max / 64
     for size in (1.0, min(core.softcap, most)) if core.softcap is not None else (1.0,):
         for seed in range(_SEEDS):

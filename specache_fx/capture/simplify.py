@@ -134,16 +134,16 @@ def _as_expand(node: Node) -> None:
 
 
 def _of_one_head(mask: Any) -> Any:
-    """One head of a mask whose heads are alike: SDPA broadcasts it."""
+    """One head of a mask that is the same for all heads: SDPA broadcasts it."""
     if not isinstance(mask, Node) or same_sizes((shape_of(mask) or ())[-3:-2] or (1,), (1,)):
         return mask
-    if not _is_alike_by_head(mask, {}):
+    if not _is_same_for_heads(mask, {}):
         return mask
     with mask.graph.inserting_after(mask):
         return call(mask.graph, _aten.slice.Tensor, (mask, len(shape_of(mask) or ()) - 3, 0, 1), mask)
 
 
-def _is_alike_by_head(mask: Any, known: dict[Node, bool]) -> bool:
+def _is_same_for_heads(mask: Any, known: dict[Node, bool]) -> bool:
     """Whether the third to last dimension of a tensor was expanded, and every head treated the same since."""
     if not isinstance(mask, Node) or same_sizes((shape_of(mask) or ())[-3:-2] or (1,), (1,)):
         return True
@@ -158,7 +158,7 @@ def _is_alike_by_head(mask: Any, known: dict[Node, bool]) -> bool:
         _aten.clone.default,
         _aten._to_copy.default,
     )
-    known[mask] = follows and all(_is_alike_by_head(each, known) for each in mask.all_input_nodes)
+    known[mask] = follows and all(_is_same_for_heads(each, known) for each in mask.all_input_nodes)
     return known[mask]
 
 

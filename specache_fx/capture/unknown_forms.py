@@ -169,7 +169,7 @@ def unknown_forms(
                 refusals[root] = Refusal(root.name, source_of(root), reason, BREAKS)
                 continue
             reason = "no attention that specache knows reads this cache (it knows SDPA and softmax of query times keys)"
-            remedy = f"Use torch.nn.functional.scaled_dot_product_attention there. {LEAVE}."
+            remedy = f"Use torch.nn.functional.scaled_dot_product_attention there if it can be. {LEAVE}."
             reader = _reader(root)
             if (called := attention_behind([root])) is not None and _is_inside(called):
                 reader, reason = called, "another function calls it (torch.nn.MultiheadAttention?)"

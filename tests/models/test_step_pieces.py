@@ -101,7 +101,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], Tensor], tuple[s
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_piece_with_one_lane_names_the_break(case: str, caplog: pytest.LogCaptureFixture) -> None:
-    make, run, told = CASES[case]
+    make, run, named_parts = CASES[case]
     with caplog.at_level("WARNING", logger="specache_fx"):
         compiled = torch.compile(make(), backend="specache", options=OPTIONS)
         torch.testing.assert_close(run(compiled), run(make()), rtol=1e-3, atol=1e-3)
@@ -112,7 +112,7 @@ def test_a_piece_with_one_lane_names_the_break(case: str, caplog: pytest.LogCapt
         run(torch.compile(make(), backend="specache", options={**OPTIONS, "strict": True}))
     report = str(specache_fx.explain(make(), options=OPTIONS, run=run))
     for message in (warning, str(refused.value), next(x for x in report.splitlines() if "instead of" in x)):
-        places = [message.find(part) for part in ("test_step_pieces.py:", *told)]
+        places = [message.find(part) for part in ("test_step_pieces.py:", *named_parts)]
         assert -1 not in places and places == sorted(places), message
         assert "Take that out of the compiled code" in message and "TORCH_LOGS=graph_breaks" not in message
 

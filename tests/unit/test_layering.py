@@ -29,6 +29,7 @@ RANKS: tuple[tuple[str, ...], ...] = (
     ("specache_fx.saving",),
     ("specache_fx.explanation", "specache_fx.api", "specache_fx.plan", "specache_fx.chrome_trace"),
     ("specache_fx.backend",),
+    ("specache_fx.retrace",),
     ("specache_fx.dynamo_hooks",),
     (
         "specache_fx.decode_runner",
@@ -37,7 +38,7 @@ RANKS: tuple[tuple[str, ...], ...] = (
         "specache_fx.store_entry",
     ),
     ("specache_fx.border",),
-    ("specache_fx.runners", "specache_fx.step_masks", "specache_fx.retrace", "specache_fx.graph_inputs"),
+    ("specache_fx.runners", "specache_fx.step_masks", "specache_fx.graph_inputs"),
     ("specache_fx.lowering", "specache_fx.tensor_file"),
     ("specache_fx.layer_parts", "specache_fx.graph_breaks"),
     ("specache_fx.fingerprint",),
