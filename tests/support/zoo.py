@@ -157,7 +157,7 @@ class _PlainLayer(nn.Module):
         )
         if past is not None:
             k, v = past.update(k, v, self.index)
-        mask = masks[self.has_window][..., -k.shape[2] :]
+        mask = masks[int(self.has_window)][..., -k.shape[2] :]
         attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
         y = x + self.o_proj(attended.transpose(1, 2).flatten(2))
         return y + self.down_proj(F.silu(self.up_proj(x if self.is_parallel else y)))
