@@ -45,13 +45,13 @@ def trace_as_growing(inputs: Sequence[Node], program: Program) -> Program:
         program: The findings on it.
 
     Returns:
-        The findings, with the lengths that are constants all the same. A count among them leaves one lane.
+        The findings, with the lengths that are constants all the same.
 
     Raises:
         TraceAgain: If any was not marked before.
     """
     lengths = fixed_lengths(program.kv_lens)
-    marked, stay = _mark_counts([each.name for each in lengths if each.counts])
+    marked = _mark_counts(each.name for each in lengths if each.is_free)
     for i, dim in program.fixed_sizes.items():
         tensor = getattr(inputs[i].meta.get("grapharg"), "example", None)
         if isinstance(tensor, torch.Tensor) and not _is_marked(tensor, dim):
@@ -59,27 +59,20 @@ def trace_as_growing(inputs: Sequence[Node], program: Program) -> Program:
             marked |= _is_marked(tensor, dim)  # Dynamo ignores it beside a mark of the caller's own
     if marked:
         raise TraceAgain(restart_reason="specache: the context's length is a variable")
-    decoding = program.decoding
-    if decoding is None or not lengths:
+    if program.decoding is None or not lengths:
         return program
-    reason = decoding.single_lane
-    if stay and reason is None:
-        reason = (
-            f"{stay[0]} counts tokens, and code reads its value, as range() does: each length has a graph"
-        )
     values = frozenset(each.value for each in lengths)
-    return replace(program, decoding=replace(decoding, single_lane=reason, fixed_lengths=values))
+    return replace(program, decoding=replace(program.decoding, fixed_lengths=values))
 
 
-def _mark_counts(names: Iterable[str]) -> tuple[bool, list[str]]:
-    """Mark counts for the traces of this frame. Returns whether any was not marked before, and those that were."""
+def _mark_counts(names: Iterable[str]) -> bool:
+    """Mark counts for the traces of this frame. Returns whether any was not marked before."""
     config: Any = torch.compiler.config
     marked = config.dynamic_sources
     # Dynamo splits the setting at commas, and drops its blanks.
-    patterns = {name: f"{re.escape(name)}$" for name in names if not re.search(r"[,\s]", name)}
-    new = [pattern for pattern in patterns.values() if pattern not in marked.split(",")]
-    stay = [name for name, pattern in patterns.items() if pattern in marked.split(",")]
+    patterns = [f"{re.escape(name)}$" for name in names if not re.search(r"[,\s]", name)]
+    new = [pattern for pattern in patterns if pattern not in marked.split(",")]
     if not new or not restores_marks():
-        return False, stay
+        return False
     config.dynamic_sources = ",".join(filter(None, [marked, *new]))
-    return True, stay
+    return True

@@ -131,12 +131,13 @@ class FixedLength(NamedTuple):
     Attributes:
         name: Dynamo's.
         value: Its value.
-        counts: It surely counts tokens: the traced code adds one to it, or gets it as an argument.
+        is_free: Dynamo alone made a constant of it, and it counts tokens: the traced code adds one to it, or gets it as
+            an argument. Others are constants since code compares them, or equal a length by chance.
     """
 
     name: str
     value: int
-    counts: bool
+    is_free: bool
 
 
 def fixed_lengths(kv_lens: Collection[int]) -> list[FixedLength]:
@@ -165,10 +166,10 @@ def _read_lengths(context: TracingContext, kv_lens: Collection[int]) -> list[Fix
         if type(value) is not int or value not in kv_lens:
             continue
         is_counted = _later(new, steps) == value + 1
-        # Attributes hold other numbers, which may equal a length by chance.
         is_argument = steps[0] == ("L",) and all(isinstance(step, tuple) for step in steps)
-        if is_counted or guard.create_fn_name() in _OF_CONSTANTS:
-            found[name] = FixedLength(name, value, is_counted or is_argument)
+        is_chosen = guard.create_fn_name() in _OF_CONSTANTS
+        if is_chosen or (is_counted and name not in found):
+            found[name] = FixedLength(name, value, is_chosen and (is_counted or is_argument))
     return list(found.values())
 
 
