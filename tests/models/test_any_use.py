@@ -16,8 +16,9 @@ from hypothesis import note, seed, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 from support.cases import NIGHTLY
-from support.conversations import Setting, World
+from support.conversations import WINDOWS_ALONE, Setting, World
 from support.strategies import seeds
+from support.zoo import WINDOW
 
 Known = Callable[[World, str, dict[str, Any]], bool]
 # Faults that are known, and the uses that are left out until each is mended. Delete an entry with its fault.
@@ -135,7 +136,9 @@ class AnyUse(RuleBasedStateMachine):
     @precondition(lambda self: self.world is not None and self.setting.exact)
     @rule(lengths=lengths, seed=seeds)
     def take_a_cache_of_the_uncompiled_model_over(self, **how: Any) -> None:
-        if len(self.world.talks) < 4:
+        # A cache of windows alone that are full does not tell its length: it is refused.
+        is_refused = self.setting.kind in WINDOWS_ALONE and max(how["lengths"]) >= WINDOW - 1
+        if len(self.world.talks) < 4 and not is_refused:
             self.do("prompt", **how, side="left", pieces=[], by_plain=True)
 
     @some

@@ -33,6 +33,7 @@ _CHANGED: dict[str, tuple[str, dict[str, Any]]] = {
     "high-softcap": ("gemma2", {"attn_logit_softcapping": 1e6}),
 }
 EXPERTS = ("gpt_oss", "gpt_oss-window", "deepseek_v3")
+WINDOWS_ALONE = ("mistral-window", "plain-windows")
 WINDOWED = ("mistral-window", "plain-windows", "plain-window", "gpt_oss-window", "gemma3_text")
 GROUP = SMALL["group_size"]
 HEAD_DIM = COMMON["head_dim"]
