@@ -79,9 +79,8 @@ class Origin:
                 )
             if name == self._changed or version != _version(weight):
                 raise SavedCacheError(
-                    f"The weight {name!r} of this cache's model is another one than when the cache's first tokens were"
-                    " read: it has changed, or two modules in one compiled function share its name."
-                    f" {_AGAIN}"
+                    f"The weight {name!r} of this cache's model has changed since the cache's first tokens were read."
+                    f" Or two modules in one compiled function share its name. {_AGAIN}"
                 )
             found[name] = weight
         if not found:

@@ -126,13 +126,13 @@ def _read_guards(inputs: Sequence[Node]) -> tuple[Values | None, dict[int, tuple
 
 
 class FixedLength(NamedTuple):
-    """An integer that is a constant of the graph, and equals the length of a cache.
+    """An integer that is a constant of the graph, equals the length of a cache, and may be a count of its tokens.
 
     Attributes:
         name: Dynamo's.
         value: Its value.
-        is_free: Dynamo alone made a constant of it, and it counts tokens: the traced code adds one to it, or gets it as
-            an argument. Others are constants since code compares them, or equal a length by chance.
+        is_free: Dynamo alone made a constant of it, and the traced code adds one to it. Others are constants since code
+            compares them, or arguments: these may equal a length by chance.
     """
 
     name: str
@@ -157,7 +157,7 @@ def fixed_lengths(kv_lens: Collection[int]) -> list[FixedLength]:
 def _read_lengths(context: TracingContext, kv_lens: Collection[int]) -> list[FixedLength]:
     output = InstructionTranslator.current_tx().output
     scope = {"L": output.local_scope, "G": output.global_scope}
-    new, found = dict(_new_values(output.side_effects)), {}
+    new, found = dict(_new_values(output.side_effects)), dict[str, FixedLength]()
     for guard in context.guards_context.dynamo_guards:
         steps = _steps(name := source_name(guard.originating_source))
         value: Any = scope
@@ -168,8 +168,11 @@ def _read_lengths(context: TracingContext, kv_lens: Collection[int]) -> list[Fix
         is_counted = _later(new, steps) == value + 1
         is_argument = steps[0] == ("L",) and all(isinstance(step, tuple) for step in steps)
         is_chosen = guard.create_fn_name() in _OF_CONSTANTS
-        if is_chosen or (is_counted and name not in found):
-            found[name] = FixedLength(name, value, is_chosen and (is_counted or is_argument))
+        if is_counted or (is_argument and is_chosen and value > 1):  # 1 is the value of many options
+            is_free = (
+                is_counted and is_chosen and value > 1
+            )  # a count of calls is 1 behind a prompt of one token
+            found[name] = FixedLength(name, value, is_free or (name in found and found[name].is_free))
     return list(found.values())
 
 

@@ -34,7 +34,6 @@ BEFORE: dict[str, Callable[[Any, Any, int], int]] = {
     "dict": lambda cache, model, start: cache.state["seen"],
     "nested": lambda cache, model, start: cache.nested["of"]["tokens"],
     "comma": lambda cache, model, start: cache.state["seen, so far"],
-    "caller": lambda cache, model, start: cache.read,
     "module": lambda cache, model, start: model.seen,
     "python": lambda cache, model, start: len(range(cache.seen)) if cache.seen.bit_length() else 0,
 }
@@ -47,7 +46,7 @@ class Cache:
     values: list[Tensor]
 
     def __init__(self) -> None:
-        self.seen, self.lengths, self.read = 0, [0], 0
+        self.seen, self.lengths = 0, [0]
         self.state = {"seen": 0, "gain": GAIN, "seen, so far": 0}
         self.nested = {"of": {"tokens": 0}}
 
@@ -101,7 +100,6 @@ def logits(model: nn.Module) -> Tensor:
         piece = part.clone()  # Dynamo may take the place of a slice in its storage for a cache's length
         if isinstance(model, Counting):
             out, past = model(piece, past, start)
-            past.read += piece.shape[1]
         else:
             result = model(piece, past_key_values=past, use_cache=True)
             out, past = result.logits, result.past_key_values
@@ -128,7 +126,7 @@ def phases_of(model: nn.Module) -> list[Phase]:
     return phases
 
 
-@pytest.mark.parametrize("count", ["argument", "attribute", "list", "dict", "nested", "module"])
+@pytest.mark.parametrize("count", ["attribute", "list", "dict", "nested", "module"])
 def test_own_caches_that_count_their_tokens(count: str) -> None:
     """One decode graph serves all steps, and selects as the one that reads a tensor's length."""
     model = Counting(count)
@@ -137,7 +135,7 @@ def test_own_caches_that_count_their_tokens(count: str) -> None:
     assert phases.count(Phase.DECODE) == 1
 
 
-@pytest.mark.parametrize("count", ["comma", "caller", "python"])
+@pytest.mark.parametrize("count", ["comma", "argument", "python"])
 def test_lane_1_is_void_at_a_length_that_may_be_a_constant(
     count: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -209,7 +209,7 @@ def test_a_cache_that_goes_on_in_another_model_is_not_saved(tokens: int, tmp_pat
     for model in (first, second):
         past = read(model, PROMPT[:, :tokens], past)
     with pytest.raises(
-        SavedCacheError, match=r"has changed since the cache's first tokens were read, or two modules"
+        SavedCacheError, match=r"has changed since the cache's first tokens were read. Or two modules"
     ):
         specache_fx.save(past, tmp_path)
     specache_fx.save(read(second), tmp_path)  # the remedy
