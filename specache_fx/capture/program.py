@@ -172,8 +172,8 @@ class Decoding:
         cut: What depends on positions and lengths alone.
         logits: Position of the logits among the kept outputs; None where there are none.
         single_lane: Why it computes one token at a time; None where it can compute two.
-        fixed_lengths: Lengths of the cache that a constant of the graph equals. It may count tokens: lane 1 may not have
-            the next token's position there.
+        fixed_lengths: Lengths of the cache that a constant of the graph equals. It may be a count of tokens: lane 1 may
+            have a wrong position there.
         is_pure: It writes to no input, does nothing besides and draws no random numbers: two runs are alike.
     """
 
