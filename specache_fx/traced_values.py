@@ -15,7 +15,7 @@ from __future__ import annotations
 import inspect
 import logging
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from enum import Enum
 from hashlib import sha256
 from types import BuiltinFunctionType, FunctionType, GetSetDescriptorType, MemberDescriptorType
@@ -24,8 +24,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch._dynamo.symbolic_convert import InstructionTranslator
-from torch._dynamo.variables.dicts import ConstDictVariable
-from torch._dynamo.variables.lists import BaseListVariable
 from torch._guards import TracingContext
 from torch.fx import Node
 from torch.nn.modules.dropout import _DropoutNd
@@ -43,7 +41,6 @@ _STEP = re.compile(r"""\.([A-Za-z_]\w*)|\[(-?\d+)\]|\['([^'\\]*)'\]|\["([^"\\]*)
 _OF_CLASS = re.compile(r"(?:dict\()?type\(([^()]*)\)(?:\.__mro__\[\d+\])?\.__dict__\)?\['(\w+)'\]")
 # Flags and counts that traced code has set so far, by class: a model's first call sets one that the next one reads.
 _states: set[tuple[type, str]] = set()
-_OF_CONSTANTS = ("CONSTANT_MATCH", "EQUALS_MATCH")  # guards
 _LONGEST = 200  # characters of a value that is kept as it is
 # What no number depends on as long as nothing is trained: flags for that, and a module's hooks.
 _SILENT = {*vars(nn.Module()), "gradient_checkpointing"} - {"_modules", "_parameters", "_buffers"}
@@ -83,7 +80,7 @@ def traced(inputs: Sequence[Node]) -> tuple[Values | None, dict[int, tuple[str, 
     try:
         return _read_guards(inputs)
     except Exception as error:
-        _warn("a graph's guards", error, "Caches of its model can't be saved.")
+        warn_unreadable("a graph's guards", error, "Caches of its model can't be saved.")
         return None, {}
 
 
@@ -93,12 +90,12 @@ def _read_guards(inputs: Sequence[Node]) -> tuple[Values | None, dict[int, tuple
         return found, {}
     output = InstructionTranslator.current_tx().output
     scope = {"L": output.local_scope, "G": output.global_scope}
-    moving, floats = {steps for steps, _ in _new_values(output.side_effects)}, {}
+    moving, floats = {steps for steps, _ in new_values(output.side_effects)}, {}
     _states.update(
         (type(place.owner), place.attribute) for steps in moving if (place := _placed(scope, steps))
     )
     for i, node in enumerate(inputs):
-        steps = _steps(source_name(getattr(node.meta.get("grapharg"), "source", None)))
+        steps = steps_of(source_name(getattr(node.meta.get("grapharg"), "source", None)))
         place = _placed(scope, steps)
         if place is not None and isinstance(place.value, float):
             floats[i] = place.module, place.attribute
@@ -111,7 +108,7 @@ def _read_guards(inputs: Sequence[Node]) -> tuple[Values | None, dict[int, tuple
         if "_hooks" in name or (name, with_keys) in noted:
             continue
         noted.add((name, with_keys))
-        steps = _steps(name)
+        steps = steps_of(name)
         if not moving.isdisjoint(steps[:n] for n in range(1, len(steps) + 1)):
             continue
         place = _placed(scope, steps)
@@ -125,95 +122,19 @@ def _read_guards(inputs: Sequence[Node]) -> tuple[Values | None, dict[int, tuple
     return found, floats
 
 
-class FixedLength(NamedTuple):
-    """An integer that is a constant of the graph, equals the length of a cache, and may be a count of its tokens.
-
-    Attributes:
-        name: Dynamo's.
-        value: Its value.
-        is_free: Dynamo alone made a constant of it, and the traced code adds one to it. Others are constants since code
-            compares them, or arguments: these may equal a length by chance.
-    """
-
-    name: str
-    value: int
-    is_free: bool
-
-
-def fixed_lengths(kv_lens: Collection[int]) -> list[FixedLength]:
-    """The integers that are constants of the graph which Dynamo is compiling, and equal the length of a cache.
-
-    Args:
-        kv_lens: Tokens of the caches in this call.
-    """
-    try:
-        context = TracingContext.try_get()
-        return [] if context is None or not kv_lens else _read_lengths(context, kv_lens)
-    except Exception as error:
-        _warn("what a call sets", error, "The first generation may select other pairs than later ones.")
-        return []
-
-
-def _read_lengths(context: TracingContext, kv_lens: Collection[int]) -> list[FixedLength]:
-    output = InstructionTranslator.current_tx().output
-    scope = {"L": output.local_scope, "G": output.global_scope}
-    new, found = dict(_new_values(output.side_effects)), dict[str, FixedLength]()
-    for guard in context.guards_context.dynamo_guards:
-        steps = _steps(name := source_name(guard.originating_source))
-        value: Any = scope
-        for step in steps:
-            value = _step(value, step)
-        if type(value) is not int or value not in kv_lens:
-            continue
-        is_counted = _later(new, steps) == value + 1
-        is_argument = steps[0] == ("L",) and all(isinstance(step, tuple) for step in steps)
-        is_chosen = guard.create_fn_name() in _OF_CONSTANTS
-        if is_counted or (is_argument and is_chosen and value > 1):  # 1 is the value of many options
-            is_free = (
-                is_counted and is_chosen and value > 1
-            )  # a count of calls is 1 behind a prompt of one token
-            found[name] = FixedLength(name, value, is_free or (name in found and found[name].is_free))
-    return list(found.values())
-
-
-def _later(new: Mapping[tuple[Step, ...], Any], steps: tuple[Step, ...]) -> Any:
-    """What traced code sets a value to, if that is one number in this graph; None otherwise."""
-    known = next((n for n in range(len(steps), 0, -1) if steps[:n] in new), None)
-    if known is None:
-        return None
-    variable = new[steps[:known]]
-    for step in steps[known:]:
-        variable = _item(variable, step)
-    if variable is None or variable.is_python_constant():
-        return None if variable is None else variable.as_python_constant()
-    symbol = getattr(variable, "sym_num", None)
-    return symbol.node.maybe_as_int() if isinstance(symbol, torch.SymInt) else None
-
-
-def _item(variable: Any, step: Step) -> Any:
-    """An item of a list or dict of Dynamo's; None where there is none."""
-    key = step[0] if isinstance(step, tuple) else None
-    if isinstance(variable, BaseListVariable) and isinstance(key, int):
-        return dict(enumerate(variable.items)).get(key)
-    if isinstance(variable, ConstDictVariable) and key is not None:
-        keys = ((each.vt, value) for each, value in variable.items.items())
-        return next((v for k, v in keys if k.is_python_constant() and k.as_python_constant() == key), None)
-    return None
-
-
-def _warn(what: str, error: Exception, otherwise: str) -> None:
+def warn_unreadable(what: str, error: Exception, otherwise: str) -> None:
     """Another torch may have other internals: the model runs all the same."""
     torch_is = f"torch {torch.__version__} ({type(error).__name__}: {error})"
     warn_once(logger, f"specache: {what} can't be read in {torch_is}. {otherwise}")
 
 
-def _new_values(side_effects: Any) -> Iterator[tuple[tuple[Step, ...], Any]]:
+def new_values(side_effects: Any) -> Iterator[tuple[tuple[Step, ...], Any]]:
     """What the traced code itself sets, and Dynamo's variable of the new value.
 
     It counts or remembers: the next call finds another value.
     """
     for variable in side_effects.id_to_variable.values():
-        steps = _steps(source_name(variable.source))
+        steps = steps_of(source_name(variable.source))
         if not steps or not side_effects.is_modified(variable):
             continue
         attributes = side_effects.store_attr_mutations.get(variable)
@@ -244,7 +165,7 @@ def _placed(scope: Any, steps: Sequence[Step]) -> _Place | None:
                 return None
             if in_config and isinstance(step, str) and is_silent(step):
                 return None
-        value = _step(value, step)
+        value = step_into(value, step)
         if isinstance(value, property):  # code
             return None
         in_config = hasattr(type(value), "to_dict")
@@ -289,12 +210,12 @@ def tensor_of(model: nn.Module, name: str) -> torch.Tensor | None:
 
 
 def _at(owner: Any, attribute: str) -> Any:
-    for step in _steps(f"L.{attribute}")[1:] if attribute else ():
-        owner = _step(owner, step)
+    for step in steps_of(f"L.{attribute}")[1:] if attribute else ():
+        owner = step_into(owner, step)
     return owner
 
 
-def _step(value: Any, step: Step) -> Any:
+def step_into(value: Any, step: Step) -> Any:
     """An attribute or item, without running code of the value's."""
     if isinstance(step, tuple):
         (key,) = step
@@ -315,7 +236,7 @@ def _step(value: Any, step: Step) -> Any:
     return found
 
 
-def _steps(name: str) -> tuple[Step, ...]:
+def steps_of(name: str) -> tuple[Step, ...]:
     """An expression of Dynamo's in its parts: of `L['self'].scale['a']` `(("L",), ("self",), "scale", ("a",))`.
 
     An attribute of a class counts as its instance's. Empty for calls.

@@ -14,7 +14,7 @@ import pytest
 import torch
 from support.cases import nightly_unless
 from support.own_modules import VOCAB_SIZE, OwnConfig, OwnDecoder
-from support.zoo import SMALL, WINDOW, build
+from support.zoo import SMALL, build
 from torch import Tensor, nn
 
 from specache_fx.backend import Backend
@@ -191,13 +191,6 @@ def test_marks_hold_for_one_frame() -> None:
         with pytest.raises(KeyboardInterrupt):
             logits(model)
         assert "seen" in traces[-1] and config.dynamic_sources == "L['mine']"
-
-
-def test_a_window_that_is_being_filled_keeps_two_lanes() -> None:
-    """At one token less than the window, the count is a constant of the graph: sizes are compared with it."""
-    model = build("gemma3_text")
-    model.compile(backend="specache", options=OPTIONS)  # strict: one lane is an error
-    model.generate(torch.arange(2 * (WINDOW - 4)).view(2, -1), max_new_tokens=8, do_sample=False)
 
 
 @pytest.mark.parametrize(

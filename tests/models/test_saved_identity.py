@@ -443,7 +443,7 @@ def test_a_cache_of_two_modules_whose_numbers_share_a_name_is_not_saved(tmp_path
 def test_a_torch_whose_guards_cannot_be_read_computes_and_saves_nothing(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("specache_fx.traced_values._new_values", None)
+    monkeypatch.setattr("specache_fx.traced_values.new_values", None)
     torch._dynamo.reset()
     past = read(specache_fx.compile(build("plain", 1), bits=16, **SMALL))
     assert past.get_seq_length() == PROMPT.shape[1]
