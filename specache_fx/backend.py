@@ -60,6 +60,22 @@ _GROWING_BUFFERS = (
 )
 
 
+def _unread(gm: GraphModule, found: graph_breaks.Break | None) -> NoMatch:
+    """Why caches that a graph writes in place are left alone, where it has no attention over them."""
+    reader = attention_behind(mutated_inputs(gm.graph))
+    read = (
+        "no attention reads them here"
+        if reader is None
+        else f"{described(reader)} reads them in another form"
+    )
+    remedy = (
+        f"{CACHE_SO}. Write each call's tokens at once. {LEAVE}."
+        if found is None
+        else f"{found}. {found.remedy}"
+    )
+    return NoMatch(f"its caches are written in place, and {read}", remedy)
+
+
 def check_names(config: SpecacheConfig) -> None:
     """Refuse unknown quantisers and kernels at once, not in the first prompt.
 
@@ -106,7 +122,12 @@ class Backend:
                 give this model up (see `make_room`).
         """
         try:
-            return self._compile(gm, example_inputs, options, mode, observe)
+            if mode is not None:
+                raise ConfigError(
+                    f'mode={mode!r} is not supported by backend="specache": its options are set with options={{...}}.'
+                    f" Valid options: {', '.join(SpecacheConfig.__dataclass_fields__)}."
+                )
+            return self._compile(gm, example_inputs, options, observe)
         except SpecacheError as error:
             if not torch._dynamo.config.suppress_errors:
                 raise
@@ -117,14 +138,8 @@ class Backend:
         gm: GraphModule,
         example_inputs: Sequence[Any],
         options: Mapping[str, Any] | SpecacheConfig | None,
-        mode: str | None,
         observe: Observer | None,
     ) -> Compiled:
-        if mode is not None:
-            raise ConfigError(
-                f'mode={mode!r} is not supported by backend="specache": its options are set with options={{...}}.'
-                f" Valid options: {', '.join(SpecacheConfig.__dataclass_fields__)}."
-            )
         config = SpecacheConfig.from_options(options)
         check_names(config)
         make_room()
@@ -175,19 +190,7 @@ class Backend:
             reason = f"its KV caches are on {len(devices)} devices ({', '.join(devices)})"
             return self._without_cache(gm, example_inputs, program, observe, reason, remedy)
         if program.phase is Phase.NO_CACHE and not program.refusals and writes:
-            reader = attention_behind(mutated_inputs(rewritten.graph))
-            read = (
-                "no attention reads them here"
-                if reader is None
-                else f"{described(reader)} reads them in another form"
-            )
-            unread = NoMatch(
-                f"its caches are written in place, and {read}",
-                f"{CACHE_SO}. Write each call's tokens at once. {LEAVE}."
-                if found is None
-                else f"{found}. {found.remedy}",
-            )
-            return self._left_in_place(gm, example_inputs, program, observe, unread)
+            return self._left_in_place(gm, example_inputs, program, observe, _unread(rewritten, found))
         if program.phase is Phase.NO_CACHE:
             broken = None if found is None else f"This graph is a piece. {found}. {found.remedy}"
             program = replace(program, other_kv_inputs=tuple(kv_inputs(gm)), left_alone=broken)

@@ -85,33 +85,9 @@ def plan_command(
     check_folder(json_file)
     with as_bad_parameter():
         budget_bytes = None if budget is None else parse_size(budget)
-        shape = {"layers": layers, "num_kv_heads": kv_heads, "head_dim": head_dim}
-        more: dict[str, int] = {}
-        if model is not None:
-            if any(size is not None for size in shape.values()):
-                raise ConfigError(
-                    "--model brings --layers, --kv-heads and --head-dim: give one or the others."
-                )
-            from specache_fx.model_shape import load_model_shape
-
-            read = load_model_shape(model)
-            shape = {"layers": read.layers, "num_kv_heads": read.num_kv_heads, "head_dim": read.head_dim}
-            more = {"window_layers": read.window_layers, "window": read.window} if read.window else {}
-            more |= {"value_dim": read.value_dim} if read.value_dim else {}
-            context, dtype = read.max_context if context is None else context, dtype or read.dtype
-        shape["context"] = context
-        if missing := [name for name, size in shape.items() if size is None]:
-            names = ", ".join("--" + name.removeprefix("num_").replace("_", "-") for name in missing)
-            raise ConfigError(f"{names} missing: give them, or --model with a transformers model.")
-        dtype = dtype or "bfloat16"
-        check_dtype(dtype)
-        settings: dict[str, Any] = {
-            **shape,
-            **more,
-            "batch": batch,
-            "dtype": dtype,
-            "budget_bytes": budget_bytes,
-        }
+        sizes = {"layers": layers, "num_kv_heads": kv_heads, "head_dim": head_dim, "context": context}
+        shape = _shape(model, sizes, dtype)
+        settings = {**shape, "batch": batch, "budget_bytes": budget_bytes}
         options = {
             "policy": policy,
             **({} if quantizer is None else {"quantizer": quantizer}),
@@ -126,6 +102,32 @@ def plan_command(
     if json_file is not None:
         report = {"settings": settings, "options": options, "rows": rows}
         json_file.write_text(json.dumps(report, indent=2) + "\n")
+
+
+def _shape(model: str | None, sizes: dict[str, int | None], dtype: str | None) -> dict[str, Any]:
+    """The sizes of a model's cache and its dtype: those that are given, or a transformers model's.
+
+    Raises:
+        ConfigError: If a size is missing or given twice, or the dtype is unknown.
+    """
+    more: dict[str, int] = {}
+    if model is not None:
+        if any(size is not None for name, size in sizes.items() if name != "context"):
+            raise ConfigError("--model brings --layers, --kv-heads and --head-dim: give one or the others.")
+        from specache_fx.model_shape import load_model_shape
+
+        read = load_model_shape(model)
+        context = read.max_context if sizes["context"] is None else sizes["context"]
+        sizes = {"layers": read.layers, "num_kv_heads": read.num_kv_heads, "head_dim": read.head_dim}
+        sizes["context"], dtype = context, dtype or read.dtype
+        more = {"window_layers": read.window_layers, "window": read.window} if read.window else {}
+        more |= {"value_dim": read.value_dim} if read.value_dim else {}
+    if missing := [name for name, size in sizes.items() if size is None]:
+        names = ", ".join("--" + name.removeprefix("num_").replace("_", "-") for name in missing)
+        raise ConfigError(f"{names} missing: give them, or --model with a transformers model.")
+    dtype = dtype or "bfloat16"
+    check_dtype(dtype)
+    return {**sizes, **more, "dtype": dtype}
 
 
 @app.command("explain")

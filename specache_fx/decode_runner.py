@@ -249,21 +249,9 @@ class Decode:
         speculative = session.speculative_token if ahead else token
         lanes = self.lanes
         inputs = self._inputs.bind(args, speculative, lanes, ahead)
-        key = (_whole_kernel(session), *self._inputs.shapes(inputs))
-        made = self._graphs.get(key)
+        made = self._graph_of(inputs, session, lanes)
         if made is None:
-            with compiling():
-                if lanes == self.lanes:
-                    made = self._graphs.get(key) or self._announced(inputs, session)
-            if made is None:  # lanes are not to be had, and were just given up
-                return self._step(session, args, masks, ahead, missed, shares)
-            self._graphs[key] = made
-            if len(self._graphs) == _MANY_GRAPHS:
-                warn_once(
-                    logger,
-                    f"A decode graph was compiled for {_MANY_GRAPHS} shapes of its inputs: slow if each step has one of"
-                    " its own. specache_fx.explain() shows the graph.",
-                )
+            return self._step(session, args, masks, ahead, missed, shares)
         windows = self._inputs.window_masks(session, args, lanes, ahead)
         writes_next = self._accepts and bool(ahead) and not self._fills_group(session)
         if writes_next and not self._hides_padding(session, masks):
@@ -300,6 +288,26 @@ class Decode:
         elif call is not None:
             session.next_answer = NextAnswer(list(map(_copied, following)), call)
         return [_copied(result[0]) for result in results], step.windows_told
+
+    def _graph_of(self, inputs: list[Any], session: Session, lanes: int) -> DecodeGraph | None:
+        """The compiled graph for inputs of these shapes; None where lanes are not to be had, and were just given up."""
+        key = (_whole_kernel(session), *self._inputs.shapes(inputs))
+        made = self._graphs.get(key)
+        if made is not None:
+            return made
+        with compiling():
+            if lanes == self.lanes:
+                made = self._graphs.get(key) or self._announced(inputs, session)
+        if made is None:
+            return None
+        self._graphs[key] = made
+        if len(self._graphs) == _MANY_GRAPHS:
+            warn_once(
+                logger,
+                f"A decode graph was compiled for {_MANY_GRAPHS} shapes of its inputs: slow if each step has one of"
+                " its own. specache_fx.explain() shows the graph.",
+            )
+        return made
 
     def _announced(self, inputs: list[Any], session: Session) -> DecodeGraph | None:
         with announced("the decode step", self._program.config.lowering, len(self._layers)):

@@ -8,6 +8,7 @@ Paper: SpeCache §4.1 and Table 1, column "KV Cache Size".
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -84,26 +85,13 @@ def plan(
         ConfigError: If a size is not a whole number of at least 1, or the dtype is of another width.
     """
     value_dim = head_dim if value_dim is None else value_dim
-    sizes = {
-        "layers": layers,
-        "num_kv_heads": num_kv_heads,
-        "head_dim": head_dim,
-        "context": context,
-        "batch": batch,
-        "value_dim": value_dim,
-    }
-    for name, size in sizes.items():
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise ConfigError(f"{name}={size!r} is not valid: give a whole number >= 1.")
+    sizes = {"num_kv_heads": num_kv_heads, "head_dim": head_dim, "context": context, "batch": batch}
+    _check_sizes({"layers": layers, **sizes, "value_dim": value_dim})
     if dtype_bytes not in _DTYPES:
         raise ConfigError(
             f"dtype_bytes={dtype_bytes!r} is not valid: choose one of {', '.join(map(str, _DTYPES))}."
         )
-    if not 0 <= window_layers <= layers or (window_layers and (window is None or window < 2)):
-        raise ConfigError(
-            f"window_layers={window_layers!r} with window={window!r} is not valid: give a window of at least 2 tokens"
-            f" for at most all of the {layers} layers."
-        )
+    _check_window(layers, window_layers, window)
     quantizer, kv_dtype = make_quantizer(config), _DTYPES[dtype_bytes]
     shape = LayerShape(num_kv_heads, head_dim, value_dim)
 
@@ -113,7 +101,6 @@ def plan(
     num_quantized = config.num_quantized(context)
     least_groups, least_rows = reserved(config, is_exact=False)
     num_groups, window_rows = max(num_quantized // config.group_size, least_groups), context - num_quantized
-    sinks = config.sink_tokens
     host_dim = sum(config.placement.host_dims(head_dim, value_dim))
     on_host = max(num_quantized, config.num_quantized(config.reserve)) if config.placement.offload else 0
     host_tokens = -(-on_host // ALIGN_TOKENS) * ALIGN_TOKENS
@@ -122,10 +109,10 @@ def plan(
     tiered = layers - window_layers - resident
     rows = min(context, window - 1) if window is not None else 0
     rows_peak = grown_rows(rows, window - 1) if window is not None else 0
-    now = arena(num_groups, max(window_rows, least_rows), sinks)
+    now = arena(num_groups, max(window_rows, least_rows), config.sink_tokens)
     grows = context >= config.reserve
     groups_peak = grown_groups(num_groups, config.group_size) if grows else num_groups
-    peak = arena(groups_peak, grown_layer_rows(0, config, resident=False), sinks)
+    peak = arena(groups_peak, grown_layer_rows(0, config, resident=False), config.sink_tokens)
     whole = max(context, reserved(config, is_exact=True)[1])
     whole_peak = grown_layer_rows(whole, config, resident=True) if grows else whole
     all_here, all_here_peak = arena(0, whole), arena(0, whole_peak)
@@ -137,6 +124,20 @@ def plan(
         host_bytes=tiered * batch * num_kv_heads * host_tokens * host_dim * dtype_bytes,
         full_bytes=(tiered + resident) * pairs * context + window_layers * pairs * rows,
     )
+
+
+def _check_window(layers: int, window_layers: int, window: int | None) -> None:
+    if not 0 <= window_layers <= layers or (window_layers and (window is None or window < 2)):
+        raise ConfigError(
+            f"window_layers={window_layers!r} with window={window!r} is not valid: give a window of at least 2 tokens"
+            f" for at most all of the {layers} layers."
+        )
+
+
+def _check_sizes(sizes: Mapping[str, int]) -> None:
+    for name, size in sizes.items():
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise ConfigError(f"{name}={size!r} is not valid: give a whole number >= 1.")
 
 
 def largest_batch(

@@ -120,7 +120,7 @@ def find_sources(
     past = {inputs[i] for i in past_inputs}
     token, vocabulary = find_token(gm.graph)
     token_shape = shape_of(token) if token is not None else None
-    lengths, shapes, masks = set[int](), set[int](), set[int]()
+    shapes, masks = set[int](), set[int]()
     growing_by_one = set[int]()
     most: dict[int, int] = {}
     for site in sites:
@@ -154,20 +154,8 @@ def find_sources(
         same_shape = token_shape is not None and (shape == token_shape or shape[-2:] == token_shape)
         if node is not token and _is_integer_tensor(node) and len(shape) and (same_shape or shape == (1,)):
             growing_by_one.add(index[node])
-    whole = set().union(*(symbols_of(_kv_len(inputs[i])) for i in growing if i not in most))
-    windows = list(most)
-    most |= {index[node]: columns for node, columns in of_windows.items()}
-    for node in inputs:
-        # An integer that is also the size of a tensor that does not grow (the batch) is no length. One that nothing
-        # reads tells none either: where a handle begins in its storage.
-        symbols = symbols_of(value_of(node)) if is_integer(node) and node.users else set()
-        if symbols and not symbols & sizes_of_others:
-            lengths.add(index[node])
-            # The length of a window's past comes in as an integer too. One that is also a whole cache's isn't full yet.
-            for i in windows:
-                if symbols == symbols_of(_kv_len(inputs[i])) and not symbols & whole:
-                    most[index[node]] = most[i]
-
+    lengths, of_lengths = _lengths(inputs, most, growing, sizes_of_others)
+    most |= of_lengths | {index[node]: columns for node, columns in of_windows.items()}
     fixed = all(not symbols_of(_kv_len(inputs[i])) for i in growing)
     takes_one = token is not None and statically_known_true((token_shape or (1,))[-1] == 1)
     return Sources(
@@ -182,6 +170,33 @@ def find_sources(
         knows_next=bool(growing_by_one) or not fixed or bool(lengths),
         fixed_length=fixed,
     )
+
+
+def _lengths(
+    inputs: Sequence[Node], windows: Mapping[int, int], growing: Sequence[int], sizes_of_others: set[Any]
+) -> tuple[set[int], dict[int, int]]:
+    """Integers among the inputs that are lengths; and those of windows' pasts, with how long they get.
+
+    Args:
+        inputs: The graph's placeholders.
+        windows: Positions of windows' pasts, and how long they get.
+        growing: Positions of the pasts that grow.
+        sizes_of_others: Symbols of the sizes of tensors that don't grow.
+    """
+    whole = set().union(*(symbols_of(_kv_len(inputs[i])) for i in growing if i not in windows))
+    lengths, most = set[int](), dict[int, int]()
+    for place, node in enumerate(inputs):
+        # An integer that is also the size of a tensor that does not grow (the batch) is no length. One that nothing
+        # reads tells none either: where a handle begins in its storage.
+        symbols = symbols_of(value_of(node)) if is_integer(node) and node.users else set()
+        if not symbols or symbols & sizes_of_others:
+            continue
+        lengths.add(place)
+        # The length of a window's past comes in as an integer too. One that is also a whole cache's isn't full yet.
+        for i in windows:
+            if symbols == symbols_of(_kv_len(inputs[i])) and not symbols & whole:
+                most[place] = windows[i]
+    return lengths, most
 
 
 def _kv_len(past: Node) -> Any:

@@ -130,8 +130,7 @@ def _match(
         check_between(reading, inside)
     return AttentionSite(
         layer=len(owners) // 2 if owner is None else owner.layer,
-        # Of a head_dim that is open when Dynamo traces (dynamic=True) it is a symbol, and no node of the graph.
-        core=replace(core, scale=float(core.scale)),
+        core=replace(core, scale=float(core.scale)),  # a symbol where head_dim is open (dynamic=True)
         keys=keys,
         values=values,
         num_kv_heads=int(k.shape[1]),
