@@ -131,7 +131,7 @@ def find_sources(
     past_len = _kv_len(inputs[growing[0]])
     grows = bool(symbols_of(past_len)) and growing[0] not in most
     whole_ids = {node.meta[NEWEST_OF] for node in inputs if NEWEST_OF in node.meta}
-    sizes_of_others: set[Any] = set()
+    fixed_sizes_of_inputs: set[Any] = set()
     for node in inputs:
         shape = shape_of(node)
         if index[node] in positions and shape is not None:
@@ -145,16 +145,20 @@ def find_sources(
             and statically_known_true(shape[2] == past_len)
         ):
             shapes.add(index[node])
-            continue
-        if node in of_windows or (node is not token and _is_mask(node, shape, past_len, grows)):
+            fixed_dims = (*shape[:2], *shape[3:])
+        elif node in of_windows or (node is not token and _is_mask(node, shape, past_len, grows)):
             masks.add(index[node])
+            fixed_dims = shape[:-1]
+        else:
+            fixed_dims = shape
+        for size in fixed_dims:
+            fixed_sizes_of_inputs |= symbols_of(size)
+        if index[node] in shapes | masks:
             continue
-        for size in shape:
-            sizes_of_others |= symbols_of(size)
         same_shape = token_shape is not None and (shape == token_shape or shape[-2:] == token_shape)
         if node is not token and _is_integer_tensor(node) and len(shape) and (same_shape or shape == (1,)):
             growing_by_one.add(index[node])
-    lengths, of_lengths = _lengths(inputs, most, growing, sizes_of_others)
+    lengths, of_lengths = _lengths(inputs, most, growing, fixed_sizes_of_inputs)
     most |= of_lengths | {index[node]: columns for node, columns in of_windows.items()}
     fixed = all(not symbols_of(_kv_len(inputs[i])) for i in growing)
     takes_one = token is not None and statically_known_true((token_shape or (1,))[-1] == 1)
@@ -173,7 +177,7 @@ def find_sources(
 
 
 def _lengths(
-    inputs: Sequence[Node], windows: Mapping[int, int], growing: Sequence[int], sizes_of_others: set[Any]
+    inputs: Sequence[Node], windows: Mapping[int, int], growing: Sequence[int], fixed: set[Any]
 ) -> tuple[set[int], dict[int, int]]:
     """Integers among the inputs that are lengths; and those of windows' pasts, with how long they get.
 
@@ -181,15 +185,15 @@ def _lengths(
         inputs: The graph's placeholders.
         windows: Positions of windows' pasts, and how long they get.
         growing: Positions of the pasts that grow.
-        sizes_of_others: Symbols of the sizes of tensors that don't grow.
+        fixed: Symbols of sizes that don't grow.
     """
     whole = set().union(*(symbols_of(_kv_len(inputs[i])) for i in growing if i not in windows))
     lengths, most = set[int](), dict[int, int]()
     for place, node in enumerate(inputs):
-        # An integer that is also the size of a tensor that does not grow (the batch) is no length. One that nothing
+        # An integer that is also a size that does not grow (the batch) is no length. One that nothing
         # reads tells none either: where a handle begins in its storage.
         symbols = symbols_of(value_of(node)) if is_integer(node) and node.users else set()
-        if not symbols or symbols & sizes_of_others:
+        if not symbols or symbols & fixed:
             continue
         lengths.add(place)
         # The length of a window's past comes in as an integer too. One that is also a whole cache's isn't full yet.

@@ -12,7 +12,7 @@ from support.cases import nightly_unless
 from support.models import TinyConfig, TinyDecoder, generate
 from support.open_sessions import session_of
 from support.zoo import SMALL, build
-from torch import Tensor
+from torch import Tensor, nn
 
 import specache_fx
 
@@ -252,3 +252,29 @@ def test_a_mask_over_queries_in_a_step_is_named_once(caplog: pytest.LogCaptureFi
     (said,) = (text for text in caplog.messages if text.startswith("specache: attention"))
     assert re.search(r"is left alone: the mask of `\w+` is computed from input `\w+`, which is neither", said)
     assert 'compile this model with backend="inductor". 1 more like it.' in said
+
+
+@torch.no_grad()
+def test_the_speculative_token_has_its_own_mask_in_batches_of_any_size() -> None:
+    """Dynamo has a symbol for the size of a mask's batch alone once it has seen two: that is no length."""
+
+    def steps(model: nn.Module, batch: int) -> Tensor:
+        ids = torch.randint(1, 100, (batch, 64), generator=torch.Generator().manual_seed(batch))
+        mask = torch.ones(batch, 80, dtype=torch.int64)
+        mask[:, 30:50] = 0
+        past, logits = None, []
+        for end in range(64, 80):
+            new = ids if past is None else ids[:, end - 64 : end - 63]
+            out = model(new, attention_mask=mask[:, :end], past_key_values=past, use_cache=True)
+            past = out.past_key_values
+            logits.append(out.logits[:, -1])
+        return torch.stack(logits)
+
+    model = build("falcon")  # its mask is ALiBi's bias
+    options = {**SMALL, "bits": 2, "on_miss": "keep", "strict": True}
+    model.compile(backend="specache", options=options)
+    wanted = steps(model, 3)
+    torch._dynamo.reset()
+    model.compile(backend="specache", options=options)
+    steps(model, 2)
+    torch.testing.assert_close(steps(model, 3), wanted)
