@@ -129,6 +129,8 @@ def _compile_tests(gm: GraphModule, inside: set[Node], inputs: Sequence[Any]) ->
         end.args = (tuple(_computed(part.graph, each) for each in end.all_input_nodes),)
     part.recompile()
     examples = [value_of(node) if node in sizes else inputs[given.index(node)] for node in roots]
+    # Where Dynamo has found two symbols to be one, sizes have the one that a sum has, too.
+    examples = [each + 0 if isinstance(each, torch.SymInt) else each for each in examples]
     compiled = lower(part, examples, "inductor")
     first = next(node for node in gm.graph.nodes if node.op != "placeholder" and node not in sizes)
     with gm.graph.inserting_before(first):

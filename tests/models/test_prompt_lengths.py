@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from support import fixed_modules
 from support.cases import nightly_unless
+from support.conversations import Setting, World
 from support.fixed_modules import FixedDecoder
 from support.flex_modules import Alibi, Causal, Documents, Softcap, Window, decoder
 from support.hooked import VOCABULARY, Hooked
@@ -185,3 +186,13 @@ def test_modules_with_flex_attention(kind: type[Causal], monkeypatch: pytest.Mon
         )
         torch.testing.assert_close(found.logits, expected.logits, **ALIKE)
         assert specache_fx.stats(found.cache).steps == 3
+
+
+def test_inductor_knows_a_size_by_the_symbol_that_dynamo_found_it_to_be() -> None:
+    """A cache's count of tokens and its length are one symbol by the third prompt: a mask's size is of that one."""
+    options = {"policy": "kcache", "top_k": 512, "lowering": "inductor", "replay": False}
+    world = World(Setting("gemma3_text", options, {}, torch.float16), 0)
+    with torch._inductor.config.patch(force_disable_caches=True):
+        for lengths, pieces in (([40], [12]), ([27, 40], [12]), ([30], [7, 9])):
+            world.prompt(lengths, "left", pieces, seed=0)
+            world.check()
