@@ -7,7 +7,7 @@
 #   make format   rewrite in house style     make clean   remove all that make has made
 #   make experiments   the papers' experiments into results/, and the pages; ONLY="table1 pareto", ARGS=--quick
 #   make page     tables of docs/ and README.md from results/
-#   make models   two real models and a text, for specache-bench; ONLY="smollm2 austen" for some
+#   make models   two real models and four texts, for specache-bench; ONLY="smollm2 austen" for some
 #   make peers    the environment of the methods that specache-bench eval compares with (kvpress)
 #   make peers-cpu   the environment of OpenVINO and llama.cpp, for specache-bench decode --peers
 #   make wheel    a wheel in dist/ with the C++ libraries built; needs a C++ compiler

@@ -60,7 +60,7 @@ def fuse_layer_steps(gm: GraphModule, program: Program, kernel: str) -> GraphMod
     for layer, nodes in steps.items():
         exact = layer in program.exact_layers
         form = [attention, append]
-        if program.config.placement.prefetch and not exact:
+        if program.config.stages and not exact:
             first = program.config.lookahead == "none"
             form = [attention, *select, wait, *form] if first else [wait, *form, *select]
         if [node.target for node in nodes] != form:
@@ -100,19 +100,21 @@ def _fits(attention: Node, program: Program, kernel: str, exact: bool) -> bool:
     expands = any(x is not None for x in form[2:])
     if kernel == "aten":
         return not expands
-    if program.config.lookahead == "none" and not exact:
+    config = program.config
+    if config.lookahead == "none" and config.stages and not exact:
         return False
     sides = [value_of(side) for side in (query, key, value)]
     lanes, _, num_heads, _, key_dim = sides[0].shape
     layer = LayerForm(
         dtypes=frozenset(side.dtype for side in sides),
-        quantizer=None if exact else make_quantizer(program.config),
+        quantizer=None if exact else make_quantizer(config),
         key_dim=key_dim,
         value_dim=sides[2].shape[-1],
         lanes=lanes,
         num_queries=lanes * num_heads // sides[1].shape[2],
         expands=expands,
-        aggregation=program.config.aggregation,
+        aggregation=config.aggregation,
+        corrects=config.corrects and not exact,
     )
     return KERNELS[kernel].misfit(layer) is None
 

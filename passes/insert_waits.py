@@ -21,7 +21,7 @@ from specache_fx.passes.select_topk import PROBE, attentions
 
 def insert_waits(gm: GraphModule, program: Program) -> GraphModule:
     """Give each attention that may read staged pairs its wait; one of an exact layer reads none."""
-    if not program.config.placement.prefetch:
+    if not program.config.stages:
         return gm
     graph = gm.graph
     for attention in attentions(gm):

@@ -36,7 +36,7 @@ def attentions(gm: GraphModule) -> list[Node]:
 
 def select_topk(gm: GraphModule, program: Program) -> GraphModule:
     """Insert a selection for each attention."""
-    if not program.config.placement.prefetch:
+    if not program.config.stages:
         return gm
     graph = gm.graph
     for attention in attentions(gm):

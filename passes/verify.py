@@ -53,7 +53,7 @@ def verify(gm: GraphModule, program: Program) -> GraphModule:
             readers[layer] += 1
             if appends[layer]:
                 _fail(node, "its layer has been appended to: its own pair would count twice")
-            if program.config.placement.prefetch and layer not in exact:
+            if program.config.stages and layer not in exact:
                 if (
                     staged is None
                     or staged.target is not ops.wait_prefetch.default

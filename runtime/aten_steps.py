@@ -60,8 +60,8 @@ class AtenSteps(DeviceSteps):
     def of(
         cls, config: SpecacheConfig, kernel: Kernel, transfer: Transfer | None, device: torch.device
     ) -> AtenSteps | None:
-        """The steps of a session, or None where a thread brings its rows: no captured step can wait for that."""
-        if transfer is not None and not isinstance(transfer, KernelTransfer):
+        """The steps of a session; None where a thread brings its rows, or attention reads them: none is captured."""
+        if config.corrects or (transfer is not None and not isinstance(transfer, KernelTransfer)):
             return None
         if triton_ops.unavailable_reason(device) is not None:
             return None  # it tells the lengths

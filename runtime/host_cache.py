@@ -100,6 +100,9 @@ class HostCache:
         block_tokens: Tokens that a layer grows by at most, unless more are appended at once. It grows by a quarter of
             what it has room for; the first block is sized for the first append (prefill).
         reserve: Tokens that a layer's first block has room for at least.
+
+    Attributes:
+        num_read: int64 `[2]`, the keys and values that attention has read where they lie (`Originals`): it counts.
     """
 
     def __init__(
@@ -114,6 +117,7 @@ class HostCache:
         reserve: int = 0,
     ) -> None:
         self.batch, self.shapes, self.dtype = batch, tuple(shapes), dtype
+        self.num_read = torch.zeros(2, dtype=torch.int64, device="cpu")
         self.block_tokens, self._reserved = block_tokens, reserve
         self._layers = [_Rows(shape) for shape in self.shapes]
         self._store = STORES[host](host_dir)

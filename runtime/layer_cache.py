@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 
 import torch
 
 from specache_fx.config import SpecacheConfig
 from specache_fx.runtime.host_cache import HostCache
-from specache_fx.runtime.kernels import DecodeInputs
+from specache_fx.runtime.kernels import DecodeInputs, Originals
 from specache_fx.runtime.key_mask import KeyMask
 from specache_fx.runtime.layer_state import LayerCall, LayerState, restore_exactly
 from specache_fx.runtime.layout import Arena
@@ -84,6 +85,22 @@ class LayerCache(LayerState):
         """See `LayerState`."""
         self._make_room(self.num_quantized, self.window_len + rows)
 
+    @property
+    def originals(self) -> Originals | None:  # type: ignore[override]
+        """See `LayerState`."""
+        config, host, layer = self.config, self.host, self.layer
+        if host is None or self.is_exact or not config.corrects:
+            return None
+        assert config.key_share is not None
+        return Originals(
+            table=host.table(layer),
+            length=host.length(layer),
+            read=functools.partial(host.read, layer),
+            key_share=config.key_share,
+            value_share=config.key_share if config.value_share is None else config.value_share,
+            num_read=host.num_read,
+        )
+
     def quantize_overflow(self) -> None:
         """Quantise and offload the pairs that `was_appended` has pushed out of the window, if any.
 
@@ -120,6 +137,7 @@ class LayerCache(LayerState):
             staged_rows=rows,
             staged_indices=indices,
             aggregation=self.config.aggregation,
+            originals=self.originals,
         )
 
     def append(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from specache_fx.runtime.kernels import DecodeInputs, LaneInputs
+from specache_fx.runtime.kernels import DecodeInputs, LaneInputs, Originals
 from specache_fx.runtime.layout import Arena, LayerTensors
 from specache_fx.runtime.masks import WindowMask
 from specache_fx.runtime.sink_rows import SinkRows
@@ -39,10 +39,12 @@ class LayerState(ABC):
         num_quantized: Tokens in the low-bit copy, the oldest.
         window_len: Rows of `tensors.window` in use: the next pair comes behind them.
         sinks: 16-bit rows of quantised tokens that stay on the device; None where none do.
+        originals: The host's pairs, where attention reads some in the step that needs them; None elsewhere.
     """
 
     is_exact: bool
     sinks: SinkRows | None = None
+    originals: Originals | None = None
 
     def __init__(self, arena: Arena) -> None:
         self._arena = arena

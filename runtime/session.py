@@ -71,6 +71,7 @@ class Session:
         self.number = next(_numbers) % MAX_SESSION
         self.table = StepTable(self.number, len(shapes))
         self.steps: WholeSteps | None = None  # the one-operator steps, where they exist
+        config = config.for_device(device.type)
         self.config, self.shapes, self.dtype, self.device = config, shapes, dtype, device
         self.batch: int | None = None
         self.kv_len = 0
@@ -121,7 +122,7 @@ class Session:
             if self.config.num_quantized(tokens) == 0 < reserve:  # this prompt appends nothing
                 for layer in self._tiered_layers:
                     self.host.reserve(layer)
-        if self.host is not None and self.config.placement.prefetch:
+        if self.host is not None and self.config.stages:
             interpreted = isinstance(self.kernel, TritonKernel) and self.device.type == "cpu"
             self.transfer = choose_transfer(
                 self.host, self.config.top_k, self.device, interpreted=interpreted
@@ -142,8 +143,9 @@ class Session:
     def _choose_steps(self) -> None:
         """Choose the implementation of one-operator steps."""
         config, kernel, transfer = self.config, self.kernel, self.transfer
-        if config.lookahead != "none" and not config.sink_tokens:
-            self.table.open(kernel, self.quantizer, transfer, config.aggregation)
+        # Where pairs are staged, one operator reads the slots alone: neither sinks beside them nor another attention.
+        if not config.stages or (config.lookahead != "none" and not config.sink_tokens):
+            self.table.open(kernel, self.quantizer, transfer, self.host, config.aggregation)
             of_device = TritonSteps.of(config, kernel, self.quantizer, transfer, self.device)
             self.steps = self.table if self.table.serves else of_device
         if not config.replay:

@@ -16,10 +16,11 @@ from typing import ClassVar
 import torch
 
 from specache_fx.errors import HostMemoryError
+from specache_fx.runtime.host_cache import HostCache
 from specache_fx.runtime.kernels import Kernel
 from specache_fx.runtime.kernels.cpu import CpuKernel
 from specache_fx.runtime.kernels.cpu.abi import Addresses, InputsC
-from specache_fx.runtime.kernels.cpu.arguments import describe_bias, describe_cache
+from specache_fx.runtime.kernels.cpu.arguments import describe_bias, describe_cache, describe_originals
 from specache_fx.runtime.layer_state import LayerState
 from specache_fx.runtime.layout import LayerTensors
 from specache_fx.runtime.native import graph_ops
@@ -56,8 +57,7 @@ class LayerC(ctypes.Structure):
         *((name, _i64) for name in ("status", "selects", "num_quantized", "window_len")),
         ("times", _f64 * (len(_PARTS) + 1)),
         ("inputs", InputsC),
-        *((name, _address) for name in ("wanted", "host")),
-        ("host_length", _i64),
+        ("wanted", _address),
     )
 
 
@@ -95,19 +95,28 @@ class StepTable(WholeSteps):
         self._session.number = number
         self.serves = False
         self._transfer: CpuTransfer | None = None
+        self._host: HostCache | None = None
         self._rows: dict[int, torch.Tensor] = {}  # by layer, the host's table
         # By layer, the tensors that its addresses are of. They are the layer's: a table keeps no memory of others.
         self._described: dict[int, weakref.ref[LayerTensors]] = {}
         self._scores = torch.empty(0, device="cpu")
         self._kept: tuple[object, ...] = ()  # tensors that the step under way reads by address
 
-    def open(self, kernel: Kernel, quantizer: Quantizer, transfer: Transfer | None, aggregation: str) -> None:
+    def open(
+        self,
+        kernel: Kernel,
+        quantizer: Quantizer,
+        transfer: Transfer | None,
+        host: HostCache | None,
+        aggregation: str,
+    ) -> None:
         """Find the operator and the attention that it calls; where one is missing, `serves` stays False.
 
         Args:
             kernel: The session's.
             quantizer: The session's.
-            transfer: The session's; None where nothing is selected.
+            transfer: The session's; None where nothing is staged.
+            host: The session's; None where the codes are all there is.
             aggregation: See `DecodeInputs`.
         """
         if not isinstance(kernel, CpuKernel) or quantizer.code_form is None:
@@ -120,12 +129,17 @@ class StepTable(WholeSteps):
         assert library.specache_session_size() == ctypes.sizeof(SessionC)
         assert library.specache_layer_size() == ctypes.sizeof(LayerC)
         self._session.attention = kernel.address
-        self._transfer, self._quantizer, self._aggregation = transfer, quantizer, aggregation
+        self._transfer, self._host, self._quantizer, self._aggregation = (
+            transfer,
+            host,
+            quantizer,
+            aggregation,
+        )
         self.serves = True
 
     def tell(self, layers: Mapping[int, LayerState], facts: StepFacts) -> None:
         """See `WholeSteps`."""
-        session, transfer, at = self._session, self._transfer, Addresses()
+        session, host, at = self._session, self._host, Addresses()
         for i, cache in layers.items():
             described, (layer, inputs) = self._described.get(i), self._by_layer[i]
             if described is None or described() is not cache.tensors:
@@ -133,8 +147,8 @@ class StepTable(WholeSteps):
             layer.num_quantized, layer.window_len = cache.num_quantized, cache.window_len
             inputs.visible = at.of(facts.visible.get(facts.alike[i]))
             describe_bias(inputs, at, facts.biases.get(i))
-            if transfer is not None and layer.selects and layer.host_length != transfer.host.length(i):
-                self._describe_host(i, transfer)
+            if host is not None and inputs.host and inputs.host_length != host.length(i):
+                self._describe_host(i, host)
         kv_len = facts.kv_len
         session.num_selectable = facts.num_selectable
         # The rows of a group that this step pushes out of the window are not on the host yet.
@@ -154,15 +168,21 @@ class StepTable(WholeSteps):
 
     def _describe(self, index: int, cache: LayerState) -> None:
         """Say where a layer's tensors are."""
-        layer, transfer, staged = self._layers[index], self._transfer, None
+        layer, transfer, host, staged = self._layers[index], self._transfer, self._host, None
+        # The arena's, the host's and the transfer's tensors outlive the table's use.
+        at = Addresses(in_place=True)
         layer.selects = transfer is not None and not cache.is_exact
         if transfer is not None and not cache.is_exact:
             staging = transfer.staging(index)
             layer.wanted, staged = staging.wanted.data_ptr(), (staging.rows, staging.indices)
-            self._describe_host(index, transfer)
+        elif cache.sinks is not None:
+            staged = cache.sinks.rows, cache.sinks.indices
+        describe_originals(layer.inputs, at, cache.originals)
+        if host is not None and not cache.is_exact:
+            self._describe_host(index, host)
         describe_cache(
             layer.inputs,
-            Addresses(in_place=True),  # the arena's and the transfer's tensors outlive the table's use
+            at,
             None if cache.is_exact else self._quantizer,
             (cache.tensors.key_planes, cache.tensors.value_planes),
             cache.tensors.window,
@@ -171,10 +191,10 @@ class StepTable(WholeSteps):
         )
         self._described[index] = weakref.ref(cache.tensors)
 
-    def _describe_host(self, index: int, transfer: CpuTransfer) -> None:
+    def _describe_host(self, index: int, host: HostCache) -> None:
         """Say where a layer's rows are."""
-        layer, rows = self._layers[index], transfer.host.table(index)
-        layer.host, layer.host_length = rows.data_ptr(), transfer.host.length(index)
+        inputs, rows = self._layers[index].inputs, host.table(index)
+        inputs.host, inputs.host_length = rows.data_ptr(), host.length(index)
         self._rows[index] = rows
 
     def _room_for_scores(self, size: int) -> int:
@@ -215,7 +235,7 @@ class StepTable(WholeSteps):
     def close(self) -> None:
         """Keep no memory; nothing runs any more."""
         ctypes.memset(ctypes.addressof(self._layers), 0, ctypes.sizeof(self._layers))
-        self._transfer, self.serves = None, False
+        self._transfer, self._host, self.serves = None, None, False
         self._rows.clear()
         self._described.clear()
         self._scores = torch.empty(0, device="cpu")

@@ -55,6 +55,8 @@ class TritonSteps(DeviceSteps):
             not isinstance(kernel, TritonKernel)
             or quantizer.code_form is None
             or config.aggregation != "mean"
+            or config.sink_tokens
+            or config.corrects
         ):
             return None
         if transfer is not None and not isinstance(transfer, KernelTransfer):

@@ -76,6 +76,13 @@ def _unread(gm: GraphModule, found: graph_breaks.Break | None) -> NoMatch:
     return NoMatch(f"its caches are written in place, and {read}", remedy)
 
 
+def _kind_of_device(gm: GraphModule) -> str:
+    """`device.type` of a graph's tensors: the CPU's where all are there, and no bus is between device and host."""
+    values = map(value_of, placeholders(gm.graph))
+    kinds = (value.device.type for value in values if isinstance(value, torch.Tensor))
+    return next((kind for kind in kinds if kind != "cpu"), "cpu")
+
+
 def check_names(config: SpecacheConfig) -> None:
     """Refuse unknown quantisers and kernels at once, not in the first prompt.
 
@@ -140,7 +147,7 @@ class Backend:
         options: Mapping[str, Any] | SpecacheConfig | None,
         observe: Observer | None,
     ) -> Compiled:
-        config = SpecacheConfig.from_options(options)
+        config = SpecacheConfig.from_options(options).for_device(_kind_of_device(gm))
         check_names(config)
         make_room()
         piece = graph_breaks.around(gm)
@@ -388,6 +395,7 @@ def _forms(program: Program) -> list[LayerForm]:
             num_queries=config.num_lanes * (shape_of(site.core.query) or (1, 1))[1] // site.num_kv_heads,
             expands=site.expansion is not None,
             aggregation=config.aggregation,
+            corrects=config.corrects and site.layer not in exact,
         )
         for site in program.sites
     ]

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import difflib
+import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from specache_fx._log import warn_once
 from specache_fx.errors import ConfigError
 
+_log = logging.getLogger(__name__)
+
 PolicyName = Literal["specache", "kivi", "kcache"]
-Lookahead = Literal["token", "query", "none"]
+Lookahead = Literal["token", "query", "none", "auto"]
 HostKind = Literal["auto", "pinned", "memory", "disk"]
 Lowering = Literal["inductor", "eager"]
 Aggregation = Literal["mean", "max"]
@@ -22,6 +26,14 @@ BITS = (1, 2, 4, 8, 16)
 _MOST = 2**48  # a larger one is a mistake, and overflows where sizes are multiplied
 _RENAMED = {"cuda_graphs": "replay"}  # options of earlier versions
 _OF_POLICY: Any = None  # a default that the policy decides; no value of a config that is made
+# By `bits`, `key_share` and `value_share` of `lookahead="auto"` where no bus is.
+SHARES = {
+    1: (2**-11, 2**-9),
+    2: (2**-10, 2**-9),
+    4: (2**-8, 2**-8),
+    8: (2**-6, 2**-6),
+    16: (2**-6, 2**-6),  # exact: no pair is read
+}
 
 
 @dataclass(frozen=True)
@@ -87,7 +99,17 @@ class SpecacheConfig:
             the window (StreamingLLM's attention sinks). Not with "kcache".
         lookahead: Chooses the pairs. "token" (the default) decodes a speculative token beside the output token
             (SpeCache); "query" uses the output token's own scores, one step late; "none" selects and fetches in the
-            same step, as "kcache" always does.
+            same step, as "kcache" always does. "auto" hides a bus where there is one: it is "token" on a GPU, and with
+            `host="disk"`. On a CPU host and device are one memory. There it is "none", with a `key_share` and a
+            `value_share` by `bits`. Options that speak of a speculative token (`on_miss`, `accept_guesses`) make it
+            "token" too.
+        key_share: A pair with a larger share of the output token's attention is read at 16 bits in the same step, from
+            where it lies on the host. Its share by its code decides, and its key gives the score. Beside
+            `lookahead="none"` this is the selection, in place of `top_k`; beside the others it corrects theirs. None:
+            no pair is read so. Of a group of heads the share is what `aggregation` says. Not with 16 bits, whose codes
+            are exact.
+        value_share: Of these pairs, one with a larger share by the exact keys has its value read too. None: as
+            `key_share`.
         on_miss: The action after a wrong speculative token. "recover" (the default): the scores of
             both tokens choose the next pairs, and the token that followed the last occurrence of the newest n-gram
             replaces the speculative one. "keep": the speculative lane goes on from its own token, and its scores alone
@@ -136,6 +158,8 @@ class SpecacheConfig:
     resident_layers: int = 0
     sink_tokens: int = 0
     lookahead: Lookahead = _OF_POLICY
+    key_share: float | None = None
+    value_share: float | None = None
     on_miss: OnMiss = "recover"
     accept_guesses: bool = False
     aggregation: Aggregation = "mean"
@@ -165,6 +189,9 @@ class SpecacheConfig:
                     f" {' or '.join(map(repr, valid))} alone: leave {name} out, or choose another policy."
                 )
         self._default("quantizer", self.placement.quantizer)
+        asks_for_guesses = self.on_miss != "recover" or self.accept_guesses
+        if self.lookahead == "auto" and (asks_for_guesses or self.host == "disk"):
+            object.__setattr__(self, "lookahead", "token")
         kinds = {"on_miss": OnMiss, "aggregation": Aggregation, "host": HostKind, "lowering": Lowering}
         for name, kind in kinds.items():
             self._one_of(name, get_args(kind))
@@ -177,6 +204,7 @@ class SpecacheConfig:
                 f"sink_tokens={self.sink_tokens} contradicts policy={self.policy!r}: its keys are exact for all tokens,"
                 " and the values of the first ones are fetched where they weigh most. Leave sink_tokens out."
             )
+        self._check_shares()
         for name in ("strict", "compile_prefill", "accept_guesses", "replay"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name}={getattr(self, name)!r}: give True or False.")
@@ -232,6 +260,73 @@ class SpecacheConfig:
         if value > _MOST:
             raise ConfigError(f"{name}={value} is not valid: give a whole number of at most {_MOST:,}.")
 
+    def _check_shares(self) -> None:
+        for name in ("key_share", "value_share"):
+            share = getattr(self, name)
+            if share is None:
+                continue
+            if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 <= share < 1:
+                raise ConfigError(f"{name}={share!r} is not valid: give a share of attention, from 0 to 1.")
+            object.__setattr__(self, name, float(share))
+            if not self.placement.host_keys:
+                raise ConfigError(
+                    f"{name}={share} contradicts policy={self.policy!r}, which has no 16-bit pairs on the host: leave"
+                    f' {name} out, or use policy="specache".'
+                )
+        if self.value_share is not None and self.key_share is None:
+            raise ConfigError(
+                f"value_share={self.value_share} is a share of the pairs that key_share chooses: give key_share too."
+            )
+
+    def for_device(self, kind: str) -> SpecacheConfig:
+        """These options with `lookahead="auto"` decided, for a model on a device of that kind (`device.type`)."""
+        if self.lookahead != "auto":
+            return self
+        if kind != "cpu":
+            return replace(self, lookahead="token")
+        if not self.placement.host_keys:
+            return replace(self, lookahead="none")
+        if self.top_k != type(self).top_k:
+            warn_once(
+                _log,
+                f"specache: top_k={self.top_k} says nothing here: on a CPU pairs are read by their share of attention"
+                ' (key_share, value_share). Give lookahead="none" to choose the top_k, or "token" to speculate.',
+            )
+        shares = SHARES[self.bits] if self.key_share is None else (self.key_share, self.value_share)
+        return replace(self, lookahead="none", key_share=shares[0], value_share=shares[1])
+
+    @property
+    def selection(self) -> str:
+        """The pairs that a decode step attends to at 16 bits, besides the window, in a sentence."""
+        if not self.placement.prefetch:
+            return "none"
+        if self.bits == 16 and self.placement.codes:
+            return "all"
+        chosen = {
+            "auto": "as lookahead says on the device",
+            "token": f"{self.top_k} a kv head, prefetched for a speculative token",
+            "query": f"{self.top_k} a kv head, prefetched by the scores of the token before",
+            "none": f"{self.top_k} a kv head, fetched in the same step",
+        }[self.lookahead]
+        if self.key_share is None:
+            return chosen
+        value_share = self.key_share if self.value_share is None else self.value_share
+        shares = (
+            f"those with more than {self.key_share:.2g} of the attention, read in the same step (values:"
+            f" {value_share:.2g})"
+        )
+        return shares if not self.stages else f"{chosen}; and {shares}"
+
+    @property
+    def corrects(self) -> bool:
+        """Whether pairs are read from the host in the step that needs them."""
+        return self.key_share is not None and self.bits != 16
+
+    @property
+    def stages(self) -> bool:
+        """Whether pairs are brought to slots on the device: for the next step, or for the `top_k` of this one."""
+        return self.placement.prefetch and not (self.lookahead == "none" and self.key_share is not None)
+
     @property
     def placement(self) -> Policy:
         """The policy's data."""
@@ -240,7 +335,7 @@ class SpecacheConfig:
     @property
     def num_lanes(self) -> int:
         """Lanes that the decode graph should have: 2 with a speculative token, else 1."""
-        return 2 if self.placement.prefetch and self.lookahead == "token" else 1
+        return 2 if self.stages and self.lookahead == "token" else 1
 
     def num_quantized(self, kv_len: int) -> int:
         """The number of oldest tokens that are quantised when the cache holds `kv_len` tokens.

@@ -191,7 +191,7 @@ class Decode:
         if (
             self._decoding.is_pure
             and session.has_tiered_layers
-            and config.placement.prefetch
+            and config.stages
             and config.lookahead != "none"
         ):
             self._step(session, args, masks, ahead=0)

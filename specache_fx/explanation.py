@@ -44,6 +44,7 @@ class GraphReport:
         rewritten: Source line of each rewritten attention.
         refusals: The attentions that were left alone.
         lanes: Tokens that a decode step computes at once; 0 in other phases.
+        selection: The pairs that a decode step attends to at 16 bits; "" in other phases.
         fallback: Why there is one lane though two were asked for.
         resident: Layers that stay whole on the device (`resident_layers`) of a decode graph.
         left_alone: Why the graph runs as the model wrote it; None if it was rewritten.
@@ -57,6 +58,7 @@ class GraphReport:
     rewritten: list[str]
     refusals: list[Refusal]
     lanes: int = 0
+    selection: str = ""
     fallback: str | None = None
     resident: int = 0
     left_alone: str | None = None
@@ -95,6 +97,8 @@ class Explanation:
             if graph.left_alone:
                 told = first.setdefault(graph.left_alone, i)
                 lines.append(f"  {graph.left_alone}" if told == i else f"  for the reason of graph {told}")
+            if graph.selection:
+                lines.append(f"  exact pairs: {graph.selection}")
             if graph.fallback:
                 lines.append(f'  lookahead "query" instead of "token": {graph.fallback}')
             if graph.resident:
@@ -145,6 +149,7 @@ class _Recorder:
                     decode = decode.runner
                 assert isinstance(decode, Decode)
                 report.lanes, report.fallback = decode.lanes, decode.fallback
+                report.selection = program.config.selection
                 report.resident = len(program.exact_layers - program.window_layers)
                 report.after = _around_attention(graph)
 

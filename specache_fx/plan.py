@@ -65,6 +65,7 @@ def plan(
     dtype_bytes: int = 2,
     window_layers: int = 0,
     window: int | None = None,
+    device: str = "cuda",
 ) -> MemoryPlan:
     """Plan the bytes of a prompt's cache.
 
@@ -80,11 +81,13 @@ def plan(
         dtype_bytes: Bytes of one element of the KV dtype: 2 (bfloat16, float16) or 4 (float32).
         window_layers: How many of the layers keep a window of the newest tokens: exact, on the device.
         window: Tokens that a query of theirs reaches, its own included.
+        device: Where the model runs, "cuda" or "cpu": `lookahead="auto"` goes by it.
 
     Raises:
         ConfigError: If a size is not a whole number of at least 1, or the dtype is of another width.
     """
     value_dim = head_dim if value_dim is None else value_dim
+    config = config.for_device(device)
     sizes = {"num_kv_heads": num_kv_heads, "head_dim": head_dim, "context": context, "batch": batch}
     _check_sizes({"layers": layers, **sizes, "value_dim": value_dim})
     if dtype_bytes not in _DTYPES:
@@ -151,6 +154,7 @@ def largest_batch(
     dtype_bytes: int = 2,
     window_layers: int = 0,
     window: int | None = None,
+    device: str = "cuda",
 ) -> int:
     """The most sequences whose cache stays within a budget of device bytes while decoding; 0 if not even one does.
 
@@ -167,16 +171,16 @@ def largest_batch(
         dtype_bytes: See `plan`.
         window_layers: See `plan`.
         window: See `plan`.
+        device: See `plan`.
     """
-    one = plan(
-        layers, num_kv_heads, head_dim, context, 1, config, value_dim, dtype_bytes, window_layers, window
-    )
+    sizes = layers, num_kv_heads, head_dim, context, 1, config, value_dim, dtype_bytes
+    one = plan(*sizes, window_layers, window, device)
     # A batch takes no more than so many sequences, each with an arena of its own.
     return max(budget_bytes, 0) // one.device_bytes_peak
 
 
 def _staging_bytes(config: SpecacheConfig, row_dim: int, dtype: torch.dtype) -> int:
     """Bytes of the staging slots of one batch row and kv head."""
-    if not config.placement.prefetch:
+    if not config.stages:
         return 0
     return Staging.empty((1, 1, config.top_k), row_dim, dtype, torch.device("meta")).nbytes

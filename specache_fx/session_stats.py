@@ -59,6 +59,8 @@ class SessionStats:
         reused_rows: These pairs.
         prefetch_seconds: Time of the copies on the thread that made them. On CUDA this is only the time to issue them.
         waited_seconds: Time that decode steps waited for copies, their own copies included.
+        read_keys: Keys that attention read from the host where they lie (`key_share`), over all steps.
+        read_values: Values that it read so.
         exact_hit_rate: Share of speculative tokens that were the next output token; None without lookahead "token".
         topk_hit_rate: Share of the top-k pairs of the output token that had been prefetched; None where it was not
             measured (`track_hit_rates=False`, lookahead "none", or nothing quantised yet).
@@ -98,7 +100,14 @@ class SessionStats:
     longest_miss_run: int = 0
     replayed_steps: int = 0
     accepted_steps: int = 0
+    read_keys: int = 0
+    read_values: int = 0
     hit_series: tuple[StepHits, ...] = ()
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes on device and host. On a CPU they are one memory, and more than `full_bytes`."""
+        return self.device_bytes + self.host_bytes
 
     @property
     def device_ratio(self) -> float:
@@ -119,6 +128,7 @@ def summarise(sessions: Sequence[Session]) -> SessionStats:
         session.settle()
     copies = [session.transfer.metrics for session in sessions if session.transfer is not None]
     metrics = [session.metrics for session in sessions]
+    hosts = [session.host for session in sessions if session.host is not None]
     hits = reduce(SplitHits.plus, [counted.split() for counted in metrics])
     return SessionStats(
         device_bytes=sum(session.device_bytes for session in sessions),
@@ -134,6 +144,8 @@ def summarise(sessions: Sequence[Session]) -> SessionStats:
         reused_rows=sum(copy.reused_rows for copy in copies),
         prefetch_seconds=sum(copy.copy_seconds for copy in copies),
         waited_seconds=sum(copy.waited_seconds for copy in copies),
+        read_keys=sum(int(host.num_read[0]) for host in hosts),
+        read_values=sum(int(host.num_read[1]) for host in hosts),
         exact_hit_rate=hits.all.exact_rate,
         topk_hit_rate=hits.all.topk_rate,
         attention_hit_rate=hits.all.attention_rate,

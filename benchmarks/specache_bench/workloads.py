@@ -145,9 +145,9 @@ def answer(
 class Windows:
     """Windows of a text whose last tokens are fed one by one.
 
-    Results: `perplexity`; `kl` of the full cache's distribution from the method's, in nats, and `same_top`, the share
-    of tokens at which both have the same likeliest one (None where another process has the logits); `losses` and
-    `kls` by window.
+    Results: `perplexity`; `kl` of the full cache's distribution from the method's, in nats, with `kl_p99` and
+    `kl_worst` of single tokens; `same_top`, the share of tokens at which both have the same likeliest one (None where
+    another process has the logits); `losses` and `kls` by window.
 
     Attributes:
         text: A file, or a name of `TEXTS`.
@@ -193,9 +193,13 @@ class Windows:
             progress(len(batch))
         losses, kls, same_top = (_means([getattr(r, name) for _, r in results]) for name in _BY_TOKEN)
         assert losses is not None
+        known = [result.kl.flatten() for _, result in results if result.kl is not None]
+        single = torch.cat(known).double() if known else None
         return {
             "perplexity": math.exp(fmean(losses)),
             "kl": None if kls is None else fmean(kls),
+            "kl_p99": None if single is None else float(single.quantile(0.99)),
+            "kl_worst": None if single is None else float(single.max()),
             "same_top": None if same_top is None else fmean(same_top),
             "losses": losses,
             "kls": kls,

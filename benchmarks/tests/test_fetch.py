@@ -257,9 +257,18 @@ def test_fetched_model_answers(name: str, prompt: str, shape: tuple[int, ...]) -
             assert (config.sliding_window, config.query_pre_attn_scalar) == (512, 256)
 
 
-@needs("austen")
-def test_fetched_text_is_real() -> None:
-    assert set(TEXTS) == {"austen"}
-    assert "It is a truth universally acknowledged, that a single man" in text_file("austen").read_text(
-        "utf-8"
-    )
+@pytest.mark.parametrize(
+    ("name", "passage"),
+    [
+        pytest.param(name, passage, marks=needs(name))
+        for name, passage in {
+            "austen": "It is a truth universally acknowledged, that a single man",
+            "code": "class WSGIRequestHandler(BaseHTTPRequestHandler):",
+            "json": '"name": "Bayern",',
+            "german": "Es gibt drei Arten von Zeitstempeln",
+        }.items()
+    ],
+)
+def test_fetched_text_is_real(name: str, passage: str) -> None:
+    assert set(TEXTS) == {"austen", "code", "json", "german"}
+    assert passage in text_file(name).read_text("utf-8")

@@ -3,11 +3,13 @@
 #include <atomic>
 #include <memory>
 #include <new>
+#include <thread>
 #include <vector>
 
 #include <omp.h>
 
 #include "finish.h"
+#include "same_step.h"
 
 namespace specache {
 
@@ -53,9 +55,24 @@ void load_queries(const Head& h) {
   }
 }
 
-// Part `part` of `num_parts` of a head; the first one reads the exact pairs.
+// Part `part` of `num_parts` of a head; the first one has the exact pairs.
+struct Part {
+  int64_t part, num_parts;
+  int64_t begin(const Sizes& s) const { return s.chunks * part / num_parts; }
+  int64_t end(const Sizes& s) const { return s.chunks * (part + 1) / num_parts; }
+};
+
+// Calls `visit(first, n)` for each chunk of a part.
+template <class Visit>
+void for_chunks(const Head& h, const Part& part, const Visit& visit) {
+  for (int64_t chunk = part.begin(h.s); chunk < part.end(h.s); chunk++) {
+    const int64_t first = chunk * h.s.chunk, left = h.in.num_quantized - first;
+    visit(first, left < h.s.chunk ? left : h.s.chunk);
+  }
+}
+
 template <int BITS>
-void read_part(Head& h, int64_t part, int64_t num_parts) {
+void start_part(Head& h, const Part& part) {
   const Sizes& s = h.s;
   load_queries<BITS>(h);
   for (int64_t q = 0; q < s.queries; q++) {
@@ -63,33 +80,39 @@ void read_part(Head& h, int64_t part, int64_t num_parts) {
     h.result->mass[q] = 0;
   }
   memset(h.result->out, 0, 4 * s.queries * s.value_pad);
-  if (part == 0) add_exact(h);
-  for (int64_t chunk = s.chunks * part / num_parts; chunk < s.chunks * (part + 1) / num_parts; chunk++) {
-    const int64_t first = chunk * s.chunk, left = h.in.num_quantized - first;
-    add_chunk<BITS>(h, first, left < s.chunk ? left : s.chunk);
-  }
-  join_out<BITS>(h);
+  if (part.part == 0) add_exact(h);
 }
+
+// A head's work. In one pass, scores and values in turn; or in two, with a choice in between (same_step.h).
+enum Pass { kAll, kScores, kValues };
 
 // A head, or one of the parts that it is read in.
 struct Item {
-  int64_t head, part, num_parts;
+  int64_t head;
+  Part part;
   int64_t slot, result;  // where its probabilities go (those of one head to one place), and what it comes to
+  Pass pass;
 };
 
 // All heads, in the order in which threads take them. Cores may differ in speed, and one may be asked for something else:
-// the fewer heads are left, the smaller the pieces, so that threads come to an end together.
-inline std::vector<Item> items_of(int64_t heads, int64_t chunks, int64_t threads) {
-  std::vector<Item> items;
+// the fewer heads are left, the smaller the pieces, so that threads come to an end together. A head in pieces that is
+// read in two passes has all scores before any values.
+inline std::vector<Item> items_of(int64_t heads, int64_t chunks, int64_t threads, bool chooses) {
+  std::vector<Item> items, later;
   int64_t slot = threads, result = threads;  // a head in one piece is finished before its thread takes the next
   for (int64_t head = 0; head < heads; head++) {
     const int64_t left = heads - head, wanted = threads == 1 ? 1 : (threads + left - 1) / left;
     const int64_t num_parts = wanted < chunks ? wanted : chunks > 0 ? chunks : 1;
-    for (int64_t part = 0; part < num_parts; part++) items.push_back({head, part, num_parts, slot, result + part});
+    for (int64_t part = 0; part < num_parts; part++) {
+      const bool twice = chooses && num_parts > 1;
+      items.push_back({head, {part, num_parts}, slot, result + part, twice ? kScores : kAll});
+      if (twice) later.push_back({head, {part, num_parts}, slot, result + part, kValues});
+    }
     if (num_parts == 1) continue;
     slot++;
     result += num_parts;
   }
+  items.insert(items.end(), later.begin(), later.end());
   return items;
 }
 
@@ -100,7 +123,8 @@ void attention(const SpecacheInputs& in) {
   // Small work is done before another thread has woken up.
   const int64_t work = heads * (s.stored + in.num_staged) * s.queries * (in.key_dim + in.value_dim);
   const int64_t threads = work < (1 << 20) ? 1 : in.threads;
-  const std::vector<Item> items = items_of(heads, s.chunks, threads);
+  const bool chooses = in.chooses && s.chunks > 0;
+  const std::vector<Item> items = items_of(heads, s.chunks, threads, chooses);
 
   thread_local Buffer buffer;
   Scratch counted{nullptr};
@@ -108,9 +132,9 @@ void attention(const SpecacheInputs& in) {
   const int64_t head_size = counted.used;
   int64_t num_slots = threads, num_results = threads;
   for (const Item& item : items) {
-    if (item.num_parts == 1) continue;
-    num_slots = item.slot + 1;
-    num_results = item.result + 1;
+    if (item.part.num_parts == 1) continue;
+    num_slots = std::max(num_slots, item.slot + 1);
+    num_results = std::max(num_results, item.result + 1);
   }
   Scratch sizes{nullptr, threads * head_size};
   for (int64_t i = 0; i < num_slots; i++) Probs(sizes, s);
@@ -121,16 +145,22 @@ void attention(const SpecacheInputs& in) {
   for (int64_t i = 0; i < num_slots; i++) probs.emplace_back(scratch, s);
   for (int64_t i = 0; i < num_results; i++) results.emplace_back(scratch, s);
   char* const base = scratch.base;
+  thread_local std::vector<Choice> kept_choices;
+  std::vector<Choice>& choices = kept_choices;  // this thread's, in all of them
+  if (chooses && static_cast<int64_t>(choices.size()) < num_slots) choices.resize(num_slots);
 
-  std::vector<std::atomic<int64_t>> parts_left(heads);
-  for (const Item& item : items) parts_left[item.head] = item.num_parts;
+  std::vector<std::atomic<int64_t>> scores_left(heads), parts_left(heads);
+  for (const Item& item : items) scores_left[item.head] = parts_left[item.head] = item.part.num_parts;
   std::atomic<size_t> next{0};
+  std::atomic<bool> failed{false};
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {
     const int64_t thread = omp_get_thread_num();
     for (size_t i = next++; i < items.size(); i = next++) {
       const Item& item = items[i];
-      const bool whole = item.num_parts == 1;
+      const Part& part = item.part;
+      const bool whole = part.num_parts == 1;
+      const int64_t slot = whole ? thread : item.slot;
       Result* const result = &results[whole ? thread : item.result];
       // Zeros: what is padded must not hold NaN, which would survive being multiplied with 0.
       memset(base + thread * head_size, 0, head_size);
@@ -138,16 +168,37 @@ void attention(const SpecacheInputs& in) {
       Head h(in, s, own);
       h.batch_row = item.head / in.kv_heads;
       h.kv_head = item.head % in.kv_heads;
-      h.probs = &probs[whole ? thread : item.slot];
+      h.probs = &probs[slot];
       h.result = result;
-      read_part<BITS>(h, item.part, item.num_parts);
+      if (item.pass == kValues) {
+        while (scores_left[item.head] >= 0) std::this_thread::yield();  // until the head's choice is made
+      } else {
+        start_part<BITS>(h, part);
+        for_chunks(h, part, [&](int64_t first, int64_t n) {
+          chooses ? score_stored<BITS>(h, first, n) : add_chunk<BITS>(h, first, n);
+        });
+      }
+      if (chooses && item.pass != kValues && --scores_left[item.head] == 0) {
+        try {
+          choose<BITS>(h, result - part.part, part.num_parts, choices[slot]);
+        } catch (const std::bad_alloc&) {
+          choices[slot] = {};
+          failed = true;
+        }
+        scores_left[item.head] = -1;
+      }
+      if (item.pass == kScores || failed) continue;
+      if (chooses) add_chosen<BITS>(h, part.begin(s), part.end(s), choices[slot]);
+      join_out<BITS>(h);
       if (--parts_left[item.head] > 0) continue;
-      h.result = result - item.part;
-      if (!whole) merge(h.result, item.num_parts, s);
+      h.result = result - part.part;
+      if (!whole) merge(h.result, part.num_parts, s);
+      if (chooses) std::copy(choices[slot].mass.begin(), choices[slot].mass.end(), h.result->mass);
       write_out(h);
       write_scores(h);
     }
   }
+  if (failed) throw std::bad_alloc();
 }
 
 }  // namespace specache

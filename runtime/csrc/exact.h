@@ -14,9 +14,8 @@ struct ExactPair {
 inline ExactPair exact_pair(const Head& h, int64_t i) {
   const SpecacheInputs& in = h.in;
   if (i < in.num_staged) {
-    const int64_t row = (h.batch_row * in.kv_heads + h.kv_head) * in.num_staged + i;
     const void* key = h.at(in.staged_rows, i, in.key_dim + in.value_dim);
-    return {key, row_of(key, in.key_dim, in.dtype), in.staged_indices[row]};
+    return {key, row_of(key, in.key_dim, in.dtype), h.staged()[i]};
   }
   i -= in.num_staged;
   if (i < in.window_len)
@@ -45,12 +44,14 @@ inline void add_exact(const Head& h) {
         probs[q * s.exact_pad + i] = finished(h, q, pair.pair, dot_floats(h.query + q * s.key_pad, h.row, s.key_pad));
   }
   float* references = h.probs->reference + s.chunks * s.queries;
+  float* sums = h.probs->sums + s.chunks * s.queries;
   for (int64_t q = 0; q < s.queries; q++) {
     if (in.sinks != nullptr) {
       const float sink = in.sinks[h.kv_head * in.heads_per_kv + q % in.heads_per_kv];
       h.result->mass[q] += exponential(sink - raise_maximum(h, q, sink));
     }
-    to_probs(h, q, probs + q * s.exact_pad, s.exact_pad, references + q);
+    to_probs(h, q, probs + q * s.exact_pad, s.exact_pad, references + q, sums + q);
+    sums[q] = h.result->mass[q];
   }
   for (int64_t i = 0; i < s.exact; i++) {
     const ExactPair pair = exact_pair(h, i);

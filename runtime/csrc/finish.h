@@ -55,13 +55,13 @@ inline void write_scores(const Head& h) {
     for (int64_t chunk = 0; chunk < s.chunks; chunk++) {
       const int64_t begin = chunk * s.chunk;
       const int64_t n = in.num_quantized - begin < s.chunk ? in.num_quantized - begin : s.chunk;
-      const float* probs = h.probs->stored + chunk * (s.queries - s.first_scored) * s.chunk_pad;
+      const float* probs = h.probs->stored + chunk * (s.queries - s.first_kept) * s.chunk_pad;
       float share[kMaxQueries];
       for (int64_t q = first; q < last; q++) share[q] = share_of(h, q, h.probs->reference[chunk * s.queries + q]);
       for (int64_t t = 0; t < n; t += kLanes) {
         Floats score{};
         for (int64_t q = first; q < last; q++) {
-          const Floats each = load_floats(probs + (q - s.first_scored) * s.chunk_pad + t) * share[q];
+          const Floats each = load_floats(probs + (q - s.first_kept) * s.chunk_pad + t) * share[q];
           // A maximum that NaN survives, as in the mean.
           score = !in.max_of_heads ? score + each : ((each > score) | (each != each)) ? each : score;
         }

@@ -18,7 +18,7 @@ struct Sizes {
   explicit Sizes(const SpecacheInputs& in) {
     const int64_t per_byte = in.bits < 8 ? 8 / in.bits : 1, digits = in.bits < 8 ? 1 : 2;
     queries = in.lanes * in.heads_per_kv;
-    first_scored = (in.lanes - in.scored_lanes) * in.heads_per_kv;
+    first_kept = in.chooses ? 0 : (in.lanes - in.scored_lanes) * in.heads_per_kv;
     stored = in.num_quantized + in.window_len;
     exact = in.num_staged + in.window_len + in.lanes;
     exact_pad = round_up(exact, kLanes);
@@ -49,7 +49,7 @@ struct Sizes {
     dims = key_pad > value_pad ? key_pad : value_pad;
   }
 
-  int64_t queries, first_scored, stored, exact, exact_pad, chunk, chunks, chunk_pad;
+  int64_t queries, first_kept, stored, exact, exact_pad, chunk, chunks, chunk_pad;
   int64_t key_bytes, key_words, key_steps, key_pad, group_pad;
   int64_t value_bytes, value_pad, value_groups, group_bytes, value_copies, column_pad, columns, words_pad;
   int64_t words, sums, value_sums, factors, dims;
@@ -81,13 +81,15 @@ struct Result {
 // Probabilities, each e^(score - reference), kept until the whole mass is known: selection goes by them.
 struct Probs {
   Probs(Scratch& scratch, const Sizes& s) {
-    stored = scratch.take<float>(s.chunks * (s.queries - s.first_scored) * s.chunk_pad);
+    stored = scratch.take<float>(s.chunks * (s.queries - s.first_kept) * s.chunk_pad);
     exact = scratch.take<float>(s.queries * s.exact_pad);
     reference = scratch.take<float>((s.chunks + 1) * s.queries);
+    sums = scratch.take<float>((s.chunks + 1) * s.queries);
   }
-  float* stored;     // [chunks, scored queries, chunk_pad]: of the codes
+  float* stored;     // [chunks, kept queries, chunk_pad]: of the codes
   float* exact;      // [queries, exact_pad]: staged, window, own
   float* reference;  // [chunks + 1, queries]: the last is of `exact`
+  float* sums;       // likewise, of what is summed; the last with the sinks' share
 };
 
 // A probability that is large enough for its pair to be read in float arithmetic.
@@ -111,7 +113,7 @@ struct Head {
     value_rows = scratch.take<float>(s.value_groups * s.chunk);
     value_scales = scratch.take<float>(s.value_groups * s.chunk_pad);
     value_middles = scratch.take<float>(s.value_groups * s.chunk_pad);
-    unscored_probs = scratch.take<float>(s.first_scored * s.chunk_pad);
+    passing_probs = scratch.take<float>(s.first_kept * s.chunk_pad);
     steps = scratch.take<float>(s.queries);
     offsets = scratch.take<float>(s.queries);
     means = scratch.take<float>(s.queries);
@@ -142,8 +144,8 @@ struct Head {
   // Of a chunk, [groups, key_pad] in the order of packed_query and [value_groups, chunk_pad]. "Middles" are what the code
   // in the middle of the range stands for.
   float *key_scales, *key_middles, *value_rows, *value_scales, *value_middles;
-  float* unscored_probs;    // [queries whose selection scores nobody wants, chunk_pad]
-  float* scored_probs = nullptr;  // [the others, chunk_pad], of this chunk in `probs`
+  float* passing_probs;         // [queries whose probabilities are not kept, chunk_pad]
+  float* kept_probs = nullptr;  // [the others, chunk_pad], of this chunk in `probs`
   float *steps, *offsets;   // [queries]: what a score's integers are worth, and what is added to them
   float* means;             // [queries]: the product with the mean key of a group; of centred codes
   float* tops;              // [queries]: the largest probability of a chunk
@@ -155,10 +157,16 @@ struct Head {
 
   // Scores of a chunk, then probabilities, [chunk_pad].
   float* probs_of(int64_t q) const {
-    return q < s.first_scored ? unscored_probs + q * s.chunk_pad : scored_probs + (q - s.first_scored) * s.chunk_pad;
+    return q < s.first_kept ? passing_probs + q * s.chunk_pad : kept_probs + (q - s.first_kept) * s.chunk_pad;
   }
+  // The chunk that `probs_of` is about.
+  void open(int64_t chunk) { kept_probs = probs->stored + chunk * (s.queries - s.first_kept) * s.chunk_pad; }
   const void* at(const SpecachePlane& plane, int64_t row, int64_t width) const {
     return row_of(plane.data, batch_row * plane.batch_stride + kv_head * plane.head_stride + row * width, in.dtype);
+  }
+  // Tokens of the staged pairs, [num_staged].
+  const int32_t* staged() const {
+    return in.staged_indices + (batch_row * in.staged_heads + kv_head % in.staged_heads) * in.num_staged;
   }
   // [queries, value_pad]: where values that codes stand for are summed.
   float* code_out() const { return rotated_out != nullptr ? rotated_out : result->out; }

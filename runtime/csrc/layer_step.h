@@ -50,8 +50,6 @@ struct SpecacheLayer {
   double times[kParts + 1];  // out, where they are wanted: seconds at which the parts began, and the end
   SpecacheInputs inputs;     // what outlasts a step, and its bias
   int32_t* wanted;           // [batch, kv_heads, num_staged]
-  const int64_t* host;       // see `specache::HostRows`, as the next
-  int64_t host_length;
 };
 }
 
@@ -136,6 +134,7 @@ inline int64_t run(SpecacheSession& session, SpecacheLayer& layer, const Specach
     if (session.is_timed) layer.times[part] = now();
   };
   const Slots slots = slots_of(layer);
+  if (in.chooses && in.num_quantized > in.host_length) return kNotOnHost;
   mark(0);
   if (session.attention(&in)) return kNoMemory;
   mark(1);
@@ -161,7 +160,7 @@ inline int64_t run(SpecacheSession& session, SpecacheLayer& layer, const Specach
   mark(3);
   if (session.stages) {
     const double start = now();
-    const Staged done = stage({layer.host, layer.host_length}, slots);
+    const Staged done = stage({in.host, in.host_length}, slots);
     if (done.failure) return done.failure;
     session.fetched_rows += done.fetched;
     session.fetched_bytes += done.fetched * slots.row_bytes;

@@ -25,7 +25,7 @@ inline void finish_scores(const Head& h, int64_t q, int64_t first, int64_t n) {
 // Scores of stored tokens that a lane does not see, or that staged pairs replace, become -inf.
 inline void hide(const Head& h, int64_t first, int64_t n) {
   const SpecacheInputs& in = h.in;
-  const int32_t* staged = in.staged_indices + (h.batch_row * in.kv_heads + h.kv_head) * in.num_staged;
+  const int32_t* staged = h.staged();
   for (int64_t i = 0; i < in.num_staged; i++)
     if (staged[i] >= first && staged[i] < first + n)
       for (int64_t q = 0; q < h.s.queries; q++) h.probs_of(q)[staged[i] - first] = -kInfinity;
@@ -62,8 +62,14 @@ inline float largest_of(const float* x, int64_t n) {
   return largest(top);
 }
 
-// scores[0..n) of query q become probabilities, n a multiple of kLanes. Returns the largest.
-inline float to_probs(const Head& h, int64_t q, float* scores, int64_t n, float* reference) {
+inline float sum_of(const float* x, int64_t n) {
+  Floats all{};
+  for (int64_t t = 0; t < n; t += kLanes) all += load_floats(x + t);
+  return sum(all);
+}
+
+// scores[0..n) of query q become probabilities, n a multiple of kLanes, and `all` their sum. Returns the largest.
+inline float to_probs(const Head& h, int64_t q, float* scores, int64_t n, float* reference, float* all) {
   const float maximum = largest_of(scores, n);
   *reference = raise_maximum(h, q, maximum);
   Floats mass{};
@@ -72,18 +78,27 @@ inline float to_probs(const Head& h, int64_t q, float* scores, int64_t n, float*
     store(scores + t, p);
     mass += p;
   }
-  h.result->mass[q] += sum(mass);
+  *all = sum(mass);
+  h.result->mass[q] += *all;
   return exponential(maximum - *reference);
 }
 
-// Pairs with more than 1/64 of a query's mass are read again in float arithmetic: there the rounding of factors would
-// matter most. They leave `probs` for `h.large`. Returns how many.
+// A pair with a larger share of a query's attention is read in float arithmetic: there the rounding of factors would matter
+// most.
+constexpr float kLarge = 1.0f / 64;
+
+// Such pairs, by the mass so far, are read again. They leave `probs` for `h.large`. Returns how many.
 template <int BITS>
 inline int64_t recompute_large(const Head& h, int64_t q, int64_t first, int64_t n, float* probs, float reference,
                                int64_t count) {
   float& mass = h.result->mass[q];
-  const float bound = mass / 64;
+  const float bound = mass * kLarge;
   for (int64_t t = 0; t < n; t++) {
+    // Most blocks have none.
+    if (t % (4 * kLanes) == 0 && !(largest_of(probs + t, 4 * kLanes) > bound)) {
+      t += 4 * kLanes - 1;
+      continue;
+    }
     if (!(probs[t] > bound) || count == 64 * h.s.queries) continue;
     read_key<BITS>(h, first + t);
     const float score = finished(h, q, first + t, score_row(h, q));
@@ -96,31 +111,45 @@ inline int64_t recompute_large(const Head& h, int64_t q, int64_t first, int64_t 
   return count;
 }
 
-// One chunk of low-bit pairs, `first` and `n` whole groups.
+// Scores of a chunk of low-bit pairs, `first` and `n` whole groups, become probabilities.
 template <int BITS>
-inline void add_chunk(Head& h, int64_t first, int64_t n) {
-  const Sizes& s = h.s;
-  const int64_t chunk = first / s.chunk, padded = round_up(n, 4 * kLanes);
-  float* references = h.probs->reference + chunk * s.queries;
-  h.scored_probs = h.probs->stored + chunk * (s.queries - s.first_scored) * s.chunk_pad;
+inline void score_stored(Head& h, int64_t first, int64_t n) {
+  const int64_t chunk = first / h.s.chunk, padded = round_up(n, 4 * kLanes);
+  h.open(chunk);
   score_chunk<BITS>(h, first, n);
-  for (int64_t q = 0; q < s.queries; q++) finish_scores(h, q, first, n);
+  for (int64_t q = 0; q < h.s.queries; q++) finish_scores(h, q, first, n);
   hide(h, first, n);
-  int64_t num_large = 0;
-  for (int64_t q = 0; q < s.queries; q++) {
+  for (int64_t q = 0; q < h.s.queries; q++) {
     float* row = h.probs_of(q);
     for (int64_t t = n; t < padded; t++) row[t] = -kInfinity;
-    h.tops[q] = to_probs(h, q, row, padded, references + q);
-    if (h.tops[q] > h.result->mass[q] / 64) {
-      num_large = recompute_large<BITS>(h, q, first, n, row, references[q], num_large);
-      h.tops[q] = largest_of(row, padded);
-    }
+    const int64_t i = chunk * h.s.queries + q;
+    h.tops[q] = to_probs(h, q, row, padded, h.probs->reference + i, h.probs->sums + i);
   }
+}
+
+// Its values, weighted by `probs_of`.
+template <int BITS>
+inline void add_stored(const Head& h, int64_t first, int64_t n) {
   if (h.in.centred) add_means(h, first, n);
   if (h.in.tolerance > 0)
     add_values<BITS, 1>(h, first, n);
   else
     add_values<BITS, 2>(h, first, n);
+}
+
+// Both in turn.
+template <int BITS>
+inline void add_chunk(Head& h, int64_t first, int64_t n) {
+  const int64_t chunk = first / h.s.chunk, padded = round_up(n, 4 * kLanes);
+  score_stored<BITS>(h, first, n);
+  int64_t num_large = 0;
+  for (int64_t q = 0; q < h.s.queries; q++) {
+    if (!(h.tops[q] > h.result->mass[q] * kLarge)) continue;
+    float* row = h.probs_of(q);
+    num_large = recompute_large<BITS>(h, q, first, n, row, h.probs->reference[chunk * h.s.queries + q], num_large);
+    h.tops[q] = largest_of(row, padded);
+  }
+  add_stored<BITS>(h, first, n);
   for (int64_t i = 0; i < num_large; i++) h.probs_of(h.large[i].query)[h.large[i].token] = h.large[i].prob;
 }
 

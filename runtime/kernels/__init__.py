@@ -9,7 +9,15 @@ import torch
 
 from specache_fx._log import warn_once
 from specache_fx.errors import ConfigError, KernelUnavailableError
-from specache_fx.runtime.kernels.base import DecodeInputs, Expand, Kernel, LaneInputs, LayerForm, refuse
+from specache_fx.runtime.kernels.base import (
+    DecodeInputs,
+    Expand,
+    Kernel,
+    LaneInputs,
+    LayerForm,
+    Originals,
+    refuse,
+)
 from specache_fx.runtime.kernels.cpu import CpuKernel
 from specache_fx.runtime.kernels.exact_pairs import ExactPairsKernel
 from specache_fx.runtime.kernels.reference import ReferenceKernel
@@ -22,6 +30,7 @@ __all__ = [
     "Kernel",
     "LaneInputs",
     "LayerForm",
+    "Originals",
     "check_forms",
     "check_kernel",
     "choose_kernel",

@@ -21,6 +21,27 @@ Expand = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
+class Originals:
+    """The 16-bit pairs of a layer's quantised tokens, for attention that reads some in the step that needs them.
+
+    Attributes:
+        table: `HostCache.table`.
+        length: Tokens that the host holds, at least the quantised ones.
+        read: Copies tokens `start` to `stop` out: keys and values, `[batch, num_kv_heads, tokens, dim]` each.
+        key_share: See `SpecacheConfig`.
+        value_share: See `SpecacheConfig`.
+        num_read: int64 `[2]` on the CPU: keys and values that were read are added to it.
+    """
+
+    table: torch.Tensor
+    length: int
+    read: Callable[[int, int], tuple[torch.Tensor, torch.Tensor]]
+    key_share: float
+    value_share: float
+    num_read: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class LayerForm:
     """Form of a layer's decode attention, of a step or of a graph that hasn't run: a kernel accepts or refuses it.
 
@@ -33,6 +54,7 @@ class LayerForm:
         num_queries: Queries of all lanes that share a kv head.
         expands: Keys and values are computed from a latent (`DecodeInputs.expand`).
         aggregation: See `DecodeInputs`.
+        corrects: Pairs are read from the host in the step that needs them (`DecodeInputs.originals`).
     """
 
     dtypes: frozenset[torch.dtype]
@@ -43,6 +65,7 @@ class LayerForm:
     num_queries: int
     expands: bool
     aggregation: str
+    corrects: bool = False
 
 
 @dataclass(slots=True, kw_only=True)
@@ -106,6 +129,7 @@ class DecodeInputs(LaneInputs):
             empty, no token twice.
         aggregation: How the selection scores of the query heads that share a kv head become one: a name in
             `specache_fx.runtime.select.AGGREGATIONS`.
+        originals: Pairs with a large share of lane 0's attention are read from there; None where none are.
     """
 
     quantizer: Quantizer
@@ -117,6 +141,7 @@ class DecodeInputs(LaneInputs):
     staged_rows: torch.Tensor | None = None
     staged_indices: torch.Tensor | None = None
     aggregation: str = "mean"
+    originals: Originals | None = None
 
     @property
     def window_key(self) -> torch.Tensor:
@@ -144,6 +169,7 @@ class DecodeInputs(LaneInputs):
             num_queries=lanes * num_heads // self.key.shape[2],
             expands=self.expand is not None,
             aggregation=self.aggregation,
+            corrects=self.originals is not None,
         )
 
     @property

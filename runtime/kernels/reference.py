@@ -17,13 +17,26 @@ class ReferenceKernel(Kernel):
         """Paper: SpeCache eq. 1, Algorithm 3."""
         lanes, batch, num_heads, _, key_dim = inputs.query.shape
         compute = torch.promote_types(inputs.query.dtype, torch.float32)
-        keys, values, own_key, own_value = (side.to(compute) for side in _pairs(inputs))
+        keys, values, own_key, own_value = (
+            side.to(compute) for side in _pairs(inputs, *_stored_pairs(inputs))
+        )
         num_kv_heads, value_dim = keys.shape[1], values.shape[3]
 
         query = inputs.query.reshape(lanes, batch, num_kv_heads, -1, key_dim).to(compute)
         stored = torch.einsum("lbhgd,bhnd->lbhgn", query, keys) * inputs.scale
         own = torch.einsum("lbhgd,mbhd->lbhgm", query, own_key) * inputs.scale
         probs = probabilities(inputs, stored, own)
+        if inputs.originals is not None and inputs.num_quantized:
+            exact_keys, exact_values = (
+                side.to(compute) for side in _pairs(inputs, *_original_pairs(inputs))[:2]
+            )
+            exact = torch.einsum("lbhgd,bhnd->lbhgn", query, exact_keys) * inputs.scale
+            chosen = _chosen(inputs, probs, inputs.originals.key_share)
+            stored = torch.where(_by_head(chosen, num_kv_heads)[:, :, None], exact, stored)
+            probs = probabilities(inputs, stored, own)
+            whole = chosen & _chosen(inputs, probs, inputs.originals.value_share)
+            values = torch.where(_by_head(whole, num_kv_heads)[..., None], exact_values, values)
+            inputs.originals.num_read.add_(torch.stack([chosen.sum(), whole.sum()]).cpu())
         stored_probs, own_probs = probs.split([keys.shape[2], lanes], dim=-1)
         out = torch.einsum("lbhgn,bhnd->lbhgd", stored_probs, values)
         out = out + torch.einsum("lbhgm,mbhd->lbhgd", own_probs, own_value)
@@ -69,13 +82,43 @@ def probabilities(inputs: DecodeInputs, stored: torch.Tensor, own: torch.Tensor)
     return probs[..., : tokens + lanes]
 
 
+def _chosen(inputs: DecodeInputs, probs: torch.Tensor, share: float) -> torch.Tensor:
+    """The pairs of which lane 0 has a larger share, of those that are in codes alone.
+
+    Args:
+        inputs: Say which are staged, and how heads share a cached row.
+        probs: See `probabilities`.
+        share: The share.
+
+    Returns:
+        bool `[batch, num_kv_heads of the cache, tokens]`.
+    """
+    shares = _joined(inputs, probs[:1, ..., : -inputs.query.shape[0]])[0]
+    shares[..., inputs.num_quantized :] = 0
+    if inputs.staged_indices is not None:
+        shares = torch.nn.functional.pad(shares, (0, 1))  # where empty slots go
+        shares = shares.scatter(-1, inputs.staged_indices.long() % shares.shape[-1], 0.0)[..., :-1]
+    return shares > share
+
+
+def _by_head(chosen: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
+    """`[batch, num_kv_heads of the cache, tokens]` by the kv heads that attention reads: of a latent there are more."""
+    return chosen.repeat_interleave(num_kv_heads // chosen.shape[1], dim=1)
+
+
+def _joined(inputs: DecodeInputs, probs: torch.Tensor) -> torch.Tensor:
+    """`[lanes, batch, num_kv_heads, num_kv_groups, tokens]` of the heads that share a cached row as one, float32.
+
+    One kv head's group, or all heads that read a latent.
+    """
+    shared = probs.flatten(2, 3).unflatten(2, (inputs.key.shape[2], -1))
+    return AGGREGATIONS[inputs.aggregation].of_heads(shared, 3).to(torch.float32)
+
+
 def selection_scores(inputs: DecodeInputs, probs: torch.Tensor) -> torch.Tensor:
     """The selection scores of `Kernel.attention` from the result of `probabilities`."""
     lanes, tokens = inputs.query.shape[0], probs.shape[-1] - inputs.query.shape[0]
-    # Of the heads that share a cached row: one kv head's group, or all heads that read a latent.
-    shared = probs[lanes - inputs.num_scored :, ..., : tokens + 1].flatten(2, 3)
-    shared = shared.unflatten(2, (inputs.key.shape[2], -1))
-    scores = AGGREGATIONS[inputs.aggregation].of_heads(shared, 3).to(torch.float32)
+    scores = _joined(inputs, probs[lanes - inputs.num_scored :, ..., : tokens + 1])
     if inputs.key_mask is not None:
         scores[..., :-1].masked_fill_(~inputs.key_mask[None, :, None, :], -1.0)
     if inputs.visible is not None:
@@ -89,9 +132,10 @@ def _by_kv_head(bias: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
     return bias.unsqueeze(3) if bias.shape[2] == 1 else bias.unflatten(2, (num_kv_heads, -1))
 
 
-def _pairs(inputs: DecodeInputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Keys and values: `[batch, num_kv_heads, kv_len, dim]` twice, and the lanes' own, `[lanes, batch, ...]`."""
-    keys, values = _stored_pairs(inputs)
+def _pairs(
+    inputs: DecodeInputs, keys: torch.Tensor, values: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Of stored ones, what attention reads: `[batch, num_kv_heads, kv_len, dim]` twice, and the lanes' own."""
     own_key, own_value = inputs.key.squeeze(3), inputs.value.squeeze(3)
     if inputs.expand is None:
         return keys, values, own_key, own_value
@@ -117,6 +161,17 @@ def _stored_pairs(inputs: DecodeInputs) -> tuple[torch.Tensor, torch.Tensor]:
             low_key = _replaced(low_key, inputs.staged_rows[..., :key_dim], inputs.staged_indices)
         low_value = _replaced(low_value, inputs.staged_rows[..., -value_dim:], inputs.staged_indices)
     return torch.cat([low_key, window_key], dim=2), torch.cat([low_value, window_value], dim=2)
+
+
+def _original_pairs(inputs: DecodeInputs) -> tuple[torch.Tensor, torch.Tensor]:
+    """C, then the window."""
+    assert inputs.originals is not None
+    sides = inputs.originals.read(0, inputs.num_quantized)
+    windows = inputs.window_key, inputs.window_value
+    key, value = (
+        torch.cat([side.to(rows.device), rows], dim=2) for side, rows in zip(sides, windows, strict=True)
+    )
+    return key, value
 
 
 def _replaced(low_bit: torch.Tensor, rows: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:

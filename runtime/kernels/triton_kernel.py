@@ -51,6 +51,8 @@ class TritonKernel(Kernel):
                 "keys and values are computed from what is cached: latent attention, or KV heads that are repeated in"
                 " another order than by repeat_interleave(groups, dim=1)"
             )
+        if form.corrects:
+            return "it reads no pairs from the host in the step that needs them (key_share)"
         if form.aggregation != "mean":
             return f"it has no aggregation={form.aggregation!r}"
         quantizer, most = form.quantizer, _MOST_CHANNELS

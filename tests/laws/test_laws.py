@@ -19,13 +19,19 @@ from specache_fx.config import SpecacheConfig
 from specache_fx.runtime.metrics import Hits
 from specache_fx.runtime.quant import QUANTIZERS
 
+EXACT_BY: dict[str, dict[str, Any]] = {
+    "bits": {"bits": 16},
+    "residual": {"residual_length": 100},
+    "top_k": {"top_k": 100, "key_share": None},
+    "key_share": {"key_share": 0.0, "value_share": None},
+}
+
 
 @settings(max_examples=examples(3))
-@given(st.data(), st.sampled_from(("bits", "residual", "top_k")), strategies.lookaheads)
+@given(st.data(), st.sampled_from(tuple(EXACT_BY)), strategies.lookaheads)
 def test_law_1_exact_settings_equal_plain_decoding(data: st.DataObject, how: str, lookahead: str) -> None:
     prompt = data.draw(strategies.prompts())
-    exact = {"bits": {"bits": 16}, "residual": {"residual_length": 100}, "top_k": {"top_k": 100}}[how]
-    config = data.draw(strategies.configs(lookahead=lookahead, **exact))
+    config = data.draw(strategies.configs(lookahead=lookahead, **EXACT_BY[how]))
     assert_plain(prompt, config)
 
 

@@ -6,7 +6,9 @@ down once more. The quantiser only makes the planes.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from hypothesis import strategies as st
@@ -14,7 +16,8 @@ from support import strategies
 from support.oracle_methods import hadamard, largest_power_of_two, rudin_shapiro
 from torch import Tensor
 
-from specache_fx.runtime.kernels.base import DecodeInputs
+from specache_fx.runtime.host_cache import HostCache
+from specache_fx.runtime.kernels.base import DecodeInputs, Originals
 from specache_fx.runtime.quant import QUANTIZERS
 
 # What scores and values are like. "random" comes first: hypothesis shrinks towards it.
@@ -47,6 +50,7 @@ class KernelCase:
     independent: bool = False
     aggregation: str = "mean"
     scored_lanes: int | None = None
+    reads: tuple[int, int] | None = None  # keys and values of the host, as far as shares tell them apart
     seed: int = 0
 
 
@@ -77,6 +81,7 @@ def kernel_cases(draw: st.DrawFn) -> KernelCase:
         independent=draw(st.booleans()),
         aggregation=draw(st.sampled_from(("mean", "max"))),
         scored_lanes=draw(st.sampled_from((None, *range(lanes + 1)))),
+        reads=draw(st.sampled_from((None, (0, 0), (1, 1), (9, 4), (60, 9), (1000, 1000)))),
         seed=draw(strategies.seeds),
     )
 
@@ -149,7 +154,43 @@ def make_inputs(case: KernelCase) -> DecodeInputs:
         aggregation=case.aggregation,
         scored_lanes=case.scored_lanes,
     )
-    return replace(inputs, **_masks(case, stored, num_heads, generator))
+    inputs = replace(inputs, **_masks(case, stored, num_heads, generator))
+    return (
+        inputs if case.reads is None or not quantized else _with_originals(inputs, (key, value), *case.reads)
+    )
+
+
+def _with_originals(
+    inputs: DecodeInputs, pairs: tuple[Tensor, Tensor], keys: int, values: int
+) -> DecodeInputs:
+    """The host's pairs in two blocks, and shares that so many keys and values exceed; as any rounding sees them."""
+    key, value = pairs
+    batch, heads, tokens, key_dim = key.shape
+    host = HostCache(batch, [(heads, key_dim, value.shape[3])], key.dtype)
+    first = tokens // 3
+    host.append(0, key[:, :, :first], value[:, :, :first])
+    host.append(0, key[:, :, first:], value[:, :, first:])
+
+    def given(key_share: float, value_share: float) -> DecodeInputs:
+        counts = torch.zeros(2, dtype=torch.int64)
+        read = partial(host.read, 0)
+        originals = Originals(host.table(0), host.length(0), read, key_share, value_share, counts)
+        return replace(inputs, originals=originals)
+
+    narrow = key.dtype == torch.bfloat16 and inputs.quantizer.bits <= 2
+    apart = 1.25 if narrow else 1.02
+    key_share = _between(truth_of(given(1.0, 1.0)).key_shares, keys, apart)
+    return given(key_share, _between(truth_of(given(key_share, 1.0)).value_shares, values, apart))
+
+
+def _between(shares: Tensor, count: int, apart: float) -> float:
+    """A number that `count` shares exceed, or more: none is near it."""
+    found = shares.flatten().sort(descending=True).values.tolist()
+    found = [1.0, *(share for share in found if share > 0)]
+    for larger, smaller in list(itertools.pairwise(found))[count:]:
+        if larger > apart**2 * smaller:
+            return (larger * smaller) ** 0.5
+    return 0.0
 
 
 def _masks(case: KernelCase, stored: int, num_heads: int, generator: torch.Generator) -> dict[str, Tensor]:
@@ -180,32 +221,75 @@ class Truth:
         scores: As `Kernel.attention` gives them.
         largest_value: Of all values that are attended to, their magnitude.
         largest_logit: Of all finite products of queries and keys, scaled, before softcap.
+        key_shares: Lane 0's of pairs that are in codes alone, `[batch, num_kv_heads, num_quantized]`, by their codes.
+        value_shares: Likewise with the exact keys in place, of these pairs; 0 elsewhere.
+        num_read: Keys and values of the host.
     """
 
     out: Tensor
     scores: Tensor
     largest_value: float
     largest_logit: float
+    key_shares: Tensor
+    value_shares: Tensor
+    num_read: list[int]
 
 
 def truth_of(inputs: DecodeInputs) -> Truth:
     """The formula, pair by pair, nothing rounded."""
-    lanes, batch, num_heads, _, key_dim = inputs.query.shape
-    num_kv_heads, value_dim = inputs.key.shape[2], inputs.value.shape[4]
+    lanes, num_kv_heads, value_dim = inputs.query.shape[0], inputs.key.shape[2], inputs.value.shape[4]
+    count, key_dim = inputs.num_quantized, inputs.query.shape[4]
     keys, values = inputs.window_key.double(), inputs.window_value.double()
-    if inputs.num_quantized:
+    free = torch.ones(*keys.shape[:2], count, dtype=torch.bool)  # in codes alone
+    if count:
         low_key, low_value = _codes(inputs, key_dim, value_dim)
         if inputs.staged_rows is not None and inputs.staged_indices is not None:
             for b, h, slot in (inputs.staged_indices >= 0).nonzero().tolist():
                 token, row = int(inputs.staged_indices[b, h, slot]), inputs.staged_rows[b, h, slot].double()
                 low_key[b, h, token], low_value[b, h, token] = row[:key_dim], row[key_dim:]
+                free[b, h, token] = False
         keys, values = torch.cat([low_key, keys], 2), torch.cat([low_value, values], 2)
     stored = keys.shape[2]
     own_keys = inputs.key.double().squeeze(3).permute(1, 2, 0, 3)
     own_values = inputs.value.double().squeeze(3).permute(1, 2, 0, 3)
     keys, values = torch.cat([keys, own_keys], 2), torch.cat([values, own_values], 2)
 
-    repeat = num_heads // num_kv_heads
+    def shares(probs: Tensor, of: Tensor) -> Tensor:
+        heads = probs[0, ..., :count].unflatten(1, (num_kv_heads, -1))
+        return torch.where(of, heads.amax(2) if inputs.aggregation == "max" else heads.mean(2), 0.0)
+
+    probs, largest_logit = _softmax(inputs, keys)
+    key_shares = value_shares = shares(probs, free)
+    num_read = [0, 0]
+    if inputs.originals is not None:
+        exact_key, exact_value = (side.double() for side in inputs.originals.read(0, count))
+        by_key = key_shares > inputs.originals.key_share
+        keys[:, :, :count][by_key] = exact_key[by_key]
+        probs, again = _softmax(inputs, keys)
+        largest_logit = max(largest_logit, again)
+        value_shares = shares(probs, by_key)
+        by_value = value_shares > inputs.originals.value_share
+        values[:, :, :count][by_value] = exact_value[by_value]
+        num_read = [int(by_key.sum()), int(by_value.sum())]
+
+    repeat = inputs.query.shape[2] // num_kv_heads
+    out = torch.einsum("lbhn,bhnd->lbhd", probs, values.repeat_interleave(repeat, 1))
+    scored = probs if inputs.scored_lanes is None else probs[lanes - inputs.scored_lanes :]
+    scored = scored[..., : stored + 1].unflatten(2, (num_kv_heads, repeat))
+    scores = scored.amax(3) if inputs.aggregation == "max" else scored.mean(3)
+    if inputs.key_mask is not None:
+        scores[..., :-1].masked_fill_(~inputs.key_mask[None, :, None], -1.0)
+    if inputs.visible is not None:
+        scores[..., :-1].masked_fill_(~inputs.visible[lanes - len(scores) :, :, None, :stored], -1.0)
+    largest = float(values.abs().max())
+    return Truth(out[:, :, :, None], scores, largest, largest_logit, key_shares, value_shares, num_read)
+
+
+def _softmax(inputs: DecodeInputs, keys: Tensor) -> tuple[Tensor, float]:
+    """Probabilities `[lanes, batch, num_heads, stored + lanes]`, and the largest product."""
+    lanes, batch, num_heads, _, _ = inputs.query.shape
+    stored = keys.shape[2] - lanes
+    repeat = num_heads // inputs.key.shape[2]
     logits = inputs.query.double().squeeze(3)[..., None, :] * keys.repeat_interleave(repeat, 1)[None]
     logits = logits.sum(-1) * inputs.scale
     largest_logit = float(logits.abs().max())
@@ -227,16 +311,7 @@ def truth_of(inputs: DecodeInputs) -> Truth:
         logits = torch.cat([logits, sinks], -1)
     weights = torch.exp(logits - logits.amax(-1, keepdim=True).clamp(min=-1e300))
     mass = weights.sum(-1, keepdim=True)
-    probs = (weights / torch.where(mass == 0, 1.0, mass))[..., : stored + lanes]
-    out = torch.einsum("lbhn,bhnd->lbhd", probs, values.repeat_interleave(repeat, 1))
-    scored = probs if inputs.scored_lanes is None else probs[lanes - inputs.scored_lanes :]
-    scored = scored[..., : stored + 1].unflatten(2, (num_kv_heads, repeat))
-    scores = scored.amax(3) if inputs.aggregation == "max" else scored.mean(3)
-    if inputs.key_mask is not None:
-        scores[..., :-1].masked_fill_(~inputs.key_mask[None, :, None], -1.0)
-    if inputs.visible is not None:
-        scores[..., :-1].masked_fill_(~inputs.visible[lanes - len(scores) :, :, None, :stored], -1.0)
-    return Truth(out[:, :, :, None], scores, float(values.abs().max()), largest_logit)
+    return (weights / torch.where(mass == 0, 1.0, mass))[..., : stored + lanes], largest_logit
 
 
 def _codes(inputs: DecodeInputs, key_dim: int, value_dim: int) -> tuple[Tensor, Tensor]:

@@ -28,7 +28,8 @@ class OracleDecoder:
 
     Args:
         model: Its weights and everything but its attention.
-        config: policy, lookahead, on_miss, aggregation, bits, group_size, quantizer, residual_length, top_k.
+        config: policy, lookahead, on_miss, aggregation, bits, group_size, quantizer, residual_length, top_k,
+            key_share, value_share.
         compute_dtype: Of the decode attention.
     """
 
@@ -148,7 +149,7 @@ class OracleDecoder:
             q, k, v = (x.unflatten(0, (lanes, -1)) for x in (q, k, v))
             layer_staged = staged[layer_idx] if staged else None
             same_step = self.config.policy != "kivi" and self.config.lookahead == "none"
-            if same_step and not cache.is_exact:
+            if same_step and self.config.key_share is None and not cache.is_exact:
                 _, alone = cache.attend(q, k, v, None, scale, self.form)
                 layer_staged = select(alone[0], cache.selectable, self.config.top_k)
                 out, probabilities = cache.attend(q, k, v, layer_staged, scale, self.form, whole=True)
@@ -239,7 +240,7 @@ class OracleDecoder:
         exact_hits = topk_hits = mass = NOTHING
         if self.expected is not None:
             exact_hits = HitCount(int((self.expected == token).sum()), len(token))
-        if self.config.policy == "specache":
+        if self.config.policy == "specache" and (self.looks_ahead or self.config.key_share is None):
             wanted = self._select(done.own_scores, before)
             for cache, guessed, needed, own in zip(
                 self.caches, done.used, wanted, done.own_scores, strict=True

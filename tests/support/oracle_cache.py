@@ -52,7 +52,7 @@ class OracleCache:
     """The KV cache of one attention layer: C in full; C' is computed from it when asked for.
 
     Args:
-        config: bits, group_size, quantizer, residual_length, policy, aggregation.
+        config: bits, group_size, quantizer, residual_length, policy, aggregation, key_share, value_share.
         k: First pairs, [batch, num_kv_heads, tokens, head_dim].
         v: First pairs, [batch, num_kv_heads, tokens, value_dim].
         mask: bool [batch, tokens], True where a token is real; all by default.
@@ -194,6 +194,50 @@ class OracleCache:
             [lanes, batch, num_kv_heads, num_quantized]: probabilities of the quantised positions, mean or maximum
             (`aggregation`) over the query heads that share the kv head.
         """
+        lanes, read = (q_lanes, k_lanes, v_lanes), None
+        if self.config.key_share is not None and self.config.bits != 16 and not self.is_exact:
+            read = self.read_in_the_step(*lanes, staged, scale, form)
+        return self._attend(*lanes, staged, scale, form, whole, read)
+
+    def read_in_the_step(
+        self,
+        q_lanes: Tensor,
+        k_lanes: Tensor,
+        v_lanes: Tensor,
+        staged: Indices | None,
+        scale: float,
+        form: ScoreForm,
+    ) -> tuple[Tensor, Tensor]:
+        """The pairs with a large share of the output token's attention, bool [batch, num_kv_heads, kv_len] twice.
+
+        Those above `key_share` get their keys, and those above `value_share` by these their values.
+        """
+        count = self.num_quantized
+        free = torch.zeros(self.k.shape[:3], dtype=torch.bool)
+        free[:, :, :count] = self.selectable[:, None, :count]
+        for batch, heads in enumerate(staged or []):
+            for head, positions in enumerate(heads):
+                free[batch, head, positions] = False
+        lanes, read = (q_lanes[:1], k_lanes[:1], v_lanes[:1]), [torch.zeros_like(free)] * 2
+        key_share, value_share = self.config.key_share, self.config.value_share
+        for side, share in enumerate((key_share, key_share if value_share is None else value_share)):
+            _, scores = self._attend(*lanes, staged, scale, form, whole=True, read=(read[0], read[1]))
+            free = free & (scores[0, ..., : self.kv_len] > share)
+            read[side] = free
+        return read[0], read[1]
+
+    def _attend(
+        self,
+        q_lanes: Tensor,
+        k_lanes: Tensor,
+        v_lanes: Tensor,
+        staged: Indices | None,
+        scale: float,
+        form: ScoreForm,
+        whole: bool,
+        read: tuple[Tensor, Tensor] | None,
+    ) -> tuple[Tensor, Tensor]:
+        """As `attend`, with the exact keys and values of `read`."""
         k, v = self.device_pairs(staged)
         there = self.has_values(staged)
         num_kv_heads, num_heads = k.shape[1], q_lanes.shape[2]
@@ -204,8 +248,17 @@ class OracleCache:
                 torch.cat([k, *k_lanes[: lane + 1]], 2),
                 torch.cat([v, *v_lanes[: lane + 1]], 2),
             )
+            exact = [
+                torch.cat([side, *own[: lane + 1]], 2) for side, own in ((self.k, k_lanes), (self.v, v_lanes))
+            ]
             if self.expand is not None:
                 lane_k, lane_v = self.expand(lane_k, lane_v)
+                exact = list(self.expand(exact[0], exact[1]))
+            if read is not None:
+                lane_k, lane_v = (
+                    torch.where(_over(mask, full, lane + 1), full, low)
+                    for mask, full, low in zip(read, exact, (lane_k, lane_v), strict=True)
+                )
             lane_k, lane_v = lane_k.to(self.compute_dtype), lane_v.to(self.compute_dtype)
             lane_mask = torch.cat([self.key_mask] + [own_mask] * (lane + 1), dim=1)
             if self.window is not None:
@@ -221,3 +274,9 @@ class OracleCache:
             by_kv_head = shared.amax(2) if self.config.aggregation == "max" else shared.mean(2)
             scores.append(by_kv_head[..., : self.kv_len + 1 if whole else self.num_quantized].float())
         return torch.stack(outs), torch.stack(scores)
+
+
+def _over(mask: Tensor, pairs: Tensor, own: int) -> Tensor:
+    """Bool [batch, num_kv_heads, tokens] for keys or values of as many heads, and `own` pairs that it is not of."""
+    wide = mask.repeat_interleave(pairs.shape[1] // mask.shape[1], dim=1)
+    return torch.nn.functional.pad(wide, (0, own))[..., None]

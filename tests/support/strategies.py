@@ -36,6 +36,8 @@ top_ks = st.integers(1, 20)
 resident_layers = st.sampled_from((0, 0, 0, 1, 2))
 sink_tokens = st.sampled_from((0, 0, 1, 3, 9))
 lookaheads = st.sampled_from(("token", "query", "none"))
+# None; nothing; some; all that is seen.
+shares = st.sampled_from((None, None, 0.9, 0.05, 0.011, 0.0))
 aggregations = st.sampled_from(("mean", "max"))
 misses = st.sampled_from(("keep", "recover", "refetch"))
 softcaps = (1e-42, 1e-3, 3.0, 30.0, 1e4, 1e6, 1e8, 1e30, 3e38)  # no strategy: all of them
@@ -54,6 +56,8 @@ def configs(draw: st.DrawFn, /, **fixed: object) -> SpecacheConfig:
         "lookahead": draw(lookaheads),
         "aggregation": draw(aggregations),
         "on_miss": draw(misses),
+        "key_share": draw(shares),
+        "value_share": draw(shares),
         "resident_layers": draw(resident_layers),
         "sink_tokens": draw(sink_tokens),
     }
@@ -63,6 +67,10 @@ def configs(draw: st.DrawFn, /, **fixed: object) -> SpecacheConfig:
     if fixed.get("policy") == "kcache":
         for name in ("bits", "lookahead", "sink_tokens"):
             del drawn[name]
+    if fixed.get("policy", "specache") != "specache":
+        drawn["key_share"] = drawn["value_share"] = None
+    elif chosen["key_share"] is None:
+        drawn["value_share"] = None
     return SpecacheConfig(**{**drawn, **fixed})  # type: ignore[arg-type]
 
 

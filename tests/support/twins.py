@@ -61,6 +61,7 @@ class Twins:
         windows: dict[int, int] | None = None,
     ) -> None:
         self._whole, self._close, self._device = whole, close, torch.device(device)
+        config = config.for_device(self._device.type)
         self.shape, self.dtype, self.layers = shape, dtype, layers
         self.generator = torch.Generator().manual_seed(0)
         self.given: Own | list[Tensor] = []  # what the operator got last
@@ -76,7 +77,7 @@ class Twins:
                 session.store(layer, key, value, self.real[:, None] if padding else None)
         for session in self.sessions:
             session.advance(tokens, decoded=False)
-        self.selects = config.placement.prefetch
+        self.selects = config.stages
         if self.selects:
             self.step(predecode=True)
 
@@ -136,6 +137,8 @@ class Twins:
             for session in self.sessions:
                 session.advance(1, decoded=True)
             hits = [tuple(session.metrics.hits) for session in self.sessions]
+            read = [None if session.host is None else session.host.num_read for session in self.sessions]
+            assert read[0] is None or torch.equal(read[0], read[1])
             torch.testing.assert_close(*hits, **(self._close or {"rtol": 0, "atol": 0}))
 
     def state(self, session: Session, layer: int = 0) -> list[Tensor]:
@@ -162,7 +165,8 @@ class Kinds(Twins):
     def __init__(
         self, whole: Callable[..., Any], tokens: int, padding: int, device: torch.device, **options: Any
     ) -> None:
-        config = SpecacheConfig(group_size=4, residual_length=3, top_k=5, resident_layers=1, **options)
+        small = {"group_size": 4, "residual_length": 3, "top_k": 5, "resident_layers": 1}
+        config = SpecacheConfig(**{"lookahead": "token", **small, **options})
         super().__init__(
             whole,
             config,

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from specache_fx import ConfigError
-from specache_fx.config import SpecacheConfig
+from specache_fx.config import SHARES, SpecacheConfig
 
 KCACHE = {"policy": "kcache"}
 
@@ -49,6 +49,11 @@ KCACHE = {"policy": "kcache"}
         ({"accept_guesses": True, "on_miss": "keep"}, "accept_guesses=True needs a speculative token"),
         ({"accept_guesses": True, "lookahead": "query"}, "accept_guesses=True needs a speculative token"),
         ({"accept_guesses": True, "policy": "kivi"}, "accept_guesses=True needs a speculative token"),
+        ({"key_share": 1}, "key_share=1 is not valid: give a share of attention, from 0 to 1"),
+        ({"key_share": "0.1"}, "key_share='0.1' is not valid: give a share"),
+        ({"value_share": 0.1}, "value_share=0.1 is a share of the pairs that key_share chooses: give key_share too"),
+        ({"key_share": 0.1, "policy": "kivi"}, "key_share=0.1 contradicts policy='kivi', which has no 16-bit pairs"),
+        (KCACHE | {"key_share": 0.1}, "key_share=0.1 contradicts policy='kcache'"),
         (KCACHE | {"bits": 2}, "bits=2 contradicts policy='kcache', which has 16 alone: leave bits out"),
         (KCACHE | {"bits": 3}, "bits=3 is not valid: choose one of 1, 2, 4, 8, 16"),
         (KCACHE | {"lookahead": "token"}, "lookahead='token' contradicts policy='kcache', which has 'none' alone"),
@@ -68,3 +73,44 @@ def test_a_policy_has_bits_and_a_lookahead_of_its_own() -> None:
     same = (SpecacheConfig(**asdict(config)), SpecacheConfig(policy="kcache", bits=16, lookahead="none"))
     assert same == (config, config)
     assert (SpecacheConfig().bits, SpecacheConfig().lookahead) == (2, "token")
+
+
+def test_lookahead_hides_a_bus_where_there_is_one(caplog: pytest.LogCaptureFixture) -> None:
+    auto = SpecacheConfig(bits=1, lookahead="auto")
+    assert auto.for_device("cuda") == SpecacheConfig(bits=1, lookahead="token")
+    key_share, value_share = SHARES[1]
+    same_step = SpecacheConfig(bits=1, lookahead="none", key_share=key_share, value_share=value_share)
+    assert auto.for_device("cpu") == same_step and not same_step.stages and same_step.num_lanes == 1
+    exact = SpecacheConfig(bits=16, lookahead="auto").for_device("cpu")
+    assert (exact.lookahead, exact.stages, exact.corrects) == ("none", False, False)
+    given = SpecacheConfig(lookahead="auto", key_share=0.1).for_device("cpu")
+    assert given == SpecacheConfig(lookahead="none", key_share=0.1)
+    # The disk is a bus, and these speak of a speculative token.
+    for options in ({"host": "disk"}, {"on_miss": "keep"}, {"accept_guesses": True}, {"lookahead": "token"}):
+        assert SpecacheConfig(**{"lookahead": "auto", **options}).for_device("cpu").lookahead == "token"
+    assert not caplog.messages
+    SpecacheConfig(lookahead="auto", top_k=128).for_device("cpu")
+    assert "top_k=128 says nothing here" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (
+            {"lookahead": "auto"},
+            "those with more than 0.00098 of the attention, read in the same step (values: 0.002)",
+        ),
+        ({"lookahead": "token"}, "64 a kv head, prefetched for a speculative token"),
+        ({"lookahead": "query", "top_k": 3}, "3 a kv head, prefetched by the scores of the token before"),
+        ({"lookahead": "none"}, "64 a kv head, fetched in the same step"),
+        (
+            {"lookahead": "token", "key_share": 0.1},
+            "64 a kv head, prefetched for a speculative token; and those with",
+        ),
+        ({"policy": "kivi"}, "none"),
+        ({"bits": 16}, "all"),
+    ],
+    ids=str,
+)
+def test_the_selection_is_a_sentence(options: dict[str, Any], words: str) -> None:
+    assert SpecacheConfig(**options).for_device("cpu").selection.startswith(words)

@@ -165,7 +165,7 @@ def test_nothing_moves_until_there_are_more_tokens_than_were_reserved(
 def test_plan_equals_a_session_where_lengths_meet_groups(context: int) -> None:
     config = SpecacheConfig(bits=1)
     session = session_of(config, (LayerShape(1, 32, 32),), (1, context, torch.bfloat16))
-    planned = plan(1, 1, 32, context, 1, config)
+    planned = plan(1, 1, 32, context, 1, config, device="cpu")
     assert allocated(session, tokens_until_a_group(config, context)) == planned
 
 
@@ -174,7 +174,7 @@ def test_plan_equals_a_session_where_lengths_meet_groups(context: int) -> None:
 )
 def test_session_of_llama_3s_layer_has_the_papers_ratio(bits: int, group_size: int, ratio: str) -> None:
     _, heads, head_dim, context = LLAMA_3_8B
-    config = SpecacheConfig(bits=bits, group_size=group_size, quantizer="kivi")
+    config = SpecacheConfig(bits=bits, group_size=group_size, quantizer="kivi", lookahead="token")
     session = session_of(config, (LayerShape(heads, head_dim, head_dim),), (1, context, torch.bfloat16))
     measured = session.device_bytes / session.full_bytes
     session.close()

@@ -24,18 +24,20 @@ class InputsC(ctypes.Structure):
     _fields_ = (
         *((name, _i64) for name in ("dtype", "bits", "group_size", "value_group", "centred")),
         *((name, _i64) for name in ("lanes", "batch", "kv_heads", "heads_per_kv", "key_dim", "value_dim")),
-        *((name, _i64) for name in ("num_quantized", "window_len", "num_staged")),
+        *((name, _i64) for name in ("num_quantized", "window_len", "num_staged", "staged_heads")),
         *((name, _i64) for name in ("independent_lanes", "threads")),
-        *((name, _i64) for name in ("scored_lanes", "max_of_heads")),
+        *((name, _i64) for name in ("scored_lanes", "max_of_heads", "chooses")),
         *((name, _i64) for name in ("bias_lane_stride", "bias_batch_stride", "bias_head_stride")),
-        *((name, _f32) for name in ("scale", "softcap", "tolerance")),
+        *((name, _f32) for name in ("scale", "softcap", "tolerance", "key_share", "value_share")),
         *((name, _address) for name in ("query", "own_key", "own_value")),
         *(
             (name, PlaneC)
             for name in (*CODE_PLANES, "key_balance", "window_key", "window_value", "staged_rows")
         ),
         *((name, _address) for name in ("staged_indices", "key_mask", "visible", "bias", "sinks")),
-        *((name, _address) for name in ("out", "scores", "shares")),
+        *((name, _address) for name in ("out", "scores", "shares", "host")),
+        ("host_length", _i64),
+        ("num_read", _address),
     )
 
 

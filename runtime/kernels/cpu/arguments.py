@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from specache_fx.runtime.cpp_build import DTYPES
-from specache_fx.runtime.kernels.base import DecodeInputs
+from specache_fx.runtime.kernels.base import DecodeInputs, Originals
 from specache_fx.runtime.kernels.cpu.abi import CODE_PLANES, Addresses, InputsC
 from specache_fx.runtime.quant import Planes, Quantizer
 
@@ -48,6 +48,8 @@ def describe_cache(
     to.value_group = value_dim if centred else min(group_size, value_dim)
     to.batch, to.kv_heads, to.key_dim, to.value_dim = *window_key.shape[:2], window_key.shape[3], value_dim
     to.num_staged = 0 if rows is None else rows.shape[2]
+    # Sinks are the same tokens in all heads: `SinkRows.indices` are `[batch, sink_tokens]`.
+    to.staged_heads = indices.shape[1] if indices is not None and indices.dim() == 3 else 1
     to.max_of_heads = aggregation == "max"
     # bfloat16 and codes of so few bits lose several times that anyway.
     to.tolerance = SCORE_TOLERANCE if window_key.dtype == torch.bfloat16 and bits <= 2 else 0.0
@@ -56,6 +58,16 @@ def describe_cache(
     to.key_balance = at.plane(balance)
     to.window_key, to.window_value = at.plane(window_key), at.plane(window_value)
     to.staged_rows, to.staged_indices = at.plane(rows), at.of(indices)
+
+
+def describe_originals(to: InputsC, at: Addresses, originals: Originals | None) -> None:
+    """Fill in what attention reads from the host by itself; see `DecodeInputs.originals`."""
+    to.chooses = originals is not None
+    if originals is None:
+        return
+    to.key_share, to.value_share = originals.key_share, originals.value_share
+    to.host, to.host_length = at.of(originals.table), originals.length
+    to.num_read = at.of(originals.num_read)
 
 
 def describe_bias(to: InputsC, at: Addresses, bias: torch.Tensor | None) -> None:
@@ -85,6 +97,7 @@ def describe(inputs: DecodeInputs, at: Addresses, out: torch.Tensor, scores: tor
     planes = inputs.key_planes, inputs.value_planes
     describe_cache(to, at, quantizer, planes, inputs.window_rows, staged, inputs.aggregation)
     describe_bias(to, at, inputs.bias)
+    describe_originals(to, at, inputs.originals)
     to.lanes, to.heads_per_kv = inputs.query.shape[0], inputs.query.shape[2] // inputs.key.shape[2]
     to.scale, to.softcap = inputs.scale, inputs.softcap or 0.0
     to.query, to.own_key, to.own_value = at.of(inputs.query), at.of(inputs.key), at.of(inputs.value)

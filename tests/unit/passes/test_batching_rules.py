@@ -132,7 +132,14 @@ def test_tokens_that_are_replaced_in_a_copy_keep_both_lanes(caplog: pytest.LogCa
     ids = torch.randint(61, (2, 12), generator=torch.Generator().manual_seed(0))
     ids[:, 4] = 7
     plain = generate(model, ids, 20)
-    options = {"bits": 16, "group_size": 4, "residual_length": 4, "top_k": 4, "lowering": "eager"}
+    options = {
+        "bits": 16,
+        "group_size": 4,
+        "residual_length": 4,
+        "top_k": 4,
+        "lowering": "eager",
+        "lookahead": "token",
+    }
     ours = generate(torch.compile(model, backend="specache", options=options), ids, 20)
     torch.testing.assert_close(ours.logits, plain.logits, rtol=2e-4, atol=2e-4)
     session = session_of(ours.past)

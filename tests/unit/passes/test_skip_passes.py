@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import pytest
 import torch
@@ -14,12 +15,13 @@ from specache_fx.config import SpecacheConfig
 from specache_fx.passes.pipeline import OPTIONAL
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+TWO_LANES: dict[str, Any] = {"top_k": 4, "lookahead": "token"}
 IDS = torch.arange(2, 42).reshape(2, 20)
 
 
 def generated(model: torch.nn.Module, **options: object) -> torch.Tensor:
     torch._dynamo.reset()
-    specache_fx.compile(model, lowering="eager", group_size=8, residual_length=8, top_k=4, **options)
+    specache_fx.compile(model, lowering="eager", group_size=8, residual_length=8, **TWO_LANES, **options)
     mask = torch.ones_like(IDS)
     mask[0, :3] = 0
     out: torch.Tensor = model.generate(  # type: ignore[operator]

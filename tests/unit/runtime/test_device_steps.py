@@ -25,7 +25,14 @@ from specache_fx.runtime.triton_steps import TritonSteps
 
 pytestmark = [needs_triton, pytest.mark.gpu]
 BATCH, HEADS, KV_HEADS = 2, 4, 2
-USUAL = {"kernel": "triton", "bits": 2, "group_size": 4, "residual_length": 3, "top_k": 5}
+USUAL = {
+    "kernel": "triton",
+    "lookahead": "token",
+    "bits": 2,
+    "group_size": 4,
+    "residual_length": 3,
+    "top_k": 5,
+}
 
 
 class Twins(twins.Twins):

@@ -50,7 +50,10 @@ def exact_inputs(case: KernelCase, *, keys_only: bool) -> DecodeInputs:
 def test_exact_pairs_are_attended_to_as_the_reference_does(
     case: KernelCase, keys_only: bool, dtype: torch.dtype
 ) -> None:
-    kernel, inputs = ExactPairsKernel(), exact_inputs(replace(case, dtype=dtype), keys_only=keys_only)
+    kernel, inputs = (
+        ExactPairsKernel(),
+        exact_inputs(replace(case, dtype=dtype, reads=None), keys_only=keys_only),
+    )
     assert (kernel.misfit(inputs.form) is None) == (inputs.num_quantized > 0)
     got, wanted = kernel.attention(inputs), ReferenceKernel().attention(inputs)
     for mine, reference in zip(got, wanted, strict=True):

@@ -57,6 +57,8 @@ def check_budget(kernel: Kernel, inputs: DecodeInputs) -> None:
     # One in 64 probabilities at most is rounded coarsely and off at once: hence the 1/8.
     close(out, truth.out, 0, 2 * truth.largest_value * (error + coarse / 8 + of_values))
     close(scores, truth.scores, 2 * error + 2 * coarse, 1e-6)
+    if inputs.originals is not None:
+        assert inputs.originals.num_read.tolist() == truth.num_read
     if inputs.key_mask is not None:
         hidden = ~inputs.key_mask[None, :, None].expand(*scores.shape[:3], -1)
         assert bool((scores[..., :-1][hidden] == -1).all())
@@ -108,6 +110,12 @@ def close(got: Tensor, wanted: Tensor, relative: float, absolute: float) -> None
 @example(case=KernelCase(2, 127, "turboquant", groups=2, key_dim=80, value_dim=20))
 @example(case=KernelCase(8, 16, "turboquant", groups=140, key_dim=256, value_dim=256, softcap=2.0))
 @example(case=KernelCase(masked="all", bias="hiding", independent=True))
+@example(case=KernelCase(lanes=1, groups=140, num_kv_groups=4, scored_lanes=0, reads=(40, 9)))
+@example(
+    case=KernelCase(1, 64, "turboquant", 40, 1, key_dim=64, value_dim=64, scored_lanes=0, reads=(200, 20))
+)
+@example(case=KernelCase(lanes=2, groups=9, masked="visible", aggregation="max", sinks=True, reads=(9, 9)))
+@example(case=KernelCase(lanes=1, content="one_huge_score", softcap=30.0, masked="left", reads=(1000, 5)))
 def test_kernel_is_within_its_error_budget(name: str, case: KernelCase) -> None:
     check_budget(TESTED[name], make_inputs(case))
 

@@ -53,7 +53,8 @@ def twins() -> Iterator[Make]:
     made: list[Twins] = []
 
     def make(tokens: int = 40, dtype: torch.dtype = torch.float32, **options: Any) -> Twins:
-        config = SpecacheConfig(**{"bits": 2, "group_size": 8, "residual_length": 8, "top_k": 4, **options})
+        small = {"bits": 2, "group_size": 8, "residual_length": 8, "top_k": 4, "lookahead": "token"}
+        config = SpecacheConfig(**{**small, **options})
         made.append(Twins(LAYER_STEP, config, SHAPE, tokens, dtype))
         return made[-1]
 
@@ -89,11 +90,12 @@ def test_steps_are_the_same_bits(
     # The graph of a resident layer has no such step, and what follows is left to the operators.
     shared_bytes = shape.value_dim > config.group_size and config.group_size * config.bits % 8
     assume(
-        config.lookahead != "none"
+        (config.lookahead != "none" or not config.stages)
         and config.bits < 16
         and not (shared_bytes and config.quantizer != "turboquant")
     )
-    config = replace(config, track_hit_rates=tracked, resident_layers=0, sink_tokens=0)
+    sinks = 0 if config.stages else config.sink_tokens
+    config = replace(config, track_hit_rates=tracked, resident_layers=0, sink_tokens=sinks)
     pair = Twins(LAYER_STEP, config, shape, tokens, dtype)
     for _ in range(12):
         pair.step(lanes, layout=layout)
@@ -232,7 +234,8 @@ def test_both_lanes_have_their_share_in_the_selection(twins: Make, tracked: bool
 
 @not_served
 def test_sessions_that_the_call_does_not_serve(options: dict[str, Any]) -> None:
-    config = SpecacheConfig(**{"bits": 2, "group_size": 8, "residual_length": 8, "top_k": 4, **options})
+    small = {"bits": 2, "group_size": 8, "residual_length": 8, "top_k": 4, "lookahead": "token"}
+    config = SpecacheConfig(**{**small, **options})
     session = Session(config, (LayerShape(2, 8, 8),), torch.float32, CPU)
     session.store(0, torch.randn(2, 2, 40, 8), torch.randn(2, 2, 40, 8), None)
     assert not session.table.serves
@@ -313,11 +316,11 @@ def test_a_copy_that_fails_leaves_the_step_to_be_repeated(twins: Make) -> None:
     def step_with_an_empty_host() -> None:
         layer = LayerC.from_address(session.state.data_ptr() + ctypes.sizeof(SessionC))
         with DecodeStep(session, whole=(0,)).running():
-            real, layer.host_length = layer.host_length, 0
+            real, layer.inputs.host_length = layer.inputs.host_length, 0
             try:
                 pair.in_one(pair.own(2))
             finally:
-                layer.host_length = real
+                layer.inputs.host_length = real
 
     with pytest.raises(RuntimeError, match="layer 0 wants a token that is not on the host"):
         step_with_an_empty_host()
@@ -439,7 +442,7 @@ def storages(session: Session) -> list[StorageWeakRef]:
 @pytest.mark.usefixtures("fresh_dynamo")
 def test_growth_and_release_leave_no_old_memory() -> None:
     model = llama()
-    past = generated(model, 8, top_k=64).past_key_values
+    past = generated(model, 8, top_k=64, lookahead="token").past_key_values
     session = session_of(past)
     assert session.table.serves
     before, quantized = storages(session)[2:], session.tiered[0].num_quantized
@@ -459,7 +462,7 @@ def test_a_compiled_model_takes_one_call_and_says_the_same(threads: int) -> None
 
     def answer(host: str) -> list[torch.Tensor]:
         torch._dynamo.reset()
-        done = generated(model, 24, top_k=4, host=host)
+        done = generated(model, 24, top_k=4, lookahead="token", host=host)
         served.append(session_of(done.past_key_values).table.serves)
         fetched.append(specache_fx.stats(done.past_key_values).prefetched_rows)
         return [done.sequences, *done.logits]

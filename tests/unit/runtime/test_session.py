@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from typing import Any
 
 import pytest
 import torch
@@ -29,6 +30,8 @@ from specache_fx.runtime.transfer import CpuTransfer, WorkerTransfer
 CPU = torch.device("cpu")
 LAYERS = 2
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
+
+SMALL: dict[str, Any] = {"bits": 2, "group_size": 4, "residual_length": 4, "top_k": 4, "lookahead": "token"}
 
 
 class _Pair:
@@ -109,7 +112,7 @@ class _Pair:
         session, config, form = self.session, self.config, self.form
         query = self.random(lanes, self.shape.batch, self.shape.num_heads, 1, self.shape.head_dim)
         key, value = self.pairs(1, lanes)
-        selects = config.placement.prefetch and not oracle.is_exact
+        selects = config.stages and not oracle.is_exact
         whole &= layer in run.whole
         if whole:
             out = torch.ops.specache.layer_step.default(
@@ -227,7 +230,7 @@ TestSession.settings = settings(max_examples=30, stateful_step_count=12)
 
 
 def test_a_failed_step_leaves_a_session_that_can_go_on() -> None:
-    config = SpecacheConfig(bits=2, group_size=4, residual_length=4, top_k=4)
+    config = SpecacheConfig(**SMALL)
     shape = strategies.AttentionShape(2, 4, 2, 8, 8)
     pair = _Pair(config, shape, torch.Generator().manual_seed(0))
     pair.extend(21, torch.ones(2, 21, dtype=torch.bool))
@@ -243,7 +246,7 @@ def test_a_failed_step_leaves_a_session_that_can_go_on() -> None:
 
 @pytest.mark.parametrize("aggregation", ["mean", "max"])
 def test_attentions_that_share_a_layer_choose_together(aggregation: Aggregation) -> None:
-    config = SpecacheConfig(bits=2, group_size=4, residual_length=4, top_k=3, aggregation=aggregation)
+    config = SpecacheConfig(**{**SMALL, "top_k": 3, "aggregation": aggregation})
     pair = _Pair(config, strategies.AttentionShape(2, 4, 2, 8, 8), torch.Generator().manual_seed(1))
     padded = torch.arange(33)[None, :] >= torch.tensor([[5], [0]])
     pair.extend(33, padded)
@@ -263,7 +266,7 @@ def test_attentions_that_share_a_layer_choose_together(aggregation: Aggregation)
 
 
 def test_a_closed_session_has_no_tensors() -> None:
-    config = SpecacheConfig(bits=2, group_size=4, residual_length=4, top_k=4)
+    config = SpecacheConfig(**SMALL)
     pair = _Pair(config, strategies.AttentionShape(2, 4, 2, 8, 8), torch.Generator())
     pair.extend(21, torch.ones(2, 21, dtype=torch.bool))
     assert pair.session.device_bytes > 0 and pair.session.host_bytes > 0
@@ -273,7 +276,7 @@ def test_a_closed_session_has_no_tensors() -> None:
 
 
 def test_a_step_waits_once_a_layer_and_reads_nothing_that_a_prefetch_may_overwrite() -> None:
-    config = SpecacheConfig(bits=2, group_size=4, residual_length=4, top_k=4)
+    config = SpecacheConfig(**SMALL)
     pair = _Pair(config, strategies.AttentionShape(2, 4, 2, 8, 8), torch.Generator().manual_seed(0))
     pair.extend(21, torch.ones(2, 21, dtype=torch.bool))
     pair.step(2, predecode=True)

@@ -21,7 +21,8 @@ SHAPES = (LayerShape(KV_HEADS, DIM, DIM), LayerShape(KV_HEADS, DIM, DIM, window=
 
 
 def make_session(kernel: str, prompt: list[tuple[torch.Tensor, torch.Tensor]], mask: torch.Tensor) -> Session:
-    config = SpecacheConfig(bits=2, group_size=8, residual_length=6, top_k=5, kernel=kernel)
+    sizes = {"bits": 2, "group_size": 8, "residual_length": 6, "top_k": 5}
+    config = SpecacheConfig(lookahead="token", kernel=kernel, **sizes)  # type: ignore[arg-type]
     session = Session(config, SHAPES, torch.float32, DEVICE)
     for layer, (key, value) in enumerate(prompt):
         session.store(layer, key, value, mask)
