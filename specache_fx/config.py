@@ -28,8 +28,8 @@ _RENAMED = {"cuda_graphs": "replay"}  # options of earlier versions
 _OF_POLICY: Any = None  # a default that the policy decides; no value of a config that is made
 # By `bits`, `key_share` and `value_share` of `lookahead="auto"` where no bus is.
 SHARES = {
-    1: (2**-11, 2**-9),
-    2: (2**-10, 2**-9),
+    1: (2**-10, 2**-9),
+    2: (2**-9, 2**-9),
     4: (2**-8, 2**-8),
     8: (2**-6, 2**-6),
     16: (2**-6, 2**-6),  # exact: no pair is read
@@ -103,8 +103,9 @@ class SpecacheConfig:
             `host="disk"`. On a CPU host and device are one memory. There it is "none", with a `key_share` and a
             `value_share` by `bits`. Options that speak of a speculative token (`on_miss`, `accept_guesses`) make it
             "token" too.
-        key_share: A pair with a larger share of the output token's attention is read at 16 bits in the same step, from
-            where it lies on the host. Its share by its code decides, and its key gives the score. Beside
+        key_share: A pair that may have a larger share of the output token's attention is read at 16 bits in the same
+            step, from where it lies on the host. Its share by its code decides, times e to the standard deviation of
+            its score's error. Its key gives the score. Beside
             `lookahead="none"` this is the selection, in place of `top_k`; beside the others it corrects theirs. None:
             no pair is read so. Of a group of heads the share is what `aggregation` says. Not with 16 bits, whose codes
             are exact.
@@ -312,7 +313,7 @@ class SpecacheConfig:
             return chosen
         value_share = self.key_share if self.value_share is None else self.value_share
         shares = (
-            f"those with more than {self.key_share:.2g} of the attention, read in the same step (values:"
+            f"those that may have {self.key_share:.2g} of the attention, read in the same step (values:"
             f" {value_share:.2g})"
         )
         return shares if not self.stages else f"{chosen}; and {shares}"

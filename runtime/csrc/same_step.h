@@ -1,6 +1,9 @@
 // Same-step selection: between a head's scores and its values, pairs with a large share of the output token's attention
-// are read from the host, where they lie. By their codes first: those above `key_share` get the scores of their exact
-// keys. Of these, by their shares then, those above `value_share` get their exact values.
+// are read from the host, where they lie. By their codes first: those that may be above `key_share` get the scores of their
+// exact keys. Of these, by their shares then, those above `value_share` get their exact values.
+//
+// A score by codes is off by a standard deviation that is known: that of a code's error, a part of a step, times the query.
+// A pair may have e to the power of it times the share that it seems to have.
 #pragma once
 
 #include <vector>
@@ -20,7 +23,13 @@ struct Choice {
   std::vector<Pair> pairs;           // tokens ascend
   std::vector<float> probs;          // [pairs, queries], against `maximum`
   std::vector<float> maximum, mass;  // [queries]
+  std::vector<float> deviations;     // of a chunk's scores: [tokens] of centred codes, times `norms`; else [queries, groups]
+  std::vector<float> norms;          // [queries]
 };
+
+// The standard deviation of a code's error in steps, of evenly spread errors and of the rotated ones alike.
+constexpr float kCodeError = 0.3f;
+constexpr float kMostDeviation = 20.0f;
 
 // What makes probabilities against `reference` ones against `maximum`. Where a stretch has none, neither is a number.
 inline float factor_of(float reference, float sum, float maximum) {
@@ -47,6 +56,53 @@ inline void add_up(const Head& h, Choice& choice) {
   }
 }
 
+// Of each score of a chunk, the standard deviation of what its codes leave out. Leaves the largest of each query.
+inline void deviations_of(const Head& h, int64_t first, int64_t n, Choice& choice, float* largest_deviation) {
+  const SpecacheInputs& in = h.in;
+  const Sizes& s = h.s;
+  if (in.centred) {
+    choice.deviations.assign(s.chunk_pad, 0.0f);
+    to_float(choice.deviations.data(), h.at(in.key_scale, first, 1), n, in.dtype);
+    const float top = largest_of(choice.deviations.data(), round_up(n, kLanes));
+    for (int64_t q = 0; q < s.queries; q++) {
+      const float* query = h.code_query + q * s.key_pad;
+      choice.norms[q] = kCodeError * std::sqrt(dot_floats(query, query, s.key_pad));
+      largest_deviation[q] = std::min(choice.norms[q] * top, kMostDeviation);
+    }
+    return;
+  }
+  const int64_t groups = n / in.group_size;
+  choice.deviations.resize(s.queries * groups);
+  std::fill(largest_deviation, largest_deviation + s.queries, 0.0f);
+  for (int64_t g = 0; g < groups; g++) {
+    to_float(h.spare, h.at(in.key_scale, first / in.group_size + g, in.key_dim), in.key_dim, in.dtype);
+    for (int64_t q = 0; q < s.queries; q++) {
+      float sum = 0;
+      for (int64_t c = 0; c < in.key_dim; c++) {
+        const float each = h.query[q * s.key_pad + c] * h.spare[c];
+        sum += each * each;
+      }
+      const float deviation = std::min(kCodeError * std::sqrt(sum), kMostDeviation);
+      choice.deviations[q * groups + g] = deviation;
+      largest_deviation[q] = std::max(largest_deviation[q], deviation);
+    }
+  }
+}
+
+// What the share of some pairs may be multiplied with.
+inline Floats margin_of(const Head& h, const Choice& choice, int64_t q, int64_t n, int64_t at) {
+  Floats deviation;
+  if (h.in.centred) {
+    deviation = load_floats(choice.deviations.data() + at) * choice.norms[q];
+    deviation = deviation > kMostDeviation ? splat(kMostDeviation) : deviation;
+  } else {
+    const int64_t groups = n / h.in.group_size;
+    for (int64_t i = 0; i < kLanes; i++)
+      deviation[i] = choice.deviations[q * groups + std::min((at + i) / h.in.group_size, groups - 1)];
+  }
+  return exponential(deviation);
+}
+
 // Finds the pairs of a chunk that are to be read one by one, and asks for their keys.
 inline void find_pairs(Head& h, int64_t chunk, const HostRows& host, int64_t row_bytes, Choice& choice) {
   const SpecacheInputs& in = h.in;
@@ -55,25 +111,35 @@ inline void find_pairs(Head& h, int64_t chunk, const HostRows& host, int64_t row
   const int64_t heads = in.heads_per_kv, row = h.batch_row * in.kv_heads + h.kv_head;
   const float least = 1e-30f;  // a share of 0 asks for all that is seen
   const float bound = std::max(in.key_share, least) * (in.max_of_heads ? 1.0f : static_cast<float>(heads));
-  float weights[kMaxQueries];
+  float weights[kMaxQueries], margins[kMaxQueries];
   h.open(chunk);
+  deviations_of(h, first, n, choice, margins);
   for (int64_t q = 0; q < s.queries; q++) {
     const int64_t i = chunk * s.queries + q;
     const float factor = factor_of(h.probs->reference[i], h.probs->sums[i], choice.maximum[q]);
     weights[q] = factor == 0 ? 0.0f : factor / choice.mass[q];
+    margins[q] = exponential(margins[q]);
   }
   constexpr int kVectors = 4;
   for (int64_t t = 0; t < n; t += kVectors * kLanes) {
     Floats shares[kVectors]{}, tops[kVectors]{}, any{};
     for (int64_t q = 0; q < s.queries; q++)
       for (int v = 0; v < kVectors; v++) {
-        const Floats share = load_floats(h.probs_of(q) + t + v * kLanes) * weights[q];
+        const Floats share = load_floats(h.probs_of(q) + t + v * kLanes) * weights[q], most = share * margins[q];
         tops[v] = larger(share, tops[v]);
-        if (q < heads) shares[v] = in.max_of_heads ? tops[v] : shares[v] + share;
+        if (q < heads) shares[v] = in.max_of_heads ? larger(most, shares[v]) : shares[v] + most;
       }
     for (int v = 0; v < kVectors; v++)
       any = larger(larger(shares[v] * (1.0f / bound), tops[v] * (1.0f / kLarge)), any);
     if (!(largest(any) > 1.0f)) continue;
+    for (int v = 0; v < kVectors && t + v * kLanes < n; v++) {
+      shares[v] = Floats{};
+      for (int64_t q = 0; q < heads; q++) {
+        const int64_t at = t + v * kLanes;
+        const Floats most = load_floats(h.probs_of(q) + at) * weights[q] * margin_of(h, choice, q, n, at);
+        shares[v] = in.max_of_heads ? larger(most, shares[v]) : shares[v] + most;
+      }
+    }
     for (int64_t i = 0; i < kVectors * kLanes; i++) {
       const bool exact = shares[i / kLanes][i % kLanes] > bound;
       if (!exact && !(tops[i / kLanes][i % kLanes] > kLarge)) continue;
@@ -95,6 +161,7 @@ inline void choose(Head& h, const Result* parts, int64_t num_parts, Choice& choi
   choice.pairs.clear();
   choice.maximum.assign(queries, -kInfinity);
   choice.mass.resize(queries);
+  choice.norms.resize(queries);
   for (int64_t q = 0; q < queries; q++)
     for (int64_t i = 0; i < num_parts; i++) choice.maximum[q] = std::max(choice.maximum[q], parts[i].maximum[q]);
   add_up(h, choice);

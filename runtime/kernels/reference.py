@@ -7,6 +7,8 @@ import torch
 from specache_fx.runtime.kernels.base import DecodeInputs, Kernel
 from specache_fx.runtime.select import AGGREGATIONS
 
+MOST_DEVIATION = 20.0  # of a score's error: kMostDeviation of same_step.h
+
 
 class ReferenceKernel(Kernel):
     """Dequantises the whole low-bit copy, then attends densely. Runs on every device."""
@@ -31,10 +33,12 @@ class ReferenceKernel(Kernel):
                 side.to(compute) for side in _pairs(inputs, *_original_pairs(inputs))[:2]
             )
             exact = torch.einsum("lbhgd,bhnd->lbhgn", query, exact_keys) * inputs.scale
-            chosen = _chosen(inputs, probs, inputs.originals.key_share)
+            may_be = probs[..., : keys.shape[2]] * _margins(inputs, query)
+            chosen = _chosen(inputs, may_be, inputs.originals.key_share)
             stored = torch.where(_by_head(chosen, num_kv_heads)[:, :, None], exact, stored)
             probs = probabilities(inputs, stored, own)
-            whole = chosen & _chosen(inputs, probs, inputs.originals.value_share)
+            shares = probs[..., : keys.shape[2]]
+            whole = chosen & _chosen(inputs, shares, inputs.originals.value_share)
             values = torch.where(_by_head(whole, num_kv_heads)[..., None], exact_values, values)
             inputs.originals.num_read.add_(torch.stack([chosen.sum(), whole.sum()]).cpu())
         stored_probs, own_probs = probs.split([keys.shape[2], lanes], dim=-1)
@@ -87,18 +91,36 @@ def _chosen(inputs: DecodeInputs, probs: torch.Tensor, share: float) -> torch.Te
 
     Args:
         inputs: Say which are staged, and how heads share a cached row.
-        probs: See `probabilities`.
+        probs: `[lanes, batch, num_kv_heads, num_kv_groups, stored tokens]`.
         share: The share.
 
     Returns:
         bool `[batch, num_kv_heads of the cache, tokens]`.
     """
-    shares = _joined(inputs, probs[:1, ..., : -inputs.query.shape[0]])[0]
+    shares = _joined(inputs, probs[:1])[0]
     shares[..., inputs.num_quantized :] = 0
     if inputs.staged_indices is not None:
         shares = torch.nn.functional.pad(shares, (0, 1))  # where empty slots go
         shares = shares.scatter(-1, inputs.staged_indices.long() % shares.shape[-1], 0.0)[..., :-1]
     return shares > share
+
+
+def _margins(inputs: DecodeInputs, query: torch.Tensor) -> torch.Tensor:
+    """What shares by codes may be multiplied with: e to the standard deviation of the score's error.
+
+    Args:
+        inputs: Have the codes.
+        query: `[lanes, batch, num_kv_heads, num_kv_groups, key_dim]`.
+
+    Returns:
+        `[1, batch, num_kv_heads, num_kv_groups, stored tokens]`; 1 for the window, and where the error is unknown.
+    """
+    margins = query.new_ones(1, *query.shape[1:4], inputs.num_quantized + inputs.window_len)
+    if inputs.expand is None:
+        deviation = inputs.quantizer.score_deviation(inputs.key_planes, query[0] * inputs.scale)
+        if deviation is not None:
+            margins[0, ..., : inputs.num_quantized] = deviation.clamp(max=MOST_DEVIATION).exp()
+    return margins
 
 
 def _by_head(chosen: torch.Tensor, num_kv_heads: int) -> torch.Tensor:

@@ -16,7 +16,7 @@ from typing import ClassVar
 import torch
 
 from specache_fx.runtime.quant import on_gpu
-from specache_fx.runtime.quant.base import CodeForm, KVKind, Planes
+from specache_fx.runtime.quant.base import CODE_ERROR, CodeForm, KVKind, Planes
 from specache_fx.runtime.quant.groupwise import GroupwiseQuantizer
 
 
@@ -60,6 +60,13 @@ class KiviQuantizer(GroupwiseQuantizer):
             self._check_whole_groups(x)
             return on_gpu.pack_values(x, self.bits, self.group_size)
         return super().quantize_value(x, real)
+
+    def score_deviation(self, planes: Planes, query: torch.Tensor) -> torch.Tensor | None:
+        """See `Quantizer.score_deviation`: the errors of channels add up by their squares."""
+        if self.code_form != "affine":
+            return None
+        squares = query.square() @ planes[1].float().square().transpose(2, 3)
+        return CODE_ERROR * squares.sqrt().repeat_interleave(self.group_size, 3)
 
     @property
     def _packs_on_gpu(self) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from specache_fx.runtime.quant import on_cpu
-from specache_fx.runtime.quant.base import KVKind, Planes, Quantizer, saturated
+from specache_fx.runtime.quant.base import CODE_ERROR, KVKind, Planes, Quantizer, saturated
 from specache_fx.runtime.quant.hadamard import block_size, rotate, rotate_back
 from specache_fx.runtime.quant.packing import pack, unpack
 
@@ -144,6 +144,12 @@ class TurboQuantizer(Quantizer):
     def dequantize_key(self, planes: Planes, head_dim: int, dtype: torch.dtype) -> torch.Tensor:
         """See `Quantizer.dequantize_key`."""
         return saturated(self._dequantize(planes[:3], head_dim) * planes[3].float(), dtype)
+
+    def score_deviation(self, planes: Planes, query: torch.Tensor) -> torch.Tensor:
+        """See `Quantizer.score_deviation`: the error of a rotated token has no direction."""
+        scale, balance = planes[1].float(), planes[3].float()
+        norm = _norm(query * balance) * block_size(query.shape[-1]) ** 0.5
+        return CODE_ERROR * norm.float() * scale.transpose(2, 3)
 
     def dequantize_value(self, planes: Planes, head_dim: int, dtype: torch.dtype) -> torch.Tensor:
         """See `Quantizer.dequantize_value`."""

@@ -221,7 +221,8 @@ class Truth:
         scores: As `Kernel.attention` gives them.
         largest_value: Of all values that are attended to, their magnitude.
         largest_logit: Of all finite products of queries and keys, scaled, before softcap.
-        key_shares: Lane 0's of pairs that are in codes alone, `[batch, num_kv_heads, num_quantized]`, by their codes.
+        key_shares: Lane 0's of pairs that are in codes alone, `[batch, num_kv_heads, num_quantized]`, by their codes:
+            what they may be.
         value_shares: Likewise with the exact keys in place, of these pairs; 0 elsewhere.
         num_read: Keys and values of the host.
     """
@@ -259,7 +260,9 @@ def truth_of(inputs: DecodeInputs) -> Truth:
         return torch.where(of, heads.amax(2) if inputs.aggregation == "max" else heads.mean(2), 0.0)
 
     probs, largest_logit = _softmax(inputs, keys)
-    key_shares = value_shares = shares(probs, free)
+    margins = _margins(inputs) if inputs.originals is not None else 1.0
+    key_shares = shares(probs[..., :count] * margins, free)
+    value_shares = torch.zeros_like(key_shares)
     num_read = [0, 0]
     if inputs.originals is not None:
         exact_key, exact_value = (side.double() for side in inputs.originals.read(0, count))
@@ -283,6 +286,21 @@ def truth_of(inputs: DecodeInputs) -> Truth:
         scores[..., :-1].masked_fill_(~inputs.visible[lanes - len(scores) :, :, None, :stored], -1.0)
     largest = float(values.abs().max())
     return Truth(out[:, :, :, None], scores, largest, largest_logit, key_shares, value_shares, num_read)
+
+
+def _margins(inputs: DecodeInputs) -> Tensor:
+    """E to 0.3 steps of each channel's code, times the query: `[lanes, batch, num_heads, num_quantized]`."""
+    query = inputs.query.double().squeeze(3) * inputs.scale
+    repeat = query.shape[2] // inputs.key.shape[2]
+    scale = inputs.key_planes[1].double().repeat_interleave(repeat, 1)
+    if inputs.quantizer.name == "turboquant":
+        balance = inputs.key_planes[3].double().repeat_interleave(repeat, 1)[:, :, 0]
+        block = largest_power_of_two(query.shape[-1])
+        deviation = (query * balance).norm(dim=-1, keepdim=True) * block**0.5 * scale[None, ..., 0]
+    else:
+        by_group = (query[:, :, :, None] * scale).square().sum(-1).sqrt()
+        deviation = by_group.repeat_interleave(inputs.quantizer.group_size, -1)
+    return (0.3 * deviation).clamp(max=20).exp()
 
 
 def _softmax(inputs: DecodeInputs, keys: Tensor) -> tuple[Tensor, float]:

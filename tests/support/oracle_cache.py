@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+from support.oracle_margin import margins
 from support.oracle_quant import Indices, quantize_dequantize_key, quantize_dequantize_value
 from torch import Tensor
 
@@ -221,7 +222,9 @@ class OracleCache:
         lanes, read = (q_lanes[:1], k_lanes[:1], v_lanes[:1]), [torch.zeros_like(free)] * 2
         key_share, value_share = self.config.key_share, self.config.value_share
         for side, share in enumerate((key_share, key_share if value_share is None else value_share)):
-            _, scores = self._attend(*lanes, staged, scale, form, whole=True, read=(read[0], read[1]))
+            _, scores = self._attend(
+                *lanes, staged, scale, form, whole=True, read=(read[0], read[1]), margin=side == 0
+            )
             free = free & (scores[0, ..., : self.kv_len] > share)
             read[side] = free
         return read[0], read[1]
@@ -236,8 +239,9 @@ class OracleCache:
         form: ScoreForm,
         whole: bool,
         read: tuple[Tensor, Tensor] | None,
+        margin: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        """As `attend`, with the exact keys and values of `read`."""
+        """As `attend`, with the exact keys and values of `read`; with `margin` scores are what they may be by keys."""
         k, v = self.device_pairs(staged)
         there = self.has_values(staged)
         num_kv_heads, num_heads = k.shape[1], q_lanes.shape[2]
@@ -271,6 +275,12 @@ class OracleCache:
             counted = torch.cat((there, own), dim=2).repeat_interleave(num_heads // num_kv_heads, dim=1)
             outs.append((probabilities * counted[:, :, None] @ lane_v).to(q_lanes.dtype))
             shared = probabilities[:, :, 0].unflatten(1, (num_kv_heads, -1))
+            is_latent = self.expand is not None and self.expand(k, v)[0] is not k
+            if margin and self.num_quantized and not is_latent:
+                query = q_lanes[lane][:, :, 0].unflatten(1, (num_kv_heads, -1)) * scale
+                count, ahead = self.num_quantized, self.config.residual_length
+                may_be = margins(self.config, query, self.k[:, :, : count + ahead], self.key_mask, ahead)
+                shared = torch.cat((shared[..., :count] * may_be, shared[..., count:]), dim=-1)
             by_kv_head = shared.amax(2) if self.config.aggregation == "max" else shared.mean(2)
             scores.append(by_kv_head[..., : self.kv_len + 1 if whole else self.num_quantized].float())
         return torch.stack(outs), torch.stack(scores)

@@ -13,7 +13,12 @@ def in_range(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def quantize_group(
-    x: Tensor, dim: int, bits: int, original: bool = False, stored: torch.dtype | None = None
+    x: Tensor,
+    dim: int,
+    bits: int,
+    original: bool = False,
+    stored: torch.dtype | None = None,
+    steps: bool = False,
 ) -> Tensor:
     """Quantise `x` and back, in its dtype; all elements along `dim` share one scale and zero.
 
@@ -23,6 +28,7 @@ def quantize_group(
         bits: 1, 2, 4 or 8.
         original: Eq. 2 at 1 bit too, where eq. 3 is the rule.
         stored: Dtype of scale and zero; x's by default.
+        steps: Give the scale in place of each number.
     """
     # float32, or float64 for a model in float64: wider than any KV dtype.
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
@@ -37,6 +43,8 @@ def quantize_group(
     stored = stored or x.dtype
     zero, scale = zero.to(stored), scale.clamp(max=torch.finfo(stored).max).to(stored)
 
+    if steps:
+        return scale.to(wide.dtype).expand_as(wide)
     # A scale can also round to 0 in float16: then, too, the zero stands for the whole group.
     divisor = torch.where(scale == 0, 1.0, scale.to(wide.dtype))
     codes = torch.round((wide - zero) / divisor).clamp(0, 2**bits - 1)

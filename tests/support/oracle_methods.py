@@ -126,7 +126,18 @@ def of_real_tokens(method: Method, x: Tensor, bits: int, group_size: int, real: 
 
 
 def balanced(x: Tensor, bits: int, group_size: int, real: Tensor, num_ahead: int) -> Tensor:
-    """TurboQuant's keys: `norm_kept` of channels that are divided by the root of their spread.
+    """TurboQuant's keys: `norm_kept` of channels that are divided by the root of their spread."""
+    factor, tokens = balance(x, group_size, real, num_ahead), x.shape[2] - num_ahead
+
+    def method(part: Tensor, bits: int, group_size: int) -> Tensor:
+        return norm_kept(part, bits, group_size, x.dtype)
+
+    even = (x.float() / factor)[:, :, :tokens]
+    return in_range(of_real_tokens(method, even, bits, group_size, real) * factor, x.dtype)
+
+
+def balance(x: Tensor, group_size: int, real: Tensor, num_ahead: int) -> Tensor:
+    """What the channels of TurboQuant's keys are divided by, float32 [batch, num_kv_heads, 1, head_dim].
 
     The spread is that of a batch row's first `group_size` real tokens (`real`, bool [batch, tokens]), as far as they
     are in its first group with one or up to `num_ahead` tokens behind that. Where there are n, fewer than that, its
@@ -149,17 +160,16 @@ def balanced(x: Tensor, bits: int, group_size: int, real: Tensor, num_ahead: int
     spread = torch.stack(spreads)
     widest = spread.amax(3, keepdim=True)
     share = torch.where(widest == 0, 0.0, spread / torch.where(widest == 0, 1.0, widest))
-    factor = (64 * share).clamp(min=1).sqrt().to(x.dtype).float()
-
-    def method(part: Tensor, bits: int, group_size: int) -> Tensor:
-        return norm_kept(part, bits, group_size, x.dtype)
-
-    even = (x.float() / factor)[:, :, :tokens]
-    return in_range(of_real_tokens(method, even, bits, group_size, real) * factor, x.dtype)
+    return (64 * share).clamp(min=1).sqrt().to(x.dtype).float()
 
 
-def norm_kept(x: Tensor, bits: int, group_size: int, stored: torch.dtype | None = None) -> Tensor:
-    """TurboQuant: rotated, less the group's mean, levels for normal numbers, each token as long as it was."""
+def norm_kept(
+    x: Tensor, bits: int, group_size: int, stored: torch.dtype | None = None, steps: bool = False
+) -> Tensor:
+    """TurboQuant: rotated, less the group's mean, levels for normal numbers, each token as long as it was.
+
+    With `steps`, the distance of a token's levels in all channels instead, after the rotation.
+    """
     stored = stored or x.dtype
     block = largest_power_of_two(x.shape[3])
     signs = rudin_shapiro(block)
@@ -174,7 +184,9 @@ def norm_kept(x: Tensor, bits: int, group_size: int, stored: torch.dtype | None 
         # Levels lie at odd halves; the one above where a number lies in the middle.
         offset = (unit.floor() + 0.5).clamp(0.5 - 2 ** (bits - 1), 2 ** (bits - 1) - 0.5)
         scale = in_range((length / offset.double().norm(dim=3, keepdim=True)).float(), stored)
-        groups.append(offset * scale.float() + mean)
+        groups.append(scale.float().expand_as(offset) if steps else offset * scale.float() + mean)
+    if steps:
+        return torch.cat(groups, dim=2)
     z = torch.cat(groups, dim=2)
     back = torch.cat([hadamard(part) * block * signs for part in z.split(block, dim=3)], dim=3)
     return in_range(back, x.dtype)

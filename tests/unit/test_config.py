@@ -98,14 +98,14 @@ def test_lookahead_hides_a_bus_where_there_is_one(caplog: pytest.LogCaptureFixtu
     [
         (
             {"lookahead": "auto"},
-            "those with more than 0.00098 of the attention, read in the same step (values: 0.002)",
+            "those that may have 0.002 of the attention, read in the same step (values: 0.002)",
         ),
         ({"lookahead": "token"}, "64 a kv head, prefetched for a speculative token"),
         ({"lookahead": "query", "top_k": 3}, "3 a kv head, prefetched by the scores of the token before"),
         ({"lookahead": "none"}, "64 a kv head, fetched in the same step"),
         (
             {"lookahead": "token", "key_share": 0.1},
-            "64 a kv head, prefetched for a speculative token; and those with",
+            "64 a kv head, prefetched for a speculative token; and those that",
         ),
         ({"policy": "kivi"}, "none"),
         ({"bits": 16}, "all"),
