@@ -64,6 +64,7 @@ EXACT: tuple[dict[str, Any], ...] = (
     {"bits": 1, "top_k": 512, "resident_layers": 1, "sink_tokens": 3},
     {"bits": 2, "residual_length": 512},
     {"policy": "kcache", "top_k": 512},
+    {"bits": 1, "lookahead": "none", "key_share": 0.0},
 )
 LOW: tuple[dict[str, Any], ...] = (
     {"bits": 2},
@@ -75,6 +76,9 @@ LOW: tuple[dict[str, Any], ...] = (
     {"bits": 2, "lookahead": "none", "sink_tokens": 2, "aggregation": "max"},
     {"bits": 2, "accept_guesses": True},
     {"bits": 2, "policy": "kivi"},
+    {"bits": 2, "lookahead": "auto"},
+    {"bits": 1, "lookahead": "auto", "sink_tokens": 3, "resident_layers": 1},
+    {"bits": 1, "quantizer": "kivi", "key_share": 0.05, "value_share": 0.1},
     {"policy": "kcache"},
 )
 SAME: tuple[dict[str, Any], ...] = (

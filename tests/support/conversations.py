@@ -68,6 +68,7 @@ class Setting:
         return bool(
             (options.get("bits") == 16 and options.get("policy") != "kcache")
             or max(options["top_k"], options["residual_length"]) >= 512
+            or options.get("key_share") == 0
         )
 
     @property
