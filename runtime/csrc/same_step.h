@@ -1,9 +1,9 @@
 // Same-step selection: between a head's scores and its values, pairs with a large share of the output token's attention
-// are read from the host, where they lie. By their codes first: those that may be above `key_share` get the scores of their
-// exact keys. Of these, by their shares then, those above `value_share` get their exact values.
+// are read from the host, where they lie. By their codes first: those that may be above `key_share` get the scores of
+// their exact keys. Of these, by their shares then, those above `value_share` get their exact values.
 //
-// A score by codes is off by a standard deviation that is known: that of a code's error, a part of a step, times the query.
-// A pair may have e to the power of it times the share that it seems to have.
+// A score by codes is off by a standard deviation that is known: a part of a step of each code, times the query. A pair
+// may have e to the power of it times the share that it seems to have.
 #pragma once
 
 #include <vector>
@@ -23,7 +23,8 @@ struct Choice {
   std::vector<Pair> pairs;           // tokens ascend
   std::vector<float> probs;          // [pairs, queries], against `maximum`
   std::vector<float> maximum, mass;  // [queries]
-  std::vector<float> deviations;     // of a chunk's scores: [tokens] of centred codes, times `norms`; else [queries, groups]
+  // Of a chunk's scores: [tokens] of centred codes, times `norms`; else [queries, groups].
+  std::vector<float> deviations;
   std::vector<float> norms;          // [queries]
 };
 
