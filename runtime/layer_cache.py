@@ -91,13 +91,13 @@ class LayerCache(LayerState):
         config, host, layer = self.config, self.host, self.layer
         if host is None or self.is_exact or not config.corrects:
             return None
-        assert config.key_share is not None
+        assert config.key_share is not None and config.value_share is not None
         return Originals(
             table=host.table(layer),
             length=host.length(layer),
             read=functools.partial(host.read, layer),
             key_share=config.key_share,
-            value_share=config.key_share if config.value_share is None else config.value_share,
+            value_share=config.value_share,
             num_read=host.num_read,
         )
 

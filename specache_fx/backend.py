@@ -25,6 +25,7 @@ from specache_fx.capture.graph_edit import fake_mode_of
 from specache_fx.capture.graph_slices import mutated_inputs
 from specache_fx.capture.graph_utils import (
     described,
+    device_kind,
     is_float,
     placeholders,
     reads_shape_only,
@@ -74,13 +75,6 @@ def _unread(gm: GraphModule, found: graph_breaks.Break | None) -> NoMatch:
         else f"{found}. {found.remedy}"
     )
     return NoMatch(f"its caches are written in place, and {read}", remedy)
-
-
-def _kind_of_device(gm: GraphModule) -> str:
-    """`device.type` of a graph's tensors: the CPU's where all are there, and no bus is between device and host."""
-    values = map(value_of, placeholders(gm.graph))
-    kinds = (value.device.type for value in values if isinstance(value, torch.Tensor))
-    return next((kind for kind in kinds if kind != "cpu"), "cpu")
 
 
 def check_names(config: SpecacheConfig) -> None:
@@ -147,7 +141,7 @@ class Backend:
         options: Mapping[str, Any] | SpecacheConfig | None,
         observe: Observer | None,
     ) -> Compiled:
-        config = SpecacheConfig.from_options(options).for_device(_kind_of_device(gm))
+        config = SpecacheConfig.from_options(options).for_device(device_kind(gm.graph))
         check_names(config)
         make_room()
         piece = graph_breaks.around(gm)

@@ -274,6 +274,8 @@ class SpecacheConfig:
                     f"{name}={share} contradicts policy={self.policy!r}, which has no 16-bit pairs on the host: leave"
                     f' {name} out, or use policy="specache".'
                 )
+        if self.value_share is None:
+            object.__setattr__(self, "value_share", self.key_share)
         if self.value_share is not None and self.key_share is None:
             raise ConfigError(
                 f"value_share={self.value_share} is a share of the pairs that key_share chooses: give key_share too."
@@ -311,10 +313,9 @@ class SpecacheConfig:
         }[self.lookahead]
         if self.key_share is None:
             return chosen
-        value_share = self.key_share if self.value_share is None else self.value_share
         shares = (
             f"those that may have {self.key_share:.2g} of the attention, read in the same step (values:"
-            f" {value_share:.2g})"
+            f" {self.value_share:.2g})"
         )
         return shares if not self.stages else f"{chosen}; and {shares}"
 

@@ -89,11 +89,7 @@ def plan(
     value_dim = head_dim if value_dim is None else value_dim
     config = config.for_device(device)
     sizes = {"num_kv_heads": num_kv_heads, "head_dim": head_dim, "context": context, "batch": batch}
-    _check_sizes({"layers": layers, **sizes, "value_dim": value_dim})
-    if dtype_bytes not in _DTYPES:
-        raise ConfigError(
-            f"dtype_bytes={dtype_bytes!r} is not valid: choose one of {', '.join(map(str, _DTYPES))}."
-        )
+    _check_sizes({"layers": layers, **sizes, "value_dim": value_dim}, dtype_bytes)
     _check_window(layers, window_layers, window)
     quantizer, kv_dtype = make_quantizer(config), _DTYPES[dtype_bytes]
     shape = LayerShape(num_kv_heads, head_dim, value_dim)
@@ -120,10 +116,11 @@ def plan(
     whole_peak = grown_layer_rows(whole, config, resident=True) if grows else whole
     all_here, all_here_peak = arena(0, whole), arena(0, whole_peak)
     pairs = batch * num_kv_heads * (head_dim + value_dim) * dtype_bytes
-    windows, windows_peak = window_layers * arena(0, rows), window_layers * arena(0, rows_peak)
     return MemoryPlan(
-        device_bytes=tiered * (now + staged) + resident * all_here + windows,
-        device_bytes_peak=tiered * (peak + staged) + resident * all_here_peak + windows_peak,
+        device_bytes=tiered * (now + staged) + resident * all_here + window_layers * arena(0, rows),
+        device_bytes_peak=tiered * (peak + staged)
+        + resident * all_here_peak
+        + window_layers * arena(0, rows_peak),
         host_bytes=tiered * batch * num_kv_heads * host_tokens * host_dim * dtype_bytes,
         full_bytes=(tiered + resident) * pairs * context + window_layers * pairs * rows,
     )
@@ -137,7 +134,10 @@ def _check_window(layers: int, window_layers: int, window: int | None) -> None:
         )
 
 
-def _check_sizes(sizes: Mapping[str, int]) -> None:
+def _check_sizes(sizes: Mapping[str, int], dtype_bytes: int) -> None:
+    if dtype_bytes not in _DTYPES:
+        widths = ", ".join(map(str, _DTYPES))
+        raise ConfigError(f"dtype_bytes={dtype_bytes!r} is not valid: choose one of {widths}.")
     for name, size in sizes.items():
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise ConfigError(f"{name}={size!r} is not valid: give a whole number >= 1.")

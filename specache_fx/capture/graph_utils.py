@@ -74,6 +74,13 @@ def is_float(node: Any, dims: int = 4) -> bool:
     return isinstance(value, torch.Tensor) and bool(value.dtype.is_floating_point and 0 < value.dim() <= dims)
 
 
+def device_kind(graph: Graph) -> str:
+    """`device.type` of a graph's inputs: the CPU's where all are there, and no bus is between device and host."""
+    values = map(value_of, placeholders(graph))
+    kinds = (value.device.type for value in values if isinstance(value, torch.Tensor))
+    return next((kind for kind in kinds if kind != "cpu"), "cpu")
+
+
 def symbols_of(size: Any) -> set[Any]:
     """The free symbols of a size."""
     return set(size.node.expr.free_symbols) if isinstance(size, torch.SymInt) else set()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from support.oracle_margin import margins
@@ -47,6 +47,17 @@ class ScoreForm:
 
 
 PLAIN = ScoreForm()
+
+
+class _Step(NamedTuple):
+    """See `OracleCache.attend`."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    staged: Indices | None
+    scale: float
+    form: ScoreForm
 
 
 class OracleCache:
@@ -195,20 +206,12 @@ class OracleCache:
             [lanes, batch, num_kv_heads, num_quantized]: probabilities of the quantised positions, mean or maximum
             (`aggregation`) over the query heads that share the kv head.
         """
-        lanes, read = (q_lanes, k_lanes, v_lanes), None
+        step, read = _Step(q_lanes, k_lanes, v_lanes, staged, scale, form), None
         if self.config.key_share is not None and self.config.bits != 16 and not self.is_exact:
-            read = self.read_in_the_step(*lanes, staged, scale, form)
-        return self._attend(*lanes, staged, scale, form, whole, read)
+            read = self._read_in_the_step(step)
+        return self._attend(step, whole, read)
 
-    def read_in_the_step(
-        self,
-        q_lanes: Tensor,
-        k_lanes: Tensor,
-        v_lanes: Tensor,
-        staged: Indices | None,
-        scale: float,
-        form: ScoreForm,
-    ) -> tuple[Tensor, Tensor]:
+    def _read_in_the_step(self, step: _Step) -> tuple[Tensor, Tensor]:
         """The pairs with a large share of the output token's attention, bool [batch, num_kv_heads, kv_len] twice.
 
         Those above `key_share` get their keys, and those above `value_share` by these their values.
@@ -216,32 +219,22 @@ class OracleCache:
         count = self.num_quantized
         free = torch.zeros(self.k.shape[:3], dtype=torch.bool)
         free[:, :, :count] = self.selectable[:, None, :count]
-        for batch, heads in enumerate(staged or []):
+        for batch, heads in enumerate(step.staged or []):
             for head, positions in enumerate(heads):
                 free[batch, head, positions] = False
-        lanes, read = (q_lanes[:1], k_lanes[:1], v_lanes[:1]), [torch.zeros_like(free)] * 2
-        key_share, value_share = self.config.key_share, self.config.value_share
-        for side, share in enumerate((key_share, key_share if value_share is None else value_share)):
-            _, scores = self._attend(
-                *lanes, staged, scale, form, whole=True, read=(read[0], read[1]), margin=side == 0
-            )
+        lanes = {"q": step.q[:1], "k": step.k[:1], "v": step.v[:1]}
+        output, read = step._replace(**lanes), [torch.zeros_like(free)] * 2
+        for side, share in enumerate((self.config.key_share, self.config.value_share)):
+            _, scores = self._attend(output, True, (read[0], read[1]), margin=side == 0)
             free = free & (scores[0, ..., : self.kv_len] > share)
             read[side] = free
         return read[0], read[1]
 
     def _attend(
-        self,
-        q_lanes: Tensor,
-        k_lanes: Tensor,
-        v_lanes: Tensor,
-        staged: Indices | None,
-        scale: float,
-        form: ScoreForm,
-        whole: bool,
-        read: tuple[Tensor, Tensor] | None,
-        margin: bool = False,
+        self, step: _Step, whole: bool, read: tuple[Tensor, Tensor] | None, margin: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """As `attend`, with the exact keys and values of `read`; with `margin` scores are what they may be by keys."""
+        """As `attend`, with exact pairs of `read`; with `margin` scores are the most that keys may give."""
+        q_lanes, k_lanes, v_lanes, staged, scale, form = step
         k, v = self.device_pairs(staged)
         there = self.has_values(staged)
         num_kv_heads, num_heads = k.shape[1], q_lanes.shape[2]
