@@ -2,7 +2,7 @@
 
 A wheel may hold them (`make wheel`). Else the system's compiler builds them at first use, and a cache keeps them. The
 libraries have a plain C interface and include no header of torch, or those of its stable ABI alone: they build in
-seconds. They link OpenMP by the name under which torch has already loaded it, so that both use the same threads.
+seconds.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ PREBUILT = Path(__file__).parent / "prebuilt"
 LIBRARIES = {"attention": False, "graph_ops": True}
 """This package's, and whether each includes headers of torch."""
 
-_FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-fopenmp", "-fwrapv", "-Wno-psabi")
+_FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-fopenmp-simd", "-pthread", "-fwrapv", "-Wno-psabi")
 _TIMEOUT_S = 300
 _STABLE_ABI = "-DTORCH_TARGET_VERSION=0x020b000000000000"  # of torch 2.11, the oldest that we support
 

@@ -273,6 +273,7 @@ class Tape:
     def __init__(self, *memory: object) -> None:
         library = graph_ops.load()
         assert library is not None
+        library.specache_shorten_openmp_spins()
         self.address: int = library.specache_tape_new()
         self._memory = memory
         weakref.finalize(self, library.specache_tape_delete, self.address).atexit = False

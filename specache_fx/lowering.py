@@ -34,6 +34,9 @@ from specache_fx.runtime.step_table import empty_state
 Compiled = Callable[..., Any]
 logger = logging.getLogger(__name__)
 
+_NUMBERS_A_THREAD = 2**15
+"""With fewer, a kernel of a decode step has one thread: others take longer to come, most of all on a busy machine."""
+
 
 def example_state(num_layers: int) -> torch.Tensor:
     """An example of the `state` input, fake where Dynamo's own example inputs are."""
@@ -186,7 +189,12 @@ def lower_static(
 
 
 def _compile_static(gm: GraphModule, inputs: Sequence[torch.Tensor]) -> Compiled:
+    from torch._inductor import config  # imported late: it loads all of Inductor
+
     # A context of its own: Dynamo's belongs to the graph that this one was made from.
-    with tracing(TracingContext(FakeTensorMode(shape_env=ShapeEnv()))):
+    with (
+        tracing(TracingContext(FakeTensorMode(shape_env=ShapeEnv()))),
+        config.patch({"cpp.min_chunk_size": _NUMBERS_A_THREAD}),
+    ):
         # AOTAutograd can't make examples of inference tensors that ask for gradients: weights may be such.
         return _by_inductor(gm, [each.detach() for each in inputs])

@@ -209,6 +209,9 @@ def decode_command(
     peers: Annotated[
         bool, Option("--peers", help="OpenVINO, u8, and llama.cpp, f16 (`make peers-cpu`).")
     ] = False,
+    busy: Annotated[
+        list[int] | None, Option(min=1, help="Time steps beside so many busy processes, too.")
+    ] = None,
     trace: Annotated[
         Path | None, Option(metavar="FILE", help="Some steps of the last case, for Perfetto.")
     ] = None,
@@ -227,11 +230,12 @@ def decode_command(
         check_methods(chosen, where, dtype, shape)
         origin = provenance(where, program="specache-bench")  # the commit from before a trace is written
         cases = [
-            DecodeSteps(shape, b, n, dtype, rounds, steps)
+            DecodeSteps(shape, b, n, dtype, rounds, steps, tuple(busy or ()))
             for n in context or [256, 16384]
             for b in batch or [1]
         ]
-        bar = progress.add_task("building", total=len(cases) * (len(chosen) + rounds))
+        num_rounds = rounds * (1 + len(busy or ()))
+        bar = progress.add_task("building", total=len(cases) * (len(chosen) + num_rounds))
         if trace is not None:
             trace.unlink(missing_ok=True)
         for case in cases:

@@ -134,4 +134,18 @@ def decode_tables(result: Mapping[str, Any]) -> list[Table]:
         f" {result['bandwidth_gb_s']:.1f} GB/s, measured in this run by copying."
     )
     copies = "copies: ms a step; hidden: the share of that which overlapped compute."
-    return [Table.of(times, rows, title, floor), Table.of(sizes, rows, "", copies)]
+    tables = [Table.of(times, rows, title, floor), Table.of(sizes, rows, "", copies)]
+    return [*tables, busy_table([("", result)])] if rows[0].get("busy") else tables
+
+
+def busy_table(cases: Sequence[tuple[str, Mapping[str, Any]]]) -> Table:
+    """Steps beside busy processes: of each case, by name, and each method, the median and the slowest tenth."""
+    counts = list(cases[0][1]["rows"][0]["busy"])
+    lines = []
+    for name, result in cases:
+        for row in result["rows"]:
+            timings = [row, *(row["busy"][count] for count in counts)]
+            times = (f"{one['median_ms']:.1f} ({one['p90_ms']:.1f})" for one in timings)
+            lines.append((" ".join(filter(None, [name, row["name"]])), *times))
+    headers = ("ms a step: median (p90)", "idle", *(f"beside {count}" for count in counts))
+    return Table("", headers, tuple(lines), "beside so many other processes that compute all the time.")

@@ -26,7 +26,7 @@ from specache_bench import timing
 from specache_bench.decode import Decoder
 from specache_bench.methods import OURS, CacheMethod, CpuPeer, make_method, plain_tensors
 from specache_bench.records import Method, check_options, read_spelling
-from specache_bench.timing import Timing, Turn, memory_bandwidth, seconds_of, take_turns
+from specache_bench.timing import Timing, Turn, busy_processes, memory_bandwidth, seconds_of, take_turns
 from specache_bench.workers import CPU_PEERS
 from specache_fx.chrome_trace import write_trace
 from specache_fx.config import SpecacheConfig
@@ -166,7 +166,8 @@ class DecodeSteps:
     Results by method: `compile_s` (the first steps' time beyond the others'; of a peer its start, with the context),
     `median_ms`, `p10_ms`, `p90_ms`, `calls`, `tokens_per_s`, `floor_ms` (weights and cache at the memory's bandwidth),
     `device_bytes`, and of our own methods `host_bytes`, `moved_bytes_per_step`, `copy_ms` (of copies in a step),
-    `hidden_share` (of copy time, the share that overlapped compute), `parts_ms` (see `parts_of`).
+    `hidden_share` (of copy time, the share that overlapped compute), `parts_ms` (see `parts_of`). `busy` has the times
+    beside other processes that compute all the time, by their number.
     """
 
     size: ModelSize = field(default_factory=ModelSize)
@@ -175,6 +176,7 @@ class DecodeSteps:
     dtype: str = "float32"
     rounds: int = 8
     steps: int = 8
+    busy: tuple[int, ...] = ()
 
     @torch.inference_mode()
     def run(
@@ -207,8 +209,14 @@ class DecodeSteps:
             with self.opened(group, model, on_method) as opened:
                 turns = {name: one.turn for name, one in opened.items()}
                 timings = take_turns(turns, self.rounds, self.steps, lambda: on_method("measuring"))
+                beside = {}
+                for count in self.busy:
+                    with busy_processes(count):
+                        said = f"beside {count} busy processes"
+                        beside[count] = take_turns(turns, self.rounds, self.steps, lambda: on_method(said))
                 for name, one in opened.items():
                     row = one.row(timings[name], None if trace is None or trace.exists() else trace)
+                    row["busy"] = {count: asdict(times[name]) for count, times in beside.items()}
                     row["tokens_per_s"] = 1e3 * self.batch / timings[name].median_ms
                     row["floor_ms"] = 1e3 * (weights + row["device_bytes"]) / bandwidth
                     rows.append({"name": name, **row})
@@ -245,7 +253,7 @@ class DecodeSteps:
         if isinstance(method, CpuPeer):
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
             model.save_pretrained(folder)
-            room = WARM_UP_STEPS + self.rounds * self.steps
+            room = WARM_UP_STEPS + (1 + len(self.busy)) * self.rounds * self.steps
             worker = method.start(folder, self.dtype, self.batch, self.kv_len, room)
             stack.callback(worker.close)
             return Opened(method, lambda count: worker.ask({"steps": count})["seconds"], worker=worker)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import subprocess
+import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -15,6 +18,7 @@ from specache_fx.runtime.tracing import Span, recording
 _COPY_BYTES = 256 << 20
 _COPIES = 9
 _TRACED_STEPS = 8
+_START_S = 0.5  # until an interpreter has started
 _PARTS = ("decode step", "attention", "append", "select", "start prefetch", "wait for prefetch")
 
 Turn = Callable[[int], list[float]]
@@ -59,6 +63,18 @@ def take_turns(
             seconds[name] += turn(calls)
         on_round()
     return {name: Timing.of(times) for name, times in seconds.items()}
+
+
+@contextlib.contextmanager
+def busy_processes(count: int) -> Iterator[None]:
+    """Meanwhile so many other processes compute all the time."""
+    with contextlib.ExitStack() as stack:
+        for _ in range(count):
+            process = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+            stack.callback(process.wait)
+            stack.callback(process.kill)
+        time.sleep(_START_S)
+        yield
 
 
 def memory_bandwidth(device: torch.device) -> float:

@@ -51,7 +51,7 @@ def test_decode_steps_of_all_kinds_are_timed_and_traced(
     command = ["decode", "--size", size, "--batch", "2", "--context", "300", "--rounds", "2", "--steps", "3"]
     # hqq's layers have no keys of their own right after a prompt.
     command += ["--bits", "2", "--method", "roomy", "--method", "quantized,backend=hqq,bits=2,group_size=8"]
-    command += ["--device", "cpu"]
+    command += ["--device", "cpu", "--busy", "1"]
     done = CliRunner().invoke(app, [*command, "--json", str(file), "--trace", str(trace)])
     assert done.exit_code == 0, done.output
     report = json.loads(file.read_text())
@@ -63,8 +63,9 @@ def test_decode_steps_of_all_kinds_are_timed_and_traced(
     assert list(rows) == list(report["settings"]["methods"]) and result["peers"] == {}
     assert {"transformers", "transformers, compiled", *OURS, "roomy"} <= rows.keys()
     assert all(min(row["median_ms"], row["tokens_per_s"], row["floor_ms"]) > 0 for row in rows.values())
-    # Prompt, four steps to warm up and 2 x 3 that were timed, and whatever a cache adds to make room.
-    assert rows["transformers"]["device_bytes"] == 2 * 2 * 2 * 8 * 4 * 310
+    assert all(row["busy"]["1"]["median_ms"] > 0 and row["busy"]["1"]["calls"] == 6 for row in rows.values())
+    # Prompt, four steps to warm up and 2 x 2 x 3 that were timed, and whatever a cache adds to make room.
+    assert rows["transformers"]["device_bytes"] == 2 * 2 * 2 * 8 * 4 * 316
     assert rows["kivi 2-bit"]["device_bytes"] < rows["transformers"]["device_bytes"]
     assert 0 <= rows["specache 2-bit"]["hidden_share"] <= 1
     assert rows["specache 2-bit"]["moved_bytes_per_step"] > 0

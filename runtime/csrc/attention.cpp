@@ -6,8 +6,7 @@
 #include <thread>
 #include <vector>
 
-#include <omp.h>
-
+#include "crew.h"
 #include "finish.h"
 #include "same_step.h"
 
@@ -153,9 +152,7 @@ void attention(const SpecacheInputs& in) {
   for (const Item& item : items) scores_left[item.head] = parts_left[item.head] = item.part.num_parts;
   std::atomic<size_t> next{0};
   std::atomic<bool> failed{false};
-#pragma omp parallel num_threads(threads) if (threads > 1)
-  {
-    const int64_t thread = omp_get_thread_num();
+  on_threads(threads, [&](int64_t thread) {
     for (size_t i = next++; i < items.size(); i = next++) {
       const Item& item = items[i];
       const Part& part = item.part;
@@ -197,7 +194,7 @@ void attention(const SpecacheInputs& in) {
       write_out(h);
       write_scores(h);
     }
-  }
+  });
   if (failed) throw std::bad_alloc();
 }
 

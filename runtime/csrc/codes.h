@@ -8,6 +8,7 @@
 #include <exception>
 #include <vector>
 
+#include "crew.h"
 #include "rotation.h"
 
 namespace specache {
@@ -139,15 +140,14 @@ inline bool quantize(const CodesCall& in) {
   const int64_t items = in.batch * in.heads * in.groups;
   std::atomic<int64_t> next{0};
   std::atomic<bool> failed{false};
-#pragma omp parallel num_threads(in.threads) if (in.threads > 1 && items > 1)
-  {
+  on_threads(std::min(in.threads, items), [&](int64_t) {
     try {
       GroupScratch own(in);
       for (int64_t i = next++; i < items; i = next++) quantize_group(in, i / in.groups, i % in.groups, own);
     } catch (const std::exception&) {
-      failed = true;  // none may leave the parallel region
+      failed = true;
     }
-  }
+  });
   return failed;
 }
 

@@ -2,12 +2,17 @@
 // `specache::layer_step`; `specache::replay` makes the calls of a whole step. And `specache::stage`, the copy of a layer
 // step alone, and its selection; `specache::centred_codes`, of a prompt and of full groups; `specache::following`, of
 // speculative tokens; `specache::row_sums`, of fingerprints.
+#include <unistd.h>
+
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
 #include <algorithm>
+#include <atomic>
 #include <memory>
+#include <mutex>
+#include <thread>
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -224,18 +229,38 @@ Tensor row_sums(Tensor words, Tensor factors) {
   const uint64_t *word = static_cast<const uint64_t*>(words.data_ptr()),
                  *factor = static_cast<const uint64_t*>(factors.data_ptr());
   uint64_t* to = static_cast<uint64_t*>(sums.data_ptr());
-#pragma omp parallel for num_threads(threads) if (threads > 1 && rows > 1)
-  for (int64_t r = 0; r < rows; r++) {
-    uint64_t sum = 0;
-    for (int64_t i = 0; i < width; i++) sum += word[r * width + i] * factor[i];
-    to[r] = sum;
-  }
+  std::atomic<int64_t> next{0};
+  specache::on_threads(std::min(threads, rows), [&](int64_t) {
+    for (int64_t r = next++; r < rows; r = next++) {
+      uint64_t sum = 0;
+      for (int64_t i = 0; i < width; i++) sum += word[r * width + i] * factor[i];
+      to[r] = sum;
+    }
+  });
   return sums;
 }
 
 }  // namespace
 
 extern "C" {
+
+// Of the OpenMP that torch has loaded; null where it has none.
+__attribute__((weak)) void GOMP_parallel(void (*run)(void*), void* data, unsigned threads, unsigned flags);
+
+// Torch's own operators use OpenMP, and so does what chooses the next token. GNU's threads spin for milliseconds behind
+// each of them: on the cores that the next step wants. No call says otherwise. But they spin for microseconds where there
+// are more of them than cores, so here is one more, which sleeps.
+void specache_shorten_openmp_spins() {
+  if (GOMP_parallel == nullptr) return;
+  static std::once_flag once;
+  std::call_once(once, [] {
+    const specache::Undisturbed signals;
+    std::thread([] {
+      GOMP_parallel([](void*) {}, nullptr, 2, 0);
+      for (;;) pause();  // its team lives as long as it does
+    }).detach();
+  });
+}
 
 // Whoever loads an old build of another layout is to notice.
 int64_t specache_session_size() { return sizeof(SpecacheSession); }

@@ -4,6 +4,7 @@
 #include <memory>
 
 #include "amx.h"
+#include "crew.h"
 #include "vec.h"
 
 extern "C" {
@@ -175,15 +176,14 @@ void share_out(const SpecacheProducts& p, int64_t multiple, const Part& part) {
   }
   const int64_t threads = num_tasks < 4 ? 1 : num_tasks / 2 < p.threads ? num_tasks / 2 : p.threads;
   std::atomic<int64_t> next{0};
-#pragma omp parallel num_threads(threads) if (threads > 1)
-  {
+  on_threads(threads, [&](int64_t) {
     for (int64_t task = next++; task < num_tasks; task = next++) {
       int64_t i = p.num_weights - 1;
       while (starts[i] > task) i--;
       const int64_t first = (task - starts[i]) * per_task, end = first + per_task;
       part(i, first, end < p.out[i] ? end : p.out[i]);
     }
-  }
+  });
 }
 
 template <class How>

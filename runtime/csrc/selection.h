@@ -10,6 +10,8 @@
 #include <functional>
 #include <vector>
 
+#include "crew.h"
+
 namespace specache {
 
 // Larger is better: the bits of a score that is not negative, then the lower position.
@@ -116,16 +118,16 @@ template <class F>
 bool for_rows(int64_t rows, int64_t tokens, int64_t threads, F function) {
   // Small work is done before another thread has woken up.
   if (rows * tokens < kWorthAThread) threads = 1;
+  std::atomic<int64_t> next{0};
   std::atomic<bool> failed{false};
-#pragma omp parallel for schedule(dynamic) num_threads(threads) if (threads > 1)
-  for (int64_t row = 0; row < rows; row++) {
+  on_threads(threads, [&](int64_t) {
     try {
       thread_local RowScratch own;
-      function(row, own);
+      for (int64_t row = next++; row < rows; row = next++) function(row, own);
     } catch (const std::exception&) {
-      failed = true;  // none may leave the loop
+      failed = true;
     }
-  }
+  });
   return failed;
 }
 
