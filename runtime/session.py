@@ -95,8 +95,7 @@ class Session:
         self.speculative_token: torch.Tensor | None = None  # lane 1's next input
         # Lane 1's newest token: a guess at the next output token. None behind a guess that was accepted: no lane ran.
         self.guessed_token: torch.Tensor | None = None
-        recovers = config.on_miss == "recover" and config.num_lanes > 1
-        self.tokens = TokenHistory(device) if recovers else None
+        self.tokens = TokenHistory(device)
         self.next_answer: NextAnswer | None = None
         self.staged_for: int | None = None  # the length at which the staged pairs are those of the next token
         self.origin = Origin()
@@ -244,8 +243,7 @@ class Session:
                 self.transfer.reset(i)
             layer.truncate(kv_len)
         self.key_mask.crop(kv_len)
-        if self.tokens is not None:
-            self.tokens.crop(kv_len)
+        self.tokens.crop(kv_len)
         self.kv_len = kv_len
         self.forget_lookahead()
 
@@ -258,8 +256,7 @@ class Session:
         for layer in self.layers:
             layer.reorder(index)
         self.key_mask.reorder(index)
-        if self.tokens is not None:
-            self.tokens.reorder(index)
+        self.tokens.reorder(index)
         for name in ("speculative_token", "guessed_token"):
             value = getattr(self, name)
             setattr(self, name, None if value is None else value.index_select(0, index))
@@ -293,7 +290,7 @@ class Session:
 
         The layers have read the padding of several tokens by now.
         """
-        if self.tokens is not None and tokens is not None:
+        if tokens is not None:
             self.tokens.append(tokens, self.kv_len)
             kv_len = self.kv_len + tokens.shape[1]
             if tokens.shape[1] > 1 and (real := self.key_mask.at(kv_len)) is not None:
@@ -312,7 +309,7 @@ class Session:
         Returns:
             `DecodeStep.shares`.
         """
-        assert self.tokens is not None and self.speculative_token is not None
+        assert self.speculative_token is not None
         if missed.is_cuda or bool(missed.any()):
             following, found = self.tokens.following()
             guess = following.reshape(token.shape).to(token.dtype)

@@ -106,7 +106,7 @@ def snapshot(session: Session) -> dict[str, torch.Tensor]:
     session.next_answer = None
     found = {
         "mask": session.key_mask.real,
-        "tokens": session.tokens.held if session.tokens is not None and session.tokens.held.numel() else None,
+        "tokens": session.tokens.held if session.tokens.held.numel() else None,
         "speculative": session.speculative_token,
         "guessed": session.guessed_token,
     }
@@ -150,7 +150,7 @@ def restore(session: Session, header: SessionHeader, held: Mapping[str, torch.Te
     session._open(header.batch, header.kv_len)
     if "mask" in held:
         session.key_mask.put(held["mask"].to(device, copy=True))
-    if session.tokens is not None and "tokens" in held:
+    if "tokens" in held:
         session.tokens.append(held["tokens"].to(device), 0)
     for i, layer in enumerate(session.layers):
         mine = {name.partition(".")[2]: held[name] for name in held if name.startswith(f"{i}.")}

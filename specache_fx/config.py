@@ -15,7 +15,7 @@ from specache_fx.errors import ConfigError
 _log = logging.getLogger(__name__)
 
 PolicyName = Literal["specache", "kivi", "kcache"]
-Lookahead = Literal["token", "query", "none", "auto"]
+Lookahead = Literal["auto", "token", "query", "none"]
 HostKind = Literal["auto", "pinned", "memory", "disk"]
 Lowering = Literal["inductor", "eager"]
 Aggregation = Literal["mean", "max"]
@@ -97,12 +97,12 @@ class SpecacheConfig:
             part's first layers. Where that is all of them, a warning says so. KCache's L.
         sink_tokens: The first tokens of each sequence, after its padding, that stay at 16 bits on the device besides
             the window (StreamingLLM's attention sinks). Not with "kcache".
-        lookahead: Chooses the pairs. "token" (the default) decodes a speculative token beside the output token
-            (SpeCache); "query" uses the output token's own scores, one step late; "none" selects and fetches in the
-            same step, as "kcache" always does. "auto" hides a bus where there is one: it is "token" on a GPU, and with
-            `host="disk"`. On a CPU host and device are one memory. There it is "none", with a `key_share` and a
+        lookahead: Chooses the pairs. "auto" (the default) hides a bus where there is one: it is "token" on a GPU, and
+            with `host="disk"`. On a CPU host and device are one memory. There it is "none", with a `key_share` and a
             `value_share` by `bits`. Options that speak of a speculative token (`on_miss`, `accept_guesses`) make it
-            "token" too.
+            "token" too. "token" decodes a speculative token beside the output token (SpeCache); "query" uses the
+            output token's own scores, one step late; "none" selects and fetches in the same step, as "kcache" always
+            does.
         key_share: A pair that may have a larger share of the output token's attention is read at 16 bits in the same
             step, from where it lies on the host. Its share by its code decides, times e to the standard deviation of
             its score's error. Its key gives the score. Beside

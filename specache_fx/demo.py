@@ -32,6 +32,8 @@ METHODS: dict[str, dict[str, Any] | None] = {
     "KIVI 1-bit": {**_KIVI, "bits": 1},
     "SpeCache 2-bit": {**_SPECACHE, "bits": 2},
     "SpeCache 1-bit": {**_SPECACHE, "bits": 1},
+    "SpeCache 2-bit, token": {**_SPECACHE, "bits": 2, "lookahead": "token"},
+    "SpeCache 1-bit, token": {**_SPECACHE, "bits": 1, "lookahead": "token"},
 }
 
 

@@ -118,10 +118,9 @@ def _hash(session: Session, input_ids: torch.Tensor) -> str:
             f"input_ids are {tuple(input_ids.shape)}, but the cache is of {expected} tokens. Give the tokens that it"
             " holds: generate() returns one more than it has put into its cache."
         )
-    if session.tokens is not None:
-        other = session.tokens.differ(input_ids.to(session.device))
-        if other is not None:
-            raise SavedCacheError(
-                f"input_ids are not the tokens of this cache: token {other} is another. Give those that it holds."
-            )
+    other = session.tokens.differ(input_ids.to(session.device))
+    if other is not None:
+        raise SavedCacheError(
+            f"input_ids are not the tokens of this cache: token {other} is another. Give those that it holds."
+        )
     return token_hash(input_ids)

@@ -133,7 +133,11 @@ def speed_methods(
         known["QuantizedCache 2-bit"] = Method.of("quantized", backend="quanto", bits=2)
     known["kivi 2-bit"] = Method.of("kivi", bits=2, residual_length=64, lowering=lowering)
     known["kcache"] = Method.of("kcache", top_k=128, resident_layers=1, lowering=lowering)
-    known |= {f"specache {bits}-bit": Method.of("specache", bits=bits, lowering=lowering) for bits in widths}
+    for bits in widths:
+        known[f"specache {bits}-bit"] = Method.of("specache", bits=bits, lowering=lowering)
+        known[f"specache {bits}-bit, token"] = Method.of(
+            "specache", bits=bits, lowering=lowering, lookahead="token"
+        )
     for method in (*(PEERS if peers else ()), *map(Method.read, more)):
         make_method(method)
         kv = CpuPeer.formats.get(method.name)
@@ -212,8 +216,8 @@ class DecodeSteps:
                 beside = {}
                 for count in self.busy:
                     with busy_processes(count):
-                        said = f"beside {count} busy processes"
-                        beside[count] = take_turns(turns, self.rounds, self.steps, lambda: on_method(said))
+                        on_round = partial(on_method, f"beside {count} busy processes")
+                        beside[count] = take_turns(turns, self.rounds, self.steps, on_round)
                 for name, one in opened.items():
                     row = one.row(timings[name], None if trace is None or trace.exists() else trace)
                     row["busy"] = {count: asdict(times[name]) for count, times in beside.items()}

@@ -20,7 +20,7 @@ RUNS = {
     "peers_1b": "1B, bfloat16",
 }
 _AVX2 = "4 layers, float32, AVX2"
-_OURS = ("kivi 2-bit", "specache 2-bit")
+_OURS = ("kivi 2-bit", "specache 2-bit", "specache 2-bit, token")
 _METHODS = ("transformers", "transformers, compiled", "OpenVINO, u8 KV", "llama.cpp, f16 KV", *_OURS)
 _WIDTHS = ("OpenVINO, u8 KV", "OpenVINO, u4 KV", "llama.cpp, f16 KV", "llama.cpp, q8_0 KV", *_OURS)
 _ATTENTION = {

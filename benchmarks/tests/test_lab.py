@@ -160,7 +160,7 @@ def test_specache_at_16_bits_says_what_the_full_cache_says(two_layers: Lab, text
 
 
 def test_low_bits_tell_bytes_rates_and_divergence(two_layers: Lab, text: str) -> None:
-    one_bit = Method.of("specache", bits=1)
+    one_bit = Method.of("specache", bits=1, lookahead="token")
     full, low = (prompts(2, 700).run(two_layers, method) for method in (FULL, one_bit))
     assert low["ratio"] < 0.6 and low["host_bytes"] > 0 and low["full_bytes"] == full["full_bytes"]
     stats = low["stats"]

@@ -21,7 +21,11 @@ def test_lm_eval_measures_by_decoding(english_folder: Path) -> None:
     pairs = [("The stone is red. " * 9, "It is."), ("A", "b")]
     found = {}
     ours = {"lowering": "eager", "group_size": 16, "residual_length": 16}
-    for name, more in {"hf": {}, "specache-hf": {"bits": 16, **ours}, "low": {"bits": 1, **ours}}.items():
+    for name, more in {
+        "hf": {},
+        "specache-hf": {"bits": 16, **ours},
+        "low": {"bits": 1, "lookahead": "token", **ours},
+    }.items():
         made = (get_model("specache-hf") if more else HFLM)(**given, **more)
         asked = [Instance("loglikelihood", {}, pair, i) for i, pair in enumerate(pairs)]
         found[name] = made.loglikelihood(asked, disable_tqdm=True)

@@ -34,7 +34,7 @@ PADDING = 5
 # Of the largest logit: compiled float32 sums in another order, and a few layers add up.
 TOLERANCE = 2e-5
 
-_OPTIONS: dict[str, Any] = {"group_size": 8, "residual_length": 8, "lowering": "eager"}
+_OPTIONS: dict[str, Any] = {"group_size": 8, "residual_length": 8, "lowering": "eager", "lookahead": "token"}
 EXACT: dict[str, Any] = {**_OPTIONS, "bits": 16, "top_k": 8}
 ALL_PREFETCHED: dict[str, Any] = {**_OPTIONS, "bits": 1, "top_k": PROMPT_LEN + NEW_TOKENS}
 # Name of a case: options, whether the first row is padded on the left.

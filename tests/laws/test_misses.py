@@ -37,7 +37,14 @@ GUESSED = torch.stack(
 
 
 def config(**changes: Any) -> SpecacheConfig:
-    options = {"bits": 1, "group_size": 4, "residual_length": 4, "top_k": 3, "lowering": "eager"}
+    options = {
+        "bits": 1,
+        "group_size": 4,
+        "residual_length": 4,
+        "top_k": 3,
+        "lowering": "eager",
+        "lookahead": "token",
+    }
     return SpecacheConfig(**{**options, "track_hit_rates": "steps", **changes})
 
 

@@ -176,7 +176,7 @@ def test_top_k_of_everything_equals_plain_decoding(lookahead: Lookahead) -> None
 
 def test_a_fresh_group_is_selected_in_the_step_that_quantises_it() -> None:
     model, input_ids, attention_mask = _padded_prompt(23)
-    config = SpecacheConfig(bits=1, top_k=64, **SMALL)
+    config = SpecacheConfig(bits=1, top_k=64, lookahead="token", **SMALL)
     run = OracleDecoder(model, config).generate(input_ids, 6, attention_mask)
     staged = [step.staged[0][1][0] for step in run.steps]
     # Past lengths 23 to 27: a group of 4 leaves the window of 4 when the length reaches 24.
@@ -186,7 +186,9 @@ def test_a_fresh_group_is_selected_in_the_step_that_quantises_it() -> None:
 
 def test_lane_one_of_an_exact_cache_is_one_step_ahead() -> None:
     model, input_ids, attention_mask = _padded_prompt()
-    run = OracleDecoder(model, SpecacheConfig(bits=16, **SMALL)).generate(input_ids, 10, attention_mask)
+    run = OracleDecoder(model, SpecacheConfig(bits=16, lookahead="token", **SMALL)).generate(
+        input_ids, 10, attention_mask
+    )
     for step, following in zip(run.steps, run.steps[1:], strict=False):
         assert step.lane1_token is not None
         assert torch.equal(step.lane1_token, following.token)
@@ -196,7 +198,7 @@ def test_lane_one_of_an_exact_cache_is_one_step_ahead() -> None:
 
 def test_lane_zero_depends_on_lane_one_only_through_its_selection() -> None:
     model, input_ids, attention_mask = _padded_prompt()
-    config = SpecacheConfig(bits=2, top_k=4, **SMALL)
+    config = SpecacheConfig(bits=2, top_k=4, lookahead="token", **SMALL)
     decoders = [OracleDecoder(model, config) for _ in range(2)]
     for decoder in decoders:
         decoder.prefill(input_ids, attention_mask)
@@ -210,7 +212,7 @@ def test_lane_zero_depends_on_lane_one_only_through_its_selection() -> None:
 
 def test_predecode_runs_once_after_prefill_extend_and_crop() -> None:
     model, input_ids, attention_mask = _padded_prompt()
-    decoder = OracleDecoder(model, SpecacheConfig(bits=2, top_k=4, **SMALL))
+    decoder = OracleDecoder(model, SpecacheConfig(bits=2, top_k=4, lookahead="token", **SMALL))
     token = torch.tensor([5, 6])
     decoder.prefill(input_ids, attention_mask)
     seen = [decoder.decode(token).predecoded for _ in range(2)]

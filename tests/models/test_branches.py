@@ -12,7 +12,14 @@ from torch import Tensor
 
 import specache_fx
 
-OPTIONS: dict[str, Any] = {"bits": 16, "group_size": 4, "residual_length": 4, "top_k": 4, "lowering": "eager"}
+OPTIONS: dict[str, Any] = {
+    "bits": 16,
+    "group_size": 4,
+    "residual_length": 4,
+    "top_k": 4,
+    "lowering": "eager",
+    "lookahead": "token",
+}
 PROMPT = torch.randint(61, (2, 20), generator=torch.Generator().manual_seed(0))
 A, B, C = (torch.tensor([[i], [i + 1]]) for i in (5, 17, 40))
 

@@ -36,7 +36,9 @@ def test_ids_that_are_none_are_refused(ids: Any) -> None:
 
 
 def test_every_graph_is_named_with_its_phase_and_the_decode_ops_are_shown() -> None:
-    report = specache_fx.explain(TinyDecoder(TinyConfig()), options={"bits": 1, "top_k": 4}, run=_run)
+    report = specache_fx.explain(
+        TinyDecoder(TinyConfig()), options={"bits": 1, "top_k": 4, "lookahead": "token"}, run=_run
+    )
     assert [graph.phase.value for graph in report.graphs][:2] == ["prefill", "decode"]
     assert "graph 0: prefill, 2 attentions rewritten, 0 left alone" in str(report)
     assert "decode, 2 lanes, 2 attentions rewritten, 0 left alone" in str(report)
@@ -61,7 +63,9 @@ def test_policies_are_seen_in_the_graph() -> None:
 def test_a_transformers_model_is_driven_through_generate_and_left_as_it_was() -> None:
     model = build("llama", 1)
     input_ids = torch.arange(3, 20)[None]
-    report = specache_fx.explain(torch.compile(model, backend="specache"), input_ids=input_ids)
+    report = specache_fx.explain(
+        torch.compile(model, backend="specache"), options={"lookahead": "token"}, input_ids=input_ids
+    )
     assert "decode, 2 lanes, 1 attention rewritten" in str(report)
     assert "modeling_llama.py" in report.graphs[0].rewritten[0]
     names = [line.split(" = ")[0].strip() for line in report.graphs[1].before.splitlines()]
@@ -134,7 +138,7 @@ class _Broken(TinyDecoder):
 
 
 def test_a_graph_break_falls_back_to_query() -> None:
-    report = specache_fx.explain(_Broken(TinyConfig(num_layers=1)), run=_run)
+    report = specache_fx.explain(_Broken(TinyConfig(num_layers=1)), options={"lookahead": "token"}, run=_run)
     assert "1 lane," in str(report) and 'lookahead "query" instead of "token"' in str(report)
 
 
@@ -164,7 +168,14 @@ class _Alone(TinyDecoder):
 def test_an_op_that_cannot_be_batched_falls_back_to_query(caplog: pytest.LogCaptureFixture) -> None:
     model = _Alone(TinyConfig(num_layers=1))
     plain = generate(model, torch.arange(60).view(2, 30) % 61, 12)
-    options = {"bits": 16, "group_size": 4, "residual_length": 4, "top_k": 4, "lowering": "eager"}
+    options = {
+        "bits": 16,
+        "group_size": 4,
+        "residual_length": 4,
+        "top_k": 4,
+        "lowering": "eager",
+        "lookahead": "token",
+    }
     compiled = torch.compile(model, backend="specache", options=options)
     with caplog.at_level(logging.WARNING, logger="specache_fx"):
         ours = generate(compiled, torch.arange(60).view(2, 30) % 61, 12)

@@ -14,7 +14,7 @@ import pytest
 import torch
 from support.cases import nightly_unless
 from support.own_modules import VOCAB_SIZE, OwnConfig, OwnDecoder
-from support.zoo import SMALL, build
+from support.zoo import TWO_LANES, build
 from torch import Tensor, nn
 
 from specache_fx.backend import Backend
@@ -23,7 +23,7 @@ from specache_fx.runtime.session import Session
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
-OPTIONS: dict[str, Any] = {**SMALL, "bits": 2, "strict": True}
+OPTIONS: dict[str, Any] = {**TWO_LANES, "bits": 2, "strict": True}
 GAIN = 3
 # The length of a tensor, which is known to grow, and a count in each way that people keep one.
 BEFORE: dict[str, Callable[[Any, Any, int], int]] = {

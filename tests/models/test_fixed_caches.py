@@ -25,6 +25,7 @@ from specache_fx.errors import CacheHandleError, SavedCacheError
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 OPTIONS: dict[str, Any] = {
     "group_size": 8, "residual_length": 8, "top_k": 8, "lowering": "eager", "strict": True, "bits": 16,
+    "lookahead": "token",
 }  # fmt: skip
 ALL_STAGED = {"bits": 1, "top_k": 256}
 

@@ -28,6 +28,7 @@ pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 WINDOW, VOCAB_SIZE = 16, 97
 OPTIONS: dict[str, Any] = {
     "group_size": 8, "residual_length": 8, "top_k": 8, "lowering": "eager", "strict": True, "bits": 16,
+    "lookahead": "token",
 }  # fmt: skip
 ALL_STAGED = {"bits": 1, "top_k": 256}
 SIZES: dict[str, Any] = {

@@ -39,7 +39,14 @@ from specache_fx.backend import Backend
 from specache_fx.capture.program import Phase, Program
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
-OPTIONS: dict[str, Any] = {"group_size": 8, "residual_length": 8, "top_k": 8, "lowering": "eager", "bits": 16}
+OPTIONS: dict[str, Any] = {
+    "group_size": 8,
+    "residual_length": 8,
+    "top_k": 8,
+    "lowering": "eager",
+    "bits": 16,
+    "lookahead": "token",
+}
 
 
 @pytest.fixture(autouse=True)

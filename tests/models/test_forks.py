@@ -35,7 +35,7 @@ from specache_fx.runtime.quant.turboquant import TurboQuantizer
 # All are exact; by day the one that quantises, fetches, and keeps a layer and sinks.
 EVERY: dict[str, dict[str, Any]] = {
     "bits=16": {"bits": 16},
-    "top_k": {"bits": 1, "top_k": 512, "resident_layers": 1, "sink_tokens": 3},
+    "top_k": {"bits": 1, "lookahead": "token", "top_k": 512, "resident_layers": 1, "sink_tokens": 3},
     "kcache": {"policy": "kcache", "top_k": 512, "resident_layers": 1},
 }
 ONE = {"input_ids": torch.tensor([[5, 9, 17, 5, 9, 33, 5, 9, 17, 40, 2, 5, 9]])}

@@ -10,7 +10,7 @@ from support.cases import nightly_unless
 from support.hooked import Hooked, logits
 from support.models import Block, TinyConfig, TinyDecoder, generate
 from support.own_modules import OwnConfig, OwnDecoder, SwiGLU, greedy
-from support.zoo import SMALL, build, left_padded
+from support.zoo import TWO_LANES, build, left_padded
 from torch import Tensor, nn
 from torch._dynamo.exc import BackendCompilerFailed
 from torch.nn.functional import scaled_dot_product_attention as sdpa
@@ -20,7 +20,7 @@ import specache_fx
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
-OPTIONS: dict[str, Any] = {**SMALL, "bits": 1, "top_k": 64}
+OPTIONS: dict[str, Any] = {**TWO_LANES, "bits": 1, "top_k": 64}
 PROMPT = torch.randint(61, (2, 20), generator=torch.Generator().manual_seed(0))
 
 

@@ -63,7 +63,9 @@ def waits_of_steps(name: str, padding: int, monkeypatch: pytest.MonkeyPatch) -> 
         return result
 
     monkeypatch.setattr(Decode, "__call__", call)
-    specache_fx.compile(model, kernel="triton", lowering="eager", group_size=8, residual_length=8, top_k=4)
+    specache_fx.compile(
+        model, kernel="triton", lowering="eager", group_size=8, residual_length=8, top_k=4, lookahead="token"
+    )
     ids = torch.randint(1, 64, (1, 20), generator=torch.Generator().manual_seed(0))
     mask = torch.ones_like(ids)
     mask[0, :padding] = 0

@@ -8,7 +8,7 @@ import pytest
 import torch
 from support.cases import nightly_unless
 from support.multimodal import build_seq2seq, build_vision, picture_prompt
-from support.zoo import SMALL, left_padded
+from support.zoo import TWO_LANES, left_padded
 from torch import nn
 
 import specache_fx
@@ -16,7 +16,7 @@ import specache_fx
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 GENERATE: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False, "return_dict_in_generate": True}
-STAGED: dict[str, Any] = {**SMALL, "bits": 1, "top_k": 64}
+STAGED: dict[str, Any] = {**TWO_LANES, "bits": 1, "top_k": 64}
 
 
 def assert_equal_when_compiled(
@@ -48,7 +48,7 @@ def test_text_decoder_under_pictures_is_rewritten(name: str, caplog: pytest.LogC
 @pytest.mark.parametrize("name", nightly_unless("gemma3".__eq__, ["llava", "gemma3"]))
 def test_text_decoder_compiled_alone_takes_embeddings(name: str, caplog: pytest.LogCaptureFixture) -> None:
     model: Any = build_vision(name)
-    options = {**SMALL, "bits": 16}
+    options = {**TWO_LANES, "bits": 16}
     with caplog.at_level("WARNING", logger="specache_fx"):
         stats = assert_equal_when_compiled(model, model.model.language_model, picture_prompt(name), **options)
     assert (stats.kv_len, stats.steps) == (37, 23) and stats.prefetched_rows > 0

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from support.open_sessions import session_of
-from support.zoo import SMALL, build, left_padded
+from support.zoo import TWO_LANES, build, left_padded
 from torch import Tensor
 
 import specache_fx
@@ -60,7 +60,7 @@ def timer(request: pytest.FixtureRequest) -> Iterator[Timer]:
 
 def test_an_interrupt_comes_out_of_a_step_as_it_is(timer: Timer, fresh_dynamo: None) -> None:
     plain = build("plain", max_position_embeddings=LENGTH)
-    compiled = specache_fx.compile(build("plain", max_position_embeddings=LENGTH), **SMALL, bits=16)
+    compiled = specache_fx.compile(build("plain", max_position_embeddings=LENGTH), **TWO_LANES, bits=16)
     mine, theirs = prompt(compiled), prompt(plain)
     step(compiled, mine, 3)
     step(plain, theirs, 3)
@@ -87,7 +87,7 @@ def test_an_interrupt_comes_out_of_a_step_as_it_is(timer: Timer, fresh_dynamo: N
 
 
 def test_first_step_after_a_crop_can_fail_and_be_repeated(fresh_dynamo: None) -> None:
-    model = specache_fx.compile(build("plain"), **SMALL)
+    model = specache_fx.compile(build("plain"), **TWO_LANES)
     past = prompt(model)
     for token in (3, 4, 5):
         step(model, past, token)
@@ -107,7 +107,7 @@ def test_first_step_after_a_crop_can_fail_and_be_repeated(fresh_dynamo: None) ->
 def test_a_session_whose_end_was_interrupted_ends_with_the_next_call(
     fresh_dynamo: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = specache_fx.compile(build("plain"), **SMALL)
+    model = specache_fx.compile(build("plain"), **TWO_LANES)
     past = prompt(model)
     for token in range(30):
         step(model, past, token)

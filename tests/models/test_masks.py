@@ -11,14 +11,21 @@ import torch.nn.functional as F
 from support.cases import nightly_unless
 from support.models import TinyConfig, TinyDecoder, generate
 from support.open_sessions import session_of
-from support.zoo import SMALL, build
+from support.zoo import TWO_LANES, build
 from torch import Tensor, nn
 
 import specache_fx
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
-OPTIONS: dict[str, Any] = {"bits": 16, "group_size": 4, "residual_length": 4, "top_k": 4, "lowering": "eager"}
+OPTIONS: dict[str, Any] = {
+    "bits": 16,
+    "group_size": 4,
+    "residual_length": 4,
+    "top_k": 4,
+    "lowering": "eager",
+    "lookahead": "token",
+}
 
 
 def compiled(model: torch.nn.Module) -> Any:
@@ -238,7 +245,7 @@ def test_a_mask_of_floats_equals_plain_decoding() -> None:
 
 def test_a_mask_over_queries_in_a_step_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
     model = build("llama")
-    plain, compiled = build("llama"), specache_fx.compile(model, **SMALL)
+    plain, compiled = build("llama"), specache_fx.compile(model, **TWO_LANES)
     ids = torch.arange(12)[None] + 3
 
     @torch.no_grad()
@@ -271,7 +278,7 @@ def test_the_speculative_token_has_its_own_mask_in_batches_of_any_size() -> None
         return torch.stack(logits)
 
     model = build("falcon")  # its mask is ALiBi's bias
-    options = {**SMALL, "bits": 2, "on_miss": "keep", "strict": True}
+    options = {**TWO_LANES, "bits": 2, "on_miss": "keep", "strict": True}
     model.compile(backend="specache", options=options)
     wanted = steps(model, 3)
     torch._dynamo.reset()

@@ -15,7 +15,7 @@ from support.cases import nightly_unless
 from support.models import TinyConfig, TinyDecoder, generate
 from support.open_sessions import session_of
 from support.process import python
-from support.zoo import SMALL, build
+from support.zoo import SMALL, TWO_LANES, build
 from torch._dynamo.exc import BackendCompilerFailed
 
 import specache_fx
@@ -24,7 +24,14 @@ from specache_fx.runtime import registry
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
-OPTIONS: dict[str, Any] = {"bits": 1, "group_size": 8, "residual_length": 8, "top_k": 4, "lowering": "eager"}
+OPTIONS: dict[str, Any] = {
+    "bits": 1,
+    "group_size": 8,
+    "residual_length": 8,
+    "top_k": 4,
+    "lowering": "eager",
+    "lookahead": "token",
+}
 WIDE = {"hidden_size": 64, "num_heads": 8, "num_kv_heads": 8, "head_dim": 32, "max_positions": 4096}
 
 
@@ -206,7 +213,7 @@ def test_more_than_there_is_room_for_is_said_by_name(caplog: pytest.LogCaptureFi
     ids = torch.ones(1, 12, dtype=torch.long)
     with torch.no_grad():
         with caplog.at_level("WARNING", logger="specache_fx"):
-            specache_fx.compile(build("plain"), **SMALL | {"top_k": 200_000})(ids, use_cache=True)
+            specache_fx.compile(build("plain"), **TWO_LANES | {"top_k": 200_000})(ids, use_cache=True)
         assert "top_k=200000 keeps room for" in caplog.text
         torch._dynamo.reset()
         decoder = specache_fx.compile(build("plain"), **SMALL | {"reserve": 10**14, "policy": "kivi"})

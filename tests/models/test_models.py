@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from support.cases import nightly_unless
-from support.zoo import NAMES, SMALL, build, left_padded
+from support.zoo import NAMES, TWO_LANES, build, left_padded
 from torch import Tensor, nn
 from torch.fx import GraphModule
 from transformers.generation.streamers import BaseStreamer
@@ -84,7 +84,7 @@ def generate(model: nn.Module, new_tokens: int, **kwargs: Any) -> Any:
 
 def watched(case: str, new_tokens: int, **options: Any) -> tuple[Any, Watch]:
     watch, made = Watch(), model(case)
-    backend = partial(Backend(), options={**SMALL, "strict": True, **options}, observe=watch.observe)
+    backend = partial(Backend(), options={**TWO_LANES, "strict": True, **options}, observe=watch.observe)
     made.compile(backend=backend)
     return generate(made, new_tokens, streamer=watch), watch
 
@@ -186,7 +186,7 @@ OTHER_DTYPES = nightly_unless(lambda dtype: dtype == torch.bfloat16, [torch.bflo
 def test_low_bits_run_in_every_dtype(dtype: torch.dtype, policy: str) -> None:
     decoder = build("plain", 1).to(dtype)
     expected = generate(decoder, 2)
-    decoder.compile(backend="specache", options={**SMALL, "bits": 2, "policy": policy})
+    decoder.compile(backend="specache", options={**TWO_LANES, "bits": 2, "policy": policy})
     out = generate(decoder, 60)
     assert all(logits.isfinite().all() for logits in out.logits)
     for found, wanted in zip(out.logits, expected.logits, strict=False):  # all pairs are in the window yet
@@ -216,7 +216,7 @@ def test_models_of_one_class_that_differ_in_a_number_are_rewritten(
     for overrides in differ:
         decoder = build(name, **overrides)
         expected = generate(decoder, 12).sequences
-        decoder.compile(backend="specache", options={**SMALL, "bits": 16, "strict": True})
+        decoder.compile(backend="specache", options={**TWO_LANES, "bits": 16, "strict": True})
         out = generate(decoder, 12)
         assert torch.equal(out.sequences, expected)
         assert specache_fx.stats(out.past_key_values).exact_hit_rate == 1.0
@@ -226,7 +226,7 @@ def test_models_of_one_class_that_differ_in_a_number_are_rewritten(
 @pytest.mark.parametrize("case", ["llama", "gpt2"])
 def test_dynamic_true_changes_nothing(case: str) -> None:
     decoder = model(case)
-    decoder.compile(backend="specache", dynamic=True, options={**SMALL, "bits": 16, "strict": True})
+    decoder.compile(backend="specache", dynamic=True, options={**TWO_LANES, "bits": 16, "strict": True})
     out = generate(decoder, 30)
     assert torch.equal(out.sequences[:, PROMPT_LEN:], eager(case)[0][:, :30])
     assert specache_fx.stats(out.past_key_values).exact_hit_rate == 1.0
@@ -237,7 +237,7 @@ def test_layers_whose_lanes_are_traced_once_equal_eager() -> None:
     made, watch = build("deepseek_v3", 4), Watch()
     expected = generate(made, FEW_TOKENS)
     made.compile(
-        backend=partial(Backend(), options={**SMALL, "bits": 16, "strict": True}, observe=watch.observe)
+        backend=partial(Backend(), options={**TWO_LANES, "bits": 16, "strict": True}, observe=watch.observe)
     )
     found = generate(made, FEW_TOKENS)
     assert torch.equal(found.sequences, expected.sequences)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from support.cases import nightly_unless
 from support.models import KVPairs, TinyConfig, TinyDecoder
-from support.zoo import SMALL, build
+from support.zoo import SMALL, TWO_LANES, build
 from torch import Tensor
 
 import specache_fx
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 CLOSE = {"rtol": 2e-4, "atol": 2e-4}
 EXACT = {**SMALL, "bits": 16, "strict": True}
-LOSSY = {**SMALL, "bits": 1, "top_k": 4, "track_hit_rates": "steps"}
+LOSSY = {**TWO_LANES, "bits": 1, "top_k": 4, "track_hit_rates": "steps"}
 LENGTH = 21
 CONFIGS = {
     "plain": TinyConfig(num_layers=1),

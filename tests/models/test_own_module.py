@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from support.own_modules import VOCAB_SIZE, OwnConfig, OwnDecoder
-from support.zoo import SMALL, build, left_padded
+from support.zoo import TWO_LANES, build, left_padded
 from torch import Tensor, nn
 from torch._dynamo.exc import BackendCompilerFailed
 
@@ -18,7 +18,7 @@ from specache_fx import CacheHandleError, ConfigError, UnsupportedGraphError
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 EXACT = {"rtol": 2e-4, "atol": 2e-4}
-OPTIONS = {**SMALL, "bits": 16}
+OPTIONS = {**TWO_LANES, "bits": 16}
 Past = Sequence[tuple[Tensor, Tensor]]
 
 

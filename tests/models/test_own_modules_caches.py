@@ -26,7 +26,13 @@ from torch import Tensor
 import specache_fx
 from specache_fx.runtime import handle_tensor
 
-OPTIONS: dict[str, Any] = {"group_size": 8, "residual_length": 8, "top_k": 8, "lowering": "eager"}
+OPTIONS: dict[str, Any] = {
+    "group_size": 8,
+    "residual_length": 8,
+    "top_k": 8,
+    "lowering": "eager",
+    "lookahead": "token",
+}
 # Two ways of being exact: nothing is lost by quantising, or every low-bit pair is replaced by its original in time.
 EXACT: dict[str, dict[str, Any]] = {"16 bits": {"bits": 16}, "all staged": {"bits": 1, "top_k": 64}}
 TOKENS_FIRST: tuple[Layout, ...] = ("tokens first", "heads merged")

@@ -43,7 +43,7 @@ def ours(name: str, prefill_chunk_size: int | None = None, layers: int | None = 
 def test_resident_layers_are_whole_on_the_device_and_the_others_are_not(
     resident: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    out = ours("plain", bits=1, top_k=128, resident_layers=resident)
+    out = ours("plain", bits=1, top_k=128, resident_layers=resident, lookahead="token")
     assert torch.equal(out.sequences, eager("plain"))
     assert ("resident_layers=9 keeps each of the 2 layers" in caplog.text) == (resident == 9)
     stats = specache_fx.stats(out.past_key_values)

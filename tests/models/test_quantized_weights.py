@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from support.cases import nightly_unless
-from support.zoo import SMALL, build, left_padded
+from support.zoo import TWO_LANES, build, left_padded
 from torch import nn
 from torchao.prototype.quantization.int4 import PrototypeInt4WeightOnlyConfig
 from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig, IntxWeightOnlyConfig, quantize_
@@ -43,7 +43,7 @@ def quantised(weights: str) -> nn.Module:
 def test_quantised_model_equals_itself_uncompiled(weights: str) -> None:
     plain = quantised(weights)
     model = copy.deepcopy(plain)
-    model.compile(backend="specache", options={**SMALL, "bits": 16, "lowering": "eager"})
+    model.compile(backend="specache", options={**TWO_LANES, "bits": 16, "lowering": "eager"})
     kwargs: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False, "return_dict_in_generate": True}
     expected = plain.generate(**PROMPT, output_logits=True, **kwargs)
     found = model.generate(**PROMPT, output_logits=True, **kwargs)

@@ -32,7 +32,7 @@ from support.saved_cases import (
     read,
     run_own,
 )
-from support.zoo import SMALL, build
+from support.zoo import SMALL, TWO_LANES, build
 from torch import nn
 
 import specache_fx
@@ -178,11 +178,13 @@ def test_saving_leaves_the_cache_as_it_was(model: Any, tmp_path: Path) -> None:
     assert go_on(model, past, ids, mask) == go_on(model, other, ids, mask)
 
 
-def test_options_that_decide_nothing_of_what_is_held_are_the_models(saved: Path) -> None:
-    past = specache_fx.load(specache_fx.compile(build("plain"), **SMALL, **CASE.options), saved)
+def test_options_that_decide_nothing_of_what_is_held_are_the_models(tmp_path: Path) -> None:
+    model, saved = specache_fx.compile(build("plain"), **TWO_LANES, **CASE.options), tmp_path / "cache"
+    specache_fx.save(read(model, CASE)[0], saved)
+    past = specache_fx.load(model, saved)
     session = session_of(past)
     assert session.speculative_token is not None
-    options = {**SMALL, **CASE.options, "top_k": 4, "host": "disk"}
+    options = {**TWO_LANES, **CASE.options, "top_k": 4, "host": "disk"}
     past = specache_fx.load(specache_fx.compile(build("plain"), **options), saved)
     session = session_of(past)
     assert session.speculative_token is None

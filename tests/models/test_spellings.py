@@ -34,7 +34,14 @@ from specache_fx import decode_runner
 from specache_fx.runtime import registry
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
-OPTIONS: dict[str, Any] = {"bits": 16, "group_size": 4, "residual_length": 4, "top_k": 4, "lowering": "eager"}
+OPTIONS: dict[str, Any] = {
+    "bits": 16,
+    "group_size": 4,
+    "residual_length": 4,
+    "top_k": 4,
+    "lowering": "eager",
+    "lookahead": "token",
+}
 Graphs = list[tuple[int, int]]
 
 

@@ -27,6 +27,7 @@ USUAL = {
     "group_size": 4,
     "residual_length": 3,
     "top_k": 3,
+    "lookahead": "token",
     "reserve": 36,
 }
 VOCAB = 40
@@ -86,7 +87,7 @@ FORMS: dict[str, dict[str, Any]] = {
 BY_ATEN: dict[str, dict[str, Any]] = {
     "same step, padding": {"lookahead": "none", "padding": 3},
     "same step, 1 bit": {"lookahead": "none", "bits": 1, "kernel": "reference"},
-    "keys alone": {"policy": "kcache", "kernel": "reference", "padding": 3},
+    "keys alone": {"policy": "kcache", "lookahead": "none", "kernel": "reference", "padding": 3},
     "exact": {"bits": 16, "kernel": "reference"},
     "sinks, windows": {"sink_tokens": 2, "windows": True},
     "NUQ, max, keep": {"quantizer": "nuq", "aggregation": "max", "on_miss": "keep", "kernel": "reference"},

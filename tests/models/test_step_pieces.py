@@ -13,7 +13,7 @@ from support.fixed_modules import FixedDecoder, FixedLayer
 from support.fixed_modules import generate as generate_in_buffers
 from support.hooked import Hooked, logits
 from support.own_modules import OwnConfig, OwnDecoder, greedy
-from support.zoo import SMALL
+from support.zoo import TWO_LANES
 from torch import Tensor, nn
 from torch._dynamo.exc import BackendCompilerFailed
 
@@ -21,7 +21,7 @@ import specache_fx
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
-OPTIONS: dict[str, Any] = {**SMALL, "bits": 1, "top_k": 64, "lowering": "eager"}
+OPTIONS: dict[str, Any] = {**TWO_LANES, "bits": 1, "top_k": 64, "lowering": "eager"}
 BROKEN = (
     "torch._dynamo.graph_break() breaks the graph (Call to `torch._dynamo.graph_break()`: User-inserted graph"
 )

@@ -15,7 +15,14 @@ import specache_fx
 from specache_fx.runtime import tracing
 
 STEPS = 6
-OPTIONS = {"bits": 2, "group_size": 4, "residual_length": 4, "top_k": 4, "lowering": "eager"}
+OPTIONS = {
+    "bits": 2,
+    "group_size": 4,
+    "residual_length": 4,
+    "top_k": 4,
+    "lowering": "eager",
+    "lookahead": "token",
+}
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from architectures import measure
 from support.cases import nightly_unless
 from support.models import TinyConfig, TinyDecoder
 from support.models import generate as decode
-from support.zoo import SMALL, WINDOW, WINDOWED_NAMES, build, left_padded
+from support.zoo import TWO_LANES, WINDOW, WINDOWED_NAMES, build, left_padded
 from torch import Tensor
 
 from specache_fx import backend
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 STEPS = 40
 SHORT, LONG = (8, 12), (15, 21)  # prompts of a window's tokens at most, and of more
-OPTIONS: dict[str, Any] = {**SMALL, "top_k": 128, "strict": True}
+OPTIONS: dict[str, Any] = {**TWO_LANES, "top_k": 128, "strict": True}
 
 
 def generate(model: Any, lengths: tuple[int, ...], steps: int = STEPS, **kwargs: Any) -> Any:

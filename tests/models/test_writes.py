@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from support.cases import nightly_unless
 from support.ways import own_loop
-from support.zoo import SMALL, build
+from support.zoo import TWO_LANES, build
 from torch import Tensor, nn
 from torch._dynamo.exc import BackendCompilerFailed
 
@@ -142,7 +142,7 @@ def test_a_write_is_seen_by_what_reads_after_it(where: str, names: tuple[str, ..
     write = in_turn(names)
     expected = logits(Writing(where, write))
     strict = lookahead == "query" or (where, names) not in ONE_LANE
-    options = {**SMALL, "bits": 16, "lookahead": lookahead, "strict": strict}
+    options = {**TWO_LANES, "bits": 16, "lookahead": lookahead, "strict": strict}
     found = logits(torch.compile(Writing(where, write), backend="specache", options=options))
     torch.testing.assert_close(found, expected, rtol=2e-4, atol=2e-4)
 
@@ -178,7 +178,7 @@ def test_positions_may_be_read_before_all_of_them_are_written(
 
     expected = logits(Early("", lambda x: None))
     found = logits(
-        torch.compile(Early("", lambda x: None), backend="specache", options={**SMALL, "bits": 16})
+        torch.compile(Early("", lambda x: None), backend="specache", options={**TWO_LANES, "bits": 16})
     )
     torch.testing.assert_close(found, expected, rtol=2e-4, atol=2e-4)
     assert not caplog.text
@@ -187,7 +187,7 @@ def test_positions_may_be_read_before_all_of_them_are_written(
 def test_new_keys_may_be_written_to_after_they_were_appended(caplog: pytest.LogCaptureFixture) -> None:
     expected = logits(Writing("new keys", lambda x: None))
     model = torch.compile(
-        Writing("new keys", lambda x: None), backend="specache", options={**SMALL, "bits": 16}
+        Writing("new keys", lambda x: None), backend="specache", options={**TWO_LANES, "bits": 16}
     )
     torch.testing.assert_close(logits(model), expected, rtol=2e-4, atol=2e-4)
     assert not caplog.text
@@ -195,7 +195,7 @@ def test_new_keys_may_be_written_to_after_they_were_appended(caplog: pytest.LogC
 
 def test_sinusoids_in_a_fresh_tensor_are_compiled_once() -> None:
     model = Writing("fresh", lambda x: None)
-    compiled = torch.compile(model, backend="specache", options={**SMALL, "bits": 16, "strict": True})
+    compiled = torch.compile(model, backend="specache", options={**TWO_LANES, "bits": 16, "strict": True})
     with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
         counted: list[int] = []
         lower = decode_runner.lower_static
@@ -221,7 +221,7 @@ def test_a_rope_that_changes_on_the_way_equals_eager() -> None:
     for compiled in (False, True):
         model = build("llama", max_position_embeddings=64, rope_parameters=dict(rope))
         if compiled:
-            model.compile(backend="specache", options={**SMALL, "bits": 16})
+            model.compile(backend="specache", options={**TWO_LANES, "bits": 16})
         found.append(own_loop(model, prompt, 20))
     torch.testing.assert_close(found[1], found[0], rtol=2e-4, atol=2e-4)
 
@@ -240,7 +240,7 @@ def test_autocast_is_in_the_graph(around: bool, caplog: pytest.LogCaptureFixture
     kind = Writing if around else Inside
     expected = run(kind("", lambda x: None))
     plain = logits(Writing("", lambda x: None))
-    options = {**SMALL, "bits": 16, "strict": True}
+    options = {**TWO_LANES, "bits": 16, "strict": True}
     found = run(torch.compile(kind("", lambda x: None), backend="specache", options=options))
     assert found.dtype == expected.dtype == torch.bfloat16
     # No further from float32 than the model's own rounding, and nearer to the model.
@@ -259,7 +259,7 @@ def test_autocast_that_is_turned_off_where_it_is_off_means_nothing() -> None:
                 return super().forward(ids, past)
 
     expected = logits(Outside("", lambda x: None))
-    options = {**SMALL, "bits": 16, "strict": True}
+    options = {**TWO_LANES, "bits": 16, "strict": True}
     model = torch.compile(Outside("", lambda x: None), backend="specache", options=options)
     torch.testing.assert_close(logits(model), expected, rtol=2e-4, atol=2e-4)
     with torch.no_grad():
@@ -278,7 +278,7 @@ def test_random_numbers_are_drawn_as_often_as_by_the_model(lookahead: str) -> No
         return logits(model)
 
     expected = run(Noisy("", lambda x: None))
-    options = {**SMALL, "bits": 16, "lookahead": lookahead, "strict": lookahead == "query"}
+    options = {**TWO_LANES, "bits": 16, "lookahead": lookahead, "strict": lookahead == "query"}
     found = run(torch.compile(Noisy("", lambda x: None), backend="specache", options=options))
     torch.testing.assert_close(found, expected, rtol=2e-4, atol=2e-4)
 
@@ -286,7 +286,7 @@ def test_random_numbers_are_drawn_as_often_as_by_the_model(lookahead: str) -> No
 @pytest.mark.parametrize(("where", "names"), ONE_LANE, ids=named)
 def test_strict_refuses_to_lose_the_second_lane(where: str, names: tuple[str, ...]) -> None:
     compiled = torch.compile(
-        Writing(where, in_turn(names)), backend="specache", options={**SMALL, "strict": True}
+        Writing(where, in_turn(names)), backend="specache", options={**TWO_LANES, "strict": True}
     )
     with pytest.raises((UnsupportedGraphError, BackendCompilerFailed), match='Take lookahead="query"'):
         logits(compiled)

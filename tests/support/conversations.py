@@ -380,6 +380,10 @@ class World:
             other = other and "kernel" not in self.setting.other and "lowering" not in self.setting.other
             # In Inductor's experts a row's rounding depends on all rows' tokens, without specache too: float16, 0.004.
             other_ids = other_ids and (self.setting.kind not in EXPERTS or options.get("lowering") == "eager")
+        if options.get("on_miss") == "keep" and self.setting.kind in WINDOWED:
+            columns = (
+                0  # lookahead starts over when a window fills, padding included; this lane never forgets when
+            )
         whole = whole and options.get("policy") != "kivi"  # whose later pieces read codes
         group = 1 if self.setting.exact else GROUP  # whose tokens stay together
         if row is not None and not options.get("accept_guesses"):

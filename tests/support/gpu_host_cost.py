@@ -136,7 +136,7 @@ def layer_step(track_hit_rates: bool) -> dict[str, Any]:
     from specache_fx.runtime.session import Session
     from specache_fx.runtime.triton_steps import TritonSteps
 
-    config = SpecacheConfig(bits=2, track_hit_rates=track_hit_rates)
+    config = SpecacheConfig(bits=2, lookahead="token", track_hit_rates=track_hit_rates)
     session = Session(config, (LayerShape(KV_HEADS, DIM, DIM),), torch.bfloat16, CPU)
     session.kernel = KERNELS["triton"]
     with torch.inference_mode():

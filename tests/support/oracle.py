@@ -36,7 +36,7 @@ class OracleDecoder:
     def __init__(
         self, model: TinyDecoder, config: SpecacheConfig, compute_dtype: torch.dtype = torch.float32
     ) -> None:
-        self.model, self.config, self.compute_dtype = model, config, compute_dtype
+        self.model, self.config, self.compute_dtype = model, config.for_device("cpu"), compute_dtype
         self.form = ScoreForm(model.config.softcap, model.slopes, model.sinks)
         self.caches: list[OracleCache] = []
         self.tokens: list[list[int | None]] = []  # by batch row; None where padding is

@@ -58,7 +58,7 @@ def refusal(folder: Path) -> str:
     """Why `strict` refuses a model that is given embeddings."""
     torch._dynamo.reset()
     model = AutoModelForCausalLM.from_pretrained(folder, distributed_config=DistributedConfig(tp_plan="auto"))
-    model.compile(backend="specache", options={"strict": True, "lowering": "eager"})
+    model.compile(backend="specache", options={"strict": True, "lowering": "eager", "lookahead": "token"})
     try:
         with torch.no_grad():
             cache = model(torch.arange(20)[None]).past_key_values

@@ -232,7 +232,7 @@ def llama() -> None:
 
 def _whole_step(shape: CaseShape, reads_masks: bool) -> None:
     """The launches of `TritonSteps`, which read lengths from the device's memory."""
-    config = SpecacheConfig(bits=shape.bits, quantizer=shape.quantizer)
+    config = SpecacheConfig(bits=shape.bits, quantizer=shape.quantizer, lookahead="token")
     heads, dim = shape.num_kv_heads, shape.key_dim
     session = Session(config, (LayerShape(heads, dim, dim),), shape.dtype, CPU)
     session.kernel = KERNELS["triton"]

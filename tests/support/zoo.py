@@ -23,6 +23,8 @@ PAD_TOKEN_ID = 0
 MAX_POSITIONS = 512
 # Every option acts within a few dozen tokens.
 SMALL: dict[str, Any] = {"group_size": 8, "residual_length": 8, "top_k": 8, "lowering": "eager"}
+TWO_LANES = SMALL | {"lookahead": "token"}
+"""On a CPU too."""
 
 COMMON: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,

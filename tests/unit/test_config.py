@@ -72,7 +72,7 @@ def test_a_policy_has_bits_and_a_lookahead_of_its_own() -> None:
     assert (config.bits, config.lookahead, config.num_lanes) == (16, "none", 1)
     same = (SpecacheConfig(**asdict(config)), SpecacheConfig(policy="kcache", bits=16, lookahead="none"))
     assert same == (config, config)
-    assert (SpecacheConfig().bits, SpecacheConfig().lookahead) == (2, "token")
+    assert (SpecacheConfig().bits, SpecacheConfig().lookahead) == (2, "auto")
 
 
 def test_lookahead_hides_a_bus_where_there_is_one(caplog: pytest.LogCaptureFixture) -> None:

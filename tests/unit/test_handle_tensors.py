@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from support.cases import nightly_unless
-from support.zoo import SMALL, build, left_padded
+from support.zoo import SMALL, TWO_LANES, build, left_padded
 from torch import Tensor, nn
 
 import specache_fx
@@ -91,7 +91,7 @@ def test_a_peft_model_is_uncompiled_with_the_module_inside(fresh_dynamo: None) -
 
 
 def test_explain_follows_a_peft_model_inside(fresh_dynamo: None) -> None:
-    said = specache_fx.explain(peft_model(), options={**SMALL, "bits": 16}, input_ids=IDS[:1])
+    said = specache_fx.explain(peft_model(), options={**TWO_LANES, "bits": 16}, input_ids=IDS[:1])
     assert any("2 lanes" in line for line in str(said).splitlines()), str(said)
 
 
