@@ -350,7 +350,9 @@ def test_inference_mode_of_the_model_itself() -> None:
 
 def test_explain_of_a_fixed_cache() -> None:
     report = specache_fx.explain(
-        FixedDecoder("index_put"), run=lambda each: generate(each, prompt(9), 3, by_number=False)
+        FixedDecoder("index_put"),
+        options={"lookahead": "token"},
+        run=lambda each: generate(each, prompt(9), 3, by_number=False),
     )
     assert [len(graph.rewritten) for graph in report.graphs] == [1, 1] and report.graphs[1].lanes == 2
 
