@@ -60,15 +60,17 @@ KINDS = (
 LATENT = ("deepseek_v3",)
 EXACT: tuple[dict[str, Any], ...] = (
     {"bits": 16},
+    {"bits": 16, "lookahead": "token"},
     {"bits": 16, "accept_guesses": True},
-    {"bits": 1, "top_k": 512, "resident_layers": 1, "sink_tokens": 3},
+    {"bits": 1, "lookahead": "token", "top_k": 512, "resident_layers": 1, "sink_tokens": 3},
     {"bits": 2, "residual_length": 512},
     {"policy": "kcache", "top_k": 512},
     {"bits": 1, "lookahead": "none", "key_share": 0.0},
 )
 LOW: tuple[dict[str, Any], ...] = (
     {"bits": 2},
-    {"bits": 1},
+    {"bits": 2, "lookahead": "token"},
+    {"bits": 1, "lookahead": "token"},
     {"bits": 1, "quantizer": "kivi", "on_miss": "keep", "sink_tokens": 3},
     {"bits": 2, "quantizer": "kivi", "on_miss": "refetch"},
     {"bits": 2, "on_miss": "refetch", "residual_length": 3},
@@ -76,9 +78,8 @@ LOW: tuple[dict[str, Any], ...] = (
     {"bits": 2, "lookahead": "none", "sink_tokens": 2, "aggregation": "max"},
     {"bits": 2, "accept_guesses": True},
     {"bits": 2, "policy": "kivi"},
-    {"bits": 2, "lookahead": "auto"},
-    {"bits": 1, "lookahead": "auto", "sink_tokens": 3, "resident_layers": 1},
-    {"bits": 1, "quantizer": "kivi", "key_share": 0.05, "value_share": 0.1},
+    {"bits": 1, "sink_tokens": 3, "resident_layers": 1},
+    {"bits": 1, "lookahead": "token", "quantizer": "kivi", "key_share": 0.05, "value_share": 0.1},
     {"policy": "kcache"},
 )
 SAME: tuple[dict[str, Any], ...] = (
@@ -88,7 +89,7 @@ SAME: tuple[dict[str, Any], ...] = (
     {"track_hit_rates": False},
 )
 # Each new number of rows, mask or option is a second of compiling.
-BY_DAY = (Setting("plain-window", {"bits": 2}, masked=True),)
+BY_DAY = (Setting("plain-window", {"bits": 2, "lookahead": "token"}, masked=True),)
 # One number gives the settings and all that is drawn of them.
 SEED = int(os.environ.get("FUZZ_SEED", "0"))
 SETTINGS = [any_setting(2 * SEED), any_setting(2 * SEED + 1)] if SEED else [*BY_DAY]

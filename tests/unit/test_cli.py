@@ -26,6 +26,7 @@ from typer.testing import CliRunner
 
 from specache_fx.cli import app
 from specache_fx.config import BITS, SpecacheConfig
+from specache_fx.demo import METHODS
 from specache_fx.errors import ConfigError
 from specache_fx.plan import plan
 from specache_fx.sizes import format_size, parse_size
@@ -256,14 +257,14 @@ def test_demo_runs_every_method_and_writes_what_it_measured(tmp_path: Path, fres
     assert {"torch", "transformers", "specache-fx"} <= set(report["versions"])
     assert "commit" in report
     rows = {row["method"]: row for row in report["rows"]}
-    assert list(rows) == ["full cache", "KIVI 2-bit", "KIVI 1-bit", "SpeCache 2-bit", "SpeCache 1-bit"]
+    assert list(rows) == list(METHODS)
     for method in rows:
         assert method in result.output
     length, layers, heads, head_dim = 400 + 2 + 3, 2, 2, 64  # the last of the four new tokens is never fed
     assert rows["full cache"]["device_bytes"] == layers * heads * length * 2 * head_dim * 2
     assert rows["full cache"]["ratio"] == 1
     for bits in (1, 2):
-        kivi, specache = rows[f"KIVI {bits}-bit"], rows[f"SpeCache {bits}-bit"]
+        kivi, specache = rows[f"KIVI {bits}-bit"], rows[f"SpeCache {bits}-bit, token"]
         # The window's buffer is what grew since prefill.
         config = SpecacheConfig(policy="kivi", bits=bits, residual_length=128)
         assert plan(layers, heads, head_dim, 402, 1, config).device_bytes < kivi["device_bytes"]
