@@ -89,7 +89,10 @@ SAME: tuple[dict[str, Any], ...] = (
     {"track_hit_rates": False},
 )
 # Each new number of rows, mask or option is a second of compiling.
-BY_DAY = (Setting("plain-window", {"bits": 2, "lookahead": "token"}, masked=True),)
+BY_DAY = (
+    Setting("plain-window", {"bits": 2, "lookahead": "token"}, masked=True),
+    Setting("plain-window", {"bits": 2}, masked=True),
+)
 # One number gives the settings and all that is drawn of them.
 SEED = int(os.environ.get("FUZZ_SEED", "0"))
 SETTINGS = [any_setting(2 * SEED), any_setting(2 * SEED + 1)] if SEED else [*BY_DAY]

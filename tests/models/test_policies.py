@@ -76,7 +76,7 @@ def sinks_of(past: Any) -> list[list[list[int]]]:
 
 @pytest.mark.parametrize("policy", nightly_unless(lambda policy: policy == "specache", ["specache", "kivi"]))
 def test_sinks_are_not_put_on_padding_when_a_chunk_is_nothing_else(policy: str) -> None:
-    exact = {"specache": {"bits": 1, "top_k": 128}, "kivi": {"bits": 8}}[policy]
+    exact = {"specache": {"bits": 1, "lookahead": "token", "top_k": 128}, "kivi": {"bits": 8}}[policy]
     out = ours("plain", policy=policy, sink_tokens=3, prefill_chunk_size=6, layers=1, **exact)
     if policy == "specache":
         assert torch.equal(out.sequences, eager("plain", 1))
