@@ -232,7 +232,7 @@ class SpecacheConfig:
         if self.accept_guesses and (self.num_lanes == 1 or self.on_miss != "recover"):
             raise ConfigError(
                 'accept_guesses=True needs a speculative token, and the guesses of on_miss="recover". It goes with'
-                ' policy="specache" and lookahead="token", the defaults. Leave it out, or the contradicting option.'
+                ' policy="specache" and lookahead="token". Leave it out, or the contradicting option.'
             )
         if self.host_dir is not None:
             if not isinstance(self.host_dir, (str, Path)):

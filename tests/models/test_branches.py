@@ -8,18 +8,12 @@ from typing import Any
 import pytest
 import torch
 from support.models import KVPairs, TinyConfig, TinyDecoder
+from support.zoo import TWO_LANES
 from torch import Tensor
 
 import specache_fx
 
-OPTIONS: dict[str, Any] = {
-    "bits": 16,
-    "group_size": 4,
-    "residual_length": 4,
-    "top_k": 4,
-    "lowering": "eager",
-    "lookahead": "token",
-}
+OPTIONS = TWO_LANES | {"bits": 16, "group_size": 4, "residual_length": 4, "top_k": 4}
 PROMPT = torch.randint(61, (2, 20), generator=torch.Generator().manual_seed(0))
 A, B, C = (torch.tensor([[i], [i + 1]]) for i in (5, 17, 40))
 

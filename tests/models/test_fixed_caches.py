@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from support.cases import nightly_unless
 from support.fixed_modules import BY_NUMBER, BY_TENSOR, OF_ROWS, VOCAB_SIZE, FixedDecoder, generate
+from support.zoo import TWO_LANES
 from torch import Tensor
 from torch._dynamo.exc import BackendCompilerFailed
 from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
@@ -23,10 +24,7 @@ from specache_fx.capture import normalize_attention
 from specache_fx.errors import CacheHandleError, SavedCacheError
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
-OPTIONS: dict[str, Any] = {
-    "group_size": 8, "residual_length": 8, "top_k": 8, "lowering": "eager", "strict": True, "bits": 16,
-    "lookahead": "token",
-}  # fmt: skip
+OPTIONS = TWO_LANES | {"bits": 16, "strict": True}
 ALL_STAGED = {"bits": 1, "top_k": 256}
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from support.cases import nightly_unless
+from support.zoo import TWO_LANES
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
@@ -26,10 +27,7 @@ from specache_fx.runtime import fixed_buffers
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 WINDOW, VOCAB_SIZE = 16, 97
-OPTIONS: dict[str, Any] = {
-    "group_size": 8, "residual_length": 8, "top_k": 8, "lowering": "eager", "strict": True, "bits": 16,
-    "lookahead": "token",
-}  # fmt: skip
+OPTIONS = TWO_LANES | {"bits": 16, "strict": True}
 ALL_STAGED = {"bits": 1, "top_k": 256}
 SIZES: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,

@@ -27,7 +27,7 @@ from support.flex_modules import (
     one_block,
 )
 from support.own_modules import VOCAB_SIZE, Run, greedy
-from support.zoo import SMALL, build, left_padded
+from support.zoo import SMALL, TWO_LANES, build, left_padded
 from torch import Tensor
 from torch._higher_order_ops.flex_attention import flex_attention as FLEX
 from torch.fx import GraphModule
@@ -39,14 +39,7 @@ from specache_fx.backend import Backend
 from specache_fx.capture.program import Phase, Program
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
-OPTIONS: dict[str, Any] = {
-    "group_size": 8,
-    "residual_length": 8,
-    "top_k": 8,
-    "lowering": "eager",
-    "bits": 16,
-    "lookahead": "token",
-}
+OPTIONS = TWO_LANES | {"bits": 16}
 
 
 @pytest.fixture(autouse=True)

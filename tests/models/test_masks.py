@@ -18,14 +18,7 @@ import specache_fx
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
-OPTIONS: dict[str, Any] = {
-    "bits": 16,
-    "group_size": 4,
-    "residual_length": 4,
-    "top_k": 4,
-    "lowering": "eager",
-    "lookahead": "token",
-}
+OPTIONS = TWO_LANES | {"bits": 16, "group_size": 4, "residual_length": 4, "top_k": 4}
 
 
 def compiled(model: torch.nn.Module) -> Any:

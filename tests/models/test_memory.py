@@ -24,14 +24,7 @@ from specache_fx.runtime import registry
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
-OPTIONS: dict[str, Any] = {
-    "bits": 1,
-    "group_size": 8,
-    "residual_length": 8,
-    "top_k": 4,
-    "lowering": "eager",
-    "lookahead": "token",
-}
+OPTIONS = TWO_LANES | {"bits": 1, "top_k": 4}
 WIDE = {"hidden_size": 64, "num_heads": 8, "num_kv_heads": 8, "head_dim": 32, "max_positions": 4096}
 
 

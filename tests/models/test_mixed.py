@@ -8,6 +8,7 @@ import pytest
 import torch
 from support.models import TinyConfig, TinyDecoder, generate
 from support.open_sessions import session_of
+from support.zoo import TWO_LANES
 from torch import Tensor
 
 import specache_fx
@@ -15,14 +16,7 @@ from specache_fx.runtime import registry
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
-OPTIONS: dict[str, Any] = {
-    "bits": 16,
-    "group_size": 4,
-    "residual_length": 4,
-    "top_k": 4,
-    "lowering": "eager",
-    "lookahead": "token",
-}
+OPTIONS = TWO_LANES | {"bits": 16, "group_size": 4, "residual_length": 4, "top_k": 4}
 PROMPT = torch.randint(61, (2, 20), generator=torch.Generator().manual_seed(0))
 
 

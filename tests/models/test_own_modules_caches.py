@@ -21,18 +21,13 @@ from support.own_modules import (
     Run,
     greedy,
 )
+from support.zoo import TWO_LANES
 from torch import Tensor
 
 import specache_fx
 from specache_fx.runtime import handle_tensor
 
-OPTIONS: dict[str, Any] = {
-    "group_size": 8,
-    "residual_length": 8,
-    "top_k": 8,
-    "lowering": "eager",
-    "lookahead": "token",
-}
+OPTIONS = TWO_LANES
 # Two ways of being exact: nothing is lost by quantising, or every low-bit pair is replaced by its original in time.
 EXACT: dict[str, dict[str, Any]] = {"16 bits": {"bits": 16}, "all staged": {"bits": 1, "top_k": 64}}
 TOKENS_FIRST: tuple[Layout, ...] = ("tokens first", "heads merged")

@@ -26,6 +26,7 @@ from support.hooked import (
     logits,
 )
 from support.open_sessions import all_end
+from support.zoo import TWO_LANES
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -34,14 +35,7 @@ from specache_fx import decode_runner
 from specache_fx.runtime import registry
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
-OPTIONS: dict[str, Any] = {
-    "bits": 16,
-    "group_size": 4,
-    "residual_length": 4,
-    "top_k": 4,
-    "lowering": "eager",
-    "lookahead": "token",
-}
+OPTIONS = TWO_LANES | {"bits": 16, "group_size": 4, "residual_length": 4, "top_k": 4}
 Graphs = list[tuple[int, int]]
 
 

@@ -9,20 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from support.zoo import build
+from support.zoo import TWO_LANES, build
 
 import specache_fx
 from specache_fx.runtime import tracing
 
 STEPS = 6
-OPTIONS = {
-    "bits": 2,
-    "group_size": 4,
-    "residual_length": 4,
-    "top_k": 4,
-    "lowering": "eager",
-    "lookahead": "token",
-}
+OPTIONS = TWO_LANES | {"bits": 2, "group_size": 4, "residual_length": 4, "top_k": 4}
 
 
 @pytest.fixture(scope="module")
