@@ -116,15 +116,20 @@ def test_a_session_whose_end_was_interrupted_ends_with_the_next_call(
     host, usual, of_session = session.host, Transfer.close, id(session.transfer)
 
     def struck(self: Transfer) -> None:
-        if id(self) != of_session:  # a cache of an earlier test, collected here
+        if id(self) != of_session:  # a cache of an earlier test
             return usual(self)
         monkeypatch.setattr(Transfer, "close", usual)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(Transfer, "close", struck)
     monkeypatch.setattr(sys, "unraisablehook", lambda *_: None)  # a finalizer's
-    del past
-    gc.collect()
+    gc.collect()  # an earlier test's cache that ended after ours would end ours too
+    gc.disable()
+    try:
+        del past
+        gc.collect()
+    finally:
+        gc.enable()
     assert host.nbytes > 0
     prompt(model)
     assert host.nbytes == 0 and session.host is None
