@@ -114,7 +114,7 @@ def _fits(attention: Node, program: Program, kernel: str, exact: bool) -> bool:
         num_queries=lanes * num_heads // sides[1].shape[2],
         expands=expands,
         aggregation=config.aggregation,
-        corrects=config.corrects and not exact,
+        cpu_reads=config.cpu_reads and not exact,
     )
     return KERNELS[kernel].misfit(layer) is None
 

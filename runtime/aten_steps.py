@@ -19,6 +19,7 @@ from specache_fx.config import SpecacheConfig
 from specache_fx.runtime import triton_ops
 from specache_fx.runtime.device_steps import DeviceSteps
 from specache_fx.runtime.kernels import DecodeInputs, Kernel
+from specache_fx.runtime.kernels.triton_kernel import TritonKernel
 from specache_fx.runtime.layer_state import LayerCall, LayerState
 from specache_fx.runtime.select import count_overlap, select_topk
 from specache_fx.runtime.stored_tokens import StoredTokens
@@ -60,8 +61,10 @@ class AtenSteps(DeviceSteps):
     def of(
         cls, config: SpecacheConfig, kernel: Kernel, transfer: Transfer | None, device: torch.device
     ) -> AtenSteps | None:
-        """The steps of a session; None where a thread brings its rows, or attention reads them: none is captured."""
-        if config.corrects or (transfer is not None and not isinstance(transfer, KernelTransfer)):
+        """The steps of a session; None where the CPU brings its rows or reads them: no step is captured."""
+        if transfer is not None and not isinstance(transfer, KernelTransfer):
+            return None
+        if config.corrects and (transfer is None or not isinstance(kernel, TritonKernel)):
             return None
         if triton_ops.unavailable_reason(device) is not None:
             return None  # it tells the lengths

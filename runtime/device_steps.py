@@ -59,8 +59,8 @@ class DeviceSteps(WholeSteps):
         moved = [i for i, cache in layers.items() if self._lies_elsewhere(i, cache)]
         for i, cache in layers.items():
             if self._transfer is not None and not cache.is_exact:
-                self._transfer.update_table(i)
-        tables_moved = 0 if self._transfer is None else self._transfer.tables_moved
+                self._transfer.table(i)
+        tables_moved = 0 if self._transfer is None else self._transfer.tables.moved
         with torch.inference_mode(False):
             # A table may have moved since the last step: rows of a group that this filled were brought.
             if moved or tables_moved != self._tables_moved or facts.alike != self._alike:

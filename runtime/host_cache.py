@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from specache_fx.errors import HostMemoryError, SpecacheError
+from specache_fx.runtime.device_tables import DeviceTables
 from specache_fx.runtime.host_blocks import STORES
 
 ALIGN_TOKENS = 64
@@ -102,7 +103,7 @@ class HostCache:
         reserve: Tokens that a layer's first block has room for at least.
 
     Attributes:
-        num_read: int64 `[2]`, the keys and values that attention has read where they lie (`Originals`): it counts.
+        num_read: int64 `[2]` on the CPU, the keys and values that its kernels have read (`Originals`): they count.
     """
 
     def __init__(
@@ -128,6 +129,7 @@ class HostCache:
         self._ahead = self.is_pinned
         self._thread: ThreadPoolExecutor | None = None
         self._written: torch.cuda.Event | None = None  # CUDA: behind the last rows that come from the device
+        self._tables: dict[torch.device, DeviceTables] = {}
         self._closed = False
 
     @property
@@ -156,6 +158,26 @@ class HostCache:
         """
         self._check_open()
         return self._layers[layer].table
+
+    def tables_on(self, device: torch.device) -> DeviceTables:
+        """The tables on a device that reads the rows by itself."""
+        if device not in self._tables:
+            self._tables[device] = DeviceTables(device)
+        return self._tables[device]
+
+    def readable(self, layer: int, device: torch.device) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """`table` on an attention's device, None where that can't read the rows; and the counts that it adds to."""
+        if device.type == "cpu":
+            return self.table(layer), self.num_read
+        if not self.is_pinned:
+            return None, self.num_read
+        tables = self.tables_on(device)
+        return tables.copy_of(layer, self.table(layer)), tables.num_read
+
+    def count_read(self) -> list[int]:
+        """Keys and values that attention has read where they lie; waits for the devices that count."""
+        counts = [self.num_read, *(tables.num_read for tables in self._tables.values())]
+        return [sum(each) for each in zip(*(count.tolist() for count in counts), strict=True)]
 
     def append(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
         """Put tokens at a layer's end; all of them, or none where it raises.

@@ -92,13 +92,14 @@ class LayerCache(LayerState):
         if host is None or self.is_exact or not config.corrects:
             return None
         assert config.key_share is not None and config.value_share is not None
+        table, num_read = host.readable(layer, self.tensors.window[0].device)
         return Originals(
-            table=host.table(layer),
+            table=table,
             length=host.length(layer),
             read=functools.partial(host.read, layer),
             key_share=config.key_share,
             value_share=config.value_share,
-            num_read=host.num_read,
+            num_read=num_read,
         )
 
     def quantize_overflow(self) -> None:

@@ -389,7 +389,7 @@ def _forms(program: Program) -> list[LayerForm]:
             num_queries=config.num_lanes * (shape_of(site.core.query) or (1, 1))[1] // site.num_kv_heads,
             expands=site.expansion is not None,
             aggregation=config.aggregation,
-            corrects=config.corrects and site.layer not in exact,
+            cpu_reads=config.cpu_reads and site.layer not in exact,
         )
         for site in program.sites
     ]

@@ -110,7 +110,8 @@ class SpecacheConfig:
             no pair is read so. Of a group of heads the share is what `aggregation` says. Not with 16 bits, whose codes
             are exact.
         value_share: Of these pairs, one with a larger share by the exact keys has its value read too. None: as
-            `key_share`.
+            `key_share`. On a GPU, whose bus brings whole rows, all have: it is 0 there. There a step reads
+            `2 / key_share` pairs a kv head at most, those with the largest shares.
         on_miss: The action after a wrong speculative token. "recover" (the default): the scores of
             both tokens choose the next pairs, and the token that followed the last occurrence of the newest n-gram
             replaces the speculative one. "keep": the speculative lane goes on from its own token, and its scores alone
@@ -283,10 +284,12 @@ class SpecacheConfig:
 
     def for_device(self, kind: str) -> SpecacheConfig:
         """These options with `lookahead="auto"` decided, for a model on a device of that kind (`device.type`)."""
+        if kind != "cpu":
+            value_share = None if self.key_share is None else 0.0
+            lookahead: Lookahead = "token" if self.lookahead == "auto" else self.lookahead
+            return replace(self, lookahead=lookahead, value_share=value_share)
         if self.lookahead != "auto":
             return self
-        if kind != "cpu":
-            return replace(self, lookahead="token")
         if not self.placement.host_keys:
             return replace(self, lookahead="none")
         if self.top_k != type(self).top_k:
@@ -323,6 +326,11 @@ class SpecacheConfig:
     def corrects(self) -> bool:
         """Whether pairs are read from the host in the step that needs them."""
         return self.key_share is not None and self.bits != 16
+
+    @property
+    def cpu_reads(self) -> bool:
+        """Whether the CPU alone can read these: values are chosen apart from keys, or they are in a file."""
+        return self.corrects and (bool(self.value_share) or self.host == "disk")
 
     @property
     def stages(self) -> bool:

@@ -130,6 +130,7 @@ def summarise(sessions: Sequence[Session]) -> SessionStats:
     metrics = [session.metrics for session in sessions]
     hosts = [session.host for session in sessions if session.host is not None]
     hits = reduce(SplitHits.plus, [counted.split() for counted in metrics])
+    read_keys, read_values = map(sum, zip((0, 0), *(host.count_read() for host in hosts), strict=True))
     return SessionStats(
         device_bytes=sum(session.device_bytes for session in sessions),
         host_bytes=sum(session.host_bytes for session in sessions),
@@ -144,8 +145,8 @@ def summarise(sessions: Sequence[Session]) -> SessionStats:
         reused_rows=sum(copy.reused_rows for copy in copies),
         prefetch_seconds=sum(copy.copy_seconds for copy in copies),
         waited_seconds=sum(copy.waited_seconds for copy in copies),
-        read_keys=sum(int(host.num_read[0]) for host in hosts),
-        read_values=sum(int(host.num_read[1]) for host in hosts),
+        read_keys=read_keys,
+        read_values=read_values,
         exact_hit_rate=hits.all.exact_rate,
         topk_hit_rate=hits.all.topk_rate,
         attention_hit_rate=hits.all.attention_rate,

@@ -45,6 +45,7 @@ METHODS = {
     "transformers": Method.of("roomy"),
     "kivi-2": Method.of("kivi", bits=2, residual_length=64),
     "specache-2": Method.of("specache", bits=2),
+    "specache-2-corrected": Method.of("specache", bits=2, lookahead="token", key_share=2**-9),
     "specache-1": Method.of("specache", bits=1),
 }
 Found = dict[str, Any]

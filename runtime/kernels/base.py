@@ -25,15 +25,15 @@ class Originals:
     """The 16-bit pairs of a layer's quantised tokens, for attention that reads some in the step that needs them.
 
     Attributes:
-        table: `HostCache.table`.
+        table: `HostCache.table`, on the attention's device; None where that can't read the host's rows.
         length: Tokens that the host holds, at least the quantised ones.
         read: Copies tokens `start` to `stop` out: keys and values, `[batch, num_kv_heads, tokens, dim]` each.
         key_share: See `SpecacheConfig`.
         value_share: See `SpecacheConfig`.
-        num_read: int64 `[2]` on the CPU: keys and values that were read are added to it.
+        num_read: int64 `[2]`: keys and values that were read are added to it. On the CPU, or beside `table`.
     """
 
-    table: torch.Tensor
+    table: torch.Tensor | None
     length: int
     read: Callable[[int, int], tuple[torch.Tensor, torch.Tensor]]
     key_share: float
@@ -54,7 +54,8 @@ class LayerForm:
         num_queries: Queries of all lanes that share a kv head.
         expands: Keys and values are computed from a latent (`DecodeInputs.expand`).
         aggregation: See `DecodeInputs`.
-        corrects: Pairs are read from the host in the step that needs them (`DecodeInputs.originals`).
+        cpu_reads: Only the CPU can read the pairs that the step needs (`DecodeInputs.originals`): values are chosen
+            apart from keys, or the device can't read the host's rows.
     """
 
     dtypes: frozenset[torch.dtype]
@@ -65,7 +66,7 @@ class LayerForm:
     num_queries: int
     expands: bool
     aggregation: str
-    corrects: bool = False
+    cpu_reads: bool = False
 
 
 @dataclass(slots=True, kw_only=True)
@@ -169,7 +170,8 @@ class DecodeInputs(LaneInputs):
             num_queries=lanes * num_heads // self.key.shape[2],
             expands=self.expand is not None,
             aggregation=self.aggregation,
-            corrects=self.originals is not None,
+            cpu_reads=self.originals is not None
+            and (self.originals.value_share > 0 or self.originals.table is None),
         )
 
     @property

@@ -40,7 +40,8 @@ class ReferenceKernel(Kernel):
             shares = probs[..., : keys.shape[2]]
             whole = chosen & _chosen(inputs, shares, inputs.originals.value_share)
             values = torch.where(_by_head(whole, num_kv_heads)[..., None], exact_values, values)
-            inputs.originals.num_read.add_(torch.stack([chosen.sum(), whole.sum()]).cpu())
+            num_read = inputs.originals.num_read
+            num_read.add_(torch.stack([chosen.sum(), whole.sum()]).to(num_read.device))
         stored_probs, own_probs = probs.split([keys.shape[2], lanes], dim=-1)
         out = torch.einsum("lbhgn,bhnd->lbhgd", stored_probs, values)
         out = out + torch.einsum("lbhgm,mbhd->lbhgd", own_probs, own_value)
@@ -99,10 +100,15 @@ def _chosen(inputs: DecodeInputs, probs: torch.Tensor, share: float) -> torch.Te
     """
     shares = _joined(inputs, probs[:1])[0]
     shares[..., inputs.num_quantized :] = 0
-    if inputs.staged_indices is not None:
-        shares = torch.nn.functional.pad(shares, (0, 1))  # where empty slots go
-        shares = shares.scatter(-1, inputs.staged_indices.long() % shares.shape[-1], 0.0)[..., :-1]
-    return shares > share
+    return without_staged(inputs, shares) > share
+
+
+def without_staged(inputs: DecodeInputs, shares: torch.Tensor) -> torch.Tensor:
+    """`[batch, num_kv_heads, tokens]`, with 0 for those that are staged."""
+    if inputs.staged_indices is None:
+        return shares
+    shares = torch.nn.functional.pad(shares, (0, 1))  # where empty slots go
+    return shares.scatter(-1, inputs.staged_indices.long() % shares.shape[-1], 0.0)[..., :-1]
 
 
 def _margins(inputs: DecodeInputs, query: torch.Tensor) -> torch.Tensor:
@@ -116,11 +122,25 @@ def _margins(inputs: DecodeInputs, query: torch.Tensor) -> torch.Tensor:
         `[1, batch, num_kv_heads, num_kv_groups, stored tokens]`; 1 for the window, and where the error is unknown.
     """
     margins = query.new_ones(1, *query.shape[1:4], inputs.num_quantized + inputs.window_len)
-    if inputs.expand is None:
-        deviation = inputs.quantizer.score_deviation(inputs.key_planes, query[0] * inputs.scale)
-        if deviation is not None:
-            margins[0, ..., : inputs.num_quantized] = deviation.clamp(max=MOST_DEVIATION).exp()
+    if (deviation := score_deviation(inputs, query[0])) is not None:
+        margins[0, ..., : inputs.num_quantized] = deviation.exp()
     return margins
+
+
+def score_deviation(inputs: DecodeInputs, query: torch.Tensor) -> torch.Tensor | None:
+    """`Quantizer.score_deviation` of the step's keys, bounded.
+
+    Args:
+        inputs: Have the codes.
+        query: Lane 0's, at least float32 `[batch, num_kv_heads, num_kv_groups, key_dim]`.
+
+    Returns:
+        `[batch, num_kv_heads, num_kv_groups, num_quantized]`; None where it is unknown.
+    """
+    if inputs.expand is not None:
+        return None
+    deviation = inputs.quantizer.score_deviation(inputs.key_planes, query * inputs.scale)
+    return None if deviation is None else deviation.clamp(max=MOST_DEVIATION)
 
 
 def _by_head(chosen: torch.Tensor, num_kv_heads: int) -> torch.Tensor:

@@ -7,8 +7,48 @@ the memory is page-locked (unified addressing).
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
+
+from specache_fx.runtime import triton_ops
+from specache_fx.runtime.launches import launch
+
+_TILE_WORDS = 1024
+_WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
+
+
+def launch_copy(
+    rows: torch.Tensor, staged: torch.Tensor, missing: torch.Tensor, source: torch.Tensor, table: torch.Tensor
+) -> None:
+    """Launch `copy_rows`.
+
+    Args:
+        rows: The slots, `[batch, num_kv_heads, top_k, key_dim + value_dim]` of the KV dtype.
+        staged: The token in each, int32 `[batch, num_kv_heads, top_k]`.
+        missing: Tokens that come, likewise.
+        source: Of each slot its place in `missing`, or -1; likewise.
+        table: `HostCache.table`, on the device.
+    """
+    batch, heads, top_k, row_dim = rows.shape
+    row_bytes = row_dim * rows.element_size()
+    # The widest integer that a row is a whole number of.
+    words = rows.view(next(dtype for size, dtype in _WORDS.items() if row_bytes % size == 0))
+    padded = triton_ops.power_of_two(words.shape[3])
+    slots = max(min(_TILE_WORDS // padded, triton_ops.power_of_two(top_k)), 1)
+    launch(
+        copy_rows,
+        (batch * heads, -(-top_k // slots)),
+        rows=words,
+        staged=staged,
+        missing=missing,
+        source=source,
+        table=table,
+        top_k=top_k,
+        WORDS=words.shape[3],
+        WORDS_PAD=padded,
+        SLOTS=slots,
+    )
 
 
 @triton.jit

@@ -6,6 +6,7 @@ the rotation of the queries, where codes are of rotated pairs.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,12 +15,14 @@ from specache_fx.runtime import triton_ops
 from specache_fx.runtime.kernels.base import DecodeInputs, Kernel, LayerForm, listed
 from specache_fx.runtime.kernels.triton_arguments import (
     arguments_of,
+    bias_of,
     merge_arguments,
     norms_of,
     parts_of,
     taken_by,
     tile_widths,
 )
+from specache_fx.runtime.kernels.triton_correction import margins, with_large_shares
 from specache_fx.runtime.launches import Launch, launch
 
 _DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32})
@@ -51,8 +54,8 @@ class TritonKernel(Kernel):
                 "keys and values are computed from what is cached: latent attention, or KV heads that are repeated in"
                 " another order than by repeat_interleave(groups, dim=1)"
             )
-        if form.corrects:
-            return "it reads no pairs from the host in the step that needs them (key_share)"
+        if form.cpu_reads:
+            return "it reads whole pairs from page-locked memory: not with value_share, nor from a file (key_share)"
         if form.aggregation != "mean":
             return f"it has no aggregation={form.aggregation!r}"
         quantizer, most = form.quantizer, _MOST_CHANNELS
@@ -67,6 +70,15 @@ class TritonKernel(Kernel):
 
     def _attend(self, inputs: DecodeInputs) -> tuple[torch.Tensor, torch.Tensor]:
         """Paper: SpeCache eq. 1, Algorithm 3."""
+        if inputs.originals is not None and inputs.num_quantized:
+            _, shares = self._run(replace(inputs, scored_lanes=None), margins(inputs))
+            inputs = with_large_shares(inputs, shares[0])
+        return self._run(inputs, inputs.bias)
+
+    def _run(
+        self, inputs: DecodeInputs, bias_of_scores: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `_attend`, by codes and staged pairs. The selection scores have a bias of their own."""
         arguments = arguments_of(inputs)
         query, splits, value_dim = (arguments[name] for name in ("query", "splits", "VALUE_DIM"))
         lanes, batch, num_heads = query.shape[:3]
@@ -78,7 +90,7 @@ class TritonKernel(Kernel):
             for one in attention_launches(arguments):
                 one()
             if inputs.num_scored:
-                launch_scores(arguments | {"out": scores})
+                launch_scores(arguments | bias_of(bias_of_scores, query) | {"out": scores})
         return out, scores[lanes - inputs.num_scored :]
 
 

@@ -21,24 +21,20 @@ from specache_fx.runtime.transfer.base import CopyMetrics, Transfer
 from specache_fx.runtime.transfer.staging import Staging
 
 _TOKENS_AT_ONCE = 64
-_TILE_WORDS = 1024
-_WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
 class KernelTransfer(Transfer):
     """Kernels copy on the current stream, beside nothing. Args as `Transfer`; the device reads the host's rows.
 
     Attributes:
-        tables_moved: Times that the device got a table of the host's blocks at another address than before.
+        tables: Where the device finds the rows of all layers.
     """
 
     def __init__(self, host: HostCache, top_k: int, device: torch.device) -> None:
         super().__init__(host, top_k, device)
         # Rows that came, rows that stayed, tokens that the host did not hold; by layer, for their rows differ in size.
         self._counters: dict[int, torch.Tensor] = {}
-        # Of each layer the host's table as it was told last, and where the device has it.
-        self._tables: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        self.tables_moved = 0
+        self.tables = host.tables_on(device)
         # By shape: layers are copied one after the other, so that they share it.
         self._scratch: dict[tuple[int, ...], tuple[torch.Tensor, torch.Tensor]] = {}
 
@@ -63,16 +59,11 @@ class KernelTransfer(Transfer):
             layer: Layer number.
             told: Tokens that the host holds, int32 `[1]` on the device; None: as many as it holds now.
         """
-        from specache_fx.runtime.kernels.triton_gather import copy_rows, plan_slots
+        from specache_fx.runtime.kernels.triton_gather import launch_copy, plan_slots
 
-        self.update_table(layer)
-        staging, table = self.staging(layer), self._tables[layer][1]
+        staging, table = self.staging(layer), self.table(layer)
         counters, (missing, source) = self._of(layer, staging)
         batch, heads, top_k = staging.wanted.shape
-        rows = staging.rows.view(_word_of(staging))
-        words = rows.shape[3]
-        padded = triton_ops.power_of_two(words)
-        slots = max(min(_TILE_WORDS // padded, triton_ops.power_of_two(top_k)), 1)
         with triton_ops.on(self._device):
             launch(
                 plan_slots,
@@ -88,33 +79,11 @@ class KernelTransfer(Transfer):
                 TOLD=told is not None,
                 BLOCK=min(_TOKENS_AT_ONCE, triton_ops.power_of_two(top_k)),
             )
-            launch(
-                copy_rows,
-                (batch * heads, -(-top_k // slots)),
-                rows=rows,
-                staged=staging.indices,
-                missing=missing,
-                source=source,
-                table=table,
-                top_k=top_k,
-                WORDS=words,
-                WORDS_PAD=padded,
-                SLOTS=slots,
-            )
+            launch_copy(staging.rows, staging.indices, missing, source, table)
 
-    def update_table(self, layer: int) -> None:
-        """Tell the device where the host's rows are; see `HostCache.table`, and `tables_moved`."""
-        rows = self.host.table(layer)
-        told, table = self._tables.get(layer, (None, None))
-        if told is rows:
-            return
-        with torch.inference_mode(False):
-            if table is None or len(table) != len(rows):
-                table = torch.empty_like(rows, device=self._device)
-                self.tables_moved += 1
-            # From pageable memory the driver takes its own copy, at once.
-            table.copy_(rows, non_blocking=True)
-        self._tables[layer] = rows, table
+    def table(self, layer: int) -> torch.Tensor:
+        """Where the device finds a layer's rows; see `HostCache.table`."""
+        return self.tables.copy_of(layer, self.host.table(layer))
 
     @property
     def metrics(self) -> CopyMetrics:
@@ -133,10 +102,9 @@ class KernelTransfer(Transfer):
     @property
     def device_bytes(self) -> int:
         """See `Transfer`."""
-        tables = sum(table.nbytes for _, table in self._tables.values())
         counters = sum(counter.nbytes for counter in self._counters.values())
         scratch = sum(part.nbytes for pair in self._scratch.values() for part in pair)
-        return super().device_bytes + tables + counters + scratch
+        return super().device_bytes + self.tables.nbytes + counters + scratch
 
     def _of(self, layer: int, staging: Staging) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
         shape = tuple(staging.wanted.shape)
@@ -189,8 +157,3 @@ class CudaTransfer(KernelTransfer):
 
     def _finish(self) -> None:
         torch.cuda.synchronize(self._device)
-
-
-def _word_of(staging: Staging) -> torch.dtype:
-    """The widest integer that a row is a whole number of."""
-    return next(dtype for size, dtype in _WORDS.items() if staging.row_bytes % size == 0)

@@ -91,6 +91,7 @@ BY_ATEN: dict[str, dict[str, Any]] = {
     "exact": {"bits": 16, "kernel": "reference"},
     "sinks, windows": {"sink_tokens": 2, "windows": True},
     "NUQ, max, keep": {"quantizer": "nuq", "aggregation": "max", "on_miss": "keep", "kernel": "reference"},
+    "corrected, padding": {"key_share": 0.03, "value_share": 0.0, "padding": 3},
     "codes alone, NUQ": {"policy": "kivi", "quantizer": "nuq", "kernel": "reference"},
 }
 
@@ -125,6 +126,8 @@ def test_plain_steps_launch_the_same_and_replayed_ones_give_their_bits(
     assert all(torch.allclose(x, y, atol=1e-5) for x, y in zip(plain, replayed, strict=True))
     assert stats.topk_hit_rate == usual.topk_hit_rate
     assert stats.prefetched_rows == usual.prefetched_rows
+    assert stats.read_keys == usual.read_keys == stats.read_values
+    assert bool(stats.read_keys) == ("key_share" in form)
 
 
 @pytest.mark.parametrize(

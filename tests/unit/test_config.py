@@ -85,6 +85,8 @@ def test_lookahead_hides_a_bus_where_there_is_one(caplog: pytest.LogCaptureFixtu
     assert (exact.lookahead, exact.stages, exact.corrects) == ("none", False, False)
     given = SpecacheConfig(lookahead="auto", key_share=0.1).for_device("cpu")
     assert given == SpecacheConfig(lookahead="none", key_share=0.1)
+    on_gpu = SpecacheConfig(key_share=0.1, lookahead="query").for_device("cuda")  # a bus brings whole rows
+    assert on_gpu == SpecacheConfig(key_share=0.1, value_share=0.0, lookahead="query")
     # The disk is a bus, and these speak of a speculative token.
     for options in ({"host": "disk"}, {"on_miss": "keep"}, {"accept_guesses": True}, {"lookahead": "token"}):
         assert SpecacheConfig(**{"lookahead": "auto", **options}).for_device("cpu").lookahead == "token"

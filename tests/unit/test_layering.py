@@ -71,6 +71,7 @@ RANKS: tuple[tuple[str, ...], ...] = (
     ),
     ("specache_fx.runtime.host_cache", "specache_fx.runtime.kernels"),
     (
+        "specache_fx.runtime.device_tables",
         "specache_fx.runtime.host_blocks",
         "specache_fx.runtime.handle",
         "specache_fx.runtime.handle_tensor",
