@@ -6,10 +6,11 @@ A request (see `worker_loop`):
 
     {"press": "SnapKVPress", "options": {}, "attention": "sdpa", "ids": [[...], ...], "tail": [...],
      "max_new_tokens": 8, "stop_ids": [2], "forced": null or [[...], ...], "ratio": null or 0.8,
-     "device_bytes": null or 374000}
+     "full": null or a file of `torch.save`, "device_bytes": null or 374000}
 
-Its answer has "ids", "losses", "device_bytes", "full_bytes", "kept", "ratio", "step_ms". All prompts of a request have
-the same length; bytes are of the whole batch. The press sees `ids`; `tail` is read after it, whole.
+Its answer has "ids", "losses", "kl", "same_top", "device_bytes", "full_bytes", "kept", "ratio", "step_ms". All prompts
+of a request have the same length; bytes are of the whole batch. The press sees `ids`; `tail` is read after it, whole.
+`full` has the full cache's log-probabilities of forced tokens, see `Forced`.
 """
 
 from __future__ import annotations
@@ -60,12 +61,14 @@ class Worker:
         if tail.shape[1]:
             decoder.feed(tail)
         stop_ids = frozenset(request["stop_ids"])
-        chooser = Greedy(request["max_new_tokens"], stop_ids) if forced is None else Forced(forced)
+        full = request["full"] and torch.load(request["full"])
+        chooser = Greedy(request["max_new_tokens"], stop_ids) if forced is None else Forced(forced, full)
         decode(decoder, chooser)
         per_token = self.full_bytes / ids.shape[1]
+        found = {name: getattr(chooser, name, lambda: None)() for name in ("losses", "kl", "same_top")}
         return {
             "ids": chooser.ids(),
-            "losses": chooser.losses().tolist() if isinstance(chooser, Forced) else None,
+            **{name: value if value is None else value.tolist() for name, value in found.items()},
             "device_bytes": num_bytes(decoder.cache),
             "full_bytes": round(per_token * (ids.shape[1] + decoder.num_fed)),
             "kept": kept / per_token,

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Any, ClassVar, Self
 
 import torch
@@ -290,32 +291,37 @@ class Evicting(CacheMethod):
 
     def open(self, lab: Lab) -> Self:
         """Start the worker, if it has not started yet."""
-        self._worker = lab.presses
+        self._lab, self._worker = lab, lab.presses
         return self
 
     def ask(self, asked: Asked) -> Generated:
         """Decode in the worker; a `ConfigError` on several questions, since its caches can't be gone on with."""
-        press, budget = PRESSES[self.name], self.options["bytes"]
+        press, budget, forced = PRESSES[self.name], self.options["bytes"], asked.forced
         if len(asked.turns) != 1:
             raise ConfigError(f"{press.name} answers one question a prompt: leave it out for tasks of turns.")
-        answer = self._worker.ask(
-            {
-                "press": press.name,
-                "options": dict(press.options),
-                "attention": press.attention,
-                "ids": asked.prompts.tolist(),
-                "tail": list(asked.turns[0]),
-                "forced": None if asked.forced is None else asked.forced.tolist(),
-                "max_new_tokens": asked.max_new_tokens,
-                "stop_ids": sorted(asked.stop_ids),
-                "ratio": self.options["ratio"],
-                "device_bytes": None if budget is None else budget * len(asked.prompts),
-            }
-        )
+        with NamedTemporaryFile(suffix=".pt") as full:
+            if forced is not None:
+                torch.save(self._lab.log_probs(asked.prompts, forced).cpu(), full.name)
+            answer = self._worker.ask(
+                {
+                    "press": press.name,
+                    "options": dict(press.options),
+                    "attention": press.attention,
+                    "ids": asked.prompts.tolist(),
+                    "tail": list(asked.turns[0]),
+                    "forced": None if forced is None else forced.tolist(),
+                    "full": None if forced is None else full.name,
+                    "max_new_tokens": asked.max_new_tokens,
+                    "stop_ids": sorted(asked.stop_ids),
+                    "ratio": self.options["ratio"],
+                    "device_bytes": None if budget is None else budget * len(asked.prompts),
+                }
+            )
         stats = {"compression_ratio": answer["ratio"], "kept_tokens": answer["kept"]}
-        losses = None if answer["losses"] is None else torch.tensor(answer["losses"])
         footprint = Footprint(answer["device_bytes"], 0, stats)
-        return Generated(answer["ids"], footprint, answer["full_bytes"], answer["step_ms"][1:], losses)
+        named = ("losses", "kl", "same_top")
+        by_token = {name: None if answer[name] is None else torch.tensor(answer[name]) for name in named}
+        return Generated(answer["ids"], footprint, answer["full_bytes"], answer["step_ms"][1:], **by_token)
 
     def close(self) -> None:
         """Nothing: the worker stays for the next press."""

@@ -61,6 +61,8 @@ def runs_of(model: str) -> Iterator[Run]:
     places["texts"] = [(text, length) for text in _WHERE["texts"] for length in _WHERE["text_lengths"]]
     places["whole"] = [("forced", length) for length in MODELS[model]["lengths"]] + places["tasks"]
     for bits, label, method, where in _lines(_DATA["runs"]["lines"]):
+        if label in MODELS[model].get("without", ()):
+            continue
         wide = Method.read(method) if bits == 16 else Method.read(method).having(bits=bits)
         for name in where.split():
             yield from (Run(label, wide, mode, length) for mode, length in places[name])

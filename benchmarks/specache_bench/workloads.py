@@ -146,8 +146,8 @@ class Windows:
     """Windows of a text whose last tokens are fed one by one.
 
     Results: `perplexity`; `kl` of the full cache's distribution from the method's, in nats, with `kl_p99` and
-    `kl_worst` of single tokens; `same_top`, the share of tokens at which both have the same likeliest one (None where
-    another process has the logits); `losses` and `kls` by window.
+    `kl_worst` of single tokens; `same_top`, the share of tokens at which both have the same likeliest one; `losses` and
+    `kls` by window.
 
     Attributes:
         text: A file, or a name of `TEXTS`.
