@@ -107,11 +107,15 @@ class Greedy:
 
     def next(self, logits: torch.Tensor) -> torch.Tensor | None:
         """See `Chooser`. The last token chosen is not fed: nothing would be read from it."""
-        tokens = logits.argmax(dim=-1, keepdim=True)
+        tokens = self._choose(logits)
         self._chosen.append(tokens.cpu())
         rows = torch.cat(self._chosen, dim=1).tolist() if self._stop_ids else [[]]
         stopped = all(self._stop_ids.intersection(row) for row in rows)
         return None if len(self._chosen) == self._max_new_tokens or stopped else tokens
+
+    def _choose(self, logits: torch.Tensor) -> torch.Tensor:
+        """Tokens, int64 `[batch, 1]`."""
+        return logits.argmax(dim=-1, keepdim=True)
 
     @property
     def last(self) -> torch.Tensor:
@@ -122,6 +126,22 @@ class Greedy:
         """The tokens of each row, without its stop token and what comes after it."""
         rows: list[list[int]] = torch.cat(self._chosen, dim=1).tolist()
         return [list(takewhile(lambda token: token not in self._stop_ids, row)) for row in rows]
+
+
+class Sampled(Greedy):
+    """Tokens drawn at temperature 1. Each step has one random number for all rows, by the seed."""
+
+    def __init__(self, max_new_tokens: int, seed: int) -> None:
+        super().__init__(max_new_tokens)
+        self._numbers = torch.rand(
+            max_new_tokens, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)
+        )
+
+    def _choose(self, logits: torch.Tensor) -> torch.Tensor:
+        """The first token at which the summed probabilities exceed the number."""
+        summed = logits.double().softmax(dim=-1).cumsum(dim=-1)
+        below = summed <= self._numbers[len(self._chosen)].to(logits.device) * summed[:, -1:]
+        return below.sum(dim=-1, keepdim=True)
 
 
 class Forced:

@@ -20,7 +20,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from specache_bench.decode import Decoder, Forced, decode, last_logits_only
+from specache_bench.decode import Decoder, Forced, Greedy, decode, last_logits_only
 from specache_bench.fetch import MODELS, model_folder
 from specache_bench.records import Method
 from specache_bench.workers import KVPRESS, WorkerProcess
@@ -190,6 +190,14 @@ class Lab:
             return found
 
         return self._references.get((_key(input_ids), _key(forced)), make)
+
+    @torch.inference_mode()
+    def answer(self, input_ids: torch.Tensor, chooser: Greedy) -> torch.Tensor:
+        """The plain model's continuation of prompts with the full cache, int64 `[batch, new tokens]`."""
+        read = self.read(input_ids)
+        with uncompiled(self.model):
+            decode(Decoder(self.model, read.copy(), read.logits), chooser)
+        return torch.tensor(chooser.ids())
 
     @property
     def head_dim(self) -> int:

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, QuantizedCache
 from transformers.cache_utils import DynamicLayer
 
 import specache_fx
-from specache_bench.decode import Decoder, Forced, Greedy, decode
+from specache_bench.decode import Decoder, Forced, Greedy, Sampled, decode
 from specache_bench.lab import Lab
 from specache_bench.records import Method, check_options
 from specache_bench.workers import CPU_PEERS, WorkerProcess
@@ -69,6 +69,7 @@ class Asked:
         stop_ids: Tokens that end it.
         turns: Tokens to read behind what is there, each followed by an answer: none behind the prompt itself.
         forced: In place of answers: given tokens, int64 `[batch, steps + 1]`.
+        seed: Answers are drawn at temperature 1, by this seed; None: they are greedy.
     """
 
     prompts: torch.Tensor
@@ -76,6 +77,13 @@ class Asked:
     stop_ids: frozenset[int] = frozenset()
     turns: Sequence[Sequence[int]] = ((),)
     forced: torch.Tensor | None = None
+    seed: int | None = None
+
+    def answerer(self) -> Greedy:
+        """Chooses the tokens of one answer."""
+        if self.seed is not None:
+            return Sampled(self.max_new_tokens, self.seed)
+        return Greedy(self.max_new_tokens, self.stop_ids)
 
 
 class CacheMethod:
@@ -131,11 +139,7 @@ class CacheMethod:
             if turn:
                 told = torch.tensor([turn]).expand(batch, -1)
                 decoder.feed(torch.cat([unfed, told], dim=1).to(lab.model.device))
-            chooser: Greedy | Forced
-            if asked.forced is None:
-                chooser = Greedy(asked.max_new_tokens, asked.stop_ids)
-            else:
-                chooser = Forced(asked.forced, full)
+            chooser = asked.answerer() if asked.forced is None else Forced(asked.forced, full)
             before = len(decoder.step_ms)
             decode(decoder, chooser, lambda step, at: None if step else self.told(at, asked.prompts))
             ids += chooser.ids()
@@ -297,6 +301,8 @@ class Evicting(CacheMethod):
     def ask(self, asked: Asked) -> Generated:
         """Decode in the worker; a `ConfigError` on several questions, since its caches can't be gone on with."""
         press, budget, forced = PRESSES[self.name], self.options["bytes"], asked.forced
+        if asked.seed is not None:
+            raise ConfigError(f"{press.name} answers greedily: leave it out where tokens are drawn.")
         if len(asked.turns) != 1:
             raise ConfigError(f"{press.name} answers one question a prompt: leave it out for tasks of turns.")
         with NamedTemporaryFile(suffix=".pt") as full:

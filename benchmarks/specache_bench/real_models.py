@@ -17,7 +17,7 @@ from typing import Any
 from specache_bench.lab import Lab
 from specache_bench.records import Method, read_spelling
 from specache_bench.report import Table
-from specache_bench.workloads import Prompts, Windows
+from specache_bench.workloads import Continuations, Prompts, Windows
 from specache_fx.provenance import provenance
 
 _DATA: dict[str, Any] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
@@ -29,7 +29,10 @@ Rows = dict[str, list[dict[str, Any]]]
 
 @dataclass(frozen=True)
 class Run:
-    """One method in one mode ("forced": the novel, another text, or a task) at one length, with its label in tables."""
+    """One method in one mode at one length, with its label in tables.
+
+    Modes: "forced" is the novel, "greedy" and "sampled" go on with it; else another text, or a task.
+    """
 
     label: str
     method: Method
@@ -44,6 +47,11 @@ class Run:
             return Prompts(self.mode, self.length, of["prompts"], of["seed"])
         if self.mode in _WHERE["texts"]:
             return Windows(self.mode, self.length, of["text_windows"], of["seed"], of["text_decoded"])
+        if self.mode in _WHERE["free"]:
+            sampled = self.mode == "sampled"
+            return Continuations(
+                of["text"], self.length, of["windows"], of["seed"], of["new_tokens"], sampled
+            )
         return Windows(of["text"], self.length, of["windows"], of["seed"], of["decoded"])
 
     def row(self) -> dict[str, Any]:
@@ -56,6 +64,7 @@ def runs_of(model: str) -> Iterator[Run]:
     """All runs of a model."""
     places = {
         "main": [("forced", _WHERE["main_length"])],
+        "free": [(mode, _WHERE["main_length"]) for mode in _WHERE["free"]],
         "tasks": [(task, _WHERE["task_length"]) for task in _WHERE["tasks"]],
     }
     places["texts"] = [(text, length) for text in _WHERE["texts"] for length in _WHERE["text_lengths"]]

@@ -211,6 +211,70 @@ class Windows:
         return f"{Path(self.text).name}, {self.length:,} tokens"
 
 
+@dataclass(frozen=True)
+class Continuations:
+    """Windows of a text that a method goes on with by itself.
+
+    Results: `full_loss`, the mean negative log-likelihood of its tokens under the full cache, in nats;
+    `until_difference`, the share of them before the first that differs from the full cache's own continuation; both by
+    window in `full_losses` and `until_differences`.
+
+    Attributes:
+        text: A file, or a name of `TEXTS`.
+        length: Tokens of a window.
+        number: How many.
+        seed: Of the draw of windows, and of tokens.
+        new_tokens: Of each continuation.
+        sampled: Tokens are drawn at temperature 1, with the same random numbers for each method; else greedy.
+    """
+
+    text: str
+    length: int
+    number: int
+    seed: int
+    new_tokens: int = 128
+    sampled: bool = False
+    kind: ClassVar[str] = "continuations"
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that are read."""
+        return self.length * self.number
+
+    def check(self, lab: Lab) -> None:
+        """Raise a `ConfigError` if the text or the windows are too short or too long."""
+        windows = read_windows(lab, self.text, self.length, self.number, self.seed)
+        lab.check_length("a window", windows.shape[1], self.new_tokens)
+
+    def run(self, lab: Lab, method: Method, progress: Progress = lambda done: None) -> dict[str, Any]:
+        """See the class."""
+        began, running = time.perf_counter(), lab.running(method)
+        windows = read_windows(lab, self.text, self.length, self.number, self.seed)
+        results: list[tuple[int, Generated]] = []
+        losses: list[float] = []
+        shared: list[float] = []
+        for batch in windows.split(lab.batch_size):
+            asked = Asked(batch, self.new_tokens, seed=self.seed if self.sampled else None)
+            result = running.ask(asked)
+            ids, full = torch.tensor(result.ids), lab.answer(batch, asked.answerer())
+            known = lab.log_probs(batch, ids).gather(2, ids[:, 1:, None].to(lab.model.device))
+            losses += (-known.double().mean(dim=(1, 2))).tolist()
+            shared += (ids == full).long().cumprod(dim=1).double().mean(dim=1).tolist()
+            results.append((len(batch), result))
+            progress(len(batch))
+        return {
+            "full_loss": fmean(losses),
+            "until_difference": fmean(shared),
+            "full_losses": losses,
+            "until_differences": shared,
+            **summed_up(results, began),
+        }
+
+    def __str__(self) -> str:
+        how = "sampled" if self.sampled else "greedy"
+        return f"{Path(self.text).name}, {self.length:,} tokens, then {self.new_tokens} {how}"
+
+
 def read_windows(lab: Lab, text: str, length: int, number: int, seed: int) -> torch.Tensor:
     """Stretches of a text that don't overlap, drawn by the seed, each after the tokenizer's first special token.
 
@@ -275,4 +339,4 @@ def _means(batches: Sequence[torch.Tensor | None]) -> list[float] | None:
     return torch.cat(known).double().mean(dim=1).tolist() if known else None
 
 
-WORKLOADS: dict[str, Any] = {made.kind: made for made in (Prompts, Windows)}
+WORKLOADS: dict[str, Any] = {made.kind: made for made in (Prompts, Windows, Continuations)}

@@ -10,13 +10,13 @@ import torch
 from support.cases import nightly_unless
 from transformers import AutoModelForCausalLM, MistralConfig, MistralForCausalLM
 
-from specache_bench.decode import Forced, Greedy
+from specache_bench.decode import Forced, Greedy, Sampled
 from specache_bench.lab import Kept, Lab, Read
 from specache_bench.methods import METHODS, Footprint, Generated, Specache, read_methods
 from specache_bench.records import Method, read_spelling
 from specache_bench.tasks import Sample
 from specache_bench.tasks.building import Turn
-from specache_bench.workloads import Prompts, Windows, answer, batches, read_windows, summed_up
+from specache_bench.workloads import Continuations, Prompts, Windows, answer, batches, read_windows, summed_up
 from specache_fx.compiled import uncompiled
 from specache_fx.errors import ConfigError
 from specache_fx.examples.suite import MODEL_DIR
@@ -73,6 +73,39 @@ def test_perplexity_of_the_full_cache_equals_one_forward_pass(suite: Lab, text: 
     assert found["perplexity"] == pytest.approx(expected.exp().item(), rel=1e-4)
     assert found["tokens"] == 60 and found["kl"] == 0 and found["same_top"] == 1
     assert found["device_bytes"] == 249 * token_bytes(suite)
+
+
+def test_continuation_with_the_full_cache_is_its_own(suite: Lab, text: str) -> None:
+    windows = read_windows(suite, text, 100, 3, 0)
+    for sampled in (False, True):
+        found = Continuations(text, 100, 3, 0, 12, sampled).run(suite, FULL)
+        assert found["until_differences"] == [1, 1, 1]
+        chooser = Sampled(12, 0) if sampled else Greedy(12)
+        ids = torch.cat([windows, suite.answer(windows, chooser)], dim=1)
+        with torch.inference_mode():
+            logits = suite.model(ids).logits[:, -12:-1]
+        expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, -11:].flatten())
+        assert found["full_loss"] == pytest.approx(expected.item(), rel=1e-4)
+
+
+def test_continuation_ends_to_be_the_full_caches_at_the_first_other_token(suite: Lab, text: str) -> None:
+    found = Continuations(text, 250, 4, 0, 60).run(
+        suite, Method.of("kivi", bits=1, residual_length=8, group_size=8)
+    )
+    assert all(0 <= share < 1 for share in found["until_differences"])
+    full = Continuations(text, 250, 4, 0, 60).run(suite, FULL)
+    assert full["full_loss"] < found["full_loss"]
+
+
+def test_drawn_tokens_have_the_frequencies_of_their_probabilities() -> None:
+    probabilities = torch.tensor([[0.5, 0.0, 0.3, 0.2], [0.0, 1.0, 0.0, 0.0]])
+    chooser = Sampled(4000, 1)
+    for _ in range(4000):
+        chooser.next(probabilities.log())
+    first, second = map(torch.tensor, chooser.ids())
+    counts = first.bincount(minlength=4) / 4000
+    torch.testing.assert_close(counts, probabilities[0], atol=0.03, rtol=0)
+    assert counts[1] == 0 and bool((second == 1).all())
 
 
 def test_windows_follow_the_seed_and_do_not_overlap(suite: Lab, text: str) -> None:
