@@ -7,7 +7,7 @@
     specache.prefetch(indices, state, layer)
         -> attended = specache.layer_step(q, k, v, state, layer, scale)
 
-Or the two of a layer that selects nothing, or the six with lookahead "none", which attends twice (`AtenSteps` alone).
+Or the two of a layer that selects nothing, or the six with lookahead "none", which attends twice.
 
 After `verify`, which has seen that they are in order. On the CPU the one operator is C++ (`csrc/layer_step.h`), on a
 GPU it is `specache.device_step` (`DeviceSteps`). Layers that attentions share and latent attention keep their
@@ -101,8 +101,6 @@ def _fits(attention: Node, program: Program, kernel: str, exact: bool) -> bool:
     if kernel == "aten":
         return not expands
     config = program.config
-    if config.lookahead == "none" and config.stages and not exact:
-        return False
     sides = [value_of(side) for side in (query, key, value)]
     lanes, _, num_heads, _, key_dim = sides[0].shape
     layer = LayerForm(

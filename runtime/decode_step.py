@@ -153,7 +153,7 @@ class DecodeStep:
             transfer.join()
         for layer in filter(session.tiered.__contains__, layers):
             session.tiered[layer].quantize_overflow()
-            if transfer is not None:
+            if transfer is not None and session.config.lookahead != "none":
                 transfer.prefetch_wanted(layer)
 
     @property

@@ -142,11 +142,14 @@ class Session:
     def _choose_steps(self) -> None:
         """Choose the implementation of one-operator steps."""
         config, kernel, transfer = self.config, self.kernel, self.transfer
-        # Where pairs are staged, one operator reads the slots alone: neither sinks beside them nor another attention.
-        if not config.stages or (config.lookahead != "none" and not config.sink_tokens):
-            self.table.open(kernel, self.quantizer, transfer, self.host, config.aggregation)
-            of_device = TritonSteps.of(config, kernel, self.quantizer, transfer, self.device)
-            self.steps = self.table if self.table.serves else of_device
+        selects_first = config.stages and config.lookahead == "none"
+        # Where pairs are staged, one operator reads the slots alone: no sinks beside them.
+        if not config.stages or not config.sink_tokens:
+            self.table.open(kernel, self.quantizer, transfer, self.host, config.aggregation, selects_first)
+            if self.table.serves:
+                self.steps = self.table
+            elif not selects_first:
+                self.steps = TritonSteps.of(config, kernel, self.quantizer, transfer, self.device)
         if not config.replay:
             return
         if self.steps is self.table:

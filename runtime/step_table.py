@@ -32,6 +32,10 @@ from specache_fx.runtime.whole_steps import StepFacts, WholeSteps
 _i64, _f64, _address = ctypes.c_int64, ctypes.c_double, ctypes.c_void_p
 # Of a layer's step, in the order of its `times`: names and tracks of spans.
 _PARTS = (("attention", "compute"), ("select", "compute"), ("append", "compute"), ("prefetch", "copies"))
+_PARTS_SELECTED_FIRST = (
+    *(("attention", "compute"), ("select", "compute")),
+    *(("prefetch", "copies"), ("attention", "compute")),
+)
 # Counters of C++, in the order of `CpuTransfer.count_copies`.
 _COUNTS = ("fetched_rows", "fetched_bytes", "kept_rows", "kept_bytes", "copy_seconds")
 _WORD_BYTES = 8
@@ -43,7 +47,7 @@ class SessionC(ctypes.Structure):
 
     _fields_ = (
         *((name, _i64) for name in ("number", "num_selectable", "scored_lanes", "threads")),
-        *((name, _i64) for name in ("predecodes", "written", "stages", "is_timed")),
+        *((name, _i64) for name in ("predecodes", "written", "stages", "is_timed", "selects_first")),
         *((name, _address) for name in ("scores", "key_mask", "shares", "missed", "counts", "attention")),
         *((name, _i64) for name in ("failed", "fetched_rows", "fetched_bytes", "kept_rows", "kept_bytes")),
         ("copy_seconds", _f64),
@@ -109,6 +113,7 @@ class StepTable(WholeSteps):
         transfer: Transfer | None,
         host: HostCache | None,
         aggregation: str,
+        selects_first: bool,
     ) -> None:
         """Find the operator and the attention that it calls; where one is missing, `serves` stays False.
 
@@ -118,6 +123,7 @@ class StepTable(WholeSteps):
             transfer: The session's; None where nothing is staged.
             host: The session's; None where the codes are all there is.
             aggregation: See `DecodeInputs`.
+            selects_first: A step's own scores choose its pairs: lookahead "none".
         """
         if not isinstance(kernel, CpuKernel) or quantizer.code_form is None:
             return
@@ -128,7 +134,7 @@ class StepTable(WholeSteps):
             return
         assert library.specache_session_size() == ctypes.sizeof(SessionC)
         assert library.specache_layer_size() == ctypes.sizeof(LayerC)
-        self._session.attention = kernel.address
+        self._session.attention, self._session.selects_first = kernel.address, selects_first
         self._transfer, self._host, self._quantizer, self._aggregation = (
             transfer,
             host,
@@ -217,10 +223,12 @@ class StepTable(WholeSteps):
         for name in _COUNTS:
             setattr(session, name, 0)
         for i in run if session.is_timed else ():
-            layer, absent = self._layers[i], set() if session.stages else {"prefetch"}
+            layer, parts, absent = self._layers[i], _PARTS, set() if session.stages else {"prefetch"}
             if not layer.selects:
                 absent = {"select", "prefetch"}
-            for at, (name, track) in enumerate(_PARTS):
+            elif session.selects_first:
+                parts, absent = _PARTS_SELECTED_FIRST, set()
+            for at, (name, track) in enumerate(parts):
                 if name not in absent:
                     add_span(name, track, layer.times[at], layer.times[at + 1], layer=i)
         return run, not session.stages

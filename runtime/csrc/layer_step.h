@@ -26,6 +26,7 @@ struct SpecacheSession {
   int64_t written;     // lanes whose own pairs are written behind the window; 0 in pre-decode
   int64_t stages;      // whether the rows that are chosen are brought at once
   int64_t is_timed;
+  int64_t selects_first;  // the step's own scores choose its pairs: attention runs twice
   float* scores;            // [scored_lanes, batch, kv_heads, stored + 1] of any layer
   const uint8_t* key_mask;  // [batch, stored]; null where all are real
   const float* shares;      // see inputs.h
@@ -39,7 +40,7 @@ struct SpecacheSession {
 
 enum Status : int64_t { kNotToRun = 0, kToRun = 1, kHasRun = 2 };
 
-constexpr int kParts = 4;  // attention, selection, append, copy
+constexpr int kParts = 4;  // attention, selection, append, copy; or attention, selection, copy, attention with append
 
 // One of its layers. Mirrored in step_table.py.
 struct SpecacheLayer {
@@ -129,10 +130,46 @@ inline Slots slots_of(const SpecacheLayer& layer) {
           static_cast<uint8_t*>(const_cast<void*>(in.staged_rows.data))};
 }
 
+// Brings the rows that a layer wants to their slots, and counts them.
+inline int64_t bring(SpecacheSession& session, const SpecacheInputs& in, const Slots& slots) {
+  const double start = now();
+  const Staged done = stage({in.host, in.host_length}, slots);
+  if (done.failure) return done.failure;
+  session.fetched_rows += done.fetched;
+  session.fetched_bytes += done.fetched * slots.row_bytes;
+  session.kept_rows += done.kept;
+  session.kept_bytes += done.kept * slots.row_bytes;
+  session.copy_seconds += now() - start;
+  return kNoFailure;
+}
+
+// A step whose pairs are those of its own largest scores.
+template <class Mark>
+int64_t run_twice(SpecacheSession& session, SpecacheLayer& layer, SpecacheInputs in, const Mark& mark) {
+  const Slots slots = slots_of(layer);
+  const int64_t heads = in.batch * in.kv_heads, stride = in.num_quantized + in.window_len + 1;
+  SpecacheInputs first = in;
+  first.num_staged = 0;
+  mark(0);
+  if (session.attention(&first)) return kNoMemory;
+  mark(1);
+  if (select_topk(in.scores, heads, stride, in.num_quantized, slots.top_k, layer.wanted, in.threads)) return kNoMemory;
+  mark(2);
+  if (const int64_t failure = bring(session, in, slots)) return failure;
+  mark(3);
+  in.scored_lanes = 0;
+  if (session.attention(&in)) return kNoMemory;
+  write_pairs(in, session.written);
+  layer.status = kHasRun;
+  mark(kParts);
+  return kNoFailure;
+}
+
 inline int64_t run(SpecacheSession& session, SpecacheLayer& layer, const SpecacheInputs& in) {
   const auto mark = [&](int part) {
     if (session.is_timed) layer.times[part] = now();
   };
+  if (layer.selects && session.selects_first) return run_twice(session, layer, in, mark);
   const Slots slots = slots_of(layer);
   if (in.chooses && in.num_quantized > in.host_length) return kNotOnHost;
   mark(0);
@@ -158,16 +195,8 @@ inline int64_t run(SpecacheSession& session, SpecacheLayer& layer, const Specach
   write_pairs(in, session.written);
   layer.status = kHasRun;
   mark(3);
-  if (session.stages) {
-    const double start = now();
-    const Staged done = stage({in.host, in.host_length}, slots);
-    if (done.failure) return done.failure;
-    session.fetched_rows += done.fetched;
-    session.fetched_bytes += done.fetched * slots.row_bytes;
-    session.kept_rows += done.kept;
-    session.kept_bytes += done.kept * slots.row_bytes;
-    session.copy_seconds += now() - start;
-  }
+  if (session.stages)
+    if (const int64_t failure = bring(session, in, slots)) return failure;
   mark(kParts);
   return kNoFailure;
 }
