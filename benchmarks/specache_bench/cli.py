@@ -320,21 +320,21 @@ def real_command(
 
 @app.command("starts")
 def starts_command(
-    which: Annotated[str, Argument(help="first_call or saved.")],
+    which: Annotated[str, Argument(help="first_call, chat or saved.")],
     models: Annotated[
         list[str] | None, Option("--model", help="Of make models; one of them for saved.")
     ] = None,
     threads: Annotated[int, Option(min=1, help="CPU threads.")] = 2,
     rounds: Annotated[
-        int | None, Option(min=1, help="Of saved: processes of each kind, 3 by default.")
+        int | None, Option(min=1, help="Of chat and saved: processes of each kind, 3 by default.")
     ] = None,
     out: Results = Path("results"),
 ) -> None:
-    """Time first calls, and answers from saved caches; each start is a process of its own."""
+    """Time first calls, the pauses of a chat, and answers from saved caches; each start is a process of its own."""
     with as_bad_parameter():
         import torch
 
-        from specache_bench import starts
+        from specache_bench import chat, starts
         from specache_fx.provenance import provenance
 
         _check_out(out)
@@ -344,13 +344,16 @@ def starts_command(
                 raise ConfigError("first_call doesn't take --rounds: leave it out.")
             report = starts.measure_first_calls(models or ["smollm2", "gemma3"], threads, say)
             _write(out / "real_first_call.json", origin | report)
+        elif which == "chat":
+            report = chat.measure(models or ["smollm2"], threads, rounds or 3, chat.WAYS, say)
+            _write(out / "chat.json", origin | report)
         elif which == "saved":
             if len(models or ()) > 1:
                 raise ConfigError("saved doesn't take a second --model: leave it out.")
             report = starts.measure_saved((models or ["smollm2"])[0], threads, rounds or 3, say)
             _write(out / "saved.json", origin | report)
         else:
-            raise ConfigError(f"There is no {which!r}: choose first_call or saved.")
+            raise ConfigError(f"There is no {which!r}: choose first_call, chat or saved.")
 
 
 @app.command("page")

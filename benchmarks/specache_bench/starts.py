@@ -112,9 +112,9 @@ def saved_start(model: str, threads: int, start: str, folder: str) -> dict[str, 
         return {"asks": asks}
 
 
-def _process(function: Callable[..., Any], *arguments: object, **environment: str) -> Any:
-    """A function of this module in a process of its own; a `ConfigError` with its last words if it fails."""
-    code = f"import json, sys; from specache_bench.starts import {function.__name__} as run\n"
+def in_process(function: Callable[..., Any], *arguments: object, **environment: str) -> Any:
+    """A module's function in a process of its own; a `ConfigError` with its last words if it fails."""
+    code = f"import json, sys; from {function.__module__} import {function.__name__} as run\n"
     code += "print(json.dumps(run(sys.argv[1], int(sys.argv[2]), *sys.argv[3:])))"
     root = str(Path(__file__).resolve().parents[1])
     path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
@@ -136,7 +136,7 @@ def measure_first_calls(models: list[str], threads: int, say: Callable[[str], ob
             caches |= {VARIABLE: str(cache_folder())}  # models are where they are kept
             for start in ["uncompiled"] if way == "uncompiled" else ["empty caches", "second process"]:
                 row = {"model": model, "method": way, "start": start}
-                rows.append(row | _process(first_calls, model, threads, way, **caches))
+                rows.append(row | in_process(first_calls, model, threads, way, **caches))
                 say(str(rows[-1]))
     settings = {"prompt_len": PROMPT_LEN, "new_tokens": FIRST_TOKENS, "threads": threads}
     return {"settings": settings, "rows": rows}
@@ -146,10 +146,10 @@ def measure_saved(model: str, threads: int, rounds: int, say: Callable[[str], ob
     """Rows by start, medians of all asks; as `results/saved.json`."""
     times: dict[str, list[dict[str, Any]]] = {start: [] for start in (READS, IN_MEMORY, ON_DISK)}
     with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:  # /tmp may be memory
-        saved = _process(saved_start, model, threads, "saves", folder)
+        saved = in_process(saved_start, model, threads, "saves", folder)
         stayed = saved.pop("tokens")
         for start in [*times] * rounds:  # in turn: the machine's speed moves
-            for found in _process(saved_start, model, threads, start, folder)["asks"]:
+            for found in in_process(saved_start, model, threads, start, folder)["asks"]:
                 found["tokens_equal"] = found.pop("tokens") == stayed
                 times[start].append(found)
                 say(f"{start}: {found}")

@@ -134,7 +134,7 @@ def test_start_that_fails_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     with pytest.raises(
         ConfigError, match=r"^first_calls smollm2 1 specache ended: The model is not there\.$"
     ):
-        starts._process(starts.first_calls, "smollm2", 1, "specache")
+        starts.in_process(starts.first_calls, "smollm2", 1, "specache")
 
 
 @pytest.mark.parametrize(
