@@ -99,6 +99,9 @@ class Session:
         self.next_answer: NextAnswer | None = None
         self.staged_for: int | None = None  # the length at which the staged pairs are those of the next token
         self.origin = Origin()
+        self.is_untraced = (
+            False  # its prompt ran without a graph: the shapes are the cache's, and no graph's yet
+        )
         # Who uses it.
         self.closed = False
         self.lease: weakref.ref[Lease] | None = None  # of its handles; it ends with that

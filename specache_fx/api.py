@@ -19,6 +19,7 @@ from specache_fx.runtime import registry
 from specache_fx.runtime.host_blocks import check_host_dir
 from specache_fx.runtime.session import Session
 from specache_fx.session_stats import SessionStats, summarise
+from specache_fx.untraced import Dispatcher
 
 NO_CACHE = (
     "The argument of {function}() has no KV cache of specache in it. Give it the past_key_values of a compiled model,"
@@ -65,6 +66,8 @@ def compile(module: Module, **options: Any) -> Module:
             check_host_dir(config.host, config.host_dir)
         for each in with_generators(module):
             each.compile(backend="specache", options=options)
+            if config.prompts == "untraced":
+                each._compiled_call_impl = Dispatcher(each, each._compiled_call_impl, config)
         return module
     if options:
         raise ConfigError(

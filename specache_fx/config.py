@@ -18,6 +18,7 @@ PolicyName = Literal["specache", "kivi", "kcache"]
 Lookahead = Literal["auto", "token", "query", "none"]
 HostKind = Literal["auto", "pinned", "memory", "disk"]
 Lowering = Literal["inductor", "eager"]
+Prompts = Literal["traced", "untraced"]
 Aggregation = Literal["mean", "max"]
 OnMiss = Literal["recover", "keep", "refetch"]
 HitTracking = bool | Literal["steps"]
@@ -134,6 +135,9 @@ class SpecacheConfig:
             compute a layer of the model.
         lowering: "inductor" compiles the decode step, the tests of a prompt's masks, prompts whose attention is spelt
             out, and graphs that are left alone; "eager" compiles nothing.
+        prompts: "traced" (the default): prompts and further turns are graphs, one for each kind of them. "untraced":
+            they run as the model is, and start at once; Dynamo traces the decode step alone. That takes
+            `specache_fx.compile(model)`, and a transformers cache whose layers grow; other calls are traced.
         compile_prefill: Have Inductor compile all prompts and further turns. They are a little faster then: 7.1 s and
             not 7.5 for 4,096 tokens of SmolLM2's shape. Each new kind of them compiles first, half a minute there.
         replay: True (the default) captures the decode step and replays it; False never does. On the CPU it is a list
@@ -171,6 +175,7 @@ class SpecacheConfig:
     reserve: int = 0
     kernel: str = "auto"
     lowering: Lowering = "inductor"
+    prompts: Prompts = "traced"
     compile_prefill: bool = False
     replay: bool = True
     strict: bool = False
@@ -195,6 +200,7 @@ class SpecacheConfig:
         if self.lookahead == "auto" and (asks_for_guesses or self.host == "disk"):
             object.__setattr__(self, "lookahead", "token")
         kinds = {"on_miss": OnMiss, "aggregation": Aggregation, "host": HostKind, "lowering": Lowering}
+        kinds |= {"prompts": Prompts}
         for name, kind in kinds.items():
             self._one_of(name, get_args(kind))
         for name in ("group_size", "top_k"):
@@ -207,6 +213,11 @@ class SpecacheConfig:
                 " and the values of the first ones are fetched where they weigh most. Leave sink_tokens out."
             )
         self._check_shares()
+        if self.prompts == "untraced" and not self.placement.offload:
+            raise ConfigError(
+                f'prompts="untraced" contradicts policy={self.policy!r}, whose codes are all that is kept: a graph that'
+                " lays the cache out in another way could not have its numbers back. Leave prompts out."
+            )
         for name in ("strict", "compile_prefill", "accept_guesses", "replay"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name}={getattr(self, name)!r}: give True or False.")

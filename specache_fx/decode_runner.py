@@ -17,7 +17,15 @@ from specache_fx.lowering import Compiled, lower_static
 from specache_fx.passes.fuse_layer_steps import is_whole, whole_layers
 from specache_fx.passes.pipeline import Observer, build_decode_graph
 from specache_fx.progress import announced
-from specache_fx.runners import assemble, compiling, inference, layer_shapes, note_graph, resolve
+from specache_fx.runners import (
+    assemble,
+    compiling,
+    inference,
+    layer_shapes,
+    note_graph,
+    resolve,
+    with_numbers,
+)
 from specache_fx.runtime import claims, registry
 from specache_fx.runtime.decode_step import DecodeStep
 from specache_fx.runtime.device_steps import DeviceSteps
@@ -92,6 +100,7 @@ class Decode:
     def __call__(self, *args: Any) -> Any:
         """Decode one token (Algorithm 3), after Algorithm 2 where a run of them begins."""
         with inference():
+            args = tuple(with_numbers(self._program, args))
             session, past = resolve(self._program, self._layers, args)
             with session.lock:
                 claims.check_open(session)  # another thread may have released it

@@ -303,6 +303,7 @@ def options_of(model: nn.Module) -> SpecacheConfig | None:
     for module in model.modules():
         context = getattr(module, "dynamo_ctx", None)
         call = getattr(module, "_compiled_call_impl", None)
+        call = getattr(call, "compiled", call)  # of a `Dispatcher`
         if context is None and inspect.isfunction(call):
             context = inspect.getclosurevars(call).nonlocals.get("self")
         backend = backend_of(context)

@@ -284,12 +284,34 @@ def resolve(
     """
     past = [args[i] for i in program.past_inputs]
     _refuse_handles([args[i] for i in program.other_kv_inputs], program)
+    past = _as_the_graph_has_them(past, shapes)
     if registry.first_handle(past) is None:
         session, past = _take_over(program, shapes, past, args)
     else:
         session, past = claims.go_on(past, program.config, shapes)
     registry.sweep()
     return session, past
+
+
+def _as_the_graph_has_them(past: list[torch.Tensor], shapes: tuple[LayerShape, ...]) -> list[torch.Tensor]:
+    """The inputs, as 16-bit pairs where an untraced prompt has stored them in other sessions than this graph's."""
+    session = registry.find(past[0]) if past else None
+    if session is None or not session.is_untraced or session.shapes == shapes:
+        return past
+    real = give_back(past)
+    return [real.get(i, tensor) for i, tensor in enumerate(past)]
+
+
+def with_numbers(program: Program, args: Sequence[Any]) -> Sequence[Any]:
+    """Dynamo's inputs, with 16-bit pairs in place of an untraced prompt's handles that the graph reads by itself."""
+    held = [i for i in program.other_kv_inputs if isinstance(args[i], Handle)]
+    sessions = [registry.find(args[i]) for i in held]
+    if not held or not all(session is not None and session.is_untraced for session in sessions):
+        return args
+    real, inputs = give_back([args[i] for i in held]), list(args)
+    for place, tensor in real.items():
+        inputs[held[place]] = tensor
+    return inputs
 
 
 def _take_over(
@@ -334,6 +356,7 @@ class Extend:
     def __call__(self, *args: Any) -> Any:
         """Run the new tokens on the 16-bit history."""
         with inference():
+            args = tuple(with_numbers(self._program, args))
             session, past = resolve(self._program, self._layers, args)
             with session.lock:
                 claims.check_open(session)  # another thread may have released it

@@ -181,6 +181,22 @@ def _placed(scope: Any, steps: Sequence[Step]) -> _Place | None:
 # Of any model ---------------------------------------------------------------------------------------------------------
 
 
+def values_of(model: nn.Module) -> Values:
+    """All numbers, names and flags of a model's modules: of one that no graph has read yet."""
+    found: Values = {}
+    for name, owner in model.named_modules():
+        told = {
+            attribute: str(_told(value))
+            for attribute, value in vars(owner).items()
+            if isinstance(value, (bool, int, float, str))
+            and attribute not in _SILENT
+            and "dropout" not in attribute
+        }
+        if told and not isinstance(owner, _DropoutNd):
+            found[name] = told
+    return found
+
+
 def differing(model: nn.Module, values: Values) -> str | None:
     """The first of these values that a model doesn't have, as half a sentence; None where it has all.
 

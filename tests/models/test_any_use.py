@@ -34,6 +34,8 @@ def any_setting(number: int) -> Setting:
     if kind in LATENT and options.get("policy") == "kcache":
         options = {"bits": 16}
     other = pick(SAME)
+    if "prompts" in other and (kind in LATENT or options.get("policy") == "kivi"):
+        other = {"kernel": "reference"}
     if random.random() < 0.15:
         options, other = {**options, "lowering": "inductor"}, pick(({"replay": False}, {"lowering": "eager"}))
     dtypes = [torch.float32, torch.float32, torch.bfloat16]
@@ -87,11 +89,12 @@ SAME: tuple[dict[str, Any], ...] = (
     {"host": "disk"},
     {"reserve": 300, "track_hit_rates": "steps"},
     {"track_hit_rates": False},
+    {"prompts": "untraced"},
 )
 # Each new number of rows, mask or option is a second of compiling.
 BY_DAY = (
     Setting("plain-window", {"bits": 2, "lookahead": "token"}, masked=True),
-    Setting("plain-window", {"bits": 2}, masked=True),
+    Setting("plain-window", {"bits": 2}, {"prompts": "untraced"}, masked=True),
 )
 # One number gives the settings and all that is drawn of them.
 SEED = int(os.environ.get("FUZZ_SEED", "0"))

@@ -95,7 +95,7 @@ def model_of(setting: Setting, which: str) -> Any:
     model = model.to(setting.dtype)
     if which != "plain":
         other = setting.other if which == "other" else {}
-        model.compile(backend="specache", options={**setting.all_options, **other})
+        specache_fx.compile(model, **{**setting.all_options, **other})
     return model
 
 

@@ -28,7 +28,7 @@ RANKS: tuple[tuple[str, ...], ...] = (
     ("specache_fx.loading",),
     ("specache_fx.saving",),
     ("specache_fx.explanation", "specache_fx.api", "specache_fx.plan", "specache_fx.chrome_trace"),
-    ("specache_fx.backend",),
+    ("specache_fx.backend", "specache_fx.untraced"),
     ("specache_fx.retrace",),
     ("specache_fx.dynamo_hooks",),
     (

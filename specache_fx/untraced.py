@@ -1,0 +1,338 @@
+"""`prompts="untraced"`: calls of several tokens run as the model is, and fill the session as they go.
+
+    module(...)   several tokens  ->  the module's own forward; each layer's pairs go to the session
+                  one token       ->  the compiled call, which decodes from the session
+
+Nothing of a prompt needs a graph: its attention is the model's own, in both ways. Dynamo traces the decode step alone.
+A layer is stored when the next one is updated, so the 16-bit pairs of one layer are alive at a time. In a further turn
+each layer's history comes back when it is updated. The session gets the new tokens, and quantises no token twice.
+
+This serves caches of transformers whose layers grow by concatenation, windows included. All else is traced: other
+caches, masks by layer, gradients, a cache that several graphs share.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from specache_fx.config import SpecacheConfig
+from specache_fx.runners import inference
+from specache_fx.runtime import claims, registry
+from specache_fx.runtime.handle import unfit_reason
+from specache_fx.runtime.handle_tensor import Handle, bare
+from specache_fx.runtime.layout import LayerShape
+from specache_fx.runtime.session import Session
+from specache_fx.traced_values import values_of
+
+_here = threading.local()
+# Of transformers' `cache_utils`, whose import would take a second: the layers that grow by concatenation.
+_GROWING = ("DynamicLayer", "DynamicSlidingWindowLayer")
+
+
+class Dispatcher:
+    """What a module calls in place of its compiled forward.
+
+    Args:
+        module: The module; it holds this.
+        compiled: Its compiled forward.
+        config: The options.
+    """
+
+    def __init__(self, module: nn.Module, compiled: Callable[..., Any], config: SpecacheConfig) -> None:
+        self._module, self.compiled, self._config = weakref.ref(module), compiled, config
+        parameters = inspect.signature(module.forward).parameters
+        self._first = next(iter(parameters), None)
+        self._takes_cache = "past_key_values" in parameters
+        self._is_left_alone = False  # its decode step is: handles would be given back at once
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module."""
+        module = self._module()
+        assert module is not None
+        if getattr(_here, "is_inside", False):  # of a call of a module around this one
+            return module._call_impl(*args, **kwargs)
+        if not self._takes_cache or self._is_left_alone or torch.compiler.is_compiling():
+            return self.compiled(*args, **kwargs)
+        given = kwargs if not args else {**kwargs, str(self._first): args[0]}
+        call = Call(given, getattr(module, "config", None))
+        if len(args) > 1 or call.is_traced:
+            was_ours = call.holds_handles
+            out = self.compiled(*args, **kwargs)
+            self._is_left_alone = was_ours and not call.holds_handles
+            return out
+        past = call.past()
+        if past is None:
+            return self.compiled(*args, **kwargs)
+        _here.is_inside = True
+        try:
+            return Filling(self._config, module, call, *past).run(lambda: module._call_impl(*args, **kwargs))
+        finally:
+            _here.is_inside = False
+
+
+class Call:
+    """The arguments of one call, by name."""
+
+    def __init__(self, given: Mapping[str, Any], config: Any) -> None:
+        self.cache: Any = given.get("past_key_values")
+        self.mask: Any = given.get("attention_mask")
+        tokens, embeds = given.get("input_ids"), given.get("inputs_embeds")
+        self.token_ids = tokens if isinstance(tokens, torch.Tensor) and tokens.dim() == 2 else None
+        self.num_tokens = next(
+            (x.shape[1] for x in (tokens, embeds) if isinstance(x, torch.Tensor) and x.dim() > 1), 0
+        )
+        uses_cache = given.get("use_cache")
+        self._caches = getattr(config, "use_cache", False) if uses_cache is None else uses_cache
+
+    @property
+    def is_traced(self) -> bool:
+        """Whether it has to go to the compiled forward: one token of a sequence, or what is not served here."""
+        if not self._caches or not self.num_tokens or torch.is_grad_enabled():
+            return True
+        if self.cache is not None and not _grows(self.cache):
+            return True
+        if self.num_tokens == 1 and self.cache is not None and self.cache.get_seq_length():
+            return True
+        return not (self.mask is None or (isinstance(self.mask, torch.Tensor) and self.mask.dim() in (2, 4)))
+
+    @property
+    def holds_handles(self) -> bool:
+        """Whether the cache is one of a session."""
+        return _grows(self.cache) and any(isinstance(layer.keys, Handle) for layer in filled(self.cache))
+
+    def past(self) -> tuple[Session | None, list[torch.Tensor]] | None:
+        """The session that the call goes on with, and its handles: None and none at a prompt; None if it is traced."""
+        layers = [] if self.cache is None else filled(self.cache)
+        tensors = [side for layer in layers for side in (layer.keys, layer.values)]
+        if not tensors:
+            return None, []
+        with inference(), bare():
+            session = registry.find(tensors[0])
+            in_order = [[(slot, slot) for slot in range(len(tensors))]]
+            # A graph may have laid the cache out in another way, or several share it.
+            if session is None or list(claims.by_session(tensors).values()) != in_order:
+                return None
+            if len(tensors) != 2 * len(session.shapes):
+                return None
+            return claims.go_on(tensors, session.config, session.shapes)
+
+    @property
+    def newest_mask(self) -> torch.Tensor | None:
+        """The mask's last row, as `Session.store` takes it."""
+        if self.mask is None or self.mask.dim() == 2:
+            return None if self.mask is None else self.mask[:, None].bool()
+        row: torch.Tensor = self.mask[..., -1, :]
+        return row
+
+
+class Filling:
+    """One call while it runs: the layers of its cache go to the session, one behind the other.
+
+    Args:
+        config: The options.
+        module: It runs.
+        call: Its arguments.
+        session: The session that it goes on with; None at a prompt.
+        past: The session's handles; empty at a prompt.
+    """
+
+    def __init__(
+        self,
+        config: SpecacheConfig,
+        module: nn.Module,
+        call: Call,
+        session: Session | None,
+        past: list[torch.Tensor],
+    ) -> None:
+        self._config, self._module, self._call, self._past = config, module, call, past
+        self._session, self._is_prompt = session, session is None
+        self._old = 0 if session is None else session.kv_len
+        # A prompt whose layers are not known beforehand is stored when it is through.
+        self._streams = call.cache is not None and bool(call.cache.layers)
+        self._open: int | None = None  # the layer that was updated last, not yet stored
+        self._counts = [] if call.cache is None else [_count(layer) for layer in call.cache.layers]
+
+    def run(self, forward: Callable[[], Any]) -> Any:
+        """Run the module's forward, and put handles into its cache.
+
+        Raises:
+            Exception: What the forward raises. The cache is as before then.
+        """
+        with contextlib.ExitStack() as held:
+            padding = None
+            if self._session is not None:
+                held.enter_context(self._session.lock)
+                claims.check_open(self._session)  # another thread may have released it
+                self._session.forget_lookahead()
+                padding = self._session.key_mask.at(self._old)
+            if self._streams:
+                held.enter_context(_watched(self._call.cache, self._enter))
+            try:
+                out = forward()
+                cache = self._call.cache
+                self._finish(getattr(out, "past_key_values", None) if cache is None else cache)
+            except BaseException:
+                self._undo()
+                raise
+            if self._session is not None and self._session.key_mask.shows(padding):
+                with inference():
+                    self._session.requantize()
+            return out
+
+    def _enter(self, index: int) -> None:
+        """A layer is about to be updated."""
+        if index == self._open or not self._streams:
+            return
+        with inference():
+            if self._open is not None:
+                self._store(self._open)
+            self._open = index
+            layer = self._call.cache.layers[index]
+            if not self._is_prompt and layer.is_initialized:
+                assert self._session is not None
+                layer.keys, layer.values = self._session.load(self._slot(index))
+
+    def _slot(self, index: int) -> int:
+        """The session's layer of a layer of the cache: those without tokens have none."""
+        return index - sum(not layer.is_initialized for layer in self._call.cache.layers[:index])
+
+    def _store(self, index: int) -> None:
+        """A layer's new pairs go to the session, and its 16-bit tensors away."""
+        layer, slot = self._call.cache.layers[index], self._slot(index)
+        if self._session is None and self._is_prompt:
+            shape = _shape_of(layer)
+            alike = tuple(replace(shape, window=_window_of(each)) for each in self._call.cache.layers)
+            self._session = self._opened(alike, layer)
+        if self._session is None or self._session.shapes[slot : slot + 1] != (_shape_of(layer),):
+            self._stop_streaming()
+            return
+        self._take(self._session, slot, layer)
+
+    def _take(self, session: Session, slot: int, layer: Any) -> None:
+        new = self._call.num_tokens
+        keys, values = (side[:, :, -new:] for side in (layer.keys, layer.values))
+        kv_len = None if _window_of(layer) is None else self._old + new
+        session.store(slot, keys, values, self._call.newest_mask, kv_len)
+        # A forward that reads them once more gets an error of PyTorch's, and no other numbers.
+        layer.keys, layer.values = (
+            torch.empty_like(side, device="meta") for side in (layer.keys, layer.values)
+        )
+
+    def _stop_streaming(self) -> None:
+        """The layers are not alike: those that were stored come back, and all are stored at the end."""
+        self._streams = False
+        if self._session is None:
+            return
+        for index, layer in enumerate(self._call.cache.layers):
+            if layer.keys is not None and layer.keys.is_meta:
+                layer.keys, layer.values = self._session.load(self._slot(index))
+        self._session.close()
+        self._session = None
+
+    def _opened(self, shapes: tuple[LayerShape, ...], layer: Any) -> Session | None:
+        """A session for a prompt; None where its tensors can't be handles."""
+        sides = (layer.keys, layer.values)
+        if any(unfit_reason(side.dtype, side.shape[3]) is not None for side in sides):
+            return None
+        session = registry.open_session(self._config, shapes, layer.keys.dtype, layer.keys.device)
+        session.is_untraced = True
+        session.origin.model_config = getattr(self._module, "config", None)
+        session.origin.note(self._module.named_parameters(), values_of(self._module))
+        return session
+
+    def _finish(self, cache: Any) -> None:
+        if not _grows(cache) or not (layers := filled(cache)):
+            return  # it stays as the model made it
+        with inference():
+            if self._streams and self._open is not None:
+                self._store(self._open)
+            session = self._session
+            if not self._streams:
+                session = self._opened(tuple(map(_shape_of, layers)), layers[0])
+                self._session = session
+                for slot, layer in enumerate(layers):
+                    if session is not None:
+                        self._take(session, slot, layer)
+            if session is None:
+                return
+            new = session.stored_length() - self._old
+            ids = self._call.token_ids
+            session.remember(ids if ids is not None and ids.shape[1] == new else None)
+            session.advance(new, decoded=False)
+            put(cache, registry.issue(session) if self._is_prompt else registry.resized(session, self._past))
+
+    def _undo(self) -> None:
+        """Leave the cache as it was before a call that failed."""
+        cache, session = self._call.cache, self._session
+        if self._is_prompt and session is not None:
+            session.close()
+        if cache is None:
+            return
+        for layer, count in zip(cache.layers, self._counts, strict=False):
+            if self._is_prompt:
+                layer.reset()
+            elif count is not None:
+                layer.cumulative_length = count
+        if not self._is_prompt:
+            put(cache, self._past)
+
+
+@contextlib.contextmanager
+def _watched(cache: Any, enter: Callable[[int], None]) -> Iterator[None]:
+    """Within the block, `enter` is called with a layer's number before it is updated."""
+    usual = cache.update
+
+    def update(key: torch.Tensor, value: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        enter(layer_idx)
+        return usual(key, value, layer_idx, *args, **kwargs)
+
+    cache.update = update
+    try:
+        yield
+    finally:
+        del cache.update
+
+
+def _grows(cache: Any) -> bool:
+    """Whether it is a cache whose layers all grow by concatenation, at one length."""
+    return _is_named(cache, "DynamicCache") and all(
+        _is_named(layer, *_GROWING) and not getattr(layer, "record_past", False) for layer in cache.layers
+    )
+
+
+def _is_named(value: Any, *names: str) -> bool:
+    """Whether it is of a class of transformers' caches, and of no subclass."""
+    return type(value).__module__ == "transformers.cache_utils" and type(value).__name__ in names
+
+
+def filled(cache: Any) -> list[Any]:
+    """The layers that have had tokens."""
+    return [layer for layer in cache.layers if layer.is_initialized and layer.keys is not None]
+
+
+def put(cache: Any, handles: Sequence[torch.Tensor]) -> None:
+    """Give a session's handles to the layers."""
+    for slot, layer in enumerate(filled(cache)):
+        layer.keys, layer.values = handles[2 * slot : 2 * slot + 2]
+
+
+def _window_of(layer: Any) -> int | None:
+    return layer.sliding_window if layer.is_sliding else None
+
+
+def _count(layer: Any) -> int | None:
+    """Of a window's layer, the tokens that it has had."""
+    return getattr(layer, "cumulative_length", None)
+
+
+def _shape_of(layer: Any) -> LayerShape:
+    return LayerShape(layer.keys.shape[1], layer.keys.shape[3], layer.values.shape[3], _window_of(layer))
