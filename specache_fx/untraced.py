@@ -34,8 +34,9 @@ from specache_fx.runtime.session import Session
 from specache_fx.traced_values import values_of
 
 _here = threading.local()
-# Of transformers' `cache_utils`, whose import would take a second: the layers that grow by concatenation.
-_GROWING = ("DynamicLayer", "DynamicSlidingWindowLayer")
+# Of transformers' `cache_utils`, whose import would take a second: what grows by concatenation, and what stands for a
+# layer that has no pairs of its own.
+_GROWING, _EMPTY = ("DynamicLayer", "DynamicSlidingWindowLayer"), "DummyLayer"
 
 
 class Dispatcher:
@@ -202,15 +203,16 @@ class Filling:
                 layer.keys, layer.values = self._session.load(self._slot(index))
 
     def _slot(self, index: int) -> int:
-        """The session's layer of a layer of the cache: those without tokens have none."""
-        return index - sum(not layer.is_initialized for layer in self._call.cache.layers[:index])
+        """The session's layer of a layer of the cache."""
+        return index - sum(_is_named(layer, _EMPTY) for layer in self._call.cache.layers[:index])
 
     def _store(self, index: int) -> None:
         """A layer's new pairs go to the session, and its 16-bit tensors away."""
         layer, slot = self._call.cache.layers[index], self._slot(index)
         if self._session is None and self._is_prompt:
             shape = _shape_of(layer)
-            alike = tuple(replace(shape, window=_window_of(each)) for each in self._call.cache.layers)
+            own = (each for each in self._call.cache.layers if not _is_named(each, _EMPTY))
+            alike = tuple(replace(shape, window=_window_of(each)) for each in own)
             self._session = self._opened(alike, layer)
         if self._session is None or self._session.shapes[slot : slot + 1] != (_shape_of(layer),):
             self._stop_streaming()
@@ -278,7 +280,7 @@ class Filling:
         if cache is None:
             return
         for layer, count in zip(cache.layers, self._counts, strict=False):
-            if self._is_prompt:
+            if self._is_prompt and not _is_named(layer, _EMPTY):
                 layer.reset()
             elif count is not None:
                 layer.cumulative_length = count
@@ -305,7 +307,8 @@ def _watched(cache: Any, enter: Callable[[int], None]) -> Iterator[None]:
 def _grows(cache: Any) -> bool:
     """Whether it is a cache whose layers all grow by concatenation, at one length."""
     return _is_named(cache, "DynamicCache") and all(
-        _is_named(layer, *_GROWING) and not getattr(layer, "record_past", False) for layer in cache.layers
+        _is_named(layer, *_GROWING, _EMPTY) and not getattr(layer, "record_past", False)
+        for layer in cache.layers
     )
 
 

@@ -35,6 +35,15 @@ def test_default_is_near_to_the_full_cache() -> None:
             assert row_of(model, DEFAULT, bits, "forced", length)["kl"] <= most
 
 
+def test_default_is_near_to_the_full_cache_on_texts_that_nothing_was_tuned_on() -> None:
+    for model, text, length in itertools.product(page.MODELS, ("code", "json", "german"), (2048, 4096)):
+        # The exception of docs/real_models.md.
+        label = "half the shares" if (model, text, length) == ("smollm2", "german", 4096) else DEFAULT
+        for bits, most in ((2, 0.005), (1, 0.015)):
+            assert row_of(model, label, bits, text, length)["kl"] <= most
+        assert row_of(model, label, 2, text, length)["kl_p99"] <= 0.1
+
+
 def test_two_lanes_are_near_to_the_full_cache() -> None:
     for length, (bits, most) in itertools.product((2048, 4096), ((2, 0.015), (1, 0.06))):
         assert row_of("smollm2", TWO_LANES, bits, "forced", length)["kl"] <= most
