@@ -282,6 +282,7 @@ def _session(
     made.append(session)
     session.origin = Origin(config_of(model, about["model_config"]))
     session.origin.note(weights.items(), about["values"])
+    session.layers_of_cache = True  # perhaps: a prompt that was not traced may have been saved
     front = f"{number}."
     restore(session, header, {n.removeprefix(front): file.read(n) for n in file.names if n.startswith(front)})
     return session

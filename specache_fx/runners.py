@@ -296,7 +296,7 @@ def resolve(
 def _as_the_graph_has_them(past: list[torch.Tensor], shapes: tuple[LayerShape, ...]) -> list[torch.Tensor]:
     """The inputs, as 16-bit pairs where an untraced prompt has stored them in other sessions than this graph's."""
     session = registry.find(past[0]) if past else None
-    if session is None or not session.is_untraced or session.shapes == shapes:
+    if session is None or not session.layers_of_cache or session.shapes == shapes:
         return past
     real = give_back(past)
     return [real.get(i, tensor) for i, tensor in enumerate(past)]
@@ -306,7 +306,7 @@ def with_numbers(program: Program, args: Sequence[Any]) -> Sequence[Any]:
     """Dynamo's inputs, with 16-bit pairs in place of an untraced prompt's handles that the graph reads by itself."""
     held = [i for i in program.other_kv_inputs if isinstance(args[i], Handle)]
     sessions = [registry.find(args[i]) for i in held]
-    if not held or not all(session is not None and session.is_untraced for session in sessions):
+    if not held or not all(session is not None and session.layers_of_cache for session in sessions):
         return args
     real, inputs = give_back([args[i] for i in held]), list(args)
     for place, tensor in real.items():

@@ -246,7 +246,7 @@ class Filling:
         if any(unfit_reason(side.dtype, side.shape[3]) is not None for side in sides):
             return None
         session = registry.open_session(self._config, shapes, layer.keys.dtype, layer.keys.device)
-        session.is_untraced = True
+        session.layers_of_cache = True
         session.origin.model_config = getattr(self._module, "config", None)
         session.origin.note(self._module.named_parameters(), values_of(self._module))
         return session

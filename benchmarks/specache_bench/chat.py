@@ -10,7 +10,7 @@ from __future__ import annotations
 import resource
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import pairwise
 from statistics import median
 from typing import Any
@@ -28,7 +28,13 @@ from specache_fx.quiet import quiet
 NEW_TOKENS = 16
 _LONGEST = 1500
 _TURN = 24  # tokens of a further question
-WAYS = ("uncompiled", "torch.compile", "specache")
+# The plain model, torch's own compiler, and ours with options.
+WAYS: dict[str, dict[str, Any] | None] = {
+    "uncompiled": None,
+    "torch.compile": None,
+    "specache": {},
+    "specache, untraced prompts": {"prompts": "untraced"},
+}
 FIGURES = ("first_token", "longest_wait", "seconds", "cpu_seconds")
 
 
@@ -59,8 +65,9 @@ def cpu_seconds() -> float:
 def chat(model: str, threads: int, way: str) -> dict[str, dict[str, float]]:
     """The calls of one process, by their names."""
     with quiet(threads), Lab(model) as lab, torch.inference_mode():
-        if way == "specache":
-            specache_fx.compile(lab.model)
+        options = WAYS[way]
+        if options is not None:
+            specache_fx.compile(lab.model, **options)
         elif way != "uncompiled":
             lab.model.compile()
         return dict(_calls(lab))
@@ -105,7 +112,7 @@ def _calls(lab: Lab) -> Iterator[tuple[str, dict[str, float]]]:
 
 
 def measure(
-    models: list[str], threads: int, rounds: int, ways: tuple[str, ...], say: Callable[[str], object]
+    models: list[str], threads: int, rounds: int, ways: Iterable[str], say: Callable[[str], object]
 ) -> dict[str, Any]:
     """Rows by model, way, start and call, medians of the rounds; as `results/chat.json`."""
     rows = []

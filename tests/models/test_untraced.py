@@ -229,3 +229,22 @@ def test_a_model_that_is_left_alone_keeps_plain_caches_after_its_first_step() ->
         out = generate(model, ids)
         assert torch.equal(out.sequences, expected)
     assert not any(isinstance(layer.keys, Handle) for layer in out.past_key_values.layers)
+
+
+@pytest.mark.parametrize("way", ["copied", "saved"])
+@torch.no_grad()
+def test_a_latents_prompt_is_laid_out_anew_wherever_it_was(way: str, tmp_path: Path) -> None:
+    plain, model = build("deepseek_v3"), compiled("deepseek_v3", bits=16)
+    ids = torch.arange(3, 40)[None]
+    past = model(ids, use_cache=True).past_key_values
+    if way == "saved":
+        specache_fx.save(past, tmp_path)
+        past = specache_fx.load(model, tmp_path)
+    else:
+        held = [past]
+        past = copy.deepcopy(past)
+        model(ids[:, :4], past_key_values=past, use_cache=True)  # a fork: the original lives
+        held.clear()
+        ids = torch.cat([ids, ids[:, :4]], 1)
+    ids = torch.cat([ids, ids[:, :1]], 1)
+    assert torch.equal(generate(model, ids, past).sequences, generate(plain, ids).sequences)
