@@ -338,6 +338,9 @@ class HostCache:
         if self._thread is not None:
             self._thread.shutdown(cancel_futures=True)
         self._settle()
+        for device in self._tables:
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)  # launches may still read the rows
         self._layers = [_Rows(shape) for shape in self.shapes]
         self._store.close()
 

@@ -41,6 +41,11 @@ class Origin:
         is_same = held is not None and held() is weight
         return is_same and any(each is values for each in self._values)
 
+    def has(self, weights: Iterable[torch.Tensor]) -> bool:
+        """Whether one of these weights was noted, by whatever name."""
+        noted = {id(weight) for held, _ in self._weights.values() if (weight := held()) is not None}
+        return any(id(weight) in noted for weight in weights)
+
     def note(
         self,
         weights: Iterable[tuple[str, torch.Tensor]],

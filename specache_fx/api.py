@@ -64,10 +64,12 @@ def compile(module: Module, **options: Any) -> Module:
         check_names(config)
         if config.placement.offload:
             check_host_dir(config.host, config.host_dir)
+        untraced = options.pop("prompts", "traced") == "untraced"
         for each in with_generators(module):
             each.compile(backend="specache", options=options)
-            if config.prompts == "untraced":
-                each._compiled_call_impl = Dispatcher(each, each._compiled_call_impl, config)
+            if untraced:
+                graphs = dataclasses.replace(config, prompts="traced")
+                each._compiled_call_impl = Dispatcher(each, each._compiled_call_impl, graphs)
         return module
     if options:
         raise ConfigError(

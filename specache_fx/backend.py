@@ -142,6 +142,11 @@ class Backend:
         observe: Observer | None,
     ) -> Compiled:
         config = SpecacheConfig.from_options(options).for_device(device_kind(gm.graph))
+        if config.prompts == "untraced":
+            raise ConfigError(
+                'prompts="untraced" was given to a backend, which Dynamo asks once it has traced a prompt: call'
+                ' specache_fx.compile(model, prompts="untraced").'
+            )
         check_names(config)
         make_room()
         piece = graph_breaks.around(gm)

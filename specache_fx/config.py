@@ -200,7 +200,7 @@ class SpecacheConfig:
         if self.lookahead == "auto" and (asks_for_guesses or self.host == "disk"):
             object.__setattr__(self, "lookahead", "token")
         kinds = {"on_miss": OnMiss, "aggregation": Aggregation, "host": HostKind, "lowering": Lowering}
-        kinds |= {"prompts": Prompts}
+        kinds["prompts"] = Prompts
         for name, kind in kinds.items():
             self._one_of(name, get_args(kind))
         for name in ("group_size", "top_k"):
@@ -341,7 +341,7 @@ class SpecacheConfig:
     @property
     def cpu_reads(self) -> bool:
         """Whether the CPU alone can read these: values are chosen apart from keys, or they are in a file."""
-        return self.corrects and (bool(self.value_share) or self.host == "disk")
+        return self.corrects and (bool(self.value_share) or self.host in ("disk", "memory"))
 
     @property
     def stages(self) -> bool:

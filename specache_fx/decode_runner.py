@@ -100,7 +100,7 @@ class Decode:
     def __call__(self, *args: Any) -> Any:
         """Decode one token (Algorithm 3), after Algorithm 2 where a run of them begins."""
         with inference():
-            args = tuple(with_numbers(self._program, args))
+            args = tuple(with_numbers(self._program, self._layers, args))
             session, past = resolve(self._program, self._layers, args)
             with session.lock:
                 claims.check_open(session)  # another thread may have released it

@@ -284,7 +284,6 @@ def resolve(
     """
     past = [args[i] for i in program.past_inputs]
     _refuse_handles([args[i] for i in program.other_kv_inputs], program)
-    past = _as_the_graph_has_them(past, shapes)
     if registry.first_handle(past) is None:
         session, past = _take_over(program, shapes, past, args)
     else:
@@ -293,24 +292,25 @@ def resolve(
     return session, past
 
 
-def _as_the_graph_has_them(past: list[torch.Tensor], shapes: tuple[LayerShape, ...]) -> list[torch.Tensor]:
-    """The inputs, as 16-bit pairs where an untraced prompt has stored them in other sessions than this graph's."""
-    session = registry.find(past[0]) if past else None
-    if session is None or not session.layers_of_cache or session.shapes == shapes:
-        return past
-    real = give_back(past)
-    return [real.get(i, tensor) for i, tensor in enumerate(past)]
+def with_numbers(program: Program, shapes: tuple[LayerShape, ...], args: Sequence[Any]) -> Sequence[Any]:
+    """Dynamo's inputs, with 16-bit pairs in place of handles that are of this model and not of this graph.
 
-
-def with_numbers(program: Program, args: Sequence[Any]) -> Sequence[Any]:
-    """Dynamo's inputs, with 16-bit pairs in place of an untraced prompt's handles that the graph reads by itself."""
-    held = [i for i in program.other_kv_inputs if isinstance(args[i], Handle)]
-    sessions = [registry.find(args[i]) for i in held]
-    if not held or not all(session is not None and session.layers_of_cache for session in sessions):
+    The layers of an untraced prompt are those of the model's cache. A graph may have them in another form, have some of
+    them, or read some by itself.
+    """
+    past, others = program.past_inputs, program.other_kv_inputs
+    session = registry.find(args[past[0]]) if past else None
+    is_other = session is not None and session.shapes != shapes
+    wanted = [i for i in {*(past if is_other else ()), *others} if isinstance(args[i], Handle)]
+    if not wanted:
         return args
-    real, inputs = give_back([args[i] for i in held]), list(args)
+    sessions = [registry.find(args[i]) for i in wanted]
+    weights = [args[i] for i in program.weights]
+    if any(each is None or not (each.layers_of_cache and each.origin.has(weights)) for each in sessions):
+        return args
+    real, inputs = give_back([args[i] for i in wanted]), list(args)
     for place, tensor in real.items():
-        inputs[held[place]] = tensor
+        inputs[wanted[place]] = tensor
     return inputs
 
 
@@ -356,7 +356,7 @@ class Extend:
     def __call__(self, *args: Any) -> Any:
         """Run the new tokens on the 16-bit history."""
         with inference():
-            args = tuple(with_numbers(self._program, args))
+            args = tuple(with_numbers(self._program, self._layers, args))
             session, past = resolve(self._program, self._layers, args)
             with session.lock:
                 claims.check_open(session)  # another thread may have released it

@@ -182,14 +182,15 @@ def _placed(scope: Any, steps: Sequence[Step]) -> _Place | None:
 
 
 def values_of(model: nn.Module) -> Values:
-    """All numbers, names and flags of a model's modules: of one that no graph has read yet."""
+    """Factors and flags of a model's modules: of one that no graph has read yet. Sizes show in its weights."""
     found: Values = {}
     for name, owner in model.named_modules():
         told = {
-            attribute: str(_told(value))
+            attribute: repr(value)
             for attribute, value in vars(owner).items()
-            if isinstance(value, (bool, int, float, str))
+            if type(value) in (bool, float)
             and attribute not in _SILENT
+            and attribute[:1] != "_"
             and "dropout" not in attribute
         }
         if told and not isinstance(owner, _DropoutNd):

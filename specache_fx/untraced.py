@@ -3,12 +3,14 @@
     module(...)   several tokens  ->  the module's own forward; each layer's pairs go to the session
                   one token       ->  the compiled call, which decodes from the session
 
-Nothing of a prompt needs a graph: its attention is the model's own, in both ways. Dynamo traces the decode step alone.
-A layer is stored when the next one is updated, so the 16-bit pairs of one layer are alive at a time. In a further turn
+A prompt needs no graph: its attention is the model's own in any case. Dynamo traces the decode step alone. A layer is
+stored when the next one is updated, so the 16-bit pairs of one layer are alive at a time. In a further turn
 each layer's history comes back when it is updated. The session gets the new tokens, and quantises no token twice.
 
 This serves caches of transformers whose layers grow by concatenation, windows included. All else is traced: other
-caches, masks by layer, gradients, a cache that several graphs share.
+caches, masks by layer, gradients, a cache that several graphs share. A prompt whose cache doesn't say its layers
+beforehand is stored when it is through. The model's own attention makes a mask of all queries and keys where there is
+padding, a window or a history; a traced prompt attends by blocks there.
 """
 
 from __future__ import annotations
@@ -45,15 +47,14 @@ class Dispatcher:
     Args:
         module: The module; it holds this.
         compiled: Its compiled forward.
-        config: The options.
+        config: The options of its graphs.
     """
 
     def __init__(self, module: nn.Module, compiled: Callable[..., Any], config: SpecacheConfig) -> None:
         self._module, self.compiled, self._config = weakref.ref(module), compiled, config
-        parameters = inspect.signature(module.forward).parameters
-        self._first = next(iter(parameters), None)
-        self._takes_cache = "past_key_values" in parameters
-        self._is_left_alone = False  # its decode step is: handles would be given back at once
+        self._names = tuple(inspect.signature(module.forward).parameters)
+        self._takes_cache = "past_key_values" in self._names
+        self._is_left_alone = False  # its graphs are: they would have the handles' numbers back at once
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module."""
@@ -63,14 +64,13 @@ class Dispatcher:
             return module._call_impl(*args, **kwargs)
         if not self._takes_cache or self._is_left_alone or torch.compiler.is_compiling():
             return self.compiled(*args, **kwargs)
-        given = kwargs if not args else {**kwargs, str(self._first): args[0]}
-        call = Call(given, getattr(module, "config", None))
-        if len(args) > 1 or call.is_traced:
-            was_ours = call.holds_handles
+        call = Call({**dict(zip(self._names, args, strict=False)), **kwargs}, getattr(module, "config", None))
+        if call.must_trace:
+            was_ours = call.holds_handles and not torch.is_grad_enabled()
             out = self.compiled(*args, **kwargs)
-            self._is_left_alone = was_ours and not call.holds_handles
+            self._is_left_alone = was_ours and not call.holds_handles and not call.shows_attention
             return out
-        past = call.past()
+        past = call.take_past(self._config)
         if past is None:
             return self.compiled(*args, **kwargs)
         _here.is_inside = True
@@ -91,11 +91,12 @@ class Call:
         self.num_tokens = next(
             (x.shape[1] for x in (tokens, embeds) if isinstance(x, torch.Tensor) and x.dim() > 1), 0
         )
+        self.shows_attention = bool(given.get("output_attentions"))
         uses_cache = given.get("use_cache")
         self._caches = getattr(config, "use_cache", False) if uses_cache is None else uses_cache
 
     @property
-    def is_traced(self) -> bool:
+    def must_trace(self) -> bool:
         """Whether it has to go to the compiled forward: one token of a sequence, or what is not served here."""
         if not self._caches or not self.num_tokens or torch.is_grad_enabled():
             return True
@@ -110,8 +111,12 @@ class Call:
         """Whether the cache is one of a session."""
         return _grows(self.cache) and any(isinstance(layer.keys, Handle) for layer in filled(self.cache))
 
-    def past(self) -> tuple[Session | None, list[torch.Tensor]] | None:
-        """The session that the call goes on with, and its handles: None and none at a prompt; None if it is traced."""
+    def take_past(self, config: SpecacheConfig) -> tuple[Session | None, list[torch.Tensor]] | None:
+        """Claim the session that the call goes on with; see `claims.go_on`.
+
+        Returns:
+            The session and its handles: None and none at a prompt. None where the call has to be traced.
+        """
         layers = [] if self.cache is None else filled(self.cache)
         tensors = [side for layer in layers for side in (layer.keys, layer.values)]
         if not tensors:
@@ -124,7 +129,7 @@ class Call:
                 return None
             if len(tensors) != 2 * len(session.shapes):
                 return None
-            return claims.go_on(tensors, session.config, session.shapes)
+            return claims.go_on(tensors, config.for_device(session.device.type), session.shapes)
 
     @property
     def newest_mask(self) -> torch.Tensor | None:
@@ -155,11 +160,10 @@ class Filling:
         past: list[torch.Tensor],
     ) -> None:
         self._config, self._module, self._call, self._past = config, module, call, past
-        self._session, self._is_prompt = session, session is None
-        self._old = 0 if session is None else session.kv_len
+        self._session, self._is_prompt, self._old = session, session is None, 0
         # A prompt whose layers are not known beforehand is stored when it is through.
         self._streams = call.cache is not None and bool(call.cache.layers)
-        self._open: int | None = None  # the layer that was updated last, not yet stored
+        self._updated: int | None = None  # the layer that was updated last, not yet stored
         self._counts = [] if call.cache is None else [_count(layer) for layer in call.cache.layers]
 
     def run(self, forward: Callable[[], Any]) -> Any:
@@ -168,35 +172,41 @@ class Filling:
         Raises:
             Exception: What the forward raises. The cache is as before then.
         """
+        registry.sweep()
         with contextlib.ExitStack() as held:
             padding = None
-            if self._session is not None:
-                held.enter_context(self._session.lock)
-                claims.check_open(self._session)  # another thread may have released it
-                self._session.forget_lookahead()
-                padding = self._session.key_mask.at(self._old)
+            if (session := self._session) is not None:
+                held.enter_context(session.lock)
+                claims.check_open(session)  # another thread may have released it
+                session.forget_lookahead()
+                self._note(session)
+                self._old, padding = session.kv_len, session.key_mask.at(session.kv_len)
             if self._streams:
                 held.enter_context(_watched(self._call.cache, self._enter))
             try:
                 out = forward()
                 cache = self._call.cache
-                self._finish(getattr(out, "past_key_values", None) if cache is None else cache)
+                self._finish(_cache_of(out) if cache is None else cache)
             except BaseException:
                 self._undo()
                 raise
-            if self._session is not None and self._session.key_mask.shows(padding):
+            if session is not None and session.key_mask.shows(padding):
                 with inference():
-                    self._session.requantize()
+                    session.requantize()
             return out
+
+    def _note(self, session: Session) -> None:
+        """Note whose numbers the session gets."""
+        session.origin.note(self._module.named_parameters(), values_of(self._module))
 
     def _enter(self, index: int) -> None:
         """A layer is about to be updated."""
-        if index == self._open or not self._streams:
+        if index == self._updated or not self._streams:
             return
         with inference():
-            if self._open is not None:
-                self._store(self._open)
-            self._open = index
+            if self._updated is not None:
+                self._store(self._updated)
+            self._updated = index
             layer = self._call.cache.layers[index]
             if not self._is_prompt and layer.is_initialized:
                 assert self._session is not None
@@ -214,15 +224,19 @@ class Filling:
             own = (each for each in self._call.cache.layers if not _is_named(each, _EMPTY))
             alike = tuple(replace(shape, window=_window_of(each)) for each in own)
             self._session = self._opened(alike, layer)
-        if self._session is None or self._session.shapes[slot : slot + 1] != (_shape_of(layer),):
+        session = self._session
+        is_alike = session is not None and session.shapes[slot : slot + 1] == (_shape_of(layer),)
+        if session is None or not is_alike or session.device != layer.keys.device:
             self._stop_streaming()
             return
-        self._take(self._session, slot, layer)
+        self._take(session, slot, layer)
 
     def _take(self, session: Session, slot: int, layer: Any) -> None:
-        new = self._call.num_tokens
+        """Store what a layer has got: as many tokens as it has grown by."""
+        window = _window_of(layer)
+        new = (layer.keys.shape[2] if window is None else layer.cumulative_length) - self._old
         keys, values = (side[:, :, -new:] for side in (layer.keys, layer.values))
-        kv_len = None if _window_of(layer) is None else self._old + new
+        kv_len = None if window is None else self._old + new
         session.store(slot, keys, values, self._call.newest_mask, kv_len)
         # A forward that reads them once more gets an error of PyTorch's, and no other numbers.
         layer.keys, layer.values = (
@@ -248,29 +262,36 @@ class Filling:
         session = registry.open_session(self._config, shapes, layer.keys.dtype, layer.keys.device)
         session.layers_of_cache = True
         session.origin.model_config = getattr(self._module, "config", None)
-        session.origin.note(self._module.named_parameters(), values_of(self._module))
+        self._note(session)
         return session
 
     def _finish(self, cache: Any) -> None:
         if not _grows(cache) or not (layers := filled(cache)):
             return  # it stays as the model made it
         with inference():
-            if self._streams and self._open is not None:
-                self._store(self._open)
-            session = self._session
-            if not self._streams:
-                session = self._opened(tuple(map(_shape_of, layers)), layers[0])
-                self._session = session
-                for slot, layer in enumerate(layers):
-                    if session is not None:
-                        self._take(session, slot, layer)
-            if session is None:
+            if self._streams and self._updated is not None:
+                self._store(self._updated)
+            if self._is_prompt and (self._session is None or len(self._session.shapes) != len(layers)):
+                self._store_all(layers)
+            if (session := self._session) is None:
                 return
             new = session.stored_length() - self._old
             ids = self._call.token_ids
             session.remember(ids if ids is not None and ids.shape[1] == new else None)
             session.advance(new, decoded=False)
-            put(cache, registry.issue(session) if self._is_prompt else registry.resized(session, self._past))
+            put_handles(
+                cache, registry.issue(session) if self._is_prompt else registry.resized(session, self._past)
+            )
+
+    def _store_all(self, layers: Sequence[Any]) -> None:
+        """Store a prompt that is through. It stays as the model made it where no session can have it."""
+        self._stop_streaming()
+        if len({layer.keys.device for layer in layers}) > 1:
+            return
+        self._session = session = self._opened(tuple(map(_shape_of, layers)), layers[0])
+        for slot, layer in enumerate(layers if session is not None else ()):
+            assert session is not None
+            self._take(session, slot, layer)
 
     def _undo(self) -> None:
         """Leave the cache as it was before a call that failed."""
@@ -279,19 +300,21 @@ class Filling:
             session.close()
         if cache is None:
             return
-        for layer, count in zip(cache.layers, self._counts, strict=False):
+        if self._is_prompt:
+            del cache.layers[len(self._counts) :]
+        for layer, count in zip(cache.layers, self._counts, strict=True):
             if self._is_prompt and not _is_named(layer, _EMPTY):
                 layer.reset()
             elif count is not None:
                 layer.cumulative_length = count
         if not self._is_prompt:
-            put(cache, self._past)
+            put_handles(cache, self._past)
 
 
 @contextlib.contextmanager
 def _watched(cache: Any, enter: Callable[[int], None]) -> Iterator[None]:
     """Within the block, `enter` is called with a layer's number before it is updated."""
-    usual = cache.update
+    own, usual = vars(cache).get("update"), cache.update
 
     def update(key: torch.Tensor, value: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
         enter(layer_idx)
@@ -302,11 +325,21 @@ def _watched(cache: Any, enter: Callable[[int], None]) -> Iterator[None]:
         yield
     finally:
         del cache.update
+        if own is not None:
+            cache.update = own
+
+
+def _cache_of(out: Any) -> Any:
+    """The cache in a module's output."""
+    each = out if isinstance(out, tuple) else [getattr(out, "past_key_values", None)]
+    return next((value for value in each if _grows(value)), None)
 
 
 def _grows(cache: Any) -> bool:
     """Whether it is a cache whose layers all grow by concatenation, at one length."""
-    return _is_named(cache, "DynamicCache") and all(
+    if not _is_named(cache, "DynamicCache") or getattr(cache, "offloading", False):
+        return False
+    return all(
         _is_named(layer, *_GROWING, _EMPTY) and not getattr(layer, "record_past", False)
         for layer in cache.layers
     )
@@ -322,7 +355,7 @@ def filled(cache: Any) -> list[Any]:
     return [layer for layer in cache.layers if layer.is_initialized and layer.keys is not None]
 
 
-def put(cache: Any, handles: Sequence[torch.Tensor]) -> None:
+def put_handles(cache: Any, handles: Sequence[torch.Tensor]) -> None:
     """Give a session's handles to the layers."""
     for slot, layer in enumerate(filled(cache)):
         layer.keys, layer.values = handles[2 * slot : 2 * slot + 2]

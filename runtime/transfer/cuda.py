@@ -40,6 +40,7 @@ class KernelTransfer(Transfer):
 
     def prefetch_wanted(self, layer: int) -> None:
         """See `Transfer`."""
+        self.table(layer)  # where the model's own launches may read it too
         with self.beside(layer):
             self.copy(layer)
 

@@ -16,7 +16,7 @@ from torch._dynamo.utils import counters
 from transformers import DynamicCache
 
 import specache_fx
-from specache_fx.errors import SavedCacheError
+from specache_fx.errors import CacheHandleError, SavedCacheError
 from specache_fx.runtime import registry
 from specache_fx.runtime.handle_tensor import Handle
 
@@ -136,21 +136,22 @@ class Struck(Exception):
     pass
 
 
+def strike(*_: Any) -> None:
+    raise Struck
+
+
 @pytest.mark.parametrize("name", ["plain", "gemma3_text"])
 @torch.no_grad()
 def test_a_call_that_fails_leaves_the_cache_as_it_was(name: str) -> None:
     model, ids = compiled(name), torch.arange(3, 40)[None]
     last = next(each for each in model.modules() if isinstance(each, nn.ModuleList))[-1]
 
-    def strike(*_: Any) -> None:
-        raise Struck
-
     past = DynamicCache(config=model.config)
     handle = last.register_forward_pre_hook(strike)
     before = len(registry._open)
     with pytest.raises(Struck):
         model(ids, past_key_values=past, use_cache=True)
-    assert past.get_seq_length() == 0 and len(registry._open) == before
+    assert past.get_seq_length() == 0 and len(registry._open) <= before
     handle.remove()
     model(ids, past_key_values=past, use_cache=True)
     expected = copy.deepcopy(past)
@@ -248,3 +249,78 @@ def test_a_latents_prompt_is_laid_out_anew_wherever_it_was(way: str, tmp_path: P
         ids = torch.cat([ids, ids[:, :4]], 1)
     ids = torch.cat([ids, ids[:, :1]], 1)
     assert torch.equal(generate(model, ids, past).sequences, generate(plain, ids).sequences)
+
+
+class Prefixed(nn.Module):
+    """A soft prompt: the forward caches more tokens than it is given."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.config = inner, inner.config
+
+    def forward(self, input_ids: Tensor, past_key_values: Any = None, use_cache: bool = True) -> Any:
+        embeds = self.inner.get_input_embeddings()(input_ids)
+        if not past_key_values.get_seq_length():
+            embeds = torch.cat([embeds[:, :1].expand(-1, 5, -1) * 0.5, embeds], 1)
+        return self.inner(inputs_embeds=embeds, past_key_values=past_key_values, use_cache=use_cache)
+
+
+@torch.no_grad()
+def test_a_layer_is_stored_as_far_as_it_has_grown() -> None:
+    plain, model = (Prefixed(build("llama")) for _ in range(2))
+    specache_fx.compile(model, **OPTIONS["16 bits"], prompts="untraced")
+    caches = [DynamicCache(config=each.config) for each in (plain, model)]
+    ids = torch.arange(3, 40)[None]
+    for part in (ids, ids[:, :1], ids[:, :6], ids[:, :1]):
+        found = [each(part, cache).logits for each, cache in zip((plain, model), caches, strict=True)]
+        torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def test_a_forward_that_runs_fewer_layers_than_its_config_says() -> None:
+    plain, model = build("llama"), build("llama")
+    for each in (plain, model):
+        each.model.layers = each.model.layers[:1]
+    specache_fx.compile(model, **OPTIONS["16 bits"], prompts="untraced")
+    ids = torch.arange(3, 40)[None]
+    assert torch.equal(generate(model, ids).sequences, generate(plain, ids).sequences)
+
+
+@torch.no_grad()
+def test_a_cache_of_another_model_is_refused() -> None:
+    one, other = compiled("llama", bits=16), build("llama", layers=1)
+    specache_fx.compile(other, **OPTIONS["default"] | {"bits": 16}, prompts="untraced")
+    ids = torch.arange(3, 40)[None]
+    past = one(ids, use_cache=True).past_key_values
+    with pytest.raises(CacheHandleError):
+        other(ids[:, :1], past_key_values=past, use_cache=True)
+    unlike = specache_fx.compile(build("llama"), **OPTIONS["default"] | {"bits": 2}, prompts="untraced")
+    with pytest.raises(CacheHandleError, match="was made with"):
+        unlike(ids[:, :3], past_key_values=past, use_cache=True)
+
+
+@torch.no_grad()
+def test_a_failed_prompt_leaves_a_cache_without_layers_empty() -> None:
+    model, past = compiled("plain"), DynamicCache()
+    handle = model.layers[-1].register_forward_pre_hook(strike)
+    with pytest.raises(Struck):
+        model(torch.arange(3, 40)[None], past_key_values=past, use_cache=True)
+    handle.remove()
+    assert past.get_seq_length() == 0 and not past.layers
+
+
+@torch.no_grad()
+def test_a_tuple_has_the_sessions_cache_too() -> None:
+    model = compiled("llama")
+    out = model(torch.arange(3, 40)[None], use_cache=True, return_dict=False)
+    assert isinstance(out, tuple) and session_of(out[1]).kv_len == 37
+
+
+def test_a_backend_alone_can_not_leave_a_prompt_untraced() -> None:
+    model = build("plain")
+    model.compile(backend="specache", options={"prompts": "untraced"})
+    with (
+        pytest.raises(Exception, match=r"call specache_fx\.compile\(model, prompts=\"untraced\"\)"),
+        torch.no_grad(),
+    ):
+        model(torch.arange(3, 9)[None], use_cache=True)
