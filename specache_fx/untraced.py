@@ -60,24 +60,31 @@ class Dispatcher:
         """Run the module."""
         module = self._module()
         assert module is not None
-        if getattr(_here, "is_inside", False):  # of a call of a module around this one
-            return module._call_impl(*args, **kwargs)
         if not self._takes_cache or self._is_left_alone or torch.compiler.is_compiling():
             return self.compiled(*args, **kwargs)
         call = Call({**dict(zip(self._names, args, strict=False)), **kwargs}, getattr(module, "config", None))
+        filling: list[Any] = _here.__dict__.setdefault("filling", [])
+        if call.cache is not None and any(call.cache is each for each in filling):
+            return module._call_impl(*args, **kwargs)  # for a module around this one
         if call.must_trace:
-            was_ours = call.holds_handles and not torch.is_grad_enabled()
-            out = self.compiled(*args, **kwargs)
-            self._is_left_alone = was_ours and not call.holds_handles and not call.shows_attention
-            return out
+            return self._traced(call, args, kwargs)
         past = call.take_past(self._config)
         if past is None:
             return self.compiled(*args, **kwargs)
-        _here.is_inside = True
+        filling.append(call.cache)
         try:
             return Filling(self._config, module, call, *past).run(lambda: module._call_impl(*args, **kwargs))
         finally:
-            _here.is_inside = False
+            filling.pop()
+
+    def _traced(self, call: Call, args: Any, kwargs: Any) -> Any:
+        if isinstance(call.mask, torch.Tensor):
+            # The first graph is a step's: Dynamo has seen no mask of another length.
+            torch._dynamo.maybe_mark_dynamic(call.mask, call.mask.dim() - 1)
+        was_ours = call.holds_handles
+        out = self.compiled(*args, **kwargs)
+        self._is_left_alone = was_ours and call.is_usual and not call.holds_handles
+        return out
 
 
 class Call:
@@ -91,7 +98,7 @@ class Call:
         self.num_tokens = next(
             (x.shape[1] for x in (tokens, embeds) if isinstance(x, torch.Tensor) and x.dim() > 1), 0
         )
-        self.shows_attention = bool(given.get("output_attentions"))
+        self._shows_attention = bool(given.get("output_attentions"))
         uses_cache = given.get("use_cache")
         self._caches = getattr(config, "use_cache", False) if uses_cache is None else uses_cache
 
@@ -105,6 +112,11 @@ class Call:
         if self.num_tokens == 1 and self.cache is not None and self.cache.get_seq_length():
             return True
         return not (self.mask is None or (isinstance(self.mask, torch.Tensor) and self.mask.dim() in (2, 4)))
+
+    @property
+    def is_usual(self) -> bool:
+        """Whether a model whose graph of this call is left alone has all of them left alone."""
+        return not self._shows_attention and not torch.is_grad_enabled() and self.mask is None
 
     @property
     def holds_handles(self) -> bool:
@@ -208,9 +220,13 @@ class Filling:
                 self._store(self._updated)
             self._updated = index
             layer = self._call.cache.layers[index]
-            if not self._is_prompt and layer.is_initialized:
-                assert self._session is not None
+            if self._session is not None and isinstance(layer.keys, torch.Tensor) and self._is_away(layer):
+                claims.check_open(self._session)  # a hook may have released it
                 layer.keys, layer.values = self._session.load(self._slot(index))
+
+    def _is_away(self, layer: Any) -> bool:
+        """Whether the session has a layer's pairs: of the calls before, or of this one, which updates it again."""
+        return isinstance(layer.keys, Handle) or layer.keys.is_meta
 
     def _slot(self, index: int) -> int:
         """The session's layer of a layer of the cache."""
@@ -233,10 +249,12 @@ class Filling:
 
     def _take(self, session: Session, slot: int, layer: Any) -> None:
         """Store what a layer has got: as many tokens as it has grown by."""
+        claims.check_open(session)
         window = _window_of(layer)
-        new = (layer.keys.shape[2] if window is None else layer.cumulative_length) - self._old
+        length = layer.keys.shape[2] if window is None else layer.cumulative_length
+        new = length - (session.layers[slot].kv_len if session.layers else 0)
         keys, values = (side[:, :, -new:] for side in (layer.keys, layer.values))
-        kv_len = None if window is None else self._old + new
+        kv_len = None if window is None else length
         session.store(slot, keys, values, self._call.newest_mask, kv_len)
         # A forward that reads them once more gets an error of PyTorch's, and no other numbers.
         layer.keys, layer.values = (
@@ -268,6 +286,8 @@ class Filling:
     def _finish(self, cache: Any) -> None:
         if not _grows(cache) or not (layers := filled(cache)):
             return  # it stays as the model made it
+        if any(isinstance(layer.keys, Handle) for layer in layers) and self._is_prompt:
+            return  # a module inside has filled a session
         with inference():
             if self._streams and self._updated is not None:
                 self._store(self._updated)

@@ -19,7 +19,7 @@ from specache_fx.provenance import provenance
 
 # Modules of the laboratory whose source doesn't decide a record's numbers.
 _APART = (
-    *("cli", "cpu_worker", "experiments", "fetch", "gpu", "lm_eval_model", "pages", "real_models"),
+    *("chat", "cli", "cpu_worker", "experiments", "fetch", "gpu", "lm_eval_model", "pages", "real_models"),
     *("report", "speed", "speed_page", "starts", "timing"),
 )
 

@@ -17,13 +17,12 @@ from specache_fx.runtime.kernels.base import DecodeInputs
 from specache_fx.runtime.kernels.reference import score_deviation, without_staged
 from specache_fx.runtime.select import select_topk
 
-_MOST_SHARES = (
-    2  # pairs of that share which together have so many times all of the attention, by their margins
-)
+# At most so many times the inverse of a share are read, the largest. Without margins no more than the inverse has it.
+_MOST_SHARES = 2
 
 
 def margins(inputs: DecodeInputs) -> torch.Tensor | None:
-    """`DecodeInputs.bias` whose softmax, with the normaliser that the step has without, is a share with its margin."""
+    """A bias of the selection scores that makes them shares with their margins; the softmax's sum is without it."""
     lanes, batch, num_heads, _, key_dim = inputs.query.shape
     query = inputs.query[0].reshape(batch, inputs.key.shape[2], -1, key_dim).float()
     deviation = score_deviation(inputs, query)

@@ -324,3 +324,85 @@ def test_a_backend_alone_can_not_leave_a_prompt_untraced() -> None:
         torch.no_grad(),
     ):
         model(torch.arange(3, 9)[None], use_cache=True)
+
+
+class Chunked(nn.Module):
+    """Feeds a prompt to the module inside in pieces, with one cache."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.config = inner, inner.config
+
+    def forward(self, input_ids: Tensor, past_key_values: Any = None, use_cache: bool = True) -> Any:
+        pieces = input_ids.split(9, dim=1)
+        outs = [self.inner(part, past_key_values=past_key_values, use_cache=True) for part in pieces]
+        outs[-1].logits = torch.cat([out.logits for out in outs], dim=1)
+        return outs[-1]
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3_text"])
+@torch.no_grad()
+def test_a_layer_may_be_updated_several_times_in_a_call(name: str) -> None:
+    plain, model = (Chunked(build(name)) for _ in range(2))
+    specache_fx.compile(model, **OPTIONS["16 bits"], prompts="untraced")
+    caches = [DynamicCache(config=each.config) for each in (plain, model)]
+    ids = torch.arange(3, 40)[None]
+    for part in (ids, ids[:, :1], ids[:, :12], ids[:, :1]):
+        found = [each(part, cache).logits for each, cache in zip((plain, model), caches, strict=True)]
+        torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def test_a_hook_may_run_another_model_on_its_own_cache() -> None:
+    one, other, plain = compiled("plain", bits=16), build("llama"), build("llama")
+    specache_fx.compile(other, **OPTIONS["16 bits"], prompts="untraced")
+    ids, caches, found = torch.arange(3, 40)[None], [DynamicCache(), DynamicCache()], []
+
+    def run(*_: Any) -> None:
+        part = ids if not caches[0].get_seq_length() else ids[:, :5]
+        found.append(
+            [
+                each(part, past_key_values=past).logits
+                for each, past in zip((other, plain), caches, strict=True)
+            ]
+        )
+
+    one.layers[0].register_forward_hook(run)
+    for _ in range(2):
+        one(ids, use_cache=True)
+    for ours, theirs in found:
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def test_a_cache_that_is_released_in_a_turn_says_so() -> None:
+    model, ids = compiled("plain"), torch.arange(3, 40)[None]
+    past = model(ids, use_cache=True).past_key_values
+
+    def release(*_: Any) -> None:
+        specache_fx.release([layer.keys for layer in past.layers if isinstance(layer.keys, Handle)])
+
+    model.layers[0].register_forward_pre_hook(release)
+    with pytest.raises(CacheHandleError, match="was released"):
+        model(ids[:, :4], past_key_values=past, use_cache=True)
+
+
+@pytest.mark.parametrize("kind", ["4-D", "longer"])
+@torch.no_grad()
+def test_a_first_step_with_an_unusual_mask_is_rewritten(kind: str) -> None:
+    plain, model = build("llama"), compiled("llama", bits=16)
+    caches = [DynamicCache(config=each.config) for each in (plain, model)]
+    ids, lengths = torch.arange(3, 40)[None], iter((37, 38, 39))
+    for part in (ids, ids[:, :1], ids[:, :1]):
+        length = next(lengths)
+        given = {}
+        if part.shape[1] == 1:
+            given["attention_mask"] = (
+                torch.zeros(1, 1, 1, length) if kind == "4-D" else torch.ones(1, length + 3).long()
+            )
+        found = [
+            each(part, past_key_values=past, use_cache=True, **given).logits
+            for each, past in zip((plain, model), caches, strict=True)
+        ]
+        torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-4)
+        assert isinstance(caches[1].layers[0].keys, Handle)
