@@ -129,19 +129,15 @@ class Greedy:
 
 
 class Sampled(Greedy):
-    """Tokens drawn at temperature 1. Each step has one random number for all rows, by the seed."""
+    """Tokens drawn at temperature 1: the largest sum of logit and Gumbel noise, which is the same for all methods."""
 
     def __init__(self, max_new_tokens: int, seed: int) -> None:
         super().__init__(max_new_tokens)
-        self._numbers = torch.rand(
-            max_new_tokens, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)
-        )
+        self._generator = torch.Generator().manual_seed(seed)
 
     def _choose(self, logits: torch.Tensor) -> torch.Tensor:
-        """The first token at which the summed probabilities exceed the number."""
-        summed = logits.double().softmax(dim=-1).cumsum(dim=-1)
-        below = summed <= self._numbers[len(self._chosen)].to(logits.device) * summed[:, -1:]
-        return below.sum(dim=-1, keepdim=True)
+        uniform = torch.rand(logits.shape, dtype=torch.float64, generator=self._generator).to(logits.device)
+        return (logits.double() - (-uniform.log()).log()).argmax(dim=-1, keepdim=True)
 
 
 class Forced:
