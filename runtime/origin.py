@@ -24,9 +24,11 @@ class Origin:
 
     Attributes:
         model_config: Config of the module that was called first.
+        layers_of_cache: The session's layers are those of the model's cache object: its graphs may have others.
     """
 
     model_config: object = None
+    layers_of_cache: bool = False
     _weights: dict[str, tuple[weakref.ref[torch.Tensor], int | None]] = field(default_factory=dict)
     _changed: str | None = None  # a name that is not of one weight alone, in all graphs
     _values: list[Values | None] = field(default_factory=list)

@@ -99,7 +99,6 @@ class Session:
         self.next_answer: NextAnswer | None = None
         self.staged_for: int | None = None  # the length at which the staged pairs are those of the next token
         self.origin = Origin()
-        self.layers_of_cache = False  # they are those of a model's cache object: its graphs may have others
         # Who uses it.
         self.closed = False
         self.lease: weakref.ref[Lease] | None = None  # of its handles; it ends with that

@@ -249,7 +249,6 @@ def fork(source: Session, rows: Sequence[int]) -> Session:
         twin.close()
         raise
     twin.origin, twin.forms = source.origin.copy(), [*source.forms]
-    twin.layers_of_cache = source.layers_of_cache
     return twin
 
 

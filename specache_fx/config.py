@@ -200,7 +200,6 @@ class SpecacheConfig:
         if self.lookahead == "auto" and (asks_for_guesses or self.host == "disk"):
             object.__setattr__(self, "lookahead", "token")
         kinds = {"on_miss": OnMiss, "aggregation": Aggregation, "host": HostKind, "lowering": Lowering}
-        kinds["prompts"] = Prompts
         for name, kind in kinds.items():
             self._one_of(name, get_args(kind))
         for name in ("group_size", "top_k"):
@@ -213,11 +212,7 @@ class SpecacheConfig:
                 " and the values of the first ones are fetched where they weigh most. Leave sink_tokens out."
             )
         self._check_shares()
-        if self.prompts == "untraced" and not self.placement.offload:
-            raise ConfigError(
-                f'prompts="untraced" contradicts policy={self.policy!r}, whose codes are all that is kept: a graph that'
-                " lays the cache out in another way could not have its numbers back. Leave prompts out."
-            )
+        self._check_prompts()
         for name in ("strict", "compile_prefill", "accept_guesses", "replay"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name}={getattr(self, name)!r}: give True or False.")
@@ -254,6 +249,14 @@ class SpecacheConfig:
                 raise ConfigError(
                     f'host_dir is given, but host={self.host!r}: host_dir goes with host="disk" or "auto".'
                 )
+
+    def _check_prompts(self) -> None:
+        self._one_of("prompts", get_args(Prompts))
+        if self.prompts == "untraced" and not self.placement.offload:
+            raise ConfigError(
+                f'prompts="untraced" contradicts policy={self.policy!r}, whose codes are all that is kept: a graph that'
+                " lays the cache out in another way could not have its numbers back. Leave prompts out."
+            )
 
     def _default(self, name: str, value: Any) -> None:
         """Set an option that was not given to the policy's value."""

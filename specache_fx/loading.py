@@ -280,9 +280,9 @@ def _session(
     config, dtype = options_of(model) or header.config, getattr(torch, header.dtype)
     session = registry.open_session(config, header.shapes, dtype, device)
     made.append(session)
-    session.origin = Origin(config_of(model, about["model_config"]))
+    # Perhaps of a cache object: a prompt that was not traced may have been saved.
+    session.origin = Origin(config_of(model, about["model_config"]), layers_of_cache=True)
     session.origin.note(weights.items(), about["values"])
-    session.layers_of_cache = True  # perhaps: a prompt that was not traced may have been saved
     front = f"{number}."
     restore(session, header, {n.removeprefix(front): file.read(n) for n in file.names if n.startswith(front)})
     return session

@@ -306,7 +306,9 @@ def with_numbers(program: Program, shapes: tuple[LayerShape, ...], args: Sequenc
         return args
     sessions = [registry.find(args[i]) for i in wanted]
     weights = [args[i] for i in program.weights]
-    if any(each is None or not (each.layers_of_cache and each.origin.has(weights)) for each in sessions):
+    if any(
+        each is None or not (each.origin.layers_of_cache and each.origin.has(weights)) for each in sessions
+    ):
         return args
     real, inputs = give_back([args[i] for i in wanted]), list(args)
     for place, tensor in real.items():

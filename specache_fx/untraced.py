@@ -4,8 +4,8 @@
                   one token       ->  the compiled call, which decodes from the session
 
 A prompt needs no graph: its attention is the model's own in any case. Dynamo traces the decode step alone. A layer is
-stored when the next one is updated, so the 16-bit pairs of one layer are alive at a time. In a further turn
-each layer's history comes back when it is updated. The session gets the new tokens, and quantises no token twice.
+stored when the next one is updated, so the 16-bit pairs of one layer are alive at a time. In a further turn each
+layer's history comes back when it is updated. The session gets the new tokens, and quantises no token twice.
 
 This serves caches of transformers whose layers grow by concatenation, windows included. All else is traced: other
 caches, masks by layer, gradients, a cache that several graphs share. A prompt whose cache doesn't say its layers
@@ -81,9 +81,9 @@ class Dispatcher:
         if isinstance(call.mask, torch.Tensor):
             # The first graph is a step's: Dynamo has seen no mask of another length.
             torch._dynamo.maybe_mark_dynamic(call.mask, call.mask.dim() - 1)
-        was_ours = call.holds_handles
+        tells = call.is_usual and call.holds_handles
         out = self.compiled(*args, **kwargs)
-        self._is_left_alone = was_ours and call.is_usual and not call.holds_handles
+        self._is_left_alone = tells and not call.holds_handles
         return out
 
 
@@ -121,7 +121,8 @@ class Call:
     @property
     def holds_handles(self) -> bool:
         """Whether the cache is one of a session."""
-        return _grows(self.cache) and any(isinstance(layer.keys, Handle) for layer in filled(self.cache))
+        layers = getattr(self.cache, "layers", ())  # the first one tells, at each step
+        return isinstance(next((layer.keys for layer in layers if layer.keys is not None), None), Handle)
 
     def take_past(self, config: SpecacheConfig) -> tuple[Session | None, list[torch.Tensor]] | None:
         """Claim the session that the call goes on with; see `claims.go_on`.
@@ -278,7 +279,7 @@ class Filling:
         if any(unfit_reason(side.dtype, side.shape[3]) is not None for side in sides):
             return None
         session = registry.open_session(self._config, shapes, layer.keys.dtype, layer.keys.device)
-        session.layers_of_cache = True
+        session.origin.layers_of_cache = True
         session.origin.model_config = getattr(self._module, "config", None)
         self._note(session)
         return session

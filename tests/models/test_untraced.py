@@ -251,6 +251,15 @@ def test_a_latents_prompt_is_laid_out_anew_wherever_it_was(way: str, tmp_path: P
     assert torch.equal(generate(model, ids, past).sequences, generate(plain, ids).sequences)
 
 
+def assert_same_answers(plain: nn.Module, model: nn.Module) -> None:
+    """Of a prompt, a step, a turn and a step."""
+    caches = [DynamicCache(config=each.config) for each in (plain, model)]
+    ids = torch.arange(3, 40)[None]
+    for part in (ids, ids[:, :1], ids[:, :12], ids[:, :1]):
+        found = [each(part, cache).logits for each, cache in zip((plain, model), caches, strict=True)]
+        torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-4)
+
+
 class Prefixed(nn.Module):
     """A soft prompt: the forward caches more tokens than it is given."""
 
@@ -269,11 +278,7 @@ class Prefixed(nn.Module):
 def test_a_layer_is_stored_as_far_as_it_has_grown() -> None:
     plain, model = (Prefixed(build("llama")) for _ in range(2))
     specache_fx.compile(model, **OPTIONS["16 bits"], prompts="untraced")
-    caches = [DynamicCache(config=each.config) for each in (plain, model)]
-    ids = torch.arange(3, 40)[None]
-    for part in (ids, ids[:, :1], ids[:, :6], ids[:, :1]):
-        found = [each(part, cache).logits for each, cache in zip((plain, model), caches, strict=True)]
-        torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-4)
+    assert_same_answers(plain, model)
 
 
 @torch.no_grad()
@@ -345,11 +350,7 @@ class Chunked(nn.Module):
 def test_a_layer_may_be_updated_several_times_in_a_call(name: str) -> None:
     plain, model = (Chunked(build(name)) for _ in range(2))
     specache_fx.compile(model, **OPTIONS["16 bits"], prompts="untraced")
-    caches = [DynamicCache(config=each.config) for each in (plain, model)]
-    ids = torch.arange(3, 40)[None]
-    for part in (ids, ids[:, :1], ids[:, :12], ids[:, :1]):
-        found = [each(part, cache).logits for each, cache in zip((plain, model), caches, strict=True)]
-        torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-4)
+    assert_same_answers(plain, model)
 
 
 @torch.no_grad()
