@@ -14,12 +14,12 @@ from torch._dynamo import OptimizedModule
 from specache_fx.backend import Backend, check_names
 from specache_fx.compiled import backend_of, with_generators
 from specache_fx.config import SpecacheConfig
+from specache_fx.dispatcher import Dispatcher
 from specache_fx.errors import CacheHandleError, ConfigError
 from specache_fx.runtime import registry
 from specache_fx.runtime.host_blocks import check_host_dir
 from specache_fx.runtime.session import Session
 from specache_fx.session_stats import SessionStats, summarise
-from specache_fx.untraced import Dispatcher
 
 NO_CACHE = (
     "The argument of {function}() has no KV cache of specache in it. Give it the past_key_values of a compiled model,"
@@ -64,12 +64,11 @@ def compile(module: Module, **options: Any) -> Module:
         check_names(config)
         if config.placement.offload:
             check_host_dir(config.host, config.host_dir)
-        untraced = options.pop("prompts", "traced") == "untraced"
+        graphs = {**options, "prompts": "traced"}
         for each in with_generators(module):
-            each.compile(backend="specache", options=options)
-            if untraced:
-                graphs = dataclasses.replace(config, prompts="traced")
-                each._compiled_call_impl = Dispatcher(each, each._compiled_call_impl, graphs)
+            each.compile(backend="specache", options=graphs)
+            if config.prompts != "traced":
+                each._compiled_call_impl = Dispatcher(each, each._compiled_call_impl, config)
         return module
     if options:
         raise ConfigError(

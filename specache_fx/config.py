@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -18,7 +18,7 @@ PolicyName = Literal["specache", "kivi", "kcache"]
 Lookahead = Literal["auto", "token", "query", "none"]
 HostKind = Literal["auto", "pinned", "memory", "disk"]
 Lowering = Literal["inductor", "eager"]
-Prompts = Literal["traced", "untraced"]
+Prompts = Literal["auto", "traced", "untraced"]
 Aggregation = Literal["mean", "max"]
 OnMiss = Literal["recover", "keep", "refetch"]
 HitTracking = bool | Literal["steps"]
@@ -135,9 +135,10 @@ class SpecacheConfig:
             compute a layer of the model.
         lowering: "inductor" compiles the decode step, the tests of a prompt's masks, prompts whose attention is spelt
             out, and graphs that are left alone; "eager" compiles nothing.
-        prompts: "traced" (the default): prompts and further turns are graphs, one for each kind of them. "untraced":
-            they run as the model is, and start at once; Dynamo traces the decode step alone. That takes
-            `specache_fx.compile(model)`, and a transformers cache whose layers grow; other calls are traced.
+        prompts: "untraced": prompts and further turns run as the model is, and start at once; Dynamo traces the decode
+            step alone. That takes `specache_fx.compile(model)`, and a transformers cache whose layers grow; other calls
+            are traced. "traced": they are graphs, one for each kind of them. "auto" (the default): "untraced" on a CPU,
+            where the decode step's layers are those of the cache; elsewhere "traced".
         compile_prefill: Have Inductor compile all prompts and further turns. They are a little faster then: 7.1 s and
             not 7.5 for 4,096 tokens of SmolLM2's shape. Each new kind of them compiles first, half a minute there.
         replay: True (the default) captures the decode step and replays it; False never does. On the CPU it is a list
@@ -175,7 +176,7 @@ class SpecacheConfig:
     reserve: int = 0
     kernel: str = "auto"
     lowering: Lowering = "inductor"
-    prompts: Prompts = "traced"
+    prompts: Prompts = field(default="auto", compare=False)  # a cache is the same however its prompt ran
     compile_prefill: bool = False
     replay: bool = True
     strict: bool = False
@@ -216,8 +217,11 @@ class SpecacheConfig:
         for name in ("strict", "compile_prefill", "accept_guesses", "replay"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name}={getattr(self, name)!r}: give True or False.")
-        if self.compile_prefill and self.lowering == "eager":
-            raise ConfigError('compile_prefill=True contradicts lowering="eager": leave one of them out.')
+        for name, value in (("lowering", "eager"), ("prompts", "untraced")):
+            if self.compile_prefill and getattr(self, name) == value:
+                raise ConfigError(
+                    f'compile_prefill=True contradicts {name}="{value}": leave one of them out.'
+                )
         names: Any = self.skip_passes
         if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) for name in names):
             raise ConfigError(f"skip_passes={names!r}: give a list of names.")
@@ -257,6 +261,8 @@ class SpecacheConfig:
                 f'prompts="untraced" contradicts policy={self.policy!r}, whose codes are all that is kept: a graph that'
                 " lays the cache out in another way could not have its numbers back. Leave prompts out."
             )
+        if self.prompts == "auto" and (self.compile_prefill or not self.placement.offload):
+            object.__setattr__(self, "prompts", "traced")
 
     def _default(self, name: str, value: Any) -> None:
         """Set an option that was not given to the policy's value."""
@@ -382,7 +388,7 @@ class SpecacheConfig:
             return options
         if not isinstance(options, Mapping):
             raise ConfigError(f"options={options!r}: give a dict of options, such as {{'bits': 1}}.")
-        valid = [field.name for field in fields(cls)]
+        valid = [each.name for each in fields(cls)]
         unknown = [name for name in options if name not in valid]
         if unknown:
             name = str(unknown[0])

@@ -16,7 +16,7 @@ from torch._dynamo.utils import counters
 from transformers import DynamicCache
 
 import specache_fx
-from specache_fx.errors import CacheHandleError, SavedCacheError
+from specache_fx.errors import CacheHandleError, ConfigError, SavedCacheError
 from specache_fx.runtime import registry
 from specache_fx.runtime.handle_tensor import Handle
 
@@ -29,8 +29,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "keys alone": SMALL | {"policy": "kcache"},
 }
 MODELS = (
-    *("llama", "gpt2", "gemma3_text", "mistral-window", "llama4_text", "bloom", "qwen3"),
-    *("deepseek_v3", "gemma4_text", "lfm2"),  # laid out otherwise, or traced
+    *("llama", "gpt2", "gemma3_text", "mistral-window", "llama4_text", "bloom", "qwen3", "lfm2"),
+    *("deepseek_v3", "gemma4_text"),  # laid out otherwise, or traced
 )
 
 
@@ -58,7 +58,7 @@ def chat(model: Any) -> tuple[Tensor, specache_fx.SessionStats]:
         past = out.past_key_values
         ids = torch.cat([out.sequences, prompt["input_ids"][:, -6:] + 1], 1)
         mask = torch.nn.functional.pad(mask, (0, ids.shape[1] - mask.shape[1]), value=1)
-        if crop and all(not layer.is_sliding for layer in past.layers):
+        if crop and not any(getattr(layer, "is_sliding", True) for layer in past.layers):
             past.crop(-crop)
             ids, mask = ids[:, :-crop], mask[:, :-crop]
         out = generate(model, ids, past, attention_mask=mask)
@@ -66,7 +66,7 @@ def chat(model: Any) -> tuple[Tensor, specache_fx.SessionStats]:
     return torch.stack(logits), specache_fx.stats(out.past_key_values)
 
 
-@pytest.mark.parametrize("name", nightly_unless(("llama", "gemma3_text").__contains__, MODELS))
+@pytest.mark.parametrize("name", nightly_unless(("llama", "gemma3_text", "lfm2").__contains__, MODELS))
 @pytest.mark.parametrize("options", nightly_unless(("default", "two lanes").__contains__, OPTIONS))
 @torch.no_grad()
 def test_a_chat_has_the_answers_of_a_traced_one(name: str, options: str) -> None:
@@ -80,7 +80,7 @@ def test_a_chat_has_the_answers_of_a_traced_one(name: str, options: str) -> None
             *(stats.kv_len, stats.device_bytes, stats.host_used_bytes),
         )
         assert mine.topk_hit_rate == stats.topk_hit_rate
-    if name not in ("deepseek_v3", "gemma4_text", "lfm2"):
+    if name not in ("deepseek_v3", "gemma4_text"):
         assert graphs() < traced
 
 
@@ -140,7 +140,7 @@ def strike(*_: Any) -> None:
     raise Struck
 
 
-@pytest.mark.parametrize("name", ["plain", "gemma3_text"])
+@pytest.mark.parametrize("name", ["plain", "gemma3_text", "lfm2"])
 @torch.no_grad()
 def test_a_call_that_fails_leaves_the_cache_as_it_was(name: str) -> None:
     model, ids = compiled(name), torch.arange(3, 40)[None]
@@ -407,3 +407,32 @@ def test_a_first_step_with_an_unusual_mask_is_rewritten(kind: str) -> None:
         ]
         torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-4)
         assert isinstance(caches[1].layers[0].keys, Handle)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "untraced"),
+    [
+        ("llama", {}, [True, True, True]),
+        ("llama", {"compile_prefill": True, "lowering": "inductor"}, [False] * 3),
+        ("llama", {"policy": "kivi", "bits": 2}, [False] * 3),
+        ("deepseek_v3", {}, [True, False, False]),  # its steps have latents
+    ],
+    ids=str,
+)
+@torch.no_grad()
+def test_auto_traces_prompts_where_little_is_won(
+    name: str, options: dict[str, Any], untraced: list[bool]
+) -> None:
+    model = compiled(name, "auto", **options)
+    assert model._compiled_call_impl is not None
+    for length, expected in zip((30, 40, 50), untraced, strict=True):
+        before = graphs()
+        past = model(torch.arange(3, 3 + length)[None], use_cache=True).past_key_values
+        assert graphs() == before if expected else graphs() > before or length == 50
+        model(torch.tensor([[5]]), past_key_values=past, use_cache=True)
+
+
+def test_options_that_contradict_untraced_prompts() -> None:
+    for options in ({"compile_prefill": True}, {"policy": "kivi"}):
+        with pytest.raises(ConfigError, match="contradicts"):
+            specache_fx.compile(build("plain"), prompts="untraced", **options)

@@ -28,7 +28,8 @@ RANKS: tuple[tuple[str, ...], ...] = (
     ("specache_fx.loading",),
     ("specache_fx.saving",),
     ("specache_fx.explanation", "specache_fx.api", "specache_fx.plan", "specache_fx.chrome_trace"),
-    ("specache_fx.backend", "specache_fx.untraced"),
+    ("specache_fx.backend", "specache_fx.dispatcher"),
+    ("specache_fx.filling",),
     ("specache_fx.retrace",),
     ("specache_fx.dynamo_hooks",),
     (
@@ -42,7 +43,7 @@ RANKS: tuple[tuple[str, ...], ...] = (
     ("specache_fx.lowering", "specache_fx.tensor_file"),
     ("specache_fx.layer_parts", "specache_fx.graph_breaks"),
     ("specache_fx.fingerprint",),
-    ("specache_fx.traced_values", "specache_fx.json_form"),
+    ("specache_fx.traced_values", "specache_fx.json_form", "specache_fx.growing_cache"),
     ("specache_fx.passes",),
     ("specache_fx.capture",),
     ("specache_fx.runtime.ops",),

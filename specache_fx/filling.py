@@ -1,25 +1,14 @@
-"""`prompts="untraced"`: calls of several tokens run as the model is, and fill the session as they go.
+"""A call of several tokens that runs as the model is: its layers' pairs go to the session, one behind the other.
 
-    module(...)   several tokens  ->  the module's own forward; each layer's pairs go to the session
-                  one token       ->  the compiled call, which decodes from the session
-
-A prompt needs no graph: its attention is the model's own in any case. Dynamo traces the decode step alone. A layer is
-stored when the next one is updated, so the 16-bit pairs of one layer are alive at a time. In a further turn each
-layer's history comes back when it is updated. The session gets the new tokens, and quantises no token twice.
-
-This serves caches of transformers whose layers grow by concatenation, windows included. All else is traced: other
-caches, masks by layer, gradients, a cache that several graphs share. A prompt whose cache doesn't say its layers
-beforehand is stored when it is through. The model's own attention makes a mask of all queries and keys where there is
-padding, a window or a history; a traced prompt attends by blocks there.
+A layer is stored when the next one is updated, so the 16-bit pairs of one layer are alive at a time. In a further turn
+each layer's history comes back when it is updated. The session gets the new tokens, and quantises no token twice. A
+prompt whose cache doesn't say its layers beforehand is stored when it is through.
 """
 
 from __future__ import annotations
 
 import contextlib
-import inspect
-import threading
-import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -27,6 +16,17 @@ import torch
 from torch import nn
 
 from specache_fx.config import SpecacheConfig
+from specache_fx.growing_cache import (
+    Before,
+    cache_of,
+    filled,
+    grows,
+    has_pairs,
+    put_handles,
+    shape_of,
+    watched,
+    window_of,
+)
 from specache_fx.runners import inference
 from specache_fx.runtime import claims, registry
 from specache_fx.runtime.handle import unfit_reason
@@ -34,57 +34,6 @@ from specache_fx.runtime.handle_tensor import Handle, bare
 from specache_fx.runtime.layout import LayerShape
 from specache_fx.runtime.session import Session
 from specache_fx.traced_values import values_of
-
-_here = threading.local()
-# Of transformers' `cache_utils`, whose import would take a second: what grows by concatenation, and what stands for a
-# layer that has no pairs of its own.
-_GROWING, _EMPTY = ("DynamicLayer", "DynamicSlidingWindowLayer"), "DummyLayer"
-
-
-class Dispatcher:
-    """What a module calls in place of its compiled forward.
-
-    Args:
-        module: The module; it holds this.
-        compiled: Its compiled forward.
-        config: The options of its graphs.
-    """
-
-    def __init__(self, module: nn.Module, compiled: Callable[..., Any], config: SpecacheConfig) -> None:
-        self._module, self.compiled, self._config = weakref.ref(module), compiled, config
-        self._names = tuple(inspect.signature(module.forward).parameters)
-        self._takes_cache = "past_key_values" in self._names
-        self._is_left_alone = False  # its graphs are: they would have the handles' numbers back at once
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module."""
-        module = self._module()
-        assert module is not None
-        if not self._takes_cache or self._is_left_alone or torch.compiler.is_compiling():
-            return self.compiled(*args, **kwargs)
-        call = Call({**dict(zip(self._names, args, strict=False)), **kwargs}, getattr(module, "config", None))
-        filling: list[Any] = _here.__dict__.setdefault("filling", [])
-        if call.cache is not None and any(call.cache is each for each in filling):
-            return module._call_impl(*args, **kwargs)  # for a module around this one
-        if call.must_trace:
-            return self._traced(call, args, kwargs)
-        past = call.take_past(self._config)
-        if past is None:
-            return self.compiled(*args, **kwargs)
-        filling.append(call.cache)
-        try:
-            return Filling(self._config, module, call, *past).run(lambda: module._call_impl(*args, **kwargs))
-        finally:
-            filling.pop()
-
-    def _traced(self, call: Call, args: Any, kwargs: Any) -> Any:
-        if isinstance(call.mask, torch.Tensor):
-            # The first graph is a step's: Dynamo has seen no mask of another length.
-            torch._dynamo.maybe_mark_dynamic(call.mask, call.mask.dim() - 1)
-        tells = call.is_usual and call.holds_handles
-        out = self.compiled(*args, **kwargs)
-        self._is_left_alone = tells and not call.holds_handles
-        return out
 
 
 class Call:
@@ -107,7 +56,7 @@ class Call:
         """Whether it has to go to the compiled forward: one token of a sequence, or what is not served here."""
         if not self._caches or not self.num_tokens or torch.is_grad_enabled():
             return True
-        if self.cache is not None and not _grows(self.cache):
+        if self.cache is not None and not grows(self.cache):
             return True
         if self.num_tokens == 1 and self.cache is not None and self.cache.get_seq_length():
             return True
@@ -119,10 +68,12 @@ class Call:
         return not self._shows_attention and not torch.is_grad_enabled() and self.mask is None
 
     @property
-    def holds_handles(self) -> bool:
-        """Whether the cache is one of a session."""
+    def first_handle(self) -> Handle | None:
+        """The first keys of a cache that is a session's; None of another."""
         layers = getattr(self.cache, "layers", ())  # the first one tells, at each step
-        return isinstance(next((layer.keys for layer in layers if layer.keys is not None), None), Handle)
+        pairs = (getattr(layer, "keys", None) for layer in layers)
+        keys = next((keys for keys in pairs if keys is not None), None)
+        return keys if isinstance(keys, Handle) else None
 
     def take_past(self, config: SpecacheConfig) -> tuple[Session | None, list[torch.Tensor]] | None:
         """Claim the session that the call goes on with; see `claims.go_on`.
@@ -177,7 +128,7 @@ class Filling:
         # A prompt whose layers are not known beforehand is stored when it is through.
         self._streams = call.cache is not None and bool(call.cache.layers)
         self._updated: int | None = None  # the layer that was updated last, not yet stored
-        self._counts = [] if call.cache is None else [_count(layer) for layer in call.cache.layers]
+        self._before = Before(call.cache)
 
     def run(self, forward: Callable[[], Any]) -> Any:
         """Run the module's forward, and put handles into its cache.
@@ -195,11 +146,11 @@ class Filling:
                 self._note(session)
                 self._old, padding = session.kv_len, session.key_mask.at(session.kv_len)
             if self._streams:
-                held.enter_context(_watched(self._call.cache, self._enter))
+                held.enter_context(watched(self._call.cache, self._enter))
             try:
                 out = forward()
                 cache = self._call.cache
-                self._finish(_cache_of(out) if cache is None else cache)
+                self._finish(cache_of(out) if cache is None else cache)
             except BaseException:
                 self._undo()
                 raise
@@ -231,18 +182,18 @@ class Filling:
 
     def _slot(self, index: int) -> int:
         """The session's layer of a layer of the cache."""
-        return index - sum(_is_named(layer, _EMPTY) for layer in self._call.cache.layers[:index])
+        return index - sum(not has_pairs(layer) for layer in self._call.cache.layers[:index])
 
     def _store(self, index: int) -> None:
         """A layer's new pairs go to the session, and its 16-bit tensors away."""
         layer, slot = self._call.cache.layers[index], self._slot(index)
         if self._session is None and self._is_prompt:
-            shape = _shape_of(layer)
-            own = (each for each in self._call.cache.layers if not _is_named(each, _EMPTY))
-            alike = tuple(replace(shape, window=_window_of(each)) for each in own)
+            shape = shape_of(layer)
+            own = (each for each in self._call.cache.layers if has_pairs(each))
+            alike = tuple(replace(shape, window=window_of(each)) for each in own)
             self._session = self._opened(alike, layer)
         session = self._session
-        is_alike = session is not None and session.shapes[slot : slot + 1] == (_shape_of(layer),)
+        is_alike = session is not None and session.shapes[slot : slot + 1] == (shape_of(layer),)
         if session is None or not is_alike or session.device != layer.keys.device:
             self._stop_streaming()
             return
@@ -251,7 +202,7 @@ class Filling:
     def _take(self, session: Session, slot: int, layer: Any) -> None:
         """Store what a layer has got: as many tokens as it has grown by."""
         claims.check_open(session)
-        window = _window_of(layer)
+        window = window_of(layer)
         length = layer.keys.shape[2] if window is None else layer.cumulative_length
         new = length - (session.layers[slot].kv_len if session.layers else 0)
         keys, values = (side[:, :, -new:] for side in (layer.keys, layer.values))
@@ -285,7 +236,7 @@ class Filling:
         return session
 
     def _finish(self, cache: Any) -> None:
-        if not _grows(cache) or not (layers := filled(cache)):
+        if not grows(cache) or not (layers := filled(cache)):
             return  # it stays as the model made it
         if any(isinstance(layer.keys, Handle) for layer in layers) and self._is_prompt:
             return  # a module inside has filled a session
@@ -309,87 +260,13 @@ class Filling:
         self._stop_streaming()
         if len({layer.keys.device for layer in layers}) > 1:
             return
-        self._session = session = self._opened(tuple(map(_shape_of, layers)), layers[0])
+        self._session = session = self._opened(tuple(map(shape_of, layers)), layers[0])
         for slot, layer in enumerate(layers if session is not None else ()):
             assert session is not None
             self._take(session, slot, layer)
 
     def _undo(self) -> None:
         """Leave the cache as it was before a call that failed."""
-        cache, session = self._call.cache, self._session
-        if self._is_prompt and session is not None:
-            session.close()
-        if cache is None:
-            return
-        if self._is_prompt:
-            del cache.layers[len(self._counts) :]
-        for layer, count in zip(cache.layers, self._counts, strict=True):
-            if self._is_prompt and not _is_named(layer, _EMPTY):
-                layer.reset()
-            elif count is not None:
-                layer.cumulative_length = count
-        if not self._is_prompt:
-            put_handles(cache, self._past)
-
-
-@contextlib.contextmanager
-def _watched(cache: Any, enter: Callable[[int], None]) -> Iterator[None]:
-    """Within the block, `enter` is called with a layer's number before it is updated."""
-    own, usual = vars(cache).get("update"), cache.update
-
-    def update(key: torch.Tensor, value: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
-        enter(layer_idx)
-        return usual(key, value, layer_idx, *args, **kwargs)
-
-    cache.update = update
-    try:
-        yield
-    finally:
-        del cache.update
-        if own is not None:
-            cache.update = own
-
-
-def _cache_of(out: Any) -> Any:
-    """The cache in a module's output."""
-    each = out if isinstance(out, tuple) else [getattr(out, "past_key_values", None)]
-    return next((value for value in each if _grows(value)), None)
-
-
-def _grows(cache: Any) -> bool:
-    """Whether it is a cache whose layers all grow by concatenation, at one length."""
-    if not _is_named(cache, "DynamicCache") or getattr(cache, "offloading", False):
-        return False
-    return all(
-        _is_named(layer, *_GROWING, _EMPTY) and not getattr(layer, "record_past", False)
-        for layer in cache.layers
-    )
-
-
-def _is_named(value: Any, *names: str) -> bool:
-    """Whether it is of a class of transformers' caches, and of no subclass."""
-    return type(value).__module__ == "transformers.cache_utils" and type(value).__name__ in names
-
-
-def filled(cache: Any) -> list[Any]:
-    """The layers that have had tokens."""
-    return [layer for layer in cache.layers if layer.is_initialized and layer.keys is not None]
-
-
-def put_handles(cache: Any, handles: Sequence[torch.Tensor]) -> None:
-    """Give a session's handles to the layers."""
-    for slot, layer in enumerate(filled(cache)):
-        layer.keys, layer.values = handles[2 * slot : 2 * slot + 2]
-
-
-def _window_of(layer: Any) -> int | None:
-    return layer.sliding_window if layer.is_sliding else None
-
-
-def _count(layer: Any) -> int | None:
-    """Of a window's layer, the tokens that it has had."""
-    return getattr(layer, "cumulative_length", None)
-
-
-def _shape_of(layer: Any) -> LayerShape:
-    return LayerShape(layer.keys.shape[1], layer.keys.shape[3], layer.values.shape[3], _window_of(layer))
+        if self._is_prompt and self._session is not None:
+            self._session.close()
+        self._before.restore(self._past)

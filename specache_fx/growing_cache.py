@@ -1,0 +1,132 @@
+"""Caches of transformers that grow by concatenation: what they hold, and their layers while a model updates them.
+
+    DynamicCache
+      DynamicLayer, DynamicSlidingWindowLayer   pairs: all, or a window's
+      LinearAttentionAnd...Layer                pairs, and the states of linear attention
+      LinearAttentionLayer, DummyLayer          no pairs
+
+Classes are known by their names: to import transformers' `cache_utils` would take a second.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from specache_fx.runtime.layout import LayerShape
+
+_WITH_PAIRS = (
+    *("DynamicLayer", "DynamicSlidingWindowLayer"),
+    *("LinearAttentionAndFullAttentionLayer", "LinearAttentionAndSlidingWindowAttentionLayer"),
+)
+_WITHOUT = ("DummyLayer", "LinearAttentionLayer")
+
+
+def grows(cache: Any) -> bool:
+    """Whether it is a cache whose layers all grow by concatenation, at one length."""
+    if not _is_named(cache, "DynamicCache") or getattr(cache, "offloading", False):
+        return False
+    known = (
+        _is_named(each, *_WITH_PAIRS, *_WITHOUT) and not getattr(each, "record_past", False)
+        for each in cache.layers
+    )
+    return all(known) and (not cache.layers or any(map(has_pairs, cache.layers)))
+
+
+def has_pairs(layer: Any) -> bool:
+    """Whether a layer of a growing cache has pairs of its own, now or later."""
+    return not _is_named(layer, *_WITHOUT)
+
+
+def _is_named(value: Any, *names: str) -> bool:
+    """Whether it is of a class of transformers' caches, and of no subclass."""
+    return type(value).__module__ == "transformers.cache_utils" and type(value).__name__ in names
+
+
+def filled(cache: Any) -> list[Any]:
+    """The layers that have had tokens."""
+    return [
+        each for each in cache.layers if has_pairs(each) and each.is_initialized and each.keys is not None
+    ]
+
+
+def put_handles(cache: Any, handles: Sequence[torch.Tensor]) -> None:
+    """Give a session's handles to the layers."""
+    for slot, layer in enumerate(filled(cache)):
+        layer.keys, layer.values = handles[2 * slot : 2 * slot + 2]
+
+
+def cache_of(out: Any) -> Any:
+    """The growing cache in a module's output; None where there is none."""
+    each = out if isinstance(out, tuple) else [getattr(out, "past_key_values", None)]
+    return next((value for value in each if grows(value)), None)
+
+
+def window_of(layer: Any) -> int | None:
+    """The tokens of a layer's window; None where it keeps all."""
+    return layer.sliding_window if layer.is_sliding else None
+
+
+def shape_of(layer: Any) -> LayerShape:
+    """The shape of a layer that has pairs."""
+    return LayerShape(layer.keys.shape[1], layer.keys.shape[3], layer.values.shape[3], window_of(layer))
+
+
+@contextlib.contextmanager
+def watched(cache: Any, enter: Callable[[int], None]) -> Iterator[None]:
+    """Within the block, `enter` is called with a layer's number before its pairs are updated."""
+    own, usual = vars(cache).get("update"), cache.update
+
+    def update(key: torch.Tensor, value: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        enter(layer_idx)
+        return usual(key, value, layer_idx, *args, **kwargs)
+
+    cache.update = update
+    try:
+        yield
+    finally:
+        del cache.update
+        if own is not None:
+            cache.update = own
+
+
+class Before:
+    """A cache as it is before a call: all but its pairs, which a session holds.
+
+    Args:
+        cache: A growing cache, or None: the call makes one.
+    """
+
+    def __init__(self, cache: Any) -> None:
+        self._cache = cache
+        layers = [] if cache is None else cache.layers
+        self._counts = [getattr(layer, "cumulative_length", None) for layer in layers]
+        self._states = [_copied(layer) for layer in layers]
+
+    def restore(self, past: Sequence[torch.Tensor]) -> None:
+        """Give the cache back what it had, and its session's handles: none before a prompt."""
+        if self._cache is None:
+            return
+        layers = self._cache.layers
+        if not past:
+            del layers[len(self._counts) :]
+        for layer, count, states in zip(layers, self._counts, self._states, strict=True):
+            if not past and has_pairs(layer):
+                layer.reset()
+            elif count is not None:
+                layer.cumulative_length = count
+            vars(layer).update(states)
+        if past:
+            put_handles(self._cache, past)
+
+
+def _copied(layer: Any) -> dict[str, Any]:
+    """The states of linear attention, which are updated in place, and what tells of them."""
+    return {
+        name: {key: each.clone() if isinstance(each, torch.Tensor) else each for key, each in value.items()}
+        for name, value in vars(layer).items()
+        if isinstance(value, dict)
+    }
