@@ -24,7 +24,9 @@ import specache_fx.backend
 from specache_fx.backend import Backend
 from specache_fx.capture.program import Program
 from specache_fx.compiled import uncompile
+from specache_fx.config import SpecacheConfig
 from specache_fx.decode_runner import Decode, DecodeGraph
+from specache_fx.dispatcher import Dispatcher
 from specache_fx.runtime import decode_step
 from specache_fx.runtime.session import Session
 
@@ -42,6 +44,7 @@ CASES: dict[str, tuple[dict[str, Any], bool]] = {
     "bits 16, padded": (EXACT, True),
     "bits 16": (EXACT, False),
     "top_k all, padded": (ALL_PREFETCHED, True),
+    "prompts untraced, padded": ({**EXACT, "prompts": "untraced"}, True),
 }
 
 
@@ -193,7 +196,11 @@ def _case(model: Any, model_type: str, eager: Eager, options: dict[str, Any], pa
     torch._dynamo.reset()
     row: dict[str, Any] = {}
     try:
-        model.compile(backend=partial(Backend(), options=options, observe=watch.observe))
+        graphs = {**options, "prompts": "traced"}
+        model.compile(backend=partial(Backend(), options=graphs, observe=watch.observe))
+        if "prompts" in options:
+            config = SpecacheConfig(**options)
+            model._compiled_call_impl = Dispatcher(model, model._compiled_call_impl, config)
         ours = _generate(model, model_type, padded)
         equal = (ours.tokens == eager.tokens).all(dim=0)
         until = NEW_TOKENS if equal.all() else int(equal.int().argmin()) + 1

@@ -35,15 +35,13 @@ LAYERS = 1
 
 
 def compiled(name: str = "plain", /, **options: Any) -> nn.Module:
-    model = build(name, LAYERS)
-    model.compile(backend="specache", options={**SMALL, "bits": 16, **options})
-    return model
+    return specache_fx.compile(build(name, LAYERS), **{**SMALL, "bits": 16, **options})
 
 
 @cache
-def shared(name: str = "plain") -> nn.Module:
+def shared(name: str = "plain", prompts: str = "auto") -> nn.Module:
     """Compiled once for tests that leave its graphs as they are, one after another."""
-    return compiled(name)
+    return compiled(name, prompts=prompts)
 
 
 @cache
@@ -76,16 +74,18 @@ _DAILY = ("prefill_chunk_size", "prompt_lookup", "assistant_model")
 
 # An early exit needs two layers: `test_ways.py` has it.
 @pytest.mark.parametrize(
-    ("name", "way"),
+    ("name", "way", "prompts"),
     nightly_unless(
         lambda case: case[0] == "plain" and case[1] in _DAILY,
-        itertools.product(["plain", "gpt2"], [way for way in WAYS if way != "early_exit"]),
+        itertools.product(
+            ["plain", "gpt2"], [way for way in WAYS if way != "early_exit"], ["auto", "traced"]
+        ),
     ),
 )
-def test_way_equals_eager(name: str, way: str) -> None:
+def test_way_equals_eager(name: str, way: str, prompts: str) -> None:
     prompt, kwargs = arguments(way, name)
     expected = generate(eager(name), prompt, **kwargs)
-    assert torch.equal(generate(shared(name), prompt, **kwargs), expected)
+    assert torch.equal(generate(shared(name, prompts), prompt, **kwargs), expected)
 
 
 # Several generations ------------------------------------------------------------------------------------------------

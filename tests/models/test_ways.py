@@ -6,6 +6,7 @@ They take minutes: `make test-all` runs them. `test_generation.py` has them by d
 from __future__ import annotations
 
 from functools import cache
+from itertools import product
 
 import pytest
 import torch
@@ -24,6 +25,8 @@ from support.ways import (
 from support.zoo import SMALL, WINDOW, build
 from torch import nn
 
+import specache_fx
+
 pytestmark = pytest.mark.nightly
 # Windows beside global layers; windows, sinks and experts; latents and experts; experts.
 NAMES = ("gemma3_text", "gpt_oss-window", "deepseek_v3", "mixtral")
@@ -37,12 +40,11 @@ def eager(name: str) -> nn.Module:
     return build(name)
 
 
-@pytest.fixture(scope="module", params=NAMES)
+@pytest.fixture(scope="module", params=product(NAMES, ("traced", "untraced")), ids="-".join)
 def pair(request: pytest.FixtureRequest) -> tuple[str, nn.Module]:
     torch._dynamo.reset()
-    model = build(request.param)
-    model.compile(backend="specache", options={**SMALL, "bits": 16})
-    return request.param, model
+    name, prompts = request.param
+    return name, specache_fx.compile(build(name), **SMALL, bits=16, prompts=prompts)
 
 
 def test_ways_equal_eager(pair: tuple[str, nn.Module]) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from support import strategies
+from support.growing_decoder import Growing
 from support.models import Generated, TinyDecoder, generate
 from support.open_sessions import session_of
 from support.oracle import OracleDecoder
@@ -23,6 +24,10 @@ EXACT = {"rtol": 2e-4, "atol": 2e-4}
 def compiled(model: TinyDecoder, config: SpecacheConfig) -> Callable[..., Any]:
     torch._dynamo.reset()
     options = {**asdict(config), "lowering": "eager"}
+    if (
+        config.prompts == "untraced" and model.config.latent_dim is None
+    ):  # a latent's session begins at the first step
+        return Growing(model, **options)
     return torch.compile(model, backend="specache", options=options)
 
 

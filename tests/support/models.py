@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import Cache
 
 KVPairs = list[tuple[Tensor, Tensor]]
 # (layer_idx, q [batch, num_heads, q_len, head_dim], k and v [batch, num_kv_heads, q_len, ...], scale)
@@ -214,12 +215,23 @@ class TinyDecoder(nn.Module):
             return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=self.scale)
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=self.scale, enable_gqa=True)
 
-    def _past_len(self, past: KVPairs, attention_mask: Tensor | None, q_len: int) -> int:
-        for layer_idx, (k, _) in enumerate(past):
+    def _past_len(self, past: KVPairs | Cache, attention_mask: Tensor | None, q_len: int) -> int:
+        for layer_idx in range(self.config.num_layers):
             if self.config.window_of(layer_idx) is None:
-                return k.shape[-2]
+                return (
+                    past.get_seq_length(layer_idx)
+                    if isinstance(past, Cache)
+                    else past[layer_idx][0].shape[-2]
+                )
         assert attention_mask is not None
         return attention_mask.shape[-1] - q_len
+
+    def _appended(self, past: KVPairs | Cache, layer_idx: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """A layer's pairs with the new tokens'."""
+        if isinstance(past, Cache):
+            keys, values = past.update(k, v, layer_idx)
+            return keys, values
+        return torch.cat((past[layer_idx][0], k), dim=-2), torch.cat((past[layer_idx][1], v), dim=-2)
 
     def biased(self, mask: Tensor, q: Tensor, k: Tensor) -> Tensor:
         """An additive mask with ALiBi: each head's slope times the distance from query to key."""
@@ -251,11 +263,14 @@ class TinyDecoder(nn.Module):
     def forward(
         self,
         input_ids: Tensor,
-        past: KVPairs | None = None,
+        past: KVPairs | Cache | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
     ) -> tuple[Tensor, KVPairs]:
-        """Logits [batch, q_len, vocab_size] and each layer's present KV; `attention_mask` covers all keys."""
+        """Logits [batch, q_len, vocab_size] and each layer's present KV; `attention_mask` covers all keys.
+
+        A cache of transformers gets the new pairs.
+        """
         batch, q_len = input_ids.shape
         past_len = 0 if past is None else self._past_len(past, attention_mask, q_len)
         if position_ids is None:
@@ -271,8 +286,7 @@ class TinyDecoder(nn.Module):
         for layer_idx, block in enumerate(self.blocks):
             q, k, v = block.qkv(hidden, rotary)  # type: ignore[operator]
             if past is not None:
-                k = torch.cat((past[layer_idx][0], k), dim=-2)
-                v = torch.cat((past[layer_idx][1], v), dim=-2)
+                k, v = self._appended(past, layer_idx, k, v)
             window = self.config.window_of(layer_idx)
             if window is None:
                 presents.append((k, v))

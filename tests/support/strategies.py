@@ -39,6 +39,7 @@ lookaheads = st.sampled_from(("token", "query", "none"))
 # None; nothing; some; all that is seen.
 shares = st.sampled_from((None, None, 0.9, 0.05, 0.011, 0.0))
 aggregations = st.sampled_from(("mean", "max"))
+ways_of_prompts = st.sampled_from(("traced", "untraced"))
 misses = st.sampled_from(("keep", "recover", "refetch"))
 softcaps = (1e-42, 1e-3, 3.0, 30.0, 1e4, 1e6, 1e8, 1e30, 3e38)  # no strategy: all of them
 tracking = st.sampled_from((True, "steps", False))
@@ -60,6 +61,7 @@ def configs(draw: st.DrawFn, /, **fixed: object) -> SpecacheConfig:
         "value_share": draw(shares),
         "resident_layers": draw(resident_layers),
         "sink_tokens": draw(sink_tokens),
+        "prompts": draw(ways_of_prompts),
     }
     chosen = {**drawn, **fixed}
     if chosen["lookahead"] != "token" or fixed.get("policy", "specache") != "specache":
@@ -67,6 +69,8 @@ def configs(draw: st.DrawFn, /, **fixed: object) -> SpecacheConfig:
     if fixed.get("policy") == "kcache":
         for name in ("bits", "lookahead", "sink_tokens"):
             del drawn[name]
+    if fixed.get("policy") == "kivi":
+        drawn["prompts"] = "traced"
     if fixed.get("policy", "specache") != "specache":
         drawn["key_share"] = drawn["value_share"] = None
     elif chosen["key_share"] is None:
