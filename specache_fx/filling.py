@@ -16,12 +16,15 @@ import torch
 from torch import nn
 
 from specache_fx.config import SpecacheConfig
-from specache_fx.growing_cache import (
+from specache_fx.known_caches import (
     Before,
     cache_of,
     filled,
     grows,
     has_pairs,
+    is_new_static,
+    is_static,
+    length_of,
     put_handles,
     shape_of,
     watched,
@@ -56,7 +59,7 @@ class Call:
         """Whether it has to go to the compiled forward: one token of a sequence, or what is not served here."""
         if not self._caches or not self.num_tokens or torch.is_grad_enabled():
             return True
-        if self.cache is not None and not grows(self.cache):
+        if self.cache is not None and not grows(self.cache) and not is_new_static(self.cache):
             return True
         if self.num_tokens == 1 and self.cache is not None and self.cache.get_seq_length():
             return True
@@ -81,7 +84,7 @@ class Call:
         Returns:
             The session and its handles: None and none at a prompt. None where the call has to be traced.
         """
-        layers = [] if self.cache is None else filled(self.cache)
+        layers = filled(self.cache) if grows(self.cache) else []
         tensors = [side for layer in layers for side in (layer.keys, layer.values)]
         if not tensors:
             return None, []
@@ -125,8 +128,8 @@ class Filling:
     ) -> None:
         self._config, self._module, self._call, self._past = config, module, call, past
         self._session, self._is_prompt, self._old = session, session is None, 0
-        # A prompt whose layers are not known beforehand is stored when it is through.
-        self._streams = call.cache is not None and bool(call.cache.layers)
+        # Where layers are not known beforehand, and where all of a buffer is there, it is stored when it is through.
+        self._streams = call.cache is not None and bool(call.cache.layers) and grows(call.cache)
         self._updated: int | None = None  # the layer that was updated last, not yet stored
         self._before = Before(call.cache)
 
@@ -202,16 +205,18 @@ class Filling:
     def _take(self, session: Session, slot: int, layer: Any) -> None:
         """Store what a layer has got: as many tokens as it has grown by."""
         claims.check_open(session)
-        window = window_of(layer)
-        length = layer.keys.shape[2] if window is None else layer.cumulative_length
+        length, is_static_layer = length_of(layer), is_static(self._call.cache)
         new = length - (session.layers[slot].kv_len if session.layers else 0)
-        keys, values = (side[:, :, -new:] for side in (layer.keys, layer.values))
-        kv_len = None if window is None else length
-        session.store(slot, keys, values, self._call.newest_mask, kv_len)
-        # A forward that reads them once more gets an error of PyTorch's, and no other numbers.
-        layer.keys, layer.values = (
-            torch.empty_like(side, device="meta") for side in (layer.keys, layer.values)
-        )
+        there = slice(length - new, length) if is_static_layer else slice(-new, None)
+        keys, values = (side[:, :, there] for side in (layer.keys, layer.values))
+        kv_len = None if window_of(layer) is None else length
+        mask = self._call.newest_mask
+        session.store(slot, keys, values, None if mask is None else mask[..., :length], kv_len)
+        if not is_static_layer:
+            # A forward that reads them once more gets an error of PyTorch's, and no other numbers.
+            layer.keys, layer.values = (
+                torch.empty_like(side, device="meta") for side in (layer.keys, layer.values)
+            )
 
     def _stop_streaming(self) -> None:
         """The layers are not alike: those that were stored come back, and all are stored at the end."""
@@ -236,7 +241,7 @@ class Filling:
         return session
 
     def _finish(self, cache: Any) -> None:
-        if not grows(cache) or not (layers := filled(cache)):
+        if not (grows(cache) or is_static(cache)) or not (layers := filled(cache)):
             return  # it stays as the model made it
         if any(isinstance(layer.keys, Handle) for layer in layers) and self._is_prompt:
             return  # a module inside has filled a session

@@ -13,7 +13,7 @@ from support.open_sessions import session_of
 from support.zoo import SMALL, TWO_LANES, build, left_padded
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
-from transformers import DynamicCache
+from transformers import DynamicCache, StaticCache
 
 import specache_fx
 from specache_fx.errors import CacheHandleError, ConfigError, SavedCacheError
@@ -436,3 +436,50 @@ def test_options_that_contradict_untraced_prompts() -> None:
     for options in ({"compile_prefill": True}, {"policy": "kivi"}):
         with pytest.raises(ConfigError, match="contradicts"):
             specache_fx.compile(build("plain"), prompts="untraced", **options)
+
+
+@pytest.mark.parametrize("bits", [16, 2])
+@torch.no_grad()
+def test_a_static_caches_prompt_makes_no_graph(bits: int) -> None:
+    def told(model: Any) -> Tensor:
+        """A padded prompt, steps and a turn; then the same cache from its start, after a prompt that fails."""
+        cache, logits, prompt = StaticCache(config=model.config, max_cache_len=90), [], left_padded((23, 19))
+        for again in range(2):
+            if again:
+                cache.reset()
+                handle = model.model.layers[-1].register_forward_pre_hook(strike)
+                with pytest.raises(Struck):
+                    model(prompt["input_ids"], past_key_values=cache)
+                handle.remove()
+                cache.reset()
+            mask = prompt["attention_mask"]
+            for ids in (
+                prompt["input_ids"],
+                *prompt["input_ids"].split(1, 1)[-4:],
+                prompt["input_ids"][:, -7:],
+            ):
+                mask = (
+                    mask
+                    if ids is prompt["input_ids"]
+                    else nn.functional.pad(mask, (0, ids.shape[1]), value=1)
+                )
+                logits.append(model(ids, past_key_values=cache, attention_mask=mask).logits[:, -1])
+                graphs_after.append(graphs())
+        return torch.stack(logits)
+
+    options, graphs_after = {**OPTIONS["default"], "bits": bits}, list[int]()
+    expected = told(compiled("llama", "traced", **options))
+    assert graphs_after[0] == 1
+    graphs_after.clear()
+    found = told(compiled("llama", **options))
+    assert graphs_after[:2] == [0, 1]
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    if bits == 16:
+        torch.testing.assert_close(found, told(build("llama")), rtol=1e-4, atol=1e-4)
+    for given in ({}, {"num_beams": 2}):
+        models = build("llama"), compiled("llama", bits=16)
+        outs = [
+            generate(each, torch.arange(3, 40)[None], cache_implementation="static", **given)
+            for each in models
+        ]
+        assert torch.equal(outs[0].sequences, outs[1].sequences)

@@ -43,7 +43,7 @@ RANKS: tuple[tuple[str, ...], ...] = (
     ("specache_fx.lowering", "specache_fx.tensor_file"),
     ("specache_fx.layer_parts", "specache_fx.graph_breaks"),
     ("specache_fx.fingerprint",),
-    ("specache_fx.traced_values", "specache_fx.json_form", "specache_fx.growing_cache"),
+    ("specache_fx.traced_values", "specache_fx.json_form", "specache_fx.known_caches"),
     ("specache_fx.passes",),
     ("specache_fx.capture",),
     ("specache_fx.runtime.ops",),

@@ -1,9 +1,11 @@
-"""Caches of transformers that grow by concatenation: what they hold, and their layers while a model updates them.
+"""Caches of transformers that calls without a trace fill: what they hold, and their layers while a model updates them.
 
-    DynamicCache
+    DynamicCache, which grows
       DynamicLayer, DynamicSlidingWindowLayer   pairs: all, or a window's
       LinearAttentionAnd...Layer                pairs, and the states of linear attention
       LinearAttentionLayer, DummyLayer          no pairs
+    StaticCache, before its first token
+      StaticLayer                               pairs, in buffers of a fixed length
 
 Classes are known by their names: to import transformers' `cache_utils` would take a second.
 """
@@ -16,6 +18,8 @@ from typing import Any
 
 import torch
 
+from specache_fx.runtime.fixed_buffers import Extent, hold
+from specache_fx.runtime.handle_tensor import Handle
 from specache_fx.runtime.layout import LayerShape
 
 _WITH_PAIRS = (
@@ -36,8 +40,23 @@ def grows(cache: Any) -> bool:
     return all(known) and (not cache.layers or any(map(has_pairs, cache.layers)))
 
 
+def is_new_static(cache: Any) -> bool:
+    """Whether it is a cache of buffers that has no token yet, and no layer with a window."""
+    if not _is_named(cache, "StaticCache") or getattr(cache, "offloading", False):
+        return False
+    return bool(cache.layers) and all(
+        _is_named(each, "StaticLayer") and not isinstance(each.keys, Handle) and not int(each.cumulative_length)
+        for each in cache.layers
+    )
+
+
+def is_static(cache: Any) -> bool:
+    """Whether it is a cache of buffers."""
+    return _is_named(cache, "StaticCache")
+
+
 def has_pairs(layer: Any) -> bool:
-    """Whether a layer of a growing cache has pairs of its own, now or later."""
+    """Whether a layer has pairs of its own, now or later."""
     return not _is_named(layer, *_WITHOUT)
 
 
@@ -55,8 +74,19 @@ def filled(cache: Any) -> list[Any]:
 
 def put_handles(cache: Any, handles: Sequence[torch.Tensor]) -> None:
     """Give a session's handles to the layers."""
+    if is_static(cache):
+        buffers = [side for layer in cache.layers for side in (layer.keys, layer.values)]
+        extents = [Extent(each.shape[2], tokens_first=False, rows=each.shape[0]) for each in buffers]
+        hold(buffers, handles, extents)
+        return
     for slot, layer in enumerate(filled(cache)):
         layer.keys, layer.values = handles[2 * slot : 2 * slot + 2]
+
+
+def length_of(layer: Any) -> int:
+    """The tokens that a layer has had."""
+    length = getattr(layer, "cumulative_length", None)
+    return layer.keys.shape[2] if length is None else int(length)
 
 
 def cache_of(out: Any) -> Any:
