@@ -22,9 +22,12 @@ import torch
 from torch import nn
 
 from specache_fx.config import SpecacheConfig
+from specache_fx.dynamo_hooks import open_batch
 from specache_fx.filling import Call, Filling
+from specache_fx.known_caches import grows, put_handles
 from specache_fx.runners import inference
 from specache_fx.runtime import registry
+from specache_fx.runtime.handle_form import is_laid_out
 from specache_fx.runtime.handle_tensor import Handle, bare
 from specache_fx.runtime.layout import LayerShape
 
@@ -46,6 +49,9 @@ class Dispatcher:
         self._names = tuple(inspect.signature(module.forward).parameters)
         self._traces = "past_key_values" not in self._names
         self._is_auto, self._stepped = config.prompts == "auto", False
+        # Steps of one row without a mask have a graph of their own where they come first: it is traced in two thirds of
+        # the time. All other steps share one: batches of any size, padded or not, and beams.
+        self._has_single, self._has_open = False, False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module."""
@@ -71,20 +77,34 @@ class Dispatcher:
             filling.pop()
 
     def _traced(self, call: Call, args: Any, kwargs: Any) -> Any:
-        if isinstance(call.mask, torch.Tensor):
-            # The first graph is a step's: Dynamo has seen no mask of another length.
-            torch._dynamo.maybe_mark_dynamic(call.mask, call.mask.dim() - 1)
-        handle = call.first_handle if call.is_usual else None
-        shapes = None if handle is None or self._stepped else _shapes(handle)
-        out = self.compiled(*args, **kwargs)
-        if handle is None:
-            return out
         handle = call.first_handle
-        self._traces = handle is None  # its graphs are left alone: they had the handles' numbers back
-        if shapes is not None:
-            self._stepped = True
-            self._traces |= self._is_auto and handle is not None and _shapes(handle) != shapes
+        if handle is None:
+            return self.compiled(*args, **kwargs)
+        if not is_laid_out(handle) and grows(call.cache) and (past := call.take_past(self._config)):
+            # Rows were moved: copies have another layout. A session's own handles need no graph of their own.
+            put_handles(call.cache, past[1])
+        is_usual = call.is_usual
+        shapes = _shapes(handle) if is_usual and not self._stepped else None
+        out = self._step(call, args, kwargs)
+        if is_usual:
+            handle = call.first_handle
+            self._traces = handle is None  # its graphs are left alone: they had the handles' numbers back
+            if shapes is not None:
+                self._stepped = True
+                self._traces |= self._is_auto and handle is not None and _shapes(handle) != shapes
         return out
+
+    def _step(self, call: Call, args: Any, kwargs: Any) -> Any:
+        is_single = call.batch == 1 and call.mask is None
+        if is_single and (self._has_single or not self._has_open):
+            self._has_single = True
+            return self.compiled(*args, **kwargs)
+        self._has_open = True
+        if call.mask is None and "attention_mask" in self._names and grows(call.cache):
+            kwargs = {**kwargs, "attention_mask": call.give_mask()}
+        call.mark_sizes()
+        with open_batch():
+            return self.compiled(*args, **kwargs)
 
 
 def _shapes(handle: Handle) -> tuple[LayerShape, ...]:

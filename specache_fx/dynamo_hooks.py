@@ -16,21 +16,25 @@ None changes anything for another backend, but that the break of the first is go
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import logging
-from collections.abc import Callable, Iterable
+import threading
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch._dynamo import convert_frame, symbolic_convert, variables
+from torch.fx.experimental import _config as symbolic_config
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from specache_fx import graph_breaks
 from specache_fx.compiled import backend_of
 
 logger = logging.getLogger(__name__)
+_here = threading.local()
 _OURS = "_is_of_specache"
 _FLAGGED = (
     F.scaled_dot_product_attention,
@@ -94,7 +98,11 @@ def watches_frames(converter: Any) -> bool:
     def wrapped(convert: Any) -> Any:
         def watched(self: Any, frame: Any, *args: Any, skip: int = 0, **kwargs: Any) -> Any:
             config: Any = torch.compiler.config
-            with config.patch(dynamic_sources=config.dynamic_sources):  # `retrace` adds to it, for this frame
+            one_row = symbolic_config.patch(backed_size_oblivious=getattr(_here, "is_batch_open", False))
+            with (
+                config.patch(dynamic_sources=config.dynamic_sources),
+                one_row,
+            ):  # `retrace` adds to it, for this frame
                 try:
                     return convert(self, frame, *args, skip=skip + 1, **kwargs)
                 except Exception as error:
@@ -104,6 +112,16 @@ def watches_frames(converter: Any) -> bool:
         return watched
 
     return _wrap(converter, "__call__", {"frame", "skip"}, wrapped)
+
+
+@contextlib.contextmanager
+def open_batch() -> Iterator[None]:
+    """Within it, on this thread, a batch of one row is no constant of a graph, where it is marked as dynamic."""
+    _here.is_batch_open = True
+    try:
+        yield
+    finally:
+        _here.is_batch_open = False
 
 
 def restores_marks() -> bool:

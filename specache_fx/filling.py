@@ -50,7 +50,9 @@ class Call:
         self.num_tokens = next(
             (x.shape[1] for x in (tokens, embeds) if isinstance(x, torch.Tensor) and x.dim() > 1), 0
         )
+        self.batch = next((x.shape[0] for x in (tokens, embeds) if isinstance(x, torch.Tensor)), 0)
         self._shows_attention = bool(given.get("output_attentions"))
+        self.tensors = [each for each in given.values() if isinstance(each, torch.Tensor)]
         uses_cache = given.get("use_cache")
         self._caches = getattr(config, "use_cache", False) if uses_cache is None else uses_cache
 
@@ -77,6 +79,25 @@ class Call:
         pairs = (getattr(layer, "keys", None) for layer in layers)
         keys = next((keys for keys in pairs if keys is not None), None)
         return keys if isinstance(keys, Handle) else None
+
+    def give_mask(self) -> torch.Tensor:
+        """Give a call that has no mask one that hides nothing: `[batch, kv_len]`, new tokens included."""
+        kv_len = self.cache.get_seq_length() + self.num_tokens
+        self.mask = torch.ones(self.batch, kv_len, dtype=torch.int64, device=self.tensors[0].device)
+        self.tensors.append(self.mask)
+        return self.mask
+
+    def mark_sizes(self) -> None:
+        """Tell Dynamo which sizes vary from step to step: the batch, of one row too, and the length of a mask."""
+        for each in self.tensors:
+            if each.dim() and each.shape[0] == self.batch:
+                torch._dynamo.maybe_mark_dynamic(each, 0)
+            for dim in range(1, each.dim() - (each is self.mask)):
+                if each.shape[dim] == 1:
+                    torch._dynamo.mark_static(each, dim)
+        if isinstance(self.mask, torch.Tensor):
+            # The first graph is a step's: Dynamo has seen no mask of another length.
+            torch._dynamo.maybe_mark_dynamic(self.mask, self.mask.dim() - 1)
 
     def take_past(self, config: SpecacheConfig) -> tuple[Session | None, list[torch.Tensor]] | None:
         """Claim the session that the call goes on with; see `claims.go_on`.

@@ -45,7 +45,9 @@ def is_new_static(cache: Any) -> bool:
     if not _is_named(cache, "StaticCache") or getattr(cache, "offloading", False):
         return False
     return bool(cache.layers) and all(
-        _is_named(each, "StaticLayer") and not isinstance(each.keys, Handle) and not int(each.cumulative_length)
+        _is_named(each, "StaticLayer")
+        and not isinstance(each.keys, Handle)
+        and not int(each.cumulative_length)
         for each in cache.layers
     )
 

@@ -483,3 +483,30 @@ def test_a_static_caches_prompt_makes_no_graph(bits: int) -> None:
             for each in models
         ]
         assert torch.equal(outs[0].sequences, outs[1].sequences)
+
+
+@pytest.mark.parametrize("bits", [16, 2])
+@torch.no_grad()
+def test_two_graphs_decode_all_batches_padded_or_not(bits: int) -> None:
+    plain, model = build("llama"), compiled("llama", bits=bits)
+    alone = {width: torch.arange(3, 3 + width)[None] for width in (9, 30, 41)}
+    for ids in alone.values():
+        assert_generates(plain, model, bits, ids)
+    assert graphs() == 1
+    for lengths in ((20, 13, 17), (20, 13, 17, 9), (12, 12), (20,)):
+        prompt = left_padded(lengths)
+        assert_generates(plain, model, bits, prompt["input_ids"], attention_mask=prompt["attention_mask"])
+    for given in ({"num_beams": 2}, {"num_beams": 3, "num_return_sequences": 2}, {"do_sample": True}):
+        assert_generates(plain, model, bits, alone[30], **given)
+    assert_generates(plain, model, bits, alone[9].expand(2, -1), num_beams=2)
+    assert_generates(plain, model, bits, alone[9])
+    assert graphs() == 2
+
+
+def assert_generates(plain: Any, model: Any, bits: int, ids: Tensor, **given: Any) -> None:
+    """The plain model's tokens, where bits are 16."""
+    torch.manual_seed(3)
+    found = generate(model, ids, **given).sequences
+    torch.manual_seed(3)
+    if bits == 16:
+        assert torch.equal(found, generate(plain, ids, **given).sequences)
