@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from specache_fx.prefix_store import PrefixStore
     from specache_fx.saving import save
     from specache_fx.session_stats import SessionStats, StepHits
+    from specache_fx.warming import warm_up
 
 __all__ = [
     "CacheHandleError",
@@ -52,6 +53,7 @@ __all__ = [
     "save",
     "stats",
     "trace",
+    "warm_up",
 ]
 
 # Names that need torch are imported at first access: else `specache-fx --help` takes seconds. No module of this package
@@ -68,6 +70,7 @@ _LAZY = {
     "PrefixStore": "specache_fx.prefix_store",
     "load": "specache_fx.loading",
     "save": "specache_fx.saving",
+    "warm_up": "specache_fx.warming",
 }
 
 

@@ -54,7 +54,7 @@ class Compile:
             self._said = True
             # A stderr that is closed, gone, or no file at all is no failed compile.
             with contextlib.suppress(OSError, ValueError, AttributeError):
-                if _is_terminal():
+                if is_terminal():
                     display = _display(self)
                     display.start()
                     self._display = display
@@ -89,7 +89,7 @@ class Compile:
         return f"specache: compiling {self.what}{step}, {self._seconds:.0f} s"
 
 
-def _is_terminal() -> bool:
+def is_terminal() -> bool:
     """Whether stderr is one that can take a line back, and no other display of rich's has it."""
     from rich.console import Console
     from rich.file_proxy import FileProxy

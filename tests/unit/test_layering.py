@@ -24,7 +24,7 @@ RANKS: tuple[tuple[str, ...], ...] = (
     ("specache_fx.examples",),
     ("specache_fx",),  # only its __init__
     ("specache_fx.entry_point",),
-    ("specache_fx.prefix_store",),
+    ("specache_fx.prefix_store", "specache_fx.warming"),
     ("specache_fx.loading",),
     ("specache_fx.saving",),
     ("specache_fx.explanation", "specache_fx.api", "specache_fx.plan", "specache_fx.chrome_trace"),

@@ -1,0 +1,137 @@
+"""`warm_up`: makes all graphs that a server's answers need, before the first request."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from specache_fx.errors import ConfigError
+from specache_fx.loading import options_of
+from specache_fx.progress import is_terminal, muted
+
+logger = logging.getLogger(__name__)
+_LENGTHS, _STEPS, _TURN = (8, 13, 21), 6, 3  # tokens; Dynamo has some sizes vary at the third
+
+
+class Answer(NamedTuple):
+    """One call of `generate()`, and perhaps a further turn on its cache.
+
+    Attributes:
+        batch_size: Rows of the cache: prompts, or beams of one prompt.
+        length: Tokens of each.
+        padded: The first prompt is shorter than the others.
+        turn: Whether a further turn follows.
+        beams: Whether the rows are beams.
+    """
+
+    batch_size: int
+    length: int
+    padded: bool
+    turn: bool
+    beams: bool = False
+
+    def __str__(self) -> str:
+        what = "beam" if self.beams else "prompt"
+        rows = f"{self.batch_size} {what}{'s' * (self.batch_size > 1)} of {self.length} tokens"
+        return f"{rows}{', padded' * self.padded}{', and a turn' * self.turn}"
+
+
+def warm_up(model: nn.Module, *, batch_sizes: Sequence[int] = (1,), turns: bool = True) -> None:
+    """Make the graphs that `model.generate()` needs, so that no later call waits for a compile.
+
+    It generates a few tokens from random ones. Afterwards prompts of any length, sampling and beams compile nothing,
+    as long as the cache has as many rows as one of `batch_sizes`. A beam search has `num_beams` rows a prompt. What a
+    call is given beyond ids and a mask (`output_attentions`, a static cache) still compiles at its first time. With
+    `prompts="traced"`, so does a padded prompt.
+
+    Args:
+        model: A model with `generate()` that is compiled with this backend.
+        batch_sizes: Rows of the caches to come. With more than one row, padded prompts are made too.
+        turns: Whether caches will be given to `generate()` again.
+
+    Raises:
+        ConfigError: If the model is not compiled with this backend, or has no `generate()` or vocabulary; on batch
+            sizes that are no positive integers.
+    """
+    config = getattr(model, "config", None)
+    text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
+    options = options_of(model)
+    if options is None:
+        raise ConfigError(
+            "warm_up() got a model that is not compiled with this backend: call specache_fx.compile(model, ...) first."
+        )
+    if not hasattr(model, "generate") or not isinstance(getattr(text, "vocab_size", None), int):
+        raise ConfigError(
+            "warm_up() calls the model's generate() with ids of its config's vocab_size, and this model lacks one of"
+            " them. Run prompts of two lengths and a few tokens of each instead."
+        )
+    if not batch_sizes or any(type(size) is not int or size < 1 for size in batch_sizes):
+        raise ConfigError(f"batch_sizes={batch_sizes!r}: give whole numbers >= 1, such as (1, 8).")
+    answers = list(_answers(text, sorted(set(batch_sizes)), turns))
+    with ExitStack() as stack, torch.no_grad():
+        advance = _display(stack, len(answers))
+        for answer in answers:
+            advance(str(answer))
+            _give(model, answer, text.vocab_size)
+        advance("")
+
+
+def _answers(text: Any, batch_sizes: Sequence[int], turns: bool) -> Iterator[Answer]:
+    """What a process may be asked: prompts of some lengths, and around a window's length."""
+    window, most = getattr(text, "sliding_window", None), getattr(text, "max_position_embeddings", None)
+    lengths = [*_LENGTHS]
+    if isinstance(window, int):
+        lengths += [max(1, window - _STEPS // 2), window + _LENGTHS[0]]
+    for batch_size in batch_sizes:
+        for length in dict.fromkeys(lengths):
+            if isinstance(most, int) and length + 2 * _STEPS + _TURN > most:
+                continue
+            for padded in (False, True)[: 1 + (batch_size > 1)]:
+                yield Answer(batch_size, length, padded, turns)
+            if batch_size > 1:
+                yield Answer(batch_size, length, padded=False, turn=False, beams=True)
+
+
+def _give(model: Any, answer: Answer, vocab_size: int) -> None:
+    """Generate it."""
+    device = next(model.parameters()).device
+    draw = torch.Generator().manual_seed(0)  # the caller's random numbers stay as they are
+    ids = torch.randint(vocab_size, (answer.batch_size, answer.length + _TURN), generator=draw).to(device)
+    mask = torch.ones_like(ids)
+    if answer.padded:
+        mask[0, : answer.length // 2] = 0
+    given: dict[str, Any] = {
+        "max_new_tokens": _STEPS,
+        "min_new_tokens": _STEPS,
+        "do_sample": False,
+        "num_beams": answer.batch_size if answer.beams else 1,
+        "return_dict_in_generate": True,
+        "pad_token_id": 0,
+    }
+    rows = 1 if answer.beams else answer.batch_size
+    prompt = slice(rows), slice(answer.length)
+    out = model.generate(ids[prompt], attention_mask=mask[prompt], **given)
+    if answer.turn:
+        longer = torch.cat([out.sequences, ids[:, answer.length :]], 1)
+        shown = mask.new_ones(answer.batch_size, longer.shape[1] - answer.length)
+        shown = torch.cat([mask[prompt], shown], 1)
+        model.generate(longer, attention_mask=shown, past_key_values=out.past_key_values, **given)
+
+
+def _display(stack: ExitStack, total: int) -> Any:
+    """A function that says what is made next: on a bar in a terminal, else as INFO."""
+    if not is_terminal():
+        return lambda what: logger.info("specache: warming up: %s", what) if what else None
+    from rich.console import Console
+    from rich.progress import Progress
+
+    stack.enter_context(muted())
+    bar = stack.enter_context(Progress(console=Console(stderr=True), transient=True))
+    task = bar.add_task("specache: warming up", total=total)
+    done = iter(range(total + 1))
+    return lambda what: bar.update(task, completed=next(done), description=f"specache: warming up: {what}")

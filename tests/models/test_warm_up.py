@@ -1,0 +1,68 @@
+"""`warm_up`: afterwards no answer compiles anything."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support.cases import nightly_unless
+from support.zoo import SMALL, WINDOW, build, left_padded
+from torch._dynamo.utils import counters
+
+import specache_fx
+from specache_fx import ConfigError, decode_runner
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+CASES = [
+    *(("llama", "auto"), ("llama", "traced")),
+    *(("gemma3_text", "auto"), ("gemma3_text", "traced"), ("gpt2", "auto"), ("lfm2", "auto")),
+]
+
+
+@pytest.mark.parametrize(("name", "prompts"), nightly_unless(lambda case: case == CASES[0], CASES))
+def test_no_answer_compiles_anything_afterwards(
+    name: str, prompts: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Any] = []
+    lower = decode_runner.lower_static
+    monkeypatch.setattr(decode_runner, "lower_static", lambda *a, **k: made.append(a) or lower(*a, **k))
+    model: Any = specache_fx.compile(build(name), **SMALL, bits=2, prompts=prompts)
+    state = torch.get_rng_state()
+    specache_fx.warm_up(model, batch_sizes=(3, 1))
+    assert torch.equal(torch.get_rng_state(), state)
+    graphs, lowered = counters["stats"]["unique_graphs"], len(made)
+    assert graphs and lowered
+    with torch.compiler.set_stance("fail_on_recompile"):
+        answers(model, padded=prompts != "traced")
+    assert (counters["stats"]["unique_graphs"], len(made)) == (graphs, lowered)
+
+
+def answers(model: Any, padded: bool) -> None:
+    """Of prompts shorter and longer than a window, drawn and searched, padded too or not, and of a turn each."""
+    given: dict[str, Any] = {"max_new_tokens": 9, "return_dict_in_generate": True}
+    for length in (5, WINDOW - 2, WINDOW + 30):
+        prompts = [left_padded((length, length - 2, length - 1)), left_padded((length,) * 3)]
+        for prompt in (*prompts[not padded :], {"input_ids": prompts[1]["input_ids"][:1]}):
+            out = model.generate(**prompt, **given, do_sample=True)
+            mask = prompt.get("attention_mask", torch.ones_like(prompt["input_ids"]))
+            longer = torch.cat([out.sequences, out.sequences[:, -4:]], 1)
+            mask = torch.nn.functional.pad(mask, (0, longer.shape[1] - mask.shape[1]), value=1)
+            model.generate(longer, attention_mask=mask, past_key_values=out.past_key_values, **given)
+        model.generate(prompts[1]["input_ids"][:1], **given, num_beams=3)
+
+
+@pytest.mark.parametrize(
+    ("model", "batch_sizes", "words"),
+    [
+        (torch.nn.Linear(2, 2), (1,), "is not compiled with this backend"),
+        (specache_fx.compile(torch.nn.Linear(2, 2)), (1,), "lacks one of them"),
+        (None, (), "give whole numbers"),
+        (None, (1, True), "give whole numbers"),
+        (None, (0,), "give whole numbers"),
+    ],
+    ids=str,
+)
+def test_what_can_not_be_warmed_up(model: Any, batch_sizes: Any, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        specache_fx.warm_up(model or specache_fx.compile(build("llama")), batch_sizes=batch_sizes)
