@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from specache_fx.config import SpecacheConfig
-from specache_fx.dynamo_hooks import open_batch
+from specache_fx.dynamo_hooks import Step
 from specache_fx.filling import Call, Filling
 from specache_fx.known_caches import grows, put_handles
 from specache_fx.runners import inference
@@ -98,12 +98,13 @@ class Dispatcher:
         is_single = call.batch == 1 and call.mask is None
         if is_single and (self._has_single or not self._has_open):
             self._has_single = True
-            return self.compiled(*args, **kwargs)
+            with Step(is_batch_open=False):
+                return self.compiled(*args, **kwargs)
         self._has_open = True
         if call.mask is None and "attention_mask" in self._names and grows(call.cache):
             kwargs = {**kwargs, "attention_mask": call.give_mask()}
         call.mark_sizes()
-        with open_batch():
+        with Step(is_batch_open=True):
             return self.compiled(*args, **kwargs)
 
 

@@ -21,7 +21,7 @@ import functools
 import inspect
 import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from specache_fx import graph_breaks
 from specache_fx.compiled import backend_of
+from specache_fx.progress import traced
 
 logger = logging.getLogger(__name__)
 _here = threading.local()
@@ -98,11 +99,15 @@ def watches_frames(converter: Any) -> bool:
     def wrapped(convert: Any) -> Any:
         def watched(self: Any, frame: Any, *args: Any, skip: int = 0, **kwargs: Any) -> Any:
             config: Any = torch.compiler.config
-            one_row = symbolic_config.patch(backed_size_oblivious=getattr(_here, "is_batch_open", False))
+            step: Step | None = getattr(_here, "step", None)
+            symbols: Any = symbolic_config
+            one_row = symbols.patch(backed_size_oblivious=step is not None and step.is_batch_open)
+            shown = contextlib.nullcontext() if step is None else traced("the decode step")
             with (
                 config.patch(dynamic_sources=config.dynamic_sources),
                 one_row,
-            ):  # `retrace` adds to it, for this frame
+                shown,
+            ):  # `retrace` adds to the first
                 try:
                     return convert(self, frame, *args, skip=skip + 1, **kwargs)
                 except Exception as error:
@@ -114,14 +119,21 @@ def watches_frames(converter: Any) -> bool:
     return _wrap(converter, "__call__", {"frame", "skip"}, wrapped)
 
 
-@contextlib.contextmanager
-def open_batch() -> Iterator[None]:
-    """Within it, on this thread, a batch of one row is no constant of a graph, where it is marked as dynamic."""
-    _here.is_batch_open = True
-    try:
-        yield
-    finally:
-        _here.is_batch_open = False
+class Step:
+    """A call that decodes, on this thread, while the block runs: what Dynamo traces in it is a decode step.
+
+    Args:
+        is_batch_open: A batch of one row is no constant of the graph, where it is marked as dynamic.
+    """
+
+    def __init__(self, *, is_batch_open: bool) -> None:
+        self.is_batch_open = is_batch_open
+
+    def __enter__(self) -> None:
+        _here.step = self
+
+    def __exit__(self, *_: object) -> None:
+        _here.step = None
 
 
 def restores_marks() -> bool:

@@ -1,4 +1,4 @@
-"""Says that a model is being compiled, which may take a minute.
+"""Says that a model is being traced or compiled, which may take a minute.
 
 A terminal shows one line on stderr: the graph, the step and the seconds so far. It vanishes, and one with the time
 stays. Elsewhere (a pipe, a notebook) the logger `specache_fx.progress` gets one warning, and the time at INFO. A level
@@ -27,8 +27,17 @@ _running: list[Compile] = []  # one at most: a display has one line
 _muted: list[object] = []
 
 
+_INDUCTOR = (
+    "specache: compiling %s with Inductor, which can take a minute; later processes find most of it in Inductor's"
+    ' cache. lowering="eager" compiles nothing'
+)
+_TRACE = (
+    "specache: tracing %s, once for each kind of it in a process. specache_fx.warm_up() does that beforehand"
+)
+
+
 class Compile:
-    """A compile that is under way.
+    """A compile that is under way, or a trace.
 
     Attributes:
         what: Name of the graph.
@@ -36,14 +45,20 @@ class Compile:
         thread: Who does it.
     """
 
-    def __init__(self, what: str) -> None:
+    def __init__(self, what: str, *, is_trace: bool = False) -> None:
         self.what, self.step, self.thread = what, "", threading.get_ident()
+        self._doing, self._done = ("tracing", "traced") if is_trace else ("compiling", "compiled")
+        self._told = _TRACE if is_trace else _INDUCTOR
         self._begun = time.perf_counter()
         self._display: Any = None
         self._said, self._over = False, False
         self._lock = threading.RLock()
         self._timer = threading.Timer(QUIET_SECONDS, self._say)
         self._timer.daemon = True
+
+    def start(self) -> None:
+        """Begin to count the seconds."""
+        self._begun = time.perf_counter()
         with contextlib.suppress(RuntimeError):  # no thread is to be had: a line less, and no failed compile
             self._timer.start()
 
@@ -60,11 +75,7 @@ class Compile:
                     self._display = display
                     return
             with contextlib.suppress(ValueError):  # of logging's own, where stderr is closed
-                logger.warning(
-                    "specache: compiling %s with Inductor, which can take a minute; later processes find most of it in"
-                    ' Inductor\'s cache. lowering="eager" compiles nothing',
-                    self.what,
-                )
+                logger.warning(self._told, self.what)
 
     def end(self, done: bool) -> None:
         """Take the line away; say how long it took if it is done."""
@@ -75,10 +86,10 @@ class Compile:
                 with contextlib.suppress(OSError, ValueError):  # a terminal that is gone is no failed compile
                     self._display.stop()
                     if done:
-                        told = f"specache: compiled {self.what} in {self._seconds:.0f} s"
+                        told = f"specache: {self._done} {self.what} in {self._seconds:.0f} s"
                         self._display.console.print(told, highlight=False)
             elif self._said and done:
-                logger.info("specache: compiled %s in %.0f s", self.what, self._seconds)
+                logger.info("specache: %s %s in %.0f s", self._done, self.what, self._seconds)
 
     @property
     def _seconds(self) -> float:
@@ -86,7 +97,7 @@ class Compile:
 
     def __rich__(self) -> str:
         step = f": {self.step}" if self.step else ""
-        return f"specache: compiling {self.what}{step}, {self._seconds:.0f} s"
+        return f"specache: {self._doing} {self.what}{step}, {self._seconds:.0f} s"
 
 
 def is_terminal() -> bool:
@@ -132,20 +143,34 @@ def announced(what: str, lowering: Lowering, num_layers: int = 0) -> Iterator[No
     """
     if num_layers:
         what = f"{what} ({num_layers} layer{'s' if num_layers > 1 else ''})"
+    with _shown(Compile(what)) if lowering == "inductor" else contextlib.nullcontext():
+        yield
+
+
+@contextlib.contextmanager
+def traced(what: str) -> Iterator[None]:
+    """Say so while Dynamo traces a graph within the block, if it takes long."""
+    with _shown(Compile(what, is_trace=True)):
+        yield
+
+
+@contextlib.contextmanager
+def _shown(mine: Compile) -> Iterator[None]:
     with _lock:
-        if lowering == "inductor" and not _running:
-            mine = Compile(what)
+        is_first = not _running
+        if is_first:
             _running.append(mine)
-        else:
-            mine = None
+    if not is_first:
+        yield
+        return
+    mine.start()
     done = False
     try:
         yield
         done = True
     finally:
-        if mine is not None:
-            _running.remove(mine)
-            mine.end(done)
+        _running.remove(mine)
+        mine.end(done)
 
 
 def say_step(step: str) -> None:

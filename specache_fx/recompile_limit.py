@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 
 _LIMIT = "recompile_limit"
 _ACCUMULATED = "accumulated_recompile_limit"
+_MANY = 64  # graphs of one function, of which somebody should know
 _raised: dict[int, int] = {}  # the limit that was found, and to what it was raised last
 _rewritten = threading.Event()  # whether a graph was: before that, no uncompiled code can meet a handle
 
@@ -78,16 +79,20 @@ def make_room(*, rewrites: bool = False) -> None:
         _raise_to(_LIMIT, raised)
         _raised[allowed] = raised
         name = f"torch._dynamo.config.{_LIMIT}"
-    if count < allowed:
-        return
-    warn_once(
-        logger,
-        f"specache: nothing is wrong, but the code of this model has been compiled {count} times, for different"
-        f" models, shapes and ways of generating. Past {name}, {allowed}, Dynamo would run it uncompiled, on a KV cache"
-        f" that only compiled code can read. So the limit is now {raised}. TORCH_LOGS=recompiles shows why."
-        " If a module counts its tokens in an int of its own, each turn compiles anew: set"
-        " torch._dynamo.config.allow_unspec_int_on_nn_module = True.",
-    )
+    if count >= allowed:
+        logger.info(
+            "specache: raised %s to %d, %d graphs so far. TORCH_LOGS=recompiles shows why.",
+            name,
+            raised,
+            count,
+        )
+    if count >= _MANY:
+        warn_once(
+            logger,
+            f"specache: the code of this model has been compiled {count} times, for different models, shapes and ways"
+            " of generating. TORCH_LOGS=recompiles shows why. If a module counts its tokens in an int of its own, each"
+            " turn compiles anew: set torch._dynamo.config.allow_unspec_int_on_nn_module = True.",
+        )
 
 
 def _raise_to(name: str, value: int) -> None:

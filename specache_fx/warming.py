@@ -58,8 +58,8 @@ def warm_up(model: nn.Module, *, batch_sizes: Sequence[int] = (1,), turns: bool 
         ConfigError: If the model is not compiled with this backend, or has no `generate()` or vocabulary; on batch
             sizes that are no positive integers.
     """
-    config = getattr(model, "config", None)
-    text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
+    config: Any = getattr(model, "config", None)
+    text: Any = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
     options = options_of(model)
     if options is None:
         raise ConfigError(

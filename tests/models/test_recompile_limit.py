@@ -86,13 +86,31 @@ def compiled(name: str = "plain", **how: Any) -> nn.Module:
 def test_generating_in_many_ways_raises_the_limit_and_equals_eager(caplog: pytest.LogCaptureFixture) -> None:
     config.recompile_limit = 3
     plain, model = build("plain", 1), compiled()
-    with caplog.at_level(logging.WARNING, logger="specache_fx"):
+    with caplog.at_level(logging.INFO, logger="specache_fx"):
         for prompt in prompts(plain):
             assert_as_eager(model, plain, prompt)
-    said = [record.message for record in caplog.records if "TORCH_LOGS=recompiles" in record.message]
+    said = [record for record in caplog.records if "TORCH_LOGS=recompiles" in record.message]
     # At 2 compiles without a word, there was room yet.
     assert config.recompile_limit == 6 * 2 ** len(said) > 6
-    assert "compiled 4 times" in said[0] and "the limit is now 12" in said[0]
+    assert "recompile_limit to 12, 4 graphs so far" in said[0].message
+    assert all(record.levelno == logging.INFO for record in said)
+
+
+def test_only_very_many_graphs_are_a_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(recompile_limit, "_MANY", 3)
+    config.recompile_limit = 2
+    model = compiled()
+    for batch in (1, 2, 3):
+        step(model, {"input_ids": torch.arange(3, 11).expand(batch, -1)})
+    assert ["compiled 3 times" in text for text in caplog.messages if "TORCH_LOGS" in text] == [True]
+
+
+@torch.no_grad()
+def step(model: nn.Module, prompt: dict[str, Tensor]) -> None:
+    past = model(**prompt, use_cache=True).past_key_values
+    model(prompt["input_ids"][:, :1], past_key_values=past, use_cache=True)
 
 
 @torch.no_grad()

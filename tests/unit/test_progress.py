@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from support.zoo import build
 from torch import nn
 
+import specache_fx
 from specache_fx import progress
 
 COMPILE = """
@@ -155,6 +157,23 @@ own.start()
 def test_a_terminal_that_takes_no_line_back_gets_one_line() -> None:
     _, err = on_a_terminal(script(), TERM="dumb")
     assert err.count("\n") == 1 and err.startswith(LINE) and "\x1b" not in err
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@torch.no_grad()
+def test_the_trace_of_a_decode_step_is_told_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(progress, "QUIET_SECONDS", 0.0)
+    model: Any = specache_fx.compile(build("llama", 1), bits=2, lowering="eager")
+    with caplog.at_level("INFO", logger="specache_fx.progress"):
+        past = model(torch.arange(3, 40)[None], use_cache=True).past_key_values
+        assert not caplog.messages
+        for _ in range(3):
+            model(torch.tensor([[5]]), past_key_values=past, use_cache=True)
+    told, done = caplog.messages
+    assert told.startswith("specache: tracing the decode step, once for each kind of it in a process.")
+    assert re.fullmatch(r"specache: traced the decode step in \d+ s", done)
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
