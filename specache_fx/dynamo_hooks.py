@@ -21,7 +21,7 @@ import functools
 import inspect
 import logging
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -36,6 +36,7 @@ from specache_fx.progress import traced
 
 logger = logging.getLogger(__name__)
 _here = threading.local()
+_OPEN = "backed_size_oblivious"  # a switch of torch's: a size of 1 may be a symbol
 _OURS = "_is_of_specache"
 _FLAGGED = (
     F.scaled_dot_product_attention,
@@ -100,14 +101,9 @@ def watches_frames(converter: Any) -> bool:
         def watched(self: Any, frame: Any, *args: Any, skip: int = 0, **kwargs: Any) -> Any:
             config: Any = torch.compiler.config
             step: Step | None = getattr(_here, "step", None)
-            symbols: Any = symbolic_config
-            one_row = symbols.patch(backed_size_oblivious=step is not None and step.is_batch_open)
-            shown = contextlib.nullcontext() if step is None else traced("the decode step")
-            with (
-                config.patch(dynamic_sources=config.dynamic_sources),
-                one_row,
-                shown,
-            ):  # `retrace` adds to the first
+            tracing = contextlib.nullcontext() if step is None else step.tracing()
+            # `retrace` adds to the sources, for this frame.
+            with config.patch(dynamic_sources=config.dynamic_sources), tracing:
                 try:
                     return convert(self, frame, *args, skip=skip + 1, **kwargs)
                 except Exception as error:
@@ -127,13 +123,21 @@ class Step:
     """
 
     def __init__(self, *, is_batch_open: bool) -> None:
-        self.is_batch_open = is_batch_open
+        self._is_batch_open = is_batch_open
 
     def __enter__(self) -> None:
         _here.step = self
 
     def __exit__(self, *_: object) -> None:
         _here.step = None
+
+    @contextlib.contextmanager
+    def tracing(self) -> Iterator[None]:
+        """While Dynamo traces it."""
+        symbols: Any = symbolic_config
+        opens = self._is_batch_open and hasattr(symbols, _OPEN)
+        with symbols.patch({_OPEN: True}) if opens else contextlib.nullcontext(), traced("the decode step"):
+            yield
 
 
 def restores_marks() -> bool:
