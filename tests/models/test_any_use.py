@@ -21,6 +21,8 @@ from support.conversations import WINDOWS_ALONE, Setting, World
 from support.strategies import seeds
 from support.zoo import WINDOW
 
+from specache_fx import SpecacheConfig
+
 Known = Callable[[World, str, dict[str, Any]], bool]
 # Faults that are known, and the uses that are left out until each is mended. Delete an entry with its fault.
 KNOWN: dict[str, Known] = {}
@@ -37,6 +39,8 @@ def any_setting(number: int) -> Setting:
     other = pick(SAME)
     if "prompts" in other and (kind in LATENT or options.get("policy") == "kivi"):
         other = {"kernel": "reference"}  # a latent's session begins at another step, with other guesses
+    if "host" in other and SpecacheConfig(**options).lookahead == "auto":
+        options = {**options, "lookahead": "token"}  # a disk is a bus
     if random.random() < 0.15:
         options, other = {**options, "lowering": "inductor"}, pick(({"replay": False}, {"lowering": "eager"}))
     dtypes = [torch.float32, torch.float32, torch.bfloat16]

@@ -331,7 +331,7 @@ class World:
         talk = self.talk(which)
         with tempfile.TemporaryDirectory() as folder:
             specache_fx.save(talk.past, folder, input_ids=tokens_of(talk.tale).ids)
-            talk.past = specache_fx.load(self.model, folder)
+            talk.past, talk.rows = specache_fx.load(self.model, folder), None
 
     def drop(self, which: int) -> None:
         self.talks.remove(self.talk(which))
