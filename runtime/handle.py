@@ -331,7 +331,7 @@ def resize(issued: Sequence[torch.Tensor], lengths: Sequence[int]) -> list[torch
     resized = _look(storage, dtype, device, places)
     for handle in resized:
         # Dynamo would make the growing length static twice before it gives up; tell it at once.
-        torch._dynamo.maybe_mark_dynamic(handle, (0, 2))
+        torch._dynamo.maybe_mark_dynamic(handle, 2)
     return resized
 
 

@@ -14,7 +14,7 @@ from torch._dynamo import OptimizedModule
 from specache_fx.backend import Backend, check_names
 from specache_fx.compiled import backend_of, with_generators
 from specache_fx.config import SpecacheConfig
-from specache_fx.dispatcher import Dispatcher
+from specache_fx.dispatcher import Dispatcher, Prompts, runs_untraced
 from specache_fx.errors import CacheHandleError, ConfigError
 from specache_fx.runtime import registry
 from specache_fx.runtime.host_blocks import check_host_dir
@@ -31,16 +31,23 @@ NO_CACHE = (
 Module = TypeVar("Module", bound=nn.Module)
 
 
-def compile(module: Module, **options: Any) -> Module:
+def compile(module: Module, *, prompts: Prompts = "auto", **options: Any) -> Module:
     """Compile a model with this backend so that its `generate()` uses it.
 
-    For a module, the same as `module.compile(backend="specache", options=options)`, and the same for each module inside
-    that has a `generate()` of its own: that of a wrapper (a PEFT model) calls the one inside. `torch.compile(module)`
-    returns a wrapper whose `generate()` belongs to the module inside and so runs uncompiled; given such a wrapper, this
-    compiles the module inside, and those in it, as the wrapper is.
+    It compiles a module, and each module inside that has a `generate()` of its own: that of a wrapper (a PEFT model)
+    calls the one inside. `torch.compile(module)` returns a wrapper whose `generate()` belongs to the module inside and
+    so runs uncompiled; given such a wrapper, this compiles the module inside, and those in it, as the wrapper is.
+
+    A prompt needs no graph to be right. With `prompts="traced"` this is the same as
+    `module.compile(backend="specache", options=options)`.
 
     Args:
         module: A model, or the wrapper of `torch.compile(model, backend="specache")`.
+        prompts: "untraced": prompts and further turns run as the model is, and start at once; Dynamo traces the decode
+            step alone. This serves transformers' `DynamicCache`, and a `StaticCache` that is new; other calls are
+            traced. "traced": they are graphs, one for each kind of them. "auto" (the default): "untraced" on a CPU, as
+            far as the decode step has the layers of the cache; "traced" elsewhere, with `policy="kivi"` and with
+            `compile_prefill`.
         **options: See `SpecacheConfig`. A wrapper already has its own.
 
     Returns:
@@ -48,7 +55,7 @@ def compile(module: Module, **options: Any) -> Module:
 
     Raises:
         ConfigError: On unknown or bad options, a `host_dir` that can't be used, options for a wrapper, a wrapper of
-            another backend, or an object that is no module.
+            another backend, an object that is no module, or `prompts="untraced"` where prompts have to be graphs.
     """
     if not isinstance(module, nn.Module):
         raise ConfigError(
@@ -64,12 +71,16 @@ def compile(module: Module, **options: Any) -> Module:
         check_names(config)
         if config.placement.offload:
             check_host_dir(config.host, config.host_dir)
-        graphs = {**options, "prompts": "traced"}
+        is_untraced = runs_untraced(prompts, config)
         for each in with_generators(module):
-            each.compile(backend="specache", options=graphs)
-            if config.prompts != "traced":
-                each._compiled_call_impl = Dispatcher(each, each._compiled_call_impl, config)
+            each.compile(backend="specache", options=options)
+            if is_untraced:
+                each._compiled_call_impl = Dispatcher(
+                    each, each._compiled_call_impl, config, is_auto=prompts == "auto"
+                )
         return module
+    if prompts != "auto":
+        options = {**options, "prompts": prompts}
     if options:
         raise ConfigError(
             f"{', '.join(options)}: this module is compiled already, with options of its own. Give them to"

@@ -142,7 +142,6 @@ class Backend:
         observe: Observer | None,
     ) -> Compiled:
         config = SpecacheConfig.from_options(options).for_device(device_kind(gm.graph))
-        _check_prompts(config)
         check_names(config)
         make_room()
         piece = graph_breaks.around(gm)
@@ -361,14 +360,6 @@ class Backend:
             program.phase.value,
             len(program.sites),
             len(program.refusals),
-        )
-
-
-def _check_prompts(config: SpecacheConfig) -> None:
-    if config.prompts == "untraced":
-        raise ConfigError(
-            'prompts="untraced" was given to a backend, which Dynamo asks once it has traced a prompt: call'
-            ' specache_fx.compile(model, prompts="untraced").'
         )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -18,7 +18,6 @@ PolicyName = Literal["specache", "kivi", "kcache"]
 Lookahead = Literal["auto", "token", "query", "none"]
 HostKind = Literal["auto", "pinned", "memory", "disk"]
 Lowering = Literal["inductor", "eager"]
-Prompts = Literal["auto", "traced", "untraced"]
 Aggregation = Literal["mean", "max"]
 OnMiss = Literal["recover", "keep", "refetch"]
 HitTracking = bool | Literal["steps"]
@@ -135,10 +134,6 @@ class SpecacheConfig:
             compute a layer of the model.
         lowering: "inductor" compiles the decode step, the tests of a prompt's masks, prompts whose attention is spelt
             out, and graphs that are left alone; "eager" compiles nothing.
-        prompts: "untraced": prompts and further turns run as the model is, and start at once; Dynamo traces the decode
-            step alone. That takes `specache_fx.compile(model)`, and a transformers cache whose layers grow; other calls
-            are traced. "traced": they are graphs, one for each kind of them. "auto" (the default): "untraced" on a CPU,
-            where the decode step's layers are those of the cache; elsewhere "traced".
         compile_prefill: Have Inductor compile all prompts and further turns. They are a little faster then: 7.1 s and
             not 7.5 for 4,096 tokens of SmolLM2's shape. Each new kind of them compiles first, half a minute there.
         replay: True (the default) captures the decode step and replays it; False never does. On the CPU it is a list
@@ -176,7 +171,6 @@ class SpecacheConfig:
     reserve: int = 0
     kernel: str = "auto"
     lowering: Lowering = "inductor"
-    prompts: Prompts = field(default="auto", compare=False)  # a cache is the same however its prompt ran
     compile_prefill: bool = False
     replay: bool = True
     strict: bool = False
@@ -213,15 +207,11 @@ class SpecacheConfig:
                 " and the values of the first ones are fetched where they weigh most. Leave sink_tokens out."
             )
         self._check_shares()
-        self._check_prompts()
         for name in ("strict", "compile_prefill", "accept_guesses", "replay"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name}={getattr(self, name)!r}: give True or False.")
-        for name, value in (("lowering", "eager"), ("prompts", "untraced")):
-            if self.compile_prefill and getattr(self, name) == value:
-                raise ConfigError(
-                    f'compile_prefill=True contradicts {name}="{value}": leave one of them out.'
-                )
+        if self.compile_prefill and self.lowering == "eager":
+            raise ConfigError('compile_prefill=True contradicts lowering="eager": leave one of them out.')
         names: Any = self.skip_passes
         if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) for name in names):
             raise ConfigError(f"skip_passes={names!r}: give a list of names.")
@@ -253,16 +243,6 @@ class SpecacheConfig:
                 raise ConfigError(
                     f'host_dir is given, but host={self.host!r}: host_dir goes with host="disk" or "auto".'
                 )
-
-    def _check_prompts(self) -> None:
-        self._one_of("prompts", get_args(Prompts))
-        if self.prompts == "untraced" and not self.placement.offload:
-            raise ConfigError(
-                f'prompts="untraced" contradicts policy={self.policy!r}, whose codes are all that is kept: a graph that'
-                " lays the cache out in another way could not have its numbers back. Leave prompts out."
-            )
-        if self.prompts == "auto" and (self.compile_prefill or not self.placement.offload):
-            object.__setattr__(self, "prompts", "traced")
 
     def _default(self, name: str, value: Any) -> None:
         """Set an option that was not given to the policy's value."""
@@ -394,6 +374,8 @@ class SpecacheConfig:
             name = str(unknown[0])
             close = _RENAMED.get(name) or next(iter(difflib.get_close_matches(name, valid, n=1)), None)
             hint = f" Did you mean {close!r}?" if close else ""
+            if name == "prompts":
+                hint = " That is an argument of specache_fx.compile(model, prompts=...)."
             raise ConfigError(
                 f"Unknown option{'s' if len(unknown) > 1 else ''} {', '.join(map(repr, unknown))}.{hint}"
                 f" Valid options: {', '.join(valid)}."

@@ -7,7 +7,7 @@ puts into graphs.
 
 `watches_frames`: a frame that Dynamo skips runs uncompiled, and no backend is called. The hook calls `given_up` of the
 backend that it was to be compiled with, where that has such a method. It takes back what `retrace` marks in
-`torch.compiler.config.dynamic_sources` for a frame.
+`torch.compiler.config.dynamic_sources` for a frame, and tells Dynamo of decode steps (`step_trace`).
 
 `watches_breaks`: notes each break with Dynamo's reason (`graph_breaks`), which no backend gets.
 
@@ -20,23 +20,19 @@ import contextlib
 import functools
 import inspect
 import logging
-import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch._dynamo import convert_frame, symbolic_convert, variables
-from torch.fx.experimental import _config as symbolic_config
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from specache_fx import graph_breaks
 from specache_fx.compiled import backend_of
-from specache_fx.progress import traced
+from specache_fx.step_trace import tracing
 
 logger = logging.getLogger(__name__)
-_here = threading.local()
-_OPEN = "backed_size_oblivious"  # a switch of torch's: a size of 1 may be a symbol
 _OURS = "_is_of_specache"
 _FLAGGED = (
     F.scaled_dot_product_attention,
@@ -100,10 +96,9 @@ def watches_frames(converter: Any) -> bool:
     def wrapped(convert: Any) -> Any:
         def watched(self: Any, frame: Any, *args: Any, skip: int = 0, **kwargs: Any) -> Any:
             config: Any = torch.compiler.config
-            step: Step | None = getattr(_here, "step", None)
-            tracing = contextlib.nullcontext() if step is None else step.tracing()
+            shown = tracing() if _is_ours(self) else contextlib.nullcontext()
             # `retrace` adds to the sources, for this frame.
-            with config.patch(dynamic_sources=config.dynamic_sources), tracing:
+            with config.patch(dynamic_sources=config.dynamic_sources), shown:
                 try:
                     return convert(self, frame, *args, skip=skip + 1, **kwargs)
                 except Exception as error:
@@ -115,42 +110,26 @@ def watches_frames(converter: Any) -> bool:
     return _wrap(converter, "__call__", {"frame", "skip"}, wrapped)
 
 
-class Step:
-    """A call that decodes, on this thread, while the block runs: what Dynamo traces in it is a decode step.
-
-    Args:
-        is_batch_open: A batch of one row is no constant of the graph, where it is marked as dynamic.
-    """
-
-    def __init__(self, *, is_batch_open: bool) -> None:
-        self._is_batch_open = is_batch_open
-
-    def __enter__(self) -> None:
-        _here.step = self
-
-    def __exit__(self, *_: object) -> None:
-        _here.step = None
-
-    @contextlib.contextmanager
-    def tracing(self) -> Iterator[None]:
-        """While Dynamo traces it."""
-        symbols: Any = symbolic_config
-        opens = self._is_batch_open and hasattr(symbols, _OPEN)
-        with symbols.patch({_OPEN: True}) if opens else contextlib.nullcontext(), traced("the decode step"):
-            yield
-
-
 def restores_marks() -> bool:
     """Whether `watches_frames` is in place, and takes back what is marked for a frame."""
     converter = getattr(convert_frame, "ConvertFrameAssert", None)
     return hasattr(getattr(converter, "__call__", None), _OURS)  # noqa: B004
 
 
-def _notify(converter: Any, frame: Any, error: Exception) -> None:
+def _backend(converter: Any) -> Any:
+    """What a frame is compiled with, as the user gave it."""
     found = backend_of(converter)
-    given_up = getattr(getattr(found, "compiler_fn", found), "given_up", None)
-    if given_up is not None:
-        given_up(frame, error, getattr(found, "kwargs", {}).get("options"))
+    return getattr(found, "compiler_fn", found)
+
+
+def _is_ours(converter: Any) -> bool:
+    return hasattr(_backend(converter), "given_up")
+
+
+def _notify(converter: Any, frame: Any, error: Exception) -> None:
+    if _is_ours(converter):
+        options = getattr(backend_of(converter), "kwargs", {}).get("options")
+        _backend(converter).given_up(frame, error, options)
 
 
 def watches_breaks(translator: Any) -> bool:

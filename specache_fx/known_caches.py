@@ -92,7 +92,7 @@ def length_of(layer: Any) -> int:
 
 
 def cache_of(out: Any) -> Any:
-    """The growing cache in a module's output; None where there is none."""
+    """The growing cache that a module has made, in its output; None where there is none."""
     each = out if isinstance(out, tuple) else [getattr(out, "past_key_values", None)]
     return next((value for value in each if grows(value)), None)
 
@@ -143,8 +143,7 @@ class Before:
         if self._cache is None:
             return
         layers = self._cache.layers
-        if not past:
-            del layers[len(self._counts) :]
+        del layers[len(self._counts) :]
         for layer, count, states in zip(layers, self._counts, self._states, strict=True):
             if not past and has_pairs(layer):
                 layer.reset()

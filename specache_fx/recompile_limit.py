@@ -64,6 +64,13 @@ def make_room(*, rewrites: bool = False) -> None:
             " KV cache for numbers. Call torch._dynamo.reset() and begin with the prompt. TORCH_LOGS=recompiles shows"
             " why it is compiled so often."
         )
+    if count >= _MANY:
+        warn_once(
+            logger,
+            f"specache: the code of this model has been compiled {count} times, for different models, shapes and ways"
+            " of generating. TORCH_LOGS=recompiles shows why. If a module counts its tokens in an int of its own, each"
+            " turn compiles anew: set torch._dynamo.config.allow_unspec_int_on_nn_module = True.",
+        )
     limit = config.recompile_limit
     if 2 * count <= limit:
         return
@@ -85,13 +92,6 @@ def make_room(*, rewrites: bool = False) -> None:
             name,
             raised,
             count,
-        )
-    if count >= _MANY:
-        warn_once(
-            logger,
-            f"specache: the code of this model has been compiled {count} times, for different models, shapes and ways"
-            " of generating. TORCH_LOGS=recompiles shows why. If a module counts its tokens in an int of its own, each"
-            " turn compiles anew: set torch._dynamo.config.allow_unspec_int_on_nn_module = True.",
         )
 
 

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from enum import Enum
 from hashlib import sha256
 from types import BuiltinFunctionType, FunctionType, GetSetDescriptorType, MemberDescriptorType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -154,7 +154,7 @@ class _Place(NamedTuple):
 def _placed(scope: Any, steps: Sequence[Step]) -> _Place | None:
     """What Dynamo reads, if it is a module's and numbers can depend on it."""
     owner: nn.Module | None = None
-    in_adapter = False  # PEFT's: it has all adapters in dicts, and uses the active ones
+    in_adapter = False
     names: list[str] = []
     rest: tuple[Step, ...] = ()  # from the owner on
     value, in_config = scope, False
@@ -171,7 +171,7 @@ def _placed(scope: Any, steps: Sequence[Step]) -> _Place | None:
         in_config = hasattr(type(value), "to_dict")
         if isinstance(value, nn.Module) and (owner is None or rest[:-1] == ("_modules",)):
             names += [str(step[0])] if rest else []
-            in_adapter = any(hasattr(type(each), "adapter_layer_names") for each in (owner, value))
+            in_adapter = any(map(_is_adapter, (owner, value)))
             owner, rest = value, ()
     if owner is None or isinstance(owner, _DropoutNd) or (in_adapter and isinstance(value, dict)):
         return None
@@ -182,20 +182,61 @@ def _placed(scope: Any, steps: Sequence[Step]) -> _Place | None:
 
 
 def values_of(model: nn.Module) -> Values:
-    """Factors and flags of a model's modules: of one that no graph has read yet. Sizes show in its weights."""
+    """Factors, flags and names of a model's modules: of one that no graph has read yet. Sizes show in its weights."""
     found: Values = {}
     for name, owner in model.named_modules():
+        if isinstance(owner, _DropoutNd):
+            continue
         told = {
             attribute: repr(value)
             for attribute, value in vars(owner).items()
-            if type(value) in (bool, float)
+            if type(value) in (bool, float, str)
             and attribute not in _SILENT
             and attribute[:1] != "_"
             and "dropout" not in attribute
         }
-        if told and not isinstance(owner, _DropoutNd):
+        if not owner._modules:
+            told[""] = str(_told(owner))  # an activation has nothing but its class
+        if told := told | _adapter_values(owner):
             found[name] = told
     return found
+
+
+def used_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Names and weights of a model that no graph has read yet, but for those of adapters that are not active."""
+    unused: set[int] = set()
+    for owner in filter(_is_adapter, cast(Any, model.modules())):
+        containers = [
+            getattr(owner, name) for name in type(owner).adapter_layer_names if hasattr(owner, name)
+        ]
+        kept = _active(owner)
+        for key, part in (item for each in containers if hasattr(each, "items") for item in each.items()):
+            if key not in kept:
+                unused.update(map(id, part.parameters() if isinstance(part, nn.Module) else [part]))
+    return ((name, weight) for name, weight in model.named_parameters() if id(weight) not in unused)
+
+
+def _is_adapter(owner: Any) -> bool:
+    """Whether a module is PEFT's: it has all adapters in dicts, and uses the active ones."""
+    return hasattr(type(owner), "adapter_layer_names")
+
+
+def _active(owner: Any) -> list[str]:
+    """The adapters that a module of PEFT's adds to its layer."""
+    if getattr(owner, "_disable_adapters", False) or getattr(owner, "merged_adapters", ()):
+        return []
+    active = getattr(owner, "_active_adapter", [])
+    return [active] if isinstance(active, str) else list(active)
+
+
+def _adapter_values(owner: Any) -> dict[str, str]:
+    """What of a module of PEFT's says which adapters count, and how much."""
+    if not _is_adapter(owner):
+        return {}
+    names = ["_active_adapter", "_disable_adapters", "merged_adapters"]
+    scaling = getattr(owner, "scaling", {})
+    names += [f"scaling[{name!r}]" for name in _active(owner) if name in scaling]
+    return {name: str(_told(_at(owner, name))) for name in names if _at(owner, name) is not _NOTHING}
 
 
 def differing(model: nn.Module, values: Values) -> str | None:

@@ -45,9 +45,12 @@ def warm_up(model: nn.Module, *, batch_sizes: Sequence[int] = (1,), turns: bool 
     """Make the graphs that `model.generate()` needs, so that no later call waits for a compile.
 
     It generates a few tokens from random ones. Afterwards prompts of any length, sampling and beams compile nothing,
-    as long as the cache has as many rows as one of `batch_sizes`. A beam search has `num_beams` rows a prompt. What a
-    call is given beyond ids and a mask (`output_attentions`, a static cache) still compiles at its first time. With
-    `prompts="traced"`, so does a padded prompt.
+    as long as the cache has as many rows as one of `batch_sizes`. A beam search has `num_beams` rows a prompt. A model
+    with a window is given prompts of its length. Call it in the mode of the answers: graphs of `torch.inference_mode()`
+    are others.
+
+    These still compile at their first time: padding, if no batch size is above 1; a static cache; what a call is given
+    beyond ids and a mask, such as `output_attentions`; with `prompts="traced"`, a padded prompt.
 
     Args:
         model: A model with `generate()` that is compiled with this backend.
@@ -55,24 +58,18 @@ def warm_up(model: nn.Module, *, batch_sizes: Sequence[int] = (1,), turns: bool 
         turns: Whether caches will be given to `generate()` again.
 
     Raises:
-        ConfigError: If the model is not compiled with this backend, or has no `generate()` or vocabulary; on batch
-            sizes that are no positive integers.
+        ConfigError: If the model is not compiled with this backend, is no decoder of token ids with `generate()`, or
+            has a context that is too short; on batch sizes that are no positive integers.
     """
-    config: Any = getattr(model, "config", None)
-    text: Any = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
-    options = options_of(model)
-    if options is None:
-        raise ConfigError(
-            "warm_up() got a model that is not compiled with this backend: call specache_fx.compile(model, ...) first."
-        )
-    if not hasattr(model, "generate") or not isinstance(getattr(text, "vocab_size", None), int):
-        raise ConfigError(
-            "warm_up() calls the model's generate() with ids of its config's vocab_size, and this model lacks one of"
-            " them. Run prompts of two lengths and a few tokens of each instead."
-        )
     if not batch_sizes or any(type(size) is not int or size < 1 for size in batch_sizes):
         raise ConfigError(f"batch_sizes={batch_sizes!r}: give whole numbers >= 1, such as (1, 8).")
+    text = _text_config(model)
     answers = list(_answers(text, sorted(set(batch_sizes)), turns))
+    if not answers:
+        raise ConfigError(
+            f"warm_up() needs a context of {_LENGTHS[0] + 2 * _STEPS + _TURN} tokens, and this model has"
+            f" {text.max_position_embeddings}. Run a prompt and a few tokens of your own instead."
+        )
     with ExitStack() as stack, torch.no_grad():
         advance = _display(stack, len(answers))
         for answer in answers:
@@ -81,20 +78,44 @@ def warm_up(model: nn.Module, *, batch_sizes: Sequence[int] = (1,), turns: bool 
         advance("")
 
 
+def _text_config(model: nn.Module) -> Any:
+    """The config of the model's decoder.
+
+    Raises:
+        ConfigError: If its `generate()` can't be called with ids alone, or runs uncompiled.
+    """
+    if getattr(model, "_compiled_call_impl", None) is None or options_of(model) is None:
+        raise ConfigError(
+            "warm_up() got a model whose generate() doesn't run compiled with this backend: call"
+            " specache_fx.compile(model, ...) first. generate() of torch.compile(model) runs the plain model."
+        )
+    config: Any = getattr(model, "config", None)
+    text: Any = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
+    takes_ids = getattr(model, "main_input_name", "") == "input_ids" and not config.is_encoder_decoder
+    if not hasattr(model, "generate") or not takes_ids or not isinstance(text.vocab_size, int):
+        raise ConfigError(
+            "warm_up() calls generate() of a decoder with random token ids, and this model is none. Run prompts of two"
+            " lengths and a few tokens of each instead."
+        )
+    return text
+
+
 def _answers(text: Any, batch_sizes: Sequence[int], turns: bool) -> Iterator[Answer]:
     """What a process may be asked: prompts of some lengths, and around a window's length."""
     window, most = getattr(text, "sliding_window", None), getattr(text, "max_position_embeddings", None)
     lengths = [*_LENGTHS]
     if isinstance(window, int):
         lengths += [max(1, window - _STEPS // 2), window + _LENGTHS[0]]
+    lengths = [each for each in dict.fromkeys(lengths) if not most or each + 2 * _STEPS + _TURN <= most]
     for batch_size in batch_sizes:
-        for length in dict.fromkeys(lengths):
-            if isinstance(most, int) and length + 2 * _STEPS + _TURN > most:
-                continue
+        for length in lengths:
             for padded in (False, True)[: 1 + (batch_size > 1)]:
                 yield Answer(batch_size, length, padded, turns)
             if batch_size > 1:
                 yield Answer(batch_size, length, padded=False, turn=False, beams=True)
+    if batch_sizes[0] == 1 and len(batch_sizes) > 1:
+        # One row has a graph of its own, and any row now one of several rows too: Dynamo takes the one that ran last.
+        yield from (Answer(1, length, padded=False, turn=turns) for length in lengths)
 
 
 def _give(model: Any, answer: Answer, vocab_size: int) -> None:

@@ -44,7 +44,6 @@ CASES: dict[str, tuple[dict[str, Any], bool]] = {
     "bits 16, padded": (EXACT, True),
     "bits 16": (EXACT, False),
     "top_k all, padded": (ALL_PREFETCHED, True),
-    "prompts untraced, padded": ({**EXACT, "prompts": "untraced"}, True),
 }
 
 
@@ -189,18 +188,19 @@ def _kv_layers(cache: Any) -> tuple[int, list[str]]:
     return len(held), sorted({type(layer).__name__ for layer in layers})
 
 
-def _case(model: Any, model_type: str, eager: Eager, options: dict[str, Any], padded: bool) -> dict[str, Any]:
+def _case(
+    model: Any, model_type: str, eager: Eager, options: dict[str, Any], padded: bool, untraced: bool = False
+) -> dict[str, Any]:
     """One compiled run against eager's."""
     watch = Watch(eager)
     specache_fx.backend.Decode = watch.decode_class()
     torch._dynamo.reset()
     row: dict[str, Any] = {}
     try:
-        graphs = {**options, "prompts": "traced"}
-        model.compile(backend=partial(Backend(), options=graphs, observe=watch.observe))
-        if "prompts" in options:
-            config = SpecacheConfig(**options)
-            model._compiled_call_impl = Dispatcher(model, model._compiled_call_impl, config)
+        model.compile(backend=partial(Backend(), options=options, observe=watch.observe))
+        if untraced:
+            graphs = SpecacheConfig(**options)
+            model._compiled_call_impl = Dispatcher(model, model._compiled_call_impl, graphs, is_auto=False)
         ours = _generate(model, model_type, padded)
         equal = (ours.tokens == eager.tokens).all(dim=0)
         until = NEW_TOKENS if equal.all() else int(equal.int().argmin()) + 1
@@ -276,3 +276,10 @@ def with_eager_attention(model_type: str, kv_layers: int) -> dict[str, Any]:
     model = build(model_type, "eager")
     case = _case(model, model_type, _generate(model, model_type, padded=True), EXACT, padded=True)
     return {"verdict": verdict(kv_layers, {"eager attention": case}), "case": case}
+
+
+def with_untraced_prompts(model_type: str) -> dict[str, Any]:
+    """A padded batch at 16 bits whose prompt runs as the model is: its case."""
+    model = build(model_type)
+    eager = _generate(model, model_type, padded=True)
+    return _case(model, model_type, eager, EXACT, padded=True, untraced=True)

@@ -33,7 +33,7 @@ def windowed(draw: st.DrawFn) -> strategies.Prompt:
     prompt = draw(strategies.prompts(min_len=2, max_len=30))
     layers = draw(st.sampled_from(((0,), (1,), (0, 1))))
     config = replace(prompt.model.config, num_layers=2, window=draw(st.integers(2, 24)), window_layers=layers)
-    return strategies.Prompt(TinyDecoder(config), prompt.input_ids, prompt.attention_mask)
+    return strategies.Prompt(TinyDecoder(config), prompt.input_ids, prompt.attention_mask, prompt.untraced)
 
 
 @settings(max_examples=examples(2))

@@ -10,7 +10,7 @@ import torch
 import transformers
 from architectures import table
 from architectures.configs import TYPES
-from architectures.measure import CASES, measure
+from architectures.measure import CASES, TOLERANCE, measure, with_untraced_prompts
 from support.cases import nightly_unless
 
 # One of each kind: plain, learned positions, ALiBi, sliding and full layers, mixture, softmax with sinks, latent
@@ -49,6 +49,12 @@ def test_no_type_is_worse_than_its_row(model_type: str) -> None:
     with torch.random.fork_rng():
         row = measure(model_type, [padded])
     assert table.worse(row, table.load()[model_type]) == []
+
+
+@pytest.mark.parametrize("model_type", nightly_unless("qwen3".__eq__, ["qwen3", *FEW]))
+def test_a_prompt_without_a_graph_is_as_equal(model_type: str) -> None:
+    case = with_untraced_prompts(model_type)
+    assert case.get("error") is None and case["tokens_equal"] and case["difference"] <= TOLERANCE
 
 
 def test_worse_sees_verdicts_layers_and_lanes() -> None:

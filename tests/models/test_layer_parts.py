@@ -48,7 +48,8 @@ def tokens(count: int) -> torch.Tensor:
 def decode(model: Any, steps: int = 12, padding: int = 0, **options: Any) -> tuple[torch.Tensor, Any]:
     """Logits of a prompt of 28 tokens and of steps, and the stats."""
     torch._dynamo.reset()
-    specache_fx.compile(model, **{"group_size": 16, "residual_length": 16, "top_k": 4} | options)
+    given = {"group_size": 16, "residual_length": 16, "top_k": 4, "prompts": "traced"} | options
+    specache_fx.compile(model, **given)
     ids = tokens(28 + steps)
     mask = torch.ones_like(ids)
     mask[0, :padding] = 0

@@ -238,7 +238,7 @@ def test_a_mask_of_floats_equals_plain_decoding() -> None:
 
 def test_a_mask_over_queries_in_a_step_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
     model = build("llama")
-    plain, compiled = build("llama"), specache_fx.compile(model, **TWO_LANES)
+    plain, compiled = build("llama"), specache_fx.compile(model, **TWO_LANES, prompts="traced")
     ids = torch.arange(12)[None] + 3
 
     @torch.no_grad()

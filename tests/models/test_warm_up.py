@@ -9,6 +9,7 @@ import torch
 from support.cases import nightly_unless
 from support.zoo import SMALL, WINDOW, build, left_padded
 from torch._dynamo.utils import counters
+from transformers import T5Config, T5ForConditionalGeneration
 
 import specache_fx
 from specache_fx import ConfigError, decode_runner
@@ -52,17 +53,43 @@ def answers(model: Any, padded: bool) -> None:
         model.generate(prompts[1]["input_ids"][:1], **given, num_beams=3)
 
 
+@torch.no_grad()
+def test_turns_are_left_out_where_none_will_come() -> None:
+    model: Any = specache_fx.compile(build("llama"), **SMALL, prompts="traced")
+    specache_fx.warm_up(model, turns=False)
+    made = counters["stats"]["unique_graphs"]
+    out = model.generate(torch.arange(3, 30)[None], max_new_tokens=3, return_dict_in_generate=True)
+    assert counters["stats"]["unique_graphs"] == made
+    model(torch.arange(3, 9)[None], past_key_values=out.past_key_values)
+    assert counters["stats"]["unique_graphs"] > made
+
+
+def wrapper() -> Any:
+    return torch.compile(build("llama"), backend="specache")
+
+
+def encoder_decoder() -> Any:
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2, "vocab_size": 20}
+    return specache_fx.compile(T5ForConditionalGeneration(T5Config(**sizes)))
+
+
 @pytest.mark.parametrize(
-    ("model", "batch_sizes", "words"),
+    ("make", "batch_sizes", "words"),
     [
-        (torch.nn.Linear(2, 2), (1,), "is not compiled with this backend"),
-        (specache_fx.compile(torch.nn.Linear(2, 2)), (1,), "lacks one of them"),
-        (None, (), "give whole numbers"),
-        (None, (1, True), "give whole numbers"),
-        (None, (0,), "give whole numbers"),
+        (lambda: torch.nn.Linear(2, 2), (1,), "doesn't run compiled with this backend"),
+        (wrapper, (1,), r"generate\(\) of torch\.compile\(model\) runs the plain model"),
+        (encoder_decoder, (1,), "decoder with random token ids, and this model is none"),
+        (
+            lambda: specache_fx.compile(build("gpt2", max_position_embeddings=9)),
+            (1,),
+            "needs a context of 23 tokens",
+        ),
+        (lambda: None, (), "give whole numbers"),
+        (lambda: None, (1, True), "give whole numbers"),
+        (lambda: None, (0,), "give whole numbers"),
     ],
-    ids=str,
+    ids=["plain", "wrapper", "encoder-decoder", "short", "none", "bool", "zero"],
 )
-def test_what_can_not_be_warmed_up(model: Any, batch_sizes: Any, words: str) -> None:
+def test_what_can_not_be_warmed_up(make: Any, batch_sizes: Any, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        specache_fx.warm_up(model or specache_fx.compile(build("llama")), batch_sizes=batch_sizes)
+        specache_fx.warm_up(make(), batch_sizes=batch_sizes)

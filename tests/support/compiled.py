@@ -21,13 +21,12 @@ from specache_fx.runtime.session import Session
 EXACT = {"rtol": 2e-4, "atol": 2e-4}
 
 
-def compiled(model: TinyDecoder, config: SpecacheConfig) -> Callable[..., Any]:
+def compiled(model: TinyDecoder, config: SpecacheConfig, *, untraced: bool = False) -> Callable[..., Any]:
     torch._dynamo.reset()
     options = {**asdict(config), "lowering": "eager"}
-    if (
-        config.prompts == "untraced" and model.config.latent_dim is None
-    ):  # a latent's session begins at the first step
-        return Growing(model, **options)
+    # A latent's session begins at the first step.
+    if untraced and model.config.latent_dim is None and config.placement.offload:
+        return Growing(model, **options, prompts="untraced")
     return torch.compile(model, backend="specache", options=options)
 
 
@@ -41,7 +40,13 @@ def forced_tokens(prompt: strategies.Prompt, tokens: int, seed: int) -> torch.Te
 def run(
     prompt: strategies.Prompt, config: SpecacheConfig, tokens: int, forced: torch.Tensor | None = None
 ) -> Generated:
-    return generate(compiled(prompt.model, config), prompt.input_ids, tokens, prompt.attention_mask, forced)
+    return generate(
+        compiled(prompt.model, config, untraced=prompt.untraced),
+        prompt.input_ids,
+        tokens,
+        prompt.attention_mask,
+        forced,
+    )
 
 
 def assert_plain(prompt: strategies.Prompt, config: SpecacheConfig, tokens: int = 12) -> None:

@@ -226,13 +226,6 @@ class TinyDecoder(nn.Module):
         assert attention_mask is not None
         return attention_mask.shape[-1] - q_len
 
-    def _appended(self, past: KVPairs | Cache, layer_idx: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """A layer's pairs with the new tokens'."""
-        if isinstance(past, Cache):
-            keys, values = past.update(k, v, layer_idx)
-            return keys, values
-        return torch.cat((past[layer_idx][0], k), dim=-2), torch.cat((past[layer_idx][1], v), dim=-2)
-
     def biased(self, mask: Tensor, q: Tensor, k: Tensor) -> Tensor:
         """An additive mask with ALiBi: each head's slope times the distance from query to key."""
         assert self.slopes is not None
@@ -285,8 +278,11 @@ class TinyDecoder(nn.Module):
         presents: KVPairs = []
         for layer_idx, block in enumerate(self.blocks):
             q, k, v = block.qkv(hidden, rotary)  # type: ignore[operator]
-            if past is not None:
-                k, v = self._appended(past, layer_idx, k, v)
+            if isinstance(past, Cache):
+                k, v = past.update(k, v, layer_idx)
+            elif past is not None:
+                k = torch.cat((past[layer_idx][0], k), dim=-2)
+                v = torch.cat((past[layer_idx][1], v), dim=-2)
             window = self.config.window_of(layer_idx)
             if window is None:
                 presents.append((k, v))

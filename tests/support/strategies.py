@@ -39,7 +39,6 @@ lookaheads = st.sampled_from(("token", "query", "none"))
 # None; nothing; some; all that is seen.
 shares = st.sampled_from((None, None, 0.9, 0.05, 0.011, 0.0))
 aggregations = st.sampled_from(("mean", "max"))
-ways_of_prompts = st.sampled_from(("traced", "untraced"))
 misses = st.sampled_from(("keep", "recover", "refetch"))
 softcaps = (1e-42, 1e-3, 3.0, 30.0, 1e4, 1e6, 1e8, 1e30, 3e38)  # no strategy: all of them
 tracking = st.sampled_from((True, "steps", False))
@@ -61,7 +60,6 @@ def configs(draw: st.DrawFn, /, **fixed: object) -> SpecacheConfig:
         "value_share": draw(shares),
         "resident_layers": draw(resident_layers),
         "sink_tokens": draw(sink_tokens),
-        "prompts": draw(ways_of_prompts),
     }
     chosen = {**drawn, **fixed}
     if chosen["lookahead"] != "token" or fixed.get("policy", "specache") != "specache":
@@ -69,8 +67,6 @@ def configs(draw: st.DrawFn, /, **fixed: object) -> SpecacheConfig:
     if fixed.get("policy") == "kcache":
         for name in ("bits", "lookahead", "sink_tokens"):
             del drawn[name]
-    if fixed.get("policy") == "kivi":
-        drawn["prompts"] = "traced"
     if fixed.get("policy", "specache") != "specache":
         drawn["key_share"] = drawn["value_share"] = None
     elif chosen["key_share"] is None:
@@ -199,11 +195,15 @@ def tiny_configs(draw: st.DrawFn, latent: bool = False) -> TinyConfig:
 
 @dataclass(frozen=True)
 class Prompt:
-    """A model, and a batch of left-padded prompts for it: int64 and bool [batch, prompt_len]."""
+    """A model, and a batch of left-padded prompts for it: int64 and bool [batch, prompt_len].
+
+    With `untraced` the prompt runs without a graph, where the model and the policy allow it.
+    """
 
     model: TinyDecoder
     input_ids: Tensor
     attention_mask: Tensor
+    untraced: bool = False
 
 
 @st.composite
@@ -219,4 +219,5 @@ def prompts(
     batch, prompt_len = draw(st.integers(1, 3)), draw(st.integers(min_len, max_len))
     generator = torch.Generator().manual_seed(draw(seeds))
     input_ids = torch.randint(config.vocab_size, (batch, prompt_len), generator=generator)
-    return Prompt(TinyDecoder(config).to(dtype), input_ids, draw(left_paddings(batch, prompt_len)))
+    padding = draw(left_paddings(batch, prompt_len))
+    return Prompt(TinyDecoder(config).to(dtype), input_ids, padding, draw(st.booleans()))

@@ -30,6 +30,7 @@ RANKS: tuple[tuple[str, ...], ...] = (
     ("specache_fx.explanation", "specache_fx.api", "specache_fx.plan", "specache_fx.chrome_trace"),
     ("specache_fx.backend", "specache_fx.dispatcher"),
     ("specache_fx.filling",),
+    ("specache_fx.call",),
     ("specache_fx.retrace",),
     ("specache_fx.dynamo_hooks",),
     (
@@ -97,6 +98,7 @@ RANKS: tuple[tuple[str, ...], ...] = (
     ("specache_fx.runtime.library_cache", "specache_fx.runtime.machine_memory"),
     ("specache_fx.runtime",),  # only its __init__, which imports nothing
     ("specache_fx.quiet",),
+    ("specache_fx.step_trace",),
     ("specache_fx.progress",),
     ("specache_fx.config", "specache_fx.sizes", "specache_fx.model_shape"),
     ("specache_fx.provenance",),

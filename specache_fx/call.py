@@ -1,0 +1,115 @@
+"""The arguments of one call of a model, as `dispatcher.py` and `filling.py` need them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from specache_fx.config import SpecacheConfig
+from specache_fx.known_caches import filled, grows, is_new_static, length_of
+from specache_fx.runners import inference
+from specache_fx.runtime import claims, registry
+from specache_fx.runtime.handle_tensor import Handle, bare
+from specache_fx.runtime.session import Session
+
+# Arguments whose first dimension is the batch.
+_BY_ROW = {"input_ids": 2, "inputs_embeds": 3, "attention_mask": None, "position_ids": 2}
+
+
+class Call:
+    """The arguments of one call, by name.
+
+    Args:
+        given: The arguments.
+        config: The model's config, with its `use_cache`; None where it has none.
+    """
+
+    def __init__(self, given: Mapping[str, Any], config: Any) -> None:
+        self._given = given
+        self.cache: Any = given.get("past_key_values")
+        self.mask: Any = given.get("attention_mask")
+        tokens, embeds = given.get("input_ids"), given.get("inputs_embeds")
+        self.token_ids = tokens if isinstance(tokens, torch.Tensor) and tokens.dim() == 2 else None
+        tensor = next((x for x in (tokens, embeds) if isinstance(x, torch.Tensor) and x.dim() > 1), None)
+        self.batch, self.num_tokens = (0, 0) if tensor is None else tensor.shape[:2]
+        self.device = "cpu" if tensor is None else tensor.device.type
+        uses_cache = given.get("use_cache")
+        self._caches = getattr(config, "use_cache", False) if uses_cache is None else uses_cache
+
+    @property
+    def is_step(self) -> bool:
+        """Whether it decodes one token of each row from a session."""
+        return self.num_tokens == 1 and not torch.is_grad_enabled() and self.first_handle is not None
+
+    @cached_property
+    def is_served(self) -> bool:
+        """Whether it can run as the model is, and fill a session."""
+        if not self._caches or not self.num_tokens or torch.is_grad_enabled():
+            return False
+        if self.cache is not None and not grows(self.cache) and not is_new_static(self.cache):
+            return False
+        if self.num_tokens == 1 and self.cache is not None and any(map(length_of, filled(self.cache))):
+            return False  # a step from a cache of numbers
+        return self.mask is None or (isinstance(self.mask, torch.Tensor) and self.mask.dim() in (2, 4))
+
+    @property
+    def asks_for_more(self) -> bool:
+        """Whether its graph may be left alone for what it is given, and others of the model are not."""
+        return bool(self._given.get("output_attentions")) or self.mask is not None
+
+    @property
+    def first_handle(self) -> Handle | None:
+        """The first keys of a cache that is a session's; None of another."""
+        layers = getattr(self.cache, "layers", ())  # the first one tells, at each step
+        pairs = (getattr(layer, "keys", None) for layer in layers)
+        keys = next((keys for keys in pairs if keys is not None), None)
+        return keys if isinstance(keys, Handle) else None
+
+    @property
+    def newest_mask(self) -> torch.Tensor | None:
+        """The mask's last row, as `Session.store` takes it."""
+        if self.mask is None or self.mask.dim() == 2:
+            return None if self.mask is None else self.mask[:, None].bool()
+        row: torch.Tensor = self.mask[..., -1, :]
+        return row
+
+    def mark_sizes(self) -> None:
+        """Tell Dynamo which sizes vary from step to step: the batch, of one row too, and the length of a mask."""
+        for name, dims in _BY_ROW.items():
+            tensor = self._given.get(name)
+            if not isinstance(tensor, torch.Tensor) or dims not in (None, tensor.dim()):
+                continue  # as positions of M-RoPE are, [3, batch, q_len]
+            torch._dynamo.maybe_mark_dynamic(tensor, 0)
+            last = tensor.dim() - 1
+            for dim in range(1, last + (name != "attention_mask")):
+                if tensor.shape[dim] == 1:
+                    torch._dynamo.mark_static(tensor, dim)
+            if name == "attention_mask":
+                # The first graph is a step's: Dynamo has seen no mask of another length.
+                torch._dynamo.maybe_mark_dynamic(tensor, last)
+        for layer in filled(self.cache) if grows(self.cache) else ():
+            for side in (layer.keys, layer.values):
+                torch._dynamo.maybe_mark_dynamic(side, 0)
+
+    def take_past(self, config: SpecacheConfig) -> tuple[Session | None, list[torch.Tensor]] | None:
+        """Claim the session that the call goes on with; see `claims.go_on`.
+
+        Returns:
+            The session and its handles: None and none at a prompt. None where the call has to be traced.
+        """
+        layers = filled(self.cache) if grows(self.cache) else []
+        tensors = [side for layer in layers for side in (layer.keys, layer.values)]
+        if not tensors:
+            return None, []
+        with inference(), bare():
+            session = registry.find(tensors[0])
+            in_order = [[(slot, slot) for slot in range(len(tensors))]]
+            # A graph may have laid the cache out in another way, or several share it.
+            if session is None or list(claims.by_session(tensors).values()) != in_order:
+                return None
+            if len(tensors) != 2 * len(session.shapes):
+                return None
+            return claims.go_on(tensors, config.for_device(session.device.type), session.shapes)
