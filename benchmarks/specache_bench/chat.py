@@ -28,13 +28,16 @@ from specache_fx.quiet import quiet
 NEW_TOKENS = 16
 _LONGEST = 1500
 _TURN = 24  # tokens of a further question
-# The plain model, torch's own compiler, and ours with options.
-WAYS: dict[str, dict[str, Any] | None] = {
-    "uncompiled": None,
-    "torch.compile": None,
+UNCOMPILED, TORCH, WARMED = "uncompiled", "torch.compile", "specache, warmed up"
+# Options of ours; the plain model, and torch's own compiler, have none.
+WAYS: dict[str, dict[str, Any]] = {
+    UNCOMPILED: {},
+    TORCH: {},
     "specache": {},
-    "specache, untraced prompts": {"prompts": "untraced"},
+    "specache, traced prompts": {"prompts": "traced"},
+    WARMED: {},
 }
+WARM_UP = "warm_up"  # the call beforehand, for batches of 1, 2 and 3
 FIGURES = ("first_token", "longest_wait", "seconds", "cpu_seconds")
 
 
@@ -65,12 +68,18 @@ def cpu_seconds() -> float:
 def chat(model: str, threads: int, way: str) -> dict[str, dict[str, float]]:
     """The calls of one process, by their names."""
     with quiet(threads), Lab(model) as lab, torch.inference_mode():
-        options = WAYS[way]
-        if options is not None:
-            specache_fx.compile(lab.model, **options)
-        elif way != "uncompiled":
+        if way == TORCH:
             lab.model.compile()
-        return dict(_calls(lab))
+        elif way != UNCOMPILED:
+            specache_fx.compile(lab.model, **WAYS[way])
+        warm = {WARM_UP: _warm_up(lab)} if way == WARMED else {}
+        return warm | dict(_calls(lab))
+
+
+def _warm_up(lab: Lab) -> dict[str, float]:
+    clock = Clock()
+    specache_fx.warm_up(lab.model, batch_sizes=(1, 2, 3))
+    return {"seconds": time.perf_counter() - clock.begun, "cpu_seconds": cpu_seconds() - clock.cpu}
 
 
 def _calls(lab: Lab) -> Iterator[tuple[str, dict[str, float]]]:
@@ -111,6 +120,11 @@ def _calls(lab: Lab) -> Iterator[tuple[str, dict[str, float]]]:
     yield "static cache", run(texts[2:3, :260], cache_implementation="static")[1]
 
 
+def _starts(way: str) -> tuple[str, ...]:
+    """The processes of a way that follow each other over the same caches of files."""
+    return ("uncompiled",) if way == UNCOMPILED else ("empty caches", "later process")
+
+
 def measure(
     models: list[str], threads: int, rounds: int, ways: Iterable[str], say: Callable[[str], object]
 ) -> dict[str, Any]:
@@ -123,15 +137,13 @@ def measure(
                 with tempfile.TemporaryDirectory() as folder:
                     caches = {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor", "XDG_CACHE_HOME": folder}
                     caches |= {VARIABLE: str(cache_folder())}  # models are where they are kept
-                    for start in (
-                        ("uncompiled",) if way == "uncompiled" else ("empty caches", "later process")
-                    ):
+                    for start in _starts(way):
                         calls = in_process(chat, model, threads, way, **caches)
                         found.setdefault(start, []).append(calls)
                         total = sum(call["cpu_seconds"] for call in calls.values())
                         say(f"{model}, {way}, {start}: {total:.0f} CPU seconds")
             for start, runs in found.items():
                 for call in runs[0]:
-                    figures = {name: median(run[call][name] for run in runs) for name in FIGURES}
+                    figures = {name: median(run[call][name] for run in runs) for name in runs[0][call]}
                     rows.append({"model": model, "method": way, "start": start, "call": call} | figures)
     return {"settings": {"new_tokens": NEW_TOKENS, "threads": threads, "rounds": rounds}, "rows": rows}

@@ -320,7 +320,7 @@ def real_command(
 
 @app.command("starts")
 def starts_command(
-    which: Annotated[str, Argument(help="first_call, chat or saved.")],
+    which: Annotated[str, Argument(help="chat or saved.")],
     models: Annotated[
         list[str] | None, Option("--model", help="Of make models; one of them for saved.")
     ] = None,
@@ -330,7 +330,7 @@ def starts_command(
     ] = None,
     out: Results = Path("results"),
 ) -> None:
-    """Time first calls, the pauses of a chat, and answers from saved caches; each start is a process of its own."""
+    """Time the pauses of a chat, or answers from saved caches; each start is a process of its own."""
     with as_bad_parameter():
         import torch
 
@@ -339,12 +339,7 @@ def starts_command(
 
         _check_out(out)
         origin, say = provenance(torch.device("cpu"), program="specache-bench"), Console().print
-        if which == "first_call":
-            if rounds is not None:
-                raise ConfigError("first_call doesn't take --rounds: leave it out.")
-            report = starts.measure_first_calls(models or ["smollm2", "gemma3"], threads, say)
-            _write(out / "real_first_call.json", origin | report)
-        elif which == "chat":
+        if which == "chat":
             report = chat.measure(models or ["smollm2"], threads, rounds or 3, chat.WAYS, say)
             _write(out / "chat.json", origin | report)
         elif which == "saved":
@@ -353,7 +348,7 @@ def starts_command(
             report = starts.measure_saved((models or ["smollm2"])[0], threads, rounds or 3, say)
             _write(out / "saved.json", origin | report)
         else:
-            raise ConfigError(f"There is no {which!r}: choose first_call, chat or saved.")
+            raise ConfigError(f"There is no {which!r}: choose chat or saved.")
 
 
 @app.command("page")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,10 +44,16 @@ _BOUNDS = {
     "of that attention": "specache 2-bit/parts_ms/attention:.2f",
     "KIVI's attention": "kivi 2-bit/parts_ms/attention:.2f",
 }
-_STARTS = {
-    "uncompiled": "transformers, uncompiled",
-    "torch.compile": "transformers, `torch.compile`",
-    "specache": "specache",
+
+
+# Columns of the table of pauses: way and start.
+_PAUSES = {
+    "uncompiled": ("uncompiled", "uncompiled"),
+    "`torch.compile`": ("torch.compile", "later process"),
+    "specache, traced prompts": ("specache, traced prompts", "later process"),
+    "specache": ("specache", "later process"),
+    "specache, empty caches": ("specache", "empty caches"),
+    "after `warm_up()`": ("specache, warmed up", "later process"),
 }
 
 
@@ -77,7 +83,10 @@ def readme_tables(results: Path) -> dict[str, str]:
     for run in ("peers_bfloat16", "peers_smollm2", "peers_1b"):
         first, *_, last = _named(results, run, RUNS[run])
         rows += [first, last]
-    return {"peers": _times(rows, _METHODS)}
+    return {
+        "peers": _times(rows, _METHODS),
+        "chat": _chat(results, ("uncompiled", "`torch.compile`", "specache")),
+    }
 
 
 def tables(results: Path) -> dict[str, str]:
@@ -90,7 +99,7 @@ def tables(results: Path) -> dict[str, str]:
         "avx2": _times(_named(results, "peers_float32_avx2", _AVX2), _METHODS),
         "widths": _times(_named(results, "peers_kv_widths", _AVX2), _WIDTHS),
         "busy": busy_table(_busy(results)).markdown(),
-        "starts": _starts(json.loads((results / "real_first_call.json").read_text())["rows"]),
+        "chat": _chat(results, _PAUSES),
         "bounds": Table.of(_BOUNDS, (case for case in peers if "batch" not in case["name"])).markdown(),
     }
 
@@ -134,14 +143,23 @@ def _decode(results: Sequence[dict[str, Any]]) -> str:
     return Table.of(columns, rows).markdown()
 
 
-def _starts(rows: Sequence[dict[str, Any]]) -> str:
-    found = {(row["method"], row["start"]): row["first_call"] for row in rows if row["model"] == "smollm2"}
-    lines = []
-    for method, label in _STARTS.items():
-        starts = ("uncompiled",) * 2 if method == "uncompiled" else ("empty caches", "second process")
-        seconds = [
-            found[method, start][token] for start in starts for token in ("first_token", "fifth_token")
-        ]
-        lines.append((label, *(f"{each:.{int(each < 1)}f}" for each in seconds)))
-    headers = ("seconds", "empty caches, first token", "fifth", "second process, first token", "fifth")
-    return Table("", headers, tuple(lines)).markdown()
+def _chat(results: Path, ways: Iterable[str]) -> str:
+    """A line a call: the pauses of some of `_PAUSES`, and the CPU seconds of the whole chat."""
+    lines: dict[str, dict[str, str]] = {}
+    kinds = {_PAUSES[way]: way for way in ways}
+    totals = dict.fromkeys(kinds.values(), 0.0)
+    for row in json.loads((results / "chat.json").read_text())["rows"]:
+        way = kinds.get((row["method"], row["start"]))
+        if way is None:
+            continue
+        totals[way] += row["cpu_seconds"]
+        if "first_token" in row:  # else it is the warm-up
+            first, wait = (_seconds(row[name]) for name in ("first_token", "longest_wait"))
+            lines.setdefault(row["call"], {"call": row["call"]})[way] = f"{first}, {wait}"
+    told = {"call": "CPU seconds of all"} | {way: f"{total:.0f}" for way, total in totals.items()}
+    columns = {"first token, longest wait (s)": "call"} | {way: way for way in totals}
+    return Table.of(columns, [*lines.values(), told]).markdown()
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.1f}" if value >= 1 else f"{value:.2f}"

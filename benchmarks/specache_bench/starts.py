@@ -1,9 +1,7 @@
-"""Times to the first token, each start in a process of its own: `specache-bench starts`.
+"""Times to the first token from a saved cache, each start in a process of its own: `specache-bench starts saved`.
 
-First calls: a model's first prompts, from empty compilers' caches and from those that a first process left, beside the
-model uncompiled, under `torch.compile`, and with Dynamo alone (`backend="eager"`: no backend can be ready sooner).
-Saved caches: a question about a document that was read and saved before, beside reading it anew, after a question about
-another document, so that nothing is left to compile. Loading the model is not counted; loading a cache is.
+A question about a document that was read and saved before, beside reading it anew, after a question about another
+document, so that nothing is left to compile. Loading the model is not counted; loading a cache is.
 """
 
 from __future__ import annotations
@@ -15,7 +13,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -23,7 +20,6 @@ from typing import Any
 import torch
 
 import specache_fx
-from specache_bench.fetch import VARIABLE, cache_folder
 from specache_bench.lab import Lab
 from specache_bench.workloads import read_windows
 from specache_fx import fingerprint
@@ -31,9 +27,6 @@ from specache_fx.errors import ConfigError
 from specache_fx.quiet import quiet
 from specache_fx.saving import FILE
 
-PROMPT_LEN, FIRST_TOKENS = 512, 5
-CALLS = {"first": 0, "second": 0, "another_length": 88, "a_third_length": 188}
-WAYS = ("uncompiled", "torch.compile", "dynamo alone", "specache")
 CONTEXT, QUESTION, NEW_TOKENS, ASKS = 4096, 16, 32, 5
 READS, IN_MEMORY, ON_DISK = "reads all", "loads, file in memory", "loads, file on disk"
 
@@ -57,21 +50,6 @@ def _generate(model: Any, ids: torch.Tensor, count: int, past: Any = None) -> tu
     mask, given = torch.ones_like(ids), {"max_new_tokens": count, "min_new_tokens": count, "do_sample": False}
     out = model.generate(ids, attention_mask=mask, past_key_values=past, streamer=clock, **given)
     return clock, out[0, ids.shape[1] :].tolist()
-
-
-def first_calls(model: str, threads: int, way: str) -> dict[str, Any]:
-    """Seconds to the first token and to the fifth: of a first call, of a second, and of two longer prompts."""
-    with quiet(threads), Lab(model) as lab, torch.inference_mode():
-        prompts = read_windows(lab, "austen", 2 * PROMPT_LEN, 4, seed=0)
-        if way == "specache":
-            specache_fx.compile(lab.model)
-        elif way != "uncompiled":
-            lab.model.compile(**({"backend": "eager"} if way == "dynamo alone" else {}))
-        found: dict[str, Any] = {}
-        for (name, more), prompt in zip(CALLS.items(), prompts, strict=True):
-            seconds = _generate(lab.model, prompt[None, : PROMPT_LEN + more], FIRST_TOKENS)[0].seconds
-            found[f"{name}_call"] = {"first_token": seconds[1], "fifth_token": seconds[FIRST_TOKENS]}
-        return found | {"layers": lab.model.config.get_text_config().num_hidden_layers}
 
 
 def saved_start(model: str, threads: int, start: str, folder: str) -> dict[str, Any]:
@@ -125,21 +103,6 @@ def in_process(function: Callable[..., Any], *arguments: object, **environment: 
         *_, last = ["without a word", *done.stderr.strip().splitlines()]
         raise ConfigError(f"{function.__name__} {' '.join(command[3:])} ended: {last}")
     return json.loads(done.stdout.splitlines()[-1])
-
-
-def measure_first_calls(models: list[str], threads: int, say: Callable[[str], object]) -> dict[str, Any]:
-    """Rows by model, way and start; as `results/real_first_call.json`."""
-    rows = []
-    for model, way in product(models, WAYS):
-        with tempfile.TemporaryDirectory() as folder:
-            caches = {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor", "XDG_CACHE_HOME": folder}
-            caches |= {VARIABLE: str(cache_folder())}  # models are where they are kept
-            for start in ["uncompiled"] if way == "uncompiled" else ["empty caches", "second process"]:
-                row = {"model": model, "method": way, "start": start}
-                rows.append(row | in_process(first_calls, model, threads, way, **caches))
-                say(str(rows[-1]))
-    settings = {"prompt_len": PROMPT_LEN, "new_tokens": FIRST_TOKENS, "threads": threads}
-    return {"settings": settings, "rows": rows}
 
 
 def measure_saved(model: str, threads: int, rounds: int, say: Callable[[str], object]) -> dict[str, Any]:

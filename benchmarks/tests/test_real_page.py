@@ -108,24 +108,22 @@ def test_rows_that_are_added_leave_those_before_and_their_head(
         assert row["score"] == 0.5 and "predictions" not in row
 
 
-def test_docs_say_how_long_a_first_call_takes() -> None:
-    report = json.loads((ROOT / "results/real_first_call.json").read_text())
-    rows = {(row["method"], row["start"]): row for row in report["rows"] if row["model"] == "smollm2"}
+def test_docs_say_how_long_the_calls_of_a_chat_take() -> None:
+    report = json.loads((ROOT / "results/chat.json").read_text())
+    calls = {(row["method"], row["start"], row["call"]): row for row in report["rows"]}
+    first = "first prompt (512)"
 
-    def told(method: str, start: str, call: str = "first_call") -> list[str]:
-        found = rows[method, start][call]
-        return [f"{found[token]:.{int(found[token] < 1)}f} s" for token in ("first_token", "fifth_token")]
+    def told(name: str, start: str, call: str = first, method: str = "specache") -> str:
+        value = calls[method, start, call][name]
+        return f"{value:.{int(value < 10)}f} s"
 
-    docs = " ".join(PERFORMANCE.read_text().split())
-    assert f"By itself it takes {told('dynamo alone', 'second process')[1]} to the fifth token" in docs
-    lengths = [
-        told("specache", "empty caches", f"{call}_call")[0] for call in ("another_length", "a_third_length")
-    ]
-    assert "second prompt length takes {} to its first token, a third one {}".format(*lengths) in docs
     readme = " ".join((ROOT / "README.md").read_text().split())
-    first, later = (told("specache", start) for start in ("empty caches", "second process"))
-    assert f"first token after {first[0]} and its fifth after {first[1]}; in a later process after" in readme
-    assert f"in a later process after {later[0]} and {later[1]}." in readme
+    assert f"first token after {told('first_token', 'later process')}" in readme
+    waits = [told("longest_wait", start) for start in ("later process", "empty caches")]
+    assert "the second {} later; from empty compiler caches {}".format(*waits) in readme
+    guide = " ".join((ROOT / "docs/guide.md").read_text().split())
+    warm = calls["specache, warmed up", "later process", "warm_up"]["seconds"]
+    assert f"That took {warm:.0f} s for batches of 1, 2 and 3 of SmolLM2" in guide
 
 
 def test_misses_end_where_the_sequence_has_the_ngram() -> None:
@@ -140,15 +138,13 @@ def test_start_that_fails_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     broken.write_text("#!/bin/sh\necho Traceback >&2\necho The model is not there. >&2\nexit 1\n")
     broken.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(broken))
-    with pytest.raises(
-        ConfigError, match=r"^first_calls smollm2 1 specache ended: The model is not there\.$"
-    ):
-        starts.in_process(starts.first_calls, "smollm2", 1, "specache")
+    with pytest.raises(ConfigError, match=r"^saved_start smollm2 1 saves ended: The model is not there\.$"):
+        starts.in_process(starts.saved_start, "smollm2", 1, "saves")
 
 
 @pytest.mark.parametrize(
     "command",
-    ["first_call --rounds 3", "saved --model smollm2 --model gemma3"],
+    ["saved --model smollm2 --model gemma3"],
     ids=lambda command: command.split()[0],
 )
 def test_options_that_a_start_has_no_use_for_are_named(command: str, tmp_path: Path) -> None:
