@@ -59,7 +59,7 @@ class Origin:
         Args:
             weights: Names and weights.
             values: Its constants, for `knows` the same object each time; None where they can't be read.
-            of_call: Values that are its inputs.
+            of_call: Values that are its inputs, or of a call without a graph.
         """
         for name, weight in weights:
             held, version = self._weights.setdefault(name, (weakref.ref(weight), _version(weight)))

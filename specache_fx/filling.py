@@ -39,7 +39,9 @@ from specache_fx.runtime.handle import unfit_reason
 from specache_fx.runtime.handle_tensor import Handle
 from specache_fx.runtime.layout import LayerShape
 from specache_fx.runtime.session import Session
-from specache_fx.traced_values import used_weights, values_of
+from specache_fx.traced_values import Values, used_weights, values_of
+
+_NO_CONSTANTS: Values = {}  # no graph is run
 
 
 class Filling:
@@ -103,7 +105,7 @@ class Filling:
 
     def _note(self, session: Session) -> None:
         """Note whose numbers the session gets."""
-        session.origin.note(used_weights(self._module), values_of(self._module))
+        session.origin.note(used_weights(self._module), _NO_CONSTANTS, values_of(self._module))
 
     def _enter(self, index: int) -> None:
         """A layer is about to be updated."""

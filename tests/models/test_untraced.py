@@ -649,3 +649,13 @@ def test_what_a_step_tells_dynamo_ends_with_it() -> None:
         note()
     note()
     assert seen == [(note,), (None,), (note,), None]
+
+
+@torch.no_grad()
+def test_turns_through_one_model_are_noted_once() -> None:
+    model, ids = compiled("plain"), torch.arange(3, 40)[None]
+    past = model(ids, use_cache=True).past_key_values
+    noted = len(session_of(past).origin._values)
+    for _ in range(3):
+        model(ids[:, :4], past_key_values=past, use_cache=True)
+    assert len(session_of(past).origin._values) == noted
