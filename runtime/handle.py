@@ -111,6 +111,10 @@ class _Process:
 _process = _Process()
 
 
+DTYPES = frozenset(_BOXES)
+"""Of handles."""
+
+
 def unfit_reason(dtype: torch.dtype, head_dim: int) -> str | None:
     """Say why no handle fits into rows of `head_dim` elements of `dtype`, or None if one does."""
     box = _BOXES.get(dtype)

@@ -276,7 +276,7 @@ def first_handle(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
     for tensor in tensors:
         if issue_of(tensor) is not None:
             return tensor
-    full = [tensor for tensor in tensors if tensor.numel()]
+    full = [tensor for tensor in tensors if tensor.numel() and tensor.dtype in handles.DTYPES]
     if not full:
         return None
     # No three elements in a row are numbers, and a sum with NaN is NaN.

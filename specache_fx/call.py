@@ -15,8 +15,7 @@ from specache_fx.runtime import claims, registry
 from specache_fx.runtime.handle_tensor import Handle, bare
 from specache_fx.runtime.session import Session
 
-# Arguments whose first dimension is the batch.
-_BY_ROW = {"input_ids": 2, "inputs_embeds": 3, "attention_mask": None, "position_ids": 2}
+_BY_ROW = ("input_ids", "inputs_embeds", "attention_mask", "position_ids")  # arguments with the batch first
 
 
 class Call:
@@ -53,7 +52,9 @@ class Call:
             return False
         if self.num_tokens == 1 and self.cache is not None and any(map(length_of, filled(self.cache))):
             return False  # a step from a cache of numbers
-        return self.mask is None or (isinstance(self.mask, torch.Tensor) and self.mask.dim() in (2, 4))
+        if self.mask is None or not isinstance(self.mask, torch.Tensor):
+            return self.mask is None
+        return self.mask.dim() == 2 or (self.mask.dim() == 4 and self.mask.shape[1] == 1)  # one for all heads
 
     @property
     def asks_for_more(self) -> bool:
@@ -77,22 +78,16 @@ class Call:
         return row
 
     def mark_sizes(self) -> None:
-        """Tell Dynamo which sizes vary from step to step: the batch, of one row too, and the length of a mask."""
-        for name, dims in _BY_ROW.items():
-            tensor = self._given.get(name)
-            if not isinstance(tensor, torch.Tensor) or dims not in (None, tensor.dim()):
-                continue  # as positions of M-RoPE are, [3, batch, q_len]
-            torch._dynamo.maybe_mark_dynamic(tensor, 0)
-            last = tensor.dim() - 1
-            for dim in range(1, last + (name != "attention_mask")):
-                if tensor.shape[dim] == 1:
-                    torch._dynamo.mark_static(tensor, dim)
-            if name == "attention_mask":
-                # The first graph is a step's: Dynamo has seen no mask of another length.
-                torch._dynamo.maybe_mark_dynamic(tensor, last)
-        for layer in filled(self.cache) if grows(self.cache) else ():
-            for side in (layer.keys, layer.values):
-                torch._dynamo.maybe_mark_dynamic(side, 0)
+        """Tell Dynamo which sizes vary from step to step, but for a batch of one: the batch, and a mask's length."""
+        given = (self._given.get(name) for name in _BY_ROW)
+        layers = filled(self.cache) if grows(self.cache) else []
+        for tensor in (*given, *(side for layer in layers for side in (layer.keys, layer.values))):
+            # Positions of M-RoPE are [3, batch, q_len].
+            if isinstance(tensor, torch.Tensor) and tensor.shape[0] == self.batch:
+                torch._dynamo.maybe_mark_dynamic(tensor, 0)
+        if isinstance(self.mask, torch.Tensor):
+            # The first graph is a step's: Dynamo has seen no mask of another length.
+            torch._dynamo.maybe_mark_dynamic(self.mask, self.mask.dim() - 1)
 
     def take_past(self, config: SpecacheConfig) -> tuple[Session | None, list[torch.Tensor]] | None:
         """Claim the session that the call goes on with; see `claims.go_on`.

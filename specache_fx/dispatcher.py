@@ -114,9 +114,8 @@ class Dispatcher:
             # Rows were moved: copies have another layout. A session's own handles need no graph of their own.
             put_handles(call.cache, past[1])
         filled = None if self._has_stepped else _session_of(handle)
-        # One row without a mask is traced in two thirds of the time. The other steps share two graphs, with a mask and
-        # without: batches of any size, padded or not, and beams.
-        with decoding(call.mark_sizes if call.batch > 1 or call.mask is not None else None):
+        # Batches of any size, padded or not, and beams share two graphs: with a mask, and without.
+        with decoding(call.mark_sizes):
             out = self.compiled(*args, **kwargs)
         self._look(call, filled)
         return out

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from specache_fx.compiled import with_generators
 from specache_fx.errors import ConfigError
 from specache_fx.loading import options_of
 from specache_fx.progress import is_terminal, muted
 
 logger = logging.getLogger(__name__)
-_LENGTHS, _STEPS, _TURN = (8, 13, 21), 6, 3  # tokens; Dynamo has some sizes vary at the third
+_LENGTHS, _STEPS, _TURN = (8, 13, 21, 1), 6, 3  # tokens; Dynamo has some sizes vary at the third
 
 
 class Answer(NamedTuple):
@@ -49,8 +50,9 @@ def warm_up(model: nn.Module, *, batch_sizes: Sequence[int] = (1,), turns: bool 
     with a window is given prompts of its length. Call it in the mode of the answers: graphs of `torch.inference_mode()`
     are others.
 
-    These still compile at their first time: padding, if no batch size is above 1; a static cache; what a call is given
-    beyond ids and a mask, such as `output_attentions`; with `prompts="traced"`, a padded prompt.
+    These still compile at their first time: one padded row; a static cache; a loop of your own without
+    `generate()`; what a call is given beyond ids and a mask, such as `output_attentions`. So does a padded prompt where
+    prompts are traced.
 
     Args:
         model: A model with `generate()` that is compiled with this backend.
@@ -61,16 +63,18 @@ def warm_up(model: nn.Module, *, batch_sizes: Sequence[int] = (1,), turns: bool 
         ConfigError: If the model is not compiled with this backend, is no decoder of token ids with `generate()`, or
             has a context that is too short; on batch sizes that are no positive integers.
     """
-    if not batch_sizes or any(type(size) is not int or size < 1 for size in batch_sizes):
+    is_list = isinstance(batch_sizes, (list, tuple))
+    if not is_list or not batch_sizes or any(type(size) is not int or size < 1 for size in batch_sizes):
         raise ConfigError(f"batch_sizes={batch_sizes!r}: give whole numbers >= 1, such as (1, 8).")
     text = _text_config(model)
     answers = list(_answers(text, sorted(set(batch_sizes)), turns))
     if not answers:
         raise ConfigError(
-            f"warm_up() needs a context of {_LENGTHS[0] + 2 * _STEPS + _TURN} tokens, and this model has"
+            f"warm_up() needs a context of {min(_LENGTHS) + 2 * _STEPS + _TURN} tokens, and this model has"
             f" {text.max_position_embeddings}. Run a prompt and a few tokens of your own instead."
         )
     with ExitStack() as stack, torch.no_grad():
+        stack.enter_context(_plain_generation(model))
         advance = _display(stack, len(answers))
         for answer in answers:
             advance(str(answer))
@@ -89,6 +93,10 @@ def _text_config(model: nn.Module) -> Any:
             "warm_up() got a model whose generate() doesn't run compiled with this backend: call"
             " specache_fx.compile(model, ...) first. generate() of torch.compile(model) runs the plain model."
         )
+    if model.training:
+        raise ConfigError(
+            "warm_up() got a model in training mode, whose graphs are others: call model.eval() first."
+        )
     config: Any = getattr(model, "config", None)
     text: Any = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
     takes_ids = getattr(model, "main_input_name", "") == "input_ids" and not config.is_encoder_decoder
@@ -98,6 +106,25 @@ def _text_config(model: nn.Module) -> Any:
             " lengths and a few tokens of each instead."
         )
     return text
+
+
+@contextmanager
+def _plain_generation(model: nn.Module) -> Iterator[None]:
+    """Within it, `generate()` has no settings of the model's, such as several sequences, stops or a static cache."""
+    from transformers import GenerationConfig
+
+    own = [
+        (each, each.generation_config)
+        for each in with_generators(model)
+        if hasattr(each, "generation_config")
+    ]
+    for each, _ in own:
+        each.generation_config = GenerationConfig()
+    try:
+        yield
+    finally:
+        for each, kept in own:
+            each.generation_config = kept
 
 
 def _answers(text: Any, batch_sizes: Sequence[int], turns: bool) -> Iterator[Answer]:

@@ -16,7 +16,7 @@ from support.open_sessions import session_of
 from support.zoo import SMALL, TWO_LANES, build, left_padded
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
-from transformers import DynamicCache, StaticCache
+from transformers import DynamicCache, QuantizedCache, StaticCache
 
 import specache_fx
 from specache_fx import step_trace
@@ -527,6 +527,50 @@ def test_three_graphs_decode_all_batches_padded_or_not(bits: int) -> None:
     assert graphs() == 3
 
 
+@pytest.mark.parametrize("name", ["llama", "gpt_neo"])
+@torch.no_grad()
+def test_a_first_step_of_several_rows_takes_what_broadcasts(name: str) -> None:
+    plain, model = build(name), compiled(name, bits=16)
+    for batch in (3, 2):
+        caches = [DynamicCache(config=each.config) for each in (plain, model)]
+        ids = torch.arange(3, 3 + 20 * batch).reshape(batch, 20)
+        for part in (ids, ids[:, :1], ids[:, :1]):
+            start = caches[0].get_seq_length()
+            given: dict[str, Any] = {"position_ids": torch.arange(start, start + part.shape[1])[None]}
+            if start and name == "llama" and batch == 3:
+                given["attention_mask"] = torch.ones(1, 1, 1, start + 1, dtype=torch.bool)
+            found = [
+                each(part, past_key_values=cache, **given).logits
+                for each, cache in zip((plain, model), caches, strict=True)
+            ]
+            torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def test_a_prompt_whose_mask_differs_by_head_is_traced(caplog: pytest.LogCaptureFixture) -> None:
+    plain, model = build("llama"), compiled("llama", bits=16)
+    ids = torch.arange(3, 23)[None]
+    mask = torch.ones(1, 4, 20, 20, dtype=torch.bool).tril()
+    mask[:, 1, :, 2:5] = False
+    mask |= torch.eye(20, dtype=torch.bool)
+    found = [each(ids, attention_mask=mask, use_cache=True).logits for each in (plain, model)]
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-4)
+    assert "is left alone" in caplog.text or graphs() == 1
+
+
+@torch.no_grad()
+def test_a_quantised_cache_of_transformers_runs_as_it_is() -> None:
+    plain, model = build("llama"), compiled("llama", bits=16)
+    caches = [QuantizedCache("fp8", each.config) for each in (plain, model)]
+    ids = torch.arange(3, 33)[None]
+    for part in (ids, ids[:, :1], ids[:, :1]):
+        found = [
+            each(part, past_key_values=cache).logits
+            for each, cache in zip((plain, model), caches, strict=True)
+        ]
+        torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-4)
+
+
 def assert_generates(plain: Any, model: Any, bits: int, ids: Tensor, **given: Any) -> None:
     """The plain model's tokens, where bits are 16."""
     torch.manual_seed(3)
@@ -606,10 +650,11 @@ def test_a_turn_through_other_layers_is_refused_and_leaves_the_cache() -> None:
     model, ids = compiled("llama", bits=16), torch.arange(3, 40)[None]
     past = model(ids, past_key_values=DynamicCache(), use_cache=True).past_key_values
     expected = model(ids[:, :1], past_key_values=copy.deepcopy(past), use_cache=True).logits
-    model.model.layers[1].self_attn.layer_idx = 2
+    sides = torch.zeros(2, 1, 2, 5, 16)
+    handle = model.model.layers[1].register_forward_hook(lambda *_: past.update(*sides, 2) and None)
     with pytest.raises(CacheHandleError, match="updates other layers than those that its KV cache has"):
         model(ids[:, :5], past_key_values=past, use_cache=True)
-    model.model.layers[1].self_attn.layer_idx = 1
+    handle.remove()
     assert len(past.layers) == 2 and past.get_seq_length() == 37
     found = model(ids[:, :1], past_key_values=past, use_cache=True).logits
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
@@ -639,16 +684,16 @@ def test_what_a_step_tells_dynamo_ends_with_it() -> None:
     seen = []
 
     def note() -> None:
-        seen.append(getattr(step_trace._here, "step", None))
+        seen.append(getattr(step_trace._here, "mark", None))
 
     with step_trace.decoding(note):
         note()
-        with contextlib.suppress(Struck), step_trace.decoding():
+        with contextlib.suppress(Struck), step_trace.decoding(strike):
             note()
             strike()
         note()
     note()
-    assert seen == [(note,), (None,), (note,), None]
+    assert seen == [note, strike, note, None]
 
 
 @torch.no_grad()

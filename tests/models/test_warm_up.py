@@ -42,8 +42,8 @@ def test_no_answer_compiles_anything_afterwards(
 def answers(model: Any, padded: bool) -> None:
     """Of prompts shorter and longer than a window, drawn and searched, padded too or not, and of a turn each."""
     given: dict[str, Any] = {"max_new_tokens": 9, "return_dict_in_generate": True}
-    for length in (5, WINDOW - 2, WINDOW + 30):
-        prompts = [left_padded((length, length - 2, length - 1)), left_padded((length,) * 3)]
+    for length in (1, 5, WINDOW - 2, WINDOW + 30):
+        prompts = [left_padded((length, max(1, length - 2), max(1, length - 1))), left_padded((length,) * 3)]
         for prompt in (*prompts[not padded :], {"input_ids": prompts[1]["input_ids"][:1]}):
             out = model.generate(**prompt, **given, do_sample=True)
             mask = prompt.get("attention_mask", torch.ones_like(prompt["input_ids"]))
@@ -51,6 +51,16 @@ def answers(model: Any, padded: bool) -> None:
             mask = torch.nn.functional.pad(mask, (0, longer.shape[1] - mask.shape[1]), value=1)
             model.generate(longer, attention_mask=mask, past_key_values=out.past_key_values, **given)
         model.generate(prompts[1]["input_ids"][:1], **given, num_beams=3)
+
+
+def test_settings_of_the_models_generation_are_left_out_and_kept() -> None:
+    model: Any = specache_fx.compile(build("llama"), **SMALL)
+    kept = model.generation_config
+    kept.num_return_sequences, kept.stop_strings = 2, ["x"]
+    kept.cache_implementation, kept.use_cache = "static", False
+    specache_fx.warm_up(model)
+    assert model.generation_config is kept and kept.num_return_sequences == 2
+    assert counters["stats"]["unique_graphs"] >= 1
 
 
 @torch.no_grad()
@@ -70,7 +80,7 @@ def wrapper() -> Any:
 
 def encoder_decoder() -> Any:
     sizes = {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2, "vocab_size": 20}
-    return specache_fx.compile(T5ForConditionalGeneration(T5Config(**sizes)))
+    return specache_fx.compile(T5ForConditionalGeneration(T5Config(**sizes)).eval())
 
 
 @pytest.mark.parametrize(
@@ -82,13 +92,15 @@ def encoder_decoder() -> Any:
         (
             lambda: specache_fx.compile(build("gpt2", max_position_embeddings=9)),
             (1,),
-            "needs a context of 23 tokens",
+            "needs a context of 16 tokens",
         ),
+        (lambda: specache_fx.compile(build("llama")).train(), (1,), r"call model\.eval\(\) first"),
         (lambda: None, (), "give whole numbers"),
+        (lambda: None, 3, "give whole numbers"),
         (lambda: None, (1, True), "give whole numbers"),
         (lambda: None, (0,), "give whole numbers"),
     ],
-    ids=["plain", "wrapper", "encoder-decoder", "short", "none", "bool", "zero"],
+    ids=["plain", "wrapper", "encoder-decoder", "short", "training", "none", "number", "bool", "zero"],
 )
 def test_what_can_not_be_warmed_up(make: Any, batch_sizes: Any, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
