@@ -70,6 +70,7 @@ def make_room(*, rewrites: bool = False) -> None:
             f"specache: the code of this model has been compiled {count} times, for different models, shapes and ways"
             " of generating. TORCH_LOGS=recompiles shows why. If a module counts its tokens in an int of its own, each"
             " turn compiles anew: set torch._dynamo.config.allow_unspec_int_on_nn_module = True.",
+            key="many graphs",
         )
     limit = config.recompile_limit
     if 2 * count <= limit:
