@@ -118,9 +118,15 @@ def test_docs_say_how_long_the_calls_of_a_chat_take() -> None:
         return f"{value:.{int(value < 10)}f} s"
 
     readme = " ".join((ROOT / "README.md").read_text().split())
-    assert f"first token after {told('first_token', 'later process')}" in readme
-    waits = [told("longest_wait", start) for start in ("later process", "empty caches")]
-    assert "the second {} later; from empty compiler caches {}".format(*waits) in readme
+    waits = [
+        told(name, start)
+        for start in ("later process", "empty caches")
+        for name in ("first_token", "longest_wait")
+    ]
+    told_there = (
+        "first token after {}, and the second {} later; from empty compiler caches after {}, and {} later."
+    )
+    assert told_there.format(*waits) in readme
     guide = " ".join((ROOT / "docs/guide.md").read_text().split())
     warm = calls["specache, warmed up", "later process", "warm_up"]["seconds"]
     assert f"That took {warm:.0f} s for batches of 1, 2 and 3 of SmolLM2" in guide
