@@ -72,12 +72,8 @@ class Dispatcher:
     def __init__(
         self, module: nn.Module, compiled: Callable[..., Any], config: SpecacheConfig, *, is_auto: bool
     ) -> None:
-        self._module, self.compiled, self._config, self._is_auto = (
-            weakref.ref(module),
-            compiled,
-            config,
-            is_auto,
-        )
+        self._module, self.compiled = weakref.ref(module), compiled
+        self._config, self._is_auto = config, is_auto
         self._names = tuple(inspect.signature(module.forward).parameters)
         self._traces = "past_key_values" not in self._names
         self._has_stepped = False  # with a cache that this has filled
