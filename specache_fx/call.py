@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -43,7 +42,7 @@ class Call:
         """Whether it decodes one token of each row from a session."""
         return self.num_tokens == 1 and not torch.is_grad_enabled() and self.first_handle is not None
 
-    @cached_property
+    @property
     def is_served(self) -> bool:
         """Whether it can run as the model is, and fill a session."""
         if not self._caches or not self.num_tokens or torch.is_grad_enabled():
