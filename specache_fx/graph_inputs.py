@@ -72,6 +72,10 @@ class GraphInputs:
         for i in self._tokens if lanes > 1 else ():
             assert speculative is not None
             inputs[i] = torch.stack([inputs[i], speculative])
+        for i in self.varying:
+            # Positions are a slice of all tokens' ones, whose strides grow with each token.
+            if isinstance(inputs[i], torch.Tensor) and not inputs[i].is_floating_point():
+                inputs[i] = inputs[i].contiguous()
         return inputs
 
     def window_masks(self, session: Session, args: Sequence[Any], lanes: int, ahead: int) -> WindowMasks:
@@ -128,6 +132,12 @@ class GraphInputs:
         return LaneCall(self, computed, tensors, numbers)
 
     def shapes(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
-        """The shapes and numbers that a graph compiled for these inputs is valid for."""
-        varying = (inputs[i] for i in self.varying)
-        return tuple(tuple(x.shape) if isinstance(x, torch.Tensor) else x for x in varying)
+        """The shapes, strides and numbers that a graph compiled for these inputs is valid for."""
+        return tuple(
+            _layout(inputs[i]) if isinstance(inputs[i], torch.Tensor) else inputs[i] for i in self.varying
+        )
+
+
+def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
+    shape = tuple(tensor.shape)
+    return (shape,) if tensor.is_contiguous() else (shape, tensor.stride())
