@@ -14,7 +14,7 @@ from torch._dynamo import OptimizedModule
 from specache_fx.backend import Backend, check_names
 from specache_fx.compiled import backend_of, with_generators
 from specache_fx.config import SpecacheConfig
-from specache_fx.dispatcher import Dispatcher, Prompts, runs_untraced
+from specache_fx.dispatcher import Dispatcher, Prompts, Warm, runs_untraced
 from specache_fx.errors import CacheHandleError, ConfigError
 from specache_fx.runtime import registry
 from specache_fx.runtime.host_blocks import check_host_dir
@@ -31,7 +31,7 @@ NO_CACHE = (
 Module = TypeVar("Module", bound=nn.Module)
 
 
-def compile(module: Module, *, prompts: Prompts = "auto", **options: Any) -> Module:
+def compile(module: Module, *, prompts: Prompts = "auto", warm: Warm = "block", **options: Any) -> Module:
     """Compile a model with this backend so that its `generate()` uses it.
 
     It compiles a module, and each module inside that has a `generate()` of its own: that of a wrapper (a PEFT model)
@@ -48,6 +48,9 @@ def compile(module: Module, *, prompts: Prompts = "auto", **options: Any) -> Mod
             traced. "traced": they are graphs, one for each kind of them. "auto" (the default): "untraced" on a CPU, as
             far as the decode step has the layers of the cache; "traced" elsewhere, with `policy="kivi"` and with
             `compile_prefill`.
+        warm: What a first step does whose graph is not made yet, where its prompt ran untraced. "block" (the default):
+            it waits. "background": another thread makes the graph, and tokens come from the uncompiled model
+            meanwhile, slower than without that thread. This serves `DynamicCache`; other first steps wait.
         **options: See `SpecacheConfig`. A wrapper already has its own.
 
     Returns:
@@ -71,16 +74,16 @@ def compile(module: Module, *, prompts: Prompts = "auto", **options: Any) -> Mod
         check_names(config)
         if config.placement.offload:
             check_host_dir(config.host, config.host_dir)
-        is_untraced = runs_untraced(prompts, config)
+        is_untraced = runs_untraced(prompts, warm, config)
         for each in with_generators(module):
             each.compile(backend="specache", options=options)
             if is_untraced:
                 each._compiled_call_impl = Dispatcher(
-                    each, each._compiled_call_impl, config, is_auto=prompts == "auto"
+                    each, each._compiled_call_impl, config, is_auto=prompts == "auto", warm=warm
                 )
         return module
-    if prompts != "auto":
-        options = {**options, "prompts": prompts}
+    ways = {"prompts": (prompts, "auto"), "warm": (warm, "block")}
+    options = {**options, **{name: given for name, (given, usual) in ways.items() if given != usual}}
     if options:
         raise ConfigError(
             f"{', '.join(options)}: this module is compiled already, with options of its own. Give them to"

@@ -51,6 +51,11 @@ class Call:
             return False
         if self.num_tokens == 1 and self.cache is not None and any(map(length_of, filled(self.cache))):
             return False  # a step from a cache of numbers
+        return self.has_served_mask
+
+    @property
+    def has_served_mask(self) -> bool:
+        """Whether it has no mask, or one for all layers and heads."""
         if self.mask is None or not isinstance(self.mask, torch.Tensor):
             return self.mask is None
         return self.mask.dim() == 2 or (self.mask.dim() == 4 and self.mask.shape[1] == 1)  # one for all heads
@@ -75,6 +80,13 @@ class Call:
             return None if self.mask is None else self.mask[:, None].bool()
         row: torch.Tensor = self.mask[..., -1, :]
         return row
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """What tells the graph of a step, as far as is known before it runs."""
+        given = tuple((name, _form(value)) for name, value in self._given.items() if value is not None)
+        layers = tuple(type(layer).__name__ for layer in self.cache.layers)
+        return (*given, layers, torch.is_inference_mode_enabled(), torch.is_autocast_enabled(self.device))
 
     def mark_sizes(self) -> None:
         """Tell Dynamo which sizes vary from step to step, but for a batch of one: the batch, and a mask's length."""
@@ -107,3 +119,10 @@ class Call:
             if len(tensors) != 2 * len(session.shapes):
                 return None
             return claims.go_on(tensors, config.for_device(session.device.type), session.shapes)
+
+
+def _form(value: Any) -> Any:
+    """What a graph depends on of an argument: a tensor's batch, but no other size."""
+    if isinstance(value, torch.Tensor):
+        return value.dtype, value.dim(), value.shape[:1]
+    return value if isinstance(value, (bool, int, str)) else type(value).__name__

@@ -15,17 +15,20 @@ from __future__ import annotations
 import inspect
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
 
+from specache_fx.background import Background
 from specache_fx.call import Call
 from specache_fx.config import SpecacheConfig
 from specache_fx.errors import ConfigError
 from specache_fx.filling import Filling
 from specache_fx.known_caches import grows, put_handles
+from specache_fx.rehearsal import Rehearsal
 from specache_fx.runners import inference
 from specache_fx.runtime import registry
 from specache_fx.runtime.handle_form import is_laid_out
@@ -34,19 +37,21 @@ from specache_fx.runtime.session import Session
 from specache_fx.step_trace import decoding
 
 Prompts = Literal["auto", "traced", "untraced"]
+Warm = Literal["block", "background"]
 _here = threading.local()
 
 
-def runs_untraced(prompts: str, config: SpecacheConfig) -> bool:
+def runs_untraced(prompts: str, warm: str, config: SpecacheConfig) -> bool:
     """Whether a module with these options gets a `Dispatcher`.
 
     Raises:
-        ConfigError: If `prompts` is not valid, or the options need graphs of prompts.
+        ConfigError: If `prompts` or `warm` is not valid, or the options need graphs of prompts.
     """
-    if prompts not in get_args(Prompts):
-        raise ConfigError(
-            f"prompts={prompts!r} is not valid: choose one of {', '.join(map(repr, get_args(Prompts)))}."
-        )
+    for name, given, known in (("prompts", prompts, Prompts), ("warm", warm, Warm)):
+        if given not in get_args(known):
+            raise ConfigError(
+                f"{name}={given!r} is not valid: choose one of {', '.join(map(repr, get_args(known)))}."
+            )
     reason = None
     if not config.placement.offload:
         # A graph that lays the cache out in another way could not have its numbers back.
@@ -55,7 +60,10 @@ def runs_untraced(prompts: str, config: SpecacheConfig) -> bool:
         reason = "compile_prefill=True"
     if reason is not None and prompts == "untraced":
         raise ConfigError(f'prompts="untraced" contradicts {reason}: leave one of them out.')
-    return reason is None and prompts != "traced"
+    reason = 'prompts="traced"' if prompts == "traced" else reason
+    if reason is not None and warm == "background":
+        raise ConfigError(f'warm="background" contradicts {reason}, whose prompts are graphs: leave one out.')
+    return reason is None
 
 
 class Dispatcher:
@@ -70,13 +78,20 @@ class Dispatcher:
     """
 
     def __init__(
-        self, module: nn.Module, compiled: Callable[..., Any], config: SpecacheConfig, *, is_auto: bool
+        self,
+        module: nn.Module,
+        compiled: Callable[..., Any],
+        config: SpecacheConfig,
+        *,
+        is_auto: bool,
+        warm: Warm,
     ) -> None:
         self._module, self.compiled = weakref.ref(module), compiled
         self._config, self._is_auto = config, is_auto
         self._names = tuple(inspect.signature(module.forward).parameters)
         self._traces = "past_key_values" not in self._names
         self._has_stepped = False  # with a cache that this has filled
+        self._background = Background(strict=config.strict) if warm == "background" else None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module."""
@@ -84,7 +99,7 @@ class Dispatcher:
         assert module is not None
         if self._traces or torch.compiler.is_dynamo_compiling():
             return self.compiled(*args, **kwargs)
-        call = Call({**dict(zip(self._names, args, strict=False)), **kwargs}, getattr(module, "config", None))
+        call = self._call_of(args, kwargs)
         filling: list[Any] = _here.__dict__.setdefault("filling", [])
         if call.cache is not None and any(call.cache is each for each in filling):
             return module._call_impl(*args, **kwargs)  # for a module around this one
@@ -92,29 +107,65 @@ class Dispatcher:
             return self._step(call, args, kwargs)
         if (self._is_auto and call.device != "cpu") or not call.is_served:
             return self.compiled(*args, **kwargs)
-        past = call.take_past(self._config)
-        if past is None:
+        return self._run_untraced(call, args, kwargs)
+
+    def _call_of(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
+        config = getattr(self._module(), "config", None)
+        return Call({**dict(zip(self._names, args, strict=False)), **kwargs}, config)
+
+    def _run_untraced(self, call: Call, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Run the module as it is, and have the session take the new tokens."""
+        module, past = self._module(), call.take_past(self._config)
+        if past is None or module is None:
             return self.compiled(*args, **kwargs)
+        filling: list[Any] = _here.__dict__.setdefault("filling", [])
         filling.append(call.cache)
         try:
             return Filling(self._config, module, call, *past).run(lambda: module._call_impl(*args, **kwargs))
         finally:
             filling.pop()
 
-    def _step(self, call: Call, args: Any, kwargs: Any) -> Any:
+    def _step(self, call: Call, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Decode one token of each row."""
+        if self._is_being_made(call, args, kwargs):
+            return self._run_untraced(call, args, kwargs)
         handle = call.first_handle
-        if handle is None:
-            return self.compiled(*args, **kwargs)
-        if not is_laid_out(handle) and grows(call.cache) and (past := call.take_past(self._config)):
+        if (
+            handle is not None
+            and not is_laid_out(handle)
+            and grows(call.cache)
+            and (past := call.take_past(self._config))
+        ):
             # Rows were moved: copies have another layout. A session's own handles need no graph of their own.
             put_handles(call.cache, past[1])
-        filled = None if self._has_stepped else _session_of(handle)
+        return self._decode(call, args, kwargs)[0]
+
+    def _is_being_made(self, call: Call, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        """Whether a step's graph is made in the background. That begins at the first step of its kind."""
+        if self._background is None or not grows(call.cache) or not call.has_served_mask:
+            return False
+        if self._is_auto and call.device != "cpu":
+            return False  # its prompts are traced
+        if (session := _session_of(call.first_handle)) is None or session.batch is None:
+            return False
+
+        def prepare() -> Callable[[], None]:
+            return partial(Rehearsal(args, kwargs, self._names, session).run, self._rehearse)
+
+        return not self._background.has(call.kind, prepare)
+
+    def _rehearse(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        """Run a step in the background; whether Dynamo traces it."""
+        return bool(self._decode(self._call_of(args, kwargs), args, kwargs)[1])
+
+    def _decode(self, call: Call, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, list[str]]:
+        """Run a step's graph; the output, and the traces of Dynamo's that it took."""
+        filled = None if self._has_stepped else _session_of(call.first_handle)
         # Batches of any size, padded or not, and beams share two graphs: with a mask, and without.
-        with decoding(call.mark_sizes):
+        with decoding(call.mark_sizes) as traces:
             out = self.compiled(*args, **kwargs)
         self._look(call, filled)
-        return out
+        return out, traces
 
     def _look(self, call: Call, filled: Session | None) -> None:
         """See what graphs the model's steps have; `filled` is the session before the first."""
@@ -126,6 +177,8 @@ class Dispatcher:
             self._traces |= self._is_auto and (now is None or now.shapes != filled.shapes)
 
 
-def _session_of(handle: Handle) -> Session | None:
+def _session_of(handle: Handle | None) -> Session | None:
+    if handle is None:
+        return None
     with inference(), bare():
         return registry.find(handle)

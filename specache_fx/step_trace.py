@@ -12,16 +12,25 @@ _here = threading.local()
 
 
 @contextlib.contextmanager
-def decoding(mark: Callable[[], object]) -> Iterator[None]:
+def decoding(mark: Callable[[], object]) -> Iterator[list[str]]:
     """Within it, this thread decodes.
 
     Args:
         mark: Marks sizes of the call's tensors as dynamic; called if Dynamo traces them.
+
+    Yields:
+        A list that gets an item for each trace.
     """
     before = getattr(_here, "mark", None)
-    _here.mark = mark
+    traces: list[str] = []
+
+    def marked() -> None:
+        traces.append("a trace")
+        mark()
+
+    _here.mark = marked
     try:
-        yield
+        yield traces
     finally:
         _here.mark = before
 

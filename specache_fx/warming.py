@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from specache_fx.background import waiting
 from specache_fx.compiled import with_generators
 from specache_fx.errors import ConfigError
 from specache_fx.loading import options_of
@@ -75,6 +76,7 @@ def warm_up(model: nn.Module, *, batch_sizes: Sequence[int] = (1,), turns: bool 
         )
     with ExitStack() as stack, torch.no_grad():
         stack.enter_context(_plain_generation(model))
+        stack.enter_context(waiting())
         advance = _display(stack, len(answers))
         for answer in answers:
             advance(str(answer))

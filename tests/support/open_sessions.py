@@ -16,7 +16,13 @@ from specache_fx.runtime.session import Session
 
 def session_of(past: Any) -> Session:
     """The session of a cache of transformers, or of pairs of keys and values."""
-    session = registry.find(past.layers[0].keys if hasattr(past, "layers") else past[0][0])
+    # Layers of linear attention have no keys.
+    keys = (
+        next(each.keys for each in past.layers if hasattr(each, "keys"))
+        if hasattr(past, "layers")
+        else past[0][0]
+    )
+    session = registry.find(keys)
     assert session is not None
     return session
 
