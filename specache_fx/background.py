@@ -129,7 +129,7 @@ def _shared_interpreter() -> Iterator[None]:
 
         usual(patcher, cls, name, of_thread, deduplicate)
 
-    _symbolic_trace._Patcher.patch_method = patch_method  # type: ignore[method-assign]
+    _symbolic_trace._Patcher.patch_method = patch_method  # type: ignore[assignment,method-assign]
     sys.setswitchinterval(min(seconds, _SWITCH_SECONDS))
     try:
         yield
