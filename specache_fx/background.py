@@ -51,12 +51,13 @@ class Background:
         self._ready: set[Hashable] = set()
         self._failed: dict[Hashable, Exception] = {}
 
-    def has(self, kind: Hashable, prepare: Callable[[], Callable[[], None]]) -> bool:
+    def has(self, kind: Hashable, prepare: Callable[[], Callable[[], None] | None]) -> bool:
         """Whether a kind of steps has its graph. At the first call with a kind, its graph begins to be made.
 
         Args:
             kind: A kind of steps.
-            prepare: Called in this thread, at the first call. What it returns makes the graph, in another thread.
+            prepare: Called in this thread, at the first call. What it returns makes the graph, in another thread. None:
+                the step makes it.
 
         Raises:
             Exception: What the graph failed with, if strict.
@@ -65,8 +66,10 @@ class Background:
             self._ready.add(kind)
             return True
         if kind not in self._begun:
+            if (make := prepare()) is None:
+                return True
             self._begun.add(kind)
-            self._begin(kind, prepare())
+            self._begin(kind, make)
         if self._strict and kind in self._failed:
             raise self._failed[kind]
         return False

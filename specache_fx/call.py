@@ -85,8 +85,8 @@ class Call:
     def kind(self) -> tuple[Any, ...]:
         """What tells the graph of a step, as far as is known before it runs."""
         given = tuple((name, _form(value)) for name, value in self._given.items() if value is not None)
-        layers = tuple(type(layer).__name__ for layer in self.cache.layers)
-        return (*given, layers, torch.is_inference_mode_enabled(), torch.is_autocast_enabled(self.device))
+        modes = torch.is_inference_mode_enabled(), torch.is_autocast_enabled(self.device)
+        return (*given, len(self.cache.layers), *modes)
 
     def mark_sizes(self) -> None:
         """Tell Dynamo which sizes vary from step to step, but for a batch of one: the batch, and a mask's length."""

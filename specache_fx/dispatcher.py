@@ -142,14 +142,14 @@ class Dispatcher:
 
     def _is_being_made(self, call: Call, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         """Whether a step's graph is made in the background. That begins at the first step of its kind."""
-        if self._background is None or not grows(call.cache) or not call.has_served_mask:
-            return False
-        if self._is_auto and call.device != "cpu":
-            return False  # its prompts are traced
-        if (session := _session_of(call.first_handle)) is None or session.batch is None:
+        if self._background is None:
             return False
 
-        def prepare() -> Callable[[], None]:
+        def prepare() -> Callable[[], None] | None:
+            session = _session_of(call.first_handle)
+            is_traced = self._is_auto and call.device != "cpu"  # as its prompt was
+            if session is None or is_traced or not grows(call.cache) or not call.has_served_mask:
+                return None
             return partial(Rehearsal(args, kwargs, self._names, session).run, self._rehearse)
 
         return not self._background.has(call.kind, prepare)
