@@ -12,7 +12,7 @@ import torch
 from torch._guards import TracingContext, tracing
 from torch.fx import GraphModule
 
-from specache_fx import dynamo_hooks, graph_breaks
+from specache_fx import background, dynamo_hooks, graph_breaks
 from specache_fx._log import forget_warnings, warn_once
 from specache_fx.border import AtBorder, TakenApart, as_taken
 from specache_fx.capture.analyse import analyse, kv_inputs
@@ -311,6 +311,7 @@ class Backend:
         """Called by `torch.compiler.reset()`."""
         forget_warnings()
         graph_breaks.forget()
+        background.forget()
 
     def _without_cache(
         self,

@@ -1,41 +1,107 @@
 """Makes decode graphs in a thread, while the caller's thread decodes without them.
 
-FX replaces `Module.__call__` for all threads while one of them traces, and Python hands its lock over each 5 ms: a step
-has a thousand operators, each of which gives the lock away. Within `Background` FX's replacements hold for the thread
-that traces, and the lock is handed over at once.
+A step has a thousand operators. Each releases Python's lock, and the thread that traces keeps it for up to 5 ms then.
+So threads switch after 20 us while a graph is made.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import contextvars
 import ctypes
 import functools
 import logging
 import os
+import random
 import sys
 import threading
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any
+from weakref import WeakSet
 
-from torch.fx import _symbolic_trace
+import torch
+from torch._dynamo.convert_frame import compile_lock
+
+from specache_fx._log import warn_once
+from specache_fx.errors import SpecacheError
 
 logger = logging.getLogger(__name__)
-_SWITCH_SECONDS = 2e-5  # from thread to thread; 5e-3 is Python's
+_SWITCH_SECONDS = 2e-5
 _EXIT_SECONDS = 20.0  # a compiler that runs can't be stopped
-_one = threading.Lock()  # threads that trace
-_threads: set[threading.Thread] = set()
-_here = threading.local()
-
-
+# Dynamo sets the state of a trace's begin when the trace ends. The caller would draw its numbers a second time.
+_SETTERS: tuple[tuple[Any, str], ...] = (
+    (torch.random, "set_rng_state"),
+    (torch.cuda, "set_rng_state"),
+    (random, "setstate"),
+)
 _FAILED = (
-    "specache: the decode step can't be compiled: %s. Tokens go on coming from the uncompiled model, which reads the"
-    ' 16-bit cache of one layer at a time. warm="block" raises the error where it happens'
+    "the decode step can't be compiled: {}. Tokens go on coming from the uncompiled model, with the 16-bit pairs of one"
+    ' layer at a time. warm="block" raises the error where it happens.'
 )
 
 
 class _Stop(BaseException):
     """The process ends."""
+
+
+class _Threads:
+    """The thread that makes a graph: one at a time.
+
+    Attributes:
+        running: It; None where there was none yet.
+    """
+
+    def __init__(self) -> None:
+        self.running: threading.Thread | None = None
+        self._lock = threading.Lock()
+        self._undo = contextlib.ExitStack()
+
+    def begin(self, make: Callable[[], None]) -> bool:
+        """Start a thread that calls `make`; False where another one runs."""
+        with self._lock:
+            if self.running is not None and self.running.is_alive():
+                return False
+            context = contextvars.copy_context()  # torch's settings
+            thread = threading.Thread(
+                target=self._run, args=(context, make), daemon=True, name="specache-graph"
+            )
+            thread.start()
+            self.running = thread
+            return True
+
+    def join(self) -> None:
+        """Wait until no graph is made."""
+        while (thread := self.running) is not None and thread.is_alive():
+            thread.join()
+
+    def _run(self, context: contextvars.Context, make: Callable[[], None]) -> None:
+        with contextlib.suppress(_Stop), self._undo, waiting():
+            self._undo.enter_context(_state_of_others())
+            context.run(make)
+
+    def stop(self) -> None:
+        """End the thread before the interpreter takes its modules away."""
+        if (thread := self.running) is None or not thread.is_alive():
+            return
+        identity = ctypes.c_ulong(thread.ident or 0)
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(identity, ctypes.py_object(_Stop))
+        thread.join(_EXIT_SECONDS)
+
+    def leave_to_parent(self) -> None:
+        """In a forked process there is no such thread; what it had changed and locked is as before."""
+        self._lock._at_fork_reinit()  # type: ignore[attr-defined]
+        if self.running is None or self.running.is_alive():
+            return
+        self._undo.close()
+        self.running = None
+        compile_lock._at_fork_reinit()  # type: ignore[attr-defined]
+        torch.compiler._is_compiling_flag = False
+
+
+threads = _Threads()
+_known: WeakSet[Background] = WeakSet()
+_here = threading.local()
 
 
 class Background:
@@ -47,52 +113,64 @@ class Background:
 
     def __init__(self, *, strict: bool) -> None:
         self._strict = strict
-        self._begun: set[Hashable] = set()
         self._ready: set[Hashable] = set()
         self._failed: dict[Hashable, Exception] = {}
+        _known.add(self)
 
-    def has(self, kind: Hashable, prepare: Callable[[], Callable[[], None] | None]) -> bool:
-        """Whether a kind of steps has its graph. At the first call with a kind, its graph begins to be made.
+    def is_ready(self, kind: Hashable, prepare: Callable[[], Callable[[], None] | None]) -> bool:
+        """Whether a step of this kind runs as a graph; if not, its graph begins to be made.
 
         Args:
             kind: A kind of steps.
-            prepare: Called in this thread, at the first call. What it returns makes the graph, in another thread. None:
-                the step makes it.
+            prepare: Prepares the graph, in this thread. What it returns makes it, in another one. It returns None, or
+                raises, where that can't be: the step makes its graph then.
 
         Raises:
-            Exception: What the graph failed with, if strict.
+            Exception: What the graph failed with: an error of this package, and if strict any.
         """
-        if kind in self._ready or getattr(_here, "waits", False):
+        if kind in self._ready:
+            return True
+        if getattr(_here, "waits", False):
             self._ready.add(kind)
             return True
-        if kind not in self._begun:
-            if (make := prepare()) is None:
-                return True
-            self._begun.add(kind)
-            self._begin(kind, make)
-        if self._strict and kind in self._failed:
-            raise self._failed[kind]
-        return False
-
-    def _begin(self, kind: Hashable, make: Callable[[], None]) -> None:
-        thread = threading.Thread(target=self._make, args=(kind, make), daemon=True, name="specache-graphs")
-        _threads.add(thread)
-        thread.start()
+        if (error := self._failed.get(kind)) is not None:
+            if self._strict or isinstance(error, SpecacheError):
+                raise error.with_traceback(None)
+            return False
+        if threads.running is not None and threads.running.is_alive():
+            return False
+        try:
+            make = prepare()
+            if make is not None:
+                threads.begin(functools.partial(self._make, kind, make))
+        except Exception as error:  # no copy of the cache, no memory, no thread
+            logger.debug("No graph is made in the background.", exc_info=error)
+            make = None
+        if make is None:
+            self._ready.add(kind)
+        return make is None
 
     def _make(self, kind: Hashable, make: Callable[[], None]) -> None:
         try:
-            with _one, _shared_interpreter():
-                make()
+            make()
             self._ready.add(kind)
         except Exception as error:
-            self._failed[kind] = error
-            if not self._strict:
+            error.__context__ = error.__cause__ = None  # their frames hold the model
+            self._failed[kind] = error.with_traceback(None)
+            if not self._strict and not isinstance(error, SpecacheError):
                 reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
-                logger.warning(_FAILED, reason)
-        except _Stop:
-            pass
-        finally:
-            _threads.discard(threading.current_thread())
+                warn_once(logger, _FAILED.format(reason))
+
+    def forget(self) -> None:
+        """Forget which graphs there are: Dynamo has."""
+        self._ready.clear()
+        self._failed.clear()
+
+
+def forget() -> None:
+    """Forget all graphs, after `torch.compiler.reset()`."""
+    for each in list(_known):
+        each.forget()
 
 
 @contextlib.contextmanager
@@ -106,45 +184,24 @@ def waiting() -> Iterator[None]:
         _here.waits = before
 
 
-def _in_child() -> None:
-    """A forked process has none of the threads."""
-    _one._at_fork_reinit()  # type: ignore[attr-defined]
-    _threads.clear()
-
-
-os.register_at_fork(after_in_child=_in_child)
-
-
 @contextlib.contextmanager
-def _shared_interpreter() -> Iterator[None]:
-    """While one thread traces and another runs the model."""
-    usual: Any = _symbolic_trace._Patcher.patch_method
-    seconds = sys.getswitchinterval()
+def _state_of_others() -> Iterator[None]:
+    """Threads switch soon, and this one sets no random state, which is the process's."""
+    mine, seconds = threading.get_ident(), sys.getswitchinterval()
+    with contextlib.ExitStack() as stack:
+        for owner, name in _SETTERS:
+            usual = getattr(owner, name)
 
-    def patch_method(
-        patcher: Any, cls: type, name: str, new: Callable[..., Any], deduplicate: bool = True
-    ) -> None:
-        thread, before = threading.get_ident(), getattr(cls, name)
+            @functools.wraps(usual)
+            def of_others(*args: Any, usual: Any = usual, **kwargs: Any) -> Any:
+                return None if threading.get_ident() == mine else usual(*args, **kwargs)
 
-        @functools.wraps(new)
-        def of_thread(*args: Any, **kwargs: Any) -> Any:
-            return (new if threading.get_ident() == thread else before)(*args, **kwargs)
-
-        usual(patcher, cls, name, of_thread, deduplicate)
-
-    _symbolic_trace._Patcher.patch_method = patch_method  # type: ignore[assignment,method-assign]
-    sys.setswitchinterval(min(seconds, _SWITCH_SECONDS))
-    try:
+            setattr(owner, name, of_others)
+            stack.callback(setattr, owner, name, usual)
+        sys.setswitchinterval(min(seconds, _SWITCH_SECONDS))
+        stack.callback(sys.setswitchinterval, seconds)
         yield
-    finally:
-        _symbolic_trace._Patcher.patch_method = usual  # type: ignore[method-assign]
-        sys.setswitchinterval(seconds)
 
 
-@atexit.register
-def _stop() -> None:
-    """End threads that trace, before the interpreter takes their modules away."""
-    for thread in list(_threads):
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(_Stop))
-    for thread in list(_threads):
-        thread.join(_EXIT_SECONDS)
+atexit.register(threads.stop)
+os.register_at_fork(after_in_child=threads.leave_to_parent)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from specache_fx.config import SpecacheConfig
-from specache_fx.known_caches import filled, grows, is_new_static, length_of
+from specache_fx.known_caches import filled, grows, is_new_static, length_of, room_of
 from specache_fx.runners import inference
 from specache_fx.runtime import claims, registry
 from specache_fx.runtime.handle_tensor import Handle, bare
@@ -85,8 +85,13 @@ class Call:
     def kind(self) -> tuple[Any, ...]:
         """What tells the graph of a step, as far as is known before it runs."""
         given = tuple((name, _form(value)) for name, value in self._given.items() if value is not None)
-        modes = torch.is_inference_mode_enabled(), torch.is_autocast_enabled(self.device)
-        return (*given, len(self.cache.layers), *modes)
+        # A window that is full has a graph of its own, and so have the last two tokens that it has room for.
+        windows = [each for each in self.cache.layers if getattr(each, "is_sliding", False)]
+        lengths = frozenset(
+            (each.sliding_window, room_of(each.sliding_window, length_of(each))) for each in windows
+        )
+        cast = torch.get_autocast_dtype(self.device) if torch.is_autocast_enabled(self.device) else None
+        return (*given, len(self.cache.layers), lengths, torch.is_inference_mode_enabled(), cast)
 
     def mark_sizes(self) -> None:
         """Tell Dynamo which sizes vary from step to step, but for a batch of one: the batch, and a mask's length."""
@@ -122,7 +127,7 @@ class Call:
 
 
 def _form(value: Any) -> Any:
-    """What a graph depends on of an argument: a tensor's batch, but no other size."""
+    """What a graph depends on of an argument: a tensor's batch, but no other size; no number, which may count."""
     if isinstance(value, torch.Tensor):
         return value.dtype, value.dim(), value.shape[:1]
-    return value if isinstance(value, (bool, int, str)) else type(value).__name__
+    return value if isinstance(value, (bool, str)) else type(value).__name__

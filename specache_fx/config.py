@@ -374,8 +374,8 @@ class SpecacheConfig:
             name = str(unknown[0])
             close = _RENAMED.get(name) or next(iter(difflib.get_close_matches(name, valid, n=1)), None)
             hint = f" Did you mean {close!r}?" if close else ""
-            if name == "prompts":
-                hint = " That is an argument of specache_fx.compile(model, prompts=...)."
+            if name in ("prompts", "warm"):
+                hint = f" That is an argument of specache_fx.compile(model, {name}=...)."
             raise ConfigError(
                 f"Unknown option{'s' if len(unknown) > 1 else ''} {', '.join(map(repr, unknown))}.{hint}"
                 f" Valid options: {', '.join(valid)}."

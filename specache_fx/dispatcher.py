@@ -1,7 +1,8 @@
 """Which calls of a module run as the model is, and which go to its compiled forward.
 
     module(...)   several tokens  ->  the module's own forward; each layer's pairs go to the session
-                  one token       ->  the compiled call, which decodes from the session
+                  one token       ->  the compiled call, which decodes from the session. While its graph is made in the
+                                      background: as several tokens
 
 A prompt needs no graph: its attention is the model's own in any case. Dynamo traces the decode step alone.
 
@@ -28,13 +29,13 @@ from specache_fx.config import SpecacheConfig
 from specache_fx.errors import ConfigError
 from specache_fx.filling import Filling
 from specache_fx.known_caches import grows, put_handles
-from specache_fx.rehearsal import Rehearsal
+from specache_fx.rehearsal import Rehearsal, fits
 from specache_fx.runners import inference
 from specache_fx.runtime import registry
 from specache_fx.runtime.handle_form import is_laid_out
 from specache_fx.runtime.handle_tensor import Handle, bare
 from specache_fx.runtime.session import Session
-from specache_fx.step_trace import decoding
+from specache_fx.step_trace import decoding, num_traces
 
 Prompts = Literal["auto", "traced", "untraced"]
 Warm = Literal["block", "background"]
@@ -75,6 +76,7 @@ class Dispatcher:
         config: The options of its graphs.
         is_auto: Trace prompts all the same on a GPU, and once a step shows that the model's graphs are left alone, or
             have other layers than its cache: they had the 16-bit pairs back at each first step.
+        warm: See `specache_fx.compile`.
     """
 
     def __init__(
@@ -103,8 +105,8 @@ class Dispatcher:
         filling: list[Any] = _here.__dict__.setdefault("filling", [])
         if call.cache is not None and any(call.cache is each for each in filling):
             return module._call_impl(*args, **kwargs)  # for a module around this one
-        if call.is_step:
-            return self._step(call, args, kwargs)
+        if call.is_step and (handle := call.first_handle) is not None:
+            return self._step(call, handle, args, kwargs)
         if (self._is_auto and call.device != "cpu") or not call.is_served:
             return self.compiled(*args, **kwargs)
         return self._run_untraced(call, args, kwargs)
@@ -125,60 +127,59 @@ class Dispatcher:
         finally:
             filling.pop()
 
-    def _step(self, call: Call, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def _step(self, call: Call, handle: Handle, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Decode one token of each row."""
-        if self._is_being_made(call, args, kwargs):
+        if self._waits_for_graph(call, handle, args, kwargs):
             return self._run_untraced(call, args, kwargs)
-        handle = call.first_handle
-        if (
-            handle is not None
-            and not is_laid_out(handle)
-            and grows(call.cache)
-            and (past := call.take_past(self._config))
-        ):
+        if not is_laid_out(handle) and grows(call.cache) and (past := call.take_past(self._config)):
             # Rows were moved: copies have another layout. A session's own handles need no graph of their own.
             put_handles(call.cache, past[1])
-        return self._decode(call, args, kwargs)[0]
+        return self._decode(call, args, kwargs)
 
-    def _is_being_made(self, call: Call, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-        """Whether a step's graph is made in the background. That begins at the first step of its kind."""
+    def _waits_for_graph(
+        self, call: Call, handle: Handle, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> bool:
+        """Whether a step's graph is made in the background, or waits for another one there."""
         if self._background is None:
             return False
 
         def prepare() -> Callable[[], None] | None:
-            session = _session_of(call.first_handle)
+            session = _session_of(handle)
             is_traced = self._is_auto and call.device != "cpu"  # as its prompt was
-            if session is None or is_traced or not grows(call.cache) or not call.has_served_mask:
+            config = getattr(self._module(), "config", None)
+            if session is None or is_traced or not fits(call, config):
                 return None
-            return partial(Rehearsal(args, kwargs, self._names, session).run, self._rehearse)
+            return partial(Rehearsal(call, args, kwargs, self._names, session).run, self._rehearse)
 
-        return not self._background.has(call.kind, prepare)
+        return not self._background.is_ready(call.kind, prepare)
 
     def _rehearse(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         """Run a step in the background; whether Dynamo traces it."""
-        return bool(self._decode(self._call_of(args, kwargs), args, kwargs)[1])
+        before = num_traces()
+        self._decode(self._call_of(args, kwargs), args, kwargs)
+        return num_traces() > before
 
-    def _decode(self, call: Call, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, list[str]]:
-        """Run a step's graph; the output, and the traces of Dynamo's that it took."""
-        filled = None if self._has_stepped else _session_of(call.first_handle)
+    def _decode(self, call: Call, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Run a step's graph."""
+        handle = call.first_handle
+        filled = None if self._has_stepped or handle is None else _session_of(handle)
         # Batches of any size, padded or not, and beams share two graphs: with a mask, and without.
-        with decoding(call.mark_sizes) as traces:
+        with decoding(call.mark_sizes):
             out = self.compiled(*args, **kwargs)
         self._look(call, filled)
-        return out, traces
+        return out
 
     def _look(self, call: Call, filled: Session | None) -> None:
         """See what graphs the model's steps have; `filled` is the session before the first."""
         handle = call.first_handle
-        if handle is None:
-            self._traces |= not call.asks_for_more
-        elif filled is not None and filled.origin.layers_of_cache:
+        traces = handle is None and not call.asks_for_more
+        if handle is not None and filled is not None and filled.origin.layers_of_cache:
             self._has_stepped, now = True, _session_of(handle)
-            self._traces |= self._is_auto and (now is None or now.shapes != filled.shapes)
+            traces = self._is_auto and (now is None or now.shapes != filled.shapes)
+        if traces:  # another thread may set it, too
+            self._traces = True
 
 
-def _session_of(handle: Handle | None) -> Session | None:
-    if handle is None:
-        return None
+def _session_of(handle: Handle) -> Session | None:
     with inference(), bare():
         return registry.find(handle)

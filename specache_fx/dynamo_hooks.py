@@ -11,6 +11,9 @@ backend that it was to be compiled with, where that has such a method. It takes 
 
 `watches_breaks`: notes each break with Dynamo's reason (`graph_breaks`), which no backend gets.
 
+`traces_alone`: while FX traces, it has replaced `Module.__call__` and `__getattr__` for all threads. The hook keeps
+that to the thread that traces, so that another one can run a model.
+
 None changes anything for another backend, but that the break of the first is gone there as well.
 """
 
@@ -20,12 +23,14 @@ import contextlib
 import functools
 import inspect
 import logging
+import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch._dynamo import convert_frame, symbolic_convert, variables
+from torch.fx import _symbolic_trace
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from specache_fx import graph_breaks
@@ -153,6 +158,31 @@ def watches_breaks(translator: Any) -> bool:
     return _wrap(translator, "log_graph_break", {"code_options", "reason", "exc"}, wrapped)
 
 
+def traces_alone(patcher: Any) -> bool:
+    """Keep what FX replaces while it traces to the thread that traces.
+
+    Args:
+        patcher: FX's class that replaces methods.
+
+    Returns:
+        Whether it could be done.
+    """
+
+    def wrapped(patch: Any) -> Any:
+        def watched(self: Any, cls: type, name: str, new_fn: Any, *args: Any, **kwargs: Any) -> Any:
+            mine, usual = threading.get_ident(), getattr(cls, name)
+
+            @functools.wraps(new_fn)
+            def here(*args: Any, **kwargs: Any) -> Any:
+                return (new_fn if threading.get_ident() == mine else usual)(*args, **kwargs)
+
+            return patch(self, cls, name, here, *args, **kwargs)
+
+        return watched
+
+    return _wrap(patcher, "patch_method", {"cls", "name", "new_fn"}, wrapped)
+
+
 def _wrap(owner: Any, name: str, parameters: set[str], wrapped: Callable[[Any], Any]) -> bool:
     """Put `wrapped(method)` in a method's place, once, if it has these parameters."""
     method = getattr(owner, name, None)
@@ -188,5 +218,10 @@ def install() -> None:
         logger.warning(
             "specache does not know how torch %s breaks graphs. Attention that runs uncompiled behind a break gets no"
             ' warning. TORCH_LOGS="graph_breaks" shows breaks.',
+            torch.__version__,
+        )
+    if not traces_alone(getattr(_symbolic_trace, "_Patcher", None)):
+        logger.warning(
+            "specache does not know how torch %s traces. While one thread compiles, models in others may fail.",
             torch.__version__,
         )

@@ -97,6 +97,11 @@ def cache_of(out: Any) -> Any:
     return next((value for value in each if grows(value)), None)
 
 
+def room_of(window: int, kv_len: int) -> int:
+    """Tokens that a window has room for behind `kv_len` others, as far as graphs of a step depend on it: 0 to 3."""
+    return max(0, min(3, window - kv_len))
+
+
 def window_of(layer: Any) -> int | None:
     """The tokens of a layer's window; None where it keeps all."""
     return layer.sliding_window if layer.is_sliding else None

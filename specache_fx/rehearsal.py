@@ -1,15 +1,20 @@
-"""Decode steps like a given one, on a small KV cache of their own: they make the graph that the given one needs."""
+"""Decode steps like a given one, on a small KV cache of their own: they make the graph that the given one needs.
+
+They run the caller's module. Its hooks see them, and what it keeps of a call is theirs too.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
-from specache_fx.known_caches import filled, put_handles
+from specache_fx.call import Call
+from specache_fx.known_caches import filled, grows, length_of, put_handles, room_of
 from specache_fx.runners import inference
 from specache_fx.runtime import registry
 from specache_fx.runtime.session import Session
@@ -17,34 +22,43 @@ from specache_fx.runtime.session import Session
 _LENGTH = 8  # tokens of the cache: Dynamo makes graphs of their own for sizes of 0 and 1
 _STEPS = 6  # at most: sizes that vary unannounced do so at the third
 _POSITIONS = ("position_ids", "cache_position")
+_BY_LENGTH = ("dynamic", "longrope")  # kinds of RoPE whose frequencies a call writes into the module
 
 
 class Rehearsal:
     """Steps with the arguments of a call, but for the cache and what grows with it.
 
     Args:
-        args: The call's arguments by position.
+        call: The call.
+        args: Its arguments by position.
         kwargs: Those by name.
         names: The names of all, in order.
-        session: The session of the call's cache.
+        session: The session of its cache.
 
     Raises:
-        Exception: If the cache can't be copied.
+        Exception: If the cache can't be copied, or memory is short.
     """
 
     def __init__(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any], names: Sequence[str], session: Session
+        self,
+        call: Call,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        names: Sequence[str],
+        session: Session,
     ) -> None:
         self._by_place = names[: len(args)]
         self._given = {**dict(zip(names, args, strict=False)), **kwargs}
+        kv_len = max(map(length_of, filled(call.cache)))
         windows = [shape.window for shape in session.shapes if shape.window is not None]
-        # Graphs of a window that is full are others.
-        full = [window + _LENGTH for window in windows if session.kv_len >= window]
-        self._length = min(session.kv_len, max((_LENGTH, *full)))
-        self._cache = _structure_of(self._given["past_key_values"])
-        self._fill(session)
-        self._given = {name: self._shortened(name, value) for name, value in self._given.items()}
-        self._modes = _modes()
+        # Graphs of a window that is full, or nearly, are others.
+        full = [_LENGTH + window for window in windows if room_of(window, kv_len) < room_of(window, 0)]
+        self._length = min(kv_len, max((_LENGTH, *full)))
+        self._given["past_key_values"] = cache = _structure_of(call.cache)
+        self._session = _filled_session(session, cache, call.batch, self._length)
+        if isinstance(call.mask, torch.Tensor):
+            self._given["attention_mask"] = call.mask[..., -self._length - 1 :].clone()
+        self._modes = _modes(call.device)
 
     def run(self, step: Callable[[Sequence[Any], Mapping[str, Any]], bool]) -> None:
         """Run steps until one is not traced.
@@ -52,71 +66,78 @@ class Rehearsal:
         Args:
             step: Runs one with these arguments, by position and by name. Returns whether Dynamo traced it.
         """
-        with self._modes():
-            for _ in range(_STEPS):
-                given = dict(self._given)
-                if not step([*map(given.pop, self._by_place)], given):
-                    return
-                self._go_on()
+        try:
+            with self._modes:
+                for done in range(_STEPS):
+                    given = {name: self._grown(name, value, done) for name, value in self._given.items()}
+                    if not step([*map(given.pop, self._by_place)], given):
+                        return
+        finally:
+            self._given.clear()
+            with self._session.lock:
+                self._session.close()
 
-    def _fill(self, like: Session) -> None:
-        """Give the cache a session with random pairs."""
-        assert like.batch is not None
-        with inference():
-            session = registry.open_session(like.config, like.shapes, like.dtype, like.device)
-            session.origin = like.origin.copy()
-            draw = torch.Generator(like.device).manual_seed(0)  # the caller's random numbers stay as they are
-            for slot, (layer, shape) in enumerate(zip(filled(self._cache), like.shapes, strict=True)):
-                keys, values = (
-                    torch.randn(
-                        (like.batch, shape.num_kv_heads, shape.tokens(self._length), dim),
-                        generator=draw,
-                        device=like.device,
-                    ).to(like.dtype)
-                    for dim in (shape.key_dim, shape.value_dim)
-                )
-                session.store(slot, keys, values, None, None if shape.window is None else self._length)
-                if shape.window is not None:
-                    layer.cumulative_length = self._length
-            session.advance(self._length, decoded=False)
-            put_handles(self._cache, registry.issue(session))
-
-    def _shortened(self, name: str, value: Any) -> Any:
-        if name == "past_key_values":
-            return self._cache
+    def _grown(self, name: str, value: Any, done: int) -> Any:
+        """An argument of the step after so many others."""
         if not isinstance(value, torch.Tensor):
             return value
         if name == "attention_mask":
-            value = value[..., -self._length - 1 :]
-        return value.clamp(max=self._length) if name in _POSITIONS else value.clone()
+            return torch.cat([value, *[value[..., -1:]] * done], -1)
+        if name not in _POSITIONS:
+            return value
+        if value.is_contiguous():
+            return value + done
+        before = self._length + done  # a slice of all positions: its stride grows
+        return F.pad(value + done, (before, 0))[..., before:]
 
-    def _go_on(self) -> None:
-        """The arguments of the next step."""
-        for name, value in self._given.items():
-            if name == "attention_mask" and isinstance(value, torch.Tensor):
-                self._given[name] = torch.cat([value, value[..., -1:]], -1)
-            elif name in _POSITIONS and isinstance(value, torch.Tensor):
-                self._given[name] = value + 1
+
+def fits(call: Call, config: Any) -> bool:
+    """Whether steps like a call can run beside it.
+
+    The cache grows, one mask serves all heads, no mode is of this thread alone, such as a default device, and no call
+    writes the frequencies of the model's RoPE.
+    """
+    if not grows(call.cache) or not call.has_served_mask or torch._C._len_torch_function_stack():
+        return False
+    text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
+    rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
+    kinds = [rope, *rope.values()]  # perhaps one for each kind of layer
+    return not any(isinstance(each, Mapping) and each.get("rope_type") in _BY_LENGTH for each in kinds)
 
 
 def _structure_of(cache: Any) -> Any:
-    """A copy of a cache without its pairs: its layers have the same tensors, and states of their own."""
+    """A copy of a cache with states of its own, but for the pairs: they are replaced next."""
     pairs = {id(side): side for layer in filled(cache) for side in (layer.keys, layer.values)}
     return copy.deepcopy(cache, pairs)
 
 
-def _modes() -> Callable[[], contextlib.ExitStack]:
-    """The modes of this thread that Dynamo's graphs depend on, for another thread."""
-    infers, grads = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
-    casts = {
-        kind: torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)
-    }
+def _filled_session(like: Session, cache: Any, batch: int, length: int) -> Session:
+    """A session for a cache, with pairs of zeros."""
+    with inference():
+        session = registry.open_session(like.config, like.shapes, like.dtype, like.device)
+        session.origin = like.origin.copy()
+        for slot, (layer, shape) in enumerate(zip(filled(cache), like.shapes, strict=True)):
+            sizes = (batch, shape.num_kv_heads, shape.tokens(length))
+            keys, values = (
+                torch.zeros(*sizes, dim, dtype=like.dtype, device=like.device)
+                for dim in (shape.key_dim, shape.value_dim)
+            )
+            session.store(slot, keys, values, None, None if shape.window is None else length)
+            if shape.window is not None:
+                layer.cumulative_length = length
+        session.advance(length, decoded=False)
+        put_handles(cache, registry.issue(session))
+    return session
 
-    def enter() -> contextlib.ExitStack:
-        stack = contextlib.ExitStack()
-        stack.enter_context(torch.inference_mode(infers) if infers else torch.set_grad_enabled(grads))
-        for kind, dtype in casts.items():
-            stack.enter_context(torch.autocast(kind, dtype))
-        return stack
 
-    return enter
+@contextlib.contextmanager
+def _entered(infers: bool, device: str, cast: torch.dtype | None) -> Iterator[None]:
+    casts = contextlib.nullcontext() if cast is None else torch.autocast(device, cast)
+    with torch.inference_mode() if infers else torch.no_grad(), casts:
+        yield
+
+
+def _modes(device: str) -> contextlib.AbstractContextManager[None]:
+    """The modes of this thread that Dynamo's graphs depend on, for another thread. A step has no gradients."""
+    cast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    return _entered(torch.is_inference_mode_enabled(), device, cast)

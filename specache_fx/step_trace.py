@@ -12,27 +12,23 @@ _here = threading.local()
 
 
 @contextlib.contextmanager
-def decoding(mark: Callable[[], object]) -> Iterator[list[str]]:
+def decoding(mark: Callable[[], object]) -> Iterator[None]:
     """Within it, this thread decodes.
 
     Args:
         mark: Marks sizes of the call's tensors as dynamic; called if Dynamo traces them.
-
-    Yields:
-        A list that gets an item for each trace.
     """
     before = getattr(_here, "mark", None)
-    traces: list[str] = []
-
-    def marked() -> None:
-        traces.append("a trace")
-        mark()
-
-    _here.mark = marked
+    _here.mark = mark
     try:
-        yield traces
+        yield
     finally:
         _here.mark = before
+
+
+def num_traces() -> int:
+    """How many decode steps Dynamo has traced in this thread."""
+    return getattr(_here, "traces", 0)
 
 
 @contextlib.contextmanager
@@ -42,6 +38,7 @@ def tracing() -> Iterator[None]:
     if mark is None:
         yield
         return
+    _here.traces = num_traces() + 1
     mark()
     with traced("the decode step"):
         yield

@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import logging
+import os
+import random
+import signal
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from support.cases import nightly_unless
-from support.open_sessions import session_of
+from support.open_sessions import all_end, session_of
 from support.threads import at_once
-from support.zoo import SMALL, build, left_padded
+from support.zoo import SMALL, WINDOW, build, left_padded
 from torch import Tensor, fx, nn
 from torch._dynamo.utils import counters
 
 import specache_fx
-from specache_fx import background, decode_runner
+from specache_fx import background, decode_runner, rehearsal, step_trace
 from specache_fx.errors import ConfigError
+from specache_fx.step_trace import num_traces
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 EXACT = {**SMALL, "bits": 16}
@@ -33,11 +41,19 @@ def compiled(name: str = "llama", **options: Any) -> Any:
     return specache_fx.compile(build(name), warm="background", **{**EXACT, **options})
 
 
-def are_made() -> None:
-    """Wait for the graphs that are under way."""
-    for thread in list(background._threads):
-        thread.join(SECONDS)
-    assert not background._threads
+def are_made(*, fail: bool = False) -> None:
+    """Wait for the graph that is under way."""
+    background.threads.join()
+    assert any(each._failed for each in background._known) == fail
+
+
+@pytest.fixture(autouse=True)
+def this_thread_traces_nothing() -> Iterator[None]:
+    gc.collect()  # models of earlier tests
+    before = num_traces()
+    yield
+    background.threads.join()
+    assert num_traces() == before
 
 
 def generate(model: Any, batch: dict[str, Tensor], **given: Any) -> Any:
@@ -99,6 +115,137 @@ def test_a_generation_is_the_uncompiled_models_and_a_later_one_compiles_nothing(
                 made = counters["stats"]["unique_graphs"]
                 assert made
     assert counters["stats"]["unique_graphs"] == made
+    assert session_of(found.past_key_values).metrics.steps == 15 or kind == "beams"
+
+
+def test_sampling_draws_what_it_draws_without_a_thread() -> None:
+    batch = left_padded((23,))
+    tokens = []
+    for model in (build("llama"), compiled()):
+        torch.manual_seed(7)
+        random.seed(7)
+        found = []
+        with torch.no_grad():
+            past = model(**batch, use_cache=True).past_key_values
+            for _ in range(200):
+                token = torch.randint(3, 100, (1, 1))
+                found.append((int(token), random.random()))
+                past = model(token, past_key_values=past).past_key_values
+        tokens.append(found)
+    assert tokens[0] == tokens[1]
+    are_made()
+
+
+@pytest.mark.parametrize("change", ["crop", "repeat", "select"])
+def test_a_cache_that_was_changed_is_rehearsed_as_it_is(change: str) -> None:
+    plain, model = build("llama"), compiled()
+    batch = left_padded((23, 17))
+    rows = 2
+    with torch.no_grad():
+        outs = [each(**batch, use_cache=True) for each in (plain, model)]
+        for out in outs:
+            if change == "crop":
+                out.past_key_values.crop(-16)
+            elif change == "repeat":
+                out.past_key_values.batch_repeat_interleave(3)
+            else:
+                out.past_key_values.batch_select_indices(torch.tensor([1]))
+        rows = {"crop": 2, "repeat": 6, "select": 1}[change]
+        mask = batch["attention_mask"]
+        mask = {"crop": mask[:, :-16], "repeat": mask.repeat_interleave(3, 0), "select": mask[1:]}[change]
+        for token in range(24):
+            if token == 12:
+                are_made()
+            mask = torch.cat([mask, mask.new_ones(rows, 1)], 1)
+            ids = torch.full((rows, 1), 3 + token)
+            logits = []
+            for i, each in enumerate((plain, model)):
+                outs[i] = each(ids, past_key_values=outs[i].past_key_values, attention_mask=mask)
+                logits.append(outs[i].logits)
+            torch.testing.assert_close(*logits, atol=1e-4, rtol=1e-4)
+    assert session_of(outs[1].past_key_values).metrics.steps >= 12
+
+
+def test_a_window_that_fills_has_its_graph_made_in_the_background() -> None:
+    plain, model = build("gemma3_text"), compiled("gemma3_text")
+    with torch.no_grad():
+        outs = [each(torch.arange(3, 8)[None], use_cache=True) for each in (plain, model)]
+        for token in range(WINDOW + 8):
+            are_made()
+            ids = torch.tensor([[3 + token]])
+            outs = [
+                each(ids, past_key_values=out.past_key_values)
+                for each, out in zip((plain, model), outs, strict=True)
+            ]
+            torch.testing.assert_close(outs[1].logits, outs[0].logits, atol=1e-4, rtol=1e-4)
+    assert session_of(outs[1].past_key_values).metrics.steps > WINDOW // 2
+
+
+def test_arguments_by_position_and_autocast_have_graphs_too() -> None:
+    model = compiled(bits=2)
+    ids = torch.arange(3, 40)[None]
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        past = model(ids, None, None, None, None, None, True).past_key_values
+        for _ in range(6):
+            past = model(ids[:, :1], None, None, past).past_key_values
+            are_made()
+    assert session_of(past).metrics.steps >= 4
+
+
+def test_a_rehearsal_ends_its_session() -> None:
+    with all_end():
+        model = compiled()
+        out = generate(model, left_padded((23,)))
+        are_made()
+        del out, model
+        torch._dynamo.reset()
+        gc.collect()
+
+
+@pytest.mark.parametrize("reason", ["RoPE", "device", "copy"])
+def test_a_step_that_cannot_be_rehearsed_waits(reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = compiled()
+    if reason == "RoPE":
+        model.config.rope_parameters = {"rope_type": "longrope", "rope_theta": 1e4}
+    elif reason == "copy":
+        monkeypatch.setattr(rehearsal, "_structure_of", lambda cache: 1 // 0)
+    before = num_traces()
+    with torch.device("cpu") if reason == "device" else contextlib.nullcontext():
+        generate(model, left_padded((23,)))
+    assert num_traces() > before
+    step_trace._here.traces = before
+
+
+def test_graphs_that_dynamo_forgets_are_made_anew() -> None:
+    model = compiled()
+    for _ in range(2):
+        out = generate(model, left_padded((23,)))
+        are_made()
+        out = generate(model, left_padded((23,)))
+        assert session_of(out.past_key_values).metrics.steps == 15
+        torch.compiler.reset()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_a_forked_process_makes_graphs_of_its_own(tmp_path: Path) -> None:
+    model, batch = compiled(), left_padded((23,))
+    generate(model, batch)
+    assert background.threads.running is not None and background.threads.running.is_alive()
+    child = os.fork()
+    if not child:
+        with contextlib.suppress(BaseException):
+            generate(model, batch)
+            background.threads.join()
+            out = generate(model, batch)
+            (tmp_path / "steps").write_text(str(session_of(out.past_key_values).metrics.steps))
+        os._exit(0)
+    are_made()
+    ends = time.monotonic() + SECONDS
+    while os.waitpid(child, os.WNOHANG) == (0, 0):
+        if time.monotonic() > ends:
+            os.kill(child, signal.SIGKILL)
+        time.sleep(0.05)
+    assert (tmp_path / "steps").read_text() == "15"
 
 
 def test_conversations_in_threads_are_the_uncompiled_models() -> None:
@@ -128,7 +275,7 @@ def test_a_graph_that_fails_is_said_once_and_tokens_go_on(
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
             assert_same(generate(model, batch), expected)
-            are_made()
+            are_made(fail=True)
     said = [record.message for record in caplog.records if "can't be compiled" in record.message]
     assert len(said) == 1 and "no compiler is here. Tokens" in said[0]
 
@@ -139,15 +286,17 @@ def test_strict_raises_what_a_graph_fails_with(monkeypatch: pytest.MonkeyPatch) 
     with torch.no_grad():
         past = model(batch["input_ids"], use_cache=True).past_key_values
         model(batch["input_ids"][:, :1], past_key_values=past)
-        are_made()
+        are_made(fail=True)
         with pytest.raises(RuntimeError, match="no compiler is here"):
             model(batch["input_ids"][:, :1], past_key_values=past)
 
 
 def test_warm_up_waits_for_its_graphs() -> None:
     model = compiled()
+    before = num_traces()
     specache_fx.warm_up(model)
-    assert not background._threads
+    assert num_traces() > before
+    step_trace._here.traces = before
     made = counters["stats"]["unique_graphs"]
     generate(model, left_padded((23,)))
     are_made()
@@ -175,8 +324,7 @@ def test_modules_run_in_one_thread_while_another_traces() -> None:
             return x + 1
 
     def trace() -> None:
-        with background._shared_interpreter():
-            graphs.append(fx.symbolic_trace(Waits()))
+        graphs.append(fx.symbolic_trace(Waits()))
 
     graphs: list[fx.GraphModule] = []
     thread = threading.Thread(target=trace)
@@ -193,12 +341,12 @@ def test_modules_run_in_one_thread_while_another_traces() -> None:
 _ENDS_EARLY = """
 import torch, sys
 sys.path.insert(0, {tests!r})
-from support.zoo import SMALL, build, left_padded
+from support.zoo import SMALL, WINDOW, build, left_padded
 import specache_fx
 model = specache_fx.compile(build("llama", num_hidden_layers=8), warm="background", **SMALL)
 model.generate(**left_padded((23,)), max_new_tokens=3, do_sample=False)
 from specache_fx import background
-print(len(background._threads))
+print(background.threads.running.is_alive())
 """
 
 
@@ -209,6 +357,6 @@ def test_a_process_ends_while_a_graph_is_made(request: pytest.FixtureRequest) ->
         [sys.executable, "-c", script], check=False, capture_output=True, text=True, timeout=SECONDS
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == "1"
+    assert done.stdout.strip() == "True"
     assert "Traceback" not in done.stderr
     assert time.monotonic() - begun < SECONDS / 2
