@@ -48,9 +48,9 @@ def compile(module: Module, *, prompts: Prompts = "auto", warm: Warm = "block", 
             traced. "traced": they are graphs, one for each kind of them. "auto" (the default): "untraced" on a CPU, as
             far as the decode step has the layers of the cache; "traced" elsewhere, with `policy="kivi"` and with
             `compile_prefill`.
-        warm: What a first step does whose graph is not made yet, where its prompt ran untraced. "block" (the default):
-            it waits. "background": another thread makes the graph, and tokens come from the uncompiled model
-            meanwhile, slower than without that thread. This serves `DynamicCache`; other first steps wait.
+        warm: What a decode step does whose graph is not made yet. "block" (the default): it waits. "background": a
+            thread makes the graph, by steps of `module` on a small cache. Tokens come from the uncompiled model until
+            then. This serves a `DynamicCache` whose prompt ran untraced; other steps wait.
         **options: See `SpecacheConfig`. A wrapper already has its own.
 
     Returns:
@@ -58,7 +58,8 @@ def compile(module: Module, *, prompts: Prompts = "auto", warm: Warm = "block", 
 
     Raises:
         ConfigError: On unknown or bad options, a `host_dir` that can't be used, options for a wrapper, a wrapper of
-            another backend, an object that is no module, or `prompts="untraced"` where prompts have to be graphs.
+            another backend, an object that is no module, or `prompts="untraced"` or `warm="background"` where prompts
+            have to be graphs.
     """
     if not isinstance(module, nn.Module):
         raise ConfigError(

@@ -34,6 +34,7 @@ WAYS: dict[str, dict[str, Any]] = {
     UNCOMPILED: {},
     TORCH: {},
     "specache": {},
+    "specache, in the background": {"warm": "background"},
     "specache, traced prompts": {"prompts": "traced"},
     WARMED: {},
 }
