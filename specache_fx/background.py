@@ -22,6 +22,7 @@ from weakref import WeakSet
 
 import torch
 from torch._dynamo.convert_frame import compile_lock
+from torch.fx import _symbolic_trace
 
 from specache_fx._log import warn_once
 from specache_fx.errors import SpecacheError
@@ -78,7 +79,8 @@ class _Threads:
     def _run(self, context: contextvars.Context, make: Callable[[], None]) -> None:
         with contextlib.suppress(_Stop), self._undo, waiting():
             self._undo.enter_context(_state_of_others())
-            context.run(make)
+            with compile_lock:  # a graph can't run while FX traces in another thread
+                context.run(make)
 
     def stop(self) -> None:
         """End the thread before the interpreter takes its modules away."""
@@ -95,8 +97,11 @@ class _Threads:
             return
         self._undo.close()
         self.running = None
+        if _symbolic_trace.CURRENT_PATCHER is not None:
+            _symbolic_trace.CURRENT_PATCHER.revert_all_patches()
+            _symbolic_trace.CURRENT_PATCHER = None
+        _symbolic_trace._is_fx_tracing_flag = torch.compiler._is_compiling_flag = False
         compile_lock._at_fork_reinit()  # type: ignore[attr-defined]
-        torch.compiler._is_compiling_flag = False
 
 
 threads = _Threads()

@@ -82,6 +82,11 @@ class Call:
         return row
 
     @property
+    def has_containers(self) -> bool:
+        """Whether a list, dict or set is among the arguments, to which the model may write."""
+        return any(isinstance(each, (list, dict, set)) for each in self._given.values())
+
+    @property
     def kind(self) -> tuple[Any, ...]:
         """What tells the graph of a step, as far as is known before it runs."""
         given = tuple((name, _form(value)) for name, value in self._given.items() if value is not None)

@@ -144,10 +144,9 @@ class Dispatcher:
             return False
 
         def prepare() -> Callable[[], None] | None:
-            session = _session_of(handle)
+            session, module = _session_of(handle), self._module()
             is_traced = self._is_auto and call.device != "cpu"  # as its prompt was
-            config = getattr(self._module(), "config", None)
-            if session is None or is_traced or not fits(call, config):
+            if session is None or module is None or is_traced or not fits(call, module):
                 return None
             return partial(Rehearsal(call, args, kwargs, self._names, session).run, self._rehearse)
 

@@ -12,7 +12,8 @@ backend that it was to be compiled with, where that has such a method. It takes 
 `watches_breaks`: notes each break with Dynamo's reason (`graph_breaks`), which no backend gets.
 
 `traces_alone`: while FX traces, it has replaced `Module.__call__` and `__getattr__` for all threads. The hook keeps
-that to the thread that traces, so that another one can run a model.
+that to the thread that traces, so that another one can run a model. `traces_in_turn`: two threads that trace would take
+each other's replacements back, so a trace waits for compiles of other threads.
 
 None changes anything for another backend, but that the break of the first is gone there as well.
 """
@@ -183,6 +184,28 @@ def traces_alone(patcher: Any) -> bool:
     return _wrap(patcher, "patch_method", {"cls", "name", "new_fn"}, wrapped)
 
 
+def traces_in_turn(tracer: Any) -> bool:
+    """Have FX trace in one thread at a time.
+
+    Dynamo's own lock does that: with another one, two threads could wait for each other.
+
+    Args:
+        tracer: FX's class that traces.
+
+    Returns:
+        Whether it could be done.
+    """
+
+    def wrapped(trace: Any) -> Any:
+        def watched(self: Any, root: Any, *args: Any, **kwargs: Any) -> Any:
+            with convert_frame.compile_lock:
+                return trace(self, root, *args, **kwargs)
+
+        return watched
+
+    return _wrap(tracer, "trace", {"root"}, wrapped)
+
+
 def _wrap(owner: Any, name: str, parameters: set[str], wrapped: Callable[[Any], Any]) -> bool:
     """Put `wrapped(method)` in a method's place, once, if it has these parameters."""
     method = getattr(owner, name, None)
@@ -220,7 +243,8 @@ def install() -> None:
             ' warning. TORCH_LOGS="graph_breaks" shows breaks.',
             torch.__version__,
         )
-    if not traces_alone(getattr(_symbolic_trace, "_Patcher", None)):
+    in_turn = traces_in_turn(getattr(_symbolic_trace, "Tracer", None))
+    if not in_turn or not traces_alone(getattr(_symbolic_trace, "_Patcher", None)):
         logger.warning(
             "specache does not know how torch %s traces. While one thread compiles, models in others may fail.",
             torch.__version__,

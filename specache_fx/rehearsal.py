@@ -1,6 +1,6 @@
 """Decode steps like a given one, on a small KV cache of their own: they make the graph that the given one needs.
 
-They run the caller's module. Its hooks see them, and what it keeps of a call is theirs too.
+They run the caller's module: a counter in it counts them.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from specache_fx.call import Call
 from specache_fx.known_caches import filled, grows, length_of, put_handles, room_of
@@ -91,18 +92,30 @@ class Rehearsal:
         return F.pad(value + done, (before, 0))[..., before:]
 
 
-def fits(call: Call, config: Any) -> bool:
-    """Whether steps like a call can run beside it.
+def fits(call: Call, module: nn.Module) -> bool:
+    """Whether steps like a call can run beside it, unseen by the caller.
 
-    The cache grows, one mask serves all heads, no mode is of this thread alone, such as a default device, and no call
-    writes the frequencies of the model's RoPE.
+    The cache grows, and nobody watches it. One mask serves all heads. No argument takes results. No mode is of this
+    thread alone, such as a default device. No hook sees the module's calls. No call writes frequencies of RoPE.
     """
-    if not grows(call.cache) or not call.has_served_mask or torch._C._len_torch_function_stack():
+    cache: Any = call.cache
+    config: Any = getattr(module, "config", None)
+    if not grows(cache) or not call.has_served_mask or call.has_containers:
+        return False
+    if any(callable(each) for owner in (cache, *cache.layers) for each in vars(owner).values()):
+        return False
+    if torch._C._len_torch_function_stack() or has_hooks(module):
         return False
     text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
     rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
     kinds = [rope, *rope.values()]  # perhaps one for each kind of layer
     return not any(isinstance(each, Mapping) and each.get("rope_type") in _BY_LENGTH for each in kinds)
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether a module in it, or all modules, have a hook of forward calls."""
+    everywhere = torch.nn.modules.module._has_any_global_hook()
+    return everywhere or any(each._forward_hooks or each._forward_pre_hooks for each in module.modules())
 
 
 def _structure_of(cache: Any) -> Any:

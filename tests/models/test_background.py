@@ -24,6 +24,7 @@ from support.threads import at_once
 from support.zoo import SMALL, WINDOW, build, left_padded
 from torch import Tensor, fx, nn
 from torch._dynamo.utils import counters
+from transformers import DynamicCache
 
 import specache_fx
 from specache_fx import background, decode_runner, rehearsal, step_trace
@@ -202,16 +203,24 @@ def test_a_rehearsal_ends_its_session() -> None:
         gc.collect()
 
 
-@pytest.mark.parametrize("reason", ["RoPE", "device", "copy"])
+@pytest.mark.parametrize("reason", ["RoPE", "device", "copy", "hook", "watched"])
 def test_a_step_that_cannot_be_rehearsed_waits(reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = compiled()
     if reason == "RoPE":
         model.config.rope_parameters = {"rope_type": "longrope", "rope_theta": 1e4}
+    elif reason == "hook":
+        model.model.layers[1].mlp.register_forward_hook(lambda *_: None)
     elif reason == "copy":
         monkeypatch.setattr(rehearsal, "_structure_of", lambda cache: 1 // 0)
-    before = num_traces()
+    before, past = num_traces(), DynamicCache(config=model.config)
+    if reason == "watched":
+        usual = past.update
+        past.update = lambda key, *args: usual(key * 1.0, *args)  # type: ignore[method-assign]
     with torch.device("cpu") if reason == "device" else contextlib.nullcontext():
-        generate(model, left_padded((23,)))
+        assert_same(
+            generate(model, left_padded((23,)), past_key_values=past),
+            generate(build("llama"), left_padded((23,))),
+        )
     assert num_traces() > before
     step_trace._here.traces = before
 
@@ -336,6 +345,18 @@ def test_modules_run_in_one_thread_while_another_traces() -> None:
     thread.join()
     torch.testing.assert_close(found, layer(torch.ones(1, 2)))
     assert [node.op for node in graphs[0].graph.nodes] == ["placeholder", "call_function", "output"]
+
+
+def test_traces_of_other_threads_are_right() -> None:
+    model = compiled()
+    generate(model, left_padded((23,)))
+    net, usual = nn.Sequential(nn.Linear(2, 2), nn.ReLU()), nn.Module.__call__
+    count = 0
+    while background.threads.running.is_alive() or not count:  # type: ignore[union-attr]
+        assert len(fx.symbolic_trace(net).graph.nodes) == 4
+        count += 1
+    are_made()
+    assert nn.Module.__call__ is usual
 
 
 _ENDS_EARLY = """
