@@ -63,9 +63,9 @@ class _Threads:
         with self._lock:
             if self.running is not None and self.running.is_alive():
                 return False
-            context = contextvars.copy_context()  # torch's settings
+            state = contextvars.copy_context(), torch.get_num_threads()  # torch's settings
             thread = threading.Thread(
-                target=self._run, args=(context, make), daemon=True, name="specache-graph"
+                target=self._run, args=(make, *state), daemon=True, name="specache-graph"
             )
             thread.start()
             self.running = thread
@@ -76,7 +76,9 @@ class _Threads:
         while (thread := self.running) is not None and thread.is_alive():
             thread.join()
 
-    def _run(self, context: contextvars.Context, make: Callable[[], None]) -> None:
+    def _run(self, make: Callable[[], None], context: contextvars.Context, num_threads: int) -> None:
+        if torch.get_num_threads() != num_threads:  # this thread's own, which the first question sets
+            torch.set_num_threads(num_threads)  # a graph is for so many
         with contextlib.suppress(_Stop), self._undo, waiting():
             self._undo.enter_context(_state_of_others())
             with compile_lock:  # a graph can't run while FX traces in another thread
@@ -187,6 +189,22 @@ def waiting() -> Iterator[None]:
         yield
     finally:
         _here.waits = before
+
+
+@contextlib.contextmanager
+def beside() -> Iterator[None]:
+    """Within it, this thread computes beside the one that makes a graph: that one has a core of its own.
+
+    Threads of a parallel region wait for each other. With as many of them as cores, each region would wait for a core.
+    """
+    count = torch.get_num_threads()
+    if count > 1:
+        torch.set_num_threads(count - 1)
+    try:
+        yield
+    finally:
+        if count > 1:
+            torch.set_num_threads(count)
 
 
 @contextlib.contextmanager

@@ -23,7 +23,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import nn
 
-from specache_fx.background import Background
+from specache_fx.background import Background, beside
 from specache_fx.call import Call
 from specache_fx.config import SpecacheConfig
 from specache_fx.errors import ConfigError
@@ -130,7 +130,8 @@ class Dispatcher:
     def _step(self, call: Call, handle: Handle, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Decode one token of each row."""
         if self._waits_for_graph(call, handle, args, kwargs):
-            return self._run_untraced(call, args, kwargs)
+            with beside():
+                return self._run_untraced(call, args, kwargs)
         if not is_laid_out(handle) and grows(call.cache) and (past := call.take_past(self._config)):
             # Rows were moved: copies have another layout. A session's own handles need no graph of their own.
             put_handles(call.cache, past[1])
