@@ -47,33 +47,34 @@ class _Stop(BaseException):
 
 
 class _Threads:
-    """The thread that makes a graph: one at a time.
-
-    Attributes:
-        running: It; None where there was none yet.
-    """
+    """The thread that makes a graph: one at a time."""
 
     def __init__(self) -> None:
-        self.running: threading.Thread | None = None
+        self._newest: threading.Thread | None = None
         self._lock = threading.Lock()
         self._undo = contextlib.ExitStack()
+
+    @property
+    def are_running(self) -> bool:
+        """Whether a graph is being made."""
+        return self._newest is not None and self._newest.is_alive()
 
     def begin(self, make: Callable[[], None]) -> bool:
         """Start a thread that calls `make`; False where another one runs."""
         with self._lock:
-            if self.running is not None and self.running.is_alive():
+            if self.are_running:
                 return False
             state = contextvars.copy_context(), torch.get_num_threads()  # torch's settings
             thread = threading.Thread(
                 target=self._run, args=(make, *state), daemon=True, name="specache-graph"
             )
             thread.start()
-            self.running = thread
+            self._newest = thread
             return True
 
     def join(self) -> None:
         """Wait until no graph is made."""
-        while (thread := self.running) is not None and thread.is_alive():
+        while (thread := self._newest) is not None and thread.is_alive():
             thread.join()
 
     def _run(self, make: Callable[[], None], context: contextvars.Context, num_threads: int) -> None:
@@ -86,7 +87,7 @@ class _Threads:
 
     def stop(self) -> None:
         """End the thread before the interpreter takes its modules away."""
-        if (thread := self.running) is None or not thread.is_alive():
+        if (thread := self._newest) is None or not thread.is_alive():
             return
         identity = ctypes.c_ulong(thread.ident or 0)
         ctypes.pythonapi.PyThreadState_SetAsyncExc(identity, ctypes.py_object(_Stop))
@@ -95,10 +96,10 @@ class _Threads:
     def leave_to_parent(self) -> None:
         """In a forked process there is no such thread; what it had changed and locked is as before."""
         self._lock._at_fork_reinit()  # type: ignore[attr-defined]
-        if self.running is None or self.running.is_alive():
+        if self._newest is None or self.are_running:
             return
         self._undo.close()
-        self.running = None
+        self._newest = None
         if _symbolic_trace.CURRENT_PATCHER is not None:
             _symbolic_trace.CURRENT_PATCHER.revert_all_patches()
             _symbolic_trace.CURRENT_PATCHER = None
@@ -144,7 +145,7 @@ class Background:
             if self._strict or isinstance(error, SpecacheError):
                 raise error.with_traceback(None)
             return False
-        if threads.running is not None and threads.running.is_alive():
+        if threads.are_running:
             return False
         try:
             make = prepare()
@@ -193,18 +194,19 @@ def waiting() -> Iterator[None]:
 
 @contextlib.contextmanager
 def beside() -> Iterator[None]:
-    """Within it, this thread computes beside the one that makes a graph: that one has a core of its own.
+    """Within it, this thread leaves a core to the one that makes a graph, if there is one.
 
     Threads of a parallel region wait for each other. With as many of them as cores, each region would wait for a core.
     """
-    count = torch.get_num_threads()
-    if count > 1:
-        torch.set_num_threads(count - 1)
+    count = torch.get_num_threads() if threads.are_running else 1
+    if count == 1:
+        yield
+        return
+    torch.set_num_threads(count - 1)
     try:
         yield
     finally:
-        if count > 1:
-            torch.set_num_threads(count)
+        torch.set_num_threads(count)
 
 
 @contextlib.contextmanager

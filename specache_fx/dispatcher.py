@@ -123,15 +123,17 @@ class Dispatcher:
         filling: list[Any] = _here.__dict__.setdefault("filling", [])
         filling.append(call.cache)
         try:
-            return Filling(self._config, module, call, *past).run(lambda: module._call_impl(*args, **kwargs))
+            with beside():
+                return Filling(self._config, module, call, *past).run(
+                    lambda: module._call_impl(*args, **kwargs)
+                )
         finally:
             filling.pop()
 
     def _step(self, call: Call, handle: Handle, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Decode one token of each row."""
         if self._waits_for_graph(call, handle, args, kwargs):
-            with beside():
-                return self._run_untraced(call, args, kwargs)
+            return self._run_untraced(call, args, kwargs)
         if not is_laid_out(handle) and grows(call.cache) and (past := call.take_past(self._config)):
             # Rows were moved: copies have another layout. A session's own handles need no graph of their own.
             put_handles(call.cache, past[1])

@@ -239,7 +239,7 @@ def test_graphs_that_dynamo_forgets_are_made_anew() -> None:
 def test_a_forked_process_makes_graphs_of_its_own(tmp_path: Path) -> None:
     model, batch = compiled(), left_padded((23,))
     generate(model, batch)
-    assert background.threads.running is not None and background.threads.running.is_alive()
+    assert background.threads.are_running
     child = os.fork()
     if not child:
         with contextlib.suppress(BaseException):
@@ -352,7 +352,7 @@ def test_traces_of_other_threads_are_right() -> None:
     generate(model, left_padded((23,)))
     net, usual = nn.Sequential(nn.Linear(2, 2), nn.ReLU()), nn.Module.__call__
     count = 0
-    while background.threads.running.is_alive() or not count:  # type: ignore[union-attr]
+    while background.threads.are_running or not count:
         assert len(fx.symbolic_trace(net).graph.nodes) == 4
         count += 1
     are_made()
@@ -367,7 +367,7 @@ import specache_fx
 model = specache_fx.compile(build("llama", num_hidden_layers=8), warm="background", **SMALL)
 model.generate(**left_padded((23,)), max_new_tokens=3, do_sample=False)
 from specache_fx import background
-print(background.threads.running.is_alive())
+print(background.threads.are_running)
 """
 
 
