@@ -73,8 +73,8 @@ class GraphInputs:
             assert speculative is not None
             inputs[i] = torch.stack([inputs[i], speculative])
         for i in self.varying:
-            # A slice of all tokens' positions or embeddings has strides that grow with each token.
-            if isinstance(inputs[i], torch.Tensor) and inputs[i].dim() < 4:
+            # Positions are a slice of all tokens' ones, whose strides grow with each token. A graph writes to states.
+            if isinstance(inputs[i], torch.Tensor) and not inputs[i].is_floating_point():
                 inputs[i] = inputs[i].contiguous()
         return inputs
 

@@ -53,7 +53,6 @@ _PAUSES = {
     "specache, traced prompts": ("specache, traced prompts", "later process"),
     "specache": ("specache", "later process"),
     "specache, empty caches": ("specache", "empty caches"),
-    '`warm="background"`': ("specache, in the background", "later process"),
     "after `warm_up()`": ("specache, warmed up", "later process"),
 }
 

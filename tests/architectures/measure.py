@@ -200,7 +200,9 @@ def _case(
         model.compile(backend=partial(Backend(), options=options, observe=watch.observe))
         if untraced:
             graphs = SpecacheConfig(**options)
-            model._compiled_call_impl = Dispatcher(model, model._compiled_call_impl, graphs, is_auto=False)
+            model._compiled_call_impl = Dispatcher(
+                model, model._compiled_call_impl, graphs, is_auto=False, warm="block"
+            )
         ours = _generate(model, model_type, padded)
         equal = (ours.tokens == eager.tokens).all(dim=0)
         until = NEW_TOKENS if equal.all() else int(equal.int().argmin()) + 1
