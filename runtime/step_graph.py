@@ -23,6 +23,7 @@ from typing import Any, Protocol
 import torch
 
 from specache_fx._log import warn_once
+from specache_fx.errors import first_line
 from specache_fx.runtime.whole_steps import WholeSteps
 
 _log = logging.getLogger(__name__)
@@ -77,7 +78,7 @@ class CudaRecorder:
             ):
                 results = run()
         except Exception as error:
-            raise NotCapturedError((str(error).strip().splitlines() or [type(error).__name__])[0]) from error
+            raise NotCapturedError(first_line(error)) from error
         graph.replay()
         return results, graph.replay
 

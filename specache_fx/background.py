@@ -25,7 +25,7 @@ from torch._dynamo.convert_frame import compile_lock
 from torch.fx import _symbolic_trace
 
 from specache_fx._log import warn_once
-from specache_fx.errors import SpecacheError
+from specache_fx.errors import SpecacheError, first_line
 
 logger = logging.getLogger(__name__)
 _SWITCH_SECONDS = 2e-5
@@ -166,8 +166,7 @@ class Background:
             error.__context__ = error.__cause__ = None  # their frames hold the model
             self._failed[kind] = error.with_traceback(None)
             if not self._strict and not isinstance(error, SpecacheError):
-                reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
-                warn_once(logger, _FAILED.format(reason))
+                warn_once(logger, _FAILED.format(first_line(error)))
 
     def forget(self) -> None:
         """Forget which graphs there are: Dynamo has."""

@@ -11,7 +11,7 @@ from torch.fx import GraphModule
 
 from specache_fx._log import warn_once
 from specache_fx.capture.program import Program
-from specache_fx.errors import SpecacheError, UnsupportedGraphError
+from specache_fx.errors import SpecacheError, UnsupportedGraphError, first_line
 from specache_fx.graph_inputs import GraphInputs
 from specache_fx.lowering import Compiled, lower_static
 from specache_fx.passes.fuse_layer_steps import is_whole, whole_layers
@@ -333,8 +333,7 @@ class Decode:
         except Exception as error:
             if self.lanes == 1:
                 raise
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
-            self._fall_back(f"the graph can't be traced for two tokens at once: {reason}")
+            self._fall_back(f"the graph can't be traced for two tokens at once: {first_line(error)}")
             return None
         tensors = tuple(i for i, value in enumerate(inputs) if isinstance(value, torch.Tensor))
         given = [*(inputs[i] for i in tensors), session.state]

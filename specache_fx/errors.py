@@ -33,3 +33,8 @@ class KernelUnavailableError(SpecacheError):
 
 class HostMemoryError(SpecacheError, MemoryError):
     """The host tier could not get the bytes that it asked for. The session is gone; the model is usable."""
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message, without its full stop; its class where there is no message."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")

@@ -26,6 +26,7 @@ from specache_fx.capture.graph_utils import placeholders, shape_of, symbols_of, 
 from specache_fx.capture.normalize_attention import SDPA
 from specache_fx.capture.program import Program
 from specache_fx.config import Lowering
+from specache_fx.errors import first_line
 from specache_fx.layer_parts import compile_by_layer, target
 from specache_fx.progress import announced, say_step
 from specache_fx.runtime.prompt_masks import test
@@ -70,8 +71,10 @@ def _by_inductor(gm: GraphModule, inputs: list[Any]) -> Compiled:
         if isinstance(cause, InvalidCxxCompiler):
             why = "Inductor finds no C++ compiler", "Install one, or name one by CXX;"
         else:
-            line = (str(cause).strip().splitlines() or [""])[0]
-            why = f"Inductor fails to compile a graph ({type(cause).__name__}: {line})", "Please report it;"
+            why = (
+                f"Inductor fails to compile a graph ({type(cause).__name__}: {first_line(cause)})",
+                "Please report it;",
+            )
         message = (
             f'{why[0]}, so it runs operator by operator. {why[1]} lowering="eager" says that this is meant'
         )

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from specache_fx.errors import ConfigError
+from specache_fx.errors import ConfigError, first_line
 
 _REMEDY = "Give --layers, --kv-heads and --head-dim instead of --model."
 _GIVE = (
@@ -60,9 +60,8 @@ def load_model_shape(model: str) -> ModelShape:
     try:
         config = AutoConfig.from_pretrained(model)
     except (OSError, ValueError, KeyError) as error:
-        said = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ConfigError(
-            f"The config of model {model!r} can't be read. {_GIVE} (transformers says: {said})"
+            f"The config of model {model!r} can't be read. {_GIVE} (transformers says: {first_line(error)})"
         ) from error
     return shape_of(config)
 

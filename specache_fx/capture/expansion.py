@@ -32,6 +32,7 @@ from specache_fx.capture.graph_utils import (
 )
 from specache_fx.capture.prove_form import Numbers, exact_products
 from specache_fx.capture.reading import Reading
+from specache_fx.errors import first_line
 from specache_fx.runtime.expansion import Expansion
 
 _LAYOUTS = {"reshape", "expand", "new_empty", "new_zeros", "new_ones", "empty", "zeros"}
@@ -178,7 +179,7 @@ def _differs(reading: Reading, expansion: Expansion, leaves: list[Node]) -> str 
     except ValueError as error:
         return str(error)
     except (RuntimeError, TypeError, IndexError) as error:
-        return f"they can't be computed for another number of tokens ({(str(error).splitlines() or [''])[0]})"
+        return f"they can't be computed for another number of tokens ({first_line(error)})"
     return None
 
 

@@ -19,6 +19,7 @@ from torch.fx import GraphModule, Node
 from specache_fx.capture.graph_slices import constant_of, extract, float_of
 from specache_fx.capture.graph_utils import placeholders, shape_of, symbols_of, value_of
 from specache_fx.capture.program import AttentionCore
+from specache_fx.errors import first_line
 from specache_fx.runtime.masks import hides
 
 # Scores of a prompt's proof, at most; a decode step's is always made. The form of a longer prompt is only read: its
@@ -180,7 +181,7 @@ def differs(gm: GraphModule, core: AttentionCore, *, newest: bool) -> str | None
             try:
                 distance, bound = _distance(graph, core, leaves, Numbers(core.node, seed), size, newest)
             except (RuntimeError, TypeError, ValueError, IndexError) as error:
-                return f"it can't be computed on small tensors ({(str(error).splitlines() or [''])[0]})"
+                return f"it can't be computed on small tensors ({first_line(error)})"
             if distance is not None:
                 break
         else:

@@ -55,6 +55,7 @@ from specache_fx.capture.normalize_attention import SDPA
 from specache_fx.capture.segments import CannotCut, Joined, Segment, cut
 from specache_fx.capture.simplify import simplify
 from specache_fx.capture.subclasses import flatten, unflatten
+from specache_fx.errors import first_line
 from specache_fx.runtime import ops  # noqa: F401  (registers torch.ops.specache)
 from specache_fx.runtime.handle_form import is_laid_out
 
@@ -91,8 +92,7 @@ def trace(gm: GraphModule) -> GraphModule:
     except TraceError:
         raise
     except Exception as error:  # of any operator: the model runs as it is then
-        line = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
-        raise TraceError(line) from error
+        raise TraceError(first_line(error)) from error
     _note_inputs(gm, traced.graph, inputs)
     simplify(traced.graph)
     grouped_heads(traced.graph)
