@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from specache_fx.capture.graph_utils import is_static_input, placeholders
+from specache_fx.capture.graph_utils import is_static_input, placeholders, value_of
 from specache_fx.capture.program import Program
 from specache_fx.runtime.masks import WindowMask
 from specache_fx.runtime.next_answer import LaneCall
@@ -45,6 +45,13 @@ class GraphInputs:
         self._by_lane = sorted(cut + self._tokens)
         # A parameter's shape is Dynamo's to guard.
         self.varying = [i for i, node in enumerate(given) if not is_static_input(node)]
+        # Positions are a slice of all tokens' ones, whose strides grow with each token. Floats may be states, to which
+        # the graph writes.
+        self._integers = [
+            i
+            for i in self.varying
+            if isinstance(value := value_of(given[i]), torch.Tensor) and not value.is_floating_point()
+        ]
 
     def bind(
         self, args: Sequence[Any], speculative: torch.Tensor | None, lanes: int, ahead: int
@@ -72,10 +79,8 @@ class GraphInputs:
         for i in self._tokens if lanes > 1 else ():
             assert speculative is not None
             inputs[i] = torch.stack([inputs[i], speculative])
-        for i in self.varying:
-            # Positions are a slice of all tokens' ones, whose strides grow with each token. A graph writes to states.
-            if isinstance(inputs[i], torch.Tensor) and not inputs[i].is_floating_point():
-                inputs[i] = inputs[i].contiguous()
+        for i in self._integers:
+            inputs[i] = inputs[i].contiguous()
         return inputs
 
     def window_masks(self, session: Session, args: Sequence[Any], lanes: int, ahead: int) -> WindowMasks:
