@@ -378,8 +378,6 @@ class World:
         if self.setting.rounds:
             row, whole, columns = None, False, 0
             other = other and not {"kernel", "lowering"} & {*self.setting.other}
-            # Inductor's graph of whole steps rounds otherwise than that of layers, each as far from the truth as plain.
-            other = other and options.get("lowering") != "inductor"
             # In Inductor's experts a row's rounding depends on all rows' tokens, without specache too: float16, 0.004.
             other_ids = other_ids and (self.setting.kind not in EXPERTS or options.get("lowering") == "eager")
         if options.get("on_miss") == "keep" and self.setting.kind in WINDOWED:
