@@ -12,7 +12,7 @@ import torch
 from torch._guards import TracingContext, tracing
 from torch.fx import GraphModule
 
-from specache_fx import background, dynamo_hooks, graph_breaks
+from specache_fx import background, direct_step, dynamo_hooks, graph_breaks
 from specache_fx._log import forget_warnings, warn_once
 from specache_fx.border import AtBorder, TakenApart, as_taken
 from specache_fx.capture.analyse import analyse, kv_inputs
@@ -49,7 +49,7 @@ from specache_fx.runtime.handle_form import is_laid_out
 from specache_fx.runtime.host_blocks import check_host_dir, resolve_host
 from specache_fx.runtime.kernels import LayerForm, check_forms, check_kernel, choose_kernel
 from specache_fx.runtime.quant import make_quantizer
-from specache_fx.traced_values import traced
+from specache_fx.traced_values import Values, traced
 
 logger = logging.getLogger(__name__)
 _GROWING_BUFFERS = (
@@ -202,6 +202,28 @@ class Backend:
         runner = self._runner(rewritten, as_taken(program, taken), program, observe)
         return runner if len(taken) == len(example_inputs) else TakenApart(runner)
 
+    def compile_step(self, gm: GraphModule, config: SpecacheConfig, values: Values) -> Compiled | None:
+        """Compile a decode step that was traced without Dynamo.
+
+        Args:
+            gm: Its functional graph.
+            config: Options.
+            values: See `Program`.
+
+        Returns:
+            Its runner; None where not all of its attention is rewritten.
+        """
+        config = config.for_device(device_kind(gm.graph))
+        plain = with_masks_alone(gm)
+        if attends_in_place(plain) or keeps_windows_alone(gm):
+            return None
+        inputs = [value_of(node) for node in placeholders(gm.graph)]
+        program = replace(analyse(gm, config), values=values, floats={})
+        rewritten = run_passes(gm, program, BINDING_PASSES, None)
+        if program.phase is not Phase.DECODE or program.refusals:
+            return None
+        return self._runner(rewritten, inputs, program, None)
+
     def _in_place(
         self,
         gm: GraphModule,
@@ -312,6 +334,7 @@ class Backend:
         forget_warnings()
         graph_breaks.forget()
         background.forget()
+        direct_step.forget()
 
     def _without_cache(
         self,

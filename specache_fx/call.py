@@ -26,7 +26,7 @@ class Call:
     """
 
     def __init__(self, given: Mapping[str, Any], config: Any) -> None:
-        self._given = given
+        self.given = given
         self.cache: Any = given.get("past_key_values")
         self.mask: Any = given.get("attention_mask")
         tokens, embeds = given.get("input_ids"), given.get("inputs_embeds")
@@ -63,7 +63,7 @@ class Call:
     @property
     def asks_for_more(self) -> bool:
         """Whether its graph may be left alone for what it is given, and others of the model are not."""
-        return bool(self._given.get("output_attentions")) or self.mask is not None
+        return bool(self.given.get("output_attentions")) or self.mask is not None
 
     @property
     def first_handle(self) -> Handle | None:
@@ -84,12 +84,12 @@ class Call:
     @property
     def has_containers(self) -> bool:
         """Whether a list, dict or set is among the arguments, to which the model may write."""
-        return any(isinstance(each, (list, dict, set)) for each in self._given.values())
+        return any(isinstance(each, (list, dict, set)) for each in self.given.values())
 
     @property
     def kind(self) -> tuple[Any, ...]:
         """What tells the graph of a step, as far as is known before it runs."""
-        given = tuple((name, _form(value)) for name, value in self._given.items() if value is not None)
+        given = tuple((name, _form(value)) for name, value in self.given.items() if value is not None)
         # A window that is full has a graph of its own, and so have the last two tokens that it has room for.
         windows = [each for each in self.cache.layers if getattr(each, "is_sliding", False)]
         lengths = frozenset(
@@ -100,7 +100,7 @@ class Call:
 
     def mark_sizes(self) -> None:
         """Tell Dynamo which sizes vary from step to step, but for a batch of one: the batch, and a mask's length."""
-        given = (self._given.get(name) for name in _BY_ROW)
+        given = (self.given.get(name) for name in _BY_ROW)
         layers = filled(self.cache) if grows(self.cache) else []
         for tensor in (*given, *(side for layer in layers for side in (layer.keys, layer.values))):
             # Positions of M-RoPE are [3, batch, q_len].

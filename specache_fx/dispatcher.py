@@ -23,9 +23,11 @@ from typing import Any, Literal, get_args
 import torch
 from torch import nn
 
+from specache_fx.backend import specache
 from specache_fx.background import Background, beside
 from specache_fx.call import Call
 from specache_fx.config import SpecacheConfig
+from specache_fx.direct_step import DirectSteps
 from specache_fx.errors import ConfigError
 from specache_fx.filling import Filling
 from specache_fx.known_caches import grows, put_handles
@@ -93,6 +95,7 @@ class Dispatcher:
         self._names = tuple(inspect.signature(module.forward).parameters)
         self._traces = "past_key_values" not in self._names
         self._has_stepped = False  # with a cache that this has filled
+        self._direct = DirectSteps(specache.compile_step, config)
         self._background = Background(strict=config.strict) if warm == "background" else None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -167,7 +170,9 @@ class Dispatcher:
         filled = None if self._has_stepped or handle is None else _session_of(handle)
         # Batches of any size, padded or not, and beams share two graphs: with a mask, and without.
         with decoding(call.mark_sizes):
-            out = self.compiled(*args, **kwargs)
+            module = self._module()
+            step = None if module is None else self._direct.find(module, call)
+            out = self.compiled(*args, **kwargs) if step is None else step()
         self._look(call, filled)
         return out
 

@@ -20,6 +20,7 @@ import pytest
 import rich.style  # noqa: F401 - it draws a number when it is imported
 import torch
 from support.cases import nightly_unless
+from support.counts import num_graphs
 from support.open_sessions import all_end, session_of
 from support.threads import at_once
 from support.zoo import SMALL, WINDOW, build, left_padded
@@ -77,7 +78,7 @@ def test_a_cache_goes_on_with_the_graph_when_it_is_there(name: str) -> None:
         for token in range(24):
             if token == 12:
                 are_made()
-                made = counters["stats"]["unique_graphs"]
+                made = num_graphs()
                 assert made
             step = torch.tensor([[token]])
             expected, found = (
@@ -89,7 +90,7 @@ def test_a_cache_goes_on_with_the_graph_when_it_is_there(name: str) -> None:
     assert session.kv_len == 37 + 24
     assert session.metrics.steps >= 12  # those of the graph
     # A latent's cache is laid out anew by its first step in this thread.
-    assert counters["stats"]["unique_graphs"] - made <= (name == "deepseek_v3")
+    assert num_graphs() - made <= (name == "deepseek_v3")
 
 
 BATCHES: dict[str, tuple[dict[str, Tensor], dict[str, Any]]] = {
@@ -114,9 +115,9 @@ def test_a_generation_is_the_uncompiled_models_and_a_later_one_compiles_nothing(
                 assert_same(found, expected)
             are_made()
             if turn == 0:
-                made = counters["stats"]["unique_graphs"]
+                made = num_graphs()
                 assert made
-    assert counters["stats"]["unique_graphs"] == made
+    assert num_graphs() == made
     assert session_of(found.past_key_values).metrics.steps == 15 or kind == "beams"
 
 
@@ -310,10 +311,10 @@ def test_warm_up_waits_for_its_graphs() -> None:
     specache_fx.warm_up(model)
     assert num_traces() > before
     step_trace._here.traces = before
-    made = counters["stats"]["unique_graphs"]
+    made = num_graphs()
     generate(model, left_padded((23,)))
     are_made()
-    assert counters["stats"]["unique_graphs"] == made
+    assert num_graphs() == made
 
 
 @pytest.mark.parametrize("ways", [{"prompts": "traced"}, {"policy": "kivi"}, {"compile_prefill": True}])
@@ -352,9 +353,9 @@ def test_modules_run_in_one_thread_while_another_traces() -> None:
 
 
 def test_traces_of_other_threads_are_right() -> None:
+    net, usual = nn.Sequential(nn.Linear(2, 2), nn.ReLU()), nn.Module.__call__
     model = compiled()
     generate(model, left_padded((23,)))
-    net, usual = nn.Sequential(nn.Linear(2, 2), nn.ReLU()), nn.Module.__call__
     count = 0
     while background.threads.are_running or not count:
         assert len(fx.symbolic_trace(net).graph.nodes) == 4

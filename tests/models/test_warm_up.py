@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 from support.cases import nightly_unless
+from support.counts import num_graphs
 from support.zoo import SMALL, WINDOW, build, left_padded
-from torch._dynamo.utils import counters
 from transformers import T5Config, T5ForConditionalGeneration
 
 import specache_fx
@@ -32,11 +32,11 @@ def test_no_answer_compiles_anything_afterwards(
     state = torch.get_rng_state()
     specache_fx.warm_up(model, batch_sizes=(3, 1))
     assert torch.equal(torch.get_rng_state(), state)
-    graphs, lowered = counters["stats"]["unique_graphs"], len(made)
+    graphs, lowered = num_graphs(), len(made)
     assert graphs and lowered
     with torch.compiler.set_stance("fail_on_recompile"):
         answers(model, padded=prompts != "traced")
-    assert (counters["stats"]["unique_graphs"], len(made)) == (graphs, lowered)
+    assert (num_graphs(), len(made)) == (graphs, lowered)
 
 
 def answers(model: Any, padded: bool) -> None:
@@ -60,18 +60,18 @@ def test_settings_of_the_models_generation_are_left_out_and_kept() -> None:
     kept.cache_implementation, kept.use_cache = "static", False
     specache_fx.warm_up(model)
     assert model.generation_config is kept and kept.num_return_sequences == 2
-    assert counters["stats"]["unique_graphs"] >= 1
+    assert num_graphs() >= 1
 
 
 @torch.no_grad()
 def test_turns_are_left_out_where_none_will_come() -> None:
     model: Any = specache_fx.compile(build("llama"), **SMALL, prompts="traced")
     specache_fx.warm_up(model, turns=False)
-    made = counters["stats"]["unique_graphs"]
+    made = num_graphs()
     out = model.generate(torch.arange(3, 30)[None], max_new_tokens=3, return_dict_in_generate=True)
-    assert counters["stats"]["unique_graphs"] == made
+    assert num_graphs() == made
     model(torch.arange(3, 9)[None], past_key_values=out.past_key_values)
-    assert counters["stats"]["unique_graphs"] > made
+    assert num_graphs() > made
 
 
 def wrapper() -> Any:

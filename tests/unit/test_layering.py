@@ -28,9 +28,10 @@ RANKS: tuple[tuple[str, ...], ...] = (
     ("specache_fx.loading",),
     ("specache_fx.saving",),
     ("specache_fx.explanation", "specache_fx.api", "specache_fx.plan", "specache_fx.chrome_trace"),
-    ("specache_fx.backend", "specache_fx.dispatcher"),
-    ("specache_fx.filling", "specache_fx.rehearsal", "specache_fx.background"),
-    ("specache_fx.call",),
+    ("specache_fx.dispatcher",),
+    ("specache_fx.backend",),
+    ("specache_fx.filling", "specache_fx.rehearsal", "specache_fx.background", "specache_fx.direct_step"),
+    ("specache_fx.call", "specache_fx.direct_trace"),
     ("specache_fx.retrace",),
     ("specache_fx.dynamo_hooks",),
     (
@@ -103,6 +104,7 @@ RANKS: tuple[tuple[str, ...], ...] = (
     ("specache_fx.config", "specache_fx.sizes", "specache_fx.model_shape"),
     ("specache_fx.provenance",),
     ("specache_fx.compiled", "specache_fx.recompile_limit", "specache_fx.cache_tree"),
+    ("specache_fx.model_state", "specache_fx.model_twin"),
     ("specache_fx.errors", "specache_fx._log"),
 )
 RANK = {name: len(RANKS) - i for i, names in enumerate(RANKS) for name in names}

@@ -1,0 +1,218 @@
+"""Decode steps that run without Dynamo, by graphs of `direct_trace.py` that `model_state.py` guards."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import partial
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import nn
+from torch._dynamo import eval_frame
+from torch._dynamo.utils import counters
+from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _len_torch_dispatch_stack
+from torch.utils._sympy.printers import PythonPrinter
+
+from specache_fx import step_trace
+from specache_fx.call import Call
+from specache_fx.config import SpecacheConfig
+from specache_fx.direct_trace import CACHE, Input, Result, Traced, trace_step
+from specache_fx.known_caches import grows
+from specache_fx.model_state import ModelState, reason_against
+from specache_fx.model_twin import NotDirect, named_tensors
+from specache_fx.runners import compiling
+from specache_fx.runtime.handle_form import is_laid_out
+from specache_fx.runtime.handle_tensor import bare
+from specache_fx.traced_values import values_of
+
+logger = logging.getLogger(__name__)
+_MOST_TRACES = 4
+"""Graphs for one kind of call whose state or sizes change. Dynamo makes symbols of them then."""
+
+
+def _as_function(guard: Any, symbols: Sequence[str]) -> Callable[..., bool]:
+    """A guard as a function of the symbols' values, as `ShapeEnv` evaluates guards."""
+    code = f"lambda {', '.join(symbols)}: {PythonPrinter().doprint(guard)}"
+    function: Callable[..., bool] = eval(code, dict(SYMPY_INTERP))
+    return function
+
+
+def _size_at(where: Input, dim: int, given: Mapping[str, Any], layers: Sequence[Any]) -> int:
+    if where.kind == "argument":
+        return int(given[where.name].shape[dim])
+    layer = layers[where.layer]
+    return int(layer.cumulative_length if where.kind == "count" else getattr(layer, where.kind).shape[dim])
+
+
+class DirectStep:
+    """One graph of a step.
+
+    Args:
+        module: The model.
+        traced: Its step.
+        run: The graph's runner.
+    """
+
+    def __init__(self, module: nn.Module, traced: Traced, run: Callable[..., Any]) -> None:
+        self._run, self._inputs = run, traced.inputs
+        self._leaves, self._tree = traced.leaves, traced.tree
+        tensors = dict(named_tensors(module))
+        # The model's state says that these are still its weights.
+        self._weights = {
+            i: tensors[each.name] for i, each in enumerate(self._inputs) if each.kind == "weight"
+        }
+        self._counts, self._constants = traced.counts, traced.constants
+        self._pairs = list(dict.fromkeys(each.layer for each in self._inputs if each.kind == "keys"))
+        self._num_tensors = sum(isinstance(leaf, Result) for leaf in self._leaves)
+        self._sizes = {str(symbol): places for symbol, places in traced.sizes.items()}
+        self._guards = [_as_function(guard, list(self._sizes)) for guard in traced.guards]
+
+    def sizes(self, given: Mapping[str, Any], cache: Any) -> dict[str, int] | None:
+        """The values of the graph's symbols in a call; None where the graph does not hold for them."""
+        layers, sizes = cache.layers, {}
+        if any(_size_at(where, dim, given, layers) != size for where, dim, size in self._constants):
+            return None
+        for symbol, places in self._sizes.items():
+            found = [_size_at(where, dim, given, layers) for where, dim in places]
+            if min(found) < 2 or min(found) != max(found):
+                return None
+            sizes[symbol] = found[0]
+        return sizes if all(guard(*sizes.values()) for guard in self._guards) else None
+
+    def __call__(self, given: Mapping[str, Any], cache: Any, sizes: Mapping[str, int]) -> Any:
+        """Run a call, and update its cache."""
+        weights, layers = self._weights, cache.layers
+        args: list[Any] = []
+        for i, (kind, name, layer) in enumerate(self._inputs):
+            if kind == "weight":
+                args.append(weights[i])
+            elif kind == "argument":
+                args.append(given[name])
+            elif kind == "size":
+                args.append(sizes[name])
+            elif kind == "count":
+                args.append(layers[layer].cumulative_length)
+            else:
+                args.append(getattr(layers[layer], kind))
+        with bare():
+            results = self._run(*args)
+        pairs = iter(results[self._num_tensors :])
+        for i in self._pairs:
+            layer = layers[i]
+            layer.keys, layer.values = next(pairs), next(pairs)
+        for i in self._counts:
+            layers[i].cumulative_length += 1
+        leaves = [
+            results[leaf] if isinstance(leaf, Result) else cache if leaf is CACHE else leaf
+            for leaf in self._leaves
+        ]
+        return pytree.tree_unflatten(leaves, self._tree)
+
+
+_known: WeakSet[DirectSteps] = WeakSet()
+
+
+def forget() -> None:
+    """Forget all graphs, as `torch.compiler.reset()` does."""
+    for each in list(_known):
+        each.forget()
+
+
+class DirectSteps:
+    """The direct steps of a model.
+
+    Args:
+        compile_step: Makes a runner of a graph, with options and the model's values: see `Backend.compile_step`.
+        config: The options.
+    """
+
+    def __init__(
+        self, compile_step: Callable[..., Callable[..., Any] | None], config: SpecacheConfig
+    ) -> None:
+        self._compile_step, self._config = compile_step, config
+        self.forget()
+        _known.add(self)
+
+    def forget(self) -> None:
+        """Forget all graphs."""
+        self._state: ModelState | None = None
+        self._steps: dict[Hashable, list[DirectStep]] = {}
+        self._refused: dict[Hashable, str] = {}
+        self._traces = 0
+
+    def find(self, module: nn.Module, call: Call) -> Callable[[], Any] | None:
+        """What runs a call: traced, where it is new. None where Dynamo has to trace it."""
+        key, stance = key_of(call), eval_frame._stance.stance
+        if key is None or key in self._refused or stance not in ("default", "fail_on_recompile"):
+            return None
+        if self._state is not None and not self._state.is_same():
+            self._steps.clear()
+            self._state = None
+        with bare():
+            for step in self._steps.get(key, ()):
+                if (sizes := step.sizes(call.given, call.cache)) is not None:
+                    return partial(step, call.given, call.cache, sizes)
+            if stance != "default":  # Dynamo says that it would compile
+                return None
+            try:
+                step = self._made(module, call, key)
+                sizes = step.sizes(call.given, call.cache)
+                if sizes is None:
+                    raise NotDirect("its layers have sizes that no symbols tell")
+                return partial(step, call.given, call.cache, sizes)
+            except NotDirect as no:
+                self._refused[key] = str(no)
+                logger.info("specache: Dynamo traces this step of %s: %s.", type(module).__name__, no)
+                return None
+
+    def _made(self, module: nn.Module, call: Call, key: Hashable) -> DirectStep:
+        if (reason := reason_against(module)) is not None:
+            raise NotDirect(reason)
+        if self._traces == _MOST_TRACES + len(self._steps):
+            raise NotDirect(f"its state or sizes have changed {self._traces} times")
+        with compiling(), step_trace.tracing():
+            state = self._state or ModelState(module)
+            traced = trace_step(module, call.given, call.batch)
+            if not state.is_same():
+                raise NotDirect("its forward changes what it reads")
+            runner = self._compile_step(traced.graph, self._config, values_of(module))
+            if runner is None:
+                raise NotDirect("not all of its attention is rewritten")
+        self._state, self._traces = state, self._traces + 1
+        counters["specache"]["direct_steps"] += 1
+        step = DirectStep(module, traced, runner)
+        self._steps.setdefault(key, []).append(step)
+        return step
+
+
+def key_of(call: Call) -> Hashable | None:
+    """What tells one graph of a call from another, but for sizes; None of a call that has none without Dynamo."""
+    if torch._C._len_torch_function_stack() or _len_torch_dispatch_stack():
+        return None
+    handle = call.first_handle
+    if handle is None or not grows(call.cache) or not is_laid_out(handle):
+        return None
+    forms: list[Hashable] = []
+    for name, value in call.given.items():
+        if isinstance(value, torch.Tensor):
+            if type(value) is not torch.Tensor:
+                return None
+            rows = call.batch if call.batch < 2 else None
+            shape = [
+                rows if dim == 0 and size == call.batch else size for dim, size in enumerate(value.shape)
+            ]
+            shape[-1] = None if name == "attention_mask" else shape[-1]
+            forms.append((name, value.dtype, value.device, *shape))
+        elif value is None or isinstance(value, (bool, int, str)):
+            forms.append((name, value))
+        elif value is not call.cache:
+            return None
+    device = call.device
+    cast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    modes = torch.is_inference_mode_enabled(), cast, torch.get_default_dtype()
+    layers = tuple((type(layer), getattr(layer, "sliding_window", None)) for layer in call.cache.layers)
+    return (*forms, *modes, layers)

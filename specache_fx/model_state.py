@@ -1,0 +1,178 @@
+"""What a model's `forward` reads in Python, so that a graph of it is used no longer than that stays.
+
+    modules      attributes, parameters, buffers and children of each; no hooks
+    objects      those that they hold: configs, lists, dicts, and what these hold
+    classes      of all modules, down to `nn.Module`: a method may be replaced
+    globals      of the files that define them, and of those that all of them use
+
+A value counts as the same if it is the same object, or equal. So this needs no list of what a graph depends on, as
+Dynamo's guards are, and notices more than they do.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from operator import itemgetter
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules import module as _modules
+from torch.utils.hooks import RemovableHandle
+
+_TRUSTED = ("torch", "transformers")
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks")
+# Of a model: what generate() notes, and what calls it. No graph depends on them.
+_OF_CALLS = frozenset(("_compiled_call_impl", "generation_config", "warnings_issued"))
+# What forward passes of transformers call in other files than their own.
+_FILES = (
+    *("torch.nn.functional", "transformers.cache_utils", "transformers.integrations.sdpa_attention"),
+    *("transformers.masking_utils", "transformers.modeling_rope_utils", "transformers.utils.generic"),
+)
+_LEAVES = (
+    torch.Tensor,
+    nn.Module,
+    type,
+    FunctionType,
+    BuiltinFunctionType,
+    MethodType,
+    ModuleType,
+    str,
+    bytes,
+)
+
+
+def reason_against(module: nn.Module) -> str | None:
+    """Why a graph of this model can't stand for its `forward`; None where it can.
+
+    A graph shows what tensors are computed. What else code does, to print or to count, it does while it is traced and
+    not again. Code of torch and transformers does nothing else.
+    """
+    if any(map(_has_any, _global_hooks())):
+        return "hooks for all modules are registered"
+    for name, each in module.named_modules():
+        where = f"{type(each).__name__} {name}".strip()
+        methods = (type(each), type(each).forward, type(each).__call__)
+        if not all(_is_trusted(method) for method in methods) or "forward" in vars(each):
+            return f"{where} runs code of neither torch nor transformers"
+        if any(vars(each).get(hooks) for hooks in _HOOKS):
+            return f"{where} has hooks"
+        if each.training:
+            return f"{where} is in training mode"
+        if any(isinstance(value, MethodType) for value in vars(each).values()):
+            return f"{where} has methods of its own"
+        tensors = (*each._parameters.values(), *each._buffers.values())
+        if any(tensor is not None and type(tensor) not in (torch.Tensor, nn.Parameter) for tensor in tensors):
+            return f"{where} has weights of a tensor subclass"
+    return None
+
+
+def _is_trusted(of: Any) -> bool:
+    return str(getattr(of, "__module__", "")).partition(".")[0] in _TRUSTED
+
+
+def _global_hooks() -> Iterator[Any]:
+    return (getattr(_modules, name, None) for name in _GLOBAL_HOOKS)
+
+
+def _has_any(hooks: Any) -> bool:
+    return bool(hooks)
+
+
+class ModelState:
+    """What a model reads, as it is now.
+
+    Args:
+        module: The model.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._dicts: list[dict[str, Any]] = []
+        self._lists: list[Sequence[Any]] = []
+        self._globals: list[_Names] = []
+        self._models: list[dict[str, Any]] = []
+        self._seen: set[int] = set()
+        classes: dict[type, None] = {}
+        for each in module.modules():
+            self._watch_module(each)
+            classes |= dict.fromkeys(type(each).__mro__)
+        # Tracers replace methods of `nn.Module` for a while.
+        self._classes = [each for each in classes if each not in (nn.Module, object)]
+        files = {each.__module__ for each in self._classes} & {*sys.modules}
+        for name in sorted(files | {*_FILES} & {*sys.modules}):
+            self._globals.append(_Names(vars(sys.modules[name])))
+        self._hooks = RemovableHandle.next_id
+        self._values = self._read()
+
+    def is_same(self) -> bool:
+        """Whether nothing has changed."""
+        if self._hooks != RemovableHandle.next_id or any(map(_has_any, _global_hooks())):
+            return False
+        try:
+            return self._read() == self._values
+        except (
+            KeyError,
+            RuntimeError,
+            TypeError,
+            ValueError,
+        ):  # of objects that don't compare, and are others
+            return False
+
+    def _read(self) -> list[tuple[Any, ...]]:
+        # All loops are in C: a model has thousands of these.
+        return [
+            *map(tuple, map(dict.values, self._dicts)),
+            *map(tuple, self._lists),
+            *map(tuple, map(_values_of_class, self._classes)),
+            *(each.read() for each in self._globals),
+            *(tuple(each[name] for name in each if name not in _OF_CALLS) for each in self._models),
+        ]
+
+    def _watch_module(self, module: nn.Module) -> None:
+        for name, value in vars(module).items():
+            if name not in _OF_CALLS and "hook" not in name and not (isinstance(value, dict) and not value):
+                self._watch(value, 0)
+        if _OF_CALLS.isdisjoint(vars(module)):
+            self._dicts.append(vars(module))
+        else:
+            self._models.append(vars(module))
+
+    def _watch(self, value: Any, depth: int) -> None:
+        """Watch what a value holds."""
+        if isinstance(value, _LEAVES) or id(value) in self._seen or depth > 4:
+            return
+        if isinstance(value, dict):
+            inner, watched = value.values(), value
+        elif isinstance(value, (list, tuple)):
+            self._seen.add(id(value))
+            if not isinstance(value, tuple):
+                self._lists.append(value)
+            for each in value:
+                self._watch(each, depth + 1)
+            return
+        elif hasattr(value, "__dict__"):
+            watched = vars(value)
+            inner = watched.values()
+        else:
+            return
+        self._seen.add(id(value))
+        self._dicts.append(watched)
+        for each in list(inner):
+            self._watch(each, depth + 1)
+
+
+class _Names:
+    """The names that a file has now: others are added while Dynamo compiles."""
+
+    def __init__(self, names: dict[str, Any]) -> None:
+        self._names, self._get = names, itemgetter(*names)
+
+    def read(self) -> Any:
+        return self._get(self._names)
+
+
+def _values_of_class(cls: type) -> Any:
+    return vars(cls).values()
