@@ -43,11 +43,11 @@ def compile(module: Module, *, prompts: Prompts = "auto", warm: Warm = "block", 
 
     Args:
         module: A model, or the wrapper of `torch.compile(model, backend="specache")`.
-        prompts: "untraced": prompts and further turns run as the model is, and start at once; Dynamo traces the decode
-            step alone. This serves transformers' `DynamicCache`, and a `StaticCache` that is new; other calls are
-            traced. "traced": they are graphs, one for each kind of them. "auto" (the default): "untraced" on a CPU, as
-            far as the decode step has the layers of the cache; "traced" elsewhere, with `policy="kivi"` and with
-            `compile_prefill`.
+        prompts: "untraced": prompts and further turns run as the model is, and start at once. The decode step alone is
+            traced; one of a transformers model without Dynamo. This serves transformers' `DynamicCache`, and a
+            `StaticCache` that is new; other calls are traced. "traced": they are graphs of Dynamo's, one for each kind
+            of them. "auto" (the default): "untraced" on a CPU, as far as the decode step has the layers of the cache;
+            "traced" elsewhere, with `policy="kivi"` and with `compile_prefill`.
         warm: What a decode step does whose graph is not made yet. "block" (the default): it waits. "background": a
             thread makes the graph, by steps of `module` on a small cache. Tokens come from the uncompiled model until
             then. This serves a `DynamicCache` whose prompt ran untraced; other steps wait.

@@ -1,10 +1,10 @@
 """Which calls of a module run as the model is, and which go to its compiled forward.
 
     module(...)   several tokens  ->  the module's own forward; each layer's pairs go to the session
-                  one token       ->  the compiled call, which decodes from the session. While its graph is made in the
-                                      background: as several tokens
+                  one token       ->  a graph, which decodes from the session: a direct step (`direct_step.py`), else
+                                      the compiled call. While it is made in the background: as several tokens
 
-A prompt needs no graph: its attention is the model's own in any case. Dynamo traces the decode step alone.
+A prompt needs no graph: its attention is the model's own in any case. The decode step alone is traced.
 
 This serves the caches of `known_caches.py`. All else is traced: other caches, masks by layer, gradients, a cache that
 several graphs share. The model's own attention makes a mask of all queries and keys where there is padding, a window or
