@@ -104,6 +104,9 @@ class ModelState:
         files = {each.__module__ for each in self._classes} & {*sys.modules}
         for name in sorted(files | {*_FILES} & {*sys.modules}):
             self._globals.append(_Names(vars(sys.modules[name])))
+            for value in list(vars(sys.modules[name]).values()):
+                if type(value).__module__.partition(".")[0] == "transformers":
+                    self._watch_registry(value)
         self._hooks = RemovableHandle.next_id
         self._values = self._read()
 
@@ -139,6 +142,13 @@ class ModelState:
             self._dicts.append(vars(module))
         else:
             self._models.append(vars(module))
+
+    def _watch_registry(self, value: Any) -> None:
+        """Watch an object of a file: transformers' functions of attention and masks are in such."""
+        self._watch(value, 0)
+        for each in vars(type(value)).values():
+            if isinstance(each, dict):
+                self._watch(each, 0)
 
     def _watch(self, value: Any, depth: int) -> None:
         """Watch what a value holds."""

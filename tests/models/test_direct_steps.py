@@ -157,7 +157,7 @@ def test_a_changed_model_has_its_own_answers(change: Callable[[Any], None]) -> N
     assert not torch.allclose(wanted, before, atol=1e-2)  # it changes answers
 
 
-@pytest.mark.parametrize("owner", ["class", "class of torch", "file", "torch"])
+@pytest.mark.parametrize("owner", ["class", "class of torch", "file", "torch", "registry"])
 @torch.no_grad()
 def test_replaced_code_runs(owner: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, plain = compiled(), build("llama")
@@ -173,6 +173,13 @@ def test_replaced_code_runs(owner: str, monkeypatch: pytest.MonkeyPatch) -> None
     elif owner == "file":
         rotate = modeling_llama.rotate_half
         monkeypatch.setattr(modeling_llama, "rotate_half", lambda x: -2 * rotate(x))
+    elif owner == "registry":
+        usual = modeling_llama.ALL_ATTENTION_FUNCTIONS["sdpa"]
+
+        def other(module: Any, query: Tensor, *args: Any, **kwargs: Any) -> Any:
+            return usual(module, 2 * query, *args, **kwargs)
+
+        monkeypatch.setitem(modeling_llama.ALL_ATTENTION_FUNCTIONS._global_mapping, "sdpa", other)
     else:
         monkeypatch.setattr(F, "linear", lambda x, weight, bias=None: 2 * (x @ weight.mT))
     torch.testing.assert_close(steps(model, past), steps(plain, expected), atol=1e-4, rtol=1e-4)
