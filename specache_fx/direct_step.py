@@ -142,7 +142,7 @@ class DirectSteps:
         self._state: ModelState | None = None
         self._steps: dict[Hashable, list[DirectStep]] = {}
         self._refused: dict[Hashable, str] = {}
-        self._traces = 0
+        self._changes = 0  # of the state
 
     def find(self, module: nn.Module, call: Call) -> Callable[[], Any] | None:
         """What runs a call: traced, where it is new. None where Dynamo has to trace it."""
@@ -151,7 +151,7 @@ class DirectSteps:
             return None
         if self._state is not None and not self._state.is_same():
             self._steps.clear()
-            self._state = None
+            self._state, self._changes = None, self._changes + 1
         with bare():
             for step in self._steps.get(key, ()):
                 if (sizes := step.sizes(call.given, call.cache)) is not None:
@@ -172,8 +172,8 @@ class DirectSteps:
     def _made(self, module: nn.Module, call: Call, key: Hashable) -> DirectStep:
         if (reason := reason_against(module)) is not None:
             raise NotDirect(reason)
-        if self._traces == _MOST_TRACES + len(self._steps):
-            raise NotDirect(f"its state or sizes have changed {self._traces} times")
+        if max(self._changes, len(self._steps.get(key, ()))) >= _MOST_TRACES:
+            raise NotDirect(f"its state or sizes have changed {_MOST_TRACES} times")
         with compiling(), step_trace.tracing():
             state = self._state or ModelState(module)
             traced = trace_step(module, call.given, call.batch)
@@ -182,7 +182,7 @@ class DirectSteps:
             runner = self._compile_step(traced.graph, self._config, values_of(module))
             if runner is None:
                 raise NotDirect("not all of its attention is rewritten")
-        self._state, self._traces = state, self._traces + 1
+        self._state = state
         counters["specache"]["direct_steps"] += 1
         step = DirectStep(module, traced, runner)
         self._steps.setdefault(key, []).append(step)
@@ -205,7 +205,10 @@ def key_of(call: Call) -> Hashable | None:
             shape = [
                 rows if dim == 0 and size == call.batch else size for dim, size in enumerate(value.shape)
             ]
-            shape[-1] = None if name == "attention_mask" else shape[-1]
+            if name == "attention_mask":
+                if value.dim() < 2 or value.shape[0] != call.batch:
+                    return None
+                shape[-1] = None
             forms.append((name, value.dtype, value.device, *shape))
         elif value is None or isinstance(value, (bool, int, str)):
             forms.append((name, value))
@@ -215,4 +218,4 @@ def key_of(call: Call) -> Hashable | None:
     cast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
     modes = torch.is_inference_mode_enabled(), cast, torch.get_default_dtype()
     layers = tuple((type(layer), getattr(layer, "sliding_window", None)) for layer in call.cache.layers)
-    return (*forms, *modes, layers)
+    return (*forms, *modes, handle.dtype, layers)

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from operator import itemgetter
+from functools import partial
+from operator import attrgetter, itemgetter
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -32,6 +33,7 @@ _FILES = (
     *("torch.nn.functional", "transformers.cache_utils", "transformers.integrations.sdpa_attention"),
     *("transformers.masking_utils", "transformers.modeling_rope_utils", "transformers.utils.generic"),
 )
+_FORM = attrgetter("dtype", "device")
 _LEAVES = (
     torch.Tensor,
     nn.Module,
@@ -53,6 +55,8 @@ def reason_against(module: nn.Module) -> str | None:
     """
     if any(map(_has_any, _global_hooks())):
         return "hooks for all modules are registered"
+    if _has_own_attention():
+        return "a function of attention or masks is neither torch's nor transformers'"
     for name, each in module.named_modules():
         where = f"{type(each).__name__} {name}".strip()
         methods = (type(each), type(each).forward, type(each).__call__)
@@ -62,12 +66,33 @@ def reason_against(module: nn.Module) -> str | None:
             return f"{where} has hooks"
         if each.training:
             return f"{where} is in training mode"
-        if any(isinstance(value, MethodType) for value in vars(each).values()):
-            return f"{where} has methods of its own"
+        if any(_is_own_code(value) for key, value in vars(each).items() if key not in _OF_CALLS):
+            return f"{where} has functions of neither torch nor transformers"
         tensors = (*each._parameters.values(), *each._buffers.values())
         if any(tensor is not None and type(tensor) not in (torch.Tensor, nn.Parameter) for tensor in tensors):
             return f"{where} has weights of a tensor subclass"
     return None
+
+
+def _is_own_code(value: Any) -> bool:
+    """Whether a value is code that a user may have put there."""
+    while isinstance(value, partial):
+        value = value.func
+    if isinstance(value, (nn.Module, torch.Tensor, BuiltinFunctionType)) or not callable(value):
+        return False
+    return isinstance(value, MethodType) or not _is_trusted(
+        value if hasattr(value, "__qualname__") else type(value)
+    )
+
+
+def _has_own_attention() -> bool:
+    """Whether somebody has given transformers an attention or a mask of his own."""
+    files = [sys.modules.get(f"transformers.{name}") for name in ("modeling_utils", "masking_utils")]
+    registries = [
+        getattr(file, name, {})
+        for file, name in zip(files, ("ALL_ATTENTION_FUNCTIONS", "ALL_MASK_ATTENTION_FUNCTIONS"), strict=True)
+    ]
+    return any(map(_is_own_code, (each for registry in registries for each in registry.values())))
 
 
 def _is_trusted(of: Any) -> bool:
@@ -107,6 +132,8 @@ class ModelState:
             for value in list(vars(sys.modules[name]).values()):
                 if type(value).__module__.partition(".")[0] == "transformers":
                     self._watch_registry(value)
+        # A module's `to()` gives its weights other numbers, and they stay the same objects.
+        self._weights = [*module.parameters(), *module.buffers()]
         self._hooks = RemovableHandle.next_id
         self._values = self._read()
 
@@ -130,6 +157,7 @@ class ModelState:
             *map(tuple, map(dict.values, self._dicts)),
             *map(tuple, self._lists),
             *map(tuple, map(_values_of_class, self._classes)),
+            tuple(map(_FORM, self._weights)),
             *(each.read() for each in self._globals),
             *(tuple(each[name] for name in each if name not in _OF_CALLS) for each in self._models),
         ]

@@ -186,6 +186,53 @@ def test_replaced_code_runs(owner: str, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @torch.no_grad()
+def test_functions_of_users_run_by_dynamo(monkeypatch: pytest.MonkeyPatch) -> None:
+    factors = [1.0]
+    usual = modeling_llama.ALL_ATTENTION_FUNCTIONS["sdpa"]
+
+    def scaled(*args: Any, **kwargs: Any) -> Any:
+        out, weights = usual(*args, **kwargs)
+        return out * factors[0], weights
+
+    for kind in ("attention", "activation"):
+        factors[0] = 1.0
+        model, plain = compiled(), build("llama")
+        if kind == "attention":
+            monkeypatch.setitem(modeling_llama.ALL_ATTENTION_FUNCTIONS._global_mapping, "sdpa", scaled)
+        else:
+            monkeypatch.undo()
+            for each in (model, plain):
+                del each.model.layers[0].mlp.act_fn
+                each.model.layers[0].mlp.act_fn = lambda x: x * factors[0]
+        past, expected = prompt(model), prompt(plain)
+        steps(model, past), steps(plain, expected)
+        factors[0] = 3.0
+        torch.testing.assert_close(steps(model, past), steps(plain, expected), atol=1e-4, rtol=1e-4)
+        assert not num_direct()
+
+
+@pytest.mark.parametrize("name", ["opt", "llama"])
+@torch.no_grad()
+def test_weights_of_another_dtype(name: str) -> None:
+    model, plain = compiled(name), build(name)
+    steps(model, prompt(model))
+    for each in (model, plain):
+        for weight in each.parameters():
+            weight.data = weight.data.bfloat16()
+    found, wanted = steps(model, prompt(model)), steps(plain, prompt(plain))
+    torch.testing.assert_close(found, wanted, atol=0.1, rtol=0.1)
+    assert found.dtype == torch.bfloat16
+
+
+@torch.no_grad()
+def test_arguments_without_dimensions() -> None:
+    model, plain = compiled(), build("llama")
+    given = {"logits_to_keep": torch.tensor(0)}
+    found, wanted = steps(model, prompt(model), **given), steps(plain, prompt(plain), **given)
+    torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
+
+
+@torch.no_grad()
 def test_two_models_of_a_class_have_graphs_of_their_own() -> None:
     one, two = compiled(), compiled()
     plain = build("llama")
