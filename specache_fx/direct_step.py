@@ -60,11 +60,10 @@ class DirectStep:
     def __init__(self, module: nn.Module, traced: Traced, run: Callable[..., Any]) -> None:
         self._run, self._inputs = run, traced.inputs
         self._leaves, self._tree = traced.leaves, traced.tree
-        tensors = dict(named_tensors(module))
+        weights = dict(named_tensors(module))
         # The model's state says that these are still its weights.
-        self._weights = {
-            i: tensors[each.name] for i, each in enumerate(self._inputs) if each.kind == "weight"
-        }
+        self._args = [weights[each.name] if each.kind == "weight" else None for each in self._inputs]
+        self._varying = [(i, each) for i, each in enumerate(self._inputs) if each.kind != "weight"]
         self._counts, self._constants = traced.counts, traced.constants
         self._pairs = list(dict.fromkeys(each.layer for each in self._inputs if each.kind == "keys"))
         self._num_tensors = sum(isinstance(leaf, Result) for leaf in self._leaves)
@@ -85,19 +84,17 @@ class DirectStep:
 
     def __call__(self, given: Mapping[str, Any], cache: Any, sizes: Mapping[str, int]) -> Any:
         """Run a call, and update its cache."""
-        weights, layers = self._weights, cache.layers
-        args: list[Any] = []
-        for i, (kind, name, layer) in enumerate(self._inputs):
-            if kind == "weight":
-                args.append(weights[i])
-            elif kind == "argument":
-                args.append(given[name])
+        args: list[Any] = [*self._args]
+        layers = cache.layers
+        for i, (kind, name, layer) in self._varying:
+            if kind == "argument":
+                args[i] = given[name]
             elif kind == "size":
-                args.append(sizes[name])
+                args[i] = sizes[name]
             elif kind == "count":
-                args.append(layers[layer].cumulative_length)
+                args[i] = layers[layer].cumulative_length
             else:
-                args.append(getattr(layers[layer], kind))
+                args[i] = getattr(layers[layer], kind)
         with bare():
             results = self._run(*args)
         pairs = iter(results[self._num_tensors :])
@@ -149,32 +146,42 @@ class DirectSteps:
         key, stance = key_of(call), eval_frame._stance.stance
         if key is None or key in self._refused or stance not in ("default", "fail_on_recompile"):
             return None
-        if self._state is not None and not self._state.is_same():
-            self._steps.clear()
-            self._state, self._changes = None, self._changes + 1
+        if (state := self._state) is not None and not state.is_same():
+            with compiling():
+                if self._state is state:  # another thread may have seen it, too
+                    self._steps.clear()
+                    self._state, self._changes = None, self._changes + 1
         with bare():
-            for step in self._steps.get(key, ()):
-                if (sizes := step.sizes(call.given, call.cache)) is not None:
-                    return partial(step, call.given, call.cache, sizes)
-            if stance != "default":  # Dynamo says that it would compile
-                return None
-            try:
-                step = self._made(module, call, key)
-                sizes = step.sizes(call.given, call.cache)
-                if sizes is None:
-                    raise NotDirect("its layers have sizes that no symbols tell")
-                return partial(step, call.given, call.cache, sizes)
-            except NotDirect as no:
-                self._refused[key] = str(no)
-                logger.info("specache: Dynamo traces this step of %s: %s.", type(module).__name__, no)
-                return None
+            if (
+                run := self._known(key, call)
+            ) is not None or stance != "default":  # Dynamo says that it would compile
+                return run
+            with compiling():
+                if (run := self._known(key, call)) is not None:  # another thread has made it
+                    return run
+                try:
+                    self._make(module, call, key)
+                    if (run := self._known(key, call)) is None:
+                        raise NotDirect("its layers have sizes that no symbols tell")
+                    return run
+                except NotDirect as no:
+                    self._refused[key] = str(no)
+                    logger.info("specache: Dynamo traces this step of %s: %s.", type(module).__name__, no)
+                    return None
 
-    def _made(self, module: nn.Module, call: Call, key: Hashable) -> DirectStep:
+    def _known(self, key: Hashable, call: Call) -> Callable[[], Any] | None:
+        """What runs a call by a graph that there is."""
+        for step in self._steps.get(key, ()):
+            if (sizes := step.sizes(call.given, call.cache)) is not None:
+                return partial(step, call.given, call.cache, sizes)
+        return None
+
+    def _make(self, module: nn.Module, call: Call, key: Hashable) -> None:
         if (reason := reason_against(module)) is not None:
             raise NotDirect(reason)
         if max(self._changes, len(self._steps.get(key, ()))) >= _MOST_TRACES:
             raise NotDirect(f"its state or sizes have changed {_MOST_TRACES} times")
-        with compiling(), step_trace.tracing():
+        with step_trace.tracing():
             state = self._state or ModelState(module)
             traced = trace_step(module, call.given, call.batch)
             if not state.is_same():
@@ -184,9 +191,7 @@ class DirectSteps:
                 raise NotDirect("not all of its attention is rewritten")
         self._state = state
         counters["specache"]["direct_steps"] += 1
-        step = DirectStep(module, traced, runner)
-        self._steps.setdefault(key, []).append(step)
-        return step
+        self._steps.setdefault(key, []).append(DirectStep(module, traced, runner))
 
 
 def key_of(call: Call) -> Hashable | None:

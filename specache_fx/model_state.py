@@ -12,7 +12,7 @@ Dynamo's guards are, and notices more than they do.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from operator import attrgetter, itemgetter
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
@@ -24,8 +24,6 @@ from torch.nn.modules import module as _modules
 from torch.utils.hooks import RemovableHandle
 
 _TRUSTED = ("torch", "transformers")
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks")
 # Of a model: what generate() notes, and what calls it. No graph depends on them.
 _OF_CALLS = frozenset(("_compiled_call_impl", "generation_config", "warnings_issued"))
 # What forward passes of transformers call in other files than their own.
@@ -53,8 +51,8 @@ def reason_against(module: nn.Module) -> str | None:
     A graph shows what tensors are computed. What else code does, to print or to count, it does while it is traced and
     not again. Code of torch and transformers does nothing else.
     """
-    if any(map(_has_any, _global_hooks())):
-        return "hooks for all modules are registered"
+    if has_hooks(module):
+        return "it has hooks, or all modules have"
     if _has_own_attention():
         return "a function of attention or masks is neither torch's nor transformers'"
     for name, each in module.named_modules():
@@ -62,8 +60,6 @@ def reason_against(module: nn.Module) -> str | None:
         methods = (type(each), type(each).forward, type(each).__call__)
         if not all(_is_trusted(method) for method in methods) or "forward" in vars(each):
             return f"{where} runs code of neither torch nor transformers"
-        if any(vars(each).get(hooks) for hooks in _HOOKS):
-            return f"{where} has hooks"
         if each.training:
             return f"{where} is in training mode"
         if any(_is_own_code(value) for key, value in vars(each).items() if key not in _OF_CALLS):
@@ -99,12 +95,11 @@ def _is_trusted(of: Any) -> bool:
     return str(getattr(of, "__module__", "")).partition(".")[0] in _TRUSTED
 
 
-def _global_hooks() -> Iterator[Any]:
-    return (getattr(_modules, name, None) for name in _GLOBAL_HOOKS)
-
-
-def _has_any(hooks: Any) -> bool:
-    return bool(hooks)
+def has_hooks(module: nn.Module) -> bool:
+    """Whether a module in it, or all modules, have a hook of forward calls."""
+    return _modules._has_any_global_hook() or any(
+        each._forward_hooks or each._forward_pre_hooks for each in module.modules()
+    )
 
 
 class ModelState:
@@ -139,17 +134,12 @@ class ModelState:
 
     def is_same(self) -> bool:
         """Whether nothing has changed."""
-        if self._hooks != RemovableHandle.next_id or any(map(_has_any, _global_hooks())):
+        if self._hooks != RemovableHandle.next_id or _modules._has_any_global_hook():
             return False
         try:
             return self._read() == self._values
-        except (
-            KeyError,
-            RuntimeError,
-            TypeError,
-            ValueError,
-        ):  # of objects that don't compare, and are others
-            return False
+        except (KeyError, RuntimeError, TypeError, ValueError):
+            return False  # a name is gone, or there are other objects, which don't compare
 
     def _read(self) -> list[tuple[Any, ...]]:
         # All loops are in C: a model has thousands of these.

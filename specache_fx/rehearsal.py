@@ -16,6 +16,7 @@ from torch import nn
 
 from specache_fx.call import Call
 from specache_fx.known_caches import filled, grows, length_of, put_handles, room_of
+from specache_fx.model_state import has_hooks
 from specache_fx.runners import inference
 from specache_fx.runtime import registry
 from specache_fx.runtime.session import Session
@@ -110,12 +111,6 @@ def fits(call: Call, module: nn.Module) -> bool:
     rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
     kinds = [rope, *rope.values()]  # perhaps one for each kind of layer
     return not any(isinstance(each, Mapping) and each.get("rope_type") in _BY_LENGTH for each in kinds)
-
-
-def has_hooks(module: nn.Module) -> bool:
-    """Whether a module in it, or all modules, have a hook of forward calls."""
-    everywhere = torch.nn.modules.module._has_any_global_hook()
-    return everywhere or any(each._forward_hooks or each._forward_pre_hooks for each in module.modules())
 
 
 def _structure_of(cache: Any) -> Any:
