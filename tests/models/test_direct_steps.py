@@ -250,7 +250,7 @@ def test_a_model_that_changes_without_end_is_left_to_dynamo() -> None:
     for i in range(9):
         model.model.layers[0].self_attn.scaling = 0.1 + i
         steps(model, past, 1)
-    assert num_direct() <= 5
+    assert 2 <= num_direct() <= 5  # some are traced, and not all
 
 
 class Counts(nn.Module):
