@@ -53,8 +53,8 @@ def reason_against(module: nn.Module) -> str | None:
     """
     if has_hooks(module):
         return "it has hooks, or all modules have"
-    if _has_own_attention():
-        return "a function of attention or masks is neither torch's nor transformers'"
+    if _has_own_attention(module):
+        return "its attention or mask is a function of neither torch nor transformers"
     for name, each in module.named_modules():
         where = f"{type(each).__name__} {name}".strip()
         methods = (type(each), type(each).forward, type(each).__call__)
@@ -81,14 +81,16 @@ def _is_own_code(value: Any) -> bool:
     )
 
 
-def _has_own_attention() -> bool:
-    """Whether somebody has given transformers an attention or a mask of his own."""
+def _has_own_attention(module: nn.Module) -> bool:
+    """Whether a user has given transformers the attention or the mask that the model uses."""
+    configs = (getattr(each, "config", None) for each in module.modules())
+    used = {"sdpa", *(getattr(config, "_attn_implementation", None) for config in configs)}
     files = [sys.modules.get(f"transformers.{name}") for name in ("modeling_utils", "masking_utils")]
     registries = [
         getattr(file, name, {})
         for file, name in zip(files, ("ALL_ATTENTION_FUNCTIONS", "ALL_MASK_ATTENTION_FUNCTIONS"), strict=True)
     ]
-    return any(map(_is_own_code, (each for registry in registries for each in registry.values())))
+    return any(_is_own_code(registry.get(name)) for registry in registries for name in used)
 
 
 def _is_trusted(of: Any) -> bool:

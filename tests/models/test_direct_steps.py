@@ -211,6 +211,14 @@ def test_functions_of_users_run_by_dynamo(monkeypatch: pytest.MonkeyPatch) -> No
         assert not num_direct()
 
 
+@torch.no_grad()
+def test_an_attention_that_others_use_is_no_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(modeling_llama.ALL_ATTENTION_FUNCTIONS._global_mapping, "own", lambda *_: None)
+    model = compiled()
+    steps(model, prompt(model))
+    assert num_direct() == 1
+
+
 @pytest.mark.parametrize("name", ["opt", "llama"])
 @torch.no_grad()
 def test_weights_of_another_dtype(name: str) -> None:

@@ -17,7 +17,7 @@ from support.open_sessions import session_of
 from support.zoo import SMALL, TWO_LANES, build, left_padded
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
-from transformers import DynamicCache, QuantizedCache, StaticCache
+from transformers import AttentionInterface, DynamicCache, QuantizedCache, StaticCache
 
 import specache_fx
 from specache_fx import step_trace
@@ -210,7 +210,9 @@ def test_pieces_of_a_model_take_their_layers_of_the_prompts_session() -> None:
 
 
 @torch.no_grad()
-def test_a_model_that_is_left_alone_keeps_plain_caches_after_its_first_step() -> None:
+def test_a_model_that_is_left_alone_keeps_plain_caches_after_its_first_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     plain = build("llama", attn_implementation="eager")
 
     def spelt(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: Any, **given: Any) -> Any:
@@ -221,9 +223,7 @@ def test_a_model_that_is_left_alone_keeps_plain_caches_after_its_first_step() ->
         hidden = torch.ones(query.shape[2], tokens, dtype=torch.bool).triu(tokens - query.shape[2] + 1)
         return (scores.masked_fill(hidden, -torch.inf).softmax(-1) @ value).transpose(1, 2), None
 
-    from transformers import AttentionInterface
-
-    AttentionInterface.register("squared_scores", spelt)
+    monkeypatch.setitem(AttentionInterface._global_mapping, "squared_scores", spelt)
     plain.set_attn_implementation("squared_scores")
     ids = torch.arange(3, 40)[None]
     expected = generate(plain, ids).sequences
