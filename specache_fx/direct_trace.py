@@ -1,37 +1,36 @@
-"""A decode step's graph without Dynamo: the model's `forward` runs once on fake tensors, as `torch.export` has it.
+"""A decode step's graph without Dynamo: the model's `forward` runs once on fake tensors, and is recorded.
 
     the call      fake tensors of the arguments; their batch, and a mask's length, are symbols
     the model     copies of its modules (`model_twin.py`), which hold fake weights
     the cache     a copy, of fake pairs; their length is a symbol
-      -> functional ATen, and which result is what: a part of the output, or keys or values of a layer
+      -> a graph as Dynamo makes it, traced as that is
+    its results   which is what: a part of the output, or keys or values of a layer
 
-Dynamo reads the model's code, and guards each value that it finds there: it takes twice as long for a first graph, and
-checks thousands of guards a step. Such a graph here is valid as long as the model's state is what it was
+Dynamo reads the model's code, and guards each value that it finds there. That takes four times as long for a first
+graph, and checks thousands of guards a step. Such a graph here is valid as long as the model's state is what it was
 (`model_state.py`), for calls of the same form whose sizes its guards allow.
 """
 
 from __future__ import annotations
 
 import copy
-import operator
 from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import sympy
 import torch
-import torch.nn.functional as F
 from torch import nn
+from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.source import ConstantSource
 from torch._subclasses import FakeTensorMode
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
-from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from specache_fx.capture.graph_utils import STATIC, placeholders, value_of
-from specache_fx.capture.normalize_attention import SDPA, SDPA_DEFAULTS
-from specache_fx.capture.trace import trace_function
+from specache_fx.capture.graph_utils import STATIC, placeholders
+from specache_fx.capture.recorder import CannotRecord, Recorder
+from specache_fx.capture.trace import trace
 from specache_fx.errors import first_line
 from specache_fx.known_caches import filled, window_of
 from specache_fx.model_twin import NotDirect, Twin, named_tensors
@@ -40,8 +39,6 @@ CACHE = object()
 """Stands for the cache in an output."""
 
 _PAIR = ("keys", "values")
-_SDPA_ARGS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
-aten = torch.ops.aten
 
 
 class Result(int):
@@ -101,18 +98,21 @@ def trace_step(module: nn.Module, given: Mapping[str, Any], batch: int) -> Trace
     fakes = _Inputs(module, given, batch)
     step = _Step(module, given, fakes.inputs)
     try:
-        graph = trace_function(step.forward, fakes.values)
+        with torch.no_grad(), fakes.mode, enable_python_dispatcher(), Recorder(fakes.values) as recorder:
+            results = step.forward(*fakes.values)
+        recorded = recorder.finish(results)
+        for where, node in zip(fakes.inputs, placeholders(recorded.graph), strict=True):
+            if where.kind == "weight":
+                _note_weight(node, where.name)
+        graph = trace(recorded)
     except NotDirect:
         raise
+    except CannotRecord as no:
+        raise NotDirect(str(no)) from no
     except Exception as error:  # of any operator: Dynamo may trace it
         raise NotDirect(f"it can't be traced: {first_line(error)}") from error
-    _read_sizes_of_inputs(graph, [each.kind == "size" for each in fakes.inputs])
-    if any(node.op == "get_attr" for node in graph.graph.nodes):
-        raise NotDirect("it reads a tensor that is no parameter, buffer or argument")
     kept = []
     for where, node in zip(fakes.inputs, placeholders(graph.graph), strict=True):
-        if where.kind == "weight":
-            _note_weight(node, where.name)
         if node.users or where.kind in ("argument", *_PAIR):
             kept.append(where)
         else:
@@ -132,6 +132,7 @@ class _Inputs:
         env: The symbols' environment.
         places: See `Traced.sizes`.
         constants: See `Traced`.
+        mode: Theirs.
     """
 
     def __init__(self, module: nn.Module, given: Mapping[str, Any], batch: int) -> None:
@@ -140,7 +141,7 @@ class _Inputs:
         self.values: list[Any] = []
         self.places: dict[sympy.Symbol, list[tuple[Input, int]]] = {}
         self.constants: list[tuple[Input, int, int]] = []
-        self._mode = FakeTensorMode(shape_env=self.env)
+        self.mode = FakeTensorMode(shape_env=self.env, allow_non_fake_inputs=True)
         self._symbols: dict[Any, Any] = {}
         self._rows: Any = batch
         for name, value in given.items():
@@ -202,7 +203,7 @@ class _Inputs:
     def _empty(
         self, shape: Sequence[Any], like: torch.Tensor, strides: Sequence[int] | None = None
     ) -> torch.Tensor:
-        with self._mode:
+        with self.mode:
             if strides is not None:
                 return torch.empty_strided(shape, strides, dtype=like.dtype, device=like.device)
             return torch.empty(shape, dtype=like.dtype, device=like.device)
@@ -232,8 +233,7 @@ class _Step:
         twin, cache = Twin(self._module, weights), self._cache(found)
         arguments = {name: found.get(Input("argument", name), value) for name, value in self._given.items()}
         before = [dict(vars(each)) for each in (cache, *cache.layers)]
-        with _Attention():
-            out = twin.module(**{**arguments, "past_key_values": cache})
+        out = twin.module(**{**arguments, "past_key_values": cache})
         twin.check_unchanged()
         _check_cache(before, cache)
         leaves, self.tree = pytree.tree_flatten(out, is_leaf=lambda each: each is cache)
@@ -261,18 +261,6 @@ class _Step:
         return cache
 
 
-class _Attention(TorchFunctionMode):
-    """Keeps SDPA one call."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is not F.scaled_dot_product_attention:
-            return func(*args, **kwargs)
-        given = dict(zip(_SDPA_ARGS, args, strict=False)) | kwargs
-        rest = zip(_SDPA_ARGS[3:], SDPA_DEFAULTS, strict=True)
-        return SDPA(*(given[name] for name in _SDPA_ARGS[:3]), *(given.get(name, by) for name, by in rest))
-
-
 def _check_cache(before: Sequence[Mapping[str, Any]], cache: Any) -> None:
     """Refuse a step that changes more of a cache than its pairs and counts.
 
@@ -297,34 +285,3 @@ def _note_weight(node: Node, name: str) -> None:
     source = f"L['self']{modules}._parameters['{last}']"
     node.meta["tensor_dict"] = {STATIC: True}
     node.meta["grapharg"] = SimpleNamespace(source=SimpleNamespace(name=source))
-
-
-def _read_sizes_of_inputs(gm: GraphModule, are_sizes: Sequence[bool]) -> None:
-    """Compute sizes of tensors on the way from the symbols, which are inputs."""
-    given = zip(placeholders(gm.graph), are_sizes, strict=True)
-    symbols = {value_of(node).node.expr: node for node, is_size in given if is_size}
-    for node in list(gm.graph.nodes):
-        if node.target not in (aten.sym_size.int, aten.sym_numel.default):
-            continue
-        value = value_of(node)
-        with gm.graph.inserting_before(node):
-            known: Any = value if isinstance(value, int) else _computed(gm.graph, value.node.expr, symbols)
-        if known is not None:
-            node.replace_all_uses_with(known)
-            gm.graph.erase_node(node)
-
-
-def _computed(graph: Graph, expr: sympy.Expr, symbols: Mapping[sympy.Symbol, Node]) -> Any:
-    """What computes a sum or product of symbols; None of another expression."""
-    if expr in symbols or expr.is_Integer:
-        return symbols[expr] if expr in symbols else int(expr)
-    combine = operator.add if expr.is_Add else operator.mul if expr.is_Mul else None
-    parts = [] if combine is None else [_computed(graph, each, symbols) for each in expr.args]
-    if combine is None or None in parts:
-        return None
-    result = parts[0]
-    for part in parts[1:]:
-        operands = [value_of(each) if isinstance(each, Node) else each for each in (result, part)]
-        result = graph.call_function(combine, (result, part))
-        result.meta["val"] = combine(*operands)
-    return result

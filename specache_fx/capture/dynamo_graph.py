@@ -27,11 +27,10 @@ from torch.fx.node import Argument, map_arg
 from specache_fx.capture.graph_edit import copy_graph
 from specache_fx.capture.graph_slices import ancestors, float_of
 from specache_fx.capture.graph_utils import is_integer, placeholders, target_name, value_of
-from specache_fx.capture.normalize_attention import SDPA, SDPA_DEFAULTS
+from specache_fx.capture.normalize_attention import SDPA, sdpa_arguments
 
 # Modes of gradients that a model enters in its own `forward`. The exit of one reads its entry, and so is erased first.
 _MODES = (grad_mode._exit_inference_mode, grad_mode._enter_inference_mode, torch._C._set_grad_enabled)
-_SDPA_ARGS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 _DROPOUTS = {
     "dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_dropout", "feature_alpha_dropout",
 }  # fmt: skip
@@ -72,10 +71,7 @@ def prepared(gm: GraphModule) -> GraphModule:
         elif node.op == "call_function" and target_name(node) == "einsum":
             _as_matmul(node)
         elif node.op == "call_function" and node.target is F.scaled_dot_product_attention:
-            given = dict(zip(_SDPA_ARGS, node.args, strict=False)) | node.kwargs
-            rest = zip(_SDPA_ARGS[3:], SDPA_DEFAULTS, strict=True)
-            args = [*(given[name] for name in _SDPA_ARGS[:3]), *(given.get(name, by) for name, by in rest)]
-            node.target, node.args, node.kwargs = SDPA, tuple(args), {}
+            node.target, node.args, node.kwargs = SDPA, sdpa_arguments(node.args, node.kwargs), {}
     copied.recompile()
     return copied
 

@@ -16,6 +16,7 @@ that stands in the way; if it reads a KV cache, `match_attention` refuses it.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -34,7 +35,15 @@ from specache_fx.runtime import ops  # noqa: F401  (registers torch.ops.specache
 
 SDPA = torch.ops.specache.scaled_dot_product_attention.default
 SDPA_DEFAULTS = (None, 0.0, False, None, False)  # of the arguments behind query, key and value
+_SDPA_ARGS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 _LEAVE = f"{LEAVE}."
+
+
+def sdpa_arguments(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Arguments of `SDPA`, of those of `torch.nn.functional.scaled_dot_product_attention`."""
+    given = {**dict(zip(_SDPA_ARGS, args, strict=False)), **kwargs}
+    rest = zip(_SDPA_ARGS[3:], SDPA_DEFAULTS, strict=True)
+    return *(given[name] for name in _SDPA_ARGS[:3]), *(given.get(name, by) for name, by in rest)
 
 
 def from_sdpa(gm: GraphModule, node: Node) -> AttentionCore:

@@ -94,23 +94,6 @@ def trace(gm: GraphModule) -> GraphModule:
     except Exception as error:  # of any operator: the model runs as it is then
         raise TraceError(first_line(error)) from error
     _note_inputs(gm, traced.graph, inputs)
-    return _simplified(traced)
-
-
-def trace_function(function: Callable[..., Any], inputs: Sequence[Any]) -> GraphModule:
-    """Trace a function of tensors, as `trace` does with a graph.
-
-    Args:
-        function: Takes and returns tensors; no attention but by `SDPA`, or spelt out.
-        inputs: Fake tensors, and symbols.
-
-    Raises:
-        Exception: What the function raises.
-    """
-    return _simplified(_functional_graph(function, inputs))
-
-
-def _simplified(traced: GraphModule) -> GraphModule:
     simplify(traced.graph)
     grouped_heads(traced.graph)
     eliminate_dead_code(traced.graph)
