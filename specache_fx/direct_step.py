@@ -202,7 +202,7 @@ def key_of(call: Call) -> Hashable | None:
     if handle is None or not grows(call.cache) or not is_laid_out(handle):
         return None
     forms: list[Hashable] = []
-    for name, value in call.given.items():
+    for name, value in sorted(call.given.items()):
         if isinstance(value, torch.Tensor):
             if type(value) is not torch.Tensor:
                 return None

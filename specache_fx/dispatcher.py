@@ -37,6 +37,7 @@ from specache_fx.runtime import registry
 from specache_fx.runtime.handle_form import is_laid_out
 from specache_fx.runtime.handle_tensor import Handle, bare
 from specache_fx.runtime.session import Session
+from specache_fx.static_cache import GrowingCall
 from specache_fx.step_trace import decoding, num_traces
 
 Prompts = Literal["auto", "traced", "untraced"]
@@ -105,6 +106,8 @@ class Dispatcher:
         if self._traces or torch.compiler.is_dynamo_compiling():
             return self.compiled(*args, **kwargs)
         call = self._call_of(args, kwargs)
+        if (growing := GrowingCall.of(call)) is not None:
+            return growing.finish(self(**growing.given))
         filling: list[Any] = _here.__dict__.setdefault("filling", [])
         if call.cache is not None and any(call.cache is each for each in filling):
             return module._call_impl(*args, **kwargs)  # for a module around this one

@@ -28,6 +28,7 @@ from specache_fx.known_caches import (
     has_pairs,
     is_static,
     length_of,
+    make_room,
     put_handles,
     shape_of,
     watched,
@@ -81,6 +82,8 @@ class Filling:
             Exception: What the forward raises. The cache is as before then.
         """
         registry.sweep()
+        if self._is_prompt and self._call.cache is not None and is_static(self._call.cache):
+            make_room(self._call.cache)
         with contextlib.ExitStack() as held:
             padding = None
             if (session := self._session) is not None:

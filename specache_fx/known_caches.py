@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from specache_fx.runtime.fixed_buffers import Extent, hold
+from specache_fx.runtime.fixed_buffers import Extent, free, hold, refill
 from specache_fx.runtime.handle_tensor import Handle
 from specache_fx.runtime.layout import LayerShape
 
@@ -45,16 +45,25 @@ def is_new_static(cache: Any) -> bool:
     if not _is_named(cache, "StaticCache") or getattr(cache, "offloading", False):
         return False
     return bool(cache.layers) and all(
-        _is_named(each, "StaticLayer")
-        and not isinstance(each.keys, Handle)
-        and not int(each.cumulative_length)
-        for each in cache.layers
+        _is_named(each, "StaticLayer") and not int(each.cumulative_length) for each in cache.layers
     )
 
 
 def is_static(cache: Any) -> bool:
     """Whether it is a cache of buffers."""
     return _is_named(cache, "StaticCache")
+
+
+def is_held_static(cache: Any) -> bool:
+    """Whether it is a cache of buffers without windows that are all handles."""
+    if not is_static(cache) or getattr(cache, "offloading", False):
+        return False
+    sides = (side for layer in cache.layers for side in (layer.keys, layer.values))
+    return (
+        bool(cache.layers)
+        and all(_is_named(each, "StaticLayer") for each in cache.layers)
+        and all(isinstance(side, Handle) for side in sides)
+    )
 
 
 def has_pairs(layer: Any) -> bool:
@@ -83,6 +92,20 @@ def put_handles(cache: Any, handles: Sequence[torch.Tensor]) -> None:
         return
     for slot, layer in enumerate(filled(cache)):
         layer.keys, layer.values = handles[2 * slot : 2 * slot + 2]
+
+
+def make_room(cache: Any) -> None:
+    """Give a static cache that was reset its buffers back; a session has had their memory."""
+    sides = (side for layer in cache.layers for side in (layer.keys, layer.values))
+    held = [side for side in sides if isinstance(side, Handle)]
+    if held:
+        dtypes = [(side.dtype, side.device) for side in held]
+        shapes = free(held)
+        numbers = [
+            torch.zeros(shape, dtype=dtype, device=device)
+            for shape, (dtype, device) in zip(shapes, dtypes, strict=True)
+        ]
+        refill(held, numbers)
 
 
 def length_of(layer: Any) -> int:

@@ -25,7 +25,12 @@ from torch.utils.hooks import RemovableHandle
 
 _TRUSTED = ("torch", "transformers")
 # Of a model: what generate() notes, and what calls it. No graph depends on them.
-_OF_CALLS = frozenset(("_compiled_call_impl", "generation_config", "warnings_issued"))
+_OF_CALLS = frozenset(
+    (
+        *("_cache", "_compiled_call", "_compiled_call_impl", "_last_compile_config"),
+        *("_previous_max_cache_length", "generation_config", "warnings_issued"),
+    )
+)
 # What forward passes of transformers call in other files than their own.
 _FILES = (
     *("torch.nn.functional", "transformers.cache_utils", "transformers.integrations.sdpa_attention"),

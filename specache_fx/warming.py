@@ -51,7 +51,7 @@ def warm_up(model: nn.Module, *, batch_sizes: Sequence[int] = (1,), turns: bool 
     with a window is given prompts of its length. Call it in the mode of the answers: graphs of `torch.inference_mode()`
     are others.
 
-    These still compile at their first time: one padded row; a static cache; a loop of your own without
+    These still compile at their first time: one padded row; a loop of your own without
     `generate()`; what a call is given beyond ids and a mask, such as `output_attentions`. So does a padded prompt where
     prompts are traced.
 

@@ -31,6 +31,7 @@ RANKS: tuple[tuple[str, ...], ...] = (
     ("specache_fx.dispatcher",),
     ("specache_fx.backend",),
     ("specache_fx.filling", "specache_fx.rehearsal", "specache_fx.background", "specache_fx.direct_step"),
+    ("specache_fx.static_cache",),
     ("specache_fx.call", "specache_fx.direct_trace"),
     ("specache_fx.retrace",),
     ("specache_fx.dynamo_hooks",),
