@@ -21,7 +21,7 @@ from specache_fx import step_trace
 from specache_fx.call import Call
 from specache_fx.config import SpecacheConfig
 from specache_fx.direct_trace import CACHE, Input, Result, Traced, trace_step
-from specache_fx.known_caches import grows
+from specache_fx.known_caches import form_of, grows
 from specache_fx.model_state import ModelState, reason_against
 from specache_fx.model_twin import NotDirect, named_tensors
 from specache_fx.runners import compiling
@@ -45,6 +45,8 @@ def _size_at(where: Input, dim: int, given: Mapping[str, Any], layers: Sequence[
     if where.kind == "argument":
         return int(given[where.name].shape[dim])
     layer = layers[where.layer]
+    if where.kind == "state":
+        return int(getattr(layer, where.name)[where.key].shape[dim])
     return int(layer.cumulative_length if where.kind == "count" else getattr(layer, where.kind).shape[dim])
 
 
@@ -86,9 +88,11 @@ class DirectStep:
         """Run a call, and update its cache."""
         args: list[Any] = [*self._args]
         layers = cache.layers
-        for i, (kind, name, layer) in self._varying:
+        for i, (kind, name, layer, key) in self._varying:
             if kind == "argument":
                 args[i] = given[name]
+            elif kind == "state":
+                args[i] = getattr(layers[layer], name)[key]
             elif kind == "size":
                 args[i] = sizes[name]
             elif kind == "count":
@@ -222,5 +226,4 @@ def key_of(call: Call) -> Hashable | None:
     device = call.device
     cast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
     modes = torch.is_inference_mode_enabled(), cast, torch.get_default_dtype()
-    layers = tuple((type(layer), getattr(layer, "sliding_window", None)) for layer in call.cache.layers)
-    return (*forms, *modes, handle.dtype, layers)
+    return (*forms, *modes, handle.dtype, *map(form_of, call.cache.layers))

@@ -32,7 +32,7 @@ from specache_fx.capture.graph_utils import STATIC, placeholders
 from specache_fx.capture.recorder import CannotRecord, Recorder
 from specache_fx.capture.trace import trace
 from specache_fx.errors import first_line
-from specache_fx.known_caches import filled, window_of
+from specache_fx.known_caches import filled, states_of, window_of
 from specache_fx.model_twin import NotDirect, Twin, named_tensors
 
 CACHE = object()
@@ -49,15 +49,17 @@ class Input(NamedTuple):
     """Where an input of the graph is read.
 
     Attributes:
-        kind: "argument" of the call; "weight" of the model; "keys", "values" or "count" of a layer of the cache; or
-            "size", a symbol.
-        name: Of the argument, weight or symbol.
+        kind: "argument" of the call; "weight" of the model; "keys", "values", "count" or "state" of a layer of the
+            cache; or "size", a symbol.
+        name: Of the argument, weight or symbol, or of the attribute that has the state.
         layer: The layer's place in the cache.
+        key: The state's place in that attribute.
     """
 
     kind: str
     name: str = ""
     layer: int = 0
+    key: Any = None
 
 
 class Traced(NamedTuple):
@@ -157,6 +159,8 @@ class _Inputs:
         for i, layer in enumerate(cache.layers):
             if id(layer) in layers:
                 self._add_layer(i, layer)
+            for name, key, state in states_of(layer):
+                self._add_state(Input("state", name, i, key), state, batch)
         # As Dynamo has them: symbols are inputs of their own, and first.
         sizes = list(self._symbols.values())
         self.inputs[:0] = [Input("size", str(size.node.expr)) for size in sizes]
@@ -184,6 +188,14 @@ class _Inputs:
         if isinstance(count := vars(layer).get("cumulative_length"), int):
             where = Input("count", layer=i)
             self._add(where, self._size("count", count, where, 0))
+
+    def _add_state(self, where: Input, state: torch.Tensor, batch: int) -> None:
+        rows: Any = state.shape[0]
+        if rows == batch:
+            rows = self._rows
+        else:
+            self.constants.append((where, 0, rows))
+        self._add(where, self._empty((rows, *state.shape[1:]), state))
 
     def _size(self, what: Any, value: int, where: Input, dim: int) -> Any:
         """A symbol, the same one for the same key; a constant below 2, as in all graphs."""
@@ -232,7 +244,7 @@ class _Step:
         weights = {where.name: value for where, value in found.items() if where.kind == "weight"}
         twin, cache = Twin(self._module, weights), self._cache(found)
         arguments = {name: found.get(Input("argument", name), value) for name, value in self._given.items()}
-        before = [dict(vars(each)) for each in (cache, *cache.layers)]
+        before = [_content(each) for each in (cache, *cache.layers)]
         out = twin.module(**{**arguments, "past_key_values": cache})
         twin.check_unchanged()
         _check_cache(before, cache)
@@ -253,11 +265,17 @@ class _Step:
         """A copy of the cache, with these pairs and counts."""
         cache = copy.copy(self._given["past_key_values"])
         cache.layers = [copy.copy(layer) for layer in cache.layers]
+        for layer in cache.layers:
+            vars(layer).update(
+                (name, dict(value)) for name, value in vars(layer).items() if isinstance(value, dict)
+            )
         for where, value in found.items():
             if where.kind in _PAIR:
                 setattr(cache.layers[where.layer], where.kind, value)
             elif where.kind == "count":
                 cache.layers[where.layer].cumulative_length = value
+            elif where.kind == "state":
+                getattr(cache.layers[where.layer], where.name)[where.key] = value
         return cache
 
 
@@ -270,12 +288,23 @@ def _check_cache(before: Sequence[Mapping[str, Any]], cache: Any) -> None:
     if len(before) != 1 + len(cache.layers):
         raise NotDirect("it adds layers to the cache")
     for then, each in zip(before, (cache, *cache.layers), strict=True):
-        now = vars(each)
+        now = _content(each)
         for name in {*now, *then}:
             if now.get(name) is then.get(name) or (each is not cache and name in _PAIR):
                 continue
             if name != "cumulative_length" or now[name] != then[name] + 1:
                 raise NotDirect(f"it changes {name} of {type(each).__name__}")
+
+
+def _content(each: Any) -> dict[Any, Any]:
+    """Attributes, and what those hold that are dicts."""
+    inner = {
+        (name, key): item
+        for name, value in vars(each).items()
+        if isinstance(value, dict)
+        for key, item in value.items()
+    }
+    return vars(each) | inner
 
 
 def _note_weight(node: Node, name: str) -> None:

@@ -108,6 +108,25 @@ def make_room(cache: Any) -> None:
         refill(held, numbers)
 
 
+def states_of(layer: Any) -> Iterator[tuple[str, Any, torch.Tensor]]:
+    """States of linear attention: attribute, key and tensor `[batch, ...]` of each."""
+    for name, value in vars(layer).items():
+        for key, each in value.items() if isinstance(value, dict) else ():
+            if isinstance(each, torch.Tensor):
+                yield name, key, each
+
+
+def form_of(layer: Any) -> tuple[Any, ...]:
+    """What a step depends on of a layer, but for the pairs and how many there are."""
+    dicts = (value for value in vars(layer).values() if isinstance(value, dict))
+    states = (
+        (each.dtype, each.shape[1:]) if isinstance(each, torch.Tensor) else each
+        for value in dicts
+        for each in value.values()
+    )
+    return type(layer), getattr(layer, "sliding_window", None), *states
+
+
 def length_of(layer: Any) -> int:
     """The tokens that a layer has had."""
     length = getattr(layer, "cumulative_length", None)

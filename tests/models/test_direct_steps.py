@@ -53,7 +53,8 @@ def prompt(model: Any) -> Any:
 @pytest.mark.parametrize(
     "name",
     nightly_unless(
-        ("llama", "gemma3_text", "mixtral", "bloom").__contains__, (*NAMES, *WINDOWED_NAMES, "bloom")
+        ("llama", "gemma3_text", "mixtral", "bloom", "lfm2").__contains__,
+        (*NAMES, *WINDOWED_NAMES, "bloom", "lfm2"),
     ),
 )
 @pytest.mark.parametrize("lookahead", ["auto", "token"])
@@ -81,6 +82,33 @@ def test_a_graph_serves_all_lengths_and_batches() -> None:
     expected = prompt(plain)
     torch.testing.assert_close(steps(model, past), steps(plain, expected), atol=1e-5, rtol=1e-5)
     assert num_graphs() == num_direct() == 2  # one row
+
+
+@torch.no_grad()
+def test_states_of_linear_attention_follow_beams_and_other_caches() -> None:
+    model, plain = compiled("lfm2"), build("lfm2")
+    prompts = left_padded((20, 13))
+    given: dict[str, Any] = {"num_beams": 3, "max_new_tokens": 15, "do_sample": False}
+    assert torch.equal(model.generate(**prompts, **given), plain.generate(**prompts, **given))
+    caches = [[prompt(each), each(IDS[:, 9:], use_cache=True).past_key_values] for each in (model, plain)]
+    found = [
+        torch.cat([steps(each, past, 1) for past in 2 * pasts])
+        for each, pasts in zip((model, plain), caches, strict=True)
+    ]
+    torch.testing.assert_close(*found, atol=1e-5, rtol=1e-5)
+    assert num_graphs() == num_direct() == 2  # several rows, and one
+
+
+@torch.no_grad()
+def test_a_step_behind_states_that_are_not_there_yet_is_another() -> None:
+    model, plain = compiled("lfm2"), build("lfm2")
+    pasts = [prompt(each) for each in (model, plain)]
+    steps(model, pasts[0]), steps(plain, pasts[1])
+    for past in pasts:
+        for layer in past.layers:
+            if hasattr(layer, "has_previous_state"):
+                layer.has_previous_state = dict.fromkeys(layer.has_previous_state, False)
+    torch.testing.assert_close(steps(model, pasts[0]), steps(plain, pasts[1]), atol=1e-5, rtol=1e-5)
 
 
 # What a graph was made of, changed: the next step has another answer, and it is the plain model's. ------------------
