@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -21,7 +22,7 @@ from specache_fx import step_trace
 from specache_fx.call import Call
 from specache_fx.config import SpecacheConfig
 from specache_fx.direct_trace import CACHE, Input, Result, Traced, trace_step
-from specache_fx.known_caches import form_of, grows
+from specache_fx.known_caches import form_of, grows, has_own_methods
 from specache_fx.model_state import ModelState, reason_against
 from specache_fx.model_twin import NotDirect, named_tensors
 from specache_fx.runners import compiling
@@ -144,6 +145,7 @@ class DirectSteps:
         self._steps: dict[Hashable, list[DirectStep]] = {}
         self._refused: dict[Hashable, str] = {}
         self._changes = 0  # of the state
+        self._made: Counter[Hashable] = Counter()  # graphs, of each kind of call
 
     def find(self, module: nn.Module, call: Call) -> Callable[[], Any] | None:
         """What runs a call: traced, where it is new. None where Dynamo has to trace it."""
@@ -154,6 +156,7 @@ class DirectSteps:
             with compiling():
                 if self._state is state:  # another thread may have seen it, too
                     self._steps.clear()
+                    self._made.clear()
                     self._state, self._changes = None, self._changes + 1
         with bare():
             if (
@@ -183,8 +186,9 @@ class DirectSteps:
     def _make(self, module: nn.Module, call: Call, key: Hashable) -> None:
         if (reason := reason_against(module)) is not None:
             raise NotDirect(reason)
-        if max(self._changes, len(self._steps.get(key, ()))) >= _MOST_TRACES:
-            raise NotDirect(f"its state or sizes have changed {_MOST_TRACES} times")
+        kind = _loosely(key)
+        if max(self._changes, self._made[kind]) >= _MOST_TRACES:
+            raise NotDirect(f"its state, sizes or numbers have changed {_MOST_TRACES} times")
         with step_trace.tracing():
             state = self._state or ModelState(module)
             traced = trace_step(module, call.given, call.batch)
@@ -195,22 +199,30 @@ class DirectSteps:
                 raise NotDirect("not all of its attention is rewritten")
         self._state = state
         counters["specache"]["direct_steps"] += 1
+        self._made[kind] += 1
         self._steps.setdefault(key, []).append(DirectStep(module, traced, runner))
 
 
-def key_of(call: Call) -> Hashable | None:
+def _loosely(key: Any) -> Hashable:
+    """A key without its numbers, which may differ from call to call."""
+    if isinstance(key, tuple):
+        return tuple(map(_loosely, key))
+    return None if type(key) is int else key
+
+
+def key_of(call: Call) -> tuple[Hashable, ...] | None:
     """What tells one graph of a call from another, but for sizes; None of a call that has none without Dynamo."""
     if torch._C._len_torch_function_stack() or _len_torch_dispatch_stack():
         return None
     handle = call.first_handle
-    if handle is None or not grows(call.cache) or not is_laid_out(handle):
+    if handle is None or not grows(call.cache) or has_own_methods(call.cache) or not is_laid_out(handle):
         return None
     forms: list[Hashable] = []
     for name, value in sorted(call.given.items()):
         if isinstance(value, torch.Tensor):
             if type(value) is not torch.Tensor:
                 return None
-            rows = call.batch if call.batch < 2 else None
+            rows = "one" if call.batch < 2 else None
             shape = [
                 rows if dim == 0 and size == call.batch else size for dim, size in enumerate(value.shape)
             ]

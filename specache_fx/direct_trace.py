@@ -70,7 +70,7 @@ class Traced(NamedTuple):
         inputs: Where each of its inputs is read.
         tree: Of the output.
         leaves: Of it: the place of a result, `CACHE`, or a value that is no tensor.
-        counts: Layers that count their tokens.
+        counts: Layers that count the token.
         sizes: Where a call has each symbol's value: an input, and its dimension.
         guards: What has to hold of them.
         constants: Sizes below 2: an input, its dimension and the size.
@@ -121,8 +121,7 @@ def trace_step(module: nn.Module, given: Mapping[str, Any], batch: int) -> Trace
             graph.graph.erase_node(node)
     graph.recompile()
     guards = [guard.expr for guard in fakes.env.guards]
-    counts = [where.layer for where in fakes.inputs if where.kind == "count"]
-    return Traced(graph, kept, step.tree, step.leaves, counts, fakes.places, guards, fakes.constants)
+    return Traced(graph, kept, step.tree, step.leaves, step.counts, fakes.places, guards, fakes.constants)
 
 
 class _Inputs:
@@ -227,12 +226,14 @@ class _Step:
     Attributes:
         tree: See `Traced`.
         leaves: See `Traced`.
+        counts: See `Traced`.
     """
 
     def __init__(self, module: nn.Module, given: Mapping[str, Any], inputs: Sequence[Input]) -> None:
         self._module, self._given, self._inputs = module, given, inputs
         self.tree: Any = None
         self.leaves: list[Any] = []
+        self.counts: list[int] = []
 
     def forward(self, *flat: Any) -> tuple[torch.Tensor, ...]:
         """The output's tensors, then keys and values.
@@ -248,6 +249,9 @@ class _Step:
         out = twin.module(**{**arguments, "past_key_values": cache})
         twin.check_unchanged()
         _check_cache(before, cache)
+        for where, count in found.items():
+            if where.kind == "count" and cache.layers[where.layer].cumulative_length is not count:
+                self.counts.append(where.layer)
         leaves, self.tree = pytree.tree_flatten(out, is_leaf=lambda each: each is cache)
         tensors: list[torch.Tensor] = []
         for leaf in leaves:

@@ -66,6 +66,15 @@ def is_held_static(cache: Any) -> bool:
     )
 
 
+def has_own_methods(cache: Any) -> bool:
+    """Whether a cache, or a layer, has a method of its own, which sees each update."""
+    return any(
+        callable(value) and not isinstance(value, type)
+        for each in (cache, *cache.layers)
+        for value in vars(each).values()
+    )
+
+
 def has_pairs(layer: Any) -> bool:
     """Whether a layer has pairs of its own, now or later."""
     return not _is_named(layer, *_WITHOUT)

@@ -12,7 +12,7 @@ Dynamo's guards are, and notices more than they do.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from operator import attrgetter, itemgetter
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
@@ -21,9 +21,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules import module as _modules
-from torch.utils.hooks import RemovableHandle
 
-_TRUSTED = ("torch", "transformers")
+_TRUSTED = ("torch", "transformers", "accelerate", "safetensors", "typing_extensions")
 # Of a model: what generate() notes, and what calls it. No graph depends on them.
 _OF_CALLS = frozenset(
     (
@@ -33,10 +32,10 @@ _OF_CALLS = frozenset(
 )
 # What forward passes of transformers call in other files than their own.
 _FILES = (
-    *("torch.nn.functional", "transformers.cache_utils", "transformers.integrations.sdpa_attention"),
+    *("torch", "torch.nn.functional", "transformers.cache_utils", "transformers.integrations.sdpa_attention"),
     *("transformers.masking_utils", "transformers.modeling_rope_utils", "transformers.utils.generic"),
 )
-_FORM = attrgetter("dtype", "device")
+_FORM = attrgetter("dtype", "device", "shape")
 _LEAVES = (
     torch.Tensor,
     nn.Module,
@@ -56,7 +55,7 @@ def reason_against(module: nn.Module) -> str | None:
     A graph shows what tensors are computed. What else code does, to print or to count, it does while it is traced and
     not again. Code of torch and transformers does nothing else.
     """
-    if has_hooks(module):
+    if _modules._has_any_global_hook() or any(map(_is_own_code, _hooks(module))):
         return "it has hooks, or all modules have"
     if _has_own_attention(module):
         return "its attention or mask is a function of neither torch nor transformers"
@@ -72,7 +71,27 @@ def reason_against(module: nn.Module) -> str | None:
         tensors = (*each._parameters.values(), *each._buffers.values())
         if any(tensor is not None and type(tensor) not in (torch.Tensor, nn.Parameter) for tensor in tensors):
             return f"{where} has weights of a tensor subclass"
+    owners: list[ModuleType | type] = [*_files(module), *_classes(module)]
+    for owner in owners:
+        for name, value in vars(owner).items():
+            code = getattr(value, "__func__", getattr(value, "fget", value))
+            is_named = not name.startswith("__compiled_fn")  # Dynamo leaves its functions there
+            if is_named and isinstance(code, FunctionType) and not _is_trusted(code):
+                return f"{name} of {owner.__name__} is a function of neither torch nor transformers"
     return None
+
+
+def _classes(module: nn.Module) -> list[type]:
+    """Classes of a model. Tracers replace methods of `nn.Module` for a while."""
+    classes = dict.fromkeys(cls for each in module.modules() for cls in type(each).__mro__)
+    return [each for each in classes if each not in (nn.Module, object)]
+
+
+def _files(module: nn.Module) -> list[ModuleType]:
+    """Files that have the code of a model's forward."""
+    defines = (each for each in _classes(module) if not vars(each).keys().isdisjoint(("forward", "__call__")))
+    names = {each.__module__ for each in defines} | {*_FILES}
+    return [sys.modules[name] for name in sorted(names & {*sys.modules})]
 
 
 def _is_own_code(value: Any) -> bool:
@@ -81,9 +100,7 @@ def _is_own_code(value: Any) -> bool:
         value = value.func
     if isinstance(value, (nn.Module, torch.Tensor, BuiltinFunctionType)) or not callable(value):
         return False
-    return isinstance(value, MethodType) or not _is_trusted(
-        value if hasattr(value, "__qualname__") else type(value)
-    )
+    return not _is_trusted(value if hasattr(value, "__qualname__") else type(value))
 
 
 def _has_own_attention(module: nn.Module) -> bool:
@@ -99,14 +116,30 @@ def _has_own_attention(module: nn.Module) -> bool:
 
 
 def _is_trusted(of: Any) -> bool:
-    return str(getattr(of, "__module__", "")).partition(".")[0] in _TRUSTED
+    """Whether code is torch's or transformers', or Python's own; a wrapper is no more than what it wraps."""
+    if isinstance(of, MethodType):
+        return type(of.__self__) is not type and _is_trusted(of.__func__)
+    while isinstance(of, FunctionType):
+        if not _is_known(of.__globals__.get("__name__")):
+            return False
+        of = getattr(of, "__wrapped__", None)
+    return of is None or _is_known(getattr(of, "__module__", ""))
+
+
+def _is_known(file: Any) -> bool:
+    name = str(file).partition(".")[0]
+    return name in _TRUSTED or (name in sys.stdlib_module_names and name != "__main__")
+
+
+def _hooks(module: nn.Module) -> Iterator[Any]:
+    for each in module.modules():
+        yield from each._forward_hooks.values()
+        yield from each._forward_pre_hooks.values()
 
 
 def has_hooks(module: nn.Module) -> bool:
     """Whether a module in it, or all modules, have a hook of forward calls."""
-    return _modules._has_any_global_hook() or any(
-        each._forward_hooks or each._forward_pre_hooks for each in module.modules()
-    )
+    return _modules._has_any_global_hook() or any(True for _ in _hooks(module))
 
 
 class ModelState:
@@ -121,27 +154,25 @@ class ModelState:
         self._lists: list[Sequence[Any]] = []
         self._globals: list[_Names] = []
         self._models: list[dict[str, Any]] = []
+        self._empty: list[dict[str, Any]] = []  # those of hooks among them
         self._seen: set[int] = set()
-        classes: dict[type, None] = {}
-        for each in module.modules():
+        self._modules, self._classes = list(module.modules()), _classes(module)
+        for each in self._modules:
             self._watch_module(each)
-            classes |= dict.fromkeys(type(each).__mro__)
-        # Tracers replace methods of `nn.Module` for a while.
-        self._classes = [each for each in classes if each not in (nn.Module, object)]
-        files = {each.__module__ for each in self._classes} & {*sys.modules}
-        for name in sorted(files | {*_FILES} & {*sys.modules}):
-            self._globals.append(_Names(vars(sys.modules[name])))
-            for value in list(vars(sys.modules[name]).values()):
+        for file in _files(module):
+            self._globals.append(_Names(vars(file)))
+            for name, value in list(vars(file).items()):
                 if type(value).__module__.partition(".")[0] == "transformers":
                     self._watch_registry(value)
+                elif type(value) is dict and not name.startswith("__"):
+                    self._watch(value, 0)
         # A module's `to()` gives its weights other numbers, and they stay the same objects.
         self._weights = [*module.parameters(), *module.buffers()]
-        self._hooks = RemovableHandle.next_id
         self._values = self._read()
 
     def is_same(self) -> bool:
         """Whether nothing has changed."""
-        if self._hooks != RemovableHandle.next_id or _modules._has_any_global_hook():
+        if any(self._empty) or _modules._has_any_global_hook():
             return False
         try:
             return self._read() == self._values
@@ -154,14 +185,15 @@ class ModelState:
             *map(tuple, map(dict.values, self._dicts)),
             *map(tuple, self._lists),
             *map(tuple, map(_values_of_class, self._classes)),
-            tuple(map(_FORM, self._weights)),
+            tuple(map(type, self._modules)),
+            *(tuple(map(read, self._weights)) for read in (_FORM, torch.Tensor.stride)),
             *(each.read() for each in self._globals),
             *(tuple(each[name] for name in each if name not in _OF_CALLS) for each in self._models),
         ]
 
     def _watch_module(self, module: nn.Module) -> None:
         for name, value in vars(module).items():
-            if name not in _OF_CALLS and "hook" not in name and not (isinstance(value, dict) and not value):
+            if name not in _OF_CALLS:
                 self._watch(value, 0)
         if _OF_CALLS.isdisjoint(vars(module)):
             self._dicts.append(vars(module))
@@ -194,7 +226,7 @@ class ModelState:
         else:
             return
         self._seen.add(id(value))
-        self._dicts.append(watched)
+        (self._dicts if watched else self._empty).append(watched)
         for each in list(inner):
             self._watch(each, depth + 1)
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from specache_fx.call import Call
-from specache_fx.known_caches import filled, grows, length_of, put_handles, room_of
+from specache_fx.known_caches import filled, grows, has_own_methods, length_of, put_handles, room_of
 from specache_fx.model_state import has_hooks
 from specache_fx.runners import inference
 from specache_fx.runtime import registry
@@ -103,7 +103,7 @@ def fits(call: Call, module: nn.Module) -> bool:
     config: Any = getattr(module, "config", None)
     if not grows(cache) or not call.has_served_mask or call.has_containers:
         return False
-    if any(callable(each) for owner in (cache, *cache.layers) for each in vars(owner).values()):
+    if has_own_methods(cache):
         return False
     if torch._C._len_torch_function_stack() or has_hooks(module):
         return False

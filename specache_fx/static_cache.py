@@ -10,16 +10,18 @@ tokens than it has rows, is left to a graph of its own: `fixed_runner.py` has th
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from specache_fx.call import Call
+from specache_fx.errors import CacheHandleError
 from specache_fx.known_caches import is_held_static, length_of, put_handles
 from specache_fx.runners import inference
 from specache_fx.runtime import registry
-from specache_fx.runtime.fixed_buffers import are_held, are_intact, tokens
-from specache_fx.runtime.handle_tensor import bare
+from specache_fx.runtime.fixed_buffers import are_held, are_intact, refill, tokens
+from specache_fx.runtime.handle_tensor import Handle, bare
 
 
 class GrowingCall:
@@ -72,7 +74,7 @@ class GrowingCall:
         if min(side.shape[2] for side in buffers) < total or not call.has_served_mask:
             return None
         mask = call.mask
-        if mask is not None and mask.dim() == 4 and _shows(mask[..., total:]):
+        if mask is not None and (mask.shape[-1] < total or (mask.dim() == 4 and _shows(mask[..., total:]))):
             return None
         return cls(call, kv_len, None if mask is None else _columns(call, mask, total))
 
@@ -84,20 +86,41 @@ class GrowingCall:
 
         Returns:
             That, with the static one.
+
+        Raises:
+            CacheHandleError: If the call has given the cache pairs of another form.
         """
+        sides = [side for layer in self._cache.layers for side in (layer.keys, layer.values)]
+        for side, buffer in zip(sides, self._buffers, strict=True):
+            if (side.shape[1], side.shape[3]) != (buffer.shape[1], buffer.shape[3]):
+                raise CacheHandleError(_OTHER_FORM)
         with inference():
-            handles = [side for layer in self._cache.layers for side in (layer.keys, layer.values)]
-            if not are_held(self._buffers, handles):
-                put_handles(self._static, handles)
+            if not all(isinstance(side, Handle) for side in sides):
+                self._fill(sides)  # the graph was left alone: it gives numbers back
+            elif not are_held(self._buffers, sides):
+                put_handles(self._static, sides)
         for layer in self._static.layers:
             with torch.inference_mode(layer.cumulative_length.is_inference()):
                 layer.cumulative_length.add_(self._num_tokens)
         if isinstance(out, tuple):
             return tuple(self._static if each is self._cache else each for each in out)
-        for name, value in out.items():
+        for name, value in list(out.items()) if isinstance(out, Mapping) else ():
             if value is self._cache:
                 out[name] = self._static
         return out
+
+    def _fill(self, sides: Sequence[torch.Tensor]) -> None:
+        """Make the buffers plain tensors again, with these tokens first."""
+        whole = [torch.zeros(each.shape, dtype=each.dtype, device=each.device) for each in self._buffers]
+        for full, side in zip(whole, sides, strict=True):
+            full[: side.shape[0], :, : side.shape[2]] = side
+        refill(self._buffers, whole)
+
+
+_OTHER_FORM = (
+    "A step has given a static cache keys or values of another shape than its buffers have: the model's graph keeps"
+    ' them in another form. Give the model a DynamicCache, or compile it with prompts="traced".'
+)
 
 
 def _shows(mask: torch.Tensor) -> bool:

@@ -46,6 +46,9 @@ _RESHAPES = frozenset(
 ) | {"unsqueeze_", "__set__", "__delete__"}
 
 
+_READS = frozenset(("numpy", "__array__", "__dlpack__", "data_ptr"))  # numbers, which fake tensors don't have
+
+
 class CannotRecord(Exception):
     """A function of torch that has no place in a graph, and why."""
 
@@ -63,7 +66,9 @@ class Recorder(TorchFunctionMode):
         self._tensors: dict[int, Node] = {}  # by identity; nodes keep their values alive
         self._symbols: dict[Any, Proxy] = {}
         self._tracer = GraphAppendingTracer(self._graph)
-        self._casts = self._around = _autocast()
+        inputs = list(inputs)
+        self._device = next(value.device.type for value in inputs if isinstance(value, torch.Tensor))
+        self._casts = self._around = self._autocast()
         self._entered: Node | None = None
         for i, value in enumerate(inputs):
             node = self._graph.placeholder(f"input_{i}")
@@ -87,6 +92,11 @@ class Recorder(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name in _RESHAPES:
             raise CannotRecord(f"{name} changes a tensor's shape")
+        if name in _READS:
+            raise CannotRecord(f"{name} reads a tensor's numbers")
+        if name != "__get__":
+            self._check(args)
+            self._check(kwargs.values())
         result = func(*args, **kwargs)
         if name == "__get__":
             if isinstance(result, torch.Tensor):
@@ -98,7 +108,7 @@ class Recorder(TorchFunctionMode):
     def _call(
         self, target: Callable[..., Any] | str, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
     ) -> None:
-        self._cast_as(_autocast())
+        self._cast_as(self._autocast())
         op = "call_method" if isinstance(target, str) else "call_function"
         operands = self._operands(tuple(args)), self._operands(dict(kwargs))
         self._note(self._graph.create_node(op, target, *operands), result)
@@ -113,14 +123,21 @@ class Recorder(TorchFunctionMode):
                 if isinstance(each, (torch.Tensor, list, tuple)):
                     self._note(self._graph.call_function(operator.getitem, (node, i)), each)
 
+    def _check(self, args: Iterable[Any]) -> None:
+        """Refuse tensors of which the graph knows nothing: what is read of them would be a constant."""
+        for each in args:
+            if isinstance(each, torch.Tensor) and id(each) not in self._tensors:
+                raise CannotRecord("it reads a tensor that is no parameter, buffer or argument")
+            if isinstance(each, (list, tuple)):
+                self._check(each)
+
     def _operands(self, args: Any) -> Any:
         return map_aggregate(args, self._operand)
 
     def _operand(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
-            if (node := self._tensors.get(id(value))) is None:
-                raise CannotRecord("it reads a tensor that is no parameter, buffer or argument")
-            return node
+            self._check((value,))
+            return self._tensors[id(value)]
         return self._computed(value.node.expr) if isinstance(value, _SYMBOLS) else value
 
     def _computed(self, expr: Any) -> Any:
@@ -136,6 +153,16 @@ class Recorder(TorchFunctionMode):
                 node = node.next
             self._symbols[expr] = found
         return self._symbols[expr].node
+
+    def _autocast(self) -> tuple[Any, ...]:
+        """The autocast that is on, as `_enter_autocast` takes it."""
+        kind = self._device
+        return (
+            kind,
+            torch.get_autocast_dtype(kind),
+            torch.is_autocast_enabled(kind),
+            torch.is_autocast_cache_enabled(),
+        )
 
     def _cast_as(self, casts: tuple[Any, ...]) -> None:
         """Enter or leave an autocast, as Dynamo notes one."""
@@ -156,10 +183,3 @@ def _as_method(func: Any) -> str | None:
         if name and getattr(torch.Tensor, name, None) is each:
             return str(name)
     return None
-
-
-def _autocast() -> tuple[Any, ...]:
-    """The autocast that is on, as `_enter_autocast` takes it."""
-    kind = "cpu" if torch.is_autocast_enabled("cpu") else "cuda"
-    cast = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), torch.is_autocast_cache_enabled()
-    return (kind, *cast)

@@ -85,7 +85,7 @@ def trace(gm: GraphModule) -> GraphModule:
     try:
         try:
             traced = _by_segments(marked)
-        except CannotCut:
+        except (CannotCut, TraceError):  # a view may be written to in another segment
             traced, names = _traced(marked, inputs)
             for node, name in names.items():
                 node._rename(name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -151,6 +152,27 @@ def _method(model: Any) -> None:
     model.model.norm.forward = lambda x: x * 2
 
 
+class TwiceMLP(modeling_llama.LlamaMLP):
+    """Another forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Twice."""
+        return 2 * super().forward(x)
+
+
+def _class(model: Any) -> None:
+    model.model.layers[0].mlp.__class__ = TwiceMLP
+
+
+def _empty_dict(model: Any) -> None:
+    model.model.layers[0].mlp.up_proj._forward_hooks[7] = lambda module, args, out: out * 2
+
+
+def _transposed(model: Any) -> None:
+    weight = model.model.layers[0].self_attn.o_proj.weight
+    weight.data = weight.data.t()
+
+
 def _config(model: Any) -> None:
     model.config._attn_implementation = "eager"
     model.model.layers[0].self_attn.scaling = 0.02
@@ -166,7 +188,7 @@ def _factor(model: Any) -> None:
 
 CHANGES: tuple[Callable[[Any], None], ...] = (
     *(_eps, _scaling, _weight, _weight_in_place, _child, _layer, _hook, _pre_hook, _method, _config),
-    *(_buffer, _factor),
+    *(_buffer, _factor, _class, _empty_dict, _transposed),
 )
 
 
@@ -222,13 +244,23 @@ def test_functions_of_users_run_by_dynamo(monkeypatch: pytest.MonkeyPatch) -> No
         out, weights = usual(*args, **kwargs)
         return out * factors[0], weights
 
-    for kind in ("attention", "activation"):
+    rotate, mlp = modeling_llama.rotate_half, modeling_llama.LlamaMLP.forward
+
+    @functools.wraps(mlp)
+    def wrapped(self: nn.Module, x: Tensor) -> Tensor:
+        return mlp(self, x) * factors[0]
+
+    for kind in ("attention", "file", "class", "activation"):
         factors[0] = 1.0
         model, plain = compiled(), build("llama")
+        monkeypatch.undo()
         if kind == "attention":
             monkeypatch.setitem(modeling_llama.ALL_ATTENTION_FUNCTIONS._global_mapping, "sdpa", scaled)
+        elif kind == "file":
+            monkeypatch.setattr(modeling_llama, "rotate_half", lambda x: rotate(x) * factors[0])
+        elif kind == "class":
+            monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", wrapped)
         else:
-            monkeypatch.undo()
             for each in (model, plain):
                 del each.model.layers[0].mlp.act_fn
                 each.model.layers[0].mlp.act_fn = lambda x: x * factors[0]
@@ -258,6 +290,47 @@ def test_weights_of_another_dtype(name: str) -> None:
     found, wanted = steps(model, prompt(model)), steps(plain, prompt(plain))
     torch.testing.assert_close(found, wanted, atol=0.1, rtol=0.1)
     assert found.dtype == torch.bfloat16
+
+
+@torch.no_grad()
+def test_a_cache_whose_updates_are_watched_is_updated_once() -> None:
+    model, seen = compiled("gemma3_text"), []
+    past = prompt(model)
+    usual = past.update
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        seen.append(args[2])
+        return usual(*args, **kwargs)
+
+    past.update = watched
+    counts = [int(layer.cumulative_length) for layer in past.layers if layer.is_sliding]
+    steps(model, past, 1)
+    assert [int(layer.cumulative_length) for layer in past.layers if layer.is_sliding] == [
+        count + 1 for count in counts
+    ]
+
+
+@torch.no_grad()
+def test_a_number_that_differs_in_each_step_is_left_to_dynamo() -> None:
+    model = compiled()
+    past = prompt(model)
+    for i in range(9):
+        model(IDS[:, :1], past_key_values=past, step=i)
+    assert 2 <= num_direct() <= 5
+
+
+@torch.no_grad()
+def test_a_hook_of_another_model_or_of_transformers_changes_nothing() -> None:
+    model, other = compiled(), build("llama")
+    past = prompt(model)
+    for _ in range(6):
+        steps(model, past, 1)
+        other.model.norm.register_forward_hook(lambda *_: None)
+    assert num_graphs() == num_direct() == 1
+    steps(model, past, 1, output_hidden_states=True)  # by Dynamo; it leaves hooks of transformers'
+    dynamos = num_graphs() - num_direct()
+    steps(model, past)
+    assert (num_graphs() - num_direct(), num_direct()) == (dynamos, 2)
 
 
 @torch.no_grad()

@@ -129,6 +129,34 @@ def test_a_mask_that_shows_rows_behind_the_tokens_is_refused() -> None:
 
 
 @torch.no_grad()
+def test_a_mask_that_is_too_short_hides_the_newest() -> None:
+    plain, model = build("llama"), compiled()
+    past, expected = static(model), static(plain)
+    model(IDS, past_key_values=past), plain(IDS, past_key_values=expected)
+    given = {"attention_mask": torch.ones(1, 20).long(), "position_ids": torch.tensor([[37]])}
+    logits = [
+        each(IDS[:, :1], past_key_values=cache, **given).logits
+        for each, cache in ((model, past), (plain, expected))
+    ]
+    torch.testing.assert_close(*logits, **CLOSE)
+
+
+@torch.no_grad()
+def test_a_step_that_is_left_alone_gives_the_buffers_back() -> None:
+    plain, model = (build("llama", attn_implementation="eager") for _ in range(2))
+    specache_fx.compile(model, **{**SMALL, "bits": 16})
+    past, expected = static(model), static(plain)
+    model(IDS, past_key_values=past), plain(IDS, past_key_values=expected)
+    for given in ({"output_attentions": True}, {}, {}):
+        logits = [
+            each(IDS[:, :1], past_key_values=cache, **given).logits
+            for each, cache in ((model, past), (plain, expected))
+        ]
+        torch.testing.assert_close(*logits, **CLOSE)
+        assert int(past.layers[0].cumulative_length) == int(expected.layers[0].cumulative_length)
+
+
+@torch.no_grad()
 def test_a_write_into_a_buffer_is_noticed() -> None:
     model = compiled()
     past = static(model)

@@ -86,6 +86,20 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+def test_an_autocast_that_ends_in_the_callers() -> None:
+    def function(x: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            whole = x @ x.T
+        return whole + x @ x.T
+
+    x = torch.randn(5, 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        gm = recorded(function)
+        traced, expected = trace(gm), function(x)
+        assert torch.equal(gm(5, x)[0], expected)
+    assert torch.equal(traced(5, x)[0], expected)  # its casts are operators
+
+
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_other_sizes_give_what_the_function_does(name: str) -> None:
     function = FUNCTIONS[name]
@@ -132,9 +146,11 @@ CONSTANT = torch.ones(8)
         (lambda x: x + CONSTANT, "no parameter, buffer or argument"),
         (torch.vmap(lambda row: row.sum()), "no parameter, buffer or argument"),
         (lambda x: (x * 1).unsqueeze_(0), "unsqueeze_ changes a tensor's shape"),
+        (lambda x: x + CONSTANT.tolist()[0], "no parameter, buffer or argument"),
+        (lambda x: x + float(x.numpy().size), "numpy reads a tensor's numbers"),
         (set_data, "__set__ changes a tensor's shape"),
     ],
-    ids=("constant", "vmap", "shape in place", "data"),
+    ids=("constant", "vmap", "shape in place", "list", "numpy", "data"),
 )
 def test_what_has_no_place_in_a_graph_is_refused(function: Callable[..., Any], reason: str) -> None:
     with pytest.raises(CannotRecord, match=reason):
