@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _len_torch_dispatch_stack
 from torch.utils._sympy.printers import PythonPrinter
 
-from specache_fx import step_trace
+from specache_fx import inductor_start, step_trace
 from specache_fx.call import Call
 from specache_fx.config import SpecacheConfig
 from specache_fx.direct_trace import CACHE, Input, Result, Traced, trace_step
@@ -189,6 +189,8 @@ class DirectSteps:
         kind = _loosely(key)
         if max(self._changes, self._made[kind]) >= _MOST_TRACES:
             raise NotDirect(f"its state, sizes or numbers have changed {_MOST_TRACES} times")
+        if self._config.lowering == "inductor" and call.device == "cpu":
+            inductor_start.begin()
         with step_trace.tracing():
             state = self._state or ModelState(module)
             traced = trace_step(module, call.given, call.batch)

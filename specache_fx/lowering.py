@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from specache_fx import inductor_start
 from specache_fx._log import warn_once
 from specache_fx.capture.graph_edit import call
 from specache_fx.capture.graph_slices import ancestors, eliminate_dead_code, extract
@@ -64,6 +65,7 @@ def _by_inductor(gm: GraphModule, inputs: list[Any]) -> Compiled:
     from torch._inductor.compile_fx import compile_fx  # imported late: it loads all of Inductor
     from torch._inductor.exc import InductorError, InvalidCxxCompiler
 
+    inductor_start.wait()
     try:
         compiled: Any = compile_fx(gm, inputs)
     except InductorError as error:

@@ -39,9 +39,11 @@ class GrowingCall:
     def __init__(self, call: Call, kv_len: int, mask: torch.Tensor | None) -> None:
         self._static, self._num_tokens = call.cache, call.num_tokens
         self._buffers = [side for layer in call.cache.layers for side in (layer.keys, layer.values)]
-        sides = iter(
-            tokens(side, kv_len, batch=call.batch, window=None, swapped=False) for side in self._buffers
-        )
+        with inference():
+            heads_first = [
+                tokens(side, kv_len, batch=call.batch, window=None, swapped=False) for side in self._buffers
+            ]
+        sides = iter(heads_first)
         classes: Any = sys.modules[type(call.cache).__module__]
         self._cache = classes.DynamicCache()
         for old in call.cache.layers:

@@ -57,8 +57,13 @@ def test_generate_has_the_graphs_and_answers_of_a_growing_cache(
         assert made[1] == made[0]
 
 
-@torch.no_grad()
-def test_the_cache_stays_the_callers() -> None:
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_the_cache_stays_the_callers(mode: Any) -> None:
+    with mode():
+        assert_stays()
+
+
+def assert_stays() -> None:
     plain, model = build("llama"), compiled()
     past, expected = static(model), static(plain)
     model(IDS, past_key_values=past), plain(IDS, past_key_values=expected)
