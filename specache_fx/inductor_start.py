@@ -1,9 +1,7 @@
 """What Inductor finds out once a process, found out by a thread while a step is traced.
 
-    which vector instructions the compiler makes   ten processes that each load a library: 1.5 s
-    keys of its caches                             hashes of the sources of torch and Triton: 0.7 s
-
-Each is kept by a cache of torch's own. Where the thread fails, Inductor meets the error itself.
+Which vector instructions the C++ compiler makes takes ten processes, each of which loads a library: 1.5 s. Torch keeps
+the answer. Where the thread fails, Inductor meets the error itself.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ _thread: threading.Thread | None = None
 
 def begin() -> None:
     """Start the thread, once a process."""
-    global _thread
+    global _thread  # noqa: PLW0603
     with _lock:
         if _thread is None:
             _thread = threading.Thread(target=_find_out, name="specache-inductor", daemon=True)
@@ -32,8 +30,6 @@ def wait() -> None:
 
 def _find_out() -> None:
     with contextlib.suppress(Exception):
-        from torch._inductor import codecache, cpu_vec_isa
+        from torch._inductor.cpu_vec_isa import pick_vec_isa
 
-        for find in (cpu_vec_isa.pick_vec_isa,):
-            with contextlib.suppress(Exception):
-                find()
+        pick_vec_isa()

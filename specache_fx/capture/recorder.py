@@ -25,6 +25,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import OptimizedPythonReferenceAnalysis
 
+from specache_fx.capture.fake_results import FakeResults
 from specache_fx.capture.graph_utils import value_of
 from specache_fx.capture.normalize_attention import SDPA, sdpa_arguments
 
@@ -70,6 +71,7 @@ class Recorder(TorchFunctionMode):
         self._device = next(value.device.type for value in inputs if isinstance(value, torch.Tensor))
         self._casts = self._around = self._autocast()
         self._entered: Node | None = None
+        self._results = FakeResults()
         for i, value in enumerate(inputs):
             node = self._graph.placeholder(f"input_{i}")
             self._note(node, value)
@@ -97,7 +99,8 @@ class Recorder(TorchFunctionMode):
         if name != "__get__":
             self._check(args)
             self._check(kwargs.values())
-        result = func(*args, **kwargs)
+        self._cast_as(self._autocast())
+        result = self._results.call(func, args, kwargs, self._casts)
         if name == "__get__":
             if isinstance(result, torch.Tensor):
                 self._call(getattr, (args[0], func.__self__.__name__), {}, result)
@@ -108,7 +111,6 @@ class Recorder(TorchFunctionMode):
     def _call(
         self, target: Callable[..., Any] | str, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
     ) -> None:
-        self._cast_as(self._autocast())
         op = "call_method" if isinstance(target, str) else "call_function"
         operands = self._operands(tuple(args)), self._operands(dict(kwargs))
         self._note(self._graph.create_node(op, target, *operands), result)

@@ -99,7 +99,7 @@ RANKS: tuple[tuple[str, ...], ...] = (
     ),
     ("specache_fx.runtime.library_cache", "specache_fx.runtime.machine_memory"),
     ("specache_fx.runtime",),  # only its __init__, which imports nothing
-    ("specache_fx.quiet",),
+    ("specache_fx.quiet", "specache_fx.inductor_start"),
     ("specache_fx.step_trace",),
     ("specache_fx.progress",),
     ("specache_fx.config", "specache_fx.sizes", "specache_fx.model_shape"),

@@ -1,0 +1,99 @@
+"""What functions of torch give on fake tensors, computed once for arguments that are alike.
+
+A function of fake tensors with symbolic sizes takes a millisecond, most of it for the arithmetic of sizes and strides.
+A model's layers call the same ones on tensors of the same form. A copy of an earlier result takes a hundredth.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, in_kernel_invocation_manager
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+from torch.utils import _pytree as pytree
+
+_SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
+
+
+class Unknown(Exception):
+    """Arguments that can't be compared."""
+
+
+class FakeResults:
+    """The results so far. Whoever has it keeps the tensors alive that it was given and has returned."""
+
+    def __init__(self) -> None:
+        self._forms: dict[Hashable, int] = {}
+        self._form_of: dict[int, int] = {}  # by a tensor's identity
+        self._results: dict[Hashable, Any] = {}
+
+    def call(
+        self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], mode: Hashable
+    ) -> Any:
+        """The result of a function.
+
+        Args:
+            function: The function.
+            args: Its arguments: fake tensors, symbols, constants, and containers of these.
+            kwargs: Those by name.
+            mode: What else the result depends on, such as an autocast.
+        """
+        try:
+            key = function, mode, self._described(args), self._described(kwargs)
+            known = self._results.get(key)
+        except (Unknown, TypeError):
+            return function(*args, **kwargs)
+        if known is not None:
+            return _copied(known, self._form_of)
+        result = function(*args, **kwargs)
+        tensors = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        given = {id(leaf) for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
+        # What is an argument may have been written to. Sizes that numbers decide are others each time.
+        if (
+            tensors
+            and all(isinstance(each, FakeTensor) and each.constant is None for each in tensors)
+            and given.isdisjoint(map(id, tensors))
+            and not free_unbacked_symbols(tensors)
+        ):
+            self._results[key] = result
+        return result
+
+    def _described(self, value: Any) -> Hashable:
+        if isinstance(value, torch.Tensor):
+            if id(value) not in self._form_of:
+                self._form_of[id(value)] = self._forms.setdefault(_form(value), len(self._forms))
+            return "tensor", self._form_of[id(value)]
+        if isinstance(value, _SYMBOLS):
+            return "symbol", str(value)
+        if isinstance(value, slice):
+            return "slice", *map(self._described, (value.start, value.stop, value.step))
+        if isinstance(value, (list, tuple)):
+            return "sequence", *map(self._described, value)
+        if isinstance(value, Mapping):
+            return tuple((name, self._described(each)) for name, each in value.items())
+        return type(value), value
+
+
+def _form(tensor: torch.Tensor) -> Hashable:
+    if not isinstance(tensor, FakeTensor) or tensor.constant is not None:
+        raise Unknown
+    sizes = (*tensor.shape, *tensor.stride(), tensor.storage_offset())
+    return (
+        tensor.dtype,
+        tensor.device,
+        *(str(size) if isinstance(size, torch.SymInt) else size for size in sizes),
+    )
+
+
+def _copied(known: Any, form_of: dict[int, int]) -> Any:
+    """A result of the same form."""
+    if not isinstance(known, FakeTensor):
+        return pytree.tree_map_only(FakeTensor, lambda each: _copied(each, form_of), known)
+    with in_kernel_invocation_manager(known.fake_mode):
+        meta = torch.Tensor._make_subclass(torch.Tensor, known)
+    copy = FakeTensor(known.fake_mode, meta, known.fake_device)
+    if id(known) in form_of:
+        form_of[id(copy)] = form_of[id(known)]
+    return copy
