@@ -26,6 +26,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map_only
 
+from specache_fx.runtime import openmp_spins
 from specache_fx.runtime.native import graph_ops
 from specache_fx.runtime.native.products import MAX_ROWS, is_products
 
@@ -273,13 +274,13 @@ class Tape:
     def __init__(self, *memory: object) -> None:
         library = graph_ops.load()
         assert library is not None
-        library.specache_shorten_openmp_spins()
         self.address: int = library.specache_tape_new()
         self._memory = memory
         weakref.finalize(self, library.specache_tape_delete, self.address).atexit = False
 
     def replay(self) -> None:
         """Make the calls."""
+        openmp_spins.look()
         torch.ops.specache.replay(self.address)
 
 

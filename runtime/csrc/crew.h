@@ -83,6 +83,33 @@ class Undisturbed {
   sigset_t before_;
 };
 
+// A thread that does a thing, then sleeps until it is deleted. What OpenMP keeps for a thread lives as long.
+class Sleeper {
+ public:
+  explicit Sleeper(void (*begin)()) {
+    const Undisturbed signals;
+    thread_ = std::thread([this, begin] {
+      begin();
+      std::unique_lock<std::mutex> lock(mutex_);
+      woken_.wait(lock, [this] { return ends_; });
+    });
+  }
+  ~Sleeper() {
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      ends_ = true;
+    }
+    woken_.notify_all();
+    thread_.join();
+  }
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable woken_;
+  bool ends_ = false;
+  std::thread thread_;
+};
+
 struct Job {
   void (*run)(const void* work, int64_t thread);
   const void* work;

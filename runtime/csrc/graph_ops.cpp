@@ -247,19 +247,25 @@ extern "C" {
 // Of the OpenMP that torch has loaded; null where it has none.
 __attribute__((weak)) void GOMP_parallel(void (*run)(void*), void* data, unsigned threads, unsigned flags);
 
-// Torch's own operators use OpenMP, and so does what chooses the next token. GNU's threads spin for milliseconds behind
-// each of them: on the cores that the next step wants. No call says otherwise. But they spin for microseconds where there
-// are more of them than cores, so here is one more, which sleeps.
-void specache_shorten_openmp_spins() {
-  if (GOMP_parallel == nullptr) return;
+// Whether GNU's OpenMP, which torch's own operators use, has threads that spin for microseconds behind each region, and
+// not for milliseconds. No call says so. But they do where there are more of them than cores: one more sleeps here.
+void specache_short_spins(bool wanted) {
+  static std::mutex changing;
+  static specache::Sleeper* sleeper = nullptr;
   static std::once_flag once;
-  std::call_once(once, [] {
-    const specache::Undisturbed signals;
-    std::thread([] {
-      GOMP_parallel([](void*) {}, nullptr, 2, 0);
-      for (;;) pause();  // its team lives as long as it does
-    }).detach();
-  });
+  if (GOMP_parallel == nullptr) return;
+  std::call_once(once, [] { pthread_atfork(nullptr, nullptr, [] { sleeper = nullptr; }); });  // its thread is not there
+  const std::lock_guard<std::mutex> lock(changing);
+  if (wanted == (sleeper != nullptr)) return;
+  if (!wanted) {
+    delete sleeper;
+    sleeper = nullptr;
+    return;
+  }
+  try {
+    sleeper = new specache::Sleeper([] { GOMP_parallel([](void*) {}, nullptr, 2, 0); });
+  } catch (const std::exception&) {  // no more threads: the spins stay long
+  }
 }
 
 // Whoever loads an old build of another layout is to notice.
