@@ -1,9 +1,9 @@
 """How long OpenMP's threads spin: as long as they are set to, but beside processes that want the cores.
 
 Threads of GNU's OpenMP, which torch's wheels bring, spin for milliseconds behind each parallel region. On idle cores
-that is fast: a prompt of 260 tokens takes 0.21 s, and 0.31 s if they sleep. Beside a busy process a thread spins for one that
-has no core: the prompt takes 2 s, and 0.33 s if they sleep. So decode steps watch how long this process waits for cores.
-Linux knows; elsewhere the spins stay as they are.
+that is fast: a prompt of 260 tokens takes 0.21 s, and 0.31 s if they sleep. Beside a busy process a thread spins for
+one that has no core: the prompt takes 2 s, and 0.33 s if they sleep. So decode steps watch how long this process waits
+for cores. Linux knows; elsewhere the spins stay as they are.
 """
 
 from __future__ import annotations
