@@ -56,7 +56,7 @@ print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), all(map(torch.equal, p
     assert python("-c", code, PYTHONPATH=PATH).split() == ["0", "True"]
 
 
-# Time of the processor behind products, and behind an operator of torch's that OpenMP's threads share, with short spins.
+# Time of the processor behind products, and behind an operator of torch's that threads with short spins share.
 _IDLE = """
 import sys, time, torch
 from test_crew import products
