@@ -26,7 +26,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map_only
 
-from specache_fx.runtime import openmp_spins
 from specache_fx.runtime.native import graph_ops
 from specache_fx.runtime.native.products import MAX_ROWS, is_products
 
@@ -280,7 +279,6 @@ class Tape:
 
     def replay(self) -> None:
         """Make the calls."""
-        openmp_spins.look()
         torch.ops.specache.replay(self.address)
 
 

@@ -26,7 +26,7 @@ from specache_fx.runners import (
     resolve,
     with_numbers,
 )
-from specache_fx.runtime import claims, registry
+from specache_fx.runtime import claims, openmp_spins, registry
 from specache_fx.runtime.decode_step import DecodeStep
 from specache_fx.runtime.device_steps import DeviceSteps
 from specache_fx.runtime.next_answer import NextAnswer
@@ -99,6 +99,7 @@ class Decode:
 
     def __call__(self, *args: Any) -> Any:
         """Decode one token (Algorithm 3), after Algorithm 2 where a run of them begins."""
+        openmp_spins.look()
         with inference():
             args = tuple(with_numbers(self._program, self._layers, args))
             session, past = resolve(self._program, self._layers, args)

@@ -111,8 +111,8 @@ class Dispatcher:
         filling: list[Any] = _here.__dict__.setdefault("filling", [])
         if call.cache is not None and any(call.cache is each for each in filling):
             return module._call_impl(*args, **kwargs)  # for a module around this one
-        if call.is_step and (handle := call.first_handle) is not None:
-            return self._step(call, handle, args, kwargs)
+        if call.is_step:
+            return self._step(call, args, kwargs)
         if (self._is_auto and call.device != "cpu") or not call.is_served:
             return self.compiled(*args, **kwargs)
         return self._run_untraced(call, args, kwargs)
@@ -136,24 +136,25 @@ class Dispatcher:
         finally:
             filling.pop()
 
-    def _step(self, call: Call, handle: Handle, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def _step(self, call: Call, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Decode one token of each row."""
-        if self._waits_for_graph(call, handle, args, kwargs):
+        if self._waits_for_graph(call, args, kwargs):
             return self._run_untraced(call, args, kwargs)
-        if not is_laid_out(handle) and grows(call.cache) and (past := call.take_past(self._config)):
-            # Rows were moved: copies have another layout. A session's own handles need no graph of their own.
+        # A name for one of the handles would keep it alive, and have the session forked.
+        is_moved = not is_laid_out(call.first_handle) and grows(call.cache)  # type: ignore[arg-type]
+        if is_moved and (past := call.take_past(self._config)):
+            # Copies have another layout. A session's own handles need no graph of their own.
             put_handles(call.cache, past[1])
         return self._decode(call, args, kwargs)
 
-    def _waits_for_graph(
-        self, call: Call, handle: Handle, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> bool:
+    def _waits_for_graph(self, call: Call, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         """Whether a step's graph is made in the background, or waits for another one there."""
         if self._background is None:
             return False
 
         def prepare() -> Callable[[], None] | None:
-            session, module = _session_of(handle), self._module()
+            handle, module = call.first_handle, self._module()
+            session = None if handle is None else _session_of(handle)
             is_traced = self._is_auto and call.device != "cpu"  # as its prompt was
             if session is None or module is None or is_traced or not fits(call, module):
                 return None

@@ -35,7 +35,7 @@ from specache_fx.known_caches import (
     window_of,
 )
 from specache_fx.runners import inference
-from specache_fx.runtime import claims, registry
+from specache_fx.runtime import claims, openmp_spins, registry
 from specache_fx.runtime.handle import unfit_reason
 from specache_fx.runtime.handle_tensor import Handle
 from specache_fx.runtime.layout import LayerShape
@@ -81,6 +81,7 @@ class Filling:
         Raises:
             Exception: What the forward raises. The cache is as before then.
         """
+        openmp_spins.look()
         registry.sweep()
         if self._is_prompt and self._call.cache is not None and is_static(self._call.cache):
             make_room(self._call.cache)

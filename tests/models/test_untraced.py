@@ -23,7 +23,7 @@ import specache_fx
 from specache_fx import step_trace
 from specache_fx.call import Call
 from specache_fx.errors import CacheHandleError, ConfigError, SavedCacheError
-from specache_fx.runtime import registry
+from specache_fx.runtime import claims, registry
 from specache_fx.runtime.handle_tensor import Handle
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -521,6 +521,17 @@ def test_three_graphs_decode_all_batches_padded_or_not(bits: int) -> None:
     assert_generates(plain, model, bits, alone[9].expand(2, -1), num_beams=2)
     assert_generates(plain, model, bits, alone[9])
     assert num_graphs() == 3
+
+
+@pytest.mark.parametrize("warm", ["block", "background"])
+def test_a_beam_search_moves_rows_in_place(warm: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    forks: list[Any] = []
+    fork = claims.fork
+    monkeypatch.setattr(claims, "fork", lambda *args: forks.append(args) or fork(*args))
+    model = compiled("llama", "auto", bits=2, warm=warm)
+    for count in (2, 3):
+        generate(model, torch.arange(3, 40)[None], num_beams=count)
+    assert not forks
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt_neo"])
