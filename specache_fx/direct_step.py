@@ -20,11 +20,12 @@ from torch.utils._sympy.printers import PythonPrinter
 
 from specache_fx import inductor_start, step_trace
 from specache_fx.call import Call
+from specache_fx.capture.recorder import NotDirect
 from specache_fx.config import SpecacheConfig
 from specache_fx.direct_trace import CACHE, Input, Result, Traced, trace_step
 from specache_fx.known_caches import form_of, grows, has_own_methods
 from specache_fx.model_state import ModelState, reason_against
-from specache_fx.model_twin import NotDirect, named_tensors
+from specache_fx.model_twin import named_tensors
 from specache_fx.runners import compiling
 from specache_fx.runtime.handle_form import is_laid_out
 from specache_fx.runtime.handle_tensor import bare
@@ -128,14 +129,18 @@ class DirectSteps:
     """The direct steps of a model.
 
     Args:
+        module: The model.
         compile_step: Makes a runner of a graph, with options and the model's values: see `Backend.compile_step`.
         config: The options.
     """
 
     def __init__(
-        self, compile_step: Callable[..., Callable[..., Any] | None], config: SpecacheConfig
+        self,
+        module: nn.Module,
+        compile_step: Callable[..., Callable[..., Any] | None],
+        config: SpecacheConfig,
     ) -> None:
-        self._compile_step, self._config = compile_step, config
+        self._module, self._compile_step, self._config = module, compile_step, config
         self.forget()
         _known.add(self)
 
@@ -147,7 +152,7 @@ class DirectSteps:
         self._changes = 0  # of the state
         self._made: Counter[Hashable] = Counter()  # graphs, of each kind of call
 
-    def find(self, module: nn.Module, call: Call) -> Callable[[], Any] | None:
+    def runner_of(self, call: Call) -> Callable[[], Any] | None:
         """What runs a call: traced, where it is new. None where Dynamo has to trace it."""
         key, stance = key_of(call), eval_frame._stance.stance
         if key is None or key in self._refused or stance not in ("default", "fail_on_recompile"):
@@ -167,13 +172,15 @@ class DirectSteps:
                 if (run := self._known(key, call)) is not None:  # another thread has made it
                     return run
                 try:
-                    self._make(module, call, key)
+                    self._make(call, key)
                     if (run := self._known(key, call)) is None:
                         raise NotDirect("its layers have sizes that no symbols tell")
                     return run
                 except NotDirect as no:
                     self._refused[key] = str(no)
-                    logger.info("specache: Dynamo traces this step of %s: %s.", type(module).__name__, no)
+                    logger.info(
+                        "specache: Dynamo traces this step of %s: %s.", type(self._module).__name__, no
+                    )
                     return None
 
     def _known(self, key: Hashable, call: Call) -> Callable[[], Any] | None:
@@ -183,7 +190,8 @@ class DirectSteps:
                 return partial(step, call.given, call.cache, sizes)
         return None
 
-    def _make(self, module: nn.Module, call: Call, key: Hashable) -> None:
+    def _make(self, call: Call, key: Hashable) -> None:
+        module = self._module
         if (reason := reason_against(module)) is not None:
             raise NotDirect(reason)
         kind = _loosely(key)

@@ -29,11 +29,11 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.utils import _pytree as pytree
 
 from specache_fx.capture.graph_utils import STATIC, placeholders
-from specache_fx.capture.recorder import CannotRecord, Recorder
+from specache_fx.capture.recorder import NotDirect, Recorder
 from specache_fx.capture.trace import trace
 from specache_fx.errors import first_line
 from specache_fx.known_caches import filled, states_of, window_of
-from specache_fx.model_twin import NotDirect, Twin, named_tensors
+from specache_fx.model_twin import Twin, named_tensors
 
 CACHE = object()
 """Stands for the cache in an output."""
@@ -109,8 +109,6 @@ def trace_step(module: nn.Module, given: Mapping[str, Any], batch: int) -> Trace
         graph = trace(recorded)
     except NotDirect:
         raise
-    except CannotRecord as no:
-        raise NotDirect(str(no)) from no
     except Exception as error:  # of any operator: Dynamo may trace it
         raise NotDirect(f"it can't be traced: {first_line(error)}") from error
     kept = []

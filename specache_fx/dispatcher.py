@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import inspect
 import threading
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, get_args
@@ -91,18 +90,16 @@ class Dispatcher:
         is_auto: bool,
         warm: Warm,
     ) -> None:
-        self._module, self.compiled = weakref.ref(module), compiled
+        self._module, self.compiled = module, compiled
         self._config, self._is_auto = config, is_auto
         self._names = tuple(inspect.signature(module.forward).parameters)
         self._traces = "past_key_values" not in self._names
         self._has_stepped = False  # with a cache that this has filled
-        self._direct = DirectSteps(specache.compile_step, config)
+        self._direct = DirectSteps(module, specache.compile_step, config)
         self._background = Background(strict=config.strict) if warm == "background" else None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module."""
-        module = self._module()
-        assert module is not None
         if self._traces or torch.compiler.is_dynamo_compiling():
             return self.compiled(*args, **kwargs)
         call = self._call_of(args, kwargs)
@@ -110,7 +107,7 @@ class Dispatcher:
             return growing.finish(self(**growing.given))
         filling: list[Any] = _here.__dict__.setdefault("filling", [])
         if call.cache is not None and any(call.cache is each for each in filling):
-            return module._call_impl(*args, **kwargs)  # for a module around this one
+            return self._module._call_impl(*args, **kwargs)  # for a module around this one
         if call.is_step:
             return self._step(call, args, kwargs)
         if (self._is_auto and call.device != "cpu") or not call.is_served:
@@ -118,21 +115,20 @@ class Dispatcher:
         return self._run_untraced(call, args, kwargs)
 
     def _call_of(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
-        config = getattr(self._module(), "config", None)
+        config = getattr(self._module, "config", None)
         return Call({**dict(zip(self._names, args, strict=False)), **kwargs}, config)
 
     def _run_untraced(self, call: Call, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run the module as it is, and have the session take the new tokens."""
-        module, past = self._module(), call.take_past(self._config)
-        if past is None or module is None:
+        module, past = self._module, call.take_past(self._config)
+        if past is None:
             return self.compiled(*args, **kwargs)
         filling: list[Any] = _here.__dict__.setdefault("filling", [])
         filling.append(call.cache)
         try:
             with beside():
-                return Filling(self._config, module, call, *past).run(
-                    lambda: module._call_impl(*args, **kwargs)
-                )
+                filled = Filling(self._config, module, call, *past)
+                return filled.run(lambda: module._call_impl(*args, **kwargs))
         finally:
             filling.pop()
 
@@ -153,10 +149,10 @@ class Dispatcher:
             return False
 
         def prepare() -> Callable[[], None] | None:
-            handle, module = call.first_handle, self._module()
+            handle = call.first_handle
             session = None if handle is None else _session_of(handle)
             is_traced = self._is_auto and call.device != "cpu"  # as its prompt was
-            if session is None or module is None or is_traced or not fits(call, module):
+            if session is None or is_traced or not fits(call, self._module):
                 return None
             return partial(Rehearsal(call, args, kwargs, self._names, session).run, self._rehearse)
 
@@ -174,8 +170,7 @@ class Dispatcher:
         filled = None if self._has_stepped or handle is None else _session_of(handle)
         # Batches of any size, padded or not, and beams share two graphs: with a mask, and without.
         with decoding(call.mark_sizes):
-            module = self._module()
-            step = None if module is None else self._direct.find(module, call)
+            step = self._direct.runner_of(call)
             out = self.compiled(*args, **kwargs) if step is None else step()
         self._look(call, filled)
         return out

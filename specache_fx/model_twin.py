@@ -10,12 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from specache_fx.capture.recorder import NotDirect
+
 _DICTS = (dict, OrderedDict)
 _COPIED = (list, set)
-
-
-class NotDirect(Exception):
-    """A call that has no graph without Dynamo, and why."""
 
 
 def named_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -50,8 +50,8 @@ _RESHAPES = frozenset(
 _READS = frozenset(("numpy", "__array__", "__dlpack__", "data_ptr"))  # numbers, which fake tensors don't have
 
 
-class CannotRecord(Exception):
-    """A function of torch that has no place in a graph, and why."""
+class NotDirect(Exception):
+    """A call that has no graph without Dynamo, and why."""
 
 
 class Recorder(TorchFunctionMode):
@@ -93,9 +93,9 @@ class Recorder(TorchFunctionMode):
             func, args, kwargs = SDPA, sdpa_arguments(args, kwargs), {}
         name = getattr(func, "__name__", "")
         if name in _RESHAPES:
-            raise CannotRecord(f"{name} changes a tensor's shape")
+            raise NotDirect(f"{name} changes a tensor's shape")
         if name in _READS:
-            raise CannotRecord(f"{name} reads a tensor's numbers")
+            raise NotDirect(f"{name} reads a tensor's numbers")
         if name != "__get__":
             self._check(args)
             self._check(kwargs.values())
@@ -129,7 +129,7 @@ class Recorder(TorchFunctionMode):
         """Refuse tensors of which the graph knows nothing: what is read of them would be a constant."""
         for each in args:
             if isinstance(each, torch.Tensor) and id(each) not in self._tensors:
-                raise CannotRecord("it reads a tensor that is no parameter, buffer or argument")
+                raise NotDirect("it reads a tensor that is no parameter, buffer or argument")
             if isinstance(each, (list, tuple)):
                 self._check(each)
 

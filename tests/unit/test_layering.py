@@ -33,6 +33,7 @@ RANKS: tuple[tuple[str, ...], ...] = (
     ("specache_fx.filling", "specache_fx.rehearsal", "specache_fx.background", "specache_fx.direct_step"),
     ("specache_fx.static_cache",),
     ("specache_fx.call", "specache_fx.direct_trace"),
+    ("specache_fx.model_twin",),
     ("specache_fx.retrace",),
     ("specache_fx.dynamo_hooks",),
     (
@@ -106,7 +107,7 @@ RANKS: tuple[tuple[str, ...], ...] = (
     ("specache_fx.config", "specache_fx.sizes", "specache_fx.model_shape"),
     ("specache_fx.provenance",),
     ("specache_fx.compiled", "specache_fx.recompile_limit", "specache_fx.cache_tree"),
-    ("specache_fx.model_state", "specache_fx.model_twin"),
+    ("specache_fx.model_state",),
     ("specache_fx.errors", "specache_fx._log"),
 )
 RANK = {name: len(RANKS) - i for i, names in enumerate(RANKS) for name in names}

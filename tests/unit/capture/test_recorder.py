@@ -16,7 +16,7 @@ from torch.fx import GraphModule
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from specache_fx.capture.normalize_attention import SDPA
-from specache_fx.capture.recorder import CannotRecord, Recorder
+from specache_fx.capture.recorder import NotDirect, Recorder
 from specache_fx.capture.trace import trace
 
 LIBRARY = "recorded"
@@ -153,5 +153,5 @@ CONSTANT = torch.ones(8)
     ids=("constant", "vmap", "shape in place", "list", "numpy", "data"),
 )
 def test_what_has_no_place_in_a_graph_is_refused(function: Callable[..., Any], reason: str) -> None:
-    with pytest.raises(CannotRecord, match=reason):
+    with pytest.raises(NotDirect, match=reason):
         recorded(function)
