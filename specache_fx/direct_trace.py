@@ -110,7 +110,7 @@ def trace_step(module: nn.Module, given: Mapping[str, Any], batch: int) -> Trace
     except NotDirect:
         raise
     except Exception as error:  # of any operator: Dynamo may trace it
-        raise NotDirect(f"it can't be traced: {first_line(error)}") from error
+        raise NotDirect(f"it can't be traced: {first_line(error)[:200]}") from error
     kept = []
     for where, node in zip(fakes.inputs, placeholders(graph.graph), strict=True):
         if node.users or where.kind in ("argument", *_PAIR):

@@ -47,6 +47,11 @@ _RESHAPES = frozenset(
 ) | {"unsqueeze_", "__set__", "__delete__"}
 
 
+_DTYPES = {
+    int: torch.int64,
+    float: torch.float64,
+    bool: torch.bool,
+}  # of Python's types, which code can't spell
 _READS = frozenset(("numpy", "__array__", "__dlpack__", "data_ptr"))  # numbers, which fake tensors don't have
 
 
@@ -140,6 +145,8 @@ class Recorder(TorchFunctionMode):
         if isinstance(value, torch.Tensor):
             self._check((value,))
             return self._tensors[id(value)]
+        if isinstance(value, type):
+            return _DTYPES.get(value, value)
         return self._computed(value.node.expr) if isinstance(value, _SYMBOLS) else value
 
     def _computed(self, expr: Any) -> Any:

@@ -74,6 +74,7 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
         2 - x / x.shape[-1] + (1.5 * x) ** 2 + 1 / (x + 9) - 3**x // 2 + 7 % (x + 9) + (x > 0)
     ),
     "factories": lambda x: torch.arange(x.shape[0])[:, None] * x + torch.full_like(x, 2.0) + x.new_ones(8),
+    "types": lambda x: x.to(float) + torch.zeros(x.shape[0], 1, dtype=int) + x.new_ones(8, dtype=bool),
     "properties": lambda x: x.T.mT @ x.mT,
     "lists": lambda x: torch.cat([x.split(4, -1)[1], *x.chunk(2, dim=-1), x.unbind(-1)[0][:, None]], dim=1),
     "named": lambda x: F.layer_norm(x, normalized_shape=(8,), eps=0.1) + x.max(dim=-1, keepdim=True).values,
