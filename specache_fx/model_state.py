@@ -100,7 +100,10 @@ def _is_own_code(value: Any) -> bool:
         value = value.func
     if isinstance(value, (nn.Module, torch.Tensor, BuiltinFunctionType)) or not callable(value):
         return False
-    return not _is_trusted(value if hasattr(value, "__qualname__") else type(value))
+    # A method belongs to an object whose state nobody watches.
+    return isinstance(value, MethodType) or not _is_trusted(
+        value if hasattr(value, "__qualname__") else type(value)
+    )
 
 
 def _has_own_attention(module: nn.Module) -> bool:
@@ -117,8 +120,6 @@ def _has_own_attention(module: nn.Module) -> bool:
 
 def _is_trusted(of: Any) -> bool:
     """Whether code is torch's or transformers', or Python's own; a wrapper is no more than what it wraps."""
-    if isinstance(of, MethodType):
-        return type(of.__self__) is not type and _is_trusted(of.__func__)
     while isinstance(of, FunctionType):
         if not _is_known(of.__globals__.get("__name__")):
             return False

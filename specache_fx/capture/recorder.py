@@ -32,27 +32,14 @@ from specache_fx.capture.normalize_attention import SDPA, sdpa_arguments
 _SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 # They give a tensor another shape, which other nodes have noted.
 _RESHAPES = frozenset(
-    f"{name}_"
-    for name in (
-        "as_strided",
-        "resize",
-        "resize_as",
-        "set",
-        "squeeze",
-        "swapaxes",
-        "swapdims",
-        "t",
-        "transpose",
+    (
+        *("as_strided_", "resize_", "resize_as_", "set_", "squeeze_", "swapaxes_", "swapdims_", "t_"),
+        *("transpose_", "unsqueeze_", "__set__", "__delete__"),
     )
-) | {"unsqueeze_", "__set__", "__delete__"}
-
-
-_DTYPES = {
-    int: torch.int64,
-    float: torch.float64,
-    bool: torch.bool,
-}  # of Python's types, which code can't spell
+)
 _READS = frozenset(("numpy", "__array__", "__dlpack__", "data_ptr"))  # numbers, which fake tensors don't have
+# Of Python's types, which the code of a graph can't name.
+_DTYPES = {int: torch.int64, float: torch.float64, bool: torch.bool}
 
 
 class NotDirect(Exception):

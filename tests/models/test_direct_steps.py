@@ -391,6 +391,7 @@ def test_hooks_train_mode_and_subclasses_are_dynamos() -> None:
         (lambda model: model.train(), "training"),
         (lambda model: model.lm_head.register_forward_hook(lambda *_: None), "hooks"),
         (lambda model: setattr(model.lm_head, "forward", lambda x: x), "neither"),
+        (lambda model: setattr(model.lm_head, "other", nn.Linear(2, 2).forward), "functions of neither"),
     ):
         model = build("llama")
         assert reason_against(model) is None
