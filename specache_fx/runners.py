@@ -7,6 +7,7 @@ compiled graph with the session's `state`, and puts handles where Dynamo expects
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import sys
 from collections.abc import Iterator, Sequence
@@ -124,15 +125,20 @@ def compiling() -> Iterator[None]:
 
     A decode graph is compiled when it first runs, outside of Dynamo. While FX traces, all threads see that it does, and
     Dynamo refuses to run in any, unless it is part of a compile.
+
+    Python's garbage collector waits. A trace makes a million objects that live on, and each full collection reads all.
     """
     with compile_lock:
-        before = torch.compiler._is_compiling_flag
+        before, collects = torch.compiler._is_compiling_flag, gc.isenabled()
         torch.compiler._is_compiling_flag = True
+        gc.disable()
         try:
             with overriding():
                 yield
         finally:
             torch.compiler._is_compiling_flag = before
+            if collects:
+                gc.enable()
 
 
 class LeftAlone:

@@ -66,7 +66,7 @@ class FakeResults:
                 self._form_of[id(value)] = self._forms.setdefault(_form(value), len(self._forms))
             return "tensor", self._form_of[id(value)]
         if isinstance(value, _SYMBOLS):
-            return "symbol", str(value)
+            return "symbol", value.node.expr
         if isinstance(value, slice):
             return "slice", *map(self._described, (value.start, value.stop, value.step))
         if isinstance(value, (list, tuple)):
@@ -83,7 +83,7 @@ def _form(tensor: torch.Tensor) -> Hashable:
     return (
         tensor.dtype,
         tensor.device,
-        *(str(size) if isinstance(size, torch.SymInt) else size for size in sizes),
+        *(size.node.expr if isinstance(size, torch.SymInt) else size for size in sizes),
     )
 
 

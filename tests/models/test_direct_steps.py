@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -456,6 +457,26 @@ def test_a_stance_of_dynamos_holds() -> None:
     with torch.compiler.set_stance("fail_on_recompile"):
         steps(model, past, 1)
     assert num_graphs() == num_direct() == 1
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("collects", [True, False])
+def test_the_garbage_collector_waits_for_a_compile(collects: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, collected = compiled(), list[bool]()
+    past = prompt(model)
+
+    def note(*given: Any) -> Any:
+        collected.append(gc.isenabled())
+        return trace_step(*given)
+
+    monkeypatch.setattr("specache_fx.direct_step.trace_step", note)
+    if not collects:
+        gc.disable()
+    try:
+        steps(model, past, 1)
+        assert collected == [False] and gc.isenabled() is collects
+    finally:
+        gc.enable()
 
 
 @torch.no_grad()
