@@ -259,7 +259,7 @@ def _own(issued: registry.Issue, past: Sequence[torch.Tensor]) -> Claim:
     # A write by another way (DLPack, the storage) counted no version.
     codes = issued.codes
     changed = codes is not None and not torch.equal(handles.codes_of(past[0], len(codes)), codes)
-    if changed or any(map(handles.was_written, past)):
+    if changed or handles.were_written(past):
         raise CacheHandleError(CHOSEN)
     if kv_len is None:
         kv_len = _claimed_length(issued.session, past)

@@ -59,7 +59,7 @@ def _numbers(slots: Sequence[int], past: Sequence[torch.Tensor]) -> list[torch.T
         same = all(registry.issue_of(tensor) is issued for tensor in past)
         if not same or any(tensor.shape[2] != lengths[i] for i, tensor in zip(slots, past, strict=True)):
             raise CacheHandleError(MIXED)
-        if not all(is_whole(tensor) and not handles.was_written(tensor) for tensor in past):
+        if handles.were_written(past) or not all(map(is_whole, past)):
             raise CacheHandleError(CHOSEN)
         if issued.valid_len is not None and session.kv_len > issued.valid_len:
             raise CacheHandleError(LEFT)

@@ -27,6 +27,7 @@ import secrets
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter, call, is_
 
 import torch
 
@@ -39,6 +40,7 @@ MAX_SESSION = 1 << 24
 _FILLER = 0x2A  # payload of the NaNs behind a row's code: no computation makes such a one
 _NUMBER_EVERY = 8  # elements; heads have room for a number behind the code
 _SLACK = 512  # elements by which a ruler grows at least
+_version_of = attrgetter("_version")
 
 
 @dataclass(frozen=True)
@@ -92,9 +94,7 @@ class Newest:
 
     def are(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether tensors are these, all of them and in order."""
-        return len(tensors) == len(self.handles) and all(
-            handle() is tensor for handle, tensor in zip(self.handles, tensors, strict=True)
-        )
+        return len(tensors) == len(self.handles) and all(map(is_, map(call, self.handles), tensors))
 
 
 class _Process:
@@ -339,9 +339,9 @@ def resize(issued: Sequence[torch.Tensor], lengths: Sequence[int]) -> list[torch
     return resized
 
 
-def was_written(handle: torch.Tensor) -> bool:
-    """Whether somebody wrote into a handle, or into its base tensor: `_look` has counted to 1."""
-    return handle._version > 1
+def were_written(handles: Sequence[torch.Tensor]) -> bool:
+    """Whether somebody wrote into one of some handles, or into its base tensor: `_look` has counted to 1."""
+    return max(map(_version_of, handles)) > 1
 
 
 def _look(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -17,8 +18,7 @@ from specache_fx.runtime.quant.base import KVKind
 _ALIGN_BYTES = 64  # a cache line; vectors of any kernel
 
 
-@dataclass(frozen=True)
-class LayerShape:
+class LayerShape(NamedTuple):
     """Form of a layer's KV pairs, for any batch."""
 
     num_kv_heads: int

@@ -79,7 +79,7 @@ class SessionHeader:
         """As values that JSON has."""
         return {field.name: getattr(self, field.name) for field in fields(self)} | {
             "config": asdict(self.config),
-            "shapes": [asdict(shape) for shape in self.shapes],
+            "shapes": [shape._asdict() for shape in self.shapes],
         }
 
     @classmethod

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -135,7 +134,7 @@ class Filling:
         if self._session is None and self._is_prompt:
             shape = shape_of(layer)
             own = (each for each in self._call.cache.layers if has_pairs(each))
-            alike = tuple(replace(shape, window=window_of(each)) for each in own)
+            alike = tuple(shape._replace(window=window_of(each)) for each in own)
             self._session = self._opened(alike, layer)
         session = self._session
         is_alike = session is not None and slot >= 0 and session.shapes[slot] == shape_of(layer)

@@ -12,7 +12,7 @@ Dynamo's guards are, and notices more than they do.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from operator import attrgetter, itemgetter
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
@@ -35,6 +35,8 @@ _FILES = (
     *("torch", "torch.nn.functional", "transformers.cache_utils", "transformers.integrations.sdpa_attention"),
     *("transformers.masking_utils", "transformers.modeling_rope_utils", "transformers.utils.generic"),
 )
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks")  # of a module; others run with gradients, or where it is loaded
+_dict_version = getattr(torch._C._dynamo.guards, "dict_version", None)
 _FORM = attrgetter("dtype", "device", "shape")
 _LEAVES = (
     torch.Tensor,
@@ -153,53 +155,71 @@ class ModelState:
     def __init__(self, module: nn.Module) -> None:
         self._dicts: list[dict[str, Any]] = []
         self._lists: list[Sequence[Any]] = []
-        self._globals: list[_Names] = []
-        self._models: list[dict[str, Any]] = []
-        self._empty: list[dict[str, Any]] = []  # those of hooks among them
+        self._no_hooks: list[dict[str, Any]] = []
         self._seen: set[int] = set()
         self._modules, self._classes = list(module.modules()), _classes(module)
         for each in self._modules:
             self._watch_module(each)
+        # Others are added to a file while Dynamo compiles, and to a model while it generates.
+        parts = [
+            (vars(each), [name for name in vars(each) if name not in _OF_CALLS])
+            for each in self._modules
+            if not _OF_CALLS.isdisjoint(vars(each))
+        ]
         for file in _files(module):
-            self._globals.append(_Names(vars(file)))
+            parts.append((vars(file), list(vars(file))))
             for name, value in list(vars(file).items()):
                 if type(value).__module__.partition(".")[0] == "transformers":
                     self._watch_registry(value)
                 elif type(value) is dict and not name.startswith("__"):
                     self._watch(value, 0)
+        self._reads: list[tuple[dict[str, Any], Callable[[dict[str, Any]], Any]]] = [
+            *((names, _values_of) for names in self._dicts),
+            *((names, itemgetter(*some)) for names, some in parts),
+        ]
+        self._dicts = [names for names, _ in self._reads]
         # A module's `to()` gives its weights other numbers, and they stay the same objects.
         self._weights = [*module.parameters(), *module.buffers()]
-        self._values = self._read()
+        self._versions = _versions_of(self._dicts)
+        self._values = [read(names) for names, read in self._reads]
+        self._others = self._read_others()
 
     def is_same(self) -> bool:
         """Whether nothing has changed."""
-        if any(self._empty) or _modules._has_any_global_hook():
+        if any(self._no_hooks) or _modules._has_any_global_hook():
             return False
         try:
-            return self._read() == self._values
+            return self._has_same_values() and self._read_others() == self._others
         except (KeyError, RuntimeError, TypeError, ValueError):
             return False  # a name is gone, or there are other objects, which don't compare
 
-    def _read(self) -> list[tuple[Any, ...]]:
-        # All loops are in C: a model has thousands of these.
+    def _has_same_values(self) -> bool:
+        """Whether the dicts hold what they did; of a model's thousands, those that were written are read."""
+        versions = _versions_of(self._dicts)
+        if versions == self._versions:
+            return True
+        for i, (names, read) in enumerate(self._reads):
+            if versions[i] != self._versions[i] and read(names) != self._values[i]:
+                return False
+        self._versions = versions
+        return True
+
+    def _read_others(self) -> list[tuple[Any, ...]]:
         return [
-            *map(tuple, map(dict.values, self._dicts)),
             *map(tuple, self._lists),
             *map(tuple, map(_values_of_class, self._classes)),
             tuple(map(type, self._modules)),
             *(tuple(map(read, self._weights)) for read in (_FORM, torch.Tensor.stride)),
-            *(each.read() for each in self._globals),
-            *(tuple(each[name] for name in each if name not in _OF_CALLS) for each in self._models),
         ]
 
     def _watch_module(self, module: nn.Module) -> None:
         for name, value in vars(module).items():
-            if name not in _OF_CALLS:
+            if name in _HOOKS and not value:
+                self._no_hooks.append(value)
+            elif name not in _OF_CALLS and not name.endswith("_hooks"):
                 self._watch(value, 0)
         if _OF_CALLS.isdisjoint(vars(module)):
             self._dicts.append(vars(module))
-        else:
-            self._models.append(vars(module))
 
     def _watch_registry(self, value: Any) -> None:
         """Watch an object of a file: transformers' functions of attention and masks are in such."""
@@ -227,19 +247,18 @@ class ModelState:
         else:
             return
         self._seen.add(id(value))
-        (self._dicts if watched else self._empty).append(watched)
+        self._dicts.append(watched)
         for each in list(inner):
             self._watch(each, depth + 1)
 
 
-class _Names:
-    """The names that a file has now: others are added while Dynamo compiles."""
+def _versions_of(dicts: Sequence[dict[str, Any]]) -> list[Any]:
+    """A number of each that is another one after each write; where torch has no such numbers, one of each question."""
+    return [*map(_dict_version, dicts)] if _dict_version else [object() for _ in dicts]
 
-    def __init__(self, names: dict[str, Any]) -> None:
-        self._names, self._get = names, itemgetter(*names)
 
-    def read(self) -> Any:
-        return self._get(self._names)
+def _values_of(names: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple(names.values())
 
 
 def _values_of_class(cls: type) -> Any:
