@@ -52,6 +52,7 @@ _PAUSES = {
     "`torch.compile`": ("torch.compile", "later process"),
     "specache, traced prompts": ("specache, traced prompts", "later process"),
     "specache": ("specache", "later process"),
+    '`warm="background"`': ("specache, in the background", "later process"),
     "specache, empty caches": ("specache", "empty caches"),
     "after `warm_up()`": ("specache, warmed up", "later process"),
 }
