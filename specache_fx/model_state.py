@@ -35,7 +35,10 @@ _FILES = (
     *("torch", "torch.nn.functional", "transformers.cache_utils", "transformers.integrations.sdpa_attention"),
     *("transformers.masking_utils", "transformers.modeling_rope_utils", "transformers.utils.generic"),
 )
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks")  # of a module; others run with gradients, or where it is loaded
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+)  # of a module; others run with gradients, or where it is loaded
 _dict_version = getattr(torch._C._dynamo.guards, "dict_version", None)
 _FORM = attrgetter("dtype", "device", "shape")
 _LEAVES = (

@@ -3,8 +3,8 @@
     p = bmm(q, transpose(keys, -1, -2)) * scale; w = _softmax(p + mask, -1); out = bmm(w, values)
         ->  specache.scaled_dot_product_attention(q, keys, values, mask, 0.0, False, scale, True)
 
-Spelt-out attention is read as in a graph whose caches grow, and proved for all queries (`softmax_form.py`,
-`prove_form.py`); a prompt of more than 2^23 scores is left alone. It is written anew, for its own operations have the
+Spelt-out attention is read as in a graph whose caches grow, and proved for all queries
+(`run_form.py`); a prompt of more than 2^23 scores is left alone. It is written anew, for its own operations have the
 buffer's length in their arguments. Only a softcap, sinks, or a bias wider than the query keep it spelt out.
 """
 
@@ -22,11 +22,11 @@ from specache_fx.capture.buffer_writes import Append, read_by
 from specache_fx.capture.cache_side import NoMatch, sdpa_instead
 from specache_fx.capture.graph_edit import call
 from specache_fx.capture.graph_slices import ancestors
-from specache_fx.capture.graph_utils import described, shape_of, value_of
+from specache_fx.capture.graph_utils import described, shape_of, target_name, value_of
+from specache_fx.capture.mask_rows import MaskRowBuilder, UnknownFormError
 from specache_fx.capture.normalize_attention import SDPA, from_sdpa, from_softmax
 from specache_fx.capture.program import AttentionCore
-from specache_fx.capture.prove_form import dense
-from specache_fx.capture.score_chain import Rows, UnknownFormError
+from specache_fx.capture.random_numbers import dense
 from specache_fx.capture.trace import inline
 
 _aten = torch.ops.aten
@@ -72,7 +72,7 @@ def readers_of(gm: GraphModule, found: Mapping[Node, Append]) -> list[Reader]:
     Raises:
         NoMatch: If the keys or the values alone are in a buffer, or its form isn't known.
     """
-    readers, rows = list[Reader](), Rows(newest=False)
+    readers, rows = list[Reader](), MaskRowBuilder(newest=False)
     for node in list(gm.graph.nodes):
         if node.target is SDPA:
             core = from_sdpa(gm, node)
@@ -95,7 +95,7 @@ def _sides(
     return of_keys, of_values
 
 
-def _spelt_out(gm: GraphModule, softmax: Node, found: Mapping[Node, Append], rows: Rows) -> Reader:
+def _spelt_out(gm: GraphModule, softmax: Node, found: Mapping[Node, Append], rows: MaskRowBuilder) -> Reader:
     outputs = {*gm.graph.output_node().all_input_nodes, *found}
     try:
         core = from_softmax(gm, softmax, outputs, rows)
@@ -148,10 +148,15 @@ def _is_wide_bias(core: AttentionCore) -> bool:
 
 
 def _hides_alone(mask: Any) -> bool:
-    """Whether `score_chain.py` made a mask of fills alone."""
-    if isinstance(mask, Node):
-        return mask.target is torch.where and all(map(_hides_alone, mask.args[1:]))
-    return isinstance(mask, float)
+    """Whether a mask is made of fills alone (`_mask_of` in `run_form.py`): zeros, and what hides."""
+    if not isinstance(mask, Node):
+        return isinstance(mask, float)
+    if mask.target in (_aten.full.default, _aten.scalar_tensor.default):
+        return True
+    fills = ("where", "masked_fill")
+    return target_name(mask) in fills and all(
+        _hides_alone(arg) for arg in mask.args if value_of(arg).dtype != torch.bool
+    )
 
 
 def _cast(graph: Graph, mask: Node, core: AttentionCore) -> Node:

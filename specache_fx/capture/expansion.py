@@ -30,7 +30,7 @@ from specache_fx.capture.graph_utils import (
     target_name,
     value_of,
 )
-from specache_fx.capture.prove_form import Numbers, exact_products
+from specache_fx.capture.random_numbers import Numbers, exact_products
 from specache_fx.capture.reading import Reading
 from specache_fx.errors import first_line
 from specache_fx.runtime.expansion import Expansion

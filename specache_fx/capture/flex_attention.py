@@ -36,10 +36,10 @@ from specache_fx.capture.graph_utils import (
     shape_of,
     value_of,
 )
+from specache_fx.capture.mask_rows import MaskRowBuilder
 from specache_fx.capture.normalize_attention import SDPA
 from specache_fx.capture.program import AttentionSite
-from specache_fx.capture.prove_form import repeated
-from specache_fx.capture.score_chain import Rows
+from specache_fx.capture.random_numbers import repeated
 from specache_fx.capture.trace import inline
 
 _aten = torch.ops.aten
@@ -85,7 +85,7 @@ def _is_decoded(site: AttentionSite) -> bool:
 
 def flex_attention(gm: GraphModule) -> Flex:
     """Replace each flex attention by what it means, in place."""
-    found, rows = Flex(), Rows()
+    found, rows = Flex(), MaskRowBuilder()
     for node in [node for node in gm.graph.nodes if node.target is FLEX]:
         try:
             meaning = _meaning(gm, node, rows)
@@ -112,7 +112,7 @@ def with_masks_alone(gm: GraphModule) -> GraphModule:
     return gm if found.unknown or any(node.target is not SDPA for node in found.own) else copied
 
 
-def _meaning(gm: GraphModule, flex: Node, rows: Rows) -> Node:
+def _meaning(gm: GraphModule, flex: Node, rows: MaskRowBuilder) -> Node:
     """The output of an attention, computed before it."""
     given: Any = flex.args
     query, key, value, score_mod, _, scale, _, score_reads, _ = given
@@ -173,7 +173,7 @@ class Mods:
         rows: Calls that others have made already.
     """
 
-    def __init__(self, gm: GraphModule, flex: Node, rows: Rows) -> None:
+    def __init__(self, gm: GraphModule, flex: Node, rows: MaskRowBuilder) -> None:
         self._gm, self._flex, self._rows = gm, flex, rows
         given: Any = flex.args
         query, key, *_ = given

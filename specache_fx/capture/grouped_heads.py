@@ -31,9 +31,9 @@ from specache_fx.capture.graph_utils import (
     swaps,
     target_name,
 )
+from specache_fx.capture.mask_rows import UnknownFormError
 from specache_fx.capture.normalize_attention import SDPA
-from specache_fx.capture.score_chain import UnknownFormError
-from specache_fx.capture.softmax_form import path_of
+from specache_fx.capture.run_form import path_of
 
 _aten = torch.ops.aten
 _OVER_KEYS = (_aten._softmax.default, _aten.amax.default, _aten.slice.Tensor, _aten.cat.default)

@@ -9,13 +9,14 @@ Describes, and leaves the model's own operations where they are: a prompt's atte
 over buffers of fixed length (`capture/buffer_reads.py`). It may insert the mask of the newest query, which
 `bind_cache` gives to the session.
 
-Spelt-out attention (`attn_implementation="eager"`, bloom, mpt, gpt_oss, ...) is read (`capture/softmax_form.py`) and
-then proved on random numbers (`capture/prove_form.py`). An attention without such a form is noted with the operation
+Spelt-out attention (`attn_implementation="eager"`, bloom, mpt, gpt_oss, ...) is understood by running it
+(`capture/run_form.py`). An attention without such a form is noted with the operation
 that stands in the way; if it reads a KV cache, `match_attention` refuses it.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -27,16 +28,20 @@ from specache_fx.capture.cache_side import LEAVE, NoMatch
 from specache_fx.capture.graph_edit import finish
 from specache_fx.capture.graph_slices import ancestors, constant_of
 from specache_fx.capture.graph_utils import described, real_users, shape_of, target_name
+from specache_fx.capture.mask_rows import MaskRowBuilder, UnknownFormError
 from specache_fx.capture.program import AttentionCore
-from specache_fx.capture.prove_form import MOST_REPLACED, MOST_SCORES, differs, is_proved
-from specache_fx.capture.score_chain import Rows, UnknownFormError
-from specache_fx.capture.softmax_form import read_form
+from specache_fx.capture.random_numbers import Numbers
+from specache_fx.capture.run_form import read_form
 from specache_fx.runtime import ops  # noqa: F401  (registers torch.ops.specache)
 
 SDPA = torch.ops.specache.scaled_dot_product_attention.default
 SDPA_DEFAULTS = (None, 0.0, False, None, False)  # of the arguments behind query, key and value
 _SDPA_ARGS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 _LEAVE = f"{LEAVE}."
+# Scores of a prompt's proof, at most; a decode step's is always made. Of a longer prompt the parts are read alone: its
+# attention stays the model's.
+MOST_SCORES = 2**20
+MOST_REPLACED = 2**23  # the same, where a prompt's operations are replaced
 
 
 def sdpa_arguments(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -74,7 +79,7 @@ def from_sdpa(gm: GraphModule, node: Node) -> AttentionCore:
     )
 
 
-def from_softmax(gm: GraphModule, softmax: Node, outputs: set[Node], rows: Rows) -> AttentionCore:
+def from_softmax(gm: GraphModule, softmax: Node, outputs: set[Node], rows: MaskRowBuilder) -> AttentionCore:
     """The attention around a softmax, read and proved; see `read_form`.
 
     Args:
@@ -87,19 +92,23 @@ def from_softmax(gm: GraphModule, softmax: Node, outputs: set[Node], rows: Rows)
         UnknownFormError: If it has no normal form.
         NoMatch: If a prompt that is to be replaced is too long for its proof.
     """
-    core = read_form(gm, softmax, outputs, rows)
-    if 0 in (shape_of(core.query) or ()):
-        return core  # `match_attention` refuses a call without tokens; nothing is there to be proved
-    proved = is_proved(core, MOST_SCORES if rows.newest else MOST_REPLACED)
+    sizes = shape_of(softmax) or ()
+    proved = _num_scores(softmax) <= (MOST_SCORES if rows.newest else MOST_REPLACED) or sizes[-2:-1] == (1,)
     if not (proved or rows.newest):
         many = f"has more than 2^{MOST_REPLACED.bit_length() - 1} scores in this prompt, too many to prove its form"
         raise NoMatch(
             f"{described(softmax)} {many}",
             f"Give the prompt in pieces, or use scaled_dot_product_attention. {LEAVE}.",
         )
-    if proved and (reason := differs(gm, core, newest=rows.newest)) is not None:
-        raise UnknownFormError(softmax, f"was taken for an attention, but {reason}")
+    # `match_attention` refuses a call without tokens; nothing is there to be proved.
+    core = read_form(gm, softmax, outputs, rows, proved=proved and 0 not in sizes)
     return replace(core, problem=_read_elsewhere(core))
+
+
+def _num_scores(softmax: Node) -> int:
+    """Scores of an attention, open sizes given small values."""
+    numbers = Numbers(softmax)
+    return math.prod(numbers.integer(size) for size in shape_of(softmax) or ())
 
 
 def _read_elsewhere(core: AttentionCore) -> tuple[str, str] | None:
@@ -123,7 +132,7 @@ def attention_cores(gm: GraphModule) -> tuple[list[AttentionCore], dict[Node, st
     unknown: dict[Node, str] = {}
     outputs = set(gm.graph.output_node().all_input_nodes)
     caches = any(len(shape_of(out) or ()) == 4 for out in outputs)
-    rows = Rows()
+    rows = MaskRowBuilder()
     for node in list(gm.graph.nodes):
         if node.target is SDPA:
             cores.append(from_sdpa(gm, node))

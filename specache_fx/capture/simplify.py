@@ -5,7 +5,6 @@
     permute(x, [0, 2, 3, 1])                                  ->  transpose(transpose(x, 1, 2), 2, 3)
     transpose(transpose(x, 1, 2), 1, 2)                       ->  x
     slice(slice_scatter(x, y, 0, start, end), 0, start, end)  ->  y
-    slice_scatter(x, slice(x, -1, -n) + y, -1, -n)            ->  x + pad(y)
     repeat of a dimension of size 1                           ->  expand
     s + expand(mask); sdpa(q, k, v, expand(mask))             ->  s + mask; sdpa(q, k, v, mask)
     sdpa(q, k, v, not expand(mask))                           ->  sdpa(q, k, v, slice(not expand(mask), 1, 0, 1))
@@ -18,16 +17,14 @@ returned so stays. Sizes that Dynamo left open are compared as symbols: no guard
 
 from __future__ import annotations
 
-import operator
 from typing import Any
 
 import torch
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from specache_fx.capture.graph_edit import call, size_of
+from specache_fx.capture.graph_edit import call
 from specache_fx.capture.graph_utils import (
-    END,
     concatenated,
     cut_of,
     is_pointwise,
@@ -79,7 +76,7 @@ def simplify(graph: Graph) -> None:
             _broadcast(node)
         if node.target is _aten.transpose.int:
             node.args = (node.args[0], *(dim % len(shape_of(node) or ()) for dim in node.args[1:]))
-        part = _with_more_at_the_end(node) or _written_part(node) or _appended_apart(node)
+        part = _written_part(node) or _appended_apart(node)
         if part is not None:
             node.replace_all_uses_with(part)
             graph.erase_node(node)
@@ -168,35 +165,6 @@ def _with_an_end(node: Node) -> None:
     size = value_of(node).shape[dim]
     if isinstance(size, int) and isinstance(end, int) and end > size:
         node.args = (*node.args[:2], dim, start, size, step)
-
-
-def _with_more_at_the_end(node: Node) -> Node | None:
-    """The sum with zeros and y that `x[..., -n:] += y` computes: scores of this call's tokens get their causal mask.
-
-    Python reads such a slice, adds to it, and writes it back once more: then x is as it was.
-    """
-    if node.target is not _aten.slice_scatter.default:
-        return None
-    args: Any = node.args
-    whole, part = args[:2]
-    part = part.args[0] if part.target is _aten.clone.default else part
-    is_sum = part.target is _aten.add.Tensor and not part.kwargs
-    read, more = part.args if is_sum else (part, None)
-    last, size = len(shape_of(whole) or ()) - 1, value_of(whole).shape[-1]
-    cuts = [cut_of(each) or (None,) * 4 for each in (node, read)]
-    start = cuts[0][1]
-    ends = all(cut[:2] == (last, start) and cut[2] in (END, size) and cut[3] == 1 for cut in cuts)
-    is_read = ends and read.target is _aten.slice.Tensor and read.args[0] is whole
-    if not is_read or not isinstance(start, int) or start >= 0:
-        return None
-    if more is None:
-        return whole
-    if not isinstance(more, Node) or (shape_of(more) or (0,))[-1] != -start:
-        return None
-    with node.graph.inserting_before(node):
-        rest = call(node.graph, operator.add, (size_of(node, whole, last), start), node)
-        padded = call(node.graph, _aten.constant_pad_nd.default, (more, [rest, 0]), node)
-        return call(node.graph, _aten.add.Tensor, (whole, padded), node)
 
 
 def _written_part(node: Node) -> Node | None:

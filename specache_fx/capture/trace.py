@@ -148,7 +148,7 @@ def _functional_graph(function: Callable[..., Any], inputs: Sequence[Any]) -> Gr
     with torch.no_grad(), preserve_node_meta(), _fake(flat), unnoted:
         make = make_fx(
             run,
-            decomposition_table={aten.copy.default: _copied},
+            decomposition_table=_DECOMPOSED,
             tracing_mode="real",
             _allow_non_fake_inputs=True,
         )
@@ -261,6 +261,21 @@ def _fake(inputs: Sequence[Any]) -> Iterator[None]:
 def _copied(self: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
     """`aten.copy`, by operators that vmap has rules for."""
     return src.to(device=self.device, dtype=self.dtype).expand(self.shape).clone()
+
+
+def _product_and_sum(
+    self: torch.Tensor, batch1: torch.Tensor, batch2: torch.Tensor, *, beta: float = 1, alpha: float = 1
+) -> torch.Tensor:
+    """`aten.baddbmm`, with a product of its own."""
+    product = batch1.bmm(batch2)
+    product = product if alpha == 1 else product * alpha
+    return product if beta == 0 else product + (self if beta == 1 else self * beta)
+
+
+_DECOMPOSED: dict[Any, Callable[..., Any]] = {
+    aten.copy.default: _copied,
+    aten.baddbmm.default: _product_and_sum,
+}
 
 
 def _note_inputs(gm: GraphModule, graph: Graph, inputs: Sequence[Any]) -> None:

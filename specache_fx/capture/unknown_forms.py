@@ -26,14 +26,13 @@ from specache_fx.capture.graph_utils import (
 )
 from specache_fx.capture.normalize_attention import SDPA
 from specache_fx.capture.program import Refusal
-from specache_fx.capture.score_chain import PRODUCTS
 
 _MOST_OPERATIONS = 4
 CACHE_SO = (
     "Cache keys and values apart, each as [batch, num_kv_heads, kv_len, head_dim], for scaled_dot_product_attention; or"
     " latents that grow by cat as [batch, 1, kv_len, dim], and compute each head's keys and values from them"
 )
-_READERS = {*PRODUCTS, "mul", "mm", "dot"}
+_READERS = {"bmm", "mm", "mul", "dot"}
 
 
 def _grew(out: Node, past: Node) -> bool:

@@ -1,4 +1,4 @@
-"""Proofs multiply in full float32, however the user has set TF32; afterwards it is as the user set it."""
+"""Proofs in float32 multiply in full float32, however the user has set TF32; afterwards it is as the user set it."""
 
 from __future__ import annotations
 
@@ -8,11 +8,8 @@ from typing import Any
 import pytest
 import torch
 from support import graphs
-from support.captured import captured
 from support.graphs import Captured
 from support.watch import Watch
-
-from specache_fx.capture.program import Phase
 
 BACKENDS = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
 
@@ -32,23 +29,15 @@ def precision_of_other_tests() -> Iterator[None]:
     torch.set_float32_matmul_precision("highest")
 
 
-def spelt_out() -> Captured:
-    return captured("sinks")[Phase.DECODE]
-
-
 def expansion() -> Captured:
     model = graphs.tiny_decoder(num_kv_heads=1, head_dim=16, latent_dim=12)
     ids = torch.arange(7)[None]
     return graphs.capture(model, lambda forward: forward(ids[:, 6:], past=forward(ids[:, :6])[1]))[1]
 
 
-@pytest.mark.parametrize(
-    ("allow", "graph"),
-    [(set_as_before_torch_2_9, spelt_out), (set_by_backend, expansion)],
-    ids=["spelt_out", "expansion"],
-)
-def test_proofs_multiply_in_full_float32(allow: Callable[[], None], graph: Callable[[], Captured]) -> None:
-    decode = graph()
+@pytest.mark.parametrize("allow", [set_as_before_torch_2_9, set_by_backend])
+def test_proofs_multiply_in_full_float32(allow: Callable[[], None]) -> None:
+    decode = expansion()
     allow()
     before = [backend.fp32_precision for backend in BACKENDS]
     seen = set()

@@ -300,8 +300,7 @@ def test_scores_that_a_tensor_fills_and_that_a_number_fills(number: float | None
         return
     (refusal,) = program.refusals
     assert re.search(
-        r"puts what the tensor `\w+` holds in the place of scores, which may change: give the number",
-        refusal.told,
+        r"`\w+` \(where, .* makes other scores .* `\w+` may change: give the number itself", refusal.told
     )
 
 

@@ -1,0 +1,137 @@
+"""Random numbers on which parts of a graph are run, and the normal form of attention that they are compared with.
+
+Sizes that Dynamo left open are given small values.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from specache_fx.capture.graph_slices import constant_of, float_of
+from specache_fx.capture.graph_utils import shape_of, symbols_of, value_of
+
+# Sizes that are open get these, one after another: no two alike, none a power of 2.
+_SIZES = (5, 3, 7, 6, 9, 10, 11, 12, 13, 14, 15)
+
+
+def repeated(side: torch.Tensor, num_heads: int) -> torch.Tensor:
+    """Keys or values for each query head: `[batch, num_heads, kv_len, head_dim]`."""
+    groups = num_heads // side.shape[1]
+    return side if groups == 1 else side[:, :, None].expand(-1, -1, groups, -1, -1).flatten(1, 2)
+
+
+def dense(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    *,
+    scale: float,
+    softcap: float | None,
+) -> torch.Tensor:
+    """The normal form, of shapes as `AttentionCore` has them; the mask is a float one.
+
+    The softmax is in float32 at least, as models spell it.
+    """
+    key, value = (repeated(side, query.shape[1]) for side in (key, value))
+    scores = query @ key.transpose(-1, -2) * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    if mask is not None:
+        scores = scores + mask
+    if sinks is not None:
+        column = sinks.to(scores.dtype)[None, :, None, None].expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, column], dim=-1)
+    weights = scores.softmax(-1)
+    weights = weights if sinks is None else weights[..., :-1]
+    return weights.to(query.dtype) @ value
+
+
+@contextlib.contextmanager
+def exact_products() -> Iterator[None]:
+    """No TF32 (nor bfloat16 on the CPU) in float32 products: its rounding would pass for a wrong form.
+
+    The user may have set the precision by either of torch's two interfaces; that of backends puts both back.
+    """
+    backends: Any = torch.backends
+    each = (backends.cuda.matmul, backends.mkldnn.matmul)
+    kept = [backend.fp32_precision for backend in each]
+    try:
+        for backend in each:
+            backend.fp32_precision = "ieee"
+        yield
+    finally:
+        for backend, precision in zip(each, kept, strict=True):
+            backend.fp32_precision = precision
+
+
+def _equal_to(symbol: Any, shape_env: Any) -> set[Any]:
+    """A symbol and those that equal it. Dynamo does not always solve a guard `q_len + a == q_len + b` for `a`."""
+    pairs = []
+    for guard in shape_env.guards:
+        if guard.expr.is_Equality and len(guard.expr.free_symbols) > 1:
+            difference = guard.expr.lhs - guard.expr.rhs
+            one, *others = difference.free_symbols
+            if len(others) == 1 and difference in (one - others[0], others[0] - one):
+                pairs.append({one, others[0]})
+    equal, before = {symbol}, 0
+    while len(equal) > before:
+        before = len(equal)
+        equal.update(*(pair for pair in pairs if pair & equal))
+    return equal
+
+
+class Numbers:
+    """Random values for the nodes that a proof about `reader` starts from."""
+
+    def __init__(self, reader: Node, seed: int = 0) -> None:
+        self.reader = reader
+        self.sizes: dict[Any, int] = {}
+        self._next_size = itertools.cycle(_SIZES)
+        self.generator = torch.Generator("cpu").manual_seed(seed)
+
+    def integer(self, size: Any) -> int:
+        """A size, open ones given a value."""
+        if not isinstance(size, torch.SymInt):
+            return int(size)
+        for symbol in sorted(symbols_of(size), key=str):
+            if symbol not in self.sizes:
+                self.sizes |= dict.fromkeys(_equal_to(symbol, size.node.shape_env), next(self._next_size))
+        return int(size.node.expr.xreplace(self.sizes))
+
+    def value(self, node: Node, spread: float | None) -> Any:
+        """A value for a node: random numbers, its own where it is a constant.
+
+        Args:
+            node: The node.
+            spread: Standard deviation; None for what masks: a third of it hides.
+        """
+        fake = value_of(node)
+        if isinstance(fake, torch.SymFloat):
+            number = float_of(fake)
+            return fake if number is None else number
+        if not isinstance(fake, torch.Tensor):
+            return self.integer(fake) if isinstance(fake, (int, torch.SymInt)) else fake
+        number = constant_of(self.reader.graph.owning_module, node)  # type: ignore[arg-type]
+        shape = [self.integer(size) for size in shape_of(node) or ()]
+        if number is not None:
+            return torch.full(shape, number, dtype=fake.dtype, device=fake.device)
+        random = torch.randn(shape, generator=self.generator, device="cpu")
+        hidden = torch.rand(shape, generator=self.generator, device="cpu") < 1 / 3
+        if fake.dtype == torch.bool:
+            random = hidden
+        elif not fake.is_floating_point():
+            random = (random * 4).round()
+        elif spread is not None:
+            random = random * spread
+        elif len(shape) > 1:
+            random = random.masked_fill(hidden, torch.finfo(fake.dtype).min)
+        return random.to(device=fake.device, dtype=fake.dtype)
