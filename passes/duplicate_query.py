@@ -79,8 +79,8 @@ def duplicate_query(gm: GraphModule, program: Program, inputs: Sequence[Any], la
         segments = [Segment.of(node for node in gm.graph.nodes if node.op not in ("placeholder", "output"))]
     joined, known = Joined(gm), dict[str, tuple[Segment, GraphModule, list[bool]]]()
     for segment in segments:
-        heads = zip(segment.heads(), segment.inputs, strict=True)
-        form = segment.form(f"{node in on_lanes} {head}" for head, node in heads)
+        signatures = zip(segment.input_signatures(), segment.inputs, strict=True)
+        form = segment.fingerprint(f"{node in on_lanes} {signature}" for signature, node in signatures)
         if form not in known:
             known[form] = segment, *_traced(segment, gm, [node in on_lanes for node in segment.inputs], lanes)
         like, traced, batched = known[form]

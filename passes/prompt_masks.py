@@ -1,6 +1,6 @@
 """`prompt_masks`: attention of several tokens follows a rule instead of a `[q_len, kv_len]` mask where both agree.
 
-    out = sdpa(q, k, v, mask)       ->  verdict, real = test(mask, window)
+    out = sdpa(q, k, v, mask)       ->  verdict, real = check_mask_rule(mask, window)
                                         out = specache.prompt_attention(q, k, v, verdict, real, state, number, scale)
 
 That is a prompt, a piece of one or the next turn. A model that is given an `attention_mask` computes such a mask, 4 GB
@@ -25,7 +25,7 @@ from specache_fx.capture.graph_utils import placeholders
 from specache_fx.capture.program import Program
 from specache_fx.passes.base import Pass
 from specache_fx.passes.bind_cache import STATE
-from specache_fx.runtime.prompt_masks import test
+from specache_fx.runtime.prompt_masks import check_mask_rule
 
 _ATTENTION = torch.ops.specache.prompt_attention.default
 
@@ -43,7 +43,9 @@ def prompt_masks(gm: GraphModule, program: Program) -> GraphModule:
             continue
         with gm.graph.inserting_before(site.core.node):
             if number not in tested:
-                told = call(gm.graph, test, (site.core.mask, site.keys.window), site.core.node, "mask_test")
+                told = call(
+                    gm.graph, check_mask_rule, (site.core.mask, site.keys.window), site.core.node, "mask_test"
+                )
                 # The verdict, and the real keys.
                 tested[number] = [call(gm.graph, operator.getitem, (told, i), site.core.node) for i in (0, 1)]
             query, *sides = site.core.node.args[:3]

@@ -36,7 +36,7 @@ class PromptMask:
     inputs: tuple[int, ...]
 
 
-def test(mask: torch.Tensor, window: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+def check_mask_rule(mask: torch.Tensor, window: int | None) -> tuple[torch.Tensor, torch.Tensor]:
     """Hold a mask against the rule. Inductor fuses it with the mask's own code, so the mask is never in memory.
 
     Args:
@@ -112,11 +112,11 @@ def attend(
         query: `[batch, num_heads, q_len, key_dim]`.
         key: `[batch, num_heads or fewer, kv_len, key_dim]`.
         value: `[batch, num_heads or fewer, kv_len, value_dim]`.
-        verdict: See `test`.
-        real: See `test`.
+        verdict: See `check_mask_rule`.
+        real: See `check_mask_rule`.
         number: Of the mask.
         scale: Factor on the scores.
-        window: See `test`.
+        window: See `check_mask_rule`.
 
     Returns:
         `[batch, num_heads, q_len, value_dim]`, with the heads of a token side by side in memory.

@@ -28,7 +28,7 @@ class Sources:
         masks: Masks over keys, whose last dimension grows by one per token.
         shapes: Past KV tensors; where only their shape is read, that is a length too.
         whole_ids: Ids of the whole sequence, of which the newest are an input of their own.
-        most: The most tokens that such a tensor, or the integer that is its length, gets to have, where its layer keeps
+        max_lengths: The most tokens of such a tensor, or of the integer that is its length, where its layer keeps
             a window; and the most columns of a mask of such layers alone.
         mask_graph: Computes the masks of attentions to all tokens; None where they have none.
         mask_inputs: Positions of its inputs.
@@ -45,7 +45,7 @@ class Sources:
     masks: frozenset[int] = frozenset()
     shapes: frozenset[int] = frozenset()
     whole_ids: frozenset[int] = frozenset()
-    most: dict[int, int] = field(default_factory=dict)
+    max_lengths: dict[int, int] = field(default_factory=dict)
     mask_graph: GraphModule | None = None
     mask_inputs: tuple[int, ...] = ()
     layer_masks: dict[int, int] = field(default_factory=dict)
@@ -66,17 +66,21 @@ class Sources:
         for i in inputs:
             value = args[i]
             if i in self.lengths or i in self.positions:
-                value = min(value + num_tokens, self.most[i]) if i in self.most else value + num_tokens
+                value = (
+                    min(value + num_tokens, self.max_lengths[i])
+                    if i in self.max_lengths
+                    else value + num_tokens
+                )
             elif i in self.masks:
                 # A mask of four dimensions is added where it is of floating point numbers; others are 1 where one sees.
                 shown = 0 if value.dim() == 4 and value.is_floating_point() else 1
                 more = value.new_full((*value.shape[:-1], num_tokens), shown)
                 value = torch.cat([value, more], dim=-1)[
-                    ..., -self.most.get(i, value.shape[-1] + num_tokens) :
+                    ..., -self.max_lengths.get(i, value.shape[-1] + num_tokens) :
                 ]
             elif i in self.shapes:
                 batch, heads, kv_len, dim = value.shape
-                kv_len = min(kv_len + num_tokens, self.most.get(i, kv_len + num_tokens))
+                kv_len = min(kv_len + num_tokens, self.max_lengths.get(i, kv_len + num_tokens))
                 value = value.new_empty(1).expand(batch, heads, kv_len, dim)
             moved.append(value)
         return moved

@@ -14,10 +14,10 @@ from torch.fx import GraphModule
 
 from specache_fx import background, direct_step, dynamo_hooks, graph_breaks
 from specache_fx._log import forget_warnings, warn_once
-from specache_fx.border import AtBorder, TakenApart, as_taken
+from specache_fx.border import AtBorder, UnwrapSubclasses, as_taken
 from specache_fx.capture.analyse import analyse, kv_inputs
 from specache_fx.capture.buffer_writes import writes_tokens
-from specache_fx.capture.cache_side import GROWING, LEAVE, NoMatch
+from specache_fx.capture.cache_side import GROWING, LEAVE, LeaveAlone
 from specache_fx.capture.dynamo_graph import needs_gradients
 from specache_fx.capture.fixed_caches import attends_in_place, grow, has_past, keeps_windows_alone
 from specache_fx.capture.flex_attention import with_masks_alone
@@ -32,14 +32,14 @@ from specache_fx.capture.graph_utils import (
     shape_of,
     value_of,
 )
-from specache_fx.capture.program import Phase, Program, alike
+from specache_fx.capture.program import Phase, Program, merged_messages
 from specache_fx.capture.subclasses import flatten
 from specache_fx.capture.trace import GROWS, TraceError, trace
 from specache_fx.capture.unknown_forms import CACHE_SO, attention_behind
 from specache_fx.config import SpecacheConfig
 from specache_fx.decode_runner import Decode
 from specache_fx.errors import ConfigError, SpecacheError, UnsupportedGraphError
-from specache_fx.fixed_runner import Growing, InPlace
+from specache_fx.fixed_runner import FixedCacheRunner, Growing
 from specache_fx.lowering import Compiled, example_state, lower, lower_prompt
 from specache_fx.passes.pipeline import BINDING_PASSES, OPTIONAL, Observer, run_passes
 from specache_fx.recompile_limit import make_room
@@ -61,7 +61,7 @@ _GROWING_BUFFERS = (
 )
 
 
-def _unread(gm: GraphModule, found: graph_breaks.Break | None) -> NoMatch:
+def _unread(gm: GraphModule, found: graph_breaks.Break | None) -> LeaveAlone:
     """Why caches that a graph writes in place are left alone, where it has no attention over them."""
     reader = attention_behind(mutated_inputs(gm.graph))
     read = (
@@ -74,7 +74,7 @@ def _unread(gm: GraphModule, found: graph_breaks.Break | None) -> NoMatch:
         if found is None
         else f"{found}. {found.remedy}"
     )
-    return NoMatch(f"its caches are written in place, and {read}", remedy)
+    return LeaveAlone(f"its caches are written in place, and {read}", remedy)
 
 
 def check_names(config: SpecacheConfig) -> None:
@@ -166,10 +166,10 @@ class Backend:
         if attends_in_place(plain):
             try:
                 return self._in_place(gm, plain, example_inputs, config, observe, piece)
-            except NoMatch as no:
+            except LeaveAlone as no:
                 return self._left_in_place(gm, example_inputs, program, observe, no)
         if keeps_windows_alone(rewritten):
-            bounded = NoMatch(
+            bounded = LeaveAlone(
                 "its caches keep the newest tokens alone, in buffers of fixed length",
                 f"they don't grow. {GROWING}",
             )
@@ -200,7 +200,7 @@ class Backend:
             return self._left_alone(gm, example_inputs, program)
         taken = flatten(example_inputs)
         runner = self._runner(rewritten, as_taken(program, taken), program, observe)
-        return runner if len(taken) == len(example_inputs) else TakenApart(runner)
+        return runner if len(taken) == len(example_inputs) else UnwrapSubclasses(runner)
 
     def compile_step(self, gm: GraphModule, config: SpecacheConfig, values: Values) -> Compiled | None:
         """Compile a decode step that was traced without Dynamo.
@@ -236,7 +236,7 @@ class Backend:
         """The runner of a graph that writes its caches in place.
 
         Raises:
-            NoMatch: If it is to be left alone.
+            LeaveAlone: If it is to be left alone.
         """
         context = TracingContext.try_get()
 
@@ -252,10 +252,10 @@ class Backend:
             rewritten = run_passes(rewritten, inner, BINDING_PASSES, observe)
             if inner.refusals:
                 first = inner.refusals[0]
-                raise NoMatch(f"its caches are written in place, and {first.told}", first.remedy)
+                raise LeaveAlone(f"its caches are written in place, and {first.told}", first.remedy)
             if 2 * len(inner.owners) != len(plan.buffers):
                 unread = "its caches are written in place, and not all of them are read by attention"
-                raise NoMatch(unread, LEAVE)
+                raise LeaveAlone(unread, LEAVE)
             if plan.q_len != 1 and config.lowering == "inductor":  # fused, no mask is kept
                 assert isinstance(plan.shown, GraphModule)
                 roots = [value_of(node) for node in placeholders(plan.shown.graph)]
@@ -266,12 +266,12 @@ class Backend:
             with compiling(), tracing(context):
                 try:
                     return make(has_past)
-                except NoMatch as no:
+                except LeaveAlone as no:
                     return self._left_in_place(gm, example_inputs, Program(config), observe, no), None
 
         follows = has_past(traced)
-        runner = InPlace(make_later, follows, make(follows))
-        return runner if len(flatten(example_inputs)) == len(example_inputs) else TakenApart(runner)
+        runner = FixedCacheRunner(make_later, follows, make(follows))
+        return runner if len(flatten(example_inputs)) == len(example_inputs) else UnwrapSubclasses(runner)
 
     def _runner(
         self,
@@ -360,7 +360,12 @@ class Backend:
         return self._left_alone(gm, inputs, program)
 
     def _left_in_place(
-        self, gm: GraphModule, inputs: Sequence[Any], program: Program, observe: Observer | None, no: NoMatch
+        self,
+        gm: GraphModule,
+        inputs: Sequence[Any],
+        program: Program,
+        observe: Observer | None,
+        no: LeaveAlone,
     ) -> Compiled:
         remedy = no.remedy.rstrip(".")
         return self._without_cache(gm, inputs, program, observe, str(no), remedy, has_cache=True)
@@ -375,8 +380,8 @@ class Backend:
 
     def _report(self, program: Program) -> None:
         if program.refusals and program.config.strict:
-            raise UnsupportedGraphError(" ".join(alike(program.refusals)))
-        for message in alike(program.refusals):
+            raise UnsupportedGraphError(" ".join(merged_messages(program.refusals)))
+        for message in merged_messages(program.refusals):
             # Graphs of one model differ in the names of nodes, and in which sizes are constants.
             warn_once(logger, f"specache: {message}", key=re.sub(r"`[^`]*`|\[[\d, ?]*\]", "", message))
         logger.info(

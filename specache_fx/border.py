@@ -53,7 +53,7 @@ def hand_out(handle: torch.Tensor, form: Form, slot: int) -> torch.Tensor:
         return mark(handle_form.in_form(handle, form), handle.lease, handle.kv_len)
 
 
-class TakenApart:
+class UnwrapSubclasses:
     """Another runner for a model with weights of a tensor subclass (torchao's): it gets the tensors in these."""
 
     def __init__(self, runner: Compiled) -> None:

@@ -11,7 +11,7 @@ from torch import nn
 from torch.fx import GraphModule, Node
 
 from specache_fx.backend import Backend, check_names
-from specache_fx.border import AtBorder, TakenApart
+from specache_fx.border import AtBorder, UnwrapSubclasses
 from specache_fx.capture.graph_utils import (
     is_float,
     is_static_input,
@@ -20,13 +20,13 @@ from specache_fx.capture.graph_utils import (
     target_name,
     value_of,
 )
-from specache_fx.capture.program import Phase, Program, Refusal, alike
+from specache_fx.capture.program import Phase, Program, Refusal, merged_messages
 from specache_fx.compiled import uncompiled, with_generators
 from specache_fx.config import SpecacheConfig
 from specache_fx.decode_runner import Decode
 from specache_fx.errors import ConfigError
 from specache_fx.fingerprint import check_ids
-from specache_fx.fixed_runner import InPlace
+from specache_fx.fixed_runner import FixedCacheRunner
 from specache_fx.lowering import Compiled
 from specache_fx.runtime.native.products import is_products
 
@@ -93,7 +93,7 @@ class Explanation:
                 f"{'' if len(graph.rewritten) == 1 else 's'} rewritten, {len(graph.refusals)} left alone"
             )
             lines += [f"  rewritten: {source}" for source in dict.fromkeys(graph.rewritten)]
-            lines += [f"  {message}" for message in alike(graph.refusals)]
+            lines += [f"  {message}" for message in merged_messages(graph.refusals)]
             if graph.left_alone:
                 told = first.setdefault(graph.left_alone, i)
                 lines.append(f"  {graph.left_alone}" if told == i else f"  for the reason of graph {told}")
@@ -145,7 +145,7 @@ class _Recorder:
                 report.runs = found if found != report.after else ""
             if name == "verify":  # of a decode graph, which its runner had made
                 decode = runner
-                while isinstance(decode, (AtBorder, InPlace, TakenApart)):
+                while isinstance(decode, (AtBorder, FixedCacheRunner, UnwrapSubclasses)):
                     decode = decode.runner
                 assert isinstance(decode, Decode)
                 report.lanes, report.fallback = decode.lanes, decode.fallback

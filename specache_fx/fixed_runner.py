@@ -23,7 +23,7 @@ Growing = tuple[Compiled, FixedCaches | None]
 """The graph's runner, and the handling of its buffers; None where it is left alone."""
 
 
-class InPlace:
+class FixedCacheRunner:
     """Runs a prompt or later tokens; the model's buffers are handles of the session from then on.
 
     Args:
@@ -54,7 +54,7 @@ class InPlace:
                 buffers are not those of one session.
         """
         with inference():
-            start, q_len, agrees = self._where(args)
+            start, q_len, agrees = self._locate_tokens(args)
         runner, plan = self._runner(start > 0)
         if plan is None:
             return runner(*args)
@@ -100,7 +100,7 @@ class InPlace:
             self._made[has_past] = self._make(has_past)
         return self._made[has_past]
 
-    def _where(self, args: Sequence[Any]) -> tuple[int, int, torch.Tensor | None]:
+    def _locate_tokens(self, args: Sequence[Any]) -> tuple[int, int, torch.Tensor | None]:
         """The row of this call's first token, the number of tokens, and on a device whether that is so."""
         plan = self._plan
         q_len = size_in(plan.q_len, args)

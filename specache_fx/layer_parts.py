@@ -64,7 +64,7 @@ def compile_by_layer(
     examples = [[_example(gm, node, given) for node in part.inputs] for part in parts]
     if not all(isinstance(each, torch.Tensor) for part in examples for each in part):
         return None  # an operator that takes a graph
-    forms = [part.form(map(_head, each)) for part, each in zip(parts, examples, strict=True)]
+    forms = [part.fingerprint(map(_head, each)) for part, each in zip(parts, examples, strict=True)]
     if 2 * len(set(forms)) > len(parts):
         return None
     compiled: dict[str, Compiled] = {}

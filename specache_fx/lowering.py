@@ -30,7 +30,7 @@ from specache_fx.config import Lowering
 from specache_fx.errors import first_line
 from specache_fx.layer_parts import compile_by_layer, target
 from specache_fx.progress import announced, say_step
-from specache_fx.runtime.prompt_masks import test
+from specache_fx.runtime.prompt_masks import check_mask_rule
 from specache_fx.runtime.step_table import empty_state
 
 Compiled = Callable[..., Any]
@@ -98,7 +98,7 @@ def lower_prompt(gm: GraphModule, inputs: Sequence[Any], program: Program, what:
     if config.lowering == "eager":
         return gm.forward
     spelt_out = any(site.core.node.target is not SDPA for site in program.sites)
-    tests = [node for node in gm.graph.nodes if node.target is test]
+    tests = [node for node in gm.graph.nodes if node.target is check_mask_rule]
     if config.compile_prefill or spelt_out:
         with announced(what, config.lowering, layers):
             return lower(gm, inputs, config.lowering)

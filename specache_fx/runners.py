@@ -18,7 +18,7 @@ import torch
 from torch._dynamo.convert_frame import compile_lock
 
 from specache_fx._log import warn_once
-from specache_fx.capture.program import OutputPlan, Program, alike
+from specache_fx.capture.program import OutputPlan, Program, merged_messages
 from specache_fx.errors import CacheHandleError, SpecacheError
 from specache_fx.lowering import Compiled
 from specache_fx.runtime import claims, fixed_buffers, registry
@@ -187,7 +187,7 @@ class LeftAlone:
 
 
 def _reasons(program: Program) -> str:
-    return program.left_alone or " ".join(alike(program.refusals)) or _NO_ATTENTION
+    return program.left_alone or " ".join(merged_messages(program.refusals)) or _NO_ATTENTION
 
 
 def _has_handles(tensors: Sequence[torch.Tensor]) -> bool:
@@ -223,7 +223,7 @@ class Refused:
 
 
 @contextlib.contextmanager
-def told_by_rule(session: Session, program: Program, args: Sequence[Any]) -> Iterator[None]:
+def bound_prompt_masks(session: Session, program: Program, args: Sequence[Any]) -> Iterator[None]:
     """While several tokens run: the session has the masks of their attentions."""
     session.prompt_masks = PromptMasks(program.prompt_masks, args)
     try:
@@ -251,7 +251,7 @@ class Prefill:
             )
             _note_model(session, self._program, args)
             try:
-                with session.lock, told_by_rule(session, self._program, args):
+                with session.lock, bound_prompt_masks(session, self._program, args):
                     kept = self._compiled(*args, session.state)
                 _advance(session, self._program, args)
                 handles = registry.issue(session)
@@ -372,7 +372,7 @@ class Extend:
                 session.forget_lookahead()
                 padding = session.key_mask.at(session.kv_len)
                 inputs = list(map(plain, args))
-                with told_by_rule(session, self._program, inputs):
+                with bound_prompt_masks(session, self._program, inputs):
                     kept = self._compiled(*inputs, session.state)
                 _advance(session, self._program, args)
                 if session.key_mask.shows(padding):

@@ -15,7 +15,7 @@ from dataclasses import replace
 import torch
 from torch.fx import GraphModule, Node
 
-from specache_fx.capture.cache_side import NoMatch
+from specache_fx.capture.cache_side import LeaveAlone
 from specache_fx.capture.find_prelude import find_prelude
 from specache_fx.capture.find_sources import find_sources, find_token, fixed_sizes, kv_lens
 from specache_fx.capture.flex_attention import flex_attention
@@ -108,7 +108,7 @@ def _with_attention(
     try:
         plan, kept = plan_outputs(gm, sites, sources)
         decoding = None if sources is None else _decoding(gm, sites, past, sources, kept)
-    except NoMatch as no:
+    except LeaveAlone as no:
         refused = (Refusal(site.core.node.name, site.source, str(no), no.remedy) for site in sites)
         return replace(program, refusals=(*program.refusals, *refused))
     token, _ = find_token(gm.graph)

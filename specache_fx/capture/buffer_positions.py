@@ -12,7 +12,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from specache_fx.capture.buffer_writes import Append, Tokens
-from specache_fx.capture.cache_side import GROW, LEAVE, NoMatch
+from specache_fx.capture.cache_side import GROW, LEAVE, LeaveAlone
 from specache_fx.capture.graph_edit import finish
 from specache_fx.capture.graph_slices import ancestors, cut_out
 from specache_fx.capture.graph_utils import placeholders, shape_of, value_of
@@ -70,7 +70,7 @@ def _cut_out(gm: GraphModule, results: list[Any]) -> tuple[GraphModule, tuple[in
     graph, taken = cut_out(gm, [result for result in results if isinstance(result, Node)])
     for node in placeholders(graph.graph):
         if not _is_integer(node):
-            raise NoMatch(
+            raise LeaveAlone(
                 f"where a token is written is computed from `{node.name}`, which has no integers",
                 f"Compute it from positions or a counter. {LEAVE}.",
             )

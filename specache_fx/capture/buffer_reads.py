@@ -19,7 +19,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from specache_fx.capture.buffer_writes import Append, read_by
-from specache_fx.capture.cache_side import NoMatch, sdpa_instead
+from specache_fx.capture.cache_side import LeaveAlone, sdpa_instead
 from specache_fx.capture.graph_edit import call
 from specache_fx.capture.graph_slices import ancestors
 from specache_fx.capture.graph_utils import described, shape_of, target_name, value_of
@@ -70,7 +70,7 @@ def readers_of(gm: GraphModule, found: Mapping[Node, Append]) -> list[Reader]:
         found: Its writes.
 
     Raises:
-        NoMatch: If the keys or the values alone are in a buffer, or its form isn't known.
+        LeaveAlone: If the keys or the values alone are in a buffer, or its form isn't known.
     """
     readers, rows = list[Reader](), MaskRowBuilder(newest=False)
     for node in list(gm.graph.nodes):
@@ -91,7 +91,7 @@ def _sides(
         return None
     if of_keys is None or of_values is None:
         one = f"keys or values of {described(core.node)} are written in place, and the others are not"
-        raise NoMatch(one)
+        raise LeaveAlone(one)
     return of_keys, of_values
 
 
@@ -100,14 +100,16 @@ def _spelt_out(gm: GraphModule, softmax: Node, found: Mapping[Node, Append], row
     try:
         core = from_softmax(gm, softmax, outputs, rows)
     except UnknownFormError as error:
-        raise NoMatch(
+        raise LeaveAlone(
             f"an attention reads a cache of fixed length, and {error}", sdpa_instead(softmax)
         ) from error
     if core.problem is not None:
-        raise NoMatch(*core.problem)
+        raise LeaveAlone(*core.problem)
     sides = _sides(core, found)
     if sides is None:
-        raise NoMatch(f"{described(softmax)} is computed from a cache of fixed length that is not its keys")
+        raise LeaveAlone(
+            f"{described(softmax)} is computed from a cache of fixed length that is not its keys"
+        )
     return Reader(core, *sides)
 
 

@@ -49,7 +49,7 @@ def sdpa_instead(softmax: Node) -> str:
     return f"Use torch.nn.functional.scaled_dot_product_attention there if it can be. {LEAVE}."
 
 
-class NoMatch(Exception):
+class LeaveAlone(Exception):
     """Not a rewritable attention; `remedy` is "" where no user would expect one (no cache was asked for)."""
 
     def __init__(self, reason: str, remedy: str = f"{LEAVE}.") -> None:
@@ -177,7 +177,7 @@ def side_of(root: Node, what: str, outputs: set[Node], inside: set[Node]) -> Sid
         inside: What may read it: the attentions over it, and what leads to them.
 
     Raises:
-        NoMatch: If something else reads it, which handles would not serve.
+        LeaveAlone: If something else reads it, which handles would not serve.
     """
     past, new = _appended(root)
     output = root if root in outputs else _kept_slice(root, outputs)
@@ -185,43 +185,43 @@ def side_of(root: Node, what: str, outputs: set[Node], inside: set[Node]) -> Sid
     for user in root.users:
         if user not in inside and user is not output and user.op != "output" and not reads_shape_only(user):
             if user in _written_values(root.graph):
-                raise NoMatch(
+                raise LeaveAlone(
                     f"its {what} are written into a cache of fixed length: {described(user)}", GROWING
                 )
-            raise NoMatch(f"its {what} are also used by {described(user)}", ONLY_ATTENTION)
+            raise LeaveAlone(f"its {what} are also used by {described(user)}", ONLY_ATTENTION)
     for user in () if past is None else past.users:
         if user is not root and not reads_shape_only(user):
-            raise NoMatch(f"its past {what} are also used by {described(user)}", ONLY_ATTENTION)
+            raise LeaveAlone(f"its past {what} are also used by {described(user)}", ONLY_ATTENTION)
     kept = None if output is root else newest(output)
     return Side(root, new, past, output, None if kept is None else kept + 1)
 
 
-def why_not_cached(root: Node, what: str, outputs: set[Node]) -> NoMatch:
+def why_not_cached(root: Node, what: str, outputs: set[Node]) -> LeaveAlone:
     """The refusal of keys or values that are no cache."""
     shape = shape_of(root)
     if shape is None or len(shape) != 4:
-        return NoMatch(
+        return LeaveAlone(
             f"its {what} have shape {shown_shape(root)}, not [batch, num_kv_heads, kv_len, head_dim]"
         )
     cut = any(target_name(user) == "slice" and user in outputs for user in root.users)
     if cut or _appended(root)[0] is not None:
-        return NoMatch(
+        return LeaveAlone(
             f"neither its whole {what} nor the newest of them are what the model returns as its cache",
             f"Return cat([past, new], dim=-2) itself or its last tokens, [:, :, -n:]. {LEAVE}.",
         )
     if (write := _write_before(root)) is not None:
-        return NoMatch(
+        return LeaveAlone(
             f"its {what} are computed from a cache of fixed length that {described(write)} writes; specache follows"
             " keys and values that are cached themselves, written by index_copy_ or into a slice",
             f"Keep them so, in buffers of their own, [batch, num_kv_heads, max_len, head_dim]. Or {GROW}. {LEAVE}.",
         )
     if _is_cached_elsewhere(root, outputs):
-        return NoMatch(
+        return LeaveAlone(
             f"its {what} are cached, but not as a [batch, num_kv_heads, kv_len, head_dim] tensor that grows by cat"
             " and is returned as it is (another layout, or a stack?)",
             f"Return cat([past, new], dim=-2) itself, keys and values in tensors of their own. {LEAVE}.",
         )
-    return NoMatch(f"its {what} are not returned as a KV cache", "")
+    return LeaveAlone(f"its {what} are not returned as a KV cache", "")
 
 
 def _written_values(graph: Graph) -> set[Node]:

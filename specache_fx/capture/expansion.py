@@ -18,7 +18,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.fx.node import map_aggregate
 
-from specache_fx.capture.cache_side import LEAVE, NoMatch
+from specache_fx.capture.cache_side import LEAVE, LeaveAlone
 from specache_fx.capture.graph_edit import finish
 from specache_fx.capture.graph_slices import ancestors, extract, mutated_inputs
 from specache_fx.capture.graph_utils import (
@@ -46,7 +46,7 @@ def find_expansion(gm: GraphModule, reading: Reading) -> Expansion:
     """Cut out what lies between the cache and an attention, and prove what is asked of it.
 
     Raises:
-        NoMatch: If it is not a function of each token's cached numbers alone.
+        LeaveAlone: If it is not a function of each token's cached numbers alone.
     """
     results, caches = [reading.key, reading.value], [reading.key_cache, reading.value_cache]
     # Dynamo may have a symbol of its own for the length of each.
@@ -66,7 +66,7 @@ def find_expansion(gm: GraphModule, reading: Reading) -> Expansion:
             or symbols_of(value_of(leaf)) & set().union(*map(symbols_of, sizes))
             or (isinstance(value_of(leaf), torch.Tensor) and not is_static_input(leaf))
         ):
-            raise NoMatch(f"{_made(reading)} and from `{leaf.name}`", _REMEDY)
+            raise LeaveAlone(f"{_made(reading)} and from `{leaf.name}`", _REMEDY)
     position = {node: i for i, node in enumerate(placeholders(gm.graph))}
     inputs = tuple(position[leaf] for leaf in leaves)
     # A graph that Dynamo made for one length has it in its views: taken for any length's first, then as it is.
@@ -78,7 +78,7 @@ def find_expansion(gm: GraphModule, reading: Reading) -> Expansion:
         problem = _differs(reading, expansion, leaves)
         if problem is None:
             return expansion
-    raise NoMatch(f"{_made(reading)}, and {problem}", _REMEDY)
+    raise LeaveAlone(f"{_made(reading)}, and {problem}", _REMEDY)
 
 
 def _made(reading: Reading) -> str:

@@ -14,7 +14,7 @@ from collections.abc import Collection, Sequence
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from specache_fx.capture.cache_side import LEAVE, NoMatch
+from specache_fx.capture.cache_side import LEAVE, LeaveAlone
 from specache_fx.capture.graph_edit import finish
 from specache_fx.capture.graph_slices import (
     ancestors,
@@ -59,7 +59,7 @@ def find_prelude(
         lengths_are_static: Refuse a graph that computes data with a length that is a Python number.
 
     Raises:
-        NoMatch: If every length would be a graph of its own.
+        LeaveAlone: If every length would be a graph of its own.
     """
     readers = _readers(gm.graph, sites, kept)
     positional, data = _origins(gm.graph, sources)
@@ -67,7 +67,7 @@ def find_prelude(
     numbers = (node for node in inside if shape_of(node) is None and isinstance(value_of(node), _NUMBERS))
     computed = (user for node in numbers for user in readers.get(node, ()) if user not in inside)
     if lengths_are_static and (number := next(computed, None)) is not None:
-        raise NoMatch(
+        raise LeaveAlone(
             f"`{number.name}` ({source_of(number)}) computes with the number of tokens as a Python number, so that"
             " every length would be a graph of its own",
             "Make it a tensor, of position_ids or a mask.",
@@ -76,12 +76,12 @@ def find_prelude(
     if (item := next(items, None)) is not None:
         grapharg = item.all_input_nodes[0].meta.get("grapharg")
         if getattr(grapharg, "pass_arg_as_tensor", False):  # so Dynamo passes floats
-            raise NoMatch(
+            raise LeaveAlone(
                 f"{described(item)} computes with a float among the arguments of the compiled code, so that every float"
                 " would be a graph of its own",
                 f"Keep it as an attribute of the module, or compile without dynamic=True. {LEAVE}.",
             )
-        raise NoMatch(
+        raise LeaveAlone(
             f"{described(item)} makes a Python number of the model's data, so that every number would be a graph of its"
             " own",
             f"Keep it a tensor. {LEAVE}.",

@@ -122,14 +122,14 @@ def find_sources(
     token_shape = shape_of(token) if token is not None else None
     shapes, masks = set[int](), set[int]()
     growing_by_one = set[int]()
-    most: dict[int, int] = {}
+    max_lengths: dict[int, int] = {}
     for site in sites:
         if site.keys.window is not None and site.keys.past is not None and site.values.past is not None:
-            most |= {index[side]: site.keys.window - 1 for side in (site.keys.past, site.values.past)}
-    growing = [i for i in past_inputs if i not in most] or past_inputs
+            max_lengths |= {index[side]: site.keys.window - 1 for side in (site.keys.past, site.values.past)}
+    growing = [i for i in past_inputs if i not in max_lengths] or past_inputs
     of_windows = _window_masks(sites)
     past_len = _kv_len(inputs[growing[0]])
-    grows = bool(symbols_of(past_len)) and growing[0] not in most
+    grows = bool(symbols_of(past_len)) and growing[0] not in max_lengths
     whole_ids = {node.meta[NEWEST_OF] for node in inputs if NEWEST_OF in node.meta}
     fixed_sizes_of_inputs: set[Any] = set()
     for node in inputs:
@@ -158,8 +158,8 @@ def find_sources(
         same_shape = token_shape is not None and (shape == token_shape or shape[-2:] == token_shape)
         if node is not token and _is_integer_tensor(node) and len(shape) and (same_shape or shape == (1,)):
             growing_by_one.add(index[node])
-    lengths, of_lengths = _lengths(inputs, most, growing, fixed_sizes_of_inputs)
-    most |= of_lengths | {index[node]: columns for node, columns in of_windows.items()}
+    lengths, of_lengths = _lengths(inputs, max_lengths, growing, fixed_sizes_of_inputs)
+    max_lengths |= of_lengths | {index[node]: columns for node, columns in of_windows.items()}
     fixed = all(not symbols_of(_kv_len(inputs[i])) for i in growing)
     takes_one = token is not None and statically_known_true((token_shape or (1,))[-1] == 1)
     return Sources(
@@ -170,7 +170,7 @@ def find_sources(
         masks=frozenset(masks),
         shapes=frozenset(shapes),
         whole_ids=frozenset(map(index.__getitem__, whole_ids)),
-        most=most,
+        max_lengths=max_lengths,
         knows_next=bool(growing_by_one) or not fixed or bool(lengths),
         fixed_length=fixed,
     )
@@ -188,7 +188,7 @@ def _lengths(
         fixed: Symbols of sizes that don't grow.
     """
     whole = set().union(*(symbols_of(_kv_len(inputs[i])) for i in growing if i not in windows))
-    lengths, most = set[int](), dict[int, int]()
+    lengths, max_lengths = set[int](), dict[int, int]()
     for place, node in enumerate(inputs):
         # An integer that is also a size that does not grow (the batch) is no length. One that nothing
         # reads tells none either: where a handle begins in its storage.
@@ -199,8 +199,8 @@ def _lengths(
         # The length of a window's past comes in as an integer too. One that is also a whole cache's isn't full yet.
         for i in windows:
             if symbols == symbols_of(_kv_len(inputs[i])) and not symbols & whole:
-                most[place] = windows[i]
-    return lengths, most
+                max_lengths[place] = windows[i]
+    return lengths, max_lengths
 
 
 def _kv_len(past: Node) -> Any:
@@ -232,7 +232,7 @@ def fixed_sizes(
 
 def kv_lens(inputs: Sequence[Node], past_inputs: Sequence[int], sources: Sources) -> frozenset[int]:
     """Tokens of the caches that grow, in the call that is traced."""
-    now = (_now(_kv_len(inputs[i])) for i in past_inputs if i not in sources.most)
+    now = (_now(_kv_len(inputs[i])) for i in past_inputs if i not in sources.max_lengths)
     return frozenset(length for length in now if length is not None)
 
 

@@ -32,7 +32,7 @@ from specache_fx.capture.buffer_positions import REMEDY, asserts_of, counters_of
 from specache_fx.capture.buffer_reads import Reader, is_over, readers_of, reads_buffer, write
 from specache_fx.capture.buffer_writes import Append, Tokens, appends, unread, with_windows
 from specache_fx.capture.buffers import Buffer, FixedCaches, Size
-from specache_fx.capture.cache_side import GROW, LEAVE, NoMatch
+from specache_fx.capture.cache_side import GROW, LEAVE, LeaveAlone
 from specache_fx.capture.graph_edit import call, copy_graph, fake_mode_of, finish, size_of
 from specache_fx.capture.graph_slices import ancestors, cut_out, eliminate_dead_code
 from specache_fx.capture.graph_utils import (
@@ -91,7 +91,7 @@ def grow(gm: GraphModule, *, has_past: bool) -> tuple[GraphModule, FixedCaches]:
         The graph, and what its caller does about the buffers.
 
     Raises:
-        NoMatch: If a cache is read in a way that is not known.
+        LeaveAlone: If a cache is read in a way that is not known.
     """
     gm = copy_graph(gm)
     rewrite = _Rewrite(gm, has_past)
@@ -156,7 +156,7 @@ class _Rewrite:
         return FixedCaches(
             buffers, starts, positions, position_inputs, tuple(self._ends.values()), asserts,
             counters, counted, counted_inputs,
-            tuple(self._cut), shown, shown_inputs, self._told(written[0].q_len), self._batch_of(written[0]),
+            tuple(self._cut), shown, shown_inputs, self._size_source(written[0].q_len), self._batch_of(written[0]),
         )  # fmt: skip
 
     def _read_unwritten(self, found: Mapping[Node, Append]) -> dict[Node, Append]:
@@ -170,7 +170,7 @@ class _Rewrite:
         for new, append in own.items() if self._has_past else ():
             written = ancestors([append.node], [new])
             first = next(user for user in real_users(new) if user not in written)
-            raise NoMatch(
+            raise LeaveAlone(
                 f"{described(first)} reads the tokens of this call, and none that are in the cache",
                 "Let it read the cache after they are written to it, or write a prompt as one.",
             )
@@ -195,7 +195,7 @@ class _Rewrite:
                 users += [user for user in append.buffer.users if user is not grown]
             for user in users:
                 if user.target is not _aten.sym_size.int:
-                    raise NoMatch(
+                    raise LeaveAlone(
                         f"{described(user)} reads a cache of fixed length, which holds no numbers", REMEDY
                     )
 
@@ -208,7 +208,7 @@ class _Rewrite:
         if any(node.target in DATA for node in ancestors(masks)):
             of_data = [mask for mask in masks if any(node.target in DATA for node in ancestors([mask]))]
             reader = next(reader for reader in self._readers if reader.core.mask in of_data)
-            raise NoMatch(
+            raise LeaveAlone(
                 f"the mask of {described(reader.core.node)} is computed from data, not from positions and padding"
                 " alone",
                 f"Compute it from these. Or {GROW}. {LEAVE}.",
@@ -227,7 +227,7 @@ class _Rewrite:
         return finish(gm), taken
 
     def forget_guards(self) -> None:
-        """Dynamo can't check a guard on the past's length, which is no size of its inputs. `InPlace` checks it."""
+        """Dynamo can't guard the past's length, which is no size of its inputs. `FixedCacheRunner` checks it."""
         if self._length is not None:
             env: Any = self._mode.shape_env
             mine = symbols_of(self._length)
@@ -247,7 +247,7 @@ class _Rewrite:
                 self._ends[end] = self._ends.get(end, False) or not hides
             reads_all = keys.before is Tokens.ANY and not (key_ends and value_ends)
             if not hides and reads_all:
-                raise NoMatch(
+                raise LeaveAlone(
                     f"{described(node)} reads all of a cache of fixed length, and no mask hides its unwritten rows",
                     f"Give it a mask, or as many rows as there are tokens. {LEAVE}.",
                 )
@@ -262,7 +262,7 @@ class _Rewrite:
         if side in self._grown:
             return self._grown[side]
         if append.buffer.op == "placeholder" and _is_piece(value_of(append.buffer)):
-            raise NoMatch(
+            raise LeaveAlone(
                 f"`{append.buffer.name}` is a piece of another tensor, whose memory can't be given back",
                 f"Make a buffer of its own for keys, and one for values, of each layer. {LEAVE}.",
             )
@@ -276,9 +276,9 @@ class _Rewrite:
         if self._has_past:
             if append.buffer.op != "placeholder":
                 made = f"{described(side)} writes behind position 0 of a cache that this call makes"
-                raise NoMatch(made, f"Make the cache before the first call. {LEAVE}.")
+                raise LeaveAlone(made, f"Make the cache before the first call. {LEAVE}.")
             if append.before is Tokens.NONE:
-                raise NoMatch(f"{described(side)} writes at position 0 of a cache that has tokens", REMEDY)
+                raise LeaveAlone(f"{described(side)} writes at position 0 of a cache that has tokens", REMEDY)
             sizes = list(shape_of(new) or ())
             sizes[2] = append.capacity - 1 if append.before is Tokens.FULL else self._length
             with self._mode, torch.no_grad():
@@ -311,7 +311,7 @@ class _Rewrite:
         return mine or any(user in reader.core.inner for reader in self._readers)
 
     def _sliced(self, mask: Node, append: Append, keys: Node, origin: Node) -> Node:
-        told = self._told(append.q_len)
+        told = self._size_source(append.q_len)
         length: Any = told
         if not isinstance(told, int):
             length, dim = self._inputs[told[0]], told[1]
@@ -329,16 +329,16 @@ class _Rewrite:
 
     def _capacity(self, append: Append) -> Size:
         place = self._place.get(append.buffer)
-        return self._told(append.capacity) if place is None else (place, append.dim)
+        return self._size_source(append.capacity) if place is None else (place, append.dim)
 
     def _batch_of(self, append: Append) -> Size:
         batch = (shape_of(self._grown[append.node]) or ())[0]
         place = self._place.get(append.buffer)
         if place is not None and same_sizes((shape_of(append.written) or ())[:1], [batch]):
             return place, 0
-        return self._told(batch)
+        return self._size_source(batch)
 
-    def _told(self, size: Any) -> Size:
+    def _size_source(self, size: Any) -> Size:
         if isinstance(size, int):
             return size
         buffers = {each.buffer for each in self._appends.values()}
@@ -348,7 +348,7 @@ class _Rewrite:
             for dim, other in enumerate(shape_of(node) or ()):
                 if node not in buffers and same_sizes([other], [size]):
                     return place, dim
-        raise NoMatch(
+        raise LeaveAlone(
             "how many tokens or sequences a call has, or a buffer has room for, can't be told from its inputs",
             REMEDY,
         )

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch._higher_order_ops.flex_attention import flex_attention as FLEX
 from torch.fx import GraphModule, Node
 
-from specache_fx.capture.cache_side import NoMatch
+from specache_fx.capture.cache_side import LeaveAlone
 from specache_fx.capture.graph_edit import copy_graph, finish
 from specache_fx.capture.graph_slices import draws_random_numbers
 from specache_fx.capture.graph_utils import (
@@ -89,7 +89,7 @@ def flex_attention(gm: GraphModule) -> Flex:
     for node in [node for node in gm.graph.nodes if node.target is FLEX]:
         try:
             meaning = _meaning(gm, node, rows)
-        except NoMatch as error:
+        except LeaveAlone as error:
             found.unknown[node] = f"flex_attention can't be told as a mask or a bias there: {error}"
             continue
         meaning._rename(f"{node.name}_plain")
@@ -117,9 +117,9 @@ def _meaning(gm: GraphModule, flex: Node, rows: MaskRowBuilder) -> Node:
     given: Any = flex.args
     query, key, value, score_mod, _, scale, _, score_reads, _ = given
     if any(user.args[1] != 0 and user.users for user in flex.users):
-        raise NoMatch("its log-sum-exp or its largest scores are read")
+        raise LeaveAlone("its log-sum-exp or its largest scores are read")
     if not same_sizes((shape_of(query) or ())[:1], (shape_of(key) or ())[:1]):
-        raise NoMatch("its queries and its keys are of other batches")
+        raise LeaveAlone("its queries and its keys are of other batches")
     mods = Mods(gm, flex, rows)
     mask = _mask(mods, flex)
     score_graph = getattr(gm, score_mod.target).graph
@@ -152,12 +152,12 @@ def _mask(mods: Mods, flex: Node) -> Node | None:
     shape = shape_of(mask) or ()
     if mask.target is _aten.new_ones.default:
         if blocks[-2] != _NO_BLOCKS:
-            raise NoMatch("its block mask has no mask_mod, so that blocks alone say which keys are hidden")
+            raise LeaveAlone("its block mask has no mask_mod, so that blocks alone say which keys are hidden")
         return None
     if not shape:
         return mods.call(_aten.reshape.default, mask, [1, 1, 1, 1])
     if not same_sizes(shape[1:2], (1,)):
-        raise NoMatch("its mask_mod hides other keys from head to head")
+        raise LeaveAlone("its mask_mod hides other keys from head to head")
     return mask
 
 
@@ -198,7 +198,7 @@ class Mods:
             scores: Its first argument, where it has that.
 
         Raises:
-            NoMatch: If an operator in it is of one place alone.
+            LeaveAlone: If an operator in it is of one place alone.
         """
         varied = {*scores, *self._places}
         arguments = iter([*scores, *self._places, *reads])
@@ -211,16 +211,16 @@ class Mods:
                 read = (values[each] for each in node.all_input_nodes)
                 varies = not reads_shape_only(node) and not varied.isdisjoint(read)
                 if draws_random_numbers(node) or (varies and not _is_one_by_one(node)):
-                    raise NoMatch(f"{described(node)} is neither pointwise nor one number of a tensor")
+                    raise LeaveAlone(f"{described(node)} is neither pointwise nor one number of a tensor")
                 args = torch.fx.node.map_arg(node.args, values.__getitem__)
                 values[node] = self.call(node.target, *args, **node.kwargs)
                 if varies:
                     varied.add(values[node])
             elif node.op != "output":
-                raise NoMatch(f"`{node.name}` is a constant of its own")
+                raise LeaveAlone(f"`{node.name}` is a constant of its own")
         (result,) = graph.output_node().args
         if result not in values:
-            raise NoMatch("its mod returns no tensor")
+            raise LeaveAlone("its mod returns no tensor")
         return values[result]
 
 

@@ -7,7 +7,7 @@
 
 So for `[kv_len, batch, num_kv_heads, head_dim]`, which is appended to in dimension 0 and read by `permute(1, 2, 0, 3)`,
 for keys `[batch, num_kv_heads, head_dim, kv_len]`, and for caches that the model itself permutes where they come in and
-go out: `show_layouts` puts the permute in front of their readers.
+go out: `insert_explicit_permutes` puts the permute in front of their readers.
 
 Caches `[batch, kv_len, num_kv_heads * head_dim]` get a dimension for their heads first (Whisper's, and others that
 append a projection as it comes):
@@ -50,7 +50,7 @@ from specache_fx.capture.graph_utils import (
     target_name,
     value_of,
 )
-from specache_fx.capture.hidden_layouts import FORMS, follows_layout, permuted, show_layouts
+from specache_fx.capture.hidden_layouts import FORMS, follows_layout, insert_explicit_permutes, permuted
 from specache_fx.runtime.handle_form import ORDERS, Form, inverse, is_laid_out, to_heads_first, token_dim
 
 _aten = torch.ops.aten
@@ -211,7 +211,7 @@ def heads_first(gm: GraphModule) -> tuple[Moved, Moved]:
         Of the inputs and of the outputs, by position: those whose heads are taken apart, then those that are permuted.
     """
     apart = _move(gm, _taken_apart)
-    shown = show_layouts(gm.graph)
+    shown = insert_explicit_permutes(gm.graph)
     swapped = _move(gm, partial(_permuted_reads, shown=shown))
     if shown:
         finish(gm)

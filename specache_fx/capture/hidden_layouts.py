@@ -1,4 +1,4 @@
-"""`show_layouts`: a permute where a model reads a cache of another layout without one, for `heads_first` to see.
+"""`insert_explicit_permutes`: permutes where a model reads a cache of another layout without one.
 
     keys = cat([permute(past), k], 2)                    # read so; output permute(keys), the layout of past
         -> out = cat([past, permute(k)], 0); keys = permute(out)
@@ -29,7 +29,7 @@ FORMS: dict[tuple[int, ...], Form] = {
 }
 
 
-def show_layouts(graph: Graph) -> dict[Node, Form]:
+def insert_explicit_permutes(graph: Graph) -> dict[Node, Form]:
     """Insert permutes.
 
     Returns:

@@ -14,7 +14,7 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from specache_fx.capture.cache_side import NoMatch
+from specache_fx.capture.cache_side import LeaveAlone
 from specache_fx.capture.graph_slices import ancestors, cut_out, draws_random_numbers, mutated_inputs
 from specache_fx.capture.graph_utils import (
     is_integer,
@@ -38,7 +38,7 @@ def with_masks(gm: GraphModule, sources: Sources, sites: Sequence[AttentionSite]
     """With the masks of attentions to all tokens.
 
     Raises:
-        NoMatch: If one is computed from something that can't be followed.
+        LeaveAlone: If one is computed from something that can't be followed.
     """
     graph, inputs, layers = _cut(gm, sources, [site for site in sites if site.keys.window is None])
     return replace(sources, mask_graph=graph, mask_inputs=inputs, layer_masks=layers) if graph else sources
@@ -50,7 +50,7 @@ def find_window_masks(
     """The masks of attentions over a window; None where there is no window.
 
     Raises:
-        NoMatch: See `with_masks`.
+        LeaveAlone: See `with_masks`.
     """
     windows = [site for site in sites if site.keys.window is not None]
     graph, inputs, layers = _cut(gm, sources, windows)
@@ -81,7 +81,7 @@ def _cut(
         shape_only = node not in read and (place in sources.shapes or not grows)
         if node in written or not (known or shape_only):
             site = next(site for site in sites if site.core.mask and node in ancestors([site.core.mask]))
-            raise NoMatch(
+            raise LeaveAlone(
                 f"the mask of `{site.core.node.name}` is computed from input `{node.name}`, which is neither a length,"
                 " a position nor a mask over keys",
                 "Pass a key padding mask of integers or booleans, [batch, kv_len], or compile this model with"

@@ -26,7 +26,7 @@ from specache_fx.capture.cache_side import (
     GROW,
     GROWING,
     LEAVE,
-    NoMatch,
+    LeaveAlone,
     Side,
     changed_past,
     side_of,
@@ -88,44 +88,44 @@ def _match(
     values = side_of(reading.value_cache, "values", outputs, inside)
     owner = owners.get(keys.root)
     if owner is not owners.get(values.root):
-        raise NoMatch("its keys and its values are those of different caches")
+        raise LeaveAlone("its keys and its values are those of different caches")
     if owner is not None and (keys.root, values.root) != (owner.keys.root, owner.values.root):
-        raise NoMatch(f"it reads as values what attention `{owner.core.node.name}` reads as keys")
+        raise LeaveAlone(f"it reads as values what attention `{owner.core.node.name}` reads as keys")
     for side in (keys, values):
         if (changed := changed_past(side.root)) is not None:
-            raise NoMatch(
+            raise LeaveAlone(
                 f"what is appended to is not the past as it came in, but what {described(changed)} makes of it",
                 f"Append this call's tokens to the past itself: cat([past, new], dim=-2). {LEAVE}.",
             )
     if (keys.past is None) != (values.past is None):
-        raise NoMatch("only one of its keys and values has a past")
+        raise LeaveAlone("only one of its keys and values has a past")
     q, k, v = value_of(core.query), value_of(keys.root), value_of(values.root)
     _check_heads(reading)
     if keys.window != values.window:
-        raise NoMatch("its keys and its values are cached for different numbers of tokens")
+        raise LeaveAlone("its keys and its values are cached for different numbers of tokens")
     # Where others keep the pairs, the prompt's last queries alone may go on.
     if keys.past is None and owner is None and not _is_of_these_tokens(core, k):
-        raise NoMatch(
+        raise LeaveAlone(
             "its keys are not those of this call alone, nor an append of them to a past that is an input"
             " (cross-attention, or a cache of fixed length?)",
             f"Write into a cache of fixed length in place (index_copy_). Or {GROW}. {LEAVE}.",
         )
     if keys.past is None and owner is None and _is_of_another_sequence(core, keys):
-        raise NoMatch("its keys are computed from another sequence than its queries (cross-attention)")
+        raise LeaveAlone("its keys are computed from another sequence than its queries (cross-attention)")
     if keys.root is values.root:
-        raise NoMatch("its keys and values are one tensor")
+        raise LeaveAlone("its keys and values are one tensor")
     if (other := _of_other_tokens(keys, owners)) is not None:
-        raise NoMatch(f"its cache is not of the same tokens as that of attention `{other.core.node.name}`")
+        raise LeaveAlone(f"its cache is not of the same tokens as that of attention `{other.core.node.name}`")
     if k.dtype != v.dtype:
-        raise NoMatch(f"its keys are {k.dtype} and its values {v.dtype}")
+        raise LeaveAlone(f"its keys are {k.dtype} and its values {v.dtype}")
     for side in (k, v):
         if reason := unfit_reason(side.dtype, side.shape[-1]):
-            raise NoMatch(reason)
+            raise LeaveAlone(reason)
     if core.problem is not None:
-        raise NoMatch(*core.problem)
+        raise LeaveAlone(*core.problem)
     _check_mask(core, keys, values)
     if owner is not None and keys.past is not None and q.shape[2] == 1 and core.mask is not owner.core.mask:
-        raise NoMatch(f"it reads the cache of attention `{owner.core.node.name}` with another mask")
+        raise LeaveAlone(f"it reads the cache of attention `{owner.core.node.name}` with another mask")
     if reading.is_expanded:
         check_between(reading, inside)
     return AttentionSite(
@@ -177,19 +177,19 @@ def _of_other_tokens(keys: Side, owners: dict[Node, AttentionSite]) -> Attention
 def _check_heads(reading: Reading) -> None:
     q, k, v = (value_of(node) for node in (reading.core.query, reading.key, reading.value))
     if q.dim() != 4:
-        raise NoMatch(f"its queries have {q.dim()} dimensions, not [batch, num_heads, q_len, head_dim]")
+        raise LeaveAlone(f"its queries have {q.dim()} dimensions, not [batch, num_heads, q_len, head_dim]")
     for side in map(value_of, (reading.key_cache, reading.value_cache, reading.key)):
         if statically_known_true(q.shape[0] != side.shape[0]):
             remedy = f"Cache them expanded to the queries' batch. {LEAVE}."
-            raise NoMatch(
+            raise LeaveAlone(
                 f"its queries are a batch of {q.shape[0]}, its keys or values one of {side.shape[0]}", remedy
             )
     if k.shape[1] != v.shape[1] or q.shape[1] % k.shape[1]:
         heads = f"{q.shape[1]} query heads, {k.shape[1]} heads of keys and {v.shape[1]} of values"
-        raise NoMatch(f"its {heads} don't form groups")
+        raise LeaveAlone(f"its {heads} don't form groups")
     cached = [value_of(node).shape[1] for node in (reading.key_cache, reading.value_cache)]
     if cached[0] != cached[1] or k.shape[1] % cached[0]:
-        raise NoMatch(
+        raise LeaveAlone(
             f"its cache has {cached[0]} heads of keys and {cached[1]} of values, which are no groups of the"
             f" {k.shape[1]} heads that are computed from them"
         )
@@ -198,16 +198,16 @@ def _check_heads(reading: Reading) -> None:
 def _check_mask(core: AttentionCore, keys: Side, values: Side) -> None:
     dims = shape_of(core.mask) if core.mask is not None else None
     if dims is not None and len(dims) > 4:
-        raise NoMatch(f"its mask has {len(dims)} dimensions")
+        raise LeaveAlone(f"its mask has {len(dims)} dimensions")
     if dims is not None and len(dims) > 2 and dims[-3] != 1 and value_of(core.mask).dtype == torch.bool:
         one_mask = "Give it one mask for all heads, [batch, 1, q_len, kv_len]"
-        raise NoMatch(
+        raise LeaveAlone(
             f"its mask has {dims[-3]} heads, and may hide other keys from head to head",
             f"{one_mask}. {LEAVE}.",
         )
     if core.mask is not None and (data := _data_behind(core, keys, values)) is not None:
         where = f", {line}" if (line := source_of(core.mask)) and line != source_of(core.node) else ""
-        raise NoMatch(
+        raise LeaveAlone(
             f"its mask (`{core.mask.name}`{where}) is computed from data (`{data.name}`), not from positions and"
             " padding alone",
             f"If `{data.name}` is a mask, give it as booleans or integers. {LEAVE}."
@@ -260,23 +260,23 @@ def match_attention(
     for core in cores:
         try:
             if 0 in (shape_of(core.query) or ()):
-                raise NoMatch("this call has no tokens or no sequences", "Make no call without tokens.")
+                raise LeaveAlone("this call has no tokens or no sequences", "Make no call without tokens.")
             if _comes_whole(core):
                 if _cache_of(core) in mutated_inputs(gm.graph):
-                    raise NoMatch("its keys are written into a cache of fixed length", GROWING)
-                raise NoMatch(
+                    raise LeaveAlone("its keys are written into a cache of fixed length", GROWING)
+                raise LeaveAlone(
                     "its keys come into the graph whole, they are not appended to a past there (cross-attention, or a"
                     " graph break between cat([past, new], dim=-2) and the attention)",
                     BREAKS,
                 )
             reading = readings[core.node]
-            if isinstance(reading, NoMatch):
+            if isinstance(reading, LeaveAlone):
                 raise reading
             site = _match(gm, reading, outputs, readers, owners)
             if sites and (site.keys.past is None) != (sites[0].keys.past is None):
-                raise NoMatch("it has a past and others in the graph have none, or the reverse")
+                raise LeaveAlone("it has a past and others in the graph have none, or the reverse")
             if site.expansion is not None and site.keys.window is None and not config.placement.codes:
-                raise NoMatch(
+                raise LeaveAlone(
                     f"its keys and values are computed from what is cached (latent attention), and policy"
                     f" {config.policy!r} has only a part of that on the device",
                     'Use policy="specache" or "kivi".',
@@ -284,7 +284,7 @@ def match_attention(
             sites.append(site)
             for root in (site.keys.root, site.values.root):
                 owners.setdefault(root, site)
-        except NoMatch as no:
+        except LeaveAlone as no:
             if no.remedy:
                 refusals.append(Refusal(core.node.name, source_of(core.node), no.reason, no.remedy))
     sites, half_shared = _drop_half_shared(sites, readers)

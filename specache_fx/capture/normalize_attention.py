@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from specache_fx.capture.cache_side import LEAVE, NoMatch
+from specache_fx.capture.cache_side import LEAVE, LeaveAlone
 from specache_fx.capture.graph_edit import finish
 from specache_fx.capture.graph_slices import ancestors, constant_of
 from specache_fx.capture.graph_utils import described, real_users, shape_of, target_name
@@ -90,13 +90,13 @@ def from_softmax(gm: GraphModule, softmax: Node, outputs: set[Node], rows: MaskR
 
     Raises:
         UnknownFormError: If it has no normal form.
-        NoMatch: If a prompt that is to be replaced is too long for its proof.
+        LeaveAlone: If a prompt that is to be replaced is too long for its proof.
     """
     sizes = shape_of(softmax) or ()
     proved = _num_scores(softmax) <= (MOST_SCORES if rows.newest else MOST_REPLACED) or sizes[-2:-1] == (1,)
     if not (proved or rows.newest):
         many = f"has more than 2^{MOST_REPLACED.bit_length() - 1} scores in this prompt, too many to prove its form"
-        raise NoMatch(
+        raise LeaveAlone(
             f"{described(softmax)} {many}",
             f"Give the prompt in pieces, or use scaled_dot_product_attention. {LEAVE}.",
         )

@@ -45,14 +45,14 @@ class Piece:
         graph.output(tuple(copied[node] for node in self.results))
         return make_module(gm, graph)
 
-    def form(self, heads: Iterable[str]) -> str:
+    def fingerprint(self, signatures: Iterable[str]) -> str:
         """A text that equals another piece's where both compute the same.
 
         Args:
-            heads: Of each input a line that describes it.
+            signatures: Of each input a line that describes it.
         """
         names = {node: f"%{i}" for i, node in enumerate((*self.inputs, *self.nodes))}
-        lines = list(heads)
+        lines = list(signatures)
         for node in self.nodes:
             args, kwargs = (
                 map_arg(side, lambda each: _Name(names[each])) for side in (node.args, node.kwargs)

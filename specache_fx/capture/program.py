@@ -53,7 +53,7 @@ class Refusal:
         return f"{self.told}. {self.remedy}"
 
 
-def alike(refusals: Sequence[Refusal]) -> list[str]:
+def merged_messages(refusals: Sequence[Refusal]) -> list[str]:
     """The messages of refusals: layers that differ in the names of their nodes alone are one."""
     groups: dict[tuple[str, str], list[Refusal]] = {}
     for refusal in refusals:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from torch.fx import GraphModule, Node
 
-from specache_fx.capture.cache_side import NoMatch, is_cache, why_not_cached, without_repeat
+from specache_fx.capture.cache_side import LeaveAlone, is_cache, why_not_cached, without_repeat
 from specache_fx.capture.graph_slices import ancestors
 from specache_fx.capture.graph_utils import reads_shape_only, same_sizes, shape_of, source_of, target_name
 from specache_fx.capture.program import AttentionCore
@@ -45,11 +45,11 @@ class Reading:
 
 def readings_of(
     gm: GraphModule, cores: Sequence[AttentionCore], outputs: set[Node]
-) -> dict[Node, Reading | NoMatch]:
+) -> dict[Node, Reading | LeaveAlone]:
     """The reading of each attention, by its node; or the reason for none that could be followed."""
     caches = {node for node in gm.graph.nodes if is_cache(node, outputs)}
     attentions = {core.node for core in cores}
-    found: dict[Node, Reading | NoMatch] = {}
+    found: dict[Node, Reading | LeaveAlone] = {}
     for core in cores:
         (key, key_repeat), (value, value_repeat) = without_repeat(core.key), without_repeat(core.value)
         inside = {*core.inner, *key_repeat, *value_repeat}
@@ -59,7 +59,7 @@ def readings_of(
         try:
             pair, between = _behind(gm, core, (key, value), caches, attentions, outputs)
             found[core.node] = Reading(core, key, value, *pair, frozenset(inside | between))
-        except NoMatch as no:
+        except LeaveAlone as no:
             found[core.node] = no
     return found
 
@@ -85,14 +85,16 @@ def _behind(
         raise why_not_cached(side, what, outputs)
     if len(cached) != 2:
         names = ", ".join(f"`{node.name}`" for node in cached)
-        raise NoMatch(f"{made} what is cached ({names}), which is not a pair of tensors")
+        raise LeaveAlone(f"{made} what is cached ({names}), which is not a pair of tensors")
     if more := needed & attentions:
-        raise NoMatch(f"{made} what is cached and from another attention (`{more.pop().name}`)")
+        raise LeaveAlone(f"{made} what is cached and from another attention (`{more.pop().name}`)")
     between = _made_from(cached, needed)
     for node in between:
         # It may be all there is of a prompt, and fewer of what comes after it: a window over a cache that keeps more.
         if target_name(node) == "slice" and len(shape_of(node) or ()) == 4 and node.args[1] in (2, -2):
-            raise NoMatch(f"it reads some of the tokens that are cached (`{node.name}`, {source_of(node)})")
+            raise LeaveAlone(
+                f"it reads some of the tokens that are cached (`{node.name}`, {source_of(node)})"
+            )
     for_value = ancestors([value], stops)
     latent = next((node for node in cached if node in for_value), cached[1])
     rest = next(node for node in cached if node is not latent)
@@ -122,9 +124,9 @@ def check_between(reading: Reading, inside: set[Node]) -> None:
     """Make sure that nothing but attentions needs what is computed from the cache.
 
     Raises:
-        NoMatch: Names what does.
+        LeaveAlone: Names what does.
     """
     for node in reading.inside - reading.core.inner:
         for user in node.users:
             if user not in inside and not reads_shape_only(user):
-                raise NoMatch(f"`{user.name}` ({target_name(user)}) reads its `{node.name}` too")
+                raise LeaveAlone(f"`{user.name}` ({target_name(user)}) reads its `{node.name}` too")

@@ -41,8 +41,8 @@ class Segment(Piece):
                         found.setdefault(symbol, len(found))
         return found
 
-    def heads(self) -> list[str]:
-        """Of each input a line that describes it, see `form`."""
+    def input_signatures(self) -> list[str]:
+        """Of each input a line that describes it, see `fingerprint`."""
         numbered = {symbol: type(symbol)(f"size_{number}") for symbol, number in self.symbols().items()}
         return [_described(value_of(node), numbered) for node in self.inputs]
 

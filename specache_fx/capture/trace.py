@@ -112,7 +112,7 @@ def _by_segments(gm: GraphModule) -> GraphModule:
     # A subclass has more than its shape to be alike in.
     if list(map(id, flatten(given))) != list(map(id, given)):
         raise CannotCut
-    forms = [segment.form(segment.heads()) for segment in segments]
+    forms = [segment.fingerprint(segment.input_signatures()) for segment in segments]
     if len(set(forms)) == len(forms):
         raise CannotCut
     joined = Joined(gm)

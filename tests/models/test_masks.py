@@ -167,14 +167,14 @@ def test_a_bias_in_an_additive_mask_equals_plain_decoding() -> None:
 
 
 def test_a_bias_that_is_written_in_place_equals_plain_decoding() -> None:
-    class InPlace(TinyDecoder):
+    class FixedCacheRunner(TinyDecoder):
         def sdpa(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
             bias = torch.zeros(q.shape[1], q.shape[2], k.shape[2])
             bias[1:, :, :] = -0.3 * torch.arange(k.shape[2])
             bias = bias + torch.zeros(mask.shape).masked_fill(~mask, -torch.inf)
             return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=self.scale, enable_gqa=True)
 
-    model = InPlace(TinyConfig(num_layers=1))
+    model = FixedCacheRunner(TinyConfig(num_layers=1))
     input_ids, mask = prompt()
     plain = generate(model, input_ids, 20, mask)
     ours = generate(compiled(model), input_ids, 20, mask)

@@ -49,7 +49,7 @@ def test_a_mask_that_follows_the_rule_is_told_from_one_that_does_not(
     q_len, window, real = rule
     before = real.shape[1] - q_len
     mask = mask_of(q_len, window, real)
-    verdict, told = prompt_masks.test(mask, window)
+    verdict, told = prompt_masks.check_mask_rule(mask, window)
     assert int(verdict) == verdict_of(q_len, window, real)
     reached = max(0, before + 1 - (window or real.shape[1]))  # the first key that a query sees
     assert torch.equal(told[:, 0, reached:], real[:, reached:])
@@ -58,7 +58,7 @@ def test_a_mask_that_follows_the_rule_is_told_from_one_that_does_not(
     key = data.draw(st.integers(0, real.shape[1] - 1).filter(lambda key: key != before + query))
     changed = mask.clone()
     changed[batch, 0, query, key] ^= True
-    assert int(prompt_masks.test(changed, window)[0]) == OTHER
+    assert int(prompt_masks.check_mask_rule(changed, window)[0]) == OTHER
 
 
 @settings(deadline=None, max_examples=60)
@@ -71,12 +71,12 @@ def test_a_mask_of_numbers_follows_the_rule_where_it_hides_no_whole_row(
         ~mask_of(q_len, window, real), torch.finfo(dtype).min
     )
     expected = CAUSAL if verdict_of(q_len, window, real) == CAUSAL else OTHER
-    assert int(prompt_masks.test(mask, window)[0]) == expected
+    assert int(prompt_masks.check_mask_rule(mask, window)[0]) == expected
     mask[0, 0, 1, 0] = 0.5  # adds something
-    assert int(prompt_masks.test(mask, window)[0]) == OTHER
+    assert int(prompt_masks.check_mask_rule(mask, window)[0]) == OTHER
     mask[0, 0, 1, 0] = -3  # hides nothing
     assert not hides(mask)[0, 0, 1, 0]
-    assert int(prompt_masks.test(mask, window)[0]) == OTHER
+    assert int(prompt_masks.check_mask_rule(mask, window)[0]) == OTHER
 
 
 @settings(deadline=None, max_examples=60)
@@ -90,7 +90,7 @@ def test_attention_by_the_rule_is_that_of_the_mask(
     key = torch.randn(len(real), 2, real.shape[1], 8, generator=generator)
     value = torch.randn(len(real), 2, real.shape[1], 6, generator=generator)
     mask = mask_of(q_len, window, real)
-    verdict, told = prompt_masks.test(mask, window)
+    verdict, told = prompt_masks.check_mask_rule(mask, window)
     made: list[Tensor] = []
     whole = SimpleNamespace(forward=lambda mask: (made.append(mask), (mask,))[1])
     masks = prompt_masks.PromptMasks([prompt_masks.PromptMask(whole, (0,))], [mask])  # type: ignore[arg-type]
@@ -134,7 +134,7 @@ def test_another_mask_is_made_once_for_all_layers() -> None:
     numbers = torch.randn(1, 1, 4, 4, generator=torch.Generator().manual_seed(0))
     masks = prompt_masks.PromptMasks([prompt_masks.PromptMask(graph, (1,))], [None, numbers])
     sides = torch.randn(3, 1, 2, 4, 8, generator=torch.Generator().manual_seed(1)).unbind()
-    verdict, real = prompt_masks.test(numbers > 0, None)
+    verdict, real = prompt_masks.check_mask_rule(numbers > 0, None)
     outs = [prompt_masks.attend(masks, *sides, verdict, real, 0, 0.5) for _ in range(2)]
     made = masks.make(0)
     expected = F.scaled_dot_product_attention(*sides, numbers > 0, scale=0.5)
