@@ -44,11 +44,13 @@ class MaskRowBuilder:
         """
         key = (target, repr((args, kwargs)))
         if key not in self._known:
+            last = before.prev
             try:
                 with before.graph.inserting_before(before):
                     self._known[key] = call(before.graph, target, args, before, kwargs=kwargs)
-            except (IndexError, RuntimeError) as error:
-                before.graph.erase_node(before.prev)
+            except Exception as error:  # of any operator, whose operands are rows now
+                if before.prev is not last:
+                    before.graph.erase_node(before.prev)
                 raise UnknownFormError(before, "is of parts whose shapes don't fit each other") from error
         return self._known[key]
 

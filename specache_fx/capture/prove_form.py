@@ -17,19 +17,22 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.fx import GraphModule, Interpreter, Node
+from torch.fx.node import map_aggregate
 from torch.utils import _pytree as pytree
 
 from specache_fx.capture.graph_slices import ancestors, constant_of, extract
 from specache_fx.capture.graph_utils import (
+    END,
     is_float,
     is_integer,
     is_static_input,
     same_sizes,
     shape_of,
     target_name,
+    value_of,
 )
 from specache_fx.capture.mask_rows import UnknownFormError
-from specache_fx.capture.random_numbers import Numbers, dense
+from specache_fx.capture.random_numbers import PLAIN_SEEDS, Numbers, dense
 from specache_fx.errors import first_line
 
 _aten = torch.ops.aten
@@ -37,7 +40,9 @@ _HIDDEN = -1e4  # a key with this on its score, or less, has probability 0
 _FAR = 1e9  # a product at which each softcap is reached
 _MOST_SOFTCAP = 1e6
 _EXACT, _ROUGH = 1e-8, 1e-6  # relative, in float64: of the proof, and of a number read
-_SEEDS = 16  # tried until random masks show something
+_SEEDS, _RUNS = 16, 4  # tried until so many show something; each second one has more keys
+_SIZES = (1e-3, 1.0, 30.0, 1e3, _FAR)  # of products
+_FEW_KEYS, _SOME_KEYS, _MOST_KEYS = 6, 67, 8192
 
 
 @dataclass(frozen=True)
@@ -106,32 +111,47 @@ class _Run:
     """
 
     def __init__(self, of: SpeltOut, seed: int) -> None:
-        self._of, gm, cone, sides = of, of.gm, of.cone, of.sides
+        self._of = of
         self._queries = slice(-1 if of.newest else None, None)
-        read = {arg for each in cone[1:] for arg in each.all_input_nodes} - set(cone)
-        self._leaves = [node for node in gm.graph.nodes if node in read]
-        # Sinks are computed from their parameter; all else that is added or hides is random itself.
-        vectors = {node for node in gm.graph.nodes if _is_vector(node, of.num_heads)}
-        masks = (leaf for leaf in self._leaves if ancestors([leaf]).isdisjoint({*sides, *vectors}))
-        ends = {*sides, *masks, *vectors, *filter(is_integer, gm.graph.nodes)}
-        between = ancestors([cone[-1], *self._leaves, *([] if of.mask is None else [of.mask])], ends)
+        self._graphs: dict[Node, GraphModule] = {}
+        read = {arg for each in of.cone[1:] for arg in each.all_input_nodes} - set(of.cone)
+        self._leaves = [node for node in of.gm.graph.nodes if node in read]
+        try:
+            self._draw(seed, from_conditions=True)
+        except (RuntimeError, IndexError):  # lengths of masks that have symbols of their own
+            self._draw(seed, from_conditions=False)
+        self.factor = self.product_of(of.factors)
+
+    def product_of(self, factors: Sequence[Node]) -> float:
+        """What some of `SpeltOut.factors` multiply by."""
+        found = 1.0
+        for node in factors:
+            factor = float(self.compute(node.args[1])[0])
+            found *= factor if target_name(node) == "mul" else 1 / factor
+        return found
+
+    def _draw(self, seed: int, *, from_conditions: bool) -> None:
+        """Give numbers to sides, parameters and masks: to what masks are computed from, or to masks themselves."""
+        gm, cone, sides = self._of.gm, self._of.cone, set(self._of.sides)
+        vectors = {node for node in gm.graph.nodes if _is_vector(node, self._of.num_heads)}
+        sizes = set(filter(is_integer, gm.graph.nodes))
+        masks = _sources(self._leaves, sides | vectors, sizes, from_conditions=from_conditions)
+        ends = {*sides, *masks, *vectors, *sizes}
+        read = [cone[-1], *self._leaves, *([] if self._of.mask is None else [self._of.mask])]
+        between = ancestors(read, ends)
         starts = [
             each for each in gm.graph.nodes if each in between and (each in ends or each.op == "placeholder")
         ]
-        if not {*sides} <= {*starts}:
+        if not sides <= {*starts}:
             raise UnknownFormError(cone[-1], "is of parts that can't be told from each other")
         self.vectors = [node for node in starts if node in vectors]
         numbers = Numbers(cone[-1], seed)
+        numbers.assign(value_of(cone[0]).shape[2], _keys_of(cone) if seed % 2 else _FEW_KEYS)
         self._values = {
             node: _wide(numbers.value(node, 1.0 if node in sides or node in vectors else None))
             for node in starts
         }
         self.products, *self._operands = self.compute(cone[0], *self._leaves)
-        self._graphs: dict[Node, GraphModule] = {}
-        self.factor = 1.0
-        for node in of.factors:
-            factor = float(self.compute(node.args[1])[0])
-            self.factor *= factor if target_name(node) == "mul" else 1 / factor
 
     def compute(self, *nodes: Any) -> Sequence[torch.Tensor]:
         """What nodes are."""
@@ -147,20 +167,19 @@ class _Run:
         scores: torch.Tensor = out.flatten(0, -3)[..., : products.shape[-1]]
         return scores
 
-    def form_of(self, node: Node, *, proves: bool) -> Form | None:
+    def form_of(self, node: Node) -> Form | None:
         """Scale (by `factor`, too) and softcap of a node of the scores; None where it has none.
 
         Args:
             node: The node.
-            proves: Compare it with these on the random products.
 
         Raises:
-            _HidesAll: If no row shows two keys.
+            _HidesAll: If no row shows two keys, or numbers that hide are added with the other sign.
         """
         plain = self._scores(node, torch.zeros_like(self.products))
         shown = plain > _HIDDEN
         pairs = (shown[:, self._queries].sum(-1) > 1).nonzero().tolist()
-        if not pairs:
+        if not pairs or bool((plain > -_HIDDEN).any()):
             raise _HidesAll
         head, query = pairs[0]
         i, j = shown[head, self._queries][query].nonzero()[:2, 0].tolist()
@@ -178,29 +197,38 @@ class _Run:
             half = abs(far / one) / 2 if one else 1.0
             ratio = torch.tensor(slope(half) / far, dtype=torch.float64)
             form = Form(far * float(ratio.atanh()) / half, abs(far))
-        elif not abs(far - _FAR * one) <= _ROUGH * abs(far):
-            return None
-        if not abs(far + slope(-_FAR)) <= _ROUGH * abs(far):
-            return None  # bounded on one side
-        if proves:
-            want = self.products.reshape(plain.shape) * form.scale
+        first = shown.int().argmax(-1, keepdim=True)
+        for size in _SIZES:  # a bound may be far out, in some heads or at some keys
+            products = self.products * size
+            want = products.reshape(plain.shape) * form.scale
             want = want if form.softcap is None else form.softcap * torch.tanh(want / form.softcap)
-            rest = self._scores(node, self.products) - plain - want
-            rest = rest - rest.gather(-1, shown.int().argmax(-1, keepdim=True))
-            if not float((rest * shown).abs().max()) <= _ROUGH * float(want.abs().max()):
+            found = self._scores(node, products) - plain
+            # Less a maximum, a row that hides all keys seems to show them. It adds no product to what hides.
+            found, rest = (each - each.gather(-1, first) for each in (found, found - want))
+            reads = shown & (found.where(shown, 0.0) != 0).any(-1, keepdim=True)
+            rest = rest.where(reads, 0.0)[:, self._queries]
+            if not float(rest.abs().max()) <= _ROUGH * float(want.abs().max()):
                 return None
         return form
 
     def distance(self, form: Form) -> float:
-        """From the normal form."""
-        mask = self._of.mask
-        named = [node for node in (mask, form.sinks) if node is not None]
-        out, *found = self.compute(self._of.cone[-1], *named)
-        values = dict[Node | None, torch.Tensor](zip(named, found, strict=True))
-        row, sinks = values.get(mask), values.get(form.sinks)
-        query, key, value = (self._values[node] for node in self._of.sides)
-        query = query.reshape(key.shape[0], self._of.num_heads, -1, query.shape[-1])[:, :, self._queries]
-        want = dense(query, key, value, row, sinks, scale=form.scale, softcap=form.softcap)
+        """From the normal form: of products of size 1, and of such that leave most probabilities small."""
+        return max(self._distance(form, size) for size in (1.0, 30.0))
+
+    def _distance(self, form: Form, size: float) -> float:
+        query, key, value = self._of.sides
+        usual = self._values[query]
+        self._values[query] = usual * size
+        try:
+            named = [node for node in (self._of.mask, form.sinks) if node is not None]
+            out, *found = self.compute(self._of.cone[-1], *named)
+            values = dict[Node | None, torch.Tensor](zip(named, found, strict=True))
+            row, sinks = values.get(self._of.mask), values.get(form.sinks)
+            q, k, v = (self._values[node] for node in (query, key, value))
+        finally:
+            self._values[query] = usual
+        q = q.reshape(k.shape[0], self._of.num_heads, -1, q.shape[-1])[:, :, self._queries]
+        want = dense(q, k, v, row, sinks, scale=form.scale * self.factor, softcap=form.softcap)
         out = out.reshape(*want.shape[:2], -1, want.shape[-1])[:, :, self._queries]
         live = torch.ones(want.shape[:3], dtype=torch.bool, device=out.device)
         live = live if row is None else live & (row > _HIDDEN).any(-1)
@@ -212,6 +240,50 @@ class _Run:
         return not torch.allclose(found.reshape(want.shape), want, rtol=0, atol=_EXACT, equal_nan=True)
 
 
+def _sources(
+    leaves: Sequence[Node], inner: set[Node], sizes: set[Node], *, from_conditions: bool
+) -> set[Node]:
+    """What of masks and biases gets random numbers.
+
+    Args:
+        leaves: What is added to the scores, hides or multiplies.
+        inner: Nodes that are random themselves. What is computed from them is computed.
+        sizes: Integers.
+        from_conditions: The conditions that they are computed from, where these are all. Several may be of one.
+    """
+    found = set[Node]()
+    for leaf in leaves:
+        behind = ancestors([leaf], {*inner, *sizes})
+        if not behind.isdisjoint(inner):
+            continue
+        conditions = {node for node in behind if from_conditions and _is_bool(node)}
+        conditions -= {node for node in conditions if len(conditions & ancestors([node], sizes)) > 1}
+        more = (node for node in ancestors([leaf], {*conditions, *sizes}) - conditions - sizes)
+        found |= {leaf} if any(node.op == "placeholder" for node in more) else conditions
+    return found
+
+
+def _is_bool(node: Node) -> bool:
+    """Whether it is a tensor of conditions; a single one is a constant, or none of keys."""
+    value = value_of(node)
+    return isinstance(value, torch.Tensor) and value.dtype == torch.bool and value.dim() > 0
+
+
+def _keys_of(cone: Sequence[Node]) -> int:
+    """A number of keys behind all numbers in the operators, where these may begin to do something else."""
+    numbers: list[int] = []
+    for node in cone:
+        map_aggregate(
+            (node.args, node.kwargs), lambda each: numbers.append(each) if type(each) is int else None
+        )
+    most = max((abs(number) for number in numbers if abs(number) < END), default=0)
+    if most > _MOST_KEYS:
+        raise UnknownFormError(
+            cone[0], f"may be read in another way from {most} keys on, too many to prove it"
+        )
+    return max(_SOME_KEYS, most + _SOME_KEYS)
+
+
 def prove(attention: SpeltOut) -> Form:
     """Scale, softcap and sinks with which an attention is the normal form.
 
@@ -221,34 +293,46 @@ def prove(attention: SpeltOut) -> Form:
     try:
         with torch.no_grad():
             return _proved(attention)
-    except (RuntimeError, TypeError, ValueError, IndexError) as error:
+    except (RuntimeError, TypeError, ValueError, IndexError, ArithmeticError) as error:
         reason = f"can't be computed on small tensors ({first_line(error)})"
         raise UnknownFormError(attention.softmax, reason) from error
 
 
 def _proved(of: SpeltOut) -> Form:
-    softmax = of.softmax
-    scores, runs, forms = softmax.all_input_nodes[0], list[_Run](), list[Form | None]()
+    softmax, runs, failed = of.softmax, list[_Run](), None
     for seed in range(_SEEDS):
-        run = _Run(of, seed)
-        with contextlib.suppress(_HidesAll):
-            forms.append(run.form_of(scores, proves=False))
+        if len(runs) == 2 and seed < PLAIN_SEEDS:
+            continue  # all keys were seen by now; the others hide some
+        try:
+            run = _Run(of, seed)
+            run.form_of(softmax.all_input_nodes[0])
+            run.distance(Form(1.0))
             runs.append(run)
-        if len(runs) == 2:
+        except _HidesAll:
+            continue
+        except (RuntimeError, IndexError) as error:  # lengths that the graph's guards exclude
+            failed = error
+        if len(runs) == _RUNS:
             break
-    else:
-        raise UnknownFormError(softmax, "was taken for an attention, but its masks hide all")
-    known = [form for form in forms if form is not None]
-    distance = torch.inf
-    for sinks in (None, *runs[0].vectors) if len(known) == len(runs) else ():
-        forms_with = [form._replace(sinks=sinks) for form in known]
-        found = [run.distance(form) for run, form in zip(runs, forms_with, strict=True)]
-        if max(found) < _EXACT:
-            scales = [form.scale / run.factor for run, form in zip(runs, known, strict=True)]
-            if abs(scales[0] - scales[1]) <= _ROUGH * abs(scales[0]):
-                return forms_with[0]._replace(scale=scales[0])
-        distance = min(distance, max(found))
+    if len(runs) < 2:
+        raise failed or UnknownFormError(softmax, "was taken for an attention, but its masks hide all")
+    common, distance = _common_form(runs, softmax.all_input_nodes[0]), torch.inf
+    forms = [] if common is None else [common._replace(sinks=each) for each in (None, *runs[0].vectors)]
+    for form in forms:
+        found = max(run.distance(form) for run in runs)
+        if found < _EXACT:
+            return form
+        distance = min(distance, found)
     raise _refusal(of, runs, distance)
+
+
+def _common_form(runs: Sequence[_Run], node: Node) -> Form | None:
+    """The form of a node of the scores in all runs, factors of the graph apart; None where it has none."""
+    forms = [run.form_of(node) for run in runs]
+    scales = [form.scale / run.factor for run, form in zip(runs, forms, strict=True) if form is not None]
+    caps = [form.softcap or 0.0 for form in forms if form is not None]
+    same = all(max(each) - min(each) <= _ROUGH * abs(each[0]) for each in (scales, caps) if each)
+    return Form(scales[0], caps[0] or None) if same and len(scales) == len(runs) else None
 
 
 def _refusal(of: SpeltOut, runs: list[_Run], distance: float) -> UnknownFormError:
@@ -256,16 +340,22 @@ def _refusal(of: SpeltOut, runs: list[_Run], distance: float) -> UnknownFormErro
     softmax, cone = of.softmax, of.cone
     after = cone[cone.index(softmax) + 1 :]
     columns = [(shape_of(node) or (0,))[-1:] for node in (cone[0], softmax)]
+    factors = list[Node]()
     for node in of.path[1:]:
+        if shape_of(node) is None:  # several results
+            continue
+        factors += [node] if node in of.factors else []
         with contextlib.suppress(_HidesAll, RuntimeError, IndexError):
-            if any(run.form_of(node, proves=True) is None for run in runs):
+            for run in runs:
+                run.factor = run.product_of(factors)
+            if _common_form(runs, node) is None:
                 numbers = [each for each in node.all_input_nodes if shape_of(each) == ()]
                 moving = next((each.name for each in numbers if constant_of(of.gm, each) is None), None)
                 why = "makes other scores of the products than scale, softcap and masks do"
                 more = "" if moving is None else f", and `{moving}` may change: give the number itself"
                 return UnknownFormError(node, why + more)
     for node in itertools.takewhile(lambda node: target_name(node) != "bmm", after):
-        of_keys = same_sizes((shape_of(node) or (0,))[-1:], columns[0])
+        of_keys = is_float(node) and same_sizes((shape_of(node) or (0,))[-1:], columns[0])
         if of_keys and any(run.changes(softmax, node) for run in runs):
             return UnknownFormError(node, "changes its probabilities")
     if not same_sizes(*columns):

@@ -17,6 +17,7 @@ from specache_fx.capture.graph_slices import constant_of, float_of
 from specache_fx.capture.graph_utils import shape_of, symbols_of, value_of
 
 # Sizes that are open get these, one after another: no two alike, none a power of 2.
+PLAIN_SEEDS = 4  # the first ones, which hide all keys or none
 _SIZES = (5, 3, 7, 6, 9, 10, 11, 12, 13, 14, 15)
 
 
@@ -95,8 +96,29 @@ class Numbers:
     def __init__(self, reader: Node, seed: int = 0) -> None:
         self.reader = reader
         self.sizes: dict[Any, int] = {}
-        self._next_size = itertools.cycle(_SIZES)
+        self._next_size = itertools.cycle((*_SIZES[seed % 3 :], *_SIZES[: seed % 3]))
         self.generator = torch.Generator("cpu").manual_seed(seed)
+        # Conditions show keys or hide them, and numbers that hide are added or subtracted: seeds try each. The first
+        # hide all keys or none, the later ones some.
+        self._chance = 0.0 if seed < PLAIN_SEEDS else 1 / 3
+        self._is_true = seed // 2 % 2 == 0
+        self._hides = 1 if seed // 4 % 2 == 0 else -1
+
+    def assign(self, size: Any, wanted: int) -> None:
+        """Give an open size, of one symbol, the wanted value, or less where guards are."""
+        expr = size.node.expr if isinstance(size, torch.SymInt) else None
+        if expr is None or len(expr.free_symbols) != 1:
+            return
+        (symbol,), env = expr.free_symbols, size.node.shape_env
+        difference = expr - symbol
+        for value in (wanted, wanted // 2, wanted // 4, wanted // 8) if difference.is_Integer else ():
+            sizes = dict.fromkeys(_equal_to(symbol, env), value - int(difference))
+            within = all(
+                each not in env.var_to_range or sizes[each] in env.var_to_range[each] for each in sizes
+            )
+            if within and not any(guard.expr.xreplace(sizes) == False for guard in env.guards):  # noqa: E712
+                self.sizes |= sizes
+                return
 
     def integer(self, size: Any) -> int:
         """A size, open ones given a value."""
@@ -125,13 +147,14 @@ class Numbers:
         if number is not None:
             return torch.full(shape, number, dtype=fake.dtype, device=fake.device)
         random = torch.randn(shape, generator=self.generator, device="cpu")
-        hidden = torch.rand(shape, generator=self.generator, device="cpu") < 1 / 3
+        random = random if shape else 1 + random.abs()  # a factor, which may divide
+        hidden = torch.rand(shape, generator=self.generator, device="cpu") < self._chance
         if fake.dtype == torch.bool:
-            random = hidden
+            random = hidden ^ self._is_true
         elif not fake.is_floating_point():
             random = (random * 4).round()
         elif spread is not None:
             random = random * spread
         elif len(shape) > 1:
-            random = random.masked_fill(hidden, torch.finfo(fake.dtype).min)
+            random = random.masked_fill(hidden, self._hides * torch.finfo(fake.dtype).max)
         return random.to(device=fake.device, dtype=fake.dtype)
