@@ -136,6 +136,17 @@ def written_in_place(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sinks: Tenso
     return scores.masked_fill_(~mask, MIN).softmax(-1) @ v
 
 
+@reads(scale=0.5, mask=(2, 1, 1, 6))
+def a_mask_that_is_subtracted(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sinks: Tensor) -> Tensor:
+    return (q @ k.mT * 0.5 - 1e30 * (~mask).float()).softmax(-1) @ v
+
+
+@reads(scale=0.5, mask=(2, 1, 1, 6))
+def a_mask_that_multiplies(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sinks: Tensor) -> Tensor:
+    seen = mask.to(q.dtype)
+    return (q @ k.mT * 0.5 * seen - 1e9 * (1 - seen)).softmax(-1) @ v
+
+
 def scaled_after_the_sinks(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sinks: Tensor) -> Tensor:
     scores = torch.cat([q @ k.mT, sinks.reshape(1, -1, 1, 1).expand(2, -1, 1, 1)], dim=-1)
     return (scores * 0.5).softmax(-1)[..., :-1] @ v
@@ -169,6 +180,34 @@ UNKNOWN: dict[str, Core] = {  # by what the reason names
     "(reshape": (lambda q, k, v, mask, sinks: (q @ k.mT).view(2, 4, 2, 3).softmax(-1).view(2, 4, 1, 6) @ v),
     "can't be computed on small tensors": a_bias_for_other_heads,
 }
+
+
+def sharper_at_one_key(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sinks: Tensor) -> Tensor:
+    scores = q @ k.mT
+    scores[..., 5:] *= 0.5
+    return (scores.masked_fill(~mask, MIN) + minimum(mask | mask.flip(-1))).softmax(-1) @ v
+
+
+def bounded_in_some_heads(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sinks: Tensor) -> Tensor:
+    scores = q @ k.mT
+    scores[:, 1:] = scores[:, 1:].clamp(max=80.0)
+    return scores.softmax(-1) @ v
+
+
+# Each of these is the normal form for small numbers, few keys, one head or one set of random numbers.
+NEARLY: tuple[Core, ...] = (
+    sharper_at_one_key,
+    bounded_in_some_heads,
+    lambda q, k, v, mask, sinks: (torch.tanh(q @ k.mT / sinks[0]) * sinks[0]).softmax(-1) @ v,
+    lambda q, k, v, mask, sinks: (3 * torch.tanh(q @ k.mT / 3) / sinks[0]).softmax(-1) @ v,
+    lambda q, k, v, mask, sinks: F.threshold((q @ k.mT).softmax(-1), 1e-5, 0.0) @ v,
+)
+
+
+@pytest.mark.parametrize("core", NEARLY, ids=("key", "heads", "softcap", "temperature", "pruned"))
+def test_what_is_nearly_an_attention_is_refused(core: Core) -> None:
+    program = state_of(core)
+    assert program.sites == () and len(program.refusals) == 1
 
 
 @pytest.mark.parametrize(("core", "expected"), CORES, ids=lambda value: getattr(value, "__name__", ""))
