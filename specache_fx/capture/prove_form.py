@@ -210,6 +210,8 @@ class _Run:
             return float(found[i] - found[j])
 
         one, far = slope(1.0), slope(_FAR)
+        if not one and not far:
+            raise _HidesAll  # a maximum of numbers that hide was subtracted
         form = Form(one)
         if 0 < abs(far) < _MOST_SOFTCAP:
             half = abs(far / one) / 2 if one else 1.0

@@ -102,7 +102,7 @@ class Numbers:
         # ones conditions are all alike, and no number hides.
         self._chance = 0.0 if seed < PLAIN_SEEDS else 1 / 3
         self._is_true = seed // 2 % 2 == 0
-        self._hides = 1 if seed // 4 % 2 == 0 else -1
+        self._hides = -1 if seed // 4 % 2 == 0 else 1
 
     def assign(self, size: Any, wanted: int) -> None:
         """Give an open size, of one symbol, the wanted value, or less where guards are."""
