@@ -94,7 +94,7 @@ def _is_read_by_sdpa(root: Node) -> bool:
 
 def _score_products(graph: Graph) -> set[Node]:
     """The products that a softmax is computed from, without another product in between."""
-    products = [node for node in graph.nodes if target_name(node) in ("mm", "addmm", "bmm", "baddbmm")]
+    products = [node for node in graph.nodes if target_name(node) in ("mm", "addmm", "bmm")]
     softmaxes = [node for node in graph.nodes if node.target is _aten._softmax.default]
     return ancestors(softmaxes, products).intersection(products)
 

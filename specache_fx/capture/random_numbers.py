@@ -134,7 +134,7 @@ class Numbers:
 
         Args:
             node: The node.
-            spread: Standard deviation; None for what masks: a third of it hides.
+            spread: Standard deviation; None for masks, which hide a third but for the first seeds.
         """
         fake = value_of(node)
         if isinstance(fake, torch.SymFloat):

@@ -257,5 +257,5 @@ def _is_fold(whole: Any, folded: Any) -> bool:
 def _is_operand(keys: Node) -> bool:
     """Whether keys or values are the second operand of each product that reads them, transposed or not."""
     readers = [(user, node) for node in (keys, *filter(order_of, keys.users)) for user in node.users]
-    products = [(user, node) for user, node in readers if target_name(user) in ("bmm", "baddbmm")]
+    products = [(user, node) for user, node in readers if target_name(user) == "bmm"]
     return bool(products) and all(user.args[-1] is node for user, node in products)
