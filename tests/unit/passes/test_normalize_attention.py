@@ -185,12 +185,14 @@ UNKNOWN: dict[str, Core] = {  # by what the reason names
 def sharper_at_one_key(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sinks: Tensor) -> Tensor:
     scores = q @ k.mT
     scores[..., 5:] *= 0.5
-    return (scores.masked_fill(~mask, MIN) + minimum(mask | mask.flip(-1))).softmax(-1) @ v
+    for i in range(2):  # one shows, one hides: of random ones few show the last key
+        scores = scores.masked_fill(torch.arange(6) > 9 + i, MIN) + minimum(torch.arange(6) < 7 + i)
+    return scores.masked_fill(~mask, MIN).softmax(-1) @ v
 
 
 def bounded_in_some_heads(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sinks: Tensor) -> Tensor:
     scores = q @ k.mT
-    scores[:, 1:] = scores[:, 1:].clamp(max=80.0)
+    scores[:, 1:] = scores[:, 1:].clamp(max=1e5)
     return scores.softmax(-1) @ v
 
 
