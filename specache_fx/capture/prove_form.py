@@ -81,7 +81,7 @@ class Form(NamedTuple):
 
 
 class _HidesAll(Exception):
-    """Random masks show no two keys to any query."""
+    """Random masks show no two keys to any query, or no score reads a product."""
 
 
 class _Wide(Interpreter):
@@ -178,11 +178,14 @@ class _Run:
         return found
 
     def _scores(self, node: Node, products: torch.Tensor) -> torch.Tensor:
-        """What a node between the product and the softmax is with other products: `[heads, q_len, kv_len]`."""
+        """What a node between the product and the softmax is with other products: `[heads, q_len, columns]`.
+
+        Columns are keys, and a sink behind them.
+        """
         if node not in self._graphs:
             self._graphs[node] = extract(self._of.gm, [node], [self._of.cone[0], *self._leaves])
         (out,) = _Wide(self._graphs[node]).run(products, *self._operands)
-        scores: torch.Tensor = out.flatten(0, -3)[..., : products.shape[-1]]
+        scores: torch.Tensor = out.flatten(0, -3)
         return scores
 
     def form_of(self, node: Node) -> Form | None:
@@ -195,6 +198,8 @@ class _Run:
             _HidesAll: If no row shows two keys, or numbers that hide are added with the other sign.
         """
         plain = self._scores(node, torch.zeros_like(self.products))
+        if plain.shape[-1] == 1:
+            return Form(1.0)  # a prompt of one token: its probability is 1 at each scale
         shown = plain > _HIDDEN
         pairs = (shown[:, self._queries].sum(-1) > 1).nonzero().tolist()
         if not pairs or bool((plain > -_HIDDEN).any()):
@@ -220,7 +225,8 @@ class _Run:
         first = shown.int().argmax(-1, keepdim=True)
         for size in _SIZES:  # a bound may be far out, in some heads or at some keys
             products = self.products * size
-            want = products.reshape(plain.shape) * form.scale
+            want = products.reshape(*plain.shape[:-1], -1) * form.scale
+            want = torch.nn.functional.pad(want, (0, plain.shape[-1] - want.shape[-1]))
             want = want if form.softcap is None else form.softcap * torch.tanh(want / form.softcap)
             found = self._scores(node, products) - plain
             # Less a maximum, a row that hides all keys seems to show them. It adds no product to what hides.
@@ -230,6 +236,16 @@ class _Run:
             if not float(rest.abs().max()) <= _ROUGH * float(want.abs().max()):
                 return None
         return form
+
+    def hides(self, node: Node) -> bool:
+        """Whether a node of the scores has nothing to read a form from."""
+        if shape_of(node) is None:  # several results
+            return False
+        try:
+            self.form_of(node)
+        except _HidesAll:
+            return True
+        return False
 
     def distance(self, form: Form) -> float:
         """From the normal form: of products of size 1, and of such that leave most probabilities small."""
@@ -319,21 +335,24 @@ def prove(attention: SpeltOut) -> Form:
 
 
 def _proved(of: SpeltOut) -> Form:
-    softmax, runs, failed = of.softmax, list[_Run](), None
+    softmax, runs, hiding, failed = of.softmax, list[_Run](), list[_Run](), None
     for seed in range(_SEEDS):
         try:
             run = _Run(of, seed)
-            run.form_of(softmax.all_input_nodes[0])
+            if run.hides(softmax.all_input_nodes[0]):
+                hiding.append(run)
+                continue
             run.distance(Form(1.0))
             runs.append(run)
-        except _HidesAll:
-            continue
         except (RuntimeError, IndexError) as error:  # lengths that the graph's guards exclude
             failed = error
         if len(runs) == _RUNS:
             break
     if len(runs) < 2:
-        raise failed or UnknownFormError(softmax, "was taken for an attention, but its masks hide all")
+        first = (node for node in of.path[1:] if all(run.hides(node) for run in hiding))
+        raise failed or UnknownFormError(
+            next(first, softmax), "hides all keys, or makes scores that read no product"
+        )
     common, distance = _common_form(runs, softmax.all_input_nodes[0]), torch.inf
     forms = [] if common is None else [common._replace(sinks=each) for each in (None, *runs[0].vectors)]
     for form in forms:

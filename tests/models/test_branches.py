@@ -93,6 +93,17 @@ class SpeltOut(OfAnySize):
         return scores.softmax(-1) @ value
 
 
+class WithSinks(OfAnySize):
+    def __init__(self) -> None:
+        super().__init__()
+        self.sinks = torch.nn.Parameter(torch.tensor([0.5, -1.0]))
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, seen: Tensor) -> Tensor:
+        scores = (query @ key.mT * 32**-0.5).masked_fill(~seen, -1e30)
+        scores = torch.cat([scores, self.sinks[:, None, None].expand(*scores.shape[:-1], 1)], -1)
+        return scores.softmax(-1)[..., :-1] @ value
+
+
 @torch.no_grad()
 def fed(model: Any, parts: list[Tensor]) -> list[Tensor]:
     past, logits = None, []
@@ -115,7 +126,7 @@ def fed(model: Any, parts: list[Tensor]) -> list[Tensor]:
     ],
     ids=["prompt", "prompt-then-one", "turns", "rows"],
 )
-@pytest.mark.parametrize("kind", [OfAnySize, SpeltOut])
+@pytest.mark.parametrize("kind", [OfAnySize, SpeltOut, WithSinks])
 def test_calls_without_tokens_or_sequences_are_the_models_own(
     kind: type[OfAnySize], parts: list[Tensor], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -486,7 +486,7 @@ def tokens_for_heads(s: OneLayer, q: Tensor, k: Tensor, v: Tensor, where: Tensor
             squared,
             r"its form is not one that specache knows: `pow.*scaled_dot_product_attention there if it can be",
         ),
-        (less_a_maximum_over_queries, "`sub.*makes other scores of the products"),
+        (less_a_maximum_over_queries, "`sub.*makes scores that read no product"),
         (first_heads, "is left alone: its keys are computed from a cache of fixed length"),
         (tokens_for_heads, "is left alone: its keys are computed from a cache of fixed length"),
         (apart, "no attention reads them here"),
