@@ -17,7 +17,7 @@ from specache_fx.runtime import handle as handles
 from specache_fx.runtime import registry
 from specache_fx.runtime.claims import ELSEWHERE
 from specache_fx.runtime.give_back import give_back
-from specache_fx.runtime.handle_form import Form, from_heads_first, is_laid_out, token_dim
+from specache_fx.runtime.handle_form import HEADS_FIRST, TOKENS_FIRST, is_laid_out, joined, token_dim
 from specache_fx.runtime.handle_tensor import Handle, bare, mark, unmark
 
 _WRITTEN = (
@@ -65,7 +65,7 @@ def hold(buffers: Sequence[torch.Tensor], issued: Sequence[torch.Tensor], extent
     ]
     session = registry.find(issued[0])
     assert session is not None
-    session.forms = [Form.TOKENS_FIRST if extent.tokens_first else Form.HEADS_FIRST for extent in extents]
+    session.forms = [TOKENS_FIRST if extent.tokens_first else HEADS_FIRST for extent in extents]
     with bare():
         whole = handles.resize(issued, room)
     for buffer, handle, extent, more, old in zip(buffers, whole, extents, spare, issued, strict=True):
@@ -197,11 +197,11 @@ def _restore(held: Sequence[Handle]) -> None:
     forms = [session.forms[slot] for slot in slots]
     windows = [session.shapes[slot // 2].window for slot in slots]
     looks = [
-        tokens(buffer, session.kv_len, batch=batch, window=window, swapped=form is Form.TOKENS_FIRST)
+        tokens(buffer, session.kv_len, batch=batch, window=window, swapped=form == TOKENS_FIRST)
         for buffer, window, form in zip(held, windows, forms, strict=True)
     ]
     with bare():
-        numbers = give_back([from_heads_first(look, form) for look, form in zip(looks, forms, strict=True)])
+        numbers = give_back([joined([look], form) for look, form in zip(looks, forms, strict=True)])
     whole = []
     for place, (buffer, form) in enumerate(zip(held, forms, strict=True)):
         with bare():

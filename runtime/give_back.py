@@ -10,7 +10,7 @@ from specache_fx.errors import CacheHandleError
 from specache_fx.runtime import handle as handles
 from specache_fx.runtime import registry
 from specache_fx.runtime.claims import CHOSEN, LEFT, MIXED, REORDERED, by_session, living, read_claim
-from specache_fx.runtime.handle_form import Form, from_heads_first, is_whole, to_heads_first
+from specache_fx.runtime.handle_form import dims_of, is_whole, joined, num_sides, sides_of
 from specache_fx.runtime.session import Session
 
 
@@ -30,25 +30,28 @@ def give_back(tensors: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
     """
     real: dict[int, torch.Tensor] = {}
     for number, found in by_session(tensors).items():
-        slots, order = zip(*sorted(found), strict=True)
         issued = living(registry.by_code(number))
-        forms = [issued.session.forms[slot] for slot in slots]
-        past = [with_heads_first(tensors[place], issued.session, slot) for slot, place in sorted(found)]
-        for place, form, side in zip(order, forms, _numbers(slots, past), strict=True):
-            real[place] = from_heads_first(side, form).contiguous()
+        sides = dict[int, torch.Tensor]()  # by slot
+        for slot, place in sorted(found):
+            sides |= enumerate(with_heads_first(tensors[place], issued.session, slot), slot)
+        numbers = dict(zip(sides, _numbers([*sides], [*sides.values()]), strict=True))
+        for slot, place in found:
+            form = issued.session.forms[slot]
+            parts = [numbers[slot + i] for i in range(num_sides(form))]
+            real[place] = joined(parts, form).contiguous()
     return real
 
 
-def with_heads_first(tensor: torch.Tensor, session: Session, slot: int) -> torch.Tensor:
-    """A handle of a session, or a copy of one, as `[batch, num_kv_heads, kv_len, head_dim]`.
+def with_heads_first(tensor: torch.Tensor, session: Session, slot: int) -> list[torch.Tensor]:
+    """A handle of a session, or a copy of one, as `[batch, num_kv_heads, kv_len, head_dim]`; of a pair two.
 
     Raises:
         CacheHandleError: If it has lost a dimension, or has one more.
     """
     form = session.forms[slot]
-    if tensor.dim() != (3 if form is Form.HEADS_MERGED else 4):
+    if tensor.dim() != len(dims_of(form)):
         raise CacheHandleError(REORDERED)
-    return to_heads_first(tensor, form, session.shapes[slot // 2].num_kv_heads)
+    return sides_of(tensor, form, session.shapes[slot // 2].num_kv_heads, is_handle=True)
 
 
 def _numbers(slots: Sequence[int], past: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -193,14 +193,14 @@ def decode(handle: torch.Tensor) -> list[HandleCode] | None:
 
 def first_code(handle: torch.Tensor) -> HandleCode | None:
     """The code of the first batch row of a handle or of a copy of one, in any `Form`; None of another tensor."""
-    looks = [handle, handle.mT] if handle.dim() == 4 else [handle]  # channels may come before tokens
+    looks = [handle, handle.mT] if handle.dim() > 3 else [handle]  # channels may come before tokens
     rows = (first_row(look)[None] for look in looks if _may_be_one(look))
     return next((codes[0] for codes in map(_codes, rows) if codes is not None), None)
 
 
 def _may_be_one(tensor: torch.Tensor) -> bool:
     """Whether a tensor has a dtype and dimensions that a handle may have, channels last."""
-    fits = tensor.dim() in (3, 4) and 0 not in tensor.shape
+    fits = tensor.dim() in (3, 4, 5) and 0 not in tensor.shape
     return fits and unfit_reason(tensor.dtype, tensor.shape[-1]) is None
 
 
@@ -276,7 +276,7 @@ def first_row(tensor: torch.Tensor) -> torch.Tensor:
 def is_poisoned(tensor: torch.Tensor) -> bool:
     """Whether a tensor begins with a handle's elements, legible or not (its oldest tokens were cut off)."""
     box = _BOXES.get(tensor.dtype)
-    if box is None or tensor.dim() not in (3, 4) or 0 in tensor.shape:
+    if box is None or tensor.dim() not in (3, 4, 5) or 0 in tensor.shape:
         return False
     row = first_row(tensor).cpu().contiguous()
     payload = row.view(box.integer).to(torch.int64) - box.quiet_nan

@@ -1,75 +1,121 @@
-"""The form of a handle: its dimensions outside of the graph, and the strides by which all forms are one storage.
+"""The form of a cache: its dimensions outside of the graph, in the notation of einops.
 
-    heads first       [batch, num_kv_heads, kv_len, head_dim]      strides (head_dim, 2, 1, 1)
-    tokens first      [batch, kv_len, num_kv_heads, head_dim]      strides (head_dim, 1, 2, 1)
-    sequence first    [kv_len, batch, num_kv_heads, head_dim]      strides (1, head_dim, 2, 1)
-    tokens last       [batch, num_kv_heads, head_dim, kv_len]      strides (head_dim, 2, 1, 1)
-    heads merged      [batch, kv_len, num_kv_heads * head_dim]     strides (head_dim, 1, 1)
+    batch heads tokens channels        heads first: the form that every graph takes
+    batch tokens heads channels        tokens first
+    batch tokens (heads channels)      a projection as it comes
+    pair batch heads tokens channels   keys, then values, in one tensor
 
-Elements are those of `handle.py`. The graph takes every cache with heads first. A session knows the forms of its
-handles.
+A handle (`handle.py`) has a stride for each axis, so that all forms look at one storage: `head_dim` over the batch, 2
+over heads, 1 over tokens and channels. Keys and values of a layer lie one after the other. A session knows the forms of
+its handles.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from enum import StrEnum
+import functools
+import itertools
+import re
+from collections.abc import Iterator, Sequence
 
 import torch
 
 HEAD_STRIDE = 2  # elements; not that of tokens, so that the two can be told apart
+AXES = ("batch", "heads", "tokens", "channels")
+PAIR = "pair"
+HEADS_FIRST = " ".join(AXES)
+TOKENS_FIRST = "batch tokens heads channels"
+_LEAST_CHANNELS = 3  # of a handle
 
 
-class Form(StrEnum):
-    """The dimensions of keys or values outside of the graph."""
-
-    HEADS_FIRST = "heads first"  # [batch, num_kv_heads, kv_len, head_dim]
-    TOKENS_FIRST = "tokens first"  # [batch, kv_len, num_kv_heads, head_dim]
-    SEQUENCE_FIRST = "sequence first"  # [kv_len, batch, num_kv_heads, head_dim]
-    TOKENS_LAST = "tokens last"  # [batch, num_kv_heads, head_dim, kv_len]
-    HEADS_MERGED = "heads merged"  # [batch, kv_len, num_kv_heads * head_dim]
+@functools.cache
+def dims_of(form: str) -> tuple[tuple[str, ...], ...]:
+    """The axes in each dimension of a form."""
+    return tuple(tuple(dim.strip("()").split()) for dim in re.findall(r"\([^)]*\)|\w+", form))
 
 
-ORDERS = {
-    Form.HEADS_FIRST: (0, 1, 2, 3),
-    Form.TOKENS_FIRST: (0, 2, 1, 3),
-    Form.SEQUENCE_FIRST: (1, 2, 0, 3),
-    Form.TOKENS_LAST: (0, 1, 3, 2),
-}
-"""Of each form with four dimensions: where batch, heads, tokens and channels are."""
+def form_of(dims: Sequence[Sequence[str]]) -> str:
+    """The form with these axes in its dimensions."""
+    return " ".join(dim[0] if len(dim) == 1 else f"({' '.join(dim)})" for dim in dims)
 
 
-def inverse(order: Sequence[int]) -> list[int]:
-    """The permutation that undoes another one."""
-    return [order.index(dim) for dim in range(len(order))]
+def token_dim(form: str) -> int:
+    """The dimension of tokens."""
+    return dims_of(form).index(("tokens",))
 
 
-def from_heads_first(tensor: torch.Tensor, form: Form) -> torch.Tensor:
-    """`[batch, num_kv_heads, kv_len, head_dim]` in a form: a view, except for merged heads."""
-    if form is Form.HEADS_MERGED:
-        return tensor.transpose(1, 2).flatten(2)
-    return tensor.permute(inverse(ORDERS[form]))
+def _forms() -> Iterator[str]:
+    for order in itertools.permutations(AXES):
+        dims = [(axis,) for axis in order]
+        yield form_of(dims)
+        yield from (form_of([*dims[:i], (PAIR,), *dims[i:]]) for i in range(5))
+    for first, second in itertools.permutations(AXES[::2]):
+        merged = [(first,), (second,), AXES[1::2]]
+        yield form_of(merged)
+        yield from (form_of([*merged[:i], (PAIR,), *merged[i:]]) for i in range(3))
+
+
+FORMS = frozenset(_forms())
+"""All that a cache may have."""
+
+
+def num_sides(form: str) -> int:
+    """2 of a pair, 1 of keys or values alone."""
+    return 1 + ((PAIR,) in dims_of(form))
+
+
+def order_of(form: str) -> list[int]:
+    """Where batch, heads, tokens and channels are among the axes of a form, its pair left out."""
+    axes = [axis for dim in dims_of(form) for axis in dim if axis != PAIR]
+    return [axes.index(axis) for axis in AXES]
+
+
+def sides_of(tensor: torch.Tensor, form: str, num_kv_heads: int, *, is_handle: bool) -> list[torch.Tensor]:
+    """The parts of a cache with heads first: itself, or its keys and its values. Views.
+
+    Args:
+        tensor: In this form.
+        form: The form.
+        num_kv_heads: KV heads.
+        is_handle: It is a handle or a copy of one, and not numbers.
+    """
+    if form == HEADS_FIRST:
+        return [tensor]  # the very handle: its session may know it (`Newest`)
+    dims = dims_of(form)
+    sides = list(tensor.unbind(dims.index((PAIR,)))) if (PAIR,) in dims else [tensor]
+    merged = next((i for i, dim in enumerate(d for d in dims if d != (PAIR,)) if len(dim) > 1), None)
+    if merged is not None:
+        apart = _handle_apart if is_handle else lambda side, heads: side.unflatten(merged, (heads, -1))
+        sides = [apart(side, num_kv_heads) for side in sides]
+    return [side.permute(order_of(form)) for side in sides]
+
+
+def _handle_apart(side: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
+    """Elements that lie behind those of the first head are the other heads', as far as they are at stride 2."""
+    (*shape, width), (*strides, channels) = side.shape, side.stride()
+    sizes = (*shape, num_kv_heads, width // num_kv_heads)
+    return side.as_strided(sizes, (*strides, HEAD_STRIDE * channels, channels))
+
+
+def joined(sides: Sequence[torch.Tensor], form: str) -> torch.Tensor:
+    """Numbers `[batch, num_kv_heads, kv_len, head_dim]` in a form: a view, but for merged heads and pairs."""
+    order = order_of(form)
+    sides = [side.permute([order.index(dim) for dim in range(4)]) for side in sides]
+    dims = [dim for dim in dims_of(form) if dim != (PAIR,)]
+    merged = next((i for i, dim in enumerate(dims) if len(dim) > 1), None)
+    sides = sides if merged is None else [side.flatten(merged, merged + 1) for side in sides]
+    return torch.stack(list(sides), dims_of(form).index((PAIR,))) if len(sides) > 1 else sides[0]
 
 
 def is_laid_out(tensor: torch.Tensor) -> bool:
     """Whether a tensor has the strides of a handle, which no tensor of numbers has: heads 2, tokens and channels 1."""
     if tensor.dim() == 3:
         return tensor.shape[2] > 1 and tensor.stride()[1:] == (1, 1)
-    return tensor.dim() == 4 and any(
-        [tensor.stride(dim) for dim in order[1:]] == [HEAD_STRIDE, 1, 1] for order in ORDERS.values()
-    )
-
-
-def to_heads_first(tensor: torch.Tensor, form: Form, num_kv_heads: int) -> torch.Tensor:
-    """A handle, or a copy of one, as `[batch, num_kv_heads, kv_len, head_dim]`: itself, or a view."""
-    if form is Form.HEADS_FIRST:
-        return tensor  # the very handle: its session may know it (`Newest`)
-    if form is not Form.HEADS_MERGED:
-        return tensor.permute(ORDERS[form])
-    # Elements that lie behind those of the first head are the other heads', as far as they are at stride 2.
-    (batch, kv_len, width), (rows, tokens, channels) = tensor.shape, tensor.stride()
-    sizes = (batch, num_kv_heads, kv_len, width // num_kv_heads)
-    return tensor.as_strided(sizes, (rows, HEAD_STRIDE * channels, tokens, channels))
+    strides = tensor.stride()
+    close = [size for size, stride in zip(tensor.shape, strides, strict=True) if stride == 1]
+    wide = any(
+        isinstance(size, int) and size >= _LEAST_CHANNELS for size in close
+    )  # a symbol would get a guard
+    return tensor.dim() in (4, 5) and HEAD_STRIDE in strides and len(close) > 1 and wide
 
 
 def is_whole(handle: torch.Tensor) -> bool:
@@ -80,26 +126,26 @@ def is_whole(handle: torch.Tensor) -> bool:
     )
 
 
-def in_form(handle: torch.Tensor, form: Form) -> torch.Tensor:
-    """The same handle in a form; shares the storage.
+def in_form(handles: Sequence[torch.Tensor], form: str) -> torch.Tensor:
+    """The same handles in a form; shares the storage.
 
     Args:
-        handle: `[batch, num_kv_heads, kv_len, head_dim]`.
-        form: Not `HEADS_FIRST`, which it has.
+        handles: `[batch, num_kv_heads, kv_len, head_dim]` each: one, or the keys' and the values' of a layer.
+        form: Not `HEADS_FIRST`, which they have.
     """
-    batch, heads, kv_len, dim = handle.shape
-    rows, _, tokens, channels = handle.stride()
-    look = (
-        handle.as_strided((batch, kv_len, heads * dim), (rows, tokens, channels))
-        if form is Form.HEADS_MERGED
-        else from_heads_first(handle, form)
-    )
-    place = (handle.untyped_storage(), handle.storage_offset(), look.shape, look.stride())
-    alone = torch.empty(0, dtype=handle.dtype, device=handle.device).set_(*place)  # no view, see `handle.py`
+    first = handles[0]
+    sizes: dict[str, int] = dict(zip(AXES, first.shape, strict=True))
+    strides: dict[str, int] = dict(zip(AXES, first.stride(), strict=True))
+    sizes[PAIR] = len(handles)
+    strides[PAIR] = int(handles[-1].storage_offset() - first.storage_offset())
+    shape, stride = [], []
+    for dim in dims_of(form):
+        size = 1
+        for axis in dim:
+            size *= sizes[axis]
+        shape.append(size)
+        stride.append(strides[dim[-1]])
+    place = (first.untyped_storage(), first.storage_offset(), shape, stride)
+    alone = torch.empty(0, dtype=first.dtype, device=first.device).set_(*place)  # no view, see `handle.py`
     torch._dynamo.maybe_mark_dynamic(alone, token_dim(form))
     return alone
-
-
-def token_dim(form: Form) -> int:
-    """The dimension of tokens."""
-    return 1 if form is Form.HEADS_MERGED else ORDERS[form][2]

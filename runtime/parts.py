@@ -12,6 +12,7 @@ from specache_fx.errors import CacheHandleError
 from specache_fx.runtime import registry
 from specache_fx.runtime.claims import MIXED, by_session, check_open, living, read_claim
 from specache_fx.runtime.give_back import with_heads_first
+from specache_fx.runtime.handle_form import num_sides
 from specache_fx.runtime.session import Session
 from specache_fx.runtime.snapshot import fork
 
@@ -22,7 +23,7 @@ class Part:
 
     Attributes:
         session: It, or a copy of the part that the cache still has.
-        places: Of its handles among the tensors, by slot: keys and values in turn, layer by layer.
+        places: Of its handles among the tensors, by slot: keys and values in turn, layer by layer. A pair is in one.
     """
 
     session: Session
@@ -48,7 +49,7 @@ def parts_of(tensors: Sequence[torch.Tensor]) -> Iterator[list[Part]]:
 def _parts(tensors: Sequence[torch.Tensor], stack: contextlib.ExitStack) -> list[Part]:
     found = {number: dict(places) for number, places in by_session(tensors).items()}
     ours = {place for places in found.values() for place in places.values()}
-    rest = [t for i, t in enumerate(tensors) if i not in ours and t.dim() == 4 and t.is_floating_point()]
+    rest = [t for i, t in enumerate(tensors) if i not in ours and t.dim() in (4, 5) and t.is_floating_point()]
     if registry.first_handle(rest) is not None:
         raise CacheHandleError(MIXED)
     with contextlib.ExitStack() as held:  # given up where it has to begin anew
@@ -61,10 +62,17 @@ def _part(
     tensors: Sequence[torch.Tensor], number: int, by_slot: dict[int, int], stack: contextlib.ExitStack
 ) -> Part:
     session = living(registry.by_code(number)).session
+    for slot, place in list(by_slot.items()):
+        by_slot |= dict.fromkeys(range(slot, slot + num_sides(session.forms[slot])), place)
     if sorted(by_slot) != list(range(2 * len(session.shapes))):
         raise CacheHandleError(MIXED)
     places = [by_slot[slot] for slot in range(len(by_slot))]
-    claim = read_claim([with_heads_first(tensors[place], session, slot) for slot, place in enumerate(places)])
+    first = {place: slot for slot, place in reversed([*enumerate(places)])}
+    past = [
+        with_heads_first(tensors[place], session, first[place])[slot - first[place]]
+        for slot, place in enumerate(places)
+    ]
+    claim = read_claim(past)
     session = claim.session
     stack.enter_context(registry.holding(session))
     check_open(session)

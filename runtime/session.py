@@ -20,7 +20,7 @@ from specache_fx.errors import CacheHandleError, UnsupportedGraphError
 from specache_fx.runtime.aten_steps import AtenSteps
 from specache_fx.runtime.cpu_recorder import CpuRecorder
 from specache_fx.runtime.handle import MAX_SESSION, Newest
-from specache_fx.runtime.handle_form import Form
+from specache_fx.runtime.handle_form import HEADS_FIRST
 from specache_fx.runtime.handle_tensor import Lease
 from specache_fx.runtime.host_blocks import resolve_host
 from specache_fx.runtime.host_cache import HostCache
@@ -75,7 +75,7 @@ class Session:
         self.config, self.shapes, self.dtype, self.device = config, shapes, dtype, device
         self.batch: int | None = None
         self.kv_len = 0
-        self.forms = [Form.HEADS_FIRST] * (2 * len(shapes))  # of the handles outside of the graph, by slot
+        self.forms = [HEADS_FIRST] * (2 * len(shapes))  # of the handles outside of the graph, by slot
         self.key_mask = KeyMask()
         self.masks_move = False  # the model's masks hide more than the padding, now or soon
         self.prompt_masks: PromptMasks | None = None  # while several tokens run

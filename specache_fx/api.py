@@ -160,7 +160,7 @@ def _sessions(past_key_values: Any, function: str) -> list[Session]:
 def _tensors(tree: Any, depth: int = 4) -> Iterator[torch.Tensor]:
     """Tensors of a cache: of containers all items, of other objects (a `Cache` and its layers) all attributes."""
     if isinstance(tree, torch.Tensor):
-        if tree.dim() in (3, 4):
+        if tree.dim() in (3, 4, 5):
             yield tree
     elif isinstance(tree, (list, tuple, deque, Mapping)):
         for item in tree.values() if isinstance(tree, Mapping) else tree:

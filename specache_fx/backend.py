@@ -177,6 +177,7 @@ class Backend:
         inputs, writes = placeholders(rewritten.graph), writes_tokens(rewritten)
         values, floats = traced(inputs)
         program = replace(graph_breaks.named(analyse(rewritten, config), piece), values=values, floats=floats)
+        inputs = placeholders(rewritten.graph)  # Dynamo's, and those that were added
         if observe is not None:
             observe("analyse", rewritten, program)
         rewritten = run_passes(rewritten, program, BINDING_PASSES, observe)
@@ -282,7 +283,7 @@ class Backend:
     ) -> Compiled:
         """The runner of a graph in which attentions are rewritten."""
         runner = self._inner_runner(rewritten, example_inputs, program, observe)
-        moved = program.permuted_outputs or program.merged_outputs or program.newest_inputs
+        moved = program.output_forms or program.newest_inputs
         return AtBorder(runner, program) if moved else runner
 
     def _inner_runner(

@@ -10,47 +10,52 @@ from typing import Any
 
 import torch
 
-from specache_fx.capture.program import Program
+from specache_fx.capture.program import CacheForm, Program
 from specache_fx.capture.subclasses import flatten
 from specache_fx.lowering import Compiled
 from specache_fx.runners import inference
-from specache_fx.runtime import handle_form
 from specache_fx.runtime.handle import is_poisoned
-from specache_fx.runtime.handle_form import ORDERS, Form, from_heads_first, is_laid_out, to_heads_first
+from specache_fx.runtime.handle_form import HEADS_FIRST, in_form, is_laid_out, joined, sides_of
 from specache_fx.runtime.handle_tensor import Handle, bare, mark, plain
 from specache_fx.runtime.session import Session
 
 
 def as_taken(program: Program, args: Sequence[Any]) -> list[Any]:
-    """Dynamo's inputs as the graph takes them after `heads_first` and `newest_tokens`."""
-    taken = list(args)
-    for i, heads in program.merged_inputs.items():
-        taken[i] = heads_apart(taken[i], heads)
-    for i, form in program.permuted_inputs.items():
-        taken[i] = taken[i].permute(ORDERS[form])
-    return taken + [args[i][:, -count:] for i, count in program.newest_inputs]
+    """Dynamo's inputs as the graph takes them after `newest_tokens` and `heads_first`."""
+    taken = [*args, *(args[i][:, -count:] for i, count in program.newest_inputs)]
+    for i, form in program.input_forms.items():
+        taken[i], *values = apart(args[i], form)
+        taken += values
+    return taken
 
 
-def heads_apart(tensor: torch.Tensor, num_heads: int) -> torch.Tensor:
-    """`[batch, kv_len, num_heads, head_dim]` of a cache with merged heads: of numbers, a handle or a copy of one."""
+def apart(tensor: torch.Tensor, form: CacheForm) -> list[torch.Tensor]:
+    """The parts of a cache with heads first (`sides_of`): of numbers, a handle or a copy of one."""
     handle = tensor if isinstance(tensor, Handle) else None
     with bare():
-        if handle is None and not is_laid_out(tensor) and not is_poisoned(tensor):
-            return tensor.unflatten(2, (num_heads, -1))
-        apart = to_heads_first(plain(tensor), Form.HEADS_MERGED, num_heads).transpose(1, 2)
-        return apart if handle is None else mark(apart, handle.lease, handle.kv_len)
+        is_handle = handle is not None or is_laid_out(tensor) or is_poisoned(tensor)
+        sides = sides_of(plain(tensor), form.form, form.num_kv_heads, is_handle=is_handle)
+        return sides if handle is None else [mark(side, handle.lease, handle.kv_len) for side in sides]
 
 
-def hand_out(handle: torch.Tensor, form: Form, slot: int) -> torch.Tensor:
-    """The same handle, `[batch, num_kv_heads, kv_len, head_dim]`, in another form, which its session notes."""
-    assert isinstance(handle, Handle)
-    session = handle.lease.session
+def hand_out(handles: Sequence[torch.Tensor], form: str, slot: int) -> torch.Tensor:
+    """The same handle, `[batch, num_kv_heads, kv_len, head_dim]`, in another form, which its session notes.
+
+    Args:
+        handles: It, or those of the keys and the values of a pair.
+        form: The form.
+        slot: The first one's.
+    """
+    first = handles[0]
+    assert isinstance(first, Handle)
+    session = first.lease.session
     assert isinstance(session, Session)
-    session.forms[slot] = form
-    if form is Form.HEADS_FIRST:
-        return handle
+    for i in range(len(handles)):
+        session.forms[slot + i] = form
+    if form == HEADS_FIRST:
+        return first
     with bare():
-        return mark(handle_form.in_form(handle, form), handle.lease, handle.kv_len)
+        return mark(in_form(handles, form), first.lease, first.kv_len)
 
 
 class UnwrapSubclasses:
@@ -67,8 +72,7 @@ class UnwrapSubclasses:
 class AtBorder:
     """Another runner for a model whose inputs and outputs the graph takes and gives otherwise.
 
-    Caches have their tokens or their sequence first, or their heads merged too (`heads_first`); ids are the whole
-    sequence's (`newest_tokens`).
+    Caches have another form (`heads_first`); ids are the whole sequence's (`newest_tokens`).
 
     Attributes:
         runner: Gets and gives caches with heads first, and gets the newest ids.
@@ -82,15 +86,12 @@ class AtBorder:
         results = list(self.runner(*as_taken(self._program, args)))
         assert self._program.outputs is not None
         with inference():
-            permuted, merged = self._program.permuted_outputs, self._program.merged_outputs
-            for i in {*permuted, *merged}:
+            forms = self._program.output_forms
+            for i, form in forms.items():
+                sides = [results[i], *([] if form.values is None else [results[form.values]])]
                 if (slot := self._program.outputs.handles.get(i)) is not None:
-                    form = Form.HEADS_MERGED if i in merged else permuted[i]
-                    results[i] = hand_out(results[i], form, slot)
-                    continue
-                # A cache that is left alone: in memory as the model's own cat would have it.
-                if i in permuted:
-                    results[i] = from_heads_first(results[i], permuted[i]).contiguous()
-                if i in merged:
-                    results[i] = results[i].flatten(2)
-        return tuple(results)
+                    results[i] = hand_out(sides, form.form, slot)
+                else:  # a cache that is left alone: in memory as the model's own cat would have it
+                    results[i] = joined(sides, form.form).contiguous()
+            added = {form.values for form in forms.values()}
+        return tuple(result for i, result in enumerate(results) if i not in added)

@@ -22,7 +22,7 @@ from specache_fx.fingerprint import check_ids, config_of, token_hash, weights_of
 from specache_fx.json_form import FormError, check
 from specache_fx.runners import inference
 from specache_fx.runtime import registry
-from specache_fx.runtime.handle_form import Form
+from specache_fx.runtime.handle_form import FORMS, num_sides
 from specache_fx.runtime.layout import LayerShape
 from specache_fx.runtime.machine_memory import available_bytes
 from specache_fx.runtime.origin import Origin
@@ -79,7 +79,7 @@ _FORM = {
         {
             **HEADER_FORM,
             "places": [range(1 << 31)],
-            "forms": [frozenset(form.value for form in Form)],
+            "forms": [FORMS],
             "model_config": (str, None),
             "weights": {str: str},
             "values": {str: {str: str}},
@@ -98,7 +98,7 @@ def _check(file: TensorFile) -> None:
         SavedCacheError: If it has a class that this version of transformers lacks.
     """
     check(file.about, _FORM, "")
-    sessions, used = file.about["sessions"], set()
+    sessions, used, tensors = file.about["sessions"], set(), 0
     if not sessions:
         raise FormError("sessions is an empty list: expected one at least")
     for i, about in enumerate(sessions):
@@ -116,8 +116,9 @@ def _check(file: TensorFile) -> None:
         if about["batch"] * numbers > _BITS * file.nbytes:
             raise FormError(f"sessions[{i}] tells of more tokens than the file holds")
         used.update(about["places"])
+        tensors += _num_tensors(about["places"], about["forms"])
     plain = {int(name[6:]) for name in file.names if name[:6] == "plain." and name[6:].isdecimal()}
-    if len(used) != sum(len(about["places"]) for about in sessions) or used & plain:
+    if len(used) != tensors or used & plain:
         raise FormError("places names a tensor twice")
     known, missing = used | plain, used.copy()
 
@@ -195,6 +196,22 @@ def fitting(model: nn.Module, file: TensorFile, input_ids: torch.Tensor | None =
     return found
 
 
+def _num_tensors(places: Sequence[int], forms: Sequence[str]) -> int:
+    """The tensors that a session's keys and values are in: of a pair in one.
+
+    Raises:
+        FormError: If keys and values are a pair, and not of one form and place.
+    """
+    count = 0
+    for slot in range(0, len(places), 2):
+        both = slice(slot, slot + 2)
+        sides = max(map(num_sides, forms[both]))
+        if sides == 2 and (len({*forms[both]}) > 1 or len({*places[both]}) > 1):
+            raise FormError(f"forms[{slot}] or places[{slot}] of a pair differs from the next")
+        count += 3 - sides
+    return count
+
+
 def _ahead(config: SpecacheConfig, about: Mapping[str, Any]) -> int:
     """Bytes that options ask for beyond the tokens of a cache."""
     numbers = sum(
@@ -218,9 +235,11 @@ def restored(
                 session = _session(model, file, i, about, weights[i], made)
                 session.rewind(session.kv_len if kv_len is None else kv_len)
                 issued = registry.issue(session)
-                given = zip(about["places"], about["forms"], issued, strict=True)
-                for slot, (place, form, handle) in enumerate(given):
-                    tensors[place] = hand_out(handle, Form(form), slot)
+                forms, slot = about["forms"], 0
+                while slot < len(issued):
+                    count = num_sides(forms[slot])
+                    tensors[about["places"][slot]] = hand_out(issued[slot : slot + count], forms[slot], slot)
+                    slot += count
             for name in file.names:
                 kind, _, number = name.partition(".")
                 if kind == "plain":

@@ -21,7 +21,7 @@ from specache_fx.runtime.snapshot import SessionHeader, snapshot
 from specache_fx.tensor_file import write
 
 FILE = "cache.safetensors"
-FORMAT = 6  # counts up when older versions can't read new files, or new versions old files
+FORMAT = 7  # counts up when older versions can't read new files, or new versions old files
 
 
 def save(past_key_values: Any, folder: str | Path, *, input_ids: torch.Tensor | None = None) -> None:

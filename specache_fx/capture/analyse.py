@@ -53,8 +53,8 @@ def analyse(gm: GraphModule, config: SpecacheConfig, positions: Collection[int] 
     say_step("analyse")
     start, num_nodes = time.perf_counter(), len(gm.graph.nodes)
     other_kv, newest = kv_inputs(gm), newest_tokens(gm)
+    input_forms, output_forms = heads_first(gm)
     inputs = placeholders(gm.graph)
-    apart, permuted = heads_first(gm)
     flex = flex_attention(gm)
     cores, unknown = attention_cores(gm)
     sites, refusals = match_attention(gm, cores, unknown | flex.unknown, config)
@@ -64,10 +64,8 @@ def analyse(gm: GraphModule, config: SpecacheConfig, positions: Collection[int] 
         inputs=tuple(node.name for node in inputs),
         weights={i: weight_name(node) for i, node in enumerate(inputs) if is_static_input(node)},
         other_kv_inputs=tuple(other_kv),
-        permuted_inputs={i: view.form for i, view in permuted[0].items()},
-        permuted_outputs={i: view.form for i, view in permuted[1].items()},
-        merged_inputs={i: view.heads for i, view in apart[0].items()},
-        merged_outputs={i: view.heads for i, view in apart[1].items()},
+        input_forms=input_forms,
+        output_forms=output_forms,
         newest_inputs=tuple(newest),
         refusals=tuple(refusals),
     )
@@ -103,7 +101,7 @@ def _with_attention(
     sources: Sources | None = None
     if phase is Phase.DECODE:
         sources = find_sources(gm, sites, past, positions)
-        fixed = fixed_sizes(inputs, past, program.permuted_inputs, sources)
+        fixed = fixed_sizes(inputs, past, program.input_forms, sources)
         program = replace(program, fixed_sizes=fixed, kv_lens=kv_lens(inputs, past, sources))
     try:
         plan, kept = plan_outputs(gm, sites, sources)
@@ -159,6 +157,6 @@ def kv_inputs(gm: GraphModule) -> list[int]:
         if not is_static_input(node)
         and isinstance(value_of(node), torch.Tensor)
         and value_of(node).is_floating_point()
-        and value_of(node).dim() == 4
+        and value_of(node).dim() in (4, 5)
         and not all(reads_shape_only(user) for user in node.users)
     ]

@@ -21,8 +21,8 @@ from specache_fx.capture.graph_utils import (
     value_of,
 )
 from specache_fx.capture.newest_tokens import NEWEST_OF
-from specache_fx.capture.program import AttentionSite
-from specache_fx.runtime.handle_form import Form, token_dim
+from specache_fx.capture.program import AttentionSite, CacheForm
+from specache_fx.runtime.handle_form import token_dim
 from specache_fx.runtime.sources import Sources
 
 _SAME_TOKENS = {"reshape", "unsqueeze", "squeeze", "_to_copy", "clone", "index_put", "masked_fill", "where"}
@@ -209,10 +209,11 @@ def _kv_len(past: Node) -> Any:
 
 
 def fixed_sizes(
-    inputs: Sequence[Node], past_inputs: Sequence[int], swapped: Mapping[int, Form], sources: Sources
+    inputs: Sequence[Node], past_inputs: Sequence[int], forms: Mapping[int, CacheForm], sources: Sources
 ) -> dict[int, int]:
     """Inputs that grow with the context and are of constant size here, and in which dimension of Dynamo's tensor."""
-    token_dims = {i: token_dim(swapped.get(i, Form.HEADS_FIRST)) for i in past_inputs}
+    values = {form.values for form in forms.values()}  # of a pair: the keys tell
+    token_dims = {i: token_dim(forms[i].form) if i in forms else 2 for i in past_inputs if i not in values}
     # One that is cut to the keys' length tells Dynamo nothing about its own: it is as long as the keys are now.
     lengths = {length + 1 for length in kv_lens(inputs, past_inputs, sources)}
     mask_dims = {}

@@ -6,13 +6,13 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import NamedTuple
 
 from torch.fx import GraphModule, Node
 
 from specache_fx.capture.cache_side import Side
 from specache_fx.config import SpecacheConfig
 from specache_fx.runtime.expansion import Expansion
-from specache_fx.runtime.handle_form import Form
 from specache_fx.runtime.prompt_masks import PromptMask
 from specache_fx.runtime.sources import Prelude, Sources
 from specache_fx.runtime.window_masks import WindowMasks
@@ -25,6 +25,20 @@ class Phase(Enum):
     PREFILL = "prefill"
     EXTEND = "extend"
     DECODE = "decode"
+
+
+class CacheForm(NamedTuple):
+    """How Dynamo has a cache that the graph takes with heads first (`heads_first`).
+
+    Attributes:
+        form: See `runtime/handle_form.py`.
+        num_kv_heads: KV heads.
+        values: Position of the values among the graph's inputs or outputs, where Dynamo has both in one tensor.
+    """
+
+    form: str
+    num_kv_heads: int
+    values: int | None = None
 
 
 @dataclass(frozen=True)
@@ -195,18 +209,16 @@ class Program:
         phase: What the graph does with the KV cache.
         sites: The attentions that are rewritten.
         refusals: Those that are not, and why.
-        inputs: Names of the graph's placeholders: Dynamo's, then those of `newest_inputs`.
+        inputs: Names of the graph's placeholders: Dynamo's, then those of `newest_inputs` and
+            the values of pairs (`input_forms`).
         weights: Positions of parameters and buffers among Dynamo's inputs, each with its name in the module.
         values: Python values of modules that are constants of the graph (`specache_fx/traced_values.py`). None where
             they can't be read.
         floats: Positions of inputs that are floats of modules: module and attribute.
         past_inputs: Positions of the past KV inputs among Dynamo's, keys and values in turn.
         other_kv_inputs: Positions of inputs that could be KV tensors too, and stay as they are.
-        permuted_inputs: Inputs that `heads_first` permutes, by position, with their form.
-        permuted_outputs: The same of outputs.
-        merged_inputs: Positions of the inputs whose heads `heads_first` took apart, and how many these are: caches
-            `[batch, kv_len, num_kv_heads * head_dim]`.
-        merged_outputs: The same of outputs.
+        input_forms: Caches that Dynamo has in another form, by position.
+        output_forms: The same of outputs.
         newest_inputs: Further inputs behind Dynamo's (`newest_tokens`): the position of the ids of a whole sequence,
             and how many of the newest of them.
         fixed_sizes: Position to dimension of inputs that grow with the context, where Dynamo took the size for a
@@ -230,10 +242,8 @@ class Program:
     floats: dict[int, tuple[str, str]] = field(default_factory=dict)
     past_inputs: tuple[int, ...] = ()
     other_kv_inputs: tuple[int, ...] = ()
-    permuted_inputs: dict[int, Form] = field(default_factory=dict)
-    permuted_outputs: dict[int, Form] = field(default_factory=dict)
-    merged_inputs: dict[int, int] = field(default_factory=dict)
-    merged_outputs: dict[int, int] = field(default_factory=dict)
+    input_forms: dict[int, CacheForm] = field(default_factory=dict)
+    output_forms: dict[int, CacheForm] = field(default_factory=dict)
     newest_inputs: tuple[tuple[int, int], ...] = ()
     fixed_sizes: dict[int, int] = field(default_factory=dict)
     kv_lens: frozenset[int] = frozenset()

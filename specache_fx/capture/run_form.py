@@ -62,9 +62,9 @@ def read_form(
     path = path_of(softmax)
     cone, product = _cone_of(softmax, path[0], outputs), path[0]
     weighted = next(node for node in cone[cone.index(softmax) :] if target_name(node) == "bmm")
-    query, query_path = _side(product.args[0], outputs, transposed=False, is_query=True)
-    key, key_path = _side(product.args[1], outputs, transposed=True)
-    value, value_path = _side(weighted.args[1], outputs, transposed=False)
+    query, query_path = side_of_product(product.args[0], outputs, transposed=False, is_query=True)
+    key, key_path = side_of_product(product.args[1], outputs, transposed=True)
+    value, value_path = side_of_product(weighted.args[1], outputs, transposed=False)
     sizes = shape_of(query) or ()
     num_heads = _heads_of(softmax, sizes, key)
     factors = [node for node in cone[1:] if _is_factor(gm, node)]
@@ -190,7 +190,7 @@ def _heads_of(softmax: Node, query: Sequence[Any], key: Node) -> Any:
     return query[1] if len(query) == 4 else kv_heads  # a single one is of all queries
 
 
-def _side(
+def side_of_product(
     node: Any, outputs: set[Node], *, transposed: bool, is_query: bool = False
 ) -> tuple[Node, list[Node]]:
     """The source of a product's operand, `[batch, num_heads, tokens, dim]`, and the nodes in between.

@@ -18,16 +18,27 @@ import specache_fx
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 HEADS, DIM, TOKENS = 4, 8, 97
-KINDS = ("tokens first", "sequence first", "returned permuted", "keys transposed", "keys transposed for SDPA")
-# Of each kind: the dimensions that keys have outside, `[batch, heads, tokens, channels]` within.
+KINDS = [
+    "tokens first",
+    "sequence first",
+    "returned permuted",
+    "keys transposed",
+    "keys transposed for SDPA",
+]
+PAIRS = ("pair first", "pair behind tokens", "pair of projections")
+KINDS += PAIRS
+# Of each kind: the dimensions that keys have outside, `[batch, heads, tokens, channels]` within. None is a pair's.
 ORDERS = {
     "tokens first": (0, 2, 1, 3),
     "sequence first": (2, 0, 1, 3),
     "returned permuted": (2, 0, 1, 3),
     "keys transposed": (0, 1, 3, 2),
     "keys transposed for SDPA": (0, 1, 3, 2),
+    "pair first": (None, 0, 1, 2, 3),
+    "pair behind tokens": (0, 2, None, 1, 3),
+    "pair of projections": (0, None, 2, 1),
 }
-PERMUTED_MOST = ("sequence first", "keys transposed")
+PERMUTED_MOST = ("sequence first", "keys transposed", *PAIRS[1:])
 OPTIONS: dict[str, Any] = {"bits": 16, "group_size": 4, "residual_length": 4, "top_k": 4, "lowering": "eager"}
 
 
@@ -89,6 +100,23 @@ class Decoder(nn.Module):
         hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(k.shape[3] - q.shape[2] + 1)
         return scores.masked_fill(hidden, float("-inf")).softmax(-1) @ v, (k, v)
 
+    def _pair(self, k: Tensor, v: Tensor, past: Any, dim: int, tokens: int) -> Tensor:
+        pair = torch.stack([k, v], dim)
+        return pair if past is None else torch.cat([past[0], pair], tokens)
+
+    def _pair_first(self, q: Tensor, k: Tensor, v: Tensor, past: Any) -> Any:
+        pair = self._pair(k.transpose(1, 2), v.transpose(1, 2), past, 0, 3)
+        return self._sdpa(q, *pair.unbind(0)), (pair,)
+
+    def _pair_behind_tokens(self, q: Tensor, k: Tensor, v: Tensor, past: Any) -> Any:
+        pair = self._pair(k, v, past, 2, 1)
+        return self._sdpa(q, pair[:, :, 0].transpose(1, 2), pair[:, :, 1].transpose(1, 2)), (pair,)
+
+    def _pair_of_projections(self, q: Tensor, k: Tensor, v: Tensor, past: Any) -> Any:
+        pair = self._pair(k.flatten(2), v.flatten(2), past, 1, 2)
+        whole = [side.unflatten(-1, (-1, DIM)).transpose(1, 2) for side in pair.unbind(1)]
+        return self._sdpa(q, *whole), (pair,)
+
     def _sdpa(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         is_causal = q.shape[1] > 1
         return F.scaled_dot_product_attention(q.transpose(1, 2), k, v, is_causal=is_causal, enable_gqa=True)
@@ -118,7 +146,7 @@ def cropped(past: Any, kind: str) -> Any:
     """The cache without its newest 3 tokens."""
     at = [ORDERS[kind].index(2), 2 if "keys" in kind else ORDERS[kind].index(2)]
     return [
-        tuple(t.narrow(dim, 0, t.shape[dim] - 3) for t, dim in zip(pair, at, strict=True)) for pair in past
+        tuple(t.narrow(dim, 0, t.shape[dim] - 3) for t, dim in zip(pair, at, strict=False)) for pair in past
     ]
 
 
