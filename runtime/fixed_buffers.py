@@ -16,9 +16,9 @@ from specache_fx.errors import CacheHandleError
 from specache_fx.runtime import handle as handles
 from specache_fx.runtime import registry
 from specache_fx.runtime.claims import ELSEWHERE
-from specache_fx.runtime.give_back import give_back
-from specache_fx.runtime.handle_form import HEADS_FIRST, TOKENS_FIRST, is_laid_out, joined, token_dim
-from specache_fx.runtime.handle_tensor import Handle, bare, mark, unmark
+from specache_fx.runtime.give_back import numbers_of
+from specache_fx.runtime.handle_form import dims_of, is_laid_out, layout_in, num_sides, sides_of
+from specache_fx.runtime.handle_tensor import Handle, bare, mark, plain, unmark
 
 _WRITTEN = (
     "A buffer that holds a model's cache was written to since the model was called. It holds placeholders, so"
@@ -34,13 +34,13 @@ class Extent(NamedTuple):
 
     Attributes:
         capacity: Tokens that it has room for.
-        tokens_first: It is `[rows, capacity, num_kv_heads, head_dim]`, and not heads first.
         rows: Sequences that it has room for; 0: the session's batch.
+        form: See `handle_form.py`.
     """
 
     capacity: int
-    tokens_first: bool
     rows: int
+    form: str
 
 
 @contextlib.contextmanager
@@ -53,7 +53,7 @@ def hold(buffers: Sequence[torch.Tensor], issued: Sequence[torch.Tensor], extent
     """Make buffers handles of a session, whose memory they so give back.
 
     Args:
-        buffers: Tensors of any shape.
+        buffers: Tensors of any shape, by slot: that of a pair twice.
         issued: Handles of the session, one for each.
         extents: Sizes of each buffer.
     """
@@ -65,17 +65,20 @@ def hold(buffers: Sequence[torch.Tensor], issued: Sequence[torch.Tensor], extent
     ]
     session = registry.find(issued[0])
     assert session is not None
-    session.forms = [TOKENS_FIRST if extent.tokens_first else HEADS_FIRST for extent in extents]
+    session.forms = [extent.form for extent in extents]
     with bare():
         whole = handles.resize(issued, room)
-    for buffer, handle, extent, more, old in zip(buffers, whole, extents, spare, issued, strict=True):
+    slot = 0
+    while slot < len(buffers):
+        buffer, extent, count = buffers[slot], extents[slot], num_sides(extents[slot].form)
         with _mode_of(buffer):
-            look = handle.narrow(2, 0, extent.capacity)
-            look = look.transpose(1, 2) if extent.tokens_first else look
-            shape = (look.shape[0] + more, *look.shape[1:])
-            buffer.set_(look.untyped_storage(), look.storage_offset(), shape, look.stride())
-        held = mark(buffer, old.lease)  # type: ignore[attr-defined]
+            looks = [handle.narrow(2, 0, extent.capacity) for handle in whole[slot : slot + count]]
+            shape, stride = layout_in(looks, extent.form)
+            shape[dims_of(extent.form).index(("batch",))] += spare[slot]
+            buffer.set_(looks[0].untyped_storage(), looks[0].storage_offset(), shape, stride)
+        held = mark(buffer, issued[slot].lease)  # type: ignore[attr-defined]
         held.version = _version(buffer)
+        slot += count
 
 
 def are_held(buffers: Sequence[torch.Tensor], issued: Sequence[torch.Tensor]) -> bool:
@@ -84,16 +87,25 @@ def are_held(buffers: Sequence[torch.Tensor], issued: Sequence[torch.Tensor]) ->
 
 
 def tokens(
-    buffer: torch.Tensor, count: int, *, batch: int, window: int | None, swapped: bool
+    buffer: torch.Tensor,
+    count: int,
+    form: str,
+    num_kv_heads: int,
+    *,
+    side: int,
+    batch: int,
+    window: int | None,
 ) -> torch.Tensor:
     """The tokens of a buffer, heads first: of a handle a handle, of another tensor its numbers.
 
     Args:
         buffer: See `hold`.
         count: Tokens of the cache.
+        form: The buffer's.
+        num_kv_heads: KV heads.
+        side: Of a pair: 0 for keys, 1 for values.
         batch: Sequences of the cache: the first rows of the buffer.
         window: Tokens that the buffer has room for, where it keeps the newest of them.
-        swapped: Whether they are in dimension 1.
 
     Raises:
         CacheHandleError: If somebody wrote into a buffer that is a handle.
@@ -102,16 +114,16 @@ def tokens(
     if window is not None and count >= window:
         first, count = 1, window - 1
     with bare():
-        if not isinstance(buffer, Handle):
-            return (buffer.transpose(1, 2) if swapped else buffer)[:batch].narrow(2, first, count)
-        if not are_intact([buffer]):
+        is_handle = isinstance(buffer, Handle)
+        if is_handle and not are_intact([buffer]):
             raise CacheHandleError(_WRITTEN)
-        shape, stride = list(buffer.shape), list(buffer.stride())
-        for sizes in (shape, stride) if swapped else ():
-            sizes[1], sizes[2] = sizes[2], sizes[1]
-        shape[0], shape[2] = min(shape[0], batch), count  # a copy may have fewer rows than the session
+        sides = sides_of(plain(buffer), form, num_kv_heads, is_handle=is_handle)
+        look = sides[side if len(sides) > 1 else 0]
+        if not isinstance(buffer, Handle):
+            return look[:batch].narrow(2, first, count)
+        shape = (min(look.shape[0], batch), look.shape[1], count, look.shape[3])  # a copy may have fewer rows
         alone = torch.empty(0, dtype=buffer.dtype, device=buffer.device)  # no view, see `handle.py`
-        alone.set_(buffer.untyped_storage(), buffer.storage_offset(), shape, stride)
+        alone.set_(look.untyped_storage(), look.storage_offset(), shape, look.stride())
         return mark(alone, buffer.lease)
 
 
@@ -177,12 +189,12 @@ def restore_others(buffers: Sequence[torch.Tensor], count: int) -> None:
     """Restore a session's buffers where a graph has only part of them, or part of them holds numbers again.
 
     Args:
-        buffers: The graph's.
-        count: Number of the graph's buffers.
+        buffers: The graph's, pairs once.
+        count: Number of keys and values in them.
     """
     held = [buffer for buffer in buffers if isinstance(buffer, Handle)]
     session = registry.find(held[0]) if held else None
-    if session is not None and not 2 * len(session.shapes) == count == len(held):
+    if session is not None and not (len(held) == len(buffers) and count == 2 * len(session.shapes)):
         restore(held)
 
 
@@ -191,34 +203,45 @@ def _restore(held: Sequence[Handle]) -> None:
     assert session is not None
     with bare():
         slots = [code.slot for code in map(handles.first_code, held) if code is not None]
-        batch = _rows_held(held[0], session.batch or 1)
     if len(slots) < len(held):
         raise CacheHandleError(_WRITTEN)
-    forms = [session.forms[slot] for slot in slots]
-    windows = [session.shapes[slot // 2].window for slot in slots]
-    looks = [
-        tokens(buffer, session.kv_len, batch=batch, window=window, swapped=form == TOKENS_FIRST)
-        for buffer, window, form in zip(held, windows, forms, strict=True)
-    ]
+    forms = [(session.forms[slot], session.shapes[slot // 2].num_kv_heads) for slot in slots]
+    batch = _rows_held(held[0], *forms[0], session.batch or 1)
+    looks = {
+        slot + side: tokens(
+            buffer,
+            session.kv_len,
+            *form,
+            side=side,
+            batch=batch,
+            window=session.shapes[slot // 2].window,
+        )
+        for buffer, form, slot in zip(held, forms, slots, strict=True)
+        for side in range(num_sides(form[0]))
+    }
+    order = sorted(looks)
     with bare():
-        numbers = give_back([joined([look], form) for look, form in zip(looks, forms, strict=True)])
+        numbers = dict(zip(order, numbers_of(order, [looks[slot] for slot in order]), strict=True))
     whole = []
-    for place, (buffer, form) in enumerate(zip(held, forms, strict=True)):
+    for buffer, form, slot in zip(held, forms, slots, strict=True):
         with bare():
             full = torch.zeros(buffer.shape, dtype=buffer.dtype, device=buffer.device)
         # The oldest row of a full window is not kept: the next token pushes it out before anything reads it.
-        first = int(session.kv_len >= (windows[place] or session.kv_len + 1))
-        count = looks[place].shape[2]
-        full[:batch].narrow(token_dim(form), first, count).copy_(numbers[place])
+        first = int(session.kv_len >= (session.shapes[slot // 2].window or session.kv_len + 1))
+        for side, look in enumerate(sides_of(full, *form, is_handle=False)):
+            count = looks[slot + side].shape[2]
+            look[:batch].narrow(2, first, count).copy_(numbers[slot + side])
         whole.append(full)
     refill(held, whole)
 
 
-def _rows_held(buffer: torch.Tensor, batch: int) -> int:
-    """Rows of a buffer that stand for sequences: the session's, or of a copy those that name one slot. See `bare`."""
-    if is_laid_out(buffer):
-        return batch
-    slots = [code[0].slot if code else None for code in map(handles.decode, buffer.split(1))]
+def _rows_held(buffer: torch.Tensor, form: str, num_kv_heads: int, batch: int) -> int:
+    """Rows of a buffer that stand for sequences: the session's, or of a copy those that name one slot."""
+    with bare():
+        if is_laid_out(buffer):
+            return batch
+        rows = sides_of(plain(buffer), form, num_kv_heads, is_handle=True)[0].split(1)
+        slots = [code[0].slot if code else None for code in map(handles.decode, rows)]
     return next((row for row, slot in enumerate(slots) if slot != slots[0]), len(slots))
 
 

@@ -34,7 +34,7 @@ def give_back(tensors: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
         sides = dict[int, torch.Tensor]()  # by slot
         for slot, place in sorted(found):
             sides |= enumerate(with_heads_first(tensors[place], issued.session, slot), slot)
-        numbers = dict(zip(sides, _numbers([*sides], [*sides.values()]), strict=True))
+        numbers = dict(zip(sides, numbers_of([*sides], [*sides.values()]), strict=True))
         for slot, place in found:
             form = issued.session.forms[slot]
             parts = [numbers[slot + i] for i in range(num_sides(form))]
@@ -54,8 +54,17 @@ def with_heads_first(tensor: torch.Tensor, session: Session, slot: int) -> list[
     return sides_of(tensor, form, session.shapes[slot // 2].num_kv_heads, is_handle=True)
 
 
-def _numbers(slots: Sequence[int], past: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The pairs of one session's handles, read only: of all slots, or of some as the last call returned them."""
+@registry.locked
+def numbers_of(slots: Sequence[int], past: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The 16-bit pairs of one session's handles, heads first: of all slots, or of some as the last call returned them.
+
+    Args:
+        slots: In order.
+        past: The handles, or copies of them, heads first.
+
+    Raises:
+        CacheHandleError: As `go_on`.
+    """
     issued = registry.issue_of(past[0])
     if issued is not None and len(slots) < 2 * len(issued.session.shapes):
         session, lengths = issued.session, issued.session.handle_lengths()

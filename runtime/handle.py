@@ -31,7 +31,7 @@ from operator import attrgetter, call, is_
 
 import torch
 
-from specache_fx.runtime.handle_form import HEAD_STRIDE
+from specache_fx.runtime.handle_form import HEAD_STRIDE, MOST_DIMS
 
 MAGIC = 0x5CA
 _FIELDS = (("magic", 12), ("session", 24), ("slot", 12), ("row", 16), ("process", 24))  # 88 bits
@@ -200,7 +200,7 @@ def first_code(handle: torch.Tensor) -> HandleCode | None:
 
 def _may_be_one(tensor: torch.Tensor) -> bool:
     """Whether a tensor has a dtype and dimensions that a handle may have, channels last."""
-    fits = tensor.dim() in (3, 4, 5) and 0 not in tensor.shape
+    fits = 3 <= tensor.dim() <= MOST_DIMS and 0 not in tensor.shape
     return fits and unfit_reason(tensor.dtype, tensor.shape[-1]) is None
 
 
@@ -276,7 +276,7 @@ def first_row(tensor: torch.Tensor) -> torch.Tensor:
 def is_poisoned(tensor: torch.Tensor) -> bool:
     """Whether a tensor begins with a handle's elements, legible or not (its oldest tokens were cut off)."""
     box = _BOXES.get(tensor.dtype)
-    if box is None or tensor.dim() not in (3, 4, 5) or 0 in tensor.shape:
+    if box is None or not 3 <= tensor.dim() <= MOST_DIMS or 0 in tensor.shape:
         return False
     row = first_row(tensor).cpu().contiguous()
     payload = row.view(box.integer).to(torch.int64) - box.quiet_nan

@@ -14,8 +14,11 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import re
 from collections.abc import Iterator, Sequence
+from functools import partial
+from operator import methodcaller
 
 import torch
 
@@ -44,18 +47,25 @@ def token_dim(form: str) -> int:
 
 
 def _forms() -> Iterator[str]:
-    for order in itertools.permutations(AXES):
-        dims = [(axis,) for axis in order]
-        yield form_of(dims)
-        yield from (form_of([*dims[:i], (PAIR,), *dims[i:]]) for i in range(5))
-    for first, second in itertools.permutations(AXES[::2]):
-        merged = [(first,), (second,), AXES[1::2]]
-        yield form_of(merged)
-        yield from (form_of([*merged[:i], (PAIR,), *merged[i:]]) for i in range(3))
+    orders: list[list[tuple[str, ...]]]
+    orders = [[(axis,) for axis in order] for order in itertools.permutations(AXES)]
+    orders += [[(first,), (second,), AXES[1::2]] for first, second in itertools.permutations(AXES[::2])]
+    pairs = [[*dims[:i], (PAIR,), *dims[i:]] for dims in orders for i in range(len(dims))]
+    for dims in (*orders, *pairs):
+        last = [axis for dim in dims for axis in dim][-2:]
+        if last[-1] == "channels" or last == [
+            "channels",
+            "tokens",
+        ]:  # `first_code` reads a handle along these
+            yield form_of(dims)
 
 
-FORMS = frozenset(_forms())
-"""All that a cache may have."""
+MOST_DIMS = 5
+"""Of a form."""
+FORMS = tuple(_forms())
+"""The forms of caches that are supported; of two that fit, the first one counts."""
+FOLDED = "(batch heads) tokens channels"
+"""A form of a call's tokens, and of no cache."""
 
 
 def num_sides(form: str) -> int:
@@ -84,12 +94,15 @@ def sides_of(tensor: torch.Tensor, form: str, num_kv_heads: int, *, is_handle: b
     sides = list(tensor.unbind(dims.index((PAIR,)))) if (PAIR,) in dims else [tensor]
     merged = next((i for i, dim in enumerate(d for d in dims if d != (PAIR,)) if len(dim) > 1), None)
     if merged is not None:
-        apart = _handle_apart if is_handle else lambda side, heads: side.unflatten(merged, (heads, -1))
-        sides = [apart(side, num_kv_heads) for side in sides]
+        sizes = (-1, num_kv_heads) if form == FOLDED else (num_kv_heads, -1)
+        apart = (
+            partial(_handle_apart, num_kv_heads) if is_handle else methodcaller("unflatten", merged, sizes)
+        )
+        sides = [apart(side) for side in sides]
     return [side.permute(order_of(form)) for side in sides]
 
 
-def _handle_apart(side: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
+def _handle_apart(num_kv_heads: int, side: torch.Tensor) -> torch.Tensor:
     """Elements that lie behind those of the first head are the other heads', as far as they are at stride 2."""
     (*shape, width), (*strides, channels) = side.shape, side.stride()
     sizes = (*shape, num_kv_heads, width // num_kv_heads)
@@ -108,14 +121,15 @@ def joined(sides: Sequence[torch.Tensor], form: str) -> torch.Tensor:
 
 def is_laid_out(tensor: torch.Tensor) -> bool:
     """Whether a tensor has the strides of a handle, which no tensor of numbers has: heads 2, tokens and channels 1."""
-    if tensor.dim() == 3:
-        return tensor.shape[2] > 1 and tensor.stride()[1:] == (1, 1)
-    strides = tensor.stride()
-    close = [size for size, stride in zip(tensor.shape, strides, strict=True) if stride == 1]
-    wide = any(
-        isinstance(size, int) and size >= _LEAST_CHANNELS for size in close
-    )  # a symbol would get a guard
-    return tensor.dim() in (4, 5) and HEAD_STRIDE in strides and len(close) > 1 and wide
+    if tensor.dim() not in (3, 4, 5):
+        return False
+    close = [size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride == 1]
+    known = [size for size in close if isinstance(size, int)]  # a symbol would get a guard
+    if len(close) != 2 or max(known, default=0) < _LEAST_CHANNELS:
+        return False
+    pair = any(isinstance(size, int) and size == 2 for size in tensor.shape)
+    is_merged = tensor.stride(-1) == 1 and (tensor.dim() == 3 or (tensor.dim() == 4 and pair))
+    return HEAD_STRIDE in tensor.stride() or is_merged
 
 
 def is_whole(handle: torch.Tensor) -> bool:
@@ -126,26 +140,31 @@ def is_whole(handle: torch.Tensor) -> bool:
     )
 
 
-def in_form(handles: Sequence[torch.Tensor], form: str) -> torch.Tensor:
-    """The same handles in a form; shares the storage.
+def layout_in(handles: Sequence[torch.Tensor], form: str) -> tuple[list[int], list[int]]:
+    """Shape and strides of handles in a form, from where the first one begins.
 
     Args:
         handles: `[batch, num_kv_heads, kv_len, head_dim]` each: one, or the keys' and the values' of a layer.
-        form: Not `HEADS_FIRST`, which they have.
+        form: The form.
     """
     first = handles[0]
     sizes: dict[str, int] = dict(zip(AXES, first.shape, strict=True))
     strides: dict[str, int] = dict(zip(AXES, first.stride(), strict=True))
     sizes[PAIR] = len(handles)
     strides[PAIR] = int(handles[-1].storage_offset() - first.storage_offset())
-    shape, stride = [], []
-    for dim in dims_of(form):
-        size = 1
-        for axis in dim:
-            size *= sizes[axis]
-        shape.append(size)
-        stride.append(strides[dim[-1]])
-    place = (first.untyped_storage(), first.storage_offset(), shape, stride)
+    dims = dims_of(form)
+    return [math.prod(sizes[axis] for axis in dim) for dim in dims], [strides[dim[-1]] for dim in dims]
+
+
+def in_form(handles: Sequence[torch.Tensor], form: str) -> torch.Tensor:
+    """The same handles in a form; shares the storage.
+
+    Args:
+        handles: See `layout_in`.
+        form: Not `HEADS_FIRST`, which they have.
+    """
+    first = handles[0]
+    place = (first.untyped_storage(), first.storage_offset(), *layout_in(handles, form))
     alone = torch.empty(0, dtype=first.dtype, device=first.device).set_(*place)  # no view, see `handle.py`
     torch._dynamo.maybe_mark_dynamic(alone, token_dim(form))
     return alone

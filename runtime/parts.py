@@ -12,7 +12,7 @@ from specache_fx.errors import CacheHandleError
 from specache_fx.runtime import registry
 from specache_fx.runtime.claims import MIXED, by_session, check_open, living, read_claim
 from specache_fx.runtime.give_back import with_heads_first
-from specache_fx.runtime.handle_form import num_sides
+from specache_fx.runtime.handle_form import MOST_DIMS, num_sides
 from specache_fx.runtime.session import Session
 from specache_fx.runtime.snapshot import fork
 
@@ -49,7 +49,11 @@ def parts_of(tensors: Sequence[torch.Tensor]) -> Iterator[list[Part]]:
 def _parts(tensors: Sequence[torch.Tensor], stack: contextlib.ExitStack) -> list[Part]:
     found = {number: dict(places) for number, places in by_session(tensors).items()}
     ours = {place for places in found.values() for place in places.values()}
-    rest = [t for i, t in enumerate(tensors) if i not in ours and t.dim() in (4, 5) and t.is_floating_point()]
+    rest = [
+        t
+        for i, t in enumerate(tensors)
+        if i not in ours and 3 <= t.dim() <= MOST_DIMS and t.is_floating_point()
+    ]
     if registry.first_handle(rest) is not None:
         raise CacheHandleError(MIXED)
     with contextlib.ExitStack() as held:  # given up where it has to begin anew

@@ -17,6 +17,7 @@ from specache_fx.config import SpecacheConfig
 from specache_fx.dispatcher import Dispatcher, Prompts, Warm, runs_untraced
 from specache_fx.errors import CacheHandleError, ConfigError
 from specache_fx.runtime import registry
+from specache_fx.runtime.handle_form import MOST_DIMS
 from specache_fx.runtime.host_blocks import check_host_dir
 from specache_fx.runtime.session import Session
 from specache_fx.session_stats import SessionStats, summarise
@@ -160,7 +161,7 @@ def _sessions(past_key_values: Any, function: str) -> list[Session]:
 def _tensors(tree: Any, depth: int = 4) -> Iterator[torch.Tensor]:
     """Tensors of a cache: of containers all items, of other objects (a `Cache` and its layers) all attributes."""
     if isinstance(tree, torch.Tensor):
-        if tree.dim() in (3, 4, 5):
+        if 3 <= tree.dim() <= MOST_DIMS:
             yield tree
     elif isinstance(tree, (list, tuple, deque, Mapping)):
         for item in tree.values() if isinstance(tree, Mapping) else tree:

@@ -17,6 +17,7 @@ from specache_fx._log import forget_warnings, warn_once
 from specache_fx.border import AtBorder, UnwrapSubclasses, as_taken
 from specache_fx.capture.analyse import analyse, kv_inputs
 from specache_fx.capture.buffer_writes import writes_tokens
+from specache_fx.capture.buffers_heads_first import BufferForm, buffers_heads_first
 from specache_fx.capture.cache_side import GROWING, LEAVE, LeaveAlone
 from specache_fx.capture.dynamo_graph import needs_gradients
 from specache_fx.capture.fixed_caches import attends_in_place, grow, has_past, keeps_windows_alone
@@ -162,10 +163,10 @@ class Backend:
         except TraceError as error:
             remedy = "Move that operation out of the compiled module"
             return self._without_cache(gm, example_inputs, program, observe, str(error), remedy)
-        plain = with_masks_alone(rewritten)
+        plain, forms = buffers_heads_first(with_masks_alone(rewritten))
         if attends_in_place(plain):
             try:
-                return self._in_place(gm, plain, example_inputs, config, observe, piece)
+                return self._in_place(gm, plain, forms, example_inputs, config, observe, piece)
             except LeaveAlone as no:
                 return self._left_in_place(gm, example_inputs, program, observe, no)
         if keeps_windows_alone(rewritten):
@@ -215,7 +216,7 @@ class Backend:
             Its runner; None where not all of its attention is rewritten.
         """
         config = config.for_device(device_kind(gm.graph))
-        plain = with_masks_alone(gm)
+        plain, _ = buffers_heads_first(with_masks_alone(gm))
         if attends_in_place(plain) or keeps_windows_alone(gm):
             return None
         inputs = [value_of(node) for node in placeholders(gm.graph)]
@@ -229,6 +230,7 @@ class Backend:
         self,
         gm: GraphModule,
         traced: GraphModule,
+        forms: Mapping[int, BufferForm],
         example_inputs: Sequence[Any],
         config: SpecacheConfig,
         observe: Observer | None,
@@ -242,10 +244,10 @@ class Backend:
         context = TracingContext.try_get()
 
         def make(has_past: bool) -> Growing:
-            rewritten, plan = grow(traced, has_past=has_past)
+            rewritten, plan = grow(traced, forms, has_past=has_past)
             inner = graph_breaks.named(analyse(rewritten, config, plan.starts + plan.position_inputs), piece)
             examples = [value_of(node) for node in placeholders(rewritten.graph)]  # newest ids are one more
-            buffers = {buffer.place for buffer in plan.buffers}
+            buffers = {buffer.input for buffer in plan.buffers}
             weights = {i: name for i, name in inner.weights.items() if i not in buffers}
             inner = replace(inner, weights=weights)
             if observe is not None:

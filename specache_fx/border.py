@@ -24,12 +24,12 @@ def as_taken(program: Program, args: Sequence[Any]) -> list[Any]:
     """Dynamo's inputs as the graph takes them after `newest_tokens` and `heads_first`."""
     taken = [*args, *(args[i][:, -count:] for i, count in program.newest_inputs)]
     for i, form in program.input_forms.items():
-        taken[i], *values = apart(args[i], form)
+        taken[i], *values = sides_at_border(args[i], form)
         taken += values
     return taken
 
 
-def apart(tensor: torch.Tensor, form: CacheForm) -> list[torch.Tensor]:
+def sides_at_border(tensor: torch.Tensor, form: CacheForm) -> list[torch.Tensor]:
     """The parts of a cache with heads first (`sides_of`): of numbers, a handle or a copy of one."""
     handle = tensor if isinstance(tensor, Handle) else None
     with bare():
@@ -70,7 +70,7 @@ class UnwrapSubclasses:
 
 
 class AtBorder:
-    """Another runner for a model whose inputs and outputs the graph takes and gives otherwise.
+    """A runner that converts caches between the model's form and heads first.
 
     Caches have another form (`heads_first`); ids are the whole sequence's (`newest_tokens`).
 

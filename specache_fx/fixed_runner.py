@@ -13,7 +13,7 @@ from specache_fx.errors import CacheHandleError
 from specache_fx.lowering import Compiled
 from specache_fx.runners import inference
 from specache_fx.runtime import fixed_buffers, registry
-from specache_fx.runtime.handle_form import is_laid_out
+from specache_fx.runtime.handle_form import dims_of, is_laid_out
 from specache_fx.runtime.handle_tensor import Handle
 from specache_fx.runtime.session import Session
 
@@ -58,9 +58,10 @@ class FixedCacheRunner:
         runner, plan = self._runner(start > 0)
         if plan is None:
             return runner(*args)
-        extents = None if start else _extents(plan, args)  # a prompt's buffers are freed before it runs
+        # A prompt's buffers are freed before it runs.
+        extents = None if start else _extents(plan, args)
         agrees = self._masks_agree(plan, args, start + q_len, agrees)
-        given = [args[buffer.place] for buffer in plan.buffers if buffer.place is not None]
+        given = _buffers(plan, args)
         with inference():
             if start:
                 fixed_buffers.restore_others(given, len(plan.buffers))
@@ -110,7 +111,7 @@ class FixedCacheRunner:
         positions = [*(args[i] for i in plan.starts), *values[:first_end]]
         written = [buffer for buffer in plan.buffers if buffer.before is Tokens.ANY]
         capacity = min(size_in(buffer.capacity, args) for buffer in written)
-        held = [args[buffer.place] for buffer in plan.buffers if buffer.place is not None]
+        held = _buffers(plan, args)
         session = registry.find(held[0]) if held else None
         agrees = None
         if (
@@ -149,15 +150,20 @@ class FixedCacheRunner:
         return start, q_len, agrees
 
     def _inputs(self, plan: FixedCaches, args: Sequence[Any], start: int, q_len: int) -> list[Any]:
-        inputs = list(args)
-        for buffer in plan.buffers if start else ():
-            assert buffer.place is not None
-            inputs[buffer.place] = fixed_buffers.tokens(
+        inputs = [
+            *args,
+            *(None for buffer in plan.buffers if buffer.input is not None and buffer.input >= len(args)),
+        ]
+        for slot, buffer in enumerate(plan.buffers if start else ()):
+            assert buffer.place is not None and buffer.input is not None
+            inputs[buffer.input] = fixed_buffers.tokens(
                 args[buffer.place],
                 start,
+                buffer.form,
+                buffer.num_kv_heads,
+                side=slot % 2,
                 batch=size_in(plan.batch, args),
                 window=buffer.window,
-                swapped=buffer.tokens_first,
             )
         for place in plan.masks:
             inputs[place] = args[place].narrow(-1, 0, start + q_len)
@@ -191,14 +197,22 @@ class FixedCacheRunner:
         return tuple(outs)
 
 
+def _buffers(plan: FixedCaches, args: Sequence[Any]) -> list[torch.Tensor]:
+    """The buffers that come in, pairs once."""
+    return [
+        args[place] for place in dict.fromkeys(buffer.place for buffer in plan.buffers) if place is not None
+    ]
+
+
 def _extents(plan: FixedCaches, args: Sequence[Any]) -> list[fixed_buffers.Extent]:
     """The sizes of a plan's buffers in a call."""
+
+    def rows(buffer: Buffer) -> int:
+        dim = dims_of(buffer.form).index(("batch",))
+        return 0 if buffer.place is None else int(args[buffer.place].shape[dim])
+
     return [
-        fixed_buffers.Extent(
-            size_in(buffer.capacity, args),
-            buffer.tokens_first,
-            0 if buffer.place is None else args[buffer.place].shape[0],
-        )
+        fixed_buffers.Extent(size_in(buffer.capacity, args), rows(buffer), buffer.form)
         for buffer in plan.buffers
     ]
 

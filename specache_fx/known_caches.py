@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from specache_fx.runtime.fixed_buffers import Extent, free, hold, refill
+from specache_fx.runtime.handle_form import HEADS_FIRST
 from specache_fx.runtime.handle_tensor import Handle
 from specache_fx.runtime.layout import LayerShape
 
@@ -96,7 +97,7 @@ def put_handles(cache: Any, handles: Sequence[torch.Tensor]) -> None:
     """Give a session's handles to the layers."""
     if is_static(cache):
         buffers = [side for layer in cache.layers for side in (layer.keys, layer.values)]
-        extents = [Extent(each.shape[2], tokens_first=False, rows=each.shape[0]) for each in buffers]
+        extents = [Extent(each.shape[2], each.shape[0], HEADS_FIRST) for each in buffers]
         hold(buffers, handles, extents)
         return
     for slot, layer in enumerate(filled(cache)):

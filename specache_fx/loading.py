@@ -79,7 +79,7 @@ _FORM = {
         {
             **HEADER_FORM,
             "places": [range(1 << 31)],
-            "forms": [FORMS],
+            "forms": [frozenset(FORMS)],
             "model_config": (str, None),
             "weights": {str: str},
             "values": {str: {str: str}},

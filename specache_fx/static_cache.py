@@ -21,6 +21,7 @@ from specache_fx.known_caches import is_held_static, length_of, put_handles
 from specache_fx.runners import inference
 from specache_fx.runtime import registry
 from specache_fx.runtime.fixed_buffers import are_held, are_intact, refill, tokens
+from specache_fx.runtime.handle_form import HEADS_FIRST
 from specache_fx.runtime.handle_tensor import Handle, bare
 
 
@@ -41,7 +42,8 @@ class GrowingCall:
         self._buffers = [side for layer in call.cache.layers for side in (layer.keys, layer.values)]
         with inference():
             heads_first = [
-                tokens(side, kv_len, batch=call.batch, window=None, swapped=False) for side in self._buffers
+                tokens(each, kv_len, HEADS_FIRST, each.shape[1], side=0, batch=call.batch, window=None)
+                for each in self._buffers
             ]
         sides = iter(heads_first)
         classes: Any = sys.modules[type(call.cache).__module__]

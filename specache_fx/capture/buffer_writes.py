@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from specache_fx.capture.cache_side import unrepeated, without_repeat
+from specache_fx.capture.cache_side import without_repeat
 from specache_fx.capture.graph_slices import constant_of
 from specache_fx.capture.graph_utils import (
     END,
@@ -266,7 +266,7 @@ def read_by(side: Any, found: Mapping[Node, Append]) -> tuple[Append, list[Any]]
     """
     tokens, ends = 2, list[Any]()  # the dimension of tokens, on the way from the attention to the buffer
     while side not in found:
-        side, repeat = without_repeat(side) if tokens == 2 else unrepeated(side, heads=2)
+        side, repeat = without_repeat(side) if tokens == 2 else (side, [])
         if repeat:
             continue
         dim, start, end, step = cut_of(side) or (None,) * 4

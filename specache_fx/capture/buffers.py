@@ -28,16 +28,20 @@ class Buffer:
 
     Attributes:
         place: Position among Dynamo's inputs; None where the graph makes the buffer, in a first call.
+        input: Position among the graph's: the values of a pair have one behind Dynamo's.
         outputs: Positions among Dynamo's outputs where the buffer itself is returned.
-        tokens_first: It is `[batch, capacity, num_kv_heads, head_dim]`; else heads come first.
+        form: See `runtime/handle_form.py`.
+        num_kv_heads: KV heads.
         capacity: Tokens that it has room for; see `Size`.
         window: Tokens that it has room for, where it keeps the newest; None where it keeps all.
         before: Tokens that it has to hold before the call.
     """
 
     place: int | None
+    input: int | None
     outputs: tuple[int, ...]
-    tokens_first: bool
+    form: str
+    num_kv_heads: int
     capacity: Size
     window: int | None
     before: Tokens

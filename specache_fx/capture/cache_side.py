@@ -13,7 +13,6 @@ from specache_fx.capture.graph_utils import (
     concatenated,
     described,
     newest,
-    order_of,
     reads_shape_only,
     same_sizes,
     shape_of,
@@ -78,25 +77,12 @@ class Side:
 
 
 def without_repeat(node: Node) -> tuple[Node, list[Node]]:
-    """Strip repeat_kv, also between two permutes that put heads into dimension 2 and back.
+    """Strip repeat_kv, `reshape(clone(expand(unsqueeze(x, 2), ...)), ...)`.
+
+    A reshape may insert the dimension, too: `x.view(b, h, 1, n, d)`.
 
     Returns:
         The repeated node, and the nodes that repeat it; the node itself, and none, where it is no repeat.
-    """
-    order = order_of(node)
-    if order is None:
-        return unrepeated(node, heads=1)
-    inner, chain = unrepeated(node.args[0], heads=2)  # type: ignore[arg-type]
-    before = order_of(inner)
-    if not chain or before is None or [before[dim] for dim in order] != [0, 1, 2, 3] or order[1] != 2:
-        return node, []
-    return inner.args[0], [node, *chain, inner]  # type: ignore[return-value]
-
-
-def unrepeated(node: Node, heads: int) -> tuple[Node, list[Node]]:
-    """Strip `reshape(clone(expand(unsqueeze(x, heads + 1), ...)), ...)`, which repeats dimension `heads` of four.
-
-    A reshape may insert the dimension, too: `x.view(b, h, 1, n, d)`.
     """
     chain, copies = [node], []
     for names in (("reshape",), ("expand",), ("unsqueeze", "reshape")):
@@ -107,13 +93,13 @@ def unrepeated(node: Node, heads: int) -> tuple[Node, list[Node]]:
             return node, []
         chain.append(chain[-1].args[0])
     merged, expanded, inserted, root = (shape_of(step) or () for step in chain)
-    front, back = root[: heads + 1], root[heads + 1 :]
+    front, back = root[:2], root[2:]
     is_repeat = (
         (len(root), len(expanded)) == (4, 5)
-        and (target_name(chain[2]) == "reshape" or chain[2].args[1] in (heads + 1, heads - 4))
+        and (target_name(chain[2]) == "reshape" or chain[2].args[1] in (2, -3))
         and same_sizes(inserted, (*front, 1, *back))
-        and same_sizes(expanded[: heads + 1], front)
-        and same_sizes(merged, (*front[:-1], front[-1] * expanded[heads + 1], *back))
+        and same_sizes(expanded[:2], front)
+        and same_sizes(merged, (front[0], front[1] * expanded[2], *back))
     )
     return (chain[-1], chain[:-1] + copies) if is_repeat else (node, [])
 

@@ -32,7 +32,9 @@ from specache_fx.capture.buffer_positions import REMEDY, asserts_of, counters_of
 from specache_fx.capture.buffer_reads import Reader, is_over, readers_of, reads_buffer, write
 from specache_fx.capture.buffer_writes import Append, Tokens, appends, unread, with_windows
 from specache_fx.capture.buffers import Buffer, FixedCaches, Size
+from specache_fx.capture.buffers_heads_first import BufferForm
 from specache_fx.capture.cache_side import GROW, LEAVE, LeaveAlone
+from specache_fx.capture.cache_views import WHOLE
 from specache_fx.capture.graph_edit import call, copy_graph, fake_mode_of, finish, size_of
 from specache_fx.capture.graph_slices import ancestors, cut_out, eliminate_dead_code
 from specache_fx.capture.graph_utils import (
@@ -47,7 +49,7 @@ from specache_fx.capture.graph_utils import (
 )
 from specache_fx.capture.normalize_attention import SDPA
 from specache_fx.capture.trace import inline
-from specache_fx.runtime.handle_form import is_laid_out
+from specache_fx.runtime.handle_form import HEADS_FIRST, TOKENS_FIRST, dims_of, is_laid_out, token_dim
 
 _aten = torch.ops.aten
 _LENGTH = "specache_kv_len"  # of the past, a symbol that no input of Dynamo's has
@@ -80,11 +82,14 @@ def has_past(gm: GraphModule) -> bool:
     return append.buffer.op == "placeholder" and isinstance(append.q_len, int) and append.q_len == 1
 
 
-def grow(gm: GraphModule, *, has_past: bool) -> tuple[GraphModule, FixedCaches]:
+def grow(
+    gm: GraphModule, forms: Mapping[int, BufferForm], *, has_past: bool
+) -> tuple[GraphModule, FixedCaches]:
     """The graph with caches that grow.
 
     Args:
         gm: A functional graph that `attends_in_place`. It stays as it is.
+        forms: The model's, of `buffers_heads_first`.
         has_past: Whether tokens are there before this call's.
 
     Returns:
@@ -94,7 +99,7 @@ def grow(gm: GraphModule, *, has_past: bool) -> tuple[GraphModule, FixedCaches]:
         LeaveAlone: If a cache is read in a way that is not known.
     """
     gm = copy_graph(gm)
-    rewrite = _Rewrite(gm, has_past)
+    rewrite = _Rewrite(gm, forms, has_past)
     try:
         return gm, rewrite.run()
     finally:
@@ -104,8 +109,9 @@ def grow(gm: GraphModule, *, has_past: bool) -> tuple[GraphModule, FixedCaches]:
 class _Rewrite:
     """The rewrite of one graph."""
 
-    def __init__(self, gm: GraphModule, has_past: bool) -> None:
+    def __init__(self, gm: GraphModule, forms: Mapping[int, BufferForm], has_past: bool) -> None:
         self._gm, self._graph, self._has_past = gm, gm.graph, has_past
+        self._forms = forms
         self._inputs = placeholders(gm.graph)
         self._place = {node: i for i, node in enumerate(self._inputs)}
         found = appends(gm.graph)
@@ -143,14 +149,16 @@ class _Rewrite:
         self._check_readers(written)
         buffers = tuple(
             Buffer(
+                form.place,
                 self._place.get(append.buffer),
                 places,
-                append.dim == 1,
+                form.form,
+                form.num_kv_heads,
                 self._capacity(append),
                 append.window,
                 append.before,
             )
-            for append, places in zip(written, returned, strict=True)
+            for append, form, places in zip(written, map(self._form_of, written), returned, strict=True)
         )
         finish(self._gm)
         return FixedCaches(
@@ -261,7 +269,9 @@ class _Rewrite:
         side = append.node
         if side in self._grown:
             return self._grown[side]
-        if append.buffer.op == "placeholder" and _is_piece(value_of(append.buffer)):
+        if append.buffer.op == "placeholder" and _is_piece(
+            append.buffer.meta.get(WHOLE, value_of(append.buffer))
+        ):
             raise LeaveAlone(
                 f"`{append.buffer.name}` is a piece of another tensor, whose memory can't be given back",
                 f"Make a buffer of its own for keys, and one for values, of each layer. {LEAVE}.",
@@ -327,15 +337,23 @@ class _Rewrite:
             cut.meta["val"] = value_of(mask).new_empty((*dims[:-1], shape_of(keys)[2]))  # type: ignore[index]
         return cut
 
-    def _capacity(self, append: Append) -> Size:
+    def _form_of(self, append: Append) -> BufferForm:
         place = self._place.get(append.buffer)
-        return self._size_source(append.capacity) if place is None else (place, append.dim)
+        form = TOKENS_FIRST if append.dim == 1 else HEADS_FIRST
+        heads = (shape_of(append.written) or ())[3 - append.dim]
+        return self._forms.get(place, BufferForm(form, heads, place))  # type: ignore[arg-type]
+
+    def _capacity(self, append: Append) -> Size:
+        form = self._form_of(append)
+        return (
+            self._size_source(append.capacity) if form.place is None else (form.place, token_dim(form.form))
+        )
 
     def _batch_of(self, append: Append) -> Size:
         batch = (shape_of(self._grown[append.node]) or ())[0]
-        place = self._place.get(append.buffer)
-        if place is not None and same_sizes((shape_of(append.written) or ())[:1], [batch]):
-            return place, 0
+        form = self._form_of(append)
+        if form.place is not None and same_sizes((shape_of(append.written) or ())[:1], [batch]):
+            return form.place, dims_of(form.form).index(("batch",))
         return self._size_source(batch)
 
     def _size_source(self, size: Any) -> Size:

@@ -9,10 +9,8 @@
     s + expand(mask); sdpa(q, k, v, expand(mask))             ->  s + mask; sdpa(q, k, v, mask)
     sdpa(q, k, v, not expand(mask))                           ->  sdpa(q, k, v, slice(not expand(mask), 1, 0, 1))
     view, _unsafe_view; x == False                            ->  reshape; logical_not(x)
-    cat([reshape(past, [b * h, -1, d]), k], 1)                ->  reshape(cat([past, reshape(k)], 2), [b * h, -1, d])
 
-Decoders that attend by `bmm` fold heads into the batch (fairseq and those after it): see the last line. A cache that is
-returned so stays. Sizes that Dynamo left open are compared as symbols: no guard is added.
+Sizes that Dynamo left open are compared as symbols: no guard is added.
 """
 
 from __future__ import annotations
@@ -25,13 +23,11 @@ from torch.fx.node import map_arg
 
 from specache_fx.capture.graph_edit import call
 from specache_fx.capture.graph_utils import (
-    concatenated,
     cut_of,
     is_pointwise,
     order_of,
     same_sizes,
     shape_of,
-    target_name,
     unexpanded,
     value_of,
 )
@@ -76,13 +72,12 @@ def simplify(graph: Graph) -> None:
             _broadcast(node)
         if node.target is _aten.transpose.int:
             node.args = (node.args[0], *(dim % len(shape_of(node) or ()) for dim in node.args[1:]))
-        part = _written_part(node) or _appended_apart(node)
+        part = _written_part(node)
         if part is not None:
             node.replace_all_uses_with(part)
             graph.erase_node(node)
             continue
         if node.target is _aten.reshape.default:
-            _return_apart(node)
             source: Any = node.args[0]
             while source.target in _SAME_ELEMENTS:
                 source = source.args[0]
@@ -205,57 +200,3 @@ def _is_returned(node: Node) -> bool:
     """Whether a node or a view of it is an output: a cache, perhaps, that attention reads by a swap."""
     shapes = (*_SAME_ELEMENTS, *_VIEWS)
     return any(user.op == "output" or (user.target in shapes and _is_returned(user)) for user in node.users)
-
-
-def _appended_apart(node: Node) -> Node | None:
-    """The append of keys or values whose heads are folded into the batch, to the past as it comes in, then folded."""
-    parts, dim = concatenated(node) or ([], 0)
-    past = _unfolded(parts[0]) if dim == 1 else None
-    front = (shape_of(past) or ())[:2]
-    if past is None or not all(isinstance(size, int) for size in front):
-        return None
-    graph, sizes = node.graph, [*front, -1, value_of(node).shape[2]]
-    with graph.inserting_before(node):
-        whole = [past]
-        for each in parts[1:]:
-            apart = _unfolded(each)
-            if apart is None or not same_sizes((shape_of(apart) or ())[:2], front):
-                apart = call(graph, _aten.reshape.default, (each, sizes), each)
-            whole.append(apart)
-        joined = call(graph, _aten.cat.default, (whole, 2), node)
-        return call(graph, _aten.reshape.default, (joined, [front[0] * front[1], -1, sizes[3]]), node)
-
-
-def _return_apart(out: Node) -> None:
-    """Have a prompt's keys or values that are returned with heads apart be folded behind that for their readers."""
-    keys: Any = out.args[0]
-    dims = shape_of(out) or ()
-    fixed = all(isinstance(size, int) for size in (*dims[:2], *dims[3:]))
-    is_returned = any(user.op == "output" for user in out.users) and fixed and _is_fold(out, keys)
-    if not is_returned or _unfolded(keys) is not None or not _is_operand(keys):
-        return
-    with out.graph.inserting_after(keys):
-        apart = call(out.graph, _aten.reshape.default, (keys, [*dims[:2], -1, dims[3]]), keys)
-    with out.graph.inserting_after(apart):
-        folded = call(out.graph, _aten.reshape.default, (apart, [dims[0] * dims[1], -1, dims[3]]), keys)
-    keys.replace_all_uses_with(folded, delete_user_cb=lambda user: user is not apart)
-
-
-def _unfolded(node: Node) -> Node | None:
-    """`[batch, heads, tokens, dim]` of a node that folds it to `[batch * heads, tokens, dim]`; None for another."""
-    source: Any = node.args[0] if node.target is _aten.reshape.default else None
-    if isinstance(source, Node) and source.target is _aten.clone.default:
-        source = source.args[0]
-    return source if _is_fold(source, node) else None
-
-
-def _is_fold(whole: Any, folded: Any) -> bool:
-    sizes, merged = shape_of(whole) or (), shape_of(folded) or ()
-    return len(sizes) == 4 and len(merged) == 3 and same_sizes(sizes[2:], merged[1:])
-
-
-def _is_operand(keys: Node) -> bool:
-    """Whether keys or values are the second operand of each product that reads them, transposed or not."""
-    readers = [(user, node) for node in (keys, *filter(order_of, keys.users)) for user in node.users]
-    products = [(user, node) for user, node in readers if target_name(user) == "bmm"]
-    return bool(products) and all(user.args[-1] is node for user, node in products)

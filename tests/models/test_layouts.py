@@ -144,9 +144,9 @@ def prompt(batch: int, length: int = 5) -> Tensor:
 
 def cropped(past: Any, kind: str) -> Any:
     """The cache without its newest 3 tokens."""
-    at = [ORDERS[kind].index(2), 2 if "keys" in kind else ORDERS[kind].index(2)]
+    at = [ORDERS[kind].index(2), 2 if "keys" in kind else ORDERS[kind].index(2)][: len(past[0])]
     return [
-        tuple(t.narrow(dim, 0, t.shape[dim] - 3) for t, dim in zip(pair, at, strict=False)) for pair in past
+        tuple(t.narrow(dim, 0, t.shape[dim] - 3) for t, dim in zip(pair, at, strict=True)) for pair in past
     ]
 
 

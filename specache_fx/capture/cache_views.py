@@ -1,0 +1,192 @@
+"""Keys and values of an attention as they are in other forms: the graph's nodes that make one of the other.
+
+side         [batch, num_kv_heads, tokens, channels]
+in the model what `runtime/handle_form.py` lists
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from specache_fx.capture.by_indices import Operand
+from specache_fx.capture.graph_edit import add_placeholder, call
+from specache_fx.capture.graph_slices import ancestors
+from specache_fx.capture.graph_utils import real_users, same_sizes, shape_of, target_name, value_of
+from specache_fx.capture.mask_rows import UnknownFormError
+from specache_fx.capture.normalize_attention import SDPA
+from specache_fx.capture.random_numbers import repeated
+from specache_fx.capture.run_form import path_of
+from specache_fx.capture.trace import inline
+from specache_fx.runtime.handle_form import FOLDED, PAIR, dims_of, is_laid_out, order_of, sides_of
+
+_aten = torch.ops.aten
+WHOLE = "whole"  # in the meta of an input that comes in with heads first: what Dynamo has
+
+
+def attentions_of(gm: GraphModule) -> Iterator[tuple[Node, list[Operand]]]:
+    """The attentions of a graph, with their keys and values."""
+    for node in list(gm.graph.nodes):
+        if node.target is SDPA:
+            sides: Any = node.args[1:3]
+            if all(len(shape_of(side) or ()) == 4 for side in sides):
+                yield node, [Operand(side, node, (shape_of(side) or ())[1]) for side in sides]
+        elif node.target is _aten._softmax.default:
+            yield from _spelt_out(node)
+
+
+def _spelt_out(softmax: Node) -> Iterator[tuple[Node, list[Operand]]]:
+    try:
+        product: Any = path_of(softmax)[0]
+    except UnknownFormError:
+        return
+    heads = _num_heads(softmax, product)
+    weighted = softmax
+    while target_name(weighted) != "bmm":
+        users = [user for user in real_users(weighted) if user.args and user.args[0] is weighted]
+        if not users:
+            return
+        weighted = users[0]
+    keys = Operand(product.args[1], product, heads, transposed=True)
+    yield softmax, [keys, Operand(weighted.args[1], weighted, heads)]  # type: ignore[arg-type]
+
+
+def _num_heads(softmax: Node, product: Node) -> int | None:
+    """Heads of a product's operands; None where they can't be told."""
+    node: Any = softmax
+    if len(shape_of(softmax) or ()) == 3:
+        node = product.args[0]
+        while len(shape_of(node) or ()) == 3 and target_name(node) in (
+            "reshape",
+            "clone",
+            "expand",
+            "mul",
+            "div",
+        ):
+            node = node.args[0]
+    dims = shape_of(node) or ()
+    return dims[1] if len(dims) == 4 and isinstance(dims[1], int) else None
+
+
+def read_sides(
+    attention: Node, operands: Sequence[Operand], sides: Sequence[Node], *, is_tiled: bool = False
+) -> None:
+    """Have an attention read keys and values that have heads first.
+
+    Args:
+        attention: An SDPA, or the softmax of spelt-out attention.
+        operands: Its keys and values.
+        sides: Those that it is to read.
+        is_tiled: Heads of these are repeated one after the other. The queries of an SDPA are put into groups.
+    """
+    graph = attention.graph
+    if attention.target is SDPA:
+        if is_tiled:
+            _group_queries(attention, (shape_of(sides[0]) or ())[1])
+        attention.args = (attention.args[0], *sides, *attention.args[3:7], True)
+        return
+    for operand, side in zip(operands, sides, strict=True):
+        with graph.inserting_before(operand.reader):
+            spelt = inline(graph, partial(_as_operand, operand=operand), (side,), operand.node)
+        operand.reader.args = (operand.reader.args[0], spelt, *operand.reader.args[2:])
+
+
+def _group_queries(attention: Node, num_kv_heads: int) -> None:
+    """Have the query heads that read the same KV head follow each other, and those of the output in the old order."""
+    graph, (query, key, value, mask, *rest) = attention.graph, attention.args
+    groups = (shape_of(query) or ())[1] // num_kv_heads
+
+    def turned(node: Any, dim: int, sizes: tuple[int, int]) -> Node:
+        apart = call(graph, _aten.unflatten.int, (node, dim, sizes), attention)
+        swapped = call(graph, _aten.transpose.int, (apart, dim, dim + 1), attention)
+        return call(graph, _aten.flatten.using_ints, (swapped, dim, dim + 1), attention)
+
+    dims = shape_of(mask) or ()
+    with graph.inserting_before(attention):
+        query = turned(query, 1, (groups, num_kv_heads))
+        if len(dims) > 2 and not same_sizes(dims[-3:-2], (1,)):
+            mask = turned(mask, len(dims) - 3, (groups, num_kv_heads))
+    attention.args = (query, key, value, mask, *rest)
+    with graph.inserting_before(attention.next):
+        out = turned(attention, 1, (num_kv_heads, groups))
+    attention.replace_all_uses_with(out, delete_user_cb=lambda user: user not in ancestors([out]))
+
+
+def _as_operand(side: torch.Tensor, operand: Operand) -> torch.Tensor:
+    """A product's operand, of `[batch, num_kv_heads, kv_len, head_dim]`."""
+    whole = repeated(side, operand.num_heads or side.shape[1])
+    return (whole.mT if operand.transposed else whole).flatten(0, 1)
+
+
+def heads_first_of(graph: Graph, node: Node, form: str, num_kv_heads: int, side: int, origin: Node) -> Node:
+    """Insert a side of a node in another form at the graph's insertion point."""
+    dims = dims_of(form)
+    if (PAIR,) in dims:
+        node = call(graph, _aten.select.int, (node, dims.index((PAIR,)), side), origin)
+    if (merged := _merged(form)) is not None:
+        sizes = (-1, num_kv_heads) if form == FOLDED else (num_kv_heads, -1)
+        node = call(graph, _aten.unflatten.int, (node, merged, sizes), origin)
+    return _permuted(graph, node, order_of(form), origin)
+
+
+def as_in_model(graph: Graph, sides: Sequence[Node], form: str, origin: Node) -> Node:
+    """Insert what the model has of sides at the graph's insertion point."""
+    order = order_of(form)
+    nodes = [_permuted(graph, side, [order.index(dim) for dim in range(4)], origin) for side in sides]
+    if (merged := _merged(form)) is not None:
+        args = (merged, merged + 1)
+        nodes = [call(graph, _aten.flatten.using_ints, (node, *args), origin) for node in nodes]
+    if len(nodes) == 1:
+        return nodes[0]
+    return call(graph, _aten.stack.default, (nodes, dims_of(form).index((PAIR,))), origin)
+
+
+def _permuted(graph: Graph, node: Node, order: Sequence[int], origin: Node) -> Node:
+    moved = [dim for i, dim in enumerate(order) if i != dim]
+    if len(moved) == 2:
+        return call(graph, _aten.transpose.int, (node, *sorted(moved)), origin)
+    return call(graph, _aten.permute.default, (node, list(order)), origin) if moved else node
+
+
+def _merged(form: str) -> int | None:
+    """The dimension of heads that are merged with channels, without that of a pair."""
+    dims = [dim for dim in dims_of(form) if dim != (PAIR,)]
+    return next((i for i, dim in enumerate(dims) if len(dim) > 1), None)
+
+
+def sides_in(graph: Graph, node: Node, form: str, num_kv_heads: int) -> list[Node]:
+    """Have an input come in with heads first: itself, and one more for the values of a pair.
+
+    What reads it then reads what the model has of it. Open sizes are read of the sides.
+    """
+    value = value_of(node)
+    sides = sides_of(value, form, num_kv_heads, is_handle=is_laid_out(value))
+    nodes = [node, *(add_placeholder(graph, f"{node.name}_values", None) for _ in sides[1:])]
+    users = list(node.users)
+    for each, side in zip(nodes, sides, strict=True):
+        each.meta = {**node.meta, "val": side, WHOLE: value}
+    read_sizes(node, [node], value.shape)
+    first = next(each for each in graph.nodes if each.op != "placeholder")
+    with graph.inserting_before(first):
+        whole = as_in_model(graph, nodes, form, node)
+    for user in users:
+        user.replace_input_with(node, whole)
+    return nodes
+
+
+def read_sizes(node: Node, sides: Sequence[Node], shape: Sequence[Any]) -> None:
+    """Have what reads sizes of a node read those of sides that are the same."""
+    graph = node.graph
+    for user in [user for user in node.users if user.target is _aten.sym_size.int]:
+        size = shape[user.args[1]]  # type: ignore[index]
+        same = (
+            (side, dim) for side in sides for dim in (2, 0) if same_sizes([size], [value_of(side).shape[dim]])
+        )
+        if (found := next(same, None)) is not None:
+            with graph.inserting_before(user):
+                user.replace_all_uses_with(call(graph, _aten.sym_size.int, found, user))
+            graph.erase_node(user)
