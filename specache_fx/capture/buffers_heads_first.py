@@ -19,12 +19,13 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx import GraphModule, Node
 
-from specache_fx.capture.by_indices import ById, Operand, Written
+from specache_fx.capture.by_indices import ById, Written
 from specache_fx.capture.cache_views import as_in_model, attentions_of, heads_first_of, read_sides, sides_in
 from specache_fx.capture.graph_edit import call, copy_graph, fake_mode_of, finish, origin_of, size_of
 from specache_fx.capture.graph_slices import eliminate_dead_code
 from specache_fx.capture.graph_utils import is_float, placeholders, same_sizes, shape_of, value_of
 from specache_fx.capture.heads_first import is_known
+from specache_fx.capture.id_runs import Operand
 from specache_fx.runtime.handle_form import MOST_DIMS
 
 _aten = torch.ops.aten

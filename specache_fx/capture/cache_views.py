@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from specache_fx.capture.by_indices import Operand
 from specache_fx.capture.graph_edit import add_placeholder, call
 from specache_fx.capture.graph_slices import ancestors
 from specache_fx.capture.graph_utils import real_users, same_sizes, shape_of, target_name, value_of
+from specache_fx.capture.id_runs import Operand
 from specache_fx.capture.mask_rows import UnknownFormError
 from specache_fx.capture.normalize_attention import SDPA
 from specache_fx.capture.random_numbers import repeated

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from specache_fx.capture.by_indices import ById, Moved, Operand, Written
+from specache_fx.capture.by_indices import ById, Moved, Written
 from specache_fx.capture.cache_side import is_cache, without_repeat
 from specache_fx.capture.cache_views import (
     as_in_model,
@@ -39,6 +39,7 @@ from specache_fx.capture.cache_views import (
 from specache_fx.capture.graph_edit import call, finish
 from specache_fx.capture.graph_slices import ancestors, eliminate_dead_code
 from specache_fx.capture.graph_utils import is_float, newest, placeholders, shape_of
+from specache_fx.capture.id_runs import Operand
 from specache_fx.capture.mask_rows import UnknownFormError
 from specache_fx.capture.normalize_attention import SDPA
 from specache_fx.capture.program import CacheForm
