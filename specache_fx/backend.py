@@ -43,7 +43,6 @@ from specache_fx.errors import ConfigError, SpecacheError, UnsupportedGraphError
 from specache_fx.fixed_runner import FixedCacheRunner, Growing
 from specache_fx.lowering import Compiled, example_state, lower, lower_prompt
 from specache_fx.passes.pipeline import BINDING_PASSES, OPTIONAL, Observer, run_passes
-from specache_fx.recompile_limit import make_room
 from specache_fx.retrace import trace_as_growing
 from specache_fx.runners import Extend, LeftAlone, Prefill, Refused, compiling
 from specache_fx.runtime.handle_form import is_laid_out
@@ -120,8 +119,7 @@ class Backend:
 
         Raises:
             ConfigError: On a mode, an unknown option, a bad value or a `host_dir` that can't be used.
-            UnsupportedGraphError: Under `strict=True`, if an attention can't be rewritten; or if Dynamo is about to
-                give this model up (see `make_room`).
+            UnsupportedGraphError: Under `strict=True`, if an attention can't be rewritten.
         """
         try:
             if mode is not None:
@@ -144,7 +142,6 @@ class Backend:
     ) -> Compiled:
         config = SpecacheConfig.from_options(options).for_device(device_kind(gm.graph))
         check_names(config)
-        make_room()
         piece = graph_breaks.around(gm)
         found, uncompiled = piece.found, piece.uncompiled
         _say(uncompiled, config)
@@ -295,7 +292,6 @@ class Backend:
         program: Program,
         observe: Observer | None,
     ) -> Compiled:
-        make_room(rewrites=True)
         graph_breaks.note_rewritten(program)
         config = program.config
         kv = value_of(program.sites[0].keys.new)
@@ -326,7 +322,7 @@ class Backend:
             What is said; None of another frame.
 
         Raises:
-            UnsupportedGraphError: Under `strict=True`.
+            UnsupportedGraphError: Under `strict=True`, or if Dynamo compiles the frame's code no more.
         """
         message = graph_breaks.given_up(frame, error)
         _say(message, SpecacheConfig.from_options(options))

@@ -7,7 +7,8 @@ puts into graphs.
 
 `watches_frames`: a frame that Dynamo skips runs uncompiled, and no backend is called. The hook calls `given_up` of the
 backend that it was to be compiled with, where that has such a method. It takes back what `retrace` marks in
-`torch.compiler.config.dynamic_sources` for a frame, and tells Dynamo of decode steps (`step_trace`).
+`torch.compiler.config.dynamic_sources` for a frame, and tells Dynamo of decode steps (`step_trace`). Past
+`recompile_limit` Dynamo runs code uncompiled, on handles: the limit doesn't hold for code that this backend compiles.
 
 `watches_breaks`: notes each break with Dynamo's reason (`graph_breaks`), which no backend gets.
 
@@ -25,7 +26,9 @@ import functools
 import inspect
 import logging
 import threading
+import weakref
 from collections.abc import Callable, Iterable
+from types import CodeType
 from typing import Any
 
 import torch
@@ -40,6 +43,7 @@ from specache_fx.step_trace import tracing
 
 logger = logging.getLogger(__name__)
 _OURS = "_is_of_specache"
+_compiled: weakref.WeakSet[CodeType] = weakref.WeakSet()  # code that this backend compiles
 _FLAGGED = (
     F.scaled_dot_product_attention,
     torch.ops.aten.scaled_dot_product_attention,
@@ -102,9 +106,12 @@ def watches_frames(converter: Any) -> bool:
     def wrapped(convert: Any) -> Any:
         def watched(self: Any, frame: Any, *args: Any, skip: int = 0, **kwargs: Any) -> Any:
             config: Any = torch.compiler.config
-            shown = tracing() if _is_ours(self) else contextlib.nullcontext()
+            ours = _is_ours(self)
+            if ours:
+                _compiled.add(frame.f_code)
+            shown = tracing() if ours else contextlib.nullcontext()
             # `retrace` adds to the sources, for this frame.
-            with config.patch(dynamic_sources=config.dynamic_sources), shown:
+            with config.patch(dynamic_sources=config.dynamic_sources), _recompiles(frame.f_code), shown:
                 try:
                     return convert(self, frame, *args, skip=skip + 1, **kwargs)
                 except Exception as error:
@@ -114,6 +121,17 @@ def watches_frames(converter: Any) -> bool:
         return watched
 
     return _wrap(converter, "__call__", {"frame", "skip"}, wrapped)
+
+
+def _recompiles(code: CodeType) -> contextlib.AbstractContextManager[Any]:
+    """No `recompile_limit` for code of this backend, whoever compiles it, but Dynamo's limit of all compiles.
+
+    Before a graph is rewritten no handle can meet uncompiled code, and the limit holds.
+    """
+    if code not in _compiled or not graph_breaks.has_rewritten():
+        return contextlib.nullcontext()
+    limits: Any = torch._dynamo.config
+    return limits.patch(recompile_limit=limits.accumulated_recompile_limit)  # type: ignore[no-any-return]
 
 
 def restores_marks() -> bool:

@@ -25,10 +25,12 @@ from torch.fx import GraphModule
 from specache_fx.capture.cache_side import BREAKS, LEAVE
 from specache_fx.capture.lanes import NO_LOGITS, NO_TOKENS
 from specache_fx.capture.program import Decoding, Program
+from specache_fx.errors import UnsupportedGraphError
 
 _RESUMED = re.compile(r"torch_dynamo_resume_in_.*_at_(\d+)$")
 _PLACE = re.compile(r"(.+?):(\d+): ")
 _REST_RUNS_UNCOMPILED = "step_unsupported"  # Dynamo's reason for a graph behind which it doesn't go on
+_LIMIT = "recompile limit exceeded"  # Dynamo's words
 _ATTENTIONS = {"scaled_dot_product_attention", "flex_attention"}
 _PRODUCTS = {"matmul", "bmm", "baddbmm", "einsum", "@"}
 _APPENDS = {
@@ -188,7 +190,12 @@ def _named_lane(decoding: Decoding | None, piece: Around) -> Decoding | None:
 def note_rewritten(program: Program) -> None:
     """Note the lines of attention that is rewritten."""
     found = (_PLACE.match(site.source) for site in program.sites)
-    _attentions.update((each[1], int(each[2])) for each in found if each)
+    _attentions.update((each[1], int(each[2])) if each else ("", 0) for each in found)
+
+
+def has_rewritten() -> bool:
+    """Whether an attention was rewritten: before that there are no handles."""
+    return bool(_attentions)
 
 
 def given_up(frame: Any, error: Exception) -> str | None:
@@ -197,9 +204,21 @@ def given_up(frame: Any, error: Exception) -> str | None:
     Args:
         frame: What Dynamo has of it: `f_code` and `f_globals`.
         error: Dynamo's.
+
+    Raises:
+        UnsupportedGraphError: If Dynamo compiles the frame's code no more.
     """
     if not isinstance(error, (Unsupported, UserError)) and not torch._dynamo.config.suppress_errors:
         return None  # the caller gets the error
+    if _attentions and _LIMIT in str(error):
+        code: CodeType = frame.f_code
+        raise UnsupportedGraphError(
+            f"The code of this model, `{code.co_qualname}`, has been compiled as often as Dynamo allows"
+            " (torch._dynamo.config.accumulated_recompile_limit, or torch.compile(recompile_limit=...)). It would run"
+            " uncompiled from now on, without specache. Call torch._dynamo.reset() and begin with the prompt."
+            " TORCH_LOGS=recompiles shows why it is compiled so often. If a module counts its tokens in an int of its"
+            " own, each turn compiles anew: set torch._dynamo.config.allow_unspec_int_on_nn_module = True."
+        ) from error
     return _uncompiled(frame, _break(error))
 
 

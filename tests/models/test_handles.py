@@ -520,13 +520,14 @@ def model_with_more_tokens(model: nn.Module, past: Any) -> Tensor:
     return model(torch.full((3, 5), 7), past_key_values=past, use_cache=True).logits
 
 
-def test_model_past_the_recompile_limit_gets_no_numbers_from_a_handle(fresh_dynamo: None) -> None:
-    """Dynamo then runs the model as it is, and no backend is asked."""
+def test_model_past_dynamos_last_limit_gets_no_numbers_from_a_handle(fresh_dynamo: None) -> None:
+    """Dynamo would run the model as it is, and ask no backend."""
     model = build("plain", 1)
     model.compile(backend="specache", options={**SMALL, "bits": 2})
     past = generate(model).past_key_values
-    with torch._dynamo.config.patch(recompile_limit=1):
-        assert_never_finite(lambda: model_with_more_tokens(model, past))
+    refused_once_more = pytest.raises(specache_fx.UnsupportedGraphError, match="as often as Dynamo allows")
+    with torch._dynamo.config.patch(accumulated_recompile_limit=1), refused_once_more:
+        model_with_more_tokens(model, past)
 
 
 @pytest.mark.parametrize("dtype", nightly_unless(lambda dtype: dtype == torch.bfloat16, DTYPES), ids=str)

@@ -106,7 +106,7 @@ RANKS: tuple[tuple[str, ...], ...] = (
     ("specache_fx.progress",),
     ("specache_fx.config", "specache_fx.sizes", "specache_fx.model_shape"),
     ("specache_fx.provenance",),
-    ("specache_fx.compiled", "specache_fx.recompile_limit", "specache_fx.cache_tree"),
+    ("specache_fx.compiled", "specache_fx.cache_tree"),
     ("specache_fx.model_state",),
     ("specache_fx.errors", "specache_fx._log"),
 )
