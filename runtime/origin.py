@@ -23,7 +23,7 @@ class Origin:
     """What the graphs read that a session's tokens went through.
 
     Attributes:
-        model_config: Config of the module that was called first.
+        model_config: Config of the model, whose entries no graph names: of a prompt that was not traced.
         layers_of_cache: The session's layers are those of the model's cache object: its graphs may have others.
     """
 

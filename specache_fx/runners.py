@@ -9,9 +9,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
-import sys
 from collections.abc import Iterator, Sequence
-from types import FrameType
 from typing import Any
 
 import torch
@@ -29,7 +27,6 @@ from specache_fx.runtime.prompt_masks import PromptMasks
 from specache_fx.runtime.session import Session
 
 logger = logging.getLogger(__name__)
-_FRAMES_TO_FORWARD = 5  # from a runner to the frame of the module that was called, with some to spare
 _NO_ATTENTION = "The graph has no attention over this cache. Pass it to the module that made it."
 _NOT_NUMBERS = (
     "The past KV cache has NaNs in it: it is a cache of specache that was edited or cast to another dtype, or a plain"
@@ -44,20 +41,6 @@ def layer_shapes(program: Program) -> tuple[LayerShape, ...]:
         LayerShape(site.num_kv_heads, site.key_dim, site.value_dim, site.keys.window)
         for site in program.owners
     )
-
-
-def _note_model(session: Session, program: Program, args: Sequence[Any]) -> None:
-    """Note whose a new session is. The graph is of any module with such a forward: only this call says of which."""
-    note_graph(session, program, args)
-    frame: FrameType | None = sys._getframe(1)
-    for _ in range(_FRAMES_TO_FORWARD):
-        # Of methods alone: to ask a caller's frame for its locals would keep them, caches too, as long as it runs.
-        if frame is not None and frame.f_code.co_varnames[:1] == ("self",):
-            module = frame.f_locals["self"]
-            if isinstance(module, torch.nn.Module):
-                session.origin.model_config = getattr(module, "config", None)
-                return
-        frame = None if frame is None else frame.f_back
 
 
 def note_graph(session: Session, program: Program, args: Sequence[Any]) -> None:
@@ -249,7 +232,7 @@ class Prefill:
             session = registry.open_session(
                 self._program.config, layer_shapes(self._program), self._dtype, self._device
             )
-            _note_model(session, self._program, args)
+            note_graph(session, self._program, args)
             try:
                 with session.lock, bound_prompt_masks(session, self._program, args):
                     kept = self._compiled(*args, session.state)
@@ -335,7 +318,7 @@ def _take_over(
     if bool(torch.stack([tensor.isnan().any().to(past[0].device) for tensor in past]).any()):
         raise CacheHandleError(_NOT_NUMBERS)
     session = registry.open_session(program.config, shapes, past[0].dtype, past[0].device)
-    _note_model(session, program, args)
+    note_graph(session, program, args)
     try:
         if program.decoding is not None:
             masks = program.decoding.sources.masks_at(args, 0)
