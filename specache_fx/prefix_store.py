@@ -6,28 +6,30 @@ import contextlib
 import hashlib
 import json
 import logging
+import os
 import re
-import stat
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from stat import S_ISREG
+from typing import Any, TypeVar
 
-import numpy as np
 import torch
 from filelock import FileLock
 from torch import nn
 
 from specache_fx._log import warn_once
 from specache_fx.errors import CacheHandleError, ConfigError, SavedCacheError
-from specache_fx.fingerprint import check_ids, digest, token_hash
+from specache_fx.fingerprint import check_ids, digest
 from specache_fx.loading import cuts, fitting, restored, warn_if_plain
 from specache_fx.runtime.snapshot import HELD_OPTIONS
 from specache_fx.saving import content, write_to
-from specache_fx.store_entry import Entry
 from specache_fx.tensor_file import TensorFile, file_bytes, opened
 
 logger = logging.getLogger(__name__)
-_NPY_HEADER_BYTES = 128
 _NAME = re.compile("[0-9a-f]{32}")  # of an entry: its `_key`
+_IDS = "input_ids"  # the tensor of an entry's tokens, int64 `[batch, tokens]`
+T = TypeVar("T")
 
 
 class PrefixStore:
@@ -75,24 +77,19 @@ class PrefixStore:
 
     def _put(self, input_ids: torch.Tensor, about: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
         """With the lock."""
-        entry = Entry(self.folder / f"{_key(about, tensors)}.safetensors")
-        nbytes = file_bytes(tensors, about) + 8 * input_ids.numel() + _NPY_HEADER_BYTES
+        path = self.folder / f"{_key(about, tensors)}.safetensors"
+        tensors = {**tensors, _IDS: input_ids.to(torch.int64)}
+        nbytes = file_bytes(tensors, about)
         if nbytes > self.max_bytes:
             raise SavedCacheError(
                 f"This cache takes {nbytes:,} bytes, and the store in {str(self.folder)!r} has {self.max_bytes:,}."
                 " Give it a larger max_bytes."
             )
-        self._clean()
-        if entry.is_whole():
-            entry.touch()
+        if path.is_file():
+            _touch(path)
             return
         self._make_room(nbytes)
-        try:
-            entry.write_tokens(input_ids)
-            write_to(entry.path, about, tensors)
-        except BaseException:
-            entry.tokens.unlink(missing_ok=True)
-            raise
+        write_to(path, about, tensors)
 
     def get(
         self, model: nn.Module, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None
@@ -119,111 +116,97 @@ class PrefixStore:
             ConfigError: If `input_ids` are no integers `[batch, tokens]`, or `attention_mask` has another shape.
             HostMemoryError: If the host tier can't take it.
         """
-        ids = check_ids(input_ids).cpu().numpy()
+        ids = check_ids(input_ids).cpu()
         if attention_mask is not None and attention_mask.shape != ids.shape:
             raise ConfigError(
-                f"attention_mask is {tuple(attention_mask.shape)}, input_ids are {ids.shape}: give a mask of the"
+                f"attention_mask is {tuple(attention_mask.shape)}, input_ids are {tuple(ids.shape)}: give a mask of the"
                 " tokens' shape."
             )
         warn_if_plain(model)
         found = []
-        for entry in self._entries():
-            version = entry.version()
-            try:
-                saved = entry.read_tokens()
-            except PermissionError as error:
-                _pass_over(entry.path, error)
-                continue
-            if saved is None:
-                self._drop(entry, version, "its tokens can't be read.")
-            else:
-                found.append((*_agreement(saved, ids), entry.used, entry))
+        for path, stat in self._entries().items():
+            agrees = self._read(path, stat, lambda file: _agreement(file, ids))
+            if agrees is not None and agrees[0]:
+                found.append((*agrees, stat.st_mtime, path, stat))
         # The longest first; of these the ones that need no cut, then the newest.
-        for common, whole, _, entry in sorted(found, key=lambda each: each[:3], reverse=True):
-            if not common:
-                continue
-            real = _real(attention_mask, common)
-            if (cache := self._restored(model, entry, real, common, whole)) is not None:
-                entry.touch()
+        for common, whole, _, path, stat in sorted(found, key=lambda each: each[:3], reverse=True):
+            use = partial(_restored, model, _real(attention_mask, common), common, whole)
+            if (cache := self._read(path, stat, use)) is not None:
+                _touch(path)
                 return cache, common
         return None, 0
 
-    def _restored(
-        self, model: nn.Module, entry: Entry, real: torch.Tensor | None, common: int, whole: bool
-    ) -> Any:
-        version = entry.version()
-        if version is None:  # another process has just removed it
-            return None
+    def _read(self, path: Path, stat: os.stat_result, use: Callable[[TensorFile], T | None]) -> T | None:
+        """What is made of an entry; None where that can't be. A damaged entry is removed."""
         try:
-            with opened(entry.path) as file:
-                found = fitting(model, file)
-                saved = None if isinstance(found, str) else entry.read_tokens()
-                if not isinstance(found, str) and (
-                    saved is None or token_hash(torch.from_numpy(saved)) != file.about["tokens"]
-                ):
-                    raise SavedCacheError(f"{entry.tokens} doesn't hold the tokens that were saved.")
-                if not isinstance(found, str) and not whole and not cuts(file):
-                    found = f"it can't be cut to {common} tokens."
-                if not isinstance(found, str) and not all(
-                    _same(_real(mask, common), real) for mask in _masks(file)
-                ):
-                    found = "it was padded otherwise."
-                if not isinstance(found, str):
-                    return restored(model, file, found, common)
-                logger.info("%s is passed over: %s", entry.path, found)
+            with opened(path) as file:
+                return use(file)
         except CacheHandleError as error:
-            logger.info("%s is passed over: %s", entry.path, error)
-        except PermissionError as error:
-            _pass_over(entry.path, error)
+            logger.info("%s is passed over: %s", path, error)
         except SavedCacheError as error:
             if isinstance(error.__cause__, PermissionError):  # it may be whole: another user can tell
-                _pass_over(entry.path, error)
+                _pass_over(path, error)
             else:
-                self._drop(entry, version, str(error))
+                self._drop(path, stat, str(error))
         return None
 
-    def _drop(self, entry: Entry, version: tuple[int, ...] | None, reason: str) -> None:
-        """Remove a damaged entry, unless another process has removed or replaced it since `version`."""
+    def _drop(self, path: Path, stat: os.stat_result, reason: str) -> None:
+        """Remove a damaged entry, unless another process has removed or replaced it since it was listed."""
         try:
-            with FileLock(self.folder / ".lock"):
-                if version is not None and entry.version() == version:
-                    entry.drop(reason)
+            with FileLock(self.folder / ".lock"), contextlib.suppress(FileNotFoundError):
+                if path.stat().st_ino == stat.st_ino:
+                    logger.warning("specache removes %s from its store: %s", path, reason)
+                    path.unlink()
         except OSError as error:
-            logger.warning("specache can't remove %s from its store (%s): %s", entry.path, error, reason)
+            logger.warning("specache can't remove %s from its store (%s): %s", path, error, reason)
 
-    def _entries(self) -> list[Entry]:
+    def _entries(self) -> dict[Path, os.stat_result]:
         """The regular files that have an entry's name. What else ends so is somebody else's."""
-        found = []
+        found = {}
         for path in self.folder.glob("*.safetensors"):
             try:
-                is_regular = stat.S_ISREG(path.stat().st_mode)
+                stat = path.stat()
             except FileNotFoundError:  # another process has just removed it
                 continue
             except OSError as error:
                 _pass_over(path, error)
                 continue
-            if is_regular and _NAME.fullmatch(path.stem):
-                found.append(Entry(path))
+            if S_ISREG(stat.st_mode) and _NAME.fullmatch(path.stem):
+                found[path] = stat
             else:
                 _pass_over(path, "it is no file that a store writes.")
         return found
 
     def _make_room(self, nbytes: int) -> None:
-        entries = sorted(self._entries(), key=lambda entry: entry.used)
-        held = sum(entry.nbytes for entry in entries)
-        for entry in entries:
+        """Remove the least recently used entries until so many bytes fit."""
+        entries = self._entries()
+        held = sum(stat.st_size for stat in entries.values())
+        for path, stat in sorted(entries.items(), key=lambda each: each[1].st_mtime):
             if held + nbytes <= self.max_bytes:
                 return
-            held -= entry.nbytes
-            entry.drop()
+            held -= stat.st_size
+            path.unlink(missing_ok=True)
 
-    def _clean(self) -> None:
-        """Remove the tokens that killed processes left without a cache: only the holder of the lock writes."""
-        entries = {entry.tokens for entry in self._entries()}
-        for path in set(self.folder.glob("*.npy")) - entries:
-            if _NAME.fullmatch(path.stem):
-                with contextlib.suppress(OSError):
-                    path.unlink()
+
+def _restored(model: nn.Module, real: torch.Tensor | None, common: int, whole: bool, file: TensorFile) -> Any:
+    """The first tokens of an entry; None where it is passed over."""
+    found = fitting(model, file)
+    if isinstance(found, str):
+        reason = found
+    elif not whole and not cuts(file):
+        reason = f"it can't be cut to {common} tokens."
+    elif not all(_same(_real(mask, common), real) for mask in _masks(file)):
+        reason = "it was padded otherwise."
+    else:
+        return restored(model, file, found, common)
+    logger.info("%s is passed over: %s", file.path, reason)
+    return None
+
+
+def _touch(path: Path) -> None:
+    """It is used now."""
+    with contextlib.suppress(OSError):  # another process has just removed it
+        os.utime(path)
 
 
 def _pass_over(path: Path, reason: object) -> None:
@@ -239,7 +222,7 @@ def _key(about: dict[str, Any], tensors: dict[str, torch.Tensor]) -> str:
     ]
     masks = [_real(tensors.get(f"{i}.mask"), each["kv_len"]) for i, each in enumerate(about["sessions"])]
     padding = [None if mask is None else digest(mask) for mask in masks]
-    text = json.dumps([about["format"], about["tokens"], padding, options, models], sort_keys=True)
+    text = json.dumps([_IDS, about["format"], about["tokens"], padding, options, models], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
@@ -262,11 +245,12 @@ def _same(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
     return one is other or (one is not None and other is not None and torch.equal(one, other))
 
 
-def _agreement(saved: np.ndarray[Any, Any], ids: np.ndarray[Any, Any]) -> tuple[int, bool]:
-    """The number of saved tokens that a prompt begins with, its last one left out, and whether these are all."""
-    if saved.ndim != 2 or len(saved) != len(ids):
-        return 0, False
+def _agreement(file: TensorFile, ids: torch.Tensor) -> tuple[int, bool] | None:
+    """The number of an entry's tokens that a prompt begins with, its last one left out, and whether these are all."""
+    saved = file.read(_IDS) if _IDS in file.names else None
+    if saved is None or saved.dim() != 2 or len(saved) != len(ids):
+        return None
     most = min(saved.shape[1], ids.shape[1] - 1)
     same = (saved[:, :most] == ids[:, :most]).all(0)
-    common = most if same.all() else int(same.argmin())
+    common = most if same.all() else int(same.int().argmin())
     return common, common == saved.shape[1]

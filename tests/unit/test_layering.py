@@ -40,7 +40,6 @@ RANKS: tuple[tuple[str, ...], ...] = (
         "specache_fx.decode_runner",
         "specache_fx.fixed_runner",
         "specache_fx.session_stats",
-        "specache_fx.store_entry",
     ),
     ("specache_fx.border",),
     ("specache_fx.runners", "specache_fx.step_masks", "specache_fx.graph_inputs"),
