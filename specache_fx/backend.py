@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -33,7 +33,7 @@ from specache_fx.capture.graph_utils import (
     shape_of,
     value_of,
 )
-from specache_fx.capture.program import Phase, Program, merged_messages
+from specache_fx.capture.program import Phase, Program, Refusal, merged_messages
 from specache_fx.capture.subclasses import flatten
 from specache_fx.capture.trace import GROWS, TraceError, trace
 from specache_fx.capture.unknown_forms import CACHE_SO, attention_behind
@@ -127,79 +127,13 @@ class Backend:
                     f'mode={mode!r} is not supported by backend="specache": its options are set with options={{...}}.'
                     f" Valid options: {', '.join(SpecacheConfig.__dataclass_fields__)}."
                 )
-            return self._compile(gm, example_inputs, options, observe)
+            config = SpecacheConfig.from_options(options).for_device(device_kind(gm.graph))
+            check_names(config)
+            return _Compile(gm, example_inputs, config, observe).run()
         except SpecacheError as error:
             if not torch._dynamo.config.suppress_errors:
                 raise
             return Refused(error)
-
-    def _compile(
-        self,
-        gm: GraphModule,
-        example_inputs: Sequence[Any],
-        options: Mapping[str, Any] | SpecacheConfig | None,
-        observe: Observer | None,
-    ) -> Compiled:
-        config = SpecacheConfig.from_options(options).for_device(device_kind(gm.graph))
-        check_names(config)
-        piece = graph_breaks.around(gm)
-        found, uncompiled = piece.found, piece.uncompiled
-        _say(uncompiled, config)
-        program = Program(config)
-        if observe is not None:
-            observe("dynamo", gm, replace(program, left_alone=uncompiled))
-        if needs_gradients(gm):
-            remedy = "specache is for inference. Call the model under torch.no_grad() (model.generate() does)"
-            return self._without_cache(gm, example_inputs, program, observe, "gradients are enabled", remedy)
-        if fake_mode_of(value_of(node) for node in placeholders(gm.graph)) is None:
-            return self._left_alone(
-                gm, example_inputs, program
-            )  # it takes no tensors: neither tokens nor a cache
-        try:
-            rewritten = trace(gm)
-        except TraceError as error:
-            remedy = "Move that operation out of the compiled module"
-            return self._without_cache(gm, example_inputs, program, observe, str(error), remedy)
-        plain, forms = buffers_heads_first(with_masks_alone(rewritten))
-        if attends_in_place(plain):
-            try:
-                return self._in_place(gm, plain, forms, example_inputs, config, observe, piece)
-            except LeaveAlone as no:
-                return self._left_in_place(gm, example_inputs, program, observe, no)
-        if keeps_windows_alone(rewritten):
-            bounded = LeaveAlone(
-                "its caches keep the newest tokens alone, in buffers of fixed length",
-                f"they don't grow. {GROWING}",
-            )
-            return self._left_in_place(gm, example_inputs, program, observe, bounded)
-        inputs, writes = placeholders(rewritten.graph), writes_tokens(rewritten)
-        values, floats = traced(inputs)
-        program = replace(graph_breaks.named(analyse(rewritten, config), piece), values=values, floats=floats)
-        inputs = placeholders(rewritten.graph)  # Dynamo's, and those that were added
-        if observe is not None:
-            observe("analyse", rewritten, program)
-        rewritten = run_passes(rewritten, program, BINDING_PASSES, observe)
-        program = trace_as_growing(inputs, program)
-        self._report(program)
-        grows = program.phase is Phase.DECODE and any(inputs[i].meta.get(GROWS) for i in program.past_inputs)
-        if grows and torch._dynamo.config.force_parameter_static_shapes:
-            warn_once(logger, _GROWING_BUFFERS)
-        devices = sorted({str(value_of(site.keys.new).device) for site in program.sites})
-        if len(devices) > 1:
-            remedy = "a session lives on one. Load the model on one device, as with device_map={'': 0}"
-            reason = f"its KV caches are on {len(devices)} devices ({', '.join(devices)})"
-            return self._without_cache(gm, example_inputs, program, observe, reason, remedy)
-        if program.phase is Phase.NO_CACHE and not program.refusals and writes:
-            return self._left_in_place(gm, example_inputs, program, observe, _unread(rewritten, found))
-        if program.phase is Phase.NO_CACHE:
-            broken = None if found is None else f"This graph is a piece. {found}. {found.remedy}"
-            program = replace(program, other_kv_inputs=tuple(kv_inputs(gm)), left_alone=broken)
-            if observe is not None and broken is not None:
-                observe("leave_alone", gm, program)
-            return self._left_alone(gm, example_inputs, program)
-        taken = flatten(example_inputs)
-        runner = self._runner(rewritten, as_taken(program, taken), program, observe)
-        return runner if len(taken) == len(example_inputs) else UnwrapSubclasses(runner)
 
     def compile_step(self, gm: GraphModule, config: SpecacheConfig, values: Values) -> Compiled | None:
         """Compile a decode step that was traced without Dynamo.
@@ -217,103 +151,11 @@ class Backend:
         if attends_in_place(plain) or keeps_windows_alone(gm):
             return None
         inputs = [value_of(node) for node in placeholders(gm.graph)]
-        program = replace(analyse(gm, config), values=values, floats={})
-        rewritten = run_passes(gm, program, BINDING_PASSES, None)
+        program = replace(analyse(gm, config), values=values)
+        rewritten = run_passes(gm, program, BINDING_PASSES)
         if program.phase is not Phase.DECODE or program.refusals:
             return None
-        return self._runner(rewritten, inputs, program, None)
-
-    def _in_place(
-        self,
-        gm: GraphModule,
-        traced: GraphModule,
-        forms: Mapping[int, BufferForm],
-        example_inputs: Sequence[Any],
-        config: SpecacheConfig,
-        observe: Observer | None,
-        piece: graph_breaks.Around,
-    ) -> Compiled:
-        """The runner of a graph that writes its caches in place.
-
-        Raises:
-            LeaveAlone: If it is to be left alone.
-        """
-        context = TracingContext.try_get()
-
-        def make(has_past: bool) -> Growing:
-            rewritten, plan = grow(traced, forms, has_past=has_past)
-            inner = graph_breaks.named(analyse(rewritten, config, plan.starts + plan.position_inputs), piece)
-            examples = [value_of(node) for node in placeholders(rewritten.graph)]  # newest ids are one more
-            buffers = {buffer.input for buffer in plan.buffers}
-            weights = {i: name for i, name in inner.weights.items() if i not in buffers}
-            inner = replace(inner, weights=weights)
-            if observe is not None:
-                observe("analyse", rewritten, inner)
-            rewritten = run_passes(rewritten, inner, BINDING_PASSES, observe)
-            if inner.refusals:
-                first = inner.refusals[0]
-                raise LeaveAlone(f"its caches are written in place, and {first.told}", first.remedy)
-            if 2 * len(inner.owners) != len(plan.buffers):
-                unread = "its caches are written in place, and not all of them are read by attention"
-                raise LeaveAlone(unread, LEAVE)
-            if plan.q_len != 1 and config.lowering == "inductor":  # fused, no mask is kept
-                assert isinstance(plan.shown, GraphModule)
-                roots = [value_of(node) for node in placeholders(plan.shown.graph)]
-                plan = replace(plan, shown=lower(plan.shown, roots, config.lowering))
-            return self._runner(rewritten, examples, inner, observe), plan
-
-        def make_later(has_past: bool) -> Growing:
-            with compiling(), tracing(context):
-                try:
-                    return make(has_past)
-                except LeaveAlone as no:
-                    return self._left_in_place(gm, example_inputs, Program(config), observe, no), None
-
-        follows = has_past(traced)
-        runner = FixedCacheRunner(make_later, follows, make(follows))
-        return runner if len(flatten(example_inputs)) == len(example_inputs) else UnwrapSubclasses(runner)
-
-    def _runner(
-        self,
-        rewritten: GraphModule,
-        example_inputs: Sequence[Any],
-        program: Program,
-        observe: Observer | None,
-    ) -> Compiled:
-        """The runner of a graph in which attentions are rewritten."""
-        runner = self._inner_runner(rewritten, example_inputs, program, observe)
-        moved = program.output_forms or program.newest_inputs
-        return AtBorder(runner, program) if moved else runner
-
-    def _inner_runner(
-        self,
-        rewritten: GraphModule,
-        example_inputs: Sequence[Any],
-        program: Program,
-        observe: Observer | None,
-    ) -> Compiled:
-        graph_breaks.note_rewritten(program)
-        config = program.config
-        kv = value_of(program.sites[0].keys.new)
-        choose_kernel(config.kernel, kv.device)
-        check_forms(config.kernel, _forms(program))
-        tiered = {site.layer for site in program.sites if site.keys.window is None}
-        if tiered and len(tiered) <= config.resident_layers:
-            warn_once(
-                logger,
-                f"specache: resident_layers={config.resident_layers} keeps each of the {len(tiered)} layers that hold"
-                " all tokens whole on the device: nothing is quantised or offloaded. Give a smaller number.",
-            )
-        if program.phase is Phase.DECODE:
-            return Decode(rewritten, program, observe)
-        if program.phase is Phase.PREFILL and config.placement.offload:  # where sessions are made
-            check_host_dir(config.host, config.host_dir)
-        what = "the prompt" if program.phase is Phase.PREFILL else "the next turn"
-        inputs = [*example_inputs, example_state(len(program.owners))]
-        compiled = lower_prompt(rewritten, inputs, program, what)
-        if program.phase is Phase.PREFILL:
-            return Prefill(compiled, program, kv.dtype, kv.device)
-        return Extend(compiled, program)
+        return runner_of(rewritten, inputs, program)
 
     def given_up(self, frame: Any, error: Exception, options: Any) -> str | None:
         """Say that Dynamo skips a frame with attention over a cache: `dynamo_hooks` calls this.
@@ -335,49 +177,138 @@ class Backend:
         background.forget()
         direct_step.forget()
 
-    def _without_cache(
+
+class _Compile:
+    """The compile of one graph of Dynamo's. `LeaveAlone` ends each of its steps for a graph that is not rewritten."""
+
+    def __init__(
         self,
         gm: GraphModule,
-        inputs: Sequence[Any],
-        program: Program,
+        example_inputs: Sequence[Any],
+        config: SpecacheConfig,
         observe: Observer | None,
-        reason: str,
-        remedy: str,
-        *,
-        has_cache: bool = False,
-    ) -> Compiled:
-        message = f"specache leaves this model as it is, because {reason}: {remedy}."
-        program = replace(program, other_kv_inputs=tuple(kv_inputs(gm)), left_alone=message)
-        if observe is not None:
-            observe("leave_alone", gm, program)
-        outputs = gm.graph.output_node().all_input_nodes
-        has_cache |= any(len(shape_of(out) or ()) == 4 and is_float(out) for out in outputs)
-        if has_cache or program.other_kv_inputs:
-            if program.config.strict:
-                raise UnsupportedGraphError(message)
-            warn_once(logger, message)
-        return self._left_alone(gm, inputs, program)
+    ) -> None:
+        self._gm, self._inputs, self._config = gm, example_inputs, config
+        self._observe: Observer = observe or (lambda name, graph, program: None)
+        self._piece = graph_breaks.around(gm)
+        self._values: tuple[Values | None, dict[int, tuple[str, str]]] = {}, {}
+        self._refused: tuple[Refusal, ...] = ()
+        self._writes = False  # tokens into a tensor that the model keeps
 
-    def _left_in_place(
-        self,
-        gm: GraphModule,
-        inputs: Sequence[Any],
-        program: Program,
-        observe: Observer | None,
-        no: LeaveAlone,
-    ) -> Compiled:
-        remedy = no.remedy.rstrip(".")
-        return self._without_cache(gm, inputs, program, observe, str(no), remedy, has_cache=True)
+    def run(self) -> Compiled:
+        """The runner of the graph."""
+        uncompiled = self._piece.uncompiled
+        _say(uncompiled, self._config)
+        self._observe("dynamo", self._gm, Program(self._config, left_alone=uncompiled))
+        try:
+            graph = self._functional()
+            plain, forms = buffers_heads_first(with_masks_alone(graph))
+            if self._writes_in_place(graph, plain):
+                runner = self._with_buffers(plain, forms)
+            else:
+                runner = self._with_appends(graph)
+        except LeaveAlone as no:
+            return self._leave(no)
+        return runner if len(flatten(self._inputs)) == len(self._inputs) else UnwrapSubclasses(runner)
 
-    def _left_alone(self, gm: GraphModule, inputs: Sequence[Any], program: Program) -> Compiled:
-        # Dynamo makes a graph for the layout of handles, which runs once: the cache that it returns is of numbers.
-        once = any(isinstance(each, torch.Tensor) and is_laid_out(each) for each in inputs)
-        lowering = "eager" if once else program.config.lowering
-        given = placeholders(gm.graph)
-        sizes = frozenset(i for i, node in enumerate(given) if all(map(reads_shape_only, node.users)))
-        return LeftAlone(lower(gm, inputs, lowering), program, sizes)
+    def _functional(self) -> GraphModule:
+        """The graph as functional ATen."""
+        if needs_gradients(self._gm):
+            remedy = "specache is for inference. Call the model under torch.no_grad() (model.generate() does)"
+            raise LeaveAlone("gradients are enabled", remedy)
+        if fake_mode_of(value_of(node) for node in placeholders(self._gm.graph)) is None:
+            raise LeaveAlone("It takes no tensors: neither tokens nor a cache.", "")
+        try:
+            graph = trace(self._gm)
+        except TraceError as error:
+            raise LeaveAlone(str(error), "Move that operation out of the compiled module") from error
+        self._values = traced(placeholders(graph.graph))
+        return graph
+
+    def _writes_in_place(self, graph: GraphModule, plain: GraphModule) -> bool:
+        """Whether the graph keeps all tokens in buffers of fixed length; `plain` has these with heads first."""
+        self._writes = True
+        if attends_in_place(plain):
+            return True
+        if keeps_windows_alone(graph):
+            raise LeaveAlone(
+                "its caches keep the newest tokens alone, in buffers of fixed length",
+                f"they don't grow. {GROWING}",
+            )
+        self._writes = writes_tokens(graph)
+        return False
+
+    def _analysed(self, graph: GraphModule, positions: Collection[int] = ()) -> Program:
+        """The findings on a functional graph, which gets into normal form."""
+        values, floats = self._values
+        program = graph_breaks.named(analyse(graph, self._config, positions), self._piece)
+        program = replace(program, values=values, floats=floats)
+        self._observe("analyse", graph, program)
+        return program
+
+    def _with_appends(self, graph: GraphModule) -> Compiled:
+        """The runner of a graph that returns its caches with the new tokens appended."""
+        program = self._analysed(graph)
+        self._refused = program.refusals
+        inputs = placeholders(graph.graph)  # Dynamo's, and those that were added
+        program = trace_as_growing(inputs, program)
+        graph = run_passes(graph, program, BINDING_PASSES, self._observe)
+        self._report(program)
+        grows = program.phase is Phase.DECODE and any(inputs[i].meta.get(GROWS) for i in program.past_inputs)
+        if grows and torch._dynamo.config.force_parameter_static_shapes:
+            warn_once(logger, _GROWING_BUFFERS)
+        devices = sorted({str(value_of(site.keys.new).device) for site in program.sites})
+        if len(devices) > 1:
+            reason = f"its KV caches are on {len(devices)} devices ({', '.join(devices)})"
+            remedy = "a session lives on one. Load the model on one device, as with device_map={'': 0}"
+            raise LeaveAlone(reason, remedy)
+        if program.phase is Phase.NO_CACHE:
+            found = self._piece.found
+            if self._writes and not program.refusals:
+                raise _unread(graph, found)
+            self._writes = False  # what it writes into is named as a refusal
+            raise LeaveAlone("" if found is None else f"This graph is a piece. {found}. {found.remedy}", "")
+        return runner_of(graph, as_taken(program, flatten(self._inputs)), program, self._observe)
+
+    def _with_buffers(self, graph: GraphModule, forms: Mapping[int, BufferForm]) -> Compiled:
+        """The runner of a graph that writes its caches in place; `graph` has buffers with heads first."""
+        context = TracingContext.try_get()
+
+        def make_later(has_past: bool) -> Growing:
+            with compiling(), tracing(context):
+                try:
+                    return self._grown(graph, forms, has_past)
+                except LeaveAlone as no:
+                    return self._leave(no), None
+
+        follows = has_past(graph)
+        return FixedCacheRunner(make_later, follows, self._grown(graph, forms, follows))
+
+    def _grown(self, graph: GraphModule, forms: Mapping[int, BufferForm], has_past: bool) -> Growing:
+        """The runner of calls with a past, or of those without, with caches that grow in place of buffers."""
+        graph, plan = grow(graph, forms, has_past=has_past)
+        program = self._analysed(graph, plan.starts + plan.position_inputs)
+        examples = [value_of(node) for node in placeholders(graph.graph)]  # newest ids are one more
+        buffers = {buffer.input for buffer in plan.buffers}
+        program = replace(
+            program, weights={i: name for i, name in program.weights.items() if i not in buffers}
+        )
+        graph = run_passes(graph, program, BINDING_PASSES, self._observe)
+        if program.refusals:
+            first = program.refusals[0]
+            raise LeaveAlone(f"its caches are written in place, and {first.told}", first.remedy)
+        if 2 * len(program.owners) != len(plan.buffers):
+            raise LeaveAlone(
+                "its caches are written in place, and not all of them are read by attention", LEAVE
+            )
+        if plan.q_len != 1 and self._config.lowering == "inductor":  # fused, no mask is kept
+            assert isinstance(plan.shown, GraphModule)
+            roots = [value_of(node) for node in placeholders(plan.shown.graph)]
+            plan = replace(plan, shown=lower(plan.shown, roots, self._config.lowering))
+        return runner_of(graph, examples, program, self._observe), plan
 
     def _report(self, program: Program) -> None:
+        """Name the attentions that are left alone."""
         if program.refusals and program.config.strict:
             raise UnsupportedGraphError(" ".join(merged_messages(program.refusals)))
         for message in merged_messages(program.refusals):
@@ -390,9 +321,66 @@ class Backend:
             len(program.refusals),
         )
 
+    def _leave(self, no: LeaveAlone) -> Compiled:
+        """Run the graph as the model wrote it, and say why where it has a cache: the one way out.
 
-def _say(message: str | None, config: SpecacheConfig) -> None:
-    """Say that attention runs uncompiled.
+        Raises:
+            UnsupportedGraphError: Under `strict=True`, in place of a warning.
+        """
+        kv, outputs = tuple(kv_inputs(self._gm)), self._gm.graph.output_node().all_input_nodes
+        message = no.reason or None
+        if no.remedy:
+            message = f"specache leaves this model as it is, because {no.reason}: {no.remedy.rstrip('.')}."
+            if kv or self._writes or any(len(shape_of(out) or ()) == 4 and is_float(out) for out in outputs):
+                _say(message, self._config, prefix="")
+        program = Program(self._config, refusals=self._refused, other_kv_inputs=kv, left_alone=message)
+        self._observe("leave_alone", self._gm, program)
+        # Dynamo makes a graph for the layout of handles, which runs once: the cache that it returns is of numbers.
+        once = any(isinstance(each, torch.Tensor) and is_laid_out(each) for each in self._inputs)
+        given = placeholders(self._gm.graph)
+        sizes = frozenset(i for i, node in enumerate(given) if all(map(reads_shape_only, node.users)))
+        return LeftAlone(
+            lower(self._gm, self._inputs, "eager" if once else self._config.lowering), program, sizes
+        )
+
+
+def runner_of(
+    gm: GraphModule, inputs: Sequence[Any], program: Program, observe: Observer | None = None
+) -> Compiled:
+    """The runner of a graph in which attentions are rewritten.
+
+    Args:
+        gm: The graph after `BINDING_PASSES`.
+        inputs: Example inputs, as the graph takes them.
+        program: The findings on it.
+        observe: Sees the decode graph.
+    """
+    graph_breaks.note_rewritten(program)
+    config, kv = program.config, value_of(program.sites[0].keys.new)
+    choose_kernel(config.kernel, kv.device)
+    check_forms(config.kernel, _forms(program))
+    tiered = {site.layer for site in program.sites if site.keys.window is None}
+    if tiered and len(tiered) <= config.resident_layers:
+        warn_once(
+            logger,
+            f"specache: resident_layers={config.resident_layers} keeps each of the {len(tiered)} layers that hold"
+            " all tokens whole on the device: nothing is quantised or offloaded. Give a smaller number.",
+        )
+    runner: Compiled
+    if program.phase is Phase.DECODE:
+        runner = Decode(gm, program, observe)
+    else:
+        is_prompt = program.phase is Phase.PREFILL
+        if is_prompt and config.placement.offload:  # where sessions are made
+            check_host_dir(config.host, config.host_dir)
+        inputs = [*inputs, example_state(len(program.owners))]
+        compiled = lower_prompt(gm, inputs, program, "the prompt" if is_prompt else "the next turn")
+        runner = Prefill(compiled, program, kv.dtype, kv.device) if is_prompt else Extend(compiled, program)
+    return AtBorder(runner, program) if program.output_forms or program.newest_inputs else runner
+
+
+def _say(message: str | None, config: SpecacheConfig, prefix: str = "specache: ") -> None:
+    """Warn that attention over a cache is not rewritten.
 
     Raises:
         UnsupportedGraphError: Under `strict=True`.
@@ -400,7 +388,7 @@ def _say(message: str | None, config: SpecacheConfig) -> None:
     if message is not None and config.strict:
         raise UnsupportedGraphError(message)
     if message is not None:
-        warn_once(logger, f"specache: {message}")
+        warn_once(logger, f"{prefix}{message}")
 
 
 def _forms(program: Program) -> list[LayerForm]:
