@@ -91,8 +91,7 @@ def compile(module: Module, *, prompts: Prompts = "auto", warm: Warm = "block", 
             f"{', '.join(options)}: this module is compiled already, with options of its own. Give them to"
             " torch.compile(..., options={...}), or give specache_fx.compile() the module that is not compiled."
         )
-    found = backend_of(module.dynamo_ctx)
-    backend = getattr(found, "compiler_fn", found)
+    backend, _ = backend_of(module.dynamo_ctx)
     if not isinstance(backend, Backend):
         name = getattr(backend, "_compiler_name", backend)
         raise ConfigError(

@@ -15,7 +15,7 @@ from torch.fx import GraphModule
 from specache_fx import background, direct_step, dynamo_hooks, graph_breaks
 from specache_fx._log import forget_warnings, warn_once
 from specache_fx.border import AtBorder, UnwrapSubclasses, as_taken
-from specache_fx.capture.analyse import analyse, kv_inputs
+from specache_fx.capture.analyse import analyse, kv_inputs, may_have_cache
 from specache_fx.capture.buffer_writes import writes_tokens
 from specache_fx.capture.buffers_heads_first import BufferForm, buffers_heads_first
 from specache_fx.capture.cache_side import GROWING, LEAVE, LeaveAlone
@@ -27,7 +27,6 @@ from specache_fx.capture.graph_slices import mutated_inputs
 from specache_fx.capture.graph_utils import (
     described,
     device_kind,
-    is_float,
     placeholders,
     reads_shape_only,
     shape_of,
@@ -108,7 +107,7 @@ class Backend:
         """Compile one graph of Dynamo's.
 
         Under `torch._dynamo.config.suppress_errors` an error here would be swallowed, and the model run uncompiled: a
-        refusal is raised by what is returned then.
+        refusal is raised by the runner that is returned then.
 
         Args:
             gm: The graph. It is copied, never edited.
@@ -161,7 +160,7 @@ class Backend:
         """Say that Dynamo skips a frame with attention over a cache: `dynamo_hooks` calls this.
 
         Returns:
-            What is said; None of another frame.
+            The message; None of another frame.
 
         Raises:
             UnsupportedGraphError: Under `strict=True`, or if Dynamo compiles the frame's code no more.
@@ -327,12 +326,12 @@ class _Compile:
         Raises:
             UnsupportedGraphError: Under `strict=True`, in place of a warning.
         """
-        kv, outputs = tuple(kv_inputs(self._gm)), self._gm.graph.output_node().all_input_nodes
         message = no.reason or None
         if no.remedy:
             message = f"specache leaves this model as it is, because {no.reason}: {no.remedy.rstrip('.')}."
-            if kv or self._writes or any(len(shape_of(out) or ()) == 4 and is_float(out) for out in outputs):
+            if self._writes or may_have_cache(self._gm):
                 _say(message, self._config, prefix="")
+        kv = tuple(kv_inputs(self._gm))
         program = Program(self._config, refusals=self._refused, other_kv_inputs=kv, left_alone=message)
         self._observe("leave_alone", self._gm, program)
         # Dynamo makes a graph for the layout of handles, which runs once: the cache that it returns is of numbers.

@@ -50,20 +50,20 @@ def describe(value: Any, name_of: Callable[[torch.Tensor], Any]) -> Any:
     )
 
 
-def rebuild(told: Any, tensor_of: Callable[[Any], torch.Tensor], device: torch.device) -> Any:
+def rebuild(tree: Any, tensor_of: Callable[[Any], torch.Tensor], device: torch.device) -> Any:
     """The cache that `describe` wrote down.
 
     Args:
-        told: Its result.
+        tree: Its result.
         tensor_of: The tensor of a name.
         device: Of the model.
 
     Raises:
         SavedCacheError: If it names a class that this version of transformers lacks.
     """
-    if not isinstance(told, dict):
-        return told
-    ((kind, what), *rest) = told.items()
+    if not isinstance(tree, dict):
+        return tree
+    ((kind, what), *rest) = tree.items()
     if kind == "tensor":
         return tensor_of(what)
     if kind == "dtype":

@@ -15,14 +15,14 @@ def with_generators(module: nn.Module) -> list[Any]:
     return [each for each in module.modules() if each is module or hasattr(type(each), "generate")]
 
 
-def backend_of(call: Any) -> Any:
-    """The backend, with its `compiler_fn` and the `kwargs` for it, that a context of Dynamo's was made with.
+def backend_of(call: Any) -> tuple[Any, Any]:
+    """The backend that a context of Dynamo's was made with, as the user gave it, and its options.
 
     Torch wraps it several times. Any other object is returned as it is.
     """
     for name in ("callback", "_torchdynamo_orig_backend", "_torchdynamo_orig_backend"):
         call = getattr(call, name, call)
-    return call
+    return getattr(call, "compiler_fn", call), getattr(call, "kwargs", {}).get("options")
 
 
 def uncompile(model: nn.Module) -> None:

@@ -17,16 +17,8 @@ from specache_fx.lowering import Compiled, lower_static
 from specache_fx.passes.fuse_layer_steps import is_whole, whole_layers
 from specache_fx.passes.pipeline import Observer, build_decode_graph
 from specache_fx.progress import announced
-from specache_fx.runners import (
-    assemble,
-    compiling,
-    inference,
-    layer_shapes,
-    note_graph,
-    resolve,
-    with_numbers,
-)
-from specache_fx.runtime import claims, openmp_spins, registry
+from specache_fx.runners import GoesOn, compiling, note_graph
+from specache_fx.runtime import openmp_spins
 from specache_fx.runtime.decode_step import DecodeStep
 from specache_fx.runtime.device_steps import DeviceSteps
 from specache_fx.runtime.next_answer import NextAnswer
@@ -47,7 +39,7 @@ class DecodeGraph(NamedTuple):
         compiled: Runs it.
         whole: Layers that one operator steps.
         tensors: Which of its inputs are tensors.
-        moving: Which of these may lie elsewhere in each call: no weights.
+        moving: Which of the tensors may lie elsewhere in each call: no weights.
         is_capturable: See `Decode._is_capturable`.
     """
 
@@ -76,7 +68,7 @@ def _copied(result: Any) -> Any:
     return result.clone() if isinstance(result, torch.Tensor) else result
 
 
-class Decode:
+class Decode(GoesOn):
     """One token a call; the graph is made and compiled when the first one comes, for its batch size.
 
     Attributes:
@@ -85,10 +77,10 @@ class Decode:
     """
 
     def __init__(self, gm: GraphModule, program: Program, observe: Observer | None = None) -> None:
-        self._gm, self._program, self._observe = gm, program, observe
-        assert program.outputs is not None and program.decoding is not None
-        self._plan, self._decoding, self._layers = program.outputs, program.decoding, layer_shapes(program)
-        self._sources = program.decoding.sources
+        super().__init__(program)
+        assert program.decoding is not None
+        self._gm, self._observe = gm, observe
+        self._decoding, self._sources = program.decoding, program.decoding.sources
         self._graphs: dict[tuple[Any, ...], DecodeGraph] = {}
         self._inputs = GraphInputs(gm, program)
         # Where every layer is exact nothing is selected, and no speculative token is needed.
@@ -98,24 +90,22 @@ class Decode:
             self._fall_back(reason)
 
     def __call__(self, *args: Any) -> Any:
-        """Decode one token (Algorithm 3), after Algorithm 2 where a run of them begins."""
+        """Decode one token."""
         openmp_spins.look()
-        with inference():
-            args = tuple(with_numbers(self._program, self._layers, args))
-            session, past = resolve(self._program, self._layers, args)
-            with session.lock:
-                claims.check_open(session)  # another thread may have released it
-                if not self._is_noted(session, args):
-                    note_graph(session, self._program, args)
-                session.metrics.begin_step()
-                token = None if self._sources.token is None else args[self._sources.token]
-                session.remember(None if token is None else token.reshape(-1, 1))
-                kept, goes_on = self._decode(session, args)
-                session.advance(1, decoded=True)
-                if self.lanes > 1 and not goes_on:
-                    session.forget_lookahead()
-                handles = registry.resized(session, past)
-            return assemble(self._plan, kept, handles, args)
+        return super().__call__(*args)
+
+    def _run(self, session: Session, args: Sequence[Any]) -> Sequence[Any]:
+        """Decode one token (Algorithm 3), after Algorithm 2 where a run of them begins."""
+        if not self._is_noted(session, args):
+            note_graph(session, self._program, args)
+        session.metrics.begin_step()
+        token = None if self._sources.token is None else args[self._sources.token]
+        session.remember(None if token is None else token.reshape(-1, 1))
+        kept, goes_on = self._decode(session, args)
+        session.advance(1, decoded=True)
+        if self.lanes > 1 and not goes_on:
+            session.forget_lookahead()
+        return kept
 
     def _is_noted(self, session: Session, args: Sequence[Any]) -> bool:
         """Whether the session has gone through this graph with this model: one weight tells, all take too long."""
@@ -284,7 +274,7 @@ class Decode:
         )
         name = "decode step" if ahead else "pre-decode"
         with step.running(), span(name, device=session.device, session=session.number, kv_len=session.kv_len):
-            results = self._run(made, inputs, session)
+            results = self._results(made, inputs, session)
         if lanes == 1:
             session.speculative_token = session.guessed_token = None
             return [_copied(each) if made.is_capturable else each for each in results], step.windows_told
@@ -348,7 +338,7 @@ class Decode:
         """Whether each step of the graph launches the same, as far as the graph tells."""
         return self._decoding.is_pure and is_whole(graph)
 
-    def _run(self, made: DecodeGraph, inputs: list[Any], session: Session) -> Sequence[Any]:
+    def _results(self, made: DecodeGraph, inputs: list[Any], session: Session) -> Sequence[Any]:
         """The graph's results: launched one by one, or captured and replayed."""
         steps, flat = session.steps, [inputs[i] for i in made.tensors]
         captures = made.is_capturable and session.graph is not None and session.graph.records

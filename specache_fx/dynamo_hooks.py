@@ -5,15 +5,15 @@ breaks the graph there, and skips the whole frame for ever where the call is in 
 guard, as an `if` does. `torch.compiler.substitute_in_graph` would be the public way, and refuses functions that Dynamo
 puts into graphs.
 
-`watches_frames`: a frame that Dynamo skips runs uncompiled, and no backend is called. The hook calls `given_up` of the
+`_watch_frames`: a frame that Dynamo skips runs uncompiled, and no backend is called. The hook calls `given_up` of the
 backend that it was to be compiled with, where that has such a method. It takes back what `retrace` marks in
 `torch.compiler.config.dynamic_sources` for a frame, and tells Dynamo of decode steps (`step_trace`). Past
 `recompile_limit` Dynamo runs code uncompiled, on handles: the limit doesn't hold for code that this backend compiles.
 
-`watches_breaks`: notes each break with Dynamo's reason (`graph_breaks`), which no backend gets.
+`_watch_breaks`: notes each break with Dynamo's reason (`graph_breaks`), which no backend gets.
 
-`traces_alone`: while FX traces, it has replaced `Module.__call__` and `__getattr__` for all threads. The hook keeps
-that to the thread that traces, so that another one can run a model. `traces_in_turn`: two threads that trace would take
+`_trace_alone`: while FX traces, it has replaced `Module.__call__` and `__getattr__` for all threads. The hook keeps
+that to the thread that traces, so that another one can run a model. `_trace_in_turn`: two threads that trace would take
 each other's replacements back, so a trace waits for compiles of other threads.
 
 None changes anything for another backend, but that the break of the first is gone there as well.
@@ -27,9 +27,9 @@ import inspect
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from types import CodeType
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -61,9 +61,8 @@ def evaluates_flags(table: Any) -> bool:
     Returns:
         Whether it could be done.
     """
-    if not isinstance(table, dict) or not hasattr(
-        getattr(variables, "SymNodeVariable", None), "evaluate_expr"
-    ):
+    evaluates = hasattr(getattr(variables, "SymNodeVariable", None), "evaluate_expr")
+    if not table or not isinstance(table, dict) or not evaluates:
         return False
     for function in _FLAGGED:
         table.setdefault(function, _with_plain_flags)
@@ -93,34 +92,65 @@ def _plain(variable: Any, tx: Any) -> Any:
     )
 
 
-def watches_frames(converter: Any) -> bool:
-    """Call `given_up` of a backend for each frame that Dynamo gives up.
+class Hook(NamedTuple):
+    """What stands around a method of torch's.
 
-    Args:
-        converter: Dynamo's class whose instances are called with a frame. They raise where Dynamo is to skip it.
-
-    Returns:
-        Whether it could be done.
+    Attributes:
+        owner: Its class; None where this torch has none.
+        method: Its name.
+        parameters: Names of parameters that it has to have.
+        around: Makes the new method of it.
+        otherwise: What to say where it does not fit.
     """
 
-    def wrapped(convert: Any) -> Any:
-        def watched(self: Any, frame: Any, *args: Any, skip: int = 0, **kwargs: Any) -> Any:
-            config: Any = torch.compiler.config
-            ours = _is_ours(self)
-            if ours:
-                _compiled.add(frame.f_code)
-            shown = tracing() if ours else contextlib.nullcontext()
-            # `retrace` adds to the sources, for this frame.
-            with config.patch(dynamic_sources=config.dynamic_sources), _recompiles(frame.f_code), shown:
-                try:
-                    return convert(self, frame, *args, skip=skip + 1, **kwargs)
-                except Exception as error:
-                    _notify(self, frame, error)
-                    raise
+    owner: Any
+    method: str
+    parameters: set[str]
+    around: Callable[[Any], Any]
+    otherwise: str
 
-        return watched
+    def put(self) -> bool:
+        """Put it in place, once. Returns whether it fits."""
+        method = getattr(self.owner, self.method, None)
+        if method is None or not self.parameters.issubset(_parameters(method)):
+            return False
+        if not hasattr(method, _OURS):
+            watched = functools.wraps(method)(self.around(method))
+            setattr(watched, _OURS, True)
+            setattr(self.owner, self.method, watched)
+        return True
 
-    return _wrap(converter, "__call__", {"frame", "skip"}, wrapped)
+
+def _parameters(function: Callable[..., Any]) -> Iterable[str]:
+    try:
+        return inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return ()
+
+
+def _watch_frames(convert: Any) -> Any:
+    def watched(self: Any, frame: Any, *args: Any, skip: int = 0, **kwargs: Any) -> Any:
+        config, (backend, options) = cast(Any, torch.compiler.config), backend_of(self)
+        is_ours = hasattr(backend, "given_up")
+        noted = _noted(frame) if is_ours else contextlib.nullcontext()
+        # `retrace` adds to the sources, for this frame.
+        with config.patch(dynamic_sources=config.dynamic_sources), noted, _recompiles(frame.f_code):
+            try:
+                return convert(self, frame, *args, skip=skip + 1, **kwargs)
+            except Exception as error:
+                if is_ours:
+                    backend.given_up(frame, error, options)
+                raise
+
+    return watched
+
+
+@contextlib.contextmanager
+def _noted(frame: Any) -> Iterator[None]:
+    """While Dynamo converts a frame for this backend."""
+    _compiled.add(frame.f_code)
+    with graph_breaks.converting(frame), tracing():
+        yield
 
 
 def _recompiles(code: CodeType) -> contextlib.AbstractContextManager[Any]:
@@ -134,136 +164,79 @@ def _recompiles(code: CodeType) -> contextlib.AbstractContextManager[Any]:
     return limits.patch(recompile_limit=limits.accumulated_recompile_limit)  # type: ignore[no-any-return]
 
 
+def _watch_breaks(log: Any) -> Any:
+    def watched(self: Any, code_options: Any, reason: str, exc: Exception) -> Any:
+        graph_breaks.note(self.f_code, self.lineno, exc)
+        return log(self, code_options, reason, exc)
+
+    return watched
+
+
+def _trace_alone(patch: Any) -> Any:
+    def watched(self: Any, cls: type, name: str, new_fn: Any, *args: Any, **kwargs: Any) -> Any:
+        mine, usual = threading.get_ident(), getattr(cls, name)
+
+        @functools.wraps(new_fn)
+        def here(*args: Any, **kwargs: Any) -> Any:
+            return (new_fn if threading.get_ident() == mine else usual)(*args, **kwargs)
+
+        return patch(self, cls, name, here, *args, **kwargs)
+
+    return watched
+
+
+def _trace_in_turn(trace: Any) -> Any:
+    def watched(self: Any, root: Any, *args: Any, **kwargs: Any) -> Any:
+        with (
+            convert_frame.compile_lock
+        ):  # Dynamo's own: with another one, two threads could wait for each other
+            return trace(self, root, *args, **kwargs)
+
+    return watched
+
+
+_BREAKS = (
+    "breaks graphs. Attention that runs uncompiled behind a break gets no warning."
+    ' TORCH_LOGS="graph_breaks" shows breaks.'
+)
+_TRACES = "traces. While one thread compiles, models in others may fail."
+FRAMES = Hook(
+    getattr(convert_frame, "ConvertFrameAssert", None), "__call__", {"frame", "skip"}, _watch_frames, _BREAKS
+)
+BREAKS = Hook(
+    getattr(symbolic_convert, "InstructionTranslatorBase", None),
+    "log_graph_break",
+    {"code_options", "reason", "exc"},
+    _watch_breaks,
+    _BREAKS,
+)
+_HOOKS = (
+    FRAMES,
+    BREAKS,
+    Hook(getattr(_symbolic_trace, "Tracer", None), "trace", {"root"}, _trace_in_turn, _TRACES),
+    Hook(
+        getattr(_symbolic_trace, "_Patcher", None),
+        "patch_method",
+        {"cls", "name", "new_fn"},
+        _trace_alone,
+        _TRACES,
+    ),
+)
+
+
 def restores_marks() -> bool:
-    """Whether `watches_frames` is in place, and takes back what is marked for a frame."""
-    converter = getattr(convert_frame, "ConvertFrameAssert", None)
-    return hasattr(getattr(converter, "__call__", None), _OURS)  # noqa: B004
-
-
-def _backend(converter: Any) -> Any:
-    """What a frame is compiled with, as the user gave it."""
-    found = backend_of(converter)
-    return getattr(found, "compiler_fn", found)
-
-
-def _is_ours(converter: Any) -> bool:
-    return hasattr(_backend(converter), "given_up")
-
-
-def _notify(converter: Any, frame: Any, error: Exception) -> None:
-    if _is_ours(converter):
-        options = getattr(backend_of(converter), "kwargs", {}).get("options")
-        _backend(converter).given_up(frame, error, options)
-
-
-def watches_breaks(translator: Any) -> bool:
-    """Have `graph_breaks` note each break.
-
-    Args:
-        translator: Dynamo's class that traces a frame, `f_code`, and logs each break with the line, `lineno`, at which
-            it is and the exception that it had.
-
-    Returns:
-        Whether it could be done.
-    """
-
-    def wrapped(log: Any) -> Any:
-        def watched(self: Any, code_options: Any, reason: str, exc: Exception) -> Any:
-            graph_breaks.note(self.f_code, self.lineno, exc)
-            return log(self, code_options, reason, exc)
-
-        return watched
-
-    return _wrap(translator, "log_graph_break", {"code_options", "reason", "exc"}, wrapped)
-
-
-def traces_alone(patcher: Any) -> bool:
-    """Keep what FX replaces while it traces to the thread that traces.
-
-    Args:
-        patcher: FX's class that replaces methods.
-
-    Returns:
-        Whether it could be done.
-    """
-
-    def wrapped(patch: Any) -> Any:
-        def watched(self: Any, cls: type, name: str, new_fn: Any, *args: Any, **kwargs: Any) -> Any:
-            mine, usual = threading.get_ident(), getattr(cls, name)
-
-            @functools.wraps(new_fn)
-            def here(*args: Any, **kwargs: Any) -> Any:
-                return (new_fn if threading.get_ident() == mine else usual)(*args, **kwargs)
-
-            return patch(self, cls, name, here, *args, **kwargs)
-
-        return watched
-
-    return _wrap(patcher, "patch_method", {"cls", "name", "new_fn"}, wrapped)
-
-
-def traces_in_turn(tracer: Any) -> bool:
-    """Have FX trace in one thread at a time.
-
-    Dynamo's own lock does that: with another one, two threads could wait for each other.
-
-    Args:
-        tracer: FX's class that traces.
-
-    Returns:
-        Whether it could be done.
-    """
-
-    def wrapped(trace: Any) -> Any:
-        def watched(self: Any, root: Any, *args: Any, **kwargs: Any) -> Any:
-            with convert_frame.compile_lock:
-                return trace(self, root, *args, **kwargs)
-
-        return watched
-
-    return _wrap(tracer, "trace", {"root"}, wrapped)
-
-
-def _wrap(owner: Any, name: str, parameters: set[str], wrapped: Callable[[Any], Any]) -> bool:
-    """Put `wrapped(method)` in a method's place, once, if it has these parameters."""
-    method = getattr(owner, name, None)
-    if method is None or not parameters.issubset(_parameters(method)):
-        return False
-    if not hasattr(method, _OURS):
-        watched = functools.wraps(method)(wrapped(method))
-        setattr(watched, _OURS, True)
-        setattr(owner, name, watched)
-    return True
-
-
-def _parameters(function: Callable[..., Any]) -> Iterable[str]:
-    try:
-        return inspect.signature(function).parameters
-    except (TypeError, ValueError):
-        return ()
+    """Whether the hook that takes back what is marked for a frame is in place."""
+    return hasattr(getattr(FRAMES.owner, "__call__", None), _OURS)  # noqa: B004
 
 
 def install() -> None:
     """Put the hooks in place. Called by an import, under its lock: once, and before the first trace."""
-    functions = getattr(variables, "TorchInGraphFunctionVariable", None)
-    handlers = getattr(functions, "_get_handlers", None)
-    table = None if handlers is None else handlers()
-    if not evaluates_flags(table):
-        logger.warning(
-            "specache does not know how torch %s handles functions. Attention with is_causal=q_len > 1 is rewritten at"
-            " the first prompt length alone. Write is_causal=True if q_len > 1 else False.",
-            torch.__version__,
+    handlers = getattr(getattr(variables, "TorchInGraphFunctionVariable", None), "_get_handlers", dict)
+    misfits = [hook.otherwise for hook in _HOOKS if not hook.put()]
+    if not evaluates_flags(handlers()):
+        misfits.append(
+            "handles functions. Attention with is_causal=q_len > 1 is rewritten at the first prompt length alone. Write"
+            " is_causal=True if q_len > 1 else False."
         )
-    frames = watches_frames(getattr(convert_frame, "ConvertFrameAssert", None))
-    if not frames or not watches_breaks(getattr(symbolic_convert, "InstructionTranslatorBase", None)):
-        logger.warning(
-            "specache does not know how torch %s breaks graphs. Attention that runs uncompiled behind a break gets no"
-            ' warning. TORCH_LOGS="graph_breaks" shows breaks.',
-            torch.__version__,
-        )
-    in_turn = traces_in_turn(getattr(_symbolic_trace, "Tracer", None))
-    if not in_turn or not traces_alone(getattr(_symbolic_trace, "_Patcher", None)):
-        logger.warning(
-            "specache does not know how torch %s traces. While one thread compiles, models in others may fail.",
-            torch.__version__,
-        )
+    for otherwise in dict.fromkeys(misfits):
+        logger.warning("specache does not know how torch %s %s", torch.__version__, otherwise)

@@ -12,14 +12,8 @@ from torch.fx import GraphModule, Node
 
 from specache_fx.backend import Backend, check_names
 from specache_fx.border import AtBorder, UnwrapSubclasses
-from specache_fx.capture.graph_utils import (
-    is_float,
-    is_static_input,
-    placeholders,
-    shape_of,
-    target_name,
-    value_of,
-)
+from specache_fx.capture.analyse import may_have_cache
+from specache_fx.capture.graph_utils import shape_of, target_name, value_of
 from specache_fx.capture.program import Phase, Program, Refusal, merged_messages
 from specache_fx.compiled import uncompiled, with_generators
 from specache_fx.config import SpecacheConfig
@@ -95,8 +89,10 @@ class Explanation:
             lines += [f"  rewritten: {source}" for source in dict.fromkeys(graph.rewritten)]
             lines += [f"  {message}" for message in merged_messages(graph.refusals)]
             if graph.left_alone:
-                told = first.setdefault(graph.left_alone, i)
-                lines.append(f"  {graph.left_alone}" if told == i else f"  for the reason of graph {told}")
+                earlier = first.setdefault(graph.left_alone, i)
+                lines.append(
+                    f"  {graph.left_alone}" if earlier == i else f"  for the reason of graph {earlier}"
+                )
             if graph.selection:
                 lines.append(f"  exact pairs: {graph.selection}")
             if graph.fallback:
@@ -135,7 +131,7 @@ class _Recorder:
 
         def observe(name: str, graph: GraphModule, program: Program) -> None:
             if name == "dynamo":
-                report.before, report.has_cache = _around_attention(graph), _has_cache(graph)
+                report.before, report.has_cache = _around_attention(graph), may_have_cache(graph)
             report.phase, report.refusals = program.phase, list(program.refusals)
             report.left_alone = program.left_alone
             report.rewritten = [site.source for site in program.sites]
@@ -166,15 +162,6 @@ class _Recorder:
 def _is_attention(node: Node) -> bool:
     ours = "specache" in str(node.target) and not is_products(node.target)
     return ours or target_name(node) == _SDPA
-
-
-def _has_cache(gm: GraphModule) -> bool:
-    """Whether a graph takes or returns 4-D tensors of floating point numbers that are no parameters."""
-    inputs = [node for node in placeholders(gm.graph) if not is_static_input(node)]
-    return any(
-        is_float(node) and len(shape_of(node) or ()) == 4
-        for node in (*inputs, *gm.graph.output_node().all_input_nodes)
-    )
 
 
 def _around_attention(gm: GraphModule) -> str:

@@ -39,7 +39,7 @@ _known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 def digest(tensor: torch.Tensor) -> str:
     """32 hex digits that depend on every byte of a tensor, its shape and its dtype.
 
-    As fast as memory is read: 64-bit sums of the words times factors, and a cryptographic hash of these. It tells any
+    As fast as memory is read: 64-bit sums of the words times factors, and a cryptographic hash of these. It detects any
     fine-tuned weight and any damage; it is no proof against somebody who looks for a collision.
 
     Args:

@@ -246,8 +246,8 @@ def _start(positions: Sequence[Any], q_len: int) -> int:
 
 def _at(position: Any, session: Session) -> torch.Tensor:
     """Whether a token is written behind those that a session has, on its device: `[]`."""
-    told = torch.as_tensor(position, device=session.device).reshape(-1)
-    return (told == session.kv_len).all()
+    written = torch.as_tensor(position, device=session.device).reshape(-1)
+    return (written == session.kv_len).all()
 
 
 def _or_nan(out: Any, agrees: torch.Tensor) -> Any:

@@ -7,18 +7,19 @@ an attention that stands in such a frame.
 
 from __future__ import annotations
 
+import contextlib
 import dis
 import linecache
 import re
 import sys
+import threading
 import traceback
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 import torch
-from torch._dynamo.convert_frame import ConvertFrameAssert
 from torch._dynamo.exc import Unsupported, UserError
 from torch.fx import GraphModule
 
@@ -108,6 +109,7 @@ _behind: dict[Place, Break] = {}  # by the line at which the code behind a break
 _last: dict[Place, Break] = {}  # by the first line of the code
 _frames: dict[Place, _Uncompiled] = {}  # likewise
 _attentions: set[Place] = set()  # that were rewritten
+_here = threading.local()
 
 
 def forget() -> None:
@@ -127,26 +129,27 @@ def note(code: CodeType, line: int, error: Exception) -> None:
     _behind[code.co_filename, line] = _last[_first_line(code)] = _break(error)
 
 
+@contextlib.contextmanager
+def converting(frame: Any) -> Iterator[None]:
+    """While Dynamo converts a frame, of which it has `f_code` and `f_globals`."""
+    before, _here.frame = getattr(_here, "frame", None), frame
+    try:
+        yield
+    finally:
+        _here.frame = before
+
+
 def around(gm: GraphModule) -> Around:
     """Where a graph that is compiled now was broken off."""
-    frame: FrameType | None = sys._getframe()
-    while frame is not None and not (
-        isinstance(frame.f_locals.get("self"), ConvertFrameAssert) and "frame" in frame.f_locals
-    ):
-        frame = frame.f_back
-    if frame is None:
+    traced = getattr(_here, "frame", None)
+    if traced is None:
         return Around()
-    traced = frame.f_locals["frame"]
     code: CodeType = traced.f_code
     resumed = _RESUMED.match(code.co_name)
     before = _behind.get((code.co_filename, int(resumed[1]))) if resumed else None
-    caller: Break | None = None
-    while before is None and frame is not None:
-        above = _frames.get(_first_line(frame.f_code))
-        if above is not None:
-            caller = caller or above.found
-            before = above.found if above.attends or above.keeps else None
-        frame = frame.f_back
+    callers = list(_callers())
+    before = before or next((each.found for each in callers if each.attends or each.keeps), None)
+    caller = callers[0].found if callers else None
     reason: Any = getattr(gm, "compile_subgraph_reason", None)
     if reason is None or not reason.graph_break:
         return Around(before, caller)
@@ -154,6 +157,15 @@ def around(gm: GraphModule) -> Around:
     if ended is not None and reason.reason == _REST_RUNS_UNCOMPILED:
         message = _uncompiled(traced, ended, reason.user_stack[0].lineno)
     return Around(before or ended, caller, message)
+
+
+def _callers() -> Iterator[_Uncompiled]:
+    """The frames around that run uncompiled, the innermost first."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if (found := _frames.get(_first_line(frame.f_code))) is not None:
+            yield found
+        frame = frame.f_back
 
 
 def named(program: Program, piece: Around) -> Program:
@@ -239,11 +251,7 @@ def _uncompiled(traced: Any, found: Break, line: int = 0) -> str | None:
         f" attention too. {found}.{before} {found.remedy}"
     )
     here = _frames[_first_line(code)] = _Uncompiled(found, message, attends, bool(names & _APPENDS))
-    running = [here]
-    frame: FrameType | None = sys._getframe()
-    while frame is not None:
-        running += [_frames[place]] if (place := _first_line(frame.f_code)) in _frames else []
-        frame = frame.f_back
+    running = [here, *_callers()]
     if was:
         return message
     attending = next((each.message for each in running if each.attends), None)
@@ -277,8 +285,8 @@ def _first_line(code: CodeType) -> Place:
 def _break(error: Exception) -> Break:
     stack = getattr(error, "real_stack", None)
     lines = [line.strip() for line in str(getattr(error, "msg", None) or error).splitlines()]
-    told = [line.removeprefix("Explanation:").strip().rstrip(".") for line in lines if line][:2]
-    return Break(_shown(stack[-1]) if stack else "", ": ".join(line for line in told if line))
+    texts = [line.removeprefix("Explanation:").strip().rstrip(".") for line in lines if line][:2]
+    return Break(_shown(stack[-1]) if stack else "", ": ".join(line for line in texts if line))
 
 
 def _shown(place: traceback.FrameSummary) -> str:

@@ -83,5 +83,5 @@ def _name(form: Form) -> str:
 
 def _expect(fits: bool, value: Any, part: str, expected: str) -> None:
     if not fits:
-        told = f"a {type(value).__name__}" if isinstance(value, (dict, list)) else f"{value!r:.80}"
-        raise FormError(f"{part or 'the header'} is {told}: expected {expected}")
+        found = f"a {type(value).__name__}" if isinstance(value, (dict, list)) else f"{value!r:.80}"
+        raise FormError(f"{part or 'the header'} is {found}: expected {expected}")

@@ -1,9 +1,9 @@
-"""The decode graph cut at its layers' steps: of parts that are alike, Inductor compiles one.
+"""The decode graph cut at its layers' steps: of equal parts, Inductor compiles one.
 
     part 0: embedding, norm, products   -> layer_step 0 -> part 1: products, norms, feed-forward -> layer_step 1 -> ...
 
 A layer's step is an operator that Inductor fuses with nothing, so that cuts there cost no fusion. The parts between two
-of them differ in their weights alone, which are inputs. Inductor's time goes with the parts that are not alike.
+of them differ in their weights alone, which are inputs. Inductor's time goes with the parts that differ.
 
 Python calls each part in each step. So a graph is left whole where its steps can't be replayed (`StepGraph`), as far as
 that is known.
@@ -56,7 +56,7 @@ def compile_by_layer(
         compile_part: Compiles a part by real inputs of it.
 
     Returns:
-        Its callable; None where more than half of its parts are of a form of their own, or parts can't be told.
+        Its callable; None where more than half of its parts are of a form of their own, or parts can't be recognised.
     """
     if any(map(writes_in_place, gm.graph.nodes)):
         return None  # parts are ordered by their inputs
@@ -93,7 +93,7 @@ def split(graph: Graph) -> list[Piece]:
 
 
 def _sink(graph: Graph, number: dict[Node, int]) -> None:
-    """Move nodes that depend on inputs alone (weights) to their first reader: parts are alike then."""
+    """Move nodes that depend on inputs alone (weights) to their first reader: more parts are equal then."""
     for node in reversed(graph.nodes):
         is_item = operator.getitem in (node.target, *(user.target for user in node.users))
         if number.get(node) == 0 and node.users and not is_item:  # a list of tensors stays in one part

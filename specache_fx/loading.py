@@ -275,13 +275,13 @@ def cuts(file: TensorFile) -> bool:
     return all(config.placement.offload for config in sessions) and not _has_number(file.about["cache"])
 
 
-def _has_number(told: Any) -> bool:
+def _has_number(tree: Any) -> bool:
     """Whether a result of `describe` has a number, which may count tokens."""
-    if isinstance(told, dict):
-        return "tensor" not in told and any(map(_has_number, told.values()))
-    if isinstance(told, list):
-        return any(map(_has_number, told))
-    return isinstance(told, (int, float)) and not isinstance(told, bool)
+    if isinstance(tree, dict):
+        return "tensor" not in tree and any(map(_has_number, tree.values()))
+    if isinstance(tree, list):
+        return any(map(_has_number, tree))
+    return isinstance(tree, (int, float)) and not isinstance(tree, bool)
 
 
 def _session(
@@ -326,7 +326,7 @@ def options_of(model: nn.Module) -> SpecacheConfig | None:
         call = getattr(call, "compiled", call)  # of a `Dispatcher`
         if context is None and inspect.isfunction(call):
             context = inspect.getclosurevars(call).nonlocals.get("self")
-        backend = backend_of(context)
-        if isinstance(getattr(backend, "compiler_fn", None), Backend):
-            return SpecacheConfig.from_options(backend.kwargs.get("options"))
+        backend, options = backend_of(context)
+        if isinstance(backend, Backend):
+            return SpecacheConfig.from_options(options)
     return None

@@ -25,6 +25,7 @@ from specache_fx.capture.graph_edit import call
 from specache_fx.capture.graph_slices import ancestors, eliminate_dead_code, extract
 from specache_fx.capture.graph_utils import placeholders, shape_of, symbols_of, value_of
 from specache_fx.capture.normalize_attention import SDPA
+from specache_fx.capture.pieces import Piece
 from specache_fx.capture.program import Program
 from specache_fx.config import Lowering
 from specache_fx.errors import first_line
@@ -117,34 +118,28 @@ def _compile_tests(gm: GraphModule, inside: set[Node], inputs: Sequence[Any]) ->
         inputs: Example inputs of the graph.
     """
     given = placeholders(gm.graph)
-    roots = [node for node in given if node in inside]
-    sizes = _unbound_sizes(gm.graph, roots)
-    roots += sizes
+    sizes = _unbound_sizes(gm.graph, [node for node in given if node in inside])
+    items = (operator.getitem, torch.ops.aten.select.int)
     for node in gm.graph.nodes:
-        if node.target in (operator.getitem, torch.ops.aten.select.int) and inside.issuperset(
-            node.all_input_nodes
-        ):
+        if node.target in items and inside.issuperset(node.all_input_nodes):
             inside.add(node)
-    results = [
-        node
-        for node in gm.graph.nodes
-        if node in inside and node not in roots and isinstance(value_of(node), torch.Tensor)
-        if not inside.issuperset(node.users)
-    ]
+    tests = Piece.of(node for node in gm.graph.nodes if node in inside and node.op != "placeholder")
+    results = [node for node in tests.results if isinstance(value_of(node), torch.Tensor)]
+    roots = [*(node for node in given if node in tests.inputs), *sizes]
     part = extract(gm, results, roots)
     end = part.graph.output_node()
     with part.graph.inserting_before(end):
         end.args = (tuple(_computed(part.graph, each) for each in end.all_input_nodes),)
     part.recompile()
-    examples = [value_of(node) if node in sizes else inputs[given.index(node)] for node in roots]
     # Where Dynamo has found two symbols to be one, sizes have the one that a sum has, too.
+    examples = [value_of(node) if node in sizes else inputs[given.index(node)] for node in roots]
     examples = [each + 0 if isinstance(each, torch.SymInt) else each for each in examples]
     compiled = lower(part, examples, "inductor")
     first = next(node for node in gm.graph.nodes if node.op != "placeholder" and node not in sizes)
     with gm.graph.inserting_before(first):
-        told = gm.graph.call_function(target(compiled), tuple(roots))
+        outputs = gm.graph.call_function(target(compiled), tuple(roots))
         for number, node in enumerate(results):
-            node.replace_all_uses_with(gm.graph.call_function(operator.getitem, (told, number)))
+            node.replace_all_uses_with(gm.graph.call_function(operator.getitem, (outputs, number)))
     eliminate_dead_code(gm.graph)
     gm.recompile()
 
@@ -184,7 +179,7 @@ def lower_static(
         gm: The graph.
         inputs: Real inputs.
         lowering: "inductor" or "eager".
-        by_layer: Compile layers that are alike once: where steps are replayed, and one operator steps each layer.
+        by_layer: Compile equal layers once: where steps are replayed, and one operator steps each layer.
     """
     if lowering == "eager":
         return gm.forward

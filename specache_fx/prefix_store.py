@@ -128,7 +128,7 @@ class PrefixStore:
             agrees = self._read(path, stat, lambda file: _agreement(file, ids))
             if agrees is not None and agrees[0]:
                 found.append((*agrees, stat.st_mtime, path, stat))
-        # The longest first; of these the ones that need no cut, then the newest.
+        # The longest first. Of equal ones, those that need no cut come first, then the newest.
         for common, whole, _, path, stat in sorted(found, key=lambda each: each[:3], reverse=True):
             use = partial(_restored, model, _real(attention_mask, common), common, whole)
             if (cache := self._read(path, stat, use)) is not None:
@@ -137,7 +137,7 @@ class PrefixStore:
         return None, 0
 
     def _read(self, path: Path, stat: os.stat_result, use: Callable[[TensorFile], T | None]) -> T | None:
-        """What is made of an entry; None where that can't be. A damaged entry is removed."""
+        """The result of `use` for an entry; None where it can't be read. A damaged entry is removed."""
         try:
             with opened(path) as file:
                 return use(file)

@@ -89,7 +89,7 @@ def _fixed_lengths(kv_lens: Collection[int]) -> tuple[set[str], set[int]]:
     are only read nothing is assumed.
 
     Args:
-        kv_lens: Tokens of the caches in this call: a count is one of these.
+        kv_lens: Tokens of the caches in this call: a count equals one.
 
     Returns:
         Dynamo's names of those that can be a variable, and the values of all.

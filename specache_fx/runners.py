@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -336,29 +337,45 @@ def _take_over(
         raise
 
 
-class Extend:
-    """Continues a session by several tokens at once, exactly."""
+class GoesOn(ABC):
+    """Continues the session that its inputs are the handles of."""
 
-    def __init__(self, compiled: Compiled, program: Program) -> None:
-        self._compiled, self._program, self._layers = compiled, program, layer_shapes(program)
+    def __init__(self, program: Program) -> None:
         assert program.outputs is not None
-        self._plan = program.outputs
+        self._program, self._plan, self._layers = program, program.outputs, layer_shapes(program)
 
     def __call__(self, *args: Any) -> Any:
-        """Run the new tokens on the 16-bit history."""
+        """Run the new tokens."""
         with inference():
             args = tuple(with_numbers(self._program, self._layers, args))
             session, past = resolve(self._program, self._layers, args)
             with session.lock:
                 claims.check_open(session)  # another thread may have released it
-                note_graph(session, self._program, args)
-                session.forget_lookahead()
-                padding = session.key_mask.at(session.kv_len)
-                inputs = list(map(plain, args))
-                with bound_prompt_masks(session, self._program, inputs):
-                    kept = self._compiled(*inputs, session.state)
-                _advance(session, self._program, args)
-                if session.key_mask.shows(padding):
-                    session.requantize()
+                kept = self._run(session, args)
                 handles = registry.resized(session, past)
             return assemble(self._plan, kept, handles, args)
+
+    @abstractmethod
+    def _run(self, session: Session, args: Sequence[Any]) -> Sequence[Any]:
+        """Put the tokens into the session, whose lock is held. Returns what the graph computes."""
+
+
+class Extend(GoesOn):
+    """Continues a session by several tokens at once, exactly."""
+
+    def __init__(self, compiled: Compiled, program: Program) -> None:
+        super().__init__(program)
+        self._compiled = compiled
+
+    def _run(self, session: Session, args: Sequence[Any]) -> Sequence[Any]:
+        """Run the new tokens on the 16-bit history."""
+        note_graph(session, self._program, args)
+        session.forget_lookahead()
+        padding = session.key_mask.at(session.kv_len)
+        inputs = list(map(plain, args))
+        with bound_prompt_masks(session, self._program, inputs):
+            kept: Sequence[Any] = self._compiled(*inputs, session.state)
+        _advance(session, self._program, args)
+        if session.key_mask.shows(padding):
+            session.requantize()
+        return kept

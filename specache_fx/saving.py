@@ -76,7 +76,7 @@ def content(
             seen.append(tensor)
             return len(seen) - 1
 
-        told = describe(past_key_values, note)
+        tree = describe(past_key_values, note)
         if any(isinstance(tensor, Handle) and hasattr(tensor, "version") for tensor in seen):
             raise SavedCacheError(
                 "A cache of fixed length, which the model writes in place, can't be saved. Run the prompt with a cache"
@@ -93,7 +93,7 @@ def content(
             "format": FORMAT,
             "tokens": None if input_ids is None else _hash(parts[0].session, input_ids),
             "sessions": [_about(part) for part in parts],
-            "cache": told,
+            "cache": tree,
         }
         yield about, tensors
 

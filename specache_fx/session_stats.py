@@ -45,7 +45,7 @@ class SessionStats:
         device_bytes: Bytes on the device: codes, scales, window, staged pairs, padding mask; counted on the tensors.
         host_bytes: Bytes reserved on the host, with room for tokens to come: a quarter of a layer's tokens, or 1,024
             tokens where that is less. A crop gives nothing back.
-        host_used_bytes: Bytes of these that hold pairs.
+        host_used_bytes: Bytes of `host_bytes` that hold pairs.
         full_bytes: Bytes that the whole cache would take on the device in the model's dtype.
         kv_len: Tokens held.
         steps: Decode steps so far.

@@ -135,7 +135,7 @@ def _check_hidden(row: torch.Tensor, seen: torch.Tensor | None, program: Program
 
 
 def _moves_soon(session: Session, sources: Sources, args: Sequence[Any]) -> bool:
-    """Whether a mask will hide more than the padding within a group of tokens, or that can't be told."""
+    """Whether a mask will hide more than the padding within a group of tokens, or that can't be known."""
     assert session.batch is not None
     kv_len = session.kv_len + 1 + session.config.group_size
     try:

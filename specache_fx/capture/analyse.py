@@ -20,6 +20,7 @@ from specache_fx.capture.find_prelude import find_prelude
 from specache_fx.capture.find_sources import find_sources, find_token, fixed_sizes, kv_lens
 from specache_fx.capture.flex_attention import flex_attention
 from specache_fx.capture.graph_utils import (
+    is_float,
     is_static_input,
     placeholders,
     reads_shape_only,
@@ -160,3 +161,9 @@ def kv_inputs(gm: GraphModule) -> list[int]:
         and value_of(node).dim() in (4, 5)
         and not all(reads_shape_only(user) for user in node.users)
     ]
+
+
+def may_have_cache(gm: GraphModule) -> bool:
+    """Whether a graph takes or returns tensors that could be KV tensors."""
+    outputs = gm.graph.output_node().all_input_nodes
+    return bool(kv_inputs(gm)) or any(len(shape_of(out) or ()) == 4 and is_float(out) for out in outputs)

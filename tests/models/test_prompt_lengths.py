@@ -121,10 +121,11 @@ def test_the_hooks_are_put_in_once_and_only_where_they_fit() -> None:
 
     decorated = Decorated.log_graph_break
     del decorated.__dict__["_is_of_specache"]
-    assert dynamo_hooks.watches_breaks(Decorated) and Decorated.log_graph_break is not decorated
+    assert dynamo_hooks.BREAKS._replace(owner=Decorated).put()
+    assert Decorated.log_graph_break is not decorated
     before = Other.__call__
     assert not dynamo_hooks.evaluates_flags(None)
-    assert not dynamo_hooks.watches_frames(Other) and not dynamo_hooks.watches_breaks(Other)
+    assert not any(hook._replace(owner=Other).put() for hook in (dynamo_hooks.FRAMES, dynamo_hooks.BREAKS))
     assert Other.__call__ is before
     table = {F.scaled_dot_product_attention: "a handler of torch's own"}
     assert dynamo_hooks.evaluates_flags(table)
