@@ -37,7 +37,7 @@ from specache_fx.capture.graph_utils import placeholders, value_of
 from specache_fx.capture.normalize_attention import SDPA
 from specache_fx.capture.program import Program
 from specache_fx.capture.segments import CannotCut, Joined, Segment, cut
-from specache_fx.passes.batching_rules import fill_where_masked, register_batching_rules
+from specache_fx.passes.batching_rules import register_batching_rules
 
 _EXPAND = torch.ops.aten.expand.default
 _MARKERS = (torch.ops.specache.attention.default, torch.ops.specache.attention_lanes.default)
@@ -72,7 +72,6 @@ def duplicate_query(gm: GraphModule, program: Program, inputs: Sequence[Any], la
     layers = _prepare(gm, inputs)
     if lanes > 1:
         register_batching_rules()
-        fill_where_masked(gm.graph)
     try:
         segments = cut(gm.graph, lambda node: node.target in _MARKERS)
     except CannotCut:
