@@ -2,24 +2,49 @@
 
 from __future__ import annotations
 
+import hashlib
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch.fx import GraphModule
 
+from specache_fx.capture.graph_edit import finish
+from specache_fx.capture.graph_slices import eliminate_dead_code
 from specache_fx.capture.program import Program
 
 
 @dataclass(frozen=True)
 class Pass:
-    """A named rewrite: valid graph in, valid graph out. It edits the graph that it gets, and decides nothing.
+    """A named rewrite: valid graph in, valid graph out. It decides nothing. A decorator of the function that rewrites.
 
     Attributes:
-        name: As in logs, in `explain` and in `skip_passes`.
-        run: `(graph module, program) -> graph module`.
+        run: Edits a graph module that it gets with its program, or returns another one.
         optional: It changes no answer, so `skip_passes` may name it.
     """
 
-    name: str
-    run: Callable[[GraphModule, Program], GraphModule]
+    run: Callable[[GraphModule, Program], GraphModule | None]
     optional: bool = False
+
+    def __call__(self, gm: GraphModule, program: Program) -> GraphModule:
+        """Rewrite a graph, and take out of it what nothing needs any more."""
+        made = self.run(gm, program)
+        gm = gm if made is None else made
+        eliminate_dead_code(gm.graph)
+        return finish(gm)
+
+    @property
+    def name(self) -> str:
+        """As in logs, in `explain` and in `skip_passes`."""
+        return str(self._function.__name__)
+
+    @property
+    def source_hash(self) -> str:
+        """SHA-256 of the source of its module: a rewritten graph that is stored is another one once that changes."""
+        module = inspect.getmodule(self._function)
+        assert module is not None
+        return hashlib.sha256(inspect.getsource(module).encode()).hexdigest()
+
+    @property
+    def _function(self) -> Callable[..., object]:
+        return getattr(self.run, "func", self.run)  # below a `partial`

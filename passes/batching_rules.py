@@ -11,9 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import Graph, Node
-
-from specache_fx.capture.graph_utils import shape_of, value_of
 
 # Products of each token with its own expert's weight, over tokens sorted by expert: transformers' own operator, and
 # PyTorch's, which transformers takes where it can run.
@@ -57,21 +54,6 @@ def _register(name: str, rule: Callable[..., Any]) -> None:
         _registered[name] = torch.library.Library(namespace, "FRAGMENT")
         bound = partial(rule, getattr(getattr(torch.ops, namespace), op).default)
         torch.library.register_vmap(name, bound, lib=_registered[name])
-
-
-def fill_where_masked(graph: Graph) -> None:
-    """Write `index_put(x, [mask], number)` as `where`: the same, and vmap has no rule for the first."""
-    for node in list(graph.nodes):
-        if node.target is not torch.ops.aten.index_put.default or len(node.args) != 3:
-            continue
-        written, (mask, *more), number = node.args
-        value = value_of(mask) if isinstance(mask, Node) else None
-        if more or not isinstance(value, Tensor) or value.dtype != torch.bool or shape_of(number) != ():
-            continue
-        with graph.inserting_before(node):
-            for _ in range(len(shape_of(written) or ()) - value.dim()):  # it hides whole rows
-                mask = graph.call_function(torch.ops.aten.unsqueeze.default, (mask, -1))
-        node.target, node.args = torch.ops.aten.where.self, (mask, number, written)
 
 
 def _grouped(

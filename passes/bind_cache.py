@@ -12,19 +12,17 @@ Past and present KV become handles. The operators that move the pairs depend on 
               return keys, values, logits                   specache.store(k, v, mask[..., -1, :], state, layer)
                                                             return logits
 
-    decode    out = sdpa(q, cat([past_keys, k], -2), ..) ->  out = specache.attention(q, k, v, layer, scale,
-                                                                                  softcap, sinks)
+    decode    out = sdpa(q, cat([past_keys, k], -2), ..) ->  out = specache.attention(q, k, v, scale, softcap, sinks)
               return keys, values, logits                   return logits
 
 Storing right after each attention keeps one layer's 16-bit pairs alive at a time. In decode nothing reads
 the masks any more, so they and all that knew `kv_len` die here. `specache_fx/step_masks.py` applies masks beyond
 padding at run time; for windows `window_masks.py` does.
 
-Latent attention (MLA): the marker gets the new token's latent, the attention's index (of its expansion) and the width
-of its output.
+Latent attention (MLA): the marker gets the new token's latent and the width of its output.
 
 Attentions that share a cache: the first one's pairs are stored and loaded. In decode each gets a marker with its own
-query and the first one's layer and new pair.
+query and the first one's new pair. Markers are in the order of `Program.sites`.
 
 Without attentions to rewrite it leaves the graph as it is.
 """
@@ -37,7 +35,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from specache_fx.capture.graph_edit import add_placeholder, call, finish
+from specache_fx.capture.graph_edit import add_placeholder, call
 from specache_fx.capture.graph_slices import eliminate_dead_code
 from specache_fx.capture.graph_utils import placeholders, shape_of, value_of
 from specache_fx.capture.program import AttentionSite, Phase, Program
@@ -85,13 +83,13 @@ def _bind_extend(graph: Graph, site: AttentionSite, state_node: Node) -> None:
     _store(graph, site, state_node)
 
 
-def _bind_decode(graph: Graph, site: AttentionSite, index: int) -> None:
+def _bind_decode(graph: Graph, site: AttentionSite) -> None:
     core, value = site.core, value_of(site.core.node)
     more: tuple[Any, ...] = () if core.softcap is None and core.sinks is None else (core.softcap, core.sinks)
     if site.expansion is not None:
-        more = (core.softcap, core.sinks, index, value.shape[-1])
+        more = (core.softcap, core.sinks, value.shape[-1])
     with graph.inserting_before(core.node):
-        args = (core.query, site.keys.new, site.values.new, site.layer, core.scale, *more)
+        args = (core.query, site.keys.new, site.values.new, core.scale, *more)
         out = call(graph, torch.ops.specache.attention.default, args, core.node)
         if value.dim() == 3:  # batch and heads are one dimension; query heads may be rows
             out = call(graph, _aten.reshape.default, (out, [-1, *value.shape[1:]]), core.node)
@@ -101,19 +99,20 @@ def _bind_decode(graph: Graph, site: AttentionSite, index: int) -> None:
     graph.erase_node(core.node)
 
 
-def bind_cache(gm: GraphModule, program: Program) -> GraphModule:
+@Pass
+def bind_cache(gm: GraphModule, program: Program) -> None:
     """Replace the KV cache by handles and ops."""
     graph = gm.graph
     if program.outputs is None or any(node.target in _BOUND for node in graph.nodes):
-        return gm
+        return
     output = graph.output_node()
     outs: Any = output.args[0]
     output.args = (tuple(outs[i] for i in program.outputs.kept),)
     if program.phase is Phase.DECODE:
         for place, node in enumerate(placeholders(graph)):
             node.meta["specache_input"] = place
-        for i, site in enumerate(program.sites):
-            _bind_decode(graph, site, i)
+        for site in program.sites:
+            _bind_decode(graph, site)
     else:
         state_node = add_placeholder(graph, STATE, empty_state(len(program.owners)))
         bind = _bind_prefill if program.phase is Phase.PREFILL else _bind_extend
@@ -121,7 +120,3 @@ def bind_cache(gm: GraphModule, program: Program) -> GraphModule:
             bind(graph, site, state_node)
     eliminate_dead_code(graph)
     assert all(value_of(node) is not None for node in placeholders(graph))
-    return finish(gm)
-
-
-BIND_CACHE = Pass("bind_cache", bind_cache)

@@ -1,14 +1,14 @@
 """`duplicate_query`: the decode graph for two tokens at once, the output token and the speculative one.
 
-    out = specache.attention(q, k, v, layer, scale)               # q [batch, num_heads, 1, key_dim]
-        -> out = specache.attention_lanes(q, k, v, layer, scale)  # q [lanes, batch, num_heads, 1, key_dim]
+    out = specache.attention(q, k, v, scale)               # q [batch, num_heads, 1, key_dim]
+        -> out = specache.attention_lanes(q, k, v, scale)  # q [lanes, batch, num_heads, 1, key_dim]
 
 The graph is traced again under `torch.vmap` over lanes. Token ids and prelude tensors carry a leading lane dimension.
 Everything else is shared, so each weight is read once for both. `batching_rules` has the operators that vmap doesn't
-know. The result is an ATen graph of static shapes whose outputs have a leading lane dimension too.
+know. The result is an ATen graph of static shapes, in normal form, whose outputs have a leading lane dimension too.
 
 With one lane (lookahead "query" or "none", policy "kivi", or where lanes can't be had) it is traced as it is.
-Of layers that are alike one is traced (`capture/segments.py`).
+Of layers that compute the same one is traced (`capture/segments.py`).
 
 Unlike the passes before it, this one needs real inputs: it runs when the first decode step does.
 Paper: SpeCache §3.3 and Alg. 3, "simultaneously decode two tokens".
@@ -32,16 +32,16 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.node import map_arg
 from torch.fx.traceback import preserve_node_meta
 
-from specache_fx.capture.graph_edit import call, copy_graph, finish
+from specache_fx.capture.graph_edit import call, copy_graph
 from specache_fx.capture.graph_utils import placeholders, value_of
 from specache_fx.capture.normalize_attention import SDPA
 from specache_fx.capture.program import Program
 from specache_fx.capture.segments import CannotCut, Joined, Segment, cut
-from specache_fx.passes.batching_rules import fill_where_masked, register_batching_rules
+from specache_fx.capture.simplify import simplify
+from specache_fx.passes.batching_rules import register_batching_rules
 
 _EXPAND = torch.ops.aten.expand.default
 _MARKERS = (torch.ops.specache.attention.default, torch.ops.specache.attention_lanes.default)
-_OF_LAYER = (3, 7)  # arguments of a marker that differ from layer to layer: `layer` and `expansion`
 
 
 def lane_inputs(gm: GraphModule, program: Program) -> list[bool]:
@@ -69,10 +69,9 @@ def duplicate_query(gm: GraphModule, program: Program, inputs: Sequence[Any], la
     flags = lane_inputs(gm, program)
     gm = copy_graph(gm)
     on_lanes = {node for node, flag in zip(placeholders(gm.graph), flags, strict=True) if flag and lanes > 1}
-    layers = _prepare(gm, inputs)
+    _prepare(gm, inputs)
     if lanes > 1:
         register_batching_rules()
-        fill_where_masked(gm.graph)
     try:
         segments = cut(gm.graph, lambda node: node.target in _MARKERS)
     except CannotCut:
@@ -93,19 +92,15 @@ def duplicate_query(gm: GraphModule, program: Program, inputs: Sequence[Any], la
     traced = joined.finish()
     for node, old in zip(placeholders(traced.graph), placeholders(gm.graph), strict=True):
         node.meta["specache_name"] = old.name
-    _restore(traced, layers)
     results: Any = gm.graph.output_node().args[0]
     if lanes > 1:
         _spread(traced, [node in on_lanes for node in results], lanes)
-    return finish(traced)
+    simplify(traced.graph)
+    return traced
 
 
-def _prepare(gm: GraphModule, inputs: Sequence[Any]) -> list[list[Any]]:
-    """Give the graph its inputs' values, integers as constants, and make its layers alike.
-
-    Returns:
-        Of each marker, in order, the arguments `_OF_LAYER`.
-    """
+def _prepare(gm: GraphModule, inputs: Sequence[Any]) -> None:
+    """Give the graph its inputs' values, integers as constants."""
     mode = FakeTensorMode(
         allow_fallback_kernels=True, allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=True
     )
@@ -115,7 +110,6 @@ def _prepare(gm: GraphModule, inputs: Sequence[Any]) -> list[list[Any]]:
             node.meta["val"] = mode.from_tensor(value)
         else:
             numbers[node] = value
-    layers = []
     for node in gm.graph.nodes:
         args, kwargs = (
             map_arg(side, lambda each: numbers.get(each, each)) for side in (node.args, node.kwargs)
@@ -124,21 +118,8 @@ def _prepare(gm: GraphModule, inputs: Sequence[Any]) -> list[list[Any]]:
         if node.target is SDPA:  # of an attention that is left alone
             more = dict(zip(("scale", "enable_gqa"), node.args[6:], strict=True))
             node.target, node.args, node.kwargs = F.scaled_dot_product_attention, node.args[:6], more
-        elif node.target in _MARKERS:
-            layers.append(list(node.args))
-            node.args = tuple(
-                0 if i in _OF_LAYER and arg is not None else arg for i, arg in enumerate(node.args)
-            )
     for node in numbers:
         gm.graph.erase_node(node)
-    return layers
-
-
-def _restore(traced: GraphModule, layers: Sequence[Sequence[Any]]) -> None:
-    """Give the markers the arguments again that `_prepare` took."""
-    markers = (node for node in traced.graph.nodes if node.target in _MARKERS)
-    for node, args in zip(markers, layers, strict=True):
-        node.args = tuple(args[i] if i in _OF_LAYER else arg for i, arg in enumerate(node.args))
 
 
 def _spread(traced: GraphModule, batched: Sequence[bool], lanes: int) -> None:

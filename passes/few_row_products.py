@@ -8,9 +8,9 @@ general product, whose packing costs more than the arithmetic. With a single row
 gives it (`runtime/csrc/products.cpp`). Products of the same rows whose weights are inputs of the graph are one
 call, up to 8 of them: the graph writes to no weight before its end.
 
-Tokens that follow a cache may be few, too: a question about a document. Their number is known when the graph runs. So
-the operator takes all products of such a graph and leaves many rows to BLAS. A prompt keeps its products: arithmetic
-bounds them.
+Tokens that follow a cache may be few, too: a question about a document. Where their number is known when the graph runs
+alone, the operator takes all products and leaves many rows to BLAS. A prompt, whose products arithmetic bounds, does
+without this pass.
 
 It matches float32 on the CPU, and bfloat16 without a bias; weights that lie row by row. In a decode step it also
 matches weights in int8. torchao converts them to the rows' dtype, multiplies, and scales the results.
@@ -20,28 +20,29 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from typing import Any, TypeGuard
+from functools import partial
+from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
 
-from specache_fx.capture.graph_edit import call, erase_unused, finish
+from specache_fx.capture.graph_edit import call
 from specache_fx.capture.graph_utils import value_of
-from specache_fx.capture.program import Phase, Program
+from specache_fx.capture.program import Program
 from specache_fx.passes.base import Pass
 from specache_fx.runtime import ops  # noqa: F401  (defines the operator)
 from specache_fx.runtime.native import graph_ops
 from specache_fx.runtime.native.products import DTYPES, MAX_ROWS, MAX_WEIGHTS
 
 aten = torch.ops.aten
-_VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 
 
-def few_row_products(gm: GraphModule, program: Program) -> GraphModule:
+@partial(Pass, optional=True)
+def few_row_products(gm: GraphModule, program: Program) -> None:
     """Make one call of all products of the same few rows."""
     groups: dict[tuple[object, ...], list[Node]] = defaultdict(list)
     for node in gm.graph.nodes:
-        if node.target not in (aten.mm.default, aten.addmm.default) or not _fits(node, program.phase):
+        if node.target not in (aten.mm.default, aten.addmm.default) or not _fits(node):
             continue
         rows, weight, _ = _operands(node)
         same = (_viewed(rows), value_of(weight).dtype, *map(str, value_of(rows).shape))
@@ -52,7 +53,6 @@ def few_row_products(gm: GraphModule, program: Program) -> GraphModule:
     for products in groups.values():
         for first in range(0, len(products), MAX_WEIGHTS):
             _replace(gm, products[first : first + MAX_WEIGHTS])
-    return finish(gm) if groups else gm
 
 
 def _replace(gm: GraphModule, products: list[Node]) -> None:
@@ -68,47 +68,35 @@ def _replace(gm: GraphModule, products: list[Node]) -> None:
                 for i, node in enumerate(products)
             ]
     for node, out in zip(products, outs, strict=True):
-        rows, weight, bias = _operands(node)
+        bias = _operands(node)[2]
         with graph.inserting_before(node):
             whole = out if bias is None else call(graph, aten.add.Tensor, (out, bias), node, "biased")
         node.replace_all_uses_with(whole)
         graph.erase_node(node)
-        for transposed in list(weight.users):
-            for converted in list(transposed.users):
-                erase_unused(converted, (aten._to_copy.default,))
-            erase_unused(transposed, (aten.t.default,))
-        erase_unused(rows, _VIEWS)
 
 
 def _operands(node: Node) -> tuple[Any, Any, Any]:
     """Rows, weight and bias (or None) of a product; the weight is no node where it is no transposed one."""
-    *biases, rows, matrix = node.args
-    if _converts(matrix):
-        matrix = matrix.args[0]  # bfloat16 holds each number of int8
+    given: Any = node.args
+    *biases, rows, matrix = given
+    if isinstance(matrix, Node) and matrix.target is aten._to_copy.default:
+        source: Any = matrix.args[0]
+        matrix = (
+            source if value_of(source).dtype is torch.int8 else matrix
+        )  # bfloat16 holds each number of int8
     weight = matrix.args[0] if isinstance(matrix, Node) and matrix.target is aten.t.default else None
     return rows, weight, biases[0] if biases else None
 
 
-def _converts(node: Any) -> TypeGuard[Node]:
-    """Whether a node makes other numbers of a weight in int8."""
-    if not isinstance(node, Node) or node.target is not aten._to_copy.default:
-        return False
-    source = node.args[0]
-    assert isinstance(source, Node)
-    return value_of(source).dtype is torch.int8
-
-
-def _viewed(node: Node) -> Node:
+def _viewed(node: Any) -> Node:
     """The tensor below a chain of views that keep the elements' order."""
-    while node.target in _VIEWS:
-        source = node.args[0]
-        assert isinstance(source, Node)
-        node = source
-    return node
+    while node.target is aten.reshape.default:
+        node = node.args[0]
+    return node  # type: ignore[no-any-return]
 
 
-def _fits(node: Node, phase: Phase) -> bool:
-    """Whether the operator computes a product. In an extend graph the number of rows is unknown."""
+def _fits(node: Node) -> bool:
+    """Whether the operator computes a product."""
     rows, weight, bias = _operands(node)
     if node.kwargs or not isinstance(rows, Node) or not isinstance(weight, Node):
         return False
@@ -118,15 +106,7 @@ def _fits(node: Node, phase: Phase) -> bool:
     if not w.is_contiguous():
         return False
     # Of more rows the operator would convert weights in int8 no faster than the graph does.
-    few = w.dtype == x.dtype if phase is Phase.EXTEND else 0 < x.shape[0] <= MAX_ROWS
+    unknown = isinstance(x.shape[0], torch.SymInt)
+    few = w.dtype == x.dtype if unknown else 0 < x.shape[0] <= MAX_ROWS
     # With a bias, bfloat16 would be rounded twice.
     return bool(few) and w.shape[1] > 0 and not (bias is not None and x.dtype is torch.bfloat16)
-
-
-def _of_turns(gm: GraphModule, program: Program) -> GraphModule:
-    return few_row_products(gm, program) if program.phase is Phase.EXTEND else gm
-
-
-FEW_ROW_PRODUCTS = Pass("few_row_products", few_row_products, optional=True)
-PRODUCTS_OF_TURNS = Pass("few_row_products", _of_turns, optional=True)
-"""Among the passes that each captured graph goes through."""

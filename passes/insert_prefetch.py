@@ -12,12 +12,13 @@ from __future__ import annotations
 import torch
 from torch.fx import GraphModule
 
-from specache_fx.capture.graph_edit import call, finish
+from specache_fx.capture.graph_edit import call
 from specache_fx.capture.program import Program
 from specache_fx.passes.base import Pass
 
 
-def insert_prefetch(gm: GraphModule, program: Program) -> GraphModule:
+@Pass
+def insert_prefetch(gm: GraphModule, program: Program) -> None:
     """Insert a prefetch behind each selection that has none."""
     graph, ops = gm.graph, torch.ops.specache
     for topk in [node for node in graph.nodes if node.target is ops.topk.default]:
@@ -25,7 +26,3 @@ def insert_prefetch(gm: GraphModule, program: Program) -> GraphModule:
             continue
         with graph.inserting_after(topk):
             call(graph, ops.prefetch.default, (topk, topk.args[1], topk.args[2]), topk)
-    return finish(gm)
-
-
-INSERT_PREFETCH = Pass("insert_prefetch", insert_prefetch)

@@ -13,16 +13,17 @@ from __future__ import annotations
 import torch
 from torch.fx import GraphModule
 
-from specache_fx.capture.graph_edit import call, finish
+from specache_fx.capture.graph_edit import call
 from specache_fx.capture.program import Program
 from specache_fx.passes.base import Pass
 from specache_fx.passes.select_topk import PROBE, attentions
 
 
-def insert_waits(gm: GraphModule, program: Program) -> GraphModule:
+@Pass
+def insert_waits(gm: GraphModule, program: Program) -> None:
     """Give each attention that may read staged pairs its wait; one of an exact layer reads none."""
     if not program.config.stages:
-        return gm
+        return
     graph = gm.graph
     for attention in attentions(gm):
         if attention.args[3] is not None or attention.meta.get(PROBE):
@@ -35,7 +36,3 @@ def insert_waits(gm: GraphModule, program: Program) -> GraphModule:
                 graph, torch.ops.specache.wait_prefetch.default, (session, layer), attention, "staged"
             )
         attention.update_arg(3, staged)
-    return finish(gm)
-
-
-INSERT_WAITS = Pass("insert_waits", insert_waits)

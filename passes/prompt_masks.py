@@ -14,13 +14,13 @@ Runs after `bind_cache`, on the attentions of `Program.rules`.
 from __future__ import annotations
 
 import operator
+from functools import partial
 
 import torch
 from torch.fx import GraphModule, Node
 
 from specache_fx.capture.cache_side import without_repeat
-from specache_fx.capture.graph_edit import call, finish
-from specache_fx.capture.graph_slices import eliminate_dead_code
+from specache_fx.capture.graph_edit import call
 from specache_fx.capture.graph_utils import placeholders
 from specache_fx.capture.program import Program
 from specache_fx.passes.base import Pass
@@ -30,10 +30,11 @@ from specache_fx.runtime.prompt_masks import check_mask_rule
 _ATTENTION = torch.ops.specache.prompt_attention.default
 
 
-def prompt_masks(gm: GraphModule, program: Program) -> GraphModule:
+@partial(Pass, optional=True)
+def prompt_masks(gm: GraphModule, program: Program) -> None:
     """Test the masks of attentions."""
     if not program.rules or any(node.target is _ATTENTION for node in gm.graph.nodes):
-        return gm
+        return
     state_node = placeholders(gm.graph)[-1]
     assert state_node.name == STATE
     tested: dict[int, list[Node]] = {}
@@ -54,8 +55,3 @@ def prompt_masks(gm: GraphModule, program: Program) -> GraphModule:
             out = call(gm.graph, _ATTENTION, args, site.core.node, "attended")
         site.core.node.replace_all_uses_with(out)
         gm.graph.erase_node(site.core.node)
-    eliminate_dead_code(gm.graph)
-    return finish(gm)
-
-
-PROMPT_MASKS = Pass("prompt_masks", prompt_masks, optional=True)

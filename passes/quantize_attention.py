@@ -1,6 +1,6 @@
 """`quantize_attention`: attention markers become attention over the quantised cache, and an append.
 
-    out = specache.attention_lanes(q, k, v, layer, scale)
+    out = specache.attention_lanes(q, k, v, scale)
         -> out, scores = specache.quantized_attention(q, k, v, None, state, layer, scale)
            specache.append(k[0], v[0], state, layer)
 
@@ -19,7 +19,7 @@ import operator
 import torch
 from torch.fx import GraphModule
 
-from specache_fx.capture.graph_edit import add_placeholder, call, finish
+from specache_fx.capture.graph_edit import add_placeholder, call
 from specache_fx.capture.graph_utils import shape_of
 from specache_fx.capture.program import Program
 from specache_fx.passes.base import Pass
@@ -29,37 +29,36 @@ from specache_fx.runtime.step_table import empty_state
 _MARKERS = ("specache::attention", "specache::attention_lanes")
 
 
-def quantize_attention(gm: GraphModule, program: Program) -> GraphModule:
+@Pass
+def quantize_attention(gm: GraphModule, program: Program) -> None:
     """Replace the markers; adds the `state` input where there is one."""
     graph, ops, aten = gm.graph, torch.ops.specache, torch.ops.aten
     markers = [node for node in graph.nodes if getattr(node.target, "name", lambda: "")() in _MARKERS]
     if not markers:
-        return gm
-    last = {marker.args[3]: marker for marker in markers}
+        return
+    last = {site.layer: site for site in program.sites}
     session = add_placeholder(graph, STATE, empty_state(len(program.owners)))
-    for marker in markers:
-        query, key, value, layer, *form = marker.args  # scale, and softcap and sinks where there are any
+    for i, (site, marker) in enumerate(zip(program.sites, markers, strict=True)):
+        query, key, value, *form = marker.args  # scale, and softcap and sinks where there are any
+        if site.expansion is not None:
+            form.insert(3, i)
         has_lanes = len(shape_of(query) or ()) == 5
         with graph.inserting_before(marker):
             if not has_lanes:
                 query, key, value = (
                     call(graph, aten.unsqueeze.default, (side, 0), marker) for side in (query, key, value)
                 )
-            args = (query, key, value, None, session, layer, *form)
+            args = (query, key, value, None, session, site.layer, *form)
             attention = call(graph, ops.quantized_attention.default, args, marker, "attention")
             out = call(graph, operator.getitem, (attention, 0), marker, "out")
             if not has_lanes:
                 out = call(graph, aten.select.int, (out, 0, 0), marker)
             # Other readers of this layer have their own lane's pair, not a stored one.
-            if last[layer] is marker:
+            if last[site.layer] is site:
                 own = [
                     call(graph, aten.select.int, (side, 0, 0), marker, name)
                     for side, name in ((key, "new_key"), (value, "new_value"))
                 ]
-                call(graph, ops.append.default, (*own, session, layer), marker)
+                call(graph, ops.append.default, (*own, session, site.layer), marker)
         marker.replace_all_uses_with(out)
         graph.erase_node(marker)
-    return finish(gm)
-
-
-QUANTIZE_ATTENTION = Pass("quantize_attention", quantize_attention)

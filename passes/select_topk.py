@@ -21,7 +21,7 @@ import operator
 import torch
 from torch.fx import GraphModule, Node
 
-from specache_fx.capture.graph_edit import call, finish
+from specache_fx.capture.graph_edit import call
 from specache_fx.capture.graph_utils import value_of
 from specache_fx.capture.program import Program
 from specache_fx.passes.base import Pass
@@ -34,10 +34,11 @@ def attentions(gm: GraphModule) -> list[Node]:
     return [node for node in gm.graph.nodes if node.target is torch.ops.specache.quantized_attention.default]
 
 
-def select_topk(gm: GraphModule, program: Program) -> GraphModule:
+@Pass
+def select_topk(gm: GraphModule, program: Program) -> None:
     """Insert a selection for each attention."""
     if not program.config.stages:
-        return gm
+        return
     graph = gm.graph
     for attention in attentions(gm):
         _, key, _, _, session, layer, *_ = attention.args
@@ -61,7 +62,3 @@ def select_topk(gm: GraphModule, program: Program) -> GraphModule:
         with graph.inserting_after(scores if after is source else after):
             args = (scores, session, layer, shape[1], shape[2], program.config.top_k)
             call(graph, torch.ops.specache.topk.default, args, attention, "indices")
-    return finish(gm)
-
-
-SELECT_TOPK = Pass("select_topk", select_topk)

@@ -9,18 +9,18 @@ from __future__ import annotations
 
 from torch.fx import GraphModule
 
-from specache_fx.capture.graph_edit import finish
 from specache_fx.capture.graph_slices import eliminate_dead_code
 from specache_fx.capture.graph_utils import placeholders
 from specache_fx.capture.program import Program
 from specache_fx.passes.base import Pass
 
 
-def split_prelude(gm: GraphModule, program: Program) -> GraphModule:
+@Pass
+def split_prelude(gm: GraphModule, program: Program) -> None:
     """Cut the graph where position-only tensors enter the rest."""
     graph, inputs = gm.graph, placeholders(gm.graph)
     if program.decoding is None or any("specache_prelude" in node.meta for node in inputs):
-        return gm
+        return
     cut = program.decoding.cut
     for i, node in enumerate(cut.boundary):
         with graph.inserting_after(inputs[-1]):
@@ -35,7 +35,3 @@ def split_prelude(gm: GraphModule, program: Program) -> GraphModule:
     for node in placeholders(graph):
         if not node.users:
             graph.erase_node(node)
-    return finish(gm)
-
-
-SPLIT_PRELUDE = Pass("split_prelude", split_prelude)

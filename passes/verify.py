@@ -1,6 +1,6 @@
 """`verify`: the invariants of every decode graph before its operators are fused (`docs/laws.md`, law 6).
 
-Changes nothing. A failure is a defect of the passes, not of the model.
+Changes nothing. A failure is a defect of the passes, not of the model. `verify_form` has what every pass keeps to.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from specache_fx.capture.graph_slices import writes_in_place
 from specache_fx.capture.graph_utils import placeholders, value_of
 from specache_fx.capture.program import Program
 from specache_fx.errors import PassInvariantError
@@ -24,7 +25,23 @@ def _fail(node: Node, what: str) -> None:
     )
 
 
-def verify(gm: GraphModule, program: Program) -> GraphModule:
+def verify_form(gm: GraphModule) -> None:
+    """Check what holds after each pass: order, a fake value for each call, and no write but to an input.
+
+    Raises:
+        PassInvariantError: Names the node and the defect.
+    """
+    gm.graph.lint()
+    for node in gm.graph.nodes:
+        schema = getattr(node.target, "_schema", None)
+        if schema is not None and schema.returns and value_of(node) is None:
+            _fail(node, "it has no fake value")
+        if writes_in_place(node) and getattr(node.args[0], "op", None) != "placeholder":
+            _fail(node, "it writes to what is no input")
+
+
+@Pass
+def verify(gm: GraphModule, program: Program) -> None:
     """Check waits, appends, markers and shapes.
 
     Raises:
@@ -35,6 +52,7 @@ def verify(gm: GraphModule, program: Program) -> GraphModule:
     exact = program.exact_layers
     appends: Counter[Any] = Counter()
     readers: Counter[Any] = Counter()
+    pairs: dict[Any, Any] = {}  # layer -> keys and values of all lanes
     for node in gm.graph.nodes:
         if node.target in (ops.attention.default, ops.attention_lanes.default):
             _fail(node, "a marker was left behind")
@@ -48,9 +66,13 @@ def verify(gm: GraphModule, program: Program) -> GraphModule:
                 _fail(node, "it fetches pairs of a layer that is exact: they are all on the device")
         elif node.target is ops.append.default:
             appends[node.args[3]] += 1
+            lane_0 = [(torch.ops.aten.select.int, (side, 0, 0)) for side in pairs.get(node.args[3], ())]
+            if lane_0 and [(side.target, side.args) for side in node.args[:2]] != lane_0:
+                _fail(node, "it appends another pair than lane 0's of its layer's last attention")
         elif node.target is ops.quantized_attention.default and not node.meta.get(PROBE):
             layer, staged = node.args[5], node.args[3]
             readers[layer] += 1
+            pairs[layer] = node.args[1:3]
             if appends[layer]:
                 _fail(node, "its layer has been appended to: its own pair would count twice")
             if program.config.stages and layer not in exact:
@@ -82,7 +104,3 @@ def verify(gm: GraphModule, program: Program) -> GraphModule:
                 and any(isinstance(size, torch.SymInt) for size in tensor.shape)
             ):
                 _fail(node, "its shape is not static: the graph still knows a length")
-    return gm
-
-
-VERIFY = Pass("verify", verify)

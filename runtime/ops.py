@@ -37,7 +37,7 @@ from specache_fx.runtime.tracing import span
 
 _SIDES = "Tensor query, Tensor key, Tensor value"
 # Arguments of an attention besides scale, see `capture/program.py`.
-_FORM = "float? softcap=None, Tensor? sinks=None, int? expansion=None, int? value_dim=None"
+_FORM = "float? softcap=None, Tensor? sinks=None"
 
 # `Library.define` and `impl` cost 3 us a call where `custom_op` costs 13 to 16; a decode step makes up to five a layer.
 _library = torch.library.Library("specache", "DEF")
@@ -138,11 +138,9 @@ def _attention_fake(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    layer: int,
     scale: float,
     softcap: float | None = None,
     sinks: Tensor | None = None,
-    expansion: int | None = None,
     value_dim: int | None = None,
 ) -> Tensor:
     return query.new_empty((*query.shape[:-1], value_dim or value.shape[-1]))
@@ -180,9 +178,19 @@ def _quantized_attention(
 
 
 def _quantized_attention_fake(
-    query: Tensor, key: Tensor, value: Tensor, staged: Tensor | None, state: Tensor, *form: Any
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    staged: Tensor | None,
+    state: Tensor,
+    layer: int,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    expansion: int | None = None,
+    value_dim: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    return _attention_fake(query, key, value, *form), _ticket()
+    return _attention_fake(query, key, value, scale, softcap, sinks, value_dim), _ticket()
 
 
 def _topk(scores: Tensor, state: Tensor, layer: int, batch: int, num_kv_heads: int, top_k: int) -> Tensor:
@@ -256,11 +264,14 @@ _define(
     _prompt_attention,
     _prompt_attention_fake,
 )
-_define(f"attention({_SIDES}, int layer, float scale, {_FORM}) -> Tensor", _marker, _attention_fake)
-_define(f"attention_lanes({_SIDES}, int layer, float scale, {_FORM}) -> Tensor", _marker, _attention_fake)
+for _name in ("attention", "attention_lanes"):
+    _define(
+        f"{_name}({_SIDES}, float scale, {_FORM}, int? value_dim=None) -> Tensor", _marker, _attention_fake
+    )
 _define("wait_prefetch(Tensor(a!) state, int layer) -> Tensor", _wait_prefetch, _ticket)
 _define(
-    f"quantized_attention({_SIDES}, Tensor? staged, Tensor(a!) state, int layer, float scale, {_FORM})"
+    f"quantized_attention({_SIDES}, Tensor? staged, Tensor(a!) state, int layer, float scale, {_FORM},"
+    " int? expansion=None, int? value_dim=None)"
     " -> (Tensor, Tensor)",
     _quantized_attention,
     _quantized_attention_fake,
@@ -274,8 +285,7 @@ _define("prefetch(Tensor indices, Tensor(a!) state, int layer) -> ()", _prefetch
 _define("append(Tensor key, Tensor value, Tensor(a!) state, int layer) -> ()", _append, _nothing)
 for _name, _real in (("layer_step", None), ("device_step", _device_step)):
     _define(
-        f"{_name}({_SIDES}, Tensor(a!) state, int layer, float scale, float? softcap=None, Tensor? sinks=None)"
-        " -> Tensor",
+        f"{_name}({_SIDES}, Tensor(a!) state, int layer, float scale, {_FORM}) -> Tensor",
         _real,
         _layer_step_fake,
     )
@@ -291,7 +301,6 @@ def _lanes(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    layer: int,
     scale: float,
     *form: Any,
 ) -> tuple[Tensor, int]:
@@ -302,7 +311,7 @@ def _lanes(
     for side, dim in zip((query, key, value), in_dims[:3], strict=True):
         lanes = side.unsqueeze(0).expand(info.batch_size, *side.shape) if dim is None else side
         sides.append(lanes.movedim(dim, 0) if dim else lanes)
-    return torch.ops.specache.attention_lanes(*sides, layer, scale, *form), 0
+    return torch.ops.specache.attention_lanes(*sides, scale, *form), 0
 
 
 torch.library.register_vmap("specache::attention", _lanes, lib=_library)

@@ -29,7 +29,6 @@ from specache_fx.capture.graph_utils import (
     device_kind,
     placeholders,
     reads_shape_only,
-    shape_of,
     value_of,
 )
 from specache_fx.capture.program import Phase, Program, Refusal, merged_messages
@@ -40,13 +39,13 @@ from specache_fx.config import SpecacheConfig
 from specache_fx.decode_runner import Decode
 from specache_fx.errors import ConfigError, SpecacheError, UnsupportedGraphError
 from specache_fx.fixed_runner import FixedCacheRunner, Growing
-from specache_fx.lowering import Compiled, example_state, lower, lower_prompt
+from specache_fx.lowering import Compiled, example_state, layer_form, lower, lower_prompt
 from specache_fx.passes.pipeline import BINDING_PASSES, OPTIONAL, Observer, run_passes
 from specache_fx.retrace import trace_as_growing
 from specache_fx.runners import Extend, LeftAlone, Prefill, Refused, compiling
 from specache_fx.runtime.handle_form import is_laid_out
 from specache_fx.runtime.host_blocks import check_host_dir, resolve_host
-from specache_fx.runtime.kernels import LayerForm, check_forms, check_kernel, choose_kernel
+from specache_fx.runtime.kernels import check_forms, check_kernel, choose_kernel
 from specache_fx.runtime.quant import make_quantizer
 from specache_fx.traced_values import Values, traced
 
@@ -151,7 +150,7 @@ class Backend:
             return None
         inputs = [value_of(node) for node in placeholders(gm.graph)]
         program = replace(analyse(gm, config), values=values)
-        rewritten = run_passes(gm, program, BINDING_PASSES)
+        rewritten = run_passes(gm, program, BINDING_PASSES[program.phase])
         if program.phase is not Phase.DECODE or program.refusals:
             return None
         return runner_of(rewritten, inputs, program)
@@ -251,7 +250,7 @@ class _Compile:
         self._refused = program.refusals
         inputs = placeholders(graph.graph)  # Dynamo's, and those that were added
         program = trace_as_growing(inputs, program)
-        graph = run_passes(graph, program, BINDING_PASSES, self._observe)
+        graph = run_passes(graph, program, BINDING_PASSES[program.phase], self._observe)
         self._report(program)
         grows = program.phase is Phase.DECODE and any(inputs[i].meta.get(GROWS) for i in program.past_inputs)
         if grows and torch._dynamo.config.force_parameter_static_shapes:
@@ -292,7 +291,7 @@ class _Compile:
         program = replace(
             program, weights={i: name for i, name in program.weights.items() if i not in buffers}
         )
-        graph = run_passes(graph, program, BINDING_PASSES, self._observe)
+        graph = run_passes(graph, program, BINDING_PASSES[program.phase], self._observe)
         if program.refusals:
             first = program.refusals[0]
             raise LeaveAlone(f"its caches are written in place, and {first.told}", first.remedy)
@@ -357,7 +356,7 @@ def runner_of(
     graph_breaks.note_rewritten(program)
     config, kv = program.config, value_of(program.sites[0].keys.new)
     choose_kernel(config.kernel, kv.device)
-    check_forms(config.kernel, _forms(program))
+    check_forms(config.kernel, [layer_form(program, site, config.num_lanes) for site in program.sites])
     tiered = {site.layer for site in program.sites if site.keys.window is None}
     if tiered and len(tiered) <= config.resident_layers:
         warn_once(
@@ -388,26 +387,6 @@ def _say(message: str | None, config: SpecacheConfig, prefix: str = "specache: "
         raise UnsupportedGraphError(message)
     if message is not None:
         warn_once(logger, f"{prefix}{message}")
-
-
-def _forms(program: Program) -> list[LayerForm]:
-    """The forms of a graph's attentions that a kernel has to compute, one lane's query a token."""
-    config, exact = program.config, program.exact_layers
-    quantizer = make_quantizer(config)
-    return [
-        LayerForm(
-            dtypes=frozenset({value_of(site.core.query).dtype, value_of(site.keys.new).dtype}),
-            quantizer=None if site.layer in exact else quantizer,
-            key_dim=site.key_dim,
-            value_dim=site.value_dim,
-            lanes=config.num_lanes,
-            num_queries=config.num_lanes * (shape_of(site.core.query) or (1, 1))[1] // site.num_kv_heads,
-            expands=site.expansion is not None,
-            aggregation=config.aggregation,
-            cpu_reads=config.cpu_reads and site.layer not in exact,
-        )
-        for site in program.sites
-    ]
 
 
 dynamo_hooks.install()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +14,7 @@ from specache_fx._log import warn_once
 from specache_fx.capture.program import Program
 from specache_fx.errors import SpecacheError, UnsupportedGraphError, first_line
 from specache_fx.graph_inputs import GraphInputs
-from specache_fx.lowering import Compiled, lower_static
+from specache_fx.lowering import Compiled, fused_layers, lower_static
 from specache_fx.passes.fuse_layer_steps import is_whole, whole_layers
 from specache_fx.passes.pipeline import Observer, build_decode_graph
 from specache_fx.progress import announced
@@ -314,11 +315,10 @@ class Decode(GoesOn):
             return self._compile(inputs, session)
 
     def _compile(self, inputs: list[Any], session: Session) -> DecodeGraph | None:
-        whole = _whole_kernel(session)
+        program = self._program
+        program = replace(program, fused=fused_layers(program, _whole_kernel(session), self.lanes))
         try:
-            graph = build_decode_graph(
-                self._gm, self._program, inputs, self.lanes, self._observe, whole=whole
-            )
+            graph = build_decode_graph(self._gm, program, inputs, self.lanes, self._observe)
         except SpecacheError:
             raise
         except Exception as error:

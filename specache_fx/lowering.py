@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch._guards import TracingContext, tracing
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -26,12 +27,14 @@ from specache_fx.capture.graph_slices import ancestors, eliminate_dead_code, ext
 from specache_fx.capture.graph_utils import placeholders, shape_of, symbols_of, value_of
 from specache_fx.capture.normalize_attention import SDPA
 from specache_fx.capture.pieces import Piece
-from specache_fx.capture.program import Program
+from specache_fx.capture.program import AttentionSite, Program
 from specache_fx.config import Lowering
 from specache_fx.errors import first_line
 from specache_fx.layer_parts import compile_by_layer, target
 from specache_fx.progress import announced, say_step
+from specache_fx.runtime.kernels import KERNELS, LayerForm
 from specache_fx.runtime.prompt_masks import check_mask_rule
+from specache_fx.runtime.quant import make_quantizer
 from specache_fx.runtime.step_table import empty_state
 
 Compiled = Callable[..., Any]
@@ -46,6 +49,39 @@ def example_state(num_layers: int) -> torch.Tensor:
     context = TracingContext.try_get()
     state = empty_state(num_layers)
     return state if context is None or context.fake_mode is None else context.fake_mode.from_tensor(state)
+
+
+def layer_form(program: Program, site: AttentionSite, lanes: int) -> LayerForm:
+    """The form of an attention in a decode step of so many lanes: a kernel accepts or refuses it."""
+    config, is_exact = program.config, site.layer in program.exact_layers
+    sides = [value_of(node) for node in (site.core.query, site.keys.new, site.values.new)]
+    return LayerForm(
+        dtypes=frozenset(side.dtype for side in sides),
+        quantizer=None if is_exact else make_quantizer(config),
+        key_dim=site.key_dim,
+        value_dim=site.value_dim,
+        lanes=lanes,
+        num_queries=lanes * sides[0].shape[1] // site.num_kv_heads,
+        expands=site.expansion is not None,
+        aggregation=config.aggregation,
+        cpu_reads=config.cpu_reads and not is_exact,
+    )
+
+
+def fused_layers(program: Program, kernel: str | None, lanes: int) -> dict[int, OpOverload]:
+    """`Program.fused` of a session whose whole steps `kernel` runs (`WholeSteps.kernel`), or none.
+
+    A layer that several attentions share keeps its operators.
+    """
+    ops = torch.ops.specache
+    shared = {site.layer for site in program.sites if site.shared}
+    forms = {site.layer: layer_form(program, site, lanes) for site in program.owners} if kernel else {}
+    return {
+        layer: ops.layer_step.default if kernel == "cpu" else ops.device_step.default
+        for layer, form in forms.items()
+        if layer not in shared
+        and (not form.expands if kernel == "aten" else KERNELS[str(kernel)].misfit(form) is None)
+    }
 
 
 def lower(gm: GraphModule, inputs: Sequence[Any], lowering: Lowering) -> Compiled:

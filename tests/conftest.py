@@ -1,4 +1,4 @@
-"""All tests: garbage collections are few, and a graph that Inductor fails to compile is an error."""
+"""All tests: passes are verified, garbage collections few, and a graph that Inductor fails to compile is an error."""
 
 from __future__ import annotations
 
@@ -9,6 +9,10 @@ from collections.abc import Iterator
 import pytest
 import setuptools  # noqa: F401  Inductor's first compile imports it, which is seconds: not under a test's timer or patch
 from support.profiles import fresh_dynamo  # noqa: F401  and all that this module sets
+
+from specache_fx.passes import pipeline
+
+pipeline.verify_each = True
 
 
 def pytest_collection_finish() -> None:

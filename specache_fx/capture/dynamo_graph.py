@@ -14,6 +14,7 @@ What a caller passes to the model stays a symbol: it may be another number in ea
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -69,7 +70,7 @@ def prepared(gm: GraphModule) -> GraphModule:
             node.replace_all_uses_with(node.all_input_nodes[0])
             copied.graph.erase_node(node)
         elif node.op == "call_function" and target_name(node) == "einsum":
-            _as_matmul(node)
+            node.target = _einsum
         elif node.op == "call_function" and node.target is F.scaled_dot_product_attention:
             node.target, node.args, node.kwargs = SDPA, sdpa_arguments(node.args, node.kwargs), {}
     copied.recompile()
@@ -128,8 +129,8 @@ def _is_own(node: Node) -> bool:
     return "NN_MODULE" in kind or kind.endswith(".GLOBAL")
 
 
-def _as_matmul(node: Node) -> None:
-    """Make a `matmul` of an `einsum` of two tensors in a graph of Dynamo's, where it is one; leave it alone else.
+def _einsum(equation: Any, *operands: Any) -> torch.Tensor:
+    """`torch.einsum`; where it is a product of two tensors, one `matmul`.
 
         einsum("b h i d, b h j d -> b h i j", q, k)    ->  matmul(q, transpose(k, -1, -2))
         einsum("b i h d, b j h d -> b h i j", q, k)    ->  matmul(swap(q), transpose(swap(k), -1, -2))
@@ -138,53 +139,33 @@ def _as_matmul(node: Node) -> None:
 
     `swap` is a permutation. PyTorch would compute it by five permutations of five dimensions.
     """
-    equation, *operands = node.args
-    if len(operands) == 1 and isinstance(operands[0], (list, tuple)):
-        operands = list(operands[0])
-    if not isinstance(equation, str) or len(operands) != 2 or "." in equation or "->" not in equation:
-        return
-    inputs, result = equation.replace(" ", "").split("->")
-    sides = inputs.split(",")
-    if len(sides) != 2 or any(len(set(each)) != len(each) for each in (*sides, result)):
-        return
-    first, second = sides
+    tensors = operands[0] if isinstance(operands[0], (list, tuple)) else operands
+    found = re.fullmatch(r"(\w+),(\w+)->(\w+)", str(equation).replace(" ", ""))
+    if found is None or any(len(set(letters)) < len(letters) for letters in found.groups()):
+        return torch.einsum(equation, *operands)
+    first, second, result = found.groups()
     summed = [letter for letter in first if letter in second and letter not in result]
     rows = [letter for letter in result if letter not in second]
     columns = [letter for letter in result if letter not in first]
     if len(summed) != 1 or not rows or not columns or set(first + second) - set(result) != {*summed}:
-        return
+        return torch.einsum(equation, *operands)
     column = columns[-1]
-
-    def others(row: str) -> list[str]:
-        return [letter for letter in result if letter not in (row, column)]
-
+    batches = {row: [letter for letter in result if letter not in (row, column)] for row in rows}
     # Of several rows the one that lets the first tensor stay as it is, if there is one.
-    row = next((row for row in rows if [*others(row), row, *summed] == list(first)), rows[-1])
-    batch = others(row)
-    graph, (left, right) = node.graph, operands
-    with graph.inserting_before(node):
+    row = next((row for row in rows if [*batches[row], row, *summed] == list(first)), rows[-1])
+    batch = batches[row]
+    left = _arranged(tensors[0], first, [*batch, row, *summed])
+    if second.index(column) < second.index(summed[0]):
+        right = _arranged(tensors[1], second, [*batch, column, *summed]).transpose(-1, -2)
+    else:
+        right = _arranged(tensors[1], second, [*batch, *summed, column])
+    return _arranged(left @ right, [*batch, row, column], result)
 
-        def call(target: Any, *args: Any) -> Node:
-            new = graph.call_function(target, args)
-            new.meta = {key: node.meta[key] for key in ("stack_trace", "nn_module_stack") if key in node.meta}
-            return new
 
-        def arranged(tensor: Any, letters: str, wanted: Sequence[str]) -> Any:
-            """A tensor with its dimensions in another order, and one of size 1 for each that it lacks."""
-            order = [letters.index(letter) for letter in wanted if letter in letters]
-            if order != sorted(order):
-                tensor = call(torch.permute, tensor, order)
-            for place, letter in enumerate(wanted):
-                tensor = tensor if letter in letters else call(torch.unsqueeze, tensor, place)
-            return tensor
-
-        left = arranged(left, first, [*batch, row, *summed])
-        if second.index(column) < second.index(summed[0]):
-            right = call(torch.transpose, arranged(right, second, [*batch, column, *summed]), -1, -2)
-        else:
-            right = arranged(right, second, [*batch, *summed, column])
-        product = call(torch.matmul, left, right)
-        out = arranged(product, "".join([*batch, row, column]), result)
-    node.replace_all_uses_with(out)
-    graph.erase_node(node)
-    out._rename(node.name)
+def _arranged(tensor: torch.Tensor, letters: Sequence[str], wanted: Sequence[str]) -> torch.Tensor:
+    """A tensor with its dimensions in another order, and one of size 1 for each that it lacks."""
+    order = [letters.index(letter) for letter in wanted if letter in letters]
+    tensor = tensor if order == sorted(order) else tensor.permute(order)
+    for place, letter in enumerate(wanted):
+        tensor = tensor if letter in letters else tensor.unsqueeze(place)
+    return tensor

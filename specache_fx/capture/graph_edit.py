@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -23,11 +23,7 @@ def make_module(root: Any, graph: Graph) -> GraphModule:
 def copy_graph(gm: GraphModule) -> GraphModule:
     """A copy that may be edited: Dynamo goes on using its own graph."""
     graph = Graph()
-    copied: dict[Node, Node] = {}
-    graph.output(graph.graph_copy(gm.graph, copied))
-    for old, new in copied.items():
-        new.meta = dict(old.meta)
-    graph.output_node().meta = dict(gm.graph.output_node().meta)
+    graph.output(graph.graph_copy(gm.graph, {}))
     return make_module(gm, graph)
 
 
@@ -105,14 +101,6 @@ def origin_of(node: Node) -> dict[str, Any]:
     """The notes that say which line of the model a node comes from."""
     kept = ("stack_trace", "nn_module_stack", "source_fn_stack")
     return {key: value for key, value in node.meta.items() if key in kept}
-
-
-def erase_unused(node: object, targets: Collection[Any]) -> None:
-    """Take a chain of calls of `targets` out of its graph, from its last on, as far as nothing else reads it."""
-    while isinstance(node, Node) and not node.users and node.target in targets:
-        source = node.args[0]
-        node.graph.erase_node(node)
-        node = source
 
 
 def finish(gm: GraphModule) -> GraphModule:

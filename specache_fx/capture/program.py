@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
+from torch._ops import OpOverload
 from torch.fx import GraphModule, Node
 
 from specache_fx.capture.cache_side import Side
@@ -229,6 +230,7 @@ class Program:
         prompt_masks: The masks that are tested before they are made (prefill and extend).
         rules: Output of an attention to the place of its mask in `prompt_masks`.
         decoding: What is known of a decode graph; None for others.
+        fused: Layers whose decode step one operator computes, each with it (`lowering.fused_layers`).
         left_alone: Message that says why the whole graph is skipped, or None.
     """
 
@@ -252,6 +254,7 @@ class Program:
     prompt_masks: tuple[PromptMask, ...] = ()
     rules: dict[Node, int] = field(default_factory=dict)
     decoding: Decoding | None = None
+    fused: dict[int, OpOverload] = field(default_factory=dict)
     left_alone: str | None = None
 
     @property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from specache_fx.capture.graph_utils import placeholders, value_of
 from specache_fx.capture.program import Phase, Program
 from specache_fx.capture.trace import trace
 from specache_fx.config import SpecacheConfig
+from specache_fx.lowering import fused_layers
 from specache_fx.passes.duplicate_query import duplicate_query, lane_inputs
 from specache_fx.passes.pipeline import BINDING_PASSES, run_passes
 
@@ -144,6 +145,7 @@ def decode_graph(captured: Captured, config: SpecacheConfig) -> tuple[GraphModul
     gm, program = bound(captured, config)
     assert program.phase is Phase.DECODE
     lanes, args = config.num_lanes, tuple(as_taken(program, captured.inputs))
+    program = replace(program, fused=fused_layers(program, "cpu", lanes))
     return duplicate_query(gm, program, decode_inputs(gm, program, args, lanes), lanes), program
 
 
@@ -151,7 +153,7 @@ def bound(captured: Captured, config: SpecacheConfig | None = None) -> tuple[Gra
     """A copy of a graph after `BINDING_PASSES`, and what is known of it."""
     gm = captured.copy()
     program = analyse(gm, config or SpecacheConfig())
-    return run_passes(gm, program, BINDING_PASSES), program
+    return run_passes(gm, program, BINDING_PASSES[program.phase]), program
 
 
 def code(gm: GraphModule) -> str:

@@ -19,9 +19,7 @@ from specache_fx.capture.graph_edit import copy_graph
 from specache_fx.capture.program import Phase, Program
 from specache_fx.config import SpecacheConfig
 from specache_fx.passes.base import Pass
-from specache_fx.passes.pipeline import BINDING_PASSES, decode_passes
-
-DECODE_PASSES = decode_passes("cpu")
+from specache_fx.passes.pipeline import BINDING_PASSES, DECODE_PASSES
 
 CACHED = (Phase.PREFILL, Phase.EXTEND, Phase.DECODE)
 BY_DAY = nightly_unless(lambda model: model != "llama", MODELS)  # its graphs are as the tiny decoder's
@@ -50,7 +48,7 @@ def assert_each_keeps_the_contract(passes: Sequence[Pass], gm: GraphModule, prog
     """Each pass in its place leaves a sound graph, and changes nothing when it runs again."""
     for step in passes:
         old = set(gm.graph.nodes)
-        gm = step.run(gm, program)
+        gm = step(gm, program)
         inserted = [node for node in gm.graph.nodes if node not in old]
         assert [node.name for node in inserted if not graphs.has_value(node)] == [], step.name
         # `specache_state` comes from no line of the model.
@@ -60,7 +58,7 @@ def assert_each_keeps_the_contract(passes: Sequence[Pass], gm: GraphModule, prog
         code, whole = gm.code, graphs.code(gm)
         gm.recompile()
         assert gm.code == code, step.name
-        gm = step.run(gm, program)
+        gm = step(gm, program)
         assert graphs.code(gm) == whole, step.name
 
 
@@ -73,7 +71,7 @@ def test_binding_passes_leave_sound_graphs_change_nothing_again_and_leave_the_gr
     graph = captured(model)[phase]
     code, names = graph.gm.code, graphs.code(graph.gm)
     gm = graph.copy()
-    assert_each_keeps_the_contract(BINDING_PASSES, gm, analyse(gm, CONFIGS["token"]))
+    assert_each_keeps_the_contract(BINDING_PASSES[phase], gm, analyse(gm, CONFIGS["token"]))
     if phase is Phase.DECODE:
         traced(model, CONFIGS["token"])
     graph.gm.recompile()
@@ -92,7 +90,7 @@ def test_binding_passes_leave_sound_graphs_change_nothing_again_and_leave_the_gr
     ),
 )
 @pytest.mark.filterwarnings("error:Raw SymInt")
-def test_decode_passes_leave_sound_graphs_and_change_nothing_when_they_run_again(
+def test_DECODE_PASSES_leave_sound_graphs_and_change_nothing_when_they_run_again(
     model: str, config: str
 ) -> None:
     decode, program = traced(model, CONFIGS[config])
@@ -108,9 +106,9 @@ def test_every_decode_pass_changes_a_graph(step: Pass) -> None:
         decode, program = traced(model, CONFIGS["token"])  # which these passes read, and leave as it is
         gm = copy_graph(decode)
         for earlier in DECODE_PASSES[: DECODE_PASSES.index(step)]:
-            gm = earlier.run(gm, program)
+            gm = earlier(gm, program)
         code = graphs.code(gm)
-        return graphs.code(step.run(gm, program)) != code
+        return graphs.code(step(gm, program)) != code
 
     assert any(map(changes, MODELS)), (
         f"{step.name} changes no graph: give support/captured.py a model that has one"
@@ -130,4 +128,4 @@ def test_a_graph_without_a_cache_stays_as_it_is() -> None:
 def test_decode_pass_without_a_match_leaves_the_graph_as_it_is(step: Pass) -> None:
     gm = make_fx(lambda x: x.sin() + 1, tracing_mode="fake")(torch.ones(2, 3))
     code = graphs.code(gm)
-    assert graphs.code(step.run(gm, Program(CONFIGS["token"]))) == code
+    assert graphs.code(step(gm, Program(CONFIGS["token"]))) == code

@@ -7,6 +7,7 @@ from functools import cache
 from typing import Any
 
 import pytest
+import torch
 from support import graphs
 from support.graphs import Captured
 from torch.fx import GraphModule
@@ -14,9 +15,9 @@ from torch.fx import GraphModule
 from specache_fx.capture.graph_utils import placeholders
 from specache_fx.capture.program import Phase
 from specache_fx.config import SpecacheConfig
-from specache_fx.passes.pipeline import decode_passes, run_passes
+from specache_fx.passes.pipeline import DECODE_PASSES, run_passes
+from specache_fx.passes.quantize_attention import quantize_attention
 
-DECODE_PASSES = decode_passes("cpu")
 NAMES = ["duplicate_query", *(step.name for step in DECODE_PASSES)]
 SMALL: dict[str, Any] = {"group_size": 4, "residual_length": 4, "top_k": 4}
 TWO_LANES = {**SMALL, "lookahead": "token"}
@@ -31,7 +32,7 @@ FETCH = "prefetch = prefetch(indices, specache_state, 0)"
 WAIT = "staged = wait_prefetch(specache_state, 0)"
 STAGED = [line.replace("None", "staged") for line in ATTEND]
 GOLDEN = {  # of the passes that change our own operators
-    "duplicate_query": ["attention_lanes = attention_lanes(q, k, v, 0, 0.5)"],
+    "duplicate_query": ["attention_lanes = attention_lanes(q, k, v, 0.5)"],
     "quantize_attention": ATTEND,
     "select_topk": [*ATTEND, SELECT],
     "insert_prefetch": [*ATTEND, SELECT, FETCH],
@@ -90,7 +91,7 @@ def test_extend_loads_the_past_and_stores_what_is_new() -> None:
 
 
 def test_decode_has_a_marker_for_its_attention() -> None:
-    assert after_capture(Phase.DECODE) == ["attention = attention(q_1, k_1, v, 0, 0.5)"]
+    assert after_capture(Phase.DECODE) == ["attention = attention(q_1, k_1, v, 0.5)"]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -132,9 +133,13 @@ def test_decode_with_other_options(name: str, options: dict[str, Any], expected:
 def test_layers_of_one_trace_keep_their_numbers_and_weights() -> None:
     model = graphs.tiny_decoder(scale=0.5, num_layers=5)
     decode = graphs.by_phase(graphs.capture(model, graphs.drive_tiny))[Phase.DECODE]
-    gm, _ = graphs.decode_graph(decode, SpecacheConfig(**TWO_LANES))
+    gm, program = graphs.decode_graph(decode, SpecacheConfig(**TWO_LANES))
     markers = [node for node in gm.graph.nodes if "attention_lanes" in str(node.target)]
-    assert [node.args[3] for node in markers] == list(range(5))
+    assert len(markers) == 5
     assert len({id(node.meta["val"]) for node in markers}) == 2  # the first layer comes with the embedding
     readers = [len(node.users) for node in placeholders(gm.graph) if "_weight_" in node.name]
     assert len(readers) > 5 * 7 and set(readers) <= {1, 2}  # the embedding is the head, too
+    attended = graphs.nodes_of(
+        quantize_attention(gm, program), torch.ops.specache.quantized_attention.default
+    )
+    assert [node.args[5] for node in attended] == list(range(5))

@@ -24,7 +24,7 @@ def test_operator_of_ours_that_changes_a_session_stays_though_nothing_reads_it()
     graph = fx.Graph()
     key, state = graph.placeholder("key"), graph.placeholder("state")
     graph.call_function(torch.ops.specache.append.default, (key, key, state, 0))
-    graph.call_function(torch.ops.specache.attention.default, (key, key, key, 0, 1.0))  # pure: may go
+    graph.call_function(torch.ops.specache.attention.default, (key, key, key, 1.0))  # pure: may go
     graph.output(key)
     eliminate_dead_code(graph)
     assert names(fx.GraphModule({}, graph)) == ["append"]

@@ -14,9 +14,10 @@ from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from specache_fx.capture.program import Phase, Program
+from specache_fx.capture.simplify import simplify
 from specache_fx.config import SpecacheConfig
-from specache_fx.passes.few_row_products import PRODUCTS_OF_TURNS, few_row_products
-from specache_fx.passes.pipeline import decode_passes, run_passes
+from specache_fx.passes.few_row_products import few_row_products
+from specache_fx.passes.pipeline import DECODE_PASSES, run_passes
 from specache_fx.runtime.native.products import is_products
 
 aten = torch.ops.aten
@@ -24,7 +25,10 @@ STATE = Program(SpecacheConfig())
 
 
 def traced(function: Callable[..., Tensor], *inputs: Tensor) -> GraphModule:
-    return make_fx(function, tracing_mode="fake")(*inputs)
+    gm: GraphModule = make_fx(function, tracing_mode="fake")(*inputs)
+    simplify(gm.graph)
+    gm.recompile()
+    return gm
 
 
 def calls(gm: GraphModule) -> list[str]:
@@ -52,7 +56,7 @@ def test_products_of_the_same_few_rows_are_one_call() -> None:
     inputs = (torch.randn(2, 1, 5), torch.randn(16, 5), torch.randn(3, 5), torch.randn(3))
     gm = few_row_products(traced(two, *inputs), STATE)
     assert calls(gm) == [
-        "view = view(x_1, [2, 5])",
+        "view = reshape(x_1, [2, 5])",
         "products = products(view, w_1, v_1)",
         "product = getitem(products, 0)",
         "product_1 = getitem(products, 1)",
@@ -176,7 +180,7 @@ def test_other_products_are_left_as_they_are(product: Callable[..., Tensor], inp
 def test_decode_graph_reads_each_weight_of_a_layer_once() -> None:
     decode = captured("llama")[Phase.DECODE]
     gm, program = graphs.decode_graph(decode, SpecacheConfig(group_size=4, residual_length=4, top_k=4))
-    gm = run_passes(gm, program, decode_passes("cpu"))
+    gm = run_passes(gm, program, DECODE_PASSES)
     assert (count(gm, aten.bmm.default), count(gm, aten.mm.default)) == (0, 0)
     calls_of_weights = [len(node.args) - 1 for node in gm.graph.nodes if is_products(node.target)]
     assert calls_of_weights == [3, 1, 2, 1, 1]  # q, k, v; output; gate, up; down; logits
@@ -193,9 +197,7 @@ def test_products_of_tokens_that_follow_a_cache_are_the_operators_however_many_t
     inputs = (torch.randn(2, 3, 5), torch.randn(16, 5), torch.randn(3, 5), torch.randn(3))
     torch._dynamo.mark_dynamic(inputs[0], 1)
     (captured,) = graphs.capture(graphs.FunctionModule(layer), lambda forward: forward(*inputs))
-    gm = PRODUCTS_OF_TURNS.run(captured.copy(), Program(SpecacheConfig(), phase=Phase.PREFILL))
-    assert count_products(gm) == 0
-    gm = PRODUCTS_OF_TURNS.run(gm, Program(SpecacheConfig(), phase=Phase.EXTEND))
+    gm = few_row_products(captured.copy(), STATE)
     assert (count_products(gm), count(gm, aten.mm.default), count(gm, aten.addmm.default)) == (2, 0, 0)
     for tokens in (3, 40):
         x = torch.randn(2, tokens, 5)

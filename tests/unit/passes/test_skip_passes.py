@@ -7,12 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+from support import graphs
+from support.captured import captured
 from support.zoo import build
 
 import specache_fx
 from specache_fx import ConfigError
+from specache_fx.capture.program import Phase
 from specache_fx.config import SpecacheConfig
-from specache_fx.passes.pipeline import OPTIONAL
+from specache_fx.passes.pipeline import BINDING_PASSES, DECODE_PASSES, OPTIONAL
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 TWO_LANES: dict[str, Any] = {"top_k": 4, "lookahead": "token"}
@@ -38,11 +41,20 @@ def test_a_pass_that_is_left_out_changes_no_answer_and_a_log_says_what_each_did(
     assert any("analysed: decode" in message and "ms" in message for message in caplog.messages)
     (waits,) = {message.split(" ms")[1] for message in caplog.messages if message.startswith("insert_waits")}
     assert waits == ", specache.wait_prefetch.default +1"
+    of_steps = {step.name for step in (*BINDING_PASSES[Phase.DECODE], *DECODE_PASSES)}
     for name in sorted(OPTIONAL):
         caplog.clear()
         assert torch.equal(generated(build("plain", 1), skip_passes=[name]), expected), name
-        assert f"{name}: skipped" in caplog.messages
+        assert (f"{name}: skipped" in caplog.messages) == (name in of_steps)
         assert not any(said.startswith(f"{name}: ") and "nodes" in said for said in caplog.messages)
+
+
+def test_a_pass_of_prompts_is_left_out() -> None:
+    config = SpecacheConfig(skip_passes=("prompt_masks",))
+    gm, _ = graphs.bound(captured("tiny")[Phase.PREFILL], config)
+    assert graphs.nodes_of(gm, torch.ops.specache.prompt_attention.default) == []
+    gm, _ = graphs.bound(captured("tiny")[Phase.PREFILL])
+    assert graphs.nodes_of(gm, torch.ops.specache.prompt_attention.default) != []
 
 
 @pytest.mark.parametrize(

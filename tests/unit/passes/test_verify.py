@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,12 +17,11 @@ from specache_fx.capture.graph_utils import placeholders
 from specache_fx.capture.program import Phase, Program
 from specache_fx.config import SpecacheConfig
 from specache_fx.errors import PassInvariantError
-from specache_fx.passes.fuse_layer_steps import fuse_layer_steps_of
-from specache_fx.passes.pipeline import decode_passes, run_passes
-from specache_fx.passes.verify import VERIFY, verify
+from specache_fx.passes import verify as verify_module
+from specache_fx.passes.base import Pass
+from specache_fx.passes.pipeline import DECODE_PASSES, run_passes
+from specache_fx.passes.verify import verify
 from specache_fx.runtime import ops  # noqa: F401  (registers torch.ops.specache)
-
-DECODE_PASSES = decode_passes("cpu")
 
 OPS = torch.ops.specache
 
@@ -30,7 +31,7 @@ def decode() -> tuple[GraphModule, Program]:
     """The decode graph of two layers, as it is before its operators are fused."""
     config = SpecacheConfig(group_size=4, residual_length=4, top_k=4)
     gm, program = graphs.decode_graph(captured("tiny")[Phase.DECODE], config)
-    return run_passes(gm, program, DECODE_PASSES[: DECODE_PASSES.index(VERIFY) + 1]), program
+    return run_passes(gm, program, DECODE_PASSES[: DECODE_PASSES.index(verify) + 1]), program
 
 
 @pytest.fixture
@@ -113,7 +114,7 @@ def test_verify_refuses_an_append_before_its_attention(gm: GraphModule, program:
 def test_verify_refuses_a_marker_that_was_left_behind(gm: GraphModule, program: Program) -> None:
     attention = first(gm, OPS.quantized_attention.default)
     with gm.graph.inserting_before(attention):
-        gm.graph.call_function(OPS.attention_lanes.default, (*attention.args[:3], 0, 0.5))
+        gm.graph.call_function(OPS.attention_lanes.default, (*attention.args[:3], 0.5))
     with pytest.raises(PassInvariantError, match="a marker was left behind"):
         verify(gm, program)
 
@@ -150,9 +151,29 @@ def test_verify_asks_for_no_wait_where_nothing_is_fetched() -> None:
     assert graphs.nodes_of(gm, OPS.wait_prefetch.default) == []
 
 
-def test_what_appends_another_pair_is_not_fused(gm: GraphModule, program: Program) -> None:
-    append = first(gm, OPS.append.default)
-    append.args[0].update_arg(2, 1)  # lane 1's key
-    fused = fuse_layer_steps_of("cpu").run(gm, program)
-    assert len(graphs.nodes_of(fused, OPS.append.default)) == 1
-    assert [node.args[4] for node in graphs.nodes_of(fused, OPS.layer_step.default)] == [1]
+def test_verify_refuses_an_append_of_another_lanes_pair(gm: GraphModule, program: Program) -> None:
+    first(gm, OPS.append.default).args[0].update_arg(2, 1)  # type: ignore[union-attr]
+    with pytest.raises(PassInvariantError, match="it appends another pair than lane 0's"):
+        verify(gm, program)
+
+
+def test_each_pass_is_verified(gm: GraphModule, program: Program) -> None:
+    def forget(gm: GraphModule, _: Program) -> GraphModule:
+        first(gm, OPS.topk.default).meta.pop("val")
+        return gm
+
+    def write(gm: GraphModule, _: Program) -> GraphModule:
+        topk = first(gm, OPS.topk.default)
+        with gm.graph.inserting_after(topk):
+            call(gm.graph, torch.ops.aten.add_.Tensor, (topk, 1), topk)
+        return gm
+
+    for breaks, message in ((forget, "it has no fake value"), (write, "it writes to what is no input")):
+        with pytest.raises(PassInvariantError, match=message):
+            run_passes(copy_graph(gm), program, [Pass(breaks)])
+
+
+def test_a_pass_has_a_hash_of_its_source() -> None:
+    passes = {step.name: step.source_hash for step in DECODE_PASSES}
+    assert len(set(passes.values())) == len(DECODE_PASSES)
+    assert verify.source_hash == hashlib.sha256(Path(str(verify_module.__file__)).read_bytes()).hexdigest()
