@@ -184,8 +184,7 @@ def demo_command(
     columns = (TextColumn("{task.description:<28}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console) as progress, quiet(threads), as_bad_parameter():
         # Inside: torchao and transformers print most of their notices while their imports run.
-        from specache_fx.demo import METHODS, run_demo
-        from specache_fx.demo_report import DemoSettings, demo_json, demo_table
+        from specache_fx.demo import METHODS, DemoSettings, demo_json, demo_table, run_demo
         from specache_fx.examples.needle import MODEL_DIR
 
         settings = DemoSettings(
