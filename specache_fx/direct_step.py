@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -18,7 +17,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _len_torch_dispatch_stack
 from torch.utils._sympy.printers import PythonPrinter
 
-from specache_fx import inductor_start, step_trace
+from specache_fx import inductor_start
 from specache_fx.call import Call
 from specache_fx.capture.recorder import NotDirect
 from specache_fx.config import SpecacheConfig
@@ -26,9 +25,11 @@ from specache_fx.direct_trace import CACHE, Input, Result, Traced, trace_step
 from specache_fx.known_caches import form_of, grows, has_own_methods
 from specache_fx.model_state import ModelState, reason_against
 from specache_fx.model_twin import named_tensors
+from specache_fx.resets import on_reset
 from specache_fx.runners import compiling
 from specache_fx.runtime.handle_form import is_laid_out
 from specache_fx.runtime.handle_tensor import bare
+from specache_fx.this_thread import tracing
 from specache_fx.traced_values import values_of
 
 logger = logging.getLogger(__name__)
@@ -116,15 +117,6 @@ class DirectStep:
         return pytree.tree_unflatten(leaves, self._tree)
 
 
-_known: WeakSet[DirectSteps] = WeakSet()
-
-
-def forget() -> None:
-    """Forget all graphs, as `torch.compiler.reset()` does."""
-    for each in list(_known):
-        each.forget()
-
-
 class DirectSteps:
     """The direct steps of a model.
 
@@ -142,7 +134,7 @@ class DirectSteps:
     ) -> None:
         self._module, self._compile_step, self._config = module, compile_step, config
         self.forget()
-        _known.add(self)
+        on_reset(self.forget)
 
     def forget(self) -> None:
         """Forget all graphs."""
@@ -199,7 +191,7 @@ class DirectSteps:
             raise NotDirect(f"its state, sizes or numbers have changed {_MOST_TRACES} times")
         if self._config.lowering == "inductor" and call.device == "cpu":
             inductor_start.begin()
-        with step_trace.tracing():
+        with tracing():
             state = self._state or ModelState(module)
             traced = trace_step(module, call.given, call.batch)
             if not state.is_same():

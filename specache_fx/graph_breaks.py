@@ -25,6 +25,7 @@ from torch.fx import GraphModule
 from specache_fx.capture.cache_side import BREAKS, LEAVE
 from specache_fx.capture.lanes import NO_LOGITS, NO_TOKENS
 from specache_fx.capture.program import Decoding, Program
+from specache_fx.resets import on_reset
 
 _RESUMED = re.compile(r"torch_dynamo_resume_in_.*_at_(\d+)$")
 _PLACE = re.compile(r"(.+?):(\d+): ")
@@ -108,10 +109,8 @@ _frames: dict[Place, _Uncompiled] = {}  # likewise
 _attentions: set[Place] = set()  # that were rewritten
 
 
-def forget() -> None:
-    """Forget all breaks, as `torch.compiler.reset()` does."""
-    for each in (_behind, _last, _frames, _attentions):
-        each.clear()
+for _each in (_behind, _last, _frames, _attentions):
+    on_reset(_each.clear)
 
 
 def note(code: CodeType, line: int, error: Exception) -> None:

@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from specache_fx.background import waiting
 from specache_fx.compiled import with_generators
 from specache_fx.errors import ConfigError
 from specache_fx.loading import options_of
 from specache_fx.progress import counted
+from specache_fx.this_thread import having
 
 _LENGTHS, _STEPS, _TURN = (8, 13, 21, 1), 6, 3  # tokens; Dynamo has some sizes vary at the third
 
@@ -73,7 +73,7 @@ def warm_up(model: nn.Module, *, batch_sizes: Sequence[int] = (1,), turns: bool 
             f" {text.max_position_embeddings}. Run a prompt and a few tokens of your own instead."
         )
     shown = counted("warming up", len(answers))
-    with torch.no_grad(), _plain_generation(model), waiting(), shown as advance:
+    with torch.no_grad(), _plain_generation(model), having(waits=True), shown as advance:
         for answer in answers:
             advance(str(answer))
             _give(model, answer, text.vocab_size)
