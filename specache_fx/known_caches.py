@@ -87,11 +87,14 @@ def _is_named(value: Any, *names: str) -> bool:
     return type(value).__module__ == "transformers.cache_utils" and type(value).__name__ in names
 
 
+def has_tokens(layer: Any) -> bool:
+    """Whether a layer has had tokens, and has their pairs."""
+    return has_pairs(layer) and layer.is_initialized and layer.keys is not None
+
+
 def filled(cache: Any) -> list[Any]:
     """The layers that have had tokens."""
-    return [
-        each for each in cache.layers if has_pairs(each) and each.is_initialized and each.keys is not None
-    ]
+    return [each for each in cache.layers if has_tokens(each)]
 
 
 def put_handles(cache: Any, handles: Sequence[torch.Tensor]) -> None:
