@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 
+from specache_fx.resets import on_reset
+
 _said: set[str] = set()
 
 
@@ -21,5 +23,8 @@ def warn_once(logger: logging.Logger, message: str, *, key: str | None = None) -
 
 
 def forget_warnings() -> None:
-    """Let every warning be said again (`torch.compiler.reset()` calls this through the backend)."""
+    """Let every warning be said again."""
     _said.clear()
+
+
+on_reset(forget_warnings)

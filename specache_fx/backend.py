@@ -12,8 +12,8 @@ import torch
 from torch._guards import TracingContext, tracing
 from torch.fx import GraphModule
 
-from specache_fx import background, direct_step, dynamo_hooks, graph_breaks
-from specache_fx._log import forget_warnings, warn_once
+from specache_fx import dynamo_hooks, graph_breaks
+from specache_fx._log import warn_once
 from specache_fx.border import AtBorder, UnwrapSubclasses, as_taken
 from specache_fx.capture.analyse import analyse, kv_inputs, may_have_cache
 from specache_fx.capture.buffer_writes import writes_tokens
@@ -41,6 +41,7 @@ from specache_fx.errors import ConfigError, SpecacheError, UnsupportedGraphError
 from specache_fx.fixed_runner import FixedCacheRunner, Growing
 from specache_fx.lowering import Compiled, example_state, layer_form, lower, lower_prompt
 from specache_fx.passes.pipeline import BINDING_PASSES, OPTIONAL, Observer, run_passes
+from specache_fx.resets import reset
 from specache_fx.retrace import trace_as_growing
 from specache_fx.runners import Extend, LeftAlone, Prefill, Refused, compiling
 from specache_fx.runtime.handle_form import is_laid_out
@@ -170,10 +171,7 @@ class Backend:
 
     def reset(self) -> None:
         """Called by `torch.compiler.reset()`."""
-        forget_warnings()
-        graph_breaks.forget()
-        background.forget()
-        direct_step.forget()
+        reset()
 
 
 class _Compile:

@@ -18,7 +18,6 @@ import sys
 import threading
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from torch._dynamo.convert_frame import compile_lock
@@ -26,6 +25,8 @@ from torch.fx import _symbolic_trace
 
 from specache_fx._log import warn_once
 from specache_fx.errors import SpecacheError, first_line
+from specache_fx.resets import on_reset
+from specache_fx.this_thread import having, here
 
 logger = logging.getLogger(__name__)
 _SWITCH_SECONDS = 2e-5
@@ -80,7 +81,7 @@ class _Threads:
     def _run(self, make: Callable[[], None], context: contextvars.Context, num_threads: int) -> None:
         if torch.get_num_threads() != num_threads:  # this thread's own, which the first question sets
             torch.set_num_threads(num_threads)  # a graph is for so many
-        with contextlib.suppress(_Stop), self._undo, waiting():
+        with contextlib.suppress(_Stop), self._undo, having(waits=True):
             self._undo.enter_context(_state_of_others())
             with compile_lock:  # a graph can't run while FX traces in another thread
                 context.run(make)
@@ -108,8 +109,6 @@ class _Threads:
 
 
 threads = _Threads()
-_known: WeakSet[Background] = WeakSet()
-_here = threading.local()
 
 
 class Background:
@@ -123,7 +122,7 @@ class Background:
         self._strict = strict
         self._ready: set[Hashable] = set()
         self._failed: dict[Hashable, Exception] = {}
-        _known.add(self)
+        on_reset(self.forget)
 
     def is_ready(self, kind: Hashable, prepare: Callable[[], Callable[[], None] | None]) -> bool:
         """Whether a step of this kind runs as a graph; if not, its graph begins to be made.
@@ -138,7 +137,7 @@ class Background:
         """
         if kind in self._ready:
             return True
-        if getattr(_here, "waits", False):
+        if here.waits:
             self._ready.add(kind)
             return True
         if (error := self._failed.get(kind)) is not None:
@@ -172,23 +171,6 @@ class Background:
         """Forget which graphs there are: Dynamo has."""
         self._ready.clear()
         self._failed.clear()
-
-
-def forget() -> None:
-    """Forget all graphs, after `torch.compiler.reset()`."""
-    for each in list(_known):
-        each.forget()
-
-
-@contextlib.contextmanager
-def waiting() -> Iterator[None]:
-    """Within it, a first step of this thread waits for its graph."""
-    before = getattr(_here, "waits", False)
-    _here.waits = True
-    try:
-        yield
-    finally:
-        _here.waits = before
 
 
 @contextlib.contextmanager

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _len_torch_dispatch_stack
 
 from specache_fx.config import SpecacheConfig
-from specache_fx.known_caches import filled, grows, is_new_static, length_of, room_of
+from specache_fx.known_caches import (
+    filled,
+    form_of,
+    grows,
+    has_own_methods,
+    is_new_static,
+    length_of,
+    room_of,
+)
 from specache_fx.runners import inference
 from specache_fx.runtime import claims, registry
+from specache_fx.runtime.handle_form import is_laid_out
 from specache_fx.runtime.handle_tensor import Handle, bare
 from specache_fx.runtime.session import Session
 
@@ -74,6 +85,13 @@ class Call:
         return keys if isinstance(keys, Handle) else None
 
     @property
+    def session(self) -> Session | None:
+        """The session of its cache."""
+        handle = self.first_handle
+        with inference(), bare():
+            return None if handle is None else registry.find(handle)
+
+    @property
     def newest_mask(self) -> torch.Tensor | None:
         """The mask's last row, as `Session.store` takes it."""
         if self.mask is None or self.mask.dim() == 2:
@@ -86,17 +104,41 @@ class Call:
         """Whether a list, dict or set is among the arguments, to which the model may write."""
         return any(isinstance(each, (list, dict, set)) for each in self.given.values())
 
+    @functools.cached_property
+    def form(self) -> tuple[Hashable, ...] | None:
+        """What tells one graph of a step from another, but for sizes; None of a step that Dynamo alone can trace."""
+        if torch._C._len_torch_function_stack() or _len_torch_dispatch_stack():
+            return None
+        handle = self.first_handle
+        if handle is None or not grows(self.cache) or has_own_methods(self.cache) or not is_laid_out(handle):
+            return None
+        forms: list[Hashable] = []
+        for name, value in sorted(self.given.items()):
+            if type(value) is torch.Tensor:
+                rows = "one" if self.batch < 2 else None
+                shape = [
+                    rows if dim == 0 and size == self.batch else size for dim, size in enumerate(value.shape)
+                ]
+                if name == "attention_mask":
+                    if value.dim() < 2 or value.shape[0] != self.batch:
+                        return None
+                    shape[-1] = None
+                forms.append((name, value.dtype, value.device, *shape))
+            elif value is None or isinstance(value, (bool, int, str)):
+                forms.append((name, value))
+            elif value is not self.cache:
+                return None
+        cast = torch.get_autocast_dtype(self.device) if torch.is_autocast_enabled(self.device) else None
+        modes = torch.is_inference_mode_enabled(), cast, torch.get_default_dtype()
+        return (*forms, *modes, handle.dtype, *map(form_of, self.cache.layers))
+
     @property
-    def kind(self) -> tuple[Any, ...]:
-        """What tells the graph of a step, as far as is known before it runs."""
-        given = tuple((name, _form(value)) for name, value in self.given.items() if value is not None)
+    def kind(self) -> Hashable:
+        """`form` without its numbers, which may count; and what else Dynamo has graphs for, as far as is known."""
         # A window that is full has a graph of its own, and so have the last two tokens that it has room for.
         windows = [each for each in self.cache.layers if getattr(each, "is_sliding", False)]
-        lengths = frozenset(
-            (each.sliding_window, room_of(each.sliding_window, length_of(each))) for each in windows
-        )
-        cast = torch.get_autocast_dtype(self.device) if torch.is_autocast_enabled(self.device) else None
-        return (*given, len(self.cache.layers), lengths, torch.is_inference_mode_enabled(), cast)
+        rooms = {(each.sliding_window, room_of(each.sliding_window, length_of(each))) for each in windows}
+        return loosely(self.form), self.batch, frozenset(rooms)
 
     def mark_sizes(self) -> None:
         """Tell Dynamo which sizes vary from step to step, but for a batch of one: the batch, and a mask's length."""
@@ -131,8 +173,8 @@ class Call:
             return claims.go_on(tensors, config.for_device(session.device.type), session.shapes)
 
 
-def _form(value: Any) -> Any:
-    """What a graph depends on of an argument: a tensor's batch, but no other size; no number, which may count."""
-    if isinstance(value, torch.Tensor):
-        return value.dtype, value.dim(), value.shape[:1]
-    return value if isinstance(value, (bool, str)) else type(value).__name__
+def loosely(form: Any) -> Hashable:
+    """A form without its numbers, which may differ from call to call."""
+    if isinstance(form, tuple):
+        return tuple(map(loosely, form))
+    return None if type(form) is int else form

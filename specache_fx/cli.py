@@ -5,18 +5,19 @@ Commands import torch and transformers inside, so that `--help` and bad options 
 
 from __future__ import annotations
 
-import json
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from specache_fx.cli_common import JsonFile, as_bad_parameter, check_dtype, check_folder
+from specache_fx.cli_common import JsonFile, as_bad_parameter, check_dtype, check_folder, write_json
 from specache_fx.config import POLICIES, SpecacheConfig
 from specache_fx.errors import ConfigError
+from specache_fx.model_shape import ModelShape, load_model_shape
 from specache_fx.sizes import parse_size
 
 _DEFAULTS = SpecacheConfig()
@@ -80,14 +81,15 @@ def plan_command(
     json_file: JsonFile = None,
 ) -> None:
     """Plan the bytes of a KV cache on the device and on the host."""
-    from specache_fx.plan_report import plan_rows, plan_table
+    from specache_fx.plan_report import PlanSettings, plan_rows, plan_table
 
     check_folder(json_file)
     with as_bad_parameter():
         budget_bytes = None if budget is None else parse_size(budget)
-        sizes = {"layers": layers, "num_kv_heads": kv_heads, "head_dim": head_dim, "context": context}
-        shape = _shape(model, sizes, dtype)
-        settings = {**shape, "batch": batch, "budget_bytes": budget_bytes}
+        shape, context = _shape(model, layers, kv_heads, head_dim, context)
+        shape = shape if dtype is None else replace(shape, dtype=dtype)
+        check_dtype(shape.dtype)
+        settings = PlanSettings(shape, context, batch, budget_bytes)
         options = {
             "policy": policy,
             **({} if quantizer is None else {"quantizer": quantizer}),
@@ -99,35 +101,26 @@ def plan_command(
         }
         rows = plan_rows(settings, options, None if bits is None else [bits])
     Console().print(plan_table(settings, options, rows))
-    if json_file is not None:
-        report = {"settings": settings, "options": options, "rows": rows}
-        json_file.write_text(json.dumps(report, indent=2) + "\n")
+    write_json(json_file, {"settings": settings.to_json(), "options": options, "rows": rows})
 
 
-def _shape(model: str | None, sizes: dict[str, int | None], dtype: str | None) -> dict[str, Any]:
-    """The sizes of a model's cache and its dtype: those that are given, or a transformers model's.
+def _shape(
+    model: str | None, layers: int | None, kv_heads: int | None, head_dim: int | None, context: int | None
+) -> tuple[ModelShape, int]:
+    """The sizes of a model's cache and its tokens: those that are given, or a transformers model's.
 
     Raises:
-        ConfigError: If a size is missing or given twice, or the dtype is unknown.
+        ConfigError: If a size is missing or given twice.
     """
-    more: dict[str, int] = {}
+    sizes = {"--layers": layers, "--kv-heads": kv_heads, "--head-dim": head_dim}
+    if model is not None and any(size is not None for size in sizes.values()):
+        raise ConfigError("--model brings --layers, --kv-heads and --head-dim: give one or the others.")
     if model is not None:
-        if any(size is not None for name, size in sizes.items() if name != "context"):
-            raise ConfigError("--model brings --layers, --kv-heads and --head-dim: give one or the others.")
-        from specache_fx.model_shape import load_model_shape
-
-        read = load_model_shape(model)
-        context = read.max_context if sizes["context"] is None else sizes["context"]
-        sizes = {"layers": read.layers, "num_kv_heads": read.num_kv_heads, "head_dim": read.head_dim}
-        sizes["context"], dtype = context, dtype or read.dtype
-        more = {"window_layers": read.window_layers, "window": read.window} if read.window else {}
-        more |= {"value_dim": read.value_dim} if read.value_dim else {}
-    if missing := [name for name, size in sizes.items() if size is None]:
-        names = ", ".join("--" + name.removeprefix("num_").replace("_", "-") for name in missing)
-        raise ConfigError(f"{names} missing: give them, or --model with a transformers model.")
-    dtype = dtype or "bfloat16"
-    check_dtype(dtype)
-    return {**sizes, **more, "dtype": dtype}
+        shape, longest = load_model_shape(model)
+        sizes, context = {}, longest if context is None else context
+    if missing := [name for name, size in (sizes | {"--context": context}).items() if size is None]:
+        raise ConfigError(f"{', '.join(missing)} missing: give them, or --model with a transformers model.")
+    return ModelShape(*sizes.values()) if sizes else shape, context
 
 
 @app.command("explain")
@@ -191,8 +184,7 @@ def demo_command(
     columns = (TextColumn("{task.description:<28}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console) as progress, quiet(threads), as_bad_parameter():
         # Inside: torchao and transformers print most of their notices while their imports run.
-        from specache_fx.demo import METHODS, run_demo
-        from specache_fx.demo_report import DemoSettings, demo_json, demo_table
+        from specache_fx.demo import METHODS, DemoSettings, demo_json, demo_table, run_demo
         from specache_fx.examples.needle import MODEL_DIR
 
         settings = DemoSettings(
@@ -206,5 +198,4 @@ def demo_command(
 
         rows = run_demo(settings, on_batch)
     console.print(demo_table(settings, rows))
-    if json_file is not None:
-        json_file.write_text(json.dumps(demo_json(settings, rows, threads), indent=2) + "\n")
+    write_json(json_file, demo_json(settings, rows, threads))

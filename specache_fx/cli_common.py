@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -34,3 +35,9 @@ def check_folder(file: Path | None, option: str = "--json") -> None:
     """Complain about a file that an option names before the work, not after it."""
     if file is not None and (file.is_dir() or not file.absolute().parent.is_dir()):
         raise typer.BadParameter(f"{option} {file}: give a file in a folder that exists.")
+
+
+def write_json(file: Path | None, report: Any) -> None:
+    """Write a report, if a file is given."""
+    if file is not None:
+        file.write_text(json.dumps(report, indent=2) + "\n")

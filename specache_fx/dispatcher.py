@@ -14,7 +14,6 @@ a history; a traced prompt attends by blocks there.
 from __future__ import annotations
 
 import inspect
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, get_args
@@ -31,17 +30,13 @@ from specache_fx.errors import ConfigError
 from specache_fx.filling import Filling
 from specache_fx.known_caches import grows, put_handles
 from specache_fx.rehearsal import Rehearsal, fits
-from specache_fx.runners import inference
-from specache_fx.runtime import registry
 from specache_fx.runtime.handle_form import is_laid_out
-from specache_fx.runtime.handle_tensor import Handle, bare
 from specache_fx.runtime.session import Session
 from specache_fx.static_cache import GrowingCall
-from specache_fx.step_trace import decoding, num_traces
+from specache_fx.this_thread import having, here
 
 Prompts = Literal["auto", "traced", "untraced"]
 Warm = Literal["block", "background"]
-_here = threading.local()
 
 
 def runs_untraced(prompts: str, warm: str, config: SpecacheConfig) -> bool:
@@ -105,8 +100,7 @@ class Dispatcher:
         call = self._call_of(args, kwargs)
         if (growing := GrowingCall.of(call)) is not None:
             return growing.finish(self(**growing.given))
-        filling: list[Any] = _here.__dict__.setdefault("filling", [])
-        if call.cache is not None and any(call.cache is each for each in filling):
+        if call.cache is not None and any(call.cache is each for each in here.filling):
             return self._module._call_impl(*args, **kwargs)  # for a module around this one
         if call.is_step:
             return self._step(call, args, kwargs)
@@ -123,24 +117,19 @@ class Dispatcher:
         module, past = self._module, call.take_past(self._config)
         if past is None:
             return self.compiled(*args, **kwargs)
-        filling: list[Any] = _here.__dict__.setdefault("filling", [])
-        filling.append(call.cache)
-        try:
-            with beside():
-                filled = Filling(self._config, module, call, *past)
-                return filled.run(lambda: module._call_impl(*args, **kwargs))
-        finally:
-            filling.pop()
+        with having(filling=(*here.filling, call.cache)), beside():
+            filled = Filling(self._config, module, call, *past)
+            return filled.run(lambda: module._call_impl(*args, **kwargs))
 
     def _step(self, call: Call, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Decode one token of each row."""
-        if self._waits_for_graph(call, args, kwargs):
-            return self._run_untraced(call, args, kwargs)
         # A name for one of the handles would keep it alive, and have the session forked.
         is_moved = not is_laid_out(call.first_handle) and grows(call.cache)  # type: ignore[arg-type]
         if is_moved and (past := call.take_past(self._config)):
             # Copies have another layout. A session's own handles need no graph of their own.
             put_handles(call.cache, past[1])
+        if self._waits_for_graph(call, args, kwargs):
+            return self._run_untraced(call, args, kwargs)
         return self._decode(call, args, kwargs)
 
     def _waits_for_graph(self, call: Call, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
@@ -149,9 +138,7 @@ class Dispatcher:
             return False
 
         def prepare() -> Callable[[], None] | None:
-            handle = call.first_handle
-            session = None if handle is None else _session_of(handle)
-            is_traced = self._is_auto and call.device != "cpu"  # as its prompt was
+            session, is_traced = call.session, self._is_auto and call.device != "cpu"  # as its prompt was
             if session is None or is_traced or not fits(call, self._module):
                 return None
             return partial(Rehearsal(call, args, kwargs, self._names, session).run, self._rehearse)
@@ -160,16 +147,15 @@ class Dispatcher:
 
     def _rehearse(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         """Run a step in the background; whether Dynamo traces it."""
-        before = num_traces()
+        before = here.num_traces
         self._decode(self._call_of(args, kwargs), args, kwargs)
-        return num_traces() > before
+        return here.num_traces > before
 
     def _decode(self, call: Call, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run a step's graph."""
-        handle = call.first_handle
-        filled = None if self._has_stepped or handle is None else _session_of(handle)
+        filled = None if self._has_stepped else call.session
         # Batches of any size, padded or not, and beams share two graphs: with a mask, and without.
-        with decoding(call.mark_sizes):
+        with having(mark=call.mark_sizes):
             step = self._direct.runner_of(call)
             out = self.compiled(*args, **kwargs) if step is None else step()
         self._look(call, filled)
@@ -177,15 +163,10 @@ class Dispatcher:
 
     def _look(self, call: Call, filled: Session | None) -> None:
         """See what graphs the model's steps have; `filled` is the session before the first."""
-        handle = call.first_handle
-        traces = handle is None and not call.asks_for_more
-        if handle is not None and filled is not None and filled.origin.layers_of_cache:
-            self._has_stepped, now = True, _session_of(handle)
+        now = call.session
+        traces = call.first_handle is None and not call.asks_for_more
+        if call.first_handle is not None and filled is not None and filled.origin.layers_of_cache:
+            self._has_stepped = True
             traces = self._is_auto and (now is None or now.shapes != filled.shapes)
         if traces:  # another thread may set it, too
             self._traces = True
-
-
-def _session_of(handle: Handle) -> Session | None:
-    with inference(), bare():
-        return registry.find(handle)

@@ -7,7 +7,7 @@ puts into graphs.
 
 `_watch_frames`: a frame that Dynamo skips runs uncompiled, and no backend is called. The hook calls `given_up` of the
 backend that it was to be compiled with, where that has such a method. It takes back what `retrace` marks in
-`torch.compiler.config.dynamic_sources` for a frame, and tells Dynamo of decode steps (`step_trace`). Past
+`torch.compiler.config.dynamic_sources` for a frame, and tells Dynamo of decode steps (`this_thread`). Past
 `recompile_limit` Dynamo runs code uncompiled, on handles: the limit doesn't hold for code that this backend compiles.
 
 `_watch_breaks`: notes each break with Dynamo's reason (`graph_breaks`), which no backend gets.
@@ -39,7 +39,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from specache_fx import graph_breaks
 from specache_fx.compiled import backend_of
-from specache_fx.step_trace import tracing
+from specache_fx.this_thread import tracing
 
 logger = logging.getLogger(__name__)
 _OURS = "_is_of_specache"

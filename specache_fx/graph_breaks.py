@@ -27,6 +27,7 @@ from specache_fx.capture.cache_side import BREAKS, LEAVE
 from specache_fx.capture.lanes import NO_LOGITS, NO_TOKENS
 from specache_fx.capture.program import Decoding, Program
 from specache_fx.errors import UnsupportedGraphError
+from specache_fx.resets import on_reset
 
 _RESUMED = re.compile(r"torch_dynamo_resume_in_.*_at_(\d+)$")
 _PLACE = re.compile(r"(.+?):(\d+): ")
@@ -112,10 +113,8 @@ _attentions: set[Place] = set()  # that were rewritten
 _here = threading.local()
 
 
-def forget() -> None:
-    """Forget all breaks, as `torch.compiler.reset()` does."""
-    for each in (_behind, _last, _frames, _attentions):
-        each.clear()
+for _each in (_behind, _last, _frames, _attentions):
+    on_reset(_each.clear)
 
 
 def note(code: CodeType, line: int, error: Exception) -> None:

@@ -13,6 +13,7 @@ Classes are known by their names: to import transformers' `cache_utils` would ta
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -86,11 +87,14 @@ def _is_named(value: Any, *names: str) -> bool:
     return type(value).__module__ == "transformers.cache_utils" and type(value).__name__ in names
 
 
+def has_tokens(layer: Any) -> bool:
+    """Whether a layer has had tokens, and has their pairs."""
+    return has_pairs(layer) and layer.is_initialized and layer.keys is not None
+
+
 def filled(cache: Any) -> list[Any]:
     """The layers that have had tokens."""
-    return [
-        each for each in cache.layers if has_pairs(each) and each.is_initialized and each.keys is not None
-    ]
+    return [each for each in cache.layers if has_tokens(each)]
 
 
 def put_handles(cache: Any, handles: Sequence[torch.Tensor]) -> None:
@@ -182,39 +186,39 @@ def watched(cache: Any, enter: Callable[[int], None]) -> Iterator[None]:
             cache.update = own
 
 
+def copied(cache: Any) -> Any:
+    """A copy of a cache with layers, counts and states of its own; the pairs are the same."""
+    made = copy.copy(cache)
+    made.layers = [copy.copy(layer) for layer in cache.layers]
+    for layer in made.layers:
+        for name, value in vars(layer).items():
+            if isinstance(value, dict):
+                states = {
+                    key: each.clone() if isinstance(each, torch.Tensor) else each
+                    for key, each in value.items()
+                }
+                setattr(layer, name, states)
+    return made
+
+
 class Before:
     """A cache as it is before a call: all but its pairs, which a session holds.
 
     Args:
-        cache: A growing cache, or None: the call makes one.
+        cache: A cache, or None: the call makes one.
     """
 
     def __init__(self, cache: Any) -> None:
-        self._cache = cache
-        layers = [] if cache is None else cache.layers
-        self._counts = [getattr(layer, "cumulative_length", None) for layer in layers]
-        self._states = [_copied(layer) for layer in layers]
+        self._cache, self._copy = cache, None if cache is None else copied(cache)
 
     def restore(self, past: Sequence[torch.Tensor]) -> None:
         """Give the cache back what it had, and its session's handles: none before a prompt."""
         if self._cache is None:
             return
-        layers = self._cache.layers
-        del layers[len(self._counts) :]
-        for layer, count, states in zip(layers, self._counts, self._states, strict=True):
+        del self._cache.layers[len(self._copy.layers) :]
+        for layer, before in zip(self._cache.layers, self._copy.layers, strict=True):
             if not past and has_pairs(layer):
                 layer.reset()
-            elif count is not None:
-                layer.cumulative_length = count
-            vars(layer).update(states)
+            vars(layer).update(vars(before))
         if past:
             put_handles(self._cache, past)
-
-
-def _copied(layer: Any) -> dict[str, Any]:
-    """The states of linear attention, which are updated in place, and what tells of them."""
-    return {
-        name: {key: each.clone() if isinstance(each, torch.Tensor) else each for key, each in value.items()}
-        for name, value in vars(layer).items()
-        if isinstance(value, dict)
-    }

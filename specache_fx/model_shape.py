@@ -23,8 +23,7 @@ class ModelShape:
         layers: Attention layers that keep KV pairs of their own.
         num_kv_heads: Key/value heads of a layer.
         head_dim: Channels of a key, and of a value; of the rotated key where attention is latent (MLA).
-        max_context: The longest context that the config names; None where it names none.
-        dtype: Name of the dtype that the weights were saved in; None where the config doesn't say.
+        dtype: Name of the cache's dtype.
         window_layers: How many of the layers keep a window of the newest tokens.
         window: Tokens that a query of theirs reaches, its own included; None where no layer keeps a window.
         value_dim: Channels of a value where they are others: the latent's.
@@ -33,18 +32,20 @@ class ModelShape:
     layers: int
     num_kv_heads: int
     head_dim: int
-    max_context: int | None = None
-    dtype: str | None = None
+    dtype: str = "bfloat16"
     window_layers: int = 0
     window: int | None = None
     value_dim: int | None = None
 
 
-def load_model_shape(model: str) -> ModelShape:
+def load_model_shape(model: str) -> tuple[ModelShape, int | None]:
     """Read the shape of a model.
 
     Args:
         model: A folder with a `config.json`, that file itself, or a name on the Hugging Face hub.
+
+    Returns:
+        The shape; and the longest context that the config names, None where it names none.
 
     Raises:
         ConfigError: If there is no such config, or its layers' caches are of other shapes.
@@ -63,36 +64,28 @@ def load_model_shape(model: str) -> ModelShape:
         raise ConfigError(
             f"The config of model {model!r} can't be read. {_GIVE} (transformers says: {first_line(error)})"
         ) from error
-    return shape_of(config)
+    text = config.get_text_config(decoder=True)  # of a model with several parts
+    return _shape_of(text, config.model_type), getattr(text, "max_position_embeddings", None)
 
 
-def shape_of(config: Any) -> ModelShape:
-    """The shape in a transformers config; a model with several parts is asked for its text decoder.
+def _shape_of(config: Any, kind: str) -> ModelShape:
+    """The shape in a decoder's config.
 
     Raises:
         ConfigError: If an attribute is missing, or the layers' caches are of other shapes.
     """
-    kind = config.model_type
-    config = config.get_text_config(decoder=True)
     layers, window_layers, window = _layers(config, kind)
-    dtype = getattr(config, "dtype", None)
-    common: dict[str, Any] = {
-        "layers": layers,
-        "max_context": getattr(config, "max_position_embeddings", None),
-        "dtype": None if dtype is None else str(dtype).removeprefix("torch."),
-        "window_layers": window_layers,
-        "window": window,
-    }
-    if getattr(config, "kv_lora_rank", None):  # one head for all: a rotated key and a latent
+    dtype = str(getattr(config, "dtype", None) or ModelShape.dtype).removeprefix("torch.")
+    if latent_dim := getattr(config, "kv_lora_rank", None):  # one head for all: a rotated key and a latent
         rope_dim = _number(config, kind, "qk_rope_head_dim")
-        return ModelShape(num_kv_heads=1, head_dim=rope_dim, value_dim=config.kv_lora_rank, **common)
+        return ModelShape(layers, 1, rope_dim, dtype, window_layers, window, latent_dim)
     num_heads = _number(config, kind, "num_attention_heads")
     # Absent in models without grouped queries; None in configs that were saved so.
     num_kv_heads = getattr(config, "num_key_value_heads", None) or getattr(config, "num_kv_heads", None)
     if getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", False):
         num_kv_heads = 1  # Falcon-7B, GPTBigCode
     head_dim = getattr(config, "head_dim", None) or _number(config, kind, "hidden_size") // num_heads
-    return ModelShape(num_kv_heads=num_kv_heads or num_heads, head_dim=head_dim, **common)
+    return ModelShape(layers, num_kv_heads or num_heads, head_dim, dtype, window_layers, window)
 
 
 def _number(config: Any, kind: str, name: str) -> int:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import operator
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from specache_fx.capture.recorder import NotDirect
-
 _DICTS = (dict, OrderedDict)
-_COPIED = (list, set)
+_CONTAINERS = (*_DICTS, list, set)
+_NOTHING = object()
 
 
 def named_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -22,64 +20,70 @@ def named_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from module.named_buffers(remove_duplicate=False)
 
 
-class Twin:
-    """A model's modules anew. All else that they hold is the model's own.
+def twins_of(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> list[nn.Module]:
+    """A model's modules anew, itself first. All else that they hold is the model's own.
 
     Args:
         module: The model.
         tensors: By name, in place of its parameters and buffers.
+    """
+    by_id = {id(tensor): tensors[name] for name, tensor in named_tensors(module) if name in tensors}
+    twins: dict[int, nn.Module] = {id(each): object.__new__(type(each)) for each in module.modules()}
 
-    Attributes:
-        module: The copy.
+    def inner(value: Any) -> Any:
+        """What a twin has in a value's place."""
+        if isinstance(value, nn.Module):
+            return twins.get(id(value), value)
+        return by_id.get(id(value), value) if isinstance(value, torch.Tensor) else value
+
+    def copied(value: Any) -> Any:
+        if type(value) in _DICTS:
+            return type(value)((key, inner(item)) for key, item in value.items())
+        return value.copy() if type(value) in _CONTAINERS else inner(value)
+
+    for each in module.modules():
+        vars(twins[id(each)]).update({name: copied(value) for name, value in vars(each).items()})
+        vars(twins[id(each)])["_compiled_call_impl"] = None  # of a model in it, too
+    return list(twins.values())
+
+
+class Change(NamedTuple):
+    """An attribute of an object, or an item of a container in it, that is another object now."""
+
+    owner: Any
+    name: Any
+    old: Any
+    new: Any
+
+
+class Contents:
+    """What objects hold as attributes, and in these that are containers.
+
+    Args:
+        objects: The objects.
     """
 
-    def __init__(self, module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
-        by_id = {id(tensor): tensors[name] for name, tensor in named_tensors(module) if name in tensors}
-        twins = {id(each): object.__new__(type(each)) for each in module.modules()}
+    def __init__(self, objects: Iterable[Any]) -> None:
+        self._before = [(each, _content(each)) for each in objects]
 
-        def inner(value: Any) -> Any:
-            """What the twin has in a value's place."""
-            if isinstance(value, nn.Module):
-                return twins.get(id(value), value)
-            return by_id.get(id(value), value) if isinstance(value, torch.Tensor) else value
-
-        self._before: list[tuple[nn.Module, dict[str, Any]]] = []
-        for each in module.modules():
-            now = {
-                name: type(value)((key, inner(item)) for key, item in value.items())
-                if type(value) in _DICTS
-                else value.copy()
-                if type(value) in _COPIED
-                else inner(value)
-                for name, value in vars(each).items()
-            }
-            now["_compiled_call_impl"] = None  # of a model in it, too
-            twin = twins[id(each)]
-            vars(twin).update(now)
-            self._before.append((twin, {name: _content(value) for name, value in now.items()}))
-        self.module: nn.Module = twins[id(module)]
-
-    def check_unchanged(self) -> None:
-        """Refuse a model whose `forward` notes something in its modules.
-
-        Raises:
-            NotDirect: If it has.
-        """
-        for twin, then in self._before:
-            now = vars(twin)
-            for name in {*now, *then}:
-                old, new = then.get(name), _content(now.get(name))
-                is_same = (
-                    len(old) == len(new) and all(map(operator.is_, old, new))
-                    if type(old) is tuple
-                    else old is new
-                )
-                if not is_same:
-                    raise NotDirect(f"its forward changes {name} of {type(twin).__name__}")
+    def changes(self) -> Iterator[Change]:
+        """What is other than at first."""
+        for each, then in self._before:
+            now = _content(each)
+            for name in {**then, **now}:
+                old, new = then.get(name, _NOTHING), now.get(name, _NOTHING)
+                if old is not new:
+                    yield Change(each, name, old, new)
 
 
-def _content(value: Any) -> Any:
-    """What a container of a module holds."""
-    if type(value) in _DICTS:
-        return (*value.keys(), *value.values())
-    return (*value,) if type(value) in _COPIED else value
+def _content(each: Any) -> dict[Any, Any]:
+    content: dict[Any, Any] = {}
+    for name, value in vars(each).items():
+        if type(value) in _DICTS:
+            content.update(((name, key), item) for key, item in value.items())
+        elif type(value) in _CONTAINERS:
+            content[name] = len(value)
+            content.update(((name, i), item) for i, item in enumerate(value))
+        else:
+            content[name] = value
+    return content

@@ -8,13 +8,13 @@ Paper: SpeCache §4.1 and Table 1, column "KV Cache Size".
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
 from specache_fx.config import SpecacheConfig
 from specache_fx.errors import ConfigError
+from specache_fx.model_shape import ModelShape
 from specache_fx.runtime.host_cache import ALIGN_TOKENS
 from specache_fx.runtime.layer_cache import grown_groups, reserved
 from specache_fx.runtime.layer_cache import grown_rows as grown_layer_rows
@@ -22,8 +22,7 @@ from specache_fx.runtime.layout import LayerShape, Layout
 from specache_fx.runtime.quant import make_quantizer
 from specache_fx.runtime.transfer import Staging
 from specache_fx.runtime.window_cache import grown_rows
-
-_DTYPES = {2: torch.bfloat16, 4: torch.float32}  # by bytes: the plan depends on nothing else of a dtype
+from specache_fx.sizes import DTYPE_BYTES
 
 
 @dataclass(frozen=True)
@@ -55,106 +54,83 @@ class MemoryPlan:
 
 
 def plan(
-    layers: int,
-    num_kv_heads: int,
-    head_dim: int,
-    context: int,
-    batch: int,
-    config: SpecacheConfig,
-    value_dim: int | None = None,
-    dtype_bytes: int = 2,
-    window_layers: int = 0,
-    window: int | None = None,
-    device: str = "cuda",
+    shape: ModelShape, context: int, batch: int, config: SpecacheConfig, device: str = "cuda"
 ) -> MemoryPlan:
     """Plan the bytes of a prompt's cache.
 
     Args:
-        layers: Attention layers, all alike but for `window_layers` and the config's `resident_layers`; of those that
-            share KV the ones that store it.
-        num_kv_heads: Key/value heads of a layer.
-        head_dim: Channels of a key.
+        shape: The model's layers. All are alike but for its windows, which stay exact on the device, and the config's
+            `resident_layers`.
         context: Tokens of the prompt.
         batch: Sequences.
         config: The options.
-        value_dim: Channels of a value; `head_dim` by default.
-        dtype_bytes: Bytes of one element of the KV dtype: 2 (bfloat16, float16) or 4 (float32).
-        window_layers: How many of the layers keep a window of the newest tokens: exact, on the device.
-        window: Tokens that a query of theirs reaches, its own included.
         device: Where the model runs, "cuda" or "cpu": `lookahead="auto"` goes by it.
 
     Raises:
-        ConfigError: If a size is not a whole number of at least 1, or the dtype is of another width.
+        ConfigError: If a size is not a whole number of at least 1, or the dtype is unknown.
     """
-    value_dim = head_dim if value_dim is None else value_dim
+    _check_sizes(shape, context, batch)
     config = config.for_device(device)
-    sizes = {"num_kv_heads": num_kv_heads, "head_dim": head_dim, "context": context, "batch": batch}
-    _check_sizes({"layers": layers, **sizes, "value_dim": value_dim}, dtype_bytes)
-    _check_window(layers, window_layers, window)
-    quantizer, kv_dtype = make_quantizer(config), _DTYPES[dtype_bytes]
-    shape = LayerShape(num_kv_heads, head_dim, value_dim)
+    layers, num_kv_heads, window = shape.layers, shape.num_kv_heads, shape.window
+    key_dim, value_dim = shape.head_dim, shape.value_dim or shape.head_dim
+    quantizer, kv_dtype = make_quantizer(config), getattr(torch, shape.dtype)
 
     def arena(num_groups: int, window_rows: int, sink_tokens: int = 0) -> int:
-        return Layout(quantizer, shape, batch, kv_dtype, num_groups, window_rows, sink_tokens).nbytes
+        of_layer = LayerShape(num_kv_heads, key_dim, value_dim)
+        return Layout(quantizer, of_layer, batch, kv_dtype, num_groups, window_rows, sink_tokens).nbytes
 
     num_quantized = config.num_quantized(context)
     least_groups, least_rows = reserved(config, is_exact=False)
     num_groups, window_rows = max(num_quantized // config.group_size, least_groups), context - num_quantized
-    host_dim = sum(config.placement.host_dims(head_dim, value_dim))
+    host_dim = sum(config.placement.host_dims(key_dim, value_dim))
     on_host = max(num_quantized, config.num_quantized(config.reserve)) if config.placement.offload else 0
     host_tokens = -(-on_host // ALIGN_TOKENS) * ALIGN_TOKENS
     staged = batch * num_kv_heads * _staging_bytes(config, host_dim, kv_dtype)
-    resident = min(config.resident_layers, layers - window_layers)
-    tiered = layers - window_layers - resident
+    resident = min(config.resident_layers, layers - shape.window_layers)
+    tiered = layers - shape.window_layers - resident
     rows = min(context, window - 1) if window is not None else 0
     rows_peak = grown_rows(rows, window - 1) if window is not None else 0
-    now = arena(num_groups, max(window_rows, least_rows), config.sink_tokens)
     grows = context >= config.reserve
     groups_peak = grown_groups(num_groups, config.group_size) if grows else num_groups
+    now = arena(num_groups, max(window_rows, least_rows), config.sink_tokens)
     peak = arena(groups_peak, grown_layer_rows(0, config, resident=False), config.sink_tokens)
     whole = max(context, reserved(config, is_exact=True)[1])
     whole_peak = grown_layer_rows(whole, config, resident=True) if grows else whole
-    all_here, all_here_peak = arena(0, whole), arena(0, whole_peak)
-    pairs = batch * num_kv_heads * (head_dim + value_dim) * dtype_bytes
+
+    def on_device(of_tiered: int, whole_rows: int, window_rows: int) -> int:
+        return (
+            tiered * (of_tiered + staged)
+            + resident * arena(0, whole_rows)
+            + shape.window_layers * arena(0, window_rows)
+        )
+
+    pairs = batch * num_kv_heads * (key_dim + value_dim) * kv_dtype.itemsize
     return MemoryPlan(
-        device_bytes=tiered * (now + staged) + resident * all_here + window_layers * arena(0, rows),
-        device_bytes_peak=tiered * (peak + staged)
-        + resident * all_here_peak
-        + window_layers * arena(0, rows_peak),
-        host_bytes=tiered * batch * num_kv_heads * host_tokens * host_dim * dtype_bytes,
-        full_bytes=(tiered + resident) * pairs * context + window_layers * pairs * rows,
+        device_bytes=on_device(now, whole, rows),
+        device_bytes_peak=on_device(peak, whole_peak, rows_peak),
+        host_bytes=tiered * batch * num_kv_heads * host_tokens * host_dim * kv_dtype.itemsize,
+        full_bytes=(tiered + resident) * pairs * context + shape.window_layers * pairs * rows,
     )
 
 
-def _check_window(layers: int, window_layers: int, window: int | None) -> None:
-    if not 0 <= window_layers <= layers or (window_layers and (window is None or window < 2)):
-        raise ConfigError(
-            f"window_layers={window_layers!r} with window={window!r} is not valid: give a window of at least 2 tokens"
-            f" for at most all of the {layers} layers."
-        )
-
-
-def _check_sizes(sizes: Mapping[str, int], dtype_bytes: int) -> None:
-    if dtype_bytes not in _DTYPES:
-        widths = ", ".join(map(str, _DTYPES))
-        raise ConfigError(f"dtype_bytes={dtype_bytes!r} is not valid: choose one of {widths}.")
+def _check_sizes(shape: ModelShape, context: int, batch: int) -> None:
+    if shape.dtype not in DTYPE_BYTES:
+        raise ConfigError(f"dtype={shape.dtype!r} is not valid: choose one of {', '.join(DTYPE_BYTES)}.")
+    names = ("layers", "num_kv_heads", "head_dim") + ("value_dim",) * (shape.value_dim is not None)
+    sizes = {name: getattr(shape, name) for name in names} | {"context": context, "batch": batch}
     for name, size in sizes.items():
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise ConfigError(f"{name}={size!r} is not valid: give a whole number >= 1.")
+    has_window = shape.window is not None and shape.window > 1
+    if not 0 <= shape.window_layers <= shape.layers or (shape.window_layers and not has_window):
+        raise ConfigError(
+            f"window_layers={shape.window_layers!r} with window={shape.window!r} is not valid: give a window of at"
+            f" least 2 tokens for at most all of the {shape.layers} layers."
+        )
 
 
 def largest_batch(
-    budget_bytes: int,
-    layers: int,
-    num_kv_heads: int,
-    head_dim: int,
-    context: int,
-    config: SpecacheConfig,
-    value_dim: int | None = None,
-    dtype_bytes: int = 2,
-    window_layers: int = 0,
-    window: int | None = None,
-    device: str = "cuda",
+    budget_bytes: int, shape: ModelShape, context: int, config: SpecacheConfig, device: str = "cuda"
 ) -> int:
     """The most sequences whose cache stays within a budget of device bytes while decoding; 0 if not even one does.
 
@@ -162,19 +138,12 @@ def largest_batch(
 
     Args:
         budget_bytes: Device bytes for the KV cache.
-        layers: As `plan`, like the rest.
-        num_kv_heads: See `plan`.
-        head_dim: See `plan`.
+        shape: As `plan`, like the rest.
         context: See `plan`.
         config: See `plan`.
-        value_dim: See `plan`.
-        dtype_bytes: See `plan`.
-        window_layers: See `plan`.
-        window: See `plan`.
         device: See `plan`.
     """
-    sizes = layers, num_kv_heads, head_dim, context, 1, config, value_dim, dtype_bytes
-    one = plan(*sizes, window_layers, window, device)
+    one = plan(shape, context, 1, config, device)
     # A batch takes no more than so many sequences, each with an arena of its own.
     return max(budget_bytes, 0) // one.device_bytes_peak
 

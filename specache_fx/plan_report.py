@@ -3,25 +3,52 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from rich.table import Table
 
 from specache_fx.config import SpecacheConfig
+from specache_fx.model_shape import ModelShape
 from specache_fx.plan import largest_batch, plan
-from specache_fx.sizes import DTYPE_BYTES, format_size
+from specache_fx.sizes import format_size
 
 _EXTRAS = ("resident_layers", "sink_tokens")  # not worth a word where they are 0
 
 
+@dataclass(frozen=True)
+class PlanSettings:
+    """What is planned for.
+
+    Attributes:
+        shape: The model's.
+        context: Tokens of a sequence.
+        batch: Sequences.
+        budget_bytes: Device bytes that a batch may take; None for no budget.
+    """
+
+    shape: ModelShape
+    context: int
+    batch: int
+    budget_bytes: int | None
+
+    def to_json(self) -> dict[str, Any]:
+        """All of it that is there."""
+        own = {"context": self.context, "batch": self.batch, "budget_bytes": self.budget_bytes}
+        no_windows = () if self.shape.window_layers else ("window_layers", "window")
+        shape = asdict(self.shape)
+        return {
+            name: size for name, size in shape.items() if size is not None and name not in no_windows
+        } | own
+
+
 def plan_rows(
-    settings: Mapping[str, Any], options: Mapping[str, Any], widths: Sequence[int] | None
+    settings: PlanSettings, options: Mapping[str, Any], widths: Sequence[int] | None
 ) -> list[dict[str, Any]]:
     """A plan for each bit width.
 
     Args:
-        settings: `layers`, `num_kv_heads`, `head_dim`, `context`, `batch`, `dtype` (a name) and `budget_bytes` (or
-            None); also `window_layers` and `window` where layers keep one, and `value_dim` where it is not `head_dim`.
+        settings: What for.
         options: Of `SpecacheConfig`, without `bits`.
         widths: The values of `bits`; None for all that the policy has.
 
@@ -32,66 +59,48 @@ def plan_rows(
     Raises:
         ConfigError: If a setting or an option is not valid.
     """
-    names = ("layers", "num_kv_heads", "head_dim", "context", "window_layers", "window", "value_dim")
-    shape = {name: settings[name] for name in names if name in settings}
+    shape, context, batch, budget = settings.shape, settings.context, settings.batch, settings.budget_bytes
     rows = []
     if widths is None:
         widths = sorted(SpecacheConfig.from_options(options).placement.bits, reverse=True)
     for bits in widths:
         config = SpecacheConfig.from_options({**options, "bits": bits})
-        sizes: dict[str, Any] = {**shape, "config": config, "dtype_bytes": DTYPE_BYTES[settings["dtype"]]}
-        made = plan(batch=settings["batch"], **sizes)
+        made = plan(shape, context, batch, config)
         row: dict[str, Any] = {"bits": bits, "ratio": made.ratio, **vars(made)}
-        if (budget := settings["budget_bytes"]) is not None:
-            row["largest_batch"] = largest_batch(budget, **sizes)
-            row["largest_full_batch"] = budget // (made.full_bytes // settings["batch"])
+        if budget is not None:
+            row["largest_batch"] = largest_batch(budget, shape, context, config)
+            row["largest_full_batch"] = budget // (made.full_bytes // batch)
         rows.append(row)
     return rows
 
 
-def _width(settings: Mapping[str, Any]) -> str:
-    value_dim = settings.get("value_dim")
-    return f"{settings['head_dim']}" if value_dim is None else f"({settings['head_dim']} + {value_dim})"
-
-
-def _windows(settings: Mapping[str, Any]) -> str:
-    if not settings.get("window_layers"):
-        return ""
-    return f"; {settings['window_layers']} layers keep a window of {settings['window']:,} tokens"
-
-
 def plan_table(
-    settings: Mapping[str, Any], options: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]
+    settings: PlanSettings, options: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]
 ) -> Table:
     """The table of `plan_rows`, below the full cache of the model itself."""
+    shape, budget = settings.shape, settings.budget_bytes
+    width = shape.head_dim if shape.value_dim is None else f"({shape.head_dim} + {shape.value_dim})"
+    windows = (
+        f"; {shape.window_layers} layers keep a window of {shape.window:,} tokens" if shape.window else ""
+    )
     table = Table(
-        title="{layers} layers x {num_kv_heads} kv heads x {width}, {context:,} tokens x batch {batch}, {dtype}".format(
-            width=_width(settings), **settings
-        )
-        + _windows(settings),
+        "bits",
+        title=f"{shape.layers} layers x {shape.num_kv_heads} kv heads x {width}, {settings.context:,} tokens"
+        f" x batch {settings.batch}, {shape.dtype}{windows}",
         caption=", ".join(
             f"{name} {value}" for name, value in options.items() if value or name not in _EXTRAS
         ),
     )
-    budget = settings["budget_bytes"]
-    headers = ["device", "ratio", "host", "device, decoding"]
-    if budget is not None:
-        headers.append(f"batch in {format_size(budget)}")
-    table.add_column("bits", no_wrap=True)
-    for header in headers:
+    for header in ("device", "ratio", "host", "device, decoding"):
         table.add_column(header, justify="right")
     full = format_size(rows[0]["full_bytes"])
     lines = [["full cache", full, "1.00x", "-", full]]
     for row in rows:
         host = format_size(row["host_bytes"]) if row["host_bytes"] else "-"
-        sizes = [
-            format_size(row["device_bytes"]),
-            f"{row['ratio']:.2f}x",
-            host,
-            format_size(row["device_bytes_peak"]),
-        ]
-        lines.append([str(row["bits"]), *sizes])
+        sizes = format_size(row["device_bytes"]), format_size(row["device_bytes_peak"])
+        lines.append([str(row["bits"]), sizes[0], f"{row['ratio']:.2f}x", host, sizes[1]])
     if budget is not None:
+        table.add_column(f"batch in {format_size(budget)}", justify="right")
         batches = [rows[0]["largest_full_batch"], *(row["largest_batch"] for row in rows)]
         for line, largest in zip(lines, batches, strict=True):
             line.append(f"{largest:,}")

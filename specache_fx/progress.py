@@ -8,12 +8,14 @@ above WARNING silences it. Compiles under `QUIET_SECONDS` are not reported, nor 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
+import shutil
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from specache_fx.config import Lowering
@@ -23,7 +25,7 @@ logger = logging.getLogger(__name__)
 QUIET_SECONDS = 3.0
 
 _lock = threading.Lock()
-_running: list[Compile] = []  # one at most: a display has one line
+_running: list[_Compile] = []  # one at most: a display has one line
 _muted: list[object] = []
 
 
@@ -34,102 +36,106 @@ _INDUCTOR = (
 _TRACE = (
     "specache: tracing %s, once for each kind of it in a process. specache_fx.warm_up() does that beforehand"
 )
+_NO_STDERR = (
+    OSError,
+    ValueError,
+    AttributeError,
+)  # one that is closed, gone, or no file at all fails no compile
 
 
-class Compile:
-    """A compile that is under way, or a trace.
+class _Compile:
+    """A compile that is under way, or a trace, and the thread that shows it.
 
     Attributes:
-        what: Name of the graph.
         step: The current step of the compile.
         thread: Who does it.
     """
 
-    def __init__(self, what: str, *, is_trace: bool = False) -> None:
-        self.what, self.step, self.thread = what, "", threading.get_ident()
-        self._doing, self._done = ("tracing", "traced") if is_trace else ("compiling", "compiled")
-        self._told = _TRACE if is_trace else _INDUCTOR
-        self._begun = time.perf_counter()
-        self._display: Any = None
-        self._said, self._over = False, False
-        self._lock = threading.RLock()
-        self._timer = threading.Timer(QUIET_SECONDS, self._say)
-        self._timer.daemon = True
-
-    def start(self) -> None:
-        """Begin to count the seconds."""
-        self._begun = time.perf_counter()
+    def __init__(self, what: str, verb: str, notice: str) -> None:
+        self.step, self.thread = "", threading.get_ident()
+        self._what, self._verb, self._notice = what, verb, notice
+        self._begun, self._is_done = time.perf_counter(), False
+        self._over = threading.Event()
+        self._shower = threading.Thread(target=self._show, daemon=True)
         with contextlib.suppress(RuntimeError):  # no thread is to be had: a line less, and no failed compile
-            self._timer.start()
-
-    def _say(self) -> None:
-        with self._lock:
-            if self._over or _muted or not logger.isEnabledFor(logging.WARNING):
-                return
-            self._said = True
-            # A stderr that is closed, gone, or no file at all is no failed compile.
-            with contextlib.suppress(OSError, ValueError, AttributeError):
-                if is_terminal():
-                    display = _display(self)
-                    display.start()
-                    self._display = display
-                    return
-            with contextlib.suppress(ValueError):  # of logging's own, where stderr is closed
-                logger.warning(self._told, self.what)
+            self._shower.start()
 
     def end(self, done: bool) -> None:
         """Take the line away; say how long it took if it is done."""
-        self._timer.cancel()
-        with self._lock:
-            self._over = True
-            if self._display is not None:
-                with contextlib.suppress(OSError, ValueError):  # a terminal that is gone is no failed compile
-                    self._display.stop()
-                    if done:
-                        told = f"specache: {self._done} {self.what} in {self._seconds:.0f} s"
-                        self._display.console.print(told, highlight=False)
-            elif self._said and done:
-                logger.info("specache: %s %s in %.0f s", self._done, self.what, self._seconds)
+        self._is_done = done
+        self._over.set()
+        if self._shower.ident is not None:
+            self._shower.join()
+
+    def _show(self) -> None:
+        if self._over.wait(QUIET_SECONDS) or _muted or not logger.isEnabledFor(logging.WARNING):
+            return
+        with contextlib.suppress(*_NO_STDERR):
+            if _has_terminal():
+                self._show_line()
+                return
+        with contextlib.suppress(ValueError):  # of logging's own, where stderr is closed
+            logger.warning(self._notice, self._what)
+        self._over.wait()
+        if self._is_done:
+            logger.info("%s", self._time)
+
+    def _show_line(self) -> None:
+        with _bar(bar_format="{desc}") as bar:
+            while not self._over.wait(0.25):
+                step = f": {self.step}" if self.step else ""
+                bar.set_description_str(
+                    f"specache: {self._verb}ing {self._what}{step}, {self._seconds:.0f} s"
+                )
+            bar.set_description_str(self._time)
+            bar.leave = self._is_done
 
     @property
     def _seconds(self) -> float:
         return time.perf_counter() - self._begun
 
-    def __rich__(self) -> str:
-        step = f": {self.step}" if self.step else ""
-        return f"specache: {self._doing} {self.what}{step}, {self._seconds:.0f} s"
+    @property
+    def _time(self) -> str:
+        return f"specache: {self._verb}ed {self._what} in {self._seconds:.0f} s"
 
 
-def is_terminal() -> bool:
-    """Whether stderr is one that can take a line back, and no other display of rich's has it."""
-    from rich.console import Console
-    from rich.file_proxy import FileProxy
-
-    return (
-        sys.stderr is not None
-        and sys.stderr.isatty()
-        and not isinstance(sys.stderr, FileProxy)
-        and not Console(stderr=True).is_dumb_terminal
-    )
+def _has_terminal() -> bool:
+    """Whether stderr is one that can take a line back, and no display of rich's has it."""
+    is_taken = type(sys.stderr).__module__.startswith("rich.")
+    return sys.stderr.isatty() and not is_taken and os.environ.get("TERM") not in ("dumb", "unknown")
 
 
-def _display(compile: Compile) -> Any:
-    from rich.console import Console
-    from rich.live import Live
-    from rich.spinner import Spinner
-    from rich.table import Table
+def _bar(**options: Any) -> Any:
+    """A bar of tqdm's on stderr, which vanishes, without a thread of tqdm's."""
+    from tqdm.std import tqdm
 
-    grid = Table.grid(padding=(0, 1))
-    grid.add_row(Spinner("dots"), compile)
-    # The program's own stdout and stderr are restored.
-    return Live(
-        grid,
-        console=Console(stderr=True),
-        transient=True,
-        refresh_per_second=4,
-        redirect_stdout=False,
-        redirect_stderr=False,
-    )
+    bar = type("_Bar", (tqdm,), {"monitor_interval": 0})
+    columns, lines = shutil.get_terminal_size()  # tqdm takes a size of 0 as it is
+    return bar(file=sys.stderr, leave=False, ncols=columns - 1, nrows=lines, **options)
+
+
+@contextlib.contextmanager
+def counted(what: str, total: int) -> Iterator[Callable[[str], None]]:
+    """Show how many of some parts are done, and no compile meanwhile.
+
+    Args:
+        what: Name of them all.
+        total: How many.
+
+    Yields:
+        Called with a name at the begin of each: it shows a bar in a terminal, else it logs at INFO.
+    """
+    if sys.stderr is None or not _has_terminal():
+        yield lambda name: logger.info("specache: %s: %s", what, name)
+        return
+    with muted(), _bar(total=total, bar_format="{l_bar}{bar}| {n_fmt}/{total_fmt}") as bar:
+        done = itertools.count()
+
+        def advance(name: str) -> None:
+            bar.n = next(done)
+            bar.set_description_str(f"specache: {what}: {name}")
+
+        yield advance
 
 
 @contextlib.contextmanager
@@ -143,27 +149,24 @@ def announced(what: str, lowering: Lowering, num_layers: int = 0) -> Iterator[No
     """
     if num_layers:
         what = f"{what} ({num_layers} layer{'s' if num_layers > 1 else ''})"
-    with _shown(Compile(what)) if lowering == "inductor" else contextlib.nullcontext():
+    with _shown(what, "compil", _INDUCTOR) if lowering == "inductor" else contextlib.nullcontext():
         yield
 
 
-@contextlib.contextmanager
-def traced(what: str) -> Iterator[None]:
+def traced(what: str) -> contextlib.AbstractContextManager[None]:
     """Say so while Dynamo traces a graph within the block, if it takes long."""
-    with _shown(Compile(what, is_trace=True)):
-        yield
+    return _shown(what, "trac", _TRACE)
 
 
 @contextlib.contextmanager
-def _shown(mine: Compile) -> Iterator[None]:
+def _shown(*args: str) -> Iterator[None]:
     with _lock:
-        is_first = not _running
-        if is_first:
+        mine = None if _running else _Compile(*args)
+        if mine is not None:
             _running.append(mine)
-    if not is_first:
+    if mine is None:
         yield
         return
-    mine.start()
     done = False
     try:
         yield

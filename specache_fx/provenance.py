@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import shlex
@@ -23,49 +24,36 @@ def provenance(device: torch.device, program: str = "specache-fx") -> dict[str, 
         device: Where it was measured.
         program: The command line's name.
     """
+    found = {"python": platform.python_version()}
+    for name in PACKAGES:
+        with contextlib.suppress(PackageNotFoundError):
+            found[name] = version(name)
     return {
         "command": shlex.join([program, *sys.argv[1:]]),
-        "device": describe_device(device),
-        "versions": versions(),
-        "commit": git_commit(),
+        "device": _describe(device),
+        "versions": found,
+        "commit": _git_commit(),
     }
 
 
-def describe_device(device: torch.device) -> dict[str, Any]:
+def _describe(device: torch.device) -> dict[str, Any]:
     """Name, and a CPU's instruction sets."""
     if device.type == "cuda":
         return {"type": "cuda", "name": torch.cuda.get_device_name(device)}
+    names: list[str] = []
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return {
         "type": device.type,
-        "name": cpu_name(),
+        "name": names[0] if names else platform.processor() or platform.machine(),
         "capability": torch.backends.cpu.get_cpu_capability(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
     }
 
 
-def cpu_name() -> str:
-    """The processor's model, such as "AMD EPYC 7B13"."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
-
-
-def versions() -> dict[str, str]:
-    """Of Python and of the packages that are installed."""
-    found = {"python": platform.python_version()}
-    for name in PACKAGES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
-
-
-def git_commit() -> str | None:
+def _git_commit() -> str | None:
     """The commit that this package is run from, "-dirty" if it was changed since; None outside of its repository."""
     here = Path(__file__)
 

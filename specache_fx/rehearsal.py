@@ -6,8 +6,7 @@ They run the caller's module: a counter in it counts them.
 from __future__ import annotations
 
 import contextlib
-import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from specache_fx.call import Call
-from specache_fx.known_caches import filled, grows, has_own_methods, length_of, put_handles, room_of
+from specache_fx.known_caches import copied, filled, length_of, put_handles, room_of
 from specache_fx.model_state import has_hooks
 from specache_fx.runners import inference
 from specache_fx.runtime import registry
@@ -56,11 +55,17 @@ class Rehearsal:
         # Graphs of a window that is full, or nearly, are others.
         full = [_LENGTH + window for window in windows if room_of(window, kv_len) < room_of(window, 0)]
         self._length = min(kv_len, max((_LENGTH, *full)))
-        self._given["past_key_values"] = cache = _structure_of(call.cache)
+        self._given["past_key_values"] = cache = copied(call.cache)
         self._session = _filled_session(session, cache, call.batch, self._length)
         if isinstance(call.mask, torch.Tensor):
             self._given["attention_mask"] = call.mask[..., -self._length - 1 :].clone()
-        self._modes = _modes(call.device)
+        # Those of this thread that Dynamo's graphs depend on, for another thread. A step has no gradients.
+        cast = torch.get_autocast_dtype(call.device), torch.is_autocast_enabled(call.device)
+        self._modes = (
+            torch.inference_mode(torch.is_inference_mode_enabled()),
+            torch.no_grad(),
+            torch.autocast(call.device, cast[0], enabled=cast[1]),
+        )
 
     def run(self, step: Callable[[Sequence[Any], Mapping[str, Any]], bool]) -> None:
         """Run steps until one is not traced.
@@ -69,7 +74,9 @@ class Rehearsal:
             step: Runs one with these arguments, by position and by name. Returns whether Dynamo traced it.
         """
         try:
-            with self._modes:
+            with contextlib.ExitStack() as modes:
+                for mode in self._modes:
+                    modes.enter_context(mode)
                 for done in range(_STEPS):
                     given = {name: self._grown(name, value, done) for name, value in self._given.items()}
                     if not step([*map(given.pop, self._by_place)], given):
@@ -99,24 +106,13 @@ def fits(call: Call, module: nn.Module) -> bool:
     The cache grows, and nobody watches it. One mask serves all heads. No argument takes results. No mode is of this
     thread alone, such as a default device. No hook sees the module's calls. No call writes frequencies of RoPE.
     """
-    cache: Any = call.cache
     config: Any = getattr(module, "config", None)
-    if not grows(cache) or not call.has_served_mask or call.has_containers:
-        return False
-    if has_own_methods(cache):
-        return False
-    if torch._C._len_torch_function_stack() or has_hooks(module):
+    if call.form is None or not call.has_served_mask or call.has_containers or has_hooks(module):
         return False
     text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
     rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
     kinds = [rope, *rope.values()]  # perhaps one for each kind of layer
     return not any(isinstance(each, Mapping) and each.get("rope_type") in _BY_LENGTH for each in kinds)
-
-
-def _structure_of(cache: Any) -> Any:
-    """A copy of a cache with states of its own, but for the pairs: they are replaced next."""
-    pairs = {id(side): side for layer in filled(cache) for side in (layer.keys, layer.values)}
-    return copy.deepcopy(cache, pairs)
 
 
 def _filled_session(like: Session, cache: Any, batch: int, length: int) -> Session:
@@ -136,16 +132,3 @@ def _filled_session(like: Session, cache: Any, batch: int, length: int) -> Sessi
         session.advance(length, decoded=False)
         put_handles(cache, registry.issue(session))
     return session
-
-
-@contextlib.contextmanager
-def _entered(infers: bool, device: str, cast: torch.dtype | None) -> Iterator[None]:
-    casts = contextlib.nullcontext() if cast is None else torch.autocast(device, cast)
-    with torch.inference_mode() if infers else torch.no_grad(), casts:
-        yield
-
-
-def _modes(device: str) -> contextlib.AbstractContextManager[None]:
-    """The modes of this thread that Dynamo's graphs depend on, for another thread. A step has no gradients."""
-    cast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-    return _entered(torch.is_inference_mode_enabled(), device, cast)

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from specache_fx.background import waiting
 from specache_fx.compiled import with_generators
 from specache_fx.errors import ConfigError
 from specache_fx.loading import options_of
-from specache_fx.progress import is_terminal, muted
+from specache_fx.progress import counted
+from specache_fx.this_thread import having
 
-logger = logging.getLogger(__name__)
 _LENGTHS, _STEPS, _TURN = (8, 13, 21, 1), 6, 3  # tokens; Dynamo has some sizes vary at the third
 
 
@@ -74,14 +72,11 @@ def warm_up(model: nn.Module, *, batch_sizes: Sequence[int] = (1,), turns: bool 
             f"warm_up() needs a context of {min(_LENGTHS) + 2 * _STEPS + _TURN} tokens, and this model has"
             f" {text.max_position_embeddings}. Run a prompt and a few tokens of your own instead."
         )
-    with ExitStack() as stack, torch.no_grad():
-        stack.enter_context(_plain_generation(model))
-        stack.enter_context(waiting())
-        advance = _display(stack, len(answers))
+    shown = counted("warming up", len(answers))
+    with torch.no_grad(), _plain_generation(model), having(waits=True), shown as advance:
         for answer in answers:
             advance(str(answer))
             _give(model, answer, text.vocab_size)
-        advance("")
 
 
 def _text_config(model: nn.Module) -> Any:
@@ -171,17 +166,3 @@ def _give(model: Any, answer: Answer, vocab_size: int) -> None:
         shown = mask.new_ones(answer.batch_size, longer.shape[1] - answer.length)
         shown = torch.cat([mask[prompt], shown], 1)
         model.generate(longer, attention_mask=shown, past_key_values=out.past_key_values, **given)
-
-
-def _display(stack: ExitStack, total: int) -> Any:
-    """A function that says what is made next: on a bar in a terminal, else as INFO."""
-    if not is_terminal():
-        return lambda what: logger.info("specache: warming up: %s", what) if what else None
-    from rich.console import Console
-    from rich.progress import Progress
-
-    stack.enter_context(muted())
-    bar = stack.enter_context(Progress(console=Console(stderr=True), transient=True))
-    task = bar.add_task("specache: warming up", total=total)
-    done = iter(range(total + 1))
-    return lambda what: bar.update(task, completed=next(done), description=f"specache: warming up: {what}")

@@ -29,9 +29,9 @@ from torch._dynamo.utils import counters
 from transformers import DynamicCache
 
 import specache_fx
-from specache_fx import background, decode_runner, rehearsal, step_trace
+from specache_fx import background, decode_runner, rehearsal
 from specache_fx.errors import ConfigError
-from specache_fx.step_trace import num_traces
+from specache_fx.this_thread import here
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 EXACT = {**SMALL, "bits": 16}
@@ -47,16 +47,17 @@ def compiled(name: str = "llama", **options: Any) -> Any:
 def are_made(*, fail: bool = False) -> None:
     """Wait for the graph that is under way."""
     background.threads.join()
-    assert any(each._failed for each in background._known) == fail
+    alive = (each for each in gc.get_objects() if isinstance(each, background.Background))
+    assert any(each._failed for each in alive) == fail
 
 
 @pytest.fixture(autouse=True)
 def this_thread_traces_nothing() -> Iterator[None]:
     gc.collect()  # models of earlier tests
-    before = num_traces()
+    before = here.num_traces
     yield
     background.threads.join()
-    assert num_traces() == before
+    assert here.num_traces == before
 
 
 def generate(model: Any, batch: dict[str, Tensor], **given: Any) -> Any:
@@ -216,8 +217,8 @@ def test_a_step_that_cannot_be_rehearsed_waits(reason: str, monkeypatch: pytest.
     elif reason == "hook":
         model.model.layers[1].mlp.register_forward_hook(lambda *_: None)
     elif reason == "copy":
-        monkeypatch.setattr(rehearsal, "_structure_of", lambda cache: 1 // 0)
-    before, past = num_traces(), DynamicCache(config=model.config)
+        monkeypatch.setattr(rehearsal, "copied", lambda cache: 1 // 0)
+    before, past = here.num_traces, DynamicCache(config=model.config)
     if reason == "watched":
         usual = past.update
         past.update = lambda key, *args: usual(key * 1.0, *args)  # type: ignore[method-assign]
@@ -226,8 +227,8 @@ def test_a_step_that_cannot_be_rehearsed_waits(reason: str, monkeypatch: pytest.
             generate(model, left_padded((23,)), past_key_values=past),
             generate(build("llama"), left_padded((23,))),
         )
-    assert num_traces() > before
-    step_trace._here.traces = before
+    assert here.num_traces > before
+    here.num_traces = before
 
 
 def test_graphs_that_dynamo_forgets_are_made_anew() -> None:
@@ -307,10 +308,10 @@ def test_strict_raises_what_a_graph_fails_with(monkeypatch: pytest.MonkeyPatch) 
 
 def test_warm_up_waits_for_its_graphs() -> None:
     model = compiled()
-    before = num_traces()
+    before = here.num_traces
     specache_fx.warm_up(model)
-    assert num_traces() > before
-    step_trace._here.traces = before
+    assert here.num_traces > before
+    here.num_traces = before
     made = num_graphs()
     generate(model, left_padded((23,)))
     are_made()

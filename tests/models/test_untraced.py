@@ -20,11 +20,11 @@ from torch._dynamo.utils import counters
 from transformers import AttentionInterface, DynamicCache, QuantizedCache, StaticCache
 
 import specache_fx
-from specache_fx import step_trace
 from specache_fx.call import Call
 from specache_fx.errors import CacheHandleError, ConfigError, SavedCacheError
 from specache_fx.runtime import claims, registry
 from specache_fx.runtime.handle_tensor import Handle
+from specache_fx.this_thread import having, here
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -691,11 +691,11 @@ def test_what_a_step_tells_dynamo_ends_with_it() -> None:
     seen = []
 
     def note() -> None:
-        seen.append(getattr(step_trace._here, "mark", None))
+        seen.append(here.mark)
 
-    with step_trace.decoding(note):
+    with having(mark=note):
         note()
-        with contextlib.suppress(Struck), step_trace.decoding(strike):
+        with contextlib.suppress(Struck), having(mark=strike):
             note()
             strike()
         note()

@@ -28,6 +28,7 @@ from specache_fx.cli import app
 from specache_fx.config import BITS, SpecacheConfig
 from specache_fx.demo import METHODS
 from specache_fx.errors import ConfigError
+from specache_fx.model_shape import ModelShape
 from specache_fx.plan import plan
 from specache_fx.sizes import format_size, parse_size
 
@@ -95,7 +96,7 @@ def test_plan_writes_what_plan_computes(
     report = planned(tmp_path, *args)
     assert [row["bits"] for row in report["rows"]] == widths
     for row in report["rows"]:
-        made = plan(32, 8, 128, 32768, 3, SpecacheConfig(bits=row["bits"], **options), dtype_bytes=4)
+        made = plan(ModelShape(32, 8, 128, "float32"), 32768, 3, SpecacheConfig(bits=row["bits"], **options))
         assert row == {"bits": row["bits"], "ratio": made.ratio, **vars(made)}
     text = said(run("plan", *args))
     for name in ("sink_tokens", "resident_layers"):
@@ -267,8 +268,10 @@ def test_demo_runs_every_method_and_writes_what_it_measured(tmp_path: Path, fres
         kivi, specache = rows[f"KIVI {bits}-bit"], rows[f"SpeCache {bits}-bit, token"]
         # The window's buffer is what grew since prefill.
         config = SpecacheConfig(policy="kivi", bits=bits, residual_length=128)
-        assert plan(layers, heads, head_dim, 402, 1, config).device_bytes < kivi["device_bytes"]
-        assert kivi["device_bytes"] < plan(layers, heads, head_dim, 402, 1, config).device_bytes_peak
+        assert plan(ModelShape(layers, heads, head_dim), 402, 1, config).device_bytes < kivi["device_bytes"]
+        assert (
+            kivi["device_bytes"] < plan(ModelShape(layers, heads, head_dim), 402, 1, config).device_bytes_peak
+        )
         assert kivi["host_bytes"] is kivi["exact_hit_rate"] is kivi["prefetched_bytes_per_step"] is None
         assert specache["ratio"] < 1
         assert specache["host_bytes"] > 0

@@ -19,8 +19,7 @@ FOLDERS = {"specache_fx": "specache_fx", "passes": "specache_fx.passes", "runtim
 RANKS: tuple[tuple[str, ...], ...] = (
     ("specache_fx.cli",),
     ("specache_fx.cli_common",),
-    ("specache_fx.demo",),
-    ("specache_fx.demo_report", "specache_fx.plan_report"),
+    ("specache_fx.demo", "specache_fx.plan_report"),
     ("specache_fx.examples",),
     ("specache_fx",),  # only its __init__
     ("specache_fx.entry_point",),
@@ -101,13 +100,14 @@ RANKS: tuple[tuple[str, ...], ...] = (
     ("specache_fx.runtime.library_cache", "specache_fx.runtime.machine_memory"),
     ("specache_fx.runtime",),  # only its __init__, which imports nothing
     ("specache_fx.quiet", "specache_fx.inductor_start"),
-    ("specache_fx.step_trace",),
+    ("specache_fx.this_thread",),
     ("specache_fx.progress",),
     ("specache_fx.config", "specache_fx.sizes", "specache_fx.model_shape"),
     ("specache_fx.provenance",),
     ("specache_fx.compiled", "specache_fx.cache_tree"),
     ("specache_fx.model_state",),
     ("specache_fx.errors", "specache_fx._log"),
+    ("specache_fx.resets",),
 )
 RANK = {name: len(RANKS) - i for i, names in enumerate(RANKS) for name in names}
 # Packages whose modules may import one another.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +14,15 @@ from support.strategies import HEAD_DIMS, configs, policies, quantizers
 
 from specache_fx.config import SpecacheConfig
 from specache_fx.errors import ConfigError
+from specache_fx.model_shape import ModelShape
 from specache_fx.plan import MemoryPlan, largest_batch, plan
 from specache_fx.runtime.layout import LayerShape
 from specache_fx.runtime.session import Session
 
-LLAMA_2_7B = (32, 32, 128, 4096)
-LLAMA_2_13B = (40, 40, 128, 4096)
-MISTRAL_7B = (32, 8, 128, 32768)
-LLAMA_3_8B = (32, 8, 128, 8192)
+LLAMA_2_7B = (ModelShape(32, 32, 128), 4096)
+LLAMA_2_13B = (ModelShape(40, 40, 128), 4096)
+MISTRAL_7B = (ModelShape(32, 8, 128), 32768)
+LLAMA_3_8B = (ModelShape(32, 8, 128), 8192)
 
 # Paper: SpeCache Table 1, "KV Cache Size", the rows "+ SpeCache"; all that it has.
 TABLE_1 = [
@@ -42,7 +43,7 @@ TABLE_1 = [
 
 @pytest.mark.parametrize(("shape", "bits", "group_size", "ratio"), TABLE_1)
 def test_ratio_equals_the_papers_table_1(
-    shape: tuple[int, int, int, int], bits: int, group_size: int, ratio: str
+    shape: tuple[ModelShape, int], bits: int, group_size: int, ratio: str
 ) -> None:
     sizes = {"group_size": group_size, "residual_length": 64, "top_k": 64}
     config = SpecacheConfig(bits=bits, quantizer="kivi", **sizes)
@@ -58,7 +59,7 @@ def test_readme_gives_the_plans_sizes() -> None:
     two, one = (plan(*MISTRAL_7B, 1, SpecacheConfig(bits=bits)) for bits in (2, 1))
     sizes = [f"{sizes.device_bytes / 2**20:.1f} MiB ({sizes.ratio:.2f}x)" for sizes in (two, one)]
     assert f"At 2 bits the device holds {sizes[0]}, at 1 bit {sizes[1]}; the host holds 4.0 GiB." in readme
-    short = plan(*MISTRAL_7B[:3], 1024, 1, SpecacheConfig(bits=2))
+    short = plan(MISTRAL_7B[0], 1024, 1, SpecacheConfig(bits=2))
     decoding = short.device_bytes_peak / short.full_bytes
     assert f"1,024 tokens take {short.ratio:.2f}x at 2 bits, and {decoding:.2f}x while decoding." in readme
 
@@ -128,9 +129,9 @@ def test_plan_equals_what_a_session_allocates(
     shapes = (LayerShape(heads, *dims),) * (layers - window_layers)
     shapes = (LayerShape(heads, *dims, window),) * window_layers + shapes
     session = session_of(config, shapes, (batch, context, dtype))
-    planned = plan(
-        layers, heads, dims[0], context, batch, config, dims[1], dtype.itemsize, window_layers, window
-    )
+    name = str(dtype).removeprefix("torch.")
+    shape = ModelShape(layers, heads, dims[0], name, window_layers, window, value_dim=dims[1])
+    planned = plan(shape, context, batch, config)
     assert allocated(session, tokens_until_a_group(config, context)) == planned
 
 
@@ -165,7 +166,7 @@ def test_nothing_moves_until_there_are_more_tokens_than_were_reserved(
 def test_plan_equals_a_session_where_lengths_meet_groups(context: int) -> None:
     config = SpecacheConfig(bits=1)
     session = session_of(config, (LayerShape(1, 32, 32),), (1, context, torch.bfloat16))
-    planned = plan(1, 1, 32, context, 1, config, device="cpu")
+    planned = plan(ModelShape(1, 1, 32), context, 1, config, device="cpu")
     assert allocated(session, tokens_until_a_group(config, context)) == planned
 
 
@@ -173,7 +174,7 @@ def test_plan_equals_a_session_where_lengths_meet_groups(context: int) -> None:
     ("bits", "group_size", "ratio"), [row[1:] for row in TABLE_1 if row[0] == LLAMA_3_8B]
 )
 def test_session_of_llama_3s_layer_has_the_papers_ratio(bits: int, group_size: int, ratio: str) -> None:
-    _, heads, head_dim, context = LLAMA_3_8B
+    (_, heads, head_dim, *_), context = astuple(LLAMA_3_8B[0]), LLAMA_3_8B[1]
     config = SpecacheConfig(bits=bits, group_size=group_size, quantizer="kivi", lookahead="token")
     session = session_of(config, (LayerShape(heads, head_dim, head_dim),), (1, context, torch.bfloat16))
     measured = session.device_bytes / session.full_bytes
@@ -199,12 +200,20 @@ def test_largest_batch_fits_and_one_more_does_not() -> None:
         ({"context": -1}, "context=-1"),
         ({"batch": 1.5}, "batch=1.5"),
         ({"value_dim": 0}, "value_dim=0"),
-        ({"dtype_bytes": 3}, "dtype_bytes=3"),
+        ({"dtype": "int8"}, "dtype='int8'"),
         ({"window_layers": 2, "window": 8}, "window_layers=2"),
         ({"window_layers": 1}, "window=None"),
     ],
 )
 def test_plan_refuses_sizes_that_cannot_be(change: dict[str, object], message: str) -> None:
-    sizes = {"layers": 1, "num_kv_heads": 1, "head_dim": 8, "context": 8, "batch": 1}
+    sizes: dict[str, Any] = {
+        "layers": 1,
+        "num_kv_heads": 1,
+        "head_dim": 8,
+        "context": 8,
+        "batch": 1,
+        **change,
+    }
+    context, batch = sizes.pop("context"), sizes.pop("batch")
     with pytest.raises(ConfigError, match=message):
-        plan(**{**sizes, **change}, config=SpecacheConfig())  # type: ignore[arg-type]
+        plan(ModelShape(**sizes), context, batch, SpecacheConfig())

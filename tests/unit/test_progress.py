@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pty
+import random
 import re
 import subprocess
 import sys
@@ -59,8 +60,8 @@ def on_a_terminal(command: list[str], **environment: str) -> tuple[str, str]:
 
 
 def left_on_screen(written: str) -> list[str]:
-    """The lines that a terminal shows in the end; knows of no control but those that rich's status uses."""
-    lines, row = [""], 0
+    """The lines that a terminal shows in the end; knows of no control but those that tqdm and rich use."""
+    lines, row, column = [""], 0, 0
     for part in re.findall(r"\x1b\[[0-9;?]*[A-Za-z]|\r|\n|[^\x1b\r\n]+", written):
         if part == "\n":
             row += 1
@@ -69,9 +70,15 @@ def left_on_screen(written: str) -> list[str]:
             row -= int(part[2:-1] or 1)
         elif part == "\x1b[2K":
             lines[row] = ""
-        elif not part.startswith("\x1b") and part != "\r":
-            lines[row] += part
-    return [line for line in lines if line.strip()]
+        elif part == "\r":
+            column = 0
+        elif not part.startswith("\x1b"):
+            before = lines[row].ljust(column)
+            lines[row], column = (
+                before[:column] + part + before[column + len(part) :],
+                column + len(part),
+            )
+    return [line.rstrip() for line in lines if line.strip()]
 
 
 def in_a_pipe(command: list[str]) -> tuple[str, str]:
@@ -152,6 +159,13 @@ own.start()
     assert out == "before\nafter\n"
     shown = left_on_screen(err)
     assert shown[0].startswith(LINE) and "compiled" not in err and "the program's own display" in shown[-1]
+
+
+def test_a_line_draws_no_random_number_of_the_programs() -> None:
+    drawn = "import atexit, random; random.seed(5); atexit.register(lambda: print(random.random()))"
+    out, err = on_a_terminal(script(setup=drawn))
+    assert LINE in err
+    assert float(out.split()[-1]) == random.Random(5).random()
 
 
 def test_a_terminal_that_takes_no_line_back_gets_one_line() -> None:
