@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from specache_fx.errors import HostMemoryError, SpecacheError
+from specache_fx.runtime import cuda_streams
 from specache_fx.runtime.device_tables import DeviceTables
 from specache_fx.runtime.host_blocks import STORES
 
@@ -340,7 +341,7 @@ class HostCache:
         self._settle()
         for device in self._tables:
             if device.type == "cuda":
-                torch.cuda.synchronize(device)  # launches may still read the rows
+                cuda_streams.synchronize(device)  # launches may still read the rows
         self._layers = [_Rows(shape) for shape in self.shapes]
         self._store.close()
 
