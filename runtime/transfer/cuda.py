@@ -142,6 +142,10 @@ class CudaTransfer(KernelTransfer):
 
     def join(self) -> None:
         """See `Transfer`."""
+        # A capture may wait for captured work alone. Beside this one there may be none (lookahead "none"); and what was
+        # launched before it is behind another `join`, of the step that is captured (`DecodeStep.running`).
+        if torch.cuda.is_current_stream_capturing() and not cuda_streams.is_capturing(self._stream):
+            return
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
     @property
