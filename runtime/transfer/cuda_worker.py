@@ -48,6 +48,9 @@ def _send(
         torch.cuda.device(device),
         torch.cuda.stream(stream),
     ):
+        # The session may be dropped meanwhile: its slots go to others when this stream is through.
+        for slots in (staging.rows, staging.indices, staging.wanted):
+            slots.record_stream(stream)
         # Behind the selection, and so behind the attention that read these slots.
         stream.wait_event(selected)
         plan = plan_slots(staging.slots, staging.wanted.cpu())
