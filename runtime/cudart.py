@@ -5,9 +5,13 @@ A call that fails leaves its error behind, and the next check of anybody raises 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
+import types
 from typing import Any
+
+import torch
 
 _PORTABLE_AND_MAPPED = 1 | 2  # of cudaHostRegister: for every context, and readable by kernels
 _NON_BLOCKING = 1  # of a stream: it does not wait for the legacy default stream
@@ -25,12 +29,15 @@ _SIGNATURES: dict[str, list[Any]] = {
 
 @functools.cache
 def library() -> Any:
-    """The library with its functions declared; torch's CUDA builds have it in the process."""
-    process = ctypes.CDLL(None)
-    for name, types in _SIGNATURES.items():
-        function = getattr(process, name)
-        function.argtypes, function.restype = types, ctypes.c_int
-    return process
+    """Its functions: those that torch calls itself, whatever other library is in the process. HIP's are the same."""
+    torchs = ctypes.CDLL(torch._C.__file__)
+    prefix = "cuda" if torch.version.hip is None else "hip"
+    found = types.SimpleNamespace()
+    for name, kinds in _SIGNATURES.items():
+        function = torchs[prefix + name.removeprefix("cuda")]
+        function.argtypes, function.restype = kinds, ctypes.c_int
+        setattr(found, name, function)
+    return found
 
 
 def _call(name: str, *args: Any) -> None:
@@ -39,27 +46,41 @@ def _call(name: str, *args: Any) -> None:
         raise OSError(f"{name} failed with error {code}")
 
 
-def register(address: int, nbytes: int) -> None:
-    """Lock the pages of host memory, so that the current device's kernels read it at the same address.
+def on(device: torch.device | None) -> contextlib.AbstractContextManager[object]:
+    """Call for that device. A thread that names none calls for device 0, and makes a context there."""
+    if device is None or device.type != "cuda":
+        return contextlib.nullcontext()
+    return torch.cuda.device(device)
+
+
+def register(address: int, nbytes: int, device: torch.device | None) -> None:
+    """Lock the pages of host memory, so that kernels read it at the same address.
+
+    Args:
+        address: Where it is.
+        nbytes: Its size.
+        device: Where the kernels run; None, or no GPU: the thread's current one.
 
     Raises:
-        OSError: If CUDA refuses, or has another address for it; nothing has changed then.
+        OSError: If CUDA refuses, or kernels would find it at another address; nothing has changed then.
     """
-    _call("cudaHostRegister", address, nbytes, _PORTABLE_AND_MAPPED)
     seen = ctypes.c_void_p()
-    try:
-        _call("cudaHostGetDevicePointer", ctypes.byref(seen), address, 0)
-        if seen.value != address:
-            raise OSError("the device has another address for memory that cudaHostRegister locked")
-    except OSError:
-        unregister(address)
-        raise
+    with on(device):
+        _call("cudaHostRegister", address, nbytes, _PORTABLE_AND_MAPPED)
+        try:
+            _call("cudaHostGetDevicePointer", ctypes.byref(seen), address, 0)
+            if seen.value != address:
+                raise OSError("the device has another address for what cudaHostRegister locked")
+        except OSError:
+            unregister(address, device)
+            raise
 
 
-def unregister(address: int) -> None:
+def unregister(address: int, device: torch.device | None) -> None:
     """Unlock what `register` locked. What CUDA says is passed over: the memory goes either way."""
-    if library().cudaHostUnregister(address):
-        library().cudaGetLastError()
+    with on(device):
+        if library().cudaHostUnregister(address):
+            library().cudaGetLastError()
 
 
 def create_stream(priority: int) -> int:
