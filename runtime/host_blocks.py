@@ -13,19 +13,18 @@ import time
 import weakref
 from abc import ABC, abstractmethod
 from math import prod
-from typing import Any
 
 import torch
 
 from specache_fx._log import warn_once
-from specache_fx.errors import ConfigError, HostMemoryError
+from specache_fx.errors import ConfigError, HostMemoryError, first_line
+from specache_fx.runtime import cudart
 from specache_fx.runtime.machine_memory import available_bytes, disk_folder, memory_file_system
 
 logger = logging.getLogger(__name__)
 
 _ASKED_AGAIN_S = 0.1
 _CHECKED_BYTES = 1 << 20
-_PORTABLE_AND_MAPPED = 1 | 2  # of cudaHostRegister: for every context, and readable by kernels
 
 
 def resolve_host(host: str, device: torch.device, nbytes: int = 0, host_dir: str | None = None) -> str:
@@ -103,13 +102,17 @@ def check_host_dir(host: str, host_dir: str | None) -> None:
 class BlockStore(ABC):
     """Hands out blocks and counts them.
 
+    Args:
+        host_dir: Folder for files; see `machine_memory.disk_folder`.
+        device: Reads page-locked blocks by itself; None: the current one of the thread that asks for a block.
+
     Attributes:
         nbytes: Bytes handed out so far.
     """
 
-    def __init__(self, host_dir: str | None) -> None:
+    def __init__(self, host_dir: str | None, device: torch.device | None = None) -> None:
         self.nbytes = 0
-        self._host_dir = host_dir
+        self._host_dir, self._device = host_dir, device
         self._lock = threading.Lock()  # a thread may reserve ahead
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -139,8 +142,8 @@ class MemoryStore(BlockStore):
 
     _kind, _other = "memory", "disk"
 
-    def __init__(self, host_dir: str | None) -> None:
-        super().__init__(host_dir)
+    def __init__(self, host_dir: str | None, device: torch.device | None = None) -> None:
+        super().__init__(host_dir, device)
         self._available, self._asked = 0, -_ASKED_AGAIN_S
 
     def _left(self, nbytes: int) -> int:
@@ -177,20 +180,37 @@ class PinnedStore(MemoryStore):
     """Page-locked memory, which a CUDA device copies from while it computes.
 
     It is mapped and registered here: torch's allocator rounds page-locked blocks up to powers of two, and keeps what is
-    freed. The last view of a block gives its pages back to the system.
+    freed. The last view of a block gives its pages back to the system. Where CUDA refuses to register it, torch's
+    allocator serves.
     """
 
     _kind, _other = "page-locked memory", "memory"
 
     def _get(self, shape: tuple[int, ...], dtype: torch.dtype, nbytes: int) -> torch.Tensor:
-        cudart: Any = torch.cuda.cudart()
         memory = _map(-1, 0, max(nbytes, 1), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         address = ctypes.addressof(memory)
-        if code := int(cudart.cudaHostRegister(address, len(memory), _PORTABLE_AND_MAPPED)):
-            raise OSError(f"cudaHostRegister failed with error {code}")
+        _keep_from_children(address, len(memory))
+        try:
+            cudart.register(address, len(memory), self._device)
+        except OSError as refusal:
+            del memory  # its pages may be there already
+            return self._from_torch(shape, dtype, refusal)
         # Called before the finalizer that unmaps it: the newest finalizer of an object comes first.
-        weakref.finalize(memory, cudart.cudaHostUnregister, address).atexit = False
+        weakref.finalize(memory, cudart.unregister, address, self._device).atexit = False
         return torch.frombuffer(memory, dtype=dtype, count=prod(shape)).view(shape)
+
+    def _from_torch(self, shape: tuple[int, ...], dtype: torch.dtype, refusal: OSError) -> torch.Tensor:
+        try:
+            with cudart.on(self._device):
+                block = torch.empty(shape, dtype=dtype, device="cpu", pin_memory=True)
+        except RuntimeError as error:
+            raise OSError(f"{refusal}; {first_line(error)}") from error
+        warn_once(
+            logger,
+            f"The host tier can't page-lock memory by itself: {refusal}. torch's page-locked memory is used, which may"
+            ' take up to twice as much, and which is not given back before the process ends. host="memory" takes none.',
+        )
+        return block
 
 
 class DiskStore(BlockStore):
@@ -200,8 +220,8 @@ class DiskStore(BlockStore):
     a sparse mapping would end the process by SIGBUS, where `posix_fallocate` returns an error.
     """
 
-    def __init__(self, host_dir: str | None) -> None:
-        super().__init__(host_dir)
+    def __init__(self, host_dir: str | None, device: torch.device | None = None) -> None:
+        super().__init__(host_dir, device)
         self._fd: int | None = None
         self._size = 0
         self._closer: weakref.finalize[[int], DiskStore] | None = None
@@ -277,6 +297,18 @@ def _map(fd: int, offset: int, nbytes: int, flags: int) -> ctypes.Array[ctypes.c
     # Not at exit: a copy may be under way then, and the system unmaps anyway.
     weakref.finalize(memory, libc.munmap, address, nbytes).atexit = False
     return memory
+
+
+def _keep_from_children(address: int, nbytes: int) -> None:
+    """Have a forked process get no share in pages that a device reads and writes.
+
+    It would share them until one side writes. The pages of the side that writes are others then, perhaps the parent's.
+    Sessions are of no use to a child (`registry`).
+    """
+    if hasattr(mmap, "MADV_DONTFORK"):
+        libc = ctypes.CDLL(None, use_errno=True)
+        libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+        libc.madvise(address, nbytes, mmap.MADV_DONTFORK)
 
 
 STORES: dict[str, type[BlockStore]] = {"memory": MemoryStore, "pinned": PinnedStore, "disk": DiskStore}

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from specache_fx.errors import HostMemoryError, SpecacheError
+from specache_fx.runtime import cuda_streams
 from specache_fx.runtime.device_tables import DeviceTables
 from specache_fx.runtime.host_blocks import STORES
 
@@ -101,6 +102,7 @@ class HostCache:
         block_tokens: Tokens that a layer grows by at most, unless more are appended at once. It grows by a quarter of
             what it has room for; the first block is sized for the first append (prefill).
         reserve: Tokens that a layer's first block has room for at least.
+        device: Where the model runs; a thread locks pages for it. None: the current device of each thread.
 
     Attributes:
         num_read: int64 `[2]` on the CPU, the keys and values that its kernels have read (`Originals`): they count.
@@ -116,12 +118,13 @@ class HostCache:
         *,
         block_tokens: int = 1024,
         reserve: int = 0,
+        device: torch.device | None = None,
     ) -> None:
         self.batch, self.shapes, self.dtype = batch, tuple(shapes), dtype
         self.num_read = torch.zeros(2, dtype=torch.int64, device="cpu")
         self.block_tokens, self._reserved = block_tokens, reserve
         self._layers = [_Rows(shape) for shape in self.shapes]
-        self._store = STORES[host](host_dir)
+        self._store = STORES[host](host_dir, device)
         self.is_pinned = host == "pinned"  # a CUDA device can read the blocks by itself
         self.in_memory = host != "disk"  # reading a row takes no longer than its bytes do
         # Before the room is needed: with the prompt what decoding will ask for first, then in a thread when half of
@@ -340,7 +343,7 @@ class HostCache:
         self._settle()
         for device in self._tables:
             if device.type == "cuda":
-                torch.cuda.synchronize(device)  # launches may still read the rows
+                cuda_streams.synchronize(device)  # launches may still read the rows
         self._layers = [_Rows(shape) for shape in self.shapes]
         self._store.close()
 

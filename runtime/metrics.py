@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 
 from specache_fx._log import warn_once
+from specache_fx.runtime import cuda_streams
 from specache_fx.runtime.select import count_overlap
 
 logger = logging.getLogger(__name__)
@@ -148,7 +149,7 @@ class Metrics:
         # Steps that are through, not yet in the total: a step has no time for sums of so few numbers.
         self._recent: list[_Counts] = []
         # CUDA: only the reader waits for the counts of pairs.
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._stream = cuda_streams.lend(self, device) if device.type == "cuda" else None
         self.begin_step()
 
     def begin_step(self) -> None:

@@ -117,7 +117,9 @@ class Session:
             first = max(self.config.num_quantized(tokens), reserve)
             nbytes = HostCache.first_bytes(batch, kept, self.dtype, first)
             host = resolve_host(self.config.host, self.device, nbytes, self.config.host_dir)
-            self.host = HostCache(batch, rows, self.dtype, host, self.config.host_dir, reserve=reserve)
+            self.host = HostCache(
+                batch, rows, self.dtype, host, self.config.host_dir, reserve=reserve, device=self.device
+            )
             if self.config.num_quantized(tokens) == 0 < reserve:  # this prompt appends nothing
                 for layer in self._tiered_layers:
                     self.host.reserve(layer)

@@ -14,16 +14,15 @@ second call of an unrecorded form captures that form.
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
 
 from specache_fx._log import warn_once
 from specache_fx.errors import first_line
+from specache_fx.runtime import cuda_streams
 from specache_fx.runtime.whole_steps import WholeSteps
 
 _log = logging.getLogger(__name__)
@@ -64,35 +63,26 @@ class CudaRecorder:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._stream = cuda_streams.lend(self, device, cuda_streams.COMPUTES)
         self._pool = torch.cuda.graph_pool_handle()
 
     def record(self, run: Run, compiled: Compiled) -> tuple[Sequence[Any], Replay]:
         """See `Recorder`."""
-        graph = torch.cuda.CUDAGraph()
         try:
-            # Other threads may allocate meanwhile: the host tier reserves ahead in one.
-            with (
-                torch.cuda.device(self._device),
-                _uncollected(),
-                torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"),
-            ):
-                results = run()
+            try:
+                graph, results = self._captured(run)
+            except torch.OutOfMemoryError:  # the allocator gives none of what it keeps to a capture
+                cuda_streams.synchronize(self._device)
+                torch.cuda.empty_cache()
+                graph, results = self._captured(run)
         except Exception as error:
             raise NotCapturedError(first_line(error)) from error
         graph.replay()
         return results, graph.replay
 
-
-@contextlib.contextmanager
-def _uncollected() -> Iterator[None]:
-    """Collect no garbage: a session that dies waits for the device, which no capture survives."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
+    def _captured(self, run: Run) -> tuple[torch.cuda.CUDAGraph, Sequence[Any]]:
+        graph = torch.cuda.CUDAGraph()
+        return graph, cuda_streams.capture(graph, self._stream, self._pool, run)
 
 
 def recorder_of(device: torch.device) -> Recorder | None:
@@ -181,6 +171,7 @@ class StepGraph:
             ).copy_(inputs[i])  # where it is compiled for gaps, it wants them
 
         def run() -> Sequence[Any]:
+            steps.restart()  # an attempt may have failed
             results = compiled(*kept, state)
             steps.join()  # a captured graph ends on the stream where it began
             return results

@@ -80,9 +80,9 @@ class Recorder:
     def finish(self) -> list[Span]:
         """All spans in the order of their starts; waits for the device."""
         if self._base is not None:
-            torch.cuda.synchronize()
             at, base = self._base
             for name, track, begun, ended, args in self._on_device:
+                ended.synchronize()  # not the device: another thread may be capturing
                 start, stop = (at + base.elapsed_time(event) / 1e3 for event in (begun, ended))
                 self.spans.append(Span(name, track, 0, start, stop, args))
             self._on_device.clear()

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import torch
 
 from specache_fx.errors import SpecacheError
-from specache_fx.runtime import triton_ops
+from specache_fx.runtime import cuda_streams, triton_ops
 from specache_fx.runtime.host_cache import HostCache
 from specache_fx.runtime.launches import launch
 from specache_fx.runtime.transfer.base import CopyMetrics, Transfer
@@ -122,10 +122,10 @@ class CudaTransfer(KernelTransfer):
 
     def __init__(self, host: HostCache, top_k: int, device: torch.device) -> None:
         super().__init__(host, top_k, device)
-        self._stream = torch.cuda.Stream(device)
+        self._stream = cuda_streams.lend(self, device)
         # Dropped without `close`: what the kernels read and write must not be given to others meanwhile.
         # A captured step makes its copies on the stream that replays it, so all streams count.
-        weakref.finalize(self, torch.cuda.synchronize, device).atexit = False
+        weakref.finalize(self, cuda_streams.synchronize, device).atexit = False
 
     @contextlib.contextmanager
     def beside(self, layer: int) -> Iterator[None]:
@@ -142,6 +142,10 @@ class CudaTransfer(KernelTransfer):
 
     def join(self) -> None:
         """See `Transfer`."""
+        # A capture may wait for captured work alone. Beside this one there may be none (lookahead "none"); and what was
+        # launched before it is behind another `join`, of the step that is captured (`DecodeStep.running`).
+        if torch.cuda.is_current_stream_capturing() and not cuda_streams.is_capturing(self._stream):
+            return
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
     @property
@@ -154,7 +158,7 @@ class CudaTransfer(KernelTransfer):
         self.staging(layer).order()
 
     def _settle(self, layer: int) -> None:
-        torch.cuda.synchronize(self._device)  # replayed steps record no events
+        cuda_streams.synchronize(self._device)  # replayed steps record no events
 
     def _finish(self) -> None:
-        torch.cuda.synchronize(self._device)
+        cuda_streams.synchronize(self._device)

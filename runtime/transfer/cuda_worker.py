@@ -10,6 +10,7 @@ from functools import partial
 
 import torch
 
+from specache_fx.runtime import cuda_streams
 from specache_fx.runtime.host_cache import HostCache
 from specache_fx.runtime.tracing import span
 from specache_fx.runtime.transfer.staging import Staging, plan_slots
@@ -21,7 +22,7 @@ class CudaWorkerTransfer(WorkerTransfer):
 
     def __init__(self, host: HostCache, top_k: int, device: torch.device) -> None:
         super().__init__(host, top_k, device)
-        self._stream = torch.cuda.Stream(device)
+        self._stream = cuda_streams.lend(self, device)
 
     def _copy(self, layer: int, staging: Staging) -> Copy:
         selected = torch.cuda.Event()
@@ -34,7 +35,7 @@ class CudaWorkerTransfer(WorkerTransfer):
 
     def _finish(self) -> None:
         super()._finish()
-        torch.cuda.synchronize(self._device)
+        cuda_streams.synchronize(self._device)
 
 
 def _send(
@@ -47,6 +48,9 @@ def _send(
         torch.cuda.device(device),
         torch.cuda.stream(stream),
     ):
+        # The session may be dropped meanwhile: its slots go to others when this stream is through.
+        for slots in (staging.rows, staging.indices, staging.wanted):
+            slots.record_stream(stream)
         # Behind the selection, and so behind the attention that read these slots.
         stream.wait_event(selected)
         plan = plan_slots(staging.slots, staging.wanted.cpu())

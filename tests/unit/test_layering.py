@@ -96,7 +96,9 @@ RANKS: tuple[tuple[str, ...], ...] = (
         "specache_fx.runtime.triton_ops",
         "specache_fx.runtime.launches",
         "specache_fx.runtime.cpp_build",
+        "specache_fx.runtime.cuda_streams",
     ),
+    ("specache_fx.runtime.cudart",),
     ("specache_fx.runtime.library_cache", "specache_fx.runtime.machine_memory"),
     ("specache_fx.runtime",),  # only its __init__, which imports nothing
     ("specache_fx.quiet", "specache_fx.inductor_start"),

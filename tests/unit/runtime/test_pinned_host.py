@@ -1,45 +1,97 @@
-"""Page-locked host memory, with a fake of CUDA's runtime: what is registered, when, and by which thread."""
+"""Page-locked host memory, with a fake of CUDA's library: what is registered, when, by whom, for which device."""
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import mmap
+import re
 import threading
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from support.watch import Watch
 
+from specache_fx._log import forget_warnings
 from specache_fx.errors import HostMemoryError
+from specache_fx.runtime import cudart
 from specache_fx.runtime.host_blocks import PinnedStore
 from specache_fx.runtime.host_cache import HostCache, _send
 
 
 class FakeRuntime:
-    """Registers memory in a dict; fails where it is told to."""
+    """CUDA's library: registers memory in a dict; fails where it is told to, and keeps its last error."""
 
-    def __init__(self, error: int = 0) -> None:
-        self.error = error
+    def __init__(self) -> None:
+        self.error = self.last_error = self.moved = 0
         self.registered: dict[int, int] = {}
         self.flags: set[int] = set()
         self.threads: list[str] = []  # that registered
+        self.devices: set[Any] = set()  # for which it was called
+        self.here = threading.local()
+
+    @contextlib.contextmanager
+    def on(self, device: torch.device) -> Iterator[None]:
+        self.here.device = device
+        yield
+        self.here.device = None
+
+    def _called(self) -> None:
+        self.devices.add(getattr(self.here, "device", None))
+
+    def cudaGetLastError(self) -> int:
+        error, self.last_error = self.last_error, 0
+        return error
 
     def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
-        if not self.error:
-            self.registered[address] = nbytes
-            self.flags.add(flags)
-            self.threads.append(threading.current_thread().name)
-        return self.error
+        self._called()
+        if self.error:
+            self.last_error = self.error
+            return self.error
+        self.registered[address] = nbytes
+        self.flags.add(flags)
+        self.threads.append(threading.current_thread().name)
+        return 0
+
+    def cudaHostGetDevicePointer(self, pointer: Any, address: int, flags: int) -> int:
+        pointer._obj.value = address + self.moved
+        return 0
 
     def cudaHostUnregister(self, address: int) -> int:
+        self._called()
         del self.registered[address]
         return 0
 
 
 @pytest.fixture
-def runtime(monkeypatch: pytest.MonkeyPatch) -> FakeRuntime:
+def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeRuntime]:
     fake = FakeRuntime()
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: fake)
-    return fake
+    monkeypatch.setattr(cudart, "library", lambda: fake)
+    monkeypatch.setattr(torch.cuda, "device", fake.on)
+    yield fake
+    gc.collect()  # what is dropped unlocks its pages
+
+
+@pytest.fixture
+def torchs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """Shapes that torch's allocator of page-locked memory was asked for."""
+    asked, usual = list[tuple[int, ...]](), torch.empty
+
+    def empty(shape: tuple[int, ...], pin_memory: bool = False, **options: Any) -> torch.Tensor:
+        if pin_memory:
+            asked.append(shape)
+        return usual(shape, **options)
+
+    monkeypatch.setattr(torch, "empty", empty)
+    return asked
+
+
+@pytest.mark.skipif(torch.version.cuda is None, reason="a torch for the CPU brings no CUDA library")
+def test_the_library_has_what_is_called():
+    assert set(vars(cudart.library())) == set(cudart._SIGNATURES)
 
 
 def test_pinned_blocks_take_what_was_asked_for_and_give_it_back_at_once(runtime):
@@ -60,12 +112,48 @@ def test_pinned_blocks_take_what_was_asked_for_and_give_it_back_at_once(runtime)
 
 def test_pinned_memory_that_can_not_be_had_is_named(runtime):
     runtime.error = 2
-    store = PinnedStore(None)
+    store = PinnedStore(None)  # a torch for the CPU has no other either
     with pytest.raises(
         HostMemoryError, match=r"page-locked memory .* cudaHostRegister failed with error 2.*host=\"memory\""
     ):
         store.allocate((4, 4), torch.float32)
-    assert store.nbytes == 0 and not runtime.registered
+    assert store.nbytes == 0 and not runtime.registered and not runtime.last_error
+
+
+@pytest.mark.parametrize("refusal", ["error", "moved"])
+def test_memory_that_is_not_registered_is_torchs_and_no_error_stays(refusal, runtime, torchs, caplog):
+    setattr(runtime, refusal, 801)
+    forget_warnings()
+    store = PinnedStore(None, torch.device("cuda", 1))
+    blocks = [store.allocate((4, 4), torch.float32) for _ in range(2)]
+    assert torchs == [(4, 4)] * 2 and store.nbytes == 128 and len(blocks) == 2
+    assert not runtime.registered and not runtime.last_error
+    assert caplog.text.count("can't page-lock memory by itself") == 1
+    why = {"error": "cudaHostRegister failed with error 801", "moved": "the device has another address"}
+    assert why[refusal] in caplog.text
+
+
+def test_pages_are_locked_and_unlocked_for_the_sessions_device_in_every_thread(runtime):
+    cache = HostCache(
+        1, [(1, 8, 8)], torch.float32, "pinned", block_tokens=64, device=torch.device("cuda", 1)
+    )
+    for _ in range(6):
+        cache.append(0, torch.randn(1, 1, 64, 8), torch.randn(1, 1, 64, 8))
+    blocks = cache.parts(0)
+    assert any(name.startswith("specache-reserve") for name in runtime.threads)
+    cache.close()
+    thread = threading.Thread(target=blocks.clear)
+    thread.start()
+    thread.join()
+    assert not runtime.registered and runtime.devices == {torch.device("cuda", 1)}
+
+
+@pytest.mark.skipif(not hasattr(mmap, "MADV_DONTFORK"), reason="this system's forks share all")
+def test_a_forked_process_gets_no_share_in_locked_pages(runtime):
+    block = PinnedStore(None).allocate((1 << 16,), torch.float32).fill_(1)
+    flags = re.compile(rf"^{block.data_ptr() & ~4095:x}-.*?^VmFlags: (.*?)$", re.MULTILINE | re.DOTALL)
+    found = flags.search(Path("/proc/self/smaps").read_text())
+    assert found is not None and "dc" in found[1].split()  # don't copy on fork
 
 
 def test_decoding_pins_nothing_on_the_thread_of_the_step(runtime):
