@@ -101,10 +101,13 @@ def watches_frames(converter: Any) -> bool:
 
     def wrapped(convert: Any) -> Any:
         def watched(self: Any, frame: Any, *args: Any, skip: int = 0, **kwargs: Any) -> Any:
-            config: Any = torch.compiler.config
+            marks: Any = torch.compiler.config
+            sizes: Any = torch._dynamo.config
+            static = sizes.force_parameter_static_shapes
             shown = tracing() if _is_ours(self) else contextlib.nullcontext()
-            # `retrace` adds to the sources, for this frame.
-            with config.patch(dynamic_sources=config.dynamic_sources), shown:
+            # `retrace` sets both, for this frame.
+            kept = sizes.patch(force_parameter_static_shapes=static)
+            with marks.patch(dynamic_sources=marks.dynamic_sources), kept, shown:
                 try:
                     return convert(self, frame, *args, skip=skip + 1, **kwargs)
                 except Exception as error:
