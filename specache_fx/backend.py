@@ -33,7 +33,7 @@ from specache_fx.capture.graph_utils import (
 )
 from specache_fx.capture.program import Phase, Program, Refusal, merged_messages
 from specache_fx.capture.subclasses import flatten
-from specache_fx.capture.trace import GROWS, TraceError, trace
+from specache_fx.capture.trace import TraceError, trace
 from specache_fx.capture.unknown_forms import CACHE_SO, attention_behind
 from specache_fx.config import SpecacheConfig
 from specache_fx.decode_runner import Decode
@@ -42,7 +42,7 @@ from specache_fx.fixed_runner import FixedCacheRunner, Growing
 from specache_fx.lowering import Compiled, example_state, layer_form, lower, lower_prompt
 from specache_fx.passes.pipeline import BINDING_PASSES, OPTIONAL, Observer, run_passes
 from specache_fx.resets import reset
-from specache_fx.retrace import trace_as_growing
+from specache_fx.retrace import count_as_growing, trace_as_growing
 from specache_fx.runners import Extend, LeftAlone, Prefill, Refused, compiling
 from specache_fx.runtime.handle_form import is_laid_out
 from specache_fx.runtime.host_blocks import check_host_dir, resolve_host
@@ -51,13 +51,6 @@ from specache_fx.runtime.quant import make_quantizer
 from specache_fx.traced_values import Values, traced
 
 logger = logging.getLogger(__name__)
-_GROWING_BUFFERS = (
-    "specache: the model keeps a growing KV cache in buffers of its own (register_buffer). Dynamo takes the sizes of"
-    " buffers for constants, and compiles the step anew for each token. Set"
-    " torch._dynamo.config.force_parameter_static_shapes = False before the first call, or keep the cache in plain"
-    " attributes. If a module counts its tokens in an int, set"
-    " torch._dynamo.config.allow_unspec_int_on_nn_module = True too."
-)
 
 
 def _unread(gm: GraphModule, found: graph_breaks.Break | None) -> LeaveAlone:
@@ -250,9 +243,6 @@ class _Compile:
         program = trace_as_growing(inputs, program)
         graph = run_passes(graph, program, BINDING_PASSES[program.phase], self._observe)
         self._report(program)
-        grows = program.phase is Phase.DECODE and any(inputs[i].meta.get(GROWS) for i in program.past_inputs)
-        if grows and torch._dynamo.config.force_parameter_static_shapes:
-            warn_once(logger, _GROWING_BUFFERS)
         devices = sorted({str(value_of(site.keys.new).device) for site in program.sites})
         if len(devices) > 1:
             reason = f"its KV caches are on {len(devices)} devices ({', '.join(devices)})"
@@ -283,6 +273,8 @@ class _Compile:
     def _grown(self, graph: GraphModule, forms: Mapping[int, BufferForm], has_past: bool) -> Growing:
         """The runner of calls with a past, or of those without, with caches that grow in place of buffers."""
         graph, plan = grow(graph, forms, has_past=has_past)
+        if plan.q_len == 1:
+            count_as_growing(plan.positions)
         program = self._analysed(graph, plan.starts + plan.position_inputs)
         examples = [value_of(node) for node in placeholders(graph.graph)]  # newest ids are one more
         buffers = {buffer.input for buffer in plan.buffers}

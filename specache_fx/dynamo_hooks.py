@@ -130,11 +130,10 @@ def _parameters(function: Callable[..., Any]) -> Iterable[str]:
 
 def _watch_frames(convert: Any) -> Any:
     def watched(self: Any, frame: Any, *args: Any, skip: int = 0, **kwargs: Any) -> Any:
-        config, (backend, options) = cast(Any, torch.compiler.config), backend_of(self)
+        backend, options = backend_of(self)
         is_ours = hasattr(backend, "given_up")
         noted = _noted(frame) if is_ours else contextlib.nullcontext()
-        # `retrace` adds to the sources, for this frame.
-        with config.patch(dynamic_sources=config.dynamic_sources), noted, _recompiles(frame.f_code):
+        with _taken_back(), noted, _recompiles(frame.f_code):
             try:
                 return convert(self, frame, *args, skip=skip + 1, **kwargs)
             except Exception as error:
@@ -143,6 +142,15 @@ def _watch_frames(convert: Any) -> Any:
                 raise
 
     return watched
+
+
+@contextlib.contextmanager
+def _taken_back() -> Iterator[None]:
+    """What `retrace` sets holds for one frame."""
+    marks, sizes = cast(Any, torch.compiler.config), cast(Any, torch._dynamo.config)
+    kept = sizes.patch(force_parameter_static_shapes=sizes.force_parameter_static_shapes)
+    with marks.patch(dynamic_sources=marks.dynamic_sources), kept:
+        yield
 
 
 @contextlib.contextmanager

@@ -19,10 +19,11 @@ from torch._dynamo import variables
 from torch._dynamo.exc import TensorifyScalarRestartAnalysis, UnspecializeRestartAnalysis
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._guards import TracingContext
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 
 from specache_fx.capture.graph_utils import source_name
 from specache_fx.capture.program import Program
+from specache_fx.capture.trace import GROWS
 from specache_fx.dynamo_hooks import restores_marks
 from specache_fx.traced_values import Step, new_values, step_into, steps_of, warn_unreadable
 
@@ -62,11 +63,35 @@ def trace_as_growing(inputs: Sequence[Node], program: Program) -> Program:
         if isinstance(tensor, torch.Tensor) and not _is_marked(tensor, dim):
             torch._dynamo.maybe_mark_dynamic(tensor, dim)
             marked |= _is_marked(tensor, dim)  # Dynamo ignores it beside a mark of the caller's own
+        marked |= bool(inputs[i].meta.get(GROWS)) and _with_sizes_of_buffers()
     if marked:
         raise TraceAgain(restart_reason="specache: the context's length is a variable")
     if program.decoding is None or not lengths:
         return program
     return replace(program, decoding=replace(program.decoding, fixed_lengths=frozenset(lengths)))
+
+
+def count_as_growing(positions: GraphModule) -> None:
+    """Have Dynamo start over where the row that a token is written into is a constant, which the module counts.
+
+    Args:
+        positions: Computes the rows that a call writes (see `FixedCaches`).
+
+    Raises:
+        TraceAgain: If a count was not marked before.
+    """
+    rows = {row for row in positions.graph.output_node().args[0] if type(row) is int}
+    if rows and _mark_counts(_fixed_lengths(rows)[0]):
+        raise TraceAgain(restart_reason="specache: the row that a token is written into is a variable")
+
+
+def _with_sizes_of_buffers() -> bool:
+    """Have sizes of modules' buffers be no constants for the traces of this frame. Returns whether they were."""
+    config: Any = torch._dynamo.config
+    if not config.force_parameter_static_shapes or not restores_marks():
+        return False
+    config.force_parameter_static_shapes = False
+    return True
 
 
 def _mark_counts(names: Iterable[str]) -> bool:

@@ -159,6 +159,33 @@ def test_what_is_read_otherwise_later_on_is_left_alone(kind: str) -> None:
         generate(ours, kind, torch.randint(TOKENS, (2, 11)), 3)
 
 
+class Counting(nn.Module):
+    """Counts the tokens of its buffers in an int."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.count = Decoder("rows read one after the other"), 0
+
+    def forward(self, ids: Tensor) -> Tensor:
+        start, self.count = self.count, self.count + ids.shape[1]
+        return self.inner(ids, start)
+
+
+@torch.no_grad()
+def test_a_count_of_the_module_is_a_variable_of_its_decode_graph() -> None:
+    torch.manual_seed(0)
+    plain = Counting().eval()
+    inner = copy.deepcopy(plain)
+    ours = torch.compile(inner, backend="specache", options=OPTIONS)
+    ids = torch.randint(TOKENS, (2, 30))
+    torch.testing.assert_close(ours(ids[:, :11]), plain(ids[:, :11]), rtol=1e-4, atol=1e-4)
+    for i in range(11, 30):
+        with torch.compiler.set_stance("default" if i == 11 else "fail_on_recompile"):
+            found = ours(ids[:, i : i + 1])
+        torch.testing.assert_close(found, plain(ids[:, i : i + 1]), rtol=1e-4, atol=1e-4)
+    assert inner.count == 30 and not torch._dynamo.config.allow_unspec_int_on_nn_module
+
+
 class Growing(nn.Module):
     """Keys and values grow by cat, and attention reads tokens by an index that is all of them at first."""
 
