@@ -43,7 +43,7 @@ from specache_fx.fixed_runner import FixedCacheRunner, Growing
 from specache_fx.lowering import Compiled, example_state, lower, lower_prompt
 from specache_fx.passes.pipeline import BINDING_PASSES, OPTIONAL, Observer, run_passes
 from specache_fx.retrace import trace_as_growing
-from specache_fx.runners import Extend, LeftAlone, Prefill, Refused, compiling
+from specache_fx.runners import Extend, LeftAlone, Prefill, compiling
 from specache_fx.runtime.handle_form import is_laid_out
 from specache_fx.runtime.host_blocks import check_host_dir, resolve_host
 from specache_fx.runtime.kernels import LayerForm, check_forms, check_kernel, choose_kernel
@@ -132,7 +132,12 @@ class Backend:
         except SpecacheError as error:
             if not torch._dynamo.config.suppress_errors:
                 raise
-            return Refused(error)
+            refusal = error.with_traceback(None)
+
+            def refused(*_: Any) -> Any:
+                raise refusal
+
+            return refused
 
     def compile_step(self, gm: GraphModule, config: SpecacheConfig, values: Values) -> Compiled | None:
         """Compile a decode step that was traced without Dynamo.
