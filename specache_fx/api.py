@@ -71,21 +71,28 @@ def compile(module: Module, *, prompts: Prompts = "auto", warm: Warm = "block", 
         raise ConfigError(
             "specache_fx.compile() takes options by their names: specache_fx.compile(model, bits=2), not options={...}."
         )
-    if not isinstance(module, OptimizedModule):
-        config = SpecacheConfig.from_options(options)
-        check_names(config)
-        if config.placement.offload:
-            check_host_dir(config.host, config.host_dir)
-        is_untraced = runs_untraced(prompts, warm, config)
-        for each in with_generators(module):
-            each.compile(backend="specache", options=options)
-            if is_untraced:
-                each._compiled_call_impl = Dispatcher(
-                    each, each._compiled_call_impl, config, is_auto=prompts == "auto", warm=warm
-                )
+    if isinstance(module, OptimizedModule):
+        ways = {"prompts": (prompts, "auto"), "warm": (warm, "block")}
+        _compile_inside(
+            module, {**options, **{name: way for name, (way, usual) in ways.items() if way != usual}}
+        )
         return module
-    ways = {"prompts": (prompts, "auto"), "warm": (warm, "block")}
-    options = {**options, **{name: given for name, (given, usual) in ways.items() if given != usual}}
+    config = SpecacheConfig.from_options(options)
+    check_names(config)
+    if config.placement.offload:
+        check_host_dir(config.host, config.host_dir)
+    is_untraced = runs_untraced(prompts, warm, config)
+    for each in with_generators(module):
+        each.compile(backend="specache", options=options)
+        if is_untraced:
+            each._compiled_call_impl = Dispatcher(
+                each, each._compiled_call_impl, config, is_auto=prompts == "auto", warm=warm
+            )
+    return module
+
+
+def _compile_inside(module: OptimizedModule, options: Mapping[str, Any]) -> None:
+    """Compile the modules inside the wrapper of `torch.compile` as the wrapper is."""
     if options:
         raise ConfigError(
             f"{', '.join(options)}: this module is compiled already, with options of its own. Give them to"
@@ -100,7 +107,6 @@ def compile(module: Module, *, prompts: Prompts = "auto", warm: Warm = "block", 
         )
     for inner in with_generators(module._orig_mod):
         inner._compiled_call_impl = module.dynamo_ctx(inner._call_impl)
-    return module
 
 
 def stats(past_key_values: Any) -> SessionStats:

@@ -43,7 +43,7 @@ from specache_fx.lowering import Compiled, example_state, layer_form, lower, low
 from specache_fx.passes.pipeline import BINDING_PASSES, OPTIONAL, Observer, run_passes
 from specache_fx.resets import reset
 from specache_fx.retrace import count_as_growing, trace_as_growing
-from specache_fx.runners import Extend, LeftAlone, Prefill, Refused, compiling
+from specache_fx.runners import Extend, LeftAlone, Prefill, compiling
 from specache_fx.runtime.handle_form import is_laid_out
 from specache_fx.runtime.host_blocks import check_host_dir, resolve_host
 from specache_fx.runtime.kernels import check_forms, check_kernel, choose_kernel
@@ -125,7 +125,12 @@ class Backend:
         except SpecacheError as error:
             if not torch._dynamo.config.suppress_errors:
                 raise
-            return Refused(error)
+            refusal = error.with_traceback(None)
+
+            def refused(*_: Any) -> Any:
+                raise refusal
+
+            return refused
 
     def compile_step(self, gm: GraphModule, config: SpecacheConfig, values: Values) -> Compiled | None:
         """Compile a decode step that was traced without Dynamo.

@@ -222,19 +222,7 @@ class SpecacheConfig:
         for name in ("quantizer", "kernel"):
             if not isinstance(getattr(self, name), str):
                 raise ConfigError(f"{name}={getattr(self, name)!r}: give a name (a string).")
-        if self.on_miss == "refetch" and self.num_lanes == 1:
-            speculates = (
-                f"lookahead={self.lookahead!r}" if self.placement.prefetch else f"policy={self.policy!r}"
-            )
-            raise ConfigError(
-                f'on_miss="refetch" is given, but {speculates} speculates on no token, so none is missed: leave'
-                ' on_miss out, or use policy="specache" with lookahead="token".'
-            )
-        if self.accept_guesses and (self.num_lanes == 1 or self.on_miss != "recover"):
-            raise ConfigError(
-                'accept_guesses=True needs a speculative token, and the guesses of on_miss="recover". It goes with'
-                ' policy="specache" and lookahead="token". Leave it out, or the contradicting option.'
-            )
+        self._check_guesses()
         if self.host_dir is not None:
             if not isinstance(self.host_dir, (str, Path)):
                 raise ConfigError(f"host_dir={self.host_dir!r}: give the path of a folder.")
@@ -261,6 +249,21 @@ class SpecacheConfig:
             raise ConfigError(f"{name}={value!r} is not valid: give a whole number >= {least}.")
         if value > _MOST:
             raise ConfigError(f"{name}={value} is not valid: give a whole number of at most {_MOST:,}.")
+
+    def _check_guesses(self) -> None:
+        if self.on_miss == "refetch" and self.num_lanes == 1:
+            speculates = (
+                f"lookahead={self.lookahead!r}" if self.placement.prefetch else f"policy={self.policy!r}"
+            )
+            raise ConfigError(
+                f'on_miss="refetch" is given, but {speculates} speculates on no token, so none is missed: leave'
+                ' on_miss out, or use policy="specache" with lookahead="token".'
+            )
+        if self.accept_guesses and (self.num_lanes == 1 or self.on_miss != "recover"):
+            raise ConfigError(
+                'accept_guesses=True needs a speculative token, and the guesses of on_miss="recover". It goes with'
+                ' policy="specache" and lookahead="token". Leave it out, or the contradicting option.'
+            )
 
     def _check_shares(self) -> None:
         for name in ("key_share", "value_share"):

@@ -22,7 +22,7 @@ from specache_fx.runners import GoesOn, compiling, note_graph
 from specache_fx.runtime import openmp_spins
 from specache_fx.runtime.decode_step import DecodeStep
 from specache_fx.runtime.device_steps import DeviceSteps
-from specache_fx.runtime.next_answer import NextAnswer
+from specache_fx.runtime.next_answer import LaneCall, NextAnswer
 from specache_fx.runtime.session import Session
 from specache_fx.runtime.tracing import is_recording, span
 from specache_fx.step_masks import StepMasks, read_masks, step_biases, step_sees
@@ -41,7 +41,7 @@ class DecodeGraph(NamedTuple):
         whole: Layers that one operator steps.
         tensors: Which of its inputs are tensors.
         moving: Which of the tensors may lie elsewhere in each call: no weights.
-        is_capturable: See `Decode._is_capturable`.
+        is_capturable: Each step launches the same, as far as the graph tells.
     """
 
     compiled: Compiled
@@ -283,36 +283,33 @@ class Decode(GoesOn):
         session.guessed_token = speculative if ahead else None
         following = [result[1] for result in results]
         session.speculative_token = self._best(following, token)
-        call = self._inputs.of_lane_1(args, inputs, windows) if writes_next else None
+        if writes_next:
+            self._foresee(session, following, self._inputs.of_lane_1(args, inputs, windows))
+        return [_copied(result[0]) for result in results], step.windows_told
+
+    def _foresee(self, session: Session, results: Sequence[Any], call: LaneCall | None) -> None:
+        """Keep lane 1's outputs for the call that they answer."""
         if call is not None and any(tensor.is_inference() for tensor in call.given):
             self._warn_of_no_answers("its weights are inference tensors, whose changes don't show")
         elif call is not None:
-            session.next_answer = NextAnswer(list(map(_copied, following)), call)
-        return [_copied(result[0]) for result in results], step.windows_told
+            session.next_answer = NextAnswer(list(map(_copied, results)), call)
 
     def _graph_of(self, inputs: list[Any], session: Session, lanes: int) -> DecodeGraph | None:
         """The compiled graph for inputs of these shapes; None where lanes are not to be had, and were just given up."""
         key = (_whole_kernel(session), *self._inputs.shapes(inputs))
-        made = self._graphs.get(key)
-        if made is not None:
-            return made
-        with compiling():
-            if lanes == self.lanes:
-                made = self._graphs.get(key) or self._announced(inputs, session)
-        if made is None:
-            return None
-        self._graphs[key] = made
-        if len(self._graphs) == _MANY_GRAPHS:
-            warn_once(
-                logger,
-                f"A decode graph was compiled for {_MANY_GRAPHS} shapes of its inputs: slow if each step has one of"
-                " its own. specache_fx.explain() shows the graph.",
-            )
-        return made
-
-    def _announced(self, inputs: list[Any], session: Session) -> DecodeGraph | None:
-        with announced("the decode step", self._program.config.lowering, len(self._layers)):
-            return self._compile(inputs, session)
+        if key not in self._graphs:
+            with compiling(), announced("the decode step", self._program.config.lowering, len(self._layers)):
+                # Another thread may have made it meanwhile, or given lanes up.
+                is_due = lanes == self.lanes and key not in self._graphs
+                if is_due and (made := self._compile(inputs, session)) is not None:
+                    self._graphs[key] = made
+            if len(self._graphs) == _MANY_GRAPHS:
+                warn_once(
+                    logger,
+                    f"A decode graph was compiled for {_MANY_GRAPHS} shapes of its inputs: slow if each step has one of"
+                    " its own. specache_fx.explain() shows the graph.",
+                )
+        return self._graphs.get(key)
 
     def _compile(self, inputs: list[Any], session: Session) -> DecodeGraph | None:
         program = self._program
@@ -328,15 +325,11 @@ class Decode(GoesOn):
             return None
         tensors = tuple(i for i, value in enumerate(inputs) if isinstance(value, torch.Tensor))
         given = [*(inputs[i] for i in tensors), session.state]
-        is_capturable = self._is_capturable(graph)
+        is_capturable = self._decoding.is_pure and is_whole(graph)
         by_layer = is_capturable and _replays(graph, session)
         compiled = lower_static(graph, given, self._program.config.lowering, by_layer=by_layer)
         moving = tuple(place for place, i in enumerate(tensors) if i in self._inputs.varying)
         return DecodeGraph(compiled, whole_layers(graph), tensors, moving, is_capturable)
-
-    def _is_capturable(self, graph: GraphModule) -> bool:
-        """Whether each step of the graph launches the same, as far as the graph tells."""
-        return self._decoding.is_pure and is_whole(graph)
 
     def _results(self, made: DecodeGraph, inputs: list[Any], session: Session) -> Sequence[Any]:
         """The graph's results: launched one by one, or captured and replayed."""

@@ -18,7 +18,7 @@ from torch._dynamo.convert_frame import compile_lock
 
 from specache_fx._log import warn_once
 from specache_fx.capture.program import OutputPlan, Program, merged_messages
-from specache_fx.errors import CacheHandleError, SpecacheError
+from specache_fx.errors import CacheHandleError
 from specache_fx.lowering import Compiled
 from specache_fx.runtime import claims, fixed_buffers, registry
 from specache_fx.runtime.give_back import give_back
@@ -189,21 +189,6 @@ def _refuse_handles(tensors: Sequence[torch.Tensor], program: Program) -> None:
             "A KV cache that is managed by specache reached a graph that specache did not rewrite, and would be read as"
             f" numbers there. {reasons}"
         )
-
-
-class Refused:
-    """Raises the compile's error in each call: see `Backend.__call__`."""
-
-    def __init__(self, error: SpecacheError) -> None:
-        self._error = error
-
-    def __call__(self, *args: Any) -> Any:
-        """Raise it.
-
-        Raises:
-            SpecacheError: Always.
-        """
-        raise self._error.with_traceback(None)
 
 
 @contextlib.contextmanager
