@@ -30,6 +30,7 @@ from torch.profiler import ProfilerActivity
 from torch.profiler import profile as profiled
 
 import specache_fx
+from specache_bench import gpu_checks
 from specache_bench.records import Method
 from specache_bench.speed import SIZES, Attention, DecodeSteps, ModelSize
 from specache_bench.timing import memory_bandwidth, seconds_of
@@ -125,6 +126,12 @@ def environment(run: Run) -> None:
     for name, to, of in (("to_device", here, host), ("from_device", host, here)):
         best = min(seconds_of(partial(to.copy_, of), run.device, 10))
         run.record[f"{name}_gb_s"] = round(of.nbytes / best / 1e9, 3)
+
+
+def captures(run: Run) -> None:
+    """Captures, streams and page-locked memory (`gpu_checks`): whether each is as the simulation has it."""
+    for name, check in gpu_checks.checks(run.device, run.quick).items():
+        run.attempt(name, check)
 
 
 def tests(run: Run) -> None:
@@ -239,13 +246,14 @@ def batches(run: Run) -> None:
 # The work of each stage, and the seconds that it may take.
 STAGES: dict[str, tuple[Callable[[Run], None], float]] = {
     "environment": (environment, 40),
-    "tests": (tests, 150),
+    "captures": (captures, 60),
+    "tests": (tests, 120),
     "attention": (attention, 60),
     "latency": (latency, 90),
     "profile": (profile, 60),
     "model": (model, 60),
     "graphs": (graphs, 60),
-    "batches": (batches, 90),
+    "batches": (batches, 60),
 }
 
 

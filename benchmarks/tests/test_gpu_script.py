@@ -93,6 +93,6 @@ def test_without_a_gpu_nothing_is_run_or_written(tmp_path):
     "given", [{"only": ["speed"]}, {"stage": "speed"}], ids=lambda given: next(iter(given))
 )
 def test_unknown_stages_are_named(tmp_path, given):
-    with pytest.raises(typer.BadParameter, match="speed: the stages are environment, tests"):
+    with pytest.raises(typer.BadParameter, match="speed: the stages are environment, captures, tests"):
         gpu.main(tmp_path / "gpu.json", **given)
     assert not list(tmp_path.iterdir())

@@ -327,6 +327,7 @@ class World(TorchDispatchMode):
 
     def new_stream(self, device: torch.device = CUDA, priority: int = 0) -> Stream:
         """`torch.cuda.Stream`."""
+        device = CUDA if device.index is None else device
         self.streams.append(Stream(self, f"side{len(self.streams)}", device, priority))
         return self.streams[-1]
 
@@ -626,6 +627,7 @@ def _patch_torch(world: World, patch: pytest.MonkeyPatch) -> None:
         synchronize=world.synchronize,
         empty_cache=world.sweep,
         graph_pool_handle=object,
+        device_count=lambda: 2,
     )
     for name, value in vars(cuda).items():
         patch.setattr(torch.cuda, name, value)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import mmap
 import re
@@ -13,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.fake_cudart import FakeRuntime
 from support.watch import Watch
 
 from specache_fx._log import forget_warnings
@@ -20,50 +20,6 @@ from specache_fx.errors import HostMemoryError
 from specache_fx.runtime import cudart
 from specache_fx.runtime.host_blocks import PinnedStore
 from specache_fx.runtime.host_cache import HostCache, _send
-
-
-class FakeRuntime:
-    """CUDA's library: registers memory in a dict; fails where it is told to, and keeps its last error."""
-
-    def __init__(self) -> None:
-        self.error = self.last_error = self.moved = 0
-        self.registered: dict[int, int] = {}
-        self.flags: set[int] = set()
-        self.threads: list[str] = []  # that registered
-        self.devices: set[Any] = set()  # for which it was called
-        self.here = threading.local()
-
-    @contextlib.contextmanager
-    def on(self, device: torch.device) -> Iterator[None]:
-        self.here.device = device
-        yield
-        self.here.device = None
-
-    def _called(self) -> None:
-        self.devices.add(getattr(self.here, "device", None))
-
-    def cudaGetLastError(self) -> int:
-        error, self.last_error = self.last_error, 0
-        return error
-
-    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
-        self._called()
-        if self.error:
-            self.last_error = self.error
-            return self.error
-        self.registered[address] = nbytes
-        self.flags.add(flags)
-        self.threads.append(threading.current_thread().name)
-        return 0
-
-    def cudaHostGetDevicePointer(self, pointer: Any, address: int, flags: int) -> int:
-        pointer._obj.value = address + self.moved
-        return 0
-
-    def cudaHostUnregister(self, address: int) -> int:
-        self._called()
-        del self.registered[address]
-        return 0
 
 
 @pytest.fixture
