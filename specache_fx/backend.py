@@ -16,11 +16,10 @@ from specache_fx import background, direct_step, dynamo_hooks, graph_breaks
 from specache_fx._log import forget_warnings, warn_once
 from specache_fx.border import AtBorder, UnwrapSubclasses, as_taken
 from specache_fx.capture.analyse import analyse, kv_inputs
-from specache_fx.capture.buffer_writes import writes_tokens
-from specache_fx.capture.buffers_heads_first import BufferForm, buffers_heads_first
+from specache_fx.capture.buffer_reads import BufferRead, buffer_reads, has_past, writes_tokens
 from specache_fx.capture.cache_side import GROWING, LEAVE, LeaveAlone
 from specache_fx.capture.dynamo_graph import needs_gradients
-from specache_fx.capture.fixed_caches import attends_in_place, grow, has_past, keeps_windows_alone
+from specache_fx.capture.fixed_caches import grow
 from specache_fx.capture.flex_attention import with_masks_alone
 from specache_fx.capture.graph_edit import fake_mode_of
 from specache_fx.capture.graph_slices import mutated_inputs
@@ -163,18 +162,12 @@ class Backend:
         except TraceError as error:
             remedy = "Move that operation out of the compiled module"
             return self._without_cache(gm, example_inputs, program, observe, str(error), remedy)
-        plain, forms = buffers_heads_first(with_masks_alone(rewritten))
-        if attends_in_place(plain):
+        plain = with_masks_alone(rewritten)
+        if reads := buffer_reads(plain):
             try:
-                return self._in_place(gm, plain, forms, example_inputs, config, observe, piece)
+                return self._in_place(gm, plain, reads, example_inputs, config, observe, piece)
             except LeaveAlone as no:
                 return self._left_in_place(gm, example_inputs, program, observe, no)
-        if keeps_windows_alone(rewritten):
-            bounded = LeaveAlone(
-                "its caches keep the newest tokens alone, in buffers of fixed length",
-                f"they don't grow. {GROWING}",
-            )
-            return self._left_in_place(gm, example_inputs, program, observe, bounded)
         inputs, writes = placeholders(rewritten.graph), writes_tokens(rewritten)
         values, floats = traced(inputs)
         program = replace(graph_breaks.named(analyse(rewritten, config), piece), values=values, floats=floats)
@@ -216,8 +209,7 @@ class Backend:
             Its runner; None where not all of its attention is rewritten.
         """
         config = config.for_device(device_kind(gm.graph))
-        plain, _ = buffers_heads_first(with_masks_alone(gm))
-        if attends_in_place(plain) or keeps_windows_alone(gm):
+        if buffer_reads(with_masks_alone(gm)):
             return None
         inputs = [value_of(node) for node in placeholders(gm.graph)]
         program = replace(analyse(gm, config), values=values, floats={})
@@ -230,7 +222,7 @@ class Backend:
         self,
         gm: GraphModule,
         traced: GraphModule,
-        forms: Mapping[int, BufferForm],
+        reads: Sequence[BufferRead],
         example_inputs: Sequence[Any],
         config: SpecacheConfig,
         observe: Observer | None,
@@ -241,10 +233,13 @@ class Backend:
         Raises:
             LeaveAlone: If it is to be left alone.
         """
+        if all(side.window is not None for read in reads for side in read.sides):
+            newest = "its caches keep the newest tokens alone, in buffers of fixed length"
+            raise LeaveAlone(newest, f"they don't grow. {GROWING}")
         context = TracingContext.try_get()
 
         def make(has_past: bool) -> Growing:
-            rewritten, plan = grow(traced, forms, has_past=has_past)
+            rewritten, plan = grow(traced, reads, has_past=has_past)
             inner = graph_breaks.named(analyse(rewritten, config, plan.starts + plan.position_inputs), piece)
             examples = [value_of(node) for node in placeholders(rewritten.graph)]  # newest ids are one more
             buffers = {buffer.input for buffer in plan.buffers}
@@ -272,7 +267,7 @@ class Backend:
                 except LeaveAlone as no:
                     return self._left_in_place(gm, example_inputs, Program(config), observe, no), None
 
-        follows = has_past(traced)
+        follows = has_past(reads)
         runner = FixedCacheRunner(make_later, follows, make(follows))
         return runner if len(flatten(example_inputs)) == len(example_inputs) else UnwrapSubclasses(runner)
 

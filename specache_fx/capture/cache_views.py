@@ -86,7 +86,7 @@ def read_sides(
     graph = attention.graph
     if attention.target is SDPA:
         if is_tiled:
-            _group_queries(attention, (shape_of(sides[0]) or ())[1])
+            group_queries(attention, (shape_of(sides[0]) or ())[1])
         attention.args = (attention.args[0], *sides, *attention.args[3:7], True)
         return
     for operand, side in zip(operands, sides, strict=True):
@@ -95,7 +95,7 @@ def read_sides(
         operand.reader.args = (operand.reader.args[0], spelt, *operand.reader.args[2:])
 
 
-def _group_queries(attention: Node, num_kv_heads: int) -> None:
+def group_queries(attention: Node, num_kv_heads: int) -> None:
     """Have the query heads that read the same KV head follow each other, and those of the output in the old order."""
     graph, (query, key, value, mask, *rest) = attention.graph, attention.args
     groups = (shape_of(query) or ())[1] // num_kv_heads
